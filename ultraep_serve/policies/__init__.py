@@ -1,0 +1,1 @@
+"""Policies: pure functions from loads to a plan, the same on every rank."""
