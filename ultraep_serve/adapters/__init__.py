@@ -1,0 +1,1 @@
+"""Adapters: the only rooms that import an engine, one room each."""

@@ -1,0 +1,188 @@
+"""How well and how fast the quota planner balances: Zipf-like loads, and real traces if given.
+
+    python benchmarks/planner_quality.py --traces DIR --json benchmarks/results/planner.json
+
+A trace is an ``.npz`` file with ``topk_ids`` (tokens, layers, K); every layer of every batch of
+consecutive tokens is one case, its tokens split evenly over the source ranks. Zipf cases have
+1024 tokens per rank, top-8, with the exponent chosen to meet the wanted imbalance.
+"""
+
+import argparse
+import json
+import platform
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ultraep_serve.policies import plan_quota, warm_up
+from ultraep_serve.types import ExpertShape, imbalance
+
+ZIPF_SIZES = ((2, 16), (8, 128), (32, 128), (64, 256), (64, 512), (72, 504))  # (R, E)
+ZIPF_IMBALANCES = (1.5, 2.0, 3.0, 4.0)
+TOKENS_PER_RANK, TOP_K = 1024, 8
+
+
+@dataclass(frozen=True)
+class Cases:
+    """One row of the table."""
+
+    name: str
+    loads: list[np.ndarray]  # each (R, E)
+
+
+@dataclass(frozen=True)
+class Row:
+    """What the planner made of one set of cases; means over cases unless named otherwise."""
+
+    name: str
+    num_ranks: int
+    num_experts: int
+    num_slots: int
+    cases: int
+    before: float  # imbalance on masters
+    after: float
+    worst_after: float
+    busiest_sender: float  # replicas sent by the rank that sends most
+    replicas: float
+    median_microseconds: float  # one plan with one source rank's share
+
+
+def main() -> None:
+    """Print the table; write it with the machine and the command when asked to."""
+    args = parse_arguments()
+    rows = []
+    print(f"{'cases':24} {'R':>3} {'E':>4} {'S':>2} {'n':>5} {'before':>7} {'after':>7} "
+          f"{'worst':>7} {'sender':>7} {'copies':>7} {'us':>6}")  # fmt: skip
+    for cases in (*trace_cases(args), *zipf_cases(args)):
+        for num_slots in args.slots:
+            row = measure(cases, num_slots, args.repeat)
+            rows.append(asdict(row))
+            print(f"{row.name:24} {row.num_ranks:3} {row.num_experts:4} {row.num_slots:2} "
+                  f"{row.cases:5} {row.before:7.3f} {row.after:7.4f} {row.worst_after:7.4f} "
+                  f"{row.busiest_sender:7.2f} {row.replicas:7.1f} "
+                  f"{row.median_microseconds:6.0f}", flush=True)  # fmt: skip
+    if args.json:
+        report = {"command": sys.argv, "machine": machine(), "rows": rows}
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--traces", type=Path, help="directory of .npz traces; default none")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 16, 32], help="for traces")
+    parser.add_argument("--batch-tokens", type=int, nargs="+", default=[2048, 8192])
+    parser.add_argument("--slots", type=int, nargs="+", default=[2, 1], help="slots per rank")
+    parser.add_argument("--zipf-cases", type=int, default=20, help="per size and imbalance")
+    parser.add_argument("--repeat", type=int, default=3, help="timed plans per case")
+    parser.add_argument("--json", type=Path, help="write rows, machine and command here")
+    return parser.parse_args()
+
+
+def trace_cases(args: argparse.Namespace) -> Iterator[Cases]:
+    """Every layer of every whole batch of each trace."""
+    for path in sorted(args.traces.glob("*.npz")) if args.traces else []:
+        topk_ids = np.load(path, allow_pickle=False)["topk_ids"]
+        num_experts = int(topk_ids.max()) + 1
+        for num_ranks in args.ranks:
+            for tokens in args.batch_tokens:
+                starts = range(0, len(topk_ids) - tokens + 1, tokens)
+                batches = [topk_ids[start : start + tokens] for start in starts]
+                loads = [
+                    count(batch[:, layer], num_ranks, num_experts)
+                    for batch in batches
+                    for layer in range(batch.shape[1])
+                ]
+                yield Cases(f"{path.stem} {tokens} tokens", loads)
+
+
+def count(topk_ids: np.ndarray, num_ranks: int, num_experts: int) -> np.ndarray:
+    """Ids (T, K) -> loads int32 (R, E)."""
+    parts = np.array_split(topk_ids, num_ranks)
+    counts = [np.bincount(part.ravel(), minlength=num_experts) for part in parts]
+    return np.stack(counts).astype(np.int32)
+
+
+def zipf_cases(args: argparse.Namespace) -> Iterator[Cases]:
+    """Skewed popularity in random order, drawn anew for every case."""
+    rng = np.random.default_rng(0)
+    for num_ranks, num_experts in ZIPF_SIZES:
+        for wanted in ZIPF_IMBALANCES if num_ranks > 2 else (1.6, 1.9):
+            loads = [
+                zipf_loads(rng, num_ranks, num_experts, wanted) for _ in range(args.zipf_cases)
+            ]
+            yield Cases(f"zipf {wanted}", loads)
+
+
+def zipf_loads(
+    rng: np.random.Generator, num_ranks: int, num_experts: int, wanted: float
+) -> np.ndarray:
+    """Loads int32 (R, E) with an imbalance near ``wanted``; two ranks keep hot experts together."""
+    order = rng.permutation(num_experts) if num_ranks > 2 else np.arange(num_experts)
+    candidates = []
+    for exponent in np.linspace(0, 2, 41):
+        weight = ((1.0 + np.arange(num_experts)) ** -exponent)[order]
+        weight /= weight.sum()
+        distance = abs(imbalance_of(weight, num_ranks) - wanted)
+        candidates.append((distance, exponent, weight))
+    weight = min(candidates, key=lambda candidate: candidate[:2])[2]
+    return rng.multinomial(TOKENS_PER_RANK * TOP_K, weight, size=num_ranks).astype(np.int32)
+
+
+def imbalance_of(expert_load: np.ndarray, num_ranks: int) -> float:
+    """Imbalance on masters of a load or weight (E,)."""
+    rank_load = expert_load.reshape(num_ranks, -1).sum(1)
+    return float(rank_load.max() / rank_load.mean())
+
+
+def measure(cases: Cases, num_slots: int, repeat: int) -> Row:
+    """Plan every case; the first plan of each is not timed."""
+    num_ranks, num_experts = cases.loads[0].shape
+    shape = ExpertShape(num_ranks, num_experts, num_slots)
+    warm_up(shape)
+    before, after, senders, replicas, seconds = [], [], [], [], []
+    for loads in cases.loads:
+        plan = plan_quota(loads, shape, 0)
+        for _ in range(repeat):
+            start = time.perf_counter()
+            plan_quota(loads, shape, 0)
+            seconds.append(time.perf_counter() - start)
+        masters = plan.slot_expert[plan.slot_expert >= 0] // shape.num_masters
+        before.append(imbalance_of(loads.sum(0), shape.num_ranks))
+        after.append(imbalance(plan.quota.sum(0)))
+        senders.append(np.bincount(masters, minlength=1).max())
+        replicas.append(masters.size)
+    return Row(
+        name=cases.name,
+        num_ranks=shape.num_ranks,
+        num_experts=shape.num_logical_experts,
+        num_slots=num_slots,
+        cases=len(cases.loads),
+        before=float(np.mean(before)),
+        after=float(np.mean(after)),
+        worst_after=max(after),
+        busiest_sender=float(np.mean(senders)),
+        replicas=float(np.mean(replicas)),
+        median_microseconds=float(np.median(seconds)) * 1e6,
+    )
+
+
+def machine() -> dict[str, str | int]:
+    """What the numbers were measured on."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return {
+        "processor": names[0] if names else platform.processor(),
+        "cores": len(names),
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+    }
+
+
+if __name__ == "__main__":
+    main()

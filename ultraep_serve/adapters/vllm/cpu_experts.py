@@ -1,0 +1,132 @@
+"""Expert parallelism on CPU, which vLLM's own CPU kernel does not survive.
+
+vLLM's kernel ignores the expert map and reads out of bounds for experts of other ranks. It computes
+local experts correctly from one row per assignment, so that is what it gets here: rows are gathered
+(tensor parallel: every rank has all tokens) or sent to the rank that computes them (data parallel),
+and added back per token, weighted.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+__all__ = ["Assignments", "compute_own", "dispatch_compute_combine"]
+
+
+@dataclass(frozen=True)
+class Assignments:
+    """Where each (token, k) pair is computed."""
+
+    rank: torch.Tensor  # (T, K) int64 target rank, -1 padding
+    local: torch.Tensor  # (T, K) int32 expert on that rank
+
+    @classmethod
+    def from_physical(cls, physical: torch.Tensor, num_local: int) -> "Assignments":
+        """From physical ids (T, K) = rank * num_local + local, -1 padding."""
+        rank = torch.div(physical, num_local, rounding_mode="floor").long()
+        return cls(rank=rank, local=(physical - rank * num_local).int())
+
+
+def compute_own(
+    layer: RoutedExperts,
+    x: torch.Tensor,
+    topk_weights: torch.Tensor,
+    assignments: Assignments,
+    rank: int,
+) -> torch.Tensor:
+    """This rank's part of the output (T, H), to be summed over ranks by the engine.
+
+    ``x`` (T, H) all tokens, ``topk_weights`` (T, K).
+    """
+    rows = torch.nonzero(assignments.rank.view(-1) == rank).squeeze(1)
+    tokens = torch.div(rows, topk_weights.shape[1], rounding_mode="floor")
+    weights = topk_weights.reshape(-1)[rows]
+    outputs = _run_kernel(layer, x[tokens], weights, assignments.local.view(-1)[rows])
+    return _add_up(outputs, tokens, x)
+
+
+def dispatch_compute_combine(
+    layer: RoutedExperts,
+    x: torch.Tensor,
+    topk_weights: torch.Tensor,
+    assignments: Assignments,
+    group: dist.ProcessGroup,
+) -> torch.Tensor:
+    """Complete output (T, H) for this rank's own tokens ``x`` (T, H), through all-to-all.
+
+    Every assignment comes home as a row of its own and is added in the order of the tokens, so the
+    result does not depend on which rank computed it.
+    """
+    num_ranks = dist.get_world_size(group)
+    target = assignments.rank.view(-1)
+    order = torch.argsort(target, stable=True)
+    order = order[int((target < 0).sum()) :]
+    tokens = torch.div(order, topk_weights.shape[1], rounding_mode="floor")
+    send = torch.bincount(target[order], minlength=num_ranks)
+    receive = torch.empty_like(send)
+    dist.all_to_all_single(receive, send, group=group)
+    sizes = (send.tolist(), receive.tolist())
+    rows = _all_to_all(x[tokens], *sizes, group)
+    local = _all_to_all(assignments.local.view(-1)[order], *sizes, group)
+    weights = _all_to_all(topk_weights.reshape(-1)[order], *sizes, group)
+    outputs = _run_kernel(layer, rows, weights, local)
+    home = torch.empty(order.numel(), outputs.shape[1], dtype=outputs.dtype)
+    home[torch.argsort(order)] = _all_to_all(outputs, *reversed(sizes), group)
+    return _add_up(home, tokens[torch.argsort(order)], x)
+
+
+def _run_kernel(
+    layer: RoutedExperts, rows: torch.Tensor, weights: torch.Tensor, local: torch.Tensor
+) -> torch.Tensor:
+    """Weighted expert outputs (N, H) for ``rows`` (N, H), one expert of this rank each."""
+    outputs = torch.empty_like(rows)
+    if not rows.shape[0]:
+        return outputs
+    weights = weights.unsqueeze(1).float()
+    on_input = layer.apply_router_weight_on_input
+    if on_input:
+        rows = rows * weights.to(rows.dtype)
+    empty = rows.new_empty(0)
+    layer.quant_method.moe_kernel.fused_experts.apply(
+        output=outputs,
+        hidden_states=rows,
+        w1=layer.w13_weight,
+        w2=layer.w2_weight,
+        topk_weights=weights,
+        topk_ids=local.unsqueeze(1),
+        activation=layer.activation,
+        global_num_experts=layer.w13_weight.shape[0],
+        expert_map=None,
+        a1q_scale=None,
+        a2_scale=None,
+        workspace13=empty,
+        workspace2=empty,
+        expert_tokens_meta=None,
+        apply_router_weight_on_input=on_input,
+    )
+    return outputs
+
+
+def _add_up(outputs: torch.Tensor, tokens: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    total = torch.zeros(x.shape, dtype=torch.float32)
+    total.index_add_(0, tokens, outputs.float())
+    return total.to(x.dtype)
+
+
+def _all_to_all(
+    rows: torch.Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup
+) -> torch.Tensor:
+    """Exchange rows (N, ...) between ranks, in rank order; bytes, whatever the dtype."""
+    width = rows[0:1].numel() * rows.element_size() if rows.shape[0] else 0
+    width = rows.element_size() * int(torch.tensor(rows.shape[1:]).prod()) if not width else width
+    out = rows.new_empty(sum(receive), *rows.shape[1:])
+    dist.all_to_all_single(
+        out.view(-1).view(torch.uint8),
+        rows.contiguous().view(-1).view(torch.uint8),
+        [count * width for count in receive],
+        [count * width for count in send],
+        group=group,
+    )
+    return out

@@ -1,0 +1,299 @@
+"""The data flow: exact load -> plan -> replicas -> physical ids, for every layer of every batch.
+
+``Balancer.route`` is the whole of it, one line per verb. It sits between an engine's router and its
+dispatch; the engine's own dispatch, expert kernels and combine run on unchanged.
+"""
+
+import logging
+import time
+import zlib
+from enum import Enum
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from ultraep_kernels.count import count
+from ultraep_kernels.reroute import reroute
+from ultraep_kernels.stream import relay_parents
+
+from ultraep_serve.config import BalanceConfig
+from ultraep_serve.fabric import HostFabric
+from ultraep_serve.policies import plan_quota
+from ultraep_serve.slots import LayerSlots
+from ultraep_serve.types import Decision, ExpertShape, IntArray, Plan, Policy, Verb
+
+__all__ = ["HEADER_WIDTH", "Balancer", "PolicySource", "TokenView", "row_width"]
+
+logger = logging.getLogger(__name__)
+
+HEADER_WIDTH = 4  # policy, unknown ids, checksum of the load, reserved
+
+
+class TokenView(Enum):
+    """Which tokens a rank sees."""
+
+    SHARED = "tensor"  # every rank sees the same tokens (tensor parallel)
+    OWN = "data"  # every rank sees its own (data parallel)
+
+
+class PolicySource(Protocol):
+    """Where rank 0 learns which policy is in force."""
+
+    @property
+    def policy(self) -> Policy: ...
+
+
+class RecorderLike(Protocol):
+    """What the balancer tells about itself; see ``observability.recorder``."""
+
+    def record(
+        self,
+        *,
+        layer: int,
+        batch: int,
+        tokens: int,
+        decision: Decision,
+        policy: Policy,
+        replicas: int,
+        bytes_sent: int,
+        bytes_received: int,
+        verb_ns: NDArray[np.int64],
+        load_before: NDArray[np.int64],
+        load_after: NDArray[np.int64],
+        slot_expert: IntArray,
+    ) -> None: ...
+
+    def count_batch(self, decision: Decision) -> None: ...
+
+
+def row_width(num_logical_experts: int, view: TokenView) -> int:
+    """int64 that a rank contributes to an exchange; loads travel only where they differ."""
+    return HEADER_WIDTH + (num_logical_experts if view is TokenView.OWN else 0)
+
+
+class Balancer:
+    """Balances the MoE layers of one rank. All ranks must call ``route`` in the same order."""
+
+    def __init__(
+        self,
+        config: BalanceConfig,
+        shape: ExpertShape,
+        view: TokenView,
+        layers: list[LayerSlots],
+        fabric: HostFabric,
+        policies: PolicySource | None,
+        recorder: RecorderLike,
+    ) -> None:
+        """``layers`` in the order they run; ``policies`` is rank 0's, the others follow it."""
+        self.config = config
+        self.shape = shape
+        self._view = view
+        self._layers = layers
+        self._fabric = fabric
+        self._policies = policies
+        self._recorder = recorder
+        self._identity = torch.from_numpy(
+            identity_table(shape.num_logical_experts, shape.num_ranks, shape.num_replica_slots)
+        )
+        self._batch = 0
+        self._batch_policy: Policy | None = None  # agreed on in the first layer of the batch
+        self._warned = False
+
+    def route(self, layer: int, topk_ids: torch.Tensor, batch_tokens: int) -> torch.Tensor:
+        """Physical ids (T, K) int32 for logical ``topk_ids`` (T, K), padding -1 kept.
+
+        ``layer`` counts MoE layers from 0 in the order they run, ``batch_tokens`` is the batch's
+        token count over all ranks. Raises PeerTimeoutError when a rank is gone.
+        """
+        first = layer == 0
+        if first:
+            self._batch += 1
+            self._batch_policy = None
+        if batch_tokens < self.config.min_batch_tokens:
+            return self._skip(first, Decision.SMALL, topk_ids)
+        if not first and self._batch_policy is Policy.OFF:
+            return self.identity(topk_ids)
+        watch = _Stopwatch()
+        load, unknown = count(topk_ids, self.shape.num_logical_experts)
+        watch.lap(Verb.COUNT)
+        loads, doubt = self._exchange(load, unknown)
+        watch.lap(Verb.EXCHANGE)
+        if self._batch_policy is Policy.OFF:
+            return self._skip(first, Decision.POLICY_OFF, topk_ids)
+        decision, plan = self._plan(loads, doubt)
+        watch.lap(Verb.PLAN)
+        sent = self._replicate(layer, plan)
+        watch.lap(Verb.REPLICATE)
+        physical = self._reroute(topk_ids, plan, decision)
+        watch.lap(Verb.REROUTE)
+        self._await(layer, plan)
+        watch.lap(Verb.AWAIT)
+        self._record(layer, batch_tokens, decision, loads, plan, sent, watch.nanoseconds)
+        return physical
+
+    def identity(self, topk_ids: torch.Tensor) -> torch.Tensor:
+        """Every assignment to its master, (T, K) int32; padding and unknown ids become -1."""
+        return self._identity[topk_ids.long().clamp(-1, self.shape.num_logical_experts)]
+
+    def _skip(self, first: bool, decision: Decision, topk_ids: torch.Tensor) -> torch.Tensor:
+        if first:
+            self._recorder.count_batch(decision)
+        return self.identity(topk_ids)
+
+    def _exchange(
+        self, load: NDArray[np.int64], unknown: int
+    ) -> tuple[NDArray[np.int64], bool]:
+        """Loads (R, E) and whether they are in doubt; agrees on the batch's policy by the way.
+
+        Tokens that all ranks see count as rank 0's, so that every rank splits them alike.
+        """
+        row = np.empty(row_width(load.size, self._view), dtype=np.int64)
+        row[:HEADER_WIDTH] = (self._proposed_policy, unknown, zlib.crc32(load), 0)
+        row[HEADER_WIDTH:] = load[: row.size - HEADER_WIDTH]
+        rows = self._fabric.exchange(row)
+        if self._batch_policy is None:
+            self._batch_policy = list(Policy)[int(rows[0, 0])]
+        doubt = bool(rows[:, 1].any())
+        if self._view is TokenView.OWN:
+            return rows[:, HEADER_WIDTH:], doubt
+        loads = np.zeros((self.shape.num_ranks, load.size), dtype=np.int64)
+        loads[0] = load
+        return loads, doubt or bool((rows[:, 2] != rows[0, 2]).any())
+
+    @property
+    def _proposed_policy(self) -> int:
+        """Code of the policy this rank would take; rank 0's counts."""
+        if self._batch_policy is not None or self._policies is None:
+            return Policy.OFF.code
+        return self._policies.policy.code
+
+    def _plan(self, loads: NDArray[np.int64], doubt: bool) -> tuple[Decision, Plan | None]:
+        """What to do with these loads; there is a plan where the decision is PLANNED."""
+        if doubt:
+            self._warn("ids or loads differ between ranks; batches in doubt are not balanced")
+            return Decision.DOUBT, None
+        if self._batch_policy is Policy.IDEAL:
+            return Decision.FORCED, None
+        before = self._rank_loads(loads)
+        if before.max() * before.size <= self.config.max_imbalance * before.sum():
+            return Decision.BALANCED, None
+        plan = plan_quota(loads, self.shape, self._source_rank)
+        if plan.quota.sum(axis=0).max() >= before.max():
+            return Decision.UNPROFITABLE, None
+        return Decision.PLANNED, plan
+
+    def _replicate(self, layer: int, plan: Plan | None) -> int:
+        """Push and relay this rank's part; returns bytes sent."""
+        if plan is None:
+            return 0
+        shape = self.shape
+        parents = relay_parents(
+            plan.slot_expert, shape.num_masters, self.config.relay, shape.num_ranks
+        )
+        slots = self._layers[layer]
+        self._fabric.stream(slots, plan.slot_expert, parents, shape.num_masters)
+        owner = plan.slot_expert // shape.num_masters
+        sender = np.where(parents >= 0, parents // max(1, shape.num_replica_slots), owner)
+        sends = (sender == self._fabric.rank) & (plan.slot_expert >= 0)
+        return int(sends.sum()) * int(slots.expert_bytes.sum())
+
+    def _reroute(
+        self, topk_ids: torch.Tensor, plan: Plan | None, decision: Decision
+    ) -> torch.Tensor:
+        if decision is Decision.FORCED:
+            return self._forced(topk_ids)
+        if plan is None:
+            return self.identity(topk_ids)
+        return reroute(topk_ids, plan.share, plan.slot_expert, self.shape.num_masters)
+
+    def _forced(self, topk_ids: torch.Tensor) -> torch.Tensor:
+        """Force-balanced routing: experts in turn, whatever the router chose (wrong answers)."""
+        turn = torch.arange(topk_ids.numel()).view(topk_ids.shape) % self.shape.num_logical_experts
+        return torch.where(topk_ids < 0, -1, self.identity(turn))
+
+    def _await(self, layer: int, plan: Plan | None) -> None:
+        if plan is not None:
+            self._fabric.wait_slots(self._layers[layer], plan.slot_expert)
+
+    def _record(
+        self,
+        layer: int,
+        batch_tokens: int,
+        decision: Decision,
+        loads: NDArray[np.int64],
+        plan: Plan | None,
+        sent: int,
+        verb_ns: NDArray[np.int64],
+    ) -> None:
+        before = self._rank_loads(loads)
+        after = before
+        if decision is Decision.FORCED:
+            after = np.full_like(before, before.sum() // before.size)
+        slot_expert = _empty_slots(self.shape)
+        if plan is not None:
+            after = plan.quota.sum(axis=0)
+            slot_expert = plan.slot_expert
+        received = int((slot_expert[self._fabric.rank] >= 0).sum())
+        self._recorder.record(
+            layer=layer,
+            batch=self._batch,
+            tokens=batch_tokens,
+            decision=decision,
+            policy=self._batch_policy or Policy.OFF,
+            replicas=int((slot_expert >= 0).sum()),
+            bytes_sent=sent,
+            bytes_received=received * int(self._layers[layer].expert_bytes.sum()),
+            verb_ns=verb_ns,
+            load_before=before,
+            load_after=after,
+            slot_expert=slot_expert,
+        )
+
+    def _rank_loads(self, loads: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Assignments per rank (R,) when every expert is computed by its master."""
+        total: NDArray[np.int64] = loads.sum(axis=0)
+        by_rank: NDArray[np.int64] = total.reshape(self.shape.num_ranks, -1).sum(axis=1)
+        return by_rank
+
+    @property
+    def _source_rank(self) -> int:
+        return self._fabric.rank if self._view is TokenView.OWN else 0
+
+    def _warn(self, text: str) -> None:
+        if not self._warned:
+            self._warned = True
+            logger.warning("%s", text)
+
+
+class _Stopwatch:
+    """Nanoseconds per verb."""
+
+    def __init__(self) -> None:
+        self.nanoseconds = np.zeros(len(Verb), dtype=np.int64)
+        self._last = time.perf_counter_ns()
+
+    def lap(self, verb: Verb) -> None:
+        now = time.perf_counter_ns()
+        self.nanoseconds[verb] += now - self._last
+        self._last = now
+
+
+def identity_table(
+    num_logical_experts: int, num_ranks: int, num_replica_slots: int
+) -> NDArray[np.int32]:
+    """Physical id of each expert's master, (E + 1,) int32; the last entry serves padding (-1).
+
+    Experts that do not divide evenly go one each to the first ranks, as engines place them.
+    """
+    masters = np.full(num_ranks, num_logical_experts // num_ranks)
+    masters[: num_logical_experts % num_ranks] += 1
+    owner = np.repeat(np.arange(num_ranks), masters)
+    local = np.arange(num_logical_experts) - (np.cumsum(masters) - masters)[owner]
+    table = np.full(num_logical_experts + 1, -1, dtype=np.int32)
+    table[:-1] = owner * (masters[0] + num_replica_slots) + local
+    return table
+
+
+def _empty_slots(shape: ExpertShape) -> IntArray:
+    return np.full((shape.num_ranks, shape.num_replica_slots), -1, dtype=np.int32)

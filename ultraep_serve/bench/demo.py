@@ -1,0 +1,118 @@
+"""The figures of `ultraep-serve demo`: one benchmark and one check of tokens, on one screen."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from ultraep_serve.types import Policy
+
+__all__ = ["demo_report", "demo_view"]
+
+BAR_CELLS = 16  # length of the longest bar; all fits a terminal of 80 characters
+STYLES = {Policy.OFF: "red", Policy.QUOTA: "green", Policy.IDEAL: "blue"}
+LABELS = {Policy.OFF: "off", Policy.QUOTA: "on", Policy.IDEAL: "ideal"}
+ABOUT_IDEAL = "ideal: every rank is given the same load by force; its answers are wrong"
+
+
+def demo_report(bench: Mapping[str, Any], token_check: Mapping[str, Any]) -> dict[str, Any]:
+    """The demo's JSON, from the benchmark's document and ``TokenComparison.to_json``.
+
+    Figures that the benchmark lacks are None.
+    """
+    imbalance = bench["imbalance"] or {"before": {}, "after": {}}
+    return {
+        "ranks": bench["ranks"],
+        "rows": [
+            {
+                "prompt_tokens": row["prompt_tokens"],
+                "ttft_seconds": {
+                    policy.value: row["ttft_seconds"].get(policy.value) for policy in Policy
+                },
+                "efficiency": row["efficiency"],
+                "recovered": row["recovered"],
+            }
+            for row in bench["rows"]
+        ],
+        "imbalance": {
+            when: {name: imbalance[when].get(name) for name in ("mean", "max")}
+            for when in ("before", "after")
+        },
+        "token_check": {name: token_check[name] for name in ("dtype", "prompts", "identical")},
+    }
+
+
+def demo_view(report: Mapping[str, Any]) -> RenderableType:
+    """The report as bars: how evenly ranks were loaded, how long prefill took, and the tokens.
+
+    Bars of one prompt length share a scale, so that lengths of a different order stay readable.
+    """
+    parts: list[RenderableType] = [
+        Text("Load of the busiest rank over the mean (1.00 is perfect)", style="bold"),
+        _imbalance_bars(report["imbalance"]),
+        Text(),
+        Text("Time to first token (median) with balancing", style="bold"),
+        _time_bars(report["rows"]),
+        Text(ABOUT_IDEAL, style="dim"),
+        Text(),
+        _token_line(report["token_check"]),
+    ]
+    title = f"Prefill on {report['ranks']} expert-parallel ranks"
+    return Panel(Group(*parts), title=title, expand=False, padding=(1, 2))
+
+
+def _imbalance_bars(imbalance: Mapping[str, Any]) -> RenderableType:
+    before, after = imbalance["before"], imbalance["after"]
+    if before["mean"] is None or after["mean"] is None:
+        return Text("no batch was balanced", style="yellow")
+    table = Table.grid(padding=(0, 2))
+    for label, figures, policy in (
+        ("before", before, Policy.OFF),
+        ("after", after, Policy.QUOTA),
+    ):
+        bar = _bar(figures["mean"], before["mean"], policy)
+        table.add_row(label, bar, f"{figures['mean']:.2f}", f"worst {figures['max']:.2f}")
+    return table
+
+
+def _time_bars(rows: list[dict[str, Any]]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    for row in rows:
+        times = row["ttft_seconds"]
+        longest = max((seconds for seconds in times.values() if seconds is not None), default=0.0)
+        label = f"{row['prompt_tokens']} tokens"
+        for policy in Policy:
+            if (seconds := times[policy.value]) is not None:
+                bar = _bar(seconds, longest, policy)
+                table.add_row(label, LABELS[policy], bar, f"{seconds:.2f} s", _note(row, policy))
+                label = ""
+    return table
+
+
+def _note(row: Mapping[str, Any], policy: Policy) -> str:
+    """Beside balancing's bar what it brought; beside the ideal's how much of the way that is."""
+    off, quota = row["ttft_seconds"]["off"], row["ttft_seconds"]["quota"]
+    notes = []
+    if policy is Policy.QUOTA:
+        if off is not None:
+            notes.append(f"{off / quota:.2f}x as fast")
+        if row["efficiency"] is not None:
+            notes.append(f"{row['efficiency']:.0%} of ideal")
+    elif policy is Policy.IDEAL and row["recovered"] is not None:
+        notes.append(f"{row['recovered']:.0%} of the gap closed")
+    return ", ".join(notes)
+
+
+def _bar(value: float, longest: float, policy: Policy) -> Text:
+    cells = round(BAR_CELLS * min(1.0, value / longest)) if longest else 0
+    return Text("█" * max(1, cells), style=STYLES[policy])
+
+
+def _token_line(check: Mapping[str, Any]) -> Text:
+    same, total = check["identical"], check["prompts"]
+    words = f"{same} of {total} prompts give the same tokens with balancing on ({check['dtype']})"
+    good = same == total
+    return Text(f"{'✔' if good else '✘'} {words}", style="bold green" if good else "bold red")

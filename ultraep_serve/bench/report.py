@@ -1,0 +1,164 @@
+"""What a benchmark leaves behind: its JSON document, and tables for a terminal."""
+
+import json
+import os
+import platform
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ultraep_serve.bench.errors import BenchError
+from ultraep_serve.bench.prefill import PrefillResult
+from ultraep_serve.types import Policy
+
+__all__ = ["machine", "prefill_document", "prefill_view", "prepare_directory", "write_json"]
+
+SCHEMA_VERSION = 1
+Document = Mapping[str, Any]
+
+
+def prefill_document(result: PrefillResult, url: str, model: str, command: str) -> dict[str, Any]:
+    """The benchmark as JSON: seconds, tokens, and imbalance as max/mean over ranks."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "ranks": result.num_ranks,
+        "url": url,
+        "model": model,
+        "machine": machine(),
+        "command": command,
+        "started": result.started,
+        "rows": [length.to_json() for length in result.lengths],
+        "imbalance": _imbalance_summary(result.balance),
+        "layers": result.balance.get("layers", []) if result.balance else [],
+    }
+
+
+def _imbalance_summary(balance: Document | None) -> dict[str, dict[str, float]] | None:
+    """Mean and worst imbalance before and after; None where no batch was balanced."""
+    if balance is None or balance["imbalance"]["before"]["mean"] is None:
+        return None
+    return {
+        when: {name: balance["imbalance"][when][name] for name in ("mean", "max")}
+        for when in ("before", "after")
+    }
+
+
+def machine() -> dict[str, Any]:
+    """The machine that this process runs on."""
+    return {
+        "cpu": _cpu_model(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+    }
+
+
+def prepare_directory(path: Path) -> None:
+    """Make the directory of ``path``; call it before measuring, so that no result is lost.
+
+    Raises BenchError when nothing can be written there.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise BenchError(f"{path} cannot be written ({error}); choose another file") from error
+
+
+def write_json(path: Path, document: Document) -> None:
+    """Write ``document`` so that readers see the old file or the whole new one.
+
+    Raises BenchError when it cannot be written.
+    """
+    prepare_directory(path)
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        part.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        part.replace(path)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise BenchError(f"{path} cannot be written ({error}); choose another file") from error
+
+
+def prefill_view(document: Document) -> RenderableType:
+    """The document for a terminal: a table of times, then what balancing did."""
+    policies = [policy for policy in Policy if policy.value in document["rows"][0]["ttft_seconds"]]
+    table = Table(
+        title="Time to first token: median, and the middle half of the samples",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        padding=0,  # eight columns have to fit a terminal of 80 characters
+    )
+    table.add_column("prompt\ntokens", justify="right")
+    for policy in policies:
+        table.add_column(policy.value, justify="right")
+    figures = [figure for figure in _FIGURES if _any_row(document, figure)]
+    for figure in figures:
+        table.add_column(_FIGURES[figure], justify="right")
+    for row in document["rows"]:
+        times = [_times(row, policy) for policy in policies]
+        table.add_row(str(row["prompt_tokens"]), *times, *(_figure(row, name) for name in figures))
+    return Group(table, _imbalance_line(document.get("imbalance")))
+
+
+def _imbalance_line(imbalance: Document | None) -> Text:
+    """How evenly the ranks were loaded, as one sentence."""
+    if imbalance is None:
+        return Text("No balanced batch was recorded while measuring.", style="yellow")
+    before, after = imbalance["before"], imbalance["after"]
+    line = Text("Busiest rank over mean: ")
+    line.append(f"{before['mean']:.2f} -> {after['mean']:.2f}", style="bold green")
+    line.append(f" (worst {before['max']:.2f} -> {after['max']:.2f}; 1.00 is perfect)")
+    return line
+
+
+_FIGURES = {
+    "speedup": "speedup",
+    "efficiency": "of\nideal",
+    "recovered": "recovered",
+    "quota_over_off": "quota/off\nper round",
+}
+
+
+def _any_row(document: Document, figure: str) -> bool:
+    return any(_figure(row, figure) for row in document["rows"])
+
+
+def _figure(row: Document, name: str) -> str:
+    """One cell; empty where it cannot be computed."""
+    if name == "quota_over_off":
+        paired = row["paired"][name]
+        return _with_range(paired["median"], paired, "") if paired else ""
+    value = row[name]
+    if value is None:
+        return ""
+    return f"{value:.2f}x" if name == "speedup" else f"{value:.0%}"
+
+
+def _times(row: Document, policy: Policy) -> str:
+    median, spread = row["ttft_seconds"][policy.value], row["ttft_spread"][policy.value]
+    return _with_range(median, spread, " s")
+
+
+def _with_range(median: float, spread: Document, unit: str) -> str:
+    digits = 3 if median < 1 else 2 if median < 10 else 1
+    low, high = spread["p25"], spread["p75"]
+    return f"{median:.{digits}f}{unit}\n[dim]{low:.{digits}f}-{high:.{digits}f}[/dim]"
+
+
+def _cpu_model() -> str:
+    """From /proc/cpuinfo where there is one: ``platform`` says little on Linux."""
+    information = Path("/proc/cpuinfo")
+    if information.exists():
+        for line in information.read_text(encoding="utf-8", errors="replace").splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name":
+                return value.strip()
+    return platform.processor() or platform.machine()

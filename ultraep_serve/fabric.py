@@ -1,0 +1,229 @@
+"""How the ranks of one host reach each other: shared memory, epochs and bounded waits.
+
+Every rank owns a segment (its flag, its two rows, its chunk flags) and a slot pool, both anonymous
+shared memory that vanishes with its last process. Ranks find each other's through a card, a small
+file in the run directory that names the process and its descriptors.
+
+An epoch is one exchange. All ranks run the same exchanges in the same order, so the epoch is a
+local counter, flags only grow, and nothing is ever reset.
+"""
+
+import json
+import os
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from ultraep_kernels.exchange import FLAG_BYTES, gather_rows, post_row, wait_flags
+from ultraep_kernels.stream import stream_chunks
+
+from ultraep_serve.errors import FabricError, PeerTimeoutError
+from ultraep_serve.slots import LayerSlots, SlotPool, map_pool, unmap
+
+__all__ = ["HostFabric"]
+
+_SPINS = 20_000  # looks at a flag between two looks at the clock, some tens of microseconds
+_CONNECT_FACTOR = 20  # loading a model takes longer than a batch
+
+
+@dataclass(frozen=True)
+class _Card:
+    """What a rank tells the others about itself."""
+
+    process: int
+    segment: int  # file descriptor
+    segment_bytes: int
+    pool: int  # file descriptor
+    pool_bytes: int
+    row_width: int
+    num_slots: int
+    max_chunks: int
+
+
+class HostFabric:
+    """Exchange and streaming between the ranks of one group on one host."""
+
+    def __init__(
+        self,
+        run_path: Path,
+        rank: int,
+        num_ranks: int,
+        row_width: int,
+        pool: SlotPool,
+        max_chunks: int,
+        timeout_seconds: float,
+    ) -> None:
+        """Meet the other ranks in ``run_path``; returns when all have arrived.
+
+        ``row_width`` int64 per exchanged row; ``max_chunks`` chunks of the largest expert.
+        Raises PeerTimeoutError when a rank does not come, FabricError when it differs.
+        """
+        self.rank = rank
+        self.num_ranks = num_ranks
+        self.epoch = 0
+        self._timeout_seconds = timeout_seconds
+        self._row_width = row_width
+        self._max_chunks = max_chunks
+        chunk_flags = FLAG_BYTES + 2 * row_width * 8
+        segment_bytes = chunk_flags + pool.num_slots * max_chunks * 8
+        segment = os.memfd_create("ultraep-fabric", os.MFD_CLOEXEC)
+        os.ftruncate(segment, segment_bytes)
+        card = _Card(
+            process=os.getpid(),
+            segment=segment,
+            segment_bytes=segment_bytes,
+            pool=pool.descriptor,
+            pool_bytes=pool.size,
+            row_width=row_width,
+            num_slots=pool.num_slots,
+            max_chunks=max_chunks,
+        )
+        self._mappings: list[tuple[int, int]] = []
+        self._cards = self._meet(run_path, card)
+        segments, pools = self._map_all()
+        self._flags = segments
+        self._rows = segments + FLAG_BYTES
+        self._chunk_flags = segments + chunk_flags
+        self._pools = pools
+        self.exchange(np.zeros(row_width, dtype=np.int64))  # everybody has mapped everybody
+        os.close(segment)
+        (run_path / f"card-{rank}.json").unlink(missing_ok=True)
+
+    def exchange(self, row: NDArray[np.int64]) -> NDArray[np.int64]:
+        """All ranks' rows (R, W) int64 for this rank's ``row`` (W,), W at most ``row_width``.
+
+        Returns only after every rank has finished reading its replica slots of the epoch before.
+        """
+        self.epoch += 1
+        padded = row
+        if row.size < self._row_width:
+            padded = np.zeros(self._row_width, dtype=np.int64)
+            padded[: row.size] = row
+        post_row(int(self._flags[self.rank]), int(self._rows[self.rank]), self.epoch, padded)
+        self._wait(self._flags, "the load exchange")
+        return gather_rows(self._rows, self.epoch, self._row_width)[:, : row.size]
+
+    def stream(
+        self,
+        layer: LayerSlots,
+        slot_expert: NDArray[np.int32],
+        parents: NDArray[np.int64],
+        num_masters: int,
+    ) -> None:
+        """Push this rank's masters, and forward what it relays, for the plan of this epoch.
+
+        ``slot_expert``, ``parents`` (R, S). Raises PeerTimeoutError when a relayed chunk does not come.
+        """
+        progress = np.zeros(slot_expert.shape, dtype=np.int64)
+        deadline = self._deadline()
+        while not stream_chunks(
+            self.rank,
+            self.epoch,
+            num_masters,
+            slot_expert,
+            parents,
+            layer.master_addresses,
+            self._pools,
+            layer.region_offsets,
+            layer.expert_bytes,
+            layer.chunks,
+            self._chunk_flags,
+            self._max_chunks,
+            progress,
+            _SPINS,
+        ):
+            self._pause(deadline, "a relayed expert", [])
+
+    def wait_slots(self, layer: LayerSlots, slot_expert: NDArray[np.int32]) -> None:
+        """Return when this rank's filled slots, ``slot_expert`` (R, S), have all arrived."""
+        slots = np.flatnonzero(slot_expert[self.rank] >= 0)
+        if slots.size:
+            chunk = np.arange(layer.chunks.shape[0])
+            offsets = (slots[:, None] * self._max_chunks + chunk) * 8
+            self._wait(self._chunk_flags[self.rank] + offsets.reshape(-1), "replicated experts")
+
+    def close(self) -> None:
+        """Unmap the other ranks' memory."""
+        for address, size in self._mappings:
+            unmap(address, size)
+        self._mappings.clear()
+
+    def _wait(self, flags: NDArray[np.int64], what: str) -> None:
+        arrived = wait_flags(flags, self.epoch, _SPINS)
+        if arrived == flags.size:
+            return
+        deadline = self._deadline()
+        while (arrived := wait_flags(flags, self.epoch, _SPINS)) < flags.size:
+            missing = [arrived] if flags is self._flags else []
+            self._pause(deadline, what, missing)
+
+    def _pause(self, deadline: float, what: str, missing: list[int]) -> None:
+        os.sched_yield()
+        left = deadline - time.monotonic()
+        dead = [rank for rank, card in enumerate(self._cards) if not _is_alive(card.process)]
+        if dead or left < 0:
+            ranks = dead or missing
+            culprit = f"rank {', '.join(map(str, ranks))}" if ranks else "another rank"
+            reason = "has died" if dead else f"did not answer within {self._timeout_seconds:g} s"
+            raise PeerTimeoutError(
+                f"rank {self.rank} waits for {what}: {culprit} {reason}; restart the engine"
+            )
+
+    def _deadline(self) -> float:
+        return time.monotonic() + self._timeout_seconds
+
+    def _meet(self, run_path: Path, card: _Card) -> list[_Card]:
+        own = run_path / f"card-{self.rank}.json"
+        draft = own.with_suffix(".tmp")
+        draft.write_text(json.dumps(asdict(card)))
+        draft.rename(own)
+        deadline = time.monotonic() + self._timeout_seconds * _CONNECT_FACTOR
+        cards: list[_Card] = []
+        while len(cards) < self.num_ranks:
+            path = run_path / f"card-{len(cards)}.json"
+            if path.exists():
+                cards.append(_Card(**json.loads(path.read_text())))
+            elif time.monotonic() > deadline:
+                raise PeerTimeoutError(
+                    f"rank {self.rank} waited for rank {len(cards)} of {self.num_ranks} in vain; "
+                    "look for its error in the engine's log"
+                )
+            else:
+                time.sleep(0.01)
+        for rank, other in enumerate(cards):
+            theirs = (other.row_width, other.num_slots, other.max_chunks, other.pool_bytes)
+            if theirs != (card.row_width, card.num_slots, card.max_chunks, card.pool_bytes):
+                raise FabricError(f"rank {rank} laid out its slots unlike rank {self.rank}")
+        return cards
+
+    def _map_all(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        segments, pools = [], []
+        for card in self._cards:
+            segments.append(self._map(card.process, card.segment, card.segment_bytes))
+            pools.append(self._map(card.process, card.pool, card.pool_bytes))
+        return np.array(segments, dtype=np.int64), np.array(pools, dtype=np.int64)
+
+    def _map(self, process: int, descriptor: int, size: int) -> int:
+        try:
+            mine = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR)
+        except OSError as error:
+            raise FabricError(
+                f"cannot open the shared memory of process {process}: {error}; "
+                "ranks must run on one host, as one user, in one process namespace"
+            ) from error
+        try:
+            address = map_pool(mine, size)
+        finally:
+            os.close(mine)
+        self._mappings.append((address, size))
+        return address
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        with open(f"/proc/{process}/stat", "rb") as stat:
+            return stat.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
+    except FileNotFoundError:
+        return False

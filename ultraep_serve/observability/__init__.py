@@ -1,0 +1,34 @@
+"""What every rank did, in shared memory: written on the hot path, read by anyone of the same user.
+
+``recorder`` writes, ``reader`` reads, ``snapshot`` summarises, ``control`` carries the policy the
+other way. Only numpy and the standard library are needed.
+"""
+
+from ultraep_serve.observability.control import ControlError, ControlPage
+from ultraep_serve.observability.reader import Poll, RingReader
+from ultraep_serve.observability.recorder import Recorder
+from ultraep_serve.observability.schema import (
+    SCHEMA_VERSION,
+    RingError,
+    RingHeader,
+    RingState,
+    ring_path,
+)
+from ultraep_serve.observability.snapshot import BalanceSnapshot, RankView, Window, summarise
+
+__all__ = [
+    "SCHEMA_VERSION",
+    "BalanceSnapshot",
+    "ControlError",
+    "ControlPage",
+    "Poll",
+    "RankView",
+    "Recorder",
+    "RingError",
+    "RingHeader",
+    "RingReader",
+    "RingState",
+    "Window",
+    "ring_path",
+    "summarise",
+]

@@ -1,0 +1,45 @@
+"""One MoE layer in detail."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ultraep_serve.observability.schema import SCHEMA_VERSION, RecordArray
+from ultraep_serve.observability.snapshot import (
+    LayerSnapshot,
+    RankAssignments,
+    layer_snapshot,
+)
+
+__all__ = ["LayerDetail", "layer_detail"]
+
+
+@dataclass(frozen=True)
+class LayerDetail(LayerSnapshot):
+    """A layer, the load of each rank in it and where its replicas were in its last batch."""
+
+    ranks: list[RankAssignments]  # by rank
+    last_batch: int
+    last_slot_expert: list[list[int]]  # (R, S) logical experts, -1 empty
+    schema_version: int = SCHEMA_VERSION
+
+
+def layer_detail(layer: int, lead: RecordArray, ranks: Sequence[RecordArray]) -> LayerDetail | None:
+    """Layer ``layer`` from the weighed records of the lead and of every rank; None without any."""
+    records = lead[lead["layer"] == layer]
+    if not len(records):
+        return None
+    before = records["load_before"].sum(axis=0, dtype=np.int64).tolist()
+    after = records["load_after"].sum(axis=0, dtype=np.int64).tolist()
+    summary = layer_snapshot(layer, records, ranks)
+    return LayerDetail(
+        layer=layer,
+        records=summary.records,
+        imbalance=summary.imbalance,
+        replicas=summary.replicas,
+        bytes_moved=summary.bytes_moved,
+        ranks=[RankAssignments(b, a) for b, a in zip(before, after, strict=True)],
+        last_batch=int(records["batch"][-1]),
+        last_slot_expert=records["slot_expert"][-1].tolist(),
+    )

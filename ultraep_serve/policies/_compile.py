@@ -1,0 +1,23 @@
+"""One decorator for everything compiled here, with the types of the plain function."""
+
+from collections.abc import Callable
+from typing import TypeVar, cast
+
+from numba import njit
+
+__all__ = ["compiled"]
+
+F = TypeVar("F", bound=Callable[..., object])
+
+
+def compiled(function: F) -> F:
+    """Compile for CPU on the first call, without the GIL, kept on disk for the next process.
+
+    The cache on disk notices a change of the function's own file only. An entry point therefore
+    keeps every compiled function that it calls in its own file. Where neither the package nor the
+    home directory can be written, each process compiles for itself.
+    """
+    try:
+        return cast(F, njit(cache=True, nogil=True)(function))
+    except RuntimeError:  # no place for the cache
+        return cast(F, njit(nogil=True)(function))

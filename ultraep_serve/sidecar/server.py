@@ -1,0 +1,64 @@
+"""Serving the application on a socket."""
+
+import ipaddress
+import logging
+import socket
+from pathlib import Path
+
+import uvicorn
+
+from ultraep_serve.errors import ConfigError
+from ultraep_serve.sidecar.app import SidecarSettings, create_app
+
+__all__ = ["is_loopback", "serve"]
+
+_LOGGER = logging.getLogger(__name__)
+
+
+def serve(
+    run_dir: Path,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8001,
+    token: str | None = None,
+    allow_ideal: bool = False,
+    settings: SidecarSettings | None = None,
+) -> None:
+    """Serve until SIGINT or SIGTERM; ``port`` 0 takes a free one, which is logged.
+
+    Raises ConfigError when the address cannot be bound, or when the control endpoint would be
+    reachable from other hosts without a token.
+    """
+    if not token and not is_loopback(host):
+        raise ConfigError(
+            f"{host = } is reachable from other hosts; set a control token, or bind 127.0.0.1"
+        )
+    listener = _listen(host, port)
+    with listener:
+        address = listener.getsockname()
+        _LOGGER.info("sidecar on http://%s:%d", host, address[1])
+        app = create_app(run_dir, token, allow_ideal, settings=settings)
+        config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=2)
+        uvicorn.Server(config).run(sockets=[listener])
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches ``host``."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False  # a name: nobody knows what it resolves to
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family, _, _, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        return socket.create_server(address[:2], family=family, backlog=128)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"cannot serve on {host}:{port}: {error}; choose another with --host or --port"
+        ) from error

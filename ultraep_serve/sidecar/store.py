@@ -1,0 +1,223 @@
+"""What the sidecar knows of a run: every rank's ring, polled in the background and on request."""
+
+import os
+import re
+import threading
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ultraep_serve.observability import (
+    BalanceSnapshot,
+    ControlError,
+    ControlPage,
+    Poll,
+    RankView,
+    RingError,
+    RingHeader,
+    RingReader,
+    RingState,
+    Window,
+    ring_path,
+    summarise,
+)
+from ultraep_serve.observability.batches import count_batches
+from ultraep_serve.observability.schema import RecordArray, record_dtype
+from ultraep_serve.sidecar.histogram import ImbalanceHistogram
+from ultraep_serve.sidecar.windows import OWN_DTYPE, RecordWindow, SkippedHistory, own_fields
+from ultraep_serve.types import Decision, Policy
+
+__all__ = ["NoRunError", "RunStore"]
+
+_RING_NAME = re.compile(r"ring-(0|[1-9]\d{0,3})")
+_EVERYTHING = Window()
+
+
+class NoRunError(Exception):
+    """No ring can be read: the engine has not started, or is gone."""
+
+
+@dataclass
+class _Rank:
+    """One rank's ring as last polled."""
+
+    own: RecordWindow
+    reader: RingReader | None = None
+    header: RingHeader | None = None  # None: not readable, ``error`` says why
+    error: str = ""
+    missed: int = 0
+
+
+class RunStore:
+    """Follows all rings of ``run_dir``; every method may be called from any thread."""
+
+    def __init__(
+        self, run_dir: Path, *, heartbeat_limit_seconds: float = 5.0, max_records: int = 16384
+    ) -> None:
+        """``max_records`` bounds what is kept in memory of each rank."""
+        self._run_dir = run_dir
+        self._limit = heartbeat_limit_seconds
+        self._max_records = max_records
+        self._ranks: dict[int, _Rank] = {}
+        self._policy: Policy | None = None  # on the control page, if there is one
+        self._lead = -1  # the rank whose loads are shown
+        self._lead_records = RecordWindow(OWN_DTYPE, max_records)
+        self._skipped = SkippedHistory()
+        self._lock = threading.RLock()
+        self.histogram = ImbalanceHistogram()
+
+    def poll(self) -> None:
+        """Read what is new. Never raises for what lies in ``run_dir``."""
+        with self._lock:
+            for rank in self._discover():
+                if rank not in self._ranks:
+                    self._ranks[rank] = _Rank(RecordWindow(OWN_DTYPE, self._max_records))
+            polls = {rank: self._poll_rank(rank, held) for rank, held in self._ranks.items()}
+            self._follow_lead({rank: poll for rank, poll in polls.items() if poll})
+            self._policy = self._read_policy()
+
+    def policy(self) -> Policy | None:
+        """The policy in force from the next batch on; None where nobody says."""
+        with self._lock:
+            held = self._ranks.get(self._lead)
+            written = held.header.policy if held and held.header else None
+            return self._policy or written
+
+    def header(self) -> RingHeader:
+        """The lead rank's header, with the policy in force. Raises NoRunError."""
+        with self._lock:
+            held = self._ranks.get(self._lead)
+            if held is None or held.header is None:
+                raise NoRunError(f"no ring can be read in {self._run_dir}; is the engine running?")
+            return replace(held.header, policy=self._policy or held.header.policy)
+
+    def lead_records(self) -> RecordArray:
+        """The lead rank's records, with loads. Raises NoRunError."""
+        with self._lock:
+            self.header()
+            return self._lead_records.records()
+
+    def views(self) -> list[RankView]:
+        """One view per rank, 0 to R-1. Raises NoRunError."""
+        now_ns = time.monotonic_ns()
+        with self._lock:
+            return [self._view(rank, now_ns) for rank in range(self.header().shape.num_ranks)]
+
+    def missed(self) -> dict[int, int]:
+        """Records per rank that were overwritten or damaged before they were read."""
+        with self._lock:
+            return {rank: held.missed for rank, held in sorted(self._ranks.items())}
+
+    def problems(self) -> dict[str, str]:
+        """What keeps the run from being ready, by rank; empty when it is ready."""
+        with self._lock:
+            try:
+                views = self.views()
+            except NoRunError as error:
+                found = {str(rank): held.error for rank, held in sorted(self._ranks.items())}
+                return found or {"run": str(error)}
+            found = {str(view.rank): self._problem(view, len(views)) for view in views}
+            return {rank: problem for rank, problem in found.items() if problem}
+
+    def snapshot(self, window: Window) -> BalanceSnapshot:
+        """The balance over ``window``. Raises NoRunError."""
+        with self._lock:
+            header, views, lead = self.header(), self.views(), self.lead_records()
+            batches = self._batches(header, lead, window)
+        return summarise(lead, header, views, batches, window)
+
+    def _discover(self) -> list[int]:
+        try:
+            names = os.listdir(self._run_dir)
+        except OSError:
+            return []  # every known rank then reports on its own that its ring is gone
+        return [int(found[1]) for name in names if (found := _RING_NAME.fullmatch(name))]
+
+    def _read_policy(self) -> Policy | None:
+        try:
+            with ControlPage.open(self._run_dir) as page:
+                return page.policy
+        except ControlError:
+            return None  # an engine without balancing has none: its header says so
+
+    def _poll_rank(self, rank: int, held: _Rank) -> Poll | None:
+        fresh = held.reader is None
+        try:
+            if held.reader is None:
+                held.reader = RingReader(ring_path(self._run_dir, rank))
+            poll = held.reader.poll()
+        except RingError as error:
+            if held.reader is not None:
+                held.reader.close()  # an unlinked file keeps its memory while it is held open
+                held.reader = None
+            held.header, held.error = None, str(error)
+            return None
+        fresh = fresh or poll.replaced
+        if fresh:
+            held.own.clear()
+        else:
+            held.missed += poll.missed
+        held.own.append(own_fields(poll.records))
+        held.header, held.error = poll.header, ""
+        return Poll(poll.header, poll.records, poll.missed, fresh)
+
+    def _follow_lead(self, polls: dict[int, Poll]) -> None:
+        """Take loads and counters from the lowest living rank, else from the lowest readable."""
+        if not polls:
+            return
+        now_ns = time.monotonic_ns()
+        lead = min(polls, key=lambda r: (not polls[r].header.alive(now_ns, self._limit), r))
+        poll = polls[lead]
+        if lead != self._lead or poll.replaced:
+            self._lead = lead
+            dtype = record_dtype(poll.header.shape)
+            self._lead_records = RecordWindow(dtype, self._max_records)
+            self._skipped.clear()
+            new = self._held_by_ring(lead, poll)
+        else:
+            new = poll.records
+        self._lead_records.append(new)
+        self._skipped.observe(time.time_ns(), poll.header)
+        self.histogram.observe(_EVERYTHING.weighed(new))
+
+    def _held_by_ring(self, rank: int, poll: Poll) -> RecordArray:
+        """What a new lead wrote up to ``poll``; its loads were not kept until now."""
+        reader = self._ranks[rank].reader
+        assert reader is not None
+        try:
+            records = reader.recent()
+        except RingError:
+            return poll.records  # the next poll reports what is wrong with the file
+        return records[records["seq"] <= poll.header.written]
+
+    def _batches(
+        self, header: RingHeader, lead: RecordArray, window: Window
+    ) -> dict[Decision, int]:
+        if window == _EVERYTHING:  # the counters know more than the records held
+            pairs = zip(Decision, header.recorded_batches, header.skipped_batches, strict=True)
+            return {decision: recorded + skipped for decision, recorded, skipped in pairs}
+        counts = count_batches(window.recorded(lead))
+        for decision, skipped in self._skipped.since(window.since_ns):
+            counts[decision] = counts.get(decision, 0) + skipped
+        return counts
+
+    def _view(self, rank: int, now_ns: int) -> RankView:
+        held = self._ranks.get(rank)
+        if held is None or held.header is None:
+            empty = RecordWindow(OWN_DTYPE, 1).records()
+            return RankView(rank, None, False, None, held.own.records() if held else empty)
+        header = held.header
+        age = header.heartbeat_age_seconds(now_ns)
+        return RankView(rank, header, header.alive(now_ns, self._limit), age, held.own.records())
+
+    def _problem(self, view: RankView, num_ranks: int) -> str:
+        if view.header is None:
+            held = self._ranks.get(view.rank)
+            return held.error if held else "no ring yet"
+        if view.header.shape.num_ranks != num_ranks:
+            return f"its ring belongs to a run of {view.header.shape.num_ranks} ranks"
+        if view.header.state != RingState.READY:
+            return f"state is {view.header.state.name.lower()}"
+        if not view.alive:
+            return f"no heartbeat for {view.heartbeat_age_seconds:.1f} s"
+        return ""
