@@ -6,6 +6,7 @@ variable ``ULTRAEP_CONFIG`` as JSON; unset means that balancing was never switch
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -13,7 +14,13 @@ from typing import Any, Literal
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.types import Policy
 
-__all__ = ["CONFIG_VARIABLE", "BalanceConfig", "control_token_from_environment"]
+__all__ = [
+    "CONFIG_VARIABLE",
+    "BalanceConfig",
+    "child_environment",
+    "control_token_from_environment",
+    "parse_policy",
+]
 
 CONFIG_VARIABLE = "ULTRAEP_CONFIG"
 TOKEN_VARIABLE = "ULTRAEP_CONTROL_TOKEN"
@@ -100,6 +107,11 @@ def parse_policy(name: str) -> Policy:
 def control_token_from_environment() -> str | None:
     """Bearer token for the sidecar's control endpoint, if the operator chose one."""
     return os.environ.get(TOKEN_VARIABLE) or None
+
+
+def child_environment(config: BalanceConfig, defaults: Mapping[str, str]) -> dict[str, str]:
+    """Environment of the processes the launcher starts; what the operator set wins over ``defaults``."""
+    return {**defaults, **os.environ, CONFIG_VARIABLE: config.to_json()}
 
 
 def _names(policies: type[Policy]) -> str:

@@ -204,8 +204,7 @@ class RingHeader:
 
 def parse_header(page: bytes, name: str) -> RingHeader:
     """The header in ``page``, checked field by field. Raises RingError, which says ``name``."""
-    if len(page) < HEADER_BYTES:
-        raise RingError(f"{name} holds {len(page)} bytes, too few for a ring")
+    assert len(page) == HEADER_BYTES
     values = np.frombuffer(page, HEADER_DTYPE, count=1)[0]
     if values["magic"] != MAGIC:
         raise RingError(f"{name} is not a ring of ultraep_serve")

@@ -18,16 +18,27 @@ class ImbalanceHistogram:
     def __init__(self) -> None:
         self._counts = {stage: np.zeros(len(BOUNDS) + 1, np.int64) for stage in _FIELDS}
         self._sums = dict.fromkeys(_FIELDS, 0.0)
-        self._seen_until_ns = 0
+        self._last = (0, 0, 0)  # wall clock, batch and layer of the last record counted
 
-    def observe(self, records: RecordArray) -> None:
-        """Count ``records`` newer than any counted before: a new lead repeats the old one's."""
-        fresh = records[records["time_ns"] > np.uint64(self._seen_until_ns)]
-        if not len(fresh):
+    def observe(self, records: RecordArray, started_ns: int) -> None:
+        """Count those of ``records`` that come after the last one counted.
+
+        All ranks number batches alike, so a new lead repeats what the old one said. A writer that
+        began (``started_ns``, wall clock) after the last record belongs to a new run.
+        """
+        time_ns, batch, layer = self._last
+        if started_ns <= time_ns:
+            later = (records["batch"] == batch) & (records["layer"] > layer)
+            records = records[later | (records["batch"] > batch)]
+        if not len(records):
             return
-        self._seen_until_ns = int(fresh["time_ns"].max())
+        last = records[-1]
+        self._last = (int(last["time_ns"]), int(last["batch"]), int(last["layer"]))
+        self._count(records)
+
+    def _count(self, records: RecordArray) -> None:
         for stage, field in _FIELDS.items():
-            values = imbalances(fresh[field])
+            values = imbalances(records[field])
             places = np.searchsorted(BOUNDS, values, side="left")
             self._counts[stage] += np.bincount(places, minlength=len(BOUNDS) + 1)
             self._sums[stage] += float(values.sum())

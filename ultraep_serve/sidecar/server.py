@@ -53,12 +53,14 @@ def is_loopback(host: str) -> bool:
 
 
 def _listen(host: str, port: int) -> socket.socket:
+    if not 0 <= port < 1 << 16:  # getaddrinfo would silently wrap it around
+        raise ConfigError(f"--port {port} is not legal; legal: 0 to 65535")
     try:
         family, _, _, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         return socket.create_server(address[:2], family=family, backlog=128)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         raise ConfigError(
             f"cannot serve on {host}:{port}: {error}; choose another with --host or --port"
         ) from error

@@ -178,7 +178,7 @@ class RunStore:
             new = poll.records
         self._lead_records.append(new)
         self._skipped.observe(time.time_ns(), poll.header)
-        self.histogram.observe(_EVERYTHING.weighed(new))
+        self.histogram.observe(_EVERYTHING.weighed(new), poll.header.started_ns)
 
     def _held_by_ring(self, rank: int, poll: Poll) -> RecordArray:
         """What a new lead wrote up to ``poll``; its loads were not kept until now."""

@@ -23,7 +23,7 @@ CALIBRATION_TEXTS = 48  # per domain; many short ones, because what a text has i
 CALIBRATION_LENGTH = 256  # tokens per text
 DOMAIN_WEIGHT = 0.6  # of a word's embedding that all words of its domain have in common
 GAINS = {"o_proj": 1.5, "down_proj": 1.7}  # makes a block's output about as large as its input
-ATTENTION_SHARPNESS = 0.5  # query scale: the higher, the fewer tokens a token looks at
+ATTENTION_SHARPNESS = 2.0  # query scale: a token looks at few others, so its successors vary
 LOGIT_STD = 4.0  # standard deviation of the logits over the vocabulary
 DOMAIN_LOGIT = 6.0  # added to the words of the text's own domain: generated text keeps to it
 SPECIAL_LOGIT = -40.0  # special tokens are never generated: generation ends where it is told to
@@ -51,7 +51,7 @@ def build_config(spec: ModelSpec) -> Any:
         "bos_token_id": 1,
         "eos_token_id": 2,
     }
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e6}
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e4}
     if spec.architecture == "qwen3_moe":
         return Qwen3MoeConfig(num_experts=spec.num_experts, rope_parameters=rope, **common)
     return Glm4MoeConfig(
@@ -109,8 +109,17 @@ def _embeddings(spec: ModelSpec, generator: torch.Generator) -> Tensor:
 
 
 def _calibrate(model: Any, spec: ModelSpec, generator: torch.Generator) -> None:
-    """Run calibration text once; hooks set each gate, and at last the head, from what it is given."""
+    """Run calibration text once; hooks set queries, gates and at last the head from what they get.
+
+    Queries lose what a domain's tokens have in common: otherwise all tokens of a text would look at
+    the same few others, and that text would be routed in its own way.
+    """
     ids, token_domain = _calibration_batch(spec)
+
+    def on_query(projection: Any, args: tuple[Tensor]) -> None:
+        basis = _mean_basis(args[0].reshape(-1, spec.hidden_size), token_domain, spec)
+        rows = projection.weight
+        _store(rows, rows - (rows @ basis) @ basis.T, spec)
 
     def on_gate(layer: int) -> Callable[[Any, tuple[Tensor]], None]:
         def calibrate(gate: Any, args: tuple[Tensor]) -> None:
@@ -122,6 +131,9 @@ def _calibrate(model: Any, spec: ModelSpec, generator: torch.Generator) -> None:
         return calibrate
 
     with ExitStack() as hooks:
+        for decoder in model.model.layers:
+            query = decoder.self_attn.q_proj
+            hooks.callback(query.register_forward_pre_hook(on_query).remove)
         for layer in spec.moe_layers:
             gate = model.model.layers[layer].mlp.gate
             hooks.callback(gate.register_forward_pre_hook(on_gate(layer)).remove)
@@ -158,7 +170,7 @@ def _head_rows(
     Without taking the domain means out, every text of a domain would favour the same few words.
     """
     domains = len(spec.domains)
-    means = torch.stack([hidden[token_domain == d].mean(0) for d in range(domains)])
+    means = _domain_means(hidden, token_domain, spec)
     basis = torch.linalg.qr(means.T).Q
     rows = torch.randn(len(vocabulary(spec.domains)), spec.hidden_size, generator=generator)
     rows -= (rows @ basis) @ basis.T
@@ -170,6 +182,16 @@ def _head_rows(
         lift[start : start + WORDS_PER_DOMAIN, domain] = DOMAIN_LOGIT
     lift[: len(SPECIAL_TOKENS)] = SPECIAL_LOGIT
     return rows + lift @ torch.linalg.pinv(means).T
+
+
+def _domain_means(hidden: Tensor, token_domain: Tensor, spec: ModelSpec) -> Tensor:
+    """Mean (D, H) of ``hidden`` (T, H) over the tokens of each domain."""
+    return torch.stack([hidden[token_domain == d].mean(0) for d in range(len(spec.domains))])
+
+
+def _mean_basis(hidden: Tensor, token_domain: Tensor, spec: ModelSpec) -> Tensor:
+    """Orthonormal basis (H, D) of the domain means."""
+    return torch.linalg.qr(_domain_means(hidden, token_domain, spec).T).Q
 
 
 def _store(weight: Tensor, values: Tensor, spec: ModelSpec) -> None:

@@ -6,6 +6,7 @@ local experts correctly from one row per assignment, so that is what it gets her
 and added back per token, weighted.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -72,9 +73,9 @@ def dispatch_compute_combine(
     local = _all_to_all(assignments.local.view(-1)[order], *sizes, group)
     weights = _all_to_all(topk_weights.reshape(-1)[order], *sizes, group)
     outputs = _run_kernel(layer, rows, weights, local)
-    home = torch.empty(order.numel(), outputs.shape[1], dtype=outputs.dtype)
-    home[torch.argsort(order)] = _all_to_all(outputs, *reversed(sizes), group)
-    return _add_up(home, tokens[torch.argsort(order)], x)
+    home = _all_to_all(outputs, *reversed(sizes), group)
+    by_token = torch.argsort(order)
+    return _add_up(home[by_token], tokens[by_token], x)
 
 
 def _run_kernel(
@@ -119,8 +120,7 @@ def _all_to_all(
     rows: torch.Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup
 ) -> torch.Tensor:
     """Exchange rows (N, ...) between ranks, in rank order; bytes, whatever the dtype."""
-    width = rows[0:1].numel() * rows.element_size() if rows.shape[0] else 0
-    width = rows.element_size() * int(torch.tensor(rows.shape[1:]).prod()) if not width else width
+    width = math.prod(rows.shape[1:]) * rows.element_size()
     out = rows.new_empty(sum(receive), *rows.shape[1:])
     dist.all_to_all_single(
         out.view(-1).view(torch.uint8),

@@ -1,0 +1,149 @@
+"""`ultraep-serve vllm MODEL [flags]`: the engine's server with balancing on and the sidecar."""
+
+import argparse
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+from ultraep_serve.adapters.vllm.launch import engine_command, parse_engine_flags
+from ultraep_serve.config import BalanceConfig, parse_policy
+from ultraep_serve.errors import ConfigError
+from ultraep_serve.launcher.run_directory import TOKEN_FILE, run_directory
+from ultraep_serve.launcher.supervisor import supervise
+from ultraep_serve.types import Policy
+
+__all__ = ["add_parser", "run"]
+
+_DEFAULTS = BalanceConfig()
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add `vllm` to the main parser's ``subparsers``."""
+    parser = subparsers.add_parser(
+        "vllm",
+        help="serve a model with vLLM, every prefill batch balanced",
+        description="Start vLLM's OpenAI server with balancing on and the sidecar beside it. "
+        "Flags that are not listed here are vLLM's own and are passed on.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("model", help="what vLLM takes as --model")
+    add_balance_arguments(parser)
+    parser.set_defaults(run=run, passes_flags_on=True)
+
+
+def add_balance_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of balancing itself, the same for every engine."""
+    shown = "(default: %(default)s)"
+    balance = parser.add_argument_group("balancing")
+    balance.add_argument(
+        "--policy", default=_DEFAULTS.policy.value, help=f"off, quota or ideal {shown}"
+    )
+    balance.add_argument(
+        "--slots",
+        type=int,
+        default=_DEFAULTS.num_replica_slots,
+        help=f"replica slots per rank, shared by all layers {shown}",
+    )
+    balance.add_argument(
+        "--min-batch-tokens",
+        type=int,
+        default=_DEFAULTS.min_batch_tokens,
+        help=f"smaller batches (decode) are left alone {shown}",
+    )
+    balance.add_argument(
+        "--max-imbalance",
+        type=float,
+        default=_DEFAULTS.max_imbalance,
+        help=f"layers at or below this max/mean over ranks are left alone {shown}",
+    )
+    balance.add_argument(
+        "--on-unsupported",
+        default=_DEFAULTS.on_unsupported,
+        help=f"what cannot be balanced: error, or off to serve without balancing {shown}",
+    )
+    balance.add_argument(
+        "--slot-memory",
+        default=_DEFAULTS.slot_memory,
+        help=f"aliased: one pool for all layers; per_layer: one each {shown}",
+    )
+    balance.add_argument(
+        "--relay", default=_DEFAULTS.relay, help=f"auto, always or never {shown}"
+    )
+    balance.add_argument(
+        "--timeout-seconds",
+        type=float,
+        default=_DEFAULTS.timeout_seconds,
+        help=f"a rank silent for longer is an error {shown}",
+    )
+    balance.add_argument(
+        "--allow-ideal",
+        action="store_true",
+        help="permit policy ideal, which gives wrong answers (for measuring)",
+    )
+    sidecar = parser.add_argument_group("sidecar")
+    sidecar.add_argument(
+        "--sidecar-host", default="127.0.0.1", help=f"address of the sidecar {shown}"
+    )
+    sidecar.add_argument(
+        "--sidecar-port", type=int, help="port of the sidecar (default: the server's + 1)"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve until the engine ends. Raises UltraEPError for what cannot be started."""
+    flags: list[str] = arguments.engine_flags
+    policy = parse_policy(arguments.policy)
+    parsed = parse_engine_flags(flags)
+    command = engine_command(arguments.model, flags, policy)
+    sidecar_port = arguments.sidecar_port or parsed.port + 1
+    _check_port(parsed.host, parsed.port, "--port")
+    if policy is not Policy.OFF:
+        _check_port(arguments.sidecar_host, sidecar_port, "--sidecar-port")
+    balance_config(arguments, "")  # refuse bad settings before anything is created
+    with run_directory(parsed.port) as run_path:
+        config = balance_config(arguments, str(run_path))
+        (run_path / "config.json").write_text(config.to_json())
+        sidecar = None
+        if policy is not Policy.OFF:
+            sidecar = ["--run-dir", str(run_path), "--host", arguments.sidecar_host]
+            sidecar += ["--port", str(sidecar_port)]
+            sidecar += ["--allow-ideal"] if config.allow_ideal else []
+            _announce(arguments.sidecar_host, sidecar_port, run_path)
+        return supervise(command, config, sidecar)
+
+
+def balance_config(arguments: argparse.Namespace, run_dir: str) -> BalanceConfig:
+    """The configuration that the flags describe. Raises ConfigError naming the legal values."""
+    return BalanceConfig(
+        policy=parse_policy(arguments.policy),
+        num_replica_slots=arguments.slots,
+        min_batch_tokens=arguments.min_batch_tokens,
+        max_imbalance=arguments.max_imbalance,
+        allow_ideal=arguments.allow_ideal,
+        on_unsupported=arguments.on_unsupported,
+        slot_memory=arguments.slot_memory,
+        relay=arguments.relay,
+        timeout_seconds=arguments.timeout_seconds,
+        run_dir=run_dir,
+    )
+
+
+def _announce(host: str, port: int, run_path: Path) -> None:
+    print(
+        f"ultraep: sidecar on http://{host}:{port} (/v1/balance, /metrics, /readyz), "
+        f"control token in {run_path / TOKEN_FILE}",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def _check_port(host: str, port: int, flag: str) -> None:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(
+                f"{host}:{port} cannot be used ({error.strerror}); choose another {flag}"
+            ) from None

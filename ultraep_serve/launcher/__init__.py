@@ -1,0 +1,1 @@
+"""Starting an engine's server with the sidecar beside it; knows no engine."""

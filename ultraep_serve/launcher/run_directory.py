@@ -1,0 +1,69 @@
+"""The directory in shared memory where the processes of one server meet.
+
+It belongs to whoever holds the lock in it. A directory without a holder is left over from a server
+that was killed; the next start removes it.
+"""
+
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ultraep_serve.errors import ConfigError
+
+__all__ = ["TOKEN_FILE", "run_directory", "run_directory_of_port"]
+
+TOKEN_FILE = "token"
+_SHARED_MEMORY = Path("/dev/shm")
+_LOCK_FILE = "lock"
+
+
+def run_directory_of_port(port: int) -> Path:
+    """Where the server on ``port`` of this host and user keeps its run directory."""
+    return _SHARED_MEMORY / f"ultraep-{os.getuid()}-{port}"
+
+
+@contextmanager
+def run_directory(port: int) -> Iterator[Path]:
+    """A fresh run directory (mode 0700) for the server on ``port``, removed at the end.
+
+    Raises ConfigError when a server of this user already runs there.
+    """
+    _remove_abandoned()
+    path = run_directory_of_port(port)
+    try:
+        path.mkdir(mode=0o700)
+    except FileExistsError:
+        raise ConfigError(
+            f"a balanced server on port {port} is running already ({path}); "
+            "stop it or choose another --port"
+        ) from None
+    lock = os.open(path / _LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+        os.close(lock)
+
+
+def _remove_abandoned() -> None:
+    for path in _SHARED_MEMORY.glob(f"ultraep-{os.getuid()}-*"):
+        if not _is_held(path / _LOCK_FILE):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_held(lock_path: Path) -> bool:
+    try:
+        lock = os.open(lock_path, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(lock)
+    return False

@@ -1,0 +1,151 @@
+"""Two children, the engine's server and the sidecar: start, watch, stop, leave nothing behind."""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import FrameType
+
+from ultraep_serve.config import BalanceConfig, child_environment
+from ultraep_serve.errors import UnsupportedError
+from ultraep_serve.observability.reader import RingReader
+from ultraep_serve.observability.schema import RingState, ring_path
+
+__all__ = ["EngineCommand", "supervise"]
+
+_PR_SET_PDEATHSIG = 1
+_STOP_SECONDS = 30.0
+_HEALTH_SECONDS = 2.0
+_libc = ctypes.CDLL(None)
+
+
+@dataclass(frozen=True)
+class EngineCommand:
+    """How to start an engine's server; made by its adapter."""
+
+    arguments: list[str]
+    url: str  # where it will answer
+    num_ranks: int
+    environment: dict[str, str] = field(default_factory=dict)  # defaults; the user's own win
+
+
+def supervise(
+    engine: EngineCommand, config: BalanceConfig, sidecar_arguments: list[str] | None
+) -> int:
+    """Run ``engine`` to its end and return its exit code; the sidecar lives as long as it does.
+
+    Without ``sidecar_arguments`` there is no sidecar. SIGINT and SIGTERM stop both. Raises
+    UnsupportedError when the engine came up without being balanced.
+    """
+    environment = child_environment(config, engine.environment)
+    children: list[subprocess.Popen[bytes]] = []
+    watch = _BalanceWatch(engine, config)
+    with _forwarded_signals(children):
+        try:
+            if sidecar_arguments is not None:
+                command = [sys.executable, "-m", "ultraep_serve.sidecar", *sidecar_arguments]
+                children.append(_start(command, environment))
+            server = _start(engine.arguments, environment)
+            children.append(server)
+            watch.start(lambda: _stop(server))
+            code = server.wait()
+        finally:
+            watch.stop()
+            for child in reversed(children):
+                _stop(child)
+    if watch.problem:
+        raise UnsupportedError(watch.problem)
+    return code if code >= 0 else 128 - code
+
+
+class _BalanceWatch:
+    """Checks, once the engine answers, that every rank is really balanced."""
+
+    def __init__(self, engine: EngineCommand, config: BalanceConfig) -> None:
+        self.problem = ""
+        self._engine = engine
+        self._config = config
+        self._done = threading.Event()
+
+    def start(self, stop_engine: Callable[[], None]) -> None:
+        if self._config.policy.value != "off" and self._config.on_unsupported == "error":
+            threading.Thread(target=self._run, args=(stop_engine,), daemon=True).start()
+
+    def stop(self) -> None:
+        self._done.set()
+
+    def _run(self, stop_engine: Callable[[], None]) -> None:
+        while not _answers(f"{self._engine.url}/health"):
+            if self._done.wait(_HEALTH_SECONDS):
+                return
+        if silent := [r for r in range(self._engine.num_ranks) if not self._is_ready(r)]:
+            self.problem = (
+                f"the server came up, but ranks {silent} balance nothing: the model has no "
+                "experts, or the engine did not load this package; serve with --policy off"
+            )
+            stop_engine()
+
+    def _is_ready(self, rank: int) -> bool:
+        path = ring_path(self._config.run_path, rank)
+        return path.exists() and RingReader(path).header().state is RingState.READY
+
+
+class _forwarded_signals:
+    """While active, SIGINT and SIGTERM go to the children instead of ending this process."""
+
+    def __init__(self, children: list[subprocess.Popen[bytes]]) -> None:
+        self._children = children
+        self._previous: dict[int, object] = {}
+
+    def __enter__(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._previous[number] = signal.signal(number, self._forward)
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def _forward(self, number: int, _frame: FrameType | None) -> None:
+        for child in self._children:
+            if child.poll() is None:
+                child.send_signal(signal.SIGTERM)
+
+
+def _start(arguments: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    """A child in a group of its own (no terminal signals) that ends when this process is killed."""
+    return subprocess.Popen(
+        arguments,
+        env=environment,
+        start_new_session=True,
+        preexec_fn=lambda: _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),
+    )
+
+
+def _stop(child: subprocess.Popen[bytes]) -> None:
+    """Ask, wait, then kill the child and whatever it started."""
+    if child.poll() is None:
+        child.terminate()
+        try:
+            child.wait(_STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+    try:
+        os.killpg(child.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=_HEALTH_SECONDS) as reply:
+            return bool(reply.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
