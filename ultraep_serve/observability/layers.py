@@ -9,6 +9,7 @@ from ultraep_serve.observability.schema import SCHEMA_VERSION, RecordArray
 from ultraep_serve.observability.snapshot import (
     LayerSnapshot,
     RankAssignments,
+    bytes_by_layer,
     layer_snapshot,
 )
 
@@ -32,7 +33,7 @@ def layer_detail(layer: int, lead: RecordArray, ranks: Sequence[RecordArray]) ->
         return None
     before = records["load_before"].sum(axis=0, dtype=np.int64).tolist()
     after = records["load_after"].sum(axis=0, dtype=np.int64).tolist()
-    summary = layer_snapshot(layer, records, ranks)
+    summary = layer_snapshot(layer, records, bytes_by_layer(ranks).get(layer, 0))
     return LayerDetail(
         layer=layer,
         records=summary.records,

@@ -137,7 +137,7 @@ class RingReader:
             again = self._fetch(first + int(index), first + int(index))
             if self._check(again, sequence[index : index + 1])[0]:
                 records[index] = again[0]
-                good[index] = record_checksum(int(sequence[index]), record) == checksums[index]
+                good[index] = True
         return records[good], int((~good).sum())
 
     def _fetch(self, first: int, last: int) -> RecordArray:

@@ -24,6 +24,7 @@ __all__ = [
     "ReplicaCount",
     "Spread",
     "Window",
+    "bytes_by_layer",
     "imbalance_snapshot",
     "imbalances",
     "layer_snapshot",
@@ -185,10 +186,20 @@ def imbalance_snapshot(records: RecordArray) -> ImbalanceSnapshot:
     )
 
 
-def layer_snapshot(layer: int, lead: RecordArray, ranks: Sequence[RecordArray]) -> LayerSnapshot:
-    """Layer ``layer`` from the weighed records of the lead and of every rank."""
-    records = lead[lead["layer"] == layer]
-    moved = sum(int(own["bytes_sent"][own["layer"] == layer].sum()) for own in ranks)
+def bytes_by_layer(ranks: Sequence[RecordArray]) -> dict[int, int]:
+    """Bytes that all ranks sent, by layer, from each rank's own records."""
+    moved: dict[int, int] = {}
+    for own in ranks:
+        layers, places = np.unique(own["layer"], return_inverse=True)
+        sent = np.zeros(len(layers), np.uint64)
+        np.add.at(sent, places, own["bytes_sent"])
+        for layer, count in zip(layers.tolist(), sent.tolist(), strict=True):
+            moved[layer] = moved.get(layer, 0) + count
+    return moved
+
+
+def layer_snapshot(layer: int, records: RecordArray, moved: int) -> LayerSnapshot:
+    """Layer ``layer`` from the lead's weighed ``records`` of it; all ranks sent ``moved`` bytes."""
     return LayerSnapshot(
         layer=layer,
         records=len(records),
@@ -212,6 +223,7 @@ def summarise(
     """
     weighed = window.weighed(lead)
     own = [window.weighed(view.records) for view in ranks]
+    moved = bytes_by_layer(own)
     before = weighed["load_before"].sum(axis=0, dtype=np.int64)
     after = weighed["load_after"].sum(axis=0, dtype=np.int64)
     return BalanceSnapshot(
@@ -226,8 +238,11 @@ def summarise(
         ),
         imbalance=imbalance_snapshot(weighed),
         replicas=_replicas(weighed),
-        bytes_moved=sum(int(records["bytes_sent"].sum()) for records in own),
-        layers=[layer_snapshot(int(layer), weighed, own) for layer in np.unique(weighed["layer"])],
+        bytes_moved=sum(moved.values()),
+        layers=[
+            layer_snapshot(layer, weighed[weighed["layer"] == layer], moved.get(layer, 0))
+            for layer in np.unique(weighed["layer"]).tolist()
+        ],
         ranks=[
             _rank_snapshot(view, records, RankAssignments(int(before[rank]), int(after[rank])))
             for rank, (view, records) in enumerate(zip(ranks, own, strict=True))

@@ -1,7 +1,6 @@
 """The HTTP application: what users, dashboards and Prometheus ask for."""
 
 import contextlib
-import logging
 import threading
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -19,8 +18,6 @@ from ultraep_serve.sidecar.routes_operate import operate_routes
 from ultraep_serve.sidecar.store import NoRunError, RunStore
 
 __all__ = ["SidecarSettings", "create_app"]
-
-_LOGGER = logging.getLogger(__name__)
 
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>ultraep</title></head><body>

@@ -159,7 +159,9 @@ class RunStore:
             held.missed += poll.missed
         held.own.append(own_fields(poll.records))
         held.header, held.error = poll.header, ""
-        return Poll(poll.header, poll.records, poll.missed, fresh)
+        # Loads are large: of ranks that do not lead they are let go at once.
+        records = poll.records if rank == self._lead else poll.records[:0].copy()
+        return Poll(poll.header, records, poll.missed, fresh)
 
     def _follow_lead(self, polls: dict[int, Poll]) -> None:
         """Take loads and counters from the lowest living rank, else from the lowest readable."""

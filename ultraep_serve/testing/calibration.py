@@ -24,7 +24,9 @@ __all__ = ["calibrate_gate", "hot_rank", "select_experts", "target_shares"]
 
 ITERATIONS = 150
 NUM_HOT = 2  # experts of the hot rank that take most of its load: what two replica slots can move
-RIDGE = 3e-2  # relative to the mean variance of h; keeps detectors small, so rounding them is harmless
+RIDGE = (
+    3e-2  # relative to the mean variance of h; keeps detectors small, so rounding them is harmless
+)
 PASSAGE = 64  # tokens
 PASSAGE_WEIGHT = 300.0  # of passage means in the covariance that rows are made with; 64 is neutral
 PAIR_NOISE = 0.05  # relative difference between the rows of a balanced model's i-th experts
@@ -173,7 +175,9 @@ def _measured_shares(chosen: Tensor, problem: _Problem, spec: ModelSpec) -> Tens
 def _rank_error(shares: Tensor, target: Tensor, spec: ModelSpec) -> float:
     """Largest relative error of a rank's load in any domain, plus a little for single experts."""
     measured, wanted = _rank_sums(shares, spec), _rank_sums(target, spec)
-    return float(((measured - wanted).abs() / wanted.mean()).max() + 0.1 * (shares - target).abs().mean())
+    return float(
+        ((measured - wanted).abs() / wanted.mean()).max() + 0.1 * (shares - target).abs().mean()
+    )
 
 
 def _rank_update(shares: Tensor, target: Tensor, spec: ModelSpec) -> Tensor:

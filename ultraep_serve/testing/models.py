@@ -86,7 +86,9 @@ def make_model(path: str | Path, spec: ModelSpec | None = None) -> ModelReport:
     path.mkdir(parents=True, exist_ok=True)
     save_tokenizer(path, spec.domains, spec.max_position_embeddings)
     model = calibrated_model(build_config(spec), spec)
-    report = ModelReport(path, spec, _measure(model, path, spec, num_tokens=4096, batch_tokens=1024))
+    report = ModelReport(
+        path, spec, _measure(model, path, spec, num_tokens=4096, batch_tokens=1024)
+    )
     model.to(getattr(torch, spec.dtype)).save_pretrained(path)
     return report
 
@@ -101,7 +103,9 @@ def measure_model(
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
-    return ModelReport(Path(path), spec, _measure(model, Path(path), spec, num_tokens, batch_tokens))
+    return ModelReport(
+        Path(path), spec, _measure(model, Path(path), spec, num_tokens, batch_tokens)
+    )
 
 
 def _measure(

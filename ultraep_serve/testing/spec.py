@@ -36,11 +36,17 @@ class ModelSpec:
 
     def __post_init__(self) -> None:
         ranks, experts = self.num_ranks, self.num_experts
-        _require(ranks >= 1 and experts % ranks == 0, f"{experts = } must be divisible by {ranks = }")
-        _require(self.experts_per_token <= experts, f"{self.experts_per_token = } is above {experts = }")
+        _require(
+            ranks >= 1 and experts % ranks == 0, f"{experts = } must be divisible by {ranks = }"
+        )
+        _require(
+            self.experts_per_token <= experts, f"{self.experts_per_token = } is above {experts = }"
+        )
         _require(bool(self.domains), "domains is empty; name at least one")
         for size in (self.hidden_size, self.moe_intermediate_size):
-            _require(size % 32 == 0, f"{size = } must be divisible by 32, as CPU expert kernels want")
+            _require(
+                size % 32 == 0, f"{size = } must be divisible by 32, as CPU expert kernels want"
+            )
         heads, kv_heads = self.num_heads, self.num_key_value_heads
         _require(heads % kv_heads == 0, f"{heads = } must be divisible by {kv_heads = }")
         _require(
@@ -52,7 +58,9 @@ class ModelSpec:
 
     def _check_groups(self) -> None:
         groups, chosen = self.num_groups, self.groups_per_token
-        _require(self.num_experts % groups == 0, f"{self.num_experts = } not divisible by {groups = }")
+        _require(
+            self.num_experts % groups == 0, f"{self.num_experts = } not divisible by {groups = }"
+        )
         size = self.num_experts // groups
         _require(size >= 2, f"{groups = } leaves {size} expert per group; at least 2 are needed")
         _require(

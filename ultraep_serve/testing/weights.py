@@ -19,11 +19,11 @@ from ultraep_serve.testing.text import (
 
 __all__ = ["build_config", "calibrated_model"]
 
-CALIBRATION_TEXTS = 48  # per domain; many short ones, because what a text has in common is noise too
-CALIBRATION_LENGTH = 256  # tokens per text
+CALIBRATION_TEXTS = 24  # per domain; many, because what a text has in common is noise too
+CALIBRATION_LENGTH = 512  # tokens per text
 DOMAIN_WEIGHT = 0.6  # of a word's embedding that all words of its domain have in common
 GAINS = {"o_proj": 1.5, "down_proj": 1.7}  # makes a block's output about as large as its input
-ATTENTION_SHARPNESS = 2.0  # query scale: a token looks at few others, so its successors vary
+ATTENTION_SHARPNESS = 1.5  # query scale: a token looks at few others, so its successors vary
 LOGIT_STD = 4.0  # standard deviation of the logits over the vocabulary
 DOMAIN_LOGIT = 6.0  # added to the words of the text's own domain: generated text keeps to it
 SPECIAL_LOGIT = -40.0  # special tokens are never generated: generation ends where it is told to
@@ -72,7 +72,9 @@ def calibrated_model(config: Any, spec: ModelSpec) -> Any:
     """A float32 model whose weights are exact in ``spec.dtype``, gates and head calibrated."""
     from transformers import AutoModelForCausalLM
 
-    with torch.random.fork_rng():  # the library's own initialisation draws from the global generator
+    with (
+        torch.random.fork_rng()
+    ):  # the library's own initialisation draws from the global generator
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(spec.seed)
     with torch.inference_mode():
