@@ -141,15 +141,13 @@ class Balancer:
             self._recorder.count_batch(decision)
         return self.identity(topk_ids)
 
-    def _exchange(
-        self, load: NDArray[np.int64], unknown: int
-    ) -> tuple[NDArray[np.int64], bool]:
+    def _exchange(self, load: NDArray[np.int64], unknown: int) -> tuple[NDArray[np.int64], bool]:
         """Loads (R, E) and whether they are in doubt; agrees on the batch's policy by the way.
 
         Tokens that all ranks see count as rank 0's, so that every rank splits them alike.
         """
         row = np.empty(row_width(load.size, self._view), dtype=np.int64)
-        row[:HEADER_WIDTH] = (self._proposed_policy, unknown, zlib.crc32(load), 0)
+        row[:HEADER_WIDTH] = (self._proposed_policy, unknown, zlib.crc32(load.data), 0)
         row[HEADER_WIDTH:] = load[: row.size - HEADER_WIDTH]
         rows = self._fabric.exchange(row)
         if self._batch_policy is None:

@@ -35,7 +35,9 @@ class BalanceConfig:
     min_batch_tokens: int = 256  # smaller batches (decode) take the identity mapping
     max_imbalance: float = 1.02  # layers at or below this max/mean are left alone
     allow_ideal: bool = False  # permit the policy that gives wrong answers
-    on_unsupported: Literal["error", "off"] = "error"  # what cannot be balanced: stop, or serve plain
+    on_unsupported: Literal["error", "off"] = (
+        "error"  # what cannot be balanced: stop, or serve plain
+    )
     slot_memory: Literal["aliased", "per_layer"] = "aliased"  # one pool for all layers, or one each
     relay: Literal["auto", "always", "never"] = "auto"  # forward widely replicated experts
     chunk_bytes: int = 1 << 20  # unit of weight transfer
@@ -45,15 +47,34 @@ class BalanceConfig:
 
     def __post_init__(self) -> None:
         _require("policy", self.policy, isinstance(self.policy, Policy), _names(Policy))
-        _require("num_replica_slots", self.num_replica_slots, 0 <= self.num_replica_slots <= 64, "0 to 64")
+        _require(
+            "num_replica_slots",
+            self.num_replica_slots,
+            0 <= self.num_replica_slots <= 64,
+            "0 to 64",
+        )
         _require("min_batch_tokens", self.min_batch_tokens, self.min_batch_tokens >= 0, "0 or more")
         _require("max_imbalance", self.max_imbalance, self.max_imbalance >= 1.0, "1.0 or more")
-        _require("on_unsupported", self.on_unsupported, self.on_unsupported in ("error", "off"), "error, off")
-        _require("slot_memory", self.slot_memory, self.slot_memory in ("aliased", "per_layer"), "aliased, per_layer")
-        _require("relay", self.relay, self.relay in ("auto", "always", "never"), "auto, always, never")
+        _require(
+            "on_unsupported",
+            self.on_unsupported,
+            self.on_unsupported in ("error", "off"),
+            "error, off",
+        )
+        _require(
+            "slot_memory",
+            self.slot_memory,
+            self.slot_memory in ("aliased", "per_layer"),
+            "aliased, per_layer",
+        )
+        _require(
+            "relay", self.relay, self.relay in ("auto", "always", "never"), "auto, always, never"
+        )
         _require("chunk_bytes", self.chunk_bytes, self.chunk_bytes >= 4096, "4096 or more")
         _require("timeout_seconds", self.timeout_seconds, self.timeout_seconds > 0, "more than 0")
-        _require("ring_records", self.ring_records, 16 <= self.ring_records <= 1 << 20, "16 to 1048576")
+        _require(
+            "ring_records", self.ring_records, 16 <= self.ring_records <= 1 << 20, "16 to 1048576"
+        )
         if self.policy is Policy.IDEAL and not self.allow_ideal:
             raise ConfigError(
                 "policy 'ideal' routes tokens to the wrong experts and is for measuring only; "
@@ -110,7 +131,7 @@ def control_token_from_environment() -> str | None:
 
 
 def child_environment(config: BalanceConfig, defaults: Mapping[str, str]) -> dict[str, str]:
-    """Environment of the processes the launcher starts; what the operator set wins over ``defaults``."""
+    """Environment for the launcher's children; the operator's own wins over ``defaults``."""
     return {**defaults, **os.environ, CONFIG_VARIABLE: config.to_json()}
 
 

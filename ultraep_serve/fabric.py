@@ -20,6 +20,7 @@ from ultraep_kernels.exchange import FLAG_BYTES, gather_rows, post_row, wait_fla
 from ultraep_kernels.stream import stream_chunks
 
 from ultraep_serve.errors import FabricError, PeerTimeoutError
+from ultraep_serve.processes import is_process_alive
 from ultraep_serve.slots import LayerSlots, SlotPool, map_pool, unmap
 
 __all__ = ["HostFabric"]
@@ -114,7 +115,7 @@ class HostFabric:
     ) -> None:
         """Push this rank's masters, and forward what it relays, for the plan of this epoch.
 
-        ``slot_expert``, ``parents`` (R, S). Raises PeerTimeoutError when a relayed chunk does not come.
+        ``slot_expert``, ``parents`` (R, S). Raises PeerTimeoutError when a relay does not deliver.
         """
         progress = np.zeros(slot_expert.shape, dtype=np.int64)
         deadline = self._deadline()
@@ -162,7 +163,7 @@ class HostFabric:
     def _pause(self, deadline: float, what: str, missing: list[int]) -> None:
         os.sched_yield()
         left = deadline - time.monotonic()
-        dead = [rank for rank, card in enumerate(self._cards) if not _is_alive(card.process)]
+        dead = [rank for rank, card in enumerate(self._cards) if not is_process_alive(card.process)]
         if dead or left < 0:
             ranks = dead or missing
             culprit = f"rank {', '.join(map(str, ranks))}" if ranks else "another rank"
@@ -219,11 +220,3 @@ class HostFabric:
             os.close(mine)
         self._mappings.append((address, size))
         return address
-
-
-def _is_alive(process: int) -> bool:
-    try:
-        with open(f"/proc/{process}/stat", "rb") as stat:
-            return stat.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
-    except FileNotFoundError:
-        return False

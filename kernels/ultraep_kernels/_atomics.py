@@ -52,7 +52,9 @@ def copy_bytes(_context: Any, target_address: Any, source_address: Any, size: An
 
     def generate(target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         byte_pointer = ir.IntType(8).as_pointer()
-        memcpy = builder.module.declare_intrinsic("llvm.memcpy", [byte_pointer, byte_pointer, _INT64])
+        memcpy = builder.module.declare_intrinsic(
+            "llvm.memcpy", [byte_pointer, byte_pointer, _INT64]
+        )
         builder.call(
             memcpy,
             [

@@ -10,9 +10,11 @@ from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from ultraep_serve.config import control_token_from_environment, parse_policy
 from ultraep_serve.errors import ConfigError
+from ultraep_serve.launcher.run_directory import TOKEN_FILE, run_directory_of_port
 
 if TYPE_CHECKING:
     from ultraep_serve.bench.prefill import PrefillOptions, PrefillResult
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
     from ultraep_serve.bench.server import Server
     from ultraep_serve.bench.sidecar import Sidecar
 
-__all__ = ["add_parser", "run"]
+__all__ = ["add_parser", "measure_with_progress", "require_client_packages", "run"]
 
 DEFAULT = "default: %(default)s"
 INTERRUPTED = 130  # exit code of a process that Ctrl-C ended
@@ -60,7 +62,8 @@ def _add_server_arguments(parser: argparse.ArgumentParser) -> None:
     )
     token = parser.add_mutually_exclusive_group()
     token.add_argument(
-        "--token", help="the sidecar's control token (default: ULTRAEP_CONTROL_TOKEN)"
+        "--token",
+        help="the sidecar's control token (default: ULTRAEP_CONTROL_TOKEN, or the local server's)",
     )
     token.add_argument("--token-file", type=Path, help="a file that holds the control token")
     parser.add_argument("--model", help="served model (default: the first)")
@@ -95,7 +98,7 @@ def _add_measuring_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _bench_prefill(arguments: argparse.Namespace) -> int:
-    _require_client_packages()
+    require_client_packages()
     from rich.console import Console
 
     from ultraep_serve.bench.report import (
@@ -113,7 +116,7 @@ def _bench_prefill(arguments: argparse.Namespace) -> int:
     with closing(Server(arguments.url, arguments.model, arguments.timeout)) as server:
         source = _source(arguments.text_file, server.root)
         with closing(Sidecar(arguments.sidecar, token, arguments.timeout)) as sidecar:
-            result = _measure(server, sidecar, source, options)
+            result = measure_with_progress(server, sidecar, source, options)
         document = prefill_document(result, server.url, server.model, _command())
     if arguments.json is not None:
         write_json(arguments.json, document)
@@ -121,7 +124,7 @@ def _bench_prefill(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _measure(
+def measure_with_progress(
     server: "Server", sidecar: "Sidecar", source: "PromptSource", options: "PrefillOptions"
 ) -> "PrefillResult":
     """Measure behind a progress bar.
@@ -182,12 +185,22 @@ def _made_up_text(tokenizer_file: Path) -> "PromptSource | None":
 
 
 def _token(arguments: argparse.Namespace) -> str | None:
-    if arguments.token_file is None:
-        return arguments.token or control_token_from_environment()
+    """The given token, or the one that a server on this machine left in its run directory."""
+    if token := arguments.token or control_token_from_environment():
+        return str(token)
+    path = arguments.token_file or _local_token_file(arguments.url)
+    if path is None:
+        return None
     try:
-        return str(arguments.token_file.read_text(encoding="utf-8").strip())
+        return str(path.read_text(encoding="utf-8").strip())
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--token-file {arguments.token_file} cannot be read: {error}") from error
+        raise ConfigError(f"--token-file {path} cannot be read: {error}") from error
+
+
+def _local_token_file(url: str) -> Path | None:
+    port = urlsplit(url).port
+    path = run_directory_of_port(port) / TOKEN_FILE if port else None
+    return path if path is not None and path.exists() else None
 
 
 def _lengths(text: str) -> list[int]:
@@ -214,7 +227,7 @@ def _command(words: Sequence[str] | None = None) -> str:
     return shlex.join([Path(given[0]).name, *given[1:]])
 
 
-def _require_client_packages() -> None:
+def require_client_packages() -> None:
     for package in ("httpx", "rich"):
         if find_spec(package) is None:
             raise ConfigError(

@@ -67,9 +67,7 @@ def add_balance_arguments(parser: argparse.ArgumentParser) -> None:
         default=_DEFAULTS.slot_memory,
         help=f"aliased: one pool for all layers; per_layer: one each {shown}",
     )
-    balance.add_argument(
-        "--relay", default=_DEFAULTS.relay, help=f"auto, always or never {shown}"
-    )
+    balance.add_argument("--relay", default=_DEFAULTS.relay, help=f"auto, always or never {shown}")
     balance.add_argument(
         "--timeout-seconds",
         type=float,

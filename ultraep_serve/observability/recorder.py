@@ -30,6 +30,7 @@ from ultraep_serve.observability.schema import (
     record_dtype,
     ring_path,
 )
+from ultraep_serve.processes import process_namespace
 from ultraep_serve.types import Decision, ExpertShape, Policy
 
 __all__ = ["HEARTBEAT_SECONDS", "Recorder"]
@@ -129,6 +130,7 @@ class Recorder:
             "num_replica_slots": shape.num_replica_slots,
             "num_layers": num_layers,
             "pid": os.getpid(),
+            "process_namespace": process_namespace(),
             "engine": engine.encode("ascii", errors="replace"),
             "mode": mode.encode("ascii", errors="replace"),
             "slot_bytes_reserved": slot_bytes,

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ultraep_serve.errors import UltraEPError
+from ultraep_serve.processes import is_process_alive, process_namespace
 from ultraep_serve.types import Decision, ExpertShape, Policy, Verb
 
 __all__ = [
@@ -79,6 +80,7 @@ _HEADER_FIELDS: list[tuple[str, str] | tuple[str, str, tuple[int, ...]]] = [
     ("verb_ns", "<u8", (8,)),  # by Verb
     ("slot_bytes_reserved", "<u8"),
     ("pid", "<u8"),
+    ("process_namespace", "<u8"),  # in which pid means that process
     ("timeout_seconds", "<f8"),
     ("schema_version", "<u4"),
     ("header_bytes", "<u4"),
@@ -169,6 +171,7 @@ class RingHeader:
     capacity: int
     record_bytes: int
     pid: int
+    process_namespace: int
     engine: str
     mode: str
     slot_bytes_reserved: int
@@ -193,13 +196,19 @@ class RingHeader:
         return (now_ns - self.heartbeat_ns) / 1e9
 
     def alive(self, now_ns: int, limit_seconds: float) -> bool:
-        """Whether the writer beats and has neither failed nor stopped.
+        """Whether the writer beats and has neither failed, stopped nor died.
 
         A heartbeat from the future is left over from another boot: not alive.
         """
         age = self.heartbeat_age_seconds(now_ns)
         running = self.state in (RingState.STARTING, RingState.READY)
-        return running and -limit_seconds < age < limit_seconds
+        return running and not self.dead and -limit_seconds < age < limit_seconds
+
+    @property
+    def dead(self) -> bool:
+        """Whether the writer's process is known to be gone; unknown across process namespaces."""
+        known = self.process_namespace == process_namespace()
+        return known and not is_process_alive(self.pid)
 
 
 def parse_header(page: bytes, name: str) -> RingHeader:
@@ -264,6 +273,7 @@ def _header_of(values: Any) -> RingHeader:
         capacity=number("capacity"),
         record_bytes=number("record_bytes"),
         pid=number("pid"),
+        process_namespace=number("process_namespace"),
         engine=text("engine"),
         mode=text("mode"),
         slot_bytes_reserved=number("slot_bytes_reserved"),

@@ -220,6 +220,8 @@ class RunStore:
             return f"its ring belongs to a run of {view.header.shape.num_ranks} ranks"
         if view.header.state != RingState.READY:
             return f"state is {view.header.state.name.lower()}"
+        if view.header.dead:
+            return f"process {view.header.pid} has died"
         if not view.alive:
             return f"no heartbeat for {view.heartbeat_age_seconds:.1f} s"
         return ""

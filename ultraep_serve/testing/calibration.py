@@ -1,6 +1,6 @@
 """Gate weights that draw chosen shares of a layer's tokens to chosen experts, per domain.
 
-Inputs: what the gate sees on calibration text, h (T, H), and each token's domain. Output: rows (E, H)
+Inputs: what the gate sees on calibration text, h (T, H), and each token's domain. Output (E, H):
 
     gate = noise + bias @ detectors
 
@@ -8,7 +8,7 @@ Inputs: what the gate sees on calibration text, h (T, H), and each token's domai
 ``detectors`` (D, H) read off a token's domain: detector d answers about 1 on domain d and 0 on the
 others. ``bias`` (E, D) is tuned until the measured shares of tokens meet the profile.
 
-Shape letters: T tokens, H hidden size, E experts, R ranks, L = E / R, K experts per token, D domains.
+Shape letters: T tokens, H hidden size, E experts, R ranks, K experts per token, D domains.
 """
 
 import math
@@ -68,7 +68,8 @@ def calibrate_gate(
 def target_shares(spec: ModelSpec, layer: int, domain: int) -> Tensor:
     """Share of the domain's tokens that each expert should attract (E,); sums to K.
 
-    The hot rank gets K * imbalance / R, most of it on ``NUM_HOT`` experts; the others share the rest.
+    The hot rank gets K * imbalance / R, most of it on ``NUM_HOT`` experts; the others share the
+    rest evenly, each with a gentle slope over its experts.
     """
     ranks, experts = spec.num_ranks, spec.experts_per_rank
     if spec.imbalance == 1.0 or ranks == 1:
@@ -107,7 +108,7 @@ def select_experts(logits: Tensor, score_bias: Tensor | None, spec: ModelSpec) -
 
 
 def _penalised_covariance(within: Tensor) -> Tensor:
-    """Covariance (H, H) of ``within`` (T, H), with what whole passages have in common counted heavily.
+    """Covariance (H, H) of ``within`` (T, H), counting heavily what whole passages have in common.
 
     Attention gives neighbouring tokens common parts that differ from text to text; a gate that
     listened to them would skew each batch its own way.
@@ -122,7 +123,8 @@ def _penalised_covariance(within: Tensor) -> Tensor:
 def _detectors(covariance: Tensor, means: Tensor) -> Tensor:
     """Linear discriminants (D, H): smallest penalised variance, exactly 1 or 0 on the means."""
     whitened = torch.linalg.solve(covariance, means.T)  # (H, D)
-    return torch.linalg.solve(means @ whitened, whitened.T)
+    detectors: Tensor = torch.linalg.solve(means @ whitened, whitened.T)
+    return detectors
 
 
 def _noise_rows(
@@ -140,8 +142,9 @@ def _noise_rows(
         rows = common.repeat(spec.num_ranks, 1) + PAIR_NOISE * rows
     values, vectors = torch.linalg.eigh(covariance)
     rows = rows @ (vectors * values.rsqrt()) @ vectors.T
-    basis = torch.linalg.qr(means.T).Q  # (H, D)
-    return rows - (rows @ basis) @ basis.T
+    basis: Tensor = torch.linalg.qr(means.T).Q  # (H, D)
+    rows -= (rows @ basis) @ basis.T
+    return rows
 
 
 def _tune(problem: _Problem, score_bias: Tensor | None, spec: ModelSpec) -> Tensor:
@@ -181,7 +184,7 @@ def _rank_error(shares: Tensor, target: Tensor, spec: ModelSpec) -> float:
 
 
 def _rank_update(shares: Tensor, target: Tensor, spec: ModelSpec) -> Tensor:
-    """Push (D, E) on whole ranks: the experts' own errors may cancel out, the rank's must vanish."""
+    """Push (D, E) on whole ranks: errors of single experts may remain, the rank's must vanish."""
     push = (_rank_sums(target, spec) / _rank_sums(shares, spec).clamp_min(1e-3)).log()
     return push.repeat_interleave(spec.experts_per_rank, dim=1)
 

@@ -85,7 +85,7 @@ class ModelSpec:
 
     @property
     def max_imbalance(self) -> float:
-        """The largest skew that still leaves every expert at most ``MAX_EXPERT_SHARE`` of the tokens."""
+        """The largest skew at which no expert needs more than ``MAX_EXPERT_SHARE`` of tokens."""
         most = min(self.experts_per_token, MAX_EXPERT_SHARE * self.experts_per_rank)
         return max(1.0, min(0.95 * self.num_ranks, most * self.num_ranks / self.experts_per_token))
 
@@ -101,7 +101,7 @@ def demo_balanced() -> ModelSpec:
 
 
 def demo_glm4(imbalance: float = 1.7) -> ModelSpec:
-    """GLM-4-MoE in the demo's size: sigmoid scores, grouped top-k, a shared expert, one dense layer."""
+    """GLM-4-MoE in the demo's size: sigmoids, grouped top-k, a shared expert, one dense layer."""
     return ModelSpec(architecture="glm4_moe", imbalance=imbalance)
 
 

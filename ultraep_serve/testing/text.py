@@ -1,7 +1,7 @@
 """Made-up text with domains: the words, a word-level tokenizer, prompts of an exact length.
 
-One word is one token, so ``sample_text(domain, n, seed)`` tokenises to exactly n tokens. The words of
-a domain follow from its name alone; every model made with that domain understands them.
+One word is one token, so ``sample_text(domain, n, seed)`` tokenises to exactly n tokens. The words
+of a domain follow from its name alone; every model made with that domain understands them.
 """
 
 import hashlib
@@ -49,7 +49,10 @@ def vocabulary(domains: tuple[str, ...]) -> list[str]:
 
 
 def domain_words(domain: str) -> tuple[str, ...]:
-    """The ``WORDS_PER_DOMAIN`` words of a domain, most frequent first; a function of its name alone."""
+    """The ``WORDS_PER_DOMAIN`` words of a domain, most frequent first.
+
+    Raises ConfigError for the one reserved name.
+    """
     if domain == SHARED:
         raise ConfigError(f"{domain = } is reserved; choose another name")
     return _words(domain)

@@ -84,7 +84,7 @@ def calibrated_model(config: Any, spec: ModelSpec) -> Any:
 
 
 def _draw_weights(model: Any, spec: ModelSpec, generator: torch.Generator) -> None:
-    """Every matrix normal with variance gain**2 / fan-in; norms constant; gates and head left for later."""
+    """Matrices are normal with variance gain**2 / fan-in; gates and head are left for later."""
     for name, weight in model.named_parameters():
         parts = name.split(".")
         if "embed_tokens" in parts:
@@ -98,7 +98,7 @@ def _draw_weights(model: Any, spec: ModelSpec, generator: torch.Generator) -> No
 
 
 def _embeddings(spec: ModelSpec, generator: torch.Generator) -> Tensor:
-    """Rows (V, H) of unit mean square: a direction per domain, and the word's own noise."""
+    """Rows (V, H), unit mean square for a domain's words: its direction plus the word's noise."""
     size = spec.hidden_size
     directions = torch.linalg.qr(torch.randn(size, len(spec.domains), generator=generator)).Q
     noise = torch.randn(len(vocabulary(spec.domains)), size, generator=generator)
@@ -120,7 +120,7 @@ def _calibrate(model: Any, spec: ModelSpec, generator: torch.Generator) -> None:
 
     def on_query(projection: Any, args: tuple[Tensor]) -> None:
         basis = _mean_basis(args[0].reshape(-1, spec.hidden_size), token_domain, spec)
-        rows = projection.weight
+        rows: Tensor = projection.weight
         _store(rows, rows - (rows @ basis) @ basis.T, spec)
 
     def on_gate(layer: int) -> Callable[[Any, tuple[Tensor]], None]:
@@ -173,7 +173,7 @@ def _head_rows(
     """
     domains = len(spec.domains)
     means = _domain_means(hidden, token_domain, spec)
-    basis = torch.linalg.qr(means.T).Q
+    basis = _mean_basis(hidden, token_domain, spec)
     rows = torch.randn(len(vocabulary(spec.domains)), spec.hidden_size, generator=generator)
     rows -= (rows @ basis) @ basis.T
     rows *= LOGIT_STD / (hidden @ rows.T).std()
@@ -183,7 +183,8 @@ def _head_rows(
         start = first + domain * WORDS_PER_DOMAIN
         lift[start : start + WORDS_PER_DOMAIN, domain] = DOMAIN_LOGIT
     lift[: len(SPECIAL_TOKENS)] = SPECIAL_LOGIT
-    return rows + lift @ torch.linalg.pinv(means).T
+    rows += lift @ torch.linalg.pinv(means).T
+    return rows
 
 
 def _domain_means(hidden: Tensor, token_domain: Tensor, spec: ModelSpec) -> Tensor:
@@ -193,7 +194,8 @@ def _domain_means(hidden: Tensor, token_domain: Tensor, spec: ModelSpec) -> Tens
 
 def _mean_basis(hidden: Tensor, token_domain: Tensor, spec: ModelSpec) -> Tensor:
     """Orthonormal basis (H, D) of the domain means."""
-    return torch.linalg.qr(_domain_means(hidden, token_domain, spec).T).Q
+    basis: Tensor = torch.linalg.qr(_domain_means(hidden, token_domain, spec).T).Q
+    return basis
 
 
 def _store(weight: Tensor, values: Tensor, spec: ModelSpec) -> None:

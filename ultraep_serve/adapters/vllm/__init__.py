@@ -1,1 +1,1 @@
-"""vLLM: ``plugin`` registers, ``routed_experts`` is the seam, ``group`` joins layers into a balancer."""
+"""vLLM: ``plugin`` registers, ``routed_experts`` is the seam, ``group`` joins the layers."""

@@ -24,7 +24,7 @@ _FORWARD_PARAMETERS = [
 
 
 def check_engine() -> None:
-    """Raise UnsupportedError unless this is a vLLM whose seam is known to be what we take it for."""
+    """Raise UnsupportedError unless this vLLM's seam is known to be what we take it for."""
     version = _installed_version()
     if not version.startswith(tuple(f"{verified}." for verified in VERIFIED_VERSIONS)):
         raise UnsupportedError(

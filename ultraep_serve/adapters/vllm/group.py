@@ -7,7 +7,7 @@ from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
-from ultraep_serve.adapters.vllm.checks import check_cpu_execution, check_engine, check_layer
+from ultraep_serve.adapters.vllm.checks import check_cpu_execution, check_layer
 from ultraep_serve.adapters.vllm.cpu_experts import (
     Assignments,
     compute_own,
@@ -15,7 +15,7 @@ from ultraep_serve.adapters.vllm.cpu_experts import (
 )
 from ultraep_serve.balancer import Balancer, TokenView, identity_table, row_width
 from ultraep_serve.config import BalanceConfig
-from ultraep_serve.errors import UnsupportedError
+from ultraep_serve.errors import UltraEPError, UnsupportedError
 from ultraep_serve.fabric import HostFabric
 from ultraep_serve.observability.control import ControlPage
 from ultraep_serve.observability.recorder import Recorder
@@ -37,6 +37,7 @@ class ExpertGroup:
         self._config = config
         self._layers: list[RoutedExperts] = []
         self._balancer: Balancer | None = None
+        self._recorder: Recorder | None = None
 
     def add(self, layer: RoutedExperts) -> int:
         """Take a layer whose weights are final, return its index; the last one starts balancing."""
@@ -54,17 +55,24 @@ class ExpertGroup:
     def run(
         self, index: int, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
     ) -> torch.Tensor:
-        """Output of layer ``index`` for ``x`` (T, H): this rank's part, or whole in data parallel."""
+        """Output of layer ``index`` for ``x`` (T, H): this rank's part; whole in data parallel."""
         layer = self._layers[index]
-        if self._balancer is None:
-            physical = self._identity[topk_ids.long()]
-        else:
-            physical = self._balancer.route(index, topk_ids, self._batch_tokens(x))
+        physical = self._route(index, topk_ids, self._batch_tokens(x))
         assignments = Assignments.from_physical(physical, self._num_local)
         group = get_ep_group()
         if self._view is TokenView.SHARED:
             return compute_own(layer, x, topk_weights, assignments, group.rank_in_group)
         return dispatch_compute_combine(layer, x, topk_weights, assignments, group.cpu_group)
+
+    def _route(self, index: int, topk_ids: torch.Tensor, batch_tokens: int) -> torch.Tensor:
+        if self._balancer is None:
+            return self._identity[topk_ids.long()]
+        try:
+            return self._balancer.route(index, topk_ids, batch_tokens)
+        except UltraEPError:
+            assert self._recorder is not None
+            self._recorder.set_state(RingState.FAILED)
+            raise
 
     def _batch_tokens(self, x: torch.Tensor) -> int:
         """Tokens of this batch over all ranks, the same number on every rank."""
@@ -131,6 +139,7 @@ class ExpertGroup:
         warm_up(shape)
         self._num_local = shape.num_local
         self._balancer = Balancer(config, shape, view, slots, fabric, control, recorder)
+        self._recorder = recorder
         recorder.set_state(RingState.READY)
         if group.rank_in_group == 0:
             logger.info(

@@ -88,7 +88,7 @@ def _check_model(model: str) -> None:
 
 
 def _environment(model: str, num_ranks: int, has_cache_size: bool) -> dict[str, str]:
-    """Defaults that vLLM needs on a plain CPU machine and that its users should not have to know."""
+    """Defaults that vLLM needs on a plain CPU machine, and that users need not know."""
     environment = {"HF_HUB_OFFLINE": "1"} if Path(model).is_dir() else {}
     if not _is_cpu_build():
         return environment
@@ -100,7 +100,7 @@ def _environment(model: str, num_ranks: int, has_cache_size: bool) -> dict[str, 
 
 
 def _cores_by_rank(num_ranks: int) -> str:
-    """Cores split evenly over ranks in vLLM's notation, ``0,1|2,3``; shared when there are too few."""
+    """Cores split evenly over ranks in vLLM's notation, ``0,1|2,3``; shared when too few."""
     cores = sorted(os.sched_getaffinity(0))
     each = max(1, len(cores) // num_ranks)
     groups = [cores[rank * each % len(cores) :][:each] for rank in range(num_ranks)]

@@ -64,7 +64,8 @@ class BalancedRoutedExperts(RoutedExperts):
             return plain
         if shared_experts is not None:
             shared_experts(shared_experts_input, SharedExpertsOrder.MK_INTERNAL_OVERLAPPED)
-        return _routed_experts(x, topk_weights, topk_ids, self._handle)
+        routed: torch.Tensor = _routed_experts(x, topk_weights, topk_ids, self._handle)
+        return routed
 
 
 @torch.library.custom_op("ultraep_serve::routed_experts", mutates_args=())
@@ -106,9 +107,9 @@ def substitute() -> None:
 def _group_of_model() -> "ExpertGroup":
     """The group of the model that is being built: one per vLLM configuration.
 
-    The balancer is imported only now: a vLLM worker scans all loaded modules for Triton kernels after
-    it called the plugins, and stumbles over numba's (``triton_utils.dispatcher._rebind_kernels``
-    takes llvmlite's library object for one that has a ``__dict__``). Verified with 0.32.
+    The balancer is imported only now: after calling the plugins, a vLLM worker scans all loaded
+    modules for Triton kernels and stumbles over numba's (``triton_utils.dispatcher.
+    _rebind_kernels`` takes llvmlite's library object for one with a ``__dict__``). Seen in 0.32.
     """
     from ultraep_serve.adapters.vllm.group import ExpertGroup
 

@@ -1,0 +1,47 @@
+"""The check that users care for most: the same tokens with balancing on."""
+
+import random
+from contextlib import closing
+
+from ultraep_serve.bench.sidecar import Sidecar
+from ultraep_serve.bench.tokens import Generation, TokenComparison, compare_tokens, generate
+from ultraep_serve.testing.server import BalancedServer
+from ultraep_serve.testing.text import DOMAINS, sample_text
+from ultraep_serve.types import Policy
+
+__all__ = ["check_tokens", "generate_under", "mixed_prompts"]
+
+_SHORTEST, _LONGEST = 16, 1500  # tokens; from decode-sized to several times min_batch_tokens
+
+
+def mixed_prompts(count: int, seed: int = 0) -> list[str]:
+    """``count`` texts of mixed lengths, taking turns between the domains."""
+    chooser = random.Random(seed)
+    return [
+        sample_text(
+            DOMAINS[number % len(DOMAINS)], chooser.randint(_SHORTEST, _LONGEST), seed + number
+        )
+        for number in range(count)
+    ]
+
+
+def generate_under(
+    server: BalancedServer,
+    policy: Policy,
+    prompts: list[str],
+    max_tokens: int = 16,
+    concurrency: int = 4,
+) -> list[Generation]:
+    """Greedy completions of ``prompts`` with ``policy`` in force."""
+    with closing(Sidecar(server.sidecar_url, server.token)) as sidecar:
+        sidecar.set_policy(policy)
+    return generate(server.url, server.model, prompts, max_tokens, concurrency)
+
+
+def check_tokens(
+    server: BalancedServer, prompts: list[str], max_tokens: int = 16, concurrency: int = 4
+) -> TokenComparison:
+    """Compare greedy tokens with balancing off against on, in one running server."""
+    off = generate_under(server, Policy.OFF, prompts, max_tokens, concurrency)
+    on = generate_under(server, Policy.QUOTA, prompts, max_tokens, concurrency)
+    return compare_tokens(off, on)

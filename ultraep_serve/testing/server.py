@@ -1,0 +1,114 @@
+"""A balanced server as a user starts it, for demos, benchmarks and tests."""
+
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+import httpx
+
+from ultraep_serve.errors import UltraEPError
+from ultraep_serve.launcher.run_directory import TOKEN_FILE, run_directory_of_port
+
+__all__ = ["BalancedServer", "ServerError", "expert_parallel_flags"]
+
+_STOP_SECONDS = 60.0
+
+
+class ServerError(UltraEPError):
+    """The server did not come up; the message holds the end of its log."""
+
+
+class BalancedServer:
+    """`ultraep-serve vllm MODEL FLAGS` on free ports; a context manager that stops it."""
+
+    def __init__(
+        self, model: Path, flags: Sequence[str], log_path: Path, start_seconds: float = 300.0
+    ) -> None:
+        self.model = str(model)
+        self.port, self.sidecar_port = _free_port(), _free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.sidecar_url = f"http://127.0.0.1:{self.sidecar_port}"
+        self.log_path = log_path
+        self._flags = [*flags, "--port", str(self.port), "--sidecar-port", str(self.sidecar_port)]
+        self._start_seconds = start_seconds
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def token(self) -> str:
+        """Bearer token of the sidecar's control endpoint."""
+        return (run_directory_of_port(self.port) / TOKEN_FILE).read_text().strip()
+
+    def __enter__(self) -> "BalancedServer":
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "ultraep_serve.cli", "vllm", self.model, *self._flags]
+        with self.log_path.open("wb") as log:
+            self._process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            self._wait_until_healthy()
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        _type: type[BaseException] | None,
+        _value: BaseException | None,
+        _traceback: TracebackType | None,
+    ) -> None:
+        self._stop()
+
+    def wait(self, seconds: float) -> int:
+        """Exit code of the command, once it ends by itself. Raises subprocess.TimeoutExpired."""
+        assert self._process is not None
+        return self._process.wait(seconds)
+
+    def _wait_until_healthy(self) -> None:
+        assert self._process is not None
+        deadline = time.monotonic() + self._start_seconds
+        while time.monotonic() < deadline:
+            if self._process.poll() is not None:
+                raise ServerError(f"the server ended at start-up:\n{self._log_tail()}")
+            try:
+                if httpx.get(f"{self.url}/health", timeout=2.0).status_code == 200:
+                    return
+            except httpx.TransportError:
+                time.sleep(0.5)
+        raise ServerError(f"no answer after {self._start_seconds:g} s:\n{self._log_tail()}")
+
+    def _log_tail(self) -> str:
+        return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-15:])
+
+    def _stop(self) -> None:
+        assert self._process is not None
+        if self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(_STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+
+
+def expert_parallel_flags(mode: str, dtype: str, max_tokens: int) -> list[str]:
+    """vLLM's flags for two expert-parallel ranks, ``mode`` "tensor" or "data"."""
+    return [
+        f"--{mode}-parallel-size",
+        "2",
+        "--enable-expert-parallel",
+        "--dtype",
+        dtype,
+        "--max-model-len",
+        str(max_tokens),
+        "--no-enable-prefix-caching",
+    ]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
