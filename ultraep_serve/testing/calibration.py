@@ -141,7 +141,7 @@ def _noise_rows(
         common = torch.randn(spec.experts_per_rank, means.shape[1], generator=generator)
         rows = common.repeat(spec.num_ranks, 1) + PAIR_NOISE * rows
     values, vectors = torch.linalg.eigh(covariance)
-    rows = rows @ (vectors * values.rsqrt()) @ vectors.T
+    rows = rows.matmul((vectors * values.rsqrt()) @ vectors.T)
     basis: Tensor = torch.linalg.qr(means.T).Q  # (H, D)
     rows -= (rows @ basis) @ basis.T
     return rows

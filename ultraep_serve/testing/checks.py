@@ -3,13 +3,17 @@
 import random
 from contextlib import closing
 
+import httpx
+import numpy as np
+from numpy.typing import NDArray
+
 from ultraep_serve.bench.sidecar import Sidecar
 from ultraep_serve.bench.tokens import Generation, TokenComparison, compare_tokens, generate
 from ultraep_serve.testing.server import BalancedServer
 from ultraep_serve.testing.text import DOMAINS, sample_text
 from ultraep_serve.types import Policy
 
-__all__ = ["check_tokens", "generate_under", "mixed_prompts"]
+__all__ = ["check_tokens", "generate_under", "mixed_prompts", "prompt_logprobs"]
 
 _SHORTEST, _LONGEST = 16, 1500  # tokens; from decode-sized to several times min_batch_tokens
 
@@ -33,8 +37,7 @@ def generate_under(
     concurrency: int = 4,
 ) -> list[Generation]:
     """Greedy completions of ``prompts`` with ``policy`` in force."""
-    with closing(Sidecar(server.sidecar_url, server.token)) as sidecar:
-        sidecar.set_policy(policy)
+    _set_policy(server, policy)
     return generate(server.url, server.model, prompts, max_tokens, concurrency)
 
 
@@ -45,3 +48,29 @@ def check_tokens(
     off = generate_under(server, Policy.OFF, prompts, max_tokens, concurrency)
     on = generate_under(server, Policy.QUOTA, prompts, max_tokens, concurrency)
     return compare_tokens(off, on)
+
+
+def prompt_logprobs(
+    server: BalancedServer, policy: Policy, prompts: list[str]
+) -> list[NDArray[np.float64]]:
+    """Log-probability of every prompt token but the first, per prompt, with ``policy`` in force.
+
+    The same tokens whatever the model prefers, so that two runs compare position by position.
+    """
+    _set_policy(server, policy)
+    rows = []
+    with httpx.Client(timeout=600.0, trust_env=False) as client:
+        for prompt in prompts:
+            request = {"model": server.model, "prompt": prompt, "max_tokens": 1, "temperature": 0}
+            reply = client.post(
+                f"{server.url}/v1/completions", json={**request, "prompt_logprobs": 0}
+            )
+            reply.raise_for_status()
+            entries = reply.json()["choices"][0]["prompt_logprobs"][1:]
+            rows.append(np.array([next(iter(e.values()))["logprob"] for e in entries]))
+    return rows
+
+
+def _set_policy(server: BalancedServer, policy: Policy) -> None:
+    with closing(Sidecar(server.sidecar_url, server.token)) as sidecar:
+        sidecar.set_policy(policy)

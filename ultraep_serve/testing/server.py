@@ -42,6 +42,12 @@ class BalancedServer:
         """Bearer token of the sidecar's control endpoint."""
         return (run_directory_of_port(self.port) / TOKEN_FILE).read_text().strip()
 
+    @property
+    def process_id(self) -> int:
+        """The command's process, ancestor of the engine's and the sidecar's."""
+        assert self._process is not None
+        return self._process.pid
+
     def __enter__(self) -> "BalancedServer":
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "ultraep_serve.cli", "vllm", self.model, *self._flags]

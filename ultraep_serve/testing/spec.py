@@ -108,7 +108,8 @@ def demo_glm4(imbalance: float = 1.7) -> ModelSpec:
 def tiny_qwen3(imbalance: float = 1.6, num_ranks: int = 2) -> ModelSpec:
     """Seconds to make and to load: for tests."""
     return replace(
-        demo_qwen3(imbalance),
+        ModelSpec(),
+        imbalance=imbalance,
         hidden_size=128,
         num_layers=3,
         num_experts=8,
@@ -123,10 +124,12 @@ def tiny_qwen3(imbalance: float = 1.6, num_ranks: int = 2) -> ModelSpec:
 def tiny_glm4(imbalance: float = 1.6, num_ranks: int = 2) -> ModelSpec:
     """Like ``tiny_qwen3``, with 16 experts in 4 groups."""
     return replace(
-        tiny_qwen3(imbalance, num_ranks),
+        tiny_qwen3(),
         architecture="glm4_moe",
+        imbalance=imbalance,
         num_experts=16,
         experts_per_token=4,
+        num_ranks=num_ranks,
     )
 
 

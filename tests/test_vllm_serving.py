@@ -1,0 +1,175 @@
+"""The real engine, as a user starts it: same tokens, every layer balanced, no hangs."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from contextlib import closing
+from pathlib import Path
+
+import httpx
+import pytest
+
+pytest.importorskip("vllm", reason="needs vLLM: make setup")
+
+from ultraep_serve.bench.sidecar import Sidecar
+from ultraep_serve.bench.tokens import compare_tokens, generate
+from ultraep_serve.launcher.run_directory import run_directory_of_port
+from ultraep_serve.testing import make_model, tiny_glm4, tiny_qwen3
+from ultraep_serve.testing.checks import check_tokens, generate_under, mixed_prompts
+from ultraep_serve.testing.server import BalancedServer, ServerError, expert_parallel_flags
+from ultraep_serve.types import Policy
+
+pytestmark = pytest.mark.engine
+
+CONTEXT = 4096
+PROMPTS = mixed_prompts(16)
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("models") / "qwen3", tiny_qwen3()).path
+
+
+@pytest.fixture(scope="module")
+def glm4(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("models") / "glm4", tiny_glm4()).path
+
+
+def serve(model: Path, tmp_path: Path, mode: str, *extra: str) -> BalancedServer:
+    flags = [*expert_parallel_flags(mode, "float32", CONTEXT), *extra]
+    return BalancedServer(model, flags, tmp_path / "server.log")
+
+
+def balance(server: BalancedServer) -> dict:
+    with closing(Sidecar(server.sidecar_url, server.token)) as sidecar:
+        return sidecar.balance(0, Policy.QUOTA)
+
+
+def check_balanced(server: BalancedServer, num_layers: int) -> None:
+    """Tokens stay the same, and every MoE layer was balanced meanwhile."""
+    check = check_tokens(server, PROMPTS)
+    assert check.identical == check.prompts == len(PROMPTS)
+    summary = balance(server)
+    assert [layer["layer"] for layer in summary["layers"]] == list(range(num_layers))
+    for layer in summary["layers"]:
+        assert layer["imbalance"]["before"]["mean"] > 1.2
+        assert layer["imbalance"]["after"]["max"] <= 1.02
+    assert summary["bytes_moved"] > 0
+    assert summary["batches"]["skipped"]["doubt"] == 0
+
+
+@pytest.mark.parametrize("mode", ["tensor", "data"])
+@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "eager"])
+def test_greedy_tokens_are_the_same_with_balancing(
+    qwen3: Path, tmp_path: Path, mode: str, compiled: bool
+) -> None:
+    extra = [] if compiled else ["--enforce-eager"]
+    with serve(qwen3, tmp_path, mode, *extra) as server:
+        check_balanced(server, num_layers=tiny_qwen3().num_layers)
+
+
+def test_grouped_routing_and_shared_experts_are_balanced_too(glm4: Path, tmp_path: Path) -> None:
+    with serve(glm4, tmp_path, "tensor", "--enforce-eager", "--slots", "3") as server:
+        check_balanced(server, num_layers=len(tiny_glm4().moe_layers))
+
+
+def test_slots_of_their_own_per_layer_serve_the_same_tokens(qwen3: Path, tmp_path: Path) -> None:
+    extra = ["--enforce-eager", "--slot-memory", "per_layer"]
+    with serve(qwen3, tmp_path, "tensor", *extra) as server:
+        check_balanced(server, num_layers=tiny_qwen3().num_layers)
+
+
+def test_policy_off_serves_and_leaves_nothing_of_ours(qwen3: Path, tmp_path: Path) -> None:
+    runs = []
+    for mode in ("tensor", "data"):
+        with serve(qwen3, tmp_path, mode, "--enforce-eager", "--policy", "off") as server:
+            runs.append(generate(server.url, server.model, PROMPTS, 16, concurrency=4))
+            names = {path.name for path in run_directory_of_port(server.port).iterdir()}
+            assert names == {"config.json", "lock"}
+            with pytest.raises(httpx.ConnectError):
+                httpx.get(f"{server.sidecar_url}/healthz")
+    assert compare_tokens(*runs).identical == len(PROMPTS)
+
+
+def test_killed_rank_ends_the_server_and_leaves_nothing(qwen3: Path, tmp_path: Path) -> None:
+    with serve(qwen3, tmp_path, "tensor", "--enforce-eager") as server:
+        generate_under(server, Policy.QUOTA, PROMPTS[:2])
+        assert httpx.get(f"{server.sidecar_url}/readyz").status_code == 200
+        victim = balance(server)["ranks"][1]["pid"]
+        subprocess.run(["kill", "-KILL", str(victim)], check=True)
+        reply = httpx.get(f"{server.sidecar_url}/readyz")
+        assert reply.status_code == 503
+        assert "1" in reply.json()["reasons"]
+        assert server.wait(60.0) != 0
+        assert not run_directory_of_port(server.port).exists()
+
+
+def test_killed_launcher_takes_everything_down_and_the_next_start_cleans_up(
+    qwen3: Path, tmp_path: Path
+) -> None:
+    with serve(qwen3, tmp_path, "tensor", "--enforce-eager") as first:
+        workers = [rank["pid"] for rank in balance(first)["ranks"]]
+        subprocess.run(["kill", "-KILL", str(first.process_id)], check=True)
+        assert first.wait(5.0) == -signal.SIGKILL
+        deadline = time.monotonic() + 60
+        while any(Path(f"/proc/{worker}").exists() for worker in workers):
+            assert time.monotonic() < deadline, "workers outlive their launcher"
+            time.sleep(0.5)
+    left = run_directory_of_port(first.port)
+    assert left.exists()
+    with serve(qwen3, tmp_path, "tensor", "--enforce-eager"):
+        assert not left.exists()
+
+
+def refused(*arguments: str) -> str:
+    """stderr of a command that must fail at once."""
+    command = [sys.executable, "-m", "ultraep_serve.cli", "vllm", *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 2
+    return result.stderr
+
+
+RANKS = ("--tensor-parallel-size", "2", "--enable-expert-parallel")
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ((*RANKS, "--policy", "best"), "legal: off, quota, ideal"),
+        ((*RANKS, "--policy", "ideal"), "--allow-ideal"),
+        ((*RANKS, "--slots", "-1"), "legal: 0 to"),
+        ((), "--tensor-parallel-size 2"),
+        (("--tensor-parallel-size", "2"), "--enable-expert-parallel"),
+    ],
+)
+def test_bad_settings_are_refused_with_what_is_legal(
+    qwen3: Path, flags: tuple[str, ...], says: str
+) -> None:
+    assert says in refused(str(qwen3), *flags)
+
+
+def test_model_without_experts_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
+    assert "not a Mixture-of-Experts model" in refused(str(tmp_path), *RANKS)
+
+
+UNEVEN = ("--data-parallel-size", "3", "--enable-expert-parallel", "--enforce-eager")
+
+
+def test_layer_that_cannot_be_balanced_stops_the_server(qwen3: Path, tmp_path: Path) -> None:
+    server = BalancedServer(qwen3, [*UNEVEN, "--max-model-len", str(CONTEXT)], tmp_path / "log")
+    with pytest.raises(ServerError), server:
+        pass
+    assert "experts do not divide evenly over 3 ranks" in (tmp_path / "log").read_text()
+    assert not run_directory_of_port(server.port).exists()
+
+
+def test_layer_that_cannot_be_balanced_serves_plainly_on_request(
+    qwen3: Path, tmp_path: Path
+) -> None:
+    flags = [*UNEVEN, "--max-model-len", str(CONTEXT), "--on-unsupported", "off"]
+    with BalancedServer(qwen3, flags, tmp_path / "log") as server:
+        assert len(generate(server.url, server.model, PROMPTS[:4], 4, concurrency=4)) == 4
+    assert "serving without balancing" in (tmp_path / "log").read_text()

@@ -1,0 +1,69 @@
+"""What every policy answers: who holds which expert, and how much of it each rank computes."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ultraep_serve.types import ExpertShape, IntArray
+
+__all__ = ["Counts", "Placement", "PolicyPlan", "master_copies", "placement_from_quota", "slots_of"]
+
+Counts = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """One layer of one batch, before it is split over source ranks."""
+
+    quota: IntArray  # (E, R): assignments of expert e that rank r computes
+    copies: IntArray  # (E, R): 1 where rank r holds expert e
+    slot_expert: IntArray | None  # (R, slots): -1 empty; None where masters moved or none is held
+
+    @property
+    def num_replicas(self) -> int:
+        """Copies beyond one per expert, over all ranks."""
+        return int(self.copies.sum()) - self.copies.shape[0]
+
+    @property
+    def slots_needed(self) -> int:
+        """Experts beyond E / R on the rank that holds most."""
+        num_experts, num_ranks = self.copies.shape
+        return max(0, int(self.copies.sum(0).max()) - num_experts // num_ranks)
+
+
+@dataclass(frozen=True)
+class PolicyPlan:
+    """One layer of one batch, complete: the plans of all ranks in one."""
+
+    slot_expert: IntArray | None  # (R, slots): as in Placement
+    quota: IntArray  # (E, R)
+    shares: IntArray  # (R_source, E, R_target)
+
+
+def master_copies(shape: ExpertShape) -> IntArray:
+    """Every expert on its master and nowhere else, (E, R)."""
+    copies = np.zeros((shape.num_logical_experts, shape.num_ranks), np.int32)
+    experts = np.arange(shape.num_logical_experts)
+    copies[experts, experts // shape.num_masters] = 1
+    return copies
+
+
+def placement_from_quota(quota: Counts, shape: ExpertShape) -> Placement:
+    """A copy wherever a rank computes what it is not the master of, ``quota`` (E, R).
+
+    The slots are as many as the fullest rank needs, and at least ``num_replica_slots``.
+    """
+    masters = master_copies(shape)
+    copies = np.maximum(masters, quota > 0).astype(np.int32)
+    return Placement(quota.astype(np.int32), copies, slots_of(copies - masters, shape))
+
+
+def slots_of(replicas: IntArray, shape: ExpertShape) -> IntArray:
+    """Replicas (E, R) of 0 and 1 -> slot_expert (R, slots), experts in rising order, -1 empty."""
+    width = max(shape.num_replica_slots, int(replicas.sum(0).max()))
+    slot_expert = np.full((shape.num_ranks, width), -1, np.int32)
+    for rank in range(shape.num_ranks):
+        experts = np.flatnonzero(replicas[:, rank])
+        slot_expert[rank, : experts.size] = experts
+    return slot_expert
