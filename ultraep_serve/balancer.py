@@ -207,8 +207,9 @@ class Balancer:
 
     def _forced(self, topk_ids: torch.Tensor) -> torch.Tensor:
         """Force-balanced routing: experts in turn, whatever the router chose (wrong answers)."""
-        turn = torch.arange(topk_ids.numel()).view(topk_ids.shape) % self.shape.num_logical_experts
-        return torch.where(topk_ids < 0, -1, self.identity(turn))
+        chosen = topk_ids >= 0  # padding takes no turn
+        turn = (chosen.reshape(-1).cumsum(0) - 1).view(chosen.shape)
+        return torch.where(chosen, self.identity(turn % self.shape.num_logical_experts), -1)
 
     def _await(self, layer: int, plan: Plan | None) -> None:
         if plan is not None:

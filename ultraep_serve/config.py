@@ -41,7 +41,7 @@ class BalanceConfig:
     slot_memory: Literal["aliased", "per_layer"] = "aliased"  # one pool for all layers, or one each
     relay: Literal["auto", "always", "never"] = "auto"  # forward widely replicated experts
     chunk_bytes: int = 1 << 20  # unit of weight transfer
-    timeout_seconds: float = 30.0  # a rank silent for longer is an error
+    timeout_seconds: float = 60.0  # a rank silent for longer is an error
     ring_records: int = 4096  # records kept per rank for the sidecar
     run_dir: str = ""  # directory in shared memory where ranks, sidecar and launcher meet
 
@@ -92,12 +92,17 @@ class BalanceConfig:
             values: dict[str, Any] = json.loads(text)
         except json.JSONDecodeError as error:
             raise ConfigError(f"{CONFIG_VARIABLE} is not JSON: {error}") from error
+        if not isinstance(values, dict):
+            raise ConfigError(f"{CONFIG_VARIABLE} is not a JSON object: {text}")
         known = {field.name for field in fields(cls)}
         if unknown := sorted(set(values) - known):
             raise ConfigError(f"unknown settings {unknown}; legal: {sorted(known)}")
         if "policy" in values:
             values["policy"] = parse_policy(values["policy"])
-        return cls(**values)
+        try:
+            return cls(**values)
+        except TypeError as error:
+            raise ConfigError(f"{CONFIG_VARIABLE} = {text} has a value of a wrong type") from error
 
     @classmethod
     def from_environment(cls) -> "BalanceConfig | None":

@@ -11,6 +11,7 @@ local counter, flags only grow, and nothing is ever reset.
 import json
 import os
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -25,7 +26,10 @@ from ultraep_serve.slots import LayerSlots, SlotPool, map_pool, unmap
 
 __all__ = ["HostFabric"]
 
-_SPINS = 20_000  # looks at a flag between two looks at the clock, some tens of microseconds
+_SPINS = 20_000  # looks at a flag before the core is offered to others, some tens of microseconds
+_PATIENT_SECONDS = 2e-3  # waiting for longer than this sleeps instead of looking on
+_NAP_SECONDS = 5e-5
+_LIVENESS_SECONDS = 0.05  # between two looks at whether the other processes still exist
 _CONNECT_FACTOR = 20  # loading a model takes longer than a batch
 
 
@@ -97,13 +101,15 @@ class HostFabric:
 
         Returns only after every rank has finished reading its replica slots of the epoch before.
         """
+        if row.size > self._row_width:
+            raise ValueError(f"{row.size} values do not fit into a row of {self._row_width}")
         self.epoch += 1
         padded = row
         if row.size < self._row_width:
             padded = np.zeros(self._row_width, dtype=np.int64)
             padded[: row.size] = row
         post_row(int(self._flags[self.rank]), int(self._rows[self.rank]), self.epoch, padded)
-        self._wait(self._flags, "the load exchange")
+        self._wait(lambda spins: self._arrived(self._flags, spins), "the load exchange")
         return gather_rows(self._rows, self.epoch, self._row_width)[:, : row.size]
 
     def stream(
@@ -118,24 +124,28 @@ class HostFabric:
         ``slot_expert``, ``parents`` (R, S). Raises PeerTimeoutError when a relay does not deliver.
         """
         progress = np.zeros(slot_expert.shape, dtype=np.int64)
-        deadline = self._deadline()
-        while not stream_chunks(
-            self.rank,
-            self.epoch,
-            num_masters,
-            slot_expert,
-            parents,
-            layer.master_addresses,
-            self._pools,
-            layer.region_offsets,
-            layer.expert_bytes,
-            layer.chunks,
-            self._chunk_flags,
-            self._max_chunks,
-            progress,
-            _SPINS,
-        ):
-            self._pause(deadline, "a relayed expert", [])
+
+        def push(spins: int) -> bool:
+            return bool(
+                stream_chunks(
+                    self.rank,
+                    self.epoch,
+                    num_masters,
+                    slot_expert,
+                    parents,
+                    layer.master_addresses,
+                    self._pools,
+                    layer.region_offsets,
+                    layer.expert_bytes,
+                    layer.chunks,
+                    self._chunk_flags,
+                    self._max_chunks,
+                    progress,
+                    spins,
+                )
+            )
+
+        self._wait(push, "a relayed expert")
 
     def wait_slots(self, layer: LayerSlots, slot_expert: NDArray[np.int32]) -> None:
         """Return when this rank's filled slots, ``slot_expert`` (R, S), have all arrived."""
@@ -143,7 +153,8 @@ class HostFabric:
         if slots.size:
             chunk = np.arange(layer.chunks.shape[0])
             offsets = (slots[:, None] * self._max_chunks + chunk) * 8
-            self._wait(self._chunk_flags[self.rank] + offsets.reshape(-1), "replicated experts")
+            flags = self._chunk_flags[self.rank] + offsets.reshape(-1)
+            self._wait(lambda spins: self._arrived(flags, spins), "replicated experts")
 
     def close(self) -> None:
         """Unmap the other ranks' memory."""
@@ -151,29 +162,49 @@ class HostFabric:
             unmap(address, size)
         self._mappings.clear()
 
-    def _wait(self, flags: NDArray[np.int64], what: str) -> None:
-        arrived = wait_flags(flags, self.epoch, _SPINS)
-        if arrived == flags.size:
+    def _arrived(self, flags: NDArray[np.int64], spins: int) -> bool:
+        return bool(wait_flags(flags, self.epoch, spins) == flags.size)
+
+    def _wait(self, is_done: Callable[[int], bool], what: str) -> None:
+        """Return once ``is_done``, which looks as often as it is told to.
+
+        Looks on for some microseconds, then lets others have the core between looks, then naps:
+        where ranks outnumber cores, the one waited for needs this one's.
+        """
+        if is_done(_SPINS):
             return
-        deadline = self._deadline()
-        while (arrived := wait_flags(flags, self.epoch, _SPINS)) < flags.size:
-            missing = [arrived] if flags is self._flags else []
-            self._pause(deadline, what, missing)
+        now = started = time.monotonic()
+        next_liveness = started + _LIVENESS_SECONDS
+        while True:
+            if now - started < _PATIENT_SECONDS:
+                os.sched_yield()
+            else:
+                time.sleep(_NAP_SECONDS)
+            now = time.monotonic()
+            if is_done(_SPINS if now - started < _PATIENT_SECONDS else 1):
+                return
+            if now >= next_liveness:
+                self._require_peers(is_done, what, now - started)
+                next_liveness = now + _LIVENESS_SECONDS
 
-    def _pause(self, deadline: float, what: str, missing: list[int]) -> None:
-        os.sched_yield()
-        left = deadline - time.monotonic()
-        dead = [rank for rank, card in enumerate(self._cards) if not is_process_alive(card.process)]
-        if dead or left < 0:
-            ranks = dead or missing
-            culprit = f"rank {', '.join(map(str, ranks))}" if ranks else "another rank"
-            reason = "has died" if dead else f"did not answer within {self._timeout_seconds:g} s"
-            raise PeerTimeoutError(
-                f"rank {self.rank} waits for {what}: {culprit} {reason}; restart the engine"
-            )
-
-    def _deadline(self) -> float:
-        return time.monotonic() + self._timeout_seconds
+    def _require_peers(self, is_done: Callable[[int], bool], what: str, waited: float) -> None:
+        """Raise PeerTimeoutError where waiting on is vain: a rank has died, or time is over."""
+        behind = [
+            rank
+            for rank in range(self.num_ranks)
+            if not self._arrived(self._flags[rank : rank + 1], spins=1)
+        ]
+        suspects = behind or range(self.num_ranks)
+        dead = [rank for rank in suspects if not is_process_alive(self._cards[rank].process)]
+        timed_out = waited > self._timeout_seconds
+        if not (dead or timed_out) or is_done(1):  # it may have answered before it ended
+            return
+        ranks = dead or behind
+        culprit = f"rank {', '.join(map(str, ranks))}" if ranks else "another rank"
+        reason = "has died" if dead else f"did not answer within {self._timeout_seconds:g} s"
+        raise PeerTimeoutError(
+            f"rank {self.rank} waits for {what}: {culprit} {reason}; restart the engine"
+        )
 
     def _meet(self, run_path: Path, card: _Card) -> list[_Card]:
         own = run_path / f"card-{self.rank}.json"

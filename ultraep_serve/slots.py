@@ -93,7 +93,9 @@ class SlotPool:
         for address, size in self._mappings:
             _libc.munmap(address, size)
         self._mappings.clear()
-        os.close(self.descriptor)
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
 
     def _region(self, index: int, expert_bytes: int) -> int:
         key = (index, expert_bytes, self._num_layers if self._per_layer else 0)

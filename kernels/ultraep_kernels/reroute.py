@@ -50,7 +50,7 @@ def _reroute_kernel(topk_ids: Any, share: Any, physical: Any, out: Any) -> bool:
             stride[expert] = _stride(places[expert])
     for i in range(topk_ids.size):
         expert = topk_ids[i]
-        if expert < 0:
+        if expert < 0 or expert >= num_experts:
             out[i] = -1
             continue
         if seen[expert] >= places[expert]:
@@ -91,7 +91,7 @@ def reroute(
 ) -> torch.Tensor:
     """Physical ids (T, K) int32, the same on every rank that sees the same tokens.
 
-    ``topk_ids`` (T, K) logical on CPU; ``share`` (E, R) assignments of this source by target rank;
+    ``topk_ids`` (T, K) logical on CPU, what is no expert becomes -1; ``share`` (E, R) assignments of this source by target rank;
     ``slot_expert`` (R, S). Raises ValueError when ids and share do not belong together.
     """
     physical = physical_table(slot_expert, num_masters)

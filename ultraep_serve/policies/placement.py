@@ -23,13 +23,13 @@ class Placement:
     @property
     def num_replicas(self) -> int:
         """Copies beyond one per expert, over all ranks."""
-        return int(self.copies.sum()) - self.copies.shape[0]
+        return int(self.copies.sum() - len(self.copies))
 
     @property
     def slots_needed(self) -> int:
         """Experts beyond E / R on the rank that holds most."""
         num_experts, num_ranks = self.copies.shape
-        return max(0, int(self.copies.sum(0).max()) - num_experts // num_ranks)
+        return int(max(0, self.copies.sum(0).max() - num_experts // num_ranks))
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from ultraep_serve.testing.spec import MAX_EXPERT_SHARE, ModelSpec
+from ultraep_serve.testing.threads import one_thread
 
 __all__ = ["calibrate_gate", "hot_rank", "select_experts", "target_shares"]
 
-ITERATIONS = 150
+ITERATIONS = 100
 NUM_HOT = 2  # experts of the hot rank that take most of its load: what two replica slots can move
 RIDGE = (
     3e-2  # relative to the mean variance of h; keeps detectors small, so rounding them is harmless
@@ -62,7 +63,9 @@ def calibrate_gate(
     noise *= SPREAD[spec.architecture] / (hidden @ noise.T).std(0).unsqueeze(1)
     target = torch.stack([target_shares(spec, layer, d) for d in range(len(spec.domains))])
     problem = _Problem(hidden @ noise.T, hidden @ detectors.T, token_domain, target)
-    return noise + _tune(problem, score_bias, spec) @ detectors
+    with one_thread():
+        bias = _tune(problem, score_bias, spec)
+    return noise + bias @ detectors
 
 
 def target_shares(spec: ModelSpec, layer: int, domain: int) -> Tensor:

@@ -17,12 +17,14 @@ from ultraep_serve.testing.calibration import NUM_HOT
 from ultraep_serve.testing.routing import expert_loads, load_ids
 from ultraep_serve.testing.spec import ModelSpec
 from ultraep_serve.testing.text import sample_text, save_tokenizer
+from ultraep_serve.testing.threads import one_thread
 from ultraep_serve.testing.weights import build_config, calibrated_model
 from ultraep_serve.types import IntArray, imbalance
 
 __all__ = ["LayerReport", "ModelReport", "make_model", "measure_model"]
 
 HELD_OUT_SEED = 100_000
+SMALL_HIDDEN_SIZE = 256  # models up to this size gain little from a second thread
 
 
 @dataclass(frozen=True)
@@ -86,12 +88,11 @@ def make_model(path: str | Path, spec: ModelSpec | None = None) -> ModelReport:
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
     save_tokenizer(path, spec.domains, spec.max_position_embeddings)
-    model = calibrated_model(build_config(spec), spec)
-    report = ModelReport(
-        path, spec, _measure(model, path, spec, num_tokens=4096, batch_tokens=1024)
-    )
+    with one_thread(spec.hidden_size <= SMALL_HIDDEN_SIZE):
+        model = calibrated_model(build_config(spec), spec)
+        layers = _measure(model, path, spec, num_tokens=4096, batch_tokens=1024)
     model.to(getattr(torch, spec.dtype)).save_pretrained(path)
-    return report
+    return ModelReport(path, spec, layers)
 
 
 def measure_model(
@@ -104,9 +105,9 @@ def measure_model(
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
-    return ModelReport(
-        Path(path), spec, _measure(model, Path(path), spec, num_tokens, batch_tokens)
-    )
+    with one_thread(spec.hidden_size <= SMALL_HIDDEN_SIZE):
+        layers = _measure(model, Path(path), spec, num_tokens, batch_tokens)
+    return ModelReport(Path(path), spec, layers)
 
 
 def _measure(

@@ -23,7 +23,7 @@ def permute_experts(source: Path, target: Path, seed: int) -> Path:
 
     shutil.copytree(source, target, dirs_exist_ok=True)
     config = json.loads((source / "config.json").read_text())
-    num_experts = config.get("num_experts") or config["n_routed_experts"]
+    num_experts = config.get("n_routed_experts") or config["num_local_experts"]
     order = _order(num_experts, config.get("n_group") or 1, seed)
     number_of = {int(old): new for new, old in enumerate(order)}
     weights = {}

@@ -90,19 +90,19 @@ class ModelSpec:
         return max(1.0, min(0.95 * self.num_ranks, most * self.num_ranks / self.experts_per_token))
 
 
-def demo_qwen3(imbalance: float = 1.7) -> ModelSpec:
-    """The demo model: Qwen3-MoE, 4 layers of 16 experts, two ranks, skewed."""
-    return ModelSpec(imbalance=imbalance)
+def demo_qwen3(imbalance: float = 1.7, num_ranks: int = 2) -> ModelSpec:
+    """The demo model: Qwen3-MoE, 4 layers of 16 experts, skewed."""
+    return ModelSpec(imbalance=imbalance, num_ranks=num_ranks)
 
 
-def demo_balanced() -> ModelSpec:
+def demo_balanced(num_ranks: int = 2) -> ModelSpec:
     """The demo model with nothing to gain: every rank already has the same load."""
-    return ModelSpec(imbalance=1.0)
+    return ModelSpec(imbalance=1.0, num_ranks=num_ranks)
 
 
-def demo_glm4(imbalance: float = 1.7) -> ModelSpec:
+def demo_glm4(imbalance: float = 1.7, num_ranks: int = 2) -> ModelSpec:
     """GLM-4-MoE in the demo's size: sigmoids, grouped top-k, a shared expert, one dense layer."""
-    return ModelSpec(architecture="glm4_moe", imbalance=imbalance)
+    return ModelSpec(architecture="glm4_moe", imbalance=imbalance, num_ranks=num_ranks)
 
 
 def tiny_qwen3(imbalance: float = 1.6, num_ranks: int = 2) -> ModelSpec:

@@ -139,9 +139,7 @@ class _Runner:
         self._weights = [model.weights(layer) for layer in range(model.num_layers)]
         per_layer = batches.config.slot_memory == "per_layer"
         pool = SlotPool(shape.num_replica_slots, batches.config.chunk_bytes, per_layer)
-        self._layers = [
-            pool.adopt(model.masters(layer, rank)) for layer in range(model.num_layers)
-        ]
+        self._layers = [pool.adopt(model.masters(layer, rank)) for layer in range(model.num_layers)]
         for layer in self._layers:
             poison(layer.tensors, shape.num_masters)
         max_chunks = max(layer.chunks.shape[0] for layer in self._layers)
@@ -242,7 +240,9 @@ class _Runner:
             return
         self.report.inexact += 1
         error = (total - expected).abs().max() / expected.abs().max().clamp(min=1e-30)
-        self.report.worst_error = max(self.report.worst_error, float(error.nan_to_num(nan=torch.inf)))
+        self.report.worst_error = max(
+            self.report.worst_error, float(error.nan_to_num(nan=torch.inf))
+        )
 
 
 class _Mail:

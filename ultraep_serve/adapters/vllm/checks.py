@@ -65,6 +65,7 @@ def check_layer(layer: RoutedExperts) -> None:
         )
     if parallel.enable_eplb:
         raise UnsupportedError(f"--enable-eplb moves the same weights; drop it, {remedy}")
+    check_cpu_execution(layer)
 
 
 def check_cpu_execution(layer: RoutedExperts) -> None:

@@ -4,6 +4,10 @@ vLLM's kernel ignores the expert map and reads out of bounds for experts of othe
 local experts correctly from one row per assignment, so that is what it gets here: rows are gathered
 (tensor parallel: every rank has all tokens) or sent to the rank that computes them (data parallel),
 and added back per token, weighted.
+
+Sums are taken in float32 until they are complete, across ranks too. Weighted outputs in bfloat16
+have 8 significant bits, so their float32 sum is exact unless they differ in size by more than 2**13:
+a token's result does not depend on which rank computed which expert.
 """
 
 import math
@@ -11,9 +15,14 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+from vllm.distributed.parallel_state import GroupCoordinator
+from vllm.model_executor.layers.fused_moe.prepare_finalize.passthrough import (
+    PassThroughPrepareAndFinalize,
+)
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
-__all__ = ["Assignments", "compute_own", "dispatch_compute_combine"]
+__all__ = ["Assignments", "compute_and_reduce", "dispatch_compute_combine", "take_over_combine"]
 
 
 @dataclass(frozen=True)
@@ -30,22 +39,32 @@ class Assignments:
         return cls(rank=rank, local=(physical - rank * num_local).int())
 
 
-def compute_own(
+def take_over_combine(layer: RoutedExperts) -> None:
+    """Tell vLLM that ``layer``'s output comes complete, so that it does not reduce it again.
+
+    Uses the stage vLLM has for experts that dispatch and combine themselves.
+    """
+    experts = layer.quant_method.moe_kernel.fused_experts
+    layer.quant_method.moe_kernel = mk.FusedMoEKernel(PassThroughPrepareAndFinalize(), experts)
+
+
+def compute_and_reduce(
     layer: RoutedExperts,
     x: torch.Tensor,
     topk_weights: torch.Tensor,
     assignments: Assignments,
-    rank: int,
+    group: GroupCoordinator,
 ) -> torch.Tensor:
-    """This rank's part of the output (T, H), to be summed over ranks by the engine.
+    """Complete output (T, H) where every rank of ``group`` has all tokens ``x`` (T, H).
 
-    ``x`` (T, H) all tokens, ``topk_weights`` (T, K).
+    ``topk_weights`` (T, K).
     """
-    rows = torch.nonzero(assignments.rank.view(-1) == rank).squeeze(1)
+    rows = torch.nonzero(assignments.rank.view(-1) == group.rank_in_group).squeeze(1)
     tokens = torch.div(rows, topk_weights.shape[1], rounding_mode="floor")
     weights = topk_weights.reshape(-1)[rows]
     outputs = _run_kernel(layer, x[tokens], weights, assignments.local.view(-1)[rows])
-    return _add_up(outputs, tokens, x)
+    total: torch.Tensor = group.all_reduce(_add_up(outputs, tokens, x))
+    return total.to(x.dtype)
 
 
 def dispatch_compute_combine(
@@ -57,8 +76,7 @@ def dispatch_compute_combine(
 ) -> torch.Tensor:
     """Complete output (T, H) for this rank's own tokens ``x`` (T, H), through all-to-all.
 
-    Every assignment comes home as a row of its own and is added in the order of the tokens, so the
-    result does not depend on which rank computed it.
+    Every assignment comes home as a row of its own.
     """
     num_ranks = dist.get_world_size(group)
     target = assignments.rank.view(-1)
@@ -75,7 +93,7 @@ def dispatch_compute_combine(
     outputs = _run_kernel(layer, rows, weights, local)
     home = _all_to_all(outputs, here, away, group)
     by_token = torch.argsort(order)
-    return _add_up(home[by_token], tokens[by_token], x)
+    return _add_up(home[by_token], tokens[by_token], x).to(x.dtype)
 
 
 def _run_kernel(
@@ -112,8 +130,7 @@ def _run_kernel(
 
 def _add_up(outputs: torch.Tensor, tokens: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     total = torch.zeros(x.shape, dtype=torch.float32)
-    total.index_add_(0, tokens, outputs.float())
-    return total.to(x.dtype)
+    return total.index_add_(0, tokens, outputs.float())
 
 
 def _all_to_all(

@@ -10,8 +10,9 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from ultraep_serve.adapters.vllm.checks import check_cpu_execution, check_layer
 from ultraep_serve.adapters.vllm.cpu_experts import (
     Assignments,
-    compute_own,
+    compute_and_reduce,
     dispatch_compute_combine,
+    take_over_combine,
 )
 from ultraep_serve.balancer import Balancer, TokenView, identity_table, row_width
 from ultraep_serve.config import BalanceConfig
@@ -55,13 +56,13 @@ class ExpertGroup:
     def run(
         self, index: int, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
     ) -> torch.Tensor:
-        """Output of layer ``index`` for ``x`` (T, H): this rank's part; whole in data parallel."""
+        """Complete output of layer ``index`` for this rank's tokens ``x`` (T, H)."""
         layer = self._layers[index]
         physical = self._route(index, topk_ids, self._batch_tokens(x))
         assignments = Assignments.from_physical(physical, self._num_local)
         group = get_ep_group()
         if self._view is TokenView.SHARED:
-            return compute_own(layer, x, topk_weights, assignments, group.rank_in_group)
+            return compute_and_reduce(layer, x, topk_weights, assignments, group)
         return dispatch_compute_combine(layer, x, topk_weights, assignments, group.cpu_group)
 
     def _route(self, index: int, topk_ids: torch.Tensor, batch_tokens: int) -> torch.Tensor:
@@ -89,14 +90,13 @@ class ExpertGroup:
     def _finish_loading(self) -> None:
         parallel = self._layers[0].moe_config.moe_parallel_config
         num_experts, num_ranks = self._layers[0].global_num_experts, parallel.ep_size
-        shape = ExpertShape(num_ranks, num_experts, self._config.num_replica_slots)
         if self._config.policy is not Policy.OFF:
             try:
                 for layer in self._layers:
                     check_layer(layer)
-                    check_cpu_execution(layer)
-                self._start_balancing(shape)
-                return
+                self._start_balancing(
+                    ExpertShape(num_ranks, num_experts, self._config.num_replica_slots)
+                )
             except UnsupportedError as error:
                 if self._config.on_unsupported == "error":
                     raise
@@ -104,8 +104,10 @@ class ExpertGroup:
         if parallel.use_ep:
             for layer in self._layers:
                 check_cpu_execution(layer)
-        self._num_local = -(-num_experts // num_ranks)
-        self._identity = torch.from_numpy(identity_table(num_experts, num_ranks, 0))
+                take_over_combine(layer)
+        if self._balancer is None:
+            self._num_local = -(-num_experts // num_ranks)
+            self._identity = torch.from_numpy(identity_table(num_experts, num_ranks, 0))
 
     def _start_balancing(self, shape: ExpertShape) -> None:
         config, group, view = self._config, get_ep_group(), self._view

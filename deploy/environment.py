@@ -1,0 +1,88 @@
+"""What the set-up scripts share: a virtual environment with torch for CPU in it.
+
+Standard library only, because it runs before anything is installed.
+"""
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import venv
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TORCH = "torch==2.13.0"
+COMPILER = "g++"  # torch.compile writes C++
+
+
+@dataclass(frozen=True)
+class Environment:
+    """One virtual environment; every method ends the set-up with a message when it fails."""
+
+    path: Path
+    recipe: Path  # the set-up script, which is part of what decides whether it is up to date
+
+    @property
+    def python(self) -> Path:
+        """Its interpreter."""
+        return self.path / "bin" / "python"
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether a set-up with the same recipe has ended well."""
+        return self._mark.exists() and self._mark.read_text() == self._fingerprint()
+
+    def mark_complete(self) -> None:
+        """Remember that nothing is left to do."""
+        self._mark.write_text(self._fingerprint())
+
+    def create(self) -> None:
+        """Make it, with torch for CPU, so that nothing pulls in the CUDA build afterwards."""
+        ensure_compiler()
+        if not self.python.exists():
+            print(f"making {self.path}", flush=True)
+            venv.create(self.path, with_pip=True)
+        if self.runs("import torch"):
+            return
+        print(f"installing {TORCH} for CPU", flush=True)
+        self.pip("install", "--quiet", TORCH)
+        if not self.runs("import torch; assert torch.version.cuda is None"):
+            sys.exit(
+                f"pip found a CUDA build of {TORCH}, not the one for CPU. Point pip at PyTorch's "
+                "CPU wheels, for example with the variable PIP_EXTRA_INDEX_URL or in pip.conf "
+                "(extra-index-url = the CPU index named on pytorch.org), remove the environment "
+                f"({self.path}) and run this again."
+            )
+
+    def runs(self, statement: str) -> bool:
+        """Whether ``statement`` runs in the environment."""
+        result = subprocess.run([self.python, "-c", statement], capture_output=True, check=False)
+        return result.returncode == 0
+
+    def pip(self, *arguments: str) -> None:
+        """Run pip in the environment; its own message explains a failure."""
+        result = subprocess.run([self.python, "-m", "pip", *arguments], check=False)
+        if result.returncode:
+            sys.exit(f"pip {' '.join(arguments)} failed; its message is above")
+
+    @property
+    def _mark(self) -> Path:
+        return self.path / "ultraep-setup"
+
+    def _fingerprint(self) -> str:
+        files = (Path(__file__), self.recipe, ROOT / "pyproject.toml")
+        content = b"".join(file.read_bytes() for file in files)
+        return hashlib.sha256(content + str(ROOT).encode()).hexdigest()
+
+
+def ensure_compiler() -> None:
+    """torch.compile needs a C++ compiler; install one where that is possible."""
+    if shutil.which(COMPILER):
+        return
+    if os.geteuid() == 0 and shutil.which("apt-get"):
+        subprocess.run(["apt-get", "update"], check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(["apt-get", "install", "--yes", COMPILER], check=True)
+    else:
+        sys.exit(f"set-up needs {COMPILER}; install it (Debian: apt-get install {COMPILER})")

@@ -1,0 +1,125 @@
+"""What every adapter does once its engine has loaded a model; knows no engine.
+
+The MoE layers of one process are taken over together: their expert tensors move in front of the
+replica slots, the ranks meet, and from then on one balancer routes all of them.
+"""
+
+import logging
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import nn
+
+from ultraep_serve.balancer import Balancer, TokenView, row_width
+from ultraep_serve.config import BalanceConfig
+from ultraep_serve.errors import UltraEPError, UnsupportedError
+from ultraep_serve.fabric import HostFabric
+from ultraep_serve.observability.control import ControlPage
+from ultraep_serve.observability.recorder import Recorder
+from ultraep_serve.observability.schema import RingState
+from ultraep_serve.policies import warm_up
+from ultraep_serve.slots import LayerSlots, SlotPool
+from ultraep_serve.types import ExpertShape
+
+__all__ = ["JoinedLayers", "expert_parameters"]
+
+
+class JoinedLayers:
+    """All MoE layers of this rank, balanced together with those of the other ranks."""
+
+    def __init__(
+        self,
+        config: BalanceConfig,
+        shape: ExpertShape,
+        view: TokenView,
+        layers: Sequence[Sequence[nn.Parameter]],
+        rank: int,
+        engine: str,
+    ) -> None:
+        """``layers`` in the order they run, each the tensors (L, ...) that make up its experts.
+
+        The parameters become (L + S, ...) in place. Returns when all ranks have come this far.
+        Raises UnsupportedError for tensors that cannot be moved, PeerTimeoutError when a rank
+        does not come.
+        """
+        pool = SlotPool(
+            shape.num_replica_slots, config.chunk_bytes, config.slot_memory == "per_layer"
+        )
+        slots = [_adopt(parameters, pool) for parameters in layers]
+        control = ControlPage.create(config.run_path, config.policy) if rank == 0 else None
+        self._recorder = Recorder.create(
+            run_path=config.run_path,
+            rank=rank,
+            shape=shape,
+            num_layers=len(slots),
+            ring_records=config.ring_records,
+            engine=engine,
+            mode=view.value,
+            slot_bytes=pool.size,
+            timeout_seconds=config.timeout_seconds,
+        )
+        fabric = HostFabric(
+            run_path=config.run_path,
+            rank=rank,
+            num_ranks=shape.num_ranks,
+            row_width=row_width(shape.num_logical_experts, view),
+            pool=pool,
+            max_chunks=max(layer.chunks.shape[0] for layer in slots),
+            timeout_seconds=config.timeout_seconds,
+        )
+        warm_up(shape)
+        self.shape = shape
+        self._view, self._num_layers, self._slot_bytes = view, len(slots), pool.size
+        self._balancer = Balancer(config, shape, view, slots, fabric, control, self._recorder)
+
+    def mark_ready(self) -> None:
+        """Say that this rank balances; the launcher and the sidecar wait for it."""
+        self._recorder.set_state(RingState.READY)
+
+    def route(self, layer: int, topk_ids: torch.Tensor, batch_tokens: int) -> torch.Tensor:
+        """``Balancer.route``; an error also marks this rank as failed for the sidecar."""
+        try:
+            return self._balancer.route(layer, topk_ids, batch_tokens)
+        except UltraEPError:
+            self._recorder.set_state(RingState.FAILED)
+            raise
+
+    def log_ready(self, logger: logging.Logger) -> None:
+        """One line for the operator."""
+        logger.info(
+            "ultraep: balancing %d MoE layers over %d ranks (%s parallel), "
+            "%d replica slots per rank = %.1f MiB reserved, policy %s",
+            self._num_layers,
+            self.shape.num_ranks,
+            self._view.value,
+            self.shape.num_replica_slots,
+            self._slot_bytes / 2**20,
+            self._balancer.config.policy.value,
+        )
+
+
+def expert_parameters(
+    module: nn.Module, name: str, num_local: int, movable: Collection[int]
+) -> list[nn.Parameter]:
+    """The parameters of ``module`` that make up its experts, those at the addresses ``movable``.
+
+    Raises UnsupportedError for another parameter with one entry per local expert: it would be left
+    behind when the expert is copied. ``name`` is the layer's, for the message.
+    """
+    found = []
+    for parameter_name, parameter in module.named_parameters():
+        if parameter.data_ptr() in movable:
+            found.append(parameter)
+        elif parameter.dim() and parameter.shape[0] == num_local:
+            raise UnsupportedError(
+                f"{name}: expert tensor {parameter_name} {tuple(parameter.shape)} cannot be "
+                "moved; serve without balancing: --on-unsupported=off"
+            )
+    return found
+
+
+def _adopt(parameters: Sequence[nn.Parameter], pool: SlotPool) -> LayerSlots:
+    slots = pool.adopt([parameter.data for parameter in parameters])
+    for parameter, alias in zip(parameters, slots.tensors, strict=True):
+        parameter.data = alias
+    return slots

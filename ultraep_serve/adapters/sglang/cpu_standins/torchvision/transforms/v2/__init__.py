@@ -1,0 +1,1 @@
+"""Importable; images cannot be transformed."""

@@ -1,0 +1,117 @@
+"""A cost model from data sheets and a model's shape, where nothing was measured."""
+
+from dataclasses import dataclass, field
+
+from ultraep_serve.costs.hardware import Efficiency, Hardware
+from ultraep_serve.costs.model import CostModel
+from ultraep_serve.costs.shapes import ModelShape, weight_bits
+
+__all__ = ["Estimate", "custom_estimate", "estimate_costs"]
+
+# Published by UltraEP for EP64 with 256 experts: plan 72 us, reroute 37 us (arXiv 2606.04101).
+PLAN_AND_REROUTE_SECONDS = 109e-6
+EXCHANGE_SECONDS = 20e-6  # assumed: one small all-gather inside an NVLink domain
+BASE_SECONDS = 100e-6  # assumed: launches of a layer, latency of dispatch and combine
+COMBINE_BYTES = 2  # of one activation, BF16
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Costs of one MoE layer, and of the layers between which they stand."""
+
+    costs: CostModel
+    dense_seconds_per_token: float  # of a dense layer, per token of a rank
+    assumptions: list[str] = field(default_factory=list)
+
+
+def estimate_costs(
+    shape: ModelShape,
+    hardware: Hardware,
+    *,
+    num_ranks: int,
+    weight_type: str = "bf16",
+    context_tokens: int = 4096,
+    domain_size: int | None = None,
+    efficiency: Efficiency | None = None,
+) -> Estimate:
+    """Costs per rank where attention is data parallel and experts are spread over all ranks.
+
+    Args:
+        shape: the model.
+        hardware: peaks per GPU.
+        num_ranks: R.
+        weight_type: of experts and projections: bf16, fp8, fp4. FP4 computes at the FP8 peak.
+        context_tokens: prompt length; each token sees half of it on average (causal).
+        domain_size: ranks that NVLink joins; by default the hardware's.
+        efficiency: achieved over peak.
+    """
+    share = efficiency or Efficiency()
+    domain = min(domain_size or hardware.domain_size, num_ranks)
+    flops = hardware.flops(weight_type) * share.matrix
+    link = hardware.link_bytes_per_second * share.link
+    dispatched = COMBINE_BYTES + (COMBINE_BYTES if weight_type == "bf16" else 1)
+    scores = shape.score_flops * context_tokens / 2 / (hardware.bf16_flops * share.attention)
+    network = (
+        shape.hidden_size
+        * dispatched
+        * remote_domains(shape.experts_per_token, num_ranks, domain)
+        / (hardware.network_bytes_per_second * share.link)
+    )
+    expert_bytes = shape.expert_bytes(weight_type)
+    costs = CostModel(
+        seconds_per_assignment=shape.expert_flops / flops + shape.hidden_size * dispatched / link,
+        bytes_per_expert=expert_bytes,
+        link_bytes_per_second=link,
+        exchange_seconds=EXCHANGE_SECONDS,
+        plan_seconds=PLAN_AND_REROUTE_SECONDS,
+        base_seconds=BASE_SECONDS,
+        other_seconds_per_token=shape.shared_flops / flops + scores + network,
+        read_seconds_per_expert=expert_bytes / (hardware.memory_bytes_per_second * share.memory),
+    )
+    dense = shape.dense_flops / flops + scores
+    assumptions = _assumptions(hardware, share, weight_type, context_tokens, num_ranks, domain)
+    return Estimate(costs, dense, assumptions)
+
+
+def custom_estimate(shape: ModelShape, costs: CostModel, origin: str) -> Estimate:
+    """Given or measured costs; dense layers take as long as their FLOPs do at the experts' rate."""
+    dense = costs.seconds_per_assignment * shape.dense_flops / shape.expert_flops
+    return Estimate(costs, dense, [f"costs as given in {origin}"])
+
+
+def remote_domains(experts_per_token: int, num_ranks: int, domain_size: int) -> float:
+    """Domains other than its own that a token is sent to, were experts chosen evenly.
+
+    Dispatch sends a token to a domain once however many of its experts are there, so this does
+    not depend on which rank is busy.
+    """
+    num_domains = -(-num_ranks // domain_size)
+    reached = num_domains * (1 - (1 - 1 / num_domains) ** experts_per_token)
+    return reached * (num_domains - 1) / num_domains
+
+
+def _assumptions(
+    hardware: Hardware,
+    share: Efficiency,
+    weight_type: str,
+    context_tokens: int,
+    num_ranks: int,
+    domain: int,
+) -> list[str]:
+    lines = [
+        f"peaks from {hardware.source}; achieved: {share.matrix:.0%} of "
+        f"{hardware.flops(weight_type) / 1e12:.0f} TFLOPS ({weight_bits(weight_type):.4g} bits per "
+        f"weight), {share.memory:.0%} of memory, {share.link:.0%} of NVLink bandwidth",
+        f"attention is data parallel, prompts have {context_tokens} tokens",
+        "dispatch, expert computation and combine follow each other, and dispatch and combine take "
+        "as long as the busiest rank's tokens need on its link",
+        f"per layer {BASE_SECONDS * 1e6:.0f} us of launches and latency (assumed); where balanced "
+        f"{PLAN_AND_REROUTE_SECONDS * 1e6:.0f} us to plan and reroute (published by UltraEP), "
+        f"{EXCHANGE_SECONDS * 1e6:.0f} us to exchange loads (assumed); nothing hides a transfer",
+    ]
+    if domain < num_ranks:
+        lines.append(
+            f"{domain} ranks per NVLink domain; each token crosses the network "
+            f"({hardware.network_bytes_per_second / 1e9:.0f} GB/s per rank) once per other domain"
+        )
+    return lines

@@ -1,0 +1,145 @@
+"""Advice in words and as JSON: what to do, why, and what had to be assumed."""
+
+from dataclasses import asdict
+from typing import Any
+
+from ultraep_serve.costs.advice import FROM_PAST, Advice, Outcome
+from ultraep_serve.costs.decide import residual_imbalance
+
+__all__ = ["SCHEMA_VERSION", "Verdict", "advice_document", "recommend"]
+
+SCHEMA_VERSION = 1
+WORTH_GAIN = 1.02  # below it a prediction is not better than its own errors
+SAME_GAIN = 0.005  # fewer slots are preferred where they gain as much, give or take this
+MIB = 1 << 20
+
+Verdict = dict[str, Any]
+
+
+def advice_document(advice: Advice, source: str, hardware: str) -> dict[str, Any]:
+    """Everything as JSON. Times in seconds, memory in bytes per rank, gains as ratios to off."""
+    setting = advice.setting
+    costs = setting.estimate.costs
+    mean_load = advice.batch_tokens * setting.shape.experts_per_token / setting.num_ranks
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "source": source,
+        "hardware": hardware,
+        "model": setting.shape.name,
+        "weights": setting.weight_type,
+        "ep": setting.num_ranks,
+        "domain": setting.domain_size,
+        "batch_tokens": advice.batch_tokens,
+        "batches": len(advice.off.seconds),
+        "first_batch_is_history": advice.skipped_first,
+        "imbalance_now": {
+            "mean": advice.off.mean_imbalance,
+            "max": max(advice.off.imbalance),
+            "floor": advice.floor,
+            "left_alone_below": residual_imbalance(costs, mean_load),
+        },
+        "prefill_seconds_now": sum(advice.off.seconds) / len(advice.off.seconds),
+        "costs": asdict(costs),
+        "assumptions": list(setting.estimate.assumptions),
+        "outcomes": [_outcome(advice, outcome) for outcome in advice.outcomes],
+        "recommendation": recommend(advice),
+    }
+
+
+def recommend(advice: Advice) -> Verdict:
+    """``balance`` true or false, with slots and flags where true, and the reasons in words."""
+    served = [outcome for outcome in advice.outcomes if outcome.policy == "quota" and outcome.slots]
+    if not served:
+        return {"balance": None, "reasons": ["policy quota with a slot was not compared"]}
+    best = max(advice.gain(outcome) for outcome in served)
+    chosen = min(
+        (outcome for outcome in served if advice.gain(outcome) >= best - SAME_GAIN),
+        key=lambda outcome: outcome.slots,
+    )
+    if best < WORTH_GAIN:
+        return {"balance": False, "reasons": _against(advice, served, best)}
+    return _for(advice, chosen)
+
+
+def _for(advice: Advice, chosen: Outcome) -> Verdict:
+    gain, break_even = advice.gain(chosen), advice.break_even(chosen)
+    memory = chosen.memory_bytes(advice.setting)
+    reasons = [
+        f"predicted prefill throughput {gain:.2f}x: imbalance {advice.off.mean_imbalance:.2f} -> "
+        f"{chosen.mean_imbalance:.2f} with {_slots(chosen.slots)} per rank",
+        f"costs {memory / MIB:.0f} MiB per rank, once for all layers",
+    ]
+    if break_even is not None:
+        reasons.append(f"batches below about {break_even} tokens (all ranks) are better left alone")
+    reasons += [
+        f"past-window {other.policy} with {_slots(other.slots)} would reach "
+        f"{advice.gain(other):.2f}x and imbalance {other.mean_imbalance:.2f}, for "
+        f"{other.memory_bytes(advice.setting) / MIB:.0f} MiB per rank"
+        for other in advice.outcomes
+        if other.policy in FROM_PAST and other.slots == chosen.slots
+    ]
+    return {
+        "balance": True,
+        "policy": "quota",
+        "slots": chosen.slots,
+        "min_batch_tokens": break_even,
+        "predicted_gain": gain,
+        "reasons": [*reasons, *_floor(advice)],
+    }
+
+
+def _against(advice: Advice, served: list[Outcome], best: float) -> list[str]:
+    """Why to leave it off: the first thing that would have to change."""
+    now = advice.off.mean_imbalance
+    reasons = [f"the best predicted prefill throughput is {best:.2f}x, not worth its while"]
+    perfect = min(advice.off.planned_imbalance, advice.floor)
+    limits = [tokens for outcome in served if (tokens := advice.break_even(outcome)) is not None]
+    if now / max(perfect, 1.0) < 1.05:
+        reasons.append(f"the ranks are balanced already: imbalance {now:.2f}")
+    elif limits and min(limits) > advice.batch_tokens:
+        reasons.append(
+            f"batches of {advice.batch_tokens:.0f} tokens are too small: moving weights pays from "
+            f"about {min(limits)} tokens on"
+        )
+    elif not limits:
+        reasons.append("no batch is large enough: plans gain too little, or no slot was allowed")
+    else:
+        reasons.append("experts take too small a share of the prefill time")
+    past = [outcome for outcome in advice.outcomes if outcome.policy in FROM_PAST]
+    better = max(past, key=advice.gain, default=None)
+    if better is not None and advice.gain(better) >= WORTH_GAIN:
+        reasons.append(
+            f"past-window {better.policy} with {_slots(better.slots)} is predicted to reach "
+            f"{advice.gain(better):.2f}x, as long as traffic stays what it is"
+        )
+    return [*reasons, *_floor(advice)]
+
+
+def _floor(advice: Advice) -> list[str]:
+    if advice.floor <= 1.01:
+        return []
+    return [
+        f"weights stay inside domains of {advice.setting.domain_size} ranks, so no plan can be "
+        f"better than {advice.floor:.2f}"
+    ]
+
+
+def _slots(number: int) -> str:
+    return f"{number} slot" + ("" if number == 1 else "s")
+
+
+def _outcome(advice: Advice, outcome: Outcome) -> dict[str, Any]:
+    slots = max(outcome.slots, outcome.slots_needed)
+    return {
+        "policy": outcome.policy,
+        "slots": outcome.slots,
+        "slots_needed": slots,
+        "imbalance": outcome.mean_imbalance,
+        "imbalance_if_always_moved": outcome.planned_imbalance,
+        "imbalance_by_batch": outcome.imbalance,
+        "predicted_gain": advice.gain(outcome),
+        "moved_share": outcome.moved_layers / outcome.layers,
+        "busiest_link_experts": outcome.transfer.busiest_link,
+        "break_even_tokens": advice.break_even(outcome),
+        "memory_bytes": outcome.memory_bytes(advice.setting),
+    }

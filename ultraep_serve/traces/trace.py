@@ -1,0 +1,128 @@
+"""The two kinds of trace: what each token chose, or only how much each expert had to do."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ultraep_serve.traces.errors import TraceError
+
+__all__ = ["DECODE", "PREFILL", "LoadTrace", "Trace", "concatenate"]
+
+PREFILL, DECODE = 0, 1  # values of ``phase``
+MOST_EXPERTS = 1 << 16  # per layer; no model comes near, and a wrong number must not fill memory
+Integers = NDArray[np.integer]
+Metadata = Mapping[str, Any]  # JSON values; known keys: num_experts, model, layers, basis
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Token level. Raises TraceError where the parts contradict each other."""
+
+    topk_ids: Integers  # (tokens, layers, K) logical experts in token order; -1 is padding
+    sequence_lengths: Integers  # (sequences,), sums to tokens
+    num_experts: int  # E
+    phase: Integers | None = None  # (tokens,) PREFILL or DECODE, where known
+    metadata: Metadata = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _require_integers("topk_ids", self.topk_ids, 3)
+        _require_integers("sequence_lengths", self.sequence_lengths, 1)
+        if not 1 <= self.num_experts <= MOST_EXPERTS:
+            raise TraceError(f"{self.num_experts} experts; legal: 1 to {MOST_EXPERTS}")
+        lengths = self.sequence_lengths
+        if lengths.size and lengths.min() < 0:
+            raise TraceError("sequence_lengths must not be negative")
+        if int(lengths.sum(dtype=np.int64)) != self.num_tokens:
+            raise TraceError(
+                f"sequence_lengths sum to {lengths.sum()}, topk_ids has {self.num_tokens} tokens"
+            )
+        if self.topk_ids.size:
+            low, high = int(self.topk_ids.min()), int(self.topk_ids.max())
+            if low < -1 or high >= self.num_experts:
+                wrong = low if low < -1 else high
+                raise TraceError(
+                    f"topk_ids has id {wrong}; legal: 0 to {self.num_experts - 1}, -1 as padding"
+                )
+        _check_phase(self.phase, self.num_tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in the trace."""
+        return int(self.topk_ids.shape[0])
+
+    @property
+    def num_layers(self) -> int:
+        """MoE layers in the trace."""
+        return int(self.topk_ids.shape[1])
+
+
+@dataclass(frozen=True)
+class LoadTrace:
+    """Load level. Raises TraceError where the parts contradict each other."""
+
+    loads: Integers  # (batches, layers, R_source, E) or, sources unknown, (batches, layers, E)
+    phase: Integers | None = None  # (batches,) PREFILL or DECODE, where known
+    metadata: Metadata = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.loads.ndim not in (3, 4):
+            raise TraceError(f"loads is {self.loads.shape}, must have 3 or 4 dimensions")
+        _require_integers("loads", self.loads, self.loads.ndim)
+        if self.loads.size and not 0 <= self.loads.min() <= self.loads.max() < 1 << 31:
+            raise TraceError("loads must be 0 to 2**31 - 1")
+        _check_phase(self.phase, self.num_batches)
+
+    @property
+    def num_batches(self) -> int:
+        """Recorded batches."""
+        return int(self.loads.shape[0])
+
+    @property
+    def num_layers(self) -> int:
+        """MoE layers in the trace."""
+        return int(self.loads.shape[1])
+
+    @property
+    def num_experts(self) -> int:
+        """E, logical experts of the model."""
+        return int(self.loads.shape[-1])
+
+
+def concatenate(traces: Sequence[Trace]) -> Trace:
+    """One trace after the other, as when the workload of one model changes.
+
+    Raises TraceError where they are of different models.
+    """
+    first = traces[0]
+    for trace in traces:
+        if trace.topk_ids.shape[1:] != first.topk_ids.shape[1:]:
+            raise TraceError(
+                f"traces of {first.topk_ids.shape[1:]} and {trace.topk_ids.shape[1:]} layers and "
+                "experts per token are not of one model"
+            )
+    phases = [trace.phase for trace in traces if trace.phase is not None]
+    return Trace(
+        np.concatenate([trace.topk_ids for trace in traces]),
+        np.concatenate([trace.sequence_lengths for trace in traces]),
+        max(trace.num_experts for trace in traces),
+        np.concatenate(phases) if len(phases) == len(traces) else None,
+    )
+
+
+def _require_integers(name: str, array: NDArray[Any], num_dimensions: int) -> None:
+    if array.ndim != num_dimensions or not np.issubdtype(array.dtype, np.integer):
+        raise TraceError(
+            f"{name} is {array.dtype} {array.shape}, must be integers with "
+            f"{num_dimensions} dimensions"
+        )
+
+
+def _check_phase(phase: Integers | None, length: int) -> None:
+    if phase is None:
+        return
+    _require_integers("phase", phase, 1)
+    if phase.size != length or (phase.size and not np.isin(phase, (PREFILL, DECODE)).all()):
+        raise TraceError(f"phase must be {length} values of {PREFILL} (prefill), {DECODE} (decode)")
