@@ -67,7 +67,9 @@ class Rig:
         )
 
     def route(self, ids: torch.Tensor, layer: int = 0) -> torch.Tensor:
-        return self.balancer.route(layer, ids, ids.shape[0])
+        physical = self.balancer.route(layer, ids, ids.shape[0])
+        self.balancer.computed()
+        return physical
 
     @property
     def decision(self) -> Decision:

@@ -1,4 +1,4 @@
-"""Whole balancers on real processes: random batches, poisoned slots, answers compared bit by bit."""
+"""Whole balancers on real processes: random batches, poisoned slots, answers compared bitwise."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -70,9 +70,7 @@ def test_policies_change_at_run_time_in_the_same_batch_everywhere(
 
 
 @pytest.mark.parametrize("view", VIEWS)
-def test_impossible_ids_on_one_rank_leave_every_rank_alone(
-    run_path: Path, view: TokenView
-) -> None:
+def test_impossible_ids_on_one_rank_leave_every_rank_alone(run_path: Path, view: TokenView) -> None:
     report = run(run_path, make_batches(2, view, bad_id_rate=0.3))
     seen = report.counts()
     assert seen["doubt"] >= 10
@@ -115,6 +113,6 @@ def run_without_waiting(rank: int, run_path: Path, batches: RandomBatches) -> St
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(HostFabric, "wait_slots", lambda *_: None)
-        if rank == 1:
+        if rank == 1:  # and this one sends nothing, so that waiting is not merely lucky
             patch.setattr(HostFabric, "stream", lambda *_: None)
         return run_stress(rank, run_path, batches)

@@ -60,7 +60,7 @@ def write(
             replicas=layer,
             bytes_sent=100 * rank,
             bytes_received=7,
-            verb_ns=[0, 0, (rank + 1) * 10**9, 0, 0, 0],
+            verb_ns=[0, 0, (rank + 1) * 10**9, 0, 0, 0, 0],
             load_before=np.array(before),
             load_after=np.array(after),
             slot_expert=np.array([[-1], [layer]]),

@@ -55,7 +55,7 @@ class Run:
                     replicas=1,
                     bytes_sent=100 * rank,
                     bytes_received=50,
-                    verb_ns=[1000] * 6,
+                    verb_ns=[1000] * 7,
                     load_before=before,
                     load_after=np.full(self.num_ranks, 10),
                     slot_expert=None,

@@ -150,7 +150,7 @@ def test_slots_cost_their_bytes_once_however_many_layers() -> None:
 
 
 def resident_bytes_of(name: str) -> int:
-    """Proportional resident memory (a page shared by n mappings counts 1/n in each) of this process's mappings of ``name``."""
+    """Resident memory of mappings of ``name``; a page that n of them share counts 1/n in each."""
     total, inside = 0, False
     with open("/proc/self/smaps") as smaps:
         for line in smaps:

@@ -7,6 +7,7 @@ dispatch; the engine's own dispatch, expert kernels and combine run on unchanged
 import logging
 import time
 import zlib
+from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
@@ -99,6 +100,7 @@ class Balancer:
         self._batch = 0
         self._batch_policy: Policy | None = None  # agreed on in the first layer of the batch
         self._warned = False
+        self._routed: _Routed | None = None  # what `computed` will record
 
     def route(self, layer: int, topk_ids: torch.Tensor, batch_tokens: int) -> torch.Tensor:
         """Physical ids (T, K) int32 for logical ``topk_ids`` (T, K), padding -1 kept.
@@ -129,8 +131,15 @@ class Balancer:
         watch.lap(Verb.REROUTE)
         self._await(layer, plan)
         watch.lap(Verb.AWAIT)
-        self._record(layer, batch_tokens, decision, loads, plan, sent, watch.nanoseconds)
+        self._routed = _Routed(layer, batch_tokens, decision, loads, plan, sent, watch)
         return physical
+
+    def computed(self) -> None:
+        """The engine has finished the layer that ``route`` was called for last: record it."""
+        if self._routed is not None:
+            self._routed.watch.lap(Verb.COMPUTE)
+            self._record(self._routed)
+            self._routed = None
 
     def identity(self, topk_ids: torch.Tensor) -> torch.Tensor:
         """Every assignment to its master, (T, K) int32; padding and unknown ids become -1."""
@@ -215,35 +224,26 @@ class Balancer:
         if plan is not None:
             self._fabric.wait_slots(self._layers[layer], plan.slot_expert)
 
-    def _record(
-        self,
-        layer: int,
-        batch_tokens: int,
-        decision: Decision,
-        loads: NDArray[np.int64],
-        plan: Plan | None,
-        sent: int,
-        verb_ns: NDArray[np.int64],
-    ) -> None:
-        before = self._rank_loads(loads)
+    def _record(self, routed: "_Routed") -> None:
+        before = self._rank_loads(routed.loads)
         after = before
-        if decision is Decision.FORCED:
+        if routed.decision is Decision.FORCED:
             after = np.full_like(before, before.sum() // before.size)
         slot_expert = _empty_slots(self.shape)
-        if plan is not None:
-            after = plan.quota.sum(axis=0)
-            slot_expert = plan.slot_expert
+        if routed.plan is not None:
+            after = routed.plan.quota.sum(axis=0)
+            slot_expert = routed.plan.slot_expert
         received = int((slot_expert[self._fabric.rank] >= 0).sum())
         self._recorder.record(
-            layer=layer,
+            layer=routed.layer,
             batch=self._batch,
-            tokens=batch_tokens,
-            decision=decision,
+            tokens=routed.batch_tokens,
+            decision=routed.decision,
             policy=self._batch_policy or Policy.OFF,
             replicas=int((slot_expert >= 0).sum()),
-            bytes_sent=sent,
-            bytes_received=received * int(self._layers[layer].expert_bytes.sum()),
-            verb_ns=verb_ns,
+            bytes_sent=routed.sent,
+            bytes_received=received * int(self._layers[routed.layer].expert_bytes.sum()),
+            verb_ns=routed.watch.nanoseconds,
             load_before=before,
             load_after=after,
             slot_expert=slot_expert,
@@ -276,6 +276,19 @@ class _Stopwatch:
         now = time.perf_counter_ns()
         self.nanoseconds[verb] += now - self._last
         self._last = now
+
+
+@dataclass(frozen=True)
+class _Routed:
+    """A layer between ``route`` and ``computed``."""
+
+    layer: int
+    batch_tokens: int
+    decision: Decision
+    loads: NDArray[np.int64]  # (R, E)
+    plan: Plan | None
+    sent: int  # bytes
+    watch: _Stopwatch
 
 
 def identity_table(

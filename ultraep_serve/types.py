@@ -41,7 +41,7 @@ class Decision(IntEnum):
 
 
 class Verb(IntEnum):
-    """The verbs of the data flow, in order; the index of their times in a record."""
+    """What a layer's time goes to, in order; the index of the times in a record."""
 
     COUNT = 0
     EXCHANGE = 1
@@ -49,6 +49,7 @@ class Verb(IntEnum):
     REPLICATE = 3
     REROUTE = 4
     AWAIT = 5
+    COMPUTE = 6  # the engine's part: dispatch, expert kernel, combine
 
 
 @dataclass(frozen=True)

@@ -91,8 +91,9 @@ def reroute(
 ) -> torch.Tensor:
     """Physical ids (T, K) int32, the same on every rank that sees the same tokens.
 
-    ``topk_ids`` (T, K) logical on CPU, what is no expert becomes -1; ``share`` (E, R) assignments of this source by target rank;
-    ``slot_expert`` (R, S). Raises ValueError when ids and share do not belong together.
+    ``topk_ids`` (T, K) logical on CPU, what is no expert becomes -1; ``share`` (E, R) assignments
+    of this source by target rank; ``slot_expert`` (R, S). Raises ValueError when ids and share do
+    not belong together.
     """
     physical = physical_table(slot_expert, num_masters)
     out = torch.empty(topk_ids.shape, dtype=torch.int32)

@@ -84,6 +84,10 @@ class JoinedLayers:
             self._recorder.set_state(RingState.FAILED)
             raise
 
+    def computed(self) -> None:
+        """``Balancer.computed``: the engine has finished the layer that was routed last."""
+        self._balancer.computed()
+
     def log_ready(self, logger: logging.Logger) -> None:
         """One line for the operator."""
         logger.info(

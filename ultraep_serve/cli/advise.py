@@ -103,22 +103,15 @@ def _from_trace(arguments: argparse.Namespace) -> "tuple[dict[str, Any], dict[st
     from ultraep_serve.costs.advice import advise
     from ultraep_serve.costs.plots import draw
     from ultraep_serve.costs.recommend import advice_document
+    from ultraep_serve.costs.traced import prefill_batches
     from ultraep_serve.policies.registry import policy_function
-    from ultraep_serve.traces import batches, load_trace
 
     slots = _slots(arguments.slots)
     policies = [name.strip() for name in arguments.policies.split(",") if name.strip()]
     for name in policies:
         policy_function(name)  # before the work, not after it
     setting = _setting(arguments, arguments.ep)
-    experts = setting.shape.num_experts
-    trace = load_trace(arguments.trace, num_experts=experts)
-    if trace.num_experts != experts:
-        raise ConfigError(
-            f"the trace has {trace.num_experts} experts, {setting.shape.name} has {experts}; give "
-            "the --model-config of the traced model"
-        )
-    cut = batches(trace, arguments.batch_tokens, arguments.ep)
+    cut = prefill_batches(arguments.trace, setting.shape, arguments.batch_tokens, arguments.ep)
     advice = advise(setting, cut, slots, policies, arguments.limit)
     pictures = dict(draw(advice, _pictured(advice, slots))) if arguments.plots else {}
     return advice_document(advice, arguments.trace.name, arguments.hardware), pictures
@@ -129,7 +122,11 @@ def _pictured(advice: "Advice", slots: list[int]) -> int:
     from ultraep_serve.costs.recommend import recommend
 
     chosen = recommend(advice).get("slots")
-    return chosen if isinstance(chosen, int) else 2 if 2 in slots else max(slots)
+    return chosen if isinstance(chosen, int) else _usual(slots)
+
+
+def _usual(slots: list[int]) -> int:
+    return 2 if 2 in slots else max(slots)
 
 
 def _from_sidecar(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -137,23 +134,26 @@ def _from_sidecar(arguments: argparse.Namespace) -> dict[str, Any]:
 
     require_client_packages()
     from ultraep_serve.bench.http import Endpoint, json_object
-    from ultraep_serve.costs.live import live_batch_tokens, live_document, live_figures
+    from ultraep_serve.costs.live import live_batch_tokens, live_document, live_figures, weighed
 
     with Endpoint("the sidecar", "--sidecar", arguments.sidecar, 30.0) as sidecar:
-        answers = []
-        for path in ("/v1/balance", "/v1/balance/batches?limit=200"):
+
+        def get(path: str) -> dict[str, Any]:
             response = sidecar.call("GET", path)
             if not response.is_success:
                 raise sidecar.refused(response, "give the sidecar's address with --sidecar")
-            answers.append(json_object(response))
-    balance, recent = answers
-    ranks = live_figures(balance).num_ranks
+            return json_object(response)
+
+        balance = get("/v1/balance")
+        if not weighed(balance):  # under another policy no batch counts as quota's
+            balance = get("/v1/balance?policy=off")
+        ranks = live_figures(balance).num_ranks
+        tokens = arguments.batch_tokens or live_batch_tokens(get("/v1/balance/batches?limit=200"))
     if arguments.ep not in (None, ranks):
         raise ConfigError(
             f"the server has {ranks} ranks; imbalance at --ep {arguments.ep} cannot be told from it"
         )
-    tokens = arguments.batch_tokens or live_batch_tokens(recent)
-    slots = max(1, max(_slots(arguments.slots)) if "," not in arguments.slots else 2)
+    slots = max(1, _usual(_slots(arguments.slots)))
     setting = _setting(arguments, ranks)
     return live_document(setting, balance, tokens, slots, sidecar.url, arguments.hardware)
 

@@ -17,8 +17,9 @@ from ultraep_serve.costs.predict import Prefill, prefill_seconds
 from ultraep_serve.costs.recommend import SCHEMA_VERSION, WORTH_GAIN
 from ultraep_serve.errors import ConfigError
 
-__all__ = ["LiveFigures", "live_batch_tokens", "live_document", "live_figures"]
+__all__ = ["LiveFigures", "live_batch_tokens", "live_document", "live_figures", "weighed"]
 
+WRONG_ADDRESS = "give the sidecar's address, not the engine's"
 REACHED = 1.02  # assumed after balancing where no balanced batch was seen
 
 
@@ -42,9 +43,7 @@ def live_figures(balance: Mapping[str, Any]) -> LiveFigures:
         after = balance["imbalance"]["after"]["mean"]
         policy = balance["policy"]
     except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"/v1/balance has no {error}; give the sidecar's address, not the engine's"
-        ) from error
+        raise ConfigError(f"/v1/balance has no {error}; {WRONG_ADDRESS}") from error
     if before is None:
         raise ConfigError(
             "the server has weighed no batch yet: send it prompts of usual length under policy "
@@ -52,6 +51,14 @@ def live_figures(balance: Mapping[str, Any]) -> LiveFigures:
         )
     known = policy == "quota" and after is not None
     return LiveFigures(ranks, float(before), float(after) if known else None)
+
+
+def weighed(balance: Mapping[str, Any]) -> bool:
+    """Whether ``/v1/balance`` has an imbalance; raises ConfigError where it is no such answer."""
+    try:
+        return balance["imbalance"]["before"]["mean"] is not None
+    except (KeyError, TypeError) as error:
+        raise ConfigError(f"/v1/balance has no {error}; {WRONG_ADDRESS}") from error
 
 
 def live_batch_tokens(recent: Mapping[str, Any]) -> float:

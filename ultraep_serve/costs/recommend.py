@@ -3,10 +3,10 @@
 from dataclasses import asdict
 from typing import Any
 
-from ultraep_serve.costs.advice import FROM_PAST, Advice, Outcome
+from ultraep_serve.costs.advice import FROM_PAST, HISTORY_BATCHES, Advice, Outcome
 from ultraep_serve.costs.decide import residual_imbalance
 
-__all__ = ["SCHEMA_VERSION", "Verdict", "advice_document", "recommend"]
+__all__ = ["SCHEMA_VERSION", "Verdict", "advice_document", "named_slots", "recommend"]
 
 SCHEMA_VERSION = 1
 WORTH_GAIN = 1.02  # below it a prediction is not better than its own errors
@@ -40,7 +40,7 @@ def advice_document(advice: Advice, source: str, hardware: str) -> dict[str, Any
         },
         "prefill_seconds_now": sum(advice.off.seconds) / len(advice.off.seconds),
         "costs": asdict(costs),
-        "assumptions": list(setting.estimate.assumptions),
+        "assumptions": [*setting.estimate.assumptions, *_flattery(advice)],
         "outcomes": [_outcome(advice, outcome) for outcome in advice.outcomes],
         "recommendation": recommend(advice),
     }
@@ -52,10 +52,7 @@ def recommend(advice: Advice) -> Verdict:
     if not served:
         return {"balance": None, "reasons": ["policy quota with a slot was not compared"]}
     best = max(advice.gain(outcome) for outcome in served)
-    chosen = min(
-        (outcome for outcome in served if advice.gain(outcome) >= best - SAME_GAIN),
-        key=lambda outcome: outcome.slots,
-    )
+    chosen = _fewest_slots(advice, served)
     if best < WORTH_GAIN:
         return {"balance": False, "reasons": _against(advice, served, best)}
     return _for(advice, chosen)
@@ -66,13 +63,13 @@ def _for(advice: Advice, chosen: Outcome) -> Verdict:
     memory = chosen.memory_bytes(advice.setting)
     reasons = [
         f"predicted prefill throughput {gain:.2f}x: imbalance {advice.off.mean_imbalance:.2f} -> "
-        f"{chosen.mean_imbalance:.2f} with {_slots(chosen.slots)} per rank",
+        f"{chosen.mean_imbalance:.2f} with {named_slots(chosen.slots)} per rank",
         f"costs {memory / MIB:.0f} MiB per rank, once for all layers",
     ]
     if break_even is not None:
         reasons.append(f"batches below about {break_even} tokens (all ranks) are better left alone")
     reasons += [
-        f"past-window {other.policy} with {_slots(other.slots)} would reach "
+        f"past-window {other.policy} with {named_slots(other.slots)} would reach "
         f"{advice.gain(other):.2f}x and imbalance {other.mean_imbalance:.2f}, for "
         f"{other.memory_bytes(advice.setting) / MIB:.0f} MiB per rank"
         for other in advice.outcomes
@@ -106,13 +103,30 @@ def _against(advice: Advice, served: list[Outcome], best: float) -> list[str]:
     else:
         reasons.append("experts take too small a share of the prefill time")
     past = [outcome for outcome in advice.outcomes if outcome.policy in FROM_PAST]
-    better = max(past, key=advice.gain, default=None)
-    if better is not None and advice.gain(better) >= WORTH_GAIN:
+    if past and max(map(advice.gain, past)) >= WORTH_GAIN:
+        better = _fewest_slots(advice, past)
         reasons.append(
-            f"past-window {better.policy} with {_slots(better.slots)} is predicted to reach "
+            f"past-window {better.policy} with {named_slots(better.slots)} is predicted to reach "
             f"{advice.gain(better):.2f}x, as long as traffic stays what it is"
         )
     return [*reasons, *_floor(advice)]
+
+
+def _fewest_slots(advice: Advice, outcomes: list[Outcome]) -> Outcome:
+    """Of those that gain about as much as the best, the one with the fewest slots."""
+    best = max(advice.gain(outcome) for outcome in outcomes)
+    good = [outcome for outcome in outcomes if advice.gain(outcome) >= best - SAME_GAIN]
+    return min(good, key=lambda outcome: outcome.slots)
+
+
+def _flattery(advice: Advice) -> list[str]:
+    names = sorted({outcome.policy for outcome in advice.outcomes if outcome.policy in FROM_PAST})
+    if not names:
+        return []
+    return [
+        f"{' and '.join(names)} look back {HISTORY_BATCHES} batches before every batch and move "
+        "weights for nothing, which flatters them: deployed, they do so every thousand steps"
+    ]
 
 
 def _floor(advice: Advice) -> list[str]:
@@ -124,7 +138,8 @@ def _floor(advice: Advice) -> list[str]:
     ]
 
 
-def _slots(number: int) -> str:
+def named_slots(number: int) -> str:
+    """A number of slots in words."""
     return f"{number} slot" + ("" if number == 1 else "s")
 
 

@@ -31,22 +31,34 @@ def run_directory(port: int) -> Iterator[Path]:
 
     Raises ConfigError when a server of this user already runs there.
     """
-    _remove_abandoned()
     path = run_directory_of_port(port)
-    try:
-        path.mkdir(mode=0o700)
-    except FileExistsError:
-        raise ConfigError(
-            f"a balanced server on port {port} is running already ({path}); "
-            "stop it or choose another --port"
-        ) from None
-    lock = os.open(path / _LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
+    with _one_start_at_a_time():
+        _remove_abandoned()
+        try:
+            path.mkdir(mode=0o700)
+        except FileExistsError:
+            raise ConfigError(
+                f"a balanced server on port {port} is running already ({path}); "
+                "stop it or choose another --port"
+            ) from None
+        lock = os.open(path / _LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    try:
         yield path
     finally:
         shutil.rmtree(path, ignore_errors=True)
         os.close(lock)
+
+
+@contextmanager
+def _one_start_at_a_time() -> Iterator[None]:
+    """Otherwise one start could take another's directory, not locked yet, for abandoned."""
+    directory = os.open(_SHARED_MEMORY, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(directory, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(directory)
 
 
 def _remove_abandoned() -> None:
@@ -58,7 +70,7 @@ def _remove_abandoned() -> None:
 def _is_held(lock_path: Path) -> bool:
     try:
         lock = os.open(lock_path, os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -46,13 +46,14 @@ def supervise(
     environment = child_environment(config, engine.environment)
     children: list[subprocess.Popen[bytes]] = []
     watch = _BalanceWatch(engine, config)
-    with _forwarded_signals(children):
+    with _forwarded_signals(children) as signals:
         try:
             if sidecar_arguments is not None:
                 command = [sys.executable, "-m", "ultraep_serve.sidecar", *sidecar_arguments]
                 children.append(_start(command, environment))
             server = _start(engine.arguments, environment)
             children.append(server)
+            signals.repeat()
             watch.start(lambda: _stop(server))
             code = server.wait()
         finally:
@@ -102,16 +103,24 @@ class _forwarded_signals:
     def __init__(self, children: list[subprocess.Popen[bytes]]) -> None:
         self._children = children
         self._previous: dict[int, object] = {}
+        self._received = False
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> "_forwarded_signals":
         for number in (signal.SIGINT, signal.SIGTERM):
             self._previous[number] = signal.signal(number, self._forward)
+        return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 
+    def repeat(self) -> None:
+        """Pass on what arrived before the last child was among ``children``."""
+        if self._received:
+            self._forward(signal.SIGTERM, None)
+
     def _forward(self, number: int, _frame: FrameType | None) -> None:
+        self._received = True
         for child in self._children:
             if child.poll() is None:
                 child.send_signal(signal.SIGTERM)

@@ -39,7 +39,6 @@ HEARTBEAT_SECONDS = 1.0
 _LOGGER = logging.getLogger(__name__)
 _CRC = struct.Struct("<I")
 _CRC_OFFSET = 8
-_U32_MAX = 0xFFFFFFFF
 _POLICY_CODES = {policy: policy.code for policy in Policy}
 _DECISIONS = {int(decision): decision for decision in Decision}
 # What a wrong value from the caller raises; anything else is a bug worth seeing.
@@ -191,7 +190,7 @@ class Recorder:
                     int(np.add.reduce(self._load_before, dtype=np.int64)),
                     bytes_sent,
                     bytes_received,
-                    *[min(time_ns, _U32_MAX) for time_ns in times],
+                    *times,
                     decision,
                     _POLICY_CODES[policy],
                 )

@@ -118,7 +118,7 @@ HEADER_DTYPE = _padded(_HEADER_FIELDS, HEADER_BYTES)
 
 # The scalars at the front of a record, as struct and (below) as dtype: seq, crc, layer, batch,
 # time_ns, tokens, replicas, assignments, bytes_sent, bytes_received, verb_ns, decision, policy.
-RECORD_HEAD = struct.Struct("<QIiQQIIQQQ6IBB6x")
+RECORD_HEAD = struct.Struct(f"<QIiQQIIQQQ{len(Verb)}QBB6x")
 PAYLOAD_OFFSET = 12  # what the checksum covers starts after seq and crc
 
 
@@ -139,7 +139,7 @@ def record_dtype(shape: ExpertShape) -> np.dtype[np.void]:
         ("assignments", "<u8"),
         ("bytes_sent", "<u8"),
         ("bytes_received", "<u8"),
-        ("verb_ns", "<u4", (len(Verb),)),
+        ("verb_ns", "<u8", (len(Verb),)),
         ("decision", "u1"),
         ("policy", "u1"),
         ("reserved", "u1", (6,)),

@@ -20,7 +20,7 @@ OWN_DTYPE = np.dtype(
         ("time_ns", "<u8"),
         ("bytes_sent", "<u8"),
         ("bytes_received", "<u8"),
-        ("verb_ns", "<u4", (len(Verb),)),
+        ("verb_ns", "<u8", (len(Verb),)),
     ]
 )
 

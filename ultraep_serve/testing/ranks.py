@@ -22,7 +22,7 @@ from ultraep_serve.errors import UltraEPError
 __all__ = ["RankError", "RankOutcome", "fresh_run_path", "outcomes_of_ranks", "run_ranks"]
 
 RUN_PATH_PREFIX = "uep-ranks-"
-_PRELOAD = ["torch", "ultraep_serve.balancer", "ultraep_serve.testing.stress"]
+_PRELOAD = ["ultraep_serve.testing._preload"]
 _SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -82,7 +82,9 @@ def outcomes_of_ranks(
     try:
         for rank in range(num_ranks):
             receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(target=_run, args=(sender, function, rank, args), daemon=True)
+            process: BaseProcess = context.Process(
+                target=_run, args=(sender, function, rank, args), daemon=True
+            )
             process.start()
             sender.close()
             processes.append(process)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from ultraep_serve.balancer import Balancer, TokenView, row_width
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.fabric import HostFabric
-from ultraep_serve.slots import SlotPool
+from ultraep_serve.slots import LayerSlots, SlotPool
 from ultraep_serve.testing.moe import TinyMoE, apply_experts, expert_bytes_equal, poison
 from ultraep_serve.types import Decision, IntArray, Policy, imbalance
 
@@ -81,7 +81,6 @@ class _Recorder:
 
     def __init__(self, report: StressReport) -> None:
         self.decision = Decision.SMALL
-        self.slot_expert: IntArray | None = None
         self.batch = 0
         self._report = report
 
@@ -101,7 +100,7 @@ class _Recorder:
         load_after: NDArray[np.int64],
         slot_expert: IntArray,
     ) -> None:
-        self.decision, self.slot_expert = decision, slot_expert
+        self.decision = decision
         self._report.decisions.append((self.batch, layer, decision))
         self._report.bytes_sent += bytes_sent
         if decision is Decision.PLANNED:
@@ -109,7 +108,7 @@ class _Recorder:
             self._report.after.append(imbalance(load_after))
 
     def count_batch(self, decision: Decision) -> None:
-        self.decision, self.slot_expert = decision, None
+        self.decision = decision
         self._report.decisions.append((self.batch, -1, decision))
 
 
@@ -130,6 +129,29 @@ def run_stress(rank: int, run_path: Path, batches: RandomBatches) -> StressRepor
     return runner.report
 
 
+class _CheckedFabric(HostFabric):
+    """Compares slots with their masters as soon as they are said to have arrived."""
+
+    def expect(
+        self, layers: list[LayerSlots], weights: list[list[torch.Tensor]], report: StressReport
+    ) -> None:
+        """``weights`` by layer and tensor are what slots of ``layers`` must hold."""
+        self._expected = {
+            id(layer): tensors for layer, tensors in zip(layers, weights, strict=True)
+        }
+        self._report = report
+
+    def wait_slots(self, layer: LayerSlots, slot_expert: NDArray[np.int32]) -> None:
+        """As ``HostFabric.wait_slots``; counts slots that hold other bytes."""
+        super().wait_slots(layer, slot_expert)
+        num_masters = layer.tensors[0].shape[0] - slot_expert.shape[1]
+        for slot, expert in enumerate(slot_expert[self.rank]):
+            here = [tensor[num_masters + slot] for tensor in layer.tensors]
+            master = [tensor[expert] for tensor in self._expected[id(layer)]]
+            if expert >= 0 and not expert_bytes_equal(here, master):
+                self._report.corrupt_slots += 1
+
+
 class _Runner:
     def __init__(self, rank: int, run_path: Path, batches: RandomBatches) -> None:
         model, view = batches.model, batches.view
@@ -145,7 +167,8 @@ class _Runner:
         max_chunks = max(layer.chunks.shape[0] for layer in self._layers)
         timeout = batches.config.timeout_seconds
         width = row_width(shape.num_logical_experts, view)
-        fabric = HostFabric(run_path, rank, shape.num_ranks, width, pool, max_chunks, timeout)
+        fabric = _CheckedFabric(run_path, rank, shape.num_ranks, width, pool, max_chunks, timeout)
+        fabric.expect(self._layers, self._weights, self.report)
         self._mail = _Mail(run_path, rank, batches)
         self._recorder = _Recorder(self.report)
         self._switch = _Switch(batches.config.policy)
@@ -191,12 +214,13 @@ class _Runner:
         shape, tensors = self._shape, self._layers[layer].tensors
         own = self._own_rows(sizes)
         physical = self._balancer.route(layer, given.routed[own], int(sizes.sum()))
-        self._check_slots(layer)
+        self._balancer.computed()
         everyone = self._mail.all_ids(physical, sizes)
         if private.random() < self._batches.pause_rate:
             time.sleep(private.random() * 2e-3)
         first_id = self._rank * shape.num_local
         out = apply_experts(given.x, given.topk_weights, everyone, tensors, first_id)
+        self._balancer.computed()
         poison(tensors, shape.num_masters)
         return out
 
@@ -223,16 +247,6 @@ class _Runner:
             legal = torch.where((routed < 0) | (routed >= experts), -1, routed)
         scale = torch.from_numpy(2.0 ** rng.integers(-2, 1, size=chosen.shape)).float()
         return _LayerInput(batches.model.tokens(rng, total), scale, routed, legal)
-
-    def _check_slots(self, layer: int) -> None:
-        if self._recorder.slot_expert is None:
-            return
-        for slot, expert in enumerate(self._recorder.slot_expert[self._rank]):
-            local = self._shape.num_masters + slot
-            here = [tensor[local] for tensor in self._layers[layer].tensors]
-            master = [tensor[expert] for tensor in self._weights[layer]]
-            if expert >= 0 and not expert_bytes_equal(here, master):
-                self.report.corrupt_slots += 1
 
     def _compare(self, layer: int, given: _LayerInput, total: torch.Tensor) -> None:
         expected = apply_experts(given.x, given.topk_weights, given.legal, self._weights[layer])

@@ -1,1 +1,1 @@
-"""SGLang."""
+"""SGLang: ``plugin`` registers, ``hooks`` are the seams, ``group`` joins the layers."""

@@ -1,2 +1,26 @@
+"""Entry point of the ``sglang.srt.plugins`` group.
+
+SGLang calls ``register`` once in every process it starts, and applies the hooks afterwards.
+"""
+
+from ultraep_serve.config import BalanceConfig
+from ultraep_serve.errors import UltraEPError
+
+__all__ = ["register"]
+
+
 def register() -> None:
-    pass
+    """Register the hooks, where balancing was switched on.
+
+    Does nothing, and imports nothing of SGLang, in processes without a configuration. SGLang logs
+    and forgets exceptions of plugins; what must stop the process is a SystemExit.
+    """
+    try:
+        config = BalanceConfig.from_environment()
+        if config is None:
+            return
+        from ultraep_serve.adapters.sglang.hooks import install
+
+        install(config)
+    except UltraEPError as error:
+        raise SystemExit(f"ultraep: {error}") from error

@@ -62,8 +62,12 @@ class ExpertGroup:
         assignments = Assignments.from_physical(physical, self._num_local)
         group = get_ep_group()
         if self._view is TokenView.SHARED:
-            return compute_and_reduce(layer, x, topk_weights, assignments, group)
-        return dispatch_compute_combine(layer, x, topk_weights, assignments, group.cpu_group)
+            output = compute_and_reduce(layer, x, topk_weights, assignments, group)
+        else:
+            output = dispatch_compute_combine(layer, x, topk_weights, assignments, group.cpu_group)
+        if self._balancer is not None:
+            self._balancer.computed()
+        return output
 
     def _route(self, index: int, topk_ids: torch.Tensor, batch_tokens: int) -> torch.Tensor:
         if self._balancer is None:

@@ -28,7 +28,13 @@ def parse_engine_flags(flags: list[str]) -> argparse.Namespace:
     parser.add_argument("--enable-expert-parallel", "-ep", action="store_true")
     parser.add_argument("--kv-cache-memory-bytes")
     parser.add_argument("--config")
-    return parser.parse_known_args(flags)[0]
+    return parser.parse_known_args([_with_dashes(flag) for flag in flags])[0]
+
+
+def _with_dashes(flag: str) -> str:
+    """vLLM takes ``--tensor_parallel_size`` for ``--tensor-parallel-size``."""
+    name, equals, value = flag.partition("=")
+    return name.replace("_", "-") + equals + value if name.startswith("--") else flag
 
 
 def engine_command(model: str, flags: list[str], policy: Policy) -> EngineCommand:

@@ -1,0 +1,147 @@
+"""Random batches through real balancers on 2, 4 and 8 processes, every answer checked.
+
+    python benchmarks/random_batches.py --json benchmarks/results/random_batches.json
+
+Sizes and loads are random: tiny and empty batches, padding, skews from none to one hot expert,
+and impossible ids now and then. Slots are poisoned with NaN after each layer's computation, so a
+kernel that reads a slot too early or too late gives a wrong answer. Weights are small integers:
+every sum is exact, so the outputs must be the same bits as without balancing. Exits with 1 if
+any answer was wrong or the ranks disagreed.
+"""
+
+import argparse
+import json
+import os
+import platform
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ultraep_serve.balancer import TokenView
+from ultraep_serve.config import BalanceConfig
+from ultraep_serve.testing.moe import TinyMoE
+from ultraep_serve.testing.ranks import fresh_run_path, run_ranks
+from ultraep_serve.testing.stress import RandomBatches, StressReport, run_stress
+from ultraep_serve.types import ExpertShape, Policy
+
+
+@dataclass(frozen=True)
+class Row:
+    """One set-up; imbalances are those of the planned layers."""
+
+    num_ranks: int
+    view: str
+    batches: int
+    layers_by_decision: dict[str, int]
+    ranks_agree: bool
+    corrupt_slots: int
+    inexact_layers: int
+    worst_relative_error: float
+    mean_before: float
+    max_before: float
+    mean_after: float
+    max_after: float
+    bytes_sent: int
+    seconds: float
+
+    @property
+    def planned(self) -> int:
+        return self.layers_by_decision.get("planned", 0)
+
+    @property
+    def is_right(self) -> bool:
+        return self.ranks_agree and not (
+            self.corrupt_slots or self.inexact_layers or self.worst_relative_error
+        )
+
+
+def main() -> int:
+    """Print the table; write it with the machine and the command when asked to."""
+    args = parse_arguments()
+    rows = []
+    print(f"{'ranks':>5} {'view':>7} {'batches':>7} {'planned':>7} {'skipped':>7} {'error':>8} "
+          f"{'corrupt':>7} {'before':>11} {'after':>13} {'seconds':>7}")  # fmt: skip
+    for num_ranks in args.ranks:
+        for view in TokenView:
+            row = measure(num_ranks, view, args)
+            rows.append(row)
+            print_row(row)
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(document(rows), indent=2) + "\n")
+    return 0 if all(row.is_right for row in rows) else 1
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--batches", type=int, default=1000, help="per set-up, of 3 layers each")
+    parser.add_argument("--max-tokens", type=int, default=256, help="of one source of tokens")
+    parser.add_argument("--relay", default="always", help="auto, always or never")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="write the results here")
+    return parser.parse_args()
+
+
+def measure(num_ranks: int, view: TokenView, args: argparse.Namespace) -> Row:
+    batches = RandomBatches(
+        model=TinyMoE(ExpertShape(num_ranks, 7 * num_ranks, 2), hidden=32, inner=80),
+        view=view,
+        config=BalanceConfig(min_batch_tokens=32, chunk_bytes=4096, relay=args.relay),
+        num_batches=args.batches,
+        max_tokens=args.max_tokens,
+        policies=(Policy.QUOTA, Policy.QUOTA, Policy.QUOTA, Policy.OFF),
+        bad_id_rate=0.01,
+        seed=args.seed,
+    )
+    with fresh_run_path() as run_path:
+        reports: list[StressReport] = run_ranks(
+            run_stress, num_ranks, run_path, batches, timeout_seconds=3600
+        )
+    first = reports[0]
+    return Row(
+        num_ranks=num_ranks,
+        view=view.value,
+        batches=args.batches,
+        layers_by_decision=first.counts(),
+        ranks_agree=all(report.decisions == first.decisions for report in reports),
+        corrupt_slots=sum(report.corrupt_slots for report in reports),
+        inexact_layers=max(report.inexact for report in reports),
+        worst_relative_error=max(report.worst_error for report in reports),
+        mean_before=float(np.mean(first.before)),
+        max_before=max(first.before),
+        mean_after=float(np.mean(first.after)),
+        max_after=max(first.after),
+        bytes_sent=sum(report.bytes_sent for report in reports),
+        seconds=first.seconds,
+    )
+
+
+def print_row(row: Row) -> None:
+    skipped = sum(row.layers_by_decision.values()) - row.planned
+    print(
+        f"{row.num_ranks:5} {row.view:>7} {row.batches:7} {row.planned:7} {skipped:7} "
+        f"{row.worst_relative_error:8.1e} {row.corrupt_slots:7} "
+        f"{row.mean_before:5.2f} <{row.max_before:4.1f} "
+        f"{row.mean_after:6.3f} <{row.max_after:5.2f} {row.seconds:7.1f}",
+        flush=True,
+    )
+
+
+def document(rows: list[Row]) -> dict[str, object]:
+    return {
+        "machine": {
+            "processor": platform.processor() or platform.machine(),
+            "cores": os.cpu_count(),
+            "system": f"{platform.system()} {platform.release()}",
+            "python": platform.python_version(),
+        },
+        "command": " ".join(["python", *sys.argv]),
+        "results": [asdict(row) for row in rows],
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,124 @@
+"""How vLLM's server is started, and what is refused before that."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ultraep_serve.adapters.vllm import launch
+from ultraep_serve.adapters.vllm.launch import engine_command, parse_engine_flags
+from ultraep_serve.errors import ConfigError, UnsupportedError
+from ultraep_serve.types import Policy
+
+TWO_RANKS = ["--tensor-parallel-size", "2", "--enable-expert-parallel"]
+
+
+@pytest.fixture(autouse=True)
+def _engine_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "find_spec", lambda name: name)
+
+
+@pytest.fixture
+def cpu_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_is_cpu_build", lambda: True)
+    monkeypatch.setattr(launch.os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+
+
+def checkpoint(path: Path, **config: object) -> str:
+    (path / "config.json").write_text(json.dumps(config))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        TWO_RANKS,
+        ["-tp", "2", "-ep"],
+        ["-tp=2", "-ep"],
+        ["--tensor_parallel_size=2", "--enable_expert_parallel"],
+        ["--data-parallel-size=2", "--enable-expert-parallel"],
+        ["-dp", "2", "--max-model-len", "4096", "-ep"],
+    ],
+)
+def test_flags_are_read_as_the_engine_reads_them(flags: list[str]) -> None:
+    command = engine_command("m", flags, Policy.QUOTA)
+    assert command.num_ranks == 2
+    assert command.arguments[-len(flags) :] == flags
+    assert command.url == "http://127.0.0.1:8000"
+
+
+def test_host_and_port_make_the_url() -> None:
+    flags = ["--host", "10.0.0.7", "--port=9000"]
+    assert engine_command("m", flags, Policy.OFF).url == "http://10.0.0.7:9000"
+    assert engine_command("m", ["--host", "::"], Policy.OFF).url == "http://127.0.0.1:8000"
+    assert parse_engine_flags([]).port == launch.DEFAULT_PORT
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "nothing to balance on one rank"),
+        (["--enable-expert-parallel"], "add --tensor-parallel-size 2"),
+        (["-tp", "4"], "without --enable-expert-parallel"),
+    ],
+)
+def test_what_cannot_be_balanced_is_refused(flags: list[str], message: str) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        engine_command("m", flags, Policy.QUOTA)
+    assert engine_command("m", flags, Policy.OFF).arguments[-len(flags) or None :] is not None
+
+
+def test_flags_in_a_file_are_left_to_the_engine() -> None:
+    assert engine_command("m", ["--config", "server.yaml"], Policy.QUOTA).num_ranks == 1
+
+
+def test_models_without_experts_are_refused(tmp_path: Path) -> None:
+    model = checkpoint(tmp_path, architectures=["LlamaForCausalLM"], hidden_size=64)
+    with pytest.raises(UnsupportedError, match=r"not a Mixture-of-Experts .*LlamaForCausalLM"):
+        engine_command(model, TWO_RANKS, Policy.QUOTA)
+    assert engine_command(model, TWO_RANKS, Policy.OFF).num_ranks == 2
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"num_experts": 8}, {"text_config": {"n_routed_experts": 64}}, {"num_local_experts": 8}],
+)
+def test_models_with_experts_are_served(tmp_path: Path, config: dict[str, object]) -> None:
+    assert engine_command(checkpoint(tmp_path, **config), TWO_RANKS, Policy.QUOTA)
+
+
+def test_without_the_engine_nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match="vLLM is not installed"):
+        engine_command("m", TWO_RANKS, Policy.QUOTA)
+
+
+@pytest.mark.usefixtures("cpu_build")
+@pytest.mark.parametrize(
+    ("flags", "binding"),
+    [
+        (["-tp", "2"], "0,1|2,3"),
+        (["-tp", "4"], "0|1|2|3"),
+        (["-tp", "3"], "0|1|2"),
+        (["-tp", "2", "-dp", "4"], "0|1|2|3|0|1|2|3"),
+        ([], "0,1,2,3"),
+    ],
+)
+def test_ranks_share_the_cores(flags: list[str], binding: str) -> None:
+    environment = engine_command("m", flags, Policy.OFF).environment
+    assert environment["VLLM_CPU_OMP_THREADS_BIND"] == binding
+
+
+@pytest.mark.usefixtures("cpu_build")
+def test_the_cache_is_sized_unless_the_user_did(tmp_path: Path) -> None:
+    model = checkpoint(tmp_path, num_experts=8)
+    environment = engine_command(model, TWO_RANKS, Policy.QUOTA).environment
+    assert environment["VLLM_CPU_KVCACHE_SPACE"] == "1"
+    assert environment["HF_HUB_OFFLINE"] == "1"  # a local checkpoint needs no network
+    flags = [*TWO_RANKS, "--kv-cache-memory-bytes", "2G"]
+    assert "VLLM_CPU_KVCACHE_SPACE" not in engine_command("m", flags, Policy.OFF).environment
+
+
+def test_other_builds_get_no_cpu_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_is_cpu_build", lambda: False)
+    assert engine_command("org/model", TWO_RANKS, Policy.QUOTA).environment == {}

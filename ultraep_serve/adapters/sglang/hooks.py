@@ -1,0 +1,189 @@
+"""The seams: hooks on SGLang's own functions, through SGLang's own registry for that."""
+
+import logging
+import pkgutil
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from sglang.srt.arg_groups.overrides import resolving_view
+from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+from sglang.srt.layers.moe.topk import TopKOutputChecker
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from sglang.srt.utils import is_cpu
+
+from ultraep_serve.adapters.sglang.checks import (
+    check_cpu_execution,
+    check_engine,
+    check_settings,
+)
+from ultraep_serve.adapters.sglang.cpu_experts import compute_own
+from ultraep_serve.adapters.sglang.group import ExpertGroup, moe_layers
+from ultraep_serve.config import BalanceConfig
+from ultraep_serve.errors import UnsupportedError
+from ultraep_serve.types import Policy
+
+__all__ = ["install"]
+
+logger = logging.getLogger(__name__)
+
+LOAD = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
+FORWARD = "sglang.srt.model_executor.model_runner.ModelRunner.forward"
+EXPERTS = "sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE.forward_impl"
+COMPUTE = "sglang.srt.layers.moe.fused_moe_native.moe_forward_native"
+SCHEDULER = "sglang.srt.managers.scheduler.Scheduler.__init__"
+_PARAMETERS = {  # of every target, in 0.5.23
+    LOAD: ["self"],
+    FORWARD: [
+        "self",
+        "forward_batch",
+        "skip_attn_backend_init",
+        "pp_proxy_tensors",
+        "reinit_attn_backend",
+        "split_forward_count",
+    ],
+    EXPERTS: ["self", "hidden_states", "topk_output", "pre_quant_input"],
+    COMPUTE: ["layer", "x", "topk_output", "moe_runner_config"],
+}
+_PREFILL = (ForwardMode.EXTEND, ForwardMode.MIXED)
+
+
+def install(config: BalanceConfig) -> None:
+    """Register this process's hooks; SGLang applies them when all its plugins have registered.
+
+    Raises UnsupportedError for an engine this adapter was not verified with.
+    """
+    if config.policy is Policy.OFF and not is_cpu():
+        return  # SGLang's own expert parallelism works there
+    try:
+        check_engine(_PARAMETERS)
+    except UnsupportedError as error:
+        if config.on_unsupported == "error":
+            raise
+        logger.warning("ultraep: serving without balancing: %s", error)
+        return
+    hooks = _SchedulerHooks(config)
+    HookRegistry.register(COMPUTE, hooks.compute, HookType.AROUND)
+    HookRegistry.register(LOAD, hooks.loaded, HookType.AFTER)
+    if config.policy is not Policy.OFF:
+        HookRegistry.register(FORWARD, hooks.forward, HookType.AROUND)
+        HookRegistry.register(EXPERTS, hooks.experts, HookType.AROUND)
+        HookRegistry.register(SCHEDULER, hooks.scheduler_made, HookType.AFTER)
+
+
+class _SchedulerHooks:
+    """The hooks of one scheduler process and what they share. Verified with SGLang 0.5.23."""
+
+    def __init__(self, config: BalanceConfig) -> None:
+        self._config = config
+        self._group: ExpertGroup | None = None
+        self._served_plainly = False  # by on_unsupported = off
+        self._in_prefill = False
+
+    def loaded(self, _result: None, runner: Any) -> None:
+        """Take the experts over once their weights are final.
+
+        Target: ``ModelRunner.load_model``, whose loader has run all post-processing when it
+        returns. AFTER. Remove when SGLang tells plugins that a model is loaded.
+        """
+        if runner.is_draft_worker:
+            return
+        if self._config.policy is not Policy.OFF:
+            try:
+                check_settings(resolving_view(runner.server_args))
+                self._group = ExpertGroup(self._config, runner.model)
+                return
+            except UnsupportedError as error:
+                if self._config.on_unsupported == "error":
+                    raise
+                self._served_plainly = True
+                logger.warning("ultraep: serving without balancing: %s", error)
+        for layer in moe_layers(runner.model):
+            if layer.moe_ep_size > 1 and is_cpu():
+                check_cpu_execution(layer)
+
+    def forward(
+        self,
+        original: Callable[..., Any],
+        runner: Any,
+        forward_batch: Any,
+        *rest: Any,
+        **named: Any,
+    ) -> Any:
+        """Know whether a batch is prefill, which experts cannot see.
+
+        Target: ``ModelRunner.forward``, which every batch passes. AROUND. Remove when a batch's
+        forward mode can be read in a layer without a forward context.
+        """
+        self._in_prefill = forward_batch.forward_mode in _PREFILL
+        try:
+            return original(runner, forward_batch, *rest, **named)
+        finally:
+            self._in_prefill = False
+
+    def experts(
+        self,
+        original: Callable[..., Any],
+        layer: FusedMoE,
+        hidden_states: torch.Tensor,
+        topk_output: Any,
+        *rest: Any,
+        **named: Any,
+    ) -> Any:
+        """Balance: give physical ids to everything behind routing.
+
+        Target: ``FusedMoE.forward_impl``, behind routing and before dispatch; SGLang's recorder has
+        counted the router's own choice by then. AROUND. Remove when SGLang can place and split
+        experts batch by batch itself.
+        """
+        if self._group is None:
+            return original(layer, hidden_states, topk_output, *rest, **named)
+        assert TopKOutputChecker.format_is_standard(topk_output), type(topk_output)
+        batch_tokens = topk_output.topk_ids.shape[0] if self._in_prefill else 0
+        physical = self._group.route(layer, topk_output.topk_ids, batch_tokens)
+        balanced = topk_output._replace(topk_ids=physical)
+        output = original(layer, hidden_states, balanced, *rest, **named)
+        self._group.computed()
+        return output
+
+    def compute(
+        self,
+        original: Callable[..., torch.Tensor],
+        layer: FusedMoE,
+        x: torch.Tensor,
+        topk_output: Any,
+        moe_runner_config: Any,
+    ) -> torch.Tensor:
+        """Compute local experts only, where SGLang's own torch path stumbles over remote ones.
+
+        Target: ``fused_moe_native.moe_forward_native``, the CPU path without AMX kernels. AROUND.
+        Remove when it skips assignments with id -1.
+        """
+        if layer.moe_ep_size == 1:
+            return original(layer, x, topk_output, moe_runner_config)
+        return compute_own(
+            x, topk_output.topk_weights, topk_output.topk_ids, layer.w13_weight, layer.w2_weight
+        )
+
+    def scheduler_made(self, _result: None, scheduler: Any, *_: Any, **__: Any) -> None:
+        """Let this rank serve only when it really balances; SGLang forgets failures of plugins.
+
+        Target: ``Scheduler.__init__``, which ends before the first request is taken. AFTER. Raises
+        UnsupportedError, which ends the server. Remove when SGLang stops on plugins that fail.
+        """
+        if self._served_plainly:
+            return
+        missing = [path for path in (*_PARAMETERS, SCHEDULER) if not _is_hooked(path)]
+        if missing or self._group is None:
+            raise UnsupportedError(
+                f"SGLang did not apply the hooks on {missing or [LOAD]}; see its log for the "
+                "reason, or serve without balancing: --on-unsupported=off"
+            )
+        self._group.check_adopted(scheduler.tp_worker.model_runner.model)
+        self._group.mark_ready()
+
+
+def _is_hooked(path: str) -> bool:
+    """Whether SGLang's registry wrapped what ``path`` names, as its wrappers say of themselves."""
+    return hasattr(pkgutil.resolve_name(path), "__wrapped__")

@@ -1,0 +1,150 @@
+"""How to start SGLang's OpenAI server; imports nothing of SGLang."""
+
+import argparse
+import json
+import os
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+from ultraep_serve.errors import ConfigError, UnsupportedError
+from ultraep_serve.launcher.supervisor import EngineCommand
+from ultraep_serve.types import Policy
+
+__all__ = ["DEFAULT_PORT", "engine_command", "parse_engine_flags"]
+
+DEFAULT_PORT = 30000
+_EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+_REMEDY = "or serve with --policy off"
+_CPU_CACHE_TOKENS = "32768"  # each rank would otherwise take the machine's memory for its own
+
+
+def parse_engine_flags(flags: list[str]) -> argparse.Namespace:
+    """The few of SGLang's own flags that matter for starting; None where the user chose nothing."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=DEFAULT_PORT)
+    parser.add_argument("--tp-size", "--tensor-parallel-size", "--tp", type=int, default=1)
+    parser.add_argument("--ep-size", "--expert-parallel-size", "--ep", type=int, default=1)
+    parser.add_argument("--dp-size", "--data-parallel-size", "--dp", type=int, default=1)
+    parser.add_argument("--device")
+    parser.add_argument("--attention-backend")
+    parser.add_argument("--max-total-tokens")
+    parser.add_argument("--ep-dispatch-algorithm")
+    parser.add_argument("--enable-eplb", action="store_true")
+    parser.add_argument("--enable-waterfill", action="store_true")
+    parser.add_argument("--config")
+    return parser.parse_known_args(flags)[0]
+
+
+def engine_command(model: str, flags: list[str], policy: Policy) -> EngineCommand:
+    """Command and environment that serve ``model`` with SGLang's own ``flags``.
+
+    Raises UnsupportedError or ConfigError for what can be seen to be wrong before starting.
+    """
+    if find_spec("sglang") is None:
+        raise ConfigError(
+            "SGLang is not installed here; pip install 'ultraep-serve[sglang]', or for CPU run "
+            "deploy/setup_sglang_cpu.py"
+        )
+    parsed = parse_engine_flags(flags)
+    if policy is not Policy.OFF:
+        _check_model(model)
+        if not parsed.config:
+            _check_parallelism(parsed)
+        _check_conflicts(parsed)
+    on_cpu = _is_for_cpu(parsed)
+    host = "127.0.0.1" if parsed.host in ("0.0.0.0", "::") else parsed.host
+    return EngineCommand(
+        arguments=[
+            sys.executable,
+            "-m",
+            "ultraep_serve.adapters.sglang.server" if on_cpu else "sglang.launch_server",
+            "--model-path",
+            model,
+            *flags,
+            *(_cpu_flags(parsed) if on_cpu else []),
+        ],
+        url=f"http://{host}:{parsed.port}",
+        num_ranks=parsed.tp_size,
+        environment=_environment(model, parsed.tp_size * parsed.dp_size, on_cpu),
+    )
+
+
+def _check_parallelism(parsed: argparse.Namespace) -> None:
+    if parsed.tp_size < 2:
+        raise UnsupportedError(
+            f"there is nothing to balance on one rank; add --tp-size 2 --ep-size 2 (or more), "
+            f"{_REMEDY}"
+        )
+    if parsed.ep_size != parsed.tp_size:
+        raise UnsupportedError(
+            f"with --ep-size {parsed.ep_size} below --tp-size {parsed.tp_size} ranks share parts "
+            f"of every expert; choose the same for both, {_REMEDY}"
+        )
+
+
+def _check_conflicts(parsed: argparse.Namespace) -> None:
+    """SGLang's own ways of evening out the load; two of them at once would undo each other."""
+    if parsed.enable_eplb:
+        raise UnsupportedError(f"--enable-eplb moves the same weights; drop it, {_REMEDY}")
+    if parsed.enable_waterfill:
+        raise UnsupportedError(f"--enable-waterfill moves the same tokens; drop it, {_REMEDY}")
+    if parsed.ep_dispatch_algorithm == "lp":
+        raise UnsupportedError(
+            f"--ep-dispatch-algorithm lp (LPLB) splits the same tokens; drop it, {_REMEDY}"
+        )
+
+
+def _check_model(model: str) -> None:
+    """Refuse a local checkpoint that names no experts; what is not local is checked when loaded."""
+    path = Path(model) / "config.json"
+    if not path.exists():
+        return
+    config = json.loads(path.read_text())
+    nested = [value for value in config.values() if isinstance(value, dict)]
+    if not any(key in part for part in [config, *nested] for key in _EXPERT_KEYS):
+        raise UnsupportedError(
+            f"{model} is not a Mixture-of-Experts model ({config.get('architectures')}); "
+            "serve it with --policy off, or with SGLang itself"
+        )
+
+
+def _is_for_cpu(parsed: argparse.Namespace) -> bool:
+    """Whether to serve on CPU: as the user says, else where there is no GPU's device file."""
+    if parsed.device:
+        return bool(parsed.device == "cpu")
+    return not any(Path(path).exists() for path in ("/dev/nvidiactl", "/dev/kfd"))
+
+
+def _cpu_flags(parsed: argparse.Namespace) -> list[str]:
+    """What a plain CPU machine needs, where the user did not choose."""
+    chosen = []
+    if not parsed.device:
+        chosen += ["--device", "cpu"]
+    if not parsed.attention_backend:
+        chosen += ["--attention-backend", "torch_native"]
+    if not parsed.max_total_tokens:
+        chosen += ["--max-total-tokens", _CPU_CACHE_TOKENS]
+    return chosen
+
+
+def _environment(model: str, num_ranks: int, on_cpu: bool) -> dict[str, str]:
+    """Defaults that SGLang needs on a plain CPU machine, and that users need not know."""
+    environment = {"HF_HUB_OFFLINE": "1"} if Path(model).is_dir() else {}
+    if not on_cpu:
+        return environment
+    cores = _cores_by_rank(num_ranks)
+    environment["SGLANG_USE_CPU_ENGINE"] = "1"
+    environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(
+        ",".join(map(str, group)) for group in cores
+    )
+    environment["OMP_NUM_THREADS"] = str(len(cores[0]))
+    return environment
+
+
+def _cores_by_rank(num_ranks: int) -> list[list[int]]:
+    """Cores split evenly over ranks; shared when too few."""
+    cores = sorted(os.sched_getaffinity(0))
+    each = max(1, len(cores) // num_ranks)
+    return [cores[rank * each % len(cores) :][:each] for rank in range(num_ranks)]
