@@ -35,7 +35,10 @@ UNPINNED = (
     *("psutil", "pybase64", "pydantic", "python-multipart", "pyzmq", "regex", "requests", "scipy"),
     *("setproctitle", "tiktoken", "tqdm", "uvicorn", "uvloop", "xxhash", "zstandard"),
 )
-OURS = ("numba", "httpx", "rich", "pytest", "pytest-timeout")  # this project's own and its tests'
+OURS = (  # this project's own and its tests'
+    "numba==0.65.0",  # as in vLLM's environment: both keep compiled kernels in the same place
+    *("httpx", "rich", "pytest", "pytest-timeout"),
+)
 
 
 def main() -> int:
@@ -46,8 +49,9 @@ def main() -> int:
         return 0
     environment.create()
     print("installing SGLang and this project (a few minutes)", flush=True)
-    environment.pip("install", "--quiet", "--no-deps", SGLANG)
     environment.pip("install", "--quiet", *PINNED, *UNPINNED, *OURS)
+    # Last, or pip would list all that it misses whenever it installs something.
+    environment.pip("install", "--quiet", "--no-deps", SGLANG)
     environment.pip("install", "--quiet", "--no-deps", "--editable", str(ROOT))
     environment.mark_complete()
     return 0

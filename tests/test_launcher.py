@@ -127,6 +127,22 @@ def test_what_the_engine_started_and_left_is_stopped(tmp_path: Path) -> None:
     assert is_gone(int(left.read_text()))
 
 
+def test_what_the_engine_left_may_clean_up_first(tmp_path: Path) -> None:
+    worker = (
+        "import pathlib, signal, sys, time;"
+        "signal.signal(15, lambda *_: (pathlib.Path(sys.argv[1], 'clean').touch(), sys.exit()));"
+        "pathlib.Path(sys.argv[1], 'up').touch(); time.sleep(60)"
+    )
+    code = (
+        "import os, pathlib, subprocess, sys, time;"
+        f"subprocess.Popen([sys.executable, '-c', {worker!r}, os.environ['HERE']])\n"
+        "while not pathlib.Path(os.environ['HERE'], 'up').exists(): time.sleep(0.01)\n"
+        "os._exit(0)"
+    )
+    assert supervise(python(code, HERE=str(tmp_path)), OFF, None) == 0
+    assert (tmp_path / "clean").exists()
+
+
 SUPERVISOR = """
 import sys
 from pathlib import Path

@@ -19,6 +19,8 @@ from ultraep_kernels.reroute import reroute
 from ultraep_kernels.stream import relay_parents
 
 from ultraep_serve.config import BalanceConfig
+from ultraep_serve.costs.decide import Transfer, saved_picoseconds, transfer_of
+from ultraep_serve.costs.model import IntegerCosts
 from ultraep_serve.fabric import HostFabric
 from ultraep_serve.policies import plan_quota
 from ultraep_serve.slots import LayerSlots
@@ -28,7 +30,8 @@ __all__ = ["HEADER_WIDTH", "Balancer", "PolicySource", "TokenView", "row_width"]
 
 logger = logging.getLogger(__name__)
 
-HEADER_WIDTH = 4  # policy, unknown ids, checksum of the load, reserved
+_ONE_EXPERT = Transfer(busiest_sender=1, busiest_receiver=1)  # the least a plan can move
+HEADER_WIDTH = 8  # policy, unknown ids, checksum of the load; the rest is reserved
 
 
 class TokenView(Enum):
@@ -85,8 +88,13 @@ class Balancer:
         fabric: HostFabric,
         policies: PolicySource | None,
         recorder: RecorderLike,
+        costs: IntegerCosts | None = None,
     ) -> None:
-        """``layers`` in the order they run; ``policies`` is rank 0's, the others follow it."""
+        """``layers`` in the order they run; ``policies`` is rank 0's, the others follow it.
+
+        ``costs``, the same on every rank, decide when moving weights pays; without them it
+        always does.
+        """
         self.config = config
         self.shape = shape
         self._view = view
@@ -94,6 +102,7 @@ class Balancer:
         self._fabric = fabric
         self._policies = policies
         self._recorder = recorder
+        self._costs = costs
         self._identity = torch.from_numpy(
             identity_table(shape.num_logical_experts, shape.num_ranks, shape.num_replica_slots)
         )
@@ -155,8 +164,8 @@ class Balancer:
 
         Tokens that all ranks see count as rank 0's, so that every rank splits them alike.
         """
-        row = np.empty(row_width(load.size, self._view), dtype=np.int64)
-        row[:HEADER_WIDTH] = (self._proposed_policy, unknown, zlib.crc32(load.data), 0)
+        row = np.zeros(row_width(load.size, self._view), dtype=np.int64)
+        row[:3] = (self._proposed_policy, unknown, zlib.crc32(load.data))
         row[HEADER_WIDTH:] = load[: row.size - HEADER_WIDTH]
         rows = self._fabric.exchange(row)
         if self._batch_policy is None:
@@ -185,10 +194,20 @@ class Balancer:
         before = self._rank_loads(loads)
         if before.max() * before.size <= self.config.max_imbalance * before.sum():
             return Decision.BALANCED, None
+        perfect = -(-int(before.sum()) // before.size)
+        if not self._pays(int(before.max()), perfect, _ONE_EXPERT):
+            return Decision.UNPROFITABLE, None
         plan = plan_quota(loads, self.shape, self._source_rank)
-        if plan.quota.sum(axis=0).max() >= before.max():
+        transfer = transfer_of(plan.slot_expert, self.shape.num_masters)
+        if not self._pays(int(before.max()), int(plan.quota.sum(axis=0).max()), transfer):
             return Decision.UNPROFITABLE, None
         return Decision.PLANNED, plan
+
+    def _pays(self, before: int, after: int, transfer: Transfer) -> bool:
+        """Whether moving weights saves time for the busiest rank; all ranks agree on the costs."""
+        if self._costs is None:
+            return after < before
+        return saved_picoseconds(before, after, self.shape, transfer, self._costs) > 0
 
     def _replicate(self, layer: int, plan: Plan | None) -> int:
         """Push and relay this rank's part; returns bytes sent."""

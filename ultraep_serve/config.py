@@ -43,6 +43,7 @@ class BalanceConfig:
     chunk_bytes: int = 1 << 20  # unit of weight transfer
     timeout_seconds: float = 60.0  # a rank silent for longer is an error
     ring_records: int = 4096  # records kept per rank for the sidecar
+    costs: str = ""  # a CostModel as JSON; empty: measured when the model is loaded
     run_dir: str = ""  # directory in shared memory where ranks, sidecar and launcher meet
 
     def __post_init__(self) -> None:

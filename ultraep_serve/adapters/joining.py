@@ -5,11 +5,16 @@ replica slots, the ranks meet, and from then on one balancer routes all of them.
 """
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
+import numpy as np
 import torch
 from torch import nn
+from ultraep_kernels.count import count
+from ultraep_kernels.reroute import reroute
+from ultraep_kernels.stream import relay_parents
 
+from ultraep_serve.adapters.calibration import agreed_costs
 from ultraep_serve.balancer import Balancer, TokenView, row_width
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.errors import UltraEPError, UnsupportedError
@@ -17,7 +22,7 @@ from ultraep_serve.fabric import HostFabric
 from ultraep_serve.observability.control import ControlPage
 from ultraep_serve.observability.recorder import Recorder
 from ultraep_serve.observability.schema import RingState
-from ultraep_serve.policies import warm_up
+from ultraep_serve.policies import identity_plan, warm_up
 from ultraep_serve.slots import LayerSlots, SlotPool
 from ultraep_serve.types import ExpertShape
 
@@ -35,10 +40,12 @@ class JoinedLayers:
         layers: Sequence[Sequence[nn.Parameter]],
         rank: int,
         engine: str,
+        run_experts: Callable[[int], None],
     ) -> None:
         """``layers`` in the order they run, each the tensors (L, ...) that make up its experts.
 
-        The parameters become (L + S, ...) in place. Returns when all ranks have come this far.
+        The parameters become (L + S, ...) in place. ``run_experts`` computes that many assignments
+        in the first layer's masters, to be timed. Returns when all ranks have come this far.
         Raises UnsupportedError for tensors that cannot be moved, PeerTimeoutError when a rank
         does not come.
         """
@@ -68,9 +75,13 @@ class JoinedLayers:
             timeout_seconds=config.timeout_seconds,
         )
         warm_up(shape)
+        _warm_up_kernels(shape, slots[0], fabric)
         self.shape = shape
         self._view, self._num_layers, self._slot_bytes = view, len(slots), pool.size
-        self._balancer = Balancer(config, shape, view, slots, fabric, control, self._recorder)
+        costs = agreed_costs(config, shape, slots[0], fabric, run_experts)
+        self._balancer = Balancer(
+            config, shape, view, slots, fabric, control, self._recorder, costs
+        )
 
     def mark_ready(self) -> None:
         """Say that this rank balances; the launcher and the sidecar wait for it."""
@@ -120,6 +131,18 @@ def expert_parameters(
                 "moved; serve without balancing: --on-unsupported=off"
             )
     return found
+
+
+def _warm_up_kernels(shape: ExpertShape, layer: LayerSlots, fabric: HostFabric) -> None:
+    """Compile what a planned batch calls, or load it from disk, by planning no tokens at all."""
+    loads = np.zeros((shape.num_ranks, shape.num_logical_experts), np.int64)
+    plan = identity_plan(loads, shape, source_rank=0)
+    parents = relay_parents(plan.slot_expert, shape.num_masters, "never", shape.num_ranks)
+    fabric.stream(layer, plan.slot_expert, parents, shape.num_masters)
+    for dtype in (torch.int32, torch.int64):  # routers give either
+        no_ids = torch.empty((0, 1), dtype=dtype)
+        count(no_ids, shape.num_logical_experts)
+        reroute(no_ids, plan.share, plan.slot_expert, shape.num_masters)
 
 
 def _adopt(parameters: Sequence[nn.Parameter], pool: SlotPool) -> LayerSlots:

@@ -8,6 +8,7 @@ from typing import Any
 
 from ultraep_serve.adapters.vllm.launch import engine_command, parse_engine_flags
 from ultraep_serve.config import BalanceConfig, parse_policy
+from ultraep_serve.costs.model import CostModel
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.launcher.run_directory import TOKEN_FILE, run_directory
 from ultraep_serve.launcher.supervisor import supervise
@@ -75,6 +76,9 @@ def add_balance_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"a rank silent for longer is an error {shown}",
     )
     balance.add_argument(
+        "--costs", type=Path, help="cost model, JSON (default: measured when the model is loaded)"
+    )
+    balance.add_argument(
         "--allow-ideal",
         action="store_true",
         help="permit policy ideal, which gives wrong answers (for measuring)",
@@ -123,8 +127,18 @@ def balance_config(arguments: argparse.Namespace, run_dir: str) -> BalanceConfig
         slot_memory=arguments.slot_memory,
         relay=arguments.relay,
         timeout_seconds=arguments.timeout_seconds,
+        costs=_costs(arguments.costs),
         run_dir=run_dir,
     )
+
+
+def _costs(path: Path | None) -> str:
+    if path is None:
+        return ""
+    try:
+        return CostModel.from_json(path.read_text(encoding="utf-8")).to_json()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--costs {path} cannot be read: {error}") from error
 
 
 def _announce(host: str, port: int, run_path: Path) -> None:

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -21,6 +22,7 @@ __all__ = ["EngineCommand", "supervise"]
 
 _PR_SET_PDEATHSIG = 1
 _STOP_SECONDS = 30.0
+_GROUP_SECONDS = 5.0
 _HEALTH_SECONDS = 2.0
 _libc = ctypes.CDLL(None)
 
@@ -145,8 +147,18 @@ def _stop(child: subprocess.Popen[bytes]) -> None:
         except subprocess.TimeoutExpired:
             child.kill()
             child.wait()
+    _end_group(child.pid)
+
+
+def _end_group(group: int) -> None:
+    """End what is left of a process group, with some time to remove its own shared memory."""
+    deadline = time.monotonic() + _GROUP_SECONDS
     try:
-        os.killpg(child.pid, signal.SIGKILL)
+        os.killpg(group, signal.SIGTERM)
+        while time.monotonic() < deadline:
+            os.killpg(group, 0)
+            time.sleep(0.02)
+        os.killpg(group, signal.SIGKILL)
     except ProcessLookupError:
         return
 

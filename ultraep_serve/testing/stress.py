@@ -18,13 +18,11 @@ from ultraep_serve.balancer import Balancer, TokenView, row_width
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.fabric import HostFabric
 from ultraep_serve.slots import LayerSlots, SlotPool
+from ultraep_serve.testing.mail import Mail
 from ultraep_serve.testing.moe import TinyMoE, apply_experts, expert_bytes_equal, poison
 from ultraep_serve.types import Decision, IntArray, Policy, imbalance
 
 __all__ = ["RandomBatches", "StressReport", "run_stress"]
-
-
-_MAIL_WORDS = 4096  # int64 per exchange of ids or outputs
 
 
 @dataclass(frozen=True)
@@ -169,7 +167,9 @@ class _Runner:
         width = row_width(shape.num_logical_experts, view)
         fabric = _CheckedFabric(run_path, rank, shape.num_ranks, width, pool, max_chunks, timeout)
         fabric.expect(self._layers, self._weights, self.report)
-        self._mail = _Mail(run_path, rank, batches)
+        self._mail = Mail(
+            run_path, rank, shape.num_ranks, batches.max_tokens * batches.top_k, timeout
+        )
         self._recorder = _Recorder(self.report)
         self._switch = _Switch(batches.config.policy)
         self._balancer = Balancer(
@@ -215,7 +215,9 @@ class _Runner:
         own = self._own_rows(sizes)
         physical = self._balancer.route(layer, given.routed[own], int(sizes.sum()))
         self._balancer.computed()
-        everyone = self._mail.all_ids(physical, sizes)
+        everyone = physical
+        if self._batches.view is TokenView.OWN:
+            everyone = self._mail.all_ids(physical, sizes)
         if private.random() < self._batches.pause_rate:
             time.sleep(private.random() * 2e-3)
         first_id = self._rank * shape.num_local
@@ -257,53 +259,6 @@ class _Runner:
         self.report.worst_error = max(
             self.report.worst_error, float(error.nan_to_num(nan=torch.inf))
         )
-
-
-class _Mail:
-    """What an engine's dispatch and combine do, over a second fabric of this host."""
-
-    def __init__(self, run_path: Path, rank: int, batches: RandomBatches) -> None:
-        self._shared = batches.view is TokenView.SHARED
-        self._num_ranks = batches.model.shape.num_ranks
-        self._width = max(_MAIL_WORDS, -(-batches.max_tokens * batches.top_k // 2))
-        path = run_path / "mail"
-        path.mkdir(exist_ok=True)
-        self._fabric = HostFabric(
-            path,
-            rank,
-            batches.model.shape.num_ranks,
-            self._width,
-            SlotPool(0, batches.config.chunk_bytes),
-            0,
-            batches.config.timeout_seconds,
-        )
-
-    def all_ids(self, physical: torch.Tensor, sizes: NDArray[np.int64]) -> torch.Tensor:
-        """Physical ids (T_all, K) of all sources; this rank's are ``physical``."""
-        if self._shared:
-            return physical
-        padded = torch.full((int(sizes.max()), physical.shape[1]), -1, dtype=torch.int32)
-        padded[: physical.shape[0]] = physical
-        everyone = self._gather(padded)
-        return torch.cat([everyone[rank, : int(size)] for rank, size in enumerate(sizes)])
-
-    def sum(self, part: torch.Tensor) -> torch.Tensor:
-        """Sum of all ranks' float32 parts, in the order of ranks."""
-        return self._gather(part.view(torch.int32)).view(torch.float32).sum(dim=0)
-
-    def _gather(self, values: torch.Tensor) -> torch.Tensor:
-        """(R, ...) of everybody's int32 ``values`` (...), of one shape on all ranks."""
-        words = values.reshape(-1).numpy()
-        row = np.zeros(words.size + words.size % 2, dtype=np.int32)
-        row[: words.size] = words
-        parts = [
-            self._fabric.exchange(row.view(np.int64)[first : first + self._width])
-            for first in range(0, row.size // 2, self._width)
-        ]
-        if not parts:
-            return values.expand(self._num_ranks, *values.shape)
-        rows = np.ascontiguousarray(np.concatenate(parts, axis=1)).view(np.int32)
-        return torch.from_numpy(rows[:, : words.size].copy()).view(-1, *values.shape)
 
 
 def _batch_sizes(rng: np.random.Generator, batches: RandomBatches) -> NDArray[np.int64]:

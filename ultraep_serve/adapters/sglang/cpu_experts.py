@@ -1,10 +1,15 @@
 """Expert parallelism on CPU, which SGLang's own torch path does not survive.
 
 SGLang marks assignments of other ranks with -1 and its plain torch experts then index with that.
+
+In 16-bit models sums are taken in float32 until they are complete, across ranks too. Weighted
+outputs in bfloat16 have 8 significant bits, so their float32 sum is exact unless they differ in
+size by more than 2**13: a token's result does not depend on which rank computed which expert.
 """
 
 import torch
 import torch.nn.functional as F
+from sglang.srt.runtime_context import get_parallel
 
 __all__ = ["compute_own"]
 
@@ -22,20 +27,25 @@ def compute_own(
     for another rank's; ``w13`` (L + S, 2I, H) gate above up, ``w2`` (L + S, H, I).
     out[t] = sum over k of weight[t, k] * w2 @ (silu(gate @ x[t]) * (up @ x[t]))
     """
-    num_local = w13.shape[0]
     flat = local_ids.reshape(-1)
     order = torch.argsort(flat, stable=True)
-    rows_by_expert = torch.bincount(flat + 1, minlength=num_local + 1).tolist()
-    remote = rows_by_expert[0]
+    rows_by_expert = torch.bincount(flat + 1, minlength=w13.shape[0] + 1).tolist()
     tokens = torch.div(order, local_ids.shape[1], rounding_mode="floor")
     weights = topk_weights.reshape(-1)[order].float().unsqueeze(1)
     total = torch.zeros(x.shape, dtype=torch.float32)
-    end = remote
+    end = rows_by_expert[0]  # those of other ranks come first
     for expert, num_rows in enumerate(rows_by_expert[1:]):
         start, end = end, end + num_rows
         if num_rows:
             mine = tokens[start:end]
             gate, up = F.linear(x[mine], w13[expert]).chunk(2, dim=-1)
-            rows = F.linear(F.silu(gate) * up, w2[expert])
-            total.index_add_(0, mine, rows.float().mul_(weights[start:end]))
-    return total.to(x.dtype)
+            rows = F.linear(F.silu(gate) * up, w2[expert]).float().mul_(weights[start:end])
+            total.index_add_(0, mine, rows.to(x.dtype).float())
+    return total if x.dtype is torch.float32 else _complete_on_first_rank(total).to(x.dtype)
+
+
+def _complete_on_first_rank(part: torch.Tensor) -> torch.Tensor:
+    """The sum over ranks on the first and nothing on the others: no later sum can round it."""
+    group = get_parallel().moe_ep_group
+    total: torch.Tensor = group.all_reduce(part)
+    return total if group.rank_in_group == 0 else total.zero_()

@@ -6,8 +6,8 @@ local experts correctly from one row per assignment, so that is what it gets her
 and added back per token, weighted.
 
 Sums are taken in float32 until they are complete, across ranks too. Weighted outputs in bfloat16
-have 8 significant bits, so their float32 sum is exact unless they differ in size by more than 2**13:
-a token's result does not depend on which rank computed which expert.
+have 8 significant bits, so their float32 sum is exact unless they differ in size by more than
+2**13: a token's result does not depend on which rank computed which expert.
 """
 
 import math
@@ -22,7 +22,13 @@ from vllm.model_executor.layers.fused_moe.prepare_finalize.passthrough import (
 )
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
-__all__ = ["Assignments", "compute_and_reduce", "dispatch_compute_combine", "take_over_combine"]
+__all__ = [
+    "Assignments",
+    "compute_and_reduce",
+    "dispatch_compute_combine",
+    "run_experts",
+    "take_over_combine",
+]
 
 
 @dataclass(frozen=True)
@@ -62,7 +68,7 @@ def compute_and_reduce(
     rows = torch.nonzero(assignments.rank.view(-1) == group.rank_in_group).squeeze(1)
     tokens = torch.div(rows, topk_weights.shape[1], rounding_mode="floor")
     weights = topk_weights.reshape(-1)[rows]
-    outputs = _run_kernel(layer, x[tokens], weights, assignments.local.view(-1)[rows])
+    outputs = run_experts(layer, x[tokens], weights, assignments.local.view(-1)[rows])
     total: torch.Tensor = group.all_reduce(_add_up(outputs, tokens, x))
     return total.to(x.dtype)
 
@@ -90,13 +96,13 @@ def dispatch_compute_combine(
     rows = _all_to_all(x[tokens], away, here, group)
     local = _all_to_all(assignments.local.view(-1)[order], away, here, group)
     weights = _all_to_all(topk_weights.reshape(-1)[order], away, here, group)
-    outputs = _run_kernel(layer, rows, weights, local)
+    outputs = run_experts(layer, rows, weights, local)
     home = _all_to_all(outputs, here, away, group)
     by_token = torch.argsort(order)
     return _add_up(home[by_token], tokens[by_token], x).to(x.dtype)
 
 
-def _run_kernel(
+def run_experts(
     layer: RoutedExperts, rows: torch.Tensor, weights: torch.Tensor, local: torch.Tensor
 ) -> torch.Tensor:
     """Weighted expert outputs (N, H) for ``rows`` (N, H), one expert of this rank each."""

@@ -7,22 +7,18 @@ from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
+from ultraep_serve.adapters.joining import JoinedLayers, expert_parameters
 from ultraep_serve.adapters.vllm.checks import check_cpu_execution, check_layer
 from ultraep_serve.adapters.vllm.cpu_experts import (
     Assignments,
     compute_and_reduce,
     dispatch_compute_combine,
+    run_experts,
     take_over_combine,
 )
-from ultraep_serve.balancer import Balancer, TokenView, identity_table, row_width
+from ultraep_serve.balancer import TokenView, identity_table
 from ultraep_serve.config import BalanceConfig
-from ultraep_serve.errors import UltraEPError, UnsupportedError
-from ultraep_serve.fabric import HostFabric
-from ultraep_serve.observability.control import ControlPage
-from ultraep_serve.observability.recorder import Recorder
-from ultraep_serve.observability.schema import RingState
-from ultraep_serve.policies import warm_up
-from ultraep_serve.slots import LayerSlots, SlotPool
+from ultraep_serve.errors import UnsupportedError
 from ultraep_serve.types import ExpertShape, Policy
 
 __all__ = ["ExpertGroup"]
@@ -37,8 +33,7 @@ class ExpertGroup:
         self.vllm_config = vllm_config
         self._config = config
         self._layers: list[RoutedExperts] = []
-        self._balancer: Balancer | None = None
-        self._recorder: Recorder | None = None
+        self._joined: JoinedLayers | None = None  # None: serving without balancing
 
     def add(self, layer: RoutedExperts) -> int:
         """Take a layer whose weights are final, return its index; the last one starts balancing."""
@@ -65,19 +60,14 @@ class ExpertGroup:
             output = compute_and_reduce(layer, x, topk_weights, assignments, group)
         else:
             output = dispatch_compute_combine(layer, x, topk_weights, assignments, group.cpu_group)
-        if self._balancer is not None:
-            self._balancer.computed()
+        if self._joined is not None:
+            self._joined.computed()
         return output
 
     def _route(self, index: int, topk_ids: torch.Tensor, batch_tokens: int) -> torch.Tensor:
-        if self._balancer is None:
+        if self._joined is None:
             return self._identity[topk_ids.long()]
-        try:
-            return self._balancer.route(index, topk_ids, batch_tokens)
-        except UltraEPError:
-            assert self._recorder is not None
-            self._recorder.set_state(RingState.FAILED)
-            raise
+        return self._joined.route(index, topk_ids, batch_tokens)
 
     def _batch_tokens(self, x: torch.Tensor) -> int:
         """Tokens of this batch over all ranks, the same number on every rank."""
@@ -109,74 +99,34 @@ class ExpertGroup:
             for layer in self._layers:
                 check_cpu_execution(layer)
                 take_over_combine(layer)
-        if self._balancer is None:
+        if self._joined is None:
             self._num_local = -(-num_experts // num_ranks)
             self._identity = torch.from_numpy(identity_table(num_experts, num_ranks, 0))
 
     def _start_balancing(self, shape: ExpertShape) -> None:
-        config, group, view = self._config, get_ep_group(), self._view
-        pool = SlotPool(
-            shape.num_replica_slots, config.chunk_bytes, config.slot_memory == "per_layer"
-        )
-        slots = [adopt_experts(layer, pool) for layer in self._layers]
-        control = None
-        if group.rank_in_group == 0:
-            control = ControlPage.create(config.run_path, config.policy)
-        recorder = Recorder.create(
-            run_path=config.run_path,
-            rank=group.rank_in_group,
-            shape=shape,
-            num_layers=len(slots),
-            ring_records=config.ring_records,
-            engine="vllm",
-            mode=view.value,
-            slot_bytes=pool.size,
-            timeout_seconds=config.timeout_seconds,
-        )
-        fabric = HostFabric(
-            run_path=config.run_path,
-            rank=group.rank_in_group,
-            num_ranks=shape.num_ranks,
-            row_width=row_width(shape.num_logical_experts, view),
-            pool=pool,
-            max_chunks=max(layer.chunks.shape[0] for layer in slots),
-            timeout_seconds=config.timeout_seconds,
-        )
-        warm_up(shape)
         self._num_local = shape.num_local
-        self._balancer = Balancer(config, shape, view, slots, fabric, control, recorder)
-        self._recorder = recorder
-        recorder.set_state(RingState.READY)
-        if group.rank_in_group == 0:
-            logger.info(
-                "ultraep: balancing %d MoE layers over %d ranks (%s parallel), "
-                "%d replica slots per rank = %.1f MiB reserved, policy %s",
-                len(slots),
-                shape.num_ranks,
-                view.value,
-                shape.num_replica_slots,
-                pool.size / 2**20,
-                config.policy.value,
-            )
+        self._joined = JoinedLayers(
+            self._config,
+            shape,
+            self._view,
+            [_expert_parameters(layer) for layer in self._layers],
+            rank=get_ep_group().rank_in_group,
+            engine="vllm",
+            run_experts=self._run_experts,
+        )
+        self._joined.mark_ready()
+        if get_ep_group().rank_in_group == 0:
+            self._joined.log_ready(logger)
+
+    def _run_experts(self, num_assignments: int) -> None:
+        """Compute ``num_assignments`` in the first layer's masters, for the cost model."""
+        layer = self._layers[0]
+        rows = torch.ones(num_assignments, layer.hidden_size, dtype=layer.w13_weight.dtype)
+        local = torch.arange(num_assignments, dtype=torch.int32) % layer.local_num_experts
+        run_experts(layer, rows, torch.ones(num_assignments), local)
 
 
-def adopt_experts(layer: RoutedExperts, pool: SlotPool) -> LayerSlots:
-    """Move all tensors that make up ``layer``'s experts in front of the pool's slots.
-
-    Which tensors these are is vLLM's own contract, ``get_expert_weights``; a parameter with one
-    entry per expert that is not among them would be left behind, hence UnsupportedError.
-    """
+def _expert_parameters(layer: RoutedExperts) -> list[torch.nn.Parameter]:
+    """Which tensors make up an expert is vLLM's own contract, ``get_expert_weights``."""
     movable = {weight.data_ptr() for weight in layer.get_expert_weights()}
-    parameters = []
-    for name, parameter in layer.named_parameters():
-        if parameter.data_ptr() in movable:
-            parameters.append(parameter)
-        elif parameter.dim() and parameter.shape[0] == layer.local_num_experts:
-            raise UnsupportedError(
-                f"{layer.layer_name}: expert tensor {name} {tuple(parameter.shape)} cannot be "
-                "moved; serve without balancing: --on-unsupported=off"
-            )
-    slots = pool.adopt([parameter.data for parameter in parameters])
-    for parameter, alias in zip(parameters, slots.tensors, strict=True):
-        parameter.data = alias
-    return slots
+    return expert_parameters(layer, layer.layer_name, layer.local_num_experts, movable)

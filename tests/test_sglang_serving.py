@@ -1,0 +1,190 @@
+"""The real engine, as a user starts it: same tokens, every layer balanced, no hangs."""
+
+import json
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+
+import httpx
+import pytest
+
+pytest.importorskip("sglang", reason="needs SGLang: deploy/setup_sglang_cpu.py")
+
+from ultraep_serve.bench.sidecar import Sidecar
+from ultraep_serve.bench.tokens import compare_tokens, generate
+from ultraep_serve.launcher.run_directory import run_directory_of_port
+from ultraep_serve.testing import make_model, tiny_glm4, tiny_qwen3
+from ultraep_serve.testing.checks import check_tokens, generate_under, mixed_prompts
+from ultraep_serve.testing.server import BalancedServer, ServerError
+from ultraep_serve.types import Policy
+
+pytestmark = pytest.mark.engine
+
+CONTEXT = 4096
+PROMPTS = mixed_prompts(16)
+RANKS = ("--tp-size", "2", "--ep-size", "2")
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("models") / "qwen3", tiny_qwen3()).path
+
+
+@pytest.fixture(scope="module")
+def glm4(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("models") / "glm4", tiny_glm4()).path
+
+
+def serve(model: Path, tmp_path: Path, *extra: str, dtype: str = "float32") -> BalancedServer:
+    context = ("--context-length", str(CONTEXT), "--disable-radix-cache")
+    flags = [*RANKS, "--dtype", dtype, *context, *extra]
+    return BalancedServer(model, flags, tmp_path / "server.log", engine="sglang")
+
+
+def balance(server: BalancedServer) -> dict:
+    with closing(Sidecar(server.sidecar_url, server.token)) as sidecar:
+        return sidecar.balance(0, Policy.QUOTA)
+
+
+def check_balanced(server: BalancedServer, num_layers: int) -> dict:
+    """Tokens stay the same, and every MoE layer was balanced meanwhile."""
+    check = check_tokens(server, PROMPTS)
+    assert check.identical == check.prompts == len(PROMPTS)
+    summary = balance(server)
+    assert summary["engine"] == "sglang"
+    assert [layer["layer"] for layer in summary["layers"]] == list(range(num_layers))
+    for layer in summary["layers"]:
+        assert layer["imbalance"]["before"]["mean"] > 1.2
+        assert layer["imbalance"]["after"]["max"] <= 1.02
+    assert summary["bytes_moved"] > 0
+    assert summary["batches"]["skipped"]["doubt"] == 0
+    return summary
+
+
+def recorded_counts(server: BalancedServer, prompts: list[str], directory: Path) -> list[list[int]]:
+    """What SGLang's own recorder counts for ``prompts``: assignments per layer and expert."""
+    for file in directory.iterdir():
+        file.unlink()
+    with httpx.Client(base_url=server.url, timeout=60.0) as client:
+        client.post("/start_expert_distribution_record").raise_for_status()
+        generate(server.url, server.model, prompts, 1, concurrency=1)
+        client.post("/stop_expert_distribution_record").raise_for_status()
+        client.post("/dump_expert_distribution_record").raise_for_status()
+    import torch
+
+    dumps = [torch.load(path, weights_only=False) for path in directory.glob("*.pt")]
+    assert dumps
+    return dumps[0]["logical_count"].sum(dim=0).tolist()
+
+
+def test_greedy_tokens_and_the_engines_own_counts_are_the_same_with_balancing(
+    qwen3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records = tmp_path / "records"
+    records.mkdir()
+    monkeypatch.setenv("SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR", str(records))
+    extra = ("--expert-distribution-recorder-mode", "stat")
+    with serve(qwen3, tmp_path, *extra) as server:
+        check_balanced(server, num_layers=tiny_qwen3().num_layers)
+        with closing(Sidecar(server.sidecar_url, server.token)) as sidecar:
+            sidecar.set_policy(Policy.OFF)
+            off = recorded_counts(server, PROMPTS[:4], records)
+            sidecar.set_policy(Policy.QUOTA)
+            assert recorded_counts(server, PROMPTS[:4], records) == off
+
+
+def test_bfloat16_tokens_and_chunked_mixed_prefill(qwen3: Path, tmp_path: Path) -> None:
+    """Sums complete in float32, so that the chunks' ranks do not matter in bfloat16 either."""
+    extra = ("--chunked-prefill-size", "512", "--enable-mixed-chunk", "--slot-memory", "per_layer")
+    with serve(qwen3, tmp_path, *extra, dtype="bfloat16") as server:
+        long = [prompt for prompt in PROMPTS if len(prompt) > 2000]
+        off = generate_under(server, Policy.OFF, long, concurrency=1)
+        on = generate_under(server, Policy.QUOTA, long, concurrency=1)
+        assert compare_tokens(off, on).identical == len(long)
+        generate_under(server, Policy.QUOTA, PROMPTS)  # decode rides along with prefill
+        summary = balance(server)
+        assert summary["batches"]["planned"] > len(long)
+        assert summary["batches"]["skipped"]["doubt"] == 0
+
+
+def test_grouped_routing_and_shared_experts_are_balanced_too(glm4: Path, tmp_path: Path) -> None:
+    with serve(glm4, tmp_path, "--slots", "3") as server:
+        check_balanced(server, num_layers=len(tiny_glm4().moe_layers))
+
+
+def test_policy_off_serves_and_leaves_nothing_of_ours(qwen3: Path, tmp_path: Path) -> None:
+    with serve(qwen3, tmp_path, "--policy", "off") as server:
+        assert len(generate(server.url, server.model, PROMPTS, 4, concurrency=4)) == len(PROMPTS)
+        names = {path.name for path in run_directory_of_port(server.port).iterdir()}
+        assert names == {"config.json", "lock"}
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{server.sidecar_url}/healthz")
+
+
+def test_killed_rank_ends_the_server_and_leaves_nothing(qwen3: Path, tmp_path: Path) -> None:
+    with serve(qwen3, tmp_path) as server:
+        generate_under(server, Policy.QUOTA, PROMPTS[:2])
+        assert httpx.get(f"{server.sidecar_url}/readyz").status_code == 200
+        victim = balance(server)["ranks"][1]["pid"]
+        subprocess.run(["kill", "-KILL", str(victim)], check=True)
+        assert server.wait(90.0) != 0
+        assert not run_directory_of_port(server.port).exists()
+
+
+def test_engine_that_does_not_load_the_plugin_is_stopped(
+    qwen3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_PLUGINS", "another_one")
+    monkeypatch.setenv("SGLANG_SKIP_SERVER_WARMUP", "1")
+    with serve(qwen3, tmp_path, "--skip-server-warmup") as server:
+        assert server.wait(60.0) == 2
+    assert "balance nothing" in server.log_path.read_text()
+
+
+def refused(*arguments: str) -> str:
+    """stderr of a command that must fail at once."""
+    command = [sys.executable, "-m", "ultraep_serve.cli", "sglang", *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 2
+    return result.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ((*RANKS, "--policy", "best"), "legal: off, quota, ideal"),
+        ((*RANKS, "--policy", "ideal"), "--allow-ideal"),
+        ((), "--tp-size 2 --ep-size 2"),
+        (("--tp-size", "2"), "--ep-size 1 below --tp-size 2"),
+        ((*RANKS, "--enable-eplb"), "--enable-eplb"),
+        ((*RANKS, "--enable-waterfill"), "--enable-waterfill"),
+        ((*RANKS, "--ep-dispatch-algorithm", "lp"), "LPLB"),
+    ],
+)
+def test_bad_settings_are_refused_with_what_is_legal(
+    qwen3: Path, flags: tuple[str, ...], says: str
+) -> None:
+    assert says in refused(str(qwen3), *flags)
+
+
+def test_model_without_experts_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
+    assert "not a Mixture-of-Experts model" in refused(str(tmp_path), *RANKS)
+
+
+UNSUPPORTED = ("--ep-num-redundant-experts", "2")
+
+
+def test_what_cannot_be_balanced_stops_the_server(qwen3: Path, tmp_path: Path) -> None:
+    server = serve(qwen3, tmp_path, *UNSUPPORTED)
+    with pytest.raises(ServerError), server:
+        pass
+    assert "--ep-num-redundant-experts are EPLB's copies" in server.log_path.read_text()
+    assert not run_directory_of_port(server.port).exists()
+
+
+def test_what_cannot_be_balanced_serves_plainly_on_request(qwen3: Path, tmp_path: Path) -> None:
+    with serve(qwen3, tmp_path, *UNSUPPORTED, "--on-unsupported", "off") as server:
+        assert len(generate(server.url, server.model, PROMPTS[:4], 4, concurrency=4)) == 4
+    assert "serving without balancing" in server.log_path.read_text()

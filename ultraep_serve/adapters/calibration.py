@@ -1,0 +1,77 @@
+"""What a layer costs on this machine, measured once at start-up and agreed on by all ranks."""
+
+import time
+from collections.abc import Callable
+from dataclasses import astuple
+from functools import partial
+
+import numpy as np
+
+from ultraep_serve.config import BalanceConfig
+from ultraep_serve.costs.fit import fit
+from ultraep_serve.costs.model import CostModel, IntegerCosts
+from ultraep_serve.fabric import HostFabric
+from ultraep_serve.policies import plan_quota
+from ultraep_serve.slots import LayerSlots
+from ultraep_serve.types import ExpertShape
+
+__all__ = ["agreed_costs", "measure_costs"]
+
+_ROWS_PER_MASTER = (16, 64)  # assignments; enough for the kernel to run as in a prefill
+_REPEATS = 3
+_EXCHANGES = 20
+
+
+def agreed_costs(
+    config: BalanceConfig,
+    shape: ExpertShape,
+    layer: LayerSlots,
+    fabric: HostFabric,
+    run_experts: Callable[[int], None],
+) -> IntegerCosts:
+    """The configured cost model, or the mean of what the ranks measure; the same on every rank."""
+    if config.costs:
+        return CostModel.from_json(config.costs).integer_costs()
+    own = measure_costs(shape, layer, fabric, run_experts).integer_costs()
+    rows = fabric.exchange(np.array(astuple(own), dtype=np.int64))
+    return IntegerCosts(*(int(total) // shape.num_ranks for total in rows.sum(axis=0)))
+
+
+def measure_costs(
+    shape: ExpertShape,
+    layer: LayerSlots,
+    fabric: HostFabric,
+    run_experts: Callable[[int], None],
+) -> CostModel:
+    """Time the expert kernel, a copy into a slot, an exchange and a plan; all ranks together."""
+    sizes = [rows * shape.num_masters for rows in _ROWS_PER_MASTER]
+    run_experts(sizes[0])
+    samples = [(float(size), _best(partial(run_experts, size))) for size in sizes]
+    expert_bytes = int(layer.expert_bytes.sum())
+    exchange = _best(lambda: [fabric.exchange(np.zeros(1, np.int64)) for _ in range(_EXCHANGES)])
+    loads = np.zeros((shape.num_ranks, shape.num_logical_experts), dtype=np.int64)
+    loads[:, : shape.num_masters] = 1 + np.arange(shape.num_masters)
+    return CostModel(
+        seconds_per_assignment=fit(samples).slope,
+        bytes_per_expert=expert_bytes,
+        link_bytes_per_second=expert_bytes / _best(lambda: _copy_one_expert(layer, shape)),
+        exchange_seconds=exchange / _EXCHANGES,
+        plan_seconds=_best(lambda: plan_quota(loads, shape, 0)),
+    )
+
+
+def _copy_one_expert(layer: LayerSlots, shape: ExpertShape) -> None:
+    """Master 0 into slot 0, or onto itself where there are no slots."""
+    target = shape.num_masters if shape.num_replica_slots else 0
+    for tensor in layer.tensors:
+        tensor[target].copy_(tensor[0].clone())
+
+
+def _best(action: Callable[[], object]) -> float:
+    """Seconds of the fastest of a few runs: what the machine can do, not what disturbed it."""
+    times = []
+    for _ in range(_REPEATS):
+        start = time.perf_counter()
+        action()
+        times.append(time.perf_counter() - start)
+    return min(times)
