@@ -2,7 +2,7 @@
 
     python benchmarks/serving.py ttft      time to first token: off, quota, ideal, skewed routing
     python benchmarks/serving.py balanced  the same for a model that needs no balancing: the cost
-    python benchmarks/serving.py tokens    greedy tokens, off against quota, float32, both modes
+    python benchmarks/serving.py tokens    greedy tokens, off against quota, both parallel modes
     python benchmarks/serving.py logprobs  bfloat16: quota against off, and a control pair
     python benchmarks/serving.py memory    resident memory by number of slots
 
@@ -11,6 +11,7 @@ Each writes benchmarks/results/serving-NAME.json with the command and the machin
 
 import argparse
 import functools
+import itertools
 import os
 import shlex
 import sys
@@ -87,7 +88,7 @@ def serve(options: argparse.Namespace, path: Path, dtype: str, *extra: str) -> B
 
 def ttft(options: argparse.Namespace) -> dict[str, Any]:
     """Time to first token under every policy."""
-    return measure(options, options.model, tuple(Policy))
+    return measure(options, options.model, (Policy.OFF, Policy.QUOTA, Policy.IDEAL))
 
 
 def balanced(options: argparse.Namespace) -> dict[str, Any]:
@@ -115,15 +116,15 @@ def measure(options: argparse.Namespace, name: str, policies: tuple[Policy, ...]
 
 
 def tokens(options: argparse.Namespace) -> dict[str, Any]:
-    """Greedy tokens in float32, off against quota, in both parallel modes."""
+    """Greedy tokens, off against quota, in both parallel modes, compiled and eager."""
     prompts = mixed_prompts(options.prompts)
     rows = []
-    for options.mode in ("tensor", "data"):
-        for options.eager in (False, True):
-            with serve(options, model(options.model), "float32") as running:
-                check = check_tokens(running, prompts).to_json("float32")
-            rows.append({"mode": options.mode, "eager": options.eager, **check})
-            print(rows[-1])
+    cases = itertools.product(("float32", "bfloat16"), ("tensor", "data"), (False, True))
+    for dtype, options.mode, options.eager in cases:
+        with serve(options, model(options.model), dtype) as running:
+            check = check_tokens(running, prompts, concurrency=1).to_json(dtype)
+        rows.append({"mode": options.mode, "eager": options.eager, **check})
+        print(rows[-1], flush=True)
     return {"model": options.model, "max_tokens": 16, "rows": rows}
 
 

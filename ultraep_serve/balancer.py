@@ -22,6 +22,7 @@ from ultraep_serve.config import BalanceConfig
 from ultraep_serve.costs.decide import Transfer, saved_picoseconds, transfer_of
 from ultraep_serve.costs.model import IntegerCosts
 from ultraep_serve.fabric import HostFabric
+from ultraep_serve.history import LoadHistory
 from ultraep_serve.policies import plan_quota
 from ultraep_serve.slots import LayerSlots
 from ultraep_serve.types import Decision, ExpertShape, IntArray, Plan, Policy, Verb
@@ -103,6 +104,7 @@ class Balancer:
         self._policies = policies
         self._recorder = recorder
         self._costs = costs
+        self._history = LoadHistory(len(layers))
         self._identity = torch.from_numpy(
             identity_table(shape.num_logical_experts, shape.num_ranks, shape.num_replica_slots)
         )
@@ -132,7 +134,7 @@ class Balancer:
         watch.lap(Verb.EXCHANGE)
         if self._batch_policy is Policy.OFF:
             return self._skip(first, Decision.POLICY_OFF, topk_ids)
-        decision, plan = self._plan(loads, doubt)
+        decision, plan = self._plan(layer, loads, doubt)
         watch.lap(Verb.PLAN)
         sent = self._replicate(layer, plan)
         watch.lap(Verb.REPLICATE)
@@ -184,13 +186,18 @@ class Balancer:
             return Policy.OFF.code
         return self._policies.policy.code
 
-    def _plan(self, loads: NDArray[np.int64], doubt: bool) -> tuple[Decision, Plan | None]:
+    def _plan(
+        self, layer: int, loads: NDArray[np.int64], doubt: bool
+    ) -> tuple[Decision, Plan | None]:
         """What to do with these loads; there is a plan where the decision is PLANNED."""
         if doubt:
             self._warn("ids or loads differ between ranks; batches in doubt are not balanced")
             return Decision.DOUBT, None
         if self._batch_policy is Policy.IDEAL:
             return Decision.FORCED, None
+        if self._batch_policy is Policy.EPLB:
+            stale = self._history.plan_eplb(layer, loads, self.shape, self._source_rank)
+            return (Decision.PLANNED if stale else Decision.UNPROFITABLE), stale
         before = self._rank_loads(loads)
         if before.max() * before.size <= self.config.max_imbalance * before.sum():
             return Decision.BALANCED, None
@@ -244,6 +251,8 @@ class Balancer:
             self._fabric.wait_slots(self._layers[layer], plan.slot_expert)
 
     def _record(self, routed: "_Routed") -> None:
+        if routed.decision is not Decision.DOUBT:
+            self._history.add(routed.layer, routed.loads)
         before = self._rank_loads(routed.loads)
         after = before
         if routed.decision is Decision.FORCED:

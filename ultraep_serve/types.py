@@ -21,6 +21,7 @@ class Policy(str, Enum):
     OFF = "off"  # identity mapping
     QUOTA = "quota"  # replicate and reroute by exact load
     IDEAL = "ideal"  # force-balanced routing: wrong answers, for measuring only
+    EPLB = "eplb"  # replicate by past load, split evenly: for comparison
 
     @property
     def code(self) -> int:

@@ -14,7 +14,7 @@ from ultraep_kernels.count import count
 from ultraep_kernels.reroute import reroute
 from ultraep_kernels.stream import relay_parents
 
-from ultraep_serve.adapters.calibration import agreed_costs
+from ultraep_serve.adapters.measuring import agreed_costs
 from ultraep_serve.balancer import Balancer, TokenView, row_width
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.errors import UltraEPError, UnsupportedError
@@ -22,6 +22,7 @@ from ultraep_serve.fabric import HostFabric
 from ultraep_serve.observability.control import ControlPage
 from ultraep_serve.observability.recorder import Recorder
 from ultraep_serve.observability.schema import RingState
+from ultraep_serve.observability.spool import SpoolSource, SpoolWriter
 from ultraep_serve.policies import identity_plan, warm_up
 from ultraep_serve.slots import LayerSlots, SlotPool
 from ultraep_serve.types import ExpertShape
@@ -77,6 +78,19 @@ class JoinedLayers:
         warm_up(shape)
         _warm_up_kernels(shape, slots[0], fabric)
         self.shape = shape
+        self._spool: SpoolWriter | None = None  # where all see the same tokens, one rank records
+        if view is TokenView.OWN or rank == 0:
+            self._control = control or ControlPage.open(config.run_path)
+            source = SpoolSource(
+                rank=rank,
+                num_ranks=shape.num_ranks,
+                num_layers=len(slots),
+                num_experts=shape.num_logical_experts,
+                min_batch_tokens=config.min_batch_tokens,
+                is_shared=view is TokenView.SHARED,
+                engine=engine,
+            )
+            self._spool = SpoolWriter(config.run_path, source)
         self._view, self._num_layers, self._slot_bytes = view, len(slots), pool.size
         costs = agreed_costs(config, shape, slots[0], fabric, run_experts)
         self._balancer = Balancer(
@@ -87,8 +101,23 @@ class JoinedLayers:
         """Say that this rank balances; the launcher and the sidecar wait for it."""
         self._recorder.set_state(RingState.READY)
 
-    def route(self, layer: int, topk_ids: torch.Tensor, batch_tokens: int) -> torch.Tensor:
-        """``Balancer.route``; an error also marks this rank as failed for the sidecar."""
+    def route(
+        self,
+        layer: int,
+        topk_ids: torch.Tensor,
+        batch_tokens: int,
+        real_tokens: int | None = None,
+    ) -> torch.Tensor:
+        """``Balancer.route``; an error also marks this rank as failed for the sidecar.
+
+        Only the first ``real_tokens`` of ``topk_ids`` belong to requests, and are recorded while
+        somebody records; None is all of them.
+        """
+        if self._spool is not None:
+            if layer == 0:
+                self._spool.begin(self._control.recording_word, batch_tokens)
+            if self._spool.is_recording:
+                self._spool.add(layer, topk_ids[:real_tokens].numpy())
         try:
             return self._balancer.route(layer, topk_ids, batch_tokens)
         except UltraEPError:

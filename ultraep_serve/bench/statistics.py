@@ -52,7 +52,8 @@ class LengthResult:
     @property
     def recovered(self) -> float | None:
         """(off - quota) / (off - ideal); None where the ideal is no faster than off."""
-        off, quota, ideal = (self.median(policy) for policy in Policy)
+        compared = (Policy.OFF, Policy.QUOTA, Policy.IDEAL)
+        off, quota, ideal = (self.median(policy) for policy in compared)
         if off is None or quota is None or ideal is None or ideal >= off:
             return None
         return (off - quota) / (off - ideal)

@@ -38,7 +38,7 @@ def add_balance_arguments(parser: argparse.ArgumentParser) -> None:
     shown = "(default: %(default)s)"
     balance = parser.add_argument_group("balancing")
     balance.add_argument(
-        "--policy", default=_DEFAULTS.policy.value, help=f"off, quota or ideal {shown}"
+        "--policy", default=_DEFAULTS.policy.value, help=f"off, quota, eplb or ideal {shown}"
     )
     balance.add_argument(
         "--slots",

@@ -1,6 +1,12 @@
-"""The policy in force, in one shared page: set by the sidecar, read by rank 0 before each batch."""
+"""What the sidecar asks of the ranks, in one shared page that they read before each batch.
+
+The policy in force is read by rank 0 alone, which tells the others; whether to record routing is
+read by every rank for itself.
+"""
 
 import struct
+from dataclasses import dataclass
+from enum import IntEnum
 from pathlib import Path
 from types import TracebackType
 
@@ -8,14 +14,15 @@ from ultraep_serve.errors import UltraEPError
 from ultraep_serve.observability._files import create_mapped, map_shared
 from ultraep_serve.types import Policy
 
-__all__ = ["CONTROL_NAME", "ControlError", "ControlPage"]
+__all__ = ["CONTROL_NAME", "ControlError", "ControlPage", "RecordLevel", "Recording"]
 
 CONTROL_NAME = "control"
 _MAGIC = b"UEPCTRL\x01"
-_VERSION = 1
+_VERSION = 2
 _PAGE_BYTES = 4096
-_LAYOUT = struct.Struct("<8sQQQ")  # magic, version, sequence, policy code
-_SEQUENCE, _POLICY = 2, 3  # positions in the page seen as 64-bit words
+_LAYOUT = struct.Struct("<8sQQQQ")  # magic, version, sequence, policy code, recording
+_SEQUENCE, _POLICY, _RECORDING = 2, 3, 4  # positions in the page seen as 64-bit words
+_MIB = 1 << 20
 _POLICIES: tuple[Policy, ...] = tuple(Policy)
 
 
@@ -23,10 +30,39 @@ class ControlError(UltraEPError):
     """The control page is missing or not one this version reads; the message names the file."""
 
 
-class ControlPage:
-    """One policy and a sequence number that grows with every change.
+class RecordLevel(IntEnum):
+    """How closely to record routing."""
 
-    Both are aligned 64-bit words, so each is read and written in one piece; one writer at a time.
+    OFF = 0
+    LOADS = 1  # assignments per expert
+    TOKENS = 2  # the experts of every token
+
+
+@dataclass(frozen=True)
+class Recording:
+    """One recording: as one 64-bit word, so that a rank never sees half of a change."""
+
+    number: int  # counts recordings, up to 2**32
+    level: RecordLevel
+    max_bytes: int  # of each spool; whole MiB, less than 2**24 of them
+
+    @property
+    def word(self) -> int:
+        """Number in the high half, then MiB, level in the last byte."""
+        return self.number << 32 | self.max_bytes // _MIB << 8 | self.level
+
+    @classmethod
+    def from_word(cls, word: int) -> "Recording":
+        """The inverse of ``word``; a damaged level is taken for off."""
+        level = word & 0xFF
+        known = RecordLevel(level) if level <= max(RecordLevel) else RecordLevel.OFF
+        return cls(word >> 32, known, (word >> 8 & 0xFFFFFF) * _MIB)
+
+
+class ControlPage:
+    """One policy with a sequence number that grows with every change, and one recording.
+
+    All are aligned 64-bit words, so each is read and written in one piece; one writer at a time.
     """
 
     def __init__(self, path: Path, *, create: Policy | None = None) -> None:
@@ -35,11 +71,11 @@ class ControlPage:
             if create is None:
                 self._page = map_shared(path, _PAGE_BYTES)
             else:
-                first = _LAYOUT.pack(_MAGIC, _VERSION, 0, create.code)
+                first = _LAYOUT.pack(_MAGIC, _VERSION, 0, create.code, 0)
                 self._page = create_mapped(path, first, _PAGE_BYTES)
         except OSError as error:
             raise ControlError(f"no control page: {error}") from error
-        magic, version, _, code = _LAYOUT.unpack_from(self._page)
+        magic, version, _, code, _ = _LAYOUT.unpack_from(self._page)
         if magic != _MAGIC or version != _VERSION or code >= len(_POLICIES):
             self._page.close()
             raise ControlError(f"{path} is not a control page of version {_VERSION}")
@@ -74,6 +110,28 @@ class ControlPage:
         self._words[_POLICY] = policy.code
         self._words[_SEQUENCE] += 1
         return self._words[_SEQUENCE]
+
+    @property
+    def recording_word(self) -> int:
+        """``Recording.word`` of what was asked for last; another number is another recording."""
+        return self._words[_RECORDING]
+
+    def record(self, level: RecordLevel, max_bytes: int = 0) -> Recording:
+        """Start another recording, or with ``RecordLevel.OFF`` end the one that runs.
+
+        The ranks follow when their next batch begins. Raises ValueError for sizes of less than a
+        MiB or more than a ``Recording`` can say.
+        """
+        number = self._words[_RECORDING] >> 32
+        if level is not RecordLevel.OFF:
+            if not _MIB <= max_bytes < _MIB << 24:
+                raise ValueError(
+                    f"{max_bytes = } is not legal; legal: {_MIB} to {(_MIB << 24) - 1}"
+                )
+            number = (number + 1) % (1 << 32)
+        recording = Recording(number, level, max_bytes // _MIB * _MIB)
+        self._words[_RECORDING] = recording.word
+        return recording
 
     def close(self) -> None:
         """Unmap the page; the file stays."""

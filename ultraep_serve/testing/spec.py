@@ -33,6 +33,7 @@ class ModelSpec:
     num_groups: int = 4  # glm4_moe: expert groups
     groups_per_token: int = 2  # glm4_moe: groups a token may choose from
     num_dense_layers: int = 1  # glm4_moe: leading layers without experts
+    calibration_length: int = 1024  # tokens per calibration text; longer is slower and more exact
 
     def __post_init__(self) -> None:
         ranks, experts = self.num_ranks, self.num_experts
@@ -47,6 +48,10 @@ class ModelSpec:
             _require(
                 size % 32 == 0, f"{size = } must be divisible by 32, as CPU expert kernels want"
             )
+        length = self.calibration_length
+        _require(
+            length >= 64 and length % 64 == 0, f"{length = } must be a positive multiple of 64"
+        )
         heads, kv_heads = self.num_heads, self.num_key_value_heads
         _require(heads % kv_heads == 0, f"{heads = } must be divisible by {kv_heads = }")
         _require(
@@ -118,6 +123,7 @@ def tiny_qwen3(imbalance: float = 1.6, num_ranks: int = 2) -> ModelSpec:
         num_heads=4,
         head_dim=32,
         num_ranks=num_ranks,
+        calibration_length=512,
     )
 
 

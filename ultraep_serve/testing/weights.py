@@ -20,7 +20,6 @@ from ultraep_serve.testing.text import (
 __all__ = ["build_config", "calibrated_model"]
 
 CALIBRATION_TEXTS = 24  # per domain; many, because what a text has in common is noise too
-CALIBRATION_LENGTH = 512  # tokens per text
 DOMAIN_WEIGHT = 0.6  # of a word's embedding that all words of its domain have in common
 GAINS = {"o_proj": 1.5, "down_proj": 1.7}  # makes a block's output about as large as its input
 ATTENTION_SHARPNESS = 1.5  # query scale: a token looks at few others, so its successors vary
@@ -147,11 +146,11 @@ def _calibration_batch(spec: ModelSpec) -> tuple[Tensor, Tensor]:
     """Token ids (N, T) and the domain index of every token, flattened (N * T,)."""
     ids_of = {word: index for index, word in enumerate(vocabulary(spec.domains))}
     texts = [
-        [ids_of[word] for word in calibration_words(domain, CALIBRATION_LENGTH, text)]
+        [ids_of[word] for word in calibration_words(domain, spec.calibration_length, text)]
         for domain in spec.domains
         for text in range(CALIBRATION_TEXTS)
     ]
-    per_domain = CALIBRATION_TEXTS * CALIBRATION_LENGTH
+    per_domain = CALIBRATION_TEXTS * spec.calibration_length
     return torch.tensor(texts), torch.arange(len(spec.domains)).repeat_interleave(per_domain)
 
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ultraep_serve.traces._files import whole_file
 from ultraep_serve.traces.errors import TraceError
-from ultraep_serve.traces.trace import LoadTrace
+from ultraep_serve.traces.trace import LoadTrace, parse_metadata
 
 __all__ = ["read_parquet", "write_parquet"]
 
@@ -104,8 +104,6 @@ def _phase(told: Any) -> NDArray[np.integer] | None:
 
 
 def _about(metadata: dict[bytes, bytes]) -> dict[str, Any]:
-    from ultraep_serve.traces.store import parse_metadata
-
     text = metadata.get(KEY, b"{}").decode("utf-8", errors="replace")
     return dict(parse_metadata(text))
 

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from ultraep_serve.traces._files import read_npz, whole_file
 from ultraep_serve.traces.errors import TraceError
-from ultraep_serve.traces.trace import LoadTrace, Metadata, Trace
+from ultraep_serve.traces.trace import LoadTrace, Metadata, Trace, parse_metadata
 
-__all__ = ["MAX_BYTES", "load_trace", "parse_metadata", "save_trace"]
+__all__ = ["MAX_BYTES", "load_trace", "save_trace"]
 
 MAX_BYTES = 4 << 30  # of arrays in one file: a million tokens of 94 layers, top-8, twice over
 ARRAYS = ("topk_ids", "sequence_lengths", "loads", "phase", "metadata")
@@ -71,17 +71,6 @@ def save_trace(path: str | Path, trace: Trace | LoadTrace) -> None:
     arrays["metadata"] = np.array(json.dumps(metadata, sort_keys=True))
     with whole_file(path) as part, part.open("wb") as stream:
         np.savez_compressed(stream, allow_pickle=False, **arrays)
-
-
-def parse_metadata(text: str) -> Metadata:
-    """A JSON object. Raises TraceError for anything else."""
-    try:
-        metadata = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise TraceError(f"metadata is not JSON ({error})") from error
-    if not isinstance(metadata, dict):
-        raise TraceError("metadata must be a JSON object")
-    return metadata
 
 
 def _from_arrays(arrays: dict[str, NDArray[Any]], num_experts: int | None) -> Trace | LoadTrace:

@@ -1,5 +1,6 @@
 """The two kinds of trace: what each token chose, or only how much each expert had to do."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,7 +10,7 @@ from numpy.typing import NDArray
 
 from ultraep_serve.traces.errors import TraceError
 
-__all__ = ["DECODE", "PREFILL", "LoadTrace", "Trace", "concatenate"]
+__all__ = ["DECODE", "PREFILL", "LoadTrace", "Trace", "concatenate", "parse_metadata"]
 
 PREFILL, DECODE = 0, 1  # values of ``phase``
 MOST_EXPERTS = 1 << 16  # per layer; no model comes near, and a wrong number must not fill memory
@@ -126,3 +127,14 @@ def _check_phase(phase: Integers | None, length: int) -> None:
     _require_integers("phase", phase, 1)
     if phase.size != length or (phase.size and not np.isin(phase, (PREFILL, DECODE)).all()):
         raise TraceError(f"phase must be {length} values of {PREFILL} (prefill), {DECODE} (decode)")
+
+
+def parse_metadata(text: str) -> Metadata:
+    """A JSON object. Raises TraceError for anything else."""
+    try:
+        metadata = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise TraceError(f"metadata is not JSON ({error})") from error
+    if not isinstance(metadata, dict):
+        raise TraceError("metadata must be a JSON object")
+    return metadata

@@ -11,7 +11,27 @@ import torch
 import torch.nn.functional as F
 from sglang.srt.runtime_context import get_parallel
 
-__all__ = ["compute_own"]
+__all__ = ["compute_and_reduce", "compute_own"]
+
+
+def compute_and_reduce(
+    x: torch.Tensor,
+    topk_weights: torch.Tensor,
+    local_ids: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+) -> torch.Tensor:
+    """This rank's part of the output (T, H), to be summed over ranks by the engine.
+
+    Arguments as ``compute_own``. In 16-bit models the first rank's part is all of it and the
+    others' are zero, so that the engine's sum does not round it again.
+    """
+    total = compute_own(x, topk_weights, local_ids, w13, w2)
+    if x.dtype is torch.float32:
+        return total
+    group = get_parallel().moe_ep_group
+    everything: torch.Tensor = group.all_reduce(total)
+    return (everything if group.rank_in_group == 0 else everything.zero_()).to(x.dtype)
 
 
 def compute_own(
@@ -21,7 +41,7 @@ def compute_own(
     w13: torch.Tensor,
     w2: torch.Tensor,
 ) -> torch.Tensor:
-    """This rank's part of the output (T, H), to be summed over ranks by the engine.
+    """Sum (T, H) float32 over this rank's assignments of each token.
 
     ``x`` (T, H) all tokens, ``topk_weights`` (T, K), ``local_ids`` (T, K) expert on this rank, -1
     for another rank's; ``w13`` (L + S, 2I, H) gate above up, ``w2`` (L + S, H, I).
@@ -41,11 +61,4 @@ def compute_own(
             gate, up = F.linear(x[mine], w13[expert]).chunk(2, dim=-1)
             rows = F.linear(F.silu(gate) * up, w2[expert]).float().mul_(weights[start:end])
             total.index_add_(0, mine, rows.to(x.dtype).float())
-    return total if x.dtype is torch.float32 else _complete_on_first_rank(total).to(x.dtype)
-
-
-def _complete_on_first_rank(part: torch.Tensor) -> torch.Tensor:
-    """The sum over ranks on the first and nothing on the others: no later sum can round it."""
-    group = get_parallel().moe_ep_group
-    total: torch.Tensor = group.all_reduce(part)
-    return total if group.rank_in_group == 0 else total.zero_()
+    return total

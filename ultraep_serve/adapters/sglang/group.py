@@ -1,5 +1,6 @@
 """The MoE layers of one scheduler process, joined into one balancer once the model is loaded."""
 
+import functools
 import logging
 
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 
 from ultraep_serve.adapters.joining import JoinedLayers, expert_parameters
 from ultraep_serve.adapters.sglang.checks import check_cpu_execution, check_layer
+from ultraep_serve.adapters.sglang.cpu_experts import compute_own
 from ultraep_serve.balancer import TokenView
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.errors import UnsupportedError
@@ -47,6 +49,7 @@ class ExpertGroup:
             layers=[movable_parameters(layer) for layer in layers],
             rank=self._rank,
             engine="sglang",
+            run_experts=functools.partial(_run_experts, first),
         )
         for layer in layers:
             self._widen_dispatch(layer)
@@ -112,3 +115,11 @@ def movable_parameters(layer: FusedMoE) -> list[nn.Parameter]:
                 "serve without balancing: --on-unsupported=off"
             )
     return expert_parameters(layer, layer.layer_name, num_local, movable)
+
+
+def _run_experts(layer: FusedMoE, num_assignments: int) -> None:
+    """Compute ``num_assignments`` in ``layer``'s masters, for the cost model."""
+    rows = torch.ones(num_assignments, layer.hidden_size, dtype=layer.w13_weight.dtype)
+    local = torch.arange(num_assignments) % layer.num_local_experts
+    weights = torch.ones(num_assignments, 1)
+    compute_own(rows, weights, local.unsqueeze(1), layer.w13_weight, layer.w2_weight)

@@ -18,7 +18,7 @@ from ultraep_serve.adapters.sglang.checks import (
     check_engine,
     check_settings,
 )
-from ultraep_serve.adapters.sglang.cpu_experts import compute_own
+from ultraep_serve.adapters.sglang.cpu_experts import compute_and_reduce
 from ultraep_serve.adapters.sglang.group import ExpertGroup, moe_layers
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.errors import UnsupportedError
@@ -162,7 +162,7 @@ class _SchedulerHooks:
         """
         if layer.moe_ep_size == 1:
             return original(layer, x, topk_output, moe_runner_config)
-        return compute_own(
+        return compute_and_reduce(
             x, topk_output.topk_weights, topk_output.topk_ids, layer.w13_weight, layer.w2_weight
         )
 

@@ -1,0 +1,47 @@
+"""Past loads of every layer, and policy ``eplb`` served live from them.
+
+The loads come from exchanges, so every rank keeps the same history and makes the same plan.
+"""
+
+from collections import deque
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ultraep_serve.policies.eplb import even_split, place_eplb_slots
+from ultraep_serve.types import ExpertShape, Plan
+
+__all__ = ["LoadHistory"]
+
+HISTORY_BATCHES = 8  # as in `ultraep-serve replay`
+
+
+class LoadHistory:
+    """Expert loads of the last batches, layer by layer."""
+
+    def __init__(self, num_layers: int, batches: int = HISTORY_BATCHES) -> None:
+        self._past: list[deque[NDArray[np.int64]]] = [
+            deque(maxlen=batches) for _ in range(num_layers)
+        ]
+
+    def add(self, layer: int, loads: NDArray[np.int64]) -> None:
+        """``layer`` of one more batch had ``loads`` (R, E)."""
+        self._past[layer].append(loads.sum(axis=0))
+
+    def plan_eplb(
+        self, layer: int, loads: NDArray[np.int64], shape: ExpertShape, source_rank: int
+    ) -> Plan | None:
+        """Replicas by past loads, ``loads`` (R, E) split evenly; None where the past asks for none.
+
+        What ``policies.registry`` calls "eplb-slots": masters stay and only slots are filled. It is
+        followed even where it makes this batch worse, as a balancer that cannot see it would.
+        """
+        if not self._past[layer]:
+            return None
+        past = np.stack(self._past[layer])[:, None]  # (N, 1, E): who chose does not matter
+        placement = place_eplb_slots(loads, shape, past, shape.num_ranks)
+        slot_expert = placement.slot_expert
+        if slot_expert is None or (slot_expert < 0).all():
+            return None
+        share = even_split(loads, placement)[source_rank]
+        return Plan(slot_expert=slot_expert, quota=placement.quota, share=share)
