@@ -8,6 +8,7 @@ import torch
 
 from ultraep_serve.balancer import Balancer, TokenView, identity_table, row_width
 from ultraep_serve.config import BalanceConfig
+from ultraep_serve.costs.model import IntegerCosts
 from ultraep_serve.slots import SlotPool
 from ultraep_serve.types import Decision, ExpertShape, Policy
 
@@ -51,7 +52,12 @@ class Notes:
 
 
 class Rig:
-    def __init__(self, view: TokenView = TokenView.SHARED, **settings: Any) -> None:
+    def __init__(
+        self,
+        view: TokenView = TokenView.SHARED,
+        costs: IntegerCosts | None = None,
+        **settings: Any,
+    ) -> None:
         self.fabric, self.notes = OtherRanks(), Notes()
         config = BalanceConfig(**{"min_batch_tokens": 8, **settings})
         pool = SlotPool(SHAPE.num_replica_slots, config.chunk_bytes)
@@ -64,6 +70,7 @@ class Rig:
             self.fabric,  # type: ignore[arg-type]
             self.notes,
             self.notes,
+            costs,
         )
 
     def route(self, ids: torch.Tensor, layer: int = 0) -> torch.Tensor:
@@ -238,3 +245,25 @@ def test_ranks_with_tokens_of_their_own_exchange_loads() -> None:
     rig.route(skewed())
     assert rig.decision is Decision.PLANNED
     assert rig.notes.records[-1]["load_before"].tolist() == [224, 0]
+
+
+def costs(per_expert_sent: int) -> IntegerCosts:
+    return IntegerCosts(
+        per_assignment=1000,
+        per_expert_read=0,
+        per_expert_sent=per_expert_sent,
+        per_relay_hop=0,
+        exchange=0,
+        plan=0,
+    )
+
+
+def test_weights_move_only_where_that_saves_time() -> None:
+    # 112 assignments on rank 0, none on rank 1: one copied expert saves at most 56 of them.
+    cheap, dear = Rig(costs=costs(55_000)), Rig(costs=costs(57_000))
+    for rig in (cheap, dear):
+        rig.route(skewed())
+    assert cheap.decision is Decision.PLANNED
+    assert dear.decision is Decision.UNPROFITABLE
+    assert dear.fabric.streams == 0
+    assert torch.equal(dear.route(skewed()), dear.balancer.identity(skewed()))
