@@ -4,6 +4,7 @@
     python benchmarks/serving.py balanced  the same for a model that needs no balancing: the cost
     python benchmarks/serving.py tokens    greedy tokens, off against quota, both parallel modes
     python benchmarks/serving.py logprobs  bfloat16: quota against off, and a control pair
+    python benchmarks/serving.py layers    predicted against measured time of a layer
     python benchmarks/serving.py memory    resident memory by number of slots
 
 Each writes benchmarks/results/serving-NAME.json with the command and the machine.
@@ -13,6 +14,7 @@ import argparse
 import functools
 import itertools
 import os
+import random
 import shlex
 import sys
 from collections.abc import Callable
@@ -29,6 +31,10 @@ from ultraep_serve.bench.server import Server
 from ultraep_serve.bench.sidecar import Sidecar
 from ultraep_serve.bench.tokens import compare_tokens
 from ultraep_serve.cli.bench import measure_with_progress
+from ultraep_serve.costs.fit import fit
+from ultraep_serve.launcher.run_directory import run_directory_of_port
+from ultraep_serve.observability.reader import RingReader
+from ultraep_serve.observability.schema import ring_path
 from ultraep_serve.testing import ModelSpec, demo_balanced, demo_glm4, demo_qwen3, make_model
 from ultraep_serve.testing.checks import (
     check_tokens,
@@ -39,7 +45,7 @@ from ultraep_serve.testing.checks import (
 from ultraep_serve.testing.permute import permute_experts
 from ultraep_serve.testing.server import BalancedServer, expert_parallel_flags
 from ultraep_serve.testing.text import sample_text
-from ultraep_serve.types import Policy
+from ultraep_serve.types import Policy, Verb
 
 WORK = Path("results")
 CONTEXT = 16384
@@ -170,6 +176,61 @@ def logprobs(options: argparse.Namespace) -> dict[str, Any]:
     return document
 
 
+def layers(options: argparse.Namespace) -> dict[str, Any]:
+    """Predicted against measured time of a layer, from served batches of many sizes.
+
+    The line (seconds over assignments of the busiest rank) is fitted to every other batch and held
+    against the batches between.
+    """
+    chooser = random.Random(0)
+    lengths = [chooser.randint(512, 8192) for _ in range(options.prompts)]
+    with (
+        serve(options, model(options.model), "bfloat16", "--allow-ideal") as running,
+        closing(Server(running.url)) as server,
+        closing(Sidecar(running.sidecar_url, running.token)) as sidecar,
+    ):
+        server.first_token(sample_text("law", 2048, 1))
+        for number, length in enumerate(lengths):
+            sidecar.set_policy((Policy.QUOTA, Policy.IDEAL)[number % 4 == 3])
+            server.first_token(sample_text("law", length, 100 + number))
+        samples = layer_samples(run_directory_of_port(running.port))
+    fitted = fit(samples[::2])
+    errors = [abs(fitted.predict(work) / seconds - 1) for work, seconds in samples[1::2]]
+    document = {
+        "model": options.model,
+        "mode": options.mode,
+        "seconds_per_assignment": fitted.slope,
+        "seconds_per_layer": fitted.intercept,
+        "held_out_layers": len(errors),
+        "relative_error": {
+            "median": float(np.median(errors)),
+            "p90": float(np.quantile(errors, 0.9)),
+            "max": max(errors),
+        },
+        "samples": samples,
+    }
+    print({name: value for name, value in document.items() if name != "samples"})
+    return document
+
+
+def layer_samples(run_path: Path) -> list[tuple[float, float]]:
+    """(assignments of the busiest rank, seconds of the engine's part) per layer, batch by batch.
+
+    A layer takes as long as its slowest rank.
+    """
+    records = [RingReader(ring_path(run_path, rank)).recent() for rank in range(2)]
+    seconds = {}
+    for rank_records in records:
+        for record in rank_records:
+            key = (int(record["batch"]), int(record["layer"]))
+            took = float(record["verb_ns"][Verb.COMPUTE]) / 1e9
+            seconds[key] = max(took, seconds.get(key, 0.0))
+    return [
+        (float(record["load_after"].max()), seconds[int(record["batch"]), int(record["layer"])])
+        for record in records[0]
+    ]
+
+
 def memory(options: argparse.Namespace) -> dict[str, Any]:
     """Proportional set size of both ranks after a prefill, by policy, slots and slot memory."""
     rows = []
@@ -215,7 +276,7 @@ def descendants(ancestor: int) -> set[int]:
 
 
 BENCHMARKS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
-    function.__name__: function for function in (ttft, balanced, tokens, logprobs, memory)
+    function.__name__: function for function in (ttft, balanced, tokens, logprobs, layers, memory)
 }
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The real engine, as a user starts it: same tokens, every layer balanced, no hangs."""
 
 import json
+import os
 import subprocess
 import sys
 from contextlib import closing
@@ -11,8 +12,10 @@ import pytest
 
 pytest.importorskip("sglang", reason="needs SGLang: deploy/setup_sglang_cpu.py")
 
+from ultraep_serve.adapters import sglang as adapter
 from ultraep_serve.bench.sidecar import Sidecar
 from ultraep_serve.bench.tokens import compare_tokens, generate
+from ultraep_serve.config import CONFIG_VARIABLE, BalanceConfig
 from ultraep_serve.launcher.run_directory import run_directory_of_port
 from ultraep_serve.testing import make_model, tiny_glm4, tiny_qwen3
 from ultraep_serve.testing.checks import check_tokens, generate_under, mixed_prompts
@@ -136,7 +139,6 @@ def test_engine_that_does_not_load_the_plugin_is_stopped(
     qwen3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SGLANG_PLUGINS", "another_one")
-    monkeypatch.setenv("SGLANG_SKIP_SERVER_WARMUP", "1")
     with serve(qwen3, tmp_path, "--skip-server-warmup") as server:
         assert server.wait(60.0) == 2
     assert "balance nothing" in server.log_path.read_text()
@@ -171,6 +173,25 @@ def test_bad_settings_are_refused_with_what_is_legal(
 def test_model_without_experts_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
     assert "not a Mixture-of-Experts model" in refused(str(tmp_path), *RANKS)
+
+
+def test_unverified_version_ends_every_process(tmp_path: Path) -> None:
+    """SGLang would log an exception of a plugin and serve on without it."""
+    script = (
+        f"import sys; sys.path.append({str(Path(adapter.__file__).with_name('cpu_standins'))!r})\n"
+        "from ultraep_serve.adapters.sglang import checks\n"
+        "checks.VERIFIED_VERSIONS = ('0.0',)\n"
+        "from sglang.srt.plugins import load_plugins\n"
+        "load_plugins()\n"
+        "print('went on')\n"
+    )
+    config = BalanceConfig(run_dir=str(tmp_path)).to_json()
+    environment = {**os.environ, CONFIG_VARIABLE: config, "SGLANG_USE_CPU_ENGINE": "1"}
+    command = [sys.executable, "-c", script]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    assert result.returncode == 1
+    assert "went on" not in result.stdout
+    assert "has not been verified; install 0.0" in result.stderr
 
 
 UNSUPPORTED = ("--ep-num-redundant-experts", "2")

@@ -30,7 +30,7 @@ def demo_report(bench: Mapping[str, Any], token_check: Mapping[str, Any]) -> dic
             {
                 "prompt_tokens": row["prompt_tokens"],
                 "ttft_seconds": {
-                    policy.value: row["ttft_seconds"].get(policy.value) for policy in Policy
+                    policy.value: row["ttft_seconds"].get(policy.value) for policy in LABELS
                 },
                 "efficiency": row["efficiency"],
                 "recovered": row["recovered"],
@@ -84,7 +84,7 @@ def _time_bars(rows: list[dict[str, Any]]) -> Table:
         times = row["ttft_seconds"]
         longest = max((seconds for seconds in times.values() if seconds is not None), default=0.0)
         label = f"{row['prompt_tokens']} tokens"
-        for policy in Policy:
+        for policy in LABELS:
             if (seconds := times[policy.value]) is not None:
                 bar = _bar(seconds, longest, policy)
                 table.add_row(label, LABELS[policy], bar, f"{seconds:.2f} s", _note(row, policy))

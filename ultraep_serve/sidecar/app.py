@@ -15,6 +15,7 @@ from ultraep_serve.sidecar.metrics import BalanceCollector
 from ultraep_serve.sidecar.routes_balance import balance_routes
 from ultraep_serve.sidecar.routes_control import control_routes
 from ultraep_serve.sidecar.routes_operate import operate_routes
+from ultraep_serve.sidecar.routes_record import record_routes
 from ultraep_serve.sidecar.store import NoRunError, RunStore
 
 __all__ = ["SidecarSettings", "create_app"]
@@ -75,6 +76,7 @@ def create_app(
     app.include_router(operate_routes(store, registry, run_dir))
     app.include_router(balance_routes(store))
     app.include_router(control_routes(store, run_dir, token, allow_ideal))
+    app.include_router(record_routes(run_dir, token))
     app.add_api_route("/", lambda: HTMLResponse(_PAGE), include_in_schema=False)
     app.add_exception_handler(NoRunError, _no_run)
     return app

@@ -1,18 +1,23 @@
-"""The one endpoint that changes something: the policy."""
+"""The endpoints that change something: the policy, and whether routing is recorded."""
 
 import hmac
 import threading
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Depends, Header, HTTPException
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from ultraep_serve.observability import ControlError, ControlPage
+from ultraep_serve.observability.control import RecordLevel
 from ultraep_serve.sidecar.store import RunStore
 from ultraep_serve.types import Policy
 
-__all__ = ["control_routes"]
+__all__ = ["bearer_of", "control_routes"]
+
+_MIB = 1 << 20
+_NO_PAGE = "the engine is still loading, or was started with --policy off"
 
 
 class PolicyRequest(BaseModel):
@@ -30,12 +35,26 @@ class PolicyAnswer(BaseModel):
     sequence: int
 
 
-def control_routes(
-    store: RunStore, run_dir: Path, token: str | None, allow_ideal: bool
-) -> APIRouter:
-    """The routes over the control page in ``run_dir``, open to bearers of ``token``."""
-    router = APIRouter(prefix="/v1/control")
-    one_writer = threading.Lock()
+class RecordRequest(BaseModel):
+    """What to record from the next batch on; ``off`` ends it."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    level: Literal["off", "loads", "tokens"]
+    max_bytes: int = Field(
+        256 * _MIB, ge=_MIB, le=4096 * _MIB, description="of shared memory per recording rank"
+    )
+
+
+class RecordAnswer(BaseModel):
+    """The recording's level and number; spools of another number are another recording's."""
+
+    level: Literal["off", "loads", "tokens"]
+    number: int
+
+
+def bearer_of(token: str | None) -> Callable[[str | None], None]:
+    """A dependency that lets bearers of ``token`` pass, and nobody where there is none."""
 
     def authorise(authorization: Annotated[str | None, Header()] = None) -> None:
         if not token:
@@ -49,7 +68,17 @@ def control_routes(
                 {"WWW-Authenticate": "Bearer"},
             )
 
-    @router.post("/policy", dependencies=[Depends(authorise)])
+    return authorise
+
+
+def control_routes(
+    store: RunStore, run_dir: Path, token: str | None, allow_ideal: bool
+) -> APIRouter:
+    """The routes over the control page in ``run_dir``, open to bearers of ``token``."""
+    router = APIRouter(prefix="/v1/control", dependencies=[Depends(bearer_of(token))])
+    one_writer = threading.Lock()
+
+    @router.post("/policy")
     def set_policy(request: PolicyRequest) -> PolicyAnswer:
         """Switch the policy from the next batch on."""
         if request.policy is Policy.IDEAL and not allow_ideal:
@@ -63,8 +92,17 @@ def control_routes(
             with one_writer, ControlPage.open(run_dir) as page:
                 return PolicyAnswer(policy=request.policy, sequence=page.set_policy(request.policy))
         except ControlError as error:
-            raise HTTPException(
-                409, f"{error}; the engine is still loading, or was started with --policy off"
-            ) from error
+            raise HTTPException(409, f"{error}; {_NO_PAGE}") from error
+
+    @router.post("/record")
+    def record(request: RecordRequest) -> RecordAnswer:
+        """Record routing from the next batch on, replacing what was recorded before, or stop."""
+        level = RecordLevel[request.level.upper()]
+        try:
+            with one_writer, ControlPage.open(run_dir) as page:
+                recording = page.record(level, request.max_bytes)
+        except ControlError as error:
+            raise HTTPException(409, f"{error}; {_NO_PAGE}") from error
+        return RecordAnswer(level=request.level, number=recording.number)
 
     return router

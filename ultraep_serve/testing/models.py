@@ -81,7 +81,7 @@ class ModelReport:
 def make_model(path: str | Path, spec: ModelSpec | None = None) -> ModelReport:
     """Write a checkpoint to the directory ``path`` and measure its routing.
 
-    Without a spec it is the demo model: about half a minute on two free cores; the tiny ones take 2 to 4.
+    Without a spec it is the demo model: 20 seconds on two free cores, the tiny ones take 2 to 4.
     Raises ConfigError when two domains of the spec share a word.
     """
     spec = ModelSpec() if spec is None else spec

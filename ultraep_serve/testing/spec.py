@@ -33,7 +33,7 @@ class ModelSpec:
     num_groups: int = 4  # glm4_moe: expert groups
     groups_per_token: int = 2  # glm4_moe: groups a token may choose from
     num_dense_layers: int = 1  # glm4_moe: leading layers without experts
-    calibration_length: int = 1024  # tokens per calibration text; longer is slower and more exact
+    calibration_length: int = 512  # tokens per calibration text; longer is slower and more exact
 
     def __post_init__(self) -> None:
         ranks, experts = self.num_ranks, self.num_experts
@@ -97,17 +97,19 @@ class ModelSpec:
 
 def demo_qwen3(imbalance: float = 1.7, num_ranks: int = 2) -> ModelSpec:
     """The demo model: Qwen3-MoE, 4 layers of 16 experts, skewed."""
-    return ModelSpec(imbalance=imbalance, num_ranks=num_ranks)
+    # More than two ranks have finer shares to meet.
+    length = 512 if num_ranks <= 2 else 1024
+    return ModelSpec(imbalance=imbalance, num_ranks=num_ranks, calibration_length=length)
 
 
 def demo_balanced(num_ranks: int = 2) -> ModelSpec:
     """The demo model with nothing to gain: every rank already has the same load."""
-    return ModelSpec(imbalance=1.0, num_ranks=num_ranks)
+    return demo_qwen3(1.0, num_ranks)
 
 
 def demo_glm4(imbalance: float = 1.7, num_ranks: int = 2) -> ModelSpec:
     """GLM-4-MoE in the demo's size: sigmoids, grouped top-k, a shared expert, one dense layer."""
-    return ModelSpec(architecture="glm4_moe", imbalance=imbalance, num_ranks=num_ranks)
+    return replace(demo_qwen3(imbalance, num_ranks), architecture="glm4_moe")
 
 
 def tiny_qwen3(imbalance: float = 1.6, num_ranks: int = 2) -> ModelSpec:
@@ -123,7 +125,6 @@ def tiny_qwen3(imbalance: float = 1.6, num_ranks: int = 2) -> ModelSpec:
         num_heads=4,
         head_dim=32,
         num_ranks=num_ranks,
-        calibration_length=512,
     )
 
 

@@ -1,5 +1,6 @@
 """The seams: hooks on SGLang's own functions, through SGLang's own registry for that."""
 
+import inspect
 import logging
 import pkgutil
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from ultraep_serve.adapters.sglang.checks import (
     check_engine,
     check_settings,
 )
+from ultraep_serve.adapters.sglang.cpu_device import complete_device_module
 from ultraep_serve.adapters.sglang.cpu_experts import compute_and_reduce
 from ultraep_serve.adapters.sglang.group import ExpertGroup, moe_layers
 from ultraep_serve.config import BalanceConfig
@@ -63,13 +65,9 @@ def install(config: BalanceConfig) -> None:
             raise
         logger.warning("ultraep: serving without balancing: %s", error)
         return
-    hooks = _SchedulerHooks(config)
-    HookRegistry.register(COMPUTE, hooks.compute, HookType.AROUND)
-    HookRegistry.register(LOAD, hooks.loaded, HookType.AFTER)
-    if config.policy is not Policy.OFF:
-        HookRegistry.register(FORWARD, hooks.forward, HookType.AROUND)
-        HookRegistry.register(EXPERTS, hooks.experts, HookType.AROUND)
-        HookRegistry.register(SCHEDULER, hooks.scheduler_made, HookType.AFTER)
+    complete_device_module()
+    for target, (hook, kind) in _SchedulerHooks(config).by_target().items():
+        HookRegistry.register(target, hook, kind)
 
 
 class _SchedulerHooks:
@@ -80,6 +78,18 @@ class _SchedulerHooks:
         self._group: ExpertGroup | None = None
         self._served_plainly = False  # by on_unsupported = off
         self._in_prefill = False
+
+    def by_target(self) -> dict[str, tuple[Callable[..., Any], HookType]]:
+        """What to hook where; without balancing only what expert parallelism on CPU needs."""
+        hooks: dict[str, tuple[Callable[..., Any], HookType]] = {
+            COMPUTE: (self.compute, HookType.AROUND),
+            LOAD: (self.loaded, HookType.AFTER),
+        }
+        if self._config.policy is not Policy.OFF:
+            hooks[FORWARD] = (self.forward, HookType.AROUND)
+            hooks[EXPERTS] = (self.experts, HookType.AROUND)
+            hooks[SCHEDULER] = (self.scheduler_made, HookType.AFTER)
+        return hooks
 
     def loaded(self, _result: None, runner: Any) -> None:
         """Take the experts over once their weights are final.
@@ -174,7 +184,8 @@ class _SchedulerHooks:
         """
         if self._served_plainly:
             return
-        missing = [path for path in (*_PARAMETERS, SCHEDULER) if not _is_hooked(path)]
+        hooks = self.by_target().items()
+        missing = [target for target, (hook, _) in hooks if not _is_in_place(target, hook)]
         if missing or self._group is None:
             raise UnsupportedError(
                 f"SGLang did not apply the hooks on {missing or [LOAD]}; see its log for the "
@@ -184,6 +195,11 @@ class _SchedulerHooks:
         self._group.mark_ready()
 
 
-def _is_hooked(path: str) -> bool:
-    """Whether SGLang's registry wrapped what ``path`` names, as its wrappers say of themselves."""
-    return hasattr(pkgutil.resolve_name(path), "__wrapped__")
+def _is_in_place(target: str, hook: Callable[..., Any]) -> bool:
+    """Whether calling what ``target`` names calls ``hook``: SGLang's wrappers close over theirs."""
+    wrapper = pkgutil.resolve_name(target)
+    while wrapper is not None:
+        if inspect.getclosurevars(wrapper).nonlocals.get("hook") == hook:
+            return True
+        wrapper = getattr(wrapper, "__wrapped__", None)
+    return False

@@ -1,0 +1,120 @@
+"""Endpoints that hand out what the ranks record; what to record is set at the control endpoint."""
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, BinaryIO
+
+from fastapi import APIRouter, Depends, HTTPException
+from fastapi import Path as InPath
+from fastapi.responses import StreamingResponse
+from pydantic import BaseModel
+
+from ultraep_serve.observability._files import open_regular
+from ultraep_serve.observability.spool import (
+    PAGE_BYTES,
+    SpoolError,
+    parse_spool_header,
+    spool_path,
+)
+from ultraep_serve.sidecar.routes_control import bearer_of
+
+__all__ = ["record_routes"]
+
+_NAME = re.compile(r"spool-(0|[1-9]\d{0,3})")
+_PIECE_BYTES = 1 << 20
+
+Rank = Annotated[int, InPath(ge=0, lt=10_000)]
+
+
+class SpoolStatus(BaseModel):
+    """How far one rank's spool has come."""
+
+    rank: int
+    number: int  # of the recording
+    level: str
+    batches: int  # complete ones with tokens of requests
+    lost_batches: int  # that did not fit
+    is_open: bool  # a batch is being written
+    bytes: int
+
+
+class RecordStatus(BaseModel):
+    """The spools there are, by rank; one alone where all ranks see the same tokens."""
+
+    spools: list[SpoolStatus]
+
+
+def record_routes(run_dir: Path, token: str | None) -> APIRouter:
+    """The routes over the spools in ``run_dir``, open to bearers of ``token``."""
+    router = APIRouter(prefix="/v1/record", dependencies=[Depends(bearer_of(token))])
+
+    @router.get("")
+    def status() -> RecordStatus:
+        """Batches and bytes recorded so far."""
+        found = (_status(run_dir, rank) for rank in _ranks(run_dir))
+        return RecordStatus(spools=[spool for spool in found if spool])
+
+    @router.get("/spool/{rank}")
+    def spool(rank: Rank) -> StreamingResponse:
+        """What ``rank`` recorded, as it lies in its file; see ``observability.spool``."""
+        try:
+            file = os.fdopen(open_regular(spool_path(run_dir, rank)), "rb")
+        except OSError as error:
+            raise HTTPException(404, f"rank {rank} has recorded nothing") from error
+        size = os.fstat(file.fileno()).st_size
+        return StreamingResponse(
+            _pieces(file, size),
+            media_type="application/octet-stream",
+            headers={"content-length": str(size)},
+        )
+
+    @router.delete("")
+    def forget() -> None:
+        """Give back the shared memory that the spools take."""
+        for rank in _ranks(run_dir):
+            spool_path(run_dir, rank).unlink(missing_ok=True)
+
+    return router
+
+
+def _ranks(run_dir: Path) -> list[int]:
+    try:
+        names = os.listdir(run_dir)
+    except OSError:
+        return []
+    return sorted(int(found[1]) for name in names if (found := _NAME.fullmatch(name)))
+
+
+def _status(run_dir: Path, rank: int) -> SpoolStatus | None:
+    """None for a spool that went away or is none."""
+    try:
+        descriptor = open_regular(spool_path(run_dir, rank))
+    except OSError:
+        return None
+    try:
+        header = parse_spool_header(os.pread(descriptor, PAGE_BYTES, 0))
+        size = os.fstat(descriptor).st_size
+    except (OSError, SpoolError):
+        return None
+    finally:
+        os.close(descriptor)
+    return SpoolStatus(
+        rank=rank,
+        number=header.number,
+        level=header.level.name.lower(),
+        batches=header.batches,
+        lost_batches=header.lost_batches,
+        is_open=header.is_open,
+        bytes=size,
+    )
+
+
+def _pieces(file: BinaryIO, size: int) -> Iterator[bytes]:
+    """The first ``size`` bytes; the file may grow or be cut meanwhile."""
+    position = 0
+    with file:
+        while position < size and (piece := file.read(min(_PIECE_BYTES, size - position))):
+            position += len(piece)
+            yield piece
