@@ -9,6 +9,7 @@ from contextlib import closing
 from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM: make setup")
@@ -16,9 +17,11 @@ pytest.importorskip("vllm", reason="needs vLLM: make setup")
 from ultraep_serve.bench.sidecar import Sidecar
 from ultraep_serve.bench.tokens import compare_tokens, generate
 from ultraep_serve.launcher.run_directory import run_directory_of_port
+from ultraep_serve.policies.registry import policy_function
 from ultraep_serve.testing import make_model, tiny_glm4, tiny_qwen3
 from ultraep_serve.testing.checks import check_tokens, generate_under, mixed_prompts
 from ultraep_serve.testing.server import BalancedServer, ServerError, expert_parallel_flags
+from ultraep_serve.traces import PREFILL, ReplayOptions, Trace, load_trace, replay
 from ultraep_serve.types import Policy
 
 pytestmark = pytest.mark.engine
@@ -173,3 +176,41 @@ def test_layer_that_cannot_be_balanced_serves_plainly_on_request(
     with BalancedServer(qwen3, flags, tmp_path / "log") as server:
         assert len(generate(server.url, server.model, PROMPTS[:4], 4, concurrency=4)) == 4
     assert "serving without balancing" in (tmp_path / "log").read_text()
+
+
+def record_one_prompt(server: BalancedServer, out: Path) -> Trace:
+    """What the server's router chose in eight prefills of the same prompt."""
+    command = [sys.executable, "-m", "ultraep_serve.cli", "record", "--batches", "8"]
+    command += ["--sidecar", server.sidecar_url, "--url", server.url, "--out", str(out)]
+    with subprocess.Popen(command) as recorder:
+        while recorder.poll() is None:
+            generate(server.url, server.model, [max(PROMPTS, key=len)], 1, concurrency=1)
+    assert recorder.returncode == 0
+    trace = load_trace(out)
+    assert isinstance(trace, Trace)
+    return trace
+
+
+@pytest.mark.parametrize("mode", ["tensor", "data"])
+def test_a_recorded_trace_shows_the_imbalance_that_was_served(
+    qwen3: Path, tmp_path: Path, mode: str
+) -> None:
+    with serve(qwen3, tmp_path, mode, "--enforce-eager") as server:
+        since_ns = time.time_ns()
+        trace = record_one_prompt(server, tmp_path / "quota.npz")
+        with closing(Sidecar(server.sidecar_url, server.token)) as sidecar:
+            served = sidecar.balance(since_ns, Policy.QUOTA)["imbalance"]["before"]
+            sidecar.set_policy(Policy.OFF)
+        unbalanced = record_one_prompt(server, tmp_path / "off.npz")
+        assert not list(run_directory_of_port(server.port).glob("spool-*"))
+    spec = tiny_qwen3()
+    assert trace.topk_ids.shape[1:] == (spec.num_layers, spec.experts_per_token)
+    assert trace.topk_ids.min() >= 0
+    # Same prompt, same batch: neither padding nor the dummy batch of an idle rank is in it.
+    assert len(set(trace.sequence_lengths.tolist())) == 1
+    assert trace.phase is not None
+    assert (trace.phase == PREFILL).all()
+    assert np.array_equal(trace.topk_ids, unbalanced.topk_ids)
+    options = ReplayOptions(2, 2, batch_tokens=int(trace.sequence_lengths[0]))
+    replayed = replay(trace, options, [policy_function("off")])
+    assert np.mean(replayed.imbalance_before) == pytest.approx(served["mean"], rel=1e-3)

@@ -5,7 +5,6 @@ dispatch; the engine's own dispatch, expert kernels and combine run on unchanged
 """
 
 import logging
-import time
 import zlib
 from dataclasses import dataclass
 from enum import Enum
@@ -23,6 +22,8 @@ from ultraep_serve.costs.decide import Transfer, saved_picoseconds, transfer_of
 from ultraep_serve.costs.model import IntegerCosts
 from ultraep_serve.fabric import HostFabric
 from ultraep_serve.history import LoadHistory
+from ultraep_serve.observability.recorder import Recorder
+from ultraep_serve.observability.stopwatch import Stopwatch
 from ultraep_serve.policies import plan_quota
 from ultraep_serve.slots import LayerSlots
 from ultraep_serve.types import Decision, ExpertShape, IntArray, Plan, Policy, Verb
@@ -49,29 +50,6 @@ class PolicySource(Protocol):
     def policy(self) -> Policy: ...
 
 
-class RecorderLike(Protocol):
-    """What the balancer tells about itself; see ``observability.recorder``."""
-
-    def record(
-        self,
-        *,
-        layer: int,
-        batch: int,
-        tokens: int,
-        decision: Decision,
-        policy: Policy,
-        replicas: int,
-        bytes_sent: int,
-        bytes_received: int,
-        verb_ns: NDArray[np.int64],
-        load_before: NDArray[np.int64],
-        load_after: NDArray[np.int64],
-        slot_expert: IntArray,
-    ) -> None: ...
-
-    def count_batch(self, decision: Decision) -> None: ...
-
-
 def row_width(num_logical_experts: int, view: TokenView) -> int:
     """int64 that a rank contributes to an exchange; loads travel only where they differ."""
     return HEADER_WIDTH + (num_logical_experts if view is TokenView.OWN else 0)
@@ -88,7 +66,7 @@ class Balancer:
         layers: list[LayerSlots],
         fabric: HostFabric,
         policies: PolicySource | None,
-        recorder: RecorderLike,
+        recorder: Recorder,
         costs: IntegerCosts | None = None,
     ) -> None:
         """``layers`` in the order they run; ``policies`` is rank 0's, the others follow it.
@@ -127,7 +105,7 @@ class Balancer:
             return self._skip(first, Decision.SMALL, topk_ids)
         if not first and self._batch_policy is Policy.OFF:
             return self.identity(topk_ids)
-        watch = _Stopwatch()
+        watch = Stopwatch()
         load, unknown = count(topk_ids, self.shape.num_logical_experts)
         watch.lap(Verb.COUNT)
         loads, doubt = self._exchange(load, unknown)
@@ -293,19 +271,6 @@ class Balancer:
             logger.warning("%s", text)
 
 
-class _Stopwatch:
-    """Nanoseconds per verb."""
-
-    def __init__(self) -> None:
-        self.nanoseconds = np.zeros(len(Verb), dtype=np.int64)
-        self._last = time.perf_counter_ns()
-
-    def lap(self, verb: Verb) -> None:
-        now = time.perf_counter_ns()
-        self.nanoseconds[verb] += now - self._last
-        self._last = now
-
-
 @dataclass(frozen=True)
 class _Routed:
     """A layer between ``route`` and ``computed``."""
@@ -316,7 +281,7 @@ class _Routed:
     loads: NDArray[np.int64]  # (R, E)
     plan: Plan | None
     sent: int  # bytes
-    watch: _Stopwatch
+    watch: Stopwatch
 
 
 def identity_table(

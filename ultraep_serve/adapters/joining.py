@@ -54,18 +54,10 @@ class JoinedLayers:
             shape.num_replica_slots, config.chunk_bytes, config.slot_memory == "per_layer"
         )
         slots = [_adopt(parameters, pool) for parameters in layers]
-        control = ControlPage.create(config.run_path, config.policy) if rank == 0 else None
-        self._recorder = Recorder.create(
-            run_path=config.run_path,
-            rank=rank,
-            shape=shape,
-            num_layers=len(slots),
-            ring_records=config.ring_records,
-            engine=engine,
-            mode=view.value,
-            slot_bytes=pool.size,
-            timeout_seconds=config.timeout_seconds,
-        )
+        self.shape = shape
+        self._view, self._num_layers, self._slot_bytes = view, len(slots), pool.size
+        self._policies = ControlPage.create(config.run_path, config.policy) if rank == 0 else None
+        self._recorder = self._create_recorder(config, rank, engine)
         fabric = HostFabric(
             run_path=config.run_path,
             rank=rank,
@@ -75,27 +67,42 @@ class JoinedLayers:
             max_chunks=max(layer.chunks.shape[0] for layer in slots),
             timeout_seconds=config.timeout_seconds,
         )
+        self._control = self._policies or ControlPage.open(config.run_path)
+        self._spool = self._create_spool(config, rank, engine)
         warm_up(shape)
         _warm_up_kernels(shape, slots[0], fabric)
-        self.shape = shape
-        self._spool: SpoolWriter | None = None  # where all see the same tokens, one rank records
-        if view is TokenView.OWN or rank == 0:
-            self._control = control or ControlPage.open(config.run_path)
-            source = SpoolSource(
-                rank=rank,
-                num_ranks=shape.num_ranks,
-                num_layers=len(slots),
-                num_experts=shape.num_logical_experts,
-                min_batch_tokens=config.min_batch_tokens,
-                is_shared=view is TokenView.SHARED,
-                engine=engine,
-            )
-            self._spool = SpoolWriter(config.run_path, source)
-        self._view, self._num_layers, self._slot_bytes = view, len(slots), pool.size
         costs = agreed_costs(config, shape, slots[0], fabric, run_experts)
         self._balancer = Balancer(
-            config, shape, view, slots, fabric, control, self._recorder, costs
+            config, shape, view, slots, fabric, self._policies, self._recorder, costs
         )
+
+    def _create_recorder(self, config: BalanceConfig, rank: int, engine: str) -> Recorder:
+        return Recorder.create(
+            run_path=config.run_path,
+            rank=rank,
+            shape=self.shape,
+            num_layers=self._num_layers,
+            ring_records=config.ring_records,
+            engine=engine,
+            mode=self._view.value,
+            slot_bytes=self._slot_bytes,
+            timeout_seconds=config.timeout_seconds,
+        )
+
+    def _create_spool(self, config: BalanceConfig, rank: int, engine: str) -> SpoolWriter | None:
+        """Where all ranks see the same tokens, one records them."""
+        if self._view is TokenView.SHARED and rank != 0:
+            return None
+        source = SpoolSource(
+            rank=rank,
+            num_ranks=self.shape.num_ranks,
+            num_layers=self._num_layers,
+            num_experts=self.shape.num_logical_experts,
+            min_batch_tokens=config.min_batch_tokens,
+            is_shared=self._view is TokenView.SHARED,
+            engine=engine,
+        )
+        return SpoolWriter(config.run_path, source)
 
     def mark_ready(self) -> None:
         """Say that this rank balances; the launcher and the sidecar wait for it."""

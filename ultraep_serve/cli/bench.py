@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ultraep_serve.bench.server import Server
     from ultraep_serve.bench.sidecar import Sidecar
 
-__all__ = ["add_parser", "measure_with_progress", "require_client_packages", "run"]
+__all__ = ["add_parser", "control_token", "measure_with_progress", "require_client_packages", "run"]
 
 DEFAULT = "default: %(default)s"
 INTERRUPTED = 130  # exit code of a process that Ctrl-C ended
@@ -110,7 +110,7 @@ def _bench_prefill(arguments: argparse.Namespace) -> int:
     from ultraep_serve.bench.server import Server
     from ultraep_serve.bench.sidecar import Sidecar
 
-    options, token = _options(arguments), _token(arguments)
+    options, token = _options(arguments), control_token(arguments)
     if arguments.json is not None:
         prepare_directory(arguments.json)
     with closing(Server(arguments.url, arguments.model, arguments.timeout)) as server:
@@ -184,7 +184,7 @@ def _made_up_text(tokenizer_file: Path) -> "PromptSource | None":
     return None
 
 
-def _token(arguments: argparse.Namespace) -> str | None:
+def control_token(arguments: argparse.Namespace) -> str | None:
     """The given token, or the one that a server on this machine left in its run directory."""
     if token := arguments.token or control_token_from_environment():
         return str(token)

@@ -59,7 +59,7 @@ def engine_command(model: str, flags: list[str], policy: Policy) -> EngineComman
         arguments=[
             sys.executable,
             "-m",
-            "ultraep_serve.adapters.sglang.server" if on_cpu else "sglang.launch_server",
+            "ultraep_serve.adapters.sglang.server",
             "--model-path",
             model,
             *flags,
