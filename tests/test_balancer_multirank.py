@@ -57,7 +57,7 @@ def test_answers_are_the_same_bits(run_path: Path, view: TokenView, num_ranks: i
 def test_policies_change_at_run_time_in_the_same_batch_everywhere(
     run_path: Path, view: TokenView
 ) -> None:
-    batches = make_batches(2, view, policies=tuple(Policy))
+    batches = make_batches(2, view, policies=tuple(Policy), num_batches=160)
     report = run(run_path, batches)
     seen = report.counts()
     assert min(seen[name] for name in ("planned", "forced", "policy_off")) >= 5

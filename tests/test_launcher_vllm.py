@@ -21,7 +21,7 @@ def _engine_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def cpu_build(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_is_cpu_build", lambda: True)
-    monkeypatch.setattr(launch.os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2, 3})
 
 
 def checkpoint(path: Path, **config: object) -> str:

@@ -8,7 +8,8 @@ from collections import deque
 import numpy as np
 from numpy.typing import NDArray
 
-from ultraep_serve.policies.eplb import even_split, place_eplb_slots
+from ultraep_serve.policies._split import even_shares
+from ultraep_serve.policies.eplb import place_eplb_slots
 from ultraep_serve.types import ExpertShape, Plan
 
 __all__ = ["LoadHistory"]
@@ -23,6 +24,8 @@ class LoadHistory:
         self._past: list[deque[NDArray[np.int64]]] = [
             deque(maxlen=batches) for _ in range(num_layers)
         ]
+        # Compiled, or loaded from disk, now: no batch waits for that.
+        even_shares(np.zeros((1, 1), np.int64), np.ones((1, 1), np.int32))
 
     def add(self, layer: int, loads: NDArray[np.int64]) -> None:
         """``layer`` of one more batch had ``loads`` (R, E)."""
@@ -39,9 +42,10 @@ class LoadHistory:
         if not self._past[layer]:
             return None
         past = np.stack(self._past[layer])[:, None]  # (N, 1, E): who chose does not matter
-        placement = place_eplb_slots(loads, shape, past, shape.num_ranks)
+        counts = np.ascontiguousarray(loads)
+        placement = place_eplb_slots(counts, shape, past, shape.num_ranks)
         slot_expert = placement.slot_expert
         if slot_expert is None or (slot_expert < 0).all():
             return None
-        share = even_split(loads, placement)[source_rank]
+        share = even_shares(counts, placement.copies)[source_rank]
         return Plan(slot_expert=slot_expert, quota=placement.quota, share=share)

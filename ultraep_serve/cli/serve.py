@@ -1,12 +1,14 @@
-"""`ultraep-serve vllm MODEL [flags]`: the engine's server with balancing on and the sidecar."""
+"""`ultraep-serve ENGINE MODEL [flags]`: the engine's server with balancing on and the sidecar."""
 
 import argparse
+import functools
 import socket
 import sys
 from pathlib import Path
 from typing import Any
 
-from ultraep_serve.adapters.vllm.launch import engine_command, parse_engine_flags
+from ultraep_serve.adapters.sglang import launch as sglang
+from ultraep_serve.adapters.vllm import launch as vllm
 from ultraep_serve.config import BalanceConfig, parse_policy
 from ultraep_serve.costs.model import CostModel
 from ultraep_serve.errors import ConfigError
@@ -17,20 +19,25 @@ from ultraep_serve.types import Policy
 __all__ = ["add_parser", "run"]
 
 _DEFAULTS = BalanceConfig()
+_ENGINES: dict[str, tuple[str, str, Any]] = {  # command: title, flag of the model, launch module
+    "vllm": ("vLLM", "--model", vllm),
+    "sglang": ("SGLang", "--model-path", sglang),
+}
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add `vllm` to the main parser's ``subparsers``."""
-    parser = subparsers.add_parser(
-        "vllm",
-        help="serve a model with vLLM, every prefill batch balanced",
-        description="Start vLLM's OpenAI server with balancing on and the sidecar beside it. "
-        "Flags that are not listed here are vLLM's own and are passed on.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("model", help="what vLLM takes as --model")
-    add_balance_arguments(parser)
-    parser.set_defaults(run=run, passes_flags_on=True)
+    """Add one command per engine to the main parser's ``subparsers``."""
+    for name, (title, model_flag, launch) in _ENGINES.items():
+        parser = subparsers.add_parser(
+            name,
+            help=f"serve a model with {title}, every prefill batch balanced",
+            description=f"Start {title}'s OpenAI server with balancing on and the sidecar beside "
+            f"it. Flags that are not listed here are {title}'s own and are passed on.",
+            allow_abbrev=False,
+        )
+        parser.add_argument("model", help=f"what {title} takes as {model_flag}")
+        add_balance_arguments(parser)
+        parser.set_defaults(run=functools.partial(run, launch=launch), passes_flags_on=True)
 
 
 def add_balance_arguments(parser: argparse.ArgumentParser) -> None:
@@ -92,12 +99,12 @@ def add_balance_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace, launch: Any) -> int:
     """Serve until the engine ends. Raises UltraEPError for what cannot be started."""
     flags: list[str] = arguments.engine_flags
     policy = parse_policy(arguments.policy)
-    parsed = parse_engine_flags(flags)
-    command = engine_command(arguments.model, flags, policy)
+    parsed = launch.parse_engine_flags(flags)
+    command = launch.engine_command(arguments.model, flags, policy)
     sidecar_port = arguments.sidecar_port or parsed.port + 1
     _check_port(parsed.host, parsed.port, "--port")
     if policy is not Policy.OFF:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -23,11 +24,17 @@ class ServerError(UltraEPError):
 
 
 class BalancedServer:
-    """`ultraep-serve vllm MODEL FLAGS` on free ports; a context manager that stops it."""
+    """`ultraep-serve ENGINE MODEL FLAGS` on free ports; a context manager that stops it."""
 
     def __init__(
-        self, model: Path, flags: Sequence[str], log_path: Path, start_seconds: float = 300.0
+        self,
+        model: Path,
+        flags: Sequence[str],
+        log_path: Path,
+        start_seconds: float = 300.0,
+        engine: str = "vllm",
     ) -> None:
+        self._engine = engine
         self.model = str(model)
         self.port, self.sidecar_port = _free_port(), _free_port()
         self.url = f"http://127.0.0.1:{self.port}"
@@ -50,7 +57,14 @@ class BalancedServer:
 
     def __enter__(self) -> "BalancedServer":
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "ultraep_serve.cli", "vllm", self.model, *self._flags]
+        command = [
+            sys.executable,
+            "-m",
+            "ultraep_serve.cli",
+            self._engine,
+            self.model,
+            *self._flags,
+        ]
         with self.log_path.open("wb") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
         try:
@@ -79,11 +93,10 @@ class BalancedServer:
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
                 raise ServerError(f"the server ended at start-up:\n{self._log_tail()}")
-            try:
+            with suppress(httpx.TransportError):  # not listening yet
                 if httpx.get(f"{self.url}/health", timeout=2.0).status_code == 200:
                     return
-            except httpx.TransportError:
-                time.sleep(0.5)
+            time.sleep(0.5)
         raise ServerError(f"no answer after {self._start_seconds:g} s:\n{self._log_tail()}")
 
     def _log_tail(self) -> str:
@@ -100,18 +113,17 @@ class BalancedServer:
                 self._process.wait()
 
 
-def expert_parallel_flags(mode: str, dtype: str, max_tokens: int) -> list[str]:
-    """vLLM's flags for two expert-parallel ranks, ``mode`` "tensor" or "data"."""
-    return [
-        f"--{mode}-parallel-size",
-        "2",
-        "--enable-expert-parallel",
-        "--dtype",
-        dtype,
-        "--max-model-len",
-        str(max_tokens),
-        "--no-enable-prefix-caching",
-    ]
+def expert_parallel_flags(
+    mode: str, dtype: str, max_tokens: int, engine: str = "vllm"
+) -> list[str]:
+    """``engine``'s flags for two expert-parallel ranks, ``mode`` "tensor" or (vLLM) "data"."""
+    context = str(max_tokens)
+    if engine == "sglang":
+        assert mode == "tensor", "data parallelism is not there yet for SGLang"
+        ranks = ["--tp-size", "2", "--ep-size", "2", "--disable-radix-cache"]
+        return [*ranks, "--dtype", dtype, "--context-length", context]
+    ranks = [f"--{mode}-parallel-size", "2", "--enable-expert-parallel"]
+    return [*ranks, "--no-enable-prefix-caching", "--dtype", dtype, "--max-model-len", context]
 
 
 def _free_port() -> int:

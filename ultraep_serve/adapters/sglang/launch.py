@@ -1,12 +1,16 @@
 """How to start SGLang's OpenAI server; imports nothing of SGLang."""
 
 import argparse
-import json
-import os
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+from ultraep_serve.adapters.launching import (
+    bind_cores,
+    check_has_experts,
+    cores_by_rank,
+    local_url,
+)
 from ultraep_serve.errors import ConfigError, UnsupportedError
 from ultraep_serve.launcher.supervisor import EngineCommand
 from ultraep_serve.types import Policy
@@ -14,7 +18,6 @@ from ultraep_serve.types import Policy
 __all__ = ["DEFAULT_PORT", "engine_command", "parse_engine_flags"]
 
 DEFAULT_PORT = 30000
-_EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 _REMEDY = "or serve with --policy off"
 _CPU_CACHE_TOKENS = "32768"  # each rank would otherwise take the machine's memory for its own
 
@@ -49,12 +52,11 @@ def engine_command(model: str, flags: list[str], policy: Policy) -> EngineComman
         )
     parsed = parse_engine_flags(flags)
     if policy is not Policy.OFF:
-        _check_model(model)
+        check_has_experts(model, "SGLang")
         if not parsed.config:
             _check_parallelism(parsed)
         _check_conflicts(parsed)
     on_cpu = _is_for_cpu(parsed)
-    host = "127.0.0.1" if parsed.host in ("0.0.0.0", "::") else parsed.host
     return EngineCommand(
         arguments=[
             sys.executable,
@@ -65,7 +67,7 @@ def engine_command(model: str, flags: list[str], policy: Policy) -> EngineComman
             *flags,
             *(_cpu_flags(parsed) if on_cpu else []),
         ],
-        url=f"http://{host}:{parsed.port}",
+        url=local_url(parsed.host, parsed.port),
         num_ranks=parsed.tp_size,
         environment=_environment(model, parsed.tp_size * parsed.dp_size, on_cpu),
     )
@@ -96,20 +98,6 @@ def _check_conflicts(parsed: argparse.Namespace) -> None:
         )
 
 
-def _check_model(model: str) -> None:
-    """Refuse a local checkpoint that names no experts; what is not local is checked when loaded."""
-    path = Path(model) / "config.json"
-    if not path.exists():
-        return
-    config = json.loads(path.read_text())
-    nested = [value for value in config.values() if isinstance(value, dict)]
-    if not any(key in part for part in [config, *nested] for key in _EXPERT_KEYS):
-        raise UnsupportedError(
-            f"{model} is not a Mixture-of-Experts model ({config.get('architectures')}); "
-            "serve it with --policy off, or with SGLang itself"
-        )
-
-
 def _is_for_cpu(parsed: argparse.Namespace) -> bool:
     """Whether to serve on CPU: as the user says, else where there is no GPU's device file."""
     if parsed.device:
@@ -134,17 +122,7 @@ def _environment(model: str, num_ranks: int, on_cpu: bool) -> dict[str, str]:
     environment = {"HF_HUB_OFFLINE": "1"} if Path(model).is_dir() else {}
     if not on_cpu:
         return environment
-    cores = _cores_by_rank(num_ranks)
     environment["SGLANG_USE_CPU_ENGINE"] = "1"
-    environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(
-        ",".join(map(str, group)) for group in cores
-    )
-    environment["OMP_NUM_THREADS"] = str(len(cores[0]))
+    environment["SGLANG_CPU_OMP_THREADS_BIND"] = bind_cores(num_ranks)
+    environment["OMP_NUM_THREADS"] = str(len(cores_by_rank(num_ranks)[0]))
     return environment
-
-
-def _cores_by_rank(num_ranks: int) -> list[list[int]]:
-    """Cores split evenly over ranks; shared when too few."""
-    cores = sorted(os.sched_getaffinity(0))
-    each = max(1, len(cores) // num_ranks)
-    return [cores[rank * each % len(cores) :][:each] for rank in range(num_ranks)]

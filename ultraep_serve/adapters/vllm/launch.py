@@ -1,13 +1,12 @@
 """How to start vLLM's OpenAI server; imports nothing of vLLM."""
 
 import argparse
-import json
-import os
 import sys
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
+from ultraep_serve.adapters.launching import bind_cores, check_has_experts, local_url
 from ultraep_serve.errors import ConfigError, UnsupportedError
 from ultraep_serve.launcher.supervisor import EngineCommand
 from ultraep_serve.types import Policy
@@ -15,7 +14,6 @@ from ultraep_serve.types import Policy
 __all__ = ["DEFAULT_PORT", "engine_command", "parse_engine_flags"]
 
 DEFAULT_PORT = 8000
-_EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 
 
 def parse_engine_flags(flags: list[str]) -> argparse.Namespace:
@@ -47,10 +45,9 @@ def engine_command(model: str, flags: list[str], policy: Policy) -> EngineComman
     parsed = parse_engine_flags(flags)
     num_ranks = parsed.tensor_parallel_size * parsed.data_parallel_size
     if policy is not Policy.OFF:
-        _check_model(model)
+        check_has_experts(model, "vLLM")
         if not parsed.config:
             _check_parallelism(num_ranks, parsed.enable_expert_parallel)
-    host = "127.0.0.1" if parsed.host in ("0.0.0.0", "::") else parsed.host
     return EngineCommand(
         arguments=[
             sys.executable,
@@ -60,7 +57,7 @@ def engine_command(model: str, flags: list[str], policy: Policy) -> EngineComman
             model,
             *flags,
         ],
-        url=f"http://{host}:{parsed.port}",
+        url=local_url(parsed.host, parsed.port),
         num_ranks=num_ranks,
         environment=_environment(model, num_ranks, bool(parsed.kv_cache_memory_bytes)),
     )
@@ -79,38 +76,16 @@ def _check_parallelism(num_ranks: int, expert_parallel: bool) -> None:
         )
 
 
-def _check_model(model: str) -> None:
-    """Refuse a local checkpoint that names no experts; what is not local is checked when loaded."""
-    path = Path(model) / "config.json"
-    if not path.exists():
-        return
-    config = json.loads(path.read_text())
-    nested = [value for value in config.values() if isinstance(value, dict)]
-    if not any(key in part for part in [config, *nested] for key in _EXPERT_KEYS):
-        raise UnsupportedError(
-            f"{model} is not a Mixture-of-Experts model ({config.get('architectures')}); "
-            "serve it with --policy off, or with vLLM itself"
-        )
-
-
 def _environment(model: str, num_ranks: int, has_cache_size: bool) -> dict[str, str]:
     """Defaults that vLLM needs on a plain CPU machine, and that users need not know."""
     environment = {"HF_HUB_OFFLINE": "1"} if Path(model).is_dir() else {}
     if not _is_cpu_build():
         return environment
-    environment["VLLM_CPU_OMP_THREADS_BIND"] = _cores_by_rank(num_ranks)
+    environment["VLLM_CPU_OMP_THREADS_BIND"] = bind_cores(num_ranks)
     if not has_cache_size:
         # Otherwise each rank sizes its cache as if the machine's memory were its own.
         environment["VLLM_CPU_KVCACHE_SPACE"] = "1"
     return environment
-
-
-def _cores_by_rank(num_ranks: int) -> str:
-    """Cores split evenly over ranks in vLLM's notation, ``0,1|2,3``; shared when too few."""
-    cores = sorted(os.sched_getaffinity(0))
-    each = max(1, len(cores) // num_ranks)
-    groups = [cores[rank * each % len(cores) :][:each] for rank in range(num_ranks)]
-    return "|".join(",".join(map(str, group)) for group in groups)
 
 
 def _is_cpu_build() -> bool:
