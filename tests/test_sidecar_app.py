@@ -348,7 +348,7 @@ def test_a_killed_writer_is_noticed(tmp_path: Path) -> None:
         finally:
             writer.kill()
             writer.join()
-        wait_for(client, "no heartbeat")
+        wait_for(client, "has died")
         assert client.get("/v1/balance").json()["ranks"][0]["alive"] is False
         assert samples(client)["ultraep_rank_up,rank=0"] == 0
 
