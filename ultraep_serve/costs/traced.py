@@ -29,6 +29,11 @@ def prefill_batches(
     _check(trace, shape)
     if isinstance(trace, Trace):
         trace = replace(trace, num_experts=shape.num_experts)
+        if batch_tokens is None:
+            raise ConfigError(
+                "a trace of tokens needs --batch-tokens, the tokens that all ranks together take "
+                "in one prefill batch (8192, say)"
+            )
     return batches(_prefill(trace), batch_tokens, num_ranks)
 
 
