@@ -145,8 +145,8 @@ def test_transfer_counts_senders_receivers_and_relays() -> None:
     relayed = transfer_of(slots, 2, parents)
     assert relayed == Transfer(3, 2, relayed=True)
     slow_hop = CostModel(1e-6, 10**6, 1e10, relay_hop_seconds=101e-6)
-    assert pick_relay(transfer_of(slots, 2), relayed, SIMPLE)
-    assert not pick_relay(transfer_of(slots, 2), relayed, slow_hop)
+    assert pick_relay(transfer_of(slots, 2), relayed, SIMPLE.integer_costs())
+    assert not pick_relay(transfer_of(slots, 2), relayed, slow_hop.integer_costs())
     assert transfer_of(np.full((4, 0), -1, np.int32), 2) == Transfer(0, 0)
 
 

@@ -18,7 +18,7 @@ from ultraep_kernels.reroute import reroute
 from ultraep_kernels.stream import relay_parents
 
 from ultraep_serve.config import BalanceConfig
-from ultraep_serve.costs.decide import Transfer, saved_picoseconds, transfer_of
+from ultraep_serve.costs.decide import Transfer, pick_relay, saved_picoseconds, transfer_of
 from ultraep_serve.costs.model import IntegerCosts
 from ultraep_serve.fabric import HostFabric
 from ultraep_serve.history import LoadHistory
@@ -199,15 +199,24 @@ class Balancer:
         if plan is None:
             return 0
         shape = self.shape
-        parents = relay_parents(
-            plan.slot_expert, shape.num_masters, self.config.relay, shape.num_ranks
-        )
+        parents = self._parents(plan.slot_expert)
         slots = self._layers[layer]
         self._fabric.stream(slots, plan.slot_expert, parents, shape.num_masters)
         owner = plan.slot_expert // shape.num_masters
         sender = np.where(parents >= 0, parents // max(1, shape.num_replica_slots), owner)
         sends = (sender == self._fabric.rank) & (plan.slot_expert >= 0)
         return int(sends.sum()) * int(slots.expert_bytes.sum())
+
+    def _parents(self, slot_expert: IntArray) -> NDArray[np.int64]:
+        """Who sends each slot its weights (R, S): the published rule, where the costs agree."""
+        masters, mode = self.shape.num_masters, self.config.relay
+        parents: NDArray[np.int64] = relay_parents(slot_expert, masters, mode, self.shape.num_ranks)
+        if mode == "auto" and self._costs is not None and (parents >= 0).any():
+            direct = transfer_of(slot_expert, masters)
+            relayed = transfer_of(slot_expert, masters, parents)
+            if not pick_relay(direct, relayed, self._costs):
+                return np.full_like(parents, -1)
+        return parents
 
     def _reroute(
         self, topk_ids: torch.Tensor, plan: Plan | None, decision: Decision

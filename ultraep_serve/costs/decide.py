@@ -110,9 +110,8 @@ def worth_it(
     )
 
 
-def pick_relay(direct: Transfer, relayed: Transfer, model: CostModel) -> bool:
+def pick_relay(direct: Transfer, relayed: Transfer, costs: IntegerCosts) -> bool:
     """Whether the relayed transfer takes less time than the direct one."""
-    costs = model.integer_costs()
     return overhead_picoseconds(relayed, costs) < overhead_picoseconds(direct, costs)
 
 
