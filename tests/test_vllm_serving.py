@@ -16,6 +16,7 @@ pytest.importorskip("vllm", reason="needs vLLM: make setup")
 
 from ultraep_serve.bench.sidecar import Sidecar
 from ultraep_serve.bench.tokens import compare_tokens, generate
+from ultraep_serve.costs.model import CostModel
 from ultraep_serve.launcher.run_directory import run_directory_of_port
 from ultraep_serve.policies.registry import policy_function
 from ultraep_serve.testing import make_model, tiny_glm4, tiny_qwen3
@@ -28,6 +29,10 @@ pytestmark = pytest.mark.engine
 
 CONTEXT = 4096
 PROMPTS = mixed_prompts(16)
+# The models are so small that copying an expert may take longer than computing it.
+MOVING_ALWAYS_PAYS = CostModel(
+    seconds_per_assignment=1e-3, bytes_per_expert=1, link_bytes_per_second=1e12
+)
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +46,9 @@ def glm4(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def serve(model: Path, tmp_path: Path, mode: str, *extra: str) -> BalancedServer:
-    flags = [*expert_parallel_flags(mode, "float32", CONTEXT), *extra]
+    costs = tmp_path / "costs.json"
+    costs.write_text(MOVING_ALWAYS_PAYS.to_json())
+    flags = [*expert_parallel_flags(mode, "float32", CONTEXT), "--costs", str(costs), *extra]
     return BalancedServer(model, flags, tmp_path / "server.log")
 
 
