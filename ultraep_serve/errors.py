@@ -3,11 +3,19 @@
 UltraEPError
 ├── ConfigError       a setting is wrong: fix the flag or the file it names
 ├── UnsupportedError  the engine, model or layer cannot be balanced
+├── EngineEndedError  the engine ended by itself: read its log, start it again
 └── FabricError       ranks could not reach each other
     └── PeerTimeoutError  a rank stopped answering: restart the engine
 """
 
-__all__ = ["ConfigError", "FabricError", "PeerTimeoutError", "UltraEPError", "UnsupportedError"]
+__all__ = [
+    "ConfigError",
+    "EngineEndedError",
+    "FabricError",
+    "PeerTimeoutError",
+    "UltraEPError",
+    "UnsupportedError",
+]
 
 
 class UltraEPError(Exception):
@@ -23,6 +31,10 @@ class UnsupportedError(UltraEPError):
 
     Start with ``--on-unsupported=off`` to serve without balancing instead.
     """
+
+
+class EngineEndedError(UltraEPError):
+    """The engine's server ended without having been asked to; usually a rank was lost."""
 
 
 class FabricError(UltraEPError):

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 
 from ultraep_serve.config import BalanceConfig, child_environment
-from ultraep_serve.errors import UnsupportedError
+from ultraep_serve.errors import EngineEndedError, UnsupportedError
 from ultraep_serve.observability.reader import RingReader
 from ultraep_serve.observability.schema import RingState, ring_path
 
@@ -43,7 +43,8 @@ def supervise(
     """Run ``engine`` to its end and return its exit code; the sidecar lives as long as it does.
 
     Without ``sidecar_arguments`` there is no sidecar. SIGINT and SIGTERM stop both. Raises
-    UnsupportedError when the engine came up without being balanced.
+    UnsupportedError when the engine came up without being balanced, and EngineEndedError when a
+    balanced engine ends by itself as if all were well, as vLLM does when it has lost a rank.
     """
     environment = child_environment(config, engine.environment)
     children: list[subprocess.Popen[bytes]] = []
@@ -64,6 +65,11 @@ def supervise(
                 _stop(child)
     if watch.problem:
         raise UnsupportedError(watch.problem)
+    if code == 0 and sidecar_arguments is not None and not signals.received:
+        raise EngineEndedError(
+            "the engine ended although nobody asked it to, so a rank is lost; "
+            "its log above says why; start it again"
+        )
     return code if code >= 0 else 128 - code
 
 
@@ -105,7 +111,7 @@ class _forwarded_signals:
     def __init__(self, children: list[subprocess.Popen[bytes]]) -> None:
         self._children = children
         self._previous: dict[int, object] = {}
-        self._received = False
+        self.received = False
 
     def __enter__(self) -> "_forwarded_signals":
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -118,11 +124,11 @@ class _forwarded_signals:
 
     def repeat(self) -> None:
         """Pass on what arrived before the last child was among ``children``."""
-        if self._received:
+        if self.received:
             self._forward(signal.SIGTERM, None)
 
     def _forward(self, number: int, _frame: FrameType | None) -> None:
-        self._received = True
+        self.received = True
         for child in self._children:
             if child.poll() is None:
                 child.send_signal(signal.SIGTERM)
