@@ -24,6 +24,7 @@ _PR_SET_PDEATHSIG = 1
 _STOP_SECONDS = 30.0
 _GROUP_SECONDS = 5.0
 _HEALTH_SECONDS = 2.0
+_LOOK_SECONDS = 1.0
 _libc = ctypes.CDLL(None)
 
 
@@ -58,7 +59,7 @@ def supervise(
             children.append(server)
             signals.repeat()
             watch.start(lambda: _stop(server))
-            code = server.wait()
+            code = _wait(server)
         finally:
             watch.stop()
             for child in reversed(children):
@@ -142,6 +143,18 @@ def _start(arguments: list[str], environment: dict[str, str]) -> subprocess.Pope
         start_new_session=True,
         preexec_fn=lambda: _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),
     )
+
+
+def _wait(child: subprocess.Popen[bytes]) -> int:
+    """Its exit code. Looks from time to time instead of blocking for good.
+
+    A signal that arrives just before a blocking wait begins would not be handled until it ends.
+    """
+    while True:
+        try:
+            return child.wait(_LOOK_SECONDS)
+        except subprocess.TimeoutExpired:
+            continue
 
 
 def _stop(child: subprocess.Popen[bytes]) -> None:
