@@ -125,7 +125,7 @@ def test_killed_rank_ends_the_server_and_leaves_nothing(qwen3: Path, tmp_path: P
         victim = balance(server)["ranks"][1]["pid"]
         subprocess.run(["kill", "-KILL", str(victim)], check=True)
         wait_until_not_ready(server)
-        assert server.wait(60.0) != 0
+        assert server.wait(180.0) != 0
         assert not run_directory_of_port(server.port).exists()
 
 
@@ -136,7 +136,7 @@ def test_killed_launcher_takes_everything_down_and_the_next_start_cleans_up(
         workers = [rank["pid"] for rank in balance(first)["ranks"]]
         subprocess.run(["kill", "-KILL", str(first.process_id)], check=True)
         assert first.wait(5.0) == -signal.SIGKILL
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 180
         while any(Path(f"/proc/{worker}").exists() for worker in workers):
             assert time.monotonic() < deadline, "workers outlive their launcher"
             time.sleep(0.5)
