@@ -54,6 +54,7 @@ def write(recorder: Recorder, batch: int, layer: int = 0, **changes: Any) -> Non
 def test_a_record_comes_back_as_written(tmp_path: Path) -> None:
     recorder = create(tmp_path)
     slots = np.arange(8).reshape(4, 2)
+    assert RingReader(ring_path(tmp_path, 0)).header().last_batch_age_seconds(0) is None
     write(
         recorder,
         7,
@@ -63,6 +64,8 @@ def test_a_record_comes_back_as_written(tmp_path: Path) -> None:
         verb_ns=np.array([1, 2, 3, 4, 5, 6, 1 << 40]),
         load_before=np.array([9, 5, 3, 1]),
         slot_expert=slots,
+        slot_load=slots + 100,
+        expert_load=np.arange(20),
     )
     before_ns = time.time_ns()
     poll = RingReader(ring_path(tmp_path, 0)).poll()
@@ -76,6 +79,11 @@ def test_a_record_comes_back_as_written(tmp_path: Path) -> None:
     assert record["load_before"].tolist() == [9, 5, 3, 1]
     assert record["load_after"].tolist() == [1, 1, 1, 1]
     assert record["slot_expert"].tolist() == slots.tolist()
+    assert record["slot_load"].tolist() == (slots + 100).tolist()
+    assert record["expert_load"].tolist() == list(range(20))
+    age = poll.header.last_batch_age_seconds(time.monotonic_ns())
+    assert age is not None
+    assert 0 <= age < 60
     assert 0 < record["time_ns"] <= before_ns
     recorder.close()
 
@@ -277,7 +285,7 @@ def damage(path: Path, field: str, value: Any) -> None:
     ("field", "value"),
     [
         ("magic", b"notring"),
-        ("schema_version", 2),
+        ("schema_version", 1),
         ("header_bytes", 8192),
         ("record_bytes", 8),
         ("capacity", 0),

@@ -129,6 +129,15 @@ def test_a_benchmark_sees_only_its_own_requests(run: Run, client: TestClient) ->
     assert (ideal["window_records"], ideal["batches"]["skipped"]["forced"]) == (2, 1)
 
 
+def test_every_policy_has_a_balance(run: Run, client: TestClient) -> None:
+    run.batch(0, policy=Policy.EPLB)
+    run.batch(1)
+    for policy, records in (("eplb", 2), ("quota", 2), ("off", 0), ("ideal", 0)):
+        balance = client.get("/v1/balance", params={"policy": policy}).json()
+        assert balance["window_records"] == records
+    assert client.get("/v1/balance").json()["window_records"] == 4
+
+
 def test_bad_parameters_are_422(run: Run, client: TestClient) -> None:
     for path in (
         "/v1/balance?policy=best",
@@ -217,9 +226,9 @@ def test_hostile_files_are_reported_and_survived(
     assert set(reasons(client)) == {"0", "1", "7"}
 
 
-def samples(client: TestClient) -> dict[str, float]:
+def samples(client: TestClient, path: str = "/metrics") -> dict[str, float]:
     """Sample values by name and labels, as a scraper reads them."""
-    text = client.get("/metrics").text
+    text = client.get(path).text
     return {
         sample.name + "".join(f",{key}={value}" for key, value in sorted(sample.labels.items())): (
             sample.value
@@ -235,34 +244,61 @@ def test_metrics_are_what_was_counted(run: Run, client: TestClient) -> None:
     run.skip(Decision.SMALL)
     found = samples(client)
     assert found["ultraep_ready"] == 1
-    assert found["ultraep_batches_total,decision=planned"] == 1
-    assert found["ultraep_batches_total,decision=small"] == 1
-    assert found["ultraep_layers_total,decision=balanced"] == 2
-    assert found["ultraep_sent_bytes_total,rank=1"] == 400
-    assert found["ultraep_received_bytes_total,rank=0"] == 200
+    planned = "decision=planned,phase=prefill,reason=imbalanced"
+    assert found[f"ultraep_batches_total,{planned}"] == 1
+    assert found["ultraep_batches_total,decision=identity,phase=decode,reason=small"] == 1
+    assert found["ultraep_layers_total,decision=identity,phase=prefill,reason=balanced"] == 2
+    assert found["ultraep_moved_bytes_total"] == 400
     assert found["ultraep_replicas_total"] == 4
     assert found["ultraep_verb_seconds_total,verb=plan"] == pytest.approx(8e-6)
-    assert found["ultraep_imbalance_ratio_count,stage=before"] == 4
-    assert found["ultraep_imbalance_ratio_sum,stage=before"] == 8
-    assert found["ultraep_imbalance_ratio_bucket,le=1.75,stage=before"] == 0
-    assert found["ultraep_imbalance_ratio_bucket,le=2.0,stage=before"] == 4
-    assert found["ultraep_imbalance_ratio_bucket,le=1.0,stage=after"] == 4
+    assert found["ultraep_imbalance_ratio_count,phase=prefill,stage=before"] == 4
+    assert found["ultraep_imbalance_ratio_sum,phase=prefill,stage=before"] == 8
+    assert found["ultraep_imbalance_ratio_bucket,le=1.75,phase=prefill,stage=before"] == 0
+    assert found["ultraep_imbalance_ratio_bucket,le=2.0,phase=prefill,stage=before"] == 4
+    assert found["ultraep_imbalance_ratio_bucket,le=1.0,phase=prefill,stage=after"] == 4
+    assert found["ultraep_imbalance_floor_ratio"] == 1
     assert found["ultraep_policy_info,engine=vllm,mode=tensor,policy=quota"] == 1
     assert found["ultraep_rank_up,rank=1"] == 1
     assert found["ultraep_heartbeat_age_seconds,rank=0"] < 60
+    assert 0 <= found["ultraep_last_batch_age_seconds,rank=0"] < 60
     assert found["ultraep_records_lost_total,rank=0"] == 0
-    assert found["ultraep_slot_reserved_bytes,rank=0"] == 1 << 20
+    assert found["ultraep_slot_reserved_bytes"] == 2 << 20
+    # 1 us of compute per record, its busiest rank at 20 before and 10 after
+    assert found["ultraep_estimated_saved_seconds_total"] == pytest.approx(4e-6)
+    # 5 verbs on the busiest rank and the exchange, 1 us each, in 4 records
+    assert found["ultraep_estimated_spent_seconds_total"] == pytest.approx(24e-6)
+
+
+def test_series_by_layer_and_rank_come_on_request(run: Run, client: TestClient) -> None:
+    run.batch(0)
+    name = "ultraep_layer_imbalance_ratio,layer=1,stage=before"
+    assert name not in samples(client)
+    found = samples(client, "/metrics?detail=true")
+    assert found[name] == 2
+    assert found["ultraep_rank_assignments_ratio,rank=0,stage=before"] == 2
+    assert found["ultraep_rank_assignments_ratio,rank=1,stage=after"] == 1
+    assert found["ultraep_rank_sent_bytes_total,rank=1"] == 200
+    assert found["ultraep_rank_received_bytes_total,rank=0"] == 100
+    assert found["ultraep_rank_verb_seconds_total,rank=0,verb=plan"] == pytest.approx(2e-6)
+    assert found["ultraep_ready"] == 1
+
+
+def test_every_family_is_explained(run: Run, client: TestClient) -> None:
+    run.batch(0)
+    families = list(text_string_to_metric_families(client.get("/metrics?detail=true").text))
+    assert len(families) > 15
+    assert all(f.name.startswith("ultraep_") and f.documentation.endswith(".") for f in families)
 
 
 def test_the_histogram_outlives_a_change_of_lead(
     tmp_path: Path, run: Run, client: TestClient
 ) -> None:
     run.batch(0)
-    assert samples(client)["ultraep_imbalance_ratio_count,stage=after"] == 2
+    assert samples(client)["ultraep_imbalance_ratio_count,phase=prefill,stage=after"] == 2
     run.recorders[0].set_state(RingState.FAILED)  # rank 1 leads, with the same loads
     assert client.get("/v1/balance").json()["window_records"] == 2
     run.batch(1)
-    assert samples(client)["ultraep_imbalance_ratio_count,stage=after"] == 4
+    assert samples(client)["ultraep_imbalance_ratio_count,phase=prefill,stage=after"] == 4
 
 
 def test_openmetrics_where_the_scraper_asks_for_it(run: Run, client: TestClient) -> None:
@@ -364,5 +400,5 @@ def test_the_background_keeps_what_the_ring_forgets(tmp_path: Path) -> None:
     assert client.get("/v1/balance").json()["batches"]["planned"] == 30
     found = samples(client)
     assert found["ultraep_records_missed_total,rank=0"] == 0
-    assert found["ultraep_imbalance_ratio_count,stage=before"] == 60
+    assert found["ultraep_imbalance_ratio_count,phase=prefill,stage=before"] == 60
     run.close()

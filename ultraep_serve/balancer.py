@@ -244,10 +244,12 @@ class Balancer:
         after = before
         if routed.decision is Decision.FORCED:
             after = np.full_like(before, before.sum() // before.size)
-        slot_expert = _empty_slots(self.shape)
+        slot_expert, slot_load = _empty_slots(self.shape), None
         if routed.plan is not None:
             after = routed.plan.quota.sum(axis=0)
             slot_expert = routed.plan.slot_expert
+            ranks = np.arange(self.shape.num_ranks)[:, None]
+            slot_load = np.where(slot_expert >= 0, routed.plan.quota[slot_expert, ranks], 0)
         received = int((slot_expert[self._fabric.rank] >= 0).sum())
         self._recorder.record(
             layer=routed.layer,
@@ -262,6 +264,8 @@ class Balancer:
             load_before=before,
             load_after=after,
             slot_expert=slot_expert,
+            slot_load=slot_load,
+            expert_load=routed.loads.sum(axis=0),
         )
 
     def _rank_loads(self, loads: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -23,7 +23,7 @@ from ultraep_serve.observability.schema import (
     MAGIC,
     MAX_CAPACITY,
     RECORD_HEAD,
-    SCHEMA_VERSION,
+    RING_VERSION,
     RingError,
     RingState,
     record_checksum,
@@ -57,6 +57,7 @@ _WRITTEN, _LOST, _HEARTBEAT = _word("written"), _word("lost"), _word("heartbeat_
 _STATE, _POLICY, _BATCHES = _word("state"), _word("policy"), _word("batches")
 _RECORDED, _SKIPPED = _word("recorded_batches"), _word("skipped_batches")
 _LAYERS, _VERB_NS = _word("layers"), _word("verb_ns")
+_LAST_BATCH = _word("last_batch_ns")
 _SENT, _RECEIVED, _REPLICAS = _word("bytes_sent"), _word("bytes_received"), _word("replicas")
 
 
@@ -86,6 +87,8 @@ class Recorder:
         self._load_before = fields["load_before"]
         self._load_after = fields["load_after"]
         self._slot_expert = fields["slot_expert"]
+        self._slot_load = fields["slot_load"]
+        self._expert_load = fields["expert_load"]
         self._written = 0
         self._lost = 0
         self._batch = -1  # the batch that records are being written for
@@ -119,7 +122,7 @@ class Recorder:
         header = np.zeros(1, HEADER_DTYPE)
         values = {
             "magic": MAGIC,
-            "schema_version": SCHEMA_VERSION,
+            "schema_version": RING_VERSION,
             "header_bytes": HEADER_BYTES,
             "record_bytes": record_dtype(shape).itemsize,
             "capacity": ring_records,
@@ -163,17 +166,23 @@ class Recorder:
         load_before: NDArray[np.integer],
         load_after: NDArray[np.integer],
         slot_expert: NDArray[np.integer] | None,
+        slot_load: NDArray[np.integer] | None = None,
+        expert_load: NDArray[np.integer] | None = None,
     ) -> None:
         """Write one layer of one batch.
 
         ``verb_ns`` holds a duration per Verb (0: did not run), ``load_*`` (R,) assignments per rank
-        before and after balancing, ``slot_expert`` (R, S) the replicas (None: no replicas).
+        before and after balancing, ``slot_expert`` (R, S) the replicas (None: no replicas),
+        ``slot_load`` (R, S) the assignments each computes, ``expert_load`` (E,) those of each
+        logical expert (None: not known, written as zeros).
         """
         with self._lock:
             try:
                 self._load_before[...] = load_before
                 self._load_after[...] = load_after
                 self._slot_expert[...] = -1 if slot_expert is None else slot_expert
+                self._slot_load[...] = 0 if slot_load is None else slot_load
+                self._expert_load[...] = 0 if expert_load is None else expert_load
                 decision = _DECISIONS[decision]
                 seq = self._written + 1
                 times = [int(time_ns) for time_ns in verb_ns]
@@ -210,6 +219,7 @@ class Recorder:
                     self._settle(self._decision)
                 words = self._words
                 words[_BATCHES] += 1
+                words[_LAST_BATCH] = time.monotonic_ns()
                 words[_SKIPPED + decision] += 1
                 words[_LAYERS + decision] += self._last_layer + 1
                 if decision is Decision.POLICY_OFF:
@@ -281,6 +291,7 @@ class Recorder:
 
     def _settle(self, decision: Decision) -> None:
         self._words[_BATCHES] += 1
+        self._words[_LAST_BATCH] = time.monotonic_ns()
         self._words[_RECORDED + decision] += 1
         self._settled = True
 

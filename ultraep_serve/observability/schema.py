@@ -26,6 +26,7 @@ __all__ = [
     "MAGIC",
     "MAX_CAPACITY",
     "RECORD_HEAD",
+    "RING_VERSION",
     "SCHEMA_VERSION",
     "RecordArray",
     "RingError",
@@ -37,7 +38,8 @@ __all__ = [
     "ring_path",
 ]
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 1  # of what the HTTP interface answers
+RING_VERSION = 2  # of the files
 MAGIC = b"UEPRING\x01"
 HEADER_BYTES = 4096
 MAX_CAPACITY = 1 << 20
@@ -94,6 +96,7 @@ _HEADER_FIELDS: list[tuple[str, str] | tuple[str, str, tuple[int, ...]]] = [
     ("reserved", "<u4"),
     ("engine", "S32"),
     ("mode", "S16"),
+    ("last_batch_ns", "<u8"),  # CLOCK_MONOTONIC, when a batch was last counted; 0: never
 ]
 
 
@@ -125,9 +128,11 @@ PAYLOAD_OFFSET = 12  # what the checksum covers starts after seq and crc
 def record_dtype(shape: ExpertShape) -> np.dtype[np.void]:
     """One record for ``shape``; its size is a multiple of 8 bytes.
 
-    ``load_before`` and ``load_after`` (R,) are assignments per rank, ``slot_expert`` (R, S).
+    ``load_before`` and ``load_after`` (R,) are assignments per rank, ``slot_expert`` (R, S) the
+    replicas, ``slot_load`` (R, S) what each of them computes, ``expert_load`` (E,) assignments per
+    logical expert. A master computes what its replicas do not.
     """
-    ranks, slots = shape.num_ranks, shape.num_replica_slots
+    ranks, slots, experts = shape.num_ranks, shape.num_replica_slots, shape.num_logical_experts
     fields = [
         ("seq", "<u8"),
         ("crc", "<u4"),
@@ -146,6 +151,8 @@ def record_dtype(shape: ExpertShape) -> np.dtype[np.void]:
         ("load_before", "<i4", (ranks,)),
         ("load_after", "<i4", (ranks,)),
         ("slot_expert", "<i4", (ranks, slots)),
+        ("slot_load", "<i4", (ranks, slots)),
+        ("expert_load", "<i4", (experts,)),
     ]
     size = np.dtype(fields).itemsize
     return _padded(fields, (size + 7) // 8 * 8)
@@ -178,6 +185,7 @@ class RingHeader:
     timeout_seconds: float
     started_ns: int  # wall clock
     heartbeat_ns: int  # CLOCK_MONOTONIC
+    last_batch_ns: int  # CLOCK_MONOTONIC; 0: no batch yet
     state: RingState
     policy: Policy
     written: int
@@ -194,6 +202,10 @@ class RingHeader:
     def heartbeat_age_seconds(self, now_ns: int) -> float:
         """Seconds between the last heartbeat and ``now_ns`` (CLOCK_MONOTONIC)."""
         return (now_ns - self.heartbeat_ns) / 1e9
+
+    def last_batch_age_seconds(self, now_ns: int) -> float | None:
+        """Seconds between the last batch and ``now_ns`` (CLOCK_MONOTONIC); None before any."""
+        return (now_ns - self.last_batch_ns) / 1e9 if self.last_batch_ns else None
 
     def alive(self, now_ns: int, limit_seconds: float) -> bool:
         """Whether the writer beats and has neither failed, stopped nor died.
@@ -218,9 +230,9 @@ def parse_header(page: bytes, name: str) -> RingHeader:
     if values["magic"] != MAGIC:
         raise RingError(f"{name} is not a ring of ultraep_serve")
     version = int(values["schema_version"])
-    if version != SCHEMA_VERSION:
+    if version != RING_VERSION:
         raise RingError(
-            f"{name} has schema version {version}, this reader knows {SCHEMA_VERSION}; "
+            f"{name} has schema version {version}, this reader knows {RING_VERSION}; "
             "run the engine and the sidecar from the same installation"
         )
     _check_sizes(values, name)
@@ -280,6 +292,7 @@ def _header_of(values: Any) -> RingHeader:
         timeout_seconds=float(values["timeout_seconds"]),
         started_ns=number("started_ns"),
         heartbeat_ns=number("heartbeat_ns"),
+        last_batch_ns=number("last_batch_ns"),
         state=RingState(number("state")),
         policy=list(Policy)[number("policy")],
         written=number("written"),

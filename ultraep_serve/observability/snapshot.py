@@ -33,11 +33,13 @@ __all__ = [
 ]
 
 # Layers whose loads were weighed by the policy; the others never reached the planner.
-_WEIGHED = {
+_WEIGHED: dict[Policy, tuple[Decision, ...]] = {
     Policy.QUOTA: (Decision.PLANNED, Decision.BALANCED, Decision.UNPROFITABLE),
+    Policy.EPLB: (Decision.PLANNED, Decision.UNPROFITABLE),
     Policy.OFF: (Decision.POLICY_OFF,),
     Policy.IDEAL: (Decision.FORCED,),
 }
+_BALANCING = (Policy.QUOTA, Policy.EPLB)
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,7 @@ class RankView:
     alive: bool
     heartbeat_age_seconds: float | None
     records: RecordArray  # (n,) its own, at least the fields that RankSnapshot needs
+    last_batch_age_seconds: float | None = None  # None: no batch yet
 
 
 @dataclass(frozen=True)
@@ -144,7 +147,7 @@ class Window:
     """Which records count: a time and a policy."""
 
     since_ns: int = 0  # wall clock, inclusive
-    policy: Policy | None = None  # None: any for bytes, times and batches, quota for imbalance
+    policy: Policy | None = None  # None: any; for imbalance any that gives right answers
 
     def recorded(self, records: RecordArray) -> RecordArray:
         """Records of this window, whatever was decided."""
@@ -155,10 +158,12 @@ class Window:
 
     def weighed(self, records: RecordArray) -> RecordArray:
         """Records of this window whose loads the policy weighed: those with an imbalance."""
-        policy = self.policy or Policy.QUOTA
         records = self.recorded(records)
-        decided = np.isin(records["decision"], [int(d) for d in _WEIGHED[policy]])
-        weighed: RecordArray = records[decided & (records["policy"] == policy.code)]
+        keep = np.zeros(len(records), dtype=bool)
+        for policy in (self.policy,) if self.policy else _BALANCING:
+            decided = np.isin(records["decision"], [int(d) for d in _WEIGHED[policy]])
+            keep |= decided & (records["policy"] == policy.code)
+        weighed: RecordArray = records[keep]
         return weighed
 
 

@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from ultraep_serve import __version__
 from ultraep_serve.sidecar.metrics import BalanceCollector
+from ultraep_serve.sidecar.metrics_detail import DetailCollector
 from ultraep_serve.sidecar.routes_balance import balance_routes
 from ultraep_serve.sidecar.routes_control import control_routes
 from ultraep_serve.sidecar.routes_operate import operate_routes
@@ -64,7 +65,10 @@ def create_app(
         heartbeat_limit_seconds=settings.heartbeat_limit_seconds,
         max_records=settings.max_records,
     )
+    detailed = CollectorRegistry()
     registry.register(BalanceCollector(store))
+    detailed.register(BalanceCollector(store))
+    detailed.register(DetailCollector(store))
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -73,7 +77,7 @@ def create_app(
         stop()
 
     app = FastAPI(title="ultraep sidecar", version=__version__, lifespan=lifespan)
-    app.include_router(operate_routes(store, registry, run_dir))
+    app.include_router(operate_routes(store, registry, detailed, run_dir))
     app.include_router(balance_routes(store))
     app.include_router(control_routes(store, run_dir, token, allow_ideal))
     app.include_router(record_routes(run_dir, token))

@@ -1,7 +1,32 @@
 """Prometheus families, built from the rings when they are asked for.
 
 Counters are the writers' own, so nothing is lost between polls; they start again at zero with the
-engine, which Prometheus expects of a counter.
+engine, which Prometheus expects of a counter. Families and their labels:
+
+======================================  ====================================================
+ultraep_ready                           1 when every rank is alive and ready
+ultraep_policy_info                     policy, engine, mode: labels, value 1
+ultraep_imbalance_ratio                 histogram by phase and stage (before, after)
+ultraep_imbalance_floor_ratio           the least that ultraep_imbalance_ratio can become
+ultraep_batches_total                   by phase, decision and reason
+ultraep_layers_total                    by phase, decision and reason
+ultraep_replicas_total                  replicas placed
+ultraep_moved_bytes_total               weights sent by all ranks
+ultraep_verb_seconds_total              by verb, summed over ranks
+ultraep_estimated_saved_seconds_total   time that evening out the busiest rank avoided
+ultraep_estimated_spent_seconds_total   time that balancing took
+ultraep_rank_up                         by rank
+ultraep_heartbeat_age_seconds           by rank
+ultraep_last_batch_age_seconds          by rank
+ultraep_records_lost_total              by rank: could not be written
+ultraep_records_missed_total            by rank: gone before the sidecar read them
+ultraep_slot_reserved_bytes             memory of replica slots on all ranks
+======================================  ====================================================
+
+Phase is prefill or decode (batches below min_batch_tokens, which are left alone and whose loads
+are not counted). Decision is planned, forced or identity; reason says why: imbalanced, measuring,
+small, policy_off, balanced, doubt, unprofitable. Series per layer, and more per rank, come only
+with ``/metrics?detail=true``: see ``metrics_detail``.
 """
 
 from collections.abc import Iterable, Iterator
@@ -16,10 +41,25 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from ultraep_serve.observability import RankView, RingHeader
+from ultraep_serve.observability.savings import spent_seconds
 from ultraep_serve.sidecar.store import NoRunError, RunStore
+from ultraep_serve.sidecar.tally import Tally
 from ultraep_serve.types import Decision, Verb
 
-__all__ = ["BalanceCollector"]
+__all__ = ["BalanceCollector", "decision_labels"]
+
+_LABELS = ("phase", "decision", "reason")
+_FLOOR = 1.0  # all ranks of one host are one domain
+_OUTCOMES = {
+    Decision.PLANNED: ("planned", "imbalanced"),
+    Decision.FORCED: ("forced", "measuring"),
+}
+
+
+def decision_labels(decision: Decision) -> tuple[str, str, str]:
+    """(phase, decision, reason) as the metrics name them."""
+    phase = "decode" if decision is Decision.SMALL else "prefill"
+    return phase, *_OUTCOMES.get(decision, ("identity", decision.name.lower()))
 
 
 class BalanceCollector(Collector):
@@ -36,86 +76,133 @@ class BalanceCollector(Collector):
         """Poll once and build every family; without an engine only readiness is left."""
         self._store.poll()
         ready = not self._store.problems()
-        yield GaugeMetricFamily("ultraep_ready", "1 when every rank is ready.", value=float(ready))
-        yield self._imbalance()
+        yield GaugeMetricFamily(
+            "ultraep_ready", "1 when every rank is alive and ready, else 0.", value=float(ready)
+        )
+        yield _imbalance(self._store.tally)
         try:
             header, views = self._store.header(), self._store.views()
         except NoRunError:
             return
+        headers = [view.header for view in views if view.header]
         yield from _run_families(header)
-        yield _verb_seconds(views)
+        yield from _total_families(headers)
+        yield from _estimates(headers, self._store.tally)
         yield from _rank_families(views)
         yield self._missed()
 
-    def _imbalance(self) -> Metric:
-        family = HistogramMetricFamily(
-            "ultraep_imbalance_ratio",
-            "Max/mean of assignments over ranks, per weighed layer and batch.",
-            labels=["stage"],
-        )
-        for stage in ("before", "after"):
-            histogram = self._store.histogram
-            family.add_metric([stage], histogram.buckets(stage), histogram.sum(stage))
-        return family
-
     def _missed(self) -> Metric:
         family = CounterMetricFamily(
-            "ultraep_records_missed", "Records gone before the sidecar read them.", labels=["rank"]
+            "ultraep_records_missed",
+            "Records overwritten or damaged before the sidecar read them.",
+            labels=["rank"],
         )
         for rank, missed in self._store.missed().items():
             family.add_metric([str(rank)], missed)
         return family
 
 
+def _imbalance(tally: Tally) -> Metric:
+    family = HistogramMetricFamily(
+        "ultraep_imbalance_ratio",
+        "Max/mean of assignments over ranks, one observation per weighed MoE layer of a batch; "
+        "1 is perfect. Stage before: by routing alone; after: as computed.",
+        labels=["phase", "stage"],
+    )
+    for stage, histogram in (("before", tally.before), ("after", tally.after)):
+        family.add_metric(["prefill", stage], histogram.buckets(), histogram.sum)
+    return family
+
+
 def _run_families(header: RingHeader) -> Iterator[Metric]:
-    batches = CounterMetricFamily("ultraep_batches", "Batches seen.", labels=["decision"])
-    layers = CounterMetricFamily("ultraep_layers", "MoE layers seen.", labels=["decision"])
+    batches = CounterMetricFamily(
+        "ultraep_batches", "Batches, by what was decided and why.", labels=_LABELS
+    )
+    layers = CounterMetricFamily(
+        "ultraep_layers", "MoE layers of batches, by what was decided and why.", labels=_LABELS
+    )
     for decision in Decision:
-        name = decision.name.lower()
+        labels = decision_labels(decision)
         seen = header.recorded_batches[decision] + header.skipped_batches[decision]
-        batches.add_metric([name], seen)
-        layers.add_metric([name], header.layers[decision])
+        batches.add_metric(labels, seen)
+        layers.add_metric(labels, header.layers[decision])
     yield batches
     yield layers
-    yield CounterMetricFamily("ultraep_replicas", "Replicas placed.", value=header.replicas)
+    yield CounterMetricFamily(
+        "ultraep_replicas", "Replicas of experts placed, over all ranks.", value=header.replicas
+    )
     yield InfoMetricFamily(
         "ultraep_policy",
         "The policy in force and the engine it serves.",
         value={"policy": header.policy.value, "engine": header.engine, "mode": header.mode},
     )
+    yield GaugeMetricFamily(
+        "ultraep_imbalance_floor_ratio",
+        "The least imbalance that copying inside NVLink domains can reach: the largest domain "
+        "mean over the mean of all ranks.",
+        value=_FLOOR,
+    )
 
 
-def _verb_seconds(views: list[RankView]) -> Metric:
+def _total_families(headers: list[RingHeader]) -> Iterator[Metric]:
+    yield CounterMetricFamily(
+        "ultraep_moved_bytes",
+        "Expert weights sent, by all ranks.",
+        value=sum(header.bytes_sent for header in headers),
+    )
+    yield GaugeMetricFamily(
+        "ultraep_slot_reserved_bytes",
+        "Memory reserved for replica slots, on all ranks.",
+        value=sum(header.slot_bytes_reserved for header in headers),
+    )
     family = CounterMetricFamily(
-        "ultraep_verb_seconds", "Time spent per verb, summed over ranks.", labels=["verb"]
+        "ultraep_verb_seconds",
+        "Time in each verb of balancing, and in the engine's part (compute), summed over ranks; "
+        "await and exchange are waiting times.",
+        labels=["verb"],
     )
     for verb in Verb:
-        total = sum(view.header.verb_ns[verb] for view in views if view.header)
+        total = sum(header.verb_ns[verb] for header in headers)
         family.add_metric([verb.name.lower()], total / 1e9)
-    return family
+    yield family
+
+
+def _estimates(headers: list[RingHeader], tally: Tally) -> Iterator[Metric]:
+    yield CounterMetricFamily(
+        "ultraep_estimated_saved_seconds",
+        "Estimated time that evening out the busiest rank avoided: the engine's time of each "
+        "layer x (the busiest rank's assignments before / after - 1).",
+        value=tally.saved_seconds,
+    )
+    verbs = spent_seconds([header.verb_ns[: len(Verb)] for header in headers])
+    yield CounterMetricFamily(
+        "ultraep_estimated_spent_seconds",
+        "Estimated time that balancing took: its verbs on the busiest rank, exchange on the rank "
+        "that waited least, and what layers took longer that were left less even than before.",
+        value=verbs + tally.worsened_seconds,
+    )
 
 
 def _rank_families(views: list[RankView]) -> Iterator[Metric]:
     labels = ["rank"]
     up = GaugeMetricFamily("ultraep_rank_up", "1 while the rank's heart beats.", labels=labels)
-    age = GaugeMetricFamily(
+    heart = GaugeMetricFamily(
         "ultraep_heartbeat_age_seconds", "Time since the rank's last heartbeat.", labels=labels
     )
-    sent = CounterMetricFamily("ultraep_sent_bytes", "Weights sent.", labels=labels)
-    received = CounterMetricFamily("ultraep_received_bytes", "Weights received.", labels=labels)
+    batch = GaugeMetricFamily(
+        "ultraep_last_batch_age_seconds",
+        "Time since the rank's last batch, absent before any.",
+        labels=labels,
+    )
     lost = CounterMetricFamily(
         "ultraep_records_lost", "Records that the rank could not write.", labels=labels
-    )
-    slots = GaugeMetricFamily(
-        "ultraep_slot_reserved_bytes", "Memory reserved for replica slots.", labels=labels
     )
     for view in views:
         rank, header = [str(view.rank)], view.header
         up.add_metric(rank, float(view.alive))
         if header is not None and view.heartbeat_age_seconds is not None:
-            age.add_metric(rank, view.heartbeat_age_seconds)
-            sent.add_metric(rank, header.bytes_sent)
-            received.add_metric(rank, header.bytes_received)
+            heart.add_metric(rank, view.heartbeat_age_seconds)
             lost.add_metric(rank, header.lost)
-            slots.add_metric(rank, header.slot_bytes_reserved)
-    yield from (up, age, sent, received, lost, slots)
+        if view.last_batch_age_seconds is not None:
+            batch.add_metric(rank, view.last_batch_age_seconds)
+    yield from (up, heart, batch, lost)

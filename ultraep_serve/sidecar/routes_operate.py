@@ -3,9 +3,9 @@
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
@@ -21,8 +21,13 @@ CONFIG_NAME = "config.json"
 _MAX_CONFIG_BYTES = 1 << 20
 
 
-def operate_routes(store: RunStore, registry: CollectorRegistry, run_dir: Path) -> APIRouter:
-    """The routes over ``store`` and ``registry``."""
+Detail = Annotated[bool, Query(description="also series per layer, and more per rank")]
+
+
+def operate_routes(
+    store: RunStore, registry: CollectorRegistry, detailed: CollectorRegistry, run_dir: Path
+) -> APIRouter:
+    """The routes over ``store``; ``detailed`` has the metrics of ``registry`` and more."""
     router = APIRouter()
 
     @router.get("/healthz")
@@ -39,10 +44,11 @@ def operate_routes(store: RunStore, registry: CollectorRegistry, run_dir: Path) 
         return JSONResponse(answer, status_code=503 if problems else 200)
 
     @router.get("/metrics")
-    def metrics(request: Request) -> Response:
+    def metrics(request: Request, detail: Detail = False) -> Response:
         """Prometheus metrics, in the format that the client prefers."""
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
-        return Response(encode(registry), headers={"content-type": content_type})
+        text = encode(detailed if detail else registry)
+        return Response(text, headers={"content-type": content_type})
 
     @router.get("/v1/config")
     def config() -> dict[str, Any]:

@@ -23,7 +23,7 @@ from ultraep_serve.observability import (
 )
 from ultraep_serve.observability.batches import count_batches
 from ultraep_serve.observability.schema import RecordArray, record_dtype
-from ultraep_serve.sidecar.histogram import ImbalanceHistogram
+from ultraep_serve.sidecar.tally import Tally
 from ultraep_serve.sidecar.windows import OWN_DTYPE, RecordWindow, SkippedHistory, own_fields
 from ultraep_serve.types import Decision, Policy
 
@@ -64,7 +64,7 @@ class RunStore:
         self._lead_records = RecordWindow(OWN_DTYPE, max_records)
         self._skipped = SkippedHistory()
         self._lock = threading.RLock()
-        self.histogram = ImbalanceHistogram()
+        self.tally = Tally()
 
     def poll(self) -> None:
         """Read what is new. Never raises for what lies in ``run_dir``."""
@@ -180,7 +180,7 @@ class RunStore:
             new = poll.records
         self._lead_records.append(new)
         self._skipped.observe(time.time_ns(), poll.header)
-        self.histogram.observe(_EVERYTHING.weighed(new), poll.header.started_ns)
+        self.tally.observe(_EVERYTHING.weighed(new), poll.header.started_ns)
 
     def _held_by_ring(self, rank: int, poll: Poll) -> RecordArray:
         """What a new lead wrote up to ``poll``; its loads were not kept until now."""
@@ -210,7 +210,14 @@ class RunStore:
             return RankView(rank, None, False, None, held.own.records() if held else empty)
         header = held.header
         age = header.heartbeat_age_seconds(now_ns)
-        return RankView(rank, header, header.alive(now_ns, self._limit), age, held.own.records())
+        return RankView(
+            rank,
+            header,
+            header.alive(now_ns, self._limit),
+            age,
+            held.own.records(),
+            header.last_batch_age_seconds(now_ns),
+        )
 
     def _problem(self, view: RankView, num_ranks: int) -> str:
         if view.header is None:
