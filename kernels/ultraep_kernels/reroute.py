@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 
 __all__ = ["physical_table", "reroute", "reroute_reference"]
 
-_GOLDEN_NUMERATOR, _GOLDEN_DENOMINATOR = 618_034, 1_000_000
+GOLDEN_NUMERATOR, GOLDEN_DENOMINATOR = 618_034, 1_000_000
 
 
 @njit(cache=True, nogil=True)
 def _stride(places: int) -> int:
-    stride = max(1, places * _GOLDEN_NUMERATOR // _GOLDEN_DENOMINATOR)
+    stride = max(1, places * GOLDEN_NUMERATOR // GOLDEN_DENOMINATOR)
     while True:
         a, b = stride, places
         while b:
@@ -119,7 +119,7 @@ def reroute_reference(
         if places.size < positions.numel():
             raise ValueError("share holds fewer assignments than topk_ids")
         if positions.numel():
-            stride = max(1, places.size * _GOLDEN_NUMERATOR // _GOLDEN_DENOMINATOR)
+            stride = max(1, places.size * GOLDEN_NUMERATOR // GOLDEN_DENOMINATOR)
             while gcd(stride, places.size) != 1:
                 stride += 1
             order = np.arange(positions.numel()) * stride % places.size

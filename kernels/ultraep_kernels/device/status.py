@@ -1,0 +1,37 @@
+"""The status word: one int32 on the device in which kernels leave what went wrong.
+
+Kernels set bits and never clear them; the host reads the word when it next has a reason to wait for
+the device anyway. Once a bit of a wait is set, later waits give up at once.
+"""
+
+from enum import IntFlag
+
+import torch
+import triton.language as tl
+
+__all__ = ["EXCHANGE_TIMEOUT", "RELAY_TIMEOUT", "SHARE_TOO_SMALL", "SLOT_TIMEOUT", "DeviceStatus"]
+__all__ += ["TIMEOUTS", "TOO_MANY_ASSIGNMENTS", "new_status"]
+
+
+class DeviceStatus(IntFlag):
+    """Bits of the status word."""
+
+    OK = 0
+    EXCHANGE_TIMEOUT = 1  # a rank did not post its row in time
+    RELAY_TIMEOUT = 2  # a chunk to forward did not arrive in time
+    SLOT_TIMEOUT = 4  # a replica slot was not filled in time
+    SHARE_TOO_SMALL = 8  # more assignments than the share accounts for; they went to the master
+    TOO_MANY_ASSIGNMENTS = 16  # more than the planner counts; it planned the identity
+
+
+EXCHANGE_TIMEOUT = tl.constexpr(1)
+RELAY_TIMEOUT = tl.constexpr(2)
+SLOT_TIMEOUT = tl.constexpr(4)
+TIMEOUTS = tl.constexpr(7)
+SHARE_TOO_SMALL = tl.constexpr(8)
+TOO_MANY_ASSIGNMENTS = tl.constexpr(16)
+
+
+def new_status(device: torch.device | str) -> torch.Tensor:
+    """A status word that says all is well, int32 (1,)."""
+    return torch.zeros(1, dtype=torch.int32, device=device)
