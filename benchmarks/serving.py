@@ -1,4 +1,4 @@
-"""Benchmarks of a balanced vLLM server on this machine, two expert-parallel ranks.
+"""Benchmarks of a balanced server on this machine, two expert-parallel ranks.
 
     python benchmarks/serving.py ttft      time to first token: off, quota, ideal, skewed routing
     python benchmarks/serving.py balanced  the same for a model that needs no balancing: the cost
@@ -7,7 +7,8 @@
     python benchmarks/serving.py layers    predicted against measured time of a layer
     python benchmarks/serving.py memory    resident memory by number of slots
 
-Each writes benchmarks/results/serving-NAME.json with the command and the machine.
+The engine is the one of the environment, vLLM or SGLang. Each writes
+benchmarks/results/serving-NAME.json (SGLang: sglang-NAME.json) with the command and the machine.
 """
 
 import argparse
@@ -19,6 +20,7 @@ import shlex
 import sys
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ from ultraep_serve.bench.sidecar import Sidecar
 from ultraep_serve.bench.tokens import compare_tokens
 from ultraep_serve.cli.bench import measure_with_progress
 from ultraep_serve.costs.fit import fit
+from ultraep_serve.costs.model import CostModel
 from ultraep_serve.launcher.run_directory import run_directory_of_port
 from ultraep_serve.observability.reader import RingReader
 from ultraep_serve.observability.schema import ring_path
@@ -43,12 +46,17 @@ from ultraep_serve.testing.checks import (
     prompt_logprobs,
 )
 from ultraep_serve.testing.permute import permute_experts
-from ultraep_serve.testing.server import BalancedServer, expert_parallel_flags
+from ultraep_serve.testing.server import (
+    BalancedServer,
+    expert_parallel_flags,
+    installed_engine,
+)
 from ultraep_serve.testing.text import sample_text
 from ultraep_serve.types import Policy, Verb
 
 WORK = Path("results")
 CONTEXT = 16384
+RANK_PROCESSES = ("VLLM::Worker", "sglang::scheduler")
 MODELS: dict[str, Callable[[], ModelSpec]] = {
     "qwen3": demo_qwen3,
     "glm4": demo_glm4,
@@ -68,12 +76,13 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", default="2048,4096,8192")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--prompts", type=int, default=64)
-    parser.add_argument("--out", type=Path, help="default: benchmarks/results/serving-NAME.json")
+    parser.add_argument("--out", type=Path, help="default: in benchmarks/results")
     options = parser.parse_args()
-    document = BENCHMARKS[options.benchmark](options)
+    options.engine = installed_engine()
+    document = {"engine": options.engine, **BENCHMARKS[options.benchmark](options)}
     document["command"] = shlex.join(["python", *sys.argv])
     document["machine"] = machine()
-    name = f"serving-{options.benchmark}.json"
+    name = f"{'serving' if options.engine == 'vllm' else 'sglang'}-{options.benchmark}.json"
     write_json(options.out or Path("benchmarks/results") / name, document)
 
 
@@ -87,9 +96,9 @@ def model(name: str) -> Path:
 
 def serve(options: argparse.Namespace, path: Path, dtype: str, *extra: str) -> BalancedServer:
     """A server for ``path`` under the benchmark's options."""
-    flags = [*expert_parallel_flags(options.mode, dtype, CONTEXT), *extra]
+    flags = [*expert_parallel_flags(options.mode, dtype, CONTEXT, options.engine), *extra]
     flags += ["--enforce-eager"] if options.eager else []
-    return BalancedServer(path, flags, WORK / "serving.log")
+    return BalancedServer(path, flags, WORK / "serving.log", engine=options.engine)
 
 
 def ttft(options: argparse.Namespace) -> dict[str, Any]:
@@ -125,7 +134,9 @@ def tokens(options: argparse.Namespace) -> dict[str, Any]:
     """Greedy tokens, off against quota, in both parallel modes, compiled and eager."""
     prompts = mixed_prompts(options.prompts)
     rows = []
-    cases = itertools.product(("float32", "bfloat16"), ("tensor", "data"), (False, True))
+    is_vllm = options.engine == "vllm"
+    modes, eagerness = (("tensor", "data"), (False, True)) if is_vllm else (("tensor",), (False,))
+    cases = itertools.product(("float32", "bfloat16"), modes, eagerness)
     for dtype, options.mode, options.eager in cases:
         with serve(options, model(options.model), dtype) as running:
             check = check_tokens(running, prompts, concurrency=1).to_json(dtype)
@@ -177,10 +188,11 @@ def logprobs(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def layers(options: argparse.Namespace) -> dict[str, Any]:
-    """Predicted against measured time of a layer, from served batches of many sizes.
+    """Predicted against measured time of a layer, in served batches of many sizes.
 
-    The line (seconds over assignments of the busiest rank) is fitted to every other batch and held
-    against the batches between.
+    Predicted twice: by the costs that the server measured when it started, and by a line (seconds
+    over assignments of the busiest rank) fitted to every other batch. Both are held against the
+    batches between; a batch's figures are the means over its layers.
     """
     chooser = random.Random(0)
     lengths = [chooser.randint(512, 8192) for _ in range(options.prompts)]
@@ -194,18 +206,20 @@ def layers(options: argparse.Namespace) -> dict[str, Any]:
             sidecar.set_policy((Policy.QUOTA, Policy.IDEAL)[number % 4 == 3])
             server.first_token(sample_text("law", length, 100 + number))
         samples = layer_samples(run_directory_of_port(running.port))
+        costs = measured_costs(running.log_path)
     fitted = fit(samples[::2])
-    errors = [abs(fitted.predict(work) / seconds - 1) for work, seconds in samples[1::2]]
+    predictions: dict[str, Callable[[float], float]] = {
+        "fitted_to_every_other_batch": fitted.predict,
+        "measured_at_start": lambda work: costs.base_seconds + costs.seconds_per_assignment * work,
+    }
     document = {
         "model": options.model,
         "mode": options.mode,
-        "seconds_per_assignment": fitted.slope,
-        "seconds_per_layer": fitted.intercept,
-        "held_out_layers": len(errors),
+        "costs_measured_at_start": asdict(costs),
+        "fitted": {"seconds_per_assignment": fitted.slope, "base_seconds": fitted.intercept},
+        "held_out_batches": len(samples[1::2]),
         "relative_error": {
-            "median": float(np.median(errors)),
-            "p90": float(np.quantile(errors, 0.9)),
-            "max": max(errors),
+            name: errors(predict, samples[1::2]) for name, predict in predictions.items()
         },
         "samples": samples,
     }
@@ -213,10 +227,32 @@ def layers(options: argparse.Namespace) -> dict[str, Any]:
     return document
 
 
-def layer_samples(run_path: Path) -> list[tuple[float, float]]:
-    """(assignments of the busiest rank, seconds of the engine's part) per layer, batch by batch.
+def errors(
+    predict: Callable[[float], float], samples: list[tuple[float, float]]
+) -> dict[str, float]:
+    """How far predictions are off, relative to what was measured."""
+    signed = np.array([predict(work) / seconds - 1 for work, seconds in samples])
+    off = np.abs(signed)
+    return {
+        "median": float(np.median(off)),
+        "p90": float(np.quantile(off, 0.9)),
+        "max": float(off.max()),
+        "median_signed": float(np.median(signed)),
+    }
 
-    A layer takes as long as its slowest rank.
+
+def measured_costs(log_path: Path) -> CostModel:
+    """The cost model that a server said at start it decides by."""
+    _, found, rest = log_path.read_text(errors="replace").partition("ultraep: costs ")
+    if not found:
+        raise SystemExit(f"{log_path} tells no costs")
+    return CostModel.from_json(rest.splitlines()[0])
+
+
+def layer_samples(run_path: Path) -> list[tuple[float, float]]:
+    """(assignments of the busiest rank, seconds of the engine's part) of a layer, batch by batch.
+
+    A layer takes as long as its slowest rank; both are means over a batch's layers.
     """
     records = [RingReader(ring_path(run_path, rank)).recent() for rank in range(2)]
     seconds = {}
@@ -225,10 +261,13 @@ def layer_samples(run_path: Path) -> list[tuple[float, float]]:
             key = (int(record["batch"]), int(record["layer"]))
             took = float(record["verb_ns"][Verb.COMPUTE]) / 1e9
             seconds[key] = max(took, seconds.get(key, 0.0))
-    return [
-        (float(record["load_after"].max()), seconds[int(record["batch"]), int(record["layer"])])
-        for record in records[0]
-    ]
+    batches: dict[int, list[tuple[float, float]]] = {}
+    for record in records[0]:
+        batch, layer = int(record["batch"]), int(record["layer"])
+        work = float(record["load_after"].max())
+        batches.setdefault(batch, []).append((work, seconds[batch, layer]))
+    means = [np.mean(layers, axis=0).tolist() for layers in batches.values()]
+    return [(work, took) for work, took in means]
 
 
 def memory(options: argparse.Namespace) -> dict[str, Any]:
@@ -250,11 +289,11 @@ def memory(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def worker_memory(ancestor: int) -> list[dict[str, int]]:
-    """Memory of vLLM's workers below process ``ancestor``, from the kernel's own accounting."""
+    """Memory of the engine's ranks below process ``ancestor``, from the kernel's own accounting."""
     rows = []
     for process in sorted(descendants(ancestor)):
         command = Path(f"/proc/{process}/cmdline").read_bytes().decode(errors="replace")
-        if command.startswith("VLLM::Worker"):
+        if command.startswith(RANK_PROCESSES):
             lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()[1:]
             sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
             rows.append({name: sizes[name] for name in ("Rss", "Pss", "Pss_Anon", "Pss_Shmem")})

@@ -71,9 +71,16 @@ class JoinedLayers:
         self._spool = self._create_spool(config, rank, engine)
         warm_up(shape)
         _warm_up_kernels(shape, slots[0], fabric)
-        costs = agreed_costs(config, shape, slots[0], fabric, run_experts)
+        self._costs = agreed_costs(config, shape, slots[0], fabric, run_experts)
         self._balancer = Balancer(
-            config, shape, view, slots, fabric, self._policies, self._recorder, costs
+            config,
+            shape,
+            view,
+            slots,
+            fabric,
+            self._policies,
+            self._recorder,
+            self._costs.integer_costs(),
         )
 
     def _create_recorder(self, config: BalanceConfig, rank: int, engine: str) -> Recorder:
@@ -136,7 +143,7 @@ class JoinedLayers:
         self._balancer.computed()
 
     def log_ready(self, logger: logging.Logger) -> None:
-        """One line for the operator."""
+        """For the operator: what balances here, and by which costs it decides."""
         logger.info(
             "ultraep: balancing %d MoE layers over %d ranks (%s parallel), "
             "%d replica slots per rank = %.1f MiB reserved, policy %s",
@@ -147,6 +154,7 @@ class JoinedLayers:
             self._slot_bytes / 2**20,
             self._balancer.config.policy.value,
         )
+        logger.info("ultraep: costs %s", self._costs.to_json())
 
 
 def expert_parameters(

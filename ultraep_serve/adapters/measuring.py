@@ -2,14 +2,14 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import astuple
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.costs.fit import fit
-from ultraep_serve.costs.model import CostModel, IntegerCosts
+from ultraep_serve.costs.model import CostModel
 from ultraep_serve.fabric import HostFabric
 from ultraep_serve.policies import plan_quota
 from ultraep_serve.slots import LayerSlots
@@ -17,9 +17,16 @@ from ultraep_serve.types import ExpertShape
 
 __all__ = ["agreed_costs", "measure_costs"]
 
-_ROWS_PER_MASTER = (16, 64)  # assignments; enough for the kernel to run as in a prefill
+_ROWS_PER_MASTER = (16, 64, 256)  # assignments; enough for the kernel to run as in a prefill
 _REPEATS = 3
 _EXCHANGES = 20
+_MEASURED = (
+    "seconds_per_assignment",
+    "base_seconds",
+    "link_bytes_per_second",
+    "exchange_seconds",
+    "plan_seconds",
+)
 
 
 def agreed_costs(
@@ -28,13 +35,14 @@ def agreed_costs(
     layer: LayerSlots,
     fabric: HostFabric,
     run_experts: Callable[[int], None],
-) -> IntegerCosts:
+) -> CostModel:
     """The configured cost model, or the mean of what the ranks measure; the same on every rank."""
     if config.costs:
-        return CostModel.from_json(config.costs).integer_costs()
-    own = measure_costs(shape, layer, fabric, run_experts).integer_costs()
-    rows = fabric.exchange(np.array(astuple(own), dtype=np.int64))
-    return IntegerCosts(*(int(total) // shape.num_ranks for total in rows.sum(axis=0)))
+        return CostModel.from_json(config.costs)
+    own = measure_costs(shape, layer, fabric, run_experts)
+    measured = np.array([getattr(own, name) for name in _MEASURED], dtype=np.float64)
+    agreed = fabric.exchange(measured.view(np.int64)).view(np.float64).mean(axis=0)
+    return replace(own, **dict(zip(_MEASURED, agreed.tolist(), strict=True)))
 
 
 def measure_costs(
@@ -47,12 +55,14 @@ def measure_costs(
     sizes = [rows * shape.num_masters for rows in _ROWS_PER_MASTER]
     run_experts(sizes[0])
     samples = [(float(size), _best(partial(run_experts, size))) for size in sizes]
+    line = fit(samples)
     expert_bytes = int(layer.expert_bytes.sum())
     exchange = _best(lambda: [fabric.exchange(np.zeros(1, np.int64)) for _ in range(_EXCHANGES)])
     loads = np.zeros((shape.num_ranks, shape.num_logical_experts), dtype=np.int64)
     loads[:, : shape.num_masters] = 1 + np.arange(shape.num_masters)
     return CostModel(
-        seconds_per_assignment=fit(samples).slope,
+        seconds_per_assignment=line.slope,
+        base_seconds=line.intercept,
         bytes_per_expert=expert_bytes,
         link_bytes_per_second=expert_bytes / _best(lambda: _copy_one_expert(layer, shape)),
         exchange_seconds=exchange / _EXCHANGES,

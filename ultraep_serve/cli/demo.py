@@ -13,6 +13,7 @@ __all__ = ["add_parser", "run"]
 _DOMAIN = "law"
 _CONTEXT = 16384
 _CHECKED_PROMPTS = 64
+OUTPUTS = {"vllm": "demo.json", "sglang": "demo-sglang.json"}
 
 
 def add_parser(subparsers: Any) -> None:
@@ -20,9 +21,9 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "demo",
         help="make a model, serve it on two ranks, and measure what balancing does",
-        description="Make a small Mixture-of-Experts model with skewed routing, serve it with vLLM "
-        "on two expert-parallel ranks, measure time to first token under every policy, and check "
-        "that greedy tokens stay the same. No downloads.",
+        description="Make a small Mixture-of-Experts model with skewed routing, serve it with the "
+        "engine installed here on two expert-parallel ranks, measure time to first token under "
+        "every policy, and check that greedy tokens stay the same. No downloads.",
     )
     parser.add_argument("--results", type=Path, default=Path("results"), help="where files go")
     parser.add_argument("--prompt-tokens", default="2048,4096,8192", help="prompt lengths")
@@ -40,16 +41,20 @@ def run(arguments: argparse.Namespace) -> int:
 
     from ultraep_serve.bench.demo import demo_report, demo_view
     from ultraep_serve.bench.report import prepare_directory, write_json
+    from ultraep_serve.testing.server import installed_engine
 
     console = Console()
-    output = arguments.results / "demo.json"
+    engine = installed_engine()
+    output = arguments.results / OUTPUTS[engine]
     prepare_directory(output)
     console.print("Making a model whose router favours few experts ...")
     model = _model(arguments.results / "models" / "demo")
-    console.print(f"Serving it in bfloat16 on two ranks ({arguments.mode} parallel) ...")
-    bench = _measure(model, arguments)
+    console.print(
+        f"Serving it with {engine} in bfloat16 on two ranks ({arguments.mode} parallel) ..."
+    )
+    bench = _measure(model, engine, arguments)
     console.print("Serving it in float32 to compare greedy tokens ...")
-    check = _check(model, arguments)
+    check = _check(model, engine, arguments)
     report = demo_report(bench, check)
     write_json(output, report)
     console.print(demo_view(report))
@@ -65,7 +70,7 @@ def _model(path: Path) -> Path:
     return path
 
 
-def _measure(model: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+def _measure(model: Path, engine: str, arguments: argparse.Namespace) -> dict[str, Any]:
     from ultraep_serve.bench.prefill import PrefillOptions
     from ultraep_serve.bench.report import prefill_document
     from ultraep_serve.bench.server import Server
@@ -77,9 +82,10 @@ def _measure(model: Path, arguments: argparse.Namespace) -> dict[str, Any]:
         prompt_tokens=tuple(int(length) for length in arguments.prompt_tokens.split(",")),
         repeats=arguments.repeats,
     )
-    flags = [*expert_parallel_flags(arguments.mode, "bfloat16", _CONTEXT), "--allow-ideal"]
+    flags = [*expert_parallel_flags(arguments.mode, "bfloat16", _CONTEXT, engine), "--allow-ideal"]
+    log = arguments.results / "demo-bfloat16.log"
     with (
-        BalancedServer(model, flags, arguments.results / "demo-bfloat16.log") as running,
+        BalancedServer(model, flags, log, engine=engine) as running,
         closing(Server(running.url)) as server,
         closing(Sidecar(running.sidecar_url, running.token)) as sidecar,
     ):
@@ -88,10 +94,11 @@ def _measure(model: Path, arguments: argparse.Namespace) -> dict[str, Any]:
         return prefill_document(result, server.url, server.model, "ultraep-serve demo")
 
 
-def _check(model: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+def _check(model: Path, engine: str, arguments: argparse.Namespace) -> dict[str, Any]:
     from ultraep_serve.testing.checks import check_tokens, mixed_prompts
     from ultraep_serve.testing.server import BalancedServer, expert_parallel_flags
 
-    flags = expert_parallel_flags(arguments.mode, "float32", _CONTEXT)
-    with BalancedServer(model, flags, arguments.results / "demo-float32.log") as running:
+    flags = expert_parallel_flags(arguments.mode, "float32", _CONTEXT, engine)
+    log = arguments.results / "demo-float32.log"
+    with BalancedServer(model, flags, log, engine=engine) as running:
         return check_tokens(running, mixed_prompts(_CHECKED_PROMPTS)).to_json("float32")

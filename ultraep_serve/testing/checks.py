@@ -63,11 +63,11 @@ def prompt_logprobs(
         for prompt in prompts:
             request = {"model": server.model, "prompt": prompt, "max_tokens": 1, "temperature": 0}
             reply = client.post(
-                f"{server.url}/v1/completions", json={**request, "prompt_logprobs": 0}
+                f"{server.url}/v1/completions", json={**request, "echo": True, "logprobs": 1}
             )
             reply.raise_for_status()
-            entries = reply.json()["choices"][0]["prompt_logprobs"][1:]
-            rows.append(np.array([next(iter(e.values()))["logprob"] for e in entries]))
+            values = reply.json()["choices"][0]["logprobs"]["token_logprobs"]
+            rows.append(np.array(values[1:-1], np.float64))  # without the first and the new one
     return rows
 
 

@@ -6,15 +6,16 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 
 import httpx
 
-from ultraep_serve.errors import UltraEPError
+from ultraep_serve.errors import ConfigError, UltraEPError
 from ultraep_serve.launcher.run_directory import TOKEN_FILE, run_directory_of_port
 
-__all__ = ["BalancedServer", "ServerError", "expert_parallel_flags"]
+__all__ = ["BalancedServer", "ServerError", "expert_parallel_flags", "installed_engine"]
 
 _STOP_SECONDS = 60.0
 
@@ -113,13 +114,28 @@ class BalancedServer:
                 self._process.wait()
 
 
+def installed_engine() -> str:
+    """The engine of this environment, "vllm" or "sglang"; raises ConfigError without one."""
+    for engine in ("vllm", "sglang"):
+        if find_spec(engine) is not None:
+            return engine
+    raise ConfigError(
+        "no engine is installed here; pip install 'ultraep-serve[vllm]' or '[sglang]', or for CPU "
+        "run deploy/setup_vllm_cpu.py or deploy/setup_sglang_cpu.py"
+    )
+
+
 def expert_parallel_flags(
     mode: str, dtype: str, max_tokens: int, engine: str = "vllm"
 ) -> list[str]:
-    """``engine``'s flags for two expert-parallel ranks, ``mode`` "tensor" or (vLLM) "data"."""
+    """``engine``'s flags for two expert-parallel ranks, ``mode`` "tensor" or (vLLM) "data".
+
+    Raises ConfigError for a mode that the engine's adapter does not have.
+    """
     context = str(max_tokens)
     if engine == "sglang":
-        assert mode == "tensor", "data parallelism is not there yet for SGLang"
+        if mode != "tensor":
+            raise ConfigError(f"{mode} parallelism is not there yet for SGLang; use tensor")
         ranks = ["--tp-size", "2", "--ep-size", "2", "--disable-radix-cache"]
         return [*ranks, "--dtype", dtype, "--context-length", context]
     ranks = [f"--{mode}-parallel-size", "2", "--enable-expert-parallel"]
