@@ -14,7 +14,9 @@ from ultraep_serve.observability.schema import (
     RingState,
     ring_path,
 )
-from ultraep_serve.observability.snapshot import BalanceSnapshot, RankView, Window, summarise
+from ultraep_serve.observability.snapshot import BalanceSnapshot, RankView
+from ultraep_serve.observability.summary import summarise
+from ultraep_serve.observability.window import Window
 
 __all__ = [
     "SCHEMA_VERSION",

@@ -9,9 +9,10 @@ from ultraep_serve.observability.schema import SCHEMA_VERSION, RecordArray
 from ultraep_serve.observability.snapshot import (
     LayerSnapshot,
     RankAssignments,
-    bytes_by_layer,
-    layer_snapshot,
+    imbalance_snapshot,
+    replica_count,
 )
+from ultraep_serve.observability.summary import bytes_by_layer
 
 __all__ = ["LayerDetail", "layer_detail"]
 
@@ -20,9 +21,11 @@ __all__ = ["LayerDetail", "layer_detail"]
 class LayerDetail(LayerSnapshot):
     """A layer, the load of each rank in it and where its replicas were in its last batch."""
 
-    ranks: list[RankAssignments]  # by rank
+    ranks: list[RankAssignments]
+    """By rank, over the window."""
     last_batch: int
-    last_slot_expert: list[list[int]]  # (R, S) logical experts, -1 empty
+    last_slot_expert: list[list[int]]
+    """(ranks, slots): logical expert in each replica slot in the last batch, -1 empty."""
     schema_version: int = SCHEMA_VERSION
 
 
@@ -33,13 +36,12 @@ def layer_detail(layer: int, lead: RecordArray, ranks: Sequence[RecordArray]) ->
         return None
     before = records["load_before"].sum(axis=0, dtype=np.int64).tolist()
     after = records["load_after"].sum(axis=0, dtype=np.int64).tolist()
-    summary = layer_snapshot(layer, records, bytes_by_layer(ranks).get(layer, 0))
     return LayerDetail(
         layer=layer,
-        records=summary.records,
-        imbalance=summary.imbalance,
-        replicas=summary.replicas,
-        bytes_moved=summary.bytes_moved,
+        records=len(records),
+        imbalance=imbalance_snapshot(records),
+        replicas=replica_count(records["replicas"]),
+        bytes_moved=bytes_by_layer(ranks).get(layer, 0),
         ranks=[RankAssignments(b, a) for b, a in zip(before, after, strict=True)],
         last_batch=int(records["batch"][-1]),
         last_slot_expert=records["slot_expert"][-1].tolist(),

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from ultraep_serve.observability.documented import Documented
 from ultraep_serve.observability.schema import RecordArray
 from ultraep_serve.types import Verb
 
@@ -22,8 +23,8 @@ _OWN = [Verb.COUNT, Verb.PLAN, Verb.REPLICATE, Verb.REROUTE, Verb.AWAIT]
 
 
 @dataclass(frozen=True)
-class Savings:
-    """Estimated seconds over a window; what is computed later or earlier on all ranks at once."""
+class Savings(Documented):
+    """Estimated seconds that balancing saved and spent over the window."""
 
     saved_seconds: float
     """Time of the engine's part of each layer that evening out the busiest rank avoided: the time
@@ -34,8 +35,6 @@ class Savings:
     and what layers took longer whose busiest rank was given more than before."""
     net_seconds: float
     """Saved less spent; negative where balancing costs more than it saves."""
-
-    __pydantic_config__ = {"use_attribute_docstrings": True}  # noqa: RUF012  # read by pydantic
 
 
 def avoided_seconds(records: RecordArray) -> NDArray[np.float64]:

@@ -41,25 +41,16 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from ultraep_serve.observability import RankView, RingHeader
+from ultraep_serve.observability.outcomes import outcome
 from ultraep_serve.observability.savings import spent_seconds
+from ultraep_serve.observability.snapshot import DOMAIN_FLOOR
 from ultraep_serve.sidecar.store import NoRunError, RunStore
 from ultraep_serve.sidecar.tally import Tally
 from ultraep_serve.types import Decision, Verb
 
-__all__ = ["BalanceCollector", "decision_labels"]
+__all__ = ["BalanceCollector"]
 
 _LABELS = ("phase", "decision", "reason")
-_FLOOR = 1.0  # all ranks of one host are one domain
-_OUTCOMES = {
-    Decision.PLANNED: ("planned", "imbalanced"),
-    Decision.FORCED: ("forced", "measuring"),
-}
-
-
-def decision_labels(decision: Decision) -> tuple[str, str, str]:
-    """(phase, decision, reason) as the metrics name them."""
-    phase = "decode" if decision is Decision.SMALL else "prefill"
-    return phase, *_OUTCOMES.get(decision, ("identity", decision.name.lower()))
 
 
 class BalanceCollector(Collector):
@@ -122,7 +113,7 @@ def _run_families(header: RingHeader) -> Iterator[Metric]:
         "ultraep_layers", "MoE layers of batches, by what was decided and why.", labels=_LABELS
     )
     for decision in Decision:
-        labels = decision_labels(decision)
+        labels = outcome(decision)
         seen = header.recorded_batches[decision] + header.skipped_batches[decision]
         batches.add_metric(labels, seen)
         layers.add_metric(labels, header.layers[decision])
@@ -140,7 +131,7 @@ def _run_families(header: RingHeader) -> Iterator[Metric]:
         "ultraep_imbalance_floor_ratio",
         "The least imbalance that copying inside NVLink domains can reach: the largest domain "
         "mean over the mean of all ranks.",
-        value=_FLOOR,
+        value=DOMAIN_FLOOR,
     )
 
 

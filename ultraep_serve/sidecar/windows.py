@@ -34,35 +34,37 @@ def own_fields(records: RecordArray) -> RecordArray:
 
 
 class RecordWindow:
-    """The newest records, at least ``max_records`` of them and at most one poll more."""
+    """The newest ``max_records`` records, in one piece of memory."""
 
     def __init__(self, dtype: np.dtype[np.void], max_records: int) -> None:
-        self._empty: RecordArray = np.empty(0, dtype)
         self._max_records = max_records
-        self._chunks: deque[RecordArray] = deque()
-        self._count = 0
+        self._buffer: RecordArray = np.empty(0, dtype)
+        self._end = 0
 
     def append(self, records: RecordArray) -> None:
         """Add ``records``, which follow the ones held; the oldest give way."""
-        if not len(records):
-            return
-        self._chunks.append(records)
-        self._count += len(records)
-        while self._count - len(self._chunks[0]) >= self._max_records:
-            self._count -= len(self._chunks.popleft())
+        records = records[-self._max_records :]
+        if self._end + len(records) > len(self._buffer):
+            self._make_room(len(records))
+        self._buffer[self._end : self._end + len(records)] = records
+        self._end += len(records)
+
+    def _make_room(self, count: int) -> None:
+        """Move what is held to a larger buffer; arrays handed out keep the old one."""
+        held = self.records()
+        size = min(2 * self._max_records, max(64, 2 * (len(held) + count)))
+        self._buffer = np.empty(size, held.dtype)
+        self._buffer[: len(held)] = held
+        self._end = len(held)
 
     def records(self) -> RecordArray:
         """All records held, oldest first; not to be changed."""
-        if len(self._chunks) > 1:
-            merged = np.concatenate(self._chunks)
-            self._chunks = deque([merged[-self._max_records :]])
-            self._count = len(self._chunks[0])
-        return self._chunks[0] if self._chunks else self._empty
+        return self._buffer[max(0, self._end - self._max_records) : self._end]
 
     def clear(self) -> None:
         """Forget everything."""
-        self._chunks.clear()
-        self._count = 0
+        self._buffer = self._buffer[:0].copy()
+        self._end = 0
 
 
 class SkippedHistory:

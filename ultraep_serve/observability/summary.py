@@ -1,0 +1,152 @@
+"""The balance over a window, from the lead rank's records and each rank's own."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ultraep_serve.observability.outcomes import outcome
+from ultraep_serve.observability.savings import Savings, avoided_seconds, savings, spent_seconds
+from ultraep_serve.observability.schema import RecordArray, RingHeader
+from ultraep_serve.observability.snapshot import (
+    DOMAIN_FLOOR,
+    BalanceSnapshot,
+    BatchesCount,
+    ImbalanceSnapshot,
+    LayerSnapshot,
+    PhaseSnapshot,
+    RankAssignments,
+    RankSnapshot,
+    RankView,
+    Spread,
+    imbalances,
+    replica_count,
+    spread,
+)
+from ultraep_serve.observability.window import Window
+from ultraep_serve.types import Decision, Verb
+
+__all__ = ["bytes_by_layer", "summarise", "window_savings"]
+
+
+def summarise(
+    lead: RecordArray,
+    header: RingHeader,
+    ranks: Sequence[RankView],
+    batches: Mapping[Decision, int],
+    window: Window,
+) -> BalanceSnapshot:
+    """The snapshot over ``window``.
+
+    ``lead`` holds the lead rank's full records and ``header`` its header; ``ranks`` has one view
+    per rank, 0 to R-1; ``batches`` counts the batches of the window by decision.
+    """
+    weighed = window.weighed(lead)
+    own = [window.weighed(view.records) for view in ranks]
+    moved = bytes_by_layer(own)
+    before, after = imbalances(weighed["load_before"]), imbalances(weighed["load_after"])
+    imbalance = ImbalanceSnapshot(spread(before), spread(after))
+    return BalanceSnapshot(
+        engine=header.engine,
+        mode=header.mode,
+        policy=header.policy.value,
+        num_ranks=header.shape.num_ranks,
+        window_records=len(weighed),
+        batches=BatchesCount(
+            planned=batches.get(Decision.PLANNED, 0),
+            skipped={d.name.lower(): batches.get(d, 0) for d in Decision if d != Decision.PLANNED},
+        ),
+        phases=_phases(batches, imbalance),
+        imbalance=imbalance,
+        floor=DOMAIN_FLOOR,
+        replicas=replica_count(weighed["replicas"]),
+        bytes_moved=sum(moved.values()),
+        savings=window_savings(weighed, [window.recorded(view.records) for view in ranks]),
+        layers=_layers(weighed, before, after, moved),
+        ranks=[
+            _rank_snapshot(view, records, assignments)
+            for view, records, assignments in zip(ranks, own, _assignments(weighed), strict=True)
+        ],
+    )
+
+
+def window_savings(weighed: RecordArray, own: Sequence[RecordArray]) -> Savings:
+    """Savings from the lead's ``weighed`` records and all of each rank's ``own``."""
+    totals = [records["verb_ns"].sum(axis=0, dtype=np.uint64) for records in own]
+    return savings(avoided_seconds(weighed), spent_seconds(np.array(totals)))
+
+
+def bytes_by_layer(ranks: Sequence[RecordArray]) -> dict[int, int]:
+    """Bytes that all ranks sent, by layer, from each rank's own records."""
+    moved: dict[int, int] = {}
+    for own in ranks:
+        layers, places = np.unique(own["layer"], return_inverse=True)
+        sent = np.zeros(len(layers), np.uint64)
+        np.add.at(sent, places, own["bytes_sent"])
+        for layer, count in zip(layers.tolist(), sent.tolist(), strict=True):
+            moved[layer] = moved.get(layer, 0) + count
+    return moved
+
+
+def _phases(
+    batches: Mapping[Decision, int], imbalance: ImbalanceSnapshot
+) -> dict[str, PhaseSnapshot]:
+    counts = {"prefill": 0, "decode": 0}
+    for decision, count in batches.items():
+        counts[outcome(decision).phase] += count
+    return {
+        "prefill": PhaseSnapshot(counts["prefill"], imbalance),
+        "decode": PhaseSnapshot(counts["decode"], None),
+    }
+
+
+def _assignments(weighed: RecordArray) -> list[RankAssignments]:
+    before = weighed["load_before"].sum(axis=0, dtype=np.int64).tolist()
+    after = weighed["load_after"].sum(axis=0, dtype=np.int64).tolist()
+    return [RankAssignments(*pair) for pair in zip(before, after, strict=True)]
+
+
+def _layers(
+    weighed: RecordArray,
+    before: NDArray[np.float64],
+    after: NDArray[np.float64],
+    moved: Mapping[int, int],
+) -> list[LayerSnapshot]:
+    order = np.argsort(weighed["layer"], kind="stable")
+    layers, starts = np.unique(weighed["layer"][order], return_index=True)
+    return [
+        LayerSnapshot(
+            layer=layer,
+            records=len(places),
+            imbalance=ImbalanceSnapshot(spread(before[places]), spread(after[places])),
+            replicas=replica_count(weighed["replicas"][places]),
+            bytes_moved=moved.get(layer, 0),
+        )
+        for layer, places in zip(layers.tolist(), np.split(order, starts[1:]), strict=False)
+    ]
+
+
+def _rank_snapshot(
+    view: RankView, records: RecordArray, assignments: RankAssignments
+) -> RankSnapshot:
+    header = view.header
+    return RankSnapshot(
+        rank=view.rank,
+        pid=header.pid if header else None,
+        state=header.state.name.lower() if header else "missing",
+        alive=view.alive,
+        heartbeat_age_seconds=view.heartbeat_age_seconds,
+        last_batch_age_seconds=view.last_batch_age_seconds,
+        assignments=assignments,
+        bytes_sent=int(records["bytes_sent"].sum()),
+        bytes_received=int(records["bytes_received"].sum()),
+        verb_seconds=_verb_spreads(records["verb_ns"]),
+        records=len(records),
+        lost=header.lost if header else 0,
+    )
+
+
+def _verb_spreads(verb_ns: NDArray[np.unsignedinteger]) -> dict[str, Spread]:
+    """Spread of the seconds in each verb, ``verb_ns`` (n, verbs), where it ran at all."""
+    by_verb = np.ascontiguousarray(verb_ns.T) / 1e9
+    return {verb.name.lower(): spread(by_verb[verb][by_verb[verb] > 0]) for verb in Verb}

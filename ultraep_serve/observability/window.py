@@ -1,0 +1,52 @@
+"""Which records an answer is about."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ultraep_serve.observability.schema import RecordArray
+from ultraep_serve.types import Decision, Policy
+
+__all__ = ["Window"]
+
+# Layers whose loads were weighed by the policy; the others never reached the planner.
+_WEIGHED: dict[Policy, tuple[Decision, ...]] = {
+    Policy.QUOTA: (Decision.PLANNED, Decision.BALANCED, Decision.UNPROFITABLE),
+    Policy.EPLB: (Decision.PLANNED, Decision.UNPROFITABLE),
+    Policy.OFF: (Decision.POLICY_OFF,),
+    Policy.IDEAL: (Decision.FORCED,),
+}
+_BALANCING = (Policy.QUOTA, Policy.EPLB)
+
+
+@dataclass(frozen=True)
+class Window:
+    """Which records count: a time and a policy."""
+
+    since_ns: int = 0  # wall clock, inclusive
+    policy: Policy | None = None  # None: any; for imbalance any that gives right answers
+
+    def recorded(self, records: RecordArray) -> RecordArray:
+        """Records of this window, whatever was decided."""
+        if self == Window():
+            return records
+        keep = records["time_ns"] >= np.uint64(self.since_ns)
+        if self.policy is not None:
+            keep &= records["policy"] == self.policy.code
+        return _kept(records, keep)
+
+    def weighed(self, records: RecordArray) -> RecordArray:
+        """Records of this window whose loads the policy weighed: those with an imbalance."""
+        records = self.recorded(records)
+        keep = np.zeros(len(records), dtype=bool)
+        for policy in (self.policy,) if self.policy else _BALANCING:
+            decided = np.isin(records["decision"], [int(d) for d in _WEIGHED[policy]])
+            keep |= decided & (records["policy"] == policy.code)
+        return _kept(records, keep)
+
+
+def _kept(records: RecordArray, keep: NDArray[np.bool_]) -> RecordArray:
+    """``records[keep]``, without a copy where all of them are kept from one on."""
+    first = int(keep.argmax()) if keep.any() else len(keep)
+    return records[first:] if keep[first:].all() else records[keep]
