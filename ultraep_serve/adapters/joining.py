@@ -15,7 +15,7 @@ from ultraep_kernels.reroute import reroute
 from ultraep_kernels.stream import relay_parents
 
 from ultraep_serve.adapters.measuring import agreed_costs
-from ultraep_serve.balancer import Balancer, TokenView, row_width
+from ultraep_serve.balancer import Balancer, TokenView, identity_table, row_width
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.errors import UltraEPError, UnsupportedError
 from ultraep_serve.fabric import HostFabric
@@ -27,7 +27,7 @@ from ultraep_serve.policies import identity_plan, warm_up
 from ultraep_serve.slots import LayerSlots, SlotPool
 from ultraep_serve.types import ExpertShape
 
-__all__ = ["JoinedLayers", "expert_parameters"]
+__all__ = ["JoinedLayers", "balanced_ids", "expert_parameters"]
 
 
 class JoinedLayers:
@@ -41,12 +41,13 @@ class JoinedLayers:
         layers: Sequence[Sequence[nn.Parameter]],
         rank: int,
         engine: str,
-        run_experts: Callable[[int], None],
+        run_layer: Callable[[int], None],
     ) -> None:
         """``layers`` in the order they run, each the tensors (L, ...) that make up its experts.
 
-        The parameters become (L + S, ...) in place. ``run_experts`` computes that many assignments
-        in the first layer's masters, to be timed. Returns when all ranks have come this far.
+        The parameters become (L + S, ...) in place. ``run_layer`` computes the first layer
+        for a batch that gives every rank's masters so many assignments, to be timed; all ranks
+        call it together. Returns when all ranks have come this far.
         Raises UnsupportedError for tensors that cannot be moved, PeerTimeoutError when a rank
         does not come.
         """
@@ -71,7 +72,7 @@ class JoinedLayers:
         self._spool = self._create_spool(config, rank, engine)
         warm_up(shape)
         _warm_up_kernels(shape, slots[0], fabric)
-        self._costs = agreed_costs(config, shape, slots[0], fabric, run_experts)
+        self._costs = agreed_costs(config, shape, slots[0], fabric, run_layer)
         self._balancer = Balancer(
             config,
             shape,
@@ -155,6 +156,14 @@ class JoinedLayers:
             self._balancer.config.policy.value,
         )
         logger.info("ultraep: costs %s", self._costs.to_json())
+
+
+def balanced_ids(shape: ExpertShape, num_assignments: int, experts_per_token: int) -> torch.Tensor:
+    """Physical ids (T, K) int32 of masters in turn, at least one token; for measuring."""
+    num_tokens = max(1, num_assignments // experts_per_token)
+    turn = torch.arange(num_tokens * experts_per_token) % shape.num_logical_experts
+    table = identity_table(shape.num_logical_experts, shape.num_ranks, shape.num_replica_slots)
+    return torch.from_numpy(table)[turn].view(num_tokens, experts_per_token)
 
 
 def expert_parameters(

@@ -34,12 +34,12 @@ def agreed_costs(
     shape: ExpertShape,
     layer: LayerSlots,
     fabric: HostFabric,
-    run_experts: Callable[[int], None],
+    run_layer: Callable[[int], None],
 ) -> CostModel:
     """The configured cost model, or the mean of what the ranks measure; the same on every rank."""
     if config.costs:
         return CostModel.from_json(config.costs)
-    own = measure_costs(shape, layer, fabric, run_experts)
+    own = measure_costs(shape, layer, fabric, run_layer)
     measured = np.array([getattr(own, name) for name in _MEASURED], dtype=np.float64)
     agreed = fabric.exchange(measured.view(np.int64)).view(np.float64).mean(axis=0)
     return replace(own, **dict(zip(_MEASURED, agreed.tolist(), strict=True)))
@@ -49,12 +49,16 @@ def measure_costs(
     shape: ExpertShape,
     layer: LayerSlots,
     fabric: HostFabric,
-    run_experts: Callable[[int], None],
+    run_layer: Callable[[int], None],
 ) -> CostModel:
-    """Time the expert kernel, a copy into a slot, an exchange and a plan; all ranks together."""
+    """Time a layer, a copy into a slot, an exchange and a plan; all ranks together.
+
+    ``run_layer`` computes and combines a batch that gives every rank so many assignments. A share
+    of that, the sum over ranks, does not grow with a rank's load; it is taken as if it did.
+    """
     sizes = [rows * shape.num_masters for rows in _ROWS_PER_MASTER]
-    run_experts(sizes[0])
-    samples = [(float(size), _best(partial(run_experts, size))) for size in sizes]
+    run_layer(sizes[0])
+    samples = [(float(size), _best(partial(run_layer, size))) for size in sizes]
     line = fit(samples)
     expert_bytes = int(layer.expert_bytes.sum())
     exchange = _best(lambda: [fabric.exchange(np.zeros(1, np.int64)) for _ in range(_EXCHANGES)])

@@ -10,11 +10,11 @@ from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatcher
 from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
 from sglang.srt.utils import is_cpu
 
+from ultraep_serve.adapters.verified import SGLANG_VERSIONS
 from ultraep_serve.errors import UnsupportedError
 
 __all__ = ["check_cpu_execution", "check_engine", "check_layer", "check_settings"]
 
-VERIFIED_VERSIONS = ("0.5.23",)
 _REMEDY = "or serve without balancing: --on-unsupported=off"
 _CONFLICTS: tuple[tuple[str, object, str], ...] = (  # setting, its legal value, what to do
     ("enable_eplb", False, "--enable-eplb moves the same weights; drop it"),
@@ -39,9 +39,9 @@ def check_engine(parameters: dict[str, list[str]]) -> None:
     ``parameters`` names, by dotted path of a hook's target, the parameters it must have.
     """
     version = metadata.version("sglang")
-    if version not in VERIFIED_VERSIONS:
+    if version not in SGLANG_VERSIONS:
         raise UnsupportedError(
-            f"SGLang {version} has not been verified; install {' or '.join(VERIFIED_VERSIONS)}, "
+            f"SGLang {version} has not been verified; install {' or '.join(SGLANG_VERSIONS)}, "
             "or serve without balancing: --on-unsupported=off"
         )
     for target, expected in parameters.items():

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from sglang.srt.runtime_context import get_parallel
 
-__all__ = ["compute_and_reduce", "compute_own"]
+__all__ = ["compute_and_reduce"]
 
 
 def compute_and_reduce(
@@ -23,10 +23,12 @@ def compute_and_reduce(
 ) -> torch.Tensor:
     """This rank's part of the output (T, H), to be summed over ranks by the engine.
 
-    Arguments as ``compute_own``. In 16-bit models the first rank's part is all of it and the
-    others' are zero, so that the engine's sum does not round it again.
+    ``x`` (T, H) all tokens, ``topk_weights`` (T, K), ``local_ids`` (T, K) expert on this rank, -1
+    for another rank's; ``w13`` (L + S, 2I, H) gate above up, ``w2`` (L + S, H, I). In 16-bit models
+    the first rank's part is all of it and the others' are zero, so that the engine's sum does not
+    round it again.
     """
-    total = compute_own(x, topk_weights, local_ids, w13, w2)
+    total = _compute_own(x, topk_weights, local_ids, w13, w2)
     if x.dtype is torch.float32:
         return total
     group = get_parallel().moe_ep_group
@@ -34,7 +36,7 @@ def compute_and_reduce(
     return (everything if group.rank_in_group == 0 else everything.zero_()).to(x.dtype)
 
 
-def compute_own(
+def _compute_own(
     x: torch.Tensor,
     topk_weights: torch.Tensor,
     local_ids: torch.Tensor,
@@ -43,8 +45,6 @@ def compute_own(
 ) -> torch.Tensor:
     """Sum (T, H) float32 over this rank's assignments of each token.
 
-    ``x`` (T, H) all tokens, ``topk_weights`` (T, K), ``local_ids`` (T, K) expert on this rank, -1
-    for another rank's; ``w13`` (L + S, 2I, H) gate above up, ``w2`` (L + S, H, I).
     out[t] = sum over k of weight[t, k] * w2 @ (silu(gate @ x[t]) * (up @ x[t]))
     """
     flat = local_ids.reshape(-1)

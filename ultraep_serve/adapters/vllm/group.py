@@ -1,5 +1,7 @@
 """The MoE layers of one process, joined into one balancer once all of them are loaded."""
 
+import functools
+
 import torch
 from vllm.config import VllmConfig
 from vllm.distributed import get_ep_group
@@ -7,13 +9,12 @@ from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
-from ultraep_serve.adapters.joining import JoinedLayers, expert_parameters
+from ultraep_serve.adapters.joining import JoinedLayers, balanced_ids, expert_parameters
 from ultraep_serve.adapters.vllm.checks import check_cpu_execution, check_layer
 from ultraep_serve.adapters.vllm.cpu_experts import (
     Assignments,
     compute_and_reduce,
     dispatch_compute_combine,
-    run_experts,
     take_over_combine,
 )
 from ultraep_serve.balancer import TokenView, identity_table
@@ -54,12 +55,7 @@ class ExpertGroup:
         """Complete output of layer ``index`` for this rank's tokens ``x`` (T, H)."""
         layer = self._layers[index]
         physical = self._route(index, topk_ids, self._batch_tokens(x))
-        assignments = Assignments.from_physical(physical, self._num_local)
-        group = get_ep_group()
-        if self._view is TokenView.SHARED:
-            output = compute_and_reduce(layer, x, topk_weights, assignments, group)
-        else:
-            output = dispatch_compute_combine(layer, x, topk_weights, assignments, group.cpu_group)
+        output = self._compute(layer, x, topk_weights, physical)
         if self._joined is not None:
             self._joined.computed()
         return output
@@ -68,6 +64,19 @@ class ExpertGroup:
         if self._joined is None:
             return self._identity[topk_ids.long()]
         return self._joined.route(index, topk_ids, batch_tokens, _request_tokens())
+
+    def _compute(
+        self,
+        layer: RoutedExperts,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        physical: torch.Tensor,
+    ) -> torch.Tensor:
+        assignments = Assignments.from_physical(physical, self._num_local)
+        group = get_ep_group()
+        if self._view is TokenView.SHARED:
+            return compute_and_reduce(layer, x, topk_weights, assignments, group)
+        return dispatch_compute_combine(layer, x, topk_weights, assignments, group.cpu_group)
 
     def _batch_tokens(self, x: torch.Tensor) -> int:
         """Tokens of this batch over all ranks, the same number on every rank."""
@@ -112,18 +121,19 @@ class ExpertGroup:
             [_expert_parameters(layer) for layer in self._layers],
             rank=get_ep_group().rank_in_group,
             engine="vllm",
-            run_experts=self._run_experts,
+            run_layer=functools.partial(self._run_layer, shape),
         )
         self._joined.mark_ready()
         if get_ep_group().rank_in_group == 0:
             self._joined.log_ready(logger)
 
-    def _run_experts(self, num_assignments: int) -> None:
-        """Compute ``num_assignments`` in the first layer's masters, for the cost model."""
+    def _run_layer(self, shape: ExpertShape, num_assignments: int) -> None:
+        """Compute the first layer for a perfectly balanced batch, for the cost model."""
         layer = self._layers[0]
-        rows = torch.ones(num_assignments, layer.hidden_size, dtype=layer.w13_weight.dtype)
-        local = torch.arange(num_assignments, dtype=torch.int32) % layer.local_num_experts
-        run_experts(layer, rows, torch.ones(num_assignments), local)
+        seen = num_assignments * (shape.num_ranks if self._view is TokenView.SHARED else 1)
+        ids = balanced_ids(shape, seen, layer.top_k)
+        x = torch.ones(ids.shape[0], layer.hidden_size, dtype=layer.w13_weight.dtype)
+        self._compute(layer, x, torch.ones(ids.shape), ids)
 
 
 def _request_tokens() -> int | None:
