@@ -180,7 +180,7 @@ def test_unverified_version_ends_every_process(tmp_path: Path) -> None:
     script = (
         f"import sys; sys.path.append({str(Path(adapter.__file__).with_name('cpu_standins'))!r})\n"
         "from ultraep_serve.adapters.sglang import checks\n"
-        "checks.VERIFIED_VERSIONS = ('0.0',)\n"
+        "checks.SGLANG_VERSIONS = ('0.0',)\n"
         "from sglang.srt.plugins import load_plugins\n"
         "load_plugins()\n"
         "print('went on')\n"

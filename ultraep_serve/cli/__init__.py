@@ -4,7 +4,17 @@ import argparse
 import sys
 
 from ultraep_serve import __version__
-from ultraep_serve.cli import advise, bench, demo, make_trace, record, replay, serve, sidecar
+from ultraep_serve.cli import (
+    advise,
+    bench,
+    demo,
+    doctor,
+    make_trace,
+    record,
+    replay,
+    serve,
+    sidecar,
+)
 from ultraep_serve.errors import UltraEPError
 
 __all__ = ["main"]
@@ -17,7 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in (serve, bench, demo, sidecar, record, replay, advise, make_trace):
+    for command in (serve, bench, demo, sidecar, record, replay, advise, make_trace, doctor):
         command.add_parser(commands)
     options, engine_flags = parser.parse_known_args(arguments)
     if engine_flags and not getattr(options, "passes_flags_on", False):

@@ -13,7 +13,13 @@ from pathlib import Path
 
 from ultraep_serve.errors import ConfigError
 
-__all__ = ["TOKEN_FILE", "run_directory", "run_directory_of_port"]
+__all__ = [
+    "TOKEN_FILE",
+    "abandoned_run_directories",
+    "is_running",
+    "run_directory",
+    "run_directory_of_port",
+]
 
 TOKEN_FILE = "token"
 _SHARED_MEMORY = Path("/dev/shm")
@@ -50,6 +56,18 @@ def run_directory(port: int) -> Iterator[Path]:
         os.close(lock)
 
 
+def abandoned_run_directories() -> list[Path]:
+    """What servers of this user left that were killed; the next start removes it."""
+    with _one_start_at_a_time():
+        return _abandoned()
+
+
+def is_running(port: int) -> bool:
+    """Whether a balanced server of this user holds the run directory of ``port``."""
+    with _one_start_at_a_time():
+        return _is_held(run_directory_of_port(port) / _LOCK_FILE)
+
+
 @contextmanager
 def _one_start_at_a_time() -> Iterator[None]:
     """Otherwise one start could take another's directory, not locked yet, for abandoned."""
@@ -62,9 +80,13 @@ def _one_start_at_a_time() -> Iterator[None]:
 
 
 def _remove_abandoned() -> None:
-    for path in _SHARED_MEMORY.glob(f"ultraep-{os.getuid()}-*"):
-        if not _is_held(path / _LOCK_FILE):
-            shutil.rmtree(path, ignore_errors=True)
+    for path in _abandoned():
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _abandoned() -> list[Path]:
+    own = _SHARED_MEMORY.glob(f"ultraep-{os.getuid()}-*")
+    return sorted(path for path in own if not _is_held(path / _LOCK_FILE))
 
 
 def _is_held(lock_path: Path) -> bool:

@@ -1,0 +1,62 @@
+"""What a check has found, and what to do about it."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+__all__ = ["Finding", "Status", "Subject", "error", "ok", "size", "warning"]
+
+_STEP = 1024
+
+
+class Status(str, Enum):
+    """How bad it is."""
+
+    OK = "ok"
+    WARNING = "warning"  # works, perhaps not as wished
+    ERROR = "error"  # serving with balancing will fail
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is to be served, as far as the user has said."""
+
+    port: int | None = None  # of the engine's server; the engines' own defaults otherwise
+    sidecar_port: int | None = None  # the server's + 1 otherwise
+    model: str | None = None  # a directory, its config.json, or the name of a built-in shape
+    num_ranks: int = 2
+    num_slots: int = 2  # replica slots per rank
+    weight_type: str = "bf16"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One result of one check."""
+
+    name: str
+    status: Status
+    seen: str
+    remedy: str = ""  # empty where nothing needs to be done
+
+
+def ok(name: str, seen: str) -> Finding:
+    """Nothing to do."""
+    return Finding(name, Status.OK, seen)
+
+
+def warning(name: str, seen: str, remedy: str) -> Finding:
+    """Something to know."""
+    return Finding(name, Status.WARNING, seen, remedy)
+
+
+def error(name: str, seen: str, remedy: str) -> Finding:
+    """Something to mend before serving."""
+    return Finding(name, Status.ERROR, seen, remedy)
+
+
+def size(num_bytes: float) -> str:
+    """``num_bytes`` for people."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < _STEP:
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= _STEP
+    return f"{num_bytes:.1f} TiB"

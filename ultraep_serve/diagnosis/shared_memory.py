@@ -1,0 +1,70 @@
+"""/dev/shm, where rings and the engines' own queues live, and what dead servers left there."""
+
+import contextlib
+import os
+from pathlib import Path
+
+from ultraep_serve.config import BalanceConfig
+from ultraep_serve.costs.shapes import model_shape
+from ultraep_serve.diagnosis.finding import Finding, Subject, error, ok, size, warning
+from ultraep_serve.errors import ConfigError
+from ultraep_serve.launcher.run_directory import abandoned_run_directories
+from ultraep_serve.observability.schema import HEADER_BYTES, record_dtype
+from ultraep_serve.types import ExpertShape
+
+__all__ = ["check_leftovers", "check_shared_memory", "ring_bytes"]
+
+SHARED_MEMORY = Path("/dev/shm")
+_ENGINE_BYTES = 512 << 20  # the engine's own: vLLM reserves 160 MiB for one of its queues
+_TYPICAL_EXPERTS = 256
+_REMEDY = (
+    "give the container more: docker run --shm-size=2g, in Compose shm_size: 2gb, in Kubernetes "
+    "an emptyDir of medium Memory mounted at /dev/shm"
+)
+
+
+def check_shared_memory(subject: Subject, path: Path = SHARED_MEMORY) -> list[Finding]:
+    """Size and free space of /dev/shm against what rings and the engine need."""
+    name = "shared memory"
+    if not os.access(path, os.W_OK | os.X_OK):
+        return [error(name, f"{path} is missing or cannot be written", _REMEDY)]
+    status = os.statvfs(path)
+    total, free = status.f_frsize * status.f_blocks, status.f_frsize * status.f_bavail
+    rings = ring_bytes(subject)
+    seen = f"{path}: {size(free)} free of {size(total)}; records of {subject.num_ranks} ranks "
+    seen += f"take {size(rings)}, the engine some hundred MiB"
+    if free < rings:
+        return [error(name, seen, _REMEDY)]
+    if free < rings + _ENGINE_BYTES:
+        return [warning(name, seen, _REMEDY)]
+    return [ok(name, seen)]
+
+
+def ring_bytes(subject: Subject) -> int:
+    """What the rings of all ranks take; of a usual model where none is given."""
+    experts = _TYPICAL_EXPERTS
+    if subject.model is not None:
+        with contextlib.suppress(ConfigError):  # the check of the model reports it
+            experts = model_shape(subject.model).num_experts
+    shape = ExpertShape(subject.num_ranks, experts, subject.num_slots)
+    records = BalanceConfig().ring_records * record_dtype(shape).itemsize
+    return subject.num_ranks * (HEADER_BYTES + records)
+
+
+def check_leftovers() -> list[Finding]:
+    """Run directories of this user whose server was killed."""
+    name = "leftovers"
+    try:
+        left = abandoned_run_directories()
+    except OSError as reason:
+        return [warning(name, f"cannot be looked for: {reason}", _REMEDY)]
+    if not left:
+        return [ok(name, "no run directory of a dead server")]
+    names = ", ".join(map(str, left))
+    held = sum(_bytes(path) for path in left)
+    remedy = f"the next start removes them; or now: rm -r {' '.join(map(str, left))}"
+    return [warning(name, f"dead servers left {names} ({size(held)})", remedy)]
+
+
+def _bytes(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
