@@ -6,10 +6,12 @@ target's last slot is filled to the threshold even where that takes more than th
 the donor's own slots are still free to make good for it, the target's are not. With one expert per
 rank that is Walker's alias method (1974), which balances perfectly with one slot per rank.
 
-The search repeats the attempt at several thresholds, each time with other pseudo-random weights
-on its choices, and keeps the plan with the smallest (largest rank load, replicas sent by the
-busiest rank, replicas). Everything is integer and seeded by the attempt's number, so every rank
-finds the same plan.
+The search repeats the attempt, each time with other pseudo-random weights on its choices, and keeps
+the plan with the smallest (largest rank load, replicas sent by the busiest rank, replicas). It has
+two waves: the first tries to reach the goal itself; only if that fails, the second tries thresholds
+between the goal and the best load found, until one attempt reaches the goal. Attempts of a wave do
+not depend on each other, so a GPU makes them at the same time (``ultraep_kernels.device.plan``).
+Everything is integer and seeded by the attempt's number, so every rank finds the same plan.
 """
 
 import numpy as np
@@ -22,15 +24,17 @@ __all__ = ["place_replicas"]
 
 Counts = NDArray[np.int64]
 
-GRAIN = 512  # loads that differ by less than 1/512 of the mean count as equal
-POLISH_WORK = 1 << 13  # visits spent on fewer replicas once the load is balanced
-SEARCH_WORK = 1 << 15  # visits spent on a better balance
-RELAX_SWEEPS = 8  # over all slots, where an attempt ends unbalanced
-
 
 @compiled
 def place_replicas(
-    expert_load: Counts, num_ranks: int, num_slots: int, domain_size: int
+    expert_load: Counts,
+    num_ranks: int,
+    num_slots: int,
+    domain_size: int,
+    grain: int,
+    first_wave: int,
+    limit: int,
+    sweeps: int,
 ) -> tuple[IntArray, Counts]:
     """Place replicas for every domain.
 
@@ -39,6 +43,7 @@ def place_replicas(
         num_ranks: R.
         num_slots: S.
         domain_size: ranks per domain; the last domain may be smaller.
+        grain, first_wave, limit, sweeps: as in ``ultraep_kernels.plan.Search``.
 
     Returns:
         slot_expert int32 (R, S), -1 empty, and slot_quota int64 (R, S), what each slot computes.
@@ -55,13 +60,14 @@ def place_replicas(
     for first in range(0, num_ranks, domain_size):
         members = rank_load[first : first + domain_size]
         goal = max(goal, -(-members.sum() // members.size))
-    goal += (goal + GRAIN // 2) // GRAIN
+    goal += (goal + grain // 2) // grain
     for first in range(0, num_ranks, domain_size):
         last = min(first + domain_size, num_ranks)
         owned = expert_load[first * num_masters : last * num_masters]
         slots, quotas = slot_expert[first:last], slot_quota[first:last]
         if rank_load[first:last].max() > goal:
-            _search(goal, rank_load[first:last], owned, slots, quotas)
+            load = rank_load[first:last]
+            _search(goal, first_wave, limit, sweeps, load, owned, slots, quotas)
             for rank in range(last - first):
                 for slot in range(num_slots):
                     if slots[rank, slot] >= 0:
@@ -72,29 +78,32 @@ def place_replicas(
 @compiled
 def _search(
     goal: int,
+    first_wave: int,
+    limit: int,
+    sweeps: int,
     rank_load: Counts,
     expert_load: Counts,
     best_slots: IntArray,
     best_quotas: Counts,
 ) -> None:
     """Attempt after attempt in one domain; the best one's slots stay in ``best_slots``."""
-    num_ranks, num_masters = rank_load.size, expert_load.size // rank_load.size
-    work = num_ranks * (num_ranks + num_masters)
-    polish = min(max(POLISH_WORK // work, 4), 16)
-    limit = min(max(SEARCH_WORK // work, 8), 64)
+    num_masters = expert_load.size // rank_load.size
     num_donors = (rank_load > goal).sum()
     slots, quotas = best_slots.copy(), best_quotas.copy()
     loads, left = rank_load.copy(), expert_load.copy()
     best = (rank_load.max(), 0, 0)
+    gap = 0  # between the goal and what the first wave reached
     for attempt in range(limit):
-        if attempt >= polish and best[0] <= goal:
+        if attempt >= first_wave and best[0] <= goal:
             break
-        threshold = goal + (best[0] - goal) * (attempt // 2 % 5) // 4
+        if attempt == first_wave:
+            gap = best[0] - goal
+        threshold = goal + gap * (attempt // 2 % 5) // 4
         loads[:] = rank_load
         left[:] = expert_load
         _attempt(threshold, attempt % 2 == 0, attempt // 2, loads, left, slots, quotas)
         if loads.max() > goal:
-            _relax(num_masters, loads, left, slots, quotas)
+            _relax(num_masters, sweeps, loads, left, slots, quotas)
         sent, total = _count_replicas(slots, num_masters)
         found = (max(loads.max(), goal), sent, total)
         if found < best:
@@ -156,10 +165,15 @@ def _attempt(
 
 @compiled
 def _relax(
-    num_masters: int, rank_load: Counts, left: Counts, slots: IntArray, quotas: Counts
+    num_masters: int,
+    sweeps: int,
+    rank_load: Counts,
+    left: Counts,
+    slots: IntArray,
+    quotas: Counts,
 ) -> None:
     """Level each copy's rank with its master's in turn; never raises the larger of the two."""
-    for _ in range(RELAX_SWEEPS):
+    for _ in range(sweeps):
         for rank in range(slots.shape[0]):
             for slot in range(slots.shape[1]):
                 expert = slots[rank, slot]
@@ -187,7 +201,7 @@ def _pick_donor(rank_load: Counts, threshold: int, seed: int, step: int) -> int:
     for rank in range(rank_load.size):
         excess = rank_load[rank] - threshold
         if excess > 0:
-            weighted = excess * _weight(seed, step, rank)
+            weighted = _weigh(excess, seed, step, rank)
             if weighted > most:
                 donor, most = rank, weighted
     return donor
@@ -198,7 +212,7 @@ def _pick_expert(left: Counts, donor: int, num_masters: int, seed: int, step: in
     """The donor's expert with most left on its master."""
     expert, most = -1, -1
     for other in range(donor * num_masters, (donor + 1) * num_masters):
-        weighted = left[other] * _weight(seed, step, other)
+        weighted = _weigh(left[other], seed, step, other)
         if weighted > most:
             expert, most = other, weighted
     return expert
@@ -223,7 +237,7 @@ def _pick_target(
         room = threshold - rank_load[rank]
         if room <= 0 or slots[rank, num_slots - 1] >= 0 or _holds(slots, rank, expert):
             continue
-        weighted = room * _weight(seed, step, rank)
+        weighted = _weigh(room, seed, step, rank)
         if weighted > most:
             target, most = rank, weighted
         if room >= excess and (fitting < 0 or room < least):
@@ -242,14 +256,14 @@ def _holds(slots: IntArray, rank: int, expert: int) -> bool:
 
 
 @compiled
-def _weight(seed: int, step: int, index: int) -> int:
-    """Pseudo-random in [32, 160), an integer hash of the three numbers; 1 for seed 0."""
+def _weigh(size: int, seed: int, step: int, index: int) -> int:
+    """``size`` times a factor in [1, 5), a hash of the other three numbers; times 1 for seed 0."""
     if seed == 0:
-        return 1
+        return size
     bits = (seed * 0x9E3779B1 + step * 0x27D4EB2F + index * 0x85EBCA77) & 0xFFFFFFFF
     bits ^= bits >> 15
     bits = (bits * 0x2C1B3C6D) & 0xFFFFFFFF
-    return 32 + (bits >> 25)
+    return (size * (32 + (bits >> 25))) >> 5
 
 
 @compiled

@@ -2,6 +2,7 @@
 
 import numpy as np
 from numpy.typing import NDArray
+from ultraep_kernels.plan import search_of
 
 from ultraep_serve.policies._place import place_replicas
 from ultraep_serve.policies._share import count_experts, split_quota
@@ -41,8 +42,9 @@ def plan_quota(
     if domain_size < 1:
         raise ValueError(f"{domain_size = } must be at least 1")
     expert_load = _count(counts)
+    search = search_of(min(domain_size, shape.num_ranks), shape.num_masters)
     slot_expert, slot_quota = place_replicas(
-        expert_load, shape.num_ranks, shape.num_replica_slots, domain_size
+        expert_load, shape.num_ranks, shape.num_replica_slots, domain_size, *search
     )
     quota, share = split_quota(counts, expert_load, slot_expert, slot_quota, source_rank)
     return Plan(slot_expert=slot_expert, quota=quota, share=share)
