@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -9,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from ultraep_serve.cli import main, serve
 from ultraep_serve.config import CONFIG_VARIABLE, BalanceConfig
-from ultraep_serve.errors import ConfigError, UnsupportedError
+from ultraep_serve.errors import ConfigError, EngineEndedError, UnsupportedError
 from ultraep_serve.launcher import run_directory as module
 from ultraep_serve.launcher.run_directory import run_directory, run_directory_of_port
 from ultraep_serve.launcher.supervisor import EngineCommand, supervise
@@ -189,6 +191,41 @@ def test_the_sidecar_ends_with_the_engine(tmp_path: Path) -> None:
     assert is_gone(engine)
 
 
+@pytest.mark.parametrize("flags", [[], ["--no-sidecar"], ["--policy", "off"]])
+def test_the_sidecar_can_be_left_out(
+    flags: list[str], shared_memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[list[str] | None] = []
+
+    def note(_engine: EngineCommand, _config: BalanceConfig, sidecar: list[str] | None) -> int:
+        started.append(sidecar)
+        return 0
+
+    monkeypatch.setattr(serve, "supervise", note)
+    monkeypatch.setattr(serve.vllm, "find_spec", lambda name: name)
+    two_ranks = ["--tensor-parallel-size", "2", "--enable-expert-parallel"]
+    assert main(["vllm", "m", *two_ranks, "--port", str(free_port()), *flags]) == 0
+    assert [sidecar is None for sidecar in started] == [bool(flags)]
+
+
+@pytest.mark.parametrize(("policy", "raises"), [(Policy.QUOTA, True), (Policy.OFF, False)])
+def test_a_balanced_engine_that_ends_by_itself_has_lost_a_rank(
+    policy: Policy, raises: bool
+) -> None:
+    config = BalanceConfig(policy=policy)
+    if raises:
+        with pytest.raises(EngineEndedError, match="a rank is lost"):
+            supervise(python("pass"), config, None)
+    else:
+        assert supervise(python("pass"), config, None) == 0
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
 def is_gone(process: int) -> bool:
     """Whether it ends within some seconds (a killed child's parent may have to reap it first)."""
     stat = Path(f"/proc/{process}/stat")
@@ -216,11 +253,7 @@ import os, pathlib
 
 
 def test_an_engine_that_came_up_unbalanced_is_an_error(tmp_path: Path) -> None:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     code = ANSWERING.replace(", 0), Handler", f", {port}), Handler") + "server.serve_forever()"
     engine = EngineCommand([sys.executable, "-c", code], f"http://127.0.0.1:{port}", 2)
     config = BalanceConfig(run_dir=str(tmp_path))

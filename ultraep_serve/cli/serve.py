@@ -97,6 +97,11 @@ def add_balance_arguments(parser: argparse.ArgumentParser) -> None:
     sidecar.add_argument(
         "--sidecar-port", type=int, help="port of the sidecar (default: the server's + 1)"
     )
+    sidecar.add_argument(
+        "--no-sidecar",
+        action="store_true",
+        help="start none; `ultraep-serve sidecar` runs one apart from the server",
+    )
 
 
 def run(arguments: argparse.Namespace, launch: Any) -> int:
@@ -107,14 +112,15 @@ def run(arguments: argparse.Namespace, launch: Any) -> int:
     command = launch.engine_command(arguments.model, flags, policy)
     sidecar_port = arguments.sidecar_port or parsed.port + 1
     _check_port(parsed.host, parsed.port, "--port")
-    if policy is not Policy.OFF:
+    with_sidecar = policy is not Policy.OFF and not arguments.no_sidecar
+    if with_sidecar:
         _check_port(arguments.sidecar_host, sidecar_port, "--sidecar-port")
     balance_config(arguments, "")  # refuse bad settings before anything is created
     with run_directory(parsed.port) as run_path:
         config = balance_config(arguments, str(run_path))
         (run_path / "config.json").write_text(config.to_json())
         sidecar = None
-        if policy is not Policy.OFF:
+        if with_sidecar:
             sidecar = ["--run-dir", str(run_path), "--host", arguments.sidecar_host]
             sidecar += ["--port", str(sidecar_port)]
             sidecar += ["--allow-ideal"] if config.allow_ideal else []

@@ -17,6 +17,7 @@ from ultraep_serve.config import BalanceConfig, child_environment
 from ultraep_serve.errors import EngineEndedError, UnsupportedError
 from ultraep_serve.observability.reader import RingReader
 from ultraep_serve.observability.schema import RingState, ring_path
+from ultraep_serve.types import Policy
 
 __all__ = ["EngineCommand", "supervise"]
 
@@ -66,7 +67,7 @@ def supervise(
                 _stop(child)
     if watch.problem:
         raise UnsupportedError(watch.problem)
-    if code == 0 and sidecar_arguments is not None and not signals.received:
+    if code == 0 and config.policy is not Policy.OFF and not signals.received:
         raise EngineEndedError(
             "the engine ended although nobody asked it to, so a rank is lost; "
             "its log above says why; start it again"
@@ -84,7 +85,7 @@ class _BalanceWatch:
         self._done = threading.Event()
 
     def start(self, stop_engine: Callable[[], None]) -> None:
-        if self._config.policy.value != "off" and self._config.on_unsupported == "error":
+        if self._config.policy is not Policy.OFF and self._config.on_unsupported == "error":
             threading.Thread(target=self._run, args=(stop_engine,), daemon=True).start()
 
     def stop(self) -> None:
