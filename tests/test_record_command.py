@@ -143,7 +143,7 @@ def test_only_bearers_of_the_token_record(tmp_path: Path) -> None:
     for wrong in ({"level": "all"}, {"level": "loads", "max_bytes": 5}, {}):
         assert client.post("/v1/control/record", json=wrong, headers=BEARER).status_code == 422
     answer = client.post("/v1/control/record", json=body, headers=BEARER)
-    assert answer.json() == {"level": "tokens", "number": 1}
+    assert answer.json() == {"level": "tokens", "number": 1, "schema_version": 1}
     assert page.recording_word & 0xFF == RecordLevel.TOKENS
     assert client.get("/v1/record/spool/0", headers=BEARER).status_code == 404
     assert client.get("/v1/record/spool/-1", headers=BEARER).status_code == 422
@@ -155,7 +155,7 @@ def test_links_and_strange_files_are_not_handed_out(tmp_path: Path) -> None:
     (tmp_path / "spool-0").symlink_to(tmp_path / "secret")
     (tmp_path / "spool-1").write_text("not a spool")
     client = TestClient(create_app(tmp_path, TOKEN, False))
-    assert client.get("/v1/record", headers=BEARER).json() == {"spools": []}
+    assert client.get("/v1/record", headers=BEARER).json()["spools"] == []
     assert client.get("/v1/record/spool/0", headers=BEARER).status_code == 404
 
 

@@ -7,31 +7,36 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fastapi import FastAPI, Request
-from fastapi.responses import HTMLResponse, JSONResponse
+from fastapi.responses import JSONResponse
 from prometheus_client import CollectorRegistry
 
 from ultraep_serve import __version__
+from ultraep_serve.sidecar.answers import Answers
+from ultraep_serve.sidecar.logs import StateLog
 from ultraep_serve.sidecar.metrics import BalanceCollector
 from ultraep_serve.sidecar.metrics_detail import DetailCollector
+from ultraep_serve.sidecar.pages import add_pages
 from ultraep_serve.sidecar.routes_balance import balance_routes
 from ultraep_serve.sidecar.routes_control import control_routes
-from ultraep_serve.sidecar.routes_operate import operate_routes
+from ultraep_serve.sidecar.routes_live import live_routes
+from ultraep_serve.sidecar.routes_operate import Access, operate_routes
 from ultraep_serve.sidecar.routes_record import record_routes
 from ultraep_serve.sidecar.store import NoRunError, RunStore
 
 __all__ = ["SidecarSettings", "create_app"]
 
-_PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>ultraep</title></head><body>
-<h1>ultraep</h1>
-<ul>
-<li><a href="v1/balance">balance</a></li>
-<li><a href="v1/balance/batches">recent batches</a></li>
-<li><a href="v1/config">configuration</a></li>
-<li><a href="metrics">metrics</a></li>
-<li><a href="readyz">readiness</a></li>
-<li><a href="docs">all endpoints</a></li>
-</ul></body></html>
+_DESCRIPTION = """
+What the ranks of one server did, and the switch for what they do next.
+
+**Imbalance** is max/mean of assignments over ranks: for one MoE layer of one batch, the
+assignments, (token, expert) pairs, of the busiest rank over the mean of all ranks; 1.0 is perfect.
+*Before* is by routing alone, every token going to its expert's home rank; *after* is as computed.
+**Prefill** batches have at least `min_batch_tokens` tokens over all ranks; smaller ones,
+**decode**, keep the identity mapping, and their loads are not counted.
+
+The last records of every rank are held in memory; figures over a window are made from them, those
+over time are summed up as records arrive. What changes something wants the control token as
+`Authorization: Bearer TOKEN`.
 """
 
 
@@ -42,6 +47,8 @@ class SidecarSettings:
     poll_seconds: float = 0.5  # between polls in the background
     heartbeat_limit_seconds: float = 5.0  # a rank silent for longer is not alive
     max_records: int = 16384  # kept in memory of each rank
+    reuse_seconds: float = 0.0  # how old a summary may be that is given to several clients
+    event_seconds: float = 1.0  # between server-sent events
 
 
 def create_app(
@@ -59,44 +66,65 @@ def create_app(
     one.
     """
     settings = settings or SidecarSettings()
-    registry = registry or CollectorRegistry()
     store = RunStore(
         run_dir,
         heartbeat_limit_seconds=settings.heartbeat_limit_seconds,
         max_records=settings.max_records,
     )
+    state_log = StateLog(store)
+
+    def watch() -> None:
+        store.poll()
+        state_log.look()
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        stop = _repeat(watch, settings.poll_seconds)
+        yield
+        stop()
+
+    app = FastAPI(
+        title="ultraep sidecar",
+        version=__version__,
+        description=_DESCRIPTION,
+        lifespan=lifespan,
+        docs_url=None,  # FastAPI's own page loads its scripts from elsewhere
+        redoc_url=None,
+    )
+    answers = Answers(settings.reuse_seconds)
+    registries = _registries(store, registry or CollectorRegistry())
+    app.include_router(operate_routes(store, registries, run_dir, Access(token, allow_ideal)))
+    app.include_router(live_routes(store, answers, run_dir, settings.event_seconds))
+    app.include_router(balance_routes(store, answers))
+    app.include_router(control_routes(store, run_dir, token, allow_ideal))
+    app.include_router(record_routes(run_dir, token))
+    add_pages(app)
+    app.add_exception_handler(NoRunError, _no_run)
+    return app
+
+
+def _registries(
+    store: RunStore, registry: CollectorRegistry
+) -> tuple[CollectorRegistry, CollectorRegistry]:
+    """``registry`` with the usual metrics, and one that also has those of many series."""
     detailed = CollectorRegistry()
     registry.register(BalanceCollector(store))
     detailed.register(BalanceCollector(store))
     detailed.register(DetailCollector(store))
-
-    @contextlib.asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        stop = _start_polling(store.poll, settings.poll_seconds)
-        yield
-        stop()
-
-    app = FastAPI(title="ultraep sidecar", version=__version__, lifespan=lifespan)
-    app.include_router(operate_routes(store, registry, detailed, run_dir))
-    app.include_router(balance_routes(store))
-    app.include_router(control_routes(store, run_dir, token, allow_ideal))
-    app.include_router(record_routes(run_dir, token))
-    app.add_api_route("/", lambda: HTMLResponse(_PAGE), include_in_schema=False)
-    app.add_exception_handler(NoRunError, _no_run)
-    return app
+    return registry, detailed
 
 
 async def _no_run(_: Request, error: Exception) -> JSONResponse:
     return JSONResponse({"detail": str(error)}, status_code=503)
 
 
-def _start_polling(poll: Callable[[], None], seconds: float) -> Callable[[], None]:
-    """Poll in a thread every ``seconds``; returns what stops it."""
+def _repeat(action: Callable[[], None], seconds: float) -> Callable[[], None]:
+    """Do ``action`` in a thread every ``seconds``; returns what stops it."""
     stopping = threading.Event()
 
     def run() -> None:
         while not stopping.wait(seconds):
-            poll()
+            action()
 
     thread = threading.Thread(target=run, name="ultraep-poll", daemon=True)
     thread.start()

@@ -1,9 +1,9 @@
 """The sidecar's command line."""
 
 import argparse
-import logging
 from pathlib import Path
 
+from ultraep_serve.sidecar.logs import set_up_logging
 from ultraep_serve.sidecar.server import serve
 from ultraep_serve.sidecar.tokens import control_token
 
@@ -18,13 +18,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--port", type=int, default=8001, help="0 takes a free one")
     parser.add_argument(
+        "--log-format",
+        choices=("text", "json"),
+        default="text",
+        help="lines of text or of JSON (default: %(default)s)",
+    )
+    parser.add_argument(
         "--allow-ideal", action="store_true", help="permit the policy that gives wrong answers"
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until stopped. Raises ConfigError when the address cannot be used."""
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    set_up_logging(arguments.log_format)
     serve(
         arguments.run_dir,
         host=arguments.host,

@@ -1,55 +1,140 @@
 """Endpoints that show the balance."""
 
-from typing import Annotated
+import time
+from collections.abc import Callable
+from typing import Annotated, Any
 
-from fastapi import APIRouter, HTTPException, Query
+from fastapi import APIRouter, HTTPException, Query, Response
+from fastapi import Path as InPath
 
 from ultraep_serve.observability import BalanceSnapshot, Window
+from ultraep_serve.observability.batch_detail import (
+    BatchDetail,
+    BatchLayerDetail,
+    batch_detail,
+    batch_layer_detail,
+)
 from ultraep_serve.observability.batches import BatchList, batch_snapshots
+from ultraep_serve.observability.heatmap import Heatmap, heatmap
 from ultraep_serve.observability.layers import LayerDetail, layer_detail
+from ultraep_serve.sidecar.answers import Answers
+from ultraep_serve.sidecar.policies import PolicyComparison, compare_policies
 from ultraep_serve.sidecar.store import RunStore
+from ultraep_serve.sidecar.timeline import History
 from ultraep_serve.types import Policy
 
-__all__ = ["balance_routes"]
+__all__ = ["NO_RUN", "balance_routes"]
+
+_MOST = (1 << 63) - 1
 
 SinceNs = Annotated[
-    int, Query(ge=0, lt=1 << 63, description="only what happened at or after this Unix time")
+    int, Query(ge=0, le=_MOST, description="only what happened at or after this Unix time")
 ]
 PolicyName = Annotated[Policy | None, Query(description="only records under this policy")]
 Limit = Annotated[int, Query(ge=1, le=1000, description="batches to return")]
+Before = Annotated[
+    int | None, Query(ge=0, le=_MOST, description="only batches with smaller numbers")
+]
+Seconds = Annotated[int, Query(ge=10, le=3600, description="how far back")]
+Step = Annotated[int, Query(ge=1, le=600, description="seconds per entry")]
+Layer = Annotated[int, InPath(ge=0, le=1 << 30)]
+Batch = Annotated[int, InPath(ge=0, le=_MOST)]
+
+NO_RUN: dict[int | str, dict[str, Any]] = {503: {"description": "no ring can be read"}}
+_NOT_HELD: dict[int | str, dict[str, Any]] = {404: {"description": "no records of it are held"}}
 
 
-def balance_routes(store: RunStore) -> APIRouter:
-    """The routes over ``store``; each polls first, so no answer is older than its request."""
-    router = APIRouter(prefix="/v1/balance")
+def balance_routes(store: RunStore, answers: Answers) -> APIRouter:
+    """The routes over ``store``; each polls first. What all clients ask is shared: ``answers``."""
+    router = APIRouter(prefix="/v1/balance", responses=NO_RUN, tags=["balance"])
 
-    @router.get("")
-    def balance(since_ns: SinceNs = 0, policy: PolicyName = None) -> BalanceSnapshot:
-        """Imbalance, replicas, bytes and times over the window.
+    def fresh(key: str, window: Window, make: Callable[[Window], Any]) -> Response:
+        def polled() -> Any:
+            store.poll()
+            return make(window)
+
+        return answers.give((key, window), polled)
+
+    @router.get("", response_model=BalanceSnapshot)
+    def balance(since_ns: SinceNs = 0, policy: PolicyName = None) -> Response:
+        """Imbalance, replicas, bytes, times and savings over the window.
 
         Without parameters batches are counted since the engine started; with them, over the
         records still held.
         """
-        store.poll()
-        return store.snapshot(Window(since_ns, policy))
+        return fresh("balance", Window(since_ns, policy), store.snapshot)
 
-    @router.get("/layers/{layer}")
-    def layer(layer: int, since_ns: SinceNs = 0, policy: PolicyName = None) -> LayerDetail:
+    @router.get("/layers/{layer}", responses=_NOT_HELD)
+    def layer(layer: Layer, since_ns: SinceNs = 0, policy: PolicyName = None) -> LayerDetail:
         """One MoE layer: also the load of each rank and where its replicas were last."""
         store.poll()
         window = Window(since_ns, policy)
-        own = [window.weighed(view.records) for view in store.views()]
-        detail = layer_detail(layer, window.weighed(store.lead_records()), own)
+        _, lead, own = store.held()
+        detail = layer_detail(layer, window.weighed(lead), [window.weighed(r) for r in own])
         if detail is None:
             raise HTTPException(404, f"no records of layer {layer} in this window")
         return detail
 
+    @router.get("/heatmap", response_model=Heatmap)
+    def heat(since_ns: SinceNs = 0, policy: PolicyName = None) -> Response:
+        """Load of each rank in each layer over the mean of the layer's ranks."""
+        return fresh(
+            "heatmap",
+            Window(since_ns, policy),
+            lambda window: heatmap(window.weighed(store.held().lead)),
+        )
+
+    @router.get("/history", response_model=History)
+    def history(seconds: Seconds = 300, step: Step = 2) -> Response:
+        """Imbalance and savings over time, also from before the records still held."""
+
+        def make() -> History:
+            store.poll()
+            return store.history(int(time.time()), seconds, step)
+
+        return answers.give(("history", seconds, step), make)
+
+    @router.get("/policies", response_model=PolicyComparison)
+    def policies(since_ns: SinceNs = 0) -> Response:
+        """The policies of the records held, side by side; routing alone (off) is the baseline."""
+        return fresh(
+            "policies",
+            Window(since_ns),
+            lambda window: compare_policies(window, *store.held()[1:]),
+        )
+
     @router.get("/batches")
-    def batches(limit: Limit = 20, since_ns: SinceNs = 0, policy: PolicyName = None) -> BatchList:
+    def batches(
+        limit: Limit = 20,
+        before: Before = None,
+        since_ns: SinceNs = 0,
+        policy: PolicyName = None,
+    ) -> BatchList:
         """The newest batches that reached the planner, newest first."""
         store.poll()
         window = Window(since_ns, policy)
-        own = [window.recorded(view.records) for view in store.views()]
-        return batch_snapshots(window.recorded(store.lead_records()), own, limit)
+        _, lead, own = store.held()
+        own = [window.recorded(records) for records in own]
+        return batch_snapshots(window.recorded(lead), own, limit, before)
+
+    @router.get("/batches/{batch}", responses=_NOT_HELD)
+    def batch(batch: Batch) -> BatchDetail:
+        """One batch, layer by layer."""
+        store.poll()
+        _, lead, own = store.held()
+        detail = batch_detail(batch, lead, own)
+        if detail is None:
+            raise HTTPException(404, f"no records of batch {batch} are held")
+        return detail
+
+    @router.get("/batches/{batch}/layers/{layer}", responses=_NOT_HELD)
+    def batch_layer(batch: Batch, layer: Layer) -> BatchLayerDetail:
+        """One MoE layer of one batch: loads by rank and expert, replicas, times by rank."""
+        store.poll()
+        header, lead, own = store.held()
+        detail = batch_layer_detail(batch, layer, header.shape, lead, own)
+        if detail is None:
+            raise HTTPException(404, f"no records of layer {layer} of batch {batch} are held")
+        return detail
 
     return router

@@ -1,16 +1,17 @@
-"""The endpoints that change something: the policy, and whether routing is recorded."""
+"""The endpoints that change something: policy, pause, and whether routing is recorded."""
 
 import hmac
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Header, HTTPException
 from pydantic import BaseModel, ConfigDict, Field
 
-from ultraep_serve.observability import ControlError, ControlPage
+from ultraep_serve.observability import SCHEMA_VERSION, ControlError, ControlPage
 from ultraep_serve.observability.control import RecordLevel
+from ultraep_serve.sidecar.paused import forget_pause, paused_policy, remember_pause
 from ultraep_serve.sidecar.store import RunStore
 from ultraep_serve.types import Policy
 
@@ -18,6 +19,11 @@ __all__ = ["bearer_of", "control_routes"]
 
 _MIB = 1 << 20
 _NO_PAGE = "the engine is still loading, or was started with --policy off"
+_REFUSALS: dict[int | str, dict[str, Any]] = {
+    401: {"description": "the token is missing or wrong"},
+    403: {"description": "control is closed, or the policy needs --allow-ideal"},
+    409: {"description": "there is no engine to control, or nothing to resume"},
+}
 
 
 class PolicyRequest(BaseModel):
@@ -33,6 +39,7 @@ class PolicyAnswer(BaseModel):
 
     policy: Policy
     sequence: int
+    schema_version: int = SCHEMA_VERSION
 
 
 class RecordRequest(BaseModel):
@@ -51,6 +58,7 @@ class RecordAnswer(BaseModel):
 
     level: Literal["off", "loads", "tokens"]
     number: int
+    schema_version: int = SCHEMA_VERSION
 
 
 def bearer_of(token: str | None) -> Callable[[str | None], None]:
@@ -75,8 +83,25 @@ def control_routes(
     store: RunStore, run_dir: Path, token: str | None, allow_ideal: bool
 ) -> APIRouter:
     """The routes over the control page in ``run_dir``, open to bearers of ``token``."""
-    router = APIRouter(prefix="/v1/control", dependencies=[Depends(bearer_of(token))])
+    router = APIRouter(
+        prefix="/v1/control",
+        dependencies=[Depends(bearer_of(token))],
+        responses=_REFUSALS,
+        tags=["control"],
+    )
     one_writer = threading.Lock()
+
+    def opened() -> ControlPage:
+        store.poll()  # what came before is counted before the switch
+        try:
+            return ControlPage.open(run_dir)
+        except ControlError as error:
+            raise HTTPException(409, f"{error}; {_NO_PAGE}") from error
+
+    def switch(page: ControlPage, policy: Policy, *, forget: bool = True) -> PolicyAnswer:
+        if forget:
+            forget_pause(run_dir)
+        return PolicyAnswer(policy=policy, sequence=page.set_policy(policy))
 
     @router.post("/policy")
     def set_policy(request: PolicyRequest) -> PolicyAnswer:
@@ -87,22 +112,32 @@ def control_routes(
                 "policy 'ideal' routes tokens to the wrong experts and is for measuring only; "
                 "start with --allow-ideal if that is what you want",
             )
-        store.poll()  # what came before is counted before the switch
-        try:
-            with one_writer, ControlPage.open(run_dir) as page:
-                return PolicyAnswer(policy=request.policy, sequence=page.set_policy(request.policy))
-        except ControlError as error:
-            raise HTTPException(409, f"{error}; {_NO_PAGE}") from error
+        with one_writer, opened() as page:
+            return switch(page, request.policy)
+
+    @router.post("/pause")
+    def pause() -> PolicyAnswer:
+        """Switch balancing off from the next batch on, and remember the policy for resume."""
+        with one_writer, opened() as page:
+            if page.policy is not Policy.OFF:
+                remember_pause(run_dir, page.policy)
+            return switch(page, Policy.OFF, forget=False)
+
+    @router.post("/resume")
+    def resume() -> PolicyAnswer:
+        """Put the policy in force again that was paused."""
+        with one_writer, opened() as page:
+            paused = paused_policy(run_dir)
+            if paused is None or (paused is Policy.IDEAL and not allow_ideal):
+                raise HTTPException(409, "nothing is paused; set a policy instead")
+            return switch(page, paused)
 
     @router.post("/record")
     def record(request: RecordRequest) -> RecordAnswer:
         """Record routing from the next batch on, replacing what was recorded before, or stop."""
         level = RecordLevel[request.level.upper()]
-        try:
-            with one_writer, ControlPage.open(run_dir) as page:
-                recording = page.record(level, request.max_bytes)
-        except ControlError as error:
-            raise HTTPException(409, f"{error}; {_NO_PAGE}") from error
+        with one_writer, opened() as page:
+            recording = page.record(level, request.max_bytes)
         return RecordAnswer(level=request.level, number=recording.number)
 
     return router

@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,58 +10,107 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
+from pydantic import BaseModel, ConfigDict
 
 from ultraep_serve import __version__
 from ultraep_serve.observability import SCHEMA_VERSION
 from ultraep_serve.observability._files import open_regular
+from ultraep_serve.sidecar.paused import paused_policy
 from ultraep_serve.sidecar.store import RunStore
+from ultraep_serve.types import Policy
 
-__all__ = ["CONFIG_NAME", "operate_routes"]
+__all__ = ["CONFIG_NAME", "Access", "operate_routes"]
 
 CONFIG_NAME = "config.json"
 _MAX_CONFIG_BYTES = 1 << 20
 
-
 Detail = Annotated[bool, Query(description="also series per layer, and more per rank")]
 
 
+@dataclass(frozen=True)
+class Access:
+    """Who may change what."""
+
+    token: str | None  # opens control; None or empty: closed to everyone
+    allow_ideal: bool  # permits the policy that gives wrong answers
+
+
+class Readiness(BaseModel):
+    """Whether every rank is alive and ready."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    ready: bool
+    reasons: dict[str, str]
+    """What is wrong, by rank; ``run`` where no rank is known."""
+    schema_version: int = SCHEMA_VERSION
+
+
+class ConfigAnswer(BaseModel):
+    """The configuration in force."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    version: str
+    """Of ultraep_serve."""
+    policy: str | None
+    """Now in force; null where nobody says."""
+    paused_policy: str | None
+    """What resume puts in force again; null while not paused."""
+    policies: list[str]
+    """What may be put in force."""
+    control_open: bool
+    """Whether there is a token that opens control."""
+    config: dict[str, Any] | None
+    """The settings at start, without anything secret; null where there are none."""
+    schema_version: int = SCHEMA_VERSION
+
+
 def operate_routes(
-    store: RunStore, registry: CollectorRegistry, detailed: CollectorRegistry, run_dir: Path
+    store: RunStore,
+    registries: tuple[CollectorRegistry, CollectorRegistry],
+    run_dir: Path,
+    access: Access,
 ) -> APIRouter:
-    """The routes over ``store``; ``detailed`` has the metrics of ``registry`` and more."""
-    router = APIRouter()
+    """The routes over ``store``; the second of ``registries`` has more metrics than the first."""
+    router = APIRouter(tags=["operate"])
 
     @router.get("/healthz")
     def healthz() -> dict[str, str]:
         """The sidecar itself answers."""
         return {"status": "ok"}
 
-    @router.get("/readyz")
+    @router.get("/readyz", response_model=Readiness, responses={503: {"model": Readiness}})
     def readyz() -> JSONResponse:
         """200 when every rank is alive and ready, else 503 with what is wrong, by rank."""
         store.poll()
         problems = store.problems()
-        answer = {"ready": not problems, "reasons": problems}
-        return JSONResponse(answer, status_code=503 if problems else 200)
+        answer = Readiness(ready=not problems, reasons=problems)
+        return JSONResponse(answer.model_dump(), status_code=503 if problems else 200)
 
-    @router.get("/metrics")
+    @router.get(
+        "/metrics",
+        response_class=Response,
+        responses={200: {"content": {"text/plain": {}, "application/openmetrics-text": {}}}},
+    )
     def metrics(request: Request, detail: Detail = False) -> Response:
         """Prometheus metrics, in the format that the client prefers."""
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
-        text = encode(detailed if detail else registry)
-        return Response(text, headers={"content-type": content_type})
+        return Response(encode(registries[detail]), headers={"content-type": content_type})
 
     @router.get("/v1/config")
-    def config() -> dict[str, Any]:
-        """The policy in force and the settings at start; null where there are none."""
+    def config() -> ConfigAnswer:
+        """The policy in force, what may be set, and the settings at start."""
         store.poll()
-        policy = store.policy()
-        return {
-            "schema_version": SCHEMA_VERSION,
-            "version": __version__,
-            "policy": policy.value if policy else None,
-            "config": _read_config(run_dir / CONFIG_NAME),
-        }
+        policy, paused = store.policy(), paused_policy(run_dir)
+        return ConfigAnswer(
+            version=__version__,
+            policy=policy.value if policy else None,
+            paused_policy=paused.value if paused else None,
+            policies=[p.value for p in Policy if p is not Policy.IDEAL or access.allow_ideal],
+            control_open=bool(access.token),
+            config=_read_config(run_dir / CONFIG_NAME),
+        )
 
     return router
 

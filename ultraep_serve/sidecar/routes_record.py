@@ -9,8 +9,9 @@ from typing import Annotated, BinaryIO
 from fastapi import APIRouter, Depends, HTTPException
 from fastapi import Path as InPath
 from fastapi.responses import StreamingResponse
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
+from ultraep_serve.observability import SCHEMA_VERSION
 from ultraep_serve.observability._files import open_regular
 from ultraep_serve.observability.spool import (
     PAGE_BYTES,
@@ -31,12 +32,18 @@ Rank = Annotated[int, InPath(ge=0, lt=10_000)]
 class SpoolStatus(BaseModel):
     """How far one rank's spool has come."""
 
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
     rank: int
-    number: int  # of the recording
+    number: int
+    """Of the recording."""
     level: str
-    batches: int  # complete ones with tokens of requests
-    lost_batches: int  # that did not fit
-    is_open: bool  # a batch is being written
+    batches: int
+    """Complete ones with tokens of requests."""
+    lost_batches: int
+    """Batches that did not fit."""
+    is_open: bool
+    """A batch is being written."""
     bytes: int
 
 
@@ -44,11 +51,20 @@ class RecordStatus(BaseModel):
     """The spools there are, by rank; one alone where all ranks see the same tokens."""
 
     spools: list[SpoolStatus]
+    schema_version: int = SCHEMA_VERSION
 
 
 def record_routes(run_dir: Path, token: str | None) -> APIRouter:
     """The routes over the spools in ``run_dir``, open to bearers of ``token``."""
-    router = APIRouter(prefix="/v1/record", dependencies=[Depends(bearer_of(token))])
+    router = APIRouter(
+        prefix="/v1/record",
+        dependencies=[Depends(bearer_of(token))],
+        responses={
+            401: {"description": "the token is missing or wrong"},
+            403: {"description": "control is closed"},
+        },
+        tags=["control"],
+    )
 
     @router.get("")
     def status() -> RecordStatus:
@@ -56,7 +72,14 @@ def record_routes(run_dir: Path, token: str | None) -> APIRouter:
         found = (_status(run_dir, rank) for rank in _ranks(run_dir))
         return RecordStatus(spools=[spool for spool in found if spool])
 
-    @router.get("/spool/{rank}")
+    @router.get(
+        "/spool/{rank}",
+        response_class=StreamingResponse,
+        responses={
+            200: {"content": {"application/octet-stream": {}}},
+            404: {"description": "the rank has recorded nothing"},
+        },
+    )
     def spool(rank: Rank) -> StreamingResponse:
         """What ``rank`` recorded, as it lies in its file; see ``observability.spool``."""
         try:

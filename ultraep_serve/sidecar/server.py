@@ -36,10 +36,24 @@ def serve(
     listener = _listen(host, port)
     with listener:
         address = listener.getsockname()
-        _LOGGER.info("sidecar on http://%s:%d", host, address[1])
+        _say_started(host, address[1], run_dir, control_open=bool(token))
+        settings = settings or SidecarSettings(reuse_seconds=0.25)
         app = create_app(run_dir, token, allow_ideal, settings=settings)
         config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=2)
         uvicorn.Server(config).run(sockets=[listener])
+
+
+def _say_started(host: str, port: int, run_dir: Path, *, control_open: bool) -> None:
+    shown = f"[{host}]" if ":" in host else host
+    url = f"http://{shown}:{port}"
+    fields = {"event": "start", "url": url, "run_dir": str(run_dir), "control_open": control_open}
+    _LOGGER.info(
+        "sidecar on %s over %s, control %s",
+        url,
+        run_dir,
+        "with a token" if control_open else "closed",
+        extra={"fields": fields},
+    )
 
 
 def is_loopback(host: str) -> bool:

@@ -6,6 +6,9 @@ import threading
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
 
 from ultraep_serve.observability import (
     BalanceSnapshot,
@@ -23,18 +26,29 @@ from ultraep_serve.observability import (
 )
 from ultraep_serve.observability.batches import count_batches
 from ultraep_serve.observability.schema import RecordArray, record_dtype
+from ultraep_serve.sidecar.health import RankList, rank_health
 from ultraep_serve.sidecar.tally import Tally
+from ultraep_serve.sidecar.timeline import History, Timeline
 from ultraep_serve.sidecar.windows import OWN_DTYPE, RecordWindow, SkippedHistory, own_fields
 from ultraep_serve.types import Decision, Policy
 
-__all__ = ["NoRunError", "RunStore"]
+__all__ = ["Held", "NoRunError", "RunStore"]
 
 _RING_NAME = re.compile(r"ring-(0|[1-9]\d{0,3})")
 _EVERYTHING = Window()
+_MAX_LEAD_BYTES = 32 << 20  # of records with loads; fewer are held where they are large
 
 
 class NoRunError(Exception):
     """No ring can be read: the engine has not started, or is gone."""
+
+
+class Held(NamedTuple):
+    """What is held at one moment."""
+
+    header: RingHeader  # the lead rank's
+    lead: RecordArray  # the lead rank's records, with loads
+    own: list[RecordArray]  # every rank's, 0 to R-1, without loads
 
 
 @dataclass
@@ -46,6 +60,7 @@ class _Rank:
     header: RingHeader | None = None  # None: not readable, ``error`` says why
     error: str = ""
     missed: int = 0
+    counted_ns: int = 0  # wall clock of the last record that the timeline has
 
 
 class RunStore:
@@ -63,12 +78,21 @@ class RunStore:
         self._lead = -1  # the rank whose loads are shown
         self._lead_records = RecordWindow(OWN_DTYPE, max_records)
         self._skipped = SkippedHistory()
+        self._polls = 0  # begun so far
         self._lock = threading.RLock()
-        self.tally = Tally()
+        self.timeline = Timeline()
+        self.tally = Tally(self.timeline)
 
     def poll(self) -> None:
-        """Read what is new. Never raises for what lies in ``run_dir``."""
+        """Read what is new. Never raises for what lies in ``run_dir``.
+
+        Callers who wait for each other share a poll: one that began after they asked.
+        """
+        asked = self._polls
         with self._lock:
+            if self._polls > asked:
+                return
+            self._polls += 1
             for rank in self._discover():
                 if rank not in self._ranks:
                     self._ranks[rank] = _Rank(RecordWindow(OWN_DTYPE, self._max_records))
@@ -91,11 +115,11 @@ class RunStore:
                 raise NoRunError(f"no ring can be read in {self._run_dir}; is the engine running?")
             return replace(held.header, policy=self._policy or held.header.policy)
 
-    def lead_records(self) -> RecordArray:
-        """The lead rank's records, with loads. Raises NoRunError."""
+    def held(self) -> Held:
+        """Header and records. Raises NoRunError."""
         with self._lock:
-            self.header()
-            return self._lead_records.records()
+            own = [view.records for view in self.views()]
+            return Held(self.header(), self._lead_records.records(), own)
 
     def views(self) -> list[RankView]:
         """One view per rank, 0 to R-1. Raises NoRunError."""
@@ -119,10 +143,25 @@ class RunStore:
             found = {str(view.rank): self._problem(view, len(views)) for view in views}
             return {rank: problem for rank, problem in found.items() if problem}
 
+    def history(self, now_seconds: int, seconds: int, step: int) -> History:
+        """As ``Timeline.history``."""
+        with self._lock:
+            return self.timeline.history(now_seconds, seconds, step)
+
+    def ranks(self) -> RankList:
+        """The health of every rank. Raises NoRunError."""
+        with self._lock:
+            views, missed, problems = self.views(), self.missed(), self.problems()
+        health = [
+            rank_health(view, problems.get(str(view.rank), ""), missed.get(view.rank, 0))
+            for view in views
+        ]
+        return RankList(not problems, health)
+
     def snapshot(self, window: Window) -> BalanceSnapshot:
         """The balance over ``window``. Raises NoRunError."""
         with self._lock:
-            header, views, lead = self.header(), self.views(), self.lead_records()
+            header, views, lead = self.header(), self.views(), self._lead_records.records()
             batches = self._batches(header, lead, window)
         return summarise(lead, header, views, batches, window)
 
@@ -158,10 +197,17 @@ class RunStore:
         else:
             held.missed += poll.missed
         held.own.append(own_fields(poll.records))
+        self._count_times(rank, held, poll.records)
         held.header, held.error = poll.header, ""
         # Loads are large: of ranks that do not lead they are let go at once.
         records = poll.records if rank == self._lead else poll.records[:0].copy()
         return Poll(poll.header, records, poll.missed, fresh)
+
+    def _count_times(self, rank: int, held: _Rank, records: RecordArray) -> None:
+        new = records[records["time_ns"] > np.uint64(held.counted_ns)]
+        if len(new):
+            held.counted_ns = int(new["time_ns"][-1])
+            self.timeline.add_own(rank, new)
 
     def _follow_lead(self, polls: dict[int, Poll]) -> None:
         """Take loads and counters from the lowest living rank, else from the lowest readable."""
@@ -173,7 +219,8 @@ class RunStore:
         if lead != self._lead or poll.replaced:
             self._lead = lead
             dtype = record_dtype(poll.header.shape)
-            self._lead_records = RecordWindow(dtype, self._max_records)
+            most = max(1, min(self._max_records, _MAX_LEAD_BYTES // dtype.itemsize))
+            self._lead_records = RecordWindow(dtype, most)
             self._skipped.clear()
             new = self._held_by_ring(lead, poll)
         else:

@@ -4,6 +4,7 @@ from ultraep_serve.observability.savings import avoided_seconds, savings
 from ultraep_serve.observability.schema import RecordArray
 from ultraep_serve.observability.snapshot import imbalances
 from ultraep_serve.sidecar.histogram import ImbalanceHistogram
+from ultraep_serve.sidecar.timeline import Timeline
 
 __all__ = ["Tally"]
 
@@ -11,7 +12,9 @@ __all__ = ["Tally"]
 class Tally:
     """Imbalances and estimated seconds; every record counts once, whichever rank leads."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeline: Timeline) -> None:
+        """What is counted here is passed on to ``timeline``."""
+        self._timeline = timeline
         self.before = ImbalanceHistogram()
         self.after = ImbalanceHistogram()
         self.saved_seconds = 0.0
@@ -37,6 +40,7 @@ class Tally:
     def _count(self, records: RecordArray) -> None:
         self.before.count(imbalances(records["load_before"]))
         self.after.count(imbalances(records["load_after"]))
+        self._timeline.add(records)
         estimate = savings(avoided_seconds(records), spent=0.0)
         self.saved_seconds += estimate.saved_seconds
         self.worsened_seconds += estimate.spent_seconds

@@ -1,0 +1,95 @@
+"""The state of every rank, and what the page shows first."""
+
+from dataclasses import dataclass
+
+from ultraep_serve.observability import RankView
+from ultraep_serve.observability.batches import BatchSnapshot
+from ultraep_serve.observability.documented import Documented
+from ultraep_serve.observability.savings import Savings
+from ultraep_serve.observability.schema import SCHEMA_VERSION
+from ultraep_serve.observability.snapshot import BatchesCount, PhaseSnapshot
+
+__all__ = ["Overview", "RankHealth", "RankList", "rank_health"]
+
+
+@dataclass(frozen=True)
+class RankHealth(Documented):
+    """One rank now."""
+
+    rank: int
+    pid: int | None
+    state: str
+    """starting, ready, failed, stopped; missing where it has no readable ring."""
+    alive: bool
+    """Its heart beats and it has neither failed, stopped nor died."""
+    problem: str
+    """What keeps it from being ready; empty when it is."""
+    heartbeat_age_seconds: float | None
+    last_batch_age_seconds: float | None
+    """Since its last batch of any size; null before any."""
+    slot_bytes: int
+    """Memory reserved for its replica slots."""
+    lost: int
+    """Records that it could not write, since it started."""
+    missed: int
+    """Records overwritten or damaged before the sidecar read them."""
+
+
+@dataclass(frozen=True)
+class RankList(Documented):
+    """All ranks of the run."""
+
+    ready: bool
+    """Every rank is alive and ready."""
+    ranks: list[RankHealth]
+    schema_version: int = SCHEMA_VERSION
+
+
+@dataclass(frozen=True)
+class Overview(Documented):
+    """Is it on, is it well, what does it do: over the last seconds."""
+
+    time_ns: int
+    """Unix time of this answer."""
+    ready: bool
+    reasons: dict[str, str]
+    """What keeps the run from being ready, by rank."""
+    engine: str | None
+    """Null, like all that follows but ranks, while no ring can be read."""
+    mode: str | None
+    policy: str | None
+    """Now in force."""
+    paused_policy: str | None
+    """What resume puts in force again; null while not paused."""
+    num_layers: int | None
+    num_experts: int | None
+    num_slots: int | None
+    """Replica slots per rank."""
+    window_seconds: float
+    batches: BatchesCount | None
+    phases: dict[str, PhaseSnapshot]
+    floor: float
+    """The least imbalance that can be reached, as in the balance."""
+    bytes_moved: int
+    savings: Savings | None
+    last_batch: BatchSnapshot | None
+    """The newest one that reached the planner, also before the window."""
+    ranks: list[RankHealth]
+    schema_version: int = SCHEMA_VERSION
+
+
+def rank_health(view: RankView, problem: str, missed: int) -> RankHealth:
+    """The health of the rank that ``view`` shows."""
+    header = view.header
+    return RankHealth(
+        rank=view.rank,
+        pid=header.pid if header else None,
+        state=header.state.name.lower() if header else "missing",
+        alive=view.alive,
+        problem=problem,
+        heartbeat_age_seconds=view.heartbeat_age_seconds,
+        last_batch_age_seconds=view.last_batch_age_seconds,
+        slot_bytes=header.slot_bytes_reserved if header else 0,
+        lost=header.lost if header else 0,
+        missed=missed,
+    )
