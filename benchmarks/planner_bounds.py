@@ -1,0 +1,155 @@
+"""The quota planner against what is possible: the exact optimum, domains' floors, plain greedy.
+
+    python benchmarks/planner_bounds.py --traces DIR --json benchmarks/results/planner_bounds.json
+
+Loads as in planner_quality.py: real traces if given, and Zipf-like ones. The optimum is a
+mixed-integer program (HiGHS) and takes seconds a case, so only 64 experts on 8 ranks are solved.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from planner_quality import Cases, machine, trace_cases, zipf_cases
+
+from ultraep_serve.policies import plan_quota
+from ultraep_serve.policies.checks import imbalance_floor
+from ultraep_serve.testing.references import greedy_plan, least_largest_load
+from ultraep_serve.types import ExpertShape, imbalance
+
+BALANCED = 0.005  # imbalances closer than this count as the same balance
+
+
+def main() -> None:
+    """Print three tables; write them with the machine and the command when asked to."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--traces", type=Path, help="directory of .npz traces; default none")
+    parser.add_argument("--zipf-cases", type=int, default=5, help="per size and imbalance")
+    parser.add_argument("--json", type=Path, help="write rows, machine and command here")
+    args = parser.parse_args()
+    args.batch_tokens = [2048]
+    tables = {
+        "optimum": optimum(args),
+        "domains": domains(args),
+        "greedy": greedy(args),
+    }
+    if args.json:
+        report = {"command": sys.argv, "machine": machine(), **tables}
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def cases(args: argparse.Namespace, ranks: list[int]) -> Iterator[Cases]:
+    """Traces over ``ranks`` that divide their experts, and synthetic loads that have as many."""
+    args.ranks = [num_ranks for num_ranks in ranks if 64 % num_ranks == 0]
+    yield from trace_cases(args)
+    for case in zipf_cases(args):
+        if case.loads[0].shape[0] in ranks:
+            yield case
+
+
+def optimum(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Imbalance above the least possible, 8 ranks and one slot."""
+    args.ranks = [8]
+    rows = []
+    for case in trace_cases(args):
+        gaps, bests, reached = [], [], []
+        for loads in case.loads:
+            mean = loads.sum() / 8
+            best, bound = (load / mean for load in least_largest_load(loads.sum(0), 8, 1))
+            ours = after(loads, 1)
+            gaps.append(ours - bound)
+            bests.append(best)
+            reached.append(ours)
+        rows.append(
+            {
+                "name": case.name,
+                "ranks": 8,
+                "slots": 1,
+                "cases": len(gaps),
+                "after": spread(reached),
+                "optimum": spread(bests),
+                "gap_to_lower_bound": spread(gaps),
+            }
+        )
+        print("optimum", rows[-1], flush=True)
+    return rows
+
+
+def domains(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Imbalance over each case's floor, the largest domain mean, where domains are smaller."""
+    rows = []
+    for case in cases(args, [16, 32, 64]):
+        num_ranks = case.loads[0].shape[0]
+        for domain_size, num_slots in ((8, 2), (8, 1)):
+            floors = [imbalance_floor(loads, domain_size=domain_size) for loads in case.loads]
+            reached = [after(loads, num_slots, domain_size) for loads in case.loads]
+            rows.append(
+                {
+                    "name": case.name,
+                    "ranks": num_ranks,
+                    "experts": case.loads[0].shape[1],
+                    "domain_size": domain_size,
+                    "slots": num_slots,
+                    "cases": len(case.loads),
+                    "floor": spread(floors),
+                    "after": spread(reached),
+                    "over_floor": spread([a / f for a, f in zip(reached, floors, strict=True)]),
+                }
+            )
+            print("domains", rows[-1], flush=True)
+    return rows
+
+
+def greedy(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Balance and replicas beside the plain greedy rule's."""
+    rows = []
+    for case in cases(args, [8, 16, 32, 64, 72]):
+        num_ranks, num_experts = case.loads[0].shape
+        for num_slots in (2, 1):
+            worse, ours, theirs, same = 0, [], [], []
+            for loads in case.loads[:40]:
+                plan = plan_quota(loads, ExpertShape(num_ranks, num_experts, num_slots), 0)
+                slots, load = greedy_plan(loads.sum(0), num_ranks, num_slots)
+                ours.append(imbalance(plan.quota.sum(0)))
+                theirs.append(imbalance(load))
+                worse += ours[-1] > theirs[-1] + 1 / 256
+                if abs(ours[-1] - theirs[-1]) <= BALANCED:
+                    same.append(((plan.slot_expert >= 0).sum(), (slots >= 0).sum()))
+            replicas = np.sum(same, axis=0) if same else (0, 0)
+            rows.append(
+                {
+                    "name": case.name,
+                    "ranks": num_ranks,
+                    "experts": num_experts,
+                    "slots": num_slots,
+                    "cases": len(ours),
+                    "after": spread(ours),
+                    "greedy_after": spread(theirs),
+                    "worse_than_greedy": int(worse),
+                    "equally_balanced": len(same),
+                    "replicas_over_greedys_there": float(replicas[0] / replicas[1])
+                    if replicas[1]
+                    else None,
+                }
+            )
+            print("greedy", rows[-1], flush=True)
+    return rows
+
+
+def after(loads: np.ndarray, num_slots: int, domain_size: int | None = None) -> float:
+    """Imbalance that the quota planner leaves of ``loads`` (R, E)."""
+    shape = ExpertShape(*loads.shape, num_slots)
+    return imbalance(plan_quota(loads, shape, 0, domain_size=domain_size).quota.sum(0))
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Mean and largest."""
+    return {"mean": float(np.mean(values)), "max": float(np.max(values))}
+
+
+if __name__ == "__main__":
+    main()
