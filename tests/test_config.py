@@ -29,7 +29,7 @@ def test_json_and_back() -> None:
     [
         ("num_replica_slots", -1),
         ("num_replica_slots", 65),
-        ("min_batch_tokens", -1),
+        ("min_batch_tokens", 0),
         ("max_imbalance", 0.99),
         ("max_imbalance", float("nan")),
         ("on_unsupported", "warn"),

@@ -54,7 +54,7 @@ class BalanceConfig:
             0 <= self.num_replica_slots <= 64,
             "0 to 64",
         )
-        _require("min_batch_tokens", self.min_batch_tokens, self.min_batch_tokens >= 0, "0 or more")
+        _require("min_batch_tokens", self.min_batch_tokens, self.min_batch_tokens >= 1, "1 or more")
         _require("max_imbalance", self.max_imbalance, self.max_imbalance >= 1.0, "1.0 or more")
         _require(
             "on_unsupported",

@@ -94,7 +94,7 @@ def unreachable(name: str, flag: str, url: str, error: httpx.TransportError) -> 
     reason = str(error) or type(error).__name__
     return BenchError(
         f"{name} at {url} cannot be reached ({reason}); "
-        f"start it with `ultraep-serve vllm MODEL`, or give its address with {flag}"
+        f"start it with `ultraep-serve vllm MODEL` (or sglang), or give its address with {flag}"
     )
 
 

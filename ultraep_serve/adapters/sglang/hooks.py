@@ -150,7 +150,7 @@ class _SchedulerHooks:
         if self._group is None:
             return original(layer, hidden_states, topk_output, *rest, **named)
         assert TopKOutputChecker.format_is_standard(topk_output), type(topk_output)
-        batch_tokens = topk_output.topk_ids.shape[0] if self._in_prefill else 0
+        batch_tokens = topk_output.topk_ids.shape[0] if self._in_prefill else 0  # always too small
         physical = self._group.route(layer, topk_output.topk_ids, batch_tokens)
         balanced = topk_output._replace(topk_ids=physical)
         output = original(layer, hidden_states, balanced, *rest, **named)
