@@ -88,9 +88,9 @@ def _assign_kernel(
     ids = tl.load(ids_ptr + offsets, mask=offsets < num_ids, other=-1)
     legal = (ids >= 0) & (ids < NUM_EXPERTS)
     expert = tl.where(legal, ids, -1).to(tl.int32)
-    earlier = (expert[:, None] == expert[None, :]) & (within[:, None] > within[None, :])
+    earlier = (expert[:, None] == expert[None, :]) & (within[:, None] < within[None, :])
     row_ptr = before_ptr + block.to(tl.int64) * (NUM_EXPERTS + 1)
-    index = tl.load(row_ptr + expert, mask=legal, other=0) + tl.sum(earlier.to(tl.int32), axis=1)
+    index = tl.load(row_ptr + expert, mask=legal, other=0) + tl.sum(earlier.to(tl.int32), axis=0)
     row = expert * NUM_RANKS
     places = tl.load(ends_ptr + row + NUM_RANKS - 1, mask=legal, other=1)
     stride = tl.load(stride_ptr + expert, mask=legal, other=1)

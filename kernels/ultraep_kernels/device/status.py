@@ -9,8 +9,8 @@ from enum import IntFlag
 import torch
 import triton.language as tl
 
-__all__ = ["EXCHANGE_TIMEOUT", "RELAY_TIMEOUT", "SHARE_TOO_SMALL", "SLOT_TIMEOUT", "DeviceStatus"]
-__all__ += ["TIMEOUTS", "TOO_MANY_ASSIGNMENTS", "new_status"]
+__all__ = ["EXCHANGE_TIMEOUT", "IMPOSSIBLE_LOADS", "RELAY_TIMEOUT", "SHARE_TOO_SMALL"]
+__all__ += ["SLOT_TIMEOUT", "TIMEOUTS", "DeviceStatus", "new_status"]
 
 
 class DeviceStatus(IntFlag):
@@ -21,7 +21,7 @@ class DeviceStatus(IntFlag):
     RELAY_TIMEOUT = 2  # a chunk to forward did not arrive in time
     SLOT_TIMEOUT = 4  # a replica slot was not filled in time
     SHARE_TOO_SMALL = 8  # more assignments than the share accounts for; they went to the master
-    TOO_MANY_ASSIGNMENTS = 16  # more than the planner counts; it planned the identity
+    IMPOSSIBLE_LOADS = 16  # negative, or more than the planner counts: it planned the identity
 
 
 EXCHANGE_TIMEOUT = tl.constexpr(1)
@@ -29,7 +29,7 @@ RELAY_TIMEOUT = tl.constexpr(2)
 SLOT_TIMEOUT = tl.constexpr(4)
 TIMEOUTS = tl.constexpr(7)
 SHARE_TOO_SMALL = tl.constexpr(8)
-TOO_MANY_ASSIGNMENTS = tl.constexpr(16)
+IMPOSSIBLE_LOADS = tl.constexpr(16)
 
 
 def new_status(device: torch.device | str) -> torch.Tensor:

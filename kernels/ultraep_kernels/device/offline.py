@@ -1,0 +1,117 @@
+"""Compile what launchers launch for a GPU that is not there, and say what it needs of a processor.
+
+Launchers run as they are, on tensors in host memory; their launches are recorded instead of made.
+Then every recorded kernel is compiled with the types and constants it was launched with.
+"""
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
+from triton.compiler import ASTSource
+
+__all__ = ["KernelFacts", "Launch", "compile_launch", "recorded_launches"]
+
+_TYPES = {torch.int32: "*i32", torch.int64: "*i64", torch.uint8: "*u8"}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch that a launcher would have made."""
+
+    function: Any  # the triton.JITFunction
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+    num_warps: int
+
+
+@dataclass(frozen=True)
+class KernelFacts:
+    """What ptxas says about one kernel."""
+
+    name: str
+    arch: int  # compute capability, 90 is Hopper
+    grid: tuple[int, ...]
+    num_warps: int
+    registers: int  # per thread
+    spill_bytes: int  # stored and loaded, per thread
+    stack_bytes: int  # per thread
+    shared_bytes: int  # per program
+    ptx: str  # the code that ptxas was given
+
+
+@contextmanager
+def recorded_launches() -> Iterator[list[Launch]]:
+    """Inside, launches of Triton kernels are appended to the list that this yields."""
+    launches: list[Launch] = []
+
+    def record(function: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        num_warps = kwargs.pop("num_warps", 4)
+        arguments = dict(zip(function.arg_names, args, strict=False)) | kwargs
+        launches.append(Launch(function, tuple(grid), arguments, num_warps))
+
+    with mock.patch.object(triton.JITFunction, "run", record):
+        yield launches
+
+
+def compile_launch(launch: Launch, arch: int) -> KernelFacts:
+    """Compile for compute capability ``arch`` (90, 100). Raises what the compiler raises."""
+    function = launch.function
+    signature: dict[str, str] = {}
+    constants: dict[str, Any] = {}
+    attributes: dict[tuple[int], list[list[Any]]] = {}
+    for position, (parameter, name) in enumerate(
+        zip(function.params, function.arg_names, strict=True)
+    ):
+        value = launch.arguments[name]
+        if parameter.is_constexpr:
+            signature[name], constants[name] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[name] = _TYPES[value.dtype]
+            if value.data_ptr() % 16 == 0:
+                attributes[(position,)] = [["tt.divisibility", 16]]
+        else:
+            signature[name] = "i32" if -(1 << 31) <= value < 1 << 31 else "i64"
+    source = ASTSource(function, signature, constants, attributes)
+    target = GPUTarget("cuda", arch, 32)
+    options = {"num_warps": launch.num_warps, "enable_fp_fusion": False}
+    compiled = triton.compile(source, target=target, options=options)
+    registers, spills, stack = _assemble(compiled.asm["ptx"], arch)
+    return KernelFacts(
+        name=function.__name__,
+        arch=arch,
+        grid=launch.grid,
+        num_warps=launch.num_warps,
+        registers=registers,
+        spill_bytes=spills,
+        stack_bytes=stack,
+        shared_bytes=compiled.metadata.shared,
+        ptx=compiled.asm["ptx"],
+    )
+
+
+def _assemble(ptx: str, arch: int) -> tuple[int, int, int]:
+    """(registers, bytes spilled, bytes of stack) that ptxas reports."""
+    tool = get_ptxas(arch)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "kernel.ptx")
+        path.write_text(ptx)
+        command = [tool.path, "-v", f"--gpu-name=sm_{arch}a", path, "-o", Path(folder, "cubin")]
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+    report = done.stderr + done.stdout
+
+    def figures(pattern: str) -> int:
+        return sum(int(figure) for figure in re.findall(pattern, report))
+
+    spills = figures(r"(\d+) bytes spill stores") + figures(r"(\d+) bytes spill loads")
+    return figures(r"Used (\d+) registers"), spills, figures(r"(\d+) bytes stack frame")
