@@ -1,0 +1,129 @@
+// What one wants to know first: on, alive, imbalance, time saved against time spent.
+
+import { age, byId, bytes, count, make, ratio, seconds, setText } from "./dom.js";
+
+export function showOverview(overview) {
+  showState(overview);
+  showImbalance(overview);
+  showNow(overview);
+  showSavings(overview);
+  showBatches(overview);
+  showRanks(overview);
+}
+
+export function stateOf(overview) {
+  if (overview.engine === null) return ["bad", "✖ NO ENGINE"];
+  if (!overview.ready) return ["bad", "✖ NOT READY"];
+  if (overview.paused_policy) return ["warn", "❚❚ PAUSED"];
+  if (overview.policy === "off") return ["warn", "○ OFF"];
+  if (overview.policy === "ideal") return ["bad", "▲ IDEAL: WRONG ANSWERS"];
+  return ["good", "✔ BALANCING"];
+}
+
+function showState(overview) {
+  const [level, text] = stateOf(overview);
+  byId("state").dataset.level = level;
+  setText("state", text);
+  const reasons = Object.entries(overview.reasons);
+  const all = reasons.map(([rank, why]) => `${rank === "run" ? "" : `rank ${rank}: `}${why}`);
+  setText("reason", all.length > 2 ? `${all[0]}; and ${all.length - 1} more` : all.join("; "));
+  byId("reason").title = all.join("\n");
+  setText(
+    "about",
+    overview.engine === null
+      ? ""
+      : `${overview.engine}, ${overview.mode} parallel · policy ${overview.policy} · ` +
+          `${overview.ranks.length} ranks · ${overview.num_layers} MoE layers · ` +
+          `${overview.num_experts} experts · ${overview.num_slots} slots per rank`,
+  );
+  document.title = `${text.split(" ")[0]} ultraep`;
+}
+
+function showImbalance(overview) {
+  const imbalance = overview.phases.prefill?.imbalance;
+  setText("before-mean", ratio(imbalance?.before.mean));
+  setText("after-mean", ratio(imbalance?.after.mean));
+  const known = imbalance && imbalance.before.mean !== null;
+  setText(
+    "imbalance-fine",
+    known
+      ? `p99 ${ratio(imbalance.before.p99)} → ${ratio(imbalance.after.p99)} · worst ` +
+          `${ratio(imbalance.before.max)} → ${ratio(imbalance.after.max)} · ` +
+          `best possible ${ratio(overview.floor)}`
+      : "no prefill batch was weighed in the last minute",
+  );
+}
+
+function showNow(overview) {
+  const batch = overview.last_batch;
+  setText("now-before", ratio(batch?.imbalance.before.mean));
+  setText("now-after", ratio(batch?.imbalance.after.mean));
+  setText(
+    "now-batch",
+    batch ? `batch ${batch.batch}, ${age(batch.time_ns, overview.time_ns)} ago` : "no batch yet",
+  );
+  setText(
+    "now-fine",
+    batch ? `${count(batch.tokens)} tokens · ${batch.replicas} copies · ${bytes(batch.bytes_moved)}` : "",
+  );
+}
+
+function showSavings(overview) {
+  const { saved_seconds: saved = 0, spent_seconds: spent = 0 } = overview.savings ?? {};
+  const most = Math.max(saved, spent, 1e-9);
+  byId("bar-saved").style.width = `${(100 * saved) / most}%`;
+  byId("bar-spent").style.width = `${(100 * spent) / most}%`;
+  const known = overview.savings && saved + spent > 0;
+  setText("saved", known ? seconds(saved) : "–");
+  setText("spent", known ? seconds(spent) : "–");
+  let text = "";
+  if (known && saved < spent) text = "▲ balancing costs more than it saves";
+  else if (known) text = `saves ${spent > 0 ? (saved / spent).toFixed(1) : "∞"} times what it costs`;
+  setText("savings-fine", text);
+}
+
+function showBatches(overview) {
+  const phases = overview.phases;
+  setText("prefill", phases.prefill ? count(phases.prefill.batches) : "–");
+  setText("decode", phases.decode ? count(phases.decode.batches) : "–");
+  const skipped = Object.entries(overview.batches?.skipped ?? {})
+    .filter(([reason, number]) => number && reason !== "small")
+    .map(([reason, number]) => `${count(number)} ${reason.replace("_", " ")}`);
+  const planned = overview.batches ? [`${count(overview.batches.planned)} planned`] : [];
+  setText("batches-fine", [...planned, ...skipped].join(" · "));
+}
+
+function showRanks(overview) {
+  const holder = byId("ranks");
+  const ranks = overview.ranks;
+  holder.classList.toggle("many", ranks.length > 24);
+  while (holder.children.length > ranks.length) holder.lastChild.remove();
+  while (holder.children.length < ranks.length) {
+    const cell = make("span", { className: "rank" });
+    cell.setAttribute("role", "listitem");
+    holder.append(cell);
+  }
+  ranks.forEach((rank, place) => showRank(holder.children[place], rank));
+  const alive = ranks.filter((rank) => rank.alive).length;
+  const lost = ranks.reduce((sum, rank) => sum + rank.lost + rank.missed, 0);
+  setText(
+    "ranks-count",
+    ranks.length
+      ? `${alive} of ${ranks.length} alive${lost ? ` · ▲ ${count(lost)} records lost` : ""}`
+      : "none known",
+  );
+}
+
+function showRank(cell, rank) {
+  const level = rank.problem ? (rank.state === "starting" ? "warn" : "bad") : "good";
+  cell.dataset.level = level;
+  const text = `${rank.rank}`;
+  if (cell.textContent !== text) cell.textContent = text;
+  const batch = rank.last_batch_age_seconds;
+  const words = rank.problem || "ready";
+  cell.title =
+    `rank ${rank.rank}: ${words}` +
+    (batch === null ? "" : `, last batch ${seconds(batch)} ago`) +
+    (rank.lost + rank.missed ? `, ${rank.lost + rank.missed} records lost` : "");
+  cell.setAttribute("aria-label", cell.title);
+}

@@ -1,0 +1,94 @@
+// The switch for the policy, and policies side by side.
+
+import { get, post, setToken, token } from "./api.js";
+import { byId, count, emptyRow, make, ratio, seconds, setText } from "./dom.js";
+
+let config = null;
+
+export function startPolicy(changed) {
+  byId("token").value = token();
+  byId("token-form").addEventListener("submit", (event) => {
+    event.preventDefault();
+    setToken(byId("token").value);
+    say("token kept in this tab");
+  });
+  byId("policies").addEventListener("click", async (event) => {
+    const chosen = event.target.closest("button");
+    if (!chosen) return;
+    setToken(byId("token").value);
+    await change(chosen.dataset);
+    changed();
+  });
+}
+
+export async function loadPolicy() {
+  config = await get("v1/config");
+  const buttons = config.policies.map((name) => choice(name, { policy: name }, name === config.policy));
+  const paused = config.paused_policy;
+  buttons.push(
+    paused
+      ? choice(`resume ${paused}`, { action: "resume" }, false)
+      : choice("pause", { action: "pause" }, false),
+  );
+  const holder = byId("policies");
+  const focused = document.activeElement?.parentElement === holder ? document.activeElement.textContent : null;
+  holder.replaceChildren(...buttons);
+  buttons.find((button) => button.textContent === focused)?.focus();
+  for (const button of buttons) button.disabled = !config.control_open || config.policy === null;
+  setText("policy-note", config.control_open ? "from the next batch on, on all ranks" : "control is closed: no token was set");
+}
+
+function choice(text, dataset, pressed) {
+  const button = make("button", { type: "button", textContent: text });
+  Object.assign(button.dataset, dataset);
+  button.setAttribute("aria-pressed", String(pressed));
+  return button;
+}
+
+async function change({ policy, action }) {
+  try {
+    const answer = policy
+      ? await post("v1/control/policy", { policy })
+      : await post(`v1/control/${action}`);
+    say(`policy ${answer.policy} from the next batch on`);
+  } catch (error) {
+    say(error.message, "bad");
+  }
+}
+
+function say(text, level = "good") {
+  byId("policy-message").dataset.level = level;
+  setText("policy-message", text);
+}
+
+export function showComparison(comparison) {
+  const rows = comparison.policies.map((figures) =>
+    line(figures.policy, figures, figures.imbalance.after, figures.savings.net_seconds, "after"),
+  );
+  const baseline = comparison.policies[comparison.policies.length - 1];
+  if (baseline) rows.unshift(offLine(comparison.policies));
+  byId("comparison").tBodies[0].replaceChildren(...(rows.length ? rows : [emptyRow(6, "No records yet.")]));
+}
+
+// What routing alone would have given, over all batches that some policy served.
+function offLine(policies) {
+  const layers = policies.reduce((sum, figures) => sum + figures.layers, 0);
+  const mean = policies.reduce((sum, f) => sum + f.layers * f.imbalance.before.mean, 0) / layers;
+  const p99 = Math.max(...policies.map((figures) => figures.imbalance.before.p99));
+  const batches = policies.reduce((sum, figures) => sum + figures.batches, 0);
+  return line("off (as routed)", { batches, compute_microseconds_per_token: null }, { mean, p99 }, null, "before");
+}
+
+function line(name, figures, spread, net, stage) {
+  const compute = figures.compute_microseconds_per_token;
+  return make(
+    "tr",
+    {},
+    make("td", { textContent: name }),
+    make("td", { textContent: count(figures.batches) }),
+    make("td", { className: stage, textContent: ratio(spread.mean) }),
+    make("td", { textContent: ratio(spread.p99) }),
+    make("td", { textContent: compute === null ? "–" : compute.toFixed(2) }),
+    make("td", { textContent: net === null ? "–" : seconds(net) }),
+  );
+}
