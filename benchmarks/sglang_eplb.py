@@ -1,0 +1,156 @@
+"""The workload changes its domain half way: SGLang's own EPLB against balancing batch by batch.
+
+    .venv-sglang/bin/python benchmarks/sglang_eplb.py
+
+Two servers of one model, side by side: one balanced by ``quota`` (and switched off for every other
+request, which is the "before"), one with SGLang's EPLB, as many redundant experts per layer as the
+other has slots, and rebalancing far more often than its default of 1000 passes. Every prompt goes
+to both, in changing order; who waits sleeps. Writes benchmarks/results/sglang-eplb.json.
+"""
+
+import argparse
+import itertools
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+from prometheus_client.parser import text_string_to_metric_families
+
+from ultraep_serve.bench.report import machine, write_json
+from ultraep_serve.bench.server import Server
+from ultraep_serve.bench.sidecar import Sidecar
+from ultraep_serve.testing import demo_qwen3, make_model
+from ultraep_serve.testing.server import BalancedServer, expert_parallel_flags
+from ultraep_serve.testing.text import DOMAINS, sample_text
+from ultraep_serve.types import Policy
+
+WORK = Path("results")
+CONTEXT = 16384
+SLOTS = 2
+VARIANTS = ("off", "eplb", "quota")
+
+
+def main() -> None:
+    """Serve, measure both phases, print a table, write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--prompt-tokens", type=int, default=4096)
+    parser.add_argument("--prompts", type=int, default=20, help="per phase")
+    parser.add_argument("--rebalance-every", type=int, default=6, help="EPLB: forward passes")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/sglang-eplb.json"))
+    options = parser.parse_args()
+    rows = measure(options)
+    document = {
+        "prompt_tokens": options.prompt_tokens,
+        "rebalance_every": options.rebalance_every,
+        "slots_per_rank": SLOTS,
+        "phases": [summary(rows, domain) for domain in DOMAINS],
+        "prompts": rows,
+        "command": shlex.join(["python", *sys.argv]),
+        "machine": machine(),
+    }
+    write_json(options.out, document)
+
+
+def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """One row per prompt: seconds to first token and imbalance of every variant."""
+    model = WORK / "models" / "qwen3"
+    if not (model / "model.safetensors").exists():
+        make_model(model, demo_qwen3())
+    flags = [*expert_parallel_flags("tensor", "bfloat16", CONTEXT, "sglang"), "--sleep-on-idle"]
+    eplb = ["--policy", "off", "--enable-eplb", "--ep-num-redundant-experts", str(2 * SLOTS)]
+    eplb += ["--eplb-rebalance-num-iterations", str(options.rebalance_every)]
+    eplb += ["--expert-distribution-recorder-buffer-size", str(options.rebalance_every)]
+    eplb += ["--expert-balancedness-report-mode", "prometheus", "--enable-metrics"]
+    ours = BalancedServer(
+        model, [*flags, "--slots", str(SLOTS)], WORK / "eplb-ours.log", engine="sglang"
+    )
+    theirs = BalancedServer(model, [*flags, *eplb], WORK / "eplb-theirs.log", engine="sglang")
+    with ExitStack() as stack:
+        for running in (ours, theirs):
+            stack.enter_context(running)
+        server = stack.enter_context(closing(Server(ours.url)))
+        rebalancing = stack.enter_context(closing(Server(theirs.url)))
+        sidecar = stack.enter_context(closing(Sidecar(ours.sidecar_url, ours.token)))
+
+        def with_policy(policy: Policy, prompt: str) -> dict[str, Any]:
+            sidecar.set_policy(policy)
+            since_ns = time.time_ns()
+            seconds = server.first_token(prompt).seconds
+            if policy is Policy.OFF:
+                return {"seconds": seconds}
+            imbalance = sidecar.balance(since_ns, policy)["imbalance"]
+            return {
+                "seconds": seconds,
+                "before": imbalance["before"]["mean"],
+                "imbalance": imbalance["after"]["mean"],
+            }
+
+        def with_eplb(prompt: str) -> dict[str, Any]:
+            total, count = balancedness(theirs.url)
+            seconds = rebalancing.first_token(prompt).seconds
+            new_total, new_count = balancedness(theirs.url)
+            passes = new_count - count
+            return {
+                "seconds": seconds,
+                "imbalance": passes / (new_total - total) if passes else None,
+            }
+
+        run: dict[str, Callable[[str], dict[str, Any]]] = {
+            "off": lambda prompt: with_policy(Policy.OFF, prompt),
+            "quota": lambda prompt: with_policy(Policy.QUOTA, prompt),
+            "eplb": with_eplb,
+        }
+        for variant in VARIANTS:  # warm up, not measured
+            run[variant](sample_text(DOMAINS[0], options.prompt_tokens, 0))
+        orders = itertools.cycle(itertools.permutations(VARIANTS))
+        rows = []
+        for domain in DOMAINS:
+            for number in range(options.prompts):
+                prompt = sample_text(domain, options.prompt_tokens, 100 + number)
+                results = {variant: run[variant](prompt) for variant in next(orders)}
+                results["off"]["imbalance"] = results["quota"].pop("before")
+                rows.append({"domain": domain, "number": number, **results})
+                print(rows[-1], flush=True)
+    return rows
+
+
+def balancedness(url: str) -> tuple[float, float]:
+    """SGLang's own figure, mean/max over ranks averaged over layers: (sum, passes) of prefills."""
+    text = httpx.get(f"{url}/metrics", timeout=30.0).text
+    total = passes = 0.0
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if "extend" in sample.labels.get("forward_mode", "").lower():
+                total += sample.value if sample.name == "sglang:eplb_balancedness_sum" else 0.0
+                passes += sample.value if sample.name == "sglang:eplb_balancedness_count" else 0.0
+    return total, passes
+
+
+def summary(rows: list[dict[str, Any]], domain: str) -> dict[str, Any]:
+    """Medians of a phase, its first prompts (just after the switch) apart."""
+    phase = [row for row in rows if row["domain"] == domain]
+    parts = {"first_quarter": phase[: len(phase) // 4], "rest": phase[len(phase) // 4 :]}
+    document: dict[str, Any] = {"domain": domain}
+    for name, part in parts.items():
+        document[name] = {
+            variant: {
+                "ttft_seconds": float(np.median([row[variant]["seconds"] for row in part])),
+                "imbalance": float(np.mean([row[variant]["imbalance"] for row in part])),
+                "off_over_this": float(
+                    np.median([row["off"]["seconds"] / row[variant]["seconds"] for row in part])
+                ),
+            }
+            for variant in VARIANTS
+        }
+        print(domain, name, document[name])
+    return document
+
+
+if __name__ == "__main__":
+    main()
