@@ -15,10 +15,10 @@ from ultraep_kernels._atomics import copy_bytes, load_acquire, store_release
 
 __all__ = ["relay_parents", "stream_chunks"]
 
-_MIN_RELAYED_REPLICAS = 4
-_MAX_RELAYS = 8
-_MIN_FAN_OUT_SAVED = 2
-_SMALL_DOMAIN = 8
+MIN_RELAYED_REPLICAS = 4
+MAX_RELAYS = 8
+MIN_FAN_OUT_SAVED = 2
+SMALL_DOMAIN = 8
 
 
 @njit(cache=True, nogil=True)
@@ -32,7 +32,7 @@ def _parents_kernel(slot_expert: Any, num_masters: int, min_replicas: int, paren
             if slot_expert[rank, slot] >= 0:
                 replicas[slot_expert[rank, slot]] += 1
     seen = np.zeros_like(replicas)
-    relays = np.full((replicas.size, _MAX_RELAYS), -1, dtype=np.int64)
+    relays = np.full((replicas.size, MAX_RELAYS), -1, dtype=np.int64)
     for rank in range(num_ranks):
         for slot in range(num_slots):
             expert = slot_expert[rank, slot]
@@ -42,10 +42,10 @@ def _parents_kernel(slot_expert: Any, num_masters: int, min_replicas: int, paren
             num_relays = replicas[expert]
             if replicas[expert] >= min_replicas:
                 num_relays = 1
-                while num_relays < _MAX_RELAYS and (num_relays + 1) ** 2 <= replicas[expert]:
+                while num_relays < MAX_RELAYS and (num_relays + 1) ** 2 <= replicas[expert]:
                     num_relays += 1
             if seen[expert] < num_relays:
-                if seen[expert] < _MAX_RELAYS:
+                if seen[expert] < MAX_RELAYS:
                     relays[expert, seen[expert]] = rank * num_slots + slot
                 sends[expert // num_masters] += 1
             else:
@@ -67,13 +67,13 @@ def relay_parents(
     """
     direct = np.empty(slot_expert.shape, dtype=np.int64)
     sends = _parents_kernel(slot_expert, num_masters, np.iinfo(np.int64).max, direct)
-    if mode == "never" or (mode == "auto" and domain_size <= _SMALL_DOMAIN):
+    if mode == "never" or (mode == "auto" and domain_size <= SMALL_DOMAIN):
         return direct
     relayed = np.empty_like(direct)
-    min_replicas = 2 if mode == "always" else _MIN_RELAYED_REPLICAS
+    min_replicas = 2 if mode == "always" else MIN_RELAYED_REPLICAS
     relayed_sends = _parents_kernel(slot_expert, num_masters, min_replicas, relayed)
     saved = sends.max() - relayed_sends.max()
-    return relayed if mode == "always" or saved >= _MIN_FAN_OUT_SAVED else direct
+    return relayed if mode == "always" or saved >= MIN_FAN_OUT_SAVED else direct
 
 
 @njit(cache=True, nogil=True)

@@ -1,8 +1,8 @@
 """One attempt of the planner's search, by one program of one warp; all of its state in registers.
 
-Twin: ``_attempt``, ``_relax`` and their helpers in ``ultraep_serve.policies._place``. Numbers of ranks
-and experts are the domain's own. Choices are taken by two reductions, the largest weight and then
-the lowest index that has it, because a warp reduces an int32 in one instruction.
+Twin: ``_attempt``, ``_relax`` and their helpers in ``ultraep_serve.policies._place``. Ranks and
+experts are numbered within the domain. Choices are taken by two reductions, the largest weight and
+then the lowest index that has it, because a warp reduces an int32 in one instruction.
 """
 
 import triton

@@ -1,0 +1,55 @@
+"""Flags in memory that several processors or processes share: post after writing, wait to read.
+
+A flag holds the epoch it was last raised for and only grows, so it is never reset. ``post`` is a
+release at system scope by one thread, after a barrier of its program; ``wait`` is an acquire before
+one: what any thread of the poster wrote before is seen by all threads of the waiter after.
+
+Memory of other processes must be passed as addresses in a tensor, never as a tensor: Triton's
+interpreter copies tensors back after a launch, over what other processes have written meanwhile.
+"""
+
+import triton
+import triton.language as tl
+
+from ultraep_kernels.device.status import TIMEOUTS
+
+__all__ = ["budget_of", "post", "read_flags", "wait"]
+
+
+@triton.jit
+def budget_of(status_ptr, max_looks):
+    """Looks at a flag that a wait may take: one where a wait has already failed."""
+    failed = tl.load(status_ptr, volatile=True) & TIMEOUTS
+    return tl.where(failed != 0, 1, max_looks)
+
+
+@triton.jit
+def post(flag_address, epoch):
+    """Raise the flag after everything this program has written."""
+    tl.debug_barrier()
+    tl.atomic_xchg(flag_address.to(tl.pointer_type(tl.int64)), epoch, sem="release", scope="sys")
+
+
+@triton.jit
+def read_flags(flag_addresses, mask):
+    """Values of flags; what was written before they were raised is visible after a barrier."""
+    pointers = flag_addresses.to(tl.pointer_type(tl.int64))
+    zeros = flag_addresses * 0
+    return tl.atomic_add(pointers, zeros, mask=mask, sem="acquire", scope="sys")
+
+
+@triton.jit
+def wait(flag_address, epoch, max_looks, status_ptr, bit):
+    """Whether the flag reached ``epoch`` within the budget; if not, sets ``bit`` of the status."""
+    pointer = flag_address.to(tl.pointer_type(tl.int64))
+    zero = epoch * 0
+    budget = budget_of(status_ptr, max_looks)
+    looks = budget * 0 + 1
+    seen = tl.atomic_add(pointer, zero, sem="acquire", scope="sys")
+    while (seen < epoch) & (looks < budget):
+        seen = tl.atomic_add(pointer, zero, sem="acquire", scope="sys")
+        looks += 1
+    if seen < epoch:
+        tl.atomic_or(status_ptr, bit)
+    tl.debug_barrier()
+    return seen >= epoch

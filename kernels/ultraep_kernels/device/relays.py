@@ -1,0 +1,129 @@
+"""relays: slot_expert (R, S) -> who sends each slot its weights, and what this rank has to send.
+
+One launch of one program. Twin of the parents: ``ultraep_kernels.stream.relay_parents``.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from ultraep_kernels.stream import (
+    MAX_RELAYS,
+    MIN_FAN_OUT_SAVED,
+    MIN_RELAYED_REPLICAS,
+    SMALL_DOMAIN,
+)
+
+__all__ = ["Sends", "plan_sends"]
+
+_MAX_RELAYS = tl.constexpr(MAX_RELAYS)
+
+
+@dataclass(frozen=True)
+class Sends:
+    """The task list of one rank."""
+
+    parents: torch.Tensor  # (R, S) int32: -1 the master, else ``rank * S + slot`` of a relay
+    tasks: torch.Tensor  # (2, 1 + R * S) int32: number of slots to fill, then which; row 1 relayed
+
+
+@triton.jit
+def _relays_kernel(
+    slot_expert_ptr,  # (R * S,) int32
+    parents_ptr,  # (R * S,) int32, out
+    tasks_ptr,  # (2, 1 + R * S) int32, out
+    turn_ptr,  # (R * S,) int32, scratch: how many earlier slots hold the same expert
+    rank,
+    NUM_RANKS: tl.constexpr,
+    NUM_MASTERS: tl.constexpr,
+    NUM_SLOTS: tl.constexpr,
+    MIN_REPLICAS: tl.constexpr,  # from so many on an expert has relays; 0: none has
+    MIN_SAVED: tl.constexpr,  # relays are used where the busiest rank sends so many fewer
+    BLOCK: tl.constexpr,
+    BLOCK_RANKS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    count: tl.constexpr = NUM_RANKS * NUM_SLOTS
+    places = tl.arange(0, BLOCK)
+    expert = tl.load(slot_expert_ptr + places, mask=places < count, other=-1)
+    owner = tl.maximum(expert, 0) // NUM_MASTERS
+    parent = tl.full((BLOCK,), -1, tl.int32)
+    if MIN_REPLICAS > 0:
+        replicas = tl.zeros((BLOCK,), tl.int32)
+        turn = tl.zeros((BLOCK,), tl.int32)
+        for start in range(0, count, TILE):
+            others = start + tl.arange(0, TILE)
+            held = tl.load(slot_expert_ptr + others, mask=others < count, other=-2)
+            same = held[:, None] == expert[None, :]
+            before = same & (others[:, None] < places[None, :])
+            replicas += tl.sum(same.to(tl.int32), axis=0)
+            turn += tl.sum(before.to(tl.int32), axis=0)
+        tl.store(turn_ptr + places, turn, mask=places < count)
+        tl.debug_barrier()
+        relays = tl.full((BLOCK,), 1, tl.int32)
+        for root in tl.static_range(2, _MAX_RELAYS + 1):
+            relays += (replicas >= root * root).to(tl.int32)
+        relays = tl.where(replicas >= MIN_REPLICAS, relays, tl.maximum(replicas, 1))
+        relayed = (expert >= 0) & (turn >= relays)
+        wanted = turn % relays
+        relay = tl.zeros((BLOCK,), tl.int32)
+        for start in range(0, count, TILE):
+            others = start + tl.arange(0, TILE)
+            held = tl.load(slot_expert_ptr + others, mask=others < count, other=-2)
+            turns = tl.load(turn_ptr + others, mask=others < count, other=-1)
+            match = (held[:, None] == expert[None, :]) & (turns[:, None] == wanted[None, :])
+            relay += tl.sum(tl.where(match, others[:, None], 0), axis=0)
+        sender = tl.where(relayed, relay // NUM_SLOTS, owner)
+        direct_sends = tl.histogram(owner, BLOCK_RANKS, mask=expert >= 0)
+        relayed_sends = tl.histogram(sender, BLOCK_RANKS, mask=expert >= 0)
+        saved = tl.max(direct_sends, axis=0) - tl.max(relayed_sends, axis=0)
+        first_turn = tl.where(saved >= MIN_SAVED, 0, count)  # turns lie below R * S
+        parent = tl.where(relayed & (turn >= first_turn), relay, -1)
+    tl.store(parents_ptr + places, parent, mask=places < count)
+    tl.debug_barrier()
+    target = (places // NUM_SLOTS + rank) % NUM_RANKS  # so that ranks begin with different targets
+    here = target * NUM_SLOTS + places % NUM_SLOTS
+    expert = tl.load(slot_expert_ptr + here, mask=places < count, other=-1)
+    parent = tl.load(parents_ptr + here, mask=places < count, other=-1)
+    owner = tl.maximum(expert, 0) // NUM_MASTERS
+    sender = tl.where(parent >= 0, parent // NUM_SLOTS, owner)
+    for kind in tl.static_range(2):
+        mine = (sender == rank) & (expert >= 0) & ((parent >= 0) == (kind == 1))
+        position = tl.cumsum(mine.to(tl.int32), axis=0)
+        row_ptr = tasks_ptr + kind * (count + 1)
+        tl.store(row_ptr + position, here, mask=mine)
+        tl.store(row_ptr, tl.sum(mine.to(tl.int32), axis=0))
+
+
+def plan_sends(
+    slot_expert: torch.Tensor, num_masters: int, rank: int, mode: str, domain_size: int
+) -> Sends:
+    """Who sends what, from the plan alone; ``mode`` and ``domain_size`` as in ``relay_parents``.
+
+    ``slot_expert`` (R, S) int32 on the device, S at least 1.
+    """
+    num_ranks, num_slots = slot_expert.shape
+    count, device = num_ranks * num_slots, slot_expert.device
+    direct = mode == "never" or (mode == "auto" and domain_size <= SMALL_DOMAIN)
+    parents = torch.empty((num_ranks, num_slots), dtype=torch.int32, device=device)
+    tasks = torch.empty((2, 1 + count), dtype=torch.int32, device=device)
+    turn = torch.empty(count, dtype=torch.int32, device=device)
+    _relays_kernel[(1,)](
+        slot_expert,
+        parents,
+        tasks,
+        turn,
+        rank,
+        NUM_RANKS=num_ranks,
+        NUM_MASTERS=num_masters,
+        NUM_SLOTS=num_slots,
+        MIN_REPLICAS=0 if direct else 2 if mode == "always" else MIN_RELAYED_REPLICAS,
+        MIN_SAVED=-count if mode == "always" else MIN_FAN_OUT_SAVED,
+        BLOCK=max(128, triton.next_power_of_2(count)),
+        BLOCK_RANKS=max(32, triton.next_power_of_2(num_ranks)),
+        TILE=16,
+        num_warps=4,
+    )
+    return Sends(parents, tasks)

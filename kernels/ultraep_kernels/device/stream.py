@@ -1,0 +1,223 @@
+"""stream: master weights -> replica slots of other ranks, chunk by chunk, direct or relayed.
+
+``stream`` is one launch of persistent programs that work through this rank's tasks: the first half
+sends masters and never waits, the second half forwards from own slots, each chunk as soon as its
+flag says that it is there. ``await_slots`` holds the stream until this rank's own slots are filled.
+Chunk c of slot (r, s) raises flag (r, s, c) at its target to the current epoch. Twin:
+``ultraep_kernels.stream.stream_chunks``, with the same tables.
+
+A chunk moves 16 bytes per access where source and target allow it, else byte by byte: keep tensors
+of experts 16-byte aligned. Every program of a relay waits only for programs that do not wait, so
+programs may also run one after another.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from ultraep_kernels.device._signals import budget_of, post, read_flags, wait
+from ultraep_kernels.device.relays import Sends
+from ultraep_kernels.device.status import RELAY_TIMEOUT, SLOT_TIMEOUT
+
+__all__ = ["StreamTables", "await_slots", "stream"]
+
+_BLOCK_WORDS = 4096  # of 4 bytes, per step of a copy
+
+
+@dataclass(frozen=True)
+class StreamTables:
+    """Where everything lies; all int64 on the device, addresses as mapped by this rank."""
+
+    master_addresses: torch.Tensor  # (N,): this rank's N expert tensors
+    pool_addresses: torch.Tensor  # (R,): the ranks' slot pools
+    region_offsets: torch.Tensor  # (N,): bytes from the pool's start to a tensor's slots
+    expert_bytes: torch.Tensor  # (N,): bytes of one expert in each tensor
+    chunks: torch.Tensor  # (C, 3): tensor index, offset and size in bytes
+    flag_addresses: torch.Tensor  # (R,): the ranks' chunk flags, (S, max_chunks) int64 each
+    max_chunks: int  # chunks of the largest layer
+
+
+@triton.jit
+def _copy(target, source, size, BLOCK: tl.constexpr):
+    """``size`` bytes between addresses; regions do not overlap."""
+    bytes_done = size * 0
+    if ((target | source) & 15) == 0:
+        words = tl.multiple_of(size // 16 * 4, 4)
+        source_words = tl.multiple_of(source, 16).to(tl.pointer_type(tl.int32))
+        target_words = tl.multiple_of(target, 16).to(tl.pointer_type(tl.int32))
+        for start in range(0, words, BLOCK):
+            index = start + tl.arange(0, BLOCK)
+            data = tl.load(source_words + index, mask=index < words)
+            tl.store(target_words + index, data, mask=index < words)
+        bytes_done = words * 4
+    source_bytes = source.to(tl.pointer_type(tl.uint8))
+    target_bytes = target.to(tl.pointer_type(tl.uint8))
+    for start in range(bytes_done, size, BLOCK):
+        index = start + tl.arange(0, BLOCK)
+        data = tl.load(source_bytes + index, mask=index < size)
+        tl.store(target_bytes + index, data, mask=index < size)
+
+
+@triton.jit
+def _stream_kernel(
+    tasks_ptr,  # (2, 1 + R * S) int32
+    slot_expert_ptr,  # (R, S) int32
+    parents_ptr,  # (R, S) int32
+    masters_ptr,  # (N,) int64
+    pools_ptr,  # (R,) int64
+    regions_ptr,  # (N,) int64
+    expert_bytes_ptr,  # (N,) int64
+    chunks_ptr,  # (C, 3) int64
+    flags_ptr,  # (R,) int64
+    epoch_ptr,  # (2,) int64
+    status_ptr,  # (1,) int32
+    rank,
+    num_chunks,
+    max_chunks,
+    max_looks,
+    NUM_RANKS: tl.constexpr,
+    NUM_MASTERS: tl.constexpr,
+    NUM_SLOTS: tl.constexpr,
+    NUM_PROGRAMS: tl.constexpr,  # of each half
+    BLOCK: tl.constexpr,
+):
+    program = tl.program_id(0)
+    is_relay = program >= NUM_PROGRAMS
+    row_ptr = tasks_ptr + is_relay.to(tl.int32) * (NUM_RANKS * NUM_SLOTS + 1)
+    num_sends = tl.load(row_ptr)
+    epoch = tl.load(epoch_ptr)
+    for task in range(program % NUM_PROGRAMS, num_sends * num_chunks, NUM_PROGRAMS):
+        chunk = task // num_sends  # all targets proceed at the same pace
+        place = tl.load(row_ptr + 1 + task % num_sends)
+        expert = tl.load(slot_expert_ptr + place)
+        tensor = tl.load(chunks_ptr + chunk * 3)
+        offset = tl.load(chunks_ptr + chunk * 3 + 1)
+        size = tl.load(chunks_ptr + chunk * 3 + 2)
+        stride = tl.load(expert_bytes_ptr + tensor)
+        region = tl.load(regions_ptr + tensor)
+        arrived = epoch == epoch
+        if is_relay:
+            own = tl.load(parents_ptr + place) % NUM_SLOTS
+            flag = tl.load(flags_ptr + rank) + (own * max_chunks + chunk) * 8
+            arrived = wait(flag, epoch, max_looks, status_ptr, RELAY_TIMEOUT)
+            source = tl.load(pools_ptr + rank) + region + own * stride
+        else:
+            source = tl.load(masters_ptr + tensor) + (expert - rank * NUM_MASTERS) * stride
+        if arrived:
+            peer = place // NUM_SLOTS
+            slot = place % NUM_SLOTS
+            target = tl.load(pools_ptr + peer) + region + slot * stride
+            _copy(target + offset, source + offset, size, BLOCK)
+            post(tl.load(flags_ptr + peer) + (slot * max_chunks + chunk) * 8, epoch)
+
+
+@triton.jit
+def _await_kernel(
+    slot_expert_ptr,  # (R, S) int32
+    flags_ptr,  # (R,) int64
+    epoch_ptr,  # (2,) int64
+    status_ptr,  # (1,) int32
+    rank,
+    num_chunks,
+    max_chunks,
+    max_looks,
+    NUM_SLOTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    slot = tl.program_id(0)
+    if tl.load(slot_expert_ptr + rank * NUM_SLOTS + slot) >= 0:
+        epoch = tl.load(epoch_ptr)
+        first = tl.load(flags_ptr + rank) + slot * max_chunks * 8
+        budget = budget_of(status_ptr, max_looks)
+        looks = budget * 0
+        missing = budget * 0
+        for start in range(0, num_chunks, BLOCK):
+            chunks = start + tl.arange(0, BLOCK)
+            missing = missing * 0 + 1
+            while (missing > 0) & (looks <= budget):
+                flags = read_flags(first + chunks * 8, chunks < num_chunks)
+                late = tl.where(chunks < num_chunks, flags < epoch, False)
+                missing = tl.max(late.to(tl.int32), axis=0)
+                looks += missing
+        if missing > 0:
+            tl.atomic_or(status_ptr, SLOT_TIMEOUT)
+
+
+def stream(
+    sends: Sends,
+    slot_expert: torch.Tensor,
+    num_masters: int,
+    tables: StreamTables,
+    rank: int,
+    epoch: torch.Tensor,
+    status: torch.Tensor,
+    max_looks: int,
+    num_programs: int,
+) -> None:
+    """Push this rank's masters, and forward what it relays, for the plan of this epoch.
+
+    Args:
+        sends: of this rank, from ``plan_sends``.
+        slot_expert: (R, S) int32, S at least 1.
+        num_masters: L.
+        tables: of the layer.
+        rank: this rank.
+        epoch: (2,) int64 as ``exchange`` left it.
+        status: (1,) int32; RELAY_TIMEOUT where a chunk did not arrive, which is then not forwarded.
+        max_looks: at a flag before a wait is given up.
+        num_programs: of senders and of relays; all must fit the device at the same time.
+    """
+    num_ranks, num_slots = slot_expert.shape
+    _stream_kernel[(2 * num_programs,)](
+        sends.tasks,
+        slot_expert,
+        sends.parents,
+        tables.master_addresses,
+        tables.pool_addresses,
+        tables.region_offsets,
+        tables.expert_bytes,
+        tables.chunks,
+        tables.flag_addresses,
+        epoch,
+        status,
+        rank,
+        tables.chunks.shape[0],
+        tables.max_chunks,
+        max_looks,
+        NUM_RANKS=num_ranks,
+        NUM_MASTERS=num_masters,
+        NUM_SLOTS=num_slots,
+        NUM_PROGRAMS=num_programs,
+        BLOCK=_BLOCK_WORDS,
+        num_warps=8,
+    )
+
+
+def await_slots(
+    slot_expert: torch.Tensor,
+    tables: StreamTables,
+    rank: int,
+    epoch: torch.Tensor,
+    status: torch.Tensor,
+    max_looks: int,
+) -> None:
+    """Hold the stream until this rank's filled slots have arrived; arguments as ``stream``.
+
+    SLOT_TIMEOUT in ``status`` where a slot is not complete.
+    """
+    num_slots, num_chunks = slot_expert.shape[1], tables.chunks.shape[0]
+    _await_kernel[(num_slots,)](
+        slot_expert,
+        tables.flag_addresses,
+        epoch,
+        status,
+        rank,
+        num_chunks,
+        tables.max_chunks,
+        max_looks,
+        NUM_SLOTS=num_slots,
+        BLOCK=min(128, triton.next_power_of_2(num_chunks)),
+        num_warps=1,
+    )
