@@ -45,8 +45,8 @@ def _copy(target, source, size, BLOCK: tl.constexpr):
     bytes_done = size * 0
     if ((target | source) & 15) == 0:
         words = tl.multiple_of(size // 16 * 4, 4)
-        source_words = tl.multiple_of(source, 16).to(tl.pointer_type(tl.int32))
-        target_words = tl.multiple_of(target, 16).to(tl.pointer_type(tl.int32))
+        source_words = tl.multiple_of(source.to(tl.pointer_type(tl.int32)), 16)
+        target_words = tl.multiple_of(target.to(tl.pointer_type(tl.int32)), 16)
         for start in range(0, words, BLOCK):
             index = start + tl.arange(0, BLOCK)
             data = tl.load(source_words + index, mask=index < words)

@@ -1,0 +1,114 @@
+"""What every device kernel needs of a processor, from the compiler alone: no GPU is used.
+
+    python benchmarks/device_compile.py --json benchmarks/results/device-compile.json
+
+Launchers run on tensors in host memory with their launches recorded; every kernel is then compiled
+for Hopper (sm_90) and Blackwell (sm_100) with the types and constants of its launch. Registers and
+spills are what ptxas reports.
+"""
+
+import argparse
+import json
+import platform
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import triton
+from ultraep_kernels.device.count import count
+from ultraep_kernels.device.exchange import exchange, new_epoch
+from ultraep_kernels.device.offline import KernelFacts, Launch, compile_launch, recorded_launches
+from ultraep_kernels.device.plan import plan
+from ultraep_kernels.device.relays import plan_sends
+from ultraep_kernels.device.reroute import reroute
+from ultraep_kernels.device.status import new_status
+from ultraep_kernels.device.stream import StreamTables, await_slots, stream
+
+TOKENS, TOP_K = 8192, 8  # of one rank
+TENSORS, CHUNKS = 6, 48  # of one expert
+PROGRAMS, LOOKS = 128, 1 << 20
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes that kernels are compiled for."""
+
+    num_ranks: int
+    num_experts: int
+    num_slots: int
+    domain_size: int | None = None
+
+    def __str__(self) -> str:
+        domain = f" D{self.domain_size}" if self.domain_size else ""
+        return f"R{self.num_ranks} E{self.num_experts} S{self.num_slots}{domain}"
+
+
+CASES = (
+    Case(8, 128, 2),  # one server
+    Case(64, 256, 2),  # the sizes of the published measurements
+    Case(64, 256, 2, domain_size=8),  # eight servers
+    Case(72, 504, 4),  # as large as it gets
+)
+
+
+def main() -> None:
+    """Print the table; write it with the compiler's version when asked to."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--archs", type=int, nargs="+", default=[90, 100])
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    rows = []
+    print(f"{'sizes':18} {'kernel':22} {'sm':>4} {'grid':>10} {'warps':>5} {'registers':>9} "
+          f"{'spilled':>8} {'shared':>7}")  # fmt: skip
+    for case in CASES:
+        for launch in launches_of(case):
+            for arch in args.archs:
+                facts = compile_launch(launch, arch)
+                rows.append(row_of(case, facts))
+                print(f"{case!s:18} {facts.name:22} {arch:4} {facts.grid!s:>10} "
+                      f"{facts.num_warps:5} {facts.registers:9} {facts.spill_bytes:8} "
+                      f"{facts.shared_bytes:7}", flush=True)  # fmt: skip
+    if args.json:
+        versions = {
+            "triton": triton.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        }
+        report = {"command": sys.argv, "versions": versions, "device": None, "rows": rows}
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def launches_of(case: Case) -> list[Launch]:
+    """One launch of every kernel, the planner's search twice, in the order of the data flow."""
+    ranks, slots = case.num_ranks, case.num_slots
+    masters = case.num_experts // ranks
+    status, epoch = new_status("cpu"), new_epoch("cpu")
+    ids = torch.zeros((TOKENS, TOP_K), dtype=torch.int32)
+    addresses = torch.zeros(ranks, dtype=torch.int64)
+    tensors = torch.zeros(TENSORS, dtype=torch.int64)
+    chunks = torch.zeros((CHUNKS, 3), dtype=torch.int64)
+    tables = StreamTables(tensors, addresses, tensors, tensors, chunks, addresses, CHUNKS)
+    row = torch.zeros(8 + case.num_experts, dtype=torch.int32)
+    with recorded_launches() as launches:
+        counted = count(ids, case.num_experts)
+        rows = exchange(row, addresses, 0, epoch, status, LOOKS)
+        found = plan(rows[:, 8:], slots, 0, status, domain_size=case.domain_size)
+        sends = plan_sends(found.slot_expert, masters, 0, "auto", case.domain_size or ranks)
+        common = tables, 0, epoch, status, LOOKS
+        stream(sends, found.slot_expert, masters, *common, num_programs=PROGRAMS)
+        reroute(ids, counted, found.share, found.slot_expert, masters, status)
+        await_slots(found.slot_expert, *common)
+    return launches
+
+
+def row_of(case: Case, facts: KernelFacts) -> dict[str, object]:
+    """One row of the report."""
+    figures = asdict(facts)
+    figures["vector_copies"] = figures["ptx"].count("ld.global.v4")
+    del figures["ptx"]
+    return {**asdict(case), **figures}
+
+
+if __name__ == "__main__":
+    main()
