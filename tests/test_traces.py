@@ -2,6 +2,7 @@
 
 import json
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,14 @@ import pytest
 from ultraep_serve.errors import UltraEPError
 from ultraep_serve.traces import (
     DECODE,
+    PREFILL,
     LoadTrace,
     Trace,
     TraceError,
     batches,
     concatenate,
     load_trace,
+    of_phase,
     save_trace,
 )
 
@@ -272,3 +275,17 @@ def test_where_a_token_trace_cannot_go(tmp_path: Path, name: str) -> None:
 def test_errors_belong_to_the_tree() -> None:
     assert issubclass(TraceError, UltraEPError)
     assert json.loads(json.dumps(token_trace().metadata)) == {"model": "made up"}
+
+
+def test_a_phase_alone_keeps_its_tokens_and_their_sequences() -> None:
+    ids = np.arange(12, dtype=np.uint8).reshape(6, 2, 1)
+    trace = Trace(ids, np.array([1, 3, 2]), 12, np.array([0, 1, 0, 0, 1, 1], np.uint8))
+    prefill = of_phase(trace, PREFILL)
+    assert isinstance(prefill, Trace)
+    assert prefill.topk_ids.tolist() == ids[[0, 2, 3]].tolist()
+    assert prefill.sequence_lengths.tolist() == [1, 2]
+    with pytest.raises(TraceError, match="prefill only"):
+        of_phase(prefill, DECODE)
+    loads = LoadTrace(np.ones((3, 1, 4), np.int32), np.array([1, 0, 1], np.uint8))
+    assert of_phase(loads, DECODE).loads.shape == (2, 1, 4)
+    assert of_phase(replace(loads, phase=None), DECODE).loads.shape == (3, 1, 4)

@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("rich is not installed; run `pip install ultraep-serve[client]`")
     from rich.console import Console
 
-    from ultraep_serve.traces._files import check_writable
+    from ultraep_serve.traces.files import check_writable
 
     _check(arguments)
     if arguments.json is not None:
@@ -215,7 +215,7 @@ def _write(
 ) -> None:
     """Everything is complete by now; each file appears whole or not at all."""
     from ultraep_serve.traces import write_document
-    from ultraep_serve.traces._files import whole_file
+    from ultraep_serve.traces.files import whole_file
 
     if pictures:
         try:

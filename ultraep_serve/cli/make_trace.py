@@ -41,7 +41,7 @@ def add_parser(subparsers: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Make the trace and write it. Raises UltraEPError with what to do."""
     from ultraep_serve.traces import TraceError, Workload, make_trace, save_trace
-    from ultraep_serve.traces._files import check_writable
+    from ultraep_serve.traces.files import check_writable
 
     if arguments.out.suffix != ".npz":
         raise TraceError(f"--out {arguments.out} must end in .npz")

@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
     require_client_packages()
     from ultraep_serve.bench.recording import RecordingSidecar
     from ultraep_serve.traces import save_trace
-    from ultraep_serve.traces._files import check_writable
+    from ultraep_serve.traces.files import check_writable
     from ultraep_serve.traces.recorded import assemble
 
     _check(arguments)

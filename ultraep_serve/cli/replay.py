@@ -41,6 +41,12 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--layers", nargs="+", help="as in 0 3 6-8 (default: all)")
     parser.add_argument("--limit", type=int, help="batches at most")
+    parser.add_argument(
+        "--phase",
+        choices=("prefill", "decode", "all"),
+        default="prefill",
+        help=f"what to replay where the trace tells them apart ({DEFAULT})",
+    )
     parser.add_argument("--domain", type=int, help="ranks that reach each other's memory")
     parser.add_argument(
         "--experts", type=int, help="experts of the model, where the trace does not say"
@@ -75,19 +81,24 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     from ultraep_serve.traces import (
+        DECODE,
+        PREFILL,
         load_trace,
+        of_phase,
         replay,
         replay_document,
         write_document,
         write_plans,
     )
-    from ultraep_serve.traces._files import check_writable
+    from ultraep_serve.traces.files import check_writable
 
     policies, options = _policies(arguments.policy), _options(arguments)
     for path in (arguments.json, arguments.dump_plans):
         if path is not None:
             check_writable(path)
     trace = load_trace(arguments.trace, num_experts=arguments.experts)
+    if arguments.phase != "all":
+        trace = of_phase(trace, PREFILL if arguments.phase == "prefill" else DECODE)
     result = replay(trace, options, policies, keep_plans=arguments.dump_plans is not None)
     document = replay_document(result, options, arguments.trace.name)
     if result.plans is not None:

@@ -4,11 +4,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-
 from ultraep_serve.costs.shapes import ModelShape
 from ultraep_serve.errors import ConfigError
-from ultraep_serve.traces import PREFILL, LoadTrace, Trace, batches, load_trace
+from ultraep_serve.traces import PREFILL, LoadTrace, Trace, batches, load_trace, of_phase
 from ultraep_serve.types import IntArray
 
 __all__ = ["prefill_batches"]
@@ -22,7 +20,7 @@ def prefill_batches(
     """Loads (layers, R, E) of each prefill batch; decode is left out where the trace marks it.
 
     Raises:
-        TraceError: the file cannot be read, or has no whole batch.
+        TraceError: the file cannot be read, has no prefill, or no whole batch of it.
         ConfigError: it is of a model with other experts, experts per token or layers.
     """
     trace = load_trace(path)
@@ -34,7 +32,7 @@ def prefill_batches(
                 "a trace of tokens needs --batch-tokens, the tokens that all ranks together take "
                 "in one prefill batch (8192, say)"
             )
-    return batches(_prefill(trace), batch_tokens, num_ranks)
+    return batches(of_phase(trace, PREFILL), batch_tokens, num_ranks)
 
 
 def _check(trace: Trace | LoadTrace, shape: ModelShape) -> None:
@@ -57,20 +55,3 @@ def _check(trace: Trace | LoadTrace, shape: ModelShape) -> None:
             f"the trace has {trace.num_layers} MoE layers, {shape.name} has "
             f"{shape.num_moe_layers}; {REMEDY}"
         )
-
-
-def _prefill(trace: Trace | LoadTrace) -> Trace | LoadTrace:
-    if trace.phase is None:
-        return trace
-    keep = trace.phase == PREFILL
-    if not keep.any():
-        raise ConfigError("the trace has decode only; record it while prompts are read")
-    if isinstance(trace, LoadTrace):
-        return replace(trace, loads=trace.loads[keep], phase=trace.phase[keep])
-    chosen = trace.topk_ids[keep]
-    return replace(
-        trace,
-        topk_ids=chosen,
-        sequence_lengths=np.array([len(chosen)]),  # batches do not depend on where they end
-        phase=trace.phase[keep],
-    )

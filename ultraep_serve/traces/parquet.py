@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ultraep_serve.traces._files import whole_file
 from ultraep_serve.traces.errors import TraceError
+from ultraep_serve.traces.files import whole_file
 from ultraep_serve.traces.trace import LoadTrace, parse_metadata
 
 __all__ = ["read_parquet", "write_parquet"]

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ultraep_serve.traces._files import whole_file
+from ultraep_serve.traces.files import whole_file
 from ultraep_serve.traces.replay import DumpedPlans, PolicyReplay, Replay, ReplayOptions
 
 __all__ = ["replay_document", "write_document", "write_plans"]

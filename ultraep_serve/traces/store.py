@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ultraep_serve.traces._files import read_npz, whole_file
 from ultraep_serve.traces.errors import TraceError
+from ultraep_serve.traces.files import read_npz, whole_file
 from ultraep_serve.traces.trace import LoadTrace, Metadata, Trace, parse_metadata
 
 __all__ = ["MAX_BYTES", "load_trace", "save_trace"]

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ultraep_serve.traces.errors import TraceError
 
-__all__ = ["DECODE", "PREFILL", "LoadTrace", "Trace", "concatenate", "parse_metadata"]
+__all__ = ["DECODE", "PREFILL", "LoadTrace", "Trace", "concatenate", "of_phase", "parse_metadata"]
 
 PREFILL, DECODE = 0, 1  # values of ``phase``
 MOST_EXPERTS = 1 << 16  # per layer; no model comes near, and a wrong number must not fill memory
@@ -110,6 +110,29 @@ def concatenate(traces: Sequence[Trace]) -> Trace:
         np.concatenate([trace.sequence_lengths for trace in traces]),
         max(trace.num_experts for trace in traces),
         np.concatenate(phases) if len(phases) == len(traces) else None,
+    )
+
+
+def of_phase(trace: Trace | LoadTrace, phase: int) -> Trace | LoadTrace:
+    """What of ``trace`` is PREFILL or DECODE; all of it where the trace does not say.
+
+    Raises TraceError where nothing is left.
+    """
+    if trace.phase is None:
+        return trace
+    keep = trace.phase == phase
+    if not keep.any():
+        name, other = ("prefill", "decode") if phase == PREFILL else ("decode", "prefill")
+        raise TraceError(f"the trace has {other} only, no {name}")
+    if isinstance(trace, LoadTrace):
+        return replace(trace, loads=trace.loads[keep], phase=trace.phase[keep])
+    sequence = np.repeat(np.arange(trace.sequence_lengths.size), trace.sequence_lengths)
+    lengths = np.bincount(sequence[keep])
+    return replace(
+        trace,
+        topk_ids=trace.topk_ids[keep],
+        sequence_lengths=lengths[lengths > 0],
+        phase=trace.phase[keep],
     )
 
 
