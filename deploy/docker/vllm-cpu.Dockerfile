@@ -1,0 +1,29 @@
+# vLLM for CPU with balancing. Build from the repository's root:
+#   docker build -f deploy/docker/vllm-cpu.Dockerfile -t ultraep-serve:vllm-cpu \
+#     --build-arg PIP_EXTRA_INDEX_URL=... .
+# with the CPU wheel index that pytorch.org names, unless pip finds torch for CPU without it.
+FROM python:3.11-slim-bookworm
+
+# g++: torch.compile writes C++. libnuma1: vLLM's kernels link it.
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends g++ libnuma1 \
+    && rm -rf /var/lib/apt/lists/*
+
+ARG PIP_EXTRA_INDEX_URL=""
+WORKDIR /opt/ultraep-serve
+COPY pyproject.toml README.md LICENSE ./
+COPY deploy/environment.py deploy/setup_vllm_cpu.py deploy/
+COPY kernels kernels
+COPY ultraep_serve ultraep_serve
+RUN PIP_NO_CACHE_DIR=1 python deploy/setup_vllm_cpu.py /opt/venv --no-dev \
+    && useradd --uid 10001 --create-home ultraep \
+    && install --directory --owner=ultraep /home/ultraep/.cache
+
+USER 10001
+ENV PATH=/opt/venv/bin:$PATH
+WORKDIR /home/ultraep
+EXPOSE 8000 8001
+HEALTHCHECK --interval=10s --timeout=5s --start-period=15m --retries=3 \
+    CMD ["python", "-S", "-c", "from urllib.request import urlopen; urlopen('http://127.0.0.1:8001/readyz', timeout=4)"]
+ENTRYPOINT ["ultraep-serve"]
+CMD ["vllm", "--help"]

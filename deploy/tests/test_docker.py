@@ -1,0 +1,131 @@
+"""Dockerfiles and Compose: linted, valid, closed to other hosts, and true to what they package."""
+
+import ast
+import re
+import shlex
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+from files import BIN, COMPOSE, DEPLOY, ROOT, read_yaml, run
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+DOCKERFILES = sorted((DEPLOY / "docker").glob("*.Dockerfile"))
+REQUIREMENTS = DEPLOY / "docker" / "sidecar-requirements.txt"
+
+
+def test_there_is_an_image_per_engine_and_one_for_the_sidecar() -> None:
+    names = {path.name.removesuffix(".Dockerfile") for path in DOCKERFILES}
+    assert names == {"vllm-cpu", "sglang-cpu", "sidecar"}
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.stem)
+def test_dockerfiles_are_linted(path: Path) -> None:
+    run(BIN / "hadolint", "--config", DEPLOY / "docker" / "hadolint.yaml", path)
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.stem)
+def test_what_is_copied_exists_and_is_not_ignored(path: Path) -> None:
+    allowed = re.findall(r"^!(\S+)$", (ROOT / ".dockerignore").read_text(), re.MULTILINE)
+    for line in re.findall(r"^COPY (.+)$", path.read_text(), re.MULTILINE):
+        *sources, _ = shlex.split(line)
+        for source in sources:
+            assert (ROOT / source).exists(), source
+            assert source.split("/")[0] in allowed, source
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.stem)
+def test_images_run_as_nobody_special(path: Path) -> None:
+    assert "useradd --uid 10001" in path.read_text()
+    assert re.search(r"^USER 10001$", path.read_text(), re.MULTILINE)
+
+
+def test_the_sidecars_requirements_are_all_that_it_imports() -> None:
+    code = (
+        "import sys; import ultraep_serve.sidecar.__main__;"
+        "print(*(m.__file__ for name, m in sys.modules.items() if name.startswith('ultraep_')))"
+    )
+    files = run(sys.executable, "-c", code).split()
+    imported = {name for file in files for name in _imports(Path(file))}
+    imported -= {*sys.stdlib_module_names, "ultraep_serve"}
+    assert {"fastapi", "numpy"} <= imported
+    owners = metadata.packages_distributions()
+    needed = {canonicalize_name(owners[name][0]) for name in imported}
+    assert needed <= _closure([Requirement(line) for line in _lines(REQUIREMENTS)])
+
+
+def test_the_sidecars_requirements_are_those_of_the_package() -> None:
+    ours = {str(Requirement(text.split(";")[0])) for text in metadata.requires("ultraep-serve")}
+    assert {str(Requirement(line)) for line in _lines(REQUIREMENTS)} <= ours
+
+
+def _imports(path: Path) -> set[str]:
+    """Packages that ``path`` imports when it is imported itself."""
+    found: set[str] = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module.split(".")[0])
+    return found
+
+
+def _lines(path: Path) -> list[str]:
+    return [line for line in path.read_text().splitlines() if not line.startswith("#")]
+
+
+def _closure(requirements: list[Requirement]) -> set[str]:
+    """Names of what ``requirements`` install, directly or not."""
+    found: set[str] = set()
+    while requirements:
+        name = canonicalize_name(requirements.pop().name)
+        if name in found:
+            continue
+        found.add(name)
+        try:
+            wanted = metadata.requires(name) or []
+        except metadata.PackageNotFoundError:
+            continue
+        for text in wanted:
+            requirement = Requirement(text)
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                requirements.append(requirement)
+    return found
+
+
+def test_compose_follows_its_schema() -> None:
+    run(BIN / "check-jsonschema", "--builtin-schema", "vendor.compose-spec", COMPOSE)
+
+
+def test_compose_opens_ports_to_this_host_alone() -> None:
+    ports = [port for service in _services().values() for port in service["ports"]]
+    assert len(ports) == 4
+    assert all(port.startswith("127.0.0.1:") for port in ports)
+
+
+def test_compose_gives_the_engine_shared_memory_and_every_service_a_health_check() -> None:
+    services = _services()
+    assert services["engine"]["shm_size"] == "2gb"
+    assert all("test" in service["healthcheck"] for service in services.values())
+    assert "/readyz" in " ".join(services["engine"]["healthcheck"]["test"])
+
+
+def test_files_that_compose_mounts_exist() -> None:
+    for service in _services().values():
+        for volume in service["volumes"]:
+            if isinstance(volume, str) and volume.startswith("./"):
+                assert (DEPLOY / volume.split(":")[0]).exists(), volume
+
+
+def test_every_setting_of_compose_is_in_the_example() -> None:
+    named = set(re.findall(r"\$\{(\w+)", COMPOSE.read_text()))
+    example = (DEPLOY / "env.example").read_text()
+    assert set(re.findall(r"^(\w+)=", example, re.MULTILINE)) == named
+
+
+def _services() -> dict[str, Any]:
+    services: dict[str, Any] = read_yaml(COMPOSE)["services"]
+    return services
