@@ -91,6 +91,7 @@ def create_app(
         docs_url=None,  # FastAPI's own page loads its scripts from elsewhere
         redoc_url=None,
     )
+    app.state.stopping = False  # streams end when it is set
     answers = Answers(settings.reuse_seconds)
     registries = _registries(store, registry or CollectorRegistry())
     app.include_router(operate_routes(store, registries, run_dir, Access(token, allow_ideal)))

@@ -11,6 +11,7 @@ from ultraep_serve.sidecar.store import RunStore
 __all__ = ["LogFormat", "StateLog", "set_up_logging"]
 
 _LOGGER = logging.getLogger("ultraep_serve.sidecar")
+_SHOWN = 4  # reasons in a line of text
 LogFormat = Literal["text", "json"]
 
 
@@ -50,22 +51,24 @@ class StateLog:
     def look(self) -> None:
         """Compare with the last look; the store was just polled."""
         problems = self._store.problems()
-        # Ages grow without anything changing: who has a problem is compared, not its wording.
-        if self._problems is None or problems.keys() != self._problems.keys():
+        known = self._problems
+        # Not every wording, and not every rank that gets well while others are not.
+        if known is None or bool(problems) != bool(known) or problems.keys() - known.keys():
             self._say_ready(problems)
-            self._problems = problems
+        self._problems = problems
         policy = self._store.policy()
         name = policy.value if policy else None
         if name != self._policy:
             self._policy = name
-            _LOGGER.info(
-                "policy is %s", name, extra={"fields": {"event": "policy", "policy": name}}
-            )
+            fields = {"event": "policy", "policy": name}
+            _LOGGER.info("policy is %s", name, extra={"fields": fields})
 
     def _say_ready(self, problems: dict[str, str]) -> None:
         fields = {"fields": {"event": "state", "ready": not problems, "reasons": problems}}
         if not problems:
             _LOGGER.info("every rank is ready", extra=fields)
             return
-        reasons = "; ".join(f"{rank}: {reason}" for rank, reason in problems.items())
-        _LOGGER.warning("not ready: %s", reasons, extra=fields)
+        reasons = [f"{rank}: {reason}" for rank, reason in problems.items()]
+        if len(reasons) > _SHOWN:
+            reasons[_SHOWN:] = [f"and {len(reasons) - _SHOWN} more"]
+        _LOGGER.warning("not ready: %s", "; ".join(reasons), extra=fields)

@@ -53,7 +53,7 @@ def live_routes(store: RunStore, answers: Answers, run_dir: Path, period: float)
         async def stream() -> AsyncIterator[bytes]:
             listeners[0] += 1
             try:
-                while not await request.is_disconnected():
+                while not (request.app.state.stopping or await request.is_disconnected()):
                     yield _event("overview", await run_in_threadpool(encoded, seconds))
                     await asyncio.sleep(period)
             finally:

@@ -4,8 +4,10 @@ import ipaddress
 import logging
 import socket
 from pathlib import Path
+from types import FrameType
 
 import uvicorn
+from fastapi import FastAPI
 
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.sidecar.app import SidecarSettings, create_app
@@ -40,7 +42,19 @@ def serve(
         settings = settings or SidecarSettings(reuse_seconds=0.25)
         app = create_app(run_dir, token, allow_ideal, settings=settings)
         config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=2)
-        uvicorn.Server(config).run(sockets=[listener])
+        _Server(config, app).run(sockets=[listener])
+
+
+class _Server(uvicorn.Server):
+    """Tells the application at once when it is to stop, so that streams end by themselves."""
+
+    def __init__(self, config: uvicorn.Config, app: FastAPI) -> None:
+        super().__init__(config)
+        self._app = app
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._app.state.stopping = True
+        super().handle_exit(sig, frame)
 
 
 def _say_started(host: str, port: int, run_dir: Path, *, control_open: bool) -> None:

@@ -54,6 +54,7 @@ class History(Documented):
     """Figures over time, one entry per step; null or 0 where there was no prefill."""
 
     step_seconds: int
+    """Seconds per entry."""
     time_seconds: list[int]
     """Unix time at which each step begins."""
     before_mean: list[float | None]

@@ -14,13 +14,18 @@ const REFRESH_MS = 2000;
 const STALE_MS = 5000;
 let heardAt = 0;
 let refreshing = false;
+let running = false; // whether there is an engine to ask about
 
 function listen() {
   const events = new EventSource("v1/events?seconds=60");
   events.addEventListener("overview", (event) => {
+    const overview = JSON.parse(event.data);
+    const begins = !running && overview.engine !== null;
     heardAt = Date.now();
-    showOverview(JSON.parse(event.data));
+    running = overview.engine !== null;
+    showOverview(overview);
     showLink();
+    if (begins) refresh();
   });
   events.addEventListener("error", showLink); // the browser tries again by itself
 }
@@ -37,7 +42,7 @@ function showLink() {
 }
 
 async function refresh() {
-  if (refreshing || document.hidden) return;
+  if (refreshing || !running || document.hidden) return;
   refreshing = true;
   const parts = [
     [historyPath(), showHistory],
@@ -65,7 +70,6 @@ startBatches(refresh);
 startDetail();
 startPolicy(refresh);
 listen();
-refresh();
 setInterval(refresh, REFRESH_MS);
 setInterval(showLink, 1000);
 document.addEventListener("visibilitychange", refresh);

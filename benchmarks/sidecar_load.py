@@ -1,0 +1,281 @@
+"""The sidecar under load: ranks that write all the time, clients that ask all the time.
+
+    python benchmarks/sidecar_load.py --seconds 600 --json benchmarks/results/sidecar-load.json
+
+Every rank is a process that writes records at a steady pace; what it writes into a record follows
+from the batch's number, so that a torn one would be noticed. The sidecar is a process of its own.
+"""
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+
+from ultraep_serve.observability import ControlPage, Recorder, RingReader, RingState, ring_path
+from ultraep_serve.types import Decision, ExpertShape, Policy
+
+NUM_LAYERS = 16
+PATHS = ("/v1/balance", "/v1/overview", "/v1/balance/batches", "/metrics", "/readyz")
+BURSTS_PER_SECOND = 100
+
+
+def write(run_dir: str, rank: int, shape: ExpertShape, per_second: int, stop: Any) -> None:
+    """One rank: ``per_second`` records, in bursts, until ``stop``."""
+    recorder = Recorder.create(
+        Path(run_dir), rank, shape, NUM_LAYERS, 4096, "load", "data", 0, 60.0
+    )
+    recorder.set_state(RingState.READY)
+    burst = per_second // BURSTS_PER_SECOND
+    number, due = 0, time.monotonic()
+    while not stop.is_set():
+        for _ in range(burst):
+            write_one(recorder, number, shape)
+            number += 1
+        due += 1 / BURSTS_PER_SECOND
+        time.sleep(max(0.0, due - time.monotonic()))
+    recorder.close()
+
+
+def write_one(recorder: Recorder, number: int, shape: ExpertShape) -> None:
+    """Record ``number``: every load follows from its batch."""
+    batch, layer = divmod(number, NUM_LAYERS)
+    loads = np.full(shape.num_ranks, 1 + batch % 1000)
+    recorder.record(
+        layer=layer,
+        batch=batch,
+        tokens=1024,
+        decision=Decision.PLANNED,
+        policy=Policy.QUOTA,
+        replicas=1,
+        bytes_sent=1000,
+        bytes_received=1000,
+        verb_ns=[1000] * 7,
+        load_before=loads,
+        load_after=loads,
+        slot_expert=None,
+        expert_load=np.full(shape.num_logical_experts, 1 + batch % 1000),
+    )
+
+
+@dataclass
+class Answers:
+    """What the clients got."""
+
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    lost: int = 0  # no answer, or not 200
+    torn: int = 0  # an imbalance other than 1 somewhere
+
+    def add(self, path: str, took: float, answer: httpx.Response) -> None:
+        self.seconds.setdefault(path, []).append(took)
+        if answer.status_code != 200:
+            self.lost += 1
+        elif path == "/v1/balance":
+            imbalance = answer.json()["imbalance"]
+            self.torn += any(imbalance[stage]["max"] not in (None, 1.0) for stage in imbalance)
+
+
+async def ask(url: str, clients: int, until: float, pause: float) -> Answers:
+    """``clients`` that ask one path after the other until the monotonic time ``until``."""
+    answers = Answers()
+    limits = httpx.Limits(max_connections=clients)
+
+    async def client(place: int, http: httpx.AsyncClient) -> None:
+        await asyncio.sleep(pause * place / clients)
+        while time.monotonic() < until:
+            path = PATHS[place % len(PATHS)]
+            began = time.monotonic()
+            try:
+                answers.add(path, 0.0, await http.get(path))
+                answers.seconds[path][-1] = time.monotonic() - began
+            except httpx.HTTPError:
+                answers.lost += 1
+            place += 1
+            await asyncio.sleep(max(0.0, pause - (time.monotonic() - began)))
+
+    async with httpx.AsyncClient(base_url=url, limits=limits, timeout=30) as http:
+        await asyncio.gather(*(client(place, http) for place in range(clients)))
+    return answers
+
+
+def resident_mib(pid: int) -> float:
+    """Memory of a process now."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+async def watch_memory(pid: int, until: float) -> list[float]:
+    """Resident memory about every second."""
+    seen = []
+    while time.monotonic() < until:
+        seen.append(round(resident_mib(pid), 1))
+        await asyncio.sleep(1)
+    return seen
+
+
+def torn_records(run_dir: Path, num_ranks: int) -> int:
+    """Records handed out by a reader that do not follow from their batch."""
+    torn = 0
+    for rank in range(num_ranks):
+        records = RingReader(ring_path(run_dir, rank)).poll().records
+        expected = (1 + records["batch"] % 1000).astype(np.int64)[:, None]
+        torn += int((records["load_before"] != expected).any(axis=1).sum())
+        torn += int((records["expert_load"] != expected).any(axis=1).sum())
+    return torn
+
+
+async def measure(
+    url: str, pid: int, run_dir: Path, settings: argparse.Namespace
+) -> dict[str, Any]:
+    """Ask and watch for as long as ``settings`` say."""
+    until = time.monotonic() + settings.seconds
+    torn = 0
+
+    async def read_along() -> None:
+        nonlocal torn
+        while time.monotonic() < until:
+            torn += await asyncio.to_thread(torn_records, run_dir, settings.ranks)
+            await asyncio.sleep(5)
+
+    answers, memory, _ = await asyncio.gather(
+        ask(url, settings.clients, until, settings.pause), watch_memory(pid, until), read_along()
+    )
+    metrics = httpx.get(f"{url}/metrics").text.splitlines()
+    missed = sum(
+        float(line.rsplit(" ", 1)[1])
+        for line in metrics
+        if line.startswith("ultraep_records_missed_total")
+    )
+    quarters = np.array_split(np.array(memory), 4)
+    return {
+        "responses": sum(map(len, answers.seconds.values())),
+        "lost_responses": answers.lost,
+        "torn_records": torn + answers.torn,
+        "records_missed_by_the_sidecar": int(missed),
+        "latency_ms": {path: latency(took) for path, took in sorted(answers.seconds.items())},
+        "memory_mib": {
+            "first": memory[0],
+            "max": max(memory),
+            "mean_by_quarter": [round(float(quarter.mean()), 1) for quarter in quarters],
+        },
+    }
+
+
+def latency(seconds: list[float]) -> dict[str, float]:
+    """Milliseconds."""
+    p99 = float(np.percentile(seconds, 99))
+    return {
+        "count": len(seconds),
+        "p50": round(statistics.median(seconds) * 1e3, 2),
+        "p99": round(p99 * 1e3, 2),
+        "max": round(max(seconds) * 1e3, 2),
+    }
+
+
+def main() -> int:
+    """Start writers and the sidecar, measure, print, and write the result."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=600)
+    parser.add_argument("--ranks", type=int, default=16)
+    parser.add_argument("--records-per-second", type=int, default=2000, help="of each rank")
+    parser.add_argument("--clients", type=int, default=50)
+    parser.add_argument("--pause", type=float, default=1.0, help="seconds between a client's calls")
+    parser.add_argument("--json", type=Path)
+    settings = parser.parse_args()
+    shape = ExpertShape(settings.ranks, 8 * settings.ranks, 2)
+    context = multiprocessing.get_context("spawn")
+    stop = context.Event()
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="uep-load-") as run_dir:
+        page = ControlPage.create(Path(run_dir), Policy.QUOTA)
+        arguments = (shape, settings.records_per_second, stop)
+        writers = [
+            context.Process(target=write, args=(run_dir, rank, *arguments))
+            for rank in range(settings.ranks)
+        ]
+        for writer in writers:
+            writer.start()
+        try:
+            measured = run_sidecar(Path(run_dir), settings)
+        finally:
+            stop.set()
+            for writer in writers:
+                writer.join()
+            page.close()
+    result = {
+        "schema_version": 1,
+        "command": "python " + " ".join(sys.argv),
+        "machine": {
+            "cpu": cpu_name(),
+            "cores": os.cpu_count(),
+            "python": platform.python_version(),
+        },
+        "settings": {k: v for k, v in vars(settings).items() if k != "json"},
+        "shape": asdict(shape),
+        **measured,
+    }
+    print(json.dumps(result, indent=2))
+    if settings.json:
+        settings.json.write_text(json.dumps(result, indent=2) + "\n")
+    return 0
+
+
+def run_sidecar(run_dir: Path, settings: argparse.Namespace) -> dict[str, Any]:
+    """Measure a sidecar over ``run_dir``, once all ranks write."""
+    port = 18790
+    command = [sys.executable, "-m", "ultraep_serve.sidecar", "--run-dir", str(run_dir)]
+    sidecar = subprocess.Popen([*command, "--port", str(port)])
+    url = f"http://127.0.0.1:{port}"
+    try:
+        while not is_ready(url):
+            time.sleep(0.5)
+        before = records_written(run_dir, settings.ranks)
+        began = time.monotonic()
+        measured = asyncio.run(measure(url, sidecar.pid, run_dir, settings))
+        written = records_written(run_dir, settings.ranks) - before
+        measured["records_per_second"] = round(written / (time.monotonic() - began))
+        measured["sidecar_cpu_seconds"] = round(cpu_seconds(sidecar.pid), 1)
+        return measured
+    finally:
+        sidecar.terminate()
+        sidecar.wait()
+
+
+def is_ready(url: str) -> bool:
+    """Whether every rank is."""
+    try:
+        return httpx.get(f"{url}/readyz").status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def records_written(run_dir: Path, num_ranks: int) -> int:
+    """By all ranks."""
+    return sum(RingReader(ring_path(run_dir, rank)).header().written for rank in range(num_ranks))
+
+
+def cpu_seconds(pid: int) -> float:
+    """User and system time of a process."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def cpu_name() -> str:
+    """As the kernel calls it."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.split(": ", 1)[1] for line in lines if line.startswith("model name")), "")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
