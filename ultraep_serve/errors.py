@@ -3,6 +3,7 @@
 UltraEPError
 ├── ConfigError       a setting is wrong: fix the flag or the file it names
 ├── UnsupportedError  the engine, model or layer cannot be balanced
+├── DeviceError       the GPU's driver refused a call that should have worked
 ├── EngineEndedError  the engine ended by itself: read its log, start it again
 └── FabricError       ranks could not reach each other
     └── PeerTimeoutError  a rank stopped answering: restart the engine
@@ -10,6 +11,7 @@ UltraEPError
 
 __all__ = [
     "ConfigError",
+    "DeviceError",
     "EngineEndedError",
     "FabricError",
     "PeerTimeoutError",
@@ -31,6 +33,10 @@ class UnsupportedError(UltraEPError):
 
     Start with ``--on-unsupported=off`` to serve without balancing instead.
     """
+
+
+class DeviceError(UltraEPError):
+    """The CUDA driver refused a call; the message names both. Look at the driver's log (dmesg)."""
 
 
 class EngineEndedError(UltraEPError):

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from ultraep_serve.errors import ConfigError, UnsupportedError
 
-__all__ = ["LayerSlots", "SlotPool"]
+__all__ = ["LayerSlots", "SlotPool", "chunks_of"]
 
 _PAGE = mmap.PAGESIZE
 _MAP_FIXED = 0x10  # not exposed by the mmap module
@@ -85,7 +85,7 @@ class SlotPool:
             master_addresses=np.array([tensor.data_ptr() for tensor in aliases], dtype=np.int64),
             region_offsets=np.array(offsets, dtype=np.int64),
             expert_bytes=np.array(sizes, dtype=np.int64),
-            chunks=_chunks(sizes, self._chunk_bytes),
+            chunks=chunks_of(sizes, self._chunk_bytes),
         )
 
     def close(self) -> None:
@@ -145,7 +145,8 @@ def _map(address: int, size: int, flags: int, descriptor: int, offset: int) -> i
     return int(result)
 
 
-def _chunks(sizes: list[int], chunk_bytes: int) -> NDArray[np.int64]:
+def chunks_of(sizes: list[int], chunk_bytes: int) -> NDArray[np.int64]:
+    """Units of transfer (C, 3), tensor index, offset, size, of tensors of ``sizes`` bytes."""
     rows = [
         (index, offset, min(chunk_bytes, size - offset))
         for index, size in enumerate(sizes)

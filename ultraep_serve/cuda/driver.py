@@ -1,0 +1,211 @@
+"""The calls of CUDA's virtual memory API that slots and fabric are made of.
+
+``CudaDriver`` makes them through cuda-bindings, which is imported when one is opened (extra
+``cuda``). Everything else in this room knows the ``Driver`` protocol alone.
+"""
+
+import importlib
+from enum import Enum
+from typing import Any, Protocol, TypeAlias
+
+import torch
+
+from ultraep_serve.errors import ConfigError, DeviceError, UltraEPError, UnsupportedError
+
+__all__ = ["CudaDriver", "Driver", "HandleKind", "Shareable", "device_error", "open_driver"]
+
+Shareable: TypeAlias = int | bytes  # a file descriptor, or the 64 bytes of a fabric handle
+
+
+class HandleKind(Enum):
+    """What memory is shared by."""
+
+    FILE_DESCRIPTOR = "file descriptors"  # between processes of one host
+    FABRIC = "fabric handles"  # between hosts of one NVLink domain, where IMEX runs
+
+
+class Driver(Protocol):
+    """Memory of one device. Addresses and sizes are bytes, sizes multiples of ``granularity``.
+
+    Every call raises ConfigError when memory is short, UnsupportedError for what this device or
+    its set-up does not offer, DeviceError otherwise; all name the CUDA error.
+    """
+
+    device: torch.device
+    kind: HandleKind  # of everything that is created
+    granularity: int  # bytes
+
+    def reserve(self, size: int) -> int:
+        """Address of a range with nothing behind it, a multiple of the granularity."""
+
+    def free(self, address: int, size: int) -> None:
+        """Give back a range that ``reserve`` returned; nothing may be mapped in it."""
+
+    def create(self, size: int) -> int:
+        """Handle of new memory that can be shared."""
+
+    def release(self, handle: int) -> None:
+        """Give up a handle; the memory lives on as long as it is mapped or held elsewhere."""
+
+    def map(self, address: int, size: int, handle: int) -> None:
+        """Put all of a handle's memory behind a reserved range; it may be mapped many times."""
+
+    def unmap(self, address: int, size: int) -> None:
+        """Undo ``map``."""
+
+    def allow(self, address: int, size: int) -> None:
+        """Let this device read and write a mapped range."""
+
+    def share(self, handle: int) -> Shareable:
+        """What another process imports; a descriptor must be closed by whoever holds it."""
+
+    def receive(self, shareable: Shareable) -> int:
+        """Handle of memory that another process shared; a descriptor stays the caller's."""
+
+    def tensor(self, address: int, size: int) -> torch.Tensor:
+        """The bytes at a mapped address, (size,) uint8, without copying; ``size`` at least 1."""
+
+    def synchronize(self) -> None:
+        """Return when the device has done all it was told."""
+
+    def reclaim(self) -> None:
+        """Hand memory that torch keeps for later back to the device, after ``synchronize``."""
+
+
+class CudaDriver:
+    """``Driver`` over cuda-bindings."""
+
+    def __init__(self, bindings: Any, device_index: int, kind: HandleKind) -> None:
+        """``bindings`` is the module cuda.bindings.driver; use ``open_driver``."""
+        self.device = torch.device("cuda", device_index)
+        self.kind = kind
+        self._api = bindings
+        self._call("cuInit", 0)
+        self._require_support(self._call("cuDeviceGet", device_index))
+        types = bindings.CUmemAllocationHandleType
+        self._handle_type = (
+            types.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+            if kind is HandleKind.FILE_DESCRIPTOR
+            else types.CU_MEM_HANDLE_TYPE_FABRIC
+        )
+        self._properties = bindings.CUmemAllocationProp()
+        self._properties.type = bindings.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        self._properties.requestedHandleTypes = self._handle_type
+        self._access = bindings.CUmemAccessDesc()
+        self._access.flags = bindings.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        for described in (self._properties, self._access):
+            described.location.type = bindings.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+            described.location.id = device_index
+        minimum = bindings.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+        self.granularity = int(
+            self._call("cuMemGetAllocationGranularity", self._properties, minimum)
+        )
+
+    def reserve(self, size: int) -> int:
+        return int(self._call("cuMemAddressReserve", size, self.granularity, 0, 0))
+
+    def free(self, address: int, size: int) -> None:
+        self._call("cuMemAddressFree", address, size)
+
+    def create(self, size: int) -> int:
+        return int(self._call("cuMemCreate", size, self._properties, 0))
+
+    def release(self, handle: int) -> None:
+        self._call("cuMemRelease", handle)
+
+    def map(self, address: int, size: int, handle: int) -> None:
+        self._call("cuMemMap", address, size, 0, handle, 0)
+
+    def unmap(self, address: int, size: int) -> None:
+        self._call("cuMemUnmap", address, size)
+
+    def allow(self, address: int, size: int) -> None:
+        self._call("cuMemSetAccess", address, size, [self._access], 1)
+
+    def share(self, handle: int) -> Shareable:
+        shared = self._call("cuMemExportToShareableHandle", handle, self._handle_type, 0)
+        return int(shared) if self.kind is HandleKind.FILE_DESCRIPTOR else bytes(shared.data)
+
+    def receive(self, shareable: Shareable) -> int:
+        # a descriptor is passed by value, a fabric handle as a buffer
+        return int(self._call("cuMemImportFromShareableHandle", shareable, self._handle_type))
+
+    def tensor(self, address: int, size: int) -> torch.Tensor:
+        wrapped = torch.as_tensor(_Window(address, size), device=self.device)
+        if wrapped.data_ptr() != address:
+            raise DeviceError(f"torch copied the memory at {address:#x} instead of wrapping it")
+        return wrapped
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+    def reclaim(self) -> None:
+        self.synchronize()
+        with torch.cuda.device(self.device):
+            torch.cuda.empty_cache()
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        error, *values = getattr(self._api, name)(*arguments)
+        if error != self._api.CUresult.CUDA_SUCCESS:
+            raise device_error(name, error.name)
+        return values[0] if values else None
+
+    def _require_support(self, device: Any) -> None:
+        attributes = self._api.CUdevice_attribute
+        memory = attributes.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
+        handles = (
+            attributes.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED
+            if self.kind is HandleKind.FILE_DESCRIPTOR
+            else attributes.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED
+        )
+        for what, attribute in (("virtual memory", memory), (self.kind.value, handles)):
+            if not self._call("cuDeviceGetAttribute", attribute, device):
+                raise UnsupportedError(
+                    f"{self.device} offers no {what}, which replica slots need; "
+                    "serve with --policy off"
+                )
+
+
+class _Window:
+    """Device memory as torch takes it over; bytes, because bfloat16 and FP8 have no typestr."""
+
+    def __init__(self, address: int, size: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (size,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "strides": None,
+            "version": 3,
+        }
+
+
+def open_driver(device_index: int, kind: HandleKind = HandleKind.FILE_DESCRIPTOR) -> CudaDriver:
+    """The driver for torch's device ``cuda:device_index``.
+
+    Raises UnsupportedError where there is no such device, no cuda-bindings or no support.
+    """
+    if not torch.cuda.is_available() or device_index >= torch.cuda.device_count():
+        raise UnsupportedError(f"no CUDA device {device_index}")
+    try:
+        bindings = importlib.import_module("cuda.bindings.driver")
+    except ImportError as error:
+        raise UnsupportedError(
+            f"cuda-bindings cannot be imported ({error}); pip install 'ultraep-serve[cuda]'"
+        ) from error
+    torch.cuda.synchronize(device_index)  # the context that torch's kernels run in exists now
+    return CudaDriver(bindings, device_index, kind)
+
+
+def device_error(call: str, name: str) -> UltraEPError:
+    """The error to raise where a driver's ``call`` returned the CUDA error ``name``."""
+    if name == "CUDA_ERROR_OUT_OF_MEMORY":
+        return ConfigError(
+            f"{call}: {name}: not enough GPU memory for replica slots; use fewer --slots or leave "
+            "the engine less of it"
+        )
+    if name in ("CUDA_ERROR_NOT_SUPPORTED", "CUDA_ERROR_NOT_PERMITTED"):
+        return UnsupportedError(
+            f"{call}: {name}: this GPU or its set-up cannot share memory so (fabric handles need "
+            "IMEX and its channel); serve with --policy off"
+        )
+    return DeviceError(f"{call}: {name}")
