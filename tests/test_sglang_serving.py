@@ -12,57 +12,25 @@ import pytest
 
 pytest.importorskip("sglang", reason="needs SGLang: deploy/setup_sglang_cpu.py")
 
+from serving_checks import PROMPTS, balance, check_balanced, refused, served
+
 from ultraep_serve.adapters import sglang as adapter
 from ultraep_serve.bench.sidecar import Sidecar
 from ultraep_serve.bench.tokens import compare_tokens, generate
 from ultraep_serve.config import CONFIG_VARIABLE, BalanceConfig
 from ultraep_serve.launcher.run_directory import run_directory_of_port
-from ultraep_serve.testing import make_model, tiny_glm4, tiny_qwen3
-from ultraep_serve.testing.checks import check_tokens, generate_under, mixed_prompts
+from ultraep_serve.testing import tiny_glm4, tiny_qwen3
+from ultraep_serve.testing.checks import generate_under
 from ultraep_serve.testing.server import BalancedServer, ServerError
 from ultraep_serve.types import Policy
 
 pytestmark = pytest.mark.engine
 
-CONTEXT = 4096
-PROMPTS = mixed_prompts(16)
 RANKS = ("--tp-size", "2", "--ep-size", "2")
 
 
-@pytest.fixture(scope="module")
-def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("models") / "qwen3", tiny_qwen3()).path
-
-
-@pytest.fixture(scope="module")
-def glm4(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("models") / "glm4", tiny_glm4()).path
-
-
 def serve(model: Path, tmp_path: Path, *extra: str, dtype: str = "float32") -> BalancedServer:
-    context = ("--context-length", str(CONTEXT), "--disable-radix-cache")
-    flags = [*RANKS, "--dtype", dtype, *context, *extra]
-    return BalancedServer(model, flags, tmp_path / "server.log", engine="sglang")
-
-
-def balance(server: BalancedServer) -> dict:
-    with closing(Sidecar(server.sidecar_url, server.token)) as sidecar:
-        return sidecar.balance(0, Policy.QUOTA)
-
-
-def check_balanced(server: BalancedServer, num_layers: int) -> dict:
-    """Tokens stay the same, and every MoE layer was balanced meanwhile."""
-    check = check_tokens(server, PROMPTS)
-    assert check.identical == check.prompts == len(PROMPTS)
-    summary = balance(server)
-    assert summary["engine"] == "sglang"
-    assert [layer["layer"] for layer in summary["layers"]] == list(range(num_layers))
-    for layer in summary["layers"]:
-        assert layer["imbalance"]["before"]["mean"] > 1.2
-        assert layer["imbalance"]["after"]["max"] <= 1.02
-    assert summary["bytes_moved"] > 0
-    assert summary["batches"]["skipped"]["doubt"] == 0
-    return summary
+    return served("sglang", model, tmp_path, "tensor", dtype, *extra)
 
 
 def recorded_counts(server: BalancedServer, prompts: list[str], directory: Path) -> list[list[int]]:
@@ -90,6 +58,7 @@ def test_greedy_tokens_and_the_engines_own_counts_are_the_same_with_balancing(
     extra = ("--expert-distribution-recorder-mode", "stat")
     with serve(qwen3, tmp_path, *extra) as server:
         check_balanced(server, num_layers=tiny_qwen3().num_layers)
+        assert balance(server)["engine"] == "sglang"
         with closing(Sidecar(server.sidecar_url, server.token)) as sidecar:
             sidecar.set_policy(Policy.OFF)
             off = recorded_counts(server, PROMPTS[:4], records)
@@ -144,14 +113,6 @@ def test_engine_that_would_not_load_the_plugin_is_not_started(
         pass
 
 
-def refused(*arguments: str) -> str:
-    """stderr of a command that must fail at once."""
-    command = [sys.executable, "-m", "ultraep_serve.cli", "sglang", *arguments]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert result.returncode == 2
-    return result.stderr
-
-
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
@@ -167,12 +128,12 @@ def refused(*arguments: str) -> str:
 def test_bad_settings_are_refused_with_what_is_legal(
     qwen3: Path, flags: tuple[str, ...], says: str
 ) -> None:
-    assert says in refused(str(qwen3), *flags)
+    assert says in refused("sglang", str(qwen3), *flags)
 
 
 def test_model_without_experts_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
-    assert "not a Mixture-of-Experts model" in refused(str(tmp_path), *RANKS)
+    assert "not a Mixture-of-Experts model" in refused("sglang", str(tmp_path), *RANKS)
 
 
 def test_unverified_version_ends_every_process(tmp_path: Path) -> None:

@@ -14,60 +14,23 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM: make setup")
 
+from serving_checks import CONTEXT, PROMPTS, balance, check_balanced, refused, served
+
 from ultraep_serve.bench.sidecar import Sidecar
 from ultraep_serve.bench.tokens import compare_tokens, generate
-from ultraep_serve.costs.model import CostModel
 from ultraep_serve.launcher.run_directory import run_directory_of_port
 from ultraep_serve.policies.registry import policy_function
-from ultraep_serve.testing import make_model, tiny_glm4, tiny_qwen3
-from ultraep_serve.testing.checks import check_tokens, generate_under, mixed_prompts
-from ultraep_serve.testing.server import BalancedServer, ServerError, expert_parallel_flags
+from ultraep_serve.testing import tiny_glm4, tiny_qwen3
+from ultraep_serve.testing.checks import generate_under
+from ultraep_serve.testing.server import BalancedServer, ServerError
 from ultraep_serve.traces import PREFILL, ReplayOptions, Trace, load_trace, replay
 from ultraep_serve.types import Policy
 
 pytestmark = pytest.mark.engine
 
-CONTEXT = 4096
-PROMPTS = mixed_prompts(16)
-# The models are so small that copying an expert may take longer than computing it.
-MOVING_ALWAYS_PAYS = CostModel(
-    seconds_per_assignment=1e-3, bytes_per_expert=1, link_bytes_per_second=1e12
-)
-
-
-@pytest.fixture(scope="module")
-def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("models") / "qwen3", tiny_qwen3()).path
-
-
-@pytest.fixture(scope="module")
-def glm4(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("models") / "glm4", tiny_glm4()).path
-
 
 def serve(model: Path, tmp_path: Path, mode: str, *extra: str) -> BalancedServer:
-    costs = tmp_path / "costs.json"
-    costs.write_text(MOVING_ALWAYS_PAYS.to_json())
-    flags = [*expert_parallel_flags(mode, "float32", CONTEXT), "--costs", str(costs), *extra]
-    return BalancedServer(model, flags, tmp_path / "server.log")
-
-
-def balance(server: BalancedServer) -> dict:
-    with closing(Sidecar(server.sidecar_url, server.token)) as sidecar:
-        return sidecar.balance(0, Policy.QUOTA)
-
-
-def check_balanced(server: BalancedServer, num_layers: int) -> None:
-    """Tokens stay the same, and every MoE layer was balanced meanwhile."""
-    check = check_tokens(server, PROMPTS)
-    assert check.identical == check.prompts == len(PROMPTS)
-    summary = balance(server)
-    assert [layer["layer"] for layer in summary["layers"]] == list(range(num_layers))
-    for layer in summary["layers"]:
-        assert layer["imbalance"]["before"]["max"] > 1.3
-        assert layer["imbalance"]["after"]["max"] <= 1.02
-    assert summary["bytes_moved"] > 0
-    assert summary["batches"]["skipped"]["doubt"] == 0
+    return served("vllm", model, tmp_path, mode, "float32", *extra)
 
 
 @pytest.mark.parametrize("mode", ["tensor", "data"])
@@ -146,14 +109,6 @@ def test_killed_launcher_takes_everything_down_and_the_next_start_cleans_up(
         assert not left.exists()
 
 
-def refused(*arguments: str) -> str:
-    """stderr of a command that must fail at once."""
-    command = [sys.executable, "-m", "ultraep_serve.cli", "vllm", *arguments]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert result.returncode == 2
-    return result.stderr
-
-
 RANKS = ("--tensor-parallel-size", "2", "--enable-expert-parallel")
 
 
@@ -170,12 +125,12 @@ RANKS = ("--tensor-parallel-size", "2", "--enable-expert-parallel")
 def test_bad_settings_are_refused_with_what_is_legal(
     qwen3: Path, flags: tuple[str, ...], says: str
 ) -> None:
-    assert says in refused(str(qwen3), *flags)
+    assert says in refused("vllm", str(qwen3), *flags)
 
 
 def test_model_without_experts_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
-    assert "not a Mixture-of-Experts model" in refused(str(tmp_path), *RANKS)
+    assert "not a Mixture-of-Experts model" in refused("vllm", str(tmp_path), *RANKS)
 
 
 UNEVEN = ("--data-parallel-size", "3", "--enable-expert-parallel", "--enforce-eager")

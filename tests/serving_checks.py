@@ -1,0 +1,57 @@
+"""What the tests of both engines' servers have in common."""
+
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from ultraep_serve.bench.sidecar import Sidecar
+from ultraep_serve.costs.model import CostModel
+from ultraep_serve.testing.checks import check_tokens, mixed_prompts
+from ultraep_serve.testing.server import BalancedServer, expert_parallel_flags
+from ultraep_serve.types import Policy
+
+CONTEXT = 4096
+PROMPTS = mixed_prompts(16)
+# The models are so small that copying an expert may take longer than computing it.
+MOVING_ALWAYS_PAYS = CostModel(
+    seconds_per_assignment=1e-3, bytes_per_expert=1, link_bytes_per_second=1e12
+)
+
+
+def served(
+    engine: str, model: Path, directory: Path, mode: str, dtype: str, *extra: str
+) -> BalancedServer:
+    """A server on two ranks that balances whatever its weights cost to move."""
+    costs = directory / "costs.json"
+    costs.write_text(MOVING_ALWAYS_PAYS.to_json())
+    flags = [*expert_parallel_flags(mode, dtype, CONTEXT, engine), "--costs", str(costs), *extra]
+    return BalancedServer(model, flags, directory / "server.log", engine=engine)
+
+
+def balance(server: BalancedServer) -> dict[str, Any]:
+    """What the sidecar says of all batches under quota."""
+    with closing(Sidecar(server.sidecar_url, server.token)) as sidecar:
+        return sidecar.balance(0, Policy.QUOTA)
+
+
+def check_balanced(server: BalancedServer, num_layers: int) -> None:
+    """Tokens stay the same, and every MoE layer was balanced meanwhile."""
+    check = check_tokens(server, PROMPTS)
+    assert check.identical == check.prompts == len(PROMPTS)
+    summary = balance(server)
+    assert [layer["layer"] for layer in summary["layers"]] == list(range(num_layers))
+    for layer in summary["layers"]:
+        assert layer["imbalance"]["before"]["max"] > 1.3
+        assert layer["imbalance"]["after"]["max"] <= 1.02
+    assert summary["bytes_moved"] > 0
+    assert summary["batches"]["skipped"]["doubt"] == 0
+
+
+def refused(engine: str, *arguments: str) -> str:
+    """stderr of a command that must fail at once."""
+    command = [sys.executable, "-m", "ultraep_serve.cli", engine, *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 2
+    return result.stderr
