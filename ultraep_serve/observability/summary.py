@@ -26,7 +26,7 @@ from ultraep_serve.observability.snapshot import (
 from ultraep_serve.observability.window import Window
 from ultraep_serve.types import Decision, Verb
 
-__all__ = ["bytes_by_layer", "summarise", "window_savings"]
+__all__ = ["batches_count", "bytes_by_layer", "phases", "summarise", "window_savings"]
 
 
 def summarise(
@@ -52,11 +52,8 @@ def summarise(
         policy=header.policy.value,
         num_ranks=header.shape.num_ranks,
         window_records=len(weighed),
-        batches=BatchesCount(
-            planned=batches.get(Decision.PLANNED, 0),
-            skipped={d.name.lower(): batches.get(d, 0) for d in Decision if d != Decision.PLANNED},
-        ),
-        phases=_phases(batches, imbalance),
+        batches=batches_count(batches),
+        phases=phases(batches, imbalance),
         imbalance=imbalance,
         floor=DOMAIN_FLOOR,
         replicas=replica_count(weighed["replicas"]),
@@ -88,9 +85,16 @@ def bytes_by_layer(ranks: Sequence[RecordArray]) -> dict[int, int]:
     return moved
 
 
-def _phases(
+def batches_count(batches: Mapping[Decision, int]) -> BatchesCount:
+    """``batches`` by decision, as they are shown."""
+    skipped = {d.name.lower(): batches.get(d, 0) for d in Decision if d != Decision.PLANNED}
+    return BatchesCount(batches.get(Decision.PLANNED, 0), skipped)
+
+
+def phases(
     batches: Mapping[Decision, int], imbalance: ImbalanceSnapshot
 ) -> dict[str, PhaseSnapshot]:
+    """Batches by phase, from those by decision; ``imbalance`` is that of prefill."""
     counts = {"prefill": 0, "decode": 0}
     for decision, count in batches.items():
         counts[outcome(decision).phase] += count
@@ -149,4 +153,13 @@ def _rank_snapshot(
 def _verb_spreads(verb_ns: NDArray[np.unsignedinteger]) -> dict[str, Spread]:
     """Spread of the seconds in each verb, ``verb_ns`` (n, verbs), where it ran at all."""
     by_verb = np.ascontiguousarray(verb_ns.T) / 1e9
-    return {verb.name.lower(): spread(by_verb[verb][by_verb[verb] > 0]) for verb in Verb}
+    if by_verb.size and (by_verb > 0).all():  # one pass over all verbs
+        rows = [
+            by_verb.mean(axis=1),
+            *np.percentile(by_verb, (50, 99), axis=1),
+            by_verb.max(axis=1),
+        ]
+        spreads = [Spread(*figures) for figures in np.array(rows).T.tolist()]
+    else:
+        spreads = [spread(times[times > 0]) for times in by_verb]
+    return {verb.name.lower(): spreads[verb] for verb in Verb}

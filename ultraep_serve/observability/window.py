@@ -20,6 +20,17 @@ _WEIGHED: dict[Policy, tuple[Decision, ...]] = {
 _BALANCING = (Policy.QUOTA, Policy.EPLB)
 
 
+def _weighed_by(policies: tuple[Policy, ...]) -> NDArray[np.bool_]:
+    """Whether a record counts, by its policy and decision, (256, 256)."""
+    table = np.zeros((256, 256), dtype=bool)
+    for policy in policies:
+        table[policy.code, [int(decision) for decision in _WEIGHED[policy]]] = True
+    return table
+
+
+_TABLES = {None: _weighed_by(_BALANCING)} | {policy: _weighed_by((policy,)) for policy in Policy}
+
+
 @dataclass(frozen=True)
 class Window:
     """Which records count: a time and a policy."""
@@ -39,10 +50,7 @@ class Window:
     def weighed(self, records: RecordArray) -> RecordArray:
         """Records of this window whose loads the policy weighed: those with an imbalance."""
         records = self.recorded(records)
-        keep = np.zeros(len(records), dtype=bool)
-        for policy in (self.policy,) if self.policy else _BALANCING:
-            decided = np.isin(records["decision"], [int(d) for d in _WEIGHED[policy]])
-            keep |= decided & (records["policy"] == policy.code)
+        keep = _TABLES[self.policy][records["policy"], records["decision"]]
         return _kept(records, keep)
 
 

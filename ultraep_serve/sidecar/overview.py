@@ -3,11 +3,11 @@
 import time
 from pathlib import Path
 
-import numpy as np
-
 from ultraep_serve.observability import Window
-from ultraep_serve.observability.batches import batch_snapshots
-from ultraep_serve.observability.snapshot import DOMAIN_FLOOR
+from ultraep_serve.observability.batches import BatchSnapshot, batch_snapshot
+from ultraep_serve.observability.schema import RecordArray
+from ultraep_serve.observability.snapshot import DOMAIN_FLOOR, imbalance_snapshot
+from ultraep_serve.observability.summary import batches_count, phases, window_savings
 from ultraep_serve.sidecar.health import Overview
 from ultraep_serve.sidecar.paused import paused_policy
 from ultraep_serve.sidecar.store import NoRunError, RunStore
@@ -19,16 +19,13 @@ def overview(store: RunStore, run_dir: Path, seconds: int) -> Overview:
     """The overview over the last ``seconds``; polls first."""
     store.poll()
     now_ns = time.time_ns()
+    window = Window(now_ns - seconds * 10**9)
     try:
         header, health = store.header(), store.ranks()
-        balance = store.snapshot(Window(now_ns - seconds * 10**9))
-        _, lead, own = store.held()
+        (_, lead, own), batches = store.held(), store.batches(window)
     except NoRunError:
         return _nothing(store, now_ns, seconds)
-    if len(lead):
-        lead = lead[lead["batch"] == lead["batch"][-1]]
-        own = [records[records["batch"] == np.uint64(lead["batch"][-1])] for records in own]
-    newest = batch_snapshots(lead, own, limit=1).batches
+    weighed, recent = window.weighed(lead), [window.recorded(records) for records in own]
     paused = paused_policy(run_dir)
     return Overview(
         time_ns=now_ns,
@@ -42,14 +39,22 @@ def overview(store: RunStore, run_dir: Path, seconds: int) -> Overview:
         num_experts=header.shape.num_logical_experts,
         num_slots=header.shape.num_replica_slots,
         window_seconds=seconds,
-        batches=balance.batches,
-        phases=balance.phases,
-        floor=balance.floor,
-        bytes_moved=balance.bytes_moved,
-        savings=balance.savings,
-        last_batch=newest[0] if newest else None,
+        batches=batches_count(batches),
+        phases=phases(batches, imbalance_snapshot(weighed)),
+        floor=DOMAIN_FLOOR,
+        bytes_moved=sum(int(records["bytes_sent"].sum()) for records in recent),
+        savings=window_savings(weighed, recent),
+        last_batch=_newest(lead, own),
         ranks=health.ranks,
     )
+
+
+def _newest(lead: RecordArray, own: list[RecordArray]) -> BatchSnapshot | None:
+    if not len(lead):
+        return None
+    number = lead["batch"][-1]
+    sent = (records["bytes_sent"][records["batch"] == number].sum() for records in own)
+    return batch_snapshot(lead[lead["batch"] == number], int(sum(sent)))
 
 
 def _nothing(store: RunStore, now_ns: int, seconds: int) -> Overview:

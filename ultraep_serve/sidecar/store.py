@@ -162,8 +162,20 @@ class RunStore:
         """The balance over ``window``. Raises NoRunError."""
         with self._lock:
             header, views, lead = self.header(), self.views(), self._lead_records.records()
-            batches = self._batches(header, lead, window)
+            batches = self.batches(window)
         return summarise(lead, header, views, batches, window)
+
+    def batches(self, window: Window) -> dict[Decision, int]:
+        """Batches of ``window`` by decision. Raises NoRunError."""
+        with self._lock:
+            header = self.header()
+            if window == _EVERYTHING:  # the counters know more than the records held
+                pairs = zip(Decision, header.recorded_batches, header.skipped_batches, strict=True)
+                return {decision: recorded + skipped for decision, recorded, skipped in pairs}
+            counts = count_batches(window.recorded(self._lead_records.records()))
+            for decision, skipped in self._skipped.since(window.since_ns):
+                counts[decision] = counts.get(decision, 0) + skipped
+            return counts
 
     def _discover(self) -> list[int]:
         try:
@@ -238,17 +250,6 @@ class RunStore:
         except RingError:
             return poll.records  # the next poll reports what is wrong with the file
         return records[records["seq"] <= poll.header.written]
-
-    def _batches(
-        self, header: RingHeader, lead: RecordArray, window: Window
-    ) -> dict[Decision, int]:
-        if window == _EVERYTHING:  # the counters know more than the records held
-            pairs = zip(Decision, header.recorded_batches, header.skipped_batches, strict=True)
-            return {decision: recorded + skipped for decision, recorded, skipped in pairs}
-        counts = count_batches(window.recorded(lead))
-        for decision, skipped in self._skipped.since(window.since_ns):
-            counts[decision] = counts.get(decision, 0) + skipped
-        return counts
 
     def _view(self, rank: int, now_ns: int) -> RankView:
         held = self._ranks.get(rank)
