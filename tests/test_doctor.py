@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import mmap
 import os
 import socket
 import subprocess
@@ -204,7 +205,12 @@ class Filesystem:
 
 @pytest.mark.parametrize(
     ("free", "status"),
-    [(4 << 20, Status.ERROR), (63 << 20, Status.WARNING), (2 * GIB, Status.OK)],
+    [
+        (4 << 20, Status.ERROR),
+        (63 << 20, Status.WARNING),
+        (700 << 20, Status.WARNING),
+        (2 * GIB, Status.OK),
+    ],
 )
 def test_containers_have_too_little_shared_memory(
     free: int, status: Status, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -232,19 +238,31 @@ def test_ring_bytes_are_what_recorders_take(tmp_path: Path, model: str) -> None:
 
 
 def test_leftovers_are_reported_and_left(shm: Path) -> None:
-    assert only(check_leftovers()).status is Status.OK
+    assert check_leftovers(shm)[0].status is Status.OK
     left = shm / f"ultraep-{os.getuid()}-8000"
     left.mkdir()
     (left / "ring-0").write_bytes(b"x" * 2048)
     with run_directory(8001):  # starting removes what is left over
-        assert only(check_leftovers()).status is Status.OK
+        assert check_leftovers(shm)[0].status is Status.OK
         left.mkdir()
         (left / "ring-0").write_bytes(b"x" * 2048)
-        finding = only(check_leftovers())
+        finding, _ = check_leftovers(shm)
     assert finding.status is Status.WARNING
     assert f"{left} (2.0 KiB)" in finding.seen
     assert "8001" not in finding.seen
     assert left.exists()
+
+
+def test_what_engines_leave_is_reported_unless_it_is_mapped(shm: Path) -> None:
+    names = ("sgl_shm_mq_7_ab", "vllm_dist_cd-cpushm_0", "another")
+    for name in names:
+        (shm / name).write_bytes(b"x" * 8192)
+    with (shm / names[1]).open("r+b") as file, mmap.mmap(file.fileno(), 0):
+        _, finding = check_leftovers(shm)
+    assert finding.status is Status.WARNING
+    assert "1 files" in finding.seen
+    assert f"rm {shm}/sgl_shm_mq_* while" in finding.remedy
+    assert all((shm / name).exists() for name in names)
 
 
 # The model

@@ -24,6 +24,6 @@ ENV PATH=/opt/venv/bin:$PATH
 WORKDIR /home/ultraep
 EXPOSE 30000 30001
 HEALTHCHECK --interval=10s --timeout=5s --start-period=15m --retries=3 \
-    CMD ["python", "-S", "-c", "from urllib.request import urlopen; urlopen('http://127.0.0.1:30001/readyz', timeout=4)"]
+    CMD ["python", "-S", "-c", "from urllib.request import urlopen; [urlopen(f'http://127.0.0.1:{end}', timeout=2) for end in ('30000/health', '30001/readyz')]"]
 ENTRYPOINT ["ultraep-serve"]
 CMD ["sglang", "--help"]

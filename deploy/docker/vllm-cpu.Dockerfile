@@ -24,6 +24,6 @@ ENV PATH=/opt/venv/bin:$PATH
 WORKDIR /home/ultraep
 EXPOSE 8000 8001
 HEALTHCHECK --interval=10s --timeout=5s --start-period=15m --retries=3 \
-    CMD ["python", "-S", "-c", "from urllib.request import urlopen; urlopen('http://127.0.0.1:8001/readyz', timeout=4)"]
+    CMD ["python", "-S", "-c", "from urllib.request import urlopen; [urlopen(f'http://127.0.0.1:{end}', timeout=2) for end in ('8000/health', '8001/readyz')]"]
 ENTRYPOINT ["ultraep-serve"]
 CMD ["vllm", "--help"]

@@ -1,6 +1,7 @@
 """Dockerfiles and Compose: linted, valid, closed to other hosts, and true to what they package."""
 
 import ast
+import json
 import re
 import shlex
 import sys
@@ -41,6 +42,17 @@ def test_what_is_copied_exists_and_is_not_ignored(path: Path) -> None:
 def test_images_run_as_nobody_special(path: Path) -> None:
     assert "useradd --uid 10001" in path.read_text()
     assert re.search(r"^USER 10001$", path.read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.stem)
+def test_health_checks_ask_the_ports_that_are_exposed(path: Path) -> None:
+    text = path.read_text()
+    (command,) = re.findall(r"^HEALTHCHECK .*\n +CMD (.+)$", text, re.MULTILINE)
+    *python, code = json.loads(command)
+    assert python == ["python", "-S", "-c"]
+    compile(code, str(path), "exec")
+    (exposed,) = re.findall(r"^EXPOSE (.+)$", text, re.MULTILINE)
+    assert all(port in code for port in exposed.split())
 
 
 def test_the_sidecars_requirements_are_all_that_it_imports() -> None:
@@ -110,7 +122,10 @@ def test_compose_gives_the_engine_shared_memory_and_every_service_a_health_check
     services = _services()
     assert services["engine"]["shm_size"] == "2gb"
     assert all("test" in service["healthcheck"] for service in services.values())
-    assert "/readyz" in " ".join(services["engine"]["healthcheck"]["test"])
+    code = services["engine"]["healthcheck"]["test"][-1]
+    compile(code, str(COMPOSE), "exec")
+    assert "8000/health" in code
+    assert "8001/readyz" in code
 
 
 def test_files_that_compose_mounts_exist() -> None:

@@ -15,8 +15,10 @@ from ultraep_serve.types import ExpertShape
 __all__ = ["check_leftovers", "check_shared_memory", "ring_bytes"]
 
 SHARED_MEMORY = Path("/dev/shm")
-_ENGINE_BYTES = 512 << 20  # the engine's own: vLLM reserves 160 MiB for one of its queues
+_ENGINE_BYTES = 704 << 20  # queues of the engine: vLLM reserves this much for two ranks
 _TYPICAL_EXPERTS = 256
+_ENGINE_FILES = ("vllm_dist_*", "sgl_shm_mq_*", "sglang_loads_*")
+_BLOCK = 512  # bytes of one unit of st_blocks
 _REMEDY = (
     "give the container more: docker run --shm-size=2g, in Compose shm_size: 2gb, in Kubernetes "
     "an emptyDir of medium Memory mounted at /dev/shm"
@@ -32,7 +34,7 @@ def check_shared_memory(subject: Subject, path: Path = SHARED_MEMORY) -> list[Fi
     total, free = status.f_frsize * status.f_blocks, status.f_frsize * status.f_bavail
     rings = ring_bytes(subject)
     seen = f"{path}: {size(free)} free of {size(total)}; records of {subject.num_ranks} ranks "
-    seen += f"take {size(rings)}, the engine some hundred MiB"
+    seen += f"take {size(rings)}, queues of the engine up to {size(_ENGINE_BYTES)}"
     if free < rings:
         return [error(name, seen, _REMEDY)]
     if free < rings + _ENGINE_BYTES:
@@ -51,19 +53,56 @@ def ring_bytes(subject: Subject) -> int:
     return subject.num_ranks * (HEADER_BYTES + records)
 
 
-def check_leftovers() -> list[Finding]:
-    """Run directories of this user whose server was killed."""
-    name = "leftovers"
+def check_leftovers(path: Path = SHARED_MEMORY, proc: Path = Path("/proc")) -> list[Finding]:
+    """Run directories of this user whose server was killed, and what engines do not clean up."""
     try:
-        left = abandoned_run_directories()
+        return [_run_directories(), _engine_files(path, proc)]
     except OSError as reason:
-        return [warning(name, f"cannot be looked for: {reason}", _REMEDY)]
+        return [warning("leftovers", f"cannot be looked for: {reason}", _REMEDY)]
+
+
+def _run_directories() -> Finding:
+    left = abandoned_run_directories()
     if not left:
-        return [ok(name, "no run directory of a dead server")]
-    names = ", ".join(map(str, left))
+        return ok("leftovers", "no run directory of a dead server")
+    names = " ".join(map(str, left))
     held = sum(_bytes(path) for path in left)
-    remedy = f"the next start removes them; or now: rm -r {' '.join(map(str, left))}"
-    return [warning(name, f"dead servers left {names} ({size(held)})", remedy)]
+    remedy = f"the next start removes them; or now: rm -r {names}"
+    return warning("leftovers", f"dead servers left {names} ({size(held)})", remedy)
+
+
+def _engine_files(path: Path, proc: Path) -> Finding:
+    candidates = [
+        file
+        for pattern in _ENGINE_FILES
+        for file in path.glob(pattern)
+        if file.is_file() and file.stat().st_uid == os.getuid()
+    ]
+    mapped = _mapped_files(proc) if candidates else set()
+    left = [file for file in candidates if str(file) not in mapped]
+    if not left:
+        return ok("leftovers", "no shared memory that an engine left")
+    held = sum(file.stat().st_blocks * _BLOCK for file in left)
+    return warning(
+        "leftovers",
+        f"{path} holds what engines left and nobody maps: {len(left)} files, {size(held)} in use",
+        f"rm {' '.join(sorted(str(path / pattern) for pattern in _patterns(left)))} while no "
+        "engine of yours runs; in a pod, recreate it",
+    )
+
+
+def _patterns(files: list[Path]) -> set[str]:
+    return {p for p in _ENGINE_FILES for file in files if file.match(p)}
+
+
+def _mapped_files(proc: Path) -> set[str]:
+    """Names of files that any process maps, as far as this user may see."""
+    found: set[str] = set()
+    for maps in proc.glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):
+            lines = maps.read_text(errors="replace").splitlines()
+            found.update(line[line.index("/") :] for line in lines if "/" in line)
+    return found
 
 
 def _bytes(path: Path) -> int:
