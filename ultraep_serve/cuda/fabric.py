@@ -1,0 +1,244 @@
+"""How ranks reach each other's GPU memory; twin of ``ultraep_serve.fabric``.
+
+Every rank owns signals (its inbox of rows and the flags of its slots' chunks) and a slot pool. Each
+maps everybody's, and hands the kernels tables of addresses. Several ranks may share one device.
+
+Exchange and memory reach as far as a domain, ranks that NVLink or one host joins. Tables of slots
+are indexed by rank of the whole group, as plans are; other domains' entries are 0, since no plan
+moves weights there.
+"""
+
+import json
+import os
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+
+import torch
+from ultraep_kernels.device.exchange import exchange, inbox_bytes, new_epoch
+from ultraep_kernels.device.relays import plan_sends
+from ultraep_kernels.device.status import DeviceStatus, new_status
+from ultraep_kernels.device.stream import StreamTables, await_slots, stream
+
+from ultraep_serve.cuda.driver import Driver
+from ultraep_serve.cuda.mapping import Allocation, MappedMemory, create
+from ultraep_serve.cuda.meeting import Introduction, Meeting
+from ultraep_serve.cuda.slots import DeviceSlotPool
+from ultraep_serve.errors import FabricError, PeerTimeoutError
+from ultraep_serve.slots import LayerSlots
+
+__all__ = ["DeviceFabric", "Limits", "domain_of"]
+
+_TIMEOUTS = {
+    DeviceStatus.EXCHANGE_TIMEOUT: "the load exchange",
+    DeviceStatus.RELAY_TIMEOUT: "a relayed expert",
+    DeviceStatus.SLOT_TIMEOUT: "replicated experts",
+}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a rank's signals and launches are made for; the same on every rank."""
+
+    row_width: int  # int32 per exchanged row
+    max_chunks: int  # of the largest expert
+    max_looks: int  # at a flag before a wait is given up
+    num_programs: int  # of senders, and of relays; all must fit the device at the same time
+
+
+@dataclass(frozen=True)
+class _Card:
+    """What a rank tells the others about itself."""
+
+    signal_bytes: int
+    region_bytes: tuple[int, ...]
+    num_slots: int
+    limits: Limits
+
+    @classmethod
+    def from_json(cls, text: bytes) -> "_Card":
+        values = json.loads(text)
+        values["limits"] = Limits(**values["limits"])
+        values["region_bytes"] = tuple(values["region_bytes"])
+        return cls(**values)
+
+
+class DeviceFabric:
+    """Exchange and streaming between the ranks of one domain; nothing waits for the device."""
+
+    def __init__(
+        self,
+        driver: Driver,
+        pool: DeviceSlotPool,
+        meeting: Meeting,
+        rank: int,
+        num_ranks: int,
+        limits: Limits,
+        domain_size: int | None = None,
+    ) -> None:
+        """Meet the domain's other ranks; returns when all have arrived.
+
+        ``rank`` and ``num_ranks`` are the whole group's, ``meeting`` is the domain's, whose ranks
+        it counts from 0. All layers have been adopted by ``pool``.
+        Raises what ``meeting`` and ``driver`` raise, FabricError when a rank differs.
+        """
+        if meeting.kind is not driver.kind:
+            raise FabricError(
+                f"memory is shared by {driver.kind.value}, the ranks meet to swap "
+                f"{meeting.kind.value}; they must agree"
+            )
+        self.rank, self.num_ranks = rank, num_ranks
+        self.domain = domain_of(rank, num_ranks, domain_size)
+        self.limits = limits
+        self.epoch = new_epoch(driver.device)
+        self.status = new_status(driver.device)
+        self._driver = driver
+        inbox = inbox_bytes(len(self.domain), limits.row_width)
+        with ExitStack() as undo:
+            signals, pools = self._map_all(pool, meeting, inbox, undo)
+            self.inboxes = self._table(signals)  # (D,) int64 by rank of the domain
+            self._flags = self._group_table([address + inbox for address in signals])  # (R,)
+            self._pools = self._group_table(pools)  # (R,)
+            self._undo = undo.pop_all()
+
+    def tables(self, layer: LayerSlots) -> StreamTables:
+        """Where everything of a layer lies; make it once, kernels and graphs hold on to it."""
+        assert layer.chunks.shape[0] <= self.limits.max_chunks, "more chunks than flags"
+        return StreamTables(
+            master_addresses=self._table(layer.master_addresses.tolist()),
+            pool_addresses=self._pools,
+            region_offsets=self._table(layer.region_offsets.tolist()),
+            expert_bytes=self._table(layer.expert_bytes.tolist()),
+            chunks=torch.from_numpy(layer.chunks).to(self._driver.device),
+            flag_addresses=self._flags,
+            max_chunks=self.limits.max_chunks,
+        )
+
+    def exchange(self, row: torch.Tensor) -> torch.Tensor:
+        """The domain's rows (D, W) int32 for this rank's ``row`` (W,), of ``row_width`` int32.
+
+        Later work sees them only once every rank has finished reading its slots of the epoch
+        before.
+        """
+        if row.shape != (self.limits.row_width,) or row.dtype != torch.int32:
+            raise ValueError(f"{row.shape = } must be ({self.limits.row_width},) int32")
+        position = self.rank - self.domain.start
+        return exchange(row, self.inboxes, position, self.epoch, self.status, self.limits.max_looks)
+
+    def stream(
+        self, layer: StreamTables, slot_expert: torch.Tensor, num_masters: int, relay: str
+    ) -> None:
+        """Push this rank's masters, and forward what it relays, for the plan of this epoch.
+
+        ``slot_expert`` (R, S) int32; ``relay`` is ``auto``, ``always`` or ``never``.
+        """
+        sends = plan_sends(slot_expert, num_masters, self.rank, relay, len(self.domain))
+        stream(
+            sends,
+            slot_expert,
+            num_masters,
+            layer,
+            self.rank,
+            self.epoch,
+            self.status,
+            self.limits.max_looks,
+            self.limits.num_programs,
+        )
+
+    def wait_slots(self, layer: StreamTables, slot_expert: torch.Tensor) -> None:
+        """Hold the stream until this rank's filled slots, ``slot_expert`` (R, S), have arrived."""
+        await_slots(slot_expert, layer, self.rank, self.epoch, self.status, self.limits.max_looks)
+
+    def require_peers(self) -> None:
+        """Raise PeerTimeoutError if a wait was given up. Waits for the device."""
+        status = DeviceStatus(int(self.status.item()))
+        late = [what for bit, what in _TIMEOUTS.items() if bit in status]
+        if late:
+            raise PeerTimeoutError(
+                f"rank {self.rank} gave up waiting for {' and '.join(late)}; "
+                "another rank has died or hangs: restart the engine"
+            )
+
+    def close(self) -> None:
+        """Unmap everybody's memory, after the device has finished; tables are invalid then."""
+        self._driver.synchronize()
+        self._undo.close()
+
+    def _map_all(
+        self, pool: DeviceSlotPool, meeting: Meeting, inbox: int, undo: ExitStack
+    ) -> tuple[list[int], list[int]]:
+        """Addresses of signals and pools by rank of the domain."""
+        flags = pool.num_slots * self.limits.max_chunks * 8
+        signals = create(self._driver, inbox + flags, undo)
+        mine = MappedMemory(self._driver, [signals])
+        undo.callback(mine.close)
+        self._driver.tensor(mine.address, mine.size).zero_()
+        self._driver.synchronize()  # before anybody can raise a flag in it
+        regions = tuple(region.size for region in pool.regions)
+        card = _Card(signals.size, regions, pool.num_slots, self.limits)
+        with ExitStack() as descriptors:
+            met = self._meet(meeting, card, [signals, *pool.regions], descriptors)
+            addresses = []
+            for rank, introduction in zip(self.domain, met, strict=True):
+                if rank == self.rank:
+                    own = MappedMemory(self._driver, pool.regions)
+                    undo.callback(own.close)
+                    addresses.append((mine.address, own.address))
+                else:
+                    addresses.append(self._map(introduction, undo))
+        return [signal for signal, _ in addresses], [slots for _, slots in addresses]
+
+    def _meet(
+        self, meeting: Meeting, card: _Card, mine: list[Allocation], descriptors: ExitStack
+    ) -> list[Introduction]:
+        """Everybody's introduction; ``descriptors`` closes all that were made or received."""
+        shareables = []
+        for allocation in mine:
+            shareables.append(self._driver.share(allocation.handle))
+            _close_later(shareables[-1], descriptors)
+        met = meeting.swap(json.dumps(asdict(card)).encode(), shareables)
+        for introduction in met:
+            for shareable in introduction.shareables:
+                _close_later(shareable, descriptors)
+        for rank, introduction in zip(self.domain, met, strict=True):
+            if _Card.from_json(introduction.card) != card:
+                raise FabricError(f"rank {rank} laid out its slots unlike rank {self.rank}")
+        return met
+
+    def _map(self, introduction: Introduction, undo: ExitStack) -> tuple[int, int]:
+        """Addresses at which another rank's signals and pool are mapped."""
+        card = _Card.from_json(introduction.card)
+        sizes = (card.signal_bytes, *card.region_bytes)
+        allocations = []
+        for size, shareable in zip(sizes, introduction.shareables, strict=True):
+            handle = self._driver.receive(shareable)
+            undo.callback(self._driver.release, handle)
+            allocations.append(Allocation(handle, size))
+        mapped = []
+        for group in (allocations[:1], allocations[1:]):
+            mapped.append(MappedMemory(self._driver, group))
+            undo.callback(mapped[-1].close)
+        return mapped[0].address, mapped[1].address
+
+    def _table(self, values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self._driver.device)
+
+    def _group_table(self, addresses: list[int]) -> torch.Tensor:
+        """(R,) int64 with the domain's ``addresses``, 0 for the other domains' ranks."""
+        table = [0] * self.num_ranks
+        table[self.domain.start : self.domain.stop] = addresses
+        return self._table(table)
+
+
+def domain_of(rank: int, num_ranks: int, domain_size: int | None = None) -> range:
+    """Ranks that reach each other's memory, ``rank`` among them; None is all in one domain.
+
+    Domains are contiguous and begin at multiples of ``domain_size``; the last may be smaller.
+    """
+    size = domain_size or num_ranks
+    first = rank // size * size
+    return range(first, min(first + size, num_ranks))
+
+
+def _close_later(shareable: int | bytes, descriptors: ExitStack) -> None:
+    if isinstance(shareable, int):
+        descriptors.callback(os.close, shareable)
