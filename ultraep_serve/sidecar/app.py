@@ -11,17 +11,22 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CollectorRegistry
 
 from ultraep_serve import __version__
-from ultraep_serve.sidecar.answers import Answers
+from ultraep_serve.observability import BalanceSnapshot
+from ultraep_serve.observability.heatmap import Heatmap
+from ultraep_serve.sidecar.answers import Answers, prepare
+from ultraep_serve.sidecar.health import Overview
 from ultraep_serve.sidecar.logs import StateLog
 from ultraep_serve.sidecar.metrics import BalanceCollector
 from ultraep_serve.sidecar.metrics_detail import DetailCollector
 from ultraep_serve.sidecar.pages import add_pages
+from ultraep_serve.sidecar.policies import PolicyComparison
 from ultraep_serve.sidecar.routes_balance import balance_routes
 from ultraep_serve.sidecar.routes_control import control_routes
 from ultraep_serve.sidecar.routes_live import live_routes
 from ultraep_serve.sidecar.routes_operate import Access, operate_routes
 from ultraep_serve.sidecar.routes_record import record_routes
 from ultraep_serve.sidecar.store import NoRunError, RunStore
+from ultraep_serve.sidecar.timeline import History
 
 __all__ = ["SidecarSettings", "create_app"]
 
@@ -79,6 +84,7 @@ def create_app(
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        prepare((BalanceSnapshot, Heatmap, History, Overview, PolicyComparison))
         stop = _repeat(watch, settings.poll_seconds)
         yield
         stop()
