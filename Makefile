@@ -11,7 +11,7 @@ demo: setup
 	$(VENV)/bin/ultraep-serve demo
 
 # Both engines, each in its own environment; what needs the other one is skipped there.
-test: test-vllm test-sglang
+test: test-vllm test-sglang check-deploy
 
 test-vllm: setup
 	$(VENV)/bin/ruff check .

