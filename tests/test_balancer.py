@@ -41,6 +41,7 @@ class Notes:
 
     def __init__(self) -> None:
         self.policy = Policy.QUOTA
+        self.max_imbalance_millionths = 0
         self.records: list[dict[str, Any]] = []
         self.batches: list[Decision] = []
 
@@ -161,6 +162,18 @@ def test_balanced_layers_are_left_alone() -> None:
     assert torch.equal(rig.route(nearly), rig.balancer.identity(nearly))
     assert rig.decision is Decision.BALANCED
     assert rig.fabric.streams == 0
+
+
+def test_the_threshold_can_be_changed_between_batches() -> None:
+    rig = Rig()
+    for asked, decision in (
+        (4_000_000, Decision.BALANCED),
+        (0, Decision.PLANNED),  # as configured
+        (5, Decision.PLANNED),  # below 1: damaged
+    ):
+        rig.notes.max_imbalance_millionths = asked
+        rig.route(skewed())
+        assert rig.decision is decision
 
 
 def test_only_padding_is_balanced() -> None:

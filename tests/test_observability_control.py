@@ -20,6 +20,18 @@ def test_a_policy_set_by_one_is_read_by_the_other(tmp_path: Path) -> None:
     engine.close()
 
 
+def test_a_threshold_is_kept_in_millionths(tmp_path: Path) -> None:
+    engine = ControlPage.create(tmp_path, Policy.QUOTA)
+    assert engine.max_imbalance_millionths == 0
+    with ControlPage.open(tmp_path) as sidecar:
+        sidecar.set_max_imbalance(1.05)
+        assert engine.max_imbalance_millionths == 1_050_000
+        sidecar.set_max_imbalance(None)
+    assert engine.max_imbalance_millionths == 0
+    assert (engine.policy, engine.recording_word) == (Policy.QUOTA, 0)
+    engine.close()
+
+
 def test_a_damaged_policy_keeps_the_last_legal_one(tmp_path: Path) -> None:
     engine = ControlPage.create(tmp_path, Policy.OFF)
     with (tmp_path / "control").open("r+b") as file:

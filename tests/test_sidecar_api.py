@@ -181,6 +181,21 @@ def test_pause_and_resume(run: SyntheticRun, client: TestClient) -> None:
     assert client.get("/v1/config").json()["paused_policy"] is None
 
 
+def test_the_threshold_is_set_and_taken_back(run: SyntheticRun, client: TestClient) -> None:
+    path = "/v1/control/threshold"
+    assert client.post(path, json={"max_imbalance": 1.5}).status_code == 401
+    for wrong in (0.9, "x", 1e9):
+        answer = client.post(path, json={"max_imbalance": wrong}, headers=BEARER)
+        assert answer.status_code == 422
+    assert client.post(path, json={}, headers=BEARER).status_code == 422
+    assert run.control.max_imbalance_millionths == 0
+    for value, millionths in ((1.25, 1_250_000), (None, 0)):
+        answer = client.post(path, json={"max_imbalance": value}, headers=BEARER)
+        assert answer.json()["max_imbalance"] == value
+        assert run.control.max_imbalance_millionths == millionths
+        assert client.get("/v1/config").json()["max_imbalance"] == value
+
+
 def test_a_damaged_pause_is_no_pause(tmp_path: Path, run: SyntheticRun, client: TestClient) -> None:
     (tmp_path / "paused").write_bytes(b"\xff" * 100)
     assert client.get("/v1/config").json()["paused_policy"] is None

@@ -33,7 +33,8 @@ __all__ = ["HEADER_WIDTH", "Balancer", "PolicySource", "TokenView", "row_width"]
 logger = logging.getLogger(__name__)
 
 _ONE_EXPERT = Transfer(busiest_sender=1, busiest_receiver=1)  # the least a plan can move
-HEADER_WIDTH = 8  # policy, unknown ids, checksum of the load; the rest is reserved
+HEADER_WIDTH = 8  # policy, unknown ids, checksum of the load, threshold; the rest is reserved
+_MILLION = 10**6
 
 
 class TokenView(Enum):
@@ -44,10 +45,15 @@ class TokenView(Enum):
 
 
 class PolicySource(Protocol):
-    """Where rank 0 learns which policy is in force."""
+    """Where rank 0 learns which policy and threshold are in force."""
 
     @property
     def policy(self) -> Policy: ...
+
+    @property
+    def max_imbalance_millionths(self) -> int:
+        """The imbalance at or below which layers are left alone; 0: as configured."""
+        ...
 
 
 def row_width(num_logical_experts: int, view: TokenView) -> int:
@@ -88,6 +94,7 @@ class Balancer:
         )
         self._batch = 0
         self._batch_policy: Policy | None = None  # agreed on in the first layer of the batch
+        self._threshold = _MILLION  # imbalance in millionths, agreed on with the policy
         self._warned = False
         self._routed: _Routed | None = None  # what `computed` will record
 
@@ -145,11 +152,18 @@ class Balancer:
         Tokens that all ranks see count as rank 0's, so that every rank splits them alike.
         """
         row = np.zeros(row_width(load.size, self._view), dtype=np.int64)
-        row[:3] = (self._proposed_policy, unknown, zlib.crc32(load.data))
+        row[:4] = (
+            self._proposed_policy,
+            unknown,
+            zlib.crc32(load.data),
+            self._policies.max_imbalance_millionths if self._policies is not None else 0,
+        )
         row[HEADER_WIDTH:] = load[: row.size - HEADER_WIDTH]
         rows = self._fabric.exchange(row)
         if self._batch_policy is None:
             self._batch_policy = list(Policy)[int(rows[0, 0])]
+            asked, configured = int(rows[0, 3]), round(self.config.max_imbalance * _MILLION)
+            self._threshold = asked if asked >= _MILLION else configured
         doubt = bool(rows[:, 1].any())
         if self._view is TokenView.OWN:
             return rows[:, HEADER_WIDTH:], doubt
@@ -177,7 +191,7 @@ class Balancer:
             stale = self._history.plan_eplb(layer, loads, self.shape, self._source_rank)
             return (Decision.PLANNED if stale else Decision.UNPROFITABLE), stale
         before = self._rank_loads(loads)
-        if before.max() * before.size <= self.config.max_imbalance * before.sum():
+        if int(before.max()) * before.size * _MILLION <= self._threshold * int(before.sum()):
             return Decision.BALANCED, None
         perfect = -(-int(before.sum()) // before.size)
         if not self._pays(int(before.max()), perfect, _ONE_EXPERT):

@@ -1,7 +1,7 @@
 """What the sidecar asks of the ranks, in one shared page that they read before each batch.
 
-The policy in force is read by rank 0 alone, which tells the others; whether to record routing is
-read by every rank for itself.
+Policy and threshold in force are read by rank 0 alone, which tells the others; whether to record
+routing is read by every rank for itself.
 """
 
 import struct
@@ -18,11 +18,14 @@ __all__ = ["CONTROL_NAME", "ControlError", "ControlPage", "RecordLevel", "Record
 
 CONTROL_NAME = "control"
 _MAGIC = b"UEPCTRL\x01"
-_VERSION = 2
+_VERSION = 3
 _PAGE_BYTES = 4096
-_LAYOUT = struct.Struct("<8sQQQQ")  # magic, version, sequence, policy code, recording
-_SEQUENCE, _POLICY, _RECORDING = 2, 3, 4  # positions in the page seen as 64-bit words
+# magic, version, sequence, policy code, recording, threshold
+_LAYOUT = struct.Struct("<8sQQQQQ")
+# positions in the page seen as 64-bit words
+_SEQUENCE, _POLICY, _RECORDING, _THRESHOLD = 2, 3, 4, 5
 _MIB = 1 << 20
+_MILLION = 10**6
 _POLICIES: tuple[Policy, ...] = tuple(Policy)
 
 
@@ -60,7 +63,7 @@ class Recording:
 
 
 class ControlPage:
-    """One policy with a sequence number that grows with every change, and one recording.
+    """One policy with a sequence number that grows with every change, one threshold, one recording.
 
     All are aligned 64-bit words, so each is read and written in one piece; one writer at a time.
     """
@@ -71,11 +74,11 @@ class ControlPage:
             if create is None:
                 self._page = map_shared(path, _PAGE_BYTES)
             else:
-                first = _LAYOUT.pack(_MAGIC, _VERSION, 0, create.code, 0)
+                first = _LAYOUT.pack(_MAGIC, _VERSION, 0, create.code, 0, 0)
                 self._page = create_mapped(path, first, _PAGE_BYTES)
         except OSError as error:
             raise ControlError(f"no control page: {error}") from error
-        magic, version, _, code, _ = _LAYOUT.unpack_from(self._page)
+        magic, version, _, code, _, _ = _LAYOUT.unpack_from(self._page)
         if magic != _MAGIC or version != _VERSION or code >= len(_POLICIES):
             self._page.close()
             raise ControlError(f"{path} is not a control page of version {_VERSION}")
@@ -110,6 +113,15 @@ class ControlPage:
         self._words[_POLICY] = policy.code
         self._words[_SEQUENCE] += 1
         return self._words[_SEQUENCE]
+
+    @property
+    def max_imbalance_millionths(self) -> int:
+        """Millionths of the imbalance at or below which layers are left alone; 0: as configured."""
+        return self._words[_THRESHOLD]
+
+    def set_max_imbalance(self, max_imbalance: float | None) -> None:
+        """Leave layers alone at or below ``max_imbalance`` (1.0 or more); None: as configured."""
+        self._words[_THRESHOLD] = 0 if max_imbalance is None else round(max_imbalance * _MILLION)
 
     @property
     def recording_word(self) -> int:

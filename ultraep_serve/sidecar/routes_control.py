@@ -42,6 +42,23 @@ class PolicyAnswer(BaseModel):
     schema_version: int = SCHEMA_VERSION
 
 
+class ThresholdRequest(BaseModel):
+    """The threshold to put in force."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    max_imbalance: float | None = Field(
+        ge=1.0, le=1000.0, description="layers at or below are left alone; null: as at start"
+    )
+
+
+class ThresholdAnswer(BaseModel):
+    """The threshold put in force; null: the one at start."""
+
+    max_imbalance: float | None
+    schema_version: int = SCHEMA_VERSION
+
+
 class RecordRequest(BaseModel):
     """What to record from the next batch on; ``off`` ends it."""
 
@@ -131,6 +148,13 @@ def control_routes(
             if paused is None or (paused is Policy.IDEAL and not allow_ideal):
                 raise HTTPException(409, "nothing is paused; set a policy instead")
             return switch(page, paused)
+
+    @router.post("/threshold")
+    def set_threshold(request: ThresholdRequest) -> ThresholdAnswer:
+        """Change from the next batch on which layers are even enough to be left alone."""
+        with one_writer, opened() as page:
+            page.set_max_imbalance(request.max_imbalance)
+        return ThresholdAnswer(max_imbalance=request.max_imbalance)
 
     @router.post("/record")
     def record(request: RecordRequest) -> RecordAnswer:

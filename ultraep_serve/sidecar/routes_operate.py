@@ -57,6 +57,9 @@ class ConfigAnswer(BaseModel):
     """Now in force; null where nobody says."""
     paused_policy: str | None
     """What resume puts in force again; null while not paused."""
+    max_imbalance: float | None
+    """Layers at or below it are left alone, if it was changed since the start; null: as in
+    config."""
     policies: list[str]
     """What may be put in force."""
     control_open: bool
@@ -107,6 +110,7 @@ def operate_routes(
             version=__version__,
             policy=policy.value if policy else None,
             paused_policy=paused.value if paused else None,
+            max_imbalance=store.max_imbalance(),
             policies=[p.value for p in Policy if p is not Policy.IDEAL or access.allow_ideal],
             control_open=bool(access.token),
             config=_read_config(run_dir / CONFIG_NAME),

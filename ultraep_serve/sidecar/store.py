@@ -1,5 +1,6 @@
 """What the sidecar knows of a run: every rank's ring, polled in the background and on request."""
 
+import contextlib
 import os
 import re
 import threading
@@ -75,6 +76,7 @@ class RunStore:
         self._max_records = max_records
         self._ranks: dict[int, _Rank] = {}
         self._policy: Policy | None = None  # on the control page, if there is one
+        self._max_imbalance: float | None = None  # the same
         self._lead = -1  # the rank whose loads are shown
         self._lead_records = RecordWindow(OWN_DTYPE, max_records)
         self._skipped = SkippedHistory()
@@ -98,7 +100,7 @@ class RunStore:
                     self._ranks[rank] = _Rank(RecordWindow(OWN_DTYPE, self._max_records))
             polls = {rank: self._poll_rank(rank, held) for rank, held in self._ranks.items()}
             self._follow_lead({rank: poll for rank, poll in polls.items() if poll})
-            self._policy = self._read_policy()
+            self._read_control()
 
     def policy(self) -> Policy | None:
         """The policy in force from the next batch on; None where nobody says."""
@@ -106,6 +108,11 @@ class RunStore:
             held = self._ranks.get(self._lead)
             written = held.header.policy if held and held.header else None
             return self._policy or written
+
+    def max_imbalance(self) -> float | None:
+        """The threshold that was set since the start; None: none was."""
+        with self._lock:
+            return self._max_imbalance
 
     def header(self) -> RingHeader:
         """The lead rank's header, with the policy in force. Raises NoRunError."""
@@ -184,12 +191,12 @@ class RunStore:
             return []  # every known rank then reports on its own that its ring is gone
         return [int(found[1]) for name in names if (found := _RING_NAME.fullmatch(name))]
 
-    def _read_policy(self) -> Policy | None:
-        try:
-            with ControlPage.open(self._run_dir) as page:
-                return page.policy
-        except ControlError:
-            return None  # an engine without balancing has none: its header says so
+    def _read_control(self) -> None:
+        """An engine without balancing has no page: its header says which policy is in force."""
+        self._policy = self._max_imbalance = None
+        with contextlib.suppress(ControlError), ControlPage.open(self._run_dir) as page:
+            self._policy = page.policy
+            self._max_imbalance = page.max_imbalance_millionths / 1e6 or None
 
     def _poll_rank(self, rank: int, held: _Rank) -> Poll | None:
         fresh = held.reader is None

@@ -101,6 +101,7 @@ class _Switch:
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
+        self.max_imbalance_millionths = 0
 
 
 def run_stress(rank: int, run_path: Path, batches: RandomBatches) -> StressReport:
