@@ -173,6 +173,9 @@ def test_storage_that_others_live_in_is_left_alone() -> None:
     whole = torch.arange(2 * MASTERS * 100.0).view(2, MASTERS, 100)
     pool.adopt([whole[0]])
     assert whole[1, 0, 0] == 300.0
+    twice = torch.arange(MASTERS * 100.0).view(MASTERS, 100)
+    layer = pool.adopt([twice, twice.view(torch.int32)])
+    assert torch.equal(layer.tensors[0][:MASTERS], layer.tensors[1][:MASTERS].view(torch.float32))
     finish(pool, driver)
 
 

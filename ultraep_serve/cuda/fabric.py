@@ -63,7 +63,10 @@ class _Card:
 
 
 class DeviceFabric:
-    """Exchange and streaming between the ranks of one domain; nothing waits for the device."""
+    """Exchange and streaming between the ranks of one domain.
+
+    ``exchange``, ``stream`` and ``wait_slots`` only launch kernels; the host never waits in them.
+    """
 
     def __init__(
         self,

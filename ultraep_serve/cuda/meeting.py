@@ -46,7 +46,10 @@ class SocketMeeting:
     kind = HandleKind.FILE_DESCRIPTOR
 
     def __init__(self, run_path: Path, rank: int, num_ranks: int, timeout_seconds: float) -> None:
-        """``run_path`` is private to the user; ``timeout_seconds`` for all ranks to come."""
+        """``run_path`` is private to the user and this domain; ranks are counted within it.
+
+        ``timeout_seconds`` is for all ranks to come, which includes loading their model.
+        """
         self._run_path = run_path
         self._rank = rank
         self._num_ranks = num_ranks

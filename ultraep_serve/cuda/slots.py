@@ -87,9 +87,7 @@ class DeviceSlotPool:
         sizes = [layout.expert_bytes for layout in layouts]
         aliases, offsets = masters, [0] * len(masters)
         if self.num_slots:
-            self._driver.reclaim()
-            moved = [self._move(*item) for item in enumerate(zip(masters, layouts, strict=True))]
-            aliases, offsets = [alias for alias, _ in moved], [offset for _, offset in moved]
+            aliases, offsets = self._move_all(masters, layouts)
         self._num_layers += 1
         return LayerSlots(
             tensors=aliases,
@@ -121,9 +119,23 @@ class DeviceSlotPool:
             "and cannot be copied slot by slot; serve with --policy off"
         )
 
-    def _move(self, index: int, item: tuple[torch.Tensor, _Layout]) -> tuple[torch.Tensor, int]:
-        """(alias, offset of slot 0 within the pool) of a tensor, which loses its storage."""
-        masters, layout = item
+    def _move_all(
+        self, masters: list[torch.Tensor], layouts: list[_Layout]
+    ) -> tuple[list[torch.Tensor], list[int]]:
+        """Aliases and the offset of each one's slot 0 within the pool."""
+        storages = [tensor.untyped_storage().data_ptr() for tensor in masters]
+        aliases, offsets = [], []
+        self._driver.reclaim()
+        for index, (tensor, layout) in enumerate(zip(masters, layouts, strict=True)):
+            alias, offset = self._move(index, tensor, layout)
+            aliases.append(alias)
+            offsets.append(offset)
+            if storages.count(storages[index]) == 1:
+                self._empty(tensor, layout)
+        return aliases, offsets
+
+    def _move(self, index: int, masters: torch.Tensor, layout: _Layout) -> tuple[torch.Tensor, int]:
+        """A copy of the masters with the slots behind it, and slot 0's offset in the pool."""
         shape = (layout.num_masters + self.num_slots, *masters.shape[1:])
         if layout.expert_bytes == 0:
             return masters.new_empty(shape), 0
@@ -133,7 +145,6 @@ class DeviceSlotPool:
         window = self._driver.tensor(address, size).view(masters.dtype)
         alias = window.as_strided(shape, layout.strides)
         alias[: layout.num_masters].copy_(masters)
-        self._empty(masters, layout)
         return alias, offset
 
     def _is_packed(self, layout: _Layout) -> bool:
