@@ -191,6 +191,10 @@ def test_the_policy_is_switched_with_the_token_only(
     run.batch()
     wait_until(lambda: "OFF" in text(browser, "#state"))
     assert "off (as routed)" in texts(browser, "#comparison tbody td")
+    limit = browser.find_element("css selector", "#threshold")
+    limit.clear()
+    limit.send_keys("1.3\n")
+    wait_until(lambda: run.control.max_imbalance_millionths == 1_300_000)
     assert TOKEN not in browser.page_source
 
 

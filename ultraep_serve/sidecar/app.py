@@ -26,6 +26,7 @@ from ultraep_serve.sidecar.routes_live import live_routes
 from ultraep_serve.sidecar.routes_operate import Access, operate_routes
 from ultraep_serve.sidecar.routes_record import record_routes
 from ultraep_serve.sidecar.store import NoRunError, RunStore
+from ultraep_serve.sidecar.switches import Switches
 from ultraep_serve.sidecar.timeline import History
 
 __all__ = ["SidecarSettings", "create_app"]
@@ -101,9 +102,9 @@ def create_app(
     answers = Answers(settings.reuse_seconds)
     registries = _registries(store, registry or CollectorRegistry())
     app.include_router(operate_routes(store, registries, run_dir, Access(token, allow_ideal)))
-    app.include_router(live_routes(store, answers, run_dir, settings.event_seconds))
+    app.include_router(live_routes(store, answers, settings.event_seconds))
     app.include_router(balance_routes(store, answers))
-    app.include_router(control_routes(store, run_dir, token, allow_ideal))
+    app.include_router(control_routes(Switches(store, run_dir, allow_ideal), token))
     app.include_router(record_routes(run_dir, token))
     add_pages(app)
     app.add_exception_handler(NoRunError, _no_run)

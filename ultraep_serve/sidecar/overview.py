@@ -1,7 +1,6 @@
 """What is shown first: health, balance over the last seconds, the newest batch."""
 
 import time
-from pathlib import Path
 
 from ultraep_serve.observability import Window
 from ultraep_serve.observability.batches import BatchSnapshot, batch_snapshot
@@ -9,13 +8,12 @@ from ultraep_serve.observability.schema import RecordArray
 from ultraep_serve.observability.snapshot import DOMAIN_FLOOR, imbalance_snapshot
 from ultraep_serve.observability.summary import batches_count, phases, window_savings
 from ultraep_serve.sidecar.health import Overview
-from ultraep_serve.sidecar.paused import paused_policy
 from ultraep_serve.sidecar.store import NoRunError, RunStore
 
 __all__ = ["overview"]
 
 
-def overview(store: RunStore, run_dir: Path, seconds: int) -> Overview:
+def overview(store: RunStore, seconds: int) -> Overview:
     """The overview over the last ``seconds``; polls first."""
     store.poll()
     now_ns = time.time_ns()
@@ -26,7 +24,7 @@ def overview(store: RunStore, run_dir: Path, seconds: int) -> Overview:
     except NoRunError:
         return _nothing(store, now_ns, seconds)
     weighed, recent = window.weighed(lead), [window.recorded(records) for records in own]
-    paused = paused_policy(run_dir)
+    paused = store.control().paused
     return Overview(
         time_ns=now_ns,
         ready=health.ready,

@@ -1,24 +1,21 @@
-"""The endpoints that change something: policy, pause, and whether routing is recorded."""
+"""The endpoints that change something; what they change is in ``switches``."""
 
+import contextlib
 import hmac
-import threading
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Header, HTTPException
 from pydantic import BaseModel, ConfigDict, Field
 
-from ultraep_serve.observability import SCHEMA_VERSION, ControlError, ControlPage
+from ultraep_serve.observability import SCHEMA_VERSION, ControlError
 from ultraep_serve.observability.control import RecordLevel
-from ultraep_serve.sidecar.paused import forget_pause, paused_policy, remember_pause
-from ultraep_serve.sidecar.store import RunStore
+from ultraep_serve.sidecar.switches import NotAllowedError, Switches
 from ultraep_serve.types import Policy
 
 __all__ = ["bearer_of", "control_routes"]
 
 _MIB = 1 << 20
-_NO_PAGE = "the engine is still loading, or was started with --policy off"
 _REFUSALS: dict[int | str, dict[str, Any]] = {
     401: {"description": "the token is missing or wrong"},
     403: {"description": "control is closed, or the policy needs --allow-ideal"},
@@ -96,72 +93,57 @@ def bearer_of(token: str | None) -> Callable[[str | None], None]:
     return authorise
 
 
-def control_routes(
-    store: RunStore, run_dir: Path, token: str | None, allow_ideal: bool
-) -> APIRouter:
-    """The routes over the control page in ``run_dir``, open to bearers of ``token``."""
+def control_routes(switches: Switches, token: str | None) -> APIRouter:
+    """The routes to ``switches``, open to bearers of ``token``."""
     router = APIRouter(
         prefix="/v1/control",
         dependencies=[Depends(bearer_of(token))],
         responses=_REFUSALS,
         tags=["control"],
     )
-    one_writer = threading.Lock()
-
-    def opened() -> ControlPage:
-        store.poll()  # what came before is counted before the switch
-        try:
-            return ControlPage.open(run_dir)
-        except ControlError as error:
-            raise HTTPException(409, f"{error}; {_NO_PAGE}") from error
-
-    def switch(page: ControlPage, policy: Policy, *, forget: bool = True) -> PolicyAnswer:
-        if forget:
-            forget_pause(run_dir)
-        return PolicyAnswer(policy=policy, sequence=page.set_policy(policy))
 
     @router.post("/policy")
     def set_policy(request: PolicyRequest) -> PolicyAnswer:
         """Switch the policy from the next batch on."""
-        if request.policy is Policy.IDEAL and not allow_ideal:
-            raise HTTPException(
-                403,
-                "policy 'ideal' routes tokens to the wrong experts and is for measuring only; "
-                "start with --allow-ideal if that is what you want",
-            )
-        with one_writer, opened() as page:
-            return switch(page, request.policy)
+        with _refusals():
+            return PolicyAnswer(policy=request.policy, sequence=switches.set_policy(request.policy))
 
     @router.post("/pause")
     def pause() -> PolicyAnswer:
         """Switch balancing off from the next batch on, and remember the policy for resume."""
-        with one_writer, opened() as page:
-            if page.policy is not Policy.OFF:
-                remember_pause(run_dir, page.policy)
-            return switch(page, Policy.OFF, forget=False)
+        with _refusals():
+            return PolicyAnswer(policy=Policy.OFF, sequence=switches.pause())
 
     @router.post("/resume")
     def resume() -> PolicyAnswer:
         """Put the policy in force again that was paused."""
-        with one_writer, opened() as page:
-            paused = paused_policy(run_dir)
-            if paused is None or (paused is Policy.IDEAL and not allow_ideal):
-                raise HTTPException(409, "nothing is paused; set a policy instead")
-            return switch(page, paused)
+        with _refusals():
+            policy, sequence = switches.resume()
+            return PolicyAnswer(policy=policy, sequence=sequence)
 
     @router.post("/threshold")
     def set_threshold(request: ThresholdRequest) -> ThresholdAnswer:
         """Change from the next batch on which layers are even enough to be left alone."""
-        with one_writer, opened() as page:
-            page.set_max_imbalance(request.max_imbalance)
+        with _refusals():
+            switches.set_max_imbalance(request.max_imbalance)
         return ThresholdAnswer(max_imbalance=request.max_imbalance)
 
     @router.post("/record")
     def record(request: RecordRequest) -> RecordAnswer:
         """Record routing from the next batch on, replacing what was recorded before, or stop."""
-        level = RecordLevel[request.level.upper()]
-        with one_writer, opened() as page:
-            recording = page.record(level, request.max_bytes)
+        with _refusals():
+            recording = switches.record(RecordLevel[request.level.upper()], request.max_bytes)
         return RecordAnswer(level=request.level, number=recording.number)
 
     return router
+
+
+@contextlib.contextmanager
+def _refusals() -> Iterator[None]:
+    """What a switch refuses, as HTTP says it."""
+    try:
+        yield
+    except NotAllowedError as error:
+        raise HTTPException(403, str(error)) from error
+    except ControlError as error:
+        raise HTTPException(409, str(error)) from error

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter, HTTPException, Query, Request, Response
@@ -25,13 +24,13 @@ _EVENTS: dict[int | str, dict[str, Any]] = {
 }
 
 
-def live_routes(store: RunStore, answers: Answers, run_dir: Path, period: float) -> APIRouter:
+def live_routes(store: RunStore, answers: Answers, period: float) -> APIRouter:
     """The routes over ``store``; an event every ``period`` seconds."""
     router = APIRouter(prefix="/v1", tags=["live"])
     listeners = [0]
 
     def encoded(seconds: int) -> bytes:
-        return answers.encoded(("overview", seconds), lambda: overview(store, run_dir, seconds))
+        return answers.encoded(("overview", seconds), lambda: overview(store, seconds))
 
     @router.get("/overview", response_model=Overview)
     def get_overview(seconds: Seconds = 60) -> Response:

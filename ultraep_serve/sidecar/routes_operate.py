@@ -15,7 +15,6 @@ from pydantic import BaseModel, ConfigDict
 from ultraep_serve import __version__
 from ultraep_serve.observability import SCHEMA_VERSION
 from ultraep_serve.observability._files import open_regular
-from ultraep_serve.sidecar.paused import paused_policy
 from ultraep_serve.sidecar.store import RunStore
 from ultraep_serve.types import Policy
 
@@ -105,12 +104,12 @@ def operate_routes(
     def config() -> ConfigAnswer:
         """The policy in force, what may be set, and the settings at start."""
         store.poll()
-        policy, paused = store.policy(), paused_policy(run_dir)
+        policy, control = store.policy(), store.control()
         return ConfigAnswer(
             version=__version__,
             policy=policy.value if policy else None,
-            paused_policy=paused.value if paused else None,
-            max_imbalance=store.max_imbalance(),
+            paused_policy=control.paused.value if control.paused else None,
+            max_imbalance=control.max_imbalance,
             policies=[p.value for p in Policy if p is not Policy.IDEAL or access.allow_ideal],
             control_open=bool(access.token),
             config=_read_config(run_dir / CONFIG_NAME),

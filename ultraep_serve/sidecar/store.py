@@ -1,6 +1,5 @@
 """What the sidecar knows of a run: every rank's ring, polled in the background and on request."""
 
-import contextlib
 import os
 import re
 import threading
@@ -28,12 +27,13 @@ from ultraep_serve.observability import (
 from ultraep_serve.observability.batches import count_batches
 from ultraep_serve.observability.schema import RecordArray, record_dtype
 from ultraep_serve.sidecar.health import RankList, rank_health
+from ultraep_serve.sidecar.paused import paused_policy
 from ultraep_serve.sidecar.tally import Tally
 from ultraep_serve.sidecar.timeline import History, Timeline
 from ultraep_serve.sidecar.windows import OWN_DTYPE, RecordWindow, SkippedHistory, own_fields
 from ultraep_serve.types import Decision, Policy
 
-__all__ = ["Held", "NoRunError", "RunStore"]
+__all__ = ["ControlState", "Held", "NoRunError", "RunStore"]
 
 _RING_NAME = re.compile(r"ring-(0|[1-9]\d{0,3})")
 _EVERYTHING = Window()
@@ -50,6 +50,14 @@ class Held(NamedTuple):
     header: RingHeader  # the lead rank's
     lead: RecordArray  # the lead rank's records, with loads
     own: list[RecordArray]  # every rank's, 0 to R-1, without loads
+
+
+class ControlState(NamedTuple):
+    """What the control page says; all None where there is none."""
+
+    policy: Policy | None = None
+    max_imbalance: float | None = None  # the threshold set since the start
+    paused: Policy | None = None  # what resume puts in force again
 
 
 @dataclass
@@ -75,8 +83,7 @@ class RunStore:
         self._limit = heartbeat_limit_seconds
         self._max_records = max_records
         self._ranks: dict[int, _Rank] = {}
-        self._policy: Policy | None = None  # on the control page, if there is one
-        self._max_imbalance: float | None = None  # the same
+        self._control = ControlState()
         self._lead = -1  # the rank whose loads are shown
         self._lead_records = RecordWindow(OWN_DTYPE, max_records)
         self._skipped = SkippedHistory()
@@ -100,19 +107,19 @@ class RunStore:
                     self._ranks[rank] = _Rank(RecordWindow(OWN_DTYPE, self._max_records))
             polls = {rank: self._poll_rank(rank, held) for rank, held in self._ranks.items()}
             self._follow_lead({rank: poll for rank, poll in polls.items() if poll})
-            self._read_control()
+            self._control = self._read_control()
 
     def policy(self) -> Policy | None:
         """The policy in force from the next batch on; None where nobody says."""
         with self._lock:
             held = self._ranks.get(self._lead)
             written = held.header.policy if held and held.header else None
-            return self._policy or written
+            return self._control.policy or written
 
-    def max_imbalance(self) -> float | None:
-        """The threshold that was set since the start; None: none was."""
+    def control(self) -> ControlState:
+        """What was set through the control page."""
         with self._lock:
-            return self._max_imbalance
+            return self._control
 
     def header(self) -> RingHeader:
         """The lead rank's header, with the policy in force. Raises NoRunError."""
@@ -120,7 +127,7 @@ class RunStore:
             held = self._ranks.get(self._lead)
             if held is None or held.header is None:
                 raise NoRunError(f"no ring can be read in {self._run_dir}; is the engine running?")
-            return replace(held.header, policy=self._policy or held.header.policy)
+            return replace(held.header, policy=self._control.policy or held.header.policy)
 
     def held(self) -> Held:
         """Header and records. Raises NoRunError."""
@@ -191,12 +198,14 @@ class RunStore:
             return []  # every known rank then reports on its own that its ring is gone
         return [int(found[1]) for name in names if (found := _RING_NAME.fullmatch(name))]
 
-    def _read_control(self) -> None:
-        """An engine without balancing has no page: its header says which policy is in force."""
-        self._policy = self._max_imbalance = None
-        with contextlib.suppress(ControlError), ControlPage.open(self._run_dir) as page:
-            self._policy = page.policy
-            self._max_imbalance = page.max_imbalance_millionths / 1e6 or None
+    def _read_control(self) -> ControlState:
+        try:
+            with ControlPage.open(self._run_dir) as page:
+                policy, threshold = page.policy, page.max_imbalance_millionths
+        except ControlError:
+            return ControlState()  # an engine without balancing has no page
+        paused = paused_policy(self._run_dir) if policy is Policy.OFF else None
+        return ControlState(policy, threshold / 1e6 or None, paused)
 
     def _poll_rank(self, rank: int, held: _Rank) -> Poll | None:
         fresh = held.reader is None

@@ -15,8 +15,13 @@ export function startPolicy(changed) {
   byId("policies").addEventListener("click", async (event) => {
     const chosen = event.target.closest("button");
     if (!chosen) return;
-    setToken(byId("token").value);
-    await change(chosen.dataset);
+    await change(...request(chosen.dataset));
+    changed();
+  });
+  byId("threshold-form").addEventListener("submit", async (event) => {
+    event.preventDefault();
+    const limit = Number(byId("threshold").value);
+    await change("v1/control/threshold", { max_imbalance: limit }, `threshold ${limit}`);
     changed();
   });
 }
@@ -35,6 +40,10 @@ export async function loadPolicy() {
   holder.replaceChildren(...buttons);
   buttons.find((button) => button.textContent === focused)?.focus();
   for (const button of buttons) button.disabled = !config.control_open || config.policy === null;
+  const threshold = byId("threshold");
+  if (document.activeElement !== threshold)
+    threshold.value = config.max_imbalance ?? config.config?.max_imbalance ?? "";
+  byId("threshold-form").lastElementChild.disabled = buttons[0].disabled;
   setText("policy-note", config.control_open ? "from the next batch on, on all ranks" : "control is closed: no token was set");
 }
 
@@ -45,12 +54,17 @@ function choice(text, dataset, pressed) {
   return button;
 }
 
-async function change({ policy, action }) {
+function request({ policy, action }) {
+  return policy
+    ? ["v1/control/policy", { policy }, `policy ${policy}`]
+    : [`v1/control/${action}`, undefined, action];
+}
+
+async function change(path, body, words) {
+  setToken(byId("token").value);
   try {
-    const answer = policy
-      ? await post("v1/control/policy", { policy })
-      : await post(`v1/control/${action}`);
-    say(`policy ${answer.policy} from the next batch on`);
+    await post(path, body);
+    say(`${words}, from the next batch on`);
   } catch (error) {
     say(error.message, "bad");
   }
