@@ -19,7 +19,7 @@ import triton
 from ultraep_kernels.device.count import count
 from ultraep_kernels.device.exchange import exchange, new_epoch
 from ultraep_kernels.device.offline import KernelFacts, Launch, compile_launch, recorded_launches
-from ultraep_kernels.device.plan import plan
+from ultraep_kernels.device.plan import Gate, plan
 from ultraep_kernels.device.relays import plan_sends
 from ultraep_kernels.device.reroute import reroute
 from ultraep_kernels.device.status import new_status
@@ -80,7 +80,10 @@ def main() -> None:
 
 
 def launches_of(case: Case) -> list[Launch]:
-    """One launch of every kernel, the planner's search twice, in the order of the data flow."""
+    """One launch of every kernel by rank 1, the planner's search twice, as the data flows.
+
+    Of all ranks' launches those of rank 1 differ most: a launch makes a constant of every 1.
+    """
     ranks, slots = case.num_ranks, case.num_slots
     masters = case.num_experts // ranks
     status, epoch = new_status("cpu"), new_epoch("cpu")
@@ -92,10 +95,18 @@ def launches_of(case: Case) -> list[Launch]:
     row = torch.zeros(8 + case.num_experts, dtype=torch.int32)
     with recorded_launches() as launches:
         counted = count(ids, case.num_experts)
-        rows = exchange(row, addresses, 0, epoch, status, LOOKS)
-        found = plan(rows[:, 8:], slots, 0, status, domain_size=case.domain_size)
-        sends = plan_sends(found.slot_expert, masters, 0, "auto", case.domain_size or ranks)
-        common = tables, 0, epoch, status, LOOKS
+        rows = exchange(row, addresses, 1, epoch, status, LOOKS)
+        found = plan(
+            rows[:, 8:],
+            slots,
+            1,
+            status,
+            domain_size=case.domain_size,
+            gate=Gate(1.02, 900_000, 4_000_000, 30_000_000, 50_000_000),
+            doubts=rows[:, 1],
+        )
+        sends = plan_sends(found.slot_expert, masters, 1, "auto", case.domain_size or ranks)
+        common = tables, 1, epoch, status, LOOKS
         stream(sends, found.slot_expert, masters, *common, num_programs=PROGRAMS)
         reroute(ids, counted, found.share, found.slot_expert, masters, status)
         await_slots(found.slot_expert, *common)

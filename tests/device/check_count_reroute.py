@@ -53,7 +53,7 @@ def plan_of(ids: torch.Tensor, shape: ExpertShape) -> Plan:
 @pytest.mark.parametrize("shape", SMALL + LARGE, ids=str)
 def test_count_and_reroute_equal_their_twins(shape: ExpertShape) -> None:
     for name, ids in edge_ids(shape).items():
-        if shape in LARGE and name not in ("skewed", "unknown ids"):
+        if shape in LARGE and name != "skewed":
             continue  # the interpreter is slow
         counted = count(ids, shape.num_logical_experts)
         load, unknown = count_reference(ids, shape.num_logical_experts)

@@ -80,8 +80,12 @@ def compile_launch(launch: Launch, arch: int) -> KernelFacts:
             signature[name] = _TYPES[value.dtype]
             if value.data_ptr() % 16 == 0:
                 attributes[(position,)] = [["tt.divisibility", 16]]
+        elif value == 1:  # the launch would make it a constant
+            signature[name], constants[name] = "constexpr", value
         else:
             signature[name] = "i32" if -(1 << 31) <= value < 1 << 31 else "i64"
+            if value % 16 == 0:
+                attributes[(position,)] = [["tt.divisibility", 16]]
     source = ASTSource(function, signature, constants, attributes)
     target = GPUTarget("cuda", arch, 32)
     options = {"num_warps": launch.num_warps, "enable_fp_fusion": False}
