@@ -1,5 +1,6 @@
 """Run directories, and the supervisor with small commands in the engine's place."""
 
+import argparse
 import os
 import signal
 import socket
@@ -16,6 +17,7 @@ from ultraep_serve.errors import ConfigError, EngineEndedError, UnsupportedError
 from ultraep_serve.launcher import run_directory as module
 from ultraep_serve.launcher.run_directory import run_directory, run_directory_of_port
 from ultraep_serve.launcher.supervisor import EngineCommand, supervise
+from ultraep_serve.sidecar.command import add_arguments as add_sidecar_arguments
 from ultraep_serve.types import Policy
 
 OFF = BalanceConfig(policy=Policy.OFF)
@@ -191,10 +193,8 @@ def test_the_sidecar_ends_with_the_engine(tmp_path: Path) -> None:
     assert is_gone(engine)
 
 
-@pytest.mark.parametrize("flags", [[], ["--no-sidecar"], ["--policy", "off"]])
-def test_the_sidecar_can_be_left_out(
-    flags: list[str], shared_memory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def sidecar_arguments(flags: list[str], monkeypatch: pytest.MonkeyPatch) -> list[str] | None:
+    """What the sidecar of a vLLM server with ``flags`` is started with; None: there is none."""
     started: list[list[str] | None] = []
 
     def note(_engine: EngineCommand, _config: BalanceConfig, sidecar: list[str] | None) -> int:
@@ -205,7 +205,24 @@ def test_the_sidecar_can_be_left_out(
     monkeypatch.setattr(serve.vllm, "find_spec", lambda name: name)
     two_ranks = ["--tensor-parallel-size", "2", "--enable-expert-parallel"]
     assert main(["vllm", "m", *two_ranks, "--port", str(free_port()), *flags]) == 0
-    assert [sidecar is None for sidecar in started] == [bool(flags)]
+    return started[0]
+
+
+@pytest.mark.parametrize("flags", [[], ["--no-sidecar"], ["--policy", "off"]])
+def test_the_sidecar_can_be_left_out(
+    flags: list[str], shared_memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert (sidecar_arguments(flags, monkeypatch) is None) == bool(flags)
+
+
+def test_the_sidecar_understands_what_it_is_started_with(
+    shared_memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parser = argparse.ArgumentParser()
+    add_sidecar_arguments(parser)
+    flags = ["--sidecar-log-format", "json", "--sidecar-port", str(free_port())]
+    found = parser.parse_args(sidecar_arguments(flags, monkeypatch))
+    assert (found.log_format, str(found.port), found.host) == ("json", flags[-1], "127.0.0.1")
 
 
 @pytest.mark.parametrize(("policy", "raises"), [(Policy.QUOTA, True), (Policy.OFF, False)])

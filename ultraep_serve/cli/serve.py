@@ -98,6 +98,12 @@ def add_balance_arguments(parser: argparse.ArgumentParser) -> None:
         "--sidecar-port", type=int, help="port of the sidecar (default: the server's + 1)"
     )
     sidecar.add_argument(
+        "--sidecar-log-format",
+        choices=("text", "json"),
+        default="text",
+        help=f"lines of text or of JSON {shown}",
+    )
+    sidecar.add_argument(
         "--no-sidecar",
         action="store_true",
         help="start none; `ultraep-serve sidecar` runs one apart from the server",
@@ -123,6 +129,7 @@ def run(arguments: argparse.Namespace, launch: Any) -> int:
         if with_sidecar:
             sidecar = ["--run-dir", str(run_path), "--host", arguments.sidecar_host]
             sidecar += ["--port", str(sidecar_port)]
+            sidecar += ["--log-format", arguments.sidecar_log_format]
             sidecar += ["--allow-ideal"] if config.allow_ideal else []
             _announce(arguments.sidecar_host, sidecar_port, run_path)
         return supervise(command, config, sidecar)
