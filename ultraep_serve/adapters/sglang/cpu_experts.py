@@ -13,6 +13,9 @@ from sglang.srt.runtime_context import get_parallel
 
 __all__ = ["compute_and_reduce"]
 
+_MOST_ROWS = 256  # that one product computes; with _ROUND_ROWS, few enough sizes to be kept
+_ROUND_ROWS = 16
+
 
 def compute_and_reduce(
     x: torch.Tensor,
@@ -56,9 +59,25 @@ def _compute_own(
     end = rows_by_expert[0]  # those of other ranks come first
     for expert, num_rows in enumerate(rows_by_expert[1:]):
         start, end = end, end + num_rows
-        if num_rows:
-            mine = tokens[start:end]
-            gate, up = F.linear(x[mine], w13[expert]).chunk(2, dim=-1)
-            rows = F.linear(F.silu(gate) * up, w2[expert]).float().mul_(weights[start:end])
-            total.index_add_(0, mine, rows.to(x.dtype).float())
+        for part in range(start, end, _MOST_ROWS):
+            rows = slice(part, min(part + _MOST_ROWS, end))
+            outputs = _apply_expert(x, tokens[rows], w13[expert], w2[expert])
+            outputs = outputs.float().mul_(weights[rows]).to(x.dtype).float()
+            total.index_add_(0, tokens[rows], outputs)
     return total
+
+
+def _apply_expert(
+    x: torch.Tensor, tokens: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor
+) -> torch.Tensor:
+    """Outputs (N, H) of one expert, w13 (2I, H) and w2 (H, I), for rows ``tokens`` (N,) of ``x``.
+
+    Computed for a rounded number of rows: oneDNN compiles a matrix product anew for every number
+    of rows it has not seen, which costs more than the product, and with exact loads every batch
+    brings new ones.
+    """
+    num_rows = tokens.shape[0]
+    if num_rows > _ROUND_ROWS:
+        tokens = F.pad(tokens, (0, -num_rows % _ROUND_ROWS))
+    gate, up = F.linear(x[tokens], w13).chunk(2, dim=-1)
+    return F.linear(F.silu(gate) * up, w2)[:num_rows]
