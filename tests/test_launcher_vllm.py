@@ -122,3 +122,26 @@ def test_the_cache_is_sized_unless_the_user_did(tmp_path: Path) -> None:
 def test_other_builds_get_no_cpu_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_is_cpu_build", lambda: False)
     assert engine_command("org/model", TWO_RANKS, Policy.QUOTA).environment == {}
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["-tp", "8", "-ep", "--moe-backend", "triton", "--max-cudagraph-capture-size", "256"],
+        ["-dp", "8", "-ep", "--all2all-backend", "deepep_high_throughput", "--enforce-eager"],
+    ],
+)
+def test_a_server_on_gpus_gets_its_flags_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, flags: list[str]
+) -> None:
+    monkeypatch.setattr(launch, "_is_cpu_build", lambda: False)
+    command = engine_command("org/model", flags, Policy.QUOTA)
+    assert command.arguments[1:] == [
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        "org/model",
+        *flags,
+    ]
+    assert command.num_ranks == 8
+    assert command.environment == {}

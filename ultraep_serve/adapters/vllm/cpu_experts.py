@@ -11,19 +11,26 @@ have 8 significant bits, so their float32 sum is exact unless they differ in siz
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+from vllm.distributed import get_ep_group
 from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.model_executor.layers.fused_moe.prepare_finalize.passthrough import (
     PassThroughPrepareAndFinalize,
 )
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
+from ultraep_serve.adapters.vllm.checks import check_cpu_execution
+from ultraep_serve.balancer import identity_table
+from ultraep_serve.types import ExpertShape
+
 __all__ = [
     "Assignments",
+    "CpuExperts",
     "compute_and_reduce",
     "dispatch_compute_combine",
     "run_experts",
@@ -43,6 +50,69 @@ class Assignments:
         """From physical ids (T, K) = rank * num_local + local, -1 padding."""
         rank = torch.div(physical, num_local, rounding_mode="floor").long()
         return cls(rank=rank, local=(physical - rank * num_local).int())
+
+
+class CpuExperts:
+    """What ``ExpertGroup`` asks of the engine on CPU: dispatch, experts and combine are ours."""
+
+    def __init__(self) -> None:
+        self._num_local = 0  # physical experts per rank
+        self._identity: torch.Tensor | None = None  # of a group that is not balanced
+
+    def check(self, layer: RoutedExperts) -> None:
+        """Raise UnsupportedError, naming the remedy, if ``layer`` cannot be balanced here."""
+        check_cpu_execution(layer)
+
+    def give_slots(self, layers: Sequence[RoutedExperts], shape: ExpertShape) -> None:
+        """Ids are physical from now on."""
+        self._num_local = shape.num_local
+
+    def take_slots_back(
+        self,
+        layers: Sequence[RoutedExperts],
+        parameters: Sequence[Sequence[torch.nn.Parameter]],
+        shape: ExpertShape,
+    ) -> None:
+        """Undo ``give_slots``; rows behind the masters do no harm."""
+        self._num_local = 0
+
+    def finish(self, layers: Sequence[RoutedExperts]) -> None:
+        """Put our dispatch and combine in place, with slots or without.
+
+        Raises UnsupportedError for a layer that they cannot run.
+        """
+        parallel = layers[0].moe_config.moe_parallel_config
+        if parallel.use_ep:
+            for layer in layers:
+                check_cpu_execution(layer)
+                take_over_combine(layer)
+        if not self._num_local:
+            num_experts, num_ranks = layers[0].global_num_experts, parallel.ep_size
+            self._num_local = -(-num_experts // num_ranks)
+            self._identity = torch.from_numpy(identity_table(num_experts, num_ranks, 0))
+
+    def plain_ids(self, topk_ids: torch.Tensor) -> torch.Tensor:
+        """Physical ids (T, K) of masters where there are no slots; padding -1 kept."""
+        assert self._identity is not None, "balanced"
+        return self._identity[topk_ids.long()]
+
+    def is_captured(self, topk_ids: torch.Tensor) -> bool:
+        """There are no graphs on CPU."""
+        return False
+
+    def compute(
+        self,
+        layer: RoutedExperts,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        physical: torch.Tensor,
+    ) -> torch.Tensor:
+        """Complete output (T, H) for this rank's tokens ``x`` (T, H)."""
+        assignments = Assignments.from_physical(physical, self._num_local)
+        group = get_ep_group()
+        if layer.moe_config.dp_size > 1:
+            return dispatch_compute_combine(layer, x, topk_weights, assignments, group.cpu_group)
+        return compute_and_reduce(layer, x, topk_weights, assignments, group)
 
 
 def take_over_combine(layer: RoutedExperts) -> None:

@@ -1,23 +1,22 @@
 """The MoE layers of one process, joined into one balancer once all of them are loaded."""
 
 import functools
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from vllm.config import VllmConfig
-from vllm.distributed import get_ep_group
+from vllm.distributed import get_ep_group, get_tensor_model_parallel_rank
 from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.platforms import current_platform
 
 from ultraep_serve.adapters.joining import JoinedLayers, balanced_ids, expert_parameters
-from ultraep_serve.adapters.vllm.checks import check_cpu_execution, check_layer
-from ultraep_serve.adapters.vllm.cpu_experts import (
-    Assignments,
-    compute_and_reduce,
-    dispatch_compute_combine,
-    take_over_combine,
-)
-from ultraep_serve.balancer import TokenView, identity_table
+from ultraep_serve.adapters.vllm.checks import check_layer, check_model
+from ultraep_serve.adapters.vllm.cpu_experts import CpuExperts
+from ultraep_serve.adapters.vllm.device_experts import DeviceExperts
+from ultraep_serve.balancer import TokenView
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.errors import UnsupportedError
 from ultraep_serve.types import ExpertShape, Policy
@@ -27,6 +26,35 @@ __all__ = ["ExpertGroup"]
 logger = init_logger("vllm.ultraep_serve")
 
 
+class Execution(Protocol):
+    """The parts of a layer that differ between CPU and GPU."""
+
+    def check(self, layer: RoutedExperts) -> None: ...
+
+    def give_slots(self, layers: Sequence[RoutedExperts], shape: ExpertShape) -> None: ...
+
+    def take_slots_back(
+        self,
+        layers: Sequence[RoutedExperts],
+        parameters: Sequence[Sequence[torch.nn.Parameter]],
+        shape: ExpertShape,
+    ) -> None: ...
+
+    def finish(self, layers: Sequence[RoutedExperts]) -> None: ...
+
+    def plain_ids(self, topk_ids: torch.Tensor) -> torch.Tensor: ...
+
+    def is_captured(self, topk_ids: torch.Tensor) -> bool: ...
+
+    def compute(
+        self,
+        layer: RoutedExperts,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        physical: torch.Tensor,
+    ) -> torch.Tensor: ...
+
+
 class ExpertGroup:
     """All MoE layers of this rank: collects them while they load, then routes and runs them."""
 
@@ -34,95 +62,113 @@ class ExpertGroup:
         self.vllm_config = vllm_config
         self._config = config
         self._layers: list[RoutedExperts] = []
+        self._complete = False
         self._joined: JoinedLayers | None = None  # None: serving without balancing
+        self._execution: Execution = (
+            CpuExperts() if current_platform.is_cpu() else DeviceExperts(vllm_config)
+        )
 
     def add(self, layer: RoutedExperts) -> int:
         """Take a layer whose weights are final, return its index; the last one starts balancing."""
-        expected = len(self.vllm_config.compilation_config.static_all_moe_layers)
-        if len(self._layers) == expected:
+        if self._complete:
             raise UnsupportedError(
-                f"{layer.layer_name} was loaded after the model's own {expected} MoE layers; "
-                "draft models with experts are not there yet: serve with --policy off"
+                f"{layer.layer_name} was loaded after the model's own {len(self._layers)} MoE "
+                "layers; draft models with experts and weights that are loaded anew are not there "
+                "yet: serve with --policy off"
             )
         self._layers.append(layer)
-        if len(self._layers) == expected:
+        if len(self._layers) == len(self.vllm_config.compilation_config.static_all_moe_layers):
+            self._complete = True
             self._finish_loading()
         return len(self._layers) - 1
+
+    @property
+    def is_balancing(self) -> bool:
+        """Whether the layers are loaded, and balanced."""
+        return self._joined is not None
 
     def run(
         self, index: int, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
     ) -> torch.Tensor:
         """Complete output of layer ``index`` for this rank's tokens ``x`` (T, H)."""
-        layer = self._layers[index]
-        physical = self._route(index, topk_ids, self._batch_tokens(x))
-        output = self._compute(layer, x, topk_weights, physical)
-        if self._joined is not None:
-            self._joined.computed()
+        physical = self.route(index, topk_ids, x.shape[0])
+        output = self._execution.compute(self._layers[index], x, topk_weights, physical)
+        self.computed()
         return output
 
-    def _route(self, index: int, topk_ids: torch.Tensor, batch_tokens: int) -> torch.Tensor:
+    def route(self, index: int, topk_ids: torch.Tensor, num_rows: int) -> torch.Tensor:
+        """Physical ids for ``topk_ids`` (T, K) of layer ``index``, of the same type."""
         if self._joined is None:
-            return self._identity[topk_ids.long()]
-        return self._joined.route(index, topk_ids, batch_tokens, _request_tokens())
+            return self._execution.plain_ids(topk_ids)
+        tokens = 0 if self._execution.is_captured(topk_ids) else self._batch_tokens(num_rows)
+        physical = self._joined.route(index, topk_ids, tokens, self._request_tokens(num_rows))
+        return physical.to(topk_ids.dtype)
 
-    def _compute(
-        self,
-        layer: RoutedExperts,
-        x: torch.Tensor,
-        topk_weights: torch.Tensor,
-        physical: torch.Tensor,
-    ) -> torch.Tensor:
-        assignments = Assignments.from_physical(physical, self._num_local)
-        group = get_ep_group()
-        if self._view is TokenView.SHARED:
-            return compute_and_reduce(layer, x, topk_weights, assignments, group)
-        return dispatch_compute_combine(layer, x, topk_weights, assignments, group.cpu_group)
+    def computed(self) -> None:
+        """vLLM has finished the layer that was routed last."""
+        if self._joined is not None:
+            self._joined.computed()
 
-    def _batch_tokens(self, x: torch.Tensor) -> int:
-        """Tokens of this batch over all ranks, the same number on every rank."""
+    def _batch_tokens(self, num_rows: int) -> int:
+        """Tokens of this batch over all ranks, padding included, the same number on every rank."""
         if self._view is TokenView.SHARED:
-            return int(x.shape[0])
+            return num_rows
         metadata = get_forward_context().dp_metadata
         return int(metadata.num_tokens_across_dp_cpu.sum()) if metadata else 0
 
+    def _request_tokens(self, num_rows: int) -> int | None:
+        """Of this rank's rows, how many belong to requests; None where the engine does not say.
+
+        With sequence parallelism the tensor-parallel ranks of an engine take its rows in turn,
+        equally many each.
+        """
+        tokens = _engine_tokens()
+        if tokens is None or not self._layers[0].moe_config.is_sequence_parallel:
+            return tokens
+        first: int = get_tensor_model_parallel_rank() * num_rows
+        return min(max(tokens - first, 0), num_rows)
+
     @property
     def _view(self) -> TokenView:
+        """With both tensor and data parallelism vLLM gives each rank tokens of its own too."""
         parallel = self._layers[0].moe_config.moe_parallel_config
         return TokenView.OWN if parallel.dp_size > 1 else TokenView.SHARED
 
     def _finish_loading(self) -> None:
-        parallel = self._layers[0].moe_config.moe_parallel_config
-        num_experts, num_ranks = self._layers[0].global_num_experts, parallel.ep_size
         if self._config.policy is not Policy.OFF:
             try:
+                check_model(self.vllm_config)
                 for layer in self._layers:
                     check_layer(layer)
-                self._start_balancing(
-                    ExpertShape(num_ranks, num_experts, self._config.num_replica_slots)
-                )
+                    self._execution.check(layer)
+                self._start_balancing()
             except UnsupportedError as error:
                 if self._config.on_unsupported == "error":
                     raise
                 logger.warning("ultraep: serving without balancing: %s", error)
-        if parallel.use_ep:
-            for layer in self._layers:
-                check_cpu_execution(layer)
-                take_over_combine(layer)
-        if self._joined is None:
-            self._num_local = -(-num_experts // num_ranks)
-            self._identity = torch.from_numpy(identity_table(num_experts, num_ranks, 0))
+        self._execution.finish(self._layers)
 
-    def _start_balancing(self, shape: ExpertShape) -> None:
-        self._num_local = shape.num_local
-        self._joined = JoinedLayers(
-            self._config,
-            shape,
-            self._view,
-            [_expert_parameters(layer) for layer in self._layers],
-            rank=get_ep_group().rank_in_group,
-            engine="vllm",
-            run_layer=functools.partial(self._run_layer, shape),
+    def _start_balancing(self) -> None:
+        shape = ExpertShape(
+            self._layers[0].moe_config.ep_size,
+            self._layers[0].global_num_experts,
+            self._config.num_replica_slots,
         )
+        parameters = [_expert_parameters(layer) for layer in self._layers]
+        try:
+            self._execution.give_slots(self._layers, shape)
+            self._joined = JoinedLayers(
+                self._config,
+                shape,
+                self._view,
+                parameters,
+                rank=get_ep_group().rank_in_group,
+                engine="vllm",
+                run_layer=functools.partial(self._run_layer, shape),
+            )
+        except UnsupportedError:
+            self._execution.take_slots_back(self._layers, parameters, shape)
+            raise
         self._joined.mark_ready()
         if get_ep_group().rank_in_group == 0:
             self._joined.log_ready(logger)
@@ -132,12 +178,17 @@ class ExpertGroup:
         layer = self._layers[0]
         seen = num_assignments * (shape.num_ranks if self._view is TokenView.SHARED else 1)
         ids = balanced_ids(shape, seen, layer.top_k)
-        x = torch.ones(ids.shape[0], layer.hidden_size, dtype=layer.w13_weight.dtype)
-        self._compute(layer, x, torch.ones(ids.shape), ids)
+        x = torch.ones(
+            ids.shape[0],
+            layer.hidden_size,
+            dtype=layer.moe_config.in_dtype,
+            device=layer.w13_weight.device,
+        )
+        self._execution.compute(layer, x, torch.ones(ids.shape), ids)
 
 
-def _request_tokens() -> int | None:
-    """Of this rank's rows, how many belong to requests; None where the engine does not say.
+def _engine_tokens() -> int | None:
+    """How many of an engine's rows belong to requests; None where it does not say.
 
     A rank without requests keeps step with a dummy batch, for which vLLM makes no attention
     metadata: 0. Otherwise padding follows ``num_actual_tokens`` rows. Verified with 0.32 on CPU.
@@ -146,12 +197,21 @@ def _request_tokens() -> int | None:
     if not metadata:
         return 0
     if not isinstance(metadata, dict):
-        return None  # one per microbatch, which CPU workers do not use
-    actual: int | None = getattr(next(iter(metadata.values())), "num_actual_tokens", None)
-    return actual
+        return None  # one per micro-batch; those are refused
+    told = (getattr(layer, "num_actual_tokens", None) for layer in metadata.values())
+    return next((tokens for tokens in told if tokens is not None), None)
 
 
 def _expert_parameters(layer: RoutedExperts) -> list[torch.nn.Parameter]:
-    """Which tensors make up an expert is vLLM's own contract, ``get_expert_weights``."""
-    movable = {weight.data_ptr() for weight in layer.get_expert_weights()}
+    """Which tensors make up an expert is vLLM's own contract, ``get_expert_weights``.
+
+    It asserts that they can be viewed expert by expert, which some kernels' layouts do not allow.
+    """
+    try:
+        movable = {weight.data_ptr() for weight in layer.get_expert_weights()}
+    except AssertionError as error:
+        raise UnsupportedError(
+            f"{layer.layer_name}: the expert kernel's weight layout cannot be split by expert; "
+            "use --moe-backend triton, or serve without balancing: --on-unsupported=off"
+        ) from error
     return expert_parameters(layer, layer.layer_name, layer.local_num_experts, movable)

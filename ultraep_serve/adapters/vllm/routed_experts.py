@@ -1,8 +1,6 @@
 """The seam: a subclass of vLLM's ``RoutedExperts`` in the place vLLM provides for one.
 
-``forward_modular`` sits between routing and dispatch, for tensor and data parallelism alike. The
-work is an opaque operator, so that a compiled model contains one node for it and nothing of what
-cannot be traced.
+``forward_modular`` sits between routing and dispatch, for tensor and data parallelism alike.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -23,7 +21,7 @@ from ultraep_serve.types import Policy
 if TYPE_CHECKING:
     from ultraep_serve.adapters.vllm.group import ExpertGroup
 
-__all__ = ["BalancedRoutedExperts", "substitute"]
+__all__ = ["CpuRoutedExperts", "DeviceRoutedExperts", "substitute"]
 
 logger = init_logger("vllm.ultraep_serve")
 
@@ -48,6 +46,10 @@ class BalancedRoutedExperts(RoutedExperts):
         """
         self._index = self._group.add(self)
 
+
+class CpuRoutedExperts(BalancedRoutedExperts):
+    """On CPU, where dispatch and combine are ours too."""
+
     def forward_modular(
         self,
         x: torch.Tensor,
@@ -56,7 +58,11 @@ class BalancedRoutedExperts(RoutedExperts):
         shared_experts: Any = None,
         shared_experts_input: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Routed output for ``x`` (T, H); see ``RoutedExperts.forward_modular``."""
+        """Routed output for ``x`` (T, H); see ``RoutedExperts.forward_modular``.
+
+        CPU models are compiled through this method, so its work is an opaque operator: a compiled
+        model contains one node for it and nothing of what cannot be traced.
+        """
         if not self.use_ep:
             plain: torch.Tensor = super().forward_modular(
                 x, topk_weights, topk_ids, shared_experts, shared_experts_input
@@ -65,6 +71,38 @@ class BalancedRoutedExperts(RoutedExperts):
         if shared_experts is not None:
             shared_experts(shared_experts_input, SharedExpertsOrder.MK_INTERNAL_OVERLAPPED)
         routed: torch.Tensor = _routed_experts(x, topk_weights, topk_ids, self._handle)
+        return routed
+
+
+class DeviceRoutedExperts(BalancedRoutedExperts):
+    """On a GPU, where vLLM's own modular kernel runs on physical ids."""
+
+    def forward_modular(
+        self,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        shared_experts: Any = None,
+        shared_experts_input: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Routed output for ``x`` (T, H); see ``RoutedExperts.forward_modular``.
+
+        No operator of ours is needed: on a GPU the runner's own ``vllm::moe_forward`` is opaque and
+        calls this, so torch.compile sees nothing of it. It is no splitting point of piecewise CUDA
+        graphs, so batches that vLLM replays, whole or in pieces, do what was captured: the identity
+        (``DeviceExperts.is_captured``). Batches larger than vLLM captures
+        (``--max-cudagraph-capture-size`` tokens of a rank) come through here every time. Shared
+        experts overlap as vLLM has them, in its kernel or on a stream of their own: their weights
+        are never moved.
+        """
+        if not self.use_ep:
+            physical = topk_ids
+        else:
+            physical = self._group.route(self._index, topk_ids, x.shape[0])
+        routed: torch.Tensor = super().forward_modular(
+            x, topk_weights, physical, shared_experts, shared_experts_input
+        )
+        self._group.computed()
         return routed
 
 
@@ -84,7 +122,7 @@ def _routed_experts_shape(
 
 
 def substitute() -> None:
-    """Have vLLM build ``BalancedRoutedExperts`` wherever it would build ``RoutedExperts``.
+    """Have vLLM build balanced experts wherever it would build ``RoutedExperts``.
 
     Uses ``PluggableLayer.register_oot``, vLLM's own registry for that; calling twice is harmless.
     Raises UnsupportedError for an engine this adapter was not verified with.
@@ -101,7 +139,8 @@ def substitute() -> None:
             raise
         logger.warning("ultraep: serving without balancing: %s", error)
         return
-    PluggableLayer.register_oot(BalancedRoutedExperts, name=RoutedExperts.__name__)
+    balanced = CpuRoutedExperts if current_platform.is_cpu() else DeviceRoutedExperts
+    PluggableLayer.register_oot(balanced, name=RoutedExperts.__name__)
 
 
 def _group_of_model() -> "ExpertGroup":
@@ -116,6 +155,11 @@ def _group_of_model() -> "ExpertGroup":
     vllm_config = get_current_vllm_config()
     if _layers and _layers[-1]._group.vllm_config is vllm_config:
         return _layers[-1]._group
+    if _layers and _layers[-1]._group.is_balancing:
+        raise UnsupportedError(
+            "this process balances another model already; draft models with experts are not there "
+            "yet: serve with --policy off"
+        )
     config = BalanceConfig.from_environment()
     assert config is not None, "substituted without a configuration"
     return ExpertGroup(config, vllm_config)

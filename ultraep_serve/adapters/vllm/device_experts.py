@@ -1,0 +1,164 @@
+"""Expert parallelism on a GPU: vLLM's own dispatch, expert kernels and combine, told of the slots.
+
+vLLM's kernels know physical experts already: global ids, this rank's part of which is given by an
+expert map, so many local experts as the weights have rows. They are told of R * (L + S) experts
+instead of E and of L + S local ones, which its linear placement maps to ``rank * (L + S) + local``,
+and are built anew for these numbers. Nothing of theirs is replaced.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import fields
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.forward_context import get_forward_context, set_forward_context
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.utils import weights_already_processed
+
+from ultraep_serve.adapters.vllm.checks import check_device_execution
+from ultraep_serve.errors import UnsupportedError
+from ultraep_serve.types import ExpertShape
+
+__all__ = ["DeviceExperts"]
+
+
+class DeviceExperts:
+    """What ``ExpertGroup`` asks of the engine where vLLM's kernels run."""
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        self._vllm_config = vllm_config
+
+    def check(self, layer: RoutedExperts) -> None:
+        """Raise UnsupportedError, naming the remedy, if ``layer`` cannot be balanced here."""
+        check_device_execution(layer, self._vllm_config)
+
+    def give_slots(self, layers: Sequence[RoutedExperts], shape: ExpertShape) -> None:
+        """Tell ``layers`` of the replica slots; their tensors get the rows for them afterwards.
+
+        Raises UnsupportedError if a kernel keeps expert tensors of its own, which would stay
+        behind when the layer's are moved.
+        """
+        self._tell(layers, shape.num_ranks * shape.num_local, shape.num_local)
+        for layer in layers:
+            _require_parameters(layer, shape.num_masters)
+
+    def take_slots_back(
+        self,
+        layers: Sequence[RoutedExperts],
+        parameters: Sequence[Sequence[torch.nn.Parameter]],
+        shape: ExpertShape,
+    ) -> None:
+        """Undo ``give_slots``; masters that have been moved stay where they are now."""
+        for of_layer in parameters:
+            for parameter in of_layer:
+                parameter.data = parameter.data[: shape.num_masters]
+        self._tell(layers, shape.num_logical_experts, shape.num_masters)
+
+    def finish(self, layers: Sequence[RoutedExperts]) -> None:
+        """Nothing to do: vLLM's kernels are in place."""
+
+    def plain_ids(self, topk_ids: torch.Tensor) -> torch.Tensor:
+        """Without balancing vLLM takes logical ids."""
+        return topk_ids
+
+    def is_captured(self, topk_ids: torch.Tensor) -> bool:
+        """Whether what is done now goes into a CUDA graph.
+
+        Graphs are captured for the sizes of decode, once for all batches that replay them, so they
+        take the identity. Ranks replay together: vLLM has them agree on it for every batch.
+        """
+        return topk_ids.is_cuda and torch.cuda.is_current_stream_capturing()
+
+    def compute(
+        self,
+        layer: RoutedExperts,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        physical: torch.Tensor,
+    ) -> torch.Tensor:
+        """Output (T, H) for ``x`` (T, H), outside of vLLM's own forward pass: for measuring.
+
+        More tokens than vLLM schedules at once go one batch after another: its buffers hold no
+        more. Returns when the device is done.
+        """
+        moe = layer.moe_config
+        ids = physical.to(x.device, layer.quant_method.topk_indices_dtype or torch.int32)
+        weights = topk_weights.to(x.device)
+        outputs = []
+        for start in range(0, x.shape[0], moe.max_num_tokens):
+            part = slice(start, start + moe.max_num_tokens)
+            with torch.inference_mode(), self._batch(layer, x[part].shape[0]):
+                outputs.append(
+                    RoutedExperts.forward_modular(layer, x[part], weights[part], ids[part])
+                )
+        if x.is_cuda:
+            torch.cuda.synchronize(x.device)
+        return torch.cat(outputs)
+
+    @staticmethod
+    def _tell(layers: Sequence[RoutedExperts], num_experts: int, num_local: int) -> None:
+        """Have ``layers`` serve ``num_experts`` experts, ``num_local`` of them here.
+
+        The expert map comes from vLLM's own ``update_expert_map``; the kernel, and with it what it
+        dispatches through, from the quantisation method, as for weights that come ready for use
+        (``weights_already_processed``). The layer's configuration is changed in place because its
+        runner and its kernels share it. DeepEP's buffers are made for a number of experts, and
+        vLLM leaves it to their user to destroy them. Verified with 0.32.
+        """
+        before = _buffers(layers)
+        for layer in layers:
+            moe = layer.moe_config
+            moe.num_experts, moe.num_local_experts = num_experts, num_local
+            layer.global_num_experts = num_experts
+            layer.update_expert_map()
+            with weights_already_processed():
+                layer.quant_method.process_weights_after_loading(layer)
+        after = _buffers(layers)
+        for identity in before.keys() - after.keys():
+            before[identity].destroy()
+
+    @contextmanager
+    def _batch(self, layer: RoutedExperts, num_tokens: int) -> Iterator[None]:
+        """The forward context of a batch that brings ``num_tokens`` to every rank's layer."""
+        moe = layer.moe_config
+        of_engine = num_tokens * moe.sp_size
+        everywhere = torch.full((moe.dp_size,), of_engine, dtype=torch.int32)
+        with set_forward_context(
+            None,
+            self._vllm_config,
+            num_tokens=of_engine,
+            num_tokens_across_dp=everywhere if moe.dp_size > 1 else None,
+        ):
+            metadata = get_forward_context().dp_metadata
+            with metadata.sp_local_sizes(moe.sp_size) if metadata else nullcontext():
+                yield
+
+
+def _buffers(layers: Sequence[RoutedExperts]) -> dict[int, Any]:
+    """What the kernels of ``layers`` dispatch through, by identity; layers share it."""
+    stages = [layer.quant_method.moe_kernel.prepare_finalize for layer in layers]
+    found = [stage.buffer for stage in stages if hasattr(stage, "buffer")]
+    return {id(buffer): buffer for buffer in found}
+
+
+def _require_parameters(layer: RoutedExperts, num_masters: int) -> None:
+    """Raise UnsupportedError if the kernel has expert tensors that are not the layer's parameters.
+
+    Parameters change in place when their tensors are moved; what was computed from them does not.
+    """
+    config = layer.quant_method.moe_quant_config
+    parameters = {id(parameter) for parameter in layer.parameters()}
+    for part in (config._a1, config._a2, config._w1, config._w2):
+        for field in fields(part):
+            value = getattr(part, field.name)
+            if not isinstance(value, torch.Tensor) or not value.dim():
+                continue
+            if value.shape[0] == num_masters and id(value) not in parameters:
+                raise UnsupportedError(
+                    f"{layer.layer_name}: {type(layer.quant_method).__name__} computes {field.name}"
+                    f" {tuple(value.shape)} from the experts and keeps it for its kernel, where it "
+                    "would be left behind; use --moe-backend triton, or serve without balancing: "
+                    "--on-unsupported=off"
+                )
