@@ -8,6 +8,11 @@ hold no launch by the host: microseconds are those of a graph of many repetition
 divided by their number, caches warm. Ranks are virtual: their memory lies in separate buffers of
 one device, so rates are the device's own, not those of a link between devices. A dry run takes the
 same path under Triton's interpreter and measures nothing.
+
+The balancer is one rank whose peers have posted already. Its row has, beside what all rows have:
+``experts_sent`` by it in each batch, ``verb_microseconds`` by CUDA events of a batch that the host
+launched (between two verbs lies what the host takes to launch). Checked are the ids of replays with
+the policy on, off and on again, and the record of the launched batch.
 """
 
 import argparse
@@ -32,16 +37,24 @@ from ultraep_kernels.device.exchange import exchange, inbox_bytes, new_epoch
 from ultraep_kernels.device.plan import plan
 from ultraep_kernels.device.relays import Sends, plan_sends
 from ultraep_kernels.device.reroute import reroute
+from ultraep_kernels.device.row import HEADER_WIDTH
 from ultraep_kernels.device.status import DeviceStatus, new_status
 from ultraep_kernels.device.stream import await_slots, stream
 from ultraep_kernels.exchange import FLAG_BYTES
 from ultraep_kernels.reroute import reroute as reroute_on_cpu
 
+from ultraep_serve.balancer import TokenView
+from ultraep_serve.config import BalanceConfig
+from ultraep_serve.cuda.balancer import DeviceBalancer
+from ultraep_serve.cuda.driver import open_driver
+from ultraep_serve.cuda.fabric import DeviceFabric, Limits
+from ultraep_serve.cuda.slots import DeviceSlotPool
 from ultraep_serve.policies import plan_quota
+from ultraep_serve.testing.host_driver import HostDriver
+from ultraep_serve.testing.mirror import mirrored_fabric
 from ultraep_serve.testing.virtual_ranks import VirtualRanks, make_ranks, only, wrong_slots
-from ultraep_serve.types import ExpertShape, Plan, imbalance
+from ultraep_serve.types import Decision, ExpertShape, Plan, Policy, Verb, imbalance
 
-HEADER = 8  # int32 before the loads in an exchanged row
 LOOKS = 1 << 22
 POSTED = 1 << 40  # an epoch that no measurement reaches
 SIDE_STREAMS = 16
@@ -125,6 +138,7 @@ def main() -> None:
         measure_routing(bench, report, target)
     measure_exchange(bench, report)
     measure_stream(bench, report)
+    measure_balancer(bench, report)
     if args.json:
         args.json.write_text(json.dumps(asdict(report), indent=1) + "\n")
 
@@ -167,22 +181,34 @@ class Bench:
         for side in self.side_streams:
             current.wait_stream(side)
 
-    def time(self, function: Callable[[], T]) -> tuple[T, float | None]:
-        """What a replayed graph of ``function`` computed, and microseconds for one repetition."""
+    def capture(self, function: Callable[[], T], repetitions: int) -> Callable[[], T]:
+        """Replays a graph of ``function``, and returns what that computes."""
         if self.device == "cpu":
-            return function(), None
+            return function
         function()  # compiles
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            for _ in range(self.sizes.repetitions):
+            for _ in range(repetitions):
                 result = function()
-        graph.replay()
+
+        def replay() -> T:
+            graph.replay()
+            return result
+
+        return replay
+
+    def time(self, function: Callable[[], T]) -> tuple[T, float | None]:
+        """What a replayed graph of ``function`` computed, and microseconds for one repetition."""
+        if self.device == "cpu":
+            return function(), None
+        replay = self.capture(function, self.sizes.repetitions)
+        result = replay()
         times = []
         for _ in range(self.sizes.replays):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
-            graph.replay()
+            replay()
             end.record()
             end.synchronize()
             times.append(start.elapsed_time(end) * 1000 / self.sizes.repetitions)
@@ -241,7 +267,10 @@ def measure_count_and_reroute(
 
 def measure_exchange(bench: Bench, report: Report) -> None:
     """One rank's exchange whose peers have all posted already: the part that is not waiting."""
-    num_ranks, width = bench.sizes.shape.num_ranks, HEADER + bench.sizes.shape.num_logical_experts
+    num_ranks, width = (
+        bench.sizes.shape.num_ranks,
+        HEADER_WIDTH + bench.sizes.shape.num_logical_experts,
+    )
     size = inbox_bytes(num_ranks, width)
     inboxes = torch.zeros((num_ranks, size), dtype=torch.uint8, device=bench.device)
     flags = inboxes[0, : num_ranks * FLAG_BYTES].view(torch.int64).view(num_ranks, -1)
@@ -315,6 +344,84 @@ def stream_all(
         stream(send, slots, shape.num_masters, *arguments, num_programs=bench.num_programs)
 
     return bench.time(run)[1]
+
+
+def measure_balancer(bench: Bench, report: Report) -> None:
+    """The whole data flow of one rank, launched and replayed, with all its peers' rows there."""
+    sizes, shape = bench.sizes, bench.sizes.shape
+    ids = skewed_ids(sizes, sizes.imbalances[1])
+    loads = loads_of(ids, shape)
+    notes, balancer, fabric = balancer_of_rank_0(bench, loads)
+    device_ids = torch.from_numpy(ids).to(bench.device)
+    expected = plan_quota(loads, shape, 0)
+    twin = reroute_on_cpu(
+        torch.from_numpy(ids), expected.share, expected.slot_expert, shape.num_masters
+    ).numpy()
+    identity = balancer.identity(device_ids).cpu().numpy()
+    replay = bench.capture(lambda: balancer.route(0, device_ids, sizes.tokens), 1)
+    for policy, physical in ((Policy.QUOTA, twin), (Policy.OFF, identity), (Policy.QUOTA, twin)):
+        notes.policy = policy
+        balancer.route(0, device_ids[:0], 0)  # where the host reads the policy; launches nothing
+        require_equal(replay(), physical, f"balancer: replay with policy {policy.value}")
+    notes.records.clear()
+    require_equal(balancer.route(0, device_ids, sizes.tokens), twin, "balancer")
+    balancer.computed()
+    fabric.require_peers()  # waits, so that the record is there
+    balancer.computed()
+    record = notes.records[-1]
+    require_equal(torch.from_numpy(record["slot_expert"]), expected.slot_expert, "record")
+    require_equal(torch.from_numpy(record["load_after"]), expected.quota.sum(0), "record")
+    _, microseconds = bench.time(lambda: balancer.route(0, device_ids, sizes.tokens))
+    report.add(
+        "balancer",
+        "plan_quota and reroute on CPU",
+        ranks=shape.num_ranks,
+        microseconds=microseconds,
+        experts_sent=record["bytes_sent"] // sum(sizes.tensor_bytes),
+        verb_microseconds=None
+        if bench.device == "cpu"
+        else {verb.name.lower(): record["verb_ns"][verb] / 1e3 for verb in Verb},
+    )
+    fabric.require_peers()
+
+
+def balancer_of_rank_0(
+    bench: Bench, loads: np.ndarray
+) -> tuple["Notes", DeviceBalancer, DeviceFabric]:
+    """Of a group that has ``loads`` (R, E), rank 0's own among them."""
+    sizes, shape = bench.sizes, bench.sizes.shape
+    driver = HostDriver() if bench.device == "cpu" else open_driver(0)
+    pool = DeviceSlotPool(driver, shape.num_replica_slots, sizes.chunk_bytes)
+    layer = pool.adopt(
+        [
+            torch.ones((shape.num_masters, size), dtype=torch.uint8, device=driver.device)
+            for size in sizes.tensor_bytes
+        ]
+    )
+    rows = torch.zeros((shape.num_ranks, HEADER_WIDTH + loads.shape[1]), dtype=torch.int32)
+    rows[:, HEADER_WIDTH:] = torch.from_numpy(loads)
+    programs = max(1, bench.num_programs // 2)
+    limits = Limits(rows.shape[1], layer.chunks.shape[0], LOOKS, programs)
+    fabric = mirrored_fabric(driver, pool, rows.to(driver.device), limits)
+    notes, config = Notes(), BalanceConfig(min_batch_tokens=1, max_imbalance=1.0)
+    arguments = shape, TokenView.OWN, [layer], fabric, notes, notes
+    return notes, DeviceBalancer(config, *arguments), fabric
+
+
+@dataclass
+class Notes:
+    """Recorder and policy source in one."""
+
+    policy: Policy = Policy.QUOTA
+    max_imbalance_millionths: int = 0
+    records: list[dict[str, Any]] = field(default_factory=list)
+
+    def record(self, **values: Any) -> None:
+        """As ``Recorder.record``."""
+        self.records.append(values)
+
+    def count_batch(self, decision: Decision) -> None:
+        """Batches are not looked at."""
 
 
 def measure_copy(bench: Bench) -> float | None:

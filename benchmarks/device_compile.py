@@ -19,9 +19,11 @@ import triton
 from ultraep_kernels.device.count import count
 from ultraep_kernels.device.exchange import exchange, new_epoch
 from ultraep_kernels.device.offline import KernelFacts, Launch, compile_launch, recorded_launches
+from ultraep_kernels.device.outcome import pack_outcome
 from ultraep_kernels.device.plan import Gate, plan
 from ultraep_kernels.device.relays import plan_sends
 from ultraep_kernels.device.reroute import reroute
+from ultraep_kernels.device.row import HEADER_WIDTH, write_row
 from ultraep_kernels.device.status import new_status
 from ultraep_kernels.device.stream import StreamTables, await_slots, stream
 
@@ -92,24 +94,26 @@ def launches_of(case: Case) -> list[Launch]:
     tensors = torch.zeros(TENSORS, dtype=torch.int64)
     chunks = torch.zeros((CHUNKS, 3), dtype=torch.int64)
     tables = StreamTables(tensors, addresses, tensors, tensors, chunks, addresses, CHUNKS)
-    row = torch.zeros(8 + case.num_experts, dtype=torch.int32)
+    choice = torch.zeros(2, dtype=torch.int32)
     with recorded_launches() as launches:
         counted = count(ids, case.num_experts)
+        row = write_row(counted.load, counted.unknown, choice, has_load=True)
         rows = exchange(row, addresses, 1, epoch, status, LOOKS)
         found = plan(
-            rows[:, 8:],
+            rows[:, HEADER_WIDTH:],
             slots,
             1,
             status,
             domain_size=case.domain_size,
             gate=Gate(1.02, 900_000, 4_000_000, 30_000_000, 50_000_000),
-            doubts=rows[:, 1],
+            rows=rows,
         )
         sends = plan_sends(found.slot_expert, masters, 1, "auto", case.domain_size or ranks)
         common = tables, 1, epoch, status, LOOKS
         stream(sends, found.slot_expert, masters, *common, num_programs=PROGRAMS)
         reroute(ids, counted, found.share, found.slot_expert, masters, status)
         await_slots(found.slot_expert, *common)
+        pack_outcome(found, rows)
     return launches
 
 
@@ -117,6 +121,7 @@ def row_of(case: Case, facts: KernelFacts) -> dict[str, object]:
     """One row of the report."""
     figures = asdict(facts)
     figures["vector_copies"] = figures["ptx"].count("ld.global.v4")
+    figures["alias_fences"] = figures["ptx"].count("fence.proxy.alias")
     del figures["ptx"]
     return {**asdict(case), **figures}
 

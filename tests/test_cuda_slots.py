@@ -45,6 +45,20 @@ def adopt(pool: DeviceSlotPool, seed: int, names: tuple[str, ...]) -> LayerSlots
     return pool.adopt(tensors(seed, names))
 
 
+@pytest.mark.parametrize("per_layer", [False, True])
+def test_slots_cost_what_is_beyond_the_masters(per_layer: bool) -> None:
+    driver = HostDriver()
+    pool = DeviceSlotPool(driver, SLOTS, CHUNK, per_layer)
+    masters = 0
+    for seed in range(3):
+        for names in (tuple(SHAPES), ("scales",)):
+            masters += sum(bytes_of(tensor).numel() for tensor in tensors(seed, names))
+            pool.adopt(tensors(seed, names))
+            assert pool.slot_bytes == driver.live_bytes - masters
+    finish(pool, driver)
+    assert pool.slot_bytes == 0
+
+
 def finish(pool: DeviceSlotPool, driver: HostDriver) -> None:
     pool.close()
     driver.require_clean()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from ultraep_serve.adapters.measuring import agreed_costs
+from ultraep_serve.adapters.measuring import agreed_costs, host_probes
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.costs.model import CostModel
 from ultraep_serve.fabric import HostFabric
@@ -26,7 +26,7 @@ def costs_of_rank(rank: int, run_path: str, given: str) -> CostModel:
         BalanceConfig(costs=given),
         SHAPE,
         layer,
-        fabric,
+        host_probes(SHAPE, layer, fabric),
         lambda rows: time.sleep(rows * seconds_per_row),
     )
 

@@ -28,7 +28,17 @@ from ultraep_serve.policies import plan_quota
 from ultraep_serve.slots import LayerSlots
 from ultraep_serve.types import Decision, ExpertShape, IntArray, Plan, Policy, Verb
 
-__all__ = ["HEADER_WIDTH", "Balancer", "PolicySource", "TokenView", "row_width"]
+__all__ = [
+    "HEADER_WIDTH",
+    "Balancer",
+    "PolicySource",
+    "TokenView",
+    "experts_sent",
+    "forced_ids",
+    "identity_table",
+    "master_ids",
+    "row_width",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -139,7 +149,7 @@ class Balancer:
 
     def identity(self, topk_ids: torch.Tensor) -> torch.Tensor:
         """Every assignment to its master, (T, K) int32; padding and unknown ids become -1."""
-        return self._identity[topk_ids.long().clamp(-1, self.shape.num_logical_experts)]
+        return master_ids(topk_ids, self._identity)
 
     def _skip(self, first: bool, decision: Decision, topk_ids: torch.Tensor) -> torch.Tensor:
         if first:
@@ -216,10 +226,8 @@ class Balancer:
         parents = self._parents(plan.slot_expert)
         slots = self._layers[layer]
         self._fabric.stream(slots, plan.slot_expert, parents, shape.num_masters)
-        owner = plan.slot_expert // shape.num_masters
-        sender = np.where(parents >= 0, parents // max(1, shape.num_replica_slots), owner)
-        sends = (sender == self._fabric.rank) & (plan.slot_expert >= 0)
-        return int(sends.sum()) * int(slots.expert_bytes.sum())
+        sent = experts_sent(self._fabric.rank, plan.slot_expert, parents, shape.num_masters)
+        return sent * int(slots.expert_bytes.sum())
 
     def _parents(self, slot_expert: IntArray) -> NDArray[np.int64]:
         """Who sends each slot its weights (R, S): the published rule, where the costs agree."""
@@ -236,16 +244,10 @@ class Balancer:
         self, topk_ids: torch.Tensor, plan: Plan | None, decision: Decision
     ) -> torch.Tensor:
         if decision is Decision.FORCED:
-            return self._forced(topk_ids)
+            return forced_ids(topk_ids, self._identity)
         if plan is None:
             return self.identity(topk_ids)
         return reroute(topk_ids, plan.share, plan.slot_expert, self.shape.num_masters)
-
-    def _forced(self, topk_ids: torch.Tensor) -> torch.Tensor:
-        """Force-balanced routing: experts in turn, whatever the router chose (wrong answers)."""
-        chosen = topk_ids >= 0  # padding takes no turn
-        turn = (chosen.reshape(-1).cumsum(0) - 1).view(chosen.shape)
-        return torch.where(chosen, self.identity(turn % self.shape.num_logical_experts), -1)
 
     def _await(self, layer: int, plan: Plan | None) -> None:
         if plan is not None:
@@ -325,6 +327,27 @@ def identity_table(
     table = np.full(num_logical_experts + 1, -1, dtype=np.int32)
     table[:-1] = owner * (masters[0] + num_replica_slots) + local
     return table
+
+
+def experts_sent(
+    rank: int, slot_expert: IntArray, parents: NDArray[np.int64], num_masters: int
+) -> int:
+    """How many slots ``rank`` fills; ``slot_expert`` and ``parents`` (R, S) as in relay_parents."""
+    owner = slot_expert // num_masters
+    sender = np.where(parents >= 0, parents // max(1, slot_expert.shape[1]), owner)
+    return int(((sender == rank) & (slot_expert >= 0)).sum())
+
+
+def master_ids(topk_ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """Every assignment (T, K) to its master, int32, by ``table`` (E + 1,) of ``identity_table``."""
+    return table[topk_ids.long().clamp(-1, table.shape[0] - 1)]
+
+
+def forced_ids(topk_ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """Force-balanced routing: masters in turn, whatever the router chose (wrong answers)."""
+    chosen = topk_ids >= 0  # padding takes no turn
+    turn = (chosen.reshape(-1).cumsum(0) - 1).view(chosen.shape)
+    return torch.where(chosen, master_ids(turn % (table.shape[0] - 1), table), -1)
 
 
 def _empty_slots(shape: ExpertShape) -> IntArray:

@@ -30,6 +30,7 @@ def test_dry_run_checks_every_kernel_and_claims_no_time(tmp_path: Path) -> None:
         "exchange",
         "stream, relay never",
         "stream, relay always",
+        "balancer",
     }
     assert all(row["microseconds"] is None for row in report["rows"])
 

@@ -7,24 +7,17 @@ replica slots, the ranks meet, and from then on one balancer routes all of them.
 import logging
 from collections.abc import Callable, Collection, Sequence
 
-import numpy as np
 import torch
 from torch import nn
-from ultraep_kernels.count import count
-from ultraep_kernels.reroute import reroute
-from ultraep_kernels.stream import relay_parents
 
-from ultraep_serve.adapters.measuring import agreed_costs
-from ultraep_serve.balancer import Balancer, TokenView, identity_table, row_width
+from ultraep_serve.adapters.parts import Parts, parts_for
+from ultraep_serve.balancer import TokenView, identity_table
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.errors import UltraEPError, UnsupportedError
-from ultraep_serve.fabric import HostFabric
 from ultraep_serve.observability.control import ControlPage
 from ultraep_serve.observability.recorder import Recorder
 from ultraep_serve.observability.schema import RingState
 from ultraep_serve.observability.spool import SpoolSource, SpoolWriter
-from ultraep_serve.policies import identity_plan, warm_up
-from ultraep_serve.slots import LayerSlots, SlotPool
 from ultraep_serve.types import ExpertShape
 
 __all__ = ["JoinedLayers", "balanced_ids", "expert_parameters"]
@@ -42,47 +35,29 @@ class JoinedLayers:
         rank: int,
         engine: str,
         run_layer: Callable[[int], None],
+        parts: Parts | None = None,
     ) -> None:
         """``layers`` in the order they run, each the tensors (L, ...) that make up its experts.
 
         The parameters become (L + S, ...) in place. ``run_layer`` computes the first layer
         for a batch that gives every rank's masters so many assignments, to be timed; all ranks
-        call it together. Returns when all ranks have come this far.
+        call it together. Without ``parts`` they are chosen by where the tensors live. Returns when
+        all ranks have come this far.
         Raises UnsupportedError for tensors that cannot be moved, PeerTimeoutError when a rank
         does not come.
         """
-        pool = SlotPool(
-            shape.num_replica_slots, config.chunk_bytes, config.slot_memory == "per_layer"
-        )
-        slots = [_adopt(parameters, pool) for parameters in layers]
+        parts = parts or parts_for(layers[0][0].device, config, shape, view, rank)
+        for parameters in layers:
+            _adopt(parameters, parts)
         self.shape = shape
-        self._view, self._num_layers, self._slot_bytes = view, len(slots), pool.size
+        self._view, self._num_layers, self._slot_bytes = view, len(layers), parts.slot_bytes
         self._policies = ControlPage.create(config.run_path, config.policy) if rank == 0 else None
         self._recorder = self._create_recorder(config, rank, engine)
-        fabric = HostFabric(
-            run_path=config.run_path,
-            rank=rank,
-            num_ranks=shape.num_ranks,
-            row_width=row_width(shape.num_logical_experts, view),
-            pool=pool,
-            max_chunks=max(layer.chunks.shape[0] for layer in slots),
-            timeout_seconds=config.timeout_seconds,
-        )
+        parts.meet()
         self._control = self._policies or ControlPage.open(config.run_path)
         self._spool = self._create_spool(config, rank, engine)
-        warm_up(shape)
-        _warm_up_kernels(shape, slots[0], fabric)
-        self._costs = agreed_costs(config, shape, slots[0], fabric, run_layer)
-        self._balancer = Balancer(
-            config,
-            shape,
-            view,
-            slots,
-            fabric,
-            self._policies,
-            self._recorder,
-            self._costs.integer_costs(),
-        )
+        self._costs = parts.agree_on_costs(run_layer)
+        self._balancer = parts.make_balancer(self._policies, self._recorder, self._costs)
 
     def _create_recorder(self, config: BalanceConfig, rank: int, engine: str) -> Recorder:
         return Recorder.create(
@@ -126,13 +101,13 @@ class JoinedLayers:
         """``Balancer.route``; an error also marks this rank as failed for the sidecar.
 
         Only the first ``real_tokens`` of ``topk_ids`` belong to requests, and are recorded while
-        somebody records; None is all of them.
+        somebody records; None is all of them. On a GPU, recording them waits for the device.
         """
-        if self._spool is not None:
+        if self._spool is not None and not _is_capturing(topk_ids):
             if layer == 0:
                 self._spool.begin(self._control.recording_word, batch_tokens)
             if self._spool.is_recording:
-                self._spool.add(layer, topk_ids[:real_tokens].numpy())
+                self._spool.add(layer, topk_ids[:real_tokens].cpu().numpy())
         try:
             return self._balancer.route(layer, topk_ids, batch_tokens)
         except UltraEPError:
@@ -186,20 +161,11 @@ def expert_parameters(
     return found
 
 
-def _warm_up_kernels(shape: ExpertShape, layer: LayerSlots, fabric: HostFabric) -> None:
-    """Compile what a planned batch calls, or load it from disk, by planning no tokens at all."""
-    loads = np.zeros((shape.num_ranks, shape.num_logical_experts), np.int64)
-    plan = identity_plan(loads, shape, source_rank=0)
-    parents = relay_parents(plan.slot_expert, shape.num_masters, "never", shape.num_ranks)
-    fabric.stream(layer, plan.slot_expert, parents, shape.num_masters)
-    for dtype in (torch.int32, torch.int64):  # routers give either
-        no_ids = torch.empty((0, 1), dtype=dtype)
-        count(no_ids, shape.num_logical_experts)
-        reroute(no_ids, plan.share, plan.slot_expert, shape.num_masters)
-
-
-def _adopt(parameters: Sequence[nn.Parameter], pool: SlotPool) -> LayerSlots:
-    slots = pool.adopt([parameter.data for parameter in parameters])
+def _adopt(parameters: Sequence[nn.Parameter], parts: Parts) -> None:
+    slots = parts.adopt([parameter.data for parameter in parameters])
     for parameter, alias in zip(parameters, slots.tensors, strict=True):
-        parameter.data = alias
-    return slots
+        parameter.data = alias  # at once: what it held may be empty now
+
+
+def _is_capturing(tensor: torch.Tensor) -> bool:
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()

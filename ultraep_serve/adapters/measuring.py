@@ -2,10 +2,11 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.costs.fit import fit
@@ -15,7 +16,7 @@ from ultraep_serve.policies import plan_quota
 from ultraep_serve.slots import LayerSlots
 from ultraep_serve.types import ExpertShape
 
-__all__ = ["agreed_costs", "measure_costs"]
+__all__ = ["Probes", "agreed_costs", "host_probes", "probe_loads"]
 
 _ROWS_PER_MASTER = (16, 64, 256)  # assignments; enough for the kernel to run as in a prefill
 _REPEATS = 3
@@ -29,48 +30,77 @@ _MEASURED = (
 )
 
 
+@dataclass(frozen=True)
+class Probes:
+    """Seconds that a rank's own verbs take, and how ranks tell each other; all ranks call alike."""
+
+    seconds: Callable[[Callable[[], object]], float]  # that something takes
+    exchange: Callable[[], float]
+    send_expert: Callable[[], float]
+    plan: Callable[[], float]
+    gather: Callable[[NDArray[np.float64]], NDArray[np.float64]]  # (n,) of a rank -> (R, n)
+
+
 def agreed_costs(
     config: BalanceConfig,
     shape: ExpertShape,
     layer: LayerSlots,
-    fabric: HostFabric,
+    probes: Probes,
     run_layer: Callable[[int], None],
 ) -> CostModel:
     """The configured cost model, or the mean of what the ranks measure; the same on every rank."""
     if config.costs:
         return CostModel.from_json(config.costs)
-    own = measure_costs(shape, layer, fabric, run_layer)
+    own = _measure_costs(shape, layer, probes, run_layer)
     measured = np.array([getattr(own, name) for name in _MEASURED], dtype=np.float64)
-    agreed = fabric.exchange(measured.view(np.int64)).view(np.float64).mean(axis=0)
+    agreed = probes.gather(measured).mean(axis=0)
     return replace(own, **dict(zip(_MEASURED, agreed.tolist(), strict=True)))
 
 
-def measure_costs(
-    shape: ExpertShape,
-    layer: LayerSlots,
-    fabric: HostFabric,
-    run_layer: Callable[[int], None],
+def _measure_costs(
+    shape: ExpertShape, layer: LayerSlots, probes: Probes, run_layer: Callable[[int], None]
 ) -> CostModel:
-    """Time a layer, a copy into a slot, an exchange and a plan; all ranks together.
+    """Time a layer, an expert's transfer, an exchange and a plan; all ranks together.
 
     ``run_layer`` computes and combines a batch that gives every rank so many assignments. A share
     of that, the sum over ranks, does not grow with a rank's load; it is taken as if it did.
     """
     sizes = [rows * shape.num_masters for rows in _ROWS_PER_MASTER]
     run_layer(sizes[0])
-    samples = [(float(size), _best(partial(run_layer, size))) for size in sizes]
+    samples = [(float(size), probes.seconds(partial(run_layer, size))) for size in sizes]
     line = fit(samples)
     expert_bytes = int(layer.expert_bytes.sum())
-    exchange = _best(lambda: [fabric.exchange(np.zeros(1, np.int64)) for _ in range(_EXCHANGES)])
-    loads = np.zeros((shape.num_ranks, shape.num_logical_experts), dtype=np.int64)
-    loads[:, : shape.num_masters] = 1 + np.arange(shape.num_masters)
     return CostModel(
         seconds_per_assignment=line.slope,
         base_seconds=line.intercept,
         bytes_per_expert=expert_bytes,
-        link_bytes_per_second=expert_bytes / _best(lambda: _copy_one_expert(layer, shape)),
-        exchange_seconds=exchange / _EXCHANGES,
-        plan_seconds=_best(lambda: plan_quota(loads, shape, 0)),
+        exchange_seconds=probes.exchange(),
+        link_bytes_per_second=expert_bytes / probes.send_expert(),
+        plan_seconds=probes.plan(),
+    )
+
+
+def probe_loads(shape: ExpertShape) -> NDArray[np.int64]:
+    """(R, E) for timing a plan: all that one rank's experts can be asked for."""
+    loads = np.zeros((shape.num_ranks, shape.num_logical_experts), dtype=np.int64)
+    loads[:, : shape.num_masters] = 1 + np.arange(shape.num_masters)
+    return loads
+
+
+def host_probes(shape: ExpertShape, layer: LayerSlots, fabric: HostFabric) -> Probes:
+    """Of ranks on one host."""
+    loads = probe_loads(shape)
+
+    def exchange() -> float:
+        row = np.zeros(1, np.int64)
+        return _best(lambda: [fabric.exchange(row) for _ in range(_EXCHANGES)]) / _EXCHANGES
+
+    return Probes(
+        seconds=_best,
+        exchange=exchange,
+        send_expert=lambda: _best(lambda: _copy_one_expert(layer, shape)),
+        plan=lambda: _best(lambda: plan_quota(loads, shape, 0)),
+        gather=lambda values: fabric.exchange(values.view(np.int64)).view(np.float64),
     )
 
 

@@ -65,7 +65,7 @@ class _Card:
 class DeviceFabric:
     """Exchange and streaming between the ranks of one domain.
 
-    ``exchange``, ``stream`` and ``wait_slots`` only launch kernels; the host never waits in them.
+    The host never waits in ``exchange``, ``stream``, ``wait_slots`` and ``report``: they launch.
     """
 
     def __init__(
@@ -94,6 +94,8 @@ class DeviceFabric:
         self.limits = limits
         self.epoch = new_epoch(driver.device)
         self.status = new_status(driver.device)
+        # bits of the status are never cleared, so the host may look at its copy at any time
+        self._reported = torch.zeros(1, dtype=torch.int32, pin_memory=driver.device.type == "cuda")
         self._driver = driver
         inbox = inbox_bytes(len(self.domain), limits.row_width)
         with ExitStack() as undo:
@@ -151,10 +153,20 @@ class DeviceFabric:
         """Hold the stream until this rank's filled slots, ``slot_expert`` (R, S), have arrived."""
         await_slots(slot_expert, layer, self.rank, self.epoch, self.status, self.limits.max_looks)
 
+    def report(self) -> None:
+        """Tell the host, in stream order, whether a wait was given up."""
+        self._reported.copy_(self.status, non_blocking=True)
+
+    def check_peers(self) -> None:
+        """Raise PeerTimeoutError if a wait was given up before the last ``report`` that is done."""
+        self._require_ok(int(self._reported[0]))
+
     def require_peers(self) -> None:
         """Raise PeerTimeoutError if a wait was given up. Waits for the device."""
-        status = DeviceStatus(int(self.status.item()))
-        late = [what for bit, what in _TIMEOUTS.items() if bit in status]
+        self._require_ok(int(self.status.item()))
+
+    def _require_ok(self, status: int) -> None:
+        late = [what for bit, what in _TIMEOUTS.items() if bit in DeviceStatus(status)]
         if late:
             raise PeerTimeoutError(
                 f"rank {self.rank} gave up waiting for {' and '.join(late)}; "

@@ -66,7 +66,13 @@ class DeviceSlotPool:
         self._shared: dict[tuple[int, int, int], tuple[Allocation, int]] = {}
         self._arena = _Arena(address=0, offset=0, size=0)
         self._num_layers = 0
+        self._extra_bytes = 0
         self._undo = ExitStack()
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes that the slots cost: all memory made here, without the masters in it."""
+        return self.size + self._extra_bytes
 
     @property
     def size(self) -> int:
@@ -102,6 +108,7 @@ class DeviceSlotPool:
         self._undo.close()
         self.regions.clear()
         self._shared.clear()
+        self._extra_bytes = 0
         self._arena = _Arena(address=0, offset=0, size=0)
 
     def _layout_of(self, tensor: torch.Tensor) -> _Layout:
@@ -141,6 +148,7 @@ class DeviceSlotPool:
             return masters.new_empty(shape), 0
         place = self._pack if self._is_packed(layout) else self._alias
         address, offset = place(index, layout)
+        self._extra_bytes -= layout.master_bytes
         size = (layout.num_masters + self.num_slots) * layout.expert_bytes
         window = self._driver.tensor(address, size).view(masters.dtype)
         alias = window.as_strided(shape, layout.strides)
@@ -157,6 +165,7 @@ class DeviceSlotPool:
         region, offset = self._region(index, layout.expert_bytes)
         with ExitStack() as undo:
             front = create(self._driver, layout.master_bytes, undo)
+            self._extra_bytes += front.size
             mapped = MappedMemory(self._driver, [front, region])
             undo.callback(mapped.close)
             self._undo.callback(undo.pop_all().close)

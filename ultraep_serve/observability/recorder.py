@@ -227,6 +227,11 @@ class Recorder:
             except _BAD_VALUE as error:
                 self._lose(error)
 
+    def count_lost(self) -> None:
+        """Count a record that its maker had no room for."""
+        with self._lock:
+            self._lose(BufferError("no room to keep it until the device was done"))
+
     def set_state(self, state: RingState) -> None:
         """Say how far this rank has come; nothing happens after ``close``."""
         self._store(_STATE, state)

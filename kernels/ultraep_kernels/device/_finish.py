@@ -5,14 +5,24 @@ import triton.language as tl
 
 from ultraep_kernels.device._attempt import valid_total
 from ultraep_kernels.device._search import NO_KEY, rank_loads
-from ultraep_kernels.device.status import IMPOSSIBLE_LOADS
+from ultraep_kernels.device.row import CHECKSUM, POLICY, THRESHOLD, UNKNOWN
+from ultraep_kernels.device.status import IMPOSSIBLE_LOADS, TIMEOUTS
 
-__all__ = ["BALANCED", "DOUBT", "PLANNED", "UNPROFITABLE", "decide_kernel", "finish_kernel"]
+__all__ = ["decide_kernel", "finish_kernel"]
 
 PLANNED = tl.constexpr(0)  # numbers of ultraep_serve.types.Decision
+FORCED = tl.constexpr(1)
+POLICY_OFF = tl.constexpr(3)
 BALANCED = tl.constexpr(4)
 DOUBT = tl.constexpr(5)
 UNPROFITABLE = tl.constexpr(6)
+QUOTA = tl.constexpr(1)  # codes of ultraep_serve.types.Policy
+IDEAL = tl.constexpr(2)
+_MILLION = tl.constexpr(10**6)
+_CHECKSUM = tl.constexpr(CHECKSUM)
+_POLICY = tl.constexpr(POLICY)
+_THRESHOLD = tl.constexpr(THRESHOLD)
+_UNKNOWN = tl.constexpr(UNKNOWN)
 
 
 @triton.jit
@@ -51,12 +61,12 @@ def decide_kernel(
     expert_load_ptr,  # (E,) int32
     keys_ptr,  # (domains, LIMIT + 2) int64
     reached_ptr,  # (domains, LIMIT, 2) int32
-    doubts_ptr,  # (R,) integers: not 0 where a rank's loads are in doubt
-    stride_doubts,
+    rows_ptr,  # (R, .) int32: every rank's row, of which the header is read
+    stride_rows,
     winners_ptr,  # (domains,) int32, out: attempt to take, -1 the identity
     decision_ptr,  # (1,) int32, out
     status_ptr,  # (1,) int32
-    most_over_mean,  # imbalance up to which nothing is done, in 1 / 2**20
+    threshold,  # imbalance up to which nothing is done, in millionths; rank 0's row may overrule it
     per_assignment,  # picoseconds
     per_read,
     per_sent,
@@ -66,7 +76,7 @@ def decide_kernel(
     DOMAIN_SIZE: tl.constexpr,
     FIRST: tl.constexpr,
     LIMIT: tl.constexpr,  # 0: no attempt was made
-    HAS_DOUBTS: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
     HAS_GATE: tl.constexpr,
     BLOCK_ALL_EXPERTS: tl.constexpr,
     BLOCK_RANKS: tl.constexpr,
@@ -110,16 +120,27 @@ def decide_kernel(
         )
         pays = (hoped > per_plan) & (saved > per_plan)
         decision = tl.where(pays, PLANNED, UNPROFITABLE)
-        over_mean = (before.to(tl.int64) * NUM_RANKS) << 20
-        decision = tl.where(over_mean <= total * most_over_mean, BALANCED, decision)
-    if HAS_DOUBTS:
+        if HAS_ROWS:
+            asked = tl.load(rows_ptr + _THRESHOLD)
+            threshold = tl.where(asked >= _MILLION, asked, threshold)
+        over_mean = before.to(tl.int64) * (NUM_RANKS * _MILLION)
+        decision = tl.where(over_mean <= total * threshold, BALANCED, decision)
+    if HAS_ROWS:
         ranks = tl.arange(0, BLOCK_RANKS)
-        doubts = tl.load(doubts_ptr + ranks * stride_doubts, mask=ranks < NUM_RANKS, other=0)
-        doubtful = tl.max((doubts != 0).to(tl.int32), axis=0) > 0
+        exists = ranks < NUM_RANKS
+        first = tl.load(rows_ptr + _CHECKSUM)
+        unknown = tl.load(rows_ptr + ranks * stride_rows + _UNKNOWN, mask=exists, other=0)
+        checksum = tl.load(rows_ptr + ranks * stride_rows + _CHECKSUM, mask=exists, other=first)
+        doubtful = tl.max(((unknown != 0) | (checksum != first)).to(tl.int32), axis=0) > 0
+        doubtful = doubtful | ((tl.load(status_ptr) & TIMEOUTS) != 0)  # rows may never have come
+        policy = tl.load(rows_ptr + _POLICY)
+        decision = tl.where(policy == IDEAL, FORCED, decision)
         decision = tl.where(doubtful, DOUBT, decision)
     if valid_total(expert_load) == 0:
         tl.atomic_or(status_ptr, IMPOSSIBLE_LOADS)
         decision = before * 0 + DOUBT
+    if HAS_ROWS:
+        decision = tl.where((policy == QUOTA) | (policy == IDEAL), decision, POLICY_OFF)
     tl.store(decision_ptr, decision)
 
 
@@ -169,7 +190,7 @@ def finish_kernel(
     loads = tl.load(column_ptr, mask=exists, other=0).to(tl.int32)
     share = _spread(loads, quota, ranks, expert, source, NUM_RANKS)
     own = tl.sum(tl.where(ranks == source, loads, 0), axis=0)
-    share = tl.where(decision == DOUBT, tl.where(ranks == owner, own, 0), share)
+    share = tl.where(decision == PLANNED, share, tl.where(ranks == owner, own, 0))
     tl.store(quota_ptr + expert * NUM_RANKS + ranks, quota, mask=exists)
     tl.store(share_ptr + expert * NUM_RANKS + ranks, share, mask=exists)
 

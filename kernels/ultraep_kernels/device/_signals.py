@@ -4,16 +4,23 @@ A flag holds the epoch it was last raised for and only grows, so it is never res
 release at system scope by one thread, after a barrier of its program; ``wait`` is an acquire before
 one: what any thread of the poster wrote before is seen by all threads of the waiter after.
 
+Every rank, and every layer, has the same memory mapped at an address of its own. Accesses through
+two addresses are ordered only where a proxy fence for aliases lies between them (PTX ISA, memory
+consistency model, proxies), so whoever has waited runs ``fence_aliases`` before anything is read.
+
 Memory of other processes must be passed as addresses in a tensor, never as a tensor: Triton's
 interpreter copies tensors back after a launch, over what other processes have written meanwhile.
 """
 
 import triton
 import triton.language as tl
+from triton import knobs
 
 from ultraep_kernels.device.status import TIMEOUTS
 
-__all__ = ["budget_of", "post", "read_flags", "wait"]
+__all__ = ["budget_of", "fence_aliases", "post", "read_flags", "wait"]
+
+_IS_INTERPRETED = tl.constexpr(knobs.runtime.interpret)  # host memory needs no such fence
 
 
 @triton.jit
@@ -31,8 +38,20 @@ def post(flag_address, epoch):
 
 
 @triton.jit
+def fence_aliases():
+    """Order what was written through other addresses before what is read through own ones after.
+
+    Every thread runs it, after the barrier that follows the wait.
+    """
+    if not _IS_INTERPRETED:
+        tl.inline_asm_elementwise(
+            "fence.proxy.alias; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
 def read_flags(flag_addresses, mask):
-    """Values of flags; what was written before they were raised is visible after a barrier."""
+    """Values of flags; what was written before is visible after a barrier and ``fence_aliases``."""
     pointers = flag_addresses.to(tl.pointer_type(tl.int64))
     zeros = flag_addresses * 0
     return tl.atomic_add(pointers, zeros, mask=mask, sem="acquire", scope="sys")
@@ -52,4 +71,5 @@ def wait(flag_address, epoch, max_looks, status_ptr, bit):
     if seen < epoch:
         tl.atomic_or(status_ptr, bit)
     tl.debug_barrier()
+    fence_aliases()
     return seen >= epoch

@@ -28,7 +28,7 @@ class Gate:
     The defaults follow every plan that lowers the load of the busiest rank.
     """
 
-    max_imbalance: float = 1.0  # loads at or below this max/mean are left alone; in 1 / 2**20
+    max_imbalance: float = 1.0  # loads at or below this max/mean are left alone; in millionths
     per_assignment: int = 1
     per_expert_read: int = 0
     per_expert_sent: int = 0
@@ -42,6 +42,7 @@ class DevicePlan:
     slot_expert: torch.Tensor  # (R, S) int32: logical expert in each slot, -1 empty
     quota: torch.Tensor  # (E, R) int32: assignments of expert e that rank r computes
     share: torch.Tensor  # (E, R) int32: this source rank's part of the quota
+    expert_load: torch.Tensor  # (E,) int32: assignments of each expert over all ranks
     decision: torch.Tensor  # (1,) int32: number of an ultraep_serve.types.Decision
 
 
@@ -53,7 +54,7 @@ def plan(
     *,
     domain_size: int | None = None,
     gate: Gate | None = None,
-    doubts: torch.Tensor | None = None,
+    rows: torch.Tensor | None = None,
 ) -> DevicePlan:
     """Plan one layer of one batch: the same slots and quotas on every rank, as on CPU.
 
@@ -67,7 +68,10 @@ def plan(
         domain_size: copies stay within contiguous groups of this many ranks; None is all ranks.
         gate: where the plan does not pass it, the identity is written and the decision says why;
             None follows every plan.
-        doubts: (R,) integers, may be apart: where any is not 0 the identity is written.
+        rows: (R, .) int32, all ranks' rows as ``row.write_row`` made them: rank 0's says whether
+            to plan at all (its policy), and may set another threshold than the gate's. Where a
+            rank saw unknown ids, checksums differ or ``status`` says that a wait was given up,
+            the identity is written.
     """
     num_ranks, num_experts = loads.shape
     if num_experts % num_ranks:
@@ -81,7 +85,6 @@ def plan(
     search = search_of(size, num_masters)
     limit = search.limit if slots and size > 1 else 0
     domains = triton.cdiv(num_ranks, size)
-    expert_load = torch.empty(num_experts, dtype=torch.int32, device=device)
     keys = torch.empty((domains, limit + 2), dtype=torch.int64, device=device)
     held = torch.empty((domains, limit, slots, size), dtype=torch.int32, device=device)
     quotas = torch.empty_like(held)
@@ -91,12 +94,13 @@ def plan(
         slot_expert=torch.empty((num_ranks, slots), dtype=torch.int32, device=device),
         quota=torch.empty((num_experts, num_ranks), dtype=torch.int32, device=device),
         share=torch.empty((num_experts, num_ranks), dtype=torch.int32, device=device),
+        expert_load=torch.empty(num_experts, dtype=torch.int32, device=device),
         decision=torch.empty(1, dtype=torch.int32, device=device),
     )
     sum_kernel[(triton.cdiv(num_experts, _BLOCK_COLUMNS),)](
         loads,
         loads.stride(0),
-        expert_load,
+        found.expert_load,
         NUM_RANKS=num_ranks,
         NUM_EXPERTS=num_experts,
         BLOCK_RANKS=_block(num_ranks),
@@ -117,7 +121,7 @@ def plan(
     }
     for wave in range(2 if limit else 0):
         attempt_kernel[(domains, limit - search.first if wave else search.first)](
-            expert_load,
+            found.expert_load,
             keys,
             held,
             quotas,
@@ -135,22 +139,22 @@ def plan(
         )
     limits = gate or Gate()
     decide_kernel[(1,)](
-        expert_load,
+        found.expert_load,
         keys,
         reached,
-        loads if doubts is None else doubts,
-        0 if doubts is None else doubts.stride(0),
+        loads if rows is None else rows,
+        0 if rows is None else rows.stride(0),
         winners,
         found.decision,
         status,
-        round(limits.max_imbalance * (1 << 20)),
+        round(limits.max_imbalance * 10**6),
         limits.per_assignment,
         limits.per_expert_read,
         limits.per_expert_sent,
         limits.plan,
         **shape,
         **blocks,
-        HAS_DOUBTS=doubts is not None,
+        HAS_ROWS=rows is not None,
         HAS_GATE=gate is not None,
         BLOCK_RANKS=_block(num_ranks),
         num_warps=1,
@@ -158,7 +162,7 @@ def plan(
     finish_kernel[(num_experts,)](
         loads,
         loads.stride(0),
-        expert_load,
+        found.expert_load,
         winners,
         found.decision,
         held,

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ultraep_kernels.device._signals import budget_of, post, read_flags, wait
+from ultraep_kernels.device._signals import budget_of, fence_aliases, post, read_flags, wait
 from ultraep_kernels.device.relays import Sends
 from ultraep_kernels.device.status import RELAY_TIMEOUT, SLOT_TIMEOUT
 
@@ -143,6 +143,8 @@ def _await_kernel(
                 looks += missing
         if missing > 0:
             tl.atomic_or(status_ptr, SLOT_TIMEOUT)
+        tl.debug_barrier()
+        fence_aliases()
 
 
 def stream(

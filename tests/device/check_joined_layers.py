@@ -1,0 +1,73 @@
+"""JoinedLayers on device parts, between processes (run by test_interpreted)."""
+
+import logging
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from balancer_rigs import CONFIG, LAYERS, SHAPES, masters_of, search_briefly, skewed
+
+from ultraep_serve.adapters.device_parts import DeviceParts
+from ultraep_serve.adapters.joining import JoinedLayers
+from ultraep_serve.balancer import TokenView
+from ultraep_serve.costs.model import CostModel
+from ultraep_serve.observability.reader import RingReader
+from ultraep_serve.observability.schema import RingState, ring_path
+from ultraep_serve.testing.host_driver import HostDriver
+from ultraep_serve.testing.ranks import fresh_run_path, run_ranks
+from ultraep_serve.types import Decision, ExpertShape
+
+
+def join(rank: int, run_path: Path, view: TokenView, costs: str) -> tuple[CostModel, list[int]]:
+    """Layers joined as an engine does it, on device parts; what was agreed on, and decisions."""
+    search_briefly()
+    shape = ExpertShape(2, 8, 1)
+    config = replace(CONFIG, run_dir=str(run_path), costs=costs)
+    driver = HostDriver()
+    layers = [
+        [torch.nn.Parameter(tensor, requires_grad=False) for tensor in masters_of(rank, i, 4)]
+        for i in range(LAYERS)
+    ]
+    sizes = []
+
+    def run_layer(num_assignments: int) -> None:
+        sizes.append(num_assignments)
+        time.sleep(num_assignments * 2e-5)
+
+    parts = DeviceParts(driver, config, shape, view, rank)
+    joined = JoinedLayers(config, shape, view, layers, rank, "test", run_layer, parts)
+    assert all(parameter.shape[0] == 5 for layer in layers for parameter in layer)
+    assert bool(sizes) != bool(costs)
+    assert 0 < parts.slot_bytes < driver.live_bytes
+    joined.mark_ready()
+    joined.log_ready(logging.getLogger("test"))
+    for layer in range(LAYERS):
+        ids = skewed(rank if view is TokenView.OWN else 0)
+        physical = joined.route(layer, ids, 100, 90)
+        assert torch.equal(physical < 0, ids < 0)
+        joined.computed()
+    ring = RingReader(ring_path(run_path, rank))
+    assert ring.header().state is RingState.READY
+    decisions = ring.recent()["decision"].tolist()
+    parts._fabric.exchange(torch.zeros(parts._fabric.limits.row_width, dtype=torch.int32))
+    return joined._costs, decisions
+
+
+def test_joined_layers_run_on_device_parts() -> None:
+    given = CostModel(1e-3, bytes_per_expert=1 << 10, link_bytes_per_second=1e9)
+    for view in TokenView:
+        with fresh_run_path() as run_path:
+            both = run_ranks(join, 2, run_path, view, given.to_json(), timeout_seconds=400.0)
+        assert both == [(given, [Decision.PLANNED] * LAYERS)] * 2
+
+
+def test_ranks_agree_on_the_costs_they_measure() -> None:
+    with fresh_run_path() as run_path:
+        both = run_ranks(join, 2, run_path, TokenView.SHARED, "", timeout_seconds=400.0)
+    (costs, decisions), other = both
+    assert (costs, decisions) == other  # whatever it is
+    assert costs.bytes_per_expert == sum(4 * torch.Size(shape).numel() for shape in SHAPES)
+    assert costs.seconds_per_assignment == pytest.approx(2e-5, rel=0.5)
+    assert min(costs.link_bytes_per_second, costs.exchange_seconds, costs.plan_seconds) > 0

@@ -1,0 +1,134 @@
+"""Balancing where experts live in GPU memory."""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from ultraep_kernels.device.plan import plan
+
+from ultraep_serve.adapters.measuring import Probes, agreed_costs, probe_loads
+from ultraep_serve.balancer import PolicySource, TokenView
+from ultraep_serve.config import BalanceConfig
+from ultraep_serve.costs.model import CostModel
+from ultraep_serve.cuda.balancer import DeviceBalancer, device_row_width, require_offered
+from ultraep_serve.cuda.driver import Driver
+from ultraep_serve.cuda.fabric import DeviceFabric, Limits
+from ultraep_serve.cuda.meeting import SocketMeeting
+from ultraep_serve.cuda.slots import DeviceSlotPool
+from ultraep_serve.cuda.timing import device_seconds, replayed_seconds
+from ultraep_serve.observability.recorder import Recorder
+from ultraep_serve.slots import LayerSlots
+from ultraep_serve.types import ExpertShape
+
+__all__ = ["DeviceParts"]
+
+_LOOKS_PER_SECOND = 1_000_000  # at a flag, about: one is an atomic operation of half a microsecond
+_MOST_LOOKS = (1 << 31) - 1
+_CONNECT_FACTOR = 20  # loading a model takes longer than a batch, as for HostFabric
+
+
+class DeviceParts:
+    """``Parts`` of ranks whose GPUs one host holds; they meet in the run directory."""
+
+    def __init__(
+        self,
+        driver: Driver,
+        config: BalanceConfig,
+        shape: ExpertShape,
+        view: TokenView,
+        rank: int,
+    ) -> None:
+        """Raises ConfigError for a policy that is not offered on GPUs."""
+        require_offered(config)
+        self._config, self._shape, self._view, self._rank = config, shape, view, rank
+        self._driver, self._device = driver, driver.device
+        self._layers: list[LayerSlots] = []
+        per_layer = config.slot_memory == "per_layer"
+        slots, chunk = shape.num_replica_slots, config.chunk_bytes
+        self._pool = DeviceSlotPool(driver, slots, chunk, per_layer)
+
+    @property
+    def slot_bytes(self) -> int:
+        return self._pool.slot_bytes
+
+    def adopt(self, masters: list[torch.Tensor]) -> LayerSlots:
+        self._layers.append(self._pool.adopt(masters))
+        return self._layers[-1]
+
+    def meet(self) -> None:
+        config, shape = self._config, self._shape
+        limits = Limits(
+            row_width=device_row_width(shape.num_logical_experts, self._view),
+            max_chunks=max(layer.chunks.shape[0] for layer in self._layers),
+            max_looks=min(round(config.timeout_seconds * _LOOKS_PER_SECOND), _MOST_LOOKS),
+            num_programs=_num_programs(self._device),
+        )
+        patience = config.timeout_seconds * _CONNECT_FACTOR
+        meeting = SocketMeeting(config.run_path, self._rank, shape.num_ranks, patience)
+        self._fabric = DeviceFabric(
+            self._driver, self._pool, meeting, self._rank, shape.num_ranks, limits
+        )
+
+    def agree_on_costs(self, run_layer: Callable[[int], None]) -> CostModel:
+        layer = self._layers[0]
+        return agreed_costs(self._config, self._shape, layer, self._probes(layer), run_layer)
+
+    def make_balancer(
+        self, policies: PolicySource | None, recorder: Recorder, costs: CostModel
+    ) -> DeviceBalancer:
+        balancer = DeviceBalancer(
+            self._config,
+            self._shape,
+            self._view,
+            self._layers,
+            self._fabric,
+            policies,
+            recorder,
+            costs.integer_costs(),
+        )
+        balancer.warm_up()
+        return balancer
+
+    def _probes(self, layer: LayerSlots) -> Probes:
+        """Timed on the device; small verbs from CUDA graphs, where the host does not slow them."""
+        shape, device, fabric = self._shape, self._device, self._fabric
+        row = torch.zeros(fabric.limits.row_width, dtype=torch.int32, device=device)
+        loads = torch.from_numpy(probe_loads(shape)).int().to(device)
+        slots, status = shape.num_replica_slots, fabric.status
+        return Probes(
+            seconds=lambda action: device_seconds(device, action),
+            exchange=lambda: replayed_seconds(device, lambda: fabric.exchange(row)),
+            send_expert=lambda: replayed_seconds(device, self._sender(layer)),
+            plan=lambda: replayed_seconds(device, lambda: plan(loads, slots, 0, status)),
+            gather=self._gather,
+        )
+
+    def _sender(self, layer: LayerSlots) -> Callable[[], object]:
+        """Every rank sends an expert to the one before it; without slots, copies one in place."""
+        shape = self._shape
+        if not shape.num_replica_slots:
+            return lambda: [tensor[0].copy_(tensor[0].clone()) for tensor in layer.tensors]
+        tables = self._fabric.tables(layer)
+        slot_expert = np.full((shape.num_ranks, shape.num_replica_slots), -1, np.int32)
+        slot_expert[:, 0] = (np.arange(shape.num_ranks) + 1) % shape.num_ranks * shape.num_masters
+        on_device = torch.from_numpy(slot_expert).to(self._device)
+        return lambda: self._fabric.stream(tables, on_device, shape.num_masters, "never")
+
+    def _gather(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+        """All ranks' values (R, n), in rows as the exchange takes them. Waits for the device."""
+        width = self._fabric.limits.row_width
+        words = values.view(np.int32)
+        padded = np.zeros(-(-words.size // width) * width, np.int32)
+        padded[: words.size] = words
+        pieces = torch.from_numpy(padded).to(self._device).view(-1, width)
+        rows = torch.cat([self._fabric.exchange(piece) for piece in pieces], dim=1).cpu()
+        self._fabric.require_peers()
+        return np.ascontiguousarray(rows.numpy()[:, : words.size]).view(np.float64)
+
+
+def _num_programs(device: torch.device) -> int:
+    """Senders of a stream, one to a multiprocessor; as many relays fit beside them."""
+    if device.type != "cuda":
+        return 2
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

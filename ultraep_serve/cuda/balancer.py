@@ -1,0 +1,286 @@
+"""The data flow on the device, for which the host never waits; twin of ``ultraep_serve.balancer``.
+
+Its answers are the same. What the host decides there, kernels decide here: the host only launches,
+the same for every batch, so that any of it can be captured in a CUDA graph. What came of a layer it
+learns from notes that are done when it comes by again.
+"""
+
+import logging
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from ultraep_kernels.device.count import Counted, count
+from ultraep_kernels.device.outcome import Outcome, outcome_width, pack_outcome, unpack_outcome
+from ultraep_kernels.device.plan import DevicePlan, Gate, plan
+from ultraep_kernels.device.reroute import reroute
+from ultraep_kernels.device.row import HEADER_WIDTH, write_row
+from ultraep_kernels.stream import relay_parents
+
+from ultraep_serve.balancer import (
+    PolicySource,
+    TokenView,
+    experts_sent,
+    forced_ids,
+    identity_table,
+    master_ids,
+)
+from ultraep_serve.config import BalanceConfig
+from ultraep_serve.costs.model import IntegerCosts
+from ultraep_serve.cuda.fabric import DeviceFabric
+from ultraep_serve.cuda.recording import Lap, Ledger, Note, Unnoted, is_capturing
+from ultraep_serve.errors import ConfigError
+from ultraep_serve.observability.recorder import Recorder
+from ultraep_serve.slots import LayerSlots
+from ultraep_serve.types import Decision, ExpertShape, Policy, Verb
+
+__all__ = ["DeviceBalancer", "device_row_width", "require_offered"]
+
+logger = logging.getLogger(__name__)
+
+_LARGEST = np.iinfo(np.int32).max
+_WARM_UP_IDS = (257, 2048)  # Triton compiles apart what 16 divides and what it does not
+_BATCHES_ON_THEIR_WAY = 2  # whose records the host may be behind the device
+
+
+def device_row_width(num_logical_experts: int, view: TokenView) -> int:
+    """int32 that a rank contributes to an exchange; loads travel only where they differ."""
+    return HEADER_WIDTH + (num_logical_experts if view is TokenView.OWN else 0)
+
+
+def require_offered(config: BalanceConfig) -> None:
+    """Raise ConfigError for a policy that no kernel plans."""
+    if config.policy is Policy.EPLB:
+        raise ConfigError("policy 'eplb' is not offered on GPUs; legal there: off, quota, ideal")
+
+
+class DeviceBalancer:
+    """Balances the MoE layers of one rank. All ranks must call ``route`` in the same order.
+
+    Differences to ``Balancer``: while the policy is off at run time, loads are still exchanged,
+    since only the device knows. Policy eplb, asked for at run time, counts as off, and so does
+    ideal without ``allow_ideal``. Relays follow the published rule, whatever they cost.
+
+    Records come when the host comes by after the device is done, at a later ``route`` or
+    ``computed``; where more layers than those of two batches are on their way, one is lost and
+    counted. Nothing is recorded while a CUDA graph is captured, nor when one is replayed; a replay
+    obeys the policy that rank 0 last read in a ``route``.
+
+    A wait that was given up is noticed at the first ``route`` after the device has said so; what
+    was computed in between is wrong, and the engine must not answer with it: it is restarted.
+    """
+
+    def __init__(
+        self,
+        config: BalanceConfig,
+        shape: ExpertShape,
+        view: TokenView,
+        layers: list[LayerSlots],
+        fabric: DeviceFabric,
+        policies: PolicySource | None,
+        recorder: Recorder,
+        costs: IntegerCosts | None = None,
+    ) -> None:
+        """Arguments as for ``Balancer``; all ranks of ``fabric`` are in one domain.
+
+        Raises ConfigError for a policy that is not offered.
+        """
+        require_offered(config)
+        assert len(fabric.domain) == shape.num_ranks, "loads do not cross domains here"
+        self.config = config
+        self.shape = shape
+        self._view = view
+        self._fabric = fabric
+        self._policies = policies
+        self._recorder = recorder
+        self._gate = _gate_of(config, costs)
+        self._tables = [fabric.tables(layer) for layer in layers]
+        self._expert_bytes = [int(layer.expert_bytes.sum()) for layer in layers]
+        experts, ranks, slots = shape.num_logical_experts, shape.num_ranks, shape.num_replica_slots
+        self._device = device = fabric.status.device
+        self._identity = torch.from_numpy(identity_table(experts, ranks, slots)).to(device)
+        # The host writes its choice whenever it likes; the device takes it at layer 0 of a batch.
+        self._asked = torch.zeros(2, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._choice = torch.zeros(2, dtype=torch.int32, device=device)
+        self._shared_loads = torch.zeros((ranks, experts), dtype=torch.int32, device=device)
+        self._ledger = Ledger(
+            device, outcome_width(experts, ranks, slots), _BATCHES_ON_THEIR_WAY * len(layers)
+        )
+        self._batch = 0
+        self._warned: set[str] = set()
+
+    def route(self, layer: int, topk_ids: torch.Tensor, batch_tokens: int) -> torch.Tensor:
+        """Physical ids (T, K) int32 on the device for logical ``topk_ids`` (T, K), padding -1 kept.
+
+        ``layer`` counts MoE layers from 0 in the order they run, ``batch_tokens`` is the batch's
+        token count over all ranks. Raises PeerTimeoutError when a rank is gone, batches later.
+        """
+        self._fabric.check_peers()
+        capturing = is_capturing(self._device)
+        if layer == 0:
+            self._batch += not capturing
+            self._choose()
+        if not capturing:
+            self._record_what_is_done()
+        if batch_tokens < self.config.min_batch_tokens:
+            if layer == 0 and not capturing:
+                self._ledger.skip(Decision.SMALL)
+                self._record_what_is_done()
+            return self.identity(topk_ids)
+        if layer == 0 and self._policies is not None:
+            self._choice.copy_(self._asked, non_blocking=True)
+        note = None if capturing else self._ledger.open(layer, self._batch, batch_tokens)
+        if note is None and not capturing:
+            self._recorder.count_lost()
+        return self._balance(layer, topk_ids, note)
+
+    def computed(self) -> None:
+        """The engine has launched the layer that ``route`` was called for last."""
+        if not is_capturing(self._device):
+            self._ledger.close()
+            self._record_what_is_done()
+
+    def identity(self, topk_ids: torch.Tensor) -> torch.Tensor:
+        """Every assignment to its master, (T, K) int32; padding and unknown ids become -1."""
+        return master_ids(topk_ids, self._identity)
+
+    def warm_up(self) -> None:
+        """Compile every kernel, by routing nothing but padding; all ranks together."""
+        for num_ids in _WARM_UP_IDS:
+            for dtype in (torch.int32, torch.int64):  # routers give either
+                padding = torch.full((num_ids, 1), -1, dtype=dtype, device=self._device)
+                self._balance(0, padding, None)
+        self._fabric.require_peers()
+
+    def _balance(self, layer: int, topk_ids: torch.Tensor, note: Note | None) -> torch.Tensor:
+        watch: Lap = note or Unnoted()
+        counted = count(topk_ids, self.shape.num_logical_experts)
+        watch.lap(Verb.COUNT)
+        rows = self._exchange(counted)
+        watch.lap(Verb.EXCHANGE)
+        found = self._plan(rows, counted)
+        watch.lap(Verb.PLAN)
+        self._replicate(layer, found)
+        watch.lap(Verb.REPLICATE)
+        physical = self._reroute(topk_ids, counted, found)
+        watch.lap(Verb.REROUTE)
+        self._await(layer, found)
+        watch.lap(Verb.AWAIT)
+        self._fabric.report()
+        if note is not None:
+            note.fill(pack_outcome(found, rows))
+        return physical
+
+    def _choose(self) -> None:
+        """Rank 0 says what it would have; the others' choice stays off and does not count."""
+        if self._policies is None:
+            return
+        policy = self._policies.policy
+        ideal = policy is Policy.IDEAL and self.config.allow_ideal
+        if not (ideal or policy in (Policy.OFF, Policy.QUOTA)):
+            self._warn(f"policy {policy.value!r} is not offered here and counts as 'off'")
+            policy = Policy.OFF
+        self._asked[0] = policy.code
+        self._asked[1] = min(self._policies.max_imbalance_millionths, _LARGEST)
+
+    def _exchange(self, counted: Counted) -> torch.Tensor:
+        """Every rank's row (R, W) int32."""
+        has_load = self._view is TokenView.OWN
+        row = write_row(counted.load, counted.unknown, self._choice, has_load)
+        return self._fabric.exchange(row)
+
+    def _plan(self, rows: torch.Tensor, counted: Counted) -> DevicePlan:
+        """Tokens that all ranks see count as rank 0's, so that every rank splits them alike."""
+        loads, source = rows[:, HEADER_WIDTH:], self._fabric.rank
+        if self._view is TokenView.SHARED:
+            self._shared_loads[0] = counted.load
+            loads, source = self._shared_loads, 0
+        slots, status = self.shape.num_replica_slots, self._fabric.status
+        return plan(loads, slots, source, status, gate=self._gate, rows=rows)
+
+    def _replicate(self, layer: int, found: DevicePlan) -> None:
+        if self.shape.num_replica_slots:
+            masters, relay = self.shape.num_masters, self.config.relay
+            self._fabric.stream(self._tables[layer], found.slot_expert, masters, relay)
+
+    def _reroute(self, topk_ids: torch.Tensor, counted: Counted, found: DevicePlan) -> torch.Tensor:
+        masters, status = self.shape.num_masters, self._fabric.status
+        physical = reroute(topk_ids, counted, found.share, found.slot_expert, masters, status)
+        if self.config.allow_ideal:
+            forced = forced_ids(topk_ids, self._identity)
+            physical = torch.where(found.decision == Decision.FORCED, forced, physical)
+        return physical
+
+    def _await(self, layer: int, found: DevicePlan) -> None:
+        if self.shape.num_replica_slots:
+            self._fabric.wait_slots(self._tables[layer], found.slot_expert)
+
+    def _record_what_is_done(self) -> None:
+        for entry in self._ledger.drain():
+            if isinstance(entry, Note):
+                self._record(entry)
+            else:
+                self._recorder.count_batch(entry)
+
+    def _record(self, note: Note) -> None:
+        shape, rank = self.shape, self._fabric.rank
+        sizes = shape.num_logical_experts, shape.num_ranks, shape.num_replica_slots
+        outcome = unpack_outcome(note.values, *sizes)
+        decision = Decision(outcome.decision)
+        if decision is Decision.POLICY_OFF:  # of the whole batch, which counts once
+            if note.layer == 0:
+                self._recorder.count_batch(decision)
+            return
+        if decision is Decision.DOUBT:
+            self._warn("ids or loads differ between ranks; batches in doubt are not balanced")
+        before, after = _rank_loads(outcome, decision, shape)
+        slots, expert_bytes = outcome.slot_expert, self._expert_bytes[note.layer]
+        parents = relay_parents(slots, shape.num_masters, self.config.relay, shape.num_ranks)
+        self._recorder.record(
+            layer=note.layer,
+            batch=note.batch,
+            tokens=note.tokens,
+            decision=decision,
+            policy=list(Policy)[outcome.policy],
+            replicas=int((slots >= 0).sum()),
+            bytes_sent=experts_sent(rank, slots, parents, shape.num_masters) * expert_bytes,
+            bytes_received=int((slots[rank] >= 0).sum()) * expert_bytes,
+            verb_ns=note.nanoseconds,
+            load_before=before,
+            load_after=after,
+            slot_expert=slots,
+            slot_load=outcome.slot_load,
+            expert_load=outcome.expert_load,
+        )
+
+    def _warn(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            logger.warning("%s", text)
+
+
+def _gate_of(config: BalanceConfig, costs: IntegerCosts | None) -> Gate:
+    if costs is None:
+        return Gate(config.max_imbalance)
+    return Gate(
+        max_imbalance=config.max_imbalance,
+        per_assignment=costs.per_assignment,
+        per_expert_read=costs.per_expert_read,
+        per_expert_sent=costs.per_expert_sent,
+        plan=costs.plan,
+    )
+
+
+def _rank_loads(
+    outcome: Outcome, decision: Decision, shape: ExpertShape
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Assignments per rank (R,) where masters compute everything, and as they were computed."""
+    load = outcome.expert_load.astype(np.int64)
+    before: NDArray[np.int64] = load.reshape(shape.num_ranks, -1).sum(axis=1)
+    if decision is Decision.FORCED:
+        return before, np.full_like(before, before.sum() // before.size)
+    filled = outcome.slot_expert >= 0
+    after = before + outcome.slot_load.sum(axis=1)
+    owners = outcome.slot_expert[filled] // shape.num_masters
+    np.subtract.at(after, owners, outcome.slot_load[filled])
+    return before, after

@@ -1,0 +1,122 @@
+"""What a device tells its host of each layer, without the host ever waiting for it.
+
+A note is one layer of one batch: page-locked memory that a copy in stream order fills, and marks in
+the stream. The host looks at notes whose last mark has passed when it comes by again.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ultraep_serve.cuda.timing import new_mark
+from ultraep_serve.types import Decision, Verb
+
+__all__ = ["Lap", "Ledger", "Note", "Unnoted", "is_capturing"]
+
+
+class Lap(Protocol):
+    """What a layer's way through the verbs is noted by."""
+
+    def lap(self, verb: Verb) -> None:
+        """The stream's time since the last lap goes to ``verb``."""
+
+
+class Unnoted:
+    """Of a layer that nobody will hear of."""
+
+    def lap(self, verb: Verb) -> None:
+        pass
+
+
+class Note:
+    """One layer of one batch on its way to the host."""
+
+    def __init__(self, device: torch.device, num_values: int) -> None:
+        """Room for ``num_values`` int32."""
+        is_cuda = device.type == "cuda"
+        self._memory = torch.zeros(num_values, dtype=torch.int32, pin_memory=is_cuda)
+        self._marks: list[Any] = [new_mark(device) for _ in range(len(Verb) + 1)]
+        self.layer = self.batch = self.tokens = 0
+
+    def start(self, layer: int, batch: int, tokens: int) -> None:
+        """Begin anew, with the time of the first verb."""
+        self.layer, self.batch, self.tokens = layer, batch, tokens
+        self._marks[0].record()
+
+    def lap(self, verb: Verb) -> None:
+        """Every verb must come, in order."""
+        self._marks[verb + 1].record()
+
+    def fill(self, values: torch.Tensor) -> None:
+        """Copy ``values`` (num_values,) int32 here, in stream order."""
+        self._memory.copy_(values, non_blocking=True)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the device has passed the last verb, hence filled everything."""
+        return bool(self._marks[-1].query())
+
+    @property
+    def values(self) -> NDArray[np.int32]:
+        """What ``fill`` copied, once done; valid until the note is used again."""
+        return self._memory.numpy()
+
+    @property
+    def nanoseconds(self) -> list[int]:
+        """The device's time per Verb, once done."""
+        pairs = zip(self._marks, self._marks[1:], strict=False)
+        return [round(before.elapsed_time(after) * 1e6) for before, after in pairs]
+
+
+Entry: TypeAlias = Note | Decision  # a layer, or a batch that was skipped as a whole
+
+
+class Ledger:
+    """Notes of layers in the order they ran; some of them still on their way."""
+
+    def __init__(self, device: torch.device, num_values: int, capacity: int) -> None:
+        """At most ``capacity`` layers of ``num_values`` int32 are on their way at a time."""
+        self._free = [Note(device, num_values) for _ in range(capacity)]
+        self._open: Note | None = None
+        self._entries: deque[Entry] = deque()
+
+    def open(self, layer: int, batch: int, tokens: int) -> Note | None:
+        """A note for a layer that starts now, or None where there is no room.
+
+        One that was not closed until then is dropped.
+        """
+        if self._open is None and self._free:
+            self._open = self._free.pop()
+        if self._open is not None:
+            self._open.start(layer, batch, tokens)
+        return self._open
+
+    def close(self) -> None:
+        """The engine has computed the layer, in stream order."""
+        if self._open is not None:
+            self._open.lap(Verb.COMPUTE)
+            self._entries.append(self._open)
+            self._open = None
+
+    def skip(self, decision: Decision) -> None:
+        """A batch was skipped as a whole."""
+        self._entries.append(decision)
+
+    def drain(self) -> Iterator[Entry]:
+        """Everything that is done, in order; a note is used again after its turn."""
+        while self._entries:
+            entry = self._entries[0]
+            if isinstance(entry, Note) and not entry.is_done:
+                return
+            yield self._entries.popleft()
+            if isinstance(entry, Note):
+                self._free.append(entry)
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether what is launched now goes into a CUDA graph instead of being run."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
