@@ -18,24 +18,11 @@ import torch
 from numpy.typing import NDArray
 
 from ultraep_serve.errors import ConfigError, UnsupportedError
+from ultraep_serve.mappings import MAP_FIXED, READ_WRITE, map_memory, unmap_memory
 
 __all__ = ["LayerSlots", "SlotPool", "chunks_of"]
 
 _PAGE = mmap.PAGESIZE
-_MAP_FIXED = 0x10  # not exposed by the mmap module
-_MAP_FAILED = ctypes.c_void_p(-1).value
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_long,
-]
-_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 @dataclass(frozen=True)
@@ -91,7 +78,7 @@ class SlotPool:
     def close(self) -> None:
         """Unmap everything. Tensors returned by ``adopt`` must not be used afterwards."""
         for address, size in self._mappings:
-            _libc.munmap(address, size)
+            unmap_memory(address, size)
         self._mappings.clear()
         if self.descriptor >= 0:
             os.close(self.descriptor)
@@ -115,7 +102,7 @@ class SlotPool:
         base = _map(0, total, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
         self._mappings.append((base, total))
         if slot_bytes:
-            shared = mmap.MAP_SHARED | _MAP_FIXED
+            shared = mmap.MAP_SHARED | MAP_FIXED
             _map(base + front, _round_up(slot_bytes), shared, self.descriptor, offset)
         start = base + front - master_bytes
         window = (ctypes.c_uint8 * (master_bytes + slot_bytes)).from_address(start)
@@ -133,16 +120,16 @@ def map_pool(descriptor: int, size: int) -> int:
 def unmap(address: int, size: int) -> None:
     """Undo ``map_pool``."""
     if size:
-        _libc.munmap(address, size)
+        unmap_memory(address, size)
 
 
 def _map(address: int, size: int, flags: int, descriptor: int, offset: int) -> int:
-    protection = mmap.PROT_READ | mmap.PROT_WRITE
-    result = _libc.mmap(address or None, size, protection, flags, descriptor, offset)
-    if result == _MAP_FAILED:
-        reason = os.strerror(ctypes.get_errno())
-        raise ConfigError(f"cannot map {size} bytes for replica slots: {reason}; use fewer slots")
-    return int(result)
+    try:
+        return map_memory(address, size, READ_WRITE, flags, descriptor, offset)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot map {size} bytes for replica slots: {error.strerror}; use fewer slots"
+        ) from error
 
 
 def chunks_of(sizes: list[int], chunk_bytes: int) -> NDArray[np.int64]:

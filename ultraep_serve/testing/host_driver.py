@@ -13,25 +13,18 @@ from dataclasses import dataclass, field
 import torch
 
 from ultraep_serve.cuda.driver import HandleKind, Shareable, device_error
+from ultraep_serve.mappings import (
+    MAP_FIXED,
+    READ_WRITE,
+    map_memory,
+    protect_memory,
+    unmap_memory,
+)
 
 __all__ = ["HostDriver"]
 
-_MAP_FIXED = 0x10  # not exposed by the mmap module
-_NO_ACCESS, _ACCESS = 0, mmap.PROT_READ | mmap.PROT_WRITE
+_NO_ACCESS = 0
 _FABRIC_BYTES = 64
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_long,
-]
-_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-_libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 @dataclass
@@ -73,12 +66,12 @@ class HostDriver:
     def reserve(self, size: int) -> int:
         self._enter("reserve", size)
         whole = size + self.granularity
-        start = self._mmap(0, whole, _NO_ACCESS, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
+        start = map_memory(0, whole, _NO_ACCESS, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
         address = -(-start // self.granularity) * self.granularity
         if address > start:
-            _libc.munmap(start, address - start)
+            unmap_memory(start, address - start)
         if (tail := start + whole - address - size) > 0:
-            _libc.munmap(address + size, tail)
+            unmap_memory(address + size, tail)
         self.reserved[address] = size
         return address
 
@@ -86,7 +79,7 @@ class HostDriver:
         assert self.reserved.pop(address, None) == size, "no such range, or of another size"
         inside = [start for start in self.mapped if address <= start < address + size]
         assert not inside, "freed while memory is mapped in it"
-        _libc.munmap(address, size)
+        unmap_memory(address, size)
 
     def create(self, size: int) -> int:
         self._enter("create", size)
@@ -109,22 +102,22 @@ class HostDriver:
         assert all(
             end <= start or start + length <= address for start, (length, _) in self.mapped.items()
         ), "mapped twice"
-        flags = mmap.MAP_SHARED | _MAP_FIXED
-        self._mmap(address, size, _NO_ACCESS, flags, self.handles[handle].descriptor)
+        flags = mmap.MAP_SHARED | MAP_FIXED
+        map_memory(address, size, _NO_ACCESS, flags, self.handles[handle].descriptor)
         self.mapped[address] = (size, handle)
 
     def unmap(self, address: int, size: int) -> None:
         assert address in self.mapped, "unmapped twice, or never mapped"
         assert self.mapped.pop(address)[0] == size
         self.allowed.discard(address)
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
-        self._mmap(address, size, _NO_ACCESS, flags, -1)
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_FIXED
+        map_memory(address, size, _NO_ACCESS, flags, -1)
 
     def allow(self, address: int, size: int) -> None:
         self._enter("allow", size)
         inside = self._pieces(address, size)
         assert sum(self.mapped[start][0] for start in inside) == size, "not mapped all through"
-        _libc.mprotect(address, size, _ACCESS)
+        protect_memory(address, size, READ_WRITE)
         self.allowed.update(inside)
 
     def share(self, handle: int) -> Shareable:
@@ -179,8 +172,3 @@ class HostDriver:
         self._next_handle += 1
         self.handles[handle] = _Memory(descriptor, size)
         return handle
-
-    def _mmap(self, address: int, size: int, access: int, flags: int, descriptor: int) -> int:
-        result = _libc.mmap(address or None, size, access, flags, descriptor, 0)
-        assert result != ctypes.c_void_p(-1).value, os.strerror(ctypes.get_errno())
-        return int(result)

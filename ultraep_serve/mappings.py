@@ -1,0 +1,45 @@
+"""Address ranges of the C library, which Python's mmap module does not give: where, and why not."""
+
+import ctypes
+import mmap
+import os
+
+__all__ = ["MAP_FIXED", "READ_WRITE", "map_memory", "protect_memory", "unmap_memory"]
+
+MAP_FIXED = 0x10  # not exposed by the mmap module
+READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
+
+_FAILED = ctypes.c_void_p(-1).value
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+def map_memory(
+    address: int, size: int, protection: int, flags: int, descriptor: int, offset: int = 0
+) -> int:
+    """mmap(2): where ``size`` bytes are mapped, 0 letting the kernel choose. Raises OSError."""
+    result = _libc.mmap(address or None, size, protection, flags, descriptor, offset)
+    if result == _FAILED:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return int(result)
+
+
+def unmap_memory(address: int, size: int) -> None:
+    """munmap(2) of ranges that are known to be mapped."""
+    _libc.munmap(address, size)
+
+
+def protect_memory(address: int, size: int, protection: int) -> None:
+    """mprotect(2) of ranges that are known to be mapped."""
+    _libc.mprotect(address, size, protection)
