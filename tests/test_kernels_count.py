@@ -7,19 +7,10 @@ from ultraep_kernels.count import count, count_reference
 from ultraep_kernels.reroute import reroute, reroute_reference
 
 from ultraep_serve.policies import plan_quota
+from ultraep_serve.testing.ids import skewed_ids
 from ultraep_serve.types import ExpertShape, Plan
 
 SHAPES = [ExpertShape(2, 8, 2), ExpertShape(4, 28, 1), ExpertShape(8, 56, 2)]  # L = 7 is prime
-
-
-def skewed_ids(shape: ExpertShape, tokens: int, seed: int, top_k: int = 3) -> torch.Tensor:
-    """(T, K) distinct experts, hot ones first, every ninth token padding."""
-    rng = np.random.default_rng(seed)
-    experts = shape.num_logical_experts
-    noise = rng.gumbel(size=(tokens, experts)) - 1.5 * np.log(np.arange(1, experts + 1))
-    ids = np.argsort(-noise, axis=1)[:, :top_k].astype(np.int32)
-    ids[::9] = -1
-    return torch.from_numpy(ids)
 
 
 def edge_ids(shape: ExpertShape) -> dict[str, torch.Tensor]:

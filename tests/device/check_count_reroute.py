@@ -10,6 +10,7 @@ from ultraep_kernels.device.status import DeviceStatus, new_status
 from ultraep_kernels.reroute import reroute as reroute_cpu
 
 from ultraep_serve.policies import plan_quota
+from ultraep_serve.testing.ids import skewed_ids
 from ultraep_serve.types import ExpertShape, Plan
 
 SMALL = [
@@ -18,16 +19,6 @@ SMALL = [
     ExpertShape(8, 64, 1),
 ]
 LARGE = [ExpertShape(72, 504, 2), ExpertShape(64, 512, 4)]  # as large as it gets
-
-
-def skewed_ids(shape: ExpertShape, tokens: int, seed: int, top_k: int) -> torch.Tensor:
-    """(T, K) distinct experts, hot ones first, every ninth token padding."""
-    rng = np.random.default_rng(seed)
-    experts = shape.num_logical_experts
-    noise = rng.gumbel(size=(tokens, experts)) - 1.5 * np.log(np.arange(1, experts + 1))
-    ids = np.argsort(-noise, axis=1)[:, :top_k].astype(np.int32)
-    ids[::9] = -1
-    return torch.from_numpy(ids)
 
 
 def edge_ids(shape: ExpertShape) -> dict[str, torch.Tensor]:
