@@ -308,10 +308,15 @@ def test_several_hosts_are_refused(balanced: Any) -> None:
     assert "use expert parallelism on one host" in refusal(layer, config)
 
 
-def test_pipeline_stages_are_refused() -> None:
-    config = SimpleNamespace(parallel_config=SimpleNamespace(pipeline_parallel_size=2))
-    with pytest.raises(UnsupportedError, match="--pipeline-parallel-size 1"):
-        checks.check_model(config)  # type: ignore[arg-type]  # two fields are enough
+@pytest.mark.parametrize(
+    ("stages", "numbers", "message"),
+    [(2, (8, 8), "--pipeline-parallel-size 1"), (1, (8, 16), r"experts \[8, 16\] share no slots")],
+)
+def test_what_is_not_one_group_is_refused(stages: int, numbers: Any, message: str) -> None:
+    config = SimpleNamespace(parallel_config=SimpleNamespace(pipeline_parallel_size=stages))
+    layers = [SimpleNamespace(global_num_experts=number) for number in numbers]
+    with pytest.raises(UnsupportedError, match=message):
+        checks.check_model(config, layers)  # type: ignore[arg-type]  # these fields are enough
 
 
 def test_tensor_and_data_parallelism_need_tokens_of_their_own(balanced: Any) -> None:

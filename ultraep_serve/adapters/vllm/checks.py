@@ -1,6 +1,7 @@
 """What this adapter was verified against, and what it refuses."""
 
 import inspect
+from collections.abc import Sequence
 from importlib import metadata
 
 from vllm.config import VllmConfig
@@ -64,12 +65,17 @@ def check_engine() -> None:
         )
 
 
-def check_model(vllm_config: VllmConfig) -> None:
-    """Raise UnsupportedError, naming the remedy, if the ranks cannot be joined into one group."""
+def check_model(vllm_config: VllmConfig, layers: Sequence[RoutedExperts]) -> None:
+    """Raise UnsupportedError, naming the remedy, if all of it cannot be joined into one group."""
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
         raise UnsupportedError(
             "pipeline parallelism is not there yet: its stages balance apart from each other; "
             f"use --pipeline-parallel-size 1, {_REMEDY}"
+        )
+    if len(numbers := {layer.global_num_experts for layer in layers}) > 1:
+        raise UnsupportedError(
+            f"MoE layers with different numbers of experts {sorted(numbers)} share no slots; "
+            "serve without balancing: --on-unsupported=off"
         )
 
 

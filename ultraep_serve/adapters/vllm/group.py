@@ -137,7 +137,7 @@ class ExpertGroup:
     def _finish_loading(self) -> None:
         if self._config.policy is not Policy.OFF:
             try:
-                check_model(self.vllm_config)
+                check_model(self.vllm_config, self._layers)
                 for layer in self._layers:
                     check_layer(layer)
                     self._execution.check(layer)
