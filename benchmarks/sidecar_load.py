@@ -29,7 +29,8 @@ from ultraep_serve.types import Decision, ExpertShape, Policy
 
 NUM_LAYERS = 16
 PATHS = ("/v1/balance", "/v1/overview", "/v1/balance/batches", "/metrics", "/readyz")
-BURSTS_PER_SECOND = 100
+BURSTS_PER_SECOND = 25
+START_SECONDS = 60
 
 
 def write(run_dir: str, rank: int, shape: ExpertShape, per_second: int, stop: Any) -> None:
@@ -38,36 +39,39 @@ def write(run_dir: str, rank: int, shape: ExpertShape, per_second: int, stop: An
         Path(run_dir), rank, shape, NUM_LAYERS, 4096, "load", "data", 0, 60.0
     )
     recorder.set_state(RingState.READY)
-    burst = per_second // BURSTS_PER_SECOND
-    number, due = 0, time.monotonic()
+    burst = per_second // BURSTS_PER_SECOND // NUM_LAYERS
+    batch, due = 0, time.monotonic()
     while not stop.is_set():
         for _ in range(burst):
-            write_one(recorder, number, shape)
-            number += 1
-        due += 1 / BURSTS_PER_SECOND
-        time.sleep(max(0.0, due - time.monotonic()))
+            write_batch(recorder, batch, shape)
+            batch += 1
+        # Who has fallen behind does not catch up: the pace reached is part of the result.
+        now = time.monotonic()
+        due = max(due + 1 / BURSTS_PER_SECOND, now)
+        time.sleep(due - now)
     recorder.close()
 
 
-def write_one(recorder: Recorder, number: int, shape: ExpertShape) -> None:
-    """Record ``number``: every load follows from its batch."""
-    batch, layer = divmod(number, NUM_LAYERS)
+def write_batch(recorder: Recorder, batch: int, shape: ExpertShape) -> None:
+    """Record all layers of ``batch``, from whose number every load follows."""
     loads = np.full(shape.num_ranks, 1 + batch % 1000)
-    recorder.record(
-        layer=layer,
-        batch=batch,
-        tokens=1024,
-        decision=Decision.PLANNED,
-        policy=Policy.QUOTA,
-        replicas=1,
-        bytes_sent=1000,
-        bytes_received=1000,
-        verb_ns=[1000] * 7,
-        load_before=loads,
-        load_after=loads,
-        slot_expert=None,
-        expert_load=np.full(shape.num_logical_experts, 1 + batch % 1000),
-    )
+    expert_load = np.full(shape.num_logical_experts, 1 + batch % 1000)
+    for layer in range(NUM_LAYERS):
+        recorder.record(
+            layer=layer,
+            batch=batch,
+            tokens=1024,
+            decision=Decision.PLANNED,
+            policy=Policy.QUOTA,
+            replicas=1,
+            bytes_sent=1000,
+            bytes_received=1000,
+            verb_ns=[1000] * 7,
+            load_before=loads,
+            load_after=loads,
+            slot_expert=None,
+            expert_load=expert_load,
+        )
 
 
 @dataclass
@@ -76,11 +80,14 @@ class Answers:
 
     seconds: dict[str, list[float]] = field(default_factory=dict)
     lost: int = 0  # no answer, or not 200
+    not_ready: int = 0  # 503 of /readyz: a rank's heartbeat was late, as on a busy machine
     torn: int = 0  # an imbalance other than 1 somewhere
 
     def add(self, path: str, took: float, answer: httpx.Response) -> None:
         self.seconds.setdefault(path, []).append(took)
-        if answer.status_code != 200:
+        if path == "/readyz" and answer.status_code == 503:
+            self.not_ready += 1
+        elif answer.status_code != 200:
             self.lost += 1
         elif path == "/v1/balance":
             imbalance = answer.json()["imbalance"]
@@ -152,7 +159,7 @@ async def measure(
     answers, memory, _ = await asyncio.gather(
         ask(url, settings.clients, until, settings.pause), watch_memory(pid, until), read_along()
     )
-    metrics = httpx.get(f"{url}/metrics").text.splitlines()
+    metrics = httpx.get(f"{url}/metrics", timeout=60).text.splitlines()
     missed = sum(
         float(line.rsplit(" ", 1)[1])
         for line in metrics
@@ -162,6 +169,7 @@ async def measure(
     return {
         "responses": sum(map(len, answers.seconds.values())),
         "lost_responses": answers.lost,
+        "not_ready_responses": answers.not_ready,
         "torn_records": torn + answers.torn,
         "records_missed_by_the_sidecar": int(missed),
         "latency_ms": {path: latency(took) for path, took in sorted(answers.seconds.items())},
@@ -238,7 +246,10 @@ def run_sidecar(run_dir: Path, settings: argparse.Namespace) -> dict[str, Any]:
     sidecar = subprocess.Popen([*command, "--port", str(port)])
     url = f"http://127.0.0.1:{port}"
     try:
+        deadline = time.monotonic() + START_SECONDS
         while not is_ready(url):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"not every rank was ready within {START_SECONDS} s")
             time.sleep(0.5)
         before = records_written(run_dir, settings.ranks)
         began = time.monotonic()

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -162,6 +163,14 @@ def test_an_overview_without_an_engine(tmp_path: Path) -> None:
     assert "run" in overview["reasons"]
 
 
+def test_a_switch_is_seen_at_once(tmp_path: Path, run: SyntheticRun) -> None:
+    settings = SidecarSettings(reuse_seconds=3600)
+    client = TestClient(create_app(tmp_path, TOKEN, False, settings=settings))
+    for policy in ("eplb", "off", "quota"):
+        client.post("/v1/control/policy", json={"policy": policy}, headers=BEARER)
+        assert client.get("/v1/config").json()["policy"] == policy
+
+
 def test_pause_and_resume(run: SyntheticRun, client: TestClient) -> None:
     for action in ("pause", "resume"):
         assert client.post(f"/v1/control/{action}").status_code == 401
@@ -295,6 +304,27 @@ def test_answers_are_shared_for_a_moment() -> None:
         answers.encoded(key, make)
     answers.encoded("a", make)  # has given way
     assert len(made) == 103
+
+
+def test_an_answer_is_made_anew_behind_those_who_ask() -> None:
+    made, may_end = [threading.Event(), threading.Event()], threading.Event()
+
+    def make() -> RankList:
+        if not made[0].is_set():
+            made[0].set()
+            return RankList(True, [])
+        may_end.wait(60)
+        made[1].set()
+        return RankList(False, [])
+
+    answers = Answers(reuse_seconds=3600)
+    first = answers.encoded("a", make)
+    answers._answers["a"].made_at -= 2000
+    assert answers.encoded("a", make) == first  # nobody waits
+    may_end.set()
+    assert made[1].wait(60)
+    with answers._answers["a"].lock:
+        assert answers.encoded("a", make) != first
 
 
 def test_one_line_per_change_of_state(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -138,6 +138,8 @@ class RingReader:
             if self._check(again, sequence[index : index + 1])[0]:
                 records[index] = again[0]
                 good[index] = True
+        if good.all():
+            return records, 0
         return records[good], int((~good).sum())
 
     def _fetch(self, first: int, last: int) -> RecordArray:
@@ -155,9 +157,10 @@ class RingReader:
             & (records["decision"] < len(Decision))
             & (records["policy"] < len(Policy))
         )
-        view, size = memoryview(records.tobytes()), self._dtype.itemsize
-        checksums = records["crc"].tolist()
-        for index in np.flatnonzero(good):
-            record = view[index * size : (index + 1) * size]
-            good[index] = record_checksum(int(sequence[index]), record) == checksums[index]
+        view, size = records.view(np.uint8).data, self._dtype.itemsize
+        found = [
+            record_checksum(number, view[start : start + size])
+            for number, start in zip(sequence.tolist(), range(0, len(view), size), strict=True)
+        ]
+        good &= records["crc"] == np.array(found, np.uint32)
         return good

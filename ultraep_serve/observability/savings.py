@@ -7,11 +7,10 @@ proportion to the busiest rank's assignments. This overstates what is saved wher
 engine's time does not depend on the load.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from ultraep_serve.observability.documented import Documented
 from ultraep_serve.observability.schema import RecordArray
@@ -49,12 +48,17 @@ def avoided_seconds(records: RecordArray) -> NDArray[np.float64]:
     return avoided
 
 
-def spent_seconds(verb_ns: Sequence[Sequence[int]] | NDArray[np.integer]) -> float:
-    """Time that balancing took on the critical path, ``verb_ns`` (R, verbs) being totals."""
-    totals = np.asarray(verb_ns, dtype=np.float64).reshape(-1, len(Verb))
-    if not len(totals):
-        return 0.0
-    return float(totals[:, _OWN].sum(axis=1).max() + totals[:, Verb.EXCHANGE].min()) / 1e9
+def spent_seconds(verb_ns: ArrayLike) -> NDArray[np.float64]:
+    """Time that balancing took on the critical path, ``verb_ns`` (..., R, verbs) being totals.
+
+    Ranks without any time, which have no records, are left out.
+    """
+    totals = np.asarray(verb_ns, dtype=np.float64)
+    own = totals[..., _OWN].sum(axis=-1).max(axis=-1, initial=0)
+    waited = np.where(totals.any(axis=-1), totals[..., Verb.EXCHANGE], np.inf)
+    least = waited.min(axis=-1, initial=np.inf)
+    spent: NDArray[np.float64] = (own + np.where(np.isinf(least), 0, least)) / 1e9
+    return spent
 
 
 def savings(avoided: NDArray[np.float64], spent: float) -> Savings:

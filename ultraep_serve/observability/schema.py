@@ -10,6 +10,7 @@ import struct
 import zlib
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,7 @@ RECORD_HEAD = struct.Struct(f"<QIiQQIIQQQ{len(Verb)}QBB6x")
 PAYLOAD_OFFSET = 12  # what the checksum covers starts after seq and crc
 
 
+@lru_cache(maxsize=8)
 def record_dtype(shape: ExpertShape) -> np.dtype[np.void]:
     """One record for ``shape``; its size is a multiple of 8 bytes.
 

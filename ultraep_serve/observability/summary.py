@@ -70,7 +70,7 @@ def summarise(
 def window_savings(weighed: RecordArray, own: Sequence[RecordArray]) -> Savings:
     """Savings from the lead's ``weighed`` records and all of each rank's ``own``."""
     totals = [records["verb_ns"].sum(axis=0, dtype=np.uint64) for records in own]
-    return savings(avoided_seconds(weighed), spent_seconds(np.array(totals)))
+    return savings(avoided_seconds(weighed), float(spent_seconds(totals)))
 
 
 def bytes_by_layer(ranks: Sequence[RecordArray]) -> dict[int, int]:
@@ -78,10 +78,9 @@ def bytes_by_layer(ranks: Sequence[RecordArray]) -> dict[int, int]:
     moved: dict[int, int] = {}
     for own in ranks:
         layers, places = np.unique(own["layer"], return_inverse=True)
-        sent = np.zeros(len(layers), np.uint64)
-        np.add.at(sent, places, own["bytes_sent"])
+        sent = np.bincount(places, own["bytes_sent"])  # in float64, which is exact enough
         for layer, count in zip(layers.tolist(), sent.tolist(), strict=True):
-            moved[layer] = moved.get(layer, 0) + count
+            moved[layer] = moved.get(layer, 0) + int(count)
     return moved
 
 

@@ -1,8 +1,10 @@
 """JSON answers, made once for all who ask within a moment."""
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +13,9 @@ from pydantic import TypeAdapter
 
 __all__ = ["Answers", "encode", "prepare"]
 
+_LOGGER = logging.getLogger(__name__)
 _MAX_ANSWERS = 64
+_TIMES_ITS_COST, _MOST_SECONDS = 8, 2.0
 _ADAPTERS: dict[type, TypeAdapter[Any]] = {}  # made once per type, which takes milliseconds
 
 
@@ -19,19 +23,36 @@ _ADAPTERS: dict[type, TypeAdapter[Any]] = {}  # made once per type, which takes 
 class _Answer:
     """The newest answer to one question."""
 
-    made_at: float = float("-inf")  # monotonic
+    made_at: float = float("-inf")  # monotonic, when making it began
+    took: float = 0.0  # seconds
     encoded: bytes = b""
     lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def age(self) -> float:
+        """In seconds."""
+        return time.monotonic() - self.made_at
+
+    def remake(self, make: Callable[[], Any]) -> None:
+        """Make it anew; the lock is held."""
+        began = time.monotonic()
+        self.encoded, self.made_at = encode(make()), began
+        self.took = time.monotonic() - began
 
 
 class Answers:
     """Encodes answers and reuses them, so that many clients cost little more than one."""
 
     def __init__(self, reuse_seconds: float) -> None:
-        """``reuse_seconds`` is how old an answer may be at most."""
+        """``reuse_seconds`` is how old an answer may be, or eight times what making it takes, up
+        to two seconds.
+
+        From half that age on it is made anew behind the back of those who ask, so that under load
+        nobody waits for it.
+        """
         self._reuse_seconds = reuse_seconds
         self._answers: dict[Hashable, _Answer] = {}
         self._lock = threading.Lock()
+        self._behind = ThreadPoolExecutor(1, "ultraep-answers")
 
     def give(self, key: Hashable, make: Callable[[], Any]) -> Response:
         """What ``make`` returned last for ``key``, if that is recent enough, else what it does."""
@@ -40,12 +61,28 @@ class Answers:
     def encoded(self, key: Hashable, make: Callable[[], Any]) -> bytes:
         """The same as JSON."""
         answer = self._find(key)
-        with answer.lock:  # whoever waits here finds the answer made
-            began = time.monotonic()
-            if began - answer.made_at >= self._reuse_seconds:
-                answer.encoded = encode(make())
-                answer.made_at = began
-            return answer.encoded
+        if answer.age() >= self._limit(answer):
+            with answer.lock:  # whoever waits here finds the answer made
+                if answer.age() >= self._limit(answer):
+                    answer.remake(make)
+        elif answer.age() >= self._limit(answer) / 2 and answer.lock.acquire(blocking=False):
+            self._behind.submit(self._remake_behind, answer, make)
+        return answer.encoded
+
+    def _limit(self, answer: _Answer) -> float:
+        if not self._reuse_seconds:
+            return 0.0
+        costly = min(_MOST_SECONDS, _TIMES_ITS_COST * answer.took)
+        return max(self._reuse_seconds, costly)
+
+    @staticmethod
+    def _remake_behind(answer: _Answer, make: Callable[[], Any]) -> None:
+        try:
+            answer.remake(make)
+        except Exception:
+            _LOGGER.exception("an answer could not be made")
+        finally:
+            answer.lock.release()
 
     def _find(self, key: Hashable) -> _Answer:
         with self._lock:

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from anyio import to_thread
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from prometheus_client import CollectorRegistry
@@ -31,6 +32,7 @@ from ultraep_serve.sidecar.timeline import History
 
 __all__ = ["SidecarSettings", "create_app"]
 
+_MAX_THREADS = 8
 _DESCRIPTION = """
 What the ranks of one server did, and the switch for what they do next.
 
@@ -52,7 +54,7 @@ class SidecarSettings:
 
     poll_seconds: float = 0.5  # between polls in the background
     heartbeat_limit_seconds: float = 5.0  # a rank silent for longer is not alive
-    max_records: int = 16384  # kept in memory of each rank
+    max_records: int = 8192  # kept in memory of each rank
     reuse_seconds: float = 0.0  # how old a summary may be that is given to several clients
     event_seconds: float = 1.0  # between server-sent events
 
@@ -76,6 +78,7 @@ def create_app(
         run_dir,
         heartbeat_limit_seconds=settings.heartbeat_limit_seconds,
         max_records=settings.max_records,
+        reuse_seconds=settings.reuse_seconds / 5,
     )
     state_log = StateLog(store)
 
@@ -86,6 +89,8 @@ def create_app(
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         prepare((BalanceSnapshot, Heatmap, History, Overview, PolicyComparison))
+        # More threads would only wait for each other, and each takes memory of its own.
+        to_thread.current_default_thread_limiter().total_tokens = _MAX_THREADS
         stop = _repeat(watch, settings.poll_seconds)
         yield
         stop()

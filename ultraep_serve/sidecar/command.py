@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from ultraep_serve.sidecar.allocator import give_memory_back
 from ultraep_serve.sidecar.logs import set_up_logging
 from ultraep_serve.sidecar.server import serve
 from ultraep_serve.sidecar.tokens import control_token
@@ -30,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until stopped. Raises ConfigError when the address cannot be used."""
+    give_memory_back()
     set_up_logging(arguments.log_format)
     serve(
         arguments.run_dir,

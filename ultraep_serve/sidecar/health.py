@@ -68,6 +68,7 @@ class Overview(Documented):
     window_seconds: float
     batches: BatchesCount | None
     phases: dict[str, PhaseSnapshot]
+    """Percentiles are off by up to a tenth of what exceeds 1: they come from a histogram."""
     floor: float
     """The least imbalance that can be reached, as in the balance."""
     bytes_moved: int

@@ -165,7 +165,7 @@ def _estimates(headers: list[RingHeader], tally: Tally) -> Iterator[Metric]:
         "layer x (the busiest rank's assignments before / after - 1).",
         value=tally.saved_seconds,
     )
-    verbs = spent_seconds([header.verb_ns[: len(Verb)] for header in headers])
+    verbs = float(spent_seconds([header.verb_ns for header in headers]))
     yield CounterMetricFamily(
         "ultraep_estimated_spent_seconds",
         "Estimated time that balancing took: its verbs on the busiest rank, exchange on the rank "

@@ -2,11 +2,10 @@
 
 import time
 
-from ultraep_serve.observability import Window
 from ultraep_serve.observability.batches import BatchSnapshot, batch_snapshot
 from ultraep_serve.observability.schema import RecordArray
-from ultraep_serve.observability.snapshot import DOMAIN_FLOOR, imbalance_snapshot
-from ultraep_serve.observability.summary import batches_count, phases, window_savings
+from ultraep_serve.observability.snapshot import DOMAIN_FLOOR
+from ultraep_serve.observability.summary import batches_count, phases
 from ultraep_serve.sidecar.health import Overview
 from ultraep_serve.sidecar.store import NoRunError, RunStore
 
@@ -17,18 +16,16 @@ def overview(store: RunStore, seconds: int) -> Overview:
     """The overview over the last ``seconds``; polls first."""
     store.poll()
     now_ns = time.time_ns()
-    window = Window(now_ns - seconds * 10**9)
     try:
         header, health = store.header(), store.ranks()
-        (_, lead, own), batches = store.held(), store.batches(window)
+        (_, lead, own), totals = store.held(), store.totals(now_ns, seconds)
     except NoRunError:
         return _nothing(store, now_ns, seconds)
-    weighed, recent = window.weighed(lead), [window.recorded(records) for records in own]
     paused = store.control().paused
     return Overview(
         time_ns=now_ns,
         ready=health.ready,
-        reasons=store.problems(),
+        reasons={str(rank.rank): rank.problem for rank in health.ranks if rank.problem},
         engine=header.engine,
         mode=header.mode,
         policy=header.policy.value,
@@ -37,11 +34,11 @@ def overview(store: RunStore, seconds: int) -> Overview:
         num_experts=header.shape.num_logical_experts,
         num_slots=header.shape.num_replica_slots,
         window_seconds=seconds,
-        batches=batches_count(batches),
-        phases=phases(batches, imbalance_snapshot(weighed)),
+        batches=batches_count(totals.batches),
+        phases=phases(totals.batches, totals.imbalance),
         floor=DOMAIN_FLOOR,
-        bytes_moved=sum(int(records["bytes_sent"].sum()) for records in recent),
-        savings=window_savings(weighed, recent),
+        bytes_moved=totals.bytes_sent,
+        savings=totals.savings,
         last_batch=_newest(lead, own),
         ranks=health.ranks,
     )

@@ -103,19 +103,23 @@ def balance_routes(store: RunStore, answers: Answers) -> APIRouter:
             lambda window: compare_policies(window, *store.held()[1:]),
         )
 
-    @router.get("/batches")
+    @router.get("/batches", response_model=BatchList)
     def batches(
         limit: Limit = 20,
         before: Before = None,
         since_ns: SinceNs = 0,
         policy: PolicyName = None,
-    ) -> BatchList:
+    ) -> Response:
         """The newest batches that reached the planner, newest first."""
-        store.poll()
         window = Window(since_ns, policy)
-        _, lead, own = store.held()
-        own = [window.recorded(records) for records in own]
-        return batch_snapshots(window.recorded(lead), own, limit, before)
+
+        def make() -> BatchList:
+            store.poll()
+            _, lead, own = store.held()
+            own = [window.recorded(records) for records in own]
+            return batch_snapshots(window.recorded(lead), own, limit, before)
+
+        return answers.give(("batches", limit, before, window), make)
 
     @router.get("/batches/{batch}", responses=_NOT_HELD)
     def batch(batch: Batch) -> BatchDetail:

@@ -5,7 +5,8 @@ import hmac
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Depends, Header, HTTPException
+from fastapi import APIRouter, Depends, HTTPException
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from pydantic import BaseModel, ConfigDict, Field
 
 from ultraep_serve.observability import SCHEMA_VERSION, ControlError
@@ -21,6 +22,10 @@ _REFUSALS: dict[int | str, dict[str, Any]] = {
     403: {"description": "control is closed, or the policy needs --allow-ideal"},
     409: {"description": "there is no engine to control, or nothing to resume"},
 }
+
+
+_SCHEME = HTTPBearer(auto_error=False, description="the sidecar's control token")
+Given = Annotated[HTTPAuthorizationCredentials | None, Depends(_SCHEME)]
 
 
 class PolicyRequest(BaseModel):
@@ -75,15 +80,14 @@ class RecordAnswer(BaseModel):
     schema_version: int = SCHEMA_VERSION
 
 
-def bearer_of(token: str | None) -> Callable[[str | None], None]:
+def bearer_of(token: str | None) -> Callable[[Given], None]:
     """A dependency that lets bearers of ``token`` pass, and nobody where there is none."""
 
-    def authorise(authorization: Annotated[str | None, Header()] = None) -> None:
+    def authorise(given: Given) -> None:
         if not token:
             raise HTTPException(403, "control is closed: the sidecar was started without a token")
-        scheme, _, given = (authorization or "").partition(" ")
-        known = hmac.compare_digest(given.strip().encode(), token.encode())
-        if scheme.lower() != "bearer" or not known:
+        offered = given.credentials.strip() if given else ""
+        if not hmac.compare_digest(offered.encode(), token.encode()):
             raise HTTPException(
                 401,
                 "send 'Authorization: Bearer TOKEN' with the sidecar's control token",

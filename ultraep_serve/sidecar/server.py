@@ -39,7 +39,7 @@ def serve(
     with listener:
         address = listener.getsockname()
         _say_started(host, address[1], run_dir, control_open=bool(token))
-        settings = settings or SidecarSettings(reuse_seconds=0.25)
+        settings = settings or SidecarSettings(reuse_seconds=0.5)
         app = create_app(run_dir, token, allow_ideal, settings=settings)
         config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=2)
         _Server(config, app).run(sockets=[listener])

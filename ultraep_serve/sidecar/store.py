@@ -4,7 +4,7 @@ import os
 import re
 import threading
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,15 +29,15 @@ from ultraep_serve.observability.schema import RecordArray, record_dtype
 from ultraep_serve.sidecar.health import RankList, rank_health
 from ultraep_serve.sidecar.paused import paused_policy
 from ultraep_serve.sidecar.tally import Tally
-from ultraep_serve.sidecar.timeline import History, Timeline
+from ultraep_serve.sidecar.timeline import History, Timeline, Totals
 from ultraep_serve.sidecar.windows import OWN_DTYPE, RecordWindow, SkippedHistory, own_fields
-from ultraep_serve.types import Decision, Policy
+from ultraep_serve.types import Decision, ExpertShape, Policy
 
 __all__ = ["ControlState", "Held", "NoRunError", "RunStore"]
 
 _RING_NAME = re.compile(r"ring-(0|[1-9]\d{0,3})")
 _EVERYTHING = Window()
-_MAX_LEAD_BYTES = 32 << 20  # of records with loads; fewer are held where they are large
+_MAX_BYTES = 64 << 20  # of records of all ranks; fewer are held where they are large
 
 
 class NoRunError(Exception):
@@ -64,7 +64,7 @@ class ControlState(NamedTuple):
 class _Rank:
     """One rank's ring as last polled."""
 
-    own: RecordWindow
+    own: RecordWindow = field(default_factory=lambda: RecordWindow(OWN_DTYPE, 1))
     reader: RingReader | None = None
     header: RingHeader | None = None  # None: not readable, ``error`` says why
     error: str = ""
@@ -76,9 +76,14 @@ class RunStore:
     """Follows all rings of ``run_dir``; every method may be called from any thread."""
 
     def __init__(
-        self, run_dir: Path, *, heartbeat_limit_seconds: float = 5.0, max_records: int = 16384
+        self,
+        run_dir: Path,
+        *,
+        heartbeat_limit_seconds: float = 5.0,
+        max_records: int = 8192,
+        reuse_seconds: float = 0.0,
     ) -> None:
-        """``max_records`` bounds what is kept in memory of each rank."""
+        """``max_records`` bounds what is kept of each rank, ``reuse_seconds`` how often is read."""
         self._run_dir = run_dir
         self._limit = heartbeat_limit_seconds
         self._max_records = max_records
@@ -87,7 +92,9 @@ class RunStore:
         self._lead = -1  # the rank whose loads are shown
         self._lead_records = RecordWindow(OWN_DTYPE, max_records)
         self._skipped = SkippedHistory()
+        self._reuse_seconds = reuse_seconds
         self._polls = 0  # begun so far
+        self._polled_at = float("-inf")  # monotonic
         self._lock = threading.RLock()
         self.timeline = Timeline()
         self.tally = Tally(self.timeline)
@@ -99,15 +106,21 @@ class RunStore:
         """
         asked = self._polls
         with self._lock:
-            if self._polls > asked:
+            now = time.monotonic()
+            if self._polls > asked or now - self._polled_at < self._reuse_seconds:
                 return
-            self._polls += 1
+            self._polls, self._polled_at = self._polls + 1, now
             for rank in self._discover():
                 if rank not in self._ranks:
-                    self._ranks[rank] = _Rank(RecordWindow(OWN_DTYPE, self._max_records))
+                    self._ranks[rank] = _Rank()
             polls = {rank: self._poll_rank(rank, held) for rank, held in self._ranks.items()}
             self._follow_lead({rank: poll for rank, poll in polls.items() if poll})
             self._control = self._read_control()
+
+    def outdate(self) -> None:
+        """Something was just changed: the next poll reads, however recent the last one is."""
+        with self._lock:
+            self._polled_at = float("-inf")
 
     def policy(self) -> Policy | None:
         """The policy in force from the next batch on; None where nobody says."""
@@ -132,8 +145,9 @@ class RunStore:
     def held(self) -> Held:
         """Header and records. Raises NoRunError."""
         with self._lock:
-            own = [view.records for view in self.views()]
-            return Held(self.header(), self._lead_records.records(), own)
+            header = self.header()
+            own = [self._own(rank).records() for rank in range(header.shape.num_ranks)]
+            return Held(header, self._lead_records.records(), own)
 
     def views(self) -> list[RankView]:
         """One view per rank, 0 to R-1. Raises NoRunError."""
@@ -154,18 +168,26 @@ class RunStore:
             except NoRunError as error:
                 found = {str(rank): held.error for rank, held in sorted(self._ranks.items())}
                 return found or {"run": str(error)}
-            found = {str(view.rank): self._problem(view, len(views)) for view in views}
-            return {rank: problem for rank, problem in found.items() if problem}
+            return self._problems(views)
 
     def history(self, now_seconds: int, seconds: int, step: int) -> History:
         """As ``Timeline.history``."""
         with self._lock:
             return self.timeline.history(now_seconds, seconds, step)
 
+    def totals(self, now_ns: int, seconds: int) -> Totals:
+        """As ``Timeline.totals``, with the batches that left no records."""
+        with self._lock:
+            totals = self.timeline.totals(now_ns // 10**9, seconds)
+            for decision, skipped in self._skipped.since(now_ns - seconds * 10**9):
+                totals.batches[decision] += skipped
+            return totals
+
     def ranks(self) -> RankList:
         """The health of every rank. Raises NoRunError."""
         with self._lock:
-            views, missed, problems = self.views(), self.missed(), self.problems()
+            views, missed = self.views(), self.missed()
+            problems = self._problems(views)
         health = [
             rank_health(view, problems.get(str(view.rank), ""), missed.get(view.rank, 0))
             for view in views
@@ -221,11 +243,12 @@ class RunStore:
             return None
         fresh = fresh or poll.replaced
         if fresh:
-            held.own.clear()
+            held.own = RecordWindow(OWN_DTYPE, self._most_records(poll.header.shape))
         else:
             held.missed += poll.missed
-        held.own.append(own_fields(poll.records))
-        self._count_times(rank, held, poll.records)
+        own = own_fields(poll.records)
+        held.own.append(own)
+        self._count_times(rank, held, own)
         held.header, held.error = poll.header, ""
         # Loads are large: of ranks that do not lead they are let go at once.
         records = poll.records if rank == self._lead else poll.records[:0].copy()
@@ -246,16 +269,20 @@ class RunStore:
         poll = polls[lead]
         if lead != self._lead or poll.replaced:
             self._lead = lead
-            dtype = record_dtype(poll.header.shape)
-            most = max(1, min(self._max_records, _MAX_LEAD_BYTES // dtype.itemsize))
-            self._lead_records = RecordWindow(dtype, most)
+            shape = poll.header.shape
+            self._lead_records = RecordWindow(record_dtype(shape), self._most_records(shape))
             self._skipped.clear()
             new = self._held_by_ring(lead, poll)
         else:
             new = poll.records
         self._lead_records.append(new)
         self._skipped.observe(time.time_ns(), poll.header)
-        self.tally.observe(_EVERYTHING.weighed(new), poll.header.started_ns)
+        self.tally.observe(new, poll.header.started_ns)
+
+    def _most_records(self, shape: ExpertShape) -> int:
+        """To be kept of each rank, that all of them together stay in bounds."""
+        size = record_dtype(shape).itemsize + shape.num_ranks * OWN_DTYPE.itemsize
+        return max(1, min(self._max_records, _MAX_BYTES // size))
 
     def _held_by_ring(self, rank: int, poll: Poll) -> RecordArray:
         """What a new lead wrote up to ``poll``; its loads were not kept until now."""
@@ -270,8 +297,7 @@ class RunStore:
     def _view(self, rank: int, now_ns: int) -> RankView:
         held = self._ranks.get(rank)
         if held is None or held.header is None:
-            empty = RecordWindow(OWN_DTYPE, 1).records()
-            return RankView(rank, None, False, None, held.own.records() if held else empty)
+            return RankView(rank, None, False, None, self._own(rank).records())
         header = held.header
         age = header.heartbeat_age_seconds(now_ns)
         return RankView(
@@ -282,6 +308,13 @@ class RunStore:
             held.own.records(),
             header.last_batch_age_seconds(now_ns),
         )
+
+    def _own(self, rank: int) -> RecordWindow:
+        return (self._ranks.get(rank) or _Rank()).own
+
+    def _problems(self, views: list[RankView]) -> dict[str, str]:
+        found = {str(view.rank): self._problem(view, len(views)) for view in views}
+        return {rank: problem for rank, problem in found.items() if problem}
 
     def _problem(self, view: RankView, num_ranks: int) -> str:
         if view.header is None:

@@ -1,6 +1,8 @@
 """What can be changed while serving: policy, pause, threshold, recording."""
 
+import contextlib
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 from ultraep_serve.observability import ControlError, ControlPage
@@ -68,12 +70,16 @@ class Switches:
         with self._one_writer, self._page() as page:
             return page.record(level, max_bytes)
 
-    def _page(self) -> ControlPage:
+    @contextlib.contextmanager
+    def _page(self) -> Iterator[ControlPage]:
         self._store.poll()  # what came before is counted before the switch
         try:
-            return ControlPage.open(self._run_dir)
+            page = ControlPage.open(self._run_dir)
         except ControlError as error:
             raise ControlError(f"{error}; {_NO_PAGE}") from error
+        with page:
+            yield page
+        self._store.outdate()
 
     def _remember(self, policy: Policy) -> None:
         try:

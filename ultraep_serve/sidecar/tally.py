@@ -3,6 +3,7 @@
 from ultraep_serve.observability.savings import avoided_seconds, savings
 from ultraep_serve.observability.schema import RecordArray
 from ultraep_serve.observability.snapshot import imbalances
+from ultraep_serve.observability.window import Window
 from ultraep_serve.sidecar.histogram import ImbalanceHistogram
 from ultraep_serve.sidecar.timeline import Timeline
 
@@ -22,7 +23,7 @@ class Tally:
         self._last = (0, 0, 0)  # wall clock, batch and layer of the last record counted
 
     def observe(self, records: RecordArray, started_ns: int) -> None:
-        """Count those of ``records`` that come after the last one counted.
+        """Count those of the lead's ``records`` that come after the last one counted.
 
         All ranks number batches alike, so a new lead repeats what the old one said. A writer that
         began (``started_ns``, wall clock) after the last record belongs to a new run.
@@ -35,7 +36,10 @@ class Tally:
             return
         last = records[-1]
         self._last = (int(last["time_ns"]), int(last["batch"]), int(last["layer"]))
-        self._count(records)
+        self._timeline.add_batches(records)
+        weighed = Window().weighed(records)
+        if len(weighed):
+            self._count(weighed)
 
     def _count(self, records: RecordArray) -> None:
         self.before.count(imbalances(records["load_before"]))

@@ -1,52 +1,35 @@
-"""Second by second, what went on: what charts show, for longer than records are held."""
+"""Second by second, what went on: sums in fixed memory, for longer than records are held."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ultraep_serve.observability.documented import Documented
-from ultraep_serve.observability.savings import avoided_seconds, spent_seconds
+from ultraep_serve.observability.savings import Savings, avoided_seconds, spent_seconds
 from ultraep_serve.observability.schema import SCHEMA_VERSION, RecordArray
-from ultraep_serve.observability.snapshot import imbalances
-from ultraep_serve.types import Verb
+from ultraep_serve.observability.snapshot import ImbalanceSnapshot, Spread, imbalances
+from ultraep_serve.sidecar.histogram import FINE_BOUNDS, percentile
+from ultraep_serve.types import Decision, Verb
 
-__all__ = ["History", "Timeline"]
+__all__ = ["History", "Timeline", "Totals"]
 
 _SECOND_NS = 10**9
-
-
-@dataclass
-class _Second:
-    """Sums over one second."""
-
-    layers: int = 0
-    batches: int = 0
-    before_sum: float = 0.0
-    before_max: float = 0.0
-    after_sum: float = 0.0
-    after_max: float = 0.0
-    saved: float = 0.0
-    worsened: float = 0.0
-    verb_ns: dict[int, NDArray[np.float64]] = field(default_factory=dict)  # by rank
-
-    def add(self, records: RecordArray) -> None:
-        """Count the lead's weighed ``records``."""
-        before, after = imbalances(records["load_before"]), imbalances(records["load_after"])
-        avoided = avoided_seconds(records)
-        self.layers += len(records)
-        self.batches += int((records["layer"] == 0).sum())
-        self.before_sum += float(before.sum())
-        self.after_sum += float(after.sum())
-        self.before_max = max(self.before_max, float(before.max()))
-        self.after_max = max(self.after_max, float(after.max()))
-        self.saved += float(avoided[avoided > 0].sum())
-        self.worsened -= float(avoided[avoided < 0].sum())
-
-    @property
-    def spent(self) -> float:
-        return spent_seconds(np.array(list(self.verb_ns.values()))) + self.worsened
+_EMPTY = -1  # in place of a time
+_STAGE = [("sum", "<f8"), ("max", "<f8"), ("counts", "<i4", (len(FINE_BOUNDS) + 1,))]
+_SECOND_DTYPE = np.dtype(
+    [
+        ("time", "<i8"),  # Unix time
+        ("layers", "<i8"),
+        ("batches", "<i4", (len(Decision),)),  # with records
+        ("before", _STAGE),
+        ("after", _STAGE),
+        ("saved", "<f8"),
+        ("worsened", "<f8"),
+        ("bytes_sent", "<f8"),  # by all ranks
+    ]
+)
 
 
 @dataclass(frozen=True)
@@ -74,62 +57,151 @@ class History(Documented):
     schema_version: int = SCHEMA_VERSION
 
 
+@dataclass(frozen=True)
+class Totals:
+    """Everything over some seconds."""
+
+    imbalance: ImbalanceSnapshot
+    batches: dict[Decision, int]  # with records
+    bytes_sent: int
+    savings: Savings
+
+
 class Timeline:
-    """One entry per second in which something happened, the newest ``max_seconds`` of them."""
+    """The newest ``max_seconds`` seconds; second t lies in place ``t % max_seconds``."""
 
     def __init__(self, max_seconds: int = 3600) -> None:
-        self._max_seconds = max_seconds
-        self._seconds: dict[int, _Second] = {}
+        self._seconds = np.zeros(max_seconds, _SECOND_DTYPE)
+        self._seconds["time"] = _EMPTY
+        self._verb_ns = np.zeros((max_seconds, 0, len(Verb)), np.float32)  # by rank
+        self._last_batch = (-1, Decision.PLANNED, 0)  # number, decision and second
 
     def add(self, records: RecordArray) -> None:
         """Count the lead's weighed ``records``, each of them once."""
-        for second, part in self._by_second(records):
-            second.add(part)
+        for place, part in self._by_second(records):
+            second, avoided = self._seconds[place], avoided_seconds(part)
+            second["layers"] += len(part)
+            second["saved"] += avoided[avoided > 0].sum()
+            second["worsened"] -= avoided[avoided < 0].sum()
+            for name in ("before", "after"):
+                stage, values = second[name], imbalances(part[f"load_{name}"])
+                stage["sum"] += values.sum()
+                stage["max"] = max(stage["max"], values.max())
+                places = np.searchsorted(FINE_BOUNDS, values)
+                counts = np.bincount(places, minlength=len(FINE_BOUNDS) + 1)
+                stage["counts"] += counts.astype(np.int32)
+
+    def add_batches(self, records: RecordArray) -> None:
+        """Count the batches that the lead's ``records`` are of; one may go on in the next call.
+
+        As ``count_batches`` does: planned if any layer was, else as its first layer.
+        """
+        numbers, first = np.unique(records["batch"], return_index=True)
+        planned = set(records["batch"][records["decision"] == Decision.PLANNED].tolist())
+        codes, times = records["decision"][first], records["time_ns"][first] // _SECOND_NS
+        for number, code, time in zip(
+            numbers.tolist(), codes.tolist(), times.tolist(), strict=True
+        ):
+            known, decision, second = self._last_batch
+            if number != known:
+                decision, second = Decision(code), time
+                self._count_batch(decision, second, 1)
+            if number in planned and decision is not Decision.PLANNED:
+                self._count_batch(decision, second, -1)
+                decision = Decision.PLANNED
+                self._count_batch(decision, second, 1)
+            self._last_batch = (number, decision, second)
 
     def add_own(self, rank: int, records: RecordArray) -> None:
-        """Count the times of ``rank``'s own ``records``, each of them once."""
-        for second, part in self._by_second(records):
-            spent = part["verb_ns"].sum(axis=0, dtype=np.float64)
-            second.verb_ns[rank] = second.verb_ns.get(rank, np.zeros(len(Verb))) + spent
+        """Count times and bytes of ``rank``'s own ``records``, each of them once."""
+        missing = rank + 1 - self._verb_ns.shape[1]
+        if missing > 0:
+            self._verb_ns = np.pad(self._verb_ns, ((0, 0), (0, missing), (0, 0)))
+        for place, part in self._by_second(records):
+            self._verb_ns[place, rank] += part["verb_ns"].sum(axis=0, dtype=np.float64)
+            self._seconds[place]["bytes_sent"] += part["bytes_sent"].sum()
 
     def history(self, now_seconds: int, seconds: int, step: int) -> History:
         """The last ``seconds`` up to ``now_seconds`` (Unix time) in steps of ``step`` seconds."""
         begin = (now_seconds - seconds) // step * step + step
-        times = list(range(begin, now_seconds + 1, step))
-        steps = [self._merged(range(time, time + step)) for time in times]
+        steps = np.arange(begin, now_seconds + 1, step)
+        found, verb_ns = self._found(steps[:, None] + np.arange(step))
+        layers = found["layers"].sum(axis=1)
+
+        def known(values: NDArray[np.float64]) -> list[float | None]:
+            return [v if n else None for v, n in zip(values.tolist(), layers, strict=True)]
+
+        def means(stage: str) -> list[float | None]:
+            return known(found[stage]["sum"].sum(axis=1) / np.maximum(layers, 1))
+
+        def most(stage: str) -> list[float | None]:
+            return known(found[stage]["max"].max(axis=1))
+
+        spent = spent_seconds(verb_ns.sum(axis=1, dtype=np.float64))
         return History(
             step_seconds=step,
-            time_seconds=times,
-            before_mean=[s.before_sum / s.layers if s.layers else None for s in steps],
-            before_max=[s.before_max if s.layers else None for s in steps],
-            after_mean=[s.after_sum / s.layers if s.layers else None for s in steps],
-            after_max=[s.after_max if s.layers else None for s in steps],
-            batches=[s.batches for s in steps],
-            saved_seconds=[s.saved for s in steps],
-            spent_seconds=[s.spent for s in steps],
+            time_seconds=steps.tolist(),
+            before_mean=means("before"),
+            before_max=most("before"),
+            after_mean=means("after"),
+            after_max=most("after"),
+            batches=found["batches"].sum(axis=(1, 2)).tolist(),
+            saved_seconds=found["saved"].sum(axis=1).tolist(),
+            spent_seconds=(spent + found["worsened"].sum(axis=1)).tolist(),
         )
 
-    def _by_second(self, records: RecordArray) -> Iterator[tuple[_Second, RecordArray]]:
-        times = records["time_ns"] // np.uint64(_SECOND_NS)
-        for time in np.unique(times).tolist():
-            if time not in self._seconds:
-                self._seconds[time] = _Second()
-                if len(self._seconds) > self._max_seconds:
-                    del self._seconds[min(self._seconds)]
-            if time in self._seconds:
-                yield self._seconds[time], records[times == time]
+    def totals(self, now_seconds: int, seconds: int) -> Totals:
+        """Everything in the last ``seconds`` up to and with ``now_seconds`` (Unix time)."""
+        found, verb_ns = self._found(np.arange(now_seconds - seconds + 1, now_seconds + 1))
+        counts = found["batches"].sum(axis=0).tolist()
+        saved = float(found["saved"].sum())
+        spent = float(spent_seconds(verb_ns.sum(axis=0, dtype=np.float64)))
+        spent += float(found["worsened"].sum())
+        return Totals(
+            imbalance=ImbalanceSnapshot(_spread(found, "before"), _spread(found, "after")),
+            batches=dict(zip(Decision, counts, strict=True)),
+            bytes_sent=int(found["bytes_sent"].sum()),
+            savings=Savings(saved, spent, saved - spent),
+        )
 
-    def _merged(self, times: range) -> _Second:
-        total = _Second()
-        for second in filter(None, map(self._seconds.get, times)):
-            total.layers += second.layers
-            total.batches += second.batches
-            total.before_sum += second.before_sum
-            total.after_sum += second.after_sum
-            total.before_max = max(total.before_max, second.before_max)
-            total.after_max = max(total.after_max, second.after_max)
-            total.saved += second.saved
-            total.worsened += second.worsened
-            for rank, spent in second.verb_ns.items():
-                total.verb_ns[rank] = total.verb_ns.get(rank, 0) + spent
-        return total
+    def _found(
+        self, times: NDArray[np.signedinteger]
+    ) -> tuple[NDArray[np.void], NDArray[np.float32]]:
+        """The seconds ``times`` (...,) and the time in each verb by rank, zeros where unknown."""
+        places = times % len(self._seconds)
+        found, verb_ns = self._seconds[places], self._verb_ns[places]
+        unknown = found["time"] != times
+        found[unknown], verb_ns[unknown] = np.zeros((), _SECOND_DTYPE), 0
+        return found, verb_ns
+
+    def _by_second(self, records: RecordArray) -> Iterator[tuple[int, RecordArray]]:
+        """Places of the seconds that ``records`` are of, but of those long gone."""
+        times = records["time_ns"] // _SECOND_NS
+        for time in np.unique(times).tolist():
+            place = self._place(time)
+            if place is not None:
+                yield place, records[times == time]
+
+    def _place(self, time: int) -> int | None:
+        place = time % len(self._seconds)
+        held = int(self._seconds[place]["time"])
+        if held < time:
+            self._seconds[place] = np.zeros((), _SECOND_DTYPE)
+            self._seconds[place]["time"] = time
+            self._verb_ns[place] = 0
+        return place if held <= time else None
+
+    def _count_batch(self, decision: Decision, second: int, number: int) -> None:
+        place = self._place(second)
+        if place is not None:
+            self._seconds[place]["batches"][decision] += number
+
+
+def _spread(found: NDArray[np.void], stage: str) -> Spread:
+    """Over the seconds ``found`` (n,)."""
+    layers = int(found["layers"].sum())
+    if not layers:
+        return Spread(None, None, None, None)
+    counts, worst = found[stage]["counts"].sum(axis=0), float(found[stage]["max"].max())
+    p50, p99 = (min(worst, percentile(counts, part)) for part in (0.5, 0.99))
+    return Spread(float(found[stage]["sum"].sum()) / layers, p50, p99, worst)

@@ -1,6 +1,5 @@
 """Bounded memory of what was polled: records, and how batch counters moved over time."""
 
-from collections import deque
 from collections.abc import Iterator
 
 import numpy as np
@@ -13,15 +12,16 @@ __all__ = ["OWN_DTYPE", "RecordWindow", "SkippedHistory", "own_fields"]
 # What is kept of every rank's records; loads and slots are kept of the lead's only.
 OWN_DTYPE = np.dtype(
     [
-        ("layer", "<i4"),
-        ("decision", "u1"),
-        ("policy", "u1"),
         ("batch", "<u8"),
         ("time_ns", "<u8"),
         ("bytes_sent", "<u8"),
         ("bytes_received", "<u8"),
         ("verb_ns", "<u8", (len(Verb),)),
-    ]
+        ("layer", "<i4"),
+        ("decision", "u1"),
+        ("policy", "u1"),
+    ],
+    align=True,  # sums take a third of the time
 )
 
 
@@ -52,7 +52,7 @@ class RecordWindow:
     def _make_room(self, count: int) -> None:
         """Move what is held to a larger buffer; arrays handed out keep the old one."""
         held = self.records()
-        size = min(2 * self._max_records, max(64, 2 * (len(held) + count)))
+        size = min(5 * self._max_records // 4 + count, max(64, 2 * (len(held) + count)))
         self._buffer = np.empty(size, held.dtype)
         self._buffer[: len(held)] = held
         self._end = len(held)
@@ -74,28 +74,43 @@ class SkippedHistory:
     counters that were seen before it are taken off.
     """
 
-    def __init__(self, max_changes: int = 8192) -> None:
-        self._seen: deque[tuple[int, tuple[int, ...]]] = deque(maxlen=max_changes)
+    def __init__(self, max_changes: int = 4096) -> None:
+        self._times = np.zeros(max_changes, np.uint64)
+        self._counts = np.zeros((max_changes, len(Decision)), np.uint64)
+        self._size = 0
 
     def observe(self, time_ns: int, header: RingHeader) -> None:
         """Note ``header``'s counters, read at ``time_ns`` (wall clock)."""
-        if not self._seen:
-            self._seen.append((header.started_ns, (0,) * len(Decision)))
-        if header.skipped_batches != self._seen[-1][1]:
-            self._seen.append((time_ns, header.skipped_batches))
+        if self._size == 0:
+            self._append(header.started_ns, (0,) * len(Decision))
+        if (self._counts[self._size - 1] != header.skipped_batches).any():
+            self._append(time_ns, header.skipped_batches)
 
     def since(self, time_ns: int) -> Iterator[tuple[Decision, int]]:
-        """Batches skipped at or after ``time_ns``, as exactly as was polled."""
-        if not self._seen:
+        """Batches skipped at or after ``time_ns``, as exactly as was polled.
+
+        Those before the first poll are taken to have come evenly since the engine started.
+        """
+        if not self._size:
             return
-        before = self._seen[0][1]
-        for moment, counts in self._seen:
-            if moment > time_ns:
-                break
-            before = counts
-        for decision, now, then in zip(Decision, self._seen[-1][1], before, strict=True):
+        times, counts = self._times[: self._size], self._counts[: self._size]
+        place = max(0, int(np.searchsorted(times, np.uint64(time_ns), side="right")) - 1)
+        before: list[int] = counts[place].tolist()
+        if place == 0 and self._size > 1 and not any(before):
+            start, first = times[:2].tolist()
+            part = min(1.0, max(0.0, (time_ns - start) / max(1, first - start)))
+            before = [int(part * count) for count in counts[1].tolist()]
+        for decision, now, then in zip(Decision, counts[-1].tolist(), before, strict=True):
             yield decision, now - then
 
     def clear(self) -> None:
         """Forget everything: another writer counts from zero."""
-        self._seen.clear()
+        self._size = 0
+
+    def _append(self, time_ns: int, counts: tuple[int, ...]) -> None:
+        if self._size == len(self._times):  # the older half gives way
+            self._size -= self._size // 2
+            for held in (self._times, self._counts):
+                held[: self._size] = held[-self._size :]
+        self._times[self._size], self._counts[self._size] = time_ns, counts
+        self._size += 1

@@ -113,7 +113,7 @@ function common(format) {
     padding: [6, 10, 0, 0],
     cursor: { drag: { x: false, y: false } },
     axes: [
-      { ...axis, values: clock, size: 22, space: 60 },
+      { ...axis, values: clock, size: 22, space: 50, incrs: [60, 120, 300, 600, 900, 1800] },
       { ...axis, values: (chart, values) => values.map(format), size: 44, space: 28 },
     ],
   };

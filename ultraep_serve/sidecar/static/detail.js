@@ -2,7 +2,7 @@
 
 import { get } from "./api.js";
 import { byId, bytes, count, emptyRow, make, ratio, seconds, setText } from "./dom.js";
-import { drawStacks, startStacks } from "./stacks.js";
+import { colorsOf, drawStacks, startStacks } from "./stacks.js";
 
 let batch = null;
 let layers = [];
@@ -44,7 +44,7 @@ function showSummary(summary, message) {
     summary
       ? `${count(summary.tokens)} tokens, policy ${summary.policy}: imbalance ` +
           `${ratio(summary.imbalance.before.mean)} → ${ratio(summary.imbalance.after.mean)}, ` +
-          `${count(summary.replicas)} copies, ${bytes(summary.bytes_moved)} moved, ` +
+          `${count(summary.replicas)} replicas, ${bytes(summary.bytes_moved)} moved, ` +
           `${seconds(summary.avoided_seconds)} avoided`
       : message,
   );
@@ -108,22 +108,29 @@ function showPlan() {
       `verbs of balancing took ${seconds(spent)} where they took longest; ${bytes(summary.bytes_moved)} moved`,
   );
   drawStacks(plan);
+  const colors = colorsOf(plan);
   const copies = [...plan.replicas].sort((a, b) => b.assignments - a.assignments);
   byId("replicas").tBodies[0].replaceChildren(
-    ...(copies.length ? copies.map(copyRow) : [emptyRow(5, "No expert was copied.")]),
+    ...(copies.length ? copies.map((copy) => copyRow(copy, colors.get(copy.expert))) : [emptyRow(5, "No expert was replicated.")]),
   );
   byId("verbs").tBodies[0].replaceChildren(...verbRows());
 }
 
-function copyRow(copy) {
+function copyRow(copy, color) {
+  const swatch = make("i", { className: "swatch" });
+  swatch.style.background = color;
   const cells = [
-    copy.expert,
     `rank ${copy.home_rank}`,
     `rank ${copy.rank}, slot ${copy.slot}`,
     count(copy.assignments),
     bytes(copy.bytes),
   ];
-  return make("tr", {}, ...cells.map((text) => make("td", { textContent: text })));
+  return make(
+    "tr",
+    {},
+    make("td", {}, swatch, `${copy.expert}`),
+    ...cells.map((text) => make("td", { textContent: text })),
+  );
 }
 
 function verbRows() {

@@ -36,6 +36,7 @@ function endpoint(path, method, operation) {
     {},
     make("h3", {}, make("span", { className: `method${change}`, textContent: method.toUpperCase() }), code(path)),
     make("p", { textContent: operation.description ?? operation.summary ?? "" }),
+    operation.security ? make("p", { className: "fine", textContent: "Wants the control token." }) : "",
   );
   const parameters = (operation.parameters ?? []).filter((parameter) => parameter.in !== "header");
   const body = operation.requestBody?.content["application/json"]?.schema;

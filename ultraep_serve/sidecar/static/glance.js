@@ -50,7 +50,9 @@ function showImbalance(overview) {
       ? `p99 ${ratio(imbalance.before.p99)} → ${ratio(imbalance.after.p99)} · worst ` +
           `${ratio(imbalance.before.max)} → ${ratio(imbalance.after.max)} · ` +
           `best possible ${ratio(overview.floor)}`
-      : "no prefill batch was weighed in the last minute",
+      : overview.policy === "off"
+        ? "not measured while the policy is off"
+        : "no prefill batch was weighed in the last minute",
   );
 }
 
@@ -64,7 +66,7 @@ function showNow(overview) {
   );
   setText(
     "now-fine",
-    batch ? `${count(batch.tokens)} tokens · ${batch.replicas} copies · ${bytes(batch.bytes_moved)}` : "",
+    batch ? `${count(batch.tokens)} tokens · ${count(batch.replicas)} replicas · ${bytes(batch.bytes_moved)}` : "",
   );
 }
 

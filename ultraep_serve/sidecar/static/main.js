@@ -34,6 +34,7 @@ function listen() {
 function showLink() {
   const live = Date.now() - heardAt < STALE_MS;
   byId("link").dataset.live = live ? "yes" : "no";
+  document.body.classList.toggle("stale", !live && heardAt > 0);
   setText("link", live ? "live" : heardAt ? `no data since ${new Date(heardAt).toTimeString().slice(0, 8)}` : "no data yet");
   if (!live) {
     byId("state").dataset.level = "bad";

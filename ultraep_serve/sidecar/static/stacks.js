@@ -15,13 +15,19 @@ export function startStacks() {
   }
 }
 
-export function drawStacks(plan) {
-  const most = Math.max(1, ...plan.ranks.map((rank) => Math.max(rank.before, rank.after)));
-  const mean = plan.ranks.reduce((sum, rank) => sum + rank.before, 0) / plan.ranks.length;
+// Of every replicated expert.
+export function colorsOf(plan) {
   const colors = new Map();
   for (const { expert } of plan.replicas) {
     if (!colors.has(expert)) colors.set(expert, PALETTE[colors.size % PALETTE.length]);
   }
+  return colors;
+}
+
+export function drawStacks(plan) {
+  const most = Math.max(1, ...plan.ranks.map((rank) => Math.max(rank.before, rank.after)));
+  const mean = plan.ranks.reduce((sum, rank) => sum + rank.before, 0) / plan.ranks.length;
+  const colors = colorsOf(plan);
   for (const stage of STAGES) {
     const stacks = stage === "before" ? stacksBefore(plan) : stacksAfter(plan);
     drawn[stage] = draw(byId(`stack-${stage}`), stacks, colors, most, mean);
@@ -67,7 +73,7 @@ function draw(canvas, stacks, colors, most, mean) {
   const surface = sharp(canvas);
   if (!surface) return [];
   const { context, width, height } = surface;
-  const [left, bottom] = [46, 15];
+  const [left, bottom] = [56, 15];
   const across = (width - left) / stacks.length;
   const scale = (height - bottom - 4) / most;
   const places = [];
@@ -75,7 +81,7 @@ function draw(canvas, stacks, colors, most, mean) {
   stacks.forEach((stack, rank) => {
     const [x, wide] = [left + rank * across + across * 0.1, Math.max(1, across * 0.8)];
     let y = height - bottom;
-    // Copied experts lie at the bottom, where they are compared most easily.
+    // Replicated experts lie at the bottom, where they are compared most easily.
     const order = [...stack].sort((a, b) => colors.has(b.expert) - colors.has(a.expert) || b.load - a.load);
     order.forEach((piece, i) => {
       const high = piece.load * scale;
@@ -116,7 +122,9 @@ function drawAxis(context, { width, height, left, bottom, across, scale, mean, r
   }
   const y = height - bottom - mean * scale;
   context.textAlign = "right";
-  context.fillText("mean", left - 5, y + 4);
+  context.fillText("rank", left - 5, height - 3);
+  context.fillText("mean", left - 5, y - 1);
+  context.fillText(count(Math.round(mean)), left - 5, y + 11);
   context.strokeStyle = color("text");
   context.setLineDash([4, 3]);
   context.beginPath();
@@ -136,7 +144,7 @@ function tell(stage, canvas, event) {
     "stack-value",
     hit
       ? `${stage}, rank ${hit.rank}: ${count(hit.load)} assignments` +
-          (hit.expert === null ? "" : ` of expert ${hit.expert}${hit.copy ? ", computed by a copy" : ""}`)
+          (hit.expert === null ? "" : ` of expert ${hit.expert}${hit.copy ? ", computed by a replica" : ""}`)
       : "",
   );
 }
