@@ -144,6 +144,8 @@ def test_a_bad_value_is_counted_and_written_nowhere(tmp_path: Path) -> None:
     write(recorder, 3)
     recorder.count_batch(Decision.SMALL)
     assert recorder.lost == 7
+    recorder.count_lost()  # one that its maker had no room for
+    assert recorder.lost == 8
 
 
 def test_batches_are_counted_once_by_their_decision(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ __all__ = ["DeviceBalancer", "device_row_width", "require_offered"]
 logger = logging.getLogger(__name__)
 
 _LARGEST = np.iinfo(np.int32).max
-_WARM_UP_IDS = (257, 2048)  # Triton compiles apart what 16 divides and what it does not
+_WARM_UP_IDS = (1, 257, 2048)  # Triton compiles apart: 1, what 16 divides, and all else
 _BATCHES_ON_THEIR_WAY = 2  # whose records the host may be behind the device
 
 
@@ -57,9 +57,10 @@ def require_offered(config: BalanceConfig) -> None:
 class DeviceBalancer:
     """Balances the MoE layers of one rank. All ranks must call ``route`` in the same order.
 
-    Differences to ``Balancer``: while the policy is off at run time, loads are still exchanged,
-    since only the device knows. Policy eplb, asked for at run time, counts as off, and so does
-    ideal without ``allow_ideal``. Relays follow the published rule, whatever they cost.
+    Differences to ``Balancer``: while the policy is off at run time, loads are still exchanged and
+    planned for, since only the device knows; nothing is moved. Policy eplb, asked for at run time,
+    counts as off, and so does ideal without ``allow_ideal``. Relays follow the published rule,
+    whatever they cost.
 
     Records come when the host comes by after the device is done, at a later ``route`` or
     ``computed``; where more layers than those of two batches are on their way, one is lost and
