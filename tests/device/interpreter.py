@@ -8,7 +8,7 @@ from pathlib import Path
 FOLDER = Path(__file__).parent
 
 
-def run_interpreted(*arguments: str, timeout_seconds: float = 300) -> str:
+def run_interpreted(*arguments: str, timeout_seconds: float = 600) -> str:
     """Output of ``python ARGUMENTS`` with TRITON_INTERPRET=1 in its environment alone.
 
     Raises AssertionError with the output where it fails.
