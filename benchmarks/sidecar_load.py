@@ -2,12 +2,14 @@
 
     python benchmarks/sidecar_load.py --seconds 600 --json benchmarks/results/sidecar-load.json
 
-Every rank is a process that writes records at a steady pace; what it writes into a record follows
-from the batch's number, so that a torn one would be noticed. The sidecar is a process of its own.
+Ranks write records at a steady pace, several of them from one process; what is written into a
+record follows from the batch's number, so that a torn one would be noticed. The sidecar is a
+process of its own. On few cores all of them compete: latencies include waiting for one.
 """
 
 import argparse
 import asyncio
+import itertools
 import json
 import multiprocessing
 import os
@@ -31,25 +33,30 @@ NUM_LAYERS = 16
 PATHS = ("/v1/balance", "/v1/overview", "/v1/balance/batches", "/metrics", "/readyz")
 BURSTS_PER_SECOND = 25
 START_SECONDS = 60
+WRITERS = 2  # processes
 
 
-def write(run_dir: str, rank: int, shape: ExpertShape, per_second: int, stop: Any) -> None:
-    """One rank: ``per_second`` records, in bursts, until ``stop``."""
-    recorder = Recorder.create(
-        Path(run_dir), rank, shape, NUM_LAYERS, 4096, "load", "data", 0, 60.0
-    )
-    recorder.set_state(RingState.READY)
+def write(run_dir: str, ranks: range, shape: ExpertShape, per_second: int, stop: Any) -> None:
+    """``ranks``: ``per_second`` records each, in bursts, until ``stop``."""
+    recorders = [
+        Recorder.create(Path(run_dir), rank, shape, NUM_LAYERS, 4096, "load", "data", 0, 60.0)
+        for rank in ranks
+    ]
+    for recorder in recorders:
+        recorder.set_state(RingState.READY)
     burst = per_second // BURSTS_PER_SECOND // NUM_LAYERS
     batch, due = 0, time.monotonic()
     while not stop.is_set():
-        for _ in range(burst):
-            write_batch(recorder, batch, shape)
-            batch += 1
+        for recorder in recorders:
+            for number in range(batch, batch + burst):
+                write_batch(recorder, number, shape)
+        batch += burst
         # Who has fallen behind does not catch up: the pace reached is part of the result.
         now = time.monotonic()
         due = max(due + 1 / BURSTS_PER_SECOND, now)
         time.sleep(due - now)
-    recorder.close()
+    for recorder in recorders:
+        recorder.close()
 
 
 def write_batch(recorder: Recorder, batch: int, shape: ExpertShape) -> None:
@@ -105,8 +112,8 @@ async def ask(url: str, clients: int, until: float, pause: float) -> Answers:
             path = PATHS[place % len(PATHS)]
             began = time.monotonic()
             try:
-                answers.add(path, 0.0, await http.get(path))
-                answers.seconds[path][-1] = time.monotonic() - began
+                answer = await http.get(path)
+                answers.add(path, time.monotonic() - began, answer)
             except httpx.HTTPError:
                 answers.lost += 1
             place += 1
@@ -132,15 +139,12 @@ async def watch_memory(pid: int, until: float) -> list[float]:
     return seen
 
 
-def torn_records(run_dir: Path, num_ranks: int) -> int:
-    """Records handed out by a reader that do not follow from their batch."""
-    torn = 0
-    for rank in range(num_ranks):
-        records = RingReader(ring_path(run_dir, rank)).poll().records
-        expected = (1 + records["batch"] % 1000).astype(np.int64)[:, None]
-        torn += int((records["load_before"] != expected).any(axis=1).sum())
-        torn += int((records["expert_load"] != expected).any(axis=1).sum())
-    return torn
+def torn_records(reader: RingReader) -> int:
+    """New records handed out by ``reader`` that do not follow from their batch."""
+    records = reader.poll().records
+    expected = (1 + records["batch"] % 1000).astype(np.int64)[:, None]
+    torn = (records["load_before"] != expected).any(axis=1)
+    return int((torn | (records["expert_load"] != expected).any(axis=1)).sum())
 
 
 async def measure(
@@ -152,9 +156,12 @@ async def measure(
 
     async def read_along() -> None:
         nonlocal torn
-        while time.monotonic() < until:
-            torn += await asyncio.to_thread(torn_records, run_dir, settings.ranks)
-            await asyncio.sleep(5)
+        readers = [RingReader(ring_path(run_dir, rank)) for rank in range(settings.ranks)]
+        for reader in itertools.cycle(readers):
+            if time.monotonic() > until:
+                return
+            torn += torn_records(reader)
+            await asyncio.sleep(0.5)
 
     answers, memory, _ = await asyncio.gather(
         ask(url, settings.clients, until, settings.pause), watch_memory(pid, until), read_along()
@@ -208,9 +215,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="uep-load-") as run_dir:
         page = ControlPage.create(Path(run_dir), Policy.QUOTA)
         arguments = (shape, settings.records_per_second, stop)
+        ranks = range(settings.ranks)
         writers = [
-            context.Process(target=write, args=(run_dir, rank, *arguments))
-            for rank in range(settings.ranks)
+            context.Process(target=write, args=(run_dir, ranks[place::WRITERS], *arguments))
+            for place in range(WRITERS)
         ]
         for writer in writers:
             writer.start()
