@@ -17,10 +17,8 @@ the policy on, off and on again, and the record of the launched batch.
 
 import argparse
 import json
-import os
 import platform
 import statistics
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -51,6 +49,7 @@ from ultraep_serve.cuda.fabric import DeviceFabric, Limits
 from ultraep_serve.cuda.slots import DeviceSlotPool
 from ultraep_serve.policies import plan_quota
 from ultraep_serve.testing.host_driver import HostDriver
+from ultraep_serve.testing.interpreter import restart_interpreted
 from ultraep_serve.testing.mirror import mirrored_fabric
 from ultraep_serve.testing.virtual_ranks import VirtualRanks, make_ranks, only, wrong_slots
 from ultraep_serve.types import Decision, ExpertShape, Plan, Policy, Verb, imbalance
@@ -121,9 +120,8 @@ class Report:
 def main() -> None:
     """Check and measure; a dry run starts itself again under the interpreter."""
     args = parse_arguments()
-    if args.dry_run and not triton.knobs.runtime.interpret:
-        environment = {**os.environ, "TRITON_INTERPRET": "1"}
-        sys.exit(subprocess.run([sys.executable, *sys.argv], env=environment).returncode)
+    if args.dry_run:
+        restart_interpreted()
     if not args.dry_run and not torch.cuda.is_available():
         sys.exit("no GPU here; use --dry-run to see what would be measured")
     sizes = TINY if args.dry_run else FULL

@@ -12,9 +12,7 @@ and says nothing about GPUs.
 
 import argparse
 import json
-import os
 import platform
-import subprocess
 import sys
 import traceback
 from collections.abc import Callable
@@ -32,6 +30,7 @@ from ultraep_serve.cuda.slots import ALIGNMENT, DeviceSlotPool
 from ultraep_serve.errors import PeerTimeoutError
 from ultraep_serve.slots import LayerSlots
 from ultraep_serve.testing.host_driver import HostDriver
+from ultraep_serve.testing.interpreter import restart_interpreted
 from ultraep_serve.testing.ranks import fresh_run_path, run_ranks
 
 LAYERS, SLOTS, WIDTH = 2, 2, 64
@@ -89,9 +88,8 @@ class Report:
 def main() -> None:
     """Make all checks; a dry run starts itself again under the interpreter."""
     args = parse_arguments()
-    if args.dry_run and not triton.knobs.runtime.interpret:
-        environment = {**os.environ, "TRITON_INTERPRET": "1"}
-        sys.exit(subprocess.run([sys.executable, *sys.argv], env=environment).returncode)
+    if args.dry_run:
+        restart_interpreted()
     if not args.dry_run and not torch.cuda.is_available():
         sys.exit("no CUDA device: nothing was checked; --dry-run plays it in host memory")
     sizes = TINY if args.dry_run else FULL

@@ -31,6 +31,7 @@ with warnings.catch_warnings():
 
 from ultraep_serve.config import BalanceConfig, child_environment
 from ultraep_serve.costs.model import CostModel
+from ultraep_serve.cuda.recording import is_capturing
 from ultraep_serve.errors import UnsupportedError
 from ultraep_serve.testing.ranks import fresh_run_path, run_ranks
 from ultraep_serve.types import Policy
@@ -432,13 +433,12 @@ def test_batches_are_judged_by_all_ranks_tokens_and_captured_ones_not(balanced: 
     ids = torch.zeros(8, fakes.TOP_K, dtype=torch.int64)
     with forward_pass(config, [300, 8, 1]):
         assert layer._group.route(0, ids, 8).dtype == torch.int64  # as the router gave them
-        balanced(layer._group._execution, "is_captured", lambda _: True)
+        balanced(group, "is_capturing", lambda _: True)
         layer._group.route(0, ids, 8)
     assert seen == [309, 0]
-    on_device = SimpleNamespace(is_cuda=True)
     balanced(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert type(layer._group._execution)(config).is_captured(on_device)
-    assert not type(layer._group._execution)(config).is_captured(ids)
+    assert is_capturing(torch.device("cuda"))
+    assert not is_capturing(ids.device)
 
 
 def test_requests_of_a_rank_are_told_from_padding(balanced: Any) -> None:

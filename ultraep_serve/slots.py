@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from ultraep_serve.errors import ConfigError, UnsupportedError
 from ultraep_serve.mappings import MAP_FIXED, READ_WRITE, map_memory, unmap_memory
 
-__all__ = ["LayerSlots", "SlotPool", "chunks_of"]
+__all__ = ["LayerSlots", "SlotPool"]
 
 _PAGE = mmap.PAGESIZE
 
@@ -34,6 +34,19 @@ class LayerSlots:
     region_offsets: NDArray[np.int64]  # (N,) of slot 0 within every rank's pool
     expert_bytes: NDArray[np.int64]  # (N,)
     chunks: NDArray[np.int64]  # (C, 3) tensor index, offset, size
+
+    @classmethod
+    def of(
+        cls, tensors: list[torch.Tensor], offsets: list[int], sizes: list[int], chunk_bytes: int
+    ) -> "LayerSlots":
+        """``tensors`` as adopted, their ``region_offsets`` and ``expert_bytes``."""
+        return cls(
+            tensors=tensors,
+            master_addresses=np.array([tensor.data_ptr() for tensor in tensors], dtype=np.int64),
+            region_offsets=np.array(offsets, dtype=np.int64),
+            expert_bytes=np.array(sizes, dtype=np.int64),
+            chunks=_chunks_of(sizes, chunk_bytes),
+        )
 
 
 class SlotPool:
@@ -67,13 +80,7 @@ class SlotPool:
             self._alias(tensor, offset) for tensor, offset in zip(masters, offsets, strict=True)
         ]
         self._num_layers += 1
-        return LayerSlots(
-            tensors=aliases,
-            master_addresses=np.array([tensor.data_ptr() for tensor in aliases], dtype=np.int64),
-            region_offsets=np.array(offsets, dtype=np.int64),
-            expert_bytes=np.array(sizes, dtype=np.int64),
-            chunks=chunks_of(sizes, self._chunk_bytes),
-        )
+        return LayerSlots.of(aliases, offsets, sizes, self._chunk_bytes)
 
     def close(self) -> None:
         """Unmap everything. Tensors returned by ``adopt`` must not be used afterwards."""
@@ -132,7 +139,7 @@ def _map(address: int, size: int, flags: int, descriptor: int, offset: int) -> i
         ) from error
 
 
-def chunks_of(sizes: list[int], chunk_bytes: int) -> NDArray[np.int64]:
+def _chunks_of(sizes: list[int], chunk_bytes: int) -> NDArray[np.int64]:
     """Units of transfer (C, 3), tensor index, offset, size, of tensors of ``sizes`` bytes."""
     rows = [
         (index, offset, min(chunk_bytes, size - offset))

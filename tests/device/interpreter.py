@@ -1,9 +1,9 @@
 """Run checks of the device kernels under Triton's interpreter, in a process of their own."""
 
-import os
 import subprocess
-import sys
 from pathlib import Path
+
+from ultraep_serve.testing.interpreter import interpreted
 
 FOLDER = Path(__file__).parent
 
@@ -14,8 +14,7 @@ def run_interpreted(*arguments: str, timeout_seconds: float = 600) -> str:
     Raises AssertionError with the output where it fails.
     """
     done = subprocess.run(
-        [sys.executable, *arguments],
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        ["env", "OMP_NUM_THREADS=1", *interpreted(arguments)],
         cwd=FOLDER.parents[1],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

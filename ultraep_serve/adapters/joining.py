@@ -13,6 +13,7 @@ from torch import nn
 from ultraep_serve.adapters.parts import Parts, parts_for
 from ultraep_serve.balancer import TokenView, identity_table
 from ultraep_serve.config import BalanceConfig
+from ultraep_serve.cuda.recording import is_capturing
 from ultraep_serve.errors import UltraEPError, UnsupportedError
 from ultraep_serve.observability.control import ControlPage
 from ultraep_serve.observability.recorder import Recorder
@@ -103,7 +104,7 @@ class JoinedLayers:
         Only the first ``real_tokens`` of ``topk_ids`` belong to requests, and are recorded while
         somebody records; None is all of them. On a GPU, recording them waits for the device.
         """
-        if self._spool is not None and not _is_capturing(topk_ids):
+        if self._spool is not None and not is_capturing(topk_ids.device):
             if layer == 0:
                 self._spool.begin(self._control.recording_word, batch_tokens)
             if self._spool.is_recording:
@@ -165,7 +166,3 @@ def _adopt(parameters: Sequence[nn.Parameter], parts: Parts) -> None:
     slots = parts.adopt([parameter.data for parameter in parameters])
     for parameter, alias in zip(parameters, slots.tensors, strict=True):
         parameter.data = alias  # at once: what it held may be empty now
-
-
-def _is_capturing(tensor: torch.Tensor) -> bool:
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -14,13 +14,12 @@ masters, put before a boundary, would not start aligned as kernels expect (TMA).
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from ultraep_serve.cuda.driver import Driver
 from ultraep_serve.cuda.mapping import Allocation, MappedMemory, create, round_up
 from ultraep_serve.errors import UnsupportedError
-from ultraep_serve.slots import LayerSlots, chunks_of
+from ultraep_serve.slots import LayerSlots
 
 __all__ = ["ALIGNMENT", "DeviceSlotPool"]
 
@@ -95,13 +94,7 @@ class DeviceSlotPool:
         if self.num_slots:
             aliases, offsets = self._move_all(masters, layouts)
         self._num_layers += 1
-        return LayerSlots(
-            tensors=aliases,
-            master_addresses=np.array([tensor.data_ptr() for tensor in aliases], dtype=np.int64),
-            region_offsets=np.array(offsets, dtype=np.int64),
-            expert_bytes=np.array(sizes, dtype=np.int64),
-            chunks=chunks_of(sizes, self._chunk_bytes),
-        )
+        return LayerSlots.of(aliases, offsets, sizes, self._chunk_bytes)
 
     def close(self) -> None:
         """Unmap and release everything. Tensors returned by ``adopt`` must not be used any more."""

@@ -6,6 +6,7 @@ What the ranks write is made up, except for plans, which are the real planner's 
 """
 
 import argparse
+import contextlib
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -173,14 +174,10 @@ def main() -> None:
     shape = ExpertShape(arguments.ranks, arguments.experts, arguments.slots)
     run = SyntheticRun(arguments.run_dir, shape, arguments.layers)
     deadline = time.monotonic() + arguments.seconds
-    try:
+    with contextlib.closing(run), contextlib.suppress(KeyboardInterrupt):
         while time.monotonic() < deadline:
             run.batch()
             time.sleep(1 / arguments.batches_per_second)
-    except KeyboardInterrupt:
-        pass
-    finally:
-        run.close()
 
 
 if __name__ == "__main__":

@@ -96,10 +96,6 @@ class CpuExperts:
         assert self._identity is not None, "balanced"
         return self._identity[topk_ids.long()]
 
-    def is_captured(self, topk_ids: torch.Tensor) -> bool:
-        """There are no graphs on CPU."""
-        return False
-
     def compute(
         self,
         layer: RoutedExperts,

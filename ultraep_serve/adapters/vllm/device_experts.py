@@ -63,14 +63,6 @@ class DeviceExperts:
         """Without balancing vLLM takes logical ids."""
         return topk_ids
 
-    def is_captured(self, topk_ids: torch.Tensor) -> bool:
-        """Whether what is done now goes into a CUDA graph.
-
-        Graphs are captured for the sizes of decode, once for all batches that replay them, so they
-        take the identity. Ranks replay together: vLLM has them agree on it for every batch.
-        """
-        return topk_ids.is_cuda and torch.cuda.is_current_stream_capturing()
-
     def compute(
         self,
         layer: RoutedExperts,

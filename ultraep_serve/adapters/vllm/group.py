@@ -18,6 +18,7 @@ from ultraep_serve.adapters.vllm.cpu_experts import CpuExperts
 from ultraep_serve.adapters.vllm.device_experts import DeviceExperts
 from ultraep_serve.balancer import TokenView
 from ultraep_serve.config import BalanceConfig
+from ultraep_serve.cuda.recording import is_capturing
 from ultraep_serve.errors import UnsupportedError
 from ultraep_serve.types import ExpertShape, Policy
 
@@ -43,8 +44,6 @@ class Execution(Protocol):
     def finish(self, layers: Sequence[RoutedExperts]) -> None: ...
 
     def plain_ids(self, topk_ids: torch.Tensor) -> torch.Tensor: ...
-
-    def is_captured(self, topk_ids: torch.Tensor) -> bool: ...
 
     def compute(
         self,
@@ -97,10 +96,14 @@ class ExpertGroup:
         return output
 
     def route(self, index: int, topk_ids: torch.Tensor, num_rows: int) -> torch.Tensor:
-        """Physical ids for ``topk_ids`` (T, K) of layer ``index``, of the same type."""
+        """Physical ids for ``topk_ids`` (T, K) of layer ``index``, of the same type.
+
+        CUDA graphs are captured for the sizes of decode, once for all batches that replay them, so
+        they take the identity. Ranks replay together: vLLM has them agree on it for every batch.
+        """
         if self._joined is None:
             return self._execution.plain_ids(topk_ids)
-        tokens = 0 if self._execution.is_captured(topk_ids) else self._batch_tokens(num_rows)
+        tokens = 0 if is_capturing(topk_ids.device) else self._batch_tokens(num_rows)
         physical = self._joined.route(index, topk_ids, tokens, self._request_tokens(num_rows))
         return physical.to(topk_ids.dtype)
 

@@ -90,7 +90,7 @@ class DeviceRoutedExperts(BalancedRoutedExperts):
         No operator of ours is needed: on a GPU the runner's own ``vllm::moe_forward`` is opaque and
         calls this, so torch.compile sees nothing of it. It is no splitting point of piecewise CUDA
         graphs, so batches that vLLM replays, whole or in pieces, do what was captured: the identity
-        (``DeviceExperts.is_captured``). Batches larger than vLLM captures
+        (``ExpertGroup.route``). Batches larger than vLLM captures
         (``--max-cudagraph-capture-size`` tokens of a rank) come through here every time. Shared
         experts overlap as vLLM has them, in its kernel or on a stream of their own: their weights
         are never moved.
