@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from ultraep_serve.balancer import Balancer, TokenView, identity_table, row_width
+from ultraep_serve.balancer import Balancer, TokenView, row_width
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.costs.model import IntegerCosts
+from ultraep_serve.physical import identity_table
 from ultraep_serve.slots import SlotPool
 from ultraep_serve.types import Decision, ExpertShape, Policy
 

@@ -24,21 +24,12 @@ from ultraep_serve.fabric import HostFabric
 from ultraep_serve.history import LoadHistory
 from ultraep_serve.observability.recorder import Recorder
 from ultraep_serve.observability.stopwatch import Stopwatch
+from ultraep_serve.physical import experts_sent, forced_ids, identity_table, master_ids
 from ultraep_serve.policies import plan_quota
 from ultraep_serve.slots import LayerSlots
 from ultraep_serve.types import Decision, ExpertShape, IntArray, Plan, Policy, Verb
 
-__all__ = [
-    "HEADER_WIDTH",
-    "Balancer",
-    "PolicySource",
-    "TokenView",
-    "experts_sent",
-    "forced_ids",
-    "identity_table",
-    "master_ids",
-    "row_width",
-]
+__all__ = ["HEADER_WIDTH", "Balancer", "PolicySource", "TokenView", "row_width"]
 
 logger = logging.getLogger(__name__)
 
@@ -311,43 +302,6 @@ class _Routed:
     plan: Plan | None
     sent: int  # bytes
     watch: Stopwatch
-
-
-def identity_table(
-    num_logical_experts: int, num_ranks: int, num_replica_slots: int
-) -> NDArray[np.int32]:
-    """Physical id of each expert's master, (E + 1,) int32; the last entry serves padding (-1).
-
-    Experts that do not divide evenly go one each to the first ranks, as engines place them.
-    """
-    masters = np.full(num_ranks, num_logical_experts // num_ranks)
-    masters[: num_logical_experts % num_ranks] += 1
-    owner = np.repeat(np.arange(num_ranks), masters)
-    local = np.arange(num_logical_experts) - (np.cumsum(masters) - masters)[owner]
-    table = np.full(num_logical_experts + 1, -1, dtype=np.int32)
-    table[:-1] = owner * (masters[0] + num_replica_slots) + local
-    return table
-
-
-def experts_sent(
-    rank: int, slot_expert: IntArray, parents: NDArray[np.int64], num_masters: int
-) -> int:
-    """How many slots ``rank`` fills; ``slot_expert`` and ``parents`` (R, S) as in relay_parents."""
-    owner = slot_expert // num_masters
-    sender = np.where(parents >= 0, parents // max(1, slot_expert.shape[1]), owner)
-    return int(((sender == rank) & (slot_expert >= 0)).sum())
-
-
-def master_ids(topk_ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """Every assignment (T, K) to its master, int32, by ``table`` (E + 1,) of ``identity_table``."""
-    return table[topk_ids.long().clamp(-1, table.shape[0] - 1)]
-
-
-def forced_ids(topk_ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """Force-balanced routing: masters in turn, whatever the router chose (wrong answers)."""
-    chosen = topk_ids >= 0  # padding takes no turn
-    turn = (chosen.reshape(-1).cumsum(0) - 1).view(chosen.shape)
-    return torch.where(chosen, master_ids(turn % (table.shape[0] - 1), table), -1)
 
 
 def _empty_slots(shape: ExpertShape) -> IntArray:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ultraep_serve.adapters.parts import Parts, parts_for
-from ultraep_serve.balancer import TokenView, identity_table
+from ultraep_serve.balancer import TokenView
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.cuda.recording import is_capturing
 from ultraep_serve.errors import UltraEPError, UnsupportedError
@@ -19,6 +19,7 @@ from ultraep_serve.observability.control import ControlPage
 from ultraep_serve.observability.recorder import Recorder
 from ultraep_serve.observability.schema import RingState
 from ultraep_serve.observability.spool import SpoolSource, SpoolWriter
+from ultraep_serve.physical import identity_table
 from ultraep_serve.types import ExpertShape
 
 __all__ = ["JoinedLayers", "balanced_ids", "expert_parameters"]

@@ -17,20 +17,14 @@ from ultraep_kernels.device.reroute import reroute
 from ultraep_kernels.device.row import HEADER_WIDTH, write_row
 from ultraep_kernels.stream import relay_parents
 
-from ultraep_serve.balancer import (
-    PolicySource,
-    TokenView,
-    experts_sent,
-    forced_ids,
-    identity_table,
-    master_ids,
-)
+from ultraep_serve.balancer import PolicySource, TokenView
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.costs.model import IntegerCosts
 from ultraep_serve.cuda.fabric import DeviceFabric
 from ultraep_serve.cuda.recording import Lap, Ledger, Note, Unnoted, is_capturing
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.observability.recorder import Recorder
+from ultraep_serve.physical import experts_sent, forced_ids, identity_table, master_ids
 from ultraep_serve.slots import LayerSlots
 from ultraep_serve.types import Decision, ExpertShape, Policy, Verb
 

@@ -25,7 +25,7 @@ from vllm.model_executor.layers.fused_moe.prepare_finalize.passthrough import (
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
 from ultraep_serve.adapters.vllm.checks import check_cpu_execution
-from ultraep_serve.balancer import identity_table
+from ultraep_serve.physical import identity_table
 from ultraep_serve.types import ExpertShape
 
 __all__ = [
