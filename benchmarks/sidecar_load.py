@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,7 @@ class Answers:
     """What the clients got."""
 
     seconds: dict[str, list[float]] = field(default_factory=dict)
-    lost: int = 0  # no answer, or not 200
+    lost: Counter[str] = field(default_factory=Counter)  # no answer, or not 200, by what came
     not_ready: int = 0  # 503 of /readyz: a rank's heartbeat was late, as on a busy machine
     torn: int = 0  # an imbalance other than 1 somewhere
 
@@ -95,7 +96,7 @@ class Answers:
         if path == "/readyz" and answer.status_code == 503:
             self.not_ready += 1
         elif answer.status_code != 200:
-            self.lost += 1
+            self.lost[str(answer.status_code)] += 1
         elif path == "/v1/balance":
             imbalance = answer.json()["imbalance"]
             self.torn += any(imbalance[stage]["max"] not in (None, 1.0) for stage in imbalance)
@@ -114,8 +115,8 @@ async def ask(url: str, clients: int, until: float, pause: float) -> Answers:
             try:
                 answer = await http.get(path)
                 answers.add(path, time.monotonic() - began, answer)
-            except httpx.HTTPError:
-                answers.lost += 1
+            except httpx.HTTPError as error:
+                answers.lost[type(error).__name__] += 1
             place += 1
             await asyncio.sleep(max(0.0, pause - (time.monotonic() - began)))
 
@@ -175,7 +176,8 @@ async def measure(
     quarters = np.array_split(np.array(memory), 4)
     return {
         "responses": sum(map(len, answers.seconds.values())),
-        "lost_responses": answers.lost,
+        "lost_responses": answers.lost.total(),
+        "lost_by_kind": dict(answers.lost),
         "not_ready_responses": answers.not_ready,
         "torn_records": torn + answers.torn,
         "records_missed_by_the_sidecar": int(missed),

@@ -15,6 +15,7 @@ from ultraep_serve.sidecar.app import SidecarSettings, create_app
 __all__ = ["is_loopback", "serve"]
 
 _LOGGER = logging.getLogger(__name__)
+_KEEP_ALIVE_SECONDS = 75  # longer than clients keep theirs: who closes first must not be the server
 
 
 def serve(
@@ -41,7 +42,12 @@ def serve(
         _say_started(host, address[1], run_dir, control_open=bool(token))
         settings = settings or SidecarSettings(reuse_seconds=0.5)
         app = create_app(run_dir, token, allow_ideal, settings=settings)
-        config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=2)
+        config = uvicorn.Config(
+            app,
+            log_level="warning",
+            timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+            timeout_graceful_shutdown=2,
+        )
         _Server(config, app).run(sockets=[listener])
 
 
