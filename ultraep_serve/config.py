@@ -41,6 +41,7 @@ class BalanceConfig:
     )
     slot_memory: Literal["aliased", "per_layer"] = "aliased"  # one pool for all layers, or one each
     relay: Literal["auto", "always", "never"] = "auto"  # forward widely replicated experts
+    domain_size: int = 0  # ranks that weights move between; 0: those of one host
     chunk_bytes: int = 1 << 20  # unit of weight transfer
     timeout_seconds: float = 60.0  # a rank silent for longer is an error
     ring_records: int = 4096  # records kept per rank for the sidecar
@@ -72,6 +73,7 @@ class BalanceConfig:
         _require(
             "relay", self.relay, self.relay in ("auto", "always", "never"), "auto, always, never"
         )
+        _require("domain_size", self.domain_size, self.domain_size >= 0, "0 (a host) or more")
         _require("chunk_bytes", self.chunk_bytes, self.chunk_bytes >= 4096, "4096 or more")
         _require("timeout_seconds", self.timeout_seconds, self.timeout_seconds > 0, "more than 0")
         _require(
