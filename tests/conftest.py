@@ -1,12 +1,19 @@
 """Fixtures shared by several test files."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from ultraep_serve.testing import make_model, tiny_glm4, tiny_qwen3
 from ultraep_serve.testing.ranks import fresh_run_path
+
+if TYPE_CHECKING:
+    from fastapi.testclient import TestClient
+    from sidecar_runs import SkewedRun
+
+    from ultraep_serve.testing.rings import SyntheticRun
 
 
 @pytest.fixture
@@ -27,3 +34,52 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def glm4(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same with grouped routing and a shared expert."""
     return make_model(tmp_path_factory.mktemp("models") / "glm4", tiny_glm4()).path
+
+
+@pytest.fixture
+def skewed_run(tmp_path: Path) -> "Iterator[SkewedRun]":
+    """Two ranks in ``tmp_path``, all load of every batch on the first."""
+    from sidecar_runs import SkewedRun
+
+    made = SkewedRun(tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def planned_run(tmp_path: Path) -> "Iterator[SyntheticRun]":
+    """Four ranks in ``tmp_path`` whose plans are the planner's."""
+    from sidecar_runs import planned_run
+
+    made = planned_run(tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def client(tmp_path: Path) -> "TestClient":
+    """A client of a sidecar over ``tmp_path``, which ``sidecar_runs.TOKEN`` opens."""
+    from fastapi.testclient import TestClient
+    from sidecar_runs import TOKEN
+
+    from ultraep_serve.sidecar import create_app
+
+    return TestClient(create_app(tmp_path, TOKEN, False))
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """vLLM's adapter as on a GPU; patches, also those made through it, are undone."""
+    from vllm_gpu import pretend_gpu
+
+    pretend_gpu(monkeypatch)
+    return monkeypatch.setattr
+
+
+@pytest.fixture
+def balanced(on_gpu: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """The same, balancing switched on."""
+    from vllm_gpu import NUM_SLOTS, configure
+
+    configure(monkeypatch.setenv, num_replica_slots=NUM_SLOTS, run_dir="/dev/null")
+    return on_gpu

@@ -39,22 +39,19 @@ def free_port() -> int:
         return port
 
 
-def test_neither_torch_nor_numba_is_imported() -> None:
-    code = (
-        "import sys, ultraep_serve.sidecar.__main__, ultraep_serve.observability.recorder;"
-        "sys.exit(str({'torch', 'numba', 'vllm'} & set(sys.modules)))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.stderr.strip() == "set()"
-
-
-def test_observability_needs_no_web_framework() -> None:
-    code = (
-        "import sys, ultraep_serve.observability;"
-        "sys.exit(str({'fastapi', 'pydantic', 'prometheus_client'} & set(sys.modules)))"
-    )
+@pytest.mark.parametrize(
+    ("modules", "unwanted"),
+    [
+        (
+            "ultraep_serve.sidecar.__main__, ultraep_serve.observability.recorder",
+            {"torch", "numba", "vllm"},
+        ),
+        ("ultraep_serve.observability", {"fastapi", "pydantic", "prometheus_client"}),
+    ],
+    ids=["sidecar", "observability"],
+)
+def test_what_is_not_needed_is_not_imported(modules: str, unwanted: set[str]) -> None:
+    code = f"import sys, {modules}; sys.exit(str({unwanted!r} & set(sys.modules)))"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
     )

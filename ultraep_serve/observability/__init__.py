@@ -1,7 +1,8 @@
 """What every rank did, in shared memory: written on the hot path, read by anyone of the same user.
 
-``recorder`` writes, ``reader`` reads, ``snapshot`` summarises, ``control`` carries the policy the
-other way. Only numpy and the standard library are needed.
+``recorder`` writes what ``schema`` lays out, ``reader`` reads it, ``summary`` sums it up into the
+nouns of ``snapshot``; ``control`` carries the policy the other way. Only numpy and the standard
+library are needed.
 """
 
 from ultraep_serve.observability.control import ControlError, ControlPage

@@ -69,7 +69,10 @@ class ControlPage:
     """
 
     def __init__(self, path: Path, *, create: Policy | None = None) -> None:
-        """Map the page at ``path``, created anew where ``create`` names its first policy."""
+        """Map the page at ``path``, created anew where ``create`` names its first policy.
+
+        Raises ControlError where that cannot be done, or the file is no page of this version.
+        """
         try:
             if create is None:
                 self._page = map_shared(path, _PAGE_BYTES)

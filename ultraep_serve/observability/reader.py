@@ -25,7 +25,7 @@ from ultraep_serve.types import Decision, Policy
 
 __all__ = ["ALIVE_SECONDS", "Poll", "RingReader"]
 
-ALIVE_SECONDS = 5.0
+ALIVE_SECONDS = 5.0  # a writer whose heart has not beaten for longer is not alive
 _MAX_POLL_BYTES = 64 << 20  # of one poll; older records beyond it count as missed
 
 

@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 from ultraep_serve import __version__
 from ultraep_serve.observability import BalanceSnapshot
 from ultraep_serve.observability.heatmap import Heatmap
+from ultraep_serve.observability.reader import ALIVE_SECONDS
 from ultraep_serve.sidecar.answers import Answers, prepare
 from ultraep_serve.sidecar.health import Overview
 from ultraep_serve.sidecar.logs import StateLog
@@ -53,7 +54,7 @@ class SidecarSettings:
     """How closely to watch."""
 
     poll_seconds: float = 0.5  # between polls in the background
-    heartbeat_limit_seconds: float = 5.0  # a rank silent for longer is not alive
+    heartbeat_limit_seconds: float = ALIVE_SECONDS  # a rank silent for longer is not alive
     max_records: int = 8192  # kept in memory of each rank
     reuse_seconds: float = 0.0  # how old a summary may be that is given to several clients
     event_seconds: float = 1.0  # between server-sent events
@@ -73,47 +74,49 @@ def create_app(
     it switch to the policy that gives wrong answers. Metrics go to ``registry``, by default a new
     one.
     """
-    settings = settings or SidecarSettings()
+    watching = settings or SidecarSettings()
     store = RunStore(
         run_dir,
-        heartbeat_limit_seconds=settings.heartbeat_limit_seconds,
-        max_records=settings.max_records,
-        reuse_seconds=settings.reuse_seconds / 5,
+        heartbeat_limit_seconds=watching.heartbeat_limit_seconds,
+        max_records=watching.max_records,
+        reuse_seconds=watching.reuse_seconds / 5,
     )
-    state_log = StateLog(store)
-
-    def watch() -> None:
-        store.poll()
-        state_log.look()
-
-    @contextlib.asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        prepare((BalanceSnapshot, Heatmap, History, Overview, PolicyComparison))
-        # More threads would only wait for each other, and each takes memory of its own.
-        to_thread.current_default_thread_limiter().total_tokens = _MAX_THREADS
-        stop = _repeat(watch, settings.poll_seconds)
-        yield
-        stop()
-
     app = FastAPI(
         title="ultraep sidecar",
         version=__version__,
         description=_DESCRIPTION,
-        lifespan=lifespan,
+        lifespan=lambda _: _watching(store, watching.poll_seconds),
         docs_url=None,  # FastAPI's own page loads its scripts from elsewhere
         redoc_url=None,
     )
     app.state.stopping = False  # streams end when it is set
-    answers = Answers(settings.reuse_seconds)
+    answers = Answers(watching.reuse_seconds)
     registries = _registries(store, registry or CollectorRegistry())
     app.include_router(operate_routes(store, registries, run_dir, Access(token, allow_ideal)))
-    app.include_router(live_routes(store, answers, settings.event_seconds))
+    app.include_router(live_routes(store, answers, watching.event_seconds))
     app.include_router(balance_routes(store, answers))
     app.include_router(control_routes(Switches(store, run_dir, allow_ideal), token))
     app.include_router(record_routes(run_dir, token))
     add_pages(app)
     app.add_exception_handler(NoRunError, _no_run)
     return app
+
+
+@contextlib.asynccontextmanager
+async def _watching(store: RunStore, poll_seconds: float) -> AsyncIterator[None]:
+    """While the application serves: rings are polled, and changes of state logged."""
+    prepare((BalanceSnapshot, Heatmap, History, Overview, PolicyComparison))
+    # More threads would only wait for each other, and each takes memory of its own.
+    to_thread.current_default_thread_limiter().total_tokens = _MAX_THREADS
+    state_log = StateLog(store)
+
+    def watch() -> None:
+        store.poll()
+        state_log.look()
+
+    stop = _repeat(watch, poll_seconds)
+    yield
+    stop()
 
 
 def _registries(

@@ -1,7 +1,7 @@
 """Endpoints that show the balance."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Annotated, Any
 
 from fastapi import APIRouter, HTTPException, Query, Response
@@ -47,13 +47,20 @@ _NOT_HELD: dict[int | str, dict[str, Any]] = {404: {"description": "no records o
 def balance_routes(store: RunStore, answers: Answers) -> APIRouter:
     """The routes over ``store``; each polls first. What all clients ask is shared: ``answers``."""
     router = APIRouter(prefix="/v1/balance", responses=NO_RUN, tags=["balance"])
+    _add_summaries(router, store, answers)
+    _add_details(router, store)
+    return router
 
-    def fresh(key: str, window: Window, make: Callable[[Window], Any]) -> Response:
+
+def _add_summaries(router: APIRouter, store: RunStore, answers: Answers) -> None:
+    def shared(make: Callable[..., Any], *question: Hashable) -> Response:
+        """``make(store, *question)`` after a poll, once for all who ask the same."""
+
         def polled() -> Any:
             store.poll()
-            return make(window)
+            return make(store, *question)
 
-        return answers.give((key, window), polled)
+        return answers.give((make, *question), polled)
 
     @router.get("", response_model=BalanceSnapshot)
     def balance(since_ns: SinceNs = 0, policy: PolicyName = None) -> Response:
@@ -62,8 +69,54 @@ def balance_routes(store: RunStore, answers: Answers) -> APIRouter:
         Without parameters batches are counted since the engine started; with them, over the
         records still held.
         """
-        return fresh("balance", Window(since_ns, policy), store.snapshot)
+        return shared(RunStore.snapshot, Window(since_ns, policy))
 
+    @router.get("/heatmap", response_model=Heatmap)
+    def heat(since_ns: SinceNs = 0, policy: PolicyName = None) -> Response:
+        """Load of each rank in each layer over the mean of the layer's ranks."""
+        return shared(_heatmap, Window(since_ns, policy))
+
+    @router.get("/history", response_model=History)
+    def history(seconds: Seconds = 300, step: Step = 2) -> Response:
+        """Imbalance and savings over time, also from before the records still held."""
+        return shared(_history, seconds, step)
+
+    @router.get("/policies", response_model=PolicyComparison)
+    def policies(since_ns: SinceNs = 0) -> Response:
+        """The policies of the records held, side by side; routing alone (off) is the baseline."""
+        return shared(_policies, Window(since_ns))
+
+    @router.get("/batches", response_model=BatchList)
+    def batches(
+        limit: Limit = 20,
+        before: Before = None,
+        since_ns: SinceNs = 0,
+        policy: PolicyName = None,
+    ) -> Response:
+        """The newest batches that reached the planner, newest first."""
+        return shared(_batches, limit, before, Window(since_ns, policy))
+
+
+def _heatmap(store: RunStore, window: Window) -> Heatmap:
+    return heatmap(window.weighed(store.held().lead))
+
+
+def _history(store: RunStore, seconds: int, step: int) -> History:
+    return store.history(int(time.time()), seconds, step)
+
+
+def _policies(store: RunStore, window: Window) -> PolicyComparison:
+    _, lead, own = store.held()
+    return compare_policies(window, lead, own)
+
+
+def _batches(store: RunStore, limit: int, before: int | None, window: Window) -> BatchList:
+    _, lead, own = store.held()
+    own = [window.recorded(records) for records in own]
+    return batch_snapshots(window.recorded(lead), own, limit, before)
+
+
+def _add_details(router: APIRouter, store: RunStore) -> None:
     @router.get("/layers/{layer}", responses=_NOT_HELD)
     def layer(layer: Layer, since_ns: SinceNs = 0, policy: PolicyName = None) -> LayerDetail:
         """One MoE layer: also the load of each rank and where its replicas were last."""
@@ -74,52 +127,6 @@ def balance_routes(store: RunStore, answers: Answers) -> APIRouter:
         if detail is None:
             raise HTTPException(404, f"no records of layer {layer} in this window")
         return detail
-
-    @router.get("/heatmap", response_model=Heatmap)
-    def heat(since_ns: SinceNs = 0, policy: PolicyName = None) -> Response:
-        """Load of each rank in each layer over the mean of the layer's ranks."""
-        return fresh(
-            "heatmap",
-            Window(since_ns, policy),
-            lambda window: heatmap(window.weighed(store.held().lead)),
-        )
-
-    @router.get("/history", response_model=History)
-    def history(seconds: Seconds = 300, step: Step = 2) -> Response:
-        """Imbalance and savings over time, also from before the records still held."""
-
-        def make() -> History:
-            store.poll()
-            return store.history(int(time.time()), seconds, step)
-
-        return answers.give(("history", seconds, step), make)
-
-    @router.get("/policies", response_model=PolicyComparison)
-    def policies(since_ns: SinceNs = 0) -> Response:
-        """The policies of the records held, side by side; routing alone (off) is the baseline."""
-        return fresh(
-            "policies",
-            Window(since_ns),
-            lambda window: compare_policies(window, *store.held()[1:]),
-        )
-
-    @router.get("/batches", response_model=BatchList)
-    def batches(
-        limit: Limit = 20,
-        before: Before = None,
-        since_ns: SinceNs = 0,
-        policy: PolicyName = None,
-    ) -> Response:
-        """The newest batches that reached the planner, newest first."""
-        window = Window(since_ns, policy)
-
-        def make() -> BatchList:
-            store.poll()
-            _, lead, own = store.held()
-            own = [window.recorded(records) for records in own]
-            return batch_snapshots(window.recorded(lead), own, limit, before)
-
-        return answers.give(("batches", limit, before, window), make)
 
     @router.get("/batches/{batch}", responses=_NOT_HELD)
     def batch(batch: Batch) -> BatchDetail:
@@ -140,5 +147,3 @@ def balance_routes(store: RunStore, answers: Answers) -> APIRouter:
         if detail is None:
             raise HTTPException(404, f"no records of layer {layer} of batch {batch} are held")
         return detail
-
-    return router

@@ -11,6 +11,7 @@ from starlette.concurrency import run_in_threadpool
 from ultraep_serve.sidecar.answers import Answers
 from ultraep_serve.sidecar.health import Overview, RankList
 from ultraep_serve.sidecar.overview import overview
+from ultraep_serve.sidecar.routes_balance import NO_RUN
 from ultraep_serve.sidecar.store import RunStore
 
 __all__ = ["live_routes"]
@@ -37,7 +38,7 @@ def live_routes(store: RunStore, answers: Answers, period: float) -> APIRouter:
         """Health, balance over the last seconds, the newest batch; also without an engine."""
         return Response(encoded(seconds), media_type="application/json")
 
-    @router.get("/ranks", responses={503: {"description": "no ring can be read"}})
+    @router.get("/ranks", responses=NO_RUN)
     def ranks() -> RankList:
         """The health of every rank."""
         store.poll()

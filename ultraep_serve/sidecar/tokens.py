@@ -6,11 +6,11 @@ from pathlib import Path
 
 from ultraep_serve.config import control_token_from_environment
 from ultraep_serve.errors import ConfigError
+from ultraep_serve.launcher.run_directory import TOKEN_FILE
 from ultraep_serve.observability._files import open_regular
 
-__all__ = ["TOKEN_NAME", "control_token"]
+__all__ = ["control_token"]
 
-TOKEN_NAME = "token"
 _MAX_TOKEN_BYTES = 4096
 
 
@@ -22,7 +22,7 @@ def control_token(run_dir: Path) -> str:
     chosen = control_token_from_environment()
     if chosen:
         return chosen
-    path = run_dir / TOKEN_NAME
+    path = run_dir / TOKEN_FILE
     try:
         return _create(path)
     except FileExistsError:

@@ -4,10 +4,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ultraep_serve.observability.schema import RecordArray, RingHeader
-from ultraep_serve.types import Decision, Verb
+from ultraep_serve.observability.schema import RecordArray, RingHeader, record_dtype
+from ultraep_serve.types import Decision, ExpertShape, Verb
 
-__all__ = ["OWN_DTYPE", "RecordWindow", "SkippedHistory", "own_fields"]
+__all__ = ["OWN_DTYPE", "RecordWindow", "SkippedHistory", "most_records", "own_fields"]
+
+_MAX_BYTES = 64 << 20  # of records of all ranks; fewer are held where they are large
 
 # What is kept of every rank's records; loads and slots are kept of the lead's only.
 OWN_DTYPE = np.dtype(
@@ -31,6 +33,12 @@ def own_fields(records: RecordArray) -> RecordArray:
     for name in OWN_DTYPE.names or ():
         result[name] = records[name]
     return result
+
+
+def most_records(shape: ExpertShape, max_records: int) -> int:
+    """How many to keep of each rank, up to ``max_records``: all of them together stay in bounds."""
+    size = record_dtype(shape).itemsize + shape.num_ranks * OWN_DTYPE.itemsize
+    return max(1, min(max_records, _MAX_BYTES // size))
 
 
 class RecordWindow:
