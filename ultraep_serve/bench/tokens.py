@@ -17,7 +17,6 @@ __all__ = [
     "TokenComparison",
     "compare_tokens",
     "generate",
-    "generate_async",
 ]
 
 
@@ -66,27 +65,23 @@ def generate(
     """Greedy completions of ``prompts``, in their order, at most ``concurrency`` at a time.
 
     Every prompt is computed, also one that vLLM has seen before; on a server that does not know
-    ``cache_salt``, start it without a prefix cache. Raises ConfigError for ``concurrency`` below 1,
-    BenchError with the server's words when it refuses a prompt.
+    ``cache_salt``, start it without a prefix cache. Raises ConfigError for ``concurrency`` below 1
+    and a ``url`` that is no address, BenchError with the server's words when it refuses a prompt.
     """
-    return asyncio.run(
-        generate_async(url, model, prompts, max_tokens, concurrency, timeout_seconds)
-    )
+    if concurrency < 1:
+        raise ConfigError(f"{concurrency = } is not legal; legal: 1 or more")
+    settings = client_settings(url, "--url", timeout_seconds)
+    return asyncio.run(_completions(settings, model, prompts, max_tokens, concurrency))
 
 
-async def generate_async(
-    url: str,
+async def _completions(
+    settings: dict[str, Any],
     model: str,
     prompts: Sequence[str],
     max_tokens: int,
     concurrency: int,
-    timeout_seconds: float = 600.0,
 ) -> list[Generation]:
-    """As ``generate``, for callers that have an event loop."""
-    if concurrency < 1:
-        raise ConfigError(f"{concurrency = } is not legal; legal: 1 or more")
     permits = asyncio.Semaphore(concurrency)
-    settings = client_settings(url, "--url", timeout_seconds)
     limits = httpx.Limits(max_connections=concurrency)
     async with httpx.AsyncClient(limits=limits, **settings) as client:
 

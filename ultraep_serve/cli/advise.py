@@ -1,10 +1,10 @@
 """`ultraep-serve advise`: whether to balance, with how many slots, and why."""
 
 import argparse
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ultraep_serve.cli.arguments import DEFAULT, listed, read_costs, require_packages
 from ultraep_serve.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 __all__ = ["add_parser", "run"]
 
-DEFAULT = "default: %(default)s"
 MIB = 1 << 20
 
 
@@ -67,8 +66,7 @@ def _add_machine_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Find out, write the files, print. Raises UltraEPError with what to do."""
-    if find_spec("rich") is None:
-        raise ConfigError("rich is not installed; run `pip install ultraep-serve[client]`")
+    require_packages("rich")
     from rich.console import Console
 
     from ultraep_serve.traces.files import check_writable
@@ -107,7 +105,7 @@ def _from_trace(arguments: argparse.Namespace) -> "tuple[dict[str, Any], dict[st
     from ultraep_serve.policies.registry import policy_function
 
     slots = _slots(arguments.slots)
-    policies = [name.strip() for name in arguments.policies.split(",") if name.strip()]
+    policies = listed(arguments.policies)
     for name in policies:
         policy_function(name)  # before the work, not after it
     setting = _setting(arguments, arguments.ep)
@@ -130,9 +128,7 @@ def _usual(slots: list[int]) -> int:
 
 
 def _from_sidecar(arguments: argparse.Namespace) -> dict[str, Any]:
-    from ultraep_serve.cli.bench import require_client_packages
-
-    require_client_packages()
+    require_packages("httpx", "rich")
     from ultraep_serve.bench.http import Endpoint, json_object
     from ultraep_serve.costs.live import live_batch_tokens, live_document, live_figures, weighed
 
@@ -174,20 +170,10 @@ def _setting(arguments: argparse.Namespace, num_ranks: int) -> "Setting":
 def _estimate(
     arguments: argparse.Namespace, shape: "ModelShape", num_ranks: int, domain: int | None
 ) -> "Estimate":
-    from ultraep_serve.costs import (
-        CostModel,
-        Efficiency,
-        custom_estimate,
-        estimate_costs,
-        hardware,
-    )
+    from ultraep_serve.costs import Efficiency, custom_estimate, estimate_costs, hardware
 
     if arguments.costs is not None:
-        try:
-            text = arguments.costs.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--costs {arguments.costs} cannot be read: {error}") from error
-        return custom_estimate(shape, CostModel.from_json(text), arguments.costs.name)
+        return custom_estimate(shape, read_costs(arguments.costs), arguments.costs.name)
     share = arguments.efficiency
     return estimate_costs(
         shape,
@@ -202,7 +188,7 @@ def _estimate(
 
 def _slots(text: str) -> list[int]:
     try:
-        slots = [int(number) for number in text.split(",") if number.strip()]
+        slots = [int(number) for number in listed(text)]
     except ValueError:
         slots = []
     if not slots or not all(0 <= number <= 64 for number in slots):

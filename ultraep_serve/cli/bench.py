@@ -7,14 +7,18 @@ import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import closing
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
-from ultraep_serve.config import control_token_from_environment, parse_policy
-from ultraep_serve.errors import ConfigError
-from ultraep_serve.launcher.run_directory import TOKEN_FILE, run_directory_of_port
+from ultraep_serve.cli.arguments import (
+    DEFAULT,
+    add_token_arguments,
+    control_token,
+    listed,
+    prompt_lengths,
+    require_packages,
+)
+from ultraep_serve.config import parse_policy
 
 if TYPE_CHECKING:
     from ultraep_serve.bench.prefill import PrefillOptions, PrefillResult
@@ -22,9 +26,8 @@ if TYPE_CHECKING:
     from ultraep_serve.bench.server import Server
     from ultraep_serve.bench.sidecar import Sidecar
 
-__all__ = ["add_parser", "control_token", "measure_with_progress", "require_client_packages", "run"]
+__all__ = ["add_parser", "measure_with_progress", "run"]
 
-DEFAULT = "default: %(default)s"
 INTERRUPTED = 130  # exit code of a process that Ctrl-C ended
 
 
@@ -60,12 +63,7 @@ def _add_server_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sidecar", default="http://127.0.0.1:8001", help=f"the sidecar ({DEFAULT})"
     )
-    token = parser.add_mutually_exclusive_group()
-    token.add_argument(
-        "--token",
-        help="the sidecar's control token (default: ULTRAEP_CONTROL_TOKEN, or the local server's)",
-    )
-    token.add_argument("--token-file", type=Path, help="a file that holds the control token")
+    add_token_arguments(parser)
     parser.add_argument("--model", help="served model (default: the first)")
     parser.add_argument(
         "--timeout", type=float, default=600.0, help=f"seconds for one answer ({DEFAULT})"
@@ -98,7 +96,7 @@ def _add_measuring_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _bench_prefill(arguments: argparse.Namespace) -> int:
-    require_client_packages()
+    require_packages("httpx", "rich")
     from rich.console import Console
 
     from ultraep_serve.bench.report import (
@@ -151,8 +149,8 @@ def _options(arguments: argparse.Namespace) -> "PrefillOptions":
     from ultraep_serve.bench.prefill import PrefillOptions
 
     return PrefillOptions(
-        prompt_tokens=tuple(_lengths(arguments.prompt_tokens)),
-        policies=tuple(parse_policy(name) for name in _names(arguments.policies)),
+        prompt_tokens=prompt_lengths(arguments.prompt_tokens),
+        policies=tuple(parse_policy(name) for name in listed(arguments.policies)),
         repeats=arguments.repeats,
         warmup=arguments.warmup,
         seed=arguments.seed,
@@ -184,38 +182,6 @@ def _made_up_text(tokenizer_file: Path) -> "PromptSource | None":
     return None
 
 
-def control_token(arguments: argparse.Namespace) -> str | None:
-    """The given token, or the one that a server on this machine left in its run directory."""
-    if token := arguments.token or control_token_from_environment():
-        return str(token)
-    path = arguments.token_file or _local_token_file(arguments.url)
-    if path is None:
-        return None
-    try:
-        return str(path.read_text(encoding="utf-8").strip())
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--token-file {path} cannot be read: {error}") from error
-
-
-def _local_token_file(url: str) -> Path | None:
-    port = urlsplit(url).port
-    path = run_directory_of_port(port) / TOKEN_FILE if port else None
-    return path if path is not None and path.exists() else None
-
-
-def _lengths(text: str) -> list[int]:
-    try:
-        return [int(number) for number in _names(text)]
-    except ValueError:
-        raise ConfigError(
-            f"--prompt-tokens = {text!r} is not legal; legal: numbers, as in 2048,4096"
-        ) from None
-
-
-def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]
-
-
 def _command(words: Sequence[str] | None = None) -> str:
     """The command line to publish beside the figures, without the token."""
     given = list(sys.argv if words is None else words)
@@ -225,11 +191,3 @@ def _command(words: Sequence[str] | None = None) -> str:
         elif i > 0 and given[i - 1] == "--token":
             given[i] = "..."
     return shlex.join([Path(given[0]).name, *given[1:]])
-
-
-def require_client_packages() -> None:
-    for package in ("httpx", "rich"):
-        if find_spec(package) is None:
-            raise ConfigError(
-                f"{package} is not installed; run `pip install ultraep-serve[client]`"
-            )

@@ -6,7 +6,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from ultraep_serve.cli.bench import measure_with_progress, require_client_packages
+from ultraep_serve.cli.arguments import prompt_lengths, require_packages
+from ultraep_serve.cli.bench import measure_with_progress
 
 __all__ = ["add_parser", "run"]
 
@@ -36,7 +37,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Make, serve, measure, check, report. Raises UltraEPError with what to do."""
-    require_client_packages()
+    require_packages("httpx", "rich")
     from rich.console import Console
 
     from ultraep_serve.bench.demo import demo_report, demo_view
@@ -79,7 +80,7 @@ def _measure(model: Path, engine: str, arguments: argparse.Namespace) -> dict[st
     from ultraep_serve.testing.text import sample_text
 
     options = PrefillOptions(
-        prompt_tokens=tuple(int(length) for length in arguments.prompt_tokens.split(",")),
+        prompt_tokens=prompt_lengths(arguments.prompt_tokens),
         repeats=arguments.repeats,
     )
     flags = [*expert_parallel_flags(arguments.mode, "bfloat16", _CONTEXT, engine), "--allow-ideal"]

@@ -4,10 +4,11 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from ultraep_serve.cli.arguments import DEFAULT
+
 __all__ = ["add_parser", "run"]
 
-DEFAULT = "default: %(default)s"
-KINDS = ("zipf", "lognormal", "switch", "burst", "rotate")
+KINDS = ("zipf", "lognormal", "switch", "burst", "rotate")  # traces.KINDS, slow to import
 
 
 def add_parser(subparsers: Any) -> None:

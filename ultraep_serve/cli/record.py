@@ -6,6 +6,12 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ultraep_serve.cli.arguments import (
+    DEFAULT,
+    add_token_arguments,
+    control_token,
+    require_packages,
+)
 from ultraep_serve.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -14,7 +20,6 @@ if TYPE_CHECKING:
 
 __all__ = ["add_parser", "run"]
 
-DEFAULT = "default: %(default)s"
 MIB = 1 << 20
 MOST_MIB = 4096  # what `ultraep-serve replay` reads
 POLL_SECONDS = 0.2
@@ -37,12 +42,7 @@ def add_parser(subparsers: Any) -> None:
         default="http://127.0.0.1:8000",
         help=f"the engine's server, whose token is taken if it runs here ({DEFAULT})",
     )
-    token = parser.add_mutually_exclusive_group()
-    token.add_argument(
-        "--token",
-        help="the sidecar's control token (default: ULTRAEP_CONTROL_TOKEN, or the local server's)",
-    )
-    token.add_argument("--token-file", type=Path, help="a file that holds the control token")
+    add_token_arguments(parser)
     parser.add_argument("--out", type=Path, required=True, help=".npz, or for loads also .parquet")
     parser.add_argument(
         "--level", choices=("tokens", "loads"), default="tokens",
@@ -59,9 +59,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Record, write the trace, say what it holds. Raises UltraEPError with what to do."""
-    from ultraep_serve.cli.bench import control_token, require_client_packages
-
-    require_client_packages()
+    require_packages("httpx", "rich")
     from ultraep_serve.bench.recording import RecordingSidecar
     from ultraep_serve.traces import save_trace
     from ultraep_serve.traces.files import check_writable

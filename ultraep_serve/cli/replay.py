@@ -1,10 +1,10 @@
 """`ultraep-serve replay`: what each policy would have made of a recorded workload."""
 
 import argparse
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ultraep_serve.cli.arguments import DEFAULT, listed, require_packages
 from ultraep_serve.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 __all__ = ["add_parser", "run"]
 
-DEFAULT = "default: %(default)s"
 MOST_LAYERS = 10_000  # no model has more
 
 
@@ -76,8 +75,7 @@ def _add_history_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Replay, write the files, print a table. Raises UltraEPError with what to do."""
-    if find_spec("rich") is None:
-        raise ConfigError("rich is not installed; run `pip install ultraep-serve[client]`")
+    require_packages("rich")
     from rich.console import Console
 
     from ultraep_serve.traces import (
@@ -112,7 +110,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _policies(names: list[str]) -> "list[PolicyFunction]":
     from ultraep_serve.policies.registry import policy_function
 
-    wanted = [name.strip() for text in names for name in text.split(",") if name.strip()]
+    wanted = [name for text in names for name in listed(text)]
     if not wanted:
         raise ConfigError("--policy names no policy")
     return [policy_function(name) for name in dict.fromkeys(wanted)]

@@ -9,8 +9,8 @@ from typing import Any
 
 from ultraep_serve.adapters.sglang import launch as sglang
 from ultraep_serve.adapters.vllm import launch as vllm
+from ultraep_serve.cli.arguments import DEFAULT, read_costs
 from ultraep_serve.config import BalanceConfig, parse_policy
-from ultraep_serve.costs.model import CostModel
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.launcher.run_directory import TOKEN_FILE, run_directory
 from ultraep_serve.launcher.supervisor import supervise
@@ -36,78 +36,82 @@ def add_parser(subparsers: Any) -> None:
             allow_abbrev=False,
         )
         parser.add_argument("model", help=f"what {title} takes as {model_flag}")
-        add_balance_arguments(parser)
+        _add_balance_arguments(parser.add_argument_group("balancing"))
+        _add_sidecar_arguments(parser.add_argument_group("sidecar"))
         parser.set_defaults(run=functools.partial(run, launch=launch), passes_flags_on=True)
 
 
-def add_balance_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_balance_arguments(group: Any) -> None:
     """The flags of balancing itself, the same for every engine."""
-    shown = "(default: %(default)s)"
-    balance = parser.add_argument_group("balancing")
-    balance.add_argument(
-        "--policy", default=_DEFAULTS.policy.value, help=f"off, quota, eplb or ideal {shown}"
-    )
-    balance.add_argument(
+    _add_setting(group, "--policy", _DEFAULTS.policy.value, "off, quota, eplb or ideal")
+    _add_setting(
+        group,
         "--slots",
-        type=int,
-        default=_DEFAULTS.num_replica_slots,
-        help=f"replica slots per rank, shared by all layers {shown}",
+        _DEFAULTS.num_replica_slots,
+        "replica slots per rank, shared by all layers",
     )
-    balance.add_argument(
+    _add_setting(
+        group,
         "--min-batch-tokens",
-        type=int,
-        default=_DEFAULTS.min_batch_tokens,
-        help=f"smaller batches (decode) are left alone {shown}",
+        _DEFAULTS.min_batch_tokens,
+        "smaller batches (decode) are left alone",
     )
-    balance.add_argument(
+    _add_setting(
+        group,
         "--max-imbalance",
-        type=float,
-        default=_DEFAULTS.max_imbalance,
-        help=f"layers at or below this max/mean over ranks are left alone {shown}",
+        _DEFAULTS.max_imbalance,
+        "layers at or below this max/mean over ranks are left alone",
     )
-    balance.add_argument(
+    _add_setting(
+        group,
         "--on-unsupported",
-        default=_DEFAULTS.on_unsupported,
-        help=f"what cannot be balanced: error, or off to serve without balancing {shown}",
+        _DEFAULTS.on_unsupported,
+        "what cannot be balanced: error, or off to serve without balancing",
     )
-    balance.add_argument(
+    _add_setting(
+        group,
         "--slot-memory",
-        default=_DEFAULTS.slot_memory,
-        help=f"aliased: one pool for all layers; per_layer: one each {shown}",
+        _DEFAULTS.slot_memory,
+        "aliased: one pool for all layers; per_layer: one each",
     )
-    balance.add_argument("--relay", default=_DEFAULTS.relay, help=f"auto, always or never {shown}")
-    balance.add_argument(
+    _add_setting(group, "--relay", _DEFAULTS.relay, "auto, always or never")
+    _add_setting(
+        group,
         "--timeout-seconds",
-        type=float,
-        default=_DEFAULTS.timeout_seconds,
-        help=f"a rank silent for longer is an error {shown}",
+        _DEFAULTS.timeout_seconds,
+        "a rank silent for longer is an error",
     )
-    balance.add_argument(
+    group.add_argument(
         "--costs", type=Path, help="cost model, JSON (default: measured when the model is loaded)"
     )
-    balance.add_argument(
+    group.add_argument(
         "--allow-ideal",
         action="store_true",
         help="permit policy ideal, which gives wrong answers (for measuring)",
     )
-    sidecar = parser.add_argument_group("sidecar")
-    sidecar.add_argument(
-        "--sidecar-host", default="127.0.0.1", help=f"address of the sidecar {shown}"
-    )
-    sidecar.add_argument(
+
+
+def _add_sidecar_arguments(group: Any) -> None:
+    _add_setting(group, "--sidecar-host", "127.0.0.1", "address of the sidecar")
+    group.add_argument(
         "--sidecar-port", type=int, help="port of the sidecar (default: the server's + 1)"
     )
-    sidecar.add_argument(
+    group.add_argument(
         "--sidecar-log-format",
         choices=("text", "json"),
         default="text",
-        help=f"lines of text or of JSON {shown}",
+        help=f"lines of text or of JSON ({DEFAULT})",
     )
-    sidecar.add_argument(
+    group.add_argument(
         "--no-sidecar",
         action="store_true",
         help="start none; `ultraep-serve sidecar` runs one apart from the server",
     )
+
+
+def _add_setting(group: Any, flag: str, default: str | float, meaning: str) -> None:
+    """A flag of the type that its default has."""
+    group.add_argument(flag, type=type(default), default=default, help=f"{meaning} ({DEFAULT})")
 
 
 def run(arguments: argparse.Namespace, launch: Any) -> int:
@@ -147,18 +151,9 @@ def balance_config(arguments: argparse.Namespace, run_dir: str) -> BalanceConfig
         slot_memory=arguments.slot_memory,
         relay=arguments.relay,
         timeout_seconds=arguments.timeout_seconds,
-        costs=_costs(arguments.costs),
+        costs=read_costs(arguments.costs).to_json() if arguments.costs else "",
         run_dir=run_dir,
     )
-
-
-def _costs(path: Path | None) -> str:
-    if path is None:
-        return ""
-    try:
-        return CostModel.from_json(path.read_text(encoding="utf-8")).to_json()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--costs {path} cannot be read: {error}") from error
 
 
 def _announce(host: str, port: int, run_path: Path) -> None:

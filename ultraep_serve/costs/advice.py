@@ -6,6 +6,7 @@ Loads are planned for real, with the planner that serves; only times are predict
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +28,15 @@ from ultraep_serve.policies.placement import Placement
 from ultraep_serve.policies.registry import PolicyFunction, policy_function
 from ultraep_serve.types import ExpertShape, IntArray, imbalance
 
-__all__ = ["Advice", "Outcome", "Setting", "advise"]
+__all__ = [
+    "FROM_PAST",
+    "HISTORY_BATCHES",
+    "NEEDS_NO_SLOTS",
+    "Advice",
+    "Outcome",
+    "Setting",
+    "advise",
+]
 
 WITHIN_BATCH = ("quota", "llep", "exact")  # weights move in the batch whose loads ask for it
 FROM_PAST = ("eplb", "eplb-slots", "lplb")  # weights moved between batches
@@ -162,7 +171,7 @@ def advise(
     past: deque[Counts] = deque(maxlen=HISTORY_BATCHES)
     tokens: list[float] = []
     floors: list[float] = []
-    chosen = list(_first(batches, limit + 1))
+    chosen = list(islice(batches, limit + 1))
     skipped = len(chosen) > 1
     for index, loads in enumerate(chosen[: limit + skipped]):
         counts = loads.astype(np.int64)
@@ -188,13 +197,6 @@ def _cases(slots: Sequence[int], policies: Sequence[str]) -> list[tuple[str, int
     for policy in policies:
         cases += [(policy, number) for number in ((0,) if policy in NEEDS_NO_SLOTS else slots)]
     return list(dict.fromkeys(cases))
-
-
-def _first(batches: Iterable[IntArray], count: int) -> Iterable[IntArray]:
-    for index, batch in enumerate(batches):
-        if index == count:
-            return
-        yield batch
 
 
 def _check(setting: Setting, loads: Counts) -> None:

@@ -44,6 +44,9 @@ def estimate_costs(
         context_tokens: prompt length; each token sees half of it on average (causal).
         domain_size: ranks that NVLink joins; by default the hardware's.
         efficiency: achieved over peak.
+
+    Raises:
+        ConfigError: ``weight_type`` is not known.
     """
     share = efficiency or Efficiency()
     domain = min(domain_size or hardware.domain_size, num_ranks)

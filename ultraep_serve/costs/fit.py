@@ -14,11 +14,9 @@ __all__ = ["LineFit", "fit", "fit_bandwidth"]
 class LineFit:
     """``seconds = intercept + slope * work`` and how far it is off the measurements."""
 
-    slope: float
-    intercept: float  # >= 0
-    worst_relative_error: float
-    median_relative_error: float
-    samples: int
+    slope: float  # seconds per unit of work
+    intercept: float  # seconds, >= 0
+    worst_relative_error: float  # of the seconds that were measured
 
     def predict(self, work: float) -> float:
         """Seconds for ``work``."""
@@ -51,7 +49,7 @@ def fit(samples: Sequence[tuple[float, float]]) -> LineFit:
             "the measured times do not grow with the work; measure longer, over a wider range"
         )
     errors = np.abs(intercept + slope * work - seconds) / seconds
-    return LineFit(slope, intercept, float(errors.max()), float(np.median(errors)), len(work))
+    return LineFit(slope, intercept, float(errors.max()))
 
 
 def fit_bandwidth(samples: Sequence[tuple[float, float]]) -> tuple[float, LineFit]:

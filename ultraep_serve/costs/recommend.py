@@ -6,7 +6,14 @@ from typing import Any
 from ultraep_serve.costs.advice import FROM_PAST, HISTORY_BATCHES, Advice, Outcome
 from ultraep_serve.costs.decide import residual_imbalance
 
-__all__ = ["SCHEMA_VERSION", "Verdict", "advice_document", "named_slots", "recommend"]
+__all__ = [
+    "SCHEMA_VERSION",
+    "WORTH_GAIN",
+    "Verdict",
+    "advice_document",
+    "named_slots",
+    "recommend",
+]
 
 SCHEMA_VERSION = 1
 WORTH_GAIN = 1.02  # below it a prediction is not better than its own errors

@@ -13,7 +13,14 @@ from typing import Any
 
 from ultraep_serve.errors import ConfigError
 
-__all__ = ["PRESETS", "WEIGHT_BITS", "ModelShape", "model_shape", "shape_from_config"]
+__all__ = [
+    "PRESETS",
+    "WEIGHT_BITS",
+    "ModelShape",
+    "model_shape",
+    "shape_from_config",
+    "weight_bits",
+]
 
 # Bits per weight with its scales: FP8 one float32 per block of 128 x 128, FP4 one byte per 16.
 WEIGHT_BITS = MappingProxyType({"bf16": 16.0, "fp8": 8 + 32 / 128**2, "fp4": 4 + 8 / 16})

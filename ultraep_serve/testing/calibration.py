@@ -21,7 +21,7 @@ from torch import Tensor
 from ultraep_serve.testing.spec import MAX_EXPERT_SHARE, ModelSpec
 from ultraep_serve.testing.threads import one_thread
 
-__all__ = ["calibrate_gate", "hot_rank", "select_experts", "target_shares"]
+__all__ = ["NUM_HOT", "calibrate_gate", "hot_rank", "select_experts", "target_shares"]
 
 ITERATIONS = 100
 NUM_HOT = 2  # experts of the hot rank that take most of its load: what two replica slots can move

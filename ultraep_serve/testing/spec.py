@@ -6,7 +6,15 @@ from typing import Literal
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.testing.text import DOMAINS
 
-__all__ = ["ModelSpec", "demo_balanced", "demo_glm4", "demo_qwen3", "tiny_glm4", "tiny_qwen3"]
+__all__ = [
+    "MAX_EXPERT_SHARE",
+    "ModelSpec",
+    "demo_balanced",
+    "demo_glm4",
+    "demo_qwen3",
+    "tiny_glm4",
+    "tiny_qwen3",
+]
 
 MAX_EXPERT_SHARE = 0.92  # of a layer's tokens that one expert may be asked to attract
 

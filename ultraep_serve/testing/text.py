@@ -19,6 +19,7 @@ __all__ = [
     "SPECIAL_TOKENS",
     "WORDS_PER_DOMAIN",
     "WORDS_SHARED",
+    "calibration_words",
     "domain_words",
     "sample_text",
     "save_tokenizer",
@@ -81,7 +82,10 @@ def calibration_words(domain: str, num_tokens: int, seed: int) -> list[str]:
 
 
 def draw_words(domain: str, num_tokens: int, generator: np.random.Generator) -> list[str]:
-    """``num_tokens`` words: mostly the domain's own, a few shared ones, frequencies by rank."""
+    """``num_tokens`` words: mostly the domain's own, a few shared ones, frequencies by rank.
+
+    Raises ConfigError for fewer than none.
+    """
     if num_tokens < 0:
         raise ConfigError(f"{num_tokens = } is not legal; legal: 0 or more")
     own, shared = domain_words(domain), _words(SHARED)
