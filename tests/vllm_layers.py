@@ -1,0 +1,153 @@
+"""MoE layers as vLLM builds them for a GPU: configurations, expert maps, quantisation its own.
+
+Also weights and batches for them, and what the layer must answer. What a GPU would bring stands in:
+see ``vllm_reference_kernels`` and ``vllm_transports``.
+"""
+# ruff: noqa: TID251 - vLLM's own objects are what is tested
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.config import ParallelConfig, VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.config import (
+    FusedMoEConfig,
+    FusedMoEParallelConfig,
+    RoutingMethodType,
+)
+from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapManager
+
+from ultraep_serve.adapters.vllm.routed_experts import DeviceRoutedExperts
+
+NUM_EXPERTS = 12
+HIDDEN = 2048  # DeepEP takes no less
+INNER = 16
+TOP_K = 2
+MAX_TOKENS = 64
+
+
+def parallel_of(
+    rank: int, num_ranks: int, backend: str, tensor_size: int = 1, **changes: Any
+) -> FusedMoEParallelConfig:
+    """vLLM's record of one rank's place: data parallel, or tensor parallel without a backend."""
+    data_size = num_ranks // tensor_size if backend else 1
+    values: dict[str, Any] = {
+        "tp_size": 1,
+        "pcp_size": 1,
+        "dp_size": data_size,
+        "ep_size": num_ranks,
+        "tp_rank": 0,
+        "pcp_rank": 0,
+        "dp_rank": rank // tensor_size if backend else 0,
+        "ep_rank": rank,
+        "sp_size": tensor_size,
+        "use_ep": True,
+        "all2all_backend": backend or "allgather_reducescatter",
+        "enable_eplb": False,
+    }
+    return FusedMoEParallelConfig(**{**values, **changes})
+
+
+def engine_config(rank: int, num_ranks: int, backend: str, names: list[str]) -> VllmConfig:
+    """vLLM's configuration of one rank whose model has the MoE layers ``names``."""
+    data = {"data_parallel_size": num_ranks, "data_parallel_rank": rank} if backend else {}
+    config = VllmConfig(
+        parallel_config=ParallelConfig(
+            enable_expert_parallel=True,
+            distributed_executor_backend="external_launcher",
+            **({"all2all_backend": backend} if backend else {}),
+        )
+    )
+    for name, value in data.items():
+        setattr(config.parallel_config, name, value)
+    config.compilation_config.static_all_moe_layers.extend(names)
+    return config
+
+
+def build_layer(
+    config: VllmConfig, parallel: FusedMoEParallelConfig, name: str, quant_config: Any = None
+) -> DeviceRoutedExperts:
+    """A layer as vLLM builds it, weights not loaded."""
+    manager = ExpertMapManager(
+        max_num_batched_tokens=MAX_TOKENS,
+        top_k=TOP_K,
+        global_num_experts=NUM_EXPERTS,
+        num_redundant_experts=0,
+        num_expert_group=None,
+        moe_parallel_config=parallel,
+        placement_strategy="linear",
+        enable_eplb=False,
+    )
+    moe = FusedMoEConfig(
+        num_experts=NUM_EXPERTS,
+        experts_per_token=TOP_K,
+        hidden_dim=HIDDEN,
+        intermediate_size=INNER,
+        num_local_experts=manager.local_num_experts,
+        num_logical_experts=NUM_EXPERTS,
+        activation=MoEActivation.SILU,
+        device="cpu",
+        routing_method=RoutingMethodType.Renormalize,
+        moe_parallel_config=parallel,
+        in_dtype=torch.bfloat16,
+        max_num_tokens=MAX_TOKENS,
+    )
+    with set_current_vllm_config(config):
+        return DeviceRoutedExperts(
+            name, torch.bfloat16, moe, quant_config, expert_map_manager=manager
+        )
+
+
+def load(layer: DeviceRoutedExperts, config: VllmConfig, tensors: dict[str, torch.Tensor]) -> None:
+    """Fill parameters from ``tensors`` (E, ...) by name, then do what vLLM's loader does."""
+    first = layer.moe_config.ep_rank * layer.local_num_experts
+    for name, tensor in tensors.items():
+        getattr(layer, name).data.copy_(tensor[first : first + layer.local_num_experts])
+    with set_current_vllm_config(config):
+        layer.quant_method.process_weights_after_loading(layer)
+        layer.update_param_tp_status()
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What the router of one rank gives."""
+
+    x: torch.Tensor  # (T, H)
+    ids: torch.Tensor  # (T, K) logical, -1 padding
+    weights: torch.Tensor  # (T, K)
+
+
+def make_weights(seed: int) -> dict[str, torch.Tensor]:
+    """Experts that differ, by parameter name."""
+    generator = torch.Generator().manual_seed(seed)
+    w13 = torch.randn(NUM_EXPERTS, 2 * INNER, HIDDEN, generator=generator) / HIDDEN**0.5
+    w2 = torch.randn(NUM_EXPERTS, HIDDEN, INNER, generator=generator) / INNER**0.5
+    return {"w13_weight": w13.bfloat16(), "w2_weight": w2.bfloat16()}
+
+
+def make_batch(seed: int, num_tokens: int, ids_type: torch.dtype) -> Batch:
+    """Tokens of which three in four choose among the first rank's experts; the last is padding."""
+    generator = torch.Generator().manual_seed(seed)
+    favour = torch.ones(NUM_EXPERTS)
+    favour[: NUM_EXPERTS // 3] = 6.0
+    ids = torch.multinomial(favour.expand(num_tokens, -1), TOP_K, generator=generator)
+    if num_tokens > 1:
+        ids[-1] = -1
+    return Batch(
+        torch.randn(num_tokens, HIDDEN, generator=generator).bfloat16(),
+        ids.to(ids_type),
+        torch.rand(num_tokens, TOP_K, generator=generator),
+    )
+
+
+def expected_output(batch: Batch, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+    """What every expert at home would give, (T, H) float32."""
+    total = torch.zeros(batch.x.shape)
+    for k in range(TOP_K):
+        for token, e in enumerate(batch.ids[:, k].tolist()):
+            if e >= 0:
+                gate, up = (tensors["w13_weight"][e].float() @ batch.x[token].float()).chunk(2)
+                out = tensors["w2_weight"][e].float() @ (torch.nn.functional.silu(gate) * up)
+                total[token] += out * batch.weights[token, k]
+    return total
