@@ -1,4 +1,4 @@
-"""Loads, stores and copies at raw addresses, for memory that several processes share.
+"""Flags and copies at raw addresses, for memory that several processes share.
 
 The acquire/release pairs are what makes a flag mean "everything before it has arrived", on every
 processor, not only where the hardware happens to order stores. Addresses are int64.
@@ -34,16 +34,6 @@ def store_release(_context: Any, address: Any, value: Any) -> Any:
         return target.get_dummy_value()
 
     return types.void(types.int64, types.int64), generate
-
-
-@intrinsic
-def load_int64(_context: Any, address: Any) -> Any:
-    """Plain int64 at ``address``."""
-
-    def generate(_target: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        return builder.load(builder.inttoptr(arguments[0], _INT64.as_pointer()))
-
-    return types.int64(types.int64), generate
 
 
 @intrinsic

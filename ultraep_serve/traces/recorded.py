@@ -21,6 +21,7 @@ from ultraep_serve.traces.trace import DECODE, PREFILL, LoadTrace, Trace
 __all__ = ["BASIS", "assemble"]
 
 BASIS = "recorded while serving"
+NOTHING = "no whole batch was recorded; send requests meanwhile, or allow more with --max-mib"
 Layers = dict[int, NDArray[Any]]  # by layer: what one rank recorded of one batch
 
 
@@ -170,9 +171,6 @@ def _load_trace(
         raise TraceError(NOTHING)
     metadata = _metadata(header, len(loads), lost)
     return LoadTrace(np.stack(loads), np.array(phases, np.uint8), metadata)
-
-
-NOTHING = "no whole batch was recorded; send requests meanwhile, or allow more with --max-mib"
 
 
 def _compact(topk_ids: NDArray[Any], num_experts: int) -> NDArray[Any]:

@@ -21,7 +21,6 @@ __all__ = ["DumpedPlans", "PolicyReplay", "Replay", "ReplayOptions", "replay"]
 
 MAX_DUMP_BYTES = 2 << 30
 MOST_SLOTS = 64  # as for a server
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,17 @@ from numpy.typing import NDArray
 
 from ultraep_serve.traces.errors import TraceError
 
-__all__ = ["DECODE", "PREFILL", "LoadTrace", "Trace", "concatenate", "of_phase", "parse_metadata"]
+__all__ = [
+    "DECODE",
+    "PREFILL",
+    "Integers",
+    "LoadTrace",
+    "Metadata",
+    "Trace",
+    "concatenate",
+    "of_phase",
+    "parse_metadata",
+]
 
 PREFILL, DECODE = 0, 1  # values of ``phase``
 MOST_EXPERTS = 1 << 16  # per layer; no model comes near, and a wrong number must not fill memory
