@@ -7,13 +7,14 @@ take, and whether it pays; one program per expert that writes the plan out. Twin
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
 
 from ultraep_kernels.device._finish import decide_kernel, finish_kernel
 from ultraep_kernels.device._search import attempt_kernel, sum_kernel
-from ultraep_kernels.plan import search_of
+from ultraep_kernels.plan import Search, search_of
 
 __all__ = ["DevicePlan", "Gate", "plan"]
 
@@ -72,79 +73,158 @@ def plan(
             to plan at all (its policy), and may set another threshold than the gate's. Where a
             rank saw unknown ids, checksums differ or ``status`` says that a wait was given up,
             the identity is written.
+
+    Raises:
+        ValueError: E is no multiple of R, or a row's experts do not lie side by side.
     """
+    sizes = _sizes_of(loads, num_replica_slots, domain_size)
+    found, attempts = _empty_plan(sizes, loads.device), _empty_attempts(sizes, loads.device)
+    _add_up(loads, sizes, found)
+    _make_attempts(sizes, attempts, found)
+    _decide(loads if rows is None else rows, sizes, attempts, found, status, gate, rows is not None)
+    _finish(loads, source_rank, sizes, attempts, found)
+    return found
+
+
+class _Sizes(NamedTuple):
+    """What the launches of one call have in common."""
+
+    num_ranks: int
+    num_masters: int
+    num_slots: int
+    domain_size: int
+    search: Search
+    limit: int  # attempts made in each domain; 0 where nothing can be copied
+
+    @property
+    def num_experts(self) -> int:
+        return self.num_ranks * self.num_masters
+
+    @property
+    def num_domains(self) -> int:
+        return int(triton.cdiv(self.num_ranks, self.domain_size))
+
+    def shape(self) -> dict[str, int]:
+        return {
+            "NUM_RANKS": self.num_ranks,
+            "NUM_MASTERS": self.num_masters,
+            "DOMAIN_SIZE": self.domain_size,
+            "LIMIT": self.limit,
+        }
+
+    def blocks(self) -> dict[str, int]:
+        """Of the kernels that look at a domain's attempts."""
+        return {
+            "FIRST": self.search.first,
+            "BLOCK_ALL_EXPERTS": _block(self.num_experts),
+            "BLOCK_MASTERS": _BLOCK_MASTERS,
+            "BLOCK_KEYS": _block(self.limit),
+        }
+
+
+class _Attempts(NamedTuple):
+    """What the attempts of every domain found; tensors on the device."""
+
+    keys: torch.Tensor  # (domains, limit + 2) int64: of each attempt, of the identity, the goal
+    held: torch.Tensor  # (domains, limit, S, D) int32: logical experts in the slots
+    quotas: torch.Tensor  # (domains, limit, S, D) int32: what each of them computes
+    reached: torch.Tensor  # (domains, limit, 2) int32: largest rank load, replicas of one rank
+    winners: torch.Tensor  # (domains,) int32: the attempt to take, -1 the identity
+
+
+def _sizes_of(loads: torch.Tensor, num_replica_slots: int, domain_size: int | None) -> _Sizes:
     num_ranks, num_experts = loads.shape
     if num_experts % num_ranks:
         raise ValueError(f"{num_experts = } must be a multiple of {num_ranks = }")
     if loads.stride(1) != 1:
         raise ValueError(f"{loads.stride() = }: experts must lie side by side")
-    device = loads.device
-    slots = num_replica_slots
     size = min(domain_size or num_ranks, num_ranks)
-    num_masters = num_experts // num_ranks
-    search = search_of(size, num_masters)
-    limit = search.limit if slots and size > 1 else 0
-    domains = triton.cdiv(num_ranks, size)
-    keys = torch.empty((domains, limit + 2), dtype=torch.int64, device=device)
-    held = torch.empty((domains, limit, slots, size), dtype=torch.int32, device=device)
-    quotas = torch.empty_like(held)
-    reached = torch.empty((domains, limit, 2), dtype=torch.int32, device=device)
-    winners = torch.empty(domains, dtype=torch.int32, device=device)
-    found = DevicePlan(
-        slot_expert=torch.empty((num_ranks, slots), dtype=torch.int32, device=device),
-        quota=torch.empty((num_experts, num_ranks), dtype=torch.int32, device=device),
-        share=torch.empty((num_experts, num_ranks), dtype=torch.int32, device=device),
-        expert_load=torch.empty(num_experts, dtype=torch.int32, device=device),
+    search = search_of(size, num_experts // num_ranks)
+    limit = search.limit if num_replica_slots and size > 1 else 0
+    return _Sizes(num_ranks, num_experts // num_ranks, num_replica_slots, size, search, limit)
+
+
+def _empty_plan(sizes: _Sizes, device: torch.device) -> DevicePlan:
+    ranks, experts = sizes.num_ranks, sizes.num_experts
+    return DevicePlan(
+        slot_expert=torch.empty((ranks, sizes.num_slots), dtype=torch.int32, device=device),
+        quota=torch.empty((experts, ranks), dtype=torch.int32, device=device),
+        share=torch.empty((experts, ranks), dtype=torch.int32, device=device),
+        expert_load=torch.empty(experts, dtype=torch.int32, device=device),
         decision=torch.empty(1, dtype=torch.int32, device=device),
     )
-    sum_kernel[(triton.cdiv(num_experts, _BLOCK_COLUMNS),)](
+
+
+def _empty_attempts(sizes: _Sizes, device: torch.device) -> _Attempts:
+    domains, limit = sizes.num_domains, sizes.limit
+    held = torch.empty(
+        (domains, limit, sizes.num_slots, sizes.domain_size), dtype=torch.int32, device=device
+    )
+    return _Attempts(
+        keys=torch.empty((domains, limit + 2), dtype=torch.int64, device=device),
+        held=held,
+        quotas=torch.empty_like(held),
+        reached=torch.empty((domains, limit, 2), dtype=torch.int32, device=device),
+        winners=torch.empty(domains, dtype=torch.int32, device=device),
+    )
+
+
+def _add_up(loads: torch.Tensor, sizes: _Sizes, found: DevicePlan) -> None:
+    """The load of every expert."""
+    sum_kernel[(triton.cdiv(sizes.num_experts, _BLOCK_COLUMNS),)](
         loads,
         loads.stride(0),
         found.expert_load,
-        NUM_RANKS=num_ranks,
-        NUM_EXPERTS=num_experts,
-        BLOCK_RANKS=_block(num_ranks),
+        NUM_RANKS=sizes.num_ranks,
+        NUM_EXPERTS=sizes.num_experts,
+        BLOCK_RANKS=_block(sizes.num_ranks),
         BLOCK_COLUMNS=_BLOCK_COLUMNS,
         num_warps=4,
     )
-    shape = {
-        "NUM_RANKS": num_ranks,
-        "NUM_MASTERS": num_masters,
-        "DOMAIN_SIZE": size,
-        "LIMIT": limit,
-    }
-    blocks = {
-        "FIRST": search.first,
-        "BLOCK_ALL_EXPERTS": _block(num_experts),
-        "BLOCK_MASTERS": _BLOCK_MASTERS,
-        "BLOCK_KEYS": _block(limit),
-    }
-    for wave in range(2 if limit else 0):
-        attempt_kernel[(domains, limit - search.first if wave else search.first)](
+
+
+def _make_attempts(sizes: _Sizes, attempts: _Attempts, found: DevicePlan) -> None:
+    """Both waves, one program per attempt."""
+    search = sizes.search
+    for wave in range(2 if sizes.limit else 0):
+        number = sizes.limit - search.first if wave else search.first
+        attempt_kernel[(sizes.num_domains, number)](
             found.expert_load,
-            keys,
-            held,
-            quotas,
-            reached,
-            **shape,
-            **blocks,
-            NUM_SLOTS=slots,
+            attempts.keys,
+            attempts.held,
+            attempts.quotas,
+            attempts.reached,
+            **sizes.shape(),
+            **sizes.blocks(),
+            NUM_SLOTS=sizes.num_slots,
             GRAIN=search.grain,
             SWEEPS=search.sweeps,
             WAVE=wave,
-            BLOCK_EXPERTS=_block(size * num_masters),
-            BLOCK_RANKS=_block(size),
-            BLOCK_SLOTS=triton.next_power_of_2(slots),
+            BLOCK_EXPERTS=_block(sizes.domain_size * sizes.num_masters),
+            BLOCK_RANKS=_block(sizes.domain_size),
+            BLOCK_SLOTS=triton.next_power_of_2(sizes.num_slots),
             num_warps=1,
         )
+
+
+def _decide(
+    rows: torch.Tensor,
+    sizes: _Sizes,
+    attempts: _Attempts,
+    found: DevicePlan,
+    status: torch.Tensor,
+    gate: Gate | None,
+    has_rows: bool,
+) -> None:
+    """Which attempt to take, and whether it pays."""
     limits = gate or Gate()
     decide_kernel[(1,)](
         found.expert_load,
-        keys,
-        reached,
-        loads if rows is None else rows,
-        0 if rows is None else rows.stride(0),
-        winners,
+        attempts.keys,
+        attempts.reached,
+        rows,
+        rows.stride(0) if has_rows else 0,
+        attempts.winners,
         found.decision,
         status,
         round(limits.max_imbalance * 10**6),
@@ -152,31 +232,36 @@ def plan(
         limits.per_expert_read,
         limits.per_expert_sent,
         limits.plan,
-        **shape,
-        **blocks,
-        HAS_ROWS=rows is not None,
+        **sizes.shape(),
+        **sizes.blocks(),
+        HAS_ROWS=has_rows,
         HAS_GATE=gate is not None,
-        BLOCK_RANKS=_block(num_ranks),
+        BLOCK_RANKS=_block(sizes.num_ranks),
         num_warps=1,
     )
-    finish_kernel[(num_experts,)](
+
+
+def _finish(
+    loads: torch.Tensor, source_rank: int, sizes: _Sizes, attempts: _Attempts, found: DevicePlan
+) -> None:
+    """The plan in full, one program per expert."""
+    finish_kernel[(sizes.num_experts,)](
         loads,
         loads.stride(0),
         found.expert_load,
-        winners,
+        attempts.winners,
         found.decision,
-        held,
-        quotas,
+        attempts.held,
+        attempts.quotas,
         found.slot_expert,
         found.quota,
         found.share,
         source_rank,
-        **shape,
-        NUM_SLOTS=slots,
-        BLOCK_RANKS=_block(num_ranks),
+        **sizes.shape(),
+        NUM_SLOTS=sizes.num_slots,
+        BLOCK_RANKS=_block(sizes.num_ranks),
         num_warps=1,
     )
-    return found
 
 
 def _block(size: int) -> int:
