@@ -3,9 +3,11 @@
 Each check is a function that returns findings and changes nothing. No engine is imported.
 """
 
+from ultraep_serve.diagnosis.cliques import check_cliques
 from ultraep_serve.diagnosis.engines import check_engines, check_package
 from ultraep_serve.diagnosis.finding import Finding, Status, Subject
 from ultraep_serve.diagnosis.gpus import check_gpus
+from ultraep_serve.diagnosis.hosts import check_domains, check_hosts
 from ultraep_serve.diagnosis.machine import check_cores, check_memory_access
 from ultraep_serve.diagnosis.model import check_model
 from ultraep_serve.diagnosis.server import check_ports, check_server
@@ -20,6 +22,9 @@ def diagnose(subject: Subject) -> list[Finding]:
         *check_package(),
         *check_engines(),
         *check_gpus(),
+        *check_cliques(),
+        *check_hosts(subject),
+        *check_domains(subject),
         *check_cores(subject),
         *check_memory_access(),
         *check_shared_memory(subject),

@@ -1,7 +1,8 @@
 """What a check has found, and what to do about it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 __all__ = ["Finding", "Status", "Subject", "error", "ok", "size", "warning"]
 
@@ -22,10 +23,18 @@ class Subject:
 
     port: int | None = None  # of the engine's server; the engines' own defaults otherwise
     sidecar_port: int | None = None  # the server's + 1 otherwise
+    serves: bool = True  # whether this host has a server; else it has ranks and a sidecar alone
     model: str | None = None  # a directory, its config.json, or the name of a built-in shape
-    num_ranks: int = 2
+    num_ranks: int = 2  # on all hosts
+    host_ranks: int | None = None  # of them on this host; all otherwise
+    domain_size: int = 0  # ranks that weights move between; 0: those of one host
     num_slots: int = 2  # replica slots per rank
     weight_type: str = "bf16"
+
+    @property
+    def ranks_here(self) -> int:
+        """Ranks on this host."""
+        return self.host_ranks or self.num_ranks
 
 
 @dataclass(frozen=True)
@@ -36,21 +45,22 @@ class Finding:
     status: Status
     seen: str
     remedy: str = ""  # empty where nothing needs to be done
+    figures: dict[str, Any] = field(default_factory=dict)  # the same for programs, where it counts
 
 
-def ok(name: str, seen: str) -> Finding:
+def ok(name: str, seen: str, **figures: Any) -> Finding:
     """Nothing to do."""
-    return Finding(name, Status.OK, seen)
+    return Finding(name, Status.OK, seen, figures=figures)
 
 
-def warning(name: str, seen: str, remedy: str) -> Finding:
+def warning(name: str, seen: str, remedy: str, **figures: Any) -> Finding:
     """Something to know."""
-    return Finding(name, Status.WARNING, seen, remedy)
+    return Finding(name, Status.WARNING, seen, remedy, figures)
 
 
-def error(name: str, seen: str, remedy: str) -> Finding:
+def error(name: str, seen: str, remedy: str, **figures: Any) -> Finding:
     """Something to mend before serving."""
-    return Finding(name, Status.ERROR, seen, remedy)
+    return Finding(name, Status.ERROR, seen, remedy, figures)
 
 
 def size(num_bytes: float) -> str:

@@ -16,7 +16,7 @@ _OPEN = "import os, sys; os.close(os.open(sys.argv[1], os.O_RDWR))"
 def check_cores(subject: Subject, cgroup: Path = Path("/sys/fs/cgroup")) -> list[Finding]:
     """Cores that this process may use, by affinity and by the container's quota."""
     cores, quota = len(os.sched_getaffinity(0)), _quota(cgroup / "cpu.max")
-    seen = f"{cores} cores for {subject.num_ranks} ranks"
+    seen = f"{cores} cores for {subject.ranks_here} ranks"
     if quota is not None and quota < cores:
         return [
             warning(
@@ -26,7 +26,7 @@ def check_cores(subject: Subject, cgroup: Path = Path("/sys/fs/cgroup")) -> list
                 "requests equal to limits and the static CPU manager)",
             )
         ]
-    if cores < subject.num_ranks:
+    if cores < subject.ranks_here:
         remedy = "use fewer ranks or more cores; ranks that share a core wait for each other"
         return [warning("cores", seen, remedy)]
     return [ok("cores", seen)]

@@ -60,9 +60,10 @@ def _slots(shape: ModelShape, subject: Subject) -> Finding:
 
 
 def _check_memory(shape: ModelShape, subject: Subject, available: int | None) -> Finding:
-    """All ranks live on this host; embeddings and activations come on top."""
-    weights = round(shape.weights * weight_bits(subject.weight_type) / 8)
-    slots = subject.num_ranks * slot_memory(shape, subject.num_slots, subject.weight_type).shared
+    """A host holds its share of the weights; embeddings and activations come on top."""
+    share = subject.ranks_here / subject.num_ranks
+    weights = round(shape.weights * share * weight_bits(subject.weight_type) / 8)
+    slots = subject.ranks_here * slot_memory(shape, subject.num_slots, subject.weight_type).shared
     seen = f"weights {size(weights)} and slots {size(slots)} on this host"
     if available is None:
         remedy = "compare them with the machine's memory yourself"

@@ -21,7 +21,8 @@ def check_ports(subject: Subject) -> list[Finding]:
     if subject.port is not None:
         if is_running(subject.port):
             return [ok("ports", f"a balanced server runs on port {subject.port}")]
-        wanted = {"the server": subject.port, "the sidecar": _sidecar_port(subject)}
+        wanted = {"the server": subject.port} if subject.serves else {}
+        wanted["the sidecar"] = _sidecar_port(subject)
         return [_check_port(port, who) for who, port in wanted.items()]
     return [_check_default(title, port) for title, port in _DEFAULT_PORTS.items()]
 
@@ -35,9 +36,12 @@ def check_server(subject: Subject) -> list[Finding]:
         place = run_directory_of_port(subject.port)
         remedy = f"start one, or look as the user who did; each server of yours has a {place}"
         return [warning("server", seen, remedy)]
-    engine = _get(f"http://127.0.0.1:{subject.port}/health")
+    findings = []
+    if subject.serves:
+        engine = _get(f"http://127.0.0.1:{subject.port}/health")
+        findings.append(_engine_health(subject.port, engine))
     sidecar = _get(f"http://127.0.0.1:{_sidecar_port(subject)}/readyz")
-    return [_engine_health(subject.port, engine), _readiness(_sidecar_port(subject), sidecar)]
+    return [*findings, _readiness(_sidecar_port(subject), sidecar)]
 
 
 def _engine_health(port: int, answer: "tuple[int, bytes] | str") -> Finding:

@@ -33,7 +33,7 @@ def check_shared_memory(subject: Subject, path: Path = SHARED_MEMORY) -> list[Fi
     status = os.statvfs(path)
     total, free = status.f_frsize * status.f_blocks, status.f_frsize * status.f_bavail
     rings = ring_bytes(subject)
-    seen = f"{path}: {size(free)} free of {size(total)}; records of {subject.num_ranks} ranks "
+    seen = f"{path}: {size(free)} free of {size(total)}; records of {subject.ranks_here} ranks "
     seen += f"take {size(rings)}, queues of the engine up to {size(_ENGINE_BYTES)}"
     if free < rings:
         return [error(name, seen, _REMEDY)]
@@ -43,14 +43,14 @@ def check_shared_memory(subject: Subject, path: Path = SHARED_MEMORY) -> list[Fi
 
 
 def ring_bytes(subject: Subject) -> int:
-    """What the rings of all ranks take; of a usual model where none is given."""
+    """What the rings of this host's ranks take; of a usual model where none is given."""
     experts = _TYPICAL_EXPERTS
     if subject.model is not None:
         with contextlib.suppress(ConfigError):  # the check of the model reports it
             experts = model_shape(subject.model).num_experts
     shape = ExpertShape(subject.num_ranks, experts, subject.num_slots)
     records = BalanceConfig().ring_records * record_dtype(shape).itemsize
-    return subject.num_ranks * (HEADER_BYTES + records)
+    return subject.ranks_here * (HEADER_BYTES + records)
 
 
 def check_leftovers(path: Path = SHARED_MEMORY, proc: Path = Path("/proc")) -> list[Finding]:

@@ -1,0 +1,25 @@
+"""Fixtures of the doctor's tests: a made-up /dev/shm and a made-up model."""
+
+import json
+from pathlib import Path
+
+import pytest
+from findings import MOE
+
+from ultraep_serve.launcher import run_directory as run_directories
+
+
+@pytest.fixture
+def shm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory in place of /dev/shm, so that servers of this machine are left alone."""
+    path = tmp_path / "shm"
+    path.mkdir()
+    monkeypatch.setattr(run_directories, "_SHARED_MEMORY", path)
+    return path
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    """A directory with the configuration of a small model with experts."""
+    (tmp_path / "config.json").write_text(json.dumps(MOE))
+    return str(tmp_path)

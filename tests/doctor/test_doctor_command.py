@@ -1,0 +1,56 @@
+"""The command itself: texts, JSON, exit codes, flags, and what it must not import."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from findings import free_port
+
+from ultraep_serve.cli import main
+from ultraep_serve.diagnosis import Finding, Status, Subject, diagnose
+
+
+def test_every_problem_has_a_remedy(model: str, shm: Path) -> None:
+    findings = diagnose(Subject(model=model, num_ranks=3, port=free_port()))
+    assert {"engine", "gpus", "cores", "memory access", "shared memory", "model", "ports"} <= {
+        finding.name for finding in findings
+    }
+    assert all(bool(finding.remedy) == (finding.status is not Status.OK) for finding in findings)
+
+
+def test_json_and_exit_code(model: str, shm: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--model", model, "--ep", "3", "--json"]) == 1
+    document = json.loads(capsys.readouterr().out)
+    assert document["schema_version"] == 1
+    assert document["counts"]["error"] >= 1
+    names = {field.name for field in dataclasses.fields(Finding)}
+    assert all(set(finding) == names for finding in document["findings"])
+    assert sum(document["counts"].values()) == len(document["findings"])
+
+
+def test_text_shows_marks_and_remedies(
+    model: str, shm: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["doctor", "--model", model, "--ep", "3"]) == 1
+    shown = capsys.readouterr().out
+    assert "✘" in shown
+    assert "→ choose a number of ranks that divides 16" in shown
+
+
+@pytest.mark.parametrize("flags", [["--port", "0"], ["--port", "65535"], ["--ep", "0"]])
+def test_bad_flags_are_refused(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", *flags]) == 2
+    assert "legal:" in capsys.readouterr().err
+
+
+def test_no_engine_is_imported() -> None:
+    code = (
+        "import sys; from ultraep_serve.diagnosis import *; diagnose(Subject());"
+        "sys.exit(str({'vllm', 'sglang', 'fastapi'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stderr.strip() == "set()"
