@@ -20,6 +20,7 @@ import yaml
 from files import DEPLOY, RULES, read_yaml
 
 SECONDS = 30.0  # for anything to come up
+HOSTS = ("127.0.0.1", "localhost")  # two names of the sidecar stand for two hosts of one server
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,8 @@ def live(tmp_path: Path) -> Iterator[Live]:
         stack.enter_context(process(*server_command(tmp_path, port, sidecar_port)))
         started = Live(f"http://127.0.0.1:{port}", engine)
         until(lambda: answers(f"{started.url}/-/ready"), "Prometheus")
-        started.wait_for("count_over_time(ultraep_ready[1m]) > 3")
+        for host in HOSTS:
+            started.wait_for(f'count_over_time(ultraep_ready{{instance=~"{host}:.+"}}[1m]) > 3')
         yield started
 
 
@@ -84,7 +86,8 @@ def server_command(tmp_path: Path, port: int, sidecar_port: int) -> list[str]:
     config["global"] = {"scrape_interval": "500ms", "evaluation_interval": "1s"}
     config["rule_files"] = [str(RULES)]
     (job,) = (job for job in config["scrape_configs"] if job["job_name"] == "ultraep")
-    job["static_configs"] = [{"targets": [f"127.0.0.1:{sidecar_port}"]}]
+    (entry,) = job["static_configs"]
+    entry["targets"] = [f"{host}:{sidecar_port}" for host in HOSTS]
     config["scrape_configs"] = [job]
     path = tmp_path / "prometheus.yml"
     path.write_text(yaml.safe_dump(config))

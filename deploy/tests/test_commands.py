@@ -1,34 +1,57 @@
-"""The commands in Compose and Kubernetes files are ones that this package takes."""
+"""The commands in Compose and Kubernetes files are ones that this package and the engines take."""
 
 import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
-from files import BIN, COMPOSE, DEPLOY, read_yaml, run
-from test_kubernetes import OVERLAYS, built, container, deployment
+from commands import our_flags, words
+from files import BIN, COMPOSE, DEPLOY, ROOT, read_yaml, run
+from manifests import DISAGGREGATED, MANY_HOSTS, ONE_HOST, Pod, balanced_pods, built, only, pods
 
 from ultraep_serve.adapters.sglang import launch as sglang
 from ultraep_serve.adapters.vllm import launch as vllm
-from ultraep_serve.cli import serve
 from ultraep_serve.sidecar.command import add_arguments
 
 ENGINES: dict[str, Any] = {"vllm": vllm, "sglang": sglang}
+INTERPRETERS = {
+    "vllm": Path(sys.executable),
+    "sglang": ROOT / ".venv-sglang" / "bin" / "python",
+}
+MODEL_FLAG = {"vllm": "--model", "sglang": "--model-path"}
+SERVER = {"vllm": ["vllm", "serve"], "sglang": ["python3", "-m", "sglang.launch_server"]}
 
 
-def server_flags(words: list[str]) -> tuple[argparse.Namespace, argparse.Namespace]:
+def server_flags(line: list[str]) -> tuple[argparse.Namespace, argparse.Namespace]:
     """Ours and the engine's flags of a command that starts a server."""
-    parser = argparse.ArgumentParser()
-    serve.add_parser(parser.add_subparsers())
-    ours, flags = parser.parse_known_args(words)
-    return ours, ENGINES[words[0]].parse_engine_flags(flags)
+    ours, flags = our_flags(line)
+    return ours, ENGINES[line[0]].parse_engine_flags(flags)
 
 
 def check_parallelism(engine: str, flags: argparse.Namespace) -> None:
     """Raises UnsupportedError where nothing could be balanced."""
     if engine == "vllm":
-        vllm._check_parallelism(flags.tensor_parallel_size, flags.enable_expert_parallel)
+        num_ranks = flags.tensor_parallel_size * flags.data_parallel_size
+        vllm._check_parallelism(num_ranks, flags.enable_expert_parallel)
     else:
         sglang._check_parallelism(flags)
+
+
+def engine_lines(engine: str) -> list[list[str]]:
+    """What the server of ``engine`` itself is given in every manifest that starts it."""
+    lines = []
+    for path in [*ONE_HOST, *MANY_HOSTS, *DISAGGREGATED]:
+        for pod in pods(built(path)):
+            line = words(pod, host=int(pod.role == "worker"))
+            if line[0] == engine and line[:2] != SERVER["vllm"]:
+                ours, flags = our_flags(line)
+                lines.append([MODEL_FLAG[engine], ours.model, *flags])
+            elif line[: len(SERVER[engine])] == SERVER[engine]:
+                lines.append(line[len(SERVER[engine]) :])
+    return lines
 
 
 def test_compose_starts_a_balanced_server_with_its_sidecar() -> None:
@@ -41,22 +64,87 @@ def test_compose_starts_a_balanced_server_with_its_sidecar() -> None:
     assert addresses == [f"engine:{flags.port + 1}", f"engine:{flags.port}"]
 
 
-@pytest.mark.parametrize("path", OVERLAYS, ids=lambda path: path.name)
-def test_pods_start_a_balanced_server_and_a_sidecar_that_finds_it(path: Any) -> None:
-    spec = deployment(built(path))["spec"]["template"]["spec"]
-    words = container(spec, "engine")["args"]
-    ours, flags = server_flags(words)
+@pytest.mark.parametrize("path", ONE_HOST, ids=lambda path: path.name)
+def test_pods_start_a_balanced_server_and_a_sidecar_that_finds_it(path: Path) -> None:
+    (pod,) = balanced_pods(path)
+    ours, flags = server_flags(line := words(pod, host=0))
     assert (ours.no_sidecar, flags.host) == (True, "0.0.0.0")
-    check_parallelism(words[0], flags)
+    check_parallelism(line[0], flags)
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    sidecar = parser.parse_args(container(spec, "sidecar")["args"])
-    user = spec["securityContext"]["runAsUser"]
+    sidecar = parser.parse_args(pod.container("sidecar")["args"])
+    user = pod.spec["securityContext"]["runAsUser"]
     assert str(sidecar.run_dir) == f"/dev/shm/ultraep-{user}-{flags.port}"
-    for name, port in (("engine", flags.port), ("sidecar", sidecar.port)):
-        assert [entry["containerPort"] for entry in container(spec, name)["ports"]] == [port]
+    check_ports(pod, engine=flags.port, sidecar=sidecar.port)
+
+
+@pytest.mark.parametrize("path", [*MANY_HOSTS, *DISAGGREGATED], ids=lambda path: path.name)
+def test_every_host_starts_a_balanced_server_with_its_sidecar(path: Path) -> None:
+    for host, pod in enumerate(balanced_pods(path)):
+        ours, flags = server_flags(line := words(pod, host))
+        assert (ours.policy, ours.no_sidecar, ours.sidecar_host) == ("quota", False, "0.0.0.0")
+        assert flags.host == "0.0.0.0"
+        check_parallelism(line[0], flags)
+        ports = {port["name"]: port["containerPort"] for port in pod.container("engine")["ports"]}
+        served = {"http": flags.port} if pod.role == "leader" else {}
+        assert ports == {**served, "sidecar": flags.port + 1}
+
+
+def check_ports(pod: Pod, **expected: int) -> None:
+    for name, port in expected.items():
+        assert [entry["containerPort"] for entry in pod.container(name)["ports"]] == [port]
 
 
 def test_flags_of_both_engines_are_offered() -> None:
     for engine in ENGINES:
         assert "--no-sidecar" in run(BIN / "ultraep-serve", engine, "--help")
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_engines_take_their_flags(engine: str) -> None:
+    interpreter, lines = INTERPRETERS[engine], engine_lines(engine)
+    assert len(lines) >= 4
+    if not interpreter.exists():
+        pytest.skip(f"{interpreter} is missing: `make setup-{engine}`")
+    done = accepts(engine, lines)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_flag_that_an_engine_does_not_know_is_noticed(engine: str) -> None:
+    if not INTERPRETERS[engine].exists():
+        pytest.skip(f"{INTERPRETERS[engine]} is missing: `make setup-{engine}`")
+    done = accepts(engine, [[MODEL_FLAG[engine], "model", "--number-of-hosts=2"]])
+    assert done.returncode != 0
+    assert "--number-of-hosts" in done.stderr
+
+
+def accepts(engine: str, lines: list[list[str]]) -> "subprocess.CompletedProcess[str]":
+    """The engine's own parser on ``lines``."""
+    program = [INTERPRETERS[engine], Path(__file__).with_name("accepts.py"), engine]
+    return subprocess.run(
+        program, input=json.dumps(lines), capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.parametrize("path", DISAGGREGATED, ids=lambda path: path.name)
+def test_routers_take_their_flags(path: Path) -> None:
+    (pod,) = (pod for pod in pods(built(path)) if pod.owner == "router")
+    line = words(pod, host=0)
+    flags = line[next(index for index, word in enumerate(line) if word.startswith("--")) :]
+    package = "vllm_router" if line[0] == "vllm-router" else "sglang_router"
+    code = (
+        f"import sys; from {package}.launch_router import parse_router_args;"
+        "parse_router_args(sys.argv[1:])"
+    )
+    run(sys.executable, "-c", code, *flags)
+
+
+def test_images_of_engines_are_of_the_verified_releases() -> None:
+    for path in DISAGGREGATED:
+        image = only(built(path), "Deployment", "decode")
+        (container,) = image["spec"]["template"]["spec"]["containers"]
+        name, _, tag = container["image"].partition(":")
+        engine = "sglang" if "sglang" in name else "vllm"
+        dockerfile = (DEPLOY / "docker" / f"{engine}.Dockerfile").read_text()
+        assert f"FROM {name}:{tag}\n" in dockerfile

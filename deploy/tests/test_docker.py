@@ -14,13 +14,25 @@ from files import BIN, COMPOSE, DEPLOY, ROOT, read_yaml, run
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from ultraep_serve.adapters.verified import SGLANG_VERSIONS, VLLM_VERSIONS
+
 DOCKERFILES = sorted((DEPLOY / "docker").glob("*.Dockerfile"))
 REQUIREMENTS = DEPLOY / "docker" / "sidecar-requirements.txt"
 
 
 def test_there_is_an_image_per_engine_and_one_for_the_sidecar() -> None:
     names = {path.name.removesuffix(".Dockerfile") for path in DOCKERFILES}
-    assert names == {"vllm-cpu", "sglang-cpu", "sidecar"}
+    assert names == {"vllm", "sglang", "vllm-cpu", "sglang-cpu", "sidecar"}
+
+
+@pytest.mark.parametrize(
+    ("engine", "verified"), [("vllm", VLLM_VERSIONS), ("sglang", SGLANG_VERSIONS)]
+)
+def test_images_for_gpus_are_of_a_verified_release(engine: str, verified: tuple[str, ...]) -> None:
+    text = (DEPLOY / "docker" / f"{engine}.Dockerfile").read_text()
+    (release,) = re.findall(r"^FROM \S+:v(\S+)$", text, re.MULTILINE)
+    assert any(f"{release}.".startswith(f"{known}.") for known in verified)
+    assert f'pip install --no-cache-dir ".[{engine},cuda]"' in text
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.stem)
@@ -49,7 +61,7 @@ def test_health_checks_ask_the_ports_that_are_exposed(path: Path) -> None:
     text = path.read_text()
     (command,) = re.findall(r"^HEALTHCHECK .*\n +CMD (.+)$", text, re.MULTILINE)
     *python, code = json.loads(command)
-    assert python == ["python", "-S", "-c"]
+    assert python in (["python", "-S", "-c"], ["python3", "-S", "-c"])
     compile(code, str(path), "exec")
     (exposed,) = re.findall(r"^EXPOSE (.+)$", text, re.MULTILINE)
     assert all(port in code for port in exposed.split())

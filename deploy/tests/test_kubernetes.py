@@ -1,56 +1,91 @@
 """Kubernetes manifests: built by kustomize, valid by their schemas, and as safe as they say."""
 
-from functools import cache
+import json
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
 from cloudcoil.models.prometheus_operator.v1 import PodMonitor, PrometheusRule
-from files import BIN, DEPLOY, RULES, read_yaml, run
+from files import RULES, read_yaml
+from manifests import (
+    DISAGGREGATED,
+    KUBERNETES,
+    MANY_HOSTS,
+    ONE_HOST,
+    balanced_pods,
+    built,
+    only,
+    pods,
+)
 
-KUBERNETES = DEPLOY / "kubernetes"
-OVERLAYS = [KUBERNETES / "base", *sorted((KUBERNETES / "overlays").iterdir())]
+ALL = [*ONE_HOST, *MANY_HOSTS, *DISAGGREGATED]
 VERSIONS = ("1.29", "1.37")
 OPERATOR = {"PodMonitor": PodMonitor, "PrometheusRule": PrometheusRule}
+# LeaderWorkerSet's own schema comes with its controller and is in no package, so this one is ours.
+GROUP_SCHEMA = json.loads((Path(__file__).parent / "leaderworkerset.schema.json").read_text())
+
+every = pytest.mark.parametrize("path", ALL, ids=lambda path: path.name)
 
 
-@cache
-def built(path: Path) -> list[dict[str, Any]]:
-    """What kustomize makes of ``path``."""
-    return list(yaml.safe_load_all(run(BIN / "kubectl", "kustomize", path)))
+def validate(manifest: dict[str, Any], version: str) -> None:
+    """Raise an error of jsonschema for whatever Kubernetes ``version`` would not know."""
+    if manifest["kind"] == "LeaderWorkerSet":
+        jsonschema.validate(manifest, GROUP_SCHEMA)
+        for pod in pods([manifest]):
+            head = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": pod.role}}
+            validate({**head, "template": pod.template}, version)
+    elif manifest["kind"] not in OPERATOR:
+        kubernetes_validate.validate(manifest, version, strict=True)
 
 
-def deployment(manifests: list[dict[str, Any]]) -> dict[str, Any]:
-    (found,) = (manifest for manifest in manifests if manifest["kind"] == "Deployment")
-    return found
-
-
-def container(spec: dict[str, Any], name: str) -> dict[str, Any]:
-    (found,) = (entry for entry in spec["containers"] if entry["name"] == name)
-    return found
+def test_no_overlay_is_forgotten() -> None:
+    assert {path.name for path in ALL} == {
+        "base",
+        "hosts",
+        *(path.name for path in (KUBERNETES / "overlays").iterdir()),
+    }
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize("path", OVERLAYS, ids=lambda path: path.name)
+@every
 def test_manifests_follow_their_schemas(path: Path, version: str) -> None:
     for manifest in built(path):
-        if manifest["kind"] not in OPERATOR:
-            kubernetes_validate.validate(manifest, version, strict=True)
+        validate(manifest, version)
 
 
-def test_a_misspelt_field_is_noticed() -> None:
-    manifest = yaml.safe_load(yaml.safe_dump(deployment(built(OVERLAYS[0]))))
-    manifest["spec"]["template"]["spec"]["shareProcessNamespaces"] = True
-    with pytest.raises(kubernetes_validate.ValidationError):
-        kubernetes_validate.validate(manifest, VERSIONS[-1], strict=True)
+@pytest.mark.parametrize("kind", ["Deployment", "LeaderWorkerSet"])
+def test_a_misspelt_field_of_a_pod_is_noticed(kind: str) -> None:
+    path = ONE_HOST[0] if kind == "Deployment" else MANY_HOSTS[0]
+    manifest = yaml.safe_load(yaml.safe_dump(only(built(path), kind)))
+    *_, pod = pods([manifest])
+    pod.spec["shareProcessNamespaces"] = True
+    with pytest.raises((kubernetes_validate.ValidationError, jsonschema.ValidationError)):
+        validate(manifest, VERSIONS[-1])
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "value"),
+    [
+        ("spec", "replica", 2),
+        ("spec", "startupPolicy", "LeaderFirst"),
+        ("leaderWorkerTemplate", "size", 0),
+        ("leaderWorkerTemplate", "restartPolicy", "Always"),
+    ],
+)
+def test_a_mistake_in_a_group_is_noticed(place: str, name: str, value: object) -> None:
+    manifest = yaml.safe_load(yaml.safe_dump(only(built(MANY_HOSTS[0]), "LeaderWorkerSet")))
+    spec = manifest["spec"]
+    (spec if place == "spec" else spec[place])[name] = value
+    with pytest.raises(jsonschema.ValidationError):
+        validate(manifest, VERSIONS[-1])
 
 
 @pytest.mark.parametrize("kind", OPERATOR)
 def test_the_operators_objects_follow_their_schemas(kind: str) -> None:
-    manifests = built(KUBERNETES / "overlays" / "monitored")
-    (manifest,) = (manifest for manifest in manifests if manifest["kind"] == kind)
+    manifest = only(built(KUBERNETES / "overlays" / "monitored"), kind)
     model = OPERATOR[kind].model_validate(manifest)
     # Unknown fields are accepted and dropped, so nothing may be missing afterwards.
     assert model.model_dump(by_alias=True, exclude_unset=True, mode="json") == manifest
@@ -61,37 +96,55 @@ def test_the_operator_gets_the_same_rules() -> None:
     assert read_yaml(path)["spec"] == read_yaml(RULES)
 
 
-@pytest.mark.parametrize("path", OVERLAYS, ids=lambda path: path.name)
-def test_names_lead_to_each_other(path: Path) -> None:
+@every
+def test_services_and_monitors_find_pods_and_ports(path: Path) -> None:
     manifests = built(path)
-    pod = deployment(manifests)["spec"]["template"]
-    labels = pod["metadata"]["labels"]
-    ports = {port["name"] for entry in pod["spec"]["containers"] for port in entry["ports"]}
     for manifest in manifests:
         spec = manifest["spec"]
         if manifest["kind"] == "Service":
-            assert spec["selector"].items() <= labels.items()
-            assert {port["targetPort"] for port in spec["ports"]} <= ports
+            selector, ports = spec["selector"], {port["targetPort"] for port in spec["ports"]}
+        elif manifest["kind"] == "PodMonitor":
+            selector = spec["selector"]["matchLabels"]
+            ports = {endpoint["port"] for endpoint in spec["podMetricsEndpoints"]}
+        else:
+            continue
+        found = [pod for pod in pods(manifests) if selector.items() <= pod.labels.items()]
+        assert found
+        for pod in found:
+            named = [port["name"] for entry in pod.spec["containers"] for port in entry["ports"]]
+            assert ports <= set(named), (manifest["metadata"]["name"], pod.owner, pod.role)
         if manifest["kind"] == "PodMonitor":
-            assert spec["selector"]["matchLabels"].items() <= labels.items()
-            assert {endpoint["port"] for endpoint in spec["podMetricsEndpoints"]} <= ports
-    volumes = {volume["name"] for volume in pod["spec"]["volumes"]}
-    for entry in pod["spec"]["containers"]:
-        assert {mount["name"] for mount in entry["volumeMounts"]} <= volumes
+            assert found == balanced_pods(path)
 
 
-@pytest.mark.parametrize("path", OVERLAYS, ids=lambda path: path.name)
-def test_pods_are_locked_down_and_share_memory(path: Path) -> None:
-    spec = deployment(built(path))["spec"]["template"]["spec"]
-    assert spec["securityContext"]["runAsNonRoot"]
-    assert not spec["automountServiceAccountToken"]
-    for entry in spec["containers"]:
-        locked = entry["securityContext"]
-        assert locked["readOnlyRootFilesystem"]
-        assert not locked["allowPrivilegeEscalation"]
-        assert locked["capabilities"] == {"drop": ["ALL"]}
-        mounts = {mount["mountPath"]: mount["name"] for mount in entry["volumeMounts"]}
-        assert mounts["/dev/shm"] == "shared-memory"
-    (shared,) = (volume for volume in spec["volumes"] if volume["name"] == "shared-memory")
-    assert shared["emptyDir"]["medium"] == "Memory"
-    assert container(spec, "sidecar")["readinessProbe"]["httpGet"]["path"] == "/readyz"
+@every
+def test_what_is_mounted_is_a_volume(path: Path) -> None:
+    for pod in pods(built(path)):
+        volumes = {volume["name"] for volume in pod.spec["volumes"]}
+        for entry in pod.spec["containers"]:
+            assert {mount["name"] for mount in entry["volumeMounts"]} <= volumes
+
+
+@every
+def test_pods_are_locked_down(path: Path) -> None:
+    for pod in pods(built(path)):
+        assert pod.spec["securityContext"]["runAsNonRoot"]
+        assert not pod.spec["automountServiceAccountToken"]
+        for entry in pod.spec["containers"]:
+            locked = entry["securityContext"]
+            assert locked["readOnlyRootFilesystem"]
+            assert not locked["allowPrivilegeEscalation"]
+            assert locked["capabilities"] == {"drop": ["ALL"]}
+
+
+@every
+def test_engines_share_memory_and_are_ready_when_their_ranks_are(path: Path) -> None:
+    for pod in balanced_pods(path):
+        for entry in pod.spec["containers"]:
+            mounts = {mount["mountPath"]: mount["name"] for mount in entry["volumeMounts"]}
+            assert mounts["/dev/shm"] == "shared-memory"
+        (shared,) = (v for v in pod.spec["volumes"] if v["name"] == "shared-memory")
+        assert shared["emptyDir"]["medium"] == "Memory"
+        sidecar = pod.container("engine" if pod.role else "sidecar")
+        probe = sidecar["readinessProbe"]["httpGet"]
+        assert (probe["path"], probe["port"]) == ("/readyz", "sidecar")

@@ -1,5 +1,6 @@
 """Every query of the dashboard and every rule, against a real Prometheus that scrapes a sidecar."""
 
+import json
 import math
 import re
 import time
@@ -8,14 +9,25 @@ from typing import Any
 
 import pytest
 from files import DEPLOY, dashboard, rules
-from live import Live, live
+from live import HOSTS, Live, live
 
-VARIABLES = {"$job": "ultraep", "$instance": ".+", "$__rate_interval": "30s"}
+VARIABLES = {"$job": "ultraep", "$group": ".+", "$__rate_interval": "30s"}
 QUERIES = [
     pytest.param(target, id=f"{panel['title']} {target['refId']}")
     for panel in dashboard()["panels"]
     for target in panel.get("targets", ())
 ]
+
+
+# Panels of what every host counts for its own ranks only; all others show the whole group.
+OF_ONE_HOST = {
+    "Ranks alive",
+    "Time per verb",
+    "Weights moved",
+    "Age of last heartbeat and last batch",
+    "Records lost and missed",
+    "Memory reserved for replica slots",
+}
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +74,31 @@ def _check_legend(legend: str, series: list[dict[str, Any]]) -> None:
 def test_every_metric_that_is_named_exists(server: Live, expression: str) -> None:
     known = set(server.get("label/__name__/values"))
     assert metrics(filled_in(expression)) <= known
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        pytest.param(target["expr"], id=f"{panel['title']} {target['refId']}")
+        for panel in dashboard()["panels"]
+        for target in panel.get("targets", ())
+        if panel["title"] not in OF_ONE_HOST
+    ],
+)
+def test_what_two_hosts_report_counts_once(server: Live, expression: str) -> None:
+    both = filled_in(expression)
+    one = both.replace('group=~".+"', f'group=~".+", instance=~"{HOSTS[0]}:.+"')
+    assert one != both
+    now = time.time()
+    found = []
+    for query in (one, both):
+        series = server.get("query", query=query, time=now)["result"]
+        values = {json.dumps(entry["metric"]): float(entry["value"][1]) for entry in series}
+        found.append(values)
+    assert found[0].keys() == found[1].keys()
+    for name, value in found[0].items():  # scraped at other moments, but not twice as much
+        if math.isfinite(value):
+            assert abs(found[1][name] - value) <= 0.5 * abs(value), name
 
 
 def test_queries_of_the_readme_have_data(server: Live) -> None:

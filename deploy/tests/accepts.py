@@ -1,0 +1,43 @@
+"""Run by an engine's interpreter: parse command lines from standard input as that engine does.
+
+    python accepts.py vllm|sglang < lines.json
+
+Exits with the parser's own message at the first line that it does not take.
+"""
+
+import argparse
+import json
+import sys
+
+
+def vllm_parser() -> argparse.ArgumentParser:
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser  # noqa: TID251
+    from vllm.utils.argparse_utils import FlexibleArgumentParser  # noqa: TID251
+
+    return make_arg_parser(FlexibleArgumentParser())
+
+
+def sglang_parser() -> argparse.ArgumentParser:
+    from sglang.srt.server_args import ServerArgs  # noqa: TID251
+
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    return parser
+
+
+def check_connectors(settings: argparse.Namespace) -> None:
+    """Fail on a way of moving the KV cache that this vLLM does not know."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import (  # noqa: TID251
+        KVConnectorFactory,
+    )
+
+    if settings.kv_transfer_config is not None:
+        assert settings.kv_transfer_config.kv_connector in KVConnectorFactory._registry
+
+
+engine = sys.argv[1]
+parser = vllm_parser() if engine == "vllm" else sglang_parser()
+for line in json.load(sys.stdin):
+    parsed = parser.parse_args(line)
+    if engine == "vllm":
+        check_connectors(parsed)

@@ -1,0 +1,55 @@
+"""Command lines of pods, as the kubelet and the shell make them, and the flags in them."""
+
+import argparse
+import os
+import subprocess
+
+from manifests import OURS, Pod
+
+from ultraep_serve.cli import serve
+
+NUM_HOSTS = "2"
+
+
+def words(pod: Pod, host: int) -> list[str]:
+    """The command line of the first container of ``pod`` on the ``host``-th of its group.
+
+    Without the program's name, where that comes from the image or is ``ultraep-serve``.
+    """
+    container = pod.spec["containers"][0]
+    place = {
+        "LWS_LEADER_ADDRESS": f"{OURS}-0.{OURS}.default",
+        "LWS_GROUP_SIZE": NUM_HOSTS,
+        "LWS_WORKER_INDEX": str(host),
+    }
+    command = [_filled_in(word, place) for word in container.get("command", [])]
+    arguments = [_filled_in(word, place) for word in container["args"]]
+    if command[:2] == ["sh", "-c"]:
+        script = command[2].replace("exec ultraep-serve", "printf '%s\\n'")
+        assert script != command[2]
+        shell = ["sh", "-uc", script, *command[3:], *arguments]
+        done = subprocess.run(
+            shell, env={**os.environ, **place}, capture_output=True, text=True, check=True
+        )
+        return done.stdout.splitlines()
+    return [*command, *arguments]
+
+
+def _filled_in(word: str, place: dict[str, str]) -> str:
+    """``word`` with the kubelet's references to variables replaced."""
+    for name, value in place.items():
+        word = word.replace(f"$({name})", value)
+    return word
+
+
+def our_flags(line: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """What `ultraep-serve` itself takes of ``line``, and what it passes on to the engine."""
+    parser = argparse.ArgumentParser()
+    serve.add_parser(parser.add_subparsers())
+    return parser.parse_known_args(line)
+
+
+def named(line: list[str]) -> dict[str, str]:
+    """Flags of ``line`` by name, those written ``--name=value`` or alone."""
+    pairs = (word[2:].partition("=") for word in line if word.startswith("--"))
+    return {name: value for name, _, value in pairs}
