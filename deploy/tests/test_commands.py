@@ -134,10 +134,15 @@ def test_routers_take_their_flags(path: Path) -> None:
     flags = line[next(index for index, word in enumerate(line) if word.startswith("--")) :]
     package = "vllm_router" if line[0] == "vllm-router" else "sglang_router"
     code = (
-        f"import sys; from {package}.launch_router import parse_router_args;"
-        "parse_router_args(sys.argv[1:])"
+        f"import json, sys; from {package}.launch_router import parse_router_args;"
+        "router = parse_router_args(sys.argv[1:]);"
+        "print(json.dumps([router.prefill_urls, router.decode_urls, router.port]))"
     )
-    run(sys.executable, "-c", code, *flags)
+    (prefill,), (decode,), port = json.loads(run(sys.executable, "-c", code, *flags))
+    bootstrap = None if package == "vllm_router" else 8998
+    assert prefill == ["http://ultraep-0.ultraep:8000", bootstrap]
+    assert decode == "http://decode:8000"
+    assert [entry["containerPort"] for entry in pod.container("router")["ports"]] == [port]
 
 
 def test_images_of_engines_are_of_the_verified_releases() -> None:
