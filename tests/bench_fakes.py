@@ -19,6 +19,7 @@ IMBALANCE = {
     "before": {"mean": 1.5, "p50": 1.5, "p99": 1.9, "max": 2.0},
     "after": {"mean": 1.01, "p50": 1.01, "p99": 1.02, "max": 1.03},
 }
+SPENT_SECONDS = 0.001
 
 
 @dataclass
@@ -129,11 +130,13 @@ def sidecar_app(fake: FakeDeployment) -> FastAPI:
     @app.get("/v1/balance")
     async def balance(request: Request) -> dict[str, Any]:
         fake.queries.append(dict(request.query_params))
-        layer = {"layer": 0, "records": 3, "imbalance": IMBALANCE}
+        records = sum(policy == "quota" for policy, _ in fake.prompts)
+        layer = {"layer": 0, "records": records, "imbalance": IMBALANCE}
         return {
             "imbalance": IMBALANCE if fake.balanced else {"before": NOTHING, "after": NOTHING},
             "layers": [layer] if fake.balanced else [],
             "num_ranks": 2,
+            "savings": {"spent_seconds": SPENT_SECONDS if fake.balanced else 0.0},
         }
 
     return app

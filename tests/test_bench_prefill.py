@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench_fakes import TOKEN, FakeDeployment, deployed, tokenize
+from bench_fakes import SPENT_SECONDS, TOKEN, FakeDeployment, deployed, tokenize
 
 from ultraep_serve.bench import prefill
 from ultraep_serve.bench.errors import BenchError
@@ -75,6 +75,10 @@ def test_document_says_where_it_comes_from(fake: FakeDeployment, tmp_path: Path)
         "after": {"mean": 1.01, "max": 1.03},
     }
     assert document["layers"][0]["records"] == 3
+    overhead, (row,) = document["overhead"], document["rows"]
+    assert overhead["spent_seconds"] == SPENT_SECONDS
+    quota = sum(row["ttft_samples"]["quota"])
+    assert overhead["share_of_ttft"] == pytest.approx(SPENT_SECONDS / quota)
     assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
 
 
@@ -140,7 +144,8 @@ def test_table_shows_what_was_measured(
 ) -> None:
     run(fake)
     shown = capsys.readouterr().out
-    for word in ("off", "quota", "ideal", "recovered", "per round", "1.50 -> 1.01"):
+    words = ("off", "quota", "ideal", "recovered", "per round", "1.50 -> 1.01", "% of the time")
+    for word in words:
         assert word in shown
     assert max(map(len, shown.splitlines())) <= 80
 

@@ -88,7 +88,8 @@ def measure_prefill(
         since_ns = time.time_ns()
         lengths = tuple(run.measure(tokens) for tokens in options.prompt_tokens)
         measured = Policy.QUOTA if Policy.QUOTA in options.policies else options.policies[0]
-        balance = sidecar.balance(since_ns, measured)
+        requests = sum(len(length.samples.get(Policy.QUOTA, ())) for length in lengths)
+        balance = sidecar.balance(since_ns, measured, requests)
     ranks = balance.get("num_ranks")
     return PrefillResult(
         started=started,

@@ -35,6 +35,7 @@ def prefill_document(result: PrefillResult, url: str, model: str, command: str) 
         "started": result.started,
         "rows": [length.to_json() for length in result.lengths],
         "imbalance": _imbalance_summary(result.balance),
+        "overhead": _overhead(result),
         "layers": result.balance.get("layers", []) if result.balance else [],
     }
 
@@ -47,6 +48,22 @@ def _imbalance_summary(balance: Document | None) -> dict[str, dict[str, float]] 
         when: {name: balance["imbalance"][when][name] for name in ("mean", "max")}
         for when in ("before", "after")
     }
+
+
+def _overhead(result: PrefillResult) -> dict[str, float] | None:
+    """Seconds that balancing itself took in the quota rounds, by the ranks' own clocks.
+
+    Their sum, and its share of these rounds' times to first token, which other work on the machine
+    disturbs less than a comparison of times. None where the sidecar does not hold all of them.
+    """
+    balance = result.balance
+    if balance is None or not balance["layers"]:
+        return None
+    seconds = [took for length in result.lengths for took in length.samples[Policy.QUOTA]]
+    if min(layer["records"] for layer in balance["layers"]) < len(seconds):
+        return None
+    spent = float(balance["savings"]["spent_seconds"])
+    return {"spent_seconds": spent, "share_of_ttft": spent / sum(seconds)}
 
 
 def machine() -> dict[str, Any]:
@@ -105,7 +122,9 @@ def prefill_view(document: Document) -> RenderableType:
     for row in document["rows"]:
         times = [_times(row, policy) for policy in policies]
         table.add_row(str(row["prompt_tokens"]), *times, *(_figure(row, name) for name in figures))
-    return Group(table, _imbalance_line(document.get("imbalance")))
+    return Group(
+        table, _imbalance_line(document.get("imbalance")), _overhead_line(document.get("overhead"))
+    )
 
 
 def _imbalance_line(imbalance: Document | None) -> Text:
@@ -117,6 +136,13 @@ def _imbalance_line(imbalance: Document | None) -> Text:
     line.append(f"{before['mean']:.2f} -> {after['mean']:.2f}", style="bold green")
     line.append(f" (worst {before['max']:.2f} -> {after['max']:.2f}; 1.00 is perfect)")
     return line
+
+
+def _overhead_line(overhead: Document | None) -> Text:
+    """What balancing took, as one sentence; empty where that is not known."""
+    if overhead is None:
+        return Text("")
+    return Text(f"Counting, planning and moving took {overhead['share_of_ttft']:.2%} of the time.")
 
 
 _FIGURES = {

@@ -1,6 +1,7 @@
 """The sidecar's control and balance endpoints."""
 
 import logging
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +16,8 @@ from ultraep_serve.types import Policy
 __all__ = ["Sidecar"]
 
 logger = logging.getLogger(__name__)
+
+_CATCH_UP_SECONDS = 2.5  # the oldest its answers can be
 
 REMEDIES = {
     401: "give the control token with --token, --token-file or ULTRAEP_CONTROL_TOKEN",
@@ -53,11 +56,20 @@ class Sidecar(Endpoint):
             raise self.refused(response, IDEAL_REFUSED)
         self._checked(response)
 
-    def balance(self, since_ns: int, policy: Policy) -> dict[str, Any]:
-        """Statistics of the batches since ``since_ns`` (wall clock, ns) under ``policy``."""
-        return self._object(
-            "GET", "/v1/balance", params={"since_ns": since_ns, "policy": policy.value}
-        )
+    def balance(self, since_ns: int, policy: Policy, batches: int = 0) -> dict[str, Any]:
+        """Statistics of the batches since ``since_ns`` (wall clock, ns) under ``policy``.
+
+        Its answers are a little old, so it is asked until it knows of as many ``batches``, within
+        reason: it keeps no more than the last ones.
+        """
+        deadline = time.monotonic() + _CATCH_UP_SECONDS
+        params = {"since_ns": since_ns, "policy": policy.value}
+        while True:
+            balance = self._object("GET", "/v1/balance", params=params)
+            known = min((layer["records"] for layer in balance["layers"]), default=0)
+            if known >= batches or time.monotonic() > deadline:
+                return balance
+            time.sleep(_CATCH_UP_SECONDS / 10)
 
     @contextmanager
     def policy_restored(self) -> Iterator[None]:
