@@ -18,7 +18,7 @@ from ultraep_serve.testing.ranks import fresh_run_path, run_ranks
 
 MASTERS, SLOTS, CHUNK, WIDTH, LAYERS = 2, 2, 16384, 11, 2
 SHAPES = ((130, 128), (130,), (7,))  # mapped behind masters, packed, packed at odd addresses
-PATIENCE = 2_000_000
+PATIENCE_NS = 2_000_000_000
 
 
 def masters_of(rank: int, layer: int) -> list[torch.Tensor]:
@@ -40,7 +40,7 @@ def balance(rank: int, num_ranks: int, run_path: Path, mode: str, epochs: int) -
     driver = HostDriver()
     pool = DeviceSlotPool(driver, SLOTS, CHUNK)
     layers = [pool.adopt(masters_of(rank, layer)) for layer in range(LAYERS)]
-    limits = Limits(WIDTH, layers[0].chunks.shape[0], PATIENCE, num_programs=2)
+    limits = Limits(WIDTH, layers[0].chunks.shape[0], PATIENCE_NS, num_programs=2)
     meeting = SocketMeeting(run_path, rank, num_ranks, 60.0)
     fabric = DeviceFabric(driver, pool, meeting, rank, num_ranks, limits)
     tables = [fabric.tables(layer) for layer in layers]
@@ -82,7 +82,7 @@ def wait_for_nobody(rank: int, run_path: Path) -> str:
     driver = HostDriver()
     pool = DeviceSlotPool(driver, SLOTS, CHUNK)
     pool.adopt(masters_of(rank, 0))
-    limits = Limits(WIDTH, 10, max_looks=100, num_programs=1)
+    limits = Limits(WIDTH, 10, patience_ns=100_000, num_programs=1)
     fabric = DeviceFabric(driver, pool, SocketMeeting(run_path, rank, 2, 60.0), rank, 2, limits)
     if rank == 0:
         fabric.exchange(torch.zeros(WIDTH, dtype=torch.int32))

@@ -15,19 +15,39 @@ interpreter copies tensors back after a launch, over what other processes have w
 import triton
 import triton.language as tl
 from triton import knobs
+from triton.language.extra.cuda import globaltimer
 
 from ultraep_kernels.device.status import TIMEOUTS
 
-__all__ = ["budget_of", "fence_aliases", "post", "read_flags", "wait"]
+__all__ = ["budget_of", "clock", "fence_aliases", "post", "read_flags", "wait", "waited"]
 
-_IS_INTERPRETED = tl.constexpr(knobs.runtime.interpret)  # host memory needs no such fence
+_IS_INTERPRETED = tl.constexpr(knobs.runtime.interpret)  # no such fence is needed there, no clock
+_NANOSECONDS_PER_LOOK = tl.constexpr(1000)  # in the interpreter
 
 
 @triton.jit
-def budget_of(status_ptr, max_looks):
-    """Looks at a flag that a wait may take: one where a wait has already failed."""
+def budget_of(status_ptr, patience_ns):
+    """Nanoseconds that a wait may take: one where a wait has already failed."""
     failed = tl.load(status_ptr, volatile=True) & TIMEOUTS
-    return tl.where(failed != 0, 1, max_looks)
+    return tl.where(failed != 0, 1, patience_ns).to(tl.int64)
+
+
+@triton.jit
+def clock():
+    """The device's clock, nanoseconds."""
+    if _IS_INTERPRETED:
+        return tl.full((), 0, tl.int64)
+    else:
+        return globaltimer()
+
+
+@triton.jit
+def waited(since, looks):
+    """Nanoseconds since ``clock`` said ``since``; the interpreter counts looks instead."""
+    if _IS_INTERPRETED:
+        return looks * _NANOSECONDS_PER_LOOK
+    else:
+        return globaltimer() - since
 
 
 @triton.jit
@@ -58,14 +78,15 @@ def read_flags(flag_addresses, mask):
 
 
 @triton.jit
-def wait(flag_address, epoch, max_looks, status_ptr, bit):
-    """Whether the flag reached ``epoch`` within the budget; if not, sets ``bit`` of the status."""
+def wait(flag_address, epoch, patience_ns, status_ptr, bit):
+    """Whether the flag reached ``epoch`` in time; if not, sets ``bit`` of the status."""
     pointer = flag_address.to(tl.pointer_type(tl.int64))
     zero = epoch * 0
-    budget = budget_of(status_ptr, max_looks)
+    budget = budget_of(status_ptr, patience_ns)
+    since = clock()
     looks = budget * 0 + 1
     seen = tl.atomic_add(pointer, zero, sem="acquire", scope="sys")
-    while (seen < epoch) & (looks < budget):
+    while (seen < epoch) & (waited(since, looks) < budget):
         seen = tl.atomic_add(pointer, zero, sem="acquire", scope="sys")
         looks += 1
     if seen < epoch:

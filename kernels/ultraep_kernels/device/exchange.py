@@ -38,7 +38,7 @@ def _exchange_kernel(
     epoch_ptr,  # (2,) int64: the epoch before this one, programs finished so far
     status_ptr,  # (1,) int32
     rank,
-    max_looks,
+    patience_ns,
     NUM_RANKS: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -55,7 +55,7 @@ def _exchange_kernel(
         post(tl.load(inboxes_ptr + peer) + rank * _FLAG_BYTES, epoch)
     else:
         flag = tl.load(inboxes_ptr + rank) + peer * _FLAG_BYTES
-        wait(flag, epoch, max_looks, status_ptr, EXCHANGE_TIMEOUT)
+        wait(flag, epoch, patience_ns, status_ptr, EXCHANGE_TIMEOUT)
         address = _row_address(inboxes_ptr, rank, peer, epoch, NUM_RANKS, WIDTH)
         row = tl.load(address.to(tl.pointer_type(tl.int32)) + columns, mask=mask, other=0)
         tl.store(out_ptr + peer * WIDTH + columns, row, mask=mask)
@@ -80,7 +80,7 @@ def exchange(
     rank: int,
     epoch: torch.Tensor,
     status: torch.Tensor,
-    max_looks: int,
+    patience_ns: int,
 ) -> torch.Tensor:
     """All ranks' rows (R, W) int32 of the next epoch; advances ``epoch``.
 
@@ -90,7 +90,7 @@ def exchange(
         rank: this rank.
         epoch: (2,) int64, from ``new_epoch``; all ranks start and count alike.
         status: (1,) int32; EXCHANGE_TIMEOUT where a row did not arrive, which then is garbage.
-        max_looks: at a flag before a wait is given up.
+        patience_ns: nanoseconds after which a wait is given up.
     """
     num_ranks, width = inboxes.numel(), row.numel()
     out = torch.empty((num_ranks, width), dtype=torch.int32, device=row.device)
@@ -101,7 +101,7 @@ def exchange(
         epoch,
         status,
         rank,
-        max_looks,
+        patience_ns,
         NUM_RANKS=num_ranks,
         WIDTH=width,
         BLOCK=triton.next_power_of_2(width),

@@ -17,7 +17,15 @@ import torch
 import triton
 import triton.language as tl
 
-from ultraep_kernels.device._signals import budget_of, fence_aliases, post, read_flags, wait
+from ultraep_kernels.device._signals import (
+    budget_of,
+    clock,
+    fence_aliases,
+    post,
+    read_flags,
+    wait,
+    waited,
+)
 from ultraep_kernels.device.relays import Sends
 from ultraep_kernels.device.status import RELAY_TIMEOUT, SLOT_TIMEOUT
 
@@ -76,7 +84,7 @@ def _stream_kernel(
     rank,
     num_chunks,
     max_chunks,
-    max_looks,
+    patience_ns,
     NUM_RANKS: tl.constexpr,
     NUM_MASTERS: tl.constexpr,
     NUM_SLOTS: tl.constexpr,
@@ -101,7 +109,7 @@ def _stream_kernel(
         if is_relay:
             own = tl.load(parents_ptr + place) % NUM_SLOTS
             flag = tl.load(flags_ptr + rank) + (own * max_chunks + chunk) * 8
-            arrived = wait(flag, epoch, max_looks, status_ptr, RELAY_TIMEOUT)
+            arrived = wait(flag, epoch, patience_ns, status_ptr, RELAY_TIMEOUT)
             source = tl.load(pools_ptr + rank) + region + own * stride
         else:
             source = tl.load(masters_ptr + tensor) + (expert - rank * NUM_MASTERS) * stride
@@ -122,7 +130,7 @@ def _await_kernel(
     rank,
     num_chunks,
     max_chunks,
-    max_looks,
+    patience_ns,
     NUM_SLOTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -130,13 +138,14 @@ def _await_kernel(
     if tl.load(slot_expert_ptr + rank * NUM_SLOTS + slot) >= 0:
         epoch = tl.load(epoch_ptr)
         first = tl.load(flags_ptr + rank) + slot * max_chunks * 8
-        budget = budget_of(status_ptr, max_looks)
+        budget = budget_of(status_ptr, patience_ns)
+        since = clock()
         looks = budget * 0
-        missing = budget * 0
+        missing = tl.full((), 0, tl.int32)
         for start in range(0, num_chunks, BLOCK):
             chunks = start + tl.arange(0, BLOCK)
             missing = missing * 0 + 1
-            while (missing > 0) & (looks <= budget):
+            while (missing > 0) & (waited(since, looks) <= budget):
                 flags = read_flags(first + chunks * 8, chunks < num_chunks)
                 late = tl.where(chunks < num_chunks, flags < epoch, False)
                 missing = tl.max(late.to(tl.int32), axis=0)
@@ -155,7 +164,7 @@ def stream(
     rank: int,
     epoch: torch.Tensor,
     status: torch.Tensor,
-    max_looks: int,
+    patience_ns: int,
     num_programs: int,
 ) -> None:
     """Push this rank's masters, and forward what it relays, for the plan of this epoch.
@@ -168,7 +177,7 @@ def stream(
         rank: this rank.
         epoch: (2,) int64 as ``exchange`` left it.
         status: (1,) int32; RELAY_TIMEOUT where a chunk did not arrive, which is then not forwarded.
-        max_looks: at a flag before a wait is given up.
+        patience_ns: nanoseconds after which a wait is given up.
         num_programs: of senders and of relays; all must fit the device at the same time.
     """
     num_ranks, num_slots = slot_expert.shape
@@ -187,7 +196,7 @@ def stream(
         rank,
         tables.chunks.shape[0],
         tables.max_chunks,
-        max_looks,
+        patience_ns,
         NUM_RANKS=num_ranks,
         NUM_MASTERS=num_masters,
         NUM_SLOTS=num_slots,
@@ -203,7 +212,7 @@ def await_slots(
     rank: int,
     epoch: torch.Tensor,
     status: torch.Tensor,
-    max_looks: int,
+    patience_ns: int,
 ) -> None:
     """Hold the stream until this rank's filled slots have arrived; arguments as ``stream``.
 
@@ -218,7 +227,7 @@ def await_slots(
         rank,
         num_chunks,
         tables.max_chunks,
-        max_looks,
+        patience_ns,
         NUM_SLOTS=num_slots,
         BLOCK=min(128, triton.next_power_of_2(num_chunks)),
         num_warps=1,
