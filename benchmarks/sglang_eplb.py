@@ -14,24 +14,23 @@ import shlex
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, closing
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
+from served import CONTEXT, WORK, model
 
 from ultraep_serve.bench.report import machine, write_json
 from ultraep_serve.bench.server import Server
 from ultraep_serve.bench.sidecar import Sidecar
-from ultraep_serve.testing import demo_qwen3, make_model
 from ultraep_serve.testing.server import BalancedServer, expert_parallel_flags
 from ultraep_serve.testing.text import DOMAINS, sample_text
 from ultraep_serve.types import Policy
 
-WORK = Path("results")
-CONTEXT = 16384
 SLOTS = 2
 VARIANTS = ("off", "eplb", "quota")
 
@@ -59,52 +58,18 @@ def main() -> None:
 
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     """One row per prompt: seconds to first token and imbalance of every variant."""
-    model = WORK / "models" / "qwen3"
-    if not (model / "model.safetensors").exists():
-        make_model(model, demo_qwen3())
-    flags = [*expert_parallel_flags("tensor", "bfloat16", CONTEXT, "sglang"), "--sleep-on-idle"]
-    eplb = ["--policy", "off", "--enable-eplb", "--ep-num-redundant-experts", str(2 * SLOTS)]
-    eplb += ["--eplb-rebalance-num-iterations", str(options.rebalance_every)]
-    eplb += ["--expert-distribution-recorder-buffer-size", str(options.rebalance_every)]
-    eplb += ["--expert-balancedness-report-mode", "prometheus", "--enable-metrics"]
-    ours = BalancedServer(
-        model, [*flags, "--slots", str(SLOTS)], WORK / "eplb-ours.log", engine="sglang"
-    )
-    theirs = BalancedServer(model, [*flags, *eplb], WORK / "eplb-theirs.log", engine="sglang")
-    with ExitStack() as stack:
-        for running in (ours, theirs):
-            stack.enter_context(running)
-        server = stack.enter_context(closing(Server(ours.url)))
-        rebalancing = stack.enter_context(closing(Server(theirs.url)))
-        sidecar = stack.enter_context(closing(Sidecar(ours.sidecar_url, ours.token)))
-
-        def with_policy(policy: Policy, prompt: str) -> dict[str, Any]:
-            sidecar.set_policy(policy)
-            since_ns = time.time_ns()
-            seconds = server.first_token(prompt).seconds
-            if policy is Policy.OFF:
-                return {"seconds": seconds}
-            imbalance = sidecar.balance(since_ns, policy)["imbalance"]
-            return {
-                "seconds": seconds,
-                "before": imbalance["before"]["mean"],
-                "imbalance": imbalance["after"]["mean"],
-            }
-
-        def with_eplb(prompt: str) -> dict[str, Any]:
-            total, count = balancedness(theirs.url)
-            seconds = rebalancing.first_token(prompt).seconds
-            new_total, new_count = balancedness(theirs.url)
-            passes = new_count - count
-            return {
-                "seconds": seconds,
-                "imbalance": passes / (new_total - total) if passes else None,
-            }
-
+    ours, theirs = servers(options.rebalance_every)
+    with (
+        ours,
+        theirs,
+        closing(Server(ours.url)) as server,
+        closing(Server(theirs.url)) as rebalancing,
+        closing(Sidecar(ours.sidecar_url, ours.token)) as sidecar,
+    ):
         run: dict[str, Callable[[str], dict[str, Any]]] = {
-            "off": lambda prompt: with_policy(Policy.OFF, prompt),
-            "quota": lambda prompt: with_policy(Policy.QUOTA, prompt),
-            "eplb": with_eplb,
+            "off": partial(with_policy, server, sidecar, Policy.OFF),
+            "quota": partial(with_policy, server, sidecar, Policy.QUOTA),
+            "eplb": partial(with_eplb, rebalancing),
         }
         for variant in VARIANTS:  # warm up, not measured
             run[variant](sample_text(DOMAINS[0], options.prompt_tokens, 0))
@@ -118,6 +83,44 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
                 rows.append({"domain": domain, "number": number, **results})
                 print(rows[-1], flush=True)
     return rows
+
+
+def servers(rebalance_every: int) -> tuple[BalancedServer, BalancedServer]:
+    """Ours and SGLang's own, not started; the latter rebalances after so many forward passes."""
+    path = model("qwen3")
+    flags = [*expert_parallel_flags("tensor", "bfloat16", CONTEXT, "sglang"), "--sleep-on-idle"]
+    eplb = ["--policy", "off", "--enable-eplb", "--ep-num-redundant-experts", str(2 * SLOTS)]
+    eplb += ["--eplb-rebalance-num-iterations", str(rebalance_every)]
+    eplb += ["--expert-distribution-recorder-buffer-size", str(rebalance_every)]
+    eplb += ["--expert-balancedness-report-mode", "prometheus", "--enable-metrics"]
+    slots = ["--slots", str(SLOTS)]
+    ours = BalancedServer(path, [*flags, *slots], WORK / "eplb-ours.log", engine="sglang")
+    theirs = BalancedServer(path, [*flags, *eplb], WORK / "eplb-theirs.log", engine="sglang")
+    return ours, theirs
+
+
+def with_policy(server: Server, sidecar: Sidecar, policy: Policy, prompt: str) -> dict[str, Any]:
+    """Our server under ``policy``; the imbalance of what it computed, and before balancing."""
+    sidecar.set_policy(policy)
+    since_ns = time.time_ns()
+    seconds = server.first_token(prompt).seconds
+    if policy is Policy.OFF:
+        return {"seconds": seconds}
+    imbalance = sidecar.balance(since_ns, policy)["imbalance"]
+    return {
+        "seconds": seconds,
+        "before": imbalance["before"]["mean"],
+        "imbalance": imbalance["after"]["mean"],
+    }
+
+
+def with_eplb(server: Server, prompt: str) -> dict[str, Any]:
+    """SGLang's own balancer; no imbalance where it reported no pass."""
+    total, count = balancedness(server.url)
+    seconds = server.first_token(prompt).seconds
+    new_total, new_count = balancedness(server.url)
+    passes = new_count - count
+    return {"seconds": seconds, "imbalance": passes / (new_total - total) if passes else None}
 
 
 def balancedness(url: str) -> tuple[float, float]:

@@ -13,7 +13,6 @@ import itertools
 import json
 import multiprocessing
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -27,6 +26,7 @@ from typing import Any
 import httpx
 import numpy as np
 
+from ultraep_serve.bench.report import machine
 from ultraep_serve.observability import ControlPage, Recorder, RingReader, RingState, ring_path
 from ultraep_serve.types import Decision, ExpertShape, Policy
 
@@ -234,11 +234,7 @@ def main() -> int:
     result = {
         "schema_version": 1,
         "command": "python " + " ".join(sys.argv),
-        "machine": {
-            "cpu": cpu_name(),
-            "cores": os.cpu_count(),
-            "python": platform.python_version(),
-        },
+        "machine": machine(),
         "settings": {k: v for k, v in vars(settings).items() if k != "json"},
         "shape": asdict(shape),
         **measured,
@@ -290,12 +286,6 @@ def cpu_seconds(pid: int) -> float:
     """User and system time of a process."""
     fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def cpu_name() -> str:
-    """As the kernel calls it."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line.split(": ", 1)[1] for line in lines if line.startswith("model name")), "")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,89 @@
+"""Whether answers change with balancing: greedy tokens, and log-probabilities in bfloat16."""
+
+import argparse
+import itertools
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from served import WORK, model, serve
+
+from ultraep_serve.bench.tokens import Generation, compare_tokens
+from ultraep_serve.testing.checks import (
+    check_tokens,
+    generate_under,
+    mixed_prompts,
+    prompt_logprobs,
+)
+from ultraep_serve.testing.permute import permute_experts
+from ultraep_serve.testing.server import BalancedServer
+from ultraep_serve.types import Policy
+
+__all__ = ["logprobs", "tokens"]
+
+
+def tokens(options: argparse.Namespace) -> dict[str, Any]:
+    """Greedy tokens, off against quota, in both parallel modes, compiled and eager."""
+    prompts = mixed_prompts(options.prompts)
+    rows = []
+    is_vllm = options.engine == "vllm"
+    modes, eagerness = (("tensor", "data"), (False, True)) if is_vllm else (("tensor",), (False,))
+    cases = itertools.product(("float32", "bfloat16"), modes, eagerness)
+    for dtype, options.mode, options.eager in cases:
+        with serve(options, model(options.model), dtype) as running:
+            check = check_tokens(running, prompts, concurrency=1).to_json(dtype)
+        rows.append({"mode": options.mode, "eager": options.eager, **check})
+        print(rows[-1], flush=True)
+    return {"model": options.model, "max_tokens": 16, "rows": rows}
+
+
+def logprobs(options: argparse.Namespace) -> dict[str, Any]:
+    """bfloat16: how far log-probabilities move with balancing, and with another order alone.
+
+    The control serves the same experts under other numbers, so on other ranks, without balancing:
+    mathematically the same model, with sums taken in another order.
+    """
+    prompts = mixed_prompts(options.prompts)
+    path = model(options.model)
+    with serve(options, path, "bfloat16") as running:
+        off, quota = (answers(running, policy, prompts) for policy in (Policy.OFF, Policy.QUOTA))
+    permuted = permute_experts(path, WORK / "models" / f"{options.model}-permuted", seed=1)
+    with serve(options, permuted, "bfloat16") as running:
+        control = answers(running, Policy.OFF, prompts)
+    document: dict[str, Any] = {
+        "model": options.model,
+        "mode": options.mode,
+        "prompts": len(prompts),
+        "quota": difference(off, quota),
+        "control": difference(off, control),
+    }
+    for name in ("quota", "control"):
+        print(name, document[name])
+    return document
+
+
+class Answers(NamedTuple):
+    """What one server said to all prompts."""
+
+    logprobs: list[NDArray[np.float64]]  # by prompt, of its tokens
+    tokens: list[Generation]
+
+
+def answers(running: BalancedServer, policy: Policy, prompts: list[str]) -> Answers:
+    """Both, with ``policy`` in force."""
+    return Answers(
+        prompt_logprobs(running, policy, prompts), generate_under(running, policy, prompts)
+    )
+
+
+def difference(one: Answers, other: Answers) -> dict[str, float]:
+    """How far log-probabilities are apart, position by position, and how many tokens are alike."""
+    apart = np.abs(np.concatenate(one.logprobs) - np.concatenate(other.logprobs))
+    return {
+        "mean": float(apart.mean()),
+        "p99": float(np.quantile(apart, 0.99)),
+        "max": float(apart.max()),
+        "positions": int(apart.size),
+        "changed": float((apart > 0).mean()),
+        "identical_prompts": compare_tokens(one.tokens, other.tokens).identical,
+    }
