@@ -25,18 +25,16 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from served import CONTEXT, WORK, model
 
 from ultraep_serve.bench.prompts import Openings, fitted_prompt
 from ultraep_serve.bench.report import machine, write_json
 from ultraep_serve.bench.server import Server
 from ultraep_serve.bench.statistics import Spread
 from ultraep_serve.launcher.run_directory import run_directory_of_port
-from ultraep_serve.testing import demo_qwen3, make_model
 from ultraep_serve.testing.server import BalancedServer, expert_parallel_flags, installed_engine
 from ultraep_serve.testing.text import sample_text
 
-WORK = Path("results")
-CONTEXT = 16384
 VARIANTS = ("without", "with", "watched")
 SCRAPE_SECONDS = 5.0
 PAGE_SECONDS = 2.0
@@ -53,12 +51,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/sidecar-cost.json"))
     options = parser.parse_args()
     engine = installed_engine()
-    path = WORK / "models" / "qwen3"
-    if not (path / "model.safetensors").exists():
-        make_model(path, demo_qwen3())
     flags = [*expert_parallel_flags("tensor", "bfloat16", CONTEXT, engine), "--no-sidecar"]
     with (
-        BalancedServer(path, flags, WORK / "serving.log", engine=engine) as running,
+        BalancedServer(model("qwen3"), flags, WORK / "serving.log", engine=engine) as running,
         closing(Server(running.url)) as server,
         sidecar(running.port) as (process, url),
     ):
