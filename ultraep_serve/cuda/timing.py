@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["device_seconds", "new_mark", "replayed_seconds"]
+__all__ = ["captured", "device_seconds", "new_mark", "replayed_seconds"]
 
 _REPEATS = 5
 
@@ -55,17 +55,25 @@ def device_seconds(device: torch.device, action: Callable[[], object]) -> float:
     return statistics.median(times)
 
 
-def replayed_seconds(
-    device: torch.device, action: Callable[[], object], repetitions: int = 20
-) -> float:
-    """Seconds of one ``action`` among ``repetitions`` in a CUDA graph: no launch by the host."""
+def captured(
+    device: torch.device, action: Callable[[], object], repetitions: int = 1
+) -> Callable[[], object]:
+    """Replays a CUDA graph of so many repetitions of ``action``, which also runs once now."""
     action()  # compiles
-    if device.type != "cuda":
-        return device_seconds(device, action)
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
     # other threads of the engine may go on calling CUDA meanwhile
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for _ in range(repetitions):
             action()
-    return device_seconds(device, graph.replay) / repetitions
+    return graph.replay
+
+
+def replayed_seconds(
+    device: torch.device, action: Callable[[], object], repetitions: int = 20
+) -> float:
+    """Seconds of one ``action`` among ``repetitions`` in a CUDA graph: no launch by the host."""
+    if device.type != "cuda":
+        action()  # compiles
+        return device_seconds(device, action)
+    return device_seconds(device, captured(device, action, repetitions)) / repetitions

@@ -1,6 +1,7 @@
-"""Several ranks on one device: their masters, slots and flags in separate buffers.
+"""Several ranks on one device: their experts, slots and flags in separate buffers.
 
-For checking and measuring the device's streaming kernels in one process; needs Triton.
+For checking and measuring the device's streaming kernels in one process; needs Triton. As in
+serving, a rank's replica slots lie right behind its masters, in one tensor of L + S experts.
 """
 
 from dataclasses import dataclass
@@ -11,69 +12,82 @@ from ultraep_kernels.device.stream import StreamTables
 
 from ultraep_serve.types import ExpertShape
 
-__all__ = ["VirtualRanks", "make_ranks", "only", "wrong_slots"]
+__all__ = ["VirtualRanks", "fill_masters", "make_ranks", "only", "wrong_slots"]
+
+_ALIGNMENT = 128  # bytes, of a tensor's start
 
 
 @dataclass(frozen=True)
 class VirtualRanks:
     """Memory of all ranks of one group."""
 
-    masters: list[list[torch.Tensor]]  # by rank and tensor, (L, bytes) uint8
-    pools: list[torch.Tensor]  # by rank, uint8, all slots of one tensor after those of another
-    regions: list[int]  # bytes from a pool's start to each tensor's slots
+    shape: ExpertShape
+    experts: list[list[torch.Tensor]]  # by rank and tensor, (L + S, bytes) uint8, masters first
     flags: torch.Tensor  # (R, S, C) int64
     tables: list[StreamTables]  # by rank
 
-    def slot(self, rank: int, slot: int, tensor: int) -> torch.Tensor:
-        """Bytes of one tensor of one slot."""
-        size = self.masters[0][tensor].shape[1]
-        start = self.regions[tensor] + slot * size
-        return self.pools[rank][start : start + size]
+    def empty_slots(self) -> None:
+        """Fill all slots with bytes that read as NaN."""
+        for tensors in self.experts:
+            for tensor in tensors:
+                tensor[self.shape.num_masters :].fill_(0xFF)
 
 
 def make_ranks(
-    shape: ExpertShape, tensor_bytes: tuple[int, ...], chunk_bytes: int, device: str
+    shape: ExpertShape,
+    tensor_bytes: tuple[int, ...],
+    chunk_bytes: int,
+    device: torch.device | str,
 ) -> VirtualRanks:
-    """Masters with random bytes, empty slots; every tensor's slots begin 16-byte aligned.
+    """Ranks whose experts and slots hold zeros.
 
     ``tensor_bytes`` of one expert in each tensor, ``chunk_bytes`` a transfer at most.
     """
-    generator = torch.Generator(device).manual_seed(0)
-    masters = [
-        [
-            torch.randint(256, (shape.num_masters, size), generator=generator, device=device).to(
-                torch.uint8
-            )
-            for size in tensor_bytes
-        ]
-        for _ in range(shape.num_ranks)
-    ]
-    regions = [0]
+    starts = [0]
     for size in tensor_bytes:
-        regions.append(-(-(regions[-1] + shape.num_replica_slots * size) // 16) * 16)
-    pools = [
-        torch.zeros(regions[-1], dtype=torch.uint8, device=device) for _ in range(shape.num_ranks)
+        end = starts[-1] + shape.num_local * size
+        starts.append(-(-end // _ALIGNMENT) * _ALIGNMENT)
+    memory = [
+        torch.zeros(starts[-1], dtype=torch.uint8, device=device) for _ in range(shape.num_ranks)
+    ]
+    experts = [
+        [
+            own[start : start + shape.num_local * size].view(shape.num_local, size)
+            for start, size in zip(starts, tensor_bytes, strict=False)
+        ]
+        for own in memory
     ]
     chunks = [
         (tensor, offset, min(chunk_bytes, size - offset))
         for tensor, size in enumerate(tensor_bytes)
         for offset in range(0, size, chunk_bytes)
     ]
+    slots = [
+        start + shape.num_masters * size for start, size in zip(starts, tensor_bytes, strict=False)
+    ]
     flag_shape = (shape.num_ranks, shape.num_replica_slots, len(chunks))
     flags = torch.zeros(flag_shape, dtype=torch.int64, device=device)
     tables = [
         StreamTables(
             master_addresses=_addresses(own, device),
-            pool_addresses=_addresses(pools, device),
-            region_offsets=torch.tensor(regions[:-1], device=device),
+            pool_addresses=_addresses(memory, device),
+            region_offsets=torch.tensor(slots, device=device),
             expert_bytes=torch.tensor(tensor_bytes, device=device),
             chunks=torch.tensor(chunks, device=device),
             flag_addresses=_addresses(list(flags), device),
             max_chunks=len(chunks),
         )
-        for own in masters
+        for own in experts
     ]
-    return VirtualRanks(masters, pools, regions, flags, tables)
+    return VirtualRanks(shape, experts, flags, tables)
+
+
+def fill_masters(ranks: VirtualRanks) -> None:
+    """Random bytes, the same every time."""
+    generator = torch.Generator(ranks.flags.device).manual_seed(0)
+    for tensors in ranks.experts:
+        for tensor in tensors:
+            tensor[: ranks.shape.num_masters].random_(0, 256, generator=generator)
 
 
 def only(sends: Sends, kind: int) -> Sends:
@@ -88,18 +102,20 @@ def only(sends: Sends, kind: int) -> Sends:
 
 def wrong_slots(ranks: VirtualRanks, slot_expert: torch.Tensor) -> list[tuple[int, int]]:
     """(rank, slot) of filled slots whose bytes are not their master's; ``slot_expert`` (R, S)."""
-    num_masters = ranks.masters[0][0].shape[0]
+    masters = ranks.shape.num_masters
     return [
         (rank, slot)
         for rank, row in enumerate(slot_expert.tolist())
         for slot, expert in enumerate(row)
         if expert >= 0
         and not all(
-            torch.equal(ranks.slot(rank, slot, index), tensor[expert % num_masters])
-            for index, tensor in enumerate(ranks.masters[expert // num_masters])
+            torch.equal(mine[masters + slot], theirs[expert % masters])
+            for mine, theirs in zip(
+                ranks.experts[rank], ranks.experts[expert // masters], strict=True
+            )
         )
     ]
 
 
-def _addresses(tensors: list[torch.Tensor], device: str) -> torch.Tensor:
+def _addresses(tensors: list[torch.Tensor], device: torch.device | str) -> torch.Tensor:
     return torch.tensor([tensor.data_ptr() for tensor in tensors], device=device)

@@ -1,0 +1,46 @@
+"""Run a command apart, for a limited time, and end everything that it has started."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+__all__ = ["run_apart", "stop_on_terminate"]
+
+SECONDS_TO_DIE = 10.0  # a process may be held by the driver; nobody waits longer for it
+
+
+def run_apart(command: Sequence[str], seconds: float) -> str:
+    """How ``command`` failed, empty where it did not. After ``seconds`` it is killed."""
+    process = subprocess.Popen(command, start_new_session=True)
+    try:
+        code = process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return f"was not done after {seconds:.0f} s"
+    finally:
+        _end(process)
+    if code < 0:
+        return f"died of {signal.Signals(-code).name}"
+    return f"ended with {code}" if code else ""
+
+
+def stop_on_terminate() -> None:
+    """Let SIGTERM end this program as an exception does, so that ``run_apart`` cleans up."""
+
+    def stop(*_: Any) -> None:
+        sys.exit("told to stop")
+
+    signal.signal(signal.SIGTERM, stop)
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return  # it, and all of its session, are gone
+    try:
+        process.wait(SECONDS_TO_DIE)
+    except subprocess.TimeoutExpired:
+        print(f"process {process.pid} does not die; going on", file=sys.stderr, flush=True)

@@ -1,0 +1,89 @@
+"""Where parts run, and how things are timed there."""
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import TypeVar
+
+import torch
+
+from ultraep_serve.cuda.driver import Driver, open_driver
+from ultraep_serve.cuda.timing import captured, device_seconds
+from ultraep_serve.testing.host_driver import HostDriver
+
+__all__ = ["PATIENCE_NS", "Bench"]
+
+PATIENCE_NS = 4_000_000_000  # of a wait for what this process itself has launched before
+SIDE_STREAMS = 16
+REPETITIONS = 20  # in one graph
+T = TypeVar("T")
+
+
+class Bench:
+    """A GPU, or host memory in a dry run, where nothing has a time."""
+
+    def __init__(self, dry_run: bool) -> None:
+        self.dry_run = dry_run
+        self.device = torch.device("cpu") if dry_run else torch.device("cuda", 0)
+
+    def driver(self) -> Driver:
+        """The GPU's driver, or what plays it."""
+        return HostDriver() if self.dry_run else open_driver(0)
+
+    @cached_property
+    def num_programs(self) -> int:
+        """Senders of a stream, as many as twice the multiprocessors."""
+        if self.dry_run:
+            return 2
+        return 2 * torch.cuda.get_device_properties(self.device).multi_processor_count
+
+    @cached_property
+    def _side_streams(self) -> list[torch.cuda.Stream]:
+        return [torch.cuda.Stream() for _ in range(SIDE_STREAMS)]
+
+    def at_once(self, functions: list[Callable[[], None]]) -> None:
+        """Launch side by side on a few streams; later launches wait for all of them."""
+        if self.dry_run:
+            for function in functions:
+                function()
+            return
+        current = torch.cuda.current_stream()
+        for first, side in enumerate(self._side_streams):
+            side.wait_stream(current)
+            with torch.cuda.stream(side):
+                for function in functions[first :: len(self._side_streams)]:
+                    function()
+        for side in self._side_streams:
+            current.wait_stream(side)
+
+    def capture(self, function: Callable[[], T], repetitions: int = 1) -> Callable[[], T]:
+        """Replays a CUDA graph of ``function``, and returns what that computes."""
+        if self.dry_run:
+            return function
+        results: list[T] = []
+
+        def action() -> None:
+            results[:] = [function()]
+
+        replay = captured(self.device, action, repetitions)
+
+        def run() -> T:
+            replay()
+            return results[0]
+
+        return run
+
+    def replayed(self, function: Callable[[], T]) -> tuple[T, float | None]:
+        """What a replayed graph of ``function`` computed, and microseconds of one repetition.
+
+        By CUDA events around a graph of many repetitions, caches warm: no launch by the host.
+        """
+        replay = self.capture(function, REPETITIONS)
+        if self.dry_run:
+            return replay(), None
+        seconds = device_seconds(self.device, replay)
+        return replay(), seconds * 1e6 / REPETITIONS
+
+    def launched(self, function: Callable[[], object]) -> float | None:
+        """Microseconds of what ``function`` launches, by CUDA events; the first launch included."""
+        function()
+        return None if self.dry_run else device_seconds(self.device, function) * 1e6

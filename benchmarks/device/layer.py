@@ -1,0 +1,170 @@
+"""A simulated MoE layer: what every rank of a group computes, off, balanced, and perfectly even.
+
+The ranks are virtual and share the GPU, so they compute one after another, each timed apart; the
+layer takes as long as its slowest rank. Weights and tokens are real in shape (bfloat16), GEMMs are
+``torch._grouped_mm`` over the L + S experts of a rank, physical ids come from the device's own
+plan and reroute of every rank, slots are filled by the device's own streams. Dispatch and combine
+are left out: rows lie sorted by expert when a rank starts.
+
+``off`` computes everything on its master, ``balanced`` where the plan says, ``ideal`` as many rows
+on every expert (wrong answers: for its time only). ``own_microseconds`` are our verbs, which the
+balanced layer has to wait for: each alone, from a CUDA graph, at rank 0; ``replicate`` is the
+busiest sender's stream, at the rate of the device's own memory. ``replicate_over_link`` is what the
+busiest link would take at the data sheet's NVLink rate times the share of it that is assumed to be
+reached, as if all ranks were in one NVLink domain: an assumption, not a measurement.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from bench import Bench
+from moe import MoELayer, Work, compute, make_layer
+from report import Report, require, require_equal
+from routes import Routes, make_routes
+from verbs import balance, over_link, own_times
+
+from ultraep_serve.costs import model_shape
+from ultraep_serve.physical import forced_ids, identity_table, master_ids
+from ultraep_serve.types import ExpertShape, imbalance
+
+LARGEST_ERROR = 2e-2  # relative, of bfloat16 against float64
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """One group of ranks that serves a model."""
+
+    model: str
+    shape: ExpertShape
+    hidden: int
+    inner: int
+    top_k: int
+    tokens: int  # of one rank
+    samples: int  # tokens whose outputs are compared
+    imbalances: tuple[float, ...]
+
+
+def run(bench: Bench, report: Report, model: str, num_ranks: int) -> None:
+    """Every imbalance."""
+    sizes = tiny(num_ranks) if bench.dry_run else full(model, num_ranks)
+    made = sizes.shape, sizes.hidden, sizes.inner, sizes.tokens, sizes.top_k
+    layer = make_layer(*made, bench.device)
+    for wanted in sizes.imbalances:
+        routes = make_routes(sizes.shape, sizes.tokens, sizes.top_k, wanted, bench.device)
+        report.run(f"layer of {sizes.model}", check_layer, bench, sizes, layer, routes)
+
+
+def full(model: str, num_ranks: int) -> Sizes:
+    """The published shape of a model."""
+    of = model_shape(model)
+    shape = ExpertShape(num_ranks, of.num_experts, 2)
+    of_expert = of.hidden_size, of.expert_size, of.experts_per_token
+    return Sizes(model, shape, *of_expert, 8192, 64, (1.5, 2.0, 3.0))
+
+
+def tiny(num_ranks: int) -> Sizes:
+    """For a dry run; the larger group has more than one slot."""
+    shape = ExpertShape(2, 6, 1) if num_ranks < 64 else ExpertShape(3, 6, 2)
+    return Sizes("nothing real", shape, 32, 16, 2, 24, 24 * shape.num_ranks, (1.4,))
+
+
+def check_layer(bench: Bench, sizes: Sizes, layer: MoELayer, routes: Routes) -> dict[str, Any]:
+    """Outputs of the balanced layer against the unbalanced one's and float64; everybody's times."""
+    shape, ids = sizes.shape, routes.ids.view(-1, sizes.top_k)
+    layer.ranks.empty_slots()
+    balanced = balance(bench, layer.ranks, routes)
+    places = shape.num_logical_experts, shape.num_ranks, shape.num_replica_slots
+    table = torch.from_numpy(identity_table(*places)).to(bench.device)
+    works = {
+        "off": Work.of(master_ids(ids, table), shape),
+        "balanced": Work.of(balanced.physical, shape),
+        "ideal": Work.of(forced_ids(ids, table), shape),
+    }
+    after = works["balanced"].counts.sum(1)
+    require_equal(after, balanced.plans[0].quota.sum(0), "what ranks compute")
+    errors = compare_outputs(sizes, layer, ids, works)
+    times = {name: rank_times(bench, layer, work) for name, work in works.items()}
+    own, link = own_times(bench, layer.ranks, routes, balanced), over_link(layer.ranks, balanced)
+    return {
+        "checked": "outputs per token: balanced, off, float64",
+        "hidden": sizes.hidden,
+        "inner": sizes.inner,
+        **routes.figures(),
+        "imbalance_after": imbalance(after.numpy()),
+        "replicas": int((balanced.slots >= 0).sum()),
+        **errors,
+        **layer_times(times, own, link),
+        "ideal_teraflops": teraflops(sizes, works["ideal"], times["ideal"]),
+        "rank_microseconds": None if bench.dry_run else times,
+    }
+
+
+def compare_outputs(
+    sizes: Sizes, layer: MoELayer, ids: torch.Tensor, works: dict[str, Work]
+) -> dict[str, Any]:
+    """How far outputs of sampled tokens lie apart. Raises AssertionError where too far."""
+    steps = torch.arange(sizes.samples, device=ids.device)
+    tokens = steps * (ids.shape[0] - 1) // (sizes.samples - 1)  # from the first to the last
+    off, balanced = (layer.outputs(works[name], tokens) for name in ("off", "balanced"))
+    exact = layer.reference(ids[tokens], tokens)
+    errors = {
+        "largest_error_off": largest_error(off, exact),
+        "largest_error_balanced": largest_error(balanced, exact),
+        "largest_difference": largest_error(balanced, off),
+    }
+    for name, error in errors.items():
+        require(error <= LARGEST_ERROR, f"{name} {error:.1e}")  # false for NaN
+    return {**errors, "bitwise_equal": torch.equal(off, balanced)}
+
+
+def largest_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Relative, of the output (n, K, H) of the assignment that is furthest off."""
+    apart = (found.double() - expected.double()).norm(dim=-1)
+    return float((apart / expected.double().norm(dim=-1)).max())
+
+
+def rank_times(bench: Bench, layer: MoELayer, work: Work) -> list[float | None]:
+    """Microseconds of each rank's expert kernel alone, by CUDA events, warm."""
+    times = []
+    for rank in range(layer.ranks.shape.num_ranks):
+        rows, ends = layer.inputs(work, rank)
+        times.append(bench.launched(partial(compute, rows, ends, *layer.weights(rank))))
+    return times
+
+
+def layer_times(
+    times: dict[str, list[float | None]], own: dict[str, float | None], link: float
+) -> dict[str, Any]:
+    """What follows for the layer; without times, names only."""
+    slowest = {
+        name: max(known) if (known := [t for t in by_rank if t is not None]) else None
+        for name, by_rank in times.items()
+    }
+    off, balanced, ideal = (slowest[name] for name in ("off", "balanced", "ideal"))
+    figures: dict[str, Any] = {
+        "layer_microseconds": slowest,
+        "own_microseconds": own,
+        "replicate_over_link_microseconds": link,
+    }
+    if off is None or balanced is None or ideal is None:
+        return figures
+    small = sum(time for name, time in own.items() if time and name != "replicate")
+    on_device = balanced + small + (own["replicate"] or 0.0)
+    linked = balanced + small + link
+    return figures | {
+        "of_ideal": ideal / balanced,
+        "of_ideal_with_own": ideal / on_device,
+        "of_ideal_with_own_over_link": ideal / linked,
+        "speedup": off / balanced,
+        "speedup_with_own": off / on_device,
+        "speedup_with_own_over_link": off / linked,
+        "speedup_of_ideal": off / ideal,
+    }
+
+
+def teraflops(sizes: Sizes, work: Work, times: list[float | None]) -> float | None:
+    """That rank 0 reaches."""
+    flops = 2 * 3 * sizes.hidden * sizes.inner * int(work.counts[0].sum())
+    return flops / times[0] / 1e6 if times[0] else None

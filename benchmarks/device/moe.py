@@ -1,0 +1,117 @@
+"""The experts of one MoE layer on all virtual ranks of a group, with real weights and tokens.
+
+Shape letters: R ranks, L masters and S slots per rank, H hidden, I inner, K experts per token,
+N assignments of all ranks' tokens, M assignments that one rank computes.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from ultraep_serve.testing.virtual_ranks import VirtualRanks, make_ranks
+from ultraep_serve.types import ExpertShape
+
+__all__ = ["MoELayer", "Work", "compute", "make_layer"]
+
+CHUNK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Work:
+    """Which assignments each rank computes, in the order of its experts."""
+
+    assignments: torch.Tensor  # (N,) int64 by physical expert: token * K + k over all ranks' tokens
+    counts: torch.Tensor  # (R, L + S) int64 on the host: assignments of each physical expert
+
+    @classmethod
+    def of(cls, physical: torch.Tensor, shape: ExpertShape) -> "Work":
+        """Of ``physical`` ids (R * T, K) without padding."""
+        flat = physical.reshape(-1).long()
+        places = shape.num_ranks * shape.num_local
+        counts = torch.bincount(flat, minlength=places).view(-1, shape.num_local).cpu()
+        return cls(flat.argsort(stable=True), counts)
+
+    def of_rank(self, rank: int) -> torch.Tensor:
+        """(M,) of ``assignments``."""
+        ends = self.counts.sum(1).cumsum(0).tolist()
+        return self.assignments[ends[rank - 1] if rank else 0 : ends[rank]]
+
+
+@dataclass(frozen=True)
+class MoELayer:
+    """Weights of all experts, slots behind them, and the hidden states of all ranks' tokens."""
+
+    ranks: VirtualRanks
+    x: torch.Tensor  # (R * T, H) bfloat16
+    top_k: int
+    inner: int
+
+    def weights(self, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gate with up (L + S, 2 * I, H), and down (L + S, H, I), masters first; bfloat16."""
+        local, hidden = self.ranks.shape.num_local, self.x.shape[1]
+        gate_up, down = (tensor.view(torch.bfloat16) for tensor in self.ranks.experts[rank])
+        return gate_up.view(local, 2 * self.inner, hidden), down.view(local, hidden, self.inner)
+
+    def inputs(self, work: Work, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What dispatch would have brought to a rank: rows (M, H) by expert, their ends (L + S,)"""
+        ends = work.counts[rank].cumsum(0).int().to(self.x.device)
+        return self.x[work.of_rank(rank) // self.top_k], ends
+
+    def outputs(self, work: Work, tokens: torch.Tensor) -> torch.Tensor:
+        """What all ranks compute for ``tokens`` (n,): (n, K, H), NaN where nobody did."""
+        device = self.x.device
+        place = torch.full((self.x.shape[0],), -1, device=device)
+        place[tokens] = torch.arange(tokens.numel(), device=device)
+        shape = (tokens.numel(), self.top_k, self.x.shape[1])
+        out = torch.full(shape, torch.nan, dtype=self.x.dtype, device=device)
+        for rank in range(self.ranks.shape.num_ranks):
+            assignments = work.of_rank(rank)
+            rows, ends = self.inputs(work, rank)
+            computed = compute(rows, ends, *self.weights(rank))
+            places = place[assignments // self.top_k]
+            wanted = places >= 0
+            out[places[wanted], assignments[wanted] % self.top_k] = computed[wanted]
+        return out
+
+    def reference(self, ids: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """``outputs`` in float64, by the masters of logical ``ids`` (n, K)."""
+        masters = self.ranks.shape.num_masters
+        out = torch.zeros((*ids.shape, self.x.shape[1]), dtype=torch.float64, device=ids.device)
+        for expert in ids.unique().tolist():
+            gate_up, down = (w[expert % masters].double() for w in self.weights(expert // masters))
+            token, choice = torch.nonzero(ids == expert, as_tuple=True)
+            gate, up = (self.x[tokens[token]].double() @ gate_up.T).chunk(2, dim=-1)
+            out[token, choice] = (torch.nn.functional.silu(gate) * up) @ down.T
+        return out
+
+
+def compute(
+    rows: torch.Tensor, ends: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
+) -> torch.Tensor:
+    """The expert kernel: ``rows`` (M, H) by local expert, which end at ``ends``, to (M, H)."""
+    if not rows.shape[0]:
+        return rows
+    gate, up = torch._grouped_mm(rows, gate_up.transpose(1, 2), offs=ends).chunk(2, dim=-1)
+    inner = torch.nn.functional.silu(gate) * up
+    return torch._grouped_mm(inner, down.transpose(1, 2), offs=ends)
+
+
+def make_layer(
+    shape: ExpertShape, hidden: int, inner: int, tokens: int, top_k: int, device: torch.device
+) -> MoELayer:
+    """Random weights and hidden states of ``tokens`` per rank; outputs are about as large as them.
+
+    Slots hold NaN.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+    tensor_bytes = (2 * inner * hidden * 2, hidden * inner * 2)
+    ranks = make_ranks(shape, tensor_bytes, CHUNK_BYTES, device)
+    states = (shape.num_ranks * tokens, hidden)
+    x = torch.empty(states, dtype=torch.bfloat16, device=device).normal_(generator=generator)
+    layer = MoELayer(ranks, x, top_k, inner)
+    for rank in range(shape.num_ranks):
+        for weight in layer.weights(rank):
+            deviation = weight.shape[2] ** -0.5
+            weight[: shape.num_masters].normal_(0.0, deviation, generator=generator)
+    ranks.empty_slots()
+    return layer

@@ -1,0 +1,62 @@
+"""Made-up routing: every rank's own tokens choose experts, some far more often than others."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ultraep_serve.traces.workloads import Workload, segments
+from ultraep_serve.types import ExpertShape, imbalance
+
+__all__ = ["Routes", "make_routes"]
+
+
+@dataclass(frozen=True)
+class Routes:
+    """One layer of one batch."""
+
+    shape: ExpertShape
+    ids: torch.Tensor  # (R, T, K) int32 on the device
+
+    @property
+    def loads(self) -> NDArray[np.int64]:
+        """(R, E): what each rank's tokens chose."""
+        experts = self.shape.num_logical_experts
+        rows = [torch.bincount(own.reshape(-1), minlength=experts) for own in self.ids]
+        return torch.stack(rows).cpu().numpy()
+
+    def figures(self) -> dict[str, Any]:
+        """What it is, for a row of the report."""
+        shape = self.shape
+        return {
+            "ranks": shape.num_ranks,
+            "experts": shape.num_logical_experts,
+            "slots": shape.num_replica_slots,
+            "tokens_per_rank": self.ids.shape[1],
+            "top_k": self.ids.shape[2],
+            "imbalance_before": imbalance(self.loads.sum(0).reshape(shape.num_ranks, -1).sum(1)),
+        }
+
+
+def make_routes(
+    shape: ExpertShape, tokens: int, top_k: int, wanted: float, device: torch.device
+) -> Routes:
+    """``tokens`` of each rank choose ``top_k`` experts by popularities as ``make-trace`` has them.
+
+    ``wanted`` is the imbalance that is to be expected. As there, the first experts to ring of
+    exponential clocks are drawn; here on the device.
+    """
+    experts = shape.num_logical_experts
+    workload = Workload("zipf", 1, 1, experts, top_k, shape.num_ranks, wanted)
+    weights = torch.from_numpy(next(segments(workload)).weights[0]).float().to(device)
+    generator = torch.Generator(device).manual_seed(0)
+    rings = torch.empty((tokens, experts), device=device)
+    ids = [
+        (rings.exponential_(generator=generator) / weights)
+        .topk(top_k, dim=1, largest=False, sorted=False)
+        .indices.int()
+        for _ in range(shape.num_ranks)
+    ]
+    return Routes(shape, torch.stack(ids))
