@@ -18,7 +18,7 @@ CHUNK = 512
 MASTERS = 2
 SLOTS = 2
 MODES = ("always", "never", "always")  # relays, by epoch
-PATIENCE = 300_000  # looks; the interpreter takes some microseconds for one
+PATIENCE_NS = 300_000_000  # counted in looks, of which the interpreter makes fewer a second
 CHUNKS = np.array(
     [
         (tensor, offset, min(CHUNK, size - offset))
@@ -91,16 +91,16 @@ def balance(rank: int, num_ranks: int, folder: Path) -> list[int]:
     host = Host(rank, num_ranks, folder)
     for epoch, mode in enumerate(MODES, 1):
         row = torch.arange(WIDTH, dtype=torch.int32) + 100 * rank + 10_000 * epoch
-        rows = exchange(row, host.inboxes, rank, host.epoch, host.status, PATIENCE)
+        rows = exchange(row, host.inboxes, rank, host.epoch, host.status, PATIENCE_NS)
         others = torch.arange(num_ranks, dtype=torch.int32) * 100 + 10_000 * epoch
         assert torch.equal(rows, others[:, None] + torch.arange(WIDTH, dtype=torch.int32))
         for tensor, masters in enumerate(host.masters):
             masters[:] = master_bytes(rank, tensor, epoch)
         slot_expert = torch.from_numpy(plan_of(num_ranks, epoch))
         sends = plan_sends(slot_expert, MASTERS, rank, mode, num_ranks)
-        common = slot_expert, MASTERS, host.tables, rank, host.epoch, host.status, PATIENCE
+        common = slot_expert, MASTERS, host.tables, rank, host.epoch, host.status, PATIENCE_NS
         stream(sends, *common, num_programs=3)
-        await_slots(slot_expert, host.tables, rank, host.epoch, host.status, PATIENCE)
+        await_slots(slot_expert, host.tables, rank, host.epoch, host.status, PATIENCE_NS)
         for slot, expert in enumerate(slot_expert[rank].tolist()):
             for tensor in range(len(SIZES) if expert >= 0 else 0):
                 expected = master_bytes(expert // MASTERS, tensor, epoch)[expert % MASTERS]
@@ -108,7 +108,7 @@ def balance(rank: int, num_ranks: int, folder: Path) -> list[int]:
     return [host.status.item(), int(host.epoch[0])]
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+@pytest.mark.parametrize("num_ranks", [2, 5])  # with five, an expert has two relays
 def test_slots_get_their_masters_bytes_across_processes(num_ranks: int) -> None:
     with fresh_run_path() as folder:
         make_segments(folder, num_ranks)
@@ -121,7 +121,7 @@ def test_a_silent_rank_ends_every_wait(tmp_path: Path) -> None:
     make_segments(tmp_path, 3)
     host = Host(1, 3, tmp_path)
     row = torch.zeros(WIDTH, dtype=torch.int32)
-    exchange(row, host.inboxes, 1, host.epoch, host.status, max_looks=20)
+    exchange(row, host.inboxes, 1, host.epoch, host.status, patience_ns=20_000)
     assert host.status.item() == DeviceStatus.EXCHANGE_TIMEOUT
     assert host.epoch[0] == 1
     slot_expert = torch.tensor([[-1, -1], [0, -1], [0, -1]], dtype=torch.int32)

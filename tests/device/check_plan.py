@@ -33,7 +33,7 @@ def assert_same_plan(
     assert status.item() == DeviceStatus.OK
 
 
-@pytest.mark.parametrize("exponent", [0.0, 0.6, 1.2, 2.5])
+@pytest.mark.parametrize("exponent", [0.0, 1.2, 2.5])
 @pytest.mark.parametrize(
     "shape",
     [
@@ -52,10 +52,9 @@ def test_small_shapes(shape: ExpertShape, exponent: float) -> None:
 @pytest.mark.parametrize(
     ("shape", "exponent"),
     [
-        (ExpertShape(8, 128, 1), 0.9),
-        (ExpertShape(64, 256, 2), 0.9),
-        (ExpertShape(72, 504, 2), 0.6),
-        (ExpertShape(64, 512, 4), 1.2),
+        (ExpertShape(8, 128, 1), 0.9),  # more masters than are added at a time
+        (ExpertShape(72, 504, 2), 0.6),  # ranks and experts no power of two
+        (ExpertShape(64, 512, 4), 1.2),  # as many slots as there are
     ],
     ids=str,
 )
