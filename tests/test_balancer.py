@@ -20,7 +20,7 @@ LAYERS = 2
 class OtherRanks:
     """Answers an exchange with this rank's row and what ``answer`` makes of it for rank 1."""
 
-    rank = 0
+    rank, domain = 0, range(2)
 
     def __init__(self) -> None:
         self.exchanges = self.streams = self.waits = 0

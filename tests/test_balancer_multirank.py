@@ -31,6 +31,8 @@ def run(run_path: Path, batches: RandomBatches) -> StressReport:
     reports = run_ranks(run_stress, num_ranks, run_path, batches, timeout_seconds=120)
     for report in reports:
         assert report.decisions == reports[0].decisions
+        assert report.plans == reports[0].plans
+        assert report.strays == 0
         assert report.corrupt_slots == 0
         assert report.worst_error == 0.0
         assert report.inexact == 0
@@ -51,6 +53,34 @@ def test_answers_are_the_same_bits(run_path: Path, view: TokenView, num_ranks: i
     assert seen["small"] >= 1
     assert np.mean(report.after) < np.mean(report.before)
     assert max(a - b for a, b in zip(report.after, report.before, strict=True)) < 0
+
+
+@pytest.mark.parametrize(("num_ranks", "domain_size"), [(4, 2), (3, 1), (8, 4)])
+@pytest.mark.parametrize("view", VIEWS)
+def test_domains_balance_their_own_experts_against_everybodys_tokens(
+    run_path: Path, view: TokenView, num_ranks: int, domain_size: int
+) -> None:
+    """Domains of one rank move nothing, whatever they see."""
+    batches = make_batches(num_ranks, view, domain_size=domain_size)
+    batches = replace(batches, config=replace(batches.config, relay="always"))
+    if domain_size == 1:
+        reports = run_ranks(run_stress, num_ranks, run_path, batches, timeout_seconds=120)
+        assert not any(report.bytes_sent or report.inexact for report in reports)
+        assert set(reports[0].counts()) <= {"balanced", "small", "unprofitable"}
+        return
+    report = run(run_path, batches)
+    assert report.counts()["planned"] >= 10
+    over_floor = np.array(report.after) / report.floor
+    assert over_floor.min() >= 1.0 - 1e-9
+    assert np.mean(report.before) / np.mean(report.floor) > 1.1
+    assert over_floor.mean() < 1.1
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_policies_and_doubts_of_one_rank_reach_all_domains(run_path: Path, view: TokenView) -> None:
+    batches = make_batches(4, view, policies=tuple(Policy), bad_id_rate=0.2, domain_size=2)
+    seen = run(run_path, replace(batches, num_batches=200)).counts()
+    assert min(seen[name] for name in ("planned", "forced", "policy_off", "doubt")) >= 5
 
 
 @pytest.mark.parametrize("view", VIEWS)

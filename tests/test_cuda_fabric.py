@@ -18,10 +18,10 @@ pytest.importorskip("triton", reason="the fabric launches kernels written in Tri
 from ultraep_kernels.device.exchange import inbox_bytes
 from ultraep_kernels.device.status import DeviceStatus
 
-from ultraep_serve.cuda.fabric import DeviceFabric, Limits, domain_of
+from ultraep_serve.cuda.fabric import DeviceFabric, Limits
 
 MASTERS, SLOTS, CHUNK, WIDTH = 3, 2, 4096, 9
-LIMITS = Limits(row_width=WIDTH, max_chunks=65, max_looks=100, num_programs=2)
+LIMITS = Limits(row_width=WIDTH, max_chunks=65, patience_ns=100_000, num_programs=2)
 
 
 class Mirror:
@@ -91,15 +91,6 @@ def test_domains_have_tables_of_the_whole_group() -> None:
     fabric.close()
     pool.close()
     driver.require_clean()
-
-
-def test_the_last_domain_may_be_smaller() -> None:
-    assert [domain_of(rank, 5, 2) for rank in range(5)] == [
-        *[range(0, 2)] * 2,
-        *[range(2, 4)] * 2,
-        range(4, 5),
-    ]
-    assert domain_of(3, 5) == domain_of(3, 5, 72) == range(5)
 
 
 def test_without_slots_there_are_only_signals() -> None:

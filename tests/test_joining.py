@@ -1,8 +1,10 @@
 """JoinedLayers on host parts, without an engine; on device parts it is in tests/device."""
 
 import logging
+import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,11 +13,16 @@ from ultraep_serve.adapters.parts import parts_for
 from ultraep_serve.balancer import TokenView
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.costs.model import CostModel
+from ultraep_serve.crossing import HostCrossing
+from ultraep_serve.domains import Location
 from ultraep_serve.errors import UnsupportedError
+from ultraep_serve.observability.control import ControlPage
 from ultraep_serve.observability.reader import RingReader
 from ultraep_serve.observability.schema import RingState, ring_path
+from ultraep_serve.observability.snapshot import mean_floor
+from ultraep_serve.testing.hosts import engine_group, host_path
 from ultraep_serve.testing.ranks import run_ranks
-from ultraep_serve.types import Decision, ExpertShape
+from ultraep_serve.types import Decision, ExpertShape, Policy
 
 SHAPE, LAYERS = ExpertShape(2, 8, 1), 2
 GIVEN = CostModel(1e-3, bytes_per_expert=1 << 10, link_bytes_per_second=1e9)
@@ -51,6 +58,54 @@ def test_layers_are_adopted_routed_and_recorded(run_path: Path, view: TokenView)
     assert run_ranks(join, 2, run_path, view) == [[Decision.PLANNED] * LAYERS] * 2
 
 
+def join_hosts(rank: int, run_path: Path, view: TokenView, costs: str) -> list[int]:
+    """Decisions of three batches on four ranks, two on each host; masters hold their rank + 1."""
+    shape, location = ExpertShape(4, 8, 1), Location(rank, 4, 2, 2)
+    home, group = host_path(run_path, location), engine_group(run_path, rank, 4)
+    config = BalanceConfig(min_batch_tokens=8, run_dir=str(home), costs=costs)
+    layer = [torch.nn.Parameter(torch.full((2, size), 1.0 + rank), False) for size in (300, 7)]
+    joined = JoinedLayers(
+        config, shape, view, [layer], rank, "test", lambda size: time.sleep(size * 1e-5), group
+    )
+    joined.mark_ready()
+    assert joined.location.domain == location.domain
+    wait = HostCrossing(group.on_host, 30.0)
+    ids = torch.tensor([[0, 4]], dtype=torch.int32).repeat(64, 1)  # of ranks 0 and 2
+    with ControlPage.open(home) as page:
+        for changer in (None, 2, 0):  # the page of the second host does not count
+            if rank == changer:
+                page.set_policy(Policy.OFF)
+            wait.gather(np.zeros(1, np.int64))
+            physical = joined.route(0, ids, 64)
+            if changer == 0 or view is TokenView.SHARED:  # else tokens stay at home where they can
+                used = (physical // shape.num_local).unique().tolist()
+                assert used == ([0, 2] if changer == 0 else [0, 1, 2, 3])
+            if rank % 2:
+                assert all((tensor[2] == rank).all() for tensor in layer)  # the neighbour's expert
+            joined.computed()
+            wait.gather(np.zeros(1, np.int64))
+    ring = RingReader(ring_path(home, rank))
+    header = ring.header()
+    assert (header.location.host, header.location.domain_size) == (location.host, 2)
+    assert header.location.first_host
+    assert header.policy is Policy.OFF
+    records = ring.recent()
+    assert (records["load_after"] == records["load_before"].mean(axis=1, keepdims=True)).all()
+    assert mean_floor(records["load_before"], 2) == 1.0
+    decisions: list[int] = records["decision"].tolist()
+    return decisions
+
+
+@pytest.mark.parametrize("costs", [GIVEN.to_json(), ""], ids=["given", "measured"])
+@pytest.mark.parametrize("view", list(TokenView))
+def test_layers_of_two_hosts_are_joined(run_path: Path, view: TokenView, costs: str) -> None:
+    planned = [Decision.PLANNED] * 2
+    assert run_ranks(join_hosts, 4, run_path, view, costs) == [planned] * 4
+    for host in ("host-0", "host-2"):
+        assert (run_path / host / "control").exists()
+    assert not list(run_path.glob("host-*/card-*"))
+
+
 @pytest.mark.parametrize(
     "device",
     [
@@ -64,5 +119,6 @@ def test_layers_are_adopted_routed_and_recorded(run_path: Path, view: TokenView)
 def test_experts_elsewhere_are_refused(run_path: Path, device: str) -> None:
     pytest.importorskip("triton", reason="device parts launch kernels written in Triton")
     config = BalanceConfig(run_dir=str(run_path))
+    location = Location.on_one_host(0, 2)
     with pytest.raises(UnsupportedError):
-        parts_for(torch.device(device), config, SHAPE, TokenView.OWN, 0)
+        parts_for(torch.device(device), config, SHAPE, TokenView.OWN, location, None)

@@ -13,12 +13,14 @@ import pytest
 
 from ultraep_serve.cli import main, serve
 from ultraep_serve.config import CONFIG_VARIABLE, BalanceConfig
+from ultraep_serve.domains import Location
 from ultraep_serve.errors import ConfigError, EngineEndedError, UnsupportedError
 from ultraep_serve.launcher import run_directory as module
 from ultraep_serve.launcher.run_directory import run_directory, run_directory_of_port
 from ultraep_serve.launcher.supervisor import EngineCommand, supervise
+from ultraep_serve.observability import Recorder, RingState
 from ultraep_serve.sidecar.command import add_arguments as add_sidecar_arguments
-from ultraep_serve.types import Policy
+from ultraep_serve.types import ExpertShape, Policy
 
 OFF = BalanceConfig(policy=Policy.OFF)
 FREE_URL = "http://127.0.0.1:9"  # nobody answers there
@@ -274,5 +276,34 @@ def test_an_engine_that_came_up_unbalanced_is_an_error(tmp_path: Path) -> None:
     code = ANSWERING.replace(", 0), Handler", f", {port}), Handler") + "server.serve_forever()"
     engine = EngineCommand([sys.executable, "-c", code], f"http://127.0.0.1:{port}", 2)
     config = BalanceConfig(run_dir=str(tmp_path))
-    with pytest.raises(UnsupportedError, match=r"ranks \[0, 1\] balance nothing"):
+    with pytest.raises(UnsupportedError, match="2 of 2 ranks here balance nothing"):
         supervise(engine, config, None)
+
+
+def test_ranks_of_other_hosts_are_not_waited_for(tmp_path: Path) -> None:
+    """The last two of four ranks are this host's, and balance."""
+    shape = ExpertShape(4, 8, 1)
+    recorders = [
+        Recorder.create(
+            tmp_path, rank, shape, 1, 16, "vllm", "data", 0, 30.0, Location(rank, 4, 2, 2)
+        )
+        for rank in (2, 3)
+    ]
+    for recorder in recorders:
+        recorder.set_state(RingState.READY)
+    port = free_port()
+    code = ANSWERING.replace(", 0), Handler", f", {port}), Handler")
+    code += "import time\nserver.handle_request(); time.sleep(2); os._exit(3)"
+    engine = EngineCommand([sys.executable, "-c", code], f"http://127.0.0.1:{port}", 2)
+    config = BalanceConfig(run_dir=str(tmp_path))
+    assert supervise(engine, config, None) == 3
+    recorders[1].set_state(RingState.FAILED)
+    with pytest.raises(UnsupportedError, match="1 of 2 ranks here balance nothing"):
+        supervise(engine, config, None)
+    for recorder in recorders:
+        recorder.close()
+
+
+def test_a_host_without_a_server_is_not_asked_whether_it_is_up(tmp_path: Path) -> None:
+    command = EngineCommand([sys.executable, "-c", "raise SystemExit(3)"], None, 2)
+    assert supervise(command, BalanceConfig(run_dir=str(tmp_path)), None) == 3

@@ -47,6 +47,37 @@ def test_flags_are_read_as_the_engine_reads_them(flags: list[str]) -> None:
     assert command.url == "http://127.0.0.1:8000"
 
 
+DATA_PARALLEL = ["-dp", "8", "--enable-expert-parallel"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks_here"),
+    [
+        (["-tp", "8", "-ep", "--nnodes", "2"], 4),
+        ([*DATA_PARALLEL, "--nnodes", "4"], 2),
+        ([*DATA_PARALLEL, "--data-parallel-size-local", "2"], 2),
+        ([*DATA_PARALLEL, "-tp", "2", "-dpl", "2"], 4),
+        ([*DATA_PARALLEL, "-dpl", "2", "--data-parallel-start-rank", "2"], 2),
+        ([*DATA_PARALLEL, "--data-parallel-rank", "3"], 1),
+    ],
+)
+def test_only_ranks_of_this_host_are_waited_for(flags: list[str], ranks_here: int) -> None:
+    assert engine_command("m", flags, Policy.QUOTA).num_ranks == ranks_here
+
+
+def test_a_host_without_a_server_runs_ranks_alone() -> None:
+    flags = [*DATA_PARALLEL, "-dpl", "2", "-dpr", "2", "--headless"]
+    command = engine_command("m", flags, Policy.QUOTA)
+    assert command.url is None
+    assert command.arguments[1:] == [
+        "-m",
+        "ultraep_serve.adapters.vllm.headless",
+        "--model",
+        "m",
+        *flags,
+    ]
+
+
 def test_host_and_port_make_the_url() -> None:
     flags = ["--host", "10.0.0.7", "--port=9000"]
     assert engine_command("m", flags, Policy.OFF).url == "http://10.0.0.7:9000"

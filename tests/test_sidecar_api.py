@@ -88,7 +88,7 @@ def test_answers_are_shared_for_a_moment() -> None:
 
     def make() -> RankList:
         made.append(1)
-        return RankList(True, [])
+        return RankList(True, 2, [])
 
     answers = Answers(reuse_seconds=3600)
     assert answers.encoded("a", make) == answers.encoded("a", make)
@@ -106,10 +106,10 @@ def test_an_answer_is_made_anew_behind_those_who_ask() -> None:
     def make() -> RankList:
         if not made[0].is_set():
             made[0].set()
-            return RankList(True, [])
+            return RankList(True, 2, [])
         may_end.wait(60)
         made[1].set()
-        return RankList(False, [])
+        return RankList(False, 2, [])
 
     answers = Answers(reuse_seconds=3600)
     first = answers.encoded("a", make)

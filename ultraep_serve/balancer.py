@@ -189,19 +189,25 @@ class Balancer:
         if self._batch_policy is Policy.IDEAL:
             return Decision.FORCED, None
         if self._batch_policy is Policy.EPLB:
-            stale = self._history.plan_eplb(layer, loads, self.shape, self._source_rank)
+            stale = self._history.plan_eplb(
+                layer, loads, self.shape, self._source_rank, self._domain_size
+            )
             return (Decision.PLANNED if stale else Decision.UNPROFITABLE), stale
         before = self._rank_loads(loads)
         if int(before.max()) * before.size * _MILLION <= self._threshold * int(before.sum()):
             return Decision.BALANCED, None
-        perfect = -(-int(before.sum()) // before.size)
-        if not self._pays(int(before.max()), perfect, _ONE_EXPERT):
+        if not self._pays(int(before.max()), self._best(before), _ONE_EXPERT):
             return Decision.UNPROFITABLE, None
-        plan = plan_quota(loads, self.shape, self._source_rank)
+        plan = plan_quota(loads, self.shape, self._source_rank, domain_size=self._domain_size)
         transfer = transfer_of(plan.slot_expert, self.shape.num_masters)
         if not self._pays(int(before.max()), int(plan.quota.sum(axis=0).max()), transfer):
             return Decision.UNPROFITABLE, None
         return Decision.PLANNED, plan
+
+    def _best(self, before: NDArray[np.int64]) -> int:
+        """The least that the busiest rank can be left with, given ``before`` (R,)."""
+        by_domain = before.reshape(-1, self._domain_size).sum(axis=1)
+        return -(-int(by_domain.max()) // self._domain_size)
 
     def _pays(self, before: int, after: int, transfer: Transfer) -> bool:
         """Whether moving weights saves time for the busiest rank; all ranks agree on the costs."""
@@ -223,7 +229,7 @@ class Balancer:
     def _parents(self, slot_expert: IntArray) -> NDArray[np.int64]:
         """Who sends each slot its weights (R, S): the published rule, where the costs agree."""
         masters, mode = self.shape.num_masters, self.config.relay
-        parents: NDArray[np.int64] = relay_parents(slot_expert, masters, mode, self.shape.num_ranks)
+        parents: NDArray[np.int64] = relay_parents(slot_expert, masters, mode, self._domain_size)
         if mode == "auto" and self._costs is not None and (parents >= 0).any():
             direct = transfer_of(slot_expert, masters)
             relayed = transfer_of(slot_expert, masters, parents)
@@ -280,6 +286,10 @@ class Balancer:
         total: NDArray[np.int64] = loads.sum(axis=0)
         by_rank: NDArray[np.int64] = total.reshape(self.shape.num_ranks, -1).sum(axis=1)
         return by_rank
+
+    @property
+    def _domain_size(self) -> int:
+        return len(self._fabric.domain)
 
     @property
     def _source_rank(self) -> int:

@@ -16,6 +16,9 @@ from ultraep_serve.errors import PeerTimeoutError
 
 __all__ = ["DeviceCrossing", "EngineGroup", "HostCrossing"]
 
+# torch 2.13 calls it by another name
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 @dataclass(frozen=True)
 class EngineGroup:
@@ -38,14 +41,14 @@ class HostCrossing:
         Raises PeerTimeoutError when a rank is gone, or does not answer in time.
         """
         mine = torch.from_numpy(np.ascontiguousarray(row))
-        rows = mine.new_empty((self._group.size(), row.size))
+        rows = mine.new_empty(self._group.size() * row.size)  # gloo takes no second dimension
         limit = timedelta(seconds=self._timeout_seconds)
         try:
-            work = dist.all_gather_into_tensor(rows, mine, group=self._group, async_op=True)
+            work = _all_gather(rows, mine, group=self._group, async_op=True)
             work.wait(limit)
         except RuntimeError as error:
             raise _lost(self._group, f"within {self._timeout_seconds:g} s", error) from error
-        return rows.numpy()
+        return rows.view(-1, row.size).numpy()
 
 
 class DeviceCrossing:
@@ -63,12 +66,12 @@ class DeviceCrossing:
 
         Raises PeerTimeoutError where the group says that a rank is gone.
         """
-        rows = row.new_empty((self._group.size(), row.numel()))
+        rows = row.new_empty(self._group.size() * row.numel())
         try:
-            dist.all_gather_into_tensor(rows, row, group=self._group)
+            _all_gather(rows, row, group=self._group)
         except RuntimeError as error:
             raise _lost(self._group, "any more", error) from error
-        return rows
+        return rows.view(-1, row.numel())
 
 
 def _lost(group: dist.ProcessGroup, when: str, error: RuntimeError) -> PeerTimeoutError:

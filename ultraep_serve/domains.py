@@ -5,6 +5,7 @@ of them where ``domain_size`` says so. Ranks share a host when they share a run 
 host has a launcher, and each launcher makes a directory of its own.
 """
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -68,7 +69,8 @@ def domain_of(rank: int, num_ranks: int, domain_size: int | None = None) -> rang
 def host_identity(run_path: Path) -> int:
     """63 bits that are the same for all who share ``run_path``, and differ for all others."""
     status = run_path.stat()
-    names = f"{_BOOT.read_text()}|{status.st_dev}|{status.st_ino}|{run_path.resolve()}"
+    machine = _BOOT.read_text() if _BOOT.exists() else os.uname().nodename
+    names = f"{machine}|{status.st_dev}|{status.st_ino}|{run_path.resolve()}"
     return int.from_bytes(blake2b(names.encode(), digest_size=8).digest(), "little") >> 1
 
 

@@ -1,4 +1,4 @@
-"""How the ranks of one host reach each other: shared memory, epochs and bounded waits.
+"""How the ranks of one domain reach each other: shared memory, epochs and bounded waits.
 
 Every rank owns a segment (its flag, its two rows, its chunk flags) and a slot pool, both anonymous
 shared memory that vanishes with its last process. Ranks find each other's through a card, a small
@@ -6,6 +6,9 @@ file in the run directory that names the process and its descriptors.
 
 An epoch is one exchange. All ranks run the same exchanges in the same order, so the epoch is a
 local counter, flags only grow, and nothing is ever reset.
+
+Tables are indexed by rank of the whole group, as plans are; other domains' entries are 0, since no
+plan moves weights there.
 """
 
 import json
@@ -20,6 +23,8 @@ from numpy.typing import NDArray
 from ultraep_kernels.exchange import FLAG_BYTES, gather_rows, post_row, wait_flags
 from ultraep_kernels.stream import stream_chunks
 
+from ultraep_serve.crossing import HostCrossing
+from ultraep_serve.domains import domain_of
 from ultraep_serve.errors import FabricError, PeerTimeoutError
 from ultraep_serve.processes import is_process_alive
 from ultraep_serve.slots import LayerSlots, SlotPool, map_pool, unmap
@@ -48,7 +53,7 @@ class _Card:
 
 
 class HostFabric:
-    """Exchange and streaming between the ranks of one group on one host."""
+    """Exchange between all ranks, and streaming between those of one domain."""
 
     def __init__(
         self,
@@ -59,14 +64,20 @@ class HostFabric:
         pool: SlotPool,
         max_chunks: int,
         timeout_seconds: float,
+        domain_size: int | None = None,
+        crossing: HostCrossing | None = None,
     ) -> None:
-        """Meet the other ranks in ``run_path``; returns when all have arrived.
+        """Meet the domain's other ranks in ``run_path``; returns when all have arrived.
 
-        ``row_width`` int64 per exchanged row; ``max_chunks`` chunks of the largest expert.
+        ``rank`` and ``num_ranks`` are the whole group's. ``row_width`` int64 per exchanged row;
+        ``max_chunks`` chunks of the largest expert. ``crossing`` gathers the rows of all domains
+        where there are several.
         Raises PeerTimeoutError when a rank does not come, FabricError when it differs.
         """
         self.rank = rank
         self.num_ranks = num_ranks
+        self.domain = domain_of(rank, num_ranks, domain_size)
+        self._crossing = crossing
         self.epoch = 0
         self._timeout_seconds = timeout_seconds
         self._row_width = row_width
@@ -88,19 +99,26 @@ class HostFabric:
         self._mappings: list[tuple[int, int]] = []
         self._cards = self._meet(run_path, card)
         segments, pools = self._map_all()
-        self._flags = segments
-        self._rows = segments + FLAG_BYTES
-        self._chunk_flags = segments + chunk_flags
+        inside = segments[self.domain.start : self.domain.stop]
+        self._flags = inside
+        self._rows = inside + FLAG_BYTES
+        self._chunk_flags = np.where(segments > 0, segments + chunk_flags, 0)
         self._pools = pools
-        self.exchange(np.zeros(row_width, dtype=np.int64))  # everybody has mapped everybody
+        self._exchange_inside(np.zeros(row_width, dtype=np.int64))  # all have mapped all
         os.close(segment)
         (run_path / f"card-{rank}.json").unlink(missing_ok=True)
 
     def exchange(self, row: NDArray[np.int64]) -> NDArray[np.int64]:
         """All ranks' rows (R, W) int64 for this rank's ``row`` (W,), W at most ``row_width``.
 
-        Returns only after every rank has finished reading its replica slots of the epoch before.
+        Returns only after every rank of the domain has finished reading its replica slots of the
+        epoch before.
         """
+        rows = self._exchange_inside(row)
+        return rows if self._crossing is None else self._crossing.gather(row)
+
+    def _exchange_inside(self, row: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The domain's rows (D, W)."""
         if row.size > self._row_width:
             raise ValueError(f"{row.size} values do not fit into a row of {self._row_width}")
         self.epoch += 1
@@ -108,7 +126,8 @@ class HostFabric:
         if row.size < self._row_width:
             padded = np.zeros(self._row_width, dtype=np.int64)
             padded[: row.size] = row
-        post_row(int(self._flags[self.rank]), int(self._rows[self.rank]), self.epoch, padded)
+        position = self.rank - self.domain.start
+        post_row(int(self._flags[position]), int(self._rows[position]), self.epoch, padded)
         self._wait(lambda spins: self._arrived(self._flags, spins), "the load exchange")
         return gather_rows(self._rows, self.epoch, self._row_width)[:, : row.size]
 
@@ -191,10 +210,10 @@ class HostFabric:
         """Raise PeerTimeoutError where waiting on is vain: a rank has died, or time is over."""
         behind = [
             rank
-            for rank in range(self.num_ranks)
-            if not self._arrived(self._flags[rank : rank + 1], spins=1)
+            for position, rank in enumerate(self.domain)
+            if not self._arrived(self._flags[position : position + 1], spins=1)
         ]
-        suspects = behind or range(self.num_ranks)
+        suspects = behind or self.domain
         dead = [rank for rank in suspects if not is_process_alive(self._cards[rank].process)]
         timed_out = waited > self._timeout_seconds
         if not (dead or timed_out) or is_done(1):  # it may have answered before it ended
@@ -206,36 +225,38 @@ class HostFabric:
             f"rank {self.rank} waits for {what}: {culprit} {reason}; restart the engine"
         )
 
-    def _meet(self, run_path: Path, card: _Card) -> list[_Card]:
+    def _meet(self, run_path: Path, card: _Card) -> dict[int, _Card]:
+        """The cards of the domain's ranks, by rank."""
         own = run_path / f"card-{self.rank}.json"
         draft = own.with_suffix(".tmp")
         draft.write_text(json.dumps(asdict(card)))
         draft.rename(own)
         deadline = time.monotonic() + self._timeout_seconds * _CONNECT_FACTOR
-        cards: list[_Card] = []
-        while len(cards) < self.num_ranks:
-            path = run_path / f"card-{len(cards)}.json"
-            if path.exists():
-                cards.append(_Card(**json.loads(path.read_text())))
-            elif time.monotonic() > deadline:
-                raise PeerTimeoutError(
-                    f"rank {self.rank} waited for rank {len(cards)} of {self.num_ranks} in vain; "
-                    "look for its error in the engine's log"
-                )
-            else:
+        cards: dict[int, _Card] = {}
+        for rank in self.domain:
+            path = run_path / f"card-{rank}.json"
+            while not path.exists():
+                if time.monotonic() > deadline:
+                    raise PeerTimeoutError(
+                        f"rank {self.rank} waited for rank {rank} of {self.num_ranks} in vain; "
+                        "look for its error in the engine's log"
+                    )
                 time.sleep(0.01)
-        for rank, other in enumerate(cards):
+            cards[rank] = _Card(**json.loads(path.read_text()))
+        for rank, other in cards.items():
             theirs = (other.row_width, other.num_slots, other.max_chunks, other.pool_bytes)
             if theirs != (card.row_width, card.num_slots, card.max_chunks, card.pool_bytes):
                 raise FabricError(f"rank {rank} laid out its slots unlike rank {self.rank}")
         return cards
 
     def _map_all(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        segments, pools = [], []
-        for card in self._cards:
-            segments.append(self._map(card.process, card.segment, card.segment_bytes))
-            pools.append(self._map(card.process, card.pool, card.pool_bytes))
-        return np.array(segments, dtype=np.int64), np.array(pools, dtype=np.int64)
+        """Addresses of segments and pools (R,), 0 for the ranks of other domains."""
+        segments = np.zeros(self.num_ranks, dtype=np.int64)
+        pools = np.zeros(self.num_ranks, dtype=np.int64)
+        for rank, card in self._cards.items():
+            segments[rank] = self._map(card.process, card.segment, card.segment_bytes)
+            pools[rank] = self._map(card.process, card.pool, card.pool_bytes)
+        return segments, pools
 
     def _map(self, process: int, descriptor: int, size: int) -> int:
         try:
@@ -243,7 +264,7 @@ class HostFabric:
         except OSError as error:
             raise FabricError(
                 f"cannot open the shared memory of process {process}: {error}; "
-                "ranks must run on one host, as one user, in one process namespace"
+                "the ranks of a domain must run on one host, as one user, in one process namespace"
             ) from error
         try:
             address = map_pool(mine, size)

@@ -32,18 +32,24 @@ class LoadHistory:
         self._past[layer].append(loads.sum(axis=0))
 
     def plan_eplb(
-        self, layer: int, loads: NDArray[np.int64], shape: ExpertShape, source_rank: int
+        self,
+        layer: int,
+        loads: NDArray[np.int64],
+        shape: ExpertShape,
+        source_rank: int,
+        domain_size: int,
     ) -> Plan | None:
         """Replicas by past loads, ``loads`` (R, E) split evenly; None where the past asks for none.
 
         What ``policies.registry`` calls "eplb-slots": masters stay and only slots are filled. It is
         followed even where it makes this batch worse, as a balancer that cannot see it would.
+        Copies stay within groups of ``domain_size`` ranks.
         """
         if not self._past[layer]:
             return None
         past = np.stack(self._past[layer])[:, None]  # (N, 1, E): who chose does not matter
         counts = np.ascontiguousarray(loads)
-        placement = place_eplb_slots(counts, shape, past, shape.num_ranks)
+        placement = place_eplb_slots(counts, shape, past, domain_size)
         slot_expert = placement.slot_expert
         if slot_expert is None or (slot_expert < 0).all():
             return None

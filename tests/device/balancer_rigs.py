@@ -13,17 +13,20 @@ import ultraep_serve.policies.quota
 from ultraep_serve.balancer import Balancer, TokenView, row_width
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.costs.model import IntegerCosts
+from ultraep_serve.crossing import DeviceCrossing, EngineGroup, HostCrossing
 from ultraep_serve.cuda.balancer import DeviceBalancer, device_row_width
 from ultraep_serve.cuda.fabric import DeviceFabric, Limits
 from ultraep_serve.cuda.meeting import SocketMeeting
 from ultraep_serve.cuda.slots import DeviceSlotPool
+from ultraep_serve.domains import domain_of
 from ultraep_serve.fabric import HostFabric
 from ultraep_serve.slots import LayerSlots, SlotPool
 from ultraep_serve.testing.host_driver import HostDriver
 from ultraep_serve.testing.mirror import mirrored_fabric
 from ultraep_serve.types import Decision, ExpertShape, Policy, Verb
 
-LAYERS, SMALL, LOOKS = 2, 8, 3_000_000
+LAYERS, SMALL = 2, 8
+PATIENCE_NS = 3_000_000_000
 CONFIG = BalanceConfig(
     min_batch_tokens=SMALL, chunk_bytes=4096, timeout_seconds=60.0, allow_ideal=True
 )
@@ -86,6 +89,7 @@ class Setup:
     view: TokenView
     config: BalanceConfig = CONFIG
     costs: IntegerCosts | None = None
+    domain_size: int | None = None  # ranks of each domain, a host of its own; None: one domain
 
 
 @dataclass
@@ -98,27 +102,42 @@ class Rig:
     fabric: Any
 
 
-def host_rig(rank: int, run_path: Path, setup: Setup) -> Rig:
+def host_rig(rank: int, run_path: Path, setup: Setup, group: EngineGroup | None = None) -> Rig:
+    """``group`` where there are several domains."""
     shape, view = setup.shape, setup.view
+    crossing = HostCrossing(group.on_host, 60.0) if group else None
     pool = SlotPool(shape.num_replica_slots, setup.config.chunk_bytes)
     layers = [pool.adopt(masters_of(rank, i, shape.num_masters)) for i in range(LAYERS)]
     width, chunks = row_width(shape.num_logical_experts, view), layers[0].chunks.shape[0]
-    fabric = HostFabric(run_path, rank, shape.num_ranks, width, pool, chunks, 60.0)
+    sizes = shape.num_ranks, width, pool, chunks
+    fabric = HostFabric(run_path, rank, *sizes, 60.0, setup.domain_size, crossing)
     notes = Notes()
     policies = notes if rank == 0 else None
     balancer = Balancer(setup.config, shape, view, layers, fabric, policies, notes, setup.costs)
     return Rig(balancer, layers, notes, fabric)
 
 
-def device_rig(rank: int, run_path: Path, setup: Setup, looks: int = LOOKS) -> Rig:
+def device_rig(
+    rank: int,
+    run_path: Path,
+    setup: Setup,
+    patience_ns: int = PATIENCE_NS,
+    group: EngineGroup | None = None,
+) -> Rig:
+    """``group`` where there are several domains."""
     shape, view = setup.shape, setup.view
     driver = HostDriver()
     pool = DeviceSlotPool(driver, shape.num_replica_slots, setup.config.chunk_bytes)
     layers = [pool.adopt(masters_of(rank, i, shape.num_masters)) for i in range(LAYERS)]
     width, chunks = device_row_width(shape.num_logical_experts, view), layers[0].chunks.shape[0]
-    limits = Limits(width, chunks, looks, num_programs=2)
-    meeting = SocketMeeting(run_path, rank, shape.num_ranks, 60.0)
-    fabric = DeviceFabric(driver, pool, meeting, rank, shape.num_ranks, limits)
+    limits = Limits(width, chunks, patience_ns, num_programs=2)
+    domain = domain_of(rank, shape.num_ranks, setup.domain_size)
+    path = run_path / f"domain-{domain.start}"
+    path.mkdir(exist_ok=True)
+    meeting = SocketMeeting(path, rank - domain.start, len(domain), 60.0)
+    crossing = DeviceCrossing(group.on_device) if group else None
+    arguments = rank, shape.num_ranks, limits, setup.domain_size, crossing
+    fabric = DeviceFabric(driver, pool, meeting, *arguments)
     notes = Notes()
     policies = notes if rank == 0 else None
     balancer = DeviceBalancer(

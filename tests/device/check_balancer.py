@@ -31,6 +31,7 @@ from ultraep_serve.balancer import TokenView
 from ultraep_serve.costs.model import IntegerCosts
 from ultraep_serve.cuda.recording import Note
 from ultraep_serve.errors import ConfigError, PeerTimeoutError
+from ultraep_serve.testing.hosts import engine_group
 from ultraep_serve.testing.ranks import fresh_run_path, run_ranks
 from ultraep_serve.types import Decision, ExpertShape, Policy
 
@@ -86,7 +87,11 @@ def batches_of(view: TokenView) -> list[Batch]:
 def compare(rank: int, run_path: Path, setup: Setup, names: tuple[str, ...]) -> int:
     """Slots filled and compared; AssertionError where the two differ."""
     search_briefly()
-    rigs = host_rig(rank, run_path, setup), device_rig(rank, run_path, setup)
+    group = engine_group(run_path, rank, setup.shape.num_ranks) if setup.domain_size else None
+    rigs = (
+        host_rig(rank, run_path, setup, group),
+        device_rig(rank, run_path, setup, group=group),
+    )
     filled = 0
     for batch in batches_of(setup.view):
         if names and batch.name not in names:
@@ -144,6 +149,17 @@ def test_relays() -> None:
     assert sum(filled) > 0
 
 
+@pytest.mark.parametrize("view", list(TokenView))
+def test_domains(view: TokenView) -> None:
+    """Four ranks in two domains: each copies its own hot experts, and hears of all tokens."""
+    config = replace(CONFIG, relay="always")
+    setup = Setup(ExpertShape(4, 8, 1), view, config, domain_size=2)
+    names = ("skewed", "balanced", "bad id", "off", "on again", "forced")
+    with fresh_run_path() as run_path:
+        filled = run_ranks(compare, 4, run_path, setup, names, timeout_seconds=500.0)
+    assert sum(filled[:2]) > 0
+
+
 def test_weights_move_only_where_both_say_that_it_saves_time() -> None:
     dear = replace(NO_COSTS, per_expert_sent=10**9)
     setup = Setup(ExpertShape(2, 8, 1), TokenView.OWN, costs=dear)
@@ -156,7 +172,9 @@ def test_weights_move_only_where_both_say_that_it_saves_time() -> None:
 def outlive(rank: int, run_path: Path) -> tuple[str, bool]:
     """What rank 0 is told, and whether its last batch stayed on its masters."""
     search_briefly()
-    rig = device_rig(rank, run_path, Setup(ExpertShape(2, 8, 1), TokenView.OWN), looks=200)
+    rig = device_rig(
+        rank, run_path, Setup(ExpertShape(2, 8, 1), TokenView.OWN), patience_ns=200_000
+    )
     if rank == 1:
         return "", True
     physical = rig.balancer.route(0, skewed(0), 100)  # gives up waiting, and says so

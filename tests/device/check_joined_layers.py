@@ -13,6 +13,7 @@ from ultraep_serve.adapters.device_parts import DeviceParts
 from ultraep_serve.adapters.joining import JoinedLayers
 from ultraep_serve.balancer import TokenView
 from ultraep_serve.costs.model import CostModel
+from ultraep_serve.domains import Location
 from ultraep_serve.observability.reader import RingReader
 from ultraep_serve.observability.schema import RingState, ring_path
 from ultraep_serve.testing.host_driver import HostDriver
@@ -36,7 +37,7 @@ def join(rank: int, run_path: Path, view: TokenView, costs: str) -> tuple[CostMo
         sizes.append(num_assignments)
         time.sleep(num_assignments * 2e-5)
 
-    parts = DeviceParts(driver, config, shape, view, rank)
+    parts = DeviceParts(driver, config, shape, view, Location.on_one_host(rank, 2))
     joined = JoinedLayers(config, shape, view, layers, rank, "test", run_layer, parts)
     assert all(parameter.shape[0] == 5 for layer in layers for parameter in layer)
     assert bool(sizes) != bool(costs)

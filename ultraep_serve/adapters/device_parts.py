@@ -11,25 +11,25 @@ from ultraep_serve.adapters.measuring import Probes, agreed_costs, probe_loads
 from ultraep_serve.balancer import PolicySource, TokenView
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.costs.model import CostModel
+from ultraep_serve.crossing import DeviceCrossing, EngineGroup
 from ultraep_serve.cuda.balancer import DeviceBalancer, device_row_width, require_offered
 from ultraep_serve.cuda.driver import Driver
 from ultraep_serve.cuda.fabric import DeviceFabric, Limits
 from ultraep_serve.cuda.meeting import SocketMeeting
 from ultraep_serve.cuda.slots import DeviceSlotPool
 from ultraep_serve.cuda.timing import device_seconds, replayed_seconds
+from ultraep_serve.domains import Location
 from ultraep_serve.observability.recorder import Recorder
 from ultraep_serve.slots import LayerSlots
 from ultraep_serve.types import ExpertShape
 
 __all__ = ["DeviceParts"]
 
-_LOOKS_PER_SECOND = 1_000_000  # at a flag, about: one is an atomic operation of half a microsecond
-_MOST_LOOKS = (1 << 31) - 1
 _CONNECT_FACTOR = 20  # loading a model takes longer than a batch, as for HostFabric
 
 
 class DeviceParts:
-    """``Parts`` of ranks whose GPUs one host holds; they meet in the run directory."""
+    """``Parts`` of ranks that meet in the run directory, each with a GPU."""
 
     def __init__(
         self,
@@ -37,11 +37,16 @@ class DeviceParts:
         config: BalanceConfig,
         shape: ExpertShape,
         view: TokenView,
-        rank: int,
+        location: Location,
+        group: EngineGroup | None = None,
     ) -> None:
-        """Raises ConfigError for a policy that is not offered on GPUs."""
+        """``group`` is needed where there are several domains.
+
+        Raises ConfigError for a policy that is not offered on GPUs.
+        """
         require_offered(config)
-        self._config, self._shape, self._view, self._rank = config, shape, view, rank
+        self._config, self._shape, self._view = config, shape, view
+        self._location, self._group = location, group
         self._driver, self._device = driver, driver.device
         self._layers: list[LayerSlots] = []
         per_layer = config.slot_memory == "per_layer"
@@ -57,17 +62,30 @@ class DeviceParts:
         return self._layers[-1]
 
     def meet(self) -> None:
-        config, shape = self._config, self._shape
+        config, shape, location = self._config, self._shape, self._location
         limits = Limits(
             row_width=device_row_width(shape.num_logical_experts, self._view),
             max_chunks=max(layer.chunks.shape[0] for layer in self._layers),
-            max_looks=min(round(config.timeout_seconds * _LOOKS_PER_SECOND), _MOST_LOOKS),
+            patience_ns=round(config.timeout_seconds * 1e9),
             num_programs=_num_programs(self._device),
         )
         patience = config.timeout_seconds * _CONNECT_FACTOR
-        meeting = SocketMeeting(config.run_path, self._rank, shape.num_ranks, patience)
+        path = config.run_path / f"domain-{location.domain.start}"
+        path.mkdir(mode=0o700, exist_ok=True)
+        position = location.rank - location.domain.start
+        crossing = None
+        if location.num_domains > 1:
+            assert self._group is not None, "several domains are found through the group"
+            crossing = DeviceCrossing(self._group.on_device)
         self._fabric = DeviceFabric(
-            self._driver, self._pool, meeting, self._rank, shape.num_ranks, limits
+            self._driver,
+            self._pool,
+            SocketMeeting(path, position, location.domain_size, patience),
+            location.rank,
+            location.num_ranks,
+            limits,
+            location.domain_size,
+            crossing,
         )
 
     def agree_on_costs(self, run_layer: Callable[[int], None]) -> CostModel:
@@ -96,22 +114,29 @@ class DeviceParts:
         row = torch.zeros(fabric.limits.row_width, dtype=torch.int32, device=device)
         loads = torch.from_numpy(probe_loads(shape)).int().to(device)
         slots, status = shape.num_replica_slots, fabric.status
+        domain_size = self._location.domain_size
         return Probes(
             seconds=lambda action: device_seconds(device, action),
             exchange=lambda: replayed_seconds(device, lambda: fabric.exchange(row)),
             send_expert=lambda: replayed_seconds(device, self._sender(layer)),
-            plan=lambda: replayed_seconds(device, lambda: plan(loads, slots, 0, status)),
+            plan=lambda: replayed_seconds(
+                device, lambda: plan(loads, slots, 0, status, domain_size=domain_size)
+            ),
             gather=self._gather,
         )
 
     def _sender(self, layer: LayerSlots) -> Callable[[], object]:
-        """Every rank sends an expert to the one before it; without slots, copies one in place."""
+        """Every rank sends an expert to the one before it in its domain.
+
+        Without slots it copies one in place.
+        """
         shape = self._shape
         if not shape.num_replica_slots:
             return lambda: [tensor[0].copy_(tensor[0].clone()) for tensor in layer.tensors]
         tables = self._fabric.tables(layer)
         slot_expert = np.full((shape.num_ranks, shape.num_replica_slots), -1, np.int32)
-        slot_expert[:, 0] = (np.arange(shape.num_ranks) + 1) % shape.num_ranks * shape.num_masters
+        ranks = np.arange(shape.num_ranks).reshape(-1, self._location.domain_size)
+        slot_expert[:, 0] = np.roll(ranks, -1, axis=1).reshape(-1) * shape.num_masters
         on_device = torch.from_numpy(slot_expert).to(self._device)
         return lambda: self._fabric.stream(tables, on_device, shape.num_masters, "never")
 

@@ -1,4 +1,4 @@
-"""Balancing where experts live in host memory: everything the ranks of one host share."""
+"""Balancing where experts live in host memory."""
 
 from collections.abc import Callable
 
@@ -12,6 +12,8 @@ from ultraep_serve.adapters.measuring import agreed_costs, host_probes
 from ultraep_serve.balancer import Balancer, PolicySource, TokenView, row_width
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.costs.model import CostModel
+from ultraep_serve.crossing import EngineGroup, HostCrossing
+from ultraep_serve.domains import Location
 from ultraep_serve.fabric import HostFabric
 from ultraep_serve.observability.recorder import Recorder
 from ultraep_serve.policies import identity_plan, warm_up
@@ -22,12 +24,19 @@ __all__ = ["HostParts"]
 
 
 class HostParts:
-    """``Parts`` of ranks on one host."""
+    """``Parts`` of ranks that meet in the run directory."""
 
     def __init__(
-        self, config: BalanceConfig, shape: ExpertShape, view: TokenView, rank: int
+        self,
+        config: BalanceConfig,
+        shape: ExpertShape,
+        view: TokenView,
+        location: Location,
+        group: EngineGroup | None = None,
     ) -> None:
-        self._config, self._shape, self._view, self._rank = config, shape, view, rank
+        """``group`` is needed where there are several domains."""
+        self._config, self._shape, self._view = config, shape, view
+        self._location, self._group = location, group
         self._layers: list[LayerSlots] = []
         per_layer = config.slot_memory == "per_layer"
         self._pool = SlotPool(shape.num_replica_slots, config.chunk_bytes, per_layer)
@@ -41,14 +50,21 @@ class HostParts:
         return self._layers[-1]
 
     def meet(self) -> None:
+        location, seconds = self._location, self._config.timeout_seconds
+        crossing = None
+        if location.num_domains > 1:
+            assert self._group is not None, "several domains are found through the group"
+            crossing = HostCrossing(self._group.on_host, seconds)
         self._fabric = HostFabric(
             run_path=self._config.run_path,
-            rank=self._rank,
-            num_ranks=self._shape.num_ranks,
+            rank=location.rank,
+            num_ranks=location.num_ranks,
             row_width=row_width(self._shape.num_logical_experts, self._view),
             pool=self._pool,
             max_chunks=max(layer.chunks.shape[0] for layer in self._layers),
-            timeout_seconds=self._config.timeout_seconds,
+            timeout_seconds=seconds,
+            domain_size=location.domain_size,
+            crossing=crossing,
         )
 
     def agree_on_costs(self, run_layer: Callable[[int], None]) -> CostModel:

@@ -10,9 +10,11 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 from torch import nn
 
+from ultraep_serve.adapters.locating import find_location, wait_for_all
 from ultraep_serve.adapters.parts import Parts, parts_for
 from ultraep_serve.balancer import TokenView
 from ultraep_serve.config import BalanceConfig
+from ultraep_serve.crossing import EngineGroup
 from ultraep_serve.cuda.recording import is_capturing
 from ultraep_serve.errors import UltraEPError, UnsupportedError
 from ultraep_serve.observability.control import ControlPage
@@ -37,34 +39,42 @@ class JoinedLayers:
         rank: int,
         engine: str,
         run_layer: Callable[[int], None],
+        group: EngineGroup | None = None,
         parts: Parts | None = None,
     ) -> None:
         """``layers`` in the order they run, each the tensors (L, ...) that make up its experts.
 
         The parameters become (L + S, ...) in place. ``run_layer`` computes the first layer
         for a batch that gives every rank's masters so many assignments, to be timed; all ranks
-        call it together. Without ``parts`` they are chosen by where the tensors live. Returns when
-        all ranks have come this far.
-        Raises UnsupportedError for tensors that cannot be moved, PeerTimeoutError when a rank
-        does not come.
+        call it together. ``group`` is the engine's, of all ranks; without it they share this host.
+        Without ``parts`` they are chosen by where the tensors live. Returns when all ranks have
+        come this far.
+        Raises UnsupportedError for tensors that cannot be moved and for ranks that form no domains,
+        ConfigError where hosts were started with other flags, PeerTimeoutError when a rank does not
+        come.
         """
-        parts = parts or parts_for(layers[0][0].device, config, shape, view, rank)
+        self.shape = shape
+        self.location = location = find_location(config, rank, shape.num_ranks, group)
+        if parts is None:
+            parts = parts_for(layers[0][0].device, config, shape, view, location, group)
         for parameters in layers:
             _adopt(parameters, parts)
-        self.shape = shape
         self._view, self._num_layers, self._slot_bytes = view, len(layers), parts.slot_bytes
-        self._policies = ControlPage.create(config.run_path, config.policy) if rank == 0 else None
-        self._recorder = self._create_recorder(config, rank, engine)
+        if location.leads_host:
+            ControlPage.create(config.run_path, config.policy).close()
+        self._recorder = self._create_recorder(config, engine)
         parts.meet()
-        self._control = self._policies or ControlPage.open(config.run_path)
-        self._spool = self._create_spool(config, rank, engine)
+        wait_for_all(config, location, group)
+        self._control = ControlPage.open(config.run_path)
+        self._spool = self._create_spool(config, engine)
         self._costs = parts.agree_on_costs(run_layer)
-        self._balancer = parts.make_balancer(self._policies, self._recorder, self._costs)
+        policies = self._control if rank == 0 else None
+        self._balancer = parts.make_balancer(policies, self._recorder, self._costs)
 
-    def _create_recorder(self, config: BalanceConfig, rank: int, engine: str) -> Recorder:
-        return Recorder.create(
+    def _create_recorder(self, config: BalanceConfig, engine: str) -> Recorder:
+        recorder = Recorder.create(
             run_path=config.run_path,
-            rank=rank,
+            rank=self.location.rank,
             shape=self.shape,
             num_layers=self._num_layers,
             ring_records=config.ring_records,
@@ -72,10 +82,14 @@ class JoinedLayers:
             mode=self._view.value,
             slot_bytes=self._slot_bytes,
             timeout_seconds=config.timeout_seconds,
+            location=self.location,
         )
+        recorder.set_policy(config.policy)  # until a batch says otherwise
+        return recorder
 
-    def _create_spool(self, config: BalanceConfig, rank: int, engine: str) -> SpoolWriter | None:
+    def _create_spool(self, config: BalanceConfig, engine: str) -> SpoolWriter | None:
         """Where all ranks see the same tokens, one records them."""
+        rank = self.location.rank
         if self._view is TokenView.SHARED and rank != 0:
             return None
         source = SpoolSource(
@@ -123,16 +137,28 @@ class JoinedLayers:
     def log_ready(self, logger: logging.Logger) -> None:
         """For the operator: what balances here, and by which costs it decides."""
         logger.info(
-            "ultraep: balancing %d MoE layers over %d ranks (%s parallel), "
+            "ultraep: balancing %d MoE layers over %d ranks (%s parallel)%s, "
             "%d replica slots per rank = %.1f MiB reserved, policy %s",
             self._num_layers,
             self.shape.num_ranks,
             self._view.value,
+            self._domains_text(),
             self.shape.num_replica_slots,
             self._slot_bytes / 2**20,
             self._balancer.config.policy.value,
         )
         logger.info("ultraep: costs %s", self._costs.to_json())
+        if self.location.domain_size == 1:
+            logger.warning(
+                "ultraep: every domain has one rank, so there is nowhere to copy experts to; start "
+                "more ranks by one ultraep-serve, or choose a larger --domain-size"
+            )
+
+    def _domains_text(self) -> str:
+        location = self.location
+        if location.num_domains == 1:
+            return ""
+        return f" in {location.num_domains} domains of {location.domain_size}"
 
 
 def balanced_ids(shape: ExpertShape, num_assignments: int, experts_per_token: int) -> torch.Tensor:

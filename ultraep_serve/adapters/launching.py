@@ -3,12 +3,20 @@
 import json
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 from ultraep_serve.errors import UnsupportedError
 
-__all__ = ["bind_cores", "check_has_experts", "cores_by_rank", "local_url"]
+__all__ = ["RankCount", "bind_cores", "check_has_experts", "cores_by_rank", "local_url"]
 
 _EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+
+
+class RankCount(NamedTuple):
+    """How many ranks a server's flags ask for."""
+
+    total: int  # on all hosts
+    here: int  # on this one
 
 
 def check_has_experts(model: str, engine: str) -> None:

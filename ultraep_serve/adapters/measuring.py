@@ -88,8 +88,8 @@ def probe_loads(shape: ExpertShape) -> NDArray[np.int64]:
 
 
 def host_probes(shape: ExpertShape, layer: LayerSlots, fabric: HostFabric) -> Probes:
-    """Of ranks on one host."""
-    loads = probe_loads(shape)
+    """Of ranks whose experts live in host memory."""
+    loads, domain_size = probe_loads(shape), len(fabric.domain)
 
     def exchange() -> float:
         row = np.zeros(1, np.int64)
@@ -99,7 +99,7 @@ def host_probes(shape: ExpertShape, layer: LayerSlots, fabric: HostFabric) -> Pr
         seconds=_best,
         exchange=exchange,
         send_expert=lambda: _best(lambda: _copy_one_expert(layer, shape)),
-        plan=lambda: _best(lambda: plan_quota(loads, shape, 0)),
+        plan=lambda: _best(lambda: plan_quota(loads, shape, 0, domain_size=domain_size)),
         gather=lambda values: fabric.exchange(values.view(np.int64)).view(np.float64),
     )
 

@@ -9,6 +9,8 @@ from ultraep_serve.adapters.host_parts import HostParts
 from ultraep_serve.balancer import PolicySource, TokenView
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.costs.model import CostModel
+from ultraep_serve.crossing import EngineGroup
+from ultraep_serve.domains import Location
 from ultraep_serve.errors import UnsupportedError
 from ultraep_serve.observability.recorder import Recorder
 from ultraep_serve.slots import LayerSlots
@@ -41,7 +43,7 @@ class Parts(Protocol):
         """
 
     def meet(self) -> None:
-        """Return when all ranks can reach each other's slots. Raises FabricError."""
+        """Return when all ranks of the domain reach each other's slots. Raises FabricError."""
 
     def agree_on_costs(self, run_layer: Callable[[int], None]) -> CostModel:
         """Measured by all ranks together, see ``measuring.agreed_costs``."""
@@ -53,11 +55,19 @@ class Parts(Protocol):
 
 
 def parts_for(
-    device: torch.device, config: BalanceConfig, shape: ExpertShape, view: TokenView, rank: int
+    device: torch.device,
+    config: BalanceConfig,
+    shape: ExpertShape,
+    view: TokenView,
+    location: Location,
+    group: EngineGroup | None,
 ) -> Parts:
-    """The parts for experts on ``device``. Raises UnsupportedError, ConfigError."""
+    """The parts for experts on ``device``; ``group`` is needed where there are several domains.
+
+    Raises UnsupportedError, ConfigError.
+    """
     if device.type == "cpu":
-        return HostParts(config, shape, view, rank)
+        return HostParts(config, shape, view, location, group)
     if device.type != "cuda":
         raise UnsupportedError(f"experts on {device} cannot be balanced; serve with --policy off")
     # Only here: needs Triton, which a host without a GPU may do without.
@@ -65,4 +75,4 @@ def parts_for(
     from ultraep_serve.cuda.driver import open_driver
 
     index = torch.cuda.current_device() if device.index is None else device.index
-    return DeviceParts(open_driver(index), config, shape, view, rank)
+    return DeviceParts(open_driver(index), config, shape, view, location, group)

@@ -1,7 +1,6 @@
 """`ultraep-serve ENGINE MODEL [flags]`: the engine's server with balancing on and the sidecar."""
 
 import argparse
-import functools
 import socket
 import sys
 from pathlib import Path
@@ -38,7 +37,7 @@ def add_parser(subparsers: Any) -> None:
         parser.add_argument("model", help=f"what {title} takes as {model_flag}")
         _add_balance_arguments(parser.add_argument_group("balancing"))
         _add_sidecar_arguments(parser.add_argument_group("sidecar"))
-        parser.set_defaults(run=functools.partial(run, launch=launch), passes_flags_on=True)
+        parser.set_defaults(run=run, launch=launch, passes_flags_on=True)
 
 
 def _add_balance_arguments(group: Any) -> None:
@@ -73,6 +72,12 @@ def _add_balance_arguments(group: Any) -> None:
         "--slot-memory",
         _DEFAULTS.slot_memory,
         "aliased: one pool for all layers; per_layer: one each",
+    )
+    _add_setting(
+        group,
+        "--domain-size",
+        _DEFAULTS.domain_size,
+        "weights move between this many ranks of a host; 0: all of them",
     )
     _add_setting(group, "--relay", _DEFAULTS.relay, "auto, always or never")
     _add_setting(
@@ -114,14 +119,16 @@ def _add_setting(group: Any, flag: str, default: str | float, meaning: str) -> N
     group.add_argument(flag, type=type(default), default=default, help=f"{meaning} ({DEFAULT})")
 
 
-def run(arguments: argparse.Namespace, launch: Any) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Serve until the engine ends. Raises UltraEPError for what cannot be started."""
+    launch = arguments.launch
     flags: list[str] = arguments.engine_flags
     policy = parse_policy(arguments.policy)
     parsed = launch.parse_engine_flags(flags)
     command = launch.engine_command(arguments.model, flags, policy)
     sidecar_port = arguments.sidecar_port or parsed.port + 1
-    _check_port(parsed.host, parsed.port, "--port")
+    if command.url is not None:
+        _check_port(parsed.host, parsed.port, "--port")
     with_sidecar = policy is not Policy.OFF and not arguments.no_sidecar
     if with_sidecar:
         _check_port(arguments.sidecar_host, sidecar_port, "--sidecar-port")
@@ -150,6 +157,7 @@ def balance_config(arguments: argparse.Namespace, run_dir: str) -> BalanceConfig
         on_unsupported=arguments.on_unsupported,
         slot_memory=arguments.slot_memory,
         relay=arguments.relay,
+        domain_size=arguments.domain_size,
         timeout_seconds=arguments.timeout_seconds,
         costs=read_costs(arguments.costs).to_json() if arguments.costs else "",
         run_dir=run_dir,

@@ -76,12 +76,9 @@ class DeviceBalancer:
         recorder: Recorder,
         costs: IntegerCosts | None = None,
     ) -> None:
-        """Arguments as for ``Balancer``; all ranks of ``fabric`` are in one domain.
-
-        Raises ConfigError for a policy that is not offered.
+        """Arguments as for ``Balancer``. Raises ConfigError for a policy that is not offered.
         """
         require_offered(config)
-        assert len(fabric.domain) == shape.num_ranks, "loads do not cross domains here"
         self.config = config
         self.shape = shape
         self._view = view
@@ -190,8 +187,15 @@ class DeviceBalancer:
         if self._view is TokenView.SHARED:
             self._shared_loads[0] = counted.load
             loads, source = self._shared_loads, 0
-        slots, status = self.shape.num_replica_slots, self._fabric.status
-        return plan(loads, slots, source, status, gate=self._gate, rows=rows)
+        return plan(
+            loads,
+            self.shape.num_replica_slots,
+            source,
+            self._fabric.status,
+            domain_size=len(self._fabric.domain),
+            gate=self._gate,
+            rows=rows,
+        )
 
     def _replicate(self, layer: int, found: DevicePlan) -> None:
         if self.shape.num_replica_slots:
@@ -230,7 +234,8 @@ class DeviceBalancer:
             self._warn("ids or loads differ between ranks; batches in doubt are not balanced")
         before, after = _rank_loads(outcome, decision, shape)
         slots, expert_bytes = outcome.slot_expert, self._expert_bytes[note.layer]
-        parents = relay_parents(slots, shape.num_masters, self.config.relay, shape.num_ranks)
+        domain_size = len(self._fabric.domain)
+        parents = relay_parents(slots, shape.num_masters, self.config.relay, domain_size)
         self._recorder.record(
             layer=note.layer,
             batch=note.batch,

@@ -3,9 +3,9 @@
 Every rank owns signals (its inbox of rows and the flags of its slots' chunks) and a slot pool. Each
 maps everybody's, and hands the kernels tables of addresses. Several ranks may share one device.
 
-Exchange and memory reach as far as a domain, ranks that NVLink or one host joins. Tables of slots
-are indexed by rank of the whole group, as plans are; other domains' entries are 0, since no plan
-moves weights there.
+Memory reaches as far as a domain, ranks that NVLink or one host joins. Tables of slots are indexed
+by rank of the whole group, as plans are; other domains' entries are 0, since no plan moves weights
+there.
 """
 
 import json
@@ -19,14 +19,16 @@ from ultraep_kernels.device.relays import plan_sends
 from ultraep_kernels.device.status import DeviceStatus, new_status
 from ultraep_kernels.device.stream import StreamTables, await_slots, stream
 
+from ultraep_serve.crossing import DeviceCrossing
 from ultraep_serve.cuda.driver import Driver
 from ultraep_serve.cuda.mapping import Allocation, MappedMemory, create
 from ultraep_serve.cuda.meeting import Introduction, Meeting
 from ultraep_serve.cuda.slots import DeviceSlotPool
+from ultraep_serve.domains import domain_of
 from ultraep_serve.errors import FabricError, PeerTimeoutError
 from ultraep_serve.slots import LayerSlots
 
-__all__ = ["DeviceFabric", "Limits", "domain_of"]
+__all__ = ["DeviceFabric", "Limits"]
 
 _TIMEOUTS = {
     DeviceStatus.EXCHANGE_TIMEOUT: "the load exchange",
@@ -41,7 +43,7 @@ class Limits:
 
     row_width: int  # int32 per exchanged row
     max_chunks: int  # of the largest expert
-    max_looks: int  # at a flag before a wait is given up
+    patience_ns: int  # after which a wait is given up
     num_programs: int  # of senders, and of relays; all must fit the device at the same time
 
 
@@ -63,7 +65,7 @@ class _Card:
 
 
 class DeviceFabric:
-    """Exchange and streaming between the ranks of one domain.
+    """Exchange between all ranks, and streaming between those of one domain.
 
     The host never waits in ``exchange``, ``stream``, ``wait_slots`` and ``report``: they launch.
     """
@@ -77,11 +79,13 @@ class DeviceFabric:
         num_ranks: int,
         limits: Limits,
         domain_size: int | None = None,
+        crossing: DeviceCrossing | None = None,
     ) -> None:
         """Meet the domain's other ranks; returns when all have arrived.
 
         ``rank`` and ``num_ranks`` are the whole group's, ``meeting`` is the domain's, whose ranks
-        it counts from 0. All layers have been adopted by ``pool``.
+        it counts from 0. All layers have been adopted by ``pool``. ``crossing`` gathers the rows
+        of all domains where there are several.
         Raises what ``meeting`` and ``driver`` raise, FabricError when a rank differs.
         """
         if meeting.kind is not driver.kind:
@@ -91,6 +95,7 @@ class DeviceFabric:
             )
         self.rank, self.num_ranks = rank, num_ranks
         self.domain = domain_of(rank, num_ranks, domain_size)
+        self._crossing = crossing
         self.limits = limits
         self.epoch = new_epoch(driver.device)
         self.status = new_status(driver.device)
@@ -119,15 +124,18 @@ class DeviceFabric:
         )
 
     def exchange(self, row: torch.Tensor) -> torch.Tensor:
-        """The domain's rows (D, W) int32 for this rank's ``row`` (W,), of ``row_width`` int32.
+        """All ranks' rows (R, W) int32 for this rank's ``row`` (W,), of ``row_width`` int32.
 
-        Later work sees them only once every rank has finished reading its slots of the epoch
-        before.
+        Later work sees them only once every rank of the domain has finished reading its slots of
+        the epoch before.
         """
         if row.shape != (self.limits.row_width,) or row.dtype != torch.int32:
             raise ValueError(f"{row.shape = } must be ({self.limits.row_width},) int32")
         position = self.rank - self.domain.start
-        return exchange(row, self.inboxes, position, self.epoch, self.status, self.limits.max_looks)
+        rows = exchange(
+            row, self.inboxes, position, self.epoch, self.status, self.limits.patience_ns
+        )
+        return rows if self._crossing is None else self._crossing.gather(row)
 
     def stream(
         self, layer: StreamTables, slot_expert: torch.Tensor, num_masters: int, relay: str
@@ -145,13 +153,13 @@ class DeviceFabric:
             self.rank,
             self.epoch,
             self.status,
-            self.limits.max_looks,
+            self.limits.patience_ns,
             self.limits.num_programs,
         )
 
     def wait_slots(self, layer: StreamTables, slot_expert: torch.Tensor) -> None:
         """Hold the stream until this rank's filled slots, ``slot_expert`` (R, S), have arrived."""
-        await_slots(slot_expert, layer, self.rank, self.epoch, self.status, self.limits.max_looks)
+        await_slots(slot_expert, layer, self.rank, self.epoch, self.status, self.limits.patience_ns)
 
     def report(self) -> None:
         """Tell the host, in stream order, whether a wait was given up."""
@@ -242,16 +250,6 @@ class DeviceFabric:
         table = [0] * self.num_ranks
         table[self.domain.start : self.domain.stop] = addresses
         return self._table(table)
-
-
-def domain_of(rank: int, num_ranks: int, domain_size: int | None = None) -> range:
-    """Ranks that reach each other's memory, ``rank`` among them; None is all in one domain.
-
-    Domains are contiguous and begin at multiples of ``domain_size``; the last may be smaller.
-    """
-    size = domain_size or num_ranks
-    first = rank // size * size
-    return range(first, min(first + size, num_ranks))
 
 
 def _close_later(shareable: int | bytes, descriptors: ExitStack) -> None:

@@ -16,7 +16,7 @@ from types import FrameType
 from ultraep_serve.config import BalanceConfig, child_environment
 from ultraep_serve.errors import EngineEndedError, UnsupportedError
 from ultraep_serve.observability.reader import RingReader
-from ultraep_serve.observability.schema import RingState, ring_path
+from ultraep_serve.observability.schema import RING_PREFIX, RingState
 from ultraep_serve.types import Policy
 
 __all__ = ["EngineCommand", "supervise"]
@@ -34,8 +34,8 @@ class EngineCommand:
     """How to start an engine's server; made by its adapter."""
 
     arguments: list[str]
-    url: str  # where it will answer
-    num_ranks: int
+    url: str | None  # where it will answer; None: this host has ranks and no server
+    num_ranks: int  # on this host
     environment: dict[str, str] = field(default_factory=dict)  # defaults; the user's own win
 
 
@@ -69,14 +69,18 @@ def supervise(
         raise UnsupportedError(watch.problem)
     if code == 0 and config.policy is not Policy.OFF and not signals.received:
         raise EngineEndedError(
-            "the engine ended although nobody asked it to, so a rank is lost; "
-            "its log above says why; start it again"
+            "the engine ended although nobody asked it to, so a rank is lost, or another host was "
+            "stopped; its log above says why; start it again"
         )
     return code if code >= 0 else 128 - code
 
 
 class _BalanceWatch:
-    """Checks, once the engine answers, that every rank is really balanced."""
+    """Checks, once the engine answers, that every rank of this host is really balanced.
+
+    Where a host has no server, nothing says that loading is over. Ranks there that balance nothing
+    are missed by the first host's, which wait for them while loading.
+    """
 
     def __init__(self, engine: EngineCommand, config: BalanceConfig) -> None:
         self.problem = ""
@@ -85,7 +89,8 @@ class _BalanceWatch:
         self._done = threading.Event()
 
     def start(self, stop_engine: Callable[[], None]) -> None:
-        if self._config.policy is not Policy.OFF and self._config.on_unsupported == "error":
+        wanted = self._config.policy is not Policy.OFF and self._config.on_unsupported == "error"
+        if wanted and self._engine.url is not None:
             threading.Thread(target=self._run, args=(stop_engine,), daemon=True).start()
 
     def stop(self) -> None:
@@ -95,16 +100,18 @@ class _BalanceWatch:
         while not _answers(f"{self._engine.url}/health"):
             if self._done.wait(_HEALTH_SECONDS):
                 return
-        if silent := [r for r in range(self._engine.num_ranks) if not self._is_ready(r)]:
+        num_ranks, ready = self._engine.num_ranks, self._num_ready()
+        if ready < num_ranks:
             self.problem = (
-                f"the server came up, but ranks {silent} balance nothing: the model has no "
-                "experts, or the engine did not load this package; serve with --policy off"
+                f"the server came up, but {num_ranks - ready} of {num_ranks} ranks here balance "
+                "nothing: the model has no experts, or the engine did not load this package; "
+                "serve with --policy off"
             )
             stop_engine()
 
-    def _is_ready(self, rank: int) -> bool:
-        path = ring_path(self._config.run_path, rank)
-        return path.exists() and RingReader(path).header().state is RingState.READY
+    def _num_ready(self) -> int:
+        rings = self._config.run_path.glob(f"{RING_PREFIX}*")
+        return sum(RingReader(ring).header().state is RingState.READY for ring in rings)
 
 
 class _forwarded_signals:

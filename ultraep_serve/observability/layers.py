@@ -10,6 +10,7 @@ from ultraep_serve.observability.snapshot import (
     LayerSnapshot,
     RankAssignments,
     imbalance_snapshot,
+    mean_floor,
     replica_count,
 )
 from ultraep_serve.observability.summary import bytes_by_layer
@@ -29,8 +30,16 @@ class LayerDetail(LayerSnapshot):
     schema_version: int = SCHEMA_VERSION
 
 
-def layer_detail(layer: int, lead: RecordArray, ranks: Sequence[RecordArray]) -> LayerDetail | None:
-    """Layer ``layer`` from the weighed records of the lead and of every rank; None without any."""
+def layer_detail(
+    layer: int,
+    lead: RecordArray,
+    ranks: Sequence[RecordArray],
+    domain_size: int | None = None,
+) -> LayerDetail | None:
+    """Layer ``layer`` from the weighed records of the lead and of every rank; None without any.
+
+    Without ``domain_size`` all ranks are one domain.
+    """
     records = lead[lead["layer"] == layer]
     if not len(records):
         return None
@@ -40,6 +49,7 @@ def layer_detail(layer: int, lead: RecordArray, ranks: Sequence[RecordArray]) ->
         layer=layer,
         records=len(records),
         imbalance=imbalance_snapshot(records),
+        floor=mean_floor(records["load_before"], domain_size or records["load_before"].shape[1]),
         replicas=replica_count(records["replicas"]),
         bytes_moved=bytes_by_layer(ranks).get(layer, 0),
         ranks=[RankAssignments(b, a) for b, a in zip(before, after, strict=True)],

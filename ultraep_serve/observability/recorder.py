@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from ultraep_serve.domains import Location
 from ultraep_serve.observability._files import create_mapped
 from ultraep_serve.observability.schema import (
     HEADER_BYTES,
@@ -111,12 +112,15 @@ class Recorder:
         mode: str,
         slot_bytes: int,
         timeout_seconds: float,
+        location: Location | None = None,
     ) -> "Recorder":
         """A new ring for ``rank`` in ``run_path`` (which exists), replacing an older one.
 
         ``mode`` is "tensor" or "data"; ``slot_bytes`` is the memory its replica slots reserve.
+        Without ``location`` all ranks are on one host.
         Raises RingError when the file cannot be created or has no room.
         """
+        location = location or Location.on_one_host(rank, shape.num_ranks)
         if not 1 <= ring_records <= MAX_CAPACITY:
             raise RingError(f"{ring_records = } is not legal; legal: 1 to {MAX_CAPACITY}")
         header = np.zeros(1, HEADER_DTYPE)
@@ -128,6 +132,9 @@ class Recorder:
             "capacity": ring_records,
             "rank": rank,
             "num_ranks": shape.num_ranks,
+            "host_size": location.host_size,
+            "domain_size": location.domain_size,
+            "first_host": location.first_host.encode("ascii", errors="replace"),
             "num_logical_experts": shape.num_logical_experts,
             "num_replica_slots": shape.num_replica_slots,
             "num_layers": num_layers,

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ultraep_serve.domains import Location
 from ultraep_serve.errors import UltraEPError
 from ultraep_serve.processes import is_process_alive, process_namespace
 from ultraep_serve.types import Decision, ExpertShape, Policy, Verb
@@ -27,6 +28,7 @@ __all__ = [
     "MAGIC",
     "MAX_CAPACITY",
     "RECORD_HEAD",
+    "RING_PREFIX",
     "RING_VERSION",
     "SCHEMA_VERSION",
     "RecordArray",
@@ -40,7 +42,8 @@ __all__ = [
 ]
 
 SCHEMA_VERSION = 1  # of what the HTTP interface answers
-RING_VERSION = 2  # of the files
+RING_VERSION = 3  # of the files
+RING_PREFIX = "ring-"  # of the files' names, before the rank
 MAGIC = b"UEPRING\x01"
 HEADER_BYTES = 4096
 MAX_CAPACITY = 1 << 20
@@ -98,6 +101,9 @@ _HEADER_FIELDS: list[tuple[str, str] | tuple[str, str, tuple[int, ...]]] = [
     ("engine", "S32"),
     ("mode", "S16"),
     ("last_batch_ns", "<u8"),  # CLOCK_MONOTONIC, when a batch was last counted; 0: never
+    ("host_size", "<u4"),  # ranks of each host, contiguous; divides num_ranks
+    ("domain_size", "<u4"),  # ranks that weights move between; divides host_size
+    ("first_host", "S64"),  # name of the host that holds rank 0
 ]
 
 
@@ -167,7 +173,7 @@ def record_checksum(seq: int, record: memoryview) -> int:
 
 def ring_path(run_path: Path, rank: int) -> Path:
     """Where ``rank`` writes."""
-    return run_path / f"ring-{rank}"
+    return run_path / f"{RING_PREFIX}{rank}"
 
 
 @dataclass(frozen=True)
@@ -175,7 +181,7 @@ class RingHeader:
     """A ring's header at one moment; counters are since this ring was created."""
 
     shape: ExpertShape
-    rank: int
+    location: Location
     num_layers: int
     capacity: int
     record_bytes: int
@@ -200,6 +206,11 @@ class RingHeader:
     bytes_received: int
     replicas: int
     verb_ns: tuple[int, ...]  # by Verb
+
+    @property
+    def rank(self) -> int:
+        """Of the whole group."""
+        return self.location.rank
 
     def heartbeat_age_seconds(self, now_ns: int) -> float:
         """Seconds between the last heartbeat and ``now_ns`` (CLOCK_MONOTONIC)."""
@@ -247,6 +258,8 @@ def _check_sizes(values: Any, name: str) -> None:
         "capacity": (1, MAX_CAPACITY),
         "num_ranks": (1, _MAX_RANKS),
         "rank": (0, int(values["num_ranks"]) - 1),
+        "host_size": (1, int(values["num_ranks"])),
+        "domain_size": (1, int(values["host_size"])),
         "num_logical_experts": (1, _MAX_EXPERTS),
         "num_replica_slots": (0, _MAX_SLOTS),
         "state": (0, len(RingState) - 1),
@@ -256,6 +269,9 @@ def _check_sizes(values: Any, name: str) -> None:
     for field, (low, high) in legal.items():
         if not low <= int(values[field]) <= high:
             raise RingError(f"{name} is damaged: {field} = {int(values[field])}")
+    for part, whole in (("host_size", "num_ranks"), ("domain_size", "host_size")):
+        if int(values[whole]) % int(values[part]):
+            raise RingError(f"{name} is damaged: {part} = {int(values[part])}")
     if int(values["record_bytes"]) != record_dtype(_shape_of(values)).itemsize:
         raise RingError(f"{name} is damaged: record_bytes = {int(values['record_bytes'])}")
     if not math.isfinite(float(values["timeout_seconds"])):
@@ -282,7 +298,13 @@ def _header_of(values: Any) -> RingHeader:
 
     return RingHeader(
         shape=_shape_of(values),
-        rank=number("rank"),
+        location=Location(
+            rank=number("rank"),
+            num_ranks=number("num_ranks"),
+            host_size=number("host_size"),
+            domain_size=number("domain_size"),
+            first_host=text("first_host"),
+        ),
         num_layers=number("num_layers"),
         capacity=number("capacity"),
         record_bytes=number("record_bytes"),

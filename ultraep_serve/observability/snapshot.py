@@ -14,7 +14,6 @@ from ultraep_serve.observability.savings import Savings
 from ultraep_serve.observability.schema import SCHEMA_VERSION, RecordArray, RingHeader
 
 __all__ = [
-    "DOMAIN_FLOOR",
     "BalanceSnapshot",
     "BatchesCount",
     "ImbalanceSnapshot",
@@ -25,13 +24,13 @@ __all__ = [
     "RankView",
     "ReplicaCount",
     "Spread",
+    "floors",
     "imbalance_snapshot",
     "imbalances",
+    "mean_floor",
     "replica_count",
     "spread",
 ]
-
-DOMAIN_FLOOR = 1.0  # all ranks of one host are one domain
 
 
 @dataclass(frozen=True)
@@ -92,9 +91,11 @@ class LayerSnapshot(Documented):
     records: int
     """Batches in which the policy weighed this layer's loads."""
     imbalance: ImbalanceSnapshot
+    floor: float
+    """The least that the mean of imbalance.after can be, see the whole balance's."""
     replicas: ReplicaCount
     bytes_moved: int
-    """Expert weights sent by all ranks."""
+    """Expert weights sent by the ranks of this host."""
 
 
 @dataclass(frozen=True)
@@ -140,19 +141,25 @@ class BalanceSnapshot(Documented):
     policy: str
     """Now in force."""
     num_ranks: int
+    """Of the whole group, over all hosts."""
+    host_ranks: list[int]
+    """Those of this host. What is said of all ranks' assignments covers the whole group; health,
+    bytes and times cover these."""
     window_records: int
     """Layers of batches that the policy weighed, within the window."""
+    assignments: int
+    """Of these layers, over all ranks."""
     batches: BatchesCount
     phases: dict[str, PhaseSnapshot]
     """prefill; and decode: batches smaller than min_batch_tokens, which are left alone."""
     imbalance: ImbalanceSnapshot
     floor: float
-    """The least imbalance that can be reached: weights move only inside an NVLink domain, so it
-    is the largest domain mean of assignments over the mean of all ranks. One host is one domain:
-    1.0."""
+    """The least that the mean of imbalance.after can be: weights move only inside a domain, which
+    is a host or a part of one, so in every layer of a batch it is the largest domain mean of
+    assignments over the mean of all ranks. 1.0 where all ranks are one domain."""
     replicas: ReplicaCount
     bytes_moved: int
-    """Expert weights sent by all ranks."""
+    """Expert weights sent by the ranks of this host."""
     savings: Savings
     layers: list[LayerSnapshot]
     ranks: list[RankSnapshot]
@@ -177,6 +184,19 @@ def imbalances(loads: NDArray[np.integer]) -> NDArray[np.float64]:
     peak = loads.max(axis=1, initial=0).astype(np.float64) * loads.shape[1]
     result: NDArray[np.float64] = np.where(total > 0, peak / np.maximum(total, 1), 1.0)
     return result
+
+
+def floors(loads: NDArray[np.integer], domain_size: int) -> NDArray[np.float64]:
+    """The least imbalance of each row of ``loads`` (n, R) that copies inside domains can reach."""
+    by_domain = loads.reshape(len(loads), -1, domain_size).sum(axis=2, dtype=np.int64)
+    return imbalances(by_domain)
+
+
+def mean_floor(loads: NDArray[np.integer], domain_size: int) -> float:
+    """The mean of ``floors``; 1.0 where there are no ``loads`` (n, R)."""
+    if domain_size == loads.shape[1] or not len(loads):
+        return 1.0
+    return float(floors(loads, domain_size).mean())
 
 
 def spread(values: NDArray[np.floating]) -> Spread:

@@ -9,7 +9,6 @@ from ultraep_serve.observability.outcomes import outcome
 from ultraep_serve.observability.savings import Savings, avoided_seconds, savings, spent_seconds
 from ultraep_serve.observability.schema import RecordArray, RingHeader
 from ultraep_serve.observability.snapshot import (
-    DOMAIN_FLOOR,
     BalanceSnapshot,
     BatchesCount,
     ImbalanceSnapshot,
@@ -20,6 +19,7 @@ from ultraep_serve.observability.snapshot import (
     RankView,
     Spread,
     imbalances,
+    mean_floor,
     replica_count,
     spread,
 )
@@ -39,30 +39,33 @@ def summarise(
     """The snapshot over ``window``.
 
     ``lead`` holds the lead rank's full records and ``header`` its header; ``ranks`` has one view
-    per rank, 0 to R-1; ``batches`` counts the batches of the window by decision.
+    per rank of this host; ``batches`` counts the batches of the window by decision.
     """
     weighed = window.weighed(lead)
     own = [window.weighed(view.records) for view in ranks]
     moved = bytes_by_layer(own)
     before, after = imbalances(weighed["load_before"]), imbalances(weighed["load_after"])
     imbalance = ImbalanceSnapshot(spread(before), spread(after))
+    assignments = _assignments(weighed)
     return BalanceSnapshot(
         engine=header.engine,
         mode=header.mode,
         policy=header.policy.value,
         num_ranks=header.shape.num_ranks,
+        host_ranks=[view.rank for view in ranks],
         window_records=len(weighed),
+        assignments=sum(rank.before for rank in assignments),
         batches=batches_count(batches),
         phases=phases(batches, imbalance),
         imbalance=imbalance,
-        floor=DOMAIN_FLOOR,
+        floor=mean_floor(weighed["load_before"], header.location.domain_size),
         replicas=replica_count(weighed["replicas"]),
         bytes_moved=sum(moved.values()),
         savings=window_savings(weighed, [window.recorded(view.records) for view in ranks]),
-        layers=_layers(weighed, before, after, moved),
+        layers=_layers(weighed, before, after, moved, header.location.domain_size),
         ranks=[
-            _rank_snapshot(view, records, assignments)
-            for view, records, assignments in zip(ranks, own, _assignments(weighed), strict=True)
+            _rank_snapshot(view, records, assignments[view.rank])
+            for view, records in zip(ranks, own, strict=True)
         ],
     )
 
@@ -74,7 +77,7 @@ def window_savings(weighed: RecordArray, own: Sequence[RecordArray]) -> Savings:
 
 
 def bytes_by_layer(ranks: Sequence[RecordArray]) -> dict[int, int]:
-    """Bytes that all ranks sent, by layer, from each rank's own records."""
+    """Bytes that ``ranks`` sent, by layer, from each rank's own records."""
     moved: dict[int, int] = {}
     for own in ranks:
         layers, places = np.unique(own["layer"], return_inverse=True)
@@ -104,6 +107,7 @@ def phases(
 
 
 def _assignments(weighed: RecordArray) -> list[RankAssignments]:
+    """Of every rank of the whole group."""
     before = weighed["load_before"].sum(axis=0, dtype=np.int64).tolist()
     after = weighed["load_after"].sum(axis=0, dtype=np.int64).tolist()
     return [RankAssignments(*pair) for pair in zip(before, after, strict=True)]
@@ -114,6 +118,7 @@ def _layers(
     before: NDArray[np.float64],
     after: NDArray[np.float64],
     moved: Mapping[int, int],
+    domain_size: int,
 ) -> list[LayerSnapshot]:
     order = np.argsort(weighed["layer"], kind="stable")
     layers, starts = np.unique(weighed["layer"][order], return_index=True)
@@ -122,6 +127,7 @@ def _layers(
             layer=layer,
             records=len(places),
             imbalance=ImbalanceSnapshot(spread(before[places]), spread(after[places])),
+            floor=mean_floor(weighed["load_before"][places], domain_size),
             replicas=replica_count(weighed["replicas"][places]),
             bytes_moved=moved.get(layer, 0),
         )

@@ -37,10 +37,12 @@ class RankHealth(Documented):
 
 @dataclass(frozen=True)
 class RankList(Documented):
-    """All ranks of the run."""
+    """All ranks of this host."""
 
     ready: bool
-    """Every rank is alive and ready."""
+    """Every rank of this host is alive and ready."""
+    num_ranks: int
+    """Of the whole group, over all hosts."""
     ranks: list[RankHealth]
     schema_version: int = SCHEMA_VERSION
 
@@ -61,6 +63,8 @@ class Overview(Documented):
     """Now in force."""
     paused_policy: str | None
     """What resume puts in force again; null while not paused."""
+    num_ranks: int | None
+    """Of the whole group, over all hosts; ranks are those of this host."""
     num_layers: int | None
     num_experts: int | None
     num_slots: int | None
@@ -70,7 +74,7 @@ class Overview(Documented):
     phases: dict[str, PhaseSnapshot]
     """Percentiles are off by up to a tenth of what exceeds 1: they come from a histogram."""
     floor: float
-    """The least imbalance that can be reached, as in the balance."""
+    """The least that the mean imbalance after can be, as in the balance."""
     bytes_moved: int
     savings: Savings | None
     last_batch: BatchSnapshot | None

@@ -4,15 +4,15 @@ Counters are the writers' own, so nothing is lost between polls; they start agai
 engine, which Prometheus expects of a counter. Families and their labels:
 
 ======================================  ====================================================
-ultraep_ready                           1 when every rank is alive and ready
+ultraep_ready                           1 when every rank of this host is alive and ready
 ultraep_policy_info                     policy, engine, mode: labels, value 1
 ultraep_imbalance_ratio                 histogram by phase and stage (before, after)
 ultraep_imbalance_floor_ratio           the least that ultraep_imbalance_ratio can become
 ultraep_batches_total                   by phase, decision and reason
 ultraep_layers_total                    by phase, decision and reason
 ultraep_replicas_total                  replicas placed
-ultraep_moved_bytes_total               weights sent by all ranks
-ultraep_verb_seconds_total              by verb, summed over ranks
+ultraep_moved_bytes_total               weights sent by the ranks of this host
+ultraep_verb_seconds_total              by verb, summed over the ranks of this host
 ultraep_estimated_saved_seconds_total   time that evening out the busiest rank avoided
 ultraep_estimated_spent_seconds_total   time that balancing took
 ultraep_rank_up                         by rank
@@ -20,13 +20,16 @@ ultraep_heartbeat_age_seconds           by rank
 ultraep_last_batch_age_seconds          by rank
 ultraep_records_lost_total              by rank: could not be written
 ultraep_records_missed_total            by rank: gone before the sidecar read them
-ultraep_slot_reserved_bytes             memory of replica slots on all ranks
+ultraep_slot_reserved_bytes             memory of replica slots on this host
 ======================================  ====================================================
 
 Phase is prefill or decode (batches below min_batch_tokens, which are left alone and whose loads
 are not counted). Decision is planned, forced or identity; reason says why: imbalanced, measuring,
 small, policy_off, balanced, doubt, unprofitable. Series per layer, and more per rank, come only
 with ``/metrics?detail=true``: see ``metrics_detail``.
+
+Where ranks are on several hosts, each host's sidecar counts bytes, times and the health of its own
+ranks; imbalance, batches, layers and replicas are those of all ranks, the same on every host.
 """
 
 from collections.abc import Iterable, Iterator
@@ -40,10 +43,10 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from ultraep_serve.observability import RankView, RingHeader
+from ultraep_serve.observability import RankView, RingHeader, Window
 from ultraep_serve.observability.outcomes import outcome
 from ultraep_serve.observability.savings import spent_seconds
-from ultraep_serve.observability.snapshot import DOMAIN_FLOOR
+from ultraep_serve.observability.snapshot import mean_floor
 from ultraep_serve.sidecar.store import NoRunError, RunStore
 from ultraep_serve.sidecar.tally import Tally
 from ultraep_serve.types import Decision, Verb
@@ -68,7 +71,9 @@ class BalanceCollector(Collector):
         self._store.poll()
         ready = not self._store.problems()
         yield GaugeMetricFamily(
-            "ultraep_ready", "1 when every rank is alive and ready, else 0.", value=float(ready)
+            "ultraep_ready",
+            "1 when every rank of this host is alive and ready, else 0.",
+            value=float(ready),
         )
         yield _imbalance(self._store.tally)
         try:
@@ -77,10 +82,21 @@ class BalanceCollector(Collector):
             return
         headers = [view.header for view in views if view.header]
         yield from _run_families(header)
+        yield self._floor(header)
         yield from _total_families(headers)
         yield from _estimates(headers, self._store.tally)
         yield from _rank_families(views)
         yield self._missed()
+
+    def _floor(self, header: RingHeader) -> Metric:
+        loads = Window().weighed(self._store.held().lead)["load_before"]
+        return GaugeMetricFamily(
+            "ultraep_imbalance_floor_ratio",
+            "The least that the mean of ultraep_imbalance_ratio can become where weights move only "
+            "inside domains: the largest domain mean over the mean of all ranks, in the records "
+            "that the sidecar holds.",
+            value=mean_floor(loads, header.location.domain_size),
+        )
 
     def _missed(self) -> Metric:
         family = CounterMetricFamily(
@@ -127,23 +143,17 @@ def _run_families(header: RingHeader) -> Iterator[Metric]:
         "The policy in force and the engine it serves.",
         value={"policy": header.policy.value, "engine": header.engine, "mode": header.mode},
     )
-    yield GaugeMetricFamily(
-        "ultraep_imbalance_floor_ratio",
-        "The least imbalance that copying inside NVLink domains can reach: the largest domain "
-        "mean over the mean of all ranks.",
-        value=DOMAIN_FLOOR,
-    )
 
 
 def _total_families(headers: list[RingHeader]) -> Iterator[Metric]:
     yield CounterMetricFamily(
         "ultraep_moved_bytes",
-        "Expert weights sent, by all ranks.",
+        "Expert weights sent, by the ranks of this host.",
         value=sum(header.bytes_sent for header in headers),
     )
     yield GaugeMetricFamily(
         "ultraep_slot_reserved_bytes",
-        "Memory reserved for replica slots, on all ranks.",
+        "Memory reserved for replica slots, on this host.",
         value=sum(header.slot_bytes_reserved for header in headers),
     )
     family = CounterMetricFamily(

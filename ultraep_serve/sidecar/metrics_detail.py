@@ -55,10 +55,9 @@ def _window_families(snapshot: BalanceSnapshot) -> Iterator[Metric]:
         labels=["rank", "stage"],
     )
     for stage in _STAGES:
-        totals = [getattr(rank.assignments, stage) for rank in snapshot.ranks]
-        mean = sum(totals) / max(1, len(totals)) or 1.0
-        for rank, total in enumerate(totals):
-            ranks.add_metric([str(rank), stage], total / mean)
+        mean = snapshot.assignments / snapshot.num_ranks or 1.0
+        for rank in snapshot.ranks:
+            ranks.add_metric([str(rank.rank), stage], getattr(rank.assignments, stage) / mean)
     yield from (layers, ranks)
 
 

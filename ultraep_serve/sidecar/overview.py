@@ -4,8 +4,9 @@ import time
 
 from ultraep_serve.observability.batches import BatchSnapshot, batch_snapshot
 from ultraep_serve.observability.schema import RecordArray
-from ultraep_serve.observability.snapshot import DOMAIN_FLOOR
+from ultraep_serve.observability.snapshot import mean_floor
 from ultraep_serve.observability.summary import batches_count, phases
+from ultraep_serve.observability.window import Window
 from ultraep_serve.sidecar.health import Overview
 from ultraep_serve.sidecar.store import NoRunError, RunStore
 
@@ -22,6 +23,7 @@ def overview(store: RunStore, seconds: int) -> Overview:
     except NoRunError:
         return _nothing(store, now_ns, seconds)
     paused = store.control().paused
+    recent = Window(now_ns - seconds * 10**9).weighed(lead)
     return Overview(
         time_ns=now_ns,
         ready=health.ready,
@@ -30,13 +32,14 @@ def overview(store: RunStore, seconds: int) -> Overview:
         mode=header.mode,
         policy=header.policy.value,
         paused_policy=paused.value if paused else None,
+        num_ranks=header.shape.num_ranks,
         num_layers=header.num_layers,
         num_experts=header.shape.num_logical_experts,
         num_slots=header.shape.num_replica_slots,
         window_seconds=seconds,
         batches=batches_count(totals.batches),
         phases=phases(totals.batches, totals.imbalance),
-        floor=DOMAIN_FLOOR,
+        floor=mean_floor(recent["load_before"], header.location.domain_size),
         bytes_moved=totals.bytes_sent,
         savings=totals.savings,
         last_batch=_newest(lead, own),
@@ -61,13 +64,14 @@ def _nothing(store: RunStore, now_ns: int, seconds: int) -> Overview:
         mode=None,
         policy=None,
         paused_policy=None,
+        num_ranks=None,
         num_layers=None,
         num_experts=None,
         num_slots=None,
         window_seconds=seconds,
         batches=None,
         phases={},
-        floor=DOMAIN_FLOOR,
+        floor=1.0,
         bytes_moved=0,
         savings=None,
         last_batch=None,

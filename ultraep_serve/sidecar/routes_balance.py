@@ -122,8 +122,9 @@ def _add_details(router: APIRouter, store: RunStore) -> None:
         """One MoE layer: also the load of each rank and where its replicas were last."""
         store.poll()
         window = Window(since_ns, policy)
-        _, lead, own = store.held()
-        detail = layer_detail(layer, window.weighed(lead), [window.weighed(r) for r in own])
+        header, lead, own = store.held()
+        own = [window.weighed(records) for records in own]
+        detail = layer_detail(layer, window.weighed(lead), own, header.location.domain_size)
         if detail is None:
             raise HTTPException(404, f"no records of layer {layer} in this window")
         return detail

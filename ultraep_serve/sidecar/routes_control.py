@@ -20,7 +20,10 @@ _MIB = 1 << 20
 _REFUSALS: dict[int | str, dict[str, Any]] = {
     401: {"description": "the token is missing or wrong"},
     403: {"description": "control is closed, or the policy needs --allow-ideal"},
-    409: {"description": "there is no engine to control, or nothing to resume"},
+    409: {
+        "description": "there is no engine to control, or nothing to resume, or another host's "
+        "sidecar is the one to ask"
+    },
 }
 
 

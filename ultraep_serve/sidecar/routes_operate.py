@@ -35,7 +35,7 @@ class Access:
 
 
 class Readiness(BaseModel):
-    """Whether every rank is alive and ready."""
+    """Whether every rank of this host is alive and ready."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)
 
@@ -58,7 +58,7 @@ class ConfigAnswer(BaseModel):
     """What resume puts in force again; null while not paused."""
     max_imbalance: float | None
     """Layers at or below it are left alone, if it was changed since the start; null: as in
-    config."""
+    config. Only the first host knows of a change, as of a pause."""
     policies: list[str]
     """What may be put in force."""
     control_open: bool
@@ -84,7 +84,7 @@ def operate_routes(
 
     @router.get("/readyz", response_model=Readiness, responses={503: {"model": Readiness}})
     def readyz() -> JSONResponse:
-        """200 when every rank is alive and ready, else 503 with what is wrong, by rank."""
+        """200 when every rank of this host is alive and ready, else 503 with what is wrong."""
         store.poll()
         problems = store.problems()
         answer = Readiness(ready=not problems, reasons=problems)

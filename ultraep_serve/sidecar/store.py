@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from ultraep_serve.domains import Location
 from ultraep_serve.observability import BalanceSnapshot, RankView, RingHeader, Window, summarise
 from ultraep_serve.observability.batches import count_batches
 from ultraep_serve.observability.reader import ALIVE_SECONDS
@@ -36,7 +37,7 @@ class Held(NamedTuple):
 
     header: RingHeader  # the lead rank's
     lead: RecordArray  # the lead rank's records, with loads
-    own: list[RecordArray]  # every rank's, 0 to R-1, without loads
+    own: list[RecordArray]  # every rank's, 0 to R-1, without loads; empty for other hosts'
 
 
 class RunStore:
@@ -76,7 +77,9 @@ class RunStore:
                 return
             self._polls, self._polled_at = self._polls + 1, now
             self._poll_rings()
-            self._control = read_control(self._run_dir)
+            location = self.location()
+            followed = location is not None and location.host.start > 0
+            self._control = ControlState() if followed else read_control(self._run_dir)
 
     def outdate(self) -> None:
         """Something was just changed: the next poll reads, however recent the last one is."""
@@ -94,6 +97,12 @@ class RunStore:
         with self._lock:
             return self._control
 
+    def location(self) -> Location | None:
+        """Where the lead rank stands; None while no ring can be read."""
+        with self._lock:
+            header = self._ring(self._lead.rank).header
+            return header.location if header else None
+
     def header(self) -> RingHeader:
         """The lead rank's header, with the policy in force. Raises NoRunError."""
         with self._lock:
@@ -110,10 +119,10 @@ class RunStore:
             return Held(header, self._lead.records(), own)
 
     def views(self) -> list[RankView]:
-        """One view per rank, 0 to R-1. Raises NoRunError."""
+        """One view per rank of this host. Raises NoRunError."""
         now_ns = time.monotonic_ns()
         with self._lock:
-            ranks = range(self.header().shape.num_ranks)
+            ranks = self.header().location.host
             return [self._ring(rank).view(now_ns, self._limit) for rank in ranks]
 
     def missed(self) -> dict[int, int]:
@@ -145,15 +154,15 @@ class RunStore:
             return totals
 
     def ranks(self) -> RankList:
-        """The health of every rank. Raises NoRunError."""
+        """The health of every rank of this host. Raises NoRunError."""
         with self._lock:
-            views, missed = self.views(), self.missed()
+            header, views, missed = self.header(), self.views(), self.missed()
             problems = self._problems(views)
         health = [
             rank_health(view, problems.get(str(view.rank), ""), missed.get(view.rank, 0))
             for view in views
         ]
-        return RankList(not problems, health)
+        return RankList(not problems, header.shape.num_ranks, health)
 
     def snapshot(self, window: Window) -> BalanceSnapshot:
         """The balance over ``window``. Raises NoRunError."""
@@ -199,7 +208,8 @@ class RunStore:
         return RingFollower(self._run_dir, rank, self._max_records, self.timeline)
 
     def _problems(self, views: list[RankView]) -> dict[str, str]:
+        num_ranks = self.header().shape.num_ranks
         found = {
-            str(view.rank): problem(view, len(views), self._ring(view.rank).error) for view in views
+            str(view.rank): problem(view, num_ranks, self._ring(view.rank).error) for view in views
         }
         return {rank: reason for rank, reason in found.items() if reason}

@@ -42,27 +42,28 @@ class Switches:
                 "policy 'ideal' routes tokens to the wrong experts and is for measuring only; "
                 "start with --allow-ideal if that is what you want"
             )
-        with self._one_writer, self._page() as page:
+        with self._one_writer, self._counting_page() as page:
             forget_pause(self._run_dir)
             return page.set_policy(policy)
 
     def pause(self) -> int:
         """Policy off, and remember the one in force."""
-        with self._one_writer, self._page() as page:
+        with self._one_writer, self._counting_page() as page:
             if page.policy is not Policy.OFF:
                 self._remember(page.policy)
             return page.set_policy(Policy.OFF)
 
     def resume(self) -> tuple[Policy, int]:
         """Put the policy in force again that was paused; returns it, too."""
-        paused = paused_policy(self._run_dir)
+        with self._counting_page():
+            paused = paused_policy(self._run_dir)
         if paused is None:
             raise ControlError("nothing is paused; set a policy instead")
         return paused, self.set_policy(paused)
 
     def set_max_imbalance(self, max_imbalance: float | None) -> None:
         """Leave layers alone at or below ``max_imbalance``; None: as at start."""
-        with self._one_writer, self._page() as page:
+        with self._one_writer, self._counting_page() as page:
             page.set_max_imbalance(max_imbalance)
 
     def record(self, level: RecordLevel, max_bytes: int) -> Recording:
@@ -80,6 +81,18 @@ class Switches:
         with page:
             yield page
         self._store.outdate()
+
+    @contextlib.contextmanager
+    def _counting_page(self) -> Iterator[ControlPage]:
+        """The page, where its policy and threshold count: only those of the host with rank 0 do."""
+        with self._page() as page:
+            location = self._store.location()
+            if location is not None and location.host.start > 0:
+                raise ControlError(
+                    f"policy and threshold of all {location.num_ranks} ranks are set on the first "
+                    f"host, {location.first_host or 'which holds rank 0'}: ask the sidecar there"
+                )
+            yield page
 
     def _remember(self, policy: Policy) -> None:
         try:

@@ -15,7 +15,13 @@ import httpx
 from ultraep_serve.errors import ConfigError, UltraEPError
 from ultraep_serve.launcher.run_directory import TOKEN_FILE, run_directory_of_port
 
-__all__ = ["BalancedServer", "ServerError", "expert_parallel_flags", "installed_engine"]
+__all__ = [
+    "BalancedServer",
+    "ServerError",
+    "expert_parallel_flags",
+    "free_port",
+    "installed_engine",
+]
 
 _STOP_SECONDS = 60.0
 
@@ -34,15 +40,18 @@ class BalancedServer:
         log_path: Path,
         start_seconds: float = 300.0,
         engine: str = "vllm",
+        serves: bool = True,
     ) -> None:
+        """``serves`` is False for a host that has ranks and no server: nothing waits for it."""
         self._engine = engine
         self.model = str(model)
-        self.port, self.sidecar_port = _free_port(), _free_port()
+        self.port, self.sidecar_port = free_port(), free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.sidecar_url = f"http://127.0.0.1:{self.sidecar_port}"
         self.log_path = log_path
         self._flags = [*flags, "--port", str(self.port), "--sidecar-port", str(self.sidecar_port)]
         self._start_seconds = start_seconds
+        self._serves = serves
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -69,7 +78,8 @@ class BalancedServer:
         with self.log_path.open("wb") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
         try:
-            self._wait_until_healthy()
+            if self._serves:
+                self._wait_until_healthy()
         except BaseException:
             self._stop()
             raise
@@ -142,7 +152,8 @@ def expert_parallel_flags(
     return [*ranks, "--no-enable-prefix-caching", "--dtype", dtype, "--max-model-len", context]
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port that nobody listens on just now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -6,6 +6,7 @@ before its expert has arrived, or after it was overwritten, gives NaN.
 """
 
 import time
+import zlib
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,8 +18,11 @@ from numpy.typing import NDArray
 
 from ultraep_serve.balancer import Balancer, TokenView, row_width
 from ultraep_serve.config import BalanceConfig
+from ultraep_serve.crossing import HostCrossing
+from ultraep_serve.domains import Location
 from ultraep_serve.fabric import HostFabric
 from ultraep_serve.slots import LayerSlots, SlotPool
+from ultraep_serve.testing.hosts import engine_group, host_path
 from ultraep_serve.testing.mail import Mail
 from ultraep_serve.testing.moe import TinyMoE, apply_experts, expert_bytes_equal, poison
 from ultraep_serve.types import Decision, Policy, imbalance
@@ -39,6 +43,7 @@ class RandomBatches:
     policies: tuple[Policy, ...] = (Policy.QUOTA,)  # rank 0 changes between them at random
     bad_id_rate: float = 0.0  # of layers in which one rank's router gives an impossible id
     pause_rate: float = 0.02  # of layers in which one rank dawdles before it computes
+    domain_size: int | None = None  # ranks of each domain, a host of its own; None: one domain
     seed: int = 0
 
     @property
@@ -57,6 +62,9 @@ class StressReport:
     corrupt_slots: int = 0  # filled slots whose bytes were not their master's
     before: list[float] = field(default_factory=list)  # imbalance of planned layers
     after: list[float] = field(default_factory=list)
+    floor: list[float] = field(default_factory=list)  # the least that ``after`` could be
+    plans: int = 0  # checksum of all slots and loads, the same on every rank
+    strays: int = 0  # copies outside of their master's domain
     bytes_sent: int = 0
     seconds: float = 0.0
 
@@ -78,7 +86,8 @@ class _LayerInput:
 class _Recorder:
     """Keeps what the balancer says about itself."""
 
-    def __init__(self, report: StressReport) -> None:
+    def __init__(self, report: StressReport, domain_size: int) -> None:
+        self._domain_size = domain_size
         self.decision = Decision.SMALL
         self.batch = 0
         self._report = report
@@ -90,6 +99,10 @@ class _Recorder:
         if decision is Decision.PLANNED:
             self._report.before.append(imbalance(values["load_before"]))
             self._report.after.append(imbalance(values["load_after"]))
+            by_domain = values["load_before"].reshape(-1, self._domain_size).sum(axis=1)
+            self._report.floor.append(imbalance(by_domain))
+        for name in ("slot_expert", "load_after", "expert_load"):
+            self._report.plans = zlib.crc32(values[name].tobytes(), self._report.plans)
 
     def count_batch(self, decision: Decision) -> None:
         self.decision = decision
@@ -130,6 +143,10 @@ class _CheckedFabric(HostFabric):
         """As ``HostFabric.wait_slots``; counts slots that hold other bytes."""
         super().wait_slots(layer, slot_expert)
         num_masters = layer.tensors[0].shape[0] - slot_expert.shape[1]
+        ranks, slots = np.nonzero(slot_expert >= 0)
+        homes = slot_expert[ranks, slots] // num_masters
+        size = len(self.domain)
+        self._report.strays += int((homes // size != ranks // size).sum())
         for slot, expert in enumerate(slot_expert[self.rank]):
             here = [tensor[num_masters + slot] for tensor in layer.tensors]
             master = [tensor[expert] for tensor in self._expected[id(layer)]]
@@ -143,6 +160,8 @@ class _Runner:
         shape = model.shape
         self.report = StressReport()
         self._rank, self._batches, self._shape = rank, batches, shape
+        domain_size = batches.domain_size or shape.num_ranks
+        location = Location(rank, shape.num_ranks, domain_size, domain_size)
         self._weights = [model.weights(layer) for layer in range(model.num_layers)]
         per_layer = batches.config.slot_memory == "per_layer"
         pool = SlotPool(shape.num_replica_slots, batches.config.chunk_bytes, per_layer)
@@ -152,12 +171,26 @@ class _Runner:
         max_chunks = max(layer.chunks.shape[0] for layer in self._layers)
         timeout = batches.config.timeout_seconds
         width = row_width(shape.num_logical_experts, view)
-        fabric = _CheckedFabric(run_path, rank, shape.num_ranks, width, pool, max_chunks, timeout)
+        crossing = None
+        if location.num_domains > 1:
+            group = engine_group(run_path, rank, shape.num_ranks)
+            crossing = HostCrossing(group.on_host, timeout)
+        fabric = _CheckedFabric(
+            host_path(run_path, location),
+            rank,
+            shape.num_ranks,
+            width,
+            pool,
+            max_chunks,
+            timeout,
+            domain_size,
+            crossing,
+        )
         fabric.expect(self._layers, self._weights, self.report)
         self._mail = Mail(
             run_path, rank, shape.num_ranks, batches.max_tokens * batches.top_k, timeout
         )
-        self._recorder = _Recorder(self.report)
+        self._recorder = _Recorder(self.report, domain_size)
         self._switch = _Switch(batches.config.policy)
         self._balancer = Balancer(
             replace(batches.config, run_dir=str(run_path)),

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from importlib import metadata
 
 from vllm.config import VllmConfig
-from vllm.distributed.parallel_state import get_node_count
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.platforms import current_platform
@@ -143,8 +142,6 @@ def _wrong_settings(vllm_config: VllmConfig) -> str | None:
         return "LoRA on experts is not there yet; drop --enable-lora"
     if vllm_config.model_config is not None and vllm_config.model_config.enable_sleep_mode:
         return "moved weights do not sleep; drop --enable-sleep-mode"
-    if get_node_count() > 1:
-        return "weights are copied within one host only; use expert parallelism on one host"
     return None
 
 

@@ -18,6 +18,7 @@ from ultraep_serve.adapters.vllm.cpu_experts import CpuExperts
 from ultraep_serve.adapters.vllm.device_experts import DeviceExperts
 from ultraep_serve.balancer import TokenView
 from ultraep_serve.config import BalanceConfig
+from ultraep_serve.crossing import EngineGroup
 from ultraep_serve.cuda.recording import is_capturing
 from ultraep_serve.errors import UnsupportedError
 from ultraep_serve.types import ExpertShape, Policy
@@ -158,6 +159,7 @@ class ExpertGroup:
             self._config.num_replica_slots,
         )
         parameters = [_expert_parameters(layer) for layer in self._layers]
+        ranks = get_ep_group()
         try:
             self._execution.give_slots(self._layers, shape)
             self._joined = JoinedLayers(
@@ -165,15 +167,16 @@ class ExpertGroup:
                 shape,
                 self._view,
                 parameters,
-                rank=get_ep_group().rank_in_group,
+                rank=ranks.rank_in_group,
                 engine="vllm",
                 run_layer=functools.partial(self._run_layer, shape),
+                group=EngineGroup(ranks.cpu_group, ranks.device_group),
             )
         except UnsupportedError:
             self._execution.take_slots_back(self._layers, parameters, shape)
             raise
         self._joined.mark_ready()
-        if get_ep_group().rank_in_group == 0:
+        if self._joined.location.leads_host:
             self._joined.log_ready(logger)
 
     def _run_layer(self, shape: ExpertShape, num_assignments: int) -> None:

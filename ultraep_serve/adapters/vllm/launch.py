@@ -6,23 +6,33 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
-from ultraep_serve.adapters.launching import bind_cores, check_has_experts, local_url
+from ultraep_serve.adapters.launching import (
+    RankCount,
+    bind_cores,
+    check_has_experts,
+    local_url,
+)
 from ultraep_serve.errors import ConfigError, UnsupportedError
 from ultraep_serve.launcher.supervisor import EngineCommand
 from ultraep_serve.types import Policy
 
-__all__ = ["DEFAULT_PORT", "engine_command", "parse_engine_flags"]
+__all__ = ["DEFAULT_PORT", "count_ranks", "engine_command", "parse_engine_flags"]
 
 DEFAULT_PORT = 8000
+_HEADLESS = "ultraep_serve.adapters.vllm.headless"
 
 
 def parse_engine_flags(flags: list[str]) -> argparse.Namespace:
-    """The few of vLLM's own flags that matter for starting: host, port and parallel sizes."""
+    """The few of vLLM's own flags that matter for starting: host, port, sizes and hosts."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--host", default="0.0.0.0")
     parser.add_argument("--port", type=int, default=DEFAULT_PORT)
     parser.add_argument("--tensor-parallel-size", "-tp", type=int, default=1)
     parser.add_argument("--data-parallel-size", "-dp", type=int, default=1)
+    parser.add_argument("--data-parallel-size-local", "-dpl", type=int)
+    parser.add_argument("--data-parallel-rank", "-dpn", type=int)
+    parser.add_argument("--nnodes", "-n", type=int, default=1)
+    parser.add_argument("--headless", action="store_true")
     parser.add_argument("--enable-expert-parallel", "-ep", action="store_true")
     parser.add_argument("--kv-cache-memory-bytes")
     parser.add_argument("--config")
@@ -43,24 +53,35 @@ def engine_command(model: str, flags: list[str], policy: Policy) -> EngineComman
     if find_spec("vllm") is None:
         raise ConfigError("vLLM is not installed here; pip install 'ultraep-serve[vllm]'")
     parsed = parse_engine_flags(flags)
-    num_ranks = parsed.tensor_parallel_size * parsed.data_parallel_size
+    ranks = count_ranks(parsed)
     if policy is not Policy.OFF:
         check_has_experts(model, "vLLM")
         if not parsed.config:
-            _check_parallelism(num_ranks, parsed.enable_expert_parallel)
+            _check_parallelism(ranks.total, parsed.enable_expert_parallel)
     return EngineCommand(
         arguments=[
             sys.executable,
             "-m",
-            "vllm.entrypoints.openai.api_server",
+            _HEADLESS if parsed.headless else "vllm.entrypoints.openai.api_server",
             "--model",
             model,
             *flags,
         ],
-        url=local_url(parsed.host, parsed.port),
-        num_ranks=num_ranks,
-        environment=_environment(model, num_ranks, bool(parsed.kv_cache_memory_bytes)),
+        url=None if parsed.headless else local_url(parsed.host, parsed.port),
+        num_ranks=ranks.here,
+        environment=_environment(model, ranks.here, bool(parsed.kv_cache_memory_bytes)),
     )
+
+
+def count_ranks(parsed: argparse.Namespace) -> RankCount:
+    """The ranks that ``parsed`` flags ask for, and those this host gets, as vLLM divides them."""
+    size: int = parsed.tensor_parallel_size
+    total = size * int(parsed.data_parallel_size)
+    if parsed.data_parallel_rank is not None:
+        return RankCount(total, size)
+    if parsed.data_parallel_size_local is not None:
+        return RankCount(total, size * int(parsed.data_parallel_size_local))
+    return RankCount(total, max(1, total // max(1, parsed.nnodes)))
 
 
 def _check_parallelism(num_ranks: int, expert_parallel: bool) -> None:

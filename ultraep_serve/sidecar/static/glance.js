@@ -33,10 +33,15 @@ function showState(overview) {
     overview.engine === null
       ? ""
       : `${overview.engine}, ${overview.mode} parallel · policy ${overview.policy} · ` +
-          `${overview.ranks.length} ranks · ${overview.num_layers} MoE layers · ` +
+          `${ranksText(overview)} · ${overview.num_layers} MoE layers · ` +
           `${overview.num_experts} experts · ${overview.num_slots} slots per rank`,
   );
   document.title = `${text.split(" ")[0]} ultraep`;
+}
+
+function ranksText(overview) {
+  const [here, all] = [overview.ranks.length, overview.num_ranks];
+  return here === all ? `${all} ranks` : `${here} of ${all} ranks, the others on other hosts`;
 }
 
 function showImbalance(overview) {
