@@ -54,3 +54,34 @@ def test_no_engine_is_imported() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stderr.strip() == "set()"
+
+
+@pytest.mark.parametrize(
+    ("command", "ranks", "here", "domain"),
+    [
+        ("vllm M --tensor-parallel-size=8 -ep", 8, 8, 8),
+        ("vllm M -tp 16 -ep --nnodes 2 --node-rank 1 --headless", 16, 8, 8),
+        ("vllm M -dp 16 -dpl 4 -ep --domain-size 2", 16, 4, 2),
+        ("sglang M --tp-size 16 --ep-size 16 --nnodes 4 --dist-init-addr a:1", 16, 4, 4),
+    ],
+)
+def test_the_serving_command_says_how_ranks_lie(
+    command: str,
+    ranks: int,
+    here: int,
+    domain: int,
+    shm: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    main(["doctor", "--json", *command.split(), "--port", str(free_port())])
+    findings = json.loads(capsys.readouterr().out)["findings"]
+    figures = {finding["name"]: finding["figures"] for finding in findings}
+    assert figures["hosts"] == {"ranks": ranks, "ranks_here": here, "hosts": ranks // here}
+    assert figures["domains"]["domain_size"] == domain
+    ports = [finding["seen"] for finding in findings if finding["name"] == "ports"]
+    assert any("the server" in seen for seen in ports) is ("--headless" not in command)
+
+
+def test_hosts_that_differ_end_with_an_error(shm: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "vllm", "M", "-dp", "16", "-dpl", "6", "-ep"]) == 1
+    assert "equally many ranks on each host" in capsys.readouterr().out

@@ -4,9 +4,11 @@ import argparse
 import json
 from dataclasses import asdict
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ultraep_serve import __version__
+from ultraep_serve.cli import serve
 from ultraep_serve.costs.shapes import WEIGHT_BITS
 from ultraep_serve.diagnosis import Finding, Status, Subject, diagnose
 from ultraep_serve.errors import ConfigError
@@ -42,6 +44,13 @@ def add_parser(subparsers: Any) -> None:
         "--weights", choices=sorted(WEIGHT_BITS), default="bf16", help=f"type of weights {shown}"
     )
     parser.add_argument("--json", action="store_true", help="print findings as JSON")
+    parser.add_argument(
+        "serving",
+        nargs=argparse.REMAINDER,
+        metavar="vllm|sglang MODEL ...",
+        help="the command that is to serve, with all its flags; says more than --port, "
+        "--sidecar-port, --model, --ep and --slots, which it replaces",
+    )
     parser.set_defaults(run=run)
 
 
@@ -75,6 +84,8 @@ def _subject(arguments: argparse.Namespace) -> Subject:
     ):
         if value is not None and not least <= value <= most:
             raise ConfigError(f"{flag} {value} is not legal; legal: {least} to {most}")
+    if arguments.serving:
+        return _served(arguments.serving, arguments.weights)
     return Subject(
         port=arguments.port,
         sidecar_port=arguments.sidecar_port,
@@ -82,6 +93,26 @@ def _subject(arguments: argparse.Namespace) -> Subject:
         num_ranks=arguments.ep,
         num_slots=arguments.slots,
         weight_type=arguments.weights,
+    )
+
+
+def _served(command: list[str], weight_type: str) -> Subject:
+    """What ``command`` would serve on this host."""
+    parser = argparse.ArgumentParser(prog="ultraep-serve doctor")
+    serve.add_parser(parser.add_subparsers(required=True, metavar="vllm|sglang"))
+    ours, flags = parser.parse_known_args(command)
+    engine = ours.launch.parse_engine_flags(flags)
+    ranks = ours.launch.count_ranks(engine)
+    return Subject(
+        port=engine.port,
+        sidecar_port=ours.sidecar_port,
+        serves=not getattr(engine, "headless", False),  # a flag of vLLM's
+        model=ours.model if Path(ours.model).exists() else None,  # else checked when it is loaded
+        num_ranks=ranks.total,
+        host_ranks=ranks.here,
+        domain_size=ours.domain_size,
+        num_slots=ours.slots,
+        weight_type=weight_type,
     )
 
 

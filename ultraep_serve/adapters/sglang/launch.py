@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ultraep_serve.adapters.launching import (
+    RankCount,
     bind_cores,
     check_has_experts,
     cores_by_rank,
@@ -15,7 +16,7 @@ from ultraep_serve.errors import ConfigError, UnsupportedError
 from ultraep_serve.launcher.supervisor import EngineCommand
 from ultraep_serve.types import Policy
 
-__all__ = ["DEFAULT_PORT", "engine_command", "parse_engine_flags"]
+__all__ = ["DEFAULT_PORT", "count_ranks", "engine_command", "parse_engine_flags"]
 
 DEFAULT_PORT = 30000
 _REMEDY = "or serve with --policy off"
@@ -30,6 +31,7 @@ def parse_engine_flags(flags: list[str]) -> argparse.Namespace:
     parser.add_argument("--tp-size", "--tensor-parallel-size", "--tp", type=int, default=1)
     parser.add_argument("--ep-size", "--expert-parallel-size", "--ep", type=int, default=1)
     parser.add_argument("--dp-size", "--data-parallel-size", "--dp", type=int, default=1)
+    parser.add_argument("--nnodes", type=int, default=1)
     parser.add_argument("--device")
     parser.add_argument("--attention-backend")
     parser.add_argument("--max-total-tokens")
@@ -57,6 +59,7 @@ def engine_command(model: str, flags: list[str], policy: Policy) -> EngineComman
             _check_parallelism(parsed)
         _check_conflicts(parsed)
     on_cpu = _is_for_cpu(parsed)
+    num_ranks = count_ranks(parsed).here
     return EngineCommand(
         arguments=[
             sys.executable,
@@ -67,10 +70,15 @@ def engine_command(model: str, flags: list[str], policy: Policy) -> EngineComman
             *flags,
             *(_cpu_flags(parsed) if on_cpu else []),
         ],
-        url=local_url(parsed.host, parsed.port),
-        num_ranks=parsed.tp_size,
-        environment=_environment(model, parsed.tp_size * parsed.dp_size, on_cpu),
+        url=local_url(parsed.host, parsed.port),  # hosts without a server answer there too
+        num_ranks=num_ranks,
+        environment=_environment(model, num_ranks * parsed.dp_size, on_cpu),
     )
+
+
+def count_ranks(parsed: argparse.Namespace) -> RankCount:
+    """The ranks that ``parsed`` flags ask for, and those this host gets, as SGLang divides them."""
+    return RankCount(parsed.tp_size, max(1, parsed.tp_size // max(1, parsed.nnodes)))
 
 
 def _check_parallelism(parsed: argparse.Namespace) -> None:
