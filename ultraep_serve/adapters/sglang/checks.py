@@ -1,36 +1,31 @@
-"""What this adapter was verified against, and what it refuses."""
+"""Which SGLang, and which of its MoE layers, this adapter was verified against; else it refuses."""
 
 import inspect
 import pkgutil
 from importlib import metadata
-from typing import Any
 
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
-from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatcher
 from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
-from sglang.srt.utils import is_cpu
+from sglang.srt.utils import is_cpu, is_cuda
 
 from ultraep_serve.adapters.verified import SGLANG_VERSIONS
 from ultraep_serve.errors import UnsupportedError
 
-__all__ = ["check_cpu_execution", "check_engine", "check_layer", "check_settings"]
+__all__ = [
+    "check_cpu_balancing",
+    "check_cpu_execution",
+    "check_device_execution",
+    "check_engine",
+    "check_layer",
+]
 
 _REMEDY = "or serve without balancing: --on-unsupported=off"
-_CONFLICTS: tuple[tuple[str, object, str], ...] = (  # setting, its legal value, what to do
-    ("enable_eplb", False, "--enable-eplb moves the same weights; drop it"),
-    ("enable_waterfill", False, "--enable-waterfill moves tokens itself; drop it"),
-    ("ep_num_redundant_experts", 0, "--ep-num-redundant-experts are EPLB's copies; drop it"),
-    ("init_expert_location", "trivial", "--init-expert-location must be trivial"),
-    ("enable_lora", (None, False), "LoRA on experts is not there yet; drop --enable-lora"),
-    ("speculative_algorithm", None, "draft models are not there yet; drop --speculative-algorithm"),
-    ("enable_two_batch_overlap", False, "--enable-two-batch-overlap is not there yet; drop it"),
-    ("enable_torch_compile", False, "--enable-torch-compile is not there yet; drop it"),
-    ("startup_weight_load_mode", "serial", "--startup-weight-load-mode must be serial"),
-    ("moe_a2a_backend", "none", "on CPU --moe-a2a-backend must be none"),
-    ("dp_size", 1, "data parallelism is not there yet on CPU; use --tp-size"),
-    ("attn_dp_size", 1, "attention data parallelism is not there yet on CPU; use --tp-size"),
-    ("pp_size", 1, "pipeline parallelism is not there yet; use --pp-size 1"),
-)
+
+# On a GPU: layers, dispatch, quantisation and kernels that take physical experts as they come.
+_LAYERS = ("FusedMoE", "DeepEPMoE")
+_DISPATCHERS = ("StandardDispatcher", "DeepEPDispatcher")
+_QUANTISATIONS = ("UnquantizedFusedMoEMethod", "Fp8MoEMethod")
+_RUNNERS = ("triton", "deep_gemm", "flashinfer_cutlass")
 
 
 def check_engine(parameters: dict[str, list[str]]) -> None:
@@ -51,41 +46,15 @@ def check_engine(parameters: dict[str, list[str]]) -> None:
                 f"{target} takes {found}, not {expected}; this SGLang is not the one this adapter "
                 "was verified with: --on-unsupported=off"
             )
-    if not is_cpu():
+    if not is_cpu() and not is_cuda():
         raise UnsupportedError(
-            "balancing is there only for --device cpu yet; serve without it: --on-unsupported=off"
-        )
-
-
-def check_settings(settings: Any) -> None:
-    """Raise UnsupportedError for SGLang's settings (all resolved) that contradict balancing."""
-    if settings.ep_dispatch_algorithm == "lp":
-        raise UnsupportedError(
-            f"--ep-dispatch-algorithm lp (LPLB) splits the same tokens; drop it, {_REMEDY}"
-        )
-    for name, legal, advice in _CONFLICTS:
-        value = getattr(settings, name)
-        if value not in (legal if isinstance(legal, tuple) else (legal,)):
-            raise UnsupportedError(f"{advice}, {_REMEDY}")
-    if settings.ep_size < 2:
-        raise UnsupportedError(
-            "there is nothing to balance on one rank; add --tp-size 2 --ep-size 2 (or more), "
-            f"{_REMEDY}"
-        )
-    if settings.ep_size != settings.tp_size:
-        raise UnsupportedError(
-            f"--ep-size {settings.ep_size} differs from --tp-size {settings.tp_size}; "
-            f"choose the same for both, {_REMEDY}"
+            "balancing is there only on NVIDIA GPUs and for --device cpu; serve without it: "
+            "--on-unsupported=off"
         )
 
 
 def check_layer(layer: FusedMoE) -> None:
-    """Raise UnsupportedError, naming the remedy, if ``layer`` cannot be balanced."""
-    if type(layer) is not FusedMoE or type(layer.dispatcher) is not StandardDispatcher:
-        raise UnsupportedError(
-            f"{layer.layer_name}: {type(layer).__name__} with {type(layer.dispatcher).__name__} "
-            f"has not been verified; use --moe-a2a-backend none, {_REMEDY}"
-        )
+    """Raise UnsupportedError, naming the remedy, if ``layer`` cannot be balanced anywhere."""
     if layer.num_fused_shared_experts:
         raise UnsupportedError(
             f"{layer.layer_name}: shared experts are fused with the routed ones; "
@@ -96,6 +65,17 @@ def check_layer(layer: FusedMoE) -> None:
             f"{layer.layer_name}: {layer.num_experts} experts do not divide evenly over "
             f"{layer.moe_ep_size} ranks; choose an --ep-size that divides them, {_REMEDY}"
         )
+
+
+def check_cpu_balancing(layer: FusedMoE) -> None:
+    """Raise UnsupportedError if ``layer`` cannot be balanced on CPU."""
+    dispatcher = type(layer.dispatcher).__name__
+    if (type(layer).__name__, dispatcher) != (_LAYERS[0], _DISPATCHERS[0]):
+        raise UnsupportedError(
+            f"{layer.layer_name}: {type(layer).__name__} with {dispatcher} "
+            f"has not been verified; use --moe-a2a-backend none, {_REMEDY}"
+        )
+    check_cpu_execution(layer)
 
 
 def check_cpu_execution(layer: FusedMoE) -> None:
@@ -114,3 +94,55 @@ def check_cpu_execution(layer: FusedMoE) -> None:
             f"{layer.layer_name}: experts other than silu(gate) * up without biases "
             f"(activation {runs.activation!r}) are not there yet on CPU"
         )
+
+
+def check_device_execution(layer: FusedMoE) -> None:
+    """Raise UnsupportedError if SGLang's kernels on a GPU cannot run ``layer`` with slots."""
+    for problem in (_wrong_dispatch(layer), _wrong_quantisation(layer), _wrong_runner(layer)):
+        if problem:
+            raise UnsupportedError(f"{layer.layer_name}: {problem}, {_REMEDY}")
+
+
+def _wrong_dispatch(layer: FusedMoE) -> str | None:
+    # With DeepEP SGLang wraps one dispatcher for each batch that it overlaps.
+    inner = getattr(layer.dispatcher, "_inners", [layer.dispatcher])
+    names = {type(dispatcher).__name__ for dispatcher in inner}
+    if type(layer).__name__ not in _LAYERS or not names <= set(_DISPATCHERS):
+        return (
+            f"{type(layer).__name__} with {', '.join(sorted(names))} has not been verified; "
+            "use --moe-a2a-backend none or deepep"
+        )
+    if not getattr(layer, "deprecate_flag", True):  # of DeepEPMoE: its own way around the runner
+        return (
+            "DeepEP has no runner for these experts; use --moe-runner-backend deep_gemm, "
+            "or --moe-a2a-backend none"
+        )
+    return None
+
+
+def _wrong_quantisation(layer: FusedMoE) -> str | None:
+    method = layer.quant_method
+    if type(method).__name__ not in _QUANTISATIONS:
+        return (
+            f"quantisation {type(method).__name__} has not been verified; "
+            "use an unquantised or a block-quantised FP8 checkpoint"
+        )
+    if getattr(method, "use_mxfp8", False) or getattr(method, "is_fp4_expert", False):
+        return "MXFP8 and FP4 experts have not been verified; use a block-quantised FP8 checkpoint"
+    scales = [getattr(layer, f"{name}_input_scale", None) for name in ("w13", "w2")]
+    if any(scale is not None for scale in scales):
+        return (
+            "static activation scales are taken from each rank's own experts, so a copy elsewhere "
+            "would compute with others; use a checkpoint with dynamic activation scales"
+        )
+    return None
+
+
+def _wrong_runner(layer: FusedMoE) -> str | None:
+    found = None if layer.quant_method.runner is None else layer.runner_backend.value
+    if found not in _RUNNERS:
+        return (
+            f"MoE runner {found} has not been verified, or routes inside its kernel; "
+            f"use --moe-runner-backend {', '.join(_RUNNERS[:-1])} or {_RUNNERS[-1]}"
+        )
+    return None

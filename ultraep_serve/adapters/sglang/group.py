@@ -2,17 +2,26 @@
 
 import functools
 import logging
+from collections.abc import Sequence
+from operator import attrgetter
 
 import torch
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatcher
 from sglang.srt.layers.moe.utils import filter_moe_weight_param_global_expert
+from sglang.srt.runtime_context import get_parallel
+from sglang.srt.utils import is_cpu
 from torch import nn
 
-from ultraep_serve.adapters.joining import JoinedLayers, balanced_ids, expert_parameters
-from ultraep_serve.adapters.sglang.checks import check_cpu_execution, check_layer
-from ultraep_serve.adapters.sglang.cpu_experts import compute_and_reduce
+from ultraep_serve.adapters.execution import Execution, compute_balanced, require_one_number
+from ultraep_serve.adapters.joining import JoinedLayers, expert_parameters
+from ultraep_serve.adapters.sglang.checks import check_layer
+from ultraep_serve.adapters.sglang.cpu_execution import CpuExperts
+from ultraep_serve.adapters.sglang.device_experts import DeviceExperts
 from ultraep_serve.balancer import TokenView
 from ultraep_serve.config import BalanceConfig
+from ultraep_serve.crossing import EngineGroup
+from ultraep_serve.cuda.recording import is_capturing
 from ultraep_serve.errors import UnsupportedError
 from ultraep_serve.types import ExpertShape
 
@@ -22,41 +31,40 @@ logger = logging.getLogger(__name__)
 
 
 class ExpertGroup:
-    """All MoE layers of this rank, taken over; every rank sees all tokens."""
+    """All MoE layers of this rank, taken over."""
 
     def __init__(self, config: BalanceConfig, model: nn.Module) -> None:
         """Take over ``model``'s layers, whose weights are final.
 
         Returns when all ranks have come this far. Raises UnsupportedError when one layer cannot be
-        balanced; nothing has been changed then.
+        balanced; SGLang can serve without balancing then.
         """
         layers = moe_layers(model)
         if not layers:
             raise UnsupportedError(
                 f"{type(model).__name__} has no experts; serve it with --policy off"
             )
+        execution: Execution[FusedMoE] = CpuExperts() if is_cpu() else DeviceExperts()
         for layer in layers:
             check_layer(layer)
-            check_cpu_execution(layer)
-        first = layers[0]
-        shape = ExpertShape(first.moe_ep_size, first.num_experts, config.num_replica_slots)
-        self._indices = {layer: index for index, layer in enumerate(layers)}
-        self._rank = first.moe_ep_rank
-        self._joined = JoinedLayers(
-            config=config,
-            shape=shape,
-            view=TokenView.SHARED,
-            layers=[movable_parameters(layer) for layer in layers],
-            rank=self._rank,
-            engine="sglang",
-            run_layer=functools.partial(_run_layer, first, shape),
-        )
-        for layer in layers:
-            self._widen_dispatch(layer)
+            execution.check(layer)
+        require_one_number([layer.num_experts for layer in layers])
+        self._layers = {layer: index for index, layer in enumerate(layers)}
+        parameters = [movable_parameters(layer) for layer in layers]
+        self._joined = _join(config, layers, parameters, execution)
+        self._in_place = list(map(_InPlace, layers, parameters))
 
     def route(self, layer: FusedMoE, topk_ids: torch.Tensor, batch_tokens: int) -> torch.Tensor:
-        """Physical ids (T, K) for ``layer``'s logical ``topk_ids`` (T, K); see Balancer.route."""
-        return self._joined.route(self._indices[layer], topk_ids, batch_tokens)
+        """Physical ids (T, K) for ``layer``'s logical ``topk_ids`` (T, K), of the same type.
+
+        ``batch_tokens`` is the batch's token count over all ranks, see Balancer.route. CUDA graphs
+        are captured once for all batches that replay them, so they take the identity. Raises
+        UnsupportedError when the layer's weights are not where the balancer moves them.
+        """
+        index = self._layers[layer]
+        self._in_place[index].require()
+        tokens = 0 if is_capturing(topk_ids.device) else batch_tokens
+        return self._joined.route(index, topk_ids, tokens).to(topk_ids.dtype)
 
     def computed(self) -> None:
         """The layer that was routed last has been computed."""
@@ -64,31 +72,83 @@ class ExpertGroup:
 
     def check_adopted(self, model: nn.Module) -> None:
         """Raise UnsupportedError unless every MoE layer of ``model`` still has its slots."""
-        num_local = self._joined.shape.num_local
         for layer in moe_layers(model):
-            if layer not in self._indices or layer.w13_weight.shape[0] != num_local:
+            if layer not in self._layers:
                 raise UnsupportedError(
-                    f"{layer.layer_name} is not balanced: its weights were replaced after loading; "
+                    f"{layer.layer_name} is not balanced: it came after loading; "
                     "serve without balancing: --on-unsupported=off"
                 )
+            self._in_place[self._layers[layer]].require()
 
     def mark_ready(self) -> None:
         """Say that this rank balances."""
         self._joined.mark_ready()
-        if self._rank == 0:
+        if self._joined.location.leads_host:
             self._joined.log_ready(logger)
 
-    def _widen_dispatch(self, layer: FusedMoE) -> None:
-        """Have ``layer``'s dispatcher map physical ids, slots included, to local experts.
 
-        Its table is made at the first use from these sizes. SGLang changes them the same way where
-        a layer's experts change (``FusedMoE.bind_full_expert_weights``). Verified with 0.5.23.
-        """
-        dispatcher, shape = layer.dispatcher, self._joined.shape
-        dispatcher.num_experts = shape.num_ranks * shape.num_local
-        dispatcher.num_local_experts = shape.num_local
-        dispatcher.num_local_routed_experts = shape.num_local
-        dispatcher.local_expert_mapping = None
+class _InPlace:
+    """Whether a layer's expert tensors are still those that have slots behind them.
+
+    SGLang can load weights anew while it serves (``/update_weights_from_disk`` and others). What is
+    loaded into the same memory is balanced as it is; what is made anew has no slots.
+    """
+
+    def __init__(self, layer: FusedMoE, parameters: Sequence[nn.Parameter]) -> None:
+        self._layer = layer
+        movable = {id(parameter) for parameter in parameters}
+        names = [name for name, own in layer.named_parameters() if id(own) in movable]
+        self._tensors = attrgetter(*names)  # of two weights at least, so that it gives a tuple
+        self._addresses = self._now()
+
+    def require(self) -> None:
+        """Raise UnsupportedError if one was replaced."""
+        if self._now() != self._addresses:
+            raise UnsupportedError(
+                f"{self._layer.layer_name} is not balanced: its weights were replaced after "
+                "loading; serve without balancing: --on-unsupported=off"
+            )
+
+    def _now(self) -> list[int]:
+        return [tensor.data_ptr() for tensor in self._tensors(self._layer)]
+
+
+def _join(
+    config: BalanceConfig,
+    layers: Sequence[FusedMoE],
+    parameters: Sequence[Sequence[nn.Parameter]],
+    execution: Execution[FusedMoE],
+) -> JoinedLayers:
+    """Tell ``layers`` of the slots and give them some; undone if they cannot have them."""
+    first = layers[0]
+    shape = ExpertShape(first.moe_ep_size, first.num_experts, config.num_replica_slots)
+    view = _view_of(first)
+    device = first.w13_weight.device
+    row = torch.ones(1, first.hidden_size, dtype=first.params_dtype, device=device)
+    ranks = get_parallel().moe_ep_group
+    try:
+        execution.give_slots(layers, shape)
+        return JoinedLayers(
+            config=config,
+            shape=shape,
+            view=view,
+            layers=parameters,
+            rank=first.moe_ep_rank,
+            engine="sglang",
+            run_layer=functools.partial(
+                compute_balanced, execution, first, shape, view, first.top_k, row
+            ),
+            group=EngineGroup(ranks.cpu_group, ranks.device_group),
+        )
+    except UnsupportedError:
+        execution.take_slots_back(layers, parameters, shape)
+        raise
+
+
+def _view_of(layer: FusedMoE) -> TokenView:
+    """Without a dispatcher of its own every rank has all tokens, with attention data parallelism
+    too: SGLang gathers them before the layer."""
+    return TokenView.SHARED if type(layer.dispatcher) is StandardDispatcher else TokenView.OWN
 
 
 def moe_layers(model: nn.Module) -> list[FusedMoE]:
@@ -115,13 +175,3 @@ def movable_parameters(layer: FusedMoE) -> list[nn.Parameter]:
                 "serve without balancing: --on-unsupported=off"
             )
     return expert_parameters(layer, layer.layer_name, num_local, movable)
-
-
-def _run_layer(layer: FusedMoE, shape: ExpertShape, num_assignments: int) -> None:
-    """Compute ``layer`` for a perfectly balanced batch, for the cost model."""
-    ids = balanced_ids(shape, num_assignments * shape.num_ranks, layer.top_k)
-    local = ids - layer.moe_ep_rank * shape.num_local
-    is_own = (local >= 0) & (local < shape.num_local)
-    x = torch.ones(ids.shape[0], layer.hidden_size, dtype=layer.w13_weight.dtype)
-    own = torch.where(is_own, local, -1)
-    compute_and_reduce(x, torch.ones(ids.shape), own, layer.w13_weight, layer.w2_weight)

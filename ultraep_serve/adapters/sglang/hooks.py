@@ -10,18 +10,15 @@ import torch
 from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.layers.moe.topk import TopKOutputChecker
-from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.utils import is_cpu
 
-from ultraep_serve.adapters.sglang.checks import (
-    check_cpu_execution,
-    check_engine,
-    check_settings,
-)
+from ultraep_serve.adapters.sglang.batches import PrefillTokens
+from ultraep_serve.adapters.sglang.checks import check_cpu_execution, check_engine
 from ultraep_serve.adapters.sglang.cpu_device import complete_device_module
 from ultraep_serve.adapters.sglang.cpu_experts import compute_and_reduce
 from ultraep_serve.adapters.sglang.group import ExpertGroup, moe_layers
+from ultraep_serve.adapters.sglang.settings import check_settings
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.errors import UnsupportedError
 from ultraep_serve.types import Policy
@@ -35,6 +32,7 @@ FORWARD = "sglang.srt.model_executor.model_runner.ModelRunner.forward"
 EXPERTS = "sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE.forward_impl"
 COMPUTE = "sglang.srt.layers.moe.fused_moe_native.moe_forward_native"
 SCHEDULER = "sglang.srt.managers.scheduler.Scheduler.__init__"
+GATHER = "sglang.srt.managers.scheduler_components.dp_attn.MLPSyncBatchInfo.all_gather"
 _PARAMETERS = {  # of every target, in 0.5.23
     LOAD: ["self"],
     FORWARD: [
@@ -47,8 +45,8 @@ _PARAMETERS = {  # of every target, in 0.5.23
     ],
     EXPERTS: ["self", "hidden_states", "topk_output", "pre_quant_input"],
     COMPUTE: ["layer", "x", "topk_output", "moe_runner_config"],
+    GATHER: ["self", "device", "group", "use_all_reduce"],
 }
-_PREFILL = (ForwardMode.EXTEND, ForwardMode.MIXED)
 
 
 def install(config: BalanceConfig) -> None:
@@ -65,7 +63,8 @@ def install(config: BalanceConfig) -> None:
             raise
         logger.warning("ultraep: serving without balancing: %s", error)
         return
-    complete_device_module()
+    if is_cpu():
+        complete_device_module()
     for target, (hook, kind) in _SchedulerHooks(config).by_target().items():
         HookRegistry.register(target, hook, kind)
 
@@ -77,15 +76,17 @@ class _SchedulerHooks:
         self._config = config
         self._group: ExpertGroup | None = None
         self._served_plainly = False  # by on_unsupported = off
-        self._in_prefill = False
+        self._tokens = PrefillTokens()
 
     def by_target(self) -> dict[str, tuple[Callable[..., Any], HookType]]:
         """What to hook where; without balancing only what expert parallelism on CPU needs."""
         hooks: dict[str, tuple[Callable[..., Any], HookType]] = {
-            COMPUTE: (self.compute, HookType.AROUND),
             LOAD: (self.loaded, HookType.AFTER),
         }
+        if is_cpu():
+            hooks[COMPUTE] = (self.compute, HookType.AROUND)
         if self._config.policy is not Policy.OFF:
+            hooks[GATHER] = (self._tokens.gathered, HookType.AFTER)
             hooks[FORWARD] = (self.forward, HookType.AROUND)
             hooks[EXPERTS] = (self.experts, HookType.AROUND)
             hooks[SCHEDULER] = (self.scheduler_made, HookType.AFTER)
@@ -121,16 +122,13 @@ class _SchedulerHooks:
         *rest: Any,
         **named: Any,
     ) -> Any:
-        """Know whether a batch is prefill, which experts cannot see.
+        """Know whether a batch is prefill and how large, which experts cannot see.
 
         Target: ``ModelRunner.forward``, which every batch passes. AROUND. Remove when a batch's
         forward mode can be read in a layer without a forward context.
         """
-        self._in_prefill = forward_batch.forward_mode in _PREFILL
-        try:
+        with self._tokens.running(forward_batch):
             return original(runner, forward_batch, *rest, **named)
-        finally:
-            self._in_prefill = False
 
     def experts(
         self,
@@ -150,8 +148,7 @@ class _SchedulerHooks:
         if self._group is None:
             return original(layer, hidden_states, topk_output, *rest, **named)
         assert TopKOutputChecker.format_is_standard(topk_output), type(topk_output)
-        batch_tokens = topk_output.topk_ids.shape[0] if self._in_prefill else 0  # always too small
-        physical = self._group.route(layer, topk_output.topk_ids, batch_tokens)
+        physical = self._group.route(layer, topk_output.topk_ids, self._tokens.number)
         balanced = topk_output._replace(topk_ids=physical)
         output = original(layer, hidden_states, balanced, *rest, **named)
         self._group.computed()

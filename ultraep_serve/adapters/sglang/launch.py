@@ -36,6 +36,13 @@ def parse_engine_flags(flags: list[str]) -> argparse.Namespace:
     parser.add_argument("--attention-backend")
     parser.add_argument("--max-total-tokens")
     parser.add_argument("--ep-dispatch-algorithm")
+    parser.add_argument("--moe-a2a-backend", default="none")
+    parser.add_argument("--cuda-graph-config")
+    parser.add_argument("--cuda-graph-backend-prefill")
+    parser.add_argument("--disable-cuda-graph", action="store_true")
+    parser.add_argument("--disable-prefill-cuda-graph", action="store_true")
+    parser.add_argument("--disable-shared-experts-fusion", action="store_true")
+    parser.add_argument("--enforce-shared-experts-fusion", action="store_true")
     parser.add_argument("--enable-eplb", action="store_true")
     parser.add_argument("--enable-waterfill", action="store_true")
     parser.add_argument("--config")
@@ -68,7 +75,7 @@ def engine_command(model: str, flags: list[str], policy: Policy) -> EngineComman
             "--model-path",
             model,
             *flags,
-            *(_cpu_flags(parsed) if on_cpu else []),
+            *(_cpu_flags(parsed) if on_cpu else _gpu_flags(parsed, policy)),
         ],
         url=local_url(parsed.host, parsed.port),  # hosts without a server answer there too
         num_ranks=num_ranks,
@@ -87,6 +94,8 @@ def _check_parallelism(parsed: argparse.Namespace) -> None:
             f"there is nothing to balance on one rank; add --tp-size 2 --ep-size 2 (or more), "
             f"{_REMEDY}"
         )
+    if parsed.moe_a2a_backend != "none":
+        return  # SGLang takes as many ranks then as there are tensor-parallel ones
     if parsed.ep_size != parsed.tp_size:
         raise UnsupportedError(
             f"with --ep-size {parsed.ep_size} below --tp-size {parsed.tp_size} ranks share parts "
@@ -122,6 +131,22 @@ def _cpu_flags(parsed: argparse.Namespace) -> list[str]:
         chosen += ["--attention-backend", "torch_native"]
     if not parsed.max_total_tokens:
         chosen += ["--max-total-tokens", _CPU_CACHE_TOKENS]
+    return chosen
+
+
+def _gpu_flags(parsed: argparse.Namespace, policy: Policy) -> list[str]:
+    """What balancing needs on GPUs, where the user did not choose.
+
+    Prefill is planned batch by batch, outside of CUDA graphs; copies are made of routed experts.
+    """
+    if policy is Policy.OFF:
+        return []
+    graphs = parsed.cuda_graph_config or parsed.cuda_graph_backend_prefill
+    chosen = []
+    if not (graphs or parsed.disable_cuda_graph or parsed.disable_prefill_cuda_graph):
+        chosen.append("--disable-prefill-cuda-graph")
+    if not (parsed.disable_shared_experts_fusion or parsed.enforce_shared_experts_fusion):
+        chosen.append("--disable-shared-experts-fusion")
     return chosen
 
 
