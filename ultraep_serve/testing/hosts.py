@@ -12,8 +12,8 @@ __all__ = ["engine_group", "host_path"]
 
 def engine_group(run_path: Path, rank: int, num_ranks: int) -> EngineGroup:
     """A group of all ranks as an engine would have it, over gloo; once per process."""
-    store = dist.FileStore(str(run_path / "store"), num_ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
+    place = f"file://{run_path}/store"
+    dist.init_process_group("gloo", init_method=place, rank=rank, world_size=num_ranks)
     group = dist.group.WORLD
     assert group is not None
     return EngineGroup(on_host=group, on_device=group)
