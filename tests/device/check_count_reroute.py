@@ -18,7 +18,7 @@ SMALL = [
     ExpertShape(2, 14, 2),  # L = 7 is prime, E no power of two
     ExpertShape(8, 64, 1),
 ]
-LARGE = [ExpertShape(72, 504, 2), ExpertShape(64, 512, 4)]  # as large as it gets
+LARGE = [ExpertShape(72, 504, 4)]  # as large as it gets
 
 
 def edge_ids(shape: ExpertShape) -> dict[str, torch.Tensor]:

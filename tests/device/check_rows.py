@@ -18,6 +18,8 @@ from ultraep_kernels.device.status import DeviceStatus, new_status
 from ultraep_serve.policies.quota import identity_plan, plan_quota
 from ultraep_serve.types import Decision, ExpertShape, Policy
 
+pytestmark = pytest.mark.usefixtures("few_attempts")
+
 
 def rows_of(loads: np.ndarray, policy: Policy, threshold: int = 0) -> torch.Tensor:
     """(R, W) int32 as ranks with tokens of their own exchange them; only rank 0's choice counts."""
