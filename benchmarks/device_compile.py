@@ -29,7 +29,7 @@ from ultraep_kernels.device.stream import StreamTables, await_slots, stream
 
 TOKENS, TOP_K = 8192, 8  # of one rank
 TENSORS, CHUNKS = 6, 48  # of one expert
-PROGRAMS, LOOKS = 128, 1 << 20
+PROGRAMS, PATIENCE_NS = 128, 60_000_000_000
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def launches_of(case: Case) -> list[Launch]:
     with recorded_launches() as launches:
         counted = count(ids, case.num_experts)
         row = write_row(counted.load, counted.unknown, choice, has_load=True)
-        rows = exchange(row, addresses, 1, epoch, status, LOOKS)
+        rows = exchange(row, addresses, 1, epoch, status, PATIENCE_NS)
         found = plan(
             rows[:, HEADER_WIDTH:],
             slots,
@@ -109,7 +109,7 @@ def launches_of(case: Case) -> list[Launch]:
             rows=rows,
         )
         sends = plan_sends(found.slot_expert, masters, 1, "auto", case.domain_size or ranks)
-        common = tables, 1, epoch, status, LOOKS
+        common = tables, 1, epoch, status, PATIENCE_NS
         stream(sends, found.slot_expert, masters, *common, num_programs=PROGRAMS)
         reroute(ids, counted, found.share, found.slot_expert, masters, status)
         await_slots(found.slot_expert, *common)
