@@ -85,7 +85,7 @@ def serve_through(backend: str, rank: int, run_dir: str) -> dict[str, Any]:
         "rows": [tuple(layer.w13_weight.shape[:1]) for layer in layers],
         "map": layers[0].expert_map.tolist(),
         "offset": getattr(stage, "rank_expert_offset", None),
-        "made": [made["num_rdma_bytes"] for made in transports.Buffer.made],
+        "made": transports.Buffer.made,
         "destroyed": transports.Buffer.destroyed,
     }
 

@@ -5,7 +5,7 @@ where experts are computed by the adapter itself, and ``DeviceExperts``, where t
 dispatch and kernels are told of the replica slots.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
 import torch
@@ -13,10 +13,9 @@ from torch import nn
 
 from ultraep_serve.adapters.joining import balanced_ids
 from ultraep_serve.balancer import TokenView
-from ultraep_serve.errors import UnsupportedError
 from ultraep_serve.types import ExpertShape
 
-__all__ = ["Execution", "compute_balanced", "drop_slots", "require_one_number"]
+__all__ = ["Execution", "compute_balanced", "drop_slots"]
 
 Layer = TypeVar("Layer", contravariant=True)  # an engine's MoE layer
 
@@ -74,12 +73,3 @@ def drop_slots(parameters: Sequence[Sequence[nn.Parameter]], shape: ExpertShape)
     for of_layer in parameters:
         for parameter in of_layer:
             parameter.data = parameter.data[: shape.num_masters]
-
-
-def require_one_number(num_experts: Collection[int]) -> None:
-    """Raise UnsupportedError unless all layers have the same number of experts."""
-    if len(numbers := set(num_experts)) > 1:
-        raise UnsupportedError(
-            f"MoE layers with different numbers of experts {sorted(numbers)} share no slots; "
-            "serve without balancing: --on-unsupported=off"
-        )

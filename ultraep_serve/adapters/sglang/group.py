@@ -13,7 +13,8 @@ from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils import is_cpu
 from torch import nn
 
-from ultraep_serve.adapters.execution import Execution, compute_balanced, require_one_number
+from ultraep_serve.adapters.checks import require_one_number
+from ultraep_serve.adapters.execution import Execution, compute_balanced
 from ultraep_serve.adapters.joining import JoinedLayers, expert_parameters
 from ultraep_serve.adapters.sglang.checks import check_layer
 from ultraep_serve.adapters.sglang.cpu_execution import CpuExperts

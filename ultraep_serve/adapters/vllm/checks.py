@@ -9,6 +9,7 @@ from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedE
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.platforms import current_platform
 
+from ultraep_serve.adapters.checks import require_one_number
 from ultraep_serve.adapters.verified import VLLM_VERSIONS
 from ultraep_serve.errors import UnsupportedError
 
@@ -71,11 +72,7 @@ def check_model(vllm_config: VllmConfig, layers: Sequence[RoutedExperts]) -> Non
             "pipeline parallelism is not there yet: its stages balance apart from each other; "
             f"use --pipeline-parallel-size 1, {_REMEDY}"
         )
-    if len(numbers := {layer.global_num_experts for layer in layers}) > 1:
-        raise UnsupportedError(
-            f"MoE layers with different numbers of experts {sorted(numbers)} share no slots; "
-            "serve without balancing: --on-unsupported=off"
-        )
+    require_one_number([layer.global_num_experts for layer in layers])
 
 
 def check_layer(layer: RoutedExperts) -> None:

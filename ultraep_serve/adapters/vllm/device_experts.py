@@ -17,6 +17,7 @@ from vllm.forward_context import get_forward_context, set_forward_context
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.utils import weights_already_processed
 
+from ultraep_serve.adapters.execution import drop_slots
 from ultraep_serve.adapters.vllm.checks import check_device_execution
 from ultraep_serve.errors import UnsupportedError
 from ultraep_serve.types import ExpertShape
@@ -51,9 +52,7 @@ class DeviceExperts:
         shape: ExpertShape,
     ) -> None:
         """Undo ``give_slots``; masters that have been moved stay where they are now."""
-        for of_layer in parameters:
-            for parameter in of_layer:
-                parameter.data = parameter.data[: shape.num_masters]
+        drop_slots(parameters, shape)
         self._tell(layers, shape.num_logical_experts, shape.num_masters)
 
     def finish(self, layers: Sequence[RoutedExperts]) -> None:

@@ -12,7 +12,8 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.platforms import current_platform
 
-from ultraep_serve.adapters.joining import JoinedLayers, balanced_ids, expert_parameters
+from ultraep_serve.adapters.execution import Execution, compute_balanced
+from ultraep_serve.adapters.joining import JoinedLayers, expert_parameters
 from ultraep_serve.adapters.vllm.checks import check_layer, check_model
 from ultraep_serve.adapters.vllm.cpu_experts import CpuExperts
 from ultraep_serve.adapters.vllm.device_experts import DeviceExperts
@@ -28,31 +29,12 @@ __all__ = ["ExpertGroup"]
 logger = init_logger("vllm.ultraep_serve")
 
 
-class Execution(Protocol):
-    """The parts of a layer that differ between CPU and GPU."""
-
-    def check(self, layer: RoutedExperts) -> None: ...
-
-    def give_slots(self, layers: Sequence[RoutedExperts], shape: ExpertShape) -> None: ...
-
-    def take_slots_back(
-        self,
-        layers: Sequence[RoutedExperts],
-        parameters: Sequence[Sequence[torch.nn.Parameter]],
-        shape: ExpertShape,
-    ) -> None: ...
+class LayerExecution(Execution[RoutedExperts], Protocol):
+    """With what vLLM's layers need whether they are balanced or not."""
 
     def finish(self, layers: Sequence[RoutedExperts]) -> None: ...
 
     def plain_ids(self, topk_ids: torch.Tensor) -> torch.Tensor: ...
-
-    def compute(
-        self,
-        layer: RoutedExperts,
-        x: torch.Tensor,
-        topk_weights: torch.Tensor,
-        physical: torch.Tensor,
-    ) -> torch.Tensor: ...
 
 
 class ExpertGroup:
@@ -64,7 +46,7 @@ class ExpertGroup:
         self._layers: list[RoutedExperts] = []
         self._complete = False
         self._joined: JoinedLayers | None = None  # None: serving without balancing
-        self._execution: Execution = (
+        self._execution: LayerExecution = (
             CpuExperts() if current_platform.is_cpu() else DeviceExperts(vllm_config)
         )
 
@@ -182,15 +164,12 @@ class ExpertGroup:
     def _run_layer(self, shape: ExpertShape, num_assignments: int) -> None:
         """Compute the first layer for a perfectly balanced batch, for the cost model."""
         layer = self._layers[0]
-        seen = num_assignments * (shape.num_ranks if self._view is TokenView.SHARED else 1)
-        ids = balanced_ids(shape, seen, layer.top_k)
-        x = torch.ones(
-            ids.shape[0],
-            layer.hidden_size,
-            dtype=layer.moe_config.in_dtype,
-            device=layer.w13_weight.device,
+        row = torch.ones(
+            (1, layer.hidden_size), dtype=layer.moe_config.in_dtype, device=layer.w13_weight.device
         )
-        self._execution.compute(layer, x, torch.ones(ids.shape), ids)
+        compute_balanced(
+            self._execution, layer, shape, self._view, layer.top_k, row, num_assignments
+        )
 
 
 def _engine_tokens() -> int | None:
