@@ -24,6 +24,7 @@ install_deep_ep()
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own, when SGLang has it compile
+    import sglang.srt.managers.scheduler  # noqa: F401 - whose warnings are its own
     from sglang.srt.layers import deep_gemm_wrapper
     from sglang.srt.layers.moe import initialize_moe_config
     from sglang.srt.layers.moe.ep_moe.layer import get_moe_impl_class

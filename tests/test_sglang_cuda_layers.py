@@ -12,7 +12,6 @@ pytest.importorskip("sglang", reason="needs SGLang: deploy/setup_sglang_cpu.py")
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own, when SGLang has it compile
-    import sglang.srt.managers.scheduler  # noqa: F401 - whose warnings are its own
     import sglang_fakes as fakes
     from sglang.srt.layers.dp_attention import get_is_extend_in_batch
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
