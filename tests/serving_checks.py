@@ -2,9 +2,12 @@
 
 import subprocess
 import sys
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
+
+import httpx
 
 from ultraep_serve.bench.sidecar import Sidecar
 from ultraep_serve.costs.model import CostModel
@@ -47,6 +50,45 @@ def check_balanced(server: BalancedServer, num_layers: int) -> None:
         assert layer["imbalance"]["after"]["max"] <= 1.02
     assert summary["bytes_moved"] > 0
     assert summary["batches"]["skipped"]["doubt"] == 0
+
+
+@contextmanager
+def two_hosts(
+    engine: str, model: Path, directory: Path, shared: list[str], second_flags: list[str]
+) -> Iterator[tuple[BalancedServer, BalancedServer]]:
+    """A launcher for each of two hosts, both on this machine; the first one serves."""
+    costs = directory / "costs.json"
+    costs.write_text(MOVING_ALWAYS_PAYS.to_json())
+    flags = [*shared, "--costs", str(costs), "--timeout-seconds", "20"]
+    second = BalancedServer(
+        model, [*flags, *second_flags], directory / "second.log", engine=engine, serves=False
+    )
+    with second, BalancedServer(model, flags, directory / "first.log", engine=engine) as first:
+        yield first, second
+
+
+def check_two_hosts(first: BalancedServer, second: BalancedServer, num_layers: int) -> None:
+    """Tokens stay the same; both sidecars show the same balance, near its floor, and are ready."""
+    for host in (first, second):
+        assert httpx.get(f"{host.sidecar_url}/readyz").status_code == 200
+    check = check_tokens(first, PROMPTS)
+    assert check.identical == check.prompts == len(PROMPTS)
+    seen = [balance(host) for host in (first, second)]
+    assert [one["host_ranks"] for one in seen] == [[0, 1], [2, 3]]
+    assert seen[0]["imbalance"] == seen[1]["imbalance"]
+    for one in seen:
+        assert (one["num_ranks"], len(one["layers"])) == (4, num_layers)
+        assert one["batches"]["skipped"]["doubt"] == 0
+        assert one["imbalance"]["before"]["mean"] > one["floor"] * 1.05
+        assert 1.0 < one["floor"] <= one["imbalance"]["after"]["mean"] < one["floor"] * 1.03
+        assert one["bytes_moved"] > 0
+    refusal = httpx.post(
+        f"{second.sidecar_url}/v1/control/policy",
+        json={"policy": "off"},
+        headers={"Authorization": f"Bearer {second.token}"},
+    )
+    assert refusal.status_code == 409
+    assert "ask the sidecar there" in refusal.json()["detail"]
 
 
 def refused(engine: str, *arguments: str) -> str:

@@ -38,7 +38,7 @@ def join(rank: int, run_path: Path, view: TokenView, costs: str) -> tuple[CostMo
         time.sleep(num_assignments * 2e-5)
 
     parts = DeviceParts(driver, config, shape, view, Location.on_one_host(rank, 2))
-    joined = JoinedLayers(config, shape, view, layers, rank, "test", run_layer, parts)
+    joined = JoinedLayers(config, shape, view, layers, rank, "test", run_layer, parts=parts)
     assert all(parameter.shape[0] == 5 for layer in layers for parameter in layer)
     assert bool(sizes) != bool(costs)
     assert 0 < parts.slot_bytes < driver.live_bytes
