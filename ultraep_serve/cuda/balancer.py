@@ -76,8 +76,7 @@ class DeviceBalancer:
         recorder: Recorder,
         costs: IntegerCosts | None = None,
     ) -> None:
-        """Arguments as for ``Balancer``. Raises ConfigError for a policy that is not offered.
-        """
+        """Arguments as for ``Balancer``. Raises ConfigError for a policy that is not offered."""
         require_offered(config)
         self.config = config
         self.shape = shape
