@@ -65,8 +65,6 @@ def test_other_dispatch_is_refused_by_name(balanced: Any, backend: str) -> None:
 @pytest.mark.parametrize(
     ("section", "name", "value", "remedy"),
     [
-        ("parallel_config", "enable_dbo", True, "drop --enable-dbo"),
-        ("parallel_config", "ubatch_size", 2, "drop --enable-dbo and --ubatch-size"),
         ("parallel_config", "enable_elastic_ep", True, "drop --enable-elastic-ep"),
         ("", "lora_config", object(), "drop --enable-lora"),
         ("", "model_config", SimpleNamespace(enable_sleep_mode=True), "drop --enable-sleep-mode"),

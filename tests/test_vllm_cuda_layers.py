@@ -1,6 +1,7 @@
 """Layers of the vLLM adapter on GPUs: what moves, which batches are balanced, who is left alone."""
 # ruff: noqa: TID251 - vLLM's own objects are what is tested
 
+import threading
 import warnings
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ with warnings.catch_warnings():
     from vllm.forward_context import create_forward_context, override_forward_context
     from vllm.model_executor.custom_op import op_registry_oot
     from vllm.model_executor.layers.quantization import fp8
+    from vllm.v1.worker import ubatching
     from vllm_gpu import (
         NAMES,
         NUM_LOCAL,
@@ -91,7 +93,7 @@ def test_tensors_outside_vllms_contract_are_refused(balanced: Any) -> None:
 def test_batches_are_judged_by_all_ranks_tokens_and_captured_ones_not(balanced: Any) -> None:
     layer, config = build(balanced)
     seen: list[int] = []
-    route = lambda index, ids, tokens, real: seen.append(tokens) or ids.int()  # noqa: E731
+    route = lambda index, ids, tokens, *_: seen.append(tokens) or ids.int()  # noqa: E731
     layer._group._layers, layer._group._joined = [layer], SimpleNamespace(route=route)
     ids = torch.zeros(8, vllm_layers.TOP_K, dtype=torch.int64)
     with forward_pass(config, [300, 8, 1]):
@@ -102,6 +104,28 @@ def test_batches_are_judged_by_all_ranks_tokens_and_captured_ones_not(balanced: 
     balanced(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert is_capturing(torch.device("cuda"))
     assert not is_capturing(ids.device)
+
+
+def test_overlapping_micro_batches_are_told_apart(balanced: Any) -> None:
+    """vLLM runs each in a thread of its own, and these take turns within a layer."""
+    layer, config = build(balanced)
+    assert layer._group._execution.num_micro_batches == 1
+    config.parallel_config.enable_dbo = True
+    assert layer._group._execution.num_micro_batches == 2
+    checks.check_device_execution(layer, config)
+    seen: list[tuple[str, int]] = []
+    layer._group._layers = [layer]
+    layer._group._joined = SimpleNamespace(
+        route=lambda index, ids, tokens, real, number: seen.append(("route", number)) or ids,
+        computed=lambda number: seen.append(("computed", number)),
+    )
+    ids = torch.zeros(8, vllm_layers.TOP_K, dtype=torch.int32)
+    with forward_pass(config, [8, 8, 8]):
+        for number in (1, 0):
+            balanced(ubatching, "_THREAD_ID_TO_CONTEXT", {threading.get_ident(): number})
+            layer._group.route(0, ids, 8)
+            layer._group.computed()
+    assert seen == [("route", 1), ("computed", 1), ("route", 0), ("computed", 0)]
 
 
 def test_requests_of_a_rank_are_told_from_padding(balanced: Any) -> None:
@@ -126,7 +150,7 @@ def test_unsupported_models_are_served_by_vllm_alone(
     configure(monkeypatch.setenv, on_unsupported="off", run_dir="/dev/null")
     config = vllm_layers.engine_config(0, NUM_RANKS, "allgather_reducescatter", NAMES[:1])
     layer, _ = build(balanced, config=config)
-    config.parallel_config.enable_dbo = True
+    config.parallel_config.enable_elastic_ep = True
     layer.update_param_tp_status()
     ids = torch.tensor([[3, -1]])
     assert layer._group.route(0, ids, 1) is ids
@@ -138,7 +162,7 @@ def test_draft_models_are_refused(balanced: Any, monkeypatch: pytest.MonkeyPatch
     configure(monkeypatch.setenv, on_unsupported="off", run_dir="/dev/null")
     config = vllm_layers.engine_config(0, NUM_RANKS, "allgather_reducescatter", NAMES[:1])
     layer, _ = build(balanced, config=config)
-    config.parallel_config.enable_dbo = True
+    config.parallel_config.enable_elastic_ep = True
     layer.update_param_tp_status()
     config.compilation_config.static_all_moe_layers.append("draft")
     with pytest.raises(UnsupportedError, match="draft models"):

@@ -91,7 +91,7 @@ class Balancer:
         self._costs = costs
         self._history = LoadHistory(len(layers))
         self._identity = torch.from_numpy(
-            identity_table(shape.num_logical_experts, shape.num_ranks, shape.num_replica_slots)
+            identity_table(shape.num_logical_experts, shape.num_ranks, shape.num_slots)
         )
         self._batch = 0
         self._batch_policy: Policy | None = None  # agreed on in the first layer of the batch

@@ -9,9 +9,7 @@ from ultraep_serve.types import IntArray
 __all__ = ["experts_sent", "forced_ids", "identity_table", "master_ids"]
 
 
-def identity_table(
-    num_logical_experts: int, num_ranks: int, num_replica_slots: int
-) -> NDArray[np.int32]:
+def identity_table(num_logical_experts: int, num_ranks: int, num_slots: int) -> NDArray[np.int32]:
     """Physical id of each expert's master, (E + 1,) int32; the last entry serves padding (-1).
 
     Experts that do not divide evenly go one each to the first ranks, as engines place them.
@@ -21,7 +19,7 @@ def identity_table(
     owner = np.repeat(np.arange(num_ranks), masters)
     local = np.arange(num_logical_experts) - (np.cumsum(masters) - masters)[owner]
     table = np.full(num_logical_experts + 1, -1, dtype=np.int32)
-    table[:-1] = owner * (masters[0] + num_replica_slots) + local
+    table[:-1] = owner * (masters[0] + num_slots) + local
     return table
 
 

@@ -60,6 +60,7 @@ class ExpertShape:
     num_ranks: int  # R
     num_logical_experts: int  # E, a multiple of R
     num_replica_slots: int  # S
+    num_micro_batches: int = 1  # of a forward pass, that overlap: each has S slots of its own
 
     @property
     def num_masters(self) -> int:
@@ -67,9 +68,14 @@ class ExpertShape:
         return self.num_logical_experts // self.num_ranks
 
     @property
+    def num_slots(self) -> int:
+        """Slots per rank, those of all micro-batches."""
+        return self.num_micro_batches * self.num_replica_slots
+
+    @property
     def num_local(self) -> int:
-        """L + S: physical experts per rank."""
-        return self.num_masters + self.num_replica_slots
+        """Physical experts per rank: L + S, with overlapping micro-batches more slots."""
+        return self.num_masters + self.num_slots
 
 
 @dataclass(frozen=True)

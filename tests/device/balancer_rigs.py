@@ -125,9 +125,20 @@ def device_rig(
     group: EngineGroup | None = None,
 ) -> Rig:
     """``group`` where there are several domains."""
+    return micro_batch_rigs(rank, run_path, setup, patience_ns, group)[0]
+
+
+def micro_batch_rigs(
+    rank: int,
+    run_path: Path,
+    setup: Setup,
+    patience_ns: int = PATIENCE_NS,
+    group: EngineGroup | None = None,
+) -> list[Rig]:
+    """One for each micro-batch, over the same fabric and layers."""
     shape, view = setup.shape, setup.view
     driver = HostDriver()
-    pool = DeviceSlotPool(driver, shape.num_replica_slots, setup.config.chunk_bytes)
+    pool = DeviceSlotPool(driver, shape.num_slots, setup.config.chunk_bytes)
     layers = [pool.adopt(masters_of(rank, i, shape.num_masters)) for i in range(LAYERS)]
     width, chunks = device_row_width(shape.num_logical_experts, view), layers[0].chunks.shape[0]
     limits = Limits(width, chunks, patience_ns, num_programs=2)
@@ -138,12 +149,15 @@ def device_rig(
     crossing = DeviceCrossing(group.on_device) if group else None
     arguments = rank, shape.num_ranks, limits, setup.domain_size, crossing
     fabric = DeviceFabric(driver, pool, meeting, *arguments)
-    notes = Notes()
-    policies = notes if rank == 0 else None
-    balancer = DeviceBalancer(
-        setup.config, shape, view, layers, fabric, policies, notes, setup.costs
-    )
-    return Rig(balancer, layers, notes, fabric)
+    rigs = []
+    for micro_batch in range(shape.num_micro_batches):
+        notes = Notes()
+        policies = notes if rank == 0 else None
+        balancer = DeviceBalancer(
+            setup.config, shape, view, layers, fabric, policies, notes, setup.costs, micro_batch
+        )
+        rigs.append(Rig(balancer, layers, notes, fabric))
+    return rigs
 
 
 def alone(config: BalanceConfig, policies: Notes) -> DeviceBalancer:

@@ -23,6 +23,7 @@ from balancer_rigs import (
     even,
     host_rig,
     masters_of,
+    micro_batch_rigs,
     search_briefly,
     skewed,
 )
@@ -147,6 +148,52 @@ def test_relays() -> None:
     with fresh_run_path() as run_path:
         filled = run_ranks(compare, 4, run_path, setup, ("skewed",), timeout_seconds=400.0)
     assert sum(filled) > 0
+
+
+def overlap(rank: int, run_path: Path, setup: Setup) -> list[int]:
+    """Replicas that each of two micro-batches read, the second routed before the first computes."""
+    search_briefly()
+    shape = setup.shape
+    rigs = micro_batch_rigs(rank, run_path, setup)
+    wanted = skewed(rank if setup.view is TokenView.OWN else 0)
+    ids = [wanted, 7 - wanted.clamp(min=0)]
+    replicas = [0, 0]
+    for layer in range(LAYERS):
+        routed = [rig.balancer.route(layer, own, 100) for rig, own in zip(rigs, ids, strict=True)]
+        filled = rigs[0].layers[layer].tensors
+        for micro_batch, (logical, physical) in enumerate(zip(ids, routed, strict=True)):
+            for expert, place in zip(logical.view(-1), physical.view(-1), strict=True):
+                owner, local = divmod(int(place), shape.num_local)
+                if place < 0 or owner != rank:
+                    continue
+                home, index = divmod(int(expert), shape.num_masters)
+                masters = masters_of(home, layer, shape.num_masters)
+                for tensor, master in zip(filled, masters, strict=True):
+                    assert torch.equal(tensor[local], master[index])
+                if local >= shape.num_masters:
+                    slot = local - shape.num_masters
+                    assert slot // shape.num_replica_slots == micro_batch
+                    replicas[micro_batch] += 1
+        for rig in rigs:
+            rig.balancer.computed()
+    rigs[0].fabric.exchange(torch.zeros(rigs[0].fabric.limits.row_width, dtype=torch.int32))
+    rigs[0].fabric.require_peers()
+    for micro_batch, rig in enumerate(rigs):
+        numbers = [event["batch"] for event in rig.notes.events]
+        assert numbers == [micro_batch + 1] * LAYERS
+        assert {len(places) for event in rig.notes.events for places in event["slot_expert"]} == {
+            shape.num_slots
+        }
+    return replicas
+
+
+@pytest.mark.parametrize("view", list(TokenView))
+def test_overlapping_micro_batches_keep_their_slots(view: TokenView) -> None:
+    """What the first copied is there when it computes, after the second has copied too."""
+    setup = Setup(ExpertShape(2, 8, 1, num_micro_batches=2), view)
+    with fresh_run_path() as run_path:
+        replicas = run_ranks(overlap, 2, run_path, setup, timeout_seconds=400.0)
+    assert all(sum(of_batch) > 0 for of_batch in zip(*replicas, strict=True))
 
 
 @pytest.mark.parametrize("view", list(TokenView))

@@ -50,8 +50,7 @@ class DeviceParts:
         self._driver, self._device = driver, driver.device
         self._layers: list[LayerSlots] = []
         per_layer = config.slot_memory == "per_layer"
-        slots, chunk = shape.num_replica_slots, config.chunk_bytes
-        self._pool = DeviceSlotPool(driver, slots, chunk, per_layer)
+        self._pool = DeviceSlotPool(driver, shape.num_slots, config.chunk_bytes, per_layer)
 
     @property
     def slot_bytes(self) -> int:
@@ -92,21 +91,26 @@ class DeviceParts:
         layer = self._layers[0]
         return agreed_costs(self._config, self._shape, layer, self._probes(layer), run_layer)
 
-    def make_balancer(
+    def make_balancers(
         self, policies: PolicySource | None, recorder: Recorder, costs: CostModel
-    ) -> DeviceBalancer:
-        balancer = DeviceBalancer(
-            self._config,
-            self._shape,
-            self._view,
-            self._layers,
-            self._fabric,
-            policies,
-            recorder,
-            costs.integer_costs(),
-        )
-        balancer.warm_up()
-        return balancer
+    ) -> list[DeviceBalancer]:
+        balancers = [
+            DeviceBalancer(
+                self._config,
+                self._shape,
+                self._view,
+                self._layers,
+                self._fabric,
+                policies,
+                recorder,
+                costs.integer_costs(),
+                micro_batch,
+            )
+            for micro_batch in range(self._shape.num_micro_batches)
+        ]
+        for balancer in balancers:
+            balancer.warm_up()
+        return balancers
 
     def _probes(self, layer: LayerSlots) -> Probes:
         """Timed on the device; small verbs from CUDA graphs, where the host does not slow them."""
@@ -134,7 +138,7 @@ class DeviceParts:
         if not shape.num_replica_slots:
             return lambda: [tensor[0].copy_(tensor[0].clone()) for tensor in layer.tensors]
         tables = self._fabric.tables(layer)
-        slot_expert = np.full((shape.num_ranks, shape.num_replica_slots), -1, np.int32)
+        slot_expert = np.full((shape.num_ranks, shape.num_slots), -1, np.int32)
         ranks = np.arange(shape.num_ranks).reshape(-1, self._location.domain_size)
         slot_expert[:, 0] = np.roll(ranks, -1, axis=1).reshape(-1) * shape.num_masters
         on_device = torch.from_numpy(slot_expert).to(self._device)

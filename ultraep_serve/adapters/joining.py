@@ -69,7 +69,7 @@ class JoinedLayers:
         self._spool = self._create_spool(config, engine)
         self._costs = parts.agree_on_costs(run_layer)
         policies = self._control if rank == 0 else None
-        self._balancer = parts.make_balancer(policies, self._recorder, self._costs)
+        self._balancers = parts.make_balancers(policies, self._recorder, self._costs)
 
     def _create_recorder(self, config: BalanceConfig, engine: str) -> Recorder:
         recorder = Recorder.create(
@@ -88,9 +88,12 @@ class JoinedLayers:
         return recorder
 
     def _create_spool(self, config: BalanceConfig, engine: str) -> SpoolWriter | None:
-        """Where all ranks see the same tokens, one records them."""
+        """Where all ranks see the same tokens, one records them.
+
+        Layers of overlapping micro-batches come mixed, which a recording has no place for.
+        """
         rank = self.location.rank
-        if self._view is TokenView.SHARED and rank != 0:
+        if (self._view is TokenView.SHARED and rank != 0) or self.shape.num_micro_batches > 1:
             return None
         source = SpoolSource(
             rank=rank,
@@ -113,8 +116,11 @@ class JoinedLayers:
         topk_ids: torch.Tensor,
         batch_tokens: int,
         real_tokens: int | None = None,
+        micro_batch: int = 0,
     ) -> torch.Tensor:
         """``Balancer.route``; an error also marks this rank as failed for the sidecar.
+
+        Micro-batches, numbered from 0, may overlap: the next is routed before this is computed.
 
         Only the first ``real_tokens`` of ``topk_ids`` belong to requests, and are recorded while
         somebody records; None is all of them. On a GPU, recording them waits for the device.
@@ -125,14 +131,14 @@ class JoinedLayers:
             if self._spool.is_recording:
                 self._spool.add(layer, topk_ids[:real_tokens].cpu().numpy())
         try:
-            return self._balancer.route(layer, topk_ids, batch_tokens)
+            return self._balancers[micro_batch].route(layer, topk_ids, batch_tokens)
         except UltraEPError:
             self._recorder.set_state(RingState.FAILED)
             raise
 
-    def computed(self) -> None:
-        """``Balancer.computed``: the engine has finished the layer that was routed last."""
-        self._balancer.computed()
+    def computed(self, micro_batch: int = 0) -> None:
+        """``Balancer.computed``: the engine has finished the layer that it was given last."""
+        self._balancers[micro_batch].computed()
 
     def log_ready(self, logger: logging.Logger) -> None:
         """For the operator: what balances here, and by which costs it decides."""
@@ -143,9 +149,9 @@ class JoinedLayers:
             self.shape.num_ranks,
             self._view.value,
             self._domains_text(),
-            self.shape.num_replica_slots,
+            self.shape.num_slots,
             self._slot_bytes / 2**20,
-            self._balancer.config.policy.value,
+            self._balancers[0].config.policy.value,
         )
         logger.info("ultraep: costs %s", self._costs.to_json())
         if self.location.domain_size == 1:
@@ -165,7 +171,7 @@ def balanced_ids(shape: ExpertShape, num_assignments: int, experts_per_token: in
     """Physical ids (T, K) int32 of masters in turn, at least one token; for measuring."""
     num_tokens = max(1, num_assignments // experts_per_token)
     turn = torch.arange(num_tokens * experts_per_token) % shape.num_logical_experts
-    table = identity_table(shape.num_logical_experts, shape.num_ranks, shape.num_replica_slots)
+    table = identity_table(shape.num_logical_experts, shape.num_ranks, shape.num_slots)
     return torch.from_numpy(table)[turn].view(num_tokens, experts_per_token)
 
 

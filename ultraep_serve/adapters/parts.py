@@ -1,6 +1,6 @@
 """What balancing is made of that differs between hosts and GPUs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -48,10 +48,10 @@ class Parts(Protocol):
     def agree_on_costs(self, run_layer: Callable[[int], None]) -> CostModel:
         """Measured by all ranks together, see ``measuring.agreed_costs``."""
 
-    def make_balancer(
+    def make_balancers(
         self, policies: PolicySource | None, recorder: Recorder, costs: CostModel
-    ) -> Routing:
-        """The balancer, warm; all ranks together. ``policies`` is rank 0's."""
+    ) -> Sequence[Routing]:
+        """One for each micro-batch, warm; all ranks together. ``policies`` is rank 0's."""
 
 
 def parts_for(

@@ -6,6 +6,7 @@ learns from notes that are done when it comes by again.
 """
 
 import logging
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -75,8 +76,14 @@ class DeviceBalancer:
         policies: PolicySource | None,
         recorder: Recorder,
         costs: IntegerCosts | None = None,
+        micro_batch: int = 0,
     ) -> None:
-        """Arguments as for ``Balancer``. Raises ConfigError for a policy that is not offered."""
+        """Arguments as for ``Balancer``.
+
+        Where micro-batches overlap, each has a balancer of its own over the same fabric, with the
+        slots of its number ``micro_batch``; all ranks route them in the same order. Raises
+        ConfigError for a policy that is not offered.
+        """
         require_offered(config)
         self.config = config
         self.shape = shape
@@ -87,7 +94,7 @@ class DeviceBalancer:
         self._gate = _gate_of(config, costs)
         self._tables = [fabric.tables(layer) for layer in layers]
         self._expert_bytes = [int(layer.expert_bytes.sum()) for layer in layers]
-        experts, ranks, slots = shape.num_logical_experts, shape.num_ranks, shape.num_replica_slots
+        experts, ranks, slots = shape.num_logical_experts, shape.num_ranks, shape.num_slots
         self._device = device = fabric.status.device
         self._identity = torch.from_numpy(identity_table(experts, ranks, slots)).to(device)
         # The host writes its choice whenever it likes; the device takes it at layer 0 of a batch.
@@ -97,7 +104,8 @@ class DeviceBalancer:
         self._ledger = Ledger(
             device, outcome_width(experts, ranks, slots), _BATCHES_ON_THEIR_WAY * len(layers)
         )
-        self._batch = 0
+        self._micro_batch = micro_batch
+        self._batch = micro_batch + 1 - shape.num_micro_batches  # that came before the first
         self._warned: set[str] = set()
 
     def route(self, layer: int, topk_ids: torch.Tensor, batch_tokens: int) -> torch.Tensor:
@@ -109,7 +117,7 @@ class DeviceBalancer:
         self._fabric.check_peers()
         capturing = is_capturing(self._device)
         if layer == 0:
-            self._batch += not capturing
+            self._batch += 0 if capturing else self.shape.num_micro_batches
             self._choose()
         if not capturing:
             self._record_what_is_done()
@@ -186,7 +194,7 @@ class DeviceBalancer:
         if self._view is TokenView.SHARED:
             self._shared_loads[0] = counted.load
             loads, source = self._shared_loads, 0
-        return plan(
+        found = plan(
             loads,
             self.shape.num_replica_slots,
             source,
@@ -195,6 +203,17 @@ class DeviceBalancer:
             gate=self._gate,
             rows=rows,
         )
+        return replace(found, slot_expert=self._among_all_slots(found.slot_expert))
+
+    def _among_all_slots(self, slot_expert: torch.Tensor) -> torch.Tensor:
+        """``slot_expert`` (R, S) in this micro-batch's part of all slots (R, M * S)."""
+        shape = self.shape
+        if shape.num_micro_batches == 1:
+            return slot_expert
+        placed = slot_expert.new_full((shape.num_ranks, shape.num_slots), -1)
+        first = self._micro_batch * shape.num_replica_slots
+        placed[:, first : first + shape.num_replica_slots] = slot_expert
+        return placed
 
     def _replicate(self, layer: int, found: DevicePlan) -> None:
         if self.shape.num_replica_slots:
@@ -222,7 +241,7 @@ class DeviceBalancer:
 
     def _record(self, note: Note) -> None:
         shape, rank = self.shape, self._fabric.rank
-        sizes = shape.num_logical_experts, shape.num_ranks, shape.num_replica_slots
+        sizes = shape.num_logical_experts, shape.num_ranks, shape.num_slots
         outcome = unpack_outcome(note.values, *sizes)
         decision = Decision(outcome.decision)
         if decision is Decision.POLICY_OFF:  # of the whole batch, which counts once

@@ -136,7 +136,7 @@ class Recorder:
             "domain_size": location.domain_size,
             "first_host": location.first_host.encode("ascii", errors="replace"),
             "num_logical_experts": shape.num_logical_experts,
-            "num_replica_slots": shape.num_replica_slots,
+            "num_replica_slots": shape.num_slots,
             "num_layers": num_layers,
             "pid": os.getpid(),
             "process_namespace": process_namespace(),

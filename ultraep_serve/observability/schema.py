@@ -140,7 +140,7 @@ def record_dtype(shape: ExpertShape) -> np.dtype[np.void]:
     replicas, ``slot_load`` (R, S) what each of them computes, ``expert_load`` (E,) assignments per
     logical expert. A master computes what its replicas do not.
     """
-    ranks, slots, experts = shape.num_ranks, shape.num_replica_slots, shape.num_logical_experts
+    ranks, slots, experts = shape.num_ranks, shape.num_slots, shape.num_logical_experts
     fields = [
         ("seq", "<u8"),
         ("crc", "<u4"),

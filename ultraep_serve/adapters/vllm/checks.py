@@ -128,11 +128,6 @@ def check_device_execution(layer: RoutedExperts, vllm_config: VllmConfig) -> Non
 
 def _wrong_settings(vllm_config: VllmConfig) -> str | None:
     parallel = vllm_config.parallel_config
-    if parallel.use_ubatching:
-        return (
-            "micro-batches overlap within a layer, and the second one's weights would be written "
-            "where the first one's are still read; drop --enable-dbo and --ubatch-size"
-        )
     if parallel.enable_elastic_ep:
         return "the number of ranks must stay as it is; drop --enable-elastic-ep"
     if vllm_config.lora_config is not None:

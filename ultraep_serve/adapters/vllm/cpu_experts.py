@@ -55,6 +55,8 @@ class Assignments:
 class CpuExperts:
     """What ``ExpertGroup`` asks of the engine on CPU: dispatch, experts and combine are ours."""
 
+    num_micro_batches = 1
+
     def __init__(self) -> None:
         self._num_local = 0  # physical experts per rank
         self._identity: torch.Tensor | None = None  # of a group that is not balanced

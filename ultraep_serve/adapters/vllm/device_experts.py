@@ -31,6 +31,12 @@ class DeviceExperts:
     def __init__(self, vllm_config: VllmConfig) -> None:
         self._vllm_config = vllm_config
 
+    @property
+    def num_micro_batches(self) -> int:
+        """With dual batch overlap vLLM routes the next micro-batch before it computes the first."""
+        parallel = self._vllm_config.parallel_config
+        return int(parallel.num_ubatches) if parallel.use_ubatching else 1
+
     def check(self, layer: RoutedExperts) -> None:
         """Raise UnsupportedError, naming the remedy, if ``layer`` cannot be balanced here."""
         check_device_execution(layer, self._vllm_config)

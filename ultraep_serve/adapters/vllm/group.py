@@ -11,6 +11,7 @@ from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.platforms import current_platform
+from vllm.v1.worker.ubatching import dbo_current_ubatch_id
 
 from ultraep_serve.adapters.execution import Execution, compute_balanced
 from ultraep_serve.adapters.joining import JoinedLayers, expert_parameters
@@ -31,6 +32,10 @@ logger = init_logger("vllm.ultraep_serve")
 
 class LayerExecution(Execution[RoutedExperts], Protocol):
     """With what vLLM's layers need whether they are balanced or not."""
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Of a forward pass, that overlap; 1 where they do not."""
 
     def finish(self, layers: Sequence[RoutedExperts]) -> None: ...
 
@@ -87,16 +92,18 @@ class ExpertGroup:
         if self._joined is None:
             return self._execution.plain_ids(topk_ids)
         tokens = 0 if is_capturing(topk_ids.device) else self._batch_tokens(num_rows)
-        physical = self._joined.route(index, topk_ids, tokens, self._request_tokens(num_rows))
+        physical = self._joined.route(
+            index, topk_ids, tokens, self._request_tokens(num_rows), dbo_current_ubatch_id()
+        )
         return physical.to(topk_ids.dtype)
 
     def computed(self) -> None:
         """vLLM has finished the layer that was routed last."""
         if self._joined is not None:
-            self._joined.computed()
+            self._joined.computed(dbo_current_ubatch_id())
 
     def _batch_tokens(self, num_rows: int) -> int:
-        """Tokens of this batch over all ranks, padding included, the same number on every rank."""
+        """Tokens of this (micro-)batch over all ranks, padding included, the same on every rank."""
         if self._view is TokenView.SHARED:
             return num_rows
         metadata = get_forward_context().dp_metadata
@@ -139,6 +146,7 @@ class ExpertGroup:
             self._layers[0].moe_config.ep_size,
             self._layers[0].global_num_experts,
             self._config.num_replica_slots,
+            self._execution.num_micro_batches,
         )
         parameters = [_expert_parameters(layer) for layer in self._layers]
         ranks = get_ep_group()
@@ -182,7 +190,7 @@ def _engine_tokens() -> int | None:
     if not metadata:
         return 0
     if not isinstance(metadata, dict):
-        return None  # one per micro-batch; those are refused
+        return None
     told = (getattr(layer, "num_actual_tokens", None) for layer in metadata.values())
     return next((tokens for tokens in told if tokens is not None), None)
 
