@@ -1,6 +1,6 @@
 """How well and how fast the quota planner balances: Zipf-like loads, and real traces if given.
 
-    python benchmarks/planner_quality.py --traces DIR --json benchmarks/results/planner.json
+    python benchmarks/planner_quality.py --traces DIR --json benchmarks/results/planner_quality.json
 
 A trace is an ``.npz`` file with ``topk_ids`` (tokens, layers, K); every layer of every batch of
 consecutive tokens is one case, its tokens split evenly over the source ranks. Zipf cases have

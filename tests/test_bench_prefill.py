@@ -38,6 +38,7 @@ def run(fake: FakeDeployment, *flags: str) -> int:
     if not {"--token", "--token-file"} & set(flags):
         given += ["--token", TOKEN]
     small = ["--prompt-tokens", "64", "--repeats", "2", "--warmup", "1"]
+    small += ["--policies", "off,quota,ideal"]
     return bench.run(parser.parse_args(["bench", "prefill", *given, *small, *flags]))
 
 

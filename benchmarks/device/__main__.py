@@ -5,9 +5,10 @@
     python benchmarks/device --part routing --part layer-qwen3         # some parts only
 
 A part is a process of its own with a time limit, so one that hangs or breaks the GPU's context is
-an error in the report and the next begins afresh; the JSON is written after each. All parts fit
-into --seconds, the most important first. Exits with 1 if anything failed; a target that was missed
-is no failure. Where the package is not installed: PYTHONPATH=.:kernels.
+an error in the report and the next begins afresh; the JSON is written after each. The most
+important parts come first; those for which --seconds leave no time are reported so. Exits with 1 if
+anything failed; a target that was missed is no failure. Where the package is not installed:
+PYTHONPATH=.:kernels.
 
 Ranks are virtual unless a row says processes: their memory lies in separate buffers of one device,
 so rates are the device's own, not those of a link between devices. A dry run takes the same path in

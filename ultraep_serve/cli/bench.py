@@ -75,7 +75,9 @@ def _add_measuring_arguments(parser: argparse.ArgumentParser) -> None:
         "--prompt-tokens", default="2048,4096,8192", help=f"prompt lengths ({DEFAULT})"
     )
     parser.add_argument(
-        "--policies", default="off,quota,ideal", help=f"policies to compare ({DEFAULT})"
+        "--policies",
+        default="off,quota",
+        help=f"policies to compare; ideal needs a server started with --allow-ideal ({DEFAULT})",
     )
     parser.add_argument(
         "--repeats", type=int, default=7, help=f"measured rounds per length ({DEFAULT})"

@@ -61,7 +61,7 @@ def _readiness(port: int, answer: "tuple[int, bytes] | str") -> Finding:
         return error(name, f"sidecar, port {port}: {answer}", remedy)
     code, body = answer
     if code == 200:
-        return ok(name, f"sidecar, port {port}: every rank is alive and balancing")
+        return ok(name, f"sidecar, port {port}: every rank of this host has joined and is alive")
     reasons = _reasons(body)
     shown = "; ".join(f"rank {rank}: {reason}" for rank, reason in reasons.items())
     remedy = "read the engine's log for that rank; restart the server"

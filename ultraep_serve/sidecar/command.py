@@ -17,7 +17,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--host", default="127.0.0.1", help="address to bind (default: %(default)s)"
     )
-    parser.add_argument("--port", type=int, default=8001, help="0 takes a free one")
+    parser.add_argument(
+        "--port", type=int, default=8001, help="0: a free one (default: %(default)s)"
+    )
     parser.add_argument(
         "--log-format",
         choices=("text", "json"),

@@ -63,7 +63,10 @@ def assemble(spools: Sequence[bytes], limit: int | None = None) -> Trace | LoadT
 def _checked_order(headers: Sequence[SpoolHeader]) -> list[int]:
     """Positions of the headers by rank."""
     if not headers:
-        raise TraceError("no rank has recorded anything; is the server serving?")
+        raise TraceError(
+            "no rank has recorded anything: nothing was prefilled meanwhile, another host is the "
+            "one to ask, or micro-batches overlap (--enable-dbo), which cannot be recorded"
+        )
     first = headers[0]
     for header in headers:
         if (header.number, header.level) != (first.number, first.level) or (
