@@ -122,6 +122,7 @@ def row_of(case: Case, facts: KernelFacts) -> dict[str, object]:
     figures = asdict(facts)
     figures["vector_copies"] = figures["ptx"].count("ld.global.v4")
     figures["alias_fences"] = figures["ptx"].count("fence.proxy.alias")
+    figures["clock_reads"] = figures["ptx"].count("%globaltimer")
     del figures["ptx"]
     return {**asdict(case), **figures}
 

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from ultraep_serve.config import CONFIG_VARIABLE, BalanceConfig
 from ultraep_serve.domains import Location
 from ultraep_serve.errors import ConfigError, EngineEndedError, UnsupportedError
 from ultraep_serve.launcher import run_directory as module
+from ultraep_serve.launcher import supervisor
 from ultraep_serve.launcher.run_directory import run_directory, run_directory_of_port
 from ultraep_serve.launcher.supervisor import EngineCommand, supervise
 from ultraep_serve.observability import Recorder, RingState
@@ -120,6 +122,28 @@ def test_the_engine_gets_configuration_and_defaults(tmp_path: Path) -> None:
     text, default = report.read_text().split("|")
     assert BalanceConfig.from_json(text) == OFF
     assert default == "7"
+
+
+def test_an_engine_that_does_not_end_when_asked_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, seconds in (("_ASKED_SECONDS", 0.5), ("_LOOK_SECONDS", 0.05)):
+        monkeypatch.setattr(supervisor, name, seconds)
+    up = tmp_path / "up"
+    code = (
+        "import os, pathlib, signal, time; signal.signal(15, signal.SIG_IGN);"
+        "pathlib.Path(os.environ['UP']).touch(); time.sleep(600)"
+    )
+
+    def ask() -> None:
+        while not up.exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    assert supervise(python(code, UP=str(up)), OFF, None) == 128 + signal.SIGKILL
+    asking.join()
 
 
 def test_what_the_engine_started_and_left_is_stopped(tmp_path: Path) -> None:

@@ -99,12 +99,16 @@ class Balancer:
         self._warned = False
         self._routed: _Routed | None = None  # what `computed` will record
 
-    def route(self, layer: int, topk_ids: torch.Tensor, batch_tokens: int) -> torch.Tensor:
+    def route(
+        self, layer: int, topk_ids: torch.Tensor, batch_tokens: int, micro_batch: int = 0
+    ) -> torch.Tensor:
         """Physical ids (T, K) int32 for logical ``topk_ids`` (T, K), padding -1 kept.
 
         ``layer`` counts MoE layers from 0 in the order they run, ``batch_tokens`` is the batch's
-        token count over all ranks. Raises PeerTimeoutError when a rank is gone.
+        token count over all ranks. Micro-batches overlap on GPUs only; here there is number 0.
+        Raises PeerTimeoutError when a rank is gone.
         """
+        assert micro_batch == 0, "layers of a host run one after another"
         first = layer == 0
         if first:
             self._batch += 1
@@ -131,7 +135,7 @@ class Balancer:
         self._routed = _Routed(layer, batch_tokens, decision, loads, plan, sent, watch)
         return physical
 
-    def computed(self) -> None:
+    def computed(self, micro_batch: int = 0) -> None:
         """The engine has finished the layer that ``route`` was called for last: record it."""
         if self._routed is not None:
             self._routed.watch.lap(Verb.COMPUTE)

@@ -125,17 +125,6 @@ def device_rig(
     group: EngineGroup | None = None,
 ) -> Rig:
     """``group`` where there are several domains."""
-    return micro_batch_rigs(rank, run_path, setup, patience_ns, group)[0]
-
-
-def micro_batch_rigs(
-    rank: int,
-    run_path: Path,
-    setup: Setup,
-    patience_ns: int = PATIENCE_NS,
-    group: EngineGroup | None = None,
-) -> list[Rig]:
-    """One for each micro-batch, over the same fabric and layers."""
     shape, view = setup.shape, setup.view
     driver = HostDriver()
     pool = DeviceSlotPool(driver, shape.num_slots, setup.config.chunk_bytes)
@@ -149,15 +138,12 @@ def micro_batch_rigs(
     crossing = DeviceCrossing(group.on_device) if group else None
     arguments = rank, shape.num_ranks, limits, setup.domain_size, crossing
     fabric = DeviceFabric(driver, pool, meeting, *arguments)
-    rigs = []
-    for micro_batch in range(shape.num_micro_batches):
-        notes = Notes()
-        policies = notes if rank == 0 else None
-        balancer = DeviceBalancer(
-            setup.config, shape, view, layers, fabric, policies, notes, setup.costs, micro_batch
-        )
-        rigs.append(Rig(balancer, layers, notes, fabric))
-    return rigs
+    notes = Notes()
+    policies = notes if rank == 0 else None
+    balancer = DeviceBalancer(
+        setup.config, shape, view, layers, fabric, policies, notes, setup.costs
+    )
+    return Rig(balancer, layers, notes, fabric)
 
 
 def alone(config: BalanceConfig, policies: Notes) -> DeviceBalancer:

@@ -23,7 +23,6 @@ from balancer_rigs import (
     even,
     host_rig,
     masters_of,
-    micro_batch_rigs,
     search_briefly,
     skewed,
 )
@@ -153,38 +152,54 @@ def test_relays() -> None:
 def overlap(rank: int, run_path: Path, setup: Setup) -> list[int]:
     """Replicas that each of two micro-batches read, the second routed before the first computes."""
     search_briefly()
-    shape = setup.shape
-    rigs = micro_batch_rigs(rank, run_path, setup)
+    shape, rig = setup.shape, device_rig(rank, run_path, setup)
     wanted = skewed(rank if setup.view is TokenView.OWN else 0)
     ids = [wanted, 7 - wanted.clamp(min=0)]
     replicas = [0, 0]
     for layer in range(LAYERS):
-        routed = [rig.balancer.route(layer, own, 100) for rig, own in zip(rigs, ids, strict=True)]
-        filled = rigs[0].layers[layer].tensors
-        for micro_batch, (logical, physical) in enumerate(zip(ids, routed, strict=True)):
-            for expert, place in zip(logical.view(-1), physical.view(-1), strict=True):
-                owner, local = divmod(int(place), shape.num_local)
-                if place < 0 or owner != rank:
-                    continue
-                home, index = divmod(int(expert), shape.num_masters)
-                masters = masters_of(home, layer, shape.num_masters)
-                for tensor, master in zip(filled, masters, strict=True):
-                    assert torch.equal(tensor[local], master[index])
-                if local >= shape.num_masters:
-                    slot = local - shape.num_masters
-                    assert slot // shape.num_replica_slots == micro_batch
-                    replicas[micro_batch] += 1
-        for rig in rigs:
-            rig.balancer.computed()
-    rigs[0].fabric.exchange(torch.zeros(rigs[0].fabric.limits.row_width, dtype=torch.int32))
-    rigs[0].fabric.require_peers()
-    for micro_batch, rig in enumerate(rigs):
-        numbers = [event["batch"] for event in rig.notes.events]
-        assert numbers == [micro_batch + 1] * LAYERS
-        assert {len(places) for event in rig.notes.events for places in event["slot_expert"]} == {
-            shape.num_slots
-        }
+        routed = [rig.balancer.route(layer, own, 100, number) for number, own in enumerate(ids)]
+        for number, (logical, physical) in enumerate(zip(ids, routed, strict=True)):
+            slots = slots_read(rank, shape, layer, rig, logical, physical)
+            assert {slot // shape.num_replica_slots for slot in slots} <= {number}
+            replicas[number] += len(slots)
+        for number in range(2):
+            rig.balancer.computed(number)
+    assert [(event["batch"], event["layer"]) for event in rig.notes.events] == [
+        (1, layer) for layer in range(LAYERS) for _ in ids
+    ]
+    rig.notes.policy = Policy.OFF
+    for layer in range(LAYERS):
+        for number, own in enumerate(ids):
+            rig.balancer.route(layer, own, 100, number)
+        for number in range(2):
+            rig.balancer.computed(number)
+    assert rig.notes.events[2 * LAYERS :] == [Decision.POLICY_OFF]
+    rig.fabric.exchange(torch.zeros(rig.fabric.limits.row_width, dtype=torch.int32))
+    rig.fabric.require_peers()
     return replicas
+
+
+def slots_read(
+    rank: int,
+    shape: ExpertShape,
+    layer: int,
+    rig: Rig,
+    logical: torch.Tensor,
+    physical: torch.Tensor,
+) -> list[int]:
+    """Slots of ``rank`` among ``physical`` ids, which all hold what ``logical`` ones mean."""
+    found = []
+    for expert, place in zip(logical.view(-1).tolist(), physical.view(-1).tolist(), strict=True):
+        owner, local = divmod(place, shape.num_local)
+        if place < 0 or owner != rank:
+            continue
+        home, index = divmod(expert, shape.num_masters)
+        masters = masters_of(home, layer, shape.num_masters)
+        for tensor, master in zip(rig.layers[layer].tensors, masters, strict=True):
+            assert torch.equal(tensor[local], master[index])
+        if local >= shape.num_masters:
+            found.append(local - shape.num_masters)
+    return found
 
 
 @pytest.mark.parametrize("view", list(TokenView))

@@ -42,3 +42,4 @@ def test_every_kernel_compiles_and_hardly_spills(tmp_path: Path) -> None:
         assert row["spill_bytes"] <= (MOST_SPILLED if large else 0), row
         assert row["name"] != "_stream_kernel" or row["vector_copies"] > 0, row
         assert (row["alias_fences"] > 0) == (row["name"] in WAITING), row
+        assert (row["clock_reads"] > 0) == (row["name"] in WAITING), row

@@ -85,3 +85,13 @@ def test_the_serving_command_says_how_ranks_lie(
 def test_hosts_that_differ_end_with_an_error(shm: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "vllm", "M", "-dp", "16", "-dpl", "6", "-ep"]) == 1
     assert "equally many ranks on each host" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("flags", "slots"), [("", 2), ("--enable-dbo", 4), ("--ubatch-size 3", 6)])
+def test_overlapping_micro_batches_have_slots_of_their_own(
+    model: str, flags: str, slots: int, shm: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["doctor", "--json", "vllm", model, "-tp", "2", "-ep", *flags.split()])
+    findings = json.loads(capsys.readouterr().out)["findings"]
+    (seen,) = (finding["seen"] for finding in findings if finding["name"] == "slots")
+    assert seen.startswith(f"{slots} per rank")

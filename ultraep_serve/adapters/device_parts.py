@@ -91,26 +91,21 @@ class DeviceParts:
         layer = self._layers[0]
         return agreed_costs(self._config, self._shape, layer, self._probes(layer), run_layer)
 
-    def make_balancers(
+    def make_balancer(
         self, policies: PolicySource | None, recorder: Recorder, costs: CostModel
-    ) -> list[DeviceBalancer]:
-        balancers = [
-            DeviceBalancer(
-                self._config,
-                self._shape,
-                self._view,
-                self._layers,
-                self._fabric,
-                policies,
-                recorder,
-                costs.integer_costs(),
-                micro_batch,
-            )
-            for micro_batch in range(self._shape.num_micro_batches)
-        ]
-        for balancer in balancers:
-            balancer.warm_up()
-        return balancers
+    ) -> DeviceBalancer:
+        balancer = DeviceBalancer(
+            self._config,
+            self._shape,
+            self._view,
+            self._layers,
+            self._fabric,
+            policies,
+            recorder,
+            costs.integer_costs(),
+        )
+        balancer.warm_up()
+        return balancer
 
     def _probes(self, layer: LayerSlots) -> Probes:
         """Timed on the device; small verbs from CUDA graphs, where the host does not slow them."""

@@ -73,11 +73,10 @@ class HostParts:
         probes = host_probes(self._shape, self._layers[0], self._fabric)
         return agreed_costs(self._config, self._shape, self._layers[0], probes, run_layer)
 
-    def make_balancers(
+    def make_balancer(
         self, policies: PolicySource | None, recorder: Recorder, costs: CostModel
-    ) -> list[Balancer]:
-        assert self._shape.num_micro_batches == 1, "on hosts nothing overlaps"
-        balancer = Balancer(
+    ) -> Balancer:
+        return Balancer(
             self._config,
             self._shape,
             self._view,
@@ -87,7 +86,6 @@ class HostParts:
             recorder,
             costs.integer_costs(),
         )
-        return [balancer]
 
 
 def _warm_up_kernels(shape: ExpertShape, layer: LayerSlots, fabric: HostFabric) -> None:

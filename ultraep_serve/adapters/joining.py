@@ -69,7 +69,7 @@ class JoinedLayers:
         self._spool = self._create_spool(config, engine)
         self._costs = parts.agree_on_costs(run_layer)
         policies = self._control if rank == 0 else None
-        self._balancers = parts.make_balancers(policies, self._recorder, self._costs)
+        self._balancer = parts.make_balancer(policies, self._recorder, self._costs)
 
     def _create_recorder(self, config: BalanceConfig, engine: str) -> Recorder:
         recorder = Recorder.create(
@@ -131,14 +131,14 @@ class JoinedLayers:
             if self._spool.is_recording:
                 self._spool.add(layer, topk_ids[:real_tokens].cpu().numpy())
         try:
-            return self._balancers[micro_batch].route(layer, topk_ids, batch_tokens)
+            return self._balancer.route(layer, topk_ids, batch_tokens, micro_batch)
         except UltraEPError:
             self._recorder.set_state(RingState.FAILED)
             raise
 
     def computed(self, micro_batch: int = 0) -> None:
-        """``Balancer.computed``: the engine has finished the layer that it was given last."""
-        self._balancers[micro_batch].computed()
+        """``Balancer.computed``: the engine has finished the layer that was routed last."""
+        self._balancer.computed(micro_batch)
 
     def log_ready(self, logger: logging.Logger) -> None:
         """For the operator: what balances here, and by which costs it decides."""
@@ -151,7 +151,7 @@ class JoinedLayers:
             self._domains_text(),
             self.shape.num_slots,
             self._slot_bytes / 2**20,
-            self._balancers[0].config.policy.value,
+            self._balancer.config.policy.value,
         )
         logger.info("ultraep: costs %s", self._costs.to_json())
         if self.location.domain_size == 1:

@@ -1,6 +1,6 @@
 """What balancing is made of that differs between hosts and GPUs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -24,9 +24,11 @@ class Routing(Protocol):
 
     config: BalanceConfig
 
-    def route(self, layer: int, topk_ids: torch.Tensor, batch_tokens: int) -> torch.Tensor: ...
+    def route(
+        self, layer: int, topk_ids: torch.Tensor, batch_tokens: int, micro_batch: int = 0
+    ) -> torch.Tensor: ...
 
-    def computed(self) -> None: ...
+    def computed(self, micro_batch: int = 0) -> None: ...
 
 
 class Parts(Protocol):
@@ -48,10 +50,10 @@ class Parts(Protocol):
     def agree_on_costs(self, run_layer: Callable[[int], None]) -> CostModel:
         """Measured by all ranks together, see ``measuring.agreed_costs``."""
 
-    def make_balancers(
+    def make_balancer(
         self, policies: PolicySource | None, recorder: Recorder, costs: CostModel
-    ) -> Sequence[Routing]:
-        """One for each micro-batch, warm; all ranks together. ``policies`` is rank 0's."""
+    ) -> Routing:
+        """The balancer, warm; all ranks together. ``policies`` is rank 0's."""
 
 
 def parts_for(

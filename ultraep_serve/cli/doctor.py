@@ -111,9 +111,14 @@ def _served(command: list[str], weight_type: str) -> Subject:
         num_ranks=ranks.total,
         host_ranks=ranks.here,
         domain_size=ours.domain_size,
-        num_slots=ours.slots,
+        num_slots=ours.slots * _micro_batches(engine),
         weight_type=weight_type,
     )
+
+
+def _micro_batches(engine: argparse.Namespace) -> int:
+    """How many overlap, each with slots of its own; by flags of vLLM's."""
+    return 2 if getattr(engine, "enable_dbo", False) else max(1, getattr(engine, "ubatch_size", 0))
 
 
 def _show(findings: list[Finding]) -> None:

@@ -76,14 +76,8 @@ class DeviceBalancer:
         policies: PolicySource | None,
         recorder: Recorder,
         costs: IntegerCosts | None = None,
-        micro_batch: int = 0,
     ) -> None:
-        """Arguments as for ``Balancer``.
-
-        Where micro-batches overlap, each has a balancer of its own over the same fabric, with the
-        slots of its number ``micro_batch``; all ranks route them in the same order. Raises
-        ConfigError for a policy that is not offered.
-        """
+        """Arguments as for ``Balancer``. Raises ConfigError for a policy that is not offered."""
         require_offered(config)
         self.config = config
         self.shape = shape
@@ -102,41 +96,50 @@ class DeviceBalancer:
         self._choice = torch.zeros(2, dtype=torch.int32, device=device)
         self._shared_loads = torch.zeros((ranks, experts), dtype=torch.int32, device=device)
         self._ledger = Ledger(
-            device, outcome_width(experts, ranks, slots), _BATCHES_ON_THEIR_WAY * len(layers)
+            device,
+            outcome_width(experts, ranks, slots),
+            _BATCHES_ON_THEIR_WAY * len(layers) * shape.num_micro_batches,
         )
-        self._micro_batch = micro_batch
-        self._batch = micro_batch + 1 - shape.num_micro_batches  # that came before the first
+        self._batch = 0
         self._warned: set[str] = set()
 
-    def route(self, layer: int, topk_ids: torch.Tensor, batch_tokens: int) -> torch.Tensor:
+    def route(
+        self, layer: int, topk_ids: torch.Tensor, batch_tokens: int, micro_batch: int = 0
+    ) -> torch.Tensor:
         """Physical ids (T, K) int32 on the device for logical ``topk_ids`` (T, K), padding -1 kept.
 
         ``layer`` counts MoE layers from 0 in the order they run, ``batch_tokens`` is the batch's
-        token count over all ranks. Raises PeerTimeoutError when a rank is gone, batches later.
+        token count over all ranks. Micro-batches of a batch may overlap: number 1 is routed before
+        the engine has computed number 0. They come in the same order in every layer, on every rank,
+        and have ``batch_tokens`` of their own. Raises PeerTimeoutError when a rank is gone, batches
+        later; then for every micro-batch of a layer, because their threads wait for each other.
         """
-        self._fabric.check_peers()
+        self._fabric.check_peers(look=micro_batch == 0)
         capturing = is_capturing(self._device)
-        if layer == 0:
-            self._batch += 0 if capturing else self.shape.num_micro_batches
+        begins = layer == 0 and micro_batch == 0
+        if begins:
+            self._batch += not capturing
             self._choose()
         if not capturing:
             self._record_what_is_done()
         if batch_tokens < self.config.min_batch_tokens:
-            if layer == 0 and not capturing:
+            if begins and not capturing:
                 self._ledger.skip(Decision.SMALL)
                 self._record_what_is_done()
             return self.identity(topk_ids)
-        if layer == 0 and self._policies is not None:
+        if begins and self._policies is not None:
             self._choice.copy_(self._asked, non_blocking=True)
-        note = None if capturing else self._ledger.open(layer, self._batch, batch_tokens)
-        if note is None and not capturing:
-            self._recorder.count_lost()
-        return self._balance(layer, topk_ids, note)
+        note = None
+        if not capturing:
+            note = self._ledger.open(layer, self._batch, batch_tokens, micro_batch)
+            if note is None:
+                self._recorder.count_lost()
+        return self._balance(layer, topk_ids, note, micro_batch)
 
-    def computed(self) -> None:
+    def computed(self, micro_batch: int = 0) -> None:
         """The engine has launched the layer that ``route`` was called for last."""
         if not is_capturing(self._device):
-            self._ledger.close()
+            self._ledger.close(micro_batch)
             self._record_what_is_done()
 
     def identity(self, topk_ids: torch.Tensor) -> torch.Tensor:
@@ -148,16 +151,18 @@ class DeviceBalancer:
         for num_ids in _WARM_UP_IDS:
             for dtype in (torch.int32, torch.int64):  # routers give either
                 padding = torch.full((num_ids, 1), -1, dtype=dtype, device=self._device)
-                self._balance(0, padding, None)
+                self._balance(0, padding, None, 0)
         self._fabric.require_peers()
 
-    def _balance(self, layer: int, topk_ids: torch.Tensor, note: Note | None) -> torch.Tensor:
+    def _balance(
+        self, layer: int, topk_ids: torch.Tensor, note: Note | None, micro_batch: int
+    ) -> torch.Tensor:
         watch: Lap = note or Unnoted()
         counted = count(topk_ids, self.shape.num_logical_experts)
         watch.lap(Verb.COUNT)
         rows = self._exchange(counted)
         watch.lap(Verb.EXCHANGE)
-        found = self._plan(rows, counted)
+        found = self._plan(rows, counted, micro_batch)
         watch.lap(Verb.PLAN)
         self._replicate(layer, found)
         watch.lap(Verb.REPLICATE)
@@ -188,7 +193,7 @@ class DeviceBalancer:
         row = write_row(counted.load, counted.unknown, self._choice, has_load)
         return self._fabric.exchange(row)
 
-    def _plan(self, rows: torch.Tensor, counted: Counted) -> DevicePlan:
+    def _plan(self, rows: torch.Tensor, counted: Counted, micro_batch: int) -> DevicePlan:
         """Tokens that all ranks see count as rank 0's, so that every rank splits them alike."""
         loads, source = rows[:, HEADER_WIDTH:], self._fabric.rank
         if self._view is TokenView.SHARED:
@@ -203,15 +208,19 @@ class DeviceBalancer:
             gate=self._gate,
             rows=rows,
         )
-        return replace(found, slot_expert=self._among_all_slots(found.slot_expert))
+        slot_expert = self._among_all_slots(found.slot_expert, micro_batch)
+        return replace(found, slot_expert=slot_expert)
 
-    def _among_all_slots(self, slot_expert: torch.Tensor) -> torch.Tensor:
-        """``slot_expert`` (R, S) in this micro-batch's part of all slots (R, M * S)."""
+    def _among_all_slots(self, slot_expert: torch.Tensor, micro_batch: int) -> torch.Tensor:
+        """``slot_expert`` (R, S) in the micro-batch's part of the slots of all M (R, M * S).
+
+        Another one's may still be read. Its own are free: the exchange followed its expert kernel.
+        """
         shape = self.shape
         if shape.num_micro_batches == 1:
             return slot_expert
         placed = slot_expert.new_full((shape.num_ranks, shape.num_slots), -1)
-        first = self._micro_batch * shape.num_replica_slots
+        first = micro_batch * shape.num_replica_slots
         placed[:, first : first + shape.num_replica_slots] = slot_expert
         return placed
 
@@ -245,7 +254,7 @@ class DeviceBalancer:
         outcome = unpack_outcome(note.values, *sizes)
         decision = Decision(outcome.decision)
         if decision is Decision.POLICY_OFF:  # of the whole batch, which counts once
-            if note.layer == 0:
+            if note.layer == note.micro_batch == 0:
                 self._recorder.count_batch(decision)
             return
         if decision is Decision.DOUBT:

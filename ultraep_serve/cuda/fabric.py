@@ -100,6 +100,7 @@ class DeviceFabric:
         self.epoch = new_epoch(driver.device)
         self.status = new_status(driver.device)
         # bits of the status are never cleared, so the host may look at its copy at any time
+        self._seen = 0
         self._reported = torch.zeros(1, dtype=torch.int32, pin_memory=driver.device.type == "cuda")
         self._driver = driver
         inbox = inbox_bytes(len(self.domain), limits.row_width)
@@ -165,9 +166,14 @@ class DeviceFabric:
         """Tell the host, in stream order, whether a wait was given up."""
         self._reported.copy_(self.status, non_blocking=True)
 
-    def check_peers(self) -> None:
-        """Raise PeerTimeoutError if a wait was given up before the last ``report`` that is done."""
-        self._require_ok(int(self._reported[0]))
+    def check_peers(self, look: bool = True) -> None:
+        """Raise PeerTimeoutError if a wait was given up before the last ``report`` that is done.
+
+        Without ``look`` only if the last call with it raised.
+        """
+        if look:
+            self._seen = int(self._reported[0])
+        self._require_ok(self._seen)
 
     def require_peers(self) -> None:
         """Raise PeerTimeoutError if a wait was given up. Waits for the device."""

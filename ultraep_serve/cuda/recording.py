@@ -40,11 +40,12 @@ class Note:
         is_cuda = device.type == "cuda"
         self._memory = torch.zeros(num_values, dtype=torch.int32, pin_memory=is_cuda)
         self._marks: list[Any] = [new_mark(device) for _ in range(len(Verb) + 1)]
-        self.layer = self.batch = self.tokens = 0
+        self.layer = self.batch = self.tokens = self.micro_batch = 0
 
-    def start(self, layer: int, batch: int, tokens: int) -> None:
+    def start(self, layer: int, batch: int, tokens: int, micro_batch: int) -> None:
         """Begin anew, with the time of the first verb."""
         self.layer, self.batch, self.tokens = layer, batch, tokens
+        self.micro_batch = micro_batch
         self._marks[0].record()
 
     def lap(self, verb: Verb) -> None:
@@ -81,26 +82,28 @@ class Ledger:
     def __init__(self, device: torch.device, num_values: int, capacity: int) -> None:
         """At most ``capacity`` layers of ``num_values`` int32 are on their way at a time."""
         self._free = [Note(device, num_values) for _ in range(capacity)]
-        self._open: Note | None = None
+        self._open: dict[int, Note] = {}  # by micro-batch
         self._entries: deque[Entry] = deque()
 
-    def open(self, layer: int, batch: int, tokens: int) -> Note | None:
+    def open(self, layer: int, batch: int, tokens: int, micro_batch: int = 0) -> Note | None:
         """A note for a layer that starts now, or None where there is no room.
 
-        One that was not closed until then is dropped.
+        One of this micro-batch that was not closed until then is dropped.
         """
-        if self._open is None and self._free:
-            self._open = self._free.pop()
-        if self._open is not None:
-            self._open.start(layer, batch, tokens)
-        return self._open
+        if micro_batch not in self._open:
+            if not self._free:
+                return None
+            self._open[micro_batch] = self._free.pop()
+        note = self._open[micro_batch]
+        note.start(layer, batch, tokens, micro_batch)
+        return note
 
-    def close(self) -> None:
+    def close(self, micro_batch: int = 0) -> None:
         """The engine has computed the layer, in stream order."""
-        if self._open is not None:
-            self._open.lap(Verb.COMPUTE)
-            self._entries.append(self._open)
-            self._open = None
+        note = self._open.pop(micro_batch, None)
+        if note is not None:
+            note.lap(Verb.COMPUTE)
+            self._entries.append(note)
 
     def skip(self, decision: Decision) -> None:
         """A batch was skipped as a whole."""

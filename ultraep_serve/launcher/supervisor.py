@@ -23,6 +23,7 @@ __all__ = ["EngineCommand", "supervise"]
 
 _PR_SET_PDEATHSIG = 1
 _STOP_SECONDS = 30.0
+_ASKED_SECONDS = 50.0  # for requests to be finished; a pod usually gets 60
 _GROUP_SECONDS = 5.0
 _HEALTH_SECONDS = 2.0
 _LOOK_SECONDS = 1.0
@@ -60,7 +61,7 @@ def supervise(
             children.append(server)
             signals.repeat()
             watch.start(lambda: _stop(server))
-            code = _wait(server)
+            code = _wait(server, signals)
         finally:
             watch.stop()
             for child in reversed(children):
@@ -153,16 +154,22 @@ def _start(arguments: list[str], environment: dict[str, str]) -> subprocess.Pope
     )
 
 
-def _wait(child: subprocess.Popen[bytes]) -> int:
+def _wait(child: subprocess.Popen[bytes], signals: _forwarded_signals) -> int:
     """Its exit code. Looks from time to time instead of blocking for good.
 
-    A signal that arrives just before a blocking wait begins would not be handled until it ends.
+    A signal that arrives just before a blocking wait begins would not be handled until it ends. A
+    child that was asked to end and does not is killed: ranks of SGLang on other hosts than the
+    first, for one, only wait to hear of it from there.
     """
+    asked: float | None = None  # when it was seen
     while True:
         try:
             return child.wait(_LOOK_SECONDS)
         except subprocess.TimeoutExpired:
-            continue
+            now = time.monotonic()
+            asked = (asked or now) if signals.received else None
+            if asked is not None and now - asked > _ASKED_SECONDS:
+                child.kill()
 
 
 def _stop(child: subprocess.Popen[bytes]) -> None:

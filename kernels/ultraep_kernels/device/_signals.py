@@ -19,35 +19,28 @@ from triton.language.extra.cuda import globaltimer
 
 from ultraep_kernels.device.status import TIMEOUTS
 
-__all__ = ["budget_of", "clock", "fence_aliases", "post", "read_flags", "wait", "waited"]
+__all__ = ["clock", "fence_aliases", "post", "read_flags", "verdict", "wait"]
 
 _IS_INTERPRETED = tl.constexpr(knobs.runtime.interpret)  # no such fence is needed there, no clock
 _NANOSECONDS_PER_LOOK = tl.constexpr(1000)  # in the interpreter
 
 
 @triton.jit
-def budget_of(status_ptr, patience_ns):
-    """Nanoseconds that a wait may take: one where a wait has already failed."""
-    failed = tl.load(status_ptr, volatile=True) & TIMEOUTS
-    return tl.where(failed != 0, 1, patience_ns).to(tl.int64)
-
-
-@triton.jit
 def clock():
     """The device's clock, nanoseconds."""
-    if _IS_INTERPRETED:
-        return tl.full((), 0, tl.int64)
-    else:
-        return globaltimer()
+    return tl.full((), 0, tl.int64) if _IS_INTERPRETED else globaltimer()
 
 
 @triton.jit
-def waited(since, looks):
-    """Nanoseconds since ``clock`` said ``since``; the interpreter counts looks instead."""
-    if _IS_INTERPRETED:
-        return looks * _NANOSECONDS_PER_LOOK
-    else:
-        return globaltimer() - since
+def verdict(since, looks, patience_ns, status_ptr, bit):
+    """Status word after a look in vain: ``bit`` is set in it once ``patience_ns`` are over.
+
+    The clock differs from thread to thread, and barriers do not bear threads that leave a loop one
+    by one; what an atomic operation of the whole program returns is the same for all of them. The
+    interpreter, which has no clock, takes a look for a microsecond.
+    """
+    waited = looks * _NANOSECONDS_PER_LOOK if _IS_INTERPRETED else globaltimer() - since
+    return tl.atomic_or(status_ptr, tl.where(waited >= patience_ns, bit, 0), sem="relaxed")
 
 
 @triton.jit
@@ -79,16 +72,20 @@ def read_flags(flag_addresses, mask):
 
 @triton.jit
 def wait(flag_address, epoch, patience_ns, status_ptr, bit):
-    """Whether the flag reached ``epoch`` in time; if not, sets ``bit`` of the status."""
+    """Whether the flag reached ``epoch`` in time; if not, sets ``bit`` of the status.
+
+    Where a wait has already failed it is looked at once.
+    """
     pointer = flag_address.to(tl.pointer_type(tl.int64))
     zero = epoch * 0
-    budget = budget_of(status_ptr, patience_ns)
     since = clock()
-    looks = budget * 0 + 1
+    looks = zero
+    status = tl.atomic_or(status_ptr, 0, sem="relaxed")
     seen = tl.atomic_add(pointer, zero, sem="acquire", scope="sys")
-    while (seen < epoch) & (waited(since, looks) < budget):
-        seen = tl.atomic_add(pointer, zero, sem="acquire", scope="sys")
+    while (seen < epoch) & ((status & TIMEOUTS) == 0):
         looks += 1
+        status = verdict(since, looks, patience_ns, status_ptr, bit)
+        seen = tl.atomic_add(pointer, zero, sem="acquire", scope="sys")
     if seen < epoch:
         tl.atomic_or(status_ptr, bit)
     tl.debug_barrier()

@@ -18,16 +18,15 @@ import triton
 import triton.language as tl
 
 from ultraep_kernels.device._signals import (
-    budget_of,
     clock,
     fence_aliases,
     post,
     read_flags,
+    verdict,
     wait,
-    waited,
 )
 from ultraep_kernels.device.relays import Sends
-from ultraep_kernels.device.status import RELAY_TIMEOUT, SLOT_TIMEOUT
+from ultraep_kernels.device.status import RELAY_TIMEOUT, SLOT_TIMEOUT, TIMEOUTS
 
 __all__ = ["StreamTables", "await_slots", "stream"]
 
@@ -138,18 +137,20 @@ def _await_kernel(
     if tl.load(slot_expert_ptr + rank * NUM_SLOTS + slot) >= 0:
         epoch = tl.load(epoch_ptr)
         first = tl.load(flags_ptr + rank) + slot * max_chunks * 8
-        budget = budget_of(status_ptr, patience_ns)
         since = clock()
-        looks = budget * 0
+        looks = epoch * 0
         missing = tl.full((), 0, tl.int32)
+        status = tl.atomic_or(status_ptr, 0, sem="relaxed")
         for start in range(0, num_chunks, BLOCK):
             chunks = start + tl.arange(0, BLOCK)
             missing = missing * 0 + 1
-            while (missing > 0) & (waited(since, looks) <= budget):
+            while (missing > 0) & ((status & TIMEOUTS) == 0):
                 flags = read_flags(first + chunks * 8, chunks < num_chunks)
                 late = tl.where(chunks < num_chunks, flags < epoch, False)
                 missing = tl.max(late.to(tl.int32), axis=0)
-                looks += missing
+                if missing > 0:
+                    looks += 1
+                    status = verdict(since, looks, patience_ns, status_ptr, SLOT_TIMEOUT)
         if missing > 0:
             tl.atomic_or(status_ptr, SLOT_TIMEOUT)
         tl.debug_barrier()

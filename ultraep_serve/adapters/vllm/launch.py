@@ -34,6 +34,8 @@ def parse_engine_flags(flags: list[str]) -> argparse.Namespace:
     parser.add_argument("--nnodes", "-n", type=int, default=1)
     parser.add_argument("--headless", action="store_true")
     parser.add_argument("--enable-expert-parallel", "-ep", action="store_true")
+    parser.add_argument("--enable-dbo", action="store_true")
+    parser.add_argument("--ubatch-size", type=int, default=0)
     parser.add_argument("--kv-cache-memory-bytes")
     parser.add_argument("--config")
     return parser.parse_known_args([_with_dashes(flag) for flag in flags])[0]
@@ -102,7 +104,8 @@ def _environment(model: str, num_ranks: int, has_cache_size: bool) -> dict[str, 
     environment = {"HF_HUB_OFFLINE": "1"} if Path(model).is_dir() else {}
     if not _is_cpu_build():
         return environment
-    environment["VLLM_CPU_OMP_THREADS_BIND"] = bind_cores(num_ranks)
+    if num_ranks:  # none where this host has the server alone
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = bind_cores(num_ranks)
     if not has_cache_size:
         # Otherwise each rank sizes its cache as if the machine's memory were its own.
         environment["VLLM_CPU_KVCACHE_SPACE"] = "1"
