@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -92,11 +92,9 @@ def sidecar(engine_port: int) -> Iterator[tuple[int, str]]:
 def wait_until_ready(url: str) -> None:
     deadline = time.monotonic() + START_SECONDS
     while True:
-        try:
+        with suppress(httpx.TransportError):  # not listening yet
             if httpx.get(f"{url}/readyz").is_success:
                 return
-        except httpx.TransportError:  # not listening yet
-            pass
         if time.monotonic() > deadline:
             raise SystemExit(f"the sidecar at {url} is not ready")
         time.sleep(0.2)

@@ -4,7 +4,7 @@ Nothing of theirs is replaced: they are told of R * (L + S) experts instead of E
 ids.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -13,33 +13,18 @@ from sglang.srt.layers.dp_attention import get_is_extend_in_batch, set_is_extend
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.layers.moe.topk import StandardTopKOutput
 from sglang.srt.layers.moe.utils import get_deepep_mode, get_moe_a2a_backend
-from torch import nn
 
-from ultraep_serve.adapters.execution import drop_slots
 from ultraep_serve.adapters.sglang.checks import check_device_execution
-from ultraep_serve.adapters.sglang.physical import tell_of_experts
-from ultraep_serve.types import ExpertShape
+from ultraep_serve.adapters.sglang.physical import PhysicalExperts
 
 __all__ = ["DeviceExperts"]
 
 
-class DeviceExperts:
+class DeviceExperts(PhysicalExperts):
     """``Execution`` where SGLang's kernels run."""
 
     def check(self, layer: FusedMoE) -> None:
         check_device_execution(layer)
-
-    def give_slots(self, layers: Sequence[FusedMoE], shape: ExpertShape) -> None:
-        tell_of_experts(layers, shape.num_ranks * shape.num_local, shape.num_local)
-
-    def take_slots_back(
-        self,
-        layers: Sequence[FusedMoE],
-        parameters: Sequence[Sequence[nn.Parameter]],
-        shape: ExpertShape,
-    ) -> None:
-        drop_slots(parameters, shape)
-        tell_of_experts(layers, shape.num_logical_experts, shape.num_masters)
 
     def compute(
         self, layer: FusedMoE, x: torch.Tensor, topk_weights: torch.Tensor, physical: torch.Tensor

@@ -7,8 +7,28 @@ They know physical experts already: of global ids, rank r owns ``num_local_exper
 from collections.abc import Sequence
 
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE, create_moe_dispatcher
+from torch import nn
 
-__all__ = ["tell_of_experts"]
+from ultraep_serve.adapters.execution import drop_slots
+from ultraep_serve.types import ExpertShape
+
+__all__ = ["PhysicalExperts", "tell_of_experts"]
+
+
+class PhysicalExperts:
+    """What of ``Execution`` is the same on CPU and GPU."""
+
+    def give_slots(self, layers: Sequence[FusedMoE], shape: ExpertShape) -> None:
+        tell_of_experts(layers, shape.num_ranks * shape.num_local, shape.num_local)
+
+    def take_slots_back(
+        self,
+        layers: Sequence[FusedMoE],
+        parameters: Sequence[Sequence[nn.Parameter]],
+        shape: ExpertShape,
+    ) -> None:
+        drop_slots(parameters, shape)
+        tell_of_experts(layers, shape.num_logical_experts, shape.num_masters)
 
 
 def tell_of_experts(layers: Sequence[FusedMoE], num_experts: int, num_local: int) -> None:
