@@ -30,7 +30,7 @@ from served import CONTEXT, WORK, model
 from ultraep_serve.bench.prompts import Openings, fitted_prompt
 from ultraep_serve.bench.report import machine, write_json
 from ultraep_serve.bench.server import Server
-from ultraep_serve.bench.statistics import Spread
+from ultraep_serve.bench.statistics import Spread, median_interval
 from ultraep_serve.launcher.run_directory import run_directory_of_port
 from ultraep_serve.testing.server import BalancedServer, expert_parallel_flags, installed_engine
 from ultraep_serve.testing.text import sample_text
@@ -183,6 +183,7 @@ def summary(samples: dict[str, list[float]]) -> dict[str, Any]:
         spread = Spread.of(ratios)
         paired[f"{variant}_over_without"] = {
             "median": spread.median,
+            "interval": median_interval(ratios),
             "p25": spread.p25,
             "p75": spread.p75,
         }

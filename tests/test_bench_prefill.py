@@ -13,6 +13,7 @@ from bench_fakes import SPENT_SECONDS, TOKEN, FakeDeployment, deployed, tokenize
 from ultraep_serve.bench import prefill
 from ultraep_serve.bench.errors import BenchError
 from ultraep_serve.bench.server import Server
+from ultraep_serve.bench.statistics import median_interval
 from ultraep_serve.cli import bench
 from ultraep_serve.errors import ConfigError, UltraEPError
 
@@ -60,10 +61,18 @@ def test_faster_policy_measures_faster(fake: FakeDeployment, tmp_path: Path) -> 
         assert row["efficiency"] == pytest.approx(times["ideal"] / times["quota"])
         assert 0 < row["recovered"] < 1
         assert row["paired"]["quota_over_off"]["median"] < 1
+        assert row["paired"]["quota_over_off"]["interval"] is None  # three rounds cannot tell
         assert row["prompt_tokens"] == row["requested_tokens"]
         assert [len(samples) for samples in row["ttft_samples"].values()] == [3, 3, 3]
         spread = row["ttft_spread"]["off"]
         assert spread["min"] <= spread["p25"] <= times["off"] <= spread["p75"] <= spread["max"]
+
+
+def test_interval_of_the_median_needs_no_distribution() -> None:
+    """Of eleven samples the second and the second last: 1 - 2 * (1 + 11) / 2**11 = 0.988."""
+    samples = [1.0, 1.01, 1.02, 1.03, 1.04, 1.05, 1.06, 1.07, 1.08, 1.09, 50.0]
+    assert median_interval(samples) == (1.01, 1.09)
+    assert median_interval(samples[:5]) is None
 
 
 def test_document_says_where_it_comes_from(fake: FakeDeployment, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 
 from ultraep_serve.types import Policy
 
-__all__ = ["LengthResult", "Spread"]
+__all__ = ["LengthResult", "Spread", "median_interval"]
 
 
 @dataclass(frozen=True)
@@ -58,12 +58,12 @@ class LengthResult:
             return None
         return (off - quota) / (off - ideal)
 
-    def paired(self, numerator: Policy, denominator: Policy) -> Spread | None:
-        """Spread of the ratio within a round, which a drifting machine disturbs least."""
+    def paired(self, numerator: Policy, denominator: Policy) -> list[float] | None:
+        """The ratio within each round, which a drifting machine disturbs least."""
         if numerator not in self.samples or denominator not in self.samples:
             return None
         above, below = self.samples[numerator], self.samples[denominator]
-        return Spread.of([a / b for a, b in zip(above, below, strict=True)])
+        return [a / b for a, b in zip(above, below, strict=True)]
 
     def to_json(self) -> dict[str, Any]:
         """One entry of ``rows`` in the benchmark's JSON."""
@@ -82,11 +82,26 @@ class LengthResult:
             "efficiency": self.efficiency,
             "recovered": self.recovered,
             "speedup": self.speedup,
-            "paired": {
-                name: {"median": spread.median, **_quartiles(spread)} if spread else None
-                for name, spread in ratios.items()
-            },
+            "paired": {name: _paired(values) if values else None for name, values in ratios.items()},
         }
+
+
+def median_interval(samples: Sequence[float]) -> tuple[float, float] | None:
+    """Where the median of all that could be sampled lies, with 95 % confidence.
+
+    From order statistics (the sign test): nothing is assumed of the distribution. None for fewer
+    than six samples, which cannot tell.
+    """
+    from scipy.stats import quantile_test  # takes a second to import
+
+    interval = quantile_test(samples, p=0.5).confidence_interval(confidence_level=0.95)
+    return None if np.isnan(interval.low) else (float(interval.low), float(interval.high))
+
+
+def _paired(ratios: Sequence[float]) -> dict[str, Any]:
+    spread = Spread.of(ratios)
+    interval = median_interval(ratios)
+    return {"median": spread.median, "interval": interval, **_quartiles(spread)}
 
 
 def _ratio(numerator: float | None, denominator: float | None) -> float | None:
