@@ -82,7 +82,7 @@ class LengthResult:
             "efficiency": self.efficiency,
             "recovered": self.recovered,
             "speedup": self.speedup,
-            "paired": {name: _paired(values) if values else None for name, values in ratios.items()},
+            "paired": {name: _paired(each) if each else None for name, each in ratios.items()},
         }
 
 
