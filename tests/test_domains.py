@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from ultraep_serve.adapters import locating
 from ultraep_serve.adapters.locating import find_location
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.domains import Location, domain_of, host_identity, locate
@@ -73,6 +74,12 @@ def find(rank: int, run_path: Path, host_size: int, config: BalanceConfig) -> Lo
     return find_location(config, rank, 4, engine_group(run_path, rank, 4))
 
 
+def find_with_another_version(rank: int, run_path: Path, config: BalanceConfig) -> Location:
+    if rank == 3:  # of a process of its own
+        vars(locating)["__version__"] = "another"
+    return find(rank, run_path, 2, config)
+
+
 @pytest.mark.parametrize("host_size", [1, 2, 4])
 def test_ranks_find_their_hosts(run_path: Path, host_size: int) -> None:
     config = BalanceConfig(num_replica_slots=0)
@@ -90,3 +97,12 @@ def test_hosts_that_were_started_with_other_flags_are_told_which(run_path: Path)
     assert {outcome.error for outcome in outcomes} == {"ConfigError"}
     message = "rank 2 was started with another ring_records than rank 0"
     assert all(message in outcome.message for outcome in outcomes)
+
+
+def test_hosts_with_different_versions_are_told_so(run_path: Path) -> None:
+    """Before anything is compared that another version may not have."""
+    outcomes = outcomes_of_ranks(find_with_another_version, 4, run_path, BalanceConfig())
+    assert {outcome.error for outcome in outcomes} == {"ConfigError"}
+    message = "rank 3 runs another version of ultraep_serve than rank 0"
+    assert all(message in outcome.message for outcome in outcomes)
+    assert "rank 3 runs another)" in outcomes[3].message

@@ -7,6 +7,7 @@ from dataclasses import asdict
 import numpy as np
 from numpy.typing import NDArray
 
+from ultraep_serve import __version__
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.crossing import EngineGroup, HostCrossing
 from ultraep_serve.domains import Location, host_identity, locate
@@ -24,26 +25,30 @@ def find_location(
 ) -> Location:
     """Where ``rank`` stands; all ranks together. Without ``group`` all of them share this host.
 
-    Raises UnsupportedError where ranks and hosts form no domains, ConfigError where launchers were
-    given different flags, PeerTimeoutError when a rank does not come.
+    Raises UnsupportedError where ranks and hosts form no domains, ConfigError where hosts run
+    different versions or were given different flags, PeerTimeoutError when a rank does not come.
     """
     if group is None:
-        hosts = [0] * num_ranks
-        return locate(rank, hosts, config.domain_size, os.uname().nodename)
+        return locate(rank, [0] * num_ranks, config.domain_size, os.uname().nodename)
     crossing = _patient(config, group)
+    identity = [host_identity(config.run_path), _checksum(__version__)]
+    hosts = crossing.gather(np.concatenate([identity, _host_name()]))  # so wide in every version
+    if (strangers := np.flatnonzero(hosts[:, 1] != hosts[0, 1])).size:
+        raise ConfigError(
+            f"rank {strangers[0]} runs another version of ultraep_serve than rank 0 (rank {rank} "
+            f"runs {__version__}); install the same one on every host"
+        )
     settings = {key: value for key, value in asdict(config).items() if key not in _OF_ONE_HOST}
-    own = np.concatenate([[host_identity(config.run_path)], _host_name(), _checksums(settings)])
-    rows = crossing.gather(own)
-    first_setting = 1 + _NAME_BYTES // 8
-    for other, differs in enumerate(rows[:, first_setting:] != rows[0, first_setting:]):
+    rows = crossing.gather(np.array([_checksum(value) for value in settings.values()], np.int64))
+    for other, differs in enumerate(rows != rows[0]):
         if differs.any():
             name = list(settings)[int(differs.argmax())]
             raise ConfigError(
                 f"rank {other} was started with another {name} than rank 0; start "
                 "ultraep-serve with the same flags on every host"
             )
-    name = rows[0, 1:first_setting].tobytes().rstrip(b"\0").decode("ascii", "replace")
-    return locate(rank, rows[:, 0].tolist(), config.domain_size, name)
+    name = hosts[0, 2:].tobytes().rstrip(b"\0").decode("ascii", "replace")
+    return locate(rank, hosts[:, 0].tolist(), config.domain_size, name)
 
 
 def wait_for_all(config: BalanceConfig, location: Location, group: EngineGroup | None) -> None:
@@ -64,5 +69,5 @@ def _host_name() -> NDArray[np.int64]:
     return np.frombuffer(name.ljust(_NAME_BYTES, b"\0"), np.int64)
 
 
-def _checksums(settings: dict[str, object]) -> NDArray[np.int64]:
-    return np.array([zlib.crc32(str(value).encode()) for value in settings.values()], np.int64)
+def _checksum(value: object) -> int:
+    return zlib.crc32(str(value).encode())
