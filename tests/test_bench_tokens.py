@@ -126,6 +126,14 @@ def test_demo_view_tells_gain_and_token_check() -> None:
     assert max(len(line.rstrip()) for line in text.splitlines()) <= 80
 
 
+def test_demo_view_of_a_slow_machine_fits_a_terminal() -> None:
+    document = bench_document(off=45.0, quota=33.5, ideal=34.0)
+    document["rows"][0] |= {"prompt_tokens": 16384, "efficiency": 1.02}
+    text = shown(demo_report(document, {"dtype": "float32", "prompts": 1, "identical": 1}))
+    assert "102% of ideal" in text
+    assert max(len(line.rstrip()) for line in text.splitlines()) <= 80
+
+
 def test_demo_view_shows_a_failed_check_and_missing_figures() -> None:
     document = bench_document(off=2.0, quota=1.25) | {"imbalance": None}
     text = shown(demo_report(document, {"dtype": "bfloat16", "prompts": 64, "identical": 60}))

@@ -12,7 +12,7 @@ from ultraep_serve.types import Policy
 
 __all__ = ["demo_report", "demo_view"]
 
-BAR_CELLS = 16  # length of the longest bar; all fits a terminal of 80 characters
+BAR_CELLS = 14  # length of the longest bar; all fits a terminal of 80 characters
 STYLES = {Policy.OFF: "red", Policy.QUOTA: "green", Policy.IDEAL: "blue"}
 LABELS = {Policy.OFF: "off", Policy.QUOTA: "on", Policy.IDEAL: "ideal"}
 ABOUT_IDEAL = "ideal: every rank is given the same load by force; its answers are wrong"
