@@ -30,7 +30,7 @@ from served import CONTEXT, WORK, model
 from ultraep_serve.bench.prompts import Openings, fitted_prompt
 from ultraep_serve.bench.report import machine, write_json
 from ultraep_serve.bench.server import Server
-from ultraep_serve.bench.statistics import Spread, median_interval
+from ultraep_serve.bench.statistics import Spread, ratios_json
 from ultraep_serve.launcher.run_directory import run_directory_of_port
 from ultraep_serve.testing.server import BalancedServer, expert_parallel_flags, installed_engine
 from ultraep_serve.testing.text import sample_text
@@ -176,17 +176,11 @@ LOOKS = (follow, refresh, scrape)
 
 
 def summary(samples: dict[str, list[float]]) -> dict[str, Any]:
-    """Medians, and ratios within a round with their middle half."""
+    """Medians, and ratios within a round with their spread."""
     paired = {}
     for variant in VARIANTS[1:]:
         ratios = [a / b for a, b in zip(samples[variant], samples["without"], strict=True)]
-        spread = Spread.of(ratios)
-        paired[f"{variant}_over_without"] = {
-            "median": spread.median,
-            "interval": median_interval(ratios),
-            "p25": spread.p25,
-            "p75": spread.p75,
-        }
+        paired[f"{variant}_over_without"] = ratios_json(ratios)
     medians = {variant: Spread.of(values).median for variant, values in samples.items()}
     return {"ttft_seconds": medians, "paired": paired}
 

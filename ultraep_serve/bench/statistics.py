@@ -8,7 +8,7 @@ import numpy as np
 
 from ultraep_serve.types import Policy
 
-__all__ = ["LengthResult", "Spread", "median_interval"]
+__all__ = ["LengthResult", "Spread", "median_interval", "ratios_json"]
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class LengthResult:
             "efficiency": self.efficiency,
             "recovered": self.recovered,
             "speedup": self.speedup,
-            "paired": {name: _paired(each) if each else None for name, each in ratios.items()},
+            "paired": {name: ratios_json(each) if each else None for name, each in ratios.items()},
         }
 
 
@@ -98,7 +98,8 @@ def median_interval(samples: Sequence[float]) -> tuple[float, float] | None:
     return None if np.isnan(interval.low) else (float(interval.low), float(interval.high))
 
 
-def _paired(ratios: Sequence[float]) -> dict[str, Any]:
+def ratios_json(ratios: Sequence[float]) -> dict[str, Any]:
+    """Median of the ratios within rounds, where it lies, and their spread."""
     spread = Spread.of(ratios)
     interval = median_interval(ratios)
     return {"median": spread.median, "interval": interval, **_quartiles(spread)}
