@@ -16,16 +16,16 @@ from pathlib import Path
 
 import torch
 import triton
+from ultraep_kernels.contract import HEADER_WIDTH
 from ultraep_kernels.device.count import count
-from ultraep_kernels.device.exchange import exchange, new_epoch
+from ultraep_kernels.device.exchange import exchange, new_epoch, write_row
 from ultraep_kernels.device.offline import KernelFacts, Launch, compile_launch, recorded_launches
 from ultraep_kernels.device.outcome import pack_outcome
 from ultraep_kernels.device.plan import Gate, plan
 from ultraep_kernels.device.relays import plan_sends
 from ultraep_kernels.device.reroute import reroute
-from ultraep_kernels.device.row import HEADER_WIDTH, write_row
 from ultraep_kernels.device.status import new_status
-from ultraep_kernels.device.stream import StreamTables, await_slots, stream
+from ultraep_kernels.device.stream import StreamTables, stream, wait_slots
 
 TOKENS, TOP_K = 8192, 8  # of one rank
 TENSORS, CHUNKS = 6, 48  # of one expert
@@ -112,7 +112,7 @@ def launches_of(case: Case) -> list[Launch]:
         common = tables, 1, epoch, status, PATIENCE_NS
         stream(sends, found.slot_expert, masters, *common, num_programs=PROGRAMS)
         reroute(ids, counted, found.share, found.slot_expert, masters, status)
-        await_slots(found.slot_expert, *common)
+        wait_slots(found.slot_expert, *common)
         pack_outcome(found, rows)
     return launches
 

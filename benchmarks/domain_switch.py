@@ -16,17 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from ultraep_serve.bench.report import machine
-from ultraep_serve.policies.registry import policy_function
-from ultraep_serve.traces import (
-    Replay,
-    ReplayOptions,
-    Trace,
-    concatenate,
-    load_trace,
-    replay,
-    write_document,
-)
+from ultraep_serve.files import write_json
+from ultraep_serve.machine import describe
+from ultraep_serve.offline.comparators import policy_function
+from ultraep_serve.offline.replay import Replay, ReplayOptions, replay
+from ultraep_serve.offline.store import load_trace
+from ultraep_serve.offline.trace import Trace, concatenate
 
 POLICIES = ("off", "eplb", "lplb", "quota")
 NUM_EXPERTS = 64
@@ -54,12 +49,12 @@ def main() -> None:
     if args.json:
         report = {
             "command": shlex.join(["python", f"benchmarks/{Path(__file__).name}", *sys.argv[1:]]),
-            "machine": machine(),
+            "machine": describe(),
             "batch_tokens": args.batch_tokens,
             "history_batches": args.history,
             "settings": settings,
         }
-        write_document(args.json, report)
+        write_json(args.json, report)
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -20,16 +20,10 @@ from pathlib import Path
 
 import numpy as np
 
-from ultraep_serve.costs import (
-    Efficiency,
-    Prefill,
-    Transfer,
-    estimate_costs,
-    hardware,
-    model_shape,
-    prefill_seconds,
-    slot_memory,
-)
+from ultraep_serve.costs.decide import Transfer
+from ultraep_serve.offline.hardware import Efficiency, estimate_costs, hardware
+from ultraep_serve.offline.predict import Prefill, prefill_seconds, slot_memory
+from ultraep_serve.offline.shapes import model_shape
 
 MIB = 1 << 20
 LINK_EXPERTS = Transfer(2, 2)  # two slots per rank, so two experts on the busiest link with relays

@@ -13,12 +13,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import checkout  # noqa: F401
 import numpy as np
-from planner_quality import Cases, machine, trace_cases, zipf_cases
+from planner_quality import Cases, trace_cases, zipf_cases
 
-from ultraep_serve.policies import plan_quota
-from ultraep_serve.policies.checks import imbalance_floor
-from ultraep_serve.testing.references import greedy_plan, least_largest_load
+from tests.support.references import greedy_plan, least_largest_load
+from ultraep_serve.machine import describe
+from ultraep_serve.planner.checks import imbalance_floor
+from ultraep_serve.planner.quota import plan_quota
 from ultraep_serve.types import ExpertShape, imbalance
 
 BALANCED = 0.005  # imbalances closer than this count as the same balance
@@ -38,7 +40,7 @@ def main() -> None:
         "greedy": greedy(args),
     }
     if args.json:
-        report = {"command": sys.argv, "machine": machine(), **tables}
+        report = {"command": sys.argv, "machine": describe(), **tables}
         args.json.write_text(json.dumps(report, indent=1) + "\n")
 
 

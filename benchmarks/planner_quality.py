@@ -9,7 +9,6 @@ consecutive tokens is one case, its tokens split evenly over the source ranks. Z
 
 import argparse
 import json
-import platform
 import sys
 import time
 from collections.abc import Iterator
@@ -18,7 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ultraep_serve.policies import plan_quota, warm_up
+from ultraep_serve.machine import describe
+from ultraep_serve.planner.quota import plan_quota, warm_up
 from ultraep_serve.types import ExpertShape, imbalance
 
 ZIPF_SIZES = ((2, 16), (8, 128), (32, 128), (64, 256), (64, 512), (72, 504))  # (R, E)
@@ -66,7 +66,7 @@ def main() -> None:
                   f"{row.busiest_sender:7.2f} {row.replicas:7.1f} "
                   f"{row.median_microseconds:6.0f}", flush=True)  # fmt: skip
     if args.json:
-        report = {"command": sys.argv, "machine": machine(), "rows": rows}
+        report = {"command": sys.argv, "machine": describe(), "rows": rows}
         args.json.write_text(json.dumps(report, indent=1) + "\n")
 
 
@@ -169,19 +169,6 @@ def measure(cases: Cases, num_slots: int, repeat: int) -> Row:
         replicas=float(np.mean(replicas)),
         median_microseconds=float(np.median(seconds)) * 1e6,
     )
-
-
-def machine() -> dict[str, str | int]:
-    """What the numbers were measured on."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return {
-        "processor": names[0] if names else platform.processor(),
-        "cores": len(names),
-        "python": platform.python_version(),
-        "numpy": np.__version__,
-    }
 
 
 if __name__ == "__main__":

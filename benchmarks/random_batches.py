@@ -17,14 +17,14 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import checkout  # noqa: F401
 import numpy as np
 
-from ultraep_serve.balancer import TokenView
+from tests.support.moe import TinyMoE
+from tests.support.ranks import fresh_run_path, run_ranks
+from tests.support.stress import RandomBatches, StressReport, run_stress
 from ultraep_serve.config import BalanceConfig
-from ultraep_serve.testing.moe import TinyMoE
-from ultraep_serve.testing.ranks import fresh_run_path, run_ranks
-from ultraep_serve.testing.stress import RandomBatches, StressReport, run_stress
-from ultraep_serve.types import ExpertShape, Policy
+from ultraep_serve.types import ExpertShape, Policy, TokenView
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,9 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from ultraep_serve.testing import ModelSpec, demo_balanced, demo_glm4, demo_qwen3, make_model
-from ultraep_serve.testing.server import BalancedServer, expert_parallel_flags
+from ultraep_serve.demo.balanced_server import BalancedServer, expert_parallel_flags
+from ultraep_serve.demo.models import make_model
+from ultraep_serve.demo.spec import ModelSpec, demo_balanced, demo_glm4, demo_qwen3
 
 __all__ = ["CONTEXT", "MODELS", "WORK", "model", "serve"]
 

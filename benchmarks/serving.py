@@ -26,14 +26,16 @@ from serving_answers import logprobs, tokens
 from serving_layers import layers
 from serving_memory import memory
 
-from ultraep_serve.bench.prefill import PrefillOptions
-from ultraep_serve.bench.report import machine, prefill_document, prefill_view, write_json
-from ultraep_serve.bench.server import Server
-from ultraep_serve.bench.sidecar import Sidecar
 from ultraep_serve.cli.arguments import prompt_lengths
 from ultraep_serve.cli.bench import measure_with_progress
-from ultraep_serve.testing.server import installed_engine
-from ultraep_serve.testing.text import sample_text
+from ultraep_serve.client.engine import Server
+from ultraep_serve.client.prefill import PrefillOptions
+from ultraep_serve.client.prefill_report import prefill_document, prefill_view
+from ultraep_serve.client.sidecar import Sidecar
+from ultraep_serve.demo.balanced_server import installed_engine
+from ultraep_serve.demo.text import sample_text
+from ultraep_serve.files import write_json
+from ultraep_serve.machine import describe
 from ultraep_serve.types import Policy
 
 
@@ -54,7 +56,7 @@ def main() -> None:
     options.engine = installed_engine()
     document = {"engine": options.engine, **BENCHMARKS[options.benchmark](options)}
     document["command"] = shlex.join(["python", *sys.argv])
-    document["machine"] = machine()
+    document["machine"] = describe()
     name = f"{'serving' if options.engine == 'vllm' else 'sglang'}-{options.benchmark}.json"
     write_json(options.out or Path("benchmarks/results") / name, document)
 

@@ -4,19 +4,20 @@ import argparse
 import itertools
 from typing import Any, NamedTuple
 
+import checkout  # noqa: F401
 import numpy as np
 from numpy.typing import NDArray
 from served import WORK, model, serve
 
-from ultraep_serve.bench.tokens import Generation, compare_tokens
-from ultraep_serve.testing.checks import (
+from tests.support.permute import permute_experts
+from ultraep_serve.client.greedy_tokens import Generation, compare_tokens
+from ultraep_serve.demo.balanced_server import BalancedServer
+from ultraep_serve.demo.same_tokens import (
     check_tokens,
     generate_under,
     mixed_prompts,
     prompt_logprobs,
 )
-from ultraep_serve.testing.permute import permute_experts
-from ultraep_serve.testing.server import BalancedServer
 from ultraep_serve.types import Policy
 
 __all__ = ["logprobs", "tokens"]

@@ -11,14 +11,15 @@ from typing import Any
 import numpy as np
 from served import model, serve
 
-from ultraep_serve.bench.server import Server
-from ultraep_serve.bench.sidecar import Sidecar
-from ultraep_serve.costs.fit import fit
+from ultraep_serve.client.engine import Server
+from ultraep_serve.client.sidecar import Sidecar
+from ultraep_serve.costs.calibration import fit
 from ultraep_serve.costs.model import CostModel
+from ultraep_serve.demo.text import sample_text
 from ultraep_serve.launcher.run_directory import run_directory_of_port
-from ultraep_serve.observability import RingReader, ring_path
-from ultraep_serve.testing.text import sample_text
-from ultraep_serve.types import Policy, Verb
+from ultraep_serve.ring.reader import RingReader
+from ultraep_serve.ring.schema import ring_path
+from ultraep_serve.types import Policy, Stage
 
 __all__ = ["layers"]
 
@@ -95,7 +96,7 @@ def layer_samples(run_path: Path) -> list[tuple[float, float]]:
     for rank_records in records:
         for record in rank_records:
             key = (int(record["batch"]), int(record["layer"]))
-            took = float(record["verb_ns"][Verb.COMPUTE]) / 1e9
+            took = float(record["stage_ns"][Stage.COMPUTE]) / 1e9
             seconds[key] = max(took, seconds.get(key, 0.0))
     batches: dict[int, list[tuple[float, float]]] = {}
     for record in records[0]:

@@ -8,8 +8,8 @@ from typing import Any
 
 from served import model, serve
 
-from ultraep_serve.bench.server import Server
-from ultraep_serve.testing.text import sample_text
+from ultraep_serve.client.engine import Server
+from ultraep_serve.demo.text import sample_text
 
 __all__ = ["memory"]
 

@@ -24,11 +24,12 @@ import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 from served import CONTEXT, WORK, model
 
-from ultraep_serve.bench.report import machine, write_json
-from ultraep_serve.bench.server import Server
-from ultraep_serve.bench.sidecar import Sidecar
-from ultraep_serve.testing.server import BalancedServer, expert_parallel_flags
-from ultraep_serve.testing.text import DOMAINS, sample_text
+from ultraep_serve.client.engine import Server
+from ultraep_serve.client.sidecar import Sidecar
+from ultraep_serve.demo.balanced_server import BalancedServer, expert_parallel_flags
+from ultraep_serve.demo.text import DOMAINS, sample_text
+from ultraep_serve.files import write_json
+from ultraep_serve.machine import describe
 from ultraep_serve.types import Policy
 
 SLOTS = 2
@@ -51,7 +52,7 @@ def main() -> None:
         "phases": [summary(rows, domain) for domain in DOMAINS],
         "prompts": rows,
         "command": shlex.join(["python", *sys.argv]),
-        "machine": machine(),
+        "machine": describe(),
     }
     write_json(options.out, document)
 

@@ -27,13 +27,18 @@ from typing import Any
 import httpx
 from served import CONTEXT, WORK, model
 
-from ultraep_serve.bench.prompts import Openings, fitted_prompt
-from ultraep_serve.bench.report import machine, write_json
-from ultraep_serve.bench.server import Server
-from ultraep_serve.bench.statistics import Spread, ratios_json
+from ultraep_serve.client.engine import Server
+from ultraep_serve.client.prefill_statistics import Spread, ratios_json
+from ultraep_serve.client.prompts import Openings, fitted_prompt
+from ultraep_serve.demo.balanced_server import (
+    BalancedServer,
+    expert_parallel_flags,
+    installed_engine,
+)
+from ultraep_serve.demo.text import sample_text
+from ultraep_serve.files import write_json
 from ultraep_serve.launcher.run_directory import run_directory_of_port
-from ultraep_serve.testing.server import BalancedServer, expert_parallel_flags, installed_engine
-from ultraep_serve.testing.text import sample_text
+from ultraep_serve.machine import describe
 
 VARIANTS = ("without", "with", "watched")
 SCRAPE_SECONDS = 5.0
@@ -64,7 +69,7 @@ def main() -> None:
         **summary(samples),
         "ttft_samples": samples,
         "command": shlex.join(["python", *sys.argv]),
-        "machine": machine(),
+        "machine": describe(),
     }
     print(document["ttft_seconds"], document["paired"])
     write_json(options.out, document)

@@ -26,8 +26,11 @@ from typing import Any
 import httpx
 import numpy as np
 
-from ultraep_serve.bench.report import machine
-from ultraep_serve.observability import ControlPage, Recorder, RingReader, RingState, ring_path
+from ultraep_serve.machine import describe
+from ultraep_serve.ring.control import ControlPage
+from ultraep_serve.ring.reader import RingReader
+from ultraep_serve.ring.recorder import Recorder
+from ultraep_serve.ring.schema import RingState, ring_path
 from ultraep_serve.types import Decision, ExpertShape, Policy
 
 NUM_LAYERS = 16
@@ -74,7 +77,7 @@ def write_batch(recorder: Recorder, batch: int, shape: ExpertShape) -> None:
             replicas=1,
             bytes_sent=1000,
             bytes_received=1000,
-            verb_ns=[1000] * 7,
+            stage_ns=[1000] * 7,
             load_before=loads,
             load_after=loads,
             slot_expert=None,
@@ -99,7 +102,7 @@ class Answers:
             self.lost[str(answer.status_code)] += 1
         elif path == "/v1/balance":
             imbalance = answer.json()["imbalance"]
-            self.torn += any(imbalance[stage]["max"] not in (None, 1.0) for stage in imbalance)
+            self.torn += any(imbalance[when]["max"] not in (None, 1.0) for when in imbalance)
 
 
 async def ask(url: str, clients: int, until: float, pause: float) -> Answers:
@@ -234,7 +237,7 @@ def main() -> int:
     result = {
         "schema_version": 1,
         "command": "python " + " ".join(sys.argv),
-        "machine": machine(),
+        "machine": describe(),
         "settings": {k: v for k, v in vars(settings).items() if k != "json"},
         "shape": asdict(shape),
         **measured,

@@ -6,14 +6,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ultraep_serve.testing import make_model, tiny_glm4, tiny_qwen3
-from ultraep_serve.testing.ranks import fresh_run_path
+from tests.support.ranks import fresh_run_path
+from ultraep_serve.demo.models import make_model
+from ultraep_serve.demo.spec import tiny_glm4, tiny_qwen3
 
 if TYPE_CHECKING:
     from fastapi.testclient import TestClient
-    from sidecar_runs import SkewedRun
 
-    from ultraep_serve.testing.rings import SyntheticRun
+    from tests.support.rings import SyntheticRun
+    from tests.support.sidecar_runs import SkewedRun
 
 
 @pytest.fixture
@@ -45,7 +46,7 @@ def glm4(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def skewed_run(tmp_path: Path) -> "Iterator[SkewedRun]":
     """Two ranks in ``tmp_path``, all load of every batch on the first."""
-    from sidecar_runs import SkewedRun
+    from tests.support.sidecar_runs import SkewedRun
 
     made = SkewedRun(tmp_path)
     yield made
@@ -55,7 +56,7 @@ def skewed_run(tmp_path: Path) -> "Iterator[SkewedRun]":
 @pytest.fixture
 def planned_run(tmp_path: Path) -> "Iterator[SyntheticRun]":
     """Four ranks in ``tmp_path`` whose plans are the planner's."""
-    from sidecar_runs import planned_run
+    from tests.support.sidecar_runs import planned_run
 
     made = planned_run(tmp_path)
     yield made
@@ -66,9 +67,9 @@ def planned_run(tmp_path: Path) -> "Iterator[SyntheticRun]":
 def client(tmp_path: Path) -> "TestClient":
     """A client of a sidecar over ``tmp_path``, which ``sidecar_runs.TOKEN`` opens."""
     from fastapi.testclient import TestClient
-    from sidecar_runs import TOKEN
 
-    from ultraep_serve.sidecar import create_app
+    from tests.support.sidecar_runs import TOKEN
+    from ultraep_serve.sidecar.app import create_app
 
     return TestClient(create_app(tmp_path, TOKEN, False))
 
@@ -76,7 +77,7 @@ def client(tmp_path: Path) -> "TestClient":
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """vLLM's adapter as on a GPU; patches, also those made through it, are undone."""
-    from vllm_gpu import pretend_gpu
+    from tests.support.vllm_gpu import pretend_gpu
 
     pretend_gpu(monkeypatch)
     return monkeypatch.setattr
@@ -85,7 +86,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 @pytest.fixture
 def balanced(on_gpu: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """The same, balancing switched on."""
-    from vllm_gpu import NUM_SLOTS, configure
+    from tests.support.vllm_gpu import NUM_SLOTS, configure
 
-    configure(monkeypatch.setenv, num_replica_slots=NUM_SLOTS, run_dir="/dev/null")
+    configure(monkeypatch.setenv, slots=NUM_SLOTS, run_dir="/dev/null")
     return on_gpu

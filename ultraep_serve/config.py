@@ -1,112 +1,164 @@
-"""The one configuration object, and the one place that reads the environment.
+"""Every setting, stated once, and the one place that reads the environment.
 
-The launcher builds a ``BalanceConfig`` from flags and hands it to every engine process in the
-variable ``ULTRAEP_CONFIG`` as JSON; unset means that balancing was never switched on.
+``BalanceConfig`` is the schema of all settings: from it come the launcher's flags and their help,
+the JSON that engine processes get in the variable ``ULTRAEP_CONFIG``, the errors, and the table in
+``docs/reference.md``. A setting's name is its flag's, with underscores.
 """
 
+import argparse
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin
 
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from ultraep_serve.costs.model import CostModel
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.types import Policy
 
 __all__ = [
     "CONFIG_VARIABLE",
     "BalanceConfig",
+    "SidecarSettings",
+    "add_flags",
     "child_environment",
     "control_token_from_environment",
     "parse_policy",
     "plugin_filter",
+    "values_of_flags",
 ]
 
 CONFIG_VARIABLE = "ULTRAEP_CONFIG"
 TOKEN_VARIABLE = "ULTRAEP_CONTROL_TOKEN"
 
 
-@dataclass(frozen=True)
-class BalanceConfig:
+def _read_costs(given: object) -> object:
+    """A cost model as JSON text, from JSON text, a mapping, or the name of a file."""
+    if isinstance(given, Mapping):
+        return CostModel.from_mapping(given).to_json()
+    if not isinstance(given, str | Path) or not str(given):
+        return given
+    text = str(given)
+    if not text.lstrip().startswith("{"):
+        try:
+            text = Path(text).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"the file cannot be read: {error}") from error
+    return CostModel.from_json(text).to_json()
+
+
+class _Settings(BaseModel):
+    """Settings whose errors are ConfigErrors that name the setting, the value and the range."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    def __init__(self, **values: Any) -> None:
+        """Raises ConfigError for unknown settings and bad values."""
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise ConfigError(_explain(error, type(self))) from None
+
+
+class SidecarSettings(_Settings):
+    """The sidecar's own settings; the launcher's flags for them begin with ``--sidecar-``."""
+
+    host: str = Field(default="127.0.0.1", description="address that the sidecar listens on")
+    port: int | None = Field(
+        default=None,
+        ge=0,
+        le=65535,
+        description="its port; 0: a free one (default: the server's + 1)",
+    )
+    log_format: Literal["text", "json"] = Field(
+        default="text", description="lines of the sidecar's log"
+    )
+
+
+class BalanceConfig(_Settings):
     """Everything a rank needs to know; the same on every rank."""
 
-    policy: Policy = Policy.QUOTA  # policy at start; the sidecar's control endpoint changes it
-    num_replica_slots: int = 2  # S, replica slots per rank, shared by all layers
-    min_batch_tokens: int = 256  # smaller batches (decode) take the identity mapping
-    max_imbalance: float = 1.02  # layers at or below this max/mean are left alone
-    allow_ideal: bool = False  # permit the policy that gives wrong answers
-    on_unsupported: Literal["error", "off"] = (
-        "error"  # what cannot be balanced: stop, or serve plain
+    policy: Annotated[Policy, Field(strict=False)] = Field(
+        default=Policy.QUOTA,
+        description="what to do with prefill batches: quota balances; eplb-slots replicates by "
+        "past load, for comparison; ideal forces balance with wrong answers, for measuring; off "
+        "serves without balancing and reserves nothing",
     )
-    slot_memory: Literal["aliased", "per_layer"] = "aliased"  # one pool for all layers, or one each
-    relay: Literal["auto", "always", "never"] = "auto"  # forward widely replicated experts
-    domain_size: int = 0  # ranks that weights move between; 0: those of one host
-    chunk_bytes: int = 1 << 20  # unit of weight transfer
-    timeout_seconds: float = 60.0  # a rank silent for longer is an error
-    ring_records: int = 4096  # records kept per rank for the sidecar
-    costs: str = ""  # a CostModel as JSON; empty: measured when the model is loaded
-    run_dir: str = ""  # directory in shared memory where ranks, sidecar and launcher meet
+    slots: int = Field(
+        default=2, ge=0, le=64, description="replica slots per rank, shared by all layers"
+    )
+    min_batch_tokens: int = Field(
+        default=256, ge=1, description="smaller batches (decode) are left alone"
+    )
+    max_imbalance: float = Field(
+        default=1.02,
+        ge=1.0,
+        description="layers at or below this max/mean over ranks are left alone",
+    )
+    on_unsupported: Literal["error", "off"] = Field(
+        default="error",
+        description="what cannot be balanced: refuse to start, or serve without balancing",
+    )
+    costs: Annotated[str, BeforeValidator(_read_costs)] = Field(
+        default="",
+        description="cost model that decides when moving weights pays, a JSON file (default: "
+        "measured when the model is loaded)",
+    )
+    timeout_seconds: float = Field(
+        default=60.0, gt=0, description="a rank silent for longer ends the engine with an error"
+    )
+    slot_memory: Literal["aliased", "per_layer"] = Field(
+        default="aliased",
+        description="aliased: one pool of slots for all layers; per_layer: one each",
+    )
+    domain_size: int = Field(
+        default=0,
+        ge=0,
+        description="weights move between this many ranks of a host; 0: all of them",
+    )
+    relay: Literal["auto", "always", "never"] = Field(
+        default="auto", description="whether ranks forward widely replicated experts"
+    )
+    allow_ideal: bool = Field(
+        default=False, description="permit policy ideal, which gives wrong answers, for measuring"
+    )
+    chunk_bytes: int = Field(
+        default=1 << 20, ge=4096, description="unit of weight transfer, in bytes"
+    )
+    ring_records: int = Field(
+        default=4096, ge=16, le=1 << 20, description="records kept per rank for the sidecar"
+    )
+    run_dir: str = Field(
+        default="",
+        description="directory in shared memory where ranks, sidecar and launcher find each other",
+        json_schema_extra={"flag": False},
+    )
 
-    def __post_init__(self) -> None:
-        _require("policy", self.policy, isinstance(self.policy, Policy), _names(Policy))
-        _require(
-            "num_replica_slots",
-            self.num_replica_slots,
-            0 <= self.num_replica_slots <= 64,
-            "0 to 64",
-        )
-        _require("min_batch_tokens", self.min_batch_tokens, self.min_batch_tokens >= 1, "1 or more")
-        _require("max_imbalance", self.max_imbalance, self.max_imbalance >= 1.0, "1.0 or more")
-        _require(
-            "on_unsupported",
-            self.on_unsupported,
-            self.on_unsupported in ("error", "off"),
-            "error, off",
-        )
-        _require(
-            "slot_memory",
-            self.slot_memory,
-            self.slot_memory in ("aliased", "per_layer"),
-            "aliased, per_layer",
-        )
-        _require(
-            "relay", self.relay, self.relay in ("auto", "always", "never"), "auto, always, never"
-        )
-        _require("domain_size", self.domain_size, self.domain_size >= 0, "0 (a host) or more")
-        _require("chunk_bytes", self.chunk_bytes, self.chunk_bytes >= 4096, "4096 or more")
-        _require("timeout_seconds", self.timeout_seconds, self.timeout_seconds > 0, "more than 0")
-        _require(
-            "ring_records", self.ring_records, 16 <= self.ring_records <= 1 << 20, "16 to 1048576"
-        )
+    @model_validator(mode="after")
+    def _wrong_answers_are_asked_for(self) -> "BalanceConfig":
         if self.policy is Policy.IDEAL and not self.allow_ideal:
-            raise ConfigError(
+            raise ValueError(
                 "policy 'ideal' routes tokens to the wrong experts and is for measuring only; "
                 "add --allow-ideal if that is what you want"
             )
+        return self
 
     def to_json(self) -> str:
         """This configuration as one line of JSON."""
-        return json.dumps(asdict(self), sort_keys=True)
+        return json.dumps(self.model_dump(mode="json"), sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> "BalanceConfig":
-        """Parse ``to_json``'s output. Raises ConfigError for unknown fields or bad values."""
+        """Parse ``to_json``'s output. Raises ConfigError for unknown settings or bad values."""
         try:
-            values: dict[str, Any] = json.loads(text)
-        except json.JSONDecodeError as error:
+            values = json.loads(text)
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{CONFIG_VARIABLE} is not JSON: {error}") from error
         if not isinstance(values, dict):
             raise ConfigError(f"{CONFIG_VARIABLE} is not a JSON object: {text}")
-        known = {field.name for field in fields(cls)}
-        if unknown := sorted(set(values) - known):
-            raise ConfigError(f"unknown settings {unknown}; legal: {sorted(known)}")
-        if "policy" in values:
-            values["policy"] = parse_policy(values["policy"])
-        try:
-            return cls(**values)
-        except TypeError as error:
-            raise ConfigError(f"{CONFIG_VARIABLE} = {text} has a value of a wrong type") from error
+        return cls(**values)
 
     @classmethod
     def from_environment(cls) -> "BalanceConfig | None":
@@ -121,17 +173,51 @@ class BalanceConfig:
             raise ConfigError("run_dir is empty; start through `ultraep-serve`, which sets it")
         return Path(self.run_dir)
 
-    def with_policy(self, policy: Policy) -> "BalanceConfig":
-        """The same configuration under another policy."""
-        return replace(self, policy=policy)
+    def replace(self, **changes: Any) -> "BalanceConfig":
+        """The same configuration with ``changes``. Raises ConfigError."""
+        return BalanceConfig(**{**self.model_dump(), **changes})
+
+
+def add_flags(group: Any, settings: type[_Settings], prefix: str = "") -> None:
+    """Add a flag, ``--`` ``prefix`` and its name, for every setting to an argparse parser or group.
+
+    A flag that is not given is None, so that the schema's own default holds.
+    """
+    for name, field in settings.model_fields.items():
+        if (field.json_schema_extra or {}) == {"flag": False}:
+            continue
+        flag, text = f"--{prefix}{name}".replace("_", "-"), (field.description or "")
+        if field.annotation is bool:
+            group.add_argument(flag, action="store_true", default=None, help=text)
+            continue
+        default = field.default.value if isinstance(field.default, Policy) else field.default
+        if "(default:" not in text:
+            text += f" (default: {default})"
+        group.add_argument(flag, help=text, metavar=_metavar(field.annotation))
+
+
+def values_of_flags(
+    arguments: argparse.Namespace, settings: type[_Settings], prefix: str = ""
+) -> dict[str, Any]:
+    """The settings that were given as flags, of the types that the schema has.
+
+    Raises ConfigError for what is no number where one is needed.
+    """
+    values: dict[str, Any] = {}
+    for name, field in settings.model_fields.items():
+        given = getattr(arguments, f"{prefix}{name}".replace("-", "_"), None)
+        if given is not None:
+            values[name] = _converted(name, given, field.annotation)
+    return values
 
 
 def parse_policy(name: str) -> Policy:
-    """Policy by name. Raises ConfigError naming the legal ones."""
+    """Policy by name. Raises ConfigError naming the valid ones."""
     try:
         return Policy(name)
     except ValueError:
-        raise ConfigError(f"unknown policy {name!r}; legal: {_names(Policy)}") from None
+        names = ", ".join(policy.value for policy in Policy)
+        raise ConfigError(f"unknown policy {name!r}; choose from {names}") from None
 
 
 def control_token_from_environment() -> str | None:
@@ -149,10 +235,41 @@ def child_environment(config: BalanceConfig, defaults: Mapping[str, str]) -> dic
     return {**defaults, **os.environ, CONFIG_VARIABLE: config.to_json()}
 
 
-def _names(policies: type[Policy]) -> str:
-    return ", ".join(policy.value for policy in policies)
+def _metavar(annotation: Any) -> str:
+    if annotation is Policy:
+        return f"{{{','.join(policy.value for policy in Policy)}}}"
+    if get_origin(annotation) is Literal:
+        return f"{{{','.join(get_args(annotation))}}}"
+    return {int: "N", float: "X"}.get(_plain(annotation), "TEXT")
 
 
-def _require(name: str, value: object, legal: bool, range_text: str) -> None:
-    if not legal:
-        raise ConfigError(f"{name} = {value!r} is not legal; legal: {range_text}")
+def _converted(name: str, given: Any, annotation: Any) -> Any:
+    kind = _plain(annotation)
+    if not isinstance(given, str) or kind not in (int, float):
+        return given
+    try:
+        return kind(given)
+    except ValueError:
+        raise ConfigError(f"{name} = {given!r} must be a number") from None
+
+
+def _plain(annotation: Any) -> Any:
+    """``int`` for ``int | None``."""
+    return next((part for part in get_args(annotation) if part in (int, float)), annotation)
+
+
+def _explain(error: ValidationError, settings: type[BaseModel]) -> str:
+    """What is wrong, one sentence for every setting that is."""
+    sentences = []
+    for found in error.errors(include_url=False):
+        name = ".".join(str(part) for part in found["loc"])
+        if found["type"] == "extra_forbidden":
+            known = ", ".join(settings.model_fields)
+            sentences.append(f"unknown setting {name!r}; choose from {known}")
+        elif found["type"] == "value_error":
+            cause = str(found["ctx"]["error"])
+            sentences.append(f"{name}: {cause}" if name else cause)
+        else:
+            rule = found["msg"].replace("Input should be", "must be", 1)
+            sentences.append(f"{name} = {found['input']!r} {rule}")
+    return "; ".join(sentences)

@@ -1,23 +1,42 @@
-"""One error tree; every message says what is legal and what to do next.
+"""One error tree; every message says which values are valid and what to do next.
 
 UltraEPError
 ├── ConfigError       a setting is wrong: fix the flag or the file it names
 ├── UnsupportedError  the engine, model or layer cannot be balanced
 ├── DeviceError       the GPU's driver refused a call that should have worked
 ├── EngineEndedError  the engine ended by itself: read its log, start it again
-└── FabricError       ranks could not reach each other
-    └── PeerTimeoutError  a rank stopped answering: restart the engine
+├── FabricError       ranks could not reach each other
+│   └── PeerTimeoutError  a rank stopped answering: restart the engine
+├── RingError         a rank's ring is missing, damaged or of another version
+├── ControlError      the control page is missing, damaged or of another version
+├── SpoolError        what a rank recorded is damaged or of another version
+├── OutputError       a file cannot be written: choose another one
+├── TraceError        a trace cannot be read, written, made or replayed
+├── BenchError        a running server cannot be measured
+└── ServerError       a server that this package started did not come up
 """
 
 __all__ = [
+    "SERVE_UNBALANCED",
+    "BenchError",
     "ConfigError",
+    "ControlError",
     "DeviceError",
     "EngineEndedError",
     "FabricError",
+    "OutputError",
     "PeerTimeoutError",
+    "RingError",
+    "ServerError",
+    "SpoolError",
+    "TraceError",
     "UltraEPError",
     "UnsupportedError",
 ]
+
+SERVE_UNBALANCED = (
+    "or serve without balancing: --on-unsupported=off"  # the remedy that always works
+)
 
 
 class UltraEPError(Exception):
@@ -25,7 +44,7 @@ class UltraEPError(Exception):
 
 
 class ConfigError(UltraEPError, ValueError):
-    """A setting is out of range or contradicts another; the message names the legal values."""
+    """A setting is out of range or contradicts another; the message names the valid values."""
 
 
 class UnsupportedError(UltraEPError):
@@ -49,3 +68,31 @@ class FabricError(UltraEPError):
 
 class PeerTimeoutError(FabricError):
     """A rank did not answer within ``timeout_seconds``. The engine must be restarted."""
+
+
+class RingError(UltraEPError):
+    """A ring could not be created or is not one this version reads; the message names the file."""
+
+
+class ControlError(UltraEPError):
+    """The control page is missing or not one this version reads; the message names the file."""
+
+
+class SpoolError(UltraEPError):
+    """A spool is not one that this version reads; record again."""
+
+
+class OutputError(UltraEPError):
+    """A file cannot be written; the message names it."""
+
+
+class TraceError(UltraEPError):
+    """A trace cannot be read, written, made or replayed; the message says what to change."""
+
+
+class BenchError(UltraEPError):
+    """The server or the sidecar could not be measured; the message says what to change."""
+
+
+class ServerError(UltraEPError):
+    """The server did not come up; the message holds the end of its log."""

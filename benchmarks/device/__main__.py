@@ -24,12 +24,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import _checkout  # noqa: F401
 import torch
 from apart import run_apart, stop_on_terminate
 from machine import gpu_state, versions
 from parts import PARTS, Part
 
-from ultraep_serve.testing.interpreter import interpreted
+from tests.support.interpreter import interpreted
 
 SCRIPT = Path(__file__).with_name("part.py")
 DRY_RUN_FACTOR = 5  # times a part's time limit: the interpreter is slow

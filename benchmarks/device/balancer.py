@@ -1,9 +1,9 @@
 """The whole data flow of one rank, launched and replayed, with all its peers' rows there.
 
 One rank whose peers have posted already. Its row has ``experts_sent`` by it in each batch, and
-``verb_microseconds`` by CUDA events of a batch that the host launched (between two verbs lies what
-the host takes to launch). Checked are the ids of replays with the policy on, off and on again, and
-the record of the launched batch.
+``stage_microseconds`` by CUDA events of a batch that the host launched (between two stages lies
+what the host takes to launch). Checked are the ids of replays with the policy on, off and on again,
+and the record of the launched batch.
 """
 
 from dataclasses import dataclass, field
@@ -15,17 +15,18 @@ from bench import PATIENCE_NS, Bench
 from numpy.typing import NDArray
 from report import Report, require_equal
 from routes import Routes, make_routes
-from ultraep_kernels.device.row import HEADER_WIDTH
-from ultraep_kernels.reroute import reroute as reroute_on_cpu
+from ultraep_kernels.contract import HEADER_WIDTH
+from ultraep_kernels.host.reroute import reroute as reroute_on_cpu
 
-from ultraep_serve.balancer import TokenView
+from tests.support.mirror import mirrored_fabric
+from ultraep_serve.backend import GroupSetup
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.cuda.balancer import DeviceBalancer
 from ultraep_serve.cuda.fabric import DeviceFabric, Limits
 from ultraep_serve.cuda.slots import DeviceSlotPool
-from ultraep_serve.policies import plan_quota
-from ultraep_serve.testing.mirror import mirrored_fabric
-from ultraep_serve.types import Decision, ExpertShape, Policy, Verb
+from ultraep_serve.planner.quota import plan_quota
+from ultraep_serve.topology import Location
+from ultraep_serve.types import Decision, ExpertShape, Policy, Stage, TokenView
 
 IMBALANCE = 2.0
 
@@ -92,13 +93,13 @@ def check_balancer(bench: Bench, sizes: Sizes, routes: Routes) -> dict[str, Any]
     require_equal(torch.from_numpy(record["load_after"]), expected.quota.sum(0), "record")
     _, microseconds = bench.replayed(lambda: balancer.route(0, ids, sizes.tokens))
     fabric.require_peers()
-    verbs = {verb.name.lower(): record["verb_ns"][verb] / 1e3 for verb in Verb}
+    stages = {stage.name.lower(): record["stage_ns"][stage] / 1e3 for stage in Stage}
     return {
         "checked": "plan_quota and reroute on CPU",
         **routes.figures(),
         "graph_microseconds": microseconds,
         "experts_sent": record["bytes_sent"] // sum(sizes.tensor_bytes),
-        "verb_microseconds": None if bench.dry_run else verbs,
+        "stage_microseconds": None if bench.dry_run else stages,
     }
 
 
@@ -120,5 +121,6 @@ def balancer_of_rank_0(
     limits = Limits(rows.shape[1], layer.chunks.shape[0], PATIENCE_NS, programs)
     fabric = mirrored_fabric(driver, pool, rows.to(driver.device), limits)
     notes, config = Notes(), BalanceConfig(min_batch_tokens=1, max_imbalance=1.0)
-    arguments = shape, TokenView.OWN, [layer], fabric, notes, notes
-    return notes, DeviceBalancer(config, *arguments), fabric
+    location = Location.on_one_host(0, shape.num_ranks)
+    setup = GroupSetup(config, shape, TokenView.OWN, location)
+    return notes, DeviceBalancer(setup, [layer], fabric, notes, notes), fabric

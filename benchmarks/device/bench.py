@@ -6,9 +6,9 @@ from typing import TypeVar
 
 import torch
 
+from tests.support.host_driver import HostDriver
 from ultraep_serve.cuda.driver import Driver, open_driver
 from ultraep_serve.cuda.timing import captured, device_seconds
-from ultraep_serve.testing.host_driver import HostDriver
 
 __all__ = ["PATIENCE_NS", "Bench"]
 

@@ -6,10 +6,15 @@ import numpy as np
 import torch
 from bench import PATIENCE_NS, Bench
 from report import Report, require_equal, require_ok
-from ultraep_kernels.device.exchange import exchange, inbox_bytes, new_epoch
-from ultraep_kernels.device.row import HEADER_WIDTH, row_reference, write_row
+from ultraep_kernels.contract import FLAG_BYTES, HEADER_WIDTH
+from ultraep_kernels.device.exchange import (
+    exchange,
+    inbox_bytes,
+    new_epoch,
+    row_reference,
+    write_row,
+)
 from ultraep_kernels.device.status import new_status
-from ultraep_kernels.exchange import FLAG_BYTES
 
 POSTED = 1 << 40  # an epoch that no measurement reaches
 FULL = ((8, 128), (16, 128), (64, 256), (72, 504))  # (R, E)

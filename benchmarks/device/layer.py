@@ -7,7 +7,7 @@ plan and reroute of every rank, slots are filled by the device's own streams. Di
 are left out: rows lie sorted by expert when a rank starts.
 
 ``off`` computes everything on its master, ``balanced`` where the plan says, ``ideal`` as many rows
-on every expert (wrong answers: for its time only). ``own_microseconds`` are our verbs, which the
+on every expert (wrong answers: for its time only). ``own_microseconds`` are our stages, which the
 balanced layer has to wait for: each alone, from a CUDA graph, at rank 0; ``replicate`` is the
 busiest sender's stream, at the rate of the device's own memory. ``replicate_over_link`` is what the
 busiest link would take at the data sheet's NVLink rate times the share of it that is assumed to be
@@ -23,9 +23,9 @@ from bench import Bench
 from moe import MoELayer, Work, compute, make_layer
 from report import Report, require, require_equal
 from routes import Routes, make_routes
-from verbs import balance, over_link, own_times
+from stages import balance, over_link, own_times
 
-from ultraep_serve.costs import model_shape
+from ultraep_serve.offline.shapes import model_shape
 from ultraep_serve.physical import forced_ids, identity_table, master_ids
 from ultraep_serve.types import ExpertShape, imbalance
 

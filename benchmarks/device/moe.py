@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ultraep_serve.testing.virtual_ranks import VirtualRanks, make_ranks
+from tests.support.virtual_ranks import VirtualRanks, make_ranks
 from ultraep_serve.types import ExpertShape
 
 __all__ = ["MoELayer", "Work", "compute", "make_layer"]

@@ -5,6 +5,7 @@ import importlib
 import sys
 from pathlib import Path
 
+import _checkout  # noqa: F401
 from bench import Bench
 from parts import PARTS
 from report import Report

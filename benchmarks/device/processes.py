@@ -14,13 +14,13 @@ import torch
 from bench import Bench
 from report import Report, require, require_equal
 
+from tests.support.ranks import fresh_run_path, outcomes_of_ranks, run_ranks
+from ultraep_serve.backend import LayerSlots
 from ultraep_serve.cuda.driver import Driver
 from ultraep_serve.cuda.fabric import DeviceFabric, Limits
-from ultraep_serve.cuda.meeting import SocketMeeting
+from ultraep_serve.cuda.rendezvous import SocketRendezvous
 from ultraep_serve.cuda.slots import DeviceSlotPool
 from ultraep_serve.errors import PeerTimeoutError
-from ultraep_serve.slots import LayerSlots
-from ultraep_serve.testing.ranks import fresh_run_path, outcomes_of_ranks, run_ranks
 
 RANKS, WIDTH = 4, 64
 MODES = ("always", "never")  # relays, by epoch
@@ -122,8 +122,8 @@ class Member:
         ]
         programs = 2 if sizes.dry_run else 16
         limits = Limits(WIDTH, layers[0].chunks.shape[0], sizes.patience_ns, programs)
-        meeting = SocketMeeting(run_path, rank, RANKS, sizes.seconds)
-        fabric = DeviceFabric(driver, pool, meeting, rank, RANKS, limits)
+        rendezvous = SocketRendezvous(run_path, rank, RANKS, sizes.seconds)
+        fabric = DeviceFabric(driver, pool, rendezvous, rank, RANKS, limits)
         return cls(rank, sizes, pool, layers, fabric, driver)
 
     def exchange(self, epoch: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,14 +7,14 @@ import torch
 from bench import Bench
 from report import Report, require_equal, require_ok
 from routes import Routes, make_routes
-from ultraep_kernels.count import count_reference
 from ultraep_kernels.device.count import count
 from ultraep_kernels.device.plan import plan
 from ultraep_kernels.device.reroute import reroute
 from ultraep_kernels.device.status import new_status
-from ultraep_kernels.reroute import reroute as reroute_on_cpu
+from ultraep_kernels.host.count import count_reference
+from ultraep_kernels.host.reroute import reroute as reroute_on_cpu
 
-from ultraep_serve.policies import plan_quota
+from ultraep_serve.planner.quota import plan_quota
 from ultraep_serve.types import ExpertShape, Plan, imbalance
 
 PLAN_TARGET, ROUTING_TARGET = 40.0, 20.0  # microseconds, at the published sizes
@@ -66,7 +66,7 @@ def check_plan(bench: Bench, case: Case, routes: Routes, expected: Plan) -> dict
         require_equal(getattr(found, name), getattr(expected, name), name)
     require_ok(status)
     return {
-        "checked": "ultraep_serve.policies.plan_quota",
+        "checked": "ultraep_serve.planner.plan_quota",
         **routes.figures(),
         "imbalance_after": imbalance(expected.quota.sum(0)),
         **timed(microseconds, PLAN_TARGET if case.has_target else None),
@@ -90,7 +90,7 @@ def check_routing(bench: Bench, case: Case, routes: Routes, expected: Plan) -> d
     require_equal(physical, twin, "reroute")
     require_ok(status)
     return {
-        "checked": "ultraep_kernels.reroute.reroute",
+        "checked": "ultraep_kernels.host.reroute.reroute",
         **routes.figures(),
         **timed(microseconds, ROUTING_TARGET if case.has_target else None),
     }

@@ -11,9 +11,9 @@ import torch
 from bench import Bench
 from report import Report, require
 
+from ultraep_serve.backend import LayerSlots
 from ultraep_serve.cuda.driver import Driver
 from ultraep_serve.cuda.slots import ALIGNMENT, DeviceSlotPool
-from ultraep_serve.slots import LayerSlots
 
 LAYERS, SLOTS = 2, 2
 

@@ -11,16 +11,10 @@ from report import Report, require, require_ok
 from routes import make_routes
 from ultraep_kernels.device.relays import Sends, plan_sends
 from ultraep_kernels.device.status import new_status
-from ultraep_kernels.device.stream import await_slots, stream
+from ultraep_kernels.device.stream import stream, wait_slots
 
-from ultraep_serve.policies import plan_quota
-from ultraep_serve.testing.virtual_ranks import (
-    VirtualRanks,
-    fill_masters,
-    make_ranks,
-    only,
-    wrong_slots,
-)
+from tests.support.virtual_ranks import VirtualRanks, fill_masters, make_ranks, only, wrong_slots
+from ultraep_serve.planner.quota import plan_quota
 from ultraep_serve.types import ExpertShape
 
 STREAM_TARGET = 0.9  # of the rate of a plain copy
@@ -128,9 +122,9 @@ def sender(
 def require_arrived(
     ranks: VirtualRanks, slots: torch.Tensor, epoch: torch.Tensor, status: torch.Tensor
 ) -> None:
-    """Await all ranks' slots; AssertionError where one does not hold its master's bytes."""
+    """Wait for all ranks' slots; AssertionError where one does not hold its master's bytes."""
     for rank, tables in enumerate(ranks.tables):
-        await_slots(slots, tables, rank, epoch, status, PATIENCE_NS)
+        wait_slots(slots, tables, rank, epoch, status, PATIENCE_NS)
     require_ok(status)
     wrong = wrong_slots(ranks, slots)
     require(not wrong, f"(rank, slot) {wrong} differ from their masters")

@@ -3,7 +3,6 @@
 import json
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,8 @@ from typing import Any
 
 import yaml
 from files import DEPLOY, RULES, read_yaml
+
+from ultraep_serve.machine import free_port
 
 SECONDS = 30.0  # for anything to come up
 HOSTS = ("127.0.0.1", "localhost")  # two names of the sidecar stand for two hosts of one server
@@ -67,7 +68,7 @@ def live(tmp_path: Path) -> Iterator[Live]:
     size = ["--ranks=4", "--layers=4", "--experts=32", "--batches-per-second=10"]
     with ExitStack() as stack:
         engine = stack.enter_context(
-            process(sys.executable, "-m", "ultraep_serve.testing.rings", run_path, *size)
+            process(sys.executable, "-m", "tests.support.rings", run_path, *size)
         )
         until(lambda: (run_path / "ring-3").exists(), "rings")
         sidecar = [sys.executable, "-m", "ultraep_serve.sidecar", "--run-dir", run_path]
@@ -123,9 +124,3 @@ def answers(url: str) -> bool:
             return True
     except OSError:
         return False
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port

@@ -14,7 +14,7 @@ from manifests import DISAGGREGATED, MANY_HOSTS, ONE_HOST, Pod, balanced_pods, b
 
 from ultraep_serve.adapters.sglang import launch as sglang
 from ultraep_serve.adapters.vllm import launch as vllm
-from ultraep_serve.sidecar.command import add_arguments
+from ultraep_serve.sidecar.serve import add_arguments
 
 ENGINES: dict[str, Any] = {"vllm": vllm, "sglang": sglang}
 INTERPRETERS = {

@@ -14,7 +14,7 @@ from files import BIN, COMPOSE, DEPLOY, ROOT, read_yaml, run
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from ultraep_serve.adapters.verified import SGLANG_VERSIONS, VLLM_VERSIONS
+from ultraep_serve.adapters.launch import SGLANG_VERSIONS, VLLM_VERSIONS
 
 DOCKERFILES = sorted((DEPLOY / "docker").glob("*.Dockerfile"))
 REQUIREMENTS = DEPLOY / "docker" / "sidecar-requirements.txt"

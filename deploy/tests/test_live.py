@@ -22,7 +22,7 @@ QUERIES = [
 # Panels of what every host counts for its own ranks only; all others show the whole group.
 OF_ONE_HOST = {
     "Ranks alive",
-    "Time per verb",
+    "Time per stage",
     "Weights moved",
     "Age of last heartbeat and last batch",
     "Records lost and missed",

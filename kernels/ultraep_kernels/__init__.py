@@ -1,5 +1,5 @@
-"""Device code of ultraep_serve, one file per verb: count, exchange, stream, reroute.
+"""Kernels of ultraep_serve: every stage of the data flow twice, on the host and on a device.
 
-Each verb has a CPU kernel (numba, compiled, without the interpreter lock) and a torch twin short
-enough to check by eye. Needs numpy, numba and torch only. -1 in ids is always padding.
+``host`` holds what a CPU rank runs (numba), ``device`` the Triton kernels, under the same names and
+with the same results, bit for bit. ``contract`` states what both, and their callers, agree on.
 """

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from findings import MOE
 
+from tests.support.findings import MOE
 from ultraep_serve.launcher import run_directory as run_directories
 
 

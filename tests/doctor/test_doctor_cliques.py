@@ -1,10 +1,10 @@
 """NVLink between hosts, in the words of nvidia-smi's fabric fields (made up, none recorded)."""
 
 import pytest
-from findings import only
 
-from ultraep_serve.diagnosis import Status
-from ultraep_serve.diagnosis.cliques import check_cliques
+from tests.support.findings import only
+from ultraep_serve.doctor.finding import Status
+from ultraep_serve.doctor.gpus import check_cliques
 
 RACK = "6f1d0e5a-0000-4c1e-9a53-3f0f6c0de001"
 

@@ -7,10 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from findings import free_port
 
 from ultraep_serve.cli import main
-from ultraep_serve.diagnosis import Finding, Status, Subject, diagnose
+from ultraep_serve.doctor import diagnose
+from ultraep_serve.doctor.finding import Finding, Status, Subject
+from ultraep_serve.machine import free_port
 
 
 def test_every_problem_has_a_remedy(model: str, shm: Path) -> None:
@@ -44,12 +45,12 @@ def test_text_shows_marks_and_remedies(
 @pytest.mark.parametrize("flags", [["--port", "0"], ["--port", "65535"], ["--ep", "0"]])
 def test_bad_flags_are_refused(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", *flags]) == 2
-    assert "legal:" in capsys.readouterr().err
+    assert "must be" in capsys.readouterr().err
 
 
 def test_no_engine_is_imported() -> None:
     code = (
-        "import sys; from ultraep_serve.diagnosis import *; diagnose(Subject());"
+        "import sys; from ultraep_serve.doctor import *; diagnose(Subject());"
         "sys.exit(str({'vllm', 'sglang', 'fastapi'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -1,10 +1,10 @@
 """Engines: verified versions, entry points, filters, and torch."""
 
 import pytest
-from findings import only, versions
 
-from ultraep_serve.diagnosis import Status
-from ultraep_serve.diagnosis.engines import check_engines, check_package
+from tests.support.findings import only, versions
+from ultraep_serve.doctor.engines import check_engines, check_package
+from ultraep_serve.doctor.finding import Status
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,10 @@
 """GPUs and their links, as a made-up nvidia-smi tells."""
 
 import pytest
-from findings import only, versions
 
-from ultraep_serve.diagnosis import Status
-from ultraep_serve.diagnosis.gpus import check_gpus, link_domains
+from tests.support.findings import only, versions
+from ultraep_serve.doctor.finding import Status
+from ultraep_serve.doctor.gpus import check_gpus, link_domains
 
 TWO_PAIRS = """\
 \x1b[4m\tGPU0\tGPU1\tGPU2\tGPU3\tNIC0\tCPU Affinity\tNUMA Affinity\x1b[0m

@@ -3,10 +3,10 @@
 from collections.abc import Callable
 
 import pytest
-from findings import only
 
-from ultraep_serve.diagnosis import Status, Subject
-from ultraep_serve.diagnosis.hosts import check_domains, check_hosts
+from tests.support.findings import only
+from ultraep_serve.doctor.finding import Status, Subject
+from ultraep_serve.doctor.hosts import check_domains, check_hosts
 
 
 def matrix(*islands: int, order: list[int] | None = None) -> Callable[[list[str]], str]:

@@ -3,10 +3,9 @@
 import os
 from pathlib import Path
 
-from findings import only
-
-from ultraep_serve.diagnosis import Status, Subject
-from ultraep_serve.diagnosis.machine import check_cores, check_memory_access
+from tests.support.findings import only
+from ultraep_serve.doctor.finding import Status, Subject
+from ultraep_serve.doctor.host_machine import check_cores, check_memory_access
 
 
 def test_cores_against_ranks_and_quota(tmp_path: Path) -> None:

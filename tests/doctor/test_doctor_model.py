@@ -3,11 +3,12 @@
 from pathlib import Path
 
 import pytest
-from findings import EXPERT_BYTES, GIB, free_port, only
 
-from ultraep_serve.diagnosis import Status, Subject
-from ultraep_serve.diagnosis.model import check_model
+from tests.support.findings import EXPERT_BYTES, GIB, only
+from ultraep_serve.doctor.finding import Status, Subject
+from ultraep_serve.doctor.model import check_model
 from ultraep_serve.launcher.run_directory import run_directory
+from ultraep_serve.machine import free_port
 
 
 def machine(path: Path, available: int) -> Path:

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
-from findings import free_port, only
 
-from ultraep_serve.diagnosis import Status, Subject
-from ultraep_serve.diagnosis.server import check_ports, check_server
+from tests.support.findings import only
+from ultraep_serve.doctor.finding import Status, Subject
+from ultraep_serve.doctor.running_server import check_ports, check_server
 from ultraep_serve.launcher.run_directory import run_directory
+from ultraep_serve.machine import free_port
 
 
 class Answers(BaseHTTPRequestHandler):

@@ -5,17 +5,15 @@ import os
 from pathlib import Path
 
 import pytest
-from findings import GIB, MOE, only
 
+from tests.support.findings import GIB, MOE, only
 from ultraep_serve.config import BalanceConfig
-from ultraep_serve.diagnosis import Status, Subject, shared_memory
-from ultraep_serve.diagnosis.shared_memory import (
-    check_leftovers,
-    check_shared_memory,
-    ring_bytes,
-)
+from ultraep_serve.doctor import host_machine as shared_memory
+from ultraep_serve.doctor.finding import Status, Subject
+from ultraep_serve.doctor.host_machine import check_leftovers, check_shared_memory, ring_bytes
 from ultraep_serve.launcher.run_directory import run_directory
-from ultraep_serve.observability import Recorder, ring_path
+from ultraep_serve.ring.recorder import Recorder
+from ultraep_serve.ring.schema import ring_path
 from ultraep_serve.types import ExpertShape
 
 

@@ -11,9 +11,8 @@ from typing import Protocol, TypeVar
 import torch
 from torch import nn
 
-from ultraep_serve.adapters.joining import balanced_ids
-from ultraep_serve.balancer import TokenView
-from ultraep_serve.types import ExpertShape
+from ultraep_serve.adapters.setup import balanced_ids
+from ultraep_serve.types import ExpertShape, TokenView
 
 __all__ = ["Execution", "compute_balanced", "drop_slots"]
 

@@ -10,8 +10,9 @@ from ultraep_serve.errors import ConfigError
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from ultraep_serve.costs import Estimate, ModelShape
-    from ultraep_serve.costs.advice import Advice, Setting
+    from ultraep_serve.offline.advice import Advice, Setting
+    from ultraep_serve.offline.hardware import Estimate
+    from ultraep_serve.offline.shapes import ModelShape
 
 __all__ = ["add_parser", "run"]
 
@@ -69,11 +70,11 @@ def run(arguments: argparse.Namespace) -> int:
     require_packages("rich")
     from rich.console import Console
 
-    from ultraep_serve.traces.files import check_writable
+    from ultraep_serve.files import prepare_output
 
     _check(arguments)
     if arguments.json is not None:
-        check_writable(arguments.json)
+        prepare_output(arguments.json)
     if arguments.sidecar is not None:
         document, pictures = _from_sidecar(arguments), dict[str, bytes]()
     else:
@@ -88,7 +89,7 @@ def _check(arguments: argparse.Namespace) -> None:
         value = getattr(arguments, flag)
         if value is not None and value < 1:
             name = flag.replace("_", "-")
-            raise ConfigError(f"--{name} = {value} is not legal; legal: 1 or more")
+            raise ConfigError(f"--{name} = {value} must be 1 or more")
     if (arguments.hardware == "custom") != (arguments.costs is not None):
         raise ConfigError("--hardware custom and --costs FILE go together")
     if arguments.trace is not None and arguments.ep is None:
@@ -98,11 +99,10 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _from_trace(arguments: argparse.Namespace) -> "tuple[dict[str, Any], dict[str, bytes]]":
-    from ultraep_serve.costs.advice import advise
-    from ultraep_serve.costs.plots import draw
-    from ultraep_serve.costs.recommend import advice_document
-    from ultraep_serve.costs.traced import prefill_batches
-    from ultraep_serve.policies.registry import policy_function
+    from ultraep_serve.offline.advice import advise, prefill_batches
+    from ultraep_serve.offline.comparators import policy_function
+    from ultraep_serve.offline.plots import draw
+    from ultraep_serve.offline.recommend import advice_document
 
     slots = _slots(arguments.slots)
     policies = listed(arguments.policies)
@@ -117,7 +117,7 @@ def _from_trace(arguments: argparse.Namespace) -> "tuple[dict[str, Any], dict[st
 
 def _pictured(advice: "Advice", slots: list[int]) -> int:
     """The number of slots to show over time: the recommended one, or 2, or the most."""
-    from ultraep_serve.costs.recommend import recommend
+    from ultraep_serve.offline.recommend import recommend
 
     chosen = recommend(advice).get("slots")
     return chosen if isinstance(chosen, int) else _usual(slots)
@@ -129,8 +129,13 @@ def _usual(slots: list[int]) -> int:
 
 def _from_sidecar(arguments: argparse.Namespace) -> dict[str, Any]:
     require_packages("httpx", "rich")
-    from ultraep_serve.bench.http import Endpoint, json_object
-    from ultraep_serve.costs.live import live_batch_tokens, live_document, live_figures, weighed
+    from ultraep_serve.client.http import Endpoint, json_object
+    from ultraep_serve.offline.recommend import (
+        live_batch_tokens,
+        live_document,
+        live_figures,
+        weighed,
+    )
 
     with Endpoint("the sidecar", "--sidecar", arguments.sidecar, 30.0) as sidecar:
 
@@ -155,8 +160,9 @@ def _from_sidecar(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _setting(arguments: argparse.Namespace, num_ranks: int) -> "Setting":
-    from ultraep_serve.costs import hardware, model_shape
-    from ultraep_serve.costs.advice import Setting
+    from ultraep_serve.offline.advice import Setting
+    from ultraep_serve.offline.hardware import hardware
+    from ultraep_serve.offline.shapes import model_shape
 
     shape = model_shape(arguments.model_config)
     domain = arguments.domain
@@ -170,7 +176,7 @@ def _setting(arguments: argparse.Namespace, num_ranks: int) -> "Setting":
 def _estimate(
     arguments: argparse.Namespace, shape: "ModelShape", num_ranks: int, domain: int | None
 ) -> "Estimate":
-    from ultraep_serve.costs import Efficiency, custom_estimate, estimate_costs, hardware
+    from ultraep_serve.offline.hardware import Efficiency, custom_estimate, estimate_costs, hardware
 
     if arguments.costs is not None:
         return custom_estimate(shape, read_costs(arguments.costs), arguments.costs.name)
@@ -192,7 +198,7 @@ def _slots(text: str) -> list[int]:
     except ValueError:
         slots = []
     if not slots or not all(0 <= number <= 64 for number in slots):
-        raise ConfigError(f"--slots = {text!r} is not legal; legal: numbers 0 to 64, as in 0,1,2,4")
+        raise ConfigError(f"--slots = {text!r} must be numbers 0 to 64, as in 0,1,2,4")
     return list(dict.fromkeys(slots))
 
 
@@ -200,8 +206,7 @@ def _write(
     arguments: argparse.Namespace, document: dict[str, Any], pictures: dict[str, bytes]
 ) -> None:
     """Everything is complete by now; each file appears whole or not at all."""
-    from ultraep_serve.traces import write_document
-    from ultraep_serve.traces.files import whole_file
+    from ultraep_serve.files import whole_file, write_json
 
     if pictures:
         try:
@@ -212,7 +217,7 @@ def _write(
         with whole_file(arguments.plots / name) as part:
             part.write_bytes(content)
     if arguments.json is not None:
-        write_document(arguments.json, document)
+        write_json(arguments.json, document)
 
 
 def _view(document: dict[str, Any]) -> "RenderableType":

@@ -65,9 +65,7 @@ def prompt_lengths(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(number) for number in listed(text))
     except ValueError:
-        raise ConfigError(
-            f"--prompt-tokens = {text!r} is not legal; legal: numbers, as in 2048,4096"
-        ) from None
+        raise ConfigError(f"--prompt-tokens = {text!r} must be numbers, as in 2048,4096") from None
 
 
 def read_costs(path: Path) -> CostModel:

@@ -21,10 +21,10 @@ from ultraep_serve.cli.arguments import (
 from ultraep_serve.config import parse_policy
 
 if TYPE_CHECKING:
-    from ultraep_serve.bench.prefill import PrefillOptions, PrefillResult
-    from ultraep_serve.bench.prompts import PromptSource
-    from ultraep_serve.bench.server import Server
-    from ultraep_serve.bench.sidecar import Sidecar
+    from ultraep_serve.client.engine import Server
+    from ultraep_serve.client.prefill import PrefillOptions, PrefillResult
+    from ultraep_serve.client.prompts import PromptSource
+    from ultraep_serve.client.sidecar import Sidecar
 
 __all__ = ["add_parser", "measure_with_progress", "run"]
 
@@ -101,18 +101,14 @@ def _bench_prefill(arguments: argparse.Namespace) -> int:
     require_packages("httpx", "rich")
     from rich.console import Console
 
-    from ultraep_serve.bench.report import (
-        prefill_document,
-        prefill_view,
-        prepare_directory,
-        write_json,
-    )
-    from ultraep_serve.bench.server import Server
-    from ultraep_serve.bench.sidecar import Sidecar
+    from ultraep_serve.client.engine import Server
+    from ultraep_serve.client.prefill_report import prefill_document, prefill_view
+    from ultraep_serve.client.sidecar import Sidecar
+    from ultraep_serve.files import prepare_output, write_json
 
     options, token = _options(arguments), control_token(arguments)
     if arguments.json is not None:
-        prepare_directory(arguments.json)
+        prepare_output(arguments.json)
     with closing(Server(arguments.url, arguments.model, arguments.timeout)) as server:
         source = _source(arguments.text_file, server.root)
         with closing(Sidecar(arguments.sidecar, token, arguments.timeout)) as sidecar:
@@ -134,7 +130,7 @@ def measure_with_progress(
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-    from ultraep_serve.bench.prefill import measure_prefill
+    from ultraep_serve.client.prefill import measure_prefill
 
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
     console = Console(stderr=True)
@@ -148,7 +144,7 @@ def measure_with_progress(
 
 
 def _options(arguments: argparse.Namespace) -> "PrefillOptions":
-    from ultraep_serve.bench.prefill import PrefillOptions
+    from ultraep_serve.client.prefill import PrefillOptions
 
     return PrefillOptions(
         prompt_tokens=prompt_lengths(arguments.prompt_tokens),
@@ -161,7 +157,7 @@ def _options(arguments: argparse.Namespace) -> "PrefillOptions":
 
 def _source(text_file: Path | None, model_root: str) -> "PromptSource":
     """The operator's text, or words that the model's tokenizer knows."""
-    from ultraep_serve.bench.prompts import CommonWords, FileText
+    from ultraep_serve.client.prompts import CommonWords, FileText
 
     if text_file is not None:
         return FileText(text_file)
@@ -169,14 +165,14 @@ def _source(text_file: Path | None, model_root: str) -> "PromptSource":
 
 
 def _made_up_text(tokenizer_file: Path) -> "PromptSource | None":
-    """Text for a model of ``ultraep_serve.testing``, which knows no English; None for others."""
+    """Text for a model of ``ultraep_serve.demo``, which knows no English; None for others."""
     try:
         model = json.loads(tokenizer_file.read_text(encoding="utf-8"))["model"]
     except (OSError, ValueError, KeyError):
         return None  # no local file of a fast tokenizer: certainly not ours
     if model.get("type") != "WordLevel":
         return None
-    from ultraep_serve.testing.text import DOMAINS, domain_words, sample_text
+    from ultraep_serve.demo.text import DOMAINS, domain_words, sample_text
 
     for domain in DOMAINS:
         if domain_words(domain)[0] in model["vocab"]:

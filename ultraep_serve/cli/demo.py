@@ -40,14 +40,14 @@ def run(arguments: argparse.Namespace) -> int:
     require_packages("httpx", "rich")
     from rich.console import Console
 
-    from ultraep_serve.bench.demo import demo_report, demo_view
-    from ultraep_serve.bench.report import prepare_directory, write_json
-    from ultraep_serve.testing.server import installed_engine
+    from ultraep_serve.demo.balanced_server import installed_engine
+    from ultraep_serve.demo.report import demo_report, demo_view
+    from ultraep_serve.files import prepare_output, write_json
 
     console = Console()
     engine = installed_engine()
     output = arguments.results / OUTPUTS[engine]
-    prepare_directory(output)
+    prepare_output(output)
     console.print("Making a model whose router favours few experts ...")
     model = _model(arguments.results / "models" / "demo")
     console.print(
@@ -64,7 +64,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _model(path: Path) -> Path:
-    from ultraep_serve.testing import demo_qwen3, make_model
+    from ultraep_serve.demo.models import make_model
+    from ultraep_serve.demo.spec import demo_qwen3
 
     if not (path / "model.safetensors").exists():
         make_model(path, demo_qwen3())
@@ -72,12 +73,12 @@ def _model(path: Path) -> Path:
 
 
 def _measure(model: Path, engine: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    from ultraep_serve.bench.prefill import PrefillOptions
-    from ultraep_serve.bench.report import prefill_document
-    from ultraep_serve.bench.server import Server
-    from ultraep_serve.bench.sidecar import Sidecar
-    from ultraep_serve.testing.server import BalancedServer, expert_parallel_flags
-    from ultraep_serve.testing.text import sample_text
+    from ultraep_serve.client.engine import Server
+    from ultraep_serve.client.prefill import PrefillOptions
+    from ultraep_serve.client.prefill_report import prefill_document
+    from ultraep_serve.client.sidecar import Sidecar
+    from ultraep_serve.demo.balanced_server import BalancedServer, expert_parallel_flags
+    from ultraep_serve.demo.text import sample_text
 
     options = PrefillOptions(
         prompt_tokens=prompt_lengths(arguments.prompt_tokens),
@@ -96,8 +97,8 @@ def _measure(model: Path, engine: str, arguments: argparse.Namespace) -> dict[st
 
 
 def _check(model: Path, engine: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    from ultraep_serve.testing.checks import check_tokens, mixed_prompts
-    from ultraep_serve.testing.server import BalancedServer, expert_parallel_flags
+    from ultraep_serve.demo.balanced_server import BalancedServer, expert_parallel_flags
+    from ultraep_serve.demo.same_tokens import check_tokens, mixed_prompts
 
     flags = expert_parallel_flags(arguments.mode, "float32", _CONTEXT, engine)
     log = arguments.results / "demo-float32.log"

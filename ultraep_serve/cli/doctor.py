@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from ultraep_serve import __version__
 from ultraep_serve.cli import serve
-from ultraep_serve.costs.shapes import WEIGHT_BITS
-from ultraep_serve.diagnosis import Finding, Status, Subject, diagnose
+from ultraep_serve.config import BalanceConfig, SidecarSettings, values_of_flags
+from ultraep_serve.doctor import diagnose
+from ultraep_serve.doctor.finding import Finding, Status, Subject
 from ultraep_serve.errors import ConfigError
+from ultraep_serve.offline.shapes import WEIGHT_BITS
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -83,7 +85,7 @@ def _subject(arguments: argparse.Namespace) -> Subject:
         ("--slots", arguments.slots, 0, 64),
     ):
         if value is not None and not least <= value <= most:
-            raise ConfigError(f"{flag} {value} is not legal; legal: {least} to {most}")
+            raise ConfigError(f"{flag} {value} must be {least} to {most}")
     if arguments.serving:
         return _served(arguments.serving, arguments.weights)
     return Subject(
@@ -101,17 +103,19 @@ def _served(command: list[str], weight_type: str) -> Subject:
     parser = argparse.ArgumentParser(prog="ultraep-serve doctor")
     serve.add_parser(parser.add_subparsers(required=True, metavar="vllm|sglang"))
     ours, flags = parser.parse_known_args(command)
+    config = BalanceConfig(**values_of_flags(ours, BalanceConfig))
+    sidecar = SidecarSettings(**values_of_flags(ours, SidecarSettings, "sidecar-"))
     engine = ours.launch.parse_engine_flags(flags)
     ranks = ours.launch.count_ranks(engine)
     return Subject(
         port=engine.port,
-        sidecar_port=ours.sidecar_port,
+        sidecar_port=sidecar.port,
         serves=not getattr(engine, "headless", False),  # a flag of vLLM's
         model=ours.model if Path(ours.model).exists() else None,  # else checked when it is loaded
         num_ranks=ranks.total,
         host_ranks=ranks.here,
-        domain_size=ours.domain_size,
-        num_slots=ours.slots * _micro_batches(engine),
+        domain_size=config.domain_size,
+        num_slots=config.slots * _micro_batches(engine),
         weight_type=weight_type,
     )
 

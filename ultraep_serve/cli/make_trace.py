@@ -41,12 +41,14 @@ def add_parser(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Make the trace and write it. Raises UltraEPError with what to do."""
-    from ultraep_serve.traces import TraceError, Workload, make_trace, save_trace
-    from ultraep_serve.traces.files import check_writable
+    from ultraep_serve.errors import TraceError
+    from ultraep_serve.files import prepare_output
+    from ultraep_serve.offline.store import save_trace
+    from ultraep_serve.offline.workloads import Workload, make_trace
 
     if arguments.out.suffix != ".npz":
         raise TraceError(f"--out {arguments.out} must end in .npz")
-    check_writable(arguments.out)
+    prepare_output(arguments.out)
     workload = Workload(
         kind=arguments.kind,
         num_tokens=arguments.tokens,

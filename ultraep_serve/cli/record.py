@@ -15,8 +15,8 @@ from ultraep_serve.cli.arguments import (
 from ultraep_serve.errors import ConfigError
 
 if TYPE_CHECKING:
-    from ultraep_serve.bench.recording import RecordingSidecar
-    from ultraep_serve.traces import LoadTrace, Trace
+    from ultraep_serve.client.sidecar import RecordingSidecar
+    from ultraep_serve.offline.trace import LoadTrace, Trace
 
 __all__ = ["add_parser", "run"]
 
@@ -60,13 +60,13 @@ def add_parser(subparsers: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Record, write the trace, say what it holds. Raises UltraEPError with what to do."""
     require_packages("httpx", "rich")
-    from ultraep_serve.bench.recording import RecordingSidecar
-    from ultraep_serve.traces import save_trace
-    from ultraep_serve.traces.files import check_writable
-    from ultraep_serve.traces.recorded import assemble
+    from ultraep_serve.client.sidecar import RecordingSidecar
+    from ultraep_serve.files import prepare_output
+    from ultraep_serve.offline.recorded import assemble
+    from ultraep_serve.offline.store import save_trace
 
     _check(arguments)
-    check_writable(arguments.out)
+    prepare_output(arguments.out)
     with closing(RecordingSidecar(arguments.sidecar, control_token(arguments))) as sidecar:
         number = sidecar.start(arguments.level, arguments.max_mib * MIB)
         try:
@@ -89,11 +89,11 @@ def _check(arguments: argparse.Namespace) -> None:
             f"--out {arguments.out} with --level {arguments.level} must end in {' or '.join(legal)}"
         )
     if arguments.batches is not None and arguments.batches < 1:
-        raise ConfigError(f"--batches = {arguments.batches} is not legal; legal: 1 or more")
+        raise ConfigError(f"--batches = {arguments.batches} must be 1 or more")
     if arguments.seconds is not None and not arguments.seconds > 0:
-        raise ConfigError(f"--seconds = {arguments.seconds} is not legal; legal: more than 0")
+        raise ConfigError(f"--seconds = {arguments.seconds} must be more than 0")
     if not 1 <= arguments.max_mib <= MOST_MIB:
-        raise ConfigError(f"--max-mib = {arguments.max_mib} is not legal; legal: 1 to {MOST_MIB}")
+        raise ConfigError(f"--max-mib = {arguments.max_mib} must be 1 to {MOST_MIB}")
 
 
 def _wait(
@@ -113,7 +113,7 @@ def _wait(
 
 
 def _summary(trace: "Trace | LoadTrace") -> str:
-    from ultraep_serve.traces import DECODE, Trace
+    from ultraep_serve.offline.trace import DECODE, Trace
 
     assert trace.phase is not None
     decode = int((trace.phase == DECODE).sum())

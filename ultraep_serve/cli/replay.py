@@ -10,8 +10,8 @@ from ultraep_serve.errors import ConfigError
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from ultraep_serve.policies.registry import PolicyFunction
-    from ultraep_serve.traces import ReplayOptions
+    from ultraep_serve.offline.comparators import PolicyFunction
+    from ultraep_serve.offline.replay import ReplayOptions
 
 __all__ = ["add_parser", "run"]
 
@@ -78,22 +78,15 @@ def run(arguments: argparse.Namespace) -> int:
     require_packages("rich")
     from rich.console import Console
 
-    from ultraep_serve.traces import (
-        DECODE,
-        PREFILL,
-        load_trace,
-        of_phase,
-        replay,
-        replay_document,
-        write_document,
-        write_plans,
-    )
-    from ultraep_serve.traces.files import check_writable
+    from ultraep_serve.files import prepare_output, write_json
+    from ultraep_serve.offline.replay import replay, replay_document, write_plans
+    from ultraep_serve.offline.store import load_trace
+    from ultraep_serve.offline.trace import DECODE, PREFILL, of_phase
 
     policies, options = _policies(arguments.policy), _options(arguments)
     for path in (arguments.json, arguments.dump_plans):
         if path is not None:
-            check_writable(path)
+            prepare_output(path)
     trace = load_trace(arguments.trace, num_experts=arguments.experts)
     if arguments.phase != "all":
         trace = of_phase(trace, PREFILL if arguments.phase == "prefill" else DECODE)
@@ -102,13 +95,13 @@ def run(arguments: argparse.Namespace) -> int:
     if result.plans is not None:
         write_plans(arguments.dump_plans, result.plans)
     if arguments.json is not None:
-        write_document(arguments.json, document)
+        write_json(arguments.json, document)
     Console().print(_view(document))
     return 0
 
 
 def _policies(names: list[str]) -> "list[PolicyFunction]":
-    from ultraep_serve.policies.registry import policy_function
+    from ultraep_serve.offline.comparators import policy_function
 
     wanted = [name for text in names for name in listed(text)]
     if not wanted:
@@ -117,7 +110,7 @@ def _policies(names: list[str]) -> "list[PolicyFunction]":
 
 
 def _options(arguments: argparse.Namespace) -> "ReplayOptions":
-    from ultraep_serve.traces import ReplayOptions
+    from ultraep_serve.offline.replay import ReplayOptions
 
     return ReplayOptions(
         num_ranks=arguments.ep,
@@ -141,7 +134,7 @@ def _layers(words: list[str]) -> tuple[int, ...]:
         except ValueError:
             span = range(0)
         if not 0 < len(span) <= MOST_LAYERS:
-            raise ConfigError(f"--layers {word!r} is not legal; legal: as in 0 3 6-8")
+            raise ConfigError(f"--layers {word!r} must be as in 0 3 6-8")
         layers += span
     return tuple(layers)
 

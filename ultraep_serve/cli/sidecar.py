@@ -20,8 +20,8 @@ def add_parser(subparsers: Any) -> None:
     if find_spec("fastapi") is None:
         parser.set_defaults(run=_refuse, passes_flags_on=True)
         return
-    from ultraep_serve.sidecar.command import add_arguments
-    from ultraep_serve.sidecar.command import run as serve
+    from ultraep_serve.sidecar.serve import add_arguments
+    from ultraep_serve.sidecar.serve import run as serve
 
     add_arguments(parser)
     parser.set_defaults(run=serve)

@@ -61,9 +61,7 @@ class CostModel:
         for field in fields(self):
             _require(field.name, getattr(self, field.name), low_is_legal=True)
         if self.exposed_fraction > 1:
-            raise ConfigError(
-                f"exposed_fraction = {self.exposed_fraction} is not legal; legal: 0 to 1"
-            )
+            raise ConfigError(f"exposed_fraction = {self.exposed_fraction} must be 0 to 1")
 
     @property
     def seconds_per_sent_expert(self) -> float:
@@ -104,7 +102,7 @@ class CostModel:
         """From names and values. Raises ConfigError as ``from_json``."""
         known = {field.name for field in fields(cls)}
         if unknown := sorted(set(values) - known):
-            raise ConfigError(f"unknown costs {unknown}; legal: {sorted(known)}")
+            raise ConfigError(f"unknown costs {unknown}; choose from {sorted(known)}")
         needed = ("seconds_per_assignment", "bytes_per_expert", "link_bytes_per_second")
         if missing := [name for name in needed if name not in values]:
             raise ConfigError(f"the cost model must also have {missing}")
@@ -117,7 +115,7 @@ def _picoseconds(seconds: float) -> int:
 
 def _require(name: str, value: object, *, low_is_legal: bool) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise ConfigError(f"{name} = {value!r} is not legal; legal: a number")
+        raise ConfigError(f"{name} = {value!r} must be a number")
     if value < 0 or (value == 0 and not low_is_legal):
         legal = "0 or more" if low_is_legal else "more than 0"
-        raise ConfigError(f"{name} = {value!r} is not legal; legal: {legal}")
+        raise ConfigError(f"{name} = {value!r} must be {legal}")

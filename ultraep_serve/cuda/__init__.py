@@ -1,5 +1,5 @@
-"""Replica slots and rank-to-rank memory on CUDA, through its virtual memory API.
+"""Balancing where experts live in NVIDIA GPUs' memory: the same names as in ``host``.
 
-``driver`` is the few calls that are used of it, ``mapping`` keeps them in order, ``slots`` and
-``fabric`` are the twins of the host's, ``meeting`` is how ranks hand each other their memory.
+``driver`` holds the calls of CUDA's virtual memory API that are used, ``memory`` keeps them in
+order, ``rendezvous`` is how ranks hand each other their memory.
 """

@@ -1,4 +1,4 @@
-"""The data flow on the device, for which the host never waits; twin of ``ultraep_serve.balancer``.
+"""The data flow on the device, for which the host never waits; twin of ``host.balancer``.
 
 Its answers are the same. What the host decides there, kernels decide here: the host only launches,
 the same for every batch, so that any of it can be captured in a CUDA graph. What came of a layer it
@@ -7,27 +7,30 @@ learns from notes that are done when it comes by again.
 
 import logging
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from ultraep_kernels.contract import HEADER_WIDTH
 from ultraep_kernels.device.count import Counted, count
+from ultraep_kernels.device.exchange import write_row
 from ultraep_kernels.device.outcome import Outcome, outcome_width, pack_outcome, unpack_outcome
 from ultraep_kernels.device.plan import DevicePlan, Gate, plan
 from ultraep_kernels.device.reroute import reroute
-from ultraep_kernels.device.row import HEADER_WIDTH, write_row
-from ultraep_kernels.stream import relay_parents
+from ultraep_kernels.host.relays import relay_parents
 
-from ultraep_serve.balancer import PolicySource, TokenView
-from ultraep_serve.config import BalanceConfig
+from ultraep_serve.backend import GroupSetup, LayerSlots, PolicySource
 from ultraep_serve.costs.model import IntegerCosts
 from ultraep_serve.cuda.fabric import DeviceFabric
 from ultraep_serve.cuda.recording import Lap, Ledger, Note, Unnoted, is_capturing
 from ultraep_serve.errors import ConfigError
-from ultraep_serve.observability.recorder import Recorder
 from ultraep_serve.physical import experts_sent, forced_ids, identity_table, master_ids
-from ultraep_serve.slots import LayerSlots
-from ultraep_serve.types import Decision, ExpertShape, Policy, Verb
+from ultraep_serve.ring.recorder import Recorder
+from ultraep_serve.types import Decision, ExpertShape, Policy, Stage, TokenView
+
+if TYPE_CHECKING:
+    from ultraep_serve.config import BalanceConfig
 
 __all__ = ["DeviceBalancer", "device_row_width", "require_offered"]
 
@@ -43,19 +46,19 @@ def device_row_width(num_logical_experts: int, view: TokenView) -> int:
     return HEADER_WIDTH + (num_logical_experts if view is TokenView.OWN else 0)
 
 
-def require_offered(config: BalanceConfig) -> None:
+def require_offered(config: "BalanceConfig") -> None:
     """Raise ConfigError for a policy that no kernel plans."""
-    if config.policy is Policy.EPLB:
-        raise ConfigError("policy 'eplb' is not offered on GPUs; legal there: off, quota, ideal")
+    if config.policy is Policy.EPLB_SLOTS:
+        raise ConfigError("policy 'eplb-slots' is not offered on GPUs; choose off, quota or ideal")
 
 
 class DeviceBalancer:
     """Balances the MoE layers of one rank. All ranks must call ``route`` in the same order.
 
-    Differences to ``Balancer``: while the policy is off at run time, loads are still exchanged and
-    planned for, since only the device knows; nothing is moved. Policy eplb, asked for at run time,
-    counts as off, and so does ideal without ``allow_ideal``. Relays follow the published rule,
-    whatever they cost.
+    Differences to ``HostBalancer``: while the policy is off at run time, loads are still exchanged
+    and planned for, since only the device knows; nothing is moved. Policy eplb-slots, asked for at
+    run time, counts as off, and so does ideal without ``allow_ideal``. Relays follow the published
+    rule, whatever they cost.
 
     Records come when the host comes by after the device is done, at a later ``route`` or
     ``computed``; where more layers than those of two batches are on their way, one is lost and
@@ -68,20 +71,18 @@ class DeviceBalancer:
 
     def __init__(
         self,
-        config: BalanceConfig,
-        shape: ExpertShape,
-        view: TokenView,
+        setup: GroupSetup,
         layers: list[LayerSlots],
         fabric: DeviceFabric,
         policies: PolicySource | None,
         recorder: Recorder,
         costs: IntegerCosts | None = None,
     ) -> None:
-        """Arguments as for ``Balancer``. Raises ConfigError for a policy that is not offered."""
+        """As ``HostBalancer``. Raises ConfigError for a policy that is not offered."""
+        config, shape = setup.config, setup.shape
         require_offered(config)
-        self.config = config
-        self.shape = shape
-        self._view = view
+        self._config, self._shape, self._view = config, shape, setup.view
+        self._source_rank, self._domain_size = setup.source_rank, setup.location.domain_size
         self._fabric = fabric
         self._policies = policies
         self._recorder = recorder
@@ -122,7 +123,7 @@ class DeviceBalancer:
             self._choose()
         if not capturing:
             self._record_what_is_done()
-        if batch_tokens < self.config.min_batch_tokens:
+        if batch_tokens < self._config.min_batch_tokens:
             if begins and not capturing:
                 self._ledger.skip(Decision.SMALL)
                 self._record_what_is_done()
@@ -158,18 +159,18 @@ class DeviceBalancer:
         self, layer: int, topk_ids: torch.Tensor, note: Note | None, micro_batch: int
     ) -> torch.Tensor:
         watch: Lap = note or Unnoted()
-        counted = count(topk_ids, self.shape.num_logical_experts)
-        watch.lap(Verb.COUNT)
+        counted = count(topk_ids, self._shape.num_logical_experts)
+        watch.lap(Stage.COUNT)
         rows = self._exchange(counted)
-        watch.lap(Verb.EXCHANGE)
+        watch.lap(Stage.EXCHANGE)
         found = self._plan(rows, counted, micro_batch)
-        watch.lap(Verb.PLAN)
+        watch.lap(Stage.PLAN)
         self._replicate(layer, found)
-        watch.lap(Verb.REPLICATE)
+        watch.lap(Stage.REPLICATE)
         physical = self._reroute(topk_ids, counted, found)
-        watch.lap(Verb.REROUTE)
-        self._await(layer, found)
-        watch.lap(Verb.AWAIT)
+        watch.lap(Stage.REROUTE)
+        self._wait_slots(layer, found)
+        watch.lap(Stage.WAIT)
         self._fabric.report()
         if note is not None:
             note.fill(pack_outcome(found, rows))
@@ -180,7 +181,7 @@ class DeviceBalancer:
         if self._policies is None:
             return
         policy = self._policies.policy
-        ideal = policy is Policy.IDEAL and self.config.allow_ideal
+        ideal = policy is Policy.IDEAL and self._config.allow_ideal
         if not (ideal or policy in (Policy.OFF, Policy.QUOTA)):
             self._warn(f"policy {policy.value!r} is not offered here and counts as 'off'")
             policy = Policy.OFF
@@ -195,16 +196,16 @@ class DeviceBalancer:
 
     def _plan(self, rows: torch.Tensor, counted: Counted, micro_batch: int) -> DevicePlan:
         """Tokens that all ranks see count as rank 0's, so that every rank splits them alike."""
-        loads, source = rows[:, HEADER_WIDTH:], self._fabric.rank
+        loads = rows[:, HEADER_WIDTH:]
         if self._view is TokenView.SHARED:
             self._shared_loads[0] = counted.load
-            loads, source = self._shared_loads, 0
+            loads = self._shared_loads
         found = plan(
             loads,
-            self.shape.num_replica_slots,
-            source,
+            self._shape.num_replica_slots,
+            self._source_rank,
             self._fabric.status,
-            domain_size=len(self._fabric.domain),
+            domain_size=self._domain_size,
             gate=self._gate,
             rows=rows,
         )
@@ -216,7 +217,7 @@ class DeviceBalancer:
 
         Another one's may still be read. Its own are free: the exchange followed its expert kernel.
         """
-        shape = self.shape
+        shape = self._shape
         if shape.num_micro_batches == 1:
             return slot_expert
         placed = slot_expert.new_full((shape.num_ranks, shape.num_slots), -1)
@@ -225,20 +226,20 @@ class DeviceBalancer:
         return placed
 
     def _replicate(self, layer: int, found: DevicePlan) -> None:
-        if self.shape.num_replica_slots:
-            masters, relay = self.shape.num_masters, self.config.relay
+        if self._shape.num_replica_slots:
+            masters, relay = self._shape.num_masters, self._config.relay
             self._fabric.stream(self._tables[layer], found.slot_expert, masters, relay)
 
     def _reroute(self, topk_ids: torch.Tensor, counted: Counted, found: DevicePlan) -> torch.Tensor:
-        masters, status = self.shape.num_masters, self._fabric.status
+        masters, status = self._shape.num_masters, self._fabric.status
         physical = reroute(topk_ids, counted, found.share, found.slot_expert, masters, status)
-        if self.config.allow_ideal:
+        if self._config.allow_ideal:
             forced = forced_ids(topk_ids, self._identity)
             physical = torch.where(found.decision == Decision.FORCED, forced, physical)
         return physical
 
-    def _await(self, layer: int, found: DevicePlan) -> None:
-        if self.shape.num_replica_slots:
+    def _wait_slots(self, layer: int, found: DevicePlan) -> None:
+        if self._shape.num_replica_slots:
             self._fabric.wait_slots(self._tables[layer], found.slot_expert)
 
     def _record_what_is_done(self) -> None:
@@ -249,7 +250,7 @@ class DeviceBalancer:
                 self._recorder.count_batch(entry)
 
     def _record(self, note: Note) -> None:
-        shape, rank = self.shape, self._fabric.rank
+        shape, rank = self._shape, self._fabric.rank
         sizes = shape.num_logical_experts, shape.num_ranks, shape.num_slots
         outcome = unpack_outcome(note.values, *sizes)
         decision = Decision(outcome.decision)
@@ -257,12 +258,11 @@ class DeviceBalancer:
             if note.layer == note.micro_batch == 0:
                 self._recorder.count_batch(decision)
             return
-        if decision is Decision.DOUBT:
-            self._warn("ids or loads differ between ranks; batches in doubt are not balanced")
+        if decision is Decision.INCONSISTENT:
+            self._warn("ids or loads differ between ranks; inconsistent batches are not balanced")
         before, after = _rank_loads(outcome, decision, shape)
         slots, expert_bytes = outcome.slot_expert, self._expert_bytes[note.layer]
-        domain_size = len(self._fabric.domain)
-        parents = relay_parents(slots, shape.num_masters, self.config.relay, domain_size)
+        parents = relay_parents(slots, shape.num_masters, self._config.relay, self._domain_size)
         self._recorder.record(
             layer=note.layer,
             batch=note.batch,
@@ -272,7 +272,7 @@ class DeviceBalancer:
             replicas=int((slots >= 0).sum()),
             bytes_sent=experts_sent(rank, slots, parents, shape.num_masters) * expert_bytes,
             bytes_received=int((slots[rank] >= 0).sum()) * expert_bytes,
-            verb_ns=note.nanoseconds,
+            stage_ns=note.nanoseconds,
             load_before=before,
             load_after=after,
             slot_expert=slots,
@@ -286,7 +286,7 @@ class DeviceBalancer:
             logger.warning("%s", text)
 
 
-def _gate_of(config: BalanceConfig, costs: IntegerCosts | None) -> Gate:
+def _gate_of(config: "BalanceConfig", costs: IntegerCosts | None) -> Gate:
     if costs is None:
         return Gate(config.max_imbalance)
     return Gate(

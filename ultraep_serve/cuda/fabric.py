@@ -1,4 +1,4 @@
-"""How ranks reach each other's GPU memory; twin of ``ultraep_serve.fabric``.
+"""How ranks reach each other's GPU memory; twin of ``ultraep_serve.host.fabric``.
 
 Every rank owns signals (its inbox of rows and the flags of its slots' chunks) and a slot pool. Each
 maps everybody's, and hands the kernels tables of addresses. Several ranks may share one device.
@@ -17,16 +17,16 @@ import torch
 from ultraep_kernels.device.exchange import exchange, inbox_bytes, new_epoch
 from ultraep_kernels.device.relays import plan_sends
 from ultraep_kernels.device.status import DeviceStatus, new_status
-from ultraep_kernels.device.stream import StreamTables, await_slots, stream
+from ultraep_kernels.device.stream import StreamTables, stream, wait_slots
 
-from ultraep_serve.crossing import DeviceCrossing
+from ultraep_serve.backend import LayerSlots
+from ultraep_serve.collectives import DeviceAllGather
 from ultraep_serve.cuda.driver import Driver
-from ultraep_serve.cuda.mapping import Allocation, MappedMemory, create
-from ultraep_serve.cuda.meeting import Introduction, Meeting
+from ultraep_serve.cuda.memory import Allocation, MappedMemory, create
+from ultraep_serve.cuda.rendezvous import Handshake, Rendezvous
 from ultraep_serve.cuda.slots import DeviceSlotPool
-from ultraep_serve.domains import domain_of
 from ultraep_serve.errors import FabricError, PeerTimeoutError
-from ultraep_serve.slots import LayerSlots
+from ultraep_serve.topology import domain_of
 
 __all__ = ["DeviceFabric", "Limits"]
 
@@ -48,7 +48,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class _Card:
+class _Layout:
     """What a rank tells the others about itself."""
 
     signal_bytes: int
@@ -57,7 +57,7 @@ class _Card:
     limits: Limits
 
     @classmethod
-    def from_json(cls, text: bytes) -> "_Card":
+    def from_json(cls, text: bytes) -> "_Layout":
         values = json.loads(text)
         values["limits"] = Limits(**values["limits"])
         values["region_bytes"] = tuple(values["region_bytes"])
@@ -74,28 +74,28 @@ class DeviceFabric:
         self,
         driver: Driver,
         pool: DeviceSlotPool,
-        meeting: Meeting,
+        rendezvous: Rendezvous,
         rank: int,
         num_ranks: int,
         limits: Limits,
         domain_size: int | None = None,
-        crossing: DeviceCrossing | None = None,
+        all_gather: DeviceAllGather | None = None,
     ) -> None:
-        """Meet the domain's other ranks; returns when all have arrived.
+        """Connect to the domain's other ranks; returns when all have arrived.
 
-        ``rank`` and ``num_ranks`` are the whole group's, ``meeting`` is the domain's, whose ranks
-        it counts from 0. All layers have been adopted by ``pool``. ``crossing`` gathers the rows
-        of all domains where there are several.
-        Raises what ``meeting`` and ``driver`` raise, FabricError when a rank differs.
+        ``rank`` and ``num_ranks`` are the whole group's, ``rendezvous`` is the domain's, whose
+        ranks it counts from 0. All layers have been adopted by ``pool``. ``all_gather`` gathers the
+        rows of all domains where there are several. Raises what ``rendezvous`` and ``driver``
+        raise, FabricError when a rank differs.
         """
-        if meeting.kind is not driver.kind:
+        if rendezvous.kind is not driver.kind:
             raise FabricError(
-                f"memory is shared by {driver.kind.value}, the ranks meet to swap "
-                f"{meeting.kind.value}; they must agree"
+                f"memory is shared by {driver.kind.value}, the ranks swap "
+                f"{rendezvous.kind.value}; they must agree"
             )
         self.rank, self.num_ranks = rank, num_ranks
         self.domain = domain_of(rank, num_ranks, domain_size)
-        self._crossing = crossing
+        self._all_gather_rows = all_gather
         self.limits = limits
         self.epoch = new_epoch(driver.device)
         self.status = new_status(driver.device)
@@ -105,7 +105,7 @@ class DeviceFabric:
         self._driver = driver
         inbox = inbox_bytes(len(self.domain), limits.row_width)
         with ExitStack() as undo:
-            signals, pools = self._map_all(pool, meeting, inbox, undo)
+            signals, pools = self._map_all(pool, rendezvous, inbox, undo)
             self.inboxes = self._table(signals)  # (D,) int64 by rank of the domain
             self._flags = self._group_table([address + inbox for address in signals])  # (R,)
             self._pools = self._group_table(pools)  # (R,)
@@ -136,7 +136,7 @@ class DeviceFabric:
         rows = exchange(
             row, self.inboxes, position, self.epoch, self.status, self.limits.patience_ns
         )
-        return rows if self._crossing is None else self._crossing.gather(row)
+        return rows if self._all_gather_rows is None else self._all_gather_rows.gather(row)
 
     def stream(
         self, layer: StreamTables, slot_expert: torch.Tensor, num_masters: int, relay: str
@@ -160,7 +160,7 @@ class DeviceFabric:
 
     def wait_slots(self, layer: StreamTables, slot_expert: torch.Tensor) -> None:
         """Hold the stream until this rank's filled slots, ``slot_expert`` (R, S), have arrived."""
-        await_slots(slot_expert, layer, self.rank, self.epoch, self.status, self.limits.patience_ns)
+        wait_slots(slot_expert, layer, self.rank, self.epoch, self.status, self.limits.patience_ns)
 
     def report(self) -> None:
         """Tell the host, in stream order, whether a wait was given up."""
@@ -193,7 +193,7 @@ class DeviceFabric:
         self._undo.close()
 
     def _map_all(
-        self, pool: DeviceSlotPool, meeting: Meeting, inbox: int, undo: ExitStack
+        self, pool: DeviceSlotPool, rendezvous: Rendezvous, inbox: int, undo: ExitStack
     ) -> tuple[list[int], list[int]]:
         """Addresses of signals and pools by rank of the domain."""
         flags = pool.num_slots * self.limits.max_chunks * 8
@@ -203,42 +203,46 @@ class DeviceFabric:
         self._driver.tensor(mine.address, mine.size).zero_()
         self._driver.synchronize()  # before anybody can raise a flag in it
         regions = tuple(region.size for region in pool.regions)
-        card = _Card(signals.size, regions, pool.num_slots, self.limits)
+        layout = _Layout(signals.size, regions, pool.num_slots, self.limits)
         with ExitStack() as descriptors:
-            met = self._meet(meeting, card, [signals, *pool.regions], descriptors)
+            handshakes = self._rendezvous(rendezvous, layout, [signals, *pool.regions], descriptors)
             addresses = []
-            for rank, introduction in zip(self.domain, met, strict=True):
+            for rank, handshake in zip(self.domain, handshakes, strict=True):
                 if rank == self.rank:
                     own = MappedMemory(self._driver, pool.regions)
                     undo.callback(own.close)
                     addresses.append((mine.address, own.address))
                 else:
-                    addresses.append(self._map(introduction, undo))
+                    addresses.append(self._map(handshake, undo))
         return [signal for signal, _ in addresses], [slots for _, slots in addresses]
 
-    def _meet(
-        self, meeting: Meeting, card: _Card, mine: list[Allocation], descriptors: ExitStack
-    ) -> list[Introduction]:
-        """Everybody's introduction; ``descriptors`` closes all that were made or received."""
+    def _rendezvous(
+        self,
+        rendezvous: Rendezvous,
+        layout: _Layout,
+        mine: list[Allocation],
+        descriptors: ExitStack,
+    ) -> list[Handshake]:
+        """Everybody's handshake; ``descriptors`` closes all that were made or received."""
         shareables = []
         for allocation in mine:
             shareables.append(self._driver.share(allocation.handle))
             _close_later(shareables[-1], descriptors)
-        met = meeting.swap(json.dumps(asdict(card)).encode(), shareables)
-        for introduction in met:
-            for shareable in introduction.shareables:
+        handshakes = rendezvous.swap(json.dumps(asdict(layout)).encode(), shareables)
+        for handshake in handshakes:
+            for shareable in handshake.shareables:
                 _close_later(shareable, descriptors)
-        for rank, introduction in zip(self.domain, met, strict=True):
-            if _Card.from_json(introduction.card) != card:
+        for rank, handshake in zip(self.domain, handshakes, strict=True):
+            if _Layout.from_json(handshake.layout) != layout:
                 raise FabricError(f"rank {rank} laid out its slots unlike rank {self.rank}")
-        return met
+        return handshakes
 
-    def _map(self, introduction: Introduction, undo: ExitStack) -> tuple[int, int]:
+    def _map(self, handshake: Handshake, undo: ExitStack) -> tuple[int, int]:
         """Addresses at which another rank's signals and pool are mapped."""
-        card = _Card.from_json(introduction.card)
-        sizes = (card.signal_bytes, *card.region_bytes)
+        layout = _Layout.from_json(handshake.layout)
+        sizes = (layout.signal_bytes, *layout.region_bytes)
         allocations = []
-        for size, shareable in zip(sizes, introduction.shareables, strict=True):
+        for size, shareable in zip(sizes, handshake.shareables, strict=True):
             handle = self._driver.receive(shareable)
             undo.callback(self._driver.release, handle)
             allocations.append(Allocation(handle, size))

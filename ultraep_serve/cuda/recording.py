@@ -13,22 +13,22 @@ import torch
 from numpy.typing import NDArray
 
 from ultraep_serve.cuda.timing import new_mark
-from ultraep_serve.types import Decision, Verb
+from ultraep_serve.types import Decision, Stage
 
 __all__ = ["Lap", "Ledger", "Note", "Unnoted", "is_capturing"]
 
 
 class Lap(Protocol):
-    """What a layer's way through the verbs is noted by."""
+    """What a layer's way through the stages is noted by."""
 
-    def lap(self, verb: Verb) -> None:
-        """The stream's time since the last lap goes to ``verb``."""
+    def lap(self, stage: Stage) -> None:
+        """The stream's time since the last lap goes to ``stage``."""
 
 
 class Unnoted:
     """Of a layer that nobody will hear of."""
 
-    def lap(self, verb: Verb) -> None:
+    def lap(self, stage: Stage) -> None:
         pass
 
 
@@ -39,18 +39,18 @@ class Note:
         """Room for ``num_values`` int32."""
         is_cuda = device.type == "cuda"
         self._memory = torch.zeros(num_values, dtype=torch.int32, pin_memory=is_cuda)
-        self._marks: list[Any] = [new_mark(device) for _ in range(len(Verb) + 1)]
+        self._marks: list[Any] = [new_mark(device) for _ in range(len(Stage) + 1)]
         self.layer = self.batch = self.tokens = self.micro_batch = 0
 
     def start(self, layer: int, batch: int, tokens: int, micro_batch: int) -> None:
-        """Begin anew, with the time of the first verb."""
+        """Begin anew, with the time of the first stage."""
         self.layer, self.batch, self.tokens = layer, batch, tokens
         self.micro_batch = micro_batch
         self._marks[0].record()
 
-    def lap(self, verb: Verb) -> None:
-        """Every verb must come, in order."""
-        self._marks[verb + 1].record()
+    def lap(self, stage: Stage) -> None:
+        """Every stage must come, in order."""
+        self._marks[stage + 1].record()
 
     def fill(self, values: torch.Tensor) -> None:
         """Copy ``values`` (num_values,) int32 here, in stream order."""
@@ -58,7 +58,7 @@ class Note:
 
     @property
     def is_done(self) -> bool:
-        """Whether the device has passed the last verb, hence filled everything."""
+        """Whether the device has passed the last stage, hence filled everything."""
         return bool(self._marks[-1].query())
 
     @property
@@ -68,7 +68,7 @@ class Note:
 
     @property
     def nanoseconds(self) -> list[int]:
-        """The device's time per Verb, once done."""
+        """The device's time per Stage, once done."""
         pairs = zip(self._marks, self._marks[1:], strict=False)
         return [round(before.elapsed_time(after) * 1e6) for before, after in pairs]
 
@@ -102,7 +102,7 @@ class Ledger:
         """The engine has computed the layer, in stream order."""
         note = self._open.pop(micro_batch, None)
         if note is not None:
-            note.lap(Verb.COMPUTE)
+            note.lap(Stage.COMPUTE)
             self._entries.append(note)
 
     def skip(self, decision: Decision) -> None:

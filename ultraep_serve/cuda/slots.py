@@ -1,4 +1,4 @@
-"""Replica slots behind each layer's masters, on CUDA; twin of ``ultraep_serve.slots``.
+"""Replica slots behind each layer's masters, on CUDA; twin of ``ultraep_serve.host.slots``.
 
 Masters are copied to memory of their own that ends on a granularity boundary (2 MiB on today's
 GPUs), and the pool's memory is mapped right behind it: a slot costs its bytes once for all layers.
@@ -16,10 +16,10 @@ from dataclasses import dataclass
 
 import torch
 
+from ultraep_serve.backend import LayerSlots
 from ultraep_serve.cuda.driver import Driver
-from ultraep_serve.cuda.mapping import Allocation, MappedMemory, create, round_up
+from ultraep_serve.cuda.memory import Allocation, MappedMemory, create, round_up
 from ultraep_serve.errors import UnsupportedError
-from ultraep_serve.slots import LayerSlots
 
 __all__ = ["ALIGNMENT", "DeviceSlotPool"]
 

@@ -15,8 +15,8 @@ from types import FrameType
 
 from ultraep_serve.config import BalanceConfig, child_environment
 from ultraep_serve.errors import EngineEndedError, UnsupportedError
-from ultraep_serve.observability.reader import RingReader
-from ultraep_serve.observability.schema import RING_PREFIX, RingState
+from ultraep_serve.ring.reader import RingReader
+from ultraep_serve.ring.schema import RING_PREFIX, RingState
 from ultraep_serve.types import Policy
 
 __all__ = ["EngineCommand", "supervise"]

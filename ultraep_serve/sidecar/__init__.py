@@ -5,6 +5,6 @@ its death touches the engine.
 """
 
 from ultraep_serve.sidecar.app import create_app
-from ultraep_serve.sidecar.server import serve
+from ultraep_serve.sidecar.serve import serve
 
 __all__ = ["create_app", "serve"]

@@ -3,7 +3,7 @@
 import argparse
 
 from ultraep_serve.errors import ConfigError
-from ultraep_serve.sidecar.command import add_arguments, run
+from ultraep_serve.sidecar.serve import add_arguments, run
 
 
 def main() -> None:

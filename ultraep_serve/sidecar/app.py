@@ -1,4 +1,4 @@
-"""The HTTP application: what users, dashboards and Prometheus ask for."""
+"""The HTTP application: what users, dashboards and Prometheus ask for, and the pages for people."""
 
 import contextlib
 import threading
@@ -8,30 +8,29 @@ from pathlib import Path
 
 from anyio import to_thread
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse
+from fastapi.responses import FileResponse, JSONResponse
+from fastapi.staticfiles import StaticFiles
 from prometheus_client import CollectorRegistry
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ultraep_serve import __version__
-from ultraep_serve.observability import BalanceSnapshot
-from ultraep_serve.observability.heatmap import Heatmap
-from ultraep_serve.observability.reader import ALIVE_SECONDS
+from ultraep_serve.ring.reader import ALIVE_SECONDS
 from ultraep_serve.sidecar.answers import Answers, prepare
 from ultraep_serve.sidecar.health import Overview
 from ultraep_serve.sidecar.logs import StateLog
-from ultraep_serve.sidecar.metrics import BalanceCollector
-from ultraep_serve.sidecar.metrics_detail import DetailCollector
-from ultraep_serve.sidecar.pages import add_pages
-from ultraep_serve.sidecar.policies import PolicyComparison
-from ultraep_serve.sidecar.routes_balance import balance_routes
+from ultraep_serve.sidecar.metrics import BalanceCollector, DetailCollector
+from ultraep_serve.sidecar.routes_balance import balance_routes, live_routes
 from ultraep_serve.sidecar.routes_control import control_routes
-from ultraep_serve.sidecar.routes_live import live_routes
 from ultraep_serve.sidecar.routes_operate import Access, operate_routes
 from ultraep_serve.sidecar.routes_record import record_routes
+from ultraep_serve.sidecar.statistics.snapshot import BalanceSnapshot
+from ultraep_serve.sidecar.statistics.summary import Heatmap, PolicyComparison
 from ultraep_serve.sidecar.store import NoRunError, RunStore
 from ultraep_serve.sidecar.switches import Switches
 from ultraep_serve.sidecar.timeline import History
 
-__all__ = ["SidecarSettings", "create_app"]
+__all__ = ["AppOptions", "add_pages", "create_app"]
 
 _MAX_THREADS = 8
 _DESCRIPTION = """
@@ -50,7 +49,7 @@ over time are summed up as records arrive. What changes something wants the cont
 
 
 @dataclass(frozen=True)
-class SidecarSettings:
+class AppOptions:
     """How closely to watch."""
 
     poll_seconds: float = 0.5  # between polls in the background
@@ -65,7 +64,7 @@ def create_app(
     token: str | None,
     allow_ideal: bool,
     *,
-    settings: SidecarSettings | None = None,
+    settings: AppOptions | None = None,
     registry: CollectorRegistry | None = None,
 ) -> FastAPI:
     """The application over the rings in ``run_dir``, which need not exist yet.
@@ -74,7 +73,7 @@ def create_app(
     it switch to the policy that gives wrong answers. Metrics go to ``registry``, by default a new
     one.
     """
-    watching = settings or SidecarSettings()
+    watching = settings or AppOptions()
     store = RunStore(
         run_dir,
         heartbeat_limit_seconds=watching.heartbeat_limit_seconds,
@@ -150,3 +149,39 @@ def _repeat(action: Callable[[], None], seconds: float) -> Callable[[], None]:
         thread.join()
 
     return stop
+
+
+_FILES = Path(__file__).with_name("static")
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "img-src 'self' data:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
+
+
+def add_pages(app: FastAPI) -> None:
+    """Serve the dashboard at ``/`` and the interface's documentation at ``/docs``."""
+    app.add_middleware(_StrictHeaders)
+    app.mount("/static", StaticFiles(directory=_FILES), name="static")
+    app.add_api_route("/", lambda: FileResponse(_FILES / "index.html"), include_in_schema=False)
+    app.add_api_route("/docs", lambda: FileResponse(_FILES / "docs.html"), include_in_schema=False)
+
+
+class _StrictHeaders:
+    """Browsers run and load only what comes from here, whatever an answer may contain."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_strict(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in _HEADERS.items():
+                    headers[name] = value
+            await send(message)
+
+        await self._app(scope, receive, send_strict if scope["type"] == "http" else send)

@@ -1,15 +1,18 @@
-"""The state of every rank, and what the page shows first."""
+"""The state of every rank, and what keeps it from being ready."""
 
 from dataclasses import dataclass
 
-from ultraep_serve.observability import RankView
-from ultraep_serve.observability.batches import BatchSnapshot
-from ultraep_serve.observability.documented import Documented
-from ultraep_serve.observability.savings import Savings
-from ultraep_serve.observability.schema import SCHEMA_VERSION
-from ultraep_serve.observability.snapshot import BatchesCount, PhaseSnapshot
+from ultraep_serve.ring.schema import SCHEMA_VERSION, RingState
+from ultraep_serve.sidecar.statistics.batches import BatchSnapshot
+from ultraep_serve.sidecar.statistics.snapshot import (
+    BatchesCount,
+    Documented,
+    PhaseSnapshot,
+    RankView,
+    Savings,
+)
 
-__all__ = ["Overview", "RankHealth", "RankList", "rank_health"]
+__all__ = ["Overview", "RankHealth", "RankList", "problem", "rank_health"]
 
 
 @dataclass(frozen=True)
@@ -98,3 +101,21 @@ def rank_health(view: RankView, problem: str, missed: int) -> RankHealth:
         lost=header.lost if header else 0,
         missed=missed,
     )
+
+
+def problem(view: RankView, num_ranks: int, unreadable: str) -> str:
+    """What is wrong with the rank that ``view`` shows, in a run of ``num_ranks``; else empty.
+
+    ``unreadable`` says why there is no header, where there is none.
+    """
+    if view.header is None:
+        return unreadable
+    if view.header.shape.num_ranks != num_ranks:
+        return f"its ring belongs to a run of {view.header.shape.num_ranks} ranks"
+    if view.header.state != RingState.READY:
+        return f"state is {view.header.state.name.lower()}"
+    if view.header.dead:
+        return f"process {view.header.pid} has died"
+    if not view.alive:
+        return f"no heartbeat for {view.heartbeat_age_seconds:.1f} s"
+    return ""

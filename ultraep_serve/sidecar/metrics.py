@@ -6,13 +6,13 @@ engine, which Prometheus expects of a counter. Families and their labels:
 ======================================  ====================================================
 ultraep_ready                           1 when every rank of this host is alive and ready
 ultraep_policy_info                     policy, engine, mode: labels, value 1
-ultraep_imbalance_ratio                 histogram by phase and stage (before, after)
+ultraep_imbalance_ratio                 histogram by phase and when (before, after)
 ultraep_imbalance_floor_ratio           the least that ultraep_imbalance_ratio can become
 ultraep_batches_total                   by phase, decision and reason
 ultraep_layers_total                    by phase, decision and reason
 ultraep_replicas_total                  replicas placed
 ultraep_moved_bytes_total               weights sent by the ranks of this host
-ultraep_verb_seconds_total              by verb, summed over the ranks of this host
+ultraep_stage_seconds_total              by stage, summed over the ranks of this host
 ultraep_estimated_saved_seconds_total   time that evening out the busiest rank avoided
 ultraep_estimated_spent_seconds_total   time that balancing took
 ultraep_rank_up                         by rank
@@ -25,8 +25,11 @@ ultraep_slot_reserved_bytes             memory of replica slots on this host
 
 Phase is prefill or decode (batches below min_batch_tokens, which are left alone and whose loads
 are not counted). Decision is planned, forced or identity; reason says why: imbalanced, measuring,
-small, policy_off, balanced, doubt, unprofitable. Series per layer, and more per rank, come only
-with ``/metrics?detail=true``: see ``metrics_detail``.
+small, policy_off, balanced, inconsistent, unprofitable.
+
+Only with ``/metrics?detail=true``: ultraep_layer_imbalance_ratio (layer, when),
+ultraep_rank_assignments_ratio (rank, when), ultraep_rank_sent_bytes_total (rank),
+ultraep_rank_received_bytes_total (rank), ultraep_rank_stage_seconds_total (rank, stage).
 
 Where ranks are on several hosts, each host's sidecar counts bytes, times and the health of its own
 ranks; imbalance, batches, layers and replicas are those of all ranks, the same on every host.
@@ -43,15 +46,19 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from ultraep_serve.observability import RankView, RingHeader, Window
-from ultraep_serve.observability.outcomes import outcome
-from ultraep_serve.observability.savings import spent_seconds
-from ultraep_serve.observability.snapshot import mean_floor
+from ultraep_serve.ring.schema import RingHeader
+from ultraep_serve.sidecar.counters import Counters
+from ultraep_serve.sidecar.statistics.snapshot import (
+    BalanceSnapshot,
+    RankView,
+    mean_floor,
+    spent_seconds,
+)
+from ultraep_serve.sidecar.statistics.window import Window, outcome
 from ultraep_serve.sidecar.store import NoRunError, RunStore
-from ultraep_serve.sidecar.tally import Tally
-from ultraep_serve.types import Decision, Verb
+from ultraep_serve.types import Decision, Stage
 
-__all__ = ["BalanceCollector"]
+__all__ = ["BalanceCollector", "DetailCollector"]
 
 _LABELS = ("phase", "decision", "reason")
 
@@ -75,7 +82,7 @@ class BalanceCollector(Collector):
             "1 when every rank of this host is alive and ready, else 0.",
             value=float(ready),
         )
-        yield _imbalance(self._store.tally)
+        yield _imbalance(self._store.counters)
         try:
             header, views = self._store.header(), self._store.views()
         except NoRunError:
@@ -84,12 +91,12 @@ class BalanceCollector(Collector):
         yield from _run_families(header)
         yield self._floor(header)
         yield from _total_families(headers)
-        yield from _estimates(headers, self._store.tally)
+        yield from _estimates(headers, self._store.counters)
         yield from _rank_families(views)
         yield self._missed()
 
     def _floor(self, header: RingHeader) -> Metric:
-        loads = Window().weighed(self._store.held().lead)["load_before"]
+        loads = Window().weighed(self._store.held().primary)["load_before"]
         return GaugeMetricFamily(
             "ultraep_imbalance_floor_ratio",
             "The least that the mean of ultraep_imbalance_ratio can become where weights move only "
@@ -109,15 +116,15 @@ class BalanceCollector(Collector):
         return family
 
 
-def _imbalance(tally: Tally) -> Metric:
+def _imbalance(counters: Counters) -> Metric:
     family = HistogramMetricFamily(
         "ultraep_imbalance_ratio",
         "Max/mean of assignments over ranks, one observation per weighed MoE layer of a batch; "
-        "1 is perfect. Stage before: by routing alone; after: as computed.",
-        labels=["phase", "stage"],
+        "1 is perfect. When before: by routing alone; after: as computed.",
+        labels=["phase", "when"],
     )
-    for stage, histogram in (("before", tally.before), ("after", tally.after)):
-        family.add_metric(["prefill", stage], histogram.buckets(), histogram.sum)
+    for when, histogram in (("before", counters.before), ("after", counters.after)):
+        family.add_metric(["prefill", when], histogram.buckets(), histogram.sum)
     return family
 
 
@@ -157,30 +164,30 @@ def _total_families(headers: list[RingHeader]) -> Iterator[Metric]:
         value=sum(header.slot_bytes_reserved for header in headers),
     )
     family = CounterMetricFamily(
-        "ultraep_verb_seconds",
-        "Time in each verb of balancing, and in the engine's part (compute), summed over ranks; "
+        "ultraep_stage_seconds",
+        "Time in each stage of balancing, and in the engine's part (compute), summed over ranks; "
         "await and exchange are waiting times.",
-        labels=["verb"],
+        labels=["stage"],
     )
-    for verb in Verb:
-        total = sum(header.verb_ns[verb] for header in headers)
-        family.add_metric([verb.name.lower()], total / 1e9)
+    for stage in Stage:
+        total = sum(header.stage_ns[stage] for header in headers)
+        family.add_metric([stage.name.lower()], total / 1e9)
     yield family
 
 
-def _estimates(headers: list[RingHeader], tally: Tally) -> Iterator[Metric]:
+def _estimates(headers: list[RingHeader], counters: Counters) -> Iterator[Metric]:
     yield CounterMetricFamily(
         "ultraep_estimated_saved_seconds",
         "Estimated time that evening out the busiest rank avoided: the engine's time of each "
         "layer x (the busiest rank's assignments before / after - 1).",
-        value=tally.saved_seconds,
+        value=counters.saved_seconds,
     )
-    verbs = float(spent_seconds([header.verb_ns for header in headers]))
+    stages = float(spent_seconds([header.stage_ns for header in headers]))
     yield CounterMetricFamily(
         "ultraep_estimated_spent_seconds",
-        "Estimated time that balancing took: its verbs on the busiest rank, exchange on the rank "
+        "Estimated time that balancing took: its stages on the busiest rank, exchange on the rank "
         "that waited least, and what layers took longer that were left less even than before.",
-        value=verbs + tally.worsened_seconds,
+        value=stages + counters.worsened_seconds,
     )
 
 
@@ -207,3 +214,67 @@ def _rank_families(views: list[RankView]) -> Iterator[Metric]:
         if view.last_batch_age_seconds is not None:
             batch.add_metric(rank, view.last_batch_age_seconds)
     yield from (up, heart, batch, lost)
+
+
+_WHEN = ("before", "after")
+
+
+class DetailCollector(Collector):
+    """Collects from ``store``, which another collector has just polled."""
+
+    def __init__(self, store: RunStore) -> None:
+        self._store = store
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing, so that registering does not read the run directory."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """Build every family; nothing without an engine."""
+        try:
+            views, snapshot = self._store.views(), self._store.snapshot(Window())
+        except NoRunError:
+            return
+        yield from _window_families(snapshot)
+        yield from _rank_counters(views)
+
+
+def _window_families(snapshot: BalanceSnapshot) -> Iterator[Metric]:
+    layers = GaugeMetricFamily(
+        "ultraep_layer_imbalance_ratio",
+        "Mean of max/mean of assignments over ranks in the records that the sidecar holds.",
+        labels=["layer", "when"],
+    )
+    for layer in snapshot.layers:
+        for when in _WHEN:
+            mean = getattr(layer.imbalance, when).mean
+            layers.add_metric([str(layer.layer), when], mean)
+    ranks = GaugeMetricFamily(
+        "ultraep_rank_assignments_ratio",
+        "Assignments of the rank over the mean of all, in the records that the sidecar holds.",
+        labels=["rank", "when"],
+    )
+    for when in _WHEN:
+        mean = snapshot.assignments / snapshot.num_ranks or 1.0
+        for rank in snapshot.ranks:
+            ranks.add_metric([str(rank.rank), when], getattr(rank.assignments, when) / mean)
+    yield from (layers, ranks)
+
+
+def _rank_counters(views: list[RankView]) -> Iterator[Metric]:
+    sent = CounterMetricFamily("ultraep_rank_sent_bytes", "Weights sent.", labels=["rank"])
+    received = CounterMetricFamily(
+        "ultraep_rank_received_bytes", "Weights received.", labels=["rank"]
+    )
+    stages = CounterMetricFamily(
+        "ultraep_rank_stage_seconds", "Time in each stage.", labels=["rank", "stage"]
+    )
+    for view in views:
+        if view.header is None:
+            continue
+        rank = str(view.rank)
+        sent.add_metric([rank], view.header.bytes_sent)
+        received.add_metric([rank], view.header.bytes_received)
+        for stage in Stage:
+            stages.add_metric([rank, stage.name.lower()], view.header.stage_ns[stage] / 1e9)
+    yield from (sent, received, stages)

@@ -2,12 +2,12 @@
 
 import time
 
-from ultraep_serve.observability.batches import BatchSnapshot, batch_snapshot
-from ultraep_serve.observability.schema import RecordArray
-from ultraep_serve.observability.snapshot import mean_floor
-from ultraep_serve.observability.summary import batches_count, phases
-from ultraep_serve.observability.window import Window
+from ultraep_serve.ring.schema import RecordArray
 from ultraep_serve.sidecar.health import Overview
+from ultraep_serve.sidecar.statistics.batches import BatchSnapshot, batch_snapshot
+from ultraep_serve.sidecar.statistics.snapshot import mean_floor
+from ultraep_serve.sidecar.statistics.summary import batches_count, phases
+from ultraep_serve.sidecar.statistics.window import Window
 from ultraep_serve.sidecar.store import NoRunError, RunStore
 
 __all__ = ["overview"]
@@ -19,11 +19,11 @@ def overview(store: RunStore, seconds: int) -> Overview:
     now_ns = time.time_ns()
     try:
         header, health = store.header(), store.ranks()
-        (_, lead, own), totals = store.held(), store.totals(now_ns, seconds)
+        (_, primary, own), totals = store.held(), store.totals(now_ns, seconds)
     except NoRunError:
         return _nothing(store, now_ns, seconds)
     paused = store.control().paused
-    recent = Window(now_ns - seconds * 10**9).weighed(lead)
+    recent = Window(now_ns - seconds * 10**9).weighed(primary)
     return Overview(
         time_ns=now_ns,
         ready=health.ready,
@@ -42,17 +42,17 @@ def overview(store: RunStore, seconds: int) -> Overview:
         floor=mean_floor(recent["load_before"], header.location.domain_size),
         bytes_moved=totals.bytes_sent,
         savings=totals.savings,
-        last_batch=_newest(lead, own),
+        last_batch=_newest(primary, own),
         ranks=health.ranks,
     )
 
 
-def _newest(lead: RecordArray, own: list[RecordArray]) -> BatchSnapshot | None:
-    if not len(lead):
+def _newest(primary: RecordArray, own: list[RecordArray]) -> BatchSnapshot | None:
+    if not len(primary):
         return None
-    number = lead["batch"][-1]
+    number = primary["batch"][-1]
     sent = (records["bytes_sent"][records["batch"] == number].sum() for records in own)
-    return batch_snapshot(lead[lead["batch"] == number], int(sum(sent)))
+    return batch_snapshot(primary[primary["batch"] == number], int(sum(sent)))
 
 
 def _nothing(store: RunStore, now_ns: int, seconds: int) -> Overview:

@@ -1,29 +1,41 @@
-"""Endpoints that show the balance."""
+"""Endpoints that show the balance, asked for or pushed."""
 
+import asyncio
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import AsyncIterator, Callable, Hashable
 from typing import Annotated, Any
 
-from fastapi import APIRouter, HTTPException, Query, Response
+from fastapi import APIRouter, HTTPException, Query, Request, Response
 from fastapi import Path as InPath
+from fastapi.responses import StreamingResponse
+from starlette.concurrency import run_in_threadpool
 
-from ultraep_serve.observability import BalanceSnapshot, Window
-from ultraep_serve.observability.batch_detail import (
+from ultraep_serve.sidecar.answers import Answers
+from ultraep_serve.sidecar.health import Overview, RankList
+from ultraep_serve.sidecar.overview import overview
+from ultraep_serve.sidecar.statistics.batches import (
     BatchDetail,
     BatchLayerDetail,
+    BatchList,
     batch_detail,
     batch_layer_detail,
+    batch_snapshots,
 )
-from ultraep_serve.observability.batches import BatchList, batch_snapshots
-from ultraep_serve.observability.heatmap import Heatmap, heatmap
-from ultraep_serve.observability.layers import LayerDetail, layer_detail
-from ultraep_serve.sidecar.answers import Answers
-from ultraep_serve.sidecar.policies import PolicyComparison, compare_policies
+from ultraep_serve.sidecar.statistics.snapshot import BalanceSnapshot
+from ultraep_serve.sidecar.statistics.summary import (
+    Heatmap,
+    LayerDetail,
+    PolicyComparison,
+    compare_policies,
+    heatmap,
+    layer_detail,
+)
+from ultraep_serve.sidecar.statistics.window import Window
 from ultraep_serve.sidecar.store import RunStore
 from ultraep_serve.sidecar.timeline import History
 from ultraep_serve.types import Policy
 
-__all__ = ["NO_RUN", "balance_routes"]
+__all__ = ["NO_RUN", "balance_routes", "live_routes"]
 
 _MOST = (1 << 63) - 1
 
@@ -98,7 +110,7 @@ def _add_summaries(router: APIRouter, store: RunStore, answers: Answers) -> None
 
 
 def _heatmap(store: RunStore, window: Window) -> Heatmap:
-    return heatmap(window.weighed(store.held().lead))
+    return heatmap(window.weighed(store.held().primary))
 
 
 def _history(store: RunStore, seconds: int, step: int) -> History:
@@ -106,14 +118,14 @@ def _history(store: RunStore, seconds: int, step: int) -> History:
 
 
 def _policies(store: RunStore, window: Window) -> PolicyComparison:
-    _, lead, own = store.held()
-    return compare_policies(window, lead, own)
+    _, primary, own = store.held()
+    return compare_policies(window, primary, own)
 
 
 def _batches(store: RunStore, limit: int, before: int | None, window: Window) -> BatchList:
-    _, lead, own = store.held()
+    _, primary, own = store.held()
     own = [window.recorded(records) for records in own]
-    return batch_snapshots(window.recorded(lead), own, limit, before)
+    return batch_snapshots(window.recorded(primary), own, limit, before)
 
 
 def _add_details(router: APIRouter, store: RunStore) -> None:
@@ -122,9 +134,9 @@ def _add_details(router: APIRouter, store: RunStore) -> None:
         """One MoE layer: also the load of each rank and where its replicas were last."""
         store.poll()
         window = Window(since_ns, policy)
-        header, lead, own = store.held()
+        header, primary, own = store.held()
         own = [window.weighed(records) for records in own]
-        detail = layer_detail(layer, window.weighed(lead), own, header.location.domain_size)
+        detail = layer_detail(layer, window.weighed(primary), own, header.location.domain_size)
         if detail is None:
             raise HTTPException(404, f"no records of layer {layer} in this window")
         return detail
@@ -133,8 +145,8 @@ def _add_details(router: APIRouter, store: RunStore) -> None:
     def batch(batch: Batch) -> BatchDetail:
         """One batch, layer by layer."""
         store.poll()
-        _, lead, own = store.held()
-        detail = batch_detail(batch, lead, own)
+        _, primary, own = store.held()
+        detail = batch_detail(batch, primary, own)
         if detail is None:
             raise HTTPException(404, f"no records of batch {batch} are held")
         return detail
@@ -143,8 +155,62 @@ def _add_details(router: APIRouter, store: RunStore) -> None:
     def batch_layer(batch: Batch, layer: Layer) -> BatchLayerDetail:
         """One MoE layer of one batch: loads by rank and expert, replicas, times by rank."""
         store.poll()
-        header, lead, own = store.held()
-        detail = batch_layer_detail(batch, layer, header.shape, lead, own)
+        header, primary, own = store.held()
+        detail = batch_layer_detail(batch, layer, header.shape, primary, own)
         if detail is None:
             raise HTTPException(404, f"no records of layer {layer} of batch {batch} are held")
         return detail
+
+
+_MAX_LISTENERS = 64
+
+RecentSeconds = Annotated[int, Query(ge=1, le=3600, description="how far back")]
+_EVENTS: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"text/event-stream": {}}, "description": "events of type overview"},
+    503: {"description": "too many listeners"},
+}
+
+
+def live_routes(store: RunStore, answers: Answers, period: float) -> APIRouter:
+    """The routes over ``store``; an event every ``period`` seconds."""
+    router = APIRouter(prefix="/v1", tags=["live"])
+    listeners = [0]
+
+    def encoded(seconds: int) -> bytes:
+        return answers.encoded(("overview", seconds), lambda: overview(store, seconds))
+
+    @router.get("/overview", response_model=Overview)
+    def get_overview(seconds: RecentSeconds = 60) -> Response:
+        """Health, balance over the last seconds, the newest batch; also without an engine."""
+        return Response(encoded(seconds), media_type="application/json")
+
+    @router.get("/ranks", responses=NO_RUN)
+    def ranks() -> RankList:
+        """The health of every rank."""
+        store.poll()
+        return store.ranks()
+
+    @router.get("/events", response_class=StreamingResponse, responses=_EVENTS)
+    async def events(request: Request, seconds: RecentSeconds = 60) -> StreamingResponse:
+        """Server-sent events: an overview whenever a period has passed, until you leave."""
+        if listeners[0] >= _MAX_LISTENERS:
+            raise HTTPException(503, f"{_MAX_LISTENERS} listen already; poll /v1/overview")
+
+        async def stream() -> AsyncIterator[bytes]:
+            listeners[0] += 1
+            try:
+                while not (request.app.state.stopping or await request.is_disconnected()):
+                    yield _event("overview", await run_in_threadpool(encoded, seconds))
+                    await asyncio.sleep(period)
+            finally:
+                listeners[0] -= 1
+
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        return StreamingResponse(stream(), media_type="text/event-stream", headers=headers)
+
+    return router
+
+
+def _event(name: str, data: bytes) -> bytes:
+    """One event; ``data`` has no line breaks."""
+    return b"event: " + name.encode() + b"\ndata: " + data + b"\n\n"

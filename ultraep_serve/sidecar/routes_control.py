@@ -9,8 +9,9 @@ from fastapi import APIRouter, Depends, HTTPException
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from pydantic import BaseModel, ConfigDict, Field
 
-from ultraep_serve.observability import SCHEMA_VERSION, ControlError
-from ultraep_serve.observability.control import RecordLevel
+from ultraep_serve.errors import ControlError
+from ultraep_serve.ring.control import RecordLevel
+from ultraep_serve.ring.schema import SCHEMA_VERSION
 from ultraep_serve.sidecar.switches import NotAllowedError, Switches
 from ultraep_serve.types import Policy
 

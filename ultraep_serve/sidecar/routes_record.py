@@ -11,14 +11,10 @@ from fastapi import Path as InPath
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict
 
-from ultraep_serve.observability import SCHEMA_VERSION
-from ultraep_serve.observability._files import open_regular
-from ultraep_serve.observability.spool import (
-    PAGE_BYTES,
-    SpoolError,
-    parse_spool_header,
-    spool_path,
-)
+from ultraep_serve.errors import SpoolError
+from ultraep_serve.files import open_regular
+from ultraep_serve.ring.schema import SCHEMA_VERSION
+from ultraep_serve.ring.spool import PAGE_BYTES, parse_spool_header, spool_path
 from ultraep_serve.sidecar.routes_control import bearer_of
 
 __all__ = ["record_routes"]

@@ -1,5 +1,6 @@
 """What the sidecar knows of a run: every rank's ring, polled in the background and on request."""
 
+import contextlib
 import os
 import re
 import threading
@@ -8,24 +9,43 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from ultraep_serve.domains import Location
-from ultraep_serve.observability import BalanceSnapshot, RankView, RingHeader, Window, summarise
-from ultraep_serve.observability.batches import count_batches
-from ultraep_serve.observability.reader import ALIVE_SECONDS
-from ultraep_serve.observability.schema import RecordArray
-from ultraep_serve.sidecar.control_state import ControlState, read_control
-from ultraep_serve.sidecar.health import RankList, rank_health
-from ultraep_serve.sidecar.lead import Lead
-from ultraep_serve.sidecar.readiness import problem
-from ultraep_serve.sidecar.ring_follower import RingFollower
-from ultraep_serve.sidecar.tally import Tally
+from ultraep_serve.errors import ControlError
+from ultraep_serve.files import open_regular, write_whole
+from ultraep_serve.ring.control import ControlPage
+from ultraep_serve.ring.reader import ALIVE_SECONDS
+from ultraep_serve.ring.schema import RecordArray, RingHeader
+from ultraep_serve.sidecar.counters import Counters, PrimaryRank
+from ultraep_serve.sidecar.follower import RingFollower
+from ultraep_serve.sidecar.health import RankList, problem, rank_health
+from ultraep_serve.sidecar.statistics.batches import count_batches
+from ultraep_serve.sidecar.statistics.snapshot import BalanceSnapshot, RankView
+from ultraep_serve.sidecar.statistics.summary import summarise
+from ultraep_serve.sidecar.statistics.window import Window
 from ultraep_serve.sidecar.timeline import History, Timeline, Totals
+from ultraep_serve.topology import Location
 from ultraep_serve.types import Decision, Policy
 
-__all__ = ["Held", "NoRunError", "RunStore"]
+__all__ = [
+    "ControlState",
+    "Held",
+    "NoRunError",
+    "RunStore",
+    "forget_pause",
+    "paused_policy",
+    "read_control",
+    "remember_pause",
+]
 
 _RING_NAME = re.compile(r"ring-(0|[1-9]\d{0,3})")
 _EVERYTHING = Window()
+
+
+class ControlState(NamedTuple):
+    """What the control page says; all None where there is none."""
+
+    policy: Policy | None = None
+    max_imbalance: float | None = None  # the threshold set since the start
+    paused: Policy | None = None  # what resume puts in force again
 
 
 class NoRunError(Exception):
@@ -35,8 +55,8 @@ class NoRunError(Exception):
 class Held(NamedTuple):
     """What is held at one moment."""
 
-    header: RingHeader  # the lead rank's
-    lead: RecordArray  # the lead rank's records, with loads
+    header: RingHeader  # the primary rank's
+    primary: RecordArray  # the primary rank's records, with loads
     own: list[RecordArray]  # every rank's, 0 to R-1, without loads; empty for other hosts'
 
 
@@ -53,12 +73,12 @@ class RunStore:
     ) -> None:
         """``max_records`` bounds what is kept of each rank, ``reuse_seconds`` how often is read."""
         self.timeline = Timeline()
-        self.tally = Tally(self.timeline)
+        self.counters = Counters(self.timeline)
         self._run_dir = run_dir
         self._limit = heartbeat_limit_seconds
         self._max_records = max_records
         self._rings: dict[int, RingFollower] = {}  # by rank, all that were ever found
-        self._lead = Lead(self.tally, max_records, heartbeat_limit_seconds)
+        self._primary = PrimaryRank(self.counters, max_records, heartbeat_limit_seconds)
         self._control = ControlState()
         self._reuse_seconds = reuse_seconds
         self._polls = 0  # begun so far
@@ -89,7 +109,7 @@ class RunStore:
     def policy(self) -> Policy | None:
         """The policy in force from the next batch on; None where nobody says."""
         with self._lock:
-            header = self._ring(self._lead.rank).header
+            header = self._ring(self._primary.rank).header
             return self._control.policy or (header.policy if header else None)
 
     def control(self) -> ControlState:
@@ -98,15 +118,15 @@ class RunStore:
             return self._control
 
     def location(self) -> Location | None:
-        """Where the lead rank stands; None while no ring can be read."""
+        """Where the primary rank stands; None while no ring can be read."""
         with self._lock:
-            header = self._ring(self._lead.rank).header
+            header = self._ring(self._primary.rank).header
             return header.location if header else None
 
     def header(self) -> RingHeader:
-        """The lead rank's header, with the policy in force. Raises NoRunError."""
+        """The primary rank's header, with the policy in force. Raises NoRunError."""
         with self._lock:
-            header = self._ring(self._lead.rank).header
+            header = self._ring(self._primary.rank).header
             if header is None:
                 raise NoRunError(f"no ring can be read in {self._run_dir}; is the engine running?")
             return replace(header, policy=self._control.policy or header.policy)
@@ -116,7 +136,7 @@ class RunStore:
         with self._lock:
             header = self.header()
             own = [self._ring(rank).records() for rank in range(header.shape.num_ranks)]
-            return Held(header, self._lead.records(), own)
+            return Held(header, self._primary.records(), own)
 
     def views(self) -> list[RankView]:
         """One view per rank of this host. Raises NoRunError."""
@@ -149,7 +169,7 @@ class RunStore:
         """As ``Timeline.totals``, with the batches that left no records."""
         with self._lock:
             totals = self.timeline.totals(now_ns // 10**9, seconds)
-            for decision, skipped in self._lead.skipped_since(now_ns - seconds * 10**9):
+            for decision, skipped in self._primary.skipped_since(now_ns - seconds * 10**9):
                 totals.batches[decision] += skipped
             return totals
 
@@ -167,9 +187,9 @@ class RunStore:
     def snapshot(self, window: Window) -> BalanceSnapshot:
         """The balance over ``window``. Raises NoRunError."""
         with self._lock:
-            header, views, lead = self.header(), self.views(), self._lead.records()
+            header, views, primary = self.header(), self.views(), self._primary.records()
             batches = self.batches(window)
-        return summarise(lead, header, views, batches, window)
+        return summarise(primary, header, views, batches, window)
 
     def batches(self, window: Window) -> dict[Decision, int]:
         """Batches of ``window`` by decision. Raises NoRunError."""
@@ -178,8 +198,8 @@ class RunStore:
             if window == _EVERYTHING:  # the counters know more than the records held
                 pairs = zip(Decision, header.recorded_batches, header.skipped_batches, strict=True)
                 return {decision: recorded + skipped for decision, recorded, skipped in pairs}
-            counts = count_batches(window.recorded(self._lead.records()))
-            for decision, skipped in self._lead.skipped_since(window.since_ns):
+            counts = count_batches(window.recorded(self._primary.records()))
+            for decision, skipped in self._primary.skipped_since(window.since_ns):
                 counts[decision] = counts.get(decision, 0) + skipped
             return counts
 
@@ -188,10 +208,10 @@ class RunStore:
             if rank not in self._rings:
                 self._rings[rank] = self._new_ring(rank)
         polls = {
-            rank: ring.poll(with_loads=rank == self._lead.rank)
+            rank: ring.poll(with_loads=rank == self._primary.rank)
             for rank, ring in self._rings.items()
         }
-        self._lead.follow({rank: poll for rank, poll in polls.items() if poll}, self._rings)
+        self._primary.follow({rank: poll for rank, poll in polls.items() if poll}, self._rings)
 
     def _discover(self) -> list[int]:
         try:
@@ -213,3 +233,37 @@ class RunStore:
             str(view.rank): problem(view, num_ranks, self._ring(view.rank).error) for view in views
         }
         return {rank: reason for rank, reason in found.items() if reason}
+
+
+_PAUSED_FILE = "paused"
+
+
+def paused_policy(run_dir: Path) -> Policy | None:
+    """What to resume; None while not paused, and where the file is not one of ours."""
+    try:
+        with os.fdopen(open_regular(run_dir / _PAUSED_FILE), "rb") as file:
+            return Policy(file.read(64).decode("ascii"))
+    except (OSError, ValueError):
+        return None
+
+
+def remember_pause(run_dir: Path, policy: Policy) -> None:
+    """Note that ``policy`` is to be resumed. Raises OutputError."""
+    write_whole(run_dir / _PAUSED_FILE, policy.value.encode())
+
+
+def forget_pause(run_dir: Path) -> None:
+    """Nothing is paused any more."""
+    with contextlib.suppress(OSError):
+        (run_dir / _PAUSED_FILE).unlink()
+
+
+def read_control(run_dir: Path) -> ControlState:
+    """The state now."""
+    try:
+        with ControlPage.open(run_dir) as page:
+            policy, threshold = page.policy, page.max_imbalance_millionths
+    except ControlError:
+        return ControlState()  # an engine without balancing has no page
+    paused = paused_policy(run_dir) if policy is Policy.OFF else None
+    return ControlState(policy, threshold / 1e6 or None, paused)

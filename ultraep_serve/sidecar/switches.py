@@ -1,17 +1,22 @@
-"""What can be changed while serving: policy, pause, threshold, recording."""
+"""What can be changed while serving: policy, pause, threshold, recording.
+
+While paused the policy is off, and the one to resume is stored beside the control page.
+"""
 
 import contextlib
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from ultraep_serve.observability import ControlError, ControlPage
-from ultraep_serve.observability.control import Recording, RecordLevel
-from ultraep_serve.sidecar.paused import forget_pause, paused_policy, remember_pause
-from ultraep_serve.sidecar.store import RunStore
+from ultraep_serve.errors import ControlError, OutputError
+from ultraep_serve.ring.control import ControlPage, Recording, RecordLevel
+from ultraep_serve.sidecar.store import RunStore, forget_pause, paused_policy, remember_pause
 from ultraep_serve.types import Policy
 
-__all__ = ["NotAllowedError", "Switches"]
+__all__ = [
+    "NotAllowedError",
+    "Switches",
+]
 
 _NO_PAGE = "the engine is still loading, or was started with --policy off"
 
@@ -97,5 +102,5 @@ class Switches:
     def _remember(self, policy: Policy) -> None:
         try:
             remember_pause(self._run_dir, policy)
-        except OSError as error:
+        except OutputError as error:
             raise ControlError(f"cannot pause, set policy off instead: {error}") from error

@@ -6,25 +6,32 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ultraep_serve.observability.documented import Documented
-from ultraep_serve.observability.savings import Savings, avoided_seconds, spent_seconds
-from ultraep_serve.observability.schema import SCHEMA_VERSION, RecordArray
-from ultraep_serve.observability.snapshot import ImbalanceSnapshot, Spread, imbalances
-from ultraep_serve.sidecar.histogram import FINE_BOUNDS, percentile
-from ultraep_serve.types import Decision, Verb
+from ultraep_serve.ring.schema import SCHEMA_VERSION, RecordArray
+from ultraep_serve.sidecar.statistics.snapshot import (
+    Documented,
+    ImbalanceSnapshot,
+    Savings,
+    Spread,
+    avoided_seconds,
+    imbalances,
+    spent_seconds,
+)
+from ultraep_serve.types import Decision, Stage
 
 __all__ = ["History", "Timeline", "Totals"]
 
 _SECOND_NS = 10**9
 _EMPTY = -1  # in place of a time
-_STAGE = [("sum", "<f8"), ("max", "<f8"), ("counts", "<i4", (len(FINE_BOUNDS) + 1,))]
+# What exceeds 1, in steps of a tenth: a percentile is off by at most that.
+FINE_BOUNDS: NDArray[np.float64] = 1 + np.concatenate([[0.0], 1e-3 * 1.1 ** np.arange(127)])
+_IMBALANCE = [("sum", "<f8"), ("max", "<f8"), ("counts", "<i4", (len(FINE_BOUNDS) + 1,))]
 _SECOND_DTYPE = np.dtype(
     [
         ("time", "<i8"),  # Unix time
         ("layers", "<i8"),
         ("batches", "<i4", (len(Decision),)),  # with records
-        ("before", _STAGE),
-        ("after", _STAGE),
+        ("before", _IMBALANCE),
+        ("after", _IMBALANCE),
         ("saved", "<f8"),
         ("worsened", "<f8"),
         ("bytes_sent", "<f8"),  # by all ranks
@@ -73,11 +80,11 @@ class Timeline:
     def __init__(self, max_seconds: int = 3600) -> None:
         self._seconds = np.zeros(max_seconds, _SECOND_DTYPE)
         self._seconds["time"] = _EMPTY
-        self._verb_ns = np.zeros((max_seconds, 0, len(Verb)), np.float32)  # by rank
+        self._stage_ns = np.zeros((max_seconds, 0, len(Stage)), np.float32)  # by rank
         self._last_batch = (-1, Decision.PLANNED, 0)  # number, decision and second
 
     def add(self, records: RecordArray) -> None:
-        """Count the lead's weighed ``records``, each of them once."""
+        """Count the primary's weighed ``records``, each of them once."""
         for place, part in self._by_second(records):
             second, avoided = self._seconds[place], avoided_seconds(part)
             second["layers"] += len(part)
@@ -92,7 +99,7 @@ class Timeline:
                 stage["counts"] += counts.astype(np.int32)
 
     def add_batches(self, records: RecordArray) -> None:
-        """Count the batches that the lead's ``records`` are of; one may go on in the next call.
+        """Count the batches that the primary's ``records`` are of; one may go on in the next call.
 
         As ``count_batches`` does: planned if any layer was, else as its first layer.
         """
@@ -114,18 +121,18 @@ class Timeline:
 
     def add_own(self, rank: int, records: RecordArray) -> None:
         """Count times and bytes of ``rank``'s own ``records``, each of them once."""
-        missing = rank + 1 - self._verb_ns.shape[1]
+        missing = rank + 1 - self._stage_ns.shape[1]
         if missing > 0:
-            self._verb_ns = np.pad(self._verb_ns, ((0, 0), (0, missing), (0, 0)))
+            self._stage_ns = np.pad(self._stage_ns, ((0, 0), (0, missing), (0, 0)))
         for place, part in self._by_second(records):
-            self._verb_ns[place, rank] += part["verb_ns"].sum(axis=0, dtype=np.float64)
+            self._stage_ns[place, rank] += part["stage_ns"].sum(axis=0, dtype=np.float64)
             self._seconds[place]["bytes_sent"] += part["bytes_sent"].sum()
 
     def history(self, now_seconds: int, seconds: int, step: int) -> History:
         """The last ``seconds`` up to ``now_seconds`` (Unix time) in steps of ``step`` seconds."""
         begin = (now_seconds - seconds) // step * step + step
         steps = np.arange(begin, now_seconds + 1, step)
-        found, verb_ns = self._found(steps[:, None] + np.arange(step))
+        found, stage_ns = self._found(steps[:, None] + np.arange(step))
         layers = found["layers"].sum(axis=1)
 
         def known(values: NDArray[np.float64]) -> list[float | None]:
@@ -137,7 +144,7 @@ class Timeline:
         def most(stage: str) -> list[float | None]:
             return known(found[stage]["max"].max(axis=1))
 
-        spent = spent_seconds(verb_ns.sum(axis=1, dtype=np.float64))
+        spent = spent_seconds(stage_ns.sum(axis=1, dtype=np.float64))
         return History(
             step_seconds=step,
             time_seconds=steps.tolist(),
@@ -152,10 +159,10 @@ class Timeline:
 
     def totals(self, now_seconds: int, seconds: int) -> Totals:
         """Everything in the last ``seconds`` up to and with ``now_seconds`` (Unix time)."""
-        found, verb_ns = self._found(np.arange(now_seconds - seconds + 1, now_seconds + 1))
+        found, stage_ns = self._found(np.arange(now_seconds - seconds + 1, now_seconds + 1))
         counts = found["batches"].sum(axis=0).tolist()
         saved = float(found["saved"].sum())
-        spent = float(spent_seconds(verb_ns.sum(axis=0, dtype=np.float64)))
+        spent = float(spent_seconds(stage_ns.sum(axis=0, dtype=np.float64)))
         spent += float(found["worsened"].sum())
         return Totals(
             imbalance=ImbalanceSnapshot(_spread(found, "before"), _spread(found, "after")),
@@ -167,12 +174,12 @@ class Timeline:
     def _found(
         self, times: NDArray[np.signedinteger]
     ) -> tuple[NDArray[np.void], NDArray[np.float32]]:
-        """The seconds ``times`` (...,) and the time in each verb by rank, zeros where unknown."""
+        """The seconds ``times`` (...,) and the time in each stage by rank, zeros where unknown."""
         places = times % len(self._seconds)
-        found, verb_ns = self._seconds[places], self._verb_ns[places]
+        found, stage_ns = self._seconds[places], self._stage_ns[places]
         unknown = found["time"] != times
-        found[unknown], verb_ns[unknown] = np.zeros((), _SECOND_DTYPE), 0
-        return found, verb_ns
+        found[unknown], stage_ns[unknown] = np.zeros((), _SECOND_DTYPE), 0
+        return found, stage_ns
 
     def _by_second(self, records: RecordArray) -> Iterator[tuple[int, RecordArray]]:
         """Places of the seconds that ``records`` are of, but of those long gone."""
@@ -188,7 +195,7 @@ class Timeline:
         if held < time:
             self._seconds[place] = np.zeros((), _SECOND_DTYPE)
             self._seconds[place]["time"] = time
-            self._verb_ns[place] = 0
+            self._stage_ns[place] = 0
         return place if held <= time else None
 
     def _count_batch(self, decision: Decision, second: int, number: int) -> None:
@@ -205,3 +212,14 @@ def _spread(found: NDArray[np.void], stage: str) -> Spread:
     counts, worst = found[stage]["counts"].sum(axis=0), float(found[stage]["max"].max())
     p50, p99 = (min(worst, percentile(counts, part)) for part in (0.5, 0.99))
     return Spread(float(found[stage]["sum"].sum()) / layers, p50, p99, worst)
+
+
+def percentile(counts: NDArray[np.integer], part: float) -> float:
+    """The value below which ``part`` of ``counts`` (len(FINE_BOUNDS) + 1,) lies, interpolated."""
+    reached: NDArray[np.int64] = np.cumsum(counts)
+    place = int(np.searchsorted(reached, part * reached[-1]))
+    if place == 0 or place == len(FINE_BOUNDS):
+        return float(FINE_BOUNDS[max(0, place - 1)])
+    inside = (part * reached[-1] - reached[place - 1]) / counts[place]
+    low, high = FINE_BOUNDS[place - 1 : place + 1]
+    return float(low + inside * (high - low))

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from ultraep_serve.config import control_token_from_environment
 from ultraep_serve.errors import ConfigError
+from ultraep_serve.files import open_regular
 from ultraep_serve.launcher.run_directory import TOKEN_FILE
-from ultraep_serve.observability._files import open_regular
 
 __all__ = ["control_token"]
 

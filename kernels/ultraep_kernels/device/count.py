@@ -71,7 +71,7 @@ def _running_sum_kernel(
 
 
 def count(topk_ids: torch.Tensor, num_logical_experts: int) -> Counted:
-    """Load per logical expert; twin ``ultraep_kernels.count.count``.
+    """Load per logical expert; twin ``host.count.count``.
 
     ``topk_ids`` (T, K) int32 or int64 on the device, -1 is padding and never counts. T may be 0.
     """

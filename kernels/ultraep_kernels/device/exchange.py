@@ -1,10 +1,14 @@
 """exchange: every rank's row of int32 -> all rows (R, W) on every rank, through peer memory.
 
-One launch. The first R programs push this rank's row into one peer's inbox each and raise a flag
-there; the last R wait for one peer's row each and copy it out. It is also the fence: the launch
-follows, in stream order, the expert kernel of the layer before, so whoever has read a rank's row
-may overwrite that rank's replica slots. Inboxes hold every row twice, by parity of the epoch: a
-rank pushes epoch n + 2 only after everybody pushed n + 1, hence finished reading n.
+``write_row`` packs a rank's load into a row: a header of ``HEADER_WIDTH`` words and, where ranks
+have tokens of their own, the load. Rank 0's policy and threshold count, everybody's unknown ids and
+checksums do.
+
+``exchange`` is one launch. The first R programs push this rank's row into one peer's inbox each and
+raise a flag there; the last R wait for one peer's row each and copy it out. It is also the fence:
+the launch follows, in stream order, the expert kernel of the layer before, so whoever has read a
+rank's row may overwrite that rank's replica slots. Inboxes hold every row twice, by parity of the
+epoch: a rank pushes epoch n + 2 only after everybody pushed n + 1, hence finished reading n.
 
 The epoch is counted on the device, so that a captured graph can be replayed. Waits of a program are
 for pushes of lower-numbered programs, so programs may also run one after another.
@@ -14,13 +18,22 @@ import torch
 import triton
 import triton.language as tl
 
+from ultraep_kernels.contract import CHECKSUM, FLAG_BYTES, HEADER_WIDTH, POLICY, THRESHOLD, UNKNOWN
 from ultraep_kernels.device._signals import post, wait
 from ultraep_kernels.device.status import EXCHANGE_TIMEOUT
-from ultraep_kernels.exchange import FLAG_BYTES
 
-__all__ = ["exchange", "inbox_bytes", "new_epoch"]
+__all__ = [
+    "exchange",
+    "inbox_bytes",
+    "new_epoch",
+    "row_reference",
+    "write_row",
+]
 
 _FLAG_BYTES = tl.constexpr(FLAG_BYTES)
+_HEADER_WIDTH = tl.constexpr(HEADER_WIDTH)
+_POLICY, _UNKNOWN = tl.constexpr(POLICY), tl.constexpr(UNKNOWN)
+_CHECKSUM, _THRESHOLD = tl.constexpr(CHECKSUM), tl.constexpr(THRESHOLD)
 
 
 @triton.jit
@@ -108,3 +121,76 @@ def exchange(
         num_warps=4,
     )
     return out
+
+
+@triton.jit
+def _row_kernel(
+    load_ptr,  # (E,) int32
+    unknown_ptr,  # (1,) int32
+    choice_ptr,  # (2,) int32: policy, threshold
+    row_ptr,  # (W,) int32, out
+    NUM_EXPERTS: tl.constexpr,
+    HAS_LOAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    experts = tl.arange(0, BLOCK)
+    mask = experts < NUM_EXPERTS
+    load = tl.load(load_ptr + experts, mask=mask, other=0)
+    checksum = tl.sum(load, axis=0) * 0
+    if HAS_LOAD:
+        tl.store(row_ptr + _HEADER_WIDTH + experts, load, mask=mask)
+    else:
+        bits = load.to(tl.uint32) * 0x9E3779B1 + experts.to(tl.uint32) * 0x85EBCA77
+        bits = (bits ^ (bits >> 15)) * 0x2C1B3C6D
+        bits = tl.where(mask, bits ^ (bits >> 13), 0)
+        checksum = tl.xor_sum(bits.to(tl.int32), axis=0)
+    columns = tl.arange(0, _HEADER_WIDTH)
+    header = tl.where(columns == _POLICY, tl.load(choice_ptr), 0)
+    header = tl.where(columns == _UNKNOWN, tl.load(unknown_ptr), header)
+    header = tl.where(columns == _CHECKSUM, checksum, header)
+    header = tl.where(columns == _THRESHOLD, tl.load(choice_ptr + 1), header)
+    tl.store(row_ptr + columns, header)
+
+
+def write_row(
+    load: torch.Tensor, unknown: torch.Tensor, choice: torch.Tensor, has_load: bool
+) -> torch.Tensor:
+    """This rank's row (W,) int32, W = HEADER_WIDTH, and E more where it has its load.
+
+    Args:
+        load: (E,) int32.
+        unknown: (1,) int32, ids that could not be counted.
+        choice: (2,) int32, policy and threshold as this rank would have them.
+        has_load: whether the load follows the header; else the header has its checksum.
+    """
+    num_experts = load.numel()
+    width = HEADER_WIDTH + (num_experts if has_load else 0)
+    row = torch.empty(width, dtype=torch.int32, device=load.device)
+    _row_kernel[(1,)](
+        load,
+        unknown,
+        choice,
+        row,
+        NUM_EXPERTS=num_experts,
+        HAS_LOAD=has_load,
+        BLOCK=max(32, triton.next_power_of_2(num_experts)),
+        num_warps=4,
+    )
+    return row
+
+
+def row_reference(
+    load: torch.Tensor, unknown: torch.Tensor, choice: torch.Tensor, has_load: bool
+) -> torch.Tensor:
+    """Torch twin of ``write_row``."""
+    whole = (1 << 32) - 1
+    checksum = 0
+    for expert, count in enumerate(load.tolist()):
+        bits = (count * 0x9E3779B1 + expert * 0x85EBCA77) & whole
+        bits = (bits ^ bits >> 15) * 0x2C1B3C6D & whole
+        checksum ^= bits ^ bits >> 13
+    header = torch.zeros(HEADER_WIDTH, dtype=torch.int64, device=load.device)
+    header[POLICY], header[THRESHOLD] = choice[0], choice[1]
+    header[UNKNOWN], header[CHECKSUM] = unknown[0], 0 if has_load else checksum
+    header = header.where(header < 1 << 31, header - (1 << 32)).int()
+    return torch.cat([header, load]) if has_load else header

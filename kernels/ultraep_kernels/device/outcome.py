@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
+from ultraep_kernels.contract import POLICY
 from ultraep_kernels.device.plan import DevicePlan
-from ultraep_kernels.device.row import POLICY
 
 __all__ = ["Outcome", "outcome_width", "pack_outcome", "unpack_outcome"]
 
@@ -26,8 +26,8 @@ _BLOCK = 1024
 class Outcome:
     """One layer of one batch, on the host."""
 
-    decision: int  # number of an ultraep_serve.types.Decision
-    policy: int  # code of an ultraep_serve.types.Policy: rank 0's
+    decision: int  # number of a Decision
+    policy: int  # code of a Policy: rank 0's
     expert_load: NDArray[np.int32]  # (E,) assignments over all ranks
     slot_expert: NDArray[np.int32]  # (R, S), -1 empty
     slot_load: NDArray[np.int32]  # (R, S) assignments that each slot computes

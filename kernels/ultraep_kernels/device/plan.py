@@ -3,7 +3,7 @@
 Five launches: the load of every expert; the first wave of attempts, one program each; the second
 wave, whose programs return at once where the first reached the goal; the decision which attempt to
 take, and whether it pays; one program per expert that writes the plan out. Twin:
-``ultraep_serve.policies.quota.plan_quota``.
+``host.plan.plan``.
 """
 
 from dataclasses import dataclass
@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 import triton
 
-from ultraep_kernels.device._finish import decide_kernel, finish_kernel
-from ultraep_kernels.device._search import attempt_kernel, sum_kernel
-from ultraep_kernels.plan import Search, search_of
+from ultraep_kernels.contract import Search, search_of
+from ultraep_kernels.device._plan_finish import decide_kernel, finish_kernel
+from ultraep_kernels.device._plan_search import attempt_kernel, sum_kernel
 
 __all__ = ["DevicePlan", "Gate", "plan"]
 
@@ -44,7 +44,7 @@ class DevicePlan:
     quota: torch.Tensor  # (E, R) int32: assignments of expert e that rank r computes
     share: torch.Tensor  # (E, R) int32: this source rank's part of the quota
     expert_load: torch.Tensor  # (E,) int32: assignments of each expert over all ranks
-    decision: torch.Tensor  # (1,) int32: number of an ultraep_serve.types.Decision
+    decision: torch.Tensor  # (1,) int32: number of a Decision
 
 
 def plan(
@@ -69,10 +69,10 @@ def plan(
         domain_size: copies stay within contiguous groups of this many ranks; None is all ranks.
         gate: where the plan does not pass it, the identity is written and the decision says why;
             None follows every plan.
-        rows: (R, .) int32, all ranks' rows as ``row.write_row`` made them: rank 0's says whether
-            to plan at all (its policy), and may set another threshold than the gate's. Where a
-            rank saw unknown ids, checksums differ or ``status`` says that a wait was given up,
-            the identity is written.
+        rows: (R, .) int32, all ranks' rows as ``exchange.write_row`` made them: rank 0's says
+            whether to plan at all (its policy), and may set another threshold than the gate's.
+            Where a rank saw unknown ids, checksums differ or ``status`` says that a wait was given
+            up, the identity is written.
 
     Raises:
         ValueError: E is no multiple of R, or a row's experts do not lie side by side.

@@ -1,6 +1,6 @@
 """relays: slot_expert (R, S) -> who sends each slot its weights, and what this rank has to send.
 
-One launch of one program. Twin of the parents: ``ultraep_kernels.stream.relay_parents``.
+One launch of one program. Twin of the parents: ``host.relays.relay_parents``.
 """
 
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ultraep_kernels.stream import (
+from ultraep_kernels.contract import (
     MAX_RELAYS,
     MIN_FAN_OUT_SAVED,
     MIN_RELAYED_REPLICAS,

@@ -1,6 +1,6 @@
 """reroute: topk_ids (T, K) logical + share -> topk_ids (T, K) physical, padding kept.
 
-The rule is that of ``ultraep_kernels.reroute``: the j-th assignment of expert e takes place
+The rule is that of ``host.reroute``: the j-th assignment of expert e takes place
 ``j * stride_e mod n_e``. Two launches: one writes per expert its stride and where its places lie,
 the other looks every assignment up. Which assignment is the j-th is known from ``count``: those in
 earlier blocks of ids, plus those further ahead in the same block.
@@ -10,9 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
+from ultraep_kernels.contract import GOLDEN_DENOMINATOR, GOLDEN_NUMERATOR
 from ultraep_kernels.device.count import BLOCK_IDS, Counted
 from ultraep_kernels.device.status import SHARE_TOO_SMALL
-from ultraep_kernels.reroute import GOLDEN_DENOMINATOR, GOLDEN_NUMERATOR
 
 __all__ = ["reroute"]
 
@@ -119,7 +119,7 @@ def reroute(
     num_masters: int,
     status: torch.Tensor,
 ) -> torch.Tensor:
-    """Physical ids (T, K) int32; twin ``ultraep_kernels.reroute.reroute``.
+    """Physical ids (T, K) int32; twin ``host.reroute.reroute``.
 
     ``topk_ids`` (T, K) int32 or int64, what is no expert becomes -1; ``counted`` of the same ids;
     ``share`` (E, R) int32 assignments of this source by target rank; ``slot_expert`` (R, S) int32.

@@ -24,12 +24,12 @@ class DeviceStatus(IntFlag):
     IMPOSSIBLE_LOADS = 16  # negative, or more than the planner counts: it planned the identity
 
 
-EXCHANGE_TIMEOUT = tl.constexpr(1)
-RELAY_TIMEOUT = tl.constexpr(2)
-SLOT_TIMEOUT = tl.constexpr(4)
-TIMEOUTS = tl.constexpr(7)
-SHARE_TOO_SMALL = tl.constexpr(8)
-IMPOSSIBLE_LOADS = tl.constexpr(16)
+EXCHANGE_TIMEOUT = tl.constexpr(int(DeviceStatus.EXCHANGE_TIMEOUT))
+RELAY_TIMEOUT = tl.constexpr(int(DeviceStatus.RELAY_TIMEOUT))
+SLOT_TIMEOUT = tl.constexpr(int(DeviceStatus.SLOT_TIMEOUT))
+TIMEOUTS = tl.constexpr(int(EXCHANGE_TIMEOUT.value | RELAY_TIMEOUT.value | SLOT_TIMEOUT.value))
+SHARE_TOO_SMALL = tl.constexpr(int(DeviceStatus.SHARE_TOO_SMALL))
+IMPOSSIBLE_LOADS = tl.constexpr(int(DeviceStatus.IMPOSSIBLE_LOADS))
 
 
 def new_status(device: torch.device | str) -> torch.Tensor:

@@ -2,9 +2,9 @@
 
 ``stream`` is one launch of persistent programs that work through this rank's tasks: the first half
 sends masters and never waits, the second half forwards from own slots, each chunk as soon as its
-flag says that it is there. ``await_slots`` holds the stream until this rank's own slots are filled.
+flag says that it is there. ``wait_slots`` holds the stream until this rank's own slots are filled.
 Chunk c of slot (r, s) raises flag (r, s, c) at its target to the current epoch. Twin:
-``ultraep_kernels.stream.stream_chunks``, with the same tables.
+``host.stream.stream_chunks``, with the same tables.
 
 A chunk moves 16 bytes per access where source and target allow it, else byte by byte: keep tensors
 of experts 16-byte aligned. Every program of a relay waits only for programs that do not wait, so
@@ -17,18 +17,11 @@ import torch
 import triton
 import triton.language as tl
 
-from ultraep_kernels.device._signals import (
-    clock,
-    fence_aliases,
-    post,
-    read_flags,
-    verdict,
-    wait,
-)
+from ultraep_kernels.device._signals import clock, fence_aliases, post, read_flags, verdict, wait
 from ultraep_kernels.device.relays import Sends
 from ultraep_kernels.device.status import RELAY_TIMEOUT, SLOT_TIMEOUT, TIMEOUTS
 
-__all__ = ["StreamTables", "await_slots", "stream"]
+__all__ = ["StreamTables", "stream", "wait_slots"]
 
 _BLOCK_WORDS = 4096  # of 4 bytes, per step of a copy
 
@@ -121,7 +114,7 @@ def _stream_kernel(
 
 
 @triton.jit
-def _await_kernel(
+def _wait_slots_kernel(
     slot_expert_ptr,  # (R, S) int32
     flags_ptr,  # (R,) int64
     epoch_ptr,  # (2,) int64
@@ -207,7 +200,7 @@ def stream(
     )
 
 
-def await_slots(
+def wait_slots(
     slot_expert: torch.Tensor,
     tables: StreamTables,
     rank: int,
@@ -220,7 +213,7 @@ def await_slots(
     SLOT_TIMEOUT in ``status`` where a slot is not complete.
     """
     num_slots, num_chunks = slot_expert.shape[1], tables.chunks.shape[0]
-    _await_kernel[(num_slots,)](
+    _wait_slots_kernel[(num_slots,)](
         slot_expert,
         tables.flag_addresses,
         epoch,

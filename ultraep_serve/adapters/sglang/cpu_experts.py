@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from sglang.srt.runtime_context import get_parallel
 
-__all__ = ["compute_and_reduce"]
+__all__ = ["complete_device_module", "compute_and_reduce"]
 
 _MOST_ROWS = 256  # that one product computes; with _ROUND_ROWS, few enough sizes to be kept
 _ROUND_ROWS = 16
@@ -81,3 +81,23 @@ def _apply_expert(
         tokens = F.pad(tokens, (0, -num_rows % _ROUND_ROWS))
     gate, up = F.linear(x[tokens], w13).chunk(2, dim=-1)
     return F.linear(F.silu(gate) * up, w2)[:num_rows]
+
+
+def complete_device_module() -> None:
+    """Give ``torch.cpu`` the functions that SGLang's expert recorder calls, where it has none.
+
+    Target: ``torch.get_device_module()`` in ``eplb.expert_distribution``. There are no graphs to
+    capture and no cache to empty on CPU. Verified with SGLang 0.5.23 and torch 2.13. Remove when
+    torch has them or SGLang asks first.
+    """
+    for name, function in (("is_current_stream_capturing", _false), ("empty_cache", _nothing)):
+        if not hasattr(torch.cpu, name):
+            setattr(torch.cpu, name, function)
+
+
+def _false() -> bool:
+    return False
+
+
+def _nothing() -> None:
+    return None

@@ -13,18 +13,20 @@ from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils import is_cpu
 from torch import nn
 
-from ultraep_serve.adapters.checks import require_one_number
 from ultraep_serve.adapters.execution import Execution, compute_balanced
-from ultraep_serve.adapters.joining import JoinedLayers, expert_parameters
+from ultraep_serve.adapters.setup import (
+    BalancedLayers,
+    Batch,
+    expert_parameters,
+    require_one_number,
+)
 from ultraep_serve.adapters.sglang.checks import check_layer
-from ultraep_serve.adapters.sglang.cpu_execution import CpuExperts
-from ultraep_serve.adapters.sglang.device_experts import DeviceExperts
-from ultraep_serve.balancer import TokenView
+from ultraep_serve.adapters.sglang.execution import CpuExperts, DeviceExperts
+from ultraep_serve.collectives import EngineGroup
 from ultraep_serve.config import BalanceConfig
-from ultraep_serve.crossing import EngineGroup
 from ultraep_serve.cuda.recording import is_capturing
-from ultraep_serve.errors import UnsupportedError
-from ultraep_serve.types import ExpertShape
+from ultraep_serve.errors import SERVE_UNBALANCED, UnsupportedError
+from ultraep_serve.types import ExpertShape, TokenView
 
 __all__ = ["ExpertGroup", "moe_layers"]
 
@@ -52,24 +54,24 @@ class ExpertGroup:
         require_one_number([layer.num_experts for layer in layers])
         self._layers = {layer: index for index, layer in enumerate(layers)}
         parameters = [movable_parameters(layer) for layer in layers]
-        self._joined = _join(config, layers, parameters, execution)
+        self._balanced = _join(config, layers, parameters, execution)
         self._in_place = list(map(_InPlace, layers, parameters))
 
     def route(self, layer: FusedMoE, topk_ids: torch.Tensor, batch_tokens: int) -> torch.Tensor:
         """Physical ids (T, K) for ``layer``'s logical ``topk_ids`` (T, K), of the same type.
 
-        ``batch_tokens`` is the batch's token count over all ranks, see Balancer.route. CUDA graphs
+        ``batch_tokens`` is the batch's token count over all ranks. CUDA graphs
         are captured once for all batches that replay them, so they take the identity. Raises
         UnsupportedError when the layer's weights are not where the balancer moves them.
         """
         index = self._layers[layer]
         self._in_place[index].require()
         tokens = 0 if is_capturing(topk_ids.device) else batch_tokens
-        return self._joined.route(index, topk_ids, tokens).to(topk_ids.dtype)
+        return self._balanced.route(index, topk_ids, Batch(tokens))
 
     def computed(self) -> None:
         """The layer that was routed last has been computed."""
-        self._joined.computed()
+        self._balanced.computed()
 
     def check_adopted(self, model: nn.Module) -> None:
         """Raise UnsupportedError unless every MoE layer of ``model`` still has its slots."""
@@ -77,15 +79,15 @@ class ExpertGroup:
             if layer not in self._layers:
                 raise UnsupportedError(
                     f"{layer.layer_name} is not balanced: it came after loading; "
-                    "serve without balancing: --on-unsupported=off"
+                    f"start the server anew, {SERVE_UNBALANCED}"
                 )
             self._in_place[self._layers[layer]].require()
 
     def mark_ready(self) -> None:
         """Say that this rank balances."""
-        self._joined.mark_ready()
-        if self._joined.location.leads_host:
-            self._joined.log_ready(logger)
+        self._balanced.mark_ready()
+        if self._balanced.location.is_host_primary:
+            self._balanced.log_ready(logger)
 
 
 class _InPlace:
@@ -107,7 +109,7 @@ class _InPlace:
         if self._now() != self._addresses:
             raise UnsupportedError(
                 f"{self._layer.layer_name} is not balanced: its weights were replaced after "
-                "loading; serve without balancing: --on-unsupported=off"
+                f"loading; start the server anew, {SERVE_UNBALANCED}"
             )
 
     def _now(self) -> list[int]:
@@ -119,17 +121,17 @@ def _join(
     layers: Sequence[FusedMoE],
     parameters: Sequence[Sequence[nn.Parameter]],
     execution: Execution[FusedMoE],
-) -> JoinedLayers:
+) -> BalancedLayers:
     """Tell ``layers`` of the slots and give them some; undone if they cannot have them."""
     first = layers[0]
-    shape = ExpertShape(first.moe_ep_size, first.num_experts, config.num_replica_slots)
+    shape = ExpertShape(first.moe_ep_size, first.num_experts, config.slots)
     view = _view_of(first)
     device = first.w13_weight.device
     row = torch.ones(1, first.hidden_size, dtype=first.params_dtype, device=device)
     ranks = get_parallel().moe_ep_group
     try:
         execution.give_slots(layers, shape)
-        return JoinedLayers(
+        return BalancedLayers(
             config=config,
             shape=shape,
             view=view,
@@ -173,6 +175,6 @@ def movable_parameters(layer: FusedMoE) -> list[nn.Parameter]:
         if tensor.data_ptr() not in movable:
             raise UnsupportedError(
                 f"{layer.layer_name}: expert tensor {name} {tuple(tensor.shape)} cannot be moved; "
-                "serve without balancing: --on-unsupported=off"
+                f"start the server anew, {SERVE_UNBALANCED}"
             )
     return expert_parameters(layer, layer.layer_name, num_local, movable)

@@ -3,27 +3,27 @@
 import inspect
 import logging
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.layers.moe.topk import TopKOutputChecker
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils import is_cpu
 
-from ultraep_serve.adapters.sglang.batches import PrefillTokens
-from ultraep_serve.adapters.sglang.checks import check_cpu_execution, check_engine
-from ultraep_serve.adapters.sglang.cpu_device import complete_device_module
-from ultraep_serve.adapters.sglang.cpu_experts import compute_and_reduce
+from ultraep_serve.adapters.sglang.checks import check_cpu_execution, check_engine, check_settings
+from ultraep_serve.adapters.sglang.cpu_experts import complete_device_module, compute_and_reduce
 from ultraep_serve.adapters.sglang.group import ExpertGroup, moe_layers
-from ultraep_serve.adapters.sglang.settings import check_settings
 from ultraep_serve.config import BalanceConfig
-from ultraep_serve.errors import UnsupportedError
+from ultraep_serve.errors import SERVE_UNBALANCED, UnsupportedError
 from ultraep_serve.types import Policy
 
-__all__ = ["install"]
+__all__ = ["PrefillTokens", "install"]
 
 logger = logging.getLogger(__name__)
 
@@ -186,7 +186,7 @@ class _SchedulerHooks:
         if missing or self._group is None:
             raise UnsupportedError(
                 f"SGLang did not apply the hooks on {missing or [LOAD]}; see its log for the "
-                "reason, or serve without balancing: --on-unsupported=off"
+                f"reason, {SERVE_UNBALANCED}"
             )
         self._group.check_adopted(scheduler.tp_worker.model_runner.model)
         self._group.mark_ready()
@@ -200,3 +200,44 @@ def _is_in_place(target: str, hook: Callable[..., Any]) -> bool:
             return True
         wrapper = getattr(wrapper, "__wrapped__", None)
     return False
+
+
+_PREFILL = (ForwardMode.EXTEND, ForwardMode.MIXED)
+
+
+class PrefillTokens:
+    """Of the batch that runs now; 0 where it is not prefill, which is always too small to plan.
+
+    Ranks of one attention group run the same batch. With attention data parallelism every rank has
+    a batch of its own, of decode or with nothing in it while another one's is prefill: then all
+    their numbers count, which SGLang's schedulers gather before they run anything.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._gathered = 0
+
+    def gathered(self, _result: None, info: Any, *_: Any, **__: Any) -> None:
+        """Hear of all ranks' tokens.
+
+        Target: ``MLPSyncBatchInfo.all_gather``, behind which every rank has the same. AFTER. A
+        batch itself only tells them where dense layers gather tokens too. Remove when it always
+        does.
+        """
+        self._gathered = sum(info.global_num_tokens)
+
+    @contextmanager
+    def running(self, forward_batch: Any) -> Iterator[None]:
+        """While SGLang runs ``forward_batch``. What it captures or tries out by itself counts 0."""
+        self.number = self._of(forward_batch)
+        try:
+            yield
+        finally:
+            self.number = 0
+
+    def _of(self, forward_batch: Any) -> int:
+        if get_parallel().attn_dp_size > 1:
+            return self._gathered if forward_batch.is_extend_in_batch else 0
+        if forward_batch.forward_mode in _PREFILL:
+            return int(forward_batch.extend_num_tokens or 0)
+        return 0

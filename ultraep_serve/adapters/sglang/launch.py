@@ -5,7 +5,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from ultraep_serve.adapters.launching import (
+from ultraep_serve.adapters.launch import (
     RankCount,
     bind_cores,
     check_has_experts,
@@ -71,7 +71,7 @@ def engine_command(model: str, flags: list[str], policy: Policy) -> EngineComman
         arguments=[
             sys.executable,
             "-m",
-            "ultraep_serve.adapters.sglang.server",
+            "ultraep_serve.adapters.sglang.launch_server",
             "--model-path",
             model,
             *flags,

@@ -9,9 +9,9 @@ from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedE
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.platforms import current_platform
 
-from ultraep_serve.adapters.checks import require_one_number
-from ultraep_serve.adapters.verified import VLLM_VERSIONS
-from ultraep_serve.errors import UnsupportedError
+from ultraep_serve.adapters.launch import VLLM_VERSIONS
+from ultraep_serve.adapters.setup import require_one_number
+from ultraep_serve.errors import SERVE_UNBALANCED, UnsupportedError
 
 __all__ = [
     "check_cpu_execution",
@@ -30,7 +30,6 @@ _FORWARD_PARAMETERS = [
     "shared_experts",
     "shared_experts_input",
 ]
-_REMEDY = "or serve without balancing: --on-unsupported=off"
 
 # On a GPU: dispatch, quantisation and expert kernels that take physical experts as they come.
 _ALL2ALL_BACKENDS = ("allgather_reducescatter", "deepep_high_throughput", "deepep_low_latency")
@@ -50,18 +49,18 @@ def check_engine() -> None:
     if not version.startswith(tuple(f"{verified}." for verified in VLLM_VERSIONS)):
         raise UnsupportedError(
             f"vLLM {version} has not been verified; install {' or '.join(VLLM_VERSIONS)}.x, "
-            "or serve without balancing: --on-unsupported=off"
+            f"{SERVE_UNBALANCED}"
         )
     found = list(inspect.signature(RoutedExperts.forward_modular).parameters)
     if found != _FORWARD_PARAMETERS:
         raise UnsupportedError(
             f"RoutedExperts.forward_modular takes {found}, not {_FORWARD_PARAMETERS}; "
-            "this vLLM is not the one this adapter was verified with: --on-unsupported=off"
+            f"this vLLM is not the one this adapter was verified with, {SERVE_UNBALANCED}"
         )
     if not current_platform.is_cpu() and not current_platform.is_cuda():
         raise UnsupportedError(
             f"balancing on {current_platform.device_name} is not there yet, only on NVIDIA GPUs "
-            "and on CPU; serve without it: --on-unsupported=off"
+            f"and on CPU; use one of them, {SERVE_UNBALANCED}"
         )
 
 
@@ -70,7 +69,7 @@ def check_model(vllm_config: VllmConfig, layers: Sequence[RoutedExperts]) -> Non
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
         raise UnsupportedError(
             "pipeline parallelism is not there yet: its stages balance apart from each other; "
-            f"use --pipeline-parallel-size 1, {_REMEDY}"
+            f"use --pipeline-parallel-size 1, {SERVE_UNBALANCED}"
         )
     require_one_number([layer.global_num_experts for layer in layers])
 
@@ -81,20 +80,21 @@ def check_layer(layer: RoutedExperts) -> None:
     if not parallel.use_ep or parallel.ep_size < 2:
         raise UnsupportedError(
             "there is nothing to balance on one rank; add --enable-expert-parallel with "
-            f"--tensor-parallel-size or --data-parallel-size of 2 or more, {_REMEDY}"
+            f"--tensor-parallel-size or --data-parallel-size of 2 or more, {SERVE_UNBALANCED}"
         )
     if layer.global_num_experts % parallel.ep_size:
         raise UnsupportedError(
             f"{layer.layer_name}: {layer.global_num_experts} experts do not divide evenly over "
-            f"{parallel.ep_size} ranks; choose a parallel size that divides them, {_REMEDY}"
+            f"{parallel.ep_size} ranks; choose a parallel size that divides them, "
+            f"{SERVE_UNBALANCED}"
         )
     if layer.expert_placement_strategy != "linear":
         raise UnsupportedError(
             f"{layer.layer_name}: expert placement {layer.expert_placement_strategy!r}; "
-            f"use --expert-placement-strategy linear, {_REMEDY}"
+            f"use --expert-placement-strategy linear, {SERVE_UNBALANCED}"
         )
     if parallel.enable_eplb:
-        raise UnsupportedError(f"--enable-eplb moves the same weights; drop it, {_REMEDY}")
+        raise UnsupportedError(f"--enable-eplb moves the same weights; drop it, {SERVE_UNBALANCED}")
 
 
 def check_cpu_execution(layer: RoutedExperts) -> None:
@@ -123,7 +123,7 @@ def check_device_execution(layer: RoutedExperts, vllm_config: VllmConfig) -> Non
     """Raise UnsupportedError if vLLM's kernels on a GPU cannot run ``layer`` with replica slots."""
     for problem in (_wrong_settings(vllm_config), _wrong_parallelism(layer), _wrong_kernel(layer)):
         if problem:
-            raise UnsupportedError(f"{layer.layer_name}: {problem}, {_REMEDY}")
+            raise UnsupportedError(f"{layer.layer_name}: {problem}, {SERVE_UNBALANCED}")
 
 
 def _wrong_settings(vllm_config: VllmConfig) -> str | None:

@@ -19,7 +19,7 @@ from vllm.model_executor.utils import weights_already_processed
 
 from ultraep_serve.adapters.execution import drop_slots
 from ultraep_serve.adapters.vllm.checks import check_device_execution
-from ultraep_serve.errors import UnsupportedError
+from ultraep_serve.errors import SERVE_UNBALANCED, UnsupportedError
 from ultraep_serve.types import ExpertShape
 
 __all__ = ["DeviceExperts"]
@@ -156,6 +156,6 @@ def _require_parameters(layer: RoutedExperts, num_masters: int) -> None:
                 raise UnsupportedError(
                     f"{layer.layer_name}: {type(layer.quant_method).__name__} computes {field.name}"
                     f" {tuple(value.shape)} from the experts and keeps it for its kernel, where it "
-                    "would be left behind; use --moe-backend triton, or serve without balancing: "
-                    "--on-unsupported=off"
+                    "would be left behind; use --moe-backend triton, "
+                    f"{SERVE_UNBALANCED}"
                 )

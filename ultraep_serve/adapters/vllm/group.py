@@ -14,16 +14,15 @@ from vllm.platforms import current_platform
 from vllm.v1.worker.ubatching import dbo_current_ubatch_id
 
 from ultraep_serve.adapters.execution import Execution, compute_balanced
-from ultraep_serve.adapters.joining import JoinedLayers, expert_parameters
+from ultraep_serve.adapters.setup import BalancedLayers, Batch, expert_parameters
 from ultraep_serve.adapters.vllm.checks import check_layer, check_model
 from ultraep_serve.adapters.vllm.cpu_experts import CpuExperts
 from ultraep_serve.adapters.vllm.device_experts import DeviceExperts
-from ultraep_serve.balancer import TokenView
+from ultraep_serve.collectives import EngineGroup
 from ultraep_serve.config import BalanceConfig
-from ultraep_serve.crossing import EngineGroup
 from ultraep_serve.cuda.recording import is_capturing
-from ultraep_serve.errors import UnsupportedError
-from ultraep_serve.types import ExpertShape, Policy
+from ultraep_serve.errors import SERVE_UNBALANCED, UnsupportedError
+from ultraep_serve.types import ExpertShape, Policy, TokenView
 
 __all__ = ["ExpertGroup"]
 
@@ -50,7 +49,7 @@ class ExpertGroup:
         self._config = config
         self._layers: list[RoutedExperts] = []
         self._complete = False
-        self._joined: JoinedLayers | None = None  # None: serving without balancing
+        self.balanced: BalancedLayers | None = None  # None: still loading, or not balanced
         self._execution: LayerExecution = (
             CpuExperts() if current_platform.is_cpu() else DeviceExperts(vllm_config)
         )
@@ -69,38 +68,30 @@ class ExpertGroup:
             self._finish_loading()
         return len(self._layers) - 1
 
-    @property
-    def is_balancing(self) -> bool:
-        """Whether the layers are loaded, and balanced."""
-        return self._joined is not None
-
-    def run(
-        self, index: int, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
-    ) -> torch.Tensor:
-        """Complete output of layer ``index`` for this rank's tokens ``x`` (T, H)."""
-        physical = self.route(index, topk_ids, x.shape[0])
-        output = self._execution.compute(self._layers[index], x, topk_weights, physical)
-        self.computed()
-        return output
-
-    def route(self, index: int, topk_ids: torch.Tensor, num_rows: int) -> torch.Tensor:
-        """Physical ids for ``topk_ids`` (T, K) of layer ``index``, of the same type.
+    def batch(self, topk_ids: torch.Tensor) -> Batch:
+        """The batch that ``topk_ids`` (T, K) are of.
 
         CUDA graphs are captured for the sizes of decode, once for all batches that replay them, so
-        they take the identity. Ranks replay together: vLLM has them agree on it for every batch.
+        they count as empty. Ranks replay together: vLLM has them agree on it for every batch.
         """
-        if self._joined is None:
-            return self._execution.plain_ids(topk_ids)
+        num_rows = topk_ids.shape[0]
         tokens = 0 if is_capturing(topk_ids.device) else self._batch_tokens(num_rows)
-        physical = self._joined.route(
-            index, topk_ids, tokens, self._request_tokens(num_rows), dbo_current_ubatch_id()
-        )
-        return physical.to(topk_ids.dtype)
+        return Batch(tokens, self._request_tokens(num_rows), dbo_current_ubatch_id())
+
+    def plain_ids(self, topk_ids: torch.Tensor) -> torch.Tensor:
+        """What vLLM takes for ``topk_ids`` (T, K) where nothing is balanced."""
+        return self._execution.plain_ids(topk_ids)
+
+    def compute(
+        self, index: int, x: torch.Tensor, topk_weights: torch.Tensor, physical: torch.Tensor
+    ) -> torch.Tensor:
+        """Complete output of layer ``index`` for this rank's tokens ``x`` (T, H); CPU only."""
+        return self._execution.compute(self._layers[index], x, topk_weights, physical)
 
     def computed(self) -> None:
         """vLLM has finished the layer that was routed last."""
-        if self._joined is not None:
-            self._joined.computed(dbo_current_ubatch_id())
+        if self.balanced is not None:
+            self.balanced.computed(dbo_current_ubatch_id())
 
     def _batch_tokens(self, num_rows: int) -> int:
         """Tokens of this (micro-)batch over all ranks, padding included, the same on every rank."""
@@ -145,14 +136,14 @@ class ExpertGroup:
         shape = ExpertShape(
             self._layers[0].moe_config.ep_size,
             self._layers[0].global_num_experts,
-            self._config.num_replica_slots,
+            self._config.slots,
             self._execution.num_micro_batches,
         )
         parameters = [_expert_parameters(layer) for layer in self._layers]
         ranks = get_ep_group()
         try:
             self._execution.give_slots(self._layers, shape)
-            self._joined = JoinedLayers(
+            self.balanced = BalancedLayers(
                 self._config,
                 shape,
                 self._view,
@@ -165,9 +156,9 @@ class ExpertGroup:
         except UnsupportedError:
             self._execution.take_slots_back(self._layers, parameters, shape)
             raise
-        self._joined.mark_ready()
-        if self._joined.location.leads_host:
-            self._joined.log_ready(logger)
+        self.balanced.mark_ready()
+        if self.balanced.location.is_host_primary:
+            self.balanced.log_ready(logger)
 
     def _run_layer(self, shape: ExpertShape, num_assignments: int) -> None:
         """Compute the first layer for a perfectly balanced batch, for the cost model."""
@@ -205,6 +196,6 @@ def _expert_parameters(layer: RoutedExperts) -> list[torch.nn.Parameter]:
     except AssertionError as error:
         raise UnsupportedError(
             f"{layer.layer_name}: the expert kernel's weight layout cannot be split by expert; "
-            "use --moe-backend triton, or serve without balancing: --on-unsupported=off"
+            f"use --moe-backend triton, {SERVE_UNBALANCED}"
         ) from error
     return expert_parameters(layer, layer.layer_name, layer.local_num_experts, movable)

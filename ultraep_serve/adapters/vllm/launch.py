@@ -6,12 +6,7 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
-from ultraep_serve.adapters.launching import (
-    RankCount,
-    bind_cores,
-    check_has_experts,
-    local_url,
-)
+from ultraep_serve.adapters.launch import RankCount, bind_cores, check_has_experts, local_url
 from ultraep_serve.errors import ConfigError, UnsupportedError
 from ultraep_serve.launcher.supervisor import EngineCommand
 from ultraep_serve.types import Policy

@@ -90,19 +90,18 @@ class DeviceRoutedExperts(BalancedRoutedExperts):
         No operator of ours is needed: on a GPU the runner's own ``vllm::moe_forward`` is opaque and
         calls this, so torch.compile sees nothing of it. It is no splitting point of piecewise CUDA
         graphs, so batches that vLLM replays, whole or in pieces, do what was captured: the identity
-        (``ExpertGroup.route``). Batches larger than vLLM captures
+        (``ExpertGroup.batch``). Batches larger than vLLM captures
         (``--max-cudagraph-capture-size`` tokens of a rank) come through here every time. Shared
         experts overlap as vLLM has them, in its kernel or on a stream of their own: their weights
         are never moved.
         """
-        if not self.use_ep:
-            physical = topk_ids
-        else:
-            physical = self._group.route(self._index, topk_ids, x.shape[0])
+        group, physical = self._group, topk_ids
+        if group.balanced is not None and self.use_ep:
+            physical = group.balanced.route(self._index, topk_ids, group.batch(topk_ids))
         routed: torch.Tensor = super().forward_modular(
             x, topk_weights, physical, shared_experts, shared_experts_input
         )
-        self._group.computed()
+        group.computed()
         return routed
 
 
@@ -111,7 +110,13 @@ def _routed_experts(
     x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, handle: int
 ) -> torch.Tensor:
     layer = _layers[handle]
-    return layer._group.run(layer._index, x, topk_weights, topk_ids)
+    group = layer._group
+    if group.balanced is None:
+        return group.compute(layer._index, x, topk_weights, group.plain_ids(topk_ids))
+    physical = group.balanced.route(layer._index, topk_ids, group.batch(topk_ids))
+    output = group.compute(layer._index, x, topk_weights, physical)
+    group.computed()
+    return output
 
 
 @_routed_experts.register_fake
@@ -155,7 +160,7 @@ def _group_of_model() -> "ExpertGroup":
     vllm_config = get_current_vllm_config()
     if _layers and _layers[-1]._group.vllm_config is vllm_config:
         return _layers[-1]._group
-    if _layers and _layers[-1]._group.is_balancing:
+    if _layers and _layers[-1]._group.balanced is not None:
         raise UnsupportedError(
             "this process balances another model already; draft models with experts are not there "
             "yet: serve with --policy off"

@@ -57,11 +57,11 @@ function row(batch, now, worst) {
   return element;
 }
 
-function meter(spread, stage, worst) {
+function meter(spread, when, worst) {
   const fill = make("i");
   fill.style.width = `${Math.max(0, Math.min(100, (100 * ((spread.mean ?? 1) - 1)) / Math.max(0.1, worst - 1)))}%`;
   const bar = make("span", { className: "meter", ariaHidden: "true" }, fill);
-  return make("td", { className: stage, title: `worst layer ${ratio(spread.max)}` }, ratio(spread.mean), bar);
+  return make("td", { className: when, title: `worst layer ${ratio(spread.max)}` }, ratio(spread.mean), bar);
 }
 
 const cell = (text) => make("td", { textContent: text });

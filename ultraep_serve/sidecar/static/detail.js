@@ -99,13 +99,13 @@ function showPlan() {
     `Layer ${summary.layer}: ${summary.decision}, ${summary.reason}` +
       ` (${ratio(summary.imbalance_before)} → ${ratio(summary.imbalance_after)})`,
   );
-  const spent = Object.entries(summary.verb_seconds)
-    .filter(([verb]) => verb !== "compute")
+  const spent = Object.entries(summary.stage_seconds)
+    .filter(([stage]) => stage !== "compute")
     .reduce((sum, [, time]) => sum + time, 0);
   setText(
     "plan-fine",
     `avoided ${seconds(summary.avoided_seconds)} of the busiest rank's time; ` +
-      `verbs of balancing took ${seconds(spent)} where they took longest; ${bytes(summary.bytes_moved)} moved`,
+      `stages of balancing took ${seconds(spent)} where they took longest; ${bytes(summary.bytes_moved)} moved`,
   );
   drawStacks(plan);
   const colors = colorsOf(plan);
@@ -113,7 +113,7 @@ function showPlan() {
   byId("replicas").tBodies[0].replaceChildren(
     ...(copies.length ? copies.map((copy) => copyRow(copy, colors.get(copy.expert))) : [emptyRow(5, "No expert was replicated.")]),
   );
-  byId("verbs").tBodies[0].replaceChildren(...verbRows());
+  byId("stages").tBodies[0].replaceChildren(...stageRows());
 }
 
 function copyRow(copy, color) {
@@ -133,10 +133,10 @@ function copyRow(copy, color) {
   );
 }
 
-function verbRows() {
-  return Object.entries(plan.summary.verb_seconds).map(([verb, time]) => {
-    const slowest = plan.verb_seconds.findIndex((times) => times[verb] === time);
-    const name = verb === "compute" ? "compute (engine)" : verb;
+function stageRows() {
+  return Object.entries(plan.summary.stage_seconds).map(([stage, time]) => {
+    const slowest = plan.stage_seconds.findIndex((times) => times[stage] === time);
+    const name = stage === "compute" ? "compute (engine)" : stage;
     return make(
       "tr",
       {},

@@ -2,14 +2,14 @@
 
 import { byId, color, setText, sharp } from "./dom.js";
 
-const STAGES = ["before", "after"];
-const canvasOf = (stage) => byId(`heat-${stage}`);
+const WHEN = ["before", "after"];
+const canvasOf = (when) => byId(`heat-${when}`);
 let data = null;
 let at = null; // the cell under the pointer or the keyboard: { row, rank }
 
 export function startHeatmaps() {
-  for (const stage of STAGES) {
-    const canvas = canvasOf(stage);
+  for (const when of WHEN) {
+    const canvas = canvasOf(when);
     canvas.addEventListener("pointermove", (event) => point(cellAt(canvas, event)));
     canvas.addEventListener("pointerleave", () => point(null));
     canvas.addEventListener("keydown", (event) => move(event));
@@ -27,7 +27,7 @@ export function redrawHeatmaps() {
   const colors = [color("cold"), color("even"), color("hot")].map(channels);
   drawScale(colors);
   if (data === null) return;
-  for (const stage of STAGES) drawMap(canvasOf(stage), data[stage], colors);
+  for (const when of WHEN) drawMap(canvasOf(when), data[when], colors);
   tell();
 }
 

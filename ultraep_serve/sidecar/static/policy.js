@@ -93,14 +93,14 @@ function offLine(policies) {
   return line("off (as routed)", { batches, compute_microseconds_per_token: null }, { mean, p99 }, null, "before");
 }
 
-function line(name, figures, spread, net, stage) {
+function line(name, figures, spread, net, when) {
   const compute = figures.compute_microseconds_per_token;
   return make(
     "tr",
     {},
     make("td", { textContent: name }),
     make("td", { textContent: count(figures.batches) }),
-    make("td", { className: stage, textContent: ratio(spread.mean) }),
+    make("td", { className: when, textContent: ratio(spread.mean) }),
     make("td", { textContent: ratio(spread.p99) }),
     make("td", { textContent: compute === null ? "–" : compute.toFixed(2) }),
     make("td", { textContent: net === null ? "–" : seconds(net) }),

@@ -1,0 +1,128 @@
+"""What kernels and their callers agree on, stated once: decisions, plans, row layout, limits.
+
+Needs NumPy and the standard library only. Shape letters: R ranks, E logical experts, S replica
+slots per rank.
+"""
+
+from dataclasses import dataclass
+from enum import Enum, IntEnum
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = [
+    "CHECKSUM",
+    "FLAG_BYTES",
+    "GOLDEN_DENOMINATOR",
+    "GOLDEN_NUMERATOR",
+    "HEADER_WIDTH",
+    "MAX_RELAYS",
+    "MIN_FAN_OUT_SAVED",
+    "MIN_RELAYED_REPLICAS",
+    "POLICY",
+    "SMALL_DOMAIN",
+    "THRESHOLD",
+    "UNKNOWN",
+    "Decision",
+    "IntArray",
+    "Plan",
+    "Policy",
+    "Search",
+    "Stage",
+    "search_of",
+]
+
+IntArray = NDArray[np.int32]
+
+
+class Policy(str, Enum):
+    """What to do with a prefill batch."""
+
+    OFF = "off"  # identity mapping
+    QUOTA = "quota"  # replicate and reroute by exact load
+    IDEAL = "ideal"  # force-balanced routing: wrong answers, for measuring only
+    EPLB_SLOTS = "eplb-slots"  # replicate by past load, split evenly: for comparison
+
+    @property
+    def code(self) -> int:
+        """Stable number of this policy in shared memory and in rows."""
+        return list(Policy).index(self)
+
+
+class Decision(IntEnum):
+    """What happened to one MoE layer of one batch, and why."""
+
+    PLANNED = 0  # replicas were placed and tokens rerouted
+    FORCED = 1  # force-balanced routing (policy ideal)
+    SMALL = 2  # batch below min_batch_tokens
+    POLICY_OFF = 3  # policy off at run time
+    BALANCED = 4  # imbalance already at or below the threshold
+    INCONSISTENT = 5  # a rank reported ids it could not count, or loads differ
+    UNPROFITABLE = 6  # the plan would have cost more time than it saves
+
+
+class Stage(IntEnum):
+    """What a layer's time goes to, in order; the index of the times in a record."""
+
+    COUNT = 0
+    EXCHANGE = 1
+    PLAN = 2
+    REPLICATE = 3
+    REROUTE = 4
+    WAIT = 5
+    COMPUTE = 6  # the engine's part: dispatch, expert kernel, combine
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where replicas go and how many assignments each rank computes."""
+
+    slot_expert: IntArray  # (R, S): logical expert in each slot, -1 empty
+    quota: IntArray  # (E, R): assignments of expert e that rank r computes
+    share: IntArray  # (E, R): this source rank's part of the quota
+
+
+# A rank's row in an exchange: HEADER_WIDTH words, then its load (E,) where ranks see tokens of
+# their own. Rank 0's policy and threshold count, everybody's unknown ids and checksums do.
+HEADER_WIDTH = 8  # words that have no name are reserved and 0
+POLICY = 0  # Policy.code that this rank would have
+UNKNOWN = 1  # ids that were neither an expert nor padding
+CHECKSUM = 2  # of the load where ranks share their tokens
+THRESHOLD = 3  # imbalance in millionths; less than a million: as configured
+
+FLAG_BYTES = 64  # a flag of the exchange has a cache line of its own
+
+# Reroute: the stride over an expert's places is about this part of them (the golden ratio).
+GOLDEN_NUMERATOR, GOLDEN_DENOMINATOR = 618_034, 1_000_000
+
+# Relays, by the rule published with UltraEP (arXiv 2606.04101).
+MIN_RELAYED_REPLICAS = 4
+MAX_RELAYS = 8
+MIN_FAN_OUT_SAVED = 2
+SMALL_DOMAIN = 8
+
+_GRAIN = 512
+_FIRST_WORK = 1 << 13  # visits spent on few replicas where the load can be balanced
+_WORK = 1 << 15  # visits spent in all where it cannot
+_RELAX_SWEEPS = 8
+
+
+class Search(NamedTuple):
+    """Limits of the planner's search in one domain; CPU and device search alike."""
+
+    grain: int  # loads that differ by less than 1/grain of the mean count as equal
+    first: int  # attempts of the first wave, all of them at the goal
+    limit: int  # attempts of both waves
+    sweeps: int  # over all slots, where an attempt ends unbalanced
+
+
+def search_of(domain_size: int, num_masters: int) -> Search:
+    """Limits for domains of ``domain_size`` ranks with ``num_masters`` experts each.
+
+    An attempt visits every rank and every expert of one rank once per copy.
+    """
+    visits = max(1, domain_size * (domain_size + num_masters))
+    first = min(max(_FIRST_WORK // visits, 4), 16)
+    limit = min(max(_WORK // visits, 8), 64)
+    return Search(_GRAIN, first, limit, _RELAX_SWEEPS)

@@ -1,0 +1,164 @@
+"""One attempt of the planner's search, by one program of one warp; all of its state in registers.
+
+Twin: ``_attempt``, ``_relax`` and their helpers in ``host._plan_search``. Ranks and
+experts are numbered within the domain. Choices are taken by two reductions, the largest weight and
+then the lowest index that has it, because a warp reduces an int32 in one instruction.
+"""
+
+import triton
+import triton.language as tl
+
+__all__ = ["attempt", "count_replicas", "relax", "valid_total"]
+
+_NOBODY = tl.constexpr(1 << 30)  # larger than any rank, expert or load
+
+
+@triton.jit
+def valid_total(expert_load):
+    """Whether all loads are possible, and together few enough for what an attempt computes."""
+    total = tl.sum(expert_load.to(tl.int64), axis=0)
+    return (tl.min(expert_load, axis=0) >= 0) & (total <= (1 << 28))
+
+
+@triton.jit
+def _weigh(size, seed, step, index):
+    """``size`` times a factor in [1, 5), a hash of the other three numbers; times 1 for seed 0."""
+    bits = seed.to(tl.uint32) * 0x9E3779B1 + step.to(tl.uint32) * 0x27D4EB2F
+    bits = bits + index.to(tl.uint32) * 0x85EBCA77
+    bits = bits ^ (bits >> 15)
+    bits = bits * 0x2C1B3C6D
+    weight = tl.where(seed == 0, 32, 32 + (bits >> 25).to(tl.int32))
+    return ((size.to(tl.int64) * weight) >> 5).to(tl.int32)
+
+
+@triton.jit
+def _at(values, indices, index):
+    """``values[index]`` as a scalar, 0 where there is no such index."""
+    return tl.sum(tl.where(indices == index, values, 0), axis=0)
+
+
+@triton.jit
+def _at_slot(values, slots, ranks, slot, rank):
+    """``values[slot, rank]`` as a scalar."""
+    here = (slots[:, None] == slot) & (ranks[None, :] == rank)
+    return tl.sum(tl.sum(tl.where(here, values, 0), axis=0), axis=0)
+
+
+@triton.jit
+def attempt(
+    threshold,
+    tight,
+    seed,
+    rank_load,  # (R,) int32; ranks that do not exist have none
+    left,  # (E,) int32: assignments still on the master
+    num_ranks,
+    NUM_MASTERS: tl.constexpr,
+    NUM_SLOTS: tl.constexpr,
+    BLOCK_RANKS: tl.constexpr,
+    BLOCK_EXPERTS: tl.constexpr,
+    BLOCK_SLOTS: tl.constexpr,
+):
+    """rank_load, left, held (S, R) experts or -1, and quotas (S, R) after one greedy pass."""
+    ranks = tl.arange(0, BLOCK_RANKS)
+    slots = tl.arange(0, BLOCK_SLOTS)
+    experts = tl.arange(0, BLOCK_EXPERTS)
+    owner = experts // NUM_MASTERS
+    held = tl.full((BLOCK_SLOTS, BLOCK_RANKS), -1, tl.int32)
+    quotas = tl.zeros((BLOCK_SLOTS, BLOCK_RANKS), tl.int32)
+    filled = tl.where(ranks < num_ranks, 0, NUM_SLOTS)
+    step = seed * 0
+    over = _weigh(tl.maximum(rank_load - threshold, 0), seed, step, ranks)
+    most = tl.max(over, axis=0)
+    while most > 0:
+        donor = tl.min(tl.where(over == most, ranks, _NOBODY), axis=0)
+        excess = _at(rank_load, ranks, donor) - threshold
+        step += 1
+        weighed = tl.where(owner == donor, _weigh(left, seed, step, experts), -1)
+        largest = tl.max(weighed, axis=0)
+        expert = tl.min(tl.where(weighed == largest, experts, _NOBODY), axis=0)
+
+        room = threshold - rank_load
+        holds = tl.max((held == expert).to(tl.int32), axis=0) > 0
+        is_open = (room > 0) & (filled < NUM_SLOTS) & (holds == 0)
+        fits = is_open & (room >= excess)
+        use_fit = tight & (tl.max(fits.to(tl.int32), axis=0) > 0)
+        emptiest = tl.where(is_open, _weigh(room, seed, step, ranks), 0)
+        score = tl.where(use_fit, tl.where(fits, _NOBODY - room, 0), emptiest)
+        best = tl.max(score, axis=0)
+        found = best > 0
+        target = tl.min(tl.where((score == best) & found, ranks, _NOBODY), axis=0)
+
+        slot = _at(filled, ranks, target)
+        amount = _at(room, ranks, target)
+        capped = (slot < NUM_SLOTS - 1) | (_at(filled, ranks, donor) == NUM_SLOTS)
+        amount = tl.where(capped, tl.minimum(amount, excess), amount)
+        amount = tl.minimum(amount, _at(left, experts, expert))
+        here = (slots[:, None] == slot) & (ranks[None, :] == target)
+        held = tl.where(here, expert, held)
+        quotas = tl.where(here, amount, quotas)
+        filled += (ranks == target).to(tl.int32)
+        left -= tl.where(experts == expert, amount, 0)
+        rank_load += tl.where(ranks == target, amount, 0)
+        rank_load -= tl.where(ranks == donor, amount, 0)
+        threshold = tl.where(found, threshold, threshold + excess)
+        over = _weigh(tl.maximum(rank_load - threshold, 0), seed, step, ranks)
+        most = tl.max(over, axis=0)
+    return rank_load, left, held, quotas
+
+
+@triton.jit
+def relax(
+    rank_load,
+    left,
+    held,
+    quotas,
+    num_ranks,
+    NUM_MASTERS: tl.constexpr,
+    NUM_SLOTS: tl.constexpr,
+    SWEEPS: tl.constexpr,
+    BLOCK_RANKS: tl.constexpr,
+    BLOCK_EXPERTS: tl.constexpr,
+    BLOCK_SLOTS: tl.constexpr,
+):
+    """Level each copy's rank with its master's in turn; stops after a sweep that moved nothing."""
+    ranks = tl.arange(0, BLOCK_RANKS)
+    slots = tl.arange(0, BLOCK_SLOTS)
+    experts = tl.arange(0, BLOCK_EXPERTS)
+    moved = num_ranks
+    sweep = num_ranks * 0
+    while (sweep < SWEEPS) & (moved > 0):
+        sweep += 1
+        moved = num_ranks * 0
+        for place in range(0, num_ranks * NUM_SLOTS):
+            rank = place // NUM_SLOTS
+            slot = place % NUM_SLOTS
+            expert = _at_slot(held, slots, ranks, slot, rank)
+            if expert >= 0:
+                master = expert // NUM_MASTERS
+                here = (slots[:, None] == slot) & (ranks[None, :] == rank)
+                surplus = _at(rank_load, ranks, master) - _at(rank_load, ranks, rank)
+                half = tl.abs(surplus) // 2
+                forth = tl.minimum(half, _at(left, experts, expert))
+                back = tl.minimum(half, _at_slot(quotas, slots, ranks, slot, rank))
+                amount = tl.where(surplus >= 0, forth, -back)
+                quotas += tl.where(here, amount, 0)
+                left -= tl.where(experts == expert, amount, 0)
+                rank_load += tl.where(ranks == rank, amount, 0)
+                rank_load -= tl.where(ranks == master, amount, 0)
+                moved += tl.abs(amount)
+    held = tl.where(quotas == 0, -1, held)
+    return rank_load, held, quotas
+
+
+@triton.jit
+def count_replicas(
+    held,
+    NUM_MASTERS: tl.constexpr,
+    BLOCK_RANKS: tl.constexpr,
+    BLOCK_SLOTS: tl.constexpr,
+):
+    """(replicas sent by the busiest rank, replicas)."""
+    flat = tl.reshape(held, (BLOCK_SLOTS * BLOCK_RANKS,))
+    masters = tl.maximum(flat, 0) // NUM_MASTERS
+    sent = tl.histogram(masters, BLOCK_RANKS, mask=flat >= 0)
+    return tl.max(sent, axis=0), tl.sum(sent, axis=0)

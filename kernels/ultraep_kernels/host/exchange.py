@@ -1,0 +1,68 @@
+"""exchange: every rank's row of int64 -> all rows (R, W) on every rank, through shared memory.
+
+``write_row`` packs a rank's load into a row, see ``contract`` for its header.
+
+It is also the fence: a rank posts after its expert kernel of the layer before, so whoever has
+seen the post may overwrite that rank's replica slots. Rows are kept twice, by parity of the
+epoch: a rank posts epoch n + 2 only after everybody posted n + 1, hence finished reading n.
+"""
+
+import zlib
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ultraep_kernels.contract import CHECKSUM, HEADER_WIDTH, POLICY, THRESHOLD, UNKNOWN
+from ultraep_kernels.host._atomics import copy_bytes, load_acquire, store_release
+from ultraep_kernels.host._compile import compiled
+
+__all__ = ["gather_rows", "post_row", "wait_flags", "write_row"]
+
+
+def write_row(
+    load: NDArray[np.int64], unknown: int, policy: int, threshold: int, has_load: bool
+) -> NDArray[np.int64]:
+    """This rank's row (W,) int64, W = HEADER_WIDTH, and E more where it has its ``load`` (E,).
+
+    ``policy`` and ``threshold`` as this rank would have them; ``unknown`` ids could not be counted.
+    """
+    row = np.zeros(HEADER_WIDTH + (load.size if has_load else 0), dtype=np.int64)
+    row[POLICY], row[UNKNOWN], row[THRESHOLD] = policy, unknown, threshold
+    row[CHECKSUM] = zlib.crc32(load.data)
+    row[HEADER_WIDTH:] = load[: row.size - HEADER_WIDTH]
+    return row
+
+
+@compiled
+def post_row(flag_address: int, rows_address: int, epoch: int, row: Any) -> None:
+    """Publish ``row`` (W,) int64 as this rank's contribution to ``epoch``."""
+    size = row.size * 8
+    copy_bytes(rows_address + (epoch % 2) * size, row.ctypes.data, size)
+    store_release(flag_address, epoch)
+
+
+@compiled
+def wait_flags(flag_addresses: Any, epoch: int, spins: int) -> int:
+    """Look at most ``spins`` times until all flags reached ``epoch``; how many have (N = all)."""
+    arrived = 0
+    for _ in range(spins):
+        while arrived < flag_addresses.size and load_acquire(flag_addresses[arrived]) >= epoch:
+            arrived += 1
+        if arrived == flag_addresses.size:
+            break
+    return arrived
+
+
+@compiled
+def _gather_kernel(rows_addresses: Any, epoch: int, out: Any) -> None:
+    size = out.shape[1] * 8
+    for rank in range(rows_addresses.size):
+        copy_bytes(out[rank].ctypes.data, rows_addresses[rank] + (epoch % 2) * size, size)
+
+
+def gather_rows(rows_addresses: NDArray[np.int64], epoch: int, width: int) -> NDArray[np.int64]:
+    """All ranks' rows (R, W) int64 of ``epoch``; every flag must have reached it."""
+    out = np.empty((rows_addresses.size, width), dtype=np.int64)
+    _gather_kernel(rows_addresses, epoch, out)
+    return out

@@ -1,0 +1,65 @@
+"""plan: loads (R, E) of all ranks -> slot_expert, quota and one rank's share; the quota planner.
+
+``_plan_search`` finds where replicas go and what each computes, ``_plan_share`` splits that over
+source ranks.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ultraep_kernels.contract import Plan, search_of
+from ultraep_kernels.host._plan_search import place_replicas
+from ultraep_kernels.host._plan_share import count_experts, split_quota
+
+__all__ = ["identity_plan", "plan"]
+
+_MOST_ASSIGNMENTS = np.iinfo(np.int32).max  # of one expert: a quota is int32
+
+
+def plan(
+    loads: NDArray[np.int64],
+    num_replica_slots: int,
+    source_rank: int,
+    *,
+    domain_size: int | None = None,
+) -> Plan:
+    """Plan one layer of one batch: the same slots and quotas on every rank, as on a device.
+
+    Args:
+        loads: contiguous int64 (R, E), row r is what rank r's own tokens chose; E a multiple of R.
+        num_replica_slots: S, may be 0.
+        source_rank: rank whose ``share`` is wanted.
+        domain_size: copies stay within contiguous groups of this many ranks; None is all ranks.
+
+    Raises:
+        ValueError: ``loads`` is negative or too large.
+    """
+    num_ranks, num_experts = loads.shape
+    domain_size = domain_size or num_ranks
+    expert_load = _count(loads)
+    search = search_of(min(domain_size, num_ranks), num_experts // num_ranks)
+    slot_expert, slot_quota = place_replicas(
+        expert_load, num_ranks, num_replica_slots, domain_size, *search
+    )
+    quota, share = split_quota(loads, expert_load, slot_expert, slot_quota, source_rank)
+    return Plan(slot_expert=slot_expert, quota=quota, share=share)
+
+
+def identity_plan(loads: NDArray[np.int64], num_replica_slots: int, source_rank: int) -> Plan:
+    """Every expert on its master, no replicas; arguments and errors as ``plan``."""
+    slot_expert = np.full((loads.shape[0], num_replica_slots), -1, np.int32)
+    slot_quota = np.zeros(slot_expert.shape, np.int64)
+    quota, share = split_quota(loads, _count(loads), slot_expert, slot_quota, source_rank)
+    return Plan(slot_expert=slot_expert, quota=quota, share=share)
+
+
+def _count(loads: NDArray[np.int64]) -> NDArray[np.int64]:
+    expert_load = count_experts(loads)
+    if expert_load[0] < 0:
+        raise ValueError("loads must not be negative")
+    if expert_load.max() > _MOST_ASSIGNMENTS:
+        raise ValueError(
+            f"expert {expert_load.argmax()} has {expert_load.max()} assignments, "
+            f"at most {_MOST_ASSIGNMENTS} fit a quota; use smaller batches"
+        )
+    return expert_load

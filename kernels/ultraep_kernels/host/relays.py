@@ -1,0 +1,71 @@
+"""relays: slot_expert (R, S) -> who sends each slot its weights."""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ultraep_kernels.contract import (
+    MAX_RELAYS,
+    MIN_FAN_OUT_SAVED,
+    MIN_RELAYED_REPLICAS,
+    SMALL_DOMAIN,
+)
+from ultraep_kernels.host._compile import compiled
+
+__all__ = ["relay_parents"]
+
+
+@compiled
+def _parents_kernel(slot_expert: Any, num_masters: int, min_replicas: int, parents: Any) -> Any:
+    """Fill ``parents`` (R, S) and return sends per rank (R,)."""
+    num_ranks, num_slots = slot_expert.shape
+    sends = np.zeros(num_ranks, dtype=np.int64)
+    replicas = np.zeros(num_ranks * num_masters, dtype=np.int64)
+    for rank in range(num_ranks):
+        for slot in range(num_slots):
+            if slot_expert[rank, slot] >= 0:
+                replicas[slot_expert[rank, slot]] += 1
+    seen = np.zeros_like(replicas)
+    relays = np.full((replicas.size, MAX_RELAYS), -1, dtype=np.int64)
+    for rank in range(num_ranks):
+        for slot in range(num_slots):
+            expert = slot_expert[rank, slot]
+            parents[rank, slot] = -1
+            if expert < 0:
+                continue
+            num_relays = replicas[expert]
+            if replicas[expert] >= min_replicas:
+                num_relays = 1
+                while num_relays < MAX_RELAYS and (num_relays + 1) ** 2 <= replicas[expert]:
+                    num_relays += 1
+            if seen[expert] < num_relays:
+                if seen[expert] < MAX_RELAYS:
+                    relays[expert, seen[expert]] = rank * num_slots + slot
+                sends[expert // num_masters] += 1
+            else:
+                parents[rank, slot] = relays[expert, seen[expert] % num_relays]
+                sends[parents[rank, slot] // num_slots] += 1
+            seen[expert] += 1
+    return sends
+
+
+def relay_parents(
+    slot_expert: NDArray[np.int32], num_masters: int, mode: str, domain_size: int
+) -> NDArray[np.int64]:
+    """Who sends each slot its weights, (R, S) int64: -1 the master, else ``rank * S + slot``.
+
+    An expert with n replicas gets about sqrt(n) relays, at most 8, from 4 replicas on, and only
+    where that lowers the busiest sender's fan-out by at least 2 and the domain has more than 8
+    ranks (rule published with UltraEP, arXiv 2606.04101). ``mode`` "always" relays from 2 replicas
+    on, "never" does not; every rank computes the same answer from the plan alone.
+    """
+    direct = np.empty(slot_expert.shape, dtype=np.int64)
+    sends = _parents_kernel(slot_expert, num_masters, np.iinfo(np.int64).max, direct)
+    if mode == "never" or (mode == "auto" and domain_size <= SMALL_DOMAIN):
+        return direct
+    relayed = np.empty_like(direct)
+    min_replicas = 2 if mode == "always" else MIN_RELAYED_REPLICAS
+    relayed_sends = _parents_kernel(slot_expert, num_masters, min_replicas, relayed)
+    saved = sends.max() - relayed_sends.max()
+    return relayed if mode == "always" or saved >= MIN_FAN_OUT_SAVED else direct

@@ -1,0 +1,127 @@
+"""reroute: topk_ids (T, K) logical + share -> topk_ids (T, K) physical, padding kept.
+
+The j-th assignment of expert e takes place ``j * stride_e mod n_e`` in the list of its n_e places,
+which lists the ranks of e one after another, each as often as its share says. A stride coprime
+to n_e near n_e times the golden ratio uses every place exactly once and spreads neighbouring tokens
+over the replicas, so no rank is hit by a burst (Weyl's equidistribution; Knuth, TAOCP 3, 6.4).
+"""
+
+from math import gcd
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ultraep_kernels.contract import GOLDEN_DENOMINATOR, GOLDEN_NUMERATOR
+from ultraep_kernels.host._compile import compiled
+
+__all__ = ["physical_table", "reroute", "reroute_reference"]
+
+
+@compiled
+def _stride(places: int) -> int:
+    stride = max(1, places * GOLDEN_NUMERATOR // GOLDEN_DENOMINATOR)
+    while True:
+        a, b = stride, places
+        while b:
+            a, b = b, a % b
+        if a == 1:
+            return stride
+        stride += 1
+
+
+@compiled
+def _reroute_kernel(topk_ids: Any, share: Any, physical: Any, out: Any) -> bool:
+    num_experts, num_ranks = share.shape
+    places = np.zeros(num_experts, dtype=np.int64)
+    only = np.full(num_experts, -1, dtype=np.int64)
+    stride = np.ones(num_experts, dtype=np.int64)
+    seen = np.zeros(num_experts, dtype=np.int64)
+    for expert in range(num_experts):
+        num_targets = 0
+        for rank in range(num_ranks):
+            if share[expert, rank] > 0:
+                places[expert] += share[expert, rank]
+                only[expert] = rank
+                num_targets += 1
+        if num_targets > 1:
+            only[expert] = -1
+            stride[expert] = _stride(places[expert])
+    for i in range(topk_ids.size):
+        expert = topk_ids[i]
+        if expert < 0 or expert >= num_experts:
+            out[i] = -1
+            continue
+        if seen[expert] >= places[expert]:
+            return False
+        rank = only[expert]
+        if rank < 0:
+            place = seen[expert] * stride[expert] % places[expert]
+            rank = 0
+            while place >= share[expert, rank]:
+                place -= share[expert, rank]
+                rank += 1
+        seen[expert] += 1
+        out[i] = physical[expert, rank]
+    return True
+
+
+def physical_table(slot_expert: NDArray[np.int32], num_masters: int) -> NDArray[np.int32]:
+    """Physical id of each expert on each rank, (E, R) int32, -1 where it has no copy.
+
+    ``slot_expert`` (R, S) logical expert in each replica slot, -1 empty.
+    """
+    num_ranks, num_slots = slot_expert.shape
+    width = num_masters + num_slots
+    table = np.full((num_ranks * num_masters, num_ranks), -1, dtype=np.int32)
+    experts = np.arange(num_ranks * num_masters)
+    owner = experts // num_masters
+    table[experts, owner] = owner * width + experts % num_masters
+    ranks, slots = np.nonzero(slot_expert >= 0)
+    table[slot_expert[ranks, slots], ranks] = ranks * width + num_masters + slots
+    return table
+
+
+def reroute(
+    topk_ids: torch.Tensor,
+    share: NDArray[np.int32],
+    slot_expert: NDArray[np.int32],
+    num_masters: int,
+) -> torch.Tensor:
+    """Physical ids (T, K) int32, the same on every rank that sees the same tokens.
+
+    ``topk_ids`` (T, K) logical on CPU, what is no expert becomes -1; ``share`` (E, R) assignments
+    of this source by target rank; ``slot_expert`` (R, S). Raises ValueError when ids and share do
+    not belong together.
+    """
+    physical = physical_table(slot_expert, num_masters)
+    out = torch.empty(topk_ids.shape, dtype=torch.int32)
+    flat = topk_ids.reshape(-1).numpy()
+    if not _reroute_kernel(flat, share, physical, out.view(-1).numpy()):
+        raise ValueError("share holds fewer assignments than topk_ids")
+    return out
+
+
+def reroute_reference(
+    topk_ids: torch.Tensor,
+    share: NDArray[np.int32],
+    slot_expert: NDArray[np.int32],
+    num_masters: int,
+) -> torch.Tensor:
+    """Twin of ``reroute``: the list of places written out."""
+    physical = physical_table(slot_expert, num_masters)
+    out = torch.full(topk_ids.shape, -1, dtype=torch.int32)
+    flat_ids, flat_out = topk_ids.reshape(-1), out.view(-1)
+    for expert in range(share.shape[0]):
+        positions = torch.nonzero(flat_ids == expert).squeeze(1)
+        places = np.repeat(physical[expert], share[expert])
+        if places.size < positions.numel():
+            raise ValueError("share holds fewer assignments than topk_ids")
+        if positions.numel():
+            stride = max(1, places.size * GOLDEN_NUMERATOR // GOLDEN_DENOMINATOR)
+            while gcd(stride, places.size) != 1:
+                stride += 1
+            order = np.arange(positions.numel()) * stride % places.size
+            flat_out[positions] = torch.from_numpy(places[order])
+    return out

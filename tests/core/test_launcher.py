@@ -1,0 +1,328 @@
+"""Run directories, and the supervisor with small commands in the engine's place."""
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from ultraep_serve.cli import main, serve
+from ultraep_serve.config import CONFIG_VARIABLE, BalanceConfig
+from ultraep_serve.errors import ConfigError, EngineEndedError, UnsupportedError
+from ultraep_serve.launcher import run_directory as module
+from ultraep_serve.launcher import supervisor
+from ultraep_serve.launcher.run_directory import run_directory, run_directory_of_port
+from ultraep_serve.launcher.supervisor import EngineCommand, supervise
+from ultraep_serve.machine import free_port
+from ultraep_serve.ring.recorder import Recorder
+from ultraep_serve.ring.schema import RingState
+from ultraep_serve.sidecar.serve import add_arguments as add_sidecar_arguments
+from ultraep_serve.topology import Location
+from ultraep_serve.types import ExpertShape, Policy
+
+OFF = BalanceConfig(policy=Policy.OFF)
+FREE_URL = "http://127.0.0.1:9"  # nobody answers there
+
+
+@pytest.fixture
+def shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory in place of /dev/shm, so that servers of this machine are left alone."""
+    monkeypatch.setattr(module, "_SHARED_MEMORY", tmp_path)
+    return tmp_path
+
+
+def test_a_run_directory_is_private_and_removed(shared_memory: Path) -> None:
+    with run_directory(8000) as path:
+        assert path == run_directory_of_port(8000)
+        assert path.stat().st_mode & 0o777 == 0o700
+        (path / "ring-0").write_bytes(b"x")
+    assert list(shared_memory.iterdir()) == []
+
+
+def test_a_run_directory_is_removed_after_an_error(shared_memory: Path) -> None:
+    with pytest.raises(KeyError), run_directory(8000):
+        raise KeyError
+    assert list(shared_memory.iterdir()) == []
+
+
+def test_two_servers_on_one_port_collide(shared_memory: Path) -> None:
+    with run_directory(8000) as first, run_directory(8001) as second:
+        with (
+            pytest.raises(ConfigError, match=r"port 8000 is running already.*another --port"),
+            run_directory(8000),
+        ):
+            pass
+        assert first.exists()
+        assert second.exists()
+    with run_directory(8000):
+        pass
+
+
+def test_what_a_killed_server_left_is_removed(shared_memory: Path) -> None:
+    mine = f"ultraep-{os.getuid()}"
+    for name in (f"{mine}-8000", f"{mine}-8001"):
+        (shared_memory / name).mkdir()
+        (shared_memory / name / "lock").touch()
+    (shared_memory / f"{mine}-8002").mkdir()  # killed before it had a lock
+    (shared_memory / f"{mine}-file").touch()
+    foreign = shared_memory / "ultraep-99999999-8000"
+    foreign.mkdir()
+    with run_directory(8000) as path:
+        assert {p for p in shared_memory.iterdir() if p.is_dir()} == {path, foreign}
+
+
+KILLED_LAUNCHER = """
+import os, sys
+from pathlib import Path
+from ultraep_serve.launcher import run_directory
+run_directory._SHARED_MEMORY = Path(sys.argv[1])
+with run_directory.run_directory(8000):
+    print("ready", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_lock_ends_with_its_process(shared_memory: Path) -> None:
+    command = [sys.executable, "-c", KILLED_LAUNCHER, str(shared_memory)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as launcher:
+        assert launcher.stdout is not None
+        assert launcher.stdout.readline() == b"ready\n"
+        with pytest.raises(ConfigError, match="running already"), run_directory(8000):
+            pass
+        launcher.kill()
+    with run_directory(8000) as path:
+        assert path.exists()
+
+
+def python(code: str, **environment: str) -> EngineCommand:
+    return EngineCommand([sys.executable, "-c", code], FREE_URL, 2, environment)
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_the_engines_exit_code_passes_through(code: int) -> None:
+    assert supervise(python(f"raise SystemExit({code})"), OFF, None) == code
+
+
+def test_a_killed_engine_gives_the_shells_code() -> None:
+    killed = "import os; os.kill(os.getpid(), 9)"
+    assert supervise(python(killed), OFF, None) == 128 + signal.SIGKILL
+
+
+def test_the_engine_gets_configuration_and_defaults(tmp_path: Path) -> None:
+    code = (
+        "import os, pathlib; pathlib.Path(os.environ['REPORT']).write_text("
+        f"os.environ['{CONFIG_VARIABLE}'] + '|' + os.environ['ONE_DEFAULT'])"
+    )
+    report = tmp_path / "report"
+    assert supervise(python(code, REPORT=str(report), ONE_DEFAULT="7"), OFF, None) == 0
+    text, default = report.read_text().split("|")
+    assert BalanceConfig.from_json(text) == OFF
+    assert default == "7"
+
+
+def test_an_engine_that_does_not_end_when_asked_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, seconds in (("_ASKED_SECONDS", 0.5), ("_LOOK_SECONDS", 0.05)):
+        monkeypatch.setattr(supervisor, name, seconds)
+    up = tmp_path / "up"
+    code = (
+        "import os, pathlib, signal, time; signal.signal(15, signal.SIG_IGN);"
+        "pathlib.Path(os.environ['UP']).touch(); time.sleep(600)"
+    )
+
+    def ask() -> None:
+        while not up.exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    assert supervise(python(code, UP=str(up)), OFF, None) == 128 + signal.SIGKILL
+    asking.join()
+
+
+def test_what_the_engine_started_and_left_is_stopped(tmp_path: Path) -> None:
+    left = tmp_path / "left"
+    code = (
+        "import subprocess, sys, pathlib, os;"
+        "p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']);"
+        "pathlib.Path(os.environ['LEFT']).write_text(str(p.pid)); os._exit(0)"
+    )
+    assert supervise(python(code, LEFT=str(left)), OFF, None) == 0
+    assert is_gone(int(left.read_text()))
+
+
+def test_what_the_engine_left_may_clean_up_first(tmp_path: Path) -> None:
+    worker = (
+        "import pathlib, signal, sys, time;"
+        "signal.signal(15, lambda *_: (pathlib.Path(sys.argv[1], 'clean').touch(), sys.exit()));"
+        "pathlib.Path(sys.argv[1], 'up').touch(); time.sleep(60)"
+    )
+    code = (
+        "import os, pathlib, subprocess, sys, time;"
+        f"subprocess.Popen([sys.executable, '-c', {worker!r}, os.environ['HERE']])\n"
+        "while not pathlib.Path(os.environ['HERE'], 'up').exists(): time.sleep(0.01)\n"
+        "os._exit(0)"
+    )
+    assert supervise(python(code, HERE=str(tmp_path)), OFF, None) == 0
+    assert (tmp_path / "clean").exists()
+
+
+SUPERVISOR = """
+import sys
+from pathlib import Path
+from ultraep_serve.config import BalanceConfig
+from ultraep_serve.launcher import supervisor
+from ultraep_serve.types import Policy
+engine_code, run_dir = sys.argv[1:]
+Path(run_dir).mkdir(mode=0o700, exist_ok=True)
+engine = supervisor.EngineCommand([sys.executable, "-c", engine_code], "http://127.0.0.1:9", 2)
+start = supervisor._start
+def noted(arguments, environment):
+    child = start(arguments, environment)
+    print(child.pid, flush=True)
+    return child
+supervisor._start = noted
+config = BalanceConfig(policy=Policy.OFF, run_dir=run_dir)
+raise SystemExit(supervisor.supervise(engine, config, ["--run-dir", run_dir, "--port", "0"]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_engine_and_sidecar_end_with_the_launcher(tmp_path: Path, number: signal.Signals) -> None:
+    waiting = "import time; time.sleep(60)"
+    with subprocess.Popen(
+        [sys.executable, "-c", SUPERVISOR, waiting, str(tmp_path / "run")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    ) as launcher:
+        assert launcher.stdout is not None
+        sidecar, engine = (int(launcher.stdout.readline()) for _ in range(2))
+        launcher.send_signal(number)
+        code = launcher.wait(timeout=40)
+    assert code == (-number if number is signal.SIGKILL else 128 + signal.SIGTERM)
+    assert is_gone(engine)
+    assert is_gone(sidecar)
+
+
+def test_the_sidecar_ends_with_the_engine(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", SUPERVISOR, "raise SystemExit(5)", str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, timeout=60, check=False)
+    sidecar, engine = map(int, done.stdout.split()[:2])
+    assert done.returncode == 5
+    assert is_gone(sidecar)
+    assert is_gone(engine)
+
+
+def sidecar_arguments(flags: list[str], monkeypatch: pytest.MonkeyPatch) -> list[str] | None:
+    """What the sidecar of a vLLM server with ``flags`` is started with; None: there is none."""
+    started: list[list[str] | None] = []
+
+    def note(_engine: EngineCommand, _config: BalanceConfig, sidecar: list[str] | None) -> int:
+        started.append(sidecar)
+        return 0
+
+    monkeypatch.setattr(serve, "supervise", note)
+    monkeypatch.setattr(serve.vllm, "find_spec", lambda name: name)
+    two_ranks = ["--tensor-parallel-size", "2", "--enable-expert-parallel"]
+    assert main(["vllm", "m", *two_ranks, "--port", str(free_port()), *flags]) == 0
+    return started[0]
+
+
+@pytest.mark.parametrize("flags", [[], ["--no-sidecar"], ["--policy", "off"]])
+def test_the_sidecar_can_be_left_out(
+    flags: list[str], shared_memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert (sidecar_arguments(flags, monkeypatch) is None) == bool(flags)
+
+
+def test_the_sidecar_understands_what_it_is_started_with(
+    shared_memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parser = argparse.ArgumentParser()
+    add_sidecar_arguments(parser)
+    flags = ["--sidecar-log-format", "json", "--sidecar-port", str(free_port())]
+    found = parser.parse_args(sidecar_arguments(flags, monkeypatch))
+    assert (found.log_format, str(found.port), found.host) == ("json", flags[-1], "127.0.0.1")
+
+
+@pytest.mark.parametrize(("policy", "raises"), [(Policy.QUOTA, True), (Policy.OFF, False)])
+def test_a_balanced_engine_that_ends_by_itself_has_lost_a_rank(
+    policy: Policy, raises: bool
+) -> None:
+    config = BalanceConfig(policy=policy)
+    if raises:
+        with pytest.raises(EngineEndedError, match="a rank is lost"):
+            supervise(python("pass"), config, None)
+    else:
+        assert supervise(python("pass"), config, None) == 0
+
+
+def is_gone(process: int) -> bool:
+    """Whether it ends within some seconds (a killed child's parent may have to reap it first)."""
+    stat = Path(f"/proc/{process}/stat")
+    for _ in range(200):
+        try:
+            if stat.read_text().rpartition(")")[2].split()[0] in "ZX":
+                return True
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+ANSWERING = """
+import http.server
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+    def log_message(self, *_):
+        return
+server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
+import os, pathlib
+"""
+
+
+def test_an_engine_that_came_up_unbalanced_is_an_error(tmp_path: Path) -> None:
+    port = free_port()
+    code = ANSWERING.replace(", 0), Handler", f", {port}), Handler") + "server.serve_forever()"
+    engine = EngineCommand([sys.executable, "-c", code], f"http://127.0.0.1:{port}", 2)
+    config = BalanceConfig(run_dir=str(tmp_path))
+    with pytest.raises(UnsupportedError, match="2 of 2 ranks here balance nothing"):
+        supervise(engine, config, None)
+
+
+def test_ranks_of_other_hosts_are_not_waited_for(tmp_path: Path) -> None:
+    """The last two of four ranks are this host's, and balance."""
+    shape = ExpertShape(4, 8, 1)
+    recorders = [
+        Recorder.create(
+            tmp_path, rank, shape, 1, 16, "vllm", "data", 0, 30.0, Location(rank, 4, 2, 2)
+        )
+        for rank in (2, 3)
+    ]
+    for recorder in recorders:
+        recorder.set_state(RingState.READY)
+    port = free_port()
+    code = ANSWERING.replace(", 0), Handler", f", {port}), Handler")
+    code += "import time\nserver.handle_request(); time.sleep(2); os._exit(3)"
+    engine = EngineCommand([sys.executable, "-c", code], f"http://127.0.0.1:{port}", 2)
+    config = BalanceConfig(run_dir=str(tmp_path))
+    assert supervise(engine, config, None) == 3
+    recorders[1].set_state(RingState.FAILED)
+    with pytest.raises(UnsupportedError, match="1 of 2 ranks here balance nothing"):
+        supervise(engine, config, None)
+    for recorder in recorders:
+        recorder.close()
+
+
+def test_a_host_without_a_server_is_not_asked_whether_it_is_up(tmp_path: Path) -> None:
+    command = EngineCommand([sys.executable, "-c", "raise SystemExit(3)"], None, 2)
+    assert supervise(command, BalanceConfig(run_dir=str(tmp_path)), None) == 3

@@ -1,0 +1,52 @@
+"""The control page: one policy, shared."""
+
+from pathlib import Path
+
+import pytest
+
+from ultraep_serve.errors import ControlError
+from ultraep_serve.ring.control import ControlPage
+from ultraep_serve.types import Policy
+
+
+def test_a_policy_set_by_one_is_read_by_the_other(tmp_path: Path) -> None:
+    engine = ControlPage.create(tmp_path, Policy.QUOTA)
+    with ControlPage.open(tmp_path) as sidecar:
+        assert sidecar.policy is Policy.QUOTA
+        for number, policy in enumerate([Policy.OFF, Policy.IDEAL, Policy.QUOTA], start=1):
+            assert sidecar.set_policy(policy) == number
+            assert engine.policy is policy
+            assert engine.sequence == number
+    assert (tmp_path / "control").stat().st_mode & 0o777 == 0o600
+    engine.close()
+
+
+def test_a_threshold_is_kept_in_millionths(tmp_path: Path) -> None:
+    engine = ControlPage.create(tmp_path, Policy.QUOTA)
+    assert engine.max_imbalance_millionths == 0
+    with ControlPage.open(tmp_path) as sidecar:
+        sidecar.set_max_imbalance(1.05)
+        assert engine.max_imbalance_millionths == 1_050_000
+        sidecar.set_max_imbalance(None)
+    assert engine.max_imbalance_millionths == 0
+    assert (engine.policy, engine.recording_word) == (Policy.QUOTA, 0)
+    engine.close()
+
+
+def test_a_damaged_policy_keeps_the_last_legal_one(tmp_path: Path) -> None:
+    engine = ControlPage.create(tmp_path, Policy.OFF)
+    with (tmp_path / "control").open("r+b") as file:
+        file.seek(24)
+        file.write(b"\xff" * 8)
+    assert engine.policy is Policy.OFF
+    with pytest.raises(ControlError, match="not a control page"):
+        ControlPage.open(tmp_path)
+    engine.close()
+
+
+@pytest.mark.parametrize("content", [None, b"", b"x" * 100, b"x" * 4096])
+def test_what_is_no_control_page_is_refused(tmp_path: Path, content: bytes | None) -> None:
+    if content is not None:
+        (tmp_path / "control").write_bytes(content)
+    with pytest.raises(ControlError):
+        ControlPage.open(tmp_path)

@@ -1,0 +1,124 @@
+"""BalancedLayers on host memory, without an engine; on a device it is in tests/cuda."""
+
+import logging
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.hosts import engine_group, host_path
+from tests.support.ranks import run_ranks
+from ultraep_serve.adapters.setup import BalancedLayers, Batch
+from ultraep_serve.backend import GroupSetup, make_backend
+from ultraep_serve.collectives import HostAllGather
+from ultraep_serve.config import BalanceConfig
+from ultraep_serve.costs.model import CostModel
+from ultraep_serve.errors import UnsupportedError
+from ultraep_serve.ring.control import ControlPage
+from ultraep_serve.ring.reader import RingReader
+from ultraep_serve.ring.schema import RingState, ring_path
+from ultraep_serve.sidecar.statistics.snapshot import mean_floor
+from ultraep_serve.topology import Location
+from ultraep_serve.types import Decision, ExpertShape, Policy, TokenView
+
+SHAPE, LAYERS = ExpertShape(2, 8, 1), 2
+GIVEN = CostModel(1e-3, bytes_per_expert=1 << 10, link_bytes_per_second=1e9)
+
+
+def join(rank: int, run_path: Path, view: TokenView) -> list[int]:
+    """Decisions of a skewed batch; masters hold 1 on rank 0, 2 on rank 1."""
+    config = BalanceConfig(min_batch_tokens=8, run_dir=str(run_path), costs=GIVEN.to_json())
+    layers = [
+        [torch.nn.Parameter(torch.full((4, size), 1.0 + rank), False) for size in (300, 7)]
+        for _ in range(LAYERS)
+    ]
+    joined = BalancedLayers(config, SHAPE, view, layers, rank, "test", lambda size: None)
+    joined.mark_ready()
+    joined.log_ready(logging.getLogger("test"))
+    ids = torch.tensor([[0, 1]], dtype=torch.int64).repeat(64, 1)
+    for index, parameters in enumerate(layers):
+        physical = joined.route(index, ids, Batch(64))
+        assert physical.dtype == ids.dtype  # as the router gave them
+        assert (physical // SHAPE.num_local).unique().tolist() == [0, 1]
+        for parameter in parameters:
+            assert parameter.shape[0] == SHAPE.num_local
+            assert (parameter[:4] == 1 + rank).all()
+            assert rank == 0 or (parameter[4] == 1).all()  # rank 0's expert has come
+        joined.computed()
+    ring = RingReader(ring_path(run_path, rank))
+    assert ring.header().state is RingState.READY
+    decisions: list[int] = ring.recent()["decision"].tolist()
+    return decisions
+
+
+@pytest.mark.parametrize("view", list(TokenView))
+def test_layers_are_adopted_routed_and_recorded(run_path: Path, view: TokenView) -> None:
+    assert run_ranks(join, 2, run_path, view) == [[Decision.PLANNED] * LAYERS] * 2
+
+
+def join_hosts(rank: int, run_path: Path, view: TokenView, costs: str) -> list[int]:
+    """Decisions of three batches on four ranks, two on each host; masters hold their rank + 1."""
+    shape, location = ExpertShape(4, 8, 1), Location(rank, 4, 2, 2)
+    home, group = host_path(run_path, location), engine_group(run_path, rank, 4)
+    config = BalanceConfig(min_batch_tokens=8, run_dir=str(home), costs=costs)
+    layer = [torch.nn.Parameter(torch.full((2, size), 1.0 + rank), False) for size in (300, 7)]
+    joined = BalancedLayers(
+        config, shape, view, [layer], rank, "test", lambda size: time.sleep(size * 1e-5), group
+    )
+    joined.mark_ready()
+    assert joined.location.domain == location.domain
+    wait = HostAllGather(group.on_host, 30.0)
+    ids = torch.tensor([[0, 4]], dtype=torch.int32).repeat(64, 1)  # of ranks 0 and 2
+    with ControlPage.open(home) as page:
+        for changer in (None, 2, 0):  # the page of the second host does not count
+            if rank == changer:
+                page.set_policy(Policy.OFF)
+            wait.gather(np.zeros(1, np.int64))
+            physical = joined.route(0, ids, Batch(64))
+            if changer == 0 or view is TokenView.SHARED:  # else tokens stay at home where they can
+                used = (physical // shape.num_local).unique().tolist()
+                assert used == ([0, 2] if changer == 0 else [0, 1, 2, 3])
+            if rank % 2:
+                assert all((tensor[2] == rank).all() for tensor in layer)  # the neighbour's expert
+            joined.computed()
+            wait.gather(np.zeros(1, np.int64))
+    ring = RingReader(ring_path(home, rank))
+    header = ring.header()
+    assert (header.location.host, header.location.domain_size) == (location.host, 2)
+    assert header.location.first_host
+    assert header.policy is Policy.OFF
+    records = ring.recent()
+    assert (records["load_after"] == records["load_before"].mean(axis=1, keepdims=True)).all()
+    assert mean_floor(records["load_before"], 2) == 1.0
+    decisions: list[int] = records["decision"].tolist()
+    return decisions
+
+
+@pytest.mark.parametrize("costs", [GIVEN.to_json(), ""], ids=["given", "measured"])
+@pytest.mark.parametrize("view", list(TokenView))
+def test_layers_of_two_hosts_are_joined(run_path: Path, view: TokenView, costs: str) -> None:
+    planned = [Decision.PLANNED] * 2
+    assert run_ranks(join_hosts, 4, run_path, view, costs) == [planned] * 4
+    for host in ("host-0", "host-2"):
+        assert (run_path / host / "control").exists()
+    assert not list(run_path.glob("host-*/handshake-*"))
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        pytest.param(
+            "cuda:0",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="needs no CUDA GPU"),
+        ),
+        "meta",
+    ],
+)
+def test_experts_elsewhere_are_refused(run_path: Path, device: str) -> None:
+    pytest.importorskip("triton", reason="device backends launch kernels written in Triton")
+    config = BalanceConfig(run_dir=str(run_path))
+    location = Location.on_one_host(0, 2)
+    with pytest.raises(UnsupportedError):
+        make_backend(torch.device(device), GroupSetup(config, SHAPE, TokenView.OWN, location))

@@ -1,0 +1,293 @@
+"""DeviceBalancer against HostBalancer, between processes (run by test_interpreted).
+
+Every rank runs both on the same ids: physical ids, slots and records must be the same, bit for bit.
+Host memory stands in for the GPU's; the device's balancer reaches it through driver and kernels.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.balancer_rigs import (
+    CONFIG,
+    LAYERS,
+    SMALL,
+    Notes,
+    Rig,
+    Setup,
+    alone,
+    device_rig,
+    even,
+    host_rig,
+    masters_of,
+    search_briefly,
+    skewed,
+)
+from tests.support.hosts import engine_group
+from tests.support.ranks import fresh_run_path, run_ranks
+from ultraep_serve.costs.model import IntegerCosts
+from ultraep_serve.cuda.recording import Note
+from ultraep_serve.errors import ConfigError, PeerTimeoutError
+from ultraep_serve.types import Decision, ExpertShape, Policy, TokenView
+
+NO_COSTS = IntegerCosts(1000, 0, 0, 0, 0, 0)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What is routed in both layers, and under what."""
+
+    name: str
+    ids_of: Callable[[int], torch.Tensor]  # by rank
+    policy: Policy = Policy.QUOTA
+    threshold: int = 0
+    expected: Decision | None = Decision.PLANNED
+
+
+def with_bad_id(rank: int, bad_rank: int) -> torch.Tensor:
+    ids = skewed(0 if bad_rank < 0 else rank)
+    if rank == abs(bad_rank):
+        ids[5, 0] = 1 << 20
+    return ids
+
+
+def batches_of(view: TokenView) -> list[Batch]:
+    """In an order that shows what outlasts a batch."""
+    shared = view is TokenView.SHARED
+
+    def same(ids_of: Callable[..., torch.Tensor]) -> Callable[[int], torch.Tensor]:
+        return (lambda rank: ids_of(0)) if shared else ids_of
+
+    none_of_rank_1 = lambda rank: skewed(0)[: 0 if rank == 1 and not shared else None]  # noqa: E731
+    found = [
+        Batch("skewed", same(skewed)),
+        Batch("small", lambda rank: skewed(0)[: SMALL - 1], expected=None),
+        Batch("balanced", even, expected=Decision.BALANCED),
+        Batch("bad id", lambda rank: with_bad_id(rank, -1 if shared else 1),
+              expected=Decision.INCONSISTENT),
+        Batch("only padding", lambda rank: torch.full((16, 2), -1), expected=Decision.BALANCED),
+        Batch("off", same(skewed), Policy.OFF, expected=None),
+        Batch("on again", same(none_of_rank_1)),
+        Batch("high threshold", same(skewed), threshold=9_000_000, expected=Decision.BALANCED),
+        Batch("too dear", same(skewed), expected=None),
+        Batch("forced", same(skewed), Policy.IDEAL, expected=Decision.FORCED),
+    ]  # fmt: skip
+    if shared:
+        found.append(
+            Batch("ranks differ", lambda rank: skewed(rank)[:100], expected=Decision.INCONSISTENT)
+        )
+    return [*found, Batch("int64", lambda rank: same(skewed)(rank).long())]
+
+
+def compare(rank: int, run_path: Path, setup: Setup, names: tuple[str, ...]) -> int:
+    """Slots filled and compared; AssertionError where the two differ."""
+    search_briefly()
+    group = engine_group(run_path, rank, setup.shape.num_ranks) if setup.domain_size else None
+    rigs = (
+        host_rig(rank, run_path, setup, group),
+        device_rig(rank, run_path, setup, group=group),
+    )
+    filled = 0
+    for batch in batches_of(setup.view):
+        if names and batch.name not in names:
+            continue
+        for rig in rigs:
+            rig.notes.policy = batch.policy
+            rig.notes.max_imbalance_millionths = batch.threshold
+        ids = batch.ids_of(rank)
+        tokens = SMALL - 1 if batch.name == "small" else 100
+        for layer in range(LAYERS):
+            host, device = (rig.balancer.route(layer, ids, tokens) for rig in rigs)
+            assert torch.equal(host, device), (batch.name, layer)
+            filled += compare_slots(rank, rigs, layer, setup.shape.num_masters)
+            for rig in rigs:
+                rig.balancer.computed()
+        if batch.expected is not None:
+            decisions = {event["decision"] for event in rigs[1].notes.events[-LAYERS:]}
+            assert decisions == {batch.expected}, batch.name
+    assert rigs[0].notes.events == rigs[1].notes.events
+    assert rigs[1].notes.lost == 0
+    rigs[1].fabric.require_peers()
+    rigs[1].fabric.exchange(torch.zeros(rigs[1].fabric.limits.row_width, dtype=torch.int32))
+    return filled
+
+
+def compare_slots(rank: int, rigs: tuple[Rig, Rig], layer: int, num_masters: int) -> int:
+    """Slots that the host's plan filled, which must hold the master's bytes in both."""
+    routed, filled = rigs[0].balancer._routed, 0
+    if routed is None or routed.plan is None:
+        return 0
+    for slot, expert in enumerate(routed.plan.slot_expert[rank].tolist()):
+        if expert >= 0:
+            owner, local = divmod(expert, num_masters)
+            masters = masters_of(owner, layer, num_masters)
+            for rig in rigs:
+                for alias, master in zip(rig.layers[layer].tensors, masters, strict=True):
+                    assert torch.equal(alias[num_masters + slot], master[local])
+            filled += 1
+    return filled
+
+
+@pytest.mark.parametrize("view", list(TokenView))
+def test_both_balancers_do_the_same(view: TokenView) -> None:
+    setup = Setup(ExpertShape(2, 8, 1), view)
+    with fresh_run_path() as run_path:
+        filled = run_ranks(compare, 2, run_path, setup, (), timeout_seconds=400.0)
+    assert sum(filled) > 0
+
+
+def test_relays() -> None:
+    """Four ranks, one expert hot: its copies are handed on from rank to rank."""
+    setup = Setup(ExpertShape(4, 8, 1), TokenView.OWN, CONFIG.replace(relay="always"))
+    with fresh_run_path() as run_path:
+        filled = run_ranks(compare, 4, run_path, setup, ("skewed",), timeout_seconds=400.0)
+    assert sum(filled) > 0
+
+
+def overlap(rank: int, run_path: Path, setup: Setup) -> list[int]:
+    """Replicas that each of two micro-batches read, the second routed before the first computes."""
+    search_briefly()
+    shape, rig = setup.shape, device_rig(rank, run_path, setup)
+    wanted = skewed(rank if setup.view is TokenView.OWN else 0)
+    ids = [wanted, 7 - wanted.clamp(min=0)]
+    replicas = [0, 0]
+    for layer in range(LAYERS):
+        routed = [rig.balancer.route(layer, own, 100, number) for number, own in enumerate(ids)]
+        for number, (logical, physical) in enumerate(zip(ids, routed, strict=True)):
+            slots = slots_read(rank, shape, layer, rig, logical, physical)
+            assert {slot // shape.num_replica_slots for slot in slots} <= {number}
+            replicas[number] += len(slots)
+        for number in range(2):
+            rig.balancer.computed(number)
+    assert [(event["batch"], event["layer"]) for event in rig.notes.events] == [
+        (1, layer) for layer in range(LAYERS) for _ in ids
+    ]
+    rig.notes.policy = Policy.OFF
+    for layer in range(LAYERS):
+        for number, own in enumerate(ids):
+            rig.balancer.route(layer, own, 100, number)
+        for number in range(2):
+            rig.balancer.computed(number)
+    assert rig.notes.events[2 * LAYERS :] == [Decision.POLICY_OFF]
+    rig.fabric.exchange(torch.zeros(rig.fabric.limits.row_width, dtype=torch.int32))
+    rig.fabric.require_peers()
+    return replicas
+
+
+def slots_read(
+    rank: int,
+    shape: ExpertShape,
+    layer: int,
+    rig: Rig,
+    logical: torch.Tensor,
+    physical: torch.Tensor,
+) -> list[int]:
+    """Slots of ``rank`` among ``physical`` ids, which all hold what ``logical`` ones mean."""
+    found = []
+    for expert, place in zip(logical.view(-1).tolist(), physical.view(-1).tolist(), strict=True):
+        owner, local = divmod(place, shape.num_local)
+        if place < 0 or owner != rank:
+            continue
+        home, index = divmod(expert, shape.num_masters)
+        masters = masters_of(home, layer, shape.num_masters)
+        for tensor, master in zip(rig.layers[layer].tensors, masters, strict=True):
+            assert torch.equal(tensor[local], master[index])
+        if local >= shape.num_masters:
+            found.append(local - shape.num_masters)
+    return found
+
+
+@pytest.mark.parametrize("view", list(TokenView))
+def test_overlapping_micro_batches_keep_their_slots(view: TokenView) -> None:
+    """What the first copied is there when it computes, after the second has copied too."""
+    setup = Setup(ExpertShape(2, 8, 1, num_micro_batches=2), view)
+    with fresh_run_path() as run_path:
+        replicas = run_ranks(overlap, 2, run_path, setup, timeout_seconds=400.0)
+    assert all(sum(of_batch) > 0 for of_batch in zip(*replicas, strict=True))
+
+
+@pytest.mark.parametrize("view", list(TokenView))
+def test_domains(view: TokenView) -> None:
+    """Four ranks in two domains: each copies its own hot experts, and hears of all tokens."""
+    config = CONFIG.replace(relay="always")
+    setup = Setup(ExpertShape(4, 8, 1), view, config, domain_size=2)
+    names = ("skewed", "balanced", "bad id", "off", "on again", "forced")
+    with fresh_run_path() as run_path:
+        filled = run_ranks(compare, 4, run_path, setup, names, timeout_seconds=500.0)
+    assert sum(filled[:2]) > 0
+
+
+def test_weights_move_only_where_both_say_that_it_saves_time() -> None:
+    dear = replace(NO_COSTS, per_expert_sent=10**9)
+    setup = Setup(ExpertShape(2, 8, 1), TokenView.OWN, costs=dear)
+    names = ("balanced", "too dear")
+    with fresh_run_path() as run_path:
+        filled = run_ranks(compare, 2, run_path, setup, names, timeout_seconds=400.0)
+    assert filled == [0, 0]
+
+
+def outlive(rank: int, run_path: Path) -> tuple[str, bool]:
+    """What rank 0 is told, and whether its last batch stayed on its masters."""
+    search_briefly()
+    rig = device_rig(
+        rank, run_path, Setup(ExpertShape(2, 8, 1), TokenView.OWN), patience_ns=200_000
+    )
+    if rank == 1:
+        return "", True
+    physical = rig.balancer.route(0, skewed(0), 100)  # gives up waiting, and says so
+    stayed = torch.equal(physical, rig.balancer.identity(skewed(0)))
+    with pytest.raises(PeerTimeoutError) as told:
+        rig.balancer.route(1, skewed(0), 1)  # also where a batch would have met nobody
+    return str(told.value), stayed
+
+
+def test_a_rank_that_is_gone_is_an_error_at_the_next_layer() -> None:
+    with fresh_run_path() as run_path:
+        (told, stayed), _ = run_ranks(outlive, 2, run_path, timeout_seconds=120.0)
+    assert "gave up waiting for the load exchange" in told
+    assert stayed
+
+
+def test_eplb_is_refused_at_start_and_counts_as_off_later(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with pytest.raises(ConfigError, match="not offered on GPUs"):
+        alone(CONFIG.replace(policy=Policy.EPLB_SLOTS), Notes())
+    notes = Notes(policy=Policy.EPLB_SLOTS)
+    balancer = alone(CONFIG.replace(allow_ideal=False), notes)
+    caplog.set_level(logging.WARNING)
+    for policy in (Policy.EPLB_SLOTS, Policy.IDEAL, Policy.EPLB_SLOTS):
+        notes.policy = policy
+        assert torch.equal(balancer.route(0, even(0), 100), balancer.identity(even(0)))
+        balancer.computed()
+    assert notes.events == [Decision.POLICY_OFF] * 3
+    assert [record.args for record in caplog.records] == [
+        (f"policy '{name}' is not offered here and counts as 'off'",)
+        for name in ("eplb-slots", "ideal")
+    ]
+
+
+def test_records_wait_for_the_device_and_are_lost_where_there_is_no_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    notes = Notes()
+    balancer = alone(CONFIG, notes)
+    is_done = [False]
+    monkeypatch.setattr(Note, "is_done", property(lambda note: is_done[0]))
+    for _ in range(3):
+        for layer in range(LAYERS):
+            balancer.route(layer, even(0), 100)
+            balancer.computed()
+        balancer.route(0, even(0), 1)  # a small batch in between is counted in its turn
+    assert notes.events == []
+    assert notes.lost == LAYERS  # of the third batch
+    is_done[0] = True
+    balancer.computed()
+    assert [
+        event.name if isinstance(event, Decision) else (event["batch"], event["layer"])
+        for event in notes.events
+    ] == [(1, 0), (1, 1), "SMALL", (3, 0), (3, 1), "SMALL", "SMALL"]

@@ -1,0 +1,55 @@
+"""Who sends what, on the device against the CPU (run by test_interpreted)."""
+
+import numpy as np
+import pytest
+import torch
+from ultraep_kernels.device.relays import plan_sends
+from ultraep_kernels.host.relays import relay_parents
+
+
+def random_slots(num_ranks: int, num_slots: int, num_masters: int, seed: int) -> np.ndarray:
+    """Few experts of a few ranks in many slots, some slots empty, no expert where it lives."""
+    rng = np.random.default_rng(seed)
+    slot_expert = np.full((num_ranks, num_slots), -1, np.int32)
+    for rank in range(num_ranks):
+        others = [e for e in range(3 * num_masters) if e // num_masters != rank]
+        held = rng.choice(others[: num_slots + 2], size=num_slots, replace=False)
+        slot_expert[rank] = np.where(rng.random(num_slots) < 0.8, held, -1)
+    return slot_expert
+
+
+def tasks_of(slot_expert: np.ndarray, parents: np.ndarray, masters: int, rank: int) -> list:
+    """[direct, relayed] slots that ``rank`` fills, from its own place on."""
+    num_ranks, num_slots = slot_expert.shape
+    tasks: list[list[int]] = [[], []]
+    for step in range(num_ranks * num_slots):
+        target, slot = (rank + step // num_slots) % num_ranks, step % num_slots
+        parent, expert = parents[target, slot], slot_expert[target, slot]
+        if expert >= 0 and (parent // num_slots if parent >= 0 else expert // masters) == rank:
+            tasks[int(parent >= 0)].append(target * num_slots + slot)
+    return tasks
+
+
+@pytest.mark.parametrize("mode", ["auto", "always", "never"])
+@pytest.mark.parametrize("shape", [(4, 1), (9, 2), (33, 3), (72, 4)], ids=str)
+def test_sends_equal_their_twin(shape: tuple[int, int], mode: str) -> None:
+    num_ranks, num_slots = shape
+    masters = num_slots + 3
+    slot_expert = random_slots(num_ranks, num_slots, masters, seed=num_ranks)
+    expected = relay_parents(slot_expert, masters, mode, num_ranks)
+    for rank in (0, 1, num_ranks - 1):
+        sends = plan_sends(torch.from_numpy(slot_expert), masters, rank, mode, num_ranks)
+        assert np.array_equal(sends.parents.numpy(), expected)
+        for kind, tasks in enumerate(tasks_of(slot_expert, expected, masters, rank)):
+            row = sends.tasks[kind].tolist()
+            assert row[0] == len(tasks)
+            assert row[1 : 1 + row[0]] == tasks
+
+
+def test_relays_that_save_nothing_and_empty_slots() -> None:
+    spread = np.full((12, 1), -1, np.int32)
+    spread[1:, 0] = np.arange(11)  # eleven experts of rank 0, once each
+    for slot_expert in (spread, np.full((9, 2), -1, np.int32)):
+        sends = plan_sends(torch.from_numpy(slot_expert), 11, 0, "auto", 12)
+        assert (sends.parents == -1).all()
+        assert sends.tasks[:, 0].tolist() == [(slot_expert >= 0).sum(), 0]

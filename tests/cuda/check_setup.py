@@ -1,0 +1,80 @@
+"""BalancedLayers on device backend, between processes (run by test_interpreted)."""
+
+import logging
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.balancer_rigs import CONFIG, LAYERS, SHAPES, masters_of, search_briefly, skewed
+from tests.support.host_driver import HostDriver
+from tests.support.ranks import fresh_run_path, run_ranks
+from ultraep_serve.adapters.setup import BalancedLayers, Batch
+from ultraep_serve.backend import GroupSetup
+from ultraep_serve.costs.model import CostModel
+from ultraep_serve.cuda.backend import DeviceBackend
+from ultraep_serve.ring.reader import RingReader
+from ultraep_serve.ring.schema import RingState, ring_path
+from ultraep_serve.types import Decision, ExpertShape, TokenView
+
+
+def join(rank: int, run_path: Path, view: TokenView, costs: str) -> tuple[CostModel, list[int]]:
+    """Layers joined as an engine does it, on a device; what was agreed on, and decisions."""
+    search_briefly()
+    shape = ExpertShape(2, 8, 1)
+    config = CONFIG.replace(run_dir=str(run_path), costs=costs)
+    driver = HostDriver()
+    layers = [
+        [torch.nn.Parameter(tensor, requires_grad=False) for tensor in masters_of(rank, i, 4)]
+        for i in range(LAYERS)
+    ]
+    sizes = []
+
+    def run_layer(num_assignments: int) -> None:
+        sizes.append(num_assignments)
+        time.sleep(num_assignments * 2e-5)
+
+    made = []
+
+    def make_backend(_device: torch.device, setup: GroupSetup) -> DeviceBackend:
+        made.append(DeviceBackend(setup, driver))
+        return made[0]
+
+    joined = BalancedLayers(
+        config, shape, view, layers, rank, "test", run_layer, make_backend=make_backend
+    )
+    backend = made[0]
+    assert all(parameter.shape[0] == 5 for layer in layers for parameter in layer)
+    assert bool(sizes) != bool(costs)
+    assert 0 < backend.slot_bytes < driver.live_bytes
+    joined.mark_ready()
+    joined.log_ready(logging.getLogger("test"))
+    for layer in range(LAYERS):
+        ids = skewed(rank if view is TokenView.OWN else 0)
+        physical = joined.route(layer, ids, Batch(100, 90))
+        assert torch.equal(physical < 0, ids < 0)
+        joined.computed()
+    ring = RingReader(ring_path(run_path, rank))
+    assert ring.header().state is RingState.READY
+    decisions = ring.recent()["decision"].tolist()
+    backend._fabric.exchange(torch.zeros(backend._fabric.limits.row_width, dtype=torch.int32))
+    return joined._costs, decisions
+
+
+def test_balanced_layers_run_on_a_device() -> None:
+    given = CostModel(1e-3, bytes_per_expert=1 << 10, link_bytes_per_second=1e9)
+    for view in TokenView:
+        with fresh_run_path() as run_path:
+            both = run_ranks(join, 2, run_path, view, given.to_json(), timeout_seconds=400.0)
+        assert both == [(given, [Decision.PLANNED] * LAYERS)] * 2
+
+
+def test_ranks_agree_on_the_costs_they_measure() -> None:
+    with fresh_run_path() as run_path:
+        both = run_ranks(join, 2, run_path, TokenView.SHARED, "", timeout_seconds=400.0)
+    (costs, decisions), other = both
+    assert (costs, decisions) == other  # whatever it is
+    assert costs.bytes_per_expert == sum(4 * torch.Size(shape).numel() for shape in SHAPES)
+    assert costs.seconds_per_assignment == pytest.approx(2e-5, rel=0.5)
+    assert min(costs.link_bytes_per_second, costs.exchange_seconds, costs.plan_seconds) > 0

@@ -1,0 +1,176 @@
+"""DeviceFabric's memory and tables, without a GPU; what runs on them is in tests/device."""
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.host_driver import HostDriver
+from ultraep_serve.cuda.driver import HandleKind, Shareable
+from ultraep_serve.cuda.rendezvous import GatherRendezvous, Handshake, SocketRendezvous
+from ultraep_serve.cuda.slots import DeviceSlotPool
+from ultraep_serve.errors import DeviceError, FabricError, PeerTimeoutError
+
+pytest.importorskip("triton", reason="the fabric launches kernels written in Triton")
+
+from ultraep_kernels.device.exchange import inbox_bytes
+from ultraep_kernels.device.status import DeviceStatus
+
+from ultraep_serve.cuda.fabric import DeviceFabric, Limits
+
+MASTERS, SLOTS, CHUNK, WIDTH = 3, 2, 4096, 9
+LIMITS = Limits(row_width=WIDTH, max_chunks=65, patience_ns=100_000, num_programs=2)
+
+
+class Mirror:
+    """A rendezvous whose other ranks are this one, through descriptors of its own memory."""
+
+    kind = HandleKind.FILE_DESCRIPTOR
+
+    def __init__(self, rank: int, num_ranks: int) -> None:
+        self.rank, self.num_ranks = rank, num_ranks
+
+    def swap(self, layout: bytes, shareables: Sequence[Shareable]) -> list[Handshake]:
+        return [
+            Handshake(layout, [os.dup(int(item)) for item in shareables if rank != self.rank])
+            for rank in range(self.num_ranks)
+        ]
+
+
+def make(driver: HostDriver, num_slots: int = SLOTS) -> tuple[DeviceSlotPool, list[Any]]:
+    """A pool with two layers of two tensors, one mapped behind the masters, one packed."""
+    pool = DeviceSlotPool(driver, num_slots, CHUNK)
+    shapes = ((MASTERS, 65536), (MASTERS, 11, 3))
+    layers = [pool.adopt([torch.full(shape, float(i)) for shape in shapes]) for i in range(2)]
+    return pool, layers
+
+
+def view(driver: HostDriver, address: torch.Tensor, size: int) -> torch.Tensor:
+    return driver.tensor(int(address), size)
+
+
+def test_tables_lead_to_everybodys_memory() -> None:
+    driver = HostDriver()
+    pool, layers = make(driver)
+    fabric = DeviceFabric(driver, pool, Mirror(1, 3), 1, 3, LIMITS)
+    for index, layer in enumerate(layers):
+        tables = fabric.tables(layer)
+        assert tables.master_addresses.tolist() == [t.data_ptr() for t in layer.tensors]
+        assert torch.equal(tables.chunks, torch.from_numpy(layer.chunks))
+        assert len(set(tables.pool_addresses.tolist())) == 3  # mapped by each rank's own handle
+        for rank in range(3):
+            for tensor, size in enumerate(layer.expert_bytes.tolist()):
+                slot = tables.pool_addresses[rank] + tables.region_offsets[tensor] + size
+                assert slot % 16 == 0 or tensor == 1
+                view(driver, slot, size).fill_(rank + tensor + 1)
+                written = layer.tensors[tensor][MASTERS + 1].view(-1).view(torch.uint8)
+                assert (written == rank + tensor + 1).all()
+            assert (layer.tensors[1][:MASTERS] == index).all()
+        flags = [int(address) for address in tables.flag_addresses]
+        assert all(flag % 8 == 0 for flag in flags)
+        inboxes = fabric.inboxes.tolist()
+        assert [f - i for f, i in zip(flags, inboxes, strict=True)] == [inbox_bytes(3, WIDTH)] * 3
+        signals = inbox_bytes(3, WIDTH) + SLOTS * LIMITS.max_chunks * 8
+        assert not view(driver, fabric.inboxes[2], signals).any()
+    fabric.close()
+    pool.close()
+    driver.require_clean()
+
+
+def test_domains_have_tables_of_the_whole_group() -> None:
+    driver = HostDriver()
+    pool, layers = make(driver)
+    fabric = DeviceFabric(driver, pool, Mirror(1, 2), 3, 5, LIMITS, domain_size=2)
+    assert fabric.domain == range(2, 4)
+    assert fabric.inboxes.shape == (2,)
+    tables = fabric.tables(layers[0])
+    for addresses in (tables.pool_addresses, tables.flag_addresses):
+        assert [bool(address) for address in addresses] == [False, False, True, True, False]
+    fabric.close()
+    pool.close()
+    driver.require_clean()
+
+
+def test_without_slots_there_are_only_signals() -> None:
+    driver = HostDriver()
+    pool, layers = make(driver, num_slots=0)
+    fabric = DeviceFabric(driver, pool, Mirror(0, 2), 0, 2, LIMITS)
+    assert fabric.tables(layers[0]).pool_addresses.tolist() == [0, 0]
+    assert driver.live_bytes == 2 * driver.granularity  # own and the other's
+    fabric.close()
+    pool.close()
+    driver.require_clean()
+
+
+@pytest.mark.parametrize("kind", list(HandleKind))
+def test_whatever_fails_leaves_nothing_behind(kind: HandleKind) -> None:
+    """Three ranks, every single driver call failing once."""
+    before = len(os.listdir("/proc/self/fd"))
+
+    def build(fail_at: int) -> int:
+        driver = HostDriver(kind, error="CUDA_ERROR_INVALID_VALUE")
+        pool, _ = make(driver)
+        done = len(driver.calls)
+        driver.fail_at = done + fail_at if fail_at else 0
+        rendezvous = (
+            Mirror(0, 3)
+            if kind is HandleKind.FILE_DESCRIPTOR
+            else GatherRendezvous(0, lambda data: [data] * 3)
+        )
+        try:
+            DeviceFabric(driver, pool, rendezvous, 0, 3, LIMITS).close()
+        finally:
+            calls = len(driver.calls) - done
+            pool.close()
+            driver.require_clean()
+            assert len(os.listdir("/proc/self/fd")) == before
+        return calls
+
+    calls = build(fail_at=0)
+    assert calls > 20
+    for fail_at in range(1, calls + 1):
+        with pytest.raises(DeviceError, match="CUDA_ERROR_INVALID_VALUE"):
+            build(fail_at)
+
+
+def test_ranks_that_differ_say_so() -> None:
+    driver = HostDriver()
+    pool, _ = make(driver)
+
+    class Odd(Mirror):
+        def swap(self, layout: bytes, shareables: Sequence[Shareable]) -> list[Handshake]:
+            handshakes = super().swap(layout, shareables)
+            other = layout.replace(b'"num_slots": 2', b'"num_slots": 3')
+            assert other != layout
+            return [handshakes[0], Handshake(other, handshakes[1].shareables)]
+
+    with pytest.raises(FabricError, match="rank 1 laid out its slots unlike rank 0"):
+        DeviceFabric(driver, pool, Odd(0, 2), 0, 2, LIMITS)
+    pool.close()
+    driver.require_clean()
+
+
+def test_meeting_and_memory_must_be_of_one_kind(tmp_path: Any) -> None:
+    driver = HostDriver(HandleKind.FABRIC)
+    pool, _ = make(driver)
+    with pytest.raises(FabricError, match="must agree"):
+        DeviceFabric(driver, pool, SocketRendezvous(tmp_path, 0, 1, 1.0), 0, 1, LIMITS)
+    pool.close()
+
+
+def test_a_wait_given_up_is_an_error_of_a_peer() -> None:
+    driver = HostDriver()
+    pool, _ = make(driver)
+    fabric = DeviceFabric(driver, pool, Mirror(0, 1), 0, 1, LIMITS)
+    fabric.require_peers()
+    fabric.status.fill_(int(DeviceStatus.SHARE_TOO_SMALL))
+    fabric.require_peers()
+    fabric.status.fill_(int(DeviceStatus.SLOT_TIMEOUT | DeviceStatus.EXCHANGE_TIMEOUT))
+    with pytest.raises(PeerTimeoutError, match="the load exchange and replicated experts"):
+        fabric.require_peers()
+    with pytest.raises(ValueError, match="int32"):
+        fabric.exchange(torch.zeros(WIDTH + 1, dtype=torch.int32))
+    fabric.close()
+    pool.close()

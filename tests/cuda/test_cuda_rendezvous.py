@@ -1,0 +1,128 @@
+"""How ranks hand each other memory, between real processes; memfds stand in for GPU memory."""
+
+import os
+import socket
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.support.host_driver import HostDriver
+from tests.support.ranks import outcomes_of_ranks, run_ranks
+from ultraep_serve.cuda.driver import HandleKind
+from ultraep_serve.cuda.rendezvous import GatherRendezvous, SocketRendezvous
+from ultraep_serve.errors import FabricError, PeerTimeoutError
+
+
+def open_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def swap_memory(rank: int, num_ranks: int, run_path: Path, count: int) -> list[tuple[str, str]]:
+    """(layout, what its last descriptor holds) of every other rank."""
+    mine = []
+    for index in range(count):
+        mine.append(os.memfd_create("shared", os.MFD_CLOEXEC))
+        os.write(mine[-1], f"rank {rank} memory {index}".encode())
+    before = open_descriptors()
+    time.sleep(0.05 * ((rank * 3) % num_ranks))  # they do not come in order
+    handshakes = SocketRendezvous(run_path, rank, num_ranks, 30.0).swap(
+        f"layout {rank}".encode(), mine
+    )
+    assert open_descriptors() == before + (num_ranks - 1) * count  # no socket is left
+    assert handshakes[rank].shareables == []
+    seen = []
+    for handshake in handshakes[:rank] + handshakes[rank + 1 :]:
+        assert len(handshake.shareables) == count
+        for index, descriptor in enumerate(handshake.shareables):
+            assert isinstance(descriptor, int)
+            assert not os.get_inheritable(descriptor)
+            assert os.pread(descriptor, 100, 0).decode().endswith(f" memory {index}")
+        seen.append((handshake.layout.decode(), os.pread(descriptor, 100, 0).decode()))
+    return seen
+
+
+@pytest.mark.parametrize(("num_ranks", "count"), [(1, 1), (2, 3), (4, 3), (8, 1), (2, 450)])
+def test_descriptors_reach_every_other_process(run_path: Path, num_ranks: int, count: int) -> None:
+    seen = run_ranks(swap_memory, num_ranks, num_ranks, run_path, count)
+    for rank, others in enumerate(seen):
+        expected = [other for other in range(num_ranks) if other != rank]
+        assert others == [(f"layout {r}", f"rank {r} memory {count - 1}") for r in expected]
+    assert list(run_path.iterdir()) == []
+
+
+def test_a_socket_of_an_earlier_run_is_replaced(run_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as stale:
+        stale.bind(str(run_path / "fabric-0.socket"))
+    run_ranks(swap_memory, 2, 2, run_path, 1)
+    assert list(run_path.iterdir()) == []
+
+
+def come_or_stay_away(rank: int, run_path: Path, absent: int) -> None:
+    if rank != absent:
+        SocketRendezvous(run_path, rank, 3, 0.5).swap(b"", [])
+
+
+@pytest.mark.parametrize("absent", [0, 1, 2])
+def test_a_rank_that_does_not_come_is_an_error(run_path: Path, absent: int) -> None:
+    outcomes = outcomes_of_ranks(come_or_stay_away, 3, run_path, absent)
+    outcomes.pop(absent)
+    assert [outcome.error for outcome in outcomes] == ["PeerTimeoutError"] * 2
+    assert all(str(absent) in outcome.message.split(" did not come")[0] for outcome in outcomes)
+    assert list(run_path.iterdir()) == []
+
+
+def test_a_rank_that_ends_half_way_leaves_no_descriptors(run_path: Path) -> None:
+    before = open_descriptors()
+    path = str(run_path / "fabric-0.socket")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen(1)
+        pid = os.fork()
+        if pid == 0:  # says that two descriptors come, sends one and ends
+            connection = listener.accept()[0]
+            connection.sendall(b"\0\0\0\0" + b"\0" * 8 + b"\0\0\0\2")
+            socket.send_fds(connection, [b"."], [0])
+            os._exit(0)
+        listener.close()
+        with pytest.raises(FabricError, match="sent 1 of 2 descriptors"):
+            SocketRendezvous(run_path, 1, 2, 5.0).swap(b"", [])
+        os.waitpid(pid, 0)
+    assert open_descriptors() == before
+
+
+def test_a_directory_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(FabricError, match="cannot listen"):
+        SocketRendezvous(tmp_path / "gone", 0, 2, 5.0).swap(b"", [])
+
+
+def test_nobody_there_times_out(run_path: Path) -> None:
+    with pytest.raises(PeerTimeoutError, match="rank 1 did not come within"):
+        SocketRendezvous(run_path, 0, 2, 0.05).swap(b"", [])
+
+
+def test_fabric_handles_go_through_the_engines_own_channel() -> None:
+    """Three ranks in one process; each gathers what all have said."""
+    said: dict[int, bytes] = {}
+    drivers = [HostDriver(HandleKind.FABRIC) for _ in range(3)]
+    handles = [[driver.create(driver.granularity) for _ in range(2)] for driver in drivers]
+    for listening in (False, True):
+        for rank, driver in enumerate(drivers):
+
+            def gather(data: bytes, rank: int = rank) -> Sequence[bytes]:
+                said[rank] = data
+                return [said.get(other, data) for other in range(3)]
+
+            shared = [driver.share(handle) for handle in handles[rank]]
+            handshakes = GatherRendezvous(rank, gather).swap(f"layout {rank}".encode(), shared)
+            if listening:
+                assert [m.layout for m in handshakes] == [b"layout 0", b"layout 1", b"layout 2"]
+                assert [len(m.shareables) for m in handshakes] == [
+                    2 * (r != rank) for r in range(3)
+                ]
+                assert all(len(bytes(s)) == 64 for m in handshakes for s in m.shareables)
+    for driver, mine in zip(drivers, handles, strict=True):
+        for handle in mine:
+            driver.release(handle)
+        driver.require_clean()

@@ -1,0 +1,295 @@
+"""DeviceSlotPool, without a GPU: host memory stands in for the device's."""
+
+from math import prod
+
+import pytest
+import torch
+
+from tests.support.host_driver import HostDriver
+from ultraep_serve.backend import LayerSlots
+from ultraep_serve.cuda.memory import MappedMemory, round_up
+from ultraep_serve.cuda.slots import ALIGNMENT, DeviceSlotPool
+from ultraep_serve.errors import ConfigError, UnsupportedError
+
+MASTERS, SLOTS, CHUNK = 3, 2, 4096
+SHAPES = {  # per expert, beside a granularity of 64 KiB
+    "weight": ((256, 256), torch.bfloat16),  # two units: mapped behind each layer's masters
+    "padded": ((300, 128), torch.bfloat16),  # masters do not fill their units
+    "fp8": ((512, 128), torch.float8_e4m3fn),
+    "unaligned": ((401, 301), torch.bfloat16),  # large, but would start at an odd address: packed
+    "scales": ((7, 13), torch.float32),  # small: packed
+    "bias": ((5,), torch.bfloat16),
+    "scalar": ((), torch.float32),
+    "empty": ((0,), torch.int32),  # some quantisations keep such
+}
+ALIASED = ("weight", "padded", "fp8")
+
+
+def tensors(seed: int, names: tuple[str, ...] = tuple(SHAPES)) -> list[torch.Tensor]:
+    """Masters (L, ...) of random bytes, in storages of their own."""
+    generator = torch.Generator().manual_seed(seed)
+    made = []
+    for name in names:
+        shape, dtype = SHAPES[name]
+        size = MASTERS * prod(shape) * dtype.itemsize
+        data = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator)
+        made.append(data.view(dtype).view(MASTERS, *shape))
+    return made
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def adopt(pool: DeviceSlotPool, seed: int, names: tuple[str, ...]) -> LayerSlots:
+    return pool.adopt(tensors(seed, names))
+
+
+@pytest.mark.parametrize("per_layer", [False, True])
+def test_slots_cost_what_is_beyond_the_masters(per_layer: bool) -> None:
+    driver = HostDriver()
+    pool = DeviceSlotPool(driver, SLOTS, CHUNK, per_layer)
+    masters = 0
+    for seed in range(3):
+        for names in (tuple(SHAPES), ("scales",)):
+            masters += sum(bytes_of(tensor).numel() for tensor in tensors(seed, names))
+            pool.adopt(tensors(seed, names))
+            assert pool.slot_bytes == driver.live_bytes - masters
+    finish(pool, driver)
+    assert pool.slot_bytes == 0
+
+
+def finish(pool: DeviceSlotPool, driver: HostDriver) -> None:
+    pool.close()
+    driver.require_clean()
+
+
+@pytest.mark.parametrize("per_layer", [False, True])
+def test_masters_keep_their_bytes_and_start_aligned(per_layer: bool) -> None:
+    driver = HostDriver()
+    pool = DeviceSlotPool(driver, SLOTS, CHUNK, per_layer)
+    layers = [pool.adopt(tensors(seed)) for seed in range(3)]
+    for alias in (alias for layer in layers for alias in layer.tensors):
+        bytes_of(alias[MASTERS:]).fill_(0xAB)
+    for seed, layer in enumerate(layers):
+        for master, alias in zip(tensors(seed), layer.tensors, strict=True):
+            assert alias.shape == (MASTERS + SLOTS, *master.shape[1:])
+            assert alias.is_contiguous()
+            assert alias.dtype == master.dtype
+            assert alias.data_ptr() % ALIGNMENT == 0
+            assert torch.equal(bytes_of(alias[:MASTERS]), bytes_of(master))
+    finish(pool, driver)
+
+
+def test_one_memory_lies_behind_every_layers_masters() -> None:
+    driver = HostDriver()
+    pool = DeviceSlotPool(driver, SLOTS, CHUNK)
+    layers = [adopt(pool, seed, ALIASED) for seed in range(60)]
+    behind = {}
+    for layer in layers:
+        for index, alias in enumerate(layer.tensors):
+            boundary = alias.data_ptr() + MASTERS * int(layer.expert_bytes[index])
+            assert boundary % driver.granularity == 0
+            behind.setdefault(index, set()).add(driver.mapped[boundary][1])
+    handles = [handle for used in behind.values() for handle in used]
+    assert len(handles) == len(ALIASED)
+    assert handles == [region.handle for region in pool.regions]
+    assert pool.size == sum(
+        round_up(SLOTS * int(size), driver.granularity) for size in layers[0].expert_bytes
+    )
+    for index, alias in enumerate(layers[0].tensors):
+        alias[MASTERS + 1].view(torch.uint8).fill_(index + 1)
+    for layer in layers:
+        for index, alias in enumerate(layer.tensors):
+            assert (alias[MASTERS + 1].view(torch.uint8) == index + 1).all()
+            assert (alias[MASTERS].view(torch.uint8) == 0).all()
+    finish(pool, driver)
+
+
+@pytest.mark.parametrize("per_layer", [False, True])
+def test_other_ranks_write_where_region_offsets_say(per_layer: bool) -> None:
+    """They map the regions one after another and write slot s at region + s * bytes."""
+    driver = HostDriver()
+    pool = DeviceSlotPool(driver, SLOTS, CHUNK, per_layer)
+    layers = [pool.adopt(tensors(seed)) for seed in range(2)]
+    theirs = MappedMemory(driver, pool.regions)
+    assert theirs.size == pool.size
+    view = driver.tensor(theirs.address, theirs.size)
+    for value, layer in enumerate(layers, 100):
+        for index, size in enumerate(layer.expert_bytes.tolist()):
+            start = int(layer.region_offsets[index]) + size
+            view[start : start + size] = value + index
+        for index, alias in enumerate(layer.tensors):
+            assert (bytes_of(alias[MASTERS + 1]) == value + index).all()
+    for seed, layer in enumerate(layers):
+        for master, alias in zip(tensors(seed), layer.tensors, strict=True):
+            assert torch.equal(bytes_of(alias[:MASTERS]), bytes_of(master))
+    del view
+    theirs.close()
+    finish(pool, driver)
+
+
+def test_per_layer_slots_are_apart() -> None:
+    driver = HostDriver()
+    pool = DeviceSlotPool(driver, SLOTS, CHUNK, per_layer=True)
+    layers = [adopt(pool, seed, ALIASED) for seed in range(3)]
+    for value, layer in enumerate(layers):
+        for alias in layer.tensors:
+            alias[MASTERS:].view(torch.uint8).fill_(value + 1)
+    for value, layer in enumerate(layers):
+        assert all((a[MASTERS:].view(torch.uint8) == value + 1).all() for a in layer.tensors)
+    finish(pool, driver)
+
+
+def test_small_tensors_share_memory_instead_of_filling_units() -> None:
+    driver = HostDriver()
+    pool = DeviceSlotPool(driver, SLOTS, CHUNK)
+    for seed in range(40):
+        adopt(pool, seed, ("scales", "bias", "scalar"))
+    assert len(pool.regions) == 1  # 16 units hold what would have taken 120
+    finish(pool, driver)
+
+
+def test_layers_of_different_sizes_get_regions_of_their_own() -> None:
+    driver = HostDriver()
+    pool = DeviceSlotPool(driver, SLOTS, CHUNK)
+    one, other = adopt(pool, 0, ("weight", "fp8")), adopt(pool, 1, ("padded", "fp8"))
+    assert one.region_offsets[0] != other.region_offsets[0]
+    assert one.region_offsets[1] == other.region_offsets[1]
+    finish(pool, driver)
+
+
+def test_memory_is_never_needed_twice() -> None:
+    driver = HostDriver()
+    pool = DeviceSlotPool(driver, SLOTS, CHUNK)
+    layers = [tensors(seed, ("weight",) * 4) for seed in range(5)]
+    master_bytes = layers[0][0].nbytes
+    peak, create = 0, driver.create
+
+    def watched(size: int) -> int:
+        nonlocal peak
+        handle = create(size)
+        held = sum(tensor.untyped_storage().nbytes() for layer in layers for tensor in layer)
+        peak = max(peak, driver.live_bytes + held)
+        return handle
+
+    driver.create = watched  # type: ignore[method-assign]
+    for layer in layers:
+        pool.adopt(layer)
+        assert all(tensor.untyped_storage().nbytes() == 0 for tensor in layer)
+    assert peak == 20 * master_bytes + pool.size + master_bytes  # all, the slots, one being moved
+    finish(pool, driver)
+
+
+def test_storage_that_others_live_in_is_left_alone() -> None:
+    driver = HostDriver()
+    pool = DeviceSlotPool(driver, SLOTS, CHUNK)
+    whole = torch.arange(2 * MASTERS * 100.0).view(2, MASTERS, 100)
+    pool.adopt([whole[0]])
+    assert whole[1, 0, 0] == 300.0
+    twice = torch.arange(MASTERS * 100.0).view(MASTERS, 100)
+    layer = pool.adopt([twice, twice.view(torch.int32)])
+    assert torch.equal(layer.tensors[0][:MASTERS], layer.tensors[1][:MASTERS].view(torch.float32))
+    finish(pool, driver)
+
+
+def test_experts_may_be_laid_out_in_any_order_inside() -> None:
+    """Block scales of FP8 are kept column by column, with rows filled up to a multiple of four."""
+    driver = HostDriver()
+    pool = DeviceSlotPool(driver, SLOTS, CHUNK)
+    rows, columns, filled = 14, 9, 16
+    storage = torch.randn(MASTERS, columns, filled)
+    scales = storage[:, :, :rows].transpose(1, 2)
+    expected = scales.clone()
+    alias = pool.adopt([scales]).tensors[0]
+    assert alias.shape == (MASTERS + SLOTS, rows, columns)
+    assert alias.stride() == (columns * filled, 1, filled)
+    assert torch.equal(alias[:MASTERS], expected)
+    alias[MASTERS:] = 1
+    assert torch.equal(alias[:MASTERS], expected)
+    finish(pool, driver)
+
+
+def test_a_single_master_may_have_any_stride() -> None:
+    driver = HostDriver()
+    pool = DeviceSlotPool(driver, SLOTS, CHUNK)
+    master = torch.arange(12.0).as_strided((1, 3, 4), (1, 4, 1))
+    layer = pool.adopt([master])
+    assert layer.expert_bytes.tolist() == [48]
+    assert layer.tensors[0].stride() == (12, 4, 1)
+    finish(pool, driver)
+
+
+def test_chunks_cover_every_byte_once() -> None:
+    driver = HostDriver()
+    pool = DeviceSlotPool(driver, SLOTS, 1000)
+    layer = pool.adopt(tensors(0))
+    for index, size in enumerate(layer.expert_bytes.tolist()):
+        mine = layer.chunks[layer.chunks[:, 0] == index]
+        assert mine[:, 1].tolist() == list(range(0, size, 1000))
+        assert mine[:, 2].sum() == size
+    finish(pool, driver)
+
+
+def test_without_slots_nothing_moves() -> None:
+    driver = HostDriver()
+    pool = DeviceSlotPool(driver, 0, CHUNK)
+    masters = tensors(0)
+    addresses = [tensor.data_ptr() for tensor in masters]
+    layer = pool.adopt(masters)
+    assert [tensor.data_ptr() for tensor in layer.tensors] == addresses
+    assert torch.equal(bytes_of(layer.tensors[0]), bytes_of(tensors(0)[0]))
+    assert pool.size == 0
+    assert driver.calls == []
+    finish(pool, driver)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.zeros(8, 3, 4).transpose(0, 1),
+        torch.zeros(1).expand(3),
+        torch.zeros(3, 8, 4, device="meta"),
+        torch.zeros(()),
+        torch.zeros(0, 4),
+    ],
+    ids=["experts overlap", "one value", "on another device", "no experts", "no masters"],
+)
+def test_what_cannot_be_moved_is_refused_before_anything_moves(tensor: torch.Tensor) -> None:
+    driver = HostDriver()
+    pool = DeviceSlotPool(driver, SLOTS, CHUNK)
+    other = tensors(0)[0]
+    with pytest.raises(UnsupportedError, match="one expert after another"):
+        pool.adopt([other, tensor])
+    assert other.untyped_storage().nbytes() == other.nbytes
+    assert driver.calls == []
+    finish(pool, driver)
+
+
+def test_whatever_fails_leaves_nothing_behind() -> None:
+    """Two layers of all kinds of tensors, with every single call failing once."""
+
+    def build(driver: HostDriver) -> None:
+        pool = DeviceSlotPool(driver, SLOTS, CHUNK)
+        try:
+            for seed in range(2):
+                pool.adopt(tensors(seed))
+        finally:
+            pool.close()
+
+    whole = HostDriver()
+    build(whole)
+    assert len(whole.calls) > 30
+    for fail_at in range(1, len(whole.calls) + 1):
+        driver = HostDriver(fail_at=fail_at)
+        with pytest.raises(ConfigError, match="fewer --slots"):
+            build(driver)
+        driver.require_clean()
+
+
+def test_closing_twice_is_closing_once() -> None:
+    driver = HostDriver()
+    pool = DeviceSlotPool(driver, SLOTS, CHUNK)
+    pool.adopt(tensors(0))
+    pool.close()
+    finish(pool, driver)

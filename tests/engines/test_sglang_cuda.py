@@ -1,0 +1,271 @@
+"""The GPU side of the SGLang adapter, on SGLang's own objects; transports and kernels stand in."""
+# ruff: noqa: TID251 - SGLang's own objects are what is tested
+
+import pkgutil
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("sglang", reason="needs SGLang: deploy/setup_sglang_cpu.py")
+
+import torch.distributed as dist
+
+from tests.support.deep_ep_standin import Buffer, everywhere
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch's own, when SGLang has it compile
+    from sglang.srt.layers.dp_attention import set_is_extend_in_batch
+    from sglang.srt.managers.scheduler_components.dp_attn import MLPSyncBatchInfo
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+    from sglang.srt.plugins.hook_registry import HookRegistry
+    from sglang.srt.runtime_context import get_parallel
+
+    import tests.support.sglang_fakes as fakes
+    from ultraep_serve.adapters.sglang import hooks
+
+from tests.support.ranks import fresh_run_path, run_ranks
+from ultraep_serve.config import BalanceConfig
+from ultraep_serve.costs.model import CostModel
+
+NUM_RANKS, NUM_SLOTS = fakes.SHAPE.num_ranks, fakes.SHAPE.num_replica_slots
+NUM_MASTERS, NUM_LOCAL = fakes.SHAPE.num_masters, fakes.SHAPE.num_local
+THRESHOLD, NUM_LAYERS = 48, 2
+SETTINGS: dict[str, dict[str, Any]] = {  # by what is tested
+    "tensor": {},
+    "global ids": {"moe_runner_backend": "flashinfer_cutlass"},
+    "gathered": {"attn_dp_size": NUM_RANKS},
+    "deepep normal": {**fakes.DEEPEP, "deepep_mode": "normal"},
+    "deepep low latency": {**fakes.DEEPEP, "deepep_mode": "low_latency"},
+    "deepep auto": {**fakes.DEEPEP, "deepep_mode": "auto"},
+}
+OWN = [name for name, changes in SETTINGS.items() if "moe_a2a_backend" in changes]
+EXTEND, DECODE, IDLE = ForwardMode.EXTEND, ForwardMode.DECODE, ForwardMode.IDLE
+BATCHES: dict[str, tuple[tuple[Any, int], tuple[Any, int]]] = {  # of rank 0, and of the others
+    "large": ((EXTEND, 60), (EXTEND, 60)),
+    "small": ((EXTEND, 2), (EXTEND, 2)),
+    "decode": ((DECODE, 60), (DECODE, 60)),
+    "idle rank": ((IDLE, 0), (EXTEND, 60)),
+    "one decodes": ((DECODE, 3), (EXTEND, 60)),
+}
+ALWAYS_PAYS = CostModel(
+    seconds_per_assignment=1.0, bytes_per_expert=1, link_bytes_per_second=1e12
+).to_json()
+
+
+# What every rank does under some settings; the results are compared by the tests below.
+
+
+def serve_on_rank(rank: int, run_dirs: list[str]) -> list[dict[str, Any]]:
+    store = dist.FileStore(f"{run_dirs[0]}/gloo", NUM_RANKS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS)
+    fakes.pretend_gpu(setattr)
+    return [
+        serve_under(changes, rank, run_dir)
+        for changes, run_dir in zip(SETTINGS.values(), run_dirs, strict=True)
+    ]
+
+
+def serve_under(changes: dict[str, Any], rank: int, run_dir: str) -> dict[str, Any]:
+    server_args = fakes.publish(rank, **changes)
+    Buffer.made = []
+    layers = [fakes.build_layer(index) for index in range(NUM_LAYERS)]
+    weights = [fakes.make_weights(index) for index in range(NUM_LAYERS)]
+    for layer, tensors in zip(layers, weights, strict=True):
+        fakes.load(layer, tensors)
+    config = BalanceConfig(
+        run_dir=run_dir,
+        slots=NUM_SLOTS,
+        min_batch_tokens=THRESHOLD,
+        costs=ALWAYS_PAYS,
+    )
+    own = hooks._SchedulerHooks(config)
+    in_registry(own)
+    model = torch.nn.ModuleList(layers)
+    own.loaded(None, SimpleNamespace(is_draft_worker=False, server_args=server_args, model=model))
+    found: dict[str, Any] = {
+        name: run_batch(own, layers, weights, *BATCHES[name][min(rank, 1)])
+        for name in batches_of(changes)
+    }
+    group = own._group
+    assert group is not None
+    group.check_adopted(model)
+    return {
+        **found,
+        "rows": [layer.w13_weight.shape[0] for layer in layers],
+        "made": Buffer.made,
+        "view": group._balanced._setup.view.value,
+    }
+
+
+def batches_of(changes: dict[str, Any]) -> list[str]:
+    """Ranks differ in their batches only with attention data parallelism."""
+    return [
+        name
+        for name, (first, others) in BATCHES.items()
+        if changes.get("attn_dp_size") or first == others
+    ]
+
+
+def in_registry(own: hooks._SchedulerHooks) -> None:
+    """SGLang's registry puts the hooks in place, in place of those of the settings before."""
+    targets = {target: own.by_target()[target] for target in (hooks.EXPERTS, hooks.GATHER)}
+    for target in targets:
+        restore(target)
+        HookRegistry._hooks.pop(target, None)
+        HookRegistry._patched.discard(target)
+    for target, (hook, kind) in targets.items():
+        HookRegistry.register(target, hook, kind)
+    HookRegistry.apply_hooks()
+    assert all(hooks._is_in_place(target, hook) for target, (hook, _) in targets.items())
+
+
+def restore(target: str) -> None:
+    owner, name = target.rsplit(".", 1)
+    current = pkgutil.resolve_name(target)
+    setattr(pkgutil.resolve_name(owner), name, getattr(current, "__wrapped__", current))
+
+
+def run_batch(
+    own: hooks._SchedulerHooks,
+    layers: list[Any],
+    weights: list[dict[str, torch.Tensor]],
+    mode: ForwardMode,
+    num_tokens: int,
+) -> list[dict[str, Any]]:
+    """One forward pass of this rank's ``num_tokens``, as its scheduler would run it."""
+    info = gather(mode, num_tokens)
+    batch = SimpleNamespace(
+        forward_mode=mode,
+        extend_num_tokens=num_tokens if mode is EXTEND else None,
+        is_extend_in_batch=info.is_extend_in_batch,
+    )
+    set_is_extend_in_batch(info.is_extend_in_batch)
+    run_layers = lambda runner, batch: [  # noqa: E731
+        run_layer(layer, tensors, num_tokens, info)
+        for layer, tensors in zip(layers, weights, strict=True)
+    ]
+    found: list[dict[str, Any]] = own.forward(run_layers, None, batch)
+    return found
+
+
+def gather(mode: ForwardMode, num_tokens: int) -> MLPSyncBatchInfo:
+    """SGLang's own exchange between schedulers."""
+    info = MLPSyncBatchInfo(
+        num_dp_ranks=NUM_RANKS,
+        tp_size=1,
+        cp_size=1,
+        num_tokens=num_tokens,
+        num_tokens_for_logprob=num_tokens,
+        can_run_decode_cuda_graph=False,
+        can_run_draft_cuda_graph=False,
+        can_run_prefill_cuda_graph=False,
+        is_extend_in_batch=mode.is_extend(),
+        local_can_run_tbo=False,
+        local_forward_mode=mode.value,
+    )
+    info.all_gather("cpu", dist.group.WORLD)
+    return info
+
+
+def run_layer(
+    layer: Any, tensors: dict[str, torch.Tensor], num_tokens: int, info: MLPSyncBatchInfo
+) -> dict[str, Any]:
+    """How far the layer's output is from what all experts at home give, and the ids it took."""
+    owns_tokens = type(layer).__name__ == "DeepEPMoE"
+    rank = dist.get_rank()
+    total = sum(info.global_num_tokens) if get_parallel().attn_dp_size > 1 else num_tokens
+    batch = fakes.make_batch(rank if owns_tokens else 0, num_tokens if owns_tokens else total)
+    taken = []
+    dispatch = layer.dispatcher.dispatch
+    layer.dispatcher.dispatch = lambda **call: (
+        taken.append(call["topk_output"].topk_ids),
+        dispatch(**call),
+    )[1]
+    output = layer(batch.x, batch.topk).float()
+    layer.dispatcher.dispatch = dispatch
+    if not owns_tokens:  # SGLang's models add up
+        output = sum(everywhere(output))
+    logical, physical = batch.topk.topk_ids, taken[0]
+    padding = logical < 0
+    return {
+        "error": far_off(output, fakes.expected_output(batch, tensors)),
+        "type": physical.dtype,
+        "on_slots": int((physical % NUM_LOCAL >= NUM_MASTERS)[~padding].sum()),
+        "padding_kept": bool(((physical == -1) == padding).all()),
+        "same_bytes": slots_hold_their_masters(layer, tensors, logical, physical),
+    }
+
+
+def far_off(output: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest difference over the largest number."""
+    if not expected.numel():
+        return 0.0
+    return float((output - expected).abs().max() / expected.abs().max())
+
+
+def slots_hold_their_masters(
+    layer: Any, tensors: dict[str, torch.Tensor], logical: torch.Tensor, physical: torch.Tensor
+) -> bool:
+    """Whether what this rank computes anybody's assignments with is the expert that was chosen."""
+    same = True
+    for chosen, places in everywhere((logical.flatten(), physical.flatten())):
+        for e, place in set(zip(chosen.tolist(), places.tolist(), strict=True)):
+            if e >= 0 and place // NUM_LOCAL == layer.moe_ep_rank:
+                for name, tensor in tensors.items():
+                    same &= torch.equal(getattr(layer, name)[place % NUM_LOCAL], tensor[e])
+    everywhere(None)  # nobody goes on to write anew before all have looked
+    return same
+
+
+@pytest.fixture(scope="module")
+def served() -> dict[str, list[dict[str, Any]]]:
+    """Results by settings and rank."""
+    with fresh_run_path() as path:
+        run_dirs = [path / str(index) for index in range(len(SETTINGS))]
+        for run_dir in run_dirs:
+            run_dir.mkdir(mode=0o700)
+        found = run_ranks(serve_on_rank, NUM_RANKS, [str(d) for d in run_dirs], timeout_seconds=400)
+    return {name: [ranks[i] for ranks in found] for i, name in enumerate(SETTINGS)}
+
+
+def of_batch(served: Any, name: str, batch: str) -> list[dict[str, Any]]:
+    """Every layer of every rank."""
+    return [layer for result in served[name] for layer in result[batch]]
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_replicas_compute_what_their_masters_would(served: Any, name: str) -> None:
+    """Every id arrives at the rank and the local expert that it means, by SGLang's own rules."""
+    for batch in batches_of(SETTINGS[name]):
+        for layer in of_batch(served, name, batch):
+            assert layer["error"] < 0.02, batch  # bfloat16
+            assert layer["padding_kept"]
+            assert layer["same_bytes"]
+            assert layer["type"] == torch.int32
+    assert sum(layer["on_slots"] for layer in of_batch(served, name, "large")) > 0
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_decode_and_small_prefill_stay_at_home(served: Any, name: str) -> None:
+    for batch in ("small", "decode"):
+        assert not any(layer["on_slots"] for layer in of_batch(served, name, batch))
+
+
+@pytest.mark.parametrize("name", ["gathered", *OWN])
+def test_ranks_without_prefill_plan_with_the_others(served: Any, name: str) -> None:
+    for batch in ("idle rank", "one decodes"):
+        assert any(layer["on_slots"] for layer in of_batch(served, name, batch))
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_layers_are_told_of_all_physical_experts(served: Any, name: str) -> None:
+    """DeepEP's buffer too, which low latency makes for a number of experts."""
+    for result in served[name]:
+        assert result["rows"] == [NUM_LOCAL] * NUM_LAYERS
+        assert result["view"] == ("data" if name in OWN else "tensor")
+        if name == "deepep low latency":
+            assert result["made"] == [NUM_RANKS * NUM_LOCAL]
+        assert len(result["made"]) == (name in OWN)

@@ -1,0 +1,237 @@
+"""What the SGLang adapter accepts on GPUs, and what it refuses; one process."""
+# ruff: noqa: TID251 - SGLang's own objects are what is tested
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("sglang", reason="needs SGLang: deploy/setup_sglang_cpu.py")
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch's own, when SGLang has it compile
+    from sglang.srt.arg_groups.overrides import resolving_view
+    from sglang.srt.layers.moe.ep_moe.layer import DeepEPMoE
+    from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+    from sglang.srt.layers.moe.token_dispatcher.deepep import DeepEPDispatcher
+    from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatcher
+    from sglang.srt.layers.moe.utils import MoeRunnerBackend
+    from sglang.srt.layers.quantization.fp8 import Fp8Config, Fp8MoEMethod
+    from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
+    from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseConfig
+
+    import tests.support.sglang_fakes as fakes
+    from ultraep_serve.adapters.sglang import checks, group, launch
+
+from ultraep_serve.errors import UnsupportedError
+from ultraep_serve.types import Policy
+
+FP8 = Fp8Config(
+    is_checkpoint_fp8_serialized=True, activation_scheme="dynamic", weight_block_size=[128, 128]
+)
+
+
+@pytest.fixture(autouse=True)
+def _on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    fakes.pretend_gpu(monkeypatch.setattr)
+
+
+def refusal(check: Any, subject: Any) -> str:
+    with pytest.raises(UnsupportedError) as error:
+        check(subject)
+    assert "--on-unsupported=off" in str(error.value)
+    return str(error.value)
+
+
+# Settings
+
+
+@pytest.mark.parametrize("changes", [{}, {"attn_dp_size": 3}, fakes.DEEPEP])
+def test_what_is_verified_is_accepted(changes: dict[str, Any]) -> None:
+    checks.check_settings(resolving_view(fakes.publish(**changes)))
+    checks.check_device_execution(fakes.loaded_layer(**changes))
+
+
+REFUSED: list[tuple[str, object, str]] = [
+    ("moe_a2a_backend", "mooncake", "use --moe-a2a-backend none or deepep"),
+    ("moe_a2a_backend", "deepep_v2", "use --moe-a2a-backend none or deepep"),
+    ("moe_a2a_backend", "flashinfer", "use --moe-a2a-backend none or deepep"),
+    ("enable_two_batch_overlap", True, "--enable-two-batch-overlap"),
+    ("enable_single_batch_overlap", True, "drop --enable-single-batch-overlap"),
+    ("enable_lora", True, "drop --enable-lora"),
+    ("speculative_algorithm", "EAGLE", "drop --speculative-algorithm"),
+    ("enable_torch_compile", True, "--enable-torch-compile"),
+    ("pp_size", 2, "--pp-size 1"),
+    ("dp_size", 2, "use --attn-dp-size"),
+    ("attn_cp_size", 2, "--attn-cp-size 1"),
+    ("moe_dp_size", 2, "--moe-dp-size"),
+    ("dwdp_size", 3, "--dwdp-size"),
+    ("enable_pdmux", True, "drop it"),
+    ("enable_layernorm_sp", True, "drop it"),
+    ("enable_nvidia_megakernel", True, "drop it"),
+    ("enable_eplb", True, "--enable-eplb"),
+    ("enable_waterfill", True, "--enable-waterfill"),
+    ("ep_num_redundant_experts", 3, "--ep-num-redundant-experts"),
+    ("init_expert_location", "/there.json", "must be trivial"),
+    ("ep_dispatch_algorithm", "lp", "LPLB"),
+    ("ep_dispatch_algorithm", "dynamic", "--ep-dispatch-algorithm"),
+    ("elastic_ep_backend", "mooncake", "--elastic-ep-backend"),
+    ("enable_elastic_expert_backup", True, "--enable-elastic-expert-backup"),
+    ("enable_paged_experts", True, "--enable-paged-experts"),
+    ("kt_weight_path", "/there", "--kt-weight-path"),
+    ("cpu_offload_gb", 1, "--cpu-offload-gb"),
+    ("offload_group_size", 2, "--offload-group-size"),
+    ("enable_memory_saver", True, "--enable-memory-saver"),
+    ("weight_cache_mode", "auto", "--weight-cache-mode off"),
+    ("startup_weight_load_mode", "overlap", "must be serial"),
+    ("expert_distribution_recorder_mode", "stat_approx", "use stat"),
+    ("ep_size", 1, "there is nothing to balance on one rank"),
+    ("tp_size", 6, "choose the same for both"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "says"), REFUSED)
+def test_settings_that_do_not_go_with_slots(name: str, value: object, says: str) -> None:
+    view = Changed(resolving_view(fakes.publish()), **{name: value})
+    assert says in refusal(checks.check_settings, view)
+
+
+def test_every_setting_that_is_judged_can_be_refused() -> None:
+    judged = {name for name, _, _ in (*checks._ANYWHERE, *checks._ON_GPU)}
+    assert judged <= {name for name, _, _ in REFUSED}
+
+
+class Changed:
+    """SGLang's resolved settings, but for some."""
+
+    def __init__(self, resolved: Any, **changes: object) -> None:
+        self._resolved = resolved
+        vars(self).update(changes)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._resolved, name)
+
+
+@pytest.mark.parametrize(
+    ("graphs", "says"),
+    [
+        ({"prefill": PhaseConfig("breakable")}, "add --disable-prefill-cuda-graph"),
+        ({"prefill": PhaseConfig("full")}, "add --disable-prefill-cuda-graph"),
+        ({"prefill": PhaseConfig(), "decode": PhaseConfig("breakable")}, "use full"),
+    ],
+)
+def test_phases_that_the_host_does_not_see(graphs: dict[str, PhaseConfig], says: str) -> None:
+    view = Changed(resolving_view(fakes.publish()), cuda_graph_config=CudaGraphConfig(**graphs))
+    assert says in refusal(checks.check_settings, view)
+
+
+def test_schedulers_must_tell_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    view = resolving_view(fakes.publish(**fakes.DEEPEP))
+    monkeypatch.setenv("SGLANG_SCHEDULER_SKIP_ALL_GATHER", "1")
+    assert "SGLANG_SCHEDULER_SKIP_ALL_GATHER" in refusal(checks.check_settings, view)
+
+
+def test_other_accelerators_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "is_cuda", lambda: False)
+    assert "only on NVIDIA GPUs and for --device cpu" in refusal(checks.check_engine, {})
+
+
+# Layers
+
+
+def test_accepted_names_are_sglangs_own() -> None:
+    assert {FusedMoE.__name__, DeepEPMoE.__name__} == set(checks._LAYERS)
+    assert {StandardDispatcher.__name__, DeepEPDispatcher.__name__} == set(checks._DISPATCHERS)
+    methods = {UnquantizedFusedMoEMethod.__name__, Fp8MoEMethod.__name__}
+    assert methods == set(checks._QUANTISATIONS)
+    assert set(checks._RUNNERS) <= {runner.value for runner in MoeRunnerBackend}
+
+
+@pytest.mark.parametrize("name", ["_LAYERS", "_DISPATCHERS"])
+def test_other_layers_and_dispatch_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = fakes.loaded_layer()
+    monkeypatch.setattr(checks, name, ())
+    assert "FusedMoE with StandardDispatcher has not been verified" in refusal(
+        checks.check_device_execution, layer
+    )
+
+
+def test_experts_that_deepep_cannot_run_are_refused() -> None:
+    layer = fakes.loaded_layer(**fakes.DEEPEP)
+    layer.deprecate_flag = False
+    assert "use --moe-runner-backend deep_gemm" in refusal(checks.check_device_execution, layer)
+
+
+def test_runners_that_route_themselves_are_refused() -> None:
+    layer = fakes.loaded_layer()
+    layer.runner_backend = MoeRunnerBackend.FLASHINFER_TRTLLM
+    says = refusal(checks.check_device_execution, layer)
+    assert "MoE runner flashinfer_trtllm has not been verified" in says
+    assert "use --moe-runner-backend triton, deep_gemm or flashinfer_cutlass" in says
+    layer.quant_method.runner = None
+    assert "MoE runner None" in refusal(checks.check_device_execution, layer)
+
+
+def test_other_quantisations_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = fakes.loaded_layer(FP8)
+    layer.quant_method.use_mxfp8 = True
+    assert "use a block-quantised FP8 checkpoint" in refusal(checks.check_device_execution, layer)
+    monkeypatch.setattr(checks, "_QUANTISATIONS", ())
+    assert "quantisation Fp8MoEMethod has not" in refusal(checks.check_device_execution, layer)
+
+
+def test_static_activation_scales_are_refused() -> None:
+    layer = fakes.loaded_layer(FP8)
+    layer.w2_input_scale = torch.nn.Parameter(torch.ones(()))
+    assert "dynamic activation scales" in refusal(checks.check_device_execution, layer)
+
+
+def test_fused_shared_experts_and_uneven_experts_are_refused() -> None:
+    layer = fakes.loaded_layer()
+    layer.num_experts = 13
+    assert "choose an --ep-size that divides them" in refusal(checks.check_layer, layer)
+    layer.num_fused_shared_experts = 1
+    assert "--disable-shared-experts-fusion" in refusal(checks.check_layer, layer)
+
+
+def test_fp8_scales_move_with_the_weights() -> None:
+    layer = fakes.loaded_layer(FP8)
+    checks.check_device_execution(layer)
+    moving = {id(parameter) for parameter in group.movable_parameters(layer)}
+    names = {name for name, own in layer.named_parameters() if id(own) in moving}
+    scales = {"w13_weight_scale_inv", "w2_weight_scale_inv"}
+    assert names == {"w13_weight", "w2_weight"} | scales
+
+
+@pytest.mark.parametrize("as_parameter", [True, False])
+def test_tensors_outside_sglangs_rule_are_refused(as_parameter: bool) -> None:
+    layer = fakes.loaded_layer()
+    kept = torch.nn.Parameter(torch.ones(fakes.SHAPE.num_masters))
+    kept._sglang_require_global_experts = True  # type: ignore[attr-defined]  # as SGLang marks them
+    layer.w13_alpha = kept if as_parameter else kept.data
+    with pytest.raises(UnsupportedError, match=r"w13_alpha .* cannot be moved"):
+        group.movable_parameters(layer)
+
+
+# Starting
+
+
+@pytest.mark.parametrize(
+    ("flags", "added"),
+    [
+        ([], ["--disable-prefill-cuda-graph", "--disable-shared-experts-fusion"]),
+        (["--cuda-graph-backend-prefill", "full"], ["--disable-shared-experts-fusion"]),
+        (["--disable-cuda-graph", "--enforce-shared-experts-fusion"], []),
+    ],
+)
+def test_server_is_started_with_what_balancing_needs(flags: list[str], added: list[str]) -> None:
+    ranks = ["--device", "cuda", "--tp-size", "4", "--moe-a2a-backend", "deepep"]
+    for policy, expected in ((Policy.QUOTA, added), (Policy.OFF, [])):
+        command = launch.engine_command("some/model", [*ranks, *flags], policy)
+        assert command.arguments[-len([*ranks, *flags, *expected]) :] == [*ranks, *flags, *expected]
+
+
+def test_without_deepep_the_expert_ranks_must_be_given() -> None:
+    with pytest.raises(UnsupportedError, match="--ep-size 1 below --tp-size 4"):
+        launch.engine_command("some/model", ["--device", "cuda", "--tp-size", "4"], Policy.QUOTA)

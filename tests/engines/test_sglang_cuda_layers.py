@@ -1,0 +1,217 @@
+"""Layers of SGLang on GPUs: told of slots, planned or not, loaded anew; one process."""
+# ruff: noqa: TID251 - SGLang's own objects are what is tested
+
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("sglang", reason="needs SGLang: deploy/setup_sglang_cpu.py")
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch's own, when SGLang has it compile
+    from sglang.srt.layers.dp_attention import get_is_extend_in_batch
+    from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    import tests.support.sglang_fakes as fakes
+    from ultraep_serve.adapters.sglang import group, hooks
+    from ultraep_serve.adapters.sglang.execution import DeviceExperts
+    from ultraep_serve.adapters.sglang.hooks import PrefillTokens
+
+from ultraep_serve.config import BalanceConfig
+from ultraep_serve.cuda.recording import is_capturing
+from ultraep_serve.errors import UnsupportedError
+from ultraep_serve.types import Policy
+
+SHAPE = fakes.SHAPE
+
+
+@pytest.fixture(autouse=True)
+def _on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    fakes.pretend_gpu(monkeypatch.setattr)
+
+
+# Slots
+
+
+@pytest.mark.parametrize("changes", [{}, fakes.DEEPEP])
+def test_layers_are_told_of_slots_and_told_back(changes: dict[str, Any]) -> None:
+    layer = fakes.loaded_layer(**changes)
+    quant_config, parameters = layer.dispatcher.quant_config, group.movable_parameters(layer)
+    execution = DeviceExperts()
+    execution.give_slots([layer], SHAPE)
+    assert told(layer) == {(SHAPE.num_ranks * SHAPE.num_local, SHAPE.num_local)}
+    assert layer.runner.config is layer.quant_method.moe_runner_config is layer.moe_runner_config
+    for parameter in parameters:
+        parameter.data = parameter.data.new_zeros(SHAPE.num_local, *parameter.shape[1:])
+    assert group.movable_parameters(layer) == parameters
+    execution.take_slots_back([layer], [parameters], SHAPE)
+    assert told(layer) == {(fakes.NUM_EXPERTS, SHAPE.num_masters)}
+    assert layer.w13_weight.shape[0] == SHAPE.num_masters
+    assert layer.dispatcher.quant_config == quant_config
+
+
+def told(layer: FusedMoE) -> set[tuple[int, int]]:
+    """The numbers of experts, all and local, that everything of the layer knows."""
+    inner = getattr(layer.dispatcher, "_inners", [layer.dispatcher])
+    modes = ("_normal_dispatcher", "_low_latency_dispatcher")
+    parts = [getattr(dispatcher, mode, dispatcher) for dispatcher in inner for mode in modes]
+    known = {(part.num_experts, part.num_local_experts) for part in [*parts, layer.runner.config]}
+    assert layer.num_local_experts in {local for _, local in known}
+    return known
+
+
+def test_flashinfers_activation_knows_the_slots() -> None:
+    layer = fakes.loaded_layer(moe_runner_backend="flashinfer_cutlass")
+    layer.moe_runner_config.swiglu_limit = 7.0
+    DeviceExperts().give_slots([layer], SHAPE)
+    assert [tensor.numel() for tensor in layer._cutlass_swiglu_params] == [SHAPE.num_local] * 3
+
+
+def test_measuring_computes_as_in_a_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more tokens at once than DeepEP's buffer holds."""
+    monkeypatch.setenv("SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK", "16")
+    layer = fakes.loaded_layer(**fakes.DEEPEP, deepep_mode="low_latency")
+    sizes: list[tuple[int, bool]] = []
+    extending = get_is_extend_in_batch
+    layer.forward_impl = lambda x, topk: sizes.append((x.shape[0], extending())) or x
+    ids = torch.zeros(40, fakes.TOP_K, dtype=torch.int32)
+    x = torch.ones(40, fakes.HIDDEN)
+    assert DeviceExperts().compute(layer, x, torch.ones(ids.shape), ids).shape == x.shape
+    assert sizes == [(16, True), (16, True), (8, True)]
+    assert not extending()
+
+
+# Batches
+
+
+def batch(mode: ForwardMode, tokens: int | None = None, extends: bool = False) -> Any:
+    return SimpleNamespace(forward_mode=mode, extend_num_tokens=tokens, is_extend_in_batch=extends)
+
+
+@pytest.mark.parametrize(
+    ("ran", "tokens"),
+    [
+        (batch(ForwardMode.EXTEND, 300), 300),
+        (batch(ForwardMode.MIXED, 310), 310),
+        (batch(ForwardMode.DECODE), 0),
+        (batch(ForwardMode.IDLE), 0),
+        (batch(ForwardMode.TARGET_VERIFY, 300), 0),
+    ],
+)
+def test_one_attention_group_counts_its_prefill(ran: Any, tokens: int) -> None:
+    fakes.publish()
+    told = PrefillTokens()
+    with told.running(ran):
+        assert told.number == tokens
+    assert told.number == 0
+
+
+@pytest.mark.parametrize("mode", [ForwardMode.EXTEND, ForwardMode.DECODE, ForwardMode.IDLE])
+def test_attention_data_parallelism_counts_all_ranks_tokens(mode: ForwardMode) -> None:
+    """The same number, whatever a rank itself does in a batch that is prefill anywhere."""
+    fakes.publish(**fakes.DEEPEP)
+    told = PrefillTokens()
+    told.gathered(None, SimpleNamespace(global_num_tokens=[300, 2, 0]))
+    with told.running(batch(mode, 300, extends=True)):
+        assert told.number == 302
+    with told.running(batch(mode, 300)):
+        assert told.number == 0
+
+
+def joined_group(layer: FusedMoE, monkeypatch: pytest.MonkeyPatch, seen: list[int]) -> Any:
+    """A group of one layer whose balancer only notes what it is asked."""
+    route = lambda index, ids, batch: seen.append(batch.tokens)  # noqa: E731
+    balancer = SimpleNamespace(route=route, computed=lambda: None)
+    monkeypatch.setattr(group, "BalancedLayers", lambda **_: balancer)
+    return group.ExpertGroup(BalanceConfig(run_dir="/dev/null"), torch.nn.ModuleList([layer]))
+
+
+def test_captured_batches_take_the_identity(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    layer = fakes.loaded_layer()
+    joined = joined_group(layer, monkeypatch, seen)
+    ids = torch.zeros(8, fakes.TOP_K, dtype=torch.int64)
+    joined.route(layer, ids, 300)
+    monkeypatch.setattr(group, "is_capturing", lambda _: True)
+    joined.route(layer, ids, 300)
+    assert seen == [300, 0]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert is_capturing(torch.device("cuda"))
+
+
+def test_weights_loaded_in_place_are_balanced_and_others_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layer = fakes.loaded_layer()
+    joined = joined_group(layer, monkeypatch, [])
+    ids = torch.zeros(1, fakes.TOP_K, dtype=torch.int32)
+    layer.w13_weight.data.fill_(2)
+    joined.route(layer, ids, 300)
+    layer.w13_weight = torch.nn.Parameter(layer.w13_weight.data.clone(), requires_grad=False)
+    with pytest.raises(UnsupportedError, match="its weights were replaced after loading"):
+        joined.route(layer, ids, 300)
+    with pytest.raises(UnsupportedError, match="its weights were replaced after loading"):
+        joined.check_adopted(torch.nn.ModuleList([layer]))
+
+
+# The whole adapter
+
+
+def loaded(config: BalanceConfig, server_args: Any, *layers: FusedMoE) -> Any:
+    own = hooks._SchedulerHooks(config)
+    model = torch.nn.ModuleList(layers)
+    own.loaded(None, SimpleNamespace(is_draft_worker=False, server_args=server_args, model=model))
+    return own
+
+
+def test_layers_of_different_sizes_are_refused() -> None:
+    layers = [fakes.loaded_layer(), fakes.loaded_layer()]
+    layers[1].num_experts = 24
+    with pytest.raises(UnsupportedError, match=r"experts \[12, 24\] share no slots"):
+        loaded(BalanceConfig(), fakes.publish(), *layers)
+
+
+def test_models_without_experts_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match="has no experts; serve it with --policy off"):
+        loaded(BalanceConfig(), fakes.publish())
+
+
+def test_unsupported_models_are_served_by_sglang_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever was told to the layers before they were refused is told back."""
+    layer = fakes.loaded_layer()
+
+    def refuse(**_: Any) -> None:
+        raise UnsupportedError("tensors that cannot be moved")
+
+    monkeypatch.setattr(group, "BalancedLayers", refuse)
+    own = loaded(BalanceConfig(on_unsupported="off"), fakes.publish(), layer)
+    made = fakes.make_batch(0, 4)
+    taken: list[Any] = []
+    own.experts(lambda layer, x, topk: taken.append(topk), layer, made.x, made.topk)
+    assert taken == [made.topk]
+    own.scheduler_made(None, None)  # which serves
+    assert told(layer) == {(fakes.NUM_EXPERTS, SHAPE.num_masters)}
+
+
+def test_policy_off_leaves_sglang_on_a_gpu_untouched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HookRegistry, "register", lambda *_: pytest.fail("a hook"))
+    hooks.install(BalanceConfig(policy=Policy.OFF))
+
+
+def test_hooks_on_a_gpu_leave_its_kernels_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    targets: list[str] = []
+    monkeypatch.setattr(HookRegistry, "register", lambda target, *_: targets.append(target))
+    hooks.install(BalanceConfig())
+    expected = {hooks.LOAD, hooks.FORWARD, hooks.EXPERTS, hooks.SCHEDULER, hooks.GATHER}
+    assert set(targets) == expected
+
+
+def test_ranks_without_their_hooks_do_not_serve() -> None:
+    own = hooks._SchedulerHooks(BalanceConfig())
+    with pytest.raises(UnsupportedError, match="SGLang did not apply the hooks on"):
+        own.scheduler_made(None, None)

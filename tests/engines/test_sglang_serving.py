@@ -1,0 +1,172 @@
+"""The real engine, as a user starts it: same tokens, every layer balanced, no hangs."""
+
+import json
+import os
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+
+import httpx
+import pytest
+
+pytest.importorskip("sglang", reason="needs SGLang: deploy/setup_sglang_cpu.py")
+
+from tests.support.serving_checks import PROMPTS, balance, check_balanced, refused, served
+from ultraep_serve.adapters import sglang as adapter
+from ultraep_serve.client.greedy_tokens import compare_tokens, generate
+from ultraep_serve.client.sidecar import Sidecar
+from ultraep_serve.config import CONFIG_VARIABLE, BalanceConfig
+from ultraep_serve.demo.balanced_server import BalancedServer
+from ultraep_serve.demo.same_tokens import generate_under
+from ultraep_serve.demo.spec import tiny_glm4, tiny_qwen3
+from ultraep_serve.errors import ServerError
+from ultraep_serve.launcher.run_directory import run_directory_of_port
+from ultraep_serve.types import Policy
+
+pytestmark = pytest.mark.engine
+
+RANKS = ("--tp-size", "2", "--ep-size", "2")
+
+
+def serve(model: Path, tmp_path: Path, *extra: str, dtype: str = "float32") -> BalancedServer:
+    return served("sglang", model, tmp_path, "tensor", dtype, *extra)
+
+
+def recorded_counts(server: BalancedServer, prompts: list[str], directory: Path) -> list[list[int]]:
+    """What SGLang's own recorder counts for ``prompts``: assignments per layer and expert."""
+    for file in directory.iterdir():
+        file.unlink()
+    with httpx.Client(base_url=server.url, timeout=60.0) as client:
+        client.post("/start_expert_distribution_record").raise_for_status()
+        generate(server.url, server.model, prompts, 1, concurrency=1)
+        client.post("/stop_expert_distribution_record").raise_for_status()
+        client.post("/dump_expert_distribution_record").raise_for_status()
+    import torch
+
+    dumps = [torch.load(path, weights_only=False) for path in directory.glob("*.pt")]
+    assert dumps
+    return dumps[0]["logical_count"].sum(dim=0).tolist()
+
+
+def test_greedy_tokens_and_the_engines_own_counts_are_the_same_with_balancing(
+    qwen3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records = tmp_path / "records"
+    records.mkdir()
+    monkeypatch.setenv("SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR", str(records))
+    extra = ("--expert-distribution-recorder-mode", "stat")
+    with serve(qwen3, tmp_path, *extra) as server:
+        check_balanced(server, num_layers=tiny_qwen3().num_layers)
+        assert balance(server)["engine"] == "sglang"
+        with closing(Sidecar(server.sidecar_url, server.token)) as sidecar:
+            sidecar.set_policy(Policy.OFF)
+            off = recorded_counts(server, PROMPTS[:4], records)
+            sidecar.set_policy(Policy.QUOTA)
+            assert recorded_counts(server, PROMPTS[:4], records) == off
+
+
+def test_bfloat16_tokens_and_chunked_mixed_prefill(qwen3: Path, tmp_path: Path) -> None:
+    """Sums complete in float32, so that the chunks' ranks do not matter in bfloat16 either."""
+    extra = ("--chunked-prefill-size", "512", "--enable-mixed-chunk", "--slot-memory", "per_layer")
+    with serve(qwen3, tmp_path, *extra, dtype="bfloat16") as server:
+        long = [prompt for prompt in PROMPTS if len(prompt) > 2000]
+        off = generate_under(server, Policy.OFF, long, concurrency=1)
+        on = generate_under(server, Policy.QUOTA, long, concurrency=1)
+        assert compare_tokens(off, on).identical == len(long)
+        generate_under(server, Policy.QUOTA, PROMPTS)  # decode rides along with prefill
+        summary = balance(server)
+        assert summary["batches"]["planned"] > len(long)
+        assert summary["batches"]["skipped"]["inconsistent"] == 0
+
+
+def test_grouped_routing_and_shared_experts_are_balanced_too(glm4: Path, tmp_path: Path) -> None:
+    with serve(glm4, tmp_path, "--slots", "3") as server:
+        check_balanced(server, num_layers=len(tiny_glm4().moe_layers))
+
+
+def test_policy_off_serves_and_leaves_nothing_of_ours(qwen3: Path, tmp_path: Path) -> None:
+    with serve(qwen3, tmp_path, "--policy", "off") as server:
+        assert len(generate(server.url, server.model, PROMPTS, 4, concurrency=4)) == len(PROMPTS)
+        names = {path.name for path in run_directory_of_port(server.port).iterdir()}
+        assert names == {"config.json", "lock"}
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{server.sidecar_url}/healthz")
+
+
+def test_killed_rank_ends_the_server_and_leaves_nothing(qwen3: Path, tmp_path: Path) -> None:
+    with serve(qwen3, tmp_path) as server:
+        generate_under(server, Policy.QUOTA, PROMPTS[:2])
+        assert httpx.get(f"{server.sidecar_url}/readyz").status_code == 200
+        victim = balance(server)["ranks"][1]["pid"]
+        subprocess.run(["kill", "-KILL", str(victim)], check=True)
+        assert server.wait(90.0) != 0
+        assert not run_directory_of_port(server.port).exists()
+
+
+def test_engine_that_would_not_load_the_plugin_is_not_started(
+    qwen3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_PLUGINS", "another_one")
+    server = serve(qwen3, tmp_path)
+    with pytest.raises(ServerError, match="leaves ultraep_serve out"), server:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ((*RANKS, "--policy", "best"), "must be 'off', 'quota', 'ideal'"),
+        ((*RANKS, "--policy", "ideal"), "--allow-ideal"),
+        ((), "--tp-size 2 --ep-size 2"),
+        (("--tp-size", "2"), "--ep-size 1 below --tp-size 2"),
+        ((*RANKS, "--enable-eplb"), "--enable-eplb"),
+        ((*RANKS, "--enable-waterfill"), "--enable-waterfill"),
+        ((*RANKS, "--ep-dispatch-algorithm", "lp"), "LPLB"),
+    ],
+)
+def test_bad_settings_are_refused_with_what_is_valid(
+    qwen3: Path, flags: tuple[str, ...], says: str
+) -> None:
+    assert says in refused("sglang", str(qwen3), *flags)
+
+
+def test_model_without_experts_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
+    assert "not a Mixture-of-Experts model" in refused("sglang", str(tmp_path), *RANKS)
+
+
+def test_unverified_version_ends_every_process(tmp_path: Path) -> None:
+    """SGLang would log an exception of a plugin and serve on without it."""
+    script = (
+        f"import sys; sys.path.append({str(Path(adapter.__file__).with_name('cpu_standins'))!r})\n"
+        "from ultraep_serve.adapters.sglang import checks\n"
+        "checks.SGLANG_VERSIONS = ('0.0',)\n"
+        "from sglang.srt.plugins import load_plugins\n"
+        "load_plugins()\n"
+        "print('went on')\n"
+    )
+    config = BalanceConfig(run_dir=str(tmp_path)).to_json()
+    environment = {**os.environ, CONFIG_VARIABLE: config, "SGLANG_USE_CPU_ENGINE": "1"}
+    command = [sys.executable, "-c", script]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    assert result.returncode == 1
+    assert "went on" not in result.stdout
+    assert "has not been verified; install 0.0" in result.stderr
+
+
+UNSUPPORTED = ("--ep-num-redundant-experts", "2")
+
+
+def test_what_cannot_be_balanced_stops_the_server(qwen3: Path, tmp_path: Path) -> None:
+    server = serve(qwen3, tmp_path, *UNSUPPORTED)
+    with pytest.raises(ServerError), server:
+        pass
+    assert "--ep-num-redundant-experts are EPLB's copies" in server.log_path.read_text()
+    assert not run_directory_of_port(server.port).exists()
+
+
+def test_what_cannot_be_balanced_serves_plainly_on_request(qwen3: Path, tmp_path: Path) -> None:
+    with serve(qwen3, tmp_path, *UNSUPPORTED, "--on-unsupported", "off") as server:
+        assert len(generate(server.url, server.model, PROMPTS[:4], 4, concurrency=4)) == 4
+    assert "serving without balancing" in server.log_path.read_text()

@@ -1,0 +1,182 @@
+"""Batches through every way of dispatch that the vLLM adapter accepts on GPUs, on three ranks."""
+# ruff: noqa: TID251 - vLLM's own objects are what is tested
+
+import os
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytest.importorskip("vllm", reason="needs vLLM: make setup")
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch's own, when vLLM has it compile
+    from vllm.config import VllmConfig
+
+    import tests.support.vllm_transports as transports
+    from tests.support import vllm_layers
+    from tests.support.vllm_gpu import (
+        NAMES,
+        NUM_LOCAL,
+        NUM_MASTERS,
+        NUM_RANKS,
+        NUM_SLOTS,
+        configure,
+        forward_pass,
+    )
+    from tests.support.vllm_reference_kernels import use_reference_kernels
+    from ultraep_serve.adapters.vllm import checks, group, routed_experts
+
+from tests.support.ranks import fresh_run_path, run_ranks
+from ultraep_serve.costs.model import CostModel
+
+THRESHOLD = 48
+BACKENDS = (transports.TENSOR, *checks._ALL2ALL_BACKENDS)
+ALWAYS_PAYS = CostModel(
+    seconds_per_assignment=1.0, bytes_per_expert=1, link_bytes_per_second=1e12
+).to_json()
+
+
+def serve_on_rank(rank: int, run_dirs: list[str]) -> list[dict[str, Any]]:
+    store = dist.FileStore(f"{run_dirs[0]}/gloo", NUM_RANKS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS)
+    transports.install_deep_ep()
+    use_reference_kernels(setattr)
+    setattr(group, "current_platform", SimpleNamespace(is_cpu=lambda: False))  # noqa: B010
+    return [
+        serve_through(backend, rank, run_dir)
+        for backend, run_dir in zip(BACKENDS, run_dirs, strict=True)
+    ]
+
+
+def serve_through(backend: str, rank: int, run_dir: str) -> dict[str, Any]:
+    configure(
+        os.environ.__setitem__,
+        run_dir=run_dir,
+        slots=NUM_SLOTS,
+        min_batch_tokens=THRESHOLD,
+        costs=ALWAYS_PAYS,
+    )
+    routed_experts._layers.clear()
+    transports.Buffer.destroyed, transports.Buffer.made = 0, []
+    transports.join_ranks(rank, NUM_RANKS, backend)
+    config = vllm_layers.engine_config(rank, NUM_RANKS, backend, NAMES)
+    parallel = vllm_layers.parallel_of(rank, NUM_RANKS, backend)
+    layers = [vllm_layers.build_layer(config, parallel, name) for name in NAMES]
+    weights = [vllm_layers.make_weights(seed) for seed in range(len(NAMES))]
+    for layer, tensors in zip(layers, weights, strict=True):
+        vllm_layers.load(layer, config, tensors)
+    sizes = {"large": 60, "dummy": 60 if rank or not backend else 1, "small": 2}
+    found: dict[str, Any] = {
+        name: [
+            run_batch(backend, rank, config, layer, tensors, size)
+            for layer, tensors in zip(layers, weights, strict=True)
+        ]
+        for name, size in sizes.items()
+    }
+    layers[0]._group._run_layer(layers[0]._group.balanced._setup.shape, 200 * NUM_LOCAL)
+    stage = layers[0].quant_method.moe_kernel.prepare_finalize
+    return {
+        **found,
+        "stage": type(stage).__name__,
+        "rows": [tuple(layer.w13_weight.shape[:1]) for layer in layers],
+        "map": layers[0].expert_map.tolist(),
+        "offset": getattr(stage, "rank_expert_offset", None),
+        "made": transports.Buffer.made,
+        "destroyed": transports.Buffer.destroyed,
+    }
+
+
+def run_batch(
+    backend: str,
+    rank: int,
+    config: VllmConfig,
+    layer: Any,
+    tensors: dict[str, torch.Tensor],
+    num_tokens: int,
+) -> dict[str, Any]:
+    """How far the layer's output is from what all experts at home give, and the ids it took."""
+    ids_type = layer.quant_method.topk_indices_dtype or torch.int32
+    batch = vllm_layers.make_batch(rank if backend else 0, num_tokens, ids_type)
+    tokens_by_rank = None if backend == transports.TENSOR else transports.everywhere(num_tokens)
+    taken = []
+    method, apply = layer.quant_method, layer.quant_method.apply
+    method.apply = lambda **call: (taken.append(call["topk_ids"]), apply(**call))[1]
+    with forward_pass(config, tokens_by_rank):
+        output = layer.forward_modular(batch.x, batch.weights, batch.ids).float()
+    method.apply = apply
+    if backend == transports.TENSOR:  # vLLM's runner adds up
+        output = sum(part for part in transports.everywhere(output))
+    expected = vllm_layers.expected_output(batch, tensors)
+    padding = batch.ids < 0
+    return {
+        "error": float((output - expected).abs().max() / expected.abs().max()),
+        "types": (taken[0].dtype, ids_type),
+        "on_slots": int((taken[0] % NUM_LOCAL >= NUM_MASTERS)[~padding].sum()),
+        "padding_kept": bool((taken[0][padding] == -1).all()) and bool((taken[0] >= -1).all()),
+        "has_padding": bool(padding.any()),
+    }
+
+
+@pytest.fixture(scope="module")
+def served() -> dict[str, list[dict[str, Any]]]:
+    """Results by backend and rank."""
+    with fresh_run_path() as path:
+        run_dirs = [path / str(index) for index in range(len(BACKENDS))]
+        for run_dir in run_dirs:
+            run_dir.mkdir(mode=0o700)
+        found = run_ranks(serve_on_rank, NUM_RANKS, [str(d) for d in run_dirs], timeout_seconds=400)
+    return {backend: [ranks[i] for ranks in found] for i, backend in enumerate(BACKENDS)}
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda name: name or "tensor")
+def test_replicas_compute_what_their_masters_would(served: Any, backend: str) -> None:
+    """Every id arrives at the rank and the local expert that it means, by the backend's rule."""
+    for result in served[backend]:
+        for name in ("large", "dummy", "small"):
+            for layer in result[name]:
+                assert layer["error"] < 0.02, (backend, name)  # bfloat16
+                assert layer["padding_kept"]
+                assert layer["types"][0] == layer["types"][1]
+    layers = [layer for result in served[backend] for layer in result["large"]]
+    assert sum(layer["on_slots"] for layer in layers) > 0
+    assert any(layer["has_padding"] for layer in layers)
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda name: name or "tensor")
+def test_small_batches_stay_at_home_and_dummy_batches_keep_step(served: Any, backend: str) -> None:
+    on_slots = {
+        name: [layer["on_slots"] for result in served[backend] for layer in result[name]]
+        for name in ("small", "dummy")
+    }
+    assert not any(on_slots["small"])
+    if backend:  # the rank with one token plans with the others
+        assert any(on_slots["dummy"])
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda name: name or "tensor")
+def test_layer_is_told_of_all_physical_experts(served: Any, backend: str) -> None:
+    stages = ("NoDPEP", "NaiveDPEP", "DeepEPHT", "DeepEPLL")
+    for rank, result in enumerate(served[backend]):
+        first = rank * NUM_LOCAL
+        expected = [
+            i - first if first <= i < first + NUM_LOCAL else -1
+            for i in range(NUM_RANKS * NUM_LOCAL)
+        ]
+        assert result["map"] == expected
+        assert result["rows"] == [(NUM_LOCAL,)] * len(NAMES)
+        assert stages[BACKENDS.index(backend)] in result["stage"]
+        if backend == "deepep_high_throughput":
+            assert result["offset"] == first
+
+
+def test_buffers_made_for_logical_experts_are_destroyed(served: Any) -> None:
+    for result in served["deepep_low_latency"]:
+        assert result["made"] == [vllm_layers.NUM_EXPERTS, NUM_RANKS * NUM_LOCAL]
+        assert result["destroyed"] == 1
+    for result in served["deepep_high_throughput"]:  # does not depend on their number
+        assert len(result["made"]) == 1
+        assert result["destroyed"] == 0

@@ -1,0 +1,196 @@
+"""Layers of the vLLM adapter on GPUs: what moves, which batches are balanced, who is left alone."""
+# ruff: noqa: TID251 - vLLM's own objects are what is tested
+
+import threading
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="needs vLLM: make setup")
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch's own, when vLLM has it compile
+    from vllm.config import set_current_vllm_config
+    from vllm.forward_context import create_forward_context, override_forward_context
+    from vllm.model_executor.custom_op import op_registry_oot
+    from vllm.model_executor.layers.quantization import fp8
+    from vllm.v1.worker import ubatching
+
+    from tests.support import vllm_layers
+    from tests.support.vllm_gpu import (
+        NAMES,
+        NUM_LOCAL,
+        NUM_MASTERS,
+        NUM_RANKS,
+        NUM_SLOTS,
+        build,
+        configure,
+        forward_pass,
+        fp8_config,
+    )
+    from ultraep_serve.adapters.vllm import checks, group, routed_experts
+
+from ultraep_serve.cuda.recording import is_capturing
+from ultraep_serve.errors import UnsupportedError
+from ultraep_serve.types import Policy
+
+
+@pytest.mark.parametrize("block", [[16, 128], None], ids=["block", "tensor"])
+def test_fp8_scales_move_with_the_weights(balanced: Any, block: list[int] | None) -> None:
+    """They are the layer's parameters, in the kernel's configuration too, so they move in place."""
+    balanced(fp8, "resolve_fp8_moe_weight_block_shape", lambda *_: (block, None), raising=False)
+    layer, config = build(balanced, quant_config=fp8_config("dynamic", block))
+    checks.check_device_execution(layer, config)
+    parameters = group._expert_parameters(layer)
+    suffix = "weight_scale_inv" if block else "weight_scale"
+    moving = {name for name, own in layer.named_parameters() if any(own is p for p in parameters)}
+    assert moving == {"w13_weight", "w2_weight", f"w13_{suffix}", f"w2_{suffix}"}
+
+    shape = group.ExpertShape(NUM_RANKS, vllm_layers.NUM_EXPERTS, NUM_SLOTS)
+    execution = layer._group._execution
+    with set_current_vllm_config(config):
+        execution.give_slots([layer], shape)
+        for parameter in parameters:
+            parameter.data = parameter.data.new_zeros(NUM_LOCAL, *parameter.shape[1:])
+        experts = layer.quant_method.moe_kernel.fused_experts
+        assert experts.w1_scale.shape[0] == experts.w2_scale.shape[0] == NUM_LOCAL
+        execution.take_slots_back([layer], [parameters], shape)
+    assert layer.w13_weight.shape[0] == experts.w1_scale.shape[0] == NUM_MASTERS
+    assert layer.global_num_experts == layer.expert_map.numel() == vllm_layers.NUM_EXPERTS
+
+
+def test_what_a_kernel_computed_from_the_experts_is_refused(balanced: Any) -> None:
+    layer, config = build(balanced, quant_config=fp8_config("dynamic", None))
+    method, made = layer.quant_method, layer.quant_method.get_fused_moe_quant_config
+
+    def derived(of: Any) -> Any:
+        found = made(of)
+        found._w1.alpha_or_gscale = of.w13_weight_scale * 2
+        return found
+
+    method.get_fused_moe_quant_config = derived
+    shape = group.ExpertShape(NUM_RANKS, vllm_layers.NUM_EXPERTS, NUM_SLOTS)
+    with (
+        set_current_vllm_config(config),
+        pytest.raises(UnsupportedError, match=r"alpha_or_gscale .*--moe-backend triton"),
+    ):
+        layer._group._execution.give_slots([layer], shape)
+
+
+def test_tensors_outside_vllms_contract_are_refused(balanced: Any) -> None:
+    layer, _ = build(balanced)
+    layer.register_parameter("w13_input_scale", torch.nn.Parameter(torch.ones(NUM_MASTERS)))
+    with pytest.raises(UnsupportedError, match=r"w13_input_scale .* cannot be moved"):
+        group._expert_parameters(layer)
+    layer.w2_weight.data = layer.w2_weight.data.transpose(1, 2)
+    with pytest.raises(UnsupportedError, match="--moe-backend triton"):
+        group._expert_parameters(layer)
+
+
+def test_batches_are_judged_by_all_ranks_tokens_and_captured_ones_not(balanced: Any) -> None:
+    layer, config = build(balanced)
+    seen: list[int] = []
+    layer._group._layers = [layer]
+    ids = torch.zeros(8, vllm_layers.TOP_K, dtype=torch.int64)
+    with forward_pass(config, [300, 8, 1]):
+        seen.append(layer._group.batch(ids).tokens)
+        balanced(group, "is_capturing", lambda _: True)
+        seen.append(layer._group.batch(ids).tokens)
+    assert seen == [309, 0]
+    balanced(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert is_capturing(torch.device("cuda"))
+    assert not is_capturing(ids.device)
+
+
+def test_overlapping_micro_batches_are_told_apart(balanced: Any) -> None:
+    """vLLM runs each in a thread of its own, and these take turns within a layer."""
+    layer, config = build(balanced)
+    assert layer._group._execution.num_micro_batches == 1
+    config.parallel_config.enable_dbo = True
+    assert layer._group._execution.num_micro_batches == 2
+    checks.check_device_execution(layer, config)
+    seen: list[tuple[str, int]] = []
+    layer._group._layers = [layer]
+    layer._group.balanced = SimpleNamespace(
+        computed=lambda number: seen.append(("computed", number)),
+    )
+    ids = torch.zeros(8, vllm_layers.TOP_K, dtype=torch.int32)
+    with forward_pass(config, [8, 8, 8]):
+        for number in (1, 0):
+            balanced(ubatching, "_THREAD_ID_TO_CONTEXT", {threading.get_ident(): number})
+            seen.append(("route", layer._group.batch(ids).micro_batch))
+            layer._group.computed()
+    assert seen == [("route", 1), ("computed", 1), ("route", 0), ("computed", 0)]
+
+
+def test_requests_of_a_rank_are_told_from_padding(balanced: Any) -> None:
+    """With sequence parallelism 10 tokens on two ranks of 8 rows are 8 and 2."""
+    own = vllm_layers.parallel_of(1, 4, "allgather_reducescatter", tensor_size=2)
+    layer, config = build(balanced, parallel=own)
+    layer._group._layers = [layer]
+    metadata = {"linear": object(), "attention": SimpleNamespace(num_actual_tokens=10)}
+    with override_forward_context(create_forward_context(metadata, config)):
+        for rank, tokens in enumerate((8, 2)):
+            balanced(group, "get_tensor_model_parallel_rank", lambda rank=rank: rank)
+            assert layer._group._request_tokens(8) == tokens
+        own.sp_size = 1
+        assert layer._group._request_tokens(8) == 10
+    with override_forward_context(create_forward_context(None, config)):
+        assert layer._group._request_tokens(8) == 0  # a dummy batch
+
+
+def test_unsupported_models_are_served_by_vllm_alone(
+    balanced: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configure(monkeypatch.setenv, on_unsupported="off", run_dir="/dev/null")
+    config = vllm_layers.engine_config(0, NUM_RANKS, "allgather_reducescatter", NAMES[:1])
+    layer, _ = build(balanced, config=config)
+    config.parallel_config.enable_elastic_ep = True
+    layer.update_param_tp_status()
+    assert layer._group.balanced is None
+    layer._group.computed()
+    assert layer.global_num_experts == vllm_layers.NUM_EXPERTS
+
+
+def test_draft_models_are_refused(balanced: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    configure(monkeypatch.setenv, on_unsupported="off", run_dir="/dev/null")
+    config = vllm_layers.engine_config(0, NUM_RANKS, "allgather_reducescatter", NAMES[:1])
+    layer, _ = build(balanced, config=config)
+    config.parallel_config.enable_elastic_ep = True
+    layer.update_param_tp_status()
+    config.compilation_config.static_all_moe_layers.append("draft")
+    with pytest.raises(UnsupportedError, match="draft models"):
+        layer.update_param_tp_status()
+    layer._group.balanced = object()
+    other = vllm_layers.engine_config(0, NUM_RANKS, "allgather_reducescatter", ["draft"])
+    with pytest.raises(UnsupportedError, match="draft models"):
+        build(balanced, config=other)
+
+
+def test_policy_off_leaves_vllm_on_a_gpu_untouched(
+    on_gpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routed_experts, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+    monkeypatch.delitem(op_registry_oot, "RoutedExperts", raising=False)
+    configure(monkeypatch.setenv, policy=Policy.OFF)
+    routed_experts.substitute()
+    assert "RoutedExperts" not in op_registry_oot
+
+
+@pytest.mark.parametrize(
+    ("is_cpu", "cls"),
+    [(True, routed_experts.CpuRoutedExperts), (False, routed_experts.DeviceRoutedExperts)],
+)
+def test_each_platform_has_its_own_layer(
+    monkeypatch: pytest.MonkeyPatch, is_cpu: bool, cls: type
+) -> None:
+    platform = SimpleNamespace(is_cpu=lambda: is_cpu, is_cuda=lambda: not is_cpu)
+    monkeypatch.setattr(routed_experts, "current_platform", platform)
+    monkeypatch.setattr(checks, "current_platform", platform)
+    monkeypatch.delitem(op_registry_oot, "RoutedExperts", raising=False)
+    configure(monkeypatch.setenv)
+    routed_experts.substitute()
+    assert op_registry_oot.pop("RoutedExperts") is cls

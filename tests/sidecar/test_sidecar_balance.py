@@ -1,0 +1,187 @@
+"""What the balance endpoints answer: summaries, batches, layers, plans, figures over time."""
+
+import os
+import time
+
+import numpy as np
+import pytest
+from fastapi.testclient import TestClient
+
+from tests.support.rings import SyntheticRun
+from tests.support.sidecar_runs import SkewedRun
+from ultraep_serve.types import Decision, Policy
+
+
+def test_balance_says_what_was_written(skewed_run: SkewedRun, client: TestClient) -> None:
+    skewed_run.batch(0)
+    skewed_run.batch(1, Decision.BALANCED)
+    skewed_run.skip(Decision.SMALL)
+    balance = client.get("/v1/balance").json()
+    assert balance["schema_version"] == 2
+    assert (balance["engine"], balance["mode"], balance["policy"]) == ("vllm", "tensor", "quota")
+    assert (balance["num_ranks"], balance["window_records"]) == (2, 4)
+    assert balance["batches"]["planned"] == 1
+    assert balance["batches"]["skipped"]["balanced"] == 1
+    assert balance["batches"]["skipped"]["small"] == 1
+    assert balance["imbalance"]["before"] == {"mean": 2.0, "p50": 2.0, "p99": 2.0, "max": 2.0}
+    assert balance["imbalance"]["after"]["max"] == 1.0
+    assert balance["bytes_moved"] == 400
+    assert [layer["records"] for layer in balance["layers"]] == [2, 2]
+    rank = balance["ranks"][1]
+    assert (rank["rank"], rank["pid"], rank["state"]) == (1, os.getpid(), "ready")
+    assert (rank["alive"], rank["lost"], rank["records"]) == (True, 0, 4)
+    assert rank["assignments"] == {"before": 0, "after": 40}
+    assert rank["stage_seconds"]["plan"]["mean"] == pytest.approx(1e-6)
+
+
+def test_a_benchmark_sees_only_its_own_requests(skewed_run: SkewedRun, client: TestClient) -> None:
+    skewed_run.batch(0)
+    skewed_run.skip(Decision.SMALL)
+    client.get("/healthz")
+    client.get("/v1/balance")  # as the poller would
+    since_ns = time.time_ns()
+    skewed_run.batch(1)
+    skewed_run.batch(2, Decision.FORCED, Policy.IDEAL)
+    skewed_run.skip(Decision.POLICY_OFF)
+    mine = client.get("/v1/balance", params={"since_ns": since_ns, "policy": "quota"}).json()
+    assert mine["window_records"] == 2
+    assert (mine["batches"]["planned"], mine["batches"]["skipped"]["forced"]) == (1, 0)
+    assert mine["batches"]["skipped"]["small"] == 0
+    assert mine["batches"]["skipped"]["policy_off"] == 1
+    ideal = client.get("/v1/balance", params={"since_ns": since_ns, "policy": "ideal"}).json()
+    assert (ideal["window_records"], ideal["batches"]["skipped"]["forced"]) == (2, 1)
+
+
+def test_every_policy_has_a_balance(skewed_run: SkewedRun, client: TestClient) -> None:
+    skewed_run.batch(0, policy=Policy.EPLB_SLOTS)
+    skewed_run.batch(1)
+    for policy, records in (("eplb-slots", 2), ("quota", 2), ("off", 0), ("ideal", 0)):
+        balance = client.get("/v1/balance", params={"policy": policy}).json()
+        assert balance["window_records"] == records
+    assert client.get("/v1/balance").json()["window_records"] == 4
+
+
+def test_bad_parameters_are_422(skewed_run: SkewedRun, client: TestClient) -> None:
+    for path in (
+        "/v1/balance?policy=best",
+        "/v1/balance?since_ns=-1",
+        f"/v1/balance?since_ns={1 << 70}",
+        "/v1/balance/batches?limit=0",
+        "/v1/balance/layers/first",
+    ):
+        assert client.get(path).status_code == 422
+
+
+def test_batches_and_layers(skewed_run: SkewedRun, client: TestClient) -> None:
+    for number in range(5):
+        skewed_run.batch(number)
+    batches = client.get("/v1/balance/batches", params={"limit": 2}).json()["batches"]
+    assert [batch["batch"] for batch in batches] == [4, 3]
+    assert (batches[0]["layers"], batches[0]["bytes_moved"]) == ({"planned": 2}, 200)
+    layer = client.get("/v1/balance/layers/1").json()
+    assert (layer["layer"], layer["records"], layer["last_batch"]) == (1, 5, 4)
+    assert layer["ranks"] == [{"before": 100, "after": 50}, {"before": 0, "after": 50}]
+    assert client.get("/v1/balance/layers/2").status_code == 404
+
+
+def test_a_batch_is_explained_down_to_the_expert(
+    planned_run: SyntheticRun, client: TestClient
+) -> None:
+    planned_run.batch()
+    detail = client.get("/v1/balance/batches/1").json()
+    assert [layer["layer"] for layer in detail["layers"]] == [0, 1, 2]
+    summed = sum(layer["bytes_moved"] for layer in detail["layers"])
+    assert detail["summary"]["bytes_moved"] == summed > 0
+    plan = client.get("/v1/balance/batches/1/layers/2").json()
+    assert (plan["summary"]["decision"], plan["summary"]["reason"]) == ("planned", "imbalanced")
+    after = np.array(plan["expert_assignments"])
+    assert after.sum() == sum(rank["before"] for rank in plan["ranks"])
+    by_master = after.reshape(4, 8).sum(axis=1)
+    assert by_master.tolist() == [rank["before"] for rank in plan["ranks"]]
+    held = np.zeros(4, int)
+    for replica in plan["replicas"]:
+        assert replica["home_rank"] == replica["expert"] // 8 != replica["rank"]
+        after[replica["expert"]] -= replica["assignments"]
+        held[replica["rank"]] += replica["assignments"]
+    computed = after.reshape(4, 8).sum(axis=1) + held
+    assert computed.tolist() == [rank["after"] for rank in plan["ranks"]]
+    assert len(plan["replicas"]) == plan["summary"]["replicas"]
+    moved = sum(replica["bytes"] for replica in plan["replicas"])
+    assert moved == plan["summary"]["bytes_moved"]
+    slowest = max(times["plan"] for times in plan["stage_seconds"])
+    assert plan["summary"]["stage_seconds"]["plan"] == slowest
+    for missing in ("2", "1/layers/3"):
+        assert client.get(f"/v1/balance/batches/{missing}").status_code == 404
+
+
+def test_batches_come_in_pages(planned_run: SyntheticRun, client: TestClient) -> None:
+    for _ in range(5):
+        planned_run.batch()
+    seen, before = [], None
+    for _ in range(3):
+        parameters = {"limit": 2} | ({"before": before} if before is not None else {})
+        page = client.get("/v1/balance/batches", params=parameters).json()
+        seen += [batch["batch"] for batch in page["batches"]]
+        before = page["next_before"]
+    assert seen == [5, 4, 3, 2, 1]
+    assert before is None
+
+
+def test_phases_savings_and_floor(planned_run: SyntheticRun, client: TestClient) -> None:
+    planned_run.batch()
+    balance = client.get("/v1/balance").json()
+    assert balance["phases"]["prefill"]["batches"] == 1
+    assert balance["phases"]["decode"] == {"batches": 2, "imbalance": None}
+    assert balance["phases"]["prefill"]["imbalance"] == balance["imbalance"]
+    assert balance["floor"] == 1.0
+    savings = balance["savings"]
+    assert savings["saved_seconds"] > savings["spent_seconds"] > 0
+    assert savings["net_seconds"] == pytest.approx(
+        savings["saved_seconds"] - savings["spent_seconds"]
+    )
+    batch = client.get("/v1/balance/batches").json()["batches"][0]
+    assert batch["avoided_seconds"] == pytest.approx(savings["saved_seconds"])
+
+
+def test_the_heat_map_is_relative_to_each_layers_mean(
+    planned_run: SyntheticRun, client: TestClient
+) -> None:
+    planned_run.batch()
+    planned_run.batch()
+    heat = client.get("/v1/balance/heatmap").json()
+    assert (heat["layers"], heat["records"]) == ([0, 1, 2], 6)
+    before = np.array(heat["before"])
+    assert before.shape == (3, 4)
+    assert before.mean(axis=1) == pytest.approx(1, abs=1e-3)
+    assert np.max(heat["after"]) < before.max()
+
+
+def test_history_adds_up(planned_run: SyntheticRun, client: TestClient) -> None:
+    for _ in range(3):
+        planned_run.batch()
+    client.get("/readyz")
+    planned_run.batch()
+    history = client.get("/v1/balance/history", params={"seconds": 60, "step": 10}).json()
+    assert len(history["time_seconds"]) == 6
+    assert sum(history["batches"]) == 4
+    savings = client.get("/v1/balance").json()["savings"]
+    assert sum(history["saved_seconds"]) == pytest.approx(savings["saved_seconds"])
+    assert sum(history["spent_seconds"]) == pytest.approx(savings["spent_seconds"], rel=0.2)
+    shown = [value for value in history["before_mean"] if value is not None]
+    assert shown
+    assert all(value > 1 for value in shown)
+
+
+def test_policies_side_by_side(planned_run: SyntheticRun, client: TestClient) -> None:
+    for policy in (Policy.QUOTA, Policy.OFF, Policy.EPLB_SLOTS):
+        planned_run.control.set_policy(policy)
+        planned_run.batch()
+    compared = client.get("/v1/balance/policies").json()["policies"]
+    found = {figures["policy"]: figures for figures in compared}
+    assert set(found) == {"quota", "eplb-slots"}
+    assert found["quota"]["batches"] == 1
+    assert (
+        found["eplb-slots"]["imbalance"]["after"]["mean"]
+        > found["quota"]["imbalance"]["after"]["mean"]
+    )
+    assert found["quota"]["compute_microseconds_per_token"] > 0

@@ -1,0 +1,236 @@
+"""The page in a real browser, against a live sidecar and against the rings of a stopped run."""
+
+import contextlib
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.rings import SyntheticRun, Traffic
+from ultraep_serve.config import TOKEN_VARIABLE
+from ultraep_serve.types import ExpertShape, Policy
+
+webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
+CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+pytestmark = pytest.mark.skipif(
+    not (CHROMIUM and DRIVER),
+    reason="needs a browser (Debian: apt-get install chromium chromium-driver)",
+)
+TOKEN = "open-sesame"
+NOTHING = "\N{EN DASH}"
+SHAPE = ExpertShape(num_ranks=4, num_logical_experts=32, num_replica_slots=2)
+
+
+@pytest.fixture(scope="module")
+def driver() -> Iterator[Any]:
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    for flag in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage"):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    started = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
+    size = {"width": 1440, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    started.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    yield started
+    started.quit()
+
+
+@pytest.fixture
+def browser(driver: Any, url: str) -> Iterator[Any]:
+    """With nothing left of the last test, and gone from the page before its server is."""
+    driver.get_log("browser")
+    yield driver
+    driver.get("about:blank")
+
+
+@pytest.fixture
+def run(run_path: Path) -> Iterator[SyntheticRun]:
+    made = SyntheticRun(run_path, SHAPE, num_layers=6, traffic=Traffic(balanced_share=0.0))
+    yield made
+    with contextlib.suppress(ValueError):
+        made.close()
+
+
+@pytest.fixture
+def url(run_path: Path, run: SyntheticRun, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A sidecar process over ``run``."""
+    monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    command = [sys.executable, "-m", "ultraep_serve.sidecar", "--run-dir", str(run_path)]
+    process = subprocess.Popen([*command, "--port", str(port)])
+    address = f"http://127.0.0.1:{port}"
+    try:
+        wait_until(lambda: answers(address))
+        yield address
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def answers(address: str) -> bool:
+    try:
+        return httpx.get(f"{address}/healthz").status_code == 200
+    except httpx.ConnectError:
+        return False
+
+
+def wait_until(true: Callable[[], Any], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.1)
+
+
+def text(browser: Any, selector: str) -> str:
+    found: str = browser.find_element("css selector", selector).text
+    return found
+
+
+def texts(browser: Any, selector: str) -> list[str]:
+    script = "return [...document.querySelectorAll(arguments[0])].map(e => e.textContent)"
+    found: list[str] = browser.execute_script(script, selector)
+    return found
+
+
+def no_complaints(browser: Any) -> None:
+    """Nothing was blocked by the content security policy, nothing was missing, nothing threw."""
+    severe = [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
+    assert not severe
+
+
+def colored_pixels(browser: Any, canvas: str) -> int:
+    """How many different colours a canvas shows."""
+    script = """
+      const c = document.getElementById(arguments[0]);
+      const data = c.getContext("2d").getImageData(0, 0, c.width, c.height).data;
+      return new Set(new Uint32Array(data.buffer)).size;
+    """
+    return int(browser.execute_script(script, canvas))
+
+
+def test_all_that_matters_is_seen_without_scrolling(
+    browser: Any, run: SyntheticRun, url: str
+) -> None:
+    for _ in range(5):
+        run.batch()
+    browser.get(url)
+    wait_until(lambda: "BALANCING" in text(browser, "#state"))
+    wait_until(lambda: text(browser, "#before-mean") != NOTHING)
+    assert float(text(browser, "#before-mean")) > 1.1
+    assert float(text(browser, "#after-mean")) < 1.05
+    assert text(browser, "#prefill") == "5"
+    assert text(browser, "#decode") == "25"
+    assert texts(browser, "#ranks .rank") == ["0", "1", "2", "3"]
+    assert "4 of 4 alive" in text(browser, "#ranks-count")
+    assert "times what it costs" in text(browser, "#savings-fine")
+    height = "return document.documentElement.scrollHeight <= innerHeight"
+    assert browser.execute_script(height)
+    wait_until(lambda: len(texts(browser, "#batches tbody tr")) == 5)
+    assert colored_pixels(browser, "heat-before") > 10
+    assert browser.execute_script("return document.querySelectorAll('.u-over').length") == 2
+    no_complaints(browser)
+
+
+def test_what_happens_is_pushed(browser: Any, run: SyntheticRun, url: str) -> None:
+    browser.get(url)
+    wait_until(lambda: "BALANCING" in text(browser, "#state"))
+    assert "No prefill batch" in text(browser, "#batches tbody")
+    run.batch()
+    wait_until(lambda: "batch 1," in text(browser, "#now-batch"))
+    run.recorders[2].close()
+    wait_until(lambda: "NOT READY" in text(browser, "#state"))
+    assert "rank 2" in text(browser, "#reason")
+    levels = "return [...document.querySelectorAll('.rank')].map(e => e.dataset.level)"
+    assert browser.execute_script(levels) == ["good", "good", "bad", "good"]
+    no_complaints(browser)
+
+
+def test_down_to_one_batch_with_the_keyboard(browser: Any, run: SyntheticRun, url: str) -> None:
+    run.batch()
+    browser.get(url)
+    wait_until(lambda: texts(browser, "#batches tbody button") == ["1"])
+    browser.find_element("css selector", "#batches tbody button").send_keys("\n")
+    wait_until(lambda: "planned" in text(browser, "#plan-title"))
+    detail = httpx.get(f"{url}/v1/balance/batches/1").json()
+    worst = max(detail["layers"], key=lambda layer: layer["imbalance_before"])["layer"]
+    assert f"Layer {worst}:" in text(browser, "#plan-title")
+    other = worst + 1 if worst < 5 else worst - 1
+    arrow = "\ue015" if other > worst else "\ue013"  # down, up
+    browser.switch_to.active_element.send_keys(arrow)
+    wait_until(lambda: f"Layer {other}:" in text(browser, "#plan-title"))
+    plan = httpx.get(f"{url}/v1/balance/batches/1/layers/{other}").json()
+    assert len(texts(browser, "#replicas tbody tr")) == len(plan["replicas"])
+    assert len(texts(browser, "#stages tbody tr")) == 7
+    assert colored_pixels(browser, "stack-after") > 10
+    browser.switch_to.active_element.send_keys("\ue00c")  # escape
+    wait_until(lambda: not browser.execute_script("return document.getElementById('detail').open"))
+    no_complaints(browser)
+
+
+def test_the_policy_is_switched_with_the_token_only(
+    browser: Any, run: SyntheticRun, url: str
+) -> None:
+    run.batch()
+    browser.get(url)
+    wait_until(lambda: "off" in texts(browser, "#policies button"))
+    choose = "document.querySelector('#policies button[data-policy=off]').click()"
+    browser.execute_script(choose)
+    wait_until(lambda: "Bearer" in text(browser, "#policy-message"))
+    assert run.control.policy is Policy.QUOTA
+    browser.find_element("css selector", "#token").send_keys(TOKEN)
+    browser.execute_script(choose)
+    wait_until(lambda: run.control.policy is Policy.OFF)
+    run.batch()
+    wait_until(lambda: "OFF" in text(browser, "#state"))
+    assert "off (as routed)" in texts(browser, "#comparison tbody td")
+    limit = browser.find_element("css selector", "#threshold")
+    limit.clear()
+    limit.send_keys("1.3\n")
+    wait_until(lambda: run.control.max_imbalance_millionths == 1_300_000)
+    assert TOKEN not in browser.page_source
+
+
+def test_a_stopped_run_is_shown_as_it_was_left(
+    browser: Any, run: SyntheticRun, url: str, run_path: Path
+) -> None:
+    for _ in range(3):
+        run.batch()
+    run.close()
+    browser.get(url)
+    wait_until(lambda: "NOT READY" in text(browser, "#state"))
+    assert "stopped" in text(browser, "#reason")
+    wait_until(lambda: texts(browser, "#batches tbody button") == ["3", "2", "1"])
+    assert float(text(browser, "#now-before")) > 1.1
+    (run_path / "ring-0").write_bytes(b"nonsense")
+    for rank in range(1, 4):
+        (run_path / f"ring-{rank}").unlink()
+    wait_until(lambda: "NO ENGINE" in text(browser, "#state"))
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_follows_the_system_until_told_otherwise(browser: Any, url: str, scheme: str) -> None:
+    features = [{"name": "prefers-color-scheme", "value": scheme}]
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+    browser.get(url)
+    background = "return getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)"
+    is_dark = scheme == "dark"
+    assert (max(browser.execute_script(background)) < 128) == is_dark
+    for _ in range(1 if is_dark else 2):  # auto, light, dark
+        browser.find_element("css selector", "#theme").click()
+    assert (max(browser.execute_script(background)) < 128) != is_dark
+    browser.execute_script("localStorage.clear()")
+
+
+def test_the_interface_is_documented_offline(browser: Any, url: str) -> None:
+    browser.get(f"{url}/docs")
+    wait_until(lambda: "/v1/balance" in text(browser, "main"))
+    assert "Max/mean of assignments over ranks" in text(browser, "main")
+    no_complaints(browser)

@@ -1,0 +1,138 @@
+"""Whatever is asked and whatever lies in the run directory: an answer, and never a crash."""
+
+import random
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+from hypothesis import HealthCheck, given, settings
+
+from tests.support.rings import SyntheticRun, Traffic
+from ultraep_serve.ring.schema import HEADER_BYTES, ring_path
+from ultraep_serve.sidecar.app import create_app
+from ultraep_serve.types import ExpertShape
+
+schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not installed")
+
+SHAPE = ExpertShape(num_ranks=2, num_logical_experts=8, num_replica_slots=1)
+TOKEN = "open-sesame"
+PATHS = (
+    "/v1/overview",
+    "/v1/balance",
+    "/v1/balance/heatmap",
+    "/v1/balance/history",
+    "/v1/balance/policies",
+    "/v1/balance/batches",
+    "/v1/balance/batches/1",
+    "/v1/balance/batches/1/layers/0",
+    "/v1/balance/layers/0",
+    "/v1/ranks",
+    "/v1/config",
+    "/readyz",
+    "/metrics?detail=true",
+)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[SyntheticRun]:
+    made = SyntheticRun(tmp_path, SHAPE, 2, Traffic(tokens=512), ring_records=64)
+    for _ in range(3):
+        made.batch()
+    yield made
+    made.close()
+
+
+def test_the_interface_keeps_to_its_document(tmp_path: Path, run: SyntheticRun) -> None:
+    """Every other call bears the token, so that what lies behind it is reached as well."""
+    schema = schemathesis.openapi.from_asgi("/openapi.json", create_app(tmp_path, TOKEN, False))
+    calls = 0
+
+    for found in schema.get_all_operations():
+        operation = found.ok()
+        if operation.path == "/v1/events":
+            continue  # it does not end
+
+        @given(case=operation.as_strategy())
+        @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+        def check(case: Any) -> None:
+            nonlocal calls
+            calls += 1
+            case.headers.pop("authorization", None)
+            bearer = {"Authorization": f"Bearer {TOKEN}"} if calls % 2 else {}
+            case.call_and_validate(headers=bearer)
+
+        check()
+    assert calls > 100
+
+
+def answers_everywhere(client: TestClient) -> None:
+    for path in PATHS:
+        assert client.get(path).status_code in (200, 404, 503), path
+
+
+def test_rings_with_flipped_bytes(tmp_path: Path, run: SyntheticRun) -> None:
+    source = random.Random(0)
+    path = ring_path(tmp_path, 0)
+    original = path.read_bytes()
+    client = TestClient(create_app(tmp_path, None, False))
+    for round_number in range(40):
+        data = bytearray(original)
+        limit = HEADER_BYTES if round_number % 2 else len(data)
+        for _ in range(source.randrange(1, 60)):
+            data[source.randrange(8, limit)] = source.randrange(256)
+        path.unlink()
+        path.write_bytes(data)
+        answers_everywhere(client)
+
+
+def test_what_is_no_ring_is_reported(tmp_path: Path, run: SyntheticRun) -> None:
+    path = ring_path(tmp_path, 0)
+    original = path.read_bytes()
+    client = TestClient(create_app(tmp_path, None, False))
+    huge = bytearray(original)
+    huge[8:16] = b"\xff" * 8  # records ever written
+    for content, reason in (
+        (original[:100], "cut short"),
+        (original[: HEADER_BYTES + 10], "cut short"),
+        (random.Random(1).randbytes(9000), "not a ring"),
+        (bytes(huge), "damaged"),
+        (b"", "cut short"),
+    ):
+        path.unlink()
+        path.write_bytes(content)
+        answers_everywhere(client)
+        assert reason in client.get("/readyz").json()["reasons"]["0"]
+        rank = client.get("/v1/ranks").json()["ranks"][0]
+        assert (rank["state"], rank["alive"]) == ("missing", False)
+
+
+def test_rings_rewritten_while_they_are_read(tmp_path: Path, run: SyntheticRun) -> None:
+    path = ring_path(tmp_path, 1)
+    original = path.read_bytes()
+    path.unlink()  # the recorder keeps the file it has mapped
+    path.write_bytes(original)
+    stop = threading.Event()
+
+    def rewrite() -> None:
+        source = random.Random(2)
+        while not stop.is_set():
+            size = source.randrange(len(original))
+            with path.open("r+b") as file:
+                file.truncate(size)
+                file.seek(source.randrange(size + 1))
+                file.write(source.randbytes(200))
+            path.write_bytes(original)
+
+    writer = threading.Thread(target=rewrite)
+    client = TestClient(create_app(tmp_path, None, False))
+    writer.start()
+    try:
+        for _ in range(30):
+            answers_everywhere(client)
+    finally:
+        stop.set()
+        writer.join()
+    assert client.get("/v1/balance").json()["window_records"] >= 6  # rank 0's are untouched

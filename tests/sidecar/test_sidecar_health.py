@@ -1,0 +1,149 @@
+"""Whether the run is well: before the engine, with it, when ranks fail, go away or come back."""
+
+import multiprocessing
+import os
+import time
+from pathlib import Path
+
+from fastapi.testclient import TestClient
+
+from tests.support.rings import SyntheticRun
+from tests.support.sidecar_runs import TOKEN, SkewedRun, reasons, samples
+from ultraep_serve.ring.recorder import Recorder
+from ultraep_serve.ring.schema import RingState, ring_path
+from ultraep_serve.sidecar.app import AppOptions, create_app
+from ultraep_serve.types import Decision, ExpertShape
+
+
+def test_before_the_engine_only_health_is_well(client: TestClient) -> None:
+    assert client.get("/healthz").status_code == 200
+    assert client.get("/").status_code == 200
+    assert client.get("/metrics").status_code == 200
+    assert client.get("/v1/config").json()["config"] is None
+    assert "run" in reasons(client)
+    for path in ("/v1/balance", "/v1/balance/batches", "/v1/balance/layers/0"):
+        answer = client.get(path)
+        assert answer.status_code == 503
+        assert "engine" in answer.json()["detail"]
+
+
+def test_ready_only_when_every_rank_is(
+    tmp_path: Path, skewed_run: SkewedRun, client: TestClient
+) -> None:
+    assert reasons(client) == {}
+    skewed_run.recorders[1].set_state(RingState.FAILED)
+    assert reasons(client) == {"1": "state is failed"}
+    skewed_run.recorders[1].set_state(RingState.READY)
+    ring_path(tmp_path, 1).unlink()
+    assert "gone" in reasons(client)["1"]
+    assert client.get("/v1/balance").json()["ranks"][1]["state"] == "missing"
+
+
+def test_an_engine_that_comes_back_is_followed(tmp_path: Path, client: TestClient) -> None:
+    first = SkewedRun(tmp_path)
+    first.batch(0)
+    first.batch(1)
+    first.skip(Decision.SMALL)
+    assert client.get("/v1/balance").json()["window_records"] == 4
+    first.close()
+    assert reasons(client) == {"0": "state is stopped", "1": "state is stopped"}
+    for rank in (0, 1):
+        ring_path(tmp_path, rank).unlink()
+    assert client.get("/v1/balance").status_code == 503
+    second = SkewedRun(tmp_path, num_ranks=3)
+    second.batch(0)
+    assert reasons(client) == {}
+    balance = client.get("/v1/balance").json()
+    assert (balance["num_ranks"], balance["window_records"]) == (3, 2)
+    assert balance["imbalance"]["before"]["max"] == 3.0
+    assert balance["batches"]["planned"] == 1
+    assert balance["batches"]["skipped"]["small"] == 0
+    second.close()
+
+
+def test_hostile_files_are_reported_and_survived(
+    tmp_path: Path, skewed_run: SkewedRun, client: TestClient
+) -> None:
+    skewed_run.batch(0)
+    ring_path(tmp_path, 0).unlink()
+    ring_path(tmp_path, 0).write_bytes(b"UEPRING\x01" + bytes(range(256)) * 40)
+    os.mkfifo(tmp_path / "ring-7")
+    (tmp_path / "ring-08").mkdir()
+    (tmp_path / "ring-x").write_text("x")
+    (tmp_path / "control").write_bytes(b"\xff" * 8192)
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    assert "schema version" in reasons(client)["0"]
+    balance = client.get("/v1/balance").json()  # rank 1 is the primary one
+    assert (balance["window_records"], balance["ranks"][0]["state"]) == (2, "missing")
+    assert client.get("/v1/config").json()["config"] is None
+    assert client.get("/metrics").status_code == 200
+    ring_path(tmp_path, 1).unlink()
+    ring_path(tmp_path, 1).write_bytes(b"")
+    assert set(reasons(client)) == {"0", "1", "7"}
+
+
+def beat(run_path: Path, rank: int) -> None:
+    Recorder.create(
+        run_path, rank, ExpertShape(1, 4, 1), 2, 16, "vllm", "tensor", 0, 30.0
+    ).set_state(RingState.READY)
+    time.sleep(600)
+
+
+def wait_for(client: TestClient, text: str) -> None:
+    while text not in str(reasons(client)):
+        time.sleep(0.05)
+
+
+def test_a_killed_writer_is_noticed(tmp_path: Path) -> None:
+    settings = AppOptions(poll_seconds=0.05, heartbeat_limit_seconds=1.5)
+    writer = multiprocessing.get_context("spawn").Process(target=beat, args=(tmp_path, 0))
+    with TestClient(create_app(tmp_path, TOKEN, False, settings=settings)) as client:
+        writer.start()
+        try:
+            wait_for(client, "{}")
+        finally:
+            writer.kill()
+            writer.join()
+        wait_for(client, "has died")
+        assert client.get("/v1/balance").json()["ranks"][0]["alive"] is False
+        assert samples(client)["ultraep_rank_up,rank=0"] == 0
+
+
+def test_the_background_keeps_what_the_ring_forgets(tmp_path: Path) -> None:
+    skewed_run = SkewedRun(tmp_path, ring_records=16)
+    settings = AppOptions(poll_seconds=0.001, max_records=20)
+    client = TestClient(create_app(tmp_path, TOKEN, False, settings=settings))
+    for number in range(30):  # 60 records through a ring of 16 and a window of 20
+        skewed_run.batch(number)
+        client.get("/readyz")
+    assert client.get("/v1/balance").json()["window_records"] >= 20
+    assert client.get("/v1/balance").json()["batches"]["planned"] == 30
+    found = samples(client)
+    assert found["ultraep_records_missed_total,rank=0"] == 0
+    assert found["ultraep_imbalance_ratio_count,phase=prefill,when=before"] == 60
+    skewed_run.close()
+
+
+def test_health_of_every_rank(
+    tmp_path: Path, planned_run: SyntheticRun, client: TestClient
+) -> None:
+    ranks = client.get("/v1/ranks").json()
+    assert ranks["ready"] is True
+    assert ranks["ranks"][0]["last_batch_age_seconds"] is None
+    planned_run.batch()
+    planned_run.recorders[1].set_state(RingState.FAILED)
+    ring_path(tmp_path, 2).unlink()
+    ranks = client.get("/v1/ranks").json()
+    assert ranks["ready"] is False
+    assert [rank["state"] for rank in ranks["ranks"]] == ["ready", "failed", "missing", "ready"]
+    assert [bool(rank["problem"]) for rank in ranks["ranks"]] == [False, True, True, False]
+    assert 0 <= ranks["ranks"][0]["last_batch_age_seconds"] < 60
+    overview = client.get("/v1/overview").json()
+    assert set(overview["reasons"]) == {"1", "2"}
+    assert overview["last_batch"]["batch"] == 1
+
+
+def test_an_overview_without_an_engine(tmp_path: Path) -> None:
+    overview = TestClient(create_app(tmp_path, None, False)).get("/v1/overview").json()
+    assert (overview["ready"], overview["engine"], overview["ranks"]) == (False, None, [])
+    assert "run" in overview["reasons"]

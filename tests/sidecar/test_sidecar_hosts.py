@@ -1,0 +1,149 @@
+"""A sidecar on one of several hosts: loads of the whole group, health of its own ranks."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fastapi.testclient import TestClient
+
+from tests.support.sidecar_runs import BEARER, TOKEN, reasons, samples
+from ultraep_serve.ring.control import ControlPage
+from ultraep_serve.ring.recorder import Recorder
+from ultraep_serve.ring.schema import RingState
+from ultraep_serve.sidecar.app import create_app
+from ultraep_serve.topology import Location
+from ultraep_serve.types import Decision, ExpertShape, Policy
+
+SHAPE = ExpertShape(num_ranks=4, num_logical_experts=8, num_replica_slots=1)
+BEFORE, AFTER = [60, 0, 10, 10], [30, 30, 10, 10]
+DECIDING: dict[str, dict[str, Any]] = {
+    "pause": {},
+    "resume": {},
+    "policy": {"policy": "off"},
+    "threshold": {"max_imbalance": 2},
+}
+
+
+class Host:
+    """The rings and page of two ranks of four; weights move between two ranks."""
+
+    def __init__(self, path: Path, first: int) -> None:
+        self.ranks = range(first, first + 2)
+        self.page = ControlPage.create(path, Policy.QUOTA)
+        self.recorders = [
+            Recorder.create(
+                path, rank, SHAPE, 1, 64, "vllm", "data", 100, 30.0, Location(rank, 4, 2, 2, "one")
+            )
+            for rank in self.ranks
+        ]
+        for recorder in self.recorders:
+            recorder.set_policy(Policy.QUOTA)
+            recorder.set_state(RingState.READY)
+
+    def batch(self, policy: Policy = Policy.QUOTA) -> None:
+        if policy is Policy.OFF:
+            for recorder in self.recorders:
+                recorder.count_batch(Decision.POLICY_OFF)
+            return
+        for rank, recorder in zip(self.ranks, self.recorders, strict=True):
+            recorder.record(
+                layer=0,
+                batch=1,
+                tokens=40,
+                decision=Decision.PLANNED,
+                policy=policy,
+                replicas=1,
+                bytes_sent=100 * rank,
+                bytes_received=50,
+                stage_ns=[1000] * 7,
+                load_before=np.array(BEFORE),
+                load_after=np.array(AFTER),
+                slot_expert=np.array([[-1], [0], [-1], [-1]]),
+            )
+
+
+@pytest.fixture(params=[0, 2], ids=["first", "second"])
+def host(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Host]:
+    made = Host(tmp_path, request.param)
+    made.batch()
+    yield made
+    for recorder in made.recorders:
+        recorder.close()
+    made.page.close()
+
+
+@pytest.fixture
+def client(tmp_path: Path) -> TestClient:
+    return TestClient(create_app(tmp_path, TOKEN, False))
+
+
+def test_loads_are_everybodys_and_ranks_are_this_hosts(host: Host, client: TestClient) -> None:
+    balance = client.get("/v1/balance").json()
+    assert balance["num_ranks"] == 4
+    assert balance["host_ranks"] == list(host.ranks)
+    assert balance["assignments"] == 80
+    assert balance["imbalance"]["before"]["mean"] == 3.0
+    assert balance["imbalance"]["after"]["mean"] == balance["floor"] == 1.5  # 30 of a mean of 20
+    assert [layer["floor"] for layer in balance["layers"]] == [1.5]
+    assert client.get("/v1/balance/layers/0").json()["floor"] == 1.5
+    assert [rank["rank"] for rank in balance["ranks"]] == list(host.ranks)
+    for rank in balance["ranks"]:
+        number = rank["rank"]
+        assert rank["assignments"] == {"before": BEFORE[number], "after": AFTER[number]}
+        assert rank["bytes_sent"] == 100 * number
+    assert balance["bytes_moved"] == 100 * sum(host.ranks)
+    overview = client.get("/v1/overview").json()
+    assert (overview["num_ranks"], len(overview["ranks"])) == (4, 2)
+    assert overview["floor"] == 1.5
+    detail = client.get("/v1/balance/batches/1/layers/0").json()
+    assert [rank["before"] for rank in detail["ranks"]] == BEFORE
+
+
+def test_readiness_is_that_of_this_hosts_ranks(host: Host, client: TestClient) -> None:
+    assert reasons(client) == {}
+    host.recorders[1].set_state(RingState.FAILED)
+    assert list(reasons(client)) == [str(host.ranks[1])]
+    assert [rank["rank"] for rank in client.get("/v1/ranks").json()["ranks"]] == list(host.ranks)
+    found = samples(client, "/metrics?detail=true")
+    assert found["ultraep_ready"] == 0
+    assert found["ultraep_imbalance_floor_ratio"] == 1.5
+    assert {name for name in found if name.startswith("ultraep_rank_up")} == {
+        f"ultraep_rank_up,rank={rank}" for rank in host.ranks
+    }
+    assert found[f"ultraep_rank_assignments_ratio,rank={host.ranks[0]},when=before"] == (
+        BEFORE[host.ranks[0]] / 20
+    )
+
+
+def test_only_the_first_host_decides_and_the_others_say_who(host: Host, client: TestClient) -> None:
+    answers = {
+        name: client.post(f"/v1/control/{name}", json=body, headers=BEARER)
+        for name, body in DECIDING.items()
+    }
+    if host.ranks[0] == 0:
+        assert {answer.status_code for answer in answers.values()} == {200}
+        assert host.page.max_imbalance_millionths == 2_000_000
+        return
+    for answer in answers.values():
+        assert answer.status_code == 409
+        assert "on the first host, one: ask the sidecar there" in answer.json()["detail"]
+    assert host.page.policy is Policy.QUOTA
+    assert host.page.sequence == host.page.max_imbalance_millionths == 0
+
+
+def test_every_host_records_its_own(host: Host, client: TestClient) -> None:
+    answer = client.post("/v1/control/record", json={"level": "loads"}, headers=BEARER)
+    assert answer.status_code == 200
+    assert host.page.recording_word > 0
+
+
+def test_the_policy_in_force_is_what_batches_were_served_under(
+    host: Host, client: TestClient
+) -> None:
+    """The page of another host than the first says nothing about it."""
+    host.batch(Policy.OFF)
+    expected = "quota" if host.ranks[0] == 0 else "off"
+    assert client.get("/v1/config").json()["policy"] == expected
+    assert client.get("/v1/balance").json()["policy"] == expected

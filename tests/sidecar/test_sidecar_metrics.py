@@ -1,0 +1,87 @@
+"""What Prometheus scrapes."""
+
+from pathlib import Path
+
+import pytest
+from fastapi.testclient import TestClient
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.support.sidecar_runs import SkewedRun, samples
+from ultraep_serve.ring.schema import RingState
+from ultraep_serve.types import Decision
+
+
+def test_metrics_are_what_was_counted(skewed_run: SkewedRun, client: TestClient) -> None:
+    skewed_run.batch(0)
+    skewed_run.batch(1, Decision.BALANCED)
+    skewed_run.skip(Decision.SMALL)
+    found = samples(client)
+    assert found["ultraep_ready"] == 1
+    planned = "decision=planned,phase=prefill,reason=imbalanced"
+    assert found[f"ultraep_batches_total,{planned}"] == 1
+    assert found["ultraep_batches_total,decision=identity,phase=decode,reason=small"] == 1
+    assert found["ultraep_layers_total,decision=identity,phase=prefill,reason=balanced"] == 2
+    assert found["ultraep_moved_bytes_total"] == 400
+    assert found["ultraep_replicas_total"] == 4
+    assert found["ultraep_stage_seconds_total,stage=plan"] == pytest.approx(8e-6)
+    assert found["ultraep_imbalance_ratio_count,phase=prefill,when=before"] == 4
+    assert found["ultraep_imbalance_ratio_sum,phase=prefill,when=before"] == 8
+    assert found["ultraep_imbalance_ratio_bucket,le=1.75,phase=prefill,when=before"] == 0
+    assert found["ultraep_imbalance_ratio_bucket,le=2.0,phase=prefill,when=before"] == 4
+    assert found["ultraep_imbalance_ratio_bucket,le=1.0,phase=prefill,when=after"] == 4
+    assert found["ultraep_imbalance_floor_ratio"] == 1
+    assert found["ultraep_policy_info,engine=vllm,mode=tensor,policy=quota"] == 1
+    assert found["ultraep_rank_up,rank=1"] == 1
+    assert found["ultraep_heartbeat_age_seconds,rank=0"] < 60
+    assert 0 <= found["ultraep_last_batch_age_seconds,rank=0"] < 60
+    assert found["ultraep_records_lost_total,rank=0"] == 0
+    assert found["ultraep_slot_reserved_bytes"] == 2 << 20
+    # 1 us of compute per record, its busiest rank at 20 before and 10 after
+    assert found["ultraep_estimated_saved_seconds_total"] == pytest.approx(4e-6)
+    # 5 stages on the busiest rank and the exchange, 1 us each, in 4 records
+    assert found["ultraep_estimated_spent_seconds_total"] == pytest.approx(24e-6)
+
+
+def test_series_by_layer_and_rank_come_on_request(
+    skewed_run: SkewedRun, client: TestClient
+) -> None:
+    skewed_run.batch(0)
+    name = "ultraep_layer_imbalance_ratio,layer=1,when=before"
+    assert name not in samples(client)
+    found = samples(client, "/metrics?detail=true")
+    assert found[name] == 2
+    assert found["ultraep_rank_assignments_ratio,rank=0,when=before"] == 2
+    assert found["ultraep_rank_assignments_ratio,rank=1,when=after"] == 1
+    assert found["ultraep_rank_sent_bytes_total,rank=1"] == 200
+    assert found["ultraep_rank_received_bytes_total,rank=0"] == 100
+    assert found["ultraep_rank_stage_seconds_total,rank=0,stage=plan"] == pytest.approx(2e-6)
+    assert found["ultraep_ready"] == 1
+
+
+def test_every_family_is_explained(skewed_run: SkewedRun, client: TestClient) -> None:
+    skewed_run.batch(0)
+    families = list(text_string_to_metric_families(client.get("/metrics?detail=true").text))
+    assert len(families) > 15
+    assert all(f.name.startswith("ultraep_") and f.documentation.endswith(".") for f in families)
+
+
+def test_the_histogram_outlives_a_change_of_lead(
+    tmp_path: Path, skewed_run: SkewedRun, client: TestClient
+) -> None:
+    skewed_run.batch(0)
+    assert samples(client)["ultraep_imbalance_ratio_count,phase=prefill,when=after"] == 2
+    skewed_run.recorders[0].set_state(
+        RingState.FAILED
+    )  # rank 1 is the primary one, with the same loads
+    assert client.get("/v1/balance").json()["window_records"] == 2
+    skewed_run.batch(1)
+    assert samples(client)["ultraep_imbalance_ratio_count,phase=prefill,when=after"] == 4
+
+
+def test_openmetrics_where_the_scraper_asks_for_it(
+    skewed_run: SkewedRun, client: TestClient
+) -> None:
+    accept = {"Accept": "application/openmetrics-text; version=1.0.0"}
+    answer = client.get("/metrics", headers=accept)
+    assert answer.headers["content-type"].startswith("application/openmetrics-text")
+    assert answer.text.endswith("# EOF\n")

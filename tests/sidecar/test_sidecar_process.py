@@ -1,0 +1,143 @@
+"""The sidecar as its own process: what it imports, binds, writes and refuses."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+import ultraep_serve
+from ultraep_serve.config import TOKEN_VARIABLE
+from ultraep_serve.errors import ConfigError
+from ultraep_serve.machine import free_port
+from ultraep_serve.sidecar.serve import is_loopback, serve
+from ultraep_serve.sidecar.tokens import control_token
+
+ROOT = Path(ultraep_serve.__file__).parents[1]
+
+
+@pytest.fixture(autouse=True)
+def no_operator_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
+
+
+def start(run_dir: Path, port: int) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-m", "ultraep_serve.sidecar", "--run-dir", str(run_dir)]
+    return subprocess.Popen(
+        [*command, "--port", str(port)], cwd=ROOT, stderr=subprocess.PIPE, text=True
+    )
+
+
+@pytest.mark.parametrize(
+    ("modules", "unwanted"),
+    [
+        (
+            "ultraep_serve.sidecar.__main__, ultraep_serve.ring.recorder",
+            {"torch", "numba", "vllm"},
+        ),
+        ("ultraep_serve.ring.recorder, ultraep_serve.ring.reader", {"fastapi", "pydantic"}),
+        (
+            "ultraep_serve.host.backend, ultraep_serve.offline.replay",
+            {"fastapi", "pydantic", "vllm"},
+        ),
+    ],
+    ids=["sidecar", "ring", "core"],
+)
+def test_what_is_not_needed_is_not_imported(modules: str, unwanted: set[str]) -> None:
+    code = f"import sys, {modules}; sys.exit(str({unwanted!r} & set(sys.modules)))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.stderr.strip() == "set()"
+
+
+def test_it_serves_with_a_token_of_its_own_and_stops_when_asked(tmp_path: Path) -> None:
+    port = free_port()
+    process = start(tmp_path, port)
+    try:
+        url = f"http://127.0.0.1:{port}"
+        while process.poll() is None:
+            try:
+                assert httpx.get(f"{url}/healthz").status_code == 200
+                break
+            except httpx.ConnectError:
+                time.sleep(0.05)
+        token = (tmp_path / "token").read_text()
+        bearer = {"Authorization": f"Bearer {token}"}
+        body = {"policy": "off"}
+        answer = httpx.post(f"{url}/v1/control/policy", json=body, headers=bearer)
+        assert answer.status_code == 409  # accepted, but there is no engine
+        assert httpx.post(f"{url}/v1/control/policy", json=body).status_code == 401
+    finally:
+        process.terminate()
+        _, errors = process.communicate(timeout=30)
+    assert process.returncode in (0, -signal.SIGTERM)
+    assert f"http://127.0.0.1:{port}" in errors
+    assert token not in errors
+    assert "Traceback" not in errors
+
+
+def test_a_port_in_use_is_said_plainly(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        process = start(tmp_path, other.getsockname()[1])
+        _, errors = process.communicate(timeout=30)
+    assert process.returncode == 2
+    assert "in use" in errors
+    assert "--port" in errors
+    assert "Traceback" not in errors
+
+
+def test_other_hosts_need_a_token(tmp_path: Path) -> None:
+    for host in ("0.0.0.0", "::", "192.0.2.1", "example.invalid"):
+        with pytest.raises(ConfigError, match="token"):
+            serve(tmp_path, host=host, port=0)
+
+
+def test_only_this_machine_is_loopback() -> None:
+    assert all(is_loopback(host) for host in ("127.0.0.1", "127.1.2.3", "::1", "localhost"))
+    assert not any(
+        is_loopback(host) for host in ("0.0.0.0", "::", "", "10.0.0.1", "localhost.evil")
+    )
+
+
+def test_an_address_that_cannot_be_bound_is_a_config_error(tmp_path: Path) -> None:
+    for host, port in (("no host", 0), ("127.0.0.1", 99999), ("127.0.0.1", -1)):
+        with pytest.raises(ConfigError, match="--port"):
+            serve(tmp_path, host=host, port=port, token="x")
+
+
+def test_the_token_is_made_once_and_kept_private(tmp_path: Path) -> None:
+    token = control_token(tmp_path)
+    assert len(token) >= 32
+    assert (tmp_path / "token").stat().st_mode & 0o777 == 0o600
+    assert os.listdir(tmp_path) == ["token"]
+    assert control_token(tmp_path) == token
+
+
+def test_the_operators_token_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TOKEN_VARIABLE, "chosen")
+    assert control_token(tmp_path) == "chosen"
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_token_that_others_could_know_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    path.write_text("known")
+    path.chmod(0o644)
+    with pytest.raises(ConfigError, match="read by others"):
+        control_token(tmp_path)
+    path.chmod(0o600)
+    path.write_text("")
+    with pytest.raises(ConfigError, match="empty"):
+        control_token(tmp_path)
+    path.unlink()
+    path.symlink_to("/etc/hostname")
+    with pytest.raises(ConfigError, match="cannot read"):
+        control_token(tmp_path)
+    with pytest.raises(ConfigError, match="cannot write"):
+        control_token(tmp_path / "missing")

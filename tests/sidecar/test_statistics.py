@@ -1,0 +1,137 @@
+"""Figures against records small enough to work out by hand."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ultraep_serve.ring.reader import RingReader
+from ultraep_serve.ring.recorder import Recorder
+from ultraep_serve.ring.schema import ring_path
+from ultraep_serve.sidecar.statistics.batches import batch_snapshots, count_batches
+from ultraep_serve.sidecar.statistics.snapshot import BalanceSnapshot, RankView, imbalances
+from ultraep_serve.sidecar.statistics.summary import layer_detail, summarise
+from ultraep_serve.sidecar.statistics.window import Window
+from ultraep_serve.types import Decision, ExpertShape, Policy, imbalance
+
+SHAPE = ExpertShape(num_ranks=2, num_logical_experts=4, num_replica_slots=1)
+
+
+@pytest.fixture
+def recorders(tmp_path: Path) -> Any:
+    """Two ranks' recorders, and a function that reads what they wrote as rank views."""
+    made = [
+        Recorder.create(tmp_path, rank, SHAPE, 2, 64, "vllm", "data", 0, 30.0) for rank in (0, 1)
+    ]
+
+    def views() -> list[RankView]:
+        polls = [RingReader(ring_path(tmp_path, rank)).poll() for rank in (0, 1)]
+        return [RankView(r, poll.header, True, 0.5, poll.records) for r, poll in enumerate(polls)]
+
+    yield made, views
+    for recorder in made:
+        recorder.close()
+
+
+def write(
+    recorders: list[Recorder],
+    batch: int,
+    layer: int,
+    before: list[int],
+    after: list[int],
+    decision: Decision = Decision.PLANNED,
+    policy: Policy = Policy.QUOTA,
+) -> None:
+    """Every rank writes the same loads; rank r sends r * 100 bytes and takes r + 1 s to plan."""
+    for rank, recorder in enumerate(recorders):
+        recorder.record(
+            layer=layer,
+            batch=batch,
+            tokens=sum(before),
+            decision=decision,
+            policy=policy,
+            replicas=layer,
+            bytes_sent=100 * rank,
+            bytes_received=7,
+            stage_ns=[0, 0, (rank + 1) * 10**9, 0, 0, 0, 0],
+            load_before=np.array(before),
+            load_after=np.array(after),
+            slot_expert=np.array([[-1], [layer]]),
+        )
+
+
+def summary(views: list[RankView], window: Window | None = None) -> BalanceSnapshot:
+    header = views[0].header
+    assert header is not None
+    return summarise(views[0].records, header, views, {Decision.SMALL: 3}, window or Window())
+
+
+def test_imbalances_agree_with_the_definition() -> None:
+    loads = np.array([[4, 0], [3, 3], [0, 0], [1, 2]])
+    assert imbalances(loads).tolist() == [imbalance(row) for row in loads]
+
+
+def test_a_summary_by_hand(recorders: Any) -> None:
+    made, views = recorders
+    write(made, 0, 0, [30, 10], [20, 20])  # 1.5 -> 1.0
+    write(made, 0, 1, [20, 20], [20, 20], Decision.BALANCED)  # 1.0
+    write(made, 1, 1, [40, 0], [30, 10])  # 2.0 -> 1.5
+    write(made, 2, 0, [9, 0], [9, 0], Decision.INCONSISTENT)  # never weighed
+    write(made, 3, 0, [0, 9], [0, 9], Decision.FORCED, Policy.IDEAL)
+    result = summary(views())
+    assert (result.engine, result.mode, result.num_ranks) == ("vllm", "data", 2)
+    assert result.window_records == 3
+    assert result.imbalance.before.mean == 1.5
+    assert (result.imbalance.before.p50, result.imbalance.before.max) == (1.5, 2.0)
+    assert result.imbalance.after.mean == pytest.approx(3.5 / 3)
+    assert (result.replicas.mean, result.replicas.max) == (pytest.approx(2 / 3), 1)
+    assert result.bytes_moved == 300  # rank 1's three records
+    assert (result.batches.planned, result.batches.skipped["small"]) == (0, 3)
+    assert [(layer.layer, layer.records) for layer in result.layers] == [(0, 1), (1, 2)]
+    assert [layer.bytes_moved for layer in result.layers] == [100, 200]
+    assert [rank.assignments.before for rank in result.ranks] == [90, 30]
+    assert [rank.assignments.after for rank in result.ranks] == [70, 50]
+    assert [rank.stage_seconds["plan"].mean for rank in result.ranks] == [1.0, 2.0]
+    assert result.ranks[0].stage_seconds["replicate"].mean is None  # it never ran
+
+
+def test_a_window_keeps_its_time_and_policy(recorders: Any) -> None:
+    made, views = recorders
+    write(made, 0, 0, [40, 0], [40, 0])
+    since_ns = time.time_ns()
+    write(made, 1, 0, [30, 10], [20, 20])
+    write(made, 2, 0, [40, 0], [20, 20], Decision.FORCED, Policy.IDEAL)
+    assert summary(views(), Window(since_ns)).imbalance.before.max == 1.5
+    ideal = summary(views(), Window(since_ns, Policy.IDEAL))
+    assert (ideal.window_records, ideal.imbalance.before.max) == (1, 2.0)
+    nothing = summary(views(), Window(time.time_ns()))
+    assert (nothing.window_records, nothing.imbalance.before.mean) == (0, None)
+    assert (nothing.layers, nothing.replicas.max, len(nothing.ranks)) == ([], None, 2)
+
+
+def test_batches_are_put_together_from_layers(recorders: Any) -> None:
+    made, views = recorders
+    write(made, 4, 0, [20, 20], [20, 20], Decision.BALANCED)
+    write(made, 4, 1, [30, 10], [20, 20])
+    write(made, 5, 0, [8, 8], [8, 8], Decision.BALANCED)
+    records = [view.records for view in views()]
+    assert count_batches(records[0]) == {Decision.PLANNED: 1, Decision.BALANCED: 1}
+    newest, older = batch_snapshots(records[0], records, limit=9).batches
+    assert (newest.batch, older.batch) == (5, 4)
+    assert older.layers == {"planned": 1, "balanced": 1}
+    assert (older.tokens, older.replicas, older.bytes_moved) == (40, 1, 200)
+    assert older.imbalance.before.max == 1.5
+    assert [b.batch for b in batch_snapshots(records[0], records, limit=1).batches] == [5]
+
+
+def test_a_layer_shows_its_ranks_and_replicas(recorders: Any) -> None:
+    made, views = recorders
+    write(made, 0, 1, [30, 10], [20, 20])
+    records = [view.records for view in views()]
+    detail = layer_detail(1, records[0], records)
+    assert detail is not None
+    assert [(rank.before, rank.after) for rank in detail.ranks] == [(30, 20), (10, 20)]
+    assert (detail.last_batch, detail.last_slot_expert) == (0, [[-1], [1]])
+    assert layer_detail(0, records[0], records) is None

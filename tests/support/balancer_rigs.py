@@ -1,0 +1,162 @@
+"""Ranks with a balancer of either kind, for the checks of the device's."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import ultraep_kernels.device.plan
+import ultraep_kernels.host.plan
+from ultraep_kernels.contract import Search
+
+from tests.support.host_driver import HostDriver
+from tests.support.mirror import mirrored_fabric
+from ultraep_serve.backend import GroupSetup, LayerSlots
+from ultraep_serve.collectives import DeviceAllGather, EngineGroup, HostAllGather
+from ultraep_serve.config import BalanceConfig
+from ultraep_serve.costs.model import IntegerCosts
+from ultraep_serve.cuda.balancer import DeviceBalancer, device_row_width
+from ultraep_serve.cuda.fabric import DeviceFabric, Limits
+from ultraep_serve.cuda.rendezvous import SocketRendezvous
+from ultraep_serve.cuda.slots import DeviceSlotPool
+from ultraep_serve.host.balancer import HostBalancer, row_width
+from ultraep_serve.host.fabric import HostFabric
+from ultraep_serve.host.slots import HostSlotPool
+from ultraep_serve.topology import Location, domain_of
+from ultraep_serve.types import Decision, ExpertShape, Policy, Stage, TokenView
+
+LAYERS, SMALL = 2, 8
+PATIENCE_NS = 3_000_000_000
+CONFIG = BalanceConfig(
+    min_batch_tokens=SMALL, chunk_bytes=4096, timeout_seconds=60.0, allow_ideal=True
+)
+SHAPES = ((200, 25), (3,))  # mapped behind masters, packed
+
+
+@dataclass
+class Notes:
+    """Recorder and policy source in one."""
+
+    policy: Policy = Policy.QUOTA
+    max_imbalance_millionths: int = 0
+    events: list[Any] = field(default_factory=list)
+    lost: int = 0
+
+    def record(self, *, stage_ns: Any, slot_load: Any, **values: Any) -> None:
+        assert len(stage_ns) == len(Stage)
+        assert min(stage_ns) >= 0
+        values["slot_load"] = np.zeros(0) if slot_load is None else slot_load
+        if not values["replicas"]:
+            values["slot_load"] = 0
+        plain = {name: np.asarray(value).tolist() for name, value in values.items()}
+        self.events.append(plain | {"policy": values["policy"]})
+
+    def count_batch(self, decision: Decision) -> None:
+        self.events.append(decision)
+
+    def count_lost(self) -> None:
+        self.lost += 1
+
+
+def search_briefly() -> None:
+    """Both planners make a few attempts only: the interpreter is slow. For a process of its own."""
+    for module in (ultraep_kernels.device.plan, ultraep_kernels.host.plan):
+        module.search_of = lambda *_: Search(grain=512, first=2, limit=4, sweeps=8)
+
+
+def masters_of(rank: int, layer: int, num_masters: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * rank + layer)
+    return [torch.randn(num_masters, *shape, generator=generator) for shape in SHAPES]
+
+
+def skewed(rank: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    """Everybody wants the first experts, rank by rank a little less; every ninth is padding."""
+    rng = np.random.default_rng(rank)
+    ids = np.minimum(rng.geometric(0.5, size=(150 + 30 * rank, 2)) - 1, 7)
+    ids[::9] = -1
+    return torch.from_numpy(ids).to(dtype)
+
+
+def even(_rank: int) -> torch.Tensor:
+    return (torch.arange(64) % 8).view(-1, 2)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Of both balancers."""
+
+    shape: ExpertShape
+    view: TokenView
+    config: BalanceConfig = CONFIG
+    costs: IntegerCosts | None = None
+    domain_size: int | None = None  # ranks of each domain, a host of its own; None: one domain
+
+    def of(self, rank: int) -> GroupSetup:
+        size = self.domain_size or self.shape.num_ranks
+        location = Location(rank, self.shape.num_ranks, size, size)
+        return GroupSetup(self.config, self.shape, self.view, location)
+
+
+@dataclass
+class Rig:
+    """One rank with a balancer, and what it says about itself."""
+
+    balancer: Any
+    layers: list[LayerSlots]
+    notes: Notes
+    fabric: Any
+
+
+def host_rig(rank: int, run_path: Path, setup: Setup, group: EngineGroup | None = None) -> Rig:
+    """``group`` where there are several domains."""
+    shape, view = setup.shape, setup.view
+    all_gather = HostAllGather(group.on_host, 60.0) if group else None
+    pool = HostSlotPool(shape.num_replica_slots, setup.config.chunk_bytes)
+    layers = [pool.adopt(masters_of(rank, i, shape.num_masters)) for i in range(LAYERS)]
+    width, chunks = row_width(shape.num_logical_experts, view), layers[0].chunks.shape[0]
+    sizes = shape.num_ranks, width, pool, chunks
+    fabric = HostFabric(run_path, rank, *sizes, 60.0, setup.domain_size, all_gather)
+    notes = Notes()
+    policies = notes if rank == 0 else None
+    balancer = HostBalancer(setup.of(rank), layers, fabric, policies, notes, setup.costs)
+    return Rig(balancer, layers, notes, fabric)
+
+
+def device_rig(
+    rank: int,
+    run_path: Path,
+    setup: Setup,
+    patience_ns: int = PATIENCE_NS,
+    group: EngineGroup | None = None,
+) -> Rig:
+    """``group`` where there are several domains."""
+    shape, view = setup.shape, setup.view
+    driver = HostDriver()
+    pool = DeviceSlotPool(driver, shape.num_slots, setup.config.chunk_bytes)
+    layers = [pool.adopt(masters_of(rank, i, shape.num_masters)) for i in range(LAYERS)]
+    width, chunks = device_row_width(shape.num_logical_experts, view), layers[0].chunks.shape[0]
+    limits = Limits(width, chunks, patience_ns, num_programs=2)
+    domain = domain_of(rank, shape.num_ranks, setup.domain_size)
+    path = run_path / f"domain-{domain.start}"
+    path.mkdir(exist_ok=True)
+    rendezvous = SocketRendezvous(path, rank - domain.start, len(domain), 60.0)
+    all_gather = DeviceAllGather(group.on_device) if group else None
+    arguments = rank, shape.num_ranks, limits, setup.domain_size, all_gather
+    fabric = DeviceFabric(driver, pool, rendezvous, *arguments)
+    notes = Notes()
+    policies = notes if rank == 0 else None
+    balancer = DeviceBalancer(setup.of(rank), layers, fabric, policies, notes, setup.costs)
+    return Rig(balancer, layers, notes, fabric)
+
+
+def alone(config: BalanceConfig, policies: Notes) -> DeviceBalancer:
+    """A group of one rank."""
+    driver, shape = HostDriver(), ExpertShape(1, 8, 1)
+    pool = DeviceSlotPool(driver, 1, 4096)
+    layers = [pool.adopt(masters_of(0, i, 8)) for i in range(LAYERS)]
+    limits = Limits(device_row_width(8, TokenView.OWN), layers[0].chunks.shape[0], 100, 1)
+    fabric = mirrored_fabric(driver, pool, torch.zeros((1, limits.row_width)).int(), limits)
+    setup = GroupSetup(config, shape, TokenView.OWN, Location.on_one_host(0, 1))
+    arguments = layers, fabric, policies, policies
+    return DeviceBalancer(setup, *arguments)  # type: ignore[arg-type]

@@ -1,0 +1,42 @@
+"""Rings for tests: one rank's, and records for it."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ultraep_serve.ring.recorder import Recorder
+from ultraep_serve.types import Decision, ExpertShape, Policy
+
+SHAPE = ExpertShape(num_ranks=4, num_logical_experts=20, num_replica_slots=2)
+
+
+def create(run_path: Path, *, shape: ExpertShape = SHAPE, **changes: Any) -> Recorder:
+    """The ring of rank 0 in ``run_path``; ``changes`` are arguments of ``Recorder.create``."""
+    settings: dict[str, Any] = {
+        "rank": 0,
+        "num_layers": 3,
+        "ring_records": 16,
+        "engine": "vllm",
+        "mode": "tensor",
+        "slot_bytes": 4096,
+        "timeout_seconds": 30.0,
+    }
+    return Recorder.create(run_path, shape=shape, **(settings | changes))
+
+
+def write(recorder: Recorder, batch: int, layer: int = 0, **changes: Any) -> None:
+    """A planned layer; ``changes`` are arguments of ``Recorder.record``."""
+    fields: dict[str, Any] = {
+        "tokens": 100,
+        "decision": Decision.PLANNED,
+        "policy": Policy.QUOTA,
+        "replicas": 1,
+        "bytes_sent": 10,
+        "bytes_received": 20,
+        "stage_ns": [1, 2, 3, 4, 5, 6, 7],
+        "load_before": np.array([4, 0, 0, 0]),
+        "load_after": np.array([1, 1, 1, 1]),
+        "slot_expert": np.full((4, 2), -1),
+    }
+    recorder.record(layer=layer, batch=batch, **(fields | changes))

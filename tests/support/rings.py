@@ -1,0 +1,186 @@
+"""A run without an engine: rings that look like those of a server under load.
+
+    python -m tests.support.rings RUN_DIR --ranks 8 --layers 24 --experts 128
+
+What the ranks write is made up, except for plans, which are the real planner's for made-up loads.
+"""
+
+import argparse
+import contextlib
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ultraep_serve.config import BalanceConfig
+from ultraep_serve.planner.quota import plan_quota
+from ultraep_serve.ring.control import ControlPage
+from ultraep_serve.ring.recorder import Recorder
+from ultraep_serve.ring.schema import RingState
+from ultraep_serve.types import Decision, ExpertShape, Plan, Policy, Stage
+
+__all__ = ["SyntheticRun", "Traffic"]
+
+_EXPERT_BYTES = 3 << 20
+_NS_PER_ASSIGNMENT = 900  # of the engine's part
+_NS_PER_BYTE = 0.05
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What the made-up batches are like."""
+
+    tokens: int = 8192  # of a prefill batch, over all ranks
+    experts_per_token: int = 8
+    skew: float = 0.9  # exponent of the popularity of experts; 0: all alike
+    drift: float = 0.02  # how fast popularity wanders from batch to batch
+    balanced_share: float = 0.1  # of layers whose load is even already
+    decode_batches: int = 5  # per prefill batch
+
+
+class SyntheticRun:
+    """The rings, control page and configuration of a run, written by this process."""
+
+    def __init__(
+        self,
+        run_path: Path,
+        shape: ExpertShape,
+        num_layers: int,
+        traffic: Traffic | None = None,
+        *,
+        ring_records: int = 4096,
+        seed: int = 0,
+    ) -> None:
+        """Create everything in ``run_path`` (which exists), every rank ready."""
+        self.shape, self.num_layers = shape, num_layers
+        self._traffic = traffic or Traffic()
+        self._random = np.random.default_rng(seed)
+        self._batch = 0
+        self._taste = self._random.normal(size=(num_layers, shape.num_logical_experts))
+        self.control = ControlPage.create(run_path, Policy.QUOTA)
+        config = BalanceConfig(slots=shape.num_replica_slots, run_dir=str(run_path))
+        (run_path / "config.json").write_text(config.to_json())
+        slot_bytes = shape.num_replica_slots * _EXPERT_BYTES
+        self.recorders = [
+            Recorder.create(
+                run_path, rank, shape, num_layers, ring_records, "vllm", "data", slot_bytes, 60.0
+            )
+            for rank in range(shape.num_ranks)
+        ]
+        for recorder in self.recorders:
+            recorder.set_state(RingState.READY)
+            recorder.set_policy(Policy.QUOTA)
+
+    def batch(self) -> None:
+        """One prefill batch under the policy in force, and some decode batches."""
+        self._batch += 1
+        policy = self.control.policy
+        for recorder in self.recorders:
+            for _ in range(self._traffic.decode_batches):
+                recorder.count_batch(Decision.SMALL)
+            if policy is Policy.OFF:
+                recorder.count_batch(Decision.POLICY_OFF)
+        if policy is Policy.OFF:
+            return
+        self._taste += self._traffic.drift * self._random.normal(size=self._taste.shape)
+        for layer in range(self.num_layers):
+            self._layer(layer, policy)
+
+    def close(self) -> None:
+        """Stop as an engine does; the files stay."""
+        for recorder in self.recorders:
+            recorder.close()
+        self.control.close()
+
+    def _layer(self, layer: int, policy: Policy) -> None:
+        loads = self._loads(layer)
+        before = loads.sum(axis=0).reshape(self.shape.num_ranks, -1).sum(axis=1)
+        decision, plan = self._decide(loads, before, policy)
+        after = before if plan is None else plan.quota.sum(axis=0)
+        if policy is Policy.EPLB_SLOTS:  # plans for other loads than the ones it meets
+            after = (after * self._random.normal(1, 0.1, after.size)).astype(np.int64)
+        slots = np.full((self.shape.num_ranks, self.shape.num_replica_slots), -1, np.int32)
+        slot_load = np.zeros_like(slots)
+        if plan is not None:
+            slots = plan.slot_expert
+            ranks = np.arange(self.shape.num_ranks)[:, None]
+            slot_load = np.where(slots >= 0, plan.quota[slots, ranks], 0).astype(np.int32)
+        owner = slots[slots >= 0] // self.shape.num_masters
+        sent = np.bincount(owner, minlength=self.shape.num_ranks) * _EXPERT_BYTES
+        for rank, recorder in enumerate(self.recorders):
+            received = int((slots[rank] >= 0).sum()) * _EXPERT_BYTES
+            recorder.record(
+                layer=layer,
+                batch=self._batch,
+                tokens=self._traffic.tokens,
+                decision=decision,
+                policy=policy,
+                replicas=int((slots >= 0).sum()),
+                bytes_sent=int(sent[rank]),
+                bytes_received=received,
+                stage_ns=self._stage_ns(int(sent[rank]), received, int(after.max())),
+                load_before=before,
+                load_after=after,
+                slot_expert=slots,
+                slot_load=slot_load,
+                expert_load=loads.sum(axis=0),
+            )
+
+    def _loads(self, layer: int) -> NDArray[np.int64]:
+        """Assignments (R, E) of one layer."""
+        skew = self._traffic.skew
+        if self._random.random() < self._traffic.balanced_share:
+            skew = 0.0
+        weights = np.exp(skew * self._taste[layer])
+        total = self._traffic.tokens * self._traffic.experts_per_token
+        expected = total * weights / weights.sum() / self.shape.num_ranks
+        noise = 1 + 0.02 * self._random.normal(size=(self.shape.num_ranks, weights.size))
+        loads: NDArray[np.int64] = np.maximum(0, expected * noise).astype(np.int64)
+        return loads
+
+    def _decide(
+        self, loads: NDArray[np.int64], before: NDArray[np.int64], policy: Policy
+    ) -> tuple[Decision, Plan | None]:
+        if policy is Policy.IDEAL:
+            return Decision.FORCED, None
+        if before.max() * before.size <= 1.02 * before.sum():
+            return Decision.BALANCED, None
+        return Decision.PLANNED, plan_quota(loads, self.shape, 0)
+
+    def _stage_ns(self, sent: int, received: int, busiest: int) -> list[int]:
+        times = [0] * len(Stage)
+        times[Stage.COUNT] = 15_000
+        times[Stage.EXCHANGE] = 30_000
+        times[Stage.PLAN] = 40_000
+        times[Stage.REPLICATE] = int(sent * _NS_PER_BYTE)
+        times[Stage.REROUTE] = 25_000
+        times[Stage.WAIT] = int(received * _NS_PER_BYTE)
+        times[Stage.COMPUTE] = busiest * _NS_PER_ASSIGNMENT
+        return [int(ns * self._random.uniform(0.9, 1.2)) for ns in times]
+
+
+def main() -> None:
+    """Write batches until interrupted, or for some seconds."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--experts", type=int, default=128)
+    parser.add_argument("--slots", type=int, default=2)
+    parser.add_argument("--batches-per-second", type=float, default=2.0)
+    parser.add_argument("--seconds", type=float, default=float("inf"))
+    arguments = parser.parse_args()
+    arguments.run_dir.mkdir(mode=0o700, exist_ok=True)
+    shape = ExpertShape(arguments.ranks, arguments.experts, arguments.slots)
+    run = SyntheticRun(arguments.run_dir, shape, arguments.layers)
+    deadline = time.monotonic() + arguments.seconds
+    with contextlib.closing(run), contextlib.suppress(KeyboardInterrupt):
+        while time.monotonic() < deadline:
+            run.batch()
+            time.sleep(1 / arguments.batches_per_second)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,222 @@
+"""What a GPU would bring to SGLang's objects: transports between processes, and expert kernels.
+
+Everything else in these layers is SGLang's own: settings, layers, quantisation methods, runners'
+configuration, dispatchers, the plugin registry.
+"""
+# ruff: noqa: TID251 - SGLang's own objects are tested, and look around when imported
+
+import warnings
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.support.deep_ep_standin import install_deep_ep
+from ultraep_serve.types import ExpertShape
+
+install_deep_ep()  # in the processes of ranks too
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch's own, when SGLang has it compile
+    import sglang.srt.managers.scheduler  # noqa: F401 - whose warnings are its own
+    from sglang.srt.layers import deep_gemm_wrapper
+    from sglang.srt.layers.moe import initialize_moe_config
+    from sglang.srt.layers.moe.ep_moe.layer import get_moe_impl_class
+    from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+    from sglang.srt.layers.moe.token_dispatcher import standard
+    from sglang.srt.layers.moe.token_dispatcher.deepep import (
+        DeepEPLLCombineInput,
+        DeepEPNormalCombineInput,
+    )
+    from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput
+    from sglang.srt.layers.moe.topk import StandardTopKOutput
+    from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
+    from sglang.srt.runtime_context import get_context, get_parallel, get_resources
+
+    from ultraep_serve.adapters.sglang import checks, group, hooks
+
+NUM_EXPERTS, HIDDEN, INNER, TOP_K = 12, 256, 128, 2
+SHAPE = ExpertShape(num_ranks=3, num_logical_experts=NUM_EXPERTS, num_replica_slots=2)
+DEEPEP = {"moe_a2a_backend": "deepep", "moe_runner_backend": "deep_gemm", "attn_dp_size": 3}
+
+
+def pretend_gpu(set_attribute: Any) -> None:
+    """The adapter and SGLang as on an NVIDIA GPU with DeepGEMM, as far as Python asks."""
+    for module in (hooks, group, checks):
+        set_attribute(module, "is_cpu", lambda: False)
+    set_attribute(checks, "is_cuda", lambda: True)
+    set_attribute(standard, "get_device", lambda: "cpu")
+    set_attribute(deep_gemm_wrapper, "ENABLE_JIT_DEEPGEMM", True)
+    device = SimpleNamespace(multi_processor_count=132)
+    set_attribute(torch.cuda, "get_device_properties", lambda *_, **__: device)
+
+
+class Ranks:
+    """SGLang's tensor-parallel group, as far as dispatch and schedulers use it."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.world_size = num_ranks
+        self.device_group = self.cpu_group = dist.group.WORLD if dist.is_initialized() else None
+        self.active_ranks = self.active_ranks_cpu = torch.ones(num_ranks)
+
+
+def publish(rank: int = 0, **changes: Any) -> Any:
+    """SGLang's settings of one rank, resolved and published; returns them."""
+    num_ranks = SHAPE.num_ranks
+    values: dict[str, Any] = {
+        "tp_size": num_ranks,
+        "ep_size": num_ranks,
+        "moe_runner_backend": "triton",
+        "disable_prefill_cuda_graph": True,
+        **changes,
+    }
+    parallel = get_parallel()
+    parallel.clear_stamp()
+    server_args = get_context().override_server_args(**values).install()
+    parallel.override_permanently(
+        moe_ep_size=num_ranks,
+        moe_ep_rank=rank,
+        moe_tp_size=1,
+        moe_tp_rank=0,
+        tp_rank=rank,
+        tp_group=Ranks(num_ranks),
+        moe_ep_group=Ranks(num_ranks),
+    )
+    get_resources().buffers.pop("deepep_ep_state", None)
+    initialize_moe_config()
+    return server_args
+
+
+def build_layer(layer_id: int, quant_config: Any = None, **options: Any) -> FusedMoE:
+    """A layer as SGLang's models build it under the published settings; weights not loaded."""
+    with torch.device("cpu"):
+        layer = get_moe_impl_class(quant_config)(
+            num_experts=NUM_EXPERTS,
+            top_k=TOP_K,
+            hidden_size=HIDDEN,
+            intermediate_size=INNER,
+            layer_id=layer_id,
+            params_dtype=torch.bfloat16,
+            quant_config=quant_config,
+            prefix=f"model.layers.{layer_id}.mlp.experts",
+            **options,
+        )
+    if isinstance(layer.quant_method, UnquantizedFusedMoEMethod):
+        layer.quant_method._forward_method = layer.quant_method.forward_cuda
+    if layer.runner is not None:
+        layer.runner.run = ReferenceRunner(layer.moe_runner_config)
+    return layer
+
+
+def loaded_layer(quant_config: Any = None, **changes: Any) -> FusedMoE:
+    """A layer of rank 0 under such settings, weights loaded, not yet balanced."""
+    publish(**changes)
+    layer = build_layer(0, quant_config)
+    for parameter in layer.parameters():
+        parameter.data.fill_(1)
+    layer.quant_method.process_weights_after_loading(layer)
+    return layer
+
+
+def load(layer: FusedMoE, tensors: dict[str, torch.Tensor]) -> None:
+    """Fill parameters from ``tensors`` (E, ...) by name, then do what SGLang's loader does."""
+    first = layer.moe_ep_rank * layer.num_local_experts
+    for name, tensor in tensors.items():
+        getattr(layer, name).data.copy_(tensor[first : first + layer.num_local_experts])
+    layer.quant_method.process_weights_after_loading(layer)
+
+
+class ReferenceRunner:
+    """SwiGLU experts in float32 torch, with the contract that SGLang's runners have."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+    def __call__(self, dispatched: Any, weights: Any, lora_info: Any = None) -> Any:
+        w13, w2 = weights.w13_weight, weights.w2_weight
+        num_local = self.config.num_local_experts
+        assert w13.shape[0] == w2.shape[0] == num_local
+        if dispatched.format.is_deepep_ll():
+            assert dispatched.masked_m.numel() == num_local
+            rows = torch.zeros(dispatched.hidden_states.shape)
+            for e, count in enumerate(dispatched.masked_m.tolist()):
+                rows[e, :count] = expert(dispatched.hidden_states[e, :count], w13[e], w2[e])
+            return DeepEPLLCombineInput(rows, dispatched.topk_ids, dispatched.topk_weights)
+        if dispatched.format.is_deepep_normal():
+            assert len(dispatched.num_recv_tokens_per_expert) == num_local
+            ids, scales = dispatched.topk_ids, dispatched.topk_weights
+            total = self._sum(dispatched.hidden_states, ids, scales, w13, w2)
+            return DeepEPNormalCombineInput(total, ids, scales)
+        scales, ids, _ = dispatched.topk_output
+        local = self._local(ids)
+        total = self._sum(dispatched.hidden_states, local, scales, w13, w2)
+        return StandardCombineInput(total)
+
+    def _local(self, ids: torch.Tensor) -> torch.Tensor:
+        """FlashInfer's kernels take global ids, of which each rank has as many as weights."""
+        if not self.config.runner_backend.is_flashinfer_cutlass():
+            return ids
+        num_local = self.config.num_local_experts
+        assert self.config.num_experts == num_local * self.config.moe_ep_size
+        local = ids - self.config.moe_ep_rank * num_local
+        return torch.where((ids >= 0) & (local >= 0) & (local < num_local), local, -1)
+
+    def _sum(
+        self, x: torch.Tensor, local: torch.Tensor, scales: torch.Tensor, w13: Any, w2: Any
+    ) -> torch.Tensor:
+        assert not bool((local >= w13.shape[0]).any()), "an id beyond the local experts"
+        total = torch.zeros(x.shape, dtype=torch.float32)
+        for e in range(w13.shape[0]):
+            rows, k = torch.nonzero(local == e, as_tuple=True)
+            total.index_add_(0, rows, expert(x[rows], w13[e], w2[e]) * scales[rows, k, None])
+        return total
+
+
+def expert(x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
+    """Output (N, H) float32 of one expert, w13 (2I, H) gate above up, w2 (H, I)."""
+    gate, up = (x.float() @ w13.float().T).chunk(2, dim=-1)
+    return (torch.nn.functional.silu(gate) * up) @ w2.float().T
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What the router of one rank gives."""
+
+    x: torch.Tensor  # (T, H)
+    topk: StandardTopKOutput  # logical ids (T, K), -1 padding
+
+
+def make_weights(seed: int) -> dict[str, torch.Tensor]:
+    """Experts that differ, by parameter name."""
+    generator = torch.Generator().manual_seed(seed)
+    w13 = torch.randn(NUM_EXPERTS, 2 * INNER, HIDDEN, generator=generator) / HIDDEN**0.5
+    w2 = torch.randn(NUM_EXPERTS, HIDDEN, INNER, generator=generator) / INNER**0.5
+    return {"w13_weight": w13.bfloat16(), "w2_weight": w2.bfloat16()}
+
+
+def make_batch(seed: int, num_tokens: int) -> Batch:
+    """Tokens of which three in four choose among the first rank's experts; the last is padding."""
+    generator = torch.Generator().manual_seed(seed)
+    favour = torch.ones(NUM_EXPERTS)
+    favour[: NUM_EXPERTS // 3] = 6.0
+    ids = torch.full((num_tokens, TOP_K), -1)
+    if num_tokens:
+        ids = torch.multinomial(favour.expand(num_tokens, -1), TOP_K, generator=generator)
+    if num_tokens > 1:
+        ids[-1] = -1
+    weights = torch.rand(num_tokens, TOP_K, generator=generator)
+    x = torch.randn(num_tokens, HIDDEN, generator=generator).bfloat16()
+    return Batch(x, StandardTopKOutput(weights, ids.int(), weights))
+
+
+def expected_output(batch: Batch, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+    """What every expert at home would give, (T, H) float32."""
+    total = torch.zeros(batch.x.shape)
+    for token, chosen in enumerate(batch.topk.topk_ids.tolist()):
+        for k, e in enumerate(chosen):
+            if e >= 0:
+                out = expert(batch.x[token], tensors["w13_weight"][e], tensors["w2_weight"][e])
+                total[token] += out * batch.topk.topk_weights[token, k]
+    return total

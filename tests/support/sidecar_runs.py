@@ -1,0 +1,90 @@
+"""Runs for the sidecar's tests, and what a client reads of its answers."""
+
+from pathlib import Path
+
+import numpy as np
+from fastapi.testclient import TestClient
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.support.rings import SyntheticRun, Traffic
+from ultraep_serve.ring.recorder import Recorder
+from ultraep_serve.ring.schema import RingState
+from ultraep_serve.types import Decision, ExpertShape, Policy
+
+TOKEN = "open-sesame"
+BEARER = {"Authorization": f"Bearer {TOKEN}"}
+PLANNED_SHAPE = ExpertShape(num_ranks=4, num_logical_experts=32, num_replica_slots=2)
+PLANNED_LAYERS = 3
+
+
+def planned_run(run_path: Path) -> SyntheticRun:
+    """Four ranks whose plans are the planner's; every batch is worth planning."""
+    traffic = Traffic(balanced_share=0.0, decode_batches=2)
+    return SyntheticRun(run_path, PLANNED_SHAPE, PLANNED_LAYERS, traffic)
+
+
+class SkewedRun:
+    """Recorders of a small run; every rank writes the same loads, rank r sends r * 100 bytes."""
+
+    def __init__(self, run_path: Path, num_ranks: int = 2, ring_records: int = 256) -> None:
+        self.num_ranks = num_ranks
+        shape = ExpertShape(num_ranks, 4 * num_ranks, 1)
+        self.recorders = [
+            Recorder.create(run_path, rank, shape, 2, ring_records, "vllm", "tensor", 1 << 20, 30.0)
+            for rank in range(num_ranks)
+        ]
+        for recorder in self.recorders:
+            recorder.set_state(RingState.READY)
+
+    def batch(
+        self,
+        number: int,
+        decision: Decision = Decision.PLANNED,
+        policy: Policy = Policy.QUOTA,
+    ) -> None:
+        """Two layers, all assignments on rank 0 before, even after."""
+        before = np.zeros(self.num_ranks)
+        before[0] = 10 * self.num_ranks
+        for layer in range(2):
+            for rank, recorder in enumerate(self.recorders):
+                recorder.record(
+                    layer=layer,
+                    batch=number,
+                    tokens=10,
+                    decision=decision,
+                    policy=policy,
+                    replicas=1,
+                    bytes_sent=100 * rank,
+                    bytes_received=50,
+                    stage_ns=[1000] * 7,
+                    load_before=before,
+                    load_after=np.full(self.num_ranks, 10),
+                    slot_expert=None,
+                )
+
+    def skip(self, decision: Decision) -> None:
+        for recorder in self.recorders:
+            recorder.count_batch(decision)
+
+    def close(self) -> None:
+        for recorder in self.recorders:
+            recorder.close()
+
+
+def reasons(client: TestClient) -> dict[str, str]:
+    answer = client.get("/readyz")
+    assert answer.status_code == (503 if answer.json()["reasons"] else 200)
+    found: dict[str, str] = answer.json()["reasons"]
+    return found
+
+
+def samples(client: TestClient, path: str = "/metrics") -> dict[str, float]:
+    """Sample values by name and labels, as a scraper reads them."""
+    text = client.get(path).text
+    return {
+        sample.name + "".join(f",{key}={value}" for key, value in sorted(sample.labels.items())): (
+            sample.value
+        )
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }

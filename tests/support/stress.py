@@ -1,0 +1,288 @@
+"""Batches of random sizes and loads through real balancers on R processes, answers checked.
+
+Every rank can make every rank's tokens, choices and weights from the seed, so it knows what each
+output must be. Slots are poisoned after each layer's computation: a kernel that reads a slot
+before its expert has arrived, or after it was overwritten, gives NaN.
+"""
+
+import time
+import zlib
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tests.support.hosts import engine_group, host_path
+from tests.support.mail import Mail
+from tests.support.moe import TinyMoE, apply_experts, expert_bytes_equal, poison
+from ultraep_serve.backend import GroupSetup, LayerSlots
+from ultraep_serve.collectives import HostAllGather
+from ultraep_serve.config import BalanceConfig
+from ultraep_serve.host.balancer import HostBalancer, row_width
+from ultraep_serve.host.fabric import HostFabric
+from ultraep_serve.host.slots import HostSlotPool
+from ultraep_serve.topology import Location
+from ultraep_serve.types import Decision, Policy, TokenView, imbalance
+
+__all__ = ["RandomBatches", "StressReport", "run_stress"]
+
+
+@dataclass(frozen=True)
+class RandomBatches:
+    """What to run; equal on every rank."""
+
+    model: TinyMoE
+    view: TokenView
+    config: BalanceConfig  # without run_dir
+    num_batches: int
+    max_tokens: int = 256  # of one source of tokens
+    top_k: int = 2
+    policies: tuple[Policy, ...] = (Policy.QUOTA,)  # rank 0 changes between them at random
+    bad_id_rate: float = 0.0  # of layers in which one rank's router gives an impossible id
+    pause_rate: float = 0.02  # of layers in which one rank dawdles before it computes
+    domain_size: int | None = None  # ranks of each domain, a host of its own; None: one domain
+    seed: int = 0
+
+    @property
+    def num_sources(self) -> int:
+        """Ranks that have tokens of their own; 1 where all share the same."""
+        return self.model.shape.num_ranks if self.view is TokenView.OWN else 1
+
+
+@dataclass
+class StressReport:
+    """What one rank saw; ``decisions`` is the same on every rank."""
+
+    decisions: list[tuple[int, int, Decision]] = field(default_factory=list)  # batch, layer
+    worst_error: float = 0.0  # relative to the largest output of a layer
+    inexact: int = 0  # layers whose outputs differ in any bit
+    corrupt_slots: int = 0  # filled slots whose bytes were not their master's
+    before: list[float] = field(default_factory=list)  # imbalance of planned layers
+    after: list[float] = field(default_factory=list)
+    floor: list[float] = field(default_factory=list)  # the least that ``after`` could be
+    plans: int = 0  # checksum of all slots and loads, the same on every rank
+    strays: int = 0  # copies outside of their master's domain
+    bytes_sent: int = 0
+    seconds: float = 0.0
+
+    def counts(self) -> dict[str, int]:
+        """Layers (batches, where none of their layers was looked at) by decision."""
+        return dict(Counter(decision.name.lower() for _, _, decision in self.decisions))
+
+
+@dataclass(frozen=True)
+class _LayerInput:
+    """One layer of one batch: tokens of all sources, stacked (T_all = sources * T)."""
+
+    x: torch.Tensor  # (T_all, H)
+    topk_weights: torch.Tensor  # (T_all, K)
+    routed: torch.Tensor  # (T_all, K) what the routers chose, impossible ids included
+    legal: torch.Tensor  # (T_all, K) what can be answered: impossible ids are padding
+
+
+class _Recorder:
+    """Keeps what the balancer says about itself."""
+
+    def __init__(self, report: StressReport, domain_size: int) -> None:
+        self._domain_size = domain_size
+        self.decision = Decision.SMALL
+        self.batch = 0
+        self._report = report
+
+    def record(self, *, layer: int, decision: Decision, **values: Any) -> None:
+        self.decision = decision
+        self._report.decisions.append((self.batch, layer, decision))
+        self._report.bytes_sent += values["bytes_sent"]
+        if decision is Decision.PLANNED:
+            self._report.before.append(imbalance(values["load_before"]))
+            self._report.after.append(imbalance(values["load_after"]))
+            by_domain = values["load_before"].reshape(-1, self._domain_size).sum(axis=1)
+            self._report.floor.append(imbalance(by_domain))
+        for name in ("slot_expert", "load_after", "expert_load"):
+            self._report.plans = zlib.crc32(values[name].tobytes(), self._report.plans)
+
+    def count_batch(self, decision: Decision) -> None:
+        self.decision = decision
+        self._report.decisions.append((self.batch, -1, decision))
+
+
+class _Switch:
+    """A policy that somebody else changes."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.max_imbalance_millionths = 0
+
+
+def run_stress(rank: int, run_path: Path, batches: RandomBatches) -> StressReport:
+    """Run all batches as ``rank``; meets the other ranks in ``run_path``."""
+    runner = _Runner(rank, run_path, batches)
+    started = time.perf_counter()
+    for batch in range(batches.num_batches):
+        runner.run_batch(batch)
+    runner.report.seconds = time.perf_counter() - started
+    return runner.report
+
+
+class _CheckedFabric(HostFabric):
+    """Compares slots with their masters as soon as they are said to have arrived."""
+
+    def expect(
+        self, layers: list[LayerSlots], weights: list[list[torch.Tensor]], report: StressReport
+    ) -> None:
+        """``weights`` by layer and tensor are what slots of ``layers`` must hold."""
+        self._expected = {
+            id(layer): tensors for layer, tensors in zip(layers, weights, strict=True)
+        }
+        self._report = report
+
+    def wait_slots(self, layer: LayerSlots, slot_expert: NDArray[np.int32]) -> None:
+        """As ``HostFabric.wait_slots``; counts slots that hold other bytes."""
+        super().wait_slots(layer, slot_expert)
+        num_masters = layer.tensors[0].shape[0] - slot_expert.shape[1]
+        ranks, slots = np.nonzero(slot_expert >= 0)
+        homes = slot_expert[ranks, slots] // num_masters
+        size = len(self.domain)
+        self._report.strays += int((homes // size != ranks // size).sum())
+        for slot, expert in enumerate(slot_expert[self.rank]):
+            here = [tensor[num_masters + slot] for tensor in layer.tensors]
+            master = [tensor[expert] for tensor in self._expected[id(layer)]]
+            if expert >= 0 and not expert_bytes_equal(here, master):
+                self._report.corrupt_slots += 1
+
+
+class _Runner:
+    def __init__(self, rank: int, run_path: Path, batches: RandomBatches) -> None:
+        model, view = batches.model, batches.view
+        shape = model.shape
+        self.report = StressReport()
+        self._rank, self._batches, self._shape = rank, batches, shape
+        domain_size = batches.domain_size or shape.num_ranks
+        location = Location(rank, shape.num_ranks, domain_size, domain_size)
+        self._weights = [model.weights(layer) for layer in range(model.num_layers)]
+        per_layer = batches.config.slot_memory == "per_layer"
+        pool = HostSlotPool(shape.num_replica_slots, batches.config.chunk_bytes, per_layer)
+        self._layers = [pool.adopt(model.masters(layer, rank)) for layer in range(model.num_layers)]
+        for layer in self._layers:
+            poison(layer.tensors, shape.num_masters)
+        max_chunks = max(layer.chunks.shape[0] for layer in self._layers)
+        timeout = batches.config.timeout_seconds
+        width = row_width(shape.num_logical_experts, view)
+        all_gather = None
+        if location.num_domains > 1:
+            group = engine_group(run_path, rank, shape.num_ranks)
+            all_gather = HostAllGather(group.on_host, timeout)
+        fabric = _CheckedFabric(
+            host_path(run_path, location),
+            rank,
+            shape.num_ranks,
+            width,
+            pool,
+            max_chunks,
+            timeout,
+            domain_size,
+            all_gather,
+        )
+        fabric.expect(self._layers, self._weights, self.report)
+        self._mail = Mail(
+            run_path, rank, shape.num_ranks, batches.max_tokens * batches.top_k, timeout
+        )
+        self._recorder = _Recorder(self.report, domain_size)
+        self._switch = _Switch(batches.config.policy)
+        self._balancer = HostBalancer(
+            GroupSetup(batches.config.replace(run_dir=str(run_path)), shape, view, location),
+            self._layers,
+            fabric,
+            self._switch if rank == 0 else None,
+            self._recorder,  # type: ignore[arg-type]  # no ring: a stand-in keeps what it is told
+        )
+
+    def run_batch(self, batch: int) -> None:
+        """All layers, then one sum over ranks and the comparison."""
+        self._recorder.batch = batch
+        common = np.random.default_rng((self._batches.seed, batch))
+        private = np.random.default_rng((self._batches.seed, batch, self._rank))
+        sizes = _batch_sizes(common, self._batches)
+        inputs, outputs, checked = [], [], []
+        for layer in range(self._batches.model.num_layers):
+            if private.random() < 0.2:
+                self._switch.policy = self._batches.policies[
+                    int(private.integers(len(self._batches.policies)))
+                ]
+            given = self._make_input(common, sizes)
+            outputs.append(self._run_layer(layer, given, sizes, private))
+            inputs.append(given)
+            checked.append(self._recorder.decision is not Decision.FORCED)
+        totals = self._mail.sum(torch.stack(outputs))
+        for layer, given in enumerate(inputs):
+            if checked[layer]:
+                self._compare(layer, given, totals[layer])
+
+    def _run_layer(
+        self,
+        layer: int,
+        given: _LayerInput,
+        sizes: NDArray[np.int64],
+        private: np.random.Generator,
+    ) -> torch.Tensor:
+        """This rank's part of the layer's output (T_all, H)."""
+        shape, tensors = self._shape, self._layers[layer].tensors
+        own = self._own_rows(sizes)
+        physical = self._balancer.route(layer, given.routed[own], int(sizes.sum()))
+        self._balancer.computed()
+        everyone = physical
+        if self._batches.view is TokenView.OWN:
+            everyone = self._mail.all_ids(physical, sizes)
+        if private.random() < self._batches.pause_rate:
+            time.sleep(private.random() * 2e-3)
+        first_id = self._rank * shape.num_local
+        out = apply_experts(given.x, given.topk_weights, everyone, tensors, first_id)
+        self._balancer.computed()
+        poison(tensors, shape.num_masters)
+        return out
+
+    def _own_rows(self, sizes: NDArray[np.int64]) -> slice:
+        if self._batches.view is TokenView.SHARED:
+            return slice(None)
+        first = int(sizes[: self._rank].sum())
+        return slice(first, first + int(sizes[self._rank]))
+
+    def _make_input(self, rng: np.random.Generator, sizes: NDArray[np.int64]) -> _LayerInput:
+        """Skewed choices, some padding, and now and then an impossible id."""
+        batches, total = self._batches, int(sizes.sum())
+        experts = self._shape.num_logical_experts
+        exponent = rng.choice([0.0, 0.5, 1.0, 2.0, 5.0])
+        weight = rng.permutation(np.arange(1, experts + 1) ** -exponent)
+        noise = rng.gumbel(size=(total, experts)) + np.log(weight)
+        chosen = np.argsort(-noise, axis=1)[:, : batches.top_k].astype(np.int32)
+        chosen[rng.random(total) < rng.choice([0.0, 0.1])] = -1
+        routed = torch.from_numpy(chosen)
+        legal = routed
+        if total and rng.random() < batches.bad_id_rate:
+            routed = routed.clone()
+            routed[rng.integers(total), 0] = int(rng.choice([experts, experts + 1000, -2]))
+            legal = torch.where((routed < 0) | (routed >= experts), -1, routed)
+        scale = torch.from_numpy(2.0 ** rng.integers(-2, 1, size=chosen.shape)).float()
+        return _LayerInput(batches.model.tokens(rng, total), scale, routed, legal)
+
+    def _compare(self, layer: int, given: _LayerInput, total: torch.Tensor) -> None:
+        expected = apply_experts(given.x, given.topk_weights, given.legal, self._weights[layer])
+        if torch.equal(total, expected):
+            return
+        self.report.inexact += 1
+        error = (total - expected).abs().max() / expected.abs().max().clamp(min=1e-30)
+        self.report.worst_error = max(
+            self.report.worst_error, float(error.nan_to_num(nan=torch.inf))
+        )
+
+
+def _batch_sizes(rng: np.random.Generator, batches: RandomBatches) -> NDArray[np.int64]:
+    """Tokens of each source: tiny and empty ones now and then."""
+    largest = int(rng.choice([3, 40, batches.max_tokens]))
+    sizes = rng.integers(0, largest + 1, size=batches.num_sources)
+    sizes[rng.random(sizes.size) < 0.1] = 0
+    return sizes

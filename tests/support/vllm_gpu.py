@@ -1,0 +1,78 @@
+"""The vLLM adapter as on a GPU, in one process or several: ranks, settings, batches, layers."""
+# ruff: noqa: TID251 - vLLM's own objects are what is tested
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed import parallel_state
+from vllm.forward_context import DPMetadata, create_forward_context, override_forward_context
+from vllm.model_executor.layers.quantization import fp8
+from vllm.model_executor.layers.quantization.fp8 import Fp8Config
+
+from tests.support import vllm_layers
+from tests.support.vllm_reference_kernels import use_reference_kernels
+from tests.support.vllm_transports import join_ranks
+from ultraep_serve.adapters.vllm import group, routed_experts
+from ultraep_serve.config import BalanceConfig, child_environment
+
+NUM_RANKS, NUM_SLOTS = 3, 2
+NUM_MASTERS = vllm_layers.NUM_EXPERTS // NUM_RANKS
+NUM_LOCAL = NUM_MASTERS + NUM_SLOTS
+NAMES = ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
+
+
+def pretend_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The adapter's room for GPUs, with the reference kernels and the groups of rank 0."""
+    monkeypatch.setattr(group, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+    monkeypatch.setattr(routed_experts, "_layers", [])
+    use_reference_kernels(monkeypatch.setattr)
+    for name in ("_EP", "_DP", "_TP", "_PCP", "_NODE_COUNT"):
+        monkeypatch.setattr(parallel_state, name, None)
+    join_ranks(0, NUM_RANKS, "allgather_reducescatter")
+
+
+def configure(set_variable: Callable[[str, str], object], **settings: Any) -> None:
+    config = BalanceConfig(**settings)
+    set_variable("ULTRAEP_CONFIG", child_environment(config, {})["ULTRAEP_CONFIG"])
+
+
+@contextmanager
+def forward_pass(config: VllmConfig, tokens_by_rank: list[int] | None) -> Iterator[None]:
+    """One batch of vLLM's, with the number of tokens of every data-parallel rank."""
+    metadata = DPMetadata(torch.tensor(tokens_by_rank)) if tokens_by_rank else None
+    with override_forward_context(create_forward_context(None, config, metadata)):
+        if metadata is None:
+            yield
+        else:
+            with metadata.sp_local_sizes(1):
+                yield
+
+
+def one_scale_per_expert(weight: Any, scale: torch.Tensor, *_: Any, **__: Any) -> Any:
+    """vLLM's requantisation, which needs a GPU, as far as shapes go."""
+    return weight, scale.max(dim=1).values
+
+
+def build(set_attribute: Any, backend: str = "allgather_reducescatter", **options: Any) -> Any:
+    """A layer of rank 0 and its configuration, weights loaded, not yet balanced."""
+    set_attribute(fp8, "process_fp8_weight_tensor_strategy_moe", one_scale_per_expert)
+    config = options.pop("config", None) or vllm_layers.engine_config(0, NUM_RANKS, backend, NAMES)
+    quant_config = options.pop("quant_config", None)
+    parallel = options.pop("parallel", None) or vllm_layers.parallel_of(0, NUM_RANKS, backend)
+    layer = vllm_layers.build_layer(config, parallel, NAMES[0], quant_config)
+    with set_current_vllm_config(config):
+        for parameter in layer.parameters():
+            parameter.data.fill_(1)
+        layer.quant_method.process_weights_after_loading(layer)
+    return layer, config
+
+
+def fp8_config(scheme: str, block: list[int] | None) -> Fp8Config:
+    return Fp8Config(
+        is_checkpoint_fp8_serialized=True, activation_scheme=scheme, weight_block_size=block
+    )

@@ -1,0 +1,63 @@
+"""What the launch files of all engines share, and the verified versions; imports no engine."""
+
+import json
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+from ultraep_serve.errors import UnsupportedError
+
+__all__ = [
+    "SGLANG_VERSIONS",
+    "VLLM_VERSIONS",
+    "RankCount",
+    "bind_cores",
+    "check_has_experts",
+    "cores_by_rank",
+    "local_url",
+]
+
+_EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+
+
+class RankCount(NamedTuple):
+    """How many ranks a server's flags ask for."""
+
+    total: int  # on all hosts
+    here: int  # on this one
+
+
+def check_has_experts(model: str, engine: str) -> None:
+    """Refuse a local checkpoint that names no experts; what is not local is checked when loaded."""
+    path = Path(model) / "config.json"
+    if not path.exists():
+        return
+    config = json.loads(path.read_text())
+    nested = [value for value in config.values() if isinstance(value, dict)]
+    if not any(key in part for part in [config, *nested] for key in _EXPERT_KEYS):
+        raise UnsupportedError(
+            f"{model} is not a Mixture-of-Experts model ({config.get('architectures')}); "
+            f"serve it with --policy off, or with {engine} itself"
+        )
+
+
+def cores_by_rank(num_ranks: int) -> list[list[int]]:
+    """This process's cores split evenly over ranks; shared when there are too few."""
+    cores = sorted(os.sched_getaffinity(0))
+    each = max(1, len(cores) // num_ranks)
+    return [cores[rank * each % len(cores) :][:each] for rank in range(num_ranks)]
+
+
+def bind_cores(num_ranks: int) -> str:
+    """``cores_by_rank`` as both engines write it: ``0,1|2,3``."""
+    return "|".join(",".join(map(str, cores)) for cores in cores_by_rank(num_ranks))
+
+
+def local_url(host: str, port: int) -> str:
+    """Where a server bound to ``host`` answers on this machine."""
+    name = "127.0.0.1" if host in ("0.0.0.0", "::") else host
+    return f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
+
+
+VLLM_VERSIONS = ("0.32",)  # any patch release of these
+SGLANG_VERSIONS = ("0.5.23",)

@@ -1,0 +1,181 @@
+"""Are a server's tokens the same with balancing off and on? Generate twice, then compare."""
+
+import asyncio
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from ultraep_serve.client.http import client_settings, error_message, json_object, unreachable
+from ultraep_serve.errors import BenchError, ConfigError
+
+__all__ = [
+    "Generation",
+    "TokenComparison",
+    "compare_tokens",
+    "generate",
+]
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What a server made of one prompt, greedily. All three have one entry per token made."""
+
+    token_ids: tuple[int, ...] | None  # None where the server does not return them
+    tokens: tuple[str, ...]  # each token's own text
+    logprobs: tuple[float | None, ...]  # of the chosen tokens, natural logarithm
+
+
+@dataclass(frozen=True)
+class TokenComparison:
+    """How far two runs over the same prompts agree."""
+
+    prompts: int
+    identical: int  # prompts whose tokens are all the same
+    first_differences: tuple[int | None, ...]  # per prompt: position, None where identical
+    max_logprob_difference: float  # absolute, over tokens before the first difference
+
+    @property
+    def first_difference(self) -> int | None:
+        """The earliest position at which any prompt differs; None when all are identical."""
+        return min((at for at in self.first_differences if at is not None), default=None)
+
+    def to_json(self, dtype: str) -> dict[str, Any]:
+        """For the demo's report and for files; ``dtype`` is what the model was served in."""
+        return {
+            "dtype": dtype,
+            "prompts": self.prompts,
+            "identical": self.identical,
+            "first_difference": self.first_difference,
+            "max_logprob_difference": self.max_logprob_difference,
+        }
+
+
+def generate(
+    url: str,
+    model: str,
+    prompts: Sequence[str],
+    max_tokens: int,
+    concurrency: int,
+    timeout_seconds: float = 600.0,
+) -> list[Generation]:
+    """Greedy completions of ``prompts``, in their order, at most ``concurrency`` at a time.
+
+    Every prompt is computed, also one that vLLM has seen before; on a server that does not know
+    ``cache_salt``, start it without a prefix cache. Raises ConfigError for ``concurrency`` below 1
+    and a ``url`` that is no address, BenchError with the server's words when it refuses a prompt.
+    """
+    if concurrency < 1:
+        raise ConfigError(f"{concurrency = } must be 1 or more")
+    settings = client_settings(url, "--url", timeout_seconds)
+    return asyncio.run(_completions(settings, model, prompts, max_tokens, concurrency))
+
+
+async def _completions(
+    settings: dict[str, Any],
+    model: str,
+    prompts: Sequence[str],
+    max_tokens: int,
+    concurrency: int,
+) -> list[Generation]:
+    permits = asyncio.Semaphore(concurrency)
+    limits = httpx.Limits(max_connections=concurrency)
+    async with httpx.AsyncClient(limits=limits, **settings) as client:
+
+        async def one(prompt: str) -> Generation:
+            async with permits:
+                return await _completion(client, model, prompt, max_tokens)
+
+        tasks = [asyncio.ensure_future(one(prompt)) for prompt in prompts]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            await _cancelled(tasks)
+
+
+def compare_tokens(first: Sequence[Generation], second: Sequence[Generation]) -> TokenComparison:
+    """Compare two runs over the same prompts in the same order.
+
+    Raises BenchError when the runs differ in length or hold no prompt.
+    """
+    if not first or len(first) != len(second):
+        raise BenchError(
+            f"runs of {len(first)} and {len(second)} prompts cannot be compared; "
+            "generate both from the same prompts, at least one"
+        )
+    differences, largest = [], 0.0
+    for one, other in zip(first, second, strict=True):
+        at = _first_difference(_tokens_of(one, other), _tokens_of(other, one))
+        differences.append(at)
+        largest = max(largest, _logprob_difference(one.logprobs[:at], other.logprobs[:at]))
+    return TokenComparison(len(first), differences.count(None), tuple(differences), largest)
+
+
+def _tokens_of(generation: Generation, other: Generation) -> Sequence[int] | Sequence[str]:
+    """What to compare: ids where both have them (two ids may share a text), else texts."""
+    if generation.token_ids is not None and other.token_ids is not None:
+        return generation.token_ids
+    return generation.tokens
+
+
+async def _cancelled(tasks: Sequence[asyncio.Future[Generation]]) -> None:
+    """After one failed, no other keeps the server busy."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _completion(
+    client: httpx.AsyncClient, model: str, prompt: str, max_tokens: int
+) -> Generation:
+    request = {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": max_tokens,
+        "temperature": 0.0,
+        "logprobs": 1,
+        "return_token_ids": True,  # vLLM; other servers ignore it
+        # A prompt answered from the prefix cache of an earlier run would check nothing.
+        "cache_salt": uuid.uuid4().hex,
+    }
+    try:
+        response = await client.post("/v1/completions", json=request)
+    except httpx.TransportError as error:
+        raise unreachable("the engine's server", "--url", str(client.base_url), error) from error
+    if not response.is_success:
+        raise BenchError(
+            f"the engine's server at {client.base_url} answered with {response.status_code}: "
+            f"{error_message(response)}; look at its log"
+        )
+    return _generation(json_object(response))
+
+
+def _generation(body: dict[str, Any]) -> Generation:
+    try:
+        choice = body["choices"][0]
+        logprobs = choice["logprobs"]
+        tokens, values = logprobs["tokens"], logprobs["token_logprobs"]
+    except (KeyError, IndexError, TypeError) as error:
+        raise BenchError(
+            "the server's completion has no per-token logprobs; compare tokens on a server whose "
+            "/v1/completions supports `logprobs`"
+        ) from error
+    ids = choice.get("token_ids")
+    return Generation(tuple(ids) if ids is not None else None, tuple(tokens), tuple(values))
+
+
+def _first_difference(
+    first: Sequence[int] | Sequence[str], second: Sequence[int] | Sequence[str]
+) -> int | None:
+    """Where the two part; a run that only stops earlier parts at its end."""
+    for at, (one, other) in enumerate(zip(first, second, strict=False)):
+        if one != other:
+            return at
+    return min(len(first), len(second)) if len(first) != len(second) else None
+
+
+def _logprob_difference(first: Sequence[float | None], second: Sequence[float | None]) -> float:
+    pairs = zip(first, second, strict=False)
+    return max((abs(a - b) for a, b in pairs if a is not None and b is not None), default=0.0)

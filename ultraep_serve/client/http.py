@@ -1,0 +1,123 @@
+"""One HTTP server by name: whatever goes wrong becomes an error that says what to do."""
+
+from types import TracebackType
+from typing import Any, TypeVar
+
+import httpx
+
+from ultraep_serve.errors import BenchError, ConfigError
+
+__all__ = ["Endpoint", "client_settings", "error_message", "json_object", "unreachable"]
+
+Self = TypeVar("Self", bound="Endpoint")
+CONNECT_SECONDS = 5.0
+MESSAGE_CHARACTERS = 400  # of the server's own words, at most
+
+
+class Endpoint:
+    """Requests to one server; ``flag`` is the command line flag that names its address."""
+
+    def __init__(self, name: str, flag: str, url: str, timeout_seconds: float) -> None:
+        """Raises ConfigError when ``url`` is no http(s) address."""
+        self.name, self.flag = name, flag
+        settings = client_settings(url, flag, timeout_seconds)
+        self.url = str(settings["base_url"])
+        self._client = httpx.Client(**settings)
+
+    def __enter__(self: Self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections; the endpoint is of no use afterwards."""
+        self._client.close()
+
+    def build(self, method: str, path: str, **content: Any) -> httpx.Request:
+        """A request ready to be sent, so that encoding it costs no measured time."""
+        return self._client.build_request(method, path, **content)
+
+    def send(self, request: httpx.Request, *, stream: bool = False) -> httpx.Response:
+        """The response, whatever its status. Raises BenchError when none came."""
+        try:
+            return self._client.send(request, stream=stream)
+        except httpx.TransportError as error:
+            raise self.unreachable(error) from error
+
+    def call(self, method: str, path: str, **content: Any) -> httpx.Response:
+        """Build and send. Raises BenchError when no response came."""
+        return self.send(self.build(method, path, **content))
+
+    def unreachable(self, error: httpx.TransportError) -> BenchError:
+        """The error for a server that did not answer."""
+        return unreachable(self.name, self.flag, self.url, error)
+
+    def refused(self, response: httpx.Response, remedy: str) -> BenchError:
+        """The error for an answer other than success."""
+        path = response.request.url.path
+        return BenchError(
+            f"{self.name} at {self.url} answered {path} with {response.status_code}: "
+            f"{error_message(response)}; {remedy}"
+        )
+
+
+def client_settings(url: str, flag: str, timeout_seconds: float) -> dict[str, Any]:
+    """Arguments of an httpx client. Raises ConfigError when ``url`` is no http(s) address."""
+    text = url.rstrip("/").removesuffix("/v1")
+    try:
+        address = httpx.URL(text)
+    except httpx.InvalidURL as error:
+        raise ConfigError(f"{flag} = {url!r} is not an address: {error}") from error
+    if address.scheme not in ("http", "https") or not address.host:
+        raise ConfigError(f"{flag} = {url!r} must be http://HOST:PORT")
+    return {
+        "base_url": text,
+        "timeout": httpx.Timeout(timeout_seconds, connect=CONNECT_SECONDS),
+        "headers": {"Accept-Encoding": "identity"},  # no decompression inside measured time
+        "trust_env": False,  # a proxy from the environment would be measured along
+    }
+
+
+def unreachable(name: str, flag: str, url: str, error: httpx.TransportError) -> BenchError:
+    """The error for a server that did not answer."""
+    if isinstance(error, httpx.ReadTimeout):
+        return BenchError(
+            f"{name} at {url} did not answer in time; look at its log, or raise --timeout"
+        )
+    reason = str(error) or type(error).__name__
+    return BenchError(
+        f"{name} at {url} cannot be reached ({reason}); "
+        f"start it with `ultraep-serve vllm MODEL` (or sglang), or give its address with {flag}"
+    )
+
+
+def error_message(response: httpx.Response) -> str:
+    """The server's own words: OpenAI's ``error.message``, FastAPI's ``detail``, or the text."""
+    try:
+        body = response.json()
+    except ValueError:
+        body = response.text
+    if isinstance(body, dict):
+        body = body.get("error", body.get("detail", body))
+    if isinstance(body, dict):
+        body = body.get("message", body)
+    return " ".join(str(body).split())[:MESSAGE_CHARACTERS] or "no reason given"
+
+
+def json_object(response: httpx.Response) -> dict[str, Any]:
+    """The body as a JSON object. Raises BenchError when it is something else."""
+    try:
+        body = response.json()
+    except ValueError:
+        body = None
+    if not isinstance(body, dict):
+        raise BenchError(
+            f"{response.request.url} did not answer with a JSON object; is that the right address?"
+        )
+    return body

@@ -1,0 +1,161 @@
+"""Time to first token under each policy, measured so that a noisy machine cannot favour one.
+
+Every round sends one prompt per policy: the same text behind different openings, the policies in
+an order that changes from round to round. Ratios within a round stay meaningful while the machine
+drifts.
+"""
+
+import itertools
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from statistics import median
+from typing import Any
+
+from ultraep_serve.client.engine import FirstToken, Server
+from ultraep_serve.client.prefill_statistics import LengthResult
+from ultraep_serve.client.prompts import MAX_ROUNDS, Openings, PromptSource, fitted_prompt
+from ultraep_serve.client.sidecar import Sidecar
+from ultraep_serve.errors import ConfigError
+from ultraep_serve.types import Policy
+
+__all__ = ["OnStep", "PrefillOptions", "PrefillResult", "measure_prefill"]
+
+MIN_PROMPT_TOKENS = 32  # an opening alone may take a dozen
+OnStep = Callable[[str], None]  # called before every request with a description of it
+
+
+@dataclass(frozen=True)
+class PrefillOptions:
+    """What to measure. Raises ConfigError where that cannot be done."""
+
+    prompt_tokens: tuple[int, ...] = (2048, 4096, 8192)
+    policies: tuple[Policy, ...] = (Policy.OFF, Policy.QUOTA, Policy.IDEAL)
+    repeats: int = 7  # measured rounds per length
+    warmup: int = 2  # unmeasured requests per length and policy
+    seed: int = 0  # of the texts and of the order of policies
+
+    def __post_init__(self) -> None:
+        if not self.prompt_tokens or min(self.prompt_tokens) < MIN_PROMPT_TOKENS:
+            raise ConfigError(f"--prompt-tokens must be {MIN_PROMPT_TOKENS} or more, each")
+        if not self.policies or len(set(self.policies)) < len(self.policies):
+            raise ConfigError("--policies must name each policy at most once, and at least one")
+        if self.seed < 0:
+            raise ConfigError(f"--seed = {self.seed} must be 0 or more")
+        if self.repeats < 1:
+            raise ConfigError(f"--repeats = {self.repeats} must be 1 or more")
+        if self.warmup < 0:
+            raise ConfigError(f"--warmup = {self.warmup} must be 0 or more")
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that will be sent, warm-up included."""
+        return len(self.prompt_tokens) * len(self.policies) * (self.warmup + self.repeats)
+
+
+@dataclass(frozen=True)
+class PrefillResult:
+    """Everything that one run measured."""
+
+    started: str  # UTC, ISO 8601
+    lengths: tuple[LengthResult, ...]
+    balance: dict[str, Any] | None  # the sidecar's statistics of the quota rounds
+    num_ranks: int | None  # as the sidecar says
+
+
+def measure_prefill(
+    server: Server,
+    sidecar: Sidecar,
+    source: PromptSource,
+    options: PrefillOptions,
+    on_step: OnStep = lambda description: None,
+) -> PrefillResult:
+    """Warm up, measure every length, and leave the policy as it was.
+
+    The sidecar tells batches apart by wall-clock time, so its clock and this one must agree; on
+    one machine they do. Raises ConfigError and BenchError with what to do.
+    """
+    for tokens in options.prompt_tokens:
+        server.check_context(tokens)
+    server.check_text(source(MIN_PROMPT_TOKENS, options.seed))
+    run = _Run(server, sidecar, source, options, on_step)
+    started = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    with sidecar.policy_restored():
+        for tokens in options.prompt_tokens:
+            run.warm_up(tokens)
+        since_ns = time.time_ns()
+        lengths = tuple(run.measure(tokens) for tokens in options.prompt_tokens)
+        measured = Policy.QUOTA if Policy.QUOTA in options.policies else options.policies[0]
+        requests = sum(len(length.samples.get(Policy.QUOTA, ())) for length in lengths)
+        balance = sidecar.balance(since_ns, measured, requests)
+    ranks = balance.get("num_ranks")
+    return PrefillResult(
+        started=started,
+        lengths=lengths,
+        balance=balance if measured is Policy.QUOTA else None,
+        num_ranks=ranks if isinstance(ranks, int) else None,
+    )
+
+
+class _Run:
+    """The requests of one benchmark, numbered so that each text and each opening is used once."""
+
+    def __init__(
+        self,
+        server: Server,
+        sidecar: Sidecar,
+        source: PromptSource,
+        options: PrefillOptions,
+        on_step: OnStep,
+    ) -> None:
+        self._server, self._sidecar, self._source = server, sidecar, source
+        self._options, self._on_step = options, on_step
+        self._openings = Openings()
+        self._chooser = random.Random(options.seed)
+        self._next_seed = options.seed
+
+    def warm_up(self, tokens: int) -> None:
+        """Unmeasured requests: connections, compilation and buffers for this length."""
+        for _ in range(self._options.warmup):
+            self._round(tokens, self._options.policies, f"{tokens} tokens, warm-up")
+
+    def measure(self, tokens: int) -> LengthResult:
+        """All rounds of one length; every policy takes every place in the order equally often."""
+        orders = list(itertools.permutations(self._options.policies))
+        self._chooser.shuffle(orders)
+        rounds = [
+            self._round(tokens, orders[i % len(orders)], f"{tokens} tokens, round {i + 1}")
+            for i in range(self._options.repeats)
+        ]
+        counted = [one.prompt_tokens for each in rounds for one in each.values()]
+        known = [count for count in counted if count is not None]
+        return LengthResult(
+            requested_tokens=tokens,
+            prompt_tokens=round(median(known)) if known else tokens,
+            samples={
+                policy: [each[policy].seconds for each in rounds]
+                for policy in self._options.policies
+            },
+        )
+
+    def _round(
+        self, tokens: int, policies: Sequence[Policy], description: str
+    ) -> dict[Policy, FirstToken]:
+        """One prompt per policy, all made before the first is sent."""
+        prompts = self._prompts(tokens, len(policies))
+        results = {}
+        for policy, prompt in zip(policies, prompts, strict=True):
+            self._on_step(f"{description}, {policy.value}")
+            self._sidecar.set_policy(policy)
+            results[policy] = self._server.first_token(prompt)
+        return results
+
+    def _prompts(self, tokens: int, number: int) -> list[str]:
+        """The same text behind ``number`` openings, each of ``tokens`` tokens."""
+        seed, count = self._next_seed, self._server.count_tokens
+        self._next_seed += MAX_ROUNDS + 1  # fitting draws from the seeds in between
+        return [
+            fitted_prompt(self._openings, self._source, tokens, seed, count) for _ in range(number)
+        ]

@@ -1,0 +1,136 @@
+"""What a benchmark leaves behind: its JSON document, and tables for a terminal."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ultraep_serve.client.prefill import PrefillResult
+from ultraep_serve.machine import describe
+from ultraep_serve.types import Policy
+
+__all__ = ["prefill_document", "prefill_view"]
+
+SCHEMA_VERSION = 1
+Document = Mapping[str, Any]
+
+
+def prefill_document(result: PrefillResult, url: str, model: str, command: str) -> dict[str, Any]:
+    """The benchmark as JSON: seconds, tokens, and imbalance as max/mean over ranks."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "ranks": result.num_ranks,
+        "url": url,
+        "model": model,
+        "machine": describe(),
+        "command": command,
+        "started": result.started,
+        "rows": [length.to_json() for length in result.lengths],
+        "imbalance": _imbalance_summary(result.balance),
+        "overhead": _overhead(result),
+        "layers": result.balance.get("layers", []) if result.balance else [],
+    }
+
+
+def _imbalance_summary(balance: Document | None) -> dict[str, dict[str, float]] | None:
+    """Mean and worst imbalance before and after; None where no batch was balanced."""
+    if balance is None or balance["imbalance"]["before"]["mean"] is None:
+        return None
+    return {
+        when: {name: balance["imbalance"][when][name] for name in ("mean", "max")}
+        for when in ("before", "after")
+    }
+
+
+def _overhead(result: PrefillResult) -> dict[str, float] | None:
+    """Seconds that balancing itself took in the quota rounds, by the ranks' own clocks.
+
+    Their sum, and its share of these rounds' times to first token, which other work on the machine
+    disturbs less than a comparison of times. None where the sidecar does not hold all of them.
+    """
+    balance = result.balance
+    if balance is None or not balance["layers"]:
+        return None
+    seconds = [took for length in result.lengths for took in length.samples[Policy.QUOTA]]
+    if min(layer["records"] for layer in balance["layers"]) < len(seconds):
+        return None
+    spent = float(balance["savings"]["spent_seconds"])
+    return {"spent_seconds": spent, "share_of_ttft": spent / sum(seconds)}
+
+
+def prefill_view(document: Document) -> RenderableType:
+    """The document for a terminal: a table of times, then what balancing did."""
+    policies = [policy for policy in Policy if policy.value in document["rows"][0]["ttft_seconds"]]
+    table = Table(
+        title="Time to first token: median, and the middle half of the samples",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        padding=0,  # eight columns have to fit a terminal of 80 characters
+    )
+    table.add_column("prompt\ntokens", justify="right")
+    for policy in policies:
+        table.add_column(policy.value, justify="right")
+    figures = [figure for figure in _FIGURES if _any_row(document, figure)]
+    for figure in figures:
+        table.add_column(_FIGURES[figure], justify="right")
+    for row in document["rows"]:
+        times = [_times(row, policy) for policy in policies]
+        table.add_row(str(row["prompt_tokens"]), *times, *(_figure(row, name) for name in figures))
+    return Group(
+        table, _imbalance_line(document.get("imbalance")), _overhead_line(document.get("overhead"))
+    )
+
+
+def _imbalance_line(imbalance: Document | None) -> Text:
+    """How evenly the ranks were loaded, as one sentence."""
+    if imbalance is None:
+        return Text("No balanced batch was recorded while measuring.", style="yellow")
+    before, after = imbalance["before"], imbalance["after"]
+    line = Text("Busiest rank over mean: ")
+    line.append(f"{before['mean']:.2f} -> {after['mean']:.2f}", style="bold green")
+    line.append(f" (worst {before['max']:.2f} -> {after['max']:.2f}; 1.00 is perfect)")
+    return line
+
+
+def _overhead_line(overhead: Document | None) -> Text:
+    """What balancing took, as one sentence; empty where that is not known."""
+    if overhead is None:
+        return Text("")
+    return Text(f"Counting, planning and moving took {overhead['share_of_ttft']:.2%} of the time.")
+
+
+_FIGURES = {
+    "speedup": "speedup",
+    "efficiency": "of\nideal",
+    "recovered": "recovered",
+    "quota_over_off": "quota/off\nper round",
+}
+
+
+def _any_row(document: Document, figure: str) -> bool:
+    return any(_figure(row, figure) for row in document["rows"])
+
+
+def _figure(row: Document, name: str) -> str:
+    """One cell; empty where it cannot be computed."""
+    if name == "quota_over_off":
+        paired = row["paired"][name]
+        return _with_range(paired["median"], paired, "") if paired else ""
+    value = row[name]
+    if value is None:
+        return ""
+    return f"{value:.2f}x" if name == "speedup" else f"{value:.0%}"
+
+
+def _times(row: Document, policy: Policy) -> str:
+    median, spread = row["ttft_seconds"][policy.value], row["ttft_spread"][policy.value]
+    return _with_range(median, spread, " s")
+
+
+def _with_range(median: float, spread: Document, unit: str) -> str:
+    digits = 3 if median < 1 else 2 if median < 10 else 1
+    low, high = spread["p25"], spread["p75"]
+    return f"{median:.{digits}f}{unit}\n[dim]{low:.{digits}f}-{high:.{digits}f}[/dim]"

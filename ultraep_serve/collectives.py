@@ -1,0 +1,82 @@
+"""How rows cross domains: gathered from all ranks, through the engine's own process group.
+
+Inside a domain the fabric's exchange is the fence, and faster to notice a rank that died; what is
+gathered here adds the rows of the ranks whose memory this one cannot reach.
+"""
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from ultraep_serve.errors import PeerTimeoutError
+
+__all__ = ["DeviceAllGather", "EngineGroup", "HostAllGather"]
+
+# torch 2.13 calls it by another name
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+@dataclass(frozen=True)
+class EngineGroup:
+    """The engine's own process groups of all ranks, by where tensors lie."""
+
+    on_host: dist.ProcessGroup
+    on_device: dist.ProcessGroup
+
+
+class HostAllGather:
+    """Gathers rows in host memory, and waits for them."""
+
+    def __init__(self, group: dist.ProcessGroup, timeout_seconds: float) -> None:
+        self._group = group
+        self._timeout_seconds = timeout_seconds
+
+    def gather(self, row: NDArray[np.int64]) -> NDArray[np.int64]:
+        """All ranks' rows (R, W) int64 for this rank's ``row`` (W,).
+
+        Raises PeerTimeoutError when a rank is gone, or does not answer in time.
+        """
+        mine = torch.from_numpy(np.ascontiguousarray(row))
+        rows = mine.new_empty(self._group.size() * row.size)  # gloo takes no second dimension
+        limit = timedelta(seconds=self._timeout_seconds)
+        try:
+            work = _all_gather(rows, mine, group=self._group, async_op=True)
+            work.wait(limit)
+        except RuntimeError as error:
+            raise _lost(self._group, f"within {self._timeout_seconds:g} s", error) from error
+        return rows.view(-1, row.size).numpy()
+
+
+class DeviceAllGather:
+    """Gathers rows in stream order, for which the host does not wait; any of it can be captured.
+
+    A rank that is gone is noticed by the engine's own group, after the engine's own time: its
+    dispatch waits for that rank no less.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def gather(self, row: torch.Tensor) -> torch.Tensor:
+        """All ranks' rows (R, W) for this rank's ``row`` (W,), on its device.
+
+        Raises PeerTimeoutError where the group says that a rank is gone.
+        """
+        rows = row.new_empty(self._group.size() * row.numel())
+        try:
+            _all_gather(rows, row, group=self._group)
+        except RuntimeError as error:
+            raise _lost(self._group, "any more", error) from error
+        return rows.view(-1, row.numel())
+
+
+def _lost(group: dist.ProcessGroup, when: str, error: RuntimeError) -> PeerTimeoutError:
+    reason = str(error).splitlines()[0]
+    return PeerTimeoutError(
+        f"rank {group.rank()} waits for rows of other domains: a rank did not answer {when} "
+        f"({reason}); restart the engine on all hosts"
+    )

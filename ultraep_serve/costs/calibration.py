@@ -1,0 +1,147 @@
+"""What a layer costs on this machine: measured at start-up by all ranks, fitted, and agreed on."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ultraep_serve.costs.model import CostModel
+from ultraep_serve.errors import ConfigError
+from ultraep_serve.types import ExpertShape
+
+__all__ = [
+    "LineFit",
+    "Probes",
+    "agreed_costs",
+    "fit",
+    "probe_loads",
+]
+
+_ROWS_PER_MASTER = (16, 64, 256)  # assignments; enough for the kernel to run as in a prefill
+_MEASURED = (
+    "seconds_per_assignment",
+    "base_seconds",
+    "link_bytes_per_second",
+    "exchange_seconds",
+    "plan_seconds",
+)
+
+
+@dataclass(frozen=True)
+class Probes:
+    """Seconds that a rank's own stages take, and how ranks tell each other; all call alike."""
+
+    seconds: Callable[[Callable[[], object]], float]  # that something takes
+    exchange: Callable[[], float]
+    send_expert: Callable[[], float]
+    plan: Callable[[], float]
+    gather: Callable[[NDArray[np.float64]], NDArray[np.float64]]  # (n,) of a rank -> (R, n)
+
+
+def agreed_costs(
+    configured: str,
+    shape: ExpertShape,
+    expert_bytes: int,
+    probes: Probes,
+    run_layer: Callable[[int], None],
+) -> CostModel:
+    """The ``configured`` cost model (JSON), or where it is empty the mean of what ranks measure.
+
+    ``run_layer`` computes and combines a batch that gives every rank so many assignments. All ranks
+    call this together and get the same.
+    """
+    if configured:
+        return CostModel.from_json(configured)
+    own = _measure_costs(shape, expert_bytes, probes, run_layer)
+    measured = np.array([getattr(own, name) for name in _MEASURED], dtype=np.float64)
+    agreed = probes.gather(measured).mean(axis=0)
+    return replace(own, **dict(zip(_MEASURED, agreed.tolist(), strict=True)))
+
+
+def _measure_costs(
+    shape: ExpertShape, expert_bytes: int, probes: Probes, run_layer: Callable[[int], None]
+) -> CostModel:
+    """Time a layer, an expert's transfer, an exchange and a plan.
+
+    A share of a layer's time, the sum over ranks, does not grow with a rank's load; it is taken as
+    if it did.
+    """
+    sizes = [rows * shape.num_masters for rows in _ROWS_PER_MASTER]
+    run_layer(sizes[0])
+    samples = [(float(size), probes.seconds(partial(run_layer, size))) for size in sizes]
+    line = fit(samples)
+    return CostModel(
+        seconds_per_assignment=line.slope,
+        base_seconds=line.intercept,
+        bytes_per_expert=expert_bytes,
+        exchange_seconds=probes.exchange(),
+        link_bytes_per_second=expert_bytes / probes.send_expert(),
+        plan_seconds=probes.plan(),
+    )
+
+
+def probe_loads(shape: ExpertShape) -> NDArray[np.int64]:
+    """(R, E) for timing a plan: all that one rank's experts can be asked for."""
+    loads = np.zeros((shape.num_ranks, shape.num_logical_experts), dtype=np.int64)
+    loads[:, : shape.num_masters] = 1 + np.arange(shape.num_masters)
+    return loads
+
+
+@dataclass(frozen=True)
+class LineFit:
+    """``seconds = intercept + slope * work`` and how far it is off the measurements."""
+
+    slope: float  # seconds per unit of work
+    intercept: float  # seconds, >= 0
+    worst_relative_error: float  # of the seconds that were measured
+
+    def predict(self, work: float) -> float:
+        """Seconds for ``work``."""
+        return self.intercept + self.slope * work
+
+
+def fit(samples: Sequence[tuple[float, float]]) -> LineFit:
+    """Least squares through (assignments of the busiest rank, seconds of the layer).
+
+    The slope is ``seconds_per_assignment``, the intercept ``base_seconds``. Errors are weighed
+    relative to the measurement, because a prediction that is off by a share is as bad for a small
+    batch as for a large one. An intercept below zero cannot be: the line then goes through zero.
+
+    Raises:
+        ConfigError: fewer than two different amounts of work, values that are not positive, or
+            times that do not grow with the work.
+    """
+    work, seconds = _columns(samples)
+    weights = 1 / seconds
+    design = np.stack([np.ones_like(work), work], 1) * weights[:, None]
+    # Columns of like size: assignments are thousands, and the solver's cut-off is relative.
+    scale = np.abs(design).max(0)
+    solution, *_ = np.linalg.lstsq(design / scale, np.ones_like(work), rcond=None)
+    intercept, slope = (solution / scale).tolist()
+    if intercept < 0:
+        ratio = work * weights
+        intercept, slope = 0.0, float(ratio.sum() / (ratio**2).sum())
+    if not slope > 0:
+        raise ConfigError(
+            "the measured times do not grow with the work; measure longer, over a wider range"
+        )
+    errors = np.abs(intercept + slope * work - seconds) / seconds
+    return LineFit(slope, intercept, float(errors.max()))
+
+
+def _columns(
+    samples: Sequence[tuple[float, float]],
+) -> tuple[
+    np.ndarray[tuple[int], np.dtype[np.float64]], np.ndarray[tuple[int], np.dtype[np.float64]]
+]:
+    work = np.array([sample[0] for sample in samples], np.float64)
+    seconds = np.array([sample[1] for sample in samples], np.float64)
+    if np.unique(work).size < 2:
+        raise ConfigError(f"{work.size} samples do not make a line; measure two sizes or more")
+    if not (np.isfinite(work).all() and np.isfinite(seconds).all()):
+        raise ConfigError("measurements must be finite numbers")
+    if (work < 0).any() or (seconds <= 0).any():
+        raise ConfigError("work must not be negative and seconds must be more than 0")
+    return work, seconds

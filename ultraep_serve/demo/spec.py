@@ -1,0 +1,153 @@
+"""What a made-up MoE model looks like, and ready-made ones for tests and demos."""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from ultraep_serve.demo.text import DOMAINS
+from ultraep_serve.errors import ConfigError
+
+__all__ = [
+    "MAX_EXPERT_SHARE",
+    "ModelSpec",
+    "demo_balanced",
+    "demo_glm4",
+    "demo_qwen3",
+    "tiny_glm4",
+    "tiny_qwen3",
+]
+
+MAX_EXPERT_SHARE = 0.92  # of a layer's tokens that one expert may be asked to attract
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Sizes, skew and seed of a checkpoint; equal specs give equal bytes on one machine."""
+
+    architecture: Literal["qwen3_moe", "glm4_moe"] = "qwen3_moe"
+    hidden_size: int = 512  # H, a multiple of 32
+    num_layers: int = 4
+    num_experts: int = 16  # E, a multiple of num_ranks
+    experts_per_token: int = 4  # K
+    moe_intermediate_size: int = 768  # a multiple of 32
+    num_heads: int = 8
+    num_key_value_heads: int = 2
+    head_dim: int = 64
+    max_position_embeddings: int = 32768
+    num_ranks: int = 2  # R: expert e counts for rank e // (E / R)
+    imbalance: float = 1.7  # max/mean of assignments over ranks; 1.0 for a balanced model
+    domains: tuple[str, ...] = DOMAINS
+    seed: int = 0
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"  # of the stored weights
+    num_groups: int = 4  # glm4_moe: expert groups
+    groups_per_token: int = 2  # glm4_moe: groups a token may choose from
+    num_dense_layers: int = 1  # glm4_moe: leading layers without experts
+    calibration_length: int = 512  # tokens per calibration text; longer is slower and more exact
+
+    def __post_init__(self) -> None:
+        ranks, experts = self.num_ranks, self.num_experts
+        _require(
+            ranks >= 1 and experts % ranks == 0, f"{experts = } must be divisible by {ranks = }"
+        )
+        _require(
+            self.experts_per_token <= experts, f"{self.experts_per_token = } is above {experts = }"
+        )
+        _require(bool(self.domains), "domains is empty; name at least one")
+        for size in (self.hidden_size, self.moe_intermediate_size):
+            _require(
+                size % 32 == 0, f"{size = } must be divisible by 32, as CPU expert kernels want"
+            )
+        length = self.calibration_length
+        _require(
+            length >= 64 and length % 64 == 0, f"{length = } must be a positive multiple of 64"
+        )
+        heads, kv_heads = self.num_heads, self.num_key_value_heads
+        _require(heads % kv_heads == 0, f"{heads = } must be divisible by {kv_heads = }")
+        _require(
+            1.0 <= self.imbalance <= self.max_imbalance,
+            f"{self.imbalance = } must be 1.0 to {self.max_imbalance:.2f}",
+        )
+        if self.architecture == "glm4_moe":
+            self._check_groups()
+
+    def _check_groups(self) -> None:
+        groups, chosen = self.num_groups, self.groups_per_token
+        _require(
+            self.num_experts % groups == 0, f"{self.num_experts = } not divisible by {groups = }"
+        )
+        size = self.num_experts // groups
+        _require(size >= 2, f"{groups = } leaves {size} expert per group; at least 2 are needed")
+        _require(
+            1 <= chosen <= groups and chosen * size >= self.experts_per_token,
+            f"{chosen = } groups of {size} experts must hold {self.experts_per_token = }",
+        )
+        _require(
+            0 <= self.num_dense_layers < self.num_layers,
+            f"{self.num_dense_layers = } must be below {self.num_layers = }",
+        )
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """Indices of the decoder layers that have experts."""
+        first = self.num_dense_layers if self.architecture == "glm4_moe" else 0
+        return tuple(range(first, self.num_layers))
+
+    @property
+    def experts_per_rank(self) -> int:
+        """L = E / R."""
+        return self.num_experts // self.num_ranks
+
+    @property
+    def max_imbalance(self) -> float:
+        """The largest skew at which no expert needs more than ``MAX_EXPERT_SHARE`` of tokens."""
+        most = min(self.experts_per_token, MAX_EXPERT_SHARE * self.experts_per_rank)
+        return max(1.0, min(0.95 * self.num_ranks, most * self.num_ranks / self.experts_per_token))
+
+
+def demo_qwen3(imbalance: float = 1.7, num_ranks: int = 2) -> ModelSpec:
+    """The demo model: Qwen3-MoE, 4 layers of 16 experts, skewed."""
+    # More than two ranks have finer shares to meet.
+    length = 512 if num_ranks <= 2 else 1024
+    return ModelSpec(imbalance=imbalance, num_ranks=num_ranks, calibration_length=length)
+
+
+def demo_balanced(num_ranks: int = 2) -> ModelSpec:
+    """The demo model with nothing to gain: every rank already has the same load."""
+    return demo_qwen3(1.0, num_ranks)
+
+
+def demo_glm4(imbalance: float = 1.7, num_ranks: int = 2) -> ModelSpec:
+    """GLM-4-MoE in the demo's size: sigmoids, grouped top-k, a shared expert, one dense layer."""
+    return replace(demo_qwen3(imbalance, num_ranks), architecture="glm4_moe")
+
+
+def tiny_qwen3(imbalance: float = 1.6, num_ranks: int = 2) -> ModelSpec:
+    """Seconds to make and to load: for tests."""
+    return replace(
+        ModelSpec(),
+        imbalance=imbalance,
+        hidden_size=128,
+        num_layers=3,
+        num_experts=8,
+        experts_per_token=2,
+        moe_intermediate_size=64,
+        num_heads=4,
+        head_dim=32,
+        num_ranks=num_ranks,
+    )
+
+
+def tiny_glm4(imbalance: float = 1.6, num_ranks: int = 2) -> ModelSpec:
+    """Like ``tiny_qwen3``, with 16 experts in 4 groups."""
+    return replace(
+        tiny_qwen3(),
+        architecture="glm4_moe",
+        imbalance=imbalance,
+        num_experts=16,
+        experts_per_token=4,
+        num_ranks=num_ranks,
+    )
+
+
+def _require(legal: bool, message: str) -> None:
+    if not legal:
+        raise ConfigError(message)

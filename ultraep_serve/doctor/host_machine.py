@@ -1,0 +1,178 @@
+"""Cores, access to process memory, and /dev/shm with what killed servers left there."""
+
+import contextlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from ultraep_serve.config import BalanceConfig
+from ultraep_serve.doctor.finding import Finding, Subject, error, ok, size, warning
+from ultraep_serve.errors import ConfigError
+from ultraep_serve.launcher.run_directory import abandoned_run_directories
+from ultraep_serve.offline.shapes import model_shape
+from ultraep_serve.ring.schema import HEADER_BYTES, record_dtype
+from ultraep_serve.types import ExpertShape
+
+__all__ = [
+    "check_cores",
+    "check_leftovers",
+    "check_memory_access",
+    "check_shared_memory",
+    "ring_bytes",
+]
+
+_SECONDS = 30.0
+_OPEN = "import os, sys; os.close(os.open(sys.argv[1], os.O_RDWR))"
+
+
+def check_cores(subject: Subject, cgroup: Path = Path("/sys/fs/cgroup")) -> list[Finding]:
+    """Cores that this process may use, by affinity and by the container's quota."""
+    cores, quota = len(os.sched_getaffinity(0)), _quota(cgroup / "cpu.max")
+    seen = f"{cores} cores for {subject.ranks_here} ranks"
+    if quota is not None and quota < cores:
+        return [
+            warning(
+                "cores",
+                f"{seen}, but the container's quota is {quota:g}: pinned ranks are throttled",
+                "give the container whole cores (Docker: --cpuset-cpus; Kubernetes: integer "
+                "requests equal to limits and the static CPU manager)",
+            )
+        ]
+    if cores < subject.ranks_here:
+        remedy = "use fewer ranks or more cores; ranks that share a core wait for each other"
+        return [warning("cores", seen, remedy)]
+    return [ok("cores", seen)]
+
+
+def check_memory_access(proc: Path = Path("/proc")) -> list[Finding]:
+    """Whether a process can map a sibling's memfd through /proc/PID/fd, as ranks do: by trying."""
+    descriptor = os.memfd_create("ultraep-doctor", os.MFD_CLOEXEC)
+    target = proc / str(os.getpid()) / "fd" / str(descriptor)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-S", "-c", _OPEN, str(target)],
+            capture_output=True,
+            text=True,
+            timeout=_SECONDS,
+            check=False,
+        )
+        problem = "" if done.returncode == 0 else done.stderr.strip().rpartition("\n")[2]
+    except (OSError, subprocess.TimeoutExpired) as reason:
+        problem = str(reason)
+    finally:
+        os.close(descriptor)
+    if not problem:
+        return [ok("memory access", f"processes of user {os.getuid()} open each other's memory")]
+    return [
+        error(
+            "memory access",
+            f"a process cannot open another's memory through {proc}/PID/fd: {problem}",
+            "run all ranks as one user in one container (one process namespace), with /proc "
+            "mounted, and without a security profile that forbids it",
+        )
+    ]
+
+
+def _quota(path: Path) -> float | None:
+    """Cores per second that the control group may use; None: as many as there are."""
+    try:
+        limit, period = path.read_text().split()[:2]
+        return None if limit == "max" else int(limit) / int(period)
+    except (OSError, ValueError):
+        return None
+
+
+SHARED_MEMORY = Path("/dev/shm")
+_ENGINE_BYTES = 704 << 20  # queues of the engine: vLLM reserves this much for two ranks
+_TYPICAL_EXPERTS = 256
+_ENGINE_FILES = ("vllm_dist_*", "sgl_shm_mq_*", "sglang_loads_*")
+_BLOCK = 512  # bytes of one unit of st_blocks
+_REMEDY = (
+    "give the container more: docker run --shm-size=2g, in Compose shm_size: 2gb, in Kubernetes "
+    "an emptyDir of medium Memory mounted at /dev/shm"
+)
+
+
+def check_shared_memory(subject: Subject, path: Path = SHARED_MEMORY) -> list[Finding]:
+    """Size and free space of /dev/shm against what rings and the engine need."""
+    name = "shared memory"
+    if not os.access(path, os.W_OK | os.X_OK):
+        return [error(name, f"{path} is missing or cannot be written", _REMEDY)]
+    status = os.statvfs(path)
+    total, free = status.f_frsize * status.f_blocks, status.f_frsize * status.f_bavail
+    rings = ring_bytes(subject)
+    seen = f"{path}: {size(free)} free of {size(total)}; records of {subject.ranks_here} ranks "
+    seen += f"take {size(rings)}, queues of the engine up to {size(_ENGINE_BYTES)}"
+    if free < rings:
+        return [error(name, seen, _REMEDY)]
+    if free < rings + _ENGINE_BYTES:
+        return [warning(name, seen, _REMEDY)]
+    return [ok(name, seen)]
+
+
+def ring_bytes(subject: Subject) -> int:
+    """What the rings of this host's ranks take; of a usual model where none is given."""
+    experts = _TYPICAL_EXPERTS
+    if subject.model is not None:
+        with contextlib.suppress(ConfigError):  # the check of the model reports it
+            experts = model_shape(subject.model).num_experts
+    shape = ExpertShape(subject.num_ranks, experts, subject.num_slots)
+    records = BalanceConfig().ring_records * record_dtype(shape).itemsize
+    return subject.ranks_here * (HEADER_BYTES + records)
+
+
+def check_leftovers(path: Path = SHARED_MEMORY, proc: Path = Path("/proc")) -> list[Finding]:
+    """Run directories of this user whose server was killed, and what engines do not clean up."""
+    try:
+        return [_run_directories(), _engine_files(path, proc)]
+    except OSError as reason:
+        return [warning("leftovers", f"cannot be looked for: {reason}", _REMEDY)]
+
+
+def _run_directories() -> Finding:
+    left = abandoned_run_directories()
+    if not left:
+        return ok("leftovers", "no run directory of a dead server")
+    names = " ".join(map(str, left))
+    held = sum(_bytes(path) for path in left)
+    remedy = f"the next start removes them; or now: rm -r {names}"
+    return warning("leftovers", f"dead servers left {names} ({size(held)})", remedy)
+
+
+def _engine_files(path: Path, proc: Path) -> Finding:
+    candidates = [
+        file
+        for pattern in _ENGINE_FILES
+        for file in path.glob(pattern)
+        if file.is_file() and file.stat().st_uid == os.getuid()
+    ]
+    mapped = _mapped_files(proc) if candidates else set()
+    left = [file for file in candidates if str(file) not in mapped]
+    if not left:
+        return ok("leftovers", "no shared memory that an engine left")
+    held = sum(file.stat().st_blocks * _BLOCK for file in left)
+    return warning(
+        "leftovers",
+        f"{path} holds what engines left and nobody maps: {len(left)} files, {size(held)} in use",
+        f"rm {' '.join(sorted(str(path / pattern) for pattern in _patterns(left)))} while no "
+        "engine of yours runs; in a pod, recreate it",
+    )
+
+
+def _patterns(files: list[Path]) -> set[str]:
+    return {p for p in _ENGINE_FILES for file in files if file.match(p)}
+
+
+def _mapped_files(proc: Path) -> set[str]:
+    """Names of files that any process maps, as far as this user may see."""
+    found: set[str] = set()
+    for maps in proc.glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):
+            lines = maps.read_text(errors="replace").splitlines()
+            found.update(line[line.index("/") :] for line in lines if "/" in line)
+    return found
+
+
+def _bytes(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())

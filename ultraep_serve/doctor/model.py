@@ -1,0 +1,97 @@
+"""What a model needs: experts that divide over ranks, memory for slots, weights and KV cache."""
+
+from pathlib import Path
+
+from ultraep_serve.doctor.finding import Finding, Subject, error, ok, size, warning
+from ultraep_serve.errors import ConfigError
+from ultraep_serve.launcher.run_directory import is_running
+from ultraep_serve.machine import available_memory
+from ultraep_serve.offline.predict import slot_memory
+from ultraep_serve.offline.shapes import ModelShape, model_shape, weight_bits
+
+__all__ = ["check_model"]
+
+_BYTES_PER_KIB = 1024
+_TIGHT = 0.9  # of the memory; what is left is for activations and the rest of the machine
+
+
+def check_model(
+    subject: Subject,
+    meminfo: Path = Path("/proc/meminfo"),
+    cgroup: Path = Path("/sys/fs/cgroup"),
+) -> list[Finding]:
+    """Experts and memory of the subject's model; nothing where no model is given."""
+    if subject.model is None:
+        return []
+    try:
+        shape = model_shape(subject.model)
+        weight_bits(subject.weight_type)
+    except ConfigError as reason:
+        remedy = "name the directory of a Mixture-of-Experts model, or serve it with --policy off"
+        return [error("model", str(reason), remedy)]
+    findings = [_check_experts(shape, subject), _slots(shape, subject)]
+    if subject.port is None or not is_running(subject.port):  # else it has its memory already
+        available = _available(meminfo, cgroup)
+        findings.append(_check_memory(shape, subject, available))
+    return findings
+
+
+def _check_experts(shape: ModelShape, subject: Subject) -> Finding:
+    ranks = subject.num_ranks
+    seen = f"{shape.name}: {shape.num_experts} experts in each of {shape.num_moe_layers} MoE layers"
+    if ranks < 2:
+        return error("model", f"{seen}, one rank: nothing to balance", "use two ranks or more")
+    if shape.num_experts % ranks:
+        return error(
+            "model",
+            f"{seen}, which do not divide evenly over {ranks} ranks",
+            f"choose a number of ranks that divides {shape.num_experts}",
+        )
+    return ok("model", f"{seen}, {shape.num_experts // ranks} on each of {ranks} ranks")
+
+
+def _slots(shape: ModelShape, subject: Subject) -> Finding:
+    memory = slot_memory(shape, subject.num_slots, subject.weight_type)
+    tokens = memory.shared // shape.kv_bytes_per_token
+    return ok(
+        "slots",
+        f"{subject.num_slots} per rank, {size(memory.bytes_per_expert)} each, shared by all "
+        f"layers: {size(memory.shared)} per rank, the KV cache of {tokens} tokens",
+    )
+
+
+def _check_memory(shape: ModelShape, subject: Subject, available: int | None) -> Finding:
+    """A host holds its share of the weights; embeddings and activations come on top."""
+    share = subject.ranks_here / subject.num_ranks
+    weights = round(shape.weights * share * weight_bits(subject.weight_type) / 8)
+    slots = subject.ranks_here * slot_memory(shape, subject.num_slots, subject.weight_type).shared
+    seen = f"weights {size(weights)} and slots {size(slots)} on this host"
+    if available is None:
+        remedy = "compare them with the machine's memory yourself"
+        return warning("memory", f"{seen}; available memory is not known", remedy)
+    left = available - weights - slots
+    seen += f", {size(available)} available"
+    if left < 0:
+        return error("memory", seen, "use a smaller model, fewer slots, or a larger machine")
+    tokens = left // shape.kv_bytes_per_token
+    seen += f"; the rest would hold the KV cache of {tokens} tokens"
+    if weights + slots > _TIGHT * available:
+        return warning("memory", seen, "little is left for the KV cache: use a larger machine")
+    return ok("memory", seen)
+
+
+def _available(meminfo: Path, cgroup: Path) -> int | None:
+    """Bytes that this process may still take, by the machine and by its control group."""
+    limits = [
+        limit for limit in (available_memory(meminfo), _container(cgroup)) if limit is not None
+    ]
+    return min(limits, default=None)
+
+
+def _container(cgroup: Path) -> int | None:
+    try:
+        limit = (cgroup / "memory.max").read_text().strip()
+        used = int((cgroup / "memory.current").read_text())
+        return None if limit == "max" else max(0, int(limit) - used)
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,120 @@
+"""Ports that are free, and the health of a server that runs."""
+
+import json
+import socket
+import urllib.error
+import urllib.request
+from typing import Any
+
+from ultraep_serve.doctor.finding import Finding, Subject, error, ok, warning
+from ultraep_serve.launcher.run_directory import is_running, run_directory_of_port
+
+__all__ = ["check_ports", "check_server"]
+
+_DEFAULT_PORTS = {"vLLM": 8000, "SGLang": 30000}
+_SECONDS = 5.0
+_MAX_BYTES = 1 << 20
+
+
+def check_ports(subject: Subject) -> list[Finding]:
+    """Whether a server could start: on its port and the next, or on the engines' default ports."""
+    if subject.port is not None:
+        if is_running(subject.port):
+            return [ok("ports", f"a balanced server runs on port {subject.port}")]
+        wanted = {"the server": subject.port} if subject.serves else {}
+        wanted["the sidecar"] = _sidecar_port(subject)
+        return [_check_port(port, who) for who, port in wanted.items()]
+    return [_check_default(title, port) for title, port in _DEFAULT_PORTS.items()]
+
+
+def check_server(subject: Subject) -> list[Finding]:
+    """What a running server and its sidecar answer; nothing where no port is given."""
+    if subject.port is None:
+        return []
+    if not is_running(subject.port):
+        seen = f"no balanced server of this user runs on port {subject.port}"
+        place = run_directory_of_port(subject.port)
+        remedy = f"start one, or look as the user who did; each server of yours has a {place}"
+        return [warning("server", seen, remedy)]
+    findings = []
+    if subject.serves:
+        engine = _get(f"http://127.0.0.1:{subject.port}/health")
+        findings.append(_engine_health(subject.port, engine))
+    sidecar = _get(f"http://127.0.0.1:{_sidecar_port(subject)}/readyz")
+    return [*findings, _readiness(_sidecar_port(subject), sidecar)]
+
+
+def _engine_health(port: int, answer: "tuple[int, bytes] | str") -> Finding:
+    if isinstance(answer, str):
+        remedy = "wait until the model is loaded; then read the engine's log"
+        return error("server", f"port {port}: {answer}", remedy)
+    code, _ = answer
+    if code == 200:
+        return ok("server", f"port {port}: /health answers 200")
+    return error("server", f"port {port}: /health answers {code}", "read the engine's log")
+
+
+def _readiness(port: int, answer: "tuple[int, bytes] | str") -> Finding:
+    name = "balancing"
+    if isinstance(answer, str):
+        remedy = "name its port with --sidecar-port; a server with --policy off has none"
+        return error(name, f"sidecar, port {port}: {answer}", remedy)
+    code, body = answer
+    if code == 200:
+        return ok(name, f"sidecar, port {port}: every rank of this host has joined and is alive")
+    reasons = _reasons(body)
+    shown = "; ".join(f"rank {rank}: {reason}" for rank, reason in reasons.items())
+    remedy = "read the engine's log for that rank; restart the server"
+    return error(name, f"sidecar, port {port}: /readyz answers {code} ({shown})", remedy)
+
+
+def _reasons(body: bytes) -> dict[str, Any]:
+    try:
+        reasons = json.loads(body)["reasons"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return {}
+    return reasons if isinstance(reasons, dict) else {}
+
+
+def _check_default(title: str, port: int) -> Finding:
+    taken = [number for number in (port, port + 1) if not _is_free(number)]
+    if not taken:
+        return ok("ports", f"{port} and {port + 1}, {title}'s server and sidecar, are free")
+    seen = f"{', '.join(map(str, taken))} of {title}'s {port} and {port + 1} in use"
+    remedy = "choose others with --port and --sidecar-port; see who holds them with ss -ltnp"
+    return warning("ports", seen, remedy)
+
+
+def _check_port(port: int, who: str) -> Finding:
+    if _is_free(port):
+        return ok("ports", f"{port} is free for {who}")
+    flag = "--port" if who == "the server" else "--sidecar-port"
+    remedy = f"stop who holds it (ss -ltnp), or choose another {flag}"
+    return error("ports", f"{port}, wanted for {who}, is in use by another program", remedy)
+
+
+def _sidecar_port(subject: Subject) -> int:
+    return subject.sidecar_port or (subject.port or 0) + 1
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket(socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("0.0.0.0", port))
+        except OSError:
+            return False
+        return True
+
+
+def _get(url: str) -> "tuple[int, bytes] | str":
+    """Status and body, or why there is none. Never through a proxy: this is the local machine."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(url, timeout=_SECONDS) as response:
+            return response.status, response.read(_MAX_BYTES)
+    except urllib.error.HTTPError as refusal:
+        with refusal:
+            return refusal.code, refusal.read(_MAX_BYTES)
+    except (OSError, ValueError) as reason:
+        return f"no answer ({getattr(reason, 'reason', reason)})"

@@ -1,0 +1,115 @@
+"""Files: whole or not written at all; and those of a run directory, opened without trust."""
+
+import contextlib
+import json
+import mmap
+import os
+import secrets
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ultraep_serve.errors import OutputError
+
+__all__ = [
+    "create_mapped",
+    "map_shared",
+    "open_regular",
+    "prepare_output",
+    "whole_file",
+    "write_json",
+    "write_whole",
+]
+
+
+def prepare_output(path: Path) -> None:
+    """Make the directory of ``path``; call it before the work, so that no result is lost.
+
+    Raises OutputError where ``path`` could not be written.
+    """
+    try:
+        if path.is_dir():
+            raise IsADirectoryError("it is a directory")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise OutputError(f"{path} cannot be written ({error}); choose another file") from error
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """A path beside ``path`` to write to; it becomes ``path`` at
+    the end, or is removed on any error.
+
+    Readers see the old file or the whole new one. Raises OutputError when the file system refuses.
+    """
+    prepare_output(path)
+    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
+    try:
+        yield part
+        part.replace(path)
+    except OSError as error:
+        raise OutputError(f"{path} cannot be written ({error}); choose another file") from error
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write ``content`` through ``whole_file``. Raises OutputError."""
+    with whole_file(path) as part:
+        part.write_bytes(content)
+
+
+def write_json(path: Path, document: Any) -> None:
+    """Write ``document`` as indented JSON through ``whole_file``. Raises OutputError."""
+    write_whole(path, f"{json.dumps(document, indent=2, allow_nan=False)}\n".encode())
+
+
+def create_mapped(path: Path, first_page: bytes, size: int) -> mmap.mmap:
+    """Create ``path`` (0600, ``size`` bytes, starting with ``first_page``) and map it for writing.
+
+    The file appears under its name complete, replacing an older one: readers never see half a
+    header. Raises OSError, also when the file system has no room: the pages are claimed here,
+    because a page missing later would be a fatal signal in the writer.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with contextlib.suppress(FileNotFoundError):
+        temporary.unlink()  # left by a dead process that had the same id
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(temporary, flags, 0o600)
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+        os.pwrite(descriptor, first_page, 0)
+        mapped = mmap.mmap(descriptor, size)
+        temporary.rename(path)
+    except BaseException:
+        temporary.unlink()
+        raise
+    finally:
+        os.close(descriptor)
+    return mapped
+
+
+def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
+    """Descriptor of ``path``. Raises OSError, also for links, pipes, devices and directories."""
+    # O_NONBLOCK: opening a pipe must not wait for its other end.
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(f"{path} is not a regular file")
+    return descriptor
+
+
+def map_shared(path: Path, size: int) -> mmap.mmap:
+    """Map the first ``size`` bytes of ``path`` for reading and writing. Raises OSError."""
+    descriptor = open_regular(path, os.O_RDWR)
+    try:
+        if os.fstat(descriptor).st_size < size:
+            raise OSError(f"{path} is shorter than {size} bytes")
+        return mmap.mmap(descriptor, size)
+    finally:
+        os.close(descriptor)

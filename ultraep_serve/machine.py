@@ -1,0 +1,64 @@
+"""Facts about this machine: what it is, how much memory is left, which ports are free."""
+
+import os
+import platform
+import random
+import socket
+from pathlib import Path
+from typing import Any
+
+__all__ = ["available_memory", "describe", "free_port"]
+
+_FIRST_PORT = 10_000
+_EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+
+
+def describe() -> dict[str, Any]:
+    """The machine that this process runs on, to publish beside figures."""
+    return {
+        "cpu": _cpu_model(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+    }
+
+
+def available_memory(meminfo: Path = Path("/proc/meminfo")) -> int | None:
+    """Bytes of host memory that can be had without swapping; None where nobody tells."""
+    try:
+        lines = meminfo.read_text().splitlines()
+    except OSError:
+        return None
+    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    return int(found[0]) * 1024 if found else None
+
+
+def free_port() -> int:
+    """A port that nobody listens on now, and that no outgoing connection will be given later.
+
+    Raises OSError where none can be found.
+    """
+    try:
+        first_ephemeral = int(_EPHEMERAL_PORTS.read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        first_ephemeral = 32_768
+    last = max(first_ephemeral, _FIRST_PORT + 1_000)
+    for port in random.sample(range(_FIRST_PORT, last), 100):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            return port
+    raise OSError(f"no port between {_FIRST_PORT} and {last} is free")
+
+
+def _cpu_model() -> str:
+    """From /proc/cpuinfo where there is one: ``platform`` says little on Linux."""
+    information = Path("/proc/cpuinfo")
+    if information.exists():
+        for line in information.read_text(encoding="utf-8", errors="replace").splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name":
+                return value.strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,328 @@
+"""A trace and a machine -> what each policy would gain there, by the cost model.
+
+Loads are planned for real, with the planner that serves; only times are predicted.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ultraep_serve.costs.decide import Transfer, saved_picoseconds, transfer_of
+from ultraep_serve.errors import ConfigError
+from ultraep_serve.offline.comparators import PolicyFunction, policy_function
+from ultraep_serve.offline.hardware import Estimate
+from ultraep_serve.offline.predict import (
+    IDLE,
+    Prefill,
+    break_even_tokens,
+    layer_seconds,
+    prefill_seconds,
+    residual_imbalance,
+    slot_memory,
+)
+from ultraep_serve.offline.shapes import ModelShape
+from ultraep_serve.offline.store import load_trace
+from ultraep_serve.offline.trace import PREFILL, LoadTrace, Trace, batches, of_phase
+from ultraep_serve.planner.checks import imbalance_floor
+from ultraep_serve.planner.placement import Placement
+from ultraep_serve.types import ExpertShape, IntArray, imbalance
+
+__all__ = [
+    "FROM_PAST",
+    "HISTORY_BATCHES",
+    "NEEDS_NO_SLOTS",
+    "Advice",
+    "Outcome",
+    "Setting",
+    "advise",
+    "prefill_batches",
+]
+
+WITHIN_BATCH = ("quota", "llep", "exact")  # weights move in the batch whose loads ask for it
+FROM_PAST = ("eplb", "eplb-slots", "lplb")  # weights moved between batches
+NEEDS_NO_SLOTS = ("off", "ideal", "llep", "exact")  # the number of slots does not matter to them
+HISTORY_BATCHES = 8  # shown to policies that look back
+Counts = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where the trace would be served. Raises ConfigError where ranks do not fit the model."""
+
+    shape: ModelShape
+    estimate: Estimate
+    num_ranks: int
+    weight_type: str
+    domain_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_ranks < 1:
+            raise ConfigError(f"--ep = {self.num_ranks} must be 1 or more")
+        if self.shape.num_experts % self.num_ranks:
+            raise ConfigError(
+                f"{self.shape.num_experts} experts of {self.shape.name} cannot be divided by "
+                f"{self.num_ranks} ranks; choose another --ep"
+            )
+
+    def experts(self, slots: int) -> ExpertShape:
+        """The sizes a plan depends on."""
+        return ExpertShape(self.num_ranks, self.shape.num_experts, slots)
+
+
+@dataclass
+class Outcome:
+    """One policy with one number of slots; the lists have one entry per batch."""
+
+    policy: str
+    slots: int
+    imbalance: list[float] = field(default_factory=list)  # as served, mean over layers
+    planned: list[float] = field(default_factory=list)  # were every plan followed
+    seconds: list[float] = field(default_factory=list)  # predicted, whole prefill
+    moved_layers: int = 0  # where experts were copied
+    layers: int = 0
+    slots_needed: int = 0
+    links: list[int] = field(default_factory=list)  # experts on the busiest link of each plan
+
+    @property
+    def mean_imbalance(self) -> float:
+        """As served, over layers and batches."""
+        return float(np.mean(self.imbalance))
+
+    @property
+    def planned_imbalance(self) -> float:
+        """Over layers and batches, were every plan followed, whether it pays or not."""
+        return float(np.mean(self.planned))
+
+    @property
+    def transfer(self) -> Transfer:
+        """What a plan moves, on average, rounded up."""
+        moved = int(np.ceil(np.mean(self.links))) if self.links else 0
+        return Transfer(moved, moved)
+
+    def memory_bytes(self, setting: Setting) -> int:
+        """Replica memory per rank: a pool for all layers, or redundant experts in every one."""
+        slots = max(self.slots, self.slots_needed)
+        memory = slot_memory(setting.shape, slots, setting.weight_type)
+        return memory.per_layer if self.policy in FROM_PAST else memory.shared
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Everything found out about one trace."""
+
+    setting: Setting
+    batch_tokens: float  # mean, over all ranks
+    floor: float  # mean over cases: the best that domains allow
+    skipped_first: bool  # the first batch was history only
+    off: Outcome
+    outcomes: list[Outcome]  # without off
+
+    def gain(self, outcome: Outcome) -> float:
+        """Prefill throughput over that without balancing."""
+        return sum(self.off.seconds) / sum(outcome.seconds)
+
+    def break_even(self, outcome: Outcome) -> int | None:
+        """Tokens per batch from which on moving weights saves time; None: never, or none move."""
+        if not outcome.transfer.busiest_link:
+            return None
+        return break_even_tokens(
+            self.setting.estimate.costs,
+            self.setting.experts(outcome.slots),
+            self.setting.shape.experts_per_token,
+            self.off.mean_imbalance,
+            outcome.planned_imbalance,
+            outcome.transfer,
+        )
+
+    def gain_at(self, outcome: Outcome, tokens: float) -> float:
+        """Gain of moving weights in every layer of a batch of ``tokens``, at mean imbalances."""
+        shape, ranks = self.setting.shape, self.setting.num_ranks
+        off = Prefill(tokens, ranks, self.off.mean_imbalance)
+        link = outcome.transfer.busiest_link
+        on = Prefill(
+            tokens,
+            ranks,
+            outcome.planned_imbalance,
+            min(link, outcome.slots),
+            outcome.transfer,
+            True,
+        )
+        estimate = self.setting.estimate
+        return prefill_seconds(shape, estimate, off) / prefill_seconds(shape, estimate, on)
+
+
+def advise(
+    setting: Setting,
+    batches: Iterable[IntArray],
+    slots: Sequence[int],
+    policies: Sequence[str],
+    limit: int,
+) -> Advice:
+    """Plan every layer of the first ``limit`` batches, loads int32 (layers, R, E), and add up.
+
+    The first batch is history only, unless it is the only one: balancers that look back know
+    nothing then.
+
+    Raises:
+        ConfigError: no batch, or experts of another number than the model's.
+        UnsupportedError: a policy needs a package that is not installed.
+    """
+    runs = [(_Run(name, number), policy_function(name)) for name, number in _cases(slots, policies)]
+    past: deque[Counts] = deque(maxlen=HISTORY_BATCHES)
+    tokens: list[float] = []
+    floors: list[float] = []
+    chosen = list(islice(batches, limit + 1))
+    skipped = len(chosen) > 1
+    for index, loads in enumerate(chosen[: limit + skipped]):
+        counts = loads.astype(np.int64)
+        _check(setting, counts)
+        if index >= skipped:
+            history = np.stack(past, 1) if past else np.zeros((len(counts), 0, *counts.shape[1:]))
+            for run, policy in runs:
+                run.add(setting, policy, counts, history.astype(np.int64))
+            tokens.append(float(counts[0].sum()) / setting.shape.experts_per_token)
+            floors += [imbalance_floor(layer, domain_size=setting.domain_size) for layer in counts]
+        past.append(counts)
+    if not tokens:
+        raise ConfigError("the trace has no whole batch; choose a smaller --batch-tokens")
+    outcomes = [run.outcome for run, _ in runs]
+    return Advice(
+        setting, float(np.mean(tokens)), float(np.mean(floors)), skipped, outcomes[0], outcomes[1:]
+    )
+
+
+def _cases(slots: Sequence[int], policies: Sequence[str]) -> list[tuple[str, int]]:
+    """Policies and slots, first of all ``off``; the slots of a policy that needs none are 0."""
+    cases = [("off", 0)]
+    for policy in policies:
+        cases += [(policy, number) for number in ((0,) if policy in NEEDS_NO_SLOTS else slots)]
+    return list(dict.fromkeys(cases))
+
+
+def _check(setting: Setting, loads: Counts) -> None:
+    if loads.shape[2] != setting.shape.num_experts:
+        raise ConfigError(
+            f"the trace has {loads.shape[2]} experts, {setting.shape.name} has "
+            f"{setting.shape.num_experts}; give the --model-config of the traced model"
+        )
+
+
+class _Run:
+    """Adds up one outcome, batch by batch."""
+
+    def __init__(self, policy: str, slots: int) -> None:
+        self.outcome = Outcome(policy, slots)
+
+    def add(self, setting: Setting, policy: PolicyFunction, loads: Counts, history: Counts) -> None:
+        """One batch: ``loads`` (layers, R, E), ``history`` (layers, N, R, E)."""
+        experts = setting.experts(self.outcome.slots)
+        domain = setting.domain_size or setting.num_ranks
+        results = []
+        for layer, past in zip(loads, history, strict=True):
+            placement = policy.place(layer, experts, past, domain)
+            results.append(self._layer(setting, experts, layer, placement))
+        seconds, after, planned = np.mean(results, axis=0).tolist()
+        tokens = float(loads[0].sum()) / setting.shape.experts_per_token
+        dense = setting.shape.num_dense_layers * setting.estimate.dense_seconds_per_token
+        whole = seconds * setting.shape.num_moe_layers + dense * tokens / setting.num_ranks
+        self.outcome.seconds.append(whole)
+        self.outcome.imbalance.append(after)
+        self.outcome.planned.append(planned)
+
+    def _layer(
+        self, setting: Setting, experts: ExpertShape, loads: Counts, placement: Placement
+    ) -> tuple[float, float, float]:
+        """Seconds and imbalance of one layer as served, and imbalance as planned."""
+        costs, outcome = setting.estimate.costs, self.outcome
+        before = loads.sum(0).reshape(setting.num_ranks, -1).sum(1)
+        after = placement.quota.sum(0, dtype=np.int64)
+        transfer = IDLE
+        if outcome.policy in WITHIN_BATCH and placement.slot_expert is not None:
+            transfer = transfer_of(placement.slot_expert, experts.num_masters)
+        planned = imbalance(after)
+        if transfer.busiest_link:
+            outcome.links.append(transfer.busiest_link)
+        if outcome.policy == "quota" and not self._moves(setting, experts, before, after, transfer):
+            after, transfer = before, IDLE
+        outcome.layers += 1
+        if transfer.busiest_link:
+            outcome.moved_layers += 1
+            outcome.slots_needed = max(outcome.slots_needed, transfer.busiest_receiver)
+        static = outcome.slots if outcome.policy in FROM_PAST else 0
+        seconds = layer_seconds(
+            costs,
+            float(after.max()),
+            float(before.sum()) / setting.shape.experts_per_token / setting.num_ranks,
+            experts.num_masters + static + transfer.busiest_receiver,
+            transfer=transfer,
+            weighed=outcome.policy in WITHIN_BATCH and outcome.slots + transfer.busiest_link > 0,
+        )
+        return seconds, imbalance(after), planned
+
+    def _moves(
+        self,
+        setting: Setting,
+        experts: ExpertShape,
+        before: Counts,
+        after: Counts,
+        transfer: Transfer,
+    ) -> bool:
+        """The decision a server would take: no plan below the residual, no plan that costs time."""
+        costs = setting.estimate.costs
+        if imbalance(before) <= residual_imbalance(costs, float(before.mean())):
+            return False
+        saved = saved_picoseconds(
+            int(before.max()), int(after.max()), experts, transfer, costs.integer_costs()
+        )
+        return saved > 0
+
+
+REMEDY = "give the --model-config of the traced model"
+
+
+def prefill_batches(
+    path: Path, shape: ModelShape, batch_tokens: int | None, num_ranks: int
+) -> Iterator[IntArray]:
+    """Loads (layers, R, E) of each prefill batch; decode is left out where the trace marks it.
+
+    Raises:
+        TraceError: the file cannot be read, has no prefill, or no whole batch of it.
+        ConfigError: it is of a model with other experts, experts per token or layers.
+    """
+    trace = load_trace(path)
+    _check_fits(trace, shape)
+    if isinstance(trace, Trace):
+        trace = replace(trace, num_experts=shape.num_experts)
+        if batch_tokens is None:
+            raise ConfigError(
+                "a trace of tokens needs --batch-tokens, the tokens that all ranks together take "
+                "in one prefill batch (8192, say)"
+            )
+    return batches(of_phase(trace, PREFILL), batch_tokens, num_ranks)
+
+
+def _check_fits(trace: Trace | LoadTrace, shape: ModelShape) -> None:
+    if isinstance(trace, LoadTrace) or "num_experts" in trace.metadata:
+        fits = trace.num_experts == shape.num_experts
+    else:
+        fits = trace.num_experts <= shape.num_experts  # the highest may never have been chosen
+    if not fits:
+        raise ConfigError(
+            f"the trace has {trace.num_experts} experts, {shape.name} has {shape.num_experts}; "
+            f"{REMEDY}"
+        )
+    if isinstance(trace, Trace) and trace.topk_ids.shape[2] != shape.experts_per_token:
+        raise ConfigError(
+            f"the trace has {trace.topk_ids.shape[2]} experts per token, {shape.name} has "
+            f"{shape.experts_per_token}; {REMEDY}"
+        )
+    if not 1 <= trace.num_layers <= shape.num_moe_layers:
+        raise ConfigError(
+            f"the trace has {trace.num_layers} MoE layers, {shape.name} has "
+            f"{shape.num_moe_layers}; {REMEDY}"
+        )

@@ -1,0 +1,218 @@
+"""Accelerators by name: published peaks, and what share of them serving is assumed to achieve.
+
+Peaks are dense (the data sheets' sparse figures halved) and per GPU; NVLink is one direction.
+Sources: NVIDIA H100 Tensor Core GPU Datasheet (SXM), NVIDIA H200 Tensor Core GPU Datasheet (SXM),
+NVIDIA GB200 NVL72 product page and datasheet (a superchip has two GPUs, a rack 72). Networks:
+DGX H100, DGX H200 and GB200 NVL72 reference designs have one 400 Gb/s ConnectX-7 per GPU.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from ultraep_serve.costs.model import CostModel
+from ultraep_serve.errors import ConfigError
+from ultraep_serve.offline.shapes import ModelShape, weight_bits
+
+__all__ = [
+    "HARDWARE",
+    "Efficiency",
+    "Estimate",
+    "Hardware",
+    "custom_estimate",
+    "estimate_costs",
+    "hardware",
+]
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """Achieved over peak: assumptions, which measurements should replace."""
+
+    matrix: float = 0.5  # grouped and dense GEMMs of prefill sizes
+    attention: float = 0.5  # scores and values, of the BF16 peak
+    memory: float = 0.8  # reading weights
+    link: float = 0.79  # UltraEP's busiest link: 712 of 900 GB/s (arXiv 2606.04101)
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not 0 < value <= 1:
+                raise ConfigError(f"{name} efficiency = {value} must be above 0 to 1")
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One GPU's peaks and its surroundings."""
+
+    name: str
+    bf16_flops: float  # per second, dense
+    fp8_flops: float
+    memory_bytes: int
+    memory_bytes_per_second: float
+    link_bytes_per_second: float  # NVLink, one direction
+    network_bytes_per_second: float  # to other domains, one direction
+    domain_size: int  # GPUs that NVLink joins
+    source: str
+
+    def flops(self, weight_type: str) -> float:
+        """Peak for weights of a type; FP8 and smaller compute at the FP8 peak."""
+        return self.bf16_flops if weight_type == "bf16" else self.fp8_flops
+
+
+HARDWARE: Mapping[str, Hardware] = MappingProxyType(
+    {
+        "h100": Hardware(
+            name="h100",
+            bf16_flops=989.5e12,
+            fp8_flops=1979e12,
+            memory_bytes=80 * 10**9,
+            memory_bytes_per_second=3.35e12,
+            link_bytes_per_second=450e9,
+            network_bytes_per_second=50e9,
+            domain_size=8,
+            source="NVIDIA H100 Tensor Core GPU Datasheet, H100 SXM",
+        ),
+        "h200": Hardware(
+            name="h200",
+            bf16_flops=989.5e12,
+            fp8_flops=1979e12,
+            memory_bytes=141 * 10**9,
+            memory_bytes_per_second=4.8e12,
+            link_bytes_per_second=450e9,
+            network_bytes_per_second=50e9,
+            domain_size=8,
+            source="NVIDIA H200 Tensor Core GPU Datasheet, H200 SXM",
+        ),
+        "gb200": Hardware(
+            name="gb200",
+            bf16_flops=2500e12,
+            fp8_flops=5000e12,
+            memory_bytes=186 * 10**9,
+            memory_bytes_per_second=8e12,
+            link_bytes_per_second=900e9,
+            network_bytes_per_second=50e9,
+            domain_size=72,
+            source="NVIDIA GB200 NVL72 Datasheet, per GPU",
+        ),
+    }
+)
+
+
+def hardware(name: str) -> Hardware:
+    """Hardware by name. Raises ConfigError naming the known ones."""
+    try:
+        return HARDWARE[name]
+    except KeyError:
+        raise ConfigError(f"unknown hardware {name!r}; known: {', '.join(HARDWARE)}") from None
+
+
+# Published by UltraEP for EP64 with 256 experts: plan 72 us, reroute 37 us (arXiv 2606.04101).
+PLAN_AND_REROUTE_SECONDS = 109e-6
+EXCHANGE_SECONDS = 20e-6  # assumed: one small all-gather inside an NVLink domain
+BASE_SECONDS = 100e-6  # assumed: launches of a layer, latency of dispatch and combine
+COMBINE_BYTES = 2  # of one activation, BF16
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Costs of one MoE layer, and of the layers between which they stand."""
+
+    costs: CostModel
+    dense_seconds_per_token: float  # of a dense layer, per token of a rank
+    assumptions: list[str] = field(default_factory=list)
+
+
+def estimate_costs(
+    shape: ModelShape,
+    hardware: Hardware,
+    *,
+    num_ranks: int,
+    weight_type: str = "bf16",
+    context_tokens: int = 4096,
+    domain_size: int | None = None,
+    efficiency: Efficiency | None = None,
+) -> Estimate:
+    """Costs per rank where attention is data parallel and experts are spread over all ranks.
+
+    Args:
+        shape: the model.
+        hardware: peaks per GPU.
+        num_ranks: R.
+        weight_type: of experts and projections: bf16, fp8, fp4. FP4 computes at the FP8 peak.
+        context_tokens: prompt length; each token sees half of it on average (causal).
+        domain_size: ranks that NVLink joins; by default the hardware's.
+        efficiency: achieved over peak.
+
+    Raises:
+        ConfigError: ``weight_type`` is not known.
+    """
+    share = efficiency or Efficiency()
+    domain = min(domain_size or hardware.domain_size, num_ranks)
+    flops = hardware.flops(weight_type) * share.matrix
+    link = hardware.link_bytes_per_second * share.link
+    dispatched = COMBINE_BYTES + (COMBINE_BYTES if weight_type == "bf16" else 1)
+    scores = shape.score_flops * context_tokens / 2 / (hardware.bf16_flops * share.attention)
+    network = (
+        shape.hidden_size
+        * dispatched
+        * remote_domains(shape.experts_per_token, num_ranks, domain)
+        / (hardware.network_bytes_per_second * share.link)
+    )
+    expert_bytes = shape.expert_bytes(weight_type)
+    costs = CostModel(
+        seconds_per_assignment=shape.expert_flops / flops + shape.hidden_size * dispatched / link,
+        bytes_per_expert=expert_bytes,
+        link_bytes_per_second=link,
+        exchange_seconds=EXCHANGE_SECONDS,
+        plan_seconds=PLAN_AND_REROUTE_SECONDS,
+        base_seconds=BASE_SECONDS,
+        other_seconds_per_token=shape.shared_flops / flops + scores + network,
+        read_seconds_per_expert=expert_bytes / (hardware.memory_bytes_per_second * share.memory),
+    )
+    dense = shape.dense_flops / flops + scores
+    assumptions = _assumptions(hardware, share, weight_type, context_tokens, num_ranks, domain)
+    return Estimate(costs, dense, assumptions)
+
+
+def custom_estimate(shape: ModelShape, costs: CostModel, origin: str) -> Estimate:
+    """Given or measured costs; dense layers take as long as their FLOPs do at the experts' rate."""
+    dense = costs.seconds_per_assignment * shape.dense_flops / shape.expert_flops
+    return Estimate(costs, dense, [f"costs as given in {origin}"])
+
+
+def remote_domains(experts_per_token: int, num_ranks: int, domain_size: int) -> float:
+    """Domains other than its own that a token is sent to, were experts chosen evenly.
+
+    Dispatch sends a token to a domain once however many of its experts are there, so this does
+    not depend on which rank is busy.
+    """
+    num_domains = -(-num_ranks // domain_size)
+    reached = num_domains * (1 - (1 - 1 / num_domains) ** experts_per_token)
+    return reached * (num_domains - 1) / num_domains
+
+
+def _assumptions(
+    hardware: Hardware,
+    share: Efficiency,
+    weight_type: str,
+    context_tokens: int,
+    num_ranks: int,
+    domain: int,
+) -> list[str]:
+    lines = [
+        f"peaks from {hardware.source}; achieved: {share.matrix:.0%} of "
+        f"{hardware.flops(weight_type) / 1e12:.0f} TFLOPS ({weight_bits(weight_type):.4g} bits per "
+        f"weight), {share.memory:.0%} of memory, {share.link:.0%} of NVLink bandwidth",
+        f"attention is data parallel, prompts have {context_tokens} tokens",
+        "dispatch, expert computation and combine follow each other, and dispatch and combine take "
+        "as long as the busiest rank's tokens need on its link",
+        f"per layer {BASE_SECONDS * 1e6:.0f} us of launches and latency (assumed); where balanced "
+        f"{PLAN_AND_REROUTE_SECONDS * 1e6:.0f} us to plan and reroute (published by UltraEP), "
+        f"{EXCHANGE_SECONDS * 1e6:.0f} us to exchange loads (assumed); nothing hides a transfer",
+    ]
+    if domain < num_ranks:
+        lines.append(
+            f"{domain} ranks per NVLink domain; each token crosses the network "
+            f"({hardware.network_bytes_per_second / 1e9:.0f} GB/s per rank) once per other domain"
+        )
+    return lines

@@ -1,0 +1,152 @@
+"""Advice in pictures, as PNG; needs matplotlib, draws without a display."""
+
+import io
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from ultraep_serve.errors import UnsupportedError
+from ultraep_serve.offline.advice import NEEDS_NO_SLOTS, Advice, Outcome
+from ultraep_serve.offline.recommend import named_slots
+
+__all__ = ["draw"]
+
+COLOURS = {
+    "off": "#555555",
+    "quota": "#0072b2",
+    "eplb": "#d55e00",
+    "eplb-slots": "#e69f00",
+    "lplb": "#009e73",
+    "llep": "#cc79a7",
+    "exact": "#56b4e9",
+    "ideal": "#999999",
+}  # Okabe and Ito's, told apart by colour-blind readers too
+MARKERS = "osDv^<>P"
+SLOT_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
+WIDTHS = (4.5, 3.0, 2.0, 1.2)  # what is drawn later is thinner, so that equal lines all show
+CURVE_POINTS = 120
+
+
+def draw(advice: Advice, slots: int) -> Mapping[str, bytes]:
+    """Three PNGs by file name; pictures over time are of ``slots`` per rank.
+
+    Raises UnsupportedError where matplotlib is not installed.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UnsupportedError(
+            "pictures need matplotlib; run `pip install ultraep-serve[analysis]`"
+        ) from error
+
+    def picture(paint: Callable[[Any], None]) -> bytes:
+        figure = Figure(figsize=(9.5, 4.5), dpi=120, layout="constrained")
+        axes = figure.add_subplot()
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+        paint(axes)
+        stream = io.BytesIO()
+        FigureCanvasAgg(figure).print_png(stream)
+        return stream.getvalue()
+
+    return {
+        "imbalance.png": picture(lambda axes: _imbalance(axes, advice, slots)),
+        "gain-by-slots.png": picture(lambda axes: _gain(axes, advice)),
+        "break-even.png": picture(lambda axes: _break_even(axes, advice)),
+    }
+
+
+def _title(advice: Advice) -> str:
+    setting = advice.setting
+    return f"{setting.shape.name}, EP{setting.num_ranks}, {setting.weight_type}"
+
+
+def _imbalance(axes: Any, advice: Advice, slots: int) -> None:
+    shown = [advice.off]
+    shown += [o for o in advice.outcomes if o.policy in NEEDS_NO_SLOTS or o.slots == slots]
+    for index, outcome in enumerate(shown):
+        batches = np.arange(len(outcome.imbalance)) + advice.skipped_first
+        look = {"color": COLOURS.get(outcome.policy), "marker": MARKERS[index % len(MARKERS)]}
+        width = _width(index)
+        size = 3 + 2 * width
+        axes.plot(
+            batches, outcome.imbalance, label=outcome.policy,
+            linewidth=width, markersize=size, **look,
+        )  # fmt: skip
+        if outcome.planned_imbalance < 0.98 * outcome.mean_imbalance:
+            label = f"{outcome.policy}, were weights always moved"
+            axes.plot(batches, outcome.planned, ":", label=label, markersize=5, **look)
+    if advice.floor > 1.01:
+        axes.axhline(advice.floor, color="#999999", linestyle=":", label="floor of the domains")
+    axes.set_ylim(bottom=1.0 - 0.04 * (max(advice.off.imbalance) - 1))
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.set_xlabel(f"batch of {advice.batch_tokens:.0f} tokens")
+    axes.set_ylabel("busiest rank / mean, mean over layers")
+    axes.set_title(f"Imbalance as served with {named_slots(slots)} per rank: {_title(advice)}")
+    _legend(axes)
+
+
+def _gain(axes: Any, advice: Advice) -> None:
+    by_policy: dict[str, list[Outcome]] = {}
+    for outcome in advice.outcomes:
+        by_policy.setdefault(outcome.policy, []).append(outcome)
+    for index, (policy, outcomes) in enumerate(by_policy.items()):
+        gains = [advice.gain(outcome) for outcome in outcomes]
+        colour = COLOURS.get(policy)
+        if policy in NEEDS_NO_SLOTS:
+            needed = outcomes[0].slots_needed
+            label = f"{policy} (takes {named_slots(needed)})" if needed else policy
+            axes.axhline(gains[0], color=colour, linestyle="--", label=label)
+            continue
+        slots = [outcome.slots for outcome in outcomes]
+        axes.plot(slots, gains, marker="o", color=colour, label=policy)
+        for number, gain in zip(slots, gains, strict=True):
+            if number == 0:
+                continue  # all policies meet near 1 there
+            axes.annotate(
+                f"{gain:.2f}", (number, gain), (0, -14 if index % 2 else 7),
+                textcoords="offset points", ha="center", fontsize=8, color=colour,
+            )  # fmt: skip
+    axes.axhline(1.0, color=COLOURS["off"], linewidth=1, label="off")
+    axes.margins(y=0.12)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.set_xlabel("replica slots per rank")
+    axes.set_ylabel("predicted prefill throughput / off")
+    axes.set_title(f"Gain in batches of {advice.batch_tokens:.0f} tokens: {_title(advice)}")
+    _legend(axes)
+
+
+def _break_even(axes: Any, advice: Advice) -> None:
+    served = [o for o in advice.outcomes if o.policy == "quota" and o.transfer.busiest_link]
+    limits = [tokens for outcome in served if (tokens := advice.break_even(outcome)) is not None]
+    marks = [advice.batch_tokens, *limits]
+    sizes = np.geomspace(min(marks) / 16, max(marks) * 64, CURVE_POINTS)
+    for index, outcome in enumerate(served):
+        colour = SLOT_COLOURS[index % len(SLOT_COLOURS)]
+        gains = [advice.gain_at(outcome, number) for number in sizes]
+        break_even = advice.break_even(outcome)
+        label = f"{named_slots(outcome.slots)}: "
+        label += "never" if break_even is None else f"from {break_even} tokens"
+        axes.plot(sizes, gains, color=colour, linewidth=_width(index), label=label)
+        if break_even is not None:
+            size = 4 + 2 * _width(index)
+            axes.plot([break_even], [1.0], "o", color=colour, markersize=size)
+    axes.axhline(1.0, color=COLOURS["off"], linewidth=1)
+    axes.axvline(advice.batch_tokens, color=COLOURS["off"], linestyle=":", label="this trace")
+    axes.set_xscale("log")
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("tokens per batch, all ranks")
+    axes.set_ylabel("predicted prefill throughput / off")
+    axes.set_title(f"When moving weights pays (quota, in every layer): {_title(advice)}")
+    _legend(axes)
+
+
+def _width(index: int) -> float:
+    return WIDTHS[min(index, len(WIDTHS) - 1)]
+
+
+def _legend(axes: Any) -> None:
+    """Beside the axes, where it hides nothing."""
+    axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=9)

@@ -1,0 +1,154 @@
+"""Layer and prefill times from loads: what the cost model says before anything runs."""
+
+from dataclasses import dataclass
+
+from ultraep_serve.costs.decide import Transfer, overhead_picoseconds, saved_picoseconds
+from ultraep_serve.costs.model import CostModel
+from ultraep_serve.offline.hardware import Estimate
+from ultraep_serve.offline.shapes import ModelShape
+from ultraep_serve.types import ExpertShape
+
+__all__ = [
+    "IDLE",
+    "Prefill",
+    "SlotMemory",
+    "break_even_tokens",
+    "layer_seconds",
+    "prefill_seconds",
+    "residual_imbalance",
+    "slot_memory",
+]
+
+IDLE = Transfer(0, 0)
+
+
+def layer_seconds(
+    model: CostModel,
+    busiest_assignments: float,
+    rank_tokens: float,
+    held_experts: int,
+    *,
+    transfer: Transfer = IDLE,
+    weighed: bool = False,
+) -> float:
+    """Seconds of one MoE layer, whose busiest rank has ``busiest_assignments``.
+
+    ``rank_tokens`` are one rank's share of the batch, ``held_experts`` those whose weights a rank
+    reads, slots included; ``weighed`` adds the exchange of loads, a ``transfer`` of anything adds
+    planning and moving.
+    """
+    seconds = model.base_seconds + model.other_seconds_per_token * rank_tokens
+    seconds += max(
+        model.seconds_per_assignment * busiest_assignments,
+        model.read_seconds_per_expert * held_experts,
+    )
+    seconds += model.exchange_seconds if weighed else 0.0
+    if transfer.busiest_link:
+        seconds += model.plan_seconds
+        seconds += transfer.busiest_link * model.seconds_per_sent_expert
+        seconds += model.relay_hop_seconds if transfer.relayed else 0.0
+    return seconds
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """A batch as far as its time depends on balance: the same in every MoE layer."""
+
+    tokens: float  # over all ranks
+    num_ranks: int
+    imbalance: float  # max/mean of assignments over ranks
+    slots: int = 0  # filled, on the rank that fills most
+    transfer: Transfer = IDLE
+    weighed: bool = False  # loads are exchanged
+
+
+def prefill_seconds(shape: ModelShape, estimate: Estimate, prefill: Prefill) -> float:
+    """Seconds through all layers of ``shape`` for one batch."""
+    rank_tokens = prefill.tokens / prefill.num_ranks
+    layer = layer_seconds(
+        estimate.costs,
+        prefill.imbalance * rank_tokens * shape.experts_per_token,
+        rank_tokens,
+        -(-shape.num_experts // prefill.num_ranks) + prefill.slots,
+        transfer=prefill.transfer,
+        weighed=prefill.weighed,
+    )
+    dense = shape.num_dense_layers * estimate.dense_seconds_per_token * rank_tokens
+    return shape.num_moe_layers * layer + dense
+
+
+@dataclass(frozen=True)
+class SlotMemory:
+    """Bytes per rank of ``slots`` replica slots."""
+
+    slots: int
+    bytes_per_expert: int
+    shared: int  # one pool for all layers
+    per_layer: int  # a copy in every MoE layer, as redundant experts are
+    kv_tokens: int  # tokens of KV cache that the difference would hold, MLA or GQA in BF16
+
+
+def slot_memory(shape: ModelShape, slots: int, weight_type: str) -> SlotMemory:
+    """Memory of ``slots`` per rank. It does not depend on the number of ranks."""
+    expert = shape.expert_bytes(weight_type)
+    shared = slots * expert
+    per_layer = shared * shape.num_moe_layers
+    return SlotMemory(
+        slots=slots,
+        bytes_per_expert=expert,
+        shared=shared,
+        per_layer=per_layer,
+        kv_tokens=(per_layer - shared) // shape.kv_bytes_per_token,
+    )
+
+
+MOST_TOKENS = 1 << 40  # a break-even above it is none
+
+
+def residual_imbalance(model: CostModel, mean_assignments: float, sent_experts: int = 1) -> float:
+    """The imbalance at or below which no plan can be worth it, so that none need be made.
+
+    With ``mean_assignments`` per rank even a perfect balance saves no more than the busiest rank's
+    excess over the mean, and costs at least planning and ``sent_experts`` on one link. Infinite
+    for an empty batch.
+    """
+    if mean_assignments <= 0:
+        return float("inf")
+    costs = model.integer_costs()
+    overhead = overhead_picoseconds(Transfer(sent_experts, sent_experts), costs)
+    return 1 + overhead / (costs.per_assignment * mean_assignments)
+
+
+def break_even_tokens(
+    model: CostModel,
+    shape: ExpertShape,
+    experts_per_token: int,
+    before: float,
+    after: float,
+    transfer: Transfer,
+) -> int | None:
+    """The smallest batch, in tokens over all ranks, from which on balancing saves time.
+
+    Smaller ones need not even exchange loads. Imbalances ``before`` and ``after`` are taken not to
+    depend on the batch (in truth small batches are less even). None where no batch is large enough.
+    """
+    if before <= after:
+        return None
+    costs = model.integer_costs()
+
+    def saves(tokens: int) -> bool:
+        mean = tokens * experts_per_token / shape.num_ranks
+        return (
+            saved_picoseconds(round(mean * before), round(mean * after), shape, transfer, costs)
+            > costs.exchange
+        )
+
+    low, high = 0, 1
+    while not saves(high):
+        low, high = high, 2 * high
+        if high > MOST_TOKENS:
+            return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if saves(middle) else (middle, high)
+    return high

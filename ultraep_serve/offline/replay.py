@@ -1,0 +1,319 @@
+"""Trace and policies -> what each policy would have made of every layer of every batch."""
+
+import dataclasses
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ultraep_serve.errors import TraceError
+from ultraep_serve.files import whole_file
+from ultraep_serve.offline.comparators import PolicyFunction
+from ultraep_serve.offline.trace import LoadTrace, Trace, batches, num_batches
+from ultraep_serve.planner.checks import imbalance_floor
+from ultraep_serve.planner.placement import Placement
+from ultraep_serve.types import ExpertShape, IntArray, imbalance
+
+__all__ = [
+    "DumpedPlans",
+    "PolicyReplay",
+    "Replay",
+    "ReplayOptions",
+    "replay",
+    "replay_document",
+    "write_plans",
+]
+
+MAX_DUMP_BYTES = 2 << 30
+MOST_SLOTS = 64  # as for a server
+
+
+@dataclass(frozen=True)
+class ReplayOptions:
+    """How to cut and place the trace. Raises TraceError naming the setting that is not legal."""
+
+    num_ranks: int  # R
+    num_slots: int  # S
+    batch_tokens: int | None  # None: the batches of a trace of loads
+    layers: tuple[int, ...] | None = None  # None: all
+    limit: int | None = None  # batches at most
+    domain_size: int | None = None
+    history_batches: int = 8  # past batches shown to policies that look back
+    rebalance_every: int = 1  # batches between looks at the past
+    skip: int = 0  # first batches that are history only, and not measured
+
+    def __post_init__(self) -> None:
+        for name in ("num_ranks", "history_batches", "rebalance_every"):
+            _at_least(name, getattr(self, name), 1)
+        for name in ("limit", "domain_size"):
+            _at_least(name, getattr(self, name), 1)
+        _at_least("skip", self.skip, 0)
+        if not 0 <= self.num_slots <= MOST_SLOTS:
+            raise TraceError(f"num_slots = {self.num_slots} must be 0 to {MOST_SLOTS}")
+
+
+@dataclass
+class PolicyReplay:
+    """One policy's outcome; one entry per case, in the order of ``Replay.cases``."""
+
+    imbalance_after: list[float] = field(default_factory=list)
+    num_replicas: list[int] = field(default_factory=list)
+    slots_needed: list[int] = field(default_factory=list)  # on the rank that needs most
+    remote: list[int] = field(default_factory=list)  # assignments computed off their token's rank
+    plan_seconds: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class DumpedPlans:
+    """Complete plans, one per case."""
+
+    loads: IntArray  # (n, R, E)
+    slot_expert: IntArray  # (n, R, slots), -1 empty
+    share: IntArray  # (n, R_source, E, R_target)
+
+
+@dataclass(frozen=True)
+class Replay:
+    """All policies on the same cases: batch by batch, layer by layer in each."""
+
+    cases: list[tuple[int, int]]  # (batch, layer)
+    assignments: list[int]
+    imbalance_before: list[float]  # every expert on its master
+    floor: list[float]  # the best that any plan inside domains can reach
+    policies: dict[str, PolicyReplay]
+    plans: DumpedPlans | None = None
+
+
+@dataclass(frozen=True)
+class _Case:
+    batch: int
+    layer: int
+    loads: NDArray[np.int64]  # (R, E)
+    history: NDArray[np.int64]  # (N, R, E)
+
+
+class _Dump:
+    """Collects complete plans in arrays that are allocated once."""
+
+    def __init__(self, shape: ExpertShape, num_cases: int) -> None:
+        num_ranks, num_experts = shape.num_ranks, shape.num_logical_experts
+        self._loads = np.empty((num_cases, num_ranks, num_experts), np.int32)
+        self._share = np.empty((num_cases, num_ranks, num_experts, num_ranks), np.int32)
+        self._slots: list[IntArray] = []
+
+    def add(self, loads: NDArray[np.int64], slot_expert: IntArray, shares: IntArray) -> None:
+        self._loads[len(self._slots)] = loads
+        self._share[len(self._slots)] = shares
+        self._slots.append(slot_expert)
+
+    def attached_to(self, result: Replay) -> Replay:
+        """The widest plan decides how many slots the array has."""
+        width = max(slots.shape[1] for slots in self._slots)
+        slot_expert = np.full((len(self._slots), len(self._slots[0]), width), -1, np.int32)
+        for index, slots in enumerate(self._slots):
+            slot_expert[index, :, : slots.shape[1]] = slots
+        return dataclasses.replace(result, plans=DumpedPlans(self._loads, slot_expert, self._share))
+
+
+def replay(
+    trace: Trace | LoadTrace,
+    options: ReplayOptions,
+    policies: Sequence[PolicyFunction],
+    *,
+    keep_plans: bool = False,
+) -> Replay:
+    """Plan every layer of every batch with every policy.
+
+    Args:
+        trace: token level or load level.
+        options: ranks, slots, batches.
+        policies: each sees the same loads and the same past.
+        keep_plans: keep the complete plans; for one policy that leaves masters where they are.
+
+    Raises:
+        TraceError: the options do not fit the trace, or the plans would not fit in memory.
+        UnsupportedError: a policy needs a package that is not installed.
+    """
+    shape = _shape(trace, options)
+    layers = _layers(trace, options)
+    count = _count_batches(trace, options)
+    if keep_plans:
+        _check_dump(policies, shape, count * len(layers))
+    result = Replay([], [], [], [], {policy.name: PolicyReplay() for policy in policies})
+    dump = _Dump(shape, count * len(layers)) if keep_plans else None
+    for case in _cases(trace, options, layers, count):
+        _describe(case, options, shape, result)
+        for policy in policies:
+            first = not result.policies[policy.name].plan_seconds
+            placement = _place(policy, case, shape, options, result, warm=first)
+            shares = policy.split(case.loads, placement)
+            kept = np.einsum("ses->", shares, dtype=np.int64)
+            result.policies[policy.name].remote.append(int(case.loads.sum() - kept))
+            if dump is not None:
+                assert placement.slot_expert is not None  # _check_dump
+                dump.add(case.loads, placement.slot_expert, shares)
+    return result if dump is None else dump.attached_to(result)
+
+
+def _cases(
+    trace: Trace | LoadTrace, options: ReplayOptions, layers: Sequence[int], count: int
+) -> Iterator[_Case]:
+    past: deque[NDArray[np.int64]] = deque(
+        maxlen=min(options.history_batches, options.skip + count)
+    )
+    known = np.zeros((0, 0, 0, 0), np.int64)
+    for index, loads in enumerate(batches(trace, options.batch_tokens, options.num_ranks)):
+        if index == options.skip + count:
+            return
+        chosen = loads[list(layers)].astype(np.int64)
+        if index % options.rebalance_every == 0 or index == options.skip:
+            known = np.stack(past) if past else np.zeros((0, *chosen.shape), np.int64)
+        if index >= options.skip:
+            for position, layer in enumerate(layers):
+                yield _Case(index, layer, chosen[position], known[:, position])
+        past.append(chosen)
+
+
+def _describe(case: _Case, options: ReplayOptions, shape: ExpertShape, result: Replay) -> None:
+    """Append what holds for the case under any policy."""
+    rank_load = case.loads.sum(0).reshape(shape.num_ranks, -1).sum(1)
+    result.cases.append((case.batch, case.layer))
+    result.assignments.append(int(rank_load.sum()))
+    result.imbalance_before.append(imbalance(rank_load))
+    result.floor.append(imbalance_floor(case.loads, domain_size=options.domain_size))
+
+
+def _place(
+    policy: PolicyFunction,
+    case: _Case,
+    shape: ExpertShape,
+    options: ReplayOptions,
+    result: Replay,
+    *,
+    warm: bool,
+) -> Placement:
+    """Plan, timed, and append the outcome; ``warm`` plans once before, so that all is compiled."""
+    domain = options.domain_size or shape.num_ranks
+    if warm:
+        policy(case.loads, shape, case.history, domain_size=domain)
+    start = time.perf_counter()
+    placement = policy.place(case.loads, shape, case.history, domain)
+    seconds = time.perf_counter() - start
+    outcome = result.policies[policy.name]
+    outcome.plan_seconds.append(seconds)
+    outcome.imbalance_after.append(imbalance(placement.quota.sum(0, dtype=np.int64)))
+    outcome.num_replicas.append(placement.num_replicas)
+    outcome.slots_needed.append(placement.slots_needed)
+    return placement
+
+
+def _shape(trace: Trace | LoadTrace, options: ReplayOptions) -> ExpertShape:
+    if trace.num_experts % options.num_ranks != 0:
+        raise TraceError(
+            f"{trace.num_experts} experts cannot be divided by {options.num_ranks} ranks; choose "
+            "another --ep, or give --experts if the trace does not use the last ones"
+        )
+    shape = ExpertShape(options.num_ranks, trace.num_experts, options.num_slots)
+    if _share_bytes(shape) > MAX_DUMP_BYTES:
+        raise TraceError(f"one plan would take {_share_bytes(shape)} bytes; choose a smaller --ep")
+    return shape
+
+
+def _layers(trace: Trace | LoadTrace, options: ReplayOptions) -> tuple[int, ...]:
+    layers = tuple(range(trace.num_layers)) if options.layers is None else options.layers
+    if not layers or min(layers) < 0 or max(layers) >= trace.num_layers:
+        raise TraceError(f"layers {list(layers)} must be from 0 to {trace.num_layers - 1}")
+    return tuple(dict.fromkeys(layers))
+
+
+def _count_batches(trace: Trace | LoadTrace, options: ReplayOptions) -> int:
+    count = num_batches(trace, options.batch_tokens) - options.skip
+    if count < 1:
+        raise TraceError(f"no batch is left to measure after skipping {options.skip}")
+    return count if options.limit is None else min(count, options.limit)
+
+
+def _check_dump(policies: Sequence[PolicyFunction], shape: ExpertShape, num_cases: int) -> None:
+    if len(policies) != 1:
+        raise TraceError("plans can be dumped of one policy at a time")
+    if not policies[0].has_slots:
+        raise TraceError(
+            f"plans of policy {policies[0].name!r} cannot be dumped: it does not keep every expert "
+            "on its master, so slots do not describe it"
+        )
+    num_bytes = num_cases * _share_bytes(shape)
+    if num_bytes > MAX_DUMP_BYTES:
+        raise TraceError(
+            f"{num_cases} plans take {num_bytes} bytes, at most {MAX_DUMP_BYTES} are dumped; "
+            "choose fewer with --limit or --layers"
+        )
+
+
+def _share_bytes(shape: ExpertShape) -> int:
+    """Bytes of the shares (R, E, R) of one plan."""
+    return 4 * shape.num_ranks**2 * shape.num_logical_experts
+
+
+def _at_least(name: str, value: int | None, least: int) -> None:
+    if value is not None and value < least:
+        raise TraceError(f"{name} = {value} must be {least} or more")
+
+
+def replay_document(result: Replay, options: ReplayOptions, trace_name: str) -> dict[str, Any]:
+    """Statistics over all cases, as JSON; ``floor`` only where there are domains."""
+    document: dict[str, Any] = {
+        "ep": options.num_ranks,
+        "slots": options.num_slots,
+        "batch_tokens": options.batch_tokens,
+        "batches": len({batch for batch, _ in result.cases}),
+        "trace": {
+            "file": trace_name,
+            "layers": len({layer for _, layer in result.cases}),
+            "domain": options.domain_size,
+            "history_batches": options.history_batches,
+            "rebalance_every": options.rebalance_every,
+            "skipped": options.skip,
+        },
+        "policies": {name: _policy(result, one) for name, one in result.policies.items()},
+    }
+    if options.domain_size is not None:
+        document["floor"] = _spread(result.floor)
+    return document
+
+
+def _policy(result: Replay, outcome: PolicyReplay) -> dict[str, Any]:
+    seconds = np.percentile(outcome.plan_seconds, (50, 99))
+    total = sum(result.assignments)
+    return {
+        "imbalance_before": _spread(result.imbalance_before),
+        "imbalance_after": _spread(outcome.imbalance_after),
+        "replicas": {
+            "mean": float(np.mean(outcome.num_replicas)),
+            "max": max(outcome.num_replicas),
+        },
+        "slots_needed": max(outcome.slots_needed),
+        "remote_fraction": sum(outcome.remote) / total if total else 0.0,
+        "plan_seconds": {"p50": float(seconds[0]), "p99": float(seconds[1])},
+    }
+
+
+def _spread(values: Sequence[float]) -> dict[str, float]:
+    return {
+        "mean": float(np.mean(values)),
+        "p50": float(np.percentile(values, 50)),
+        "p99": float(np.percentile(values, 99)),
+        "max": float(max(values)),
+    }
+
+
+def write_plans(path: Path, plans: DumpedPlans) -> None:
+    """Write int32 ``loads``, ``slot_expert`` and ``share``, whole or not at all. TraceError."""
+    with whole_file(path) as part, part.open("wb") as stream:
+        np.savez_compressed(
+            stream, loads=plans.loads, slot_expert=plans.slot_expert, share=plans.share
+        )

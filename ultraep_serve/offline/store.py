@@ -1,0 +1,177 @@
+"""Traces on disk: ``.npz`` for both kinds, Parquet for loads.
+
+``.npz`` arrays, none of them pickled:
+    topk_ids integer (tokens, layers, K), sequence_lengths integer (sequences,)  token level
+    loads integer (batches, layers, R_source, E) or (batches, layers, E)         load level
+    phase uint8 (tokens,) or (batches,)   optional: 0 prefill, 1 decode
+    metadata                              optional: one string of JSON, an object
+"""
+
+import json
+import zipfile
+import zlib
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ultraep_serve.errors import TraceError
+from ultraep_serve.files import whole_file
+from ultraep_serve.offline.trace import LoadTrace, Metadata, Trace, parse_metadata
+
+__all__ = ["MAX_BYTES", "load_trace", "read_npz", "save_trace"]
+
+MAX_BYTES = 4 << 30  # of arrays in one file: a million tokens of 94 layers, top-8, twice over
+ARRAYS = ("topk_ids", "sequence_lengths", "loads", "phase", "metadata")
+
+
+def load_trace(
+    path: str | Path, *, num_experts: int | None = None, max_bytes: int = MAX_BYTES
+) -> Trace | LoadTrace:
+    """Read and check a trace.
+
+    Args:
+        path: ``.npz``, or ``.parquet`` of loads.
+        num_experts: E of a token-level trace; by default what its metadata says, else the highest
+            id and one more.
+        max_bytes: larger traces are refused before they are read.
+
+    Raises:
+        TraceError: says what is wrong with the file.
+    """
+    path = Path(path)
+    if path.suffix == ".parquet":
+        from ultraep_serve.offline.parquet import read_parquet
+
+        return read_parquet(path, max_bytes)
+    arrays = read_npz(path, ARRAYS, max_bytes)
+    try:
+        return _from_arrays(arrays, num_experts)
+    except TraceError as error:
+        raise TraceError(f"{path}: {error}") from error
+
+
+def save_trace(path: str | Path, trace: Trace | LoadTrace) -> None:
+    """Write ``.npz``, or Parquet for loads, whole or not at all. Raises TraceError."""
+    path = Path(path)
+    if path.suffix == ".parquet" and isinstance(trace, LoadTrace):
+        from ultraep_serve.offline.parquet import write_parquet
+
+        write_parquet(path, trace)
+        return
+    if path.suffix != ".npz":
+        raise TraceError(f"{path} must end in .npz, or in .parquet for a trace of loads")
+    arrays: dict[str, NDArray[Any]]
+    if isinstance(trace, Trace):
+        arrays = {"topk_ids": trace.topk_ids, "sequence_lengths": trace.sequence_lengths}
+        metadata = {**trace.metadata, "num_experts": trace.num_experts}
+    else:
+        arrays, metadata = {"loads": trace.loads}, dict(trace.metadata)
+    if trace.phase is not None:
+        arrays["phase"] = trace.phase.astype(np.uint8)
+    arrays["metadata"] = np.array(json.dumps(metadata, sort_keys=True))
+    with whole_file(path) as part, part.open("wb") as stream:
+        np.savez_compressed(stream, allow_pickle=False, **arrays)
+
+
+def _from_arrays(arrays: dict[str, NDArray[Any]], num_experts: int | None) -> Trace | LoadTrace:
+    metadata = _metadata(arrays.get("metadata"))
+    phase = arrays.get("phase")
+    if "loads" in arrays:
+        return LoadTrace(arrays["loads"], phase, metadata)
+    if "topk_ids" not in arrays:
+        raise TraceError("holds neither topk_ids nor loads: not a trace")
+    topk_ids = arrays["topk_ids"]
+    lengths = arrays.get("sequence_lengths", np.array([len(topk_ids)] if topk_ids.ndim else []))
+    if num_experts is None:
+        num_experts = _num_experts(topk_ids, metadata)
+    return Trace(topk_ids, lengths, num_experts, phase, metadata)
+
+
+def _metadata(array: NDArray[Any] | None) -> Metadata:
+    if array is None:
+        return {}
+    if array.dtype.kind != "U" or array.size != 1:
+        raise TraceError(f"metadata is {array.dtype} {array.shape}, must be one string of JSON")
+    return parse_metadata(str(array.reshape(())[()]))
+
+
+def _num_experts(topk_ids: NDArray[Any], metadata: Metadata) -> int:
+    told = metadata.get("num_experts")
+    if isinstance(told, int) and not isinstance(told, bool) and told > 0:
+        return told
+    if told is not None:
+        raise TraceError(f"metadata says num_experts {told!r}, must be a whole number above 0")
+    if topk_ids.size and np.issubdtype(topk_ids.dtype, np.integer):
+        return max(1, int(topk_ids.max()) + 1)
+    return 1
+
+
+DAMAGED = (
+    zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, NotImplementedError,
+    RuntimeError, SyntaxError, MemoryError,
+)  # fmt: skip  # all that zipfile and NumPy raise on damaged files
+
+
+def read_npz(path: Path, wanted: tuple[str, ...], max_bytes: int) -> dict[str, NDArray[Any]]:
+    """Those of the ``wanted`` arrays that the file has, read-only; never unpickles.
+
+    Sizes are taken from the headers and refused before anything is allocated.
+
+    Raises:
+        TraceError: no such file, damaged or truncated, arrays of objects, or together more than
+            ``max_bytes``.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            members = {info.filename: info for info in archive.infolist()}
+            arrays: dict[str, NDArray[Any]] = {}
+            left = max_bytes
+            for name in wanted:
+                if (info := members.get(f"{name}.npy")) is not None:
+                    arrays[name] = _read_member(archive, info, left)
+                    left -= arrays[name].nbytes
+            return arrays
+    except TraceError as error:
+        raise TraceError(f"{path}: {error}") from error
+    except FileNotFoundError:
+        raise TraceError(f"{path} does not exist") from None
+    except DAMAGED as error:
+        raise TraceError(f"{path} is no readable .npz file, or is cut short ({error})") from error
+
+
+def _read_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo, max_bytes: int) -> NDArray[Any]:
+    if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        raise TraceError(f"{info.filename} is compressed in a way that NumPy does not write")
+    with archive.open(info) as stream:
+        shape, is_fortran, dtype = _read_header(stream)
+        if dtype.hasobject:
+            raise TraceError(f"{info.filename} holds Python objects; write plain numbers")
+        num_bytes = dtype.itemsize
+        for size in shape:
+            num_bytes *= size
+        if num_bytes > max_bytes:
+            raise TraceError(
+                f"{info.filename} would take {num_bytes} bytes of the {max_bytes} allowed; "
+                "cut the trace into smaller files"
+            )
+        if info.file_size != stream.tell() + num_bytes:
+            raise TraceError(f"{info.filename} is {dtype} {shape} but has other than its size")
+        data = stream.read(num_bytes)
+        stream.read(1)  # at the end of a member its checksum is compared
+    if len(data) != num_bytes:
+        raise TraceError(f"{info.filename} is cut short")
+    return np.frombuffer(data, dtype).reshape(shape, order="F" if is_fortran else "C")
+
+
+def _read_header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    npy: Any = np.lib.format  # its functions have no types
+    version = npy.read_magic(stream)
+    readers = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
+    if version not in readers:
+        raise TraceError(f"array format {version} is not known; write version 1.0 or 2.0")
+    shape, is_fortran, dtype = readers[version](stream)
+    if any(size < 0 for size in shape):
+        raise TraceError(f"an array has the impossible shape {shape}")
+    return shape, is_fortran, dtype

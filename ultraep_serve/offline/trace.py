@@ -1,0 +1,254 @@
+"""The two kinds of trace, per token or per expert, and how they are cut into batches."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ultraep_serve.errors import TraceError
+from ultraep_serve.types import IntArray
+
+__all__ = [
+    "DECODE",
+    "PREFILL",
+    "Integers",
+    "LoadTrace",
+    "Metadata",
+    "Trace",
+    "batches",
+    "concatenate",
+    "num_batches",
+    "of_phase",
+    "parse_metadata",
+]
+
+PREFILL, DECODE = 0, 1  # values of ``phase``
+MOST_EXPERTS = 1 << 16  # per layer; no model comes near, and a wrong number must not fill memory
+Integers = NDArray[np.integer]
+Metadata = Mapping[str, Any]  # JSON values; known keys: num_experts, model, layers, basis
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Token level. Raises TraceError where the parts contradict each other."""
+
+    topk_ids: Integers  # (tokens, layers, K) logical experts in token order; -1 is padding
+    sequence_lengths: Integers  # (sequences,), sums to tokens
+    num_experts: int  # E
+    phase: Integers | None = None  # (tokens,) PREFILL or DECODE, where known
+    metadata: Metadata = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _require_integers("topk_ids", self.topk_ids, 3)
+        _require_integers("sequence_lengths", self.sequence_lengths, 1)
+        if not 1 <= self.num_experts <= MOST_EXPERTS:
+            raise TraceError(f"{self.num_experts} experts, must be 1 to {MOST_EXPERTS}")
+        lengths = self.sequence_lengths
+        if lengths.size and lengths.min() < 0:
+            raise TraceError("sequence_lengths must not be negative")
+        if int(lengths.sum(dtype=np.int64)) != self.num_tokens:
+            raise TraceError(
+                f"sequence_lengths sum to {lengths.sum()}, topk_ids has {self.num_tokens} tokens"
+            )
+        if self.topk_ids.size:
+            low, high = int(self.topk_ids.min()), int(self.topk_ids.max())
+            if low < -1 or high >= self.num_experts:
+                wrong = low if low < -1 else high
+                raise TraceError(
+                    f"topk_ids has id {wrong}, must be 0 to {self.num_experts - 1}, -1 as padding"
+                )
+        _check_phase(self.phase, self.num_tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in the trace."""
+        return int(self.topk_ids.shape[0])
+
+    @property
+    def num_layers(self) -> int:
+        """MoE layers in the trace."""
+        return int(self.topk_ids.shape[1])
+
+
+@dataclass(frozen=True)
+class LoadTrace:
+    """Load level. Raises TraceError where the parts contradict each other."""
+
+    loads: Integers  # (batches, layers, R_source, E) or, sources unknown, (batches, layers, E)
+    phase: Integers | None = None  # (batches,) PREFILL or DECODE, where known
+    metadata: Metadata = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.loads.ndim not in (3, 4):
+            raise TraceError(f"loads is {self.loads.shape}, must have 3 or 4 dimensions")
+        _require_integers("loads", self.loads, self.loads.ndim)
+        if self.loads.size and not 0 <= self.loads.min() <= self.loads.max() < 1 << 31:
+            raise TraceError("loads must be 0 to 2**31 - 1")
+        _check_phase(self.phase, self.num_batches)
+
+    @property
+    def num_batches(self) -> int:
+        """Recorded batches."""
+        return int(self.loads.shape[0])
+
+    @property
+    def num_layers(self) -> int:
+        """MoE layers in the trace."""
+        return int(self.loads.shape[1])
+
+    @property
+    def num_experts(self) -> int:
+        """E, logical experts of the model."""
+        return int(self.loads.shape[-1])
+
+
+def concatenate(traces: Sequence[Trace]) -> Trace:
+    """One trace after the other, as when the workload of one model changes.
+
+    Raises TraceError where they are of different models.
+    """
+    first = traces[0]
+    for trace in traces:
+        if trace.topk_ids.shape[1:] != first.topk_ids.shape[1:]:
+            raise TraceError(
+                f"traces of {first.topk_ids.shape[1:]} and {trace.topk_ids.shape[1:]} layers and "
+                "experts per token are not of one model"
+            )
+    phases = [trace.phase for trace in traces if trace.phase is not None]
+    return Trace(
+        np.concatenate([trace.topk_ids for trace in traces]),
+        np.concatenate([trace.sequence_lengths for trace in traces]),
+        max(trace.num_experts for trace in traces),
+        np.concatenate(phases) if len(phases) == len(traces) else None,
+    )
+
+
+def of_phase(trace: Trace | LoadTrace, phase: int) -> Trace | LoadTrace:
+    """What of ``trace`` is PREFILL or DECODE; all of it where the trace does not say.
+
+    Raises TraceError where nothing is left.
+    """
+    if trace.phase is None:
+        return trace
+    keep = trace.phase == phase
+    if not keep.any():
+        name, other = ("prefill", "decode") if phase == PREFILL else ("decode", "prefill")
+        raise TraceError(f"the trace has {other} only, no {name}")
+    if isinstance(trace, LoadTrace):
+        return replace(trace, loads=trace.loads[keep], phase=trace.phase[keep])
+    sequence = np.repeat(np.arange(trace.sequence_lengths.size), trace.sequence_lengths)
+    lengths = np.bincount(sequence[keep])
+    return replace(
+        trace,
+        topk_ids=trace.topk_ids[keep],
+        sequence_lengths=lengths[lengths > 0],
+        phase=trace.phase[keep],
+    )
+
+
+def _require_integers(name: str, array: NDArray[Any], num_dimensions: int) -> None:
+    if array.ndim != num_dimensions or not np.issubdtype(array.dtype, np.integer):
+        raise TraceError(
+            f"{name} is {array.dtype} {array.shape}, must be integers with "
+            f"{num_dimensions} dimensions"
+        )
+
+
+def _check_phase(phase: Integers | None, length: int) -> None:
+    if phase is None:
+        return
+    _require_integers("phase", phase, 1)
+    if phase.size != length or (phase.size and not np.isin(phase, (PREFILL, DECODE)).all()):
+        raise TraceError(f"phase must be {length} values of {PREFILL} (prefill), {DECODE} (decode)")
+
+
+def parse_metadata(text: str) -> Metadata:
+    """A JSON object. Raises TraceError for anything else."""
+    try:
+        metadata = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise TraceError(f"metadata is not JSON ({error})") from error
+    if not isinstance(metadata, dict):
+        raise TraceError("metadata must be a JSON object")
+    return metadata
+
+
+def num_batches(trace: Trace | LoadTrace, batch_tokens: int | None) -> int:
+    """Whole batches in the trace; arguments and errors as ``batches``."""
+    if isinstance(trace, LoadTrace):
+        if batch_tokens is not None:
+            raise TraceError("a trace of loads has its own batches; leave --batch-tokens out")
+        return trace.num_batches
+    if batch_tokens is None or batch_tokens < 1:
+        raise TraceError(f"batch tokens = {batch_tokens} must be 1 or more")
+    if trace.num_tokens < batch_tokens:
+        raise TraceError(
+            f"the trace has {trace.num_tokens} tokens, less than one batch of {batch_tokens}"
+        )
+    return trace.num_tokens // batch_tokens
+
+
+def batches(
+    trace: Trace | LoadTrace, batch_tokens: int | None, num_ranks: int
+) -> Iterator[IntArray]:
+    """Loads int32 (layers, R, E) of each batch.
+
+    A batch is ``batch_tokens`` consecutive tokens, split evenly and contiguously over the R
+    source ranks; what is left at the end is no batch. A trace of loads has its own batches: where
+    its source ranks are not R, or not known, they are merged or split evenly.
+
+    Raises TraceError: the trace is shorter than a batch, or too large for int32.
+    """
+    count = num_batches(trace, batch_tokens)
+    for index in range(count):
+        if isinstance(trace, LoadTrace):
+            yield _as_loads(_spread(trace.loads[index], num_ranks))
+        else:
+            assert batch_tokens is not None
+            chosen = trace.topk_ids[index * batch_tokens : (index + 1) * batch_tokens]
+            yield _count(chosen, num_ranks, trace.num_experts)
+
+
+def _count(topk_ids: Integers, num_ranks: int, num_experts: int) -> IntArray:
+    """Ids (T, layers, K) -> loads (layers, R, E)."""
+    num_tokens, num_layers, _ = topk_ids.shape
+    bounds = [part[0] for part in np.array_split(np.arange(num_tokens), num_ranks) if part.size]
+    source = np.searchsorted(bounds, np.arange(num_tokens), side="right") - 1
+    loads = np.empty((num_layers, num_ranks, num_experts), np.int64)
+    for layer in range(num_layers):
+        ids = topk_ids[:, layer].astype(np.int64)
+        cells = (source[:, None] * num_experts + ids)[ids >= 0]
+        counted = np.bincount(cells, minlength=num_ranks * num_experts)
+        loads[layer] = counted.reshape(num_ranks, num_experts)
+    return _as_loads(loads)
+
+
+def _spread(recorded: Integers, num_ranks: int) -> NDArray[np.int64]:
+    """Loads (layers, E) or (layers, Q, E) -> (layers, R, E)."""
+    loads = recorded.astype(np.int64)
+    if loads.ndim == 2:
+        loads = loads[:, None]
+    num_layers, num_sources, num_experts = loads.shape
+    if num_sources == num_ranks:
+        return loads
+    if num_sources % num_ranks == 0:
+        grouped = loads.reshape(num_layers, num_ranks, num_sources // num_ranks, num_experts)
+        return np.asarray(grouped.sum(2))
+    if num_ranks % num_sources != 0:
+        loads = loads.sum(1, keepdims=True)
+    parts = num_ranks // loads.shape[1]
+    split, rest = loads // parts, loads % parts
+    # The odd ones go on where those of the expert before stopped, so all parts get as many.
+    start = rest.cumsum(-1) - rest
+    turn = (np.arange(parts)[:, None] - start[:, :, None]) % parts
+    pieces = split[:, :, None] + (turn < rest[:, :, None])
+    return np.asarray(pieces.reshape(num_layers, num_ranks, num_experts))
+
+
+def _as_loads(loads: Integers) -> IntArray:
+    if loads.size and loads.sum((-2, -1)).max() > np.iinfo(np.int32).max:
+        raise TraceError("a layer of one batch has more than 2**31 assignments; cut the trace")
+    return loads.astype(np.int32)

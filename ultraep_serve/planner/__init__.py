@@ -1,0 +1,1 @@
+"""Planner: pure integer functions from loads to a plan, the same on every rank."""

@@ -1,0 +1,61 @@
+"""Policy ``quota``: copy experts into slots and split their load by the exact counts."""
+
+import numpy as np
+from numpy.typing import NDArray
+from ultraep_kernels.host import plan as kernel
+
+from ultraep_serve.types import ExpertShape, Plan
+
+__all__ = ["identity_plan", "plan_quota", "warm_up"]
+
+
+def plan_quota(
+    loads: NDArray[np.integer],
+    shape: ExpertShape,
+    source_rank: int,
+    *,
+    domain_size: int | None = None,
+) -> Plan:
+    """Plan one layer of one batch: the same slots and quotas on every rank.
+
+    Minimises the largest rank load, then the replicas sent by the busiest rank, then the replicas.
+    Loads within 1/512 of each other count as equal, so a layer that is balanced to that degree
+    keeps every expert on its master.
+
+    Args:
+        loads: integers (R, E), assignments; row r is what rank r's own tokens chose.
+        shape: R, E and S.
+        source_rank: rank whose ``share`` is wanted.
+        domain_size: copies stay within contiguous groups of this many ranks; None is all ranks.
+
+    Raises:
+        ValueError: ``loads`` is negative, too large or of another shape, or a rank or domain is
+            out of range.
+    """
+    counts = _checked(loads, shape, source_rank)
+    if domain_size is not None and domain_size < 1:
+        raise ValueError(f"{domain_size = } must be at least 1")
+    return kernel.plan(counts, shape.num_replica_slots, source_rank, domain_size=domain_size)
+
+
+def identity_plan(loads: NDArray[np.integer], shape: ExpertShape, source_rank: int) -> Plan:
+    """Every expert on its master, no replicas; arguments and errors as ``plan_quota``."""
+    counts = _checked(loads, shape, source_rank)
+    return kernel.identity_plan(counts, shape.num_replica_slots, source_rank)
+
+
+def warm_up(shape: ExpertShape) -> None:
+    """Compile the planner, or load it from disk, so that no batch waits for that."""
+    loads = np.zeros((shape.num_ranks, shape.num_logical_experts), np.int64)
+    plan_quota(loads, shape, source_rank=0)
+
+
+def _checked(loads: NDArray[np.integer], shape: ExpertShape, source_rank: int) -> NDArray[np.int64]:
+    expected = (shape.num_ranks, shape.num_logical_experts)
+    if loads.shape != expected or not np.issubdtype(loads.dtype, np.integer):
+        raise ValueError(f"loads is {loads.dtype} {loads.shape}, must be integers {expected}")
+    if shape.num_masters * shape.num_ranks != shape.num_logical_experts:
+        raise ValueError(f"{shape = }: num_logical_experts must be a multiple of num_ranks")
+    if not 0 <= source_rank < shape.num_ranks:
+        raise ValueError(f"{source_rank = } must be in [0, {shape.num_ranks})")
+    return np.ascontiguousarray(loads, dtype=np.int64)

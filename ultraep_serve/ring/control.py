@@ -1,0 +1,159 @@
+"""What the sidecar asks of the ranks, in one shared page that they read before each batch.
+
+Policy and threshold in force are read by rank 0 alone, which tells the others; whether to record
+routing is read by every rank for itself.
+"""
+
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from types import TracebackType
+
+from ultraep_serve.errors import ControlError
+from ultraep_serve.files import create_mapped, map_shared
+from ultraep_serve.types import Policy
+
+__all__ = ["CONTROL_NAME", "ControlError", "ControlPage", "RecordLevel", "Recording"]
+
+CONTROL_NAME = "control"
+_MAGIC = b"UEPCTRL\x01"
+_VERSION = 3
+_PAGE_BYTES = 4096
+# magic, version, sequence, policy code, recording, threshold
+_LAYOUT = struct.Struct("<8sQQQQQ")
+# positions in the page seen as 64-bit words
+_SEQUENCE, _POLICY, _RECORDING, _THRESHOLD = 2, 3, 4, 5
+_MIB = 1 << 20
+_MILLION = 10**6
+_POLICIES: tuple[Policy, ...] = tuple(Policy)
+
+
+class RecordLevel(IntEnum):
+    """How closely to record routing."""
+
+    OFF = 0
+    LOADS = 1  # assignments per expert
+    TOKENS = 2  # the experts of every token
+
+
+@dataclass(frozen=True)
+class Recording:
+    """One recording: as one 64-bit word, so that a rank never sees half of a change."""
+
+    number: int  # counts recordings, up to 2**32
+    level: RecordLevel
+    max_bytes: int  # of each spool; whole MiB, less than 2**24 of them
+
+    @property
+    def word(self) -> int:
+        """Number in the high half, then MiB, level in the last byte."""
+        return self.number << 32 | self.max_bytes // _MIB << 8 | self.level
+
+    @classmethod
+    def from_word(cls, word: int) -> "Recording":
+        """The inverse of ``word``; a damaged level is taken for off."""
+        level = word & 0xFF
+        known = RecordLevel(level) if level <= max(RecordLevel) else RecordLevel.OFF
+        return cls(word >> 32, known, (word >> 8 & 0xFFFFFF) * _MIB)
+
+
+class ControlPage:
+    """One policy with a sequence number that grows with every change, one threshold, one recording.
+
+    All are aligned 64-bit words, so each is read and written in one piece; one writer at a time.
+    """
+
+    def __init__(self, path: Path, *, create: Policy | None = None) -> None:
+        """Map the page at ``path``, created anew where ``create`` names its first policy.
+
+        Raises ControlError where that cannot be done, or the file is no page of this version.
+        """
+        try:
+            if create is None:
+                self._page = map_shared(path, _PAGE_BYTES)
+            else:
+                first = _LAYOUT.pack(_MAGIC, _VERSION, 0, create.code, 0, 0)
+                self._page = create_mapped(path, first, _PAGE_BYTES)
+        except OSError as error:
+            raise ControlError(f"no control page: {error}") from error
+        magic, version, _, code, _, _ = _LAYOUT.unpack_from(self._page)
+        if magic != _MAGIC or version != _VERSION or code >= len(_POLICIES):
+            self._page.close()
+            raise ControlError(f"{path} is not a control page of version {_VERSION}")
+        self._words = memoryview(self._page).cast("Q")
+        self._last: Policy = _POLICIES[code]
+
+    @classmethod
+    def create(cls, run_path: Path, policy: Policy) -> "ControlPage":
+        """A new page in ``run_path`` (which exists). Raises ControlError."""
+        return cls(run_path / CONTROL_NAME, create=policy)
+
+    @classmethod
+    def open(cls, run_path: Path) -> "ControlPage":
+        """The page that is already in ``run_path``. Raises ControlError."""
+        return cls(run_path / CONTROL_NAME)
+
+    @property
+    def policy(self) -> Policy:
+        """The policy in force; where the page was damaged, the last legal one."""
+        code = self._words[_POLICY]
+        if code < len(_POLICIES):
+            self._last = _POLICIES[code]
+        return self._last
+
+    @property
+    def sequence(self) -> int:
+        """How many times the policy was set."""
+        return self._words[_SEQUENCE]
+
+    def set_policy(self, policy: Policy) -> int:
+        """Put ``policy`` in force; returns the new sequence number."""
+        self._words[_POLICY] = policy.code
+        self._words[_SEQUENCE] += 1
+        return self._words[_SEQUENCE]
+
+    @property
+    def max_imbalance_millionths(self) -> int:
+        """Millionths of the imbalance at or below which layers are left alone; 0: as configured."""
+        return self._words[_THRESHOLD]
+
+    def set_max_imbalance(self, max_imbalance: float | None) -> None:
+        """Leave layers alone at or below ``max_imbalance`` (1.0 or more); None: as configured."""
+        self._words[_THRESHOLD] = 0 if max_imbalance is None else round(max_imbalance * _MILLION)
+
+    @property
+    def recording_word(self) -> int:
+        """``Recording.word`` of what was asked for last; another number is another recording."""
+        return self._words[_RECORDING]
+
+    def record(self, level: RecordLevel, max_bytes: int = 0) -> Recording:
+        """Start another recording, or with ``RecordLevel.OFF`` end the one that runs.
+
+        The ranks follow when their next batch begins. Raises ValueError for sizes of less than a
+        MiB or more than a ``Recording`` can say.
+        """
+        number = self._words[_RECORDING] >> 32
+        if level is not RecordLevel.OFF:
+            if not _MIB <= max_bytes < _MIB << 24:
+                raise ValueError(f"{max_bytes = } must be {_MIB} to {(_MIB << 24) - 1}")
+            number = (number + 1) % (1 << 32)
+        recording = Recording(number, level, max_bytes // _MIB * _MIB)
+        self._words[_RECORDING] = recording.word
+        return recording
+
+    def close(self) -> None:
+        """Unmap the page; the file stays."""
+        self._words.release()
+        self._page.close()
+
+    def __enter__(self) -> "ControlPage":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()

@@ -1,0 +1,166 @@
+"""The reading end: new records of one ring, from a file that may be anything.
+
+The file is read with ``pread``, never mapped: a file that is cut short under a mapping kills the
+process that touches it, a short read is only an error.
+"""
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ultraep_serve.errors import RingError
+from ultraep_serve.files import open_regular
+from ultraep_serve.ring.schema import (
+    HEADER_BYTES,
+    RecordArray,
+    RingHeader,
+    parse_header,
+    record_checksum,
+    record_dtype,
+)
+from ultraep_serve.types import Decision, Policy
+
+__all__ = ["ALIVE_SECONDS", "Poll", "RingReader"]
+
+ALIVE_SECONDS = 5.0  # a writer whose heart has not beaten for longer is not alive
+_MAX_POLL_BYTES = 64 << 20  # of one poll; older records beyond it count as missed
+
+
+@dataclass(frozen=True)
+class Poll:
+    """What one poll found."""
+
+    header: RingHeader
+    records: RecordArray  # (n,) new and intact, oldest first
+    missed: int  # records overwritten, or found damaged, before they could be read
+    replaced: bool  # the file is another one than at the last poll: a new writer
+
+
+class RingReader:
+    """Follows the ring at ``path``. Every method raises RingError and nothing else."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._descriptor = -1
+        self._open()
+
+    def _open(self) -> None:
+        try:
+            self._descriptor = open_regular(self._path)
+        except OSError as error:
+            raise RingError(f"cannot open {self._path.name}: {error.strerror or error}") from error
+        self._read_up_to = 0  # sequence number of the last record handed out or given up
+        try:
+            header = self.header()
+        except RingError:
+            self.close()
+            raise
+        self._dtype = record_dtype(header.shape)
+        self._sizes = (header.shape, header.capacity)
+
+    def header(self) -> RingHeader:
+        """The header now."""
+        header = parse_header(self._read(HEADER_BYTES, 0), self._path.name)
+        if self._path.name != f"ring-{header.rank}":
+            raise RingError(f"{self._path.name} says that it is rank {header.rank}'s")
+        return header
+
+    def poll(self) -> Poll:
+        """Records written since the last poll; the first returns all that the ring still holds."""
+        replaced = self._reopen_if_replaced()
+        header = self.header()
+        if (header.shape, header.capacity) != self._sizes or header.written < self._read_up_to:
+            raise RingError(f"{self._path.name} changed under its reader; restart the engine")
+        first = max(self._read_up_to, header.written - self._readable(header))
+        records, damaged = self._intact(first + 1, header.written)
+        missed = first - self._read_up_to + damaged
+        self._read_up_to = header.written
+        return Poll(header, records, missed, replaced)
+
+    def recent(self) -> RecordArray:
+        """All intact records that the ring still holds, oldest first; ``poll`` is not affected."""
+        header = self.header()
+        first = max(0, header.written - self._readable(header))
+        return self._intact(first + 1, header.written)[0]
+
+    def alive(self, now_ns: int | None = None, limit_seconds: float = ALIVE_SECONDS) -> bool:
+        """Whether the writer beats; ``now_ns`` is CLOCK_MONOTONIC, the present by default."""
+        moment = time.monotonic_ns() if now_ns is None else now_ns
+        return self.header().alive(moment, limit_seconds)
+
+    def close(self) -> None:
+        """Close the file; may be called twice."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _reopen_if_replaced(self) -> bool:
+        if self._descriptor < 0:
+            self._open()
+            return True
+        try:
+            named = os.stat(self._path, follow_symlinks=False)
+        except OSError as error:
+            raise RingError(f"{self._path.name} is gone: {error.strerror}") from error
+        # The old file's number is not given to another while it is held open here.
+        held = os.fstat(self._descriptor)
+        if (named.st_dev, named.st_ino) == (held.st_dev, held.st_ino):
+            return False
+        self.close()
+        self._open()
+        return True
+
+    def _readable(self, header: RingHeader) -> int:
+        return min(header.capacity, max(1, _MAX_POLL_BYTES // header.record_bytes))
+
+    def _read(self, size: int, offset: int) -> bytes:
+        try:
+            data = os.pread(self._descriptor, size, offset)
+        except OSError as error:
+            raise RingError(f"cannot read {self._path.name}: {error.strerror}") from error
+        if len(data) < size:
+            raise RingError(f"{self._path.name} is cut short")
+        return data
+
+    def _intact(self, first: int, last: int) -> tuple[RecordArray, int]:
+        """Intact records ``first`` to ``last`` (sequence numbers), and how many were not."""
+        if last < first:
+            return np.empty(0, self._dtype), 0
+        records = self._fetch(first, last)
+        sequence = np.uint64(first) + np.arange(last - first + 1, dtype=np.uint64)
+        good = self._check(records, sequence)
+        for index in np.flatnonzero(~good):
+            # Another processor may show the counter before the record: look once more.
+            again = self._fetch(first + int(index), first + int(index))
+            if self._check(again, sequence[index : index + 1])[0]:
+                records[index] = again[0]
+                good[index] = True
+        if good.all():
+            return records, 0
+        return records[good], int((~good).sum())
+
+    def _fetch(self, first: int, last: int) -> RecordArray:
+        capacity, size = self._sizes[1], self._dtype.itemsize
+        start, count = (first - 1) % capacity, last - first + 1
+        head = min(count, capacity - start)
+        data = bytearray(self._read(head * size, HEADER_BYTES + start * size))
+        if count > head:
+            data += self._read((count - head) * size, HEADER_BYTES)
+        return np.frombuffer(data, self._dtype)
+
+    def _check(self, records: RecordArray, sequence: np.ndarray) -> np.ndarray:
+        good: np.ndarray = (
+            (records["seq"] == sequence)
+            & (records["decision"] < len(Decision))
+            & (records["policy"] < len(Policy))
+        )
+        view, size = records.view(np.uint8).data, self._dtype.itemsize
+        found = [
+            record_checksum(number, view[start : start + size])
+            for number, start in zip(sequence.tolist(), range(0, len(view), size), strict=True)
+        ]
+        good &= records["crc"] == np.array(found, np.uint32)
+        return good

@@ -1,0 +1,1 @@
+"""Statistics over rings: what the sidecar answers, computed from records."""

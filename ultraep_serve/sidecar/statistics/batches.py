@@ -1,0 +1,288 @@
+"""Batches put together from the records of their layers, in a list or in detail."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ultraep_serve.ring.schema import SCHEMA_VERSION, RecordArray
+from ultraep_serve.sidecar.statistics.snapshot import (
+    Documented,
+    ImbalanceSnapshot,
+    RankAssignments,
+    avoided_seconds,
+    imbalance_snapshot,
+    imbalances,
+)
+from ultraep_serve.sidecar.statistics.window import outcome
+from ultraep_serve.types import Decision, ExpertShape, Policy, Stage
+
+__all__ = [
+    "BatchDetail",
+    "BatchLayer",
+    "BatchLayerDetail",
+    "BatchList",
+    "BatchSnapshot",
+    "Replica",
+    "batch_detail",
+    "batch_layer_detail",
+    "batch_snapshot",
+    "batch_snapshots",
+    "count_batches",
+]
+
+
+@dataclass(frozen=True)
+class BatchSnapshot(Documented):
+    """One batch: its layers taken together."""
+
+    batch: int
+    """Number of the forward pass since the engine started; the same on every rank."""
+    time_ns: int
+    """Unix time of its last layer."""
+    policy: str
+    """Policy in force for it."""
+    tokens: int
+    """Tokens, over all ranks."""
+    layers: dict[str, int]
+    """Its MoE layers by decision."""
+    imbalance: ImbalanceSnapshot
+    """Over its layers."""
+    replicas: int
+    """Replicas placed, over all layers and ranks."""
+    bytes_moved: int
+    """Expert weights sent by all ranks."""
+    avoided_seconds: float
+    """Estimated time that evening out the busiest rank took off its layers; negative where
+    they took longer."""
+
+
+@dataclass(frozen=True)
+class BatchList(Documented):
+    """Batches, newest first."""
+
+    batches: list[BatchSnapshot]
+    next_before: int | None = None
+    """Give it as ``before`` for the next page; null where this is the last."""
+    schema_version: int = SCHEMA_VERSION
+
+
+def count_batches(records: RecordArray) -> dict[Decision, int]:
+    """Batches of the primary's ``records`` by decision: planned if any layer was."""
+    counts: dict[Decision, int] = {}
+    _, first = np.unique(records["batch"], return_index=True)
+    planned = set(records["batch"][records["decision"] == Decision.PLANNED].tolist())
+    for batch, code in zip(
+        records["batch"][first].tolist(), records["decision"][first].tolist(), strict=True
+    ):
+        decision = Decision.PLANNED if batch in planned else Decision(code)
+        counts[decision] = counts.get(decision, 0) + 1
+    return counts
+
+
+def batch_snapshots(
+    primary: RecordArray, ranks: Sequence[RecordArray], limit: int, before: int | None = None
+) -> BatchList:
+    """The newest ``limit`` batches of the primary's records, with numbers below ``before``.
+
+    ``ranks`` are each rank's own records.
+    """
+    batches = np.unique(primary["batch"])[::-1]
+    if before is not None:
+        batches = batches[batches < np.uint64(before)]
+    more, batches = len(batches) > limit, batches[:limit]
+    moved = {int(batch): 0 for batch in batches}
+    for own in ranks:
+        recent = own[np.isin(own["batch"], batches)]
+        for batch, sent in zip(
+            recent["batch"].tolist(), recent["bytes_sent"].tolist(), strict=True
+        ):
+            moved[batch] += sent
+    numbers = primary["batch"]
+    return BatchList(
+        [batch_snapshot(primary[numbers == batch], moved[int(batch)]) for batch in batches],
+        next_before=int(batches[-1]) if more else None,
+    )
+
+
+def batch_snapshot(records: RecordArray, moved: int) -> BatchSnapshot:
+    """The batch of the primary's ``records``, for which all ranks sent ``moved`` bytes."""
+    codes, counts = np.unique(records["decision"], return_counts=True)
+    last = records[-1]
+    return BatchSnapshot(
+        batch=int(last["batch"]),
+        time_ns=int(last["time_ns"]),
+        policy=list(Policy)[last["policy"]].value,
+        tokens=int(last["tokens"]),
+        layers={
+            Decision(code).name.lower(): count
+            for code, count in zip(codes.tolist(), counts.tolist(), strict=True)
+        },
+        imbalance=imbalance_snapshot(records),
+        replicas=int(records["replicas"].sum(dtype=np.int64)),
+        bytes_moved=moved,
+        avoided_seconds=float(avoided_seconds(records).sum()),
+    )
+
+
+@dataclass(frozen=True)
+class BatchLayer(Documented):
+    """One MoE layer of one batch."""
+
+    layer: int
+    decision: str
+    """planned, forced, or identity: every token went to its expert's home rank."""
+    reason: str
+    """imbalanced, measuring, policy_off, balanced, inconsistent or unprofitable."""
+    imbalance_before: float
+    """Max/mean of assignments over ranks, by routing alone."""
+    imbalance_after: float
+    """Max/mean of assignments over ranks, as computed."""
+    replicas: int
+    """Replicas placed, over all ranks."""
+    bytes_moved: int
+    """Expert weights sent by all ranks."""
+    avoided_seconds: float
+    """Estimated time that evening out the busiest rank took off; negative: it took longer."""
+    stage_seconds: dict[str, float]
+    """Time in each stage, on the rank where it took longest."""
+
+
+@dataclass(frozen=True)
+class BatchDetail(Documented):
+    """One batch and its layers."""
+
+    summary: BatchSnapshot
+    layers: list[BatchLayer]
+    schema_version: int = SCHEMA_VERSION
+
+
+@dataclass(frozen=True)
+class Replica(Documented):
+    """A copy of an expert in another rank's slot."""
+
+    expert: int
+    """Logical expert."""
+    home_rank: int
+    """Rank of its master."""
+    rank: int
+    """Rank that holds the copy."""
+    slot: int
+    """Slot of that rank."""
+    assignments: int
+    """Its quota: assignments that the copy computes instead of the master."""
+    bytes: int
+    """Weights copied into the slot."""
+
+
+@dataclass(frozen=True)
+class BatchLayerDetail(Documented):
+    """One MoE layer of one batch with its plan."""
+
+    batch: int
+    time_ns: int
+    """Unix time at its end."""
+    policy: str
+    tokens: int
+    """Tokens of the batch, over all ranks."""
+    summary: BatchLayer
+    ranks: list[RankAssignments]
+    """Assignments by rank."""
+    expert_assignments: list[int]
+    """Assignments by logical expert; expert e lives on rank e // (experts / ranks)."""
+    replicas: list[Replica]
+    stage_seconds: list[dict[str, float]]
+    """Time in each stage, by rank; empty for a rank whose record is gone."""
+    schema_version: int = SCHEMA_VERSION
+
+
+def batch_detail(
+    batch: int, primary: RecordArray, ranks: Sequence[RecordArray]
+) -> BatchDetail | None:
+    """Batch ``batch`` from the primary's and each rank's own records; None where it is not held."""
+    records, own = _of_batch(batch, primary, ranks)
+    if not len(records):
+        return None
+    layers = [_batch_layer(records[i : i + 1], own) for i in range(len(records))]
+    moved = sum(layer.bytes_moved for layer in layers)
+    return BatchDetail(batch_snapshot(records, moved), layers)
+
+
+def batch_layer_detail(
+    batch: int, layer: int, shape: ExpertShape, primary: RecordArray, ranks: Sequence[RecordArray]
+) -> BatchLayerDetail | None:
+    """Layer ``layer`` of batch ``batch``, with its plan; None where it is not held."""
+    records, own = _of_batch(batch, primary, ranks)
+    records = records[records["layer"] == layer]
+    if not len(records):
+        return None
+    record, summary = records[0], batch_snapshot(records, 0)
+    return BatchLayerDetail(
+        batch=batch,
+        time_ns=summary.time_ns,
+        policy=summary.policy,
+        tokens=summary.tokens,
+        summary=_batch_layer(records[:1], own),
+        ranks=[
+            RankAssignments(before, after)
+            for before, after in zip(
+                record["load_before"].tolist(), record["load_after"].tolist(), strict=True
+            )
+        ],
+        expert_assignments=record["expert_load"].tolist(),
+        replicas=_replicas(record, shape, [_received(records, layer) for records in own]),
+        stage_seconds=[_stage_seconds(records[records["layer"] == layer]) for records in own],
+    )
+
+
+def _of_batch(
+    batch: int, primary: RecordArray, ranks: Sequence[RecordArray]
+) -> tuple[RecordArray, list[RecordArray]]:
+    number = np.uint64(batch)
+    return primary[primary["batch"] == number], [own[own["batch"] == number] for own in ranks]
+
+
+def _batch_layer(record: RecordArray, own: Sequence[RecordArray]) -> BatchLayer:
+    """From the primary's ``record`` (1,) and all records of the batch that each rank wrote."""
+    layer = int(record["layer"][0])
+    mine = np.concatenate([records[records["layer"] == layer] for records in own])
+    _, decision, reason = outcome(Decision(int(record["decision"][0])))
+    slowest = mine["stage_ns"].max(axis=0, initial=0) / 1e9
+    return BatchLayer(
+        layer=layer,
+        decision=decision,
+        reason=reason,
+        imbalance_before=float(imbalances(record["load_before"])[0]),
+        imbalance_after=float(imbalances(record["load_after"])[0]),
+        replicas=int(record["replicas"][0]),
+        bytes_moved=int(mine["bytes_sent"].sum()),
+        avoided_seconds=float(avoided_seconds(record)[0]),
+        stage_seconds={stage.name.lower(): float(slowest[stage]) for stage in Stage},
+    )
+
+
+def _replicas(record: np.void, shape: ExpertShape, received: list[int]) -> list[Replica]:
+    experts, loads = record["slot_expert"], record["slot_load"]
+    filled = (experts >= 0).sum(axis=1)
+    masters = max(1, shape.num_masters)
+    return [
+        Replica(
+            expert=int(experts[rank, slot]),
+            home_rank=int(experts[rank, slot]) // masters,
+            rank=rank,
+            slot=slot,
+            assignments=int(loads[rank, slot]),
+            bytes=received[rank] // int(filled[rank]),
+        )
+        for rank, slot in np.argwhere(experts >= 0).tolist()
+    ]
+
+
+def _received(records: RecordArray, layer: int) -> int:
+    return int(records["bytes_received"][records["layer"] == layer].sum())
+
+
+def _stage_seconds(records: RecordArray) -> dict[str, float]:
+    if not len(records):
+        return {}
+    return {stage.name.lower(): float(records["stage_ns"][0, stage] / 1e9) for stage in Stage}

@@ -1,0 +1,290 @@
+"""The figures of an answer: how uneven the ranks were, what it took to even them out.
+
+Imbalance is max/mean of assignments over ranks, per layer and batch. All ranks hold the same loads,
+so it is computed from the primary rank's records; bytes and times come from each rank's own.
+
+Savings: the ranks of a layer finish together, when the busiest one does, so the engine's part of a
+layer (stage ``compute``: dispatch, expert kernel, combine) took as long as the busiest rank needed
+for the assignments it was given. Had they stayed with the masters, it would have taken longer in
+proportion to the busiest rank's assignments. This overstates what is saved where a part of the
+engine's time does not depend on the load.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from ultraep_serve.ring.schema import SCHEMA_VERSION, RecordArray, RingHeader
+from ultraep_serve.types import Stage
+
+__all__ = [
+    "BalanceSnapshot",
+    "BatchesCount",
+    "Documented",
+    "ImbalanceSnapshot",
+    "LayerSnapshot",
+    "PhaseSnapshot",
+    "RankAssignments",
+    "RankSnapshot",
+    "RankView",
+    "ReplicaCount",
+    "Savings",
+    "Spread",
+    "avoided_seconds",
+    "floors",
+    "imbalance_snapshot",
+    "imbalances",
+    "mean_floor",
+    "replica_count",
+    "savings",
+    "spent_seconds",
+    "spread",
+]
+
+
+class Documented:
+    """Base of dataclasses that the HTTP interface answers with."""
+
+    # pydantic looks for this name; it puts the text below a field into the OpenAPI document.
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"use_attribute_docstrings": True}
+
+
+_OWN = [Stage.COUNT, Stage.PLAN, Stage.REPLICATE, Stage.REROUTE, Stage.WAIT]
+
+
+@dataclass(frozen=True)
+class Savings(Documented):
+    """Estimated seconds that balancing saved and spent over the window."""
+
+    saved_seconds: float
+    """Time of the engine's part of each layer that evening out the busiest rank avoided: the time
+    measured, times (its assignments before / after - 1)."""
+    spent_seconds: float
+    """Time balancing took: count, plan, replicate, reroute and wait on the rank that spent most,
+    exchange on the rank that waited least (the others wait for it, as dispatch would make them);
+    and what layers took longer whose busiest rank was given more than before."""
+    net_seconds: float
+    """Saved less spent; negative where balancing costs more than it saves."""
+
+
+@dataclass(frozen=True)
+class Spread(Documented):
+    """Mean, percentiles and maximum of some values; all null where there were none."""
+
+    mean: float | None
+    p50: float | None
+    """Median."""
+    p99: float | None
+    """99th percentile, interpolated linearly."""
+    max: float | None
+
+
+@dataclass(frozen=True)
+class ImbalanceSnapshot(Documented):
+    """Max/mean of assignments over ranks, one value per MoE layer of a batch; 1.0 is perfect."""
+
+    before: Spread
+    """By routing alone, every token going to its expert's home rank."""
+    after: Spread
+    """As computed, replicas taking their share."""
+
+
+@dataclass(frozen=True)
+class ReplicaCount(Documented):
+    """Replicas placed per layer and batch, over all ranks."""
+
+    mean: float | None
+    max: int | None
+
+
+@dataclass(frozen=True)
+class BatchesCount(Documented):
+    """Batches (forward passes) by decision."""
+
+    planned: int
+    """At least one layer had replicas placed."""
+    skipped: dict[str, int]
+    """By the reason why tokens stayed with their experts' home ranks."""
+
+
+@dataclass(frozen=True)
+class PhaseSnapshot(Documented):
+    """Batches of one phase."""
+
+    batches: int
+    imbalance: ImbalanceSnapshot | None
+    """Null for decode: its loads are not counted, so that it costs nothing."""
+
+
+@dataclass(frozen=True)
+class LayerSnapshot(Documented):
+    """One MoE layer over the window."""
+
+    layer: int
+    """Counted from 0 over MoE layers, in the order they run."""
+    records: int
+    """Batches in which the policy weighed this layer's loads."""
+    imbalance: ImbalanceSnapshot
+    floor: float
+    """The least that the mean of imbalance.after can be, see the whole balance's."""
+    replicas: ReplicaCount
+    bytes_moved: int
+    """Expert weights sent by the ranks of this host."""
+
+
+@dataclass(frozen=True)
+class RankAssignments(Documented):
+    """Assignments, (token, expert) pairs, of one rank."""
+
+    before: int
+    """By routing alone."""
+    after: int
+    """As computed."""
+
+
+@dataclass(frozen=True)
+class RankSnapshot(Documented):
+    """One rank over the window."""
+
+    rank: int
+    pid: int | None
+    state: str
+    """starting, ready, failed, stopped; missing where it has no readable ring."""
+    alive: bool
+    """Its heart beats and it has neither failed, stopped nor died."""
+    heartbeat_age_seconds: float | None
+    last_batch_age_seconds: float | None
+    """Since its last batch of any size; null before any."""
+    assignments: RankAssignments
+    bytes_sent: int
+    bytes_received: int
+    stage_seconds: dict[str, Spread]
+    """By stage, over the layers in which it ran; compute is the engine's own part."""
+    records: int
+    lost: int
+    """Records that the rank could not write, since it started."""
+
+
+@dataclass(frozen=True)
+class BalanceSnapshot(Documented):
+    """Everything over the window."""
+
+    engine: str
+    mode: str
+    """tensor: all ranks see the same tokens; data: each its own."""
+    policy: str
+    """Now in force."""
+    num_ranks: int
+    """Of the whole group, over all hosts."""
+    host_ranks: list[int]
+    """Those of this host. What is said of all ranks' assignments covers the whole group; health,
+    bytes and times cover these."""
+    window_records: int
+    """Layers of batches that the policy weighed, within the window."""
+    assignments: int
+    """Of these layers, over all ranks."""
+    batches: BatchesCount
+    phases: dict[str, PhaseSnapshot]
+    """prefill; and decode: batches smaller than min_batch_tokens, which are left alone."""
+    imbalance: ImbalanceSnapshot
+    floor: float
+    """The least that the mean of imbalance.after can be: weights move only inside a domain, which
+    is a host or a part of one, so in every layer of a batch it is the largest domain mean of
+    assignments over the mean of all ranks. 1.0 where all ranks are one domain."""
+    replicas: ReplicaCount
+    bytes_moved: int
+    """Expert weights sent by the ranks of this host."""
+    savings: Savings
+    layers: list[LayerSnapshot]
+    ranks: list[RankSnapshot]
+    schema_version: int = SCHEMA_VERSION
+
+
+@dataclass(frozen=True)
+class RankView:
+    """What is known of one rank."""
+
+    rank: int
+    header: RingHeader | None  # None: no readable ring
+    alive: bool
+    heartbeat_age_seconds: float | None
+    records: RecordArray  # (n,) its own, at least the fields that RankSnapshot needs
+    last_batch_age_seconds: float | None = None  # None: no batch yet
+
+
+def imbalances(loads: NDArray[np.integer]) -> NDArray[np.float64]:
+    """Max/mean over ranks of each row of ``loads`` (n, R); 1.0 for an empty row."""
+    total = loads.sum(axis=1, dtype=np.int64)
+    peak = loads.max(axis=1, initial=0).astype(np.float64) * loads.shape[1]
+    result: NDArray[np.float64] = np.where(total > 0, peak / np.maximum(total, 1), 1.0)
+    return result
+
+
+def floors(loads: NDArray[np.integer], domain_size: int) -> NDArray[np.float64]:
+    """The least imbalance of each row of ``loads`` (n, R) that copies inside domains can reach."""
+    by_domain = loads.reshape(len(loads), -1, domain_size).sum(axis=2, dtype=np.int64)
+    return imbalances(by_domain)
+
+
+def mean_floor(loads: NDArray[np.integer], domain_size: int) -> float:
+    """The mean of ``floors``; 1.0 where there are no ``loads`` (n, R)."""
+    if domain_size == loads.shape[1] or not len(loads):
+        return 1.0
+    return float(floors(loads, domain_size).mean())
+
+
+def spread(values: NDArray[np.floating]) -> Spread:
+    """The spread of ``values`` (n,)."""
+    if not values.size:
+        return Spread(None, None, None, None)
+    p50, p99 = np.percentile(values, (50, 99))
+    return Spread(float(values.mean()), float(p50), float(p99), float(values.max()))
+
+
+def imbalance_snapshot(records: RecordArray) -> ImbalanceSnapshot:
+    """The imbalance of ``records``."""
+    return ImbalanceSnapshot(
+        before=spread(imbalances(records["load_before"])),
+        after=spread(imbalances(records["load_after"])),
+    )
+
+
+def replica_count(replicas: NDArray[np.integer]) -> ReplicaCount:
+    """Mean and maximum of ``replicas`` (n,)."""
+    if not len(replicas):
+        return ReplicaCount(None, None)
+    return ReplicaCount(float(replicas.mean()), int(replicas.max()))
+
+
+def avoided_seconds(records: RecordArray) -> NDArray[np.float64]:
+    """Estimated time that balancing took off each of the primary's ``records`` (n,).
+
+    Negative where the busiest rank was given more than before.
+    """
+    before = records["load_before"].max(axis=1, initial=0).astype(np.float64)
+    after = records["load_after"].max(axis=1, initial=0)
+    seconds = records["stage_ns"][:, Stage.COMPUTE] / 1e9
+    avoided: NDArray[np.float64] = seconds * (before / np.maximum(after, 1) - 1) * (after > 0)
+    return avoided
+
+
+def spent_seconds(stage_ns: ArrayLike) -> NDArray[np.float64]:
+    """Time that balancing took on the critical path, ``stage_ns`` (..., R, stages) being totals.
+
+    Ranks without any time, which have no records, are left out.
+    """
+    totals = np.asarray(stage_ns, dtype=np.float64)
+    own = totals[..., _OWN].sum(axis=-1).max(axis=-1, initial=0)
+    waited = np.where(totals.any(axis=-1), totals[..., Stage.EXCHANGE], np.inf)
+    least = waited.min(axis=-1, initial=np.inf)
+    spent: NDArray[np.float64] = (own + np.where(np.isinf(least), 0, least)) / 1e9
+    return spent
+
+
+def savings(avoided: NDArray[np.float64], spent: float) -> Savings:
+    """Totals of ``avoided`` (n,) seconds, and ``spent`` on the stages."""
+    saved = float(avoided[avoided > 0].sum())
+    spent -= float(avoided[avoided < 0].sum())
+    return Savings(saved, spent, saved - spent)

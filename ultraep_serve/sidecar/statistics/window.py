@@ -1,0 +1,81 @@
+"""Which records an answer is about, and decisions in the words of the interface."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ultraep_serve.ring.schema import RecordArray
+from ultraep_serve.types import Decision, Policy
+
+__all__ = ["Outcome", "Window", "outcome"]
+
+# Layers whose loads were weighed by the policy; the others never reached the planner.
+_WEIGHED: dict[Policy, tuple[Decision, ...]] = {
+    Policy.QUOTA: (Decision.PLANNED, Decision.BALANCED, Decision.UNPROFITABLE),
+    Policy.EPLB_SLOTS: (Decision.PLANNED, Decision.UNPROFITABLE),
+    Policy.OFF: (Decision.POLICY_OFF,),
+    Policy.IDEAL: (Decision.FORCED,),
+}
+_BALANCING = (Policy.QUOTA, Policy.EPLB_SLOTS)
+
+
+def _weighed_by(policies: tuple[Policy, ...]) -> NDArray[np.bool_]:
+    """Whether a record counts, by its policy and decision, (256, 256)."""
+    table = np.zeros((256, 256), dtype=bool)
+    for policy in policies:
+        table[policy.code, [int(decision) for decision in _WEIGHED[policy]]] = True
+    return table
+
+
+_TABLES = {None: _weighed_by(_BALANCING)} | {policy: _weighed_by((policy,)) for policy in Policy}
+
+
+@dataclass(frozen=True)
+class Window:
+    """Which records count: a time and a policy."""
+
+    since_ns: int = 0  # wall clock, inclusive
+    policy: Policy | None = None  # None: any; for imbalance any that gives right answers
+
+    def recorded(self, records: RecordArray) -> RecordArray:
+        """Records of this window, whatever was decided."""
+        if self == Window():
+            return records
+        keep = records["time_ns"] >= np.uint64(self.since_ns)
+        if self.policy is not None:
+            keep &= records["policy"] == self.policy.code
+        return _kept(records, keep)
+
+    def weighed(self, records: RecordArray) -> RecordArray:
+        """Records of this window whose loads the policy weighed: those with an imbalance."""
+        records = self.recorded(records)
+        keep = _TABLES[self.policy][records["policy"], records["decision"]]
+        return _kept(records, keep)
+
+
+def _kept(records: RecordArray, keep: NDArray[np.bool_]) -> RecordArray:
+    """``records[keep]``, without a copy where all of them are kept from one on."""
+    first = int(keep.argmax()) if keep.any() else len(keep)
+    return records[first:] if keep[first:].all() else records[keep]
+
+
+class Outcome(NamedTuple):
+    """What happened to a batch or to one MoE layer of it."""
+
+    phase: str  # prefill; decode: batches below min_batch_tokens, whose loads are not counted
+    decision: str  # planned, forced (policy ideal) or identity (every token to its master)
+    reason: str
+
+
+_DONE = {
+    Decision.PLANNED: ("planned", "imbalanced"),
+    Decision.FORCED: ("forced", "measuring"),
+}
+
+
+def outcome(decision: Decision) -> Outcome:
+    """The outcome that ``decision`` stands for."""
+    phase = "decode" if decision is Decision.SMALL else "prefill"
+    return Outcome(phase, *_DONE.get(decision, ("identity", decision.name.lower())))

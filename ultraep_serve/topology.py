@@ -1,0 +1,120 @@
+"""Domains and hosts: ranks that reach each other's memory, and where a rank is among all of them.
+
+Weights move only inside a domain, tokens go anywhere. A domain is all ranks of one host, or a part
+of them where ``domain_size`` says so. Ranks share a host when they share a run directory: each
+host has a launcher, and each launcher makes a directory of its own.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import groupby
+from pathlib import Path
+
+from ultraep_serve.errors import SERVE_UNBALANCED, UnsupportedError
+
+__all__ = [
+    "Location",
+    "domain_of",
+    "host_identity",
+    "is_process_alive",
+    "locate",
+    "process_namespace",
+]
+
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+@dataclass(frozen=True)
+class Location:
+    """Where a rank stands. Hosts hold contiguous ranks, equally many each; so do domains."""
+
+    rank: int
+    num_ranks: int  # R, of the whole group
+    host_size: int  # ranks of each host, divides R
+    domain_size: int  # D, ranks of each domain, divides host_size
+    first_host: str = ""  # name of the host that holds rank 0
+
+    @classmethod
+    def on_one_host(cls, rank: int, num_ranks: int) -> "Location":
+        """All ranks on one host, in one domain."""
+        return cls(rank, num_ranks, num_ranks, num_ranks)
+
+    @property
+    def host(self) -> range:
+        """The ranks of this rank's host."""
+        return domain_of(self.rank, self.num_ranks, self.host_size)
+
+    @property
+    def domain(self) -> range:
+        """The ranks of this rank's domain."""
+        return domain_of(self.rank, self.num_ranks, self.domain_size)
+
+    @property
+    def num_domains(self) -> int:
+        """Domains of the whole group."""
+        return self.num_ranks // self.domain_size
+
+    @property
+    def is_host_primary(self) -> bool:
+        """Whether this is the first rank of its host."""
+        return self.rank == self.host.start
+
+
+def domain_of(rank: int, num_ranks: int, domain_size: int | None = None) -> range:
+    """Ranks that reach each other's memory, ``rank`` among them; None is all in one domain.
+
+    Domains are contiguous and begin at multiples of ``domain_size``; the last may be smaller.
+    """
+    size = domain_size or num_ranks
+    first = rank // size * size
+    return range(first, min(first + size, num_ranks))
+
+
+def host_identity(run_path: Path) -> int:
+    """63 bits that are the same for all who share ``run_path``, and differ for all others."""
+    status = run_path.stat()
+    machine = _BOOT.read_text() if _BOOT.exists() else os.uname().nodename
+    names = f"{machine}|{status.st_dev}|{status.st_ino}|{run_path.resolve()}"
+    return int.from_bytes(blake2b(names.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def locate(rank: int, hosts: Sequence[int], domain_size: int, first_host: str = "") -> Location:
+    """Where ``rank`` stands, given the identity of every rank's host by rank.
+
+    ``domain_size`` 0 makes a host one domain. Raises UnsupportedError, on every rank alike, where
+    hosts are no equal runs of ranks, or domains no equal parts of hosts.
+    """
+    runs = [len(list(run)) for _, run in groupby(hosts)]
+    if len(runs) != len(set(hosts)):
+        raise UnsupportedError(
+            "the ranks of a host do not follow each other, which domains must; start the hosts "
+            f"with ascending node or start ranks, {SERVE_UNBALANCED}"
+        )
+    if len(set(runs)) != 1:
+        raise UnsupportedError(
+            f"hosts hold {runs} ranks, one after another; start equally many on each, "
+            f"{SERVE_UNBALANCED}"
+        )
+    size = domain_size or runs[0]
+    if runs[0] % size:
+        raise UnsupportedError(
+            f"--domain-size {size} does not divide the {runs[0]} ranks of a host; choose a divisor "
+            f"of {runs[0]}, or 0 for all of them, {SERVE_UNBALANCED}"
+        )
+    return Location(rank, len(hosts), runs[0], size, first_host)
+
+
+def is_process_alive(process: int) -> bool:
+    """Whether ``process``, in this process namespace, exists and is not a zombie."""
+    try:
+        stat = Path(f"/proc/{process}/stat").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return stat.rpartition(b")")[2].split()[0] not in (b"Z", b"X")
+
+
+def process_namespace() -> int:
+    """Number of this process's process namespace; process ids mean the same within one."""
+    return os.stat("/proc/self/ns/pid").st_ino
