@@ -17,13 +17,15 @@ from tests.support.deep_ep_standin import Buffer, everywhere
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own, when SGLang has it compile
+    from tests.support import sglang_fakes as fakes  # has what SGLang looks for
+
+    # isort: split
     from sglang.srt.layers.dp_attention import set_is_extend_in_batch
     from sglang.srt.managers.scheduler_components.dp_attn import MLPSyncBatchInfo
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
     from sglang.srt.plugins.hook_registry import HookRegistry
     from sglang.srt.runtime_context import get_parallel
 
-    import tests.support.sglang_fakes as fakes
     from ultraep_serve.adapters.sglang import hooks
 
 from tests.support.ranks import fresh_run_path, run_ranks

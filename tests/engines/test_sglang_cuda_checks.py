@@ -11,6 +11,9 @@ pytest.importorskip("sglang", reason="needs SGLang: deploy/setup_sglang_cpu.py")
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own, when SGLang has it compile
+    from tests.support import sglang_fakes as fakes  # has what SGLang looks for
+
+    # isort: split
     from sglang.srt.arg_groups.overrides import resolving_view
     from sglang.srt.layers.moe.ep_moe.layer import DeepEPMoE
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
@@ -21,7 +24,6 @@ with warnings.catch_warnings():
     from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
     from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseConfig
 
-    import tests.support.sglang_fakes as fakes
     from ultraep_serve.adapters.sglang import checks, group, launch
 
 from ultraep_serve.errors import UnsupportedError

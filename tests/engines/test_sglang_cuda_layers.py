@@ -12,12 +12,14 @@ pytest.importorskip("sglang", reason="needs SGLang: deploy/setup_sglang_cpu.py")
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own, when SGLang has it compile
+    from tests.support import sglang_fakes as fakes  # has what SGLang looks for
+
+    # isort: split
     from sglang.srt.layers.dp_attention import get_is_extend_in_batch
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    import tests.support.sglang_fakes as fakes
     from ultraep_serve.adapters.sglang import group, hooks
     from ultraep_serve.adapters.sglang.execution import DeviceExperts
     from ultraep_serve.adapters.sglang.hooks import PrefillTokens
