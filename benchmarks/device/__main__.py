@@ -4,10 +4,12 @@
     python benchmarks/device --dry-run                                 # any machine, tiny sizes
     python benchmarks/device --part routing --part layer-qwen3         # some parts only
 
-A part is a process of its own with a time limit, so one that hangs or breaks the GPU's context is
-an error in the report and the next begins afresh; the JSON is written after each. The most
-important parts come first; those for which --seconds leave no time are reported so. Exits with 1 if
-anything failed; a target that was missed is no failure. Where the package is not installed:
+The checks are the tests' own (``tests/support``, and ``tests/cuda/check_*.py`` in part ``checks``);
+here they run at real sizes and are timed. A part is a process of its own with a time limit, so one
+that hangs or breaks the GPU's context is an error in the report and the next begins afresh; the
+JSON is written after each. The most important parts come first; those for which --seconds leave no
+time are reported so. Exits with 1 if anything failed; a target that was missed is no failure. Needs
+torch, triton, numpy, numba, cuda-bindings and pytest; where the package is not installed:
 PYTHONPATH=.:kernels.
 
 Ranks are virtual unless a row says processes: their memory lies in separate buffers of one device,
@@ -17,7 +19,6 @@ host memory under Triton's interpreter and measures nothing.
 
 import argparse
 import json
-import os
 import sys
 import tempfile
 import time
@@ -31,8 +32,9 @@ from machine import gpu_state, versions
 from parts import PARTS, Part
 
 from tests.support.interpreter import interpreted
+from ultraep_serve.files import write_json
 
-SCRIPT = Path(__file__).with_name("part.py")
+SCRIPT = Path(__file__).with_name("parts.py")
 DRY_RUN_FACTOR = 5  # times a part's time limit: the interpreter is slow
 
 
@@ -59,7 +61,8 @@ def main() -> None:
             try:
                 run_part(part, args.dry_run, end - time.monotonic(), entry)
             finally:
-                write(args.json, report)
+                if args.json:
+                    write_json(args.json, report)
     sys.exit(summary(report["parts"]))
 
 
@@ -82,9 +85,8 @@ def run_part(part: Part, dry_run: bool, seconds_left: float, entry: dict[str, An
     with tempfile.TemporaryDirectory() as folder:
         rows = Path(folder, "rows.jsonl")
         rows.touch()
-        command = [sys.executable, str(SCRIPT), part.name, str(rows)]
-        if dry_run:
-            command = interpreted([*command[1:], "--dry-run"])
+        arguments = [str(SCRIPT), part.name, str(rows)]
+        command = interpreted(arguments) if dry_run else [sys.executable, *arguments]
         try:
             error = run_apart(command, limit) if limit > 0 else "no time was left"
         finally:
@@ -96,14 +98,6 @@ def run_part(part: Part, dry_run: bool, seconds_left: float, entry: dict[str, An
     if error and all(row["passed"] for row in entry["rows"]):
         entry["error"] = error
         print(f"FAILED {part.name}: {error}", flush=True)
-
-
-def write(path: Path | None, report: dict[str, Any]) -> None:
-    """Replace the file as a whole, so that it can be read at any time."""
-    if path is not None:
-        fresh = path.with_name(path.name + ".new")
-        fresh.write_text(json.dumps(report, indent=1) + "\n")
-        os.replace(fresh, path)
 
 
 def summary(parts: list[dict[str, Any]]) -> int:

@@ -1,10 +1,9 @@
 """A simulated MoE layer: what every rank of a group computes, off, balanced, and perfectly even.
 
 The ranks are virtual and share the GPU, so they compute one after another, each timed apart; the
-layer takes as long as its slowest rank. Weights and tokens are real in shape (bfloat16), GEMMs are
-``torch._grouped_mm`` over the L + S experts of a rank, physical ids come from the device's own
-plan and reroute of every rank, slots are filled by the device's own streams. Dispatch and combine
-are left out: rows lie sorted by expert when a rank starts.
+layer takes as long as its slowest rank. Weights and tokens are real in shape (bfloat16), physical
+ids come from the device's own plan and reroute of every rank, slots are filled by the device's own
+streams; see ``tests.support.virtual_layer``.
 
 ``off`` computes everything on its master, ``balanced`` where the plan says, ``ideal`` as many rows
 on every expert (wrong answers: for its time only). ``own_microseconds`` are our stages, which the
@@ -14,21 +13,38 @@ busiest link would take at the data sheet's NVLink rate times the share of it th
 reached, as if all ranks were in one NVLink domain: an assumption, not a measurement.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from bench import Bench
-from moe import MoELayer, Work, compute, make_layer
-from report import Report, require, require_equal
+from report import Report
 from routes import Routes, make_routes
-from stages import balance, over_link, own_times
+from ultraep_kernels.device.count import count
+from ultraep_kernels.device.plan import plan
+from ultraep_kernels.device.relays import plan_sends
+from ultraep_kernels.device.reroute import reroute
+from ultraep_kernels.device.stream import stream, wait_slots
 
+from tests.support.bench import PATIENCE_NS, Bench
+from tests.support.kernel_checks import check_exchange, require_equal, require_ok
+from tests.support.virtual_layer import (
+    RELAY,
+    Balanced,
+    MoELayer,
+    Work,
+    balance,
+    compute,
+    make_layer,
+)
+from tests.support.virtual_ranks import VirtualRanks
+from ultraep_serve.offline.hardware import Efficiency, hardware
 from ultraep_serve.offline.shapes import model_shape
 from ultraep_serve.physical import forced_ids, identity_table, master_ids
 from ultraep_serve.types import ExpertShape, imbalance
 
+LINK = "h100"  # whose NVLink is assumed
 LARGEST_ERROR = 2e-2  # relative, of bfloat16 against float64
 
 
@@ -48,7 +64,7 @@ class Sizes:
 
 def run(bench: Bench, report: Report, model: str, num_ranks: int) -> None:
     """Every imbalance."""
-    sizes = tiny(num_ranks) if bench.dry_run else full(model, num_ranks)
+    sizes = tiny(num_ranks) if bench.interpreted else full(model, num_ranks)
     made = sizes.shape, sizes.hidden, sizes.inner, sizes.tokens, sizes.top_k
     layer = make_layer(*made, bench.device)
     for wanted in sizes.imbalances:
@@ -73,8 +89,7 @@ def tiny(num_ranks: int) -> Sizes:
 def check_layer(bench: Bench, sizes: Sizes, layer: MoELayer, routes: Routes) -> dict[str, Any]:
     """Outputs of the balanced layer against the unbalanced one's and float64; everybody's times."""
     shape, ids = sizes.shape, routes.ids.view(-1, sizes.top_k)
-    layer.ranks.empty_slots()
-    balanced = balance(bench, layer.ranks, routes)
+    balanced = balance(bench, layer.ranks, routes.ids)
     places = shape.num_logical_experts, shape.num_ranks, shape.num_replica_slots
     table = torch.from_numpy(identity_table(*places)).to(bench.device)
     works = {
@@ -86,7 +101,10 @@ def check_layer(bench: Bench, sizes: Sizes, layer: MoELayer, routes: Routes) -> 
     require_equal(after, balanced.plans[0].quota.sum(0), "what ranks compute")
     errors = compare_outputs(sizes, layer, ids, works)
     times = {name: rank_times(bench, layer, work) for name, work in works.items()}
-    own, link = own_times(bench, layer.ranks, routes, balanced), over_link(layer.ranks, balanced)
+    own, link = (
+        own_times(bench, layer.ranks, routes.ids[0], balanced),
+        over_link(layer.ranks, balanced),
+    )
     return {
         "checked": "outputs per token: balanced, off, float64",
         "hidden": sizes.hidden,
@@ -97,7 +115,7 @@ def check_layer(bench: Bench, sizes: Sizes, layer: MoELayer, routes: Routes) -> 
         **errors,
         **layer_times(times, own, link),
         "ideal_teraflops": teraflops(sizes, works["ideal"], times["ideal"]),
-        "rank_microseconds": None if bench.dry_run else times,
+        "rank_microseconds": None if bench.interpreted else times,
     }
 
 
@@ -115,7 +133,7 @@ def compare_outputs(
         "largest_difference": largest_error(balanced, off),
     }
     for name, error in errors.items():
-        require(error <= LARGEST_ERROR, f"{name} {error:.1e}")  # false for NaN
+        assert error <= LARGEST_ERROR, f"{name} {error:.1e}"  # false for NaN
     return {**errors, "bitwise_equal": torch.equal(off, balanced)}
 
 
@@ -132,6 +150,40 @@ def rank_times(bench: Bench, layer: MoELayer, work: Work) -> list[float | None]:
         rows, ends = layer.inputs(work, rank)
         times.append(bench.launched(partial(compute, rows, ends, *layer.weights(rank))))
     return times
+
+
+def own_times(
+    bench: Bench, ranks: VirtualRanks, ids: torch.Tensor, balanced: Balanced
+) -> dict[str, float | None]:
+    """Microseconds of every stage of ours, of rank 0 with ``ids`` (T, K); exchange with its row."""
+    shape, slots, status = ranks.shape, balanced.slots, balanced.status
+    masters, num_slots = shape.num_masters, shape.num_replica_slots
+    counted, share = balanced.counted[0], balanced.plans[0].share
+    loads = torch.stack([own.load for own in balanced.counted])
+    busiest, programs = balanced.busiest, max(1, bench.num_programs // 2)
+    push = balanced.sends[busiest], slots, masters, ranks.tables[busiest], busiest
+    signals = balanced.epoch, status, PATIENCE_NS
+    stages: dict[str, Callable[[], object]] = {
+        "count": lambda: count(ids, shape.num_logical_experts),
+        "plan": lambda: plan(loads, num_slots, 0, status),
+        "sends": lambda: plan_sends(slots, masters, 0, RELAY, shape.num_ranks),
+        "replicate": lambda: stream(*push, *signals, num_programs=programs),
+        "reroute": lambda: reroute(ids, counted, share, slots, masters, status),
+        "wait": lambda: wait_slots(slots, ranks.tables[0], 0, *signals),
+    }
+    times = {name: bench.replayed(stage)[1] for name, stage in stages.items()}
+    require_ok(status)
+    times["exchange"] = check_exchange(bench, shape.num_ranks, shape.num_logical_experts)
+    return times
+
+
+def over_link(ranks: VirtualRanks, balanced: Balanced) -> float:
+    """Microseconds that the busiest link is assumed to take for its experts."""
+    sent = int(balanced.sends[balanced.busiest].tasks[:, 0].sum())
+    received = int((balanced.slots >= 0).sum(1).max())
+    expert_bytes = sum(tensor.shape[1] for tensor in ranks.experts[0])
+    rate = hardware(LINK).link_bytes_per_second * Efficiency().link
+    return 1e6 * max(sent, received) * expert_bytes / rate
 
 
 def layer_times(

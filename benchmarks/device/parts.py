@@ -1,27 +1,53 @@
-"""What there is to run, the most important first."""
+"""What there is to run, the most important first; and one part, in the process started for it.
 
+parts.py NAME ROWS        ROWS: the file where each result is appended as a line of JSON
+"""
+
+import importlib
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 __all__ = ["PARTS", "Part"]
 
 
 @dataclass(frozen=True)
 class Part:
-    """A module with ``run(bench, report, *arguments)``."""
+    """A function ``run(bench, report, *arguments)``, named ``module.function``."""
 
     name: str
-    module: str
+    run: str
     seconds: float  # it may take on a GPU, compilation included
     arguments: tuple[str | int, ...] = ()
 
 
 PARTS = (
-    Part("routing", "routing", 180),
-    Part("layer-qwen3", "layer", 120, ("qwen3-235b-a22b", 16)),
-    Part("stream", "stream", 90),
-    Part("layer-deepseek", "layer", 150, ("deepseek-v3", 64)),
-    Part("processes", "processes", 150),
-    Part("slots", "slots", 60),
-    Part("balancer", "balancer", 90),
-    Part("exchange", "exchange", 60),
+    Part("routing", "kernels.routing", 180),
+    Part("layer-qwen3", "layer.run", 120, ("qwen3-235b-a22b", 16)),
+    Part("stream", "kernels.streaming", 90),
+    Part("layer-deepseek", "layer.run", 150, ("deepseek-v3", 64)),
+    Part("processes", "memory.processes", 150),
+    Part("slots", "memory.slots", 60),
+    Part("balancer", "balancer.run", 90),
+    Part("exchange", "kernels.exchanging", 60),
+    Part("checks", "checks.run", 180),
 )
+
+
+def main() -> None:
+    """Run the part; exits with 1 if a check failed."""
+    import _checkout  # noqa: F401
+    from report import Report
+
+    from tests.support.bench import Bench
+
+    name, rows = sys.argv[1:]
+    part = next(part for part in PARTS if part.name == name)
+    report = Report(Path(rows))
+    module, function = part.run.split(".")
+    getattr(importlib.import_module(module), function)(Bench(), report, *part.arguments)
+    sys.exit(not report.all_passed)
+
+
+if __name__ == "__main__":
+    main()

@@ -6,12 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
-from ultraep_kernels.device.status import DeviceStatus
-
-__all__ = ["Report", "require", "require_equal", "require_ok"]
+__all__ = ["Report"]
 
 
 class Report:
@@ -27,34 +22,18 @@ class Report:
             row = {"what": what, "passed": True, **check(*arguments)}
         except Exception as error:
             traceback.print_exc()
-            self.all_passed = False
             row = {"what": what, "passed": False, "error": f"{type(error).__name__}: {error}"}
+        self.add(row)
+
+    def add(self, row: dict[str, Any]) -> None:
+        """A check that was made: ``what``, whether it ``passed``, its figures or its ``error``."""
+        self.all_passed &= row["passed"]
         with self._path.open("a") as file:
             file.write(json.dumps(row) + "\n")
-        figures = [
-            f"{name} {_text(value)}"
-            for name, value in row.items()
-            if name not in ("what", "passed", "rank_microseconds")
-        ]
-        print("ok    " if row["passed"] else "FAILED", what, " ", "  ".join(figures), flush=True)
-
-
-def require(truth: object, otherwise: str) -> None:
-    """Raise AssertionError saying what is wrong ``otherwise``."""
-    if not truth:
-        raise AssertionError(otherwise)
-
-
-def require_equal(found: torch.Tensor, expected: NDArray[Any] | torch.Tensor, what: str) -> None:
-    """Raise AssertionError where ``what`` is not as expected, bit for bit."""
-    other = expected.cpu().numpy() if isinstance(expected, torch.Tensor) else expected
-    require(np.array_equal(found.cpu().numpy(), other), f"{what} differs from its twin")
-
-
-def require_ok(status: torch.Tensor) -> None:
-    """Raise AssertionError where kernels left a word in ``status``."""
-    word = DeviceStatus(int(status.item()))
-    require(word is DeviceStatus.OK, f"kernels report {word!r}")
+        hidden = ("what", "passed", "rank_microseconds")
+        figures = [f"{name} {_text(row[name])}" for name in row if name not in hidden]
+        state = "ok    " if row["passed"] else "FAILED"
+        print(state, row["what"], " ", "  ".join(figures), flush=True)
 
 
 def _text(value: Any) -> str:

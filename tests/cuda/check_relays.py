@@ -1,10 +1,13 @@
-"""Who sends what, on the device against the CPU (run by test_interpreted)."""
+"""Who sends what, on the device against the CPU."""
 
 import numpy as np
 import pytest
 import torch
 from ultraep_kernels.device.relays import plan_sends
 from ultraep_kernels.host.relays import relay_parents
+
+from tests.support.bench import Bench
+from tests.support.kernel_checks import require_equal
 
 
 def random_slots(num_ranks: int, num_slots: int, num_masters: int, seed: int) -> np.ndarray:
@@ -32,24 +35,26 @@ def tasks_of(slot_expert: np.ndarray, parents: np.ndarray, masters: int, rank: i
 
 @pytest.mark.parametrize("mode", ["auto", "always", "never"])
 @pytest.mark.parametrize("shape", [(4, 1), (9, 2), (33, 3), (72, 4)], ids=str)
-def test_sends_equal_their_twin(shape: tuple[int, int], mode: str) -> None:
+def test_sends_equal_their_twin(bench: Bench, shape: tuple[int, int], mode: str) -> None:
     num_ranks, num_slots = shape
     masters = num_slots + 3
     slot_expert = random_slots(num_ranks, num_slots, masters, seed=num_ranks)
     expected = relay_parents(slot_expert, masters, mode, num_ranks)
+    on_device = torch.from_numpy(slot_expert).to(bench.device)
     for rank in (0, 1, num_ranks - 1):
-        sends = plan_sends(torch.from_numpy(slot_expert), masters, rank, mode, num_ranks)
-        assert np.array_equal(sends.parents.numpy(), expected)
+        sends = plan_sends(on_device, masters, rank, mode, num_ranks)
+        require_equal(sends.parents, expected, "parents")
         for kind, tasks in enumerate(tasks_of(slot_expert, expected, masters, rank)):
             row = sends.tasks[kind].tolist()
             assert row[0] == len(tasks)
             assert row[1 : 1 + row[0]] == tasks
 
 
-def test_relays_that_save_nothing_and_empty_slots() -> None:
+def test_relays_that_save_nothing_and_empty_slots(bench: Bench) -> None:
     spread = np.full((12, 1), -1, np.int32)
     spread[1:, 0] = np.arange(11)  # eleven experts of rank 0, once each
     for slot_expert in (spread, np.full((9, 2), -1, np.int32)):
-        sends = plan_sends(torch.from_numpy(slot_expert), 11, 0, "auto", 12)
+        on_device = torch.from_numpy(slot_expert).to(bench.device)
+        sends = plan_sends(on_device, 11, 0, "auto", 12)
         assert (sends.parents == -1).all()
         assert sends.tasks[:, 0].tolist() == [(slot_expert >= 0).sum(), 0]

@@ -1,4 +1,4 @@
-"""What ranks tell each other in a row, and what the plan makes of it (run by test_interpreted)."""
+"""What ranks tell each other in a row, and what the plan makes of it."""
 
 import numpy as np
 import pytest
@@ -9,21 +9,23 @@ from ultraep_kernels.device.outcome import pack_outcome, unpack_outcome
 from ultraep_kernels.device.plan import Gate, plan
 from ultraep_kernels.device.status import DeviceStatus, new_status
 
-from tests.cuda.check_plan import zipf_loads
+from tests.support.bench import Bench
+from tests.support.ids import zipf_loads
+from tests.support.kernel_checks import require_equal, require_same_plan
 from ultraep_serve.planner.quota import identity_plan, plan_quota
 from ultraep_serve.types import Decision, ExpertShape, Policy
 
 pytestmark = pytest.mark.usefixtures("few_attempts")
 
 
-def rows_of(loads: np.ndarray, policy: Policy, threshold: int = 0) -> torch.Tensor:
+def rows_of(bench: Bench, loads: np.ndarray, policy: Policy, threshold: int = 0) -> torch.Tensor:
     """(R, W) int32 as ranks with tokens of their own exchange them; only rank 0's choice counts."""
     rows = []
     for rank, load in enumerate(loads):
         code = policy.code if rank == 0 else Policy.EPLB_SLOTS.code
-        choice = torch.tensor([code, threshold if rank == 0 else 9_000_000], dtype=torch.int32)
-        unknown = torch.zeros(1, dtype=torch.int32)
-        rows.append(write_row(torch.from_numpy(load).int(), unknown, choice, has_load=True))
+        given = load, [0], [code, threshold if rank == 0 else 9_000_000]
+        arguments = (torch.as_tensor(values).int().to(bench.device) for values in given)
+        rows.append(write_row(*arguments, has_load=True))
     return torch.stack(rows)
 
 
@@ -39,21 +41,20 @@ def rows_of(loads: np.ndarray, policy: Policy, threshold: int = 0) -> torch.Tens
     ],
 )
 def test_rank_0_says_in_its_row_what_all_do(
-    policy: Policy, threshold: int, decision: Decision
+    bench: Bench, policy: Policy, threshold: int, decision: Decision
 ) -> None:
     """Loads are read where the exchange left them, behind the headers."""
     shape = ExpertShape(4, 16, 1)
     loads = zipf_loads(shape, 1.0, 3, 400)
-    rows, status = rows_of(loads, policy, threshold), new_status("cpu")
+    rows, status = rows_of(bench, loads, policy, threshold), new_status(bench.device)
     found = plan(rows[:, HEADER_WIDTH:], 1, 2, status, gate=Gate(1.02), rows=rows)
     assert found.decision.item() == decision
     expected = plan_quota(loads, shape, 2)
     if decision is not Decision.PLANNED:
         expected = identity_plan(loads, shape, 2)
-    for name in ("slot_expert", "quota", "share"):
-        assert np.array_equal(getattr(found, name).numpy(), getattr(expected, name))
+    require_same_plan(found, expected)
     assert found.expert_load.tolist() == loads.sum(0).tolist()
-    outcome = unpack_outcome(pack_outcome(found, rows).numpy(), 16, 4, 1)
+    outcome = unpack_outcome(pack_outcome(found, rows).cpu().numpy(), 16, 4, 1)
     assert (outcome.decision, outcome.policy) == (decision, policy.code)
     assert np.array_equal(outcome.expert_load, loads.sum(0))
     assert np.array_equal(outcome.slot_expert, expected.slot_expert)
@@ -62,19 +63,19 @@ def test_rank_0_says_in_its_row_what_all_do(
 
 
 @pytest.mark.parametrize("column", [UNKNOWN, CHECKSUM])
-def test_a_header_that_is_inconsistent_leaves_every_rank_alone(column: int) -> None:
+def test_a_header_that_is_inconsistent_leaves_every_rank_alone(bench: Bench, column: int) -> None:
     shape = ExpertShape(4, 16, 1)
     loads = zipf_loads(shape, 1.0, 3, 400)
-    rows = rows_of(loads, Policy.IDEAL)
+    rows = rows_of(bench, loads, Policy.IDEAL)
     rows[3, column] = 9
-    found = plan(rows[:, HEADER_WIDTH:], 1, 2, new_status("cpu"), rows=rows)
+    found = plan(rows[:, HEADER_WIDTH:], 1, 2, new_status(bench.device), rows=rows)
     assert found.decision.item() == Decision.INCONSISTENT
-    assert np.array_equal(found.share.numpy(), identity_plan(loads, shape, 2).share)
+    require_same_plan(found, identity_plan(loads, shape, 2))
 
 
-def test_rows_that_may_never_have_come_are_inconsistent() -> None:
+def test_rows_that_may_never_have_come_are_inconsistent(bench: Bench) -> None:
     loads = zipf_loads(ExpertShape(2, 8, 1), 1.0, 3, 400)
-    rows, status = rows_of(loads, Policy.QUOTA), new_status("cpu")
+    rows, status = rows_of(bench, loads, Policy.QUOTA), new_status(bench.device)
     status[0] = int(DeviceStatus.SLOT_TIMEOUT)
     found = plan(rows[:, HEADER_WIDTH:], 1, 0, status, rows=rows)
     assert found.decision.item() == Decision.INCONSISTENT
@@ -82,11 +83,12 @@ def test_rows_that_may_never_have_come_are_inconsistent() -> None:
 
 @pytest.mark.parametrize("experts", [5, 32, 300])
 @pytest.mark.parametrize("has_load", [True, False])
-def test_row_equals_its_twin(experts: int, has_load: bool) -> None:
-    load = torch.arange(experts, dtype=torch.int32) * 1_000_003
-    arguments = load, torch.tensor([7], dtype=torch.int32), torch.tensor([1, 1_020_000]).int()
+def test_row_equals_its_twin(bench: Bench, experts: int, has_load: bool) -> None:
+    load = torch.arange(experts, dtype=torch.int32, device=bench.device) * 1_000_003
+    given = torch.tensor([7, 1, 1_020_000], dtype=torch.int32, device=bench.device)
+    arguments = load, given[:1], given[1:]
     row = write_row(*arguments, has_load)
-    assert torch.equal(row, row_reference(*arguments, has_load))
+    require_equal(row, row_reference(*arguments, has_load), "row")
     load[1], load[3] = load[3].clone(), load[1].clone()  # the same sum
     other = write_row(*arguments, has_load)
     assert torch.equal(row[CHECKSUM], other[CHECKSUM]) == has_load

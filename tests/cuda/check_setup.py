@@ -1,4 +1,4 @@
-"""BalancedLayers on device backend, between processes (run by test_interpreted)."""
+"""BalancedLayers on device backend, between processes."""
 
 import logging
 import time
@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+pytest.importorskip("pydantic", reason="BalanceConfig needs it")
+
 from tests.support.balancer_rigs import CONFIG, LAYERS, SHAPES, masters_of, search_briefly, skewed
 from tests.support.host_driver import HostDriver
+from tests.support.interpreter import INTERPRETED
 from tests.support.ranks import fresh_run_path, run_ranks
 from ultraep_serve.adapters.setup import BalancedLayers, Batch
 from ultraep_serve.backend import GroupSetup
@@ -17,6 +20,8 @@ from ultraep_serve.cuda.backend import DeviceBackend
 from ultraep_serve.ring.reader import RingReader
 from ultraep_serve.ring.schema import RingState, ring_path
 from ultraep_serve.types import Decision, ExpertShape, TokenView
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="plays the device in host memory")
 
 
 def join(rank: int, run_path: Path, view: TokenView, costs: str) -> tuple[CostModel, list[int]]:

@@ -1,6 +1,6 @@
 """Ranks with a balancer of either kind, for the checks of the device's."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import ultraep_kernels.host.plan
 from ultraep_kernels.contract import Search
 
 from tests.support.host_driver import HostDriver
-from tests.support.mirror import mirrored_fabric
+from tests.support.mirror import FakeRecorder, mirrored_balancer
 from ultraep_serve.backend import GroupSetup, LayerSlots
 from ultraep_serve.collectives import DeviceAllGather, EngineGroup, HostAllGather
 from ultraep_serve.config import BalanceConfig
@@ -24,7 +24,7 @@ from ultraep_serve.host.balancer import HostBalancer, row_width
 from ultraep_serve.host.fabric import HostFabric
 from ultraep_serve.host.slots import HostSlotPool
 from ultraep_serve.topology import Location, domain_of
-from ultraep_serve.types import Decision, ExpertShape, Policy, Stage, TokenView
+from ultraep_serve.types import ExpertShape, TokenView
 
 LAYERS, SMALL = 2, 8
 PATIENCE_NS = 3_000_000_000
@@ -32,31 +32,6 @@ CONFIG = BalanceConfig(
     min_batch_tokens=SMALL, chunk_bytes=4096, timeout_seconds=60.0, allow_ideal=True
 )
 SHAPES = ((200, 25), (3,))  # mapped behind masters, packed
-
-
-@dataclass
-class Notes:
-    """Recorder and policy source in one."""
-
-    policy: Policy = Policy.QUOTA
-    max_imbalance_millionths: int = 0
-    events: list[Any] = field(default_factory=list)
-    lost: int = 0
-
-    def record(self, *, stage_ns: Any, slot_load: Any, **values: Any) -> None:
-        assert len(stage_ns) == len(Stage)
-        assert min(stage_ns) >= 0
-        values["slot_load"] = np.zeros(0) if slot_load is None else slot_load
-        if not values["replicas"]:
-            values["slot_load"] = 0
-        plain = {name: np.asarray(value).tolist() for name, value in values.items()}
-        self.events.append(plain | {"policy": values["policy"]})
-
-    def count_batch(self, decision: Decision) -> None:
-        self.events.append(decision)
-
-    def count_lost(self) -> None:
-        self.lost += 1
 
 
 def search_briefly() -> None:
@@ -100,11 +75,11 @@ class Setup:
 
 @dataclass
 class Rig:
-    """One rank with a balancer, and what it says about itself."""
+    """One rank with a balancer, and what that records."""
 
     balancer: Any
     layers: list[LayerSlots]
-    notes: Notes
+    recorder: FakeRecorder
     fabric: Any
 
 
@@ -117,10 +92,10 @@ def host_rig(rank: int, run_path: Path, setup: Setup, group: EngineGroup | None 
     width, chunks = row_width(shape.num_logical_experts, view), layers[0].chunks.shape[0]
     sizes = shape.num_ranks, width, pool, chunks
     fabric = HostFabric(run_path, rank, *sizes, 60.0, setup.domain_size, all_gather)
-    notes = Notes()
-    policies = notes if rank == 0 else None
-    balancer = HostBalancer(setup.of(rank), layers, fabric, policies, notes, setup.costs)
-    return Rig(balancer, layers, notes, fabric)
+    recorder = FakeRecorder()
+    policies = recorder if rank == 0 else None
+    balancer = HostBalancer(setup.of(rank), layers, fabric, policies, recorder, setup.costs)
+    return Rig(balancer, layers, recorder, fabric)
 
 
 def device_rig(
@@ -144,19 +119,15 @@ def device_rig(
     all_gather = DeviceAllGather(group.on_device) if group else None
     arguments = rank, shape.num_ranks, limits, setup.domain_size, all_gather
     fabric = DeviceFabric(driver, pool, rendezvous, *arguments)
-    notes = Notes()
-    policies = notes if rank == 0 else None
-    balancer = DeviceBalancer(setup.of(rank), layers, fabric, policies, notes, setup.costs)
-    return Rig(balancer, layers, notes, fabric)
+    recorder = FakeRecorder()
+    policies = recorder if rank == 0 else None
+    balancer = DeviceBalancer(setup.of(rank), layers, fabric, policies, recorder, setup.costs)
+    return Rig(balancer, layers, recorder, fabric)
 
 
-def alone(config: BalanceConfig, policies: Notes) -> DeviceBalancer:
+def alone(config: BalanceConfig, recorder: FakeRecorder) -> DeviceBalancer:
     """A group of one rank."""
-    driver, shape = HostDriver(), ExpertShape(1, 8, 1)
-    pool = DeviceSlotPool(driver, 1, 4096)
-    layers = [pool.adopt(masters_of(0, i, 8)) for i in range(LAYERS)]
-    limits = Limits(device_row_width(8, TokenView.OWN), layers[0].chunks.shape[0], 100, 1)
-    fabric = mirrored_fabric(driver, pool, torch.zeros((1, limits.row_width)).int(), limits)
-    setup = GroupSetup(config, shape, TokenView.OWN, Location.on_one_host(0, 1))
-    arguments = layers, fabric, policies, policies
-    return DeviceBalancer(setup, *arguments)  # type: ignore[arg-type]
+    setup = GroupSetup(config, ExpertShape(1, 8, 1), TokenView.OWN, Location.on_one_host(0, 1))
+    rows = torch.zeros((1, device_row_width(8, TokenView.OWN)), dtype=torch.int32)
+    layers = [masters_of(0, i, 8) for i in range(LAYERS)]
+    return mirrored_balancer(HostDriver(), setup, layers, rows, recorder, 100, 1)[0]

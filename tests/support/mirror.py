@@ -6,50 +6,94 @@ sends lands in its own slots, so their bytes mean nothing.
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
 import torch
 from ultraep_kernels.contract import FLAG_BYTES
 from ultraep_kernels.device.exchange import inbox_bytes
 
+from ultraep_serve.backend import GroupSetup
+from ultraep_serve.cuda.balancer import DeviceBalancer
 from ultraep_serve.cuda.driver import Driver, HandleKind, Shareable
 from ultraep_serve.cuda.fabric import DeviceFabric, Limits
 from ultraep_serve.cuda.rendezvous import Handshake
 from ultraep_serve.cuda.slots import DeviceSlotPool
+from ultraep_serve.types import Decision, Policy, Stage
 
-__all__ = ["Mirror", "mirrored_fabric"]
+__all__ = ["FakeRecorder", "Mirror", "mirrored_balancer"]
 
 POSTED = 1 << 40  # an epoch that nobody reaches
 
 
+@dataclass
+class FakeRecorder:
+    """Recorder and policy source in one; what came is kept as plain values."""
+
+    policy: Policy = Policy.QUOTA
+    max_imbalance_millionths: int = 0
+    events: list[Any] = field(default_factory=list)  # records, and decisions on whole batches
+    stage_ns: list[int] = field(default_factory=list)  # of the last record
+    lost: int = 0
+
+    def record(self, *, stage_ns: Any, slot_load: Any, **values: Any) -> None:
+        """As ``Recorder.record``."""
+        assert len(stage_ns) == len(Stage)
+        assert min(stage_ns) >= 0
+        self.stage_ns = list(stage_ns)
+        values["slot_load"] = slot_load if values["replicas"] else 0
+        plain = {name: np.asarray(value).tolist() for name, value in values.items()}
+        self.events.append(plain | {"policy": values["policy"]})
+
+    def count_batch(self, decision: Decision) -> None:
+        """As ``Recorder.count_batch``."""
+        self.events.append(decision)
+
+    def count_lost(self) -> None:
+        """As ``Recorder.count_lost``."""
+        self.lost += 1
+
+
 class Mirror:
-    """A rendezvous whose other ranks are rank 0 itself, through descriptors of its own memory."""
+    """A rendezvous whose other ranks are this one, through descriptors of its own memory."""
 
     kind = HandleKind.FILE_DESCRIPTOR
 
-    def __init__(self, num_ranks: int) -> None:
-        self._num_ranks = num_ranks
+    def __init__(self, rank: int, num_ranks: int) -> None:
+        self._rank, self._num_ranks = rank, num_ranks
 
     def swap(self, layout: bytes, shareables: Sequence[Shareable]) -> list[Handshake]:
         """As ``Rendezvous.swap``."""
         return [
-            Handshake(layout, [os.dup(int(item)) for item in shareables if rank])
+            Handshake(layout, [os.dup(int(item)) for item in shareables if rank != self._rank])
             for rank in range(self._num_ranks)
         ]
 
 
-def mirrored_fabric(
-    driver: Driver, pool: DeviceSlotPool, rows: torch.Tensor, limits: Limits
-) -> DeviceFabric:
-    """The fabric of rank 0, which finds ``rows`` (R, W) int32 of its peers in every exchange.
+def mirrored_balancer(
+    driver: Driver,
+    setup: GroupSetup,
+    layers: list[list[torch.Tensor]],
+    rows: torch.Tensor,
+    recorder: FakeRecorder,
+    patience_ns: int,
+    num_programs: int,
+) -> tuple[DeviceBalancer, DeviceFabric]:
+    """Rank 0's, which finds ``rows`` (R, W) int32 of its peers in every exchange.
 
-    Row 0 does not count: rank 0 posts its own.
+    Row 0 does not count: rank 0 posts its own. ``layers`` are masters (L, ...).
     """
+    pool = DeviceSlotPool(driver, setup.shape.num_slots, setup.config.chunk_bytes)
+    adopted = [pool.adopt(masters) for masters in layers]
+    limits = Limits(rows.shape[1], adopted[0].chunks.shape[0], patience_ns, num_programs)
     num_ranks = rows.shape[0]
-    fabric = DeviceFabric(driver, pool, Mirror(num_ranks), 0, num_ranks, limits)
+    fabric = DeviceFabric(driver, pool, Mirror(0, num_ranks), 0, num_ranks, limits)
     inbox = inbox_bytes(num_ranks, limits.row_width)
     signals = driver.tensor(int(fabric.inboxes[0]), inbox + pool.num_slots * limits.max_chunks * 8)
     ends = num_ranks * FLAG_BYTES
     signals[:ends].view(torch.int64).view(num_ranks, -1)[1:, 0] = POSTED
     signals[ends:inbox].view(torch.int32).view(2, num_ranks, -1)[:] = rows
     signals[inbox:].view(torch.int64)[:] = POSTED
-    return fabric
+    balancer = DeviceBalancer(setup, adopted, fabric, recorder, recorder)  # type: ignore[arg-type]
+    return balancer, fabric

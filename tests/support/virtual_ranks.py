@@ -4,15 +4,28 @@ For checking and measuring the device's streaming kernels in one process; needs 
 serving, a rank's replica slots lie right behind its masters, in one tensor of L + S experts.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
-from ultraep_kernels.device.relays import Sends
-from ultraep_kernels.device.stream import StreamTables
+from ultraep_kernels.device.relays import Sends, plan_sends
+from ultraep_kernels.device.status import new_status
+from ultraep_kernels.device.stream import StreamTables, stream, wait_slots
 
+from tests.support.bench import PATIENCE_NS, Bench
+from tests.support.kernel_checks import require_ok
 from ultraep_serve.types import ExpertShape
 
-__all__ = ["VirtualRanks", "fill_masters", "make_ranks", "only", "wrong_slots"]
+__all__ = [
+    "VirtualRanks",
+    "check_stream",
+    "fill_masters",
+    "make_ranks",
+    "require_arrived",
+    "sender",
+    "sends_of",
+]
 
 _ALIGNMENT = 128  # bytes, of a tensor's start
 
@@ -90,18 +103,76 @@ def fill_masters(ranks: VirtualRanks) -> None:
             tensor[: ranks.shape.num_masters].random_(0, 256, generator=generator)
 
 
-def only(sends: Sends, kind: int) -> Sends:
-    """The direct (0) or the relayed (1) tasks of one rank.
+def check_stream(
+    bench: Bench, ranks: VirtualRanks, slot_expert: torch.Tensor, mode: str, number: int
+) -> float | None:
+    """Fill all ranks' slots, ``slot_expert`` (R, S), in epoch ``number``; ``mode`` of relays.
 
-    Ranks that take turns on a device run one kind after the other: no rank waits for a later one.
+    Returns the microseconds that it takes in a CUDA graph, None under the interpreter. Raises
+    AssertionError where a slot does not hold its master's bytes.
     """
+    ranks.empty_slots()
+    epoch = torch.tensor([number, 0], device=bench.device)
+    status = new_status(bench.device)
+    sends = sends_of(ranks, slot_expert, mode)
+    _, microseconds = bench.replayed(sender(bench, ranks, slot_expert, sends, epoch, status))
+    require_arrived(ranks, slot_expert, epoch, status)
+    return microseconds
+
+
+def sends_of(ranks: VirtualRanks, slot_expert: torch.Tensor, mode: str) -> list[Sends]:
+    """Who sends what, by rank; all ranks are in one domain."""
+    num_ranks, masters = ranks.shape.num_ranks, ranks.shape.num_masters
+    return [plan_sends(slot_expert, masters, rank, mode, num_ranks) for rank in range(num_ranks)]
+
+
+def sender(
+    bench: Bench,
+    ranks: VirtualRanks,
+    slot_expert: torch.Tensor,
+    sends: list[Sends],
+    epoch: torch.Tensor,
+    status: torch.Tensor,
+) -> Callable[[], None]:
+    """Lets all ranks send, and then forward: they share a device, and none waits for a later one.
+
+    What one of them sends and forwards is apart only here; in serving it is one launch.
+    """
+    kinds = [kind for kind in (0, 1) if any(int(send.tasks[kind, 0]) for send in sends)]
+    phases = [[_only(send, kind) for send in sends] for kind in kinds]
+
+    def send_all(rank: int, send: Sends) -> None:
+        arguments = ranks.tables[rank], rank, epoch, status, PATIENCE_NS
+        masters, num_programs = ranks.shape.num_masters, bench.num_programs
+        stream(send, slot_expert, masters, *arguments, num_programs=num_programs)
+
+    def run() -> None:
+        for phase in phases:
+            bench.at_once([partial(send_all, rank, send) for rank, send in enumerate(phase)])
+
+    return run
+
+
+def require_arrived(
+    ranks: VirtualRanks, slot_expert: torch.Tensor, epoch: torch.Tensor, status: torch.Tensor
+) -> None:
+    """Wait for all ranks' slots; AssertionError where one does not hold its master's bytes."""
+    for rank, tables in enumerate(ranks.tables):
+        wait_slots(slot_expert, tables, rank, epoch, status, PATIENCE_NS)
+    require_ok(status)
+    wrong = _wrong_slots(ranks, slot_expert)
+    assert not wrong, f"(rank, slot) {wrong} differ from their masters"
+
+
+def _only(sends: Sends, kind: int) -> Sends:
+    """The direct (0) or the relayed (1) tasks of one rank."""
     tasks = sends.tasks.clone()
     tasks[1 - kind, 0] = 0
     return Sends(sends.parents, tasks)
 
 
-def wrong_slots(ranks: VirtualRanks, slot_expert: torch.Tensor) -> list[tuple[int, int]]:
-    """(rank, slot) of filled slots whose bytes are not their master's; ``slot_expert`` (R, S)."""
+def _wrong_slots(ranks: VirtualRanks, slot_expert: torch.Tensor) -> list[tuple[int, int]]:
+    """(rank, slot) of filled slots whose bytes are not their master's."""
     masters = ranks.shape.num_masters
     return [
         (rank, slot)

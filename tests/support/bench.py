@@ -1,4 +1,4 @@
-"""Where parts run, and how things are timed there."""
+"""Where checks of kernels run, and how kernels are timed there."""
 
 from collections.abc import Callable
 from functools import cached_property
@@ -7,6 +7,7 @@ from typing import TypeVar
 import torch
 
 from tests.support.host_driver import HostDriver
+from tests.support.interpreter import INTERPRETED
 from ultraep_serve.cuda.driver import Driver, open_driver
 from ultraep_serve.cuda.timing import captured, device_seconds
 
@@ -19,20 +20,20 @@ T = TypeVar("T")
 
 
 class Bench:
-    """A GPU, or host memory in a dry run, where nothing has a time."""
+    """The first GPU; under Triton's interpreter host memory, where nothing has a time."""
 
-    def __init__(self, dry_run: bool) -> None:
-        self.dry_run = dry_run
-        self.device = torch.device("cpu") if dry_run else torch.device("cuda", 0)
+    def __init__(self) -> None:
+        self.interpreted = INTERPRETED
+        self.device = torch.device("cpu") if INTERPRETED else torch.device("cuda", 0)
 
     def driver(self) -> Driver:
         """The GPU's driver, or what plays it."""
-        return HostDriver() if self.dry_run else open_driver(0)
+        return HostDriver() if self.interpreted else open_driver(0)
 
     @cached_property
     def num_programs(self) -> int:
         """Senders of a stream, as many as twice the multiprocessors."""
-        if self.dry_run:
+        if self.interpreted:
             return 2
         return 2 * torch.cuda.get_device_properties(self.device).multi_processor_count
 
@@ -42,7 +43,7 @@ class Bench:
 
     def at_once(self, functions: list[Callable[[], None]]) -> None:
         """Launch side by side on a few streams; later launches wait for all of them."""
-        if self.dry_run:
+        if self.interpreted:
             for function in functions:
                 function()
             return
@@ -57,7 +58,7 @@ class Bench:
 
     def capture(self, function: Callable[[], T], repetitions: int = 1) -> Callable[[], T]:
         """Replays a CUDA graph of ``function``, and returns what that computes."""
-        if self.dry_run:
+        if self.interpreted:
             return function
         results: list[T] = []
 
@@ -78,12 +79,12 @@ class Bench:
         By CUDA events around a graph of many repetitions, caches warm: no launch by the host.
         """
         replay = self.capture(function, REPETITIONS)
-        if self.dry_run:
+        if self.interpreted:
             return replay(), None
         seconds = device_seconds(self.device, replay)
         return replay(), seconds * 1e6 / REPETITIONS
 
     def launched(self, function: Callable[[], object]) -> float | None:
-        """Microseconds of what ``function`` launches, by CUDA events; the first launch included."""
+        """Microseconds of what ``function`` launches, by CUDA events, warm."""
         function()
-        return None if self.dry_run else device_seconds(self.device, function) * 1e6
+        return None if self.interpreted else device_seconds(self.device, function) * 1e6

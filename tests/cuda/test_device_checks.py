@@ -1,5 +1,10 @@
-"""The benchmark for a machine with a GPU runs through, at tiny sizes under the interpreter."""
+"""All checks of kernels, as ``benchmarks/device`` makes them; here at tiny sizes, interpreted.
 
+The parts run once, those that a bare GPU machine runs without what such a machine lacks; then every
+check is a test by its own name.
+"""
+
+import ast
 import importlib.util
 import json
 import os
@@ -17,7 +22,7 @@ pytest.importorskip("triton", reason="the kernels are written in Triton")
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "device"
 ROWS = {
-    "routing": ["plan", "count + reroute"] * 2,
+    "routing": ["plan", "count + reroute"],
     "layer-qwen3": ["layer of nothing real"],
     "stream": ["stream, relay never", "stream, relay always"],
     "layer-deepseek": ["layer of nothing real"],
@@ -26,18 +31,74 @@ ROWS = {
     "balancer": ["balancer"],
     "exchange": ["exchange"],
 }
-MEASURED = ("microseconds", "gigabytes_per", "teraflops", "of_copy", "of_ideal", "speedup", "met")
+NOT_ON_BARE_MACHINES = ("fastapi", "httpx", "prometheus_client", "pydantic", "rich", "scipy")
+CHECKS = [
+    f"{path.name}::{statement.name}"
+    for path in sorted(Path(__file__).parent.glob("check_*.py"))
+    for statement in ast.parse(path.read_text()).body
+    if isinstance(statement, ast.FunctionDef) and statement.name.startswith("test_")
+]
 
 
-def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
+def run(*arguments: str, path: str = "") -> "subprocess.CompletedProcess[str]":
+    """``path`` comes first where packages are looked for."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    found = os.pathsep.join(filter(None, [path, environment.get("PYTHONPATH")]))
     return subprocess.run(
         [sys.executable, str(FOLDER), *arguments],
         capture_output=True,
         text=True,
         timeout=840,
-        env={**environment, "OMP_NUM_THREADS": "1"},
+        env={**environment, "OMP_NUM_THREADS": "1", "PYTHONPATH": found},
     )
+
+
+def report_of(folder: Path, parts: list[str], path: str = "") -> dict[str, Any]:
+    """What a dry run of ``parts`` wrote, and its output where it printed what went wrong."""
+    arguments = [argument for part in parts for argument in ("--part", part)]
+    done = run("--dry-run", "--json", str(folder / "dry.json"), *arguments, path=path)
+    report = json.loads((folder / "dry.json").read_text())
+    return {**report, "code": done.returncode, "output": done.stdout + done.stderr}
+
+
+@pytest.fixture(scope="module")
+def bare_report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Of all parts but the tests' own checks, on a bare machine."""
+    folder = tmp_path_factory.mktemp("bare")
+    for package in NOT_ON_BARE_MACHINES:
+        (folder / f"{package}.py").write_text(f"raise ModuleNotFoundError('no {package} here')\n")
+    return report_of(folder, list(ROWS), path=str(folder))
+
+
+@pytest.fixture(scope="module")
+def check_report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Of the tests' own checks."""
+    return report_of(tmp_path_factory.mktemp("checks"), ["checks"])
+
+
+def test_a_dry_run_makes_every_part_in_order(bare_report: dict[str, Any]) -> None:
+    assert bare_report["code"] == 0, bare_report["output"]
+    assert bare_report["dry_run"]
+    assert bare_report["gpu"] is None
+    assert [part["part"] for part in bare_report["parts"]] == list(ROWS)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_part(bare_report: dict[str, Any], name: str) -> None:
+    part = next(part for part in bare_report["parts"] if part["part"] == name)
+    assert "error" not in part, bare_report["output"]
+    failed = [row for row in part["rows"] if not row["passed"]]
+    assert not failed, bare_report["output"]
+    assert [row["what"] for row in part["rows"]] == ROWS[name]
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_kernels(check_report: dict[str, Any], name: str) -> None:
+    rows = check_report["parts"][0]["rows"]
+    mine = [row for row in rows if row["what"].split("[")[0] in (name, name.split("::")[0])]
+    failed = [f"{row['what']}\n{row['error']}" for row in mine if not row["passed"]]
+    assert not failed, "\n".join(failed)
+    assert mine, check_report["output"]
 
 
 def times_in(value: Any, name: str = "") -> list[Any]:
@@ -55,33 +116,21 @@ def times_in(value: Any, name: str = "") -> list[Any]:
     return [value] if any(word in name for word in measured) else []
 
 
-@pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    path = tmp_path_factory.mktemp("device") / "dry.json"
-    done = run("--dry-run", "--json", str(path))
-    assert done.returncode == 0, done.stdout + done.stderr
-    return dict(json.loads(path.read_text()))
-
-
-def test_dry_run_makes_every_check_in_order(report: dict[str, Any]) -> None:
-    assert report["dry_run"]
-    assert report["gpu"] is None
-    found = {part["part"]: [row["what"] for row in part["rows"]] for part in report["parts"]}
-    assert list(found) == list(ROWS)
-    assert found == ROWS
-    assert all(row["passed"] for part in report["parts"] for row in part["rows"])
-
-
-def test_dry_run_claims_no_time(report: dict[str, Any]) -> None:
-    for part in report["parts"]:
+def test_a_dry_run_claims_no_time(bare_report: dict[str, Any]) -> None:
+    for part in bare_report["parts"]:
         for row in part["rows"]:
-            assumed = row.pop("replicate_over_link_microseconds", None)
+            figures = dict(row)
+            assumed = figures.pop("replicate_over_link_microseconds", None)
             assert (assumed is not None) == part["part"].startswith("layer")
-            assert set(times_in(row)) <= {None}, row
+            assert set(times_in(figures)) <= {None}, row
 
 
-def test_simulated_layers_are_balanced_and_their_outputs_compared(report: dict[str, Any]) -> None:
-    layers = [part["rows"][0] for part in report["parts"] if part["part"].startswith("layer")]
+def test_simulated_layers_are_balanced_and_their_outputs_compared(
+    bare_report: dict[str, Any],
+) -> None:
+    parts = bare_report["parts"]
+    layers = [part["rows"][0] for part in parts if part["part"].startswith("layer")]
+    assert len(layers) == 2
     for row in layers:
         assert row["replicas"] > 0
         assert row["imbalance_after"] < row["imbalance_before"]

@@ -1,19 +1,85 @@
-"""The experts of one MoE layer on all virtual ranks of a group, with real weights and tokens.
+"""A MoE layer on virtual ranks: real weights and tokens, and what all ranks' stages make of them.
 
-Shape letters: R ranks, L masters and S slots per rank, H hidden, I inner, K experts per token,
-N assignments of all ranks' tokens, M assignments that one rank computes.
+GEMMs are ``torch._grouped_mm`` over the L + S experts of a rank; dispatch and combine are left out:
+rows lie sorted by expert when a rank starts.
+
+Shape letters: R ranks, E logical experts, L masters and S slots per rank, H hidden, I inner,
+T tokens of a rank, K experts per token, N assignments of all ranks' tokens, M those that one rank
+computes.
 """
 
 from dataclasses import dataclass
 
 import torch
+from ultraep_kernels.device.count import Counted, count
+from ultraep_kernels.device.plan import DevicePlan, plan
+from ultraep_kernels.device.relays import Sends
+from ultraep_kernels.device.reroute import reroute
+from ultraep_kernels.device.status import new_status
 
-from tests.support.virtual_ranks import VirtualRanks, make_ranks
+from tests.support.bench import Bench
+from tests.support.kernel_checks import require_equal
+from tests.support.virtual_ranks import VirtualRanks, make_ranks, require_arrived, sender, sends_of
 from ultraep_serve.types import ExpertShape
 
-__all__ = ["MoELayer", "Work", "compute", "make_layer"]
+__all__ = ["RELAY", "Balanced", "MoELayer", "Work", "balance", "compute", "make_layer"]
 
 CHUNK_BYTES = 1 << 20
+RELAY = "auto"
+
+
+@dataclass(frozen=True)
+class Balanced:
+    """What the stages of all ranks made of one batch."""
+
+    counted: list[Counted]  # by rank
+    plans: list[DevicePlan]  # by rank
+    sends: list[Sends]  # by rank
+    physical: torch.Tensor  # (R * T, K) int32
+    epoch: torch.Tensor
+    status: torch.Tensor
+
+    @property
+    def slots(self) -> torch.Tensor:
+        """(R, S) int32: the expert in each slot."""
+        return self.plans[0].slot_expert
+
+    @property
+    def busiest(self) -> int:
+        """The rank that sends most."""
+        counts = [int(send.tasks[:, 0].sum()) for send in self.sends]
+        return counts.index(max(counts))
+
+
+def balance(bench: Bench, ranks: VirtualRanks, ids: torch.Tensor) -> Balanced:
+    """All ranks' stages for logical ``ids`` (R, T, K), rank by rank; slots are filled.
+
+    AssertionError where plans differ, an id is rerouted to another expert, or a slot is wrong.
+    """
+    shape, status = ranks.shape, new_status(bench.device)
+    counted = [count(own, shape.num_logical_experts) for own in ids]
+    loads = torch.stack([own.load for own in counted])
+    numbers = range(shape.num_ranks)
+    plans = [plan(loads, shape.num_replica_slots, rank, status) for rank in numbers]
+    slots = plans[0].slot_expert
+    for found in plans[1:]:
+        require_equal(found.slot_expert, slots, "another rank's plan")
+        require_equal(found.quota, plans[0].quota, "another rank's quota")
+    physical = torch.cat(
+        [
+            reroute(*given, found.share, slots, shape.num_masters, status)
+            for *given, found in zip(ids, counted, plans, strict=True)
+        ]
+    )
+    homes = torch.arange(shape.num_logical_experts, device=bench.device)
+    held = torch.cat([homes.view(shape.num_ranks, -1), slots.long()], dim=1).view(-1)
+    require_equal(held[physical.long()], ids.view(physical.shape), "the expert computed")
+    ranks.empty_slots()
+    ranks.flags.zero_()  # of the batch before
+    epoch, sends = torch.tensor([1, 0], device=bench.device), sends_of(ranks, slots, RELAY)
+    sender(bench, ranks, slots, sends, epoch, status)()
+    require_arrived(ranks, slots, epoch, status)
+    return Balanced(counted, plans, sends, physical, epoch, status)
 
 
 @dataclass(frozen=True)

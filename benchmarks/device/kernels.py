@@ -1,0 +1,165 @@
+"""Kernels of one rank, and all ranks' copies at the same time: the CPU's answers, in what time."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from report import Report
+from routes import Routes, make_routes
+
+from tests.support.bench import Bench
+from tests.support.kernel_checks import check_count_and_reroute, check_exchange, check_plan
+from tests.support.virtual_ranks import VirtualRanks, check_stream, fill_masters, make_ranks
+from ultraep_serve.planner.quota import plan_quota
+from ultraep_serve.types import ExpertShape, Plan, imbalance
+
+PLAN_TARGET, ROUTING_TARGET = 40.0, 20.0  # microseconds, at the published sizes
+STREAM_TARGET = 0.9  # of the rate of a plain copy
+IMBALANCE = 2.0
+
+
+@dataclass(frozen=True)
+class RoutingCase:
+    """One size of plan, and of count with reroute."""
+
+    shape: ExpertShape
+    imbalances: tuple[float, ...] = (IMBALANCE,)
+    tokens: int = 8192  # of one rank
+    top_k: int = 8
+    has_target: bool = False
+
+
+PUBLISHED = ExpertShape(64, 256, 2)
+ROUTING = (
+    RoutingCase(PUBLISHED, (1.5, 2.0, 3.0), has_target=True),
+    RoutingCase(ExpertShape(8, 128, 2)),
+    RoutingCase(ExpertShape(16, 128, 2)),
+    RoutingCase(ExpertShape(32, 256, 2)),
+    RoutingCase(PUBLISHED, tokens=1024),
+    RoutingCase(PUBLISHED, tokens=32768),
+    RoutingCase(ExpertShape(64, 256, 1)),
+    RoutingCase(ExpertShape(72, 504, 2)),
+)
+TINY_ROUTING = (RoutingCase(ExpertShape(4, 16, 2), tokens=50, top_k=2, has_target=True),)
+EXCHANGES = ((8, 128), (16, 128), (64, 256), (72, 504))  # (R, E)
+
+
+@dataclass(frozen=True)
+class StreamSizes:
+    """What is streamed."""
+
+    shape: ExpertShape
+    tokens: int  # of one rank
+    top_k: int
+    tensor_bytes: tuple[int, ...]  # of one expert
+    chunk_bytes: int
+    copy_bytes: int  # of the buffer that tells the device's own bandwidth
+
+
+FP8_EXPERT = (4096 * 4096, 4096 * 2048, 8192, 4096)  # weights and block scales
+STREAM = StreamSizes(PUBLISHED, 8192, 8, FP8_EXPERT, 1 << 20, copy_bytes=4 << 30)
+TINY_STREAM = StreamSizes(ExpertShape(4, 16, 2), 50, 2, (80, 37), 64, copy_bytes=64)
+
+
+def routing(bench: Bench, report: Report) -> None:
+    """Plan, and count with reroute, of rank 0: every size at every imbalance."""
+    for case in TINY_ROUTING if bench.interpreted else ROUTING:
+        for wanted in case.imbalances:
+            routes = make_routes(case.shape, case.tokens, case.top_k, wanted, bench.device)
+            expected = plan_quota(routes.loads, case.shape, 0)
+            report.run("plan", time_plan, bench, case, routes, expected)
+            report.run("count + reroute", time_routing, bench, case, routes, expected)
+
+
+def time_plan(bench: Bench, case: RoutingCase, routes: Routes, expected: Plan) -> dict[str, Any]:
+    """Rank 0's plan."""
+    microseconds = check_plan(bench, routes.loads, case.shape)
+    return {
+        "checked": "ultraep_serve.planner.plan_quota",
+        **routes.figures(),
+        "imbalance_after": imbalance(expected.quota.sum(0)),
+        **timed(microseconds, PLAN_TARGET if case.has_target else None),
+    }
+
+
+def time_routing(bench: Bench, case: RoutingCase, routes: Routes, expected: Plan) -> dict[str, Any]:
+    """Rank 0's ids through count and reroute, by the plan that the CPU made."""
+    masters = case.shape.num_masters
+    microseconds = check_count_and_reroute(bench, routes.ids[0], expected, masters)
+    return {
+        "checked": "ultraep_kernels.host.reroute.reroute",
+        **routes.figures(),
+        **timed(microseconds, ROUTING_TARGET if case.has_target else None),
+    }
+
+
+def timed(microseconds: float | None, at_most: float | None) -> dict[str, Any]:
+    """A time from a CUDA graph, and whether it met its target, where it has one."""
+    met = microseconds <= at_most if microseconds and at_most else None
+    return {"graph_microseconds": microseconds, "at_most": at_most, "met": met}
+
+
+def exchanging(bench: Bench, report: Report) -> None:
+    """One rank's row and exchange, all of whose peers have posted: the part that is no waiting."""
+    for num_ranks, num_experts in ((4, 16),) if bench.interpreted else EXCHANGES:
+        report.run("exchange", time_exchange, bench, num_ranks, num_experts)
+
+
+def time_exchange(bench: Bench, num_ranks: int, num_experts: int) -> dict[str, Any]:
+    """Rows of all peers, from an inbox that they have filled."""
+    microseconds = check_exchange(bench, num_ranks, num_experts)
+    return {
+        "checked": "the rows posted",
+        "ranks": num_ranks,
+        "experts": num_experts,
+        "graph_microseconds": microseconds,
+    }
+
+
+def streaming(bench: Bench, report: Report) -> None:
+    """All virtual ranks' copies of one plan: direct, and with relays wherever they can be."""
+    sizes = TINY_STREAM if bench.interpreted else STREAM
+    routes = make_routes(sizes.shape, sizes.tokens, sizes.top_k, IMBALANCE, bench.device)
+    planned = plan_quota(routes.loads, sizes.shape, 0).slot_expert
+    slots = torch.from_numpy(planned).to(bench.device)
+    ranks = make_ranks(sizes.shape, sizes.tensor_bytes, sizes.chunk_bytes, bench.device)
+    fill_masters(ranks)
+    copy_rate = measure_copy(bench, sizes.copy_bytes)
+    for epoch, mode in enumerate(("never", "always"), 1):
+        arguments = bench, sizes, ranks, slots, mode, epoch, copy_rate
+        report.run(f"stream, relay {mode}", time_stream, *arguments)
+
+
+def time_stream(
+    bench: Bench,
+    sizes: StreamSizes,
+    ranks: VirtualRanks,
+    slots: torch.Tensor,
+    mode: str,
+    epoch: int,
+    copy_rate: float | None,
+) -> dict[str, Any]:
+    """How fast the masters' bytes came, against the device's own plain copy."""
+    microseconds = check_stream(bench, ranks, slots, mode, epoch)
+    moved = int((slots >= 0).sum()) * sum(sizes.tensor_bytes)
+    rate = 2e-3 * moved / microseconds if microseconds else None
+    share = rate / copy_rate if rate and copy_rate else None
+    return {
+        "checked": "the masters' bytes",
+        "ranks": sizes.shape.num_ranks,
+        "megabytes": moved / 1e6,
+        "graph_microseconds": microseconds,
+        "gigabytes_per_second": rate,  # read and written
+        "copy_gigabytes_per_second": copy_rate,
+        "of_copy": share,
+        "at_least": STREAM_TARGET,
+        "met": share >= STREAM_TARGET if share else None,
+    }
+
+
+def measure_copy(bench: Bench, num_bytes: int) -> float | None:
+    """Gigabytes per second, read and written, of the device's own copy of a large buffer."""
+    source = torch.ones(num_bytes // 8, dtype=torch.int64, device=bench.device)
+    target = torch.empty_like(source)
+    _, microseconds = bench.replayed(lambda: target.copy_(source))
+    return 2e-3 * num_bytes / microseconds if microseconds else None

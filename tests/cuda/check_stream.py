@@ -1,0 +1,74 @@
+"""Copies of experts between ranks on one device, and waits for what does not come."""
+
+import torch
+from ultraep_kernels.device.exchange import exchange, inbox_bytes, new_epoch
+from ultraep_kernels.device.relays import Sends
+from ultraep_kernels.device.status import DeviceStatus, new_status
+from ultraep_kernels.device.stream import stream, wait_slots
+
+from tests.support.bench import Bench
+from tests.support.virtual_ranks import VirtualRanks, check_stream, fill_masters, make_ranks
+from ultraep_serve.types import ExpertShape
+
+SIZES = (1040, 37, 64)  # bytes per expert of three tensors; the second's are never aligned
+CHUNKS = 5  # of an expert: three, one, one
+WIDTH = 13  # int32 per exchanged row
+
+
+def ranks_of(bench: Bench, num_ranks: int) -> VirtualRanks:
+    ranks = make_ranks(ExpertShape(num_ranks, 2 * num_ranks, 2), SIZES, 512, bench.device)
+    fill_masters(ranks)
+    return ranks
+
+
+def test_slots_get_their_masters_bytes(bench: Bench) -> None:
+    """An expert of the first rank on all others, with three relays, and some from hand to hand."""
+    ranks, numbers = ranks_of(bench, 10), torch.arange(10)
+    for epoch, mode in enumerate(("always", "auto", "never"), 1):
+        first = torch.where(numbers > 0, epoch % 2, -1)
+        second = (numbers + epoch) % 10 * 2 + 1
+        second = torch.where(second == first, -1, second)
+        slot_expert = torch.stack([first, second], dim=1).int().to(bench.device)
+        check_stream(bench, ranks, slot_expert, mode, epoch)
+
+
+def relaying(ranks: VirtualRanks) -> tuple[Sends, torch.Tensor]:
+    """Rank 1 of 3 has what rank 0 sends, and forwards it to rank 2; (sends, slot_expert)."""
+    device = ranks.flags.device
+    slot_expert = torch.tensor([[-1, -1], [0, -1], [0, -1]], dtype=torch.int32, device=device)
+    parents = torch.tensor([[-1, -1], [-1, -1], [2, -1]], dtype=torch.int32, device=device)
+    tasks = torch.tensor([[0] * 7, [1, 4] + [0] * 5], dtype=torch.int32, device=device)
+    return Sends(parents, tasks), slot_expert
+
+
+def test_a_silent_rank_ends_every_wait(bench: Bench) -> None:
+    ranks, device = ranks_of(bench, 3), bench.device
+    inboxes = torch.zeros((3, inbox_bytes(3, WIDTH)), dtype=torch.uint8, device=device)
+    addresses = torch.tensor([inbox.data_ptr() for inbox in inboxes], device=device)
+    row = torch.zeros(WIDTH, dtype=torch.int32, device=device)
+    epoch, status = new_epoch(device), new_status(device)
+    exchange(row, addresses, 1, epoch, status, patience_ns=20_000)
+    assert status.item() == DeviceStatus.EXCHANGE_TIMEOUT
+    assert epoch[0] == 1
+    sends, slot_expert = relaying(ranks)
+    status.zero_()
+    arguments = ranks.tables[1], 1, epoch, status, 20
+    stream(sends, slot_expert, 2, *arguments, num_programs=1)
+    assert status.item() == DeviceStatus.RELAY_TIMEOUT
+    status.zero_()
+    wait_slots(slot_expert, *arguments)
+    assert status.item() == DeviceStatus.SLOT_TIMEOUT
+    assert not ranks.flags.any()  # nothing was forwarded
+    assert not any(tensor[2:].any() for tensor in ranks.experts[2])
+
+
+def test_only_the_chunks_that_have_arrived_are_forwarded(bench: Bench) -> None:
+    ranks = ranks_of(bench, 3)
+    assert ranks.flags.shape == (3, 2, CHUNKS)
+    ranks.flags[1, 0, :3] = torch.tensor((5, 4, 5))  # the second is of the epoch before
+    sends, slot_expert = relaying(ranks)
+    epoch, status = torch.tensor([5, 0], device=bench.device), new_status(bench.device)
+    stream(sends, slot_expert, 2, ranks.tables[1], 1, epoch, status, 5, num_programs=2)
+    assert status.item() == DeviceStatus.RELAY_TIMEOUT
+    assert ranks.flags[2, 0].tolist() == [5, 0, 5] + [0] * (CHUNKS - 3)
+    assert ranks.flags[2, 1].tolist() == [0] * CHUNKS

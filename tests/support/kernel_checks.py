@@ -1,0 +1,126 @@
+"""The stages of one rank on a device against their CPU twins, at any size.
+
+Tests run these checks interpreted and small, ``benchmarks/device`` on a GPU at real sizes. A check
+raises AssertionError where an answer is wrong, and returns the microseconds that the stage takes in
+a CUDA graph; None under the interpreter.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from ultraep_kernels.contract import FLAG_BYTES, HEADER_WIDTH
+from ultraep_kernels.device.count import Counted, count
+from ultraep_kernels.device.exchange import (
+    exchange,
+    inbox_bytes,
+    new_epoch,
+    row_reference,
+    write_row,
+)
+from ultraep_kernels.device.plan import DevicePlan, plan
+from ultraep_kernels.device.reroute import reroute
+from ultraep_kernels.device.status import DeviceStatus, new_status
+from ultraep_kernels.host.count import count_reference
+from ultraep_kernels.host.reroute import reroute as reroute_on_cpu
+
+from tests.support.bench import PATIENCE_NS, Bench
+from ultraep_serve.planner.quota import plan_quota
+from ultraep_serve.types import Decision, ExpertShape, Plan
+
+__all__ = [
+    "check_count_and_reroute",
+    "check_exchange",
+    "check_plan",
+    "require_equal",
+    "require_ok",
+    "require_same_plan",
+]
+
+POSTED = 1 << 40  # an epoch that no check reaches
+
+
+def check_count_and_reroute(
+    bench: Bench, ids: torch.Tensor, planned: Plan, num_masters: int
+) -> float | None:
+    """Logical ``ids`` (T, K) on the device, by what the CPU ``planned`` for them."""
+    num_experts = planned.share.shape[0]
+    share = torch.from_numpy(planned.share).to(bench.device)
+    slot_expert = torch.from_numpy(planned.slot_expert).to(bench.device)
+    status = new_status(bench.device)
+
+    def route() -> tuple[Counted, torch.Tensor]:
+        counted = count(ids, num_experts)
+        return counted, reroute(ids, counted, share, slot_expert, num_masters, status)
+
+    (counted, physical), microseconds = bench.replayed(route)
+    load, unknown = count_reference(ids.cpu(), num_experts)
+    require_equal(counted.load, load, "load")
+    assert counted.unknown.item() == unknown
+    twin = reroute_on_cpu(ids.cpu(), planned.share, planned.slot_expert, num_masters)
+    require_equal(physical, twin, "physical ids")
+    require_ok(status)
+    return microseconds
+
+
+def check_plan(
+    bench: Bench,
+    loads: NDArray[np.integer],
+    shape: ExpertShape,
+    source: int = 0,
+    domain_size: int | None = None,
+) -> float | None:
+    """The plan of rank ``source`` for ``loads`` (R, E)."""
+    on_device, status = torch.from_numpy(loads).int().to(bench.device), new_status(bench.device)
+    found, microseconds = bench.replayed(
+        lambda: plan(on_device, shape.num_replica_slots, source, status, domain_size=domain_size)
+    )
+    require_same_plan(found, plan_quota(loads, shape, source, domain_size=domain_size))
+    assert found.decision.item() == Decision.PLANNED
+    require_ok(status)
+    return microseconds
+
+
+def check_exchange(bench: Bench, num_ranks: int, num_experts: int) -> float | None:
+    """Rank 0's row and exchange, for which all its peers have posted."""
+    width, device = HEADER_WIDTH + num_experts, bench.device
+    size = (num_ranks, inbox_bytes(num_ranks, width))
+    inboxes = torch.zeros(size, dtype=torch.uint8, device=device)
+    ends = num_ranks * FLAG_BYTES
+    inboxes[0, :ends].view(torch.int64).view(num_ranks, -1)[1:, 0] = POSTED
+    posted = torch.arange(num_ranks * width, dtype=torch.int32, device=device)
+    inboxes[0, ends:].view(torch.int32).view(2, num_ranks, width)[:] = posted.view(num_ranks, width)
+    addresses = torch.tensor([inbox.data_ptr() for inbox in inboxes], device=device)
+    load = posted[:num_experts]
+    unknown, choice = (torch.ones(n, dtype=torch.int32, device=device) for n in (1, 2))
+    epoch, status = new_epoch(device), new_status(device)
+
+    def swap() -> torch.Tensor:
+        row = write_row(load, unknown, choice, has_load=True)
+        return exchange(row, addresses, 0, epoch, status, PATIENCE_NS)
+
+    found, microseconds = bench.replayed(swap)
+    expected = posted.view(num_ranks, width).clone()
+    expected[0] = row_reference(load, unknown, choice, has_load=True)
+    require_equal(found, expected, "rows")
+    require_ok(status)
+    return microseconds
+
+
+def require_same_plan(found: DevicePlan, expected: Plan) -> None:
+    """AssertionError unless slots, quotas and share are the same."""
+    for name in ("slot_expert", "quota", "share"):
+        require_equal(getattr(found, name), getattr(expected, name), name)
+
+
+def require_equal(found: torch.Tensor, expected: NDArray[Any] | torch.Tensor, what: str) -> None:
+    """AssertionError where ``what`` differs from its twin, bit for bit."""
+    twin = expected.cpu().numpy() if isinstance(expected, torch.Tensor) else expected
+    assert np.array_equal(found.cpu().numpy(), twin), f"{what} differs from its twin"
+
+
+def require_ok(status: torch.Tensor) -> None:
+    """AssertionError where kernels left a word in ``status``."""
+    word = DeviceStatus(int(status.item()))
+    assert word is DeviceStatus.OK, f"kernels report {word!r}"
