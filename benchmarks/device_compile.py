@@ -108,10 +108,10 @@ def launches_of(case: Case) -> list[Launch]:
             gate=Gate(1.02, 900_000, 4_000_000, 30_000_000, 50_000_000),
             rows=rows,
         )
-        sends = plan_sends(found.slot_expert, masters, 1, "auto", case.domain_size or ranks)
+        sends = plan_sends(found.slot_expert, masters, "auto", case.domain_size or ranks, 1)
         common = tables, 1, epoch, status, PATIENCE_NS
         stream(sends, found.slot_expert, masters, *common, num_programs=PROGRAMS)
-        reroute(ids, counted, found.share, found.slot_expert, masters, status)
+        reroute(ids, found.share, found.slot_expert, masters, counted, status)
         wait_slots(found.slot_expert, *common)
         pack_outcome(found, rows)
     return launches

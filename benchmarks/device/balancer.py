@@ -6,17 +6,16 @@ what the host takes to launch). Checked are the ids of replays with the policy o
 and the record of the launched batch.
 """
 
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from report import Report
 from routes import Routes, make_routes
+from stages import IMBALANCE, BatchSizes
 from ultraep_kernels.contract import HEADER_WIDTH
 from ultraep_kernels.host.reroute import reroute
 
-from kernels import FP8_EXPERT, IMBALANCE, PUBLISHED
 from tests.support.bench import PATIENCE_NS, Bench
 from tests.support.kernel_checks import require_equal
 from tests.support.mirror import FakeRecorder, mirrored_balancer
@@ -25,32 +24,17 @@ from ultraep_serve.cuda.balancer import DeviceBalancer
 from ultraep_serve.cuda.fabric import DeviceFabric
 from ultraep_serve.planner.quota import plan_quota
 from ultraep_serve.topology import Location
-from ultraep_serve.types import ExpertShape, Policy, Stage, TokenView
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """What is balanced."""
-
-    shape: ExpertShape
-    tokens: int  # of one rank
-    top_k: int
-    tensor_bytes: tuple[int, ...]  # of one expert
-    chunk_bytes: int
-
-
-FULL = Sizes(PUBLISHED, 8192, 8, FP8_EXPERT, 1 << 20)
-TINY = Sizes(ExpertShape(4, 8, 1), 20, 2, (80, 37), 64)
+from ultraep_serve.types import Policy, Stage, TokenView
 
 
 def run(bench: Bench, report: Report) -> None:
     """Rank 0."""
-    sizes = TINY if bench.interpreted else FULL
+    sizes = BatchSizes.on(bench)
     routes = make_routes(sizes.shape, sizes.tokens, sizes.top_k, IMBALANCE, bench.device)
     report.run("balancer", check_balancer, bench, sizes, routes)
 
 
-def check_balancer(bench: Bench, sizes: Sizes, routes: Routes) -> dict[str, Any]:
+def check_balancer(bench: Bench, sizes: BatchSizes, routes: Routes) -> dict[str, Any]:
     """Replays that obey the policy, and a batch that the host launched."""
     shape, ids, recorder = sizes.shape, routes.ids[0], FakeRecorder()
     balancer, fabric = balancer_of_rank_0(bench, sizes, routes, recorder)
@@ -83,7 +67,7 @@ def check_balancer(bench: Bench, sizes: Sizes, routes: Routes) -> dict[str, Any]
 
 
 def balancer_of_rank_0(
-    bench: Bench, sizes: Sizes, routes: Routes, recorder: FakeRecorder
+    bench: Bench, sizes: BatchSizes, routes: Routes, recorder: FakeRecorder
 ) -> tuple[DeviceBalancer, DeviceFabric]:
     """Of a group whose loads are those of ``routes``."""
     shape, driver, loads = sizes.shape, bench.driver(), torch.from_numpy(routes.loads)

@@ -8,23 +8,22 @@ import torch
 
 __all__ = ["gpu_state", "versions"]
 
-PACKAGES = ("triton", "numba", "numpy", "cuda-bindings")
 QUERIES = (
-    "name",
-    "driver_version",
-    "clocks.sm",
-    "clocks.max.sm",
-    "clocks.mem",
-    "power.draw",
-    "power.limit",
-    "temperature.gpu",
+    *("name", "driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem"),
+    *("power.draw", "power.limit", "temperature.gpu"),
 )
 
 
 def versions() -> dict[str, str | None]:
     """Of everything that decides the figures; None is not installed."""
     found = {"python": platform.python_version(), "torch": torch.__version__}
-    return {**found, "cuda": torch.version.cuda} | {name: _version(name) for name in PACKAGES}
+    found["cuda"] = torch.version.cuda
+    for package in ("triton", "numba", "numpy", "cuda-bindings"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = None
+    return found
 
 
 def gpu_state() -> dict[str, str | int]:
@@ -35,18 +34,11 @@ def gpu_state() -> dict[str, str | int]:
         "multiprocessors": properties.multi_processor_count,
         "memory_bytes": properties.total_memory,
     }
-    command = ["nvidia-smi", "--id=0", f"--query-gpu={','.join(QUERIES)}"]
-    command.append("--format=csv,noheader,nounits")
+    query = f"--query-gpu={','.join(QUERIES)}"
+    command = ["nvidia-smi", "--id=0", query, "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError) as error:
         return state | {"nvidia-smi": f"{type(error).__name__}: {error}"}
     values = (value.strip() for value in done.stdout.split(","))
     return state | dict(zip(QUERIES, values, strict=False))
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

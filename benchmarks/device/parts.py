@@ -22,14 +22,14 @@ class Part:
 
 
 PARTS = (
-    Part("routing", "kernels.routing", 180),
+    Part("routing", "stages.routing", 180),
     Part("layer-qwen3", "layer.run", 120, ("qwen3-235b-a22b", 16)),
-    Part("stream", "kernels.streaming", 90),
+    Part("stream", "stages.streaming", 90),
     Part("layer-deepseek", "layer.run", 150, ("deepseek-v3", 64)),
     Part("processes", "memory.processes", 150),
     Part("slots", "memory.slots", 60),
     Part("balancer", "balancer.run", 90),
-    Part("exchange", "kernels.exchanging", 60),
+    Part("exchange", "stages.exchanging", 60),
     Part("checks", "checks.run", 180),
 )
 

@@ -91,11 +91,9 @@ class Ranks:
         regions = np.concatenate([[0], np.cumsum(slots * np.array(SIZES))[:-1]])
         return bool(
             stream_chunks(
-                rank,
-                epoch,
-                self.masters[0][0].shape[0],
-                self.slot_expert,
                 self.parents,
+                self.slot_expert,
+                self.masters[0][0].shape[0],
                 np.array([tensor.ctypes.data for tensor in self.masters[rank]]),
                 np.array([pool.ctypes.data for pool in self.pools]),
                 regions.astype(np.int64),
@@ -103,6 +101,8 @@ class Ranks:
                 CHUNKS,
                 np.array([flag.ctypes.data for flag in self.flags]),
                 CHUNKS.shape[0],
+                rank,
+                epoch,
                 progress,
                 2,
             )

@@ -89,7 +89,7 @@ def test_what_no_rank_was_asked_to_compute_goes_to_its_master(bench: Bench) -> N
         torch.from_numpy(table).to(bench.device) for table in (plan.share, plan.slot_expert)
     )
     status = new_status(bench.device)
-    physical = reroute(more, count(more, 8), share, slot_expert, 4, status)
+    physical = reroute(more, share, slot_expert, 4, count(more, 8), status)
     assert status.item() == DeviceStatus.SHARE_TOO_SMALL
     held = np.concatenate([np.arange(8).reshape(2, 4), plan.slot_expert], axis=1).reshape(-1)
     logical = torch.from_numpy(np.append(held, -1).astype(np.int32))[physical.cpu().long()]

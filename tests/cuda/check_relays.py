@@ -42,7 +42,7 @@ def test_sends_equal_their_twin(bench: Bench, shape: tuple[int, int], mode: str)
     expected = relay_parents(slot_expert, masters, mode, num_ranks)
     on_device = torch.from_numpy(slot_expert).to(bench.device)
     for rank in (0, 1, num_ranks - 1):
-        sends = plan_sends(on_device, masters, rank, mode, num_ranks)
+        sends = plan_sends(on_device, masters, mode, num_ranks, rank)
         require_equal(sends.parents, expected, "parents")
         for kind, tasks in enumerate(tasks_of(slot_expert, expected, masters, rank)):
             row = sends.tasks[kind].tolist()
@@ -55,6 +55,6 @@ def test_relays_that_save_nothing_and_empty_slots(bench: Bench) -> None:
     spread[1:, 0] = np.arange(11)  # eleven experts of rank 0, once each
     for slot_expert in (spread, np.full((9, 2), -1, np.int32)):
         on_device = torch.from_numpy(slot_expert).to(bench.device)
-        sends = plan_sends(on_device, 11, 0, "auto", 12)
+        sends = plan_sends(on_device, 11, "auto", 12, 0)
         assert (sends.parents == -1).all()
         assert sends.tasks[:, 0].tolist() == [(slot_expert >= 0).sum(), 0]

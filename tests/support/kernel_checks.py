@@ -52,7 +52,7 @@ def check_count_and_reroute(
 
     def route() -> tuple[Counted, torch.Tensor]:
         counted = count(ids, num_experts)
-        return counted, reroute(ids, counted, share, slot_expert, num_masters, status)
+        return counted, reroute(ids, share, slot_expert, num_masters, counted, status)
 
     (counted, physical), microseconds = bench.replayed(route)
     load, unknown = count_reference(ids.cpu(), num_experts)

@@ -22,10 +22,20 @@ from tests.support.kernel_checks import require_equal
 from tests.support.virtual_ranks import VirtualRanks, make_ranks, require_arrived, sender, sends_of
 from ultraep_serve.types import ExpertShape
 
-__all__ = ["RELAY", "Balanced", "MoELayer", "Work", "balance", "compute", "make_layer"]
+__all__ = [
+    "RELAY",
+    "Balanced",
+    "MoELayer",
+    "Work",
+    "balance",
+    "check_outputs",
+    "compute",
+    "make_layer",
+]
 
 CHUNK_BYTES = 1 << 20
 RELAY = "auto"
+LARGEST_ERROR = 2e-2  # relative, of bfloat16 against float64
 
 
 @dataclass(frozen=True)
@@ -38,6 +48,11 @@ class Balanced:
     physical: torch.Tensor  # (R * T, K) int32
     epoch: torch.Tensor
     status: torch.Tensor
+
+    @property
+    def loads(self) -> torch.Tensor:
+        """(R, E) int32: what each rank's tokens chose."""
+        return torch.stack([own.load for own in self.counted])
 
     @property
     def slots(self) -> torch.Tensor:
@@ -67,8 +82,8 @@ def balance(bench: Bench, ranks: VirtualRanks, ids: torch.Tensor) -> Balanced:
         require_equal(found.quota, plans[0].quota, "another rank's quota")
     physical = torch.cat(
         [
-            reroute(*given, found.share, slots, shape.num_masters, status)
-            for *given, found in zip(ids, counted, plans, strict=True)
+            reroute(own, found.share, slots, shape.num_masters, of_own, status)
+            for own, of_own, found in zip(ids, counted, plans, strict=True)
         ]
     )
     homes = torch.arange(shape.num_logical_experts, device=bench.device)
@@ -181,3 +196,30 @@ def make_layer(
             weight[: shape.num_masters].normal_(0.0, deviation, generator=generator)
     ranks.empty_slots()
     return layer
+
+
+def check_outputs(
+    layer: MoELayer, ids: torch.Tensor, off: Work, balanced: Work, samples: int
+) -> dict[str, float | bool]:
+    """How far the outputs of some tokens lie apart; AssertionError where too far.
+
+    ``ids`` (R * T, K) logical; ``samples`` of the tokens are compared, from the first to the last.
+    """
+    steps = torch.arange(samples, device=ids.device)
+    tokens = steps * (ids.shape[0] - 1) // (samples - 1)
+    unbalanced, rerouted = (layer.outputs(work, tokens) for work in (off, balanced))
+    exact = layer.reference(ids[tokens], tokens)
+    errors = {
+        "largest_error_off": _largest_error(unbalanced, exact),
+        "largest_error_balanced": _largest_error(rerouted, exact),
+        "largest_difference": _largest_error(rerouted, unbalanced),
+    }
+    for name, error in errors.items():
+        assert error <= LARGEST_ERROR, f"{name} {error:.1e}"  # false for NaN
+    return {**errors, "bitwise_equal": torch.equal(unbalanced, rerouted)}
+
+
+def _largest_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Relative, of the output (n, K, H) of the assignment that is furthest off."""
+    apart = (found.double() - expected.double()).norm(dim=-1)
+    return float((apart / expected.double().norm(dim=-1)).max())

@@ -123,7 +123,7 @@ def check_stream(
 def sends_of(ranks: VirtualRanks, slot_expert: torch.Tensor, mode: str) -> list[Sends]:
     """Who sends what, by rank; all ranks are in one domain."""
     num_ranks, masters = ranks.shape.num_ranks, ranks.shape.num_masters
-    return [plan_sends(slot_expert, masters, rank, mode, num_ranks) for rank in range(num_ranks)]
+    return [plan_sends(slot_expert, masters, mode, num_ranks, rank) for rank in range(num_ranks)]
 
 
 def sender(

@@ -232,7 +232,7 @@ class DeviceBalancer:
 
     def _reroute(self, topk_ids: torch.Tensor, counted: Counted, found: DevicePlan) -> torch.Tensor:
         masters, status = self._shape.num_masters, self._fabric.status
-        physical = reroute(topk_ids, counted, found.share, found.slot_expert, masters, status)
+        physical = reroute(topk_ids, found.share, found.slot_expert, masters, counted, status)
         if self._config.allow_ideal:
             forced = forced_ids(topk_ids, self._identity)
             physical = torch.where(found.decision == Decision.FORCED, forced, physical)

@@ -145,7 +145,7 @@ class DeviceFabric:
 
         ``slot_expert`` (R, S) int32; ``relay`` is ``auto``, ``always`` or ``never``.
         """
-        sends = plan_sends(slot_expert, num_masters, self.rank, relay, len(self.domain))
+        sends = plan_sends(slot_expert, num_masters, relay, len(self.domain), self.rank)
         stream(
             sends,
             slot_expert,

@@ -153,11 +153,9 @@ class HostFabric:
         def push(spins: int) -> bool:
             return bool(
                 stream_chunks(
-                    self.rank,
-                    self.epoch,
-                    num_masters,
-                    slot_expert,
                     parents,
+                    slot_expert,
+                    num_masters,
                     layer.master_addresses,
                     self._pools,
                     layer.region_offsets,
@@ -165,6 +163,8 @@ class HostFabric:
                     layer.chunks,
                     self._chunk_flags,
                     self._max_chunks,
+                    self.rank,
+                    self.epoch,
                     progress,
                     spins,
                 )

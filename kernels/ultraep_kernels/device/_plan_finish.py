@@ -1,4 +1,8 @@
-"""Kernels that end the planner: which attempt to take, whether it pays, and the plan in full."""
+"""Kernels that end the planner: which attempt to take, whether it pays, and the plan in full.
+
+Twins: the end of ``_search`` in ``host._plan_search``, ``ultraep_serve.costs.decide``, and
+``host._plan_share``.
+"""
 
 import triton
 import triton.language as tl

@@ -11,7 +11,8 @@ rank's row may overwrite that rank's replica slots. Inboxes hold every row twice
 epoch: a rank pushes epoch n + 2 only after everybody pushed n + 1, hence finished reading n.
 
 The epoch is counted on the device, so that a captured graph can be replayed. Waits of a program are
-for pushes of lower-numbered programs, so programs may also run one after another.
+for pushes of lower-numbered programs, so programs may also run one after another. Twin:
+``host.exchange``.
 """
 
 import torch

@@ -98,11 +98,11 @@ def _relays_kernel(
 
 
 def plan_sends(
-    slot_expert: torch.Tensor, num_masters: int, rank: int, mode: str, domain_size: int
+    slot_expert: torch.Tensor, num_masters: int, mode: str, domain_size: int, rank: int
 ) -> Sends:
-    """Who sends what, from the plan alone; ``mode`` and ``domain_size`` as in ``relay_parents``.
+    """What ``rank`` sends, from the plan alone; twin of the parents ``host.relays.relay_parents``.
 
-    ``slot_expert`` (R, S) int32 on the device, S at least 1.
+    ``slot_expert`` (R, S) int32 on the device, S at least 1; ``mode`` and ``domain_size`` as there.
     """
     num_ranks, num_slots = slot_expert.shape
     count, device = num_ranks * num_slots, slot_expert.device

@@ -1,6 +1,6 @@
 """reroute: topk_ids (T, K) logical + share -> topk_ids (T, K) physical, padding kept.
 
-The rule is that of ``host.reroute``: the j-th assignment of expert e takes place
+The rule is that of the twin, ``host.reroute``: the j-th assignment of expert e takes place
 ``j * stride_e mod n_e``. Two launches: one writes per expert its stride and where its places lie,
 the other looks every assignment up. Which assignment is the j-th is known from ``count``: those in
 earlier blocks of ids, plus those further ahead in the same block.
@@ -113,17 +113,17 @@ def _assign_kernel(
 
 def reroute(
     topk_ids: torch.Tensor,
-    counted: Counted,
     share: torch.Tensor,
     slot_expert: torch.Tensor,
     num_masters: int,
+    counted: Counted,
     status: torch.Tensor,
 ) -> torch.Tensor:
     """Physical ids (T, K) int32; twin ``host.reroute.reroute``.
 
-    ``topk_ids`` (T, K) int32 or int64, what is no expert becomes -1; ``counted`` of the same ids;
-    ``share`` (E, R) int32 assignments of this source by target rank; ``slot_expert`` (R, S) int32.
-    Where the share holds fewer assignments than the ids, the rest goes to its master, which is
+    ``topk_ids`` (T, K) int32 or int64, what is no expert becomes -1; ``share`` (E, R) int32
+    assignments of this source by target rank; ``slot_expert`` (R, S) int32; ``counted`` of the same
+    ids. Where the share holds fewer assignments than the ids, the rest goes to its master, which is
     always right, and ``status`` (1,) says so (SHARE_TOO_SMALL).
     """
     num_experts, num_ranks = share.shape

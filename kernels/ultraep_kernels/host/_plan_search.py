@@ -10,7 +10,8 @@ The search repeats the attempt, each time with other pseudo-random weights on it
 the plan with the smallest (largest rank load, replicas sent by the busiest rank, replicas). It has
 two waves: the first tries to reach the goal itself; only if that fails, the second tries thresholds
 between the goal and the best load found, until one attempt reaches the goal. Attempts of a wave do
-not depend on each other, so a GPU makes them at the same time (``device.plan``).
+not depend on each other, so a GPU makes them at the same time (twins: ``device._plan_search``,
+``device._plan_attempt``).
 Everything is integer and seeded by the attempt's number, so every rank finds the same plan.
 """
 

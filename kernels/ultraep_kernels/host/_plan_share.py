@@ -3,7 +3,7 @@
 Tokens stay at home where the quota allows; what is left of each expert is a transport problem
 whose supplies (source ranks) and demands (target ranks) are laid end to end on one line. A source
 sends to a target as much as their intervals overlap (the north-west corner rule), so every source
-finds its own slice without computing the others'.
+finds its own slice without computing the others'. Twin: ``device._plan_finish``.
 """
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""count: topk_ids (T, K) logical -> load (E,) assignments per expert."""
+"""count: topk_ids (T, K) logical -> load (E,) assignments per expert. Twin: ``device.count``."""
 
 from typing import Any
 

@@ -5,6 +5,7 @@
 It is also the fence: a rank posts after its expert kernel of the layer before, so whoever has
 seen the post may overwrite that rank's replica slots. Rows are kept twice, by parity of the
 epoch: a rank posts epoch n + 2 only after everybody posted n + 1, hence finished reading n.
+Twin: ``device.exchange``, where posting, waiting and gathering are one launch.
 """
 
 import zlib

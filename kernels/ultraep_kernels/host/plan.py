@@ -1,7 +1,7 @@
 """plan: loads (R, E) of all ranks -> slot_expert, quota and one rank's share; the quota planner.
 
 ``_plan_search`` finds where replicas go and what each computes, ``_plan_share`` splits that over
-source ranks.
+source ranks. Twin: ``device.plan``.
 """
 
 import numpy as np

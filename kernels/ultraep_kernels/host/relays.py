@@ -1,4 +1,4 @@
-"""relays: slot_expert (R, S) -> who sends each slot its weights."""
+"""relays: slot_expert (R, S) -> who sends each slot its weights. Twin: ``device.relays``."""
 
 from typing import Any
 

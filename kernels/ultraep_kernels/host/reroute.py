@@ -4,6 +4,7 @@ The j-th assignment of expert e takes place ``j * stride_e mod n_e`` in the list
 which lists the ranks of e one after another, each as often as its share says. A stride coprime
 to n_e near n_e times the golden ratio uses every place exactly once and spreads neighbouring tokens
 over the replicas, so no rank is hit by a burst (Weyl's equidistribution; Knuth, TAOCP 3, 6.4).
+Twin: ``device.reroute``.
 """
 
 from math import gcd

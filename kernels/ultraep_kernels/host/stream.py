@@ -2,7 +2,7 @@
 
 Owners push. Chunk c of slot (r, s) raises flag (r, s, c) at its target to the current epoch; flags
 only grow, so they are never reset. A relay is a rank that holds a replica of the same expert itself
-and forwards each chunk as soon as it has arrived, out of its own slot.
+and forwards each chunk as soon as it has arrived, out of its own slot. Twin: ``device.stream``.
 """
 
 from typing import Any
@@ -23,11 +23,9 @@ def _is_sender(rank: int, expert: int, parent: int, num_masters: int, num_slots:
 
 @compiled
 def stream_chunks(
-    rank: int,
-    epoch: int,
-    num_masters: int,
-    slot_expert: Any,
     parents: Any,
+    slot_expert: Any,
+    num_masters: int,
     master_addresses: Any,
     pool_addresses: Any,
     region_offsets: Any,
@@ -35,12 +33,14 @@ def stream_chunks(
     chunks: Any,
     flag_addresses: Any,
     max_chunks: int,
+    rank: int,
+    epoch: int,
     progress: Any,
     spins: int,
 ) -> bool:
     """Push and forward what this rank has to; False if a relayed chunk has still not arrived.
 
-    slot_expert, parents (R, S); master_addresses (N,) of this rank's N expert tensors;
+    parents, slot_expert (R, S); master_addresses (N,) of this rank's N expert tensors;
     pool_addresses (R,) of the ranks' slot pools as mapped here; region_offsets, expert_bytes (N,);
     chunks (C, 3) tensor index, offset, size; flag_addresses (R,) of the ranks' (S, max_chunks)
     flags; progress (R, S) chunks already sent, zero at first. Call again with the same progress
