@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ultraep_serve.costs.decide import Transfer
+from ultraep_serve.costs.model import Transfer
 from ultraep_serve.offline.hardware import Efficiency, estimate_costs, hardware
 from ultraep_serve.offline.predict import Prefill, prefill_seconds, slot_memory
 from ultraep_serve.offline.shapes import model_shape

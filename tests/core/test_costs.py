@@ -8,8 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ultraep_serve.costs.calibration import fit
-from ultraep_serve.costs.decide import Transfer, pick_relay, saved_picoseconds, transfer_of
-from ultraep_serve.costs.model import CostModel
+from ultraep_serve.costs.model import (
+    CostModel,
+    Transfer,
+    pick_relay,
+    saved_picoseconds,
+    transfer_of,
+)
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.offline.hardware import (
     HARDWARE,

@@ -6,8 +6,7 @@ import torch
 from ultraep_kernels.device.plan import Gate, plan
 from ultraep_kernels.device.status import DeviceStatus, new_status
 
-from ultraep_serve.costs.decide import Transfer, saved_picoseconds, transfer_of
-from ultraep_serve.costs.model import IntegerCosts
+from ultraep_serve.costs.model import IntegerCosts, Transfer, saved_picoseconds, transfer_of
 from ultraep_serve.planner.quota import identity_plan, plan_quota
 from ultraep_serve.types import Decision, ExpertShape, imbalance
 

@@ -17,8 +17,13 @@ from ultraep_kernels.host.relays import relay_parents
 from ultraep_kernels.host.reroute import reroute
 
 from ultraep_serve.backend import GroupSetup, LayerSlots, PolicySource
-from ultraep_serve.costs.decide import Transfer, pick_relay, saved_picoseconds, transfer_of
-from ultraep_serve.costs.model import IntegerCosts
+from ultraep_serve.costs.model import (
+    IntegerCosts,
+    Transfer,
+    pick_relay,
+    saved_picoseconds,
+    transfer_of,
+)
 from ultraep_serve.host.fabric import HostFabric
 from ultraep_serve.physical import experts_sent, forced_ids, identity_table, master_ids
 from ultraep_serve.planner.eplb import LoadHistory

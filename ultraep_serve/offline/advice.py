@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from ultraep_serve.costs.decide import Transfer, saved_picoseconds, transfer_of
+from ultraep_serve.costs.model import Transfer, saved_picoseconds, transfer_of
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.offline.comparators import PolicyFunction, policy_function
 from ultraep_serve.offline.hardware import Estimate

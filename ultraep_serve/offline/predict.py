@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-from ultraep_serve.costs.decide import Transfer, overhead_picoseconds, saved_picoseconds
-from ultraep_serve.costs.model import CostModel
+from ultraep_serve.costs.model import CostModel, Transfer, overhead_picoseconds, saved_picoseconds
 from ultraep_serve.offline.hardware import Estimate
 from ultraep_serve.offline.shapes import ModelShape
 from ultraep_serve.types import ExpertShape

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ultraep_serve.costs.decide import Transfer
+from ultraep_serve.costs.model import Transfer
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.offline.advice import FROM_PAST, HISTORY_BATCHES, Advice, Outcome, Setting
 from ultraep_serve.offline.predict import (
