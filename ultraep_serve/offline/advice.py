@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from ultraep_serve.costs.model import Transfer, saved_picoseconds, transfer_of
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.offline.comparators import PolicyFunction, policy_function
+from ultraep_serve.offline.comparators.placement import Placement
 from ultraep_serve.offline.hardware import Estimate
 from ultraep_serve.offline.predict import (
     IDLE,
@@ -29,7 +30,6 @@ from ultraep_serve.offline.shapes import ModelShape
 from ultraep_serve.offline.store import load_trace
 from ultraep_serve.offline.trace import PREFILL, LoadTrace, Trace, batches, of_phase
 from ultraep_serve.planner.checks import imbalance_floor
-from ultraep_serve.planner.placement import Placement
 from ultraep_serve.types import ExpertShape, IntArray, imbalance
 
 __all__ = [

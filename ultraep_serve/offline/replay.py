@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from ultraep_serve.errors import TraceError
 from ultraep_serve.files import whole_file
 from ultraep_serve.offline.comparators import PolicyFunction
+from ultraep_serve.offline.comparators.placement import Placement
 from ultraep_serve.offline.trace import LoadTrace, Trace, batches, num_batches
 from ultraep_serve.planner.checks import imbalance_floor
-from ultraep_serve.planner.placement import Placement
 from ultraep_serve.types import ExpertShape, IntArray, imbalance
 
 __all__ = [

@@ -13,19 +13,20 @@ the batch, hence within a domain: there the ranks of a domain are equal.
 
 import numpy as np
 
-from ultraep_serve.planner.placement import Counts, Placement, master_copies, placement_from_quota
+from ultraep_serve.offline.comparators.placement import Counts, Placement, of_quota
+from ultraep_serve.planner.eplb_slots import master_copies
 from ultraep_serve.types import ExpertShape
 
 __all__ = ["place_exact"]
 
 
 def place_exact(loads: Counts, shape: ExpertShape, history: Counts, domain_size: int) -> Placement:
-    """Arguments as ``PolicyFunction``; ``history`` and the number of slots are not used."""
+    """``history`` and the number of slots are not used."""
     expert_load = loads.sum(0)
     quota = master_copies(shape).astype(np.int64) * expert_load[:, None]
     for first in range(0, shape.num_ranks, domain_size):
         _level(quota[:, first : first + domain_size])
-    return placement_from_quota(quota, shape)
+    return of_quota(quota, shape)
 
 
 def _level(quota: Counts) -> None:

@@ -1,6 +1,6 @@
 """Policy ``lplb``: placement from past loads, split of the batch's own loads by linear programme.
 
-Source: DeepSeek's Linear-Programming-Based Load HostBalancer, its public README
+Source: DeepSeek's Linear-Programming-Based Load Balancer, its public README
 (https://github.com/deepseek-ai/LPLB): experts are reordered and replicated from statistics with
 EPLB, then each batch's tokens are assigned to the copies so that the busiest rank has least. Its
 links between ranks follow fixed topologies; here any copy may take any token, which flatters it.
@@ -12,17 +12,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ultraep_serve.errors import UnsupportedError
-from ultraep_serve.planner.eplb import past_copies
-from ultraep_serve.planner.placement import Counts, Placement
+from ultraep_serve.offline.comparators.placement import Counts, Placement
+from ultraep_serve.planner.eplb_slots import past_copies
 from ultraep_serve.types import ExpertShape, IntArray
 
 __all__ = ["place_lplb"]
 
 
 def place_lplb(loads: Counts, shape: ExpertShape, history: Counts, domain_size: int) -> Placement:
-    """Arguments as ``PolicyFunction``. Raises UnsupportedError where SciPy is missing."""
+    """Raises UnsupportedError where SciPy is missing."""
     copies = past_copies(history, shape, fixed_masters=False)
-    return Placement(_split(loads.sum(0), copies), copies, None)
+    return Placement(_split(loads.sum(0), copies), copies)
 
 
 def _split(expert_load: Counts, copies: IntArray) -> IntArray:
