@@ -134,7 +134,7 @@ def project(row: Reported, assumed: Assumed) -> Projection:
         "none": Prefill(tokens, row.num_ranks, off),
         "eplb": Prefill(tokens, row.num_ranks, eplb, slots=2),
         "ultraep": Prefill(
-            tokens, row.num_ranks, ultraep, slots=2, transfer=LINK_EXPERTS, weighed=True
+            tokens, row.num_ranks, ultraep, slots=2, transfer=LINK_EXPERTS, exchanged=True
         ),
         "ideal": Prefill(tokens, row.num_ranks, 1.0),
     }

@@ -11,8 +11,8 @@ from served import WORK, model, serve
 
 from tests.support.permute import permute_experts
 from ultraep_serve.client.greedy_tokens import Generation, compare_tokens
-from ultraep_serve.demo.balanced_server import BalancedServer
-from ultraep_serve.demo.same_tokens import (
+from ultraep_serve.demo.balanced_server import (
+    BalancedServer,
     check_tokens,
     generate_under,
     mixed_prompts,

@@ -28,7 +28,7 @@ import httpx
 from served import CONTEXT, WORK, model
 
 from ultraep_serve.client.engine import Server
-from ultraep_serve.client.prefill_statistics import Spread, ratios_json
+from ultraep_serve.client.prefill import Spread, ratios_json
 from ultraep_serve.client.prompts import Openings, fitted_prompt
 from ultraep_serve.demo.balanced_server import (
     BalancedServer,

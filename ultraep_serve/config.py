@@ -40,13 +40,9 @@ def _read_costs(given: object) -> object:
         return CostModel.from_mapping(given).to_json()
     if not isinstance(given, str | Path) or not str(given):
         return given
-    text = str(given)
-    if not text.lstrip().startswith("{"):
-        try:
-            text = Path(text).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"the file cannot be read: {error}") from error
-    return CostModel.from_json(text).to_json()
+    is_text = str(given).lstrip().startswith("{")
+    read = CostModel.from_json(str(given)) if is_text else CostModel.from_file(Path(given))
+    return read.to_json()
 
 
 class _Settings(BaseModel):

@@ -64,7 +64,7 @@ def worth_it(loads: np.ndarray, plan: Plan, model: CostModel) -> bool:
 def test_layer_seconds_by_hand() -> None:
     off = layer_seconds(SIMPLE, busiest_assignments=600, rank_tokens=340, held_experts=2)
     assert off == pytest.approx(5e-6 + 340 * 2e-6 + 600e-6)
-    on = layer_seconds(SIMPLE, 340, 340, 3, transfer=Transfer(2, 1), weighed=True)
+    on = layer_seconds(SIMPLE, 340, 340, 3, transfer=Transfer(2, 1), exchanged=True)
     assert on == pytest.approx(5e-6 + 340 * 2e-6 + 340e-6 + 10e-6 + 50e-6 + 2 * 100e-6)
 
 

@@ -38,6 +38,10 @@ class Sidecar(Endpoint):
         super().__init__("the sidecar", "--sidecar", url, timeout_seconds)
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
 
+    def get(self, path: str) -> dict[str, Any]:
+        """The answer to a GET. Raises BenchError when refused."""
+        return self._object("GET", path)
+
     def policy(self) -> Policy:
         """The policy in force. Raises BenchError when the sidecar does not say."""
         name = self._object("GET", "/v1/config").get("policy")

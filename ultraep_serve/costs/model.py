@@ -16,6 +16,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -109,6 +110,15 @@ class CostModel:
         if not isinstance(values, dict):
             raise ConfigError("the cost model must be a JSON object")
         return cls.from_mapping(values)
+
+    @classmethod
+    def from_file(cls, path: Path) -> "CostModel":
+        """Read ``to_json``'s output. Raises ConfigError, also where the file cannot be read."""
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"the cost model in {path} cannot be read: {error}") from error
+        return cls.from_json(text)
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> "CostModel":

@@ -1,27 +1,41 @@
-"""A balanced server as a user starts it, for demos, benchmarks and tests."""
+"""A balanced server as a user starts it, and what demo, benchmarks and tests ask of it."""
 
+import random
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from types import TracebackType
+from typing import Any
 
 import httpx
 
+from ultraep_serve.client.engine import Server
+from ultraep_serve.client.greedy_tokens import Generation, TokenComparison, compare_tokens, generate
+from ultraep_serve.client.prefill import PrefillOptions
+from ultraep_serve.client.prefill_report import measure_with_progress, prefill_document
+from ultraep_serve.client.sidecar import Sidecar
+from ultraep_serve.demo.text import DOMAINS, sample_text
 from ultraep_serve.errors import ConfigError, ServerError
 from ultraep_serve.launcher.run_directory import TOKEN_FILE, run_directory_of_port
 from ultraep_serve.machine import free_port
+from ultraep_serve.types import Policy
 
 __all__ = [
     "BalancedServer",
+    "check_tokens",
     "expert_parallel_flags",
+    "generate_under",
     "installed_engine",
+    "measure_server",
+    "mixed_prompts",
 ]
 
 _STOP_SECONDS = 60.0
+_SHORTEST, _LONGEST = 16, 1500  # tokens; from decode-sized to several times min_batch_tokens
 
 
 class BalancedServer:
@@ -61,14 +75,8 @@ class BalancedServer:
 
     def __enter__(self) -> "BalancedServer":
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        command = [
-            sys.executable,
-            "-m",
-            "ultraep_serve.cli",
-            self._engine,
-            self.model,
-            *self._flags,
-        ]
+        command = [sys.executable, "-m", "ultraep_serve.cli", self._engine, self.model]
+        command += self._flags
         with self.log_path.open("wb") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
         try:
@@ -79,13 +87,13 @@ class BalancedServer:
             raise
         return self
 
-    def __exit__(
-        self,
-        _type: type[BaseException] | None,
-        _value: BaseException | None,
-        _traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stop()
+
+    def set_policy(self, policy: Policy) -> None:
+        """Put ``policy`` in force from the next batch on."""
+        with closing(Sidecar(self.sidecar_url, self.token)) as sidecar:
+            sidecar.set_policy(policy)
 
     def wait(self, seconds: float) -> int:
         """Exit code of the command, once it ends by itself. Raises subprocess.TimeoutExpired."""
@@ -119,7 +127,7 @@ class BalancedServer:
 
 
 def installed_engine() -> str:
-    """The engine of this environment, "vllm" or "sglang"; raises ConfigError without one."""
+    """The engine of this environment, "vllm" or "sglang". Raises ConfigError without one."""
     for engine in ("vllm", "sglang"):
         if find_spec(engine) is not None:
             return engine
@@ -139,8 +147,51 @@ def expert_parallel_flags(
     context = str(max_tokens)
     if engine == "sglang":
         if mode != "tensor":
-            raise ConfigError(f"{mode} parallelism is not there yet for SGLang; use tensor")
+            raise ConfigError(f"{mode} parallelism is not supported with SGLang; use tensor")
         ranks = ["--tp-size", "2", "--ep-size", "2", "--disable-radix-cache"]
         return [*ranks, "--dtype", dtype, "--context-length", context]
     ranks = [f"--{mode}-parallel-size", "2", "--enable-expert-parallel"]
     return [*ranks, "--no-enable-prefix-caching", "--dtype", dtype, "--max-model-len", context]
+
+
+def measure_server(
+    server: BalancedServer, options: PrefillOptions, command: str, model: str = ""
+) -> dict[str, Any]:
+    """``bench prefill`` on the words of a made-up domain; the document names ``model``."""
+    with (
+        closing(Server(server.url)) as engine,
+        closing(Sidecar(server.sidecar_url, server.token)) as sidecar,
+    ):
+        source = partial(sample_text, DOMAINS[0])
+        result = measure_with_progress(engine, sidecar, source, options)
+        return prefill_document(result, engine.url, model or engine.model, command)
+
+
+def mixed_prompts(count: int, seed: int = 0) -> list[str]:
+    """``count`` texts of mixed lengths, from the domains in turn."""
+    chooser = random.Random(seed)
+    return [
+        sample_text(DOMAINS[i % len(DOMAINS)], chooser.randint(_SHORTEST, _LONGEST), seed + i)
+        for i in range(count)
+    ]
+
+
+def generate_under(
+    server: BalancedServer,
+    policy: Policy,
+    prompts: list[str],
+    max_tokens: int = 16,
+    concurrency: int = 4,
+) -> list[Generation]:
+    """Greedy completions of ``prompts`` with ``policy`` in force."""
+    server.set_policy(policy)
+    return generate(server.url, server.model, prompts, max_tokens, concurrency)
+
+
+def check_tokens(
+    server: BalancedServer, prompts: list[str], max_tokens: int = 16, concurrency: int = 4
+) -> TokenComparison:
+    """Compare greedy tokens with balancing off against on, in one running server."""
+    off = generate_under(server, Policy.OFF, prompts, max_tokens, concurrency)
+    on = generate_under(server, Policy.QUOTA, prompts, max_tokens, concurrency)
+    return compare_tokens(off, on)

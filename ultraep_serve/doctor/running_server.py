@@ -1,13 +1,13 @@
 """Ports that are free, and the health of a server that runs."""
 
 import json
-import socket
 import urllib.error
 import urllib.request
 from typing import Any
 
 from ultraep_serve.doctor.finding import Finding, Subject, error, ok, warning
 from ultraep_serve.launcher.run_directory import is_running, run_directory_of_port
+from ultraep_serve.machine import why_not_listen
 
 __all__ = ["check_ports", "check_server"]
 
@@ -77,7 +77,7 @@ def _reasons(body: bytes) -> dict[str, Any]:
 
 
 def _check_default(title: str, port: int) -> Finding:
-    taken = [number for number in (port, port + 1) if not _is_free(number)]
+    taken = [number for number in (port, port + 1) if why_not_listen("0.0.0.0", number)]
     if not taken:
         return ok("ports", f"{port} and {port + 1}, {title}'s server and sidecar, are free")
     seen = f"{', '.join(map(str, taken))} of {title}'s {port} and {port + 1} in use"
@@ -86,7 +86,7 @@ def _check_default(title: str, port: int) -> Finding:
 
 
 def _check_port(port: int, who: str) -> Finding:
-    if _is_free(port):
+    if why_not_listen("0.0.0.0", port) is None:
         return ok("ports", f"{port} is free for {who}")
     flag = "--port" if who == "the server" else "--sidecar-port"
     remedy = f"stop who holds it (ss -ltnp), or choose another {flag}"
@@ -95,16 +95,6 @@ def _check_port(port: int, who: str) -> Finding:
 
 def _sidecar_port(subject: Subject) -> int:
     return subject.sidecar_port or (subject.port or 0) + 1
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket(socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("0.0.0.0", port))
-        except OSError:
-            return False
-        return True
 
 
 def _get(url: str) -> "tuple[int, bytes] | str":

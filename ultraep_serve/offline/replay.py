@@ -17,6 +17,7 @@ from ultraep_serve.offline.comparators import PolicyFunction
 from ultraep_serve.offline.comparators.placement import Placement
 from ultraep_serve.offline.trace import LoadTrace, Trace, batches, num_batches
 from ultraep_serve.planner.checks import imbalance_floor
+from ultraep_serve.planner.eplb_slots import HISTORY_BATCHES
 from ultraep_serve.types import ExpertShape, IntArray, imbalance
 
 __all__ = [
@@ -35,7 +36,7 @@ MOST_SLOTS = 64  # as for a server
 
 @dataclass(frozen=True)
 class ReplayOptions:
-    """How to cut and place the trace. Raises TraceError naming the setting that is not legal."""
+    """How to cut and place the trace. Raises TraceError naming a flag that is out of range."""
 
     num_ranks: int  # R
     num_slots: int  # S
@@ -43,18 +44,24 @@ class ReplayOptions:
     layers: tuple[int, ...] | None = None  # None: all
     limit: int | None = None  # batches at most
     domain_size: int | None = None
-    history_batches: int = 8  # past batches shown to policies that look back
+    history_batches: int = HISTORY_BATCHES  # past batches shown to policies that look back
     rebalance_every: int = 1  # batches between looks at the past
     skip: int = 0  # first batches that are history only, and not measured
 
     def __post_init__(self) -> None:
-        for name in ("num_ranks", "history_batches", "rebalance_every"):
-            _at_least(name, getattr(self, name), 1)
-        for name in ("limit", "domain_size"):
-            _at_least(name, getattr(self, name), 1)
-        _at_least("skip", self.skip, 0)
-        if not 0 <= self.num_slots <= MOST_SLOTS:
-            raise TraceError(f"num_slots = {self.num_slots} must be 0 to {MOST_SLOTS}")
+        for flag, value, least in (
+            ("--ep", self.num_ranks, 1),
+            ("--slots", self.num_slots, 0),
+            ("--limit", self.limit, 1),
+            ("--domain-size", self.domain_size, 1),
+            ("--history", self.history_batches, 1),
+            ("--rebalance-every", self.rebalance_every, 1),
+            ("--skip", self.skip, 0),
+        ):
+            if value is not None and value < least:
+                raise TraceError(f"{flag} = {value} must be {least} or more")
+        if self.num_slots > MOST_SLOTS:
+            raise TraceError(f"--slots = {self.num_slots} must be at most {MOST_SLOTS}")
 
 
 @dataclass
@@ -257,11 +264,6 @@ def _check_dump(policies: Sequence[PolicyFunction], shape: ExpertShape, num_case
 def _share_bytes(shape: ExpertShape) -> int:
     """Bytes of the shares (R, E, R) of one plan."""
     return 4 * shape.num_ranks**2 * shape.num_logical_experts
-
-
-def _at_least(name: str, value: int | None, least: int) -> None:
-    if value is not None and value < least:
-        raise TraceError(f"{name} = {value} must be {least} or more")
 
 
 def replay_document(result: Replay, options: ReplayOptions, trace_name: str) -> dict[str, Any]:

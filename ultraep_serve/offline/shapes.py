@@ -94,9 +94,8 @@ def weight_bits(weight_type: str) -> float:
     try:
         return WEIGHT_BITS[weight_type]
     except KeyError:
-        raise ConfigError(
-            f"unknown weight type {weight_type!r}; known: {', '.join(WEIGHT_BITS)}"
-        ) from None
+        names = ", ".join(WEIGHT_BITS)
+        raise ConfigError(f"unknown weight type {weight_type!r}; choose from {names}") from None
 
 
 def model_shape(name_or_path: str) -> ModelShape:
@@ -162,7 +161,7 @@ class _Reader:
         for name in names:
             if self._config.get(name) is not None:
                 return self._checked(name, least=1)
-        raise ConfigError(f"{self._name}: {' or '.join(names)} is missing: no MoE model's config?")
+        raise ConfigError(f"{self._name}: {' or '.join(names)} is missing; is this a MoE model?")
 
     def optional(self, name: str, default: int = 0) -> int:
         """The same, or ``default`` where it is missing or null."""

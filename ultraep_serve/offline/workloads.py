@@ -38,7 +38,7 @@ BURST_REST = 0.15  # part of a burst's excess imbalance that is there between bu
 
 @dataclass(frozen=True)
 class Workload:
-    """What to make. Raises TraceError naming the setting that is not legal."""
+    """What to make. Raises TraceError naming a flag that is out of range."""
 
     kind: str  # one of KINDS
     num_tokens: int
@@ -51,15 +51,21 @@ class Workload:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _require("kind", self.kind, self.kind in KINDS, ", ".join(KINDS))
-        for name in ("num_tokens", "num_layers", "num_experts", "num_ranks", "period"):
-            _require(name, getattr(self, name), getattr(self, name) >= 1, "1 or more")
-        _require("num_experts", self.num_experts, self.num_experts <= 1 << 15, "at most 32768")
-        _require("top_k", self.top_k, 1 <= self.top_k <= self.num_experts, "1 to num_experts")
-        divides = self.num_experts % self.num_ranks == 0
-        _require("num_experts", self.num_experts, divides, f"multiples of {self.num_ranks} ranks")
-        _require("imbalance", self.imbalance, self.imbalance >= 1, "1 or more")
-        _require("seed", self.seed, self.seed >= 0, "0 or more")
+        for flag, value, is_valid, valid in (
+            ("--kind", self.kind, self.kind in KINDS, ", ".join(KINDS)),
+            ("--tokens", self.num_tokens, self.num_tokens >= 1, "1 or more"),
+            ("--layers", self.num_layers, self.num_layers >= 1, "1 or more"),
+            ("--experts", self.num_experts, 1 <= self.num_experts <= 1 << 15, "1 to 32768"),
+            ("--top-k", self.top_k, 1 <= self.top_k <= self.num_experts, "1 to --experts"),
+            ("--ep", self.num_ranks, self.num_ranks >= 1, "1 or more"),
+            ("--imbalance", self.imbalance, self.imbalance >= 1, "1 or more"),
+            ("--period", self.period, self.period >= 1, "1 or more"),
+            ("--seed", self.seed, self.seed >= 0, "0 or more"),
+        ):
+            if not is_valid:
+                raise TraceError(f"{flag} = {value!r} must be {valid}")
+        if self.num_experts % self.num_ranks:
+            raise TraceError(f"--experts = {self.num_experts} must be a multiple of --ep")
 
 
 @dataclass(frozen=True)
@@ -164,11 +170,6 @@ def _chance(weights: Weights, top_k: int) -> Weights:
         few = -np.expm1(-weights * np.exp(middle)[:, None]).sum(1) < top_k
         low, high = np.where(few, middle, low), np.where(few, high, middle)
     return np.asarray(-np.expm1(-weights * np.exp(high)[:, None]))
-
-
-def _require(name: str, value: object, legal: bool, range_text: str) -> None:
-    if not legal:
-        raise TraceError(f"{name} = {value!r} must be {range_text}")
 
 
 CHUNK = 1 << 20  # weights drawn at once
