@@ -11,13 +11,10 @@ that experts would have to take for each reported gain, which ought to be the sa
 Also what one replica slot instead of two saves in memory.
 """
 
-import argparse
 import itertools
-import json
-import sys
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
+import harness
 import numpy as np
 
 from ultraep_serve.costs.model import Transfer
@@ -72,9 +69,7 @@ class Projection:
 
 def main() -> None:
     """Print the tables; write them with the command when asked to."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="write all tables here")
-    options = parser.parse_args()
+    options = harness.parser(__doc__).parse_args()
     assumed = Assumed()
     projections = [project(row, assumed) for row in PUBLISHED]
     print(f"Predicted / reported, assuming {describe(assumed)}")
@@ -92,21 +87,19 @@ def main() -> None:
     for line in memory:
         print("  {model:16} {weights:5} one slot {one:7.1f}, two {two:7.1f}: one saves {saves:7.1f}"
               " shared, {saves_per_layer:8.0f} per layer".format(**line))  # fmt: skip
-    if options.json:
-        report = {
-            "command": sys.argv,
-            "reported_by": "arXiv 2606.04101, read off a figure (about 3 %)",
-            "gains": GAINS,
-            "assumed": asdict(assumed),
-            "rows": [asdict(projection) for projection in projections],
-            "closest": {
-                traffic: {"assumed": asdict(setting), "rows": [asdict(row) for row in fitted]}
-                for traffic, (setting, fitted) in closest.items()
-            },
-            "implied_expert_share": shares,
-            "memory_mib": memory,
-        }
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    results = {
+        "reported_by": "arXiv 2606.04101, read off a figure (about 3 %)",
+        "gains": GAINS,
+        "assumed": asdict(assumed),
+        "rows": [asdict(projection) for projection in projections],
+        "closest": {
+            traffic: {"assumed": asdict(setting), "rows": [asdict(row) for row in fitted]}
+            for traffic, (setting, fitted) in closest.items()
+        },
+        "implied_expert_share": shares,
+        "memory_mib": memory,
+    }
+    harness.write(options.json, results)
 
 
 def describe(assumed: Assumed) -> str:
@@ -205,7 +198,8 @@ def memory_table() -> list[dict[str, str | float]]:
                 "one_per_layer": one.per_layer / MIB,
                 "two_per_layer": two.per_layer / MIB,
                 "saves_per_layer": (two.per_layer - one.per_layer) / MIB,
-                "kv_tokens_of_one_per_layer": one.kv_tokens,
+                "kv_tokens_of_one_per_layer": (one.per_layer - one.shared)
+                // shape.kv_bytes_per_token,
             }
         )
     return lines

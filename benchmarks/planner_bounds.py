@@ -7,18 +7,15 @@ mixed-integer program (HiGHS) and takes seconds a case, so only 64 experts on 8 
 """
 
 import argparse
-import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import checkout  # noqa: F401
+import harness
 import numpy as np
 from planner_quality import Cases, trace_cases, zipf_cases
 
 from tests.support.references import greedy_plan, least_largest_load
-from ultraep_serve.machine import describe
 from ultraep_serve.planner.checks import imbalance_floor
 from ultraep_serve.planner.quota import plan_quota
 from ultraep_serve.types import ExpertShape, imbalance
@@ -28,20 +25,12 @@ BALANCED = 0.005  # imbalances closer than this count as the same balance
 
 def main() -> None:
     """Print three tables; write them with the machine and the command when asked to."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--traces", type=Path, help="directory of .npz traces; default none")
+    parser = harness.parser(__doc__)
+    parser.add_argument("--traces", type=Path, help="directory of .npz traces (default: none)")
     parser.add_argument("--zipf-cases", type=int, default=5, help="per size and imbalance")
-    parser.add_argument("--json", type=Path, help="write rows, machine and command here")
     args = parser.parse_args()
     args.batch_tokens = [2048]
-    tables = {
-        "optimum": optimum(args),
-        "domains": domains(args),
-        "greedy": greedy(args),
-    }
-    if args.json:
-        report = {"command": sys.argv, "machine": describe(), **tables}
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+    harness.write(args.json, {table.__name__: table(args) for table in (optimum, domains, greedy)})
 
 
 def cases(args: argparse.Namespace, ranks: list[int]) -> Iterator[Cases]:

@@ -2,22 +2,21 @@
 
     python benchmarks/planner_quality.py --traces DIR --json benchmarks/results/planner_quality.json
 
-A trace is an ``.npz`` file with ``topk_ids`` (tokens, layers, K); every layer of every batch of
-consecutive tokens is one case, its tokens split evenly over the source ranks. Zipf cases have
-1024 tokens per rank, top-8, with the exponent chosen to meet the wanted imbalance.
+Every layer of every batch of a trace is one case, its tokens split evenly over the source ranks.
+Zipf cases have 1024 tokens per rank, top-8, with the exponent chosen to meet the imbalance.
 """
 
 import argparse
-import json
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import harness
 import numpy as np
 
-from ultraep_serve.machine import describe
+from ultraep_serve.offline.store import load_trace
+from ultraep_serve.offline.trace import batches
 from ultraep_serve.planner.quota import plan_quota, warm_up
 from ultraep_serve.types import ExpertShape, imbalance
 
@@ -65,46 +64,29 @@ def main() -> None:
                   f"{row.cases:5} {row.before:7.3f} {row.after:7.4f} {row.worst_after:7.4f} "
                   f"{row.busiest_sender:7.2f} {row.replicas:7.1f} "
                   f"{row.median_microseconds:6.0f}", flush=True)  # fmt: skip
-    if args.json:
-        report = {"command": sys.argv, "machine": describe(), "rows": rows}
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+    harness.write(args.json, {"rows": rows})
 
 
 def parse_arguments() -> argparse.Namespace:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--traces", type=Path, help="directory of .npz traces; default none")
+    parser = harness.parser(__doc__)
+    parser.add_argument("--traces", type=Path, help="directory of .npz traces (default: none)")
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 16, 32], help="for traces")
     parser.add_argument("--batch-tokens", type=int, nargs="+", default=[2048, 8192])
     parser.add_argument("--slots", type=int, nargs="+", default=[2, 1], help="slots per rank")
     parser.add_argument("--zipf-cases", type=int, default=20, help="per size and imbalance")
     parser.add_argument("--repeat", type=int, default=3, help="timed plans per case")
-    parser.add_argument("--json", type=Path, help="write rows, machine and command here")
     return parser.parse_args()
 
 
 def trace_cases(args: argparse.Namespace) -> Iterator[Cases]:
     """Every layer of every whole batch of each trace."""
     for path in sorted(args.traces.glob("*.npz")) if args.traces else []:
-        topk_ids = np.load(path, allow_pickle=False)["topk_ids"]
-        num_experts = int(topk_ids.max()) + 1
+        trace = load_trace(path)
         for num_ranks in args.ranks:
             for tokens in args.batch_tokens:
-                starts = range(0, len(topk_ids) - tokens + 1, tokens)
-                batches = [topk_ids[start : start + tokens] for start in starts]
-                loads = [
-                    count(batch[:, layer], num_ranks, num_experts)
-                    for batch in batches
-                    for layer in range(batch.shape[1])
-                ]
+                loads = [layer for batch in batches(trace, tokens, num_ranks) for layer in batch]
                 yield Cases(f"{path.stem} {tokens} tokens", loads)
-
-
-def count(topk_ids: np.ndarray, num_ranks: int, num_experts: int) -> np.ndarray:
-    """Ids (T, K) -> loads int32 (R, E)."""
-    parts = np.array_split(topk_ids, num_ranks)
-    counts = [np.bincount(part.ravel(), minlength=num_experts) for part in parts]
-    return np.stack(counts).astype(np.int32)
 
 
 def zipf_cases(args: argparse.Namespace) -> Iterator[Cases]:

@@ -10,14 +10,10 @@ any answer was wrong or the ranks disagreed.
 """
 
 import argparse
-import json
-import os
-import platform
 import sys
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
-import checkout  # noqa: F401
+import harness
 import numpy as np
 
 from tests.support.moe import TinyMoE
@@ -68,20 +64,17 @@ def main() -> int:
             row = measure(num_ranks, view, args)
             rows.append(row)
             print_row(row)
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(document(rows), indent=2) + "\n")
+    harness.write(args.json, {"results": [asdict(row) for row in rows]})
     return 0 if all(row.is_right for row in rows) else 1
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = harness.parser(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--batches", type=int, default=1000, help="per set-up, of 3 layers each")
     parser.add_argument("--max-tokens", type=int, default=256, help="of one source of tokens")
     parser.add_argument("--relay", default="always", help="auto, always or never")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="write the results here")
     return parser.parse_args()
 
 
@@ -128,19 +121,6 @@ def print_row(row: Row) -> None:
         f"{row.mean_after:6.3f} <{row.max_after:5.2f} {row.seconds:7.1f}",
         flush=True,
     )
-
-
-def document(rows: list[Row]) -> dict[str, object]:
-    return {
-        "machine": {
-            "processor": platform.processor() or platform.machine(),
-            "cores": os.cpu_count(),
-            "system": f"{platform.system()} {platform.release()}",
-            "python": platform.python_version(),
-        },
-        "command": " ".join(["python", *sys.argv]),
-        "results": [asdict(row) for row in rows],
-    }
 
 
 if __name__ == "__main__":

@@ -21,8 +21,6 @@ from ultraep_serve.ring.reader import RingReader
 from ultraep_serve.ring.schema import ring_path
 from ultraep_serve.types import Policy, Stage
 
-__all__ = ["layers"]
-
 
 def layers(options: argparse.Namespace) -> dict[str, Any]:
     """Predicted against measured time of a layer, in served batches of many sizes.

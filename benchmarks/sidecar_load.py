@@ -14,8 +14,6 @@ import json
 import multiprocessing
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -23,10 +21,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import harness
 import httpx
 import numpy as np
+from served import sidecar
 
-from ultraep_serve.machine import describe
 from ultraep_serve.ring.control import ControlPage
 from ultraep_serve.ring.reader import RingReader
 from ultraep_serve.ring.recorder import Recorder
@@ -36,7 +35,6 @@ from ultraep_serve.types import Decision, ExpertShape, Policy
 NUM_LAYERS = 16
 PATHS = ("/v1/balance", "/v1/overview", "/v1/balance/batches", "/metrics", "/readyz")
 BURSTS_PER_SECOND = 25
-START_SECONDS = 60
 WRITERS = 2  # processes
 
 
@@ -204,15 +202,14 @@ def latency(seconds: list[float]) -> dict[str, float]:
     }
 
 
-def main() -> int:
+def main() -> None:
     """Start writers and the sidecar, measure, print, and write the result."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = harness.parser(__doc__)
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--ranks", type=int, default=16)
     parser.add_argument("--records-per-second", type=int, default=2000, help="of each rank")
     parser.add_argument("--clients", type=int, default=50)
     parser.add_argument("--pause", type=float, default=1.0, help="seconds between a client's calls")
-    parser.add_argument("--json", type=Path)
     settings = parser.parse_args()
     shape = ExpertShape(settings.ranks, 8 * settings.ranks, 2)
     context = multiprocessing.get_context("spawn")
@@ -236,48 +233,24 @@ def main() -> int:
             page.close()
     result = {
         "schema_version": 1,
-        "command": "python " + " ".join(sys.argv),
-        "machine": describe(),
         "settings": {k: v for k, v in vars(settings).items() if k != "json"},
         "shape": asdict(shape),
         **measured,
     }
     print(json.dumps(result, indent=2))
-    if settings.json:
-        settings.json.write_text(json.dumps(result, indent=2) + "\n")
-    return 0
+    harness.write(settings.json, result)
 
 
 def run_sidecar(run_dir: Path, settings: argparse.Namespace) -> dict[str, Any]:
     """Measure a sidecar over ``run_dir``, once all ranks write."""
-    port = 18790
-    command = [sys.executable, "-m", "ultraep_serve.sidecar", "--run-dir", str(run_dir)]
-    sidecar = subprocess.Popen([*command, "--port", str(port)])
-    url = f"http://127.0.0.1:{port}"
-    try:
-        deadline = time.monotonic() + START_SECONDS
-        while not is_ready(url):
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"not every rank was ready within {START_SECONDS} s")
-            time.sleep(0.5)
+    with sidecar(run_dir) as (process, url):
         before = records_written(run_dir, settings.ranks)
         began = time.monotonic()
-        measured = asyncio.run(measure(url, sidecar.pid, run_dir, settings))
+        measured = asyncio.run(measure(url, process.pid, run_dir, settings))
         written = records_written(run_dir, settings.ranks) - before
         measured["records_per_second"] = round(written / (time.monotonic() - began))
-        measured["sidecar_cpu_seconds"] = round(cpu_seconds(sidecar.pid), 1)
+        measured["sidecar_cpu_seconds"] = round(cpu_seconds(process.pid), 1)
         return measured
-    finally:
-        sidecar.terminate()
-        sidecar.wait()
-
-
-def is_ready(url: str) -> bool:
-    """Whether every rank is."""
-    try:
-        return httpx.get(f"{url}/readyz").status_code == 200
-    except httpx.HTTPError:
-        return False
 
 
 def records_written(run_dir: Path, num_ranks: int) -> int:
@@ -292,4 +265,4 @@ def cpu_seconds(pid: int) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -34,7 +34,8 @@ class _Help(argparse.HelpFormatter):
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text = action.help or ""
-        if action.default in (None, False, argparse.SUPPRESS) or "default:" in text:
+        has_default = action.default not in (None, argparse.SUPPRESS) and action.nargs != 0
+        if not has_default or "default:" in text:
             return text
         return f"{text} (default: %(default)s)"
 

@@ -38,7 +38,7 @@ from ultraep_serve.offline.recommend import (
     live_document,
     live_figures,
 )
-from ultraep_serve.offline.shapes import PRESETS, ModelShape, model_shape
+from ultraep_serve.offline.shapes import PRESETS, WEIGHT_BITS, ModelShape, model_shape
 
 __all__ = ["add_arguments", "run"]
 
@@ -52,7 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "read the imbalance of a running server. Says plainly when to leave balancing off."
     )
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--trace", type=Path, metavar="FILE", help=".npz, or .parquet of loads")
+    traces = "recorded trace: .npz, or .parquet of loads"
+    source.add_argument("--trace", type=Path, metavar="FILE", help=traces)
     source.add_argument("--sidecar", metavar="URL", help="address of a running server's sidecar")
     ranks = "ranks of the expert-parallel group; with --sidecar as the server says"
     parser.add_argument("--ep", type=number(1), metavar="N", help=ranks)
@@ -64,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--policies", type=names, metavar="NAME,...", default="quota,eplb",
-        help="to compare, beside off",
+        help="policies to compare with off",
     )  # fmt: skip
     parser.add_argument(
         "--limit", type=number(1), metavar="N", default=16, help="plan at most N batches"
@@ -81,12 +82,11 @@ def _add_machine_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--costs", type=Path, metavar="FILE", help=costs)
     models = f"a Hugging Face config.json or its directory, or one of {', '.join(PRESETS)}"
     parser.add_argument("--model-config", required=True, metavar="MODEL", help=models)
-    parser.add_argument(
-        "--weights", metavar="TYPE", default="bf16", help="of the experts: bf16, fp8 or fp4"
-    )
+    weights = f"type of the experts' weights: {', '.join(WEIGHT_BITS)}"
+    parser.add_argument("--weights", metavar="TYPE", default="bf16", help=weights)
     context = "tokens of a typical prompt"
     parser.add_argument("--context", type=number(1), metavar="N", default=4096, help=context)
-    domain = "ranks that reach each other's memory (default: the hardware's)"
+    domain = "ranks per domain (default: GPUs that NVLink joins)"
     parser.add_argument("--domain-size", type=number(1), metavar="N", help=domain)
     efficiency = "share of the peak FLOPS that is reached (default: 0.5, assumed)"
     parser.add_argument("--efficiency", type=float, metavar="X", help=efficiency)

@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_server_arguments(prefill)
     prefill.add_argument("--model", help="the served model's name (default: the server's first)")
     prefill.add_argument(
-        "--timeout", type=float, metavar="SECONDS", default=600.0, help="for one answer"
+        "--timeout", type=float, metavar="SECONDS", default=600.0, help="limit for one answer"
     )
     prefill.add_argument(
         "--prompt-tokens", type=numbers(), metavar="N,...", default="2048,4096,8192",
@@ -55,12 +55,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     prefill.add_argument(
         "--policies", type=names, metavar="NAME,...", default="off,quota",
-        help="to compare; ideal needs a server started with --allow-ideal",
+        help="policies to compare; ideal needs a server started with --allow-ideal",
     )  # fmt: skip
     for flag, default, text in (
         ("--repeats", 7, "rounds per length"),
         ("--warmup", 2, "requests per length and policy that are not measured"),
-        ("--seed", 0, "for the texts and the order of policies"),
+        ("--seed", 0, "seed of the texts and of the order of policies"),
     ):
         prefill.add_argument(flag, type=int, metavar="N", default=default, help=text)
     text_file = "take prompts from this text (default: common words in random order)"

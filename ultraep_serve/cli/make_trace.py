@@ -18,20 +18,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "two workloads take turns. burst: short periods of sharp skew. rotate: the hot spot moves "
         "from rank to rank."
     )
-    parser.add_argument("--kind", choices=KINDS, default="zipf", help="of workload")
+    parser.add_argument("--kind", choices=KINDS, default="zipf", help="kind of workload")
     for flag, field, default, text in (
-        ("--experts", "num_experts", 128, "per layer"),
+        ("--experts", "num_experts", 128, "experts per layer"),
         ("--top-k", "top_k", 8, "experts per token"),
         ("--layers", "num_layers", 8, "MoE layers"),
-        ("--tokens", "num_tokens", 16384, "of all sequences"),
+        ("--tokens", "num_tokens", 16384, "tokens in all"),
         ("--ep", "num_ranks", 8, "ranks that the imbalance is meant for"),
         ("--period", "period", 4096, "tokens between changes"),
-        ("--seed", "seed", 0, "of the random draws"),
+        ("--seed", "seed", 0, "seed of the random draws"),
     ):
         parser.add_argument(flag, dest=field, type=int, metavar="N", default=default, help=text)
-    imbalance = "max/mean over ranks"
+    imbalance = "expected max/mean over ranks"
     parser.add_argument("--imbalance", type=float, metavar="X", default=2.0, help=imbalance)
-    parser.add_argument("--out", type=Path, metavar="FILE", required=True, help=".npz to write")
+    out = "write the trace to FILE (.npz)"
+    parser.add_argument("--out", type=Path, metavar="FILE", required=True, help=out)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-mib is full; what was recorded until then is written."
     )
     add_server_arguments(parser)
-    out = ".npz to write; with --level loads also .parquet"
+    out = "write the trace to FILE: .npz, or with --level loads .parquet"
     parser.add_argument("--out", type=Path, metavar="FILE", required=True, help=out)
     parser.add_argument(
         "--level", choices=("tokens", "loads"), default="tokens",

@@ -38,13 +38,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Plan every layer of every batch of a trace with each policy, and compare. No server and "
         "no GPU is needed."
     )
-    parser.add_argument("trace", type=Path, metavar="TRACE", help=".npz, or .parquet of loads")
+    traces = "recorded trace: .npz, or .parquet of loads"
+    parser.add_argument("trace", type=Path, metavar="TRACE", help=traces)
     summaries = "; ".join(f"{policy.name}: {policy.summary}" for policy in POLICIES.values())
     parser.add_argument(
         "--policies", "--policy", type=names, action="extend", metavar="NAME,...", required=True,
-        help=f"to compare; may be repeated. {summaries}",
+        help=f"policies to compare; may be repeated. {summaries}",
     )  # fmt: skip
-    parser.add_argument("--layers", nargs="+", metavar="N", help="as in 0 3 6-8 (default: all)")
+    layers = "MoE layers, as in 0 3 6-8 (default: all)"
+    parser.add_argument("--layers", nargs="+", metavar="N", help=layers)
     parser.add_argument(
         "--phase", choices=("prefill", "decode", "all"), default="prefill",
         help="what to replay where the trace tells them apart",
@@ -55,8 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-tokens", type=int, metavar="N", help=tokens)
     for flag, field, default, text in (
         ("--slots", "num_slots", 2, "replica slots per rank"),
-        ("--domain-size", "domain_size", None, "ranks that share memory (default: all)"),
-        ("--experts", "num_experts", None, "experts of the model, where the trace does not say"),
+        ("--domain-size", "domain_size", None, "ranks per domain (default: all)"),
+        ("--experts", "num_experts", None, "experts of the model, if the trace does not say"),
         ("--limit", "limit", None, "replay at most N batches"),
         ("--history", "history_batches", 8, "past batches that eplb, eplb-slots and lplb see"),
         ("--rebalance-every", "rebalance_every", 1, "batches between their looks at the past"),
@@ -66,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_json_argument(parser)
     parser.add_argument(
         "--dump-plans", type=Path, metavar="FILE",
-        help=".npz for the plans of one policy that leaves masters in place",
+        help="write the plans of one policy, which leaves masters in place, to FILE (.npz)",
     )  # fmt: skip
 
 
