@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.support.model_report import measure_model
+from tests.support.tiny_models import tiny_glm4, tiny_qwen3
 from ultraep_serve.demo.gates import hot_rank, target_shares
 from ultraep_serve.demo.models import make_model
-from ultraep_serve.demo.spec import ModelSpec, tiny_glm4, tiny_qwen3
+from ultraep_serve.demo.spec import ModelSpec
 from ultraep_serve.demo.text import WORDS_PER_DOMAIN, calibration_words, sample_text, vocabulary
 from ultraep_serve.errors import ConfigError
 
