@@ -67,13 +67,13 @@ def entry_point_names(group: str) -> list[str]:
     return [point.name for point in metadata.entry_points(group=group)]
 
 
-def check_package(version_of: VersionOf = installed_version) -> list[Finding]:
+def check_package(version_of: VersionOf = installed_version) -> Finding:
     """This package's own version and what it runs on."""
     torch = version_of("torch")
     seen = f"ultraep-serve {__version__}, Python {platform.python_version()}, torch {torch}"
     if torch is None:
-        return [error("package", seen, "install torch; an engine brings the build it needs")]
-    return [ok("package", seen)]
+        return error("package", seen, "install torch; an engine brings the build it needs")
+    return ok("package", seen)
 
 
 def check_engines(

@@ -76,14 +76,10 @@ def link_domains(matrix: str) -> list[list[int]]:
     links = [row for row in links if "X" in row]  # the header has none
     domains = [{gpu} for gpu in range(len(links))]
     for gpu, row in enumerate(links):
-        peers = {peer for peer in range(len(links)) if row[peer : peer + 1] and _nvlink(row[peer])}
+        peers = {peer for peer, cell in enumerate(row[: len(links)]) if cell.startswith("NV")}
         joined = {gpu}.union(*(domain for domain in domains if domain & (peers | {gpu})))
         domains = [domain for domain in domains if not domain & joined] + [joined]
     return sorted(sorted(domain) for domain in domains)
-
-
-def _nvlink(cell: str) -> bool:
-    return cell.startswith("NV")
 
 
 _QUERY = ["--query-gpu=fabric.state,fabric.clusterUuid,fabric.cliqueId", "--format=csv,noheader"]
@@ -102,13 +98,9 @@ def check_cliques(run: NvidiaSmi = nvidia_smi) -> list[Finding]:
         return []
     unfinished = {state for state, _, _ in rows} - {"Completed"}
     if unfinished:
-        return [
-            warning(
-                "clique",
-                f"NVLink between hosts is not set up: {', '.join(sorted(unfinished))}",
-                "wait for the fabric manager, or read its log; until then tokens take the network",
-            )
-        ]
+        seen = f"NVLink between hosts is not set up: {', '.join(sorted(unfinished))}"
+        remedy = "wait for the fabric manager, or read its log; until then tokens take the network"
+        return [warning("clique", seen, remedy)]
     cliques = sorted({f"{cluster}.{clique}" for _, cluster, clique in rows})
     if len(cliques) > 1:
         seen = f"GPUs of this host are in {len(cliques)} cliques: {', '.join(cliques)}"

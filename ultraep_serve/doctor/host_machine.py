@@ -26,27 +26,25 @@ _SECONDS = 30.0
 _OPEN = "import os, sys; os.close(os.open(sys.argv[1], os.O_RDWR))"
 
 
-def check_cores(subject: Subject, cgroup: Path = Path("/sys/fs/cgroup")) -> list[Finding]:
+def check_cores(subject: Subject, cgroup: Path = Path("/sys/fs/cgroup")) -> Finding:
     """Cores that this process may use, by affinity and by the container's quota."""
     cores, quota = len(os.sched_getaffinity(0)), _quota(cgroup / "cpu.max")
     seen = f"{cores} cores for {subject.ranks_here} ranks"
     if quota is not None and quota < cores:
-        return [
-            warning(
-                "cores",
-                f"{seen}, but the container's quota is {quota:g}: pinned ranks are throttled",
-                "give the container whole cores (Docker: --cpuset-cpus; Kubernetes: integer "
-                "requests equal to limits and the static CPU manager)",
-            )
-        ]
+        return warning(
+            "cores",
+            f"{seen}, but the container's quota is {quota:g}: pinned ranks are throttled",
+            "give the container whole cores (Docker: --cpuset-cpus; Kubernetes: integer requests "
+            "equal to limits and the static CPU manager)",
+        )
     if cores < subject.ranks_here:
         remedy = "use fewer ranks or more cores; ranks that share a core wait for each other"
-        return [warning("cores", seen, remedy)]
-    return [ok("cores", seen)]
+        return warning("cores", seen, remedy)
+    return ok("cores", seen)
 
 
-def check_memory_access(proc: Path = Path("/proc")) -> list[Finding]:
-    """Whether a process can map a sibling's memfd through /proc/PID/fd, as ranks do: by trying."""
+def check_memory_access(proc: Path = Path("/proc")) -> Finding:
+    """Try whether a process can map another's memory through /proc/PID/fd, as ranks do."""
     descriptor = os.memfd_create("ultraep-doctor", os.MFD_CLOEXEC)
     target = proc / str(os.getpid()) / "fd" / str(descriptor)
     try:
@@ -63,15 +61,13 @@ def check_memory_access(proc: Path = Path("/proc")) -> list[Finding]:
     finally:
         os.close(descriptor)
     if not problem:
-        return [ok("memory access", f"processes of user {os.getuid()} open each other's memory")]
-    return [
-        error(
-            "memory access",
-            f"a process cannot open another's memory through {proc}/PID/fd: {problem}",
-            "run all ranks as one user in one container (one process namespace), with /proc "
-            "mounted, and without a security profile that forbids it",
-        )
-    ]
+        return ok("memory access", f"processes of user {os.getuid()} open each other's memory")
+    return error(
+        "memory access",
+        f"a process cannot open another's memory through {proc}/PID/fd: {problem}",
+        "run all ranks as one user in one container (one process namespace), with /proc mounted, "
+        "and without a security profile that forbids it",
+    )
 
 
 def _quota(path: Path) -> float | None:
@@ -94,21 +90,21 @@ _REMEDY = (
 )
 
 
-def check_shared_memory(subject: Subject, path: Path = SHARED_MEMORY) -> list[Finding]:
+def check_shared_memory(subject: Subject, path: Path = SHARED_MEMORY) -> Finding:
     """Size and free space of /dev/shm against what rings and the engine need."""
     name = "shared memory"
     if not os.access(path, os.W_OK | os.X_OK):
-        return [error(name, f"{path} is missing or cannot be written", _REMEDY)]
+        return error(name, f"{path} is missing or cannot be written", _REMEDY)
     status = os.statvfs(path)
     total, free = status.f_frsize * status.f_blocks, status.f_frsize * status.f_bavail
     rings = ring_bytes(subject)
     seen = f"{path}: {size(free)} free of {size(total)}; records of {subject.ranks_here} ranks "
     seen += f"take {size(rings)}, queues of the engine up to {size(_ENGINE_BYTES)}"
     if free < rings:
-        return [error(name, seen, _REMEDY)]
+        return error(name, seen, _REMEDY)
     if free < rings + _ENGINE_BYTES:
-        return [warning(name, seen, _REMEDY)]
-    return [ok(name, seen)]
+        return warning(name, seen, _REMEDY)
+    return ok(name, seen)
 
 
 def ring_bytes(subject: Subject) -> int:
@@ -136,7 +132,7 @@ def _run_directories() -> Finding:
         return ok("leftovers", "no run directory of a dead server")
     names = " ".join(map(str, left))
     held = sum(_bytes(path) for path in left)
-    remedy = f"the next start removes them; or now: rm -r {names}"
+    remedy = f"the next start removes them; to remove them now: rm -r {names}"
     return warning("leftovers", f"dead servers left {names} ({size(held)})", remedy)
 
 
