@@ -9,8 +9,9 @@ Zipf cases have 1024 tokens per rank, top-8, with the exponent chosen to meet th
 import argparse
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import harness
 import numpy as np
@@ -33,23 +34,6 @@ class Cases:
     loads: list[np.ndarray]  # each (R, E)
 
 
-@dataclass(frozen=True)
-class Row:
-    """What the planner made of one set of cases; means over cases unless named otherwise."""
-
-    name: str
-    num_ranks: int
-    num_experts: int
-    num_slots: int
-    cases: int
-    before: float  # imbalance on masters
-    after: float
-    worst_after: float
-    busiest_sender: float  # replicas sent by the rank that sends most
-    replicas: float
-    median_microseconds: float  # one plan with one source rank's share
-
-
 def main() -> None:
     """Print the table; write it with the machine and the command when asked to."""
     args = parse_arguments()
@@ -58,12 +42,10 @@ def main() -> None:
           f"{'worst':>7} {'sender':>7} {'copies':>7} {'us':>6}")  # fmt: skip
     for cases in (*trace_cases(args), *zipf_cases(args)):
         for num_slots in args.slots:
-            row = measure(cases, num_slots, args.repeat)
-            rows.append(asdict(row))
-            print(f"{row.name:24} {row.num_ranks:3} {row.num_experts:4} {row.num_slots:2} "
-                  f"{row.cases:5} {row.before:7.3f} {row.after:7.4f} {row.worst_after:7.4f} "
-                  f"{row.busiest_sender:7.2f} {row.replicas:7.1f} "
-                  f"{row.median_microseconds:6.0f}", flush=True)  # fmt: skip
+            rows.append(measure(cases, num_slots, args.repeat))
+            print("{name:24} {num_ranks:3} {num_experts:4} {num_slots:2} {cases:5} {before:7.3f} "
+                  "{after:7.4f} {worst_after:7.4f} {busiest_sender:7.2f} {replicas:7.1f} "
+                  "{median_microseconds:6.0f}".format(**rows[-1]), flush=True)  # fmt: skip
     harness.write(args.json, {"rows": rows})
 
 
@@ -121,8 +103,8 @@ def imbalance_of(expert_load: np.ndarray, num_ranks: int) -> float:
     return float(rank_load.max() / rank_load.mean())
 
 
-def measure(cases: Cases, num_slots: int, repeat: int) -> Row:
-    """Plan every case; the first plan of each is not timed."""
+def measure(cases: Cases, num_slots: int, repeat: int) -> dict[str, Any]:
+    """Plan every case, the first time not timed; means over cases unless named otherwise."""
     num_ranks, num_experts = cases.loads[0].shape
     shape = ExpertShape(num_ranks, num_experts, num_slots)
     warm_up(shape)
@@ -138,19 +120,19 @@ def measure(cases: Cases, num_slots: int, repeat: int) -> Row:
         after.append(imbalance(plan.quota.sum(0)))
         senders.append(np.bincount(masters, minlength=1).max())
         replicas.append(masters.size)
-    return Row(
-        name=cases.name,
-        num_ranks=shape.num_ranks,
-        num_experts=shape.num_logical_experts,
-        num_slots=num_slots,
-        cases=len(cases.loads),
-        before=float(np.mean(before)),
-        after=float(np.mean(after)),
-        worst_after=max(after),
-        busiest_sender=float(np.mean(senders)),
-        replicas=float(np.mean(replicas)),
-        median_microseconds=float(np.median(seconds)) * 1e6,
-    )
+    return {
+        "name": cases.name,
+        "num_ranks": num_ranks,
+        "num_experts": num_experts,
+        "num_slots": num_slots,
+        "cases": len(cases.loads),
+        "before": float(np.mean(before)),  # imbalance on masters
+        "after": float(np.mean(after)),
+        "worst_after": max(after),
+        "busiest_sender": float(np.mean(senders)),  # replicas sent by the rank that sends most
+        "replicas": float(np.mean(replicas)),
+        "median_microseconds": float(np.median(seconds)) * 1e6,  # a plan, one rank's share
+    }
 
 
 if __name__ == "__main__":

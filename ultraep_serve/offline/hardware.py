@@ -66,21 +66,25 @@ _H100 = Hardware(
     domain_size=8,
     source="NVIDIA H100 Tensor Core GPU Datasheet, H100 SXM",
 )
-_H200 = replace(
-    _H100,
-    memory_bytes_per_second=4.8e12,
-    source="NVIDIA H200 Tensor Core GPU Datasheet, H200 SXM",
+HARDWARE: Mapping[str, Hardware] = MappingProxyType(
+    {
+        "h100": _H100,
+        "h200": replace(
+            _H100,
+            memory_bytes_per_second=4.8e12,
+            source="NVIDIA H200 Tensor Core GPU Datasheet, H200 SXM",
+        ),
+        "gb200": Hardware(
+            bf16_flops=2500e12,
+            fp8_flops=5000e12,
+            memory_bytes_per_second=8e12,
+            link_bytes_per_second=900e9,
+            network_bytes_per_second=50e9,
+            domain_size=72,
+            source="NVIDIA GB200 NVL72 Datasheet, per GPU",
+        ),
+    }
 )
-_GB200 = Hardware(
-    bf16_flops=2500e12,
-    fp8_flops=5000e12,
-    memory_bytes_per_second=8e12,
-    link_bytes_per_second=900e9,
-    network_bytes_per_second=50e9,
-    domain_size=72,
-    source="NVIDIA GB200 NVL72 Datasheet, per GPU",
-)
-HARDWARE: Mapping[str, Hardware] = MappingProxyType({"h100": _H100, "h200": _H200, "gb200": _GB200})
 
 
 def hardware(name: str) -> Hardware:
