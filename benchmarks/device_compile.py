@@ -51,7 +51,7 @@ CASES = (
 
 
 def main() -> None:
-    """Print the table; write it with the compiler's version when asked to."""
+    """Print the table; write it with the compiler's version to --json."""
     parser = harness.parser(__doc__)
     parser.add_argument("--archs", type=int, nargs="+", default=[90, 100])
     args = parser.parse_args()

@@ -1,4 +1,4 @@
-"""The workload changes: law, then intent. Who notices, and when.
+"""The workload changes from law to intent: how soon each policy follows.
 
     python benchmarks/domain_switch.py --traces DIR --json benchmarks/results/domain_switch.json
 
@@ -25,7 +25,7 @@ NUM_EXPERTS = 64
 
 
 def main() -> None:
-    """Replay every setting, print a table of each, write the JSON when asked to."""
+    """Replay every setting, print a table of each, write the JSON."""
     args = parse_arguments()
     parts = [whole_batches(args.traces / f"{name}.npz", args.batch_tokens) for name in args.order]
     trace = concatenate(parts)

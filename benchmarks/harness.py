@@ -19,8 +19,8 @@ def parser(description: str, default: str | None = None) -> argparse.ArgumentPar
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     path = Path(__file__).resolve().parent / "results" / default if default else None
-    told = f" (default: benchmarks/results/{default})" if default else ""
-    made.add_argument("--json", type=Path, default=path, help=f"write the results here{told}")
+    shown = f" (default: benchmarks/results/{default})" if default else ""
+    made.add_argument("--json", type=Path, default=path, help=f"write the results here{shown}")
     return made
 
 

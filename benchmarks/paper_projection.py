@@ -4,11 +4,11 @@
 
 Reported: arXiv 2606.04101, requests per second at an average-TTFT objective, read off a figure
 (about 3 %). The model is given the imbalances, the number of ranks and the model's shape; nothing
-is fitted to the reported gains in the first table. To tell a wrong setting from a wrong model, then
-the setting out of a grid that comes closest for each kind of traffic, and the share of the time
-that experts would have to take for each reported gain, which ought to be the same within a row.
+is fitted to the reported gains in the first table. To distinguish a wrong setting from a wrong
+model follow the closest setting of a grid for each kind of traffic, and the share of the time that
+experts would have to take for each reported gain, which should be the same within a row.
 
-Also what one replica slot instead of two saves in memory.
+Also the memory that one replica slot instead of two saves.
 """
 
 import itertools
@@ -68,7 +68,7 @@ class Projection:
 
 
 def main() -> None:
-    """Print the tables; write them with the command when asked to."""
+    """Print the tables; write them with the command to --json."""
     options = harness.parser(__doc__).parse_args()
     assumed = Assumed()
     projections = [project(row, assumed) for row in PUBLISHED]

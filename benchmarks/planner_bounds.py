@@ -24,7 +24,7 @@ BALANCED = 0.005  # imbalances closer than this count as the same balance
 
 
 def main() -> None:
-    """Print three tables; write them with the machine and the command when asked to."""
+    """Print three tables; write them with the machine and the command to --json."""
     parser = harness.parser(__doc__)
     parser.add_argument("--traces", type=Path, help="directory of .npz traces (default: none)")
     parser.add_argument("--zipf-cases", type=int, default=5, help="per size and imbalance")

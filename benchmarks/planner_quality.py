@@ -35,7 +35,7 @@ class Cases:
 
 
 def main() -> None:
-    """Print the table; write it with the machine and the command when asked to."""
+    """Print the table; write it with the machine and the command to --json."""
     args = parse_arguments()
     rows = []
     print(f"{'cases':24} {'R':>3} {'E':>4} {'S':>2} {'n':>5} {'before':>7} {'after':>7} "

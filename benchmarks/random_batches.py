@@ -24,7 +24,7 @@ from ultraep_serve.types import ExpertShape, Policy, TokenView
 
 
 def main() -> int:
-    """Print the table; write it with the machine and the command when asked to."""
+    """Print the table; write it with the machine and the command to --json."""
     parser = harness.parser(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--batches", type=int, default=1000, help="per set-up, of 3 layers each")

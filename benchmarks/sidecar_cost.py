@@ -3,8 +3,8 @@
     python benchmarks/sidecar_cost.py
 
 One balanced server and one sidecar apart from it. Request by request the sidecar is stopped
-(SIGSTOP: it then takes nothing but memory), runs, or runs with somebody watching: all that the
-open page asks for, and Prometheus scraping every five seconds. Ranks write their records in all
+(SIGSTOP: it then takes nothing but memory), runs, or is watched: with all requests of the open
+page, and Prometheus scraping every five seconds. Ranks write their records in all
 three. Every prompt of a round is the same text behind another opening, in changing order.
 """
 
@@ -37,7 +37,7 @@ from ultraep_serve.launcher.run_directory import run_directory_of_port
 VARIANTS = ("without", "with", "watched")
 SCRAPE_SECONDS = 5.0
 PAGE_SECONDS = 2.0
-PAGE_PATHS = ("history", "heatmap", "batches", "policies")  # what the page asks for again and again
+PAGE_PATHS = ("history", "heatmap", "batches", "policies")  # what the page requests repeatedly
 SETTLE_SECONDS = 2.0  # after a change: the sidecar catches up, a page has loaded
 
 
@@ -90,7 +90,7 @@ def measure(
 
 @contextmanager
 def as_in(variant: str, process: int, url: str) -> Iterator[None]:
-    """The sidecar, and who watches it, as in ``variant``."""
+    """The sidecar, and what watches it, as in ``variant``."""
     os.kill(process, signal.SIGSTOP if variant == "without" else signal.SIGCONT)
     over = threading.Event()
     watchers = []
@@ -116,7 +116,7 @@ def follow(url: str, over: threading.Event) -> None:
 
 
 def refresh(url: str, over: threading.Event) -> None:
-    """What the page asks for besides."""
+    """The page's other requests."""
     with httpx.Client(base_url=url) as client:
         while True:
             for path in PAGE_PATHS:

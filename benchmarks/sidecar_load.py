@@ -1,4 +1,4 @@
-"""The sidecar under load: ranks that write all the time, clients that ask all the time.
+"""The sidecar under load: ranks that write and clients that send requests all the time.
 
     python benchmarks/sidecar_load.py --seconds 600 --json benchmarks/results/sidecar-load.json
 
@@ -53,7 +53,7 @@ def write(run_dir: str, ranks: range, shape: ExpertShape, per_second: int, stop:
             for number in range(batch, batch + burst):
                 write_batch(recorder, number, shape)
         batch += burst
-        # Who has fallen behind does not catch up: the pace reached is part of the result.
+        # A writer that has fallen behind does not catch up: its pace is part of the result.
         now = time.monotonic()
         due = max(due + 1 / BURSTS_PER_SECOND, now)
         time.sleep(due - now)
@@ -103,8 +103,8 @@ class Answers:
             self.torn += any(imbalance[when]["max"] not in (None, 1.0) for when in imbalance)
 
 
-async def ask(url: str, clients: int, until: float, pause: float) -> Answers:
-    """``clients`` that ask one path after the other until the monotonic time ``until``."""
+async def send_requests(url: str, clients: int, until: float, pause: float) -> Answers:
+    """``clients`` that request one path after the other until the monotonic time ``until``."""
     answers = Answers()
     limits = httpx.Limits(max_connections=clients)
 
@@ -152,7 +152,7 @@ def torn_records(reader: RingReader) -> int:
 async def measure(
     url: str, pid: int, run_dir: Path, settings: argparse.Namespace
 ) -> dict[str, Any]:
-    """Ask and watch for as long as ``settings`` say."""
+    """Send requests and watch memory and records for as long as ``settings`` say."""
     until = time.monotonic() + settings.seconds
     torn = 0
 
@@ -166,7 +166,9 @@ async def measure(
             await asyncio.sleep(0.5)
 
     answers, memory, _ = await asyncio.gather(
-        ask(url, settings.clients, until, settings.pause), watch_memory(pid, until), read_along()
+        send_requests(url, settings.clients, until, settings.pause),
+        watch_memory(pid, until),
+        read_along(),
     )
     metrics = httpx.get(f"{url}/metrics", timeout=60).text.splitlines()
     missed = sum(

@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The workload, the machine, and what to compare."""
     parser.description = (
         "Plan a recorded workload with each policy and predict prefill times on named hardware, or "
-        "read the imbalance of a running server. Says plainly when to leave balancing off."
+        "read the imbalance of a running server. Says so where balancing is better left off."
     )
     source = parser.add_mutually_exclusive_group(required=True)
     traces = "recorded trace: .npz, or .parquet of loads"
@@ -93,7 +93,7 @@ def _add_machine_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Find out, write the files, print. Raises UltraEPError with what to do."""
+    """Predict, write the files, print. Raises UltraEPError with what to do."""
     if (arguments.hardware == "custom") != (arguments.costs is not None):
         raise ConfigError("--hardware custom and --costs FILE go together")
     prepare_outputs(arguments.json)

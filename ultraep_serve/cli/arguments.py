@@ -33,7 +33,7 @@ Made = TypeVar("Made")
 
 def number(least: int, most: int | None = None) -> Callable[[str], int]:
     """Type of a flag: a whole number in a range."""
-    legal = f"{least} or more" if most is None else f"{least} to {most}"
+    valid = f"{least} or more" if most is None else f"{least} to {most}"
 
     def convert(text: str) -> int:
         try:
@@ -41,7 +41,7 @@ def number(least: int, most: int | None = None) -> Callable[[str], int]:
         except ValueError:
             value = least - 1
         if value < least or (most is not None and value > most):
-            raise argparse.ArgumentTypeError(f"{text} must be a whole number, {legal}")
+            raise argparse.ArgumentTypeError(f"{text} must be a whole number, {valid}")
         return value
 
     return convert

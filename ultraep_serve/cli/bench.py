@@ -94,7 +94,7 @@ def _demo_text(tokenizer_file: Path) -> PromptSource | None:
     try:
         model = json.loads(tokenizer_file.read_text(encoding="utf-8"))["model"]
     except (OSError, ValueError, KeyError):
-        return None  # no local file of a fast tokenizer: certainly not ours
+        return None  # no local file of a fast tokenizer, so not one of the demo's
     if model.get("type") == "WordLevel":
         for domain in DOMAINS:
             if domain_words(domain)[0] in model["vocab"]:

@@ -1,4 +1,4 @@
-"""`ultraep-serve doctor`: what stands in the way of serving here, and what to do about it."""
+"""`ultraep-serve doctor`: what would keep a server from balancing here, and what to do."""
 
 import argparse
 from dataclasses import asdict
@@ -30,7 +30,7 @@ _MARKS = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What is to be served, as single flags or as the command that will serve it."""
     parser.description = (
-        "Check what serving with balancing needs, and say how to mend what is missing. Changes "
+        "Check what serving with balancing needs, and say how to fix what is missing. Changes "
         "nothing. Exits with 1 when there is an error."
     )
     port = "port of a server that runs, or will run, on this machine"

@@ -67,10 +67,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    legal = (".npz", ".parquet") if arguments.level == "loads" else (".npz",)
-    if arguments.out.suffix not in legal:
+    suffixes = (".npz", ".parquet") if arguments.level == "loads" else (".npz",)
+    if arguments.out.suffix not in suffixes:
         raise ConfigError(
-            f"--out {arguments.out} with --level {arguments.level} must end in {' or '.join(legal)}"
+            f"--out {arguments.out} with --level {arguments.level} must end in "
+            f"{' or '.join(suffixes)}"
         )
     if arguments.seconds is not None and not arguments.seconds > 0:
         raise ConfigError(f"--seconds = {arguments.seconds} must be more than 0")

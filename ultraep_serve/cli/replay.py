@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", nargs="+", metavar="N", help=layers)
     parser.add_argument(
         "--phase", choices=("prefill", "decode", "all"), default="prefill",
-        help="what to replay where the trace tells them apart",
+        help="what to replay, where the trace has phases",
     )  # fmt: skip
     ep = "ranks of the expert-parallel group"
     parser.add_argument("--ep", dest="num_ranks", type=int, metavar="N", required=True, help=ep)
@@ -61,8 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--experts", "num_experts", None, "experts of the model, if the trace does not say"),
         ("--limit", "limit", None, "replay at most N batches"),
         ("--history", "history_batches", 8, "past batches that eplb, eplb-slots and lplb see"),
-        ("--rebalance-every", "rebalance_every", 1, "batches between their looks at the past"),
-        ("--skip", "skip", 0, "first batches that are history only"),
+        ("--rebalance-every", "rebalance_every", 1, "batches between updates of what they see"),
+        ("--skip", "skip", 0, "first batches, used as history only"),
     ):
         parser.add_argument(flag, dest=field, type=int, metavar="N", default=default, help=text)
     add_json_argument(parser)

@@ -1,4 +1,4 @@
-"""Are a server's tokens the same with balancing off and on? Generate twice, then compare."""
+"""Greedy tokens of a server, generated twice and compared, as with balancing off and on."""
 
 import uuid
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""One HTTP server by name: whatever goes wrong becomes an error that says what to do."""
+"""Requests to an HTTP server; whatever goes wrong is an error that says what to do."""
 
 from typing import Any, TypeVar
 
@@ -61,7 +61,7 @@ class Endpoint:
         """The error for a server that did not answer."""
         if isinstance(error, httpx.ReadTimeout):
             return BenchError(
-                f"{self.name} at {self.url} did not answer in time; look at its log, or raise "
+                f"{self.name} at {self.url} did not answer in time; read its log, or raise "
                 "--timeout"
             )
         return BenchError(

@@ -1,4 +1,4 @@
-"""Time to first token under each policy, measured so that a noisy machine cannot favour one.
+"""Time to first token under each policy, measured so that a noisy machine favours none.
 
 Every round sends one prompt per policy: the same text behind different openings, the policies in
 an order that changes from round to round. Ratios within a round stay meaningful while the machine
@@ -32,13 +32,13 @@ __all__ = [
     "ratios_json",
 ]
 
-MIN_PROMPT_TOKENS = 32  # an opening alone may take a dozen
+MIN_PROMPT_TOKENS = 32  # an opening alone may have a dozen
 OnStep = Callable[[str], None]  # called before every request with a description of it
 
 
 @dataclass(frozen=True)
 class PrefillOptions:
-    """What to measure. Raises ConfigError where that cannot be done."""
+    """What to measure. Raises ConfigError naming a flag that is out of range."""
 
     prompt_tokens: tuple[int, ...] = (2048, 4096, 8192)
     policies: tuple[Policy, ...] = (Policy.OFF, Policy.QUOTA, Policy.IDEAL)
@@ -158,8 +158,8 @@ def measure_prefill(
 ) -> PrefillResult:
     """Warm up, measure every length, and leave the policy as it was.
 
-    The sidecar tells batches apart by wall-clock time, so its clock and this one must agree; on
-    one machine they do. Raises ConfigError and BenchError with what to do.
+    The sidecar selects batches by wall-clock time, so its clock and this one must agree; on one
+    machine they do. Raises ConfigError and BenchError with what to do.
     """
     for tokens in options.prompt_tokens:
         server.check_context(tokens)
@@ -246,10 +246,10 @@ class _Run:
 
 
 def median_interval(samples: Sequence[float]) -> tuple[float, float] | None:
-    """Where the median of all that could be sampled lies, with 95 % confidence.
+    """Confidence interval (95 %) of the median.
 
-    From order statistics (the sign test): nothing is assumed of the distribution. None for fewer
-    than six samples, which cannot tell.
+    From order statistics (the sign test), for any distribution. None for fewer
+    than six samples, which are too few.
     """
     from scipy.stats import quantile_test  # takes a second to import
 
@@ -258,7 +258,7 @@ def median_interval(samples: Sequence[float]) -> tuple[float, float] | None:
 
 
 def ratios_json(ratios: Sequence[float]) -> dict[str, Any]:
-    """Median of the ratios within rounds, where it lies, and their spread."""
+    """Median of the ratios within rounds, its confidence interval, and their spread."""
     spread = Spread.of(ratios)
     interval = median_interval(ratios)
     return {"median": spread.median, "interval": interval, **_quartiles(spread)}

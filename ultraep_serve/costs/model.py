@@ -136,7 +136,7 @@ _REQUIRED = ("seconds_per_assignment", "bytes_per_expert", "link_bytes_per_secon
 
 @dataclass(frozen=True)
 class Transfer:
-    """What replication asks of the busiest rank."""
+    """What the busiest rank sends and receives."""
 
     busiest_sender: int  # experts sent by one rank
     busiest_receiver: int  # experts received by one rank

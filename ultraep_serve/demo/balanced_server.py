@@ -1,4 +1,4 @@
-"""A balanced server as a user starts it, and what demo, benchmarks and tests ask of it."""
+"""A balanced server as users start it, and what demo, benchmarks and tests do with it."""
 
 import random
 import subprocess
@@ -50,7 +50,7 @@ class BalancedServer:
         engine: str = "vllm",
         serves: bool = True,
     ) -> None:
-        """``serves`` is False for a host that has ranks and no server: nothing waits for it."""
+        """``serves`` is False for a host that has ranks but no server to wait for."""
         self._engine = engine
         self.model = str(model)
         self.port, self.sidecar_port = free_port(), free_port()

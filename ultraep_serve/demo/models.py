@@ -33,10 +33,10 @@ SMALL_HIDDEN_SIZE = 256  # models up to this size gain little from a second thre
 CALIBRATION_TEXTS = 24  # per domain; many, because what a text has in common is noise too
 DOMAIN_WEIGHT = 0.6  # of a word's embedding that all words of its domain have in common
 GAINS = {"o_proj": 1.5, "down_proj": 1.7}  # makes a block's output about as large as its input
-ATTENTION_SHARPNESS = 1.5  # query scale: a token looks at few others, so its successors vary
+ATTENTION_SHARPNESS = 1.5  # query scale: a token attends to few others, so its successors vary
 LOGIT_STD = 4.0  # standard deviation of the logits over the vocabulary
 DOMAIN_LOGIT = 6.0  # added to the words of the text's own domain: generated text keeps to it
-SPECIAL_LOGIT = -40.0  # special tokens are never generated: generation ends where it is told to
+SPECIAL_LOGIT = -40.0  # special tokens are never generated: generation ends at its maximum length
 SCORE_BIAS_STD = 0.03  # of GLM's correction bias
 
 
@@ -137,8 +137,8 @@ def _embeddings(spec: ModelSpec, generator: torch.Generator) -> Tensor:
 def _calibrate(model: Any, spec: ModelSpec, generator: torch.Generator) -> None:
     """Run calibration text once; hooks set queries, gates and at last the head from what they get.
 
-    Queries lose what a domain's tokens have in common: otherwise all tokens of a text would look at
-    the same few others, and that text would be routed in its own way.
+    Queries lose what a domain's tokens have in common: otherwise all tokens of a text would attend
+    to the same few others, and each text would be routed in its own way.
     """
     ids, token_domain = _calibration_batch(spec)
 

@@ -1,4 +1,4 @@
-"""The figures of `ultraep-serve demo`: one benchmark and one check of tokens, on one screen."""
+"""The figures of `ultraep-serve demo` on one screen: a benchmark and a comparison of tokens."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -93,7 +93,7 @@ def _time_bars(rows: list[dict[str, Any]]) -> Table:
 
 
 def _note(row: Mapping[str, Any], policy: Policy) -> str:
-    """Beside balancing's bar what it brought; beside the ideal's how much of the way that is."""
+    """Beside the bar of quota its gain; beside that of ideal how much of the gap was closed."""
     off, quota = row["ttft_seconds"]["off"], row["ttft_seconds"]["quota"]
     notes = []
     if policy is Policy.QUOTA:

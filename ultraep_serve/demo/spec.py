@@ -8,7 +8,7 @@ from ultraep_serve.errors import ConfigError
 
 __all__ = ["MAX_EXPERT_SHARE", "ModelSpec", "demo_balanced", "demo_glm4", "demo_qwen3"]
 
-MAX_EXPERT_SHARE = 0.92  # of a layer's tokens that one expert may be asked to attract
+MAX_EXPERT_SHARE = 0.92  # of a layer's tokens, the most that one expert may attract
 
 
 @dataclass(frozen=True)
@@ -89,13 +89,13 @@ class ModelSpec:
 
 def demo_qwen3(imbalance: float = 1.7, num_ranks: int = 2) -> ModelSpec:
     """The demo model: Qwen3-MoE, 4 layers of 16 experts, skewed."""
-    # More than two ranks have finer shares to meet.
+    # The shares of more than two ranks need more tokens to tune.
     length = 512 if num_ranks <= 2 else 1024
     return ModelSpec(imbalance=imbalance, num_ranks=num_ranks, calibration_length=length)
 
 
 def demo_balanced(num_ranks: int = 2) -> ModelSpec:
-    """The demo model with nothing to gain: every rank already has the same load."""
+    """The demo model with nothing to gain: every rank has the same load."""
     return demo_qwen3(1.0, num_ranks)
 
 
@@ -104,6 +104,6 @@ def demo_glm4(imbalance: float = 1.7, num_ranks: int = 2) -> ModelSpec:
     return replace(demo_qwen3(imbalance, num_ranks), architecture="glm4_moe")
 
 
-def _require(legal: bool, message: str) -> None:
-    if not legal:
+def _require(holds: bool, message: str) -> None:
+    if not holds:
         raise ConfigError(message)

@@ -1,4 +1,4 @@
-"""What stands in the way of serving with balancing on this machine, and what to do about it.
+"""What would keep a server on this machine from balancing, and what to do about it.
 
 Each check is a function that returns what it found and changes nothing. No engine is imported.
 """

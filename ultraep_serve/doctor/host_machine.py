@@ -1,4 +1,4 @@
-"""Cores, access to process memory, and /dev/shm with what killed servers left there."""
+"""Cores, access to the memory of other processes, and /dev/shm with what servers left there."""
 
 import contextlib
 import os
@@ -108,7 +108,7 @@ def check_shared_memory(subject: Subject, path: Path = SHARED_MEMORY) -> Finding
 
 
 def ring_bytes(subject: Subject) -> int:
-    """What the rings of this host's ranks take; of a usual model where none is given."""
+    """Bytes of the rings of this host's ranks; for a typical model where none is given."""
     experts = _TYPICAL_EXPERTS
     if subject.model is not None:
         with contextlib.suppress(ConfigError):  # the check of the model reports it
@@ -119,21 +119,21 @@ def ring_bytes(subject: Subject) -> int:
 
 
 def check_leftovers(path: Path = SHARED_MEMORY, proc: Path = Path("/proc")) -> list[Finding]:
-    """Run directories of this user whose server was killed, and what engines do not clean up."""
+    """Run directories of this user whose server was killed, and files that engines left."""
     try:
         return [_run_directories(), _engine_files(path, proc)]
     except OSError as reason:
-        return [warning("leftovers", f"cannot be looked for: {reason}", _REMEDY)]
+        return [warning("leftovers", f"cannot be searched for: {reason}", _REMEDY)]
 
 
 def _run_directories() -> Finding:
     left = abandoned_run_directories()
     if not left:
-        return ok("leftovers", "no run directory of a dead server")
+        return ok("leftovers", "no run directory of a killed server")
     names = " ".join(map(str, left))
     held = sum(_bytes(path) for path in left)
     remedy = f"the next start removes them; to remove them now: rm -r {names}"
-    return warning("leftovers", f"dead servers left {names} ({size(held)})", remedy)
+    return warning("leftovers", f"killed servers left {names} ({size(held)})", remedy)
 
 
 def _engine_files(path: Path, proc: Path) -> Finding:
@@ -146,11 +146,11 @@ def _engine_files(path: Path, proc: Path) -> Finding:
     mapped = _mapped_files(proc) if candidates else set()
     left = [file for file in candidates if str(file) not in mapped]
     if not left:
-        return ok("leftovers", "no shared memory that an engine left")
+        return ok("leftovers", "no shared memory left by engines")
     held = sum(file.stat().st_blocks * _BLOCK for file in left)
     return warning(
         "leftovers",
-        f"{path} holds what engines left and nobody maps: {len(left)} files, {size(held)} in use",
+        f"{path} holds {len(left)} files ({size(held)}) that engines left and no process maps",
         f"rm {' '.join(sorted(str(path / pattern) for pattern in _patterns(left)))} while no "
         "engine of yours runs; in a pod, recreate it",
     )

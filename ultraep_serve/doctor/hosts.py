@@ -1,4 +1,4 @@
-"""How ranks lie on hosts and in domains, and which of this host's ranks NVLink joins."""
+"""Which ranks are on which host and in which domain, and which of them NVLink joins."""
 
 from ultraep_serve.doctor.finding import Finding, Subject, error, ok, warning
 from ultraep_serve.doctor.gpus import NvidiaSmi, link_domains, nvidia_smi

@@ -1,4 +1,4 @@
-"""What a model needs: experts that divide over ranks, memory for slots, weights and KV cache."""
+"""What a model needs: experts that divide evenly, memory for weights, slots and KV cache."""
 
 from pathlib import Path
 
@@ -67,7 +67,7 @@ def _check_memory(shape: ModelShape, subject: Subject, available: int | None) ->
     slots = subject.ranks_here * slot_memory(shape, subject.num_slots, subject.weight_type).shared
     seen = f"weights {size(weights)} and slots {size(slots)} on this host"
     if available is None:
-        remedy = "compare them with the machine's memory yourself"
+        remedy = "compare this with the machine's memory"
         return warning("memory", f"{seen}; available memory is not known", remedy)
     left = available - weights - slots
     seen += f", {size(available)} available"

@@ -34,7 +34,7 @@ def check_server(subject: Subject) -> list[Finding]:
     if not is_running(subject.port):
         seen = f"no balanced server of this user runs on port {subject.port}"
         place = run_directory_of_port(subject.port)
-        remedy = f"start one, or look as the user who did; each server of yours has a {place}"
+        remedy = f"start one, or run this as the user who did (a server has a {place})"
         return [warning("server", seen, remedy)]
     findings = []
     if subject.serves:
@@ -57,7 +57,7 @@ def _engine_health(port: int, answer: "tuple[int, bytes] | str") -> Finding:
 def _readiness(port: int, answer: "tuple[int, bytes] | str") -> Finding:
     name = "balancing"
     if isinstance(answer, str):
-        remedy = "name its port with --sidecar-port; a server with --policy off has none"
+        remedy = "give its port with --sidecar-port; a server with --policy off has none"
         return error(name, f"sidecar, port {port}: {answer}", remedy)
     code, body = answer
     if code == 200:
@@ -81,7 +81,7 @@ def _check_default(title: str, port: int) -> Finding:
     if not taken:
         return ok("ports", f"{port} and {port + 1}, {title}'s server and sidecar, are free")
     seen = f"{', '.join(map(str, taken))} of {title}'s {port} and {port + 1} in use"
-    remedy = "choose others with --port and --sidecar-port; see who holds them with ss -ltnp"
+    remedy = "choose others with --port and --sidecar-port; `ss -ltnp` shows what uses them"
     return warning("ports", seen, remedy)
 
 
@@ -89,8 +89,8 @@ def _check_port(port: int, who: str) -> Finding:
     if why_not_listen("0.0.0.0", port) is None:
         return ok("ports", f"{port} is free for {who}")
     flag = "--port" if who == "the server" else "--sidecar-port"
-    remedy = f"stop who holds it (ss -ltnp), or choose another {flag}"
-    return error("ports", f"{port}, wanted for {who}, is in use by another program", remedy)
+    remedy = f"stop what uses it (`ss -ltnp` shows that), or choose another {flag}"
+    return error("ports", f"{port}, needed for {who}, is in use by another program", remedy)
 
 
 def _sidecar_port(subject: Subject) -> int:

@@ -84,7 +84,7 @@ class Outcome:
     policy: str
     slots: int
     imbalance: list[float] = field(default_factory=list)  # as served, mean over layers
-    planned: list[float] = field(default_factory=list)  # were every plan followed
+    planned: list[float] = field(default_factory=list)  # if every plan were followed
     seconds: list[float] = field(default_factory=list)  # predicted, whole prefill
     moved_layers: int = 0  # where experts were copied
     layers: int = 0
@@ -98,7 +98,7 @@ class Outcome:
 
     @property
     def planned_imbalance(self) -> float:
-        """Over layers and batches, were every plan followed, whether it pays or not."""
+        """Over layers and batches, if every plan were followed, whether it pays or not."""
         return float(np.mean(self.planned))
 
     @property
@@ -116,7 +116,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Advice:
-    """Everything found out about one trace."""
+    """What was found for one trace."""
 
     setting: Setting
     batch_tokens: float  # mean, over all ranks
@@ -160,8 +160,7 @@ def advise(
 ) -> Advice:
     """Plan every layer of the first ``limit`` batches, loads int32 (layers, R, E), and add up.
 
-    The first batch is history only, unless it is the only one: balancers that look back know
-    nothing then.
+    The first batch is history only, unless it is the only one: there are no past loads yet.
 
     Raises:
         ConfigError: there is no batch.
@@ -279,9 +278,9 @@ def prefill_batches(
 
 
 def _check_fits(trace: Trace | LoadTrace, shape: ModelShape) -> None:
-    told = isinstance(trace, LoadTrace) or "num_experts" in trace.metadata
-    experts = trace.num_experts  # unless told, the model's highest may never have been chosen
-    if experts != shape.num_experts and (told or experts > shape.num_experts):
+    is_stated = isinstance(trace, LoadTrace) or "num_experts" in trace.metadata
+    experts = trace.num_experts  # if not stated, the model's highest may never have been chosen
+    if experts != shape.num_experts and (is_stated or experts > shape.num_experts):
         raise _misfit(shape, experts, "experts", shape.num_experts)
     if isinstance(trace, Trace) and (top_k := trace.topk_ids.shape[2]) != shape.experts_per_token:
         raise _misfit(shape, top_k, "experts per token", shape.experts_per_token)

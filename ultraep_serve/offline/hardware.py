@@ -164,7 +164,7 @@ def estimate_costs(
 
 
 def custom_estimate(shape: ModelShape, costs: CostModel, origin: str) -> Estimate:
-    """Given or measured costs; dense layers take as long as their FLOPs do at the experts' rate."""
+    """Given or measured costs; dense layers compute at the rate of experts."""
     dense = costs.seconds_per_assignment * shape.dense_flops / shape.expert_flops
     return Estimate(costs, dense, [f"costs as given in {origin}"])
 
@@ -197,7 +197,7 @@ def _assumptions(
         "as long as the busiest rank's tokens need on its link",
         f"per layer {BASE_SECONDS * 1e6:.0f} us of launches and latency (assumed); where balanced "
         f"{PLAN_AND_REROUTE_SECONDS * 1e6:.0f} us to plan and reroute (published by UltraEP), "
-        f"{EXCHANGE_SECONDS * 1e6:.0f} us to exchange loads (assumed); nothing hides a transfer",
+        f"{EXCHANGE_SECONDS * 1e6:.0f} us to exchange loads (assumed); transfers do not overlap",
     ]
     if domain < num_ranks:
         lines.append(

@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 SCHEMA_VERSION = 1
-LEAST_GAIN = 1.02  # below it a prediction is not better than its own errors
+LEAST_GAIN = 1.02  # a smaller one is within the error of a prediction
 SAME_GAIN = 0.005  # fewer slots are preferred where they gain as much, give or take this
 BALANCED = 1.05  # an imbalance this close to the best possible leaves nothing to gain
 REACHED = 1.02  # imbalance assumed after balancing where no balanced batch was seen
@@ -93,7 +93,7 @@ def _verdict(setting: Setting, found: _Prediction, more: list[str]) -> dict[str,
 
 
 def _why_not(found: _Prediction) -> str:
-    """The first thing that would have to change."""
+    """The main reason against balancing."""
     if found.before / found.best < BALANCED:
         return f"the ranks are balanced already: imbalance {found.before:.2f}"
     if found.break_even is None:
@@ -114,7 +114,7 @@ def _fewest_slots(advice: Advice, outcomes: list[Outcome]) -> Outcome:
 
 
 def _from_past(advice: Advice) -> list[str]:
-    """The best that policies which look back would do, where that is something."""
+    """What the best policy that goes by past loads would gain, where it gains anything."""
     past = [outcome for outcome in advice.outcomes if outcome.policy in FROM_PAST]
     past = [outcome for outcome in past if advice.gain(outcome) >= LEAST_GAIN]
     if not past:
@@ -147,15 +147,16 @@ def advice_document(advice: Advice, source: str, hardware: str) -> dict[str, Any
     now = {"mean": off.mean_imbalance, "max": max(off.imbalance), "floor": advice.floor}
     seconds = sum(off.seconds) / len(off.seconds)
     names = sorted({outcome.policy for outcome in advice.outcomes if outcome.policy in FROM_PAST})
-    flattery = [
-        f"{' and '.join(names)} look back {HISTORY_BATCHES} batches before every batch and move "
-        "weights at no cost, which flatters them: deployed, they do so every thousand steps"
+    optimism = [
+        f"{' and '.join(names)} are planned anew before every batch from the {HISTORY_BATCHES} "
+        "before it and move weights at no cost, which is optimistic: deployments do so every "
+        "thousand steps"
     ]
     return {
         **_head(advice.setting, source, hardware, advice.batch_tokens, now, seconds),
         "batches": len(off.seconds),
         "first_batch_is_history": advice.skipped_first,
-        "assumptions": [*advice.setting.estimate.assumptions, *(flattery if names else [])],
+        "assumptions": [*advice.setting.estimate.assumptions, *(optimism if names else [])],
         "outcomes": [_outcome(advice, outcome) for outcome in advice.outcomes],
         "recommendation": recommend(advice),
     }

@@ -1,4 +1,4 @@
-"""What ranks recorded -> a trace: batches put together from the spools of all of them."""
+"""What ranks recorded -> a trace: the spools of all ranks, joined batch by batch."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from ultraep_serve.ring.spool import CHUNK, CHUNK_MAGIC, PAGE_BYTES, SpoolHeader
 __all__ = ["BASIS", "assemble"]
 
 BASIS = "recorded while serving"
-NOTHING = "no whole batch was recorded; send requests meanwhile, or allow more with --max-mib"
+NOTHING = "no whole batch was recorded; send requests meanwhile, or raise --max-mib"
 Layers = dict[int, NDArray[Any]]  # by layer: what one rank recorded of one batch
 
 

@@ -44,8 +44,8 @@ class ReplayOptions:
     layers: tuple[int, ...] | None = None  # None: all
     limit: int | None = None  # batches at most
     domain_size: int | None = None
-    history_batches: int = HISTORY_BATCHES  # past batches shown to policies that look back
-    rebalance_every: int = 1  # batches between looks at the past
+    history_batches: int = HISTORY_BATCHES  # past batches that policies may use
+    rebalance_every: int = 1  # batches between updates of the past loads
     skip: int = 0  # first batches that are history only, and not measured
 
     def __post_init__(self) -> None:
@@ -187,7 +187,7 @@ def _cases(
 
 
 def _describe(case: _Case, options: ReplayOptions, shape: ExpertShape, result: Replay) -> None:
-    """Append what holds for the case under any policy."""
+    """Append what does not depend on the policy."""
     rank_load = case.loads.sum(0).reshape(shape.num_ranks, -1).sum(1)
     result.cases.append((case.batch, case.layer))
     result.assignments.append(int(rank_load.sum()))
@@ -204,7 +204,7 @@ def _place(
     *,
     warm: bool,
 ) -> Placement:
-    """Plan, timed, and append the outcome; ``warm`` plans once before, so that all is compiled."""
+    """Plan, timed, and append the outcome; ``warm`` plans once before, to have all compiled."""
     domain = options.domain_size or shape.num_ranks
     if warm:
         policy(case.loads, shape, case.history, domain_size=domain)
@@ -314,7 +314,7 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def write_plans(path: Path, plans: DumpedPlans) -> None:
-    """Write int32 ``loads``, ``slot_expert`` and ``share``, whole or not at all. TraceError."""
+    """Write int32 ``loads``, ``slot_expert`` and ``share``. Raises OutputError."""
     with whole_file(path) as part, part.open("wb") as stream:
         np.savez_compressed(
             stream, loads=plans.loads, slot_expert=plans.slot_expert, share=plans.share

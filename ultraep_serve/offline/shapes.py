@@ -1,4 +1,4 @@
-"""Model shapes: what a Hugging Face ``config.json`` says about the size of the work.
+"""Model shapes: the sizes in a Hugging Face ``config.json`` that the work depends on.
 
 The built-in ones hold the values of the models' public configurations. GLM-4.7 is taken to have
 the shape of GLM-4.5 (355B), whose model class it shares.

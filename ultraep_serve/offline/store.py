@@ -6,7 +6,7 @@
     phase uint8 (tokens,) or (batches,)   optional: 0 prefill, 1 decode
     metadata                              optional: one string of JSON, an object
 
-A Parquet table, which needs pyarrow, has one row per expert that had something to do: ``batch``,
+A Parquet table, which needs pyarrow, has one row per expert with assignments: ``batch``,
 ``layer``, ``source_rank`` (left out where unknown), ``expert``, ``assignments``, and ``phase``
 where known. Shape and metadata are JSON under the key ``ultraep_trace`` of the file's own metadata.
 """
@@ -37,8 +37,8 @@ def load_trace(
 
     Args:
         path: ``.npz``, or ``.parquet`` of loads.
-        num_experts: E of a token-level trace; by default what its metadata says, else the highest
-            id and one more.
+        num_experts: E of a token-level trace; by default as its metadata states, else the highest
+            id plus one.
         max_bytes: larger traces are refused before they are read.
 
     Raises:
@@ -81,7 +81,7 @@ def _from_arrays(arrays: dict[str, NDArray[Any]], num_experts: int | None) -> Tr
     if "loads" in arrays:
         return LoadTrace(arrays["loads"], phase, metadata)
     if "topk_ids" not in arrays:
-        raise TraceError("holds neither topk_ids nor loads: not a trace")
+        raise TraceError("has neither topk_ids nor loads, so it is not a trace")
     topk_ids = arrays["topk_ids"]
     lengths = arrays.get("sequence_lengths", np.array([len(topk_ids)] if topk_ids.ndim else []))
     if num_experts is None:
@@ -98,11 +98,11 @@ def _metadata(array: NDArray[Any] | None) -> Metadata:
 
 
 def _num_experts(topk_ids: NDArray[Any], metadata: Metadata) -> int:
-    told = metadata.get("num_experts")
-    if isinstance(told, int) and not isinstance(told, bool) and told > 0:
-        return told
-    if told is not None:
-        raise TraceError(f"metadata says num_experts {told!r}, must be a whole number above 0")
+    stated = metadata.get("num_experts")
+    if isinstance(stated, int) and not isinstance(stated, bool) and stated > 0:
+        return stated
+    if stated is not None:
+        raise TraceError(f"num_experts = {stated!r} in the metadata must be a whole number above 0")
     if topk_ids.size and np.issubdtype(topk_ids.dtype, np.integer):
         return max(1, int(topk_ids.max()) + 1)
     return 1
@@ -138,7 +138,7 @@ def _read_npz(path: Path, wanted: tuple[str, ...], max_bytes: int) -> dict[str, 
     except FileNotFoundError:
         raise TraceError(f"{path} does not exist") from None
     except DAMAGED as error:
-        raise TraceError(f"{path} is no readable .npz file, or is cut short ({error})") from error
+        raise TraceError(f"{path} cannot be read as .npz, or is cut short ({error})") from error
 
 
 def _read_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo, max_bytes: int) -> NDArray[Any]:
@@ -147,7 +147,7 @@ def _read_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo, max_bytes: int
     with archive.open(info) as stream:
         shape, is_fortran, dtype = _read_header(stream)
         if dtype.hasobject:
-            raise TraceError(f"{info.filename} holds Python objects; write plain numbers")
+            raise TraceError(f"{info.filename} holds Python objects, must be numbers")
         num_bytes = dtype.itemsize
         for size in shape:
             num_bytes *= size
@@ -157,7 +157,7 @@ def _read_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo, max_bytes: int
                 "cut the trace into smaller files"
             )
         if info.file_size != stream.tell() + num_bytes:
-            raise TraceError(f"{info.filename} is {dtype} {shape} but has other than its size")
+            raise TraceError(f"{info.filename} is {dtype} {shape}, which is not its size")
         data = stream.read(num_bytes)
         stream.read(1)  # at the end of a member its checksum is compared
     if len(data) != num_bytes:
@@ -221,7 +221,7 @@ def _read_parquet(path: Path, max_bytes: int) -> LoadTrace:
     except FileNotFoundError:
         raise TraceError(f"{path} does not exist") from None
     except (arrow.ArrowException, OSError) as error:
-        raise TraceError(f"{path} is no readable Parquet file ({error})") from error
+        raise TraceError(f"{path} cannot be read as Parquet ({error})") from error
     try:
         about = _about(schema.metadata or {})
         return _assemble(columns, about, max_bytes)
@@ -233,7 +233,7 @@ def _assemble(columns: dict[str, NDArray[Any]], about: dict[str, Any], max_bytes
     axes = tuple(axis for axis in PARQUET_AXES if axis != "source_rank" or axis in columns)
     for name in (*axes, "assignments"):
         if name not in columns or not np.issubdtype(columns[name].dtype, np.integer):
-            raise TraceError(f"column {name} must be there and hold integers without gaps")
+            raise TraceError(f"column {name} must exist and hold integers without gaps")
         values = columns[name]
         if values.size and not 0 <= values.min() <= values.max() < 1 << 31:
             raise TraceError(f"column {name} must be 0 to 2**31 - 1")
@@ -254,12 +254,12 @@ def _assemble(columns: dict[str, NDArray[Any]], about: dict[str, Any], max_bytes
     return LoadTrace(loads, _phase(about.get("phase")), about.get("metadata") or {})
 
 
-def _phase(told: Any) -> NDArray[np.integer] | None:
-    if told is None:
+def _phase(stored: Any) -> NDArray[np.integer] | None:
+    if stored is None:
         return None
-    if not isinstance(told, list) or not all(value in (0, 1) for value in told):
+    if not isinstance(stored, list) or not all(value in (0, 1) for value in stored):
         raise TraceError("phase must be a list of 0 (prefill) and 1 (decode)")
-    return np.array(told, np.uint8)
+    return np.array(stored, np.uint8)
 
 
 def _about(metadata: dict[bytes, bytes]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 PREFILL, DECODE = 0, 1  # values of ``phase``
-MOST_EXPERTS = 1 << 16  # per layer; no model comes near, and a wrong number must not fill memory
+MOST_EXPERTS = 1 << 16  # per layer, more than any model has: a wrong number must not fill memory
 Integers = NDArray[np.integer]
 Metadata = Mapping[str, Any]  # JSON values; known keys: num_experts, model, layers, basis
 
@@ -106,7 +106,7 @@ class LoadTrace:
 
 
 def concatenate(traces: Sequence[Trace]) -> Trace:
-    """One trace after the other, as when the workload of one model changes.
+    """One trace after the other, as where the workload of a model changes.
 
     Raises TraceError where they are of different models.
     """
@@ -127,7 +127,7 @@ def concatenate(traces: Sequence[Trace]) -> Trace:
 
 
 def of_phase(trace: Trace | LoadTrace, phase: int) -> Trace | LoadTrace:
-    """What of ``trace`` is PREFILL or DECODE; all of it where the trace does not say.
+    """The PREFILL or DECODE part of ``trace``; all of it where the trace has no phases.
 
     Raises TraceError where nothing is left.
     """
@@ -197,7 +197,7 @@ def batches(
     """Loads int32 (layers, R, E) of each batch.
 
     A batch is ``batch_tokens`` consecutive tokens, split evenly and contiguously over the R
-    source ranks; what is left at the end is no batch. A trace of loads has its own batches: where
+    source ranks; a remainder at the end is left out. A trace of loads has its own batches: where
     its source ranks are not R, or not known, they are merged or split evenly.
 
     Raises TraceError: the trace is shorter than a batch, or too large for int32.
@@ -241,7 +241,7 @@ def _spread(recorded: Integers, num_ranks: int) -> NDArray[np.int64]:
         loads = loads.sum(1, keepdims=True)
     parts = num_ranks // loads.shape[1]
     split, rest = loads // parts, loads % parts
-    # The odd ones go on where those of the expert before stopped, so all parts get as many.
+    # Remainders continue where those of the expert before stopped, so all parts get as many.
     start = rest.cumsum(-1) - rest
     turn = (np.arange(parts)[:, None] - start[:, :, None]) % parts
     pieces = split[:, :, None] + (turn < rest[:, :, None])

@@ -1,14 +1,14 @@
-"""How popular each expert is over time, for made-up traces.
+"""Synthetic traces: how popular each expert is over time, and tokens drawn from that.
 
 Every layer has popularity weights; a token's experts are drawn from them without replacement. The
-shape of the weights is chosen so that the expected imbalance on contiguous masters, over the ranks
-named, is the one asked for:
+skew of the weights is set so that the expected imbalance on contiguous masters, over a given number
+of ranks, is a given one:
 
 zipf       the n-th most popular expert has weight n ** -s, experts in random order (Zipf's law)
 lognormal  weight exp(s * z) with z normal
 switch     two zipf workloads of different experts take turns: the domain of the text changes
 burst      mildly skewed, and every other period sharply so, by other experts each time
-rotate     zipf, and the whole picture moves on by one rank every period: the hot spot travels
+rotate     zipf, and all weights move on by one rank every period: the hot spot travels
 
 The probability that a token chooses an expert of weight w is 1 - exp(-w t), with t such that the
 probabilities sum to top-k (exponential clocks; exact for many experts).
@@ -32,7 +32,7 @@ WeightsOf = Callable[[Weights], Weights]  # skews (N,) -> weights (N, E)
 Family = Callable[[np.random.Generator, int], WeightsOf]
 
 SKEWS = np.linspace(0.0, 6.0, 121)
-ORDERS = 32  # random orders tried until one can be as skewed as asked
+ORDERS = 32  # random orders tried until one can reach the imbalance
 BURST_REST = 0.15  # part of a burst's excess imbalance that is there between bursts too
 
 
@@ -45,7 +45,7 @@ class Workload:
     num_layers: int
     num_experts: int  # E
     top_k: int  # K
-    num_ranks: int  # R that the imbalance is meant for
+    num_ranks: int  # R of the imbalance
     imbalance: float  # expected max/mean over these ranks
     period: int = 4096  # tokens between switches, bursts or moves
     seed: int = 0
@@ -177,7 +177,7 @@ SEQUENCE_TOKENS = 256
 
 BASIS = (
     "experts drawn without replacement from popularity weights, each layer and token on its own; "
-    "the weights' skew is set so that the expected imbalance on contiguous masters is as asked"
+    "the weights' skew is set so that the expected imbalance on contiguous masters is the given one"
 )
 
 
@@ -203,7 +203,7 @@ def make_trace(workload: Workload) -> Trace:
 
 
 def _draw(segment: Segment, rng: np.random.Generator, out: NDArray[np.unsignedinteger]) -> None:
-    """Fill ``out`` (T, layers, K), most wanted expert first.
+    """Fill ``out`` (T, layers, K), the first choice first.
 
     Exponential clocks: expert e rings after Exp(weight_e), and the first K to ring are a draw
     without replacement.

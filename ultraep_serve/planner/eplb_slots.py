@@ -46,9 +46,9 @@ class LoadHistory:
     def plan(
         self, layer: int, loads: Counts, shape: ExpertShape, source_rank: int, domain_size: int
     ) -> Plan | None:
-        """The plan for ``loads`` (R, E); None where the past asks for no replica.
+        """The plan for ``loads`` (R, E); None where past loads need no replica.
 
-        It is followed even where it makes this batch worse, because the policy does not look at
+        It is followed even where it makes this batch worse, because the policy does not know
         the batch. Copies stay within groups of ``domain_size`` ranks.
         """
         if not self._past[layer]:

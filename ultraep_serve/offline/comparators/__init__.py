@@ -3,8 +3,8 @@
 What a server can run is ``ultraep_serve.types.Policy``; the same names mean the same algorithms.
 ``eplb`` differs from the server's ``eplb-slots`` in that every expert may move, over all ranks even
 where domains are smaller, since its weights move between batches. It is planned anew before every
-batch; deployments do so every thousand steps or more, so its figures are flattering. ``ideal`` is
-the force-balanced routing that balancers are measured against (arXiv 2606.04101): assignments dealt
+batch; deployments do so every thousand steps or more, so its figures here are optimistic. ``ideal``
+is the force-balanced routing that balancers are compared with (arXiv 2606.04101): assignments dealt
 to the ranks in turn, without replicas and wherever tokens are; no placement does that with the
 right weights.
 """

@@ -2,10 +2,10 @@
 
 Source: MoonEP (https://github.com/MoonshotAI/MoonEP) as described in the Kimi K3 report
 (arXiv 2607.24653, section 5.2.1 and appendix E): each rank gets exactly tokens x top-k, by copying
-experts as the batch needs; E / R slots per rank always suffice, because a rank that is filled up
-is filled by one other rank. That construction, ours to write: the rank that lacks most takes
-what it lacks from the rank that has most over, the donor's largest experts first. At most R - 1
-such steps; a donor is never filled before it has given all it has over.
+experts as the batch needs; E / R slots per rank always suffice, because a rank is filled by one
+other rank. Here: the rank that lacks most takes what it lacks from the rank with the largest
+excess, the donor's largest experts first. That takes at most R - 1 steps, and no rank receives
+before it has given its whole excess.
 
 Slots are not limited here; ``Placement.slots_needed`` says how many it took. Weights move within
 the batch, hence within a domain: there the ranks of a domain are equal.
@@ -33,7 +33,7 @@ def _level(quota: Counts) -> None:
     """Make the columns of ``quota`` (E, D), a view, sum to the same number, give or take one."""
     rank_load = quota.sum(0)
     target = np.full(rank_load.size, rank_load.sum() // rank_load.size)
-    # The odd ones stay with the ranks that have most, which moves least.
+    # The remainder stays on the ranks that have most, which moves least.
     target[np.argsort(-rank_load, kind="stable")[: rank_load.sum() % rank_load.size]] += 1
     while (rank_load != target).any():
         lacking = int((target - rank_load).argmax())

@@ -42,7 +42,7 @@ def _spill(expert_load: Counts, num_ranks: int) -> Counts:
     quota = np.zeros((expert_load.size, num_ranks), np.int64)
     capacity = int(CAPACITY_FACTOR * expert_load.sum() / num_ranks)
     smallest = min(SMALLEST_PART, int(expert_load.sum() / num_ranks) // 16)
-    # Assigned so far plus what is still at home and not yet looked at.
+    # Assigned so far, plus what is still at home and not yet assigned.
     rank_load = expert_load.reshape(num_ranks, num_masters).sum(1)
     for expert in np.argsort(-expert_load, kind="stable"):
         home = expert // num_masters

@@ -3,7 +3,8 @@
 Source: DeepSeek's Linear-Programming-Based Load Balancer, its public README
 (https://github.com/deepseek-ai/LPLB): experts are reordered and replicated from statistics with
 EPLB, then each batch's tokens are assigned to the copies so that the busiest rank has least. Its
-links between ranks follow fixed topologies; here any copy may take any token, which flatters it.
+links between ranks follow fixed topologies; here any copy may take any
+token, so its figures here are optimistic.
 """
 
 from typing import Any
@@ -79,9 +80,9 @@ def _solve(
 
 
 def _hand_out_rest(quota: Counts, expert_load: Counts, copies: IntArray, shared: Counts) -> None:
-    """What rounding left over, one by one to the copy on the least loaded rank; ``quota`` changes.
+    """Assign what rounding left over, one by one, to the copy on the least loaded rank.
 
-    Where rounding gave too much, the most loaded copy gives it back.
+    Where rounding gave too much, the most loaded copy gives it back. Changes ``quota``.
     """
     rank_load = quota.sum(0)
     for expert in shared:
