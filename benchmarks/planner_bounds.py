@@ -55,18 +55,12 @@ def optimum(args: argparse.Namespace) -> list[dict[str, Any]]:
             gaps.append(ours - bound)
             bests.append(best)
             reached.append(ours)
-        rows.append(
-            {
-                "name": case.name,
-                "ranks": 8,
-                "slots": 1,
-                "cases": len(gaps),
-                "after": spread(reached),
-                "optimum": spread(bests),
-                "gap_to_lower_bound": spread(gaps),
-            }
-        )
-        print("optimum", rows[-1], flush=True)
+        figures = {
+            "after": spread(reached),
+            "optimum": spread(bests),
+            "gap_to_lower_bound": spread(gaps),
+        }
+        rows.append(row("optimum", case, 1, figures))
     return rows
 
 
@@ -74,24 +68,16 @@ def domains(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Imbalance over each case's floor, the largest domain mean, where domains are smaller."""
     rows = []
     for case in cases(args, [16, 32, 64]):
-        num_ranks = case.loads[0].shape[0]
         for domain_size, num_slots in ((8, 2), (8, 1)):
             floors = [imbalance_floor(loads, domain_size=domain_size) for loads in case.loads]
             reached = [after(loads, num_slots, domain_size) for loads in case.loads]
-            rows.append(
-                {
-                    "name": case.name,
-                    "ranks": num_ranks,
-                    "experts": case.loads[0].shape[1],
-                    "domain_size": domain_size,
-                    "slots": num_slots,
-                    "cases": len(case.loads),
-                    "floor": spread(floors),
-                    "after": spread(reached),
-                    "over_floor": spread([a / f for a, f in zip(reached, floors, strict=True)]),
-                }
-            )
-            print("domains", rows[-1], flush=True)
+            figures = {
+                "domain_size": domain_size,
+                "floor": spread(floors),
+                "after": spread(reached),
+                "over_floor": spread([a / f for a, f in zip(reached, floors, strict=True)]),
+            }
+            rows.append(row("domains", case, num_slots, figures))
     return rows
 
 
@@ -111,24 +97,27 @@ def greedy(args: argparse.Namespace) -> list[dict[str, Any]]:
                 if abs(ours[-1] - theirs[-1]) <= BALANCED:
                     same.append(((plan.slot_expert >= 0).sum(), (slots >= 0).sum()))
             replicas = np.sum(same, axis=0) if same else (0, 0)
-            rows.append(
-                {
-                    "name": case.name,
-                    "ranks": num_ranks,
-                    "experts": num_experts,
-                    "slots": num_slots,
-                    "cases": len(ours),
-                    "after": spread(ours),
-                    "greedy_after": spread(theirs),
-                    "worse_than_greedy": int(worse),
-                    "equally_balanced": len(same),
-                    "replicas_over_greedys_there": float(replicas[0] / replicas[1])
-                    if replicas[1]
-                    else None,
-                }
-            )
-            print("greedy", rows[-1], flush=True)
+            figures = {
+                "cases": len(ours),
+                "after": spread(ours),
+                "greedy_after": spread(theirs),
+                "worse_than_greedy": int(worse),
+                "equally_balanced": len(same),
+                "replicas_over_greedys_there": float(replicas[0] / replicas[1])
+                if replicas[1]
+                else None,
+            }
+            rows.append(row("greedy", case, num_slots, figures))
     return rows
+
+
+def row(table: str, case: Cases, num_slots: int, figures: dict[str, Any]) -> dict[str, Any]:
+    """One row, printed as soon as it is known."""
+    num_ranks, num_experts = case.loads[0].shape
+    sizes = {"name": case.name, "ranks": num_ranks, "experts": num_experts, "slots": num_slots}
+    made = {**sizes, "cases": len(case.loads), **figures}
+    print(table, made, flush=True)
+    return made
 
 
 def after(loads: np.ndarray, num_slots: int, domain_size: int | None = None) -> float:

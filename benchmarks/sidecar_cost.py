@@ -24,7 +24,7 @@ import httpx
 from served import CONTEXT, WORK, model, sidecar
 
 from ultraep_serve.client.engine import Server
-from ultraep_serve.client.prefill import Spread, ratios_json
+from ultraep_serve.client.prefill import ratios_json, spread_of
 from ultraep_serve.client.prompts import Openings, fitted_prompt
 from ultraep_serve.demo.balanced_server import (
     BalancedServer,
@@ -143,7 +143,7 @@ def summary(samples: dict[str, list[float]]) -> dict[str, Any]:
     for variant in VARIANTS[1:]:
         ratios = [a / b for a, b in zip(samples[variant], samples["without"], strict=True)]
         paired[f"{variant}_over_without"] = ratios_json(ratios)
-    medians = {variant: Spread.of(values).median for variant, values in samples.items()}
+    medians = {variant: spread_of(values)["median"] for variant, values in samples.items()}
     return {"ttft_seconds": medians, "paired": paired}
 
 

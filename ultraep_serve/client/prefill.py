@@ -26,10 +26,10 @@ __all__ = [
     "LengthResult",
     "PrefillOptions",
     "PrefillResult",
-    "Spread",
     "measure_prefill",
     "median_interval",
     "ratios_json",
+    "spread_of",
 ]
 
 MIN_PROMPT_TOKENS = 32  # an opening alone may have a dozen
@@ -65,22 +65,6 @@ class PrefillOptions:
 
 
 @dataclass(frozen=True)
-class Spread:
-    """Order statistics of one set of samples."""
-
-    min: float
-    p25: float
-    median: float
-    p75: float
-    max: float
-
-    @classmethod
-    def of(cls, samples: Sequence[float]) -> "Spread":
-        """Linear interpolation between samples, numpy's default."""
-        return cls(*(float(value) for value in np.percentile(samples, [0, 25, 50, 75, 100])))
-
-
-@dataclass(frozen=True)
 class LengthResult:
     """One prompt length: ``samples[policy][i]`` is the time to first token in round i, seconds."""
 
@@ -88,55 +72,35 @@ class LengthResult:
     prompt_tokens: int  # median of what the server counted
     samples: Mapping[Policy, Sequence[float]]  # one per round for every policy
 
-    def median(self, policy: Policy) -> float | None:
-        """Median time to first token, seconds; None for a policy that was not measured."""
-        return Spread.of(self.samples[policy]).median if policy in self.samples else None
-
-    @property
-    def efficiency(self) -> float | None:
-        """ideal / quota: the part of the best possible speed that was reached."""
-        return _ratio(self.median(Policy.IDEAL), self.median(Policy.QUOTA))
-
-    @property
-    def speedup(self) -> float | None:
-        """off / quota."""
-        return _ratio(self.median(Policy.OFF), self.median(Policy.QUOTA))
-
-    @property
-    def recovered(self) -> float | None:
-        """(off - quota) / (off - ideal); None where the ideal is no faster than off."""
-        compared = (Policy.OFF, Policy.QUOTA, Policy.IDEAL)
-        off, quota, ideal = (self.median(policy) for policy in compared)
-        if off is None or quota is None or ideal is None or ideal >= off:
-            return None
-        return (off - quota) / (off - ideal)
-
-    def paired(self, numerator: Policy, denominator: Policy) -> list[float] | None:
-        """The ratio within each round, which a drifting machine disturbs least."""
-        if numerator not in self.samples or denominator not in self.samples:
-            return None
-        above, below = self.samples[numerator], self.samples[denominator]
-        return [a / b for a, b in zip(above, below, strict=True)]
-
     def to_json(self) -> dict[str, Any]:
-        """One entry of ``rows`` in the benchmark's JSON."""
-        spreads = {policy: Spread.of(samples) for policy, samples in self.samples.items()}
-        ratios = {
-            "quota_over_off": self.paired(Policy.QUOTA, Policy.OFF),
-            "ideal_over_quota": self.paired(Policy.IDEAL, Policy.QUOTA),
-        }
+        """One entry of ``rows`` in the benchmark's JSON; None where a policy was not measured."""
+        spreads = {policy.value: spread_of(samples) for policy, samples in self.samples.items()}
+        medians = {name: spread.pop("median") for name, spread in spreads.items()}
+        off, quota, ideal = (medians.get(name) for name in ("off", "quota", "ideal"))
+        gap = off - ideal if off is not None and ideal is not None else 0.0
         return {
             "prompt_tokens": self.prompt_tokens,
             "requested_tokens": self.requested_tokens,
             "rounds": min(len(samples) for samples in self.samples.values()),
-            "ttft_seconds": {policy.value: spread.median for policy, spread in spreads.items()},
-            "ttft_spread": {policy.value: _quartiles(spread) for policy, spread in spreads.items()},
-            "ttft_samples": {policy.value: list(self.samples[policy]) for policy in spreads},
-            "efficiency": self.efficiency,
-            "recovered": self.recovered,
-            "speedup": self.speedup,
-            "paired": {name: ratios_json(each) if each else None for name, each in ratios.items()},
+            "ttft_seconds": medians,
+            "ttft_spread": spreads,
+            "ttft_samples": {policy.value: list(each) for policy, each in self.samples.items()},
+            # The part of the best possible speed, and of the possible gain, that was reached.
+            "efficiency": ideal / quota if ideal is not None and quota else None,
+            "recovered": (off - quota) / gap if off and quota is not None and gap > 0 else None,
+            "speedup": off / quota if off is not None and quota else None,
+            "paired": {
+                "quota_over_off": self._paired(Policy.QUOTA, Policy.OFF),
+                "ideal_over_quota": self._paired(Policy.IDEAL, Policy.QUOTA),
+            },
         }
+
+    def _paired(self, numerator: Policy, denominator: Policy) -> dict[str, Any] | None:
+        """The ratios within each round, which a drifting machine disturbs least."""
+        if numerator not in self.samples or denominator not in self.samples:
+            return None
+        pairs = zip(self.samples[numerator], self.samples[denominator], strict=True)
+        return ratios_json([above / below for above, below in pairs])
 
 
 @dataclass(frozen=True)
@@ -245,11 +209,16 @@ class _Run:
         ]
 
 
-def median_interval(samples: Sequence[float]) -> tuple[float, float] | None:
-    """Confidence interval (95 %) of the median.
+def spread_of(samples: Sequence[float]) -> dict[str, float]:
+    """Order statistics, by linear interpolation between samples."""
+    values = np.percentile(samples, [0, 25, 50, 75, 100]).tolist()
+    return dict(zip(("min", "p25", "median", "p75", "max"), values, strict=True))
 
-    From order statistics (the sign test), for any distribution. None for fewer
-    than six samples, which are too few.
+
+def median_interval(samples: Sequence[float]) -> tuple[float, float] | None:
+    """Confidence interval (95 %) of the median; None for fewer than six samples.
+
+    From order statistics (the sign test), for any distribution.
     """
     from scipy.stats import quantile_test  # takes a second to import
 
@@ -259,14 +228,4 @@ def median_interval(samples: Sequence[float]) -> tuple[float, float] | None:
 
 def ratios_json(ratios: Sequence[float]) -> dict[str, Any]:
     """Median of the ratios within rounds, its confidence interval, and their spread."""
-    spread = Spread.of(ratios)
-    interval = median_interval(ratios)
-    return {"median": spread.median, "interval": interval, **_quartiles(spread)}
-
-
-def _ratio(numerator: float | None, denominator: float | None) -> float | None:
-    return numerator / denominator if numerator is not None and denominator else None
-
-
-def _quartiles(spread: Spread) -> dict[str, float]:
-    return {"min": spread.min, "p25": spread.p25, "p75": spread.p75, "max": spread.max}
+    return {"interval": median_interval(ratios), **spread_of(ratios)}
