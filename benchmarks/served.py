@@ -4,7 +4,7 @@ import argparse
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,16 +12,16 @@ import httpx
 
 from ultraep_serve.demo.balanced_server import BalancedServer, expert_parallel_flags
 from ultraep_serve.demo.models import make_model
-from ultraep_serve.demo.spec import ModelSpec, demo_balanced, demo_glm4, demo_qwen3
+from ultraep_serve.demo.spec import ModelSpec
 from ultraep_serve.machine import free_port
 
 WORK = Path("results")  # models and logs
 CONTEXT = 16384  # tokens
 START_SECONDS = 60.0
-MODELS: dict[str, Callable[[], ModelSpec]] = {
-    "qwen3": demo_qwen3,
-    "glm4": demo_glm4,
-    "balanced": demo_balanced,
+MODELS = {
+    "qwen3": ModelSpec(),
+    "glm4": ModelSpec(architecture="glm4_moe"),
+    "balanced": ModelSpec(imbalance=1.0),
 }
 
 
@@ -29,7 +29,7 @@ def model(name: str) -> Path:
     """The named model, made on first use."""
     path = WORK / "models" / name
     if not (path / "model.safetensors").exists():
-        make_model(path, MODELS[name]())
+        make_model(path, MODELS[name])
     return path
 
 

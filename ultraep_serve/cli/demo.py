@@ -17,7 +17,7 @@ from ultraep_serve.demo.balanced_server import (
 )
 from ultraep_serve.demo.models import make_model
 from ultraep_serve.demo.report import demo_report, demo_view
-from ultraep_serve.demo.spec import demo_qwen3
+from ultraep_serve.demo.spec import ModelSpec
 from ultraep_serve.files import write_json
 
 __all__ = ["add_arguments", "run"]
@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     console.print("Making a model whose router favours few experts ...")
     path = arguments.results / "models" / "demo"
     if not (path / "model.safetensors").exists():
-        make_model(path, demo_qwen3())
+        make_model(path, ModelSpec())
 
     def server(dtype: str, *flags: str) -> BalancedServer:
         flags = (*expert_parallel_flags(arguments.mode, dtype, _CONTEXT, engine), *flags)

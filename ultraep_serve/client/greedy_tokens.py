@@ -11,6 +11,8 @@ from ultraep_serve.errors import BenchError, ConfigError
 
 __all__ = ["Generation", "TokenComparison", "compare_tokens", "generate"]
 
+_TIMEOUT_SECONDS = 600.0  # of one completion
+
 
 @dataclass(frozen=True)
 class Generation:
@@ -52,7 +54,6 @@ def generate(
     prompts: Sequence[str],
     max_tokens: int,
     concurrency: int,
-    timeout_seconds: float = 600.0,
 ) -> list[Generation]:
     """Greedy completions of ``prompts``, in their order, at most ``concurrency`` at a time.
 
@@ -63,7 +64,7 @@ def generate(
     if concurrency < 1:
         raise ConfigError(f"{concurrency = } must be 1 or more")
     with (
-        Endpoint("the engine's server", "--url", url, timeout_seconds) as server,
+        Endpoint("the engine's server", "--url", url, _TIMEOUT_SECONDS) as server,
         ThreadPoolExecutor(concurrency) as pool,
     ):
         futures = [pool.submit(_complete, server, model, text, max_tokens) for text in prompts]

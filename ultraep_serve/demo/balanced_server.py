@@ -34,7 +34,7 @@ __all__ = [
     "mixed_prompts",
 ]
 
-_STOP_SECONDS = 60.0
+_START_SECONDS, _STOP_SECONDS = 300.0, 60.0
 _SHORTEST, _LONGEST = 16, 1500  # tokens; from decode-sized to several times min_batch_tokens
 
 
@@ -46,7 +46,6 @@ class BalancedServer:
         model: Path,
         flags: Sequence[str],
         log_path: Path,
-        start_seconds: float = 300.0,
         engine: str = "vllm",
         serves: bool = True,
     ) -> None:
@@ -58,7 +57,6 @@ class BalancedServer:
         self.sidecar_url = f"http://127.0.0.1:{self.sidecar_port}"
         self.log_path = log_path
         self._flags = [*flags, "--port", str(self.port), "--sidecar-port", str(self.sidecar_port)]
-        self._start_seconds = start_seconds
         self._serves = serves
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -102,7 +100,7 @@ class BalancedServer:
 
     def _wait_until_healthy(self) -> None:
         assert self._process is not None
-        deadline = time.monotonic() + self._start_seconds
+        deadline = time.monotonic() + _START_SECONDS
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
                 raise ServerError(f"the server ended at start-up:\n{self._log_tail()}")
@@ -110,7 +108,7 @@ class BalancedServer:
                 if httpx.get(f"{self.url}/health", timeout=2.0).status_code == 200:
                     return
             time.sleep(0.5)
-        raise ServerError(f"no answer after {self._start_seconds:g} s:\n{self._log_tail()}")
+        raise ServerError(f"no answer after {_START_SECONDS:g} s:\n{self._log_tail()}")
 
     def _log_tail(self) -> str:
         return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-15:])
@@ -167,11 +165,11 @@ def measure_server(
         return prefill_document(result, engine.url, model or engine.model, command)
 
 
-def mixed_prompts(count: int, seed: int = 0) -> list[str]:
+def mixed_prompts(count: int) -> list[str]:
     """``count`` texts of mixed lengths, from the domains in turn."""
-    chooser = random.Random(seed)
+    chooser = random.Random(0)
     return [
-        sample_text(DOMAINS[i % len(DOMAINS)], chooser.randint(_SHORTEST, _LONGEST), seed + i)
+        sample_text(DOMAINS[i % len(DOMAINS)], chooser.randint(_SHORTEST, _LONGEST), seed=i)
         for i in range(count)
     ]
 
@@ -189,9 +187,9 @@ def generate_under(
 
 
 def check_tokens(
-    server: BalancedServer, prompts: list[str], max_tokens: int = 16, concurrency: int = 4
+    server: BalancedServer, prompts: list[str], concurrency: int = 4
 ) -> TokenComparison:
     """Compare greedy tokens with balancing off against on, in one running server."""
-    off = generate_under(server, Policy.OFF, prompts, max_tokens, concurrency)
-    on = generate_under(server, Policy.QUOTA, prompts, max_tokens, concurrency)
+    policies = (Policy.OFF, Policy.QUOTA)
+    off, on = (generate_under(server, each, prompts, concurrency=concurrency) for each in policies)
     return compare_tokens(off, on)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ultraep_serve.demo.spec import MAX_EXPERT_SHARE, ModelSpec
 
-__all__ = ["NUM_HOT", "calibrate_gate", "hot_rank", "one_thread", "select_experts", "target_shares"]
+__all__ = ["NUM_HOT", "calibrate_gate", "domain_means", "hot_rank", "one_thread", "target_shares"]
 
 ITERATIONS = 100
 NUM_HOT = 2  # experts of the hot rank that take most of its load: what two replica slots can move
@@ -55,7 +55,7 @@ def calibrate_gate(
 
     ``token_domain`` (T,) indexes ``spec.domains``; ``score_bias`` (E,) is GLM's correction bias.
     """
-    means = torch.stack([hidden[token_domain == d].mean(0) for d in range(len(spec.domains))])
+    means = domain_means(hidden, token_domain, spec)
     covariance = _penalised_covariance(hidden - means[token_domain])
     detectors = _detectors(covariance, means)
     noise = _noise_rows(covariance, means, spec, generator)
@@ -65,6 +65,11 @@ def calibrate_gate(
     with one_thread():
         bias = _tune(problem, score_bias, spec)
     return noise + bias @ detectors
+
+
+def domain_means(hidden: Tensor, token_domain: Tensor, spec: ModelSpec) -> Tensor:
+    """Mean (D, H) of ``hidden`` (T, H) over the tokens of each domain."""
+    return torch.stack([hidden[token_domain == d].mean(0) for d in range(len(spec.domains))])
 
 
 def target_shares(spec: ModelSpec, layer: int, domain: int) -> Tensor:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ultraep_serve.demo.gates import calibrate_gate, one_thread
+from ultraep_serve.demo.gates import calibrate_gate, domain_means, one_thread
 from ultraep_serve.demo.spec import ModelSpec
 from ultraep_serve.demo.text import (
     SPECIAL_TOKENS,
@@ -40,14 +40,12 @@ SPECIAL_LOGIT = -40.0  # special tokens are never generated: generation ends at 
 SCORE_BIAS_STD = 0.03  # of GLM's correction bias
 
 
-def make_model(path: str | Path, spec: ModelSpec | None = None) -> Path:
+def make_model(path: Path, spec: ModelSpec) -> Path:
     """Write a checkpoint to the directory ``path``, and return that.
 
-    Without a spec it is the demo model: 20 seconds on two free cores, the tiny ones take 2 to 4.
-    Raises ConfigError when two domains of the spec share a word.
+    The demo's takes 20 seconds on two free cores. Raises ConfigError when two domains of the spec
+    share a word.
     """
-    spec = ModelSpec() if spec is None else spec
-    path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
     save_tokenizer(path, spec.domains, spec.max_position_embeddings)
     with one_thread(spec.hidden_size <= SMALL_HIDDEN_SIZE):
@@ -196,7 +194,7 @@ def _head_rows(
     Without taking the domain means out, every text of a domain would favour the same few words.
     """
     domains = len(spec.domains)
-    means = _domain_means(hidden, token_domain, spec)
+    means = domain_means(hidden, token_domain, spec)
     basis = _mean_basis(hidden, token_domain, spec)
     rows = torch.randn(len(vocabulary(spec.domains)), spec.hidden_size, generator=generator)
     rows -= (rows @ basis) @ basis.T
@@ -211,14 +209,9 @@ def _head_rows(
     return rows
 
 
-def _domain_means(hidden: Tensor, token_domain: Tensor, spec: ModelSpec) -> Tensor:
-    """Mean (D, H) of ``hidden`` (T, H) over the tokens of each domain."""
-    return torch.stack([hidden[token_domain == d].mean(0) for d in range(len(spec.domains))])
-
-
 def _mean_basis(hidden: Tensor, token_domain: Tensor, spec: ModelSpec) -> Tensor:
     """Orthonormal basis (H, D) of the domain means."""
-    basis: Tensor = torch.linalg.qr(_domain_means(hidden, token_domain, spec).T).Q
+    basis: Tensor = torch.linalg.qr(domain_means(hidden, token_domain, spec).T).Q
     return basis
 
 

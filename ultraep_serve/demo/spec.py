@@ -1,19 +1,23 @@
-"""What a made-up MoE model looks like, and the ones that demo and benchmarks use."""
+"""What a made-up MoE model looks like."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from ultraep_serve.demo.text import DOMAINS
 from ultraep_serve.errors import ConfigError
 
-__all__ = ["MAX_EXPERT_SHARE", "ModelSpec", "demo_balanced", "demo_glm4", "demo_qwen3"]
+__all__ = ["MAX_EXPERT_SHARE", "ModelSpec"]
 
 MAX_EXPERT_SHARE = 0.92  # of a layer's tokens, the most that one expert may attract
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Sizes, skew and seed of a checkpoint; equal specs give equal bytes on one machine."""
+    """Sizes, skew and seed of a checkpoint; equal specs give equal bytes on one machine.
+
+    The defaults are the demo's model. With architecture glm4_moe it has sigmoids, grouped top-k, a
+    shared expert and a dense layer.
+    """
 
     architecture: Literal["qwen3_moe", "glm4_moe"] = "qwen3_moe"
     hidden_size: int = 512  # H, a multiple of 32
@@ -85,23 +89,6 @@ class ModelSpec:
         """The largest skew at which no expert needs more than ``MAX_EXPERT_SHARE`` of tokens."""
         most = min(self.experts_per_token, MAX_EXPERT_SHARE * self.experts_per_rank)
         return max(1.0, min(0.95 * self.num_ranks, most * self.num_ranks / self.experts_per_token))
-
-
-def demo_qwen3(imbalance: float = 1.7, num_ranks: int = 2) -> ModelSpec:
-    """The demo model: Qwen3-MoE, 4 layers of 16 experts, skewed."""
-    # The shares of more than two ranks need more tokens to tune.
-    length = 512 if num_ranks <= 2 else 1024
-    return ModelSpec(imbalance=imbalance, num_ranks=num_ranks, calibration_length=length)
-
-
-def demo_balanced(num_ranks: int = 2) -> ModelSpec:
-    """The demo model with nothing to gain: every rank has the same load."""
-    return demo_qwen3(1.0, num_ranks)
-
-
-def demo_glm4(imbalance: float = 1.7, num_ranks: int = 2) -> ModelSpec:
-    """GLM-4-MoE in the demo's size: sigmoids, grouped top-k, a shared expert, one dense layer."""
-    return replace(demo_qwen3(imbalance, num_ranks), architecture="glm4_moe")
 
 
 def _require(holds: bool, message: str) -> None:

@@ -118,10 +118,10 @@ def ring_bytes(subject: Subject) -> int:
     return subject.ranks_here * (HEADER_BYTES + records)
 
 
-def check_leftovers(path: Path = SHARED_MEMORY, proc: Path = Path("/proc")) -> list[Finding]:
+def check_leftovers(path: Path = SHARED_MEMORY) -> list[Finding]:
     """Run directories of this user whose server was killed, and files that engines left."""
     try:
-        return [_run_directories(), _engine_files(path, proc)]
+        return [_run_directories(), _engine_files(path)]
     except OSError as reason:
         return [warning("leftovers", f"cannot be searched for: {reason}", _REMEDY)]
 
@@ -136,14 +136,14 @@ def _run_directories() -> Finding:
     return warning("leftovers", f"killed servers left {names} ({size(held)})", remedy)
 
 
-def _engine_files(path: Path, proc: Path) -> Finding:
+def _engine_files(path: Path) -> Finding:
     candidates = [
         file
         for pattern in _ENGINE_FILES
         for file in path.glob(pattern)
         if file.is_file() and file.stat().st_uid == os.getuid()
     ]
-    mapped = _mapped_files(proc) if candidates else set()
+    mapped = _mapped_files() if candidates else set()
     left = [file for file in candidates if str(file) not in mapped]
     if not left:
         return ok("leftovers", "no shared memory left by engines")
@@ -160,10 +160,10 @@ def _patterns(files: list[Path]) -> set[str]:
     return {p for p in _ENGINE_FILES for file in files if file.match(p)}
 
 
-def _mapped_files(proc: Path) -> set[str]:
+def _mapped_files() -> set[str]:
     """Names of files that any process maps, as far as this user may see."""
     found: set[str] = set()
-    for maps in proc.glob("[0-9]*/maps"):
+    for maps in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):
             lines = maps.read_text(errors="replace").splitlines()
             found.update(line[line.index("/") :] for line in lines if "/" in line)
