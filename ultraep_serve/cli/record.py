@@ -5,12 +5,7 @@ import time
 from contextlib import closing
 from pathlib import Path
 
-from ultraep_serve.cli.arguments import (
-    add_server_arguments,
-    control_token,
-    number,
-    prepare_outputs,
-)
+from ultraep_serve.cli.arguments import add_server_arguments, control_token, number, prepare_outputs
 from ultraep_serve.client.sidecar import RecordingSidecar
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.offline.recorded import assemble

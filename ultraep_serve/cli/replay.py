@@ -9,21 +9,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ultraep_serve.cli.arguments import (
-    add_json_argument,
-    built,
-    names,
-    prepare_outputs,
-    show,
-)
+from ultraep_serve.cli.arguments import add_json_argument, built, names, prepare_outputs, show
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.offline.comparators import POLICIES, policy_function
-from ultraep_serve.offline.replay import (
-    ReplayOptions,
-    replay,
-    replay_document,
-    write_plans,
-)
+from ultraep_serve.offline.replay import ReplayOptions, replay, replay_document, write_plans
 from ultraep_serve.offline.store import load_trace
 from ultraep_serve.offline.trace import DECODE, PREFILL, of_phase
 

@@ -49,11 +49,7 @@ class TokenComparison:
 
 
 def generate(
-    url: str,
-    model: str,
-    prompts: Sequence[str],
-    max_tokens: int,
-    concurrency: int,
+    url: str, model: str, prompts: Sequence[str], max_tokens: int, concurrency: int
 ) -> list[Generation]:
     """Greedy completions of ``prompts``, in their order, at most ``concurrency`` at a time.
 

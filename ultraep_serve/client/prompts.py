@@ -102,11 +102,7 @@ class Openings:
 
 
 def fitted_prompt(
-    openings: Openings,
-    source: PromptSource,
-    tokens: int,
-    seed: int,
-    count: Callable[[str], int],
+    openings: Openings, source: PromptSource, tokens: int, seed: int, count: Callable[[str], int]
 ) -> str:
     """An opening and text of ``source``, cut and filled until ``count`` finds ``tokens``.
 

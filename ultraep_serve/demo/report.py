@@ -69,10 +69,7 @@ def _imbalance_bars(imbalance: Mapping[str, Any]) -> RenderableType:
     if before["mean"] is None or after["mean"] is None:
         return Text("no batch was balanced", style="yellow")
     table = Table.grid(padding=(0, 2))
-    for label, figures, policy in (
-        ("before", before, Policy.OFF),
-        ("after", after, Policy.QUOTA),
-    ):
+    for label, figures, policy in (("before", before, Policy.OFF), ("after", after, Policy.QUOTA)):
         bar = _bar(figures["mean"], before["mean"], policy)
         table.add_row(label, bar, f"{figures['mean']:.2f}", f"worst {figures['max']:.2f}")
     return table

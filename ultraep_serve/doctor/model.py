@@ -16,9 +16,7 @@ _TIGHT = 0.9  # of the memory; what is left is for activations and the rest of t
 
 
 def check_model(
-    subject: Subject,
-    meminfo: Path = Path("/proc/meminfo"),
-    cgroup: Path = Path("/sys/fs/cgroup"),
+    subject: Subject, meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")
 ) -> list[Finding]:
     """Experts and memory of the subject's model; nothing where no model is given."""
     if subject.model is None:
