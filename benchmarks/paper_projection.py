@@ -19,7 +19,7 @@ import numpy as np
 
 from ultraep_serve.costs.model import Transfer
 from ultraep_serve.offline.hardware import Efficiency, estimate_costs, hardware
-from ultraep_serve.offline.predict import Prefill, prefill_seconds, slot_memory
+from ultraep_serve.offline.predict import Prefill, prefill_seconds
 from ultraep_serve.offline.shapes import model_shape
 
 MIB = 1 << 20
@@ -187,19 +187,19 @@ def memory_table() -> list[dict[str, str | float]]:
     lines: list[dict[str, str | float]] = []
     for model, weights in itertools.product(("qwen3-235b-a22b", "deepseek-v3"), ("bf16", "fp8")):
         shape = model_shape(model)
-        one, two = (slot_memory(shape, slots, weights) for slots in (1, 2))
+        expert, layers = shape.expert_bytes(weights), shape.num_moe_layers
         lines.append(
             {
                 "model": model,
                 "weights": weights,
-                "one": one.shared / MIB,
-                "two": two.shared / MIB,
-                "saves": (two.shared - one.shared) / MIB,
-                "one_per_layer": one.per_layer / MIB,
-                "two_per_layer": two.per_layer / MIB,
-                "saves_per_layer": (two.per_layer - one.per_layer) / MIB,
-                "kv_tokens_of_one_per_layer": (one.per_layer - one.shared)
-                // shape.kv_bytes_per_token,
+                "one": expert / MIB,
+                "two": 2 * expert / MIB,
+                "saves": expert / MIB,
+                "one_per_layer": layers * expert / MIB,
+                "two_per_layer": 2 * layers * expert / MIB,
+                "saves_per_layer": layers * expert / MIB,
+                # KV cache that the memory of all layers but one would hold
+                "kv_tokens_of_one_per_layer": (layers - 1) * expert // shape.kv_bytes_per_token,
             }
         )
     return lines

@@ -24,7 +24,6 @@ from ultraep_serve.offline.predict import (
     layer_seconds,
     prefill_seconds,
     residual_imbalance,
-    slot_memory,
 )
 from ultraep_serve.offline.shapes import ModelShape
 from ultraep_serve.offline.store import load_trace
@@ -110,8 +109,8 @@ class Outcome:
     def memory_bytes(self, setting: Setting) -> int:
         """Replica memory per rank: a pool for all layers, or redundant experts in every one."""
         slots = max(self.slots, self.slots_needed)
-        memory = slot_memory(setting.shape, slots, setting.weight_type)
-        return memory.per_layer if self.policy in FROM_PAST else memory.shared
+        pools = setting.shape.num_moe_layers if self.policy in FROM_PAST else 1
+        return pools * slots * setting.shape.expert_bytes(setting.weight_type)
 
 
 @dataclass(frozen=True)

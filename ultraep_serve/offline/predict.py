@@ -10,12 +10,10 @@ from ultraep_serve.types import ExpertShape
 __all__ = [
     "NOTHING_MOVED",
     "Prefill",
-    "SlotMemory",
     "break_even_tokens",
     "layer_seconds",
     "prefill_seconds",
     "residual_imbalance",
-    "slot_memory",
 ]
 
 NOTHING_MOVED = Transfer(0, 0)
@@ -79,21 +77,6 @@ def prefill_seconds(shape: ModelShape, estimate: Estimate, prefill: Prefill) -> 
     )
     dense = shape.num_dense_layers * estimate.dense_seconds_per_token * rank_tokens
     return shape.num_moe_layers * layer + dense
-
-
-@dataclass(frozen=True)
-class SlotMemory:
-    """Bytes per rank; they do not depend on the number of ranks."""
-
-    bytes_per_expert: int
-    shared: int  # one pool of slots for all layers
-    per_layer: int  # a copy in every MoE layer, as redundant experts are
-
-
-def slot_memory(shape: ModelShape, slots: int, weight_type: str) -> SlotMemory:
-    """Memory of ``slots`` per rank."""
-    expert = shape.expert_bytes(weight_type)
-    return SlotMemory(expert, slots * expert, slots * expert * shape.num_moe_layers)
 
 
 def residual_imbalance(model: CostModel, mean_assignments: float) -> float:

@@ -14,7 +14,6 @@ from ultraep_serve.offline.predict import (
     break_even_tokens,
     prefill_seconds,
     residual_imbalance,
-    slot_memory,
 )
 from ultraep_serve.planner.eplb_slots import HISTORY_BATCHES
 
@@ -78,8 +77,8 @@ def _verdict(setting: Setting, found: _Prediction, more: list[str]) -> dict[str,
     ]
     if found.gain < LEAST_GAIN:
         return {"balance": False, "reasons": [*reasons, _why_not(found), *more]}
-    memory = slot_memory(setting.shape, found.slots, setting.weight_type)
-    reasons.append(f"costs {memory.shared / MIB:.0f} MiB per rank, once for all layers")
+    memory = found.slots * setting.shape.expert_bytes(setting.weight_type)
+    reasons.append(f"costs {memory / MIB:.0f} MiB per rank, once for all layers")
     if found.break_even is not None:
         reasons.append(f"leave batches below about {found.break_even} tokens (all ranks) alone")
     return {

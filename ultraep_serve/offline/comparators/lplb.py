@@ -51,22 +51,14 @@ def _solve(
         experts, ranks: (C,) index into ``expert_load`` and rank of each of their copies.
         fixed_load: (R,) from experts with one copy.
     """
-    optimize, sparse = _scipy()
+    optimize = _scipy_optimize()
     num_copies, scale = experts.size, max(1.0, float(expert_load.sum()))
-    columns, ones = np.arange(num_copies), np.ones(num_copies)
-    per_expert = sparse.csr_matrix(
-        (ones, (experts, columns)), shape=(expert_load.size, num_copies + 1)
-    )
-    per_rank = sparse.csr_matrix(
-        (
-            np.append(ones, -np.ones(fixed_load.size)),
-            (
-                np.append(ranks, np.arange(fixed_load.size)),
-                np.append(columns, np.full(fixed_load.size, num_copies)),
-            ),
-        ),
-        shape=(fixed_load.size, num_copies + 1),
-    )
+    columns = np.arange(num_copies)  # one per copy, the last is t
+    per_expert = np.zeros((expert_load.size, num_copies + 1))
+    per_expert[experts, columns] = 1
+    per_rank = np.zeros((fixed_load.size, num_copies + 1))
+    per_rank[ranks, columns] = 1
+    per_rank[:, num_copies] = -1
     result = optimize.linprog(
         np.append(np.zeros(num_copies), 1.0),
         A_ub=per_rank,
@@ -99,11 +91,11 @@ def _hand_out_rest(quota: Counts, expert_load: Counts, copies: IntArray, shared:
             rest -= step
 
 
-def _scipy() -> tuple[Any, Any]:
+def _scipy_optimize() -> Any:
     try:
-        from scipy import optimize, sparse
+        from scipy import optimize
     except ImportError as error:
         raise UnsupportedError(
             "policy 'lplb' needs SciPy; run `pip install ultraep-serve[analysis]`"
         ) from error
-    return optimize, sparse
+    return optimize
