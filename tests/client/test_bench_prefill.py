@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.bench_fakes import SPENT_SECONDS, TOKEN, FakeDeployment, deployed, tokenize
 from ultraep_serve.cli import bench, execute, main
-from ultraep_serve.client import prefill
+from ultraep_serve.client import prefill, sidecar
 from ultraep_serve.client.engine import Server
 from ultraep_serve.client.prefill import median_interval
 from ultraep_serve.errors import BenchError, ConfigError, UltraEPError
@@ -25,7 +25,8 @@ def running() -> Iterator[FakeDeployment]:
 
 
 @pytest.fixture
-def fake(running: FakeDeployment) -> FakeDeployment:
+def fake(running: FakeDeployment, monkeypatch: pytest.MonkeyPatch) -> FakeDeployment:
+    monkeypatch.setattr(sidecar, "_CATCH_UP_SECONDS", 0.1)  # the fake's answers are never late
     running.reset()
     return running
 
