@@ -16,6 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from ultraep_serve.costs.model import CostModel
 from ultraep_serve.errors import ConfigError
+from ultraep_serve.files import parse_object
 from ultraep_serve.types import Policy
 
 __all__ = [
@@ -148,13 +149,7 @@ class BalanceConfig(_Settings):
     @classmethod
     def from_json(cls, text: str) -> "BalanceConfig":
         """Parse ``to_json``'s output. Raises ConfigError for unknown settings or bad values."""
-        try:
-            values = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{CONFIG_VARIABLE} is not JSON: {error}") from error
-        if not isinstance(values, dict):
-            raise ConfigError(f"{CONFIG_VARIABLE} is not a JSON object: {text}")
-        return cls(**values)
+        return cls(**parse_object(text, CONFIG_VARIABLE))
 
     @classmethod
     def from_environment(cls) -> "BalanceConfig | None":

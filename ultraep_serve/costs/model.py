@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ultraep_serve.errors import ConfigError
+from ultraep_serve.files import parse_object
 from ultraep_serve.types import ExpertShape, IntArray
 
 __all__ = [
@@ -103,13 +104,7 @@ class CostModel:
     @classmethod
     def from_json(cls, text: str) -> "CostModel":
         """Parse ``to_json``'s output. Raises ConfigError for unknown, missing or bad values."""
-        try:
-            values = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"the cost model is not JSON: {error}") from error
-        if not isinstance(values, dict):
-            raise ConfigError("the cost model must be a JSON object")
-        return cls.from_mapping(values)
+        return cls.from_mapping(parse_object(text, "the cost model"))
 
     @classmethod
     def from_file(cls, path: Path) -> "CostModel":

@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ultraep_serve.errors import TraceError
-from ultraep_serve.files import whole_file
-from ultraep_serve.offline.trace import LoadTrace, Metadata, Trace, parse_metadata
+from ultraep_serve.files import parse_object, whole_file
+from ultraep_serve.offline.trace import LoadTrace, Metadata, Trace
 
 __all__ = ["MAX_BYTES", "load_trace", "save_trace"]
 
@@ -94,7 +94,7 @@ def _metadata(array: NDArray[Any] | None) -> Metadata:
         return {}
     if array.dtype.kind != "U" or array.size != 1:
         raise TraceError(f"metadata is {array.dtype} {array.shape}, must be one string of JSON")
-    return parse_metadata(str(array.reshape(())[()]))
+    return parse_object(str(array.reshape(())[()]), "metadata", TraceError)
 
 
 def _num_experts(topk_ids: NDArray[Any], metadata: Metadata) -> int:
@@ -264,7 +264,7 @@ def _phase(stored: Any) -> NDArray[np.integer] | None:
 
 def _about(metadata: dict[bytes, bytes]) -> dict[str, Any]:
     text = metadata.get(PARQUET_KEY, b"{}").decode("utf-8", errors="replace")
-    return dict(parse_metadata(text))
+    return parse_object(text, "metadata", TraceError)
 
 
 def _pyarrow() -> tuple[Any, Any]:

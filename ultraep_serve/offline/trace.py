@@ -1,6 +1,5 @@
 """The two kinds of trace, per token or per expert, and how they are cut into batches."""
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,7 +21,6 @@ __all__ = [
     "concatenate",
     "num_batches",
     "of_phase",
-    "parse_metadata",
 ]
 
 PREFILL, DECODE = 0, 1  # values of ``phase``
@@ -163,17 +161,6 @@ def _check_phase(phase: Integers | None, length: int) -> None:
     _require_integers("phase", phase, 1)
     if phase.size != length or (phase.size and not np.isin(phase, (PREFILL, DECODE)).all()):
         raise TraceError(f"phase must be {length} values of {PREFILL} (prefill), {DECODE} (decode)")
-
-
-def parse_metadata(text: str) -> Metadata:
-    """A JSON object. Raises TraceError for anything else."""
-    try:
-        metadata = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise TraceError(f"metadata is not JSON ({error})") from error
-    if not isinstance(metadata, dict):
-        raise TraceError("metadata must be a JSON object")
-    return metadata
 
 
 def num_batches(trace: Trace | LoadTrace, batch_tokens: int | None) -> int:
