@@ -14,7 +14,6 @@ import pytest
 pytest.importorskip("sglang", reason="needs SGLang: deploy/setup_sglang_cpu.py")
 
 from tests.support.serving_checks import PROMPTS, balance, check_balanced, refused, served
-from ultraep_serve.adapters import sglang as adapter
 from ultraep_serve.client.greedy_tokens import compare_tokens, generate
 from ultraep_serve.client.sidecar import Sidecar
 from ultraep_serve.config import CONFIG_VARIABLE, BalanceConfig
@@ -154,7 +153,6 @@ def test_model_without_experts_is_refused(tmp_path: Path) -> None:
 def test_unverified_version_ends_every_process(tmp_path: Path) -> None:
     """SGLang would log an exception of a plugin and serve on without it."""
     script = (
-        f"import sys; sys.path.append({str(Path(adapter.__file__).with_name('cpu_standins'))!r})\n"
         "from ultraep_serve.adapters.sglang import checks\n"
         "checks.SGLANG_VERSIONS = ('0.0',)\n"
         "from sglang.srt.plugins import load_plugins\n"
