@@ -1,6 +1,6 @@
 """Policy ``eplb``: placement from past loads, even split among the copies of an expert.
 
-Source: DeepSeek's Expert Parallelism Load HostBalancer, the global policy of its public README
+Source: DeepSeek's Expert Parallelism Load Balancer, the global policy of its public README
 (https://github.com/deepseek-ai/EPLB) and section 3.4 of the DeepSeek-V3 report
 (arXiv 2412.19437): redundant copies go to the experts that are heaviest per copy, then all copies
 are packed onto ranks, heaviest first, each on the least loaded rank with room.

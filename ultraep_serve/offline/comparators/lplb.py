@@ -1,6 +1,6 @@
 """Policy ``lplb``: placement from past loads, split of the batch's own loads by linear programme.
 
-Source: DeepSeek's Linear-Programming-Based Load HostBalancer, its public README
+Source: DeepSeek's Linear-Programming-Based Load Balancer, its public README
 (https://github.com/deepseek-ai/LPLB): experts are reordered and replicated from statistics with
 EPLB, then each batch's tokens are assigned to the copies so that the busiest rank has least. Its
 links between ranks follow fixed topologies; here any copy may take any token, which flatters it.
