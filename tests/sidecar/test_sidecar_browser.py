@@ -19,10 +19,13 @@ from ultraep_serve.types import ExpertShape, Policy
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
-pytestmark = pytest.mark.skipif(
-    not (CHROMIUM and DRIVER),
-    reason="needs a browser (Debian: apt-get install chromium chromium-driver)",
-)
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(
+        not (CHROMIUM and DRIVER),
+        reason="needs a browser (Debian: apt-get install chromium chromium-driver)",
+    ),
+]
 TOKEN = "open-sesame"
 NOTHING = "\N{EN DASH}"
 SHAPE = ExpertShape(num_ranks=4, num_logical_experts=32, num_replica_slots=2)

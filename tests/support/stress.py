@@ -233,7 +233,6 @@ class _Runner:
         shape, tensors = self._shape, self._layers[layer].tensors
         own = self._own_rows(sizes)
         physical = self._balancer.route(layer, given.routed[own], int(sizes.sum()))
-        self._balancer.computed()
         everyone = physical
         if self._batches.view is TokenView.OWN:
             everyone = self._mail.all_ids(physical, sizes)
