@@ -31,7 +31,7 @@ _MEASURED = (
 
 @dataclass(frozen=True)
 class Probes:
-    """Seconds that a rank's own stages take, and how ranks tell each other; all call alike."""
+    """Seconds that a rank's own stages take, and how ranks share them; all ranks call this."""
 
     seconds: Callable[[Callable[[], object]], float]  # that something takes
     exchange: Callable[[], float]
@@ -83,7 +83,7 @@ def _measure_costs(
 
 
 def probe_loads(shape: ExpertShape) -> NDArray[np.int64]:
-    """(R, E) for timing a plan: all that one rank's experts can be asked for."""
+    """(R, E) for timing a plan: all load on one rank's experts."""
     loads = np.zeros((shape.num_ranks, shape.num_logical_experts), dtype=np.int64)
     loads[:, : shape.num_masters] = 1 + np.arange(shape.num_masters)
     return loads

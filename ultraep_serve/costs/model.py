@@ -57,9 +57,9 @@ class CostModel:
 
     def __post_init__(self) -> None:
         for name in ("seconds_per_assignment", "bytes_per_expert", "link_bytes_per_second"):
-            _require(name, getattr(self, name), low_is_legal=False)
+            _require(name, getattr(self, name), zero_is_valid=False)
         for field in fields(self):
-            _require(field.name, getattr(self, field.name), low_is_legal=True)
+            _require(field.name, getattr(self, field.name), zero_is_valid=True)
         if self.exposed_fraction > 1:
             raise ConfigError(f"exposed_fraction = {self.exposed_fraction} must be 0 to 1")
 
@@ -113,9 +113,9 @@ def _picoseconds(seconds: float) -> int:
     return round(seconds * PICOSECONDS)
 
 
-def _require(name: str, value: object, *, low_is_legal: bool) -> None:
+def _require(name: str, value: object, *, zero_is_valid: bool) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise ConfigError(f"{name} = {value!r} must be a number")
-    if value < 0 or (value == 0 and not low_is_legal):
-        legal = "0 or more" if low_is_legal else "more than 0"
-        raise ConfigError(f"{name} = {value!r} must be {legal}")
+    if value < 0 or (value == 0 and not zero_is_valid):
+        valid = "0 or more" if zero_is_valid else "more than 0"
+        raise ConfigError(f"{name} = {value!r} must be {valid}")

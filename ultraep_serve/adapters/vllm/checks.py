@@ -44,7 +44,7 @@ _EXPERT_KERNELS = (
 
 
 def check_engine() -> None:
-    """Raise UnsupportedError unless this vLLM's seam is known to be what we take it for."""
+    """Raise UnsupportedError unless this vLLM's extension point is as verified."""
     version = _installed_version()
     if not version.startswith(tuple(f"{verified}." for verified in VLLM_VERSIONS)):
         raise UnsupportedError(
