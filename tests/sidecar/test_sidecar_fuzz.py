@@ -95,11 +95,11 @@ def test_what_is_no_ring_is_reported(tmp_path: Path, run: SyntheticRun) -> None:
     huge = bytearray(original)
     huge[8:16] = b"\xff" * 8  # records ever written
     for content, reason in (
-        (original[:100], "cut short"),
-        (original[: HEADER_BYTES + 10], "cut short"),
+        (original[:100], "truncated"),
+        (original[: HEADER_BYTES + 10], "truncated"),
         (random.Random(1).randbytes(9000), "not a ring"),
         (bytes(huge), "damaged"),
-        (b"", "cut short"),
+        (b"", "truncated"),
     ):
         path.unlink()
         path.write_bytes(content)
