@@ -10,7 +10,8 @@ import pytest
 from tests.support.rings import SyntheticRun
 from tests.support.sidecar_runs import PLANNED_LAYERS, PLANNED_SHAPE
 from ultraep_serve.ring.schema import RingState
-from ultraep_serve.sidecar.logs import StateLog, set_up_logging
+from ultraep_serve.sidecar.app import StateLog
+from ultraep_serve.sidecar.serve import set_up_logging
 from ultraep_serve.sidecar.store import RunStore
 from ultraep_serve.types import Policy
 
@@ -22,7 +23,7 @@ def test_one_line_per_change_of_state(tmp_path: Path, caplog: pytest.LogCaptureF
     def lines() -> list[str]:
         caplog.clear()
         store.poll()
-        log.look()
+        log.update()
         return [record.getMessage() for record in caplog.records]
 
     with caplog.at_level(logging.INFO):

@@ -10,7 +10,7 @@ from ultraep_serve.ring.recorder import Recorder
 from ultraep_serve.ring.schema import RecordArray, RingHeader, ring_path
 from ultraep_serve.sidecar.follower import OWN_DTYPE, RecordWindow, SkippedHistory, most_records
 from ultraep_serve.sidecar.statistics.snapshot import imbalance_snapshot
-from ultraep_serve.sidecar.timeline import Timeline
+from ultraep_serve.sidecar.statistics.timeline import Timeline
 from ultraep_serve.types import Decision, ExpertShape, Policy
 
 SHAPE = ExpertShape(num_ranks=4, num_logical_experts=8, num_replica_slots=1)

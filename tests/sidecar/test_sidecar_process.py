@@ -15,8 +15,7 @@ import ultraep_serve
 from ultraep_serve.config import TOKEN_VARIABLE
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.machine import free_port
-from ultraep_serve.sidecar.serve import is_loopback, serve
-from ultraep_serve.sidecar.tokens import control_token
+from ultraep_serve.sidecar.serve import control_token, is_loopback, serve
 
 ROOT = Path(ultraep_serve.__file__).parents[1]
 

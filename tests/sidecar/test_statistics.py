@@ -78,7 +78,7 @@ def test_a_summary_by_hand(recorders: Any) -> None:
     write(made, 0, 0, [30, 10], [20, 20])  # 1.5 -> 1.0
     write(made, 0, 1, [20, 20], [20, 20], Decision.BALANCED)  # 1.0
     write(made, 1, 1, [40, 0], [30, 10])  # 2.0 -> 1.5
-    write(made, 2, 0, [9, 0], [9, 0], Decision.INCONSISTENT)  # never weighed
+    write(made, 2, 0, [9, 0], [9, 0], Decision.INCONSISTENT)  # never planned
     write(made, 3, 0, [0, 9], [0, 9], Decision.FORCED, Policy.IDEAL)
     result = summary(views())
     assert (result.engine, result.mode, result.num_ranks) == ("vllm", "data", 2)
@@ -130,8 +130,8 @@ def test_a_layer_shows_its_ranks_and_replicas(recorders: Any) -> None:
     made, views = recorders
     write(made, 0, 1, [30, 10], [20, 20])
     records = [view.records for view in views()]
-    detail = layer_detail(1, records[0], records)
+    detail = layer_detail(1, records[0], records, 2)
     assert detail is not None
     assert [(rank.before, rank.after) for rank in detail.ranks] == [(30, 20), (10, 20)]
     assert (detail.last_batch, detail.last_slot_expert) == (0, [[-1], [1]])
-    assert layer_detail(0, records[0], records) is None
+    assert layer_detail(0, records[0], records, 2) is None
