@@ -91,11 +91,15 @@ def create_app(
     app.state.stopping = False  # streams end when it is set
     answers = Answers(options.reuse_seconds)
     registries = _registries(store, registry or CollectorRegistry())
-    app.include_router(operate_routes(store, registries, run_dir, Access(token, allow_ideal)))
-    app.include_router(live_routes(store, answers, options.event_seconds))
-    app.include_router(balance_routes(store, answers))
-    app.include_router(control_routes(Switches(store, run_dir, allow_ideal), token))
-    app.include_router(record_routes(run_dir, token))
+    routers = (
+        operate_routes(store, registries, run_dir, Access(token, allow_ideal)),
+        live_routes(store, answers, options.event_seconds),
+        balance_routes(store, answers),
+        control_routes(Switches(store, run_dir, allow_ideal), token),
+        record_routes(run_dir, token),
+    )
+    for router in routers:  # include_router would build the schemas of all answers again
+        app.router.routes.extend(router.routes)
     _add_pages(app)
     app.add_exception_handler(NoRunError, _no_run)
     return app
