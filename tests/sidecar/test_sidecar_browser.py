@@ -62,7 +62,7 @@ def run(run_path: Path) -> Iterator[SyntheticRun]:
 def url(run_path: Path, run: SyntheticRun) -> Iterator[str]:
     """A sidecar over ``run``, served by a thread of this process."""
     options = AppOptions(reuse_seconds=0.1, event_seconds=0.2)
-    app = create_app(run_path, TOKEN, False, settings=options)
+    app = create_app(run_path, TOKEN, False, options=options)
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=2))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})

@@ -98,9 +98,9 @@ def wait_for(client: TestClient, text: str) -> None:
 
 
 def test_a_killed_writer_is_noticed(tmp_path: Path) -> None:
-    settings = AppOptions(poll_seconds=0.05, heartbeat_limit_seconds=1.5)
+    options = AppOptions(poll_seconds=0.05, heartbeat_limit_seconds=1.5)
     writer = multiprocessing.get_context("spawn").Process(target=beat, args=(tmp_path, 0))
-    with TestClient(create_app(tmp_path, TOKEN, False, settings=settings)) as client:
+    with TestClient(create_app(tmp_path, TOKEN, False, options=options)) as client:
         writer.start()
         try:
             wait_for(client, "{}")
@@ -114,8 +114,8 @@ def test_a_killed_writer_is_noticed(tmp_path: Path) -> None:
 
 def test_the_background_keeps_what_the_ring_forgets(tmp_path: Path) -> None:
     skewed_run = SkewedRun(tmp_path, ring_records=16)
-    settings = AppOptions(poll_seconds=0.001, max_records=20)
-    client = TestClient(create_app(tmp_path, TOKEN, False, settings=settings))
+    options = AppOptions(poll_seconds=0.001, max_records=20)
+    client = TestClient(create_app(tmp_path, TOKEN, False, options=options))
     for number in range(30):  # 60 records through a ring of 16 and a window of 20
         skewed_run.batch(number)
         client.get("/readyz")

@@ -30,7 +30,6 @@ __all__ = [
     "RECORD_HEAD",
     "RING_PREFIX",
     "RING_VERSION",
-    "SCHEMA_VERSION",
     "RecordArray",
     "RingHeader",
     "RingState",
@@ -41,8 +40,7 @@ __all__ = [
     "ring_path",
 ]
 
-SCHEMA_VERSION = 2  # of what the HTTP interface answers
-RING_VERSION = 5  # of the files
+RING_VERSION = 5
 RING_PREFIX = "ring-"  # of the files' names, before the rank
 MAGIC = b"UEPRING\x01"
 HEADER_BYTES = 4096

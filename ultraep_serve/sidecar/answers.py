@@ -11,7 +11,7 @@ from typing import Any
 from fastapi import Response
 from pydantic import TypeAdapter
 
-__all__ = ["Answers", "encode", "prepare"]
+__all__ = ["AnswerCache", "encode", "prepare"]
 
 _LOGGER = logging.getLogger(__name__)
 _MAX_ANSWERS = 64
@@ -39,7 +39,7 @@ class _Answer:
         self.took = time.monotonic() - began
 
 
-class Answers:
+class AnswerCache:
     """Encodes answers and reuses them, so that many clients cost little more than one."""
 
     def __init__(self, reuse_seconds: float) -> None:

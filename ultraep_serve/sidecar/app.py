@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ultraep_serve import __version__
 from ultraep_serve.ring.reader import ALIVE_SECONDS
-from ultraep_serve.sidecar.answers import Answers, prepare
+from ultraep_serve.sidecar.answers import AnswerCache, prepare
 from ultraep_serve.sidecar.health import Overview
 from ultraep_serve.sidecar.metrics import BalanceCollector, DetailCollector
 from ultraep_serve.sidecar.routes_balance import balance_routes, live_routes
@@ -65,15 +65,14 @@ def create_app(
     token: str | None,
     allow_ideal: bool,
     *,
-    settings: AppOptions | None = None,
-    registry: CollectorRegistry | None = None,
+    options: AppOptions | None = None,
 ) -> FastAPI:
     """The application over the rings in ``run_dir``, which need not exist yet.
 
     ``token`` gives access to control (None or empty: nobody has it); ``allow_ideal`` permits the
-    policy that gives wrong answers. Metrics go to ``registry``, by default a new one.
+    policy that gives wrong answers.
     """
-    options = settings or AppOptions()
+    options = options or AppOptions()
     store = RunStore(
         run_dir,
         heartbeat_limit_seconds=options.heartbeat_limit_seconds,
@@ -89,10 +88,9 @@ def create_app(
         redoc_url=None,
     )
     app.state.stopping = False  # streams end when it is set
-    answers = Answers(options.reuse_seconds)
-    registries = _registries(store, registry or CollectorRegistry())
+    answers = AnswerCache(options.reuse_seconds)
     routers = (
-        operate_routes(store, registries, run_dir, Access(token, allow_ideal)),
+        operate_routes(store, _registries(store), run_dir, Access(token, allow_ideal)),
         live_routes(store, answers, options.event_seconds),
         balance_routes(store, answers),
         control_routes(Switches(store, run_dir, allow_ideal), token),
@@ -125,15 +123,13 @@ async def _polling(store: RunStore, poll_seconds: float) -> AsyncIterator[None]:
     thread.join()
 
 
-def _registries(
-    store: RunStore, registry: CollectorRegistry
-) -> tuple[CollectorRegistry, CollectorRegistry]:
-    """``registry`` with the usual metrics, and one that also has those with many series."""
-    detailed = CollectorRegistry()
-    registry.register(BalanceCollector(store))
+def _registries(store: RunStore) -> tuple[CollectorRegistry, CollectorRegistry]:
+    """One with the usual metrics, and one that also has those with many series."""
+    usual, detailed = CollectorRegistry(), CollectorRegistry()
+    usual.register(BalanceCollector(store))
     detailed.register(BalanceCollector(store))
     detailed.register(DetailCollector(store))
-    return registry, detailed
+    return usual, detailed
 
 
 async def _no_run(_: Request, error: Exception) -> JSONResponse:

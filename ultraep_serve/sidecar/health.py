@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass, field
 
-from ultraep_serve.ring.schema import SCHEMA_VERSION, RingState
+from ultraep_serve.ring.schema import RingState
 from ultraep_serve.sidecar.statistics.batches import BatchSnapshot
 from ultraep_serve.sidecar.statistics.snapshot import (
+    SCHEMA_VERSION,
     BatchesCount,
     Documented,
     PhaseSnapshot,

@@ -11,7 +11,7 @@ from fastapi.responses import StreamingResponse
 from starlette.concurrency import run_in_threadpool
 
 from ultraep_serve.ring.schema import RecordArray
-from ultraep_serve.sidecar.answers import Answers
+from ultraep_serve.sidecar.answers import AnswerCache
 from ultraep_serve.sidecar.health import Overview, RankList
 from ultraep_serve.sidecar.statistics.batches import (
     BatchDetail,
@@ -67,7 +67,7 @@ _EVENTS: _Responses = {
 }
 
 
-def balance_routes(store: RunStore, answers: Answers) -> APIRouter:
+def balance_routes(store: RunStore, answers: AnswerCache) -> APIRouter:
     """The routes over ``store``; each polls first. Summaries are shared through ``answers``."""
     router = APIRouter(prefix="/v1/balance", responses=_NO_RUN, tags=["balance"])
     _add_summaries(router, store, answers)
@@ -75,7 +75,7 @@ def balance_routes(store: RunStore, answers: Answers) -> APIRouter:
     return router
 
 
-def _add_summaries(router: APIRouter, store: RunStore, answers: Answers) -> None:
+def _add_summaries(router: APIRouter, store: RunStore, answers: AnswerCache) -> None:
     def shared(make: Callable[..., Any], *question: Hashable) -> Response:
         """``make(store, *question)`` after a poll, once for all who ask the same."""
 
@@ -173,7 +173,7 @@ def _add_details(router: APIRouter, store: RunStore) -> None:
         return detail
 
 
-def live_routes(store: RunStore, answers: Answers, period: float) -> APIRouter:
+def live_routes(store: RunStore, answers: AnswerCache, period: float) -> APIRouter:
     """The routes to what is polled or pushed often; an event every ``period`` seconds."""
     router = APIRouter(prefix="/v1", tags=["live"])
     listeners = [0]

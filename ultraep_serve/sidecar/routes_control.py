@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ultraep_serve.errors import ControlError, OutputError
 from ultraep_serve.ring.control import ControlPage, Recording, RecordLevel
-from ultraep_serve.ring.schema import SCHEMA_VERSION
+from ultraep_serve.sidecar.statistics.snapshot import SCHEMA_VERSION
 from ultraep_serve.sidecar.store import RunStore, forget_pause, paused_policy, remember_pause
 from ultraep_serve.types import Policy
 

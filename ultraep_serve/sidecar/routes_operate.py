@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict
 
 from ultraep_serve import __version__
 from ultraep_serve.files import open_regular
-from ultraep_serve.ring.schema import SCHEMA_VERSION
+from ultraep_serve.sidecar.statistics.snapshot import SCHEMA_VERSION
 from ultraep_serve.sidecar.store import RunStore
 from ultraep_serve.types import Policy
 

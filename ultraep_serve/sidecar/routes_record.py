@@ -13,9 +13,9 @@ from pydantic import BaseModel, ConfigDict
 
 from ultraep_serve.errors import SpoolError
 from ultraep_serve.files import open_regular
-from ultraep_serve.ring.schema import SCHEMA_VERSION
 from ultraep_serve.ring.spool import PAGE_BYTES, parse_spool_header, spool_path
 from ultraep_serve.sidecar.routes_control import bearer_of
+from ultraep_serve.sidecar.statistics.snapshot import SCHEMA_VERSION
 
 __all__ = ["record_routes"]
 

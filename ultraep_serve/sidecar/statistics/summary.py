@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ultraep_serve.ring.schema import SCHEMA_VERSION, RecordArray, RingHeader
+from ultraep_serve.ring.schema import RecordArray, RingHeader
 from ultraep_serve.sidecar.statistics.snapshot import (
+    SCHEMA_VERSION,
     BalanceSnapshot,
     BatchesCount,
     Documented,

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ultraep_serve.ring.schema import SCHEMA_VERSION, RecordArray
+from ultraep_serve.ring.schema import RecordArray
 from ultraep_serve.sidecar.statistics.snapshot import (
+    SCHEMA_VERSION,
     Documented,
     ImbalanceSnapshot,
     Savings,
