@@ -68,7 +68,6 @@ def serve(
     port: int = _DEFAULT_PORT,
     token: str | None = None,
     allow_ideal: bool = False,
-    options: AppOptions | None = None,
 ) -> None:
     """Serve until SIGINT or SIGTERM; ``port`` 0 is a free one, which is logged.
 
@@ -83,8 +82,7 @@ def serve(
     with listener:
         address = listener.getsockname()
         _log_start(host, address[1], run_dir, control_open=bool(token))
-        options = options or AppOptions(reuse_seconds=0.5)
-        app = create_app(run_dir, token, allow_ideal, options=options)
+        app = create_app(run_dir, token, allow_ideal, options=AppOptions(reuse_seconds=0.5))
         config = uvicorn.Config(
             app,
             log_level="warning",
