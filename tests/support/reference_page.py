@@ -161,7 +161,7 @@ def _labels(family: Any) -> str:
 
 
 def _sidecar(run_path: Path) -> Any:
-    from ultraep_serve.sidecar import create_app
+    from ultraep_serve.sidecar.app import create_app
 
     return create_app(run_path, "token", False)
 
