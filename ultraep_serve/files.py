@@ -1,4 +1,4 @@
-"""Files: whole or not written at all; and those of a run directory, opened without trust."""
+"""Files: whole or not written at all; and those of a run directory, opened with checks."""
 
 import contextlib
 import json

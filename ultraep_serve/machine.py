@@ -24,7 +24,7 @@ def describe() -> dict[str, Any]:
 
 
 def available_memory(meminfo: Path = Path("/proc/meminfo")) -> int | None:
-    """Bytes of host memory that can be had without swapping; None where nobody tells."""
+    """Bytes of host memory that can be had without swapping; None where unknown."""
     try:
         lines = meminfo.read_text().splitlines()
     except OSError:

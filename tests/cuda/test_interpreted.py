@@ -7,6 +7,7 @@ from tests.cuda.interpreter import FOLDER, run_interpreted
 CHECKS = sorted(path.name for path in FOLDER.glob("check_*.py"))
 
 
+@pytest.mark.interpreter
 @pytest.mark.parametrize("check", CHECKS)
 def test_interpreted(check: str) -> None:
     pytest.importorskip("triton", reason="the kernels are written in Triton")
