@@ -29,7 +29,7 @@ from ultraep_serve.demo.text import DOMAINS, sample_text
 from ultraep_serve.types import Policy
 
 SLOTS = 2
-VARIANTS = ("off", "eplb", "quota")
+VARIANTS = ("off", "sglang-eplb", "quota")
 
 
 def main() -> None:
@@ -63,7 +63,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
         run: dict[str, Callable[[str], dict[str, Any]]] = {
             "off": partial(with_policy, server, sidecar, Policy.OFF),
             "quota": partial(with_policy, server, sidecar, Policy.QUOTA),
-            "eplb": partial(with_eplb, rebalancing),
+            "sglang-eplb": partial(with_eplb, rebalancing),
         }
         for variant in VARIANTS:  # warm up, not measured
             run[variant](sample_text(DOMAINS[0], options.prompt_tokens, 0))

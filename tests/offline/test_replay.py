@@ -191,7 +191,7 @@ def test_trace_of_loads(tmp_path: Path) -> None:
         (("--ep", 5), "cannot be divided by 5"),
         (("--ep", 0), "--ep = 0 must be 1 or more"),
         (("--ep", 4, "--slots", -1), "--slots"),
-        (("--ep", 4, "--batch-tokens", 0), "batch tokens"),
+        (("--ep", 4, "--batch-tokens", 0), "--batch-tokens"),
         (("--ep", 4, "--batch-tokens", 4000), "less than one batch"),
         (("--ep", 4, "--policy", "best"), "unknown policy"),
         (("--ep", 4, "--layers", "3"), "must be from 0 to 2"),

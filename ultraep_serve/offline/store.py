@@ -55,7 +55,7 @@ def load_trace(
 
 
 def save_trace(path: str | Path, trace: Trace | LoadTrace) -> None:
-    """Write ``.npz``, or Parquet for loads, whole or not at all. Raises TraceError."""
+    """Write ``.npz``, or Parquet for loads. Raises TraceError and OutputError."""
     path = Path(path)
     if path.suffix == ".parquet" and isinstance(trace, LoadTrace):
         _write_parquet(path, trace)
@@ -183,7 +183,7 @@ PARQUET_ROW_BYTES = 8 * (len(PARQUET_AXES) + 2)  # in memory while a table is re
 
 
 def _write_parquet(path: Path, trace: LoadTrace) -> None:
-    """Write the loads, whole or not at all. Raises TraceError."""
+    """Write the loads. Raises TraceError and OutputError."""
     arrow, parquet = _pyarrow()
     axes = PARQUET_AXES if trace.loads.ndim == 4 else (*PARQUET_AXES[:2], PARQUET_AXES[3])
     where = np.nonzero(trace.loads)
@@ -201,7 +201,7 @@ def _write_parquet(path: Path, trace: LoadTrace) -> None:
 
 
 def _read_parquet(path: Path, max_bytes: int) -> LoadTrace:
-    """Read what ``write_parquet`` wrote, or any table with its columns.
+    """Read what ``_write_parquet`` wrote, or any table with its columns.
 
     Raises TraceError: damaged, too large, or columns are missing, negative or out of range.
     """
@@ -233,7 +233,7 @@ def _assemble(columns: dict[str, NDArray[Any]], about: dict[str, Any], max_bytes
     axes = tuple(axis for axis in PARQUET_AXES if axis != "source_rank" or axis in columns)
     for name in (*axes, "assignments"):
         if name not in columns or not np.issubdtype(columns[name].dtype, np.integer):
-            raise TraceError(f"column {name} must exist and hold integers without gaps")
+            raise TraceError(f"column {name} must exist and hold integers only")
         values = columns[name]
         if values.size and not 0 <= values.min() <= values.max() < 1 << 31:
             raise TraceError(f"column {name} must be 0 to 2**31 - 1")

@@ -170,7 +170,7 @@ def num_batches(trace: Trace | LoadTrace, batch_tokens: int | None) -> int:
             raise TraceError("a trace of loads has its own batches; leave --batch-tokens out")
         return trace.num_batches
     if batch_tokens is None or batch_tokens < 1:
-        raise TraceError(f"batch tokens = {batch_tokens} must be 1 or more")
+        raise TraceError(f"--batch-tokens = {batch_tokens} must be 1 or more")
     if trace.num_tokens < batch_tokens:
         raise TraceError(
             f"the trace has {trace.num_tokens} tokens, less than one batch of {batch_tokens}"

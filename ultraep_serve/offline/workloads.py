@@ -136,7 +136,7 @@ def _calibrated(
             low, high = SKEWS[max(0, enough[0] - 1)], SKEWS[enough[0]]
             return _refined(weights_of, workload, wanted, low, high)
     raise TraceError(
-        f"imbalance {wanted} cannot be reached with {workload.num_experts} experts, top-"
+        f"--imbalance = {wanted} cannot be reached with {workload.num_experts} experts, top-"
         f"{workload.top_k}, {workload.num_ranks} ranks; the highest found was {highest:.2f}"
     )
 
