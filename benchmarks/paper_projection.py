@@ -4,25 +4,22 @@
 
 Reported: arXiv 2606.04101, requests per second at an average-TTFT objective, read off a figure
 (about 3 %). The model is given the imbalances, the number of ranks and the model's shape; nothing
-is fitted to the reported gains in the first table. To tell a wrong setting from a wrong model, then
-the setting out of a grid that comes closest for each kind of traffic, and the share of the time
-that experts would have to take for each reported gain, which ought to be the same within a row.
+is fitted to the reported gains in the first table. To distinguish a wrong setting from a wrong
+model follow the closest setting of a grid for each kind of traffic, and the share of the time that
+experts would have to take for each reported gain, which should be the same within a row.
 
-Also what one replica slot instead of two saves in memory.
+Also the memory that one replica slot instead of two saves.
 """
 
-import argparse
 import itertools
-import json
-import sys
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
+import harness
 import numpy as np
 
-from ultraep_serve.costs.decide import Transfer
+from ultraep_serve.costs.model import Transfer
 from ultraep_serve.offline.hardware import Efficiency, estimate_costs, hardware
-from ultraep_serve.offline.predict import Prefill, prefill_seconds, slot_memory
+from ultraep_serve.offline.predict import Prefill, prefill_seconds
 from ultraep_serve.offline.shapes import model_shape
 
 MIB = 1 << 20
@@ -71,10 +68,8 @@ class Projection:
 
 
 def main() -> None:
-    """Print the tables; write them with the command when asked to."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="write all tables here")
-    options = parser.parse_args()
+    """Print the tables; write them with the command to --json."""
+    options = harness.parser(__doc__).parse_args()
     assumed = Assumed()
     projections = [project(row, assumed) for row in PUBLISHED]
     print(f"Predicted / reported, assuming {describe(assumed)}")
@@ -92,21 +87,19 @@ def main() -> None:
     for line in memory:
         print("  {model:16} {weights:5} one slot {one:7.1f}, two {two:7.1f}: one saves {saves:7.1f}"
               " shared, {saves_per_layer:8.0f} per layer".format(**line))  # fmt: skip
-    if options.json:
-        report = {
-            "command": sys.argv,
-            "reported_by": "arXiv 2606.04101, read off a figure (about 3 %)",
-            "gains": GAINS,
-            "assumed": asdict(assumed),
-            "rows": [asdict(projection) for projection in projections],
-            "closest": {
-                traffic: {"assumed": asdict(setting), "rows": [asdict(row) for row in fitted]}
-                for traffic, (setting, fitted) in closest.items()
-            },
-            "implied_expert_share": shares,
-            "memory_mib": memory,
-        }
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    results = {
+        "reported_by": "arXiv 2606.04101, read off a figure (about 3 %)",
+        "gains": GAINS,
+        "assumed": asdict(assumed),
+        "rows": [asdict(projection) for projection in projections],
+        "closest": {
+            traffic: {"assumed": asdict(setting), "rows": [asdict(row) for row in fitted]}
+            for traffic, (setting, fitted) in closest.items()
+        },
+        "implied_expert_share": shares,
+        "memory_mib": memory,
+    }
+    harness.write(options.json, results)
 
 
 def describe(assumed: Assumed) -> str:
@@ -134,7 +127,7 @@ def project(row: Reported, assumed: Assumed) -> Projection:
         "none": Prefill(tokens, row.num_ranks, off),
         "eplb": Prefill(tokens, row.num_ranks, eplb, slots=2),
         "ultraep": Prefill(
-            tokens, row.num_ranks, ultraep, slots=2, transfer=LINK_EXPERTS, weighed=True
+            tokens, row.num_ranks, ultraep, slots=2, transfer=LINK_EXPERTS, exchanged=True
         ),
         "ideal": Prefill(tokens, row.num_ranks, 1.0),
     }
@@ -194,18 +187,19 @@ def memory_table() -> list[dict[str, str | float]]:
     lines: list[dict[str, str | float]] = []
     for model, weights in itertools.product(("qwen3-235b-a22b", "deepseek-v3"), ("bf16", "fp8")):
         shape = model_shape(model)
-        one, two = (slot_memory(shape, slots, weights) for slots in (1, 2))
+        expert, layers = shape.expert_bytes(weights), shape.num_moe_layers
         lines.append(
             {
                 "model": model,
                 "weights": weights,
-                "one": one.shared / MIB,
-                "two": two.shared / MIB,
-                "saves": (two.shared - one.shared) / MIB,
-                "one_per_layer": one.per_layer / MIB,
-                "two_per_layer": two.per_layer / MIB,
-                "saves_per_layer": (two.per_layer - one.per_layer) / MIB,
-                "kv_tokens_of_one_per_layer": one.kv_tokens,
+                "one": expert / MIB,
+                "two": 2 * expert / MIB,
+                "saves": expert / MIB,
+                "one_per_layer": layers * expert / MIB,
+                "two_per_layer": 2 * layers * expert / MIB,
+                "saves_per_layer": layers * expert / MIB,
+                # KV cache that the memory of all layers but one would hold
+                "kv_tokens_of_one_per_layer": (layers - 1) * expert // shape.kv_bytes_per_token,
             }
         )
     return lines

@@ -7,18 +7,15 @@ mixed-integer program (HiGHS) and takes seconds a case, so only 64 experts on 8 
 """
 
 import argparse
-import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import checkout  # noqa: F401
+import harness
 import numpy as np
 from planner_quality import Cases, trace_cases, zipf_cases
 
 from tests.support.references import greedy_plan, least_largest_load
-from ultraep_serve.machine import describe
 from ultraep_serve.planner.checks import imbalance_floor
 from ultraep_serve.planner.quota import plan_quota
 from ultraep_serve.types import ExpertShape, imbalance
@@ -27,21 +24,13 @@ BALANCED = 0.005  # imbalances closer than this count as the same balance
 
 
 def main() -> None:
-    """Print three tables; write them with the machine and the command when asked to."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--traces", type=Path, help="directory of .npz traces; default none")
+    """Print three tables; write them with the machine and the command to --json."""
+    parser = harness.parser(__doc__)
+    parser.add_argument("--traces", type=Path, help="directory of .npz traces (default: none)")
     parser.add_argument("--zipf-cases", type=int, default=5, help="per size and imbalance")
-    parser.add_argument("--json", type=Path, help="write rows, machine and command here")
     args = parser.parse_args()
     args.batch_tokens = [2048]
-    tables = {
-        "optimum": optimum(args),
-        "domains": domains(args),
-        "greedy": greedy(args),
-    }
-    if args.json:
-        report = {"command": sys.argv, "machine": describe(), **tables}
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+    harness.write(args.json, {table.__name__: table(args) for table in (optimum, domains, greedy)})
 
 
 def cases(args: argparse.Namespace, ranks: list[int]) -> Iterator[Cases]:
@@ -66,18 +55,12 @@ def optimum(args: argparse.Namespace) -> list[dict[str, Any]]:
             gaps.append(ours - bound)
             bests.append(best)
             reached.append(ours)
-        rows.append(
-            {
-                "name": case.name,
-                "ranks": 8,
-                "slots": 1,
-                "cases": len(gaps),
-                "after": spread(reached),
-                "optimum": spread(bests),
-                "gap_to_lower_bound": spread(gaps),
-            }
-        )
-        print("optimum", rows[-1], flush=True)
+        figures = {
+            "after": spread(reached),
+            "optimum": spread(bests),
+            "gap_to_lower_bound": spread(gaps),
+        }
+        rows.append(row("optimum", case, 1, figures))
     return rows
 
 
@@ -85,24 +68,16 @@ def domains(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Imbalance over each case's floor, the largest domain mean, where domains are smaller."""
     rows = []
     for case in cases(args, [16, 32, 64]):
-        num_ranks = case.loads[0].shape[0]
         for domain_size, num_slots in ((8, 2), (8, 1)):
             floors = [imbalance_floor(loads, domain_size=domain_size) for loads in case.loads]
             reached = [after(loads, num_slots, domain_size) for loads in case.loads]
-            rows.append(
-                {
-                    "name": case.name,
-                    "ranks": num_ranks,
-                    "experts": case.loads[0].shape[1],
-                    "domain_size": domain_size,
-                    "slots": num_slots,
-                    "cases": len(case.loads),
-                    "floor": spread(floors),
-                    "after": spread(reached),
-                    "over_floor": spread([a / f for a, f in zip(reached, floors, strict=True)]),
-                }
-            )
-            print("domains", rows[-1], flush=True)
+            figures = {
+                "domain_size": domain_size,
+                "floor": spread(floors),
+                "after": spread(reached),
+                "over_floor": spread([a / f for a, f in zip(reached, floors, strict=True)]),
+            }
+            rows.append(row("domains", case, num_slots, figures))
     return rows
 
 
@@ -122,24 +97,27 @@ def greedy(args: argparse.Namespace) -> list[dict[str, Any]]:
                 if abs(ours[-1] - theirs[-1]) <= BALANCED:
                     same.append(((plan.slot_expert >= 0).sum(), (slots >= 0).sum()))
             replicas = np.sum(same, axis=0) if same else (0, 0)
-            rows.append(
-                {
-                    "name": case.name,
-                    "ranks": num_ranks,
-                    "experts": num_experts,
-                    "slots": num_slots,
-                    "cases": len(ours),
-                    "after": spread(ours),
-                    "greedy_after": spread(theirs),
-                    "worse_than_greedy": int(worse),
-                    "equally_balanced": len(same),
-                    "replicas_over_greedys_there": float(replicas[0] / replicas[1])
-                    if replicas[1]
-                    else None,
-                }
-            )
-            print("greedy", rows[-1], flush=True)
+            figures = {
+                "cases": len(ours),
+                "after": spread(ours),
+                "greedy_after": spread(theirs),
+                "worse_than_greedy": int(worse),
+                "equally_balanced": len(same),
+                "replicas_over_greedys_there": float(replicas[0] / replicas[1])
+                if replicas[1]
+                else None,
+            }
+            rows.append(row("greedy", case, num_slots, figures))
     return rows
+
+
+def row(table: str, case: Cases, num_slots: int, figures: dict[str, Any]) -> dict[str, Any]:
+    """One row, printed as soon as it is known."""
+    num_ranks, num_experts = case.loads[0].shape
+    sizes = {"name": case.name, "ranks": num_ranks, "experts": num_experts, "slots": num_slots}
+    made = {**sizes, "cases": len(case.loads), **figures}
+    print(table, made, flush=True)
+    return made
 
 
 def after(loads: np.ndarray, num_slots: int, domain_size: int | None = None) -> float:

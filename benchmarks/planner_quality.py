@@ -2,22 +2,22 @@
 
     python benchmarks/planner_quality.py --traces DIR --json benchmarks/results/planner_quality.json
 
-A trace is an ``.npz`` file with ``topk_ids`` (tokens, layers, K); every layer of every batch of
-consecutive tokens is one case, its tokens split evenly over the source ranks. Zipf cases have
-1024 tokens per rank, top-8, with the exponent chosen to meet the wanted imbalance.
+Every layer of every batch of a trace is one case, its tokens split evenly over the source ranks.
+Zipf cases have 1024 tokens per rank, top-8, with the exponent chosen to meet the imbalance.
 """
 
 import argparse
-import json
-import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import harness
 import numpy as np
 
-from ultraep_serve.machine import describe
+from ultraep_serve.offline.store import load_trace
+from ultraep_serve.offline.trace import batches
 from ultraep_serve.planner.quota import plan_quota, warm_up
 from ultraep_serve.types import ExpertShape, imbalance
 
@@ -34,77 +34,41 @@ class Cases:
     loads: list[np.ndarray]  # each (R, E)
 
 
-@dataclass(frozen=True)
-class Row:
-    """What the planner made of one set of cases; means over cases unless named otherwise."""
-
-    name: str
-    num_ranks: int
-    num_experts: int
-    num_slots: int
-    cases: int
-    before: float  # imbalance on masters
-    after: float
-    worst_after: float
-    busiest_sender: float  # replicas sent by the rank that sends most
-    replicas: float
-    median_microseconds: float  # one plan with one source rank's share
-
-
 def main() -> None:
-    """Print the table; write it with the machine and the command when asked to."""
+    """Print the table; write it with the machine and the command to --json."""
     args = parse_arguments()
     rows = []
     print(f"{'cases':24} {'R':>3} {'E':>4} {'S':>2} {'n':>5} {'before':>7} {'after':>7} "
           f"{'worst':>7} {'sender':>7} {'copies':>7} {'us':>6}")  # fmt: skip
     for cases in (*trace_cases(args), *zipf_cases(args)):
         for num_slots in args.slots:
-            row = measure(cases, num_slots, args.repeat)
-            rows.append(asdict(row))
-            print(f"{row.name:24} {row.num_ranks:3} {row.num_experts:4} {row.num_slots:2} "
-                  f"{row.cases:5} {row.before:7.3f} {row.after:7.4f} {row.worst_after:7.4f} "
-                  f"{row.busiest_sender:7.2f} {row.replicas:7.1f} "
-                  f"{row.median_microseconds:6.0f}", flush=True)  # fmt: skip
-    if args.json:
-        report = {"command": sys.argv, "machine": describe(), "rows": rows}
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+            rows.append(measure(cases, num_slots, args.repeat))
+            print("{name:24} {num_ranks:3} {num_experts:4} {num_slots:2} {cases:5} {before:7.3f} "
+                  "{after:7.4f} {worst_after:7.4f} {busiest_sender:7.2f} {replicas:7.1f} "
+                  "{median_microseconds:6.0f}".format(**rows[-1]), flush=True)  # fmt: skip
+    harness.write(args.json, {"rows": rows})
 
 
 def parse_arguments() -> argparse.Namespace:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--traces", type=Path, help="directory of .npz traces; default none")
+    parser = harness.parser(__doc__)
+    parser.add_argument("--traces", type=Path, help="directory of .npz traces (default: none)")
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 16, 32], help="for traces")
     parser.add_argument("--batch-tokens", type=int, nargs="+", default=[2048, 8192])
     parser.add_argument("--slots", type=int, nargs="+", default=[2, 1], help="slots per rank")
     parser.add_argument("--zipf-cases", type=int, default=20, help="per size and imbalance")
     parser.add_argument("--repeat", type=int, default=3, help="timed plans per case")
-    parser.add_argument("--json", type=Path, help="write rows, machine and command here")
     return parser.parse_args()
 
 
 def trace_cases(args: argparse.Namespace) -> Iterator[Cases]:
     """Every layer of every whole batch of each trace."""
     for path in sorted(args.traces.glob("*.npz")) if args.traces else []:
-        topk_ids = np.load(path, allow_pickle=False)["topk_ids"]
-        num_experts = int(topk_ids.max()) + 1
+        trace = load_trace(path)
         for num_ranks in args.ranks:
             for tokens in args.batch_tokens:
-                starts = range(0, len(topk_ids) - tokens + 1, tokens)
-                batches = [topk_ids[start : start + tokens] for start in starts]
-                loads = [
-                    count(batch[:, layer], num_ranks, num_experts)
-                    for batch in batches
-                    for layer in range(batch.shape[1])
-                ]
+                loads = [layer for batch in batches(trace, tokens, num_ranks) for layer in batch]
                 yield Cases(f"{path.stem} {tokens} tokens", loads)
-
-
-def count(topk_ids: np.ndarray, num_ranks: int, num_experts: int) -> np.ndarray:
-    """Ids (T, K) -> loads int32 (R, E)."""
-    parts = np.array_split(topk_ids, num_ranks)
-    counts = [np.bincount(part.ravel(), minlength=num_experts) for part in parts]
-    return np.stack(counts).astype(np.int32)
 
 
 def zipf_cases(args: argparse.Namespace) -> Iterator[Cases]:
@@ -139,8 +103,8 @@ def imbalance_of(expert_load: np.ndarray, num_ranks: int) -> float:
     return float(rank_load.max() / rank_load.mean())
 
 
-def measure(cases: Cases, num_slots: int, repeat: int) -> Row:
-    """Plan every case; the first plan of each is not timed."""
+def measure(cases: Cases, num_slots: int, repeat: int) -> dict[str, Any]:
+    """Plan every case, the first time not timed; means over cases unless named otherwise."""
     num_ranks, num_experts = cases.loads[0].shape
     shape = ExpertShape(num_ranks, num_experts, num_slots)
     warm_up(shape)
@@ -156,19 +120,19 @@ def measure(cases: Cases, num_slots: int, repeat: int) -> Row:
         after.append(imbalance(plan.quota.sum(0)))
         senders.append(np.bincount(masters, minlength=1).max())
         replicas.append(masters.size)
-    return Row(
-        name=cases.name,
-        num_ranks=shape.num_ranks,
-        num_experts=shape.num_logical_experts,
-        num_slots=num_slots,
-        cases=len(cases.loads),
-        before=float(np.mean(before)),
-        after=float(np.mean(after)),
-        worst_after=max(after),
-        busiest_sender=float(np.mean(senders)),
-        replicas=float(np.mean(replicas)),
-        median_microseconds=float(np.median(seconds)) * 1e6,
-    )
+    return {
+        "name": cases.name,
+        "num_ranks": num_ranks,
+        "num_experts": num_experts,
+        "num_slots": num_slots,
+        "cases": len(cases.loads),
+        "before": float(np.mean(before)),  # imbalance on masters
+        "after": float(np.mean(after)),
+        "worst_after": max(after),
+        "busiest_sender": float(np.mean(senders)),  # replicas sent by the rank that sends most
+        "replicas": float(np.mean(replicas)),
+        "median_microseconds": float(np.median(seconds)) * 1e6,  # a plan, one rank's share
+    }
 
 
 if __name__ == "__main__":

@@ -10,14 +10,10 @@ any answer was wrong or the ranks disagreed.
 """
 
 import argparse
-import json
-import os
-import platform
 import sys
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from typing import Any
 
-import checkout  # noqa: F401
+import harness
 import numpy as np
 
 from tests.support.moe import TinyMoE
@@ -27,65 +23,28 @@ from ultraep_serve.config import BalanceConfig
 from ultraep_serve.types import ExpertShape, Policy, TokenView
 
 
-@dataclass(frozen=True)
-class Row:
-    """One set-up; imbalances are those of the planned layers."""
-
-    num_ranks: int
-    view: str
-    batches: int
-    layers_by_decision: dict[str, int]
-    ranks_agree: bool
-    corrupt_slots: int
-    inexact_layers: int
-    worst_relative_error: float
-    mean_before: float
-    max_before: float
-    mean_after: float
-    max_after: float
-    bytes_sent: int
-    seconds: float
-
-    @property
-    def planned(self) -> int:
-        return self.layers_by_decision.get("planned", 0)
-
-    @property
-    def is_right(self) -> bool:
-        return self.ranks_agree and not (
-            self.corrupt_slots or self.inexact_layers or self.worst_relative_error
-        )
-
-
 def main() -> int:
-    """Print the table; write it with the machine and the command when asked to."""
-    args = parse_arguments()
-    rows = []
-    print(f"{'ranks':>5} {'view':>7} {'batches':>7} {'planned':>7} {'skipped':>7} {'error':>8} "
-          f"{'corrupt':>7} {'before':>11} {'after':>13} {'seconds':>7}")  # fmt: skip
-    for num_ranks in args.ranks:
-        for view in TokenView:
-            row = measure(num_ranks, view, args)
-            rows.append(row)
-            print_row(row)
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(document(rows), indent=2) + "\n")
-    return 0 if all(row.is_right for row in rows) else 1
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    """Print the table; write it with the machine and the command to --json."""
+    parser = harness.parser(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--batches", type=int, default=1000, help="per set-up, of 3 layers each")
     parser.add_argument("--max-tokens", type=int, default=256, help="of one source of tokens")
     parser.add_argument("--relay", default="always", help="auto, always or never")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="write the results here")
-    return parser.parse_args()
+    args = parser.parse_args()
+    rows = []
+    print(f"{'ranks':>5} {'view':>7} {'batches':>7} {'planned':>7} {'skipped':>7} {'error':>8} "
+          f"{'corrupt':>7} {'before':>11} {'after':>13} {'seconds':>7}")  # fmt: skip
+    for num_ranks in args.ranks:
+        for view in TokenView:
+            rows.append(measure(num_ranks, view, args))
+            print_row(rows[-1])
+    harness.write(args.json, {"results": rows})
+    return 0 if all(is_right(row) for row in rows) else 1
 
 
-def measure(num_ranks: int, view: TokenView, args: argparse.Namespace) -> Row:
+def measure(num_ranks: int, view: TokenView, args: argparse.Namespace) -> dict[str, Any]:
+    """Run one set-up; imbalances are those of the planned layers."""
     batches = RandomBatches(
         model=TinyMoE(ExpertShape(num_ranks, 7 * num_ranks, 2), hidden=32, inner=80),
         view=view,
@@ -101,46 +60,39 @@ def measure(num_ranks: int, view: TokenView, args: argparse.Namespace) -> Row:
             run_stress, num_ranks, run_path, batches, timeout_seconds=3600
         )
     first = reports[0]
-    return Row(
-        num_ranks=num_ranks,
-        view=view.value,
-        batches=args.batches,
-        layers_by_decision=first.counts(),
-        ranks_agree=all(report.decisions == first.decisions for report in reports),
-        corrupt_slots=sum(report.corrupt_slots for report in reports),
-        inexact_layers=max(report.inexact for report in reports),
-        worst_relative_error=max(report.worst_error for report in reports),
-        mean_before=float(np.mean(first.before)),
-        max_before=max(first.before),
-        mean_after=float(np.mean(first.after)),
-        max_after=max(first.after),
-        bytes_sent=sum(report.bytes_sent for report in reports),
-        seconds=first.seconds,
-    )
+    return {
+        "num_ranks": num_ranks,
+        "view": view.value,
+        "batches": args.batches,
+        "layers_by_decision": first.counts(),
+        "ranks_agree": all(report.decisions == first.decisions for report in reports),
+        "corrupt_slots": sum(report.corrupt_slots for report in reports),
+        "inexact_layers": max(report.inexact for report in reports),
+        "worst_relative_error": max(report.worst_error for report in reports),
+        "mean_before": float(np.mean(first.before)),
+        "max_before": max(first.before),
+        "mean_after": float(np.mean(first.after)),
+        "max_after": max(first.after),
+        "bytes_sent": sum(report.bytes_sent for report in reports),
+        "seconds": first.seconds,
+    }
 
 
-def print_row(row: Row) -> None:
-    skipped = sum(row.layers_by_decision.values()) - row.planned
+def is_right(row: dict[str, Any]) -> bool:
+    """Whether ranks agreed and every answer was exact."""
+    wrong = row["corrupt_slots"] or row["inexact_layers"] or row["worst_relative_error"]
+    return bool(row["ranks_agree"] and not wrong)
+
+
+def print_row(row: dict[str, Any]) -> None:
+    planned = row["layers_by_decision"].get("planned", 0)
+    skipped = sum(row["layers_by_decision"].values()) - planned
     print(
-        f"{row.num_ranks:5} {row.view:>7} {row.batches:7} {row.planned:7} {skipped:7} "
-        f"{row.worst_relative_error:8.1e} {row.corrupt_slots:7} "
-        f"{row.mean_before:5.2f} <{row.max_before:4.1f} "
-        f"{row.mean_after:6.3f} <{row.max_after:5.2f} {row.seconds:7.1f}",
+        "{num_ranks:5} {view:>7} {batches:7} {planned:7} {skipped:7} {worst_relative_error:8.1e} "
+        "{corrupt_slots:7} {mean_before:5.2f} <{max_before:4.1f} {mean_after:6.3f} "
+        "<{max_after:5.2f} {seconds:7.1f}".format(**row, planned=planned, skipped=skipped),
         flush=True,
     )
-
-
-def document(rows: list[Row]) -> dict[str, object]:
-    return {
-        "machine": {
-            "processor": platform.processor() or platform.machine(),
-            "cores": os.cpu_count(),
-            "system": f"{platform.system()} {platform.release()}",
-            "python": platform.python_version(),
-        },
-        "command": " ".join(["python", *sys.argv]),
-        "results": [asdict(row) for row in rows],
-    }
 
 
 if __name__ == "__main__":

@@ -1,21 +1,27 @@
 """The models that servers are measured with, and such a server, two ranks on this machine."""
 
 import argparse
-from collections.abc import Callable
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+import httpx
 
 from ultraep_serve.demo.balanced_server import BalancedServer, expert_parallel_flags
 from ultraep_serve.demo.models import make_model
-from ultraep_serve.demo.spec import ModelSpec, demo_balanced, demo_glm4, demo_qwen3
-
-__all__ = ["CONTEXT", "MODELS", "WORK", "model", "serve"]
+from ultraep_serve.demo.spec import ModelSpec
+from ultraep_serve.machine import free_port
 
 WORK = Path("results")  # models and logs
 CONTEXT = 16384  # tokens
-MODELS: dict[str, Callable[[], ModelSpec]] = {
-    "qwen3": demo_qwen3,
-    "glm4": demo_glm4,
-    "balanced": demo_balanced,
+START_SECONDS = 60.0
+MODELS = {
+    "qwen3": ModelSpec(),
+    "glm4": ModelSpec(architecture="glm4_moe"),
+    "balanced": ModelSpec(imbalance=1.0),
 }
 
 
@@ -23,7 +29,7 @@ def model(name: str) -> Path:
     """The named model, made on first use."""
     path = WORK / "models" / name
     if not (path / "model.safetensors").exists():
-        make_model(path, MODELS[name]())
+        make_model(path, MODELS[name])
     return path
 
 
@@ -32,3 +38,29 @@ def serve(options: argparse.Namespace, path: Path, dtype: str, *extra: str) -> B
     flags = [*expert_parallel_flags(options.mode, dtype, CONTEXT, options.engine), *extra]
     flags += ["--enforce-eager"] if options.eager else []
     return BalancedServer(path, flags, WORK / "serving.log", engine=options.engine)
+
+
+@contextmanager
+def sidecar(run_dir: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """A sidecar over ``run_dir``, once every rank is ready: its process and address."""
+    port = free_port()
+    command = [sys.executable, "-m", "ultraep_serve.sidecar", "--run-dir", str(run_dir)]
+    process = subprocess.Popen([*command, "--port", str(port)])
+    url = f"http://127.0.0.1:{port}"
+    try:
+        deadline = time.monotonic() + START_SECONDS
+        while not _is_ready(url):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"not every rank was ready within {START_SECONDS:g} s")
+            time.sleep(0.2)
+        yield process, url
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def _is_ready(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/readyz").is_success
+    except httpx.TransportError:
+        return False  # not listening yet

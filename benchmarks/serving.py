@@ -12,53 +12,43 @@ benchmarks/results/serving-NAME.json (SGLang: sglang-NAME.json) with the command
 """
 
 import argparse
-import functools
-import shlex
-import sys
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import harness
 from rich.console import Console
 from served import MODELS, model, serve
 from serving_answers import logprobs, tokens
 from serving_layers import layers
 from serving_memory import memory
 
-from ultraep_serve.cli.arguments import prompt_lengths
-from ultraep_serve.cli.bench import measure_with_progress
-from ultraep_serve.client.engine import Server
 from ultraep_serve.client.prefill import PrefillOptions
-from ultraep_serve.client.prefill_report import prefill_document, prefill_view
-from ultraep_serve.client.sidecar import Sidecar
-from ultraep_serve.demo.balanced_server import installed_engine
-from ultraep_serve.demo.text import sample_text
-from ultraep_serve.files import write_json
-from ultraep_serve.machine import describe
+from ultraep_serve.client.prefill_report import prefill_view
+from ultraep_serve.demo.balanced_server import installed_engine, measure_server
 from ultraep_serve.types import Policy
 
 
 def main() -> None:
     """Run one benchmark and write its JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(__doc__)
     parser.add_argument("benchmark", choices=sorted(BENCHMARKS))
     parser.add_argument("--model", choices=sorted(MODELS), default="qwen3")
     parser.add_argument("--mode", choices=("tensor", "data"), default="tensor")
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
-    parser.add_argument("--prompt-tokens", default="2048,4096,8192")
+    parser.add_argument("--prompt-tokens", type=lengths, default="2048,4096,8192")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--prompts", type=int, default=64)
-    parser.add_argument("--out", type=Path, help="default: in benchmarks/results")
     options = parser.parse_args()
     options.engine = installed_engine()
     document = {"engine": options.engine, **BENCHMARKS[options.benchmark](options)}
-    document["command"] = shlex.join(["python", *sys.argv])
-    document["machine"] = describe()
     name = f"{'serving' if options.engine == 'vllm' else 'sglang'}-{options.benchmark}.json"
-    write_json(options.out or Path("benchmarks/results") / name, document)
+    harness.write(options.json or Path("benchmarks/results") / name, document)
+
+
+def lengths(text: str) -> tuple[int, ...]:
+    """Numbers separated by commas."""
+    return tuple(map(int, text.split(",")))
 
 
 def ttft(options: argparse.Namespace) -> dict[str, Any]:
@@ -73,19 +63,9 @@ def balanced(options: argparse.Namespace) -> dict[str, Any]:
 
 def measure(options: argparse.Namespace, name: str, policies: tuple[Policy, ...]) -> dict[str, Any]:
     """``bench prefill`` against a server of our own."""
-    prefill = PrefillOptions(
-        prompt_tokens=prompt_lengths(options.prompt_tokens),
-        policies=policies,
-        repeats=options.repeats,
-    )
-    with (
-        serve(options, model(name), "bfloat16", "--allow-ideal") as running,
-        closing(Server(running.url)) as server,
-        closing(Sidecar(running.sidecar_url, running.token)) as sidecar,
-    ):
-        source = functools.partial(sample_text, "law")
-        result = measure_with_progress(server, sidecar, source, prefill)
-    document = prefill_document(result, server.url, name, "")
+    prefill = PrefillOptions(options.prompt_tokens, policies, options.repeats)
+    with serve(options, model(name), "bfloat16", "--allow-ideal") as running:
+        document = measure_server(running, prefill, "", name)
     Console().print(prefill_view(document))
     return document
 

@@ -4,23 +4,21 @@ import argparse
 import itertools
 from typing import Any, NamedTuple
 
-import checkout  # noqa: F401
+import harness  # noqa: F401
+import httpx
 import numpy as np
 from numpy.typing import NDArray
 from served import WORK, model, serve
 
 from tests.support.permute import permute_experts
 from ultraep_serve.client.greedy_tokens import Generation, compare_tokens
-from ultraep_serve.demo.balanced_server import BalancedServer
-from ultraep_serve.demo.same_tokens import (
+from ultraep_serve.demo.balanced_server import (
+    BalancedServer,
     check_tokens,
     generate_under,
     mixed_prompts,
-    prompt_logprobs,
 )
 from ultraep_serve.types import Policy
-
-__all__ = ["logprobs", "tokens"]
 
 
 def tokens(options: argparse.Namespace) -> dict[str, Any]:
@@ -75,6 +73,27 @@ def answers(running: BalancedServer, policy: Policy, prompts: list[str]) -> Answ
     return Answers(
         prompt_logprobs(running, policy, prompts), generate_under(running, policy, prompts)
     )
+
+
+def prompt_logprobs(
+    server: BalancedServer, policy: Policy, prompts: list[str]
+) -> list[NDArray[np.float64]]:
+    """Log-probability of every prompt token but the first, per prompt, with ``policy`` in force.
+
+    The same tokens whatever the model prefers, so that two runs compare position by position.
+    """
+    server.set_policy(policy)
+    rows = []
+    with httpx.Client(timeout=600.0, trust_env=False) as client:
+        for prompt in prompts:
+            request = {"model": server.model, "prompt": prompt, "max_tokens": 1, "temperature": 0}
+            reply = client.post(
+                f"{server.url}/v1/completions", json={**request, "echo": True, "logprobs": 1}
+            )
+            reply.raise_for_status()
+            values = reply.json()["choices"][0]["logprobs"]["token_logprobs"]
+            rows.append(np.array(values[1:-1], np.float64))  # without the first and the new one
+    return rows
 
 
 def difference(one: Answers, other: Answers) -> dict[str, float]:

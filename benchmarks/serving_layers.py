@@ -21,14 +21,12 @@ from ultraep_serve.ring.reader import RingReader
 from ultraep_serve.ring.schema import ring_path
 from ultraep_serve.types import Policy, Stage
 
-__all__ = ["layers"]
-
 
 def layers(options: argparse.Namespace) -> dict[str, Any]:
     """Predicted against measured time of a layer, in served batches of many sizes.
 
     Predicted twice: by the costs that the server measured when it started, and by a line (seconds
-    over assignments of the busiest rank) fitted to every other batch. Both are held against the
+    over assignments of the busiest rank) fitted to every other batch. Both are compared with the
     batches between; a batch's figures are the means over its layers.
     """
     chooser = random.Random(0)
@@ -79,10 +77,10 @@ def errors(
 
 
 def measured_costs(log_path: Path) -> CostModel:
-    """The cost model that a server said at start it decides by."""
+    """The cost model that a server logs when it starts."""
     _, found, rest = log_path.read_text(errors="replace").partition("ultraep: costs ")
     if not found:
-        raise SystemExit(f"{log_path} tells no costs")
+        raise SystemExit(f"{log_path} has no costs")
     return CostModel.from_json(rest.splitlines()[0])
 
 

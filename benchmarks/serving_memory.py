@@ -11,8 +11,6 @@ from served import model, serve
 from ultraep_serve.client.engine import Server
 from ultraep_serve.demo.text import sample_text
 
-__all__ = ["memory"]
-
 RANK_PROCESSES = ("VLLM::Worker", "sglang::scheduler")
 
 

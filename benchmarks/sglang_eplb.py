@@ -5,20 +5,18 @@
 Two servers of one model, side by side: one balanced by ``quota`` (and switched off for every other
 request, which is the "before"), one with SGLang's EPLB, as many redundant experts per layer as the
 other has slots, and rebalancing far more often than its default of 1000 passes. Every prompt goes
-to both, in changing order; who waits sleeps. Writes benchmarks/results/sglang-eplb.json.
+to both, in changing order, while the idle server sleeps.
 """
 
 import argparse
 import itertools
-import shlex
-import sys
 import time
 from collections.abc import Callable
 from contextlib import closing
 from functools import partial
-from pathlib import Path
 from typing import Any
 
+import harness
 import httpx
 import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
@@ -28,21 +26,18 @@ from ultraep_serve.client.engine import Server
 from ultraep_serve.client.sidecar import Sidecar
 from ultraep_serve.demo.balanced_server import BalancedServer, expert_parallel_flags
 from ultraep_serve.demo.text import DOMAINS, sample_text
-from ultraep_serve.files import write_json
-from ultraep_serve.machine import describe
 from ultraep_serve.types import Policy
 
 SLOTS = 2
-VARIANTS = ("off", "eplb", "quota")
+VARIANTS = ("off", "sglang-eplb", "quota")
 
 
 def main() -> None:
     """Serve, measure both phases, print a table, write the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = harness.parser(__doc__, "sglang-eplb.json")
     parser.add_argument("--prompt-tokens", type=int, default=4096)
     parser.add_argument("--prompts", type=int, default=20, help="per phase")
     parser.add_argument("--rebalance-every", type=int, default=6, help="EPLB: forward passes")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/sglang-eplb.json"))
     options = parser.parse_args()
     rows = measure(options)
     document = {
@@ -51,10 +46,8 @@ def main() -> None:
         "slots_per_rank": SLOTS,
         "phases": [summary(rows, domain) for domain in DOMAINS],
         "prompts": rows,
-        "command": shlex.join(["python", *sys.argv]),
-        "machine": describe(),
     }
-    write_json(options.out, document)
+    harness.write(options.json, document)
 
 
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -70,7 +63,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
         run: dict[str, Callable[[str], dict[str, Any]]] = {
             "off": partial(with_policy, server, sidecar, Policy.OFF),
             "quota": partial(with_policy, server, sidecar, Policy.QUOTA),
-            "eplb": partial(with_eplb, rebalancing),
+            "sglang-eplb": partial(with_eplb, rebalancing),
         }
         for variant in VARIANTS:  # warm up, not measured
             run[variant](sample_text(DOMAINS[0], options.prompt_tokens, 0))

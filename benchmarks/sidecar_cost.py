@@ -3,32 +3,28 @@
     python benchmarks/sidecar_cost.py
 
 One balanced server and one sidecar apart from it. Request by request the sidecar is stopped
-(SIGSTOP: it then takes nothing but memory), runs, or runs with somebody watching: all that the
-open page asks for, and Prometheus scraping every five seconds. Ranks write their records in all
+(SIGSTOP: it then takes nothing but memory), runs, or is watched: with all requests of the open
+page, and Prometheus scraping every five seconds. Ranks write their records in all
 three. Every prompt of a round is the same text behind another opening, in changing order.
-Writes benchmarks/results/sidecar-cost.json.
 """
 
 import argparse
 import itertools
 import os
-import shlex
 import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
-from pathlib import Path
+from contextlib import closing, contextmanager
+from functools import partial
 from typing import Any
 
+import harness
 import httpx
-from served import CONTEXT, WORK, model
+from served import CONTEXT, WORK, model, sidecar
 
 from ultraep_serve.client.engine import Server
-from ultraep_serve.client.prefill_statistics import Spread, ratios_json
+from ultraep_serve.client.prefill import ratios_json, spread_of
 from ultraep_serve.client.prompts import Openings, fitted_prompt
 from ultraep_serve.demo.balanced_server import (
     BalancedServer,
@@ -36,73 +32,40 @@ from ultraep_serve.demo.balanced_server import (
     installed_engine,
 )
 from ultraep_serve.demo.text import sample_text
-from ultraep_serve.files import write_json
 from ultraep_serve.launcher.run_directory import run_directory_of_port
-from ultraep_serve.machine import describe
 
 VARIANTS = ("without", "with", "watched")
 SCRAPE_SECONDS = 5.0
 PAGE_SECONDS = 2.0
-PAGE_PATHS = ("history", "heatmap", "batches", "policies")  # what the page asks for again and again
+PAGE_PATHS = ("history", "heatmap", "batches", "policies")  # what the page requests repeatedly
 SETTLE_SECONDS = 2.0  # after a change: the sidecar catches up, a page has loaded
-START_SECONDS = 30.0
 
 
 def main() -> None:
     """Serve, measure, print a table, write the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = harness.parser(__doc__, "sidecar-cost.json")
     parser.add_argument("--prompt-tokens", type=int, default=2048)
     parser.add_argument("--repeats", type=int, default=24, help="rounds")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/sidecar-cost.json"))
     options = parser.parse_args()
     engine = installed_engine()
     flags = [*expert_parallel_flags("tensor", "bfloat16", CONTEXT, engine), "--no-sidecar"]
     with (
         BalancedServer(model("qwen3"), flags, WORK / "serving.log", engine=engine) as running,
         closing(Server(running.url)) as server,
-        sidecar(running.port) as (process, url),
+        sidecar(run_directory_of_port(running.port)) as (process, url),
     ):
-        samples = measure(server, process, url, options)
+        try:
+            samples = measure(server, process.pid, url, options)
+        finally:
+            process.send_signal(signal.SIGCONT)
     document = {
         "engine": engine,
         "prompt_tokens": options.prompt_tokens,
         **summary(samples),
         "ttft_samples": samples,
-        "command": shlex.join(["python", *sys.argv]),
-        "machine": describe(),
     }
     print(document["ttft_seconds"], document["paired"])
-    write_json(options.out, document)
-
-
-@contextmanager
-def sidecar(engine_port: int) -> Iterator[tuple[int, str]]:
-    """A sidecar apart from the server on ``engine_port``: its process id and address."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "ultraep_serve.cli", "sidecar"]
-    command += ["--run-dir", str(run_directory_of_port(engine_port)), "--port", str(port)]
-    process = subprocess.Popen(command)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        wait_until_ready(url)
-        yield process.pid, url
-    finally:
-        process.send_signal(signal.SIGCONT)
-        process.terminate()
-        process.wait()
-
-
-def wait_until_ready(url: str) -> None:
-    deadline = time.monotonic() + START_SECONDS
-    while True:
-        with suppress(httpx.TransportError):  # not listening yet
-            if httpx.get(f"{url}/readyz").is_success:
-                return
-        if time.monotonic() > deadline:
-            raise SystemExit(f"the sidecar at {url} is not ready")
-        time.sleep(0.2)
+    harness.write(options.json, document)
 
 
 def measure(
@@ -113,15 +76,9 @@ def measure(
     orders = list(itertools.permutations(VARIANTS))
     samples: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
     for number in range(-2, options.repeats):
+        text, length, seed = partial(sample_text, "law"), options.prompt_tokens, 1000 * (number + 3)
         prompts = [
-            fitted_prompt(
-                openings,
-                lambda tokens, seed: sample_text("law", tokens, seed),
-                options.prompt_tokens,
-                1000 * (number + 3),
-                server.count_tokens,
-            )
-            for _ in VARIANTS
+            fitted_prompt(openings, text, length, seed, server.count_tokens) for _ in VARIANTS
         ]
         for variant, prompt in zip(orders[number % len(orders)], prompts, strict=True):
             with as_in(variant, process, url):
@@ -133,7 +90,7 @@ def measure(
 
 @contextmanager
 def as_in(variant: str, process: int, url: str) -> Iterator[None]:
-    """The sidecar, and who watches it, as in ``variant``."""
+    """The sidecar, and what watches it, as in ``variant``."""
     os.kill(process, signal.SIGSTOP if variant == "without" else signal.SIGCONT)
     over = threading.Event()
     watchers = []
@@ -159,7 +116,7 @@ def follow(url: str, over: threading.Event) -> None:
 
 
 def refresh(url: str, over: threading.Event) -> None:
-    """What the page asks for besides."""
+    """The page's other requests."""
     with httpx.Client(base_url=url) as client:
         while True:
             for path in PAGE_PATHS:
@@ -186,7 +143,7 @@ def summary(samples: dict[str, list[float]]) -> dict[str, Any]:
     for variant in VARIANTS[1:]:
         ratios = [a / b for a, b in zip(samples[variant], samples["without"], strict=True)]
         paired[f"{variant}_over_without"] = ratios_json(ratios)
-    medians = {variant: Spread.of(values).median for variant, values in samples.items()}
+    medians = {variant: spread_of(values)["median"] for variant, values in samples.items()}
     return {"ttft_seconds": medians, "paired": paired}
 
 

@@ -1,4 +1,4 @@
-"""The sidecar under load: ranks that write all the time, clients that ask all the time.
+"""The sidecar under load: ranks that write and clients that send requests all the time.
 
     python benchmarks/sidecar_load.py --seconds 600 --json benchmarks/results/sidecar-load.json
 
@@ -14,8 +14,6 @@ import json
 import multiprocessing
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -23,10 +21,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import harness
 import httpx
 import numpy as np
+from served import sidecar
 
-from ultraep_serve.machine import describe
 from ultraep_serve.ring.control import ControlPage
 from ultraep_serve.ring.reader import RingReader
 from ultraep_serve.ring.recorder import Recorder
@@ -36,7 +35,6 @@ from ultraep_serve.types import Decision, ExpertShape, Policy
 NUM_LAYERS = 16
 PATHS = ("/v1/balance", "/v1/overview", "/v1/balance/batches", "/metrics", "/readyz")
 BURSTS_PER_SECOND = 25
-START_SECONDS = 60
 WRITERS = 2  # processes
 
 
@@ -55,7 +53,7 @@ def write(run_dir: str, ranks: range, shape: ExpertShape, per_second: int, stop:
             for number in range(batch, batch + burst):
                 write_batch(recorder, number, shape)
         batch += burst
-        # Who has fallen behind does not catch up: the pace reached is part of the result.
+        # A writer that has fallen behind does not catch up: its pace is part of the result.
         now = time.monotonic()
         due = max(due + 1 / BURSTS_PER_SECOND, now)
         time.sleep(due - now)
@@ -105,8 +103,8 @@ class Answers:
             self.torn += any(imbalance[when]["max"] not in (None, 1.0) for when in imbalance)
 
 
-async def ask(url: str, clients: int, until: float, pause: float) -> Answers:
-    """``clients`` that ask one path after the other until the monotonic time ``until``."""
+async def send_requests(url: str, clients: int, until: float, pause: float) -> Answers:
+    """``clients`` that request one path after the other until the monotonic time ``until``."""
     answers = Answers()
     limits = httpx.Limits(max_connections=clients)
 
@@ -154,7 +152,7 @@ def torn_records(reader: RingReader) -> int:
 async def measure(
     url: str, pid: int, run_dir: Path, settings: argparse.Namespace
 ) -> dict[str, Any]:
-    """Ask and watch for as long as ``settings`` say."""
+    """Send requests and watch memory and records for as long as ``settings`` say."""
     until = time.monotonic() + settings.seconds
     torn = 0
 
@@ -168,7 +166,9 @@ async def measure(
             await asyncio.sleep(0.5)
 
     answers, memory, _ = await asyncio.gather(
-        ask(url, settings.clients, until, settings.pause), watch_memory(pid, until), read_along()
+        send_requests(url, settings.clients, until, settings.pause),
+        watch_memory(pid, until),
+        read_along(),
     )
     metrics = httpx.get(f"{url}/metrics", timeout=60).text.splitlines()
     missed = sum(
@@ -204,15 +204,14 @@ def latency(seconds: list[float]) -> dict[str, float]:
     }
 
 
-def main() -> int:
+def main() -> None:
     """Start writers and the sidecar, measure, print, and write the result."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = harness.parser(__doc__)
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--ranks", type=int, default=16)
     parser.add_argument("--records-per-second", type=int, default=2000, help="of each rank")
     parser.add_argument("--clients", type=int, default=50)
     parser.add_argument("--pause", type=float, default=1.0, help="seconds between a client's calls")
-    parser.add_argument("--json", type=Path)
     settings = parser.parse_args()
     shape = ExpertShape(settings.ranks, 8 * settings.ranks, 2)
     context = multiprocessing.get_context("spawn")
@@ -236,48 +235,24 @@ def main() -> int:
             page.close()
     result = {
         "schema_version": 1,
-        "command": "python " + " ".join(sys.argv),
-        "machine": describe(),
         "settings": {k: v for k, v in vars(settings).items() if k != "json"},
         "shape": asdict(shape),
         **measured,
     }
     print(json.dumps(result, indent=2))
-    if settings.json:
-        settings.json.write_text(json.dumps(result, indent=2) + "\n")
-    return 0
+    harness.write(settings.json, result)
 
 
 def run_sidecar(run_dir: Path, settings: argparse.Namespace) -> dict[str, Any]:
     """Measure a sidecar over ``run_dir``, once all ranks write."""
-    port = 18790
-    command = [sys.executable, "-m", "ultraep_serve.sidecar", "--run-dir", str(run_dir)]
-    sidecar = subprocess.Popen([*command, "--port", str(port)])
-    url = f"http://127.0.0.1:{port}"
-    try:
-        deadline = time.monotonic() + START_SECONDS
-        while not is_ready(url):
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"not every rank was ready within {START_SECONDS} s")
-            time.sleep(0.5)
+    with sidecar(run_dir) as (process, url):
         before = records_written(run_dir, settings.ranks)
         began = time.monotonic()
-        measured = asyncio.run(measure(url, sidecar.pid, run_dir, settings))
+        measured = asyncio.run(measure(url, process.pid, run_dir, settings))
         written = records_written(run_dir, settings.ranks) - before
         measured["records_per_second"] = round(written / (time.monotonic() - began))
-        measured["sidecar_cpu_seconds"] = round(cpu_seconds(sidecar.pid), 1)
+        measured["sidecar_cpu_seconds"] = round(cpu_seconds(process.pid), 1)
         return measured
-    finally:
-        sidecar.terminate()
-        sidecar.wait()
-
-
-def is_ready(url: str) -> bool:
-    """Whether every rank is."""
-    try:
-        return httpx.get(f"{url}/readyz").status_code == 200
-    except httpx.HTTPError:
-        return False
 
 
 def records_written(run_dir: Path, num_ranks: int) -> int:
@@ -292,4 +267,4 @@ def cpu_seconds(pid: int) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -67,6 +67,14 @@ class Environment:
         result = subprocess.run([self.python, "-c", statement], capture_output=True, check=False)
         return result.returncode == 0
 
+    def add_to_path(self, folder: Path) -> None:
+        """Have ``folder`` at the end of the path of every process of the environment."""
+        code = "import sysconfig; print(sysconfig.get_path('purelib'))"
+        found = subprocess.run(
+            [self.python, "-c", code], capture_output=True, text=True, check=True
+        )
+        Path(found.stdout.strip(), f"{folder.name}.pth").write_text(f"{folder}\n")
+
     def pip(self, *arguments: str) -> None:
         """Run pip in the environment; its own message explains a failure."""
         result = subprocess.run([self.python, "-m", "pip", *arguments], check=False)

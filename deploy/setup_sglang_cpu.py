@@ -4,8 +4,9 @@
 
 Standard library only. Does nothing when the environment is complete already. SGLang's own
 requirements hold CUDA packages that a CPU machine cannot load, so it is installed without them and
-what it imports on CPU is listed here. The CPU build of torch comes from wherever pip is configured
-to look for it.
+what it imports on CPU is listed here. Two packages that it imports have no CPU build beside it:
+modules of ``sglang_cpu_standins`` stand in for them, behind real packages of the same names. The
+CPU build of torch comes from wherever pip is configured to look for it.
 """
 
 import argparse
@@ -15,6 +16,7 @@ from pathlib import Path
 from environment import ROOT, Environment
 
 SGLANG = "sglang==0.5.23"
+STANDINS = Path(__file__).resolve().parent / "sglang_cpu_standins"
 PINNED = (  # as SGLang 0.5.23 pins them
     "apache-tvm-ffi==0.1.11",
     "compressed-tensors==0.18.0",
@@ -55,6 +57,7 @@ def main() -> int:
     # Last, or pip would list all that it misses whenever it installs something.
     environment.pip("install", "--quiet", "--no-deps", SGLANG)
     environment.pip("install", "--quiet", "--no-deps", "--editable", str(ROOT))
+    environment.add_to_path(STANDINS)
     environment.mark_complete()
     return 0
 

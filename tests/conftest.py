@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.support.ranks import fresh_run_path
+from tests.support.tiny_models import tiny_glm4, tiny_qwen3
 from ultraep_serve.demo.models import make_model
-from ultraep_serve.demo.spec import tiny_glm4, tiny_qwen3
 
 if TYPE_CHECKING:
     from fastapi.testclient import TestClient
@@ -28,19 +28,19 @@ def run_path() -> Iterator[Path]:
 @pytest.fixture(scope="session")
 def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny checkpoint whose router favours some experts."""
-    return make_model(tmp_path_factory.mktemp("models") / "qwen3", tiny_qwen3()).path
+    return make_model(tmp_path_factory.mktemp("models") / "qwen3", tiny_qwen3())
 
 
 @pytest.fixture(scope="session")
 def qwen3_four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same whose router favours one of four ranks, so that halves are uneven in themselves."""
-    return make_model(tmp_path_factory.mktemp("models") / "qwen3", tiny_qwen3(num_ranks=4)).path
+    return make_model(tmp_path_factory.mktemp("models") / "qwen3", tiny_qwen3(num_ranks=4))
 
 
 @pytest.fixture(scope="session")
 def glm4(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same with grouped routing and a shared expert."""
-    return make_model(tmp_path_factory.mktemp("models") / "glm4", tiny_glm4()).path
+    return make_model(tmp_path_factory.mktemp("models") / "glm4", tiny_glm4())
 
 
 @pytest.fixture

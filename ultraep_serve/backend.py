@@ -85,7 +85,7 @@ class LayerSlots:
 
 
 class PolicySource(Protocol):
-    """Where rank 0 learns which policy and threshold are in force."""
+    """Where rank 0 reads which policy and threshold are in force."""
 
     @property
     def policy(self) -> Policy: ...

@@ -16,6 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from ultraep_serve.costs.model import CostModel
 from ultraep_serve.errors import ConfigError
+from ultraep_serve.files import parse_object
 from ultraep_serve.types import Policy
 
 __all__ = [
@@ -40,13 +41,9 @@ def _read_costs(given: object) -> object:
         return CostModel.from_mapping(given).to_json()
     if not isinstance(given, str | Path) or not str(given):
         return given
-    text = str(given)
-    if not text.lstrip().startswith("{"):
-        try:
-            text = Path(text).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"the file cannot be read: {error}") from error
-    return CostModel.from_json(text).to_json()
+    is_text = str(given).lstrip().startswith("{")
+    read = CostModel.from_json(str(given)) if is_text else CostModel.from_file(Path(given))
+    return read.to_json()
 
 
 class _Settings(BaseModel):
@@ -152,13 +149,7 @@ class BalanceConfig(_Settings):
     @classmethod
     def from_json(cls, text: str) -> "BalanceConfig":
         """Parse ``to_json``'s output. Raises ConfigError for unknown settings or bad values."""
-        try:
-            values = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{CONFIG_VARIABLE} is not JSON: {error}") from error
-        if not isinstance(values, dict):
-            raise ConfigError(f"{CONFIG_VARIABLE} is not a JSON object: {text}")
-        return cls(**values)
+        return cls(**parse_object(text, CONFIG_VARIABLE))
 
     @classmethod
     def from_environment(cls) -> "BalanceConfig | None":

@@ -1,4 +1,4 @@
-"""Files: whole or not written at all; and those of a run directory, opened without trust."""
+"""Files: whole or not written at all; and those of a run directory, opened with checks."""
 
 import contextlib
 import json
@@ -12,12 +12,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ultraep_serve.errors import OutputError
+from ultraep_serve.errors import ConfigError, OutputError, UltraEPError
 
 __all__ = [
     "create_mapped",
     "map_shared",
     "open_regular",
+    "parse_object",
     "prepare_output",
     "whole_file",
     "write_json",
@@ -67,6 +68,17 @@ def write_whole(path: Path, content: bytes) -> None:
 def write_json(path: Path, document: Any) -> None:
     """Write ``document`` as indented JSON through ``whole_file``. Raises OutputError."""
     write_whole(path, f"{json.dumps(document, indent=2, allow_nan=False)}\n".encode())
+
+
+def parse_object(text: str, name: str, error: type[UltraEPError] = ConfigError) -> dict[str, Any]:
+    """``text`` as a JSON object. Raises ``error``, with ``name``, for anything else."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as reason:
+        raise error(f"{name} is not JSON: {reason}") from reason
+    if not isinstance(value, dict):
+        raise error(f"{name} must be a JSON object")
+    return value
 
 
 def create_mapped(path: Path, first_page: bytes, size: int) -> mmap.mmap:

@@ -7,7 +7,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
-__all__ = ["available_memory", "describe", "free_port"]
+__all__ = ["available_memory", "describe", "free_port", "why_not_listen"]
 
 _FIRST_PORT = 10_000
 _EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -24,7 +24,7 @@ def describe() -> dict[str, Any]:
 
 
 def available_memory(meminfo: Path = Path("/proc/meminfo")) -> int | None:
-    """Bytes of host memory that can be had without swapping; None where nobody tells."""
+    """Bytes of host memory that can be had without swapping; None where unknown."""
     try:
         lines = meminfo.read_text().splitlines()
     except OSError:
@@ -51,6 +51,17 @@ def free_port() -> int:
                 continue
             return port
     raise OSError(f"no port between {_FIRST_PORT} and {last} is free")
+
+
+def why_not_listen(host: str, port: int) -> str | None:
+    """What keeps a server from listening on ``port`` of ``host``; None: nothing does."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            return error.strerror
+    return None
 
 
 def _cpu_model() -> str:

@@ -13,6 +13,7 @@ ARG PIP_EXTRA_INDEX_URL=""
 WORKDIR /opt/ultraep-serve
 COPY pyproject.toml README.md LICENSE ./
 COPY deploy/environment.py deploy/setup_sglang_cpu.py deploy/
+COPY deploy/sglang_cpu_standins deploy/sglang_cpu_standins
 COPY kernels kernels
 COPY ultraep_serve ultraep_serve
 RUN PIP_NO_CACHE_DIR=1 python deploy/setup_sglang_cpu.py /opt/venv \

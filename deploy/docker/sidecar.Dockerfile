@@ -8,10 +8,11 @@ WORKDIR /opt/ultraep-serve
 COPY deploy/docker/sidecar-requirements.txt ./
 RUN pip install --no-cache-dir --requirement sidecar-requirements.txt \
     && useradd --uid 10001 --create-home ultraep
+COPY kernels kernels
 COPY ultraep_serve ultraep_serve
 
 USER 10001
-ENV PYTHONPATH=/opt/ultraep-serve
+ENV PYTHONPATH=/opt/ultraep-serve:/opt/ultraep-serve/kernels
 EXPOSE 8001
 HEALTHCHECK --interval=10s --timeout=5s --start-period=10s --retries=3 \
     CMD ["python", "-S", "-c", "from urllib.request import urlopen; urlopen('http://127.0.0.1:8001/healthz', timeout=4)"]

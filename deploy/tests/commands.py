@@ -45,7 +45,9 @@ def _filled_in(word: str, place: dict[str, str]) -> str:
 def our_flags(line: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """What `ultraep-serve` itself takes of ``line``, and what it passes on to the engine."""
     parser = argparse.ArgumentParser()
-    serve.add_parser(parser.add_subparsers())
+    engines = parser.add_subparsers()
+    for engine in serve.LAUNCHERS:
+        serve.add_arguments(engines.add_parser(engine))
     return parser.parse_known_args(line)
 
 

@@ -14,7 +14,9 @@ from manifests import DISAGGREGATED, MANY_HOSTS, ONE_HOST, Pod, balanced_pods, b
 
 from ultraep_serve.adapters.sglang import launch as sglang
 from ultraep_serve.adapters.vllm import launch as vllm
+from ultraep_serve.config import BalanceConfig, SidecarSettings, values_of_flags
 from ultraep_serve.sidecar.serve import add_arguments
+from ultraep_serve.types import Policy
 
 ENGINES: dict[str, Any] = {"vllm": vllm, "sglang": sglang}
 INTERPRETERS = {
@@ -29,6 +31,11 @@ def server_flags(line: list[str]) -> tuple[argparse.Namespace, argparse.Namespac
     """Ours and the engine's flags of a command that starts a server."""
     ours, flags = our_flags(line)
     return ours, ENGINES[line[0]].parse_engine_flags(flags)
+
+
+def check_balanced(ours: argparse.Namespace) -> None:
+    config = BalanceConfig(**values_of_flags(ours, BalanceConfig))
+    assert (config.policy, ours.no_sidecar, ours.sidecar_host) == (Policy.QUOTA, False, "0.0.0.0")
 
 
 def check_parallelism(engine: str, flags: argparse.Namespace) -> None:
@@ -56,7 +63,7 @@ def engine_lines(engine: str) -> list[list[str]]:
 
 def test_compose_starts_a_balanced_server_with_its_sidecar() -> None:
     ours, flags = server_flags(read_yaml(COMPOSE)["services"]["engine"]["command"])
-    assert (ours.policy, ours.no_sidecar, ours.sidecar_host) == ("quota", False, "0.0.0.0")
+    check_balanced(ours)
     assert (ours.model, flags.host, flags.port) == ("/models/model", "0.0.0.0", 8000)
     check_parallelism("vllm", flags)
     targets = read_yaml(DEPLOY / "prometheus" / "prometheus.yml")["scrape_configs"]
@@ -75,14 +82,16 @@ def test_pods_start_a_balanced_server_and_a_sidecar_that_finds_it(path: Path) ->
     sidecar = parser.parse_args(pod.container("sidecar")["args"])
     user = pod.spec["securityContext"]["runAsUser"]
     assert str(sidecar.run_dir) == f"/dev/shm/ultraep-{user}-{flags.port}"
-    check_ports(pod, engine=flags.port, sidecar=sidecar.port)
+    settings = SidecarSettings(**values_of_flags(sidecar, SidecarSettings))
+    assert settings.port is not None
+    check_ports(pod, engine=flags.port, sidecar=settings.port)
 
 
 @pytest.mark.parametrize("path", [*MANY_HOSTS, *DISAGGREGATED], ids=lambda path: path.name)
 def test_every_host_starts_a_balanced_server_with_its_sidecar(path: Path) -> None:
     for host, pod in enumerate(balanced_pods(path)):
         ours, flags = server_flags(line := words(pod, host))
-        assert (ours.policy, ours.no_sidecar, ours.sidecar_host) == ("quota", False, "0.0.0.0")
+        check_balanced(ours)
         assert flags.host == "0.0.0.0"
         check_parallelism(line[0], flags)
         ports = {port["name"]: port["containerPort"] for port in pod.container("engine")["ports"]}

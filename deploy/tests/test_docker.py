@@ -67,14 +67,17 @@ def test_health_checks_ask_the_ports_that_are_exposed(path: Path) -> None:
     assert all(port in code for port in exposed.split())
 
 
-def test_the_sidecars_requirements_are_all_that_it_imports() -> None:
+def test_the_sidecars_image_holds_all_that_it_imports() -> None:
     code = (
         "import sys; import ultraep_serve.sidecar.__main__;"
         "print(*(m.__file__ for name, m in sys.modules.items() if name.startswith('ultraep_')))"
     )
-    files = run(sys.executable, "-c", code).split()
-    imported = {name for file in files for name in _imports(Path(file))}
-    imported -= {*sys.stdlib_module_names, "ultraep_serve"}
+    files = [Path(file) for file in run(sys.executable, "-c", code).split()]
+    text = (DEPLOY / "docker" / "sidecar.Dockerfile").read_text()
+    copied = re.findall(r"^COPY (\w+) \1$", text, re.MULTILINE)
+    assert {file.relative_to(ROOT).parts[0] for file in files} == set(copied)
+    imported = {name for file in files for name in _imports(file)}
+    imported -= {*sys.stdlib_module_names, "ultraep_serve", "ultraep_kernels"}
     assert {"fastapi", "numpy"} <= imported
     owners = metadata.packages_distributions()
     needed = {canonicalize_name(owners[name][0]) for name in imported}

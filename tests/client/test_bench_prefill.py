@@ -1,6 +1,5 @@
 """`ultraep-serve bench prefill` against fake servers that answer faster the better the policy."""
 
-import argparse
 import itertools
 import json
 from collections.abc import Iterator
@@ -10,10 +9,10 @@ from typing import Any
 import pytest
 
 from tests.support.bench_fakes import SPENT_SECONDS, TOKEN, FakeDeployment, deployed, tokenize
-from ultraep_serve.cli import bench
-from ultraep_serve.client import prefill
+from ultraep_serve.cli import bench, execute, main
+from ultraep_serve.client import prefill, sidecar
 from ultraep_serve.client.engine import Server
-from ultraep_serve.client.prefill_statistics import median_interval
+from ultraep_serve.client.prefill import median_interval
 from ultraep_serve.errors import BenchError, ConfigError, UltraEPError
 
 NOWHERE = "http://127.0.0.1:9"  # the discard port: nothing listens there
@@ -26,20 +25,23 @@ def running() -> Iterator[FakeDeployment]:
 
 
 @pytest.fixture
-def fake(running: FakeDeployment) -> FakeDeployment:
+def fake(running: FakeDeployment, monkeypatch: pytest.MonkeyPatch) -> FakeDeployment:
+    monkeypatch.setattr(sidecar, "_CATCH_UP_SECONDS", 0.1)  # the fake's answers are never late
     running.reset()
     return running
 
 
-def run(fake: FakeDeployment, *flags: str) -> int:
-    parser = argparse.ArgumentParser()
-    bench.add_parser(parser.add_subparsers())
+def words(fake: FakeDeployment, *flags: str) -> list[str]:
     given = ["--url", fake.url, "--sidecar", fake.sidecar_url]
     if not {"--token", "--token-file"} & set(flags):
         given += ["--token", TOKEN]
     small = ["--prompt-tokens", "64", "--repeats", "2", "--warmup", "1"]
     small += ["--policies", "off,quota,ideal"]
-    return bench.run(parser.parse_args(["bench", "prefill", *given, *small, *flags]))
+    return ["bench", "prefill", *given, *small, *flags]
+
+
+def run(fake: FakeDeployment, *flags: str) -> int:
+    return execute(words(fake, *flags))
 
 
 def measured(fake: FakeDeployment, path: Path, *flags: str) -> dict[str, Any]:
@@ -92,8 +94,8 @@ def test_document_says_where_it_comes_from(fake: FakeDeployment, tmp_path: Path)
 
 
 def test_token_never_reaches_the_document() -> None:
-    words = ["/bin/ultraep-serve", "bench", "--token", TOKEN, f"--token={TOKEN}", "--repeats", "2"]
-    command = bench._command(words)
+    given = ["/bin/ultraep-serve", "bench", "--token", TOKEN, f"--token={TOKEN}", "--repeats", "2"]
+    command = bench._command(given)
     assert TOKEN not in command
     assert command == "ultraep-serve bench --token ... --token=... --repeats 2"
 
@@ -153,8 +155,8 @@ def test_table_shows_what_was_measured(
 ) -> None:
     run(fake)
     shown = capsys.readouterr().out
-    words = ("off", "quota", "ideal", "recovered", "per round", "1.50 -> 1.01", "% of the time")
-    for word in words:
+    expected = ("off", "quota", "ideal", "recovered", "per round", "1.50 -> 1.01", "% of the time")
+    for word in expected:
         assert word in shown
     assert max(map(len, shown.splitlines())) <= 80
 
@@ -178,10 +180,10 @@ def test_text_file_is_what_is_sent(fake: FakeDeployment, tmp_path: Path) -> None
     text = tmp_path / "law.txt"
     text.write_text("whereas the party of the first part shall indemnify\n" * 3)
     run(fake, "--text-file", str(text), "--repeats", "1")
-    words = set(tokenize(text.read_text()))
+    known = set(tokenize(text.read_text()))
     whole = [prompt for _, prompt in fake.prompts]
     assert all(len(tokenize(prompt)) == 64 for prompt in whole)
-    assert sum(word in words for prompt in whole for word in tokenize(prompt)) > 0.8 * 64 * 6
+    assert sum(word in known for prompt in whole for word in tokenize(prompt)) > 0.8 * 64 * 6
 
 
 def test_policy_is_restored(fake: FakeDeployment) -> None:
@@ -210,7 +212,7 @@ def test_policy_is_restored_after_ctrl_c(
         return prefill.FirstToken(0.1, 64)
 
     monkeypatch.setattr(Server, "first_token", interrupted)
-    assert run(fake, "--policies", "quota") == 130
+    assert main(words(fake, "--policies", "quota")) == 130
     assert fake.policy == "off"
     assert "quota" in fake.policies_set
 
@@ -232,7 +234,7 @@ def test_token_from_file(fake: FakeDeployment, tmp_path: Path) -> None:
         (("--policies", "off,off"), "--policies"),
         (("--policies", ""), "--policies"),
         (("--prompt-tokens", "9999"), "does not fit the server's context of 4096"),
-        (("--prompt-tokens", "many"), "must be numbers"),
+        (("--prompt-tokens", "many"), "must be a whole number"),
         (("--prompt-tokens", "2"), "32 or more"),
         (("--repeats", "0"), "must be 1 or more"),
         (("--url", "localhost:8000"), "must be http://HOST:PORT"),

@@ -1,13 +1,17 @@
-"""Costs measured at start-up: plausible, and the same on every rank."""
+"""Costs measured at start-up: fitted to a line, plausible, and the same on every rank."""
 
 import time
 
+import numpy as np
+import pytest
 import torch
 
 from tests.support.ranks import fresh_run_path, run_ranks
 from ultraep_serve.backend import GroupSetup
 from ultraep_serve.config import BalanceConfig
+from ultraep_serve.costs.calibration import fit
 from ultraep_serve.costs.model import CostModel
+from ultraep_serve.errors import ConfigError
 from ultraep_serve.host.backend import HostBackend
 from ultraep_serve.topology import Location
 from ultraep_serve.types import ExpertShape, TokenView
@@ -39,3 +43,37 @@ def test_given_costs_are_taken_as_they_are() -> None:
     with fresh_run_path() as run_path:
         both = run_ranks(costs_of_rank, 2, str(run_path), model.to_json())
     assert both == [model] * 2
+
+
+def test_fit_recovers_known_costs() -> None:
+    work = [100, 1000, 5000, 20_000, 60_000]
+    line = fit([(x, 3e-4 + 2.5e-6 * x) for x in work])
+    assert line.slope == pytest.approx(2.5e-6)
+    assert line.intercept == pytest.approx(3e-4)
+    assert line.worst_relative_error < 1e-9
+    rng = np.random.default_rng(0)
+    noisy = fit([(x, (3e-4 + 2.5e-6 * x) * rng.uniform(0.95, 1.05)) for x in work * 20])
+    assert noisy.slope == pytest.approx(2.5e-6, rel=0.03)
+    assert noisy.worst_relative_error < 0.1
+
+
+def test_fit_of_a_line_through_zero_has_no_negative_intercept() -> None:
+    line = fit([(10, 9e-6), (100, 101e-6), (1000, 1030e-6)])
+    assert line.intercept == 0
+    assert line.slope == pytest.approx(1e-6, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "samples",
+    [
+        [],
+        [(5, 1.0), (5, 2.0)],
+        [(1, 2.0), (2, 1.0), (4, 0.1)],
+        [(1, 1.0), (2, 0.0)],
+        [(1, 1.0), (2, float("nan"))],
+        [(-1, 1.0), (2, 2.0)],
+    ],
+)
+def test_fit_refuses_what_is_no_measurement(samples: list[tuple[float, float]]) -> None:
+    with pytest.raises(ConfigError):
+        fit(samples)

@@ -6,7 +6,7 @@ import torch
 
 from tests.core.test_balancer import LAYERS, SHAPE, Rig, even, skewed
 from ultraep_serve.offline.comparators import policy_function
-from ultraep_serve.planner.eplb import LoadHistory
+from ultraep_serve.planner.eplb_slots import LoadHistory
 from ultraep_serve.types import Decision, ExpertShape, Policy, TokenView
 
 
@@ -81,7 +81,7 @@ def test_the_plan_is_the_one_that_replay_makes() -> None:
     loads = rng.integers(0, 100, (4, 16))
     expected = policy_function("eplb-slots")(loads, shape, past[-8:])
     for rank in range(4):
-        plan = history.plan_eplb(0, loads, shape, rank, shape.num_ranks)
+        plan = history.plan(0, loads, shape, rank, shape.num_ranks)
         assert plan is not None
         assert np.array_equal(plan.slot_expert, expected.slot_expert)
         assert np.array_equal(plan.quota, expected.quota)
@@ -91,6 +91,6 @@ def test_the_plan_is_the_one_that_replay_makes() -> None:
 def test_without_slots_or_tokens_there_is_nothing_to_place() -> None:
     history = LoadHistory(num_layers=1)
     history.add(0, np.zeros((2, 8), np.int64))
-    assert history.plan_eplb(0, np.ones((2, 8), np.int64), SHAPE, 0, 2) is None
+    assert history.plan(0, np.ones((2, 8), np.int64), SHAPE, 0, 2) is None
     history.add(0, np.ones((2, 8), np.int64))
-    assert history.plan_eplb(0, np.ones((2, 8), np.int64), ExpertShape(2, 8, 0), 0, 2) is None
+    assert history.plan(0, np.ones((2, 8), np.int64), ExpertShape(2, 8, 0), 0, 2) is None

@@ -36,6 +36,13 @@ def shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.fixture(autouse=True)
+def _short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engines here start at once."""
+    monkeypatch.setattr(supervisor, "_HEALTH_SECONDS", 0.5)
+    monkeypatch.setattr(supervisor, "_LOOK_SECONDS", 0.1)
+
+
 def test_a_run_directory_is_private_and_removed(shared_memory: Path) -> None:
     with run_directory(8000) as path:
         assert path == run_directory_of_port(8000)
@@ -128,8 +135,7 @@ def test_the_engine_gets_configuration_and_defaults(tmp_path: Path) -> None:
 def test_an_engine_that_does_not_end_when_asked_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, seconds in (("_ASKED_SECONDS", 0.5), ("_LOOK_SECONDS", 0.05)):
-        monkeypatch.setattr(supervisor, name, seconds)
+    monkeypatch.setattr(supervisor, "_ASKED_SECONDS", 0.5)
     up = tmp_path / "up"
     code = (
         "import os, pathlib, signal, time; signal.signal(15, signal.SIG_IGN);"
@@ -312,7 +318,7 @@ def test_ranks_of_other_hosts_are_not_waited_for(tmp_path: Path) -> None:
         recorder.set_state(RingState.READY)
     port = free_port()
     code = ANSWERING.replace(", 0), Handler", f", {port}), Handler")
-    code += "import time\nserver.handle_request(); time.sleep(2); os._exit(3)"
+    code += "import time\nserver.handle_request(); time.sleep(1); os._exit(3)"
     engine = EngineCommand([sys.executable, "-c", code], f"http://127.0.0.1:{port}", 2)
     config = BalanceConfig(run_dir=str(tmp_path))
     assert supervise(engine, config, None) == 3

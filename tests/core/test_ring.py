@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.ring_files import SHAPE, create, write
 from ultraep_serve.errors import RingError
-from ultraep_serve.ring.reader import RingReader
+from ultraep_serve.ring.reader import ALIVE_SECONDS, RingReader
 from ultraep_serve.ring.schema import (
     HEADER_BYTES,
     HEADER_DTYPE,
@@ -157,12 +157,12 @@ def test_states_and_heartbeat_decide_who_is_alive(tmp_path: Path) -> None:
     assert reader.header().state is RingState.STARTING
     recorder.set_state(RingState.READY)
     beat = reader.header().heartbeat_ns
-    assert reader.alive(beat + 4_000_000_000)
-    assert not reader.alive(beat + 6_000_000_000)
-    assert not reader.alive(beat - 60_000_000_000)  # from a boot that ran for longer
+    assert reader.header().alive(beat + 4_000_000_000, ALIVE_SECONDS)
+    assert not reader.header().alive(beat + 6_000_000_000, ALIVE_SECONDS)
+    assert not reader.header().alive(beat - 60_000_000_000, ALIVE_SECONDS)  # of an earlier boot
     recorder.close()
     assert reader.header().state is RingState.STOPPED
-    assert not reader.alive(beat)
+    assert not reader.header().alive(beat, ALIVE_SECONDS)
     recorder.close()
 
 

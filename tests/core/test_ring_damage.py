@@ -70,10 +70,10 @@ def test_claims_beyond_the_file_are_refused_or_counted(tmp_path: Path) -> None:
     poll = RingReader(path).poll()  # places that were never written hold no such record
     assert (len(poll.records), poll.missed) == (0, 1 << 61)
     os.truncate(path, HEADER_BYTES + 100)
-    with pytest.raises(RingError, match="cut short"):
+    with pytest.raises(RingError, match="truncated"):
         RingReader(path).poll()
     os.truncate(path, 100)
-    with pytest.raises(RingError, match="cut short"):
+    with pytest.raises(RingError, match="truncated"):
         RingReader(path)
 
 

@@ -9,8 +9,7 @@ from ultraep_kernels.device.status import DeviceStatus, new_status
 from tests.support.bench import Bench
 from tests.support.ids import zipf_loads
 from tests.support.kernel_checks import check_plan, require_same_plan
-from ultraep_serve.costs.decide import Transfer, saved_picoseconds, transfer_of
-from ultraep_serve.costs.model import IntegerCosts
+from ultraep_serve.costs.model import IntegerCosts, Transfer, saved_picoseconds, transfer_of
 from ultraep_serve.planner.quota import identity_plan, plan_quota
 from ultraep_serve.types import Decision, ExpertShape, imbalance
 

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+pytestmark = pytest.mark.interpreter
 pytest.importorskip("triton", reason="the kernels are written in Triton")
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "device"

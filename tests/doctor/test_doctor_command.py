@@ -23,7 +23,7 @@ def test_every_problem_has_a_remedy(model: str, shm: Path) -> None:
 
 
 def test_json_and_exit_code(model: str, shm: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--model", model, "--ep", "3", "--json"]) == 1
+    assert main(["doctor", "--model-config", model, "--ep", "3", "--json", "-"]) == 1
     document = json.loads(capsys.readouterr().out)
     assert document["schema_version"] == 1
     assert document["counts"]["error"] >= 1
@@ -36,7 +36,7 @@ def test_text_shows_marks_and_remedies(
     model: str, shm: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    assert main(["doctor", "--model", model, "--ep", "3"]) == 1
+    assert main(["doctor", "--model-config", model, "--ep", "3"]) == 1
     shown = capsys.readouterr().out
     assert "✘" in shown
     assert "→ choose a number of ranks that divides 16" in shown
@@ -74,7 +74,7 @@ def test_the_serving_command_says_how_ranks_lie(
     shm: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    main(["doctor", "--json", *command.split(), "--port", str(free_port())])
+    main(["doctor", "--json", "-", *command.split(), "--port", str(free_port())])
     findings = json.loads(capsys.readouterr().out)["findings"]
     figures = {finding["name"]: finding["figures"] for finding in findings}
     assert figures["hosts"] == {"ranks": ranks, "ranks_here": here, "hosts": ranks // here}
@@ -92,7 +92,7 @@ def test_hosts_that_differ_end_with_an_error(shm: Path, capsys: pytest.CaptureFi
 def test_overlapping_micro_batches_have_slots_of_their_own(
     model: str, flags: str, slots: int, shm: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    main(["doctor", "--json", "vllm", model, "-tp", "2", "-ep", *flags.split()])
+    main(["doctor", "--json", "-", "vllm", model, "-tp", "2", "-ep", *flags.split()])
     findings = json.loads(capsys.readouterr().out)["findings"]
     (seen,) = (finding["seen"] for finding in findings if finding["name"] == "slots")
     assert seen.startswith(f"{slots} per rank")

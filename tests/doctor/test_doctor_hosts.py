@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.support.findings import only
 from ultraep_serve.doctor.finding import Status, Subject
 from ultraep_serve.doctor.hosts import check_domains, check_hosts
 
@@ -39,20 +38,20 @@ def none(_: list[str]) -> None:
     ],
 )
 def test_hosts_are_counted(ranks: int, here: int | None, hosts: int, words: str) -> None:
-    finding = only(check_hosts(Subject(num_ranks=ranks, host_ranks=here)))
+    finding = check_hosts(Subject(num_ranks=ranks, host_ranks=here))
     assert (finding.status, finding.seen) == (Status.OK, words)
     assert finding.figures == {"ranks": ranks, "ranks_here": here or ranks, "hosts": hosts}
 
 
 def test_unequal_hosts_are_an_error_that_names_equal_ones() -> None:
-    finding = only(check_hosts(Subject(num_ranks=16, host_ranks=6)))
+    finding = check_hosts(Subject(num_ranks=16, host_ranks=6))
     assert finding.status is Status.ERROR
     assert "6 of them on this host" in finding.seen
     assert finding.remedy.endswith(": 1, 2, 4, 8, 16")
 
 
 def test_a_domain_that_divides_no_host_is_an_error_that_names_those_that_do() -> None:
-    finding = only(check_domains(Subject(num_ranks=16, host_ranks=8, domain_size=6), none))
+    finding = check_domains(Subject(num_ranks=16, host_ranks=8, domain_size=6), none)
     assert finding.status is Status.ERROR
     assert "1, 2, 4, 8; or 0" in finding.remedy
 
@@ -61,50 +60,50 @@ def test_a_domain_that_divides_no_host_is_an_error_that_names_those_that_do() ->
     ("size", "seen"), [(0, "2 of 8 ranks each"), (8, "2 of 8 ranks each"), (4, "4 of 4 ranks each")]
 )
 def test_without_gpus_hosts_and_their_divisors_are_domains(size: int, seen: str) -> None:
-    finding = only(check_domains(Subject(num_ranks=16, host_ranks=8, domain_size=size), none))
+    finding = check_domains(Subject(num_ranks=16, host_ranks=8, domain_size=size), none)
     assert (finding.status, finding.seen) == (Status.OK, seen)
 
 
 def test_a_host_whose_gpus_nvlink_joins_is_a_domain() -> None:
-    finding = only(check_domains(Subject(num_ranks=8), matrix(8)))
+    finding = check_domains(Subject(num_ranks=8), matrix(8))
     assert finding.status is Status.OK
     assert finding.seen == "one of 8 ranks; NVLink joins all ranks of this host"
     assert finding.figures["fitting_domain_size"] == 8
 
 
 def test_nvlink_that_ends_inside_a_host_asks_for_smaller_domains() -> None:
-    whole = only(check_domains(Subject(num_ranks=8), matrix(4, 4)))
+    whole = check_domains(Subject(num_ranks=8), matrix(4, 4))
     assert whole.status is Status.WARNING
     assert "ranks 0,1,2,3; 4,5,6,7" in whole.seen
     assert "--domain-size 4" in whole.remedy
     assert whole.figures["nvlink_domains"] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    half = only(check_domains(Subject(num_ranks=8, domain_size=4), matrix(4, 4)))
+    half = check_domains(Subject(num_ranks=8, domain_size=4), matrix(4, 4))
     assert half.status is Status.OK
 
 
 def test_smaller_domains_than_nvlink_allows_are_mentioned() -> None:
-    finding = only(check_domains(Subject(num_ranks=8, domain_size=2), matrix(8)))
+    finding = check_domains(Subject(num_ranks=8, domain_size=2), matrix(8))
     assert (finding.status, "--domain-size 8 would fit too" in finding.seen) == (Status.OK, True)
 
 
 def test_uneven_islands_leave_what_fits_all_of_them() -> None:
-    finding = only(check_domains(Subject(num_ranks=6), matrix(4, 2)))
+    finding = check_domains(Subject(num_ranks=6), matrix(4, 2))
     assert "--domain-size 2" in finding.remedy  # 3 would put ranks 3, 4 and 5 together
 
 
 def test_joined_gpus_that_do_not_follow_each_other_are_to_be_ordered() -> None:
-    finding = only(check_domains(Subject(num_ranks=4), matrix(2, 2, order=[0, 2, 1, 3])))
+    finding = check_domains(Subject(num_ranks=4), matrix(2, 2, order=[0, 2, 1, 3]))
     assert finding.status is Status.WARNING
     assert "CUDA_VISIBLE_DEVICES" in finding.remedy
     assert finding.figures["fitting_domain_size"] == 1
 
 
 def test_gpus_beyond_the_ranks_do_not_count() -> None:
-    finding = only(check_domains(Subject(num_ranks=2), matrix(2, 2)))
+    finding = check_domains(Subject(num_ranks=2), matrix(2, 2))
     assert finding.figures["nvlink_domains"] == [[0, 1]]
     assert finding.status is Status.OK
 
 
 def test_fewer_gpus_than_ranks_say_nothing_of_domains() -> None:
-    finding = only(check_domains(Subject(num_ranks=4), matrix(2)))
+    finding = check_domains(Subject(num_ranks=4), matrix(2))
     assert (finding.status, finding.seen) == (Status.OK, "one of 4 ranks")

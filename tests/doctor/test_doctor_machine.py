@@ -3,30 +3,29 @@
 import os
 from pathlib import Path
 
-from tests.support.findings import only
 from ultraep_serve.doctor.finding import Status, Subject
 from ultraep_serve.doctor.host_machine import check_cores, check_memory_access
 
 
 def test_cores_against_ranks_and_quota(tmp_path: Path) -> None:
     cores = len(os.sched_getaffinity(0))
-    assert only(check_cores(Subject(num_ranks=cores), tmp_path)).status is Status.OK
-    many = only(check_cores(Subject(num_ranks=cores + 1), tmp_path))
+    assert check_cores(Subject(num_ranks=cores), tmp_path).status is Status.OK
+    many = check_cores(Subject(num_ranks=cores + 1), tmp_path)
     assert (many.status, "share a core" in many.remedy) == (Status.WARNING, True)
     (tmp_path / "cpu.max").write_text("50000 100000\n")
-    throttled = only(check_cores(Subject(num_ranks=1), tmp_path))
+    throttled = check_cores(Subject(num_ranks=1), tmp_path)
     assert (throttled.status, "quota is 0.5" in throttled.seen) == (Status.WARNING, True)
     (tmp_path / "cpu.max").write_text("max 100000\n")
-    assert only(check_cores(Subject(num_ranks=1), tmp_path)).status is Status.OK
+    assert check_cores(Subject(num_ranks=1), tmp_path).status is Status.OK
 
 
 def test_memory_access_is_tried() -> None:
-    assert only(check_memory_access()).status is Status.OK
+    assert check_memory_access().status is Status.OK
 
 
 def test_memory_access_without_proc_is_an_error(tmp_path: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
-    finding = only(check_memory_access(tmp_path))
+    finding = check_memory_access(tmp_path)
     assert finding.status is Status.ERROR
     assert "FileNotFoundError" in finding.seen
     assert len(os.listdir("/proc/self/fd")) == before

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.findings import GIB, MOE, only
+from tests.support.findings import GIB, MOE
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.doctor import host_machine as shared_memory
 from ultraep_serve.doctor.finding import Status, Subject
@@ -39,13 +39,13 @@ def test_containers_have_too_little_shared_memory(
     monkeypatch.setattr(
         shared_memory.os, "statvfs", lambda _: Filesystem(max(free, 64 << 20), free)
     )
-    finding = only(check_shared_memory(Subject(num_ranks=4), tmp_path))
+    finding = check_shared_memory(Subject(num_ranks=4), tmp_path)
     assert finding.status is status
     assert ("shm" in finding.remedy) == (status is not Status.OK)
 
 
 def test_shared_memory_must_be_there(tmp_path: Path) -> None:
-    missing = only(check_shared_memory(Subject(), tmp_path / "none"))
+    missing = check_shared_memory(Subject(), tmp_path / "none")
     assert missing.status is Status.ERROR
 
 

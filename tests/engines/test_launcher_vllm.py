@@ -71,7 +71,7 @@ def test_a_host_without_a_server_runs_ranks_alone() -> None:
     assert command.url is None
     assert command.arguments[1:] == [
         "-m",
-        "ultraep_serve.adapters.vllm.headless",
+        "ultraep_serve.adapters.vllm.launch",
         "--model",
         "m",
         *flags,

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.model_report import measure_model
+from tests.support.tiny_models import tiny_glm4, tiny_qwen3
 from ultraep_serve.demo.gates import hot_rank, target_shares
-from ultraep_serve.demo.models import ModelReport, make_model, measure_model
-from ultraep_serve.demo.spec import ModelSpec, tiny_glm4, tiny_qwen3
+from ultraep_serve.demo.models import make_model
+from ultraep_serve.demo.spec import ModelSpec
 from ultraep_serve.demo.text import WORDS_PER_DOMAIN, calibration_words, sample_text, vocabulary
 from ultraep_serve.errors import ConfigError
 
@@ -23,7 +25,7 @@ BALANCED = {"qwen3": tiny_qwen3(imbalance=1.0), "glm4": tiny_glm4(imbalance=1.0)
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> dict[ModelSpec, ModelReport]:
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[ModelSpec, Path]:
     pytest.importorskip("transformers")
     pytest.importorskip("tokenizers")
     specs = [*SKEWED.values(), *BALANCED.values()]
@@ -32,9 +34,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[ModelSpec, ModelRepor
 
 @pytest.mark.parametrize("spec", SKEWED.values(), ids=SKEWED.keys())
 def test_stored_model_has_the_chosen_imbalance(
-    made: dict[ModelSpec, ModelReport], spec: ModelSpec
+    made: dict[ModelSpec, Path], spec: ModelSpec
 ) -> None:
-    report = measure_model(made[spec].path, spec, num_tokens=8192, batch_tokens=2048)
+    report = measure_model(made[spec], spec, num_tokens=8192, batch_tokens=2048)
     assert {(entry.layer, entry.domain) for entry in report.layers} == {
         (layer, domain) for layer in spec.moe_layers for domain in spec.domains
     }
@@ -43,13 +45,12 @@ def test_stored_model_has_the_chosen_imbalance(
 
 
 @pytest.mark.parametrize("spec", SKEWED.values(), ids=SKEWED.keys())
-def test_another_domain_has_other_hot_experts(
-    made: dict[ModelSpec, ModelReport], spec: ModelSpec
-) -> None:
+def test_another_domain_has_other_hot_experts(made: dict[ModelSpec, Path], spec: ModelSpec) -> None:
+    report = measure_model(made[spec], spec)
     for layer in spec.moe_layers:
-        entries = [made[spec].layer(layer, domain) for domain in spec.domains]
+        entries = [report.layer(layer, domain) for domain in spec.domains]
         hot = [expert for entry in entries for expert in entry.hot_experts]
-        assert len(set(hot)) == len(hot), made[spec].table()
+        assert len(set(hot)) == len(hot), report.table()
         assert [entry.hot_rank for entry in entries] == [
             hot_rank(spec, layer, index) for index in range(len(spec.domains))
         ]
@@ -57,20 +58,18 @@ def test_another_domain_has_other_hot_experts(
 
 @pytest.mark.parametrize("spec", BALANCED.values(), ids=BALANCED.keys())
 def test_balanced_model_is_balanced_in_every_batch(
-    made: dict[ModelSpec, ModelReport], spec: ModelSpec
+    made: dict[ModelSpec, Path], spec: ModelSpec
 ) -> None:
-    report = measure_model(made[spec].path, spec, num_tokens=2048, batch_tokens=2048)
+    report = measure_model(made[spec], spec, num_tokens=2048, batch_tokens=2048)
     assert max(entry.imbalance for entry in report.layers) <= 1.02, report.table()
 
 
 @pytest.mark.parametrize("name", ["qwen3", "glm4"])
-def test_checkpoint_has_one_tensor_per_expert(
-    made: dict[ModelSpec, ModelReport], name: str
-) -> None:
+def test_checkpoint_has_one_tensor_per_expert(made: dict[ModelSpec, Path], name: str) -> None:
     from safetensors import safe_open
 
     spec = SKEWED[name]
-    with safe_open(made[spec].path / "model.safetensors", "pt") as file:
+    with safe_open(made[spec] / "model.safetensors", "pt") as file:
         shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
     inner, outer = spec.moe_intermediate_size, spec.hidden_size
     for layer in spec.moe_layers:
@@ -85,12 +84,12 @@ def test_checkpoint_has_one_tensor_per_expert(
 
 @pytest.mark.parametrize("name", ["qwen3", "glm4"])
 def test_greedy_text_is_varied_and_keeps_to_its_domain(
-    made: dict[ModelSpec, ModelReport], name: str
+    made: dict[ModelSpec, Path], name: str
 ) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    path, spec = made[SKEWED[name]].path, SKEWED[name]
+    path, spec = made[SKEWED[name]], SKEWED[name]
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(path)
     for domain in spec.domains:
@@ -103,21 +102,21 @@ def test_greedy_text_is_varied_and_keeps_to_its_domain(
         assert len(set(words) & set(calibration_words(domain, 20_000, 0))) >= 0.9 * len(set(words))
 
 
-def test_same_seed_gives_same_bytes(tmp_path: Path, made: dict[ModelSpec, ModelReport]) -> None:
+def test_same_seed_gives_same_bytes(tmp_path: Path, made: dict[ModelSpec, Path]) -> None:
     spec = SKEWED["qwen3"]
     make_model(tmp_path / "again", spec)
     make_model(tmp_path / "other", replace(spec, seed=1))
     for name in ("model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json"):
-        assert (tmp_path / "again" / name).read_bytes() == (made[spec].path / name).read_bytes()
-    first = (made[spec].path / "model.safetensors").read_bytes()
+        assert (tmp_path / "again" / name).read_bytes() == (made[spec] / name).read_bytes()
+    first = (made[spec] / "model.safetensors").read_bytes()
     assert (tmp_path / "other" / "model.safetensors").read_bytes() != first
 
 
-def test_tokenizer_counts_words_and_round_trips(made: dict[ModelSpec, ModelReport]) -> None:
+def test_tokenizer_counts_words_and_round_trips(made: dict[ModelSpec, Path]) -> None:
     from transformers import AutoTokenizer
 
     spec = SKEWED["glm4"]
-    tokenizer = AutoTokenizer.from_pretrained(made[spec].path)
+    tokenizer = AutoTokenizer.from_pretrained(made[spec])
     for domain in spec.domains:
         for num_tokens in (0, 1, 2, 1000):
             text = sample_text(domain, num_tokens, seed=5)

@@ -7,8 +7,8 @@ import pytest
 pytest.importorskip("sglang", reason="needs SGLang: deploy/setup_sglang_cpu.py")
 
 from tests.support.serving_checks import CONTEXT, check_two_hosts, two_hosts
+from tests.support.tiny_models import tiny_qwen3
 from ultraep_serve.demo.balanced_server import expert_parallel_flags
-from ultraep_serve.demo.spec import tiny_qwen3
 from ultraep_serve.machine import free_port
 
 pytestmark = pytest.mark.engine

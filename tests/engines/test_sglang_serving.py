@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -13,13 +14,11 @@ import pytest
 pytest.importorskip("sglang", reason="needs SGLang: deploy/setup_sglang_cpu.py")
 
 from tests.support.serving_checks import PROMPTS, balance, check_balanced, refused, served
-from ultraep_serve.adapters import sglang as adapter
+from tests.support.tiny_models import tiny_glm4, tiny_qwen3
 from ultraep_serve.client.greedy_tokens import compare_tokens, generate
 from ultraep_serve.client.sidecar import Sidecar
 from ultraep_serve.config import CONFIG_VARIABLE, BalanceConfig
-from ultraep_serve.demo.balanced_server import BalancedServer
-from ultraep_serve.demo.same_tokens import generate_under
-from ultraep_serve.demo.spec import tiny_glm4, tiny_qwen3
+from ultraep_serve.demo.balanced_server import BalancedServer, generate_under
 from ultraep_serve.errors import ServerError
 from ultraep_serve.launcher.run_directory import run_directory_of_port
 from ultraep_serve.types import Policy
@@ -49,21 +48,45 @@ def recorded_counts(server: BalancedServer, prompts: list[str], directory: Path)
     return dumps[0]["logical_count"].sum(dim=0).tolist()
 
 
-def test_greedy_tokens_and_the_engines_own_counts_are_the_same_with_balancing(
-    qwen3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    records = tmp_path / "records"
-    records.mkdir()
-    monkeypatch.setenv("SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR", str(records))
-    extra = ("--expert-distribution-recorder-mode", "stat")
-    with serve(qwen3, tmp_path, *extra) as server:
+class TestOneServer:
+    """The last test kills one of its ranks."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def records(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        """Where SGLang's own recorder leaves its files."""
+        return tmp_path_factory.mktemp("records")
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def server(
+        cls, qwen3: Path, records: Path, tmp_path_factory: pytest.TempPathFactory
+    ) -> Iterator[BalancedServer]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR", str(records))
+            extra = ("--expert-distribution-recorder-mode", "stat")
+            with serve(qwen3, tmp_path_factory.mktemp("server"), *extra) as server:
+                yield server
+
+    def test_greedy_tokens_are_the_same_with_balancing(self, server: BalancedServer) -> None:
         check_balanced(server, num_layers=tiny_qwen3().num_layers)
         assert balance(server)["engine"] == "sglang"
+
+    def test_the_engines_own_counts_are_the_same_with_balancing(
+        self, server: BalancedServer, records: Path
+    ) -> None:
         with closing(Sidecar(server.sidecar_url, server.token)) as sidecar:
             sidecar.set_policy(Policy.OFF)
             off = recorded_counts(server, PROMPTS[:4], records)
             sidecar.set_policy(Policy.QUOTA)
             assert recorded_counts(server, PROMPTS[:4], records) == off
+
+    def test_killed_rank_ends_the_server_and_leaves_nothing(self, server: BalancedServer) -> None:
+        assert httpx.get(f"{server.sidecar_url}/readyz").status_code == 200
+        victim = balance(server)["ranks"][1]["pid"]
+        subprocess.run(["kill", "-KILL", str(victim)], check=True)
+        assert server.wait(90.0) != 0
+        assert not run_directory_of_port(server.port).exists()
 
 
 def test_bfloat16_tokens_and_chunked_mixed_prefill(qwen3: Path, tmp_path: Path) -> None:
@@ -92,16 +115,6 @@ def test_policy_off_serves_and_leaves_nothing_of_ours(qwen3: Path, tmp_path: Pat
         assert names == {"config.json", "lock"}
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"{server.sidecar_url}/healthz")
-
-
-def test_killed_rank_ends_the_server_and_leaves_nothing(qwen3: Path, tmp_path: Path) -> None:
-    with serve(qwen3, tmp_path) as server:
-        generate_under(server, Policy.QUOTA, PROMPTS[:2])
-        assert httpx.get(f"{server.sidecar_url}/readyz").status_code == 200
-        victim = balance(server)["ranks"][1]["pid"]
-        subprocess.run(["kill", "-KILL", str(victim)], check=True)
-        assert server.wait(90.0) != 0
-        assert not run_directory_of_port(server.port).exists()
 
 
 def test_engine_that_would_not_load_the_plugin_is_not_started(
@@ -139,7 +152,6 @@ def test_model_without_experts_is_refused(tmp_path: Path) -> None:
 def test_unverified_version_ends_every_process(tmp_path: Path) -> None:
     """SGLang would log an exception of a plugin and serve on without it."""
     script = (
-        f"import sys; sys.path.append({str(Path(adapter.__file__).with_name('cpu_standins'))!r})\n"
         "from ultraep_serve.adapters.sglang import checks\n"
         "checks.SGLANG_VERSIONS = ('0.0',)\n"
         "from sglang.srt.plugins import load_plugins\n"

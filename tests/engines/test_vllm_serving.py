@@ -5,7 +5,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -15,11 +17,11 @@ import pytest
 pytest.importorskip("vllm", reason="needs vLLM: make setup")
 
 from tests.support.serving_checks import CONTEXT, PROMPTS, balance, check_balanced, refused, served
+from tests.support.tiny_models import tiny_glm4, tiny_qwen3
 from ultraep_serve.client.greedy_tokens import compare_tokens, generate
 from ultraep_serve.client.sidecar import Sidecar
-from ultraep_serve.demo.balanced_server import BalancedServer
-from ultraep_serve.demo.same_tokens import generate_under
-from ultraep_serve.demo.spec import tiny_glm4, tiny_qwen3
+from ultraep_serve.demo.balanced_server import BalancedServer, generate_under
+from ultraep_serve.demo.models import make_model
 from ultraep_serve.errors import ServerError
 from ultraep_serve.launcher.run_directory import run_directory_of_port
 from ultraep_serve.offline.comparators import policy_function
@@ -31,41 +33,86 @@ from ultraep_serve.types import Policy
 pytestmark = pytest.mark.engine
 
 
-def serve(model: Path, tmp_path: Path, mode: str, *extra: str) -> BalancedServer:
-    return served("vllm", model, tmp_path, mode, "float32", *extra)
+def serve(model: Path, directory: Path, mode: str, *extra: str) -> BalancedServer:
+    return served("vllm", model, directory, mode, "float32", *extra)
 
 
-@pytest.mark.parametrize("mode", ["tensor", "data"])
-@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "eager"])
-def test_greedy_tokens_are_the_same_with_balancing(
-    qwen3: Path, tmp_path: Path, mode: str, compiled: bool
-) -> None:
-    extra = [] if compiled else ["--enforce-eager"]
-    with serve(qwen3, tmp_path, mode, *extra) as server:
+class TestTensorParallel:
+    """One compiled server; the last test kills one of its ranks."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def server(
+        cls, qwen3: Path, tmp_path_factory: pytest.TempPathFactory
+    ) -> Iterator[BalancedServer]:
+        with serve(qwen3, tmp_path_factory.mktemp("tensor"), "tensor") as server:
+            yield server
+
+    def test_greedy_tokens_are_the_same_with_balancing(self, server: BalancedServer) -> None:
         check_balanced(server, num_layers=tiny_qwen3().num_layers)
 
+    def test_a_recorded_trace_shows_the_imbalance_that_was_served(
+        self, server: BalancedServer, tmp_path: Path
+    ) -> None:
+        check_recorded_trace(server, tmp_path)
 
-def test_grouped_routing_and_shared_experts_are_balanced_too(glm4: Path, tmp_path: Path) -> None:
-    with serve(glm4, tmp_path, "tensor", "--enforce-eager", "--slots", "3") as server:
-        check_balanced(server, num_layers=len(tiny_glm4().moe_layers))
-
-
-def test_slots_of_their_own_per_layer_serve_the_same_tokens(qwen3: Path, tmp_path: Path) -> None:
-    extra = ["--enforce-eager", "--slot-memory", "per_layer"]
-    with serve(qwen3, tmp_path, "tensor", *extra) as server:
-        check_balanced(server, num_layers=tiny_qwen3().num_layers)
-
-
-def test_policy_off_serves_and_leaves_nothing_of_ours(qwen3: Path, tmp_path: Path) -> None:
-    runs = []
-    for mode in ("tensor", "data"):
-        with serve(qwen3, tmp_path, mode, "--enforce-eager", "--policy", "off") as server:
-            runs.append(generate(server.url, server.model, PROMPTS, 16, concurrency=4))
-            names = {path.name for path in run_directory_of_port(server.port).iterdir()}
+    def test_without_balancing_tokens_are_the_same_and_nothing_of_ours_is_left(
+        self, server: BalancedServer, qwen3: Path, tmp_path: Path
+    ) -> None:
+        off = generate_under(server, Policy.OFF, PROMPTS)
+        with serve(qwen3, tmp_path, "tensor", "--enforce-eager", "--policy", "off") as plain:
+            alone = generate(plain.url, plain.model, PROMPTS, 16, concurrency=4)
+            names = {path.name for path in run_directory_of_port(plain.port).iterdir()}
             assert names == {"config.json", "lock"}
             with pytest.raises(httpx.ConnectError):
-                httpx.get(f"{server.sidecar_url}/healthz")
-    assert compare_tokens(*runs).identical == len(PROMPTS)
+                httpx.get(f"{plain.sidecar_url}/healthz")
+        assert compare_tokens(off, alone).identical == len(PROMPTS)
+
+    def test_killed_rank_ends_the_server_and_leaves_nothing(self, server: BalancedServer) -> None:
+        assert httpx.get(f"{server.sidecar_url}/readyz").status_code == 200
+        victim = balance(server)["ranks"][1]["pid"]
+        subprocess.run(["kill", "-KILL", str(victim)], check=True)
+        wait_until_not_ready(server)
+        assert server.wait(180.0) != 0
+        assert not run_directory_of_port(server.port).exists()
+
+
+class TestDataParallel:
+    """One compiled server; the last test kills its launcher."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def server(
+        cls, qwen3: Path, tmp_path_factory: pytest.TempPathFactory
+    ) -> Iterator[BalancedServer]:
+        with serve(qwen3, tmp_path_factory.mktemp("data"), "data") as server:
+            yield server
+
+    def test_greedy_tokens_are_the_same_with_balancing(self, server: BalancedServer) -> None:
+        check_balanced(server, num_layers=tiny_qwen3().num_layers)
+
+    def test_a_recorded_trace_shows_the_imbalance_that_was_served(
+        self, server: BalancedServer, tmp_path: Path
+    ) -> None:
+        check_recorded_trace(server, tmp_path)
+
+    def test_killed_launcher_takes_everything_down_and_the_next_start_cleans_up(
+        self, server: BalancedServer, glm4: Path, tmp_path: Path
+    ) -> None:
+        """The next: grouped routing, a shared expert, slots of their own per layer, eager."""
+        workers = [rank["pid"] for rank in balance(server)["ranks"]]
+        subprocess.run(["kill", "-KILL", str(server.process_id)], check=True)
+        assert server.wait(5.0) == -signal.SIGKILL
+        deadline = time.monotonic() + 180
+        while any(Path(f"/proc/{worker}").exists() for worker in workers):
+            assert time.monotonic() < deadline, "workers outlive their launcher"
+            time.sleep(0.5)
+        left = run_directory_of_port(server.port)
+        assert left.exists()
+        extra = ["--enforce-eager", "--slots", "3", "--slot-memory", "per_layer"]
+        with serve(glm4, tmp_path, "tensor", *extra) as following:
+            assert not left.exists()
+            check_balanced(following, num_layers=len(tiny_glm4().moe_layers))
 
 
 def wait_until_not_ready(server: BalancedServer) -> None:
@@ -81,34 +128,6 @@ def wait_until_not_ready(server: BalancedServer) -> None:
             return
         time.sleep(0.05)
     pytest.fail("/readyz stays 200 after a rank was killed")
-
-
-def test_killed_rank_ends_the_server_and_leaves_nothing(qwen3: Path, tmp_path: Path) -> None:
-    with serve(qwen3, tmp_path, "tensor", "--enforce-eager") as server:
-        generate_under(server, Policy.QUOTA, PROMPTS[:2])
-        assert httpx.get(f"{server.sidecar_url}/readyz").status_code == 200
-        victim = balance(server)["ranks"][1]["pid"]
-        subprocess.run(["kill", "-KILL", str(victim)], check=True)
-        wait_until_not_ready(server)
-        assert server.wait(180.0) != 0
-        assert not run_directory_of_port(server.port).exists()
-
-
-def test_killed_launcher_takes_everything_down_and_the_next_start_cleans_up(
-    qwen3: Path, tmp_path: Path
-) -> None:
-    with serve(qwen3, tmp_path, "tensor", "--enforce-eager") as first:
-        workers = [rank["pid"] for rank in balance(first)["ranks"]]
-        subprocess.run(["kill", "-KILL", str(first.process_id)], check=True)
-        assert first.wait(5.0) == -signal.SIGKILL
-        deadline = time.monotonic() + 180
-        while any(Path(f"/proc/{worker}").exists() for worker in workers):
-            assert time.monotonic() < deadline, "workers outlive their launcher"
-            time.sleep(0.5)
-    left = run_directory_of_port(first.port)
-    assert left.exists()
-    with serve(qwen3, tmp_path, "tensor", "--enforce-eager"):
-        assert not left.exists()
 
 
 RANKS = ("--tensor-parallel-size", "2", "--enable-expert-parallel")
@@ -135,51 +154,61 @@ def test_model_without_experts_is_refused(tmp_path: Path) -> None:
     assert "not a Mixture-of-Experts model" in refused("vllm", str(tmp_path), *RANKS)
 
 
-UNEVEN = ("--data-parallel-size", "3", "--enable-expert-parallel", "--enforce-eager")
+UNEVEN = ("--data-parallel-size", "2", "--enable-expert-parallel", "--enforce-eager")
 
 
-def test_layer_that_cannot_be_balanced_stops_the_server(qwen3: Path, tmp_path: Path) -> None:
-    server = BalancedServer(qwen3, [*UNEVEN, "--max-model-len", str(CONTEXT)], tmp_path / "log")
+@pytest.fixture(scope="module")
+def seven_experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint whose experts do not divide evenly over two ranks."""
+    spec = replace(tiny_qwen3(1.0, num_ranks=1), num_experts=7)
+    return make_model(tmp_path_factory.mktemp("models") / "seven", spec)
+
+
+def test_layer_that_cannot_be_balanced_stops_the_server(
+    seven_experts: Path, tmp_path: Path
+) -> None:
+    server = BalancedServer(
+        seven_experts, [*UNEVEN, "--max-model-len", str(CONTEXT)], tmp_path / "log"
+    )
     with pytest.raises(ServerError), server:
         pass
-    assert "experts do not divide evenly over 3 ranks" in (tmp_path / "log").read_text()
+    assert "experts do not divide evenly over 2 ranks" in (tmp_path / "log").read_text()
     assert not run_directory_of_port(server.port).exists()
 
 
 def test_layer_that_cannot_be_balanced_serves_plainly_on_request(
-    qwen3: Path, tmp_path: Path
+    seven_experts: Path, tmp_path: Path
 ) -> None:
     flags = [*UNEVEN, "--max-model-len", str(CONTEXT), "--on-unsupported", "off"]
-    with BalancedServer(qwen3, flags, tmp_path / "log") as server:
+    with BalancedServer(seven_experts, flags, tmp_path / "log") as server:
         assert len(generate(server.url, server.model, PROMPTS[:4], 4, concurrency=4)) == 4
     assert "serving without balancing" in (tmp_path / "log").read_text()
 
 
 def record_one_prompt(server: BalancedServer, out: Path) -> Trace:
-    """What the server's router chose in eight prefills of the same prompt."""
-    command = [sys.executable, "-m", "ultraep_serve.cli", "record", "--batches", "8"]
+    """What the server's router chose in some prefills of the same prompt."""
+    command = [sys.executable, "-m", "ultraep_serve.cli", "record", "--batches", "4"]
     command += ["--sidecar", server.sidecar_url, "--url", server.url, "--out", str(out)]
     with subprocess.Popen(command) as recorder:
         while recorder.poll() is None:
             generate(server.url, server.model, [max(PROMPTS, key=len)], 1, concurrency=1)
+            time.sleep(0.3)  # or the server would leave the recorder no core to start on
     assert recorder.returncode == 0
     trace = load_trace(out)
     assert isinstance(trace, Trace)
     return trace
 
 
-@pytest.mark.parametrize("mode", ["tensor", "data"])
-def test_a_recorded_trace_shows_the_imbalance_that_was_served(
-    qwen3: Path, tmp_path: Path, mode: str
-) -> None:
-    with serve(qwen3, tmp_path, mode, "--enforce-eager") as server:
+def check_recorded_trace(server: BalancedServer, directory: Path) -> None:
+    """``ultraep-serve record`` records what was routed, whichever policy is in force."""
+    with closing(Sidecar(server.sidecar_url, server.token)) as sidecar:
+        sidecar.set_policy(Policy.QUOTA)
         since_ns = time.time_ns()
-        trace = record_one_prompt(server, tmp_path / "quota.npz")
-        with closing(Sidecar(server.sidecar_url, server.token)) as sidecar:
-            served = sidecar.balance(since_ns, Policy.QUOTA)["imbalance"]["before"]
-            sidecar.set_policy(Policy.OFF)
-        unbalanced = record_one_prompt(server, tmp_path / "off.npz")
-        assert not list(run_directory_of_port(server.port).glob("spool-*"))
+        trace = record_one_prompt(server, directory / "quota.npz")
+        served = sidecar.balance(since_ns, Policy.QUOTA)["imbalance"]["before"]
+        sidecar.set_policy(Policy.OFF)
+    unbalanced = record_one_prompt(server, directory / "off.npz")
+    assert not list(run_directory_of_port(server.port).glob("spool-*"))
     spec = tiny_qwen3()
     assert trace.topk_ids.shape[1:] == (spec.num_layers, spec.experts_per_token)
     assert trace.topk_ids.min() >= 0

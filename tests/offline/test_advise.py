@@ -1,6 +1,5 @@
 """`ultraep-serve advise` end to end, on synthetic traces and a stand-in for a server."""
 
-import argparse
 import json
 import threading
 from collections.abc import Iterator
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ultraep_serve.cli import advise
+from ultraep_serve.cli import execute
 from ultraep_serve.costs.model import CostModel
 from ultraep_serve.errors import UltraEPError
 from ultraep_serve.offline.store import save_trace
@@ -27,10 +26,7 @@ PICTURES = {"imbalance.png", "gain-by-slots.png", "break-even.png"}
 
 
 def run(*words: str | Path) -> int:
-    parser = argparse.ArgumentParser()
-    advise.add_parser(parser.add_subparsers())
-    arguments = parser.parse_args(["advise", *map(str, words)])
-    return int(arguments.run(arguments))
+    return execute(["advise", *map(str, words)])
 
 
 def save_loads(path: Path, weights: np.ndarray, tokens: int, batches: int = 4) -> Path:
@@ -104,7 +100,7 @@ def test_advice_may_be_to_leave_it_off(
 
 def test_domains_bound_the_gain(tmp_path: Path, skewed: Path, machine: list[str | Path]) -> None:
     report = tmp_path / "advice.json"
-    run("--trace", skewed, *machine, "--domain", "2", "--json", report)
+    run("--trace", skewed, *machine, "--domain-size", "2", "--json", report)
     document = json.loads(report.read_text())
     floor = document["imbalance_now"]["floor"]
     assert floor > 1.1
@@ -259,7 +255,7 @@ def test_a_live_server_is_advised_with_what_it_cannot_tell(
 @pytest.mark.parametrize(
     ("balance", "flags", "words"),
     [
-        (figures(None, None, "off"), [], "weighed no batch"),
+        (figures(None, None, "off"), [], "measured no batch"),
         ({"object": "list"}, [], "sidecar's address"),
         (figures(2.0, 1.0, "quota"), ["--ep", "8"], "the server has 4 ranks"),
         (figures(2.0, 1.0, "quota"), ["--plots", "x"], "no expert loads"),

@@ -1,6 +1,5 @@
 """`ultraep-serve replay` and `make-trace`, from the command line to the files they leave."""
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -8,8 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ultraep_serve.cli import make_trace as make_trace_command
-from ultraep_serve.cli import replay as replay_command
+from ultraep_serve.cli import execute
 from ultraep_serve.errors import ConfigError, OutputError, TraceError, UltraEPError
 from ultraep_serve.offline.comparators import POLICIES, PolicyFunction
 from ultraep_serve.offline.replay import ReplayOptions, replay
@@ -31,12 +29,7 @@ POLICY_KEYS = {
 
 def command(*words: object) -> int:
     """Run one command line; errors are raised."""
-    parser = argparse.ArgumentParser()
-    commands = parser.add_subparsers(required=True)
-    for module in (replay_command, make_trace_command):
-        module.add_parser(commands)
-    arguments = parser.parse_args([str(word) for word in words])
-    return int(arguments.run(arguments))
+    return execute([str(word) for word in words])
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +116,7 @@ def test_plans_without_masters_are_not_dumped(trace_file: Path, tmp_path: Path, 
 
 
 def test_domains_have_a_floor(trace_file: Path, tmp_path: Path) -> None:
-    words = ("--ep", 4, "--batch-tokens", 512, "--domain", 2, "--json", tmp_path / "r.json")
+    words = ("--ep", 4, "--batch-tokens", 512, "--domain-size", 2, "--json", tmp_path / "r.json")
     command("replay", trace_file, *words, "--policy", "quota", "--policy", "exact")
     document = json.loads((tmp_path / "r.json").read_text())
     floor = document["floor"]
@@ -196,18 +189,18 @@ def test_trace_of_loads(tmp_path: Path) -> None:
     ("words", "message"),
     [
         (("--ep", 5), "cannot be divided by 5"),
-        (("--ep", 0), "num_ranks"),
-        (("--ep", 4, "--slots", -1), "num_slots"),
-        (("--ep", 4, "--batch-tokens", 0), "batch tokens"),
+        (("--ep", 0), "--ep = 0 must be 1 or more"),
+        (("--ep", 4, "--slots", -1), "--slots"),
+        (("--ep", 4, "--batch-tokens", 0), "--batch-tokens"),
         (("--ep", 4, "--batch-tokens", 4000), "less than one batch"),
         (("--ep", 4, "--policy", "best"), "unknown policy"),
         (("--ep", 4, "--layers", "3"), "must be from 0 to 2"),
         (("--ep", 4, "--layers", "x"), "as in 0 3 6-8"),
         (("--ep", 4, "--layers", "0-99999999999"), "as in 0 3 6-8"),
-        (("--ep", 4, "--limit", 0), "limit"),
+        (("--ep", 4, "--limit", 0), "--limit"),
         (("--ep", 4, "--skip", 6), "no batch is left"),
-        (("--ep", 4, "--domain", 0), "domain_size"),
-        (("--ep", 4, "--slots", 1 << 40), "num_slots"),
+        (("--ep", 4, "--domain-size", 0), "--domain-size"),
+        (("--ep", 4, "--slots", 1 << 40), "--slots .* at most 64"),
         (("--ep", 4, "--experts", 16), "topk_ids has id"),
         (("--ep", 4, "--experts", 1 << 40), "experts, must be"),
         (("--ep", 1 << 12, "--experts", 1 << 12), "smaller --ep"),

@@ -8,7 +8,7 @@ from pathlib import Path
 from fastapi.testclient import TestClient
 
 from tests.support.rings import SyntheticRun
-from ultraep_serve.sidecar.answers import Answers
+from ultraep_serve.sidecar.answers import AnswerCache
 from ultraep_serve.sidecar.app import AppOptions, create_app
 from ultraep_serve.sidecar.health import RankList
 
@@ -53,7 +53,7 @@ def test_pages_load_nothing_from_elsewhere(client: TestClient) -> None:
 
 def test_events_are_pushed(tmp_path: Path, planned_run: SyntheticRun) -> None:
     planned_run.batch()
-    app = create_app(tmp_path, None, False, settings=AppOptions(event_seconds=0.01))
+    app = create_app(tmp_path, None, False, options=AppOptions(event_seconds=0.01))
     sent: list[bytes] = []
 
     async def listen() -> None:
@@ -89,7 +89,7 @@ def test_answers_are_shared_for_a_moment() -> None:
         made.append(1)
         return RankList(True, 2, [])
 
-    answers = Answers(reuse_seconds=3600)
+    answers = AnswerCache(reuse_seconds=3600)
     assert answers.encoded("a", make) == answers.encoded("a", make)
     answers.encoded("b", make)
     assert len(made) == 2
@@ -110,7 +110,7 @@ def test_an_answer_is_made_anew_behind_those_who_ask() -> None:
         made[1].set()
         return RankList(False, 2, [])
 
-    answers = Answers(reuse_seconds=3600)
+    answers = AnswerCache(reuse_seconds=3600)
     first = answers.encoded("a", make)
     answers._answers["a"].made_at -= 2000
     assert answers.encoded("a", make) == first  # nobody waits

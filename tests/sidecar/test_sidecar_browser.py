@@ -3,8 +3,7 @@
 import contextlib
 import shutil
 import socket
-import subprocess
-import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,18 +11,22 @@ from typing import Any
 
 import httpx
 import pytest
+import uvicorn
 
 from tests.support.rings import SyntheticRun, Traffic
-from ultraep_serve.config import TOKEN_VARIABLE
+from tests.support.sidecar_runs import TOKEN
+from ultraep_serve.sidecar.app import AppOptions, create_app
 from ultraep_serve.types import ExpertShape, Policy
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
-pytestmark = pytest.mark.skipif(
-    not (CHROMIUM and DRIVER),
-    reason="needs a browser (Debian: apt-get install chromium chromium-driver)",
-)
-TOKEN = "open-sesame"
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(
+        not (CHROMIUM and DRIVER),
+        reason="needs a browser (Debian: apt-get install chromium chromium-driver)",
+    ),
+]
 NOTHING = "\N{EN DASH}"
 SHAPE = ExpertShape(num_ranks=4, num_logical_experts=32, num_replica_slots=2)
 
@@ -59,27 +62,17 @@ def run(run_path: Path) -> Iterator[SyntheticRun]:
 
 
 @pytest.fixture
-def url(run_path: Path, run: SyntheticRun, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A sidecar process over ``run``."""
-    monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
+def url(run_path: Path, run: SyntheticRun) -> Iterator[str]:
+    """A sidecar over ``run``, served by a thread of this process."""
+    options = AppOptions(reuse_seconds=0.1, event_seconds=0.2)
+    app = create_app(run_path, TOKEN, False, options=options)
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=2))
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    command = [sys.executable, "-m", "ultraep_serve.sidecar", "--run-dir", str(run_path)]
-    process = subprocess.Popen([*command, "--port", str(port)])
-    address = f"http://127.0.0.1:{port}"
-    try:
-        wait_until(lambda: answers(address))
-        yield address
-    finally:
-        process.terminate()
-        process.wait(30)
-
-
-def answers(address: str) -> bool:
-    try:
-        return httpx.get(f"{address}/healthz").status_code == 200
-    except httpx.ConnectError:
-        return False
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        app.state.stopping = server.should_exit = True
+        thread.join()
 
 
 def wait_until(true: Callable[[], Any], seconds: float = 60) -> None:

@@ -71,8 +71,8 @@ def test_without_a_token_or_a_page_nothing_is_switched(tmp_path: Path, client: T
 
 
 def test_a_switch_is_seen_at_once(tmp_path: Path, planned_run: SyntheticRun) -> None:
-    settings = AppOptions(reuse_seconds=3600)
-    client = TestClient(create_app(tmp_path, TOKEN, False, settings=settings))
+    options = AppOptions(reuse_seconds=3600)
+    client = TestClient(create_app(tmp_path, TOKEN, False, options=options))
     for policy in ("eplb-slots", "off", "quota"):
         client.post("/v1/control/policy", json={"policy": policy}, headers=BEARER)
         assert client.get("/v1/config").json()["policy"] == policy

@@ -1,4 +1,4 @@
-"""Whatever is asked and whatever lies in the run directory: an answer, and never a crash."""
+"""Whatever is asked and whatever the run directory contains: an answer, never a crash."""
 
 import random
 import threading
@@ -11,6 +11,7 @@ from fastapi.testclient import TestClient
 from hypothesis import HealthCheck, given, settings
 
 from tests.support.rings import SyntheticRun, Traffic
+from tests.support.sidecar_runs import TOKEN
 from ultraep_serve.ring.schema import HEADER_BYTES, ring_path
 from ultraep_serve.sidecar.app import create_app
 from ultraep_serve.types import ExpertShape
@@ -18,7 +19,6 @@ from ultraep_serve.types import ExpertShape
 schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not installed")
 
 SHAPE = ExpertShape(num_ranks=2, num_logical_experts=8, num_replica_slots=1)
-TOKEN = "open-sesame"
 PATHS = (
     "/v1/overview",
     "/v1/balance",
@@ -95,11 +95,11 @@ def test_what_is_no_ring_is_reported(tmp_path: Path, run: SyntheticRun) -> None:
     huge = bytearray(original)
     huge[8:16] = b"\xff" * 8  # records ever written
     for content, reason in (
-        (original[:100], "cut short"),
-        (original[: HEADER_BYTES + 10], "cut short"),
+        (original[:100], "truncated"),
+        (original[: HEADER_BYTES + 10], "truncated"),
         (random.Random(1).randbytes(9000), "not a ring"),
         (bytes(huge), "damaged"),
-        (b"", "cut short"),
+        (b"", "truncated"),
     ):
         path.unlink()
         path.write_bytes(content)

@@ -1,18 +1,21 @@
-"""Whether the run is well: before the engine, with it, when ranks fail, go away or come back."""
+"""Readiness and its log: before the engine, with it, when ranks fail, end or start again."""
 
+import logging
 import multiprocessing
 import os
 import time
 from pathlib import Path
 
+import pytest
 from fastapi.testclient import TestClient
 
 from tests.support.rings import SyntheticRun
-from tests.support.sidecar_runs import TOKEN, SkewedRun, reasons, samples
+from tests.support.sidecar_runs import TOKEN, SkewedRun, planned_run, reasons, samples
 from ultraep_serve.ring.recorder import Recorder
 from ultraep_serve.ring.schema import RingState, ring_path
-from ultraep_serve.sidecar.app import AppOptions, create_app
-from ultraep_serve.types import Decision, ExpertShape
+from ultraep_serve.sidecar.app import AppOptions, StateLog, create_app
+from ultraep_serve.sidecar.store import RunStore
+from ultraep_serve.types import Decision, ExpertShape, Policy
 
 
 def test_before_the_engine_only_health_is_well(client: TestClient) -> None:
@@ -95,9 +98,9 @@ def wait_for(client: TestClient, text: str) -> None:
 
 
 def test_a_killed_writer_is_noticed(tmp_path: Path) -> None:
-    settings = AppOptions(poll_seconds=0.05, heartbeat_limit_seconds=1.5)
+    options = AppOptions(poll_seconds=0.05, heartbeat_limit_seconds=1.5)
     writer = multiprocessing.get_context("spawn").Process(target=beat, args=(tmp_path, 0))
-    with TestClient(create_app(tmp_path, TOKEN, False, settings=settings)) as client:
+    with TestClient(create_app(tmp_path, TOKEN, False, options=options)) as client:
         writer.start()
         try:
             wait_for(client, "{}")
@@ -111,8 +114,8 @@ def test_a_killed_writer_is_noticed(tmp_path: Path) -> None:
 
 def test_the_background_keeps_what_the_ring_forgets(tmp_path: Path) -> None:
     skewed_run = SkewedRun(tmp_path, ring_records=16)
-    settings = AppOptions(poll_seconds=0.001, max_records=20)
-    client = TestClient(create_app(tmp_path, TOKEN, False, settings=settings))
+    options = AppOptions(poll_seconds=0.001, max_records=20)
+    client = TestClient(create_app(tmp_path, TOKEN, False, options=options))
     for number in range(30):  # 60 records through a ring of 16 and a window of 20
         skewed_run.batch(number)
         client.get("/readyz")
@@ -147,3 +150,28 @@ def test_an_overview_without_an_engine(tmp_path: Path) -> None:
     overview = TestClient(create_app(tmp_path, None, False)).get("/v1/overview").json()
     assert (overview["ready"], overview["engine"], overview["ranks"]) == (False, None, [])
     assert "run" in overview["reasons"]
+
+
+def test_one_line_per_change_of_state(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = RunStore(tmp_path)
+    log = StateLog(store)
+
+    def lines() -> list[str]:
+        caplog.clear()
+        store.poll()
+        log.update()
+        return [record.getMessage() for record in caplog.records]
+
+    with caplog.at_level(logging.INFO):
+        assert len(lines()) == 1
+        run = planned_run(tmp_path)
+        assert lines() == ["every rank is ready", "policy is quota"]
+        run.batch()
+        assert lines() == []
+        run.recorders[1].set_state(RingState.FAILED)
+        assert lines() == ["not ready: 1: state is failed"]
+        assert lines() == []
+        run.control.set_policy(Policy.OFF)
+        run.recorders[1].set_state(RingState.READY)
+        assert lines() == ["every rank is ready", "policy is off"]
+        run.close()

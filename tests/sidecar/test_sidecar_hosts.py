@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 from fastapi.testclient import TestClient
 
-from tests.support.sidecar_runs import BEARER, TOKEN, reasons, samples
+from tests.support.ring_files import create, write
+from tests.support.sidecar_runs import BEARER, reasons, samples
 from ultraep_serve.ring.control import ControlPage
-from ultraep_serve.ring.recorder import Recorder
 from ultraep_serve.ring.schema import RingState
-from ultraep_serve.sidecar.app import create_app
 from ultraep_serve.topology import Location
 from ultraep_serve.types import Decision, ExpertShape, Policy
 
@@ -33,8 +32,12 @@ class Host:
         self.ranks = range(first, first + 2)
         self.page = ControlPage.create(path, Policy.QUOTA)
         self.recorders = [
-            Recorder.create(
-                path, rank, SHAPE, 1, 64, "vllm", "data", 100, 30.0, Location(rank, 4, 2, 2, "one")
+            create(
+                path,
+                shape=SHAPE,
+                rank=rank,
+                num_layers=1,
+                location=Location(rank, 4, 2, 2, "one"),
             )
             for rank in self.ranks
         ]
@@ -48,16 +51,11 @@ class Host:
                 recorder.count_batch(Decision.POLICY_OFF)
             return
         for rank, recorder in zip(self.ranks, self.recorders, strict=True):
-            recorder.record(
-                layer=0,
-                batch=1,
-                tokens=40,
-                decision=Decision.PLANNED,
+            write(
+                recorder,
+                1,
                 policy=policy,
-                replicas=1,
                 bytes_sent=100 * rank,
-                bytes_received=50,
-                stage_ns=[1000] * 7,
                 load_before=np.array(BEFORE),
                 load_after=np.array(AFTER),
                 slot_expert=np.array([[-1], [0], [-1], [-1]]),
@@ -72,11 +70,6 @@ def host(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Host]:
     for recorder in made.recorders:
         recorder.close()
     made.page.close()
-
-
-@pytest.fixture
-def client(tmp_path: Path) -> TestClient:
-    return TestClient(create_app(tmp_path, TOKEN, False))
 
 
 def test_loads_are_everybodys_and_ranks_are_this_hosts(host: Host, client: TestClient) -> None:

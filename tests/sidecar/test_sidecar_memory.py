@@ -1,17 +1,17 @@
-"""What the sidecar remembers: windows of records, seconds, skipped batches; all of bounded size."""
+"""What the sidecar holds in memory: records, sums per second, skipped batches; all bounded."""
 
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.support.ring_files import create, write
 from ultraep_serve.ring.reader import RingReader
-from ultraep_serve.ring.recorder import Recorder
 from ultraep_serve.ring.schema import RecordArray, RingHeader, ring_path
 from ultraep_serve.sidecar.follower import OWN_DTYPE, RecordWindow, SkippedHistory, most_records
 from ultraep_serve.sidecar.statistics.snapshot import imbalance_snapshot
-from ultraep_serve.sidecar.timeline import Timeline
-from ultraep_serve.types import Decision, ExpertShape, Policy
+from ultraep_serve.sidecar.statistics.timeline import Timeline
+from ultraep_serve.types import Decision, ExpertShape
 
 SHAPE = ExpertShape(num_ranks=4, num_logical_experts=8, num_replica_slots=1)
 SECOND = 10**9
@@ -21,17 +21,14 @@ SECOND = 10**9
 def records(tmp_path: Path) -> RecordArray:
     """300 batches of two layers, three batches per second from second 1000 on."""
     random = np.random.default_rng(0)
-    recorder = Recorder.create(tmp_path, 0, SHAPE, 2, 1024, "vllm", "data", 0, 30.0)
+    recorder = create(tmp_path, shape=SHAPE, num_layers=2, ring_records=1024)
     for number in range(600):
-        recorder.record(
-            layer=number % 2,
-            batch=number // 2,
-            tokens=10,
+        write(
+            recorder,
+            number // 2,
+            number % 2,
             decision=Decision.PLANNED if number % 4 == 3 else Decision.BALANCED,
-            policy=Policy.QUOTA,
-            replicas=1,
             bytes_sent=100,
-            bytes_received=100,
             stage_ns=[1000] * 7,
             load_before=random.integers(1, 1000, 4),
             load_after=np.full(4, 10) + random.integers(0, 2, 4),

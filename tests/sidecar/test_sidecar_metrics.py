@@ -1,4 +1,4 @@
-"""What Prometheus scrapes."""
+"""Metrics, as Prometheus scrapes them."""
 
 from pathlib import Path
 
@@ -65,14 +65,12 @@ def test_every_family_is_explained(skewed_run: SkewedRun, client: TestClient) ->
     assert all(f.name.startswith("ultraep_") and f.documentation.endswith(".") for f in families)
 
 
-def test_the_histogram_outlives_a_change_of_lead(
+def test_the_histogram_survives_a_change_of_primary_rank(
     tmp_path: Path, skewed_run: SkewedRun, client: TestClient
 ) -> None:
     skewed_run.batch(0)
     assert samples(client)["ultraep_imbalance_ratio_count,phase=prefill,when=after"] == 2
-    skewed_run.recorders[0].set_state(
-        RingState.FAILED
-    )  # rank 1 is the primary one, with the same loads
+    skewed_run.recorders[0].set_state(RingState.FAILED)  # rank 1 is the primary one from now on
     assert client.get("/v1/balance").json()["window_records"] == 2
     skewed_run.batch(1)
     assert samples(client)["ultraep_imbalance_ratio_count,phase=prefill,when=after"] == 4

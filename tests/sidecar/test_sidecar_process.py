@@ -1,5 +1,7 @@
 """The sidecar as its own process: what it imports, binds, writes and refuses."""
 
+import json
+import logging
 import os
 import signal
 import socket
@@ -15,8 +17,7 @@ import ultraep_serve
 from ultraep_serve.config import TOKEN_VARIABLE
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.machine import free_port
-from ultraep_serve.sidecar.serve import is_loopback, serve
-from ultraep_serve.sidecar.tokens import control_token
+from ultraep_serve.sidecar.serve import control_token, is_loopback, serve, set_up_logging
 
 ROOT = Path(ultraep_serve.__file__).parents[1]
 
@@ -141,3 +142,19 @@ def test_a_token_that_others_could_know_is_refused(tmp_path: Path) -> None:
         control_token(tmp_path)
     with pytest.raises(ConfigError, match="cannot write"):
         control_token(tmp_path / "missing")
+
+
+def test_logs_can_be_json(capsys: pytest.CaptureFixture[str]) -> None:
+    root = logging.getLogger()
+    before, level = root.handlers[:], root.level
+    root.handlers.clear()
+    try:
+        set_up_logging("json")
+        fields = {"event": "state", "ready": True}
+        logging.getLogger("x").info("said %d", 1, extra={"fields": fields})
+    finally:
+        root.handlers[:] = before
+        root.setLevel(level)
+    line = json.loads(capsys.readouterr().err)
+    assert (line["message"], line["level"], line["event"]) == ("said 1", "info", "state")
+    assert line["time"].startswith(time.strftime("%Y-%m-%d", time.gmtime()))

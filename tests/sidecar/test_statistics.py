@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.ring_files import create, write
 from ultraep_serve.ring.reader import RingReader
 from ultraep_serve.ring.recorder import Recorder
 from ultraep_serve.ring.schema import ring_path
@@ -22,9 +23,7 @@ SHAPE = ExpertShape(num_ranks=2, num_logical_experts=4, num_replica_slots=1)
 @pytest.fixture
 def recorders(tmp_path: Path) -> Any:
     """Two ranks' recorders, and a function that reads what they wrote as rank views."""
-    made = [
-        Recorder.create(tmp_path, rank, SHAPE, 2, 64, "vllm", "data", 0, 30.0) for rank in (0, 1)
-    ]
+    made = [create(tmp_path, shape=SHAPE, rank=rank, ring_records=64) for rank in (0, 1)]
 
     def views() -> list[RankView]:
         polls = [RingReader(ring_path(tmp_path, rank)).poll() for rank in (0, 1)]
@@ -35,7 +34,7 @@ def recorders(tmp_path: Path) -> Any:
         recorder.close()
 
 
-def write(
+def write_all(
     recorders: list[Recorder],
     batch: int,
     layer: int,
@@ -46,9 +45,10 @@ def write(
 ) -> None:
     """Every rank writes the same loads; rank r sends r * 100 bytes and takes r + 1 s to plan."""
     for rank, recorder in enumerate(recorders):
-        recorder.record(
-            layer=layer,
-            batch=batch,
+        write(
+            recorder,
+            batch,
+            layer,
             tokens=sum(before),
             decision=decision,
             policy=policy,
@@ -75,13 +75,13 @@ def test_imbalances_agree_with_the_definition() -> None:
 
 def test_a_summary_by_hand(recorders: Any) -> None:
     made, views = recorders
-    write(made, 0, 0, [30, 10], [20, 20])  # 1.5 -> 1.0
-    write(made, 0, 1, [20, 20], [20, 20], Decision.BALANCED)  # 1.0
-    write(made, 1, 1, [40, 0], [30, 10])  # 2.0 -> 1.5
-    write(made, 2, 0, [9, 0], [9, 0], Decision.INCONSISTENT)  # never weighed
-    write(made, 3, 0, [0, 9], [0, 9], Decision.FORCED, Policy.IDEAL)
+    write_all(made, 0, 0, [30, 10], [20, 20])  # 1.5 -> 1.0
+    write_all(made, 0, 1, [20, 20], [20, 20], Decision.BALANCED)  # 1.0
+    write_all(made, 1, 1, [40, 0], [30, 10])  # 2.0 -> 1.5
+    write_all(made, 2, 0, [9, 0], [9, 0], Decision.INCONSISTENT)  # never planned
+    write_all(made, 3, 0, [0, 9], [0, 9], Decision.FORCED, Policy.IDEAL)
     result = summary(views())
-    assert (result.engine, result.mode, result.num_ranks) == ("vllm", "data", 2)
+    assert (result.engine, result.mode, result.num_ranks) == ("vllm", "tensor", 2)
     assert result.window_records == 3
     assert result.imbalance.before.mean == 1.5
     assert (result.imbalance.before.p50, result.imbalance.before.max) == (1.5, 2.0)
@@ -99,10 +99,10 @@ def test_a_summary_by_hand(recorders: Any) -> None:
 
 def test_a_window_keeps_its_time_and_policy(recorders: Any) -> None:
     made, views = recorders
-    write(made, 0, 0, [40, 0], [40, 0])
+    write_all(made, 0, 0, [40, 0], [40, 0])
     since_ns = time.time_ns()
-    write(made, 1, 0, [30, 10], [20, 20])
-    write(made, 2, 0, [40, 0], [20, 20], Decision.FORCED, Policy.IDEAL)
+    write_all(made, 1, 0, [30, 10], [20, 20])
+    write_all(made, 2, 0, [40, 0], [20, 20], Decision.FORCED, Policy.IDEAL)
     assert summary(views(), Window(since_ns)).imbalance.before.max == 1.5
     ideal = summary(views(), Window(since_ns, Policy.IDEAL))
     assert (ideal.window_records, ideal.imbalance.before.max) == (1, 2.0)
@@ -113,9 +113,9 @@ def test_a_window_keeps_its_time_and_policy(recorders: Any) -> None:
 
 def test_batches_are_put_together_from_layers(recorders: Any) -> None:
     made, views = recorders
-    write(made, 4, 0, [20, 20], [20, 20], Decision.BALANCED)
-    write(made, 4, 1, [30, 10], [20, 20])
-    write(made, 5, 0, [8, 8], [8, 8], Decision.BALANCED)
+    write_all(made, 4, 0, [20, 20], [20, 20], Decision.BALANCED)
+    write_all(made, 4, 1, [30, 10], [20, 20])
+    write_all(made, 5, 0, [8, 8], [8, 8], Decision.BALANCED)
     records = [view.records for view in views()]
     assert count_batches(records[0]) == {Decision.PLANNED: 1, Decision.BALANCED: 1}
     newest, older = batch_snapshots(records[0], records, limit=9).batches
@@ -128,10 +128,10 @@ def test_batches_are_put_together_from_layers(recorders: Any) -> None:
 
 def test_a_layer_shows_its_ranks_and_replicas(recorders: Any) -> None:
     made, views = recorders
-    write(made, 0, 1, [30, 10], [20, 20])
+    write_all(made, 0, 1, [30, 10], [20, 20])
     records = [view.records for view in views()]
-    detail = layer_detail(1, records[0], records)
+    detail = layer_detail(1, records[0], records, 2)
     assert detail is not None
     assert [(rank.before, rank.after) for rank in detail.ranks] == [(30, 20), (10, 20)]
     assert (detail.last_batch, detail.last_slot_expert) == (0, [[-1], [1]])
-    assert layer_detail(0, records[0], records) is None
+    assert layer_detail(0, records[0], records, 2) is None

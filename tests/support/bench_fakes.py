@@ -24,12 +24,12 @@ SPENT_SECONDS = 0.001
 
 @dataclass
 class FakeDeployment:
-    """What the fakes do, and what they were asked."""
+    """What the fakes do, and the requests they got."""
 
     policy: str | None = "quota"  # None: started without balancing
     allow_ideal: bool = True
-    context: int | None = 4096  # what /v1/models tells
-    hidden_context: int | None = None  # what only a refused request tells
+    context: int | None = 4096  # as /v1/models says
+    hidden_context: int | None = None  # as only a refused request says
     tokenizes: bool = True
     one_token: bool = False  # a tokenizer that knows no word
     fail_after: int | None = None  # completions until the stream breaks off with an error

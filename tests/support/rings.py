@@ -2,7 +2,7 @@
 
     python -m tests.support.rings RUN_DIR --ranks 8 --layers 24 --experts 128
 
-What the ranks write is made up, except for plans, which are the real planner's for made-up loads.
+All values are made up except the plans, which are the real planner's for made-up loads.
 """
 
 import argparse
@@ -58,7 +58,7 @@ class SyntheticRun:
         self._traffic = traffic or Traffic()
         self._random = np.random.default_rng(seed)
         self._batch = 0
-        self._taste = self._random.normal(size=(num_layers, shape.num_logical_experts))
+        self._popularity = self._random.normal(size=(num_layers, shape.num_logical_experts))
         self.control = ControlPage.create(run_path, Policy.QUOTA)
         config = BalanceConfig(slots=shape.num_replica_slots, run_dir=str(run_path))
         (run_path / "config.json").write_text(config.to_json())
@@ -84,7 +84,7 @@ class SyntheticRun:
                 recorder.count_batch(Decision.POLICY_OFF)
         if policy is Policy.OFF:
             return
-        self._taste += self._traffic.drift * self._random.normal(size=self._taste.shape)
+        self._popularity += self._traffic.drift * self._random.normal(size=self._popularity.shape)
         for layer in range(self.num_layers):
             self._layer(layer, policy)
 
@@ -133,7 +133,7 @@ class SyntheticRun:
         skew = self._traffic.skew
         if self._random.random() < self._traffic.balanced_share:
             skew = 0.0
-        weights = np.exp(skew * self._taste[layer])
+        weights = np.exp(skew * self._popularity[layer])
         total = self._traffic.tokens * self._traffic.experts_per_token
         expected = total * weights / weights.sum() / self.shape.num_ranks
         noise = 1 + 0.02 * self._random.normal(size=(self.shape.num_ranks, weights.size))

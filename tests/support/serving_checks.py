@@ -11,8 +11,12 @@ import httpx
 
 from ultraep_serve.client.sidecar import Sidecar
 from ultraep_serve.costs.model import CostModel
-from ultraep_serve.demo.balanced_server import BalancedServer, expert_parallel_flags
-from ultraep_serve.demo.same_tokens import check_tokens, mixed_prompts
+from ultraep_serve.demo.balanced_server import (
+    BalancedServer,
+    check_tokens,
+    expert_parallel_flags,
+    mixed_prompts,
+)
 from ultraep_serve.types import Policy
 
 CONTEXT = 4096

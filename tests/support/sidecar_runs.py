@@ -6,8 +6,8 @@ import numpy as np
 from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.support.ring_files import create, write
 from tests.support.rings import SyntheticRun, Traffic
-from ultraep_serve.ring.recorder import Recorder
 from ultraep_serve.ring.schema import RingState
 from ultraep_serve.types import Decision, ExpertShape, Policy
 
@@ -18,7 +18,7 @@ PLANNED_LAYERS = 3
 
 
 def planned_run(run_path: Path) -> SyntheticRun:
-    """Four ranks whose plans are the planner's; every batch is worth planning."""
+    """Four ranks whose plans are the planner's; every layer is planned."""
     traffic = Traffic(balanced_share=0.0, decode_batches=2)
     return SyntheticRun(run_path, PLANNED_SHAPE, PLANNED_LAYERS, traffic)
 
@@ -30,7 +30,14 @@ class SkewedRun:
         self.num_ranks = num_ranks
         shape = ExpertShape(num_ranks, 4 * num_ranks, 1)
         self.recorders = [
-            Recorder.create(run_path, rank, shape, 2, ring_records, "vllm", "tensor", 1 << 20, 30.0)
+            create(
+                run_path,
+                shape=shape,
+                rank=rank,
+                num_layers=2,
+                ring_records=ring_records,
+                slot_bytes=1 << 20,
+            )
             for rank in range(num_ranks)
         ]
         for recorder in self.recorders:
@@ -47,13 +54,12 @@ class SkewedRun:
         before[0] = 10 * self.num_ranks
         for layer in range(2):
             for rank, recorder in enumerate(self.recorders):
-                recorder.record(
-                    layer=layer,
-                    batch=number,
-                    tokens=10,
+                write(
+                    recorder,
+                    number,
+                    layer,
                     decision=decision,
                     policy=policy,
-                    replicas=1,
                     bytes_sent=100 * rank,
                     bytes_received=50,
                     stage_ns=[1000] * 7,

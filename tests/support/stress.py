@@ -81,7 +81,7 @@ class _LayerInput:
     x: torch.Tensor  # (T_all, H)
     topk_weights: torch.Tensor  # (T_all, K)
     routed: torch.Tensor  # (T_all, K) what the routers chose, impossible ids included
-    legal: torch.Tensor  # (T_all, K) what can be answered: impossible ids are padding
+    valid: torch.Tensor  # (T_all, K) what can be answered: impossible ids are padding
 
 
 class _Recorder:
@@ -233,7 +233,6 @@ class _Runner:
         shape, tensors = self._shape, self._layers[layer].tensors
         own = self._own_rows(sizes)
         physical = self._balancer.route(layer, given.routed[own], int(sizes.sum()))
-        self._balancer.computed()
         everyone = physical
         if self._batches.view is TokenView.OWN:
             everyone = self._mail.all_ids(physical, sizes)
@@ -261,16 +260,16 @@ class _Runner:
         chosen = np.argsort(-noise, axis=1)[:, : batches.top_k].astype(np.int32)
         chosen[rng.random(total) < rng.choice([0.0, 0.1])] = -1
         routed = torch.from_numpy(chosen)
-        legal = routed
+        valid = routed
         if total and rng.random() < batches.bad_id_rate:
             routed = routed.clone()
             routed[rng.integers(total), 0] = int(rng.choice([experts, experts + 1000, -2]))
-            legal = torch.where((routed < 0) | (routed >= experts), -1, routed)
+            valid = torch.where((routed < 0) | (routed >= experts), -1, routed)
         scale = torch.from_numpy(2.0 ** rng.integers(-2, 1, size=chosen.shape)).float()
-        return _LayerInput(batches.model.tokens(rng, total), scale, routed, legal)
+        return _LayerInput(batches.model.tokens(rng, total), scale, routed, valid)
 
     def _compare(self, layer: int, given: _LayerInput, total: torch.Tensor) -> None:
-        expected = apply_experts(given.x, given.topk_weights, given.legal, self._weights[layer])
+        expected = apply_experts(given.x, given.topk_weights, given.valid, self._weights[layer])
         if torch.equal(total, expected):
             return
         self.report.inexact += 1

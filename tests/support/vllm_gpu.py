@@ -27,7 +27,7 @@ NAMES = ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
 
 
 def pretend_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The adapter's room for GPUs, with the reference kernels and the groups of rank 0."""
+    """The adapter's part for GPUs, with the reference kernels and the groups of rank 0."""
     monkeypatch.setattr(group, "current_platform", SimpleNamespace(is_cpu=lambda: False))
     monkeypatch.setattr(routed_experts, "_layers", [])
     use_reference_kernels(monkeypatch.setattr)

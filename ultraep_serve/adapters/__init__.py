@@ -1,1 +1,1 @@
-"""Adapters: the only rooms that import an engine, one room each."""
+"""Adapters: the only packages that import an engine, one package each."""

@@ -2,7 +2,7 @@
 
 Every adapter has two of these, for one of which it decides when layers are loaded: ``CpuExperts``,
 where experts are computed by the adapter itself, and ``DeviceExperts``, where the engine's own
-dispatch and kernels are told of the replica slots.
+dispatch and kernels are extended by the replica slots.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ class Execution(Protocol[Layer]):
         """Raise UnsupportedError, naming the remedy, if ``layer`` cannot be balanced here."""
 
     def give_slots(self, layers: Sequence[Layer], shape: ExpertShape) -> None:
-        """Tell ``layers`` of the slots; their tensors get the rows for them afterwards.
+        """Announce the slots to ``layers``' engine; their tensors get the rows for them afterwards.
 
         Ids are physical from now on. Raises UnsupportedError.
         """

@@ -143,7 +143,7 @@ class BalancedLayers:
         """Physical ids for ``topk_ids`` (T, K) of ``layer``, of the same type.
 
         ``LayerBalancer.route``; an error also marks this rank as failed for the sidecar. While
-        somebody records, the ids of requests are recorded; on a GPU that waits for the device.
+        a recording runs, the ids of requests are recorded; on a GPU that waits for the device.
         """
         if self._spool is not None and not is_capturing(topk_ids.device):
             if layer == 0:

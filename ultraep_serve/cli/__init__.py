@@ -1,40 +1,93 @@
-"""The command line, `ultraep-serve`: one file per command."""
+"""The command line, `ultraep-serve`: one module per command, imported when the command is given."""
 
 import argparse
 import sys
+from importlib import import_module
+from types import ModuleType
+from typing import Any, NoReturn
 
 from ultraep_serve import __version__
-from ultraep_serve.cli import (
-    advise,
-    bench,
-    demo,
-    doctor,
-    make_trace,
-    record,
-    replay,
-    serve,
-    sidecar,
-)
-from ultraep_serve.errors import UltraEPError
+from ultraep_serve.errors import ConfigError, UltraEPError
 
-__all__ = ["main"]
+__all__ = ["Parser", "execute", "main"]
+
+_INTERRUPTED = 130  # exit code of a process that Ctrl-C ended
+_COMMANDS = {  # name: module with add_arguments and run, help
+    "vllm": ("ultraep_serve.cli.serve", "serve a model with vLLM and balancing"),
+    "sglang": ("ultraep_serve.cli.serve", "serve a model with SGLang and balancing"),
+    "bench": ("ultraep_serve.cli.bench", "measure a running server"),
+    "demo": ("ultraep_serve.cli.demo", "show on a small model what balancing does"),
+    "sidecar": (
+        "ultraep_serve.sidecar.serve",
+        "serve metrics of the ranks on this host; a server starts its own sidecar",
+    ),
+    "record": ("ultraep_serve.cli.record", "record a trace of a running server's routing"),
+    "replay": ("ultraep_serve.cli.replay", "compare policies on a recorded trace"),
+    "advise": ("ultraep_serve.cli.advise", "predict what balancing would gain on your machine"),
+    "make-trace": ("ultraep_serve.cli.make_trace", "write a synthetic trace"),
+    "doctor": ("ultraep_serve.cli.doctor", "check this machine, the engine and a running server"),
+}
 
 
-def main(arguments: list[str] | None = None) -> int:
+class _Help(argparse.HelpFormatter):
+    """Adds the default of every flag that has one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text = action.help or ""
+        has_default = action.default not in (None, argparse.SUPPRESS) and action.nargs != 0
+        if not has_default or "default:" in text:
+            return text
+        return f"{text} (default: %(default)s)"
+
+
+class Parser(argparse.ArgumentParser):
+    """Shows defaults, and raises what argparse would print, so that all errors look alike."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(formatter_class=_Help, **settings)
+
+    def error(self, message: str) -> NoReturn:
+        """Raises ConfigError."""
+        raise ConfigError(message)
+
+
+def main(words: list[str] | None = None) -> int:
     """Run one command; returns its exit code. Errors of ours are one line on stderr and 2."""
-    parser = argparse.ArgumentParser(
-        prog="ultraep-serve", description="Real-time expert load balancing for MoE serving."
-    )
-    parser.add_argument("--version", action="version", version=__version__)
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in (serve, bench, demo, sidecar, record, replay, advise, make_trace, doctor):
-        command.add_parser(commands)
-    options, engine_flags = parser.parse_known_args(arguments)
-    if engine_flags and not getattr(options, "passes_flags_on", False):
-        parser.error(f"unrecognized arguments: {' '.join(engine_flags)}")
-    options.engine_flags = engine_flags
     try:
-        return int(options.run(options))
+        return execute(sys.argv[1:] if words is None else words)
     except UltraEPError as error:
         print(f"ultraep-serve: error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("ultraep-serve: interrupted", file=sys.stderr)
+        return _INTERRUPTED
+
+
+def execute(words: list[str]) -> int:
+    """Run one command; returns its exit code. Raises UltraEPError with what to do."""
+    parser = Parser(
+        prog="ultraep-serve", description="Real-time expert load balancing for MoE serving."
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, (module, text) in _COMMANDS.items():
+        command = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+        if words[:1] == [name]:
+            implementation = _imported(module)
+            implementation.add_arguments(command)
+            command.set_defaults(run=implementation.run)
+    options, engine_flags = parser.parse_known_args(words)
+    if engine_flags and not getattr(options, "passes_flags_on", False):
+        parser.error(f"unrecognized arguments: {' '.join(engine_flags)}")
+    options.engine_flags = engine_flags
+    return int(options.run(options))
+
+
+def _imported(module: str) -> ModuleType:
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as missing:
+        extra = "sidecar" if ".sidecar." in module else "client"
+        raise ConfigError(
+            f"{missing.name} is not installed; run `pip install 'ultraep-serve[{extra}]'`"
+        ) from missing

@@ -1,36 +1,109 @@
-"""What several commands take: texts that list things, tokens, cost models, packages they need."""
+"""What several commands have in common: types of flags, flags, the control token, and output."""
 
 import argparse
-from importlib.util import find_spec
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import fields
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 from ultraep_serve.config import control_token_from_environment
-from ultraep_serve.costs.model import CostModel
 from ultraep_serve.errors import ConfigError
+from ultraep_serve.files import prepare_output, write_json
 from ultraep_serve.launcher.run_directory import TOKEN_FILE, run_directory_of_port
 
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
 __all__ = [
-    "DEFAULT",
-    "add_token_arguments",
+    "add_json_argument",
+    "add_server_arguments",
+    "built",
     "control_token",
-    "listed",
-    "prompt_lengths",
-    "read_costs",
-    "require_packages",
+    "names",
+    "number",
+    "numbers",
+    "prepare_outputs",
+    "show",
 ]
 
-DEFAULT = "default: %(default)s"  # argparse fills it in
+Made = TypeVar("Made")
 
 
-def add_token_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags that ``control_token`` reads, beside ``--url``."""
+def number(least: int, most: int | None = None) -> Callable[[str], int]:
+    """Type of a flag: a whole number in a range."""
+    valid = f"{least} or more" if most is None else f"{least} to {most}"
+
+    def convert(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = least - 1
+        if value < least or (most is not None and value > most):
+            raise argparse.ArgumentTypeError(f"{text} must be a whole number, {valid}")
+        return value
+
+    return convert
+
+
+def numbers(least: int = 1, most: int | None = None) -> Callable[[str], tuple[int, ...]]:
+    """Type of a flag: whole numbers in a range, separated by commas, each counted once."""
+    convert = number(least, most)
+    return lambda text: tuple(dict.fromkeys(map(convert, names(text) or [text])))
+
+
+def names(text: str) -> list[str]:
+    """Type of a flag: words separated by commas."""
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def built(kind: type[Made], arguments: argparse.Namespace) -> Made:
+    """A dataclass from flags that have the names of its fields."""
+    given: list[Any] = list(fields(kind))  # type: ignore[arg-type]
+    return kind(**{field.name: getattr(arguments, field.name) for field in given})
+
+
+def add_json_argument(parser: argparse.ArgumentParser) -> None:
+    """The flag that ``show`` gets."""
+    text = "write the result to FILE as JSON; - prints it instead of the table"
+    parser.add_argument("--json", type=Path, metavar="FILE", help=text)
+
+
+def prepare_outputs(*paths: Path | None) -> None:
+    """Before the work, find out whether these can be written. Raises OutputError."""
+    for path in paths:
+        if path is not None and path != Path("-"):
+            prepare_output(path)
+
+
+def show(document: Mapping[str, Any], view: "RenderableType", path: Path | None) -> None:
+    """Write ``document`` where --json says, and print ``view`` for people."""
+    if path == Path("-"):
+        print(json.dumps(document, indent=2))
+        return
+    if path is not None:
+        write_json(path, document)
+    if isinstance(view, str):
+        print(view)
+        return
+    from rich.console import Console  # not where the doctor runs without it
+
+    Console().print(view)
+
+
+def add_server_arguments(parser: argparse.ArgumentParser) -> None:
+    """The addresses of a running server and its sidecar, and what ``control_token`` reads."""
+    engine, sidecar = "http://127.0.0.1:8000", "http://127.0.0.1:8001"
+    parser.add_argument("--url", default=engine, help="address of the engine's server")
+    parser.add_argument("--sidecar", metavar="URL", default=sidecar, help="address of its sidecar")
     token = parser.add_mutually_exclusive_group()
     token.add_argument(
         "--token",
-        help="the sidecar's control token (default: ULTRAEP_CONTROL_TOKEN, or the local server's)",
+        help="the sidecar's control token (default: $ULTRAEP_CONTROL_TOKEN, or the token of the "
+        "server at --url where that runs on this machine)",
     )
-    token.add_argument("--token-file", type=Path, help="a file that holds the control token")
+    token.add_argument("--token-file", type=Path, metavar="FILE", help="file with that token")
 
 
 def control_token(arguments: argparse.Namespace) -> str | None:
@@ -53,32 +126,3 @@ def _local_token_file(url: str) -> Path | None:
     port = urlsplit(url).port
     path = run_directory_of_port(port) / TOKEN_FILE if port else None
     return path if path is not None and path.exists() else None
-
-
-def listed(text: str) -> list[str]:
-    """The names in ``text``, which commas separate."""
-    return [name.strip() for name in text.split(",") if name.strip()]
-
-
-def prompt_lengths(text: str) -> tuple[int, ...]:
-    """The value of ``--prompt-tokens``. Raises ConfigError where it lists no numbers."""
-    try:
-        return tuple(int(number) for number in listed(text))
-    except ValueError:
-        raise ConfigError(f"--prompt-tokens = {text!r} must be numbers, as in 2048,4096") from None
-
-
-def read_costs(path: Path) -> CostModel:
-    """The cost model in the file that ``--costs`` names. Raises ConfigError."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--costs {path} cannot be read: {error}") from error
-    return CostModel.from_json(text)
-
-
-def require_packages(*names: str) -> None:
-    """Raises ConfigError where one of ``names``, of the client extra, is not installed."""
-    for name in names:
-        if find_spec(name) is None:
-            raise ConfigError(f"{name} is not installed; run `pip install ultraep-serve[client]`")

@@ -1,24 +1,23 @@
-"""`ultraep-serve doctor`: what stands in the way of serving here, and what to do about it."""
+"""`ultraep-serve doctor`: what would keep a server from balancing here, and what to do."""
 
 import argparse
-import json
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ultraep_serve import __version__
-from ultraep_serve.cli import serve
+from ultraep_serve.cli import Parser, serve
+from ultraep_serve.cli.arguments import add_json_argument, number, prepare_outputs, show
 from ultraep_serve.config import BalanceConfig, SidecarSettings, values_of_flags
 from ultraep_serve.doctor import diagnose
 from ultraep_serve.doctor.finding import Finding, Status, Subject
-from ultraep_serve.errors import ConfigError
 from ultraep_serve.offline.shapes import WEIGHT_BITS
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["add_parser", "run"]
+__all__ = ["add_arguments", "run"]
 
 SCHEMA_VERSION = 1
 _MARKS = {
@@ -28,46 +27,45 @@ _MARKS = {
 }
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add `doctor` to the main parser's ``subparsers``."""
-    parser = subparsers.add_parser(
-        "doctor",
-        help="check this machine, the engine and a running server",
-        description="Check what serving with balancing needs, and say how to mend what is missing. "
-        "Changes nothing. Exits with 1 when there is an error.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What is to be served, as single flags or as the command that will serve it."""
+    parser.description = (
+        "Check what serving with balancing needs, and say how to fix what is missing. Changes "
+        "nothing. Exits with 1 when there is an error."
     )
-    shown = "(default: %(default)s)"
-    parser.add_argument("--port", type=int, help="of a server that runs, or is to run, here")
-    parser.add_argument("--sidecar-port", type=int, help="default: the server's + 1")
-    parser.add_argument("--model", metavar="DIR", help="a model's directory or config.json")
-    parser.add_argument("--ep", type=int, default=2, help=f"expert-parallel ranks {shown}")
-    parser.add_argument("--slots", type=int, default=2, help=f"replica slots per rank {shown}")
+    port = "port of a server that runs, or will run, on this machine"
+    parser.add_argument("--port", type=number(1, 65534), metavar="N", help=port)
+    sidecar = "its sidecar's port (default: the server's + 1)"
+    parser.add_argument("--sidecar-port", type=number(1, 65535), metavar="N", help=sidecar)
     parser.add_argument(
-        "--weights", choices=sorted(WEIGHT_BITS), default="bf16", help=f"type of weights {shown}"
+        "--model-config", metavar="MODEL", help="a Hugging Face config.json or its directory"
     )
-    parser.add_argument("--json", action="store_true", help="print findings as JSON")
+    ranks = "ranks of the expert-parallel group"
+    parser.add_argument("--ep", type=number(1, 4096), metavar="N", default=2, help=ranks)
+    slots = "replica slots per rank"
+    parser.add_argument("--slots", type=number(0, 64), metavar="N", default=2, help=slots)
+    weights = "type of the experts' weights"
+    parser.add_argument("--weights", choices=list(WEIGHT_BITS), default="bf16", help=weights)
+    add_json_argument(parser)
     parser.add_argument(
         "serving",
         nargs=argparse.REMAINDER,
         metavar="vllm|sglang MODEL ...",
-        help="the command that is to serve, with all its flags; says more than --port, "
-        "--sidecar-port, --model, --ep and --slots, which it replaces",
+        help="the command that will serve, with all its flags; it replaces --port, "
+        "--sidecar-port, --model-config, --ep and --slots",
     )
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print what was found; 1 when serving would fail, else 0. Raises ConfigError for bad flags."""
+    prepare_outputs(arguments.json)
     findings = diagnose(_subject(arguments))
-    if arguments.json:
-        print(json.dumps(document(findings), indent=2))
-    else:
-        _show(findings)
+    view = _table(findings) if find_spec("rich") else _plain(findings)
+    show(_document(findings), view, arguments.json)
     return int(any(finding.status is Status.ERROR for finding in findings))
 
 
-def document(findings: list[Finding]) -> dict[str, Any]:
-    """``findings`` as JSON has them."""
+def _document(findings: list[Finding]) -> dict[str, Any]:
     counts = {status.value: sum(f.status is status for f in findings) for status in Status}
     return {
         "schema_version": SCHEMA_VERSION,
@@ -78,20 +76,12 @@ def document(findings: list[Finding]) -> dict[str, Any]:
 
 
 def _subject(arguments: argparse.Namespace) -> Subject:
-    for flag, value, least, most in (
-        ("--port", arguments.port, 1, 65534),
-        ("--sidecar-port", arguments.sidecar_port, 1, 65535),
-        ("--ep", arguments.ep, 1, 4096),
-        ("--slots", arguments.slots, 0, 64),
-    ):
-        if value is not None and not least <= value <= most:
-            raise ConfigError(f"{flag} {value} must be {least} to {most}")
     if arguments.serving:
         return _served(arguments.serving, arguments.weights)
     return Subject(
         port=arguments.port,
         sidecar_port=arguments.sidecar_port,
-        model=arguments.model,
+        model=arguments.model_config,
         num_ranks=arguments.ep,
         num_slots=arguments.slots,
         weight_type=arguments.weights,
@@ -100,43 +90,42 @@ def _subject(arguments: argparse.Namespace) -> Subject:
 
 def _served(command: list[str], weight_type: str) -> Subject:
     """What ``command`` would serve on this host."""
-    parser = argparse.ArgumentParser(prog="ultraep-serve doctor")
-    serve.add_parser(parser.add_subparsers(required=True, metavar="vllm|sglang"))
+    parser = Parser(prog="ultraep-serve doctor")
+    engines = parser.add_subparsers(dest="command", required=True, metavar="vllm|sglang")
+    for engine in serve.LAUNCHERS:
+        serve.add_arguments(engines.add_parser(engine))
     ours, flags = parser.parse_known_args(command)
     config = BalanceConfig(**values_of_flags(ours, BalanceConfig))
     sidecar = SidecarSettings(**values_of_flags(ours, SidecarSettings, "sidecar-"))
-    engine = ours.launch.parse_engine_flags(flags)
-    ranks = ours.launch.count_ranks(engine)
+    launch = serve.LAUNCHERS[ours.command]
+    parsed = launch.parse_engine_flags(flags)
+    ranks = launch.count_ranks(parsed)
     return Subject(
-        port=engine.port,
+        port=parsed.port,
         sidecar_port=sidecar.port,
-        serves=not getattr(engine, "headless", False),  # a flag of vLLM's
+        serves=not getattr(parsed, "headless", False),  # a flag of vLLM's
         model=ours.model if Path(ours.model).exists() else None,  # else checked when it is loaded
         num_ranks=ranks.total,
         host_ranks=ranks.here,
         domain_size=config.domain_size,
-        num_slots=config.slots * _micro_batches(engine),
+        num_slots=config.slots * _micro_batches(parsed),
         weight_type=weight_type,
     )
 
 
-def _micro_batches(engine: argparse.Namespace) -> int:
+def _micro_batches(parsed: argparse.Namespace) -> int:
     """How many overlap, each with slots of its own; by flags of vLLM's."""
-    return 2 if getattr(engine, "enable_dbo", False) else max(1, getattr(engine, "ubatch_size", 0))
+    return 2 if getattr(parsed, "enable_dbo", False) else max(1, getattr(parsed, "ubatch_size", 0))
 
 
-def _show(findings: list[Finding]) -> None:
-    if find_spec("rich") is None:  # the doctor must work where things are missing
-        for finding in findings:
-            remedy = f" -> {finding.remedy}" if finding.remedy else ""
-            print(f"{finding.status.value:8}{finding.name}: {finding.seen}{remedy}")
-        return
-    from rich.console import Console
-
-    Console().print(_view(findings))
+def _plain(findings: list[Finding]) -> str:
+    """Findings where rich is missing: the doctor must work where things are missing."""
+    remedies = (f" -> {finding.remedy}" if finding.remedy else "" for finding in findings)
+    lines = (f"{finding.status.value:8}{finding.name}: {finding.seen}" for finding in findings)
+    return "\n".join(map("".join, zip(lines, remedies, strict=True)))
 
 
-def _view(findings: list[Finding]) -> "RenderableType":
+def _table(findings: list[Finding]) -> "RenderableType":
     """Findings for a terminal: mark, name, what was seen, remedy below it."""
     from rich.table import Table
     from rich.text import Text

@@ -2,127 +2,82 @@
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ultraep_serve.cli.arguments import DEFAULT, listed, require_packages
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ultraep_serve.cli.arguments import add_json_argument, built, names, prepare_outputs, show
 from ultraep_serve.errors import ConfigError
+from ultraep_serve.offline.comparators import POLICIES, policy_function
+from ultraep_serve.offline.replay import ReplayOptions, replay, replay_document, write_plans
+from ultraep_serve.offline.store import load_trace
+from ultraep_serve.offline.trace import DECODE, PREFILL, of_phase
 
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
-    from ultraep_serve.offline.comparators import PolicyFunction
-    from ultraep_serve.offline.replay import ReplayOptions
-
-__all__ = ["add_parser", "run"]
+__all__ = ["add_arguments", "run"]
 
 MOST_LAYERS = 10_000  # no model has more
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add `replay` to the main parser's ``subparsers``."""
-    parser = subparsers.add_parser(
-        "replay",
-        help="balance a recorded workload with each policy",
-        description="Plan every layer of every batch of a trace with each policy, and compare. "
-        "No server and no GPU is needed.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags; those of ``ReplayOptions`` are stored under the names of its fields."""
+    parser.description = (
+        "Plan every layer of every batch of a trace with each policy, and compare. No server and "
+        "no GPU is needed."
     )
-    parser.add_argument("trace", type=Path, metavar="TRACE", help=".npz, or .parquet of loads")
-    parser.add_argument("--ep", type=int, required=True, help="ranks of the expert-parallel group")
-    parser.add_argument("--slots", type=int, default=2, help=f"per rank ({DEFAULT})")
+    traces = "recorded trace: .npz, or .parquet of loads"
+    parser.add_argument("trace", type=Path, metavar="TRACE", help=traces)
+    summaries = "; ".join(f"{policy.name}: {policy.summary}" for policy in POLICIES.values())
     parser.add_argument(
-        "--batch-tokens", type=int, help="tokens per batch; not for traces of loads"
-    )
+        "--policies", "--policy", type=names, action="extend", metavar="NAME,...", required=True,
+        help=f"policies to compare; may be repeated. {summaries}",
+    )  # fmt: skip
+    layers = "MoE layers, as in 0 3 6-8 (default: all)"
+    parser.add_argument("--layers", nargs="+", metavar="N", help=layers)
     parser.add_argument(
-        "--policy",
-        action="append",
-        required=True,
-        help="off, quota, eplb, eplb-slots, lplb, llep, exact or ideal; may be repeated",
-    )
-    parser.add_argument("--layers", nargs="+", help="as in 0 3 6-8 (default: all)")
-    parser.add_argument("--limit", type=int, help="batches at most")
+        "--phase", choices=("prefill", "decode", "all"), default="prefill",
+        help="what to replay, where the trace has phases",
+    )  # fmt: skip
+    ep = "ranks of the expert-parallel group"
+    parser.add_argument("--ep", dest="num_ranks", type=int, metavar="N", required=True, help=ep)
+    tokens = "tokens per batch over all ranks; a trace of loads has its own batches"
+    parser.add_argument("--batch-tokens", type=int, metavar="N", help=tokens)
+    for flag, field, default, text in (
+        ("--slots", "num_slots", 2, "replica slots per rank"),
+        ("--domain-size", "domain_size", None, "ranks per domain (default: all)"),
+        ("--experts", "num_experts", None, "experts of the model, if the trace does not say"),
+        ("--limit", "limit", None, "replay at most N batches"),
+        ("--history", "history_batches", 8, "past batches that eplb, eplb-slots and lplb see"),
+        ("--rebalance-every", "rebalance_every", 1, "batches between updates of what they see"),
+        ("--skip", "skip", 0, "first batches, used as history only"),
+    ):
+        parser.add_argument(flag, dest=field, type=int, metavar="N", default=default, help=text)
+    add_json_argument(parser)
     parser.add_argument(
-        "--phase",
-        choices=("prefill", "decode", "all"),
-        default="prefill",
-        help=f"what to replay where the trace tells them apart ({DEFAULT})",
-    )
-    parser.add_argument("--domain", type=int, help="ranks that reach each other's memory")
-    parser.add_argument(
-        "--experts", type=int, help="experts of the model, where the trace does not say"
-    )
-    _add_history_arguments(parser)
-    parser.add_argument("--json", type=Path, help="file to write the result to")
-    parser.add_argument(
-        "--dump-plans", type=Path, help=".npz file for the plans of one policy that keeps masters"
-    )
-    parser.set_defaults(run=run)
-
-
-def _add_history_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--history", type=int, default=8, help=f"past batches that eplb and lplb see ({DEFAULT})"
-    )
-    parser.add_argument(
-        "--rebalance-every",
-        type=int,
-        default=1,
-        help=f"batches between their looks at the past ({DEFAULT})",
-    )
-    parser.add_argument(
-        "--skip", type=int, default=0, help=f"first batches that are history only ({DEFAULT})"
-    )
+        "--dump-plans", type=Path, metavar="FILE",
+        help="write the plans of one policy, which leaves masters in place, to FILE (.npz)",
+    )  # fmt: skip
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Replay, write the files, print a table. Raises UltraEPError with what to do."""
-    require_packages("rich")
-    from rich.console import Console
-
-    from ultraep_serve.files import prepare_output, write_json
-    from ultraep_serve.offline.replay import replay, replay_document, write_plans
-    from ultraep_serve.offline.store import load_trace
-    from ultraep_serve.offline.trace import DECODE, PREFILL, of_phase
-
-    policies, options = _policies(arguments.policy), _options(arguments)
-    for path in (arguments.json, arguments.dump_plans):
-        if path is not None:
-            prepare_output(path)
-    trace = load_trace(arguments.trace, num_experts=arguments.experts)
+    if not arguments.policies:
+        raise ConfigError("--policies names no policy")
+    policies = [policy_function(name) for name in dict.fromkeys(arguments.policies)]
+    arguments.layers = None if arguments.layers is None else _layers(arguments.layers)
+    options = built(ReplayOptions, arguments)
+    prepare_outputs(arguments.json, arguments.dump_plans)
+    trace = load_trace(arguments.trace, num_experts=arguments.num_experts)
     if arguments.phase != "all":
         trace = of_phase(trace, PREFILL if arguments.phase == "prefill" else DECODE)
     result = replay(trace, options, policies, keep_plans=arguments.dump_plans is not None)
     document = replay_document(result, options, arguments.trace.name)
     if result.plans is not None:
         write_plans(arguments.dump_plans, result.plans)
-    if arguments.json is not None:
-        write_json(arguments.json, document)
-    Console().print(_view(document))
+    show(document, _view(document), arguments.json)
     return 0
-
-
-def _policies(names: list[str]) -> "list[PolicyFunction]":
-    from ultraep_serve.offline.comparators import policy_function
-
-    wanted = [name for text in names for name in listed(text)]
-    if not wanted:
-        raise ConfigError("--policy names no policy")
-    return [policy_function(name) for name in dict.fromkeys(wanted)]
-
-
-def _options(arguments: argparse.Namespace) -> "ReplayOptions":
-    from ultraep_serve.offline.replay import ReplayOptions
-
-    return ReplayOptions(
-        num_ranks=arguments.ep,
-        num_slots=arguments.slots,
-        batch_tokens=arguments.batch_tokens,
-        layers=None if arguments.layers is None else _layers(arguments.layers),
-        limit=arguments.limit,
-        domain_size=arguments.domain,
-        history_batches=arguments.history,
-        rebalance_every=arguments.rebalance_every,
-        skip=arguments.skip,
-    )
 
 
 def _layers(words: list[str]) -> tuple[int, ...]:
@@ -139,13 +94,8 @@ def _layers(words: list[str]) -> tuple[int, ...]:
     return tuple(layers)
 
 
-def _view(document: dict[str, Any]) -> "RenderableType":
+def _view(document: dict[str, Any]) -> RenderableType:
     """The document as a table for a terminal of 80 characters."""
-    from rich import box
-    from rich.console import Group
-    from rich.table import Table
-    from rich.text import Text
-
     first = next(iter(document["policies"].values()))["imbalance_before"]
     trace = document["trace"]
     head = Text(f"{trace['file']}: EP{document['ep']}, {document['slots']} slots, ")
@@ -154,8 +104,8 @@ def _view(document: dict[str, Any]) -> "RenderableType":
     head.append(f" (worst {first['max']:.3f})")
     if "floor" in document:
         floor = document["floor"]
-        head.append(f"\nfloor of domains of {trace['domain']} ranks: {floor['mean']:.3f}")
-        head.append(f" (worst {floor['max']:.3f}); no plan inside them can be below")
+        head.append(f"\nlowest possible in domains of {trace['domain']} ranks: {floor['mean']:.3f}")
+        head.append(f" (worst {floor['max']:.3f})")
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("policy", no_wrap=True)
     for name in ("mean", "p50", "p99", "worst", "copies", "slots", "remote", "plan p50"):

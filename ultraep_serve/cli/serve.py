@@ -1,7 +1,6 @@
 """`ultraep-serve ENGINE MODEL [flags]`: the engine's server with balancing on and the sidecar."""
 
 import argparse
-import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,42 +12,36 @@ from ultraep_serve.errors import ConfigError
 from ultraep_serve.files import write_whole
 from ultraep_serve.launcher.run_directory import TOKEN_FILE, run_directory
 from ultraep_serve.launcher.supervisor import supervise
+from ultraep_serve.machine import why_not_listen
 from ultraep_serve.types import Policy
 
-__all__ = ["add_parser", "run"]
+__all__ = ["LAUNCHERS", "add_arguments", "run"]
 
-_ENGINES: dict[str, tuple[str, str, Any]] = {  # command: title, flag of the model, launch module
-    "vllm": ("vLLM", "--model", vllm),
-    "sglang": ("SGLang", "--model-path", sglang),
-}
+LAUNCHERS: dict[str, Any] = {"vllm": vllm, "sglang": sglang}  # by command
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add one command per engine to the main parser's ``subparsers``."""
-    for name, (title, model_flag, launch) in _ENGINES.items():
-        parser = subparsers.add_parser(
-            name,
-            help=f"serve a model with {title}, every prefill batch balanced",
-            description=f"Start {title}'s OpenAI server with balancing on and the sidecar beside "
-            f"it. Flags that are not listed here are {title}'s own and are passed on.",
-            allow_abbrev=False,
-        )
-        parser.add_argument("model", help=f"what {title} takes as {model_flag}")
-        add_flags(parser.add_argument_group("balancing"), BalanceConfig)
-        sidecar = parser.add_argument_group("sidecar")
-        add_flags(sidecar, SidecarSettings, "sidecar-")
-        sidecar.add_argument(
-            "--no-sidecar",
-            action="store_true",
-            help="start none; `ultraep-serve sidecar` runs one apart from the server",
-        )
-        parser.set_defaults(run=run, launch=launch, passes_flags_on=True)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Our flags; whatever else is given is the engine's."""
+    parser.description = (
+        "Start the engine's OpenAI-compatible server with balancing on and the sidecar beside it. "
+        "Flags that are not listed here are the engine's own and are passed on."
+    )
+    parser.add_argument("model", help="what vLLM takes as --model, SGLang as --model-path")
+    add_flags(parser.add_argument_group("balancing"), BalanceConfig)
+    sidecar = parser.add_argument_group("sidecar")
+    add_flags(sidecar, SidecarSettings, "sidecar-")
+    sidecar.add_argument(
+        "--no-sidecar",
+        action="store_true",
+        help="start no sidecar; `ultraep-serve sidecar` runs one apart from the server",
+    )
+    parser.allow_abbrev = False  # what we do not know is the engine's
+    parser.set_defaults(passes_flags_on=True)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until the engine ends. Raises UltraEPError for what cannot be started."""
-    launch = arguments.launch
-    flags: list[str] = arguments.engine_flags
+    launch, flags = LAUNCHERS[arguments.command], arguments.engine_flags
     config = BalanceConfig(**values_of_flags(arguments, BalanceConfig))
     sidecar = SidecarSettings(**values_of_flags(arguments, SidecarSettings, "sidecar-"))
     parsed = launch.parse_engine_flags(flags)
@@ -81,11 +74,5 @@ def _announce(host: str, port: int, run_path: Path) -> None:
 
 
 def _check_port(host: str, port: int, flag: str) -> None:
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise ConfigError(
-                f"{host}:{port} cannot be used ({error.strerror}); choose another {flag}"
-            ) from None
+    if reason := why_not_listen(host, port):
+        raise ConfigError(f"{host}:{port} cannot be used ({reason}); choose another {flag}")

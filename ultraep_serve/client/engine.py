@@ -1,4 +1,4 @@
-"""The engine's OpenAI-compatible server, as far as measuring prefill needs it."""
+"""The engine's OpenAI-compatible server: models, token counts, time to first token."""
 
 import json
 import time
@@ -31,20 +31,20 @@ class Server(Endpoint):
     """One served model. Vocabulary of the wire: OpenAI's completions API, streamed."""
 
     def __init__(self, url: str, model: str | None = None, timeout_seconds: float = 600.0) -> None:
-        """Asks the server for its models; ``model`` None takes the first.
+        """Gets the list of models; ``model`` None takes the first.
 
         Raises BenchError when it cannot be reached, ConfigError when it does not serve ``model``.
         """
         super().__init__("the engine's server", "--url", url, timeout_seconds)
-        self._characters_per_token: float | None = None  # set where nothing tokenizes
+        self._characters_per_token: float | None = None  # set where the server does not tokenize
         try:
-            card = self._card(model)
+            found = self._found(model)
         except BaseException:
             self.close()
             raise
-        self.model = str(card["id"])
-        self.root = str(card.get("root") or self.model)  # where the engine loaded it from
-        limit = card.get("max_model_len")
+        self.model = str(found["id"])
+        self.root = str(found.get("root") or self.model)  # where the engine loaded it from
+        limit = found.get("max_model_len")
         self.context_tokens: int | None = limit if isinstance(limit, int) else None
 
     def check_context(self, prompt_tokens: int) -> None:
@@ -56,9 +56,9 @@ class Server(Endpoint):
             )
 
     def check_text(self, text: str) -> None:
-        """Raises ConfigError when the tokenizer sees the same few tokens everywhere in ``text``.
+        """Raises ConfigError when ``text`` has only a few different tokens.
 
-        Routing such prompts shows nothing: all tokens would go to the same experts.
+        All of them would go to the same experts, so such prompts show nothing.
         """
         tokens = self._tokenized(text).get("tokens")
         if isinstance(tokens, list) and (different := len(set(tokens))) <= len(tokens) // 8:
@@ -79,7 +79,7 @@ class Server(Endpoint):
     def first_token(self, prompt: str) -> FirstToken:
         """Send ``prompt``, wait for one token, drain the stream.
 
-        Raises BenchError with the server's words when it refuses or breaks off.
+        Raises BenchError with the server's words when it refuses or ends with an error.
         """
         request = self.build("POST", "/v1/completions", json=self._completion(prompt))
         started = time.perf_counter()
@@ -94,22 +94,22 @@ class Server(Endpoint):
         finally:
             response.close()
 
-    def _card(self, model: str | None) -> dict[str, Any]:
-        """What the server says of ``model``, or of its first."""
-        cards = {str(card.get("id")): card for card in self._models()}
-        name = model if model is not None else next(iter(cards))
-        if name not in cards:
-            raise ConfigError(f"--model {name!r} is not served here; choose from {list(cards)}")
-        return cards[name]
+    def _found(self, model: str | None) -> dict[str, Any]:
+        """The entry of ``model``, or the first one, in the list of models."""
+        models = {str(one.get("id")): one for one in self._models()}
+        name = model if model is not None else next(iter(models))
+        if name not in models:
+            raise ConfigError(f"--model {name!r} is not served here; choose from {list(models)}")
+        return models[name]
 
     def _models(self) -> list[dict[str, Any]]:
         response = self.call("GET", "/v1/models")
         if not response.is_success:
             raise self._no_completion(response)
-        cards = json_object(response).get("data")
-        if not isinstance(cards, list) or not cards:
+        models = json_object(response).get("data")
+        if not isinstance(models, list) or not models:
             raise BenchError(f"{self.url} serves no model; is --url an OpenAI-compatible server?")
-        return cards
+        return models
 
     def _tokenized(self, text: str) -> dict[str, Any]:
         """``/tokenize``'s answer; empty where the server has no such endpoint."""
@@ -131,27 +131,27 @@ class Server(Endpoint):
         prompt_tokens: int | None = None
         for arrived, chunk in _chunks(response):
             if "error" in chunk:
-                raise BenchError(f"{self.url} broke off a completion: {chunk['error']}")
-            if seconds is None and _bears_token(chunk):
+                raise BenchError(f"{self.url} ended a completion with an error: {chunk['error']}")
+            if seconds is None and _has_token(chunk):
                 seconds = arrived - started
             usage = chunk.get("usage") or {}
             prompt_tokens = usage.get("prompt_tokens", prompt_tokens)
         if seconds is None:
-            raise BenchError(f"{self.url} ended a completion without a token; look at its log")
+            raise BenchError(f"{self.url} ended a completion without a token; read its log")
         return FirstToken(seconds, prompt_tokens)
 
     def _no_completion(self, response: httpx.Response) -> BenchError:
-        remedy = "look at its log"
+        remedy = "read its log"
         if "context" in (words := error_message(response).lower()) or "longer than" in words:
             remedy = LONGER_CONTEXT
         elif response.status_code in (401, 403):
-            remedy = "start it without an API key to measure it"
+            remedy = "start it without an API key"
         elif response.status_code == 404:
             remedy = "give the address of an OpenAI-compatible server with --url"
         return self.refused(response, remedy)
 
     def _measured_characters_per_token(self, text: str) -> float:
-        """One short completion tells what a token is, where the server cannot tokenize."""
+        """From one short completion, for servers that cannot tokenize."""
         counted = self.first_token(text).prompt_tokens
         if not counted:
             raise BenchError(
@@ -178,8 +178,8 @@ def _object(data: str) -> dict[str, Any]:
     return chunk if isinstance(chunk, dict) else {}
 
 
-def _bears_token(chunk: dict[str, Any]) -> bool:
-    """Whether a token was made; one without text (an end token) shows as a finish reason."""
+def _has_token(chunk: dict[str, Any]) -> bool:
+    """Whether a token was made; one without text (an end token) has a finish reason."""
     return any(
         choice.get("text") or choice.get("token_ids") or choice.get("finish_reason")
         for choice in chunk.get("choices") or ()

@@ -1,22 +1,17 @@
-"""Are a server's tokens the same with balancing off and on? Generate twice, then compare."""
+"""Greedy tokens of a server, generated twice and compared, as with balancing off and on."""
 
-import asyncio
 import uuid
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
-
-from ultraep_serve.client.http import client_settings, error_message, json_object, unreachable
+from ultraep_serve.client.http import Endpoint, json_object
 from ultraep_serve.errors import BenchError, ConfigError
 
-__all__ = [
-    "Generation",
-    "TokenComparison",
-    "compare_tokens",
-    "generate",
-]
+__all__ = ["Generation", "TokenComparison", "compare_tokens", "generate"]
+
+_TIMEOUT_SECONDS = 600.0  # of one completion
 
 
 @dataclass(frozen=True)
@@ -54,12 +49,7 @@ class TokenComparison:
 
 
 def generate(
-    url: str,
-    model: str,
-    prompts: Sequence[str],
-    max_tokens: int,
-    concurrency: int,
-    timeout_seconds: float = 600.0,
+    url: str, model: str, prompts: Sequence[str], max_tokens: int, concurrency: int
 ) -> list[Generation]:
     """Greedy completions of ``prompts``, in their order, at most ``concurrency`` at a time.
 
@@ -69,30 +59,15 @@ def generate(
     """
     if concurrency < 1:
         raise ConfigError(f"{concurrency = } must be 1 or more")
-    settings = client_settings(url, "--url", timeout_seconds)
-    return asyncio.run(_completions(settings, model, prompts, max_tokens, concurrency))
-
-
-async def _completions(
-    settings: dict[str, Any],
-    model: str,
-    prompts: Sequence[str],
-    max_tokens: int,
-    concurrency: int,
-) -> list[Generation]:
-    permits = asyncio.Semaphore(concurrency)
-    limits = httpx.Limits(max_connections=concurrency)
-    async with httpx.AsyncClient(limits=limits, **settings) as client:
-
-        async def one(prompt: str) -> Generation:
-            async with permits:
-                return await _completion(client, model, prompt, max_tokens)
-
-        tasks = [asyncio.ensure_future(one(prompt)) for prompt in prompts]
+    with (
+        Endpoint("the engine's server", "--url", url, _TIMEOUT_SECONDS) as server,
+        ThreadPoolExecutor(concurrency) as pool,
+    ):
+        futures = [pool.submit(_complete, server, model, text, max_tokens) for text in prompts]
         try:
-            return await asyncio.gather(*tasks)
+            return [future.result() for future in futures]
         finally:
-            await _cancelled(tasks)
+            pool.shutdown(cancel_futures=True)  # after an error no further prompt is sent
 
 
 def compare_tokens(first: Sequence[Generation], second: Sequence[Generation]) -> TokenComparison:
@@ -113,23 +88,7 @@ def compare_tokens(first: Sequence[Generation], second: Sequence[Generation]) ->
     return TokenComparison(len(first), differences.count(None), tuple(differences), largest)
 
 
-def _tokens_of(generation: Generation, other: Generation) -> Sequence[int] | Sequence[str]:
-    """What to compare: ids where both have them (two ids may share a text), else texts."""
-    if generation.token_ids is not None and other.token_ids is not None:
-        return generation.token_ids
-    return generation.tokens
-
-
-async def _cancelled(tasks: Sequence[asyncio.Future[Generation]]) -> None:
-    """After one failed, no other keeps the server busy."""
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _completion(
-    client: httpx.AsyncClient, model: str, prompt: str, max_tokens: int
-) -> Generation:
+def _complete(server: Endpoint, model: str, prompt: str, max_tokens: int) -> Generation:
     request = {
         "model": model,
         "prompt": prompt,
@@ -140,21 +99,11 @@ async def _completion(
         # A prompt answered from the prefix cache of an earlier run would check nothing.
         "cache_salt": uuid.uuid4().hex,
     }
-    try:
-        response = await client.post("/v1/completions", json=request)
-    except httpx.TransportError as error:
-        raise unreachable("the engine's server", "--url", str(client.base_url), error) from error
+    response = server.call("POST", "/v1/completions", json=request)
     if not response.is_success:
-        raise BenchError(
-            f"the engine's server at {client.base_url} answered with {response.status_code}: "
-            f"{error_message(response)}; look at its log"
-        )
-    return _generation(json_object(response))
-
-
-def _generation(body: dict[str, Any]) -> Generation:
+        raise server.refused(response, "look at its log")
     try:
-        choice = body["choices"][0]
+        choice = json_object(response)["choices"][0]
         logprobs = choice["logprobs"]
         tokens, values = logprobs["tokens"], logprobs["token_logprobs"]
     except (KeyError, IndexError, TypeError) as error:
@@ -164,6 +113,13 @@ def _generation(body: dict[str, Any]) -> Generation:
         ) from error
     ids = choice.get("token_ids")
     return Generation(tuple(ids) if ids is not None else None, tuple(tokens), tuple(values))
+
+
+def _tokens_of(generation: Generation, other: Generation) -> Sequence[int] | Sequence[str]:
+    """What to compare: ids where both have them (two ids may share a text), else texts."""
+    if generation.token_ids is not None and other.token_ids is not None:
+        return generation.token_ids
+    return generation.tokens
 
 
 def _first_difference(

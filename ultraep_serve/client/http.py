@@ -1,13 +1,12 @@
-"""One HTTP server by name: whatever goes wrong becomes an error that says what to do."""
+"""Requests to an HTTP server; whatever goes wrong is an error that says what to do."""
 
-from types import TracebackType
 from typing import Any, TypeVar
 
 import httpx
 
 from ultraep_serve.errors import BenchError, ConfigError
 
-__all__ = ["Endpoint", "client_settings", "error_message", "json_object", "unreachable"]
+__all__ = ["Endpoint", "error_message", "json_object"]
 
 Self = TypeVar("Self", bound="Endpoint")
 CONNECT_SECONDS = 5.0
@@ -19,20 +18,24 @@ class Endpoint:
 
     def __init__(self, name: str, flag: str, url: str, timeout_seconds: float) -> None:
         """Raises ConfigError when ``url`` is no http(s) address."""
-        self.name, self.flag = name, flag
-        settings = client_settings(url, flag, timeout_seconds)
-        self.url = str(settings["base_url"])
-        self._client = httpx.Client(**settings)
+        self.name, self.flag, self.url = name, flag, url.rstrip("/").removesuffix("/v1")
+        try:
+            address = httpx.URL(self.url)
+        except httpx.InvalidURL as error:
+            raise ConfigError(f"{flag} = {url!r} is not an address: {error}") from error
+        if address.scheme not in ("http", "https") or not address.host:
+            raise ConfigError(f"{flag} = {url!r} must be http://HOST:PORT")
+        self._client = httpx.Client(
+            base_url=self.url,
+            timeout=httpx.Timeout(timeout_seconds, connect=CONNECT_SECONDS),
+            headers={"Accept-Encoding": "identity"},  # no decompression inside measured time
+            trust_env=False,  # a proxy from the environment would be measured as well
+        )
 
     def __enter__(self: Self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -56,7 +59,16 @@ class Endpoint:
 
     def unreachable(self, error: httpx.TransportError) -> BenchError:
         """The error for a server that did not answer."""
-        return unreachable(self.name, self.flag, self.url, error)
+        if isinstance(error, httpx.ReadTimeout):
+            return BenchError(
+                f"{self.name} at {self.url} did not answer in time; read its log, or raise "
+                "--timeout"
+            )
+        return BenchError(
+            f"{self.name} at {self.url} cannot be reached ({str(error) or type(error).__name__}); "
+            f"start it with `ultraep-serve vllm MODEL` (or sglang), or give its address with "
+            f"{self.flag}"
+        )
 
     def refused(self, response: httpx.Response, remedy: str) -> BenchError:
         """The error for an answer other than success."""
@@ -65,36 +77,6 @@ class Endpoint:
             f"{self.name} at {self.url} answered {path} with {response.status_code}: "
             f"{error_message(response)}; {remedy}"
         )
-
-
-def client_settings(url: str, flag: str, timeout_seconds: float) -> dict[str, Any]:
-    """Arguments of an httpx client. Raises ConfigError when ``url`` is no http(s) address."""
-    text = url.rstrip("/").removesuffix("/v1")
-    try:
-        address = httpx.URL(text)
-    except httpx.InvalidURL as error:
-        raise ConfigError(f"{flag} = {url!r} is not an address: {error}") from error
-    if address.scheme not in ("http", "https") or not address.host:
-        raise ConfigError(f"{flag} = {url!r} must be http://HOST:PORT")
-    return {
-        "base_url": text,
-        "timeout": httpx.Timeout(timeout_seconds, connect=CONNECT_SECONDS),
-        "headers": {"Accept-Encoding": "identity"},  # no decompression inside measured time
-        "trust_env": False,  # a proxy from the environment would be measured along
-    }
-
-
-def unreachable(name: str, flag: str, url: str, error: httpx.TransportError) -> BenchError:
-    """The error for a server that did not answer."""
-    if isinstance(error, httpx.ReadTimeout):
-        return BenchError(
-            f"{name} at {url} did not answer in time; look at its log, or raise --timeout"
-        )
-    reason = str(error) or type(error).__name__
-    return BenchError(
-        f"{name} at {url} cannot be reached ({reason}); "
-        f"start it with `ultraep-serve vllm MODEL` (or sglang), or give its address with {flag}"
-    )
 
 
 def error_message(response: httpx.Response) -> str:

@@ -1,4 +1,4 @@
-"""Time to first token under each policy, measured so that a noisy machine cannot favour one.
+"""Time to first token under each policy, measured so that a noisy machine favours none.
 
 Every round sends one prompt per policy: the same text behind different openings, the policies in
 an order that changes from round to round. Ratios within a round stay meaningful while the machine
@@ -8,28 +8,37 @@ drifts.
 import itertools
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from statistics import median
 from typing import Any
 
+import numpy as np
+
 from ultraep_serve.client.engine import FirstToken, Server
-from ultraep_serve.client.prefill_statistics import LengthResult
 from ultraep_serve.client.prompts import MAX_ROUNDS, Openings, PromptSource, fitted_prompt
 from ultraep_serve.client.sidecar import Sidecar
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.types import Policy
 
-__all__ = ["OnStep", "PrefillOptions", "PrefillResult", "measure_prefill"]
+__all__ = [
+    "LengthResult",
+    "PrefillOptions",
+    "PrefillResult",
+    "measure_prefill",
+    "median_interval",
+    "ratios_json",
+    "spread_of",
+]
 
-MIN_PROMPT_TOKENS = 32  # an opening alone may take a dozen
+MIN_PROMPT_TOKENS = 32  # an opening alone may have a dozen
 OnStep = Callable[[str], None]  # called before every request with a description of it
 
 
 @dataclass(frozen=True)
 class PrefillOptions:
-    """What to measure. Raises ConfigError where that cannot be done."""
+    """What to measure. Raises ConfigError naming a flag that is out of range."""
 
     prompt_tokens: tuple[int, ...] = (2048, 4096, 8192)
     policies: tuple[Policy, ...] = (Policy.OFF, Policy.QUOTA, Policy.IDEAL)
@@ -56,6 +65,45 @@ class PrefillOptions:
 
 
 @dataclass(frozen=True)
+class LengthResult:
+    """One prompt length: ``samples[policy][i]`` is the time to first token in round i, seconds."""
+
+    requested_tokens: int
+    prompt_tokens: int  # median of what the server counted
+    samples: Mapping[Policy, Sequence[float]]  # one per round for every policy
+
+    def to_json(self) -> dict[str, Any]:
+        """One entry of ``rows`` in the benchmark's JSON; None where a policy was not measured."""
+        spreads = {policy.value: spread_of(samples) for policy, samples in self.samples.items()}
+        medians = {name: spread.pop("median") for name, spread in spreads.items()}
+        off, quota, ideal = (medians.get(name) for name in ("off", "quota", "ideal"))
+        gap = off - ideal if off is not None and ideal is not None else 0.0
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "requested_tokens": self.requested_tokens,
+            "rounds": min(len(samples) for samples in self.samples.values()),
+            "ttft_seconds": medians,
+            "ttft_spread": spreads,
+            "ttft_samples": {policy.value: list(each) for policy, each in self.samples.items()},
+            # The part of the best possible speed, and of the possible gain, that was reached.
+            "efficiency": ideal / quota if ideal is not None and quota else None,
+            "recovered": (off - quota) / gap if off and quota is not None and gap > 0 else None,
+            "speedup": off / quota if off is not None and quota else None,
+            "paired": {
+                "quota_over_off": self._paired(Policy.QUOTA, Policy.OFF),
+                "ideal_over_quota": self._paired(Policy.IDEAL, Policy.QUOTA),
+            },
+        }
+
+    def _paired(self, numerator: Policy, denominator: Policy) -> dict[str, Any] | None:
+        """The ratios within each round, which a drifting machine disturbs least."""
+        if numerator not in self.samples or denominator not in self.samples:
+            return None
+        pairs = zip(self.samples[numerator], self.samples[denominator], strict=True)
+        return ratios_json([above / below for above, below in pairs])
+
+
+@dataclass(frozen=True)
 class PrefillResult:
     """Everything that one run measured."""
 
@@ -74,8 +122,8 @@ def measure_prefill(
 ) -> PrefillResult:
     """Warm up, measure every length, and leave the policy as it was.
 
-    The sidecar tells batches apart by wall-clock time, so its clock and this one must agree; on
-    one machine they do. Raises ConfigError and BenchError with what to do.
+    The sidecar selects batches by wall-clock time, so its clock and this one must agree; on one
+    machine they do. Raises ConfigError and BenchError with what to do.
     """
     for tokens in options.prompt_tokens:
         server.check_context(tokens)
@@ -159,3 +207,25 @@ class _Run:
         return [
             fitted_prompt(self._openings, self._source, tokens, seed, count) for _ in range(number)
         ]
+
+
+def spread_of(samples: Sequence[float]) -> dict[str, float]:
+    """Order statistics, by linear interpolation between samples."""
+    values = np.percentile(samples, [0, 25, 50, 75, 100]).tolist()
+    return dict(zip(("min", "p25", "median", "p75", "max"), values, strict=True))
+
+
+def median_interval(samples: Sequence[float]) -> tuple[float, float] | None:
+    """Confidence interval (95 %) of the median; None for fewer than six samples.
+
+    From order statistics (the sign test), for any distribution.
+    """
+    from scipy.stats import quantile_test  # takes a second to import
+
+    interval = quantile_test(samples, p=0.5).confidence_interval(confidence_level=0.95)
+    return None if np.isnan(interval.low) else (float(interval.low), float(interval.high))
+
+
+def ratios_json(ratios: Sequence[float]) -> dict[str, Any]:
+    """Median of the ratios within rounds, its confidence interval, and their spread."""
+    return {"interval": median_interval(ratios), **spread_of(ratios)}

@@ -1,21 +1,43 @@
-"""What a benchmark leaves behind: its JSON document, and tables for a terminal."""
+"""What a person sees of a benchmark: its progress, its JSON document, and tables."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from rich import box
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from ultraep_serve.client.prefill import PrefillResult
+from ultraep_serve.client.engine import Server
+from ultraep_serve.client.prefill import PrefillOptions, PrefillResult, measure_prefill
+from ultraep_serve.client.prompts import PromptSource
+from ultraep_serve.client.sidecar import Sidecar
 from ultraep_serve.machine import describe
 from ultraep_serve.types import Policy
 
-__all__ = ["prefill_document", "prefill_view"]
+__all__ = ["measure_with_progress", "prefill_document", "prefill_view"]
 
 SCHEMA_VERSION = 1
 Document = Mapping[str, Any]
+
+
+def measure_with_progress(
+    server: Server, sidecar: Sidecar, source: PromptSource, options: PrefillOptions
+) -> PrefillResult:
+    """``measure_prefill`` behind a progress bar.
+
+    It redraws between requests only: a thread of its own would take time from the server.
+    """
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, auto_refresh=False, transient=True) as progress:
+        task = progress.add_task("", total=options.num_requests, completed=-1)
+
+        def on_step(description: str) -> None:
+            progress.update(task, advance=1, description=description, refresh=True)
+
+        return measure_prefill(server, sidecar, source, options, on_step)
 
 
 def prefill_document(result: PrefillResult, url: str, model: str, command: str) -> dict[str, Any]:

@@ -16,9 +16,9 @@ from ultraep_serve.errors import BenchError, ConfigError
 __all__ = ["MAX_ROUNDS", "CommonWords", "FileText", "Openings", "PromptSource", "fitted_prompt"]
 
 FILLER = " a"  # one token in the vocabularies of practically every tokenizer
-MAX_FILLERS = 8  # longer gaps are filled with text of the source
+MAX_FILLERS = 8  # a longer gap is filled with text of the source
 MAX_ROUNDS = 12  # of fitting; three are usual
-OPENING_WORDS = 4  # enough that runs do not meet when first words run out
+OPENING_WORDS = 4  # enough that prompts differ once all first words were used
 MAX_WORD_CHARACTERS = 16  # scripts without spaces have "words" of any length
 CHARACTERS_PER_TOKEN = 5  # of running text; fitting corrects it
 
@@ -102,11 +102,7 @@ class Openings:
 
 
 def fitted_prompt(
-    openings: Openings,
-    source: PromptSource,
-    tokens: int,
-    seed: int,
-    count: Callable[[str], int],
+    openings: Openings, source: PromptSource, tokens: int, seed: int, count: Callable[[str], int]
 ) -> str:
     """An opening and text of ``source``, cut and filled until ``count`` finds ``tokens``.
 
@@ -136,7 +132,7 @@ def fitted_prompt(
 
 
 def _bare(word: str) -> str:
-    """Without punctuation, behind which two openings with the same first token could hide."""
+    """Without punctuation, which could be the first token of two openings."""
     return word.strip(string.punctuation) or word
 
 

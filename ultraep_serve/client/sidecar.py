@@ -18,11 +18,11 @@ __all__ = ["RecordProgress", "RecordingSidecar", "Sidecar"]
 
 logger = logging.getLogger(__name__)
 
-_CATCH_UP_SECONDS = 2.5  # the oldest its answers can be
+_CATCH_UP_SECONDS = 2.5  # the oldest that its answers can be
 
 REMEDIES = {
     401: "give the control token with --token, --token-file or ULTRAEP_CONTROL_TOKEN",
-    403: "start the server with a control token (ULTRAEP_CONTROL_TOKEN) and give the same one here",
+    403: "start the server with a control token (ULTRAEP_CONTROL_TOKEN) and give the same here",
     404: "give the sidecar's address with --sidecar (the engine's goes to --url)",
     409: "wait until its /readyz answers, and start the server without --policy off",
     503: "wait until its /readyz answers, then try again",
@@ -38,12 +38,16 @@ class Sidecar(Endpoint):
         super().__init__("the sidecar", "--sidecar", url, timeout_seconds)
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
 
+    def get(self, path: str) -> dict[str, Any]:
+        """The answer to a GET. Raises BenchError when refused."""
+        return self._object("GET", path)
+
     def policy(self) -> Policy:
         """The policy in force. Raises BenchError when the sidecar does not say."""
         name = self._object("GET", "/v1/config").get("policy")
         if not isinstance(name, str):
             raise BenchError(
-                f"{self.url}/v1/config names no policy in force: the engine is still loading, or "
+                f"{self.url}/v1/config names no policy in force: the engine is still loading or "
                 "was started with --policy off; wait, or start it with balancing on"
             )
         return parse_policy(name)
@@ -60,8 +64,8 @@ class Sidecar(Endpoint):
     def balance(self, since_ns: int, policy: Policy, batches: int = 0) -> dict[str, Any]:
         """Statistics of the batches since ``since_ns`` (wall clock, ns) under ``policy``.
 
-        Its answers are a little old, so it is asked until it knows of as many ``batches``, within
-        reason: it keeps no more than the last ones.
+        The sidecar reads records with some delay, and keeps the last ones only: this repeats until
+        its answer has ``batches``, for at most 2.5 seconds.
         """
         deadline = time.monotonic() + _CATCH_UP_SECONDS
         params = {"since_ns": since_ns, "policy": policy.value}
@@ -74,7 +78,7 @@ class Sidecar(Endpoint):
 
     @contextmanager
     def policy_restored(self) -> Iterator[None]:
-        """Whatever happens inside, Ctrl-C too: afterwards the policy is what it was before."""
+        """Restore the policy at the end, also after an error or Ctrl-C."""
         before = self.policy()
         try:
             yield
@@ -91,7 +95,7 @@ class Sidecar(Endpoint):
 
     def _checked(self, response: httpx.Response) -> httpx.Response:
         if not response.is_success:
-            raise self.refused(response, REMEDIES.get(response.status_code, "look at its log"))
+            raise self.refused(response, REMEDIES.get(response.status_code, "read its log"))
         return response
 
 
@@ -118,12 +122,12 @@ class RecordingSidecar(Sidecar):
         about = self._object("GET", "/v1/balance")
         ranks, mode = about.get("num_ranks"), about.get("mode")
         if not isinstance(ranks, int) or ranks < 1:
-            raise BenchError(f"{self.url}/v1/balance names no ranks; is that the sidecar?")
+            raise BenchError(f"{self.url}/v1/balance names no ranks; is it the sidecar's address?")
         share = max_bytes // ranks if mode == "data" else max_bytes
         self._max_bytes = max(share, 1 << 20)
         number = self._set(level, self._max_bytes).get("number")
         if not isinstance(number, int):
-            raise BenchError(f"{self.url} does not know recordings; update the server")
+            raise BenchError(f"{self.url} cannot record; update the server")
         return number
 
     def stop(self) -> None:
@@ -144,7 +148,7 @@ class RecordingSidecar(Sidecar):
                 is_open=any(spool["is_open"] for spool in spools),
             )
         except (KeyError, TypeError, ValueError) as error:
-            raise BenchError(f"{self.url}/v1/record answers with something else") from error
+            raise BenchError(f"{self.url}/v1/record has no {error}; update the server") from error
 
     def spools(self, number: int) -> list[bytes]:
         """The spools of all ranks of recording ``number``, which was stopped."""
@@ -154,7 +158,7 @@ class RecordingSidecar(Sidecar):
         return [self._spool(rank) for rank in progress.ranks]
 
     def forget(self) -> None:
-        """Give the server its shared memory back."""
+        """Free the server's shared memory."""
         self._checked(self.call("DELETE", "/v1/record", headers=self._headers))
 
     def _set(self, level: str, max_bytes: int | None = None) -> dict[str, Any]:
@@ -174,7 +178,7 @@ class RecordingSidecar(Sidecar):
                 for piece in response.iter_bytes():
                     content += piece
                     if len(content) > self._max_bytes + SLACK_BYTES:
-                        raise BenchError(f"rank {rank} sends more than it was allowed to record")
+                        raise BenchError(f"rank {rank} sends more than --max-mib allows")
             except httpx.TransportError as error:
                 raise self.unreachable(error) from error
         return bytes(content)

@@ -1,5 +1,4 @@
-"""Costs: what a layer takes and when moving weights pays, decided in every batch from integers.
+"""Costs: what a layer takes, measured at start-up (``calibration``) or given (``model``).
 
-``model`` holds the costs, ``calibration`` measures them at start-up, ``decide`` uses them. What a
-machine would gain, from data sheets or a trace, is in ``ultraep_serve.offline``.
+What a machine would gain, from data sheets or a trace, is in ``ultraep_serve.offline``.
 """

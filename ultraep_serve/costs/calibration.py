@@ -11,13 +11,7 @@ from ultraep_serve.costs.model import CostModel
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.types import ExpertShape
 
-__all__ = [
-    "LineFit",
-    "Probes",
-    "agreed_costs",
-    "fit",
-    "probe_loads",
-]
+__all__ = ["LineFit", "Probes", "agreed_costs", "fit", "probe_loads"]
 
 _ROWS_PER_MASTER = (16, 64, 256)  # assignments; enough for the kernel to run as in a prefill
 _MEASURED = (
@@ -31,9 +25,9 @@ _MEASURED = (
 
 @dataclass(frozen=True)
 class Probes:
-    """Seconds that a rank's own stages take, and how ranks tell each other; all call alike."""
+    """Timings of a rank's own stages, and the group's all-gather; all ranks call them alike."""
 
-    seconds: Callable[[Callable[[], object]], float]  # that something takes
+    seconds: Callable[[Callable[[], object]], float]  # that a call takes
     exchange: Callable[[], float]
     send_expert: Callable[[], float]
     plan: Callable[[], float]
@@ -49,8 +43,8 @@ def agreed_costs(
 ) -> CostModel:
     """The ``configured`` cost model (JSON), or where it is empty the mean of what ranks measure.
 
-    ``run_layer`` computes and combines a batch that gives every rank so many assignments. All ranks
-    call this together and get the same.
+    ``run_layer(n)`` computes and combines a batch that gives every rank ``n`` assignments. All
+    ranks call this together and get the same.
     """
     if configured:
         return CostModel.from_json(configured)
@@ -65,8 +59,7 @@ def _measure_costs(
 ) -> CostModel:
     """Time a layer, an expert's transfer, an exchange and a plan.
 
-    A share of a layer's time, the sum over ranks, does not grow with a rank's load; it is taken as
-    if it did.
+    The sum over ranks does not grow with one rank's load, but is counted as if it did.
     """
     sizes = [rows * shape.num_masters for rows in _ROWS_PER_MASTER]
     run_layer(sizes[0])
@@ -83,7 +76,7 @@ def _measure_costs(
 
 
 def probe_loads(shape: ExpertShape) -> NDArray[np.int64]:
-    """(R, E) for timing a plan: all that one rank's experts can be asked for."""
+    """Loads (R, E) for timing a plan: all tokens choose the first rank's experts."""
     loads = np.zeros((shape.num_ranks, shape.num_logical_experts), dtype=np.int64)
     loads[:, : shape.num_masters] = 1 + np.arange(shape.num_masters)
     return loads
@@ -91,11 +84,11 @@ def probe_loads(shape: ExpertShape) -> NDArray[np.int64]:
 
 @dataclass(frozen=True)
 class LineFit:
-    """``seconds = intercept + slope * work`` and how far it is off the measurements."""
+    """``seconds = intercept + slope * work``, and how far the measurements are from it."""
 
     slope: float  # seconds per unit of work
     intercept: float  # seconds, >= 0
-    worst_relative_error: float  # of the seconds that were measured
+    worst_relative_error: float  # of the measured seconds
 
     def predict(self, work: float) -> float:
         """Seconds for ``work``."""
@@ -105,15 +98,21 @@ class LineFit:
 def fit(samples: Sequence[tuple[float, float]]) -> LineFit:
     """Least squares through (assignments of the busiest rank, seconds of the layer).
 
-    The slope is ``seconds_per_assignment``, the intercept ``base_seconds``. Errors are weighed
-    relative to the measurement, because a prediction that is off by a share is as bad for a small
-    batch as for a large one. An intercept below zero cannot be: the line then goes through zero.
+    The slope is ``seconds_per_assignment``, the intercept ``base_seconds``. Errors are relative to
+    the measurement, so that small batches matter as much as large ones. Where the intercept would
+    be below zero, the line goes through zero.
 
     Raises:
         ConfigError: fewer than two different amounts of work, values that are not positive, or
             times that do not grow with the work.
     """
-    work, seconds = _columns(samples)
+    work, seconds = np.array(samples, np.float64).reshape(-1, 2).T
+    if np.unique(work).size < 2:
+        raise ConfigError(f"{work.size} samples do not make a line; measure two sizes or more")
+    if not (np.isfinite(work).all() and np.isfinite(seconds).all()):
+        raise ConfigError("measurements must be finite numbers")
+    if (work < 0).any() or (seconds <= 0).any():
+        raise ConfigError("work must be 0 or more and seconds more than 0")
     weights = 1 / seconds
     design = np.stack([np.ones_like(work), work], 1) * weights[:, None]
     # Columns of like size: assignments are thousands, and the solver's cut-off is relative.
@@ -129,19 +128,3 @@ def fit(samples: Sequence[tuple[float, float]]) -> LineFit:
         )
     errors = np.abs(intercept + slope * work - seconds) / seconds
     return LineFit(slope, intercept, float(errors.max()))
-
-
-def _columns(
-    samples: Sequence[tuple[float, float]],
-) -> tuple[
-    np.ndarray[tuple[int], np.dtype[np.float64]], np.ndarray[tuple[int], np.dtype[np.float64]]
-]:
-    work = np.array([sample[0] for sample in samples], np.float64)
-    seconds = np.array([sample[1] for sample in samples], np.float64)
-    if np.unique(work).size < 2:
-        raise ConfigError(f"{work.size} samples do not make a line; measure two sizes or more")
-    if not (np.isfinite(work).all() and np.isfinite(seconds).all()):
-        raise ConfigError("measurements must be finite numbers")
-    if (work < 0).any() or (seconds <= 0).any():
-        raise ConfigError("work must not be negative and seconds must be more than 0")
-    return work, seconds

@@ -1,27 +1,42 @@
-"""What a MoE layer costs: seconds per assignment, bytes per expert, bandwidth, fixed costs.
+"""What a MoE layer costs, and when moving weights pays.
 
 A layer of one batch takes
 
     base + other * tokens of a rank
          + max over ranks of max(assignment * assignments, read * experts held)
-         + [where loads are weighed] exchange
+         + [where loads are exchanged] exchange
          + [where experts are copied] plan + exposed * transfer
 
 The second line is a roofline: a rank computes its assignments, but no faster than it can read the
-weights of the experts it holds. Predictions are floats; decisions are integers (``decide``).
+weights of the experts it holds. Predictions are floats. Decisions are integers, picoseconds, which
+neither round nor overflow: from loads and plan alone every rank decides alike.
 """
 
 import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ultraep_serve.errors import ConfigError
+from ultraep_serve.files import parse_object
+from ultraep_serve.types import ExpertShape, IntArray
 
-__all__ = ["PICOSECONDS", "CostModel", "IntegerCosts"]
+__all__ = [
+    "CostModel",
+    "IntegerCosts",
+    "Transfer",
+    "overhead_picoseconds",
+    "pick_relay",
+    "saved_picoseconds",
+    "transfer_of",
+]
 
-PICOSECONDS = 10**12  # per second
+_PICOSECONDS = 10**12  # per second
 
 
 @dataclass(frozen=True)
@@ -38,28 +53,28 @@ class IntegerCosts:
 
 @dataclass(frozen=True)
 class CostModel:
-    """Costs on one kind of rank. Raises ConfigError for values that cannot be."""
+    """Costs on one kind of rank. Raises ConfigError for values out of range."""
 
-    seconds_per_assignment: (
-        float  # compute and what of dispatch and combine grows with a rank's load
-    )
+    seconds_per_assignment: float  # computing it, and its part of dispatch and combine
     bytes_per_expert: int  # all of an expert's weights and scales
     link_bytes_per_second: float  # what one rank sends to others, achieved
-    exchange_seconds: float = 0.0  # per layer that balancing looks at: count, exchange
+    exchange_seconds: float = 0.0  # per layer whose loads are exchanged: count, exchange
     plan_seconds: float = 0.0  # per layer that is planned: plan, reroute, launches
     base_seconds: float = 0.0  # per MoE layer, whatever the load: launches
-    other_seconds_per_token: float = (
-        0.0  # per MoE layer and token of a rank: attention, shared expert
-    )
+    other_seconds_per_token: float = 0.0  # per layer and token of a rank: attention, shared expert
     read_seconds_per_expert: float = 0.0  # reading one expert's weights from the rank's own memory
     exposed_fraction: float = 1.0  # of a transfer that nothing else hides
     relay_hop_seconds: float = 0.0  # until a relay has its first chunk and forwards it
 
     def __post_init__(self) -> None:
-        for name in ("seconds_per_assignment", "bytes_per_expert", "link_bytes_per_second"):
-            _require(name, getattr(self, name), low_is_legal=False)
         for field in fields(self):
-            _require(field.name, getattr(self, field.name), low_is_legal=True)
+            name, value = field.name, getattr(self, field.name)
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not is_number or not math.isfinite(value):
+                raise ConfigError(f"{name} = {value!r} must be a number")
+            if value < 0 or (value == 0 and name in _REQUIRED):
+                least = "more than 0" if name in _REQUIRED else "0 or more"
+                raise ConfigError(f"{name} = {value!r} must be {least}")
         if self.exposed_fraction > 1:
             raise ConfigError(f"exposed_fraction = {self.exposed_fraction} must be 0 to 1")
 
@@ -69,9 +84,9 @@ class CostModel:
         return self.exposed_fraction * self.bytes_per_expert / self.link_bytes_per_second
 
     def integer_costs(self) -> IntegerCosts:
-        """Rounded to picoseconds: half the error of the last digit, far below what is measured.
+        """Rounded to picoseconds, far below what can be measured.
 
-        Models fitted at run time differ between ranks: one rank's must be sent to all.
+        Models that ranks measure differ: one rank's, or a mean that all agree on, must go to all.
         """
         return IntegerCosts(
             per_assignment=max(1, _picoseconds(self.seconds_per_assignment)),
@@ -89,13 +104,16 @@ class CostModel:
     @classmethod
     def from_json(cls, text: str) -> "CostModel":
         """Parse ``to_json``'s output. Raises ConfigError for unknown, missing or bad values."""
+        return cls.from_mapping(parse_object(text, "the cost model"))
+
+    @classmethod
+    def from_file(cls, path: Path) -> "CostModel":
+        """Read ``to_json``'s output. Raises ConfigError, also where the file cannot be read."""
         try:
-            values = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"the cost model is not JSON: {error}") from error
-        if not isinstance(values, dict):
-            raise ConfigError("the cost model must be a JSON object")
-        return cls.from_mapping(values)
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"the cost model in {path} cannot be read: {error}") from error
+        return cls.from_json(text)
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> "CostModel":
@@ -103,19 +121,78 @@ class CostModel:
         known = {field.name for field in fields(cls)}
         if unknown := sorted(set(values) - known):
             raise ConfigError(f"unknown costs {unknown}; choose from {sorted(known)}")
-        needed = ("seconds_per_assignment", "bytes_per_expert", "link_bytes_per_second")
-        if missing := [name for name in needed if name not in values]:
+        if missing := [name for name in _REQUIRED if name not in values]:
             raise ConfigError(f"the cost model must also have {missing}")
         return cls(**values)
 
 
+_REQUIRED = ("seconds_per_assignment", "bytes_per_expert", "link_bytes_per_second")
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """What the busiest rank sends and receives."""
+
+    busiest_sender: int  # experts sent by one rank
+    busiest_receiver: int  # experts received by one rank
+    relayed: bool = False
+
+    @property
+    def busiest_link(self) -> int:
+        """Experts on the busiest link in either direction; links are full duplex."""
+        return max(self.busiest_sender, self.busiest_receiver)
+
+
+def transfer_of(
+    slot_expert: IntArray, num_masters: int, parents: NDArray[np.integer] | None = None
+) -> Transfer:
+    """The transfer of ``slot_expert`` (R, S), -1 empty.
+
+    ``parents`` (R, S), as planned for relays: -1 the master sends, else the slot that does,
+    ``rank * S + slot``.
+    """
+    ranks, slots = np.nonzero(slot_expert >= 0)
+    if not ranks.size:
+        return Transfer(0, 0)
+    num_ranks, num_slots = slot_expert.shape
+    senders = slot_expert[ranks, slots].astype(np.int64) // num_masters
+    relayed = False
+    if parents is not None:
+        parent = parents[ranks, slots].astype(np.int64)
+        senders = np.where(parent >= 0, parent // num_slots, senders)
+        relayed = bool((parent >= 0).any())
+    return Transfer(
+        busiest_sender=int(np.bincount(senders, minlength=num_ranks).max()),
+        busiest_receiver=int(np.bincount(ranks, minlength=num_ranks).max()),
+        relayed=relayed,
+    )
+
+
+def saved_picoseconds(
+    before: int, after: int, shape: ExpertShape, transfer: Transfer, costs: IntegerCosts
+) -> int:
+    """Time that following a plan saves, once loads are known; negative where it costs.
+
+    ``before`` and ``after`` are the assignments of the busiest rank. Only the slots that the
+    transfer fills are read beside the masters.
+    """
+    masters = shape.num_masters
+    held = masters + transfer.busiest_receiver
+    unbalanced = max(before * costs.per_assignment, masters * costs.per_expert_read)
+    balanced = max(after * costs.per_assignment, held * costs.per_expert_read)
+    return unbalanced - balanced - overhead_picoseconds(transfer, costs)
+
+
+def overhead_picoseconds(transfer: Transfer, costs: IntegerCosts) -> int:
+    """Planning and the exposed transfer of one layer; the exchange is spent either way."""
+    moved = transfer.busiest_link * costs.per_expert_sent
+    return costs.plan + moved + (costs.per_relay_hop if transfer.relayed else 0)
+
+
+def pick_relay(direct: Transfer, relayed: Transfer, costs: IntegerCosts) -> bool:
+    """Whether the relayed transfer takes less time than the direct one."""
+    return overhead_picoseconds(relayed, costs) < overhead_picoseconds(direct, costs)
+
+
 def _picoseconds(seconds: float) -> int:
-    return round(seconds * PICOSECONDS)
-
-
-def _require(name: str, value: object, *, low_is_legal: bool) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise ConfigError(f"{name} = {value!r} must be a number")
-    if value < 0 or (value == 0 and not low_is_legal):
-        legal = "0 or more" if low_is_legal else "more than 0"
-        raise ConfigError(f"{name} = {value!r} must be {legal}")
+    return round(seconds * _PICOSECONDS)

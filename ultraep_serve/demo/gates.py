@@ -5,7 +5,7 @@ Inputs: what the gate sees on calibration text, h (T, H), and each token's domai
     gate = noise + bias @ detectors
 
 ``noise`` has no component along any domain's mean of h, so it only spreads tokens over experts.
-``detectors`` (D, H) read off a token's domain: detector d answers about 1 on domain d and 0 on the
+``detectors`` (D, H) recognise a token's domain: detector d gives about 1 on domain d and 0 on the
 others. ``bias`` (E, D) is tuned until the measured shares of tokens meet the profile.
 
 Shape letters: T tokens, H hidden size, E experts, R ranks, K experts per token, D domains.
@@ -22,17 +22,15 @@ from torch import Tensor
 
 from ultraep_serve.demo.spec import MAX_EXPERT_SHARE, ModelSpec
 
-__all__ = ["NUM_HOT", "calibrate_gate", "hot_rank", "one_thread", "select_experts", "target_shares"]
+__all__ = ["NUM_HOT", "calibrate_gate", "domain_means", "hot_rank", "one_thread", "target_shares"]
 
 ITERATIONS = 100
 NUM_HOT = 2  # experts of the hot rank that take most of its load: what two replica slots can move
-RIDGE = (
-    3e-2  # relative to the mean variance of h; keeps detectors small, so rounding them is harmless
-)
+RIDGE = 3e-2  # relative to the mean variance of h; keeps detectors small, so they can be rounded
 PASSAGE = 64  # tokens
 PASSAGE_WEIGHT = 300.0  # of passage means in the covariance that rows are made with; 64 is neutral
 PAIR_NOISE = 0.05  # relative difference between the rows of a balanced model's i-th experts
-SPREAD = {"qwen3_moe": 2.0, "glm4_moe": 1.0}  # of router logits; sigmoids saturate, so less there
+SPREAD = {"qwen3_moe": 2.0, "glm4_moe": 1.0}  # of router logits; less for sigmoids, which saturate
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,7 @@ def calibrate_gate(
 
     ``token_domain`` (T,) indexes ``spec.domains``; ``score_bias`` (E,) is GLM's correction bias.
     """
-    means = torch.stack([hidden[token_domain == d].mean(0) for d in range(len(spec.domains))])
+    means = domain_means(hidden, token_domain, spec)
     covariance = _penalised_covariance(hidden - means[token_domain])
     detectors = _detectors(covariance, means)
     noise = _noise_rows(covariance, means, spec, generator)
@@ -67,6 +65,11 @@ def calibrate_gate(
     with one_thread():
         bias = _tune(problem, score_bias, spec)
     return noise + bias @ detectors
+
+
+def domain_means(hidden: Tensor, token_domain: Tensor, spec: ModelSpec) -> Tensor:
+    """Mean (D, H) of ``hidden`` (T, H) over the tokens of each domain."""
+    return torch.stack([hidden[token_domain == d].mean(0) for d in range(len(spec.domains))])
 
 
 def target_shares(spec: ModelSpec, layer: int, domain: int) -> Tensor:
@@ -115,7 +118,7 @@ def _penalised_covariance(within: Tensor) -> Tensor:
     """Covariance (H, H) of ``within`` (T, H), counting heavily what whole passages have in common.
 
     Attention gives neighbouring tokens common parts that differ from text to text; a gate that
-    listened to them would skew each batch its own way.
+    depended on them would skew each batch in another way.
     """
     passages = within.view(-1, PASSAGE, within.shape[1]).mean(1)
     covariance = within.T @ within / len(within)
@@ -167,7 +170,7 @@ def _tune(problem: _Problem, score_bias: Tensor | None, spec: ModelSpec) -> Tens
         update = _logit(problem.target) - _logit(shares)
         update += _rank_update(shares, problem.target, spec)
         bias = bias + step * update.clamp(-2, 2).T
-        bias = bias - bias.mean(0)  # sigmoids see the level too: keep it where they are steep
+        bias = bias - bias.mean(0)  # sigmoids depend on the level too: keep it where they are steep
     return best
 
 
@@ -188,7 +191,7 @@ def _rank_error(shares: Tensor, target: Tensor, spec: ModelSpec) -> float:
 
 
 def _rank_update(shares: Tensor, target: Tensor, spec: ModelSpec) -> Tensor:
-    """Push (D, E) on whole ranks: errors of single experts may remain, the rank's must vanish."""
+    """Correction (D, E) for whole ranks: errors of single experts may remain, theirs must not."""
     push = (_rank_sums(target, spec) / _rank_sums(shares, spec).clamp_min(1e-3)).log()
     return push.repeat_interleave(spec.experts_per_rank, dim=1)
 

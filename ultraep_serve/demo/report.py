@@ -1,4 +1,4 @@
-"""The figures of `ultraep-serve demo`: one benchmark and one check of tokens, on one screen."""
+"""The figures of `ultraep-serve demo` on one screen: a benchmark and a comparison of tokens."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -69,10 +69,7 @@ def _imbalance_bars(imbalance: Mapping[str, Any]) -> RenderableType:
     if before["mean"] is None or after["mean"] is None:
         return Text("no batch was balanced", style="yellow")
     table = Table.grid(padding=(0, 2))
-    for label, figures, policy in (
-        ("before", before, Policy.OFF),
-        ("after", after, Policy.QUOTA),
-    ):
+    for label, figures, policy in (("before", before, Policy.OFF), ("after", after, Policy.QUOTA)):
         bar = _bar(figures["mean"], before["mean"], policy)
         table.add_row(label, bar, f"{figures['mean']:.2f}", f"worst {figures['max']:.2f}")
     return table
@@ -93,7 +90,7 @@ def _time_bars(rows: list[dict[str, Any]]) -> Table:
 
 
 def _note(row: Mapping[str, Any], policy: Policy) -> str:
-    """Beside balancing's bar what it brought; beside the ideal's how much of the way that is."""
+    """Beside the bar of quota its gain; beside that of ideal how much of the gap was closed."""
     off, quota = row["ttft_seconds"]["off"], row["ttft_seconds"]["quota"]
     notes = []
     if policy is Policy.QUOTA:

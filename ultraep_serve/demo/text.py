@@ -120,7 +120,7 @@ def save_tokenizer(path: Path, domains: tuple[str, ...], max_length: int) -> Non
         model_max_length=max_length,
         clean_up_tokenization_spaces=False,
     )
-    # Chat requests then work too, and still cost one token per word.
+    # Chat requests then work too, at one token per word.
     fast.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
     fast.save_pretrained(path)
 

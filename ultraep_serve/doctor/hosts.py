@@ -1,4 +1,4 @@
-"""How ranks lie on hosts and in domains, and which of this host's ranks NVLink joins."""
+"""Which ranks are on which host and in which domain, and which of them NVLink joins."""
 
 from ultraep_serve.doctor.finding import Finding, Subject, error, ok, warning
 from ultraep_serve.doctor.gpus import NvidiaSmi, link_domains, nvidia_smi
@@ -7,42 +7,38 @@ from ultraep_serve.topology import domain_of
 __all__ = ["check_domains", "check_hosts"]
 
 
-def check_hosts(subject: Subject) -> list[Finding]:
+def check_hosts(subject: Subject) -> Finding:
     """Whether every host gets equally many ranks, as domains need."""
     ranks, here = subject.num_ranks, subject.ranks_here
     if ranks % here:
-        return [
-            error(
-                "hosts",
-                f"{ranks} ranks, {here} of them on this host: others would hold fewer or more",
-                f"start equally many ranks on each host: {_listed(_divisors(ranks))}",
-                ranks=ranks,
-                ranks_here=here,
-            )
-        ]
+        return error(
+            "hosts",
+            f"{ranks} ranks, {here} of them on this host: others would hold fewer or more",
+            f"start equally many ranks on each host: {_listed(_divisors(ranks))}",
+            ranks=ranks,
+            ranks_here=here,
+        )
     hosts = ranks // here
     seen = f"{ranks} ranks on {hosts} hosts, {here} on each" if hosts > 1 else f"{ranks} ranks here"
-    return [ok("hosts", seen, ranks=ranks, ranks_here=here, hosts=hosts)]
+    return ok("hosts", seen, ranks=ranks, ranks_here=here, hosts=hosts)
 
 
-def check_domains(subject: Subject, run: NvidiaSmi = nvidia_smi) -> list[Finding]:
+def check_domains(subject: Subject, run: NvidiaSmi = nvidia_smi) -> Finding:
     """Whether --domain-size divides a host, and NVLink joins the ranks of each domain."""
     here, size = subject.ranks_here, subject.domain_size or subject.ranks_here
     if here % size:
-        return [
-            error(
-                "domains",
-                f"--domain-size {size} does not divide the {here} ranks of a host",
-                f"choose one that does: {_listed(_divisors(here))}; or 0, for a whole host",
-                ranks_here=here,
-                domain_size=size,
-            )
-        ]
+        return error(
+            "domains",
+            f"--domain-size {size} does not divide the {here} ranks of a host",
+            f"choose one that does: {_listed(_divisors(here))}; or 0, for a whole host",
+            ranks_here=here,
+            domain_size=size,
+        )
     num_domains = subject.num_ranks // size
     seen = f"{num_domains} of {size} ranks each" if num_domains > 1 else f"one of {size} ranks"
     joined = _joined_ranks(here, run(["topo", "-m"]))
     if joined is None:
-        return [ok("domains", seen, domain_size=size)]
+        return ok("domains", seen, domain_size=size)
     fitting = _fitting_size(here, joined)
     figures = {"domain_size": size, "fitting_domain_size": fitting, "nvlink_domains": joined}
     shown = "; ".join(",".join(map(str, ranks)) for ranks in joined)
@@ -50,13 +46,13 @@ def check_domains(subject: Subject, run: NvidiaSmi = nvidia_smi) -> list[Finding
     if _fits(here, size, joined):
         if size < fitting:
             seen += f", so --domain-size {fitting} would fit too and even out more"
-        return [ok("domains", seen, **figures)]
+        return ok("domains", seen, **figures)
     if fitting == 1:
         remedy = "order the GPUs so that ranks joined by NVLink follow each other"
         remedy += " (CUDA_VISIBLE_DEVICES); weights would leave NVLink in any domain"
     else:
         remedy = f"--domain-size {fitting}: weights then move over NVLink alone"
-    return [warning("domains", seen, remedy, **figures)]
+    return warning("domains", seen, remedy, **figures)
 
 
 def _joined_ranks(here: int, matrix: str | None) -> list[list[int]] | None:

@@ -1,4 +1,4 @@
-"""What a model needs: experts that divide over ranks, memory for slots, weights and KV cache."""
+"""What a model needs: experts that divide evenly, memory for weights, slots and KV cache."""
 
 from pathlib import Path
 
@@ -6,19 +6,15 @@ from ultraep_serve.doctor.finding import Finding, Subject, error, ok, size, warn
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.launcher.run_directory import is_running
 from ultraep_serve.machine import available_memory
-from ultraep_serve.offline.predict import slot_memory
 from ultraep_serve.offline.shapes import ModelShape, model_shape, weight_bits
 
 __all__ = ["check_model"]
 
-_BYTES_PER_KIB = 1024
 _TIGHT = 0.9  # of the memory; what is left is for activations and the rest of the machine
 
 
 def check_model(
-    subject: Subject,
-    meminfo: Path = Path("/proc/meminfo"),
-    cgroup: Path = Path("/sys/fs/cgroup"),
+    subject: Subject, meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")
 ) -> list[Finding]:
     """Experts and memory of the subject's model; nothing where no model is given."""
     if subject.model is None:
@@ -51,12 +47,13 @@ def _check_experts(shape: ModelShape, subject: Subject) -> Finding:
 
 
 def _slots(shape: ModelShape, subject: Subject) -> Finding:
-    memory = slot_memory(shape, subject.num_slots, subject.weight_type)
-    tokens = memory.shared // shape.kv_bytes_per_token
+    expert = shape.expert_bytes(subject.weight_type)
+    pool = subject.num_slots * expert
+    tokens = pool // shape.kv_bytes_per_token
     return ok(
         "slots",
-        f"{subject.num_slots} per rank, {size(memory.bytes_per_expert)} each, shared by all "
-        f"layers: {size(memory.shared)} per rank, the KV cache of {tokens} tokens",
+        f"{subject.num_slots} per rank, {size(expert)} each, shared by all layers: {size(pool)} "
+        f"per rank, the KV cache of {tokens} tokens",
     )
 
 
@@ -64,10 +61,10 @@ def _check_memory(shape: ModelShape, subject: Subject, available: int | None) ->
     """A host holds its share of the weights; embeddings and activations come on top."""
     share = subject.ranks_here / subject.num_ranks
     weights = round(shape.weights * share * weight_bits(subject.weight_type) / 8)
-    slots = subject.ranks_here * slot_memory(shape, subject.num_slots, subject.weight_type).shared
+    slots = subject.ranks_here * subject.num_slots * shape.expert_bytes(subject.weight_type)
     seen = f"weights {size(weights)} and slots {size(slots)} on this host"
     if available is None:
-        remedy = "compare them with the machine's memory yourself"
+        remedy = "compare this with the machine's memory"
         return warning("memory", f"{seen}; available memory is not known", remedy)
     left = available - weights - slots
     seen += f", {size(available)} available"
@@ -82,10 +79,8 @@ def _check_memory(shape: ModelShape, subject: Subject, available: int | None) ->
 
 def _available(meminfo: Path, cgroup: Path) -> int | None:
     """Bytes that this process may still take, by the machine and by its control group."""
-    limits = [
-        limit for limit in (available_memory(meminfo), _container(cgroup)) if limit is not None
-    ]
-    return min(limits, default=None)
+    limits = (available_memory(meminfo), _container(cgroup))
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def _container(cgroup: Path) -> int | None:

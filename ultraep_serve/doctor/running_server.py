@@ -1,13 +1,13 @@
 """Ports that are free, and the health of a server that runs."""
 
 import json
-import socket
 import urllib.error
 import urllib.request
 from typing import Any
 
 from ultraep_serve.doctor.finding import Finding, Subject, error, ok, warning
 from ultraep_serve.launcher.run_directory import is_running, run_directory_of_port
+from ultraep_serve.machine import why_not_listen
 
 __all__ = ["check_ports", "check_server"]
 
@@ -34,7 +34,7 @@ def check_server(subject: Subject) -> list[Finding]:
     if not is_running(subject.port):
         seen = f"no balanced server of this user runs on port {subject.port}"
         place = run_directory_of_port(subject.port)
-        remedy = f"start one, or look as the user who did; each server of yours has a {place}"
+        remedy = f"start one, or run this as the user who did (a server has a {place})"
         return [warning("server", seen, remedy)]
     findings = []
     if subject.serves:
@@ -57,7 +57,7 @@ def _engine_health(port: int, answer: "tuple[int, bytes] | str") -> Finding:
 def _readiness(port: int, answer: "tuple[int, bytes] | str") -> Finding:
     name = "balancing"
     if isinstance(answer, str):
-        remedy = "name its port with --sidecar-port; a server with --policy off has none"
+        remedy = "give its port with --sidecar-port; a server with --policy off has none"
         return error(name, f"sidecar, port {port}: {answer}", remedy)
     code, body = answer
     if code == 200:
@@ -77,34 +77,24 @@ def _reasons(body: bytes) -> dict[str, Any]:
 
 
 def _check_default(title: str, port: int) -> Finding:
-    taken = [number for number in (port, port + 1) if not _is_free(number)]
+    taken = [number for number in (port, port + 1) if why_not_listen("0.0.0.0", number)]
     if not taken:
         return ok("ports", f"{port} and {port + 1}, {title}'s server and sidecar, are free")
     seen = f"{', '.join(map(str, taken))} of {title}'s {port} and {port + 1} in use"
-    remedy = "choose others with --port and --sidecar-port; see who holds them with ss -ltnp"
+    remedy = "choose others with --port and --sidecar-port; `ss -ltnp` shows what uses them"
     return warning("ports", seen, remedy)
 
 
 def _check_port(port: int, who: str) -> Finding:
-    if _is_free(port):
+    if why_not_listen("0.0.0.0", port) is None:
         return ok("ports", f"{port} is free for {who}")
     flag = "--port" if who == "the server" else "--sidecar-port"
-    remedy = f"stop who holds it (ss -ltnp), or choose another {flag}"
-    return error("ports", f"{port}, wanted for {who}, is in use by another program", remedy)
+    remedy = f"stop what uses it (`ss -ltnp` shows that), or choose another {flag}"
+    return error("ports", f"{port}, needed for {who}, is in use by another program", remedy)
 
 
 def _sidecar_port(subject: Subject) -> int:
     return subject.sidecar_port or (subject.port or 0) + 1
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket(socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("0.0.0.0", port))
-        except OSError:
-            return False
-        return True
 
 
 def _get(url: str) -> "tuple[int, bytes] | str":

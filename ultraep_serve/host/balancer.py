@@ -17,11 +17,16 @@ from ultraep_kernels.host.relays import relay_parents
 from ultraep_kernels.host.reroute import reroute
 
 from ultraep_serve.backend import GroupSetup, LayerSlots, PolicySource
-from ultraep_serve.costs.decide import Transfer, pick_relay, saved_picoseconds, transfer_of
-from ultraep_serve.costs.model import IntegerCosts
+from ultraep_serve.costs.model import (
+    IntegerCosts,
+    Transfer,
+    pick_relay,
+    saved_picoseconds,
+    transfer_of,
+)
 from ultraep_serve.host.fabric import HostFabric
 from ultraep_serve.physical import experts_sent, forced_ids, identity_table, master_ids
-from ultraep_serve.planner.eplb import LoadHistory
+from ultraep_serve.planner.eplb_slots import LoadHistory
 from ultraep_serve.planner.quota import plan_quota
 from ultraep_serve.ring.recorder import Recorder, Stopwatch
 from ultraep_serve.types import Decision, ExpertShape, IntArray, Plan, Policy, Stage, TokenView
@@ -168,7 +173,7 @@ class HostBalancer:
         if self._batch_policy is Policy.IDEAL:
             return Decision.FORCED, None
         if self._batch_policy is Policy.EPLB_SLOTS:
-            stale = self._history.plan_eplb(
+            stale = self._history.plan(
                 layer, loads, self._shape, self._source_rank, self._domain_size
             )
             return (Decision.PLANNED if stale else Decision.UNPROFITABLE), stale

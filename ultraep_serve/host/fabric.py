@@ -41,7 +41,7 @@ _LIVENESS_SECONDS = 0.05  # between two looks at whether the other processes sti
 
 @dataclass(frozen=True)
 class _Handshake:
-    """What a rank tells the others about itself."""
+    """What a rank publishes about itself."""
 
     process: int
     segment: int  # file descriptor
@@ -191,7 +191,7 @@ class HostFabric:
         return bool(wait_flags(flags, self.epoch, spins) == flags.size)
 
     def _wait(self, is_done: Callable[[int], bool], what: str) -> None:
-        """Return once ``is_done``, which looks as often as it is told to.
+        """Return once ``is_done(polls)``, which makes so many polls, is true.
 
         Looks on for some microseconds, then lets others have the core between looks, then naps:
         where ranks outnumber cores, the one waited for needs this one's.

@@ -1,7 +1,7 @@
-"""The directory in shared memory where the processes of one server meet.
+"""The directory in shared memory that the processes of one server share.
 
-It belongs to whoever holds the lock in it. A directory without a holder is left over from a server
-that was killed; the next start removes it.
+It belongs to the process that holds the lock in it. A directory whose lock is free is left over
+from a server that was killed; the next start removes it.
 """
 
 import fcntl
@@ -57,7 +57,7 @@ def run_directory(port: int) -> Iterator[Path]:
 
 
 def abandoned_run_directories() -> list[Path]:
-    """What servers of this user left that were killed; the next start removes it."""
+    """Directories of this user's servers that were killed; the next start removes them."""
     with _one_start_at_a_time():
         return _abandoned()
 
@@ -70,7 +70,7 @@ def is_running(port: int) -> bool:
 
 @contextmanager
 def _one_start_at_a_time() -> Iterator[None]:
-    """Otherwise one start could take another's directory, not locked yet, for abandoned."""
+    """Otherwise a start could take a directory that is not locked yet for an abandoned one."""
     directory = os.open(_SHARED_MEMORY, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(directory, fcntl.LOCK_EX)

@@ -1,4 +1,4 @@
-"""Two children, the engine's server and the sidecar: start, watch, stop, leave nothing behind."""
+"""Two child processes, the engine's server and the sidecar: start, watch and stop them."""
 
 import ctypes
 import os
@@ -23,7 +23,7 @@ __all__ = ["EngineCommand", "supervise"]
 
 _PR_SET_PDEATHSIG = 1
 _STOP_SECONDS = 30.0
-_ASKED_SECONDS = 50.0  # for requests to be finished; a pod usually gets 60
+_ASKED_SECONDS = 50.0  # for requests to end after a signal; a pod usually gets 60
 _GROUP_SECONDS = 5.0
 _HEALTH_SECONDS = 2.0
 _LOOK_SECONDS = 1.0
@@ -70,17 +70,17 @@ def supervise(
         raise UnsupportedError(watch.problem)
     if code == 0 and config.policy is not Policy.OFF and not signals.received:
         raise EngineEndedError(
-            "the engine ended although nobody asked it to, so a rank is lost, or another host was "
+            "the engine ended without being stopped, so a rank is lost, or another host was "
             "stopped; its log above says why; start it again"
         )
     return code if code >= 0 else 128 - code
 
 
 class _BalanceWatch:
-    """Checks, once the engine answers, that every rank of this host is really balanced.
+    """Checks, once the engine answers, that every rank of this host is balanced.
 
-    Where a host has no server, nothing says that loading is over. Ranks there that balance nothing
-    are missed by the first host's, which wait for them while loading.
+    On a host without a server nothing shows that loading is over. Ranks there that do not balance
+    are noticed by those of the first host, which wait for them while loading.
     """
 
     def __init__(self, engine: EngineCommand, config: BalanceConfig) -> None:
@@ -155,13 +155,13 @@ def _start(arguments: list[str], environment: dict[str, str]) -> subprocess.Pope
 
 
 def _wait(child: subprocess.Popen[bytes], signals: _forwarded_signals) -> int:
-    """Its exit code. Looks from time to time instead of blocking for good.
+    """Its exit code. Waits in steps instead of blocking.
 
     A signal that arrives just before a blocking wait begins would not be handled until it ends. A
-    child that was asked to end and does not is killed: ranks of SGLang on other hosts than the
-    first, for one, only wait to hear of it from there.
+    child that does not end after a signal is killed: ranks of SGLang on other hosts than the first
+    wait for the first host to end them.
     """
-    asked: float | None = None  # when it was seen
+    asked: float | None = None  # when a signal was seen
     while True:
         try:
             return child.wait(_LOOK_SECONDS)
@@ -173,7 +173,7 @@ def _wait(child: subprocess.Popen[bytes], signals: _forwarded_signals) -> int:
 
 
 def _stop(child: subprocess.Popen[bytes]) -> None:
-    """Ask, wait, then kill the child and whatever it started."""
+    """Terminate, wait, then kill the child and whatever it started."""
     if child.poll() is None:
         child.terminate()
         try:
@@ -185,7 +185,7 @@ def _stop(child: subprocess.Popen[bytes]) -> None:
 
 
 def _end_group(group: int) -> None:
-    """End what is left of a process group, with some time to remove its own shared memory."""
+    """End what is left of a process group, after some time to remove its own shared memory."""
     deadline = time.monotonic() + _GROUP_SECONDS
     try:
         os.killpg(group, signal.SIGTERM)

@@ -1,6 +1,6 @@
-"""Away from the server: traces, replay, comparators and advice.
+"""What needs no server: traces, replay, comparators and advice.
 
-``trace`` holds routing, ``store`` and ``parquet`` files of it, ``workloads`` makes some up and
-``recorded`` takes it from a server; ``replay`` plans it under any policy of ``comparators``, and
-``advice`` says what that would gain on named ``hardware``.
+``trace`` holds routing, ``store`` reads and writes it, ``workloads`` generates it and ``recorded``
+takes it from a server. ``replay`` plans it with any policy of ``comparators``, and ``advice``
+predicts what that would gain on named ``hardware``.
 """

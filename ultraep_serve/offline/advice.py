@@ -12,29 +12,28 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from ultraep_serve.costs.decide import Transfer, saved_picoseconds, transfer_of
+from ultraep_serve.costs.model import Transfer, saved_picoseconds, transfer_of
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.offline.comparators import PolicyFunction, policy_function
+from ultraep_serve.offline.comparators.placement import Placement
 from ultraep_serve.offline.hardware import Estimate
 from ultraep_serve.offline.predict import (
-    IDLE,
+    NOTHING_MOVED,
     Prefill,
     break_even_tokens,
     layer_seconds,
     prefill_seconds,
     residual_imbalance,
-    slot_memory,
 )
 from ultraep_serve.offline.shapes import ModelShape
 from ultraep_serve.offline.store import load_trace
 from ultraep_serve.offline.trace import PREFILL, LoadTrace, Trace, batches, of_phase
 from ultraep_serve.planner.checks import imbalance_floor
-from ultraep_serve.planner.placement import Placement
+from ultraep_serve.planner.eplb_slots import HISTORY_BATCHES
 from ultraep_serve.types import ExpertShape, IntArray, imbalance
 
 __all__ = [
     "FROM_PAST",
-    "HISTORY_BATCHES",
     "NEEDS_NO_SLOTS",
     "Advice",
     "Outcome",
@@ -43,10 +42,9 @@ __all__ = [
     "prefill_batches",
 ]
 
-WITHIN_BATCH = ("quota", "llep", "exact")  # weights move in the batch whose loads ask for it
+WITHIN_BATCH = ("quota", "llep", "exact")  # weights move in the batch that needs them
 FROM_PAST = ("eplb", "eplb-slots", "lplb")  # weights moved between batches
 NEEDS_NO_SLOTS = ("off", "ideal", "llep", "exact")  # the number of slots does not matter to them
-HISTORY_BATCHES = 8  # shown to policies that look back
 Counts = NDArray[np.int64]
 
 
@@ -73,6 +71,10 @@ class Setting:
         """The sizes a plan depends on."""
         return ExpertShape(self.num_ranks, self.shape.num_experts, slots)
 
+    def tokens(self, loads: Counts) -> float:
+        """Tokens over all ranks of a layer with ``loads`` (R, E)."""
+        return float(loads.sum()) / self.shape.experts_per_token
+
 
 @dataclass
 class Outcome:
@@ -81,7 +83,7 @@ class Outcome:
     policy: str
     slots: int
     imbalance: list[float] = field(default_factory=list)  # as served, mean over layers
-    planned: list[float] = field(default_factory=list)  # were every plan followed
+    planned: list[float] = field(default_factory=list)  # if every plan were followed
     seconds: list[float] = field(default_factory=list)  # predicted, whole prefill
     moved_layers: int = 0  # where experts were copied
     layers: int = 0
@@ -95,7 +97,7 @@ class Outcome:
 
     @property
     def planned_imbalance(self) -> float:
-        """Over layers and batches, were every plan followed, whether it pays or not."""
+        """Over layers and batches, if every plan were followed, whether it pays or not."""
         return float(np.mean(self.planned))
 
     @property
@@ -107,17 +109,17 @@ class Outcome:
     def memory_bytes(self, setting: Setting) -> int:
         """Replica memory per rank: a pool for all layers, or redundant experts in every one."""
         slots = max(self.slots, self.slots_needed)
-        memory = slot_memory(setting.shape, slots, setting.weight_type)
-        return memory.per_layer if self.policy in FROM_PAST else memory.shared
+        pools = setting.shape.num_moe_layers if self.policy in FROM_PAST else 1
+        return pools * slots * setting.shape.expert_bytes(setting.weight_type)
 
 
 @dataclass(frozen=True)
 class Advice:
-    """Everything found out about one trace."""
+    """What was found for one trace."""
 
     setting: Setting
     batch_tokens: float  # mean, over all ranks
-    floor: float  # mean over cases: the best that domains allow
+    floor: float  # mean over layers and batches: the best that domains allow
     skipped_first: bool  # the first batch was history only
     off: Outcome
     outcomes: list[Outcome]  # without off
@@ -141,18 +143,10 @@ class Advice:
 
     def gain_at(self, outcome: Outcome, tokens: float) -> float:
         """Gain of moving weights in every layer of a batch of ``tokens``, at mean imbalances."""
-        shape, ranks = self.setting.shape, self.setting.num_ranks
+        shape, ranks, estimate = self.setting.shape, self.setting.num_ranks, self.setting.estimate
+        filled = min(outcome.transfer.busiest_link, outcome.slots)
         off = Prefill(tokens, ranks, self.off.mean_imbalance)
-        link = outcome.transfer.busiest_link
-        on = Prefill(
-            tokens,
-            ranks,
-            outcome.planned_imbalance,
-            min(link, outcome.slots),
-            outcome.transfer,
-            True,
-        )
-        estimate = self.setting.estimate
+        on = Prefill(tokens, ranks, outcome.planned_imbalance, filled, outcome.transfer, True)
         return prefill_seconds(shape, estimate, off) / prefill_seconds(shape, estimate, on)
 
 
@@ -165,14 +159,13 @@ def advise(
 ) -> Advice:
     """Plan every layer of the first ``limit`` batches, loads int32 (layers, R, E), and add up.
 
-    The first batch is history only, unless it is the only one: balancers that look back know
-    nothing then.
+    The first batch is history only, unless it is the only one: there are no past loads yet.
 
     Raises:
-        ConfigError: no batch, or experts of another number than the model's.
+        ConfigError: there is no batch.
         UnsupportedError: a policy needs a package that is not installed.
     """
-    runs = [(_Run(name, number), policy_function(name)) for name, number in _cases(slots, policies)]
+    runs = [_Run(setting, name, number) for name, number in _cases(slots, policies)]
     past: deque[Counts] = deque(maxlen=HISTORY_BATCHES)
     tokens: list[float] = []
     floors: list[float] = []
@@ -180,20 +173,17 @@ def advise(
     skipped = len(chosen) > 1
     for index, loads in enumerate(chosen[: limit + skipped]):
         counts = loads.astype(np.int64)
-        _check(setting, counts)
         if index >= skipped:
-            history = np.stack(past, 1) if past else np.zeros((len(counts), 0, *counts.shape[1:]))
-            for run, policy in runs:
-                run.add(setting, policy, counts, history.astype(np.int64))
-            tokens.append(float(counts[0].sum()) / setting.shape.experts_per_token)
+            known = np.stack(past, 1) if past else np.zeros((len(counts), 0, *loads.shape[1:]), int)
+            for run in runs:
+                run.add(counts, known)
+            tokens.append(setting.tokens(counts[0]))
             floors += [imbalance_floor(layer, domain_size=setting.domain_size) for layer in counts]
         past.append(counts)
     if not tokens:
         raise ConfigError("the trace has no whole batch; choose a smaller --batch-tokens")
-    outcomes = [run.outcome for run, _ in runs]
-    return Advice(
-        setting, float(np.mean(tokens)), float(np.mean(floors)), skipped, outcomes[0], outcomes[1:]
-    )
+    off, *outcomes = (run.outcome for run in runs)
+    return Advice(setting, float(np.mean(tokens)), float(np.mean(floors)), skipped, off, outcomes)
 
 
 def _cases(slots: Sequence[int], policies: Sequence[str]) -> list[tuple[str, int]]:
@@ -204,85 +194,65 @@ def _cases(slots: Sequence[int], policies: Sequence[str]) -> list[tuple[str, int
     return list(dict.fromkeys(cases))
 
 
-def _check(setting: Setting, loads: Counts) -> None:
-    if loads.shape[2] != setting.shape.num_experts:
-        raise ConfigError(
-            f"the trace has {loads.shape[2]} experts, {setting.shape.name} has "
-            f"{setting.shape.num_experts}; give the --model-config of the traced model"
-        )
-
-
 class _Run:
     """Adds up one outcome, batch by batch."""
 
-    def __init__(self, policy: str, slots: int) -> None:
+    def __init__(self, setting: Setting, policy: str, slots: int) -> None:
+        self._setting, self._experts = setting, setting.experts(slots)
+        self._policy: PolicyFunction = policy_function(policy)
         self.outcome = Outcome(policy, slots)
 
-    def add(self, setting: Setting, policy: PolicyFunction, loads: Counts, history: Counts) -> None:
+    def add(self, loads: Counts, history: Counts) -> None:
         """One batch: ``loads`` (layers, R, E), ``history`` (layers, N, R, E)."""
-        experts = setting.experts(self.outcome.slots)
+        setting, outcome = self._setting, self.outcome
         domain = setting.domain_size or setting.num_ranks
         results = []
         for layer, past in zip(loads, history, strict=True):
-            placement = policy.place(layer, experts, past, domain)
-            results.append(self._layer(setting, experts, layer, placement))
+            placement = self._policy.place(layer, self._experts, past, domain)
+            results.append(self._layer(layer, placement))
         seconds, after, planned = np.mean(results, axis=0).tolist()
-        tokens = float(loads[0].sum()) / setting.shape.experts_per_token
         dense = setting.shape.num_dense_layers * setting.estimate.dense_seconds_per_token
-        whole = seconds * setting.shape.num_moe_layers + dense * tokens / setting.num_ranks
-        self.outcome.seconds.append(whole)
-        self.outcome.imbalance.append(after)
-        self.outcome.planned.append(planned)
+        whole = seconds * setting.shape.num_moe_layers
+        outcome.seconds.append(whole + dense * setting.tokens(loads[0]) / setting.num_ranks)
+        outcome.imbalance.append(after)
+        outcome.planned.append(planned)
 
-    def _layer(
-        self, setting: Setting, experts: ExpertShape, loads: Counts, placement: Placement
-    ) -> tuple[float, float, float]:
+    def _layer(self, loads: Counts, placement: Placement) -> tuple[float, float, float]:
         """Seconds and imbalance of one layer as served, and imbalance as planned."""
-        costs, outcome = setting.estimate.costs, self.outcome
+        setting, outcome, masters = self._setting, self.outcome, self._experts.num_masters
+        is_within_batch = outcome.policy in WITHIN_BATCH
         before = loads.sum(0).reshape(setting.num_ranks, -1).sum(1)
         after = placement.quota.sum(0, dtype=np.int64)
-        transfer = IDLE
-        if outcome.policy in WITHIN_BATCH and placement.slot_expert is not None:
-            transfer = transfer_of(placement.slot_expert, experts.num_masters)
         planned = imbalance(after)
+        transfer = NOTHING_MOVED
+        if is_within_batch and placement.slot_expert is not None:
+            transfer = transfer_of(placement.slot_expert, masters)
         if transfer.busiest_link:
             outcome.links.append(transfer.busiest_link)
-        if outcome.policy == "quota" and not self._moves(setting, experts, before, after, transfer):
-            after, transfer = before, IDLE
+        if outcome.policy == "quota" and not self._pays(before, after, transfer):
+            after, transfer = before, NOTHING_MOVED
         outcome.layers += 1
         if transfer.busiest_link:
             outcome.moved_layers += 1
             outcome.slots_needed = max(outcome.slots_needed, transfer.busiest_receiver)
-        static = outcome.slots if outcome.policy in FROM_PAST else 0
+        redundant = outcome.slots if outcome.policy in FROM_PAST else 0
         seconds = layer_seconds(
-            costs,
+            setting.estimate.costs,
             float(after.max()),
-            float(before.sum()) / setting.shape.experts_per_token / setting.num_ranks,
-            experts.num_masters + static + transfer.busiest_receiver,
+            setting.tokens(loads) / setting.num_ranks,
+            masters + redundant + transfer.busiest_receiver,
             transfer=transfer,
-            weighed=outcome.policy in WITHIN_BATCH and outcome.slots + transfer.busiest_link > 0,
+            exchanged=is_within_batch and outcome.slots + transfer.busiest_link > 0,
         )
         return seconds, imbalance(after), planned
 
-    def _moves(
-        self,
-        setting: Setting,
-        experts: ExpertShape,
-        before: Counts,
-        after: Counts,
-        transfer: Transfer,
-    ) -> bool:
+    def _pays(self, before: Counts, after: Counts, transfer: Transfer) -> bool:
         """The decision a server would take: no plan below the residual, no plan that costs time."""
-        costs = setting.estimate.costs
+        costs = self._setting.estimate.costs
         if imbalance(before) <= residual_imbalance(costs, float(before.mean())):
             return False
-        saved = saved_picoseconds(
-            int(before.max()), int(after.max()), experts, transfer, costs.integer_costs()
-        )
-        return saved > 0
-
-
-REMEDY = "give the --model-config of the traced model"
+        most, least = int(before.max()), int(after.max())
+        return saved_picoseconds(most, least, self._experts, transfer, costs.integer_costs()) > 0
 
 
 def prefill_batches(
@@ -300,29 +270,25 @@ def prefill_batches(
         trace = replace(trace, num_experts=shape.num_experts)
         if batch_tokens is None:
             raise ConfigError(
-                "a trace of tokens needs --batch-tokens, the tokens that all ranks together take "
-                "in one prefill batch (8192, say)"
+                "a trace of tokens needs --batch-tokens, the tokens of one prefill batch over all "
+                "ranks (8192, say)"
             )
     return batches(of_phase(trace, PREFILL), batch_tokens, num_ranks)
 
 
 def _check_fits(trace: Trace | LoadTrace, shape: ModelShape) -> None:
-    if isinstance(trace, LoadTrace) or "num_experts" in trace.metadata:
-        fits = trace.num_experts == shape.num_experts
-    else:
-        fits = trace.num_experts <= shape.num_experts  # the highest may never have been chosen
-    if not fits:
-        raise ConfigError(
-            f"the trace has {trace.num_experts} experts, {shape.name} has {shape.num_experts}; "
-            f"{REMEDY}"
-        )
-    if isinstance(trace, Trace) and trace.topk_ids.shape[2] != shape.experts_per_token:
-        raise ConfigError(
-            f"the trace has {trace.topk_ids.shape[2]} experts per token, {shape.name} has "
-            f"{shape.experts_per_token}; {REMEDY}"
-        )
+    is_stated = isinstance(trace, LoadTrace) or "num_experts" in trace.metadata
+    experts = trace.num_experts  # if not stated, the model's highest may never have been chosen
+    if experts != shape.num_experts and (is_stated or experts > shape.num_experts):
+        raise _misfit(shape, experts, "experts", shape.num_experts)
+    if isinstance(trace, Trace) and (top_k := trace.topk_ids.shape[2]) != shape.experts_per_token:
+        raise _misfit(shape, top_k, "experts per token", shape.experts_per_token)
     if not 1 <= trace.num_layers <= shape.num_moe_layers:
-        raise ConfigError(
-            f"the trace has {trace.num_layers} MoE layers, {shape.name} has "
-            f"{shape.num_moe_layers}; {REMEDY}"
-        )
+        raise _misfit(shape, trace.num_layers, "MoE layers", shape.num_moe_layers)
+
+
+def _misfit(shape: ModelShape, found: int, what: str, expected: int) -> ConfigError:
+    return ConfigError(
+        f"the trace has {found} {what}, {shape.name} has {expected}; give the configuration of "
+        "the traced model with --model-config"
+    )

@@ -1,4 +1,4 @@
-"""Accelerators by name: published peaks, and what share of them serving is assumed to achieve.
+"""Accelerators by name: published peaks, and the share of them that serving is assumed to reach.
 
 Peaks are dense (the data sheets' sparse figures halved) and per GPU; NVLink is one direction.
 Sources: NVIDIA H100 Tensor Core GPU Datasheet (SXM), NVIDIA H200 Tensor Core GPU Datasheet (SXM),
@@ -7,7 +7,7 @@ DGX H100, DGX H200 and GB200 NVL72 reference designs have one 400 Gb/s ConnectX-
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from ultraep_serve.costs.model import CostModel
@@ -37,17 +37,15 @@ class Efficiency:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if not 0 < value <= 1:
-                raise ConfigError(f"{name} efficiency = {value} must be above 0 to 1")
+                raise ConfigError(f"{name} efficiency = {value} must be above 0 and at most 1")
 
 
 @dataclass(frozen=True)
 class Hardware:
     """One GPU's peaks and its surroundings."""
 
-    name: str
     bf16_flops: float  # per second, dense
     fp8_flops: float
-    memory_bytes: int
     memory_bytes_per_second: float
     link_bytes_per_second: float  # NVLink, one direction
     network_bytes_per_second: float  # to other domains, one direction
@@ -59,35 +57,26 @@ class Hardware:
         return self.bf16_flops if weight_type == "bf16" else self.fp8_flops
 
 
+_H100 = Hardware(
+    bf16_flops=989.5e12,
+    fp8_flops=1979e12,
+    memory_bytes_per_second=3.35e12,
+    link_bytes_per_second=450e9,
+    network_bytes_per_second=50e9,
+    domain_size=8,
+    source="NVIDIA H100 Tensor Core GPU Datasheet, H100 SXM",
+)
 HARDWARE: Mapping[str, Hardware] = MappingProxyType(
     {
-        "h100": Hardware(
-            name="h100",
-            bf16_flops=989.5e12,
-            fp8_flops=1979e12,
-            memory_bytes=80 * 10**9,
-            memory_bytes_per_second=3.35e12,
-            link_bytes_per_second=450e9,
-            network_bytes_per_second=50e9,
-            domain_size=8,
-            source="NVIDIA H100 Tensor Core GPU Datasheet, H100 SXM",
-        ),
-        "h200": Hardware(
-            name="h200",
-            bf16_flops=989.5e12,
-            fp8_flops=1979e12,
-            memory_bytes=141 * 10**9,
+        "h100": _H100,
+        "h200": replace(
+            _H100,
             memory_bytes_per_second=4.8e12,
-            link_bytes_per_second=450e9,
-            network_bytes_per_second=50e9,
-            domain_size=8,
             source="NVIDIA H200 Tensor Core GPU Datasheet, H200 SXM",
         ),
         "gb200": Hardware(
-            name="gb200",
             bf16_flops=2500e12,
             fp8_flops=5000e12,
-            memory_bytes=186 * 10**9,
             memory_bytes_per_second=8e12,
             link_bytes_per_second=900e9,
             network_bytes_per_second=50e9,
@@ -103,7 +92,7 @@ def hardware(name: str) -> Hardware:
     try:
         return HARDWARE[name]
     except KeyError:
-        raise ConfigError(f"unknown hardware {name!r}; known: {', '.join(HARDWARE)}") from None
+        raise ConfigError(f"unknown hardware {name!r}; choose from {', '.join(HARDWARE)}") from None
 
 
 # Published by UltraEP for EP64 with 256 experts: plan 72 us, reroute 37 us (arXiv 2606.04101).
@@ -115,7 +104,7 @@ COMBINE_BYTES = 2  # of one activation, BF16
 
 @dataclass(frozen=True)
 class Estimate:
-    """Costs of one MoE layer, and of the layers between which they stand."""
+    """Costs of one MoE layer, and of the dense layers of the same model."""
 
     costs: CostModel
     dense_seconds_per_token: float  # of a dense layer, per token of a rank
@@ -175,15 +164,15 @@ def estimate_costs(
 
 
 def custom_estimate(shape: ModelShape, costs: CostModel, origin: str) -> Estimate:
-    """Given or measured costs; dense layers take as long as their FLOPs do at the experts' rate."""
+    """Given or measured costs; dense layers compute at the rate of experts."""
     dense = costs.seconds_per_assignment * shape.dense_flops / shape.expert_flops
     return Estimate(costs, dense, [f"costs as given in {origin}"])
 
 
 def remote_domains(experts_per_token: int, num_ranks: int, domain_size: int) -> float:
-    """Domains other than its own that a token is sent to, were experts chosen evenly.
+    """Mean number of other domains that a token is sent to, if experts are chosen evenly.
 
-    Dispatch sends a token to a domain once however many of its experts are there, so this does
+    Dispatch sends a token to a domain once, however many of its experts are there, so this does
     not depend on which rank is busy.
     """
     num_domains = -(-num_ranks // domain_size)
@@ -208,7 +197,7 @@ def _assumptions(
         "as long as the busiest rank's tokens need on its link",
         f"per layer {BASE_SECONDS * 1e6:.0f} us of launches and latency (assumed); where balanced "
         f"{PLAN_AND_REROUTE_SECONDS * 1e6:.0f} us to plan and reroute (published by UltraEP), "
-        f"{EXCHANGE_SECONDS * 1e6:.0f} us to exchange loads (assumed); nothing hides a transfer",
+        f"{EXCHANGE_SECONDS * 1e6:.0f} us to exchange loads (assumed); transfers do not overlap",
     ]
     if domain < num_ranks:
         lines.append(

@@ -21,7 +21,7 @@ COLOURS = {
     "llep": "#cc79a7",
     "exact": "#56b4e9",
     "ideal": "#999999",
-}  # Okabe and Ito's, told apart by colour-blind readers too
+}  # Okabe and Ito's, which colour-blind readers can tell apart
 MARKERS = "osDv^<>P"
 SLOT_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
 WIDTHS = (4.5, 3.0, 2.0, 1.2)  # what is drawn later is thinner, so that equal lines all show
@@ -76,10 +76,11 @@ def _imbalance(axes: Any, advice: Advice, slots: int) -> None:
             linewidth=width, markersize=size, **look,
         )  # fmt: skip
         if outcome.planned_imbalance < 0.98 * outcome.mean_imbalance:
-            label = f"{outcome.policy}, were weights always moved"
+            label = f"{outcome.policy}, moving in every layer"
             axes.plot(batches, outcome.planned, ":", label=label, markersize=5, **look)
     if advice.floor > 1.01:
-        axes.axhline(advice.floor, color="#999999", linestyle=":", label="floor of the domains")
+        floor = {"color": "#999999", "linestyle": ":", "label": "lowest possible in domains"}
+        axes.axhline(advice.floor, **floor)
     axes.set_ylim(bottom=1.0 - 0.04 * (max(advice.off.imbalance) - 1))
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_xlabel(f"batch of {advice.batch_tokens:.0f} tokens")
@@ -104,7 +105,7 @@ def _gain(axes: Any, advice: Advice) -> None:
         axes.plot(slots, gains, marker="o", color=colour, label=policy)
         for number, gain in zip(slots, gains, strict=True):
             if number == 0:
-                continue  # all policies meet near 1 there
+                continue  # all policies are near 1 there
             axes.annotate(
                 f"{gain:.2f}", (number, gain), (0, -14 if index % 2 else 7),
                 textcoords="offset points", ha="center", fontsize=8, color=colour,

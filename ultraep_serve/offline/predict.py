@@ -2,24 +2,22 @@
 
 from dataclasses import dataclass
 
-from ultraep_serve.costs.decide import Transfer, overhead_picoseconds, saved_picoseconds
-from ultraep_serve.costs.model import CostModel
+from ultraep_serve.costs.model import CostModel, Transfer, overhead_picoseconds, saved_picoseconds
 from ultraep_serve.offline.hardware import Estimate
 from ultraep_serve.offline.shapes import ModelShape
 from ultraep_serve.types import ExpertShape
 
 __all__ = [
-    "IDLE",
+    "NOTHING_MOVED",
     "Prefill",
-    "SlotMemory",
     "break_even_tokens",
     "layer_seconds",
     "prefill_seconds",
     "residual_imbalance",
-    "slot_memory",
 ]
 
-IDLE = Transfer(0, 0)
+NOTHING_MOVED = Transfer(0, 0)
+MOST_TOKENS = 1 << 40  # a break-even above it is none
 
 
 def layer_seconds(
@@ -28,21 +26,25 @@ def layer_seconds(
     rank_tokens: float,
     held_experts: int,
     *,
-    transfer: Transfer = IDLE,
-    weighed: bool = False,
+    transfer: Transfer = NOTHING_MOVED,
+    exchanged: bool = False,
 ) -> float:
-    """Seconds of one MoE layer, whose busiest rank has ``busiest_assignments``.
+    """Seconds of one MoE layer.
 
-    ``rank_tokens`` are one rank's share of the batch, ``held_experts`` those whose weights a rank
-    reads, slots included; ``weighed`` adds the exchange of loads, a ``transfer`` of anything adds
-    planning and moving.
+    Args:
+        model: the costs.
+        busiest_assignments: of the busiest rank.
+        rank_tokens: one rank's share of the batch.
+        held_experts: those whose weights a rank reads, slots included.
+        transfer: if it moves anything, planning and moving are added.
+        exchanged: whether loads are exchanged.
     """
     seconds = model.base_seconds + model.other_seconds_per_token * rank_tokens
     seconds += max(
         model.seconds_per_assignment * busiest_assignments,
         model.read_seconds_per_expert * held_experts,
     )
-    seconds += model.exchange_seconds if weighed else 0.0
+    seconds += model.exchange_seconds if exchanged else 0.0
     if transfer.busiest_link:
         seconds += model.plan_seconds
         seconds += transfer.busiest_link * model.seconds_per_sent_expert
@@ -58,8 +60,8 @@ class Prefill:
     num_ranks: int
     imbalance: float  # max/mean of assignments over ranks
     slots: int = 0  # filled, on the rank that fills most
-    transfer: Transfer = IDLE
-    weighed: bool = False  # loads are exchanged
+    transfer: Transfer = NOTHING_MOVED
+    exchanged: bool = False  # loads are exchanged
 
 
 def prefill_seconds(shape: ModelShape, estimate: Estimate, prefill: Prefill) -> float:
@@ -71,51 +73,23 @@ def prefill_seconds(shape: ModelShape, estimate: Estimate, prefill: Prefill) -> 
         rank_tokens,
         -(-shape.num_experts // prefill.num_ranks) + prefill.slots,
         transfer=prefill.transfer,
-        weighed=prefill.weighed,
+        exchanged=prefill.exchanged,
     )
     dense = shape.num_dense_layers * estimate.dense_seconds_per_token * rank_tokens
     return shape.num_moe_layers * layer + dense
 
 
-@dataclass(frozen=True)
-class SlotMemory:
-    """Bytes per rank of ``slots`` replica slots."""
-
-    slots: int
-    bytes_per_expert: int
-    shared: int  # one pool for all layers
-    per_layer: int  # a copy in every MoE layer, as redundant experts are
-    kv_tokens: int  # tokens of KV cache that the difference would hold, MLA or GQA in BF16
-
-
-def slot_memory(shape: ModelShape, slots: int, weight_type: str) -> SlotMemory:
-    """Memory of ``slots`` per rank. It does not depend on the number of ranks."""
-    expert = shape.expert_bytes(weight_type)
-    shared = slots * expert
-    per_layer = shared * shape.num_moe_layers
-    return SlotMemory(
-        slots=slots,
-        bytes_per_expert=expert,
-        shared=shared,
-        per_layer=per_layer,
-        kv_tokens=(per_layer - shared) // shape.kv_bytes_per_token,
-    )
-
-
-MOST_TOKENS = 1 << 40  # a break-even above it is none
-
-
-def residual_imbalance(model: CostModel, mean_assignments: float, sent_experts: int = 1) -> float:
-    """The imbalance at or below which no plan can be worth it, so that none need be made.
+def residual_imbalance(model: CostModel, mean_assignments: float) -> float:
+    """The imbalance at or below which no plan can save time, so that none is made.
 
     With ``mean_assignments`` per rank even a perfect balance saves no more than the busiest rank's
-    excess over the mean, and costs at least planning and ``sent_experts`` on one link. Infinite
-    for an empty batch.
+    excess over the mean, and costs at least planning and one expert on one link. Infinite for an
+    empty batch.
     """
     if mean_assignments <= 0:
         return float("inf")
     costs = model.integer_costs()
-    overhead = overhead_picoseconds(Transfer(sent_experts, sent_experts), costs)
+    overhead = overhead_picoseconds(Transfer(1, 1), costs)
     return 1 + overhead / (costs.per_assignment * mean_assignments)
 
 
@@ -138,10 +112,8 @@ def break_even_tokens(
 
     def saves(tokens: int) -> bool:
         mean = tokens * experts_per_token / shape.num_ranks
-        return (
-            saved_picoseconds(round(mean * before), round(mean * after), shape, transfer, costs)
-            > costs.exchange
-        )
+        most, least = round(mean * before), round(mean * after)
+        return saved_picoseconds(most, least, shape, transfer, costs) > costs.exchange
 
     low, high = 0, 1
     while not saves(high):

@@ -1,4 +1,4 @@
-"""What ranks recorded -> a trace: batches put together from the spools of all of them."""
+"""What ranks recorded -> a trace: the spools of all ranks, joined batch by batch."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from ultraep_serve.ring.spool import CHUNK, CHUNK_MAGIC, PAGE_BYTES, SpoolHeader
 __all__ = ["BASIS", "assemble"]
 
 BASIS = "recorded while serving"
-NOTHING = "no whole batch was recorded; send requests meanwhile, or allow more with --max-mib"
+NOTHING = "no whole batch was recorded; send requests meanwhile, or raise --max-mib"
 Layers = dict[int, NDArray[Any]]  # by layer: what one rank recorded of one batch
 
 
@@ -40,26 +40,41 @@ def assemble(spools: Sequence[bytes], limit: int | None = None) -> Trace | LoadT
         limit: batches at most; None is all.
 
     Raises:
-        SpoolError: a file is none of this version.
+        SpoolError: a file is not of this version.
         TraceError: files are damaged, missing or of different recordings, or hold no whole batch.
     """
     headers = [parse_spool_header(spool) for spool in spools]
     order = _checked_order(headers)
-    first = headers[order[0]]
+    header = headers[order[0]]
     ranks = [_whole_batches(spools[index], headers[index]) for index in order]
-    common = sorted(set.intersection(*(set(batches) for batches in ranks)))
-    parts = ([batches[number] for batches in ranks] for number in common)
-    if first.level is RecordLevel.TOKENS:
-        return _token_trace(first, parts, limit, _lost(headers))
-    return _load_trace(first, parts, limit, _lost(headers))
+    has_tokens = header.level is RecordLevel.TOKENS
+    joined: list[NDArray[Any]] = []
+    phases: list[int] = []
+    for number in sorted(set.intersection(*(set(batches) for batches in ranks))):
+        batch = [batches[number] for batches in ranks]
+        array = _tokens(header, batch) if has_tokens else _loads(header, batch)
+        if len(array) if has_tokens else array.any():
+            joined.append(array)
+            phases.append(DECODE if batch[0].is_decode else PREFILL)
+        if len(joined) == limit:
+            break
+    if not joined:
+        raise TraceError(NOTHING)
+    metadata = _metadata(header, len(joined), max(header.lost_batches for header in headers))
+    phase = np.array(phases, np.uint8)
+    if not has_tokens:
+        return LoadTrace(np.stack(joined), phase, metadata)
+    lengths = np.array([len(tokens) for tokens in joined], np.int32)
+    num_experts = header.source.num_experts
+    return Trace(np.concatenate(joined), lengths, num_experts, np.repeat(phase, lengths), metadata)
 
 
 def _checked_order(headers: Sequence[SpoolHeader]) -> list[int]:
     """Positions of the headers by rank."""
     if not headers:
         raise TraceError(
-            "no rank has recorded anything: nothing was prefilled meanwhile, another host is the "
-            "one to ask, or micro-batches overlap (--enable-dbo), which cannot be recorded"
+            "no rank has recorded anything: there were no requests meanwhile, this is not the "
+            "first host's sidecar, or micro-batches overlap (--enable-dbo; not supported)"
         )
     first = headers[0]
     for header in headers:
@@ -81,10 +96,6 @@ def _checked_order(headers: Sequence[SpoolHeader]) -> list[int]:
 def _model(header: SpoolHeader) -> tuple[object, ...]:
     source = header.source
     return (source.num_ranks, source.num_layers, source.num_experts, source.is_shared)
-
-
-def _lost(headers: Sequence[SpoolHeader]) -> int:
-    return max(header.lost_batches for header in headers)
 
 
 def _whole_batches(spool: bytes, header: SpoolHeader) -> dict[int, _Batch]:
@@ -119,55 +130,24 @@ def _chunks(
         position += size * dtype.itemsize
 
 
-def _token_trace(
-    header: SpoolHeader, parts: Iterator[list[_Batch]], limit: int | None, lost: int
-) -> Trace:
-    num_experts = header.source.num_experts
-    chosen: list[NDArray[Any]] = []
-    phases: list[int] = []
-    for batch in parts:
-        if limit is not None and len(chosen) == limit:
-            break
-        stacked = [np.stack([part.layers[i] for i in sorted(part.layers)], 1) for part in batch]
-        stacked = [tokens for tokens in stacked if tokens.size]
-        if len({tokens.shape[1:] for tokens in stacked}) > 1:
-            raise TraceError("ranks recorded different numbers of experts per token; record again")
-        tokens = np.concatenate(stacked) if stacked else np.empty((0, 1, 1), header.dtype)
-        tokens = tokens[(tokens != -1).any((1, 2))]
-        if len(tokens):
-            chosen.append(_compact(tokens, num_experts))
-            phases.append(_phase(batch))
-    if not chosen:
-        raise TraceError(NOTHING)
-    lengths = np.array([len(tokens) for tokens in chosen], np.int32)
-    return Trace(
-        np.concatenate(chosen),
-        lengths,
-        num_experts,
-        np.repeat(np.array(phases, np.uint8), lengths),
-        _metadata(header, len(chosen), lost),
-    )
+def _tokens(header: SpoolHeader, batch: Sequence[_Batch]) -> NDArray[Any]:
+    """Experts (T, layers, K) of the tokens of all ranks, without rows of padding alone."""
+    stacked = [np.stack([part.layers[i] for i in sorted(part.layers)], 1) for part in batch]
+    stacked = [tokens for tokens in stacked if tokens.size]
+    if len({tokens.shape[1:] for tokens in stacked}) > 1:
+        raise TraceError("ranks recorded different numbers of experts per token; record again")
+    tokens = np.concatenate(stacked) if stacked else np.empty((0, 1, 1), header.dtype)
+    tokens = tokens[(tokens != -1).any((1, 2))]
+    return _compact(tokens, header.source.num_experts) if len(tokens) else tokens
 
 
-def _load_trace(
-    header: SpoolHeader, parts: Iterator[list[_Batch]], limit: int | None, lost: int
-) -> LoadTrace:
-    loads: list[NDArray[Any]] = []
-    phases: list[int] = []
-    for batch in parts:
-        if limit is not None and len(loads) == limit:
-            break
-        by_rank = [np.concatenate([part.layers[i] for i in sorted(part.layers)]) for part in batch]
-        if any(part.shape[1] != header.source.num_experts for part in by_rank):
-            raise TraceError("a recording is damaged; record again")
-        load = by_rank[0] if header.source.is_shared else np.stack(by_rank, 1)
-        if load.any():
-            loads.append(load.astype(np.int32))
-            phases.append(_phase(batch))
-    if not loads:
-        raise TraceError(NOTHING)
-    metadata = _metadata(header, len(loads), lost)
-    return LoadTrace(np.stack(loads), np.array(phases, np.uint8), metadata)
+def _loads(header: SpoolHeader, batch: Sequence[_Batch]) -> NDArray[np.int32]:
+    """Loads (layers, R, E), or (layers, E) where all ranks see the same tokens."""
+    by_rank = [np.concatenate([part.layers[i] for i in sorted(part.layers)]) for part in batch]
+    if any(part.shape[1] != header.source.num_experts for part in by_rank):
+        raise TraceError("a recording is damaged; record again")
+    load = by_rank[0] if header.source.is_shared else np.stack(by_rank, 1)
+    return load.astype(np.int32)
 
 
 def _compact(topk_ids: NDArray[Any], num_experts: int) -> NDArray[Any]:
@@ -175,10 +155,6 @@ def _compact(topk_ids: NDArray[Any], num_experts: int) -> NDArray[Any]:
     if topk_ids.min() >= 0 and topk_ids.max() < num_experts:
         return topk_ids.astype(np.uint8 if num_experts <= 256 else np.uint16)
     return np.where(topk_ids == num_experts, -1, topk_ids).astype(np.int16)
-
-
-def _phase(batch: Sequence[_Batch]) -> int:
-    return DECODE if batch[0].is_decode else PREFILL
 
 
 def _metadata(header: SpoolHeader, batches: int, lost: int) -> dict[str, Any]:

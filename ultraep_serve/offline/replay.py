@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 from ultraep_serve.errors import TraceError
 from ultraep_serve.files import whole_file
 from ultraep_serve.offline.comparators import PolicyFunction
+from ultraep_serve.offline.comparators.placement import Placement
 from ultraep_serve.offline.trace import LoadTrace, Trace, batches, num_batches
 from ultraep_serve.planner.checks import imbalance_floor
-from ultraep_serve.planner.placement import Placement
+from ultraep_serve.planner.eplb_slots import HISTORY_BATCHES
 from ultraep_serve.types import ExpertShape, IntArray, imbalance
 
 __all__ = [
@@ -29,13 +30,13 @@ __all__ = [
     "write_plans",
 ]
 
-MAX_DUMP_BYTES = 2 << 30
+MAX_DUMP_BYTES = 2 << 30  # of all shares
 MOST_SLOTS = 64  # as for a server
 
 
 @dataclass(frozen=True)
 class ReplayOptions:
-    """How to cut and place the trace. Raises TraceError naming the setting that is not legal."""
+    """How to cut and place the trace. Raises TraceError naming a flag that is out of range."""
 
     num_ranks: int  # R
     num_slots: int  # S
@@ -43,18 +44,24 @@ class ReplayOptions:
     layers: tuple[int, ...] | None = None  # None: all
     limit: int | None = None  # batches at most
     domain_size: int | None = None
-    history_batches: int = 8  # past batches shown to policies that look back
-    rebalance_every: int = 1  # batches between looks at the past
+    history_batches: int = HISTORY_BATCHES  # past batches that policies may use
+    rebalance_every: int = 1  # batches between updates of the past loads
     skip: int = 0  # first batches that are history only, and not measured
 
     def __post_init__(self) -> None:
-        for name in ("num_ranks", "history_batches", "rebalance_every"):
-            _at_least(name, getattr(self, name), 1)
-        for name in ("limit", "domain_size"):
-            _at_least(name, getattr(self, name), 1)
-        _at_least("skip", self.skip, 0)
-        if not 0 <= self.num_slots <= MOST_SLOTS:
-            raise TraceError(f"num_slots = {self.num_slots} must be 0 to {MOST_SLOTS}")
+        for flag, value, least in (
+            ("--ep", self.num_ranks, 1),
+            ("--slots", self.num_slots, 0),
+            ("--limit", self.limit, 1),
+            ("--domain-size", self.domain_size, 1),
+            ("--history", self.history_batches, 1),
+            ("--rebalance-every", self.rebalance_every, 1),
+            ("--skip", self.skip, 0),
+        ):
+            if value is not None and value < least:
+                raise TraceError(f"{flag} = {value} must be {least} or more")
+        if self.num_slots > MOST_SLOTS:
+            raise TraceError(f"--slots = {self.num_slots} must be at most {MOST_SLOTS}")
 
 
 @dataclass
@@ -97,29 +104,6 @@ class _Case:
     history: NDArray[np.int64]  # (N, R, E)
 
 
-class _Dump:
-    """Collects complete plans in arrays that are allocated once."""
-
-    def __init__(self, shape: ExpertShape, num_cases: int) -> None:
-        num_ranks, num_experts = shape.num_ranks, shape.num_logical_experts
-        self._loads = np.empty((num_cases, num_ranks, num_experts), np.int32)
-        self._share = np.empty((num_cases, num_ranks, num_experts, num_ranks), np.int32)
-        self._slots: list[IntArray] = []
-
-    def add(self, loads: NDArray[np.int64], slot_expert: IntArray, shares: IntArray) -> None:
-        self._loads[len(self._slots)] = loads
-        self._share[len(self._slots)] = shares
-        self._slots.append(slot_expert)
-
-    def attached_to(self, result: Replay) -> Replay:
-        """The widest plan decides how many slots the array has."""
-        width = max(slots.shape[1] for slots in self._slots)
-        slot_expert = np.full((len(self._slots), len(self._slots[0]), width), -1, np.int32)
-        for index, slots in enumerate(self._slots):
-            slot_expert[index, :, : slots.shape[1]] = slots
-        return dataclasses.replace(result, plans=DumpedPlans(self._loads, slot_expert, self._share))
-
-
 def replay(
     trace: Trace | LoadTrace,
     options: ReplayOptions,
@@ -145,19 +129,52 @@ def replay(
     if keep_plans:
         _check_dump(policies, shape, count * len(layers))
     result = Replay([], [], [], [], {policy.name: PolicyReplay() for policy in policies})
-    dump = _Dump(shape, count * len(layers)) if keep_plans else None
+    plans: list[tuple[IntArray, IntArray, IntArray]] = []  # loads, slot_expert, shares
     for case in _cases(trace, options, layers, count):
-        _describe(case, options, shape, result)
+        rank_load = case.loads.sum(0).reshape(shape.num_ranks, -1).sum(1)
+        result.cases.append((case.batch, case.layer))
+        result.assignments.append(int(rank_load.sum()))
+        result.imbalance_before.append(imbalance(rank_load))
+        result.floor.append(imbalance_floor(case.loads, domain_size=options.domain_size))
         for policy in policies:
-            first = not result.policies[policy.name].plan_seconds
-            placement = _place(policy, case, shape, options, result, warm=first)
-            shares = policy.split(case.loads, placement)
-            kept = np.einsum("ses->", shares, dtype=np.int64)
-            result.policies[policy.name].remote.append(int(case.loads.sum() - kept))
-            if dump is not None:
+            placement, shares = _place(policy, case, shape, options, result.policies[policy.name])
+            if keep_plans:
                 assert placement.slot_expert is not None  # _check_dump
-                dump.add(case.loads, placement.slot_expert, shares)
-    return result if dump is None else dump.attached_to(result)
+                plans.append((case.loads.astype(np.int32), placement.slot_expert, shares))
+    return dataclasses.replace(result, plans=_dumped(plans)) if keep_plans else result
+
+
+def _place(
+    policy: PolicyFunction,
+    case: _Case,
+    shape: ExpertShape,
+    options: ReplayOptions,
+    outcome: PolicyReplay,
+) -> tuple[Placement, IntArray]:
+    """The placement, timed, and its shares; appends to ``outcome``."""
+    domain = options.domain_size or shape.num_ranks
+    if not outcome.plan_seconds:  # once before, to have all compiled
+        policy(case.loads, shape, case.history, domain_size=domain)
+    start = time.perf_counter()
+    placement = policy.place(case.loads, shape, case.history, domain)
+    outcome.plan_seconds.append(time.perf_counter() - start)
+    outcome.imbalance_after.append(imbalance(placement.quota.sum(0, dtype=np.int64)))
+    outcome.num_replicas.append(placement.num_replicas)
+    outcome.slots_needed.append(placement.slots_needed)
+    shares = policy.split(case.loads, placement)
+    kept = np.einsum("ses->", shares, dtype=np.int64)
+    outcome.remote.append(int(case.loads.sum() - kept))
+    return placement, shares
+
+
+def _dumped(plans: list[tuple[IntArray, IntArray, IntArray]]) -> DumpedPlans:
+    """The widest plan decides how many slots the array has."""
+    loads, slots, shares = zip(*plans, strict=True)
+    width = max(each.shape[1] for each in slots)
+    wide = [
+        np.pad(each, ((0, 0), (0, width - each.shape[1])), constant_values=-1) for each in slots
+    ]
+    return DumpedPlans(np.stack(loads), np.stack(wide), np.stack(shares))
 
 
 def _cases(
@@ -177,39 +194,6 @@ def _cases(
             for position, layer in enumerate(layers):
                 yield _Case(index, layer, chosen[position], known[:, position])
         past.append(chosen)
-
-
-def _describe(case: _Case, options: ReplayOptions, shape: ExpertShape, result: Replay) -> None:
-    """Append what holds for the case under any policy."""
-    rank_load = case.loads.sum(0).reshape(shape.num_ranks, -1).sum(1)
-    result.cases.append((case.batch, case.layer))
-    result.assignments.append(int(rank_load.sum()))
-    result.imbalance_before.append(imbalance(rank_load))
-    result.floor.append(imbalance_floor(case.loads, domain_size=options.domain_size))
-
-
-def _place(
-    policy: PolicyFunction,
-    case: _Case,
-    shape: ExpertShape,
-    options: ReplayOptions,
-    result: Replay,
-    *,
-    warm: bool,
-) -> Placement:
-    """Plan, timed, and append the outcome; ``warm`` plans once before, so that all is compiled."""
-    domain = options.domain_size or shape.num_ranks
-    if warm:
-        policy(case.loads, shape, case.history, domain_size=domain)
-    start = time.perf_counter()
-    placement = policy.place(case.loads, shape, case.history, domain)
-    seconds = time.perf_counter() - start
-    outcome = result.policies[policy.name]
-    outcome.plan_seconds.append(seconds)
-    outcome.imbalance_after.append(imbalance(placement.quota.sum(0, dtype=np.int64)))
-    outcome.num_replicas.append(placement.num_replicas)
-    outcome.slots_needed.append(placement.slots_needed)
-    return placement
 
 
 def _shape(trace: Trace | LoadTrace, options: ReplayOptions) -> ExpertShape:
@@ -257,11 +241,6 @@ def _check_dump(policies: Sequence[PolicyFunction], shape: ExpertShape, num_case
 def _share_bytes(shape: ExpertShape) -> int:
     """Bytes of the shares (R, E, R) of one plan."""
     return 4 * shape.num_ranks**2 * shape.num_logical_experts
-
-
-def _at_least(name: str, value: int | None, least: int) -> None:
-    if value is not None and value < least:
-        raise TraceError(f"{name} = {value} must be {least} or more")
 
 
 def replay_document(result: Replay, options: ReplayOptions, trace_name: str) -> dict[str, Any]:
@@ -312,7 +291,7 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def write_plans(path: Path, plans: DumpedPlans) -> None:
-    """Write int32 ``loads``, ``slot_expert`` and ``share``, whole or not at all. TraceError."""
+    """Write int32 ``loads``, ``slot_expert`` and ``share``. Raises OutputError."""
     with whole_file(path) as part, part.open("wb") as stream:
         np.savez_compressed(
             stream, loads=plans.loads, slot_expert=plans.slot_expert, share=plans.share

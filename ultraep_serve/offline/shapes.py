@@ -1,10 +1,9 @@
-"""Model shapes: what a Hugging Face ``config.json`` says about the size of the work.
+"""Model shapes: the sizes in a Hugging Face ``config.json`` that the work depends on.
 
 The built-in ones hold the values of the models' public configurations. GLM-4.7 is taken to have
 the shape of GLM-4.5 (355B), whose model class it shares.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ultraep_serve.errors import ConfigError
+from ultraep_serve.files import parse_object
 
 __all__ = [
     "PRESETS",
@@ -94,9 +94,8 @@ def weight_bits(weight_type: str) -> float:
     try:
         return WEIGHT_BITS[weight_type]
     except KeyError:
-        raise ConfigError(
-            f"unknown weight type {weight_type!r}; known: {', '.join(WEIGHT_BITS)}"
-        ) from None
+        names = ", ".join(WEIGHT_BITS)
+        raise ConfigError(f"unknown weight type {weight_type!r}; choose from {names}") from None
 
 
 def model_shape(name_or_path: str) -> ModelShape:
@@ -110,16 +109,14 @@ def model_shape(name_or_path: str) -> ModelShape:
     path = Path(name_or_path)
     path = path / "config.json" if path.is_dir() else path
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ConfigError(
             f"{name_or_path!r} is neither a config.json nor one of {', '.join(PRESETS)}"
         ) from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} cannot be read as JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"{path} must hold a JSON object")
-    return shape_from_config(config, path.parent.name or path.name)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    return shape_from_config(parse_object(text, str(path)), path.parent.name or path.name)
 
 
 def shape_from_config(config: Mapping[str, Any], name: str) -> ModelShape:
@@ -162,7 +159,7 @@ class _Reader:
         for name in names:
             if self._config.get(name) is not None:
                 return self._checked(name, least=1)
-        raise ConfigError(f"{self._name}: {' or '.join(names)} is missing: no MoE model's config?")
+        raise ConfigError(f"{self._name}: {' or '.join(names)} is missing; is this a MoE model?")
 
     def optional(self, name: str, default: int = 0) -> int:
         """The same, or ``default`` where it is missing or null."""

@@ -1,6 +1,5 @@
 """The two kinds of trace, per token or per expert, and how they are cut into batches."""
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,11 +21,10 @@ __all__ = [
     "concatenate",
     "num_batches",
     "of_phase",
-    "parse_metadata",
 ]
 
 PREFILL, DECODE = 0, 1  # values of ``phase``
-MOST_EXPERTS = 1 << 16  # per layer; no model comes near, and a wrong number must not fill memory
+MOST_EXPERTS = 1 << 16  # per layer, more than any model has: a wrong number must not fill memory
 Integers = NDArray[np.integer]
 Metadata = Mapping[str, Any]  # JSON values; known keys: num_experts, model, layers, basis
 
@@ -106,7 +104,7 @@ class LoadTrace:
 
 
 def concatenate(traces: Sequence[Trace]) -> Trace:
-    """One trace after the other, as when the workload of one model changes.
+    """One trace after the other, as where the workload of a model changes.
 
     Raises TraceError where they are of different models.
     """
@@ -127,7 +125,7 @@ def concatenate(traces: Sequence[Trace]) -> Trace:
 
 
 def of_phase(trace: Trace | LoadTrace, phase: int) -> Trace | LoadTrace:
-    """What of ``trace`` is PREFILL or DECODE; all of it where the trace does not say.
+    """The PREFILL or DECODE part of ``trace``; all of it where the trace has no phases.
 
     Raises TraceError where nothing is left.
     """
@@ -165,17 +163,6 @@ def _check_phase(phase: Integers | None, length: int) -> None:
         raise TraceError(f"phase must be {length} values of {PREFILL} (prefill), {DECODE} (decode)")
 
 
-def parse_metadata(text: str) -> Metadata:
-    """A JSON object. Raises TraceError for anything else."""
-    try:
-        metadata = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise TraceError(f"metadata is not JSON ({error})") from error
-    if not isinstance(metadata, dict):
-        raise TraceError("metadata must be a JSON object")
-    return metadata
-
-
 def num_batches(trace: Trace | LoadTrace, batch_tokens: int | None) -> int:
     """Whole batches in the trace; arguments and errors as ``batches``."""
     if isinstance(trace, LoadTrace):
@@ -183,7 +170,7 @@ def num_batches(trace: Trace | LoadTrace, batch_tokens: int | None) -> int:
             raise TraceError("a trace of loads has its own batches; leave --batch-tokens out")
         return trace.num_batches
     if batch_tokens is None or batch_tokens < 1:
-        raise TraceError(f"batch tokens = {batch_tokens} must be 1 or more")
+        raise TraceError(f"--batch-tokens = {batch_tokens} must be 1 or more")
     if trace.num_tokens < batch_tokens:
         raise TraceError(
             f"the trace has {trace.num_tokens} tokens, less than one batch of {batch_tokens}"
@@ -197,7 +184,7 @@ def batches(
     """Loads int32 (layers, R, E) of each batch.
 
     A batch is ``batch_tokens`` consecutive tokens, split evenly and contiguously over the R
-    source ranks; what is left at the end is no batch. A trace of loads has its own batches: where
+    source ranks; a remainder at the end is left out. A trace of loads has its own batches: where
     its source ranks are not R, or not known, they are merged or split evenly.
 
     Raises TraceError: the trace is shorter than a batch, or too large for int32.
@@ -241,7 +228,7 @@ def _spread(recorded: Integers, num_ranks: int) -> NDArray[np.int64]:
         loads = loads.sum(1, keepdims=True)
     parts = num_ranks // loads.shape[1]
     split, rest = loads // parts, loads % parts
-    # The odd ones go on where those of the expert before stopped, so all parts get as many.
+    # Remainders continue where those of the expert before stopped, so all parts get as many.
     start = rest.cumsum(-1) - rest
     turn = (np.arange(parts)[:, None] - start[:, :, None]) % parts
     pieces = split[:, :, None] + (turn < rest[:, :, None])

@@ -1,14 +1,14 @@
-"""How popular each expert is over time, for made-up traces.
+"""Synthetic traces: how popular each expert is over time, and tokens drawn from that.
 
 Every layer has popularity weights; a token's experts are drawn from them without replacement. The
-shape of the weights is chosen so that the expected imbalance on contiguous masters, over the ranks
-named, is the one asked for:
+skew of the weights is set so that the expected imbalance on contiguous masters, over a given number
+of ranks, is a given one:
 
 zipf       the n-th most popular expert has weight n ** -s, experts in random order (Zipf's law)
 lognormal  weight exp(s * z) with z normal
 switch     two zipf workloads of different experts take turns: the domain of the text changes
 burst      mildly skewed, and every other period sharply so, by other experts each time
-rotate     zipf, and the whole picture moves on by one rank every period: the hot spot travels
+rotate     zipf, and all weights move on by one rank every period: the hot spot travels
 
 The probability that a token chooses an expert of weight w is 1 - exp(-w t), with t such that the
 probabilities sum to top-k (exponential clocks; exact for many experts).
@@ -32,34 +32,40 @@ WeightsOf = Callable[[Weights], Weights]  # skews (N,) -> weights (N, E)
 Family = Callable[[np.random.Generator, int], WeightsOf]
 
 SKEWS = np.linspace(0.0, 6.0, 121)
-ORDERS = 32  # random orders tried until one can be as skewed as asked
+ORDERS = 32  # random orders tried until one can reach the imbalance
 BURST_REST = 0.15  # part of a burst's excess imbalance that is there between bursts too
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What to make. Raises TraceError naming the setting that is not legal."""
+    """What to make. Raises TraceError naming a flag that is out of range."""
 
     kind: str  # one of KINDS
     num_tokens: int
     num_layers: int
     num_experts: int  # E
     top_k: int  # K
-    num_ranks: int  # R that the imbalance is meant for
+    num_ranks: int  # R of the imbalance
     imbalance: float  # expected max/mean over these ranks
     period: int = 4096  # tokens between switches, bursts or moves
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _require("kind", self.kind, self.kind in KINDS, ", ".join(KINDS))
-        for name in ("num_tokens", "num_layers", "num_experts", "num_ranks", "period"):
-            _require(name, getattr(self, name), getattr(self, name) >= 1, "1 or more")
-        _require("num_experts", self.num_experts, self.num_experts <= 1 << 15, "at most 32768")
-        _require("top_k", self.top_k, 1 <= self.top_k <= self.num_experts, "1 to num_experts")
-        divides = self.num_experts % self.num_ranks == 0
-        _require("num_experts", self.num_experts, divides, f"multiples of {self.num_ranks} ranks")
-        _require("imbalance", self.imbalance, self.imbalance >= 1, "1 or more")
-        _require("seed", self.seed, self.seed >= 0, "0 or more")
+        for flag, value, is_valid, valid in (
+            ("--kind", self.kind, self.kind in KINDS, ", ".join(KINDS)),
+            ("--tokens", self.num_tokens, self.num_tokens >= 1, "1 or more"),
+            ("--layers", self.num_layers, self.num_layers >= 1, "1 or more"),
+            ("--experts", self.num_experts, 1 <= self.num_experts <= 1 << 15, "1 to 32768"),
+            ("--top-k", self.top_k, 1 <= self.top_k <= self.num_experts, "1 to --experts"),
+            ("--ep", self.num_ranks, self.num_ranks >= 1, "1 or more"),
+            ("--imbalance", self.imbalance, self.imbalance >= 1, "1 or more"),
+            ("--period", self.period, self.period >= 1, "1 or more"),
+            ("--seed", self.seed, self.seed >= 0, "0 or more"),
+        ):
+            if not is_valid:
+                raise TraceError(f"{flag} = {value!r} must be {valid}")
+        if self.num_experts % self.num_ranks:
+            raise TraceError(f"--experts = {self.num_experts} must be a multiple of --ep")
 
 
 @dataclass(frozen=True)
@@ -130,7 +136,7 @@ def _calibrated(
             low, high = SKEWS[max(0, enough[0] - 1)], SKEWS[enough[0]]
             return _refined(weights_of, workload, wanted, low, high)
     raise TraceError(
-        f"imbalance {wanted} cannot be reached with {workload.num_experts} experts, top-"
+        f"--imbalance = {wanted} cannot be reached with {workload.num_experts} experts, top-"
         f"{workload.top_k}, {workload.num_ranks} ranks; the highest found was {highest:.2f}"
     )
 
@@ -166,17 +172,12 @@ def _chance(weights: Weights, top_k: int) -> Weights:
     return np.asarray(-np.expm1(-weights * np.exp(high)[:, None]))
 
 
-def _require(name: str, value: object, legal: bool, range_text: str) -> None:
-    if not legal:
-        raise TraceError(f"{name} = {value!r} must be {range_text}")
-
-
 CHUNK = 1 << 20  # weights drawn at once
 SEQUENCE_TOKENS = 256
 
 BASIS = (
     "experts drawn without replacement from popularity weights, each layer and token on its own; "
-    "the weights' skew is set so that the expected imbalance on contiguous masters is as asked"
+    "the weights' skew is set so that the expected imbalance on contiguous masters is the given one"
 )
 
 
@@ -202,7 +203,7 @@ def make_trace(workload: Workload) -> Trace:
 
 
 def _draw(segment: Segment, rng: np.random.Generator, out: NDArray[np.unsignedinteger]) -> None:
-    """Fill ``out`` (T, layers, K), most wanted expert first.
+    """Fill ``out`` (T, layers, K), the first choice first.
 
     Exponential clocks: expert e rings after Exp(weight_e), and the first K to ring are a draw
     without replacement.

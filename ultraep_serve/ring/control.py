@@ -1,20 +1,19 @@
 """What the sidecar asks of the ranks, in one shared page that they read before each batch.
 
-Policy and threshold in force are read by rank 0 alone, which tells the others; whether to record
-routing is read by every rank for itself.
+Policy and threshold are read by rank 0 only, which sends them to the others; whether to record
+routing is read by every rank.
 """
 
 import struct
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
-from types import TracebackType
 
 from ultraep_serve.errors import ControlError
 from ultraep_serve.files import create_mapped, map_shared
 from ultraep_serve.types import Policy
 
-__all__ = ["CONTROL_NAME", "ControlError", "ControlPage", "RecordLevel", "Recording"]
+__all__ = ["CONTROL_NAME", "ControlPage", "RecordLevel", "Recording"]
 
 CONTROL_NAME = "control"
 _MAGIC = b"UEPCTRL\x01"
@@ -22,7 +21,7 @@ _VERSION = 3
 _PAGE_BYTES = 4096
 # magic, version, sequence, policy code, recording, threshold
 _LAYOUT = struct.Struct("<8sQQQQQ")
-# positions in the page seen as 64-bit words
+# indices in the page seen as 64-bit words
 _SEQUENCE, _POLICY, _RECORDING, _THRESHOLD = 2, 3, 4, 5
 _MIB = 1 << 20
 _MILLION = 10**6
@@ -30,7 +29,7 @@ _POLICIES: tuple[Policy, ...] = tuple(Policy)
 
 
 class RecordLevel(IntEnum):
-    """How closely to record routing."""
+    """How much of the routing to record."""
 
     OFF = 0
     LOADS = 1  # assignments per expert
@@ -39,9 +38,9 @@ class RecordLevel(IntEnum):
 
 @dataclass(frozen=True)
 class Recording:
-    """One recording: as one 64-bit word, so that a rank never sees half of a change."""
+    """One recording. It is stored as one 64-bit word, so that a rank never sees half a change."""
 
-    number: int  # counts recordings, up to 2**32
+    number: int  # of this recording, counted from 1; less than 2**32
     level: RecordLevel
     max_bytes: int  # of each spool; whole MiB, less than 2**24 of them
 
@@ -52,7 +51,7 @@ class Recording:
 
     @classmethod
     def from_word(cls, word: int) -> "Recording":
-        """The inverse of ``word``; a damaged level is taken for off."""
+        """The inverse of ``word``; a damaged level is read as off."""
         level = word & 0xFF
         known = RecordLevel(level) if level <= max(RecordLevel) else RecordLevel.OFF
         return cls(word >> 32, known, (word >> 8 & 0xFFFFFF) * _MIB)
@@ -61,13 +60,13 @@ class Recording:
 class ControlPage:
     """One policy with a sequence number that grows with every change, one threshold, one recording.
 
-    All are aligned 64-bit words, so each is read and written in one piece; one writer at a time.
+    Each is an aligned 64-bit word, read and written in one piece; one writer at a time.
     """
 
     def __init__(self, path: Path, *, create: Policy | None = None) -> None:
-        """Map the page at ``path``, created anew where ``create`` names its first policy.
+        """Map the page at ``path``; with ``create``, its first policy, make a new one.
 
-        Raises ControlError where that cannot be done, or the file is no page of this version.
+        Raises ControlError where that fails, or the file is not a page of this version.
         """
         try:
             if create is None:
@@ -96,7 +95,7 @@ class ControlPage:
 
     @property
     def policy(self) -> Policy:
-        """The policy in force; where the page was damaged, the last legal one."""
+        """The policy in force; where the page was damaged, the last valid one."""
         code = self._words[_POLICY]
         if code < len(_POLICIES):
             self._last = _POLICIES[code]
@@ -124,14 +123,13 @@ class ControlPage:
 
     @property
     def recording_word(self) -> int:
-        """``Recording.word`` of what was asked for last; another number is another recording."""
+        """``Recording.word`` of the last request; a new number is a new recording."""
         return self._words[_RECORDING]
 
     def record(self, level: RecordLevel, max_bytes: int = 0) -> Recording:
-        """Start another recording, or with ``RecordLevel.OFF`` end the one that runs.
+        """Start a new recording, or with ``RecordLevel.OFF`` end the current one.
 
-        The ranks follow when their next batch begins. Raises ValueError for sizes of less than a
-        MiB or more than a ``Recording`` can say.
+        Ranks follow when their next batch begins. Raises ValueError for a size out of range.
         """
         number = self._words[_RECORDING] >> 32
         if level is not RecordLevel.OFF:
@@ -150,10 +148,5 @@ class ControlPage:
     def __enter__(self) -> "ControlPage":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

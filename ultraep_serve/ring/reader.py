@@ -1,11 +1,10 @@
-"""The reading end: new records of one ring, from a file that may be anything.
+"""The reading end: new records of one ring, from a file that is not trusted.
 
-The file is read with ``pread``, never mapped: a file that is cut short under a mapping kills the
+The file is read with ``pread``, never mapped: a file that is truncated while it is mapped kills the
 process that touches it, a short read is only an error.
 """
 
 import os
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,18 +24,18 @@ from ultraep_serve.types import Decision, Policy
 
 __all__ = ["ALIVE_SECONDS", "Poll", "RingReader"]
 
-ALIVE_SECONDS = 5.0  # a writer whose heart has not beaten for longer is not alive
+ALIVE_SECONDS = 5.0  # a writer without a heartbeat for longer is not alive
 _MAX_POLL_BYTES = 64 << 20  # of one poll; older records beyond it count as missed
 
 
 @dataclass(frozen=True)
 class Poll:
-    """What one poll found."""
+    """The result of one poll."""
 
     header: RingHeader
     records: RecordArray  # (n,) new and intact, oldest first
     missed: int  # records overwritten, or found damaged, before they could be read
-    replaced: bool  # the file is another one than at the last poll: a new writer
+    replaced: bool  # the file is not that of the last poll: a new writer
 
 
 class RingReader:
@@ -52,7 +51,7 @@ class RingReader:
             self._descriptor = open_regular(self._path)
         except OSError as error:
             raise RingError(f"cannot open {self._path.name}: {error.strerror or error}") from error
-        self._read_up_to = 0  # sequence number of the last record handed out or given up
+        self._read_up_to = 0  # sequence number of the last record returned or counted as missed
         try:
             header = self.header()
         except RingError:
@@ -65,15 +64,15 @@ class RingReader:
         """The header now."""
         header = parse_header(self._read(HEADER_BYTES, 0), self._path.name)
         if self._path.name != f"ring-{header.rank}":
-            raise RingError(f"{self._path.name} says that it is rank {header.rank}'s")
+            raise RingError(f"{self._path.name} is damaged: rank = {header.rank}")
         return header
 
     def poll(self) -> Poll:
-        """Records written since the last poll; the first returns all that the ring still holds."""
+        """Records written since the last poll; at first all that the ring still holds."""
         replaced = self._reopen_if_replaced()
         header = self.header()
         if (header.shape, header.capacity) != self._sizes or header.written < self._read_up_to:
-            raise RingError(f"{self._path.name} changed under its reader; restart the engine")
+            raise RingError(f"{self._path.name} was changed by another writer; restart the engine")
         first = max(self._read_up_to, header.written - self._readable(header))
         records, damaged = self._intact(first + 1, header.written)
         missed = first - self._read_up_to + damaged
@@ -85,11 +84,6 @@ class RingReader:
         header = self.header()
         first = max(0, header.written - self._readable(header))
         return self._intact(first + 1, header.written)[0]
-
-    def alive(self, now_ns: int | None = None, limit_seconds: float = ALIVE_SECONDS) -> bool:
-        """Whether the writer beats; ``now_ns`` is CLOCK_MONOTONIC, the present by default."""
-        moment = time.monotonic_ns() if now_ns is None else now_ns
-        return self.header().alive(moment, limit_seconds)
 
     def close(self) -> None:
         """Close the file; may be called twice."""
@@ -105,7 +99,7 @@ class RingReader:
             named = os.stat(self._path, follow_symlinks=False)
         except OSError as error:
             raise RingError(f"{self._path.name} is gone: {error.strerror}") from error
-        # The old file's number is not given to another while it is held open here.
+        # The old file's inode number cannot be used again while the file is open here.
         held = os.fstat(self._descriptor)
         if (named.st_dev, named.st_ino) == (held.st_dev, held.st_ino):
             return False
@@ -122,7 +116,7 @@ class RingReader:
         except OSError as error:
             raise RingError(f"cannot read {self._path.name}: {error.strerror}") from error
         if len(data) < size:
-            raise RingError(f"{self._path.name} is cut short")
+            raise RingError(f"{self._path.name} is truncated")
         return data
 
     def _intact(self, first: int, last: int) -> tuple[RecordArray, int]:
@@ -133,7 +127,7 @@ class RingReader:
         sequence = np.uint64(first) + np.arange(last - first + 1, dtype=np.uint64)
         good = self._check(records, sequence)
         for index in np.flatnonzero(~good):
-            # Another processor may show the counter before the record: look once more.
+            # Another processor may see the counter before the record: read once more.
             again = self._fetch(first + int(index), first + int(index))
             if self._check(again, sequence[index : index + 1])[0]:
                 records[index] = again[0]

@@ -1,8 +1,8 @@
 """The writing end: what one rank did, one record per MoE layer of a batch.
 
-``record`` runs on the host thread that launches kernels, so it copies into one scratch record,
-checksums it and copies it into the mapping: a few microseconds, no system call, no lock another
-process could hold.
+``record`` runs on the host thread that launches kernels, so it fills one scratch record, checksums
+it and copies it into the mapping: a few microseconds, no system call, no lock that another process
+could hold.
 """
 
 import logging
@@ -21,11 +21,11 @@ from ultraep_serve.files import create_mapped
 from ultraep_serve.ring.schema import (
     HEADER_BYTES,
     HEADER_DTYPE,
-    MAGIC,
     MAX_CAPACITY,
     RECORD_HEAD,
-    RING_VERSION,
     RingState,
+    header_page,
+    parse_header,
     record_checksum,
     record_dtype,
     ring_path,
@@ -37,8 +37,7 @@ __all__ = ["HEARTBEAT_SECONDS", "Recorder", "Stopwatch"]
 
 HEARTBEAT_SECONDS = 1.0
 _LOGGER = logging.getLogger(__name__)
-_CRC = struct.Struct("<I")
-_CRC_OFFSET = 8
+_CRC = slice(8, 12)  # in a record
 _POLICY_CODES = {policy: policy.code for policy in Policy}
 _DECISIONS = {int(decision): decision for decision in Decision}
 # What a wrong value from the caller raises; anything else is a bug worth seeing.
@@ -46,18 +45,17 @@ _BAD_VALUE = (struct.error, ValueError, TypeError, OverflowError, IndexError, Ke
 
 
 def _word(name: str) -> int:
-    """Position of a header field in the header seen as 64-bit words."""
+    """Index of a header field in the header seen as 64-bit words."""
     assert HEADER_DTYPE.fields is not None
-    offset = HEADER_DTYPE.fields[name][1]
-    assert offset % 8 == 0
-    return int(offset) // 8
+    index, rest = divmod(HEADER_DTYPE.fields[name][1], 8)
+    assert not rest
+    return int(index)
 
 
 _WRITTEN, _LOST, _HEARTBEAT = _word("written"), _word("lost"), _word("heartbeat_ns")
 _STATE, _POLICY, _BATCHES = _word("state"), _word("policy"), _word("batches")
 _RECORDED, _SKIPPED = _word("recorded_batches"), _word("skipped_batches")
-_LAYERS, _STAGE_NS = _word("layers"), _word("stage_ns")
-_LAST_BATCH = _word("last_batch_ns")
+_LAYERS, _STAGE_NS, _LAST_BATCH = _word("layers"), _word("stage_ns"), _word("last_batch_ns")
 _SENT, _RECEIVED, _REPLICAS = _word("bytes_sent"), _word("bytes_received"), _word("replicas")
 
 
@@ -67,15 +65,15 @@ class Recorder:
     No method raises because of the ring: a record that cannot be written is counted in ``lost``.
     """
 
-    def __init__(self, path: Path, header: NDArray[np.void], shape: ExpertShape) -> None:
-        """Create the ring file at ``path`` with ``header`` (1,) and start its heartbeat."""
-        dtype = record_dtype(shape)
-        self._capacity = int(header["capacity"][0])
-        self._record_bytes = dtype.itemsize
-        self._last_layer = int(header["num_layers"][0]) - 1
+    def __init__(self, path: Path, page: bytes) -> None:
+        """Create the ring file at ``path`` with the header ``page``, and start its heartbeat."""
+        header = parse_header(page, path.name)
+        dtype = record_dtype(header.shape)
+        self._capacity, self._record_bytes = header.capacity, header.record_bytes
+        self._last_layer = header.num_layers - 1
         size = HEADER_BYTES + self._capacity * self._record_bytes
         try:
-            self._mapped = create_mapped(path, header.tobytes(), size)
+            self._mapped = create_mapped(path, page, size)
         except OSError as error:
             raise RingError(f"cannot create {path} ({size} bytes): {error}") from error
         # Assigning one item of a 64-bit view is one store: readers never see half a counter.
@@ -84,16 +82,14 @@ class Recorder:
         self._scratch = bytearray(self._record_bytes)
         self._scratch_view = memoryview(self._scratch)
         fields = np.frombuffer(self._scratch, dtype)[0]
-        self._load_before = fields["load_before"]
-        self._load_after = fields["load_after"]
-        self._slot_expert = fields["slot_expert"]
-        self._slot_load = fields["slot_load"]
+        self._load_before, self._load_after = fields["load_before"], fields["load_after"]
+        self._slot_expert, self._slot_load = fields["slot_expert"], fields["slot_load"]
         self._expert_load = fields["expert_load"]
+        self.lost = 0  # records that could not be written
         self._written = 0
-        self._lost = 0
         self._batch = -1  # the batch that records are being written for
-        self._settled = True  # whether that batch has been counted
-        self._decision = Decision.PLANNED  # of its first layer
+        self._counted = True  # whether it has been counted
+        self._decision = Decision.PLANNED  # what it is counted as
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._heart = threading.Thread(target=self._beat, name="ultraep-heartbeat", daemon=True)
@@ -119,43 +115,25 @@ class Recorder:
         Without ``location`` all ranks are on one host.
         Raises RingError when the file cannot be created or has no room.
         """
-        location = location or Location.on_one_host(rank, shape.num_ranks)
         if not 1 <= ring_records <= MAX_CAPACITY:
             raise RingError(f"{ring_records = } must be 1 to {MAX_CAPACITY}")
-        header = np.zeros(1, HEADER_DTYPE)
-        values = {
-            "magic": MAGIC,
-            "schema_version": RING_VERSION,
-            "header_bytes": HEADER_BYTES,
-            "record_bytes": record_dtype(shape).itemsize,
-            "capacity": ring_records,
-            "rank": rank,
-            "num_ranks": shape.num_ranks,
-            "host_size": location.host_size,
-            "domain_size": location.domain_size,
-            "first_host": location.first_host.encode("ascii", errors="replace"),
-            "num_logical_experts": shape.num_logical_experts,
-            "num_replica_slots": shape.num_slots,
-            "num_layers": num_layers,
-            "pid": os.getpid(),
-            "process_namespace": process_namespace(),
-            "engine": engine.encode("ascii", errors="replace"),
-            "mode": mode.encode("ascii", errors="replace"),
-            "slot_bytes_reserved": slot_bytes,
-            "timeout_seconds": timeout_seconds,
-            "started_ns": time.time_ns(),
-            "heartbeat_ns": time.monotonic_ns(),
-            "state": RingState.STARTING,
-            "policy": Policy.OFF.code,
-        }
-        for name, value in values.items():
-            header[name] = value
-        return cls(ring_path(run_path, rank), header, shape)
-
-    @property
-    def lost(self) -> int:
-        """Records that could not be written."""
-        return self._lost
+        page = header_page(
+            shape,
+            location or Location.on_one_host(rank, shape.num_ranks),
+            capacity=ring_records,
+            num_layers=num_layers,
+            pid=os.getpid(),
+            process_namespace=process_namespace(),
+            engine=engine,
+            mode=mode,
+            slot_bytes_reserved=slot_bytes,
+            timeout_seconds=timeout_seconds,
+            started_ns=time.time_ns(),
+            heartbeat_ns=time.monotonic_ns(),
+            state=RingState.STARTING,
+            policy=Policy.OFF.code,
+        )
+        return cls(ring_path(run_path, rank), page)
 
     def record(
         self,
@@ -190,28 +168,16 @@ class Recorder:
                 self._slot_load[...] = 0 if slot_load is None else slot_load
                 self._expert_load[...] = 0 if expert_load is None else expert_load
                 decision = _DECISIONS[decision]
+                code = _POLICY_CODES[policy]
                 seq = self._written + 1
+                head = (seq, 0, layer, batch, time.time_ns(), tokens, replicas)
+                assignments = int(np.add.reduce(self._load_before, dtype=np.int64))
                 times = [int(time_ns) for time_ns in stage_ns]
-                RECORD_HEAD.pack_into(
-                    self._scratch,
-                    0,
-                    seq,
-                    0,
-                    layer,
-                    batch,
-                    time.time_ns(),
-                    tokens,
-                    replicas,
-                    int(np.add.reduce(self._load_before, dtype=np.int64)),
-                    bytes_sent,
-                    bytes_received,
-                    *times,
-                    decision,
-                    _POLICY_CODES[policy],
-                )
+                moved = (assignments, bytes_sent, bytes_received)
+                RECORD_HEAD.pack_into(self._scratch, 0, *head, *moved, *times, decision, code)
                 self._publish(seq)
                 self._accumulate(decision, replicas, bytes_sent, bytes_received, times)
-                self._words[_POLICY] = _POLICY_CODES[policy]
+                self._words[_POLICY] = code
                 self._count_recorded(batch, layer, decision)
             except _BAD_VALUE as error:
                 self._lose(error)
@@ -221,8 +187,7 @@ class Recorder:
         with self._lock:
             try:
                 decision = _DECISIONS[decision]
-                if not self._settled:
-                    self._settle(self._decision)
+                self._finish_batch()
                 words = self._words
                 words[_BATCHES] += 1
                 words[_LAST_BATCH] = time.monotonic_ns()
@@ -234,16 +199,16 @@ class Recorder:
                 self._lose(error)
 
     def count_lost(self) -> None:
-        """Count a record that its maker had no room for."""
+        """Count a record that the caller had no room for."""
         with self._lock:
-            self._lose(BufferError("no room to keep it until the device was done"))
+            self._lose(BufferError("no room to keep it until the device had finished"))
 
     def set_state(self, state: RingState) -> None:
-        """Say how far this rank has come; nothing happens after ``close``."""
+        """Publish the state of this rank; nothing happens after ``close``."""
         self._store(_STATE, state)
 
     def set_policy(self, policy: Policy) -> None:
-        """Say which policy is in force until a batch says otherwise."""
+        """Publish the policy in force until a batch does."""
         self._store(_POLICY, _POLICY_CODES[policy])
 
     def close(self) -> None:
@@ -253,8 +218,7 @@ class Recorder:
         with self._lock:
             if self._mapped.closed:
                 return
-            if not self._settled:
-                self._settle(self._decision)
+            self._finish_batch()
             if self._words[_STATE] != RingState.FAILED:
                 self._words[_STATE] = RingState.STOPPED
             self._words.release()
@@ -263,7 +227,7 @@ class Recorder:
 
     def _publish(self, seq: int) -> None:
         checksum = record_checksum(seq, self._scratch_view)
-        _CRC.pack_into(self._scratch, _CRC_OFFSET, checksum)
+        self._scratch[_CRC] = checksum.to_bytes(4, "little")
         start = HEADER_BYTES + (seq - 1) % self._capacity * self._record_bytes
         self._page[start : start + self._record_bytes] = self._scratch
         self._words[_WRITTEN] = seq
@@ -274,12 +238,9 @@ class Recorder:
     ) -> None:
         words = self._words
         words[_LAYERS + decision] += 1
-        if replicas:
-            words[_REPLICAS] += replicas
-        if sent:
-            words[_SENT] += sent
-        if received:
-            words[_RECEIVED] += received
+        words[_REPLICAS] += replicas
+        words[_SENT] += sent
+        words[_RECEIVED] += received
         for word, time_ns in enumerate(times, _STAGE_NS):
             if time_ns:
                 words[word] += time_ns
@@ -287,24 +248,26 @@ class Recorder:
     def _count_recorded(self, batch: int, layer: int, decision: Decision) -> None:
         """Count ``batch`` once: as planned if any layer was, else by its first layer's decision.
 
-        The count only ever grows, so a batch is settled at its first planned layer, at its last
+        Counters only ever grow, so a batch is counted at its first planned layer, at its last
         layer, or when the next batch begins.
         """
         if batch != self._batch:
-            if not self._settled:
-                self._settle(self._decision)
-            self._batch, self._decision, self._settled = batch, decision, False
-        if not self._settled:
-            if decision == Decision.PLANNED:
-                self._settle(decision)
-            elif layer >= self._last_layer:
-                self._settle(self._decision)
+            self._finish_batch()
+            self._batch, self._decision, self._counted = batch, decision, False
+        if not self._counted and decision == Decision.PLANNED:
+            self._decision = decision
+            self._finish_batch()
+        elif layer >= self._last_layer:
+            self._finish_batch()
 
-    def _settle(self, decision: Decision) -> None:
+    def _finish_batch(self) -> None:
+        """Count the batch that records were last written for, unless it has been counted."""
+        if self._counted:
+            return
         self._words[_BATCHES] += 1
         self._words[_LAST_BATCH] = time.monotonic_ns()
-        self._words[_RECORDED + decision] += 1
-        self._settled = True
+        self._words[_RECORDED + self._decision] += 1
+        self._counted = True
 
     def _store(self, word: int, value: int) -> None:
         with self._lock:
@@ -312,10 +275,10 @@ class Recorder:
                 self._words[word] = value
 
     def _lose(self, error: Exception) -> None:
-        self._lost += 1
+        self.lost += 1
         if not self._mapped.closed:
-            self._words[_LOST] = self._lost
-        if self._lost == 1:
+            self._words[_LOST] = self.lost
+        if self.lost == 1:
             _LOGGER.warning("a record was lost (further ones are only counted): %r", error)
 
     def _beat(self) -> None:

@@ -1,14 +1,15 @@
 """The layout of a ring file: one header page, then fixed-size records.
 
-Record number n (from 0) lives in place ``n % capacity`` and carries ``seq = n + 1``; 0 means
-never written. A reader accepts a record only when its ``seq`` is the expected one and its ``crc``
-matches, so a record caught half overwritten is noticed without locks or memory barriers.
+Record number n (from 0) is at index ``n % capacity`` and carries ``seq = n + 1``; 0 means never
+written. A reader accepts a record only when its ``seq`` is the expected one and its ``crc``
+matches, so a half-overwritten record is detected without locks or memory barriers.
 """
 
 import math
 import struct
 import zlib
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
 from enum import IntEnum
 from functools import lru_cache
 from pathlib import Path
@@ -29,18 +30,17 @@ __all__ = [
     "RECORD_HEAD",
     "RING_PREFIX",
     "RING_VERSION",
-    "SCHEMA_VERSION",
     "RecordArray",
     "RingHeader",
     "RingState",
+    "header_page",
     "parse_header",
     "record_checksum",
     "record_dtype",
     "ring_path",
 ]
 
-SCHEMA_VERSION = 2  # of what the HTTP interface answers
-RING_VERSION = 4  # of the files
+RING_VERSION = 5
 RING_PREFIX = "ring-"  # of the files' names, before the rank
 MAGIC = b"UEPRING\x01"
 HEADER_BYTES = 4096
@@ -53,7 +53,7 @@ RecordArray = NDArray[np.void]
 
 
 class RingState(IntEnum):
-    """How far a rank has come."""
+    """Where a rank is in its life."""
 
     STARTING = 0
     READY = 1
@@ -62,22 +62,24 @@ class RingState(IntEnum):
 
 
 # 8-byte fields come first, so that every counter is aligned and stored in one piece.
-_HEADER_FIELDS: list[tuple[str, str] | tuple[str, str, tuple[int, ...]]] = [
+_BY_DECISION = ("<u8", (len(Decision),))
+_HEADER_FIELDS: list[Any] = [
     ("magic", "S8"),
     ("written", "<u8"),  # records ever written
     ("lost", "<u8"),  # records that could not be written
     ("heartbeat_ns", "<u8"),  # CLOCK_MONOTONIC
+    ("last_batch_ns", "<u8"),  # CLOCK_MONOTONIC, when a batch was last counted; 0: never
     ("started_ns", "<u8"),  # wall clock
     ("state", "<u8"),  # RingState
     ("policy", "<u8"),  # Policy.code now in force
     ("batches", "<u8"),  # batches seen, planned or not
-    ("recorded_batches", "<u8", (16,)),  # by Decision: batches that have records
-    ("skipped_batches", "<u8", (16,)),  # by Decision: batches skipped as a whole, without records
-    ("layers", "<u8", (16,)),  # by Decision: layers of both kinds of batches
+    ("recorded_batches", *_BY_DECISION),  # batches that have records
+    ("skipped_batches", *_BY_DECISION),  # batches skipped as a whole, without records
+    ("layers", *_BY_DECISION),  # layers of both kinds of batches
     ("bytes_sent", "<u8"),
     ("bytes_received", "<u8"),
     ("replicas", "<u8"),
-    ("stage_ns", "<u8", (8,)),  # by Stage
+    ("stage_ns", "<u8", (len(Stage),)),
     ("slot_bytes_reserved", "<u8"),
     ("pid", "<u8"),
     ("process_namespace", "<u8"),  # in which pid means that process
@@ -88,34 +90,21 @@ _HEADER_FIELDS: list[tuple[str, str] | tuple[str, str, tuple[int, ...]]] = [
     ("capacity", "<u4"),
     ("rank", "<u4"),
     ("num_ranks", "<u4"),
+    ("host_size", "<u4"),  # ranks of each host, contiguous; divides num_ranks
+    ("domain_size", "<u4"),  # ranks that weights move between; divides host_size
     ("num_logical_experts", "<u4"),
     ("num_replica_slots", "<u4"),
     ("num_layers", "<u4"),
-    ("reserved", "<u4"),
     ("engine", "S32"),
     ("mode", "S16"),
-    ("last_batch_ns", "<u8"),  # CLOCK_MONOTONIC, when a batch was last counted; 0: never
-    ("host_size", "<u4"),  # ranks of each host, contiguous; divides num_ranks
-    ("domain_size", "<u4"),  # ranks that weights move between; divides host_size
     ("first_host", "S64"),  # name of the host that holds rank 0
 ]
 
 
-def _padded(fields: list[Any], itemsize: int) -> np.dtype[np.void]:
-    """The packed structured dtype of ``fields``, padded at its end to ``itemsize`` bytes."""
-    packed = np.dtype(fields)
-    assert packed.fields is not None
-    assert packed.names is not None
-    assert packed.itemsize <= itemsize
-    entries = [packed.fields[name] for name in packed.names]
-    return np.dtype(
-        {
-            "names": list(packed.names),
-            "formats": [entry[0] for entry in entries],
-            "offsets": [entry[1] for entry in entries],
-            "itemsize": itemsize,
-        }
-    )
+def _padded(layout: list[Any], itemsize: int) -> np.dtype[np.void]:
+    """The packed structured dtype of ``layout``, padded at its end to ``itemsize`` bytes."""
+    padding = itemsize - np.dtype(layout).itemsize
+    return np.dtype([*layout, ("padding", "u1", (padding,))])
 
 
 HEADER_DTYPE = _padded(_HEADER_FIELDS, HEADER_BYTES)
@@ -135,7 +124,7 @@ def record_dtype(shape: ExpertShape) -> np.dtype[np.void]:
     logical expert. A master computes what its replicas do not.
     """
     ranks, slots, experts = shape.num_ranks, shape.num_slots, shape.num_logical_experts
-    fields = [
+    layout: list[Any] = [
         ("seq", "<u8"),
         ("crc", "<u4"),
         ("layer", "<i4"),
@@ -156,17 +145,17 @@ def record_dtype(shape: ExpertShape) -> np.dtype[np.void]:
         ("slot_load", "<i4", (ranks, slots)),
         ("expert_load", "<i4", (experts,)),
     ]
-    size = np.dtype(fields).itemsize
-    return _padded(fields, (size + 7) // 8 * 8)
+    size = np.dtype(layout).itemsize
+    return _padded(layout, (size + 7) // 8 * 8)
 
 
 def record_checksum(seq: int, record: memoryview) -> int:
-    """CRC-32 of a record's payload, seeded by ``seq`` so that no payload passes for another's."""
+    """CRC-32 of a record's payload, seeded by ``seq`` so that no record matches another's."""
     return zlib.crc32(record[PAYLOAD_OFFSET:], seq & 0xFFFFFFFF)
 
 
 def ring_path(run_path: Path, rank: int) -> Path:
-    """Where ``rank`` writes."""
+    """The ring file of ``rank``."""
     return run_path / f"{RING_PREFIX}{rank}"
 
 
@@ -203,7 +192,7 @@ class RingHeader:
 
     @property
     def rank(self) -> int:
-        """Of the whole group."""
+        """The writer's rank in the whole group."""
         return self.location.rank
 
     def heartbeat_age_seconds(self, now_ns: int) -> float:
@@ -215,9 +204,9 @@ class RingHeader:
         return (now_ns - self.last_batch_ns) / 1e9 if self.last_batch_ns else None
 
     def alive(self, now_ns: int, limit_seconds: float) -> bool:
-        """Whether the writer beats and has neither failed, stopped nor died.
+        """Whether the last heartbeat is recent and the writer has not failed, stopped or died.
 
-        A heartbeat from the future is left over from another boot: not alive.
+        A heartbeat from the future was written before a reboot: not alive.
         """
         age = self.heartbeat_age_seconds(now_ns)
         running = self.state in (RingState.STARTING, RingState.READY)
@@ -230,97 +219,78 @@ class RingHeader:
         return known and not is_process_alive(self.pid)
 
 
+def header_page(shape: ExpertShape, location: Location, **others: Any) -> bytes:
+    """The first page of a new ring; ``others`` are its further fields that are not 0."""
+    values = asdict(location) | {
+        "magic": MAGIC,
+        "schema_version": RING_VERSION,
+        "header_bytes": HEADER_BYTES,
+        "record_bytes": record_dtype(shape).itemsize,
+        "num_logical_experts": shape.num_logical_experts,
+        "num_replica_slots": shape.num_slots,
+    }
+    page = np.zeros((), HEADER_DTYPE)
+    for name, value in (values | others).items():
+        page[name] = value.encode("ascii", errors="replace") if isinstance(value, str) else value
+    return page.tobytes()
+
+
 def parse_header(page: bytes, name: str) -> RingHeader:
     """The header in ``page``, checked field by field. Raises RingError, which says ``name``."""
     assert len(page) == HEADER_BYTES
-    values = np.frombuffer(page, HEADER_DTYPE, count=1)[0]
-    if values["magic"] != MAGIC:
+    if not page.startswith(MAGIC):
         raise RingError(f"{name} is not a ring of ultraep_serve")
-    version = int(values["schema_version"])
-    if version != RING_VERSION:
+    stored = np.frombuffer(page, HEADER_DTYPE)[0].item()
+    values = dict(zip(HEADER_DTYPE.names or (), map(_plain, stored), strict=True))
+    if values["schema_version"] != RING_VERSION:
         raise RingError(
-            f"{name} has schema version {version}, this reader knows {RING_VERSION}; "
-            "run the engine and the sidecar from the same installation"
+            f"{name} has schema version {values['schema_version']}, this reader knows "
+            f"{RING_VERSION}; run the engine and the sidecar from the same installation"
         )
-    _check_sizes(values, name)
-    return _header_of(values)
+    for field in _damaged(values):
+        raise RingError(f"{name} is damaged: {field} = {values[field]}")
+    values["shape"] = _shape_of(values)
+    values["location"] = Location(**{field.name: values[field.name] for field in fields(Location)})
+    values["state"] = RingState(values["state"])
+    values["policy"] = list(Policy)[values["policy"]]
+    return RingHeader(**{field.name: values[field.name] for field in fields(RingHeader)})
 
 
-def _check_sizes(values: Any, name: str) -> None:
-    legal = {
+def _plain(value: Any) -> Any:
+    """``value`` of a header field as an int, a float, text, or a tuple of ints."""
+    if isinstance(value, bytes):
+        return value.decode("ascii", errors="replace")
+    return tuple(value.tolist()) if isinstance(value, np.ndarray) else value
+
+
+def _damaged(values: Mapping[str, Any]) -> Iterator[str]:
+    """Names of the fields in ``values`` that no writer would have left like this."""
+    ranges = {
         "header_bytes": (HEADER_BYTES, HEADER_BYTES),
         "capacity": (1, MAX_CAPACITY),
         "num_ranks": (1, _MAX_RANKS),
-        "rank": (0, int(values["num_ranks"]) - 1),
-        "host_size": (1, int(values["num_ranks"])),
-        "domain_size": (1, int(values["host_size"])),
+        "rank": (0, values["num_ranks"] - 1),
+        "host_size": (1, values["num_ranks"]),
+        "domain_size": (1, values["host_size"]),
         "num_logical_experts": (1, _MAX_EXPERTS),
         "num_replica_slots": (0, _MAX_SLOTS),
         "state": (0, len(RingState) - 1),
         "policy": (0, len(Policy) - 1),
         "written": (0, 1 << 62),
     }
-    for field, (low, high) in legal.items():
-        if not low <= int(values[field]) <= high:
-            raise RingError(f"{name} is damaged: {field} = {int(values[field])}")
+    yield from (name for name, (low, high) in ranges.items() if not low <= values[name] <= high)
     for part, whole in (("host_size", "num_ranks"), ("domain_size", "host_size")):
-        if int(values[whole]) % int(values[part]):
-            raise RingError(f"{name} is damaged: {part} = {int(values[part])}")
-    if int(values["record_bytes"]) != record_dtype(_shape_of(values)).itemsize:
-        raise RingError(f"{name} is damaged: record_bytes = {int(values['record_bytes'])}")
-    if not math.isfinite(float(values["timeout_seconds"])):
-        raise RingError(f"{name} is damaged: timeout_seconds = {float(values['timeout_seconds'])}")
+        if values[whole] % values[part]:
+            yield part
+    if values["record_bytes"] != record_dtype(_shape_of(values)).itemsize:
+        yield "record_bytes"
+    if not math.isfinite(values["timeout_seconds"]):
+        yield "timeout_seconds"
 
 
-def _shape_of(values: Any) -> ExpertShape:
+def _shape_of(values: Mapping[str, Any]) -> ExpertShape:
     return ExpertShape(
-        num_ranks=int(values["num_ranks"]),
-        num_logical_experts=int(values["num_logical_experts"]),
-        num_replica_slots=int(values["num_replica_slots"]),
-    )
-
-
-def _header_of(values: Any) -> RingHeader:
-    def number(field: str) -> int:
-        return int(values[field])
-
-    def numbers(field: str, length: int) -> tuple[int, ...]:
-        return tuple(values[field][:length].tolist())
-
-    def text(field: str) -> str:
-        return bytes(values[field]).decode("ascii", errors="replace")
-
-    return RingHeader(
-        shape=_shape_of(values),
-        location=Location(
-            rank=number("rank"),
-            num_ranks=number("num_ranks"),
-            host_size=number("host_size"),
-            domain_size=number("domain_size"),
-            first_host=text("first_host"),
-        ),
-        num_layers=number("num_layers"),
-        capacity=number("capacity"),
-        record_bytes=number("record_bytes"),
-        pid=number("pid"),
-        process_namespace=number("process_namespace"),
-        engine=text("engine"),
-        mode=text("mode"),
-        slot_bytes_reserved=number("slot_bytes_reserved"),
-        timeout_seconds=float(values["timeout_seconds"]),
-        started_ns=number("started_ns"),
-        heartbeat_ns=number("heartbeat_ns"),
-        last_batch_ns=number("last_batch_ns"),
-        state=RingState(number("state")),
-        policy=list(Policy)[number("policy")],
-        written=number("written"),
-        lost=number("lost"),
-        batches=number("batches"),
-        recorded_batches=numbers("recorded_batches", len(Decision)),
-        skipped_batches=numbers("skipped_batches", len(Decision)),
-        layers=numbers("layers", len(Decision)),
-        bytes_sent=number("bytes_sent"),
-        bytes_received=number("bytes_received"),
-        replicas=number("replicas"),
-        stage_ns=numbers("stage_ns", len(Stage)),
+        num_ranks=values["num_ranks"],
+        num_logical_experts=values["num_logical_experts"],
+        num_replica_slots=values["num_replica_slots"],
     )

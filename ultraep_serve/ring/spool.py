@@ -1,11 +1,11 @@
-"""What one rank's router chose, appended to a file of the run directory while someone records.
+"""What one rank's router chose, appended to a file of the run directory during a recording.
 
 Layout: one header page, then chunks, one per MoE layer of a batch: a chunk header and an array of
 the rank's own tokens. Level tokens: (tokens, K) expert ids of 16 bits (32 where there are more
-experts), -1 padding, E an id that is no expert. Level loads: (1, E) uint32 assignments per expert.
+experts), -1 padding, E an invalid id. Level loads: (1, E) uint32 assignments per expert.
 
-The file lies in shared memory and has a size it never exceeds; what does not fit is lost and
-counted. Nothing here waits for anyone.
+The file is in shared memory and never exceeds its maximum size; what does not fit is lost and
+counted. Nothing here waits.
 """
 
 import mmap
@@ -40,19 +40,19 @@ _MAGIC = b"UEPSPL\x00\x01"
 # magic, batches, lost batches, batch open, number, level, rank, ranks, layers, experts,
 # min_batch_tokens, is shared, engine
 _LAYOUT = struct.Struct("<8sQQQIIIIIIII32s")
-_BATCHES, _LOST, _OPEN = 1, 2, 3  # positions in the page seen as 64-bit words
+_BATCHES, _LOST, _OPEN = 1, 2, 3  # indices in the page seen as 64-bit words
 
 
 @dataclass(frozen=True)
 class SpoolSource:
-    """Whose tokens a spool holds."""
+    """The rank whose tokens a spool holds."""
 
     rank: int
     num_ranks: int
     num_layers: int
     num_experts: int
     min_batch_tokens: int  # smaller batches are decode
-    is_shared: bool  # all ranks see the same tokens, so that rank 0 alone records
+    is_shared: bool  # all ranks see the same tokens, so only rank 0 records
     engine: str
 
 
@@ -63,7 +63,7 @@ class SpoolHeader:
     source: SpoolSource
     number: int  # of the recording
     level: RecordLevel
-    batches: int  # complete ones with tokens of requests
+    batches: int  # complete ones with request tokens
     lost_batches: int  # that did not fit
     is_open: bool  # a batch is being written
 
@@ -76,19 +76,19 @@ class SpoolHeader:
 
 
 def spool_path(run_path: Path, rank: int) -> Path:
-    """Where ``rank`` leaves what it records."""
+    """The spool file of ``rank``."""
     return run_path / f"spool-{rank}"
 
 
 def parse_spool_header(page: bytes) -> SpoolHeader:
     """The header in ``page``, the first PAGE_BYTES of a spool. Raises SpoolError."""
     if len(page) < _LAYOUT.size:
-        raise SpoolError("a spool is cut short; record again")
+        raise SpoolError("a spool is truncated; record again")
     magic, batches, lost, is_open, number, level, *numbers, engine = _LAYOUT.unpack_from(page)
     rank, ranks, layers, experts, min_tokens, shared = numbers
-    legal = rank < ranks and layers and experts and level in (RecordLevel.LOADS, RecordLevel.TOKENS)
-    if magic != _MAGIC or not legal:
-        raise SpoolError("a spool is not one that this version reads; use the server's own version")
+    valid = rank < ranks and layers and experts and level in (RecordLevel.LOADS, RecordLevel.TOKENS)
+    if magic != _MAGIC or not valid:
+        raise SpoolError("a spool is damaged or of another version; use the server's own version")
     source = SpoolSource(
         rank=rank,
         num_ranks=ranks,
@@ -102,23 +102,23 @@ def parse_spool_header(page: bytes) -> SpoolHeader:
 
 
 class SpoolWriter:
-    """One rank's spool, open while a recording runs. Its methods never raise for the file's sake.
+    """One rank's spool, open during a recording. Its methods never raise because of the file.
 
-    A batch is ``begin`` with its first layer, then ``add`` for every layer.
+    For each batch call ``begin`` at its first layer, then ``add`` for every layer.
     """
 
     def __init__(self, run_path: Path, source: SpoolSource) -> None:
         self.is_recording = False  # this batch
         self._path, self._source = spool_path(run_path, source.rank), source
         self._batch = 0
-        self._word = 0  # of the recording that was followed last
+        self._word = 0  # of the last recording
         self._descriptor = -1
         self._mapped: mmap.mmap | None = None
 
     def begin(self, recording_word: int, batch_tokens: int) -> None:
-        """A batch of ``batch_tokens`` over all ranks begins: record it if ``recording_word`` says.
+        """Start a batch of ``batch_tokens`` over all ranks; record it if ``recording_word`` asks.
 
-        Every rank must call this for every batch: that numbers them alike.
+        Every rank must call this for every batch, so that all ranks number batches alike.
         """
         self._batch += 1
         if recording_word != self._word:
@@ -133,11 +133,11 @@ class SpoolWriter:
     def add(self, layer: int, topk_ids: NDArray[np.integer]) -> None:
         """Append ``layer``'s ``topk_ids`` (T, K), logical, of this rank's own tokens."""
         experts = self._source.num_experts
-        legal = topk_ids.clip(-1, experts)
+        ids = topk_ids.clip(-1, experts)
         if self._level is RecordLevel.TOKENS:
-            self._append(layer, legal.astype(self._dtype))
-        else:  # the first and the last count are padding and what is no expert
-            counts = np.bincount(legal.reshape(-1) + 1, minlength=experts + 2)
+            self._append(layer, ids.astype(self._dtype))
+        else:  # the first and the last count are padding and invalid ids
+            counts = np.bincount(ids.reshape(-1) + 1, minlength=experts + 2)
             self._append(layer, counts[1:-1].astype(self._dtype)[None])
         if layer == self._source.num_layers - 1:
             self._words[_OPEN] = 0
@@ -145,7 +145,7 @@ class SpoolWriter:
             self.is_recording = False
 
     def close(self) -> None:
-        """End a recording that may run; the file stays."""
+        """End the current recording, if any; the file stays."""
         self.is_recording = False
         if self._mapped is not None:
             self._words[_OPEN] = 0
@@ -171,25 +171,14 @@ class SpoolWriter:
             self._words = memoryview(self._mapped).cast("Q")
             self._descriptor = open_regular(self._path, os.O_WRONLY | os.O_APPEND)
         except OSError:
-            self.close()  # whoever records finds no spool, and says so
+            self.close()  # the recording client finds no spool and reports that
 
     def _first_page(self, recording: Recording) -> bytes:
         source = self._source
-        page = _LAYOUT.pack(
-            _MAGIC,
-            0,
-            0,
-            0,
-            recording.number,
-            recording.level,
-            source.rank,
-            source.num_ranks,
-            source.num_layers,
-            source.num_experts,
-            source.min_batch_tokens,
-            source.is_shared,
-            source.engine.encode("ascii", errors="replace"),
-        )
+        counters = (0, 0, 0)
+        sizes = (source.rank, source.num_ranks, source.num_layers, source.num_experts)
+        rest = (source.min_batch_tokens, source.is_shared, source.engine.encode("ascii", "replace"))
+        page = _LAYOUT.pack(_MAGIC, *counters, recording.number, recording.level, *sizes, *rest)
         return page.ljust(PAGE_BYTES, b"\0")
 
     def _append(self, layer: int, rows: NDArray[Any]) -> None:
@@ -206,11 +195,11 @@ class SpoolWriter:
         self._size += size
 
     def _write(self, head: bytes, rows: NDArray[Any], size: int) -> bool:
-        """Whether all was written; what was written in part is cut off again."""
+        """Whether all was written; a partial write is cut off again."""
         try:
             if os.writev(self._descriptor, (head, rows.data)) == size:
                 return True
             os.ftruncate(self._descriptor, self._size)
         except OSError:
-            return False  # no room in shared memory, which the limit did not foresee
+            return False  # shared memory is full
         return False

@@ -1,4 +1,4 @@
-"""JSON answers, made once for all who ask within a moment."""
+"""JSON answers, computed once for all clients that ask at nearly the same time."""
 
 import logging
 import threading
@@ -11,76 +11,75 @@ from typing import Any
 from fastapi import Response
 from pydantic import TypeAdapter
 
-__all__ = ["Answers", "encode", "prepare"]
+__all__ = ["AnswerCache", "encode", "prepare"]
 
 _LOGGER = logging.getLogger(__name__)
 _MAX_ANSWERS = 64
-_TIMES_ITS_COST, _MOST_SECONDS = 8, 2.0
-_ADAPTERS: dict[type, TypeAdapter[Any]] = {}  # made once per type, which takes milliseconds
+_REUSE_FACTOR, _MAX_REUSE_SECONDS = 8, 2.0
+_ADAPTERS: dict[type, TypeAdapter[Any]] = {}  # building one takes milliseconds
 
 
 @dataclass
 class _Answer:
     """The newest answer to one question."""
 
-    made_at: float = float("-inf")  # monotonic, when making it began
+    made_at: float = float("-inf")  # monotonic, when computing it began
     took: float = 0.0  # seconds
     encoded: bytes = b""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def age(self) -> float:
-        """In seconds."""
+        """Seconds since ``made_at``."""
         return time.monotonic() - self.made_at
 
     def remake(self, make: Callable[[], Any]) -> None:
-        """Make it anew; the lock is held."""
+        """Compute it again; the caller holds the lock."""
         began = time.monotonic()
         self.encoded, self.made_at = encode(make()), began
         self.took = time.monotonic() - began
 
 
-class Answers:
+class AnswerCache:
     """Encodes answers and reuses them, so that many clients cost little more than one."""
 
     def __init__(self, reuse_seconds: float) -> None:
-        """``reuse_seconds`` is how old an answer may be, or eight times what making it takes, up
+        """An answer may be ``reuse_seconds`` old, or eight times as old as computing it takes, up
         to two seconds.
 
-        From half that age on it is made anew behind the back of those who ask, so that under load
-        nobody waits for it.
+        From half that age on it is computed again in the background, so that under load no client
+        waits for it.
         """
         self._reuse_seconds = reuse_seconds
         self._answers: dict[Hashable, _Answer] = {}
         self._lock = threading.Lock()
-        self._behind = ThreadPoolExecutor(1, "ultraep-answers")
+        self._background = ThreadPoolExecutor(1, "ultraep-answers")
 
     def give(self, key: Hashable, make: Callable[[], Any]) -> Response:
-        """What ``make`` returned last for ``key``, if that is recent enough, else what it does."""
+        """What ``make`` returns for ``key``: the last answer if recent enough, else a new one."""
         return Response(self.encoded(key, make), media_type="application/json")
 
     def encoded(self, key: Hashable, make: Callable[[], Any]) -> bytes:
         """The same as JSON."""
         answer = self._find(key)
         if answer.age() >= self._limit(answer):
-            with answer.lock:  # whoever waits here finds the answer made
+            with answer.lock:  # those who wait here use the new answer
                 if answer.age() >= self._limit(answer):
                     answer.remake(make)
         elif answer.age() >= self._limit(answer) / 2 and answer.lock.acquire(blocking=False):
-            self._behind.submit(self._remake_behind, answer, make)
+            self._background.submit(self._remake, answer, make)
         return answer.encoded
 
     def _limit(self, answer: _Answer) -> float:
         if not self._reuse_seconds:
             return 0.0
-        costly = min(_MOST_SECONDS, _TIMES_ITS_COST * answer.took)
-        return max(self._reuse_seconds, costly)
+        return max(self._reuse_seconds, min(_MAX_REUSE_SECONDS, _REUSE_FACTOR * answer.took))
 
     @staticmethod
-    def _remake_behind(answer: _Answer, make: Callable[[], Any]) -> None:
+    def _remake(answer: _Answer, make: Callable[[], Any]) -> None:
         try:
             answer.remake(make)
         except Exception:
-            _LOGGER.exception("an answer could not be made")
+            _LOGGER.exception("an answer could not be computed")
         finally:
             answer.lock.release()
 
@@ -98,7 +97,7 @@ def encode(answer: Any) -> bytes:
 
 
 def prepare(answer_types: Iterable[type]) -> None:
-    """Build the encoders of ``answer_types``, for which the first to ask would wait."""
+    """Build the encoders of ``answer_types``, so that the first client does not wait for them."""
     for answer_type in answer_types:
         _adapter(answer_type)
 

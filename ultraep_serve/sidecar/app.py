@@ -1,8 +1,9 @@
-"""The HTTP application: what users, dashboards and Prometheus ask for, and the pages for people."""
+"""The HTTP application: its endpoints, its web pages, and the thread that polls the rings."""
 
 import contextlib
+import logging
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,25 +17,25 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ultraep_serve import __version__
 from ultraep_serve.ring.reader import ALIVE_SECONDS
-from ultraep_serve.sidecar.answers import Answers, prepare
+from ultraep_serve.sidecar.answers import AnswerCache, prepare
 from ultraep_serve.sidecar.health import Overview
-from ultraep_serve.sidecar.logs import StateLog
 from ultraep_serve.sidecar.metrics import BalanceCollector, DetailCollector
 from ultraep_serve.sidecar.routes_balance import balance_routes, live_routes
-from ultraep_serve.sidecar.routes_control import control_routes
+from ultraep_serve.sidecar.routes_control import Switches, control_routes
 from ultraep_serve.sidecar.routes_operate import Access, operate_routes
 from ultraep_serve.sidecar.routes_record import record_routes
 from ultraep_serve.sidecar.statistics.snapshot import BalanceSnapshot
 from ultraep_serve.sidecar.statistics.summary import Heatmap, PolicyComparison
+from ultraep_serve.sidecar.statistics.timeline import History
 from ultraep_serve.sidecar.store import NoRunError, RunStore
-from ultraep_serve.sidecar.switches import Switches
-from ultraep_serve.sidecar.timeline import History
 
-__all__ = ["AppOptions", "add_pages", "create_app"]
+__all__ = ["AppOptions", "StateLog", "create_app"]
 
+_LOGGER = logging.getLogger("ultraep_serve.sidecar")
 _MAX_THREADS = 8
+_MAX_REASONS = 4  # in a line of the log
 _DESCRIPTION = """
-What the ranks of one server did, and the switch for what they do next.
+How the ranks of one server balance their load, and control over the policy in force.
 
 **Imbalance** is max/mean of assignments over ranks: for one MoE layer of one batch, the
 assignments, (token, expert) pairs, of the busiest rank over the mean of all ranks; 1.0 is perfect.
@@ -42,20 +43,20 @@ assignments, (token, expert) pairs, of the busiest rank over the mean of all ran
 **Prefill** batches have at least `min_batch_tokens` tokens over all ranks; smaller ones,
 **decode**, keep the identity mapping, and their loads are not counted.
 
-The last records of every rank are held in memory; figures over a window are made from them, those
-over time are summed up as records arrive. What changes something wants the control token as
-`Authorization: Bearer TOKEN`.
+The newest records of every rank are held in memory; figures over a window are computed from them,
+figures over time are summed up as records arrive. Requests that change something need the control
+token as `Authorization: Bearer TOKEN`.
 """
 
 
 @dataclass(frozen=True)
 class AppOptions:
-    """How closely to watch."""
+    """Periods and limits."""
 
     poll_seconds: float = 0.5  # between polls in the background
-    heartbeat_limit_seconds: float = ALIVE_SECONDS  # a rank silent for longer is not alive
+    heartbeat_limit_seconds: float = ALIVE_SECONDS  # without one for longer, a rank is not alive
     max_records: int = 8192  # kept in memory of each rank
-    reuse_seconds: float = 0.0  # how old a summary may be that is given to several clients
+    reuse_seconds: float = 0.0  # how old an answer may be that several clients share
     event_seconds: float = 1.0  # between server-sent events
 
 
@@ -64,91 +65,108 @@ def create_app(
     token: str | None,
     allow_ideal: bool,
     *,
-    settings: AppOptions | None = None,
-    registry: CollectorRegistry | None = None,
+    options: AppOptions | None = None,
 ) -> FastAPI:
     """The application over the rings in ``run_dir``, which need not exist yet.
 
-    ``token`` opens the control endpoint (None or empty: closed to everyone); ``allow_ideal`` lets
-    it switch to the policy that gives wrong answers. Metrics go to ``registry``, by default a new
-    one.
+    ``token`` gives access to control (None or empty: nobody has it); ``allow_ideal`` permits the
+    policy that gives wrong answers.
     """
-    watching = settings or AppOptions()
+    options = options or AppOptions()
     store = RunStore(
         run_dir,
-        heartbeat_limit_seconds=watching.heartbeat_limit_seconds,
-        max_records=watching.max_records,
-        reuse_seconds=watching.reuse_seconds / 5,
+        heartbeat_limit_seconds=options.heartbeat_limit_seconds,
+        max_records=options.max_records,
+        reuse_seconds=options.reuse_seconds / 5,
     )
     app = FastAPI(
         title="ultraep sidecar",
         version=__version__,
         description=_DESCRIPTION,
-        lifespan=lambda _: _watching(store, watching.poll_seconds),
-        docs_url=None,  # FastAPI's own page loads its scripts from elsewhere
+        lifespan=lambda _: _polling(store, options.poll_seconds),
+        docs_url=None,  # FastAPI's own page loads its scripts from other hosts
         redoc_url=None,
     )
     app.state.stopping = False  # streams end when it is set
-    answers = Answers(watching.reuse_seconds)
-    registries = _registries(store, registry or CollectorRegistry())
-    app.include_router(operate_routes(store, registries, run_dir, Access(token, allow_ideal)))
-    app.include_router(live_routes(store, answers, watching.event_seconds))
-    app.include_router(balance_routes(store, answers))
-    app.include_router(control_routes(Switches(store, run_dir, allow_ideal), token))
-    app.include_router(record_routes(run_dir, token))
-    add_pages(app)
+    answers = AnswerCache(options.reuse_seconds)
+    routers = (
+        operate_routes(store, _registries(store), run_dir, Access(token, allow_ideal)),
+        live_routes(store, answers, options.event_seconds),
+        balance_routes(store, answers),
+        control_routes(Switches(store, run_dir, allow_ideal), token),
+        record_routes(run_dir, token),
+    )
+    for router in routers:  # include_router would build the schemas of all answers again
+        app.router.routes.extend(router.routes)
+    _add_pages(app)
     app.add_exception_handler(NoRunError, _no_run)
     return app
 
 
 @contextlib.asynccontextmanager
-async def _watching(store: RunStore, poll_seconds: float) -> AsyncIterator[None]:
-    """While the application serves: rings are polled, and changes of state logged."""
+async def _polling(store: RunStore, poll_seconds: float) -> AsyncIterator[None]:
+    """Poll the rings and log changes of state while the application serves."""
     prepare((BalanceSnapshot, Heatmap, History, Overview, PolicyComparison))
-    # More threads would only wait for each other, and each takes memory of its own.
+    # More threads would only wait for each other, and each takes memory.
     to_thread.current_default_thread_limiter().total_tokens = _MAX_THREADS
-    state_log = StateLog(store)
+    state_log, stopping = StateLog(store), threading.Event()
 
-    def watch() -> None:
-        store.poll()
-        state_log.look()
+    def run() -> None:
+        while not stopping.wait(poll_seconds):
+            store.poll()
+            state_log.update()
 
-    stop = _repeat(watch, poll_seconds)
+    thread = threading.Thread(target=run, name="ultraep-poll", daemon=True)
+    thread.start()
     yield
-    stop()
+    stopping.set()
+    thread.join()
 
 
-def _registries(
-    store: RunStore, registry: CollectorRegistry
-) -> tuple[CollectorRegistry, CollectorRegistry]:
-    """``registry`` with the usual metrics, and one that also has those of many series."""
-    detailed = CollectorRegistry()
-    registry.register(BalanceCollector(store))
+def _registries(store: RunStore) -> tuple[CollectorRegistry, CollectorRegistry]:
+    """One with the usual metrics, and one that also has those with many series."""
+    usual, detailed = CollectorRegistry(), CollectorRegistry()
+    usual.register(BalanceCollector(store))
     detailed.register(BalanceCollector(store))
     detailed.register(DetailCollector(store))
-    return registry, detailed
+    return usual, detailed
 
 
 async def _no_run(_: Request, error: Exception) -> JSONResponse:
     return JSONResponse({"detail": str(error)}, status_code=503)
 
 
-def _repeat(action: Callable[[], None], seconds: float) -> Callable[[], None]:
-    """Do ``action`` in a thread every ``seconds``; returns what stops it."""
-    stopping = threading.Event()
+class StateLog:
+    """Logs one line per change of readiness or policy, nothing per batch."""
 
-    def run() -> None:
-        while not stopping.wait(seconds):
-            action()
+    def __init__(self, store: RunStore) -> None:
+        self._store = store
+        self._problems: dict[str, str] | None = None
+        self._policy: str | None = None
 
-    thread = threading.Thread(target=run, name="ultraep-poll", daemon=True)
-    thread.start()
+    def update(self) -> None:
+        """Compare with the last update; the store was just polled."""
+        problems, known = self._store.problems(), self._problems
+        # A reason in other words is no change, nor is one of several ranks that becomes ready.
+        if known is None or bool(problems) != bool(known) or problems.keys() - known.keys():
+            self._log_readiness(problems)
+        self._problems = problems
+        policy = self._store.policy()
+        name = policy.value if policy else None
+        if name != self._policy:
+            self._policy = name
+            fields = {"event": "policy", "policy": name}
+            _LOGGER.info("policy is %s", name, extra={"fields": fields})
 
-    def stop() -> None:
-        stopping.set()
-        thread.join()
-
-    return stop
+    def _log_readiness(self, problems: dict[str, str]) -> None:
+        fields = {"fields": {"event": "state", "ready": not problems, "reasons": problems}}
+        if not problems:
+            _LOGGER.info("every rank is ready", extra=fields)
+            return
+        reasons = [f"{rank}: {reason}" for rank, reason in problems.items()]
+        if len(reasons) > _MAX_REASONS:
+            reasons[_MAX_REASONS:] = [f"and {len(reasons) - _MAX_REASONS} more"]
+        _LOGGER.warning("not ready: %s", "; ".join(reasons), extra=fields)
 
 
 _FILES = Path(__file__).with_name("static")
@@ -162,8 +180,8 @@ _HEADERS = {
 }
 
 
-def add_pages(app: FastAPI) -> None:
-    """Serve the dashboard at ``/`` and the interface's documentation at ``/docs``."""
+def _add_pages(app: FastAPI) -> None:
+    """Serve the dashboard at ``/`` and the documentation of the API at ``/docs``."""
     app.add_middleware(_StrictHeaders)
     app.mount("/static", StaticFiles(directory=_FILES), name="static")
     app.add_api_route("/", lambda: FileResponse(_FILES / "index.html"), include_in_schema=False)
@@ -171,7 +189,7 @@ def add_pages(app: FastAPI) -> None:
 
 
 class _StrictHeaders:
-    """Browsers run and load only what comes from here, whatever an answer may contain."""
+    """Browsers load and run only files of this server, whatever an answer contains."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

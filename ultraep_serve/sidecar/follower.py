@@ -1,6 +1,7 @@
-"""One rank's ring, followed from poll to poll, and a bounded memory of what was polled."""
+"""The rings, followed from poll to poll, and a bounded memory of their records."""
 
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,12 +10,14 @@ import numpy as np
 from ultraep_serve.errors import RingError
 from ultraep_serve.ring.reader import Poll, RingReader
 from ultraep_serve.ring.schema import RecordArray, RingHeader, record_dtype, ring_path
+from ultraep_serve.sidecar.statistics.counters import Counters
 from ultraep_serve.sidecar.statistics.snapshot import RankView
-from ultraep_serve.sidecar.timeline import Timeline
+from ultraep_serve.sidecar.statistics.timeline import Timeline
 from ultraep_serve.types import Decision, ExpertShape, Stage
 
 __all__ = [
     "OWN_DTYPE",
+    "PrimaryRank",
     "RecordWindow",
     "RingFollower",
     "SkippedHistory",
@@ -24,11 +27,11 @@ __all__ = [
 
 
 class RingFollower:
-    """What ``rank`` wrote: its header as last polled and its newest records, without loads."""
+    """The ring of ``rank``: its header at the last poll and its newest records, without loads."""
 
     def __init__(self, run_dir: Path, rank: int, max_records: int, timeline: Timeline) -> None:
-        """Its times and bytes are passed on to ``timeline``; nothing is read before a poll."""
-        self.header: RingHeader | None = None  # None: not readable, ``error`` says why
+        """Its times and bytes are added to ``timeline``; nothing is read before a poll."""
+        self.header: RingHeader | None = None  # None: not readable, for the reason in ``error``
         self.error = "no ring yet"
         self.missed = 0  # records overwritten or damaged before they were read
         self._rank = rank
@@ -42,7 +45,7 @@ class RingFollower:
     def poll(self, *, with_loads: bool) -> Poll | None:
         """Read what is new; None where the ring cannot be read.
 
-        Loads are large: without ``with_loads`` the records are let go at once.
+        Loads are large: without ``with_loads`` the records are not kept.
         """
         fresh = self._reader is None
         try:
@@ -64,12 +67,12 @@ class RingFollower:
         return poll if with_loads else replace(poll, records=poll.records[:0].copy())
 
     def held_at(self, poll: Poll) -> RecordArray:
-        """What the ring held at ``poll``, just made, with the loads that earlier polls let go."""
+        """All that the ring held at the last ``poll``, with the loads that polls did not keep."""
         assert self._reader is not None
         try:
             records = self._reader.recent()
         except RingError:
-            return poll.records  # the next poll reports what is wrong with the file
+            return poll.records  # the next poll reports the error
         return records[records["seq"] <= poll.header.written]
 
     def records(self) -> RecordArray:
@@ -92,7 +95,7 @@ class RingFollower:
 
     def _lose(self, error: RingError) -> None:
         if self._reader is not None:
-            self._reader.close()  # an unlinked file keeps its memory while it is held open
+            self._reader.close()  # an unlinked file keeps its memory while it is open
             self._reader = None
         self.header, self.error = None, str(error)
 
@@ -103,9 +106,55 @@ class RingFollower:
             self._timeline.add_own(self._rank, new)
 
 
+class PrimaryRank:
+    """The rank whose loads and batch counters are shown; all ranks plan the same.
+
+    It is the lowest rank that is alive, else the lowest readable one, chosen at every poll.
+    """
+
+    def __init__(
+        self, counters: Counters, max_records: int, heartbeat_limit_seconds: float
+    ) -> None:
+        """Its records are also counted in ``counters``."""
+        self.rank = -1  # none yet
+        self._counters = counters
+        self._max_records = max_records
+        self._limit = heartbeat_limit_seconds
+        self._records = RecordWindow(OWN_DTYPE, max_records)
+        self._skipped = SkippedHistory()
+
+    def follow(self, polls: Mapping[int, Poll], rings: Mapping[int, RingFollower]) -> None:
+        """Add the new records of ``polls``, by rank, of the ``rings`` that could be read."""
+        if not polls:
+            return
+        now_ns = time.monotonic_ns()
+        rank = min(polls, key=lambda r: (not polls[r].header.alive(now_ns, self._limit), r))
+        poll = polls[rank]
+        new = poll.records
+        if rank != self.rank or poll.replaced:
+            self.rank = rank
+            shape = poll.header.shape
+            self._records = RecordWindow(
+                record_dtype(shape), most_records(shape, self._max_records)
+            )
+            self._skipped = SkippedHistory()
+            new = rings[rank].held_at(poll)
+        self._records.append(new)
+        self._skipped.observe(time.time_ns(), poll.header)
+        self._counters.observe(new, poll.header.started_ns)
+
+    def records(self) -> RecordArray:
+        """The newest records, oldest first, with loads; not to be changed."""
+        return self._records.records()
+
+    def skipped_since(self, time_ns: int) -> Iterator[tuple[Decision, int]]:
+        """As ``SkippedHistory.since``."""
+        return self._skipped.since(time_ns)
+
+
 _MAX_BYTES = 64 << 20  # of records of all ranks; fewer are held where they are large
 
-# What is kept of every rank's records; loads and slots are kept of the primary's only.
+# What is kept of every rank's records; loads and slots are kept of the primary rank's only.
 OWN_DTYPE = np.dtype(
     [
         ("batch", "<u8"),
@@ -117,12 +166,12 @@ OWN_DTYPE = np.dtype(
         ("decision", "u1"),
         ("policy", "u1"),
     ],
-    align=True,  # sums take a third of the time
+    align=True,  # sums are three times as fast
 )
 
 
 def own_fields(records: RecordArray) -> RecordArray:
-    """``records`` (n,) cut down to OWN_DTYPE."""
+    """The fields of ``records`` (n,) that are in OWN_DTYPE."""
     result = np.empty(len(records), OWN_DTYPE)
     for name in OWN_DTYPE.names or ():
         result[name] = records[name]
@@ -130,13 +179,13 @@ def own_fields(records: RecordArray) -> RecordArray:
 
 
 def most_records(shape: ExpertShape, max_records: int) -> int:
-    """How many to keep of each rank, up to ``max_records``: all of them together stay in bounds."""
+    """Records to keep of each rank: up to ``max_records``, and at most 64 MiB of all ranks."""
     size = record_dtype(shape).itemsize + shape.num_ranks * OWN_DTYPE.itemsize
     return max(1, min(max_records, _MAX_BYTES // size))
 
 
 class RecordWindow:
-    """The newest ``max_records`` records, in one piece of memory."""
+    """The newest ``max_records`` records, contiguous in memory."""
 
     def __init__(self, dtype: np.dtype[np.void], max_records: int) -> None:
         self._max_records = max_records
@@ -144,7 +193,7 @@ class RecordWindow:
         self._end = 0
 
     def append(self, records: RecordArray) -> None:
-        """Add ``records``, which follow the ones held; the oldest give way."""
+        """Add ``records``, which follow the ones held; the oldest are dropped."""
         records = records[-self._max_records :]
         if self._end + len(records) > len(self._buffer):
             self._make_room(len(records))
@@ -152,7 +201,7 @@ class RecordWindow:
         self._end += len(records)
 
     def _make_room(self, count: int) -> None:
-        """Move what is held to a larger buffer; arrays handed out keep the old one."""
+        """Move the records to a larger buffer; arrays returned before keep the old one."""
         held = self.records()
         size = min(5 * self._max_records // 4 + count, max(64, 2 * (len(held) + count)))
         self._buffer = np.empty(size, held.dtype)
@@ -163,17 +212,12 @@ class RecordWindow:
         """All records held, oldest first; not to be changed."""
         return self._buffer[max(0, self._end - self._max_records) : self._end]
 
-    def clear(self) -> None:
-        """Forget everything."""
-        self._buffer = self._buffer[:0].copy()
-        self._end = 0
-
 
 class SkippedHistory:
-    """How many batches were skipped without a record, as far back as ``max_changes`` changes.
+    """Numbers of batches skipped without a record, for the last ``max_changes`` changes.
 
-    A record says when it was written, a skipped batch only counts: when a window begins, the
-    counters that were seen before it are taken off.
+    A record has a time, a skipped batch is only counted: the batches of a window are the counters
+    now minus the counters before the window.
     """
 
     def __init__(self, max_changes: int = 4096) -> None:
@@ -182,35 +226,31 @@ class SkippedHistory:
         self._size = 0
 
     def observe(self, time_ns: int, header: RingHeader) -> None:
-        """Note ``header``'s counters, read at ``time_ns`` (wall clock)."""
+        """Store ``header``'s counters, read at ``time_ns`` (wall clock)."""
         if self._size == 0:
             self._append(header.started_ns, (0,) * len(Decision))
         if (self._counts[self._size - 1] != header.skipped_batches).any():
             self._append(time_ns, header.skipped_batches)
 
     def since(self, time_ns: int) -> Iterator[tuple[Decision, int]]:
-        """Batches skipped at or after ``time_ns``, as exactly as was polled.
+        """Batches skipped at or after ``time_ns``, as exact as the polls.
 
-        Those before the first poll are taken to have come evenly since the engine started.
+        Those before the first poll are spread evenly over the time since the engine started.
         """
         if not self._size:
             return
         times, counts = self._times[: self._size], self._counts[: self._size]
-        place = max(0, int(np.searchsorted(times, np.uint64(time_ns), side="right")) - 1)
-        before: list[int] = counts[place].tolist()
-        if place == 0 and self._size > 1 and not any(before):
+        index = max(0, int(np.searchsorted(times, np.uint64(time_ns), side="right")) - 1)
+        before: list[int] = counts[index].tolist()
+        if index == 0 and self._size > 1 and not any(before):
             start, first = times[:2].tolist()
             part = min(1.0, max(0.0, (time_ns - start) / max(1, first - start)))
             before = [int(part * count) for count in counts[1].tolist()]
         for decision, now, then in zip(Decision, counts[-1].tolist(), before, strict=True):
             yield decision, now - then
 
-    def clear(self) -> None:
-        """Forget everything: another writer counts from zero."""
-        self._size = 0
-
     def _append(self, time_ns: int, counts: tuple[int, ...]) -> None:
-        if self._size == len(self._times):  # the older half gives way
+        if self._size == len(self._times):  # drop the older half
             self._size -= self._size // 2
             for held in (self._times, self._counts):
                 held[: self._size] = held[-self._size :]

@@ -1,10 +1,11 @@
-"""The state of every rank, and what keeps it from being ready."""
+"""The state of every rank, and why it is not ready."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from ultraep_serve.ring.schema import SCHEMA_VERSION, RingState
+from ultraep_serve.ring.schema import RingState
 from ultraep_serve.sidecar.statistics.batches import BatchSnapshot
 from ultraep_serve.sidecar.statistics.snapshot import (
+    SCHEMA_VERSION,
     BatchesCount,
     Documented,
     PhaseSnapshot,
@@ -17,16 +18,16 @@ __all__ = ["Overview", "RankHealth", "RankList", "problem", "rank_health"]
 
 @dataclass(frozen=True)
 class RankHealth(Documented):
-    """One rank now."""
+    """The current state of one rank."""
 
     rank: int
     pid: int | None
     state: str
     """starting, ready, failed, stopped; missing where it has no readable ring."""
     alive: bool
-    """Its heart beats and it has neither failed, stopped nor died."""
+    """It sends heartbeats and has not failed, stopped or died."""
     problem: str
-    """What keeps it from being ready; empty when it is."""
+    """Why it is not ready; empty when it is."""
     heartbeat_age_seconds: float | None
     last_batch_age_seconds: float | None
     """Since its last batch of any size; null before any."""
@@ -52,42 +53,42 @@ class RankList(Documented):
 
 @dataclass(frozen=True)
 class Overview(Documented):
-    """Is it on, is it well, what does it do: over the last seconds."""
+    """Health and balance over the last seconds, and the newest batch."""
 
     time_ns: int
     """Unix time of this answer."""
     ready: bool
     reasons: dict[str, str]
-    """What keeps the run from being ready, by rank."""
-    engine: str | None
-    """Null, like all that follows but ranks, while no ring can be read."""
-    mode: str | None
-    policy: str | None
-    """Now in force."""
-    paused_policy: str | None
-    """What resume puts in force again; null while not paused."""
-    num_ranks: int | None
-    """Of the whole group, over all hosts; ranks are those of this host."""
-    num_layers: int | None
-    num_experts: int | None
-    num_slots: int | None
-    """Replica slots per rank."""
+    """Why the run is not ready, by rank."""
     window_seconds: float
-    batches: BatchesCount | None
-    phases: dict[str, PhaseSnapshot]
-    """Percentiles are off by up to a tenth of what exceeds 1: they come from a histogram."""
-    floor: float
-    """The least that the mean imbalance after can be, as in the balance."""
-    bytes_moved: int
-    savings: Savings | None
-    last_batch: BatchSnapshot | None
-    """The newest one that reached the planner, also before the window."""
-    ranks: list[RankHealth]
+    engine: str | None = None
+    """Null while no ring can be read, like the fields below; lists are then empty."""
+    mode: str | None = None
+    policy: str | None = None
+    """Now in force."""
+    paused_policy: str | None = None
+    """The policy that resume puts in force again; null while not paused."""
+    num_ranks: int | None = None
+    """Of the whole group, over all hosts; ranks are those of this host."""
+    num_layers: int | None = None
+    num_experts: int | None = None
+    num_slots: int | None = None
+    """Replica slots per rank."""
+    batches: BatchesCount | None = None
+    phases: dict[str, PhaseSnapshot] = field(default_factory=dict)
+    """Percentiles come from a histogram: the excess over 1 is accurate to a tenth."""
+    floor: float = 1.0
+    """The lowest possible mean imbalance after, as in the balance."""
+    bytes_moved: int = 0
+    savings: Savings | None = None
+    last_batch: BatchSnapshot | None = None
+    """The newest prefill batch, also from before the window."""
+    ranks: list[RankHealth] = field(default_factory=list)
     schema_version: int = SCHEMA_VERSION
 
 
 def rank_health(view: RankView, problem: str, missed: int) -> RankHealth:
-    """The health of the rank that ``view`` shows."""
+    """The health of the rank in ``view``."""
     header = view.header
     return RankHealth(
         rank=view.rank,
@@ -104,9 +105,9 @@ def rank_health(view: RankView, problem: str, missed: int) -> RankHealth:
 
 
 def problem(view: RankView, num_ranks: int, unreadable: str) -> str:
-    """What is wrong with the rank that ``view`` shows, in a run of ``num_ranks``; else empty.
+    """Why the rank in ``view`` is not ready, in a run of ``num_ranks``; empty when it is.
 
-    ``unreadable`` says why there is no header, where there is none.
+    ``unreadable`` is the reason where it has no header.
     """
     if view.header is None:
         return unreadable

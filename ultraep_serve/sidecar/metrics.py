@@ -1,38 +1,38 @@
-"""Prometheus families, built from the rings when they are asked for.
+"""Prometheus metrics, built from the rings at every scrape.
 
-Counters are the writers' own, so nothing is lost between polls; they start again at zero with the
-engine, which Prometheus expects of a counter. Families and their labels:
+Counters are those of the ranks, so nothing is lost between polls; they start at zero again with the
+engine, as Prometheus expects of counters. Metrics and their labels:
 
 ======================================  ====================================================
 ultraep_ready                           1 when every rank of this host is alive and ready
 ultraep_policy_info                     policy, engine, mode: labels, value 1
 ultraep_imbalance_ratio                 histogram by phase and when (before, after)
-ultraep_imbalance_floor_ratio           the least that ultraep_imbalance_ratio can become
+ultraep_imbalance_floor_ratio           lowest possible mean of ultraep_imbalance_ratio
 ultraep_batches_total                   by phase, decision and reason
 ultraep_layers_total                    by phase, decision and reason
 ultraep_replicas_total                  replicas placed
 ultraep_moved_bytes_total               weights sent by the ranks of this host
 ultraep_stage_seconds_total              by stage, summed over the ranks of this host
-ultraep_estimated_saved_seconds_total   time that evening out the busiest rank avoided
+ultraep_estimated_saved_seconds_total   time that balancing avoided
 ultraep_estimated_spent_seconds_total   time that balancing took
 ultraep_rank_up                         by rank
 ultraep_heartbeat_age_seconds           by rank
 ultraep_last_batch_age_seconds          by rank
 ultraep_records_lost_total              by rank: could not be written
-ultraep_records_missed_total            by rank: gone before the sidecar read them
+ultraep_records_missed_total            by rank: overwritten before the sidecar read them
 ultraep_slot_reserved_bytes             memory of replica slots on this host
 ======================================  ====================================================
 
-Phase is prefill or decode (batches below min_batch_tokens, which are left alone and whose loads
-are not counted). Decision is planned, forced or identity; reason says why: imbalanced, measuring,
-small, policy_off, balanced, inconsistent, unprofitable.
+Phase is prefill or decode (batches below min_batch_tokens, which are not balanced and whose loads
+are not counted). Decision is planned, forced or identity; reason is imbalanced, measuring, small,
+policy_off, balanced, inconsistent or unprofitable.
 
 Only with ``/metrics?detail=true``: ultraep_layer_imbalance_ratio (layer, when),
 ultraep_rank_assignments_ratio (rank, when), ultraep_rank_sent_bytes_total (rank),
 ultraep_rank_received_bytes_total (rank), ultraep_rank_stage_seconds_total (rank, stage).
 
-Where ranks are on several hosts, each host's sidecar counts bytes, times and the health of its own
-ranks; imbalance, batches, layers and replicas are those of all ranks, the same on every host.
+Where ranks are on several hosts, each host's sidecar reports bytes, times and health of its own
+ranks; imbalance, batches, layers and replicas cover all ranks and are the same on every host.
 """
 
 from collections.abc import Iterable, Iterator
@@ -47,7 +47,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from ultraep_serve.ring.schema import RingHeader
-from ultraep_serve.sidecar.counters import Counters
+from ultraep_serve.sidecar.statistics.counters import Counters
 from ultraep_serve.sidecar.statistics.snapshot import (
     BalanceSnapshot,
     RankView,
@@ -64,7 +64,7 @@ _LABELS = ("phase", "decision", "reason")
 
 
 class BalanceCollector(Collector):
-    """Collects from ``store``; register it with a registry of your own."""
+    """Collects from ``store``."""
 
     def __init__(self, store: RunStore) -> None:
         self._store = store
@@ -74,7 +74,7 @@ class BalanceCollector(Collector):
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Poll once and build every family; without an engine only readiness is left."""
+        """Poll once and build every metric; without an engine only readiness and imbalance."""
         self._store.poll()
         ready = not self._store.problems()
         yield GaugeMetricFamily(
@@ -96,12 +96,12 @@ class BalanceCollector(Collector):
         yield self._missed()
 
     def _floor(self, header: RingHeader) -> Metric:
-        loads = Window().weighed(self._store.held().primary)["load_before"]
+        loads = Window().considered(self._store.held().primary)["load_before"]
         return GaugeMetricFamily(
             "ultraep_imbalance_floor_ratio",
-            "The least that the mean of ultraep_imbalance_ratio can become where weights move only "
-            "inside domains: the largest domain mean over the mean of all ranks, in the records "
-            "that the sidecar holds.",
+            "Lowest possible mean of ultraep_imbalance_ratio, as weights move only inside domains: "
+            "the largest domain mean over the mean of all ranks, in the records that the sidecar "
+            "holds.",
             value=mean_floor(loads, header.location.domain_size),
         )
 
@@ -119,8 +119,8 @@ class BalanceCollector(Collector):
 def _imbalance(counters: Counters) -> Metric:
     family = HistogramMetricFamily(
         "ultraep_imbalance_ratio",
-        "Max/mean of assignments over ranks, one observation per weighed MoE layer of a batch; "
-        "1 is perfect. When before: by routing alone; after: as computed.",
+        "Max/mean of assignments over ranks, one observation per MoE layer of a batch that the "
+        "policy considered; 1 is perfect. when=before: by routing alone; when=after: as computed.",
         labels=["phase", "when"],
     )
     for when, histogram in (("before", counters.before), ("after", counters.after)):
@@ -130,10 +130,10 @@ def _imbalance(counters: Counters) -> Metric:
 
 def _run_families(header: RingHeader) -> Iterator[Metric]:
     batches = CounterMetricFamily(
-        "ultraep_batches", "Batches, by what was decided and why.", labels=_LABELS
+        "ultraep_batches", "Batches, by decision and reason.", labels=_LABELS
     )
     layers = CounterMetricFamily(
-        "ultraep_layers", "MoE layers of batches, by what was decided and why.", labels=_LABELS
+        "ultraep_layers", "MoE layers of batches, by decision and reason.", labels=_LABELS
     )
     for decision in Decision:
         labels = outcome(decision)
@@ -147,7 +147,7 @@ def _run_families(header: RingHeader) -> Iterator[Metric]:
     )
     yield InfoMetricFamily(
         "ultraep_policy",
-        "The policy in force and the engine it serves.",
+        "The policy in force, the engine and how its ranks share the work.",
         value={"policy": header.policy.value, "engine": header.engine, "mode": header.mode},
     )
 
@@ -155,18 +155,18 @@ def _run_families(header: RingHeader) -> Iterator[Metric]:
 def _total_families(headers: list[RingHeader]) -> Iterator[Metric]:
     yield CounterMetricFamily(
         "ultraep_moved_bytes",
-        "Expert weights sent, by the ranks of this host.",
+        "Expert weights sent by the ranks of this host.",
         value=sum(header.bytes_sent for header in headers),
     )
     yield GaugeMetricFamily(
         "ultraep_slot_reserved_bytes",
-        "Memory reserved for replica slots, on this host.",
+        "Memory reserved for replica slots on this host.",
         value=sum(header.slot_bytes_reserved for header in headers),
     )
     family = CounterMetricFamily(
         "ultraep_stage_seconds",
-        "Time in each stage of balancing, and in the engine's part (compute), summed over ranks; "
-        "await and exchange are waiting times.",
+        "Time in each stage of balancing and in the engine's part (compute), summed over ranks; "
+        "exchange and wait are waiting times.",
         labels=["stage"],
     )
     for stage in Stage:
@@ -178,28 +178,28 @@ def _total_families(headers: list[RingHeader]) -> Iterator[Metric]:
 def _estimates(headers: list[RingHeader], counters: Counters) -> Iterator[Metric]:
     yield CounterMetricFamily(
         "ultraep_estimated_saved_seconds",
-        "Estimated time that evening out the busiest rank avoided: the engine's time of each "
-        "layer x (the busiest rank's assignments before / after - 1).",
+        "Estimated time that balancing avoided: the engine's time of each layer x (assignments of "
+        "the busiest rank before / after - 1).",
         value=counters.saved_seconds,
     )
     stages = float(spent_seconds([header.stage_ns for header in headers]))
     yield CounterMetricFamily(
         "ultraep_estimated_spent_seconds",
-        "Estimated time that balancing took: its stages on the busiest rank, exchange on the rank "
-        "that waited least, and what layers took longer that were left less even than before.",
+        "Estimated time that balancing took: its stages on the slowest rank, exchange on the rank "
+        "that waited least, and the extra time of layers less balanced than before.",
         value=stages + counters.worsened_seconds,
     )
 
 
 def _rank_families(views: list[RankView]) -> Iterator[Metric]:
     labels = ["rank"]
-    up = GaugeMetricFamily("ultraep_rank_up", "1 while the rank's heart beats.", labels=labels)
+    up = GaugeMetricFamily("ultraep_rank_up", "1 while the rank is alive.", labels=labels)
     heart = GaugeMetricFamily(
         "ultraep_heartbeat_age_seconds", "Time since the rank's last heartbeat.", labels=labels
     )
     batch = GaugeMetricFamily(
         "ultraep_last_batch_age_seconds",
-        "Time since the rank's last batch, absent before any.",
+        "Time since the rank's last batch; absent before the first.",
         labels=labels,
     )
     lost = CounterMetricFamily(
@@ -220,7 +220,7 @@ _WHEN = ("before", "after")
 
 
 class DetailCollector(Collector):
-    """Collects from ``store``, which another collector has just polled."""
+    """Collects the metrics with many series from ``store``, which was just polled."""
 
     def __init__(self, store: RunStore) -> None:
         self._store = store
@@ -230,7 +230,7 @@ class DetailCollector(Collector):
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Build every family; nothing without an engine."""
+        """Build every metric; nothing without an engine."""
         try:
             views, snapshot = self._store.views(), self._store.snapshot(Window())
         except NoRunError:
@@ -262,9 +262,9 @@ def _window_families(snapshot: BalanceSnapshot) -> Iterator[Metric]:
 
 
 def _rank_counters(views: list[RankView]) -> Iterator[Metric]:
-    sent = CounterMetricFamily("ultraep_rank_sent_bytes", "Weights sent.", labels=["rank"])
+    sent = CounterMetricFamily("ultraep_rank_sent_bytes", "Expert weights sent.", labels=["rank"])
     received = CounterMetricFamily(
-        "ultraep_rank_received_bytes", "Weights received.", labels=["rank"]
+        "ultraep_rank_received_bytes", "Expert weights received.", labels=["rank"]
     )
     stages = CounterMetricFamily(
         "ultraep_rank_stage_seconds", "Time in each stage.", labels=["rank", "stage"]

@@ -1,4 +1,4 @@
-"""Endpoints that show the balance, asked for or pushed."""
+"""Endpoints that show health and balance, on request or pushed."""
 
 import asyncio
 import time
@@ -10,61 +10,72 @@ from fastapi import Path as InPath
 from fastapi.responses import StreamingResponse
 from starlette.concurrency import run_in_threadpool
 
-from ultraep_serve.sidecar.answers import Answers
+from ultraep_serve.ring.schema import RecordArray
+from ultraep_serve.sidecar.answers import AnswerCache
 from ultraep_serve.sidecar.health import Overview, RankList
-from ultraep_serve.sidecar.overview import overview
 from ultraep_serve.sidecar.statistics.batches import (
     BatchDetail,
     BatchLayerDetail,
     BatchList,
+    BatchSnapshot,
     batch_detail,
     batch_layer_detail,
+    batch_snapshot,
     batch_snapshots,
 )
-from ultraep_serve.sidecar.statistics.snapshot import BalanceSnapshot
+from ultraep_serve.sidecar.statistics.snapshot import BalanceSnapshot, mean_floor
 from ultraep_serve.sidecar.statistics.summary import (
     Heatmap,
     LayerDetail,
     PolicyComparison,
+    batches_count,
     compare_policies,
     heatmap,
     layer_detail,
+    phases,
 )
+from ultraep_serve.sidecar.statistics.timeline import History
 from ultraep_serve.sidecar.statistics.window import Window
-from ultraep_serve.sidecar.store import RunStore
-from ultraep_serve.sidecar.timeline import History
+from ultraep_serve.sidecar.store import NoRunError, RunStore
 from ultraep_serve.types import Policy
 
-__all__ = ["NO_RUN", "balance_routes", "live_routes"]
+__all__ = ["balance_routes", "live_routes"]
 
-_MOST = (1 << 63) - 1
+_MAX_NUMBER = (1 << 63) - 1
+_MAX_LISTENERS = 64
 
 SinceNs = Annotated[
-    int, Query(ge=0, le=_MOST, description="only what happened at or after this Unix time")
+    int, Query(ge=0, le=_MAX_NUMBER, description="only what happened at or after this Unix time")
 ]
 PolicyName = Annotated[Policy | None, Query(description="only records under this policy")]
 Limit = Annotated[int, Query(ge=1, le=1000, description="batches to return")]
 Before = Annotated[
-    int | None, Query(ge=0, le=_MOST, description="only batches with smaller numbers")
+    int | None, Query(ge=0, le=_MAX_NUMBER, description="only batches with smaller numbers")
 ]
 Seconds = Annotated[int, Query(ge=10, le=3600, description="how far back")]
+RecentSeconds = Annotated[int, Query(ge=1, le=3600, description="how far back")]
 Step = Annotated[int, Query(ge=1, le=600, description="seconds per entry")]
 Layer = Annotated[int, InPath(ge=0, le=1 << 30)]
-Batch = Annotated[int, InPath(ge=0, le=_MOST)]
+Batch = Annotated[int, InPath(ge=0, le=_MAX_NUMBER)]
 
-NO_RUN: dict[int | str, dict[str, Any]] = {503: {"description": "no ring can be read"}}
-_NOT_HELD: dict[int | str, dict[str, Any]] = {404: {"description": "no records of it are held"}}
+_Responses = dict[int | str, dict[str, Any]]
+_NO_RUN: _Responses = {503: {"description": "no ring can be read"}}
+_NOT_HELD: _Responses = {404: {"description": "no records of it are held"}}
+_EVENTS: _Responses = {
+    200: {"content": {"text/event-stream": {}}, "description": "events of type overview"},
+    503: {"description": "too many listeners"},
+}
 
 
-def balance_routes(store: RunStore, answers: Answers) -> APIRouter:
-    """The routes over ``store``; each polls first. What all clients ask is shared: ``answers``."""
-    router = APIRouter(prefix="/v1/balance", responses=NO_RUN, tags=["balance"])
+def balance_routes(store: RunStore, answers: AnswerCache) -> APIRouter:
+    """The routes over ``store``; each polls first. Summaries are shared through ``answers``."""
+    router = APIRouter(prefix="/v1/balance", responses=_NO_RUN, tags=["balance"])
     _add_summaries(router, store, answers)
     _add_details(router, store)
     return router
 
 
-def _add_summaries(router: APIRouter, store: RunStore, answers: Answers) -> None:
+def _add_summaries(router: APIRouter, store: RunStore, answers: AnswerCache) -> None:
     def shared(make: Callable[..., Any], *question: Hashable) -> Response:
         """``make(store, *question)`` after a poll, once for all who ask the same."""
 
@@ -78,24 +89,24 @@ def _add_summaries(router: APIRouter, store: RunStore, answers: Answers) -> None
     def balance(since_ns: SinceNs = 0, policy: PolicyName = None) -> Response:
         """Imbalance, replicas, bytes, times and savings over the window.
 
-        Without parameters batches are counted since the engine started; with them, over the
-        records still held.
+        Without parameters batches are counted since the engine started, else over the records
+        still held.
         """
         return shared(RunStore.snapshot, Window(since_ns, policy))
 
     @router.get("/heatmap", response_model=Heatmap)
     def heat(since_ns: SinceNs = 0, policy: PolicyName = None) -> Response:
-        """Load of each rank in each layer over the mean of the layer's ranks."""
+        """Load of each rank in each layer, relative to the mean of the layer's ranks."""
         return shared(_heatmap, Window(since_ns, policy))
 
     @router.get("/history", response_model=History)
     def history(seconds: Seconds = 300, step: Step = 2) -> Response:
-        """Imbalance and savings over time, also from before the records still held."""
+        """Imbalance and savings over time, further back than records are held."""
         return shared(_history, seconds, step)
 
     @router.get("/policies", response_model=PolicyComparison)
     def policies(since_ns: SinceNs = 0) -> Response:
-        """The policies of the records held, side by side; routing alone (off) is the baseline."""
+        """The policies of the records held, for comparison; routing alone (off) is the baseline."""
         return shared(_policies, Window(since_ns))
 
     @router.get("/batches", response_model=BatchList)
@@ -105,12 +116,12 @@ def _add_summaries(router: APIRouter, store: RunStore, answers: Answers) -> None
         since_ns: SinceNs = 0,
         policy: PolicyName = None,
     ) -> Response:
-        """The newest batches that reached the planner, newest first."""
+        """Prefill batches, newest first; under policy off none are recorded."""
         return shared(_batches, limit, before, Window(since_ns, policy))
 
 
 def _heatmap(store: RunStore, window: Window) -> Heatmap:
-    return heatmap(window.weighed(store.held().primary))
+    return heatmap(window.considered(store.held().primary))
 
 
 def _history(store: RunStore, seconds: int, step: int) -> History:
@@ -131,12 +142,12 @@ def _batches(store: RunStore, limit: int, before: int | None, window: Window) ->
 def _add_details(router: APIRouter, store: RunStore) -> None:
     @router.get("/layers/{layer}", responses=_NOT_HELD)
     def layer(layer: Layer, since_ns: SinceNs = 0, policy: PolicyName = None) -> LayerDetail:
-        """One MoE layer: also the load of each rank and where its replicas were last."""
+        """One MoE layer: also the load of each rank and where its last replicas were."""
         store.poll()
         window = Window(since_ns, policy)
         header, primary, own = store.held()
-        own = [window.weighed(records) for records in own]
-        detail = layer_detail(layer, window.weighed(primary), own, header.location.domain_size)
+        own = [window.considered(records) for records in own]
+        detail = layer_detail(layer, window.considered(primary), own, header.location.domain_size)
         if detail is None:
             raise HTTPException(404, f"no records of layer {layer} in this window")
         return detail
@@ -162,17 +173,8 @@ def _add_details(router: APIRouter, store: RunStore) -> None:
         return detail
 
 
-_MAX_LISTENERS = 64
-
-RecentSeconds = Annotated[int, Query(ge=1, le=3600, description="how far back")]
-_EVENTS: dict[int | str, dict[str, Any]] = {
-    200: {"content": {"text/event-stream": {}}, "description": "events of type overview"},
-    503: {"description": "too many listeners"},
-}
-
-
-def live_routes(store: RunStore, answers: Answers, period: float) -> APIRouter:
-    """The routes over ``store``; an event every ``period`` seconds."""
+def live_routes(store: RunStore, answers: AnswerCache, period: float) -> APIRouter:
+    """The routes to what is polled or pushed often; an event every ``period`` seconds."""
     router = APIRouter(prefix="/v1", tags=["live"])
     listeners = [0]
 
@@ -181,10 +183,10 @@ def live_routes(store: RunStore, answers: Answers, period: float) -> APIRouter:
 
     @router.get("/overview", response_model=Overview)
     def get_overview(seconds: RecentSeconds = 60) -> Response:
-        """Health, balance over the last seconds, the newest batch; also without an engine."""
+        """Health, balance over the last seconds, the newest batch; works without an engine."""
         return Response(encoded(seconds), media_type="application/json")
 
-    @router.get("/ranks", responses=NO_RUN)
+    @router.get("/ranks", responses=_NO_RUN)
     def ranks() -> RankList:
         """The health of every rank."""
         store.poll()
@@ -192,9 +194,9 @@ def live_routes(store: RunStore, answers: Answers, period: float) -> APIRouter:
 
     @router.get("/events", response_class=StreamingResponse, responses=_EVENTS)
     async def events(request: Request, seconds: RecentSeconds = 60) -> StreamingResponse:
-        """Server-sent events: an overview whenever a period has passed, until you leave."""
+        """Server-sent events: an overview every second, until the client disconnects."""
         if listeners[0] >= _MAX_LISTENERS:
-            raise HTTPException(503, f"{_MAX_LISTENERS} listen already; poll /v1/overview")
+            raise HTTPException(503, f"{_MAX_LISTENERS} clients listen; poll /v1/overview instead")
 
         async def stream() -> AsyncIterator[bytes]:
             listeners[0] += 1
@@ -209,6 +211,48 @@ def live_routes(store: RunStore, answers: Answers, period: float) -> APIRouter:
         return StreamingResponse(stream(), media_type="text/event-stream", headers=headers)
 
     return router
+
+
+def overview(store: RunStore, seconds: int) -> Overview:
+    """The overview over the last ``seconds``; polls first."""
+    store.poll()
+    now_ns = time.time_ns()
+    try:
+        header, health = store.header(), store.ranks()
+        (_, primary, own), totals = store.held(), store.totals(now_ns, seconds)
+    except NoRunError:
+        return Overview(now_ns, ready=False, reasons=store.problems(), window_seconds=seconds)
+    paused = store.control().paused
+    recent = Window(now_ns - seconds * 10**9).considered(primary)
+    return Overview(
+        time_ns=now_ns,
+        ready=health.ready,
+        reasons={str(rank.rank): rank.problem for rank in health.ranks if rank.problem},
+        window_seconds=seconds,
+        engine=header.engine,
+        mode=header.mode,
+        policy=header.policy.value,
+        paused_policy=paused.value if paused else None,
+        num_ranks=header.shape.num_ranks,
+        num_layers=header.num_layers,
+        num_experts=header.shape.num_logical_experts,
+        num_slots=header.shape.num_replica_slots,
+        batches=batches_count(totals.batches),
+        phases=phases(totals.batches, totals.imbalance),
+        floor=mean_floor(recent["load_before"], header.location.domain_size),
+        bytes_moved=totals.bytes_sent,
+        savings=totals.savings,
+        last_batch=_newest(primary, own),
+        ranks=health.ranks,
+    )
+
+
+def _newest(primary: RecordArray, own: list[RecordArray]) -> BatchSnapshot | None:
+    if not len(primary):
+        return None
+    number = primary["batch"][-1]
+    sent = (records["bytes_sent"][records["batch"] == number].sum() for records in own)
+    return batch_snapshot(primary[primary["batch"] == number], int(sum(sent)))
 
 
 def _event(name: str, data: bytes) -> bytes:

@@ -1,91 +1,125 @@
-"""The endpoints that change something; what they change is in ``switches``."""
+"""What can be changed while serving: policy, pause, threshold, recording; and who may do so.
+
+While paused the policy is off, and the policy to resume is stored beside the control page.
+"""
 
 import contextlib
 import hmac
+import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, HTTPException
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from pydantic import BaseModel, ConfigDict, Field
 
-from ultraep_serve.errors import ControlError
-from ultraep_serve.ring.control import RecordLevel
-from ultraep_serve.ring.schema import SCHEMA_VERSION
-from ultraep_serve.sidecar.switches import NotAllowedError, Switches
+from ultraep_serve.errors import ControlError, OutputError
+from ultraep_serve.ring.control import ControlPage, Recording, RecordLevel
+from ultraep_serve.sidecar.statistics.snapshot import SCHEMA_VERSION
+from ultraep_serve.sidecar.store import RunStore, forget_pause, paused_policy, remember_pause
 from ultraep_serve.types import Policy
 
-__all__ = ["bearer_of", "control_routes"]
+__all__ = ["Switches", "bearer_of", "control_routes"]
 
 _MIB = 1 << 20
 _REFUSALS: dict[int | str, dict[str, Any]] = {
     401: {"description": "the token is missing or wrong"},
-    403: {"description": "control is closed, or the policy needs --allow-ideal"},
+    403: {"description": "the sidecar has no token, or the policy needs --allow-ideal"},
     409: {
-        "description": "there is no engine to control, or nothing to resume, or another host's "
-        "sidecar is the one to ask"
+        "description": "no engine to control, nothing to resume, or not the first host's sidecar"
     },
 }
-
-
 _SCHEME = HTTPBearer(auto_error=False, description="the sidecar's control token")
 Given = Annotated[HTTPAuthorizationCredentials | None, Depends(_SCHEME)]
 
 
-class PolicyRequest(BaseModel):
-    """The policy to put in force."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    policy: Policy
+class _NotAllowedError(Exception):
+    """The operator did not permit this when the sidecar was started."""
 
 
-class PolicyAnswer(BaseModel):
-    """The policy put in force, and how many times it was set."""
+class Switches:
+    """Writes to the control page in ``run_dir``, one change at a time.
 
-    policy: Policy
-    sequence: int
-    schema_version: int = SCHEMA_VERSION
+    Every method raises ControlError where there is no page, or nothing to do.
+    """
 
+    def __init__(self, store: RunStore, run_dir: Path, allow_ideal: bool) -> None:
+        self._store = store
+        self._run_dir = run_dir
+        self._allow_ideal = allow_ideal
+        self._one_writer = threading.Lock()
 
-class ThresholdRequest(BaseModel):
-    """The threshold to put in force."""
+    def set_policy(self, policy: Policy) -> int:
+        """Put ``policy`` in force; returns how many times one was set.
 
-    model_config = ConfigDict(extra="forbid")
+        Raises an error for the policy that gives wrong answers, unless it was permitted.
+        """
+        if policy is Policy.IDEAL and not self._allow_ideal:
+            raise _NotAllowedError(
+                "policy 'ideal' gives wrong answers and is for measuring only; "
+                "start the sidecar with --allow-ideal to permit it"
+            )
+        with self._one_writer, self._first_hosts_page() as page:
+            forget_pause(self._run_dir)
+            return page.set_policy(policy)
 
-    max_imbalance: float | None = Field(
-        ge=1.0, le=1000.0, description="layers at or below are left alone; null: as at start"
-    )
+    def pause(self) -> int:
+        """Set the policy to off and store the one in force for ``resume``."""
+        with self._one_writer, self._first_hosts_page() as page:
+            if page.policy is not Policy.OFF:
+                try:
+                    remember_pause(self._run_dir, page.policy)
+                except OutputError as error:
+                    raise ControlError(f"cannot pause, set policy off instead: {error}") from error
+            return page.set_policy(Policy.OFF)
 
+    def resume(self) -> tuple[Policy, int]:
+        """Put the paused policy in force again; returns it and how many times one was set."""
+        with self._first_hosts_page():
+            paused = paused_policy(self._run_dir)
+        if paused is None:
+            raise ControlError("nothing is paused; set a policy instead")
+        return paused, self.set_policy(paused)
 
-class ThresholdAnswer(BaseModel):
-    """The threshold put in force; null: the one at start."""
+    def set_max_imbalance(self, max_imbalance: float | None) -> None:
+        """Do not balance layers at or below ``max_imbalance``; None: as at start."""
+        with self._one_writer, self._first_hosts_page() as page:
+            page.set_max_imbalance(max_imbalance)
 
-    max_imbalance: float | None
-    schema_version: int = SCHEMA_VERSION
+    def record(self, level: RecordLevel, max_bytes: int) -> Recording:
+        """Start a new recording, or end the current one."""
+        with self._one_writer, self._page() as page:
+            return page.record(level, max_bytes)
 
+    @contextlib.contextmanager
+    def _page(self) -> Iterator[ControlPage]:
+        self._store.poll()  # records from before the change are counted before it
+        try:
+            page = ControlPage.open(self._run_dir)
+        except ControlError as error:
+            raise ControlError(
+                f"{error}; the engine is still loading, or was started with --policy off"
+            ) from error
+        with page:
+            yield page
+        self._store.invalidate()
 
-class RecordRequest(BaseModel):
-    """What to record from the next batch on; ``off`` ends it."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    level: Literal["off", "loads", "tokens"]
-    max_bytes: int = Field(
-        256 * _MIB, ge=_MIB, le=4096 * _MIB, description="of shared memory per recording rank"
-    )
-
-
-class RecordAnswer(BaseModel):
-    """The recording's level and number; spools of another number are another recording's."""
-
-    level: Literal["off", "loads", "tokens"]
-    number: int
-    schema_version: int = SCHEMA_VERSION
+    @contextlib.contextmanager
+    def _first_hosts_page(self) -> Iterator[ControlPage]:
+        """The page for policy and threshold, which ranks read on the host of rank 0 only."""
+        with self._page() as page:
+            location = self._store.location()
+            if location is not None and location.host.start > 0:
+                raise ControlError(
+                    f"policy and threshold of all {location.num_ranks} ranks are set on the first "
+                    f"host, {location.first_host or 'which holds rank 0'}: ask the sidecar there"
+                )
+            yield page
 
 
 def bearer_of(token: str | None) -> Callable[[Given], None]:
-    """A dependency that lets bearers of ``token`` pass, and nobody where there is none."""
+    """A dependency that accepts bearers of ``token``, and nobody where there is none."""
 
     def authorise(given: Given) -> None:
         if not token:
@@ -101,8 +135,60 @@ def bearer_of(token: str | None) -> Callable[[Given], None]:
     return authorise
 
 
+class PolicyRequest(BaseModel):
+    """The policy to put in force."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    policy: Policy
+
+
+class PolicyAnswer(BaseModel):
+    """The policy put in force, and how many times one was set."""
+
+    policy: Policy
+    sequence: int
+    schema_version: int = SCHEMA_VERSION
+
+
+class ThresholdRequest(BaseModel):
+    """The threshold to put in force."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    max_imbalance: float | None = Field(
+        ge=1.0, le=1000.0, description="layers at or below are not balanced; null: as at start"
+    )
+
+
+class ThresholdAnswer(BaseModel):
+    """The threshold put in force; null: the one at start."""
+
+    max_imbalance: float | None
+    schema_version: int = SCHEMA_VERSION
+
+
+class RecordRequest(BaseModel):
+    """What to record from the next batch on; ``off`` ends the recording."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    level: Literal["off", "loads", "tokens"]
+    max_bytes: int = Field(
+        256 * _MIB, ge=_MIB, le=4096 * _MIB, description="of shared memory per recording rank"
+    )
+
+
+class RecordAnswer(BaseModel):
+    """The recording's level and number; spools with another number are of another recording."""
+
+    level: Literal["off", "loads", "tokens"]
+    number: int
+    schema_version: int = SCHEMA_VERSION
+
+
 def control_routes(switches: Switches, token: str | None) -> APIRouter:
-    """The routes to ``switches``, open to bearers of ``token``."""
+    """The routes to ``switches``, for bearers of ``token``."""
     router = APIRouter(
         prefix="/v1/control",
         dependencies=[Depends(bearer_of(token))],
@@ -112,33 +198,33 @@ def control_routes(switches: Switches, token: str | None) -> APIRouter:
 
     @router.post("/policy")
     def set_policy(request: PolicyRequest) -> PolicyAnswer:
-        """Switch the policy from the next batch on."""
+        """Change the policy from the next batch on."""
         with _refusals():
             return PolicyAnswer(policy=request.policy, sequence=switches.set_policy(request.policy))
 
     @router.post("/pause")
     def pause() -> PolicyAnswer:
-        """Switch balancing off from the next batch on, and remember the policy for resume."""
+        """Switch balancing off from the next batch on, and store the policy for resume."""
         with _refusals():
             return PolicyAnswer(policy=Policy.OFF, sequence=switches.pause())
 
     @router.post("/resume")
     def resume() -> PolicyAnswer:
-        """Put the policy in force again that was paused."""
+        """Put the paused policy in force again."""
         with _refusals():
             policy, sequence = switches.resume()
             return PolicyAnswer(policy=policy, sequence=sequence)
 
     @router.post("/threshold")
     def set_threshold(request: ThresholdRequest) -> ThresholdAnswer:
-        """Change from the next batch on which layers are even enough to be left alone."""
+        """Change the imbalance below which layers are not balanced, from the next batch on."""
         with _refusals():
             switches.set_max_imbalance(request.max_imbalance)
         return ThresholdAnswer(max_imbalance=request.max_imbalance)
 
     @router.post("/record")
     def record(request: RecordRequest) -> RecordAnswer:
-        """Record routing from the next batch on, replacing what was recorded before, or stop."""
+        """Record routing from the next batch on, replacing the last recording; or stop."""
         with _refusals():
             recording = switches.record(RecordLevel[request.level.upper()], request.max_bytes)
         return RecordAnswer(level=request.level, number=recording.number)
@@ -148,10 +234,10 @@ def control_routes(switches: Switches, token: str | None) -> APIRouter:
 
 @contextlib.contextmanager
 def _refusals() -> Iterator[None]:
-    """What a switch refuses, as HTTP says it."""
+    """Turn the errors of a switch into HTTP errors."""
     try:
         yield
-    except NotAllowedError as error:
+    except _NotAllowedError as error:
         raise HTTPException(403, str(error)) from error
     except ControlError as error:
         raise HTTPException(409, str(error)) from error

@@ -1,4 +1,4 @@
-"""Endpoints for those who operate the service: health, readiness, metrics, configuration."""
+"""Endpoints for operators: health, readiness, metrics, configuration."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict
 
 from ultraep_serve import __version__
 from ultraep_serve.files import open_regular
-from ultraep_serve.ring.schema import SCHEMA_VERSION
+from ultraep_serve.sidecar.statistics.snapshot import SCHEMA_VERSION
 from ultraep_serve.sidecar.store import RunStore
 from ultraep_serve.types import Policy
 
@@ -30,7 +30,7 @@ Detail = Annotated[bool, Query(description="also series per layer, and more per 
 class Access:
     """Who may change what."""
 
-    token: str | None  # opens control; None or empty: closed to everyone
+    token: str | None  # gives access to control; None or empty: nobody has it
     allow_ideal: bool  # permits the policy that gives wrong answers
 
 
@@ -41,7 +41,7 @@ class Readiness(BaseModel):
 
     ready: bool
     reasons: dict[str, str]
-    """What is wrong, by rank; ``run`` where no rank is known."""
+    """Why not, by rank; under ``run`` where no rank is known."""
     schema_version: int = SCHEMA_VERSION
 
 
@@ -53,18 +53,18 @@ class ConfigAnswer(BaseModel):
     version: str
     """Of ultraep_serve."""
     policy: str | None
-    """Now in force; null where nobody says."""
+    """Now in force; null where unknown."""
     paused_policy: str | None
-    """What resume puts in force again; null while not paused."""
+    """The policy that resume puts in force again; null while not paused."""
     max_imbalance: float | None
-    """Layers at or below it are left alone, if it was changed since the start; null: as in
-    config. Only the first host knows of a change, as of a pause."""
+    """Layers at or below it are not balanced. Null: as in config. Only the first host's sidecar
+    reports changes of it, and pauses."""
     policies: list[str]
-    """What may be put in force."""
+    """Policies that may be put in force."""
     control_open: bool
-    """Whether there is a token that opens control."""
+    """Whether there is a token that gives access to control."""
     config: dict[str, Any] | None
-    """The settings at start, without anything secret; null where there are none."""
+    """The settings at start, without secrets; null where there are none."""
     schema_version: int = SCHEMA_VERSION
 
 
@@ -79,12 +79,12 @@ def operate_routes(
 
     @router.get("/healthz")
     def healthz() -> dict[str, str]:
-        """The sidecar itself answers."""
+        """200 while the sidecar itself answers."""
         return {"status": "ok"}
 
     @router.get("/readyz", response_model=Readiness, responses={503: {"model": Readiness}})
     def readyz() -> JSONResponse:
-        """200 when every rank of this host is alive and ready, else 503 with what is wrong."""
+        """200 when every rank of this host is alive and ready, else 503 with the reasons."""
         store.poll()
         problems = store.problems()
         answer = Readiness(ready=not problems, reasons=problems)
@@ -102,7 +102,7 @@ def operate_routes(
 
     @router.get("/v1/config")
     def config() -> ConfigAnswer:
-        """The policy in force, what may be set, and the settings at start."""
+        """The policy in force, the policies that may be set, and the settings at start."""
         store.poll()
         policy, control = store.policy(), store.control()
         return ConfigAnswer(
@@ -119,7 +119,7 @@ def operate_routes(
 
 
 def _read_config(path: Path) -> dict[str, Any] | None:
-    """The settings in ``path`` without anything secret; None when there are none to show."""
+    """The settings in ``path`` without secrets; None where the file is missing or damaged."""
     try:
         with os.fdopen(open_regular(path), "rb") as file:
             settings = json.loads(file.read(_MAX_CONFIG_BYTES))

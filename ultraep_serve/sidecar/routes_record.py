@@ -1,4 +1,4 @@
-"""Endpoints that hand out what the ranks record; what to record is set at the control endpoint."""
+"""Endpoints to fetch and remove recorded routing; ``/v1/control/record`` starts a recording."""
 
 import os
 import re
@@ -13,9 +13,9 @@ from pydantic import BaseModel, ConfigDict
 
 from ultraep_serve.errors import SpoolError
 from ultraep_serve.files import open_regular
-from ultraep_serve.ring.schema import SCHEMA_VERSION
 from ultraep_serve.ring.spool import PAGE_BYTES, parse_spool_header, spool_path
 from ultraep_serve.sidecar.routes_control import bearer_of
+from ultraep_serve.sidecar.statistics.snapshot import SCHEMA_VERSION
 
 __all__ = ["record_routes"]
 
@@ -26,7 +26,7 @@ Rank = Annotated[int, InPath(ge=0, lt=10_000)]
 
 
 class SpoolStatus(BaseModel):
-    """How far one rank's spool has come."""
+    """The state of one rank's spool."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)
 
@@ -35,7 +35,7 @@ class SpoolStatus(BaseModel):
     """Of the recording."""
     level: str
     batches: int
-    """Complete ones with tokens of requests."""
+    """Complete batches with request tokens."""
     lost_batches: int
     """Batches that did not fit."""
     is_open: bool
@@ -44,14 +44,14 @@ class SpoolStatus(BaseModel):
 
 
 class RecordStatus(BaseModel):
-    """The spools there are, by rank; one alone where all ranks see the same tokens."""
+    """The spools, by rank; a single one where all ranks see the same tokens."""
 
     spools: list[SpoolStatus]
     schema_version: int = SCHEMA_VERSION
 
 
 def record_routes(run_dir: Path, token: str | None) -> APIRouter:
-    """The routes over the spools in ``run_dir``, open to bearers of ``token``."""
+    """The routes to the spools in ``run_dir``, for bearers of ``token``."""
     router = APIRouter(
         prefix="/v1/record",
         dependencies=[Depends(bearer_of(token))],
@@ -77,7 +77,7 @@ def record_routes(run_dir: Path, token: str | None) -> APIRouter:
         },
     )
     def spool(rank: Rank) -> StreamingResponse:
-        """What ``rank`` recorded, as it lies in its file; see ``observability.spool``."""
+        """What ``rank`` recorded, in the format of ``ultraep_serve/ring/spool.py``."""
         try:
             file = os.fdopen(open_regular(spool_path(run_dir, rank)), "rb")
         except OSError as error:
@@ -90,8 +90,8 @@ def record_routes(run_dir: Path, token: str | None) -> APIRouter:
         )
 
     @router.delete("")
-    def forget() -> None:
-        """Give back the shared memory that the spools take."""
+    def remove() -> None:
+        """Remove the spools, which frees their shared memory."""
         for rank in _ranks(run_dir):
             spool_path(run_dir, rank).unlink(missing_ok=True)
 
@@ -107,7 +107,7 @@ def _ranks(run_dir: Path) -> list[int]:
 
 
 def _status(run_dir: Path, rank: int) -> SpoolStatus | None:
-    """None for a spool that went away or is none."""
+    """None where the spool was removed or cannot be read."""
     try:
         descriptor = open_regular(spool_path(run_dir, rank))
     except OSError:
@@ -131,7 +131,7 @@ def _status(run_dir: Path, rank: int) -> SpoolStatus | None:
 
 
 def _pieces(file: BinaryIO, size: int) -> Iterator[bytes]:
-    """The first ``size`` bytes; the file may grow or be cut meanwhile."""
+    """The first ``size`` bytes; the file may grow or be truncated meanwhile."""
     position = 0
     with file:
         while position < size and (piece := file.read(min(_PIECE_BYTES, size - position))):

@@ -1,28 +1,64 @@
-"""The sidecar's command line, and serving the application on a socket."""
+"""The sidecar's process: command line, control token, log, socket, memory."""
 
 import argparse
 import contextlib
 import ctypes
 import ipaddress
+import json
 import logging
+import os
+import secrets
 import socket
+import sys
+from datetime import datetime, timezone
 from pathlib import Path
 from types import FrameType
+from typing import Any, Literal
 
 import uvicorn
 from fastapi import FastAPI
 
-from ultraep_serve.config import SidecarSettings, add_flags, values_of_flags
+from ultraep_serve.config import (
+    SidecarSettings,
+    add_flags,
+    control_token_from_environment,
+    values_of_flags,
+)
 from ultraep_serve.errors import ConfigError
+from ultraep_serve.files import open_regular
+from ultraep_serve.launcher.run_directory import TOKEN_FILE
 from ultraep_serve.sidecar.app import AppOptions, create_app
-from ultraep_serve.sidecar.logs import set_up_logging
-from ultraep_serve.sidecar.tokens import control_token
 
-__all__ = ["add_arguments", "give_memory_back", "is_loopback", "run", "serve"]
+__all__ = ["add_arguments", "control_token", "is_loopback", "run", "serve", "set_up_logging"]
 
 _LOGGER = logging.getLogger(__name__)
 _DEFAULT_PORT = 8001
-_KEEP_ALIVE_SECONDS = 75  # longer than clients keep theirs: who closes first must not be the server
+_MAX_TOKEN_BYTES = 4096
+_KEEP_ALIVE_SECONDS = 75  # longer than clients keep theirs, so that the client closes first
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``run``."""
+    parser.add_argument("--run-dir", type=Path, required=True, help="the server's run directory")
+    add_flags(parser, SidecarSettings)
+    parser.add_argument(
+        "--allow-ideal", action="store_true", help="permit the policy that gives wrong answers"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve until stopped. Raises ConfigError when the address cannot be used."""
+    settings = SidecarSettings(**values_of_flags(arguments, SidecarSettings))
+    _limit_heaps()
+    set_up_logging(settings.log_format)
+    serve(
+        arguments.run_dir,
+        host=settings.host,
+        port=_DEFAULT_PORT if settings.port is None else settings.port,
+        token=control_token(arguments.run_dir),
+        allow_ideal=arguments.allow_ideal,
+    )
+    return 0
 
 
 def serve(
@@ -32,9 +68,8 @@ def serve(
     port: int = _DEFAULT_PORT,
     token: str | None = None,
     allow_ideal: bool = False,
-    settings: AppOptions | None = None,
 ) -> None:
-    """Serve until SIGINT or SIGTERM; ``port`` 0 takes a free one, which is logged.
+    """Serve until SIGINT or SIGTERM; ``port`` 0 is a free one, which is logged.
 
     Raises ConfigError when the address cannot be bound, or when the control endpoint would be
     reachable from other hosts without a token.
@@ -46,9 +81,8 @@ def serve(
     listener = _listen(host, port)
     with listener:
         address = listener.getsockname()
-        _say_started(host, address[1], run_dir, control_open=bool(token))
-        settings = settings or AppOptions(reuse_seconds=0.5)
-        app = create_app(run_dir, token, allow_ideal, settings=settings)
+        _log_start(host, address[1], run_dir, control_open=bool(token))
+        app = create_app(run_dir, token, allow_ideal, options=AppOptions(reuse_seconds=0.5))
         config = uvicorn.Config(
             app,
             log_level="warning",
@@ -59,7 +93,7 @@ def serve(
 
 
 class _Server(uvicorn.Server):
-    """Tells the application at once when it is to stop, so that streams end by themselves."""
+    """Tells the application when it is asked to stop, so that streams end."""
 
     def __init__(self, config: uvicorn.Config, app: FastAPI) -> None:
         super().__init__(config)
@@ -70,7 +104,7 @@ class _Server(uvicorn.Server):
         super().handle_exit(sig, frame)
 
 
-def _say_started(host: str, port: int, run_dir: Path, *, control_open: bool) -> None:
+def _log_start(host: str, port: int, run_dir: Path, *, control_open: bool) -> None:
     shown = f"[{host}]" if ":" in host else host
     url = f"http://{shown}:{port}"
     fields = {"event": "start", "url": url, "run_dir": str(run_dir), "control_open": control_open}
@@ -84,13 +118,13 @@ def _say_started(host: str, port: int, run_dir: Path, *, control_open: bool) -> 
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches ``host``."""
+    """Whether ``host`` is reachable from this machine only."""
     if host == "localhost":
         return True
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
-        return False  # a name: nobody knows what it resolves to
+        return False  # a name, which may resolve to any address
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -107,43 +141,89 @@ def _listen(host: str, port: int) -> socket.socket:
         ) from error
 
 
+def control_token(run_dir: Path) -> str:
+    """The operator's token, else the one in ``run_dir/token``, else a new one written there.
+
+    Raises ConfigError when the file cannot be written or cannot be trusted.
+    """
+    chosen = control_token_from_environment()
+    if chosen:
+        return chosen
+    path = run_dir / TOKEN_FILE
+    try:
+        return _create_token(path)
+    except FileExistsError:
+        return _read_token(path)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+
+
+def _create_token(path: Path) -> str:
+    token = secrets.token_urlsafe(32)
+    # Linked when complete: a reader never sees a part of it.
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+    with os.fdopen(os.open(temporary, flags, 0o600), "w") as file:
+        file.write(token)
+    try:
+        os.link(temporary, path)
+    finally:
+        temporary.unlink()
+    return token
+
+
+def _read_token(path: Path) -> str:
+    try:
+        with os.fdopen(open_regular(path), "rb") as file:
+            status = os.fstat(file.fileno())
+            token = file.read(_MAX_TOKEN_BYTES).decode("ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the token in {path}: {error}") from error
+    if status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise ConfigError(f"{path} can be read by others; remove it, a new one will be made")
+    if not token:
+        raise ConfigError(f"{path} is empty; remove it, a new one will be made")
+    return token
+
+
+def set_up_logging(log_format: Literal["text", "json"]) -> None:
+    """Log to standard error, as lines of text or of JSON."""
+    handler = logging.StreamHandler(sys.stderr)
+    text = logging.Formatter("%(levelname)s %(name)s: %(message)s")
+    handler.setFormatter(_JsonFormatter() if log_format == "json" else text)
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
+
+
+class _JsonFormatter(logging.Formatter):
+    """One JSON object per line, with the fields given as ``extra={"fields": ...}``."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        moment = datetime.fromtimestamp(record.created, timezone.utc)
+        line: dict[str, Any] = {
+            "time": moment.isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            line["error"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of malloc.h
 _LARGE_BYTES = 2 << 20
-_KEPT_BYTES = 16 << 20  # free at the heap's end, so that it need not grow again at once
+_KEPT_BYTES = 16 << 20  # free at the end of the heap, so that it need not grow again at once
 
 
-def give_memory_back() -> None:
-    """Map large arrays one by one, and share one heap among threads; only glibc is told.
+def _limit_heaps() -> None:
+    """Map large arrays separately and share one heap among threads, so that memory is returned.
 
-    By default the first large array freed makes all later ones come from the heap of whichever
-    thread asks, and those heaps keep the most they ever had.
+    By default glibc stops mapping large arrays once one was freed; they then come from one heap per
+    thread, and heaps keep their maximum size. Other C libraries are left as they are.
     """
-    with contextlib.suppress(OSError, AttributeError):  # another C library
+    with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL(None)
         libc.mallopt(_M_ARENA_MAX, 1)
         libc.mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
         libc.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `run` takes."""
-    parser.add_argument("--run-dir", type=Path, required=True, help="the server's run directory")
-    add_flags(parser, SidecarSettings)
-    parser.add_argument(
-        "--allow-ideal", action="store_true", help="permit the policy that gives wrong answers"
-    )
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Serve until stopped. Raises ConfigError when the address cannot be used."""
-    settings = SidecarSettings(**values_of_flags(arguments, SidecarSettings))
-    give_memory_back()
-    set_up_logging(settings.log_format)
-    serve(
-        arguments.run_dir,
-        host=settings.host,
-        port=_DEFAULT_PORT if settings.port is None else settings.port,
-        token=control_token(arguments.run_dir),
-        allow_ideal=arguments.allow_ideal,
-    )
-    return 0

@@ -1,4 +1,4 @@
-"""What the sidecar knows of a run: every rank's ring, polled in the background and on request."""
+"""All that the sidecar knows of a run: the rings, polled in the background and on request."""
 
 import contextlib
 import os
@@ -14,14 +14,14 @@ from ultraep_serve.files import open_regular, write_whole
 from ultraep_serve.ring.control import ControlPage
 from ultraep_serve.ring.reader import ALIVE_SECONDS
 from ultraep_serve.ring.schema import RecordArray, RingHeader
-from ultraep_serve.sidecar.counters import Counters, PrimaryRank
-from ultraep_serve.sidecar.follower import RingFollower
+from ultraep_serve.sidecar.follower import PrimaryRank, RingFollower
 from ultraep_serve.sidecar.health import RankList, problem, rank_health
 from ultraep_serve.sidecar.statistics.batches import count_batches
+from ultraep_serve.sidecar.statistics.counters import Counters
 from ultraep_serve.sidecar.statistics.snapshot import BalanceSnapshot, RankView
 from ultraep_serve.sidecar.statistics.summary import summarise
+from ultraep_serve.sidecar.statistics.timeline import History, Timeline, Totals
 from ultraep_serve.sidecar.statistics.window import Window
-from ultraep_serve.sidecar.timeline import History, Timeline, Totals
 from ultraep_serve.topology import Location
 from ultraep_serve.types import Decision, Policy
 
@@ -41,19 +41,19 @@ _EVERYTHING = Window()
 
 
 class ControlState(NamedTuple):
-    """What the control page says; all None where there is none."""
+    """The contents of the control page; all None where there is none."""
 
     policy: Policy | None = None
     max_imbalance: float | None = None  # the threshold set since the start
-    paused: Policy | None = None  # what resume puts in force again
+    paused: Policy | None = None  # the policy that resume puts in force again
 
 
 class NoRunError(Exception):
-    """No ring can be read: the engine has not started, or is gone."""
+    """No ring can be read: the engine has not started or has ended."""
 
 
 class Held(NamedTuple):
-    """What is held at one moment."""
+    """The records held at one moment."""
 
     header: RingHeader  # the primary rank's
     primary: RecordArray  # the primary rank's records, with loads
@@ -71,7 +71,7 @@ class RunStore:
         max_records: int = 8192,
         reuse_seconds: float = 0.0,
     ) -> None:
-        """``max_records`` bounds what is kept of each rank, ``reuse_seconds`` how often is read."""
+        """Keep ``max_records`` of each rank; read at most once in ``reuse_seconds``."""
         self.timeline = Timeline()
         self.counters = Counters(self.timeline)
         self._run_dir = run_dir
@@ -86,39 +86,39 @@ class RunStore:
         self._lock = threading.RLock()
 
     def poll(self) -> None:
-        """Read what is new. Never raises for what lies in ``run_dir``.
+        """Read what is new. Never raises, whatever the files in ``run_dir`` are.
 
-        Callers who wait for each other share a poll: one that began after they asked.
+        Concurrent callers share one poll, which began after they called.
         """
-        asked = self._polls
+        begun = self._polls
         with self._lock:
             now = time.monotonic()
-            if self._polls > asked or now - self._polled_at < self._reuse_seconds:
+            if self._polls > begun or now - self._polled_at < self._reuse_seconds:
                 return
             self._polls, self._polled_at = self._polls + 1, now
             self._poll_rings()
             location = self.location()
-            followed = location is not None and location.host.start > 0
-            self._control = ControlState() if followed else read_control(self._run_dir)
+            is_first = location is None or location.host.start == 0
+            self._control = read_control(self._run_dir) if is_first else ControlState()
 
-    def outdate(self) -> None:
-        """Something was just changed: the next poll reads, however recent the last one is."""
+    def invalidate(self) -> None:
+        """After a change: the next poll reads, however recent the last one is."""
         with self._lock:
             self._polled_at = float("-inf")
 
     def policy(self) -> Policy | None:
-        """The policy in force from the next batch on; None where nobody says."""
+        """The policy in force from the next batch on; None where unknown."""
         with self._lock:
             header = self._ring(self._primary.rank).header
             return self._control.policy or (header.policy if header else None)
 
     def control(self) -> ControlState:
-        """What was set through the control page."""
+        """The contents of the control page at the last poll."""
         with self._lock:
             return self._control
 
     def location(self) -> Location | None:
-        """Where the primary rank stands; None while no ring can be read."""
+        """The location of the primary rank; None while no ring can be read."""
         with self._lock:
             header = self._ring(self._primary.rank).header
             return header.location if header else None
@@ -151,7 +151,7 @@ class RunStore:
             return {rank: ring.missed for rank, ring in sorted(self._rings.items())}
 
     def problems(self) -> dict[str, str]:
-        """What keeps the run from being ready, by rank; empty when it is ready."""
+        """Why the run is not ready, by rank; empty when it is ready."""
         with self._lock:
             try:
                 views = self.views()
@@ -195,7 +195,7 @@ class RunStore:
         """Batches of ``window`` by decision. Raises NoRunError."""
         with self._lock:
             header = self.header()
-            if window == _EVERYTHING:  # the counters know more than the records held
+            if window == _EVERYTHING:  # the counters go back further than the records held
                 pairs = zip(Decision, header.recorded_batches, header.skipped_batches, strict=True)
                 return {decision: recorded + skipped for decision, recorded, skipped in pairs}
             counts = count_batches(window.recorded(self._primary.records()))
@@ -217,11 +217,11 @@ class RunStore:
         try:
             names = os.listdir(self._run_dir)
         except OSError:
-            return []  # every known rank then reports on its own that its ring is gone
+            return []  # every known rank then reports that its ring is gone
         return [int(found[1]) for name in names if (found := _RING_NAME.fullmatch(name))]
 
     def _ring(self, rank: int) -> RingFollower:
-        """That of ``rank``; one that knows nothing where none was found."""
+        """The follower of ``rank``; an empty one where no ring was found."""
         return self._rings.get(rank) or self._new_ring(rank)
 
     def _new_ring(self, rank: int) -> RingFollower:
@@ -239,7 +239,7 @@ _PAUSED_FILE = "paused"
 
 
 def paused_policy(run_dir: Path) -> Policy | None:
-    """What to resume; None while not paused, and where the file is not one of ours."""
+    """The policy to resume; None while not paused, or where the file is damaged."""
     try:
         with os.fdopen(open_regular(run_dir / _PAUSED_FILE), "rb") as file:
             return Policy(file.read(64).decode("ascii"))
@@ -248,18 +248,18 @@ def paused_policy(run_dir: Path) -> Policy | None:
 
 
 def remember_pause(run_dir: Path, policy: Policy) -> None:
-    """Note that ``policy`` is to be resumed. Raises OutputError."""
+    """Store ``policy`` as the one to resume. Raises OutputError."""
     write_whole(run_dir / _PAUSED_FILE, policy.value.encode())
 
 
 def forget_pause(run_dir: Path) -> None:
-    """Nothing is paused any more."""
+    """End a pause."""
     with contextlib.suppress(OSError):
         (run_dir / _PAUSED_FILE).unlink()
 
 
 def read_control(run_dir: Path) -> ControlState:
-    """The state now."""
+    """The current state."""
     try:
         with ControlPage.open(run_dir) as page:
             policy, threshold = page.policy, page.max_imbalance_millionths

@@ -1,6 +1,6 @@
 """Kernels that end the planner: which attempt to take, whether it pays, and the plan in full.
 
-Twins: the end of ``_search`` in ``host._plan_search``, ``ultraep_serve.costs.decide``, and
+Twins: the end of ``_search`` in ``host._plan_search``, ``ultraep_serve.costs.model``, and
 ``host._plan_share``.
 """
 

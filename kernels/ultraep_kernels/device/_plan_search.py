@@ -30,8 +30,8 @@ def sum_kernel(
     offsets = ranks.to(tl.int64)[:, None] * stride_rank + columns[None, :]
     loads = tl.load(loads_ptr + offsets, mask=mask, other=0).to(tl.int64)
     total = tl.sum(loads, axis=0)
-    legal = (tl.min(loads, axis=0) >= 0) & (total < (1 << 31))
-    load = tl.where(legal, total, -1).to(tl.int32)
+    valid = (tl.min(loads, axis=0) >= 0) & (total < (1 << 31))
+    load = tl.where(valid, total, -1).to(tl.int32)
     tl.store(expert_load_ptr + columns, load, mask=columns < NUM_EXPERTS)
 
 

@@ -33,7 +33,7 @@ def clock():
 
 @triton.jit
 def verdict(since, looks, patience_ns, status_ptr, bit):
-    """Status word after a look in vain: ``bit`` is set in it once ``patience_ns`` are over.
+    """Status word after an unsuccessful poll: ``bit`` is set in it once ``patience_ns`` are over.
 
     The clock differs from thread to thread, and barriers do not bear threads that leave a loop one
     by one; what an atomic operation of the whole program returns is the same for all of them. The

@@ -1,7 +1,7 @@
 """count: topk_ids (T, K) logical -> load (E,), and how many of each expert precede a block of ids.
 
 Two launches and no atomics: a histogram per block of ids, then for every expert a running sum over
-the blocks. The sum ends in the load; what it passes on the way tells ``reroute`` how many
+the blocks. The sum ends in the load; its partial sums give ``reroute`` how many
 assignments of an expert precede a block.
 """
 
@@ -39,9 +39,9 @@ def _histogram_kernel(
     block = tl.program_id(0)
     offsets = block * BLOCK + tl.arange(0, BLOCK)
     ids = tl.load(ids_ptr + offsets, mask=offsets < num_ids, other=-1)
-    legal = (ids >= 0) & (ids < NUM_EXPERTS)
-    counts = tl.histogram(tl.where(legal, ids, 0).to(tl.int32), NUM_BINS, mask=legal)
-    unknown = tl.sum(((ids != -1) & ~legal).to(tl.int32), axis=0)
+    valid = (ids >= 0) & (ids < NUM_EXPERTS)
+    counts = tl.histogram(tl.where(valid, ids, 0).to(tl.int32), NUM_BINS, mask=valid)
+    unknown = tl.sum(((ids != -1) & ~valid).to(tl.int32), axis=0)
     bins = tl.arange(0, NUM_BINS)
     row_ptr = counts_ptr + block.to(tl.int64) * (NUM_EXPERTS + 1)
     tl.store(row_ptr + bins, counts, mask=bins < NUM_EXPERTS)

@@ -86,24 +86,24 @@ def _assign_kernel(
     within = tl.arange(0, BLOCK)
     offsets = block * BLOCK + within
     ids = tl.load(ids_ptr + offsets, mask=offsets < num_ids, other=-1)
-    legal = (ids >= 0) & (ids < NUM_EXPERTS)
-    expert = tl.where(legal, ids, -1).to(tl.int32)
+    valid = (ids >= 0) & (ids < NUM_EXPERTS)
+    expert = tl.where(valid, ids, -1).to(tl.int32)
     earlier = (expert[:, None] == expert[None, :]) & (within[:, None] < within[None, :])
     row_ptr = before_ptr + block.to(tl.int64) * (NUM_EXPERTS + 1)
-    index = tl.load(row_ptr + expert, mask=legal, other=0) + tl.sum(earlier.to(tl.int32), axis=0)
+    index = tl.load(row_ptr + expert, mask=valid, other=0) + tl.sum(earlier.to(tl.int32), axis=0)
     row = expert * NUM_RANKS
-    places = tl.load(ends_ptr + row + NUM_RANKS - 1, mask=legal, other=1)
-    stride = tl.load(stride_ptr + expert, mask=legal, other=1)
+    places = tl.load(ends_ptr + row + NUM_RANKS - 1, mask=valid, other=1)
+    stride = tl.load(stride_ptr + expert, mask=valid, other=1)
     place = (index.to(tl.int64) * stride % tl.maximum(places, 1)).to(tl.int32)
     low = tl.zeros((BLOCK,), tl.int32)  # the first rank whose places end behind this one
     high = low + (NUM_RANKS - 1)
     for _ in tl.static_range(SEARCH_STEPS):
         middle = (low + high) // 2
-        behind = tl.load(ends_ptr + row + middle, mask=legal, other=1) > place
+        behind = tl.load(ends_ptr + row + middle, mask=valid, other=1) > place
         high = tl.where(behind, middle, high)
         low = tl.where(behind, low, tl.minimum(middle + 1, high))
-    physical = tl.load(physical_ptr + row + low, mask=legal, other=-1)
-    short = legal & ((index >= places) | (physical < 0))
+    physical = tl.load(physical_ptr + row + low, mask=valid, other=-1)
+    short = valid & ((index >= places) | (physical < 0))
     width: tl.constexpr = NUM_MASTERS + NUM_SLOTS
     master = expert // NUM_MASTERS * width + expert % NUM_MASTERS
     tl.store(out_ptr + offsets, tl.where(short, master, physical), mask=offsets < num_ids)

@@ -37,6 +37,6 @@ def count_reference(
 ) -> tuple[NDArray[np.int64], int]:
     """Torch twin of ``count``."""
     ids = topk_ids.reshape(-1).long()
-    legal = ids[(ids >= 0) & (ids < num_logical_experts)]
-    unknown = int((ids != -1).sum()) - legal.numel()
-    return torch.bincount(legal, minlength=num_logical_experts).numpy(), unknown
+    valid = ids[(ids >= 0) & (ids < num_logical_experts)]
+    unknown = int((ids != -1).sum()) - valid.numel()
+    return torch.bincount(valid, minlength=num_logical_experts).numpy(), unknown

@@ -31,7 +31,7 @@ _RUNNERS = ("triton", "deep_gemm", "flashinfer_cutlass")
 
 
 def check_engine(parameters: dict[str, list[str]]) -> None:
-    """Raise UnsupportedError unless this SGLang's seams are known to be what we take them for.
+    """Raise UnsupportedError unless this SGLang's extension points are as verified.
 
     ``parameters`` names, by dotted path of a hook's target, the parameters it must have.
     """
@@ -150,7 +150,7 @@ def _wrong_runner(layer: FusedMoE) -> str | None:
     return None
 
 
-Setting: TypeAlias = tuple[str, object, str]  # name, its legal value or values, what to do
+Setting: TypeAlias = tuple[str, object, str]  # name, its valid value or values, what to do
 _ANYWHERE: tuple[Setting, ...] = (
     ("enable_eplb", False, "--enable-eplb moves the same weights; drop it"),
     ("enable_waterfill", False, "--enable-waterfill moves tokens itself; drop it"),
@@ -216,9 +216,9 @@ def check_settings(settings: Any) -> None:
         raise UnsupportedError(
             f"--ep-dispatch-algorithm lp (LPLB) splits the same tokens; drop it, {SERVE_UNBALANCED}"
         )
-    for name, legal, advice in (*_ANYWHERE, *(_ON_CPU if is_cpu() else _ON_GPU)):
+    for name, valid, advice in (*_ANYWHERE, *(_ON_CPU if is_cpu() else _ON_GPU)):
         value = getattr(settings, name)
-        if value not in (legal if isinstance(legal, tuple) else (legal,)):
+        if value not in (valid if isinstance(valid, tuple) else (valid,)):
             raise UnsupportedError(f"{advice}, {SERVE_UNBALANCED}")
     if settings.ep_size < 2:
         raise UnsupportedError(

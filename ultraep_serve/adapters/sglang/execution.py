@@ -1,4 +1,4 @@
-"""SGLang's own dispatch and kernels, told how many physical experts there are.
+"""SGLang's own dispatch and kernels, set to the number of physical experts.
 
 They know physical experts already: of global ids, rank r owns ``num_local_experts`` from
 ``r * num_local_experts`` on, which with L + S of them is ``rank * (L + S) + local``. Nothing of
@@ -21,14 +21,14 @@ from ultraep_serve.adapters.sglang.checks import check_cpu_balancing, check_devi
 from ultraep_serve.adapters.sglang.cpu_experts import compute_and_reduce
 from ultraep_serve.types import ExpertShape
 
-__all__ = ["CpuExperts", "DeviceExperts", "PhysicalExperts", "tell_of_experts"]
+__all__ = ["CpuExperts", "DeviceExperts", "PhysicalExperts", "set_expert_counts"]
 
 
 class PhysicalExperts:
     """What of ``Execution`` is the same on CPU and GPU."""
 
     def give_slots(self, layers: Sequence[FusedMoE], shape: ExpertShape) -> None:
-        tell_of_experts(layers, shape.num_ranks * shape.num_local, shape.num_local)
+        set_expert_counts(layers, shape.num_ranks * shape.num_local, shape.num_local)
 
     def take_slots_back(
         self,
@@ -37,17 +37,17 @@ class PhysicalExperts:
         shape: ExpertShape,
     ) -> None:
         drop_slots(parameters, shape)
-        tell_of_experts(layers, shape.num_logical_experts, shape.num_masters)
+        set_expert_counts(layers, shape.num_logical_experts, shape.num_masters)
 
 
-def tell_of_experts(layers: Sequence[FusedMoE], num_experts: int, num_local: int) -> None:
+def set_expert_counts(layers: Sequence[FusedMoE], num_experts: int, num_local: int) -> None:
     """Have ``layers`` serve ``num_experts`` experts, ``num_local`` of them on this rank.
 
     Runners read both numbers from the layer's ``moe_runner_config``, which all its parts share, and
     SGLang changes it in place where a layer's experts change (``bind_full_expert_weights``).
     Dispatchers copy them when they are made, so they are made anew, as SGLang makes them; DeepEP's
-    buffer is made for their number at the first dispatch, after all layers are told. Loading goes
-    on to know the masters alone, so that weights can be loaded in place. Verified with 0.5.23.
+    buffer is made for their number at the first dispatch, after all layers are set. Loading goes
+    on to see the masters alone, so that weights can be loaded in place. Verified with 0.5.23.
     """
     for layer in layers:
         config, quant_config = layer.moe_runner_config, layer.dispatcher.quant_config

@@ -122,7 +122,7 @@ def _join(
     parameters: Sequence[Sequence[nn.Parameter]],
     execution: Execution[FusedMoE],
 ) -> BalancedLayers:
-    """Tell ``layers`` of the slots and give them some; undone if they cannot have them."""
+    """Add slots to ``layers``; undone if they cannot have them."""
     first = layers[0]
     shape = ExpertShape(first.moe_ep_size, first.num_experts, config.slots)
     view = _view_of(first)

@@ -122,7 +122,7 @@ class _SchedulerHooks:
         *rest: Any,
         **named: Any,
     ) -> Any:
-        """Know whether a batch is prefill and how large, which experts cannot see.
+        """Note whether a batch is prefill and how large it is, which experts cannot see.
 
         Target: ``ModelRunner.forward``, which every batch passes. AROUND. Remove when a batch's
         forward mode can be read in a layer without a forward context.
@@ -174,7 +174,7 @@ class _SchedulerHooks:
         )
 
     def scheduler_made(self, _result: None, scheduler: Any, *_: Any, **__: Any) -> None:
-        """Let this rank serve only when it really balances; SGLang forgets failures of plugins.
+        """Let this rank serve only when it really balances; SGLang only logs failures of plugins.
 
         Target: ``Scheduler.__init__``, which ends before the first request is taken. AFTER. Raises
         UnsupportedError, which ends the server. Remove when SGLang stops on plugins that fail.
@@ -218,7 +218,7 @@ class PrefillTokens:
         self._gathered = 0
 
     def gathered(self, _result: None, info: Any, *_: Any, **__: Any) -> None:
-        """Hear of all ranks' tokens.
+        """Note the number of all ranks' tokens.
 
         Target: ``MLPSyncBatchInfo.all_gather``, behind which every rank has the same. AFTER. A
         batch itself only tells them where dense layers gather tokens too. Remove when it always

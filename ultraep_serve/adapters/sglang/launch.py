@@ -1,7 +1,14 @@
-"""How to start SGLang's OpenAI server; imports nothing of SGLang."""
+"""How to start SGLang's OpenAI server; imports nothing of SGLang until it runs.
+
+    python -m ultraep_serve.adapters.sglang.launch --model-path MODEL [engine flags]
+
+is SGLang's own server, with what it needs to run and to be balanced checked beforehand.
+"""
 
 import argparse
+import runpy
 import sys
+from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -12,6 +19,7 @@ from ultraep_serve.adapters.launch import (
     cores_by_rank,
     local_url,
 )
+from ultraep_serve.config import BalanceConfig
 from ultraep_serve.errors import ConfigError, UnsupportedError
 from ultraep_serve.launcher.supervisor import EngineCommand
 from ultraep_serve.types import Policy
@@ -19,6 +27,9 @@ from ultraep_serve.types import Policy
 __all__ = ["DEFAULT_PORT", "count_ranks", "engine_command", "parse_engine_flags"]
 
 DEFAULT_PORT = 30000
+_THIS_MODULE = "ultraep_serve.adapters.sglang.launch"
+_NEEDED_ON_CPU = ("sgl_kernel", "torchvision")  # or what stands in for them
+_GROUP, _PLUGIN = "sglang.srt.plugins", "ultraep_serve"
 _REMEDY = "or serve with --policy off"
 _CPU_CACHE_TOKENS = "32768"  # each rank would otherwise take the machine's memory for its own
 
@@ -71,7 +82,7 @@ def engine_command(model: str, flags: list[str], policy: Policy) -> EngineComman
         arguments=[
             sys.executable,
             "-m",
-            "ultraep_serve.adapters.sglang.launch_server",
+            _THIS_MODULE,
             "--model-path",
             model,
             *flags,
@@ -159,3 +170,38 @@ def _environment(model: str, num_ranks: int, on_cpu: bool) -> dict[str, str]:
     environment["SGLANG_CPU_OMP_THREADS_BIND"] = bind_cores(num_ranks)
     environment["OMP_NUM_THREADS"] = str(len(cores_by_rank(num_ranks)[0]))
     return environment
+
+
+def main() -> None:
+    """Run SGLang's server with this process's arguments."""
+    if parse_engine_flags(sys.argv[1:]).device == "cpu":
+        _require_cpu_modules()
+    if BalanceConfig.from_environment() is not None:
+        _require_plugin()
+    runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
+
+
+def _require_cpu_modules() -> None:
+    if missing := [name for name in _NEEDED_ON_CPU if find_spec(name) is None]:
+        sys.exit(
+            f"ultraep: SGLang imports {' and '.join(missing)}, which have no CPU build; set up an "
+            "environment with deploy/setup_sglang_cpu.py, which has stand-ins for them"
+        )
+
+
+def _require_plugin() -> None:
+    """SGLang goes on without plugins that it does not find or that its user did not name."""
+    if not entry_points(group=_GROUP, name=_PLUGIN):
+        sys.exit(
+            f"ultraep: this package is installed without its entry point in {_GROUP}; "
+            "install it anew: pip install ultraep-serve[sglang], on CPU deploy/setup_sglang_cpu.py"
+        )
+    from sglang.srt.environ import envs
+
+    named = envs.SGLANG_PLUGINS.get()
+    if named and _PLUGIN not in [name.strip() for name in named.split(",")]:
+        sys.exit(f"ultraep: SGLANG_PLUGINS = {named!r} leaves {_PLUGIN} out; add it, or unset it")
+
+
+if __name__ == "__main__":
+    main()

@@ -13,7 +13,7 @@ def register() -> None:
     """Register the hooks, where balancing was switched on.
 
     Does nothing, and imports nothing of SGLang, in processes without a configuration. SGLang logs
-    and forgets exceptions of plugins; what must stop the process is a SystemExit.
+    and only logs exceptions of plugins; what must stop the process is a SystemExit.
     """
     try:
         config = BalanceConfig.from_environment()

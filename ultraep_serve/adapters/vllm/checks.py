@@ -44,7 +44,7 @@ _EXPERT_KERNELS = (
 
 
 def check_engine() -> None:
-    """Raise UnsupportedError unless this vLLM's seam is known to be what we take it for."""
+    """Raise UnsupportedError unless this vLLM's extension point is as verified."""
     version = _installed_version()
     if not version.startswith(tuple(f"{verified}." for verified in VLLM_VERSIONS)):
         raise UnsupportedError(
@@ -88,11 +88,6 @@ def check_layer(layer: RoutedExperts) -> None:
             f"{parallel.ep_size} ranks; choose a parallel size that divides them, "
             f"{SERVE_UNBALANCED}"
         )
-    if layer.expert_placement_strategy != "linear":
-        raise UnsupportedError(
-            f"{layer.layer_name}: expert placement {layer.expert_placement_strategy!r}; "
-            f"use --expert-placement-strategy linear, {SERVE_UNBALANCED}"
-        )
     if parallel.enable_eplb:
         raise UnsupportedError(f"--enable-eplb moves the same weights; drop it, {SERVE_UNBALANCED}")
 
@@ -100,6 +95,7 @@ def check_layer(layer: RoutedExperts) -> None:
 def check_cpu_execution(layer: RoutedExperts) -> None:
     """Raise UnsupportedError if expert parallelism on CPU cannot run ``layer``, balanced or not."""
     parallel = layer.moe_config.moe_parallel_config
+    _check_placement(layer)
     if layer.quant_method.is_monolithic or layer.quant_method.moe_kernel is None:
         raise UnsupportedError(
             f"{layer.layer_name}: {type(layer.quant_method).__name__} routes inside its kernel "
@@ -119,8 +115,17 @@ def check_cpu_execution(layer: RoutedExperts) -> None:
         raise UnsupportedError("prefill context parallelism is not there yet on CPU; use 1")
 
 
+def _check_placement(layer: RoutedExperts) -> None:
+    if layer.expert_placement_strategy != "linear":
+        raise UnsupportedError(
+            f"{layer.layer_name}: expert placement {layer.expert_placement_strategy!r}; "
+            "use --expert-placement-strategy linear"
+        )
+
+
 def check_device_execution(layer: RoutedExperts, vllm_config: VllmConfig) -> None:
     """Raise UnsupportedError if vLLM's kernels on a GPU cannot run ``layer`` with replica slots."""
+    _check_placement(layer)
     for problem in (_wrong_settings(vllm_config), _wrong_parallelism(layer), _wrong_kernel(layer)):
         if problem:
             raise UnsupportedError(f"{layer.layer_name}: {problem}, {SERVE_UNBALANCED}")

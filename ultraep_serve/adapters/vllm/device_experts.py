@@ -1,7 +1,7 @@
-"""Expert parallelism on a GPU: vLLM's own dispatch, expert kernels and combine, told of the slots.
+"""Expert parallelism on a GPU: vLLM's own dispatch, kernels and combine, with slots added.
 
 vLLM's kernels know physical experts already: global ids, this rank's part of which is given by an
-expert map, so many local experts as the weights have rows. They are told of R * (L + S) experts
+expert map, so many local experts as the weights have rows. They are set to R * (L + S) experts
 instead of E and of L + S local ones, which its linear placement maps to ``rank * (L + S) + local``,
 and are built anew for these numbers. Nothing of theirs is replaced.
 """
@@ -42,7 +42,7 @@ class DeviceExperts:
         check_device_execution(layer, self._vllm_config)
 
     def give_slots(self, layers: Sequence[RoutedExperts], shape: ExpertShape) -> None:
-        """Tell ``layers`` of the replica slots; their tensors get the rows for them afterwards.
+        """Announce the replica slots to ``layers``; their tensors get the rows for them afterwards.
 
         Raises UnsupportedError if a kernel keeps expert tensors of its own, which would stay
         behind when the layer's are moved.

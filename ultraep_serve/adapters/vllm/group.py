@@ -182,8 +182,8 @@ def _engine_tokens() -> int | None:
         return 0
     if not isinstance(metadata, dict):
         return None
-    told = (getattr(layer, "num_actual_tokens", None) for layer in metadata.values())
-    return next((tokens for tokens in told if tokens is not None), None)
+    counts = (getattr(layer, "num_actual_tokens", None) for layer in metadata.values())
+    return next((tokens for tokens in counts if tokens is not None), None)
 
 
 def _expert_parameters(layer: RoutedExperts) -> list[torch.nn.Parameter]:

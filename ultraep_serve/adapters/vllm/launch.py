@@ -1,4 +1,11 @@
-"""How to start vLLM's OpenAI server; imports nothing of vLLM."""
+"""How to start vLLM's OpenAI server; imports nothing of vLLM until it runs.
+
+    python -m ultraep_serve.adapters.vllm.launch --model MODEL --headless [engine flags]
+
+runs vLLM's own ranks without a server, for all hosts but the first: what ``vllm serve --headless``
+does. That command starts only where a distribution is named vllm, which CPU builds are not, and the
+module that starts servers has no headless mode. Verified with 0.32.
+"""
 
 import argparse
 import sys
@@ -14,7 +21,7 @@ from ultraep_serve.types import Policy
 __all__ = ["DEFAULT_PORT", "count_ranks", "engine_command", "parse_engine_flags"]
 
 DEFAULT_PORT = 8000
-_HEADLESS = "ultraep_serve.adapters.vllm.headless"
+_HEADLESS = "ultraep_serve.adapters.vllm.launch"
 
 
 def parse_engine_flags(flags: list[str]) -> argparse.Namespace:
@@ -113,3 +120,20 @@ def _is_cpu_build() -> bool:
     except metadata.PackageNotFoundError:
         return False
     return True
+
+
+def main() -> None:
+    """Run the ranks of this host until they or the first host's end."""
+    from vllm.entrypoints.cli.serve import ServeSubcommand
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    cli_env_setup()
+    arguments = make_arg_parser(FlexibleArgumentParser()).parse_args()
+    validate_parsed_serve_args(arguments)
+    ServeSubcommand.cmd(arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -13,7 +13,8 @@ Weights move within the batch, hence within a domain.
 
 import numpy as np
 
-from ultraep_serve.planner.placement import Counts, Placement, master_copies, placement_from_quota
+from ultraep_serve.offline.comparators.placement import Counts, Placement, of_quota
+from ultraep_serve.planner.eplb_slots import master_copies
 from ultraep_serve.types import ExpertShape, imbalance
 
 __all__ = ["place_llep"]
@@ -24,7 +25,7 @@ SMALLEST_PART = 1024  # m
 
 
 def place_llep(loads: Counts, shape: ExpertShape, history: Counts, domain_size: int) -> Placement:
-    """Arguments as ``PolicyFunction``; ``history`` and the number of slots are not used."""
+    """``history`` and the number of slots are not used."""
     expert_load = loads.sum(0)
     quota = master_copies(shape).astype(np.int64) * expert_load[:, None]
     if imbalance(quota.sum(0)) >= SKIP_BELOW:
@@ -32,7 +33,7 @@ def place_llep(loads: Counts, shape: ExpertShape, history: Counts, domain_size: 
             last = min(first + domain_size, shape.num_ranks)
             own = slice(first * shape.num_masters, last * shape.num_masters)
             quota[own, first:last] = _spill(expert_load[own], last - first)
-    return placement_from_quota(quota, shape)
+    return of_quota(quota, shape)
 
 
 def _spill(expert_load: Counts, num_ranks: int) -> Counts:
@@ -41,7 +42,7 @@ def _spill(expert_load: Counts, num_ranks: int) -> Counts:
     quota = np.zeros((expert_load.size, num_ranks), np.int64)
     capacity = int(CAPACITY_FACTOR * expert_load.sum() / num_ranks)
     smallest = min(SMALLEST_PART, int(expert_load.sum() / num_ranks) // 16)
-    # Assigned so far plus what is still at home and not yet looked at.
+    # Assigned so far, plus what is still at home and not yet assigned.
     rank_load = expert_load.reshape(num_ranks, num_masters).sum(1)
     for expert in np.argsort(-expert_load, kind="stable"):
         home = expert // num_masters

@@ -1,9 +1,10 @@
 """Policy ``lplb``: placement from past loads, split of the batch's own loads by linear programme.
 
-Source: DeepSeek's Linear-Programming-Based Load HostBalancer, its public README
+Source: DeepSeek's Linear-Programming-Based Load Balancer, its public README
 (https://github.com/deepseek-ai/LPLB): experts are reordered and replicated from statistics with
 EPLB, then each batch's tokens are assigned to the copies so that the busiest rank has least. Its
-links between ranks follow fixed topologies; here any copy may take any token, which flatters it.
+links between ranks follow fixed topologies; here any copy may take any
+token, so its figures here are optimistic.
 """
 
 from typing import Any
@@ -12,17 +13,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ultraep_serve.errors import UnsupportedError
-from ultraep_serve.planner.eplb import past_copies
-from ultraep_serve.planner.placement import Counts, Placement
+from ultraep_serve.offline.comparators.placement import Counts, Placement
+from ultraep_serve.planner.eplb_slots import past_copies
 from ultraep_serve.types import ExpertShape, IntArray
 
 __all__ = ["place_lplb"]
 
 
 def place_lplb(loads: Counts, shape: ExpertShape, history: Counts, domain_size: int) -> Placement:
-    """Arguments as ``PolicyFunction``. Raises UnsupportedError where SciPy is missing."""
+    """Raises UnsupportedError where SciPy is missing."""
     copies = past_copies(history, shape, fixed_masters=False)
-    return Placement(_split(loads.sum(0), copies), copies, None)
+    return Placement(_split(loads.sum(0), copies), copies)
 
 
 def _split(expert_load: Counts, copies: IntArray) -> IntArray:
@@ -50,22 +51,14 @@ def _solve(
         experts, ranks: (C,) index into ``expert_load`` and rank of each of their copies.
         fixed_load: (R,) from experts with one copy.
     """
-    optimize, sparse = _scipy()
+    optimize = _scipy_optimize()
     num_copies, scale = experts.size, max(1.0, float(expert_load.sum()))
-    columns, ones = np.arange(num_copies), np.ones(num_copies)
-    per_expert = sparse.csr_matrix(
-        (ones, (experts, columns)), shape=(expert_load.size, num_copies + 1)
-    )
-    per_rank = sparse.csr_matrix(
-        (
-            np.append(ones, -np.ones(fixed_load.size)),
-            (
-                np.append(ranks, np.arange(fixed_load.size)),
-                np.append(columns, np.full(fixed_load.size, num_copies)),
-            ),
-        ),
-        shape=(fixed_load.size, num_copies + 1),
-    )
+    columns = np.arange(num_copies)  # one per copy, the last is t
+    per_expert = np.zeros((expert_load.size, num_copies + 1))
+    per_expert[experts, columns] = 1
+    per_rank = np.zeros((fixed_load.size, num_copies + 1))
+    per_rank[ranks, columns] = 1
+    per_rank[:, num_copies] = -1
     result = optimize.linprog(
         np.append(np.zeros(num_copies), 1.0),
         A_ub=per_rank,
@@ -79,9 +72,9 @@ def _solve(
 
 
 def _hand_out_rest(quota: Counts, expert_load: Counts, copies: IntArray, shared: Counts) -> None:
-    """What rounding left over, one by one to the copy on the least loaded rank; ``quota`` changes.
+    """Assign what rounding left over, one by one, to the copy on the least loaded rank.
 
-    Where rounding gave too much, the most loaded copy gives it back.
+    Where rounding gave too much, the most loaded copy gives it back. Changes ``quota``.
     """
     rank_load = quota.sum(0)
     for expert in shared:
@@ -98,11 +91,11 @@ def _hand_out_rest(quota: Counts, expert_load: Counts, copies: IntArray, shared:
             rest -= step
 
 
-def _scipy() -> tuple[Any, Any]:
+def _scipy_optimize() -> Any:
     try:
-        from scipy import optimize, sparse
+        from scipy import optimize
     except ImportError as error:
         raise UnsupportedError(
             "policy 'lplb' needs SciPy; run `pip install ultraep-serve[analysis]`"
         ) from error
-    return optimize, sparse
+    return optimize

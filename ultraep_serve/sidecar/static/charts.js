@@ -1,6 +1,6 @@
-// Imbalance, and seconds saved and spent, over time.
+// Charts over time: imbalance, and seconds saved and spent.
 
-import { byId, color, make } from "./dom.js";
+import { byId, color, make } from "./common.js";
 
 const SPANS = [
   { label: "5 min", seconds: 300, step: 2 },
@@ -49,7 +49,7 @@ export function showHistory(history) {
   ]);
 }
 
-// Colours are taken from the style sheet when a chart is made.
+// A chart reads its colours from the style sheet when it is created.
 export function redrawCharts() {
   charts.forEach((chart) => chart.destroy());
   charts.clear();
@@ -68,7 +68,7 @@ function sizeOf(id) {
   return { width: Math.floor(box.width), height: Math.floor(box.height) };
 }
 
-// Steps without a prefill batch are bridged, so that sparse traffic stays readable.
+// Lines span steps without a prefill batch, so that sparse traffic stays readable.
 const line = (label, name, dash, width = 2) => ({
   label,
   stroke: color(name),
@@ -86,8 +86,8 @@ function imbalanceOptions() {
       {},
       line("before", "before"),
       line("after", "after", [7, 3]),
-      line("before, worst", "before", [1, 3], 1),
-      line("after, worst", "after", [1, 3], 1),
+      line("before, max", "before", [1, 3], 1),
+      line("after, max", "after", [1, 3], 1),
     ],
   };
 }

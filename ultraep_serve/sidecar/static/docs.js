@@ -1,7 +1,6 @@
-// The OpenAPI document as a page: endpoints, their parameters, and what every figure means.
+// The OpenAPI document as a page: endpoints, their parameters, and the meaning of every figure.
 
-import { get } from "./api.js";
-import { byId, make } from "./dom.js";
+import { byId, get, make } from "./common.js";
 
 const code = (text) => make("code", { textContent: text });
 const heading = (text) => make("h2", { textContent: text });
@@ -20,7 +19,7 @@ function describeType(schema) {
 
 function join(parts, between = "") {
   const span = make("span");
-  parts.forEach((part, place) => span.append(place ? between : "", part));
+  parts.forEach((part, i) => span.append(i ? between : "", part));
   return span;
 }
 
@@ -36,7 +35,7 @@ function endpoint(path, method, operation) {
     {},
     make("h3", {}, make("span", { className: `method${change}`, textContent: method.toUpperCase() }), code(path)),
     make("p", { textContent: operation.description ?? operation.summary ?? "" }),
-    operation.security ? make("p", { className: "fine", textContent: "Wants the control token." }) : "",
+    operation.security ? make("p", { className: "fine", textContent: "Needs the control token." }) : "",
   );
   const parameters = (operation.parameters ?? []).filter((parameter) => parameter.in !== "header");
   const body = operation.requestBody?.content["application/json"]?.schema;

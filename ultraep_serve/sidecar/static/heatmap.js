@@ -1,11 +1,11 @@
-// Load of each rank in each layer, before and after, as canvases of coloured cells.
+// Load of each rank in each layer, before and after balancing, as heat maps on canvases.
 
-import { byId, color, setText, sharp } from "./dom.js";
+import { byId, color, setText, fitCanvas } from "./common.js";
 
 const WHEN = ["before", "after"];
 const canvasOf = (when) => byId(`heat-${when}`);
 let data = null;
-let at = null; // the cell under the pointer or the keyboard: { row, rank }
+let at = null; // the selected cell: { row, rank }
 
 export function startHeatmaps() {
   for (const when of WHEN) {
@@ -28,11 +28,11 @@ export function redrawHeatmaps() {
   drawScale(colors);
   if (data === null) return;
   for (const when of WHEN) drawMap(canvasOf(when), data[when], colors);
-  tell();
+  showValue();
 }
 
 function drawMap(canvas, rows, colors) {
-  const surface = sharp(canvas);
+  const surface = fitCanvas(canvas);
   if (!surface || !rows.length) return;
   const { context, width, height } = surface;
   const cellWidth = width / rows[0].length;
@@ -40,7 +40,7 @@ function drawMap(canvas, rows, colors) {
   rows.forEach((row, y) =>
     row.forEach((load, x) => {
       context.fillStyle = shade(load, colors);
-      // Cells share their edges: no gap is seen between them at any size.
+      // Rounded so that neighbouring cells touch at any size.
       const [left, top] = [Math.floor(x * cellWidth), Math.floor(y * cellHeight)];
       const [right, bottom] = [Math.ceil((x + 1) * cellWidth), Math.ceil((y + 1) * cellHeight)];
       context.fillRect(left, top, right - left, bottom - top);
@@ -62,7 +62,7 @@ function drawScale(colors) {
   }
 }
 
-// Below the mean towards cold, above towards hot: two hues that colour-blind people tell apart.
+// Two hues, below and above the mean, that colour-blind people can distinguish.
 function shade(load, [cold, even, hot]) {
   const distance = Math.min(1, Math.abs(load - 1)) ** 0.8;
   const end = load < 1 ? cold : hot;
@@ -75,12 +75,9 @@ const channels = (text) => text.match(/[\d.]+/g).slice(0, 3).map(Number);
 function cellAt(canvas, event) {
   if (!data?.layers.length) return null;
   const box = canvas.getBoundingClientRect();
-  const part = (position, size, cells) =>
-    Math.max(0, Math.min(cells - 1, Math.floor((position / size) * cells)));
-  return {
-    row: part(event.clientY - box.top, box.height, data.layers.length),
-    rank: part(event.clientX - box.left, box.width, data.before[0].length),
-  };
+  const row = ((event.clientY - box.top) / box.height) * data.layers.length;
+  const rank = ((event.clientX - box.left) / box.width) * data.before[0].length;
+  return inside(Math.floor(row), Math.floor(rank));
 }
 
 function move(event) {
@@ -88,12 +85,12 @@ function move(event) {
   const step = steps[event.key];
   if (!step || !data?.layers.length) return;
   event.preventDefault();
+  point(at ? inside(at.row + step[0], at.rank + step[1]) : { row: 0, rank: 0 });
+}
+
+function inside(row, rank) {
   const clamp = (value, cells) => Math.max(0, Math.min(cells - 1, value));
-  const from = at ?? { row: 0, rank: 0 };
-  point({
-    row: clamp(from.row + (at ? step[0] : 0), data.layers.length),
-    rank: clamp(from.rank + (at ? step[1] : 0), data.before[0].length),
-  });
+  return { row: clamp(row, data.layers.length), rank: clamp(rank, data.before[0].length) };
 }
 
 function point(cell) {
@@ -102,7 +99,7 @@ function point(cell) {
   redrawHeatmaps();
 }
 
-function tell() {
+function showValue() {
   const cell = at && data.before[at.row]?.[at.rank] !== undefined ? at : null;
   setText(
     "heat-value",
@@ -111,6 +108,6 @@ function tell() {
           `${data.before[cell.row][cell.rank].toFixed(2)} → ${data.after[cell.row][cell.rank].toFixed(2)}`
       : data.layers.length
         ? `${data.layers.length} layers down, ${data.before[0].length} ranks across; point or use arrow keys`
-        : "no prefill batch was weighed yet",
+        : "no prefill batch yet",
   );
 }

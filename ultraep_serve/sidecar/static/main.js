@@ -1,51 +1,50 @@
-// Starts the page: overviews are pushed, the rest is asked for every few seconds while it is seen.
+// Starts the page: overviews are pushed, the rest is polled every two seconds while the page is visible.
 
-import { get } from "./api.js";
-import { batchesPath, showBatches, startBatches } from "./batches.js";
+import { batchesPath, redrawDetail, showBatches, startBatches } from "./batches.js";
 import { historyPath, redrawCharts, showHistory, startCharts } from "./charts.js";
-import { redrawDetail, startDetail } from "./detail.js";
-import { byId, setText } from "./dom.js";
-import { showOverview } from "./glance.js";
+import { byId, get, setText } from "./common.js";
 import { redrawHeatmaps, showHeatmap, startHeatmaps } from "./heatmap.js";
+import { showOverview } from "./overview.js";
 import { loadPolicy, showComparison, startPolicy } from "./policy.js";
-import { startTheme } from "./theme.js";
 
 const REFRESH_MS = 2000;
 const STALE_MS = 5000;
-let heardAt = 0;
+const THEME_KEY = "ultraep-theme";
+const THEMES = ["auto", "light", "dark"];
+let updatedAt = 0;
 let refreshing = false;
-let running = false; // whether there is an engine to ask about
+let running = false; // whether there is an engine
 
 function listen() {
   const events = new EventSource("v1/events?seconds=60");
   events.addEventListener("overview", (event) => {
     const overview = JSON.parse(event.data);
-    const begins = !running && overview.engine !== null;
-    heardAt = Date.now();
+    const isNew = !running && overview.engine !== null;
+    updatedAt = Date.now();
     running = overview.engine !== null;
     showOverview(overview);
     showLink();
-    if (begins) refresh();
+    if (isNew) refresh();
   });
-  events.addEventListener("error", showLink); // the browser tries again by itself
+  events.addEventListener("error", showLink); // the browser reconnects by itself
 }
 
-// An old picture must not pass for a live one.
+// Stale figures must not look like live ones.
 function showLink() {
-  const live = Date.now() - heardAt < STALE_MS;
+  const live = Date.now() - updatedAt < STALE_MS;
   byId("link").dataset.live = live ? "yes" : "no";
-  document.body.classList.toggle("stale", !live && heardAt > 0);
-  setText("link", live ? "live" : heardAt ? `no data since ${new Date(heardAt).toTimeString().slice(0, 8)}` : "no data yet");
+  document.body.classList.toggle("stale", !live && updatedAt > 0);
+  setText("link", live ? "live" : updatedAt ? `no data since ${new Date(updatedAt).toTimeString().slice(0, 8)}` : "no data yet");
   if (!live) {
     byId("state").dataset.level = "bad";
-    setText("state", "✖ SIDECAR SILENT");
+    setText("state", "✖ NO CONNECTION");
   }
 }
 
 async function refresh() {
   if (refreshing || !running || document.hidden) return;
   refreshing = true;
-  const parts = [
+  const views = [
     [historyPath(), showHistory],
     ["v1/balance/heatmap", showHeatmap],
     [batchesPath(), showBatches],
@@ -53,7 +52,7 @@ async function refresh() {
   ];
   await Promise.allSettled([
     loadPolicy(),
-    ...parts.map(async ([path, show]) => show(await get(path))),
+    ...views.map(async ([path, show]) => show(await get(path))),
   ]);
   refreshing = false;
 }
@@ -64,11 +63,29 @@ function redraw() {
   redrawDetail();
 }
 
-startTheme(redraw);
+function startTheme() {
+  applyTheme(localStorage.getItem(THEME_KEY) ?? "auto");
+  byId("theme").addEventListener("click", () => {
+    const next = THEMES[(THEMES.indexOf(theme()) + 1) % THEMES.length];
+    localStorage.setItem(THEME_KEY, next);
+    applyTheme(next);
+    redraw();
+  });
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
+}
+
+const theme = () => document.documentElement.dataset.theme ?? "auto";
+
+function applyTheme(name) {
+  if (name === "auto") delete document.documentElement.dataset.theme;
+  else document.documentElement.dataset.theme = name;
+  byId("theme").textContent = `Theme: ${name}`;
+}
+
+startTheme();
 startCharts(refresh);
 startHeatmaps();
 startBatches(refresh);
-startDetail();
 startPolicy(refresh);
 listen();
 setInterval(refresh, REFRESH_MS);

@@ -1,7 +1,6 @@
-// The switch for the policy, and policies side by side.
+// The policy in force, the forms that change it, and the comparison of policies.
 
-import { get, post, setToken, token } from "./api.js";
-import { byId, count, emptyRow, make, ratio, seconds, setText } from "./dom.js";
+import { byId, count, emptyRow, get, make, post, ratio, seconds, setText, setToken, token } from "./common.js";
 
 let config = null;
 
@@ -10,7 +9,7 @@ export function startPolicy(changed) {
   byId("token-form").addEventListener("submit", (event) => {
     event.preventDefault();
     setToken(byId("token").value);
-    say("token kept in this tab");
+    showMessage("token kept in this tab");
   });
   byId("policies").addEventListener("click", async (event) => {
     const chosen = event.target.closest("button");
@@ -44,7 +43,7 @@ export async function loadPolicy() {
   if (document.activeElement !== threshold)
     threshold.value = config.max_imbalance ?? config.config?.max_imbalance ?? "";
   byId("threshold-form").lastElementChild.disabled = buttons[0].disabled;
-  setText("policy-note", config.control_open ? "from the next batch on, on all ranks" : "control is closed: no token was set");
+  setText("policy-note", config.control_open ? "from the next batch on, on all ranks" : "control is closed: the sidecar has no token");
 }
 
 function choice(text, dataset, pressed) {
@@ -64,36 +63,35 @@ async function change(path, body, words) {
   setToken(byId("token").value);
   try {
     await post(path, body);
-    say(`${words}, from the next batch on`);
+    showMessage(`${words}, from the next batch on`);
   } catch (error) {
-    say(error.message, "bad");
+    showMessage(error.message, "bad");
   }
 }
 
-function say(text, level = "good") {
+function showMessage(text, level = "good") {
   byId("policy-message").dataset.level = level;
   setText("policy-message", text);
 }
 
 export function showComparison(comparison) {
   const rows = comparison.policies.map((figures) =>
-    line(figures.policy, figures, figures.imbalance.after, figures.savings.net_seconds, "after"),
+    comparisonRow(figures.policy, figures, figures.imbalance.after, figures.savings.net_seconds, "after"),
   );
-  const baseline = comparison.policies[comparison.policies.length - 1];
-  if (baseline) rows.unshift(offLine(comparison.policies));
+  if (rows.length) rows.unshift(baselineRow(comparison.policies));
   byId("comparison").tBodies[0].replaceChildren(...(rows.length ? rows : [emptyRow(6, "No records yet.")]));
 }
 
-// What routing alone would have given, over all batches that some policy served.
-function offLine(policies) {
+// Routing alone, over the batches of all policies.
+function baselineRow(policies) {
   const layers = policies.reduce((sum, figures) => sum + figures.layers, 0);
   const mean = policies.reduce((sum, f) => sum + f.layers * f.imbalance.before.mean, 0) / layers;
   const p99 = Math.max(...policies.map((figures) => figures.imbalance.before.p99));
   const batches = policies.reduce((sum, figures) => sum + figures.batches, 0);
-  return line("off (as routed)", { batches, compute_microseconds_per_token: null }, { mean, p99 }, null, "before");
+  return comparisonRow("off (as routed)", { batches, compute_microseconds_per_token: null }, { mean, p99 }, null, "before");
 }
 
-function line(name, figures, spread, net, when) {
+function comparisonRow(name, figures, spread, net, when) {
   const compute = figures.compute_microseconds_per_token;
   return make(
     "tr",

@@ -1,21 +1,21 @@
-// Bars of one layer: assignments per rank, stacked by expert, before and after.
+// Bars of one layer: assignments per rank, stacked by expert, before and after balancing.
 
-import { byId, color, count, setText, sharp } from "./dom.js";
+import { byId, color, count, setText, fitCanvas } from "./common.js";
 
 // Okabe and Ito's palette, made for colour-blind readers.
 const PALETTE = ["#e69f00", "#56b4e9", "#009e73", "#f0e442", "#0072b2", "#d55e00", "#cc79a7"];
-const STAGES = ["before", "after"];
-const drawn = {}; // stage -> pieces with their places
+const WHEN = ["before", "after"];
+const drawn = {}; // when -> pieces with their positions
 
 export function startStacks() {
-  for (const stage of STAGES) {
-    const canvas = byId(`stack-${stage}`);
-    canvas.addEventListener("pointermove", (event) => tell(stage, canvas, event));
+  for (const when of WHEN) {
+    const canvas = byId(`stack-${when}`);
+    canvas.addEventListener("pointermove", (event) => showValue(when, canvas, event));
     canvas.addEventListener("pointerleave", () => setText("stack-value", ""));
   }
 }
 
-// Of every replicated expert.
+// The colour of every replicated expert.
 export function colorsOf(plan) {
   const colors = new Map();
   for (const { expert } of plan.replicas) {
@@ -28,72 +28,70 @@ export function drawStacks(plan) {
   const most = Math.max(1, ...plan.ranks.map((rank) => Math.max(rank.before, rank.after)));
   const mean = plan.ranks.reduce((sum, rank) => sum + rank.before, 0) / plan.ranks.length;
   const colors = colorsOf(plan);
-  for (const stage of STAGES) {
-    const stacks = stage === "before" ? stacksBefore(plan) : stacksAfter(plan);
-    drawn[stage] = draw(byId(`stack-${stage}`), stacks, colors, most, mean);
-    byId(`stack-${stage}`).setAttribute(
+  for (const when of WHEN) {
+    const stacks = when === "before" ? stacksBefore(plan) : stacksAfter(plan);
+    drawn[when] = draw(byId(`stack-${when}`), stacks, colors, most, mean);
+    byId(`stack-${when}`).setAttribute(
       "aria-label",
-      `${stage}: ${plan.ranks.map((rank, i) => `rank ${i} ${rank[stage]}`).join(", ")}`,
+      `${when}: ${plan.ranks.map((rank, i) => `rank ${i} ${rank[when]}`).join(", ")}`,
     );
   }
 }
 
-// Per rank the pieces { expert, load, copy }; one piece without expert where experts are unknown.
+// Per rank the pieces { expert, load, isReplica }; a single one where experts are unknown.
 function stacksBefore(plan) {
-  const masters = plan.expert_assignments.length / plan.ranks.length;
-  return plan.ranks.map((rank, r) => {
-    const mine = plan.expert_assignments.slice(r * masters, (r + 1) * masters);
-    const pieces = mine.map((load, e) => ({ expert: r * masters + e, load, copy: false }));
-    return complete(pieces, rank.before);
-  });
+  return plan.ranks.map((rank, r) => complete(masters(plan, plan.expert_assignments, r), rank.before));
 }
 
 function stacksAfter(plan) {
   const left = [...plan.expert_assignments];
-  for (const copy of plan.replicas) left[copy.expert] -= copy.assignments;
-  const masters = left.length / plan.ranks.length;
+  for (const { expert, assignments } of plan.replicas) left[expert] -= assignments;
   return plan.ranks.map((rank, r) => {
-    const home = left
-      .slice(r * masters, (r + 1) * masters)
-      .map((load, e) => ({ expert: r * masters + e, load, copy: false }));
-    const copies = plan.replicas
-      .filter((copy) => copy.rank === r)
-      .map((copy) => ({ expert: copy.expert, load: copy.assignments, copy: true }));
-    return complete([...home, ...copies], rank.after);
+    const replicas = plan.replicas
+      .filter((replica) => replica.rank === r)
+      .map(({ expert, assignments }) => ({ expert, load: assignments, isReplica: true }));
+    return complete([...masters(plan, left, r), ...replicas], rank.after);
   });
+}
+
+function masters(plan, loads, rank) {
+  const number = loads.length / plan.ranks.length;
+  return loads
+    .slice(rank * number, (rank + 1) * number)
+    .map((load, i) => ({ expert: rank * number + i, load, isReplica: false }));
 }
 
 function complete(pieces, total) {
   const known = pieces.reduce((sum, piece) => sum + piece.load, 0);
-  if (known !== total) return [{ expert: null, load: total, copy: false }];
+  if (known !== total) return [{ expert: null, load: total, isReplica: false }];
   return pieces.filter((piece) => piece.load > 0);
 }
 
 function draw(canvas, stacks, colors, most, mean) {
-  const surface = sharp(canvas);
+  const surface = fitCanvas(canvas);
   if (!surface) return [];
   const { context, width, height } = surface;
   const [left, bottom] = [56, 15];
   const across = (width - left) / stacks.length;
   const scale = (height - bottom - 4) / most;
-  const places = [];
+  const placed = [];
   const rest = [color("rest"), color("rest-2")];
   stacks.forEach((stack, rank) => {
     const [x, wide] = [left + rank * across + across * 0.1, Math.max(1, across * 0.8)];
     let y = height - bottom;
-    // Replicated experts lie at the bottom, where they are compared most easily.
+    // Replicated experts are at the bottom, where they are easiest to compare.
     const order = [...stack].sort((a, b) => colors.has(b.expert) - colors.has(a.expert) || b.load - a.load);
     order.forEach((piece, i) => {
       const high = piece.load * scale;
       y -= high;
       context.fillStyle = colors.get(piece.expert) ?? rest[i % 2];
       context.fillRect(x, y, wide, high);
-      if (piece.copy) hatch(context, x, y, wide, high);
-      places.push({ x, y, wide, high, rank, ...piece });
+      if (piece.isReplica) hatch(context, x, y, wide, high);
+      placed.push({ x, y, wide, high, rank, ...piece });
     });
   });
   drawAxis(context, { width, height, left, bottom, across, scale, mean, ranks: stacks.length });
-  return places;
+  return placed;
 }
 
 function hatch(context, x, y, wide, high) {
@@ -134,17 +132,17 @@ function drawAxis(context, { width, height, left, bottom, across, scale, mean, r
   context.setLineDash([]);
 }
 
-function tell(stage, canvas, event) {
+function showValue(when, canvas, event) {
   const box = canvas.getBoundingClientRect();
   const [x, y] = [event.clientX - box.left, event.clientY - box.top];
-  const hit = (drawn[stage] ?? []).find(
+  const hit = (drawn[when] ?? []).find(
     (piece) => x >= piece.x && x <= piece.x + piece.wide && y >= piece.y && y <= piece.y + piece.high,
   );
   setText(
     "stack-value",
     hit
-      ? `${stage}, rank ${hit.rank}: ${count(hit.load)} assignments` +
-          (hit.expert === null ? "" : ` of expert ${hit.expert}${hit.copy ? ", computed by a replica" : ""}`)
+      ? `${when}, rank ${hit.rank}: ${count(hit.load)} assignments` +
+          (hit.expert === null ? "" : ` of expert ${hit.expert}${hit.isReplica ? ", computed by a replica" : ""}`)
       : "",
   );
 }

@@ -1,1 +1,1 @@
-"""Statistics over rings: what the sidecar answers, computed from records."""
+"""The figures that the sidecar answers with, computed from records."""

@@ -1,18 +1,20 @@
-"""Batches put together from the records of their layers, in a list or in detail."""
+"""Batches, assembled from the records of their layers, as a list or in detail."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from ultraep_serve.ring.schema import SCHEMA_VERSION, RecordArray
+from ultraep_serve.ring.schema import RecordArray
 from ultraep_serve.sidecar.statistics.snapshot import (
+    SCHEMA_VERSION,
     Documented,
     ImbalanceSnapshot,
     RankAssignments,
     avoided_seconds,
     imbalance_snapshot,
     imbalances,
+    rank_assignments,
 )
 from ultraep_serve.sidecar.statistics.window import outcome
 from ultraep_serve.types import Decision, ExpertShape, Policy, Stage
@@ -37,11 +39,11 @@ class BatchSnapshot(Documented):
     """One batch: its layers taken together."""
 
     batch: int
-    """Number of the forward pass since the engine started; the same on every rank."""
+    """Number of the forward pass since the engine started, the same on every rank."""
     time_ns: int
     """Unix time of its last layer."""
     policy: str
-    """Policy in force for it."""
+    """Policy in force."""
     tokens: int
     """Tokens, over all ranks."""
     layers: dict[str, int]
@@ -53,8 +55,7 @@ class BatchSnapshot(Documented):
     bytes_moved: int
     """Expert weights sent by all ranks."""
     avoided_seconds: float
-    """Estimated time that evening out the busiest rank took off its layers; negative where
-    they took longer."""
+    """Estimated time that balancing took off its layers; negative where they took longer."""
 
 
 @dataclass(frozen=True)
@@ -63,12 +64,12 @@ class BatchList(Documented):
 
     batches: list[BatchSnapshot]
     next_before: int | None = None
-    """Give it as ``before`` for the next page; null where this is the last."""
+    """Value of the parameter ``before`` for the next page; null on the last page."""
     schema_version: int = SCHEMA_VERSION
 
 
 def count_batches(records: RecordArray) -> dict[Decision, int]:
-    """Batches of the primary's ``records`` by decision: planned if any layer was."""
+    """Batches of the primary rank's ``records`` by decision: planned if any layer was."""
     counts: dict[Decision, int] = {}
     _, first = np.unique(records["batch"], return_index=True)
     planned = set(records["batch"][records["decision"] == Decision.PLANNED].tolist())
@@ -83,7 +84,7 @@ def count_batches(records: RecordArray) -> dict[Decision, int]:
 def batch_snapshots(
     primary: RecordArray, ranks: Sequence[RecordArray], limit: int, before: int | None = None
 ) -> BatchList:
-    """The newest ``limit`` batches of the primary's records, with numbers below ``before``.
+    """The newest ``limit`` batches in the ``primary`` rank's records, numbered below ``before``.
 
     ``ranks`` are each rank's own records.
     """
@@ -106,7 +107,7 @@ def batch_snapshots(
 
 
 def batch_snapshot(records: RecordArray, moved: int) -> BatchSnapshot:
-    """The batch of the primary's ``records``, for which all ranks sent ``moved`` bytes."""
+    """The batch of the primary rank's ``records``; all ranks together sent ``moved`` bytes."""
     codes, counts = np.unique(records["decision"], return_counts=True)
     last = records[-1]
     return BatchSnapshot(
@@ -143,9 +144,9 @@ class BatchLayer(Documented):
     bytes_moved: int
     """Expert weights sent by all ranks."""
     avoided_seconds: float
-    """Estimated time that evening out the busiest rank took off; negative: it took longer."""
+    """Estimated time that balancing took off; negative: the layer took longer."""
     stage_seconds: dict[str, float]
-    """Time in each stage, on the rank where it took longest."""
+    """Time in each stage, on its slowest rank."""
 
 
 @dataclass(frozen=True)
@@ -170,14 +171,14 @@ class Replica(Documented):
     slot: int
     """Slot of that rank."""
     assignments: int
-    """Its quota: assignments that the copy computes instead of the master."""
+    """Assignments that the copy computes instead of the master (its quota)."""
     bytes: int
     """Weights copied into the slot."""
 
 
 @dataclass(frozen=True)
 class BatchLayerDetail(Documented):
-    """One MoE layer of one batch with its plan."""
+    """One MoE layer of one batch, with its plan."""
 
     batch: int
     time_ns: int
@@ -192,14 +193,14 @@ class BatchLayerDetail(Documented):
     """Assignments by logical expert; expert e lives on rank e // (experts / ranks)."""
     replicas: list[Replica]
     stage_seconds: list[dict[str, float]]
-    """Time in each stage, by rank; empty for a rank whose record is gone."""
+    """Time in each stage, by rank; empty for a rank without this record."""
     schema_version: int = SCHEMA_VERSION
 
 
 def batch_detail(
     batch: int, primary: RecordArray, ranks: Sequence[RecordArray]
 ) -> BatchDetail | None:
-    """Batch ``batch`` from the primary's and each rank's own records; None where it is not held."""
+    """Batch ``batch`` from the primary rank's and each rank's own records; None if not held."""
     records, own = _of_batch(batch, primary, ranks)
     if not len(records):
         return None
@@ -211,7 +212,7 @@ def batch_detail(
 def batch_layer_detail(
     batch: int, layer: int, shape: ExpertShape, primary: RecordArray, ranks: Sequence[RecordArray]
 ) -> BatchLayerDetail | None:
-    """Layer ``layer`` of batch ``batch``, with its plan; None where it is not held."""
+    """Layer ``layer`` of batch ``batch``, with its plan; None if not held."""
     records, own = _of_batch(batch, primary, ranks)
     records = records[records["layer"] == layer]
     if not len(records):
@@ -223,12 +224,7 @@ def batch_layer_detail(
         policy=summary.policy,
         tokens=summary.tokens,
         summary=_batch_layer(records[:1], own),
-        ranks=[
-            RankAssignments(before, after)
-            for before, after in zip(
-                record["load_before"].tolist(), record["load_after"].tolist(), strict=True
-            )
-        ],
+        ranks=rank_assignments(records[:1]),
         expert_assignments=record["expert_load"].tolist(),
         replicas=_replicas(record, shape, [_received(records, layer) for records in own]),
         stage_seconds=[_stage_seconds(records[records["layer"] == layer]) for records in own],
@@ -243,7 +239,7 @@ def _of_batch(
 
 
 def _batch_layer(record: RecordArray, own: Sequence[RecordArray]) -> BatchLayer:
-    """From the primary's ``record`` (1,) and all records of the batch that each rank wrote."""
+    """From the primary rank's ``record`` (1,) and each rank's own records of the batch."""
     layer = int(record["layer"][0])
     mine = np.concatenate([records[records["layer"] == layer] for records in own])
     _, decision, reason = outcome(Decision(int(record["decision"][0])))

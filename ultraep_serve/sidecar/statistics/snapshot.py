@@ -1,13 +1,13 @@
-"""The figures of an answer: how uneven the ranks were, what it took to even them out.
+"""The figures of an answer: how unbalanced the ranks were, and what balancing cost and saved.
 
 Imbalance is max/mean of assignments over ranks, per layer and batch. All ranks hold the same loads,
 so it is computed from the primary rank's records; bytes and times come from each rank's own.
 
-Savings: the ranks of a layer finish together, when the busiest one does, so the engine's part of a
-layer (stage ``compute``: dispatch, expert kernel, combine) took as long as the busiest rank needed
-for the assignments it was given. Had they stayed with the masters, it would have taken longer in
-proportion to the busiest rank's assignments. This overstates what is saved where a part of the
-engine's time does not depend on the load.
+Savings: a layer is finished when its busiest rank is, so the engine's part of a layer (stage
+``compute``: dispatch, expert kernel, combine) took as long as the busiest rank needed for its
+assignments. Without balancing it would have taken longer in proportion to the busiest rank's
+assignments by routing alone. This overstates the savings where a part of the engine's time does not
+depend on the load.
 """
 
 from dataclasses import dataclass
@@ -16,10 +16,11 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ultraep_serve.ring.schema import SCHEMA_VERSION, RecordArray, RingHeader
+from ultraep_serve.ring.schema import RecordArray, RingHeader
 from ultraep_serve.types import Stage
 
 __all__ = [
+    "SCHEMA_VERSION",
     "BalanceSnapshot",
     "BatchesCount",
     "Documented",
@@ -37,6 +38,7 @@ __all__ = [
     "imbalance_snapshot",
     "imbalances",
     "mean_floor",
+    "rank_assignments",
     "replica_count",
     "savings",
     "spent_seconds",
@@ -44,10 +46,13 @@ __all__ = [
 ]
 
 
-class Documented:
-    """Base of dataclasses that the HTTP interface answers with."""
+SCHEMA_VERSION = 2  # of the answers
 
-    # pydantic looks for this name; it puts the text below a field into the OpenAPI document.
+
+class Documented:
+    """Base of the dataclasses that the HTTP interface returns."""
+
+    # pydantic reads this name; the text below a field becomes its description in OpenAPI.
     __pydantic_config__: ClassVar[dict[str, Any]] = {"use_attribute_docstrings": True}
 
 
@@ -59,14 +64,14 @@ class Savings(Documented):
     """Estimated seconds that balancing saved and spent over the window."""
 
     saved_seconds: float
-    """Time of the engine's part of each layer that evening out the busiest rank avoided: the time
-    measured, times (its assignments before / after - 1)."""
+    """Time of the engine's part of each layer that balancing avoided: the measured time, times
+    (assignments of the busiest rank before / after - 1)."""
     spent_seconds: float
-    """Time balancing took: count, plan, replicate, reroute and wait on the rank that spent most,
-    exchange on the rank that waited least (the others wait for it, as dispatch would make them);
-    and what layers took longer whose busiest rank was given more than before."""
+    """Time that balancing took: count, plan, replicate, reroute and wait on the slowest rank;
+    exchange on the rank that waited least (the others wait for it, as they would at dispatch);
+    and the extra time of layers whose busiest rank got more assignments than before."""
     net_seconds: float
-    """Saved less spent; negative where balancing costs more than it saves."""
+    """Saved minus spent; negative where balancing costs more than it saves."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +93,7 @@ class ImbalanceSnapshot(Documented):
     before: Spread
     """By routing alone, every token going to its expert's home rank."""
     after: Spread
-    """As computed, replicas taking their share."""
+    """As computed, with replicas."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +111,7 @@ class BatchesCount(Documented):
     planned: int
     """At least one layer had replicas placed."""
     skipped: dict[str, int]
-    """By the reason why tokens stayed with their experts' home ranks."""
+    """By the reason why every token went to its expert's home rank."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +120,7 @@ class PhaseSnapshot(Documented):
 
     batches: int
     imbalance: ImbalanceSnapshot | None
-    """Null for decode: its loads are not counted, so that it costs nothing."""
+    """Null for decode, whose loads are not counted."""
 
 
 @dataclass(frozen=True)
@@ -125,10 +130,10 @@ class LayerSnapshot(Documented):
     layer: int
     """Counted from 0 over MoE layers, in the order they run."""
     records: int
-    """Batches in which the policy weighed this layer's loads."""
+    """Batches in which the policy considered this layer's loads."""
     imbalance: ImbalanceSnapshot
     floor: float
-    """The least that the mean of imbalance.after can be, see the whole balance's."""
+    """The lowest possible mean of imbalance.after, as in the whole balance."""
     replicas: ReplicaCount
     bytes_moved: int
     """Expert weights sent by the ranks of this host."""
@@ -153,7 +158,7 @@ class RankSnapshot(Documented):
     state: str
     """starting, ready, failed, stopped; missing where it has no readable ring."""
     alive: bool
-    """Its heart beats and it has neither failed, stopped nor died."""
+    """It sends heartbeats and has not failed, stopped or died."""
     heartbeat_age_seconds: float | None
     last_batch_age_seconds: float | None
     """Since its last batch of any size; null before any."""
@@ -169,7 +174,7 @@ class RankSnapshot(Documented):
 
 @dataclass(frozen=True)
 class BalanceSnapshot(Documented):
-    """Everything over the window."""
+    """The balance over the window."""
 
     engine: str
     mode: str
@@ -179,20 +184,20 @@ class BalanceSnapshot(Documented):
     num_ranks: int
     """Of the whole group, over all hosts."""
     host_ranks: list[int]
-    """Those of this host. What is said of all ranks' assignments covers the whole group; health,
-    bytes and times cover these."""
+    """The ranks of this host. Assignments, imbalance, batches and replicas cover the whole group;
+    health, bytes and times cover these ranks."""
     window_records: int
-    """Layers of batches that the policy weighed, within the window."""
+    """Layers of batches in the window whose loads the policy considered."""
     assignments: int
-    """Of these layers, over all ranks."""
+    """Assignments of these layers, over all ranks."""
     batches: BatchesCount
     phases: dict[str, PhaseSnapshot]
     """prefill; and decode: batches smaller than min_batch_tokens, which are left alone."""
     imbalance: ImbalanceSnapshot
     floor: float
-    """The least that the mean of imbalance.after can be: weights move only inside a domain, which
-    is a host or a part of one, so in every layer of a batch it is the largest domain mean of
-    assignments over the mean of all ranks. 1.0 where all ranks are one domain."""
+    """The lowest possible mean of imbalance.after. Weights move only inside a domain (a host or a
+    part of one), so for a layer of a batch it is the largest domain mean of assignments over the
+    mean of all ranks. 1.0 where all ranks are one domain."""
     replicas: ReplicaCount
     bytes_moved: int
     """Expert weights sent by the ranks of this host."""
@@ -223,7 +228,7 @@ def imbalances(loads: NDArray[np.integer]) -> NDArray[np.float64]:
 
 
 def floors(loads: NDArray[np.integer], domain_size: int) -> NDArray[np.float64]:
-    """The least imbalance of each row of ``loads`` (n, R) that copies inside domains can reach."""
+    """The lowest imbalance of each row of ``loads`` (n, R) that copies inside domains can reach."""
     by_domain = loads.reshape(len(loads), -1, domain_size).sum(axis=2, dtype=np.int64)
     return imbalances(by_domain)
 
@@ -251,6 +256,13 @@ def imbalance_snapshot(records: RecordArray) -> ImbalanceSnapshot:
     )
 
 
+def rank_assignments(records: RecordArray) -> list[RankAssignments]:
+    """Assignments of every rank of the whole group, summed over the primary rank's ``records``."""
+    before = records["load_before"].sum(axis=0, dtype=np.int64).tolist()
+    after = records["load_after"].sum(axis=0, dtype=np.int64).tolist()
+    return [RankAssignments(*pair) for pair in zip(before, after, strict=True)]
+
+
 def replica_count(replicas: NDArray[np.integer]) -> ReplicaCount:
     """Mean and maximum of ``replicas`` (n,)."""
     if not len(replicas):
@@ -259,9 +271,9 @@ def replica_count(replicas: NDArray[np.integer]) -> ReplicaCount:
 
 
 def avoided_seconds(records: RecordArray) -> NDArray[np.float64]:
-    """Estimated time that balancing took off each of the primary's ``records`` (n,).
+    """Estimated time that balancing took off each of the primary rank's ``records`` (n,).
 
-    Negative where the busiest rank was given more than before.
+    Negative where the busiest rank got more assignments than before.
     """
     before = records["load_before"].max(axis=1, initial=0).astype(np.float64)
     after = records["load_after"].max(axis=1, initial=0)
@@ -271,9 +283,9 @@ def avoided_seconds(records: RecordArray) -> NDArray[np.float64]:
 
 
 def spent_seconds(stage_ns: ArrayLike) -> NDArray[np.float64]:
-    """Time that balancing took on the critical path, ``stage_ns`` (..., R, stages) being totals.
+    """Time that balancing took on the critical path, from the totals ``stage_ns`` (..., R, stages).
 
-    Ranks without any time, which have no records, are left out.
+    Ranks without any time have no records and are ignored.
     """
     totals = np.asarray(stage_ns, dtype=np.float64)
     own = totals[..., _OWN].sum(axis=-1).max(axis=-1, initial=0)

@@ -1,4 +1,4 @@
-"""The balance over a window: of the whole group, one layer, layer by rank, policy by policy.
+"""The balance over a window: in total, for one layer, by layer and rank, by policy.
 
 Computed from the primary rank's records and each rank's own.
 """
@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ultraep_serve.ring.schema import SCHEMA_VERSION, RecordArray, RingHeader
+from ultraep_serve.ring.schema import RecordArray, RingHeader
 from ultraep_serve.sidecar.statistics.snapshot import (
+    SCHEMA_VERSION,
     BalanceSnapshot,
     BatchesCount,
     Documented,
@@ -26,6 +27,7 @@ from ultraep_serve.sidecar.statistics.snapshot import (
     imbalance_snapshot,
     imbalances,
     mean_floor,
+    rank_assignments,
     replica_count,
     savings,
     spent_seconds,
@@ -59,31 +61,31 @@ def summarise(
 ) -> BalanceSnapshot:
     """The snapshot over ``window``.
 
-    ``primary`` holds the primary rank's full records and ``header`` its header; ``ranks`` has one
+    ``primary`` are the primary rank's full records and ``header`` is its header; ``ranks`` has one
     view per rank of this host; ``batches`` counts the batches of the window by decision.
     """
-    weighed = window.weighed(primary)
-    own = [window.weighed(view.records) for view in ranks]
+    considered = window.considered(primary)
+    own = [window.considered(view.records) for view in ranks]
     moved = bytes_by_layer(own)
-    before, after = imbalances(weighed["load_before"]), imbalances(weighed["load_after"])
+    before, after = imbalances(considered["load_before"]), imbalances(considered["load_after"])
     imbalance = ImbalanceSnapshot(spread(before), spread(after))
-    assignments = _assignments(weighed)
+    assignments = rank_assignments(considered)
     return BalanceSnapshot(
         engine=header.engine,
         mode=header.mode,
         policy=header.policy.value,
         num_ranks=header.shape.num_ranks,
         host_ranks=[view.rank for view in ranks],
-        window_records=len(weighed),
+        window_records=len(considered),
         assignments=sum(rank.before for rank in assignments),
         batches=batches_count(batches),
         phases=phases(batches, imbalance),
         imbalance=imbalance,
-        floor=mean_floor(weighed["load_before"], header.location.domain_size),
-        replicas=replica_count(weighed["replicas"]),
+        floor=mean_floor(considered["load_before"], header.location.domain_size),
+        replicas=replica_count(considered["replicas"]),
         bytes_moved=sum(moved.values()),
-        savings=window_savings(weighed, [window.recorded(view.records) for view in ranks]),
-        layers=_layers(weighed, before, after, moved, header.location.domain_size),
+        savings=window_savings(considered, [window.recorded(view.records) for view in ranks]),
+        layers=_layers(considered, before, after, moved, header.location.domain_size),
         ranks=[
             _rank_snapshot(view, records, assignments[view.rank])
             for view, records in zip(ranks, own, strict=True)
@@ -91,25 +93,25 @@ def summarise(
     )
 
 
-def window_savings(weighed: RecordArray, own: Sequence[RecordArray]) -> Savings:
-    """Savings from the primary's ``weighed`` records and all of each rank's ``own``."""
+def window_savings(considered: RecordArray, own: Sequence[RecordArray]) -> Savings:
+    """Savings from the primary rank's ``considered`` records and all of each rank's ``own``."""
     totals = [records["stage_ns"].sum(axis=0, dtype=np.uint64) for records in own]
-    return savings(avoided_seconds(weighed), float(spent_seconds(totals)))
+    return savings(avoided_seconds(considered), float(spent_seconds(totals)))
 
 
 def bytes_by_layer(ranks: Sequence[RecordArray]) -> dict[int, int]:
     """Bytes that ``ranks`` sent, by layer, from each rank's own records."""
     moved: dict[int, int] = {}
     for own in ranks:
-        layers, places = np.unique(own["layer"], return_inverse=True)
-        sent = np.bincount(places, own["bytes_sent"])  # in float64, which is exact enough
+        layers, inverse = np.unique(own["layer"], return_inverse=True)
+        sent = np.bincount(inverse, own["bytes_sent"])  # float64 is exact up to 8 PiB
         for layer, count in zip(layers.tolist(), sent.tolist(), strict=True):
             moved[layer] = moved.get(layer, 0) + int(count)
     return moved
 
 
 def batches_count(batches: Mapping[Decision, int]) -> BatchesCount:
-    """``batches`` by decision, as they are shown."""
+    """``batches`` by decision, in the form of the interface."""
     skipped = {d.name.lower(): batches.get(d, 0) for d in Decision if d != Decision.PLANNED}
     return BatchesCount(batches.get(Decision.PLANNED, 0), skipped)
 
@@ -127,32 +129,25 @@ def phases(
     }
 
 
-def _assignments(weighed: RecordArray) -> list[RankAssignments]:
-    """Of every rank of the whole group."""
-    before = weighed["load_before"].sum(axis=0, dtype=np.int64).tolist()
-    after = weighed["load_after"].sum(axis=0, dtype=np.int64).tolist()
-    return [RankAssignments(*pair) for pair in zip(before, after, strict=True)]
-
-
 def _layers(
-    weighed: RecordArray,
+    considered: RecordArray,
     before: NDArray[np.float64],
     after: NDArray[np.float64],
     moved: Mapping[int, int],
     domain_size: int,
 ) -> list[LayerSnapshot]:
-    order = np.argsort(weighed["layer"], kind="stable")
-    layers, starts = np.unique(weighed["layer"][order], return_index=True)
+    order = np.argsort(considered["layer"], kind="stable")
+    layers, starts = np.unique(considered["layer"][order], return_index=True)
     return [
         LayerSnapshot(
             layer=layer,
-            records=len(places),
-            imbalance=ImbalanceSnapshot(spread(before[places]), spread(after[places])),
-            floor=mean_floor(weighed["load_before"][places], domain_size),
-            replicas=replica_count(weighed["replicas"][places]),
+            records=len(rows),
+            imbalance=ImbalanceSnapshot(spread(before[rows]), spread(after[rows])),
+            floor=mean_floor(considered["load_before"][rows], domain_size),
+            replicas=replica_count(considered["replicas"][rows]),
             bytes_moved=moved.get(layer, 0),
         )
-        for layer, places in zip(layers.tolist(), np.split(order, starts[1:]), strict=False)
+        for layer, rows in zip(layers.tolist(), np.split(order, starts[1:]), strict=False)
     ]
 
 
@@ -193,7 +188,7 @@ def _stage_spreads(stage_ns: NDArray[np.unsignedinteger]) -> dict[str, Spread]:
 
 @dataclass(frozen=True)
 class LayerDetail(LayerSnapshot):
-    """A layer, the load of each rank in it and where its replicas were in its last batch."""
+    """One MoE layer, the assignments of each rank, and the replicas in its last batch."""
 
     ranks: list[RankAssignments]
     """By rank, over the window."""
@@ -204,28 +199,17 @@ class LayerDetail(LayerSnapshot):
 
 
 def layer_detail(
-    layer: int,
-    primary: RecordArray,
-    ranks: Sequence[RecordArray],
-    domain_size: int | None = None,
+    layer: int, primary: RecordArray, ranks: Sequence[RecordArray], domain_size: int
 ) -> LayerDetail | None:
-    """Layer ``layer`` from the weighed records of the primary and of every rank; None without any.
-
-    Without ``domain_size`` all ranks are one domain.
-    """
+    """Layer ``layer`` from the primary rank's and each rank's considered records; None without."""
     records = primary[primary["layer"] == layer]
     if not len(records):
         return None
-    before = records["load_before"].sum(axis=0, dtype=np.int64).tolist()
-    after = records["load_after"].sum(axis=0, dtype=np.int64).tolist()
+    before, after = imbalances(records["load_before"]), imbalances(records["load_after"])
+    (summary,) = _layers(records, before, after, bytes_by_layer(ranks), domain_size)
     return LayerDetail(
-        layer=layer,
-        records=len(records),
-        imbalance=imbalance_snapshot(records),
-        floor=mean_floor(records["load_before"], domain_size or records["load_before"].shape[1]),
-        replicas=replica_count(records["replicas"]),
-        bytes_moved=bytes_by_layer(ranks).get(layer, 0),
-        ranks=[RankAssignments(b, a) for b, a in zip(before, after, strict=True)],
+        **vars(summary),
+        ranks=rank_assignments(records),
         last_batch=int(records["batch"][-1]),
         last_slot_expert=records["slot_expert"][-1].tolist(),
     )
@@ -236,9 +220,9 @@ class Heatmap(Documented):
     """Load of each rank in each MoE layer, over the window."""
 
     layers: list[int]
-    """The layers that the rows stand for."""
+    """The layer of each row."""
     records: int
-    """Records that it was made from."""
+    """Records that it was computed from."""
     before: list[list[float]]
     """Per layer and rank: assignments over the mean of the layer's ranks, by routing alone."""
     after: list[list[float]]
@@ -247,7 +231,7 @@ class Heatmap(Documented):
 
 
 def heatmap(records: RecordArray) -> Heatmap:
-    """From the primary's weighed ``records``."""
+    """From the primary rank's ``records`` that the policy considered."""
     order = np.argsort(records["layer"], kind="stable")
     layers, starts = np.unique(records["layer"][order], return_index=True)
     before = _relative(records["load_before"], order, starts)
@@ -268,14 +252,14 @@ def _relative(
 
 @dataclass(frozen=True)
 class PolicyFigures(Documented):
-    """What the batches were like that one policy served."""
+    """The batches that one policy served."""
 
     policy: str
     batches: int
     layers: int
-    """MoE layers of those batches whose loads were weighed."""
+    """MoE layers of those batches whose loads the policy considered."""
     imbalance: ImbalanceSnapshot
-    """before is what policy off would have computed with the same batches."""
+    """before: as policy off would have computed the same batches."""
     compute_microseconds_per_token: float | None
     """Time of the engine's part of a MoE layer per token of its batch, on the primary rank."""
     savings: Savings
@@ -283,7 +267,7 @@ class PolicyFigures(Documented):
 
 @dataclass(frozen=True)
 class PolicyComparison(Documented):
-    """The policies that served batches in the window; off leaves no records."""
+    """The policies that served batches in the window, except off, which writes no records."""
 
     policies: list[PolicyFigures]
     schema_version: int = SCHEMA_VERSION
@@ -292,24 +276,24 @@ class PolicyComparison(Documented):
 def compare_policies(
     window: Window, primary: RecordArray, ranks: Sequence[RecordArray]
 ) -> PolicyComparison:
-    """Every policy in the primary's and each rank's own records of ``window``."""
+    """Every policy in the primary rank's and each rank's own records of ``window``."""
     found = []
     for policy in Policy:
         mine = Window(window.since_ns, policy)
-        weighed = mine.weighed(primary)
-        if len(weighed):
-            found.append(_figures(policy, weighed, [mine.recorded(own) for own in ranks]))
+        considered = mine.considered(primary)
+        if len(considered):
+            found.append(_figures(policy, considered, [mine.recorded(own) for own in ranks]))
     return PolicyComparison(found)
 
 
-def _figures(policy: Policy, weighed: RecordArray, own: list[RecordArray]) -> PolicyFigures:
-    tokens = int(weighed["tokens"].sum(dtype=np.int64))
-    compute = float(weighed["stage_ns"][:, Stage.COMPUTE].sum()) / 1e3
+def _figures(policy: Policy, considered: RecordArray, own: list[RecordArray]) -> PolicyFigures:
+    tokens = int(considered["tokens"].sum(dtype=np.int64))
+    compute = float(considered["stage_ns"][:, Stage.COMPUTE].sum()) / 1e3
     return PolicyFigures(
         policy=policy.value,
-        batches=len(np.unique(weighed["batch"])),
-        layers=len(weighed),
-        imbalance=imbalance_snapshot(weighed),
+        batches=len(np.unique(considered["batch"])),
+        layers=len(considered),
+        imbalance=imbalance_snapshot(considered),
         compute_microseconds_per_token=compute / tokens if tokens else None,
-        savings=window_savings(weighed, own),
+        savings=window_savings(considered, own),
     )

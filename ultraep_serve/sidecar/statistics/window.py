@@ -1,4 +1,4 @@
-"""Which records an answer is about, and decisions in the words of the interface."""
+"""Which records an answer covers, and the names of decisions in the interface."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -11,8 +11,8 @@ from ultraep_serve.types import Decision, Policy
 
 __all__ = ["Outcome", "Window", "outcome"]
 
-# Layers whose loads were weighed by the policy; the others never reached the planner.
-_WEIGHED: dict[Policy, tuple[Decision, ...]] = {
+# Decisions for layers whose loads the policy considered; the others never reached the planner.
+_CONSIDERED: dict[Policy, tuple[Decision, ...]] = {
     Policy.QUOTA: (Decision.PLANNED, Decision.BALANCED, Decision.UNPROFITABLE),
     Policy.EPLB_SLOTS: (Decision.PLANNED, Decision.UNPROFITABLE),
     Policy.OFF: (Decision.POLICY_OFF,),
@@ -21,23 +21,25 @@ _WEIGHED: dict[Policy, tuple[Decision, ...]] = {
 _BALANCING = (Policy.QUOTA, Policy.EPLB_SLOTS)
 
 
-def _weighed_by(policies: tuple[Policy, ...]) -> NDArray[np.bool_]:
+def _considered_by(policies: tuple[Policy, ...]) -> NDArray[np.bool_]:
     """Whether a record counts, by its policy and decision, (256, 256)."""
     table = np.zeros((256, 256), dtype=bool)
     for policy in policies:
-        table[policy.code, [int(decision) for decision in _WEIGHED[policy]]] = True
+        table[policy.code, [int(decision) for decision in _CONSIDERED[policy]]] = True
     return table
 
 
-_TABLES = {None: _weighed_by(_BALANCING)} | {policy: _weighed_by((policy,)) for policy in Policy}
+_TABLES = {None: _considered_by(_BALANCING)} | {
+    policy: _considered_by((policy,)) for policy in Policy
+}
 
 
 @dataclass(frozen=True)
 class Window:
-    """Which records count: a time and a policy."""
+    """Which records count, by time and policy."""
 
     since_ns: int = 0  # wall clock, inclusive
-    policy: Policy | None = None  # None: any; for imbalance any that gives right answers
+    policy: Policy | None = None  # None: any; for imbalance any that gives correct answers
 
     def recorded(self, records: RecordArray) -> RecordArray:
         """Records of this window, whatever was decided."""
@@ -48,15 +50,15 @@ class Window:
             keep &= records["policy"] == self.policy.code
         return _kept(records, keep)
 
-    def weighed(self, records: RecordArray) -> RecordArray:
-        """Records of this window whose loads the policy weighed: those with an imbalance."""
+    def considered(self, records: RecordArray) -> RecordArray:
+        """Records of this window whose loads the policy considered: those with an imbalance."""
         records = self.recorded(records)
         keep = _TABLES[self.policy][records["policy"], records["decision"]]
         return _kept(records, keep)
 
 
 def _kept(records: RecordArray, keep: NDArray[np.bool_]) -> RecordArray:
-    """``records[keep]``, without a copy where all of them are kept from one on."""
+    """``records[keep]``, without a copy where only the oldest are dropped."""
     first = int(keep.argmax()) if keep.any() else len(keep)
     return records[first:] if keep[first:].all() else records[keep]
 

@@ -1,4 +1,4 @@
-// Small helpers: elements, text, numbers.
+// Helpers of all files: elements, text, numbers, canvases, requests to the sidecar.
 
 export const byId = (id) => document.getElementById(id);
 
@@ -55,8 +55,8 @@ export function color(name) {
   return getComputedStyle(probe).color;
 }
 
-// A canvas as large as it is shown, in device pixels; null while it is not shown.
-export function sharp(canvas) {
+// The canvas at its size on the page, in device pixels; null while it is not shown.
+export function fitCanvas(canvas) {
   const scale = window.devicePixelRatio || 1;
   const { width, height } = canvas.getBoundingClientRect();
   if (width < 4 || height < 4) return null;
@@ -65,4 +65,41 @@ export function sharp(canvas) {
   const context = canvas.getContext("2d");
   context.scale(scale, scale);
   return { context, width, height };
+}
+
+const TOKEN_KEY = "ultraep-token";
+
+// Addresses are relative, so that a proxy may add a prefix.
+export async function get(path) {
+  const answer = await fetch(path, { headers: { Accept: "application/json" } });
+  if (!answer.ok) throw new Error(await problem(answer));
+  return answer.json();
+}
+
+export async function post(path, body) {
+  const answer = await fetch(path, {
+    method: "POST",
+    headers: { Authorization: `Bearer ${token()}`, "Content-Type": "application/json" },
+    body: body === undefined ? undefined : JSON.stringify(body),
+  });
+  if (!answer.ok) throw new Error(await problem(answer));
+  return answer.json();
+}
+
+// sessionStorage: the token is forgotten when the tab is closed.
+export function token() {
+  return sessionStorage.getItem(TOKEN_KEY) ?? "";
+}
+
+export function setToken(text) {
+  sessionStorage.setItem(TOKEN_KEY, text.trim());
+}
+
+async function problem(answer) {
+  try {
+    const { detail } = await answer.json();
+    return typeof detail === "string" ? detail : `refused (${answer.status})`;
+  } catch {
+    return `the sidecar answered ${answer.status}`;
+  }
 }

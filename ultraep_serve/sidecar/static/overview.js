@@ -1,6 +1,6 @@
-// What one wants to know first: on, alive, imbalance, time saved against time spent.
+// The header and the tiles: state, imbalance, time saved and spent, batches, ranks.
 
-import { age, byId, bytes, count, make, ratio, seconds, setText } from "./dom.js";
+import { age, byId, bytes, count, make, ratio, seconds, setText } from "./common.js";
 
 export function showOverview(overview) {
   showState(overview);
@@ -11,7 +11,7 @@ export function showOverview(overview) {
   showRanks(overview);
 }
 
-export function stateOf(overview) {
+function stateOf(overview) {
   if (overview.engine === null) return ["bad", "✖ NO ENGINE"];
   if (!overview.ready) return ["bad", "✖ NOT READY"];
   if (overview.paused_policy) return ["warn", "❚❚ PAUSED"];
@@ -52,12 +52,12 @@ function showImbalance(overview) {
   setText(
     "imbalance-fine",
     known
-      ? `p99 ${ratio(imbalance.before.p99)} → ${ratio(imbalance.after.p99)} · worst ` +
+      ? `p99 ${ratio(imbalance.before.p99)} → ${ratio(imbalance.after.p99)} · max ` +
           `${ratio(imbalance.before.max)} → ${ratio(imbalance.after.max)} · ` +
-          `best possible ${ratio(overview.floor)}`
+          `floor ${ratio(overview.floor)}`
       : overview.policy === "off"
         ? "not measured while the policy is off"
-        : "no prefill batch was weighed in the last minute",
+        : "no prefill batch in the last minute",
   );
 }
 
@@ -110,7 +110,7 @@ function showRanks(overview) {
     cell.setAttribute("role", "listitem");
     holder.append(cell);
   }
-  ranks.forEach((rank, place) => showRank(holder.children[place], rank));
+  ranks.forEach((rank, i) => showRank(holder.children[i], rank));
   const alive = ranks.filter((rank) => rank.alive).length;
   const lost = ranks.reduce((sum, rank) => sum + rank.lost + rank.missed, 0);
   setText(
@@ -127,9 +127,8 @@ function showRank(cell, rank) {
   const text = `${rank.rank}`;
   if (cell.textContent !== text) cell.textContent = text;
   const batch = rank.last_batch_age_seconds;
-  const words = rank.problem || "ready";
   cell.title =
-    `rank ${rank.rank}: ${words}` +
+    `rank ${rank.rank}: ${rank.problem || "ready"}` +
     (batch === null ? "" : `, last batch ${seconds(batch)} ago`) +
     (rank.lost + rank.missed ? `, ${rank.lost + rank.missed} records lost` : "");
   cell.setAttribute("aria-label", cell.title);

@@ -1,4 +1,4 @@
-"""Second by second, what went on: sums in fixed memory, for longer than records are held."""
+"""Sums for every second, in fixed memory and for longer than records are held."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -6,8 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ultraep_serve.ring.schema import SCHEMA_VERSION, RecordArray
+from ultraep_serve.ring.schema import RecordArray
 from ultraep_serve.sidecar.statistics.snapshot import (
+    SCHEMA_VERSION,
     Documented,
     ImbalanceSnapshot,
     Savings,
@@ -21,8 +22,8 @@ from ultraep_serve.types import Decision, Stage
 __all__ = ["History", "Timeline", "Totals"]
 
 _SECOND_NS = 10**9
-_EMPTY = -1  # in place of a time
-# What exceeds 1, in steps of a tenth: a percentile is off by at most that.
+_EMPTY = -1  # instead of a time
+# The excess over 1 in steps of a tenth: percentiles are accurate to that.
 FINE_BOUNDS: NDArray[np.float64] = 1 + np.concatenate([[0.0], 1e-3 * 1.1 ** np.arange(127)])
 _IMBALANCE = [("sum", "<f8"), ("max", "<f8"), ("counts", "<i4", (len(FINE_BOUNDS) + 1,))]
 _SECOND_DTYPE = np.dtype(
@@ -50,11 +51,11 @@ class History(Documented):
     before_mean: list[float | None]
     """Mean over layers and batches of max/mean of assignments over ranks, by routing alone."""
     before_max: list[float | None]
-    """The largest of them."""
+    """The maximum of the same."""
     after_mean: list[float | None]
     """Mean over layers and batches of max/mean of assignments over ranks, as computed."""
     after_max: list[float | None]
-    """The largest of them."""
+    """The maximum of the same."""
     batches: list[int]
     """Prefill batches."""
     saved_seconds: list[float]
@@ -66,7 +67,7 @@ class History(Documented):
 
 @dataclass(frozen=True)
 class Totals:
-    """Everything over some seconds."""
+    """The sums over some seconds."""
 
     imbalance: ImbalanceSnapshot
     batches: dict[Decision, int]  # with records
@@ -75,7 +76,7 @@ class Totals:
 
 
 class Timeline:
-    """The newest ``max_seconds`` seconds; second t lies in place ``t % max_seconds``."""
+    """The newest ``max_seconds`` seconds; second t is at index ``t % max_seconds``."""
 
     def __init__(self, max_seconds: int = 3600) -> None:
         self._seconds = np.zeros(max_seconds, _SECOND_DTYPE)
@@ -84,24 +85,24 @@ class Timeline:
         self._last_batch = (-1, Decision.PLANNED, 0)  # number, decision and second
 
     def add(self, records: RecordArray) -> None:
-        """Count the primary's weighed ``records``, each of them once."""
-        for place, part in self._by_second(records):
-            second, avoided = self._seconds[place], avoided_seconds(part)
+        """Count ``records`` of the primary rank that the policy considered, each once."""
+        for index, part in self._by_second(records):
+            second, avoided = self._seconds[index], avoided_seconds(part)
             second["layers"] += len(part)
             second["saved"] += avoided[avoided > 0].sum()
             second["worsened"] -= avoided[avoided < 0].sum()
             for name in ("before", "after"):
-                stage, values = second[name], imbalances(part[f"load_{name}"])
-                stage["sum"] += values.sum()
-                stage["max"] = max(stage["max"], values.max())
-                places = np.searchsorted(FINE_BOUNDS, values)
-                counts = np.bincount(places, minlength=len(FINE_BOUNDS) + 1)
-                stage["counts"] += counts.astype(np.int32)
+                sums, values = second[name], imbalances(part[f"load_{name}"])
+                sums["sum"] += values.sum()
+                sums["max"] = max(sums["max"], values.max())
+                buckets = np.searchsorted(FINE_BOUNDS, values)
+                counts = np.bincount(buckets, minlength=len(FINE_BOUNDS) + 1)
+                sums["counts"] += counts.astype(np.int32)
 
     def add_batches(self, records: RecordArray) -> None:
-        """Count the batches that the primary's ``records`` are of; one may go on in the next call.
+        """Count the batches of the primary rank's ``records``; one may continue in the next call.
 
-        As ``count_batches`` does: planned if any layer was, else as its first layer.
+        As in ``count_batches``, a batch is planned if any layer was, else as its first layer.
         """
         numbers, first = np.unique(records["batch"], return_index=True)
         planned = set(records["batch"][records["decision"] == Decision.PLANNED].tolist())
@@ -120,13 +121,13 @@ class Timeline:
             self._last_batch = (number, decision, second)
 
     def add_own(self, rank: int, records: RecordArray) -> None:
-        """Count times and bytes of ``rank``'s own ``records``, each of them once."""
+        """Count times and bytes of ``rank``'s own ``records``, each once."""
         missing = rank + 1 - self._stage_ns.shape[1]
         if missing > 0:
             self._stage_ns = np.pad(self._stage_ns, ((0, 0), (0, missing), (0, 0)))
-        for place, part in self._by_second(records):
-            self._stage_ns[place, rank] += part["stage_ns"].sum(axis=0, dtype=np.float64)
-            self._seconds[place]["bytes_sent"] += part["bytes_sent"].sum()
+        for index, part in self._by_second(records):
+            self._stage_ns[index, rank] += part["stage_ns"].sum(axis=0, dtype=np.float64)
+            self._seconds[index]["bytes_sent"] += part["bytes_sent"].sum()
 
     def history(self, now_seconds: int, seconds: int, step: int) -> History:
         """The last ``seconds`` up to ``now_seconds`` (Unix time) in steps of ``step`` seconds."""
@@ -138,11 +139,11 @@ class Timeline:
         def known(values: NDArray[np.float64]) -> list[float | None]:
             return [v if n else None for v, n in zip(values.tolist(), layers, strict=True)]
 
-        def means(stage: str) -> list[float | None]:
-            return known(found[stage]["sum"].sum(axis=1) / np.maximum(layers, 1))
+        def means(when: str) -> list[float | None]:
+            return known(found[when]["sum"].sum(axis=1) / np.maximum(layers, 1))
 
-        def most(stage: str) -> list[float | None]:
-            return known(found[stage]["max"].max(axis=1))
+        def most(when: str) -> list[float | None]:
+            return known(found[when]["max"].max(axis=1))
 
         spent = spent_seconds(stage_ns.sum(axis=1, dtype=np.float64))
         return History(
@@ -158,7 +159,7 @@ class Timeline:
         )
 
     def totals(self, now_seconds: int, seconds: int) -> Totals:
-        """Everything in the last ``seconds`` up to and with ``now_seconds`` (Unix time)."""
+        """The sums over the last ``seconds`` up to and including ``now_seconds`` (Unix time)."""
         found, stage_ns = self._found(np.arange(now_seconds - seconds + 1, now_seconds + 1))
         counts = found["batches"].sum(axis=0).tolist()
         saved = float(found["saved"].sum())
@@ -175,51 +176,52 @@ class Timeline:
         self, times: NDArray[np.signedinteger]
     ) -> tuple[NDArray[np.void], NDArray[np.float32]]:
         """The seconds ``times`` (...,) and the time in each stage by rank, zeros where unknown."""
-        places = times % len(self._seconds)
-        found, stage_ns = self._seconds[places], self._stage_ns[places]
+        indices = times % len(self._seconds)
+        found, stage_ns = self._seconds[indices], self._stage_ns[indices]
         unknown = found["time"] != times
         found[unknown], stage_ns[unknown] = np.zeros((), _SECOND_DTYPE), 0
         return found, stage_ns
 
     def _by_second(self, records: RecordArray) -> Iterator[tuple[int, RecordArray]]:
-        """Places of the seconds that ``records`` are of, but of those long gone."""
+        """Indices of seconds and their ``records``, without those too old to be held."""
         times = records["time_ns"] // _SECOND_NS
         for time in np.unique(times).tolist():
-            place = self._place(time)
-            if place is not None:
-                yield place, records[times == time]
+            index = self._index(time)
+            if index is not None:
+                yield index, records[times == time]
 
-    def _place(self, time: int) -> int | None:
-        place = time % len(self._seconds)
-        held = int(self._seconds[place]["time"])
+    def _index(self, time: int) -> int | None:
+        """Where second ``time`` is held, made empty if it is new; None if it is too old."""
+        index = time % len(self._seconds)
+        held = int(self._seconds[index]["time"])
         if held < time:
-            self._seconds[place] = np.zeros((), _SECOND_DTYPE)
-            self._seconds[place]["time"] = time
-            self._stage_ns[place] = 0
-        return place if held <= time else None
+            self._seconds[index] = np.zeros((), _SECOND_DTYPE)
+            self._seconds[index]["time"] = time
+            self._stage_ns[index] = 0
+        return index if held <= time else None
 
     def _count_batch(self, decision: Decision, second: int, number: int) -> None:
-        place = self._place(second)
-        if place is not None:
-            self._seconds[place]["batches"][decision] += number
+        index = self._index(second)
+        if index is not None:
+            self._seconds[index]["batches"][decision] += number
 
 
-def _spread(found: NDArray[np.void], stage: str) -> Spread:
-    """Over the seconds ``found`` (n,)."""
+def _spread(found: NDArray[np.void], when: str) -> Spread:
+    """The spread of imbalance ``when`` (before or after) over the seconds ``found`` (n,)."""
     layers = int(found["layers"].sum())
     if not layers:
         return Spread(None, None, None, None)
-    counts, worst = found[stage]["counts"].sum(axis=0), float(found[stage]["max"].max())
+    counts, worst = found[when]["counts"].sum(axis=0), float(found[when]["max"].max())
     p50, p99 = (min(worst, percentile(counts, part)) for part in (0.5, 0.99))
-    return Spread(float(found[stage]["sum"].sum()) / layers, p50, p99, worst)
+    return Spread(float(found[when]["sum"].sum()) / layers, p50, p99, worst)
 
 
 def percentile(counts: NDArray[np.integer], part: float) -> float:
     """The value below which ``part`` of ``counts`` (len(FINE_BOUNDS) + 1,) lies, interpolated."""
     reached: NDArray[np.int64] = np.cumsum(counts)
-    place = int(np.searchsorted(reached, part * reached[-1]))
-    if place == 0 or place == len(FINE_BOUNDS):
-        return float(FINE_BOUNDS[max(0, place - 1)])
-    inside = (part * reached[-1] - reached[place - 1]) / counts[place]
-    low, high = FINE_BOUNDS[place - 1 : place + 1]
+    bucket = int(np.searchsorted(reached, part * reached[-1]))
+    if bucket == 0 or bucket == len(FINE_BOUNDS):
+        return float(FINE_BOUNDS[max(0, bucket - 1)])
+    inside = (part * reached[-1] - reached[bucket - 1]) / counts[bucket]
+    low, high = FINE_BOUNDS[bucket - 1 : bucket + 1]
     return float(low + inside * (high - low))

@@ -6,17 +6,17 @@ import numpy as np
 from numpy.typing import NDArray
 from ultraep_kernels.host._compile import compiled
 
-from ultraep_serve.types import ExpertShape, IntArray
+from ultraep_serve.planner.eplb_slots import even_shares, master_copies, slots_of
+from ultraep_serve.types import ExpertShape, IntArray, Plan
 
 __all__ = [
     "Counts",
     "Placement",
     "PolicyPlan",
-    "even_shares",
     "home_first_shares",
-    "master_copies",
-    "placement_from_quota",
-    "slots_of",
+    "of_copies",
+    "of_plan",
+    "of_quota",
 ]
 
 Counts = NDArray[np.int64]
@@ -28,7 +28,7 @@ class Placement:
 
     quota: IntArray  # (E, R): assignments of expert e that rank r computes
     copies: IntArray  # (E, R): 1 where rank r holds expert e
-    slot_expert: IntArray | None  # (R, slots): -1 empty; None where masters moved or none is held
+    slot_expert: IntArray | None = None  # (R, slots): -1 empty; None where masters moved
 
     @property
     def num_replicas(self) -> int:
@@ -51,40 +51,32 @@ class PolicyPlan:
     shares: IntArray  # (R_source, E, R_target)
 
 
-def master_copies(shape: ExpertShape) -> IntArray:
-    """Every expert on its master and nowhere else, (E, R)."""
-    copies = np.zeros((shape.num_logical_experts, shape.num_ranks), np.int32)
-    experts = np.arange(shape.num_logical_experts)
-    copies[experts, experts // shape.num_masters] = 1
-    return copies
+def of_plan(plan: Plan, shape: ExpertShape) -> Placement:
+    """The placement of a plan as a server makes it."""
+    copies = master_copies(shape)
+    ranks, slots = np.nonzero(plan.slot_expert >= 0)
+    copies[plan.slot_expert[ranks, slots], ranks] = 1
+    return Placement(plan.quota, copies, plan.slot_expert)
 
 
-def placement_from_quota(quota: Counts, shape: ExpertShape) -> Placement:
-    """A copy wherever a rank computes what it is not the master of, ``quota`` (E, R).
-
-    The slots are as many as the fullest rank needs, and at least ``num_replica_slots``.
-    """
+def of_quota(quota: Counts, shape: ExpertShape) -> Placement:
+    """A copy wherever a rank computes an expert that it is not the master of, ``quota`` (E, R)."""
     masters = master_copies(shape)
     copies = np.maximum(masters, quota > 0).astype(np.int32)
     return Placement(quota.astype(np.int32), copies, slots_of(copies - masters, shape))
 
 
-def slots_of(replicas: IntArray, shape: ExpertShape) -> IntArray:
-    """Replicas (E, R) of 0 and 1 -> slot_expert (R, slots), experts in rising order, -1 empty."""
-    width = max(shape.num_replica_slots, int(replicas.sum(0).max()))
-    slot_expert = np.full((shape.num_ranks, width), -1, np.int32)
-    for rank in range(shape.num_ranks):
-        experts = np.flatnonzero(replicas[:, rank])
-        slot_expert[rank, : experts.size] = experts
-    return slot_expert
+def of_copies(loads: Counts, copies: IntArray, slot_expert: IntArray | None = None) -> Placement:
+    """``loads`` (R, E) split evenly among ``copies`` (E, R)."""
+    return Placement(even_shares(loads, copies).sum(0, dtype=np.int32), copies, slot_expert)
 
 
 @compiled
 def home_first_shares(loads: Counts, quota: IntArray) -> IntArray:
     """Keep tokens on their own rank where the quota allows, then fill targets in order.
 
-    The same split as ``plan_quota`` gives rank by rank, for any placement: sources are laid out
-    from rank ``expert % R`` on, targets from rank 0.
+    The split that ``plan_quota`` makes rank by rank, for any placement: sources are laid out from
+    rank ``expert % R`` on, targets from rank 0.
 
     Args:
         loads: int64 (R, E), row r is what rank r's own tokens chose.
@@ -112,37 +104,4 @@ def home_first_shares(loads: Counts, quota: IntArray) -> IntArray:
                 todo -= part
                 if left[target] == 0:
                     target += 1
-    return shares
-
-
-@compiled
-def even_shares(loads: Counts, copies: IntArray) -> IntArray:
-    """Deal each expert's assignments to its copies in turn, whatever rank they come from.
-
-    Dealing goes on where the expert before stopped, so the rounding does not favour any rank.
-
-    Args:
-        loads: int64 (R, E), row r is what rank r's own tokens chose.
-        copies: int32 (E, R), 1 where rank r holds expert e.
-
-    Returns:
-        int32 (R_source, E, R_target).
-    """
-    num_ranks, num_experts = loads.shape
-    shares = np.zeros((num_ranks, num_experts, num_ranks), np.int32)
-    holders = np.zeros(num_ranks, np.int64)
-    position = 0
-    for expert in range(num_experts):
-        count = 0
-        for rank in range(num_ranks):
-            if copies[expert, rank] > 0:
-                holders[count] = rank
-                count += 1
-        for source in range(num_ranks):
-            load = loads[source, expert]
-            for copy in range(count):
-                shares[source, expert, holders[copy]] = load // count
-            for extra in range(load % count):
-                shares[source, expert, holders[(position + extra) % count]] += 1
-            position = (position + load) % (1 << 30)
     return shares

@@ -1,0 +1,31 @@
+"""What all benchmarks share: ``tests.support`` on the path, --json, and how results are written."""
+
+import argparse
+import shlex
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ultraep_serve.files import write_json
+from ultraep_serve.machine import describe
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+
+
+def parser(description: str, default: str | None = None) -> argparse.ArgumentParser:
+    """A command line with --json, by default the file ``default`` of benchmarks/results."""
+    made = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    path = Path(__file__).resolve().parent / "results" / default if default else None
+    shown = f" (default: benchmarks/results/{default})" if default else ""
+    made.add_argument("--json", type=Path, default=path, help=f"write the results here{shown}")
+    return made
+
+
+def write(path: Path | None, results: Mapping[str, Any]) -> None:
+    """Write ``results`` with the command and the machine; nothing where there is no ``path``."""
+    if path is not None:
+        command = shlex.join(["python", *sys.argv])
+        write_json(path, {**results, "command": command, "machine": describe()})

@@ -1,0 +1,200 @@
+"""The tables of docs/reference.md, made from the code that they describe.
+
+    python -m tests.support.reference_page     # brings the page up to date
+
+A table stands between ``<!-- NAME -->`` and ``<!-- end -->``.
+"""
+
+import contextlib
+import io
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+from unittest.mock import patch
+
+from ultraep_serve.config import BalanceConfig, SidecarSettings
+from ultraep_serve.types import ExpertShape, Policy
+
+__all__ = ["PAGE", "TABLES", "help_text", "table_in"]
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference.md"
+
+
+def help_text(*command: str) -> str:
+    """What `ultraep-serve COMMAND --help` prints, no text broken into lines."""
+    from ultraep_serve.cli import main
+
+    printed = io.StringIO()
+    wide = patch.dict(os.environ, COLUMNS="1000")
+    with wide, contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+        main([*command, "--help"])
+    return printed.getvalue()
+
+
+def table_in(page: str, name: str) -> str:
+    """The table of that name as ``page`` has it. Raises ValueError where there is no place."""
+    found = _place(name).search(page)
+    if found is None:
+        raise ValueError(f"no table {name!r} in {PAGE}")
+    return found[2]
+
+
+def _place(name: str) -> re.Pattern[str]:
+    return re.compile(rf"(<!-- {name} -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+
+
+def _commands() -> str:
+    listed = re.findall(r"^    (\S+)\s+(\S.*)$", help_text(), re.MULTILINE)
+    return _table(("command", ""), ((_code(name), text) for name, text in listed))
+
+
+def _settings(settings: type[BalanceConfig] | type[SidecarSettings], prefix: str = "") -> str:
+    rows = []
+    for name, field in settings.model_fields.items():
+        has_flag = (field.json_schema_extra or {}) != {"flag": False}
+        flag = _code(f"--{prefix}{name}".replace("_", "-")) if has_flag else "set by the launcher"
+        text, _, said = (field.description or "").partition(" (default: ")
+        default = said.rstrip(")") or _shown(field.default)
+        rows.append((_code(name), flag, default, _range_of(field), text))
+    return _table(("setting", "flag", "default", "values", ""), rows)
+
+
+def _shown(default: object) -> str:
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    if default == "":
+        return ""
+    value = default.value if isinstance(default, Policy) else default
+    return _code(f"{value:g}" if isinstance(value, float) else str(value))
+
+
+def _range_of(field: Any) -> str:
+    """The choices, or the limits of a number."""
+    if field.annotation is Policy:
+        return ", ".join(_code(policy.value) for policy in Policy)
+    if get_origin(field.annotation) is Literal:
+        return ", ".join(map(_code, get_args(field.annotation)))
+    rules = {type(rule).__name__: rule for rule in field.metadata}
+    if {"Ge", "Le"} <= rules.keys():
+        return f"{rules['Ge'].ge} to {rules['Le'].le}"
+    if "Ge" in rules:
+        return f"at least {rules['Ge'].ge:g}"
+    return f"more than {rules['Gt'].gt:g}" if "Gt" in rules else ""
+
+
+def _policies() -> str:
+    from ultraep_serve.offline.comparators import POLICIES
+
+    served = {policy.value for policy in Policy}
+    rows = [
+        (_code(name), "server, replay" if name in served else "replay", policy.summary)
+        for name, policy in POLICIES.items()
+    ]
+    return _table(("policy", "where", ""), rows)
+
+
+_PAGES = {
+    "/": "The page to look at.",
+    "/docs": "What every figure and parameter means.",
+    "/openapi.json": "The same as OpenAPI.",
+    "/static": "Files of both pages.",
+}
+
+
+def _endpoints() -> str:
+    with tempfile.TemporaryDirectory() as run_path:
+        app = _sidecar(Path(run_path))
+    rows = [
+        (f"{_code(f'{method.upper()} {path}')}", _parameters(operation), _summary(operation))
+        for path, methods in app.openapi()["paths"].items()
+        for method, operation in methods.items()
+    ]
+    others = [route.path for route in app.routes if route.path not in app.openapi()["paths"]]
+    rows += [(_code(f"GET {path or '/'}"), "", _PAGES[path]) for path in sorted(others)]
+    return _table(("request", "parameters", ""), rows)
+
+
+def _parameters(operation: Mapping[str, Any]) -> str:
+    names = [given["name"] for given in operation.get("parameters", ()) if given["in"] == "query"]
+    return ", ".join(map(_code, names))
+
+
+def _summary(operation: Mapping[str, Any]) -> str:
+    first_paragraph = operation["description"].split("\n\n")[0]
+    return " ".join(first_paragraph.split()).replace("``", "`")
+
+
+def _metrics(detail: bool) -> str:
+    """The usual families, or those that ``detail`` adds."""
+    from fastapi.testclient import TestClient
+    from prometheus_client.parser import text_string_to_metric_families
+
+    from tests.support.rings import SyntheticRun
+
+    with tempfile.TemporaryDirectory() as run_path:
+        run = SyntheticRun(Path(run_path), ExpertShape(2, 8, 1), num_layers=1)
+        run.batch()
+        client = TestClient(_sidecar(Path(run_path)))
+        texts = [client.get(path).text for path in ("/metrics", "/metrics?detail=true")]
+        run.close()
+    usual, all_of_them = (
+        {family.name: family for family in text_string_to_metric_families(text)} for text in texts
+    )
+    wanted = [family for name, family in all_of_them.items() if (name in usual) is not detail]
+    rows = [
+        (_code(_full_name(family)), family.type, _labels(family), family.documentation)
+        for family in sorted(wanted, key=lambda family: str(family.name))
+    ]
+    return _table(("metric", "type", "labels", ""), rows)
+
+
+def _full_name(family: Any) -> str:
+    return f"{family.name}_total" if family.type == "counter" else str(family.name)
+
+
+def _labels(family: Any) -> str:
+    names = {name for sample in family.samples for name in sample.labels if name != "le"}
+    return ", ".join(map(_code, sorted(names)))
+
+
+def _sidecar(run_path: Path) -> Any:
+    from ultraep_serve.sidecar.app import create_app
+
+    return create_app(run_path, "token", False)
+
+
+def _code(text: str) -> str:
+    return f"`{text}`"
+
+
+def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    lines = ["|" + "".join(f" {cell} |" if cell else " |" for cell in row) for row in (head, *rows)]
+    lines.insert(1, "|" + "---|" * len(head))
+    return "\n".join(lines) + "\n"
+
+
+TABLES: Mapping[str, Callable[[], str]] = {
+    "commands": _commands,
+    "settings": lambda: _settings(BalanceConfig),
+    "sidecar-settings": lambda: _settings(SidecarSettings, "sidecar-"),
+    "policies": _policies,
+    "endpoints": _endpoints,
+    "metrics": lambda: _metrics(detail=False),
+    "metrics-detail": lambda: _metrics(detail=True),
+}
+
+
+def main() -> None:
+    """Write every table into the page."""
+    page = PAGE.read_text()
+    for name, make in TABLES.items():
+        table = make()
+        page = _place(name).sub(lambda found, table=table: found[1] + table + found[3], page)
+    PAGE.write_text(page)
+
+
+if __name__ == "__main__":
+    main()

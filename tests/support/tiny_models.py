@@ -1,0 +1,35 @@
+"""Specs of checkpoints that take seconds to make and to load."""
+
+from dataclasses import replace
+
+from ultraep_serve.demo.spec import ModelSpec
+
+__all__ = ["tiny_glm4", "tiny_qwen3"]
+
+
+def tiny_qwen3(imbalance: float = 1.6, num_ranks: int = 2) -> ModelSpec:
+    """Qwen3-MoE, 3 layers of 8 experts."""
+    return replace(
+        ModelSpec(),
+        imbalance=imbalance,
+        hidden_size=128,
+        num_layers=3,
+        num_experts=8,
+        experts_per_token=2,
+        moe_intermediate_size=64,
+        num_heads=4,
+        head_dim=32,
+        num_ranks=num_ranks,
+    )
+
+
+def tiny_glm4(imbalance: float = 1.6, num_ranks: int = 2) -> ModelSpec:
+    """Like ``tiny_qwen3``, with 16 experts in 4 groups."""
+    return replace(
+        tiny_qwen3(),
+        architecture="glm4_moe",
+        imbalance=imbalance,
+        num_experts=16,
+        experts_per_token=4,
+        num_ranks=num_ranks,
+    )

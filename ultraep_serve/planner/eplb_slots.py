@@ -1,0 +1,179 @@
+"""Policy ``eplb-slots``: replicas chosen from past loads, the load split evenly among the copies.
+
+Source: DeepSeek's Expert Parallelism Load Balancer, the global policy of its public README
+(https://github.com/deepseek-ai/EPLB) and section 3.4 of the DeepSeek-V3 report
+(arXiv 2412.19437): redundant copies go to the experts that are heaviest per copy, then all copies
+are packed onto ranks, heaviest first, each on the least loaded rank with room.
+
+Here masters stay and only the S slots of a rank are filled. A second copy of an expert on one rank
+would gain nothing and is left out. Past loads come from exchanges, so all ranks have the same
+history and make the same plan.
+"""
+
+from collections import deque
+
+import numpy as np
+from numpy.typing import NDArray
+from ultraep_kernels.host._compile import compiled
+
+from ultraep_serve.types import ExpertShape, IntArray, Plan
+
+__all__ = [
+    "HISTORY_BATCHES",
+    "LoadHistory",
+    "even_shares",
+    "master_copies",
+    "past_copies",
+    "slots_of",
+]
+
+HISTORY_BATCHES = 8  # past batches that count
+Counts = NDArray[np.int64]
+
+
+class LoadHistory:
+    """Expert loads of the last batches, layer by layer."""
+
+    def __init__(self, num_layers: int, batches: int = HISTORY_BATCHES) -> None:
+        self._past: list[deque[Counts]] = [deque(maxlen=batches) for _ in range(num_layers)]
+        # Compiled, or loaded from disk, now: no batch waits for that.
+        even_shares(np.zeros((1, 1), np.int64), np.ones((1, 1), np.int32))
+
+    def add(self, layer: int, loads: Counts) -> None:
+        """``layer`` of one more batch had ``loads`` (R, E)."""
+        self._past[layer].append(loads.sum(axis=0))
+
+    def plan(
+        self, layer: int, loads: Counts, shape: ExpertShape, source_rank: int, domain_size: int
+    ) -> Plan | None:
+        """The plan for ``loads`` (R, E); None where past loads need no replica.
+
+        It is followed even where it makes this batch worse, because the policy does not know
+        the batch. Copies stay within groups of ``domain_size`` ranks.
+        """
+        if not self._past[layer]:
+            return None
+        past = np.stack(self._past[layer])[:, None]  # (N, 1, E): who chose does not matter
+        copies = past_copies(past, shape, fixed_masters=True, domain_size=domain_size)
+        slot_expert = slots_of(copies - master_copies(shape), shape)
+        if (slot_expert < 0).all():
+            return None
+        shares = even_shares(np.ascontiguousarray(loads), copies)
+        quota = shares.sum(0, dtype=np.int32)
+        return Plan(slot_expert=slot_expert, quota=quota, share=shares[source_rank])
+
+
+def master_copies(shape: ExpertShape) -> IntArray:
+    """Every expert on its master and nowhere else, (E, R)."""
+    copies = np.zeros((shape.num_logical_experts, shape.num_ranks), np.int32)
+    experts = np.arange(shape.num_logical_experts)
+    copies[experts, experts // shape.num_masters] = 1
+    return copies
+
+
+def slots_of(replicas: IntArray, shape: ExpertShape) -> IntArray:
+    """Replicas (E, R) of 0 and 1 -> slot_expert (R, slots), experts in rising order, -1 empty.
+
+    There are as many slots as the fullest rank needs, and at least ``num_replica_slots``.
+    """
+    width = max(shape.num_replica_slots, int(replicas.sum(0).max()))
+    slot_expert = np.full((shape.num_ranks, width), -1, np.int32)
+    for rank in range(shape.num_ranks):
+        experts = np.flatnonzero(replicas[:, rank])
+        slot_expert[rank, : experts.size] = experts
+    return slot_expert
+
+
+def past_copies(
+    history: Counts, shape: ExpertShape, *, fixed_masters: bool, domain_size: int | None = None
+) -> IntArray:
+    """Copies (E, R) by the past loads (N, R, E); masters only where there are none yet.
+
+    Without ``fixed_masters`` every expert may move, and a rank holds any E / R + S of them; then
+    ``domain_size`` does not matter. With them copies stay in their domain.
+    """
+    weight = history.sum((0, 1))
+    if not weight.any():
+        return master_copies(shape)
+    domain = (domain_size or shape.num_ranks) if fixed_masters else shape.num_ranks
+    counts = _replicate(weight, shape.num_ranks * shape.num_replica_slots, domain)
+    return _pack(weight / counts, counts, shape, fixed_masters, domain)
+
+
+def _replicate(weight: Counts, num_redundant: int, most: int) -> Counts:
+    """Copies per expert (E,): each redundant one to the expert that is heaviest per copy."""
+    counts = np.ones(weight.size, np.int64)
+    for _ in range(num_redundant):
+        per_copy = np.where(counts < most, weight / counts, -1.0)
+        heaviest = int(per_copy.argmax())
+        if per_copy[heaviest] <= 0:
+            break  # what is left was never chosen, or is on every rank
+        counts[heaviest] += 1
+    return counts
+
+
+def _pack(
+    per_copy: NDArray[np.float64],
+    counts: Counts,
+    shape: ExpertShape,
+    fixed_masters: bool,
+    domain_size: int,
+) -> IntArray:
+    """Copies onto ranks, heaviest first, each on the least loaded rank with room for it."""
+    masters = master_copies(shape)
+    copies = masters.copy() if fixed_masters else np.zeros_like(masters)
+    rank_load = per_copy @ copies
+    room = np.full(shape.num_ranks, shape.num_local) - copies.sum(0)
+    domain = np.arange(shape.num_ranks) // domain_size
+    home = np.arange(counts.size) // shape.num_masters
+    # First copies come before second ones of the same weight: each expert needs one.
+    order = [(expert, copy) for expert in range(counts.size) for copy in range(counts[expert])]
+    order.sort(key=lambda item: (-per_copy[item[0]], item[1]))
+    unplaced = counts.size if not fixed_masters else 0
+    for expert, copy in order:
+        if copy == 0 and fixed_masters:
+            continue
+        allowed = (room > 0) & (copies[expert] == 0)
+        if fixed_masters:
+            allowed &= domain == domain[home[expert]]
+        if not allowed.any() or (copy > 0 and room.sum() <= unplaced):
+            continue
+        rank = int(np.where(allowed, rank_load, np.inf).argmin())
+        copies[expert, rank] = 1
+        rank_load[rank] += per_copy[expert]
+        room[rank] -= 1
+        unplaced -= copy == 0
+    return copies
+
+
+@compiled
+def even_shares(loads: Counts, copies: IntArray) -> IntArray:
+    """Deal each expert's assignments to its copies in turn, whatever rank they come from.
+
+    Dealing goes on where the expert before stopped, so that rounding does not favour any rank.
+
+    Args:
+        loads: int64 (R, E), row r is what rank r's own tokens chose.
+        copies: int32 (E, R), 1 where rank r holds expert e.
+
+    Returns:
+        int32 (R_source, E, R_target).
+    """
+    num_ranks, num_experts = loads.shape
+    shares = np.zeros((num_ranks, num_experts, num_ranks), np.int32)
+    holders = np.zeros(num_ranks, np.int64)
+    position = 0
+    for expert in range(num_experts):
+        count = 0
+        for rank in range(num_ranks):
+            if copies[expert, rank] > 0:
+                holders[count] = rank
+                count += 1
+        for source in range(num_ranks):
+            load = loads[source, expert]
+            for copy in range(count):
+                shares[source, expert, holders[copy]] = load // count
+            for extra in range(load % count):
+                shares[source, expert, holders[(position + extra) % count]] += 1
+            position = (position + load) % (1 << 30)
+    return shares
