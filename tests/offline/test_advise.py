@@ -189,7 +189,7 @@ def test_broken_inputs_leave_no_file(
     report = tmp_path / "advice.json"
     broken = tmp_path / "broken.npz"
     broken.write_bytes(skewed.read_bytes()[:200])
-    with pytest.raises(UltraEPError, match="cut short"):
+    with pytest.raises(UltraEPError, match="truncated"):
         run("--trace", broken, *machine, "--json", report)
     (tmp_path / "config.json").write_text('{"hidden_size": 4')
     with pytest.raises(UltraEPError, match="JSON"):

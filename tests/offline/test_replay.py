@@ -231,7 +231,7 @@ def test_output_that_cannot_be_written_is_found_out_first(trace_file: Path, tmp_
 def test_truncated_trace_leaves_no_file(trace_file: Path, tmp_path: Path) -> None:
     (tmp_path / "t.npz").write_bytes(trace_file.read_bytes()[:-40])
     words = ("--ep", 4, "--batch-tokens", 512, "--policy", "quota", "--json", tmp_path / "r.json")
-    with pytest.raises(TraceError, match="cut short"):
+    with pytest.raises(TraceError, match="truncated"):
         command("replay", tmp_path / "t.npz", *words)
     assert [path.name for path in tmp_path.iterdir()] == ["t.npz"]
 

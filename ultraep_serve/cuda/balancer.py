@@ -163,7 +163,16 @@ class DeviceBalancer:
         watch.lap(Stage.COUNT)
         rows = self._exchange(counted)
         watch.lap(Stage.EXCHANGE)
-        found = self._plan(rows, counted, micro_batch)
+        found = plan(
+            self._loads(rows, counted),
+            self._shape.num_replica_slots,
+            self._source_rank,
+            self._fabric.status,
+            domain_size=self._domain_size,
+            gate=self._gate,
+            rows=rows,
+        )
+        found = self._among_all_slots(found, micro_batch)
         watch.lap(Stage.PLAN)
         self._replicate(layer, found)
         watch.lap(Stage.REPLICATE)
@@ -194,36 +203,25 @@ class DeviceBalancer:
         row = write_row(counted.load, counted.unknown, self._choice, has_load)
         return self._fabric.exchange(row)
 
-    def _plan(self, rows: torch.Tensor, counted: Counted, micro_batch: int) -> DevicePlan:
+    def _loads(self, rows: torch.Tensor, counted: Counted) -> torch.Tensor:
         """Tokens that all ranks see count as rank 0's, so that every rank splits them alike."""
-        loads = rows[:, HEADER_WIDTH:]
-        if self._view is TokenView.SHARED:
-            self._shared_loads[0] = counted.load
-            loads = self._shared_loads
-        found = plan(
-            loads,
-            self._shape.num_replica_slots,
-            self._source_rank,
-            self._fabric.status,
-            domain_size=self._domain_size,
-            gate=self._gate,
-            rows=rows,
-        )
-        slot_expert = self._among_all_slots(found.slot_expert, micro_batch)
-        return replace(found, slot_expert=slot_expert)
+        if self._view is TokenView.OWN:
+            return rows[:, HEADER_WIDTH:]
+        self._shared_loads[0] = counted.load
+        return self._shared_loads
 
-    def _among_all_slots(self, slot_expert: torch.Tensor, micro_batch: int) -> torch.Tensor:
+    def _among_all_slots(self, found: DevicePlan, micro_batch: int) -> DevicePlan:
         """``slot_expert`` (R, S) in the micro-batch's part of the slots of all M (R, M * S).
 
         Another one's may still be read. Its own are free: the exchange followed its expert kernel.
         """
         shape = self._shape
         if shape.num_micro_batches == 1:
-            return slot_expert
-        placed = slot_expert.new_full((shape.num_ranks, shape.num_slots), -1)
+            return found
+        placed = found.slot_expert.new_full((shape.num_ranks, shape.num_slots), -1)
         first = micro_batch * shape.num_replica_slots
-        placed[:, first : first + shape.num_replica_slots] = slot_expert
-        return placed
+        placed[:, first : first + shape.num_replica_slots] = found.slot_expert
+        return replace(found, slot_expert=placed)
 
     def _replicate(self, layer: int, found: DevicePlan) -> None:
         if self._shape.num_replica_slots:

@@ -1,7 +1,7 @@
 """The calls of CUDA's virtual memory API that slots and fabric are made of.
 
 ``CudaDriver`` makes them through cuda-bindings, which is imported when one is opened (extra
-``cuda``). Everything else in this room knows the ``Driver`` protocol alone.
+``cuda``). Everything else in this package knows the ``Driver`` protocol alone.
 """
 
 import importlib

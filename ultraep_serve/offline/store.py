@@ -138,7 +138,7 @@ def _read_npz(path: Path, wanted: tuple[str, ...], max_bytes: int) -> dict[str, 
     except FileNotFoundError:
         raise TraceError(f"{path} does not exist") from None
     except DAMAGED as error:
-        raise TraceError(f"{path} cannot be read as .npz, or is cut short ({error})") from error
+        raise TraceError(f"{path} cannot be read as .npz, or is truncated ({error})") from error
 
 
 def _read_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo, max_bytes: int) -> NDArray[Any]:
@@ -161,7 +161,7 @@ def _read_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo, max_bytes: int
         data = stream.read(num_bytes)
         stream.read(1)  # at the end of a member its checksum is compared
     if len(data) != num_bytes:
-        raise TraceError(f"{info.filename} is cut short")
+        raise TraceError(f"{info.filename} is truncated")
     return np.frombuffer(data, dtype).reshape(shape, order="F" if is_fortran else "C")
 
 
