@@ -16,8 +16,8 @@ from ultraep_serve.client.sidecar import Sidecar
 from ultraep_serve.costs.calibration import fit
 from ultraep_serve.costs.model import CostModel
 from ultraep_serve.demo.text import sample_text
-from ultraep_serve.launcher.run_directory import run_directory_of_port
 from ultraep_serve.ring.reader import RingReader
+from ultraep_serve.ring.run_directory import run_directory_of_port
 from ultraep_serve.ring.schema import ring_path
 from ultraep_serve.types import Policy, Stage
 

@@ -32,7 +32,7 @@ from ultraep_serve.demo.balanced_server import (
     installed_engine,
 )
 from ultraep_serve.demo.text import sample_text
-from ultraep_serve.launcher.run_directory import run_directory_of_port
+from ultraep_serve.ring.run_directory import run_directory_of_port
 
 VARIANTS = ("without", "with", "watched")
 SCRAPE_SECONDS = 5.0

@@ -14,12 +14,12 @@ import pytest
 from ultraep_serve.cli import main, serve
 from ultraep_serve.config import CONFIG_VARIABLE, BalanceConfig
 from ultraep_serve.errors import ConfigError, EngineEndedError, UnsupportedError
-from ultraep_serve.launcher import run_directory as module
 from ultraep_serve.launcher import supervisor
-from ultraep_serve.launcher.run_directory import run_directory, run_directory_of_port
 from ultraep_serve.launcher.supervisor import EngineCommand, supervise
 from ultraep_serve.machine import free_port
+from ultraep_serve.ring import run_directory as module
 from ultraep_serve.ring.recorder import Recorder
+from ultraep_serve.ring.run_directory import run_directory, run_directory_of_port
 from ultraep_serve.ring.schema import RingState
 from ultraep_serve.sidecar.serve import add_arguments as add_sidecar_arguments
 from ultraep_serve.topology import Location
@@ -32,7 +32,7 @@ FREE_URL = "http://127.0.0.1:9"  # nobody answers there
 @pytest.fixture
 def shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory in place of /dev/shm, so that servers of this machine are left alone."""
-    monkeypatch.setattr(module, "_SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(module, "SHARED_MEMORY", tmp_path)
     return tmp_path
 
 
@@ -86,8 +86,8 @@ def test_what_a_killed_server_left_is_removed(shared_memory: Path) -> None:
 KILLED_LAUNCHER = """
 import os, sys
 from pathlib import Path
-from ultraep_serve.launcher import run_directory
-run_directory._SHARED_MEMORY = Path(sys.argv[1])
+from ultraep_serve.ring import run_directory
+run_directory.SHARED_MEMORY = Path(sys.argv[1])
 with run_directory.run_directory(8000):
     print("ready", flush=True)
     sys.stdin.read()

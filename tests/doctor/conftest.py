@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.findings import MOE
-from ultraep_serve.launcher import run_directory as run_directories
+from ultraep_serve.ring import run_directory as run_directories
 
 
 @pytest.fixture
@@ -14,7 +14,7 @@ def shm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory in place of /dev/shm, so that servers of this machine are left alone."""
     path = tmp_path / "shm"
     path.mkdir()
-    monkeypatch.setattr(run_directories, "_SHARED_MEMORY", path)
+    monkeypatch.setattr(run_directories, "SHARED_MEMORY", path)
     return path
 
 

@@ -20,7 +20,7 @@ from ultraep_serve.client.sidecar import Sidecar
 from ultraep_serve.config import CONFIG_VARIABLE, BalanceConfig
 from ultraep_serve.demo.balanced_server import BalancedServer, generate_under
 from ultraep_serve.errors import ServerError
-from ultraep_serve.launcher.run_directory import run_directory_of_port
+from ultraep_serve.ring.run_directory import run_directory_of_port
 from ultraep_serve.types import Policy
 
 pytestmark = pytest.mark.engine

@@ -12,8 +12,8 @@ from tests.support.serving_checks import CONTEXT, PROMPTS, balance, check_two_ho
 from tests.support.tiny_models import tiny_qwen3
 from ultraep_serve.demo.balanced_server import expert_parallel_flags, generate_under
 from ultraep_serve.errors import BenchError
-from ultraep_serve.launcher.run_directory import run_directory_of_port
 from ultraep_serve.machine import free_port
+from ultraep_serve.ring.run_directory import run_directory_of_port
 from ultraep_serve.types import Policy
 
 pytestmark = pytest.mark.engine

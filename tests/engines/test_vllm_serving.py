@@ -23,11 +23,11 @@ from ultraep_serve.client.sidecar import Sidecar
 from ultraep_serve.demo.balanced_server import BalancedServer, generate_under
 from ultraep_serve.demo.models import make_model
 from ultraep_serve.errors import ServerError
-from ultraep_serve.launcher.run_directory import run_directory_of_port
 from ultraep_serve.offline.comparators import policy_function
 from ultraep_serve.offline.replay import ReplayOptions, replay
 from ultraep_serve.offline.store import load_trace
 from ultraep_serve.offline.trace import PREFILL, Trace
+from ultraep_serve.ring.run_directory import run_directory_of_port
 from ultraep_serve.types import Policy
 
 pytestmark = pytest.mark.engine

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from ultraep_serve.config import control_token_from_environment
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.files import prepare_output, write_json
-from ultraep_serve.launcher.run_directory import TOKEN_FILE, run_directory_of_port
+from ultraep_serve.ring.run_directory import TOKEN_FILE, run_directory_of_port
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -10,9 +10,9 @@ from ultraep_serve.adapters.vllm import launch as vllm
 from ultraep_serve.config import BalanceConfig, SidecarSettings, add_flags, values_of_flags
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.files import write_whole
-from ultraep_serve.launcher.run_directory import TOKEN_FILE, run_directory
 from ultraep_serve.launcher.supervisor import supervise
 from ultraep_serve.machine import why_not_listen
+from ultraep_serve.ring.run_directory import TOKEN_FILE, run_directory
 from ultraep_serve.types import Policy
 
 __all__ = ["LAUNCHERS", "add_arguments", "run"]

@@ -20,8 +20,8 @@ from ultraep_serve.client.prefill_report import measure_with_progress, prefill_d
 from ultraep_serve.client.sidecar import Sidecar
 from ultraep_serve.demo.text import DOMAINS, sample_text
 from ultraep_serve.errors import ConfigError, ServerError
-from ultraep_serve.launcher.run_directory import TOKEN_FILE, run_directory_of_port
 from ultraep_serve.machine import free_port
+from ultraep_serve.ring.run_directory import TOKEN_FILE, run_directory_of_port
 from ultraep_serve.types import Policy
 
 __all__ = [

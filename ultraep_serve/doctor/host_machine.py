@@ -9,8 +9,8 @@ from pathlib import Path
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.doctor.finding import Finding, Subject, error, ok, size, warning
 from ultraep_serve.errors import ConfigError
-from ultraep_serve.launcher.run_directory import abandoned_run_directories
 from ultraep_serve.offline.shapes import model_shape
+from ultraep_serve.ring.run_directory import abandoned_run_directories
 from ultraep_serve.ring.schema import HEADER_BYTES, record_dtype
 from ultraep_serve.types import ExpertShape
 

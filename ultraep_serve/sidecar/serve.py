@@ -26,7 +26,7 @@ from ultraep_serve.config import (
 )
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.files import open_regular
-from ultraep_serve.launcher.run_directory import TOKEN_FILE
+from ultraep_serve.ring.run_directory import TOKEN_FILE
 from ultraep_serve.sidecar.app import AppOptions, create_app
 
 __all__ = ["add_arguments", "control_token", "is_loopback", "run", "serve", "set_up_logging"]

@@ -1,0 +1,174 @@
+"""The directory in shared memory that the processes of one run share.
+
+The launcher makes one, named after the server's port; ranks that were started without a launcher
+make one themselves. It belongs to the processes that hold its lock, which is on the directory
+itself: deleting files in it frees nothing. A directory whose lock is free is left over from a run
+that was killed; the next start removes it.
+"""
+
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ultraep_serve.errors import ConfigError
+
+__all__ = [
+    "SHARED_MEMORY",
+    "TOKEN_FILE",
+    "RunDirectory",
+    "abandoned_run_directories",
+    "is_running",
+    "remove_abandoned",
+    "run_directory",
+    "run_directory_of_port",
+    "running_run_directories",
+]
+
+SHARED_MEMORY = Path("/dev/shm")
+TOKEN_FILE = "token"
+
+
+class RunDirectory:
+    """A run directory, and this process's lock on it. Use ``create`` or ``join``."""
+
+    def __init__(self, path: Path, lock: int) -> None:
+        self.path = path
+        self._lock = lock
+
+    @classmethod
+    def create(cls, name: str) -> "RunDirectory":
+        """A fresh one (mode 0700), after abandoned ones were removed.
+
+        Raises ConfigError where a run of this user has that ``name``, and OSError.
+        """
+        path = _path_of(name)
+        with _one_start_at_a_time():
+            _remove_abandoned()
+            try:
+                path.mkdir(mode=0o700)
+            except FileExistsError:
+                raise ConfigError(f"{path} belongs to a run of this user already") from None
+            return cls(path, _locked(path))
+
+    @classmethod
+    def join(cls, name: str) -> "RunDirectory":
+        """The one that another process created. Raises ConfigError where it is gone."""
+        path = _path_of(name)
+        try:
+            return cls(path, _locked(path))
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be used ({error.strerror})") from error
+
+    def leave(self) -> None:
+        """Give the lock back. The last process to leave removes the directory."""
+        if self._lock < 0:
+            return
+        with _one_start_at_a_time():
+            os.close(self._lock)
+            self._lock = -1
+            if not _is_held(self.path):
+                shutil.rmtree(self.path, ignore_errors=True)
+
+
+def run_directory_of_port(port: int) -> Path:
+    """Where the launcher of the server on ``port`` of this host and user keeps its directory."""
+    return _path_of(str(port))
+
+
+@contextmanager
+def run_directory(port: int) -> Iterator[Path]:
+    """A fresh run directory (mode 0700) for the server on ``port``, removed at the end.
+
+    Raises ConfigError when a server of this user already runs there.
+    """
+    try:
+        directory = RunDirectory.create(str(port))
+    except ConfigError as error:
+        raise ConfigError(
+            f"a balanced server on port {port} is running already ({error}); "
+            "stop it or choose another --port"
+        ) from None
+    try:
+        yield directory.path
+    finally:
+        directory.leave()
+
+
+def abandoned_run_directories() -> list[Path]:
+    """Directories of this user's runs that were killed; the next start removes them."""
+    with _one_start_at_a_time():
+        return _abandoned()
+
+
+def running_run_directories() -> list[Path]:
+    """Directories of this user's runs, sorted by name."""
+    with _one_start_at_a_time():
+        return [path for path in _own() if _is_held(path)]
+
+
+def remove_abandoned() -> None:
+    """Remove what killed runs of this user left."""
+    with _one_start_at_a_time():
+        _remove_abandoned()
+
+
+def is_running(port: int) -> bool:
+    """Whether a balanced server of this user holds the run directory of ``port``."""
+    with _one_start_at_a_time():
+        return _is_held(run_directory_of_port(port))
+
+
+@contextmanager
+def _one_start_at_a_time() -> Iterator[None]:
+    """Otherwise a start could take a directory that is not locked yet for an abandoned one."""
+    directory = _open_directory(SHARED_MEMORY)
+    try:
+        fcntl.flock(directory, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(directory)
+
+
+def _path_of(name: str) -> Path:
+    return SHARED_MEMORY / f"ultraep-{os.getuid()}-{name}"
+
+
+def _own() -> list[Path]:
+    return sorted(path for path in SHARED_MEMORY.glob(f"ultraep-{os.getuid()}-*") if path.is_dir())
+
+
+def _abandoned() -> list[Path]:
+    return [path for path in _own() if not _is_held(path)]
+
+
+def _remove_abandoned() -> None:
+    for path in _abandoned():
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _open_directory(path: Path) -> int:
+    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+
+def _locked(path: Path) -> int:
+    """A descriptor that holds a lock on ``path`` together with other processes'."""
+    lock = _open_directory(path)
+    fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    return lock
+
+
+def _is_held(path: Path) -> bool:
+    try:
+        lock = _open_directory(path)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(lock)
+    return False
