@@ -1,12 +1,14 @@
 """Every setting, stated once, and the one place that reads the environment.
 
 ``BalanceConfig`` is the schema of all settings: from it come the launcher's flags and their help,
-the JSON that engine processes get in the variable ``ULTRAEP_CONFIG``, the errors, and the table in
-``docs/reference.md``. A setting's name is its flag's, with underscores.
+the JSON that an engine is given (in the variable ``ULTRAEP_CONFIG``, or in a setting of its own),
+the errors, and the table in ``docs/reference.md``. A setting's name is its flag's, with
+underscores.
 """
 
 import argparse
 import json
+import multiprocessing
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,6 +28,7 @@ __all__ = [
     "add_flags",
     "child_environment",
     "control_token_from_environment",
+    "first_process",
     "parse_policy",
     "plugin_filter",
     "values_of_flags",
@@ -33,6 +36,7 @@ __all__ = [
 
 CONFIG_VARIABLE = "ULTRAEP_CONFIG"
 TOKEN_VARIABLE = "ULTRAEP_CONTROL_TOKEN"
+_FIRST_PROCESS_VARIABLE = "ULTRAEP_FIRST_PROCESS"
 
 
 def _read_costs(given: object) -> object:
@@ -127,9 +131,15 @@ class BalanceConfig(_Settings):
     ring_records: int = Field(
         default=4096, ge=16, le=1 << 20, description="records kept per rank for the sidecar"
     )
+    sidecar: SidecarSettings | None = Field(
+        default=None,
+        description="start the sidecar from the primary rank of each host, with these settings",
+        json_schema_extra={"flag": False},
+    )
     run_dir: str = Field(
         default="",
-        description="directory in shared memory where ranks, sidecar and launcher find each other",
+        description="directory in shared memory where ranks, sidecar and launcher find each other; "
+        "the launcher's (default: ranks make one)",
         json_schema_extra={"flag": False},
     )
 
@@ -157,11 +167,33 @@ class BalanceConfig(_Settings):
         text = os.environ.get(CONFIG_VARIABLE)
         return cls.from_json(text) if text else None
 
+    @classmethod
+    def chosen(cls, given: object, name: str) -> "BalanceConfig | None":
+        """The configuration that the engine was ``given`` in its own setting ``name``, or this
+        process's; None where there is neither.
+
+        Raises ConfigError for unknown settings and bad values, and where there are both and they
+        differ.
+        """
+        environment = cls.from_environment()
+        if given is None:
+            return environment
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"{name} must be a JSON object of settings, not {given!r}")
+        config = cls(**given)
+        if environment is not None:  # where there is a launcher, its directory holds
+            config = config.replace(run_dir=environment.run_dir)
+        if environment is not None and environment != config:
+            raise ConfigError(
+                f"{name} and the variable {CONFIG_VARIABLE} say different things about "
+                f"{_first_difference(config, environment)}; use one of them"
+            )
+        return config
+
     @property
     def run_path(self) -> Path:
-        """``run_dir`` as a path. Raises ConfigError when it was never set."""
-        if not self.run_dir:
-            raise ConfigError("run_dir is empty; start through `ultraep-serve`, which sets it")
+        """``run_dir`` as a path, which is set as soon as ranks know each other."""
+        assert self.run_dir, "ranks have not met"
         return Path(self.run_dir)
 
     def replace(self, **changes: Any) -> "BalanceConfig":
@@ -221,6 +253,13 @@ def plugin_filter(variable: str) -> str | None:
     return os.environ.get(variable)
 
 
+def first_process() -> int:
+    """Process id of the engine's first process; those that it starts as workers agree."""
+    if multiprocessing.parent_process() is None:
+        os.environ[_FIRST_PROCESS_VARIABLE] = str(os.getpid())
+    return int(os.environ.get(_FIRST_PROCESS_VARIABLE, os.getpid()))
+
+
 def child_environment(config: BalanceConfig, defaults: Mapping[str, str]) -> dict[str, str]:
     """Environment for the launcher's children; the operator's own wins over ``defaults``."""
     return {**defaults, **os.environ, CONFIG_VARIABLE: config.to_json()}
@@ -247,6 +286,11 @@ def _converted(name: str, given: Any, annotation: Any) -> Any:
 def _plain(annotation: Any) -> Any:
     """``int`` for ``int | None``."""
     return next((part for part in get_args(annotation) if part in (int, float)), annotation)
+
+
+def _first_difference(one: BaseModel, other: BaseModel) -> str:
+    names = type(one).model_fields
+    return next(name for name in names if getattr(one, name) != getattr(other, name))
 
 
 def _explain(error: ValidationError, settings: type[BaseModel]) -> str:

@@ -1,8 +1,8 @@
 """Domains and hosts: ranks that reach each other's memory, and where a rank is among all of them.
 
 Weights move only inside a domain, tokens go anywhere. A domain is all ranks of one host, or a part
-of them where ``domain_size`` says so. Ranks share a host when they share a run directory: each
-host has a launcher, and each launcher makes a directory of its own.
+of them where ``domain_size`` says so. Ranks share a host when they share memory and process ids: a
+launcher's run directory where there is one, else ``/dev/shm`` and a process namespace.
 """
 
 import os
@@ -72,11 +72,12 @@ def domain_of(rank: int, num_ranks: int, domain_size: int | None = None) -> rang
     return range(first, min(first + size, num_ranks))
 
 
-def host_identity(run_path: Path) -> int:
-    """63 bits that are the same for all who share ``run_path``, and differ for all others."""
-    status = run_path.stat()
+def host_identity(shared: Path) -> int:
+    """63 bits that are the same for all who share the directory ``shared`` and process ids."""
+    status = shared.stat()
     machine = _BOOT.read_text() if _BOOT.exists() else os.uname().nodename
-    names = f"{machine}|{status.st_dev}|{status.st_ino}|{run_path.resolve()}"
+    place = f"{status.st_dev}|{status.st_ino}|{shared.resolve()}|{process_namespace()}"
+    names = f"{machine}|{place}"
     return int.from_bytes(blake2b(names.encode(), digest_size=8).digest(), "little") >> 1
 
 

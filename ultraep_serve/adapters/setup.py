@@ -7,9 +7,12 @@ balancer routes all of them.
 
 import logging
 import os
+import secrets
 import zlib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from multiprocessing.util import Finalize
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -19,12 +22,21 @@ from torch import nn
 from ultraep_serve import __version__
 from ultraep_serve.backend import CONNECT_FACTOR, Backend, GroupSetup, make_backend
 from ultraep_serve.collectives import EngineGroup, HostAllGather
-from ultraep_serve.config import BalanceConfig
+from ultraep_serve.config import BalanceConfig, first_process
 from ultraep_serve.cuda.recording import is_capturing
 from ultraep_serve.errors import SERVE_UNBALANCED, ConfigError, UltraEPError, UnsupportedError
+from ultraep_serve.files import write_whole
+from ultraep_serve.launcher.sidecar import start_beside_rank
 from ultraep_serve.physical import identity_table
 from ultraep_serve.ring.control import ControlPage
 from ultraep_serve.ring.recorder import Recorder
+from ultraep_serve.ring.run_directory import (
+    CONFIG_FILE,
+    SHARED_MEMORY,
+    UNBALANCED_FILE,
+    RunDirectory,
+    name_of_run,
+)
 from ultraep_serve.ring.schema import RingState
 from ultraep_serve.ring.spool import SpoolSource, SpoolWriter
 from ultraep_serve.topology import Location, host_identity, locate
@@ -37,6 +49,7 @@ __all__ = [
     "expert_parameters",
     "find_location",
     "require_one_number",
+    "serve_unbalanced",
     "wait_for_all",
 ]
 
@@ -76,6 +89,7 @@ class BalancedLayers:
         come.
         """
         location = find_location(config, rank, shape.num_ranks, group)
+        config = _meet(config, location, group)
         self._setup = setup = GroupSetup(config, shape, view, location, group)
         self._num_layers = len(layers)
         backend = make_backend(layers[0][0].device, setup)
@@ -220,7 +234,7 @@ def _adopt(parameters: Sequence[nn.Parameter], backend: Backend) -> None:
         parameter.data = alias  # at once: what it held may be empty now
 
 
-_OF_ONE_HOST = ("run_dir",)  # settings that may differ from host to host
+_OF_ONE_HOST = ("run_dir", "sidecar")  # settings that may differ from host to host
 _NAME_BYTES = 64  # as long as Linux lets a host's name be
 
 
@@ -235,7 +249,8 @@ def find_location(
     if group is None:
         return locate(rank, [0] * num_ranks, config.domain_size, os.uname().nodename)
     ranks = HostAllGather(group.on_host, config.timeout_seconds * CONNECT_FACTOR)
-    identity = [host_identity(config.run_path), _checksum(__version__)]
+    shared = Path(config.run_dir) if config.run_dir else SHARED_MEMORY
+    identity = [host_identity(shared), _checksum(__version__)]
     hosts = ranks.gather(np.concatenate([identity, _host_name()]))  # so wide in every version
     if (strangers := np.flatnonzero(hosts[:, 1] != hosts[0, 1])).size:
         raise ConfigError(
@@ -249,10 +264,65 @@ def find_location(
             name = list(settings)[int(differs.argmax())]
             raise ConfigError(
                 f"rank {other} was started with another {name} than rank 0; start "
-                "ultraep-serve with the same flags on every host"
+                "all hosts with the same settings"
             )
     name = hosts[0, 2:].tobytes().rstrip(b"\0").decode("ascii", "replace")
     return locate(rank, hosts[:, 0].tolist(), config.domain_size, name)
+
+
+def _meet(config: BalanceConfig, location: Location, group: EngineGroup | None) -> BalanceConfig:
+    """``config`` with a run directory that all ranks of this host know; all ranks together.
+
+    Without a launcher each host's primary rank makes one, which is gone with the host's last rank.
+    Raises ConfigError where it cannot be made, on every rank of the host.
+    """
+    if config.run_dir:
+        return config
+    assert group is not None, "ranks without a group are given a run directory"
+    process, number = first_process(), secrets.randbits(62)
+    directory, problem = None, f"rank {location.host.start} could not make a run directory"
+    if location.is_host_primary:
+        try:
+            directory = _make_run_directory(config, name_of_run(process, number))
+        except (OSError, UltraEPError) as error:  # the others wait for an answer
+            process, problem = 0, str(error)
+    ranks = HostAllGather(group.on_host, config.timeout_seconds * CONNECT_FACTOR)
+    rows = ranks.gather(np.array([process, number], np.int64))
+    process, number = rows[location.host.start].tolist()
+    if not process:
+        raise ConfigError(problem)
+    if directory is None:
+        directory = RunDirectory.join(name_of_run(process, number))
+        _leave_at_exit(directory)
+    return config.replace(run_dir=str(directory.path))
+
+
+def serve_unbalanced(config: BalanceConfig, reason: str) -> None:
+    """Leave ``reason``, why nothing is balanced, where the sidecar finds it; one rank calls this.
+
+    Raises ConfigError where a sidecar that was asked for cannot listen.
+    """
+    path = Path(config.run_dir)
+    if not config.run_dir:
+        name = name_of_run(first_process(), secrets.randbits(62))
+        path = _make_run_directory(config, name).path
+    write_whole(path / UNBALANCED_FILE, " ".join(reason.split()).encode())
+
+
+def _make_run_directory(config: BalanceConfig, name: str) -> RunDirectory:
+    """One that this process leaves when it ends, and the sidecar, if that is asked for."""
+    directory = RunDirectory.create(name)
+    _leave_at_exit(directory)
+    config = config.replace(run_dir=str(directory.path))
+    write_whole(directory.path / CONFIG_FILE, config.to_json().encode())
+    if config.sidecar is not None:
+        start_beside_rank(config, config.sidecar)
+    return directory
+
+
+def _leave_at_exit(directory: RunDirectory) -> None:
+    """``atexit`` is not called in a process of ``multiprocessing``."""
+    Finalize(None, directory.leave, exitpriority=0)
 
 
 def wait_for_all(setup: GroupSetup) -> None:

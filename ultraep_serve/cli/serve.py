@@ -10,9 +10,10 @@ from ultraep_serve.adapters.vllm import launch as vllm
 from ultraep_serve.config import BalanceConfig, SidecarSettings, add_flags, values_of_flags
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.files import write_whole
+from ultraep_serve.launcher.sidecar import sidecar_command
 from ultraep_serve.launcher.supervisor import supervise
 from ultraep_serve.machine import why_not_listen
-from ultraep_serve.ring.run_directory import TOKEN_FILE, run_directory
+from ultraep_serve.ring.run_directory import CONFIG_FILE, TOKEN_FILE, run_directory
 from ultraep_serve.types import Policy
 
 __all__ = ["LAUNCHERS", "add_arguments", "run"]
@@ -54,14 +55,12 @@ def run(arguments: argparse.Namespace) -> int:
         _check_port(sidecar.host, sidecar_port, "--sidecar-port")
     with run_directory(parsed.port) as run_path:
         config = config.replace(run_dir=str(run_path))
-        write_whole(run_path / "config.json", config.to_json().encode())
-        sidecar_arguments = None
+        write_whole(run_path / CONFIG_FILE, config.to_json().encode())
+        beside = None
         if with_sidecar:
-            sidecar_arguments = ["--run-dir", str(run_path), "--host", sidecar.host]
-            sidecar_arguments += ["--port", str(sidecar_port), "--log-format", sidecar.log_format]
-            sidecar_arguments += ["--allow-ideal"] if config.allow_ideal else []
+            beside = sidecar_command(config, sidecar, sidecar_port)
             _announce(sidecar.host, sidecar_port, run_path)
-        return supervise(command, config, sidecar_arguments)
+        return supervise(command, config, beside)
 
 
 def _announce(host: str, port: int, run_path: Path) -> None:

@@ -4,7 +4,6 @@ import ctypes
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 import urllib.error
@@ -40,12 +39,10 @@ class EngineCommand:
     environment: dict[str, str] = field(default_factory=dict)  # defaults; the user's own win
 
 
-def supervise(
-    engine: EngineCommand, config: BalanceConfig, sidecar_arguments: list[str] | None
-) -> int:
+def supervise(engine: EngineCommand, config: BalanceConfig, sidecar: list[str] | None) -> int:
     """Run ``engine`` to its end and return its exit code; the sidecar lives as long as it does.
 
-    Without ``sidecar_arguments`` there is no sidecar. SIGINT and SIGTERM stop both. Raises
+    ``sidecar`` is its command; None: there is none. SIGINT and SIGTERM stop both. Raises
     UnsupportedError when the engine came up without being balanced, and EngineEndedError when a
     balanced engine ends by itself as if all were well, as vLLM does when it has lost a rank.
     """
@@ -54,9 +51,8 @@ def supervise(
     watch = _BalanceWatch(engine, config)
     with _forwarded_signals(children) as signals:
         try:
-            if sidecar_arguments is not None:
-                command = [sys.executable, "-m", "ultraep_serve.sidecar", *sidecar_arguments]
-                children.append(_start(command, environment))
+            if sidecar is not None:
+                children.append(_start(sidecar, environment))
             server = _start(engine.arguments, environment)
             children.append(server)
             signals.repeat()

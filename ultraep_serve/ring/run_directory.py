@@ -9,6 +9,7 @@ that was killed; the next start removes it.
 import fcntl
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,19 +17,25 @@ from pathlib import Path
 from ultraep_serve.errors import ConfigError
 
 __all__ = [
+    "CONFIG_FILE",
     "SHARED_MEMORY",
     "TOKEN_FILE",
+    "UNBALANCED_FILE",
     "RunDirectory",
     "abandoned_run_directories",
     "is_running",
+    "name_of_run",
     "remove_abandoned",
+    "remove_run_directories",
     "run_directory",
     "run_directory_of_port",
     "running_run_directories",
 ]
 
 SHARED_MEMORY = Path("/dev/shm")
+CONFIG_FILE = "config.json"
 TOKEN_FILE = "token"
+UNBALANCED_FILE = "unbalanced"  # why nothing is balanced here, where that was permitted
 
 
 class RunDirectory:
@@ -107,6 +114,27 @@ def running_run_directories() -> list[Path]:
     """Directories of this user's runs, sorted by name."""
     with _one_start_at_a_time():
         return [path for path in _own() if _is_held(path)]
+
+
+def name_of_run(process: int, number: int) -> str:
+    """Of a run without a launcher: the engine's first process, and a random ``number`` of 63 bits.
+
+    Process ids alone are not unique where containers share memory.
+    """
+    return f"p{process}-{number:016x}"
+
+
+def remove_run_directories(process: int, seconds: float) -> None:
+    """Remove those of ``process``'s runs as soon as nobody holds them, within ``seconds``."""
+    deadline = time.monotonic() + seconds
+    while left := list(SHARED_MEMORY.glob(f"{_path_of(f'p{process}-').name}*")):
+        with _one_start_at_a_time():
+            for path in left:
+                if not _is_held(path):
+                    shutil.rmtree(path, ignore_errors=True)
+        if time.monotonic() > deadline:
+            return
+        time.sleep(0.1)
 
 
 def remove_abandoned() -> None:

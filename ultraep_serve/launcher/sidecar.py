@@ -1,0 +1,46 @@
+"""The sidecar's process, as the launcher starts it, or a run's primary rank where there is none."""
+
+import os
+import subprocess
+import sys
+
+from ultraep_serve.config import BalanceConfig, SidecarSettings
+from ultraep_serve.errors import ConfigError
+from ultraep_serve.machine import why_not_listen
+
+__all__ = ["DEFAULT_PORT", "sidecar_command", "start_beside_rank"]
+
+DEFAULT_PORT = 8001
+
+
+def sidecar_command(
+    config: BalanceConfig, settings: SidecarSettings, port: int, parent: int | None = None
+) -> list[str]:
+    """Arguments that serve ``config``'s run directory on ``port``, as long as ``parent`` lives."""
+    command = [sys.executable, "-m", "ultraep_serve.sidecar", "--run-dir", str(config.run_path)]
+    command += ["--host", settings.host, "--port", str(port), "--log-format", settings.log_format]
+    command += ["--allow-ideal"] if config.allow_ideal else []
+    return command if parent is None else [*command, "--parent", str(parent)]
+
+
+def start_beside_rank(config: BalanceConfig, settings: SidecarSettings) -> None:
+    """Start it as a child of this rank, with which it ends, on any core.
+
+    Raises ConfigError where it cannot listen.
+    """
+    port = DEFAULT_PORT if settings.port is None else settings.port
+    if reason := why_not_listen(settings.host, port):
+        raise ConfigError(
+            f"the sidecar cannot listen on {settings.host}:{port} ({reason}); choose another "
+            'with "sidecar": {"port": N}'
+        )
+    child = subprocess.Popen(
+        sidecar_command(config, settings, port, os.getpid()),
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    os.sched_setaffinity(child.pid, _all_cores())  # engines pin ranks to a few
+
+
+def _all_cores() -> range:
+    return range(os.cpu_count() or 1)
