@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 SERVE_UNBALANCED = (
-    "or serve without balancing: --on-unsupported=off"  # the remedy that always works
+    "or set on_unsupported to off to serve without balancing"  # the remedy that always works
 )
 
 
@@ -50,7 +50,7 @@ class ConfigError(UltraEPError, ValueError):
 class UnsupportedError(UltraEPError):
     """This engine, model or layer cannot be balanced; the message names the remedy.
 
-    Start with ``--on-unsupported=off`` to serve without balancing instead.
+    With ``on_unsupported`` set to off the engine serves without balancing instead.
     """
 
 

@@ -9,6 +9,7 @@ import pytest
 from ultraep_serve.config import (
     CONFIG_VARIABLE,
     BalanceConfig,
+    SidecarSettings,
     add_flags,
     child_environment,
     control_token_from_environment,
@@ -95,9 +96,42 @@ def test_the_control_token_is_optional(monkeypatch: pytest.MonkeyPatch) -> None:
     assert control_token_from_environment() == "secret"
 
 
-def test_a_run_directory_has_to_be_set() -> None:
-    with pytest.raises(ConfigError, match="run_dir is empty"):
-        _ = BalanceConfig().run_path
+def test_settings_come_from_the_engines_own_configuration_or_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv(CONFIG_VARIABLE, raising=False)
+    assert BalanceConfig.chosen(None, "given") is None
+    assert BalanceConfig.chosen({}, "given") == BalanceConfig()
+    given = {"slots": 3, "sidecar": {"port": 8001}}
+    chosen = BalanceConfig.chosen(given, "given")
+    assert chosen is not None
+    assert chosen.slots == 3
+    assert chosen.sidecar == SidecarSettings(port=8001)
+    monkeypatch.setenv(CONFIG_VARIABLE, '{"slots": 3, "sidecar": {"port": 8001}, "run_dir": "/x"}')
+    assert BalanceConfig.chosen(None, "given") == chosen.replace(run_dir="/x")
+    assert BalanceConfig.chosen(given, "given") == chosen.replace(run_dir="/x")
+    with pytest.raises(ConfigError, match=f"given and the variable {CONFIG_VARIABLE}.* slots"):
+        BalanceConfig.chosen({**given, "slots": 2}, "given")
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        ({"slotz": 1}, "unknown setting 'slotz'; choose from policy, slots"),
+        ({"slots": "2"}, "slots = '2' must be a valid integer"),
+        ({"policy": "quotta"}, "policy = 'quotta' must be 'off', 'quota'"),
+        ({"sidecar": {"prt": 1}}, "sidecar: unknown setting 'prt'; choose from host, port"),
+        ({"sidecar": {"port": 70000}}, "port = 70000 must be less than or equal to 65535"),
+        ([], "given must be a JSON object of settings"),
+        (True, "given must be a JSON object of settings"),
+    ],
+)
+def test_wrong_settings_are_named(
+    given: object, error: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(CONFIG_VARIABLE, raising=False)
+    with pytest.raises(ConfigError, match=error):
+        BalanceConfig.chosen(given, "given")
 
 
 def test_policies_by_name() -> None:

@@ -196,7 +196,8 @@ def noted(arguments, environment):
     return child
 supervisor._start = noted
 config = BalanceConfig(policy=Policy.OFF, run_dir=run_dir)
-raise SystemExit(supervisor.supervise(engine, config, ["--run-dir", run_dir, "--port", "0"]))
+sidecar = [sys.executable, "-m", "ultraep_serve.sidecar", "--run-dir", run_dir, "--port", "0"]
+raise SystemExit(supervisor.supervise(engine, config, sidecar))
 """
 
 
@@ -226,7 +227,7 @@ def test_the_sidecar_ends_with_the_engine(tmp_path: Path) -> None:
     assert is_gone(engine)
 
 
-def sidecar_arguments(flags: list[str], monkeypatch: pytest.MonkeyPatch) -> list[str] | None:
+def sidecar_command(flags: list[str], monkeypatch: pytest.MonkeyPatch) -> list[str] | None:
     """What the sidecar of a vLLM server with ``flags`` is started with; None: there is none."""
     started: list[list[str] | None] = []
 
@@ -245,7 +246,7 @@ def sidecar_arguments(flags: list[str], monkeypatch: pytest.MonkeyPatch) -> list
 def test_the_sidecar_can_be_left_out(
     flags: list[str], shared_memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert (sidecar_arguments(flags, monkeypatch) is None) == bool(flags)
+    assert (sidecar_command(flags, monkeypatch) is None) == bool(flags)
 
 
 def test_the_sidecar_understands_what_it_is_started_with(
@@ -254,7 +255,10 @@ def test_the_sidecar_understands_what_it_is_started_with(
     parser = argparse.ArgumentParser()
     add_sidecar_arguments(parser)
     flags = ["--sidecar-log-format", "json", "--sidecar-port", str(free_port())]
-    found = parser.parse_args(sidecar_arguments(flags, monkeypatch))
+    command = sidecar_command(flags, monkeypatch)
+    assert command is not None
+    assert command[:3] == [sys.executable, "-m", "ultraep_serve.sidecar"]
+    found = parser.parse_args(command[3:])
     assert (found.log_format, str(found.port), found.host) == ("json", flags[-1], "127.0.0.1")
 
 

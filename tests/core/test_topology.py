@@ -50,7 +50,7 @@ def test_what_forms_no_domains_is_refused_with_the_remedy(
 ) -> None:
     with pytest.raises(UnsupportedError, match=message) as refusal:
         locate(0, hosts, domain_size)
-    assert "--on-unsupported=off" in str(refusal.value)
+    assert "set on_unsupported to off" in str(refusal.value)
 
 
 def test_run_directories_tell_hosts_apart(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def _on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def refusal(check: Any, subject: Any) -> str:
     with pytest.raises(UnsupportedError) as error:
         check(subject)
-    assert "--on-unsupported=off" in str(error.value)
+    assert "set on_unsupported to off" in str(error.value)
     return str(error.value)
 
 

@@ -28,7 +28,7 @@ from ultraep_serve.errors import UnsupportedError
 def refusal(layer: Any, config: VllmConfig) -> str:
     with pytest.raises(UnsupportedError) as error:
         checks.check_device_execution(layer, config)
-    assert "--on-unsupported=off" in str(error.value)
+    assert "set on_unsupported to off" in str(error.value)
     return str(error.value)
 
 

@@ -3,6 +3,7 @@
 
 import threading
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ with warnings.catch_warnings():
     from vllm.config import set_current_vllm_config
     from vllm.forward_context import create_forward_context, override_forward_context
     from vllm.model_executor.custom_op import op_registry_oot
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
     from vllm.model_executor.layers.quantization import fp8
     from vllm.v1.worker import ubatching
 
@@ -33,8 +35,10 @@ with warnings.catch_warnings():
     )
     from ultraep_serve.adapters.vllm import checks, group, routed_experts
 
+from ultraep_serve.config import BalanceConfig
 from ultraep_serve.cuda.recording import is_capturing
 from ultraep_serve.errors import UnsupportedError
+from ultraep_serve.ring.run_directory import UNBALANCED_FILE
 from ultraep_serve.types import Policy
 
 
@@ -143,9 +147,9 @@ def test_requests_of_a_rank_are_told_from_padding(balanced: Any) -> None:
 
 
 def test_unsupported_models_are_served_by_vllm_alone(
-    balanced: Any, monkeypatch: pytest.MonkeyPatch
+    balanced: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    configure(monkeypatch.setenv, on_unsupported="off", run_dir="/dev/null")
+    configure(monkeypatch.setenv, on_unsupported="off", run_dir=str(tmp_path))
     config = vllm_layers.engine_config(0, NUM_RANKS, "allgather_reducescatter", NAMES[:1])
     layer, _ = build(balanced, config=config)
     config.parallel_config.enable_elastic_ep = True
@@ -153,10 +157,13 @@ def test_unsupported_models_are_served_by_vllm_alone(
     assert layer._group.balanced is None
     layer._group.computed()
     assert layer.global_num_experts == vllm_layers.NUM_EXPERTS
+    assert "--enable-elastic-ep" in (tmp_path / UNBALANCED_FILE).read_text()  # for the sidecar
 
 
-def test_draft_models_are_refused(balanced: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    configure(monkeypatch.setenv, on_unsupported="off", run_dir="/dev/null")
+def test_draft_models_are_refused(
+    balanced: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    configure(monkeypatch.setenv, on_unsupported="off", run_dir=str(tmp_path))
     config = vllm_layers.engine_config(0, NUM_RANKS, "allgather_reducescatter", NAMES[:1])
     layer, _ = build(balanced, config=config)
     config.parallel_config.enable_elastic_ep = True
@@ -170,14 +177,27 @@ def test_draft_models_are_refused(balanced: Any, monkeypatch: pytest.MonkeyPatch
         build(balanced, config=other)
 
 
-def test_policy_off_leaves_vllm_on_a_gpu_untouched(
-    on_gpu: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("asked", [False, True])
+def test_vllm_on_a_gpu_is_untouched_unless_asked_or_with_policy_off(
+    on_gpu: Any, monkeypatch: pytest.MonkeyPatch, asked: bool
 ) -> None:
     monkeypatch.setattr(routed_experts, "current_platform", SimpleNamespace(is_cpu=lambda: False))
-    monkeypatch.delitem(op_registry_oot, "RoutedExperts", raising=False)
-    configure(monkeypatch.setenv, policy=Policy.OFF)
-    routed_experts.substitute()
-    assert "RoutedExperts" not in op_registry_oot
+    monkeypatch.delenv("ULTRAEP_CONFIG", raising=False)
+    if asked:
+        configure(monkeypatch.setenv, policy=Policy.OFF)
+    layer, _ = build(on_gpu)
+    assert type(layer) is RoutedExperts
+
+
+@pytest.mark.parametrize("settings", [{}, {"slots": NUM_SLOTS + 1}])
+def test_settings_come_from_vllms_own_configuration(
+    on_gpu: Any, monkeypatch: pytest.MonkeyPatch, settings: dict[str, int]
+) -> None:
+    monkeypatch.delenv("ULTRAEP_CONFIG", raising=False)
+    config = vllm_layers.engine_config(0, NUM_RANKS, "allgather_reducescatter", NAMES)
+    config.additional_config = {"ultraep": settings}
+    layer, _ = build(on_gpu, config=config)
+    assert layer._group._config == BalanceConfig(**settings)
 
 
 @pytest.mark.parametrize(

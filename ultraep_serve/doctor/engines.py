@@ -108,7 +108,7 @@ def _check_version(engine: _Engine, distribution: str, version: str) -> Finding:
     return error(
         "engine",
         f"{seen}; verified: {', '.join(engine.verified)}",
-        f"install {engine.package}, or serve without balancing: --on-unsupported off",
+        f"install {engine.package}, or set on_unsupported to off to serve without balancing",
     )
 
 

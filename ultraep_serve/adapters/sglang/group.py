@@ -45,7 +45,7 @@ class ExpertGroup:
         layers = moe_layers(model)
         if not layers:
             raise UnsupportedError(
-                f"{type(model).__name__} has no experts; serve it with --policy off"
+                f"{type(model).__name__} has no experts; serve it with policy off"
             )
         execution: Execution[FusedMoE] = CpuExperts() if is_cpu() else DeviceExperts()
         for layer in layers:

@@ -12,6 +12,7 @@ from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 
+from ultraep_serve.adapters.guard import PLUGIN, left_out
 from ultraep_serve.adapters.launch import (
     RankCount,
     bind_cores,
@@ -29,7 +30,7 @@ __all__ = ["DEFAULT_PORT", "count_ranks", "engine_command", "parse_engine_flags"
 DEFAULT_PORT = 30000
 _THIS_MODULE = "ultraep_serve.adapters.sglang.launch"
 _NEEDED_ON_CPU = ("sgl_kernel", "torchvision")  # or what stands in for them
-_GROUP, _PLUGIN = "sglang.srt.plugins", "ultraep_serve"
+_GROUP = "sglang.srt.plugins"
 _REMEDY = "or serve with --policy off"
 _CPU_CACHE_TOKENS = "32768"  # each rank would otherwise take the machine's memory for its own
 
@@ -191,16 +192,13 @@ def _require_cpu_modules() -> None:
 
 def _require_plugin() -> None:
     """SGLang goes on without plugins that it does not find or that its user did not name."""
-    if not entry_points(group=_GROUP, name=_PLUGIN):
+    if not entry_points(group=_GROUP, name=PLUGIN):
         sys.exit(
             f"ultraep: this package is installed without its entry point in {_GROUP}; "
             "install it anew: pip install ultraep-serve[sglang], on CPU deploy/setup_sglang_cpu.py"
         )
-    from sglang.srt.environ import envs
-
-    named = envs.SGLANG_PLUGINS.get()
-    if named and _PLUGIN not in [name.strip() for name in named.split(",")]:
-        sys.exit(f"ultraep: SGLANG_PLUGINS = {named!r} leaves {_PLUGIN} out; add it, or unset it")
+    if problem := left_out("sglang"):
+        sys.exit(f"ultraep: {problem}")
 
 
 if __name__ == "__main__":

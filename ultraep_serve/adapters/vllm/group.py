@@ -61,7 +61,7 @@ class ExpertGroup:
             raise UnsupportedError(
                 f"{layer.layer_name} was loaded after the model's own {len(self._layers)} MoE "
                 "layers; draft models with experts and weights that are loaded anew are not there "
-                "yet: serve with --policy off"
+                "yet: serve with policy off"
             )
         self._layers.append(layer)
         if len(self._layers) == len(self.vllm_config.compilation_config.static_all_moe_layers):

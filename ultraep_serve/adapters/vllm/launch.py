@@ -13,6 +13,7 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
+from ultraep_serve.adapters.guard import left_out
 from ultraep_serve.adapters.launch import RankCount, bind_cores, check_has_experts, local_url
 from ultraep_serve.errors import ConfigError, UnsupportedError
 from ultraep_serve.launcher.supervisor import EngineCommand
@@ -59,6 +60,8 @@ def engine_command(model: str, flags: list[str], policy: Policy) -> EngineComman
     parsed = parse_engine_flags(flags)
     ranks = count_ranks(parsed)
     if policy is not Policy.OFF:
+        if problem := left_out("vllm"):
+            raise ConfigError(problem)
         check_has_experts(model, "vLLM")
         if not parsed.config:
             _check_parallelism(ranks.total, parsed.enable_expert_parallel)

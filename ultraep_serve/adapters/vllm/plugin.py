@@ -4,38 +4,35 @@ vLLM calls ``register`` in every process it starts, before it knows whether that
 a model, and before it has a configuration. Whether to balance is decided when a model is built.
 """
 
-import argparse
-import json
+import logging
 import sys
 
+from ultraep_serve.adapters.guard import SETTING, setting_on_command_line
 from ultraep_serve.adapters.process import tidy_up_at_exit
 from ultraep_serve.config import BalanceConfig
+from ultraep_serve.errors import UnsupportedError
 
-__all__ = ["SETTING", "register"]
+__all__ = ["register"]
 
-SETTING = "ultraep"  # its name in vLLM's --additional-config
+logger = logging.getLogger("vllm.ultraep_serve")
 
 
 def register() -> None:
     """Have vLLM build experts that can be balanced; they are vLLM's own where nobody asked.
 
     Raises ConfigError, before anything is started, for settings in the environment or on the
-    command line that are wrong.
+    command line that are wrong, and UnsupportedError where they ask for balancing and this vLLM
+    has other layers.
     """
-    BalanceConfig.chosen(_setting_of(sys.argv), f"--additional-config {SETTING}")
+    given = setting_on_command_line(sys.argv)
+    asked = BalanceConfig.chosen(given, f"--additional-config {SETTING}")
     tidy_up_at_exit()
-    from ultraep_serve.adapters.vllm.routed_experts import substitute
-
-    substitute()
-
-
-def _setting_of(arguments: list[str]) -> object:
-    """What the command line says under ``SETTING``; None where vLLM finds it elsewhere, or not."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--additional-config", "--additional_config")
-    given = parser.parse_known_args(arguments[1:])[0].additional_config
     try:
-        found = json.loads(given or "{}")
-    except ValueError:
-        return None  # vLLM says what is wrong with it
-    return found.get(SETTING) if isinstance(found, dict) else None
+        from ultraep_serve.adapters.vllm.routed_experts import substitute
+
+        substitute()
+    except (ImportError, AttributeError) as error:
+        problem = f"this vLLM is not one that can be balanced ({error})"
+        if asked is not None and asked.on_unsupported == "error":
+            raise UnsupportedError(problem) from error
+        logger.warning("ultraep: %s", problem)

@@ -17,9 +17,9 @@ from vllm.model_executor.layers.fused_moe.runner.shared_experts import SharedExp
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.platforms import current_platform
 
+from ultraep_serve.adapters.guard import SETTING
 from ultraep_serve.adapters.process import refuse_or_serve_plainly, repeated_at_exit
 from ultraep_serve.adapters.vllm.checks import check_engine, is_primary, unsupported_experts
-from ultraep_serve.adapters.vllm.plugin import SETTING
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.errors import UnsupportedError
 from ultraep_serve.types import Policy
@@ -209,7 +209,7 @@ def _group_of_model() -> "ExpertGroup | None":
     if _layers and _layers[-1]._group.balanced is not None:
         raise UnsupportedError(
             "this process balances another model already; draft models with experts are not there "
-            "yet: serve with --policy off"
+            "yet: serve with policy off"
         )
     from ultraep_serve.adapters.vllm.group import ExpertGroup
 

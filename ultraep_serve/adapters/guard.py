@@ -1,0 +1,61 @@
+"""Entry point of the ``torch.backends`` group, which torch calls in every process that imports it.
+
+Engines can be told which plugins to load (``VLLM_PLUGINS``, ``SGLANG_PLUGINS``). Where that leaves
+this one out, none of it runs in the engine, which would serve unbalanced in silence. So a process
+that was asked to balance looks here, when its engine imports torch.
+"""
+
+import argparse
+import json
+import sys
+
+__all__ = ["PLUGIN", "SETTING", "check", "left_out", "setting_on_command_line"]
+
+PLUGIN = "ultraep_serve"  # its name among an engine's plugins
+SETTING = "ultraep"  # its name in vLLM's --additional-config
+_FILTERS = {"vllm": "VLLM_PLUGINS", "sglang": "SGLANG_PLUGINS"}
+
+
+def check() -> None:
+    """Raise SystemExit where balancing was asked for and the engine is told not to load it.
+
+    What a program says in ``LLM(additional_config=...)`` cannot be known here.
+    """
+    for engine in _FILTERS:
+        if engine in sys.modules and (problem := left_out(engine)) and _is_asked_for():
+            raise SystemExit(f"ultraep: error: {problem}")
+
+
+def left_out(engine: str) -> str | None:
+    """Why ``engine`` ("vllm" or "sglang") does not load this plugin, if its user said so.
+
+    An empty filter leaves all plugins out of vLLM, and none out of SGLang.
+    """
+    from ultraep_serve.config import plugin_filter  # nothing is imported where no engine is
+
+    named = plugin_filter(_FILTERS[engine])
+    if named is None or (engine == "sglang" and not named):
+        return None
+    if PLUGIN in (name.strip() for name in named.split(",")):
+        return None
+    return f"{_FILTERS[engine]} = {named!r} leaves {PLUGIN} out; add it, or unset the variable"
+
+
+def setting_on_command_line(arguments: list[str]) -> object:
+    """What vLLM's command line says under ``SETTING``; None where it does not say, or not so."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--additional-config", "--additional_config")
+    given = parser.parse_known_args(arguments)[0].additional_config
+    try:
+        found = json.loads(given or "{}")
+    except ValueError:
+        return None  # vLLM says what is wrong with it
+    return found.get(SETTING) if isinstance(found, dict) else None
+
+
+def _is_asked_for() -> bool:
+    from ultraep_serve.config import BalanceConfig
+
+    if setting_on_command_line(sys.orig_argv) is not None:
+        return True
+    return BalanceConfig.from_environment() is not None
