@@ -2,6 +2,7 @@
 # ruff: noqa: TID251 - SGLang's own objects are what is tested
 
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +28,7 @@ with warnings.catch_warnings():
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.cuda.recording import is_capturing
 from ultraep_serve.errors import UnsupportedError
+from ultraep_serve.ring.run_directory import UNBALANCED_FILE
 from ultraep_serve.types import Policy
 
 SHAPE = fakes.SHAPE
@@ -179,11 +181,13 @@ def test_layers_of_different_sizes_are_refused() -> None:
 
 
 def test_models_without_experts_are_refused() -> None:
-    with pytest.raises(UnsupportedError, match="has no experts; serve it with --policy off"):
+    with pytest.raises(UnsupportedError, match="has no experts; serve it with policy off"):
         loaded(BalanceConfig(), fakes.publish())
 
 
-def test_unsupported_models_are_served_by_sglang_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_models_are_served_by_sglang_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Whatever was told to the layers before they were refused is told back."""
     layer = fakes.loaded_layer()
 
@@ -191,7 +195,9 @@ def test_unsupported_models_are_served_by_sglang_alone(monkeypatch: pytest.Monke
         raise UnsupportedError("tensors that cannot be moved")
 
     monkeypatch.setattr(group, "BalancedLayers", refuse)
-    own = loaded(BalanceConfig(on_unsupported="off"), fakes.publish(), layer)
+    config = BalanceConfig(on_unsupported="off", run_dir=str(tmp_path))
+    own = loaded(config, fakes.publish(), layer)
+    assert (tmp_path / UNBALANCED_FILE).read_text() == "tensors that cannot be moved"
     made = fakes.make_batch(0, 4)
     taken: list[Any] = []
     own.experts(lambda layer, x, topk: taken.append(topk), layer, made.x, made.topk)

@@ -2,6 +2,7 @@
 
 import inspect
 import logging
+import os
 import pkgutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,10 +17,11 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils import is_cpu
 
+from ultraep_serve.adapters.process import refuse_or_serve_plainly
 from ultraep_serve.adapters.sglang.checks import check_cpu_execution, check_engine, check_settings
 from ultraep_serve.adapters.sglang.cpu_experts import complete_device_module, compute_and_reduce
 from ultraep_serve.adapters.sglang.group import ExpertGroup, moe_layers
-from ultraep_serve.config import BalanceConfig
+from ultraep_serve.config import BalanceConfig, first_process
 from ultraep_serve.errors import SERVE_UNBALANCED, UnsupportedError
 from ultraep_serve.types import Policy
 
@@ -59,9 +61,8 @@ def install(config: BalanceConfig) -> None:
     try:
         check_engine(_PARAMETERS)
     except UnsupportedError as error:
-        if config.on_unsupported == "error":
-            raise
-        logger.warning("ultraep: serving without balancing: %s", error)
+        is_primary = first_process() == os.getpid()
+        refuse_or_serve_plainly(error, config, logger, is_primary=is_primary)
         return
     if is_cpu():
         complete_device_module()
@@ -106,10 +107,9 @@ class _SchedulerHooks:
                 self._group = ExpertGroup(self._config, runner.model)
                 return
             except UnsupportedError as error:
-                if self._config.on_unsupported == "error":
-                    raise
+                is_primary = get_parallel().tp_rank == 0
+                refuse_or_serve_plainly(error, self._config, logger, is_primary=is_primary)
                 self._served_plainly = True
-                logger.warning("ultraep: serving without balancing: %s", error)
         for layer in moe_layers(runner.model):
             if layer.moe_ep_size > 1 and is_cpu():
                 check_cpu_execution(layer)

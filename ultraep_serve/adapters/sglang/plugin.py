@@ -19,8 +19,10 @@ def register() -> None:
         config = BalanceConfig.from_environment()
         if config is None:
             return
+        from ultraep_serve.adapters.process import tidy_up_at_exit
         from ultraep_serve.adapters.sglang.hooks import install
 
+        tidy_up_at_exit()
         install(config)
     except UltraEPError as error:
         raise SystemExit(f"ultraep: {error}") from error
