@@ -13,13 +13,12 @@ import pytest
 
 from ultraep_serve.cli import main, serve
 from ultraep_serve.config import CONFIG_VARIABLE, BalanceConfig
-from ultraep_serve.errors import ConfigError, EngineEndedError, UnsupportedError
+from ultraep_serve.errors import EngineEndedError, UnsupportedError
 from ultraep_serve.launcher import supervisor
 from ultraep_serve.launcher.supervisor import EngineCommand, supervise
 from ultraep_serve.machine import free_port
 from ultraep_serve.ring import run_directory as module
 from ultraep_serve.ring.recorder import Recorder
-from ultraep_serve.ring.run_directory import run_directory, run_directory_of_port
 from ultraep_serve.ring.schema import RingState
 from ultraep_serve.sidecar.serve import add_arguments as add_sidecar_arguments
 from ultraep_serve.topology import Location
@@ -41,69 +40,6 @@ def _short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engines here start at once."""
     monkeypatch.setattr(supervisor, "_HEALTH_SECONDS", 0.5)
     monkeypatch.setattr(supervisor, "_LOOK_SECONDS", 0.1)
-
-
-def test_a_run_directory_is_private_and_removed(shared_memory: Path) -> None:
-    with run_directory(8000) as path:
-        assert path == run_directory_of_port(8000)
-        assert path.stat().st_mode & 0o777 == 0o700
-        (path / "ring-0").write_bytes(b"x")
-    assert list(shared_memory.iterdir()) == []
-
-
-def test_a_run_directory_is_removed_after_an_error(shared_memory: Path) -> None:
-    with pytest.raises(KeyError), run_directory(8000):
-        raise KeyError
-    assert list(shared_memory.iterdir()) == []
-
-
-def test_two_servers_on_one_port_collide(shared_memory: Path) -> None:
-    with run_directory(8000) as first, run_directory(8001) as second:
-        with (
-            pytest.raises(ConfigError, match=r"port 8000 is running already.*another --port"),
-            run_directory(8000),
-        ):
-            pass
-        assert first.exists()
-        assert second.exists()
-    with run_directory(8000):
-        pass
-
-
-def test_what_a_killed_server_left_is_removed(shared_memory: Path) -> None:
-    mine = f"ultraep-{os.getuid()}"
-    for name in (f"{mine}-8000", f"{mine}-8001"):
-        (shared_memory / name).mkdir()
-        (shared_memory / name / "lock").touch()
-    (shared_memory / f"{mine}-8002").mkdir()  # killed before it had a lock
-    (shared_memory / f"{mine}-file").touch()
-    foreign = shared_memory / "ultraep-99999999-8000"
-    foreign.mkdir()
-    with run_directory(8000) as path:
-        assert {p for p in shared_memory.iterdir() if p.is_dir()} == {path, foreign}
-
-
-KILLED_LAUNCHER = """
-import os, sys
-from pathlib import Path
-from ultraep_serve.ring import run_directory
-run_directory.SHARED_MEMORY = Path(sys.argv[1])
-with run_directory.run_directory(8000):
-    print("ready", flush=True)
-    sys.stdin.read()
-"""
-
-
-def test_a_lock_ends_with_its_process(shared_memory: Path) -> None:
-    command = [sys.executable, "-c", KILLED_LAUNCHER, str(shared_memory)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as launcher:
-        assert launcher.stdout is not None
-        assert launcher.stdout.readline() == b"ready\n"
-        with pytest.raises(ConfigError, match="running already"), run_directory(8000):
-            pass
-        launcher.kill()
-    with run_directory(8000) as path:
-        assert path.exists()
 
 
 def python(code: str, **environment: str) -> EngineCommand:

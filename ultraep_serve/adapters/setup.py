@@ -48,6 +48,7 @@ __all__ = [
     "balanced_ids",
     "expert_parameters",
     "find_location",
+    "meet",
     "require_one_number",
     "serve_unbalanced",
     "wait_for_all",
@@ -89,7 +90,7 @@ class BalancedLayers:
         come.
         """
         location = find_location(config, rank, shape.num_ranks, group)
-        config = _meet(config, location, group)
+        config = meet(config, location, group)
         self._setup = setup = GroupSetup(config, shape, view, location, group)
         self._num_layers = len(layers)
         backend = make_backend(layers[0][0].device, setup)
@@ -270,7 +271,7 @@ def find_location(
     return locate(rank, hosts[:, 0].tolist(), config.domain_size, name)
 
 
-def _meet(config: BalanceConfig, location: Location, group: EngineGroup | None) -> BalanceConfig:
+def meet(config: BalanceConfig, location: Location, group: EngineGroup | None) -> BalanceConfig:
     """``config`` with a run directory that all ranks of this host know; all ranks together.
 
     Without a launcher each host's primary rank makes one, which is gone with the host's last rank.

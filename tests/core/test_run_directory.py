@@ -1,0 +1,168 @@
+"""Run directories: whose they are, what is left of them, and how ranks without a launcher meet."""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from tests.support.hosts import engine_group
+from tests.support.ranks import outcomes_of_ranks, run_ranks
+from ultraep_serve.adapters.setup import find_location, meet
+from ultraep_serve.config import BalanceConfig
+from ultraep_serve.errors import ConfigError
+from ultraep_serve.ring import run_directory as module
+from ultraep_serve.ring.run_directory import (
+    RunDirectory,
+    name_of_run,
+    remove_run_directories,
+    run_directory,
+    run_directory_of_port,
+    running_run_directories,
+)
+
+
+@pytest.fixture
+def shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory in place of /dev/shm, so that servers of this machine are left alone."""
+    monkeypatch.setattr(module, "SHARED_MEMORY", tmp_path)
+    return tmp_path
+
+
+def test_a_run_directory_is_private_and_removed(shared_memory: Path) -> None:
+    with run_directory(8000) as path:
+        assert path == run_directory_of_port(8000)
+        assert path.stat().st_mode & 0o777 == 0o700
+        (path / "ring-0").write_bytes(b"x")
+    assert list(shared_memory.iterdir()) == []
+
+
+def test_a_run_directory_is_removed_after_an_error(shared_memory: Path) -> None:
+    with pytest.raises(KeyError), run_directory(8000):
+        raise KeyError
+    assert list(shared_memory.iterdir()) == []
+
+
+def test_two_servers_on_one_port_collide(shared_memory: Path) -> None:
+    with run_directory(8000) as first, run_directory(8001) as second:
+        with (
+            pytest.raises(ConfigError, match=r"port 8000 is running already.*another --port"),
+            run_directory(8000),
+        ):
+            pass
+        assert first.exists()
+        assert second.exists()
+    with run_directory(8000):
+        pass
+
+
+def test_what_a_killed_server_left_is_removed(shared_memory: Path) -> None:
+    mine = f"ultraep-{os.getuid()}"
+    for name in (f"{mine}-8000", f"{mine}-8001"):
+        (shared_memory / name).mkdir()
+        (shared_memory / name / "ring-0").touch()
+    (shared_memory / f"{mine}-8002").mkdir()  # killed before it had a lock
+    (shared_memory / f"{mine}-file").touch()
+    foreign = shared_memory / "ultraep-99999999-8000"
+    foreign.mkdir()
+    with run_directory(8000) as path:
+        assert {p for p in shared_memory.iterdir() if p.is_dir()} == {path, foreign}
+
+
+KILLED_LAUNCHER = """
+import os, sys
+from pathlib import Path
+from ultraep_serve.ring import run_directory
+run_directory.SHARED_MEMORY = Path(sys.argv[1])
+with run_directory.run_directory(8000):
+    print("ready", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_lock_ends_with_its_process(shared_memory: Path) -> None:
+    command = [sys.executable, "-c", KILLED_LAUNCHER, str(shared_memory)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as launcher:
+        assert launcher.stdout is not None
+        assert launcher.stdout.readline() == b"ready\n"
+        with pytest.raises(ConfigError, match="running already"), run_directory(8000):
+            pass
+        launcher.kill()
+    with run_directory(8000) as path:
+        assert path.exists()
+
+
+def test_the_last_process_to_leave_removes_it(shared_memory: Path) -> None:
+    first = RunDirectory.create("x")
+    second = RunDirectory.join("x")
+    first.leave()
+    first.leave()  # once is enough
+    assert running_run_directories() == [second.path]
+    second.leave()
+    assert list(shared_memory.iterdir()) == []
+    with pytest.raises(ConfigError, match="cannot be used"):
+        RunDirectory.join("x")
+
+
+def test_deleting_files_frees_nothing(shared_memory: Path) -> None:
+    """Some start scripts delete all files in shared memory."""
+    with run_directory(8000) as path:
+        (path / "ring-0").touch()
+        for file in path.iterdir():
+            file.unlink()
+        with run_directory(8001):
+            assert running_run_directories() == [path, run_directory_of_port(8001)]
+        shutil.rmtree(path)
+        with run_directory(8000) as again:
+            assert again == path
+    assert list(shared_memory.iterdir()) == []
+
+
+def test_the_first_process_removes_what_killed_ranks_left(shared_memory: Path) -> None:
+    mine = RunDirectory.create(name_of_run(123, 1))
+    other = RunDirectory.create(name_of_run(1234, 1))
+    os.close(mine._lock)  # as when its process is killed
+    remove_run_directories(123, 0.0)
+    assert list(shared_memory.iterdir()) == [other.path]
+    began = time.monotonic()
+    remove_run_directories(1234, 0.3)  # still held
+    assert time.monotonic() - began >= 0.3
+    assert list(shared_memory.iterdir()) == [other.path]
+    other.leave()
+
+
+def met(rank: int, run_path: Path, shm: Path, config: BalanceConfig) -> tuple[str, bool]:
+    """Two ranks each of two runs meet, both at once; 0 and 1 are of one, 2 and 3 of the other."""
+    module.SHARED_MEMORY = shm
+    run, own = divmod(rank, 2)
+    group = engine_group(run_path / str(run), own, 2)
+    location = find_location(config, own, 2, group)
+    directory = meet(config, location, group).run_path
+    (directory / str(own)).touch()
+    dist.barrier(group.on_host)  # nobody leaves before all have come
+    both = {"0", "1", "config.json"} == {path.name for path in directory.iterdir()}
+    return directory.name, both
+
+
+def test_ranks_meet_without_a_launcher_and_runs_do_not_mix(run_path: Path, tmp_path: Path) -> None:
+    for name in ("0", "1"):
+        (run_path / name).mkdir()
+    outcomes = run_ranks(met, 4, run_path, tmp_path, BalanceConfig())
+    names = [name for name, _ in outcomes]
+    assert names[0] == names[1] != names[2] == names[3]
+    assert all(both for _, both in outcomes)
+
+
+def test_a_run_directory_that_cannot_be_made_is_an_error_of_every_rank(
+    run_path: Path, tmp_path: Path
+) -> None:
+    (run_path / "0").mkdir()
+    config = BalanceConfig(sidecar={"host": "192.0.2.1", "port": 8001})  # not of this machine
+    outcomes = outcomes_of_ranks(met, 2, run_path, tmp_path, config)
+    assert {outcome.error for outcome in outcomes} == {"ConfigError"}
+    assert "the sidecar cannot listen on 192.0.2.1:8001" in outcomes[0].message
+    assert "rank 0 could not make a run directory" in outcomes[1].message
