@@ -11,7 +11,7 @@ import sys
 
 
 def vllm_parser() -> argparse.ArgumentParser:
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser  # noqa: TID251
+    from vllm.entrypoints.cli.serve import make_arg_parser  # noqa: TID251
     from vllm.utils.argparse_utils import FlexibleArgumentParser  # noqa: TID251
 
     return make_arg_parser(FlexibleArgumentParser())

@@ -14,7 +14,7 @@ from files import BIN, COMPOSE, DEPLOY, ROOT, read_yaml, run
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from ultraep_serve.adapters.launch import SGLANG_VERSIONS, VLLM_VERSIONS
+from ultraep_serve.versions import SGLANG, VLLM, Package
 
 DOCKERFILES = sorted((DEPLOY / "docker").glob("*.Dockerfile"))
 REQUIREMENTS = DEPLOY / "docker" / "sidecar-requirements.txt"
@@ -25,14 +25,12 @@ def test_there_is_an_image_per_engine_and_one_for_the_sidecar() -> None:
     assert names == {"vllm", "sglang", "vllm-cpu", "sglang-cpu", "sidecar"}
 
 
-@pytest.mark.parametrize(
-    ("engine", "verified"), [("vllm", VLLM_VERSIONS), ("sglang", SGLANG_VERSIONS)]
-)
-def test_images_for_gpus_are_of_a_verified_release(engine: str, verified: tuple[str, ...]) -> None:
-    text = (DEPLOY / "docker" / f"{engine}.Dockerfile").read_text()
+@pytest.mark.parametrize("package", [VLLM, SGLANG], ids=lambda package: package.name)
+def test_images_for_gpus_are_of_a_verified_release(package: Package) -> None:
+    text = (DEPLOY / "docker" / f"{package.name}.Dockerfile").read_text()
     (release,) = re.findall(r"^FROM \S+:v(\S+)$", text, re.MULTILINE)
-    assert any(f"{release}.".startswith(f"{known}.") for known in verified)
-    assert f'pip install --no-cache-dir ".[{engine},cuda]"' in text
+    assert package.is_verified(release)
+    assert f'pip install --no-cache-dir ".[{package.name},cuda]"' in text
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.stem)

@@ -152,8 +152,9 @@ def test_model_without_experts_is_refused(tmp_path: Path) -> None:
 def test_unverified_version_ends_every_process(tmp_path: Path) -> None:
     """SGLang would log an exception of a plugin and serve on without it."""
     script = (
+        "from dataclasses import replace\n"
         "from ultraep_serve.adapters.sglang import checks\n"
-        "checks.SGLANG_VERSIONS = ('0.0',)\n"
+        "checks.SGLANG = replace(checks.SGLANG, releases=('0.0',))\n"
         "from sglang.srt.plugins import load_plugins\n"
         "load_plugins()\n"
         "print('went on')\n"
@@ -164,7 +165,8 @@ def test_unverified_version_ends_every_process(tmp_path: Path) -> None:
     result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
     assert result.returncode == 1
     assert "went on" not in result.stdout
-    assert "has not been verified; install 0.0" in result.stderr
+    assert "has not been verified on CPU" in result.stderr
+    assert "install sglang==0.0" in result.stderr
 
 
 UNSUPPORTED = ("--ep-num-redundant-experts", "2")

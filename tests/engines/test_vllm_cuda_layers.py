@@ -210,6 +210,7 @@ def test_each_platform_has_its_own_layer(
     platform = SimpleNamespace(is_cpu=lambda: is_cpu, is_cuda=lambda: not is_cpu)
     monkeypatch.setattr(routed_experts, "current_platform", platform)
     monkeypatch.setattr(checks, "current_platform", platform)
+    monkeypatch.setattr(checks.vllm, "__version__", "0.32.0")  # verified on both
     monkeypatch.delitem(op_registry_oot, "RoutedExperts", raising=False)
     configure(monkeypatch.setenv)
     routed_experts.substitute()

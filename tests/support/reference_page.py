@@ -17,6 +17,7 @@ from unittest.mock import patch
 
 from ultraep_serve.config import BalanceConfig, SidecarSettings
 from ultraep_serve.types import ExpertShape, Policy
+from ultraep_serve.versions import PACKAGES
 
 __all__ = ["PAGE", "TABLES", "help_text", "table_in"]
 
@@ -94,6 +95,20 @@ def _policies() -> str:
         for name, policy in POLICIES.items()
     ]
     return _table(("policy", "where", ""), rows)
+
+
+def _versions() -> str:
+    rows = [
+        (
+            package.engine,
+            package.runs_on,
+            _code(package.name),
+            ", ".join(map(_code, package.releases)),
+            package.verified_by,
+        )
+        for package in PACKAGES
+    ]
+    return _table(("engine", "on", "package and extra", "releases", "verified by"), rows)
 
 
 _PAGES = {
@@ -181,6 +196,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "settings": lambda: _settings(BalanceConfig),
     "sidecar-settings": lambda: _settings(SidecarSettings, "sidecar-"),
     "policies": _policies,
+    "versions": _versions,
     "endpoints": _endpoints,
     "metrics": lambda: _metrics(detail=False),
     "metrics-detail": lambda: _metrics(detail=True),

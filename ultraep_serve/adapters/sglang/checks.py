@@ -10,8 +10,8 @@ from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
 from sglang.srt.utils import is_cpu, is_cuda
 
-from ultraep_serve.adapters.launch import SGLANG_VERSIONS
 from ultraep_serve.errors import SERVE_UNBALANCED, UnsupportedError
+from ultraep_serve.versions import SGLANG
 
 __all__ = [
     "check_cpu_balancing",
@@ -35,18 +35,13 @@ def check_engine(parameters: dict[str, list[str]]) -> None:
 
     ``parameters`` names, by dotted path of a hook's target, the parameters it must have.
     """
-    version = metadata.version("sglang")
-    if version not in SGLANG_VERSIONS:
-        raise UnsupportedError(
-            f"SGLang {version} has not been verified; install {' or '.join(SGLANG_VERSIONS)}, "
-            f"{SERVE_UNBALANCED}"
-        )
+    SGLANG.require(metadata.version("sglang"))
     for target, expected in parameters.items():
         found = list(inspect.signature(pkgutil.resolve_name(target)).parameters)
         if found != expected:
             raise UnsupportedError(
                 f"{target} takes {found}, not {expected}; this SGLang is not the one this adapter "
-                f"was verified with; install {SGLANG_VERSIONS[-1]}, {SERVE_UNBALANCED}"
+                f"was verified with; install {SGLANG.requirement}, {SERVE_UNBALANCED}"
             )
     if not is_cpu() and not is_cuda():
         raise UnsupportedError(

