@@ -81,8 +81,8 @@ def parse_object(text: str, name: str, error: type[UltraEPError] = ConfigError) 
     return value
 
 
-def create_mapped(path: Path, first_page: bytes, size: int) -> mmap.mmap:
-    """Create ``path`` (0600, ``size`` bytes, starting with ``first_page``) and map it for writing.
+def create_mapped(path: Path, first: bytes | memoryview, size: int) -> mmap.mmap:
+    """Create ``path`` (0600, ``size`` bytes, starting with ``first``) and map it for writing.
 
     The file appears under its name complete, replacing an older one: readers never see half a
     header. Raises OSError, also when the file system has no room: the pages are claimed here,
@@ -95,11 +95,11 @@ def create_mapped(path: Path, first_page: bytes, size: int) -> mmap.mmap:
     descriptor = os.open(temporary, flags, 0o600)
     try:
         os.posix_fallocate(descriptor, 0, size)
-        os.pwrite(descriptor, first_page, 0)
         mapped = mmap.mmap(descriptor, size)
+        mapped[: len(first)] = first
         temporary.rename(path)
     except BaseException:
-        temporary.unlink()
+        temporary.unlink(missing_ok=True)
         raise
     finally:
         os.close(descriptor)

@@ -198,8 +198,8 @@ def test_a_replaced_ring_is_reopened(tmp_path: Path) -> None:
     assert poll.replaced
     assert poll.records["batch"].tolist() == [5]
     assert not reader.poll().replaced
+    second.close()
     ring_path(tmp_path, 0).unlink()
     with pytest.raises(RingError, match="gone"):
         reader.poll()
     first.close()
-    second.close()

@@ -36,7 +36,7 @@ def test_ready_only_when_every_rank_is(
     assert reasons(client) == {}
     skewed_run.recorders[1].set_state(RingState.FAILED)
     assert reasons(client) == {"1": "state is failed"}
-    skewed_run.recorders[1].set_state(RingState.READY)
+    skewed_run.recorders[1].close()
     ring_path(tmp_path, 1).unlink()
     assert "gone" in reasons(client)["1"]
     assert client.get("/v1/balance").json()["ranks"][1]["state"] == "missing"
@@ -135,6 +135,7 @@ def test_health_of_every_rank(
     assert ranks["ranks"][0]["last_batch_age_seconds"] is None
     planned_run.batch()
     planned_run.recorders[1].set_state(RingState.FAILED)
+    planned_run.recorders[2].close()
     ring_path(tmp_path, 2).unlink()
     ranks = client.get("/v1/ranks").json()
     assert ranks["ready"] is False
