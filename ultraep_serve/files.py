@@ -81,12 +81,15 @@ def parse_object(text: str, name: str, error: type[UltraEPError] = ConfigError) 
     return value
 
 
-def create_mapped(path: Path, first: bytes | memoryview, size: int) -> mmap.mmap:
+def create_mapped(
+    path: Path, first: bytes | memoryview, size: int, *, replace: bool = True
+) -> mmap.mmap:
     """Create ``path`` (0600, ``size`` bytes, starting with ``first``) and map it for writing.
 
-    The file appears under its name complete, replacing an older one: readers never see half a
-    header. Raises OSError, also when the file system has no room: the pages are claimed here,
-    because a page missing later would be a fatal signal in the writer.
+    The file appears under its name complete: readers never see half a header. It replaces an older
+    one; without ``replace`` that is a FileExistsError. Raises OSError, also when the file system
+    has no room: the pages are claimed here, because a page missing later would be a fatal signal in
+    the writer.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with contextlib.suppress(FileNotFoundError):
@@ -97,11 +100,12 @@ def create_mapped(path: Path, first: bytes | memoryview, size: int) -> mmap.mmap
         os.posix_fallocate(descriptor, 0, size)
         mapped = mmap.mmap(descriptor, size)
         mapped[: len(first)] = first
-        temporary.rename(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+        if replace:
+            temporary.rename(path)
+        else:
+            os.link(temporary, path)
     finally:
+        temporary.unlink(missing_ok=True)
         os.close(descriptor)
     return mapped
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from fastapi.testclient import TestClient
 
+from tests.support.ring_files import put
 from tests.support.rings import SyntheticRun
 from tests.support.sidecar_runs import TOKEN, SkewedRun, planned_run, reasons, samples
 from ultraep_serve.ring.recorder import Recorder
@@ -68,8 +69,7 @@ def test_hostile_files_are_reported_and_survived(
     tmp_path: Path, skewed_run: SkewedRun, client: TestClient
 ) -> None:
     skewed_run.batch(0)
-    ring_path(tmp_path, 0).unlink()
-    ring_path(tmp_path, 0).write_bytes(b"UEPRING\x01" + bytes(range(256)) * 40)
+    put(ring_path(tmp_path, 0), b"UEPRING\x01" + bytes(range(256)) * 40)
     os.mkfifo(tmp_path / "ring-7")
     (tmp_path / "ring-08").mkdir()
     (tmp_path / "ring-x").write_text("x")
@@ -80,8 +80,7 @@ def test_hostile_files_are_reported_and_survived(
     assert (balance["window_records"], balance["ranks"][0]["state"]) == (2, "missing")
     assert client.get("/v1/config").json()["config"] is None
     assert client.get("/metrics").status_code == 200
-    ring_path(tmp_path, 1).unlink()
-    ring_path(tmp_path, 1).write_bytes(b"")
+    put(ring_path(tmp_path, 1), b"")
     assert set(reasons(client)) == {"0", "1", "7"}
 
 

@@ -105,7 +105,8 @@ class ControlPage:
             except FileNotFoundError:
                 if put_back:
                     hold(self._path.parent)
-                    self._use(create_mapped(self._path, memoryview(self._page), _PAGE_BYTES))
+                    page = memoryview(self._page)
+                    self._use(create_mapped(self._path, page, _PAGE_BYTES, replace=False))
                 return
             if inode != self._inode:
                 self._use(map_shared(self._path, _PAGE_BYTES))

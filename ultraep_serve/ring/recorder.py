@@ -301,9 +301,11 @@ class Recorder:
         """
         if os.path.lexists(self._path):
             return
-        with contextlib.suppress(OSError), self._lock:  # no room: again at the next heartbeat
+        with contextlib.suppress(OSError):  # no room: again at the next heartbeat
             hold(self._path.parent)
-            self._write_to(create_mapped(self._path, self._page, len(self._page)))
+            with self._lock:
+                page = self._page
+                self._write_to(create_mapped(self._path, page, len(page), replace=False))
 
     def _write_to(self, mapped: mmap.mmap) -> None:
         # Assigning one item of a 64-bit view is one store: readers never see half a counter.
