@@ -214,8 +214,10 @@ def test_a_deleted_ring_is_put_back_whole(tmp_path: Path, monkeypatch: pytest.Mo
     reader, read, deleted = RingReader(path), [], 0
 
     def write_many() -> None:
-        for batch in range(2000):
+        for batch in range(4000):
             write(recorder, batch)
+            if batch % 20 == 0:
+                time.sleep(0.002)  # 0.4 s in all: time for many heartbeats
 
     writer = threading.Thread(target=write_many)
     writer.start()
@@ -230,10 +232,10 @@ def test_a_deleted_ring_is_put_back_whole(tmp_path: Path, monkeypatch: pytest.Mo
         time.sleep(0.005)
     read += reader.poll().records["batch"].tolist()
     assert deleted > 1
-    assert read == list(range(2000))
+    assert read == list(range(4000))
     late = RingReader(path).poll()  # by one that starts afterwards
     assert late.records["batch"].tolist() == read
-    assert late.header.recorded_batches[Decision.PLANNED] == 2000
+    assert late.header.recorded_batches[Decision.PLANNED] == 4000
     recorder.close()
     assert RingReader(path).header().state is RingState.STOPPED
 
@@ -245,7 +247,7 @@ def test_without_room_a_deleted_ring_goes_on_without_a_name(
     recorder, path = create(tmp_path), ring_path(tmp_path, 0)
     reader = RingReader(path)
 
-    def no_room(*_: object) -> None:
+    def no_room(*_: object, **__: object) -> None:
         raise OSError("no room")
 
     with monkeypatch.context() as patched:
