@@ -13,6 +13,7 @@ UltraEPError
 ├── OutputError       a file cannot be written: choose another one
 ├── TraceError        a trace cannot be read, written, made or replayed
 ├── BenchError        a running server cannot be measured
+├── NoServerError     no balanced server runs here, or it is not clear which one is meant
 └── ServerError       a server that this package started did not come up
 """
 
@@ -24,6 +25,7 @@ __all__ = [
     "DeviceError",
     "EngineEndedError",
     "FabricError",
+    "NoServerError",
     "OutputError",
     "PeerTimeoutError",
     "RingError",
@@ -92,6 +94,10 @@ class TraceError(UltraEPError):
 
 class BenchError(UltraEPError):
     """The server or the sidecar could not be measured; the message says what to change."""
+
+
+class NoServerError(UltraEPError):
+    """No balanced server runs here, or several do; the message says how to start or choose one."""
 
 
 class ServerError(UltraEPError):

@@ -81,12 +81,15 @@ def parse_object(text: str, name: str, error: type[UltraEPError] = ConfigError) 
     return value
 
 
-def create_mapped(path: Path, first_page: bytes, size: int) -> mmap.mmap:
-    """Create ``path`` (0600, ``size`` bytes, starting with ``first_page``) and map it for writing.
+def create_mapped(
+    path: Path, first: bytes | memoryview, size: int, *, replace: bool = True
+) -> mmap.mmap:
+    """Create ``path`` (0600, ``size`` bytes, starting with ``first``) and map it for writing.
 
-    The file appears under its name complete, replacing an older one: readers never see half a
-    header. Raises OSError, also when the file system has no room: the pages are claimed here,
-    because a page missing later would be a fatal signal in the writer.
+    The file appears under its name complete: readers never see half a header. It replaces an older
+    one; without ``replace`` that is a FileExistsError. Raises OSError, also when the file system
+    has no room: the pages are claimed here, because a page missing later would be a fatal signal in
+    the writer.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with contextlib.suppress(FileNotFoundError):
@@ -95,13 +98,14 @@ def create_mapped(path: Path, first_page: bytes, size: int) -> mmap.mmap:
     descriptor = os.open(temporary, flags, 0o600)
     try:
         os.posix_fallocate(descriptor, 0, size)
-        os.pwrite(descriptor, first_page, 0)
         mapped = mmap.mmap(descriptor, size)
-        temporary.rename(path)
-    except BaseException:
-        temporary.unlink()
-        raise
+        mapped[: len(first)] = first
+        if replace:
+            temporary.rename(path)
+        else:
+            os.link(temporary, path)
     finally:
+        temporary.unlink(missing_ok=True)
         os.close(descriptor)
     return mapped
 

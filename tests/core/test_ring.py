@@ -1,6 +1,7 @@
 """Rings: what is written is read, what is lost is counted, who writes is known."""
 
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from tests.support.ring_files import SHAPE, create, write
 from ultraep_serve.errors import RingError
+from ultraep_serve.ring import recorder as recorder_module
 from ultraep_serve.ring.reader import ALIVE_SECONDS, RingReader
 from ultraep_serve.ring.schema import (
     HEADER_BYTES,
@@ -198,8 +200,64 @@ def test_a_replaced_ring_is_reopened(tmp_path: Path) -> None:
     assert poll.replaced
     assert poll.records["batch"].tolist() == [5]
     assert not reader.poll().replaced
+    second.close()
     ring_path(tmp_path, 0).unlink()
     with pytest.raises(RingError, match="gone"):
         reader.poll()
     first.close()
-    second.close()
+
+
+def test_a_deleted_ring_is_put_back_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is deleted over and over while records are written: every record is read once."""
+    monkeypatch.setattr(recorder_module, "HEARTBEAT_SECONDS", 0.005)
+    recorder, path = create(tmp_path, ring_records=4096), ring_path(tmp_path, 0)
+    reader, read, deleted = RingReader(path), [], 0
+
+    def write_many() -> None:
+        for batch in range(4000):
+            write(recorder, batch)
+            if batch % 20 == 0:
+                time.sleep(0.002)  # 0.4 s in all: time for many heartbeats
+
+    writer = threading.Thread(target=write_many)
+    writer.start()
+    while writer.is_alive():
+        deleted += path.exists()
+        path.unlink(missing_ok=True)
+        poll = reader.poll()
+        assert not poll.replaced
+        assert not poll.missed
+        read += poll.records["batch"].tolist()
+    while not path.exists():
+        time.sleep(0.005)
+    read += reader.poll().records["batch"].tolist()
+    assert deleted > 1
+    assert read == list(range(4000))
+    late = RingReader(path).poll()  # by one that starts afterwards
+    assert late.records["batch"].tolist() == read
+    assert late.header.recorded_batches[Decision.PLANNED] == 4000
+    recorder.close()
+    assert RingReader(path).header().state is RingState.STOPPED
+
+
+def test_without_room_a_deleted_ring_goes_on_without_a_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder_module, "HEARTBEAT_SECONDS", 0.005)
+    recorder, path = create(tmp_path), ring_path(tmp_path, 0)
+    reader = RingReader(path)
+
+    def no_room(*_: object, **__: object) -> None:
+        raise OSError("no room")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(recorder_module, "create_mapped", no_room)
+        path.unlink()
+        write(recorder, 1)
+        time.sleep(0.05)
+        assert reader.poll().records["batch"].tolist() == [1]
+    while not path.exists():
+        time.sleep(0.005)
+    write(recorder, 2)
+    assert reader.poll().records["batch"].tolist() == [2]
+    recorder.close()

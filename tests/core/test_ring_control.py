@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from ultraep_serve.errors import ControlError
-from ultraep_serve.ring.control import ControlPage
+from ultraep_serve.ring.control import ControlPage, RecordLevel
 from ultraep_serve.types import Policy
 
 
@@ -50,3 +50,27 @@ def test_what_is_no_control_page_is_refused(tmp_path: Path, content: bytes | Non
         (tmp_path / "control").write_bytes(content)
     with pytest.raises(ControlError):
         ControlPage.open(tmp_path)
+
+
+def test_a_deleted_page_is_put_back_and_followed(tmp_path: Path) -> None:
+    primary, other = ControlPage.create(tmp_path, Policy.QUOTA), ControlPage.open(tmp_path)
+    primary.set_policy(Policy.EPLB_SLOTS)
+    for _ in range(2):
+        (tmp_path / "control").unlink()
+        other.follow(put_back=False)
+        assert not (tmp_path / "control").exists()
+        primary.follow(put_back=True)
+        other.follow(put_back=False)
+        with ControlPage.open(tmp_path) as sidecar:
+            assert (sidecar.policy, sidecar.sequence % 2) == (Policy.EPLB_SLOTS, 1)
+            sidecar.set_policy(Policy.EPLB_SLOTS)
+            sidecar.set_policy(Policy.EPLB_SLOTS)
+            word = sidecar.record(RecordLevel.LOADS, 1 << 20).word
+        assert primary.sequence == other.sequence
+        assert primary.recording_word == other.recording_word == word
+    (tmp_path / "control").unlink()
+    (tmp_path / "control").write_bytes(bytes(4096))  # no page of ours
+    primary.follow(put_back=True)
+    assert primary.policy is Policy.EPLB_SLOTS
+    primary.close()
+    other.close()

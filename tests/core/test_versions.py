@@ -45,7 +45,7 @@ def test_releases_are_told_from_what_only_looks_like_them(
     with pytest.raises(UnsupportedError, match="has not been verified") as refused:
         package.require(version)
     assert f"install {package.requirement}" in str(refused.value)
-    assert "--on-unsupported=off" in str(refused.value)
+    assert "set on_unsupported to off" in str(refused.value)
 
 
 @by_name

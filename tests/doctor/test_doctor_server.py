@@ -85,3 +85,12 @@ def test_ports_of_others_are_errors(shm: Path) -> None:
 def test_without_a_port_the_defaults_are_looked_at() -> None:
     assert len(check_ports(Subject())) == 2
     assert check_server(Subject()) == []
+
+
+def test_a_server_that_runs_unbalanced_is_a_warning(running: Subject) -> None:
+    body = b'{"ready": true, "status": "unbalanced", "reasons": {"run": "no expert can be moved"}}'
+    Answers.answers = {"/health": (200, b""), "/readyz": (200, body)}
+    engine, sidecar = check_server(running)
+    assert (engine.status, sidecar.status) == (Status.OK, Status.WARNING)
+    assert "no expert can be moved" in sidecar.seen
+    assert "--on-unsupported=error" in sidecar.remedy

@@ -15,6 +15,7 @@ import uvicorn
 
 from tests.support.rings import SyntheticRun, Traffic
 from tests.support.sidecar_runs import TOKEN
+from ultraep_serve.ring.run_directory import UNBALANCED_FILE
 from ultraep_serve.sidecar.app import AppOptions, create_app
 from ultraep_serve.types import ExpertShape, Policy
 
@@ -206,6 +207,13 @@ def test_a_stopped_run_is_shown_as_it_was_left(
     for rank in range(1, 4):
         (run_path / f"ring-{rank}").unlink()
     wait_until(lambda: "NO ENGINE" in text(browser, "#state"))
+
+
+def test_a_server_that_runs_unbalanced_says_so(browser: Any, url: str, run_path: Path) -> None:
+    (run_path / UNBALANCED_FILE).write_text("no expert can be moved\n")
+    browser.get(url)
+    wait_until(lambda: "NOT BALANCED" in text(browser, "#state"))
+    assert "runs without balancing: no expert can be moved" in text(browser, "#reason")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

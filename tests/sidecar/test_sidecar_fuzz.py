@@ -10,6 +10,7 @@ import pytest
 from fastapi.testclient import TestClient
 from hypothesis import HealthCheck, given, settings
 
+from tests.support.ring_files import put
 from tests.support.rings import SyntheticRun, Traffic
 from tests.support.sidecar_runs import TOKEN
 from ultraep_serve.ring.schema import HEADER_BYTES, ring_path
@@ -83,8 +84,7 @@ def test_rings_with_flipped_bytes(tmp_path: Path, run: SyntheticRun) -> None:
         limit = HEADER_BYTES if round_number % 2 else len(data)
         for _ in range(source.randrange(1, 60)):
             data[source.randrange(8, limit)] = source.randrange(256)
-        path.unlink()
-        path.write_bytes(data)
+        put(path, data)
         answers_everywhere(client)
 
 
@@ -101,8 +101,7 @@ def test_what_is_no_ring_is_reported(tmp_path: Path, run: SyntheticRun) -> None:
         (bytes(huge), "damaged"),
         (b"", "truncated"),
     ):
-        path.unlink()
-        path.write_bytes(content)
+        put(path, content)
         answers_everywhere(client)
         assert reason in client.get("/readyz").json()["reasons"]["0"]
         rank = client.get("/v1/ranks").json()["ranks"][0]
@@ -112,8 +111,7 @@ def test_what_is_no_ring_is_reported(tmp_path: Path, run: SyntheticRun) -> None:
 def test_rings_rewritten_while_they_are_read(tmp_path: Path, run: SyntheticRun) -> None:
     path = ring_path(tmp_path, 1)
     original = path.read_bytes()
-    path.unlink()  # the recorder keeps the file it has mapped
-    path.write_bytes(original)
+    put(path, original)  # the recorder keeps the file it has mapped
     stop = threading.Event()
 
     def rewrite() -> None:

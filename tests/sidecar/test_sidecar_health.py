@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from fastapi.testclient import TestClient
 
+from tests.support.ring_files import put
 from tests.support.rings import SyntheticRun
 from tests.support.sidecar_runs import TOKEN, SkewedRun, planned_run, reasons, samples
 from ultraep_serve.ring.recorder import Recorder
@@ -36,7 +37,7 @@ def test_ready_only_when_every_rank_is(
     assert reasons(client) == {}
     skewed_run.recorders[1].set_state(RingState.FAILED)
     assert reasons(client) == {"1": "state is failed"}
-    skewed_run.recorders[1].set_state(RingState.READY)
+    skewed_run.recorders[1].close()
     ring_path(tmp_path, 1).unlink()
     assert "gone" in reasons(client)["1"]
     assert client.get("/v1/balance").json()["ranks"][1]["state"] == "missing"
@@ -68,8 +69,7 @@ def test_hostile_files_are_reported_and_survived(
     tmp_path: Path, skewed_run: SkewedRun, client: TestClient
 ) -> None:
     skewed_run.batch(0)
-    ring_path(tmp_path, 0).unlink()
-    ring_path(tmp_path, 0).write_bytes(b"UEPRING\x01" + bytes(range(256)) * 40)
+    put(ring_path(tmp_path, 0), b"UEPRING\x01" + bytes(range(256)) * 40)
     os.mkfifo(tmp_path / "ring-7")
     (tmp_path / "ring-08").mkdir()
     (tmp_path / "ring-x").write_text("x")
@@ -80,8 +80,7 @@ def test_hostile_files_are_reported_and_survived(
     assert (balance["window_records"], balance["ranks"][0]["state"]) == (2, "missing")
     assert client.get("/v1/config").json()["config"] is None
     assert client.get("/metrics").status_code == 200
-    ring_path(tmp_path, 1).unlink()
-    ring_path(tmp_path, 1).write_bytes(b"")
+    put(ring_path(tmp_path, 1), b"")
     assert set(reasons(client)) == {"0", "1", "7"}
 
 
@@ -135,6 +134,7 @@ def test_health_of_every_rank(
     assert ranks["ranks"][0]["last_batch_age_seconds"] is None
     planned_run.batch()
     planned_run.recorders[1].set_state(RingState.FAILED)
+    planned_run.recorders[2].close()
     ring_path(tmp_path, 2).unlink()
     ranks = client.get("/v1/ranks").json()
     assert ranks["ready"] is False

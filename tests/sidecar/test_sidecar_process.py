@@ -158,3 +158,40 @@ def test_logs_can_be_json(capsys: pytest.CaptureFixture[str]) -> None:
     line = json.loads(capsys.readouterr().err)
     assert (line["message"], line["level"], line["event"]) == ("said 1", "info", "state")
     assert line["time"].startswith(time.strftime("%Y-%m-%d", time.gmtime()))
+
+
+PARENT = """
+import os, subprocess, sys
+from pathlib import Path
+from tests.support.live_run import command
+from ultraep_serve.ring import run_directory
+run_directory.SHARED_MEMORY = memory = Path(sys.argv[1])
+path = run_directory.RunDirectory.create("0f").path
+words = ["sidecar", "--parent", str(os.getpid()), "--port", sys.argv[2]]
+child = subprocess.Popen(command(memory, "ultraep-serve", *words))
+print(child.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_it_ends_with_its_parent_and_removes_what_that_left(tmp_path: Path) -> None:
+    port = free_port()
+    words = [sys.executable, "-c", PARENT, str(tmp_path), str(port)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(words, cwd=ROOT, stdin=pipe, stdout=pipe, text=True) as parent:
+        assert parent.stdout is not None
+        child = Path(f"/proc/{parent.stdout.readline().strip()}")
+        answers = 0
+        while not answers:
+            try:
+                answers = httpx.get(f"http://127.0.0.1:{port}/readyz").status_code
+            except httpx.ConnectError:
+                time.sleep(0.05)
+        assert answers == 503
+        assert len(list(tmp_path.iterdir())) == 1
+        parent.kill()
+    deadline = time.monotonic() + 10
+    while child.exists() and b") Z " not in (child / "stat").read_bytes():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert list(tmp_path.iterdir()) == []

@@ -72,6 +72,7 @@ class SyntheticRun:
         for recorder in self.recorders:
             recorder.set_state(RingState.READY)
             recorder.set_policy(Policy.QUOTA)
+        self.recorders[0].at_heartbeat(lambda: self.control.follow(put_back=True))
 
     def batch(self) -> None:
         """One prefill batch under the policy in force, and some decode batches."""

@@ -102,7 +102,9 @@ class BalancedLayers:
         self._recorder = self._create_recorder(engine)
         backend.connect()
         wait_for_all(setup)
-        self._control = ControlPage.open(config.run_path)
+        self._control = control = ControlPage.open(config.run_path)
+        primary = location.is_host_primary
+        self._recorder.at_heartbeat(lambda: control.follow(put_back=primary))
         self._spool = self._create_spool(engine)
         self._costs = backend.calibrate(run_layer)
         policies = self._control if rank == 0 else None

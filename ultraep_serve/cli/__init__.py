@@ -22,6 +22,7 @@ _COMMANDS = {  # name: module with add_arguments and run, help
         "ultraep_serve.sidecar.serve",
         "serve metrics of the ranks on this host; a server starts its own sidecar",
     ),
+    "status": ("ultraep_serve.cli.status", "show how balanced a running server is"),
     "record": ("ultraep_serve.cli.record", "record a trace of a running server's routing"),
     "replay": ("ultraep_serve.cli.replay", "compare policies on a recorded trace"),
     "advise": ("ultraep_serve.cli.advise", "predict what balancing would gain on your machine"),

@@ -60,6 +60,9 @@ def _readiness(port: int, answer: "tuple[int, bytes] | str") -> Finding:
         remedy = "give its port with --sidecar-port; a server with --policy off has none"
         return error(name, f"sidecar, port {port}: {answer}", remedy)
     code, body = answer
+    if code == 200 and "run" in (reasons := _reasons(body)):
+        remedy = "put right what it names, or refuse such a start with --on-unsupported=error"
+        return warning(name, f"sidecar, port {port}: {reasons['run']}", remedy)
     if code == 200:
         return ok(name, f"sidecar, port {port}: every rank of this host has joined and is alive")
     reasons = _reasons(body)

@@ -4,6 +4,9 @@ Policy and threshold are read by rank 0 only, which sends them to the others; wh
 routing is read by every rank.
 """
 
+import contextlib
+import mmap
+import os
 import struct
 from dataclasses import dataclass
 from enum import IntEnum
@@ -11,6 +14,7 @@ from pathlib import Path
 
 from ultraep_serve.errors import ControlError
 from ultraep_serve.files import create_mapped, map_shared
+from ultraep_serve.ring.run_directory import hold
 from ultraep_serve.types import Policy
 
 __all__ = ["CONTROL_NAME", "ControlPage", "RecordLevel", "Recording"]
@@ -68,20 +72,44 @@ class ControlPage:
 
         Raises ControlError where that fails, or the file is not a page of this version.
         """
+        self._path = path
         try:
             if create is None:
-                self._page = map_shared(path, _PAGE_BYTES)
+                page = map_shared(path, _PAGE_BYTES)
             else:
                 first = _LAYOUT.pack(_MAGIC, _VERSION, 0, create.code, 0, 0)
-                self._page = create_mapped(path, first, _PAGE_BYTES)
+                page = create_mapped(path, first, _PAGE_BYTES)
+            self._use(page)
         except OSError as error:
             raise ControlError(f"no control page: {error}") from error
-        magic, version, _, code, _, _ = _LAYOUT.unpack_from(self._page)
+
+    def _use(self, page: mmap.mmap) -> None:
+        magic, version, _, code, _, _ = _LAYOUT.unpack_from(page)
         if magic != _MAGIC or version != _VERSION or code >= len(_POLICIES):
-            self._page.close()
-            raise ControlError(f"{path} is not a control page of version {_VERSION}")
-        self._words = memoryview(self._page).cast("Q")
+            page.close()
+            raise ControlError(f"{self._path} is not a control page of version {_VERSION}")
         self._last: Policy = _POLICIES[code]
+        self._inode = os.stat(self._path).st_ino
+        # The old views stay as they are: another thread may be reading one.
+        self._page, self._words = page, memoryview(page).cast("Q")
+
+    def follow(self, *, put_back: bool) -> None:
+        """Go on with the page that now has the name, where the file was deleted while serving.
+
+        One rank of a host calls this with ``put_back``: it makes a copy under the name again.
+        Whatever the file is, this never raises; the old page then stays in use.
+        """
+        with contextlib.suppress(OSError, ControlError):
+            try:
+                inode = os.stat(self._path, follow_symlinks=False).st_ino
+            except FileNotFoundError:
+                if put_back:
+                    hold(self._path.parent)
+                    page = memoryview(self._page)
+                    self._use(create_mapped(self._path, page, _PAGE_BYTES, replace=False))
+                return
+            if inode != self._inode:
+                self._use(map_shared(self._path, _PAGE_BYTES))
 
     @classmethod
     def create(cls, run_path: Path, policy: Policy) -> "ControlPage":

@@ -1,10 +1,12 @@
 """The reading end: new records of one ring, from a file that is not trusted.
 
 The file is read with ``pread``, never mapped: a file that is truncated while it is mapped kills the
-process that touches it, a short read is only an error.
+process that touches it, a short read is only an error. A file that is deleted while its writer
+lives is read on through its descriptor; the writer puts a copy back, which is the same ring.
 """
 
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,7 +37,7 @@ class Poll:
     header: RingHeader
     records: RecordArray  # (n,) new and intact, oldest first
     missed: int  # records overwritten, or found damaged, before they could be read
-    replaced: bool  # the file is not that of the last poll: a new writer
+    replaced: bool  # by the file of a new writer
 
 
 class RingReader:
@@ -44,6 +46,8 @@ class RingReader:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._descriptor = -1
+        self._writer: tuple[int, ...] = ()  # of the file that was open last
+        self._read_up_to = 0  # sequence number of the last record returned or counted as missed
         self._open()
 
     def _open(self) -> None:
@@ -51,12 +55,14 @@ class RingReader:
             self._descriptor = open_regular(self._path)
         except OSError as error:
             raise RingError(f"cannot open {self._path.name}: {error.strerror or error}") from error
-        self._read_up_to = 0  # sequence number of the last record returned or counted as missed
         try:
             header = self.header()
         except RingError:
             self.close()
             raise
+        writer = (header.started_ns, header.pid, header.process_namespace)
+        if writer != self._writer:
+            self._writer, self._read_up_to = writer, 0
         self._dtype = record_dtype(header.shape)
         self._sizes = (header.shape, header.capacity)
 
@@ -92,12 +98,16 @@ class RingReader:
             self._descriptor = -1
 
     def _reopen_if_replaced(self) -> bool:
+        """Follow the name to another file, if it leads there; whether that has another writer."""
+        writer = self._writer
         if self._descriptor < 0:
             self._open()
             return True
         try:
             named = os.stat(self._path, follow_symlinks=False)
         except OSError as error:
+            if self.header().alive(time.monotonic_ns(), ALIVE_SECONDS):
+                return False
             raise RingError(f"{self._path.name} is gone: {error.strerror}") from error
         # The old file's inode number cannot be used again while the file is open here.
         held = os.fstat(self._descriptor)
@@ -105,7 +115,7 @@ class RingReader:
             return False
         self.close()
         self._open()
-        return True
+        return self._writer != writer
 
     def _readable(self, header: RingHeader) -> int:
         return min(header.capacity, max(1, _MAX_POLL_BYTES // header.record_bytes))

@@ -2,15 +2,17 @@
 
 ``record`` runs on the host thread that launches kernels, so it fills one scratch record, checksums
 it and copies it into the mapping: a few microseconds, no system call, no lock that another process
-could hold.
+could hold. A ring whose file is deleted while serving is put back under its name within a second.
 """
 
+import contextlib
 import logging
+import mmap
 import os
 import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +20,7 @@ from numpy.typing import NDArray
 
 from ultraep_serve.errors import RingError
 from ultraep_serve.files import create_mapped
+from ultraep_serve.ring.run_directory import hold
 from ultraep_serve.ring.schema import (
     HEADER_BYTES,
     HEADER_DTYPE,
@@ -73,12 +76,11 @@ class Recorder:
         self._last_layer = header.num_layers - 1
         size = HEADER_BYTES + self._capacity * self._record_bytes
         try:
-            self._mapped = create_mapped(path, page, size)
+            self._write_to(create_mapped(path, page, size))
         except OSError as error:
             raise RingError(f"cannot create {path} ({size} bytes): {error}") from error
-        # Assigning one item of a 64-bit view is one store: readers never see half a counter.
-        self._page = memoryview(self._mapped)
-        self._words = self._page[:HEADER_BYTES].cast("Q")
+        self._path = path
+        self._at_heartbeat: list[Callable[[], None]] = [self._put_back]
         self._scratch = bytearray(self._record_bytes)
         self._scratch_view = memoryview(self._scratch)
         fields = np.frombuffer(self._scratch, dtype)[0]
@@ -211,6 +213,10 @@ class Recorder:
         """Publish the policy in force until a batch does."""
         self._store(_POLICY, _POLICY_CODES[policy])
 
+    def at_heartbeat(self, function: Callable[[], None]) -> None:
+        """Call ``function`` once a second, off the path of batches; it must not raise."""
+        self._at_heartbeat.append(function)
+
     def close(self) -> None:
         """Mark the ring stopped (a failed one stays failed) and unmap it; the file stays."""
         self._stopping.set()
@@ -285,6 +291,26 @@ class Recorder:
         # Without the lock, so that a batch never waits for this thread; close() joins it first.
         while not self._stopping.wait(HEARTBEAT_SECONDS):
             self._words[_HEARTBEAT] = time.monotonic_ns()
+            for function in self._at_heartbeat:
+                function()
+
+    def _put_back(self) -> None:
+        """Where the file was deleted while serving, go on in a copy of it under the same name.
+
+        A record that is written meanwhile waits for the copy, once.
+        """
+        if os.path.lexists(self._path):
+            return
+        with contextlib.suppress(OSError):  # no room: again at the next heartbeat
+            hold(self._path.parent)
+            with self._lock:
+                page = self._page
+                self._write_to(create_mapped(self._path, page, len(page), replace=False))
+
+    def _write_to(self, mapped: mmap.mmap) -> None:
+        # Assigning one item of a 64-bit view is one store: readers never see half a counter.
+        self._mapped, self._page = mapped, memoryview(mapped)
+        self._words = self._page[:HEADER_BYTES].cast("Q")
 
 
 class Stopwatch:

@@ -23,6 +23,7 @@ __all__ = [
     "UNBALANCED_FILE",
     "RunDirectory",
     "abandoned_run_directories",
+    "hold",
     "is_running",
     "name_of_run",
     "remove_abandoned",
@@ -35,7 +36,8 @@ __all__ = [
 SHARED_MEMORY = Path("/dev/shm")
 CONFIG_FILE = "config.json"
 TOKEN_FILE = "token"
-UNBALANCED_FILE = "unbalanced"  # why nothing is balanced here, where that was permitted
+UNBALANCED_FILE = "unbalanced"  # one line of text: why this server runs without balancing
+_held_again: dict[Path, int] = {}  # this process's locks on directories that ``hold`` made sure of
 
 
 class RunDirectory:
@@ -76,8 +78,30 @@ class RunDirectory:
         with _one_start_at_a_time():
             os.close(self._lock)
             self._lock = -1
+            _let_go(self.path)
             if not _is_held(self.path):
                 shutil.rmtree(self.path, ignore_errors=True)
+
+
+def hold(path: Path) -> None:
+    """Make the run directory ``path`` again where somebody deleted it, and keep a lock on it.
+
+    Only directories of this user in shared memory; others are left as they are. The lock is given
+    back by ``RunDirectory.leave``, or when this process ends. Raises OSError.
+    """
+    if path.parent != SHARED_MEMORY or not path.name.startswith(_path_of("").name):
+        return
+    with _one_start_at_a_time():
+        path.mkdir(mode=0o700, exist_ok=True)
+        lock = _locked(path)
+        _let_go(path)
+        _held_again[path] = lock
+
+
+def _let_go(path: Path) -> None:
+    lock = _held_again.pop(path, None)
+    if lock is not None:
+        os.close(lock)
 
 
 def run_directory_of_port(port: int) -> Path:

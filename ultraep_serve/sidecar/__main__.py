@@ -1,8 +1,8 @@
-"""``python -m ultraep_serve.sidecar --run-dir DIR``: what the launcher starts beside the engine."""
+"""``python -m ultraep_serve.sidecar``: what the launcher, or rank 0, starts beside the engine."""
 
 import argparse
 
-from ultraep_serve.errors import ConfigError
+from ultraep_serve.errors import UltraEPError
 from ultraep_serve.sidecar.serve import add_arguments, run
 
 
@@ -12,7 +12,7 @@ def main() -> None:
     add_arguments(parser)
     try:
         run(parser.parse_args())
-    except ConfigError as error:
+    except UltraEPError as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
 
 

@@ -3,20 +3,20 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import Response
-from pydantic import TypeAdapter
 
-__all__ = ["AnswerCache", "encode", "prepare"]
+from ultraep_serve.sidecar.encoding import encode
+
+__all__ = ["AnswerCache"]
 
 _LOGGER = logging.getLogger(__name__)
 _MAX_ANSWERS = 64
 _REUSE_FACTOR, _MAX_REUSE_SECONDS = 8, 2.0
-_ADAPTERS: dict[type, TypeAdapter[Any]] = {}  # building one takes milliseconds
 
 
 @dataclass
@@ -89,20 +89,3 @@ class AnswerCache:
             if len(self._answers) > _MAX_ANSWERS:
                 del self._answers[next(iter(self._answers))]
             return answer
-
-
-def encode(answer: Any) -> bytes:
-    """``answer``, a dataclass, as JSON."""
-    return _adapter(type(answer)).dump_json(answer)
-
-
-def prepare(answer_types: Iterable[type]) -> None:
-    """Build the encoders of ``answer_types``, so that the first client does not wait for them."""
-    for answer_type in answer_types:
-        _adapter(answer_type)
-
-
-def _adapter(answer_type: type) -> TypeAdapter[Any]:
-    if answer_type not in _ADAPTERS:
-        _ADAPTERS[answer_type] = TypeAdapter(answer_type)
-    return _ADAPTERS[answer_type]

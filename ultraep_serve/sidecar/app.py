@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +17,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ultraep_serve import __version__
 from ultraep_serve.ring.reader import ALIVE_SECONDS
-from ultraep_serve.sidecar.answers import AnswerCache, prepare
+from ultraep_serve.sidecar.answers import AnswerCache
+from ultraep_serve.sidecar.encoding import prepare
 from ultraep_serve.sidecar.health import Overview
 from ultraep_serve.sidecar.metrics import BalanceCollector, DetailCollector
 from ultraep_serve.sidecar.routes_balance import balance_routes, live_routes
@@ -58,6 +59,7 @@ class AppOptions:
     max_records: int = 8192  # kept in memory of each rank
     reuse_seconds: float = 0.0  # how old an answer may be that several clients share
     event_seconds: float = 1.0  # between server-sent events
+    after_poll: Callable[[], None] | None = None  # called in the background
 
 
 def create_app(
@@ -83,14 +85,14 @@ def create_app(
         title="ultraep sidecar",
         version=__version__,
         description=_DESCRIPTION,
-        lifespan=lambda _: _polling(store, options.poll_seconds),
+        lifespan=lambda _: _polling(store, options),
         docs_url=None,  # FastAPI's own page loads its scripts from other hosts
         redoc_url=None,
     )
     app.state.stopping = False  # streams end when it is set
     answers = AnswerCache(options.reuse_seconds)
     routers = (
-        operate_routes(store, _registries(store), run_dir, Access(token, allow_ideal)),
+        operate_routes(store, _registries(store), Access(token, allow_ideal)),
         live_routes(store, answers, options.event_seconds),
         balance_routes(store, answers),
         control_routes(Switches(store, run_dir, allow_ideal), token),
@@ -104,7 +106,7 @@ def create_app(
 
 
 @contextlib.asynccontextmanager
-async def _polling(store: RunStore, poll_seconds: float) -> AsyncIterator[None]:
+async def _polling(store: RunStore, options: AppOptions) -> AsyncIterator[None]:
     """Poll the rings and log changes of state while the application serves."""
     prepare((BalanceSnapshot, Heatmap, History, Overview, PolicyComparison))
     # More threads would only wait for each other, and each takes memory.
@@ -112,9 +114,11 @@ async def _polling(store: RunStore, poll_seconds: float) -> AsyncIterator[None]:
     state_log, stopping = StateLog(store), threading.Event()
 
     def run() -> None:
-        while not stopping.wait(poll_seconds):
+        while not stopping.wait(options.poll_seconds):
             store.poll()
             state_log.update()
+            if options.after_poll is not None:
+                options.after_poll()
 
     thread = threading.Thread(target=run, name="ultraep-poll", daemon=True)
     thread.start()
@@ -133,7 +137,8 @@ def _registries(store: RunStore) -> tuple[CollectorRegistry, CollectorRegistry]:
 
 
 async def _no_run(_: Request, error: Exception) -> JSONResponse:
-    return JSONResponse({"detail": str(error)}, status_code=503)
+    assert isinstance(error, NoRunError)
+    return JSONResponse(error.document, status_code=503)
 
 
 class StateLog:
@@ -159,7 +164,12 @@ class StateLog:
             _LOGGER.info("policy is %s", name, extra={"fields": fields})
 
     def _log_readiness(self, problems: dict[str, str]) -> None:
-        fields = {"fields": {"event": "state", "ready": not problems, "reasons": problems}}
+        unbalanced = self._store.unbalanced()
+        ready = not problems or bool(unbalanced)
+        fields = {"fields": {"event": "state", "ready": ready, "reasons": problems}}
+        if unbalanced:
+            _LOGGER.warning("%s", problems["run"], extra=fields)
+            return
         if not problems:
             _LOGGER.info("every rank is ready", extra=fields)
             return

@@ -61,6 +61,8 @@ class Overview(Documented):
     reasons: dict[str, str]
     """Why the run is not ready, by rank."""
     window_seconds: float
+    unbalanced: str = ""
+    """Why the server runs without balancing, as its operator allowed; else empty."""
     engine: str | None = None
     """Null while no ring can be read, like the fields below; lists are then empty."""
     mode: str | None = None

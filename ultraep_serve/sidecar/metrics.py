@@ -4,6 +4,7 @@ Counters are those of the ranks, so nothing is lost between polls; they start at
 engine, as Prometheus expects of counters. Metrics and their labels:
 
 ======================================  ====================================================
+ultraep_unbalanced                      1 when the server runs without balancing; then alone
 ultraep_ready                           1 when every rank of this host is alive and ready
 ultraep_policy_info                     policy, engine, mode: labels, value 1
 ultraep_imbalance_ratio                 histogram by phase and when (before, after)
@@ -76,6 +77,15 @@ class BalanceCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Poll once and build every metric; without an engine only readiness and imbalance."""
         self._store.poll()
+        unbalanced = bool(self._store.unbalanced())
+        yield GaugeMetricFamily(
+            "ultraep_unbalanced",
+            "1 when the server could not be balanced and runs all the same; other metrics are then "
+            "absent.",
+            value=float(unbalanced),
+        )
+        if unbalanced:
+            return
         ready = not self._store.problems()
         yield GaugeMetricFamily(
             "ultraep_ready",

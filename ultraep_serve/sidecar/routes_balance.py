@@ -59,7 +59,7 @@ Layer = Annotated[int, InPath(ge=0, le=1 << 30)]
 Batch = Annotated[int, InPath(ge=0, le=_MAX_NUMBER)]
 
 _Responses = dict[int | str, dict[str, Any]]
-_NO_RUN: _Responses = {503: {"description": "no ring can be read"}}
+_NO_RUN: _Responses = {503: {"description": "no ring can be read, or it runs unbalanced"}}
 _NOT_HELD: _Responses = {404: {"description": "no records of it are held"}}
 _EVENTS: _Responses = {
     200: {"content": {"text/event-stream": {}}, "description": "events of type overview"},
@@ -221,7 +221,14 @@ def overview(store: RunStore, seconds: int) -> Overview:
         header, health = store.header(), store.ranks()
         (_, primary, own), totals = store.held(), store.totals(now_ns, seconds)
     except NoRunError:
-        return Overview(now_ns, ready=False, reasons=store.problems(), window_seconds=seconds)
+        unbalanced = store.unbalanced()
+        return Overview(
+            now_ns,
+            ready=bool(unbalanced),
+            reasons={} if unbalanced else store.problems(),
+            window_seconds=seconds,
+            unbalanced=unbalanced,
+        )
     paused = store.control().paused
     recent = Window(now_ns - seconds * 10**9).considered(primary)
     return Overview(

@@ -6,6 +6,7 @@ While paused the policy is off, and the policy to resume is stored beside the co
 import contextlib
 import hmac
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -16,13 +17,15 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ultraep_serve.errors import ControlError, OutputError
 from ultraep_serve.ring.control import ControlPage, Recording, RecordLevel
+from ultraep_serve.sidecar.run_files import forget_pause, remember_pause
 from ultraep_serve.sidecar.statistics.snapshot import SCHEMA_VERSION
-from ultraep_serve.sidecar.store import RunStore, forget_pause, paused_policy, remember_pause
+from ultraep_serve.sidecar.store import RunStore
 from ultraep_serve.types import Policy
 
 __all__ = ["Switches", "bearer_of", "control_routes"]
 
 _MIB = 1 << 20
+_PUT_BACK_SECONDS = 3.0  # for a rank to put a deleted control page back
 _REFUSALS: dict[int | str, dict[str, Any]] = {
     401: {"description": "the token is missing or wrong"},
     403: {"description": "the sidecar has no token, or the policy needs --allow-ideal"},
@@ -67,9 +70,10 @@ class Switches:
     def pause(self) -> int:
         """Set the policy to off and store the one in force for ``resume``."""
         with self._one_writer, self._first_hosts_page() as page:
-            if page.policy is not Policy.OFF:
+            policy = self._store.control().paused if page.policy is Policy.OFF else page.policy
+            if policy is not None:
                 try:
-                    remember_pause(self._run_dir, page.policy)
+                    remember_pause(self._run_dir, policy)
                 except OutputError as error:
                     raise ControlError(f"cannot pause, set policy off instead: {error}") from error
             return page.set_policy(Policy.OFF)
@@ -77,7 +81,7 @@ class Switches:
     def resume(self) -> tuple[Policy, int]:
         """Put the paused policy in force again; returns it and how many times one was set."""
         with self._first_hosts_page():
-            paused = paused_policy(self._run_dir)
+            paused = self._store.control().paused
         if paused is None:
             raise ControlError("nothing is paused; set a policy instead")
         return paused, self.set_policy(paused)
@@ -95,6 +99,9 @@ class Switches:
     @contextlib.contextmanager
     def _page(self) -> Iterator[ControlPage]:
         self._store.poll()  # records from before the change are counted before it
+        deadline = time.monotonic() + _PUT_BACK_SECONDS
+        while self._store.awaits_control() and time.monotonic() < deadline:
+            time.sleep(0.05)
         try:
             page = ControlPage.open(self._run_dir)
         except ControlError as error:

@@ -1,10 +1,7 @@
 """Endpoints for operators: health, readiness, metrics, configuration."""
 
-import json
-import os
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, Response
@@ -13,15 +10,11 @@ from prometheus_client.exposition import choose_encoder
 from pydantic import BaseModel, ConfigDict
 
 from ultraep_serve import __version__
-from ultraep_serve.files import open_regular
 from ultraep_serve.sidecar.statistics.snapshot import SCHEMA_VERSION
 from ultraep_serve.sidecar.store import RunStore
 from ultraep_serve.types import Policy
 
-__all__ = ["CONFIG_NAME", "Access", "operate_routes"]
-
-CONFIG_NAME = "config.json"
-_MAX_CONFIG_BYTES = 1 << 20
+__all__ = ["Access", "operate_routes"]
 
 Detail = Annotated[bool, Query(description="also series per layer, and more per rank")]
 
@@ -35,13 +28,16 @@ class Access:
 
 
 class Readiness(BaseModel):
-    """Whether every rank of this host is alive and ready."""
+    """Whether the server of this host is as its operator wants it."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)
 
     ready: bool
+    status: Literal["ready", "not ready", "unbalanced"]
+    """unbalanced: it could not be balanced, and runs all the same, as its operator chose with
+    on_unsupported=off."""
     reasons: dict[str, str]
-    """Why not, by rank; under ``run`` where no rank is known."""
+    """Why it is not ready or not balanced, by rank; under ``run`` where no rank is known."""
     schema_version: int = SCHEMA_VERSION
 
 
@@ -71,7 +67,6 @@ class ConfigAnswer(BaseModel):
 def operate_routes(
     store: RunStore,
     registries: tuple[CollectorRegistry, CollectorRegistry],
-    run_dir: Path,
     access: Access,
 ) -> APIRouter:
     """The routes over ``store``; the second of ``registries`` has more metrics than the first."""
@@ -84,11 +79,21 @@ def operate_routes(
 
     @router.get("/readyz", response_model=Readiness, responses={503: {"model": Readiness}})
     def readyz() -> JSONResponse:
-        """200 when every rank of this host is alive and ready, else 503 with the reasons."""
+        """200 when every rank of this host is alive and ready, or runs unbalanced, else 503.
+
+        With the reasons. A server that could not be balanced is ready, with status unbalanced:
+        on_unsupported=off says that serving matters more than balancing, and a probe that failed
+        would end the serving.
+        """
         store.poll()
-        problems = store.problems()
-        answer = Readiness(ready=not problems, reasons=problems)
-        return JSONResponse(answer.model_dump(), status_code=503 if problems else 200)
+        problems, unbalanced = store.problems(), bool(store.unbalanced())
+        ready = unbalanced or not problems
+        answer = Readiness(
+            ready=ready,
+            status="unbalanced" if unbalanced else "ready" if ready else "not ready",
+            reasons=problems,
+        )
+        return JSONResponse(answer.model_dump(), status_code=200 if ready else 503)
 
     @router.get(
         "/metrics",
@@ -112,19 +117,7 @@ def operate_routes(
             max_imbalance=control.max_imbalance,
             policies=[p.value for p in Policy if p is not Policy.IDEAL or access.allow_ideal],
             control_open=bool(access.token),
-            config=_read_config(run_dir / CONFIG_NAME),
+            config=store.config(),
         )
 
     return router
-
-
-def _read_config(path: Path) -> dict[str, Any] | None:
-    """The settings in ``path`` without secrets; None where the file is missing or damaged."""
-    try:
-        with os.fdopen(open_regular(path), "rb") as file:
-            settings = json.loads(file.read(_MAX_CONFIG_BYTES))
-    except (OSError, ValueError, RecursionError):
-        return None
-    if not isinstance(settings, dict):
-        return None
-    return {key: value for key, value in settings.items() if "token" not in key.lower()}

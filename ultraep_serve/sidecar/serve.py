@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import ctypes
+import functools
 import ipaddress
 import json
 import logging
@@ -10,6 +11,8 @@ import os
 import secrets
 import socket
 import sys
+import threading
+import time
 from datetime import datetime, timezone
 from pathlib import Path
 from types import FrameType
@@ -26,7 +29,8 @@ from ultraep_serve.config import (
 )
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.files import open_regular
-from ultraep_serve.ring.run_directory import TOKEN_FILE
+from ultraep_serve.ring.run_directory import TOKEN_FILE, remove_abandoned
+from ultraep_serve.ring.running import find_run
 from ultraep_serve.sidecar.app import AppOptions, create_app
 
 __all__ = ["add_arguments", "control_token", "is_loopback", "run", "serve", "set_up_logging"]
@@ -35,11 +39,15 @@ _LOGGER = logging.getLogger(__name__)
 _DEFAULT_PORT = 8001
 _MAX_TOKEN_BYTES = 4096
 _KEEP_ALIVE_SECONDS = 75  # longer than clients keep theirs, so that the client closes first
+_LOOK_SECONDS = 0.5  # between looks at the parent
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``run``."""
-    parser.add_argument("--run-dir", type=Path, required=True, help="the server's run directory")
+    run_dir = "the server's run directory (default: that of the only server on this machine)"
+    parser.add_argument("--run-dir", type=Path, metavar="DIR", help=run_dir)
+    parent = "end when this process is no longer the parent, and remove what it left"
+    parser.add_argument("--parent", type=int, metavar="PID", help=parent)
     add_flags(parser, SidecarSettings)
     parser.add_argument(
         "--allow-ideal", action="store_true", help="permit the policy that gives wrong answers"
@@ -47,17 +55,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve until stopped. Raises ConfigError when the address cannot be used."""
+    """Serve until stopped.
+
+    Raises ConfigError when the address cannot be used, NoServerError without a server.
+    """
+    run_dir = arguments.run_dir or find_run()
     settings = SidecarSettings(**values_of_flags(arguments, SidecarSettings))
     _limit_heaps()
     set_up_logging(settings.log_format)
+    token = control_token(run_dir)
     serve(
-        arguments.run_dir,
+        run_dir,
         host=settings.host,
         port=_DEFAULT_PORT if settings.port is None else settings.port,
-        token=control_token(arguments.run_dir),
+        token=token,
         allow_ideal=arguments.allow_ideal,
+        keeps_token=token != control_token_from_environment(),
+        parent=arguments.parent,
     )
+    if arguments.parent is not None:
+        remove_abandoned()  # by killed ranks; those that end by themselves leave nothing
     return 0
 
 
@@ -68,8 +85,13 @@ def serve(
     port: int = _DEFAULT_PORT,
     token: str | None = None,
     allow_ideal: bool = False,
+    keeps_token: bool = False,
+    parent: int | None = None,
 ) -> None:
-    """Serve until SIGINT or SIGTERM; ``port`` 0 is a free one, which is logged.
+    """Serve until SIGINT or SIGTERM, or until the process ``parent`` is no longer the parent.
+
+    ``port`` 0 is a free one, which is logged. With ``keeps_token`` the token's file, which local
+    clients read, is put back where it was deleted while serving.
 
     Raises ConfigError when the address cannot be bound, or when the control endpoint would be
     reachable from other hosts without a token.
@@ -82,14 +104,19 @@ def serve(
     with listener:
         address = listener.getsockname()
         _log_start(host, address[1], run_dir, control_open=bool(token))
-        app = create_app(run_dir, token, allow_ideal, options=AppOptions(reuse_seconds=0.5))
+        keep = functools.partial(_put_back_token, run_dir, token) if token and keeps_token else None
+        options = AppOptions(reuse_seconds=0.5, after_poll=keep)
+        app = create_app(run_dir, token, allow_ideal, options=options)
         config = uvicorn.Config(
             app,
             log_level="warning",
             timeout_keep_alive=_KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=2,
         )
-        _Server(config, app).run(sockets=[listener])
+        server = _Server(config, app)
+        if parent is not None:
+            threading.Thread(target=server.end_with, args=(parent,), daemon=True).start()
+        server.run(sockets=[listener])
 
 
 class _Server(uvicorn.Server):
@@ -98,6 +125,14 @@ class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, app: FastAPI) -> None:
         super().__init__(config)
         self._app = app
+
+    def end_with(self, parent: int) -> None:
+        """Return, and stop serving, when ``parent`` is no longer the parent of this process."""
+        while os.getppid() == parent:
+            time.sleep(_LOOK_SECONDS)
+        _LOGGER.info("process %d, which started this sidecar, has ended", parent)
+        self._app.state.stopping = True
+        self.should_exit = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._app.state.stopping = True
@@ -151,15 +186,16 @@ def control_token(run_dir: Path) -> str:
         return chosen
     path = run_dir / TOKEN_FILE
     try:
-        return _create_token(path)
+        token = secrets.token_urlsafe(32)
+        _create_token(path, token)
+        return token
     except FileExistsError:
         return _read_token(path)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
 
 
-def _create_token(path: Path) -> str:
-    token = secrets.token_urlsafe(32)
+def _create_token(path: Path, token: str) -> None:
     # Linked when complete: a reader never sees a part of it.
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -169,7 +205,13 @@ def _create_token(path: Path) -> str:
         os.link(temporary, path)
     finally:
         temporary.unlink()
-    return token
+
+
+def _put_back_token(run_dir: Path, token: str) -> None:
+    path = run_dir / TOKEN_FILE
+    if not os.path.lexists(path):
+        with contextlib.suppress(OSError):  # the directory may be gone too
+            _create_token(path, token)
 
 
 def _read_token(path: Path) -> str:

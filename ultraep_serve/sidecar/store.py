@@ -1,21 +1,25 @@
 """All that the sidecar knows of a run: the rings, polled in the background and on request."""
 
-import contextlib
 import os
 import re
 import threading
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ultraep_serve.errors import ControlError
-from ultraep_serve.files import open_regular, write_whole
-from ultraep_serve.ring.control import ControlPage
+from ultraep_serve.ring.control import CONTROL_NAME, ControlPage
 from ultraep_serve.ring.reader import ALIVE_SECONDS
+from ultraep_serve.ring.run_directory import CONFIG_FILE
 from ultraep_serve.ring.schema import RecordArray, RingHeader
 from ultraep_serve.sidecar.follower import PrimaryRank, RingFollower
 from ultraep_serve.sidecar.health import RankList, problem, rank_health
+from ultraep_serve.sidecar.run_files import (
+    paused_policy,
+    read_config,
+    read_unbalanced,
+)
 from ultraep_serve.sidecar.statistics.batches import count_batches
 from ultraep_serve.sidecar.statistics.counters import Counters
 from ultraep_serve.sidecar.statistics.snapshot import BalanceSnapshot, RankView
@@ -30,10 +34,7 @@ __all__ = [
     "Held",
     "NoRunError",
     "RunStore",
-    "forget_pause",
-    "paused_policy",
-    "read_control",
-    "remember_pause",
+    "UnbalancedError",
 ]
 
 _RING_NAME = re.compile(r"ring-(0|[1-9]\d{0,3})")
@@ -46,10 +47,29 @@ class ControlState(NamedTuple):
     policy: Policy | None = None
     max_imbalance: float | None = None  # the threshold set since the start
     paused: Policy | None = None  # the policy that resume puts in force again
+    sequence: int = 0  # how many times the policy was set
 
 
 class NoRunError(Exception):
     """No ring can be read: the engine has not started or has ended."""
+
+    @property
+    def document(self) -> dict[str, str]:
+        """What is answered instead of a balance."""
+        return {"detail": str(self)}
+
+
+class UnbalancedError(NoRunError):
+    """The server runs, but plainly: it could not be balanced, and its operator allowed that."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"this server runs without balancing: {reason}")
+        self.reason = reason
+
+    @property
+    def document(self) -> dict[str, str]:
+        """Also for programs."""
+        return {"detail": str(self), "status": "unbalanced", "reason": self.reason}
 
 
 class Held(NamedTuple):
@@ -61,7 +81,10 @@ class Held(NamedTuple):
 
 
 class RunStore:
-    """Follows all rings of ``run_dir``; every method may be called from any thread."""
+    """Follows all rings of ``run_dir``; every method may be called from any thread.
+
+    What it has read stays known where files are deleted while ranks still write.
+    """
 
     def __init__(
         self,
@@ -80,6 +103,8 @@ class RunStore:
         self._rings: dict[int, RingFollower] = {}  # by rank, all that were ever found
         self._primary = PrimaryRank(self.counters, max_records, heartbeat_limit_seconds)
         self._control = ControlState()
+        self._config: dict[str, Any] | None = None
+        self._unbalanced = ""
         self._reuse_seconds = reuse_seconds
         self._polls = 0  # begun so far
         self._polled_at = float("-inf")  # monotonic
@@ -97,9 +122,12 @@ class RunStore:
                 return
             self._polls, self._polled_at = self._polls + 1, now
             self._poll_rings()
+            self._unbalanced = read_unbalanced(self._run_dir, self._unbalanced)
             location = self.location()
             is_first = location is None or location.host.start == 0
-            self._control = read_control(self._run_dir) if is_first else ControlState()
+            self._control = self._read_control() if is_first else ControlState()
+            if location is None or os.path.lexists(self._run_dir / CONFIG_FILE):
+                self._config = read_config(self._run_dir)
 
     def invalidate(self) -> None:
         """After a change: the next poll reads, however recent the last one is."""
@@ -117,6 +145,22 @@ class RunStore:
         with self._lock:
             return self._control
 
+    def awaits_control(self) -> bool:
+        """Whether the control page was deleted while serving, so that a rank puts it back."""
+        with self._lock:
+            known = self._control.policy is not None
+            return known and not os.path.lexists(self._run_dir / CONTROL_NAME)
+
+    def config(self) -> dict[str, Any] | None:
+        """The settings at start, at the last poll; None where the file is missing or damaged."""
+        with self._lock:
+            return self._config
+
+    def unbalanced(self) -> str:
+        """Why the server runs without balancing; empty where it balances, or nothing runs."""
+        with self._lock:
+            return self._unbalanced
+
     def location(self) -> Location | None:
         """The location of the primary rank; None while no ring can be read."""
         with self._lock:
@@ -126,6 +170,8 @@ class RunStore:
     def header(self) -> RingHeader:
         """The primary rank's header, with the policy in force. Raises NoRunError."""
         with self._lock:
+            if self._unbalanced:
+                raise UnbalancedError(self._unbalanced)
             header = self._ring(self._primary.rank).header
             if header is None:
                 raise NoRunError(f"no ring can be read in {self._run_dir}; is the engine running?")
@@ -155,6 +201,8 @@ class RunStore:
         with self._lock:
             try:
                 views = self.views()
+            except UnbalancedError as error:
+                return {"run": str(error)}
             except NoRunError as error:
                 found = {str(rank): ring.error for rank, ring in sorted(self._rings.items())}
                 return found or {"run": str(error)}
@@ -213,6 +261,22 @@ class RunStore:
         }
         self._primary.follow({rank: poll for rank, poll in polls.items() if poll}, self._rings)
 
+    def _read_control(self) -> ControlState:
+        before = self._control
+        try:
+            with ControlPage.open(self._run_dir) as page:
+                policy, sequence = page.policy, page.sequence
+                threshold = page.max_imbalance_millionths
+        except ControlError:
+            # An engine without balancing has no page.
+            return before if self.location() and self.awaits_control() else ControlState()
+        paused = None
+        if policy is Policy.OFF:
+            paused = paused_policy(self._run_dir)
+            if paused is None and sequence == before.sequence:
+                paused = before.paused
+        return ControlState(policy, threshold / 1e6 or None, paused, sequence)
+
     def _discover(self) -> list[int]:
         try:
             names = os.listdir(self._run_dir)
@@ -233,37 +297,3 @@ class RunStore:
             str(view.rank): problem(view, num_ranks, self._ring(view.rank).error) for view in views
         }
         return {rank: reason for rank, reason in found.items() if reason}
-
-
-_PAUSED_FILE = "paused"
-
-
-def paused_policy(run_dir: Path) -> Policy | None:
-    """The policy to resume; None while not paused, or where the file is damaged."""
-    try:
-        with os.fdopen(open_regular(run_dir / _PAUSED_FILE), "rb") as file:
-            return Policy(file.read(64).decode("ascii"))
-    except (OSError, ValueError):
-        return None
-
-
-def remember_pause(run_dir: Path, policy: Policy) -> None:
-    """Store ``policy`` as the one to resume. Raises OutputError."""
-    write_whole(run_dir / _PAUSED_FILE, policy.value.encode())
-
-
-def forget_pause(run_dir: Path) -> None:
-    """End a pause."""
-    with contextlib.suppress(OSError):
-        (run_dir / _PAUSED_FILE).unlink()
-
-
-def read_control(run_dir: Path) -> ControlState:
-    """The current state."""
-    try:
-        with ControlPage.open(run_dir) as page:
-            policy, threshold = page.policy, page.max_imbalance_millionths
-    except ControlError:
-        return ControlState()  # an engine without balancing has no page
-    paused = paused_policy(run_dir) if policy is Policy.OFF else None
-    return ControlState(policy, threshold / 1e6 or None, paused)

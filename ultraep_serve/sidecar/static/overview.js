@@ -12,6 +12,7 @@ export function showOverview(overview) {
 }
 
 function stateOf(overview) {
+  if (overview.unbalanced) return ["warn", "○ NOT BALANCED"];
   if (overview.engine === null) return ["bad", "✖ NO ENGINE"];
   if (!overview.ready) return ["bad", "✖ NOT READY"];
   if (overview.paused_policy) return ["warn", "❚❚ PAUSED"];
@@ -26,6 +27,7 @@ function showState(overview) {
   setText("state", text);
   const reasons = Object.entries(overview.reasons);
   const all = reasons.map(([rank, why]) => `${rank === "run" ? "" : `rank ${rank}: `}${why}`);
+  if (overview.unbalanced) all.push(`this server runs without balancing: ${overview.unbalanced}`);
   setText("reason", all.length > 2 ? `${all[0]}; and ${all.length - 1} more` : all.join("; "));
   byId("reason").title = all.join("\n");
   setText(

@@ -1,0 +1,153 @@
+"""Files of a run deleted while it serves, as some images do with /dev/shm: nothing breaks."""
+
+import json
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.support.live_run import LiveRun, command
+from tests.support.sidecar_runs import PLANNED_LAYERS
+from ultraep_serve.config import TOKEN_VARIABLE
+from ultraep_serve.machine import free_port
+
+_BATCHES = 3  # before and after each deletion
+_DELETIONS = {
+    "files": ["find", ".", "-type", "f", "-delete"],
+    "everything": ["sh", "-c", "rm -rf ./*"],
+}
+
+
+class Answers:
+    """What the sidecar at ``url`` answers."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def get(self, path: str) -> Any:
+        answer = httpx.get(f"{self.url}{path}", timeout=30)
+        assert answer.status_code == 200, (path, answer.text)
+        return answer.json()
+
+    def control(self, path: str, token: str, **body: object) -> int:
+        headers = {"Authorization": f"Bearer {token}"}
+        url = f"{self.url}/v1/control/{path}"
+        return httpx.post(url, json=body or None, headers=headers, timeout=30).status_code
+
+    def ready(self) -> int:
+        try:
+            return httpx.get(f"{self.url}/readyz", timeout=30).status_code
+        except httpx.ConnectError:
+            return 0
+
+    def counted(self) -> float:
+        """Imbalances in the histogram, each layer of a batch once."""
+        text = httpx.get(f"{self.url}/metrics", timeout=30).text
+        return next(
+            sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name == "ultraep_imbalance_ratio_count" and sample.labels["when"] == "before"
+        )
+
+
+def wait_until(done: Callable[[], bool], seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
+    return tmp_path
+
+
+@pytest.fixture
+def run(shared_memory: Path) -> Iterator[LiveRun]:
+    made = LiveRun(shared_memory, "8000")
+    yield made
+    made.kill()
+
+
+@pytest.fixture
+def sidecar(shared_memory: Path, run: LiveRun) -> Iterator[Answers]:
+    """One that found the run by itself."""
+    port = free_port()
+    words = command(shared_memory, "ultraep-serve", "sidecar", "--port", str(port))
+    with subprocess.Popen(words) as process:
+        answers = Answers(f"http://127.0.0.1:{port}")
+        wait_until(lambda: answers.ready() == 200)
+        yield answers
+        process.terminate()
+
+
+def status_of(shared_memory: Path) -> Any:
+    words = command(shared_memory, "ultraep-serve", "status", "--json")
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return without_ages(json.loads(done.stdout))
+
+
+def without_ages(balance: Any) -> Any:
+    for rank in balance["ranks"]:
+        del rank["heartbeat_age_seconds"], rank["last_batch_age_seconds"]
+    return balance
+
+
+@pytest.mark.parametrize("deletion", list(_DELETIONS))
+def test_deleted_while_serving(
+    shared_memory: Path, run: LiveRun, sidecar: Answers, deletion: str
+) -> None:
+    token = (run.path / "token").read_text()
+    assert sidecar.control("policy", token, policy="eplb-slots") == 200
+    assert sidecar.control("pause", token) == 200
+    time.sleep(1.0)  # until the sidecar has polled
+    for number in range(1, 3):  # what was put back is deleted like what was there at first
+        subprocess.run(_DELETIONS[deletion], cwd=shared_memory, check=True)
+        assert not list(shared_memory.glob("*/ring-*"))
+        assert sidecar.ready() == 200
+        assert sidecar.get("/v1/config")["paused_policy"] == "eplb-slots"
+        assert sidecar.get("/v1/config")["config"]["slots"] == 2
+        assert sidecar.control("resume", token) == 200  # at once
+        assert run.policy() == "eplb-slots"
+        for _ in range(_BATCHES):
+            run.batch()
+        wait_until(lambda: (run.path / "token").exists() and (run.path / "ring-3").exists())
+        for _ in range(_BATCHES):
+            run.batch()
+        layers = number * 2 * _BATCHES * PLANNED_LAYERS
+        wait_until(lambda layers=layers: sidecar.counted() >= layers)  # type: ignore[misc]
+        assert sidecar.counted() == layers  # none twice, none lost
+        assert sidecar.control("pause", (run.path / "token").read_text()) == 200
+        assert run.policy() == "off"
+        time.sleep(1.0)
+    assert run.path.stat().st_mode & 0o777 == 0o700
+    assert without_ages(sidecar.get("/v1/balance")) == status_of(shared_memory)
+    run.end()
+    assert list(shared_memory.iterdir()) == []
+    assert sidecar.ready() == 503
+
+
+def test_a_new_run_under_the_old_names_is_followed(
+    shared_memory: Path, run: LiveRun, sidecar: Answers
+) -> None:
+    run.batch()
+    wait_until(lambda: sidecar.get("/v1/balance")["batches"]["planned"] == 1)
+    subprocess.run(_DELETIONS["everything"], cwd=shared_memory, check=True)
+    run.kill()
+    wait_until(lambda: sidecar.ready() == 503)
+    second = LiveRun(shared_memory, "8000")
+    try:
+        wait_until(lambda: sidecar.ready() == 200)
+        second.batch()
+        second.batch()
+        wait_until(lambda: sidecar.get("/v1/balance")["batches"]["planned"] == 2)
+    finally:
+        second.end()

@@ -1,0 +1,139 @@
+"""`ultraep-serve status`: how balanced a running server is, in the terminal."""
+
+import argparse
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from ultraep_serve.cli.arguments import number
+from ultraep_serve.sidecar.direct import ServerStatus, status_reader
+
+__all__ = ["add_arguments", "run", "status_view"]
+
+_REFRESH_SECONDS = 1.0
+_BAR_CELLS = 24
+_MIB = 1 << 20
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which server, and how to show it."""
+    parser.description = (
+        "Show how balanced a running server is, without asking a sidecar: by default the only "
+        "balanced server of this user on this machine. Exits with 0 when the server is ready, 1 "
+        "when it is not, 2 when there is none."
+    )
+    which = parser.add_mutually_exclusive_group()
+    port = "the server that ultraep-serve started on this port"
+    which.add_argument("--port", type=number(1, 65535), metavar="N", help=port)
+    run_dir = "the server with this run directory"
+    which.add_argument("--run-dir", type=Path, metavar="DIR", help=run_dir)
+    which.add_argument("--url", help="the server whose sidecar is at this address")
+    as_json = "print what the sidecar answers to /v1/balance"
+    parser.add_argument("--json", action="store_true", help=as_json)
+    watch = "show it again every second, until Ctrl-C"
+    parser.add_argument("--watch", action="store_true", help=watch)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the status; 0 when the server is ready, else 1. Raises NoServerError, BenchError."""
+    read = status_reader(arguments.port, arguments.run_dir, arguments.url)
+    found = read()
+    with _output(arguments) as show, contextlib.suppress(KeyboardInterrupt):
+        show(found)
+        while arguments.watch:
+            time.sleep(_REFRESH_SECONDS)
+            found = read()
+            show(found)
+    return 0 if found.ready else 1
+
+
+@contextlib.contextmanager
+def _output(arguments: argparse.Namespace) -> Iterator[Callable[[ServerStatus], None]]:
+    """What shows one status after the other."""
+    if arguments.json:
+        yield lambda found: print(found.answer.decode(), flush=True)
+    elif arguments.watch:
+        with Live(auto_refresh=False) as live:
+            yield lambda found: live.update(status_view(found), refresh=True)
+    else:
+        yield lambda found: Console().print(status_view(found))
+
+
+def status_view(found: ServerStatus) -> RenderableType:
+    """One server for a terminal: state, what was decided, imbalance, time, and a bar per rank."""
+    document = found.document
+    if "engine" not in document:  # unbalanced, or no rank has joined yet
+        return Group(_state(found, document), Text(found.where, style="dim"))
+    about = (
+        f"{document['engine']}, {document['mode']} parallel, {document['num_ranks']} ranks, "
+        f"policy {document['policy']}"
+    )
+    figures = Table.grid(padding=(0, 2))
+    figures.add_row("batches", _batches(document["batches"]))
+    figures.add_row("imbalance", _imbalance(document))
+    figures.add_row("time", _savings(document["savings"]))
+    figures.add_row("moved", f"{document['bytes_moved'] / _MIB:,.1f} MiB of expert weights")
+    title = Text(about, style="bold")
+    where = Text(found.where, style="dim")
+    return Group(_state(found, document), title, where, Text(), figures, Text(), _ranks(document))
+
+
+def _state(found: ServerStatus, document: Mapping[str, Any]) -> Text:
+    if document.get("status") == "unbalanced":
+        return Text(f"! {document['detail']}", style="yellow")
+    if found.ready:
+        return Text("✔ ready", style="green")
+    reasons = (
+        reason if rank == "run" else f"rank {rank}: {reason}"
+        for rank, reason in found.reasons.items()
+    )
+    return Text(f"✘ not ready: {'; '.join(reasons)}", style="bold red")
+
+
+def _batches(batches: Mapping[str, Any]) -> str:
+    skipped = batches["skipped"].items()
+    counts = [f"{count} {reason.replace('_', ' ')}" for reason, count in skipped if count]
+    return ", ".join([f"{batches['planned']} planned", *counts])
+
+
+def _imbalance(document: Mapping[str, Any]) -> Text:
+    before, after = document["imbalance"]["before"], document["imbalance"]["after"]
+    if before["mean"] is None:
+        return Text("no prefill batch yet", style="yellow")
+    line = Text(f"{before['mean']:.2f} -> {after['mean']:.2f}", style="bold green")
+    worst = f" (worst {before['max']:.2f} -> {after['max']:.2f}; "
+    line.append(f"{worst}floor {document['floor']:.2f}; 1.00 is perfect)", style="none")
+    return line
+
+
+def _savings(savings: Mapping[str, float]) -> str:
+    saved, spent = savings["saved_seconds"], savings["spent_seconds"]
+    return f"{saved:.2f} s saved, {spent:.2f} s spent, net {savings['net_seconds']:+.2f} s"
+
+
+def _ranks(document: Mapping[str, Any]) -> Table:
+    """Assignments of each rank over the mean of all, before and after; both share one scale."""
+    mean = document["assignments"] / document["num_ranks"]
+    table = Table.grid(padding=(0, 2))
+    table.add_row("rank", "before", "", "after", "", style="dim")
+    ranks = [(rank, rank["assignments"]) for rank in document["ranks"]]
+    most = max((max(loads.values()) for _, loads in ranks), default=0)
+    for rank, loads in ranks:
+        cells: list[RenderableType] = []
+        for when, style in (("before", "yellow"), ("after", "green")):
+            cells.append(_bar(loads[when], most, style))
+            cells.append(f"{loads[when] / mean:.2f}" if mean else "")
+        state = "" if rank["alive"] and rank["state"] == "ready" else rank["state"]
+        table.add_row(f"{rank['rank']:>4}", *cells, Text(state, style="red"))
+    return table
+
+
+def _bar(value: int, most: int, style: str) -> Text:
+    return Text("█" * round(_BAR_CELLS * value / most) if most else "", style=style)
