@@ -163,6 +163,6 @@ def test_a_run_directory_that_cannot_be_made_is_an_error_of_every_rank(
     (run_path / "0").mkdir()
     config = BalanceConfig(sidecar={"host": "192.0.2.1", "port": 8001})  # not of this machine
     outcomes = outcomes_of_ranks(met, 2, run_path, tmp_path, config)
-    assert {outcome.error for outcome in outcomes} == {"ConfigError"}
+    assert [outcome.error for outcome in outcomes] == ["ConfigError", "FabricError"]
     assert "the sidecar cannot listen on 192.0.2.1:8001" in outcomes[0].message
     assert "rank 0 could not make a run directory" in outcomes[1].message

@@ -17,9 +17,10 @@ from pathlib import Path
 
 from ultraep_serve.adapters.setup import serve_unbalanced
 from ultraep_serve.config import BalanceConfig, first_process
-from ultraep_serve.errors import UltraEPError, UnsupportedError
-from ultraep_serve.files import open_regular
+from ultraep_serve.errors import FabricError, OutputError, UltraEPError, UnsupportedError
+from ultraep_serve.files import open_regular, write_whole
 from ultraep_serve.ring.run_directory import remove_run_directories
+from ultraep_serve.topology import is_process_alive
 
 __all__ = ["refuse_or_serve_plainly", "repeated_at_exit", "tidy_up_at_exit"]
 
@@ -42,6 +43,7 @@ def tidy_up_at_exit() -> None:
     """
     if first_process() == os.getpid():
         weakref.finalize(_at_exit, _tidy_up)
+        _remove_stale_reasons()
 
 
 @contextmanager
@@ -50,8 +52,8 @@ def repeated_at_exit() -> Iterator[None]:
     try:
         yield
     except UltraEPError as error:
-        with contextlib.suppress(OSError):  # the log has it in any case
-            _leave(str(error))
+        with contextlib.suppress(OutputError):  # the log has it in any case
+            _leave(error)
         raise
 
 
@@ -66,11 +68,12 @@ def refuse_or_serve_plainly(
         serve_unbalanced(config, str(error))
 
 
-def _leave(reason: str) -> None:
-    """The first reason stays: other ranks' follow from it."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    with os.fdopen(os.open(_path(first_process()), flags, 0o600), "w") as file:
-        file.write(reason)
+def _leave(error: UltraEPError) -> None:
+    """A rank that lost another one leaves nothing where that one did: its reason is the reason."""
+    path = _path(first_process())
+    if isinstance(error, FabricError) and path.exists():
+        return
+    write_whole(path, str(error).encode())
 
 
 def _tidy_up() -> None:
@@ -83,6 +86,15 @@ def _tidy_up() -> None:
                 sys.stderr.write(f"ultraep: error: {reason}\n")
                 sys.stderr.flush()
         path.unlink()
+
+
+def _remove_stale_reasons() -> None:
+    """Those of ranks that failed after their first process had ended."""
+    for path in _path(0).parent.glob(f"{_path(0).name[:-1]}*"):
+        process = path.name.rpartition("-")[2]
+        if process.isdecimal() and not is_process_alive(int(process)):
+            with contextlib.suppress(OSError):
+                path.unlink()
 
 
 def _path(process: int) -> Path:

@@ -24,7 +24,13 @@ from ultraep_serve.backend import CONNECT_FACTOR, Backend, GroupSetup, make_back
 from ultraep_serve.collectives import EngineGroup, HostAllGather
 from ultraep_serve.config import BalanceConfig, first_process
 from ultraep_serve.cuda.recording import is_capturing
-from ultraep_serve.errors import SERVE_UNBALANCED, ConfigError, UltraEPError, UnsupportedError
+from ultraep_serve.errors import (
+    SERVE_UNBALANCED,
+    ConfigError,
+    FabricError,
+    UltraEPError,
+    UnsupportedError,
+)
 from ultraep_serve.files import write_whole
 from ultraep_serve.launcher.sidecar import start_beside_rank
 from ultraep_serve.physical import identity_table
@@ -277,13 +283,13 @@ def meet(config: BalanceConfig, location: Location, group: EngineGroup | None) -
     """``config`` with a run directory that all ranks of this host know; all ranks together.
 
     Without a launcher each host's primary rank makes one, which is gone with the host's last rank.
-    Raises ConfigError where it cannot be made, on every rank of the host.
+    Where it cannot be made, the primary rank raises ConfigError, and the others FabricError.
     """
     if config.run_dir:
         return config
     assert group is not None, "ranks without a group are given a run directory"
     process, number = first_process(), secrets.randbits(62)
-    directory, problem = None, f"rank {location.host.start} could not make a run directory"
+    directory, problem = None, ""
     if location.is_host_primary:
         try:
             directory = _make_run_directory(config, name_of_run(process, number))
@@ -292,8 +298,11 @@ def meet(config: BalanceConfig, location: Location, group: EngineGroup | None) -
     ranks = HostAllGather(group.on_host, config.timeout_seconds * CONNECT_FACTOR)
     rows = ranks.gather(np.array([process, number], np.int64))
     process, number = rows[location.host.start].tolist()
-    if not process:
+    if problem:
         raise ConfigError(problem)
+    if not process:
+        first = location.host.start
+        raise FabricError(f"rank {first} could not make a run directory; its log says why")
     if directory is None:
         directory = RunDirectory.join(name_of_run(process, number))
         _leave_at_exit(directory)

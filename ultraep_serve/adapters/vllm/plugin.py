@@ -10,7 +10,7 @@ import sys
 from ultraep_serve.adapters.guard import SETTING, setting_on_command_line
 from ultraep_serve.adapters.process import tidy_up_at_exit
 from ultraep_serve.config import BalanceConfig
-from ultraep_serve.errors import UnsupportedError
+from ultraep_serve.errors import ConfigError, UnsupportedError
 
 __all__ = ["register"]
 
@@ -20,12 +20,17 @@ logger = logging.getLogger("vllm.ultraep_serve")
 def register() -> None:
     """Have vLLM build experts that can be balanced; they are vLLM's own where nobody asked.
 
-    Raises ConfigError, before anything is started, for settings in the environment or on the
-    command line that are wrong, and UnsupportedError where they ask for balancing and this vLLM
-    has other layers.
+    Raises ConfigError, before anything is started, for wrong settings in the environment (as
+    SystemExit for those on the command line), and UnsupportedError where they ask for balancing and
+    this vLLM has other layers.
     """
     given = setting_on_command_line(sys.argv)
-    asked = BalanceConfig.chosen(given, f"--additional-config {SETTING}")
+    try:
+        asked = BalanceConfig.chosen(given, f"--additional-config {SETTING}")
+    except ConfigError as error:
+        if given is None:
+            raise
+        raise SystemExit(f"ultraep: error: {error}") from error
     tidy_up_at_exit()
     try:
         from ultraep_serve.adapters.vllm.routed_experts import substitute
