@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from tests.support.hosts import engine_group
 from tests.support.ranks import outcomes_of_ranks, run_ranks
-from ultraep_serve.adapters.setup import find_location, meet
+from ultraep_serve.adapters.rendezvous import find_location, meet
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.ring import run_directory as module

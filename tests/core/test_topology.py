@@ -6,8 +6,8 @@ import pytest
 
 from tests.support.hosts import engine_group, host_path
 from tests.support.ranks import outcomes_of_ranks, run_ranks
-from ultraep_serve.adapters import setup as locating
-from ultraep_serve.adapters.setup import find_location
+from ultraep_serve.adapters import rendezvous as locating
+from ultraep_serve.adapters.rendezvous import find_location
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.errors import UnsupportedError
 from ultraep_serve.topology import Location, domain_of, host_identity, locate

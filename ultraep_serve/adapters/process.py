@@ -6,7 +6,6 @@ started first removes their run directory, and says the reason once more.
 """
 
 import contextlib
-import logging
 import os
 import sys
 import tempfile
@@ -15,14 +14,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ultraep_serve.adapters.setup import serve_unbalanced
-from ultraep_serve.config import BalanceConfig, first_process
-from ultraep_serve.errors import FabricError, OutputError, UltraEPError, UnsupportedError
+from ultraep_serve.config import first_process
+from ultraep_serve.errors import FabricError, OutputError, UltraEPError
 from ultraep_serve.files import open_regular, write_whole
 from ultraep_serve.ring.run_directory import remove_run_directories
 from ultraep_serve.topology import is_process_alive
 
-__all__ = ["refuse_or_serve_plainly", "repeated_at_exit", "tidy_up_at_exit"]
+__all__ = ["repeated_at_exit", "tidy_up_at_exit"]
 
 _MAX_BYTES = 1 << 16
 _SECONDS = 10.0  # for ranks to be gone after the engine has ended them
@@ -55,17 +53,6 @@ def repeated_at_exit() -> Iterator[None]:
         with contextlib.suppress(OutputError):  # the log has it in any case
             _leave(error)
         raise
-
-
-def refuse_or_serve_plainly(
-    error: UnsupportedError, config: BalanceConfig, logger: logging.Logger, *, is_primary: bool
-) -> None:
-    """Raise ``error``; where ``on_unsupported`` is off only say it, to the sidecar too."""
-    if config.on_unsupported == "error":
-        raise error
-    logger.warning("ultraep: serving without balancing: %s", error)
-    if is_primary:
-        serve_unbalanced(config, str(error))
 
 
 def _leave(error: UltraEPError) -> None:

@@ -6,46 +6,24 @@ balancer routes all of them.
 """
 
 import logging
-import os
-import secrets
-import zlib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from multiprocessing.util import Finalize
-from pathlib import Path
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 
-from ultraep_serve import __version__
-from ultraep_serve.backend import CONNECT_FACTOR, Backend, GroupSetup, make_backend
-from ultraep_serve.collectives import EngineGroup, HostAllGather
-from ultraep_serve.config import BalanceConfig, first_process
+from ultraep_serve.adapters.rendezvous import find_location, meet, wait_for_all
+from ultraep_serve.backend import Backend, GroupSetup, make_backend
+from ultraep_serve.collectives import EngineGroup
+from ultraep_serve.config import BalanceConfig
 from ultraep_serve.cuda.recording import is_capturing
-from ultraep_serve.errors import (
-    SERVE_UNBALANCED,
-    ConfigError,
-    FabricError,
-    UltraEPError,
-    UnsupportedError,
-)
-from ultraep_serve.files import write_whole
-from ultraep_serve.launcher.sidecar import start_beside_rank
+from ultraep_serve.errors import SERVE_UNBALANCED, UltraEPError, UnsupportedError
 from ultraep_serve.physical import identity_table
 from ultraep_serve.ring.control import ControlPage
 from ultraep_serve.ring.recorder import Recorder
-from ultraep_serve.ring.run_directory import (
-    CONFIG_FILE,
-    SHARED_MEMORY,
-    UNBALANCED_FILE,
-    RunDirectory,
-    name_of_run,
-)
 from ultraep_serve.ring.schema import RingState
 from ultraep_serve.ring.spool import SpoolSource, SpoolWriter
-from ultraep_serve.topology import Location, host_identity, locate
+from ultraep_serve.topology import Location
 from ultraep_serve.types import ExpertShape, TokenView
 
 __all__ = [
@@ -53,11 +31,7 @@ __all__ = [
     "Batch",
     "balanced_ids",
     "expert_parameters",
-    "find_location",
-    "meet",
     "require_one_number",
-    "serve_unbalanced",
-    "wait_for_all",
 ]
 
 
@@ -241,119 +215,6 @@ def _adopt(parameters: Sequence[nn.Parameter], backend: Backend) -> None:
     slots = backend.adopt([parameter.data for parameter in parameters])
     for parameter, alias in zip(parameters, slots.tensors, strict=True):
         parameter.data = alias  # at once: what it held may be empty now
-
-
-_OF_ONE_HOST = ("run_dir", "sidecar")  # settings that may differ from host to host
-_NAME_BYTES = 64  # as long as Linux lets a host's name be
-
-
-def find_location(
-    config: BalanceConfig, rank: int, num_ranks: int, group: EngineGroup | None
-) -> Location:
-    """Where ``rank`` is; all ranks together. Without ``group`` all of them share this host.
-
-    Raises UnsupportedError where ranks and hosts form no domains, ConfigError where hosts run
-    different versions or were given different flags, PeerTimeoutError when a rank does not come.
-    """
-    if group is None:
-        return locate(rank, [0] * num_ranks, config.domain_size, os.uname().nodename)
-    ranks = HostAllGather(group.on_host, config.timeout_seconds * CONNECT_FACTOR)
-    shared = Path(config.run_dir) if config.run_dir else SHARED_MEMORY
-    identity = [host_identity(shared), _checksum(__version__)]
-    hosts = ranks.gather(np.concatenate([identity, _host_name()]))  # so wide in every version
-    if (strangers := np.flatnonzero(hosts[:, 1] != hosts[0, 1])).size:
-        raise ConfigError(
-            f"rank {strangers[0]} runs another version of ultraep_serve than rank 0 (rank {rank} "
-            f"runs {__version__}); install the same one on every host"
-        )
-    settings = config.model_dump(mode="json", exclude=set(_OF_ONE_HOST))
-    rows = ranks.gather(np.array([_checksum(value) for value in settings.values()], np.int64))
-    for other, differs in enumerate(rows != rows[0]):
-        if differs.any():
-            name = list(settings)[int(differs.argmax())]
-            raise ConfigError(
-                f"rank {other} was started with another {name} than rank 0; start "
-                "all hosts with the same settings"
-            )
-    name = hosts[0, 2:].tobytes().rstrip(b"\0").decode("ascii", "replace")
-    return locate(rank, hosts[:, 0].tolist(), config.domain_size, name)
-
-
-def meet(config: BalanceConfig, location: Location, group: EngineGroup | None) -> BalanceConfig:
-    """``config`` with a run directory that all ranks of this host know; all ranks together.
-
-    Without a launcher each host's primary rank makes one, which is gone with the host's last rank.
-    Where it cannot be made, the primary rank raises ConfigError, and the others FabricError.
-    """
-    if config.run_dir:
-        return config
-    assert group is not None, "ranks without a group are given a run directory"
-    process, number = first_process(), secrets.randbits(62)
-    directory, problem = None, ""
-    if location.is_host_primary:
-        try:
-            directory = _make_run_directory(config, name_of_run(process, number))
-        except (OSError, UltraEPError) as error:  # the others wait for an answer
-            process, problem = 0, str(error)
-    ranks = HostAllGather(group.on_host, config.timeout_seconds * CONNECT_FACTOR)
-    rows = ranks.gather(np.array([process, number], np.int64))
-    process, number = rows[location.host.start].tolist()
-    if problem:
-        raise ConfigError(problem)
-    if not process:
-        first = location.host.start
-        raise FabricError(f"rank {first} could not make a run directory; its log says why")
-    if directory is None:
-        directory = RunDirectory.join(name_of_run(process, number))
-        _leave_at_exit(directory)
-    return config.replace(run_dir=str(directory.path))
-
-
-def serve_unbalanced(config: BalanceConfig, reason: str) -> None:
-    """Leave ``reason``, why nothing is balanced, where the sidecar finds it; one rank calls this.
-
-    Raises ConfigError where a sidecar that was asked for cannot listen.
-    """
-    path = Path(config.run_dir)
-    if not config.run_dir:
-        name = name_of_run(first_process(), secrets.randbits(62))
-        path = _make_run_directory(config, name).path
-    write_whole(path / UNBALANCED_FILE, " ".join(reason.split()).encode())
-
-
-def _make_run_directory(config: BalanceConfig, name: str) -> RunDirectory:
-    """One that this process leaves when it ends, and the sidecar, if that is asked for."""
-    directory = RunDirectory.create(name)
-    _leave_at_exit(directory)
-    config = config.replace(run_dir=str(directory.path))
-    write_whole(directory.path / CONFIG_FILE, config.to_json().encode())
-    if config.sidecar is not None:
-        start_beside_rank(config, config.sidecar)
-    return directory
-
-
-def _leave_at_exit(directory: RunDirectory) -> None:
-    """``atexit`` is not called in a process of ``multiprocessing``."""
-    Finalize(None, directory.leave, exitpriority=0)
-
-
-def wait_for_all(setup: GroupSetup) -> None:
-    """Return when all ranks of all domains have come this far; those of one are connected already.
-
-    Raises PeerTimeoutError when a rank does not come.
-    """
-    group = setup.engine_group
-    if group is not None and setup.location.num_domains > 1:
-        HostAllGather(group.on_host, setup.connect_seconds).gather(np.zeros(1, np.int64))
-
-
-def _host_name() -> NDArray[np.int64]:
-    name = os.uname().nodename.encode("ascii", "replace")[:_NAME_BYTES]
-    return np.frombuffer(name.ljust(_NAME_BYTES, b"\0"), np.int64)
-
-
-def _checksum(value: object) -> int:
-    return zlib.crc32(str(value).encode())
 
 
 def require_one_number(num_experts: Collection[int]) -> None:

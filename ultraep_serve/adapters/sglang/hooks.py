@@ -17,7 +17,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils import is_cpu
 
-from ultraep_serve.adapters.process import refuse_or_serve_plainly
+from ultraep_serve.adapters.rendezvous import refuse_or_serve_plainly
 from ultraep_serve.adapters.sglang.checks import check_cpu_execution, check_engine, check_settings
 from ultraep_serve.adapters.sglang.cpu_experts import complete_device_module, compute_and_reduce
 from ultraep_serve.adapters.sglang.group import ExpertGroup, moe_layers

@@ -14,7 +14,7 @@ from vllm.platforms import current_platform
 from vllm.v1.worker.ubatching import dbo_current_ubatch_id
 
 from ultraep_serve.adapters.execution import Execution, compute_balanced
-from ultraep_serve.adapters.process import refuse_or_serve_plainly
+from ultraep_serve.adapters.rendezvous import refuse_or_serve_plainly
 from ultraep_serve.adapters.setup import BalancedLayers, Batch, expert_parameters
 from ultraep_serve.adapters.vllm.checks import check_layer, check_model, is_primary
 from ultraep_serve.adapters.vllm.cpu_experts import CpuExperts

@@ -18,7 +18,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.platforms import current_platform
 
 from ultraep_serve.adapters.guard import SETTING
-from ultraep_serve.adapters.process import refuse_or_serve_plainly, repeated_at_exit
+from ultraep_serve.adapters.process import repeated_at_exit
+from ultraep_serve.adapters.rendezvous import refuse_or_serve_plainly
 from ultraep_serve.adapters.vllm.checks import check_engine, is_primary, unsupported_experts
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.errors import UnsupportedError
