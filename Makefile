@@ -32,7 +32,7 @@ demo-sglang: setup-sglang
 	$(VENV)-sglang/bin/ultraep-serve demo
 
 test-sglang: setup-sglang
-	$(VENV)-sglang/bin/python -m pytest tests/engines/test_sglang_*.py
+	$(VENV)-sglang/bin/python -m pytest tests/engines/test_sglang_*.py tests/engines/test_ways_to_start.py
 
 # Images, Compose, Kubernetes, Prometheus and Grafana files, with real tools; no containers.
 check-deploy: setup

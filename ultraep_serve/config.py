@@ -31,11 +31,13 @@ __all__ = [
     "first_process",
     "parse_policy",
     "plugin_filter",
+    "share_with_ray_workers",
     "values_of_flags",
 ]
 
 CONFIG_VARIABLE = "ULTRAEP_CONFIG"
 TOKEN_VARIABLE = "ULTRAEP_CONTROL_TOKEN"
+_RAY_VARIABLE = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"  # vLLM's own
 _FIRST_PROCESS_VARIABLE = "ULTRAEP_FIRST_PROCESS"
 
 
@@ -258,6 +260,13 @@ def first_process() -> int:
     if multiprocessing.parent_process() is None:
         os.environ[_FIRST_PROCESS_VARIABLE] = str(os.getpid())
     return int(os.environ.get(_FIRST_PROCESS_VARIABLE, os.getpid()))
+
+
+def share_with_ray_workers() -> None:
+    """Have vLLM give its Ray workers, which get little of this environment, our settings too."""
+    if CONFIG_VARIABLE in os.environ:
+        names = os.environ.get(_RAY_VARIABLE, "").split(",")
+        os.environ[_RAY_VARIABLE] = ",".join(filter(None, dict.fromkeys([*names, CONFIG_VARIABLE])))
 
 
 def child_environment(config: BalanceConfig, defaults: Mapping[str, str]) -> dict[str, str]:

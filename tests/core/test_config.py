@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from ultraep_serve.config import (
     child_environment,
     control_token_from_environment,
     parse_policy,
+    share_with_ray_workers,
     values_of_flags,
 )
 from ultraep_serve.costs.model import CostModel
@@ -161,3 +163,15 @@ def test_costs_come_as_a_file_or_as_they_are(tmp_path: Path) -> None:
     for given, message in ((str(tmp_path), "cannot be read"), ({"x": 1}, "unknown costs")):
         with pytest.raises(ConfigError, match=f"costs: .*{message}"):
             BalanceConfig(costs=given)
+
+
+def test_settings_reach_ray_workers_by_vllms_own_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
+    monkeypatch.delenv(CONFIG_VARIABLE, raising=False)
+    monkeypatch.setenv(name, "OWN")
+    share_with_ray_workers()
+    assert os.environ[name] == "OWN"
+    monkeypatch.setenv(CONFIG_VARIABLE, "{}")
+    share_with_ray_workers()
+    share_with_ray_workers()
+    assert os.environ[name] == f"OWN,{CONFIG_VARIABLE}"

@@ -10,14 +10,18 @@ import asyncio
 import json
 import os
 import sys
+import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 
 from tests.support.serving_checks import MOVING_ALWAYS_PAYS, PROMPTS
+from ultraep_serve.demo.balanced_server import BalancedServer
 from ultraep_serve.ring.control import ControlPage
 from ultraep_serve.ring.reader import RingReader
 from ultraep_serve.ring.run_directory import running_run_directories
@@ -47,10 +51,61 @@ _SGLANG = {
 Texts = list[str]
 
 
+class UnmodifiedServer(BalancedServer):
+    """The engine's own command, with balancing and the sidecar as settings."""
+
+    def __init__(
+        self,
+        model: Path,
+        flags: list[str],
+        log_path: Path,
+        engine: str,
+        environment: Callable[..., dict[str, str]],
+    ) -> None:
+        super().__init__(model, flags, log_path, engine)
+        self._settings = {"sidecar": {"port": self.sidecar_port}}
+        self._made = environment(engine, **self._settings)
+
+    @property
+    def run_path(self) -> Path:
+        return run_path_of(self.process_id)
+
+    def _wait_until_healthy(self) -> None:
+        super()._wait_until_healthy()
+        wait_for_sidecar(self.sidecar_url)
+
+    def _command(self) -> list[str]:
+        end = [*self._flags, "--port", str(self.port)]
+        if self._engine == "sglang":
+            return [sys.executable, "-m", "sglang.launch_server", "--model-path", self.model, *end]
+        setting = json.dumps({"ultraep": {**SETTINGS, **self._settings}})
+        module = "vllm.entrypoints.openai.api_server"
+        own = ["--model", self.model, "--additional-config", setting]
+        return [sys.executable, "-m", module, *own, *end]
+
+    def _environment(self) -> dict[str, str]:
+        return self._made
+
+
+def wait_for_sidecar(url: str) -> None:
+    """It is started when the ranks meet, and may come up after the server."""
+    for _ in range(120):
+        with suppress(httpx.TransportError):
+            if httpx.get(f"{url}/readyz").status_code == 200:
+                return
+        time.sleep(0.5)
+    raise TimeoutError(f"no sidecar at {url}")
+
+
+def run_path_of(process: int) -> Path:
+    """The run directory of the engine whose first process this is."""
+    (found,) = (path for path in running_run_directories() if f"-p{process}-" in path.name)
+    return found
+
+
 def on_and_off(ask: Callable[[], Texts]) -> dict[str, Any]:
     """What ``ask`` gives with balancing on and off, and what the rings say of the former."""
-    (run_path,) = (path for path in running_run_directories() if f"-p{os.getpid()}-" in path.name)
-    on = ask()
+    run_path, on = run_path_of(os.getpid()), ask()
     balanced = balanced_layers(run_path)
     with ControlPage.open(run_path) as page:
         page.set_policy(Policy.OFF)
@@ -70,6 +125,11 @@ def balanced_layers(run_path: Path) -> dict[int, list[float]]:
 
 
 def llm(model: str) -> dict[str, Any]:
+    return on_and_off(asker(model))
+
+
+def asker(model: str) -> Callable[[], Texts]:
+    """``LLM``, and what asks it all prompts."""
     from vllm import LLM, SamplingParams
 
     engine = LLM(model, **_VLLM, additional_config={"ultraep": SETTINGS})
@@ -79,7 +139,7 @@ def llm(model: str) -> dict[str, Any]:
         done = engine.generate(PROMPTS, greedy, use_tqdm=False)
         return [request.outputs[0].text for request in done]
 
-    return on_and_off(ask)
+    return ask
 
 
 def async_llm(model: str) -> dict[str, Any]:
@@ -110,21 +170,63 @@ def async_llm(model: str) -> dict[str, Any]:
     return found
 
 
-def ray_actor(model: str) -> dict[str, Any]:
-    """``LLM`` in an actor, as Ray Serve and Ray Data have it."""
+def ray_serve(model: str) -> dict[str, Any]:
+    """``LLM`` in two Ray actors, the replicas of Ray Serve; each answers all prompts."""
     import ray
+    from ray import serve
 
     ray.init(num_cpus=2, include_dashboard=False, configure_logging=False)
 
-    @ray.remote(num_cpus=2)
-    class Actor:
-        def run(self, model: str) -> dict[str, Any]:
-            return llm(model)
+    @serve.deployment(num_replicas=2, ray_actor_options={"num_cpus": 1}, max_ongoing_requests=1)
+    class Replica:
+        def __init__(self, model: str) -> None:
+            self._ask = asker(model)
 
-    actor = Actor.remote()
-    found: dict[str, Any] = ray.get(actor.run.remote(model))
+        def __call__(self) -> dict[str, Any]:
+            found = on_and_off(self._ask)
+            with ControlPage.open(Path(found["run_dir"])) as page:
+                page.set_policy(Policy.QUOTA)
+            return found
+
+    handle = serve.run(Replica.bind(model))
+    # Each takes one request at a time, so that both get one of two.
+    answers = [handle.remote() for _ in range(2)]
+    found = [answer.result() for answer in answers]
+    serve.shutdown()
     ray.shutdown()
-    return found
+    assert found[0]["run_dir"] != found[1]["run_dir"]
+    return {**found[0], "on": found[0]["on"] + found[1]["on"], "off": 2 * found[1]["off"]}
+
+
+def ray_workers(model: str) -> dict[str, Any]:
+    """vLLM's own Ray workers, which find the settings in the configuration they are given.
+
+    vLLM refuses its Ray executor on CPU, so what that does is done here: until the model is loaded.
+    """
+    import ray
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.network_utils import get_open_port
+    from vllm.v1.executor.ray_utils import RayWorkerWrapper
+
+    arguments = EngineArgs(model, **_VLLM, additional_config={"ultraep": SETTINGS})
+    config = arguments.create_engine_config()
+    ray.init(num_cpus=2, include_dashboard=False, configure_logging=False)
+    remote = ray.remote(num_cpus=1)(RayWorkerWrapper)
+    workers = [remote.remote(rpc_rank=rank) for rank in range(2)]
+    shared = {
+        "vllm_config": config,
+        "distributed_init_method": f"tcp://127.0.0.1:{get_open_port()}",
+    }
+    kwargs = [
+        {**shared, "local_rank": rank, "rank": rank, "is_driver_worker": rank == 0}
+        for rank in range(2)
+    ]
+    for method, values in (("init_worker", [kwargs]), ("init_device", []), ("load_model", [])):
+        ray.get([worker.execute_method.remote(method, *values) for worker in workers])
+    (run_path,) = running_run_directories()
+    states = [RingReader(path).header().state.name for path in sorted(run_path.glob("ring-*"))]
+    ray.shutdown()
+    return {"states": states, "run_dir": str(run_path)}
 
 
 def sglang_engine(model: str) -> dict[str, Any]:

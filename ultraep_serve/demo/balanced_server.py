@@ -56,14 +56,19 @@ class BalancedServer:
         self.url = f"http://127.0.0.1:{self.port}"
         self.sidecar_url = f"http://127.0.0.1:{self.sidecar_port}"
         self.log_path = log_path
-        self._flags = [*flags, "--port", str(self.port), "--sidecar-port", str(self.sidecar_port)]
+        self._flags = flags
         self._serves = serves
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
     def token(self) -> str:
         """Bearer token of the sidecar's control endpoint."""
-        return (run_directory_of_port(self.port) / TOKEN_FILE).read_text().strip()
+        return (self.run_path / TOKEN_FILE).read_text().strip()
+
+    @property
+    def run_path(self) -> Path:
+        """Its run directory."""
+        return run_directory_of_port(self.port)
 
     @property
     def process_id(self) -> int:
@@ -73,10 +78,10 @@ class BalancedServer:
 
     def __enter__(self) -> "BalancedServer":
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "ultraep_serve.cli", self._engine, self.model]
-        command += self._flags
         with self.log_path.open("wb") as log:
-            self._process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+            self._process = subprocess.Popen(
+                self._command(), stdout=log, stderr=subprocess.STDOUT, env=self._environment()
+            )
         try:
             if self._serves:
                 self._wait_until_healthy()
@@ -97,6 +102,18 @@ class BalancedServer:
         """Exit code of the command, once it ends by itself. Raises subprocess.TimeoutExpired."""
         assert self._process is not None
         return self._process.wait(seconds)
+
+    def _command(self) -> list[str]:
+        ports = ["--port", str(self.port), "--sidecar-port", str(self.sidecar_port)]
+        return [
+            *(sys.executable, "-m", "ultraep_serve.cli", self._engine, self.model),
+            *self._flags,
+            *ports,
+        ]
+
+    def _environment(self) -> dict[str, str] | None:
+        """Of the command; None: as this process's."""
+        return None
 
     def _wait_until_healthy(self) -> None:
         assert self._process is not None

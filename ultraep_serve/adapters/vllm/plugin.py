@@ -9,7 +9,7 @@ import sys
 
 from ultraep_serve.adapters.guard import SETTING, setting_on_command_line
 from ultraep_serve.adapters.process import tidy_up_at_exit
-from ultraep_serve.config import BalanceConfig
+from ultraep_serve.config import BalanceConfig, share_with_ray_workers
 from ultraep_serve.errors import ConfigError, UnsupportedError
 
 __all__ = ["register"]
@@ -31,6 +31,7 @@ def register() -> None:
         if given is None:
             raise
         raise SystemExit(f"ultraep: error: {error}") from error
+    share_with_ray_workers()
     tidy_up_at_exit()
     try:
         from ultraep_serve.adapters.vllm.routed_experts import substitute

@@ -1,0 +1,179 @@
+"""Engines started without the launcher: switched on by a setting, balanced, tidy at their end."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.serving_checks import check_balanced
+from tests.support.tiny_models import tiny_qwen3
+from tests.support.ways_to_start import CONTEXT, SETTINGS, UnmodifiedServer
+from ultraep_serve.ring.run_directory import TOKEN_FILE, remove_abandoned, running_run_directories
+
+pytestmark = pytest.mark.engine
+
+PROGRAMS = {
+    "async_llm": "vllm",  # ``LLM`` runs beside the server below
+    "ray_serve": "vllm",
+    "ray_workers": "vllm",
+    "sglang_engine": "sglang",
+}
+ENVIRONMENT = {  # what a plain CPU machine needs
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "0|1",
+    "SGLANG_USE_CPU_ENGINE": "1",
+    "SGLANG_CPU_OMP_THREADS_BIND": "0|1",
+    "OMP_NUM_THREADS": "1",
+}
+VLLM_FLAGS = ["--enable-expert-parallel", "--no-enable-prefix-caching", "--enforce-eager",
+              "--dtype", "float32", "--max-model-len", str(CONTEXT)]  # fmt: skip
+SGLANG_FLAGS = ["--tp-size", "2", "--ep-size", "2", "--device", "cpu", "--disable-radix-cache",
+                "--attention-backend", "torch_native", "--dtype", "float32",
+                "--context-length", str(CONTEXT),
+                "--max-total-tokens", str(2 * CONTEXT)]  # fmt: skip
+
+
+def need(engine: str) -> None:
+    if find_spec(engine) is None:
+        pytest.skip(f"needs {engine}: make setup, make setup-sglang")
+
+
+def environment(engine: str, **settings: Any) -> dict[str, str]:
+    """vLLM has a setting of its own, SGLang takes the variable."""
+    made = {**os.environ, **ENVIRONMENT}
+    if engine == "sglang":
+        made["ULTRAEP_CONFIG"] = json.dumps({**SETTINGS, **settings})
+    return made
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 15.0
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    remove_abandoned()  # of whoever was killed before
+    yield
+    assert running_run_directories() == []
+
+
+@pytest.mark.parametrize("way", PROGRAMS)
+def test_a_program_of_ones_own(way: str, qwen3: Path, tmp_path: Path) -> None:
+    check_program(way, PROGRAMS[way], qwen3, tmp_path)
+
+
+def check_program(way: str, engine: str, model: Path, tmp_path: Path) -> None:
+    need(engine)
+    if way.startswith("ray"):
+        pytest.importorskip("ray", reason="not in SGLang's environment")
+    out, log = tmp_path / "out.json", tmp_path / "log"
+    command = [sys.executable, "-m", "tests.support.ways_to_start", way, str(model), str(out)]
+    with log.open("wb") as file:
+        done = subprocess.run(
+            command, stdout=file, stderr=file, timeout=400, env=environment(engine)
+        )
+    assert done.returncode == 0, log.read_text(errors="replace")[-4000:]
+    found = json.loads(out.read_text())
+    if way == "ray_workers":
+        assert found["states"] == ["READY", "READY"]
+        return
+    assert found["on"] == found["off"]
+    assert list(found["layers"]) == [str(layer) for layer in range(tiny_qwen3().num_layers)]
+    for before, after in found["layers"].values():
+        assert before > 1.2
+        assert after <= 1.02
+    if way != "ray_serve":  # which kills its replicas; what they leave, the next start removes
+        assert not Path(found["run_dir"]).exists()
+
+
+@pytest.fixture(scope="module")
+def server(
+    request: pytest.FixtureRequest, qwen3: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[UnmodifiedServer]:
+    """The engine's own server, with the sidecar as one of its settings."""
+    engine = "vllm" if find_spec("vllm") else "sglang"
+    need(engine)
+    flags = SGLANG_FLAGS if engine == "sglang" else ["--tensor-parallel-size", "2", *VLLM_FLAGS]
+    log = tmp_path_factory.mktemp("server") / "log"
+    with UnmodifiedServer(qwen3, flags, log, engine, environment) as started:
+        yield started
+
+
+class TestServer:
+    """One server of the engine that is here; the last test ends it."""
+
+    @pytest.fixture(autouse=True)
+    @classmethod
+    def _nothing_is_left(cls) -> None:
+        """It runs on."""
+
+    def test_it_is_balanced_and_gives_the_same_tokens(self, server: UnmodifiedServer) -> None:
+        check_balanced(server, num_layers=tiny_qwen3().num_layers)
+
+    def test_its_balance_is_shown_in_the_terminal(self, server: UnmodifiedServer) -> None:
+        command = [sys.executable, "-m", "ultraep_serve.cli", "status"]
+        shown = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert shown.returncode == 0, shown.stderr
+        answer = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=60)
+        assert json.loads(answer.stdout)["imbalance"]["before"]["max"] > 1.3
+
+    def test_deleting_its_files_breaks_nothing(self, server: UnmodifiedServer) -> None:
+        """As the start script of another server in the same container may do."""
+        (run_path,) = running_run_directories()
+        for path in run_path.iterdir():
+            path.unlink()
+        wait_until((run_path / TOKEN_FILE).exists)  # it is made again
+        check_balanced(server, num_layers=tiny_qwen3().num_layers)
+        assert httpx.get(f"{server.sidecar_url}/readyz").status_code == 200
+
+    def test_another_run_beside_it_does_not_mix(
+        self, server: UnmodifiedServer, qwen3: Path, tmp_path: Path
+    ) -> None:
+        if find_spec("vllm") is None:
+            pytest.skip("shown with vLLM")
+        check_program("llm", "vllm", qwen3, tmp_path)
+        assert len(running_run_directories()) == 1
+        check_balanced(server, num_layers=tiny_qwen3().num_layers)
+
+    def test_it_ends_and_leaves_nothing(self, server: UnmodifiedServer) -> None:
+        (run_path,) = running_run_directories()
+        os.kill(server.process_id, signal.SIGTERM)
+        server.wait(60.0)
+        wait_until(lambda: not run_path.exists())
+        with pytest.raises(httpx.TransportError):
+            httpx.get(f"{server.sidecar_url}/healthz")
+
+
+@pytest.mark.parametrize(
+    ("setting", "flags", "reason"),
+    [
+        ({}, [], "there is nothing to balance on one rank; add --enable-expert-parallel"),
+        ({"slots": "2"}, [], "slots = '2' must be a valid integer"),
+    ],
+)
+def test_vllm_refuses_and_says_the_reason_last(
+    qwen3: Path, setting: dict[str, Any], flags: list[str], reason: str
+) -> None:
+    need("vllm")
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(qwen3)]
+    command += [*flags, *VLLM_FLAGS[1:], "--port", "0"]
+    command += ["--additional-config", json.dumps({"ultraep": setting})]
+    alone = {**environment("vllm"), "VLLM_CPU_OMP_THREADS_BIND": "0"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=alone)
+    assert done.returncode != 0
+    lines = [line for line in done.stderr.splitlines() if "resource_tracker" not in line]
+    lines = [line for line in lines if not line.startswith("  warnings.warn(")]
+    assert lines[-1].startswith(f"ultraep: error: {reason}"), done.stderr[-2000:]
