@@ -17,7 +17,7 @@ import pytest
 from tests.support.serving_checks import check_balanced
 from tests.support.tiny_models import tiny_qwen3
 from tests.support.ways_to_start import CONTEXT, SETTINGS, UnmodifiedServer
-from ultraep_serve.ring.run_directory import TOKEN_FILE, remove_abandoned, running_run_directories
+from ultraep_serve.ring.run_directory import TOKEN_FILE, remove_abandoned
 
 pytestmark = pytest.mark.engine
 
@@ -63,13 +63,6 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.1)
 
 
-@pytest.fixture(autouse=True)
-def _nothing_is_left() -> Iterator[None]:
-    remove_abandoned()  # of whoever was killed before
-    yield
-    assert running_run_directories() == []
-
-
 @pytest.mark.parametrize("way", PROGRAMS)
 def test_a_program_of_ones_own(way: str, qwen3: Path, tmp_path: Path) -> None:
     check_program(way, PROGRAMS[way], qwen3, tmp_path)
@@ -87,6 +80,10 @@ def check_program(way: str, engine: str, model: Path, tmp_path: Path) -> None:
         )
     assert done.returncode == 0, log.read_text(errors="replace")[-4000:]
     found = json.loads(out.read_text())
+    if not way.startswith("ray"):
+        assert not Path(found["run_dir"]).exists()
+    remove_abandoned()  # as the next start does: Ray kills its actors
+    assert not Path(found["run_dir"]).exists()
     if way == "ray_workers":
         assert found["states"] == ["READY", "READY"]
         return
@@ -95,8 +92,6 @@ def check_program(way: str, engine: str, model: Path, tmp_path: Path) -> None:
     for before, after in found["layers"].values():
         assert before > 1.2
         assert after <= 1.02
-    if way != "ray_serve":  # which kills its replicas; what they leave, the next start removes
-        assert not Path(found["run_dir"]).exists()
 
 
 @pytest.fixture(scope="module")
@@ -115,16 +110,12 @@ def server(
 class TestServer:
     """One server of the engine that is here; the last test ends it."""
 
-    @pytest.fixture(autouse=True)
-    @classmethod
-    def _nothing_is_left(cls) -> None:
-        """It runs on."""
-
     def test_it_is_balanced_and_gives_the_same_tokens(self, server: UnmodifiedServer) -> None:
         check_balanced(server, num_layers=tiny_qwen3().num_layers)
 
     def test_its_balance_is_shown_in_the_terminal(self, server: UnmodifiedServer) -> None:
         command = [sys.executable, "-m", "ultraep_serve.cli", "status"]
+        command += ["--run-dir", str(server.run_path)]
         shown = subprocess.run(command, capture_output=True, text=True, timeout=60)
         assert shown.returncode == 0, shown.stderr
         answer = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=60)
@@ -132,7 +123,7 @@ class TestServer:
 
     def test_deleting_its_files_breaks_nothing(self, server: UnmodifiedServer) -> None:
         """As the start script of another server in the same container may do."""
-        (run_path,) = running_run_directories()
+        run_path = server.run_path
         for path in run_path.iterdir():
             path.unlink()
         wait_until((run_path / TOKEN_FILE).exists)  # it is made again
@@ -145,11 +136,10 @@ class TestServer:
         if find_spec("vllm") is None:
             pytest.skip("shown with vLLM")
         check_program("llm", "vllm", qwen3, tmp_path)
-        assert len(running_run_directories()) == 1
         check_balanced(server, num_layers=tiny_qwen3().num_layers)
 
     def test_it_ends_and_leaves_nothing(self, server: UnmodifiedServer) -> None:
-        (run_path,) = running_run_directories()
+        run_path = server.run_path
         os.kill(server.process_id, signal.SIGTERM)
         server.wait(60.0)
         wait_until(lambda: not run_path.exists())

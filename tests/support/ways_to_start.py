@@ -209,7 +209,7 @@ def ray_workers(model: str) -> dict[str, Any]:
     from vllm.v1.executor.ray_utils import RayWorkerWrapper
 
     arguments = EngineArgs(model, **_VLLM, additional_config={"ultraep": SETTINGS})
-    config = arguments.create_engine_config()
+    config, others = arguments.create_engine_config(), running_run_directories()
     ray.init(num_cpus=2, include_dashboard=False, configure_logging=False)
     remote = ray.remote(num_cpus=1)(RayWorkerWrapper)
     workers = [remote.remote(rpc_rank=rank) for rank in range(2)]
@@ -223,7 +223,7 @@ def ray_workers(model: str) -> dict[str, Any]:
     ]
     for method, values in (("init_worker", [kwargs]), ("init_device", []), ("load_model", [])):
         ray.get([worker.execute_method.remote(method, *values) for worker in workers])
-    (run_path,) = running_run_directories()
+    (run_path,) = (path for path in running_run_directories() if path not in others)
     states = [RingReader(path).header().state.name for path in sorted(run_path.glob("ring-*"))]
     ray.shutdown()
     return {"states": states, "run_dir": str(run_path)}
