@@ -73,7 +73,7 @@ class SidecarSettings(_Settings):
         default=None,
         ge=0,
         le=65535,
-        description="its port; 0: a free one (default: the server's + 1)",
+        description="its port; 0: a free one (default: the server's + 1; 8001 beside a rank)",
     )
     log_format: Literal["text", "json"] = Field(
         default="text", description="lines of the sidecar's log"
@@ -135,13 +135,14 @@ class BalanceConfig(_Settings):
     )
     sidecar: SidecarSettings | None = Field(
         default=None,
-        description="start the sidecar from the primary rank of each host, with these settings",
+        description="settings of a sidecar that the primary rank of each host starts (default: "
+        "none; the launcher starts one itself)",
         json_schema_extra={"flag": False},
     )
     run_dir: str = Field(
         default="",
-        description="directory in shared memory where ranks, sidecar and launcher find each other; "
-        "the launcher's (default: ranks make one)",
+        description="directory in shared memory where ranks, sidecar and launcher find each other "
+        "(default: ranks make one; the launcher gives them its own)",
         json_schema_extra={"flag": False},
     )
 

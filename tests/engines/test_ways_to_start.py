@@ -63,6 +63,12 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.1)
 
 
+def is_removed(run_path: Path) -> bool:
+    """By the next start at the latest: Ray kills its actors."""
+    remove_abandoned()
+    return not run_path.exists()
+
+
 @pytest.mark.parametrize("way", PROGRAMS)
 def test_a_program_of_ones_own(way: str, qwen3: Path, tmp_path: Path) -> None:
     check_program(way, PROGRAMS[way], qwen3, tmp_path)
@@ -82,8 +88,7 @@ def check_program(way: str, engine: str, model: Path, tmp_path: Path) -> None:
     found = json.loads(out.read_text())
     if not way.startswith("ray"):
         assert not Path(found["run_dir"]).exists()
-    remove_abandoned()  # as the next start does: Ray kills its actors
-    assert not Path(found["run_dir"]).exists()
+    wait_until(lambda: is_removed(Path(found["run_dir"])))
     if way == "ray_workers":
         assert found["states"] == ["READY", "READY"]
         return

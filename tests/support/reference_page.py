@@ -56,7 +56,7 @@ def _settings(settings: type[BalanceConfig] | type[SidecarSettings], prefix: str
     rows = []
     for name, field in settings.model_fields.items():
         has_flag = (field.json_schema_extra or {}) != {"flag": False}
-        flag = _code(f"--{prefix}{name}".replace("_", "-")) if has_flag else "set by the launcher"
+        flag = _code(f"--{prefix}{name}".replace("_", "-")) if has_flag else "none"
         text, _, said = (field.description or "").partition(" (default: ")
         default = said.rstrip(")") or _shown(field.default)
         rows.append((_code(name), flag, default, _range_of(field), text))

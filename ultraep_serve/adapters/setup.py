@@ -8,6 +8,7 @@ balancer routes all of them.
 import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from multiprocessing.util import Finalize
 
 import torch
 from torch import nn
@@ -110,6 +111,8 @@ class BalancedLayers:
             location=setup.location,
         )
         recorder.set_policy(config.policy)  # until a batch says otherwise
+        # Before the run directory is left: a recorder makes a ring anew that somebody deleted.
+        Finalize(None, recorder.close, exitpriority=1)
         return recorder
 
     def _create_spool(self, engine: str) -> SpoolWriter | None:
