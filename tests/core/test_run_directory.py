@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from tests.support.hosts import engine_group
 from tests.support.ranks import outcomes_of_ranks, run_ranks
+from ultraep_serve.adapters import rendezvous
 from ultraep_serve.adapters.rendezvous import find_location, meet
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.errors import ConfigError
@@ -166,3 +167,26 @@ def test_a_run_directory_that_cannot_be_made_is_an_error_of_every_rank(
     assert [outcome.error for outcome in outcomes] == ["ConfigError", "FabricError"]
     assert "the sidecar cannot listen on 192.0.2.1:8001" in outcomes[0].message
     assert "rank 0 could not make a run directory" in outcomes[1].message
+
+
+def met_on_hosts(rank: int, run_path: Path, shm: Path) -> tuple[str, range]:
+    """One run of four ranks on two hosts, each with shared memory of its own."""
+    module.SHARED_MEMORY = rendezvous.SHARED_MEMORY = shm / str(rank // 2)
+    group = engine_group(run_path, rank, 4)
+    config = BalanceConfig(ring_records=64)
+    location = find_location(config, rank, 4, group)
+    directory = meet(config, location, group).run_path
+    assert directory.is_dir()
+    dist.barrier(group.on_host)
+    return str(directory), location.host
+
+
+def test_every_host_of_a_run_has_a_directory_of_its_own(run_path: Path, tmp_path: Path) -> None:
+    for host in ("0", "1"):
+        (tmp_path / host).mkdir()
+    outcomes = run_ranks(met_on_hosts, 4, run_path, tmp_path)
+    assert [host for _, host in outcomes] == [range(2), range(2), range(2, 4), range(2, 4)]
+    directories = [directory for directory, _ in outcomes]
+    assert directories[0] == directories[1]
+    assert directories[2] == directories[3]
+    assert [Path(directory).parent.name for directory in directories] == ["0", "0", "1", "1"]
