@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from ultraep_serve.collectives import EngineGroup
 from ultraep_serve.costs.model import CostModel
-from ultraep_serve.errors import UnsupportedError
 from ultraep_serve.ring.recorder import Recorder
 from ultraep_serve.topology import Location
 from ultraep_serve.types import ExpertShape, Policy, TokenView
@@ -28,7 +27,6 @@ __all__ = [
     "LayerBalancer",
     "LayerSlots",
     "PolicySource",
-    "make_backend",
 ]
 
 CONNECT_FACTOR = 20  # times timeout_seconds: loading a model takes longer than a batch
@@ -135,19 +133,3 @@ class Backend(Protocol):
         self, policies: PolicySource | None, recorder: Recorder, costs: CostModel
     ) -> LayerBalancer:
         """The balancer, warm; all ranks together. ``policies`` is rank 0's."""
-
-
-def make_backend(device: torch.device, setup: GroupSetup) -> Backend:
-    """The backend for experts on ``device``. Raises UnsupportedError, ConfigError."""
-    if device.type == "cpu":
-        from ultraep_serve.host.backend import HostBackend
-
-        return HostBackend(setup)
-    if device.type != "cuda":
-        raise UnsupportedError(f"experts on {device} cannot be balanced; serve with --policy off")
-    # Only here: needs Triton, which a host without a GPU may do without.
-    from ultraep_serve.cuda.backend import DeviceBackend
-    from ultraep_serve.cuda.driver import open_driver
-
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return DeviceBackend(setup, open_driver(index))

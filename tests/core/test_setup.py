@@ -10,8 +10,8 @@ import torch
 
 from tests.support.hosts import engine_group, host_path
 from tests.support.ranks import run_ranks
-from ultraep_serve.adapters.setup import BalancedLayers, Batch
-from ultraep_serve.backend import GroupSetup, make_backend
+from ultraep_serve.adapters.setup import BalancedLayers, Batch, make_backend
+from ultraep_serve.backend import GroupSetup
 from ultraep_serve.collectives import HostAllGather
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.costs.model import CostModel

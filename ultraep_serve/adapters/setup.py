@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ultraep_serve.adapters.rendezvous import find_location, meet, wait_for_all
-from ultraep_serve.backend import Backend, GroupSetup, make_backend
+from ultraep_serve.backend import Backend, GroupSetup
 from ultraep_serve.collectives import EngineGroup
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.cuda.recording import is_capturing
@@ -32,8 +32,25 @@ __all__ = [
     "Batch",
     "balanced_ids",
     "expert_parameters",
+    "make_backend",
     "require_one_number",
 ]
+
+
+def make_backend(device: torch.device, setup: GroupSetup) -> Backend:
+    """The backend for experts on ``device``. Raises UnsupportedError, ConfigError."""
+    if device.type == "cpu":
+        from ultraep_serve.host.backend import HostBackend
+
+        return HostBackend(setup)
+    if device.type != "cuda":
+        raise UnsupportedError(f"experts on {device} cannot be balanced; serve with policy off")
+    # Only here: needs Triton, which a host without a GPU may do without.
+    from ultraep_serve.cuda.backend import DeviceBackend
+    from ultraep_serve.cuda.driver import open_driver
+
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return DeviceBackend(setup, open_driver(index))
 
 
 @dataclass(frozen=True)
