@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ultraep_serve.config import first_process
-from ultraep_serve.errors import FabricError, OutputError, UltraEPError
-from ultraep_serve.files import open_regular, write_whole
+from ultraep_serve.errors import FabricError, UltraEPError
+from ultraep_serve.files import open_regular
 from ultraep_serve.ring.run_directory import remove_run_directories
 from ultraep_serve.topology import is_process_alive
 
@@ -50,7 +50,7 @@ def repeated_at_exit() -> Iterator[None]:
     try:
         yield
     except UltraEPError as error:
-        with contextlib.suppress(OutputError):  # the log has it in any case
+        with contextlib.suppress(OSError):  # the log has it in any case
             _leave(error)
         raise
 
@@ -60,7 +60,10 @@ def _leave(error: UltraEPError) -> None:
     path = _path(first_process())
     if isinstance(error, FabricError) and path.exists():
         return
-    write_whole(path, str(error).encode())
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+    with os.fdopen(os.open(path, flags, 0o600), "w") as file:
+        if os.fstat(file.fileno()).st_uid == os.getuid():
+            file.write(str(error))
 
 
 def _tidy_up() -> None:

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 
 from ultraep_serve.config import BalanceConfig, SidecarSettings
 from ultraep_serve.errors import ConfigError
@@ -26,8 +27,12 @@ def sidecar_command(
 def start_beside_rank(config: BalanceConfig, settings: SidecarSettings) -> None:
     """Start it as a child of this rank, with which it ends, on any core.
 
-    Raises ConfigError where it cannot listen.
+    Raises ConfigError where it cannot listen, or where its packages are not installed.
     """
+    if missing := [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]:
+        raise ConfigError(
+            f"the sidecar needs {' and '.join(missing)}; pip install 'ultraep-serve[sidecar]'"
+        )
     port = DEFAULT_PORT if settings.port is None else settings.port
     if reason := why_not_listen(settings.host, port):
         raise ConfigError(
