@@ -10,10 +10,11 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType
 
 from ultraep_serve.config import BalanceConfig, child_environment
-from ultraep_serve.errors import EngineEndedError, UnsupportedError
+from ultraep_serve.errors import EngineEndedError, RingError, UnsupportedError
 from ultraep_serve.ring.reader import RingReader
 from ultraep_serve.ring.schema import RING_PREFIX, RingState
 from ultraep_serve.types import Policy
@@ -99,6 +100,10 @@ class _BalanceWatch:
                 return
         num_ranks, ready = self._engine.num_ranks, self._num_ready()
         if ready < num_ranks:
+            if self._done.wait(_HEALTH_SECONDS):
+                return
+            ready = self._num_ready()  # ranks put files back that somebody deleted meanwhile
+        if ready < num_ranks:
             self.problem = (
                 f"the server came up, but {num_ranks - ready} of {num_ranks} ranks here balance "
                 "nothing: the model has no experts, or the engine did not load this package; "
@@ -108,7 +113,14 @@ class _BalanceWatch:
 
     def _num_ready(self) -> int:
         rings = self._config.run_path.glob(f"{RING_PREFIX}*")
-        return sum(RingReader(ring).header().state is RingState.READY for ring in rings)
+        return sum(_is_ready(ring) for ring in rings)
+
+
+def _is_ready(ring: Path) -> bool:
+    try:
+        return RingReader(ring).header().state is RingState.READY
+    except RingError:
+        return False
 
 
 class _forwarded_signals:
