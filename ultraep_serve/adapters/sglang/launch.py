@@ -185,7 +185,7 @@ def main() -> None:
 def _require_cpu_modules() -> None:
     if missing := [name for name in _NEEDED_ON_CPU if find_spec(name) is None]:
         sys.exit(
-            f"ultraep: SGLang imports {' and '.join(missing)}, which have no CPU build; set up an "
+            f"ultraep: error: SGLang imports {' and '.join(missing)}, which have no CPU build; set up an "
             "environment with deploy/setup_sglang_cpu.py, which has stand-ins for them"
         )
 
@@ -194,11 +194,11 @@ def _require_plugin() -> None:
     """SGLang goes on without plugins that it does not find or that its user did not name."""
     if not entry_points(group=_GROUP, name=PLUGIN):
         sys.exit(
-            f"ultraep: this package is installed without its entry point in {_GROUP}; "
+            f"ultraep: error: this package is installed without its entry point in {_GROUP}; "
             "install it anew: pip install ultraep-serve[sglang], on CPU deploy/setup_sglang_cpu.py"
         )
     if problem := left_out("sglang"):
-        sys.exit(f"ultraep: {problem}")
+        sys.exit(f"ultraep: error: {problem}")
 
 
 if __name__ == "__main__":

@@ -25,4 +25,4 @@ def register() -> None:
         tidy_up_at_exit()
         install(config)
     except UltraEPError as error:
-        raise SystemExit(f"ultraep: {error}") from error
+        raise SystemExit(f"ultraep: error: {error}") from error
