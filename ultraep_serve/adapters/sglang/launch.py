@@ -185,8 +185,8 @@ def main() -> None:
 def _require_cpu_modules() -> None:
     if missing := [name for name in _NEEDED_ON_CPU if find_spec(name) is None]:
         sys.exit(
-            f"ultraep: error: SGLang imports {' and '.join(missing)}, which have no CPU build; set up an "
-            "environment with deploy/setup_sglang_cpu.py, which has stand-ins for them"
+            f"ultraep: error: SGLang imports {' and '.join(missing)}, which have no CPU build; "
+            "set up an environment with deploy/setup_sglang_cpu.py, which has stand-ins for them"
         )
 
 
