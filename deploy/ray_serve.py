@@ -1,4 +1,4 @@
-"""Ray Serve with two replicas of vLLM, each balanced over two ranks of its own.
+"""Ray Serve with two replicas of vLLM, each balanced over ranks of its own.
 
     serve run deploy.ray_serve:app model=MODEL gpus=2     # gpus=0: on CPU
 
@@ -25,7 +25,7 @@ class Options(BaseModel):
     """What ``serve run`` takes behind the application's name."""
 
     model: str
-    gpus: int = 2
+    gpus: int = 2  # of each replica, one for each rank; 0: two ranks on CPU
     replicas: int = 2
 
 
@@ -33,7 +33,7 @@ class Replica:
     """One engine; it answers a request at a time, all prompts of it as one batch."""
 
     def __init__(self, model: str, **arguments: Any) -> None:
-        """Start vLLM; ``arguments`` go before those above."""
+        """Start vLLM; ``arguments`` override those above."""
         from vllm import LLM  # noqa: TID251
 
         self._engine = LLM(model, **{**ENGINE, **arguments})
@@ -64,4 +64,5 @@ def deployed(replica: type[Replica], options: Options) -> serve.Deployment:
 
 def app(options: Options) -> Application:
     """The application that ``serve run`` deploys."""
-    return deployed(Replica, options).bind(options.model)
+    size = options.gpus or 2
+    return deployed(Replica, options).bind(options.model, tensor_parallel_size=size)

@@ -195,6 +195,7 @@ def test_ray_serve_takes_the_command_and_deploys_two_replicas() -> None:
     deployment = ray_serve.app(options)._bound_deployment
     assert deployment.num_replicas == 2
     assert deployment.ray_actor_options == {"num_cpus": 1, "num_gpus": options.gpus}
+    assert deployment.init_kwargs == {"tensor_parallel_size": options.gpus}
     config = BalanceConfig(**ray_serve.ENGINE["additional_config"]["ultraep"])
     assert config.policy is Policy.QUOTA
 
