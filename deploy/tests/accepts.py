@@ -1,8 +1,9 @@
 """Run by an engine's interpreter: parse command lines from standard input as that engine does.
 
-    python accepts.py vllm|sglang < lines.json
+    python accepts.py vllm|vllm-engine|sglang < lines.json
 
-Exits with the parser's own message at the first line that it does not take.
+vllm-engine: the flags of the engine without those of a server, which programs that bring a server
+of their own take. Exits with the parser's own message at the first line that it does not take.
 """
 
 import argparse
@@ -15,6 +16,13 @@ def vllm_parser() -> argparse.ArgumentParser:
     from vllm.utils.argparse_utils import FlexibleArgumentParser  # noqa: TID251
 
     return make_arg_parser(FlexibleArgumentParser())
+
+
+def vllm_engine_parser() -> argparse.ArgumentParser:
+    from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: TID251
+    from vllm.utils.argparse_utils import FlexibleArgumentParser  # noqa: TID251
+
+    return AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
 
 
 def sglang_parser() -> argparse.ArgumentParser:
@@ -35,9 +43,9 @@ def check_connectors(settings: argparse.Namespace) -> None:
         assert settings.kv_transfer_config.kv_connector in KVConnectorFactory._registry
 
 
-engine = sys.argv[1]
-parser = vllm_parser() if engine == "vllm" else sglang_parser()
+PARSERS = {"vllm": vllm_parser, "vllm-engine": vllm_engine_parser, "sglang": sglang_parser}
+parser = PARSERS[sys.argv[1]]()
 for line in json.load(sys.stdin):
     parsed = parser.parse_args(line)
-    if engine == "vllm":
+    if sys.argv[1] == "vllm":
         check_connectors(parsed)

@@ -1,14 +1,27 @@
 """Command lines of pods, as the kubelet and the shell make them, and the flags in them."""
 
 import argparse
+import json
 import os
 import subprocess
+import sys
+from pathlib import Path
+from typing import Any
 
+from files import ROOT
 from manifests import OURS, Pod
 
+from ultraep_serve.adapters.sglang import launch as sglang
+from ultraep_serve.adapters.vllm import launch as vllm
 from ultraep_serve.cli import serve
 
 NUM_HOSTS = "2"
+ENGINES: dict[str, Any] = {"vllm": vllm, "sglang": sglang}
+INTERPRETERS = {
+    "vllm": Path(sys.executable),
+    "sglang": ROOT / ".venv-sglang" / "bin" / "python",
+}
+MODEL_FLAG = {"vllm": "--model", "sglang": "--model-path"}
 
 
 def words(pod: Pod, host: int) -> list[str]:
@@ -55,3 +68,26 @@ def named(line: list[str]) -> dict[str, str]:
     """Flags of ``line`` by name, those written ``--name=value`` or alone."""
     pairs = (word[2:].partition("=") for word in line if word.startswith("--"))
     return {name: value for name, _, value in pairs}
+
+
+def check_parallelism(engine: str, flags: argparse.Namespace) -> None:
+    """Raises UnsupportedError where nothing could be balanced."""
+    if engine == "vllm":
+        num_ranks = flags.tensor_parallel_size * flags.data_parallel_size
+        vllm._check_parallelism(num_ranks, flags.enable_expert_parallel)
+    else:
+        sglang._check_parallelism(flags)
+
+
+def accepts(
+    engine: str, lines: list[list[str]], parser: str = ""
+) -> "subprocess.CompletedProcess[str]":
+    """The engine's own parser on ``lines``, or another ``parser`` of accepts.py in its place."""
+    script = Path(__file__).with_name("accepts.py")
+    return subprocess.run(
+        [INTERPRETERS[engine], script, parser or engine],
+        input=json.dumps(lines),
+        capture_output=True,
+        text=True,
+        check=False,
+    )

@@ -2,28 +2,26 @@
 
 import argparse
 import json
-import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-from commands import our_flags, words
-from files import BIN, COMPOSE, DEPLOY, ROOT, read_yaml, run
+from commands import (
+    ENGINES,
+    INTERPRETERS,
+    MODEL_FLAG,
+    accepts,
+    check_parallelism,
+    our_flags,
+    words,
+)
+from files import BIN, COMPOSE, DEPLOY, read_yaml, run
 from manifests import DISAGGREGATED, MANY_HOSTS, ONE_HOST, Pod, balanced_pods, built, only, pods
 
-from ultraep_serve.adapters.sglang import launch as sglang
-from ultraep_serve.adapters.vllm import launch as vllm
 from ultraep_serve.config import BalanceConfig, SidecarSettings, values_of_flags
 from ultraep_serve.sidecar.serve import add_arguments
 from ultraep_serve.types import Policy
 
-ENGINES: dict[str, Any] = {"vllm": vllm, "sglang": sglang}
-INTERPRETERS = {
-    "vllm": Path(sys.executable),
-    "sglang": ROOT / ".venv-sglang" / "bin" / "python",
-}
-MODEL_FLAG = {"vllm": "--model", "sglang": "--model-path"}
 SERVER = {"vllm": ["vllm", "serve"], "sglang": ["python3", "-m", "sglang.launch_server"]}
 
 
@@ -36,15 +34,6 @@ def server_flags(line: list[str]) -> tuple[argparse.Namespace, argparse.Namespac
 def check_balanced(ours: argparse.Namespace) -> None:
     config = BalanceConfig(**values_of_flags(ours, BalanceConfig))
     assert (config.policy, ours.no_sidecar, ours.sidecar_host) == (Policy.QUOTA, False, "0.0.0.0")
-
-
-def check_parallelism(engine: str, flags: argparse.Namespace) -> None:
-    """Raises UnsupportedError where nothing could be balanced."""
-    if engine == "vllm":
-        num_ranks = flags.tensor_parallel_size * flags.data_parallel_size
-        vllm._check_parallelism(num_ranks, flags.enable_expert_parallel)
-    else:
-        sglang._check_parallelism(flags)
 
 
 def engine_lines(engine: str) -> list[list[str]]:
@@ -126,14 +115,6 @@ def test_a_flag_that_an_engine_does_not_know_is_noticed(engine: str) -> None:
     done = accepts(engine, [[MODEL_FLAG[engine], "model", "--number-of-hosts=2"]])
     assert done.returncode != 0
     assert "--number-of-hosts" in done.stderr
-
-
-def accepts(engine: str, lines: list[list[str]]) -> "subprocess.CompletedProcess[str]":
-    """The engine's own parser on ``lines``."""
-    program = [INTERPRETERS[engine], Path(__file__).with_name("accepts.py"), engine]
-    return subprocess.run(
-        program, input=json.dumps(lines), capture_output=True, text=True, check=False
-    )
 
 
 @pytest.mark.parametrize("path", DISAGGREGATED, ids=lambda path: path.name)

@@ -171,24 +171,24 @@ def async_llm(model: str) -> dict[str, Any]:
 
 
 def ray_serve(model: str) -> dict[str, Any]:
-    """``LLM`` in two Ray actors, the replicas of Ray Serve; each answers all prompts."""
+    """The two replicas of the recipe in ``deploy/ray_serve.py``; each answers all prompts."""
     import ray
     from ray import serve
 
+    from deploy.ray_serve import Options, Replica, deployed
+
     ray.init(num_cpus=2, include_dashboard=False, configure_logging=False)
 
-    @serve.deployment(num_replicas=2, ray_actor_options={"num_cpus": 1}, max_ongoing_requests=1)
-    class Replica:
-        def __init__(self, model: str) -> None:
-            self._ask = asker(model)
-
+    class Measured(Replica):
         def __call__(self) -> dict[str, Any]:
-            found = on_and_off(self._ask)
+            found = on_and_off(lambda: self.generate(PROMPTS, TOKENS))
             with ControlPage.open(Path(found["run_dir"])) as page:
                 page.set_policy(Policy.QUOTA)
             return found
 
-    handle = serve.run(Replica.bind(model))
+    settings = {"additional_config": {"ultraep": SETTINGS}}
+    replicas = deployed(Measured, Options(model=model, gpus=0))
+    handle = serve.run(replicas.bind(model, **_VLLM, **settings))
     # Each takes one request at a time, so that both get one of two.
     answers = [handle.remote() for _ in range(2)]
     found = [answer.result() for answer in answers]
