@@ -1,6 +1,7 @@
-"""Files: whole or not written at all; and those of a run directory, opened with checks."""
+"""Files: whole or not written at all; and those of other processes, opened with checks."""
 
 import contextlib
+import errno
 import json
 import mmap
 import os
@@ -17,9 +18,11 @@ from ultraep_serve.errors import ConfigError, OutputError, UltraEPError
 __all__ = [
     "create_mapped",
     "map_shared",
+    "open_own_directory",
     "open_regular",
     "parse_object",
     "prepare_output",
+    "read_private",
     "whole_file",
     "write_json",
     "write_whole",
@@ -110,14 +113,55 @@ def create_mapped(
     return mapped
 
 
-def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
-    """Descriptor of ``path``. Raises OSError, also for links, pipes, devices and directories."""
+def open_regular(
+    path: Path | str, flags: int = os.O_RDONLY, *, directory: int | None = None
+) -> int:
+    """Descriptor of ``path``, in ``directory`` (a descriptor) where that is given.
+
+    Raises OSError, also for links, pipes, devices and directories.
+    """
     # O_NONBLOCK: opening a pipe must not wait for its other end.
-    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    descriptor = os.open(path, flags, dir_fd=directory)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(f"{path} is not a regular file")
     return descriptor
+
+
+def open_own_directory(path: Path) -> int:
+    """Descriptor of a directory of this user. Raises OSError, also for links."""
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(path, flags)
+    if os.fstat(descriptor).st_uid != os.getuid():
+        os.close(descriptor)
+        raise PermissionError(errno.EPERM, "it belongs to another user", str(path))
+    return descriptor
+
+
+def read_private(path: Path, most: int) -> bytes:
+    """What is in ``path``, at most ``most`` bytes. Raises OSError where others could know it.
+
+    File and directory must be this user's, and closed to everybody else. Without the second a file
+    of this user's that holds another secret could be linked there.
+    """
+    directory = open_own_directory(path.parent)
+    try:
+        _require_private(directory, path.parent)
+        with os.fdopen(open_regular(path.name, directory=directory), "rb") as file:
+            _require_private(file.fileno(), path)
+            content = file.read(most + 1)
+    finally:
+        os.close(directory)
+    if len(content) > most:
+        raise OSError(f"{path} has more than {most} bytes")
+    return content
+
+
+def _require_private(descriptor: int, path: Path) -> None:
+    status = os.fstat(descriptor)
+    if status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise OSError(f"{path} can be read by others, or is not this user's")
 
 
 def map_shared(path: Path, size: int) -> mmap.mmap:

@@ -1,5 +1,6 @@
 """Run directories: whose they are, what is left of them, and how ranks without a launcher meet."""
 
+import fcntl
 import os
 import shutil
 import subprocess
@@ -19,7 +20,11 @@ from ultraep_serve.errors import ConfigError
 from ultraep_serve.ring import run_directory as module
 from ultraep_serve.ring.run_directory import (
     RunDirectory,
+    abandoned_run_directories,
+    hold,
+    is_running,
     name_of_run,
+    remove_abandoned,
     remove_run_directories,
     run_directory,
     run_directory_of_port,
@@ -72,6 +77,42 @@ def test_what_a_killed_server_left_is_removed(shared_memory: Path) -> None:
     foreign.mkdir()
     with run_directory(8000) as path:
         assert {p for p in shared_memory.iterdir() if p.is_dir()} == {path, foreign}
+
+
+def test_entries_of_others_are_left_alone(
+    shared_memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Names that begin like this user's, made by another one; links to directories of this user."""
+    held = RunDirectory.create("held")
+    target = shared_memory / "mine"
+    target.mkdir(mode=0o700)
+    link = run_directory_of_port(8001)
+    link.symlink_to(target)
+    with pytest.raises(ConfigError, match="not a directory of this user's"), run_directory(8001):
+        pass
+    with pytest.raises(ConfigError, match="cannot be used"):
+        RunDirectory.join("8001")
+    assert running_run_directories() == [held.path]
+    assert abandoned_run_directories() == []
+
+    other = os.getuid() + 1
+    monkeypatch.setattr(os, "getuid", lambda: other)
+    foreign = run_directory_of_port(8002)  # of this process's user, who is another one now
+    foreign.mkdir(mode=0o700)
+    lock = os.open(foreign, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_SH)
+    assert running_run_directories() == abandoned_run_directories() == []
+    assert not is_running(8002)
+    with pytest.raises(ConfigError, match="not a directory of this user's"), run_directory(8002):
+        pass
+    with pytest.raises(ConfigError, match="cannot be used"):
+        RunDirectory.join("8002")
+    with pytest.raises(PermissionError):
+        hold(foreign)
+    os.close(lock)
+    remove_abandoned()
+    assert link.is_symlink()
+    assert foreign.is_dir()
 
 
 KILLED_LAUNCHER = """

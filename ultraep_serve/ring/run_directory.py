@@ -9,12 +9,14 @@ that was killed; the next start removes it.
 import fcntl
 import os
 import shutil
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from ultraep_serve.errors import ConfigError
+from ultraep_serve.files import open_own_directory
 
 __all__ = [
     "CONFIG_FILE",
@@ -59,7 +61,10 @@ class RunDirectory:
             try:
                 path.mkdir(mode=0o700)
             except FileExistsError:
-                raise ConfigError(f"{path} belongs to a run of this user already") from None
+                whose = "belongs to a run of this user already"
+                if not _is_own(path):
+                    whose = "is not a directory of this user's; remove it"
+                raise ConfigError(f"{path} {whose}") from None
             return cls(path, _locked(path))
 
     @classmethod
@@ -151,7 +156,7 @@ def name_of_run(process: int, number: int) -> str:
 def remove_run_directories(process: int, seconds: float) -> None:
     """Remove those of ``process``'s runs as soon as nobody holds them, within ``seconds``."""
     deadline = time.monotonic() + seconds
-    while left := list(SHARED_MEMORY.glob(f"{_path_of(f'p{process}-').name}*")):
+    while left := _own(f"p{process}-"):
         with _one_start_at_a_time():
             for path in left:
                 if not _is_held(path):
@@ -176,7 +181,8 @@ def is_running(port: int) -> bool:
 @contextmanager
 def _one_start_at_a_time() -> Iterator[None]:
     """Otherwise a start could take a directory that is not locked yet for an abandoned one."""
-    directory = _open_directory(SHARED_MEMORY)
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    directory = os.open(SHARED_MEMORY, flags)
     try:
         fcntl.flock(directory, fcntl.LOCK_EX)
         yield
@@ -188,8 +194,17 @@ def _path_of(name: str) -> Path:
     return SHARED_MEMORY / f"ultraep-{os.getuid()}-{name}"
 
 
-def _own() -> list[Path]:
-    return sorted(path for path in SHARED_MEMORY.glob(f"ultraep-{os.getuid()}-*") if path.is_dir())
+def _own(beginning: str = "") -> list[Path]:
+    """Directories that are this user's; others may make entries of such names too."""
+    return sorted(filter(_is_own, SHARED_MEMORY.glob(f"{_path_of(beginning).name}*")))
+
+
+def _is_own(path: Path) -> bool:
+    try:
+        status = path.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
 
 
 def _abandoned() -> list[Path]:
@@ -201,20 +216,16 @@ def _remove_abandoned() -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _open_directory(path: Path) -> int:
-    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-
-
 def _locked(path: Path) -> int:
     """A descriptor that holds a lock on ``path`` together with other processes'."""
-    lock = _open_directory(path)
+    lock = open_own_directory(path)
     fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     return lock
 
 
 def _is_held(path: Path) -> bool:
     try:
-        lock = _open_directory(path)
+        lock = open_own_directory(path)
     except OSError:
         return False
     try:
