@@ -6,6 +6,7 @@ import json
 import mmap
 import os
 import secrets
+import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
@@ -34,43 +35,75 @@ def prepare_output(path: Path) -> None:
 
     Raises OutputError where ``path`` could not be written.
     """
-    try:
+    with _errors_naming(path):
         if path.is_dir():
             raise IsADirectoryError("it is a directory")
+        if path.exists() and not _is_replaced(path):
+            if not os.access(path, os.W_OK):
+                raise PermissionError("this user may not write to it")
+            return
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path.parent):
             pass
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """A path to write to; it becomes ``path`` at the end, or is removed on any error.
+
+    Readers see the old file or the whole new one. A ``path`` that is a link, a device or a pipe
+    stays one: what was written is copied to it. Raises OutputError when the file system refuses.
+    """
+    prepare_output(path)
+    if _is_replaced(path):
+        with _replacement(path) as part:
+            yield part
+        return
+    with _errors_naming(path), tempfile.TemporaryDirectory() as folder:
+        yield (part := Path(folder, path.name))
+        # Opened by name: the kernel then refuses links that others left in a shared directory.
+        with part.open("rb") as source, path.open("wb") as target:
+            shutil.copyfileobj(source, target)
+
+
+def _is_replaced(path: Path) -> bool:
+    """Whether ``path`` is a regular file, or nothing yet."""
+    return not path.is_symlink() and (path.is_file() or not path.exists())
+
+
+@contextmanager
+def _errors_naming(path: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise OutputError(f"{path} cannot be written ({error}); choose another file") from error
 
 
 @contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
-    """A path beside ``path`` to write to; it becomes ``path`` at
-    the end, or is removed on any error.
-
-    Readers see the old file or the whole new one. Raises OutputError when the file system refuses.
-    """
-    prepare_output(path)
+def _replacement(path: Path) -> Iterator[Path]:
+    """A path beside ``path``, whatever that is; it takes its place, or is removed on any error."""
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:
-        yield part
-        part.replace(path)
-    except OSError as error:
-        raise OutputError(f"{path} cannot be written ({error}); choose another file") from error
+        with _errors_naming(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            yield part
+            part.replace(path)
     finally:
         part.unlink(missing_ok=True)
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write ``content`` through ``whole_file``. Raises OutputError."""
-    with whole_file(path) as part:
+    """Write ``content`` for other processes; in place of ``path``, also where that is a link that
+    somebody left there. Raises OutputError.
+    """
+    with _replacement(path) as part:
         part.write_bytes(content)
 
 
 def write_json(path: Path, document: Any) -> None:
     """Write ``document`` as indented JSON through ``whole_file``. Raises OutputError."""
-    write_whole(path, f"{json.dumps(document, indent=2, allow_nan=False)}\n".encode())
+    with whole_file(path) as part:
+        part.write_bytes(f"{json.dumps(document, indent=2, allow_nan=False)}\n".encode())
 
 
 def parse_object(text: str, name: str, error: type[UltraEPError] = ConfigError) -> dict[str, Any]:
