@@ -9,6 +9,7 @@ from pathlib import Path
 
 from anyio import to_thread
 from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse
 from fastapi.staticfiles import StaticFiles
 from prometheus_client import CollectorRegistry
@@ -17,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ultraep_serve import __version__
 from ultraep_serve.ring.reader import ALIVE_SECONDS
+from ultraep_serve.sidecar.access import wrong_values
 from ultraep_serve.sidecar.answers import AnswerCache
 from ultraep_serve.sidecar.encoding import prepare
 from ultraep_serve.sidecar.health import Overview
@@ -102,6 +104,7 @@ def create_app(
         app.router.routes.extend(router.routes)
     _add_pages(app)
     app.add_exception_handler(NoRunError, _no_run)
+    app.add_exception_handler(RequestValidationError, wrong_values)
     return app
 
 
