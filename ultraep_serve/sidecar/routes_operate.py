@@ -105,7 +105,10 @@ def operate_routes(
     )
     def metrics(request: Request, detail: Detail = False) -> Response:
         """Prometheus metrics, in the format that the client prefers."""
-        encode, content_type = choose_encoder(request.headers.get("accept", ""))
+        try:
+            encode, content_type = choose_encoder(request.headers.get("accept", ""))
+        except (TypeError, ValueError):  # it asks for a version that is no number
+            encode, content_type = choose_encoder("")
         return Response(encode(registries[detail]), headers={"content-type": content_type})
 
     @router.get("/v1/config")
