@@ -15,8 +15,9 @@ from tests.support.hosts import engine_group
 from tests.support.ranks import outcomes_of_ranks, run_ranks
 from ultraep_serve.adapters import rendezvous
 from ultraep_serve.adapters.rendezvous import find_location, meet
+from ultraep_serve.cli import main
 from ultraep_serve.config import BalanceConfig
-from ultraep_serve.errors import ConfigError
+from ultraep_serve.errors import ConfigError, SharedMemoryError
 from ultraep_serve.ring import run_directory as module
 from ultraep_serve.ring.run_directory import (
     RunDirectory,
@@ -113,6 +114,41 @@ def test_entries_of_others_are_left_alone(
     remove_abandoned()
     assert link.is_symlink()
     assert foreign.is_dir()
+
+
+LOCKER = """
+import fcntl, os, sys
+directory = os.open(sys.argv[1], os.O_RDONLY)
+fcntl.flock(directory, fcntl.LOCK_SH)
+print("locked", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_process_that_locks_shared_memory_is_named(
+    shared_memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any user can do that, and nobody waits for ever."""
+    monkeypatch.setattr(module, "_LOCK_SECONDS", 0.1)
+    directory = RunDirectory.create("8000")
+    command = [sys.executable, "-c", LOCKER, str(shared_memory)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as locker:
+        assert locker.stdout is not None
+        assert locker.stdout.readline() == b"locked\n"
+        for call in (lambda: RunDirectory.create("8001"), running_run_directories):
+            with pytest.raises(SharedMemoryError) as raised:
+                call()
+            who = (f"process {locker.pid}", "another process")  # some file systems hide it
+            assert str(raised.value).startswith(
+                tuple(f"{name} keeps {shared_memory} locked" for name in who)
+            )
+        assert main(["status"]) == 2
+        directory.leave()
+        assert directory.path.exists()  # others may be about to join
+        locker.kill()
+    assert abandoned_run_directories() == [directory.path]
+    remove_abandoned()
+    assert list(shared_memory.iterdir()) == []
 
 
 KILLED_LAUNCHER = """
