@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+from ultraep_serve.control_token import checked_token
 from ultraep_serve.costs.model import CostModel
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.files import parse_object
@@ -247,8 +248,11 @@ def parse_policy(name: str) -> Policy:
 
 
 def control_token_from_environment() -> str | None:
-    """Bearer token for the sidecar's control endpoint, if the operator chose one."""
-    return os.environ.get(TOKEN_VARIABLE) or None
+    """Bearer token for the sidecar's control endpoint, if the operator chose one.
+
+    Raises ConfigError where it could not be sent as a header.
+    """
+    return checked_token(os.environ.get(TOKEN_VARIABLE, ""), TOKEN_VARIABLE) or None
 
 
 def plugin_filter(variable: str) -> str | None:

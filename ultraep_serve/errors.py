@@ -13,6 +13,7 @@ UltraEPError
 ├── OutputError       a file cannot be written: choose another one
 ├── TraceError        a trace cannot be read, written, made or replayed
 ├── BenchError        a running server cannot be measured
+├── SharedMemoryError another process locks shared memory: end it
 ├── NoServerError     no balanced server runs here, or it is not clear which one is meant
 └── ServerError       a server that this package started did not come up
 """
@@ -30,6 +31,7 @@ __all__ = [
     "PeerTimeoutError",
     "RingError",
     "ServerError",
+    "SharedMemoryError",
     "SpoolError",
     "TraceError",
     "UltraEPError",
@@ -94,6 +96,10 @@ class TraceError(UltraEPError):
 
 class BenchError(UltraEPError):
     """The server or the sidecar could not be measured; the message says what to change."""
+
+
+class SharedMemoryError(UltraEPError, OSError):
+    """Another process locks shared memory, so that nothing can start; the message names it."""
 
 
 class NoServerError(UltraEPError):

@@ -1,10 +1,12 @@
-"""Files: whole or not written at all; and those of a run directory, opened with checks."""
+"""Files: whole or not written at all; and those of other processes, opened with checks."""
 
 import contextlib
+import errno
 import json
 import mmap
 import os
 import secrets
+import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
@@ -17,9 +19,11 @@ from ultraep_serve.errors import ConfigError, OutputError, UltraEPError
 __all__ = [
     "create_mapped",
     "map_shared",
+    "open_own_directory",
     "open_regular",
     "parse_object",
     "prepare_output",
+    "read_private",
     "whole_file",
     "write_json",
     "write_whole",
@@ -31,43 +35,75 @@ def prepare_output(path: Path) -> None:
 
     Raises OutputError where ``path`` could not be written.
     """
-    try:
+    with _errors_naming(path):
         if path.is_dir():
             raise IsADirectoryError("it is a directory")
+        if path.exists() and not _is_replaced(path):
+            if not os.access(path, os.W_OK):
+                raise PermissionError("this user may not write to it")
+            return
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path.parent):
             pass
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """A path to write to; it becomes ``path`` at the end, or is removed on any error.
+
+    Readers see the old file or the whole new one. A ``path`` that is a link, a device or a pipe
+    stays one: what was written is copied to it. Raises OutputError when the file system refuses.
+    """
+    prepare_output(path)
+    if _is_replaced(path):
+        with _replacement(path) as part:
+            yield part
+        return
+    with _errors_naming(path), tempfile.TemporaryDirectory() as folder:
+        yield (part := Path(folder, path.name))
+        # Opened by name: the kernel then refuses links that others left in a shared directory.
+        with part.open("rb") as source, path.open("wb") as target:
+            shutil.copyfileobj(source, target)
+
+
+def _is_replaced(path: Path) -> bool:
+    """Whether ``path`` is a regular file, or nothing yet."""
+    return not path.is_symlink() and (path.is_file() or not path.exists())
+
+
+@contextmanager
+def _errors_naming(path: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise OutputError(f"{path} cannot be written ({error}); choose another file") from error
 
 
 @contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
-    """A path beside ``path`` to write to; it becomes ``path`` at
-    the end, or is removed on any error.
-
-    Readers see the old file or the whole new one. Raises OutputError when the file system refuses.
-    """
-    prepare_output(path)
+def _replacement(path: Path) -> Iterator[Path]:
+    """A path beside ``path``, whatever that is; it takes its place, or is removed on any error."""
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:
-        yield part
-        part.replace(path)
-    except OSError as error:
-        raise OutputError(f"{path} cannot be written ({error}); choose another file") from error
+        with _errors_naming(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            yield part
+            part.replace(path)
     finally:
         part.unlink(missing_ok=True)
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write ``content`` through ``whole_file``. Raises OutputError."""
-    with whole_file(path) as part:
+    """Write ``content`` for other processes; in place of ``path``, also where that is a link that
+    somebody left there. Raises OutputError.
+    """
+    with _replacement(path) as part:
         part.write_bytes(content)
 
 
 def write_json(path: Path, document: Any) -> None:
     """Write ``document`` as indented JSON through ``whole_file``. Raises OutputError."""
-    write_whole(path, f"{json.dumps(document, indent=2, allow_nan=False)}\n".encode())
+    with whole_file(path) as part:
+        part.write_bytes(f"{json.dumps(document, indent=2, allow_nan=False)}\n".encode())
 
 
 def parse_object(text: str, name: str, error: type[UltraEPError] = ConfigError) -> dict[str, Any]:
@@ -110,14 +146,55 @@ def create_mapped(
     return mapped
 
 
-def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
-    """Descriptor of ``path``. Raises OSError, also for links, pipes, devices and directories."""
+def open_regular(
+    path: Path | str, flags: int = os.O_RDONLY, *, directory: int | None = None
+) -> int:
+    """Descriptor of ``path``, in ``directory`` (a descriptor) where that is given.
+
+    Raises OSError, also for links, pipes, devices and directories.
+    """
     # O_NONBLOCK: opening a pipe must not wait for its other end.
-    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    descriptor = os.open(path, flags, dir_fd=directory)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(f"{path} is not a regular file")
     return descriptor
+
+
+def open_own_directory(path: Path) -> int:
+    """Descriptor of a directory of this user. Raises OSError, also for links."""
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(path, flags)
+    if os.fstat(descriptor).st_uid != os.getuid():
+        os.close(descriptor)
+        raise PermissionError(errno.EPERM, "it belongs to another user", str(path))
+    return descriptor
+
+
+def read_private(path: Path, most: int) -> bytes:
+    """What is in ``path``, at most ``most`` bytes. Raises OSError where others could know it.
+
+    File and directory must be this user's, and closed to everybody else. Without the second a file
+    of this user's that holds another secret could be linked there.
+    """
+    directory = open_own_directory(path.parent)
+    try:
+        _require_private(directory, path.parent)
+        with os.fdopen(open_regular(path.name, directory=directory), "rb") as file:
+            _require_private(file.fileno(), path)
+            content = file.read(most + 1)
+    finally:
+        os.close(directory)
+    if len(content) > most:
+        raise OSError(f"{path} has more than {most} bytes")
+    return content
+
+
+def _require_private(descriptor: int, path: Path) -> None:
+    status = os.fstat(descriptor)
+    if status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise OSError(f"{path} can be read by others, or is not this user's")
 
 
 def map_shared(path: Path, size: int) -> mmap.mmap:

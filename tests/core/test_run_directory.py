@@ -1,5 +1,6 @@
 """Run directories: whose they are, what is left of them, and how ranks without a launcher meet."""
 
+import fcntl
 import os
 import shutil
 import subprocess
@@ -14,12 +15,17 @@ from tests.support.hosts import engine_group
 from tests.support.ranks import outcomes_of_ranks, run_ranks
 from ultraep_serve.adapters import rendezvous
 from ultraep_serve.adapters.rendezvous import find_location, meet
+from ultraep_serve.cli import main
 from ultraep_serve.config import BalanceConfig
-from ultraep_serve.errors import ConfigError
+from ultraep_serve.errors import ConfigError, SharedMemoryError
 from ultraep_serve.ring import run_directory as module
 from ultraep_serve.ring.run_directory import (
     RunDirectory,
+    abandoned_run_directories,
+    hold,
+    is_running,
     name_of_run,
+    remove_abandoned,
     remove_run_directories,
     run_directory,
     run_directory_of_port,
@@ -72,6 +78,77 @@ def test_what_a_killed_server_left_is_removed(shared_memory: Path) -> None:
     foreign.mkdir()
     with run_directory(8000) as path:
         assert {p for p in shared_memory.iterdir() if p.is_dir()} == {path, foreign}
+
+
+def test_entries_of_others_are_left_alone(
+    shared_memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Names that begin like this user's, made by another one; links to directories of this user."""
+    held = RunDirectory.create("held")
+    target = shared_memory / "mine"
+    target.mkdir(mode=0o700)
+    link = run_directory_of_port(8001)
+    link.symlink_to(target)
+    with pytest.raises(ConfigError, match="not a directory of this user's"), run_directory(8001):
+        pass
+    with pytest.raises(ConfigError, match="cannot be used"):
+        RunDirectory.join("8001")
+    assert running_run_directories() == [held.path]
+    assert abandoned_run_directories() == []
+
+    other = os.getuid() + 1
+    monkeypatch.setattr(os, "getuid", lambda: other)
+    foreign = run_directory_of_port(8002)  # of this process's user, who is another one now
+    foreign.mkdir(mode=0o700)
+    lock = os.open(foreign, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_SH)
+    assert running_run_directories() == abandoned_run_directories() == []
+    assert not is_running(8002)
+    with pytest.raises(ConfigError, match="not a directory of this user's"), run_directory(8002):
+        pass
+    with pytest.raises(ConfigError, match="cannot be used"):
+        RunDirectory.join("8002")
+    with pytest.raises(PermissionError):
+        hold(foreign)
+    os.close(lock)
+    remove_abandoned()
+    assert link.is_symlink()
+    assert foreign.is_dir()
+
+
+LOCKER = """
+import fcntl, os, sys
+directory = os.open(sys.argv[1], os.O_RDONLY)
+fcntl.flock(directory, fcntl.LOCK_SH)
+print("locked", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_process_that_locks_shared_memory_is_named(
+    shared_memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any user can do that, and nobody waits for ever."""
+    monkeypatch.setattr(module, "_LOCK_SECONDS", 0.1)
+    directory = RunDirectory.create("8000")
+    command = [sys.executable, "-c", LOCKER, str(shared_memory)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as locker:
+        assert locker.stdout is not None
+        assert locker.stdout.readline() == b"locked\n"
+        for call in (lambda: RunDirectory.create("8001"), running_run_directories):
+            with pytest.raises(SharedMemoryError) as raised:
+                call()
+            who = (f"process {locker.pid}", "another process")  # some file systems hide it
+            assert str(raised.value).startswith(
+                tuple(f"{name} keeps {shared_memory} locked" for name in who)
+            )
+        assert main(["status"]) == 2
+        directory.leave()
+        assert directory.path.exists()  # others may be about to join
+        locker.kill()
+    assert abandoned_run_directories() == [directory.path]
+    remove_abandoned()
+    assert list(shared_memory.iterdir()) == []
 
 
 KILLED_LAUNCHER = """

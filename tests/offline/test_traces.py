@@ -154,6 +154,7 @@ def test_concatenate() -> None:
 
 IDS = np.zeros((6, 2, 2), np.uint8)
 LENGTHS = np.array([6], np.int32)
+WRAPS = np.array([1 << 62] * 4 + [6])  # to 6, where a sum has 64 bits
 
 
 @pytest.mark.parametrize(
@@ -164,6 +165,9 @@ LENGTHS = np.array([6], np.int32)
         ({"topk_ids": np.uint8(3)}, "3 dimensions"),
         ({"topk_ids": IDS, "sequence_lengths": LENGTHS + 1}, "sum to 7"),
         ({"topk_ids": IDS, "sequence_lengths": np.array([7, -1])}, "negative"),
+        ({"topk_ids": IDS, "sequence_lengths": WRAPS}, f"sum to {2**64 + 6}"),
+        ({"topk_ids": IDS, "sequence_lengths": np.full(2, (1 << 63) + 3, np.uint64)}, "sum to 18"),
+        ({"topk_ids": IDS.astype("m8[s]"), "sequence_lengths": LENGTHS}, "must be integers"),
         ({"topk_ids": IDS.astype(np.int16) - 2, "sequence_lengths": LENGTHS}, "id -2"),
         ({"topk_ids": IDS + 9, "metadata": np.array('{"num_experts": 8}')}, "id 9"),
         ({"topk_ids": IDS, "metadata": np.array('{"num_experts": "8"}')}, "num_experts"),

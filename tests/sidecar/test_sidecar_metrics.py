@@ -83,3 +83,11 @@ def test_openmetrics_where_the_scraper_asks_for_it(
     answer = client.get("/metrics", headers=accept)
     assert answer.headers["content-type"].startswith("application/openmetrics-text")
     assert answer.text.endswith("# EOF\n")
+
+
+@pytest.mark.parametrize("version", ["garbage", "1.x", "", "-1", "1.0.0;escaping=garbage"])
+@pytest.mark.parametrize("kind", ["application/openmetrics-text", "text/plain"])
+def test_odd_wishes_for_a_format_get_one(kind: str, version: str, client: TestClient) -> None:
+    answer = client.get("/metrics", headers={"Accept": f"{kind}; version={version}"})
+    assert answer.status_code == 200
+    assert "ultraep_ready 0" in answer.text

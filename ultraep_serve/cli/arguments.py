@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 from ultraep_serve.config import control_token_from_environment
+from ultraep_serve.control_token import checked_token, read_token
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.files import prepare_output, write_json
 from ultraep_serve.ring.run_directory import TOKEN_FILE, run_directory_of_port
@@ -109,20 +111,21 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
 def control_token(arguments: argparse.Namespace) -> str | None:
     """The given token, or the one that a server on this machine left in its run directory.
 
-    Raises ConfigError when its file cannot be read.
+    Raises ConfigError when its file cannot be read, or others could have written that directory.
     """
-    if token := arguments.token or control_token_from_environment():
-        return str(token)
-    path = arguments.token_file or _local_token_file(arguments.url)
-    if path is None:
-        return None
-    try:
-        return str(path.read_text(encoding="utf-8").strip())
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--token-file {path} cannot be read: {error}") from error
+    if arguments.token:
+        return checked_token(arguments.token, "--token")
+    if token := control_token_from_environment():
+        return token
+    if path := arguments.token_file:
+        try:
+            return checked_token(path.read_text(encoding="utf-8"), f"--token-file {path}")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--token-file {path} cannot be read: {error}") from error
+    return _local_token(arguments.url)
 
 
-def _local_token_file(url: str) -> Path | None:
+def _local_token(url: str) -> str | None:
     port = urlsplit(url).port
     path = run_directory_of_port(port) / TOKEN_FILE if port else None
-    return path if path is not None and path.exists() else None
+    return read_token(path) if path is not None and os.path.lexists(path) else None

@@ -18,6 +18,7 @@ from ultraep_serve.client.greedy_tokens import Generation, TokenComparison, comp
 from ultraep_serve.client.prefill import PrefillOptions
 from ultraep_serve.client.prefill_report import measure_with_progress, prefill_document
 from ultraep_serve.client.sidecar import Sidecar
+from ultraep_serve.control_token import read_token
 from ultraep_serve.demo.text import DOMAINS, sample_text
 from ultraep_serve.errors import ConfigError, ServerError
 from ultraep_serve.machine import free_port
@@ -63,7 +64,7 @@ class BalancedServer:
     @property
     def token(self) -> str:
         """Bearer token of the sidecar's control endpoint."""
-        return (self.run_path / TOKEN_FILE).read_text().strip()
+        return read_token(self.run_path / TOKEN_FILE)
 
     @property
     def run_path(self) -> Path:

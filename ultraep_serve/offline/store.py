@@ -103,7 +103,7 @@ def _num_experts(topk_ids: NDArray[Any], metadata: Metadata) -> int:
         return stated
     if stated is not None:
         raise TraceError(f"num_experts = {stated!r} in the metadata must be a whole number above 0")
-    if topk_ids.size and np.issubdtype(topk_ids.dtype, np.integer):
+    if topk_ids.size and topk_ids.dtype.kind in "iu":
         return max(1, int(topk_ids.max()) + 1)
     return 1
 

@@ -47,9 +47,10 @@ class Trace:
         lengths = self.sequence_lengths
         if lengths.size and lengths.min() < 0:
             raise TraceError("sequence_lengths must not be negative")
-        if int(lengths.sum(dtype=np.int64)) != self.num_tokens:
+        total = sum(lengths.tolist())  # of Python's integers, which do not wrap around
+        if total != self.num_tokens:
             raise TraceError(
-                f"sequence_lengths sum to {lengths.sum()}, topk_ids has {self.num_tokens} tokens"
+                f"sequence_lengths sum to {total}, topk_ids has {self.num_tokens} tokens"
             )
         if self.topk_ids.size:
             low, high = int(self.topk_ids.min()), int(self.topk_ids.max())
@@ -148,7 +149,7 @@ def of_phase(trace: Trace | LoadTrace, phase: int) -> Trace | LoadTrace:
 
 
 def _require_integers(name: str, array: NDArray[Any], num_dimensions: int) -> None:
-    if array.ndim != num_dimensions or not np.issubdtype(array.dtype, np.integer):
+    if array.ndim != num_dimensions or array.dtype.kind not in "iu":
         raise TraceError(
             f"{name} is {array.dtype} {array.shape}, must be integers with "
             f"{num_dimensions} dimensions"

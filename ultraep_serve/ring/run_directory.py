@@ -6,15 +6,17 @@ itself: deleting files in it frees nothing. A directory whose lock is free is le
 that was killed; the next start removes it.
 """
 
+import contextlib
 import fcntl
 import os
 import shutil
+import stat
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-from ultraep_serve.errors import ConfigError
+from ultraep_serve.errors import ConfigError, SharedMemoryError
+from ultraep_serve.files import open_own_directory
 
 __all__ = [
     "CONFIG_FILE",
@@ -37,6 +39,7 @@ SHARED_MEMORY = Path("/dev/shm")
 CONFIG_FILE = "config.json"
 TOKEN_FILE = "token"
 UNBALANCED_FILE = "unbalanced"  # one line of text: why this server runs without balancing
+_LOCK_SECONDS = 5.0  # for other processes to let go; they need milliseconds
 _held_again: dict[Path, int] = {}  # this process's locks on directories that ``hold`` made sure of
 
 
@@ -59,7 +62,10 @@ class RunDirectory:
             try:
                 path.mkdir(mode=0o700)
             except FileExistsError:
-                raise ConfigError(f"{path} belongs to a run of this user already") from None
+                whose = "belongs to a run of this user already"
+                if not _is_own(path):
+                    whose = "is not a directory of this user's; remove it"
+                raise ConfigError(f"{path} {whose}") from None
             return cls(path, _locked(path))
 
     @classmethod
@@ -75,12 +81,17 @@ class RunDirectory:
         """Give the lock back. The last process to leave removes the directory."""
         if self._lock < 0:
             return
-        with _one_start_at_a_time():
-            os.close(self._lock)
-            self._lock = -1
+        lock, self._lock = self._lock, -1
+        # Without the order the directory is left over, and the next start removes it.
+        with contextlib.suppress(SharedMemoryError), _one_start_at_a_time():
+            os.close(lock)
+            lock = -1
             _let_go(self.path)
             if not _is_held(self.path):
                 shutil.rmtree(self.path, ignore_errors=True)
+        if lock >= 0:
+            os.close(lock)
+            _let_go(self.path)
 
 
 def hold(path: Path) -> None:
@@ -109,7 +120,7 @@ def run_directory_of_port(port: int) -> Path:
     return _path_of(str(port))
 
 
-@contextmanager
+@contextlib.contextmanager
 def run_directory(port: int) -> Iterator[Path]:
     """A fresh run directory (mode 0700) for the server on ``port``, removed at the end.
 
@@ -151,8 +162,8 @@ def name_of_run(process: int, number: int) -> str:
 def remove_run_directories(process: int, seconds: float) -> None:
     """Remove those of ``process``'s runs as soon as nobody holds them, within ``seconds``."""
     deadline = time.monotonic() + seconds
-    while left := list(SHARED_MEMORY.glob(f"{_path_of(f'p{process}-').name}*")):
-        with _one_start_at_a_time():
+    while left := _own(f"p{process}-"):
+        with contextlib.suppress(SharedMemoryError), _one_start_at_a_time():
             for path in left:
                 if not _is_held(path):
                     shutil.rmtree(path, ignore_errors=True)
@@ -173,23 +184,63 @@ def is_running(port: int) -> bool:
         return _is_held(run_directory_of_port(port))
 
 
-@contextmanager
+@contextlib.contextmanager
 def _one_start_at_a_time() -> Iterator[None]:
-    """Otherwise a start could take a directory that is not locked yet for an abandoned one."""
-    directory = _open_directory(SHARED_MEMORY)
+    """Otherwise a start could take a directory that is not locked yet for an abandoned one.
+
+    Raises SharedMemoryError where another process, of any user, does not let go of the lock.
+    """
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    directory = os.open(SHARED_MEMORY, flags)
     try:
-        fcntl.flock(directory, fcntl.LOCK_EX)
+        deadline = time.monotonic() + _LOCK_SECONDS
+        while not _try_lock(directory):
+            if time.monotonic() > deadline:
+                raise SharedMemoryError(
+                    f"{_holder(directory)} keeps {SHARED_MEMORY} locked, so that no balanced "
+                    "server can start; end it (fuser shows processes that have it open)"
+                )
+            time.sleep(0.01)
         yield
     finally:
         os.close(directory)
+
+
+def _try_lock(directory: int) -> bool:
+    try:
+        fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _holder(directory: int) -> str:
+    """The process that locks it, where the kernel shows that here."""
+    status = os.fstat(directory)
+    file = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path("/proc/locks").read_text().splitlines():
+            _, kind, _, _, process, locked, *_ = line.split()
+            if (kind, locked) == ("FLOCK", file) and int(process) > 0:
+                return f"process {process}"
+    return "another process"
 
 
 def _path_of(name: str) -> Path:
     return SHARED_MEMORY / f"ultraep-{os.getuid()}-{name}"
 
 
-def _own() -> list[Path]:
-    return sorted(path for path in SHARED_MEMORY.glob(f"ultraep-{os.getuid()}-*") if path.is_dir())
+def _own(beginning: str = "") -> list[Path]:
+    """Directories that are this user's; others may make entries of such names too."""
+    return sorted(filter(_is_own, SHARED_MEMORY.glob(f"{_path_of(beginning).name}*")))
+
+
+def _is_own(path: Path) -> bool:
+    try:
+        status = path.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
 
 
 def _abandoned() -> list[Path]:
@@ -201,20 +252,16 @@ def _remove_abandoned() -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _open_directory(path: Path) -> int:
-    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-
-
 def _locked(path: Path) -> int:
     """A descriptor that holds a lock on ``path`` together with other processes'."""
-    lock = _open_directory(path)
+    lock = open_own_directory(path)
     fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     return lock
 
 
 def _is_held(path: Path) -> bool:
     try:
-        lock = _open_directory(path)
+        lock = open_own_directory(path)
     except OSError:
         return False
     try:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from anyio import to_thread
 from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse
 from fastapi.staticfiles import StaticFiles
 from prometheus_client import CollectorRegistry
@@ -17,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ultraep_serve import __version__
 from ultraep_serve.ring.reader import ALIVE_SECONDS
+from ultraep_serve.sidecar.access import wrong_values
 from ultraep_serve.sidecar.answers import AnswerCache
 from ultraep_serve.sidecar.encoding import prepare
 from ultraep_serve.sidecar.health import Overview
@@ -81,16 +83,16 @@ def create_app(
         max_records=options.max_records,
         reuse_seconds=options.reuse_seconds / 5,
     )
+    answers = AnswerCache(options.reuse_seconds)
     app = FastAPI(
         title="ultraep sidecar",
         version=__version__,
         description=_DESCRIPTION,
-        lifespan=lambda _: _polling(store, options),
+        lifespan=lambda _: _polling(store, answers, options),
         docs_url=None,  # FastAPI's own page loads its scripts from other hosts
         redoc_url=None,
     )
     app.state.stopping = False  # streams end when it is set
-    answers = AnswerCache(options.reuse_seconds)
     routers = (
         operate_routes(store, _registries(store), Access(token, allow_ideal)),
         live_routes(store, answers, options.event_seconds),
@@ -102,11 +104,14 @@ def create_app(
         app.router.routes.extend(router.routes)
     _add_pages(app)
     app.add_exception_handler(NoRunError, _no_run)
+    app.add_exception_handler(RequestValidationError, wrong_values)
     return app
 
 
 @contextlib.asynccontextmanager
-async def _polling(store: RunStore, options: AppOptions) -> AsyncIterator[None]:
+async def _polling(
+    store: RunStore, answers: AnswerCache, options: AppOptions
+) -> AsyncIterator[None]:
     """Poll the rings and log changes of state while the application serves."""
     prepare((BalanceSnapshot, Heatmap, History, Overview, PolicyComparison))
     # More threads would only wait for each other, and each takes memory.
@@ -114,17 +119,24 @@ async def _polling(store: RunStore, options: AppOptions) -> AsyncIterator[None]:
     state_log, stopping = StateLog(store), threading.Event()
 
     def run() -> None:
+        known = ""
         while not stopping.wait(options.poll_seconds):
-            store.poll()
-            state_log.update()
-            if options.after_poll is not None:
-                options.after_poll()
+            try:
+                store.poll()
+                state_log.update()
+                if options.after_poll is not None:
+                    options.after_poll()
+            except Exception as error:  # without this thread records would be missed for good
+                if str(error) != known:
+                    known = str(error)
+                    _LOGGER.exception("the rings could not be read this time: %s", error)
 
     thread = threading.Thread(target=run, name="ultraep-poll", daemon=True)
     thread.start()
     yield
     stopping.set()
     thread.join()
+    answers.close()
 
 
 def _registries(store: RunStore) -> tuple[CollectorRegistry, CollectorRegistry]:

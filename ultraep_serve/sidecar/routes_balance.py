@@ -1,17 +1,17 @@
 """Endpoints that show health and balance, on request or pushed."""
 
 import asyncio
+import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Hashable
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
 from typing import Annotated, Any
 
 from fastapi import APIRouter, HTTPException, Query, Request, Response
 from fastapi import Path as InPath
 from fastapi.responses import StreamingResponse
-from starlette.concurrency import run_in_threadpool
 
 from ultraep_serve.ring.schema import RecordArray
-from ultraep_serve.sidecar.answers import AnswerCache
+from ultraep_serve.sidecar.answers import BUSY, AnswerCache
 from ultraep_serve.sidecar.health import Overview, RankList
 from ultraep_serve.sidecar.statistics.batches import (
     BatchDetail,
@@ -59,7 +59,11 @@ Layer = Annotated[int, InPath(ge=0, le=1 << 30)]
 Batch = Annotated[int, InPath(ge=0, le=_MAX_NUMBER)]
 
 _Responses = dict[int | str, dict[str, Any]]
-_NO_RUN: _Responses = {503: {"description": "no ring can be read, or it runs unbalanced"}}
+_NO_RUN: _Responses = {
+    503: {"description": "no ring can be read, it runs unbalanced, or too much is asked at once"}
+}
+_Shared = Callable[..., Awaitable[Response]]  # as in ``balance_routes``
+_BUSY: _Responses = {BUSY: {"description": "too much is asked at once"}}
 _NOT_HELD: _Responses = {404: {"description": "no records of it are held"}}
 _EVENTS: _Responses = {
     200: {"content": {"text/event-stream": {}}, "description": "events of type overview"},
@@ -70,54 +74,55 @@ _EVENTS: _Responses = {
 def balance_routes(store: RunStore, answers: AnswerCache) -> APIRouter:
     """The routes over ``store``; each polls first. Summaries are shared through ``answers``."""
     router = APIRouter(prefix="/v1/balance", responses=_NO_RUN, tags=["balance"])
-    _add_summaries(router, store, answers)
-    _add_details(router, store)
-    return router
 
-
-def _add_summaries(router: APIRouter, store: RunStore, answers: AnswerCache) -> None:
-    def shared(make: Callable[..., Any], *question: Hashable) -> Response:
+    async def shared(make: Callable[..., Any], *question: Hashable) -> Response:
         """``make(store, *question)`` after a poll, once for all who ask the same."""
 
         def polled() -> Any:
             store.poll()
             return make(store, *question)
 
-        return answers.give((make, *question), polled)
+        return await answers.give((make, *question), polled)
 
+    _add_summaries(router, shared)
+    _add_details(router, shared)
+    return router
+
+
+def _add_summaries(router: APIRouter, shared: _Shared) -> None:
     @router.get("", response_model=BalanceSnapshot)
-    def balance(since_ns: SinceNs = 0, policy: PolicyName = None) -> Response:
+    async def balance(since_ns: SinceNs = 0, policy: PolicyName = None) -> Response:
         """Imbalance, replicas, bytes, times and savings over the window.
 
         Without parameters batches are counted since the engine started, else over the records
         still held.
         """
-        return shared(RunStore.snapshot, Window(since_ns, policy))
+        return await shared(RunStore.snapshot, Window(since_ns, policy))
 
     @router.get("/heatmap", response_model=Heatmap)
-    def heat(since_ns: SinceNs = 0, policy: PolicyName = None) -> Response:
+    async def heat(since_ns: SinceNs = 0, policy: PolicyName = None) -> Response:
         """Load of each rank in each layer, relative to the mean of the layer's ranks."""
-        return shared(_heatmap, Window(since_ns, policy))
+        return await shared(_heatmap, Window(since_ns, policy))
 
     @router.get("/history", response_model=History)
-    def history(seconds: Seconds = 300, step: Step = 2) -> Response:
+    async def history(seconds: Seconds = 300, step: Step = 2) -> Response:
         """Imbalance and savings over time, further back than records are held."""
-        return shared(_history, seconds, step)
+        return await shared(_history, seconds, step)
 
     @router.get("/policies", response_model=PolicyComparison)
-    def policies(since_ns: SinceNs = 0) -> Response:
+    async def policies(since_ns: SinceNs = 0) -> Response:
         """The policies of the records held, for comparison; routing alone (off) is the baseline."""
-        return shared(_policies, Window(since_ns))
+        return await shared(_policies, Window(since_ns))
 
     @router.get("/batches", response_model=BatchList)
-    def batches(
+    async def batches(
         limit: Limit = 20,
         before: Before = None,
         since_ns: SinceNs = 0,
         policy: PolicyName = None,
     ) -> Response:
         """Prefill batches, newest first; under policy off none are recorded."""
-        return shared(_batches, limit, before, Window(since_ns, policy))
+        return await shared(_batches, limit, before, Window(since_ns, policy))
 
 
 def _heatmap(store: RunStore, window: Window) -> Heatmap:
@@ -139,38 +144,48 @@ def _batches(store: RunStore, limit: int, before: int | None, window: Window) ->
     return batch_snapshots(window.recorded(primary), own, limit, before)
 
 
-def _add_details(router: APIRouter, store: RunStore) -> None:
-    @router.get("/layers/{layer}", responses=_NOT_HELD)
-    def layer(layer: Layer, since_ns: SinceNs = 0, policy: PolicyName = None) -> LayerDetail:
+def _add_details(router: APIRouter, shared: _Shared) -> None:
+    @router.get("/layers/{layer}", response_model=LayerDetail, responses=_NOT_HELD)
+    async def layer(layer: Layer, since_ns: SinceNs = 0, policy: PolicyName = None) -> Response:
         """One MoE layer: also the load of each rank and where its last replicas were."""
-        store.poll()
-        window = Window(since_ns, policy)
-        header, primary, own = store.held()
-        own = [window.considered(records) for records in own]
-        detail = layer_detail(layer, window.considered(primary), own, header.location.domain_size)
-        if detail is None:
-            raise HTTPException(404, f"no records of layer {layer} in this window")
-        return detail
+        return await shared(_layer, layer, Window(since_ns, policy))
 
-    @router.get("/batches/{batch}", responses=_NOT_HELD)
-    def batch(batch: Batch) -> BatchDetail:
+    @router.get("/batches/{batch}", response_model=BatchDetail, responses=_NOT_HELD)
+    async def batch(batch: Batch) -> Response:
         """One batch, layer by layer."""
-        store.poll()
-        _, primary, own = store.held()
-        detail = batch_detail(batch, primary, own)
-        if detail is None:
-            raise HTTPException(404, f"no records of batch {batch} are held")
-        return detail
+        return await shared(_batch, batch)
 
-    @router.get("/batches/{batch}/layers/{layer}", responses=_NOT_HELD)
-    def batch_layer(batch: Batch, layer: Layer) -> BatchLayerDetail:
+    @router.get(
+        "/batches/{batch}/layers/{layer}", response_model=BatchLayerDetail, responses=_NOT_HELD
+    )
+    async def batch_layer(batch: Batch, layer: Layer) -> Response:
         """One MoE layer of one batch: loads by rank and expert, replicas, times by rank."""
-        store.poll()
-        header, primary, own = store.held()
-        detail = batch_layer_detail(batch, layer, header.shape, primary, own)
-        if detail is None:
-            raise HTTPException(404, f"no records of layer {layer} of batch {batch} are held")
-        return detail
+        return await shared(_batch_layer, batch, layer)
+
+
+def _layer(store: RunStore, layer: int, window: Window) -> LayerDetail:
+    header, primary, own = store.held()
+    own = [window.considered(records) for records in own]
+    detail = layer_detail(layer, window.considered(primary), own, header.location.domain_size)
+    if detail is None:
+        raise HTTPException(404, f"no records of layer {layer} in this window")
+    return detail
+
+
+def _batch(store: RunStore, batch: int) -> BatchDetail:
+    _, primary, own = store.held()
+    detail = batch_detail(batch, primary, own)
+    if detail is None:
+        raise HTTPException(404, f"no records of batch {batch} are held")
+    return detail
+
+
+def _batch_layer(store: RunStore, batch: int, layer: int) -> BatchLayerDetail:
+    header, primary, own = store.held()
+    detail = batch_layer_detail(batch, layer, header.shape, primary, own)
+    if detail is None:
+        raise HTTPException(404, f"no records of layer {layer} of batch {batch} are held")
+    return detail
 
 
 def live_routes(store: RunStore, answers: AnswerCache, period: float) -> APIRouter:
@@ -178,13 +193,13 @@ def live_routes(store: RunStore, answers: AnswerCache, period: float) -> APIRout
     router = APIRouter(prefix="/v1", tags=["live"])
     listeners = [0]
 
-    def encoded(seconds: int) -> bytes:
-        return answers.encoded(("overview", seconds), lambda: overview(store, seconds))
+    async def encoded(seconds: int) -> bytes:
+        return await answers.shared(("overview", seconds), lambda: overview(store, seconds))
 
-    @router.get("/overview", response_model=Overview)
-    def get_overview(seconds: RecentSeconds = 60) -> Response:
+    @router.get("/overview", response_model=Overview, responses=_BUSY)
+    async def get_overview(seconds: RecentSeconds = 60) -> Response:
         """Health, balance over the last seconds, the newest batch; works without an engine."""
-        return Response(encoded(seconds), media_type="application/json")
+        return Response(await encoded(seconds), media_type="application/json")
 
     @router.get("/ranks", responses=_NO_RUN)
     def ranks() -> RankList:
@@ -202,7 +217,8 @@ def live_routes(store: RunStore, answers: AnswerCache, period: float) -> APIRout
             listeners[0] += 1
             try:
                 while not (request.app.state.stopping or await request.is_disconnected()):
-                    yield _event("overview", await run_in_threadpool(encoded, seconds))
+                    with contextlib.suppress(HTTPException):  # too busy for this one
+                        yield _event("overview", await encoded(seconds))
                     await asyncio.sleep(period)
             finally:
                 listeners[0] -= 1

@@ -1,40 +1,35 @@
-"""What can be changed while serving: policy, pause, threshold, recording; and who may do so.
+"""What can be changed while serving: policy, pause, threshold, recording.
 
 While paused the policy is off, and the policy to resume is stored beside the control page.
 """
 
 import contextlib
-import hmac
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from fastapi import APIRouter, Depends, HTTPException
-from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from fastapi import APIRouter, HTTPException
 from pydantic import BaseModel, ConfigDict, Field
 
 from ultraep_serve.errors import ControlError, OutputError
 from ultraep_serve.ring.control import ControlPage, Recording, RecordLevel
+from ultraep_serve.sidecar.access import BEARER, REFUSALS, bearers_only
 from ultraep_serve.sidecar.run_files import forget_pause, remember_pause
 from ultraep_serve.sidecar.statistics.snapshot import SCHEMA_VERSION
 from ultraep_serve.sidecar.store import RunStore
 from ultraep_serve.types import Policy
 
-__all__ = ["Switches", "bearer_of", "control_routes"]
+__all__ = ["Switches", "control_routes"]
 
 _MIB = 1 << 20
 _PUT_BACK_SECONDS = 3.0  # for a rank to put a deleted control page back
-_REFUSALS: dict[int | str, dict[str, Any]] = {
-    401: {"description": "the token is missing or wrong"},
-    403: {"description": "the sidecar has no token, or the policy needs --allow-ideal"},
+_CONFLICT: dict[int | str, dict[str, Any]] = {
     409: {
         "description": "no engine to control, nothing to resume, or not the first host's sidecar"
     },
 }
-_SCHEME = HTTPBearer(auto_error=False, description="the sidecar's control token")
-Given = Annotated[HTTPAuthorizationCredentials | None, Depends(_SCHEME)]
 
 
 class _NotAllowedError(Exception):
@@ -125,23 +120,6 @@ class Switches:
             yield page
 
 
-def bearer_of(token: str | None) -> Callable[[Given], None]:
-    """A dependency that accepts bearers of ``token``, and nobody where there is none."""
-
-    def authorise(given: Given) -> None:
-        if not token:
-            raise HTTPException(403, "control is closed: the sidecar was started without a token")
-        offered = given.credentials.strip() if given else ""
-        if not hmac.compare_digest(offered.encode(), token.encode()):
-            raise HTTPException(
-                401,
-                "send 'Authorization: Bearer TOKEN' with the sidecar's control token",
-                {"WWW-Authenticate": "Bearer"},
-            )
-
-    return authorise
-
-
 class PolicyRequest(BaseModel):
     """The policy to put in force."""
 
@@ -198,8 +176,9 @@ def control_routes(switches: Switches, token: str | None) -> APIRouter:
     """The routes to ``switches``, for bearers of ``token``."""
     router = APIRouter(
         prefix="/v1/control",
-        dependencies=[Depends(bearer_of(token))],
-        responses=_REFUSALS,
+        dependencies=[BEARER],
+        route_class=bearers_only(token),
+        responses={**REFUSALS, **_CONFLICT},
         tags=["control"],
     )
 

@@ -1,5 +1,7 @@
 """Endpoints for operators: health, readiness, metrics, configuration."""
 
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -71,23 +73,24 @@ def operate_routes(
 ) -> APIRouter:
     """The routes over ``store``; the second of ``registries`` has more metrics than the first."""
     router = APIRouter(tags=["operate"])
+    prober = ThreadPoolExecutor(1, "ultraep-readyz")  # probes are answered whatever others ask
 
     @router.get("/healthz")
-    def healthz() -> dict[str, str]:
+    async def healthz() -> dict[str, str]:
         """200 while the sidecar itself answers."""
         return {"status": "ok"}
 
     @router.get("/readyz", response_model=Readiness, responses={503: {"model": Readiness}})
-    def readyz() -> JSONResponse:
+    async def readyz() -> JSONResponse:
         """200 when every rank of this host is alive and ready, or runs unbalanced, else 503.
 
         With the reasons. A server that could not be balanced is ready, with status unbalanced:
         on_unsupported=off says that serving matters more than balancing, and a probe that failed
         would end the serving.
         """
-        store.poll()
-        problems, unbalanced = store.problems(), bool(store.unbalanced())
-        ready = unbalanced or not problems
+        loop = asyncio.get_running_loop()
+        problems, unbalanced, _ = await loop.run_in_executor(prober, store.readiness)
+        ready = bool(unbalanced) or not problems
         answer = Readiness(
             ready=ready,
             status="unbalanced" if unbalanced else "ready" if ready else "not ready",
@@ -102,7 +105,10 @@ def operate_routes(
     )
     def metrics(request: Request, detail: Detail = False) -> Response:
         """Prometheus metrics, in the format that the client prefers."""
-        encode, content_type = choose_encoder(request.headers.get("accept", ""))
+        try:
+            encode, content_type = choose_encoder(request.headers.get("accept", ""))
+        except (TypeError, ValueError):  # it asks for a version that is no number
+            encode, content_type = choose_encoder("")
         return Response(encode(registries[detail]), headers={"content-type": content_type})
 
     @router.get("/v1/config")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, BinaryIO
 
-from fastapi import APIRouter, Depends, HTTPException
+from fastapi import APIRouter, HTTPException
 from fastapi import Path as InPath
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict
@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict
 from ultraep_serve.errors import SpoolError
 from ultraep_serve.files import open_regular
 from ultraep_serve.ring.spool import PAGE_BYTES, parse_spool_header, spool_path
-from ultraep_serve.sidecar.routes_control import bearer_of
+from ultraep_serve.sidecar.access import BEARER, REFUSALS, bearers_only
 from ultraep_serve.sidecar.statistics.snapshot import SCHEMA_VERSION
 
 __all__ = ["record_routes"]
@@ -54,11 +54,9 @@ def record_routes(run_dir: Path, token: str | None) -> APIRouter:
     """The routes to the spools in ``run_dir``, for bearers of ``token``."""
     router = APIRouter(
         prefix="/v1/record",
-        dependencies=[Depends(bearer_of(token))],
-        responses={
-            401: {"description": "the token is missing or wrong"},
-            403: {"description": "control is closed"},
-        },
+        dependencies=[BEARER],
+        route_class=bearers_only(token),
+        responses={code: REFUSALS[code] for code in (401, 403)},
         tags=["control"],
     )
 

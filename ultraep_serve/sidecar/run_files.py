@@ -44,10 +44,17 @@ def read_unbalanced(run_dir: Path, known: str = "") -> str:
         with os.fdopen(open_regular(run_dir / UNBALANCED_FILE), "rb") as file:
             text = file.read(_MAX_REASON_BYTES).decode("utf-8", errors="replace")
     except FileNotFoundError:
-        return known if known and run_dir in running_run_directories() else ""
+        return known if known and _is_running(run_dir) else ""
     except OSError:
-        return ""
+        return known
     return " ".join(text.split()) or "no reason is given"
+
+
+def _is_running(run_dir: Path) -> bool:
+    try:
+        return run_dir in running_run_directories()
+    except OSError:  # no descriptor is left: nothing says that it has ended
+        return True
 
 
 def paused_policy(run_dir: Path) -> Policy | None:

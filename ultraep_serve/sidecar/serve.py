@@ -27,8 +27,8 @@ from ultraep_serve.config import (
     control_token_from_environment,
     values_of_flags,
 )
+from ultraep_serve.control_token import read_token
 from ultraep_serve.errors import ConfigError
-from ultraep_serve.files import open_regular
 from ultraep_serve.ring.run_directory import TOKEN_FILE, remove_abandoned
 from ultraep_serve.ring.running import find_run
 from ultraep_serve.sidecar.app import AppOptions, create_app
@@ -37,7 +37,6 @@ __all__ = ["add_arguments", "control_token", "is_loopback", "run", "serve", "set
 
 _LOGGER = logging.getLogger(__name__)
 _DEFAULT_PORT = 8001
-_MAX_TOKEN_BYTES = 4096
 _KEEP_ALIVE_SECONDS = 75  # longer than clients keep theirs, so that the client closes first
 _LOOK_SECONDS = 0.5  # between looks at the parent
 
@@ -190,7 +189,7 @@ def control_token(run_dir: Path) -> str:
         _create_token(path, token)
         return token
     except FileExistsError:
-        return _read_token(path)
+        return read_token(path)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
 
@@ -212,20 +211,6 @@ def _put_back_token(run_dir: Path, token: str) -> None:
     if not os.path.lexists(path):
         with contextlib.suppress(OSError):  # the directory may be gone too
             _create_token(path, token)
-
-
-def _read_token(path: Path) -> str:
-    try:
-        with os.fdopen(open_regular(path), "rb") as file:
-            status = os.fstat(file.fileno())
-            token = file.read(_MAX_TOKEN_BYTES).decode("ascii").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the token in {path}: {error}") from error
-    if status.st_uid != os.getuid() or status.st_mode & 0o077:
-        raise ConfigError(f"{path} can be read by others; remove it, a new one will be made")
-    if not token:
-        raise ConfigError(f"{path} is empty; remove it, a new one will be made")
-    return token
 
 
 def set_up_logging(log_format: Literal["text", "json"]) -> None:

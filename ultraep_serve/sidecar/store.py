@@ -80,6 +80,14 @@ class Held(NamedTuple):
     own: list[RecordArray]  # every rank's, 0 to R-1, without loads; empty for other hosts'
 
 
+class Readiness(NamedTuple):
+    """Whether the run is ready, and when that was found out."""
+
+    problems: dict[str, str]  # as ``RunStore.problems``
+    unbalanced: str  # as ``RunStore.unbalanced``
+    read_at: float  # monotonic
+
+
 class RunStore:
     """Follows all rings of ``run_dir``; every method may be called from any thread.
 
@@ -108,6 +116,7 @@ class RunStore:
         self._reuse_seconds = reuse_seconds
         self._polls = 0  # begun so far
         self._polled_at = float("-inf")  # monotonic
+        self._ready = Readiness({"run": "the rings were not read yet"}, "", time.monotonic())
         self._lock = threading.RLock()
 
     def poll(self) -> None:
@@ -128,6 +137,21 @@ class RunStore:
             self._control = self._read_control() if is_first else ControlState()
             if location is None or os.path.lexists(self._run_dir / CONFIG_FILE):
                 self._config = read_config(self._run_dir)
+            self._ready = Readiness(self.problems(), self._unbalanced, now)
+
+    def readiness(self) -> Readiness:
+        """Now; as at the last poll while another thread reads or computes: nobody waits for it."""
+        if self._lock.acquire(blocking=False):
+            try:
+                self.poll()
+                return Readiness(self.problems(), self._unbalanced, time.monotonic())
+            finally:
+                self._lock.release()
+        last = self._ready
+        age = time.monotonic() - last.read_at
+        if age <= self._limit:
+            return last
+        return last._replace(problems={"run": f"the rings were not read for {age:.0f} s"})
 
     def invalidate(self) -> None:
         """After a change: the next poll reads, however recent the last one is."""
