@@ -1,6 +1,7 @@
 """The state of every rank, and why it is not ready."""
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ultraep_serve.ring.schema import RingState
 from ultraep_serve.sidecar.statistics.batches import BatchSnapshot
@@ -13,7 +14,7 @@ from ultraep_serve.sidecar.statistics.snapshot import (
     Savings,
 )
 
-__all__ = ["Overview", "RankHealth", "RankList", "problem", "rank_health"]
+__all__ = ["Overview", "RankHealth", "RankList", "Readiness", "problem", "rank_health"]
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,14 @@ class Overview(Documented):
     """The newest prefill batch, also from before the window."""
     ranks: list[RankHealth] = field(default_factory=list)
     schema_version: int = SCHEMA_VERSION
+
+
+class Readiness(NamedTuple):
+    """Whether the run is ready, and when that was found out."""
+
+    problems: dict[str, str]  # as ``RunStore.problems``
+    unbalanced: str  # as ``RunStore.unbalanced``
+    read_at: float  # monotonic
 
 
 def rank_health(view: RankView, problem: str, missed: int) -> RankHealth:

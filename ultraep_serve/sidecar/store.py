@@ -14,7 +14,7 @@ from ultraep_serve.ring.reader import ALIVE_SECONDS
 from ultraep_serve.ring.run_directory import CONFIG_FILE
 from ultraep_serve.ring.schema import RecordArray, RingHeader
 from ultraep_serve.sidecar.follower import PrimaryRank, RingFollower
-from ultraep_serve.sidecar.health import RankList, problem, rank_health
+from ultraep_serve.sidecar.health import RankList, Readiness, problem, rank_health
 from ultraep_serve.sidecar.run_files import (
     paused_policy,
     read_config,
@@ -78,14 +78,6 @@ class Held(NamedTuple):
     header: RingHeader  # the primary rank's
     primary: RecordArray  # the primary rank's records, with loads
     own: list[RecordArray]  # every rank's, 0 to R-1, without loads; empty for other hosts'
-
-
-class Readiness(NamedTuple):
-    """Whether the run is ready, and when that was found out."""
-
-    problems: dict[str, str]  # as ``RunStore.problems``
-    unbalanced: str  # as ``RunStore.unbalanced``
-    read_at: float  # monotonic
 
 
 class RunStore:
