@@ -1,5 +1,6 @@
 """Run directories: whose they are, what is left of them, and how ranks without a launcher meet."""
 
+import errno
 import fcntl
 import os
 import shutil
@@ -267,3 +268,18 @@ def test_every_host_of_a_run_has_a_directory_of_its_own(run_path: Path, tmp_path
     assert directories[0] == directories[1]
     assert directories[2] == directories[3]
     assert [Path(directory).parent.name for directory in directories] == ["0", "0", "1", "1"]
+
+
+def test_what_cannot_be_looked_at_is_not_removed(
+    shared_memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = RunDirectory.create("x")
+    os.close(left._lock)
+
+    def refuse(path: Path) -> int:
+        raise OSError(errno.EMFILE, "Too many open files", str(path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "open_own_directory", refuse)
+        assert module.abandoned_run_directories() == []
+    assert module.abandoned_run_directories() == [left.path]

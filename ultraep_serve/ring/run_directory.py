@@ -7,6 +7,7 @@ that was killed; the next start removes it.
 """
 
 import contextlib
+import errno
 import fcntl
 import os
 import shutil
@@ -72,10 +73,11 @@ class RunDirectory:
     def join(cls, name: str) -> "RunDirectory":
         """The one that another process created. Raises ConfigError where it is gone."""
         path = _path_of(name)
-        try:
-            return cls(path, _locked(path))
-        except OSError as error:
-            raise ConfigError(f"{path} cannot be used ({error.strerror})") from error
+        with _one_start_at_a_time():  # whoever looks whether it is held locks it for a moment
+            try:
+                return cls(path, _locked(path))
+            except OSError as error:
+                raise ConfigError(f"{path} cannot be used ({error.strerror})") from error
 
     def leave(self) -> None:
         """Give the lock back. The last process to leave removes the directory."""
@@ -260,10 +262,11 @@ def _locked(path: Path) -> int:
 
 
 def _is_held(path: Path) -> bool:
+    """Whether a process holds ``path``, or that cannot be found out now."""
     try:
         lock = open_own_directory(path)
-    except OSError:
-        return False
+    except OSError as error:
+        return error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
