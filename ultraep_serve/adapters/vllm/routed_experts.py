@@ -54,7 +54,7 @@ class BalancedRoutedExperts(RoutedExperts):
         """Take the weights over; vLLM's loader calls this where a layer's weights are final.
 
         Target: ``model_loader.utils.process_weights_after_loading``, which calls it on every layer
-        that has it, after the quantisation method's own post-processing. Verified with 0.32.
+        that has it, after the quantisation method's own post-processing. In 0.32 and 0.33.
         """
         with repeated_at_exit():
             self._index = self._group.add(self)
