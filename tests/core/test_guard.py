@@ -20,8 +20,8 @@ def _an_engine_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "server"])
 
 
-@pytest.mark.parametrize("named", ["", "another_one", "another_one,ultraep"])
-@pytest.mark.parametrize("by", ["command line", "environment"])
+@pytest.mark.parametrize("named", ["", "another_one", "other,ultraep", "other, ultraep_serve"])
+@pytest.mark.parametrize("by", ["command line", "dotted", "environment"])
 def test_a_filter_that_leaves_the_plugin_out_stops_the_process(
     monkeypatch: pytest.MonkeyPatch, named: str, by: str
 ) -> None:
@@ -29,6 +29,8 @@ def test_a_filter_that_leaves_the_plugin_out_stops_the_process(
     guard.check()
     if by == "environment":
         monkeypatch.setenv("ULTRAEP_CONFIG", "{}")
+    elif by == "dotted":
+        monkeypatch.setattr(sys, "orig_argv", ["s", "--additional_config.ultraep.slots", "3"])
     else:
         monkeypatch.setattr(sys, "orig_argv", ASKED)
     with pytest.raises(SystemExit, match=f"VLLM_PLUGINS = '{named}' leaves ultraep_serve out; add"):
@@ -60,6 +62,7 @@ def test_an_empty_filter_is_none_for_sglang(monkeypatch: pytest.MonkeyPatch) -> 
         (["--additional-config", "[]"], None),
         (["--additional-config", "{"], None),
         (["--model", "m"], None),
+        (["--additional-config"], None),  # another program's own
     ],
 )
 def test_the_command_lines_setting(arguments: list[str], setting: object) -> None:

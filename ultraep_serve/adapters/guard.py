@@ -8,6 +8,7 @@ that was asked to balance looks here, when its engine imports torch.
 import argparse
 import json
 import sys
+from collections.abc import Callable
 
 __all__ = ["PLUGIN", "SETTING", "check", "left_out", "setting_on_command_line"]
 
@@ -26,17 +27,21 @@ def check() -> None:
             raise SystemExit(f"ultraep: error: {problem}")
 
 
-def left_out(engine: str) -> str | None:
+def left_out(engine: str, filter_of: Callable[[str], str | None] | None = None) -> str | None:
     """Why ``engine`` ("vllm" or "sglang") does not load this plugin, if its user said so.
 
-    An empty filter leaves all plugins out of vLLM, and none out of SGLang.
+    vLLM takes names as they stand, and none from an empty filter; SGLang strips them, and takes an
+    empty filter for none. ``filter_of`` reads a variable, by default this process's.
     """
-    from ultraep_serve.config import plugin_filter  # nothing is imported where no engine is
+    if filter_of is None:
+        from ultraep_serve.config import plugin_filter  # nothing is imported where no engine is
 
-    named = plugin_filter(_FILTERS[engine])
+        filter_of = plugin_filter
+    named = filter_of(_FILTERS[engine])
     if named is None or (engine == "sglang" and not named):
         return None
-    if PLUGIN in (name.strip() for name in named.split(",")):
+    names = named.split(",")
+    if PLUGIN in (map(str.strip, names) if engine == "sglang" else names):
         return None
     return f"{_FILTERS[engine]} = {named!r} leaves {PLUGIN} out; add it, or unset the variable"
 
@@ -44,7 +49,7 @@ def left_out(engine: str) -> str | None:
 def setting_on_command_line(arguments: list[str]) -> object:
     """What vLLM's command line says under ``SETTING``; None where it does not say, or not so."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--additional-config", "--additional_config")
+    parser.add_argument("--additional-config", "--additional_config", nargs="?")
     given = parser.parse_known_args(arguments)[0].additional_config
     try:
         found = json.loads(given or "{}")
@@ -57,5 +62,8 @@ def _is_asked_for() -> bool:
     from ultraep_serve.config import BalanceConfig
 
     if setting_on_command_line(sys.orig_argv) is not None:
+        return True
+    dotted = f"--additional-config.{SETTING}"  # vLLM's other way to write JSON
+    if any(argument.replace("_", "-").startswith(dotted) for argument in sys.orig_argv):
         return True
     return BalanceConfig.from_environment() is not None

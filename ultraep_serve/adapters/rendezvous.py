@@ -34,6 +34,7 @@ from ultraep_serve.topology import Location, host_identity, locate
 __all__ = ["find_location", "meet", "refuse_or_serve_plainly", "wait_for_all"]
 
 _OF_ONE_HOST = ("run_dir", "sidecar")  # settings that may differ from host to host
+_made: list[RunDirectory] = []  # by this process
 _NAME_BYTES = 64  # as long as Linux lets a host's name be
 
 
@@ -116,8 +117,11 @@ def _serve_unbalanced(config: BalanceConfig, reason: str) -> None:
 
     Raises ConfigError where a sidecar that was asked for cannot listen.
     """
-    path = Path(config.run_dir)
-    if not config.run_dir:
+    if config.run_dir:
+        path = Path(config.run_dir)
+    elif _made:  # the ranks had met already
+        path = _made[-1].path
+    else:
         name = name_of_run(first_process(), secrets.randbits(62))
         path = _make_run_directory(config, name).path
     write_whole(path / UNBALANCED_FILE, " ".join(reason.split()).encode())
@@ -126,6 +130,7 @@ def _serve_unbalanced(config: BalanceConfig, reason: str) -> None:
 def _make_run_directory(config: BalanceConfig, name: str) -> RunDirectory:
     """One that this process leaves when it ends, and the sidecar, if that is asked for."""
     directory = RunDirectory.create(name)
+    _made.append(directory)
     _leave_at_exit(directory)
     config = config.replace(run_dir=str(directory.path))
     write_whole(directory.path / CONFIG_FILE, config.to_json().encode())

