@@ -271,7 +271,7 @@ FAMILIES: Mapping[str, Family] = {
             "n_heads": 4,
             "n_layers": 3,
             "max_seq_len": CONTEXT,
-            "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4},
+            "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
             "ffn_config": {
                 "hidden_size": 128,
                 "ffn_hidden_size": 128,

@@ -2,6 +2,7 @@
 
 import json
 import re
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ from torch import Tensor
 __all__ = ["draw_weights", "keep_draft_layer"]
 
 SHARED_DIRECTION = 0.7  # of a word's embedding: what routers recognise in every token
-PREFERENCE = 2.0  # added to the logits of preferred experts; they vary by about 1 over tokens
+PREFERENCE = 1.0  # added to the logits of preferred experts
+CALIBRATION_LENGTH = 128  # tokens of a text
 MATRIX_STD = 0.08
 HEAD_STD = 0.4  # logits far enough apart that rounding does not change the best
 BIAS_STD = 0.03
@@ -23,39 +25,55 @@ _SCORE_BIAS = re.compile(r"(e_score_correction_bias|expert_bias|router\.bias)$")
 
 
 def draw_weights(model: Any, num_experts: int, num_zero_experts: int, num_hot: int) -> None:
-    """Fill matrices, embeddings, head, routers; the rest stays as the library initialises it.
+    """Fill matrices, embeddings, head and routers; the rest stays as the library initialises it.
 
-    All embeddings share one direction. In router n the rows of ``num_hot`` experts of rank n % 2
-    look that way, and those of zero experts, if there are any.
+    All embeddings share one direction, so that the inputs of a router have something in common.
+    One pass over made-up text sets each router just before it runs: in the n-th, ``num_hot``
+    experts of rank n % 2 are preferred, and zero experts, if there are any.
     """
-    routed = num_experts + num_zero_experts
     vocabulary = model.config.get_text_config().vocab_size
-    routers = 0
     for name, weight in [*model.named_parameters(), *model.named_buffers()]:
         if _EMBEDDING.search(name) and len(weight) == vocabulary:
-            direction = torch.randn(weight.shape[1]).sign()
             noise = torch.randn_like(weight) * (1 - SHARED_DIRECTION**2) ** 0.5
-            weight.copy_(noise + SHARED_DIRECTION * direction)
-    for name, weight in [*model.named_parameters(), *model.named_buffers()]:
-        if _ROUTER.search(name) and len(weight) == routed:
-            weight.copy_(_router_rows(direction, num_experts, num_zero_experts, num_hot, routers))
-            routers += 1
+            weight.copy_(noise + SHARED_DIRECTION * torch.randn_like(weight[0]).sign())
         elif _SCORE_BIAS.search(name):
             weight.normal_(std=BIAS_STD)
-        elif weight.ndim > 1 and not _EMBEDDING.search(name):
+        elif weight.ndim > 1 and "embed" not in name:
             weight.normal_(std=HEAD_STD if _HEAD.search(name) else MATRIX_STD)
+    _set_routers(model, num_experts, num_zero_experts, num_hot)
 
 
-def _router_rows(
-    direction: Tensor, num_experts: int, num_zero_experts: int, num_hot: int, layer: int
-) -> Tensor:
-    """Rows (E + zero experts, H) whose logits vary by about 1 between tokens."""
-    size = len(direction)
-    rows = torch.randn(num_experts + num_zero_experts, size) / size**0.5
-    first = (layer % 2) * (num_experts // 2)
-    towards = PREFERENCE / SHARED_DIRECTION * direction / size
-    rows[first : first + num_hot] += towards
-    rows[num_experts:] += towards
+def _set_routers(model: Any, num_experts: int, num_zero_experts: int, num_hot: int) -> None:
+    layer = 0
+
+    def on_router(router: Any, args: tuple[Tensor, ...]) -> None:
+        nonlocal layer
+        first = (layer % 2) * (num_experts // 2)
+        layer += 1
+        hot = [*range(first, first + num_hot), *range(num_experts, num_experts + num_zero_experts)]
+        router.weight.copy_(_router_rows(args[0].flatten(0, -2).float(), len(router.weight), hot))
+
+    with ExitStack() as hooks:
+        for name, weight in model.named_parameters():
+            if _ROUTER.search(name) and len(weight) == num_experts + num_zero_experts:
+                router = model.get_submodule(name.removesuffix(".weight"))
+                hooks.callback(router.register_forward_pre_hook(on_router).remove)
+        vocabulary = model.config.get_text_config().vocab_size
+        words = torch.randint(4, vocabulary, (4, CALIBRATION_LENGTH))
+        model.eval()(input_ids=words, use_cache=False)
+
+
+def _router_rows(hidden: Tensor, num_rows: int, hot: list[int]) -> Tensor:
+    """Rows (E + zero experts, H) whose logits on ``hidden`` (T, H) vary by 1 between tokens.
+
+    Their means are 0, and PREFERENCE for ``hot`` ones.
+    """
+    mean = hidden.mean(0)
+    towards = mean / mean.square().sum()
+    rows = torch.randn(num_rows, hidden.shape[1])
+    rows -= (rows @ mean).unsqueeze(1) * towards
+    rows /= (hidden @ rows.T).std(0).unsqueeze(1)
+    rows[hot] += PREFERENCE * towards
     return rows
 
 
