@@ -12,6 +12,7 @@ import re
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -81,10 +82,8 @@ def _run(engine: str, name: str, model: Path, *options: str) -> Row | str:
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """It and what it started and left."""
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
 
 
