@@ -7,6 +7,7 @@ it is of the same engine's version.
 
 import argparse
 import json
+import sys
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ def main() -> None:
         print(f"{name:24} {shown['verdict']:9} {shown['reason']}", flush=True)
         ordered = [rows[known] for known in FAMILIES if known in rows]
         harness.write(path, {"engine": engine, "versions": versions, "rows": ordered})
+    if failed := [name for name in options.families if rows[name]["verdict"] == "failed"]:
+        sys.exit(f"failed: {', '.join(failed)}")
 
 
 def _options() -> argparse.Namespace:

@@ -360,7 +360,10 @@ def make_family(path: Path, name: str, seed: int = 0) -> Path:
         torch.manual_seed(seed)
         model = _build(family)
         with torch.no_grad():
-            draw_weights(model, family.num_experts, family.num_zero_experts, family.num_hot)
+            routers = draw_weights(
+                model, family.num_experts, family.num_zero_experts, family.num_hot
+            )
+        assert routers == family.num_moe_layers + bool(family.draft), f"{name}: {routers = }"
         model.save_pretrained(path)
         keep_draft_layer(path, family.draft, architecture=family.architecture)
     return path

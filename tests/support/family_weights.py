@@ -24,9 +24,10 @@ _ROUTER = re.compile(r"\.(gate|router)\.((layer|wg|classifier)\.)?weight$")
 _SCORE_BIAS = re.compile(r"(e_score_correction_bias|expert_bias|router\.bias)$")
 
 
-def draw_weights(model: Any, num_experts: int, num_zero_experts: int, num_hot: int) -> None:
-    """Fill matrices, embeddings, head and routers; the rest stays as the library initialises it.
+def draw_weights(model: Any, num_experts: int, num_zero_experts: int, num_hot: int) -> int:
+    """Fill matrices, embeddings, head and routers, and return the number of routers.
 
+    Other weights stay as the library initialises them.
     All embeddings share one direction, so that the inputs of a router have something in common.
     One pass over made-up text sets each router just before it runs: in the n-th, ``num_hot``
     experts of rank n % 2 are preferred, and zero experts, if there are any.
@@ -40,10 +41,10 @@ def draw_weights(model: Any, num_experts: int, num_zero_experts: int, num_hot: i
             weight.normal_(std=BIAS_STD)
         elif weight.ndim > 1 and "embed" not in name:
             weight.normal_(std=HEAD_STD if _HEAD.search(name) else MATRIX_STD)
-    _set_routers(model, num_experts, num_zero_experts, num_hot)
+    return _set_routers(model, num_experts, num_zero_experts, num_hot)
 
 
-def _set_routers(model: Any, num_experts: int, num_zero_experts: int, num_hot: int) -> None:
+def _set_routers(model: Any, num_experts: int, num_zero_experts: int, num_hot: int) -> int:
     layer = 0
 
     def on_router(router: Any, args: tuple[Tensor, ...]) -> None:
@@ -61,6 +62,7 @@ def _set_routers(model: Any, num_experts: int, num_zero_experts: int, num_hot: i
         vocabulary = model.config.get_text_config().vocab_size
         words = torch.randint(4, vocabulary, (4, CALIBRATION_LENGTH))
         model.eval()(input_ids=words, use_cache=False)
+    return layer
 
 
 def _router_rows(hidden: Tensor, num_rows: int, hot: list[int]) -> Tensor:
