@@ -17,8 +17,9 @@ from vllm.model_executor.layers.fused_moe.config import (
     RoutingMethodType,
 )
 from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapManager
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
-from ultraep_serve.adapters.vllm.routed_experts import DeviceRoutedExperts
+from ultraep_serve.adapters.vllm.routed_experts import DeviceRoutedExperts, take_over
 
 NUM_EXPERTS = 12
 HIDDEN = 2048  # DeepEP takes no less
@@ -66,9 +67,13 @@ def engine_config(rank: int, num_ranks: int, backend: str, names: list[str]) -> 
 
 
 def build_layer(
-    config: VllmConfig, parallel: FusedMoEParallelConfig, name: str, quant_config: Any = None
-) -> DeviceRoutedExperts:
-    """A layer as vLLM builds it, weights not loaded."""
+    config: VllmConfig,
+    parallel: FusedMoEParallelConfig,
+    name: str,
+    quant_config: Any = None,
+    kind: type[RoutedExperts] = RoutedExperts,
+) -> Any:
+    """A layer as vLLM builds it, ours if it is to be balanced, weights not loaded."""
     manager = ExpertMapManager(
         max_num_batched_tokens=MAX_TOKENS,
         top_k=TOP_K,
@@ -94,9 +99,9 @@ def build_layer(
         max_num_tokens=MAX_TOKENS,
     )
     with set_current_vllm_config(config):
-        return DeviceRoutedExperts(
-            name, torch.bfloat16, moe, quant_config, expert_map_manager=manager
-        )
+        layer = kind(name, torch.bfloat16, moe, quant_config, expert_map_manager=manager)
+        take_over(layer)
+        return layer
 
 
 def load(layer: DeviceRoutedExperts, config: VllmConfig, tensors: dict[str, torch.Tensor]) -> None:

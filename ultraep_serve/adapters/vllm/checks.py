@@ -20,7 +20,7 @@ __all__ = [
     "check_layer",
     "check_model",
     "is_primary",
-    "unsupported_experts",
+    "without_experts",
 ]
 
 _FORWARD_PARAMETERS = [
@@ -76,21 +76,11 @@ def is_primary(vllm_config: VllmConfig) -> bool:
     return bool(parallel.rank == 0 and parallel.data_parallel_rank == 0)
 
 
-def unsupported_experts(vllm_config: VllmConfig) -> UnsupportedError:
-    """Why not all experts of the model that was built can be balanced."""
-    names = vllm_config.compilation_config.static_all_moe_layers
-    model = vllm_config.model_config.model
-    if not names:
-        return UnsupportedError(
-            f"{model} has no experts that vLLM routes ({vllm_config.model_config.architectures}); "
-            f"serve it with policy off, {SERVE_UNBALANCED}"
-        )
-    runners = vllm_config.compilation_config.static_forward_context
-    kinds = {
-        type(getattr(runners[name], "routed_experts", runners[name])).__name__ for name in names
-    }
+def without_experts(vllm_config: VllmConfig) -> UnsupportedError:
+    """Why nothing of the model that was built can be balanced."""
+    model = vllm_config.model_config
     return UnsupportedError(
-        f"{model}: vLLM builds its experts as {', '.join(sorted(kinds))}, which is not there yet; "
+        f"{model.model} has no experts that vLLM routes ({model.architectures}); "
         f"serve it with policy off, {SERVE_UNBALANCED}"
     )
 
@@ -98,6 +88,11 @@ def unsupported_experts(vllm_config: VllmConfig) -> UnsupportedError:
 def check_layer(layer: RoutedExperts) -> None:
     """Raise UnsupportedError, naming the remedy, if ``layer`` cannot be balanced."""
     parallel = layer.moe_config.moe_parallel_config
+    if _engine_classes(layer)[0] is not RoutedExperts:
+        raise UnsupportedError(
+            f"{layer.layer_name}: {type(layer).__name__} computes its experts in a way of its own, "
+            f"which is not there yet, {SERVE_UNBALANCED}"
+        )
     if not parallel.use_ep or parallel.ep_size < 2:
         raise UnsupportedError(
             "there is nothing to balance on one rank; add --enable-expert-parallel with "
@@ -111,6 +106,15 @@ def check_layer(layer: RoutedExperts) -> None:
         )
     if parallel.enable_eplb:
         raise UnsupportedError(f"--enable-eplb moves the same weights; drop it, {SERVE_UNBALANCED}")
+
+
+def _engine_classes(layer: RoutedExperts) -> list[type]:
+    """Which classes of ``layer``, but ours, say how experts are computed, the first one first."""
+    return [
+        cls
+        for cls in type(layer).__mro__
+        if "forward_modular" in vars(cls) and cls.__module__.rpartition(".")[0] != __package__
+    ]
 
 
 def check_cpu_execution(layer: RoutedExperts) -> None:

@@ -48,24 +48,26 @@ class ExpertGroup:
     def __init__(self, config: BalanceConfig, vllm_config: VllmConfig) -> None:
         self.vllm_config = vllm_config
         self._config = config
-        self._layers: list[RoutedExperts] = []
-        self._complete = False
+        self._num_expected = 0
+        self._layers: list[RoutedExperts] = []  # whose weights are final
         self.balanced: BalancedLayers | None = None  # None: still loading, or not balanced
         self._execution: LayerExecution = (
             CpuExperts() if current_platform.is_cpu() else DeviceExperts(vllm_config)
         )
 
+    def expect(self, layer: RoutedExperts) -> None:
+        """``layer`` belongs to the model that is being built."""
+        self._num_expected += 1
+
     def add(self, layer: RoutedExperts) -> int:
         """Take a layer whose weights are final, return its index; the last one starts balancing."""
-        if self._complete:
+        if len(self._layers) == self._num_expected:
             raise UnsupportedError(
                 f"{layer.layer_name} was loaded after the model's own {len(self._layers)} MoE "
-                "layers; draft models with experts and weights that are loaded anew are not there "
-                "yet: serve with policy off"
+                "layers; weights that are loaded anew are not there yet: serve with policy off"
             )
         self._layers.append(layer)
-        if len(self._layers) == len(self.vllm_config.compilation_config.static_all_moe_layers):
-            self._complete = True
+        if len(self._layers) == self._num_expected:
             self._finish_loading()
         return len(self._layers) - 1
 
