@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tests.support.family_weights import draw_weights, keep_draft_layer
+from tests.support.family_weights import draw_weights, publish
 from ultraep_serve.demo.text import DOMAINS, save_tokenizer, vocabulary
 
 __all__ = ["CONTEXT", "FAMILIES", "Family", "make_family"]
@@ -42,6 +42,16 @@ _MLA: Mapping[str, Any] = {
     "qk_rope_head_dim": 32,
     "v_head_dim": 32,
 }
+_YARN: Mapping[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 2.0,
+    "original_max_position_embeddings": CONTEXT // 2,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "beta_fast": 32,
+    "beta_slow": 1,
+}
 _DEEPSEEK: Mapping[str, Any] = {
     **_MLA,
     "first_k_dense_replace": 1,
@@ -50,6 +60,12 @@ _DEEPSEEK: Mapping[str, Any] = {
     "norm_topk_prob": True,
     "n_group": 1,
     "topk_group": 1,
+    "rope_parameters": _YARN,
+}
+_DEEPSEEK_V3_FIELDS: Mapping[str, Any] = {
+    "moe_layer_freq": 1,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
 }
 _HYBRID: Mapping[str, Any] = {
     "num_hidden_layers": 4,
@@ -83,7 +99,7 @@ class Family:
     config: Mapping[str, Any] = field(default_factory=dict)  # beside the common sizes
     special: str = ""  # what sets its experts apart
     dtype: str = "float32"  # what it is served in: bfloat16 where engines demand it
-    architecture: str = ""  # as published, where transformers has another name
+    published: Mapping[str, Any] = field(default_factory=dict)  # config.json where it differs
     draft: str = (
         ""  # where published checkpoints keep a draft layer: "model.layers" or "mtp.layers"
     )
@@ -142,6 +158,7 @@ FAMILIES: Mapping[str, Family] = {
         2,
         {**_counts(8, 2, "n_routed_experts"), **_DEEPSEEK},
         special="latent attention, shared expert, dense first layer",
+        published={"moe_layer_freq": 1, "scoring_func": "softmax", "topk_method": "greedy"},
     ),
     "DeepSeek-V3": Family(
         "deepseek_v3",
@@ -150,6 +167,7 @@ FAMILIES: Mapping[str, Family] = {
         2,
         {**_counts(16, 4, "n_routed_experts"), **_DEEPSEEK, "n_group": 4, "topk_group": 2},
         special="correction bias, groups, shared expert, draft layer",
+        published=_DEEPSEEK_V3_FIELDS,
         draft="model.layers",
     ),
     "Kimi-K2": Family(
@@ -159,6 +177,7 @@ FAMILIES: Mapping[str, Family] = {
         2,
         {**_counts(48, 8, "n_routed_experts"), **_DEEPSEEK, "num_nextn_predict_layers": 0},
         special="DeepSeek-V3's architecture, one group",
+        published=_DEEPSEEK_V3_FIELDS,
     ),
     "Kimi-K3 counts": Family(
         "deepseek_v3",
@@ -172,6 +191,7 @@ FAMILIES: Mapping[str, Family] = {
             "num_nextn_predict_layers": 0,
         },
         special="DeepSeek-V3's architecture, 896 experts, 16 per token",
+        published=_DEEPSEEK_V3_FIELDS,
     ),
     "GLM-4-MoE": Family(
         "glm4_moe",
@@ -205,7 +225,20 @@ FAMILIES: Mapping[str, Family] = {
         special="correction bias, shared expert, dense first layer",
     ),
     "Hunyuan-MoE": Family(
-        "hunyuan_v1_moe", 8, 2, 3, {"num_experts": 8, "moe_topk": 2}, special="shared expert"
+        "hunyuan_v1_moe",
+        8,
+        2,
+        3,
+        {"num_experts": 8, "moe_topk": 2},
+        special="shared expert",
+        published={
+            "use_mixed_mlp_moe": True,
+            "num_shared_expert": [1] * 3,
+            "moe_intermediate_size": [128] * 3,
+            "attention_head_dim": 32,
+            "use_qk_norm": True,
+            "use_cla": False,
+        },
     ),
     "Hy-V3": Family(
         "hy_v3",
@@ -249,9 +282,9 @@ FAMILIES: Mapping[str, Family] = {
         8,
         2,
         3,
-        _counts(8, 2, "num_local_experts"),
+        {**_counts(8, 2, "num_local_experts"), "attention_bias": True, "lm_head_bias": True},
         special="sparse mixer routing",
-        architecture="PhiMoEForCausalLM",
+        published={"architectures": ["PhiMoEForCausalLM"]},
     ),
     "Phi-MoE of transformers": Family(
         "phimoe",
@@ -280,6 +313,10 @@ FAMILIES: Mapping[str, Family] = {
             },
         },
         special="an experts module of its own",
+        published={
+            "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
+            "ffn_config": {"ffn_hidden_size": 128, "moe_num_experts": 8, "moe_top_k": 2},
+        },
     ),
     "LFM2-MoE": Family(
         "lfm2_moe",
@@ -301,6 +338,7 @@ FAMILIES: Mapping[str, Family] = {
         3,
         _counts(8, 2, "num_local_experts"),
         special="correction bias",
+        published={"scoring_func": "sigmoid", "use_routing_bias": True, "use_qk_norm": True},
     ),
     "LongCat-Flash": Family(
         "longcat_flash",
@@ -318,6 +356,12 @@ FAMILIES: Mapping[str, Family] = {
             "routed_scaling_factor": 1.0,
         },
         special="zero experts: 4 of 12 that a token may choose have no weights",
+        published={
+            "rope_theta": 1e7,
+            "zero_expert_type": "identity",
+            "mla_scale_q_lora": True,
+            "mla_scale_kv_lora": True,
+        },
         num_zero_experts=4,
     ),
     "Nemotron-H": Family(
@@ -336,6 +380,7 @@ FAMILIES: Mapping[str, Family] = {
             "ssm_state_size": 32,
             "n_groups": 2,
         },
+        published={"layers_block_type": None, "hybrid_override_pattern": "ME*E"},
         special="latent experts: they work on a projection of the input; relu squared, no gate",
     ),
     "Qwen3-VL-MoE": Family(
@@ -365,7 +410,7 @@ def make_family(path: Path, name: str, seed: int = 0) -> Path:
             )
         assert routers == family.num_moe_layers + bool(family.draft), f"{name}: {routers = }"
         model.save_pretrained(path)
-        keep_draft_layer(path, family.draft, architecture=family.architecture)
+        publish(path, family.draft, family.published)
     return path
 
 

@@ -1,7 +1,9 @@
 """Weights of tiny checkpoints: random matrices, routers that prefer some experts, draft layers."""
 
+import functools
 import json
 import re
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["draw_weights", "keep_draft_layer"]
+__all__ = ["draw_weights", "publish"]
 
 SHARED_DIRECTION = 0.7  # of a word's embedding: what routers recognise in every token
 PREFERENCE = 1.0  # added to the logits of preferred experts
@@ -47,18 +49,20 @@ def draw_weights(model: Any, num_experts: int, num_zero_experts: int, num_hot: i
 def _set_routers(model: Any, num_experts: int, num_zero_experts: int, num_hot: int) -> int:
     layer = 0
 
-    def on_router(router: Any, args: tuple[Tensor, ...]) -> None:
+    def on_router(weight: Tensor, router: Any, args: tuple[Tensor, ...]) -> None:
         nonlocal layer
         first = (layer % 2) * (num_experts // 2)
         layer += 1
         hot = [*range(first, first + num_hot), *range(num_experts, num_experts + num_zero_experts)]
-        router.weight.copy_(_router_rows(args[0].flatten(0, -2).float(), len(router.weight), hot))
+        weight.copy_(_router_rows(args[0].flatten(0, -2).float(), len(weight), hot))
 
     with ExitStack() as hooks:
         for name, weight in model.named_parameters():
-            if _ROUTER.search(name) and len(weight) == num_experts + num_zero_experts:
-                router = model.get_submodule(name.removesuffix(".weight"))
-                hooks.callback(router.register_forward_pre_hook(on_router).remove)
+            found = _ROUTER.search(name)
+            if found and len(weight) == num_experts + num_zero_experts:
+                router = model.get_submodule(name[: found.end(1)])
+                handle = router.register_forward_pre_hook(functools.partial(on_router, weight))
+                hooks.callback(handle.remove)
         vocabulary = model.config.get_text_config().vocab_size
         words = torch.randint(4, vocabulary, (4, CALIBRATION_LENGTH))
         model.eval()(input_ids=words, use_cache=False)
@@ -79,20 +83,21 @@ def _router_rows(hidden: Tensor, num_rows: int, hot: list[int]) -> Tensor:
     return rows
 
 
-def keep_draft_layer(path: Path, place: str, architecture: str) -> None:
-    """Turn the last decoder layer of the checkpoint at ``path`` into a draft (MTP) layer.
+def publish(path: Path, draft: str, fields: Mapping[str, Any]) -> None:
+    """Make what transformers saved at ``path`` what publishers give.
 
-    ``place`` is where published checkpoints have it: "model.layers", behind the model's own, or
-    "mtp.layers"; "" where there is none. ``architecture`` replaces the name in the configuration,
-    unless it is "".
+    ``draft``: where published checkpoints keep the draft (MTP) layer, which the last decoder layer
+    becomes: "model.layers", behind the model's own, or "mtp.layers"; "": there is none. ``fields``
+    replace those of config.json; None removes one.
     """
     file = path / "config.json"
     config = json.loads(file.read_text())
-    if architecture:
-        config["architectures"] = [architecture]
-    if place:
-        _add_draft(path / "model.safetensors", config, place)
-    file.write_text(json.dumps(config, indent=2))
+    if draft:
+        _add_draft(path / "model.safetensors", config, draft)
+    config |= fields
+    gone = {name for name, value in fields.items() if value is None}
+    kept = {name: value for name, value in config.items() if name not in gone}
+    file.write_text(json.dumps(kept, indent=2))
 
 
 def _add_draft(file: Path, config: dict[str, Any], place: str) -> None:
