@@ -16,14 +16,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tests.support.families import FAMILIES, Family, make_family
-from tests.support.family_run import settings
+from tests.support.family_run import PROMPTS, Answer, difference, settings
 from tests.support.ways_to_start import ENVIRONMENT
 
 __all__ = ["measure_family"]
 
 MAX_AFTER = 1.02  # imbalance of every batch and layer
 MAX_LOGPROB_DIFFERENCE = 1e-4  # float32
+WRONG = 0.5  # log-probabilities this far apart are no rounding, in any type
 _TIMEOUT_SECONDS = 900.0
 _REFUSAL = "ultraep: error: "
 _ERROR = re.compile(r"\b([A-Z]\w*(?:Error|Exception)): +(\S.*)")
@@ -43,27 +46,67 @@ def measure_family(engine: str, name: str, directory: Path) -> Row:
         make_family(model, name)
     row: Row = {"family": name, "dtype": family.dtype, "moe_layers": family.num_moe_layers}
     found = _run(engine, name, model)
-    if isinstance(found, dict):
-        problems = _problems(family, found)
-        verdict = "failed" if problems else "balanced"
-        return {**row, "verdict": verdict, "reason": "; ".join(problems), **found}
-    stock = _run(engine, name, model, "--stock")
-    if isinstance(stock, str):
-        return {**row, "verdict": "unserved", "reason": stock, "with_balancing": found}
-    verdict = "refused" if found.startswith(_REFUSAL) else "failed"
-    return {**row, "verdict": verdict, "reason": found.removeprefix(_REFUSAL)}
+    if isinstance(found, str):
+        stock = _run(engine, name, model, stock=2)
+        if isinstance(stock, str):
+            return {**row, "verdict": "unserved", "reason": stock}
+        verdict = "refused" if found.startswith(_REFUSAL) else "failed"
+        return {**row, "verdict": verdict, "reason": found.removeprefix(_REFUSAL)}
+    answers = _answers(found.pop("answers"))
+    row |= {**found, "transformers": _apart_from_transformers(answers, model, family)}
+    problems = _problems(family, found)
+    if problems and (wrong := _wrong_without_us(engine, name, model)):
+        return {**row, "verdict": "unserved", "reason": wrong}
+    verdict = "failed" if problems else "balanced"
+    return {**row, "verdict": verdict, "reason": "; ".join(problems)}
 
 
-def _run(engine: str, name: str, model: Path, *options: str) -> Row | str:
-    """What the program wrote, or why it ended before."""
-    out = model.with_name(f"{model.name}-{engine}{''.join(options)}.json")
+def _wrong_without_us(engine: str, name: str, model: Path) -> str:
+    """In what the engine alone, on two ranks, differs from itself on one rank."""
+    one, two = (_run(engine, name, model, stock=ranks) for ranks in (1, 2))
+    if isinstance(one, str) or isinstance(two, str):
+        return f"the engine alone: {one if isinstance(one, str) else two}"
+    apart = difference(*(_answers(found["answers"]) for found in (one, two)))["logprobs"]
+    if apart < WRONG:
+        return ""
+    return (
+        f"the engine alone answers otherwise on two ranks: log-probabilities differ by {apart:.1f}"
+    )
+
+
+def _apart_from_transformers(answers: list[Answer], model: Path, family: Family) -> float:
+    """Largest difference to the log-probabilities that transformers gives, in float32."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+
+    kind = AutoModelForImageTextToText if family.wrapper else AutoModelForCausalLM
+    reference = kind.from_pretrained(model, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    apart = 0.0
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        ids = torch.tensor([tokenizer.encode(prompt)])
+        with torch.inference_mode():
+            logits = reference(input_ids=ids, use_cache=False).logits[0, :-1].log_softmax(-1)
+        expected = logits.gather(1, ids[0, 1:, None]).flatten()
+        apart = max(apart, float((expected - torch.tensor(answer.logprobs)).abs().max()))
+    return apart
+
+
+def _answers(found: list[Any]) -> list[Answer]:
+    return [Answer(*fields) for fields in found]
+
+
+def _run(engine: str, name: str, model: Path, stock: int = 0) -> Row | str:
+    """What the program wrote, or why it ended before. ``stock`` ranks without us, if not 0."""
+    out = model.with_name(f"{model.name}-{engine}{f'-stock-{stock}' if stock else ''}.json")
     log = out.with_suffix(".log")
     out.unlink(missing_ok=True)
     environment = {**os.environ, **ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    if engine == "sglang" and not options:
+    if stock == 1:
+        environment |= {"VLLM_CPU_OMP_THREADS_BIND": "0", "SGLANG_CPU_OMP_THREADS_BIND": "0"}
+    if engine == "sglang" and not stock:
         environment["ULTRAEP_CONFIG"] = json.dumps(settings(FAMILIES[name]))
     command = [sys.executable, "-m", "tests.support.family_run", engine, name]
-    command += [str(model), str(out), *options]
+    command += [str(model), str(out), "--stock", str(stock)]
     with log.open("wb") as file:
         process = subprocess.Popen(
             command, stdout=file, stderr=file, env=environment, start_new_session=True

@@ -1,10 +1,10 @@
 """One model family on one engine, two ranks on this machine's CPU: a program of its own.
 
-    python -m tests.support.family_run ENGINE FAMILY MODEL OUT [--stock]
+    python -m tests.support.family_run ENGINE FAMILY MODEL OUT [--stock RANKS]
 
 starts the engine in this process (vLLM's ``LLM``, SGLang's ``Engine``) on a checkpoint of
 ``make_family``, asks the same prompts with balancing on and off, and writes to OUT what came of
-it. With ``--stock`` the engine runs without any of us: whether it can serve the family at all.
+it. With ``--stock`` the engine runs without any of us, and OUT has its answers.
 """
 # ruff: noqa: TID251 - engines as their users have them
 
@@ -25,7 +25,7 @@ from ultraep_serve.ring.control import ControlPage
 from ultraep_serve.ring.reader import RingReader
 from ultraep_serve.types import Policy
 
-__all__ = ["MIN_BATCH_TOKENS", "PROMPTS", "settings"]
+__all__ = ["MIN_BATCH_TOKENS", "PROMPTS", "Answer", "difference", "settings"]
 
 MIN_BATCH_TOKENS = 64  # below every prompt, above every batch of decodes
 TOKENS = 16
@@ -52,8 +52,8 @@ def settings(family: Family) -> dict[str, Any]:
     }
 
 
-def vllm_asker(family: Family, model: str, *, stock: bool) -> Ask:
-    """``LLM``, and what asks it all prompts. Stock: tensor-parallel experts."""
+def vllm_asker(family: Family, model: str, stock: int) -> Ask:
+    """``LLM``, and what asks it all prompts."""
     from vllm import LLM, SamplingParams
 
     balancing: dict[str, Any] = {
@@ -62,7 +62,7 @@ def vllm_asker(family: Family, model: str, *, stock: bool) -> Ask:
     }
     engine = LLM(
         model,
-        tensor_parallel_size=2,
+        tensor_parallel_size=stock or 2,
         enable_prefix_caching=False,
         enforce_eager=True,
         dtype=family.dtype,
@@ -81,13 +81,13 @@ def vllm_asker(family: Family, model: str, *, stock: bool) -> Ask:
     return lambda: [answer(prompt) for prompt in PROMPTS]
 
 
-def sglang_asker(family: Family, model: str, *, stock: bool) -> Ask:
-    """``Engine``, and what asks it all prompts. Stock: tensor-parallel experts."""
+def sglang_asker(family: Family, model: str, stock: int) -> Ask:
+    """``Engine``, and what asks it all prompts."""
     import sglang
 
     engine = sglang.Engine(
         model_path=model,
-        tp_size=2,
+        tp_size=stock or 2,
         ep_size=1 if stock else 2,
         device="cpu",
         attention_backend="torch_native",
@@ -123,6 +123,7 @@ def measure(ask: Ask) -> dict[str, Any]:
         "registered_layers": header.num_layers,
         "quota": difference(on, off),
         "control": difference(ask(), off),
+        "answers": off,
     }
 
 
@@ -142,11 +143,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     for name in ("engine", "family", "model", "out"):
         parser.add_argument(name)
-    parser.add_argument("--stock", action="store_true")
+    parser.add_argument("--stock", type=int, default=0, metavar="RANKS")
     given = parser.parse_args()
     asker = {"vllm": vllm_asker, "sglang": sglang_asker}[given.engine]
-    ask = asker(FAMILIES[given.family], given.model, stock=given.stock)
-    found = {"answers": len(ask())} if given.stock else measure(ask)
+    ask = asker(FAMILIES[given.family], given.model, given.stock)
+    found = {"answers": ask()} if given.stock else measure(ask)
     Path(given.out).write_text(json.dumps(found))
 
 
