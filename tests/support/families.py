@@ -98,7 +98,8 @@ class Family:
     num_moe_layers: int  # of the target model, without draft layers
     config: Mapping[str, Any] = field(default_factory=dict)  # beside the common sizes
     special: str = ""  # what sets its experts apart
-    dtype: str = "float32"  # what it is served in: bfloat16 where engines demand it
+    dtype: str = "float32"  # what it is stored and served in: bfloat16 where engines demand it
+    sglang_dtype: str = ""  # what SGLang alone demands
     published: Mapping[str, Any] = field(default_factory=dict)  # config.json where it differs
     draft: str = (
         ""  # where published checkpoints keep a draft layer: "model.layers" or "mtp.layers"
@@ -106,6 +107,10 @@ class Family:
     num_zero_experts: int = 0  # experts without weights, numbered behind the others
     wrapper: Mapping[str, Any] | None = None  # of a multimodal model, around the text config
     flags: Mapping[str, Any] = field(default_factory=dict)  # of vLLM's engine
+
+    def dtype_on(self, engine: str) -> str:
+        """What ``engine`` serves it in."""
+        return (self.sglang_dtype if engine == "sglang" else "") or self.dtype
 
     @property
     def num_hot(self) -> int:
@@ -263,6 +268,7 @@ FAMILIES: Mapping[str, Family] = {
         3,
         {**_counts(8, 1, "num_local_experts"), "intermediate_size_mlp": 128},
         special="router weight on the input, shared expert, one expert per token",
+        sglang_dtype="bfloat16",
     ),
     "dots1": Family(
         "dots1",

@@ -44,7 +44,8 @@ def measure_family(engine: str, name: str, directory: Path) -> Row:
     model = directory / name.replace(" ", "-")
     if not (model / "config.json").exists():
         make_family(model, name)
-    row: Row = {"family": name, "dtype": family.dtype, "moe_layers": family.num_moe_layers}
+    dtype = family.dtype_on(engine)
+    row: Row = {"family": name, "dtype": dtype, "moe_layers": family.num_moe_layers}
     found = _run(engine, name, model)
     if isinstance(found, str):
         stock = _run(engine, name, model, stock=2)
@@ -54,7 +55,7 @@ def measure_family(engine: str, name: str, directory: Path) -> Row:
         return {**row, "verdict": verdict, "reason": found.removeprefix(_REFUSAL)}
     answers = _answers(found.pop("answers"))
     row |= {**found, "transformers": _apart_from_transformers(answers, model, family)}
-    problems = _problems(family, found)
+    problems = _problems(family.num_moe_layers, dtype, found)
     if problems and (wrong := _wrong_without_us(engine, name, model)):
         return {**row, "verdict": "unserved", "reason": wrong}
     verdict = "failed" if problems else "balanced"
@@ -140,18 +141,18 @@ def _reason(log: str, status: int | None) -> str:
     return f"{found[1]}: {found[2]}"[:_MAX_REASON] if found else ended
 
 
-def _problems(family: Family, found: Row) -> list[str]:
+def _problems(num_layers: int, dtype: str, found: Row) -> list[str]:
     """What of a run that answered contradicts "balanced"."""
     layers, quota, control = found["layers"], found["quota"], found["control"]
     problems = []
-    if not len(layers) == found["registered_layers"] == family.num_moe_layers:
+    if not len(layers) == found["registered_layers"] == num_layers:
         problems.append(
-            f"{len(layers)} of {family.num_moe_layers} MoE layers balanced, "
+            f"{len(layers)} of {num_layers} MoE layers balanced, "
             f"{found['registered_layers']} registered"
         )
     if layers and (worst := max(after for _, after in layers.values())) > MAX_AFTER:
         problems.append(f"imbalance {worst:.3f} after balancing")
-    if family.dtype == "float32":
+    if dtype == "float32":
         if quota["same_tokens"] < quota["prompts"]:
             problems.append(f"tokens differ in {quota['prompts'] - quota['same_tokens']} prompts")
         if quota["logprobs"] > MAX_LOGPROB_DIFFERENCE:
