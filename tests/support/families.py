@@ -416,7 +416,7 @@ def make_family(path: Path, name: str, seed: int = 0) -> Path:
             )
         assert routers == family.num_moe_layers + bool(family.draft), f"{name}: {routers = }"
         model.save_pretrained(path)
-        publish(path, family.draft, family.published)
+        publish(path, family.num_experts, family.draft, family.published)
     return path
 
 

@@ -23,6 +23,7 @@ BIAS_STD = 0.03
 _EMBEDDING = re.compile(r"(embed_tokens|embeddings|wte)\.weight$")
 _HEAD = re.compile(r"lm_head\.weight$")
 _ROUTER = re.compile(r"\.(gate|router)\.((layer|wg|classifier)\.)?weight$")
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _SCORE_BIAS = re.compile(r"(e_score_correction_bias|expert_bias|router\.bias)$")
 
 
@@ -83,34 +84,41 @@ def _router_rows(hidden: Tensor, num_rows: int, hot: list[int]) -> Tensor:
     return rows
 
 
-def publish(path: Path, draft: str, fields: Mapping[str, Any]) -> None:
-    """Make what transformers saved at ``path`` what publishers give.
+def publish(path: Path, num_experts: int, draft: str, fields: Mapping[str, Any]) -> None:
+    """Make what transformers saved at ``path`` what publishers give: no weights of zero experts.
 
     ``draft``: where published checkpoints keep the draft (MTP) layer, which the last decoder layer
     becomes: "model.layers", behind the model's own, or "mtp.layers"; "": there is none. ``fields``
     replace those of config.json; None removes one.
     """
+    from safetensors.torch import load_file, save_file
+
     file = path / "config.json"
     config = json.loads(file.read_text())
+    weights = load_file(path / "model.safetensors")
+    numbers = {name: _EXPERT.search(name) for name in weights}
+    for name, found in numbers.items():
+        if found and int(found[1]) >= num_experts:
+            del weights[name]
     if draft:
-        _add_draft(path / "model.safetensors", config, draft)
+        weights = _with_draft(weights, config, draft)
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
     config |= fields
     gone = {name for name, value in fields.items() if value is None}
     kept = {name: value for name, value in config.items() if name not in gone}
     file.write_text(json.dumps(kept, indent=2))
 
 
-def _add_draft(file: Path, config: dict[str, Any], place: str) -> None:
-    """``config`` is changed in place: one layer less, one draft layer."""
-    from safetensors.torch import load_file, save_file
-
+def _with_draft(
+    weights: dict[str, Tensor], config: dict[str, Any], place: str
+) -> dict[str, Tensor]:
+    """``weights`` with a draft layer; ``config`` is changed in place: one layer less, one draft."""
     sizes = config.get("text_config", config)
     for name, value in sizes.items():
         if isinstance(value, list) and len(value) == sizes["num_hidden_layers"]:
             sizes[name] = value[:-1]  # by layer
     sizes["num_hidden_layers"] -= 1
     last, hidden = sizes["num_hidden_layers"], sizes["hidden_size"]
-    weights = load_file(file)
     head = weights["lm_head.weight"]
     (embedding,) = (weight for name, weight in weights.items() if _EMBEDDING.search(name))
     norm = next(weight for name, weight in weights.items() if name.endswith(".norm.weight"))
@@ -137,5 +145,4 @@ def _add_draft(file: Path, config: dict[str, Any], place: str) -> None:
             "fc.weight": projection,
             "norm.weight": norm,
         }
-    weights |= {f"{prefix}.{name}": weight.clone() for name, weight in added.items()}
-    save_file(weights, file, metadata={"format": "pt"})
+    return weights | {f"{prefix}.{name}": weight.clone() for name, weight in added.items()}
