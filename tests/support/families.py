@@ -18,7 +18,7 @@ from ultraep_serve.demo.text import DOMAINS, save_tokenizer, vocabulary
 
 __all__ = ["CONTEXT", "FAMILIES", "Family", "make_family"]
 
-CONTEXT = 2048  # tokens
+CONTEXT = 4096  # tokens
 # CPU kernels need sizes that are multiples of 32.
 _COMMON: Mapping[str, Any] = {
     "vocab_size": len(vocabulary(DOMAINS)),
@@ -252,6 +252,13 @@ FAMILIES: Mapping[str, Family] = {
         2,
         {**_counts(8, 2), "moe_intermediate_size": 64, "first_k_dense_replace": 1},
         special="correction bias, shared expert, dense first layer",
+        published={
+            "expert_hidden_dim": 64,
+            "qk_norm": True,
+            "route_norm": True,
+            "moe_router_use_sigmoid": True,
+            "moe_router_enable_expert_bias": True,
+        },
     ),
     "gpt-oss": Family(
         "gpt_oss",

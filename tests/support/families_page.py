@@ -33,7 +33,8 @@ this page is made from them (`tests/support/families_page.py`).
 
 Imbalance: the largest of all batches and layers, before and after. Tokens: prompts whose tokens are
 the same with `quota` and `off`. Log-probabilities: the largest difference at any token of a prompt;
-for models in bfloat16 also that of `off` against `off`, asked once more.
+for models in bfloat16 also that of `off` against `off`, asked once more. Against transformers: the
+same of `off` against that library in float32, which shows that the engine computes this model.
 """
 
 
@@ -49,7 +50,7 @@ def _section(engine: str) -> str:
     rows = document["rows"]
     count = sum(row["verdict"] == "balanced" for row in rows)
     head = ("family", "what is special", "type", "verdict", "MoE layers", "imbalance", "tokens",
-            "log-probabilities")  # fmt: skip
+            "log-probabilities", "against transformers")  # fmt: skip
     table = [head, ("---",) * len(head), *map(_cells, rows)]
     lines = ["| " + " | ".join(cells) + " |" for cells in table]
     reasons = [
@@ -64,7 +65,7 @@ def _section(engine: str) -> str:
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     first = (row["family"], FAMILIES[row["family"]].special, row["dtype"], row["verdict"])
     if "layers" not in row:
-        return (*first, f"0 of {row['moe_layers']}", "", "", "")
+        return (*first, f"0 of {row['moe_layers']}", "", "", "", "")
     layers, quota, control = row["layers"], row["quota"], row["control"]
     apart = f"{quota['logprobs']:.2g}"
     if row["dtype"] != "float32":
@@ -76,6 +77,7 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
         " -> ".join(f"{value:.3f}" for value in worst),
         f"{quota['same_tokens']} of {quota['prompts']}",
         apart,
+        f"{row['transformers']:.2g}",
     )
 
 
