@@ -396,6 +396,29 @@ FAMILIES: Mapping[str, Family] = {
         published={"layers_block_type": None, "hybrid_override_pattern": "ME*E"},
         special="latent experts: they work on a projection of the input; relu squared, no gate",
     ),
+    "Kimi-K2.5": Family(
+        "kimi_k25",
+        16,
+        4,
+        2,
+        {**_counts(16, 4, "n_routed_experts"), **_DEEPSEEK, "num_nextn_predict_layers": 0},
+        special="DeepSeek-V3's architecture in a multimodal wrapper, served with text",
+        published={"architectures": ["KimiK25ForConditionalGeneration"]},
+        renamed={
+            "language_model.model.blocks.": "language_model.model.layers.",
+            "model.mm_projector.": "mm_projector.",
+        },
+        wrapper={
+            "vision_config": {
+                "num_hidden_layers": 1,
+                "hidden_size": 64,
+                "intermediate_size": 64,
+                "num_attention_heads": 2,
+            },
+            "projection_hidden_size": 64,
+        },
+        flags={"language_model_only": True},
+    ),
     "Qwen3-VL-MoE": Family(
         "qwen3_vl_moe",
         8,
@@ -423,7 +446,7 @@ def make_family(path: Path, name: str, seed: int = 0) -> Path:
             )
         assert routers == family.num_moe_layers + bool(family.draft), f"{name}: {routers = }"
         model.save_pretrained(path)
-        publish(path, family.num_experts, family.draft, family.published)
+        publish(path, family.num_experts, family.draft, family.published, family.renamed)
     return path
 
 

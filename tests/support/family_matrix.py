@@ -29,7 +29,9 @@ MAX_LOGPROB_DIFFERENCE = 1e-4  # float32
 WRONG = 0.5  # log-probabilities this far apart are no rounding, in any type
 _TIMEOUT_SECONDS = 900.0
 _REFUSAL = "ultraep: error: "
-_ERROR = re.compile(r"\b([A-Z]\w*(?:Error|Exception)): +(\S.*)")
+_ERROR = re.compile(
+    r"\b(?!CalledProcess)([A-Z]\w*(?:Error|Exception)): +(\S.*[^:\s])$", re.MULTILINE
+)
 _MAX_REASON = 300  # characters
 
 Row = dict[str, Any]

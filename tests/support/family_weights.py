@@ -84,12 +84,19 @@ def _router_rows(hidden: Tensor, num_rows: int, hot: list[int]) -> Tensor:
     return rows
 
 
-def publish(path: Path, num_experts: int, draft: str, fields: Mapping[str, Any]) -> None:
-    """Make what transformers saved at ``path`` what publishers give: no weights of zero experts.
+def publish(
+    path: Path,
+    num_experts: int,
+    draft: str,
+    fields: Mapping[str, Any],
+    renamed: Mapping[str, str],
+) -> None:
+    """Make what transformers saved at ``path`` what publishers give.
 
-    ``draft``: where published checkpoints keep the draft (MTP) layer, which the last decoder layer
-    becomes: "model.layers", behind the model's own, or "mtp.layers"; "": there is none. ``fields``
-    replace those of config.json; None removes one.
+    Weights of zero experts go. Where the name of a weight starts with a key of ``renamed``, the
+    value takes its place. ``draft``: where published checkpoints keep the draft (MTP) layer, which
+    the last decoder layer becomes: "model.layers", behind the model's own, or "mtp.layers"; "":
+    there is none. ``fields`` replace those of config.json; None removes one.
     """
     from safetensors.torch import load_file, save_file
 
@@ -100,6 +107,8 @@ def publish(path: Path, num_experts: int, draft: str, fields: Mapping[str, Any])
     for name, found in numbers.items():
         if found and int(found[1]) >= num_experts:
             del weights[name]
+    for old, new in renamed.items():
+        weights = {re.sub(rf"^{re.escape(old)}", new, name): weights[name] for name in weights}
     if draft:
         weights = _with_draft(weights, config, draft)
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
