@@ -101,9 +101,8 @@ class Family:
     dtype: str = "float32"  # what it is stored and served in: bfloat16 where engines demand it
     sglang_dtype: str = ""  # what SGLang alone demands
     published: Mapping[str, Any] = field(default_factory=dict)  # config.json where it differs
-    draft: str = (
-        ""  # where published checkpoints keep a draft layer: "model.layers" or "mtp.layers"
-    )
+    renamed: Mapping[str, str] = field(default_factory=dict)  # starts of weights' names, likewise
+    draft: str = ""  # where published checkpoints keep a draft layer, see ``publish``
     num_zero_experts: int = 0  # experts without weights, numbered behind the others
     wrapper: Mapping[str, Any] | None = None  # of a multimodal model, around the text config
     flags: Mapping[str, Any] = field(default_factory=dict)  # of vLLM's engine
