@@ -47,7 +47,7 @@ def measure_family(engine: str, name: str, directory: Path) -> Row:
     if not (model / "config.json").exists():
         make_family(model, name)
     dtype = family.dtype_on(engine)
-    row: Row = {"family": name, "dtype": dtype, "moe_layers": family.num_moe_layers}
+    row: Row = {"family": name, "dtype": dtype, "moe_layers": family.counts.layers}
     found = _run(engine, name, model)
     if isinstance(found, str):
         stock = _run(engine, name, model, stock=2)
@@ -57,7 +57,7 @@ def measure_family(engine: str, name: str, directory: Path) -> Row:
         return {**row, "verdict": verdict, "reason": found.removeprefix(_REFUSAL)}
     answers = _answers(found.pop("answers"))
     row |= {**found, "transformers": _apart_from_transformers(answers, model, family)}
-    problems = _problems(family.num_moe_layers, dtype, found)
+    problems = _problems(family.counts.layers, dtype, found)
     if problems and (wrong := _wrong_without_us(engine, name, model)):
         return {**row, "verdict": "unserved", "reason": wrong}
     verdict = "failed" if problems else "balanced"
