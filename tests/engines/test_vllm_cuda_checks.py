@@ -22,6 +22,7 @@ with warnings.catch_warnings():
     from tests.support.vllm_gpu import build, fp8_config
     from ultraep_serve.adapters.vllm import checks
 
+from ultraep_serve.adapters.setup import require_one_number
 from ultraep_serve.errors import UnsupportedError
 
 
@@ -84,15 +85,10 @@ def test_several_hosts_are_accepted(balanced: Any) -> None:
     checks.check_device_execution(layer, config)
 
 
-@pytest.mark.parametrize(
-    ("stages", "numbers", "message"),
-    [(2, (8, 8), "--pipeline-parallel-size 1"), (1, (8, 16), r"experts \[8, 16\] share no slots")],
-)
-def test_what_is_not_one_group_is_refused(stages: int, numbers: Any, message: str) -> None:
-    config = SimpleNamespace(parallel_config=SimpleNamespace(pipeline_parallel_size=stages))
-    layers = [SimpleNamespace(global_num_experts=number) for number in numbers]
-    with pytest.raises(UnsupportedError, match=message):
-        checks.check_model(config, layers)  # type: ignore[arg-type]  # these fields are enough
+def test_layers_that_share_no_slots_are_refused() -> None:
+    require_one_number([8, 8])
+    with pytest.raises(UnsupportedError, match=r"experts \[8, 16\] share no slots"):
+        require_one_number([8, 16])
 
 
 def test_tensor_and_data_parallelism_need_tokens_of_their_own(balanced: Any) -> None:

@@ -29,7 +29,7 @@ from ultraep_serve.ring.run_directory import (
     RunDirectory,
     name_of_run,
 )
-from ultraep_serve.topology import Location, host_identity, locate
+from ultraep_serve.topology import Location, PipelineStage, host_identity, locate
 
 __all__ = ["find_location", "meet", "refuse_or_serve_plainly", "wait_for_all"]
 
@@ -70,21 +70,29 @@ def find_location(
     return locate(rank, hosts[:, 0].tolist(), config.domain_size, name)
 
 
-def meet(config: BalanceConfig, location: Location, group: EngineGroup | None) -> BalanceConfig:
+def meet(
+    config: BalanceConfig,
+    location: Location,
+    group: EngineGroup | None,
+    pipeline: PipelineStage | None = None,
+) -> BalanceConfig:
     """``config`` with a run directory that all ranks of this host know; all ranks together.
 
-    Without a launcher each host's primary rank makes one, which is gone with the host's last rank.
+    Without a launcher each host's primary rank makes one, which is gone with the host's last rank;
+    of several pipeline stages, whichever comes first, for all of them.
     Where it cannot be made, the primary rank raises ConfigError, and the others FabricError.
     """
     if config.run_dir:
         return config
     assert group is not None, "ranks without a group are given a run directory"
     process, number = first_process(), secrets.randbits(62)
+    if pipeline is not None and pipeline.num_stages > 1:
+        number = pipeline.run
     directory, problem = None, ""
     if location.is_host_primary:
         try:
             with repeated_at_exit():
-                directory = _make_run_directory(config, name_of_run(process, number))
+                directory = _make_or_join(config, name_of_run(process, number))
         except (OSError, UltraEPError) as error:  # the others wait for an answer
             process, problem = 0, str(error)
     ranks = HostAllGather(group.on_host, config.timeout_seconds * CONNECT_FACTOR)
@@ -125,6 +133,19 @@ def _serve_unbalanced(config: BalanceConfig, reason: str) -> None:
         name = name_of_run(first_process(), secrets.randbits(62))
         path = _make_run_directory(config, name).path
     write_whole(path / UNBALANCED_FILE, " ".join(reason.split()).encode())
+
+
+def _make_or_join(config: BalanceConfig, name: str) -> RunDirectory:
+    """Another pipeline stage of this engine may have made it."""
+    try:
+        directory = RunDirectory.join(name)
+    except ConfigError:
+        try:
+            return _make_run_directory(config, name)
+        except ConfigError:
+            directory = RunDirectory.join(name)  # it was faster
+    _leave_at_exit(directory)
+    return directory
 
 
 def _make_run_directory(config: BalanceConfig, name: str) -> RunDirectory:

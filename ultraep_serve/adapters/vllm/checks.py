@@ -1,7 +1,6 @@
 """What this adapter was verified against, and what it refuses."""
 
 import inspect
-from collections.abc import Sequence
 
 import vllm
 from vllm.config import VllmConfig
@@ -9,7 +8,6 @@ from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedE
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.platforms import current_platform
 
-from ultraep_serve.adapters.setup import require_one_number
 from ultraep_serve.errors import SERVE_UNBALANCED, UnsupportedError
 from ultraep_serve.versions import VLLM, VLLM_CPU
 
@@ -18,7 +16,6 @@ __all__ = [
     "check_device_execution",
     "check_engine",
     "check_layer",
-    "check_model",
     "is_primary",
     "without_experts",
 ]
@@ -60,16 +57,6 @@ def check_engine() -> None:
         )
 
 
-def check_model(vllm_config: VllmConfig, layers: Sequence[RoutedExperts]) -> None:
-    """Raise UnsupportedError, naming the remedy, if all of it cannot be joined into one group."""
-    if vllm_config.parallel_config.pipeline_parallel_size > 1:
-        raise UnsupportedError(
-            "pipeline parallelism is not there yet: its stages balance apart from each other; "
-            f"use --pipeline-parallel-size 1, {SERVE_UNBALANCED}"
-        )
-    require_one_number([layer.global_num_experts for layer in layers])
-
-
 def is_primary(vllm_config: VllmConfig) -> bool:
     """Whether this is rank 0 of all ranks, as far as is known before they meet."""
     parallel = vllm_config.parallel_config
@@ -78,7 +65,12 @@ def is_primary(vllm_config: VllmConfig) -> bool:
 
 def without_experts(vllm_config: VllmConfig) -> UnsupportedError:
     """Why nothing of the model that was built can be balanced."""
-    model = vllm_config.model_config
+    model, stages = vllm_config.model_config, vllm_config.parallel_config.pipeline_parallel_size
+    if stages > 1:
+        return UnsupportedError(
+            f"{model.model}: the first of {stages} pipeline stages has no experts; "
+            f"choose a smaller --pipeline-parallel-size, {SERVE_UNBALANCED}"
+        )
     return UnsupportedError(
         f"{model.model} has no experts that vLLM routes ({model.architectures}); "
         f"serve it with policy off, {SERVE_UNBALANCED}"
