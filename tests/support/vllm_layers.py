@@ -66,9 +66,13 @@ def engine_config(rank: int, num_ranks: int, backend: str, names: list[str]) -> 
 
 
 def build_layer(
-    config: VllmConfig, parallel: FusedMoEParallelConfig, name: str, quant_config: Any = None
+    config: VllmConfig,
+    parallel: FusedMoEParallelConfig,
+    name: str,
+    quant_config: Any = None,
+    **changes: Any,
 ) -> DeviceRoutedExperts:
-    """A layer as vLLM builds it, weights not loaded."""
+    """A layer as vLLM builds it, weights not loaded; ``changes`` to its configuration."""
     manager = ExpertMapManager(
         max_num_batched_tokens=MAX_TOKENS,
         top_k=TOP_K,
@@ -79,20 +83,21 @@ def build_layer(
         placement_strategy="linear",
         enable_eplb=False,
     )
-    moe = FusedMoEConfig(
-        num_experts=NUM_EXPERTS,
-        experts_per_token=TOP_K,
-        hidden_dim=HIDDEN,
-        intermediate_size=INNER,
-        num_local_experts=manager.local_num_experts,
-        num_logical_experts=NUM_EXPERTS,
-        activation=MoEActivation.SILU,
-        device="cpu",
-        routing_method=RoutingMethodType.Renormalize,
-        moe_parallel_config=parallel,
-        in_dtype=torch.bfloat16,
-        max_num_tokens=MAX_TOKENS,
-    )
+    values: dict[str, Any] = {
+        "num_experts": NUM_EXPERTS,
+        "experts_per_token": TOP_K,
+        "hidden_dim": HIDDEN,
+        "intermediate_size": INNER,
+        "num_local_experts": manager.local_num_experts,
+        "num_logical_experts": NUM_EXPERTS,
+        "activation": MoEActivation.SILU,
+        "device": "cpu",
+        "routing_method": RoutingMethodType.Renormalize,
+        "moe_parallel_config": parallel,
+        "in_dtype": torch.bfloat16,
+        "max_num_tokens": MAX_TOKENS,
+    }
+    moe = FusedMoEConfig(**{**values, **changes})
     with set_current_vllm_config(config):
         return DeviceRoutedExperts(
             name, torch.bfloat16, moe, quant_config, expert_map_manager=manager
