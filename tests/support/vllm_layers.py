@@ -18,7 +18,10 @@ from vllm.model_executor.layers.fused_moe.config import (
 )
 from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapManager
 
-from ultraep_serve.adapters.vllm.routed_experts import DeviceRoutedExperts
+from ultraep_serve.adapters.vllm.routed_experts import (
+    BalancedRoutedExperts,
+    DeviceRoutedExperts,
+)
 
 NUM_EXPERTS = 12
 HIDDEN = 2048  # DeepEP takes no less
@@ -70,8 +73,9 @@ def build_layer(
     parallel: FusedMoEParallelConfig,
     name: str,
     quant_config: Any = None,
+    kind: type[BalancedRoutedExperts] = DeviceRoutedExperts,
     **changes: Any,
-) -> DeviceRoutedExperts:
+) -> BalancedRoutedExperts:
     """A layer as vLLM builds it, weights not loaded; ``changes`` to its configuration."""
     manager = ExpertMapManager(
         max_num_batched_tokens=MAX_TOKENS,
@@ -99,12 +103,12 @@ def build_layer(
     }
     moe = FusedMoEConfig(**{**values, **changes})
     with set_current_vllm_config(config):
-        return DeviceRoutedExperts(
-            name, torch.bfloat16, moe, quant_config, expert_map_manager=manager
-        )
+        return kind(name, torch.bfloat16, moe, quant_config, expert_map_manager=manager)
 
 
-def load(layer: DeviceRoutedExperts, config: VllmConfig, tensors: dict[str, torch.Tensor]) -> None:
+def load(
+    layer: BalancedRoutedExperts, config: VllmConfig, tensors: dict[str, torch.Tensor]
+) -> None:
     """Fill parameters from ``tensors`` (E, ...) by name, then do what vLLM's loader does."""
     first = layer.moe_config.ep_rank * layer.local_num_experts
     for name, tensor in tensors.items():

@@ -8,7 +8,6 @@ from vllm.config import VllmConfig
 from vllm.config.kernel import MEGA_MOE_BACKENDS
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import (
     CPUExpertsFp8,
-    CPUExpertsFp8W8A8,
     CPUExpertsInt4,
     CPUExpertsInt8,
     CPUExpertsMxfp4,
@@ -41,18 +40,12 @@ _FORWARD_PARAMETERS = [
     "shared_experts_input",
 ]
 
-# On CPU. The quantised ones take bfloat16, and need AMX.
-_CPU_KERNELS = (
-    CPUUnquantizedExperts,
-    CPUExpertsFp8,
-    CPUExpertsFp8W8A8,
-    CPUExpertsInt8,
-    CPUExpertsInt4,
-    CPUExpertsMxfp4,
-)
-_CPU_FORMATS = (
-    "an unquantised checkpoint, or with AMX one in FP8 (blocks of 128), INT8 (W8A8), INT4 (W4A16) "
-    "or MXFP4"
+# On CPU. Of these alone it is known that what they compute for a token does not depend on which
+# other tokens come with it. Quantised ones take bfloat16, and vLLM chooses them where there is AMX.
+_CPU_QUANTISED = (CPUExpertsFp8, CPUExpertsInt8, CPUExpertsInt4, CPUExpertsMxfp4)
+_CPU_REMEDY = (
+    "use an unquantised checkpoint, or one that vLLM computes with "
+    f"{' or '.join(kernel.__name__ for kernel in _CPU_QUANTISED)} (with AMX)"
 )
 
 # On a GPU: dispatch and expert kernels that take physical experts as they come.
@@ -157,15 +150,17 @@ def check_cpu_execution(layer: RoutedExperts) -> None:
     if method.is_monolithic or method.moe_kernel is None:
         raise UnsupportedError(
             f"{layer.layer_name}: {_routing_kernel(layer)} routes inside its kernel and cannot be "
-            f"balanced; use {_CPU_FORMATS}"
+            f"balanced; {_CPU_REMEDY}"
         )
     experts = method.moe_kernel.fused_experts
-    if not isinstance(experts, _CPU_KERNELS) or getattr(experts, "_use_zentorch", False):
+    is_quantised = isinstance(experts, _CPU_QUANTISED)
+    is_plain = isinstance(experts, CPUUnquantizedExperts) and not experts._use_zentorch
+    if not (is_quantised or is_plain):
         raise UnsupportedError(
             f"{layer.layer_name}: expert kernel {type(experts).__name__} has not been verified; "
-            f"use {_CPU_FORMATS}"
+            f"{_CPU_REMEDY}"
         )
-    if layer.apply_router_weight_on_input and not isinstance(experts, CPUUnquantizedExperts):
+    if layer.apply_router_weight_on_input and is_quantised:
         raise UnsupportedError(
             f"{layer.layer_name}: {type(experts).__name__} takes no router weights on its input, "
             "as this model has them; use an unquantised checkpoint"
