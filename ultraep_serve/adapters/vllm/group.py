@@ -16,19 +16,15 @@ from vllm.v1.worker.ubatching import dbo_current_ubatch_id
 
 from ultraep_serve.adapters.execution import Execution, compute_balanced
 from ultraep_serve.adapters.rendezvous import refuse_or_serve_plainly
-from ultraep_serve.adapters.setup import (
-    BalancedLayers,
-    Batch,
-    expert_parameters,
-    require_one_number,
-)
+from ultraep_serve.adapters.setup import BalancedLayers, Batch, require_one_number
 from ultraep_serve.adapters.vllm.checks import check_layer, is_primary
 from ultraep_serve.adapters.vllm.cpu_experts import CpuExperts
 from ultraep_serve.adapters.vllm.device_experts import DeviceExperts
+from ultraep_serve.adapters.vllm.expert_tensors import expert_parameters
 from ultraep_serve.collectives import EngineGroup
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.cuda.recording import is_capturing
-from ultraep_serve.errors import SERVE_UNBALANCED, UnsupportedError
+from ultraep_serve.errors import UnsupportedError
 from ultraep_serve.topology import PipelineStage
 from ultraep_serve.types import ExpertShape, Policy, TokenView
 
@@ -148,7 +144,7 @@ class ExpertGroup:
             self._config.slots,
             self._execution.num_micro_batches,
         )
-        parameters = [_expert_parameters(layer) for layer in self._layers]
+        parameters = [expert_parameters(layer) for layer in self._layers]
         ranks = get_ep_group()
         try:
             self._execution.give_slots(self._layers, shape)
@@ -203,18 +199,3 @@ def _engine_tokens() -> int | None:
         return None
     counts = (getattr(layer, "num_actual_tokens", None) for layer in metadata.values())
     return next((tokens for tokens in counts if tokens is not None), None)
-
-
-def _expert_parameters(layer: RoutedExperts) -> list[torch.nn.Parameter]:
-    """Which tensors make up an expert is vLLM's own contract, ``get_expert_weights``.
-
-    It asserts that they can be viewed expert by expert, which some kernels' layouts do not allow.
-    """
-    try:
-        movable = {weight.data_ptr() for weight in layer.get_expert_weights()}
-    except AssertionError as error:
-        raise UnsupportedError(
-            f"{layer.layer_name}: the expert kernel's weight layout cannot be split by expert; "
-            f"use --moe-backend triton, {SERVE_UNBALANCED}"
-        ) from error
-    return expert_parameters(layer, layer.layer_name, layer.local_num_experts, movable)
