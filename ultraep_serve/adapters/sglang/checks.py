@@ -12,6 +12,7 @@ from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
 from sglang.srt.utils import is_cpu, is_cuda
 
 from ultraep_serve.adapters.sglang.cpu_experts import ACTIVATIONS
+from ultraep_serve.adapters.sglang.quantised import wrong_kernel
 from ultraep_serve.errors import SERVE_UNBALANCED, UnsupportedError
 from ultraep_serve.versions import SGLANG
 
@@ -26,10 +27,7 @@ __all__ = [
 
 
 _ON_THE_WAY = ("forward", "forward_impl", "run_moe_core")  # from the model to its experts
-# On a GPU: dispatch, quantisation and kernels that take physical experts as they come.
-_DISPATCHERS = ("StandardDispatcher", "DeepEPDispatcher")
-_QUANTISATIONS = ("UnquantizedFusedMoEMethod", "Fp8MoEMethod")
-_RUNNERS = ("triton", "deep_gemm", "flashinfer_cutlass")
+_DISPATCHERS = ("StandardDispatcher", "DeepEPDispatcher")  # take physical experts as they come
 
 
 def check_engine(parameters: dict[str, list[str]]) -> None:
@@ -113,9 +111,8 @@ def check_cpu_execution(layer: FusedMoE) -> None:
 
 def check_device_execution(layer: FusedMoE) -> None:
     """Raise UnsupportedError if SGLang's kernels on a GPU cannot run ``layer`` with slots."""
-    for problem in (_wrong_dispatch(layer), _wrong_quantisation(layer), _wrong_runner(layer)):
-        if problem:
-            raise UnsupportedError(f"{layer.layer_name}: {problem}, {SERVE_UNBALANCED}")
+    if problem := _wrong_dispatch(layer) or wrong_kernel(layer):
+        raise UnsupportedError(f"{layer.layer_name}: {problem}, {SERVE_UNBALANCED}")
 
 
 def _wrong_dispatch(layer: FusedMoE) -> str | None:
@@ -131,34 +128,6 @@ def _wrong_dispatch(layer: FusedMoE) -> str | None:
         return (
             "DeepEP has no runner for these experts; use --moe-runner-backend deep_gemm, "
             "or --moe-a2a-backend none"
-        )
-    return None
-
-
-def _wrong_quantisation(layer: FusedMoE) -> str | None:
-    method = layer.quant_method
-    if type(method).__name__ not in _QUANTISATIONS:
-        return (
-            f"quantisation {type(method).__name__} has not been verified; "
-            "use an unquantised or a block-quantised FP8 checkpoint"
-        )
-    if getattr(method, "use_mxfp8", False) or getattr(method, "is_fp4_expert", False):
-        return "MXFP8 and FP4 experts have not been verified; use a block-quantised FP8 checkpoint"
-    scales = [getattr(layer, f"{name}_input_scale", None) for name in ("w13", "w2")]
-    if any(scale is not None for scale in scales):
-        return (
-            "static activation scales are taken from each rank's own experts, so a copy elsewhere "
-            "would compute with others; use a checkpoint with dynamic activation scales"
-        )
-    return None
-
-
-def _wrong_runner(layer: FusedMoE) -> str | None:
-    found = None if layer.quant_method.runner is None else layer.runner_backend.value
-    if found not in _RUNNERS:
-        return (
-            f"MoE runner {found} has not been verified, or routes inside its kernel; "
-            f"use --moe-runner-backend {', '.join(_RUNNERS[:-1])} or {_RUNNERS[-1]}"
         )
     return None
 
@@ -186,7 +155,12 @@ _ON_CPU: tuple[Setting, ...] = (
     ("attn_dp_size", 1, "attention data parallelism is not there yet on CPU; use --tp-size"),
 )
 _ON_GPU: tuple[Setting, ...] = (
-    ("moe_a2a_backend", ("none", "deepep"), "use --moe-a2a-backend none or deepep"),
+    (
+        "moe_a2a_backend",
+        ("none", "deepep"),
+        "this --moe-a2a-backend has not been verified, or is one kernel that routes, sends and "
+        "computes (megamoe, flashinfer_megamoe); use --moe-a2a-backend none or deepep",
+    ),
     (
         "dp_size",
         1,

@@ -22,7 +22,8 @@ from ultraep_serve.adapters.setup import (
 )
 from ultraep_serve.adapters.sglang.checks import check_layer
 from ultraep_serve.adapters.sglang.execution import CpuExperts, DeviceExperts
-from ultraep_serve.collectives import EngineGroup
+from ultraep_serve.adapters.sglang.quantised import check_shared_values
+from ultraep_serve.collectives import EngineGroup, HostAllGather
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.cuda.recording import is_capturing
 from ultraep_serve.errors import SERVE_UNBALANCED, UnsupportedError
@@ -150,9 +151,10 @@ def _join(
     first = layers[0]
     shape = ExpertShape(first.moe_ep_size, first.num_experts, config.slots)
     view = _view_of(first)
-    device = first.w13_weight.device
+    device = parameters[0][0].device
     row = torch.ones(1, first.hidden_size, dtype=first.params_dtype, device=device)
     ranks = get_parallel().moe_ep_group
+    check_shared_values(layers, HostAllGather(ranks.cpu_group, config.timeout_seconds))
     try:
         execution.give_slots(layers, shape)
         return BalancedLayers(
