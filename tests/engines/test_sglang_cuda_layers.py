@@ -193,6 +193,19 @@ def test_draft_models_keep_their_experts_at_home(monkeypatch: pytest.MonkeyPatch
     assert told(draft) == {(fakes.NUM_EXPERTS, SHAPE.num_masters)}
 
 
+def test_a_draft_models_experts_leave_the_deepep_buffer_alone() -> None:
+    """Its offsets depend on the number of experts, which slots change for the target only."""
+    own = hooks._SchedulerHooks(BalanceConfig())
+    draft = torch.nn.ModuleList([fakes.loaded_layer(**fakes.DEEPEP)])
+    runner = SimpleNamespace(is_draft_worker=True, model=draft)
+    own.loaded(None, runner)  # served by SGLang alone
+    own._group = SimpleNamespace()
+    with pytest.raises(UnsupportedError, match="use --speculative-moe-a2a-backend none"):
+        own.loaded(None, runner)
+    runner.model = torch.nn.ModuleList([fakes.loaded_layer()])
+    own.loaded(None, runner)
+
+
 def test_captured_batches_take_the_identity(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
     layer = fakes.loaded_layer()

@@ -20,6 +20,7 @@ __all__ = [
     "check_cpu_balancing",
     "check_cpu_execution",
     "check_device_execution",
+    "check_draft_layer",
     "check_engine",
     "check_layer",
     "check_settings",
@@ -113,6 +114,18 @@ def check_device_execution(layer: FusedMoE) -> None:
     """Raise UnsupportedError if SGLang's kernels on a GPU cannot run ``layer`` with slots."""
     if problem := _wrong_dispatch(layer) or wrong_kernel(layer):
         raise UnsupportedError(f"{layer.layer_name}: {problem}, {SERVE_UNBALANCED}")
+
+
+def check_draft_layer(layer: FusedMoE) -> None:
+    """Raise UnsupportedError if ``layer``, of a draft model, disturbs those that are balanced.
+
+    DeepEP's buffer is one for both models, and laid out for a number of experts at every use.
+    """
+    if type(layer.dispatcher).__name__ != _DISPATCHERS[0]:
+        raise UnsupportedError(
+            f"{layer.layer_name}: a draft model's experts and those of a balanced model cannot "
+            "share DeepEP's buffer; use --speculative-moe-a2a-backend none, or policy off"
+        )
 
 
 def _wrong_dispatch(layer: FusedMoE) -> str | None:

@@ -95,7 +95,7 @@ class ExpertGroup:
             if layer not in self._routed:
                 raise UnsupportedError(
                     f"{layer.layer_name} cannot be balanced: the model did not call it in a "
-                    f"prefill, or not through FusedMoE.forward_impl; {SERVE_UNBALANCED}"
+                    "prefill, or not through FusedMoE.forward_impl; serve it with policy off"
                 )
 
     def check_adopted(self, model: nn.Module) -> None:

@@ -18,7 +18,12 @@ from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils import is_cpu
 
 from ultraep_serve.adapters.rendezvous import refuse_or_serve_plainly
-from ultraep_serve.adapters.sglang.checks import check_cpu_execution, check_engine, check_settings
+from ultraep_serve.adapters.sglang.checks import (
+    check_cpu_execution,
+    check_draft_layer,
+    check_engine,
+    check_settings,
+)
 from ultraep_serve.adapters.sglang.cpu_experts import complete_device_module, compute_and_reduce
 from ultraep_serve.adapters.sglang.group import ExpertGroup, expert_layers
 from ultraep_serve.config import BalanceConfig, first_process
@@ -109,9 +114,10 @@ class _SchedulerHooks:
                 is_primary = get_parallel().tp_rank == 0
                 refuse_or_serve_plainly(error, self._config, logger, is_primary=is_primary)
                 self._served_plainly = True
-        if is_cpu():
+        check = check_cpu_execution if is_cpu() else check_draft_layer
+        if is_cpu() or self._group is not None:
             for layer in expert_layers(runner.model):
-                check_cpu_execution(layer)
+                check(layer)
 
     def forward(
         self,
