@@ -288,8 +288,23 @@ def test_hooks_on_a_gpu_leave_its_kernels_alone(monkeypatch: pytest.MonkeyPatch)
     targets: list[str] = []
     monkeypatch.setattr(HookRegistry, "register", lambda target, *_: targets.append(target))
     hooks.install(BalanceConfig())
-    expected = {hooks.LOAD, hooks.FORWARD, hooks.EXPERTS, hooks.SCHEDULER, hooks.GATHER}
+    expected = {hooks.LOAD, hooks.FORWARD, hooks.EXPERTS, hooks.SCHEDULER, hooks.GATHER, hooks.SUM}
     assert set(targets) == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "ep_size", "adds_up"), [({}, 3, True), ({}, 1, False), (fakes.DEEPEP, 3, False)]
+)
+def test_models_of_the_transformers_backend_add_up_over_ranks(
+    changes: dict[str, Any], ep_size: int, adds_up: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang does where ranks share every expert; DeepEP's combine has added up already."""
+    monkeypatch.setattr(hooks, "tensor_model_parallel_all_reduce", lambda output: 3 * output)
+    layer = fakes.loaded_layer(**changes)
+    experts = SimpleNamespace(experts=layer, tp_size=1, ep_size=ep_size)
+    own = hooks._SchedulerHooks(BalanceConfig())
+    output = own.sum_over_ranks(lambda _, output: output, experts, torch.ones(1))
+    assert output.item() == (3 if adds_up else 1)
 
 
 def test_ranks_without_their_hooks_do_not_serve() -> None:

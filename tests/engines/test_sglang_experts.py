@@ -81,7 +81,8 @@ def test_every_assignment_counts_once_however_many_rows_an_expert_has(
     weights = torch.rand(ids.shape, generator=generator)
     layer = make_layer(name, biased, generator)
 
-    found = compute_and_reduce(layer, x, weights, ids.int())
+    with torch.compiler.set_stance("force_eager"):  # SGLang compiles the one of gpt-oss
+        found = compute_and_reduce(layer, x, weights, ids.int())
 
     expected = expected_output(name, layer, x, weights, ids)
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
