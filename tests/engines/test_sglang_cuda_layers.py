@@ -20,6 +20,7 @@ with warnings.catch_warnings():
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
     from sglang.srt.layers.moe.topk import StandardTopKOutput
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
+    from sglang.srt.models.transformers import TransformersFusedMoE
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     from ultraep_serve.adapters.sglang import group, hooks
@@ -288,23 +289,22 @@ def test_hooks_on_a_gpu_leave_its_kernels_alone(monkeypatch: pytest.MonkeyPatch)
     targets: list[str] = []
     monkeypatch.setattr(HookRegistry, "register", lambda target, *_: targets.append(target))
     hooks.install(BalanceConfig())
-    expected = {hooks.LOAD, hooks.FORWARD, hooks.EXPERTS, hooks.SCHEDULER, hooks.GATHER, hooks.SUM}
+    expected = {hooks.LOAD, hooks.FORWARD, hooks.EXPERTS, hooks.SCHEDULER, hooks.GATHER}
     assert set(targets) == expected
 
 
-@pytest.mark.parametrize(
-    ("changes", "ep_size", "adds_up"), [({}, 3, True), ({}, 1, False), (fakes.DEEPEP, 3, False)]
-)
-def test_models_of_the_transformers_backend_add_up_over_ranks(
-    changes: dict[str, Any], ep_size: int, adds_up: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("changes", "adds_up"), [({}, True), (fakes.DEEPEP, False)])
+def test_models_of_the_transformers_backend_add_up_routed_experts(
+    changes: dict[str, Any], adds_up: bool
 ) -> None:
-    """SGLang does where ranks share every expert; DeepEP's combine has added up already."""
-    monkeypatch.setattr(hooks, "tensor_model_parallel_all_reduce", lambda output: 3 * output)
+    """SGLang leaves it out where there are shared experts, too; DeepEP's combine adds up itself."""
     layer = fakes.loaded_layer(**changes)
-    experts = SimpleNamespace(experts=layer, tp_size=1, ep_size=ep_size)
-    own = hooks._SchedulerHooks(BalanceConfig())
-    output = own.sum_over_ranks(lambda _, output: output, experts, torch.ones(1))
-    assert output.item() == (3 if adds_up else 1)
+    wrapper = TransformersFusedMoE.__new__(TransformersFusedMoE)
+    torch.nn.Module.__init__(wrapper)
+    wrapper.experts = layer
+    assert not layer.reduce_results
+    group.complete_outputs(torch.nn.ModuleList([wrapper]))
+    assert layer.reduce_results == adds_up
 
 
 def test_ranks_without_their_hooks_do_not_serve() -> None:

@@ -4,6 +4,7 @@ import functools
 import logging
 from collections.abc import Sequence
 from operator import attrgetter
+from typing import Any
 
 import torch
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
@@ -29,7 +30,7 @@ from ultraep_serve.cuda.recording import is_capturing
 from ultraep_serve.errors import SERVE_UNBALANCED, UnsupportedError
 from ultraep_serve.types import ExpertShape, TokenView
 
-__all__ = ["ExpertGroup", "expert_layers", "moe_layers"]
+__all__ = ["ExpertGroup", "complete_outputs", "expert_layers", "moe_layers"]
 
 logger = logging.getLogger(__name__)
 
@@ -178,6 +179,20 @@ def _view_of(layer: FusedMoE) -> TokenView:
     """Without a dispatcher of its own every rank has all tokens, with attention data parallelism
     too: SGLang gathers them before the layer."""
     return TokenView.SHARED if type(layer.dispatcher) is StandardDispatcher else TokenView.OWN
+
+
+def complete_outputs(model: nn.Module) -> None:
+    """Have models of SGLang's Transformers backend add up what expert-parallel ranks compute.
+
+    Where a model has shared experts, whose output is complete on every rank, the backend leaves the
+    sum of the routed ones to a step that only tensor parallelism takes
+    (``TransformersFusedMoE.maybe_all_reduce_tensor_model_parallel``). Verified with 0.5.23.
+    """
+    for module in model.modules():
+        if type(module).__name__ == "TransformersFusedMoE":
+            layer: Any = module.experts
+            if layer.moe_ep_size > 1 and type(layer.dispatcher) is StandardDispatcher:
+                layer.reduce_results = True
 
 
 def expert_layers(model: nn.Module) -> list[FusedMoE]:

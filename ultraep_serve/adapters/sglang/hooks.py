@@ -10,9 +10,7 @@ from typing import Any
 
 import torch
 from sglang.srt.arg_groups.overrides import resolving_view
-from sglang.srt.distributed import tensor_model_parallel_all_reduce
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
-from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatcher
 from sglang.srt.layers.moe.topk import TopKOutputChecker
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -27,7 +25,7 @@ from ultraep_serve.adapters.sglang.checks import (
     check_settings,
 )
 from ultraep_serve.adapters.sglang.cpu_experts import complete_device_module, compute_and_reduce
-from ultraep_serve.adapters.sglang.group import ExpertGroup, expert_layers
+from ultraep_serve.adapters.sglang.group import ExpertGroup, complete_outputs, expert_layers
 from ultraep_serve.config import BalanceConfig, first_process
 from ultraep_serve.errors import SERVE_UNBALANCED, UnsupportedError
 from ultraep_serve.types import Policy
@@ -39,7 +37,6 @@ logger = logging.getLogger(__name__)
 LOAD = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
 FORWARD = "sglang.srt.model_executor.model_runner.ModelRunner.forward"
 EXPERTS = "sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE.forward_impl"
-SUM = "sglang.srt.models.transformers.TransformersFusedMoE.maybe_all_reduce_tensor_model_parallel"
 COMPUTE = "sglang.srt.layers.moe.fused_moe_native.moe_forward_native"
 SCHEDULER = "sglang.srt.managers.scheduler.Scheduler.__init__"
 GATHER = "sglang.srt.managers.scheduler_components.dp_attn.MLPSyncBatchInfo.all_gather"
@@ -55,7 +52,6 @@ _PARAMETERS = {  # of every target, in 0.5.23
     ],
     EXPERTS: ["self", "hidden_states", "topk_output", "pre_quant_input"],
     COMPUTE: ["layer", "x", "topk_output", "moe_runner_config"],
-    SUM: ["self", "output"],
     GATHER: ["self", "device", "group", "use_all_reduce"],
 }
 
@@ -92,7 +88,6 @@ class _SchedulerHooks:
         """What to hook where; without balancing only what expert parallelism on CPU needs."""
         hooks: dict[str, tuple[Callable[..., Any], HookType]] = {
             LOAD: (self.loaded, HookType.AFTER),
-            SUM: (self.sum_over_ranks, HookType.AROUND),
         }
         if is_cpu():
             hooks[COMPUTE] = (self.compute, HookType.AROUND)
@@ -110,6 +105,7 @@ class _SchedulerHooks:
         returns. AFTER. Draft models keep their experts at home. Remove when SGLang tells plugins
         that a model is loaded.
         """
+        complete_outputs(runner.model)
         if self._config.policy is not Policy.OFF and not runner.is_draft_worker:
             try:
                 check_settings(resolving_view(runner.server_args))
@@ -190,21 +186,6 @@ class _SchedulerHooks:
         if layer.moe_ep_size == 1:
             return original(layer, x, topk_output, moe_runner_config)
         return compute_and_reduce(layer, x, topk_output.topk_weights, topk_output.topk_ids)
-
-    def sum_over_ranks(
-        self, original: Callable[..., torch.Tensor], experts: Any, output: torch.Tensor
-    ) -> torch.Tensor:
-        """Add up routed and shared experts of all ranks in models of the Transformers backend.
-
-        Target: ``TransformersFusedMoE.maybe_all_reduce_tensor_model_parallel``, which is there for
-        models with shared experts and adds up only where ranks share every expert. AROUND. Remove
-        when it does so with expert parallelism, too.
-        """
-        standard = type(experts.experts.dispatcher) is StandardDispatcher
-        if experts.tp_size == 1 and experts.ep_size > 1 and standard:
-            total: torch.Tensor = tensor_model_parallel_all_reduce(output)
-            return total
-        return original(experts, output)
 
     def scheduler_made(self, _result: None, scheduler: Any, *_: Any, **__: Any) -> None:
         """Let this rank serve only when it really balances; SGLang only logs failures of plugins.
