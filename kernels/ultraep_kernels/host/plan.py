@@ -26,7 +26,8 @@ def plan(
     """Plan one layer of one batch: the same slots and quotas on every rank, as on a device.
 
     Args:
-        loads: contiguous int64 (R, E), row r is what rank r's own tokens chose; E a multiple of R.
+        loads: int64 (R, E), rows may be apart; row r is what rank r's own tokens chose. E is a
+            multiple of R.
         num_replica_slots: S, may be 0.
         source_rank: rank whose ``share`` is wanted.
         domain_size: copies stay within contiguous groups of this many ranks; None is all ranks.
