@@ -64,6 +64,4 @@ def _checked(loads: NDArray[np.integer], shape: ExpertShape, source_rank: int) -
         raise ValueError(f"{shape = }: num_logical_experts must be a multiple of num_ranks")
     if not 0 <= source_rank < shape.num_ranks:
         raise ValueError(f"{source_rank = } must be in [0, {shape.num_ranks})")
-    if loads.dtype == np.int64:
-        return loads  # not copied where rows are apart: that can take longer than the plan
-    return loads.astype(np.int64, order="C")
+    return np.asarray(loads, dtype=np.int64)  # rows may be apart: a copy can cost more than a plan
