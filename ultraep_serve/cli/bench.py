@@ -17,6 +17,7 @@ from ultraep_serve.cli.arguments import (
     names,
     numbers,
     prepare_outputs,
+    seconds,
     show,
 )
 from ultraep_serve.client.engine import Server
@@ -47,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_server_arguments(prefill)
     prefill.add_argument("--model", help="the served model's name (default: the server's first)")
     prefill.add_argument(
-        "--timeout", type=float, metavar="SECONDS", default=600.0, help="limit for one answer"
+        "--timeout", type=seconds, metavar="SECONDS", default=600.0, help="limit for one answer"
     )
     prefill.add_argument(
         "--prompt-tokens", type=numbers(), metavar="N,...", default="2048,4096,8192",

@@ -5,7 +5,13 @@ import time
 from contextlib import closing
 from pathlib import Path
 
-from ultraep_serve.cli.arguments import add_server_arguments, control_token, number, prepare_outputs
+from ultraep_serve.cli.arguments import (
+    add_server_arguments,
+    control_token,
+    number,
+    prepare_outputs,
+    seconds,
+)
 from ultraep_serve.client.sidecar import RecordingSidecar
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.offline.recorded import assemble
@@ -35,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     batches = "end after N batches, decode included"
     parser.add_argument("--batches", type=number(1), metavar="N", help=batches)
-    parser.add_argument("--seconds", type=float, metavar="X", help="end after X seconds")
+    parser.add_argument("--seconds", type=seconds, metavar="X", help="end after X seconds")
     parser.add_argument(
         "--max-mib", type=number(1, MOST_MIB), metavar="N", default=256,
         help="shared memory of the server to use, over all ranks",
@@ -68,8 +74,6 @@ def _check(arguments: argparse.Namespace) -> None:
             f"--out {arguments.out} with --level {arguments.level} must end in "
             f"{' or '.join(suffixes)}"
         )
-    if arguments.seconds is not None and not arguments.seconds > 0:
-        raise ConfigError(f"--seconds = {arguments.seconds} must be more than 0")
 
 
 def _wait(

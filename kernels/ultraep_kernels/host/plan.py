@@ -36,9 +36,9 @@ def plan(
         ValueError: ``loads`` is negative or too large.
     """
     num_ranks, num_experts = loads.shape
-    domain_size = domain_size or num_ranks
+    domain_size = min(domain_size or num_ranks, num_ranks)
     expert_load = _count(loads)
-    search = search_of(min(domain_size, num_ranks), num_experts // num_ranks)
+    search = search_of(domain_size, num_experts // num_ranks)
     slot_expert, slot_quota = place_replicas(
         expert_load, num_ranks, num_replica_slots, domain_size, *search
     )
