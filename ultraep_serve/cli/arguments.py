@@ -64,7 +64,7 @@ def seconds(text: str) -> float:
     except ValueError:
         value = 0.0
     if not 0 < value <= _WEEK:
-        raise argparse.ArgumentTypeError(f"{text} must be a number of seconds, above 0 to {_WEEK}")
+        raise argparse.ArgumentTypeError(f"{text} must be seconds, more than 0, at most {_WEEK}")
     return value
 
 

@@ -1,6 +1,7 @@
 """`ultraep-serve record`: a trace of what a running server's router chooses."""
 
 import argparse
+import signal
 import time
 from contextlib import closing
 from pathlib import Path
@@ -29,8 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Where, what and how long to record."""
     parser.description = (
         "Record which experts the tokens of a running server choose, under whatever policy is in "
-        "force, for `replay` and `advise`. Ends after --batches or --seconds, at Ctrl-C, or when "
-        "--max-mib is full; what was recorded until then is written."
+        "force, for `replay` and `advise`. Ends after --batches or --seconds, at Ctrl-C, at "
+        "SIGTERM, or when --max-mib is full; what was recorded until then is written."
     )
     add_server_arguments(parser)
     out = "write the trace to FILE: .npz, or with --level loads .parquet"
@@ -49,7 +50,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Record, write the trace, say what it holds. Raises UltraEPError with what to do."""
+    """Record, write the trace, say what it holds. Raises UltraEPError with what to do.
+
+    SIGTERM is as Ctrl-C: the server must not go on recording.
+    """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     _check(arguments)
     prepare_outputs(arguments.out)
     with closing(RecordingSidecar(arguments.sidecar, control_token(arguments))) as sidecar:
