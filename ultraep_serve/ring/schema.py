@@ -27,6 +27,8 @@ __all__ = [
     "HEADER_DTYPE",
     "MAGIC",
     "MAX_CAPACITY",
+    "MAX_EXPERTS",
+    "MAX_RANKS",
     "RECORD_HEAD",
     "RING_PREFIX",
     "RING_VERSION",
@@ -45,9 +47,9 @@ RING_PREFIX = "ring-"  # of the files' names, before the number
 MAGIC = b"UEPRING\x01"
 HEADER_BYTES = 4096
 MAX_CAPACITY = 1 << 20
-_MAX_RANKS = 4096
+MAX_RANKS = 4096
 _MAX_SLOTS = 1024
-_MAX_EXPERTS = 1 << 20
+MAX_EXPERTS = 1 << 20
 
 RecordArray = NDArray[np.void]
 
@@ -277,13 +279,13 @@ def _damaged(values: Mapping[str, Any]) -> Iterator[str]:
     ranges = {
         "header_bytes": (HEADER_BYTES, HEADER_BYTES),
         "capacity": (1, MAX_CAPACITY),
-        "num_ranks": (1, _MAX_RANKS),
+        "num_ranks": (1, MAX_RANKS),
         "rank": (0, values["num_ranks"] - 1),
         "num_pipeline_stages": (1, _MAX_RANKS),
         "pipeline_stage": (0, values["num_pipeline_stages"] - 1),
         "host_size": (1, values["num_ranks"]),
         "domain_size": (1, values["host_size"]),
-        "num_logical_experts": (1, _MAX_EXPERTS),
+        "num_logical_experts": (1, MAX_EXPERTS),
         "num_replica_slots": (0, _MAX_SLOTS),
         "state": (0, len(RingState) - 1),
         "policy": (0, len(Policy) - 1),
