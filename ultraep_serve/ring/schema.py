@@ -281,7 +281,7 @@ def _damaged(values: Mapping[str, Any]) -> Iterator[str]:
         "capacity": (1, MAX_CAPACITY),
         "num_ranks": (1, MAX_RANKS),
         "rank": (0, values["num_ranks"] - 1),
-        "num_pipeline_stages": (1, _MAX_RANKS),
+        "num_pipeline_stages": (1, MAX_RANKS),
         "pipeline_stage": (0, values["num_pipeline_stages"] - 1),
         "host_size": (1, values["num_ranks"]),
         "domain_size": (1, values["host_size"]),
