@@ -149,7 +149,9 @@ def run_batch(
         run_layer(layer, tensors, num_tokens, info)
         for layer, tensors in zip(layers, weights, strict=True)
     ]
-    found: list[dict[str, Any]] = own.forward(run_layers, None, batch)
+    found: list[dict[str, Any]] = own.forward(
+        run_layers, SimpleNamespace(is_draft_worker=False), batch
+    )
     return found
 
 

@@ -18,7 +18,9 @@ with warnings.catch_warnings():
     # isort: split
     from sglang.srt.layers.dp_attention import get_is_extend_in_batch
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+    from sglang.srt.layers.moe.topk import StandardTopKOutput
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
+    from sglang.srt.models.transformers import TransformersFusedMoE
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     from ultraep_serve.adapters.sglang import group, hooks
@@ -37,6 +39,7 @@ SHAPE = fakes.SHAPE
 @pytest.fixture(autouse=True)
 def _on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     fakes.pretend_gpu(monkeypatch.setattr)
+    monkeypatch.setattr(group, "check_shared_values", lambda *_: None)  # with no other rank
 
 
 # Slots
@@ -135,6 +138,75 @@ def joined_group(layer: FusedMoE, monkeypatch: pytest.MonkeyPatch, seen: list[in
     return group.ExpertGroup(BalanceConfig(run_dir="/dev/null"), torch.nn.ModuleList([layer]))
 
 
+def hooked(layer: FusedMoE, monkeypatch: pytest.MonkeyPatch, seen: list[Any]) -> Any:
+    """The hooks of a rank that balances ``layer`` alone; its balancer notes ids and takes them."""
+    own = hooks._SchedulerHooks(BalanceConfig(run_dir="/dev/null"))
+    own._group = joined_group(layer, monkeypatch, [])
+    route = lambda index, ids, batch: seen.append(ids) or ids  # noqa: E731
+    monkeypatch.setattr(own._group._balanced, "route", route)
+    return own
+
+
+def run(own: Any, ran: Any, call: Any, is_draft: bool = False) -> None:
+    """``call`` as the forward pass of batch ``ran``."""
+    own.forward(lambda runner, ran: call(), SimpleNamespace(is_draft_worker=is_draft), ran)
+
+
+def test_zero_experts_are_no_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """LongCat's leave SGLang's router as expert 0 with weight 0; in decode nothing is planned."""
+    layer, seen = fakes.loaded_layer(), []
+    own = hooked(layer, monkeypatch, seen)
+    topk = StandardTopKOutput(torch.tensor([[0.5, 0.0]]), torch.tensor([[3, 0]]), None)
+    experts = lambda: own.experts(lambda *_: None, layer, torch.ones(1, 1), topk)  # noqa: E731
+    run(own, batch(ForwardMode.EXTEND, 300), experts)
+    run(own, batch(ForwardMode.DECODE), experts)
+    assert [ids.tolist() for ids in seen] == [[[3, -1]], [[3, 0]]]
+
+
+def test_models_that_compute_a_layer_in_their_own_way_do_not_serve(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Their ids would be logical where kernels take physical ones; the warm-up finds it."""
+    layer = fakes.loaded_layer()
+    own = hooked(layer, monkeypatch, [])
+    run(own, batch(ForwardMode.EXTEND, 0), lambda: None)  # another rank's prefill
+    run(own, batch(ForwardMode.DECODE), lambda: None)  # perhaps in a CUDA graph
+    run(own, batch(ForwardMode.EXTEND, 300), lambda: None, is_draft=True)
+    with pytest.raises(UnsupportedError, match="the model did not call it in a prefill"):
+        run(own, batch(ForwardMode.EXTEND, 300), lambda: None)
+
+
+def test_draft_models_keep_their_experts_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, seen = fakes.loaded_layer(), []
+    own = hooked(layer, monkeypatch, seen)
+    draft = fakes.loaded_layer()
+    made, given = fakes.make_batch(0, 4), []
+    forward = lambda layer, x, topk: given.append(topk)  # noqa: E731
+    run(
+        own,
+        batch(ForwardMode.EXTEND, 300),
+        lambda: own.experts(forward, draft, made.x, made.topk),
+        is_draft=True,
+    )
+    assert (given, seen) == ([made.topk], [])
+    draft.is_draft = True
+    assert group.moe_layers(torch.nn.ModuleList([draft, layer])) == [layer]
+    assert told(draft) == {(fakes.NUM_EXPERTS, SHAPE.num_masters)}
+
+
+def test_a_draft_models_experts_leave_the_deepep_buffer_alone() -> None:
+    """Its offsets depend on the number of experts, which slots change for the target only."""
+    own = hooks._SchedulerHooks(BalanceConfig())
+    draft = torch.nn.ModuleList([fakes.loaded_layer(**fakes.DEEPEP)])
+    runner = SimpleNamespace(is_draft_worker=True, model=draft)
+    own.loaded(None, runner)  # served by SGLang alone
+    own._group = SimpleNamespace()
+    with pytest.raises(UnsupportedError, match="use --speculative-moe-a2a-backend none"):
+        own.loaded(None, runner)
+    runner.model = torch.nn.ModuleList([fakes.loaded_layer()])
+    own.loaded(None, runner)
+
+
 def test_captured_batches_take_the_identity(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
     layer = fakes.loaded_layer()
@@ -181,7 +253,9 @@ def test_layers_of_different_sizes_are_refused() -> None:
 
 
 def test_models_without_experts_are_refused() -> None:
-    with pytest.raises(UnsupportedError, match="has no experts; serve it with policy off"):
+    with pytest.raises(
+        UnsupportedError, match=r"no experts in SGLang's FusedMoE layers, .* with policy off"
+    ):
         loaded(BalanceConfig(), fakes.publish())
 
 
@@ -217,6 +291,20 @@ def test_hooks_on_a_gpu_leave_its_kernels_alone(monkeypatch: pytest.MonkeyPatch)
     hooks.install(BalanceConfig())
     expected = {hooks.LOAD, hooks.FORWARD, hooks.EXPERTS, hooks.SCHEDULER, hooks.GATHER}
     assert set(targets) == expected
+
+
+@pytest.mark.parametrize(("changes", "adds_up"), [({}, True), (fakes.DEEPEP, False)])
+def test_models_of_the_transformers_backend_add_up_routed_experts(
+    changes: dict[str, Any], adds_up: bool
+) -> None:
+    """SGLang leaves it out where there are shared experts, too; DeepEP's combine adds up itself."""
+    layer = fakes.loaded_layer(**changes)
+    wrapper = TransformersFusedMoE.__new__(TransformersFusedMoE)
+    torch.nn.Module.__init__(wrapper)
+    wrapper.experts = layer
+    assert not layer.reduce_results
+    group.complete_outputs(torch.nn.ModuleList([wrapper]))
+    assert layer.reduce_results == adds_up
 
 
 def test_ranks_without_their_hooks_do_not_serve() -> None:

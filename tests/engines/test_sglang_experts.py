@@ -1,33 +1,92 @@
-"""Experts on CPU for SGLang: what one rank adds, whatever number of rows an expert gets."""
+"""Experts on CPU for SGLang: what one rank adds, whatever its experts compute."""
+
+import math
+import warnings
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 pytest.importorskip("sglang", reason="needs SGLang: deploy/setup_sglang_cpu.py")
 
-from ultraep_serve.adapters.sglang.cpu_experts import compute_and_reduce
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch's own, when SGLang has it compile
+    from ultraep_serve.adapters.sglang.cpu_experts import ACTIVATIONS, compute_and_reduce
 
 ROWS = (0, 1, 15, 16, 17, 255, 256, 257, 273, 700)  # around the numbers that are rounded
+HIDDEN, INNER, TOP_K = 24, 8, 2
+RUNS: dict[str, dict[str, Any]] = {  # the runner configuration by model
+    "silu": {"activation": "silu"},
+    "gelu": {"activation": "gelu"},  # Grok
+    "situ": {"activation": "situ", "gemm1_alpha": 3.0, "gemm1_clamp_limit": 5.0},  # Kimi K3
+    "gpt-oss": {"activation": "silu", "gemm1_alpha": 1.702, "gemm1_clamp_limit": 0.5},
+}
 
 
-def test_every_assignment_counts_once_however_many_rows_an_expert_has() -> None:
-    hidden, inner, top_k = 24, 8, 2
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.repeat_interleave(torch.arange(len(ROWS)), torch.tensor(ROWS))
-    ids = ids[torch.randperm(ids.numel(), generator=generator)].view(-1, top_k)
-    ids[::7] = -1  # another rank's
-    x = torch.randn(ids.shape[0], hidden, generator=generator)
-    weights = torch.rand(ids.shape, generator=generator)
-    w13 = torch.randn(len(ROWS), 2 * inner, hidden, generator=generator)
-    w2 = torch.randn(len(ROWS), hidden, inner, generator=generator)
+def gated(name: str, hidden: Tensor) -> Tensor:
+    """The formulas of the models' papers for gate above up (2I,)."""
+    gate, up = hidden.chunk(2)
+    if name == "silu":
+        return gate / (1 + torch.exp(-gate)) * up
+    if name == "gelu":
+        inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
+        return 0.5 * gate * (1 + torch.tanh(inner)) * up
+    if name == "situ":
+        return 3 * torch.tanh(gate / 3) * torch.sigmoid(gate) * 5 * torch.tanh(up / 5)
+    gate, up = hidden[::2].clamp(max=0.5), hidden[1::2].clamp(-0.5, 0.5)
+    return gate * torch.sigmoid(1.702 * gate) * (up + 1)
 
-    found = compute_and_reduce(x, weights, ids.int(), w13, w2)
 
-    expected = torch.zeros_like(x, dtype=torch.float64)
+def make_layer(name: str, biased: bool, generator: torch.Generator) -> SimpleNamespace:
+    config = {"gemm1_alpha": None, "gemm1_clamp_limit": None, **RUNS[name]}
+    layer = SimpleNamespace(
+        moe_runner_config=SimpleNamespace(**config),
+        w13_weight=torch.randn(len(ROWS), 2 * INNER, HIDDEN, generator=generator),
+        w2_weight=torch.randn(len(ROWS), HIDDEN, INNER, generator=generator),
+    )
+    if biased:
+        layer.w13_weight_bias = torch.randn(len(ROWS), 2 * INNER, generator=generator)
+        layer.w2_weight_bias = torch.randn(len(ROWS), HIDDEN, generator=generator)
+    return layer
+
+
+def expected_output(name: str, layer: Any, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    total = torch.zeros(x.shape, dtype=torch.float64)
+    none = torch.zeros(len(ROWS), 1)
+    w13_bias = getattr(layer, "w13_weight_bias", none).double()
+    w2_bias = getattr(layer, "w2_weight_bias", none).double()
     for token, chosen in enumerate(ids.tolist()):
         for k, expert in enumerate(chosen):
             if expert >= 0:
-                gate, up = (w13[expert].double() @ x[token].double()).chunk(2)
-                output = w2[expert].double() @ (torch.nn.functional.silu(gate) * up)
-                expected[token] += weights[token, k].double() * output
+                hidden = layer.w13_weight[expert].double() @ x[token].double() + w13_bias[expert]
+                output = layer.w2_weight[expert].double() @ gated(name, hidden) + w2_bias[expert]
+                total[token] += weights[token, k].double() * output
+    return total
+
+
+@pytest.mark.parametrize(
+    ("name", "biased"),
+    [("silu", False), ("silu", True), ("gelu", False), ("situ", False), ("gpt-oss", True)],
+)
+def test_every_assignment_counts_once_however_many_rows_an_expert_has(
+    name: str, biased: bool
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.repeat_interleave(torch.arange(len(ROWS)), torch.tensor(ROWS))
+    ids = ids[torch.randperm(ids.numel(), generator=generator)].view(-1, TOP_K)
+    ids[::7] = -1  # another rank's
+    x = torch.randn(ids.shape[0], HIDDEN, generator=generator)
+    weights = torch.rand(ids.shape, generator=generator)
+    layer = make_layer(name, biased, generator)
+
+    with torch.compiler.set_stance("force_eager"):  # SGLang compiles the one of gpt-oss
+        found = compute_and_reduce(layer, x, weights, ids.int())
+
+    expected = expected_output(name, layer, x, weights, ids)
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_every_activation_is_compared() -> None:
+    assert {runs["activation"] for runs in RUNS.values()} == set(ACTIVATIONS)

@@ -7,6 +7,7 @@ configuration, dispatchers, the plugin registry.
 
 import warnings
 from dataclasses import dataclass
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +22,8 @@ install_deep_ep()  # in the processes of ranks too
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own, when SGLang has it compile
     import sglang.srt.managers.scheduler  # noqa: F401 - whose warnings are its own
+    from sglang.kernels.ops.quantization import fp8_kernel
+    from sglang.srt.hardware_backend.gpu.quantization import gptq_kernels
     from sglang.srt.layers import deep_gemm_wrapper
     from sglang.srt.layers.moe import initialize_moe_config
     from sglang.srt.layers.moe.ep_moe.layer import get_moe_impl_class
@@ -32,6 +35,7 @@ with warnings.catch_warnings():
     )
     from sglang.srt.layers.moe.token_dispatcher.standard import StandardCombineInput
     from sglang.srt.layers.moe.topk import StandardTopKOutput
+    from sglang.srt.layers.quantization import marlin_utils, marlin_utils_fp4, modelopt_quant, mxfp4
     from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
     from sglang.srt.runtime_context import get_context, get_parallel, get_resources
 
@@ -51,6 +55,58 @@ def pretend_gpu(set_attribute: Any) -> None:
     set_attribute(deep_gemm_wrapper, "ENABLE_JIT_DEEPGEMM", True)
     device = SimpleNamespace(multi_processor_count=132)
     set_attribute(torch.cuda, "get_device_properties", lambda *_, **__: device)
+
+
+def pretend_repacking(set_attribute: Any) -> None:
+    """A Hopper or Blackwell GPU, and its kernels that prepare quantised weights.
+
+    Of the latter only what they may look at is the same: one expert's tensor.
+    """
+    platform = SimpleNamespace(is_sm90=True, is_sm100=False, is_sm120=False, is_blackwell=True)
+    for module in (modelopt_quant, mxfp4):
+        set_attribute(module, "get_platform", lambda: platform)
+    set_attribute(marlin_utils, "get_device_capability", lambda: (9, 0))
+    for module in (gptq_kernels, marlin_utils_fp4):
+        set_attribute(module, "gptq_marlin_repack", _repack)
+    set_attribute(
+        import_module("sglang.kernels.ops.quantization.awq_marlin_repack"),
+        "awq_marlin_repack",
+        lambda weight, *sizes: _repack(weight, None, *sizes),
+    )
+    set_attribute(fp8_kernel, "sgl_per_tensor_quant_fp8", _quantise_fp8)
+
+
+def _repack(
+    b_q_weight: torch.Tensor, perm: torch.Tensor | None, size_k: int, size_n: int, num_bits: int
+) -> torch.Tensor:
+    """Marlin's shape (K / 16, N * 16 / P) with P weights in an int32."""
+    order = torch.arange(b_q_weight.numel()).flip(0)
+    return b_q_weight.reshape(-1)[order].view(size_k // 16, size_n * num_bits // 2)
+
+
+def _quantise_fp8(x: torch.Tensor, out: torch.Tensor, scale: torch.Tensor, is_static: bool) -> None:
+    assert is_static
+    out.copy_((x.float() / scale).to(out.dtype))
+
+
+def note_kernel_calls(layer: FusedMoE, set_attribute: Any, taken: list[Any]) -> None:
+    """What ``layer``'s kernel is given goes to ``taken``; it computes zeros."""
+
+    def marlin(hidden_states: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
+        taken.append((rest, named))
+        return torch.zeros_like(hidden_states)
+
+    def run(dispatched: Any, weights: Any, lora_info: Any = None) -> Any:
+        taken.append(weights)
+        return StandardCombineInput(torch.zeros_like(dispatched.hidden_states))
+
+    module = import_module("sglang.srt.layers.moe.fused_moe_triton.fused_marlin_moe")
+    set_attribute(module, "fused_marlin_moe", marlin)
+    for runner in {layer.runner, getattr(layer.scheme, "runner", None)} - {None}:
+        if layer.runner_backend.is_marlin():
+            vars(runner).pop("run", None)  # SGLang's own, up to the kernel
+        else:
+            runner.run = run
 
 
 class Ranks:

@@ -6,10 +6,13 @@ from importlib import metadata
 from typing import Any, TypeAlias
 
 from sglang.srt.environ import envs
+from sglang.srt.layers.moe.ep_moe.layer import DeepEPMoE
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
 from sglang.srt.utils import is_cpu, is_cuda
 
+from ultraep_serve.adapters.sglang.cpu_experts import ACTIVATIONS
+from ultraep_serve.adapters.sglang.quantised import wrong_kernel
 from ultraep_serve.errors import SERVE_UNBALANCED, UnsupportedError
 from ultraep_serve.versions import SGLANG
 
@@ -17,17 +20,15 @@ __all__ = [
     "check_cpu_balancing",
     "check_cpu_execution",
     "check_device_execution",
+    "check_draft_layer",
     "check_engine",
     "check_layer",
     "check_settings",
 ]
 
 
-# On a GPU: layers, dispatch, quantisation and kernels that take physical experts as they come.
-_LAYERS = ("FusedMoE", "DeepEPMoE")
-_DISPATCHERS = ("StandardDispatcher", "DeepEPDispatcher")
-_QUANTISATIONS = ("UnquantizedFusedMoEMethod", "Fp8MoEMethod")
-_RUNNERS = ("triton", "deep_gemm", "flashinfer_cutlass")
+_ON_THE_WAY = ("forward", "forward_impl", "run_moe_core")  # from the model to its experts
+_DISPATCHERS = ("StandardDispatcher", "DeepEPDispatcher")  # take physical experts as they come
 
 
 def check_engine(parameters: dict[str, list[str]]) -> None:
@@ -52,6 +53,8 @@ def check_engine(parameters: dict[str, list[str]]) -> None:
 
 def check_layer(layer: FusedMoE) -> None:
     """Raise UnsupportedError, naming the remedy, if ``layer`` cannot be balanced anywhere."""
+    if problem := _wrong_way(layer):
+        raise UnsupportedError(f"{layer.layer_name}: {problem}, {SERVE_UNBALANCED}")
     if layer.num_fused_shared_experts:
         raise UnsupportedError(
             f"{layer.layer_name}: shared experts are fused with the routed ones; "
@@ -64,10 +67,20 @@ def check_layer(layer: FusedMoE) -> None:
         )
 
 
+def _wrong_way(layer: FusedMoE) -> str | None:
+    """What keeps calls of ``layer`` from passing ``FusedMoE.forward_impl``, where the hook is."""
+    own = type(layer)
+    known = DeepEPMoE if isinstance(layer, DeepEPMoE) else FusedMoE
+    for name in _ON_THE_WAY:
+        if getattr(own, name) is not getattr(known, name):
+            return f"{own.__name__} has a {name} of its own, which this adapter does not know"
+    return None
+
+
 def check_cpu_balancing(layer: FusedMoE) -> None:
     """Raise UnsupportedError if ``layer`` cannot be balanced on CPU."""
     dispatcher = type(layer.dispatcher).__name__
-    if (type(layer).__name__, dispatcher) != (_LAYERS[0], _DISPATCHERS[0]):
+    if dispatcher != _DISPATCHERS[0]:
         raise UnsupportedError(
             f"{layer.layer_name}: {type(layer).__name__} with {dispatcher} "
             f"has not been verified; use --moe-a2a-backend none, {SERVE_UNBALANCED}"
@@ -85,26 +98,41 @@ def check_cpu_execution(layer: FusedMoE) -> None:
             "verified with expert parallelism; use an unquantised model without AMX kernels"
         )
     runs = layer.moe_runner_config
-    plain = runs.activation == "silu" and runs.is_gated and runs.gemm1_alpha is None
-    if not plain or layer.with_bias or runs.apply_router_weight_on_input:
-        raise UnsupportedError(
-            f"{layer.layer_name}: experts other than silu(gate) * up without biases "
-            f"(activation {runs.activation!r}) are not there yet on CPU"
-        )
+    if runs.apply_router_weight_on_input:
+        missing = "router weights on the input"
+    elif not runs.is_gated or runs.activation not in ACTIVATIONS:
+        missing = f"{'gated' if runs.is_gated else 'ungated'} activation {runs.activation!r}"
+    else:
+        return
+    raise UnsupportedError(
+        f"{layer.layer_name}: SGLang's own experts on a CPU without AMX have no {missing}; "
+        "serve this model on another device"
+    )
 
 
 def check_device_execution(layer: FusedMoE) -> None:
     """Raise UnsupportedError if SGLang's kernels on a GPU cannot run ``layer`` with slots."""
-    for problem in (_wrong_dispatch(layer), _wrong_quantisation(layer), _wrong_runner(layer)):
-        if problem:
-            raise UnsupportedError(f"{layer.layer_name}: {problem}, {SERVE_UNBALANCED}")
+    if problem := _wrong_dispatch(layer) or wrong_kernel(layer):
+        raise UnsupportedError(f"{layer.layer_name}: {problem}, {SERVE_UNBALANCED}")
+
+
+def check_draft_layer(layer: FusedMoE) -> None:
+    """Raise UnsupportedError if ``layer``, of a draft model, disturbs those that are balanced.
+
+    DeepEP's buffer is one for both models, and laid out for a number of experts at every use.
+    """
+    if type(layer.dispatcher).__name__ != _DISPATCHERS[0]:
+        raise UnsupportedError(
+            f"{layer.layer_name}: a draft model's experts and those of a balanced model cannot "
+            "share DeepEP's buffer; use --speculative-moe-a2a-backend none, or policy off"
+        )
 
 
 def _wrong_dispatch(layer: FusedMoE) -> str | None:
     # With DeepEP SGLang wraps one dispatcher for each batch that it overlaps.
     inner = getattr(layer.dispatcher, "_inners", [layer.dispatcher])
     names = {type(dispatcher).__name__ for dispatcher in inner}
-    if type(layer).__name__ not in _LAYERS or not names <= set(_DISPATCHERS):
+    if not names <= set(_DISPATCHERS):
         return (
             f"{type(layer).__name__} with {', '.join(sorted(names))} has not been verified; "
             "use --moe-a2a-backend none or deepep"
@@ -117,34 +145,6 @@ def _wrong_dispatch(layer: FusedMoE) -> str | None:
     return None
 
 
-def _wrong_quantisation(layer: FusedMoE) -> str | None:
-    method = layer.quant_method
-    if type(method).__name__ not in _QUANTISATIONS:
-        return (
-            f"quantisation {type(method).__name__} has not been verified; "
-            "use an unquantised or a block-quantised FP8 checkpoint"
-        )
-    if getattr(method, "use_mxfp8", False) or getattr(method, "is_fp4_expert", False):
-        return "MXFP8 and FP4 experts have not been verified; use a block-quantised FP8 checkpoint"
-    scales = [getattr(layer, f"{name}_input_scale", None) for name in ("w13", "w2")]
-    if any(scale is not None for scale in scales):
-        return (
-            "static activation scales are taken from each rank's own experts, so a copy elsewhere "
-            "would compute with others; use a checkpoint with dynamic activation scales"
-        )
-    return None
-
-
-def _wrong_runner(layer: FusedMoE) -> str | None:
-    found = None if layer.quant_method.runner is None else layer.runner_backend.value
-    if found not in _RUNNERS:
-        return (
-            f"MoE runner {found} has not been verified, or routes inside its kernel; "
-            f"use --moe-runner-backend {', '.join(_RUNNERS[:-1])} or {_RUNNERS[-1]}"
-        )
-    return None
-
-
 Setting: TypeAlias = tuple[str, object, str]  # name, its valid value or values, what to do
 _ANYWHERE: tuple[Setting, ...] = (
     ("enable_eplb", False, "--enable-eplb moves the same weights; drop it"),
@@ -152,7 +152,6 @@ _ANYWHERE: tuple[Setting, ...] = (
     ("ep_num_redundant_experts", 0, "--ep-num-redundant-experts are EPLB's copies; drop it"),
     ("init_expert_location", "trivial", "--init-expert-location must be trivial"),
     ("enable_lora", (None, False), "LoRA on experts is not there yet; drop --enable-lora"),
-    ("speculative_algorithm", None, "draft models are not there yet; drop --speculative-algorithm"),
     (
         "enable_two_batch_overlap",
         False,
@@ -169,7 +168,12 @@ _ON_CPU: tuple[Setting, ...] = (
     ("attn_dp_size", 1, "attention data parallelism is not there yet on CPU; use --tp-size"),
 )
 _ON_GPU: tuple[Setting, ...] = (
-    ("moe_a2a_backend", ("none", "deepep"), "use --moe-a2a-backend none or deepep"),
+    (
+        "moe_a2a_backend",
+        ("none", "deepep"),
+        "this --moe-a2a-backend has not been verified, or is one kernel that routes, sends and "
+        "computes (megamoe, flashinfer_megamoe); use --moe-a2a-backend none or deepep",
+    ),
     (
         "dp_size",
         1,

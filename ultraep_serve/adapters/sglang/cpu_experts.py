@@ -7,31 +7,37 @@ outputs in bfloat16 have 8 significant bits, so their float32 sum is exact unles
 size by more than 2**13: a token's result does not depend on which rank computed which expert.
 """
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeAlias
+
 import torch
 import torch.nn.functional as F
+from sglang.srt.layers.activation import GeluAndMul, SiluAndMul, SituAndMul
+from sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe import swiglu_gpt_oss_sigmoid_alpha
 from sglang.srt.runtime_context import get_parallel
 
-__all__ = ["complete_device_module", "compute_and_reduce"]
+__all__ = ["ACTIVATIONS", "complete_device_module", "compute_and_reduce"]
+
+Activation: TypeAlias = Callable[[torch.Tensor], torch.Tensor]  # of gate and up (N, 2I) to (N, I)
+ACTIVATIONS = ("silu", "gelu", "situ")  # that SGLang's torch path has, all gated
 
 _MOST_ROWS = 256  # that one product computes; with _ROUND_ROWS, few enough sizes to be kept
 _ROUND_ROWS = 16
 
 
 def compute_and_reduce(
-    x: torch.Tensor,
-    topk_weights: torch.Tensor,
-    local_ids: torch.Tensor,
-    w13: torch.Tensor,
-    w2: torch.Tensor,
+    layer: Any, x: torch.Tensor, topk_weights: torch.Tensor, local_ids: torch.Tensor
 ) -> torch.Tensor:
     """This rank's part of the output (T, H), to be summed over ranks by the engine.
 
-    ``x`` (T, H) all tokens, ``topk_weights`` (T, K), ``local_ids`` (T, K) expert on this rank, -1
-    for another rank's; ``w13`` (L + S, 2I, H) gate above up, ``w2`` (L + S, H, I). In 16-bit models
-    the first rank's part is all of it and the others' are zero, so that the engine's sum does not
-    round it again.
+    ``layer`` is SGLang's, with ``w13_weight`` (L + S, 2I, H), ``w2_weight`` (L + S, H, I) and
+    perhaps ``w13_weight_bias`` (L + S, 2I) and ``w2_weight_bias`` (L + S, H); ``x`` (T, H) all
+    tokens, ``topk_weights`` (T, K), ``local_ids`` (T, K) expert on this rank, -1 for another
+    rank's. In 16-bit models the first rank's part is all of it and the others' are zero, so that
+    the engine's sum does not round it again.
     """
-    total = _compute_own(x, topk_weights, local_ids, w13, w2)
+    total = _compute_own(layer, x, topk_weights, local_ids)
     if x.dtype is torch.float32:
         return total
     group = get_parallel().moe_ep_group
@@ -40,37 +46,52 @@ def compute_and_reduce(
 
 
 def _compute_own(
-    x: torch.Tensor,
-    topk_weights: torch.Tensor,
-    local_ids: torch.Tensor,
-    w13: torch.Tensor,
-    w2: torch.Tensor,
+    layer: Any, x: torch.Tensor, topk_weights: torch.Tensor, local_ids: torch.Tensor
 ) -> torch.Tensor:
     """Sum (T, H) float32 over this rank's assignments of each token.
 
-    out[t] = sum over k of weight[t, k] * w2 @ (silu(gate @ x[t]) * (up @ x[t]))
+    out[t] = sum over k of weight[t, k] * expert[t, k](x[t])
     """
     flat = local_ids.reshape(-1)
     order = torch.argsort(flat, stable=True)
-    rows_by_expert = torch.bincount(flat + 1, minlength=w13.shape[0] + 1).tolist()
+    rows_by_expert = torch.bincount(flat + 1, minlength=layer.w13_weight.shape[0] + 1).tolist()
     tokens = torch.div(order, local_ids.shape[1], rounding_mode="floor")
     weights = topk_weights.reshape(-1)[order].float().unsqueeze(1)
+    activation = _activation(layer.moe_runner_config)
     total = torch.zeros(x.shape, dtype=torch.float32)
     end = rows_by_expert[0]  # those of other ranks come first
     for expert, num_rows in enumerate(rows_by_expert[1:]):
         start, end = end, end + num_rows
         for part in range(start, end, _MOST_ROWS):
             rows = slice(part, min(part + _MOST_ROWS, end))
-            outputs = _apply_expert(x, tokens[rows], w13[expert], w2[expert])
+            outputs = _apply_expert(layer, expert, activation, x, tokens[rows])
             outputs = outputs.float().mul_(weights[rows]).to(x.dtype).float()
             total.index_add_(0, tokens[rows], outputs)
     return total
 
 
+def _activation(config: Any) -> Activation:
+    """What comes between the two products, as ``moe_forward_native`` chooses it."""
+    made: Activation
+    if config.activation == "silu" and config.gemm1_alpha is not None:
+        alpha, limit = config.gemm1_alpha, config.gemm1_clamp_limit
+        made = partial(swiglu_gpt_oss_sigmoid_alpha, gemm1_alpha=alpha, gemm1_limit=limit)
+    elif config.activation == "situ":
+        beta = 4.0 if config.gemm1_alpha is None else config.gemm1_alpha
+        made = SituAndMul(beta=beta, linear_beta=config.gemm1_clamp_limit)
+    else:
+        made = {"silu": SiluAndMul, "gelu": GeluAndMul}[config.activation]()
+    return made
+
+
 def _apply_expert(
-    x: torch.Tensor, tokens: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor
+    layer: Any,
+    expert: int,
+    activation: Activation,
+    x: torch.Tensor,
+    tokens: torch.Tensor,
 ) -> torch.Tensor:
-    """Outputs (N, H) of one expert, w13 (2I, H) and w2 (H, I), for rows ``tokens`` (N,) of ``x``.
+    """Outputs (N, H) of one local ``expert`` for rows ``tokens`` (N,) of ``x``.
 
     Computed for a rounded number of rows: oneDNN compiles a matrix product anew for every number
     of rows it has not seen, which costs more than the product, and with exact loads every batch
@@ -79,8 +100,15 @@ def _apply_expert(
     num_rows = tokens.shape[0]
     if num_rows > _ROUND_ROWS:
         tokens = F.pad(tokens, (0, -num_rows % _ROUND_ROWS))
-    gate, up = F.linear(x[tokens], w13).chunk(2, dim=-1)
-    return F.linear(F.silu(gate) * up, w2)[:num_rows]
+    inner = activation(_linear(layer, "w13", expert, x[tokens]))
+    return _linear(layer, "w2", expert, inner)[:num_rows]
+
+
+def _linear(layer: Any, name: str, expert: int, x: torch.Tensor) -> torch.Tensor:
+    """Product with one expert's matrix; SGLang keeps biases in float32 and adds them in it."""
+    product = F.linear(x, getattr(layer, f"{name}_weight")[expert])
+    bias = getattr(layer, f"{name}_weight_bias", None)
+    return product if bias is None else (product.float() + bias[expert]).to(x.dtype)
 
 
 def complete_device_module() -> None:

@@ -87,7 +87,7 @@ class CpuExperts(PhysicalExperts):
         local = physical - layer.moe_ep_rank * layer.num_local_experts
         is_own = (local >= 0) & (local < layer.num_local_experts)
         own = torch.where(is_own, local, -1)
-        return compute_and_reduce(x, topk_weights, own, layer.w13_weight, layer.w2_weight)
+        return compute_and_reduce(layer, x, topk_weights, own)
 
 
 class DeviceExperts(PhysicalExperts):

@@ -4,6 +4,7 @@ import functools
 import logging
 from collections.abc import Sequence
 from operator import attrgetter
+from typing import Any
 
 import torch
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
@@ -22,13 +23,14 @@ from ultraep_serve.adapters.setup import (
 )
 from ultraep_serve.adapters.sglang.checks import check_layer
 from ultraep_serve.adapters.sglang.execution import CpuExperts, DeviceExperts
-from ultraep_serve.collectives import EngineGroup
+from ultraep_serve.adapters.sglang.quantised import check_shared_values
+from ultraep_serve.collectives import EngineGroup, HostAllGather
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.cuda.recording import is_capturing
 from ultraep_serve.errors import SERVE_UNBALANCED, UnsupportedError
 from ultraep_serve.types import ExpertShape, TokenView
 
-__all__ = ["ExpertGroup", "moe_layers"]
+__all__ = ["ExpertGroup", "complete_outputs", "expert_layers", "moe_layers"]
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +47,8 @@ class ExpertGroup:
         layers = moe_layers(model)
         if not layers:
             raise UnsupportedError(
-                f"{type(model).__name__} has no experts; serve it with policy off"
+                f"{type(model).__name__} has no experts in SGLang's FusedMoE layers, which alone "
+                "can be balanced; serve it with policy off"
             )
         execution: Execution[FusedMoE] = CpuExperts() if is_cpu() else DeviceExperts()
         for layer in layers:
@@ -53,9 +56,14 @@ class ExpertGroup:
             execution.check(layer)
         require_one_number([layer.num_experts for layer in layers])
         self._layers = {layer: index for index, layer in enumerate(layers)}
+        self._routed: set[FusedMoE] = set()  # in the batch that runs now
         parameters = [movable_parameters(layer) for layer in layers]
         self._balanced = _join(config, layers, parameters, execution)
         self._in_place = list(map(_InPlace, layers, parameters))
+
+    def __contains__(self, layer: FusedMoE) -> bool:
+        """Whether ``layer`` is balanced; a draft model's and replicated experts are not."""
+        return layer in self._layers
 
     def route(self, layer: FusedMoE, topk_ids: torch.Tensor, batch_tokens: int) -> torch.Tensor:
         """Physical ids (T, K) for ``layer``'s logical ``topk_ids`` (T, K), of the same type.
@@ -64,6 +72,7 @@ class ExpertGroup:
         are captured once for all batches that replay them, so they take the identity. Raises
         UnsupportedError when the layer's weights are not where the balancer moves them.
         """
+        self._routed.add(layer)
         index = self._layers[layer]
         self._in_place[index].require()
         tokens = 0 if is_capturing(topk_ids.device) else batch_tokens
@@ -72,6 +81,23 @@ class ExpertGroup:
     def computed(self) -> None:
         """The layer that was routed last has been computed."""
         self._balanced.computed()
+
+    def begin_batch(self) -> None:
+        """A batch starts to run."""
+        self._routed.clear()
+
+    def check_all_routed(self) -> None:
+        """Raise UnsupportedError unless the batch, a prefill with tokens, passed every layer.
+
+        A model that computes a layer's experts in a way of its own would take physical ids for
+        logical ones. SGLang's warm-up request is the first such batch.
+        """
+        for layer in self._layers:
+            if layer not in self._routed:
+                raise UnsupportedError(
+                    f"{layer.layer_name} cannot be balanced: the model did not call it in a "
+                    "prefill, or not through FusedMoE.forward_impl; serve it with policy off"
+                )
 
     def check_adopted(self, model: nn.Module) -> None:
         """Raise UnsupportedError unless every MoE layer of ``model`` still has its slots."""
@@ -126,9 +152,10 @@ def _join(
     first = layers[0]
     shape = ExpertShape(first.moe_ep_size, first.num_experts, config.slots)
     view = _view_of(first)
-    device = first.w13_weight.device
+    device = parameters[0][0].device
     row = torch.ones(1, first.hidden_size, dtype=first.params_dtype, device=device)
     ranks = get_parallel().moe_ep_group
+    check_shared_values(layers, HostAllGather(ranks.cpu_group, config.timeout_seconds))
     try:
         execution.give_slots(layers, shape)
         return BalancedLayers(
@@ -154,10 +181,30 @@ def _view_of(layer: FusedMoE) -> TokenView:
     return TokenView.SHARED if type(layer.dispatcher) is StandardDispatcher else TokenView.OWN
 
 
-def moe_layers(model: nn.Module) -> list[FusedMoE]:
-    """MoE layers in the order they run."""
+def complete_outputs(model: nn.Module) -> None:
+    """Have models of SGLang's Transformers backend add up what expert-parallel ranks compute.
+
+    Where a model has shared experts, whose output is complete on every rank, the backend leaves the
+    sum of the routed ones to a step that only tensor parallelism takes
+    (``TransformersFusedMoE.maybe_all_reduce_tensor_model_parallel``). Verified with 0.5.23.
+    """
+    for module in model.modules():
+        if type(module).__name__ == "TransformersFusedMoE":
+            layer: Any = module.experts
+            if layer.moe_ep_size > 1 and type(layer.dispatcher) is StandardDispatcher:
+                layer.reduce_results = True
+
+
+def expert_layers(model: nn.Module) -> list[FusedMoE]:
+    """All that are spread over the expert-parallel ranks; replicated ones have nothing to move."""
     found = [module for module in model.modules() if isinstance(module, FusedMoE)]
-    return sorted(found, key=lambda layer: layer.layer_id)
+    return [layer for layer in found if layer.moe_ep_size > 1]
+
+
+def moe_layers(model: nn.Module) -> list[FusedMoE]:
+    """MoE layers to balance, in the order they run; draft layers stay as they are."""
+    layers = [layer for layer in expert_layers(model) if not layer.is_draft]
+    return sorted(layers, key=lambda layer: layer.layer_id)
 
 
 def movable_parameters(layer: FusedMoE) -> list[nn.Parameter]:

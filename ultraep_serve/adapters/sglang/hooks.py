@@ -18,9 +18,14 @@ from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils import is_cpu
 
 from ultraep_serve.adapters.rendezvous import refuse_or_serve_plainly
-from ultraep_serve.adapters.sglang.checks import check_cpu_execution, check_engine, check_settings
+from ultraep_serve.adapters.sglang.checks import (
+    check_cpu_execution,
+    check_draft_layer,
+    check_engine,
+    check_settings,
+)
 from ultraep_serve.adapters.sglang.cpu_experts import complete_device_module, compute_and_reduce
-from ultraep_serve.adapters.sglang.group import ExpertGroup, moe_layers
+from ultraep_serve.adapters.sglang.group import ExpertGroup, complete_outputs, expert_layers
 from ultraep_serve.config import BalanceConfig, first_process
 from ultraep_serve.errors import SERVE_UNBALANCED, UnsupportedError
 from ultraep_serve.types import Policy
@@ -97,11 +102,11 @@ class _SchedulerHooks:
         """Take the experts over once their weights are final.
 
         Target: ``ModelRunner.load_model``, whose loader has run all post-processing when it
-        returns. AFTER. Remove when SGLang tells plugins that a model is loaded.
+        returns. AFTER. Draft models keep their experts at home. Remove when SGLang tells plugins
+        that a model is loaded.
         """
-        if runner.is_draft_worker:
-            return
-        if self._config.policy is not Policy.OFF:
+        complete_outputs(runner.model)
+        if self._config.policy is not Policy.OFF and not runner.is_draft_worker:
             try:
                 check_settings(resolving_view(runner.server_args))
                 self._group = ExpertGroup(self._config, runner.model)
@@ -110,9 +115,10 @@ class _SchedulerHooks:
                 is_primary = get_parallel().tp_rank == 0
                 refuse_or_serve_plainly(error, self._config, logger, is_primary=is_primary)
                 self._served_plainly = True
-        for layer in moe_layers(runner.model):
-            if layer.moe_ep_size > 1 and is_cpu():
-                check_cpu_execution(layer)
+        check = check_cpu_execution if is_cpu() else check_draft_layer
+        if is_cpu() or self._group is not None:
+            for layer in expert_layers(runner.model):
+                check(layer)
 
     def forward(
         self,
@@ -127,8 +133,14 @@ class _SchedulerHooks:
         Target: ``ModelRunner.forward``, which every batch passes. AROUND. Remove when a batch's
         forward mode can be read in a layer without a forward context.
         """
-        with self._tokens.running(forward_batch):
+        if runner.is_draft_worker or self._group is None:
             return original(runner, forward_batch, *rest, **named)
+        self._group.begin_batch()
+        with self._tokens.running(forward_batch):
+            output = original(runner, forward_batch, *rest, **named)
+        if own_prefill_tokens(forward_batch):
+            self._group.check_all_routed()
+        return output
 
     def experts(
         self,
@@ -145,10 +157,14 @@ class _SchedulerHooks:
         counted the router's own choice by then. AROUND. Remove when SGLang can place and split
         experts batch by batch itself.
         """
-        if self._group is None:
+        if self._group is None or layer not in self._group:
             return original(layer, hidden_states, topk_output, *rest, **named)
         assert TopKOutputChecker.format_is_standard(topk_output), type(topk_output)
-        physical = self._group.route(layer, topk_output.topk_ids, self._tokens.number)
+        ids, weights = topk_output.topk_ids, topk_output.topk_weights
+        if self._tokens.number:
+            # Models with zero experts (LongCat) send their assignments to expert 0, with weight 0.
+            ids = ids.masked_fill(weights == 0, -1)
+        physical = self._group.route(layer, ids, self._tokens.number)
         balanced = topk_output._replace(topk_ids=physical)
         output = original(layer, hidden_states, balanced, *rest, **named)
         self._group.computed()
@@ -169,9 +185,7 @@ class _SchedulerHooks:
         """
         if layer.moe_ep_size == 1:
             return original(layer, x, topk_output, moe_runner_config)
-        return compute_and_reduce(
-            x, topk_output.topk_weights, topk_output.topk_ids, layer.w13_weight, layer.w2_weight
-        )
+        return compute_and_reduce(layer, x, topk_output.topk_weights, topk_output.topk_ids)
 
     def scheduler_made(self, _result: None, scheduler: Any, *_: Any, **__: Any) -> None:
         """Let this rank serve only when it really balances; SGLang only logs failures of plugins.
@@ -238,6 +252,11 @@ class PrefillTokens:
     def _of(self, forward_batch: Any) -> int:
         if get_parallel().attn_dp_size > 1:
             return self._gathered if forward_batch.is_extend_in_batch else 0
-        if forward_batch.forward_mode in _PREFILL:
-            return int(forward_batch.extend_num_tokens or 0)
-        return 0
+        return own_prefill_tokens(forward_batch)
+
+
+def own_prefill_tokens(forward_batch: Any) -> int:
+    """Of this rank; with attention data parallelism others may have more."""
+    if forward_batch.forward_mode in _PREFILL:
+        return int(forward_batch.extend_num_tokens or 0)
+    return 0
