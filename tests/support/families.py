@@ -152,6 +152,8 @@ def _publish(path: Path, family: Family) -> None:
     gone = {name for name, value in family.published.items() if value is None}
     kept = {name: value for name, value in config.items() if name not in gone}
     file.write_text(json.dumps(kept, indent=2))
+    if family.preprocessor is not None:
+        (path / "preprocessor_config.json").write_text(json.dumps(family.preprocessor, indent=2))
 
 
 def _with_draft(

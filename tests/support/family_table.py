@@ -50,6 +50,7 @@ class Family:
     draft: str = ""  # where published checkpoints keep a draft layer: "model.layers", "mtp.layers"
     num_zero_experts: int = 0  # experts without weights, numbered behind the others
     wrapper: Mapping[str, Any] | None = None  # of a multimodal model, around the text config
+    preprocessor: Mapping[str, Any] | None = None  # preprocessor_config.json
     flags: Mapping[str, Any] = field(default_factory=dict)  # of vLLM's engine
 
     def dtype_on(self, engine: str) -> str:
@@ -128,6 +129,20 @@ _KIMI_VISION: Mapping[str, Any] = {
     "intermediate_size": 64,
     "num_attention_heads": 2,
 }
+_KIMI_PREPROCESSOR: Mapping[str, Any] = {
+    "media_proc_cfg": {
+        "patch_size": 14,
+        "merge_kernel_size": 2,
+        "temporal_merge_kernel_size": 4,
+        "in_patch_limit": 16384,
+        "in_patch_limit_each_frame": 4096,
+        "in_patch_limit_video": None,
+        "patch_limit_on_one_side": 512,
+        "fixed_output_tokens": None,
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+    }
+}
 _TEXT_ONLY: Mapping[str, Any] = {"language_model_only": True}
 
 FAMILIES: Mapping[str, Family] = {
@@ -195,6 +210,7 @@ FAMILIES: Mapping[str, Family] = {
             "model.mm_projector.": "mm_projector.",
         },
         wrapper={"vision_config": _KIMI_VISION, "projection_hidden_size": 64},
+        preprocessor=_KIMI_PREPROCESSOR,
         flags=_TEXT_ONLY,
     ),
     "Kimi-K3 counts": Family(
