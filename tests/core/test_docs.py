@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import families_page
 from tests.support.reference_page import PAGE, TABLES, help_text, table_in
 
 ROOT = PAGE.parent.parent
@@ -91,6 +92,21 @@ def test_the_reference_says_what_the_code_does(name: str) -> None:
             f"run `python -m tests.support.reference_page`; table {name!r} of {PAGE.name} must be\n"
             + expected
         )
+
+
+def test_the_families_are_those_of_the_last_run() -> None:
+    assert families_page.PAGE.read_text() == families_page.page(), (
+        "run `python -m tests.support.families_page`"
+    )
+
+
+def test_no_family_is_without_a_verdict_and_its_reason() -> None:
+    for engine in ("vllm", "sglang"):
+        rows = json.loads((RESULTS / f"families-{engine}.json").read_text())["rows"]
+        assert [row["family"] for row in rows] == list(families_page.FAMILIES)
+        for row in rows:
+            assert row["verdict"] in ("balanced", "refused", "unserved"), row
+            assert (row["verdict"] == "balanced") != bool(row["reason"]), row
 
 
 def test_the_reference_has_every_flag_of_a_server_and_a_sidecar() -> None:

@@ -7,9 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.support.families import FAMILIES
+from tests.support.family_table import FAMILIES
 
-__all__ = ["PAGE", "page"]
+__all__ = ["FAMILIES", "PAGE", "page"]
 
 _ROOT = Path(__file__).resolve().parents[2]
 PAGE = _ROOT / "docs" / "families.md"

@@ -43,9 +43,7 @@ def measure_family(engine: str, name: str, directory: Path) -> Row:
     ``directory`` keeps checkpoints and logs.
     """
     family = FAMILIES[name]
-    model = directory / name.replace(" ", "-")
-    if not (model / "config.json").exists():
-        make_family(model, name)
+    model = make_family(directory / name.replace(" ", "-"), name)
     dtype = family.dtype_on(engine)
     row: Row = {"family": name, "dtype": dtype, "moe_layers": family.counts.layers}
     found = _run(engine, name, model)
@@ -103,6 +101,7 @@ def _run(engine: str, name: str, model: Path, stock: int = 0) -> Row | str:
     out = model.with_name(f"{model.name}-{engine}{f'-stock-{stock}' if stock else ''}.json")
     log = out.with_suffix(".log")
     out.unlink(missing_ok=True)
+    # One process less to start; ranks are processes of their own in any case.
     environment = {**os.environ, **ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     if stock == 1:
         environment |= {"VLLM_CPU_OMP_THREADS_BIND": "0", "SGLANG_CPU_OMP_THREADS_BIND": "0"}

@@ -70,9 +70,10 @@ _DENSE_FIRST: Mapping[str, Any] = {**_INNER, "first_k_dense_replace": 1, "n_shar
 _MLA: Mapping[str, Any] = {
     "num_key_value_heads": 4,
     "q_lora_rank": 64,
-    "kv_lora_rank": 64,
+    "kv_lora_rank": 512,  # with 64 for the position, the one size that vLLM's CPU kernel has
+    "qk_rope_head_dim": 64,
+    "head_dim": 64,
     "qk_nope_head_dim": 32,
-    "qk_rope_head_dim": 32,
     "v_head_dim": 32,
 }
 _YARN: Mapping[str, Any] = {
