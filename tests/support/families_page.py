@@ -77,7 +77,7 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
         " -> ".join(f"{value:.3f}" for value in worst),
         f"{quota['same_tokens']} of {quota['prompts']}",
         apart,
-        f"{row['transformers']:.2g}",
+        "" if row["transformers"] is None else f"{row['transformers']:.2g}",
     )
 
 
