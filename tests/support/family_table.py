@@ -203,7 +203,7 @@ FAMILIES: Mapping[str, Family] = {
         "kimi_k25",
         Counts(16, 4, 2),
         _ROUTED,
-        {**_DEEPSEEK, **_NO_DRAFT},
+        {**_DEEPSEEK, **_DEEPSEEK_V3_FIELDS, **_NO_DRAFT},
         special="DeepSeek-V3's architecture in a multimodal wrapper, served with text",
         published={"architectures": ["KimiK25ForConditionalGeneration"]},
         renamed={
