@@ -124,6 +124,12 @@ _QWEN_VISION: Mapping[str, Any] = {
     "deepstack_visual_indexes": [0],
     "num_position_embeddings": 64,
 }
+_QWEN_PREPROCESSOR: Mapping[str, Any] = {
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "patch_size": 16,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+}
 _KIMI_VISION: Mapping[str, Any] = {
     "num_hidden_layers": 1,
     "hidden_size": 64,
@@ -171,6 +177,7 @@ FAMILIES: Mapping[str, Family] = {
         dtype="bfloat16",
         draft="mtp.layers",
         wrapper={"vision_config": _QWEN_VISION},
+        preprocessor=_QWEN_PREPROCESSOR,
         flags=_TEXT_ONLY,
     ),
     "OLMoE": Family("olmoe", Counts(8, 2, 3)),
@@ -391,6 +398,7 @@ FAMILIES: Mapping[str, Family] = {
         _INNER,
         special="multimodal wrapper, served with text",
         wrapper={"vision_config": _QWEN_VISION},
+        preprocessor=_QWEN_PREPROCESSOR,
         flags=_TEXT_ONLY,
     ),
 }
