@@ -76,6 +76,7 @@ _MLA: Mapping[str, Any] = {
     "qk_nope_head_dim": 32,
     "v_head_dim": 32,
 }
+_ROPE: Mapping[str, Any] = {"rope_type": "default", "rope_theta": 1e4}
 _YARN: Mapping[str, Any] = {
     "rope_type": "yarn",
     "rope_theta": 1e4,
@@ -350,8 +351,14 @@ FAMILIES: Mapping[str, Family] = {
         "minimax_m2",
         Counts(8, 2, 3),
         _LOCAL,
-        special="correction bias",
-        published={"scoring_func": "sigmoid", "use_routing_bias": True, "use_qk_norm": True},
+        {"rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5}},
+        special="correction bias, norm over all heads of queries and keys",
+        published={
+            "rotary_dim": 16,
+            "scoring_func": "sigmoid",
+            "use_routing_bias": True,
+            "use_qk_norm": True,
+        },
     ),
     "LongCat-Flash": Family(
         "longcat_flash",
