@@ -8,6 +8,7 @@ from vllm.config import VllmConfig
 from vllm.config.kernel import MEGA_MOE_BACKENDS
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import (
     CPUExpertsFp8,
+    CPUExpertsFp8W8A8,
     CPUExpertsInt4,
     CPUExpertsInt8,
     CPUExpertsMxfp4,
@@ -40,12 +41,17 @@ _FORWARD_PARAMETERS = [
     "shared_experts_input",
 ]
 
-# On CPU. Of these alone it is known that what they compute for a token does not depend on which
-# other tokens come with it. Quantised ones take bfloat16, and vLLM chooses them where there is AMX.
-_CPU_QUANTISED = (CPUExpertsFp8, CPUExpertsInt8, CPUExpertsInt4, CPUExpertsMxfp4)
+# On CPU: FP8, INT8, INT4 and MXFP4. They take bfloat16, and vLLM chooses them where there is AMX.
+_CPU_QUANTISED = (
+    CPUExpertsFp8,
+    CPUExpertsFp8W8A8,
+    CPUExpertsInt8,
+    CPUExpertsInt4,
+    CPUExpertsMxfp4,
+)
 _CPU_REMEDY = (
     "use an unquantised checkpoint, or one that vLLM computes with "
-    f"{' or '.join(kernel.__name__ for kernel in _CPU_QUANTISED)} (with AMX)"
+    f"{', '.join(kernel.__name__ for kernel in _CPU_QUANTISED)} (with AMX)"
 )
 
 # On a GPU: dispatch and expert kernels that take physical experts as they come.
