@@ -6,15 +6,18 @@ machine are refused by vLLM itself.
 """
 # ruff: noqa: TID251 - vLLM's own objects are what is tested
 
+import json
 import os
 import warnings
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 
 pytest.importorskip("vllm", reason="needs vLLM: make setup")
 
@@ -28,7 +31,7 @@ with warnings.catch_warnings():
     from tests.support.vllm_gpu import configure, forward_pass
     from ultraep_serve.adapters.vllm import checks, routed_experts
 
-from tests.support.quantised import SCHEMES
+from tests.support.quantised import SCHEMES, quantise
 from tests.support.ranks import fresh_run_path, run_ranks
 from tests.support.serving_checks import MOVING_ALWAYS_PAYS
 from ultraep_serve.errors import UnsupportedError
@@ -39,6 +42,7 @@ NUM_MASTERS = vllm_layers.NUM_EXPERTS // NUM_RANKS
 HIDDEN, INNER = 256, 128  # multiples of an FP8 block
 NUM_LAYERS = 2
 BACKEND = "allgather_reducescatter"
+Q_PROJ = "model.layers.0.self_attn.q_proj"
 
 
 @dataclass(frozen=True)
@@ -210,6 +214,27 @@ def test_replicas_compute_what_their_masters_would(computed: Any, name: str) -> 
         assert layer["kernel"] == CASES[name].kernel
         assert layer["apart"] <= CASES[name].apart
         assert layer["error"] < CASES[name].error
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_quantised_copies_of_checkpoints_change_experts_alone(tmp_path: Path, scheme: str) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.mkdir()
+    (source / "config.json").write_text('{"model_type": "qwen3_moe"}')
+    attention = torch.randn(128, 128)
+    save_file({f"{Q_PROJ}.weight": attention}, source / "model.safetensors")
+    with pytest.raises(ValueError, match="no matrices of single experts"):
+        quantise(source, tmp_path / "nothing", scheme)
+    expert = "model.layers.0.mlp.experts.1.up_proj"
+    tensors = {f"{Q_PROJ}.weight": attention}
+    save_file({**tensors, f"{expert}.weight": torch.randn(256, 128)}, source / "model.safetensors")
+    made = load_file(quantise(source, target, scheme) / "model.safetensors")
+    assert torch.equal(made.pop(f"{Q_PROJ}.weight"), attention)
+    assert all(name.startswith(f"{expert}.weight") or "input_scale" in name for name in made)
+    settings = json.loads((target / "config.json").read_text())
+    assert settings["model_type"] == "qwen3_moe"
+    ignored = [value for value in settings["quantization_config"].values() if value == [Q_PROJ]]
+    assert len(ignored) == (scheme != "mxfp4")  # which quantises experts alone by itself
 
 
 def cpu_layer(kernel: str, **changes: Any) -> Any:
