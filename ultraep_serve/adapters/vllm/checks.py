@@ -209,7 +209,7 @@ def _wrong_settings(vllm_config: VllmConfig) -> str | None:
 
 
 def _megakernel(vllm_config: VllmConfig) -> str | None:
-    """What is wrong with kernels that dispatch and combine too; Marlin has their types, FP4."""
+    """Why a kernel that dispatches and combines too is refused; all of them compute FP4 experts."""
     backend = vllm_config.kernel_config.moe_backend
     if backend not in MEGA_MOE_BACKENDS:
         return None
