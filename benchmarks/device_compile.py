@@ -46,7 +46,8 @@ CASES = (
     Case(8, 128, 2),  # one server
     Case(64, 256, 2),  # the sizes of the published measurements
     Case(64, 256, 2, domain_size=8),  # eight servers
-    Case(72, 504, 4),  # as large as it gets
+    Case(72, 504, 4),  # as many ranks as there are
+    Case(64, 896, 2),  # as many experts
 )
 
 

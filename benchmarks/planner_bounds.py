@@ -37,7 +37,7 @@ def cases(args: argparse.Namespace, ranks: list[int]) -> Iterator[Cases]:
     """Traces over ``ranks`` that divide their experts, and synthetic loads that have as many."""
     args.ranks = [num_ranks for num_ranks in ranks if 64 % num_ranks == 0]
     yield from trace_cases(args)
-    for case in zipf_cases(args):
+    for case in zipf_cases(args.zipf_cases):
         if case.loads[0].shape[0] in ranks:
             yield case
 

@@ -3,27 +3,30 @@
     python benchmarks/planner_quality.py --traces DIR --json benchmarks/results/planner_quality.json
 
 Every layer of every batch of a trace is one case, its tokens split evenly over the source ranks.
-Zipf cases have 1024 tokens per rank, top-8, with the exponent chosen to meet the imbalance.
+Zipf cases have 1024 tokens per rank, with the given exponents, or those that meet an imbalance.
+Rows are timed in turn, so that all of them see the same machine.
 """
 
 import argparse
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import harness
 import numpy as np
+from ultraep_kernels.contract import HEADER_WIDTH
 
 from ultraep_serve.offline.store import load_trace
 from ultraep_serve.offline.trace import batches
 from ultraep_serve.planner.quota import plan_quota, warm_up
 from ultraep_serve.types import ExpertShape, imbalance
 
-ZIPF_SIZES = ((2, 16), (8, 128), (32, 128), (64, 256), (64, 512), (72, 504))  # (R, E)
+ZIPF_SIZES = ((2, 16, 8), (8, 128, 8), (32, 128, 8), (64, 256, 8), (64, 512, 8), (72, 504, 8))
 ZIPF_IMBALANCES = (1.5, 2.0, 3.0, 4.0)
-TOKENS_PER_RANK, TOP_K = 1024, 8
+TOKENS_PER_RANK = 1024
+Size = tuple[int, ...]  # R, E and experts per token
 
 
 @dataclass(frozen=True)
@@ -37,15 +40,20 @@ class Cases:
 def main() -> None:
     """Print the table; write it with the machine and the command to --json."""
     args = parse_arguments()
-    rows = []
+    zipf = zipf_cases(args.zipf_cases, args.sizes, args.exponents)
+    chosen = [(c, num_slots) for c in (*trace_cases(args), *zipf) for num_slots in args.slots]
+    rows = [judge(cases, num_slots) for cases, num_slots in chosen]
+    seconds: list[list[float]] = [[] for _ in chosen]
+    for _ in range(args.repeat):
+        for spent, (cases, num_slots) in zip(seconds, chosen, strict=True):
+            spent += time_plans(cases, num_slots)
     print(f"{'cases':24} {'R':>3} {'E':>4} {'S':>2} {'n':>5} {'before':>7} {'after':>7} "
           f"{'worst':>7} {'sender':>7} {'copies':>7} {'us':>6}")  # fmt: skip
-    for cases in (*trace_cases(args), *zipf_cases(args)):
-        for num_slots in args.slots:
-            rows.append(measure(cases, num_slots, args.repeat))
-            print("{name:24} {num_ranks:3} {num_experts:4} {num_slots:2} {cases:5} {before:7.3f} "
-                  "{after:7.4f} {worst_after:7.4f} {busiest_sender:7.2f} {replicas:7.1f} "
-                  "{median_microseconds:6.0f}".format(**rows[-1]), flush=True)  # fmt: skip
+    for row, spent in zip(rows, seconds, strict=True):
+        row["median_microseconds"] = float(np.median(spent)) * 1e6  # a plan, one rank's share
+        print("{name:24} {num_ranks:3} {num_experts:4} {num_slots:2} {cases:5} {before:7.3f} "
+              "{after:7.4f} {worst_after:7.4f} {busiest_sender:7.2f} {replicas:7.1f} "
+              "{median_microseconds:6.0f}".format(**row))  # fmt: skip
     harness.write(args.json, {"rows": rows})
 
 
@@ -56,7 +64,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 16, 32], help="for traces")
     parser.add_argument("--batch-tokens", type=int, nargs="+", default=[2048, 8192])
     parser.add_argument("--slots", type=int, nargs="+", default=[2, 1], help="slots per rank")
-    parser.add_argument("--zipf-cases", type=int, default=20, help="per size and imbalance")
+    parser.add_argument("--zipf-cases", type=int, default=20, help="per size and skew")
+    parser.add_argument("--sizes", type=size, nargs="+", default=ZIPF_SIZES, metavar="R,E,K")
+    parser.add_argument("--exponents", type=float, nargs="+", default=(), help="of Zipf loads")
     parser.add_argument("--repeat", type=int, default=3, help="timed plans per case")
     return parser.parse_args()
 
@@ -71,30 +81,52 @@ def trace_cases(args: argparse.Namespace) -> Iterator[Cases]:
                 yield Cases(f"{path.stem} {tokens} tokens", loads)
 
 
-def zipf_cases(args: argparse.Namespace) -> Iterator[Cases]:
-    """Skewed popularity in random order, drawn anew for every case."""
+def size(text: str) -> Size:
+    """``R,E,K`` of a command line."""
+    ranks, experts, top_k = (int(number) for number in text.split(","))
+    return ranks, experts, top_k
+
+
+def zipf_cases(
+    count: int, sizes: Sequence[Size] = ZIPF_SIZES, exponents: Sequence[float] = ()
+) -> Iterator[Cases]:
+    """Skewed popularity in random order, drawn anew for each of ``count`` loads."""
     rng = np.random.default_rng(0)
-    for num_ranks, num_experts in ZIPF_SIZES:
+    for num_ranks, num_experts, top_k in sizes:
+        for exponent in exponents:
+            loads = [
+                draw(rng, num_ranks, top_k, zipf(rng.permutation(num_experts), exponent))
+                for _ in range(count)
+            ]
+            yield Cases(f"zipf exponent {exponent}", loads)
+        if exponents:
+            continue
         for wanted in ZIPF_IMBALANCES if num_ranks > 2 else (1.6, 1.9):
             loads = [
-                zipf_loads(rng, num_ranks, num_experts, wanted) for _ in range(args.zipf_cases)
+                draw(rng, num_ranks, top_k, weight_of(rng, num_ranks, num_experts, wanted))
+                for _ in range(count)
             ]
             yield Cases(f"zipf {wanted}", loads)
 
 
-def zipf_loads(
+def draw(rng: np.random.Generator, num_ranks: int, top_k: int, weight: np.ndarray) -> np.ndarray:
+    """Loads int32 (R, E) of experts with ``weight`` (E,)."""
+    return rng.multinomial(TOKENS_PER_RANK * top_k, weight, size=num_ranks).astype(np.int32)
+
+
+def zipf(order: np.ndarray, exponent: float) -> np.ndarray:
+    """Weights (E,) that sum to 1; ``order`` (E,) says which expert is the n-th hottest."""
+    weight: np.ndarray = ((1.0 + np.arange(order.size)) ** -exponent)[order]
+    return weight / weight.sum()
+
+
+def weight_of(
     rng: np.random.Generator, num_ranks: int, num_experts: int, wanted: float
 ) -> np.ndarray:
-    """Loads int32 (R, E) with an imbalance near ``wanted``; two ranks keep hot experts together."""
+    """Weights (E,) with an imbalance near ``wanted``; two ranks keep hot experts together."""
     order = rng.permutation(num_experts) if num_ranks > 2 else np.arange(num_experts)
-    candidates = []
-    for exponent in np.linspace(0, 2, 41):
-        weight = ((1.0 + np.arange(num_experts)) ** -exponent)[order]
-        weight /= weight.sum()
-        distance = abs(imbalance_of(weight, num_ranks) - wanted)
-        candidates.append((distance, exponent, weight))
-    weight = min(candidates, key=lambda candidate: candidate[:2])[2]
-    return rng.multinomial(TOKENS_PER_RANK * TOP_K, weight, size=num_ranks).astype(np.int32)
+    weights = [zipf(order, exponent) for exponent in np.linspace(0, 2, 41)]
+    return min(weights, key=lambda weight: abs(imbalance_of(weight, num_ranks) - wanted))
 
 
 def imbalance_of(expert_load: np.ndarray, num_ranks: int) -> float:
@@ -103,18 +135,12 @@ def imbalance_of(expert_load: np.ndarray, num_ranks: int) -> float:
     return float(rank_load.max() / rank_load.mean())
 
 
-def measure(cases: Cases, num_slots: int, repeat: int) -> dict[str, Any]:
-    """Plan every case, the first time not timed; means over cases unless named otherwise."""
-    num_ranks, num_experts = cases.loads[0].shape
-    shape = ExpertShape(num_ranks, num_experts, num_slots)
-    warm_up(shape)
-    before, after, senders, replicas, seconds = [], [], [], [], []
+def judge(cases: Cases, num_slots: int) -> dict[str, Any]:
+    """How well every case is balanced; means over cases unless named otherwise."""
+    shape = shape_of(cases, num_slots)
+    before, after, senders, replicas = [], [], [], []
     for loads in cases.loads:
         plan = plan_quota(loads, shape, 0)
-        for _ in range(repeat):
-            start = time.perf_counter()
-            plan_quota(loads, shape, 0)
-            seconds.append(time.perf_counter() - start)
         masters = plan.slot_expert[plan.slot_expert >= 0] // shape.num_masters
         before.append(imbalance_of(loads.sum(0), shape.num_ranks))
         after.append(imbalance(plan.quota.sum(0)))
@@ -122,8 +148,8 @@ def measure(cases: Cases, num_slots: int, repeat: int) -> dict[str, Any]:
         replicas.append(masters.size)
     return {
         "name": cases.name,
-        "num_ranks": num_ranks,
-        "num_experts": num_experts,
+        "num_ranks": shape.num_ranks,
+        "num_experts": shape.num_logical_experts,
         "num_slots": num_slots,
         "cases": len(cases.loads),
         "before": float(np.mean(before)),  # imbalance on masters
@@ -131,8 +157,26 @@ def measure(cases: Cases, num_slots: int, repeat: int) -> dict[str, Any]:
         "worst_after": max(after),
         "busiest_sender": float(np.mean(senders)),  # replicas sent by the rank that sends most
         "replicas": float(np.mean(replicas)),
-        "median_microseconds": float(np.median(seconds)) * 1e6,  # a plan, one rank's share
     }
+
+
+def time_plans(cases: Cases, num_slots: int) -> list[float]:
+    """Seconds that every case's plan takes, the loads behind headers as exchanges bring them."""
+    shape = shape_of(cases, num_slots)
+    warm_up(shape)
+    seconds = []
+    for case in cases.loads:
+        rows = np.pad(case.astype(np.int64), ((0, 0), (HEADER_WIDTH, 0)))
+        loads = rows[:, HEADER_WIDTH:]
+        start = time.perf_counter()
+        plan_quota(loads, shape, 0)
+        seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+def shape_of(cases: Cases, num_slots: int) -> ExpertShape:
+    """Sizes of a plan with ``num_slots`` slots per rank."""
+    return ExpertShape(*cases.loads[0].shape, num_slots)
 
 
 if __name__ == "__main__":

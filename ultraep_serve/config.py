@@ -94,11 +94,12 @@ class BalanceConfig(_Settings):
         default=2, ge=0, le=64, description="replica slots per rank, shared by all layers"
     )
     min_batch_tokens: int = Field(
-        default=256, ge=1, description="smaller batches (decode) are left alone"
+        default=256, ge=1, le=1 << 30, description="smaller batches (decode) are left alone"
     )
     max_imbalance: float = Field(
         default=1.02,
         ge=1.0,
+        le=1e6,
         description="layers at or below this max/mean over ranks are left alone",
     )
     on_unsupported: Literal["error", "off"] = Field(
@@ -111,7 +112,10 @@ class BalanceConfig(_Settings):
         "measured when the model is loaded)",
     )
     timeout_seconds: float = Field(
-        default=60.0, gt=0, description="a rank silent for longer ends the engine with an error"
+        default=60.0,
+        gt=0,
+        le=24 * 3600,
+        description="a rank silent for longer ends the engine with an error",
     )
     slot_memory: Literal["aliased", "per_layer"] = Field(
         default="aliased",
@@ -120,6 +124,7 @@ class BalanceConfig(_Settings):
     domain_size: int = Field(
         default=0,
         ge=0,
+        le=1 << 16,
         description="weights move between this many ranks of a host; 0: all of them",
     )
     relay: Literal["auto", "always", "never"] = Field(
@@ -129,7 +134,7 @@ class BalanceConfig(_Settings):
         default=False, description="permit policy ideal, which gives wrong answers, for measuring"
     )
     chunk_bytes: int = Field(
-        default=1 << 20, ge=4096, description="unit of weight transfer, in bytes"
+        default=1 << 20, ge=4096, le=1 << 30, description="unit of weight transfer, in bytes"
     )
     ring_records: int = Field(
         default=4096, ge=16, le=1 << 20, description="records kept per rank for the sidecar"

@@ -18,6 +18,9 @@ UltraEPError
 └── ServerError       a server that this package started did not come up
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 __all__ = [
     "SERVE_UNBALANCED",
     "BenchError",
@@ -36,6 +39,7 @@ __all__ = [
     "TraceError",
     "UltraEPError",
     "UnsupportedError",
+    "understood",
 ]
 
 SERVE_UNBALANCED = (
@@ -108,3 +112,17 @@ class NoServerError(UltraEPError):
 
 class ServerError(UltraEPError):
     """The server did not come up; the message holds the end of its log."""
+
+
+@contextmanager
+def understood(url: str) -> Iterator[None]:
+    """Inside, answers of ``url`` are used: where one has another form, that is a BenchError."""
+    try:
+        yield
+    except UltraEPError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise BenchError(
+            f"{url} gave an answer that is not understood ({error!r}); is it the sidecar of a "
+            "server of this version?"
+        ) from error

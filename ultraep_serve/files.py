@@ -24,10 +24,13 @@ __all__ = [
     "parse_object",
     "prepare_output",
     "read_private",
+    "read_text",
     "whole_file",
     "write_json",
     "write_whole",
 ]
+
+_MOST_TEXT = 64 << 20  # bytes; a text of prompts is the largest
 
 
 def prepare_output(path: Path) -> None:
@@ -146,15 +149,31 @@ def create_mapped(
     return mapped
 
 
+def read_text(path: Path, what: str) -> str:
+    """The text in a file that the user named; ``what`` it is, for errors. Raises ConfigError."""
+    try:
+        with os.fdopen(open_regular(path, links=True), "rb") as file:
+            content = file.read(_MOST_TEXT + 1)
+        if len(content) > _MOST_TEXT:
+            raise OSError(f"more than {_MOST_TEXT >> 20} MiB")
+        return content.decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{what} {path} cannot be read: {error}") from error
+
+
 def open_regular(
-    path: Path | str, flags: int = os.O_RDONLY, *, directory: int | None = None
+    path: Path | str,
+    flags: int = os.O_RDONLY,
+    *,
+    directory: int | None = None,
+    links: bool = False,
 ) -> int:
     """Descriptor of ``path``, in ``directory`` (a descriptor) where that is given.
 
-    Raises OSError, also for links, pipes, devices and directories.
+    Raises OSError, also for pipes, devices and directories, and without ``links`` for links.
     """
     # O_NONBLOCK: opening a pipe must not wait for its other end.
-    flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    flags |= os.O_NONBLOCK | os.O_CLOEXEC | (0 if links else os.O_NOFOLLOW)
     descriptor = os.open(path, flags, dir_fd=directory)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)

@@ -61,6 +61,8 @@ def why_not_listen(host: str, port: int) -> str | None:
             probe.bind((host, port))
         except OSError as error:
             return error.strerror
+        except (OverflowError, TypeError, UnicodeError) as error:  # no port, no host name
+            return str(error)
     return None
 
 

@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import groupby
 from pathlib import Path
+from typing import NamedTuple
 
 from ultraep_serve.errors import SERVE_UNBALANCED, UnsupportedError
 
 __all__ = [
     "Location",
+    "PipelineStage",
     "domain_of",
     "host_identity",
     "is_process_alive",
@@ -24,6 +26,14 @@ __all__ = [
 ]
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+class PipelineStage(NamedTuple):
+    """Which of a model's stages a rank runs. Each has its own layers, balanced by its own ranks."""
+
+    number: int = 0
+    num_stages: int = 1
+    run: int = 0  # of 62 bits, the same in all stages of an engine and in no other engine
 
 
 @dataclass(frozen=True)

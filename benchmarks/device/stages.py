@@ -40,9 +40,11 @@ ROUTING = (
     RoutingCase(PUBLISHED, tokens=32768),
     RoutingCase(ExpertShape(64, 256, 1)),
     RoutingCase(ExpertShape(72, 504, 2)),
+    RoutingCase(ExpertShape(56, 896, 2), top_k=16),
+    RoutingCase(ExpertShape(64, 896, 2), top_k=16),
 )
 TINY_ROUTING = (RoutingCase(ExpertShape(4, 16, 2), tokens=50, top_k=2, has_target=True),)
-EXCHANGES = ((8, 128), (16, 128), (64, 256), (72, 504))  # (R, E)
+EXCHANGES = ((8, 128), (16, 128), (64, 256), (72, 504), (64, 896))  # (R, E)
 
 
 @dataclass(frozen=True)

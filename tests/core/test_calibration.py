@@ -9,7 +9,7 @@ import torch
 from tests.support.ranks import fresh_run_path, run_ranks
 from ultraep_serve.backend import GroupSetup
 from ultraep_serve.config import BalanceConfig
-from ultraep_serve.costs.calibration import fit
+from ultraep_serve.costs.calibration import Probes, agreed_costs, fit
 from ultraep_serve.costs.model import CostModel
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.host.backend import HostBackend
@@ -36,6 +36,21 @@ def test_ranks_agree_on_the_mean_of_what_they_measure() -> None:
     assert first == second
     assert first.seconds_per_assignment > 0
     assert min(first.link_bytes_per_second, first.exchange_seconds, first.plan_seconds) > 0
+
+
+def test_a_machine_too_busy_to_measure_still_starts(caplog: pytest.LogCaptureFixture) -> None:
+    noise = iter((3e-3, 2e-3, 1e-3))
+    probes = Probes(
+        seconds=lambda _: next(noise),
+        exchange=lambda: 1e-5,
+        send_expert=lambda: 1e-4,
+        plan=lambda: 1e-5,
+        gather=lambda own: own[None],
+    )
+    costs = agreed_costs("", SHAPE, 4000, probes, lambda _: None)
+    assert costs.base_seconds == 0
+    assert costs.seconds_per_assignment == 1e-3 / (256 * SHAPE.num_masters)
+    assert "costs are an upper bound" in caplog.text
 
 
 def test_given_costs_are_taken_as_they_are() -> None:

@@ -90,6 +90,15 @@ def test_counts_near_the_largest() -> None:
     assert imbalance(plan.quota.sum(0, dtype=np.int64)) <= 1.002
 
 
+@pytest.mark.parametrize("num_ranks", [56, 64])
+def test_many_experts(num_ranks: int) -> None:
+    """896 experts, 16 per token: L is 16 and 14; hot ones anywhere."""
+    shape = ExpertShape(num_ranks, 896, 2)
+    order = np.random.default_rng(4).permutation(896)
+    plan = plan_all(skewed(shape, seed=4, tokens=16 * 1024)[:, order], shape)
+    assert imbalance(plan.quota.sum(0)) <= 1.005
+
+
 def test_source_ranks_without_tokens() -> None:
     shape = ExpertShape(4, 28, 2)
     loads = skewed(shape, seed=2)
@@ -105,6 +114,8 @@ def test_dtype_and_layout_do_not_matter() -> None:
     plan = plan_quota(loads, shape, 5)
     assert same_plan(plan, plan_quota(loads.astype(np.int64), shape, 5))
     assert same_plan(plan, plan_quota(np.asfortranarray(loads), shape, 5))
+    rows = np.pad(loads.astype(np.int64), ((0, 0), (8, 0)))  # as an exchange brings them
+    assert same_plan(plan, plan_quota(rows[:, 8:], shape, 5))
     assert (plan.slot_expert.dtype, plan.quota.dtype, plan.share.dtype) == (np.int32,) * 3
 
 

@@ -18,7 +18,7 @@ from tests.support.ranks import outcomes_of_ranks, run_ranks
 from ultraep_serve.adapters import rendezvous
 from ultraep_serve.adapters.rendezvous import find_location, meet
 from ultraep_serve.cli import main
-from ultraep_serve.config import BalanceConfig
+from ultraep_serve.config import BalanceConfig, first_process
 from ultraep_serve.errors import ConfigError, SharedMemoryError, UnsupportedError
 from ultraep_serve.machine import free_port
 from ultraep_serve.ring import run_directory as module
@@ -35,6 +35,7 @@ from ultraep_serve.ring.run_directory import (
     run_directory_of_port,
     running_run_directories,
 )
+from ultraep_serve.topology import PipelineStage
 
 
 @pytest.fixture
@@ -237,6 +238,29 @@ def test_ranks_meet_without_a_launcher_and_runs_do_not_mix(run_path: Path, tmp_p
     names = [name for name, _ in outcomes]
     assert names[0] == names[1] != names[2] == names[3]
     assert all(both for _, both in outcomes)
+
+
+def met_in_stages(rank: int, run_path: Path, shm: Path) -> str:
+    """Two pipeline stages of two ranks; their groups know nothing of each other."""
+    module.SHARED_MEMORY = shm
+    stage, own = divmod(rank, 2)
+    group = engine_group(run_path / str(stage), own, 2)
+    config = BalanceConfig()
+    location = find_location(config, own, 2, group)
+    directory = meet(config, location, group, PipelineStage(stage, 2, run=77)).run_path
+    (directory / str(rank)).touch()
+    while len(list(directory.iterdir())) < 5:  # nobody leaves before all have come
+        time.sleep(0.01)
+    return directory.name
+
+
+def test_pipeline_stages_share_a_run_directory(run_path: Path, tmp_path: Path) -> None:
+    for name in ("0", "1"):
+        (run_path / name).mkdir()
+    first_process()  # the ranks are told who it is when they are started
+    names = run_ranks(met_in_stages, 4, run_path, tmp_path)
+    assert len(set(names)) == 1
+    assert not [path for path in tmp_path.iterdir() if path.is_dir()]
 
 
 def test_a_run_directory_that_cannot_be_made_is_an_error_of_every_rank(

@@ -19,7 +19,7 @@ SHAPES = [
     ExpertShape(2, 14, 2),  # L = 7 is prime, E no power of two
     ExpertShape(8, 64, 1),
 ]
-LARGEST = ExpertShape(72, 504, 4)
+LARGEST = [(ExpertShape(72, 504, 4), 8), (ExpertShape(56, 896, 2), 16)]
 
 
 def edge_ids(shape: ExpertShape) -> dict[str, torch.Tensor]:
@@ -50,10 +50,13 @@ def test_count_and_reroute_equal_their_twins(bench: Bench, shape: ExpertShape, n
     check_count_and_reroute(bench, ids.to(bench.device), plan, shape.num_masters)
 
 
-def test_as_many_ranks_and_experts_as_there_are(bench: Bench) -> None:
-    ids = skewed_ids(LARGEST, 40, 1, top_k=8)
-    plan = plan_of(ids, LARGEST)
-    check_count_and_reroute(bench, ids.to(bench.device), plan, LARGEST.num_masters)
+@pytest.mark.parametrize(("shape", "top_k"), LARGEST, ids=str)
+def test_as_many_ranks_and_experts_as_there_are(
+    bench: Bench, shape: ExpertShape, top_k: int
+) -> None:
+    ids = skewed_ids(shape, 40, 1, top_k)
+    plan = plan_of(ids, shape)
+    check_count_and_reroute(bench, ids.to(bench.device), plan, shape.num_masters)
 
 
 def test_more_blocks_of_ids_than_are_added_at_a_time(bench: Bench) -> None:

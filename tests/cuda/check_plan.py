@@ -43,6 +43,14 @@ def test_large_shapes(bench: Bench, shape: ExpertShape) -> None:
 
 
 @pytest.mark.usefixtures("few_attempts")
+@pytest.mark.parametrize("num_ranks", [56, 64])
+def test_as_many_experts_as_there_are(bench: Bench, num_ranks: int) -> None:
+    """896, 16 per token: L is 16 and 14."""
+    shape = ExpertShape(num_ranks, 896, 2)
+    check_plan(bench, zipf_loads(shape, 0.9, 2, assignments=16384), shape, source=3)
+
+
+@pytest.mark.usefixtures("few_attempts")
 def test_what_cannot_be_balanced_takes_the_second_wave(bench: Bench) -> None:
     """Hot ranks of many even experts and one slot: no one expert carries the excess."""
     rng = np.random.default_rng(2)

@@ -1,6 +1,7 @@
 """What the vLLM adapter balances on GPUs, and what it refuses, saying what to change."""
 # ruff: noqa: TID251 - vLLM's own objects are what is tested
 
+import sys
 import warnings
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -12,17 +13,57 @@ pytest.importorskip("vllm", reason="needs vLLM: make setup")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own, when vLLM has it compile
     from vllm.config import VllmConfig
+    from vllm.config.kernel import MEGA_MOE_BACKENDS, PASSTHROUGH_ALL2ALL_BACKEND, MoEBackend
     from vllm.config.parallel import All2AllBackend
     from vllm.distributed import parallel_state
+    from vllm.model_executor.layers.fused_moe.experts import trtllm_fp8_moe
     from vllm.model_executor.layers.fused_moe.oracle import fp8 as fp8_kernels
-    from vllm.model_executor.layers.fused_moe.oracle import unquantized
-    from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
+    from vllm.model_executor.layers.fused_moe.oracle import (
+        int8,
+        int_wna16,
+        mxfp4,
+        nvfp4,
+        unquantized,
+    )
 
     from tests.support import vllm_layers
-    from tests.support.vllm_gpu import build, fp8_config
-    from ultraep_serve.adapters.vllm import checks
+    from tests.support.vllm_gpu import build
+    from ultraep_serve.adapters.vllm import checks, expert_tensors
 
+from ultraep_serve.adapters.setup import require_one_number
 from ultraep_serve.errors import UnsupportedError
+
+KERNELS: dict[Any, tuple[str, ...]] = {  # vLLM's names of those that are balanced
+    unquantized.UnquantizedMoeBackend: ("TRITON", "BATCHED_TRITON", "FLASHINFER_CUTLASS"),
+    fp8_kernels.Fp8MoeBackend: (
+        "TRITON",
+        "BATCHED_TRITON",
+        "DEEPGEMM",
+        "BATCHED_DEEPGEMM",
+        "VLLM_CUTLASS",
+        "BATCHED_VLLM_CUTLASS",
+        "FLASHINFER_CUTLASS",
+        "FLASHINFER_TRTLLM",
+        "MARLIN",
+    ),
+    int8.Int8MoeBackend: ("TRITON",),
+    int_wna16.WNA16MoEBackend: ("MARLIN", "BATCHED_MARLIN", "TRITON"),
+    nvfp4.NvFp4MoeBackend: (
+        "MARLIN",
+        "VLLM_CUTLASS",
+        "FLASHINFER_CUTLASS",
+        "FLASHINFER_CUTEDSL_BATCHED",
+        "FLASHINFER_TRTLLM",
+    ),
+    mxfp4.Mxfp4MoeBackend: (
+        "MARLIN",
+        "BATCHED_MARLIN",
+        "CUTLASS_MXFP4_MXFP4",
+        "DEEPGEMM_MXFP4",
+        "FLASHINFER_CUTLASS_MXFP4_BF16",
+        "FLASHINFER_TRTLLM_MXFP4_MXFP8",
+    ),
+}
 
 
 def refusal(layer: Any, config: VllmConfig) -> str:
@@ -34,16 +75,38 @@ def refusal(layer: Any, config: VllmConfig) -> str:
 
 def test_accepted_names_are_vllms_own() -> None:
     assert set(checks._ALL2ALL_BACKENDS) <= set(get_args(All2AllBackend))
-    names = ("TRITON", "BATCHED_TRITON", "DEEPGEMM", "BATCHED_DEEPGEMM", "FLASHINFER_CUTLASS")
     kernels = {
         kernel.__name__
-        for name in names
-        for kernel in fp8_kernels.backend_to_kernel_cls(fp8_kernels.Fp8MoeBackend[name])
+        for oracle, backends in KERNELS.items()
+        for backend in backends
+        for kernel in sys.modules[oracle.__module__].backend_to_kernel_cls(oracle[backend])  # type: ignore[attr-defined]
+        if not kernel.is_monolithic()
     }
     assert kernels == set(checks._EXPERT_KERNELS)
-    triton = unquantized.UnquantizedMoeBackend.TRITON
-    assert unquantized.backend_to_kernel_cls(triton)[0].__name__ in checks._EXPERT_KERNELS
-    assert {Fp8MoEMethod.__name__, "UnquantizedFusedMoEMethod"} == set(checks._QUANTISATIONS)
+
+
+@pytest.mark.parametrize(
+    ("weights", "oracle", "names"),
+    [
+        ("nvfp4", nvfp4.map_nvfp4_backend, ("marlin", "flashinfer_cutlass")),
+        ("mxfp4", lambda name: mxfp4.map_mxfp4_backend(name)[0], ("marlin",)),
+        ("int4", int_wna16.map_wna16_backend, ("marlin",)),
+        ("torch.int8", int8.map_int8_backend, ("triton",)),
+        ("torch.float8_e4m3fn", fp8_kernels.map_fp8_backend, ("triton",)),
+        ("None", unquantized.map_unquantized_backend, ("triton",)),
+    ],
+)
+def test_the_flag_that_refusals_name_gives_a_kernel_that_is_balanced(
+    weights: str, oracle: Any, names: tuple[str, ...]
+) -> None:
+    config = SimpleNamespace(weight_quant_dtype=weights)
+    layer: Any = SimpleNamespace(quant_method=SimpleNamespace(moe_quant_config=config))
+    assert expert_tensors.other_kernel(layer) == f"--moe-backend {' or '.join(names)}"
+    assert set(names) <= set(get_args(MoEBackend))
+    for name in names:
+        backend = oracle(name)
+        kernels = sys.modules[type(backend).__module__].backend_to_kernel_cls(backend)  # type: ignore[attr-defined]
+        assert kernels[-1].__name__ in checks._EXPERT_KERNELS
 
 
 def test_what_is_verified_is_accepted(balanced: Any) -> None:
@@ -84,15 +147,10 @@ def test_several_hosts_are_accepted(balanced: Any) -> None:
     checks.check_device_execution(layer, config)
 
 
-@pytest.mark.parametrize(
-    ("stages", "numbers", "message"),
-    [(2, (8, 8), "--pipeline-parallel-size 1"), (1, (8, 16), r"experts \[8, 16\] share no slots")],
-)
-def test_what_is_not_one_group_is_refused(stages: int, numbers: Any, message: str) -> None:
-    config = SimpleNamespace(parallel_config=SimpleNamespace(pipeline_parallel_size=stages))
-    layers = [SimpleNamespace(global_num_experts=number) for number in numbers]
-    with pytest.raises(UnsupportedError, match=message):
-        checks.check_model(config, layers)  # type: ignore[arg-type]  # these fields are enough
+def test_layers_that_share_no_slots_are_refused() -> None:
+    require_one_number([8, 8])
+    with pytest.raises(UnsupportedError, match=r"experts \[8, 16\] share no slots"):
+        require_one_number([8, 16])
 
 
 def test_tensor_and_data_parallelism_need_tokens_of_their_own(balanced: Any) -> None:
@@ -112,16 +170,29 @@ def test_context_parallelism_is_refused(balanced: Any) -> None:
 
 def test_kernels_that_route_themselves_are_refused(balanced: Any) -> None:
     layer, config = build(balanced)
-    layer.quant_method.moe_kernel = SimpleNamespace(is_monolithic=True)
-    assert "use --moe-backend triton" in refusal(layer, config)
+    monolithic = trtllm_fp8_moe.TrtLlmFp8ExpertsMonolithic
+    layer.quant_method.moe_kernel = SimpleNamespace(
+        is_monolithic=True, fused_experts=monolithic.__new__(monolithic)
+    )
+    message = refusal(layer, config)
+    assert "TrtLlmFp8ExpertsMonolithic routes inside its kernel" in message
+    assert "use --moe-backend triton" in message
     layer.quant_method.moe_kernel = SimpleNamespace(is_monolithic=False, fused_experts=object())
     assert "expert kernel object has not been verified" in refusal(layer, config)
 
 
-def test_other_quantisations_are_refused(balanced: Any) -> None:
+@pytest.mark.parametrize("backend", sorted(MEGA_MOE_BACKENDS))
+def test_megakernels_are_refused_however_the_model_builds_its_experts(
+    balanced: Any, backend: str
+) -> None:
+    """Some through vLLM's routed experts, whose dispatch is none; others through their own."""
     layer, config = build(balanced)
-    balanced(checks, "_QUANTISATIONS", ())
-    assert "quantisation UnquantizedFusedMoEMethod has not been verified" in refusal(layer, config)
+    config.kernel_config.moe_backend = backend
+    layer.moe_config.moe_parallel_config.all2all_backend = PASSTHROUGH_ALL2ALL_BACKEND
+    balanced(config, "model_config", SimpleNamespace(model="dsv4", enable_sleep_mode=False))
+    for message in (refusal(layer, config), str(checks.without_experts(config))):
+        assert f"--moe-backend {backend} sends tokens to experts inside one kernel" in message
+        assert "use --moe-backend marlin, or set on_unsupported" in message
 
 
 def test_offloaded_weights_are_refused(balanced: Any) -> None:
@@ -135,11 +206,6 @@ def test_eplb_is_refused(balanced: Any) -> None:
     layer.moe_config.moe_parallel_config.enable_eplb = True
     with pytest.raises(UnsupportedError, match="drop it"):
         checks.check_layer(layer)
-
-
-def test_static_activation_scales_are_refused(balanced: Any) -> None:
-    layer, config = build(balanced, quant_config=fp8_config("static", None))
-    assert "dynamic activation scales" in refusal(layer, config)
 
 
 def test_other_accelerators_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

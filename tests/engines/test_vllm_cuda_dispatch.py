@@ -3,7 +3,6 @@
 
 import os
 import warnings
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,9 +25,9 @@ with warnings.catch_warnings():
         NUM_SLOTS,
         configure,
         forward_pass,
+        replace_device,
     )
-    from tests.support.vllm_reference_kernels import use_reference_kernels
-    from ultraep_serve.adapters.vllm import checks, group, routed_experts
+    from ultraep_serve.adapters.vllm import checks, routed_experts
 
 from tests.support.ranks import fresh_run_path, run_ranks
 from ultraep_serve.costs.model import CostModel
@@ -44,8 +43,7 @@ def serve_on_rank(rank: int, run_dirs: list[str]) -> list[dict[str, Any]]:
     store = dist.FileStore(f"{run_dirs[0]}/gloo", NUM_RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS)
     transports.install_deep_ep()
-    use_reference_kernels(setattr)
-    setattr(group, "current_platform", SimpleNamespace(is_cpu=lambda: False))  # noqa: B010
+    replace_device(setattr)
     return [
         serve_through(backend, rank, run_dir)
         for backend, run_dir in zip(BACKENDS, run_dirs, strict=True)

@@ -1,6 +1,7 @@
 """Layers of the vLLM adapter on GPUs: what moves, which batches are balanced, who is left alone."""
 # ruff: noqa: TID251 - vLLM's own objects are what is tested
 
+import copy
 import threading
 import warnings
 from pathlib import Path
@@ -14,24 +15,18 @@ pytest.importorskip("vllm", reason="needs vLLM: make setup")
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own, when vLLM has it compile
-    from vllm.config import set_current_vllm_config
     from vllm.forward_context import create_forward_context, override_forward_context
-    from vllm.model_executor.custom_op import op_registry_oot
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
-    from vllm.model_executor.layers.quantization import fp8
     from vllm.v1.worker import ubatching
 
     from tests.support import vllm_layers
     from tests.support.vllm_gpu import (
         NAMES,
-        NUM_LOCAL,
-        NUM_MASTERS,
         NUM_RANKS,
         NUM_SLOTS,
         build,
         configure,
         forward_pass,
-        fp8_config,
     )
     from ultraep_serve.adapters.vllm import checks, group, routed_experts
 
@@ -40,58 +35,6 @@ from ultraep_serve.cuda.recording import is_capturing
 from ultraep_serve.errors import UnsupportedError
 from ultraep_serve.ring.run_directory import UNBALANCED_FILE
 from ultraep_serve.types import Policy
-
-
-@pytest.mark.parametrize("block", [[16, 128], None], ids=["block", "tensor"])
-def test_fp8_scales_move_with_the_weights(balanced: Any, block: list[int] | None) -> None:
-    """They are the layer's parameters, in the kernel's configuration too, so they move in place."""
-    balanced(fp8, "resolve_fp8_moe_weight_block_shape", lambda *_: (block, None), raising=False)
-    layer, config = build(balanced, quant_config=fp8_config("dynamic", block))
-    checks.check_device_execution(layer, config)
-    parameters = group._expert_parameters(layer)
-    suffix = "weight_scale_inv" if block else "weight_scale"
-    moving = {name for name, own in layer.named_parameters() if any(own is p for p in parameters)}
-    assert moving == {"w13_weight", "w2_weight", f"w13_{suffix}", f"w2_{suffix}"}
-
-    shape = group.ExpertShape(NUM_RANKS, vllm_layers.NUM_EXPERTS, NUM_SLOTS)
-    execution = layer._group._execution
-    with set_current_vllm_config(config):
-        execution.give_slots([layer], shape)
-        for parameter in parameters:
-            parameter.data = parameter.data.new_zeros(NUM_LOCAL, *parameter.shape[1:])
-        experts = layer.quant_method.moe_kernel.fused_experts
-        assert experts.w1_scale.shape[0] == experts.w2_scale.shape[0] == NUM_LOCAL
-        execution.take_slots_back([layer], [parameters], shape)
-    assert layer.w13_weight.shape[0] == experts.w1_scale.shape[0] == NUM_MASTERS
-    assert layer.global_num_experts == layer.expert_map.numel() == vllm_layers.NUM_EXPERTS
-
-
-def test_what_a_kernel_computed_from_the_experts_is_refused(balanced: Any) -> None:
-    layer, config = build(balanced, quant_config=fp8_config("dynamic", None))
-    method, made = layer.quant_method, layer.quant_method.get_fused_moe_quant_config
-
-    def derived(of: Any) -> Any:
-        found = made(of)
-        found._w1.alpha_or_gscale = of.w13_weight_scale * 2
-        return found
-
-    method.get_fused_moe_quant_config = derived
-    shape = group.ExpertShape(NUM_RANKS, vllm_layers.NUM_EXPERTS, NUM_SLOTS)
-    with (
-        set_current_vllm_config(config),
-        pytest.raises(UnsupportedError, match=r"alpha_or_gscale .*--moe-backend triton"),
-    ):
-        layer._group._execution.give_slots([layer], shape)
-
-
-def test_tensors_outside_vllms_contract_are_refused(balanced: Any) -> None:
-    layer, _ = build(balanced)
-    layer.register_parameter("w13_input_scale", torch.nn.Parameter(torch.ones(NUM_MASTERS)))
-    with pytest.raises(UnsupportedError, match=r"w13_input_scale .* cannot be moved"):
-        group._expert_parameters(layer)
-    layer.w2_weight.data = layer.w2_weight.data.transpose(1, 2)
-    with pytest.raises(UnsupportedError, match="--moe-backend triton"):
-        group._expert_parameters(layer)
 
 
 def test_batches_are_judged_by_all_ranks_tokens_and_captured_ones_not(balanced: Any) -> None:
@@ -160,7 +103,35 @@ def test_unsupported_models_are_served_by_vllm_alone(
     assert "--enable-elastic-ep" in (tmp_path / UNBALANCED_FILE).read_text()  # for the sidecar
 
 
-def test_draft_models_are_refused(
+def draft_config_of(config: Any) -> Any:
+    """As vLLM derives it: everything shared but what the draft model needs otherwise."""
+    return copy.copy(config)
+
+
+def test_draft_models_run_as_the_engine_has_them(balanced: Any) -> None:
+    config = vllm_layers.engine_config(0, NUM_RANKS, "allgather_reducescatter", NAMES[:1])
+    target, _ = build(balanced, config=config)
+    draft, _ = build(balanced, config=draft_config_of(config))
+    assert type(draft) is RoutedExperts
+    assert isinstance(target, routed_experts.DeviceRoutedExperts)
+    assert target._group._num_expected == 1
+
+
+def test_draft_experts_on_a_cpu_go_without_balancing(
+    balanced: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (group, routed_experts, checks):
+        monkeypatch.setattr(module, "current_platform", SimpleNamespace(is_cpu=lambda: True))
+    monkeypatch.setattr(checks.vllm, "__version__", "0.32.0")  # verified on CPU too
+    config = vllm_layers.engine_config(0, NUM_RANKS, "", NAMES[:1])
+    target, draft = (build(balanced, config=each)[0] for each in (config, draft_config_of(config)))
+    assert isinstance(draft, routed_experts.CpuRoutedExperts)
+    assert draft._group is not target._group
+    assert draft._group._config.policy is Policy.OFF
+    assert target._group._config.policy is Policy.QUOTA
+
+
+def test_weights_loaded_anew_and_a_second_model_are_refused(
     balanced: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     configure(monkeypatch.setenv, on_unsupported="off", run_dir=str(tmp_path))
@@ -168,12 +139,11 @@ def test_draft_models_are_refused(
     layer, _ = build(balanced, config=config)
     config.parallel_config.enable_elastic_ep = True
     layer.update_param_tp_status()
-    config.compilation_config.static_all_moe_layers.append("draft")
-    with pytest.raises(UnsupportedError, match="draft models"):
+    with pytest.raises(UnsupportedError, match="loaded anew"):
         layer.update_param_tp_status()
     layer._group.balanced = object()
-    other = vllm_layers.engine_config(0, NUM_RANKS, "allgather_reducescatter", ["draft"])
-    with pytest.raises(UnsupportedError, match="draft models"):
+    other = vllm_layers.engine_config(0, NUM_RANKS, "allgather_reducescatter", ["other"])
+    with pytest.raises(UnsupportedError, match="balances another model already"):
         build(balanced, config=other)
 
 
@@ -198,20 +168,3 @@ def test_settings_come_from_vllms_own_configuration(
     config.additional_config = {"ultraep": settings}
     layer, _ = build(on_gpu, config=config)
     assert layer._group._config == BalanceConfig(**settings)
-
-
-@pytest.mark.parametrize(
-    ("is_cpu", "cls"),
-    [(True, routed_experts.CpuRoutedExperts), (False, routed_experts.DeviceRoutedExperts)],
-)
-def test_each_platform_has_its_own_layer(
-    monkeypatch: pytest.MonkeyPatch, is_cpu: bool, cls: type
-) -> None:
-    platform = SimpleNamespace(is_cpu=lambda: is_cpu, is_cuda=lambda: not is_cpu)
-    monkeypatch.setattr(routed_experts, "current_platform", platform)
-    monkeypatch.setattr(checks, "current_platform", platform)
-    monkeypatch.setattr(checks.vllm, "__version__", "0.32.0")  # verified on both
-    monkeypatch.delitem(op_registry_oot, "RoutedExperts", raising=False)
-    configure(monkeypatch.setenv)
-    routed_experts.substitute()
-    assert op_registry_oot.pop("RoutedExperts") is cls

@@ -3,6 +3,7 @@
 
 import os
 import warnings
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,13 +16,13 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own, when vLLM has it compile
     from vllm.config import set_current_vllm_config
     from vllm.entrypoints.cli.serve import ServeSubcommand
-    from vllm.model_executor.custom_op import op_registry_oot
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+    from vllm.model_executor.layers.fused_moe.router.zero_expert_router import ZeroExpertRouter
     from vllm.model_executor.model_loader.utils import process_weights_after_loading
     from vllm.plugins import DEFAULT_PLUGINS_GROUP
 
     from tests.support import vllm_layers
-    from tests.support.vllm_gpu import NAMES, NUM_RANKS, build
+    from tests.support.vllm_gpu import NAMES, NUM_RANKS
     from ultraep_serve.adapters.vllm import checks, launch, routed_experts
 
 from ultraep_serve.doctor import engines
@@ -54,19 +55,67 @@ def test_other_parameters_of_the_hook_are_refused(monkeypatch: pytest.MonkeyPatc
         checks.check_engine()
 
 
-def test_vllm_builds_our_layers_where_it_would_build_its_own(
-    balanced: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delitem(op_registry_oot, RoutedExperts.__name__, raising=False)
+class OtherExperts(RoutedExperts):
+    """As models bring them, for checkpoints of their own."""
+
+
+class Runner(torch.nn.Module):
+    """What vLLM puts routed experts into."""
+
+    def __init__(self, experts: RoutedExperts, router: object) -> None:
+        super().__init__()
+        self.router = router
+        self.routed_experts = experts
+
+
+@pytest.fixture
+def substituted(balanced: Any) -> Iterator[Any]:
     balanced(routed_experts, "current_platform", PLATFORM)
     balanced(checks, "current_platform", PLATFORM)
-    balanced(vllm_layers, "DeviceRoutedExperts", RoutedExperts)
+    balanced(vllm_layers, "take_over", lambda layer: None)  # vLLM builds without our help
+    balanced(routed_experts, "_hook", None)
     routed_experts.substitute()
-    try:
-        layer, _ = build(balanced)
-    finally:
-        del op_registry_oot[RoutedExperts.__name__]
-    assert type(layer) is routed_experts.DeviceRoutedExperts
+    hook = routed_experts._hook
+    routed_experts.substitute()
+    assert hook is routed_experts._hook is not None
+    yield balanced
+    hook.remove()
+
+
+@pytest.mark.parametrize("kind", [RoutedExperts, OtherExperts])
+def test_experts_of_any_class_become_ours_in_their_model(
+    substituted: Any, kind: type[RoutedExperts]
+) -> None:
+    config = vllm_layers.engine_config(0, NUM_RANKS, "allgather_reducescatter", NAMES)
+    parallel = vllm_layers.parallel_of(0, NUM_RANKS, "allgather_reducescatter")
+    zero_router = ZeroExpertRouter.__new__(ZeroExpertRouter)
+    layers = []
+    for name, router in zip(NAMES, (object(), zero_router), strict=True):
+        layer = vllm_layers.build_layer(config, parallel, name, kind=kind)
+        assert type(layer) is kind
+        with set_current_vllm_config(config):
+            runner = Runner(layer, router)
+            other = torch.nn.ModuleList([runner.routed_experts])  # registered again
+        assert other[0] is runner.routed_experts is layer
+        assert isinstance(layer, routed_experts.DeviceRoutedExperts)
+        assert isinstance(layer, kind)
+        assert type(layer).__name__ in (kind.__name__, "DeviceRoutedExperts")
+        layers.append(layer)
+    assert [layer._has_zero_experts for layer in layers] == [False, True]
+    assert layers[0]._group is layers[1]._group
+    assert layers[0]._group._num_expected == len(NAMES)
+
+
+def test_models_that_nobody_asked_to_balance_keep_their_layers(
+    substituted: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("ULTRAEP_CONFIG", raising=False)
+    config = vllm_layers.engine_config(0, NUM_RANKS, "allgather_reducescatter", NAMES)
+    parallel = vllm_layers.parallel_of(0, NUM_RANKS, "allgather_reducescatter")
+    layer = vllm_layers.build_layer(config, parallel, NAMES[0], kind=OtherExperts)
+    with set_current_vllm_config(config):
+        Runner(layer, None)
+    assert type(layer) is OtherExperts
 
 
 def test_vllms_loader_tells_a_layer_when_its_weights_are_final(balanced: Any) -> None:

@@ -88,46 +88,26 @@ def test_another_vllm_is_refused_only_where_balancing_is_asked_for(
         plugin.register()
 
 
-def embedding() -> Any:
-    """As it is when its loader calls it; what vLLM needs to make one is not here."""
-    made = routed_experts.CheckedEmbedding.__new__(routed_experts.CheckedEmbedding)
-    torch.nn.Module.__init__(made)
-    made._is_made = True
-    return made
-
-
-def check_model(names: list[str], kind: type = object) -> Any:
-    """What the embedding of a model whose MoE layers are of ``kind`` does at its load."""
+def check_model(names: list[str]) -> Any:
+    """What the embedding of a model with the MoE layers ``names`` does at its load."""
     config = vllm_layers.engine_config(0, NUM_RANKS, "allgather_reducescatter", names)
-    runners = {name: SimpleNamespace(routed_experts=kind()) for name in names}
-    config.compilation_config.static_forward_context.update(runners)
     described = SimpleNamespace(model="some/model", architectures=["Some"])
     object.__setattr__(config, "model_config", described)
-    made = embedding()
+    made = routed_experts.CheckedEmbedding.__new__(routed_experts.CheckedEmbedding)
+    torch.nn.Module.__init__(made)  # what vLLM needs to make one is not here
     with set_current_vllm_config(config):
         made.update_param_tp_status()
     return made
 
 
-class GptOssRoutedExperts:
-    """A name that vLLM's registry does not replace."""
-
-
-@pytest.mark.parametrize(
-    ("names", "reason"),
-    [
-        (["other.experts"], "some/model: vLLM builds its experts as GptOssRoutedExperts"),
-        ([], r"some/model has no experts that vLLM routes \(\['Some'\]\)"),
-    ],
-)
-def test_experts_that_are_none_of_ours_are_refused(
-    balanced: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, names: list[str], reason: str
+def test_models_without_experts_are_refused(
+    balanced: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(routed_experts, "_layers", [])
-    with pytest.raises(UnsupportedError, match=reason):
-        check_model(names, GptOssRoutedExperts)
+    check_model(NAMES)
+    with pytest.raises(UnsupportedError, match=r"some/model has no experts that vLLM routes"):
+        check_model([])
     configure(monkeypatch.setenv, on_unsupported="off", run_dir=str(tmp_path))
-    check_model(names, GptOssRoutedExperts)
+    check_model([])
     assert "some/model" in (tmp_path / UNBALANCED_FILE).read_text()
 
 
@@ -135,20 +115,8 @@ def test_experts_that_are_none_of_ours_are_refused(
 def test_nobody_is_refused_who_did_not_ask(
     on_gpu: Any, monkeypatch: pytest.MonkeyPatch, policy: Policy | None
 ) -> None:
-    monkeypatch.setattr(routed_experts, "_layers", [])
     monkeypatch.delenv("ULTRAEP_CONFIG", raising=False)
     if policy is not None:
         configure(monkeypatch.setenv, policy=policy)
-    made = check_model(["other.experts"], GptOssRoutedExperts)
+    made = check_model([])
     assert type(made) is VocabParallelEmbedding  # ours is not needed any more
-
-
-def test_a_model_whose_experts_are_all_ours_passes(
-    balanced: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ours = [SimpleNamespace(layer_name=name) for name in NAMES]
-    monkeypatch.setattr(routed_experts, "_layers", ours)
-    check_model(NAMES)
-    check_model([])  # a draft model without experts
-    with pytest.raises(UnsupportedError, match="builds its experts as GptOssRoutedExperts"):
-        check_model([*NAMES, "other.experts"], GptOssRoutedExperts)

@@ -16,7 +16,7 @@ import pytest
 
 from tests.support.serving_checks import check_balanced
 from tests.support.tiny_models import tiny_qwen3
-from tests.support.ways_to_start import CONTEXT, SETTINGS, UnmodifiedServer
+from tests.support.ways_to_start import CONTEXT, ENVIRONMENT, SETTINGS, UnmodifiedServer
 from ultraep_serve.ring.run_directory import TOKEN_FILE, remove_abandoned
 
 pytestmark = pytest.mark.engine
@@ -26,14 +26,6 @@ PROGRAMS = {
     "ray_serve": "vllm",
     "ray_workers": "vllm",
     "sglang_engine": "sglang",
-}
-ENVIRONMENT = {  # what a plain CPU machine needs
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "0|1",
-    "SGLANG_USE_CPU_ENGINE": "1",
-    "SGLANG_CPU_OMP_THREADS_BIND": "0|1",
-    "OMP_NUM_THREADS": "1",
 }
 VLLM_FLAGS = ["--enable-expert-parallel", "--no-enable-prefix-caching", "--enforce-eager",
               "--dtype", "float32", "--max-model-len", str(CONTEXT)]  # fmt: skip

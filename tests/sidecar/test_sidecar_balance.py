@@ -30,7 +30,7 @@ def test_balance_says_what_was_written(skewed_run: SkewedRun, client: TestClient
     rank = balance["ranks"][1]
     assert (rank["rank"], rank["pid"], rank["state"]) == (1, os.getpid(), "ready")
     assert (rank["alive"], rank["lost"], rank["records"]) == (True, 0, 4)
-    assert rank["assignments"] == {"before": 0, "after": 40}
+    assert rank["assignments"] == {"before": 0, "after": 40, "mean": 40.0}
     assert rank["stage_seconds"]["plan"]["mean"] == pytest.approx(1e-6)
 
 

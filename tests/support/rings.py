@@ -19,6 +19,7 @@ from ultraep_serve.planner.quota import plan_quota
 from ultraep_serve.ring.control import ControlPage
 from ultraep_serve.ring.recorder import Recorder
 from ultraep_serve.ring.schema import RingState
+from ultraep_serve.topology import PipelineStage
 from ultraep_serve.types import Decision, ExpertShape, Plan, Policy, Stage
 
 __all__ = ["SyntheticRun", "Traffic"]
@@ -26,6 +27,9 @@ __all__ = ["SyntheticRun", "Traffic"]
 _EXPERT_BYTES = 3 << 20
 _NS_PER_ASSIGNMENT = 900  # of the engine's part
 _NS_PER_BYTE = 0.05
+
+
+_ONLY_STAGE = PipelineStage()
 
 
 @dataclass(frozen=True)
@@ -52,20 +56,33 @@ class SyntheticRun:
         *,
         ring_records: int = 4096,
         seed: int = 0,
+        pipeline: PipelineStage = _ONLY_STAGE,
     ) -> None:
-        """Create everything in ``run_path`` (which exists), every rank ready."""
+        """Create everything in ``run_path`` (which exists), every rank ready.
+
+        Further stages of a pipeline are runs of their own in the same ``run_path``.
+        """
         self.shape, self.num_layers = shape, num_layers
         self._traffic = traffic or Traffic()
         self._random = np.random.default_rng(seed)
         self._batch = 0
         self._popularity = self._random.normal(size=(num_layers, shape.num_logical_experts))
-        self.control = ControlPage.create(run_path, Policy.QUOTA)
+        self.control = ControlPage.open_or_create(run_path, Policy.QUOTA)
         config = BalanceConfig(slots=shape.num_replica_slots, run_dir=str(run_path))
         (run_path / "config.json").write_text(config.to_json())
         slot_bytes = shape.num_replica_slots * _EXPERT_BYTES
         self.recorders = [
             Recorder.create(
-                run_path, rank, shape, num_layers, ring_records, "vllm", "data", slot_bytes, 60.0
+                run_path,
+                rank,
+                shape,
+                num_layers,
+                ring_records,
+                "vllm",
+                "data",
+                slot_bytes,
+                60.0,
+                pipeline=pipeline,
             )
             for rank in range(shape.num_ranks)
         ]

@@ -17,7 +17,7 @@ from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 from tests.support import vllm_layers
 from tests.support.vllm_reference_kernels import use_reference_kernels
 from tests.support.vllm_transports import join_ranks
-from ultraep_serve.adapters.vllm import group, routed_experts
+from ultraep_serve.adapters.vllm import checks, expert_tensors, group, routed_experts
 from ultraep_serve.config import BalanceConfig, child_environment
 
 NUM_RANKS, NUM_SLOTS = 3, 2
@@ -28,12 +28,20 @@ NAMES = ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
 
 def pretend_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The adapter's part for GPUs, with the reference kernels and the groups of rank 0."""
-    monkeypatch.setattr(group, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+    replace_device(monkeypatch.setattr)
     monkeypatch.setattr(routed_experts, "_layers", [])
-    use_reference_kernels(monkeypatch.setattr)
     for name in ("_EP", "_DP", "_TP", "_PCP", "_NODE_COUNT"):
         monkeypatch.setattr(parallel_state, name, None)
     join_ranks(0, NUM_RANKS, "allgather_reducescatter")
+    monkeypatch.setattr(expert_tensors, "_from_all_ranks", lambda own: [own] * NUM_RANKS)
+
+
+def replace_device(set_attribute: Callable[..., object]) -> None:
+    """Have the adapter take the reference kernels for those of a GPU."""
+    platform = SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: True, device_type="cpu")
+    for module in (group, routed_experts, checks):
+        set_attribute(module, "current_platform", platform)
+    use_reference_kernels(set_attribute)
 
 
 def configure(set_variable: Callable[[str, str], object], **settings: Any) -> None:

@@ -17,8 +17,9 @@ from vllm.model_executor.layers.fused_moe.config import (
     RoutingMethodType,
 )
 from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapManager
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
-from ultraep_serve.adapters.vllm.routed_experts import DeviceRoutedExperts
+from ultraep_serve.adapters.vllm.routed_experts import take_over
 
 NUM_EXPERTS = 12
 HIDDEN = 2048  # DeepEP takes no less
@@ -66,9 +67,17 @@ def engine_config(rank: int, num_ranks: int, backend: str, names: list[str]) -> 
 
 
 def build_layer(
-    config: VllmConfig, parallel: FusedMoEParallelConfig, name: str, quant_config: Any = None
-) -> DeviceRoutedExperts:
-    """A layer as vLLM builds it, weights not loaded."""
+    config: VllmConfig,
+    parallel: FusedMoEParallelConfig,
+    name: str,
+    quant_config: Any = None,
+    kind: type[RoutedExperts] = RoutedExperts,
+    **changes: Any,
+) -> Any:
+    """A layer as vLLM builds it, ours if it is to be balanced, weights not loaded.
+
+    ``changes`` to its configuration.
+    """
     manager = ExpertMapManager(
         max_num_batched_tokens=MAX_TOKENS,
         top_k=TOP_K,
@@ -79,27 +88,28 @@ def build_layer(
         placement_strategy="linear",
         enable_eplb=False,
     )
-    moe = FusedMoEConfig(
-        num_experts=NUM_EXPERTS,
-        experts_per_token=TOP_K,
-        hidden_dim=HIDDEN,
-        intermediate_size=INNER,
-        num_local_experts=manager.local_num_experts,
-        num_logical_experts=NUM_EXPERTS,
-        activation=MoEActivation.SILU,
-        device="cpu",
-        routing_method=RoutingMethodType.Renormalize,
-        moe_parallel_config=parallel,
-        in_dtype=torch.bfloat16,
-        max_num_tokens=MAX_TOKENS,
-    )
+    values: dict[str, Any] = {
+        "num_experts": NUM_EXPERTS,
+        "experts_per_token": TOP_K,
+        "hidden_dim": HIDDEN,
+        "intermediate_size": INNER,
+        "num_local_experts": manager.local_num_experts,
+        "num_logical_experts": NUM_EXPERTS,
+        "activation": MoEActivation.SILU,
+        "device": "cpu",
+        "routing_method": RoutingMethodType.Renormalize,
+        "moe_parallel_config": parallel,
+        "in_dtype": torch.bfloat16,
+        "max_num_tokens": MAX_TOKENS,
+    }
+    moe = FusedMoEConfig(**{**values, **changes})
     with set_current_vllm_config(config):
-        return DeviceRoutedExperts(
-            name, torch.bfloat16, moe, quant_config, expert_map_manager=manager
-        )
+        layer = kind(name, torch.bfloat16, moe, quant_config, expert_map_manager=manager)
+        take_over(layer)
+        return layer
 
 
-def load(layer: DeviceRoutedExperts, config: VllmConfig, tensors: dict[str, torch.Tensor]) -> None:
+def load(layer: Any, config: VllmConfig, tensors: dict[str, torch.Tensor]) -> None:
     """Fill parameters from ``tensors`` (E, ...) by name, then do what vLLM's loader does."""
     first = layer.moe_config.ep_rank * layer.local_num_experts
     for name, tensor in tensors.items():

@@ -29,6 +29,14 @@ from ultraep_serve.types import Decision, Policy
 
 SETTINGS = {"costs": MOVING_ALWAYS_PAYS.to_json()}
 TOKENS, CONTEXT = 16, 4096
+ENVIRONMENT = {  # what a plain CPU machine needs
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "0|1",
+    "SGLANG_USE_CPU_ENGINE": "1",
+    "SGLANG_CPU_OMP_THREADS_BIND": "0|1",
+    "OMP_NUM_THREADS": "1",
+}
 _VLLM = {
     "tensor_parallel_size": 2,
     "enable_expert_parallel": True,

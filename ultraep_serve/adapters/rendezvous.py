@@ -29,10 +29,11 @@ from ultraep_serve.ring.run_directory import (
     RunDirectory,
     name_of_run,
 )
-from ultraep_serve.topology import Location, host_identity, locate
+from ultraep_serve.topology import Location, PipelineStage, host_identity, locate
 
 __all__ = ["find_location", "meet", "refuse_or_serve_plainly", "wait_for_all"]
 
+_ONLY_STAGE = PipelineStage()
 _OF_ONE_HOST = ("run_dir", "sidecar")  # settings that may differ from host to host
 _made: list[RunDirectory] = []  # by this process
 _NAME_BYTES = 64  # as long as Linux lets a host's name be
@@ -70,21 +71,31 @@ def find_location(
     return locate(rank, hosts[:, 0].tolist(), config.domain_size, name)
 
 
-def meet(config: BalanceConfig, location: Location, group: EngineGroup | None) -> BalanceConfig:
+def meet(
+    config: BalanceConfig,
+    location: Location,
+    group: EngineGroup | None,
+    pipeline: PipelineStage = _ONLY_STAGE,
+) -> BalanceConfig:
     """``config`` with a run directory that all ranks of this host know; all ranks together.
 
-    Without a launcher each host's primary rank makes one, which is gone with the host's last rank.
+    Without a launcher each host's primary rank makes one, which is gone with the host's last rank;
+    of several pipeline stages, whichever comes first, for all of them.
     Where it cannot be made, the primary rank raises ConfigError, and the others FabricError.
     """
     if config.run_dir:
         return config
     assert group is not None, "ranks without a group are given a run directory"
     process, number = first_process(), secrets.randbits(62)
+    is_shared = pipeline.num_stages > 1
+    if is_shared:
+        number = pipeline.run
     directory, problem = None, ""
     if location.is_host_primary:
         try:
             with repeated_at_exit():
-                directory = _make_run_directory(config, name_of_run(process, number))
+                name = name_of_run(process, number)
+                directory = _make_run_directory(config, name, or_join=is_shared)
         except (OSError, UltraEPError) as error:  # the others wait for an answer
             process, problem = 0, str(error)
     ranks = HostAllGather(group.on_host, config.timeout_seconds * CONNECT_FACTOR)
@@ -127,9 +138,19 @@ def _serve_unbalanced(config: BalanceConfig, reason: str) -> None:
     write_whole(path / UNBALANCED_FILE, " ".join(reason.split()).encode())
 
 
-def _make_run_directory(config: BalanceConfig, name: str) -> RunDirectory:
-    """One that this process leaves when it ends, and the sidecar, if that is asked for."""
-    directory = RunDirectory.create(name)
+def _make_run_directory(config: BalanceConfig, name: str, *, or_join: bool = False) -> RunDirectory:
+    """One that this process leaves when it ends, and the sidecar, if that is asked for.
+
+    With ``or_join`` another process may have made both.
+    """
+    try:
+        directory = RunDirectory.create(name)
+    except ConfigError:
+        if not or_join:
+            raise
+        directory = RunDirectory.join(name)
+        _leave_at_exit(directory)
+        return directory
     _made.append(directory)
     _leave_at_exit(directory)
     config = config.replace(run_dir=str(directory.path))

@@ -24,7 +24,7 @@ from ultraep_serve.ring.control import ControlPage
 from ultraep_serve.ring.recorder import Recorder
 from ultraep_serve.ring.schema import RingState
 from ultraep_serve.ring.spool import SpoolSource, SpoolWriter
-from ultraep_serve.topology import Location
+from ultraep_serve.topology import Location, PipelineStage
 from ultraep_serve.types import ExpertShape, TokenView
 
 __all__ = [
@@ -53,6 +53,9 @@ def make_backend(device: torch.device, setup: GroupSetup) -> Backend:
     return DeviceBackend(setup, open_driver(index))
 
 
+_ONLY_STAGE = PipelineStage()
+
+
 @dataclass(frozen=True)
 class Batch:
     """The batch, or the micro-batch, that a layer is called for."""
@@ -75,6 +78,7 @@ class BalancedLayers:
         engine: str,
         run_layer: Callable[[int], None],
         group: EngineGroup | None = None,
+        pipeline: PipelineStage = _ONLY_STAGE,
         make_backend: Callable[[torch.device, GroupSetup], Backend] = make_backend,
     ) -> None:
         """``layers`` in the order they run, each the tensors (L, ...) that make up its experts.
@@ -82,13 +86,17 @@ class BalancedLayers:
         The parameters become (L + S, ...) in place. ``run_layer`` computes the first layer
         for a batch that gives every rank's masters so many assignments, to be timed; all ranks
         call it together. ``group`` is the engine's, of all ranks; without it they share this host.
+        ``pipeline`` is the stage that they run: other stages have ranks and layers of their own,
+        and share the run directory.
         Returns when all ranks have come this far.
         Raises UnsupportedError for tensors that cannot be moved and for ranks that form no domains,
         ConfigError where hosts were started with other flags, PeerTimeoutError when a rank does not
         come.
         """
         location = find_location(config, rank, shape.num_ranks, group)
-        config = meet(config, location, group)
+        config = meet(config, location, group, pipeline)
+        self._run_path, self._pipeline = config.run_path, pipeline
+        config = _in_own_directory(config, pipeline)
         self._setup = setup = GroupSetup(config, shape, view, location, group)
         self._num_layers = len(layers)
         backend = make_backend(layers[0][0].device, setup)
@@ -96,12 +104,12 @@ class BalancedLayers:
             _adopt(parameters, backend)
         self._slot_bytes = backend.slot_bytes
         if location.is_host_primary:
-            ControlPage.create(config.run_path, config.policy).close()
+            ControlPage.open_or_create(self._run_path, config.policy).close()
         self._recorder = self._create_recorder(engine)
         backend.connect()
         wait_for_all(setup)
-        self._control = control = ControlPage.open(config.run_path)
-        primary = location.is_host_primary
+        self._control = control = ControlPage.open(self._run_path)
+        primary = location.is_host_primary and pipeline.number == 0
         self._recorder.at_heartbeat(lambda: control.follow(put_back=primary))
         self._spool = self._create_spool(engine)
         self._costs = backend.calibrate(run_layer)
@@ -116,7 +124,7 @@ class BalancedLayers:
     def _create_recorder(self, engine: str) -> Recorder:
         setup, config = self._setup, self._setup.config
         recorder = Recorder.create(
-            run_path=config.run_path,
+            run_path=self._run_path,
             rank=setup.location.rank,
             shape=setup.shape,
             num_layers=self._num_layers,
@@ -126,6 +134,7 @@ class BalancedLayers:
             slot_bytes=self._slot_bytes,
             timeout_seconds=config.timeout_seconds,
             location=setup.location,
+            pipeline=self._pipeline,
         )
         recorder.set_policy(config.policy)  # until a batch says otherwise
         # Before the run directory is left: a recorder makes a ring anew that somebody deleted.
@@ -133,13 +142,13 @@ class BalancedLayers:
         return recorder
 
     def _create_spool(self, engine: str) -> SpoolWriter | None:
-        """Where all ranks see the same tokens, one records them.
+        """Where all ranks see the same tokens, one records them; of a pipeline the first stage.
 
         Layers of overlapping micro-batches come mixed, which a recording has no place for.
         """
         setup, rank = self._setup, self._setup.location.rank
         is_shared = setup.view is TokenView.SHARED
-        if (is_shared and rank != 0) or setup.shape.num_micro_batches > 1:
+        if (is_shared and rank != 0) or setup.shape.num_micro_batches > 1 or self._pipeline.number:
             return None
         source = SpoolSource(
             rank=rank,
@@ -150,7 +159,7 @@ class BalancedLayers:
             is_shared=is_shared,
             engine=engine,
         )
-        return SpoolWriter(setup.config.run_path, source)
+        return SpoolWriter(self._run_path, source)
 
     def mark_ready(self) -> None:
         """Say that this rank balances; the launcher and the sidecar wait for it."""
@@ -181,13 +190,16 @@ class BalancedLayers:
     def log_ready(self, logger: logging.Logger) -> None:
         """For the operator: what balances here, and by which costs it decides."""
         setup, location = self._setup, self._setup.location
-        domains = ""
+        domains = stage = ""
+        if self._pipeline.num_stages > 1:
+            stage = f" of pipeline stage {self._pipeline.number}"
         if location.num_domains > 1:
             domains = f" in {location.num_domains} domains of {location.domain_size}"
         logger.info(
-            "ultraep: balancing %d MoE layers over %d ranks (%s parallel)%s, "
+            "ultraep: balancing %d MoE layers%s over %d ranks (%s parallel)%s, "
             "%d replica slots per rank = %.1f MiB reserved, policy %s",
             self._num_layers,
+            stage,
             setup.shape.num_ranks,
             setup.view.value,
             domains,
@@ -229,6 +241,15 @@ def expert_parameters(
                 f"moved; {SERVE_UNBALANCED}"
             )
     return found
+
+
+def _in_own_directory(config: BalanceConfig, pipeline: PipelineStage) -> BalanceConfig:
+    """With a directory in which the ranks of this pipeline stage meet only each other."""
+    if pipeline.number == 0:
+        return config
+    path = config.run_path / f"stage-{pipeline.number}"
+    path.mkdir(mode=0o700, exist_ok=True)
+    return config.replace(run_dir=str(path))
 
 
 def _adopt(parameters: Sequence[nn.Parameter], backend: Backend) -> None:

@@ -1,6 +1,7 @@
 """The command line, `ultraep-serve`: one module per command, imported when the command is given."""
 
 import argparse
+import os
 import sys
 from importlib import import_module
 from types import ModuleType
@@ -13,6 +14,7 @@ from ultraep_serve.versions import installed_engines
 __all__ = ["Parser", "execute", "main"]
 
 _INTERRUPTED = 130  # exit code of a process that Ctrl-C ended
+_NO_READER = 141  # and of one whose output nobody reads, by SIGPIPE
 _COMMANDS = {  # name: module with add_arguments and run, help
     "vllm": ("ultraep_serve.cli.serve", "serve a model with vLLM and balancing"),
     "sglang": ("ultraep_serve.cli.serve", "serve a model with SGLang and balancing"),
@@ -63,10 +65,21 @@ class _Versions(argparse.Action):
 
 
 def main(words: list[str] | None = None) -> int:
-    """Run one command; returns its exit code. Errors of ours are one line on stderr and 2."""
+    """Run one command; returns its exit code.
+
+    What goes wrong is one line on standard error: our own errors, those of the operating system,
+    Ctrl-C. Any other exception is a mistake of this package, and is not caught.
+    """
     try:
-        return execute(sys.argv[1:] if words is None else words)
-    except UltraEPError as error:
+        try:
+            return execute(sys.argv[1:] if words is None else words)
+        finally:
+            _flush()  # not when the interpreter ends, where no error is one line
+    except BrokenPipeError:
+        _drop_output()  # its reader wants no more, as `head` does
+        return _NO_READER
+    except (UltraEPError, OSError) as error:
+        _drop_output()
         print(f"ultraep-serve: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -74,11 +87,26 @@ def main(words: list[str] | None = None) -> int:
         return _INTERRUPTED
 
 
+def _flush() -> None:
+    if sys.stdout is not None:  # it was closed before the start
+        sys.stdout.flush()
+
+
+def _drop_output() -> None:
+    """Forget what cannot be written to standard output."""
+    try:
+        _flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def execute(words: list[str]) -> int:
     """Run one command; returns its exit code. Raises UltraEPError with what to do."""
     parser = Parser(
         prog="ultraep-serve", description="Real-time expert load balancing for MoE serving."
     )
+    if any("\0" in word for word in words):
+        parser.error("no flag may hold a NUL character")
     parser.add_argument(
         "--version", action=_Versions, nargs=0, help="ours and the engines', and exit"
     )

@@ -19,7 +19,7 @@ from ultraep_serve.cli.arguments import (
 )
 from ultraep_serve.client.sidecar import Sidecar
 from ultraep_serve.costs.model import CostModel
-from ultraep_serve.errors import ConfigError
+from ultraep_serve.errors import ConfigError, understood
 from ultraep_serve.files import whole_file
 from ultraep_serve.offline.advice import Setting, advise, prefill_batches
 from ultraep_serve.offline.comparators import policy_function
@@ -120,7 +120,7 @@ def _from_trace(arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str
 def _from_sidecar(arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str, bytes]]:
     if arguments.plots is not None:
         raise ConfigError("a live server has no expert loads to draw; use --plots with --trace")
-    with Sidecar(arguments.sidecar, token=None) as sidecar:
+    with Sidecar(arguments.sidecar, token=None) as sidecar, understood(arguments.sidecar):
         # Under another policy than quota only batches with balancing off have an imbalance.
         figures = live_figures(sidecar.get("/v1/balance")) or live_figures(
             sidecar.get("/v1/balance?policy=off")
@@ -133,13 +133,13 @@ def _from_sidecar(arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[s
         tokens = arguments.batch_tokens
         if tokens is None:
             tokens = live_batch_tokens(sidecar.get("/v1/balance/batches?limit=200"))
-    if arguments.ep not in (None, figures.num_ranks):
-        raise ConfigError(
-            f"the server has {figures.num_ranks} ranks; its imbalance says nothing about "
-            f"--ep {arguments.ep}"
-        )
-    setting, slots = _setting(arguments, figures.num_ranks), max(1, _usual(arguments.slots))
-    document = live_document(setting, figures, tokens, slots, sidecar.url, arguments.hardware)
+        if arguments.ep not in (None, figures.num_ranks):
+            raise ConfigError(
+                f"the server has {figures.num_ranks} ranks; its imbalance says nothing about "
+                f"--ep {arguments.ep}"
+            )
+        setting, slots = _setting(arguments, figures.num_ranks), max(1, _usual(arguments.slots))
+        document = live_document(setting, figures, tokens, slots, sidecar.url, arguments.hardware)
     return document, {}
 
 

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from ultraep_serve.config import control_token_from_environment
 from ultraep_serve.control_token import checked_token, read_token
 from ultraep_serve.errors import ConfigError
-from ultraep_serve.files import prepare_output, write_json
+from ultraep_serve.files import prepare_output, read_text, write_json
 from ultraep_serve.ring.run_directory import TOKEN_FILE, run_directory_of_port
 
 if TYPE_CHECKING:
@@ -27,10 +27,12 @@ __all__ = [
     "number",
     "numbers",
     "prepare_outputs",
+    "seconds",
     "show",
 ]
 
 Made = TypeVar("Made")
+_WEEK = 7 * 24 * 3600
 
 
 def number(least: int, most: int | None = None) -> Callable[[str], int]:
@@ -53,6 +55,17 @@ def numbers(least: int = 1, most: int | None = None) -> Callable[[str], tuple[in
     """Type of a flag: whole numbers in a range, separated by commas, each counted once."""
     convert = number(least, most)
     return lambda text: tuple(dict.fromkeys(map(convert, names(text) or [text])))
+
+
+def seconds(text: str) -> float:
+    """Type of a flag: a time above 0, at most a week."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= _WEEK:
+        raise argparse.ArgumentTypeError(f"{text} must be seconds, more than 0, at most {_WEEK}")
+    return value
 
 
 def names(text: str) -> list[str]:
@@ -118,14 +131,14 @@ def control_token(arguments: argparse.Namespace) -> str | None:
     if token := control_token_from_environment():
         return token
     if path := arguments.token_file:
-        try:
-            return checked_token(path.read_text(encoding="utf-8"), f"--token-file {path}")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--token-file {path} cannot be read: {error}") from error
+        return checked_token(read_text(path, "--token-file"), f"--token-file {path}")
     return _local_token(arguments.url)
 
 
 def _local_token(url: str) -> str | None:
-    port = urlsplit(url).port
+    try:
+        port = urlsplit(url).port
+    except ValueError as error:
+        raise ConfigError(f"--url = {url!r} is not an address: {error}") from error
     path = run_directory_of_port(port) / TOKEN_FILE if port else None
     return read_token(path) if path is not None and os.path.lexists(path) else None

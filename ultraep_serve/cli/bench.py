@@ -17,6 +17,7 @@ from ultraep_serve.cli.arguments import (
     names,
     numbers,
     prepare_outputs,
+    seconds,
     show,
 )
 from ultraep_serve.client.engine import Server
@@ -30,6 +31,7 @@ from ultraep_serve.client.prompts import CommonWords, FileText, PromptSource
 from ultraep_serve.client.sidecar import Sidecar
 from ultraep_serve.config import parse_policy
 from ultraep_serve.demo.text import DOMAINS, domain_words, sample_text
+from ultraep_serve.errors import understood
 
 __all__ = ["add_arguments", "run"]
 
@@ -47,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_server_arguments(prefill)
     prefill.add_argument("--model", help="the served model's name (default: the server's first)")
     prefill.add_argument(
-        "--timeout", type=float, metavar="SECONDS", default=600.0, help="limit for one answer"
+        "--timeout", type=seconds, metavar="SECONDS", default=600.0, help="limit for one answer"
     )
     prefill.add_argument(
         "--prompt-tokens", type=numbers(), metavar="N,...", default="2048,4096,8192",
@@ -77,8 +79,10 @@ def run(arguments: argparse.Namespace) -> int:
         source = _source(arguments.text_file, server.root)
         with closing(Sidecar(arguments.sidecar, token, arguments.timeout)) as sidecar:
             result = measure_with_progress(server, sidecar, source, options)
-        document = prefill_document(result, server.url, server.model, _command(sys.argv))
-    show(document, prefill_view(document), arguments.json)
+        with understood(sidecar.url):
+            document = prefill_document(result, server.url, server.model, _command(sys.argv))
+            view = prefill_view(document)
+    show(document, view, arguments.json)
     return 0
 
 

@@ -1,11 +1,18 @@
 """`ultraep-serve record`: a trace of what a running server's router chooses."""
 
 import argparse
+import signal
 import time
 from contextlib import closing
 from pathlib import Path
 
-from ultraep_serve.cli.arguments import add_server_arguments, control_token, number, prepare_outputs
+from ultraep_serve.cli.arguments import (
+    add_server_arguments,
+    control_token,
+    number,
+    prepare_outputs,
+    seconds,
+)
 from ultraep_serve.client.sidecar import RecordingSidecar
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.offline.recorded import assemble
@@ -23,8 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Where, what and how long to record."""
     parser.description = (
         "Record which experts the tokens of a running server choose, under whatever policy is in "
-        "force, for `replay` and `advise`. Ends after --batches or --seconds, at Ctrl-C, or when "
-        "--max-mib is full; what was recorded until then is written."
+        "force, for `replay` and `advise`. Ends after --batches or --seconds, at Ctrl-C, at "
+        "SIGTERM, or when --max-mib is full; what was recorded until then is written."
     )
     add_server_arguments(parser)
     out = "write the trace to FILE: .npz, or with --level loads .parquet"
@@ -35,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     batches = "end after N batches, decode included"
     parser.add_argument("--batches", type=number(1), metavar="N", help=batches)
-    parser.add_argument("--seconds", type=float, metavar="X", help="end after X seconds")
+    parser.add_argument("--seconds", type=seconds, metavar="X", help="end after X seconds")
     parser.add_argument(
         "--max-mib", type=number(1, MOST_MIB), metavar="N", default=256,
         help="shared memory of the server to use, over all ranks",
@@ -43,7 +50,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Record, write the trace, say what it holds. Raises UltraEPError with what to do."""
+    """Record, write the trace, say what it holds. Raises UltraEPError with what to do.
+
+    SIGTERM is as Ctrl-C: the server must not go on recording.
+    """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     _check(arguments)
     prepare_outputs(arguments.out)
     with closing(RecordingSidecar(arguments.sidecar, control_token(arguments))) as sidecar:
@@ -68,8 +79,6 @@ def _check(arguments: argparse.Namespace) -> None:
             f"--out {arguments.out} with --level {arguments.level} must end in "
             f"{' or '.join(suffixes)}"
         )
-    if arguments.seconds is not None and not arguments.seconds > 0:
-        raise ConfigError(f"--seconds = {arguments.seconds} must be more than 0")
 
 
 def _wait(

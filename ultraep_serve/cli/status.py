@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ultraep_serve.cli.arguments import number
+from ultraep_serve.errors import understood
 from ultraep_serve.sidecar.direct import ServerStatus, status_reader
 
 __all__ = ["add_arguments", "run", "status_view"]
@@ -67,8 +68,15 @@ def _output(arguments: argparse.Namespace) -> Iterator[Callable[[ServerStatus], 
 
 
 def status_view(found: ServerStatus) -> RenderableType:
-    """One server for a terminal: state, what was decided, imbalance, time, and a bar per rank."""
-    document = found.document
+    """One server for a terminal: state, what was decided, imbalance, time, and a bar per rank.
+
+    Raises BenchError where a sidecar's answer has another form.
+    """
+    with understood(found.where):
+        return _view(found, found.document)
+
+
+def _view(found: ServerStatus, document: Mapping[str, Any]) -> RenderableType:
     if "engine" not in document:  # unbalanced, or no rank has joined yet
         return Group(_state(found, document), Text(found.where, style="dim"))
     about = (

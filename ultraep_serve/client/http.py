@@ -21,9 +21,11 @@ class Endpoint:
         self.name, self.flag, self.url = name, flag, url.rstrip("/").removesuffix("/v1")
         try:
             address = httpx.URL(self.url)
-        except httpx.InvalidURL as error:
+            address.host.encode("idna")  # as it will be looked up
+        except (httpx.InvalidURL, UnicodeError) as error:
             raise ConfigError(f"{flag} = {url!r} is not an address: {error}") from error
-        if address.scheme not in ("http", "https") or not address.host:
+        is_port = address.port is None or 0 < address.port < 1 << 16
+        if address.scheme not in ("http", "https") or not address.host or not is_port:
             raise ConfigError(f"{flag} = {url!r} must be http://HOST:PORT")
         self._client = httpx.Client(
             base_url=self.url,
@@ -83,7 +85,7 @@ def error_message(response: httpx.Response) -> str:
     """The server's own words: OpenAI's ``error.message``, FastAPI's ``detail``, or the text."""
     try:
         body = response.json()
-    except ValueError:
+    except (ValueError, RecursionError):
         body = response.text
     if isinstance(body, dict):
         body = body.get("error", body.get("detail", body))
@@ -93,13 +95,20 @@ def error_message(response: httpx.Response) -> str:
 
 
 def json_object(response: httpx.Response) -> dict[str, Any]:
-    """The body as a JSON object. Raises BenchError when it is something else."""
+    """The body as a JSON object. Raises BenchError when it is something else.
+
+    NaN and Infinity are no JSON.
+    """
     try:
-        body = response.json()
-    except ValueError:
+        body = response.json(parse_constant=_no_number)
+    except (ValueError, RecursionError):
         body = None
     if not isinstance(body, dict):
         raise BenchError(
             f"{response.request.url} did not answer with a JSON object; is that the right address?"
         )
     return body
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is no number")

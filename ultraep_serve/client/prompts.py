@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ultraep_serve.errors import BenchError, ConfigError
+from ultraep_serve.files import read_text
 
 __all__ = ["MAX_ROUNDS", "CommonWords", "FileText", "Openings", "PromptSource", "fitted_prompt"]
 
@@ -66,10 +67,7 @@ class FileText:
 
     def __init__(self, path: Path) -> None:
         """Raises ConfigError when the file cannot be read as text or is empty."""
-        try:
-            self._text = path.read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--text-file {path} cannot be read as text: {error}") from error
+        self._text = read_text(path, "--text-file").strip()
         if not self._text:
             raise ConfigError(f"--text-file {path} is empty; give a file with some text")
 

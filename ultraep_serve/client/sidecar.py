@@ -11,7 +11,7 @@ import httpx
 
 from ultraep_serve.client.http import Endpoint, json_object
 from ultraep_serve.config import parse_policy
-from ultraep_serve.errors import BenchError
+from ultraep_serve.errors import BenchError, understood
 from ultraep_serve.types import Policy
 
 __all__ = ["RecordProgress", "RecordingSidecar", "Sidecar"]
@@ -25,6 +25,7 @@ REMEDIES = {
     403: "start the server with a control token (ULTRAEP_CONTROL_TOKEN) and give the same here",
     404: "give the sidecar's address with --sidecar (the engine's goes to --url)",
     409: "wait until its /readyz answers, and start the server without --policy off",
+    507: "choose a smaller --max-mib, or free shared memory",
     503: "wait until its /readyz answers, then try again",
 }
 IDEAL_REFUSED = "start the server with --allow-ideal, or leave `ideal` out of --policies"
@@ -71,7 +72,8 @@ class Sidecar(Endpoint):
         params = {"since_ns": since_ns, "policy": policy.value}
         while True:
             balance = self._object("GET", "/v1/balance", params=params)
-            known = min((layer["records"] for layer in balance["layers"]), default=0)
+            with understood(self.url):
+                known = min((int(layer["records"]) for layer in balance["layers"]), default=0)
             if known >= batches or time.monotonic() > deadline:
                 return balance
             time.sleep(_CATCH_UP_SECONDS / 10)
@@ -137,7 +139,7 @@ class RecordingSidecar(Sidecar):
     def progress(self, number: int) -> RecordProgress:
         """How far recording ``number`` has come; also BenchError when another has replaced it."""
         body = self._object("GET", "/v1/record", headers=self._headers)
-        try:
+        with understood(f"{self.url}/v1/record"):
             spools = [spool for spool in body["spools"] if spool["number"] >= number]
             if any(spool["number"] > number for spool in spools):
                 raise BenchError("another recording was started meanwhile; record again")
@@ -147,8 +149,6 @@ class RecordingSidecar(Sidecar):
                 lost_batches=max((int(spool["lost_batches"]) for spool in spools), default=0),
                 is_open=any(spool["is_open"] for spool in spools),
             )
-        except (KeyError, TypeError, ValueError) as error:
-            raise BenchError(f"{self.url}/v1/record has no {error}; update the server") from error
 
     def spools(self, number: int) -> list[bytes]:
         """The spools of all ranks of recording ``number``, which was stopped."""

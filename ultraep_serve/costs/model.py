@@ -13,7 +13,6 @@ neither round nor overflow: from loads and plan alone every rank decides alike.
 """
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -23,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ultraep_serve.errors import ConfigError
-from ultraep_serve.files import parse_object
+from ultraep_serve.files import parse_object, read_text
 from ultraep_serve.types import ExpertShape, IntArray
 
 __all__ = [
@@ -37,6 +36,8 @@ __all__ = [
 ]
 
 _PICOSECONDS = 10**12  # per second
+_MOST = 1e18
+_MOST_SECONDS = 1000  # decisions are computed in 64 bits
 
 
 @dataclass(frozen=True)
@@ -70,13 +71,16 @@ class CostModel:
         for field in fields(self):
             name, value = field.name, getattr(self, field.name)
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not is_number or not math.isfinite(value):
-                raise ConfigError(f"{name} = {value!r} must be a number")
+            if not is_number or not abs(value) <= _MOST:  # also NaN, and what is no float
+                raise ConfigError(f"{name} = {value!r} must be a number, at most {_MOST:g}")
             if value < 0 or (value == 0 and name in _REQUIRED):
                 least = "more than 0" if name in _REQUIRED else "0 or more"
                 raise ConfigError(f"{name} = {value!r} must be {least}")
         if self.exposed_fraction > 1:
             raise ConfigError(f"exposed_fraction = {self.exposed_fraction} must be 0 to 1")
+        times = [getattr(self, field.name) for field in fields(self) if "seconds" in field.name]
+        if max(*times, self.seconds_per_sent_expert) > _MOST_SECONDS:
+            raise ConfigError(f"a cost, or a transfer, takes more than {_MOST_SECONDS} s")
 
     @property
     def seconds_per_sent_expert(self) -> float:
@@ -109,11 +113,7 @@ class CostModel:
     @classmethod
     def from_file(cls, path: Path) -> "CostModel":
         """Read ``to_json``'s output. Raises ConfigError, also where the file cannot be read."""
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"the cost model in {path} cannot be read: {error}") from error
-        return cls.from_json(text)
+        return cls.from_json(read_text(path, "the cost model"))
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> "CostModel":

@@ -1,12 +1,13 @@
 """Two child processes, the engine's server and the sidecar: start, watch and stop them."""
 
+import contextlib
 import ctypes
+import http.client
 import os
 import signal
 import subprocess
 import threading
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -118,7 +119,8 @@ class _BalanceWatch:
 
 def _is_ready(ring: Path) -> bool:
     try:
-        return RingReader(ring).header().state is RingState.READY
+        with contextlib.closing(RingReader(ring)) as reader:
+            return reader.header().state is RingState.READY
     except RingError:
         return False
 
@@ -209,5 +211,5 @@ def _answers(url: str) -> bool:
     try:
         with urllib.request.urlopen(url, timeout=_HEALTH_SECONDS) as reply:
             return bool(reply.status == 200)
-    except (urllib.error.URLError, OSError):
+    except (OSError, http.client.HTTPException):
         return False

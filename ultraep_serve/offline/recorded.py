@@ -16,6 +16,7 @@ __all__ = ["BASIS", "assemble"]
 
 BASIS = "recorded while serving"
 NOTHING = "no whole batch was recorded; send requests meanwhile, or raise --max-mib"
+DAMAGED = "a recording is damaged; record again"
 Layers = dict[int, NDArray[Any]]  # by layer: what one rank recorded of one batch
 
 
@@ -60,6 +61,7 @@ def assemble(spools: Sequence[bytes], limit: int | None = None) -> Trace | LoadT
             break
     if not joined:
         raise TraceError(NOTHING)
+    _require_one_shape(joined)
     metadata = _metadata(header, len(joined), max(header.lost_batches for header in headers))
     phase = np.array(phases, np.uint8)
     if not has_tokens:
@@ -120,7 +122,7 @@ def _chunks(
     while position + CHUNK.size <= len(spool):
         magic, layer, number, tokens, rows, columns, is_decode = CHUNK.unpack_from(spool, position)
         if magic != CHUNK_MAGIC or layer >= header.source.num_layers:
-            raise TraceError("a recording is damaged; record again")
+            raise TraceError(DAMAGED)
         position += CHUNK.size
         size = rows * columns
         if position + size * dtype.itemsize > len(spool):
@@ -134,8 +136,7 @@ def _tokens(header: SpoolHeader, batch: Sequence[_Batch]) -> NDArray[Any]:
     """Experts (T, layers, K) of the tokens of all ranks, without rows of padding alone."""
     stacked = [np.stack([part.layers[i] for i in sorted(part.layers)], 1) for part in batch]
     stacked = [tokens for tokens in stacked if tokens.size]
-    if len({tokens.shape[1:] for tokens in stacked}) > 1:
-        raise TraceError("ranks recorded different numbers of experts per token; record again")
+    _require_one_shape(stacked)
     tokens = np.concatenate(stacked) if stacked else np.empty((0, 1, 1), header.dtype)
     tokens = tokens[(tokens != -1).any((1, 2))]
     return _compact(tokens, header.source.num_experts) if len(tokens) else tokens
@@ -144,14 +145,21 @@ def _tokens(header: SpoolHeader, batch: Sequence[_Batch]) -> NDArray[Any]:
 def _loads(header: SpoolHeader, batch: Sequence[_Batch]) -> NDArray[np.int32]:
     """Loads (layers, R, E), or (layers, E) where all ranks see the same tokens."""
     by_rank = [np.concatenate([part.layers[i] for i in sorted(part.layers)]) for part in batch]
-    if any(part.shape[1] != header.source.num_experts for part in by_rank):
-        raise TraceError("a recording is damaged; record again")
+    if any(part.shape != (header.source.num_layers, header.source.num_experts) for part in by_rank):
+        raise TraceError(DAMAGED)
     load = by_rank[0] if header.source.is_shared else np.stack(by_rank, 1)
     return load.astype(np.int32)
 
 
+def _require_one_shape(parts: Sequence[NDArray[Any]]) -> None:
+    if len({part.shape[1:] for part in parts}) > 1:
+        raise TraceError("there are different numbers of experts per token; record again")
+
+
 def _compact(topk_ids: NDArray[Any], num_experts: int) -> NDArray[Any]:
     """The smallest type that holds all ids; E, which is no expert, becomes padding."""
+    if topk_ids.min() < -1 or topk_ids.max() > num_experts:
+        raise TraceError(DAMAGED)
     if topk_ids.min() >= 0 and topk_ids.max() < num_experts:
         return topk_ids.astype(np.uint8 if num_experts <= 256 else np.uint16)
     return np.where(topk_ids == num_experts, -1, topk_ids).astype(np.int16)

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ultraep_serve.errors import ConfigError
-from ultraep_serve.files import parse_object
+from ultraep_serve.files import parse_object, read_text
 
 __all__ = [
     "PRESETS",
@@ -26,6 +26,7 @@ __all__ = [
 WEIGHT_BITS = MappingProxyType({"bf16": 16.0, "fp8": 8 + 32 / 128**2, "fp4": 4 + 8 / 16})
 MATRICES = 3  # gate, up, down
 KV_BYTES = 2  # of one cached value, BF16
+_MOST = 1 << 20  # of any size; no model has more
 
 
 @dataclass(frozen=True)
@@ -108,14 +109,11 @@ def model_shape(name_or_path: str) -> ModelShape:
         return shape_from_config(PRESETS[name], name)
     path = Path(name_or_path)
     path = path / "config.json" if path.is_dir() else path
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
+    if not path.exists():
         raise ConfigError(
             f"{name_or_path!r} is neither a config.json nor one of {', '.join(PRESETS)}"
-        ) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
+        )
+    text = read_text(path, "the model's configuration")
     return shape_from_config(parse_object(text, str(path)), path.parent.name or path.name)
 
 
@@ -125,6 +123,8 @@ def shape_from_config(config: Mapping[str, Any], name: str) -> ModelShape:
     Raises ConfigError: a size is missing or is no positive whole number.
     """
     config = config.get("text_config") or config  # multimodal models nest the language model
+    if not isinstance(config, Mapping):
+        raise ConfigError(f"{name}: text_config must be a JSON object")
     reader = _Reader(config, name)
     hidden = reader.size("hidden_size")
     layers = reader.size("num_hidden_layers")
@@ -159,7 +159,7 @@ class _Reader:
         for name in names:
             if self._config.get(name) is not None:
                 return self._checked(name, least=1)
-        raise ConfigError(f"{self._name}: {' or '.join(names)} is missing; is this a MoE model?")
+        raise self.error(f"{' or '.join(names)} is missing; is this a MoE model?")
 
     def optional(self, name: str, default: int = 0) -> int:
         """The same, or ``default`` where it is missing or null."""
@@ -170,10 +170,14 @@ class _Reader:
         value = self._config.get(name)
         return [item for item in value if isinstance(item, int)] if isinstance(value, list) else []
 
+    def error(self, text: str) -> ConfigError:
+        """The error for sizes that contradict each other."""
+        return ConfigError(f"{self._name}: {text}")
+
     def _checked(self, name: str, least: int) -> int:
         value = self._config[name]
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ConfigError(f"{self._name}: {name} = {value!r} must be a whole number >= {least}")
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _MOST:
+            raise self.error(f"{name} = {value!r} must be a whole number, {least} to {_MOST}")
         return value
 
 
@@ -195,6 +199,8 @@ def _attention(reader: _Reader, hidden: int) -> tuple[int, int, int]:
     if not rank:
         kv_heads = reader.optional("num_key_value_heads", heads)
         size = reader.optional("head_dim") or hidden // heads
+        if not size:
+            raise reader.error(f"{heads} attention heads share a hidden size of {hidden}")
         return 2 * hidden * size * (heads + kv_heads), 4 * heads * size, 2 * kv_heads * size
     rope = reader.size("qk_rope_head_dim")
     nope = reader.size("qk_nope_head_dim")

@@ -12,16 +12,17 @@ where known. Shape and metadata are JSON under the key ``ultraep_trace`` of the 
 """
 
 import json
+import os
 import zipfile
 import zlib
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ultraep_serve.errors import TraceError
-from ultraep_serve.files import parse_object, whole_file
+from ultraep_serve.files import open_regular, parse_object, whole_file
 from ultraep_serve.offline.trace import LoadTrace, Metadata, Trace
 
 __all__ = ["MAX_BYTES", "load_trace", "save_trace"]
@@ -108,6 +109,11 @@ def _num_experts(topk_ids: NDArray[Any], metadata: Metadata) -> int:
     return 1
 
 
+def _opened(path: Path) -> BinaryIO:
+    """A regular file, also through a link. Raises OSError."""
+    return os.fdopen(open_regular(path, links=True), "rb")
+
+
 DAMAGED = (
     zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, NotImplementedError,
     RuntimeError, SyntaxError, MemoryError,
@@ -124,7 +130,7 @@ def _read_npz(path: Path, wanted: tuple[str, ...], max_bytes: int) -> dict[str, 
             ``max_bytes``.
     """
     try:
-        with zipfile.ZipFile(path) as archive:
+        with _opened(path) as file, zipfile.ZipFile(file) as archive:
             members = {info.filename: info for info in archive.infolist()}
             arrays: dict[str, NDArray[Any]] = {}
             left = max_bytes
@@ -172,7 +178,7 @@ def _read_header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any
     if version not in readers:
         raise TraceError(f"array format {version} is not known; write version 1.0 or 2.0")
     shape, is_fortran, dtype = readers[version](stream)
-    if any(size < 0 for size in shape):
+    if any(type(size) is not int or size < 0 for size in shape):
         raise TraceError(f"an array has the impossible shape {shape}")
     return shape, is_fortran, dtype
 
@@ -207,20 +213,20 @@ def _read_parquet(path: Path, max_bytes: int) -> LoadTrace:
     """
     arrow, parquet = _pyarrow()
     try:
-        file = parquet.ParquetFile(path)
-        if file.metadata.num_rows * PARQUET_ROW_BYTES > max_bytes:
-            raise TraceError(f"{path} has {file.metadata.num_rows} rows; cut it into smaller files")
-        schema = file.schema_arrow
-        numbers = [
-            name
-            for name in (*PARQUET_AXES, "assignments")
-            if name in schema.names and arrow.types.is_integer(schema.field(name).type)
-        ]
-        table = file.read(columns=numbers)  # nothing else, however large it is
+        with _opened(path) as opened, parquet.ParquetFile(opened) as file:
+            if (rows := file.metadata.num_rows) * PARQUET_ROW_BYTES > max_bytes:
+                raise TraceError(f"{path} has {rows} rows; cut it into smaller files")
+            schema = file.schema_arrow
+            numbers = [
+                name
+                for name in (*PARQUET_AXES, "assignments")
+                if name in schema.names and arrow.types.is_integer(schema.field(name).type)
+            ]
+            table = file.read(columns=numbers)  # nothing else, however large it is
         columns = {name: table.column(name).to_numpy() for name in numbers}
     except FileNotFoundError:
         raise TraceError(f"{path} does not exist") from None
-    except (arrow.ArrowException, OSError) as error:
+    except (arrow.ArrowException, OSError, KeyError) as error:
         raise TraceError(f"{path} cannot be read as Parquet ({error})") from error
     try:
         about = _about(schema.metadata or {})
@@ -240,7 +246,8 @@ def _assemble(columns: dict[str, NDArray[Any]], about: dict[str, Any], max_bytes
     shape = about.get("shape")
     if shape is None:
         shape = [int(columns[axis].max()) + 1 if columns[axis].size else 0 for axis in axes]
-    if len(shape) != len(axes) or not all(isinstance(size, int) and size >= 0 for size in shape):
+    is_shape = isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)
+    if not is_shape or len(shape) != len(axes):
         raise TraceError(f"shape {shape} does not fit the columns {axes}")
     num_bytes = 8
     for size, axis in zip(shape, axes, strict=True):

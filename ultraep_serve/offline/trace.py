@@ -84,6 +84,8 @@ class LoadTrace:
         if self.loads.ndim not in (3, 4):
             raise TraceError(f"loads is {self.loads.shape}, must have 3 or 4 dimensions")
         _require_integers("loads", self.loads, self.loads.ndim)
+        if not 1 <= self.num_experts <= MOST_EXPERTS:
+            raise TraceError(f"{self.num_experts} experts, must be 1 to {MOST_EXPERTS}")
         if self.loads.size and not 0 <= self.loads.min() <= self.loads.max() < 1 << 31:
             raise TraceError("loads must be 0 to 2**31 - 1")
         _check_phase(self.phase, self.num_batches)

@@ -2,6 +2,7 @@
 
 import numpy as np
 from numpy.typing import NDArray
+from ultraep_kernels.contract import HEADER_WIDTH
 from ultraep_kernels.host import plan as kernel
 
 from ultraep_serve.types import ExpertShape, Plan
@@ -45,9 +46,14 @@ def identity_plan(loads: NDArray[np.integer], shape: ExpertShape, source_rank: i
 
 
 def warm_up(shape: ExpertShape) -> None:
-    """Compile the planner, or load it from disk, so that no batch waits for that."""
-    loads = np.zeros((shape.num_ranks, shape.num_logical_experts), np.int64)
+    """Compile the planner, or load it from disk, so that no batch waits for that.
+
+    Loads that an exchange brought lie behind their rows' headers, others side by side.
+    """
+    rows = np.zeros((shape.num_ranks, HEADER_WIDTH + shape.num_logical_experts), np.int64)
+    loads = rows[:, HEADER_WIDTH:]
     plan_quota(loads, shape, source_rank=0)
+    plan_quota(loads.copy(), shape, source_rank=0)
 
 
 def _checked(loads: NDArray[np.integer], shape: ExpertShape, source_rank: int) -> NDArray[np.int64]:
@@ -58,4 +64,4 @@ def _checked(loads: NDArray[np.integer], shape: ExpertShape, source_rank: int) -
         raise ValueError(f"{shape = }: num_logical_experts must be a multiple of num_ranks")
     if not 0 <= source_rank < shape.num_ranks:
         raise ValueError(f"{source_rank = } must be in [0, {shape.num_ranks})")
-    return np.ascontiguousarray(loads, dtype=np.int64)
+    return np.asarray(loads, dtype=np.int64)  # rows may be apart: a copy can cost more than a plan

@@ -117,6 +117,17 @@ class ControlPage:
         return cls(run_path / CONTROL_NAME, create=policy)
 
     @classmethod
+    def open_or_create(cls, run_path: Path, policy: Policy) -> "ControlPage":
+        """The page in ``run_path``, made where there is none: several pipeline stages share it.
+
+        Raises ControlError.
+        """
+        if not os.path.lexists(run_path / CONTROL_NAME):
+            with contextlib.suppress(ControlError):  # another stage may be first
+                return cls.create(run_path, policy)
+        return cls.open(run_path)
+
+    @classmethod
     def open(cls, run_path: Path) -> "ControlPage":
         """The page that is already in ``run_path``. Raises ControlError."""
         return cls(run_path / CONTROL_NAME)

@@ -69,8 +69,8 @@ class RingReader:
     def header(self) -> RingHeader:
         """The header now."""
         header = parse_header(self._read(HEADER_BYTES, 0), self._path.name)
-        if self._path.name != f"ring-{header.rank}":
-            raise RingError(f"{self._path.name} is damaged: rank = {header.rank}")
+        if self._path.name != f"ring-{header.number}":
+            raise RingError(f"{self._path.name} is damaged: number = {header.number}")
         return header
 
     def poll(self) -> Poll:

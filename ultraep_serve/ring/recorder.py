@@ -33,7 +33,7 @@ from ultraep_serve.ring.schema import (
     record_dtype,
     ring_path,
 )
-from ultraep_serve.topology import Location, process_namespace
+from ultraep_serve.topology import Location, PipelineStage, process_namespace
 from ultraep_serve.types import Decision, ExpertShape, Policy, Stage
 
 __all__ = ["HEARTBEAT_SECONDS", "Recorder", "Stopwatch"]
@@ -60,6 +60,9 @@ _STATE, _POLICY, _BATCHES = _word("state"), _word("policy"), _word("batches")
 _RECORDED, _SKIPPED = _word("recorded_batches"), _word("skipped_batches")
 _LAYERS, _STAGE_NS, _LAST_BATCH = _word("layers"), _word("stage_ns"), _word("last_batch_ns")
 _SENT, _RECEIVED, _REPLICAS = _word("bytes_sent"), _word("bytes_received"), _word("replicas")
+
+
+_ONLY_STAGE = PipelineStage()
 
 
 class Recorder:
@@ -110,6 +113,7 @@ class Recorder:
         slot_bytes: int,
         timeout_seconds: float,
         location: Location | None = None,
+        pipeline: PipelineStage = _ONLY_STAGE,
     ) -> "Recorder":
         """A new ring for ``rank`` in ``run_path`` (which exists), replacing an older one.
 
@@ -122,6 +126,8 @@ class Recorder:
         page = header_page(
             shape,
             location or Location.on_one_host(rank, shape.num_ranks),
+            pipeline_stage=pipeline.number,
+            num_pipeline_stages=pipeline.num_stages,
             capacity=ring_records,
             num_layers=num_layers,
             pid=os.getpid(),
@@ -135,7 +141,7 @@ class Recorder:
             state=RingState.STARTING,
             policy=Policy.OFF.code,
         )
-        return cls(ring_path(run_path, rank), page)
+        return cls(ring_path(run_path, pipeline.number * shape.num_ranks + rank), page)
 
     def record(
         self,

@@ -68,4 +68,4 @@ def _first_header(path: Path) -> RingHeader | None:
             reader.close()
         except RingError:
             continue
-    return min(headers, key=lambda header: header.rank, default=None)
+    return min(headers, key=lambda header: header.number, default=None)

@@ -27,6 +27,8 @@ __all__ = [
     "HEADER_DTYPE",
     "MAGIC",
     "MAX_CAPACITY",
+    "MAX_EXPERTS",
+    "MAX_RANKS",
     "RECORD_HEAD",
     "RING_PREFIX",
     "RING_VERSION",
@@ -40,14 +42,14 @@ __all__ = [
     "ring_path",
 ]
 
-RING_VERSION = 5
-RING_PREFIX = "ring-"  # of the files' names, before the rank
+RING_VERSION = 6
+RING_PREFIX = "ring-"  # of the files' names, before the number
 MAGIC = b"UEPRING\x01"
 HEADER_BYTES = 4096
 MAX_CAPACITY = 1 << 20
-_MAX_RANKS = 4096
+MAX_RANKS = 4096
 _MAX_SLOTS = 1024
-_MAX_EXPERTS = 1 << 20
+MAX_EXPERTS = 1 << 20
 
 RecordArray = NDArray[np.void]
 
@@ -94,7 +96,9 @@ _HEADER_FIELDS: list[Any] = [
     ("domain_size", "<u4"),  # ranks that weights move between; divides host_size
     ("num_logical_experts", "<u4"),
     ("num_replica_slots", "<u4"),
-    ("num_layers", "<u4"),
+    ("num_layers", "<u4"),  # of the rank's pipeline stage
+    ("pipeline_stage", "<u4"),
+    ("num_pipeline_stages", "<u4"),
     ("engine", "S32"),
     ("mode", "S16"),
     ("first_host", "S64"),  # name of the host that holds rank 0
@@ -154,9 +158,9 @@ def record_checksum(seq: int, record: memoryview) -> int:
     return zlib.crc32(record[PAYLOAD_OFFSET:], seq & 0xFFFFFFFF)
 
 
-def ring_path(run_path: Path, rank: int) -> Path:
-    """The ring file of ``rank``."""
-    return run_path / f"{RING_PREFIX}{rank}"
+def ring_path(run_path: Path, number: int) -> Path:
+    """The ring file ``number``, counted over pipeline stages: ``RingHeader.number``."""
+    return run_path / f"{RING_PREFIX}{number}"
 
 
 @dataclass(frozen=True)
@@ -165,7 +169,9 @@ class RingHeader:
 
     shape: ExpertShape
     location: Location
-    num_layers: int
+    num_layers: int  # of its pipeline stage
+    pipeline_stage: int
+    num_pipeline_stages: int
     capacity: int
     record_bytes: int
     pid: int
@@ -192,8 +198,13 @@ class RingHeader:
 
     @property
     def rank(self) -> int:
-        """The writer's rank in the whole group."""
+        """The writer's rank in its group, which is all ranks of its pipeline stage."""
         return self.location.rank
+
+    @property
+    def number(self) -> int:
+        """The writer's place among all ranks, stage by stage."""
+        return self.pipeline_stage * self.shape.num_ranks + self.rank
 
     def heartbeat_age_seconds(self, now_ns: int) -> float:
         """Seconds between the last heartbeat and ``now_ns`` (CLOCK_MONOTONIC)."""
@@ -268,11 +279,13 @@ def _damaged(values: Mapping[str, Any]) -> Iterator[str]:
     ranges = {
         "header_bytes": (HEADER_BYTES, HEADER_BYTES),
         "capacity": (1, MAX_CAPACITY),
-        "num_ranks": (1, _MAX_RANKS),
+        "num_ranks": (1, MAX_RANKS),
         "rank": (0, values["num_ranks"] - 1),
+        "num_pipeline_stages": (1, MAX_RANKS),
+        "pipeline_stage": (0, values["num_pipeline_stages"] - 1),
         "host_size": (1, values["num_ranks"]),
         "domain_size": (1, values["host_size"]),
-        "num_logical_experts": (1, _MAX_EXPERTS),
+        "num_logical_experts": (1, MAX_EXPERTS),
         "num_replica_slots": (0, _MAX_SLOTS),
         "state": (0, len(RingState) - 1),
         "policy": (0, len(Policy) - 1),

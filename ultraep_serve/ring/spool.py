@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from ultraep_serve.errors import SpoolError
 from ultraep_serve.files import create_mapped, open_regular
 from ultraep_serve.ring.control import Recording, RecordLevel
+from ultraep_serve.ring.schema import MAX_EXPERTS, MAX_RANKS
 
 __all__ = [
     "CHUNK",
@@ -40,6 +41,7 @@ _MAGIC = b"UEPSPL\x00\x01"
 # magic, batches, lost batches, batch open, number, level, rank, ranks, layers, experts,
 # min_batch_tokens, is shared, engine
 _LAYOUT = struct.Struct("<8sQQQIIIIIIII32s")
+_MAX_LAYERS = 1 << 14
 _BATCHES, _LOST, _OPEN = 1, 2, 3  # indices in the page seen as 64-bit words
 
 
@@ -86,7 +88,8 @@ def parse_spool_header(page: bytes) -> SpoolHeader:
         raise SpoolError("a spool is truncated; record again")
     magic, batches, lost, is_open, number, level, *numbers, engine = _LAYOUT.unpack_from(page)
     rank, ranks, layers, experts, min_tokens, shared = numbers
-    valid = rank < ranks and layers and experts and level in (RecordLevel.LOADS, RecordLevel.TOKENS)
+    valid = rank < ranks <= MAX_RANKS and 0 < layers <= _MAX_LAYERS and 0 < experts <= MAX_EXPERTS
+    valid = valid and level in (RecordLevel.LOADS, RecordLevel.TOKENS)
     if magic != _MAGIC or not valid:
         raise SpoolError("a spool is damaged or of another version; use the server's own version")
     source = SpoolSource(

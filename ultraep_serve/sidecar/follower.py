@@ -1,7 +1,7 @@
 """The rings, followed from poll to poll, and a bounded memory of their records."""
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,10 +17,11 @@ from ultraep_serve.types import Decision, ExpertShape, Stage
 
 __all__ = [
     "OWN_DTYPE",
-    "PrimaryRank",
+    "PrimaryRanks",
     "RecordWindow",
     "RingFollower",
     "SkippedHistory",
+    "merged",
     "most_records",
     "own_fields",
 ]
@@ -29,8 +30,19 @@ __all__ = [
 class RingFollower:
     """The ring of ``rank``: its header at the last poll and its newest records, without loads."""
 
-    def __init__(self, run_dir: Path, rank: int, max_records: int, timeline: Timeline) -> None:
-        """Its times and bytes are added to ``timeline``; nothing is read before a poll."""
+    def __init__(
+        self,
+        run_dir: Path,
+        rank: int,
+        max_records: int,
+        timeline: Timeline,
+        first_layer: Callable[[RingHeader], int],
+    ) -> None:
+        """Its times and bytes are added to ``timeline``; nothing is read before a poll.
+
+        ``rank`` counts over pipeline stages. ``first_layer`` says how many layers the stages before
+        a ring's have: records count layers within a stage, and whoever reads them over all stages.
+        """
         self.header: RingHeader | None = None  # None: not readable, for the reason in ``error``
         self.error = "no ring yet"
         self.missed = 0  # records overwritten or damaged before they were read
@@ -38,6 +50,7 @@ class RingFollower:
         self._path = ring_path(run_dir, rank)
         self._max_records = max_records
         self._timeline = timeline
+        self._first_layer = first_layer
         self._reader: RingReader | None = None
         self._own = RecordWindow(OWN_DTYPE, 1)
         self._counted_ns = 0  # wall clock of the last record that the timeline has
@@ -60,6 +73,7 @@ class RingFollower:
             self._own = RecordWindow(OWN_DTYPE, most_records(poll.header.shape, self._max_records))
         else:
             self.missed += poll.missed
+        poll.records["layer"] += self._first_layer(poll.header)
         own = own_fields(poll.records)
         self._own.append(own)
         self._count_times(own)
@@ -73,7 +87,9 @@ class RingFollower:
             records = self._reader.recent()
         except RingError:
             return poll.records  # the next poll reports the error
-        return records[records["seq"] <= poll.header.written]
+        records = records[records["seq"] <= poll.header.written]
+        records["layer"] += self._first_layer(poll.header)
+        return records
 
     def records(self) -> RecordArray:
         """The newest records, oldest first, as OWN_DTYPE; not to be changed."""
@@ -106,42 +122,58 @@ class RingFollower:
             self._timeline.add_own(self._rank, new)
 
 
-class PrimaryRank:
-    """The rank whose loads and batch counters are shown; all ranks plan the same.
+class PrimaryRanks:
+    """The ranks whose loads and batch counters are shown, one of each pipeline stage.
 
-    It is the lowest rank that is alive, else the lowest readable one, chosen at every poll.
+    All ranks of a stage plan the same. It is the lowest that is alive, else the lowest readable
+    one, chosen at every poll.
     """
 
     def __init__(
         self, counters: Counters, max_records: int, heartbeat_limit_seconds: float
     ) -> None:
-        """Its records are also counted in ``counters``."""
-        self.rank = -1  # none yet
+        """Their records are also counted in ``counters``."""
+        self.by_stage: dict[int, int] = {}  # in the order of stages
         self._counters = counters
         self._max_records = max_records
         self._limit = heartbeat_limit_seconds
         self._records = RecordWindow(OWN_DTYPE, max_records)
         self._skipped = SkippedHistory()
 
+    @property
+    def first(self) -> int:
+        """That of the first stage which has one; -1 where none has."""
+        return next(iter(self.by_stage.values()), -1)
+
     def follow(self, polls: Mapping[int, Poll], rings: Mapping[int, RingFollower]) -> None:
         """Add the new records of ``polls``, by rank, of the ``rings`` that could be read."""
         if not polls:
             return
-        now_ns = time.monotonic_ns()
-        rank = min(polls, key=lambda r: (not polls[r].header.alive(now_ns, self._limit), r))
-        poll = polls[rank]
-        new = poll.records
-        if rank != self.rank or poll.replaced:
-            self.rank = rank
-            shape = poll.header.shape
+        chosen = self._choose(polls)
+        own = {rank: polls[rank] for rank in chosen.values()}
+        header = next(iter(own.values())).header
+        if chosen != self.by_stage or any(poll.replaced for poll in own.values()):
+            self.by_stage, shape = chosen, header.shape
             self._records = RecordWindow(
                 record_dtype(shape), most_records(shape, self._max_records)
             )
             self._skipped = SkippedHistory()
-            new = rings[rank].held_at(poll)
+            new = merged([rings[rank].held_at(poll) for rank, poll in own.items()])
+        else:
+            new = merged([poll.records for poll in own.values()])
         self._records.append(new)
-        self._skipped.observe(time.time_ns(), poll.header)
-        self._counters.observe(new, poll.header.started_ns)
+        self._skipped.observe(time.time_ns(), header)
+        self._counters.observe(new, header.started_ns)
+
+    def _choose(self, polls: Mapping[int, Poll]) -> dict[int, int]:
+        now_ns = time.monotonic_ns()
+        in_order = sorted(polls, key=lambda r: (not polls[r].header.alive(now_ns, self._limit), r))
+        shape = polls[in_order[0]].header.shape
+        chosen: dict[int, int] = {}
+        for rank in in_order:
+            if polls[rank].header.shape == shape:  # others are reported as a problem
+                chosen.setdefault(polls[rank].header.pipeline_stage, rank)
+        return dict(sorted(chosen.items()))
 
     def records(self) -> RecordArray:
         """The newest records, oldest first, with loads; not to be changed."""
@@ -150,6 +182,14 @@ class PrimaryRank:
     def skipped_since(self, time_ns: int) -> Iterator[tuple[Decision, int]]:
         """As ``SkippedHistory.since``."""
         return self._skipped.since(time_ns)
+
+
+def merged(records: Sequence[RecordArray]) -> RecordArray:
+    """Those of several ranks, oldest first; not to be changed."""
+    if len(records) == 1:
+        return records[0]
+    together = np.concatenate(records)
+    return together[np.argsort(together["time_ns"], kind="stable")]
 
 
 _MAX_BYTES = 64 << 20  # of records of all ranks; fewer are held where they are large

@@ -261,13 +261,14 @@ def _window_families(snapshot: BalanceSnapshot) -> Iterator[Metric]:
             layers.add_metric([str(layer.layer), when], mean)
     ranks = GaugeMetricFamily(
         "ultraep_rank_assignments_ratio",
-        "Assignments of the rank over the mean of all, in the records that the sidecar holds.",
+        "Assignments of the rank over the mean of all that share its layers, in the records that "
+        "the sidecar holds.",
         labels=["rank", "when"],
     )
     for when in _WHEN:
-        mean = snapshot.assignments / snapshot.num_ranks or 1.0
         for rank in snapshot.ranks:
-            ranks.add_metric([str(rank.rank), when], getattr(rank.assignments, when) / mean)
+            ratio = getattr(rank.assignments, when) / (rank.assignments.mean or 1.0)
+            ranks.add_metric([str(rank.rank), when], ratio)
     yield from (layers, ranks)
 
 

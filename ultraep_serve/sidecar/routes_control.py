@@ -4,6 +4,7 @@ While paused the policy is off, and the policy to resume is stored beside the co
 """
 
 import contextlib
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -18,8 +19,8 @@ from ultraep_serve.ring.control import ControlPage, Recording, RecordLevel
 from ultraep_serve.sidecar.access import BEARER, REFUSALS, bearers_only
 from ultraep_serve.sidecar.run_files import forget_pause, remember_pause
 from ultraep_serve.sidecar.statistics.snapshot import SCHEMA_VERSION
-from ultraep_serve.sidecar.store import RunStore
-from ultraep_serve.types import Policy
+from ultraep_serve.sidecar.store import NoRunError, RunStore
+from ultraep_serve.types import Policy, TokenView
 
 __all__ = ["Switches", "control_routes"]
 
@@ -34,6 +35,10 @@ _CONFLICT: dict[int | str, dict[str, Any]] = {
 
 class _NotAllowedError(Exception):
     """The operator did not permit this when the sidecar was started."""
+
+
+class _NoRoomError(Exception):
+    """Shared memory has no room for it."""
 
 
 class Switches:
@@ -87,9 +92,26 @@ class Switches:
             page.set_max_imbalance(max_imbalance)
 
     def record(self, level: RecordLevel, max_bytes: int) -> Recording:
-        """Start a new recording, or end the current one."""
+        """Start a new recording, or end the current one.
+
+        Raises an error where shared memory, which holds more than recordings, has less room.
+        """
         with self._one_writer, self._page() as page:
+            if level is not RecordLevel.OFF:
+                self._require_room(max_bytes)
             return page.record(level, max_bytes)
+
+    def _require_room(self, max_bytes: int) -> None:
+        ranks = 1
+        with contextlib.suppress(NoRunError):  # there is nothing to record yet
+            if (header := self._store.header()).mode == TokenView.OWN.value:
+                ranks = header.location.host_size
+        free = shutil.disk_usage(self._run_dir).free
+        if ranks * max_bytes > free:
+            raise _NoRoomError(
+                f"shared memory has {free // _MIB} MiB free, the recording may take "
+                f"{ranks * max_bytes // _MIB}"
+            )
 
     @contextlib.contextmanager
     def _page(self) -> Iterator[ControlPage]:
@@ -208,7 +230,7 @@ def control_routes(switches: Switches, token: str | None) -> APIRouter:
             switches.set_max_imbalance(request.max_imbalance)
         return ThresholdAnswer(max_imbalance=request.max_imbalance)
 
-    @router.post("/record")
+    @router.post("/record", responses={507: {"description": "shared memory has no room for it"}})
     def record(request: RecordRequest) -> RecordAnswer:
         """Record routing from the next batch on, replacing the last recording; or stop."""
         with _refusals():
@@ -225,5 +247,7 @@ def _refusals() -> Iterator[None]:
         yield
     except _NotAllowedError as error:
         raise HTTPException(403, str(error)) from error
+    except _NoRoomError as error:
+        raise HTTPException(507, str(error)) from error
     except ControlError as error:
         raise HTTPException(409, str(error)) from error

@@ -13,7 +13,7 @@ from ultraep_serve.ring.control import CONTROL_NAME, ControlPage
 from ultraep_serve.ring.reader import ALIVE_SECONDS
 from ultraep_serve.ring.run_directory import CONFIG_FILE
 from ultraep_serve.ring.schema import RecordArray, RingHeader
-from ultraep_serve.sidecar.follower import PrimaryRank, RingFollower
+from ultraep_serve.sidecar.follower import PrimaryRanks, RingFollower, merged
 from ultraep_serve.sidecar.health import RankList, Readiness, problem, rank_health
 from ultraep_serve.sidecar.run_files import (
     paused_policy,
@@ -75,8 +75,8 @@ class UnbalancedError(NoRunError):
 class Held(NamedTuple):
     """The records held at one moment."""
 
-    header: RingHeader  # the primary rank's
-    primary: RecordArray  # the primary rank's records, with loads
+    header: RingHeader  # as ``RunStore.header``
+    primary: RecordArray  # the primary ranks' records, with loads
     own: list[RecordArray]  # every rank's, 0 to R-1, without loads; empty for other hosts'
 
 
@@ -100,8 +100,8 @@ class RunStore:
         self._run_dir = run_dir
         self._limit = heartbeat_limit_seconds
         self._max_records = max_records
-        self._rings: dict[int, RingFollower] = {}  # by rank, all that were ever found
-        self._primary = PrimaryRank(self.counters, max_records, heartbeat_limit_seconds)
+        self._rings: dict[int, RingFollower] = {}  # by number, all that were ever found
+        self._primary = PrimaryRanks(self.counters, max_records, heartbeat_limit_seconds)
         self._control = ControlState()
         self._config: dict[str, Any] | None = None
         self._unbalanced = ""
@@ -153,7 +153,7 @@ class RunStore:
     def policy(self) -> Policy | None:
         """The policy in force from the next batch on; None where unknown."""
         with self._lock:
-            header = self._ring(self._primary.rank).header
+            header = self._ring(self._primary.first).header
             return self._control.policy or (header.policy if header else None)
 
     def control(self) -> ControlState:
@@ -180,32 +180,49 @@ class RunStore:
     def location(self) -> Location | None:
         """The location of the primary rank; None while no ring can be read."""
         with self._lock:
-            header = self._ring(self._primary.rank).header
+            header = self._ring(self._primary.first).header
             return header.location if header else None
 
     def header(self) -> RingHeader:
-        """The primary rank's header, with the policy in force. Raises NoRunError."""
+        """The first primary rank's header, with the policy in force and the layers of all stages.
+
+        Raises NoRunError.
+        """
         with self._lock:
             if self._unbalanced:
                 raise UnbalancedError(self._unbalanced)
-            header = self._ring(self._primary.rank).header
+            header = self._ring(self._primary.first).header
             if header is None:
                 raise NoRunError(f"no ring can be read in {self._run_dir}; is the engine running?")
-            return replace(header, policy=self._control.policy or header.policy)
+            primary = [self._ring(rank).header for rank in self._primary.by_stage.values()]
+            headers = [own for own in primary if own is not None]
+            return replace(
+                header,
+                policy=self._control.policy or header.policy,
+                num_layers=sum(own.num_layers for own in headers),
+                layers=tuple(map(sum, zip(*(own.layers for own in headers), strict=True))),
+                replicas=sum(own.replicas for own in headers),
+            )
 
     def held(self) -> Held:
         """Header and records. Raises NoRunError."""
         with self._lock:
             header = self.header()
-            own = [self._ring(rank).records() for rank in range(header.shape.num_ranks)]
+            size, stages = header.shape.num_ranks, range(header.num_pipeline_stages)
+            own = [
+                merged([self._ring(stage * size + rank).records() for stage in stages])
+                for rank in range(size)
+            ]
             return Held(header, self._primary.records(), own)
 
     def views(self) -> list[RankView]:
-        """One view per rank of this host. Raises NoRunError."""
+        """One view per rank of this host, stage by stage. Raises NoRunError."""
         now_ns = time.monotonic_ns()
         with self._lock:
-            ranks = self.header().location.host
-            return [self._ring(rank).view(now_ns, self._limit) for rank in ranks]
+            header = self.header()
+            size, stages = header.shape.num_ranks, range(header.num_pipeline_stages)
+            numbers = [stage * size + rank for stage in stages for rank in header.location.host]
+            return [self._ring(number).view(now_ns, self._limit) for number in numbers]
 
     def missed(self) -> dict[int, int]:
         """Records per rank that were overwritten or damaged before they were read."""
@@ -272,8 +289,8 @@ class RunStore:
             if rank not in self._rings:
                 self._rings[rank] = self._new_ring(rank)
         polls = {
-            rank: ring.poll(with_loads=rank == self._primary.rank)
-            for rank, ring in self._rings.items()
+            rank: ring.poll(with_loads=rank in self._primary.by_stage.values())
+            for rank, ring in sorted(self._rings.items())  # first stages first
         }
         self._primary.follow({rank: poll for rank, poll in polls.items() if poll}, self._rings)
 
@@ -305,7 +322,19 @@ class RunStore:
         return self._rings.get(rank) or self._new_ring(rank)
 
     def _new_ring(self, rank: int) -> RingFollower:
-        return RingFollower(self._run_dir, rank, self._max_records, self.timeline)
+        return RingFollower(
+            self._run_dir, rank, self._max_records, self.timeline, self._first_layer
+        )
+
+    def _first_layer(self, header: RingHeader) -> int:
+        """How many layers the pipeline stages before that of ``header`` have."""
+        known = [ring.header for ring in self._rings.values() if ring.header is not None]
+        before = {
+            other.pipeline_stage: other.num_layers
+            for other in known
+            if other.pipeline_stage < header.pipeline_stage
+        }
+        return sum(before.values())
 
     def _problems(self, views: list[RankView]) -> dict[str, str]:
         num_ranks = self.header().shape.num_ranks

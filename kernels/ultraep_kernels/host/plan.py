@@ -26,7 +26,8 @@ def plan(
     """Plan one layer of one batch: the same slots and quotas on every rank, as on a device.
 
     Args:
-        loads: contiguous int64 (R, E), row r is what rank r's own tokens chose; E a multiple of R.
+        loads: int64 (R, E), rows may be apart; row r is what rank r's own tokens chose. E is a
+            multiple of R.
         num_replica_slots: S, may be 0.
         source_rank: rank whose ``share`` is wanted.
         domain_size: copies stay within contiguous groups of this many ranks; None is all ranks.
@@ -35,9 +36,9 @@ def plan(
         ValueError: ``loads`` is negative or too large.
     """
     num_ranks, num_experts = loads.shape
-    domain_size = domain_size or num_ranks
+    domain_size = min(domain_size or num_ranks, num_ranks)
     expert_load = _count(loads)
-    search = search_of(min(domain_size, num_ranks), num_experts // num_ranks)
+    search = search_of(domain_size, num_experts // num_ranks)
     slot_expert, slot_quota = place_replicas(
         expert_load, num_ranks, num_replica_slots, domain_size, *search
     )

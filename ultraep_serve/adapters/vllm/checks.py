@@ -1,15 +1,21 @@
 """What this adapter was verified against, and what it refuses."""
 
 import inspect
-from collections.abc import Sequence
 
 import vllm
 from vllm.config import VllmConfig
-from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+from vllm.config.kernel import MEGA_MOE_BACKENDS
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import (
+    CPUExpertsFp8,
+    CPUExpertsInt4,
+    CPUExpertsInt8,
+    CPUExpertsMxfp4,
+    CPUUnquantizedExperts,
+)
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.platforms import current_platform
 
-from ultraep_serve.adapters.setup import require_one_number
+from ultraep_serve.adapters.vllm.expert_tensors import other_kernel
 from ultraep_serve.errors import SERVE_UNBALANCED, UnsupportedError
 from ultraep_serve.versions import VLLM, VLLM_CPU
 
@@ -18,9 +24,8 @@ __all__ = [
     "check_device_execution",
     "check_engine",
     "check_layer",
-    "check_model",
     "is_primary",
-    "unsupported_experts",
+    "without_experts",
 ]
 
 _FORWARD_PARAMETERS = [
@@ -32,15 +37,34 @@ _FORWARD_PARAMETERS = [
     "shared_experts_input",
 ]
 
-# On a GPU: dispatch, quantisation and expert kernels that take physical experts as they come.
+# On CPU. Of these alone it is known that what they compute for a token does not depend on which
+# other tokens come with it. Quantised ones take bfloat16, and vLLM chooses them where there is AMX.
+_CPU_QUANTISED = (CPUExpertsFp8, CPUExpertsInt8, CPUExpertsInt4, CPUExpertsMxfp4)
+_CPU_REMEDY = (
+    "use an unquantised checkpoint, or one that vLLM computes with "
+    f"{' or '.join(kernel.__name__ for kernel in _CPU_QUANTISED)} (with AMX)"
+)
+
+# On a GPU: dispatch and expert kernels that take physical experts as they come.
 _ALL2ALL_BACKENDS = ("allgather_reducescatter", "deepep_high_throughput", "deepep_low_latency")
-_QUANTISATIONS = ("UnquantizedFusedMoEMethod", "Fp8MoEMethod")
 _EXPERT_KERNELS = (
     "TritonExperts",
     "BatchedTritonExperts",
+    "TritonWNA16Experts",
     "TritonOrDeepGemmExperts",
     "BatchedDeepGemmExperts",
+    "DeepGemmFP4Experts",
+    "TritonOrCutlassExperts",
+    "CutlassBatchedExpertsFp8",
+    "CutlassExpertsFp4",
+    "CutlassExpertsMxfp4",
+    "MarlinExperts",
+    "BatchedMarlinExperts",
     "FlashInferExperts",
+    "FlashInferCuteDSLBatchedExperts",
+    "TrtLlmFp8ExpertsModular",
+    "TrtLlmMxfp4ExpertsModular",
+    "TrtLlmNvFp4ExpertsModular",
 )
 
 
@@ -60,37 +84,24 @@ def check_engine() -> None:
         )
 
 
-def check_model(vllm_config: VllmConfig, layers: Sequence[RoutedExperts]) -> None:
-    """Raise UnsupportedError, naming the remedy, if all of it cannot be joined into one group."""
-    if vllm_config.parallel_config.pipeline_parallel_size > 1:
-        raise UnsupportedError(
-            "pipeline parallelism is not there yet: its stages balance apart from each other; "
-            f"use --pipeline-parallel-size 1, {SERVE_UNBALANCED}"
-        )
-    require_one_number([layer.global_num_experts for layer in layers])
-
-
 def is_primary(vllm_config: VllmConfig) -> bool:
     """Whether this is rank 0 of all ranks, as far as is known before they meet."""
     parallel = vllm_config.parallel_config
     return bool(parallel.rank == 0 and parallel.data_parallel_rank == 0)
 
 
-def unsupported_experts(vllm_config: VllmConfig) -> UnsupportedError:
-    """Why not all experts of the model that was built can be balanced."""
-    names = vllm_config.compilation_config.static_all_moe_layers
-    model = vllm_config.model_config.model
-    if not names:
+def without_experts(vllm_config: VllmConfig) -> UnsupportedError:
+    """Why nothing of the model that was built can be balanced."""
+    model, stages = vllm_config.model_config, vllm_config.parallel_config.pipeline_parallel_size
+    if problem := _megakernel(vllm_config):
+        return UnsupportedError(f"{model.model}: {problem}, {SERVE_UNBALANCED}")
+    if stages > 1:
         return UnsupportedError(
-            f"{model} has no experts that vLLM routes ({vllm_config.model_config.architectures}); "
-            f"serve it with policy off, {SERVE_UNBALANCED}"
+            f"{model.model}: the first of {stages} pipeline stages has no experts; "
+            f"choose a smaller --pipeline-parallel-size, {SERVE_UNBALANCED}"
         )
-    runners = vllm_config.compilation_config.static_forward_context
-    kinds = {
-        type(getattr(runners[name], "routed_experts", runners[name])).__name__ for name in names
-    }
     return UnsupportedError(
-        f"{model}: vLLM builds its experts as {', '.join(sorted(kinds))}, which is not there yet; "
+        f"{model.model} has no experts that vLLM routes ({model.architectures}); "
         f"serve it with policy off, {SERVE_UNBALANCED}"
     )
 
@@ -98,6 +109,11 @@ def unsupported_experts(vllm_config: VllmConfig) -> UnsupportedError:
 def check_layer(layer: RoutedExperts) -> None:
     """Raise UnsupportedError, naming the remedy, if ``layer`` cannot be balanced."""
     parallel = layer.moe_config.moe_parallel_config
+    if _engine_classes(layer)[0] is not RoutedExperts:
+        raise UnsupportedError(
+            f"{layer.layer_name}: {type(layer).__name__} computes its experts in a way of its own, "
+            f"which is not there yet, {SERVE_UNBALANCED}"
+        )
     if not parallel.use_ep or parallel.ep_size < 2:
         raise UnsupportedError(
             "there is nothing to balance on one rank; add --enable-expert-parallel with "
@@ -113,20 +129,37 @@ def check_layer(layer: RoutedExperts) -> None:
         raise UnsupportedError(f"--enable-eplb moves the same weights; drop it, {SERVE_UNBALANCED}")
 
 
+def _engine_classes(layer: RoutedExperts) -> list[type]:
+    """Which classes of ``layer``, but ours, say how experts are computed, the first one first."""
+    return [
+        cls
+        for cls in type(layer).__mro__
+        if "forward_modular" in vars(cls) and cls.__module__.rpartition(".")[0] != __package__
+    ]
+
+
 def check_cpu_execution(layer: RoutedExperts) -> None:
     """Raise UnsupportedError if expert parallelism on CPU cannot run ``layer``, balanced or not."""
     parallel = layer.moe_config.moe_parallel_config
     _check_placement(layer)
-    if layer.quant_method.is_monolithic or layer.quant_method.moe_kernel is None:
+    method = layer.quant_method
+    if method.is_monolithic or method.moe_kernel is None:
         raise UnsupportedError(
-            f"{layer.layer_name}: {type(layer.quant_method).__name__} routes inside its kernel "
-            "and cannot be balanced; use an unquantised model on CPU"
+            f"{layer.layer_name}: {_routing_kernel(layer)} routes inside its kernel and cannot be "
+            f"balanced; {_CPU_REMEDY}"
         )
-    experts = layer.quant_method.moe_kernel.fused_experts
-    if not isinstance(experts, CPUUnquantizedExperts) or experts._use_zentorch:
+    experts = method.moe_kernel.fused_experts
+    is_quantised = isinstance(experts, _CPU_QUANTISED)
+    is_plain = isinstance(experts, CPUUnquantizedExperts) and not experts._use_zentorch
+    if not (is_quantised or is_plain):
         raise UnsupportedError(
             f"{layer.layer_name}: expert kernel {type(experts).__name__} has not been verified; "
-            "use an unquantised model on CPU"
+            f"{_CPU_REMEDY}"
+        )
+    if layer.apply_router_weight_on_input and is_quantised:
+        raise UnsupportedError(
+            f"{layer.layer_name}: {type(experts).__name__} takes no router weights on its input, "
+            "as this model has them; use an unquantised checkpoint"
         )
     if parallel.tp_size > 1 and parallel.dp_size > 1:
         raise UnsupportedError(
@@ -154,6 +187,8 @@ def check_device_execution(layer: RoutedExperts, vllm_config: VllmConfig) -> Non
 
 def _wrong_settings(vllm_config: VllmConfig) -> str | None:
     parallel = vllm_config.parallel_config
+    if problem := _megakernel(vllm_config):
+        return problem
     if parallel.enable_elastic_ep:
         return "the number of ranks must stay as it is; drop --enable-elastic-ep"
     if vllm_config.lora_config is not None:
@@ -161,6 +196,17 @@ def _wrong_settings(vllm_config: VllmConfig) -> str | None:
     if vllm_config.model_config is not None and vllm_config.model_config.enable_sleep_mode:
         return "moved weights do not sleep; drop --enable-sleep-mode"
     return None
+
+
+def _megakernel(vllm_config: VllmConfig) -> str | None:
+    """What is wrong with kernels that dispatch and combine too; Marlin has their types, FP4."""
+    backend = vllm_config.kernel_config.moe_backend
+    if backend not in MEGA_MOE_BACKENDS:
+        return None
+    return (
+        f"--moe-backend {backend} sends tokens to experts inside one kernel, by logical ids; "
+        "use --moe-backend marlin"
+    )
 
 
 def _wrong_parallelism(layer: RoutedExperts) -> str | None:
@@ -184,24 +230,19 @@ def _wrong_parallelism(layer: RoutedExperts) -> str | None:
 
 def _wrong_kernel(layer: RoutedExperts) -> str | None:
     method = layer.quant_method
-    if type(method).__name__ not in _QUANTISATIONS:
-        return (
-            f"quantisation {type(method).__name__} has not been verified; "
-            "use an unquantised or a block-quantised FP8 checkpoint"
-        )
     if method.is_monolithic or method.moe_kernel is None:
-        return f"{type(method).__name__} routes inside its kernel here; use --moe-backend triton"
+        return f"{_routing_kernel(layer)} routes inside its kernel; use {other_kernel(layer)}"
     kernel = type(method.moe_kernel.fused_experts).__name__
     if kernel not in _EXPERT_KERNELS:
-        return f"expert kernel {kernel} has not been verified; use --moe-backend triton"
-    scales = method.moe_quant_config
-    if scales is not None and (scales.a1_scale is not None or scales.a2_scale is not None):
-        return (
-            "static activation scales are taken from each rank's own experts, so a copy elsewhere "
-            "would compute with others; use a checkpoint with dynamic activation scales"
-        )
+        return f"expert kernel {kernel} has not been verified; use {other_kernel(layer)}"
     if layer.expert_map_manager.num_fused_shared_experts:
         return "shared experts fused into the routed ones cannot be moved; do not fuse them"
     if layer.w13_weight.device.type != current_platform.device_type:
         return f"expert weights lie on {layer.w13_weight.device}; drop --cpu-offload-gb"
     return None
+
+
+def _routing_kernel(layer: RoutedExperts) -> str:
+    """What computes ``layer`` where no kernel takes ids that were chosen before."""
+    kernel = layer.quant_method.moe_kernel
+    return type(layer.quant_method if kernel is None else kernel.fused_experts).__name__

@@ -25,6 +25,11 @@ from vllm.model_executor.layers.fused_moe.prepare_finalize.passthrough import (
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
 from ultraep_serve.adapters.vllm.checks import check_cpu_execution
+from ultraep_serve.adapters.vllm.expert_tensors import (
+    expert_parameters,
+    fit_shared_values,
+    require_shared_values_agree,
+)
 from ultraep_serve.physical import identity_table
 from ultraep_serve.types import ExpertShape
 
@@ -66,7 +71,15 @@ class CpuExperts:
         check_cpu_execution(layer)
 
     def give_slots(self, layers: Sequence[RoutedExperts], shape: ExpertShape) -> None:
-        """Ids are physical from now on."""
+        """Ids are physical from now on.
+
+        Raises UnsupportedError, on all ranks alike, if a copied expert may compute something else
+        than its master.
+        """
+        require_shared_values_agree(layers)
+        for layer in layers:
+            own = expert_parameters(layer)
+            fit_shared_values(layer, own, shape.num_masters, shape.num_local)
         self._num_local = shape.num_local
 
     def take_slots_back(

@@ -6,20 +6,25 @@ instead of E and of L + S local ones, which its linear placement maps to ``rank 
 and are built anew for these numbers. Nothing of theirs is replaced.
 """
 
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import fields
 from typing import Any
 
 import torch
+import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context, set_forward_context
+from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepare_finalize
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
-from vllm.model_executor.utils import weights_already_processed
 
 from ultraep_serve.adapters.execution import drop_slots
 from ultraep_serve.adapters.vllm.checks import check_device_execution
-from ultraep_serve.errors import SERVE_UNBALANCED, UnsupportedError
+from ultraep_serve.adapters.vllm.expert_tensors import (
+    expert_parameters,
+    fit_shared_values,
+    require_shared_values_agree,
+)
 from ultraep_serve.types import ExpertShape
 
 __all__ = ["DeviceExperts"]
@@ -44,12 +49,14 @@ class DeviceExperts:
     def give_slots(self, layers: Sequence[RoutedExperts], shape: ExpertShape) -> None:
         """Announce the replica slots to ``layers``; their tensors get the rows for them afterwards.
 
-        Raises UnsupportedError if a kernel keeps expert tensors of its own, which would stay
-        behind when the layer's are moved.
+        Raises UnsupportedError, on all ranks alike, if a copied expert may compute something else
+        than its master.
         """
+        require_shared_values_agree(layers)
+        parameters = [expert_parameters(layer) for layer in layers]
         self._tell(layers, shape.num_ranks * shape.num_local, shape.num_local)
-        for layer in layers:
-            _require_parameters(layer, shape.num_masters)
+        for layer, own in zip(layers, parameters, strict=True):
+            fit_shared_values(layer, own, shape.num_masters, shape.num_local)
 
     def take_slots_back(
         self,
@@ -59,6 +66,8 @@ class DeviceExperts:
     ) -> None:
         """Undo ``give_slots``; masters that have been moved stay where they are now."""
         drop_slots(parameters, shape)
+        for layer, own in zip(layers, parameters, strict=True):
+            fit_shared_values(layer, own, shape.num_local, shape.num_masters)
         self._tell(layers, shape.num_logical_experts, shape.num_masters)
 
     def finish(self, layers: Sequence[RoutedExperts]) -> None:
@@ -98,12 +107,12 @@ class DeviceExperts:
     def _tell(layers: Sequence[RoutedExperts], num_experts: int, num_local: int) -> None:
         """Have ``layers`` serve ``num_experts`` experts, ``num_local`` of them here.
 
-        The expert map comes from vLLM's own ``update_expert_map``; the kernel, and with it what it
-        dispatches through, from the quantisation method, as for weights that come ready for use
-        (``weights_already_processed``). The layer's configuration is changed in place because its
-        runner and its kernels share it. DeepEP's buffers are made for a number of experts, and
-        vLLM leaves it to their user to destroy them. Verified with 0.32
-        and 0.33.
+        The expert map comes from vLLM's own ``update_expert_map``. Kernel and dispatch are made
+        anew from what the kernel was made of, as vLLM's elastic expert parallelism does
+        (``fused_moe.eep_reconfigure``): weights are in the kernel's order already. The layer's
+        configuration is changed in place because its runner and its kernels share it. DeepEP's
+        buffers are made for a number of experts, and vLLM leaves it to their user to destroy them.
+        Verified with 0.32 and 0.33.
         """
         before = _buffers(layers)
         for layer in layers:
@@ -111,8 +120,7 @@ class DeviceExperts:
             moe.num_experts, moe.num_local_experts = num_experts, num_local
             layer.global_num_experts = num_experts
             layer.update_expert_map()
-            with weights_already_processed():
-                layer.quant_method.process_weights_after_loading(layer)
+            layer.quant_method.moe_kernel = _kernel_for(layer)
         after = _buffers(layers)
         for identity in before.keys() - after.keys():
             before[identity].destroy()
@@ -134,29 +142,27 @@ class DeviceExperts:
                 yield
 
 
+def _kernel_for(layer: RoutedExperts) -> mk.FusedMoEKernel:
+    """The kernel that ``layer`` has, made for the experts that its configuration now says."""
+    experts = layer.quant_method.moe_kernel.fused_experts
+    stage = maybe_make_prepare_finalize(
+        moe=layer.moe_config,
+        quant_config=experts.quant_config,
+        routing_tables=layer._expert_routing_tables(),
+        allow_new_interface=True,
+    )
+    names = inspect.signature(type(experts)).parameters
+    made = type(experts)(
+        **{name: getattr(experts, name) for name in names if hasattr(experts, name)}
+    )
+    for name, value in vars(experts).items():
+        if isinstance(value, torch.nn.Parameter):  # of the layer, set once weights were in order
+            setattr(made, name, value)
+    return mk.FusedMoEKernel(stage, made)
+
+
 def _buffers(layers: Sequence[RoutedExperts]) -> dict[int, Any]:
     """What the kernels of ``layers`` dispatch through, by identity; layers share it."""
     stages = [layer.quant_method.moe_kernel.prepare_finalize for layer in layers]
     found = [stage.buffer for stage in stages if hasattr(stage, "buffer")]
     return {id(buffer): buffer for buffer in found}
-
-
-def _require_parameters(layer: RoutedExperts, num_masters: int) -> None:
-    """Raise UnsupportedError if the kernel has expert tensors that are not the layer's parameters.
-
-    Parameters change in place when their tensors are moved; what was computed from them does not.
-    """
-    config = layer.quant_method.moe_quant_config
-    parameters = {id(parameter) for parameter in layer.parameters()}
-    for part in (config._a1, config._a2, config._w1, config._w2):
-        for field in fields(part):
-            value = getattr(part, field.name)
-            if not isinstance(value, torch.Tensor) or not value.dim():
-                continue
-            if value.shape[0] == num_masters and id(value) not in parameters:
-                raise UnsupportedError(
-                    f"{layer.layer_name}: {type(layer.quant_method).__name__} computes {field.name}"
-                    f" {tuple(value.shape)} from the experts and keeps it for its kernel, where it "
-                    "would be left behind; use --moe-backend triton, "
-                    f"{SERVE_UNBALANCED}"
-                )

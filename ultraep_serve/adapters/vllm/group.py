@@ -2,11 +2,12 @@
 
 import functools
 from collections.abc import Sequence
+from hashlib import blake2b
 from typing import Protocol
 
 import torch
 from vllm.config import VllmConfig
-from vllm.distributed import get_ep_group, get_tensor_model_parallel_rank
+from vllm.distributed import get_ep_group, get_pp_group, get_tensor_model_parallel_rank
 from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
@@ -15,14 +16,16 @@ from vllm.v1.worker.ubatching import dbo_current_ubatch_id
 
 from ultraep_serve.adapters.execution import Execution, compute_balanced
 from ultraep_serve.adapters.rendezvous import refuse_or_serve_plainly
-from ultraep_serve.adapters.setup import BalancedLayers, Batch, expert_parameters
-from ultraep_serve.adapters.vllm.checks import check_layer, check_model, is_primary
+from ultraep_serve.adapters.setup import BalancedLayers, Batch, require_one_number
+from ultraep_serve.adapters.vllm.checks import check_layer, is_primary
 from ultraep_serve.adapters.vllm.cpu_experts import CpuExperts
 from ultraep_serve.adapters.vllm.device_experts import DeviceExperts
+from ultraep_serve.adapters.vllm.expert_tensors import expert_parameters
 from ultraep_serve.collectives import EngineGroup
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.cuda.recording import is_capturing
-from ultraep_serve.errors import SERVE_UNBALANCED, UnsupportedError
+from ultraep_serve.errors import UnsupportedError
+from ultraep_serve.topology import PipelineStage
 from ultraep_serve.types import ExpertShape, Policy, TokenView
 
 __all__ = ["ExpertGroup"]
@@ -48,24 +51,26 @@ class ExpertGroup:
     def __init__(self, config: BalanceConfig, vllm_config: VllmConfig) -> None:
         self.vllm_config = vllm_config
         self._config = config
-        self._layers: list[RoutedExperts] = []
-        self._complete = False
+        self._num_expected = 0
+        self._layers: list[RoutedExperts] = []  # whose weights are final
         self.balanced: BalancedLayers | None = None  # None: still loading, or not balanced
         self._execution: LayerExecution = (
             CpuExperts() if current_platform.is_cpu() else DeviceExperts(vllm_config)
         )
 
+    def expect(self, layer: RoutedExperts) -> None:
+        """``layer`` belongs to the model that is being built."""
+        self._num_expected += 1
+
     def add(self, layer: RoutedExperts) -> int:
         """Take a layer whose weights are final, return its index; the last one starts balancing."""
-        if self._complete:
+        if len(self._layers) == self._num_expected:
             raise UnsupportedError(
                 f"{layer.layer_name} was loaded after the model's own {len(self._layers)} MoE "
-                "layers; draft models with experts and weights that are loaded anew are not there "
-                "yet: serve with policy off"
+                "layers; weights that are loaded anew are not there yet: serve with policy off"
             )
         self._layers.append(layer)
-        if len(self._layers) == len(self.vllm_config.compilation_config.static_all_moe_layers):
-            self._complete = True
+        if len(self._layers) == self._num_expected:
             self._finish_loading()
         return len(self._layers) - 1
 
@@ -122,7 +127,7 @@ class ExpertGroup:
     def _finish_loading(self) -> None:
         if self._config.policy is not Policy.OFF:
             try:
-                check_model(self.vllm_config, self._layers)
+                require_one_number([layer.global_num_experts for layer in self._layers])
                 for layer in self._layers:
                     check_layer(layer)
                     self._execution.check(layer)
@@ -139,7 +144,7 @@ class ExpertGroup:
             self._config.slots,
             self._execution.num_micro_batches,
         )
-        parameters = [_expert_parameters(layer) for layer in self._layers]
+        parameters = [expert_parameters(layer) for layer in self._layers]
         ranks = get_ep_group()
         try:
             self._execution.give_slots(self._layers, shape)
@@ -152,6 +157,7 @@ class ExpertGroup:
                 engine="vllm",
                 run_layer=functools.partial(self._run_layer, shape),
                 group=EngineGroup(ranks.cpu_group, ranks.device_group),
+                pipeline=_pipeline_of(self.vllm_config),
             )
         except UnsupportedError:
             self._execution.take_slots_back(self._layers, parameters, shape)
@@ -171,6 +177,15 @@ class ExpertGroup:
         )
 
 
+def _pipeline_of(vllm_config: VllmConfig) -> PipelineStage:
+    """vLLM's expert-parallel groups lie within a stage of its pipeline."""
+    size = vllm_config.parallel_config.pipeline_parallel_size
+    if size == 1:
+        return PipelineStage()
+    run = int.from_bytes(blake2b(vllm_config.instance_id.encode(), digest_size=8).digest()) >> 2
+    return PipelineStage(get_pp_group().rank_in_group, size, run)
+
+
 def _engine_tokens() -> int | None:
     """How many of an engine's rows belong to requests; None where it does not say.
 
@@ -184,18 +199,3 @@ def _engine_tokens() -> int | None:
         return None
     counts = (getattr(layer, "num_actual_tokens", None) for layer in metadata.values())
     return next((tokens for tokens in counts if tokens is not None), None)
-
-
-def _expert_parameters(layer: RoutedExperts) -> list[torch.nn.Parameter]:
-    """Which tensors make up an expert is vLLM's own contract, ``get_expert_weights``.
-
-    It asserts that they can be viewed expert by expert, which some kernels' layouts do not allow.
-    """
-    try:
-        movable = {weight.data_ptr() for weight in layer.get_expert_weights()}
-    except AssertionError as error:
-        raise UnsupportedError(
-            f"{layer.layer_name}: the expert kernel's weight layout cannot be split by expert; "
-            f"use --moe-backend triton, {SERVE_UNBALANCED}"
-        ) from error
-    return expert_parameters(layer, layer.layer_name, layer.local_num_experts, movable)

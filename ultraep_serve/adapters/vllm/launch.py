@@ -32,6 +32,7 @@ def parse_engine_flags(flags: list[str]) -> argparse.Namespace:
     parser.add_argument("--host", default="0.0.0.0")
     parser.add_argument("--port", type=int, default=DEFAULT_PORT)
     parser.add_argument("--tensor-parallel-size", "-tp", type=int, default=1)
+    parser.add_argument("--pipeline-parallel-size", "-pp", type=int, default=1)
     parser.add_argument("--data-parallel-size", "-dp", type=int, default=1)
     parser.add_argument("--data-parallel-size-local", "-dpl", type=int)
     parser.add_argument("--data-parallel-rank", "-dpn", type=int)
@@ -83,7 +84,7 @@ def engine_command(model: str, flags: list[str], policy: Policy) -> EngineComman
 
 def count_ranks(parsed: argparse.Namespace) -> RankCount:
     """The ranks that ``parsed`` flags ask for, and those this host gets, as vLLM divides them."""
-    size: int = parsed.tensor_parallel_size
+    size = int(parsed.tensor_parallel_size) * int(parsed.pipeline_parallel_size)
     total = size * int(parsed.data_parallel_size)
     if parsed.data_parallel_rank is not None:
         return RankCount(total, size)

@@ -1,18 +1,23 @@
-"""The seams: subclasses of two of vLLM's layers in the places vLLM provides for them.
+"""The seams: two kinds of vLLM's layers become ours when they are put into a model.
 
 ``RoutedExperts.forward_modular`` sits between routing and dispatch, for tensor and data parallelism
-alike. The embedding is the first layer of any model, also of one whose experts vLLM builds in other
-ways, which is refused.
+alike. Models bring subclasses of it, which vLLM's registry of layers, by name, does not reach;
+torch's own hook on the registration of modules sees them all. The embedding is there in models
+without experts too, which are refused.
 """
 
+import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.utils.hooks import RemovableHandle
 from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.logger import init_logger
-from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.router.zero_expert_router import ZeroExpertRouter
 from vllm.model_executor.layers.fused_moe.runner.shared_experts import SharedExpertsOrder
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.platforms import current_platform
@@ -20,7 +25,7 @@ from vllm.platforms import current_platform
 from ultraep_serve.adapters.guard import SETTING
 from ultraep_serve.adapters.process import repeated_at_exit
 from ultraep_serve.adapters.rendezvous import refuse_or_serve_plainly
-from ultraep_serve.adapters.vllm.checks import check_engine, is_primary, unsupported_experts
+from ultraep_serve.adapters.vllm.checks import check_engine, is_primary, without_experts
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.errors import UnsupportedError
 from ultraep_serve.types import Policy
@@ -28,27 +33,31 @@ from ultraep_serve.types import Policy
 if TYPE_CHECKING:
     from ultraep_serve.adapters.vllm.group import ExpertGroup
 
-__all__ = ["CheckedEmbedding", "CpuRoutedExperts", "DeviceRoutedExperts", "config_of", "substitute"]
+__all__ = [
+    "CheckedEmbedding",
+    "CpuRoutedExperts",
+    "DeviceRoutedExperts",
+    "config_of",
+    "substitute",
+    "take_over",
+]
 
 logger = init_logger("vllm.ultraep_serve")
 
 _layers: list["BalancedRoutedExperts"] = []  # by handle, for the operator; lives with the process
+_hook: RemovableHandle | None = None
 
 
 class BalancedRoutedExperts(RoutedExperts):
-    """vLLM's routed experts, balanced over the ranks of their expert-parallel group."""
+    """vLLM's routed experts, balanced over the ranks of their expert-parallel group.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        with repeated_at_exit():
-            group = _group_of_model()
-        if group is None:
-            self.__class__ = RoutedExperts
-            return
-        self._group = group
-        self._handle = len(_layers)
-        self._index = -1  # among the group's layers, known once the weights are final
-        _layers.append(self)
+    Instances are made by vLLM, of whatever class the model chose; see ``take_over``.
+    """
+
+    _group: "ExpertGroup"
+    _handle: int  # in ``_layers``
+    _index: int  # among the group's layers, known once the weights are final
+    _has_zero_experts: bool  # chosen ones that compute nothing come as expert 0 with weight 0
 
     def update_param_tp_status(self) -> None:
         """Take the weights over; vLLM's loader calls this where a layer's weights are final.
@@ -83,6 +92,8 @@ class CpuRoutedExperts(BalancedRoutedExperts):
             return plain
         if shared_experts is not None:
             shared_experts(shared_experts_input, SharedExpertsOrder.MK_INTERNAL_OVERLAPPED)
+        if self._has_zero_experts:
+            topk_ids = topk_ids.masked_fill(topk_weights == 0, -1)
         routed: torch.Tensor = _routed_experts(x, topk_weights, topk_ids, self._handle)
         return routed
 
@@ -110,7 +121,11 @@ class DeviceRoutedExperts(BalancedRoutedExperts):
         """
         group, physical = self._group, topk_ids
         if group.balanced is not None and self.use_ep:
-            physical = group.balanced.route(self._index, topk_ids, group.batch(topk_ids))
+            nothing = topk_weights == 0 if self._has_zero_experts else None
+            logical = topk_ids if nothing is None else topk_ids.masked_fill(nothing, -1)
+            physical = group.balanced.route(self._index, logical, group.batch(topk_ids))
+            if nothing is not None:
+                physical = physical.masked_fill(nothing, 0)  # as vLLM has it: expert 0's master
         routed: torch.Tensor = super().forward_modular(
             x, topk_weights, physical, shared_experts, shared_experts_input
         )
@@ -140,39 +155,55 @@ def _routed_experts_shape(
 
 
 class CheckedEmbedding(VocabParallelEmbedding):
-    """vLLM's embedding, which checks once that all experts of its model will be balanced."""
-
-    _is_made = False
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._is_made = True
+    """vLLM's embedding, which checks once that its model has experts to balance."""
 
     def update_param_tp_status(self) -> None:
-        """As that of ``BalancedRoutedExperts``; it is called at the end of ``__init__`` too.
-
-        The whole model is built when the loader calls it, and no layer of experts was finished.
-        """
+        """As that of ``BalancedRoutedExperts``; by now the whole model is built."""
         super().update_param_tp_status()
-        if not self._is_made:
-            return
         self.__class__ = VocabParallelEmbedding
         with repeated_at_exit():
-            _check_all_will_be_balanced()
+            _check_has_experts()
 
 
 def substitute() -> None:
-    """Have vLLM build the layers above wherever it would build its own.
+    """Have the layers above in the place of vLLM's own wherever a model is built.
 
-    Uses ``PluggableLayer.register_oot``, vLLM's own registry for that; calling twice is harmless.
+    Calling twice is harmless.
     """
-    experts = CpuRoutedExperts if current_platform.is_cpu() else DeviceRoutedExperts
-    for ours, name in (
-        (experts, RoutedExperts.__name__),
-        (CheckedEmbedding, VocabParallelEmbedding.__name__),
-    ):
-        if name not in op_registry_oot:
-            PluggableLayer.register_oot(ours, name=name)
+    global _hook
+    if _hook is None:
+        _hook = register_module_module_registration_hook(_registered)
+
+
+def _registered(parent: nn.Module, _name: str, module: nn.Module | None) -> None:
+    """``module`` was made a part of ``parent``."""
+    if type(module) is VocabParallelEmbedding:
+        module.__class__ = CheckedEmbedding
+    elif isinstance(module, RoutedExperts) and not isinstance(module, BalancedRoutedExperts):
+        router = getattr(parent, "router", None)
+        take_over(module, has_zero_experts=isinstance(router, ZeroExpertRouter))
+
+
+def take_over(layer: RoutedExperts, *, has_zero_experts: bool = False) -> None:
+    """Have ``layer`` balanced if the model that is being built is to be.
+
+    It gets a class of its own that puts ours before the one it has.
+    """
+    with repeated_at_exit():
+        group = _group_of_model()
+    if group is None:
+        return
+    ours = CpuRoutedExperts if current_platform.is_cpu() else DeviceRoutedExperts
+    layer.__class__ = _put_before(ours, layer.__class__)
+    layer._group, layer._index, layer._handle = group, -1, len(_layers)
+    layer._has_zero_experts = has_zero_experts
+    _layers.append(layer)
+    group.expect(layer)
+
+
+@functools.cache
+def _put_before(ours: type, kind: type) -> type:
+    return ours if kind is RoutedExperts else type(kind.__name__, (ours, kind), {})
 
 
 def config_of(vllm_config: VllmConfig) -> BalanceConfig | None:
@@ -202,29 +233,43 @@ def _group_of_model() -> "ExpertGroup | None":
     _rebind_kernels`` takes llvmlite's library object for one with a ``__dict__``). Seen in 0.32.
     """
     vllm_config = get_current_vllm_config()
-    if _layers and _layers[-1]._group.vllm_config is vllm_config:
-        return _layers[-1]._group
+    groups = [layer._group for layer in _layers]
+    for group in groups:
+        if group.vllm_config is vllm_config:
+            return group
     config = config_of(vllm_config)
     if config is None:
         return None
-    if _layers and _layers[-1]._group.balanced is not None:
+    if any(is_draft_of(group.vllm_config, vllm_config) for group in groups):
+        if not current_platform.is_cpu():
+            return None
+        config = config.replace(policy=Policy.OFF)
+    elif any(group.balanced is not None for group in groups):
         raise UnsupportedError(
-            "this process balances another model already; draft models with experts are not there "
-            "yet: serve with policy off"
+            "this process balances another model already; serve one of them with policy off"
         )
     from ultraep_serve.adapters.vllm.group import ExpertGroup
 
     return ExpertGroup(config, vllm_config)
 
 
-def _check_all_will_be_balanced() -> None:
-    """Refuse a model with experts that are none of ours, or with none at all."""
+def is_draft_of(target: VllmConfig, other: VllmConfig) -> bool:
+    """Whether ``other`` is that of a draft model, which vLLM loads after its ``target``.
+
+    A draft model gets a configuration of its own and shares the register of layers.
+    """
+    registers = (config.compilation_config.static_forward_context for config in (target, other))
+    first, second = registers
+    return target is not other and first is second
+
+
+def _check_has_experts() -> None:
+    """Refuse a model without experts that vLLM routes."""
     vllm_config = get_current_vllm_config()
-    names = set(vllm_config.compilation_config.static_all_moe_layers)
-    if names <= {layer.layer_name for layer in _layers} and _layers:
-        return  # without names: a draft model without experts
+    if vllm_config.compilation_config.static_all_moe_layers:
+        return  # all of them ours; a draft model without experts has its target's here
     config = config_of(vllm_config)
     if config is None or config.policy is Policy.OFF:
         return
-    error = unsupported_experts(vllm_config)
+    error = without_experts(vllm_config)
     refuse_or_serve_plainly(error, config, logger, is_primary=is_primary(vllm_config))

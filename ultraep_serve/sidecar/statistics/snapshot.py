@@ -147,6 +147,8 @@ class RankAssignments(Documented):
     """By routing alone."""
     after: int
     """As computed."""
+    mean: float
+    """Of all ranks that share its layers."""
 
 
 @dataclass(frozen=True)
@@ -260,7 +262,8 @@ def rank_assignments(records: RecordArray) -> list[RankAssignments]:
     """Assignments of every rank of the whole group, summed over the primary rank's ``records``."""
     before = records["load_before"].sum(axis=0, dtype=np.int64).tolist()
     after = records["load_after"].sum(axis=0, dtype=np.int64).tolist()
-    return [RankAssignments(*pair) for pair in zip(before, after, strict=True)]
+    mean = sum(before) / len(before)
+    return [RankAssignments(*pair, mean) for pair in zip(before, after, strict=True)]
 
 
 def replica_count(replicas: NDArray[np.integer]) -> ReplicaCount:

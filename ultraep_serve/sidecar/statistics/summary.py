@@ -69,7 +69,7 @@ def summarise(
     moved = bytes_by_layer(own)
     before, after = imbalances(considered["load_before"]), imbalances(considered["load_after"])
     imbalance = ImbalanceSnapshot(spread(before), spread(after))
-    assignments = rank_assignments(considered)
+    assignments = _assignments_of(ranks, considered)
     return BalanceSnapshot(
         engine=header.engine,
         mode=header.mode,
@@ -77,7 +77,7 @@ def summarise(
         num_ranks=header.shape.num_ranks,
         host_ranks=[view.rank for view in ranks],
         window_records=len(considered),
-        assignments=sum(rank.before for rank in assignments),
+        assignments=int(considered["load_before"].sum(dtype=np.int64)),
         batches=batches_count(batches),
         phases=phases(batches, imbalance),
         imbalance=imbalance,
@@ -87,10 +87,23 @@ def summarise(
         savings=window_savings(considered, [window.recorded(view.records) for view in ranks]),
         layers=_layers(considered, before, after, moved, header.location.domain_size),
         ranks=[
-            _rank_snapshot(view, records, assignments[view.rank])
-            for view, records in zip(ranks, own, strict=True)
+            _rank_snapshot(view, records, of_rank)
+            for view, records, of_rank in zip(ranks, own, assignments, strict=True)
         ],
     )
+
+
+def _assignments_of(ranks: Sequence[RankView], considered: RecordArray) -> list[RankAssignments]:
+    """Of each of ``ranks``, in the layers of its pipeline stage, which are those it recorded."""
+    size = considered["load_before"].shape[1]
+    if len({view.rank // size for view in ranks}) == 1:
+        everywhere = rank_assignments(considered)
+        return [everywhere[view.rank % size] for view in ranks]
+    found = []
+    for view in ranks:
+        own = np.isin(considered["layer"], np.unique(view.records["layer"]))
+        found.append(rank_assignments(considered[own])[view.rank % size])
+    return found
 
 
 def window_savings(considered: RecordArray, own: Sequence[RecordArray]) -> Savings:

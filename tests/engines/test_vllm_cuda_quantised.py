@@ -1,0 +1,201 @@
+"""Quantised experts on GPUs: what a copy takes along, in vLLM's own methods' order of tensors."""
+# ruff: noqa: TID251 - vLLM's own objects are what is tested
+
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="needs vLLM: make setup")
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch's own, when vLLM has it compile
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.layers.quantization import fp8
+
+    from tests.support import vllm_layers
+    from tests.support.vllm_formats import FORMATS, build_format
+    from tests.support.vllm_gpu import (
+        NUM_LOCAL,
+        NUM_MASTERS,
+        NUM_RANKS,
+        NUM_SLOTS,
+        build,
+        fp8_config,
+    )
+    from ultraep_serve.adapters.vllm import checks, expert_tensors
+
+from ultraep_serve.errors import UnsupportedError
+from ultraep_serve.types import ExpertShape
+
+SHAPE = ExpertShape(NUM_RANKS, vllm_layers.NUM_EXPERTS, NUM_SLOTS)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_copy_takes_along_all_that_the_kernel_reads(balanced: Any, name: str) -> None:
+    """Rows of slots are copied from masters in the layer's parameters, then seen by the kernel."""
+    layer, config = build_format(balanced, name)
+    checks.check_device_execution(layer, config)
+    parameters = expert_tensors.expert_parameters(layer)
+    execution = layer._group._execution
+    with set_current_vllm_config(config):
+        execution.give_slots([layer], SHAPE)
+        for parameter in parameters:
+            parameter.data = torch.cat([parameter.data, parameter.data[1 : 1 + NUM_SLOTS]])
+        seen = dict(read_by_kernel(layer))
+        for slot in range(NUM_SLOTS):
+            for tensor, value in seen.items():
+                rows = expert_tensors._bytes(value).view(NUM_LOCAL, -1)
+                assert torch.equal(rows[NUM_MASTERS + slot], rows[1 + slot]), tensor
+        differ = [name for name, value in seen.items() if not expert_tensors._all_rows_equal(value)]
+        assert {"w13_weight", "w2_weight", "w1 scale", "w2 scale"} <= set(differ)
+        execution.take_slots_back([layer], [parameters], SHAPE)
+    assert {value.shape[0] for _, value in read_by_kernel(layer)} == {NUM_MASTERS}
+
+
+def read_by_kernel(layer: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """What the kernel has once per local expert, by name."""
+    experts = layer.quant_method.moe_kernel.fused_experts
+    values = {"w13_weight": layer.w13_weight, "w2_weight": layer.w2_weight}
+    for name, value in [*values.items(), *expert_tensors._read_by(experts)]:
+        if value.dim() and value.shape[0] in (NUM_LOCAL, NUM_MASTERS):
+            yield name, value
+
+
+@pytest.mark.parametrize("block", [[16, 128], None], ids=["block", "tensor"])
+def test_fp8_scales_move_with_the_weights(balanced: Any, block: list[int] | None) -> None:
+    """They are the layer's parameters, in the kernel's configuration too, so they move in place."""
+    balanced(fp8, "resolve_fp8_moe_weight_block_shape", lambda *_: (block, None), raising=False)
+    layer, config = build(balanced, quant_config=fp8_config("dynamic", block))
+    checks.check_device_execution(layer, config)
+    parameters = expert_tensors.expert_parameters(layer)
+    suffix = "weight_scale_inv" if block else "weight_scale"
+    moving = {name for name, own in layer.named_parameters() if any(own is p for p in parameters)}
+    assert moving == {"w13_weight", "w2_weight", f"w13_{suffix}", f"w2_{suffix}"}
+
+    execution = layer._group._execution
+    with set_current_vllm_config(config):
+        execution.give_slots([layer], SHAPE)
+        for parameter in parameters:
+            parameter.data = parameter.data.new_zeros(NUM_LOCAL, *parameter.shape[1:])
+        experts = layer.quant_method.moe_kernel.fused_experts
+        assert experts.w1_scale.shape[0] == experts.w2_scale.shape[0] == NUM_LOCAL
+        execution.take_slots_back([layer], [parameters], SHAPE)
+    assert layer.w13_weight.shape[0] == experts.w1_scale.shape[0] == NUM_MASTERS
+    assert layer.global_num_experts == layer.expert_map.numel() == vllm_layers.NUM_EXPERTS
+
+
+def refused(layer: Any) -> str:
+    with pytest.raises(UnsupportedError) as error:
+        expert_tensors.require_shared_values_agree([layer])
+    assert "set on_unsupported to off" in str(error.value)
+    return str(error.value)
+
+
+def other_rank(set_attribute: Any, values: list[Any], problem: str | None = None) -> None:
+    """Have one of the other ranks find ``values`` in its layer, or a problem."""
+    set_attribute(expert_tensors, "_from_all_ranks", lambda own: [own, (values, problem), own])
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "remedy"),
+    [
+        (
+            lambda patch: build(patch, quant_config=fp8_config("static", None))[0],
+            "w13_input_scale",
+            "a checkpoint with dynamic activation scales",
+        ),
+        (
+            lambda patch: build_format(patch, "nvfp4-flashinfer")[0],
+            "w13_input_scale",
+            "--moe-backend marlin, which needs no activation scales",
+        ),
+        (
+            lambda patch: build_format(patch, "nvfp4-packed-flashinfer")[0],
+            "a1 alpha_or_gscale",
+            "--moe-backend marlin, which needs no activation scales",
+        ),
+    ],
+    ids=["fp8", "nvfp4", "nvfp4-packed"],
+)
+def test_scales_that_a_rank_takes_from_its_own_experts_must_be_the_same_on_all(
+    balanced: Any, make: Callable[[Any], Any], name: str, remedy: str
+) -> None:
+    layer = make(balanced)
+    expert_tensors.require_shared_values_agree([layer])
+    elsewhere = list(expert_tensors._shared_values(make(balanced)))
+    other_rank(balanced, elsewhere)
+    expert_tensors.require_shared_values_agree([layer])
+    changed = next(i for i, value in enumerate(elsewhere) if value.name == name)
+    elsewhere[changed] = replace(elsewhere[changed], digest="of another scale")
+    message = refused(layer)
+    assert f"{name} differs between ranks" in message
+    assert f"use {remedy}, or" in message
+
+
+def test_what_one_rank_finds_is_refused_by_all(balanced: Any) -> None:
+    layer, _ = build(balanced)
+    other_rank(balanced, [], "layer: found there; set on_unsupported to off")
+    assert "found there" in refused(layer)
+
+
+def test_scales_of_single_experts_that_do_not_move_are_refused(balanced: Any) -> None:
+    """vLLM's CUTLASS kernel has one activation scale per expert, computed from a parameter."""
+    layer, _ = build_format(balanced, "nvfp4-cutlass")
+    config = layer.quant_method.moe_quant_config
+    config._a1.alpha_or_gscale = torch.arange(1.0, 1.0 + NUM_MASTERS)
+    message = refused(layer)
+    assert "a1 alpha_or_gscale of CutlassExpertsFp4 cannot be moved" in message
+    assert "use --moe-backend marlin or flashinfer_cutlass" in message
+
+
+def test_views_of_expert_tensors_are_refused(balanced: Any) -> None:
+    """vLLM's CuteDSL kernel has such a view of its scales: it would show the old memory."""
+    layer, _ = build_format(balanced, "nvfp4-flashinfer")
+    experts = layer.quant_method.moe_kernel.fused_experts
+    experts.quant_config._w1.scale = layer.w13_weight_scale.data.permute(1, 2, 0)
+    assert "w1 scale of FlashInferExperts cannot be moved" in refused(layer)
+
+
+def test_scales_that_are_no_tensors_are_refused(balanced: Any) -> None:
+    layer, _ = build(balanced)
+    layer.quant_method.moe_kernel.fused_experts.quant_config._w1.scale = object()
+    assert "where they cannot be copied from" in refused(layer)
+    layer.quant_method.moe_kernel.fused_experts.quant_config._w1.scale = None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda layer: transpose(layer.w2_weight), "cannot be split by expert"),
+        (lambda layer: add(layer, torch.ones(1)), "cannot be split by expert"),
+        (lambda layer: add(layer, torch.ones(1, NUM_MASTERS)), r"\(1, 4\) does not hold 4 experts"),
+        (lambda layer: wrap(layer), "keeps w13_weight outside of the layer's parameters"),
+    ],
+    ids=["transposed", "one value", "other dimension", "no parameter"],
+)
+def test_layouts_that_do_not_hold_one_expert_after_another_are_refused(
+    balanced: Any, change: Callable[[Any], None], message: str
+) -> None:
+    layer, _ = build(balanced)
+    change(layer)
+    with pytest.raises(UnsupportedError, match=f"{message}.*--moe-backend triton"):
+        expert_tensors.expert_parameters(layer)
+
+
+def transpose(weight: torch.nn.Parameter) -> None:
+    weight.data = weight.data.transpose(1, 2)
+
+
+def add(layer: Any, tensor: torch.Tensor) -> None:
+    layer.register_parameter("more", torch.nn.Parameter(tensor))
+
+
+def wrap(layer: Any) -> None:
+    """As vLLM does it with ``triton_kernels``' tensors of MXFP4 weights."""
+    weight = layer.w13_weight.data
+    del layer.w13_weight
+    layer.w13_weight = weight

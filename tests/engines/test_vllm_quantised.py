@@ -1,0 +1,237 @@
+"""Quantised experts on CPU: vLLM's own kernels compute from slots what they do from masters.
+
+vLLM chooses these kernels where there is AMX; they also run with AVX512, which is all that the
+processes here ask for (``torch.ops._C.fused_experts_cpu``). Kernels of which vLLM has none for this
+machine are refused by vLLM itself.
+"""
+# ruff: noqa: TID251 - vLLM's own objects are what is tested
+
+import os
+import warnings
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytest.importorskip("vllm", reason="needs vLLM: make setup")
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch's own, when vLLM has it compile
+    from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+    from vllm.model_executor.layers.quantization import get_quantization_config
+
+    import tests.support.vllm_transports as transports
+    from tests.support import vllm_layers
+    from tests.support.vllm_gpu import configure, forward_pass
+    from ultraep_serve.adapters.vllm import checks, routed_experts
+
+from tests.support.quantised import SCHEMES
+from tests.support.ranks import fresh_run_path, run_ranks
+from tests.support.serving_checks import MOVING_ALWAYS_PAYS
+from ultraep_serve.errors import UnsupportedError
+from ultraep_serve.physical import identity_table
+
+NUM_RANKS, NUM_SLOTS = 2, 2
+NUM_MASTERS = vllm_layers.NUM_EXPERTS // NUM_RANKS
+HIDDEN, INNER = 256, 128  # multiples of an FP8 block
+NUM_LAYERS = 2
+BACKEND = "allgather_reducescatter"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A checkpoint's format, and the kernel that vLLM has for it."""
+
+    scheme: str  # of tests.support.quantised; empty: not quantised
+    kernel: str
+    error: float  # the largest, relative to what is computed in float32 without quantisation
+    has_bias: bool = False
+
+
+CASES = {
+    "bfloat16 with biases": Case("", "CPUUnquantizedExperts", 0.02, has_bias=True),
+    "fp8": Case("fp8", "CPUExpertsFp8", 0.1),
+    "int8": Case("int8", "CPUExpertsInt8", 0.1),
+    "int4": Case("int4", "CPUExpertsInt4", 0.5),
+    "mxfp4": Case("mxfp4", "CPUExpertsMxfp4", 0.5),
+}
+
+
+def compute_on_rank(rank: int, run_dirs: list[str]) -> list[list[dict[str, Any]]]:
+    store = dist.FileStore(f"{run_dirs[0]}/gloo", NUM_RANKS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS)
+    transports.join_ranks(rank, NUM_RANKS, BACKEND)
+    vllm_layers.HIDDEN, vllm_layers.INNER = HIDDEN, INNER
+    for case in CASES.values():
+        replace_check(case.kernel, True)
+    replace_check("CPUExpertsFp8W8A8", False)  # vLLM's first choice where there is AMX for FP8
+    return [
+        compute_case(case, rank, run_dir)
+        for case, run_dir in zip(CASES.values(), run_dirs, strict=True)
+    ]
+
+
+def replace_check(kernel: str, runs_here: bool) -> None:
+    """Have vLLM believe that a kernel runs on this machine, or does not."""
+    found: Any = getattr(cpu_moe, kernel)
+    found._supports_current_device = staticmethod(lambda: runs_here)
+
+
+def compute_case(case: Case, rank: int, run_dir: str) -> list[dict[str, Any]]:
+    """How a batch came out of every layer, balanced and with all experts at home."""
+    configure(
+        os.environ.__setitem__,
+        run_dir=run_dir,
+        slots=NUM_SLOTS,
+        costs=MOVING_ALWAYS_PAYS.to_json(),
+        min_batch_tokens=8,
+    )
+    routed_experts._layers.clear()
+    names = [f"layers.{index}" for index in range(NUM_LAYERS)]
+    config = vllm_layers.engine_config(rank, NUM_RANKS, BACKEND, names)
+    layers = [make_layer(case, rank, config, name) for name in names]
+    weights = [make_weights(case, seed) for seed in range(NUM_LAYERS)]
+    for layer, own in zip(layers, weights, strict=True):
+        vllm_layers.load(layer, config, stored(case, own))
+    return [run_batch(layer, config, own, rank) for layer, own in zip(layers, weights, strict=True)]
+
+
+def make_layer(case: Case, rank: int, config: Any, name: str) -> Any:
+    quant_config = None
+    if case.scheme:
+        settings = SCHEMES[case.scheme][1]([])
+        method = settings["quant_method"]
+        quant_config = get_quantization_config(method).from_config(settings)
+    return vllm_layers.build_layer(
+        config,
+        vllm_layers.parallel_of(rank, NUM_RANKS, BACKEND),
+        name,
+        quant_config,
+        has_bias=case.has_bias,
+    )
+
+
+def make_weights(case: Case, seed: int) -> dict[str, torch.Tensor]:
+    """Experts of different sizes, so that one's scales are wrong for another."""
+    generator = torch.Generator().manual_seed(seed)
+    experts = vllm_layers.NUM_EXPERTS
+    size = torch.arange(1.0, 1.0 + experts).view(-1, 1, 1) / experts
+    w13 = torch.randn(experts, 2 * INNER, HIDDEN, generator=generator) * size / HIDDEN**0.5
+    w2 = torch.randn(experts, HIDDEN, INNER, generator=generator) * size / INNER**0.5
+    found = {"w13_weight": w13, "w2_weight": w2}
+    if case.has_bias:
+        found["w13_bias"] = torch.randn(experts, 2 * INNER, generator=generator)
+        found["w2_bias"] = torch.randn(experts, HIDDEN, generator=generator)
+    return found
+
+
+def stored(case: Case, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Weights as vLLM's parameters hold them when the checkpoint has been read."""
+    if not case.scheme:
+        return weights
+    found = {}
+    for name in ("w13", "w2"):
+        parts = [SCHEMES[case.scheme][0](matrix) for matrix in weights[f"{name}_weight"]]
+        for suffix in parts[0]:
+            found[f"{name}_{suffix}"] = torch.stack([part[suffix] for part in parts])
+    return found
+
+
+def run_batch(
+    layer: Any, config: Any, weights: dict[str, torch.Tensor], rank: int
+) -> dict[str, Any]:
+    batch = vllm_layers.make_batch(rank, 48, torch.int32)
+    group = layer._group
+    masters = torch.from_numpy(identity_table(vllm_layers.NUM_EXPERTS, NUM_RANKS, NUM_SLOTS))
+    taken: list[torch.Tensor] = []
+    compute = group.compute
+    group.compute = lambda index, x, topk_weights, physical: (
+        taken.append(physical),
+        compute(index, x, topk_weights, physical),
+    )[1]
+    with forward_pass(config, transports.everywhere(batch.x.shape[0])):
+        balanced = layer.forward_modular(batch.x, batch.weights, batch.ids)
+    group.compute = compute
+    home = torch.where(batch.ids < 0, -1, masters[batch.ids.long()]).int()
+    off = group.compute(layer._index, batch.x, batch.weights, home)
+    expected = expected_output(batch, weights)
+    num_local = NUM_MASTERS + NUM_SLOTS
+    return {
+        "kernel": type(layer.quant_method.moe_kernel.fused_experts).__name__,
+        "on_slots": int((taken[0] % num_local >= NUM_MASTERS)[taken[0] >= 0].sum()),
+        "bitwise": torch.equal(balanced, off),
+        "error": float((balanced.float() - expected).norm() / expected.norm()),
+    }
+
+
+def expected_output(batch: Any, weights: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Of all experts at home, in float32, not quantised (T, H)."""
+    total = torch.zeros(batch.x.shape)
+    none = torch.zeros(vllm_layers.NUM_EXPERTS)
+    first, second = (weights.get(name, none) for name in ("w13_bias", "w2_bias"))
+    for token, experts in enumerate(batch.ids.tolist()):
+        for k, e in enumerate(experts):
+            if e >= 0:
+                gate, up = (weights["w13_weight"][e] @ batch.x[token].float() + first[e]).chunk(2)
+                inner = torch.nn.functional.silu(gate) * up
+                out = weights["w2_weight"][e] @ inner + second[e]
+                total[token] += out * batch.weights[token, k]
+    return total
+
+
+@pytest.fixture(scope="module")
+def computed() -> dict[str, list[dict[str, Any]]]:
+    """Results of all ranks' layers by case."""
+    with fresh_run_path() as path:
+        run_dirs = [path / str(index) for index in range(len(CASES))]
+        for run_dir in run_dirs:
+            run_dir.mkdir(mode=0o700)
+        ranks = run_ranks(
+            compute_on_rank, NUM_RANKS, [str(d) for d in run_dirs], timeout_seconds=300
+        )
+    return {
+        name: [layer for found in ranks for layer in found[index]]
+        for index, name in enumerate(CASES)
+    }
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_replicas_compute_what_their_masters_would(computed: Any, name: str) -> None:
+    assert sum(layer["on_slots"] for layer in computed[name]) > 0
+    for layer in computed[name]:
+        assert layer["kernel"] == CASES[name].kernel
+        assert layer["bitwise"]
+        assert layer["error"] < CASES[name].error
+
+
+def cpu_layer(kernel: str, **changes: Any) -> Any:
+    """A layer that one of vLLM's kernels computes, as far as the checks look at it."""
+    cls = getattr(cpu_moe, kernel)
+    experts = cls.__new__(cls)
+    method = SimpleNamespace(is_monolithic=False, moe_kernel=SimpleNamespace(fused_experts=experts))
+    values: dict[str, Any] = {
+        "layer_name": "layer",
+        "quant_method": method,
+        "moe_config": SimpleNamespace(
+            moe_parallel_config=vllm_layers.parallel_of(0, NUM_RANKS, BACKEND)
+        ),
+        "expert_placement_strategy": "linear",
+        "apply_router_weight_on_input": False,
+    }
+    return SimpleNamespace(**{**values, **changes})
+
+
+def test_kernels_are_accepted_and_refused_by_name() -> None:
+    checks.check_cpu_execution(cpu_layer("CPUExpertsFp8"))
+    for kernel in ("CPUExpertsFp8W8A8", "ZenCPUExpertsInt8", "ArmCPUExpertsInt8"):
+        with pytest.raises(UnsupportedError, match=f"{kernel} has not been verified; use an unq"):
+            checks.check_cpu_execution(cpu_layer(kernel))
+    on_input = cpu_layer("CPUExpertsFp8", apply_router_weight_on_input=True)
+    with pytest.raises(UnsupportedError, match="CPUExpertsFp8 takes no router weights"):
+        checks.check_cpu_execution(on_input)
+    on_input.quant_method.is_monolithic = True
+    with pytest.raises(UnsupportedError, match="CPUExpertsFp8 routes inside its kernel"):
+        checks.check_cpu_execution(on_input)

@@ -1,0 +1,96 @@
+"""Pipeline stages have ranks and layers of their own; the sidecar shows them as one server."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fastapi.testclient import TestClient
+
+from tests.support.rings import SyntheticRun
+from ultraep_serve.ring.control import ControlPage
+from ultraep_serve.sidecar.app import create_app
+from ultraep_serve.topology import PipelineStage
+from ultraep_serve.types import ExpertShape, Policy
+
+SHAPE = ExpertShape(num_ranks=2, num_logical_experts=8, num_replica_slots=1)
+LAYERS = (3, 2)  # of each stage
+BATCHES = 4
+
+
+@pytest.fixture
+def stages(tmp_path: Path) -> Iterator[list[SyntheticRun]]:
+    runs = [
+        SyntheticRun(tmp_path, SHAPE, layers, seed=number, pipeline=PipelineStage(number, 2))
+        for number, layers in enumerate(LAYERS)
+    ]
+    for _ in range(BATCHES):
+        for run in runs:
+            run.batch()
+    yield runs
+    for run in runs:
+        run.close()
+
+
+@pytest.fixture
+def client(tmp_path: Path) -> TestClient:
+    return TestClient(create_app(tmp_path, "token", allow_ideal=False))
+
+
+def test_all_layers_of_all_stages_are_shown(stages: list[SyntheticRun], client: TestClient) -> None:
+    assert client.get("/readyz").status_code == 200
+    balance = client.get("/v1/balance").json()
+    assert [layer["layer"] for layer in balance["layers"]] == list(range(sum(LAYERS)))
+    assert {layer["records"] for layer in balance["layers"]} == {BATCHES}
+    assert balance["batches"]["planned"] == BATCHES
+    assert balance["num_ranks"] == SHAPE.num_ranks
+    assert balance["host_ranks"] == [0, 1, 2, 3]
+    assert len(client.get("/v1/balance/heatmap").json()["layers"]) == sum(LAYERS)
+    (newest, *_) = client.get("/v1/balance/batches").json()["batches"]
+    detail = client.get(f"/v1/balance/batches/{newest['batch']}").json()
+    assert [layer["layer"] for layer in detail["layers"]] == list(range(sum(LAYERS)))
+
+
+def test_a_rank_has_the_assignments_of_its_own_stage(
+    stages: list[SyntheticRun], client: TestClient
+) -> None:
+    balance = client.get("/v1/balance").json()
+    by_rank = [rank["assignments"] for rank in balance["ranks"]]
+    first = 0
+    for number, layers in enumerate(LAYERS):
+        own = by_rank[2 * number : 2 * number + 2]
+        of_layers = [
+            client.get(f"/v1/balance/layers/{layer}").json()["ranks"]
+            for layer in range(first, first + layers)
+        ]
+        first += layers
+        for when in ("before", "after"):
+            expected = [sum(rank[when] for rank in ranks) for ranks in zip(*of_layers, strict=True)]
+            assert [rank[when] for rank in own] == expected
+        assert {rank["mean"] for rank in own} == {sum(rank["before"] for rank in own) / 2}
+    assert sum(own["before"] for own in by_rank) == balance["assignments"]
+    detail = client.get("/metrics?detail=true").text
+    assert 'ultraep_rank_assignments_ratio{rank="3",when="after"}' in detail
+
+
+def test_replicas_of_a_later_stage_are_explained_by_its_own_ranks(
+    stages: list[SyntheticRun], client: TestClient
+) -> None:
+    (newest, *_) = client.get("/v1/balance/batches").json()["batches"]
+    last = sum(LAYERS) - 1
+    detail = client.get(f"/v1/balance/batches/{newest['batch']}/layers/{last}").json()
+    assert len(detail["stage_seconds"]) == SHAPE.num_ranks
+    assert all(times["plan"] > 0 for times in detail["stage_seconds"])
+
+
+def test_a_stage_that_is_lost_is_named(
+    stages: list[SyntheticRun], client: TestClient, tmp_path: Path
+) -> None:
+    stages[1].close()
+    reasons = client.get("/readyz").json()["reasons"]
+    assert reasons == {"2": "state is stopped", "3": "state is stopped"}
+
+
+def test_stages_share_one_control_page(stages: list[SyntheticRun], tmp_path: Path) -> None:
+    with ControlPage.open(tmp_path) as page:
+        page.set_policy(Policy.OFF)
+    assert [run.control.policy for run in stages] == [Policy.OFF] * 2

@@ -1,0 +1,155 @@
+"""One model family on one engine, two ranks on this machine's CPU: a program of its own.
+
+    python -m tests.support.family_run ENGINE FAMILY MODEL OUT [--stock RANKS]
+
+starts the engine in this process (vLLM's ``LLM``, SGLang's ``Engine``) on a checkpoint of
+``make_family``, asks the same prompts with balancing on and off, and writes to OUT what came of
+it. With ``--stock`` the engine runs without any of us, and OUT has its answers.
+"""
+# ruff: noqa: TID251 - engines as their users have them
+
+import argparse
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tests.support.families import CONTEXT, FAMILIES, Family
+from tests.support.serving_checks import MOVING_ALWAYS_PAYS
+from tests.support.ways_to_start import balanced_layers, run_path_of
+from ultraep_serve.demo.text import DOMAINS, sample_text
+from ultraep_serve.ring.control import ControlPage
+from ultraep_serve.ring.reader import RingReader
+from ultraep_serve.types import Policy
+
+__all__ = ["MIN_BATCH_TOKENS", "PROMPTS", "Answer", "difference", "settings"]
+
+MIN_BATCH_TOKENS = 64  # below every prompt, above every batch of decodes
+TOKENS = 16
+# One at a time, so that each is a batch of its own, the same in every run.
+PROMPTS = [sample_text(DOMAINS[i % len(DOMAINS)], 100 + 15 * i, seed=i) for i in range(14)]
+
+
+class Answer(NamedTuple):
+    """What an engine said to one prompt."""
+
+    tokens: list[int]  # greedy
+    logprobs: list[float]  # of every prompt token but the first
+
+
+Ask = Callable[[], list[Answer]]
+
+
+def settings(family: Family) -> dict[str, Any]:
+    """How balancing is configured for ``family``."""
+    return {
+        "costs": MOVING_ALWAYS_PAYS.to_json(),
+        "min_batch_tokens": MIN_BATCH_TOKENS,
+        "slots": family.num_hot,
+    }
+
+
+def vllm_asker(family: Family, model: str, stock: int) -> Ask:
+    """``LLM``, and what asks it all prompts."""
+    from vllm import LLM, SamplingParams
+
+    balancing: dict[str, Any] = {
+        "enable_expert_parallel": True,
+        "additional_config": {"ultraep": settings(family)},
+    }
+    engine = LLM(
+        model,
+        tensor_parallel_size=stock or 2,
+        enable_prefix_caching=False,
+        enforce_eager=True,
+        dtype=family.dtype_on("vllm"),
+        max_model_len=CONTEXT,
+        **({} if stock else balancing),
+        **family.flags,
+    )
+    greedy = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, prompt_logprobs=0)
+
+    def answer(prompt: str) -> Answer:
+        (done,) = engine.generate(prompt, greedy, use_tqdm=False)
+        chosen = zip(done.prompt_token_ids[1:], done.prompt_logprobs[1:], strict=True)
+        logprobs = [position[token].logprob for token, position in chosen]
+        return Answer(list(done.outputs[0].token_ids), logprobs)
+
+    return lambda: [answer(prompt) for prompt in PROMPTS]
+
+
+def sglang_asker(family: Family, model: str, stock: int) -> Ask:
+    """``Engine``, and what asks it all prompts."""
+    import sglang
+
+    engine = sglang.Engine(
+        model_path=model,
+        tp_size=stock or 2,
+        ep_size=1 if stock else 2,
+        device="cpu",
+        attention_backend="torch_native",
+        disable_radix_cache=True,
+        dtype=family.dtype_on("sglang"),
+        context_length=CONTEXT,
+        max_total_tokens=2 * CONTEXT,
+        log_level="warning",
+    )
+    greedy = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
+
+    def answer(prompt: str) -> Answer:
+        done = engine.generate(prompt, greedy, return_logprob=True, logprob_start_len=0)
+        logprobs = [entry[0] for entry in done["meta_info"]["input_token_logprobs"][1:]]
+        return Answer(done["output_ids"], logprobs)
+
+    return lambda: [answer(prompt) for prompt in PROMPTS]
+
+
+def measure(ask: Ask) -> dict[str, Any]:
+    """Answers with balancing on and off compared, and what the rings say of the former.
+
+    ``control`` compares off with off: what two runs differ in anyway.
+    """
+    run_path, on = run_path_of(os.getpid()), ask()
+    layers = balanced_layers(run_path)
+    header = RingReader(run_path / "ring-0").header()
+    with ControlPage.open(run_path) as page:
+        page.set_policy(Policy.OFF)
+    off = ask()
+    return {
+        "layers": layers,
+        "registered_layers": header.num_layers,
+        "quota": difference(on, off),
+        "control": difference(ask(), off),
+        "answers": off,
+    }
+
+
+def difference(one: list[Answer], other: list[Answer]) -> dict[str, float]:
+    """In how many prompts the tokens are alike, and how far log-probabilities are apart at most."""
+    apart = [np.abs(np.subtract(a.logprobs, b.logprobs)) for a, b in zip(one, other, strict=True)]
+    same = sum(a.tokens == b.tokens for a, b in zip(one, other, strict=True))
+    return {
+        "prompts": len(one),
+        "same_tokens": same,
+        "logprobs": float(np.concatenate(apart).max()),
+    }
+
+
+def main() -> None:
+    """See the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name in ("engine", "family", "model", "out"):
+        parser.add_argument(name)
+    parser.add_argument("--stock", type=int, default=0, metavar="RANKS")
+    given = parser.parse_args()
+    asker = {"vllm": vllm_asker, "sglang": sglang_asker}[given.engine]
+    ask = asker(FAMILIES[given.family], given.model, given.stock)
+    found = {"answers": ask()} if given.stock else measure(ask)
+    Path(given.out).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
