@@ -138,3 +138,20 @@ def test_sigterm_ends_a_recording_on_the_server_too(
     assert "writing what was recorded" in output
     assert running.returncode == 2  # there was nothing
     assert len(errors.splitlines()) == 1
+
+
+def test_a_recording_that_is_deleted_meanwhile_is_not_waited_for(
+    hostile: tuple[str, type[Hostile]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url, sidecar = hostile
+    sidecar.answers.update(recorded(header(2), batches=0))
+
+    def delete() -> None:
+        while "GET /v1/record" not in sidecar.asked:
+            time.sleep(0.05)
+        sidecar.answers["/v1/record"] = b'{"spools": []}'
+
+    threading.Thread(target=delete).start()
+    out = str(tmp_path / "out.npz")
+    assert main(["record", "--token", "x", "--batches", "5", "--out", out, "--sidecar", url]) == 2
+    assert "deleted on the server meanwhile" in capsys.readouterr().err
