@@ -191,11 +191,13 @@ def test_the_sidecar_understands_what_it_is_started_with(
     parser = argparse.ArgumentParser()
     add_sidecar_arguments(parser)
     flags = ["--sidecar-log-format", "json", "--sidecar-port", str(free_port())]
+    flags += ["--sidecar-allowed-hosts", "a.example,b.example"]
     command = sidecar_command(flags, monkeypatch)
     assert command is not None
     assert command[:3] == [sys.executable, "-m", "ultraep_serve.sidecar"]
     found = parser.parse_args(command[3:])
-    assert (found.log_format, str(found.port), found.host) == ("json", flags[-1], "127.0.0.1")
+    assert (found.log_format, str(found.port), found.host) == ("json", flags[3], "127.0.0.1")
+    assert found.allowed_hosts == "a.example,b.example"
 
 
 @pytest.mark.parametrize(("policy", "raises"), [(Policy.QUOTA, True), (Policy.OFF, False)])
