@@ -239,8 +239,16 @@ import os, pathlib
 
 
 def test_an_engine_that_came_up_unbalanced_is_an_error(tmp_path: Path) -> None:
+    """Also where something else answered before, and a ring is none."""
+    (tmp_path / "ring-0").write_bytes(b"nonsense")
     port = free_port()
-    code = ANSWERING.replace(", 0), Handler", f", {port}), Handler") + "server.serve_forever()"
+    code = ANSWERING.replace(", 0), Handler", f", {port}), Handler")
+    code += """
+accepted, _ = server.socket.accept()
+accepted.recv(4096)
+accepted.sendall(b"no HTTP\\r\\n\\r\\n")
+accepted.close()
+server.serve_forever()"""
     engine = EngineCommand([sys.executable, "-c", code], f"http://127.0.0.1:{port}", 2)
     config = BalanceConfig(run_dir=str(tmp_path))
     with pytest.raises(UnsupportedError, match="2 of 2 ranks here balance nothing"):
