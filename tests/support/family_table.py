@@ -112,8 +112,8 @@ _HYBRID: Mapping[str, Any] = {
     "layer_types": ["linear_attention", "full_attention"] * 2,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 32,
+    "linear_key_head_dim": 128,  # what vLLM's CPU kernel has
+    "linear_value_head_dim": 128,
     "shared_expert_intermediate_size": 64,
 }
 _QWEN_VISION: Mapping[str, Any] = {
