@@ -89,6 +89,10 @@ def check_program(way: str, engine: str, model: Path, tmp_path: Path) -> None:
     for before, after in found["layers"].values():
         assert before > 1.2
         assert after <= 1.02
+    if "drafts" in found:
+        drafted, accepted = found["drafts"]
+        assert drafted > 0
+        assert accepted / drafted > 0.95
 
 
 @pytest.fixture(scope="module")

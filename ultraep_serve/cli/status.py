@@ -127,13 +127,16 @@ def _savings(savings: Mapping[str, float]) -> str:
 
 
 def _ranks(document: Mapping[str, Any]) -> Table:
-    """Assignments of each rank over the mean of all, before and after; both share one scale."""
-    mean = document["assignments"] / document["num_ranks"]
+    """Assignments of each rank over the mean, before and after; all share one scale.
+
+    The mean is of all ranks that share its layers.
+    """
     table = Table.grid(padding=(0, 2))
     table.add_row("rank", "before", "", "after", "", style="dim")
     ranks = [(rank, rank["assignments"]) for rank in document["ranks"]]
-    most = max((max(loads.values()) for _, loads in ranks), default=0)
+    most = max((max(loads["before"], loads["after"]) for _, loads in ranks), default=0)
     for rank, loads in ranks:
+        mean = loads["mean"]
         cells: list[RenderableType] = []
         for when, style in (("before", "yellow"), ("after", "green")):
             cells.append(_bar(loads[when], most, style))
