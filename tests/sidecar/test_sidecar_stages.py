@@ -94,3 +94,11 @@ def test_stages_share_one_control_page(stages: list[SyntheticRun], tmp_path: Pat
     with ControlPage.open(tmp_path) as page:
         page.set_policy(Policy.OFF)
     assert [run.control.policy for run in stages] == [Policy.OFF] * 2
+
+
+def test_a_host_shows_the_stages_it_has(tmp_path: Path, client: TestClient) -> None:
+    run = SyntheticRun(tmp_path, SHAPE, LAYERS[1], pipeline=PipelineStage(1, 2))
+    run.batch()
+    assert client.get("/readyz").status_code == 200
+    assert client.get("/v1/balance").json()["host_ranks"] == [2, 3]
+    run.close()

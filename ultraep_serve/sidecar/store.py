@@ -208,10 +208,10 @@ class RunStore:
         """Header and records. Raises NoRunError."""
         with self._lock:
             header = self.header()
-            size, stages = header.shape.num_ranks, range(header.num_pipeline_stages)
+            firsts = self._first_ranks(header)
             own = [
-                merged([self._ring(stage * size + rank).records() for stage in stages])
-                for rank in range(size)
+                merged([self._ring(first + rank).records() for first in firsts])
+                for rank in range(header.shape.num_ranks)
             ]
             return Held(header, self._primary.records(), own)
 
@@ -220,8 +220,8 @@ class RunStore:
         now_ns = time.monotonic_ns()
         with self._lock:
             header = self.header()
-            size, stages = header.shape.num_ranks, range(header.num_pipeline_stages)
-            numbers = [stage * size + rank for stage in stages for rank in header.location.host]
+            firsts = self._first_ranks(header)
+            numbers = [first + rank for first in firsts for rank in header.location.host]
             return [self._ring(number).view(now_ns, self._limit) for number in numbers]
 
     def missed(self) -> dict[int, int]:
@@ -325,6 +325,11 @@ class RunStore:
         return RingFollower(
             self._run_dir, rank, self._max_records, self.timeline, self._first_layer
         )
+
+    def _first_ranks(self, header: RingHeader) -> list[int]:
+        """The number of the first rank of each pipeline stage that has ranks on this host."""
+        size = header.shape.num_ranks
+        return sorted({number - number % size for number in self._rings})
 
     def _first_layer(self, header: RingHeader) -> int:
         """How many layers the pipeline stages before that of ``header`` have."""
