@@ -79,6 +79,11 @@ class SidecarSettings(_Settings):
     log_format: Literal["text", "json"] = Field(
         default="text", description="lines of the sidecar's log"
     )
+    allowed_hosts: str = Field(
+        default="",
+        description="names, separated by commas, by which browsers and proxies may call it beside "
+        "its addresses, this machine's own name and names without a dot (default: none)",
+    )
 
 
 class BalanceConfig(_Settings):

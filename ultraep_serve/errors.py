@@ -123,6 +123,6 @@ def understood(url: str) -> Iterator[None]:
         raise
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise BenchError(
-            f"{url} gave an answer that is not understood ({error!r}); is it the sidecar of a "
-            "server of this version?"
+            f"{url} gave an answer that is not understood ({error!r}); is it the right address, "
+            "of a server of a known version?"
         ) from error

@@ -62,9 +62,18 @@ def hostile() -> Iterator[tuple[str, type[Hostile]]]:
 
 
 DEEP = b"[" * 100_000
+NOWHERE = "the same address"
 ADVISE = ["advise", "--hardware", "h100", "--model-config", "qwen3-30b-a3b", "--sidecar"]
 RECORD = ["record", "--token", "x", "--seconds", "0.1", "--out", "out.npz", "--sidecar"]
-BENCH = ["bench", "prefill", "--repeats", "1", "--warmup", "0", "--prompt-tokens", "64"]
+BENCH = ["bench", "prefill", "--token", "x", "--repeats", "1", "--warmup", "0"]
+BENCH += ["--prompt-tokens", "64", "--policies", "quota", "--sidecar", NOWHERE, "--url"]
+WRONG_ENGINE = {
+    "/v1/models": b'{"data": [{"id": "m"}]}',
+    "/tokenize": json.dumps({"count": 64, "tokens": list(range(64))}).encode(),
+    "/v1/config": b'{"policy": "quota"}',
+    "/v1/completions": b'data: {"choices": [{"text": "x"}]}\n\n',
+    "/v1/balance": b'{"layers": []}',
+}
 
 
 def balance(**changes: Any) -> bytes:
@@ -100,6 +109,15 @@ def recorded(spool: bytes, **changes: Any) -> dict[str, bytes]:
             b"", DEEP, header(200_000_000), header(2, ranks=1 << 31), header(2) + b"UEPC" * 500,
         )),
         (RECORD, {**recorded(b""), "/v1/record": b'{"spools": 5}'}),
+        *((BENCH, {**WRONG_ENGINE, **answers}) for answers in (
+            {"/v1/models": DEEP}, {"/v1/models": b'{"data": [5]}'}, {"/v1/models": b'{"data": {}}'},
+            {"/v1/completions": b"data: " + DEEP}, {"/v1/completions": b"data: NaN"},
+            {"/v1/completions": b"data: {\"choices\": 5}"},
+            {"/v1/completions": b"data: {\"usage\": [5]}"},
+            {"/v1/completions": b'data: {"choices": [[]]}'}, {"/v1/completions": b""},
+            {"/tokenize": b'{"count": 0, "tokens": [[]]}'}, {"/v1/config": b'{"policy": "x"}'},
+            {"/v1/config": DEEP}, {"/v1/balance": b'{"layers": 5}'}, {"/v1/balance": DEEP},
+        )),
         *((["status", "--url"], {"/v1/balance": content, "/readyz": b"{}"}) for content in (
             DEEP, b"[]", b'{"engine": "x"}', balance(engine="vllm", batches=5),
         )),
@@ -116,6 +134,7 @@ def test_one_line_for_every_answer(
     monkeypatch.chdir(tmp_path)
     url, sidecar = hostile
     sidecar.answers.update(answers)
+    words = [url if word == NOWHERE else word for word in words]
     assert main([*words, url]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("ultraep-serve: error: ")
@@ -138,3 +157,20 @@ def test_sigterm_ends_a_recording_on_the_server_too(
     assert "writing what was recorded" in output
     assert running.returncode == 2  # there was nothing
     assert len(errors.splitlines()) == 1
+
+
+def test_a_recording_that_is_deleted_meanwhile_is_not_waited_for(
+    hostile: tuple[str, type[Hostile]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url, sidecar = hostile
+    sidecar.answers.update(recorded(header(2), batches=0))
+
+    def delete() -> None:
+        while "GET /v1/record" not in sidecar.asked:
+            time.sleep(0.05)
+        sidecar.answers["/v1/record"] = b'{"spools": []}'
+
+    threading.Thread(target=delete).start()
+    out = str(tmp_path / "out.npz")
+    assert main(["record", "--token", "x", "--batches", "5", "--out", out, "--sidecar", url]) == 2
+    assert "deleted on the server meanwhile" in capsys.readouterr().err

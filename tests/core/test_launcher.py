@@ -191,11 +191,13 @@ def test_the_sidecar_understands_what_it_is_started_with(
     parser = argparse.ArgumentParser()
     add_sidecar_arguments(parser)
     flags = ["--sidecar-log-format", "json", "--sidecar-port", str(free_port())]
+    flags += ["--sidecar-allowed-hosts", "a.example,b.example"]
     command = sidecar_command(flags, monkeypatch)
     assert command is not None
     assert command[:3] == [sys.executable, "-m", "ultraep_serve.sidecar"]
     found = parser.parse_args(command[3:])
-    assert (found.log_format, str(found.port), found.host) == ("json", flags[-1], "127.0.0.1")
+    assert (found.log_format, str(found.port), found.host) == ("json", flags[3], "127.0.0.1")
+    assert found.allowed_hosts == "a.example,b.example"
 
 
 @pytest.mark.parametrize(("policy", "raises"), [(Policy.QUOTA, True), (Policy.OFF, False)])
@@ -237,8 +239,16 @@ import os, pathlib
 
 
 def test_an_engine_that_came_up_unbalanced_is_an_error(tmp_path: Path) -> None:
+    """Also where something else answered before, and a ring is none."""
+    (tmp_path / "ring-0").write_bytes(b"nonsense")
     port = free_port()
-    code = ANSWERING.replace(", 0), Handler", f", {port}), Handler") + "server.serve_forever()"
+    code = ANSWERING.replace(", 0), Handler", f", {port}), Handler")
+    code += """
+accepted, _ = server.socket.accept()
+accepted.recv(4096)
+accepted.sendall(b"no HTTP\\r\\n\\r\\n")
+accepted.close()
+server.serve_forever()"""
     engine = EngineCommand([sys.executable, "-c", code], f"http://127.0.0.1:{port}", 2)
     config = BalanceConfig(run_dir=str(tmp_path))
     with pytest.raises(UnsupportedError, match="2 of 2 ranks here balance nothing"):

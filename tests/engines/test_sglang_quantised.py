@@ -7,7 +7,7 @@ copied: experts loaded in another order come out in that order, and kernels are 
 
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ with warnings.catch_warnings():
     from tests.support import sglang_fakes as fakes  # has what SGLang looks for
 
     # isort: split
+    from sglang.srt.layers.moe import utils as moe_utils
     from sglang.srt.layers.moe.utils import MoeRunnerBackend
     from sglang.srt.layers.quantization.awq.awq import AWQMarlinConfig
     from sglang.srt.layers.quantization.blockwise_int8 import BlockInt8Config
@@ -206,6 +207,18 @@ def test_kernels_that_cannot_take_slots_are_refused(name: str, runner: str, says
         checks.check_device_execution(layer)
     remedy = "flashinfer_cutlass or marlin" if "NVFP4" in name else "marlin"
     assert f"use --moe-runner-backend {remedy}, or" in str(error.value)
+
+
+def test_tokens_gathered_by_the_dispatch_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only NVFP4 with attention data parallelism: every rank routes its own tokens then."""
+    monkeypatch.setattr(moe_utils, "is_dp_attention_enabled", lambda: True)
+    own = {**CUTLASS, "attn_dp_size": 3, "quantization": "modelopt_fp4"}
+    case = replace(CASES["NVFP4, CUTLASS"], changes=own)
+    layer = loaded(case, [0, 1, 2, 3])
+    with pytest.raises(UnsupportedError, match="add --disable-flashinfer-cutlass-moe-fp4-allg"):
+        checks.check_device_execution(layer)
+    flag = {"disable_flashinfer_cutlass_moe_fp4_allgather": True}
+    checks.check_device_execution(loaded(replace(case, changes={**own, **flag}), [0, 1, 2, 3]))
 
 
 # Scales of all experts, between ranks

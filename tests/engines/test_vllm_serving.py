@@ -115,6 +115,14 @@ class TestDataParallel:
             check_balanced(following, num_layers=len(tiny_glm4().moe_layers))
 
 
+def test_pipeline_stages_balance_apart_and_are_shown_together(qwen3: Path, tmp_path: Path) -> None:
+    with serve(qwen3, tmp_path, "tensor", "--pipeline-parallel-size", "2") as server:
+        check_balanced(server, num_layers=tiny_qwen3().num_layers)
+        found = balance(server)
+        assert [rank["rank"] for rank in found["ranks"]] == [0, 1, 2, 3]
+        assert all(rank["bytes_received"] > 0 for rank in found["ranks"][::2])
+
+
 def wait_until_not_ready(server: BalancedServer) -> None:
     """503 with a reason, or no sidecar any more because the server has ended already."""
     deadline = time.monotonic() + 30

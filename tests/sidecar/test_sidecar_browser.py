@@ -16,6 +16,7 @@ import uvicorn
 from tests.support.rings import SyntheticRun, Traffic
 from tests.support.sidecar_runs import TOKEN
 from ultraep_serve.ring.run_directory import UNBALANCED_FILE
+from ultraep_serve.sidecar import routes_balance
 from ultraep_serve.sidecar.app import AppOptions, create_app
 from ultraep_serve.types import ExpertShape, Policy
 
@@ -207,6 +208,16 @@ def test_a_stopped_run_is_shown_as_it_was_left(
     for rank in range(1, 4):
         (run_path / f"ring-{rank}").unlink()
     wait_until(lambda: "NO ENGINE" in text(browser, "#state"))
+
+
+def test_it_connects_again_after_it_was_refused(
+    browser: Any, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routes_balance, "_MAX_LISTENERS", 0)
+    browser.get(url)
+    wait_until(lambda: "NO CONNECTION" in text(browser, "#state"))
+    monkeypatch.undo()
+    wait_until(lambda: text(browser, "#link") == "live")
 
 
 def test_a_server_that_runs_unbalanced_says_so(browser: Any, url: str, run_path: Path) -> None:

@@ -143,10 +143,10 @@ def sidecar_app(fake: FakeDeployment) -> FastAPI:
 
 
 @contextlib.contextmanager
-def serving(app: FastAPI) -> Iterator[str]:
-    """Serve ``app`` on a free port of this machine; its address."""
-    settings = uvicorn.Config(app, port=0, log_level="error", lifespan="off", ws="none")
-    server = uvicorn.Server(settings)
+def serving(app: FastAPI, **settings: Any) -> Iterator[str]:
+    """Serve ``app`` on a free port of this machine, by uvicorn's ``settings``; its address."""
+    settings = {"log_level": "error", "lifespan": "off", "ws": "none", **settings}
+    server = uvicorn.Server(uvicorn.Config(app, port=0, **settings))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     try:

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from vllm import _custom_ops as ops
 from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.fused_moe.oracle import fp8 as fp8_kernels
 from vllm.model_executor.layers.fused_moe.oracle import int8 as int8_kernels
 from vllm.model_executor.layers.fused_moe.oracle import int_wna16 as int4_kernels
 from vllm.model_executor.layers.fused_moe.oracle import mxfp4 as mxfp4_kernels
 from vllm.model_executor.layers.fused_moe.oracle import nvfp4 as nvfp4_kernels
-from vllm.model_executor.layers.quantization import auto_awq, auto_gptq, modelopt, mxfp4
+from vllm.model_executor.layers.quantization import auto_awq, auto_gptq, fp8, modelopt, mxfp4
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
     CompressedTensorsConfig,
 )
@@ -107,6 +108,7 @@ def _stand_in(set_attribute: Any) -> None:
                 named.pop("b_q_weight", codes), *sizes, **named
             ),
         )
+    set_attribute(fp8, "process_fp8_weight_tensor_strategy_moe", vllm_gpu.one_scale_per_expert)
     set_attribute(mxfp4_kernels, "_validate_mxfp4_experts_config", lambda *_: None)
     set_attribute(torch.Tensor, "cuda", lambda tensor: tensor)
     set_attribute(torch.accelerator, "current_device_index", lambda: torch.device("cpu"))
@@ -125,10 +127,14 @@ def _flashinfer() -> dict[str, dict[str, Any]]:
     def as_they_came(scales: torch.Tensor) -> torch.Tensor:
         return scales.reshape(-1)
 
+    interleaved = (
+        "interleave_moe_weights_for_sm90_mixed_gemm",
+        "interleave_moe_scales_for_sm90_mixed_gemm",
+    )
     orders = ("_maybe_get_cached_w3_w1_permute_indices", "get_w2_permute_indices_with_cache")
     return {
         "flashinfer": {"nvfp4_block_scale_interleave": as_they_came},
-        "flashinfer.fused_moe": {},
+        "flashinfer.fused_moe": dict.fromkeys(interleaved, lambda tensor, *_: tensor),
         "flashinfer.fused_moe.core": dict.fromkeys(orders, rows_of),
         "flashinfer.fp4_quantization": {"nvfp4_block_scale_interleave": as_they_came},
     }
@@ -174,6 +180,12 @@ def _nvfp4() -> Any:
     return modelopt.ModelOptNvFp4Config("NVFP4", is_checkpoint_nvfp4_serialized=True)
 
 
+def _fp8() -> Any:
+    return vllm_gpu.fp8_config("dynamic", None)
+
+
+_FP8 = (fp8, "select_fp8_moe_backend", fp8_kernels)
+_Fp8 = fp8_kernels.Fp8MoeBackend
 _INT4 = (packed_int4, "select_wna16_moe_backend", int4_kernels)
 _NVFP4 = (modelopt, "select_nvfp4_moe_backend", nvfp4_kernels)
 _NVFP4_PACKED = (packed_nvfp4, "select_nvfp4_moe_backend", nvfp4_kernels)
@@ -182,6 +194,8 @@ _Int4, _NvFp4 = int4_kernels.WNA16MoEBackend, nvfp4_kernels.NvFp4MoeBackend
 _MxFp4 = mxfp4_kernels.Mxfp4MoeBackend
 
 FORMATS = {
+    "fp8-cutlass": Format(_fp8, *_FP8, _Fp8.VLLM_CUTLASS),
+    "fp8-marlin": Format(_fp8, *_FP8, _Fp8.MARLIN),
     "int8-triton": Format(
         lambda: _packed("int8"),
         packed_int8,
@@ -201,6 +215,9 @@ FORMATS = {
     "nvfp4-packed-marlin": Format(_nvfp4_packed, *_NVFP4_PACKED, _NvFp4.MARLIN),
     "nvfp4-packed-flashinfer": Format(_nvfp4_packed, *_NVFP4_PACKED, _NvFp4.FLASHINFER_CUTLASS),
     "mxfp4-marlin": Format(mxfp4.GptOssMxfp4Config, *_MXFP4, _MxFp4.MARLIN, has_bias=True),
+    "mxfp4-flashinfer": Format(
+        mxfp4.GptOssMxfp4Config, *_MXFP4, _MxFp4.FLASHINFER_CUTLASS_MXFP4_BF16, has_bias=True
+    ),
     "mxfp4-trtllm": Format(
         mxfp4.GptOssMxfp4Config,
         *_MXFP4,

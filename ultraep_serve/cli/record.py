@@ -14,7 +14,7 @@ from ultraep_serve.cli.arguments import (
     seconds,
 )
 from ultraep_serve.client.sidecar import RecordingSidecar
-from ultraep_serve.errors import ConfigError
+from ultraep_serve.errors import BenchError, ConfigError
 from ultraep_serve.offline.recorded import assemble
 from ultraep_serve.offline.store import save_trace
 from ultraep_serve.offline.trace import DECODE, LoadTrace, Trace
@@ -86,8 +86,12 @@ def _wait(
 ) -> None:
     """Return when there are enough batches, time is up or a spool is full."""
     deadline = None if seconds is None else time.monotonic() + seconds
+    began = False
     while deadline is None or time.monotonic() < deadline:
         progress = sidecar.progress(recording)
+        if began and not progress.ranks:
+            raise BenchError("the recording was deleted on the server meanwhile; record again")
+        began = bool(progress.ranks)
         if progress.lost_batches:
             print("--max-mib is full")
             return

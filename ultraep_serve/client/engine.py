@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 
 from ultraep_serve.client.http import Endpoint, error_message, json_object
-from ultraep_serve.errors import BenchError, ConfigError
+from ultraep_serve.errors import BenchError, ConfigError, understood
 
 __all__ = ["FirstToken", "Server"]
 
@@ -38,7 +38,8 @@ class Server(Endpoint):
         super().__init__("the engine's server", "--url", url, timeout_seconds)
         self._characters_per_token: float | None = None  # set where the server does not tokenize
         try:
-            found = self._found(model)
+            with understood(self.url):
+                found = self._found(model)
         except BaseException:
             self.close()
             raise
@@ -61,7 +62,10 @@ class Server(Endpoint):
         All of them would go to the same experts, so such prompts show nothing.
         """
         tokens = self._tokenized(text).get("tokens")
-        if isinstance(tokens, list) and (different := len(set(tokens))) <= len(tokens) // 8:
+        if (
+            isinstance(tokens, list)
+            and (different := len(set(map(str, tokens)))) <= len(tokens) // 8
+        ):
             raise ConfigError(
                 f"{self.model} does not know the words of the prompts ({different} different "
                 f"tokens of {len(tokens)}); give a text that it knows with --text-file"
@@ -88,8 +92,9 @@ class Server(Endpoint):
             if not response.is_success:
                 response.read()
                 raise self._no_completion(response)
-            return self._read_stream(response, started)
-        except httpx.TransportError as error:
+            with understood(self.url):
+                return self._read_stream(response, started)
+        except httpx.RequestError as error:
             raise self.unreachable(error) from error
         finally:
             response.close()
@@ -173,7 +178,7 @@ def _chunks(response: httpx.Response) -> Iterator[tuple[float, dict[str, Any]]]:
 def _object(data: str) -> dict[str, Any]:
     try:
         chunk = json.loads(data)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise BenchError(f"the server streamed something that is not JSON: {data[:80]}") from error
     return chunk if isinstance(chunk, dict) else {}
 

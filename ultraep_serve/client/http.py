@@ -52,14 +52,14 @@ class Endpoint:
         """The response, whatever its status. Raises BenchError when none came."""
         try:
             return self._client.send(request, stream=stream)
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:
             raise self.unreachable(error) from error
 
     def call(self, method: str, path: str, **content: Any) -> httpx.Response:
         """Build and send. Raises BenchError when no response came."""
         return self.send(self.build(method, path, **content))
 
-    def unreachable(self, error: httpx.TransportError) -> BenchError:
+    def unreachable(self, error: httpx.RequestError) -> BenchError:
         """The error for a server that did not answer."""
         if isinstance(error, httpx.ReadTimeout):
             return BenchError(

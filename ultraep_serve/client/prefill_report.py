@@ -31,7 +31,13 @@ def measure_with_progress(
     """
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
     console = Console(stderr=True)
-    with Progress(*columns, console=console, auto_refresh=False, transient=True) as progress:
+    with Progress(
+        *columns,
+        console=console,
+        auto_refresh=False,
+        transient=True,
+        disable=not console.is_terminal,
+    ) as progress:
         task = progress.add_task("", total=options.num_requests, completed=-1)
 
         def on_step(description: str) -> None:

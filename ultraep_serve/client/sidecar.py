@@ -179,6 +179,6 @@ class RecordingSidecar(Sidecar):
                     content += piece
                     if len(content) > self._max_bytes + SLACK_BYTES:
                         raise BenchError(f"rank {rank} sends more than --max-mib allows")
-            except httpx.TransportError as error:
+            except httpx.RequestError as error:
                 raise self.unreachable(error) from error
         return bytes(content)

@@ -21,6 +21,7 @@ def sidecar_command(
     """Arguments that serve ``config``'s run directory on ``port``, as long as ``parent`` lives."""
     command = [sys.executable, "-m", "ultraep_serve.sidecar", "--run-dir", str(config.run_path)]
     command += ["--host", settings.host, "--port", str(port), "--log-format", settings.log_format]
+    command += ["--allowed-hosts", settings.allowed_hosts] if settings.allowed_hosts else []
     command += ["--allow-ideal"] if config.allow_ideal else []
     return command if parent is None else [*command, "--parent", str(parent)]
 

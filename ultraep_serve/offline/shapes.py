@@ -197,7 +197,7 @@ def _attention(reader: _Reader, hidden: int) -> tuple[int, int, int]:
     heads = reader.size("num_attention_heads")
     rank = reader.optional("kv_lora_rank")
     if not rank:
-        kv_heads = reader.optional("num_key_value_heads", heads)
+        kv_heads = reader.optional("num_key_value_heads") or heads
         size = reader.optional("head_dim") or hidden // heads
         if not size:
             raise reader.error(f"{heads} attention heads share a hidden size of {hidden}")

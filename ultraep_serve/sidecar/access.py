@@ -1,20 +1,23 @@
-"""Who may change something, decided before anything but the head of a request is read; and what is
-answered to bodies that are too large or wrong.
+"""Who may change something, decided before anything but the head of a request is read; by which
+names the sidecar may be called; and what is answered to bodies that are too large or wrong.
 """
 
 import hmac
+import ipaddress
 import json
-from collections.abc import Callable, Coroutine
+import socket
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 from fastapi import Depends, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import Response
+from fastapi.responses import JSONResponse, Response
 from fastapi.routing import APIRoute
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
-from starlette.types import Message
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-__all__ = ["BEARER", "REFUSALS", "bearers_only", "wrong_values"]
+__all__ = ["BEARER", "REFUSALS", "KnownNames", "bearers_only", "wrong_values"]
 
 _MAX_BODY_BYTES = 64 << 10
 _SCHEME = HTTPBearer(auto_error=False, description="the sidecar's control token")
@@ -69,6 +72,39 @@ async def _small(request: Request) -> Request:
         return {"type": "http.request", "body": bytes(body), "more_body": False}
 
     return Request(request.scope, receive)
+
+
+class KnownNames:
+    """Refuses requests that call the sidecar by a name that may be anybody's.
+
+    A page of another site whose name is made to resolve to this address (DNS rebinding) could else
+    read everything here through a visitor's browser. Addresses are no names, and names without a
+    dot are nobody's on the internet.
+    """
+
+    def __init__(self, app: ASGIApp, names: Iterable[str]) -> None:
+        """``names`` that are allowed beside this machine's own."""
+        self._app = app
+        self._names = {name.lower().rstrip(".") for name in (*names, socket.gethostname())}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        host = Headers(scope=scope).get("host", "") if scope["type"] == "http" else ""
+        if self._is_known(host):
+            await self._app(scope, receive, send)
+            return
+        detail = f"{host[:100]!r} is not known here; set the sidecar's allowed_hosts"
+        await JSONResponse({"detail": detail}, 421)(scope, receive, send)
+
+    def _is_known(self, host: str) -> bool:
+        name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host
+        name = name.lower().rstrip(".")
+        if ("." not in name and ":" not in name) or name in self._names:
+            return True
+        try:
+            ipaddress.ip_address(name.strip("[]"))
+        except ValueError:
+            return name.endswith(".localhost")
+        return True
 
 
 async def wrong_values(_: Request, error: Exception) -> Response:

@@ -39,7 +39,9 @@ class _Answer:
     def remake(self, make: Callable[[], Any]) -> None:
         """Compute it again; the caller holds the lock."""
         began = time.monotonic()
-        self.encoded, self.made_at = encode(make()), began
+        content = make()
+        self.encoded = content if isinstance(content, bytes) else encode(content)
+        self.made_at = began
         self.took = time.monotonic() - began
 
 
@@ -87,8 +89,8 @@ class AnswerCache:
         return await asyncio.shield(asyncio.wrap_future(question))
 
     def encoded(self, key: Hashable, make: Callable[[], Any]) -> bytes:
-        """What ``make`` returns for ``key``, as JSON: the last answer if recent enough, or a new
-        one.
+        """What ``make`` returns for ``key``, as JSON unless it is bytes: the last answer if recent
+        enough, or a new one.
         """
         answer = self._find(key)
         recent = self._recent(answer, make)

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ultraep_serve import __version__
 from ultraep_serve.ring.reader import ALIVE_SECONDS
-from ultraep_serve.sidecar.access import wrong_values
+from ultraep_serve.sidecar.access import KnownNames, wrong_values
 from ultraep_serve.sidecar.answers import AnswerCache
 from ultraep_serve.sidecar.encoding import prepare
 from ultraep_serve.sidecar.health import Overview
@@ -62,6 +62,7 @@ class AppOptions:
     reuse_seconds: float = 0.0  # how old an answer may be that several clients share
     event_seconds: float = 1.0  # between server-sent events
     after_poll: Callable[[], None] | None = None  # called in the background
+    allowed_hosts: tuple[str, ...] = ()  # names by which it may be called, beside its own
 
 
 def create_app(
@@ -83,25 +84,26 @@ def create_app(
         max_records=options.max_records,
         reuse_seconds=options.reuse_seconds / 5,
     )
-    answers = AnswerCache(options.reuse_seconds)
+    answers, operations = (AnswerCache(options.reuse_seconds) for _ in range(2))
     app = FastAPI(
         title="ultraep sidecar",
         version=__version__,
         description=_DESCRIPTION,
-        lifespan=lambda _: _polling(store, answers, options),
+        lifespan=lambda _: _polling(store, (answers, operations), options),
         docs_url=None,  # FastAPI's own page loads its scripts from other hosts
         redoc_url=None,
     )
     app.state.stopping = False  # streams end when it is set
     routers = (
-        operate_routes(store, _registries(store), Access(token, allow_ideal)),
-        live_routes(store, answers, options.event_seconds),
+        operate_routes(store, _registries(store), Access(token, allow_ideal), operations),
+        live_routes(store, answers, operations, options.event_seconds),
         balance_routes(store, answers),
         control_routes(Switches(store, run_dir, allow_ideal), token),
         record_routes(run_dir, token),
     )
     for router in routers:  # include_router would build the schemas of all answers again
         app.router.routes.extend(router.routes)
+    app.add_middleware(KnownNames, names=options.allowed_hosts)
     _add_pages(app)
     app.add_exception_handler(NoRunError, _no_run)
     app.add_exception_handler(RequestValidationError, wrong_values)
@@ -110,7 +112,7 @@ def create_app(
 
 @contextlib.asynccontextmanager
 async def _polling(
-    store: RunStore, answers: AnswerCache, options: AppOptions
+    store: RunStore, caches: tuple[AnswerCache, ...], options: AppOptions
 ) -> AsyncIterator[None]:
     """Poll the rings and log changes of state while the application serves."""
     prepare((BalanceSnapshot, Heatmap, History, Overview, PolicyComparison))
@@ -136,7 +138,8 @@ async def _polling(
     yield
     stopping.set()
     thread.join()
-    answers.close()
+    for answers in caches:
+        answers.close()
 
 
 def _registries(store: RunStore) -> tuple[CollectorRegistry, CollectorRegistry]:

@@ -188,8 +188,13 @@ def _batch_layer(store: RunStore, batch: int, layer: int) -> BatchLayerDetail:
     return detail
 
 
-def live_routes(store: RunStore, answers: AnswerCache, period: float) -> APIRouter:
-    """The routes to what is polled or pushed often; an event every ``period`` seconds."""
+def live_routes(
+    store: RunStore, answers: AnswerCache, operations: AnswerCache, period: float
+) -> APIRouter:
+    """The routes to what is polled or pushed often; an event every ``period`` seconds.
+
+    ``operations`` are answers that nobody's questions keep waiting.
+    """
     router = APIRouter(prefix="/v1", tags=["live"])
     listeners = [0]
 
@@ -201,11 +206,15 @@ def live_routes(store: RunStore, answers: AnswerCache, period: float) -> APIRout
         """Health, balance over the last seconds, the newest batch; works without an engine."""
         return Response(await encoded(seconds), media_type="application/json")
 
-    @router.get("/ranks", responses=_NO_RUN)
-    def ranks() -> RankList:
+    @router.get("/ranks", response_model=RankList, responses=_NO_RUN)
+    async def ranks() -> Response:
         """The health of every rank."""
-        store.poll()
-        return store.ranks()
+
+        def polled() -> RankList:
+            store.poll()
+            return store.ranks()
+
+        return await operations.give("ranks", polled)
 
     @router.get("/events", response_class=StreamingResponse, responses=_EVENTS)
     async def events(request: Request, seconds: RecentSeconds = 60) -> StreamingResponse:

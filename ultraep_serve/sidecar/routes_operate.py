@@ -12,6 +12,7 @@ from prometheus_client.exposition import choose_encoder
 from pydantic import BaseModel, ConfigDict
 
 from ultraep_serve import __version__
+from ultraep_serve.sidecar.answers import AnswerCache
 from ultraep_serve.sidecar.statistics.snapshot import SCHEMA_VERSION
 from ultraep_serve.sidecar.store import RunStore
 from ultraep_serve.types import Policy
@@ -70,8 +71,12 @@ def operate_routes(
     store: RunStore,
     registries: tuple[CollectorRegistry, CollectorRegistry],
     access: Access,
+    answers: AnswerCache,
 ) -> APIRouter:
-    """The routes over ``store``; the second of ``registries`` has more metrics than the first."""
+    """The routes over ``store``; the second of ``registries`` has more metrics than the first.
+
+    ``answers`` are for these routes alone, so that nobody's questions keep metrics waiting.
+    """
     router = APIRouter(tags=["operate"])
     prober = ThreadPoolExecutor(1, "ultraep-readyz")  # probes are answered whatever others ask
 
@@ -103,13 +108,15 @@ def operate_routes(
         response_class=Response,
         responses={200: {"content": {"text/plain": {}, "application/openmetrics-text": {}}}},
     )
-    def metrics(request: Request, detail: Detail = False) -> Response:
+    async def metrics(request: Request, detail: Detail = False) -> Response:
         """Prometheus metrics, in the format that the client prefers."""
         try:
             encode, content_type = choose_encoder(request.headers.get("accept", ""))
         except (TypeError, ValueError):  # it asks for a version that is no number
             encode, content_type = choose_encoder("")
-        return Response(encode(registries[detail]), headers={"content-type": content_type})
+        question = "metrics", detail, content_type
+        content = await answers.shared(question, lambda: encode(registries[detail]))
+        return Response(content, headers={"content-type": content_type})
 
     @router.get("/v1/config")
     def config() -> ConfigAnswer:

@@ -32,6 +32,7 @@ from ultraep_serve.errors import ConfigError
 from ultraep_serve.ring.run_directory import TOKEN_FILE, remove_abandoned
 from ultraep_serve.ring.running import find_run
 from ultraep_serve.sidecar.app import AppOptions, create_app
+from ultraep_serve.sidecar.connections import HEAD_BYTES, LimitedProtocol
 
 __all__ = ["add_arguments", "control_token", "is_loopback", "run", "serve", "set_up_logging"]
 
@@ -69,6 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
         port=_DEFAULT_PORT if settings.port is None else settings.port,
         token=token,
         allow_ideal=arguments.allow_ideal,
+        allowed_hosts=(settings.host, *settings.allowed_hosts.split(",")),
         keeps_token=token != control_token_from_environment(),
         parent=arguments.parent,
     )
@@ -84,13 +86,15 @@ def serve(
     port: int = _DEFAULT_PORT,
     token: str | None = None,
     allow_ideal: bool = False,
+    allowed_hosts: tuple[str, ...] = (),
     keeps_token: bool = False,
     parent: int | None = None,
 ) -> None:
     """Serve until SIGINT or SIGTERM, or until the process ``parent`` is no longer the parent.
 
-    ``port`` 0 is a free one, which is logged. With ``keeps_token`` the token's file, which local
-    clients read, is put back where it was deleted while serving.
+    ``port`` 0 is a free one, which is logged. ``allowed_hosts`` are names for ``KnownNames``. With
+    ``keeps_token`` the token's file, which local clients read, is put back where it was deleted
+    while serving.
 
     Raises ConfigError when the address cannot be bound, or when the control endpoint would be
     reachable from other hosts without a token.
@@ -104,10 +108,13 @@ def serve(
         address = listener.getsockname()
         _log_start(host, address[1], run_dir, control_open=bool(token))
         keep = functools.partial(_put_back_token, run_dir, token) if token and keeps_token else None
-        options = AppOptions(reuse_seconds=0.5, after_poll=keep)
+        options = AppOptions(reuse_seconds=0.5, after_poll=keep, allowed_hosts=allowed_hosts)
         app = create_app(run_dir, token, allow_ideal, options=options)
         config = uvicorn.Config(
             app,
+            http=LimitedProtocol,
+            ws="none",
+            h11_max_incomplete_event_size=HEAD_BYTES,
             log_level="warning",
             timeout_keep_alive=_KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=2,

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 from sglang.srt.environ import envs
 from sglang.srt.layers.moe.ep_moe.layer import DeepEPMoE
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+from sglang.srt.layers.moe.utils import should_use_flashinfer_cutlass_moe_fp4_allgather
 from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
 from sglang.srt.utils import is_cpu, is_cuda
 
@@ -136,6 +137,11 @@ def _wrong_dispatch(layer: FusedMoE) -> str | None:
         return (
             f"{type(layer).__name__} with {', '.join(sorted(names))} has not been verified; "
             "use --moe-a2a-backend none or deepep"
+        )
+    if should_use_flashinfer_cutlass_moe_fp4_allgather():
+        return (
+            "its dispatch gathers the tokens of NVFP4 experts itself, after they were routed; "
+            "add --disable-flashinfer-cutlass-moe-fp4-allgather"
         )
     if not getattr(layer, "deprecate_flag", True):  # of DeepEPMoE: its own way around the runner
         return (

@@ -7,6 +7,7 @@ from vllm.config import VllmConfig
 from vllm.config.kernel import MEGA_MOE_BACKENDS
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import (
     CPUExpertsFp8,
+    CPUExpertsFp8W8A8,
     CPUExpertsInt4,
     CPUExpertsInt8,
     CPUExpertsMxfp4,
@@ -37,12 +38,17 @@ _FORWARD_PARAMETERS = [
     "shared_experts_input",
 ]
 
-# On CPU. Of these alone it is known that what they compute for a token does not depend on which
-# other tokens come with it. Quantised ones take bfloat16, and vLLM chooses them where there is AMX.
-_CPU_QUANTISED = (CPUExpertsFp8, CPUExpertsInt8, CPUExpertsInt4, CPUExpertsMxfp4)
+# On CPU: FP8, INT8, INT4 and MXFP4. They take bfloat16, and vLLM chooses them where there is AMX.
+_CPU_QUANTISED = (
+    CPUExpertsFp8,
+    CPUExpertsFp8W8A8,
+    CPUExpertsInt8,
+    CPUExpertsInt4,
+    CPUExpertsMxfp4,
+)
 _CPU_REMEDY = (
     "use an unquantised checkpoint, or one that vLLM computes with "
-    f"{' or '.join(kernel.__name__ for kernel in _CPU_QUANTISED)} (with AMX)"
+    f"{', '.join(kernel.__name__ for kernel in _CPU_QUANTISED)} (with AMX)"
 )
 
 # On a GPU: dispatch and expert kernels that take physical experts as they come.
@@ -199,7 +205,7 @@ def _wrong_settings(vllm_config: VllmConfig) -> str | None:
 
 
 def _megakernel(vllm_config: VllmConfig) -> str | None:
-    """What is wrong with kernels that dispatch and combine too; Marlin has their types, FP4."""
+    """Why a kernel that dispatches and combines too is refused; all of them compute FP4 experts."""
     backend = vllm_config.kernel_config.moe_backend
     if backend not in MEGA_MOE_BACKENDS:
         return None

@@ -9,6 +9,7 @@ import { loadPolicy, showComparison, startPolicy } from "./policy.js";
 
 const REFRESH_MS = 2000;
 const STALE_MS = 5000;
+const RECONNECT_MS = 3000;
 const THEME_KEY = "ultraep-theme";
 const THEMES = ["auto", "light", "dark"];
 let updatedAt = 0;
@@ -26,7 +27,11 @@ function listen() {
     showLink();
     if (isNew) refresh();
   });
-  events.addEventListener("error", showLink); // the browser reconnects by itself
+  events.addEventListener("error", () => {
+    showLink();
+    // The browser reconnects by itself, but not after an answer such as 503.
+    if (events.readyState === EventSource.CLOSED) setTimeout(listen, RECONNECT_MS);
+  });
 }
 
 // Stale figures must not look like live ones.
