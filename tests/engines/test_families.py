@@ -13,7 +13,7 @@ pytestmark = pytest.mark.engine
 FAMILIES = [
     ("vllm", "gpt-oss"),
     ("vllm", "dots1"),
-    ("sglang", "gpt-oss"),
+    ("sglang", "Phi-MoE"),
 ]
 
 

@@ -11,6 +11,7 @@ import json
 import re
 from contextlib import ExitStack
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from ultraep_serve.demo.text import DOMAINS, save_tokenizer
 __all__ = ["CONTEXT", "FAMILIES", "Family", "make_family"]
 
 SHARED_DIRECTION = 0.7  # of a word's embedding: what routers recognise in every token
-PREFERENCE = 1.0  # added to the logits of preferred experts
+HOT_SHARE = 0.63  # of the tokens that choose a preferred expert, about
 CALIBRATION_LENGTH = 128  # tokens of a text
 MATRIX_STD = 0.08
 HEAD_STD = 0.4  # logits far enough apart that rounding does not change the best
@@ -97,13 +98,17 @@ def _draw_weights(model: Any, family: Family) -> int:
 def _set_routers(model: Any, family: Family) -> int:
     experts, layer = family.counts.experts, 0
     routed = experts + family.num_zero_experts
+    normal = NormalDist()  # of a token's logits: which of them are among the best K
+    usual = family.counts.per_token / routed
+    preference = normal.inv_cdf(1 - usual) - normal.inv_cdf(1 - HOT_SHARE)
 
     def on_router(weight: Tensor, router: Any, args: tuple[Tensor, ...]) -> None:
         nonlocal layer
         first = (layer % 2) * (experts // 2)
         layer += 1
         hot = [*range(first, first + family.num_hot), *range(experts, routed)]
-        weight.copy_(_router_rows(args[0].flatten(0, -2).float(), len(weight), hot))
+        rows = _router_rows(args[0].flatten(0, -2).float(), len(weight), hot, preference)
+        weight.copy_(rows)
 
     with ExitStack() as hooks:
         for name, weight in model.named_parameters():
@@ -118,17 +123,17 @@ def _set_routers(model: Any, family: Family) -> int:
     return layer
 
 
-def _router_rows(hidden: Tensor, num_rows: int, hot: list[int]) -> Tensor:
+def _router_rows(hidden: Tensor, num_rows: int, hot: list[int], preference: float) -> Tensor:
     """Rows (E + zero experts, H) whose logits on ``hidden`` (T, H) vary by 1 between tokens.
 
-    Their means are 0, and PREFERENCE for ``hot`` ones.
+    Their means are 0, and ``preference`` for ``hot`` ones.
     """
     mean = hidden.mean(0)
     towards = mean / mean.square().sum()
     rows = torch.randn(num_rows, hidden.shape[1])
     rows -= (rows @ mean).unsqueeze(1) * towards
     rows /= (hidden @ rows.T).std(0).unsqueeze(1)
-    rows[hot] += PREFERENCE * towards
+    rows[hot] += preference * towards
     return rows
 
 

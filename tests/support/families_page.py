@@ -20,9 +20,9 @@ _INTRO = """\
 Which Mixture-of-Experts models are balanced, found by serving each: a tiny checkpoint with random
 weights of the family's own architecture (`tests/support/families.py`), two ranks of a CPU, tensor
 and expert parallel. The router prefers a few experts of one rank. The same 14 prompts of 100 to 295
-tokens are asked with policy `quota` and with policy `off`, 16 greedy tokens each. `make
-test-families` runs all of it; figures are in `families-vllm.json` and `families-sglang.json`, and
-this page is made from them (`tests/support/families_page.py`).
+tokens are asked with policy `quota` and with policy `off`, 16 greedy tokens each.
+`make test-families` runs all of it; figures are in `families-vllm.json` and `families-sglang.json`,
+and this page is made from them (`tests/support/families_page.py`).
 
 | verdict | |
 |---|---|
@@ -58,8 +58,12 @@ def _section(engine: str) -> str:
         for row in rows
         if row["verdict"] != "balanced"
     ]
-    start = f"\n## {_ENGINES[engine]}\n\n{versions}: {count} of {len(rows)} balanced.\n\n"
-    return start + "\n".join(lines) + "\n" + "".join(f"\n{line}" for line in ["", *reasons]) + "\n"
+    measured = {row["family"] for row in rows}
+    if missing := [name for name in FAMILIES if name not in measured]:
+        reasons.append(f"- Not run: {', '.join(missing)}")
+    title = f"## {_ENGINES[engine]}\n\n{versions}: {count} of {len(rows)} balanced."
+    parts = [title, "\n".join(lines), *(["\n".join(reasons)] if reasons else [])]
+    return "".join(f"\n{part}\n" for part in parts)
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
@@ -77,7 +81,7 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
         " -> ".join(f"{value:.3f}" for value in worst),
         f"{quota['same_tokens']} of {quota['prompts']}",
         apart,
-        "" if row["transformers"] is None else f"{row['transformers']:.2g}",
+        "" if row.get("transformers") is None else f"{row['transformers']:.2g}",
     )
 
 

@@ -29,8 +29,8 @@ MAX_LOGPROB_DIFFERENCE = 1e-4  # float32
 WRONG = 0.5  # log-probabilities this far apart are no rounding, in any type
 _TIMEOUT_SECONDS = 900.0
 _REFUSAL = "ultraep: error: "
-_ERROR = re.compile(
-    r"\b(?!CalledProcess)([A-Z]\w*(?:Error|Exception)): +(\S.*[^:\s])$", re.MULTILINE
+_ERROR = re.compile(  # of a traceback: an assertion without a message is its own
+    r"\b((?!CalledProcess)[A-Z]\w*(?:Error|Exception): +\S.*[^:\s]|assert \S.*)$", re.MULTILINE
 )
 _MAX_REASON = 300  # characters
 
@@ -148,7 +148,7 @@ def _reason(log: str, status: int | None) -> str:
             return line
     ended = "no answer in time" if status is None else f"ended with status {status}"
     found = _ERROR.search(log)
-    return f"{found[1]}: {found[2]}"[:_MAX_REASON] if found else ended
+    return found[1][:_MAX_REASON] if found else ended
 
 
 def _problems(num_layers: int, dtype: str, found: Row) -> list[str]:

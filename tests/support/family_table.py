@@ -60,7 +60,7 @@ class Family:
     @property
     def num_hot(self) -> int:
         """Experts of a layer that the router prefers, and the replica slots that they need."""
-        return max(2, self.counts.per_token // 4)
+        return max(2, 3 * self.counts.per_token // 8)
 
 
 _LOCAL = ("num_local_experts", "num_experts_per_tok")
