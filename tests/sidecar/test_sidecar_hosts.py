@@ -84,7 +84,8 @@ def test_loads_are_everybodys_and_ranks_are_this_hosts(host: Host, client: TestC
     assert [rank["rank"] for rank in balance["ranks"]] == list(host.ranks)
     for rank in balance["ranks"]:
         number = rank["rank"]
-        assert rank["assignments"] == {"before": BEFORE[number], "after": AFTER[number]}
+        both = {"before": BEFORE[number], "after": AFTER[number]}
+        assert rank["assignments"] == {**both, "mean": 20.0}
         assert rank["bytes_sent"] == 100 * number
     assert balance["bytes_moved"] == 100 * sum(host.ranks)
     overview = client.get("/v1/overview").json()
