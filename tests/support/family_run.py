@@ -96,6 +96,7 @@ def sglang_asker(family: Family, model: str, stock: int) -> Ask:
         context_length=CONTEXT,
         max_total_tokens=2 * CONTEXT,
         log_level="warning",
+        **family.sglang_flags,
     )
     greedy = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
 

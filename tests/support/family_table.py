@@ -52,6 +52,7 @@ class Family:
     wrapper: Mapping[str, Any] | None = None  # of a multimodal model, around the text config
     preprocessor: Mapping[str, Any] | None = None  # preprocessor_config.json
     flags: Mapping[str, Any] = field(default_factory=dict)  # of vLLM's engine
+    sglang_flags: Mapping[str, Any] = field(default_factory=dict)  # of SGLang's
 
     def dtype_on(self, engine: str) -> str:
         """What ``engine`` serves it in."""
@@ -160,6 +161,7 @@ FAMILIES: Mapping[str, Family] = {
         Counts(8, 2, 3),
         config={**_INNER, "shared_expert_intermediate_size": 64},
         special="gated shared expert",
+        sglang_flags={"model_impl": "transformers"},  # its own model needs Triton
     ),
     "Qwen3-MoE": Family("qwen3_moe", Counts(8, 2, 3), config=_INNER),
     "Qwen3-Next": Family(
