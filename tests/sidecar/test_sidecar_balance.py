@@ -80,7 +80,10 @@ def test_batches_and_layers(skewed_run: SkewedRun, client: TestClient) -> None:
     assert (batches[0]["layers"], batches[0]["bytes_moved"]) == ({"planned": 2}, 200)
     layer = client.get("/v1/balance/layers/1").json()
     assert (layer["layer"], layer["records"], layer["last_batch"]) == (1, 5, 4)
-    assert layer["ranks"] == [{"before": 100, "after": 50}, {"before": 0, "after": 50}]
+    assert layer["ranks"] == [
+        {"before": 100, "after": 50, "mean": 50.0},
+        {"before": 0, "after": 50, "mean": 50.0},
+    ]
     assert client.get("/v1/balance/layers/2").status_code == 404
 
 
