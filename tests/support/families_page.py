@@ -58,12 +58,23 @@ def _section(engine: str) -> str:
         for row in rows
         if row["verdict"] != "balanced"
     ]
+    reasons += [_alone(row, _ENGINES[engine]) for row in rows if "alone" in row]
     measured = {row["family"] for row in rows}
     if missing := [name for name in FAMILIES if name not in measured]:
         reasons.append(f"- Not run: {', '.join(missing)}")
     title = f"## {_ENGINES[engine]}\n\n{versions}: {count} of {len(rows)} balanced."
     parts = [title, "\n".join(lines), *(["\n".join(reasons)] if reasons else [])]
     return "".join(f"\n{part}\n" for part in parts)
+
+
+def _alone(row: dict[str, Any], engine: str) -> str:
+    """What is known of a row that is far from transformers: how far it is from the engine alone."""
+    apart = {key: f"{value:.2g}" for key, value in row["alone"].items()}
+    return (
+        f"- {row['family']}: {row['transformers']:.2g} apart from transformers; from {engine} "
+        f"alone {apart.get('two_ranks', '?')} on two ranks and {apart.get('one_rank', '?')} on "
+        f"one, which are {apart.get('between', '?')} apart."
+    )
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:

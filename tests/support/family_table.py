@@ -170,6 +170,7 @@ FAMILIES: Mapping[str, Family] = {
         config=_HYBRID,
         special="linear attention in every other layer, gated shared expert, draft layer",
         dtype="bfloat16",
+        published={"full_attention_interval": 2},
         draft="mtp.layers",
     ),
     "Qwen3.5-MoE": Family(
