@@ -18,7 +18,7 @@ from tests.support.ranks import outcomes_of_ranks, run_ranks
 from ultraep_serve.adapters import rendezvous
 from ultraep_serve.adapters.rendezvous import find_location, meet
 from ultraep_serve.cli import main
-from ultraep_serve.config import BalanceConfig, first_process
+from ultraep_serve.config import BalanceConfig
 from ultraep_serve.errors import ConfigError, SharedMemoryError, UnsupportedError
 from ultraep_serve.machine import free_port
 from ultraep_serve.ring import run_directory as module
@@ -240,9 +240,10 @@ def test_ranks_meet_without_a_launcher_and_runs_do_not_mix(run_path: Path, tmp_p
     assert all(both for _, both in outcomes)
 
 
-def met_in_stages(rank: int, run_path: Path, shm: Path) -> str:
+def met_in_stages(rank: int, run_path: Path, shm: Path, first: int) -> str:
     """Two pipeline stages of two ranks; their groups know nothing of each other."""
     module.SHARED_MEMORY = shm
+    rendezvous.first_process = lambda: first  # an engine's workers inherit it
     stage, own = divmod(rank, 2)
     group = engine_group(run_path / str(stage), own, 2)
     config = BalanceConfig()
@@ -257,8 +258,7 @@ def met_in_stages(rank: int, run_path: Path, shm: Path) -> str:
 def test_pipeline_stages_share_a_run_directory(run_path: Path, tmp_path: Path) -> None:
     for name in ("0", "1"):
         (run_path / name).mkdir()
-    first_process()  # the ranks are told who it is when they are started
-    names = run_ranks(met_in_stages, 4, run_path, tmp_path)
+    names = run_ranks(met_in_stages, 4, run_path, tmp_path, os.getpid())
     assert len(set(names)) == 1
     assert not [path for path in tmp_path.iterdir() if path.is_dir()]
 
