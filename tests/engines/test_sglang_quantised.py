@@ -42,7 +42,8 @@ with warnings.catch_warnings():
     from ultraep_serve.adapters.sglang.execution import DeviceExperts
 
 from tests.support.ranks import fresh_run_path, run_ranks
-from ultraep_serve.collectives import HostAllGather
+from ultraep_serve.adapters.shared_values import require_agreement
+from ultraep_serve.config import BalanceConfig
 from ultraep_serve.errors import UnsupportedError
 
 SHAPE = fakes.SHAPE
@@ -162,7 +163,7 @@ def test_kernels_are_given_the_slots(name: str, monkeypatch: pytest.MonkeyPatch)
     layer = loaded(CASES[name], list(range(SHAPE.num_masters)))
     parameters, taken = group.movable_parameters(layer), []
     fakes.note_kernel_calls(layer, partial(monkeypatch.setattr, raising=False), taken)
-    DeviceExperts().give_slots([layer], SHAPE)
+    DeviceExperts().give_slots([layer], [parameters], SHAPE)
     for parameter in parameters:
         parameter.data = parameter.data.new_zeros(SHAPE.num_local, *parameter.shape[1:])
     batch = fakes.make_batch(0, num_tokens=7)  # no number of experts
@@ -230,7 +231,7 @@ def check_on_rank(rank: int, path: str) -> list[str]:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=SHAPE.num_ranks)
     fakes.pretend_gpu(setattr)
     fakes.pretend_repacking(setattr)
-    gather = HostAllGather(dist.group.WORLD, 60.0)
+    config = BalanceConfig()
     said = []
     for name, scale in (
         *(("FP8, static", rank), ("FP8, static", 0)),
@@ -244,7 +245,7 @@ def check_on_rank(rank: int, path: str) -> list[str]:
         layer.w2_input_scale.data[0] = 1 + scale
         layer.quant_method.process_weights_after_loading(layer)
         try:
-            quantised.check_shared_values([layer], gather)
+            require_agreement([quantised.shared_values(layer)], dist.group.WORLD, config)
             said.append("")
         except UnsupportedError as error:
             said.append(str(error))

@@ -3,7 +3,6 @@
 
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -28,6 +27,7 @@ with warnings.catch_warnings():
     )
     from ultraep_serve.adapters.vllm import checks, expert_tensors
 
+from ultraep_serve.adapters.shared_values import SharedValues
 from ultraep_serve.errors import UnsupportedError
 from ultraep_serve.types import ExpertShape
 
@@ -42,7 +42,7 @@ def test_a_copy_takes_along_all_that_the_kernel_reads(balanced: Any, name: str) 
     parameters = expert_tensors.expert_parameters(layer)
     execution = layer._group._execution
     with set_current_vllm_config(config):
-        execution.give_slots([layer], SHAPE)
+        execution.give_slots([layer], [parameters], SHAPE)
         for parameter in parameters:
             parameter.data = torch.cat([parameter.data, parameter.data[1 : 1 + NUM_SLOTS]])
         seen = dict(read_by_kernel(layer))
@@ -78,7 +78,7 @@ def test_fp8_scales_move_with_the_weights(balanced: Any, block: list[int] | None
 
     execution = layer._group._execution
     with set_current_vllm_config(config):
-        execution.give_slots([layer], SHAPE)
+        execution.give_slots([layer], [parameters], SHAPE)
         for parameter in parameters:
             parameter.data = parameter.data.new_zeros(NUM_LOCAL, *parameter.shape[1:])
         experts = layer.quant_method.moe_kernel.fused_experts
@@ -88,16 +88,15 @@ def test_fp8_scales_move_with_the_weights(balanced: Any, block: list[int] | None
     assert layer.global_num_experts == layer.expert_map.numel() == vllm_layers.NUM_EXPERTS
 
 
+def shared_values(layer: Any) -> SharedValues | UnsupportedError:
+    return expert_tensors.shared_values(layer, expert_tensors.expert_parameters(layer))
+
+
 def refused(layer: Any) -> str:
-    with pytest.raises(UnsupportedError) as error:
-        expert_tensors.require_shared_values_agree([layer])
-    assert "set on_unsupported to off" in str(error.value)
-    return str(error.value)
-
-
-def other_rank(set_attribute: Any, values: list[Any], problem: str | None = None) -> None:
-    """Have one of the other ranks find ``values`` in its layer, or a problem."""
-    set_attribute(expert_tensors, "_from_all_ranks", lambda own: [own, (values, problem), own])
+    found = shared_values(layer)
+    assert isinstance(found, UnsupportedError)
+    assert "set on_unsupported to off" in str(found)
+    return str(found)
 
 
 @pytest.mark.parametrize(
@@ -125,21 +124,17 @@ def test_scales_that_a_rank_takes_from_its_own_experts_must_be_the_same_on_all(
     balanced: Any, make: Callable[[Any], Any], name: str, remedy: str
 ) -> None:
     layer = make(balanced)
-    expert_tensors.require_shared_values_agree([layer])
-    elsewhere = list(expert_tensors._shared_values(make(balanced)))
-    other_rank(balanced, elsewhere)
-    expert_tensors.require_shared_values_agree([layer])
-    changed = next(i for i, value in enumerate(elsewhere) if value.name == name)
-    elsewhere[changed] = replace(elsewhere[changed], digest="of another scale")
-    message = refused(layer)
-    assert f"{name} differs between ranks" in message
-    assert f"use {remedy}, or" in message
-
-
-def test_what_one_rank_finds_is_refused_by_all(balanced: Any) -> None:
-    layer, _ = build(balanced)
-    other_rank(balanced, [], "layer: found there; set on_unsupported to off")
-    assert "found there" in refused(layer)
+    own, same = shared_values(layer), shared_values(make(balanced))
+    assert isinstance(own, SharedValues)
+    assert own == same
+    assert name in own.names
+    assert own.remedy == remedy
+    parameters = expert_tensors.expert_parameters(layer)
+    value = dict(expert_tensors._shared_values(layer, parameters))[name]
+    value.data.mul_(2)
+    other = shared_values(layer)
+    assert isinstance(other, SharedValues)
+    assert other.digest != own.digest
 
 
 def test_scales_of_single_experts_that_do_not_move_are_refused(balanced: Any) -> None:

@@ -17,7 +17,7 @@ from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 from tests.support import vllm_layers
 from tests.support.vllm_reference_kernels import use_reference_kernels
 from tests.support.vllm_transports import join_ranks
-from ultraep_serve.adapters.vllm import checks, expert_tensors, group, routed_experts
+from ultraep_serve.adapters.vllm import checks, group, routed_experts
 from ultraep_serve.config import BalanceConfig, child_environment
 
 NUM_RANKS, NUM_SLOTS = 3, 2
@@ -33,7 +33,7 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_EP", "_DP", "_TP", "_PCP", "_NODE_COUNT"):
         monkeypatch.setattr(parallel_state, name, None)
     join_ranks(0, NUM_RANKS, "allgather_reducescatter")
-    monkeypatch.setattr(expert_tensors, "_from_all_ranks", lambda own: [own] * NUM_RANKS)
+    monkeypatch.setattr(group, "require_agreement", lambda *_: None)  # with no other rank
 
 
 def replace_device(set_attribute: Callable[..., object]) -> None:

@@ -25,8 +25,13 @@ class Execution(Protocol[Layer]):
     def check(self, layer: Layer) -> None:
         """Raise UnsupportedError, naming the remedy, if ``layer`` cannot be balanced here."""
 
-    def give_slots(self, layers: Sequence[Layer], shape: ExpertShape) -> None:
-        """Announce the slots to ``layers``' engine; their tensors get the rows for them afterwards.
+    def give_slots(
+        self,
+        layers: Sequence[Layer],
+        parameters: Sequence[Sequence[nn.Parameter]],
+        shape: ExpertShape,
+    ) -> None:
+        """Announce the slots to ``layers``' engine; ``parameters`` get rows for them afterwards.
 
         Ids are physical from now on. Raises UnsupportedError.
         """

@@ -31,7 +31,6 @@ __all__ = [
     "BalancedLayers",
     "Batch",
     "balanced_ids",
-    "expert_parameters",
     "make_backend",
     "require_one_number",
 ]
@@ -221,26 +220,6 @@ def balanced_ids(shape: ExpertShape, num_assignments: int, experts_per_token: in
     turn = torch.arange(num_tokens * experts_per_token) % shape.num_logical_experts
     table = identity_table(shape.num_logical_experts, shape.num_ranks, shape.num_slots)
     return torch.from_numpy(table)[turn].view(num_tokens, experts_per_token)
-
-
-def expert_parameters(
-    module: nn.Module, name: str, num_local: int, movable: Collection[int]
-) -> list[nn.Parameter]:
-    """The parameters of ``module`` that make up its experts, those at the addresses ``movable``.
-
-    Raises UnsupportedError for another parameter with one entry per local expert: it would be left
-    behind when the expert is copied. ``name`` is the layer's, for the message.
-    """
-    found = []
-    for parameter_name, parameter in module.named_parameters():
-        if parameter.data_ptr() in movable:
-            found.append(parameter)
-        elif parameter.dim() and parameter.shape[0] == num_local:
-            raise UnsupportedError(
-                f"{name}: expert tensor {parameter_name} {tuple(parameter.shape)} cannot be "
-                f"moved; {SERVE_UNBALANCED}"
-            )
-    return found
 
 
 def _in_own_directory(config: BalanceConfig, pipeline: PipelineStage) -> BalanceConfig:

@@ -27,7 +27,12 @@ __all__ = ["CpuExperts", "DeviceExperts", "PhysicalExperts", "set_expert_counts"
 class PhysicalExperts:
     """What of ``Execution`` is the same on CPU and GPU."""
 
-    def give_slots(self, layers: Sequence[FusedMoE], shape: ExpertShape) -> None:
+    def give_slots(
+        self,
+        layers: Sequence[FusedMoE],
+        parameters: Sequence[Sequence[nn.Parameter]],
+        shape: ExpertShape,
+    ) -> None:
         set_expert_counts(layers, shape.num_ranks * shape.num_local, shape.num_local)
 
     def take_slots_back(

@@ -15,16 +15,12 @@ from sglang.srt.utils import is_cpu
 from torch import nn
 
 from ultraep_serve.adapters.execution import Execution, compute_balanced
-from ultraep_serve.adapters.setup import (
-    BalancedLayers,
-    Batch,
-    expert_parameters,
-    require_one_number,
-)
+from ultraep_serve.adapters.setup import BalancedLayers, Batch, require_one_number
 from ultraep_serve.adapters.sglang.checks import check_layer
 from ultraep_serve.adapters.sglang.execution import CpuExperts, DeviceExperts
-from ultraep_serve.adapters.sglang.quantised import check_shared_values
-from ultraep_serve.collectives import EngineGroup, HostAllGather
+from ultraep_serve.adapters.sglang.quantised import shared_values
+from ultraep_serve.adapters.shared_values import require_agreement
+from ultraep_serve.collectives import EngineGroup
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.cuda.recording import is_capturing
 from ultraep_serve.errors import SERVE_UNBALANCED, UnsupportedError
@@ -56,7 +52,10 @@ class ExpertGroup:
             execution.check(layer)
         require_one_number([layer.num_experts for layer in layers])
         self._layers = {layer: index for index, layer in enumerate(layers)}
-        self._routed: set[FusedMoE] = set()  # in the batch that runs now
+        self._not_routed = set(layers)  # by any prefill
+        config_of_model = getattr(model, "config", None)
+        # Models with zero experts (LongCat) send their assignments to expert 0, with weight 0.
+        self.has_zero_experts = bool(getattr(config_of_model, "zero_expert_num", 0))
         parameters = [movable_parameters(layer) for layer in layers]
         self._balanced = _join(config, layers, parameters, execution)
         self._in_place = list(map(_InPlace, layers, parameters))
@@ -72,7 +71,7 @@ class ExpertGroup:
         are captured once for all batches that replay them, so they take the identity. Raises
         UnsupportedError when the layer's weights are not where the balancer moves them.
         """
-        self._routed.add(layer)
+        self._not_routed.discard(layer)
         index = self._layers[layer]
         self._in_place[index].require()
         tokens = 0 if is_capturing(topk_ids.device) else batch_tokens
@@ -82,22 +81,17 @@ class ExpertGroup:
         """The layer that was routed last has been computed."""
         self._balanced.computed()
 
-    def begin_batch(self) -> None:
-        """A batch starts to run."""
-        self._routed.clear()
-
     def check_all_routed(self) -> None:
-        """Raise UnsupportedError unless the batch, a prefill with tokens, passed every layer.
+        """After a prefill with tokens: raise UnsupportedError unless every layer was routed.
 
         A model that computes a layer's experts in a way of its own would take physical ids for
         logical ones. SGLang's warm-up request is the first such batch.
         """
-        for layer in self._layers:
-            if layer not in self._routed:
-                raise UnsupportedError(
-                    f"{layer.layer_name} cannot be balanced: the model did not call it in a "
-                    "prefill, or not through FusedMoE.forward_impl; serve it with policy off"
-                )
+        for layer in self._not_routed:
+            raise UnsupportedError(
+                f"{layer.layer_name} cannot be balanced: the model did not call it in a "
+                "prefill, or not through FusedMoE.forward_impl; serve it with policy off"
+            )
 
     def check_adopted(self, model: nn.Module) -> None:
         """Raise UnsupportedError unless every MoE layer of ``model`` still has its slots."""
@@ -155,9 +149,9 @@ def _join(
     device = parameters[0][0].device
     row = torch.ones(1, first.hidden_size, dtype=first.params_dtype, device=device)
     ranks = get_parallel().moe_ep_group
-    check_shared_values(layers, HostAllGather(ranks.cpu_group, config.timeout_seconds))
+    require_agreement([shared_values(layer) for layer in layers], ranks.cpu_group, config)
     try:
-        execution.give_slots(layers, shape)
+        execution.give_slots(layers, parameters, shape)
         return BalancedLayers(
             config=config,
             shape=shape,
@@ -210,7 +204,8 @@ def moe_layers(model: nn.Module) -> list[FusedMoE]:
 def movable_parameters(layer: FusedMoE) -> list[nn.Parameter]:
     """All parameters that make up ``layer``'s experts, by SGLang's own rule for moving them.
 
-    Raises UnsupportedError for another tensor with one entry per expert.
+    Raises UnsupportedError for another tensor with one entry per expert: it would be left behind
+    when the expert is copied.
     """
     num_local = layer.num_local_experts
     movable = {
@@ -218,10 +213,14 @@ def movable_parameters(layer: FusedMoE) -> list[nn.Parameter]:
         for name, parameter in layer.named_parameters()
         if filter_moe_weight_param_global_expert(name, parameter, num_local)
     }
-    for name, tensor in layer.named_per_expert_tensors(num_local):
+    per_expert = [
+        *layer.named_per_expert_tensors(num_local),
+        *((name, own) for name, own in layer.named_parameters() if own.shape[:1] == (num_local,)),
+    ]
+    for name, tensor in per_expert:
         if tensor.data_ptr() not in movable:
             raise UnsupportedError(
                 f"{layer.layer_name}: expert tensor {name} {tuple(tensor.shape)} cannot be moved; "
                 f"start the server anew, {SERVE_UNBALANCED}"
             )
-    return expert_parameters(layer, layer.layer_name, num_local, movable)
+    return [parameter for parameter in layer.parameters() if parameter.data_ptr() in movable]

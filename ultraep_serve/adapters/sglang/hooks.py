@@ -135,7 +135,6 @@ class _SchedulerHooks:
         """
         if runner.is_draft_worker or self._group is None:
             return original(runner, forward_batch, *rest, **named)
-        self._group.begin_batch()
         with self._tokens.running(forward_batch):
             output = original(runner, forward_batch, *rest, **named)
         if own_prefill_tokens(forward_batch):
@@ -161,8 +160,7 @@ class _SchedulerHooks:
             return original(layer, hidden_states, topk_output, *rest, **named)
         assert TopKOutputChecker.format_is_standard(topk_output), type(topk_output)
         ids, weights = topk_output.topk_ids, topk_output.topk_weights
-        if self._tokens.number:
-            # Models with zero experts (LongCat) send their assignments to expert 0, with weight 0.
+        if self._tokens.number and self._group.has_zero_experts:
             ids = ids.masked_fill(weights == 0, -1)
         physical = self._group.route(layer, ids, self._tokens.number)
         balanced = topk_output._replace(topk_ids=physical)

@@ -5,18 +5,15 @@ A copied expert computes the same elsewhere if everything that is its own goes w
 depends on the checkpoint: some methods reduce a scale over a rank's own experts.
 """
 
-from collections.abc import Iterator, Sequence
-from hashlib import blake2b
+from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 
-from ultraep_serve.collectives import HostAllGather
-from ultraep_serve.errors import SERVE_UNBALANCED, UnsupportedError
+from ultraep_serve.adapters.shared_values import SharedValues
 
-__all__ = ["check_shared_values", "wrong_kernel"]
+__all__ = ["shared_values", "wrong_kernel"]
 
 _PLAIN = ("triton", "deep_gemm", "flashinfer_cutlass")
 # SGLang's class that prepares a layer's tensors -> the --moe-runner-backend whose kernel takes
@@ -60,35 +57,15 @@ def wrong_kernel(layer: FusedMoE) -> str | None:
     )
 
 
-def check_shared_values(layers: Sequence[FusedMoE], gather: HostAllGather) -> None:
-    """Raise UnsupportedError for a layer where a value of no single expert differs by rank.
-
-    All ranks call it together. Raises PeerTimeoutError when one does not come.
-    """
-    digests = gather.gather(np.array([_digest(layer) for layer in layers], dtype=np.int64))
-    for layer, of_ranks in zip(layers, digests.T, strict=True):
-        if (of_ranks != of_ranks[0]).any():
-            names = ", ".join(name for name, _ in _shared_values(layer))
-            raise UnsupportedError(
-                f"{layer.layer_name}: ranks differ in what holds for all their experts, so a copy "
-                f"elsewhere would compute with other values; it is one of {names}; use a "
-                f"checkpoint with dynamic activation scales, {SERVE_UNBALANCED}"
-            )
+def shared_values(layer: FusedMoE) -> SharedValues:
+    """What ``layer`` computes with that belongs to no single expert."""
+    remedy = "a checkpoint with dynamic activation scales"
+    return SharedValues.of(layer.layer_name, _shared_values(layer), remedy)
 
 
 def _owner(layer: FusedMoE) -> Any:
     """What makes and prepares the layer's tensors; some methods leave that to a scheme."""
     return layer.quant_method if layer.scheme is None else layer.scheme
-
-
-def _digest(layer: FusedMoE) -> int:
-    """Of names and bytes, an int64 that differs where they do."""
-    digest = blake2b(digest_size=8)
-    for name, value in _shared_values(layer):
-        tensor = torch.as_tensor(value).detach().cpu().contiguous()
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
-    return int.from_bytes(digest.digest(), "little", signed=True)
 
 
 def _shared_values(layer: FusedMoE) -> Iterator[tuple[str, torch.Tensor | float]]:

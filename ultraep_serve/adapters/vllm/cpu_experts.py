@@ -25,11 +25,7 @@ from vllm.model_executor.layers.fused_moe.prepare_finalize.passthrough import (
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
 from ultraep_serve.adapters.vllm.checks import check_cpu_execution
-from ultraep_serve.adapters.vllm.expert_tensors import (
-    expert_parameters,
-    fit_shared_values,
-    require_shared_values_agree,
-)
+from ultraep_serve.adapters.vllm.expert_tensors import fit_shared_values
 from ultraep_serve.physical import identity_table
 from ultraep_serve.types import ExpertShape
 
@@ -70,15 +66,14 @@ class CpuExperts:
         """Raise UnsupportedError, naming the remedy, if ``layer`` cannot be balanced here."""
         check_cpu_execution(layer)
 
-    def give_slots(self, layers: Sequence[RoutedExperts], shape: ExpertShape) -> None:
-        """Ids are physical from now on.
-
-        Raises UnsupportedError, on all ranks alike, if a copied expert may compute something else
-        than its master.
-        """
-        require_shared_values_agree(layers)
-        for layer in layers:
-            own = expert_parameters(layer)
+    def give_slots(
+        self,
+        layers: Sequence[RoutedExperts],
+        parameters: Sequence[Sequence[torch.nn.Parameter]],
+        shape: ExpertShape,
+    ) -> None:
+        """Ids are physical from now on."""
+        for layer, own in zip(layers, parameters, strict=True):
             fit_shared_values(layer, own, shape.num_masters, shape.num_local)
         self._num_local = shape.num_local
 

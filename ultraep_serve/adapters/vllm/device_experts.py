@@ -20,11 +20,7 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
 from ultraep_serve.adapters.execution import drop_slots
 from ultraep_serve.adapters.vllm.checks import check_device_execution
-from ultraep_serve.adapters.vllm.expert_tensors import (
-    expert_parameters,
-    fit_shared_values,
-    require_shared_values_agree,
-)
+from ultraep_serve.adapters.vllm.expert_tensors import fit_shared_values
 from ultraep_serve.types import ExpertShape
 
 __all__ = ["DeviceExperts"]
@@ -46,14 +42,13 @@ class DeviceExperts:
         """Raise UnsupportedError, naming the remedy, if ``layer`` cannot be balanced here."""
         check_device_execution(layer, self._vllm_config)
 
-    def give_slots(self, layers: Sequence[RoutedExperts], shape: ExpertShape) -> None:
-        """Announce the replica slots to ``layers``; their tensors get the rows for them afterwards.
-
-        Raises UnsupportedError, on all ranks alike, if a copied expert may compute something else
-        than its master.
-        """
-        require_shared_values_agree(layers)
-        parameters = [expert_parameters(layer) for layer in layers]
+    def give_slots(
+        self,
+        layers: Sequence[RoutedExperts],
+        parameters: Sequence[Sequence[torch.nn.Parameter]],
+        shape: ExpertShape,
+    ) -> None:
+        """Announce the slots to ``layers``; ``parameters`` get the rows for them afterwards."""
         self._tell(layers, shape.num_ranks * shape.num_local, shape.num_local)
         for layer, own in zip(layers, parameters, strict=True):
             fit_shared_values(layer, own, shape.num_masters, shape.num_local)

@@ -8,20 +8,18 @@ all experts, the same on all ranks: a rank that takes a scale from its own exper
 copy with another scale than the master's rank does. Verified with 0.32 and 0.33.
 """
 
-import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from vllm.distributed import get_ep_group
 from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEExperts
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
+from ultraep_serve.adapters.shared_values import SharedValues
 from ultraep_serve.errors import SERVE_UNBALANCED, UnsupportedError
 
-__all__ = ["expert_parameters", "fit_shared_values", "other_kernel", "require_shared_values_agree"]
+__all__ = ["expert_parameters", "fit_shared_values", "other_kernel", "shared_values"]
 
 # By the type of a kernel's weights, as its configuration names it: --moe-backend values whose
 # kernels are balanced.
@@ -68,40 +66,18 @@ def expert_parameters(layer: RoutedExperts) -> list[torch.nn.Parameter]:
     return found
 
 
-@dataclass(frozen=True)
-class _SharedValue:
-    """Something that is the same for all experts of a rank; ranks compare what they hold."""
+def shared_values(
+    layer: RoutedExperts, parameters: Sequence[torch.nn.Parameter]
+) -> SharedValues | UnsupportedError:
+    """What ``layer``'s kernel reads beside its experts' own ``parameters``.
 
-    layer_name: str
-    name: str
-    digest: str
-    remedy: str
-
-
-def require_shared_values_agree(layers: Sequence[RoutedExperts]) -> None:
-    """Raise UnsupportedError, on all ranks alike, if a copy may compute what its master does not.
-
-    So it is where a kernel reads something of an expert that does not move with it, or something
-    that all experts of a rank share and another rank has otherwise. All ranks call it together.
+    An error where something of a single expert is not among them.
     """
-    values: list[_SharedValue] = []
-    problem = None
     try:
-        for layer in layers:
-            values += _shared_values(layer)
+        values = _shared_values(layer, parameters)
+        return SharedValues.of(layer.layer_name, values, _other_scales(layer))
     except UnsupportedError as error:
-        problem = str(error)
-    everywhere = _from_all_ranks((values, problem))
-    for _, found in everywhere:
-        if found is not None:
-            raise UnsupportedError(found)
-    for own, *others in zip(*(of_rank for of_rank, _ in everywhere), strict=True):
-        if any(other != own for other in others):
-            raise UnsupportedError(
-                f"{own.layer_name}: {own.name} differs between ranks, because vLLM takes it from "
-                f"each rank's own experts, so a copy elsewhere would compute with another; use "
-                f"{own.remedy}, {SERVE_UNBALANCED}"
-            )
+        return error
 
 
 def fit_shared_values(
@@ -119,9 +95,9 @@ def fit_shared_values(
             setattr(part, field, value.data[:1].expand(after, *value.shape[1:]).contiguous())
 
 
-def _shared_values(layer: RoutedExperts) -> Iterator[_SharedValue]:
-    """What ``layer``'s kernel reads beside its experts. Raises UnsupportedError, see above."""
-    parameters = expert_parameters(layer)
+def _shared_values(
+    layer: RoutedExperts, parameters: Sequence[torch.nn.Parameter]
+) -> Iterator[tuple[str, torch.Tensor]]:
     moving = {id(parameter) for parameter in parameters}
     storages = {parameter.untyped_storage().data_ptr() for parameter in parameters}
     for name, value in [*layer.named_parameters(), *_read_by(_kernel(layer))]:
@@ -139,8 +115,7 @@ def _shared_values(layer: RoutedExperts) -> Iterator[_SharedValue]:
                 f"{layer.layer_name}: {name} of {_kernel_name(layer)} cannot be moved: the kernel "
                 f"{problem}; use {other_kernel(layer)}, {SERVE_UNBALANCED}"
             )
-        digest = hashlib.sha256(_bytes(value).numpy().tobytes()).hexdigest()
-        yield _SharedValue(layer.layer_name, name, digest, _other_scales(layer))
+        yield name, value
 
 
 def _read_by(experts: FusedMoEExperts) -> Iterator[tuple[str, Any]]:
@@ -197,10 +172,3 @@ def _all_rows_equal(value: torch.Tensor) -> bool:
 def _bytes(value: torch.Tensor) -> torch.Tensor:
     """On the host, whatever the type."""
     return value.data.cpu().contiguous().view(-1).view(torch.uint8)
-
-
-def _from_all_ranks(own: Any) -> list[Any]:
-    group = get_ep_group()
-    found: list[Any] = [None] * group.world_size
-    dist.all_gather_object(found, own, group=group.cpu_group)
-    return found

@@ -17,10 +17,11 @@ from vllm.v1.worker.ubatching import dbo_current_ubatch_id
 from ultraep_serve.adapters.execution import Execution, compute_balanced
 from ultraep_serve.adapters.rendezvous import refuse_or_serve_plainly
 from ultraep_serve.adapters.setup import BalancedLayers, Batch, require_one_number
+from ultraep_serve.adapters.shared_values import require_agreement
 from ultraep_serve.adapters.vllm.checks import check_layer, is_primary
 from ultraep_serve.adapters.vllm.cpu_experts import CpuExperts
 from ultraep_serve.adapters.vllm.device_experts import DeviceExperts
-from ultraep_serve.adapters.vllm.expert_tensors import expert_parameters
+from ultraep_serve.adapters.vllm.expert_tensors import expert_parameters, shared_values
 from ultraep_serve.collectives import EngineGroup
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.cuda.recording import is_capturing
@@ -58,8 +59,8 @@ class ExpertGroup:
             CpuExperts() if current_platform.is_cpu() else DeviceExperts(vllm_config)
         )
 
-    def expect(self, layer: RoutedExperts) -> None:
-        """``layer`` belongs to the model that is being built."""
+    def expect_layer(self) -> None:
+        """The model that is being built has one more."""
         self._num_expected += 1
 
     def add(self, layer: RoutedExperts) -> int:
@@ -146,8 +147,10 @@ class ExpertGroup:
         )
         parameters = [expert_parameters(layer) for layer in self._layers]
         ranks = get_ep_group()
+        shared = map(shared_values, self._layers, parameters)
+        require_agreement(list(shared), ranks.cpu_group, self._config)
         try:
-            self._execution.give_slots(self._layers, shape)
+            self._execution.give_slots(self._layers, parameters, shape)
             self.balanced = BalancedLayers(
                 self._config,
                 shape,

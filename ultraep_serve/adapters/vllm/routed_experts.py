@@ -198,7 +198,7 @@ def take_over(layer: RoutedExperts, *, has_zero_experts: bool = False) -> None:
     layer._group, layer._index, layer._handle = group, -1, len(_layers)
     layer._has_zero_experts = has_zero_experts
     _layers.append(layer)
-    group.expect(layer)
+    group.expect_layer()
 
 
 @functools.cache
