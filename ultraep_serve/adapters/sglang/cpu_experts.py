@@ -17,13 +17,12 @@ from sglang.srt.layers.activation import GeluAndMul, SiluAndMul, SituAndMul
 from sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe import swiglu_gpt_oss_sigmoid_alpha
 from sglang.srt.runtime_context import get_parallel
 
+from ultraep_serve.adapters.cpu_experts import Expert, add_up, weighted_outputs
+
 __all__ = ["ACTIVATIONS", "complete_device_module", "compute_and_reduce"]
 
 Activation: TypeAlias = Callable[[torch.Tensor], torch.Tensor]  # of gate and up (N, 2I) to (N, I)
 ACTIVATIONS = ("silu", "gelu", "situ")  # that SGLang's torch path has, all gated
-
-_MOST_ROWS = 256  # that one product computes; with _ROUND_ROWS, few enough sizes to be kept
-_ROUND_ROWS = 16
 
 
 def compute_and_reduce(
@@ -37,37 +36,15 @@ def compute_and_reduce(
     rank's. In 16-bit models the first rank's part is all of it and the others' are zero, so that
     the engine's sum does not round it again.
     """
-    total = _compute_own(layer, x, topk_weights, local_ids)
+    parts = weighted_outputs(
+        partial(_expert, layer), layer.w13_weight.shape[0], x, topk_weights, local_ids
+    )
+    total = add_up(parts, x.shape)
     if x.dtype is torch.float32:
         return total
     group = get_parallel().moe_ep_group
     everything: torch.Tensor = group.all_reduce(total)
     return (everything if group.rank_in_group == 0 else everything.zero_()).to(x.dtype)
-
-
-def _compute_own(
-    layer: Any, x: torch.Tensor, topk_weights: torch.Tensor, local_ids: torch.Tensor
-) -> torch.Tensor:
-    """Sum (T, H) float32 over this rank's assignments of each token.
-
-    out[t] = sum over k of weight[t, k] * expert[t, k](x[t])
-    """
-    flat = local_ids.reshape(-1)
-    order = torch.argsort(flat, stable=True)
-    rows_by_expert = torch.bincount(flat + 1, minlength=layer.w13_weight.shape[0] + 1).tolist()
-    tokens = torch.div(order, local_ids.shape[1], rounding_mode="floor")
-    weights = topk_weights.reshape(-1)[order].float().unsqueeze(1)
-    activation = _activation(layer.moe_runner_config)
-    total = torch.zeros(x.shape, dtype=torch.float32)
-    end = rows_by_expert[0]  # those of other ranks come first
-    for expert, num_rows in enumerate(rows_by_expert[1:]):
-        start, end = end, end + num_rows
-        for part in range(start, end, _MOST_ROWS):
-            rows = slice(part, min(part + _MOST_ROWS, end))
-            outputs = _apply_expert(layer, expert, activation, x, tokens[rows])
-            outputs = outputs.float().mul_(weights[rows]).to(x.dtype).float()
-            total.index_add_(0, tokens[rows], outputs)
-    return total
 
 
 def _activation(config: Any) -> Activation:
@@ -84,24 +61,15 @@ def _activation(config: Any) -> Activation:
     return made
 
 
-def _apply_expert(
-    layer: Any,
-    expert: int,
-    activation: Activation,
-    x: torch.Tensor,
-    tokens: torch.Tensor,
-) -> torch.Tensor:
-    """Outputs (N, H) of one local ``expert`` for rows ``tokens`` (N,) of ``x``.
+def _expert(layer: Any, index: int) -> Expert:
+    """Local expert ``index`` of ``layer``."""
+    activation = _activation(layer.moe_runner_config)
 
-    Computed for a rounded number of rows: oneDNN compiles a matrix product anew for every number
-    of rows it has not seen, which costs more than the product, and with exact loads every batch
-    brings new ones.
-    """
-    num_rows = tokens.shape[0]
-    if num_rows > _ROUND_ROWS:
-        tokens = F.pad(tokens, (0, -num_rows % _ROUND_ROWS))
-    inner = activation(_linear(layer, "w13", expert, x[tokens]))
-    return _linear(layer, "w2", expert, inner)[:num_rows]
+    def compute(rows: torch.Tensor) -> torch.Tensor:
+        inner = activation(_linear(layer, "w13", index, rows))
+        return _linear(layer, "w2", index, inner)
+
+    return compute
 
 
 def _linear(layer: Any, name: str, expert: int, x: torch.Tensor) -> torch.Tensor:

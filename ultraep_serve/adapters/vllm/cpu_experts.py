@@ -5,25 +5,41 @@ local experts correctly from one row per assignment, so that is what it gets her
 (tensor parallel: every rank has all tokens) or sent to the rank that computes them (data parallel),
 and added back per token, weighted.
 
+vLLM's portable kernel for unquantised experts widens bfloat16 to float32 before it multiplies.
+Where the CPU multiplies bfloat16 itself and experts have enough rows, they are computed as products
+of oneDNN's instead, in about half the time. Which of the two is decided by the tokens of all ranks,
+so that it does not depend on the rank that computes a token.
+
 Sums are taken in float32 until they are complete, across ranks too. Weighted outputs in bfloat16
 have 8 significant bits, so their float32 sum is exact unless they differ in size by more than
 2**13: a token's result does not depend on which rank computed which expert.
 """
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
-from vllm.distributed import get_ep_group
+from vllm._custom_ops import cpu_prepack_moe_weight
+from vllm.distributed import get_ep_group, get_tp_group
 from vllm.distributed.parallel_state import GroupCoordinator
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation, apply_moe_activation
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.fused_moe.prepare_finalize.passthrough import (
     PassThroughPrepareAndFinalize,
 )
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
+from ultraep_serve.adapters.cpu_experts import (
+    Expert,
+    add_up,
+    has_fast_products,
+    rows_by_expert,
+    weighted_outputs,
+)
 from ultraep_serve.adapters.vllm.checks import check_cpu_execution
 from ultraep_serve.adapters.vllm.expert_tensors import fit_shared_values
 from ultraep_serve.physical import identity_table
@@ -34,9 +50,12 @@ __all__ = [
     "CpuExperts",
     "compute_and_reduce",
     "dispatch_compute_combine",
-    "run_experts",
     "take_over_combine",
 ]
+
+_LEAST_ROWS = 64  # of an expert on average, from which products of oneDNN's are faster
+_ACTIVATIONS = (MoEActivation.SILU, MoEActivation.GELU, MoEActivation.GELU_TANH)
+_COLUMNS = 16  # that lie beside each other in a packed matrix
 
 
 @dataclass(frozen=True)
@@ -141,12 +160,16 @@ def compute_and_reduce(
 
     ``topk_weights`` (T, K).
     """
-    rows = torch.nonzero(assignments.rank.view(-1) == group.rank_in_group).squeeze(1)
-    tokens = torch.div(rows, topk_weights.shape[1], rounding_mode="floor")
-    weights = topk_weights.reshape(-1)[rows]
-    outputs = run_experts(layer, x[tokens], weights, assignments.local.view(-1)[rows])
-    total: torch.Tensor = group.all_reduce(_add_up(outputs, tokens, x))
+    own = torch.where(assignments.rank == group.rank_in_group, assignments.local, -1)
+    parts = _outputs(layer, x, topk_weights, own, num_tokens=x.shape[0])
+    total: torch.Tensor = _group_to_reduce(group).all_reduce(add_up(parts, x.shape))
     return total.to(x.dtype)
+
+
+def _group_to_reduce(ranks: GroupCoordinator) -> GroupCoordinator:
+    """The tensor-parallel group if it has the same ranks: vLLM reduces in shared memory there."""
+    same: GroupCoordinator = get_tp_group()
+    return same if same.ranks == ranks.ranks else ranks
 
 
 def dispatch_compute_combine(
@@ -166,22 +189,96 @@ def dispatch_compute_combine(
     order = order[int((target < 0).sum()) :]
     tokens = torch.div(order, topk_weights.shape[1], rounding_mode="floor")
     send = torch.bincount(target[order], minlength=num_ranks)
-    receive = torch.empty_like(send)
-    dist.all_to_all_single(receive, send, group=group)
-    away, here = send.tolist(), receive.tolist()
+    told = torch.stack([send, torch.full_like(send, x.shape[0])], dim=1)  # to each rank
+    heard = torch.empty_like(told)
+    dist.all_to_all_single(heard, told, group=group)
+    away, here = send.tolist(), heard[:, 0].tolist()
     rows = _all_to_all(x[tokens], away, here, group)
     local = _all_to_all(assignments.local.view(-1)[order], away, here, group)
     weights = _all_to_all(topk_weights.reshape(-1)[order], away, here, group)
-    outputs = run_experts(layer, rows, weights, local)
+    outputs = torch.empty_like(rows)
+    num_tokens = int(heard[:, 1].sum())
+    for places, part in _outputs(layer, rows, weights[:, None], local[:, None], num_tokens):
+        outputs[places] = part
     home = _all_to_all(outputs, here, away, group)
     by_token = torch.argsort(order)
-    return _add_up(home[by_token], tokens[by_token], x).to(x.dtype)
+    return add_up(iter([(tokens[by_token], home[by_token])]), x.shape).to(x.dtype)
 
 
-def run_experts(
+def _outputs(
+    layer: RoutedExperts,
+    x: torch.Tensor,
+    topk_weights: torch.Tensor,
+    local: torch.Tensor,
+    num_tokens: int,
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Tokens (n,) and what this rank's experts give for them, times their weights, (n, H) as ``x``.
+
+    ``x`` (T, H), ``topk_weights`` (T, K), ``local`` (T, K) expert of this rank, -1 for another
+    rank's; ``num_tokens`` of all ranks.
+    """
+    num_experts = layer.w13_weight.shape[0]
+    rows_per_expert = num_tokens * layer.top_k // layer.moe_config.num_experts
+    if rows_per_expert >= _LEAST_ROWS and _has_products(layer):
+        expert = functools.partial(_expert, layer)
+        yield from weighted_outputs(expert, num_experts, x, topk_weights, local)
+        return
+    places, _ = rows_by_expert(local, num_experts)
+    tokens = torch.div(places, local.shape[1], rounding_mode="floor")
+    weights, experts = topk_weights.reshape(-1)[places], local.reshape(-1)[places]
+    yield tokens, _run_kernel(layer, x[tokens], weights, experts)
+
+
+def _has_products(layer: RoutedExperts) -> bool:
+    """Whether ``layer``'s experts may be computed as products instead of by vLLM's kernel."""
+    kernel = layer.quant_method.moe_kernel.fused_experts
+    return (
+        isinstance(kernel, CPUUnquantizedExperts)
+        and kernel.isa == "vec"
+        and layer.activation in _ACTIVATIONS
+        and not layer.apply_router_weight_on_input
+        and has_fast_products(layer.w13_weight.dtype)
+        and is_packed_as_known(layer.w13_weight.dtype)
+    )
+
+
+def _expert(layer: RoutedExperts, index: int) -> Expert:
+    """Local expert ``index`` of ``layer``."""
+    experts = layer.quant_method.moe_kernel.fused_experts
+    w13, w2 = unpack(layer.w13_weight[index]), unpack(layer.w2_weight[index])
+    biases = [None if bias is None else bias[index] for bias in (experts.w1_bias, experts.w2_bias)]
+
+    def compute(rows: torch.Tensor) -> torch.Tensor:
+        both = _product(rows, w13, biases[0])
+        inner = both.new_empty(both.shape[0], w2.shape[0])
+        apply_moe_activation(layer.activation, inner, both)
+        return _product(inner, w2, biases[1])
+
+    return compute
+
+
+def _product(rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return rows @ matrix if bias is None else torch.addmm(bias, rows, matrix)
+
+
+def unpack(packed: torch.Tensor) -> torch.Tensor:
+    """The matrix (inputs, outputs) of one expert that vLLM packed (outputs, inputs) for "vec"."""
+    num_outputs, num_inputs = packed.shape
+    groups = packed.view(num_outputs // _COLUMNS, num_inputs, _COLUMNS)
+    return groups.permute(1, 0, 2).reshape(num_inputs, num_outputs)
+
+
+@functools.cache
+def is_packed_as_known(dtype: torch.dtype) -> bool:
+    """Whether this vLLM packs matrices of ``dtype`` as ``unpack`` expects it."""
+    plain = torch.arange(8 * _COLUMNS).view(1, 2 * _COLUMNS, 4).to(dtype)
+    return torch.equal(unpack(cpu_prepack_moe_weight(plain, "vec")[0]), plain[0].T)
+
+
+def _run_kernel(
     layer: RoutedExperts, rows: torch.Tensor, weights: torch.Tensor, local: torch.Tensor
 ) -> torch.Tensor:
-    """Weighted expert outputs (N, H) for ``rows`` (N, H), one expert of this rank each."""
+    """Weighted outputs (N, H) of vLLM's kernel for ``rows`` (N, H), one local expert each."""
     outputs = torch.empty_like(rows)
     if not rows.shape[0]:
         return outputs
@@ -208,11 +305,6 @@ def run_experts(
         apply_router_weight_on_input=on_input,
     )
     return outputs
-
-
-def _add_up(outputs: torch.Tensor, tokens: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    total = torch.zeros(x.shape, dtype=torch.float32)
-    return total.index_add_(0, tokens, outputs.float())
 
 
 def _all_to_all(

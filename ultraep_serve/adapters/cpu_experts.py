@@ -1,0 +1,79 @@
+"""Experts on CPU, one after another, as products of matrices; knows no engine.
+
+torch multiplies matrices by oneDNN, which in bfloat16 uses the CPU's own instructions for it.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import TypeAlias
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+__all__ = ["Expert", "add_up", "has_fast_products", "rows_by_expert", "weighted_outputs"]
+
+Expert: TypeAlias = Callable[[torch.Tensor], torch.Tensor]  # rows (N, H) to outputs (N, H)
+
+_MOST_ROWS = 256  # that one product computes; with _ROUND_ROWS, few enough sizes to be kept
+_ROUND_ROWS = 16
+
+
+def has_fast_products(dtype: torch.dtype) -> bool:
+    """Whether this CPU multiplies matrices of ``dtype`` faster than after widening to float32.
+
+    In bfloat16 such products are the same for every number of rows: what an expert gives for a
+    token does not depend on the tokens beside it.
+    """
+    return dtype is torch.bfloat16 and bool(torch.cpu.get_capabilities().get("avx512_bf16"))
+
+
+def rows_by_expert(local: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, list[int]]:
+    """Places (N,) int64 of assignments in ``local`` (T, K), by expert, and how many each has.
+
+    An assignment with id -1 is computed elsewhere.
+    """
+    ids = local.reshape(-1).numpy().astype(np.int16)  # which numpy sorts by counting
+    numbers = np.bincount(ids + 1, minlength=num_experts + 1)
+    order = np.argsort(ids, kind="stable")[numbers[0] :]
+    return torch.from_numpy(order), numbers[1:].tolist()
+
+
+def weighted_outputs(
+    expert: Callable[[int], Expert],
+    num_experts: int,
+    x: torch.Tensor,
+    topk_weights: torch.Tensor,
+    local: torch.Tensor,
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Tokens (n,) and what one expert gives for them, times their weights, (n, H) as ``x``.
+
+    Together they are all assignments with an expert of this rank, in ``local`` (T, K); -1 has none.
+    ``x`` (T, H), ``topk_weights`` (T, K).
+
+    Computed for a rounded number of rows: oneDNN compiles a matrix product anew for every number
+    of rows it has not seen, which costs more than the product, and with exact loads every batch
+    brings new ones.
+    """
+    places, numbers = rows_by_expert(local, num_experts)
+    tokens = torch.div(places, local.shape[1], rounding_mode="floor")
+    weights = topk_weights.reshape(-1)[places].float().unsqueeze(1)
+    end = 0
+    for index, num_rows in enumerate(numbers):
+        start, end = end, end + num_rows
+        compute = expert(index) if num_rows else None
+        for first in range(start, end, _MOST_ROWS):
+            part = slice(first, min(first + _MOST_ROWS, end))
+            of_part = tokens[part]
+            size = of_part.shape[0]
+            rows = F.pad(of_part, (0, -size % _ROUND_ROWS)) if size > _ROUND_ROWS else of_part
+            assert compute is not None
+            outputs = compute(x[rows])[:size].float().mul_(weights[part]).to(x.dtype)
+            yield of_part, outputs
+
+
+def add_up(parts: Iterator[tuple[torch.Tensor, torch.Tensor]], shape: torch.Size) -> torch.Tensor:
+    """Sum (T, H) float32 of ``parts``: tokens (n,) and outputs (n, H) to add to theirs."""
+    total = torch.zeros(shape, dtype=torch.float32)
+    for tokens, outputs in parts:
+        total.index_add_(0, tokens, outputs.float())
+    return total
