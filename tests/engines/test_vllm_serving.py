@@ -148,6 +148,7 @@ RANKS = ("--tensor-parallel-size", "2", "--enable-expert-parallel")
         ((*RANKS, "--policy", "ideal"), "--allow-ideal"),
         ((*RANKS, "--slots", "-1"), "must be greater than or equal to 0"),
         ((), "--tensor-parallel-size 2"),
+        (("--pipeline-parallel-size", "2", "--enable-expert-parallel"), "--tensor-parallel-size 2"),
         (("--tensor-parallel-size", "2"), "--enable-expert-parallel"),
     ],
 )
