@@ -15,7 +15,7 @@ from ultraep_serve.client.prefill import PrefillOptions, Servers
 from ultraep_serve.client.prefill_report import measure_with_progress, prefill_document
 from ultraep_serve.client.sidecar import Sidecar
 from ultraep_serve.control_token import read_token
-from ultraep_serve.demo.server_process import ServerProcess, StockServer
+from ultraep_serve.demo.server_process import ServerProcess
 from ultraep_serve.demo.text import DOMAINS, sample_text
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.machine import free_port
@@ -122,7 +122,7 @@ def _common_flags(dtype: str, max_tokens: int, engine: str) -> list[str]:
 
 def measure_server(
     server: BalancedServer,
-    without_ep: StockServer,
+    without_ep: ServerProcess,
     options: PrefillOptions,
     command: str,
     model: str = "",
