@@ -37,8 +37,8 @@ __all__ = [
 
 WITHOUT_EP = "without_ep"  # the variant's name in results, where others have a policy's
 MIN_PROMPT_TOKENS = 32  # an opening alone may have a dozen
-# For 1 s after a request vLLM's ranks poll without a pause, and another server on their cores takes
-# twice as long; later they take next to nothing.
+# For 1 s after a request vLLM's ranks poll without a pause (0.32: ``SpinCondition``), and another
+# server on their cores takes up to three times as long; later they take next to nothing.
 _SETTLE_SECONDS = 1.2
 OnStep = Callable[[str], None]  # called before every request with a description of it
 
