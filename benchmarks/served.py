@@ -10,8 +10,13 @@ from pathlib import Path
 
 import httpx
 
-from ultraep_serve.demo.balanced_server import BalancedServer, expert_parallel_flags
+from ultraep_serve.demo.balanced_server import (
+    BalancedServer,
+    expert_parallel_flags,
+    tensor_parallel_flags,
+)
 from ultraep_serve.demo.models import make_model
+from ultraep_serve.demo.server_process import StockServer
 from ultraep_serve.demo.spec import ModelSpec
 from ultraep_serve.machine import free_port
 
@@ -38,6 +43,13 @@ def serve(options: argparse.Namespace, path: Path, dtype: str, *extra: str) -> B
     flags = [*expert_parallel_flags(options.mode, dtype, CONTEXT, options.engine), *extra]
     flags += ["--enforce-eager"] if options.eager else []
     return BalancedServer(path, flags, WORK / "serving.log", engine=options.engine)
+
+
+def serve_without_ep(options: argparse.Namespace, path: Path, dtype: str) -> StockServer:
+    """The engine alone under the same options, tensor-parallel. Start it first: see ``demo``."""
+    flags = tensor_parallel_flags(dtype, CONTEXT, options.engine)
+    flags += ["--enforce-eager"] if options.eager else []
+    return StockServer(path, flags, WORK / "serving-without-ep.log", options.engine)
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """Benchmarks of a balanced server on this machine, two expert-parallel ranks.
 
-    python benchmarks/serving.py ttft      time to first token: off, quota, ideal, skewed routing
+    python benchmarks/serving.py ttft      time to first token: off, quota, ideal, and without
+                                           expert parallelism; skewed routing
     python benchmarks/serving.py balanced  the same for a model that needs no balancing: the cost
     python benchmarks/serving.py tokens    greedy tokens, off against quota, both parallel modes
     python benchmarks/serving.py logprobs  bfloat16: quota against off, and a control pair
@@ -18,7 +19,7 @@ from typing import Any
 
 import harness
 from rich.console import Console
-from served import MODELS, model, serve
+from served import MODELS, model, serve, serve_without_ep
 from serving_answers import logprobs, tokens
 from serving_layers import layers
 from serving_memory import memory
@@ -52,7 +53,7 @@ def lengths(text: str) -> tuple[int, ...]:
 
 
 def ttft(options: argparse.Namespace) -> dict[str, Any]:
-    """Time to first token under every policy."""
+    """Time to first token under every policy, and without expert parallelism."""
     return measure(options, options.model, (Policy.OFF, Policy.QUOTA, Policy.IDEAL))
 
 
@@ -62,10 +63,13 @@ def balanced(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure(options: argparse.Namespace, name: str, policies: tuple[Policy, ...]) -> dict[str, Any]:
-    """``bench prefill`` against a server of our own."""
+    """``bench prefill`` against a server of our own, with the engine alone beside it."""
     prefill = PrefillOptions(options.prompt_tokens, policies, options.repeats)
-    with serve(options, model(name), "bfloat16", "--allow-ideal") as running:
-        document = measure_server(running, prefill, "", name)
+    with (
+        serve_without_ep(options, model(name), "bfloat16") as plain,
+        serve(options, model(name), "bfloat16", "--allow-ideal") as running,
+    ):
+        document = measure_server(running, plain, prefill, "", name)
     Console().print(prefill_view(document))
     return document
 

@@ -82,7 +82,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
 def servers(rebalance_every: int) -> tuple[BalancedServer, BalancedServer]:
     """Ours and SGLang's own, not started; the latter rebalances after so many forward passes."""
     path = model("qwen3")
-    flags = [*expert_parallel_flags("tensor", "bfloat16", CONTEXT, "sglang"), "--sleep-on-idle"]
+    flags = [*expert_parallel_flags("tensor", "bfloat16", CONTEXT, "sglang")]
     eplb = ["--policy", "off", "--enable-eplb", "--ep-num-redundant-experts", str(2 * SLOTS)]
     eplb += ["--eplb-rebalance-num-iterations", str(rebalance_every)]
     eplb += ["--expert-distribution-recorder-buffer-size", str(rebalance_every)]

@@ -284,9 +284,14 @@ def share_with_ray_workers() -> None:
         os.environ[_RAY_VARIABLE] = ",".join(filter(None, dict.fromkeys([*names, CONFIG_VARIABLE])))
 
 
-def child_environment(config: BalanceConfig, defaults: Mapping[str, str]) -> dict[str, str]:
-    """Environment for the launcher's children; the operator's own wins over ``defaults``."""
-    return {**defaults, **os.environ, CONFIG_VARIABLE: config.to_json()}
+def child_environment(config: BalanceConfig | None, defaults: Mapping[str, str]) -> dict[str, str]:
+    """Environment for an engine that ``config`` balances; the operator's wins over ``defaults``.
+
+    ``config`` None: balancing is not switched on, whatever the operator's says.
+    """
+    environment = {**defaults, **os.environ}
+    environment.pop(CONFIG_VARIABLE, None)
+    return environment if config is None else {**environment, CONFIG_VARIABLE: config.to_json()}
 
 
 def _metavar(annotation: Any) -> str:

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from tests.support.bench_fakes import SPENT_SECONDS, TOKEN, FakeDeployment, depl
 from ultraep_serve.cli import bench, execute, main
 from ultraep_serve.client import prefill, sidecar
 from ultraep_serve.client.engine import Server
-from ultraep_serve.client.prefill import median_interval
+from ultraep_serve.client.prefill import WITHOUT_EP, balanced_orders, median_interval
 from ultraep_serve.errors import BenchError, ConfigError, UltraEPError
 
 NOWHERE = "http://127.0.0.1:9"  # the discard port: nothing listens there
@@ -27,6 +28,7 @@ def running() -> Iterator[FakeDeployment]:
 @pytest.fixture
 def fake(running: FakeDeployment, monkeypatch: pytest.MonkeyPatch) -> FakeDeployment:
     monkeypatch.setattr(sidecar, "_CATCH_UP_SECONDS", 0.1)  # the fake's answers are never late
+    monkeypatch.setattr(prefill, "_SETTLE_SECONDS", 0.0)  # nor does it poll
     running.reset()
     return running
 
@@ -129,6 +131,69 @@ def test_balance_is_asked_for_the_measured_quota_batches(fake: FakeDeployment) -
     assert int(query["since_ns"]) > 1_600_000_000 * 10**9  # wall clock, not a boot clock
 
 
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5])
+def test_every_variant_has_every_place_and_predecessor_equally_often(count: int) -> None:
+    orders = balanced_orders(list("abcde"[:count]))
+    assert all(sorted(order) == list("abcde"[:count]) for order in orders)
+    for place in range(count):
+        assert set(Counter(order[place] for order in orders).values()) == {len(orders) // count}
+    followed = Counter(pair for order in orders for pair in itertools.pairwise(order))
+    assert len(followed) == count * (count - 1)
+    assert len(set(followed.values())) <= 1
+
+
+def test_without_ep_takes_its_turn_in_every_round(fake: FakeDeployment, tmp_path: Path) -> None:
+    flags = ("--without-ep", fake.without_ep_url, "--warmup", "0", "--repeats", "8")
+    document = measured(fake, tmp_path / "result.json", *flags)
+    assert document[WITHOUT_EP] == {"url": fake.without_ep_url, "model": "fake/model"}
+    asked = [variant for variant, _ in fake.prompts]
+    rounds = [asked[at : at + 4] for at in range(0, len(asked), 4)]
+    assert [sorted(each) for each in rounds] == [["ideal", "off", "quota", WITHOUT_EP]] * 8
+    assert Counter(each.index(WITHOUT_EP) for each in rounds) == dict.fromkeys(range(4), 2)
+    (row,) = document["rows"]
+    times, paired = row["ttft_seconds"], row["paired"]["quota_over_without_ep"]
+    assert times["quota"] < times[WITHOUT_EP] < times["off"]
+    assert row["quota_over_without_ep"] == pytest.approx(times["quota"] / times[WITHOUT_EP])
+    below, above = paired["interval"]
+    assert below <= paired["median"] <= above < 1
+    assert len(row["ttft_samples"][WITHOUT_EP]) == 8
+    assert row["speedup"] is not None  # what is said of policies does not change
+
+
+def test_the_server_asked_before_is_given_time_to_become_idle(
+    fake: FakeDeployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefill, "_SETTLE_SECONDS", 7.0)
+    slept: list[tuple[int, float]] = []
+    monkeypatch.setattr(prefill.time, "sleep", lambda s: slept.append((len(fake.prompts), s)))
+    run(fake, "--without-ep", fake.without_ep_url, "--policies", "off,quota", "--repeats", "3")
+    plain = [variant == WITHOUT_EP for variant, _ in fake.prompts]
+    changes = [i + 1 for i in range(len(plain) - 1) if plain[i] != plain[i + 1]]
+    assert [number for number, _ in slept] == changes
+    assert all(5.0 < seconds <= 7.0 for _, seconds in slept)
+
+
+@pytest.mark.parametrize(
+    ("quota", "says"),
+    [(0.06, "longer than without EP, ratio 1."), (0.02, "less than without EP, ratio 0.")],
+)
+def test_table_says_which_is_faster_without_ep(
+    fake: FakeDeployment, capsys: pytest.CaptureFixture[str], quota: float, says: str
+) -> None:
+    fake.delays["quota"] = quota
+    run(fake, "--without-ep", fake.without_ep_url, "--repeats", "6")
+    shown = capsys.readouterr().out
+    assert says in shown
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+def test_another_model_without_ep_is_refused(fake: FakeDeployment) -> None:
+    fake.same_model = False
+    with pytest.raises(ConfigError, match="--without-ep serves fake/model, whose tokens are not"):
+        run(fake, "--without-ep", fake.without_ep_url)
+    assert fake.prompts == []
+
+
 @pytest.mark.parametrize(
     ("policies", "known"),
     [
@@ -228,6 +293,7 @@ def test_token_from_file(fake: FakeDeployment, tmp_path: Path) -> None:
     [
         (("--url", NOWHERE), "engine's server .* cannot be reached .*--url"),
         (("--sidecar", NOWHERE), "sidecar .* cannot be reached .*--sidecar"),
+        (("--without-ep", NOWHERE), "without expert parallelism at .* start the .* --without-ep"),
         (("--token", "guess"), "401: wrong token; .*--token"),
         (("--model", "other"), "choose from .*fake/model"),
         (("--policies", "off,fast"), "unknown policy 'fast'; choose from off, quota, ideal"),

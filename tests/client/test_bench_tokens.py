@@ -81,6 +81,8 @@ def test_runs_of_different_length_are_refused() -> None:
 
 def bench_document(**ttft: float) -> dict[str, Any]:
     row = {"prompt_tokens": 4096, "ttft_seconds": ttft, "efficiency": 0.9, "recovered": 0.8}
+    plain = ttft.get("without_ep")
+    row["quota_over_without_ep"] = ttft["quota"] / plain if plain else None
     imbalance = {"before": {"mean": 1.5, "max": 2.0}, "after": {"mean": 1.01, "max": 1.03}}
     return {"ranks": 2, "rows": [row | {"rounds": 7}], "imbalance": imbalance, "layers": []}
 
@@ -93,15 +95,16 @@ def shown(report: dict[str, Any]) -> str:
 
 def test_demo_report_has_the_published_fields_only() -> None:
     check = compare_tokens([made([1], [0.0])], [made([1], [0.0])]).to_json("float32")
-    report = demo_report(bench_document(off=2.0, quota=1.25, ideal=1.125), check)
+    report = demo_report(bench_document(off=2.0, quota=1.25, ideal=1.125, without_ep=1.0), check)
     assert report == {
         "ranks": 2,
         "rows": [
             {
                 "prompt_tokens": 4096,
-                "ttft_seconds": {"off": 2.0, "quota": 1.25, "ideal": 1.125},
+                "ttft_seconds": {"off": 2.0, "quota": 1.25, "ideal": 1.125, "without_ep": 1.0},
                 "efficiency": 0.9,
                 "recovered": 0.8,
+                "quota_over_without_ep": 1.25,
             }
         ],
         "imbalance": {"before": {"mean": 1.5, "max": 2.0}, "after": {"mean": 1.01, "max": 1.03}},
@@ -126,8 +129,20 @@ def test_demo_view_tells_gain_and_token_check() -> None:
     assert max(len(line.rstrip()) for line in text.splitlines()) <= 80
 
 
+@pytest.mark.parametrize(
+    ("without_ep", "says"),
+    [(1.0, "faster: on takes 25% longer"), (1.3, "slower: on takes 4% less"), (1.25, "as fast as")],
+)
+def test_demo_view_says_which_is_faster_without_ep(without_ep: float, says: str) -> None:
+    document = bench_document(off=2.0, quota=1.25, ideal=1.125, without_ep=without_ep)
+    text = shown(demo_report(document, {"dtype": "float32", "prompts": 1, "identical": 1}))
+    (line,) = (line for line in text.splitlines() if "without EP  " in line)
+    assert says in line
+    assert "without EP: the engine alone" in text
+
+
 def test_demo_view_of_a_slow_machine_fits_a_terminal() -> None:
-    document = bench_document(off=45.0, quota=33.5, ideal=34.0)
+    document = bench_document(off=45.0, quota=33.5, ideal=34.0, without_ep=16.0)
     document["rows"][0] |= {"prompt_tokens": 16384, "efficiency": 1.02}
     text = shown(demo_report(document, {"dtype": "float32", "prompts": 1, "identical": 1}))
     assert "102% of ideal" in text
@@ -139,6 +154,7 @@ def test_demo_view_shows_a_failed_check_and_missing_figures() -> None:
     text = shown(demo_report(document, {"dtype": "bfloat16", "prompts": 64, "identical": 60}))
     assert "✘ 60 of 64" in text
     assert "no batch was balanced" in text
+    assert "without EP" not in text
 
 
 def test_client_imports_no_torch() -> None:

@@ -91,6 +91,13 @@ def test_what_the_operator_set_wins_over_defaults(monkeypatch: pytest.MonkeyPatc
     assert environment["NOT_SET"] == "default"
 
 
+def test_an_environment_can_leave_balancing_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CONFIG_VARIABLE, "{}")
+    environment = child_environment(None, {"NOT_SET": "default"})
+    assert CONFIG_VARIABLE not in environment
+    assert environment["NOT_SET"] == "default"
+
+
 def test_the_control_token_is_optional(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ULTRAEP_CONTROL_TOKEN", "")
     assert control_token_from_environment() is None

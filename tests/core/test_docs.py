@@ -1,6 +1,5 @@
 """README and docs say what is there: files, calls, settings, endpoints, metrics, figures."""
 
-import io
 import json
 import re
 from pathlib import Path
@@ -131,21 +130,12 @@ def test_the_readme_is_short() -> None:
     assert len(text.splitlines()) <= 150
 
 
-def test_the_readme_shows_what_the_demo_printed() -> None:
-    console = pytest.importorskip("rich.console", reason="the client's packages are not installed")
-    from ultraep_serve.demo.report import demo_view
+def test_the_pages_show_what_benchmarks_and_demo_wrote() -> None:
+    for package in ("httpx", "rich", "scipy"):
+        pytest.importorskip(package, reason="the client's packages are not installed")
+    from tests.support import results_page as pages
 
-    shown = console.Console(width=80, file=io.StringIO())
-    shown.print(demo_view(json.loads((RESULTS / "demo.json").read_text())))
-    expected = "\n".join(line.rstrip() for line in shown.file.getvalue().splitlines())
-    assert expected in README.read_text(), f"README.md must show\n{expected}"
-
-
-@pytest.mark.parametrize("name", ["serving-ttft", "sglang-ttft"])
-def test_times_to_first_token_are_those_of_the_json(name: str) -> None:
-    text = MEASUREMENTS.read_text()
-    for row in json.loads((RESULTS / f"{name}.json").read_text())["rows"]:
-        times = [f"{row['ttft_seconds'][policy]:.2f} s" for policy in ("off", "quota", "ideal")]
-        ratios = [f"{row['speedup']:.2f}", f"{row['efficiency']:.3f}", f"{row['recovered']:.2f}"]
-        expected = f"| {' | '.join([str(row['prompt_tokens']), *times, *ratios])} |"
-        assert expected in text
+    for path, updated in ((README, pages.readme), (MEASUREMENTS, pages.measurements)):
+        text = path.read_text()
+        assert updated(text) == text, "run `python -m tests.support.results_page`"
+    assert all(table_in(MEASUREMENTS.read_text(), name) for name in pages.TIMES)

@@ -125,12 +125,12 @@ from ultraep_serve.types import Policy
 engine_code, run_dir = sys.argv[1:]
 Path(run_dir).mkdir(mode=0o700, exist_ok=True)
 engine = supervisor.EngineCommand([sys.executable, "-c", engine_code], "http://127.0.0.1:9", 2)
-start = supervisor._start
+start = supervisor.start_child
 def noted(arguments, environment):
     child = start(arguments, environment)
     print(child.pid, flush=True)
     return child
-supervisor._start = noted
+supervisor.start_child = noted
 config = BalanceConfig(policy=Policy.OFF, run_dir=run_dir)
 sidecar = [sys.executable, "-m", "ultraep_serve.sidecar", "--run-dir", run_dir, "--port", "0"]
 raise SystemExit(supervisor.supervise(engine, config, sidecar))

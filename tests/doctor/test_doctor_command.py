@@ -63,6 +63,10 @@ def test_no_engine_is_imported() -> None:
         ("vllm M --tensor-parallel-size=8 -ep", 8, 8, 8),
         ("vllm M -tp 16 -ep --nnodes 2 --node-rank 1 --headless", 16, 8, 8),
         ("vllm M -dp 16 -dpl 4 -ep --domain-size 2", 16, 4, 2),
+        ("vllm M -tp 4 -pp 2 -ep", 4, 4, 4),
+        ("vllm M -tp 4 -pp 2 -dp 4 -dpl 2 -ep", 16, 8, 8),
+        ("vllm M -tp 8 -pp 2 -ep --nnodes 2", 8, 8, 8),
+        ("vllm M -tp 16 -pp 2 -ep --nnodes 4", 16, 8, 8),
         ("sglang M --tp-size 16 --ep-size 16 --nnodes 4 --dist-init-addr a:1", 16, 4, 4),
     ],
 )

@@ -37,6 +37,17 @@ def test_a_model_that_does_not_fit_is_an_error(model: str, tmp_path: Path) -> No
     assert (limited.status, "90.0 MiB available" in limited.seen) == (Status.ERROR, True)
 
 
+def test_pipeline_stages_share_the_weights_and_have_slots_each(model: str, tmp_path: Path) -> None:
+    four = Subject(model=model, num_ranks=2, num_stages=2, all_host_ranks=4)
+    alone, staged = (
+        check_model(each, machine(tmp_path, 64 * GIB), tmp_path)
+        for each in (Subject(model=model), four)
+    )
+    assert staged[0] == alone[0]  # experts are divided over the ranks of a stage
+    assert alone[2].seen.split(" and ")[0] == staged[2].seen.split(" and ")[0]
+    assert "slots 24.0 MiB on this host" in staged[2].seen  # 4 ranks x 2 slots x 3 MiB
+
+
 def test_a_running_server_has_its_memory_already(model: str, tmp_path: Path, shm: Path) -> None:
     port = free_port()
     subject = Subject(model=model, port=port)

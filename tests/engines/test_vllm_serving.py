@@ -19,9 +19,11 @@ pytest.importorskip("vllm", reason="needs vLLM: make setup")
 from tests.support.serving_checks import CONTEXT, PROMPTS, balance, check_balanced, refused, served
 from tests.support.tiny_models import tiny_glm4, tiny_qwen3
 from ultraep_serve.client.greedy_tokens import compare_tokens, generate
+from ultraep_serve.client.prefill import WITHOUT_EP, PrefillOptions
 from ultraep_serve.client.sidecar import Sidecar
-from ultraep_serve.demo.balanced_server import BalancedServer, generate_under
+from ultraep_serve.demo.balanced_server import BalancedServer, generate_under, measure_server
 from ultraep_serve.demo.models import make_model
+from ultraep_serve.demo.server_process import ServerProcess
 from ultraep_serve.errors import ServerError
 from ultraep_serve.offline.comparators import policy_function
 from ultraep_serve.offline.replay import ReplayOptions, replay
@@ -66,6 +68,7 @@ class TestTensorParallel:
             assert names == {"config.json"}
             with pytest.raises(httpx.ConnectError):
                 httpx.get(f"{plain.sidecar_url}/healthz")
+            check_turns(server, plain)
         assert compare_tokens(off, alone).identical == len(PROMPTS)
 
     def test_killed_rank_ends_the_server_and_leaves_nothing(self, server: BalancedServer) -> None:
@@ -123,6 +126,16 @@ def test_pipeline_stages_balance_apart_and_are_shown_together(qwen3: Path, tmp_p
         assert all(rank["bytes_received"] > 0 for rank in found["ranks"][::2])
 
 
+def check_turns(server: BalancedServer, plain: ServerProcess) -> None:
+    """A benchmark of two servers on the same cores asks both in every round."""
+    options = PrefillOptions((512,), (Policy.OFF, Policy.QUOTA), repeats=2, warmup=0)
+    (row,) = measure_server(server, plain, options, "")["rows"]
+    assert row["rounds"] == 2
+    assert row["prompt_tokens"] == 512
+    assert set(row["ttft_seconds"]) == {"off", "quota", WITHOUT_EP}
+    assert min(row["ttft_samples"][WITHOUT_EP]) > 0
+
+
 def wait_until_not_ready(server: BalancedServer) -> None:
     """503 with a reason, or no sidecar any more because the server has ended already."""
     deadline = time.monotonic() + 30
@@ -148,6 +161,7 @@ RANKS = ("--tensor-parallel-size", "2", "--enable-expert-parallel")
         ((*RANKS, "--policy", "ideal"), "--allow-ideal"),
         ((*RANKS, "--slots", "-1"), "must be greater than or equal to 0"),
         ((), "--tensor-parallel-size 2"),
+        (("--pipeline-parallel-size", "2", "--enable-expert-parallel"), "--tensor-parallel-size 2"),
         (("--tensor-parallel-size", "2"), "--enable-expert-parallel"),
     ],
 )

@@ -1,4 +1,6 @@
-"""A fake engine server and a fake sidecar that share one policy, for the benchmark's tests."""
+"""Fakes for the benchmark's tests: an engine server and a sidecar that share one policy, and a
+server without expert parallelism beside them.
+"""
 
 import asyncio
 import contextlib
@@ -12,6 +14,8 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
+
+from ultraep_serve.client.prefill import WITHOUT_EP
 
 TOKEN = "secret"
 NOTHING = dict.fromkeys(("mean", "p50", "p99", "max"))
@@ -34,26 +38,29 @@ class FakeDeployment:
     one_token: bool = False  # a tokenizer that knows no word
     fail_after: int | None = None  # completions until the stream breaks off with an error
     balanced: bool = True  # whether the sidecar has records
+    same_model: bool = True  # whether the server without expert parallelism serves it
     delays: dict[str, float] = field(
-        default_factory=lambda: {"off": 0.06, "quota": 0.03, "ideal": 0.01}
+        default_factory=lambda: {"off": 0.06, "quota": 0.03, "ideal": 0.01, WITHOUT_EP: 0.045}
     )
-    prompts: list[tuple[str, str]] = field(default_factory=list)  # (policy, prompt)
+    prompts: list[tuple[str, str]] = field(default_factory=list)  # (variant, prompt)
     salts: list[str | None] = field(default_factory=list)  # of completions
     queries: list[dict[str, str]] = field(default_factory=list)  # of /v1/balance
     policies_set: list[str] = field(default_factory=list)
     url: str = ""
     sidecar_url: str = ""
+    without_ep_url: str = ""
 
     def reset(self) -> None:
         """As made, at the same addresses."""
-        vars(self).update(vars(FakeDeployment(url=self.url, sidecar_url=self.sidecar_url)))
+        addresses = {name: vars(self)[name] for name in vars(self) if name.endswith("url")}
+        vars(self).update(vars(FakeDeployment(**addresses)))
 
 
 def tokenize(text: str) -> list[str]:
     return re.findall(r"\w+|[^\w\s]", text)
 
 
-def engine_app(fake: FakeDeployment) -> FastAPI:
+def engine_app(fake: FakeDeployment, with_ep: bool = True) -> FastAPI:
     app = FastAPI()
 
     @app.get("/v1/models")
@@ -66,13 +73,15 @@ def engine_app(fake: FakeDeployment) -> FastAPI:
             return JSONResponse({"detail": "Not Found"}, 404)
         words = tokenize((await request.json())["prompt"])
         ids = [3] * len(words) if fake.one_token else [hash(word) for word in words]
+        ids = ids if with_ep or fake.same_model else ids[::-1]
         return JSONResponse({"count": len(words), "tokens": ids})
 
     @app.post("/v1/completions")
     async def complete(request: Request) -> Any:
         body = await request.json()
         fake.salts.append(body.get("cache_salt"))
-        fake.prompts.append((fake.policy, body["prompt"]))
+        variant = fake.policy if with_ep else WITHOUT_EP
+        fake.prompts.append((variant, body["prompt"]))
         number = len(tokenize(body["prompt"]))
         if fake.hidden_context is not None and number >= fake.hidden_context:
             message = f"This model's maximum context length is {fake.hidden_context} tokens."
@@ -81,7 +90,7 @@ def engine_app(fake: FakeDeployment) -> FastAPI:
             return completion(body)
         broken = fake.fail_after is not None and len(fake.prompts) > fake.fail_after
         return StreamingResponse(
-            events(fake.delays[fake.policy], number, broken), media_type="text/event-stream"
+            events(fake.delays[variant], number, broken), media_type="text/event-stream"
         )
 
     return app
@@ -162,6 +171,10 @@ def serving(app: FastAPI, **settings: Any) -> Iterator[str]:
 
 @contextlib.contextmanager
 def deployed(fake: FakeDeployment) -> Iterator[FakeDeployment]:
-    """Both fakes, reachable at the addresses they are given."""
-    with serving(engine_app(fake)) as fake.url, serving(sidecar_app(fake)) as fake.sidecar_url:
+    """All fakes, reachable at the addresses they are given."""
+    with (
+        serving(engine_app(fake)) as fake.url,
+        serving(sidecar_app(fake)) as fake.sidecar_url,
+        serving(engine_app(fake, with_ep=False)) as fake.without_ep_url,
+    ):
         yield fake

@@ -19,7 +19,7 @@ from ultraep_serve.config import BalanceConfig, SidecarSettings
 from ultraep_serve.types import ExpertShape, Policy
 from ultraep_serve.versions import PACKAGES
 
-__all__ = ["PAGE", "TABLES", "help_text", "table_in"]
+__all__ = ["PAGE", "TABLES", "help_text", "table", "table_in", "with_table"]
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference.md"
 
@@ -39,8 +39,13 @@ def table_in(page: str, name: str) -> str:
     """The table of that name as ``page`` has it. Raises ValueError where there is no place."""
     found = _place(name).search(page)
     if found is None:
-        raise ValueError(f"no table {name!r} in {PAGE}")
+        raise ValueError(f"the page has no table {name!r}")
     return found[2]
+
+
+def with_table(page: str, name: str, made: str) -> str:
+    """``page`` with the table of that name replaced."""
+    return _place(name).sub(lambda found: found[1] + made + found[3], page)
 
 
 def _place(name: str) -> re.Pattern[str]:
@@ -49,7 +54,7 @@ def _place(name: str) -> re.Pattern[str]:
 
 def _commands() -> str:
     listed = re.findall(r"^    (\S+)\s+(\S.*)$", help_text(), re.MULTILINE)
-    return _table(("command", ""), ((_code(name), text) for name, text in listed))
+    return table(("command", ""), ((_code(name), text) for name, text in listed))
 
 
 def _settings(settings: type[BalanceConfig] | type[SidecarSettings], prefix: str = "") -> str:
@@ -60,7 +65,7 @@ def _settings(settings: type[BalanceConfig] | type[SidecarSettings], prefix: str
         text, _, said = (field.description or "").partition(" (default: ")
         default = said.rstrip(")") or _shown(field.default)
         rows.append((_code(name), flag, default, _range_of(field), text))
-    return _table(("setting", "flag", "default", "values", ""), rows)
+    return table(("setting", "flag", "default", "values", ""), rows)
 
 
 def _shown(default: object) -> str:
@@ -94,7 +99,7 @@ def _policies() -> str:
         (_code(name), "server, replay" if name in served else "replay", policy.summary)
         for name, policy in POLICIES.items()
     ]
-    return _table(("policy", "where", ""), rows)
+    return table(("policy", "where", ""), rows)
 
 
 def _versions() -> str:
@@ -108,7 +113,7 @@ def _versions() -> str:
         )
         for package in PACKAGES
     ]
-    return _table(("engine", "on", "package and extra", "releases", "verified by"), rows)
+    return table(("engine", "on", "package and extra", "releases", "verified by"), rows)
 
 
 _PAGES = {
@@ -129,7 +134,7 @@ def _endpoints() -> str:
     ]
     others = [route.path for route in app.routes if route.path not in app.openapi()["paths"]]
     rows += [(_code(f"GET {path or '/'}"), "", _PAGES[path]) for path in sorted(others)]
-    return _table(("request", "parameters", ""), rows)
+    return table(("request", "parameters", ""), rows)
 
 
 def _parameters(operation: Mapping[str, Any]) -> str:
@@ -163,7 +168,7 @@ def _metrics(detail: bool) -> str:
         (_code(_full_name(family)), family.type, _labels(family), family.documentation)
         for family in sorted(wanted, key=lambda family: str(family.name))
     ]
-    return _table(("metric", "type", "labels", ""), rows)
+    return table(("metric", "type", "labels", ""), rows)
 
 
 def _full_name(family: Any) -> str:
@@ -185,7 +190,8 @@ def _code(text: str) -> str:
     return f"`{text}`"
 
 
-def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    """A table as Markdown."""
     lines = ["|" + "".join(f" {cell} |" if cell else " |" for cell in row) for row in (head, *rows)]
     lines.insert(1, "|" + "---|" * len(head))
     return "\n".join(lines) + "\n"
@@ -207,8 +213,7 @@ def main() -> None:
     """Write every table into the page."""
     page = PAGE.read_text()
     for name, make in TABLES.items():
-        table = make()
-        page = _place(name).sub(lambda found, table=table: found[1] + table + found[3], page)
+        page = with_table(page, name, make())
     PAGE.write_text(page)
 
 

@@ -23,6 +23,13 @@ class RankCount(NamedTuple):
 
     total: int  # on all hosts
     here: int  # on this one
+    stages: int  # of the pipeline, which share the ranks out evenly
+    in_stage_here: int  # of one stage's ranks, those on this host
+
+    @property
+    def in_stage(self) -> int:
+        """R: ranks of one pipeline stage."""
+        return self.total // self.stages
 
 
 def check_has_experts(model: str, engine: str) -> None:

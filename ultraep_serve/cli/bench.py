@@ -6,7 +6,7 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import ExitStack
 from pathlib import Path
 
 from ultraep_serve.cli.arguments import (
@@ -20,8 +20,8 @@ from ultraep_serve.cli.arguments import (
     seconds,
     show,
 )
-from ultraep_serve.client.engine import Server
-from ultraep_serve.client.prefill import PrefillOptions
+from ultraep_serve.client.engine import Server, ServerWithoutEP
+from ultraep_serve.client.prefill import PrefillOptions, Servers
 from ultraep_serve.client.prefill_report import (
     measure_with_progress,
     prefill_document,
@@ -47,6 +47,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "restored at the end.",
     )
     add_server_arguments(prefill)
+    prefill.add_argument(
+        "--without-ep", metavar="URL",
+        help="a second server, which takes its turn in every round: the same engine and model on "
+        "the same cores or GPUs, without expert parallelism and balancing",
+    )  # fmt: skip
     prefill.add_argument("--model", help="the served model's name (default: the server's first)")
     prefill.add_argument(
         "--timeout", type=seconds, metavar="SECONDS", default=600.0, help="limit for one answer"
@@ -75,12 +80,18 @@ def run(arguments: argparse.Namespace) -> int:
     arguments.policies = tuple(map(parse_policy, arguments.policies))
     options, token = built(PrefillOptions, arguments), control_token(arguments)
     prepare_outputs(arguments.json)
-    with closing(Server(arguments.url, arguments.model, arguments.timeout)) as server:
+    with ExitStack() as opened:
+        server = opened.enter_context(Server(arguments.url, arguments.model, arguments.timeout))
+        sidecar = opened.enter_context(Sidecar(arguments.sidecar, token, arguments.timeout))
+        plain = None
+        if arguments.without_ep is not None:
+            plain = ServerWithoutEP(arguments.without_ep, timeout_seconds=arguments.timeout)
+            opened.enter_context(plain)
+        servers = Servers(server, sidecar, plain)
         source = _source(arguments.text_file, server.root)
-        with closing(Sidecar(arguments.sidecar, token, arguments.timeout)) as sidecar:
-            result = measure_with_progress(server, sidecar, source, options)
+        result = measure_with_progress(servers, source, options)
         with understood(sidecar.url):
-            document = prefill_document(result, server.url, server.model, _command(sys.argv))
+            document = prefill_document(result, servers, _command(sys.argv))
             view = prefill_view(document)
     show(document, view, arguments.json)
     return 0

@@ -14,9 +14,11 @@ from ultraep_serve.demo.balanced_server import (
     installed_engine,
     measure_server,
     mixed_prompts,
+    tensor_parallel_flags,
 )
 from ultraep_serve.demo.models import make_model
 from ultraep_serve.demo.report import demo_report, demo_view
+from ultraep_serve.demo.server_process import StockServer
 from ultraep_serve.demo.spec import ModelSpec
 from ultraep_serve.files import write_json
 
@@ -31,8 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What to measure, and where results go."""
     parser.description = (
         "Make a small Mixture-of-Experts model with skewed routing, serve it with the installed "
-        "engine on two expert-parallel ranks, measure time to first token under every policy, and "
-        "check that greedy tokens stay the same. No downloads."
+        "engine on two expert-parallel ranks, measure time to first token under every policy and, "
+        "in turn, of the engine alone without expert parallelism, and check that greedy tokens "
+        "stay the same. No downloads."
     )
     parser.add_argument(
         "--results", type=Path, metavar="DIR", default="results", help="directory for all files"
@@ -62,11 +65,18 @@ def run(arguments: argparse.Namespace) -> int:
         return BalancedServer(path, flags, arguments.results / f"demo-{dtype}.log", engine=engine)
 
     console.print(
-        f"Serving it with {engine} in bfloat16 on two ranks ({arguments.mode} parallel) ..."
+        f"Serving it with {engine} in bfloat16 on two ranks ({arguments.mode} parallel), and "
+        "beside it without expert parallelism ..."
     )
     options = PrefillOptions(arguments.prompt_tokens, repeats=arguments.repeats)
-    with server("bfloat16", "--allow-ideal") as running:
-        bench = measure_server(running, options, "ultraep-serve demo")
+    # The balanced server starts last: it measures costs then, and the other one is idle.
+    plain_flags = tensor_parallel_flags("bfloat16", _CONTEXT, engine)
+    log_path = arguments.results / "demo-without-ep.log"
+    with (
+        StockServer(path, plain_flags, log_path, engine) as plain,
+        server("bfloat16", "--allow-ideal") as running,
+    ):
+        bench = measure_server(running, plain, options, "ultraep-serve demo")
     console.print("Serving it in float32 to compare greedy tokens ...")
     with server("float32") as running:
         check = check_tokens(running, mixed_prompts(_CHECKED_PROMPTS)).to_json("float32")

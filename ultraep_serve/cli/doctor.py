@@ -105,8 +105,10 @@ def _served(command: list[str], weight_type: str) -> Subject:
         sidecar_port=sidecar.port,
         serves=not getattr(parsed, "headless", False),  # a flag of vLLM's
         model=ours.model if Path(ours.model).exists() else None,  # else checked when it is loaded
-        num_ranks=ranks.total,
-        host_ranks=ranks.here,
+        num_ranks=ranks.in_stage,
+        host_ranks=ranks.in_stage_here,
+        num_stages=ranks.stages,
+        all_host_ranks=ranks.here,
         domain_size=config.domain_size,
         num_slots=config.slots * _micro_batches(parsed),
         weight_type=weight_type,

@@ -11,7 +11,7 @@ import httpx
 from ultraep_serve.client.http import Endpoint, error_message, json_object
 from ultraep_serve.errors import BenchError, ConfigError, understood
 
-__all__ = ["FirstToken", "Server"]
+__all__ = ["FirstToken", "Server", "ServerWithoutEP"]
 
 LONGER_CONTEXT = (
     "choose smaller --prompt-tokens, or start the server with a longer context "
@@ -30,12 +30,14 @@ class FirstToken:
 class Server(Endpoint):
     """One served model. Vocabulary of the wire: OpenAI's completions API, streamed."""
 
+    described, given_by = "the engine's server", "--url"
+
     def __init__(self, url: str, model: str | None = None, timeout_seconds: float = 600.0) -> None:
         """Gets the list of models; ``model`` None takes the first.
 
         Raises BenchError when it cannot be reached, ConfigError when it does not serve ``model``.
         """
-        super().__init__("the engine's server", "--url", url, timeout_seconds)
+        super().__init__(self.described, self.given_by, url, timeout_seconds)
         self._characters_per_token: float | None = None  # set where the server does not tokenize
         try:
             with understood(self.url):
@@ -61,15 +63,17 @@ class Server(Endpoint):
 
         All of them would go to the same experts, so such prompts show nothing.
         """
-        tokens = self._tokenized(text).get("tokens")
-        if (
-            isinstance(tokens, list)
-            and (different := len(set(map(str, tokens)))) <= len(tokens) // 8
-        ):
+        tokens = self.tokens(text)
+        if tokens is not None and (different := len(set(map(str, tokens)))) <= len(tokens) // 8:
             raise ConfigError(
                 f"{self.model} does not know the words of the prompts ({different} different "
                 f"tokens of {len(tokens)}); give a text that it knows with --text-file"
             )
+
+    def tokens(self, text: str) -> list[Any] | None:
+        """The tokens of ``text``; None where the server does not say."""
+        tokens = self._tokenized(text).get("tokens")
+        return tokens if isinstance(tokens, list) else None
 
     def count_tokens(self, text: str) -> int:
         """Tokens of ``text``: exact from ``/tokenize`` where there is one, else by its length."""
@@ -113,7 +117,9 @@ class Server(Endpoint):
             raise self._no_completion(response)
         models = json_object(response).get("data")
         if not isinstance(models, list) or not models:
-            raise BenchError(f"{self.url} serves no model; is --url an OpenAI-compatible server?")
+            raise BenchError(
+                f"{self.url} serves no model; is {self.flag} an OpenAI-compatible server?"
+            )
         return models
 
     def _tokenized(self, text: str) -> dict[str, Any]:
@@ -152,7 +158,7 @@ class Server(Endpoint):
         elif response.status_code in (401, 403):
             remedy = "start it without an API key"
         elif response.status_code == 404:
-            remedy = "give the address of an OpenAI-compatible server with --url"
+            remedy = f"give the address of an OpenAI-compatible server with {self.flag}"
         return self.refused(response, remedy)
 
     def _measured_characters_per_token(self, text: str) -> float:
@@ -164,6 +170,13 @@ class Server(Endpoint):
                 "cannot be cut to length; measure a vLLM or SGLang server"
             )
         return len(text) / counted
+
+
+class ServerWithoutEP(Server):
+    """The same engine and model without expert parallelism, which balancing is compared with."""
+
+    described, given_by = "the server without expert parallelism", "--without-ep"
+    how_to_start = "start the engine there, without expert parallelism"
 
 
 def _chunks(response: httpx.Response) -> Iterator[tuple[float, dict[str, Any]]]:

@@ -16,6 +16,8 @@ MESSAGE_CHARACTERS = 400  # of the server's own words, at most
 class Endpoint:
     """Requests to one server; ``flag`` is the command line flag that names its address."""
 
+    how_to_start = "start it with `ultraep-serve vllm MODEL` (or sglang)"
+
     def __init__(self, name: str, flag: str, url: str, timeout_seconds: float) -> None:
         """Raises ConfigError when ``url`` is no http(s) address."""
         self.name, self.flag, self.url = name, flag, url.rstrip("/").removesuffix("/v1")
@@ -68,8 +70,7 @@ class Endpoint:
             )
         return BenchError(
             f"{self.name} at {self.url} cannot be reached ({str(error) or type(error).__name__}); "
-            f"start it with `ultraep-serve vllm MODEL` (or sglang), or give its address with "
-            f"{self.flag}"
+            f"{self.how_to_start}, or give its address with {self.flag}"
         )
 
     def refused(self, response: httpx.Response, remedy: str) -> BenchError:

@@ -1,11 +1,11 @@
 """Time to first token under each policy, measured so that a noisy machine favours none.
 
-Every round sends one prompt per policy: the same text behind different openings, the policies in
+Every round sends one prompt per variant: the same text behind different openings, the variants in
 an order that changes from round to round. Ratios within a round stay meaningful while the machine
-drifts.
+drifts. Variants are the policies of a balanced server and, where there is one, a second server
+without expert parallelism.
 """
 
-import itertools
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,23 +16,30 @@ from typing import Any
 
 import numpy as np
 
-from ultraep_serve.client.engine import FirstToken, Server
+from ultraep_serve.client.engine import FirstToken, Server, ServerWithoutEP
 from ultraep_serve.client.prompts import MAX_ROUNDS, Openings, PromptSource, fitted_prompt
 from ultraep_serve.client.sidecar import Sidecar
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.types import Policy
 
 __all__ = [
+    "WITHOUT_EP",
     "LengthResult",
     "PrefillOptions",
     "PrefillResult",
+    "Servers",
+    "balanced_orders",
     "measure_prefill",
     "median_interval",
     "ratios_json",
     "spread_of",
 ]
 
+WITHOUT_EP = "without_ep"  # the variant's name in results, where others have a policy's
 MIN_PROMPT_TOKENS = 32  # an opening alone may have a dozen
+# For 1 s after a request vLLM's ranks poll without a pause (0.32: ``SpinCondition``), and another
+# server on their cores takes up to three times as long; later they take next to nothing.
+_SETTLE_SECONDS = 1.2
 OnStep = Callable[[str], None]  # called before every request with a description of it
 
 
@@ -59,24 +66,60 @@ class PrefillOptions:
             raise ConfigError(f"--warmup = {self.warmup} must be 0 or more")
 
     @property
-    def num_requests(self) -> int:
-        """Requests that will be sent, warm-up included."""
-        return len(self.prompt_tokens) * len(self.policies) * (self.warmup + self.repeats)
+    def rounds(self) -> int:
+        """Of all lengths, warm-up included; each has a request per variant."""
+        return len(self.prompt_tokens) * (self.warmup + self.repeats)
+
+
+@dataclass(frozen=True)
+class Servers:
+    """What is measured."""
+
+    balanced: Server
+    sidecar: Sidecar  # of the balanced one
+    without_ep: ServerWithoutEP | None = None  # beside it: the same model, not expert-parallel
+
+    def variants(self, policies: Sequence[Policy]) -> list[str]:
+        """What every round compares, by their names in results."""
+        names = [policy.value for policy in policies]
+        return names if self.without_ep is None else [*names, WITHOUT_EP]
+
+    def check(self, options: PrefillOptions, sample: str) -> None:
+        """Raises ConfigError when a server cannot take the prompts, of which ``sample`` is one."""
+        for server in filter(None, (self.balanced, self.without_ep)):
+            for tokens in options.prompt_tokens:
+                server.check_context(tokens)
+            server.check_text(sample)
+        if self.without_ep is not None:
+            found = (self.balanced.tokens(sample), self.without_ep.tokens(sample))
+            if None not in found and found[0] != found[1]:
+                raise ConfigError(
+                    f"--without-ep serves {self.without_ep.model}, whose tokens are not those of "
+                    f"{self.balanced.model}; serve the same model there"
+                )
+
+    def ready_for(self, variant: str) -> Server:
+        """The server that serves ``variant``, with its policy in force."""
+        if variant == WITHOUT_EP:
+            assert self.without_ep is not None
+            return self.without_ep
+        self.sidecar.set_policy(Policy(variant))
+        return self.balanced
 
 
 @dataclass(frozen=True)
 class LengthResult:
-    """One prompt length: ``samples[policy][i]`` is the time to first token in round i, seconds."""
+    """One prompt length: ``samples[variant][i]`` is the time to first token in round i, seconds."""
 
     requested_tokens: int
     prompt_tokens: int  # median of what the server counted
-    samples: Mapping[Policy, Sequence[float]]  # one per round for every policy
+    samples: Mapping[str, Sequence[float]]  # one per round for every variant
 
     def to_json(self) -> dict[str, Any]:
-        """One entry of ``rows`` in the benchmark's JSON; None where a policy was not measured."""
-        spreads = {policy.value: spread_of(samples) for policy, samples in self.samples.items()}
+        """One entry of ``rows`` in the benchmark's JSON; None where a variant was not measured."""
+        spreads = {variant: spread_of(samples) for variant, samples in self.samples.items()}
         medians = {name: spread.pop("median") for name, spread in spreads.items()}
-        off, quota, ideal = (medians.get(name) for name in ("off", "quota", "ideal"))
+        off, quota, ideal, without_ep = map(medians.get, ("off", "quota", "ideal", WITHOUT_EP))
         gap = off - ideal if off is not None and ideal is not None else 0.0
         return {
             "prompt_tokens": self.prompt_tokens,
@@ -84,18 +127,19 @@ class LengthResult:
             "rounds": min(len(samples) for samples in self.samples.values()),
             "ttft_seconds": medians,
             "ttft_spread": spreads,
-            "ttft_samples": {policy.value: list(each) for policy, each in self.samples.items()},
+            "ttft_samples": {variant: list(each) for variant, each in self.samples.items()},
             # The part of the best possible speed, and of the possible gain, that was reached.
             "efficiency": ideal / quota if ideal is not None and quota else None,
             "recovered": (off - quota) / gap if off and quota is not None and gap > 0 else None,
             "speedup": off / quota if off is not None and quota else None,
+            "quota_over_without_ep": quota / without_ep if quota and without_ep else None,
             "paired": {
-                "quota_over_off": self._paired(Policy.QUOTA, Policy.OFF),
-                "ideal_over_quota": self._paired(Policy.IDEAL, Policy.QUOTA),
+                f"{above}_over_{below}": self._paired(above, below)
+                for above, below in (("quota", "off"), ("ideal", "quota"), ("quota", WITHOUT_EP))
             },
         }
 
-    def _paired(self, numerator: Policy, denominator: Policy) -> dict[str, Any] | None:
+    def _paired(self, numerator: str, denominator: str) -> dict[str, Any] | None:
         """The ratios within each round, which a drifting machine disturbs least."""
         if numerator not in self.samples or denominator not in self.samples:
             return None
@@ -114,8 +158,7 @@ class PrefillResult:
 
 
 def measure_prefill(
-    server: Server,
-    sidecar: Sidecar,
+    servers: Servers,
     source: PromptSource,
     options: PrefillOptions,
     on_step: OnStep = lambda description: None,
@@ -125,10 +168,9 @@ def measure_prefill(
     The sidecar selects batches by wall-clock time, so its clock and this one must agree; on one
     machine they do. Raises ConfigError and BenchError with what to do.
     """
-    for tokens in options.prompt_tokens:
-        server.check_context(tokens)
-    server.check_text(source(MIN_PROMPT_TOKENS, options.seed))
-    run = _Run(server, sidecar, source, options, on_step)
+    servers.check(options, source(MIN_PROMPT_TOKENS, options.seed))
+    sidecar = servers.sidecar
+    run = _Run(servers, source, options, on_step)
     started = datetime.now(timezone.utc).isoformat(timespec="seconds")
     with sidecar.policy_restored():
         for tokens in options.prompt_tokens:
@@ -136,7 +178,7 @@ def measure_prefill(
         since_ns = time.time_ns()
         lengths = tuple(run.measure(tokens) for tokens in options.prompt_tokens)
         measured = Policy.QUOTA if Policy.QUOTA in options.policies else options.policies[0]
-        requests = sum(len(length.samples.get(Policy.QUOTA, ())) for length in lengths)
+        requests = sum(len(length.samples.get(Policy.QUOTA.value, ())) for length in lengths)
         balance = sidecar.balance(since_ns, measured, requests)
     ranks = balance.get("num_ranks")
     return PrefillResult(
@@ -151,27 +193,25 @@ class _Run:
     """The requests of one benchmark, numbered so that each text and each opening is used once."""
 
     def __init__(
-        self,
-        server: Server,
-        sidecar: Sidecar,
-        source: PromptSource,
-        options: PrefillOptions,
-        on_step: OnStep,
+        self, servers: Servers, source: PromptSource, options: PrefillOptions, on_step: OnStep
     ) -> None:
-        self._server, self._sidecar, self._source = server, sidecar, source
+        self._servers, self._source = servers, source
         self._options, self._on_step = options, on_step
+        self._variants = servers.variants(options.policies)
+        self._last: tuple[Server, float] | None = None  # the last request's, and when it ended
         self._openings = Openings()
         self._chooser = random.Random(options.seed)
         self._next_seed = options.seed
 
     def warm_up(self, tokens: int) -> None:
         """Unmeasured requests: connections, compilation and buffers for this length."""
-        for _ in range(self._options.warmup):
-            self._round(tokens, self._options.policies, f"{tokens} tokens, warm-up")
+        for i in range(self._options.warmup):
+            order = self._variants[:: 1 if i % 2 else -1]  # few changes of the server
+            self._round(tokens, order, f"{tokens} tokens, warm-up")
 
     def measure(self, tokens: int) -> LengthResult:
-        """All rounds of one length; every policy takes every place in the order equally often."""
-        orders = list(itertools.permutations(self._options.policies))
+        """All rounds of one length, in ``balanced_orders`` one after another."""
+        orders = balanced_orders(self._variants)
         self._chooser.shuffle(orders)
         rounds = [
             self._round(tokens, orders[i % len(orders)], f"{tokens} tokens, round {i + 1}")
@@ -183,30 +223,44 @@ class _Run:
             requested_tokens=tokens,
             prompt_tokens=round(median(known)) if known else tokens,
             samples={
-                policy: [each[policy].seconds for each in rounds]
-                for policy in self._options.policies
+                variant: [each[variant].seconds for each in rounds] for variant in self._variants
             },
         )
 
-    def _round(
-        self, tokens: int, policies: Sequence[Policy], description: str
-    ) -> dict[Policy, FirstToken]:
-        """One prompt per policy, all made before the first is sent."""
-        prompts = self._prompts(tokens, len(policies))
+    def _round(self, tokens: int, order: Sequence[str], description: str) -> dict[str, FirstToken]:
+        """One prompt per variant, all made before the first is sent."""
+        prompts = self._prompts(tokens, len(order))
         results = {}
-        for policy, prompt in zip(policies, prompts, strict=True):
-            self._on_step(f"{description}, {policy.value}")
-            self._sidecar.set_policy(policy)
-            results[policy] = self._server.first_token(prompt)
+        for variant, prompt in zip(order, prompts, strict=True):
+            self._on_step(f"{description}, {variant}")
+            results[variant] = self._first_token(self._servers.ready_for(variant), prompt)
         return results
+
+    def _first_token(self, server: Server, prompt: str) -> FirstToken:
+        """Send ``prompt`` once the server that was asked before is idle."""
+        if self._last is not None and self._last[0] is not server:
+            time.sleep(max(0.0, self._last[1] + _SETTLE_SECONDS - time.monotonic()))
+        result = server.first_token(prompt)
+        self._last = (server, time.monotonic())
+        return result
 
     def _prompts(self, tokens: int, number: int) -> list[str]:
         """The same text behind ``number`` openings, each of ``tokens`` tokens."""
-        seed, count = self._next_seed, self._server.count_tokens
+        seed, count = self._next_seed, self._servers.balanced.count_tokens
         self._next_seed += MAX_ROUNDS + 1  # fitting draws from the seeds in between
         return [
             fitted_prompt(self._openings, self._source, tokens, seed, count) for _ in range(number)
         ]
+
+
+def balanced_orders(variants: Sequence[str]) -> list[list[str]]:
+    """The fewest orders in which each variant takes every place, and follows every other one,
+    equally often: Williams' design (Australian Journal of Scientific Research A 2, 1949).
+    """
+    count = len(variants)
+    steps = [(i + 1) // 2 if i % 2 else -(i // 2) for i in range(count)]  # 0, 1, -1, 2, -2, ...
+    orders = [[variants[(first + step) % count] for step in steps] for first in range(count)]
+    return orders if count % 2 == 0 else [*orders, *(order[::-1] for order in orders)]
 
 
 def spread_of(samples: Sequence[float]) -> dict[str, float]:

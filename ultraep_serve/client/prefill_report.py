@@ -9,10 +9,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from ultraep_serve.client.engine import Server
-from ultraep_serve.client.prefill import PrefillOptions, PrefillResult, measure_prefill
+from ultraep_serve.client.prefill import (
+    WITHOUT_EP,
+    PrefillOptions,
+    PrefillResult,
+    Servers,
+    measure_prefill,
+)
 from ultraep_serve.client.prompts import PromptSource
-from ultraep_serve.client.sidecar import Sidecar
 from ultraep_serve.machine import describe
 from ultraep_serve.types import Policy
 
@@ -23,7 +27,7 @@ Document = Mapping[str, Any]
 
 
 def measure_with_progress(
-    server: Server, sidecar: Sidecar, source: PromptSource, options: PrefillOptions
+    servers: Servers, source: PromptSource, options: PrefillOptions
 ) -> PrefillResult:
     """``measure_prefill`` behind a progress bar.
 
@@ -38,21 +42,29 @@ def measure_with_progress(
         transient=True,
         disable=not console.is_terminal,
     ) as progress:
-        task = progress.add_task("", total=options.num_requests, completed=-1)
+        total = options.rounds * len(servers.variants(options.policies))
+        task = progress.add_task("", total=total, completed=-1)
 
         def on_step(description: str) -> None:
             progress.update(task, advance=1, description=description, refresh=True)
 
-        return measure_prefill(server, sidecar, source, options, on_step)
+        return measure_prefill(servers, source, options, on_step)
 
 
-def prefill_document(result: PrefillResult, url: str, model: str, command: str) -> dict[str, Any]:
-    """The benchmark as JSON: seconds, tokens, and imbalance as max/mean over ranks."""
+def prefill_document(
+    result: PrefillResult, servers: Servers, command: str, model: str = ""
+) -> dict[str, Any]:
+    """The benchmark as JSON: seconds, tokens, and imbalance as max/mean over ranks.
+
+    ``model`` names it better than the server does, if it is not empty.
+    """
+    plain = servers.without_ep
     return {
         "schema_version": SCHEMA_VERSION,
         "ranks": result.num_ranks,
-        "url": url,
-        "model": model,
+        "url": servers.balanced.url,
+        "model": model or servers.balanced.model,
+        WITHOUT_EP: {"url": plain.url, "model": model or plain.model} if plain else None,
         "machine": describe(),
         "command": command,
         "started": result.started,
@@ -82,7 +94,7 @@ def _overhead(result: PrefillResult) -> dict[str, float] | None:
     balance = result.balance
     if balance is None or not balance["layers"]:
         return None
-    seconds = [took for length in result.lengths for took in length.samples[Policy.QUOTA]]
+    seconds = [took for length in result.lengths for took in length.samples[Policy.QUOTA.value]]
     if min(layer["records"] for layer in balance["layers"]) < len(seconds):
         return None
     spent = float(balance["savings"]["spent_seconds"])
@@ -91,25 +103,42 @@ def _overhead(result: PrefillResult) -> dict[str, float] | None:
 
 def prefill_view(document: Document) -> RenderableType:
     """The document for a terminal: a table of times, then what balancing did."""
-    policies = [policy for policy in Policy if policy.value in document["rows"][0]["ttft_seconds"]]
+    names = [*(policy.value for policy in Policy), WITHOUT_EP]
+    variants = [name for name in names if name in document["rows"][0]["ttft_seconds"]]
     table = Table(
         title="Time to first token: median, and the middle half of the samples",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
-        padding=0,  # eight columns have to fit a terminal of 80 characters
+        padding=0,  # nine columns have to fit a terminal of 80 characters
     )
     table.add_column("prompt\ntokens", justify="right")
-    for policy in policies:
-        table.add_column(policy.value, justify="right")
+    for variant in variants:
+        table.add_column(_HEADS.get(variant, variant), justify="right")
     figures = [figure for figure in _FIGURES if _any_row(document, figure)]
     for figure in figures:
         table.add_column(_FIGURES[figure], justify="right")
     for row in document["rows"]:
-        times = [_times(row, policy) for policy in policies]
+        times = [_times(row, variant) for variant in variants]
         table.add_row(str(row["prompt_tokens"]), *times, *(_figure(row, name) for name in figures))
     return Group(
-        table, _imbalance_line(document.get("imbalance")), _overhead_line(document.get("overhead"))
+        table,
+        *filter(None, map(_without_ep_line, document["rows"])),
+        _imbalance_line(document.get("imbalance")),
+        _overhead_line(document.get("overhead")),
     )
+
+
+def _without_ep_line(row: Document) -> Text | None:
+    """Which is faster, quota or the engine without expert parallelism, as one sentence."""
+    if (paired := row["paired"].get("quota_over_without_ep")) is None:
+        return None
+    percent = round(100 * (paired["median"] - 1))
+    how = f"{abs(percent)}% {'longer' if percent > 0 else 'less'} than" if percent else "as long as"
+    line = f"{row['prompt_tokens']} tokens: quota takes {how} without EP, "
+    line += f"ratio {paired['median']:.3f}"
+    if interval := paired["interval"]:
+        line += f" ({interval[0]:.3f}-{interval[1]:.3f})"
+    return Text(line, style="red" if percent > 0 else "green")
 
 
 def _imbalance_line(imbalance: Document | None) -> Text:
@@ -130,6 +159,7 @@ def _overhead_line(overhead: Document | None) -> Text:
     return Text(f"Counting, planning and moving took {overhead['share_of_ttft']:.2%} of the time.")
 
 
+_HEADS = {WITHOUT_EP: "without\nEP"}
 _FIGURES = {
     "speedup": "speedup",
     "efficiency": "of\nideal",
@@ -153,8 +183,8 @@ def _figure(row: Document, name: str) -> str:
     return f"{value:.2f}x" if name == "speedup" else f"{value:.0%}"
 
 
-def _times(row: Document, policy: Policy) -> str:
-    median, spread = row["ttft_seconds"][policy.value], row["ttft_spread"][policy.value]
+def _times(row: Document, variant: str) -> str:
+    median, spread = row["ttft_seconds"][variant], row["ttft_spread"][variant]
     return _with_range(median, spread, " s")
 
 

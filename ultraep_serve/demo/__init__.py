@@ -1,5 +1,5 @@
-"""The demo: a made-up model with skewed routing, a server as users start it, and its figures.
+"""The demo: a made-up model with skewed routing, servers as users start them, and their figures.
 
-Tests and benchmarks use the same models and server. Making a model needs transformers, tokenizers
+Tests and benchmarks use the same models and servers. Making a model needs transformers, tokenizers
 and safetensors.
 """

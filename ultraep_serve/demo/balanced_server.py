@@ -1,26 +1,23 @@
 """A balanced server as users start it, and what demo, benchmarks and tests do with it."""
 
 import random
-import subprocess
 import sys
-import time
 from collections.abc import Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import httpx
-
-from ultraep_serve.client.engine import Server
+from ultraep_serve.client.engine import Server, ServerWithoutEP
 from ultraep_serve.client.greedy_tokens import Generation, TokenComparison, compare_tokens, generate
-from ultraep_serve.client.prefill import PrefillOptions
+from ultraep_serve.client.prefill import PrefillOptions, Servers
 from ultraep_serve.client.prefill_report import measure_with_progress, prefill_document
 from ultraep_serve.client.sidecar import Sidecar
 from ultraep_serve.control_token import read_token
+from ultraep_serve.demo.server_process import ServerProcess
 from ultraep_serve.demo.text import DOMAINS, sample_text
-from ultraep_serve.errors import ConfigError, ServerError
+from ultraep_serve.errors import ConfigError
 from ultraep_serve.machine import free_port
 from ultraep_serve.ring.run_directory import TOKEN_FILE, run_directory_of_port
 from ultraep_serve.types import Policy
@@ -33,14 +30,14 @@ __all__ = [
     "installed_engine",
     "measure_server",
     "mixed_prompts",
+    "tensor_parallel_flags",
 ]
 
-_START_SECONDS, _STOP_SECONDS = 300.0, 60.0
 _SHORTEST, _LONGEST = 16, 1500  # tokens; from decode-sized to several times min_batch_tokens
 
 
-class BalancedServer:
-    """`ultraep-serve ENGINE MODEL FLAGS` on free ports; a context manager that stops it."""
+class BalancedServer(ServerProcess):
+    """`ultraep-serve ENGINE MODEL FLAGS` on free ports."""
 
     def __init__(
         self,
@@ -51,15 +48,9 @@ class BalancedServer:
         serves: bool = True,
     ) -> None:
         """``serves`` is False for a host that has ranks but no server to wait for."""
-        self._engine = engine
-        self.model = str(model)
-        self.port, self.sidecar_port = free_port(), free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
+        super().__init__(model, flags, log_path, engine, serves)
+        self.sidecar_port = free_port()
         self.sidecar_url = f"http://127.0.0.1:{self.sidecar_port}"
-        self.log_path = log_path
-        self._flags = flags
-        self._serves = serves
-        self._process: subprocess.Popen[bytes] | None = None
 
     @property
     def token(self) -> str:
@@ -71,38 +62,10 @@ class BalancedServer:
         """Its run directory."""
         return run_directory_of_port(self.port)
 
-    @property
-    def process_id(self) -> int:
-        """The command's process, ancestor of the engine's and the sidecar's."""
-        assert self._process is not None
-        return self._process.pid
-
-    def __enter__(self) -> "BalancedServer":
-        self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        with self.log_path.open("wb") as log:
-            self._process = subprocess.Popen(
-                self._command(), stdout=log, stderr=subprocess.STDOUT, env=self._environment()
-            )
-        try:
-            if self._serves:
-                self._wait_until_healthy()
-        except BaseException:
-            self._stop()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop()
-
     def set_policy(self, policy: Policy) -> None:
         """Put ``policy`` in force from the next batch on."""
         with closing(Sidecar(self.sidecar_url, self.token)) as sidecar:
             sidecar.set_policy(policy)
-
-    def wait(self, seconds: float) -> int:
-        """Exit code of the command, once it ends by itself. Raises subprocess.TimeoutExpired."""
-        assert self._process is not None
-        return self._process.wait(seconds)
 
     def _command(self) -> list[str]:
         ports = ["--port", str(self.port), "--sidecar-port", str(self.sidecar_port)]
@@ -111,35 +74,6 @@ class BalancedServer:
             *self._flags,
             *ports,
         ]
-
-    def _environment(self) -> dict[str, str] | None:
-        """Of the command; None: as this process's."""
-        return None
-
-    def _wait_until_healthy(self) -> None:
-        assert self._process is not None
-        deadline = time.monotonic() + _START_SECONDS
-        while time.monotonic() < deadline:
-            if self._process.poll() is not None:
-                raise ServerError(f"the server ended at start-up:\n{self._log_tail()}")
-            with suppress(httpx.TransportError):  # not listening yet
-                if httpx.get(f"{self.url}/health", timeout=2.0).status_code == 200:
-                    return
-            time.sleep(0.5)
-        raise ServerError(f"no answer after {_START_SECONDS:g} s:\n{self._log_tail()}")
-
-    def _log_tail(self) -> str:
-        return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-15:])
-
-    def _stop(self) -> None:
-        assert self._process is not None
-        if self._process.poll() is None:
-            self._process.terminate()
-            try:
-                self._process.wait(_STOP_SECONDS)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
 
 
 def installed_engine() -> str:
@@ -160,27 +94,48 @@ def expert_parallel_flags(
 
     Raises ConfigError for a mode that the engine's adapter does not have.
     """
-    context = str(max_tokens)
     if engine == "sglang":
         if mode != "tensor":
             raise ConfigError(f"{mode} parallelism is not supported with SGLang; use tensor")
-        ranks = ["--tp-size", "2", "--ep-size", "2", "--disable-radix-cache"]
-        return [*ranks, "--dtype", dtype, "--context-length", context]
+        return ["--ep-size", "2", *tensor_parallel_flags(dtype, max_tokens, engine)]
     ranks = [f"--{mode}-parallel-size", "2", "--enable-expert-parallel"]
-    return [*ranks, "--no-enable-prefix-caching", "--dtype", dtype, "--max-model-len", context]
+    return [*ranks, *_common_flags(dtype, max_tokens, engine)]
+
+
+def tensor_parallel_flags(dtype: str, max_tokens: int, engine: str = "vllm") -> list[str]:
+    """``engine``'s flags for two ranks without expert parallelism: each has half of every expert.
+
+    This is what such a machine would serve with if there were no balancing.
+    """
+    flag = "--tp-size" if engine == "sglang" else "--tensor-parallel-size"
+    return [flag, "2", *_common_flags(dtype, max_tokens, engine)]
+
+
+def _common_flags(dtype: str, max_tokens: int, engine: str) -> list[str]:
+    """No prompt is found in a cache, and an idle SGLang leaves its cores to other servers."""
+    if engine == "sglang":
+        own = ["--disable-radix-cache", "--sleep-on-idle", "--context-length"]
+    else:
+        own = ["--no-enable-prefix-caching", "--max-model-len"]
+    return [*own, str(max_tokens), "--dtype", dtype]
 
 
 def measure_server(
-    server: BalancedServer, options: PrefillOptions, command: str, model: str = ""
+    server: BalancedServer,
+    without_ep: ServerProcess,
+    options: PrefillOptions,
+    command: str,
+    model: str = "",
 ) -> dict[str, Any]:
-    """``bench prefill`` on the words of a made-up domain; the document names ``model``."""
+    """``bench prefill`` of both on the words of a made-up domain; the document names ``model``."""
     with (
-        closing(Server(server.url)) as engine,
+        closing(Server(server.url)) as balanced,
         closing(Sidecar(server.sidecar_url, server.token)) as sidecar,
+        closing(ServerWithoutEP(without_ep.url)) as plain,
     ):
-        source = partial(sample_text, DOMAINS[0])
-        result = measure_with_progress(engine, sidecar, source, options)
-        return prefill_document(result, engine.url, model or engine.model, command)
+        servers = Servers(balanced, sidecar, plain)
+        result = measure_with_progress(servers, partial(sample_text, DOMAINS[0]), options)
+        return prefill_document(result, servers, command, model)
 
 
 def mixed_prompts(count: int) -> list[str]:

@@ -8,14 +8,19 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from ultraep_serve.types import Policy
+from ultraep_serve.client.prefill import WITHOUT_EP
 
 __all__ = ["demo_report", "demo_view"]
 
 BAR_CELLS = 14  # length of the longest bar; all fits a terminal of 80 characters
-STYLES = {Policy.OFF: "red", Policy.QUOTA: "green", Policy.IDEAL: "blue"}
-LABELS = {Policy.OFF: "off", Policy.QUOTA: "on", Policy.IDEAL: "ideal"}
+BARS = {  # by the names of the benchmark: label and colour
+    "off": ("off", "red"),
+    "quota": ("on", "green"),
+    "ideal": ("ideal", "blue"),
+    WITHOUT_EP: ("without EP", "yellow"),
+}
 ABOUT_IDEAL = "ideal: every rank is given the same load by force; its answers are wrong"
+ABOUT_WITHOUT_EP = "without EP: the engine alone, where each rank has a part of every expert"
 
 
 def demo_report(bench: Mapping[str, Any], token_check: Mapping[str, Any]) -> dict[str, Any]:
@@ -29,11 +34,10 @@ def demo_report(bench: Mapping[str, Any], token_check: Mapping[str, Any]) -> dic
         "rows": [
             {
                 "prompt_tokens": row["prompt_tokens"],
-                "ttft_seconds": {
-                    policy.value: row["ttft_seconds"].get(policy.value) for policy in LABELS
-                },
+                "ttft_seconds": {name: row["ttft_seconds"].get(name) for name in BARS},
                 "efficiency": row["efficiency"],
                 "recovered": row["recovered"],
+                "quota_over_without_ep": row["quota_over_without_ep"],
             }
             for row in bench["rows"]
         ],
@@ -50,13 +54,15 @@ def demo_view(report: Mapping[str, Any]) -> RenderableType:
 
     Bars of one prompt length share a scale, so that lengths of a different order stay readable.
     """
+    is_compared = any(row["ttft_seconds"].get(WITHOUT_EP) for row in report["rows"])
     parts: list[RenderableType] = [
         Text("Load of the busiest rank over the mean (1.00 is perfect)", style="bold"),
         _imbalance_bars(report["imbalance"]),
         Text(),
-        Text("Time to first token (median) with balancing", style="bold"),
+        Text("Time to first token (median) with balancing, by tokens of the prompt", style="bold"),
         _time_bars(report["rows"]),
         Text(ABOUT_IDEAL, style="dim"),
+        *([Text(ABOUT_WITHOUT_EP, style="dim")] if is_compared else []),
         Text(),
         _token_line(report["token_check"]),
     ]
@@ -69,8 +75,8 @@ def _imbalance_bars(imbalance: Mapping[str, Any]) -> RenderableType:
     if before["mean"] is None or after["mean"] is None:
         return Text("no batch was balanced", style="yellow")
     table = Table.grid(padding=(0, 2))
-    for label, figures, policy in (("before", before, Policy.OFF), ("after", after, Policy.QUOTA)):
-        bar = _bar(figures["mean"], before["mean"], policy)
+    for label, figures, name in (("before", before, "off"), ("after", after, "quota")):
+        bar = _bar(figures["mean"], before["mean"], name)
         table.add_row(label, bar, f"{figures['mean']:.2f}", f"worst {figures['max']:.2f}")
     return table
 
@@ -80,32 +86,43 @@ def _time_bars(rows: list[dict[str, Any]]) -> Table:
     for row in rows:
         times = row["ttft_seconds"]
         longest = max((seconds for seconds in times.values() if seconds is not None), default=0.0)
-        label = f"{row['prompt_tokens']} tokens"
-        for policy in LABELS:
-            if (seconds := times[policy.value]) is not None:
-                bar = _bar(seconds, longest, policy)
-                table.add_row(label, LABELS[policy], bar, f"{seconds:.2f} s", _note(row, policy))
-                label = ""
+        tokens = str(row["prompt_tokens"])
+        for name, (label, _) in BARS.items():
+            if (seconds := times.get(name)) is not None:
+                bar = _bar(seconds, longest, name)
+                table.add_row(tokens, label, bar, f"{seconds:.2f} s", _note(row, name))
+                tokens = ""
     return table
 
 
-def _note(row: Mapping[str, Any], policy: Policy) -> str:
-    """Beside the bar of quota its gain; beside that of ideal how much of the gap was closed."""
+def _note(row: Mapping[str, Any], name: str) -> str:
+    """Beside the bar of quota its gain; beside others how it compares with them."""
     off, quota = row["ttft_seconds"]["off"], row["ttft_seconds"]["quota"]
     notes = []
-    if policy is Policy.QUOTA:
+    if name == "quota":
         if off is not None:
             notes.append(f"{off / quota:.2f}x as fast")
         if row["efficiency"] is not None:
             notes.append(f"{row['efficiency']:.0%} of ideal")
-    elif policy is Policy.IDEAL and row["recovered"] is not None:
+    elif name == "ideal" and row["recovered"] is not None:
         notes.append(f"{row['recovered']:.0%} of the gap closed")
+    elif name == WITHOUT_EP and row["quota_over_without_ep"] is not None:
+        notes.append(_against_without_ep(row["quota_over_without_ep"]))
     return ", ".join(notes)
 
 
-def _bar(value: float, longest: float, policy: Policy) -> Text:
+def _against_without_ep(ratio: float) -> str:
+    """Which of the two is faster, in whole percent of the time without expert parallelism."""
+    percent = round(100 * (ratio - 1))
+    if percent == 0:
+        return "as fast as on"
+    longer = f"{percent}% longer" if percent > 0 else f"{-percent}% less"
+    return f"{'faster' if percent > 0 else 'slower'}: on takes {longer}"
+
+
+def _bar(value: float, longest: float, name: str) -> Text:
     cells = round(BAR_CELLS * min(1.0, value / longest)) if longest else 0
-    return Text("█" * max(1, cells), style=STYLES[policy])
+    return Text("█" * max(1, cells), style=BARS[name][1])
 
 
 def _token_line(check: Mapping[str, Any]) -> Text:

@@ -25,16 +25,23 @@ class Subject:
     sidecar_port: int | None = None  # the server's + 1 otherwise
     serves: bool = True  # whether this host has a server; else it has ranks and a sidecar alone
     model: str | None = None  # a directory, its config.json, or the name of a built-in shape
-    num_ranks: int = 2  # on all hosts
+    num_ranks: int = 2  # R: of one pipeline stage, on all hosts
     host_ranks: int | None = None  # of them on this host; all otherwise
+    num_stages: int = 1
+    all_host_ranks: int | None = None  # of all stages on this host; one stage's otherwise
     domain_size: int = 0  # ranks that weights move between; 0: those of one host
     num_slots: int = 2  # replica slots per rank
     weight_type: str = "bf16"
 
     @property
     def ranks_here(self) -> int:
-        """Ranks on this host."""
+        """Ranks of one pipeline stage on this host."""
         return self.host_ranks or self.num_ranks
+
+    @property
+    def all_ranks_here(self) -> int:
+        """Ranks of all pipeline stages on this host."""
+        return self.all_host_ranks or self.ranks_here
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ _OPEN = "import os, sys; os.close(os.open(sys.argv[1], os.O_RDWR))"
 def check_cores(subject: Subject, cgroup: Path = Path("/sys/fs/cgroup")) -> Finding:
     """Cores that this process may use, by affinity and by the container's quota."""
     cores, quota = len(os.sched_getaffinity(0)), _quota(cgroup / "cpu.max")
-    seen = f"{cores} cores for {subject.ranks_here} ranks"
+    seen = f"{cores} cores for {subject.all_ranks_here} ranks"
     if quota is not None and quota < cores:
         return warning(
             "cores",
@@ -37,7 +37,7 @@ def check_cores(subject: Subject, cgroup: Path = Path("/sys/fs/cgroup")) -> Find
             "give the container whole cores (Docker: --cpuset-cpus; Kubernetes: integer requests "
             "equal to limits and the static CPU manager)",
         )
-    if cores < subject.ranks_here:
+    if cores < subject.all_ranks_here:
         remedy = "use fewer ranks or more cores; ranks that share a core wait for each other"
         return warning("cores", seen, remedy)
     return ok("cores", seen)
@@ -98,7 +98,7 @@ def check_shared_memory(subject: Subject, path: Path = SHARED_MEMORY) -> Finding
     status = os.statvfs(path)
     total, free = status.f_frsize * status.f_blocks, status.f_frsize * status.f_bavail
     rings = ring_bytes(subject)
-    seen = f"{path}: {size(free)} free of {size(total)}; records of {subject.ranks_here} ranks "
+    seen = f"{path}: {size(free)} free of {size(total)}; records of {subject.all_ranks_here} ranks "
     seen += f"take {size(rings)}, queues of the engine up to {size(_ENGINE_BYTES)}"
     if free < rings:
         return error(name, seen, _REMEDY)
@@ -115,7 +115,7 @@ def ring_bytes(subject: Subject) -> int:
             experts = model_shape(subject.model).num_experts
     shape = ExpertShape(subject.num_ranks, experts, subject.num_slots)
     records = BalanceConfig().ring_records * record_dtype(shape).itemsize
-    return subject.ranks_here * (HEADER_BYTES + records)
+    return subject.all_ranks_here * (HEADER_BYTES + records)
 
 
 def check_leftovers(path: Path = SHARED_MEMORY) -> list[Finding]:

@@ -59,9 +59,9 @@ def _slots(shape: ModelShape, subject: Subject) -> Finding:
 
 def _check_memory(shape: ModelShape, subject: Subject, available: int | None) -> Finding:
     """A host holds its share of the weights; embeddings and activations come on top."""
-    share = subject.ranks_here / subject.num_ranks
+    share = subject.all_ranks_here / (subject.num_ranks * subject.num_stages)
     weights = round(shape.weights * share * weight_bits(subject.weight_type) / 8)
-    slots = subject.ranks_here * subject.num_slots * shape.expert_bytes(subject.weight_type)
+    slots = subject.all_ranks_here * subject.num_slots * shape.expert_bytes(subject.weight_type)
     seen = f"weights {size(weights)} and slots {size(slots)} on this host"
     if available is None:
         remedy = "compare this with the machine's memory"

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
+from typing import IO
 
 from ultraep_serve.config import BalanceConfig, child_environment
 from ultraep_serve.errors import EngineEndedError, RingError, UnsupportedError
@@ -20,7 +21,7 @@ from ultraep_serve.ring.reader import RingReader
 from ultraep_serve.ring.schema import RING_PREFIX, RingState
 from ultraep_serve.types import Policy
 
-__all__ = ["EngineCommand", "supervise"]
+__all__ = ["EngineCommand", "start_child", "stop_child", "supervise"]
 
 _PR_SET_PDEATHSIG = 1
 _STOP_SECONDS = 30.0
@@ -54,16 +55,16 @@ def supervise(engine: EngineCommand, config: BalanceConfig, sidecar: list[str] |
     with _forwarded_signals(children) as signals:
         try:
             if sidecar is not None:
-                children.append(_start(sidecar, environment))
-            server = _start(engine.arguments, environment)
+                children.append(start_child(sidecar, environment))
+            server = start_child(engine.arguments, environment)
             children.append(server)
             signals.repeat()
-            watch.start(lambda: _stop(server))
+            watch.start(lambda: stop_child(server))
             code = _wait(server, signals)
         finally:
             watch.stop()
             for child in reversed(children):
-                _stop(child)
+                stop_child(child)
     if watch.problem:
         raise UnsupportedError(watch.problem)
     if code == 0 and config.policy is not Policy.OFF and not signals.received:
@@ -154,11 +155,18 @@ class _forwarded_signals:
                 child.send_signal(signal.SIGTERM)
 
 
-def _start(arguments: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
-    """A child in a group of its own (no terminal signals) that ends when this process is killed."""
+def start_child(
+    arguments: list[str], environment: dict[str, str] | None, output: IO[bytes] | None = None
+) -> subprocess.Popen[bytes]:
+    """A child in a group of its own (no terminal signals) that ends when this process is killed.
+
+    ``environment`` None: this process's; so are its streams, where no ``output`` takes both.
+    """
     return subprocess.Popen(
         arguments,
         env=environment,
+        stdout=output,
+        stderr=output,
         start_new_session=True,
         preexec_fn=lambda: _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),
     )
@@ -182,12 +190,12 @@ def _wait(child: subprocess.Popen[bytes], signals: _forwarded_signals) -> int:
                 child.kill()
 
 
-def _stop(child: subprocess.Popen[bytes]) -> None:
-    """Terminate, wait, then kill the child and whatever it started."""
+def stop_child(child: subprocess.Popen[bytes], seconds: float = _STOP_SECONDS) -> None:
+    """Terminate, wait so long, then kill the child and whatever it started."""
     if child.poll() is None:
         child.terminate()
         try:
-            child.wait(_STOP_SECONDS)
+            child.wait(seconds)
         except subprocess.TimeoutExpired:
             child.kill()
             child.wait()

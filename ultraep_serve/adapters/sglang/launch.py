@@ -97,7 +97,8 @@ def engine_command(model: str, flags: list[str], policy: Policy) -> EngineComman
 
 def count_ranks(parsed: argparse.Namespace) -> RankCount:
     """The ranks that ``parsed`` flags ask for, and those this host gets, as SGLang divides them."""
-    return RankCount(parsed.tp_size, max(1, parsed.tp_size // max(1, parsed.nnodes)))
+    here = max(1, parsed.tp_size // max(1, parsed.nnodes))
+    return RankCount(parsed.tp_size, here, stages=1, in_stage_here=here)
 
 
 def _check_parallelism(parsed: argparse.Namespace) -> None:

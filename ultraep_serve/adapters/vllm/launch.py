@@ -66,7 +66,7 @@ def engine_command(model: str, flags: list[str], policy: Policy) -> EngineComman
             raise ConfigError(problem)
         check_has_experts(model, "vLLM")
         if not parsed.config:
-            _check_parallelism(ranks.total, parsed.enable_expert_parallel)
+            _check_parallelism(ranks.in_stage, parsed.enable_expert_parallel)
     return EngineCommand(
         arguments=[
             sys.executable,
@@ -83,14 +83,21 @@ def engine_command(model: str, flags: list[str], policy: Policy) -> EngineComman
 
 
 def count_ranks(parsed: argparse.Namespace) -> RankCount:
-    """The ranks that ``parsed`` flags ask for, and those this host gets, as vLLM divides them."""
-    size = int(parsed.tensor_parallel_size) * int(parsed.pipeline_parallel_size)
+    """The ranks that ``parsed`` flags ask for, and those this host gets, as vLLM divides them.
+
+    Ranks of a pipeline stage follow each other in each data-parallel replica.
+    """
+    tensor, stages = int(parsed.tensor_parallel_size), max(1, int(parsed.pipeline_parallel_size))
+    size = tensor * stages
     total = size * int(parsed.data_parallel_size)
     if parsed.data_parallel_rank is not None:
-        return RankCount(total, size)
-    if parsed.data_parallel_size_local is not None:
-        return RankCount(total, size * int(parsed.data_parallel_size_local))
-    return RankCount(total, max(1, total // max(1, parsed.nnodes)))
+        here = size
+    elif parsed.data_parallel_size_local is not None:
+        here = size * int(parsed.data_parallel_size_local)
+    else:
+        here = max(1, total // max(1, parsed.nnodes))
+    in_stage_here = here // stages if here >= size else min(tensor, here)
+    return RankCount(total, here, stages, in_stage_here)
 
 
 def _check_parallelism(num_ranks: int, expert_parallel: bool) -> None:

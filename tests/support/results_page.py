@@ -1,0 +1,158 @@
+"""The figures of README.md and docs/measurements.md that come from the JSON of benchmarks.
+
+    python -m tests.support.results_page     # brings both up to date
+
+A table of times stands between ``<!-- NAME -->`` and ``<!-- end -->``, NAME being its JSON's.
+"""
+
+import io
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.support.reference_page import table, with_table
+from ultraep_serve.client.prefill import WITHOUT_EP
+
+__all__ = ["MEASUREMENTS", "README", "RESULTS", "TIMES", "measurements", "readme", "times"]
+
+_ROOT = Path(__file__).resolve().parents[2]
+README = _ROOT / "README.md"
+MEASUREMENTS = _ROOT / "docs" / "measurements.md"
+RESULTS = _ROOT / "benchmarks" / "results"
+TIMES = ("serving-ttft", "serving-balanced", "sglang-ttft", "sglang-balanced")
+_ENGINES = ("serving", "sglang")  # how the names of JSON files begin
+_VARIANTS = {"off": "off", "quota": "quota", "ideal": "ideal", WITHOUT_EP: "without EP"}
+_NOT_MEASURED = "not measured"
+_DEMO = re.compile(r"^╭.*?╯$", re.MULTILINE | re.DOTALL)
+_WIDTH = 80
+
+
+def readme(text: str) -> str:
+    """README.md with what the demo printed, and the rows of its table that come from times.
+
+    Raises ValueError where one of them has no place.
+    """
+    made = {_DEMO: _demo()}
+    for name, figures in _ROWS.items():
+        row = "".join(f" {cell} |" for cell in (name, *map(figures, _ENGINES)))
+        made[re.compile(rf"^\| {re.escape(name)} \|.*$", re.MULTILINE)] = f"|{row}"
+    for place, content in made.items():
+        text, found = place.subn(lambda _, content=content: content, text)
+        if found != 1:
+            raise ValueError(f"README.md has {place.pattern!r} {found} times")
+    return text
+
+
+def measurements(text: str) -> str:
+    """docs/measurements.md with the tables of times."""
+    for name in TIMES:
+        text = with_table(text, name, times(name))
+    return text
+
+
+def times(name: str) -> str:
+    """Times of every variant that was measured, and their ratios."""
+    rows = _rows(name)
+    variants = [variant for variant in _VARIANTS if variant in rows[0]["ttft_seconds"]]
+    ratios = [head for head, ratio in _ratios(rows[0]).items() if ratio is not None]
+    head = ("prompt tokens", *(_VARIANTS[variant] for variant in variants), *ratios)
+    return table(
+        head,
+        (
+            (
+                str(row["prompt_tokens"]),
+                *(f"{row['ttft_seconds'][variant]:.2f} s" for variant in variants),
+                *(str(_ratios(row)[head]) for head in ratios),
+            )
+            for row in rows
+        ),
+    )
+
+
+def _ratios(row: dict[str, Any]) -> dict[str, str | None]:
+    """By the head of their column; None for what was not measured."""
+    has_ideal = row["recovered"] is not None
+    return {
+        "off / quota": f"{row['speedup']:.2f}" if has_ideal else None,
+        "ideal / quota": f"{row['efficiency']:.3f}" if has_ideal else None,
+        "of the gap closed": f"{row['recovered']:.2f}" if has_ideal else None,
+        "quota / off, by round": None if has_ideal else _paired(row, "quota_over_off"),
+        "quota / without EP, by round": _paired(row, f"quota_over_{WITHOUT_EP}"),
+    }
+
+
+def _paired(row: dict[str, Any], name: str) -> str | None:
+    """Median and, where known, its confidence interval."""
+    if (paired := row["paired"].get(name)) is None:
+        return None
+    interval = paired.get("interval")
+    within = f" ({interval[0]:.3f} to {interval[1]:.3f})" if interval else ""
+    return f"{paired['median']:.3f}{within}"
+
+
+def _demo() -> str:
+    """What the demo printed, without spaces at the ends of lines."""
+    from rich.console import Console
+
+    from ultraep_serve.demo.report import demo_view
+
+    shown = Console(width=_WIDTH, file=(printed := io.StringIO()))
+    shown.print(demo_view(json.loads((RESULTS / "demo.json").read_text())))
+    return "\n".join(line.rstrip() for line in printed.getvalue().splitlines())
+
+
+def _speedup(engine: str) -> str:
+    return _listed([row["speedup"] for row in _rows(f"{engine}-ttft")])
+
+
+def _over_without_ep(engine: str) -> str:
+    pairs = [row["paired"].get(f"quota_over_{WITHOUT_EP}") for row in _rows(f"{engine}-ttft")]
+    return _listed([pair["median"] for pair in pairs if pair])
+
+
+def _recovered(engine: str) -> str:
+    shares = [100 * row["recovered"] for row in _rows(f"{engine}-ttft")]
+    return f"{min(shares):.0f} to {max(shares):.0f} %"
+
+
+def _imbalance(engine: str) -> str:
+    found = _document(f"{engine}-ttft")["imbalance"]
+    return f"{found['before']['mean']:.2f}, {found['after']['mean']:.3f}"
+
+
+def _cost(engine: str) -> str:
+    pairs = [row["paired"]["quota_over_off"]["median"] for row in _rows(f"{engine}-balanced")]
+    return f"{min(pairs):.3f} to {max(pairs):.3f}"
+
+
+_ROWS: dict[str, Callable[[str], str]] = {
+    "time to first token, off / on, at 2k, 4k, 8k tokens": _speedup,
+    "on / without expert parallelism (the engine alone)": _over_without_ep,
+    "of what perfect balance would gain": _recovered,
+    "imbalance (max/mean) before, after": _imbalance,
+    "a model that is balanced already, on / off": _cost,
+}
+
+
+def _listed(ratios: list[float]) -> str:
+    return ", ".join(f"{ratio:.2f}" for ratio in ratios) or _NOT_MEASURED
+
+
+def _rows(name: str) -> list[dict[str, Any]]:
+    return list(_document(name)["rows"])
+
+
+def _document(name: str) -> dict[str, Any]:
+    return dict(json.loads((RESULTS / f"{name}.json").read_text()))
+
+
+def main() -> None:
+    """Write both pages."""
+    for path, updated in ((README, readme), (MEASUREMENTS, measurements)):
+        path.write_text(updated(path.read_text()))
+
+
+if __name__ == "__main__":
+    main()
