@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 __all__ = [
     "CHECKSUM",
     "FLAG_BYTES",
+    "FULL_SPEED",
     "GOLDEN_DENOMINATOR",
     "GOLDEN_NUMERATOR",
     "HEADER_WIDTH",
@@ -91,6 +92,10 @@ UNKNOWN = 1  # ids that were neither an expert nor padding
 CHECKSUM = 2  # of the load where ranks share their tokens
 THRESHOLD = 3  # imbalance in millionths; less than a million: as configured
 
+# Speeds of ranks are whole numbers from 1; the fastest rank has this one. A time is a number of
+# assignments at this speed.
+FULL_SPEED = 1024
+
 FLAG_BYTES = 64  # a flag of the exchange has a cache line of its own
 
 # Reroute: the stride over an expert's places is about this part of them (the golden ratio).
@@ -111,7 +116,7 @@ _RELAX_SWEEPS = 8
 class Search(NamedTuple):
     """Limits of the planner's search in one domain; CPU and device search alike."""
 
-    grain: int  # loads that differ by less than 1/grain of the mean count as equal
+    grain: int  # times that differ by less than 1/grain of the least one count as equal
     first: int  # attempts of the first wave, all of them at the goal
     limit: int  # attempts of both waves
     sweeps: int  # over all slots, where an attempt ends unbalanced
