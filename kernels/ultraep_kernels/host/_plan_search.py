@@ -205,7 +205,7 @@ def _attempt(
     Args:
         threshold: time after which no rank should compute; rises where a rank finds no target.
         tight: prefer the target that a donor's excess just fits, else the emptiest target.
-        generous: fill a target's last slot.
+        generous: fill a target's last slot, and rise; else the pass ends where a rank finds none.
         seed: 0 takes every choice by size, others weigh the sizes pseudo-randomly.
         speeds: (R,), each 1 to FULL_SPEED.
         rank_load: (R,) assignments per rank, updated.
@@ -226,6 +226,8 @@ def _attempt(
         excess = -room[donor]
         target = _pick_target(room, slots, expert, excess, tight, seed, step)
         if target < 0:
+            if not generous:
+                return  # nobody takes what is above the threshold
             threshold = _time(rank_load[donor], speeds[donor])
             room[:] = _capacities(threshold, speeds) - rank_load
             continue
