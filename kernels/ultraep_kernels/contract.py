@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 __all__ = [
     "CHECKSUM",
     "FLAG_BYTES",
+    "FULL_SPEED",
     "GOLDEN_DENOMINATOR",
     "GOLDEN_NUMERATOR",
     "HEADER_WIDTH",
@@ -91,6 +92,10 @@ UNKNOWN = 1  # ids that were neither an expert nor padding
 CHECKSUM = 2  # of the load where ranks share their tokens
 THRESHOLD = 3  # imbalance in millionths; less than a million: as configured
 
+# Speeds of ranks are whole numbers from 1; the fastest rank has this one. A time is a number of
+# assignments at this speed.
+FULL_SPEED = 1024
+
 FLAG_BYTES = 64  # a flag of the exchange has a cache line of its own
 
 # Reroute: the stride over an expert's places is about this part of them (the golden ratio).
@@ -106,15 +111,17 @@ _GRAIN = 512
 _FIRST_WORK = 1 << 13  # visits spent on few replicas where the load can be balanced
 _WORK = 1 << 15  # visits spent in all where it cannot
 _RELAX_SWEEPS = 8
+_THRIFTY = 3
 
 
 class Search(NamedTuple):
     """Limits of the planner's search in one domain; CPU and device search alike."""
 
-    grain: int  # loads that differ by less than 1/grain of the mean count as equal
+    grain: int  # times that differ by less than 1/grain of the least one count as equal
     first: int  # attempts of the first wave, all of them at the goal
     limit: int  # attempts of both waves
     sweeps: int  # over all slots, where an attempt ends unbalanced
+    thrifty: int  # attempts after both waves, for fewer replicas; each at 1/grain more than before
 
 
 def search_of(domain_size: int, num_masters: int) -> Search:
@@ -125,4 +132,4 @@ def search_of(domain_size: int, num_masters: int) -> Search:
     visits = max(1, domain_size * (domain_size + num_masters))
     first = min(max(_FIRST_WORK // visits, 4), 16)
     limit = min(max(_WORK // visits, 8), 64)
-    return Search(_GRAIN, first, limit, _RELAX_SWEEPS)
+    return Search(_GRAIN, first, limit, _RELAX_SWEEPS, _THRIFTY)

@@ -29,6 +29,7 @@ __all__ = [
     "prepare_outputs",
     "seconds",
     "show",
+    "speeds",
 ]
 
 Made = TypeVar("Made")
@@ -66,6 +67,21 @@ def seconds(text: str) -> float:
     if not 0 < value <= _WEEK:
         raise argparse.ArgumentTypeError(f"{text} must be seconds, more than 0, at most {_WEEK}")
     return value
+
+
+def speeds(text: str) -> tuple[float, ...]:
+    """Type of a flag: one number per rank, above 0 and at most 1; () for ``equal``."""
+    if text == "equal":
+        return ()
+    try:
+        values = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        values = (0.0,)
+    if not all(0 < value <= 1 for value in values):
+        raise argparse.ArgumentTypeError(
+            f"{text} must be 'equal' or one number per rank like 1.0,0.6, above 0 and at most 1"
+        )
+    return values
 
 
 def names(text: str) -> list[str]:
