@@ -6,7 +6,9 @@ from numpy.typing import NDArray
 
 from ultraep_serve.types import IntArray
 
-__all__ = ["experts_sent", "forced_ids", "identity_table", "master_ids"]
+__all__ = ["experts_sent", "forced_ids", "forced_table", "identity_table", "master_ids"]
+
+_TURNS = 32  # of every master of the fastest rank
 
 
 def identity_table(num_logical_experts: int, num_ranks: int, num_slots: int) -> NDArray[np.int32]:
@@ -35,6 +37,21 @@ def experts_sent(
 def master_ids(topk_ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     """Every assignment (T, K) to its master, int32, by ``table`` (E + 1,) of ``identity_table``."""
     return table[topk_ids.long().clamp(-1, table.shape[0] - 1)]
+
+
+def forced_table(identity: NDArray[np.int32], speeds: NDArray[np.integer]) -> NDArray[np.int32]:
+    """Masters (N + 1,) that take turns, those of a rank as often as its speed of ``speeds`` (R,).
+
+    The last entry serves padding (-1); with equal speeds it is ``identity`` (E + 1,) of
+    ``identity_table``, where E is a multiple of R.
+    """
+    if (speeds == speeds[0]).all():
+        return identity
+    masters = identity[:-1].reshape(speeds.size, -1)
+    turns = np.maximum(masters.shape[1] * _TURNS * speeds // speeds.max(), 1)
+    place = np.concatenate([(np.arange(count) + 0.5) / count for count in turns])
+    experts = [masters[rank, np.arange(count) % masters.shape[1]] for rank, count in enumerate(turns)]
+    return np.append(np.concatenate(experts)[np.argsort(place, kind="stable")], np.int32(-1))
 
 
 def forced_ids(topk_ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:

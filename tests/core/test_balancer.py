@@ -13,7 +13,7 @@ from ultraep_serve.host.balancer import HostBalancer, row_width
 from ultraep_serve.host.slots import HostSlotPool
 from ultraep_serve.physical import identity_table
 from ultraep_serve.topology import Location
-from ultraep_serve.types import Decision, ExpertShape, Policy, TokenView
+from ultraep_serve.types import Decision, ExpertShape, Policy, SpeedSource, TokenView
 
 SHAPE = ExpertShape(2, 8, 1)
 LAYERS = 2
@@ -45,6 +45,7 @@ class Notes:
     def __init__(self) -> None:
         self.policy = Policy.QUOTA
         self.max_imbalance_millionths = 0
+        self.speeds = SpeedSource.CONFIGURED
         self.records: list[dict[str, Any]] = []
         self.batches: list[Decision] = []
 

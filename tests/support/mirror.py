@@ -20,7 +20,7 @@ from ultraep_serve.cuda.driver import Driver, HandleKind, Shareable
 from ultraep_serve.cuda.fabric import DeviceFabric, Limits
 from ultraep_serve.cuda.rendezvous import Handshake
 from ultraep_serve.cuda.slots import DeviceSlotPool
-from ultraep_serve.types import Decision, Policy, Stage
+from ultraep_serve.types import Decision, Policy, SpeedSource, Stage
 
 __all__ = ["FakeRecorder", "Mirror", "mirrored_balancer"]
 
@@ -33,6 +33,7 @@ class FakeRecorder:
 
     policy: Policy = Policy.QUOTA
     max_imbalance_millionths: int = 0
+    speeds: SpeedSource = SpeedSource.CONFIGURED
     events: list[Any] = field(default_factory=list)  # records, and decisions on whole batches
     stage_ns: list[int] = field(default_factory=list)  # of the last record
     lost: int = 0

@@ -17,6 +17,8 @@ from sglang.srt.layers.activation import GeluAndMul, SiluAndMul, SituAndMul
 from sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe import swiglu_gpt_oss_sigmoid_alpha
 from sglang.srt.runtime_context import get_parallel
 
+from ultraep_serve.speeds import expert_clock
+
 __all__ = ["ACTIVATIONS", "complete_device_module", "compute_and_reduce"]
 
 Activation: TypeAlias = Callable[[torch.Tensor], torch.Tensor]  # of gate and up (N, 2I) to (N, I)
@@ -45,6 +47,7 @@ def compute_and_reduce(
     return (everything if group.rank_in_group == 0 else everything.zero_()).to(x.dtype)
 
 
+@expert_clock
 def _compute_own(
     layer: Any, x: torch.Tensor, topk_weights: torch.Tensor, local_ids: torch.Tensor
 ) -> torch.Tensor:

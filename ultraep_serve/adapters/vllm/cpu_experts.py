@@ -31,6 +31,7 @@ from ultraep_serve.adapters.vllm.expert_tensors import (
     require_shared_values_agree,
 )
 from ultraep_serve.physical import identity_table
+from ultraep_serve.speeds import expert_clock
 from ultraep_serve.types import ExpertShape
 
 __all__ = [
@@ -183,6 +184,7 @@ def dispatch_compute_combine(
     return _add_up(home[by_token], tokens[by_token], x).to(x.dtype)
 
 
+@expert_clock
 def run_experts(
     layer: RoutedExperts, rows: torch.Tensor, weights: torch.Tensor, local: torch.Tensor
 ) -> torch.Tensor:

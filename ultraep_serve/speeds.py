@@ -1,0 +1,183 @@
+"""How fast the ranks are: each measures its own experts, all agree on the same whole numbers.
+
+A rank times what it computes itself, between its waits for the others, and publishes the time per
+assignment with its loads. From the same published numbers every rank derives the same speeds, once
+per batch, so that all layers of a batch agree.
+
+Noise must not change a plan, and a plan must not change what is measured:
+
+- A layer takes a fixed time whatever its load. It is counted as assignments, as many as the cost
+  model says, or a rank with little to do would seem slow and get less still.
+- What is published is the median of the last batches.
+- Speeds follow only what differs clearly from those in use, and not further than a step at a time.
+"""
+
+import statistics
+import time
+from collections import deque
+from contextlib import ContextDecorator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from ultraep_kernels.contract import FULL_SPEED
+
+from ultraep_serve.costs.model import IntegerCosts
+from ultraep_serve.errors import ConfigError
+from ultraep_serve.planner.speeds import full_speeds
+from ultraep_serve.types import SpeedSource
+
+__all__ = [
+    "AgreedSpeeds",
+    "OwnTime",
+    "RankSpeeds",
+    "expert_clock",
+    "fixed_speeds",
+    "parse_speeds",
+]
+
+_BATCHES = 7  # whose median is published
+_LEAST_PICOSECONDS = 5 * 10**9  # of a batch, by the cost model; less is mostly disturbances
+_LEAST_SPEED = FULL_SPEED // 8  # of a rank that is slower: it still gets work, and is measured
+_BAND = FULL_SPEED // 12  # a difference to the speed in use that changes nothing
+_NEAR_FULL = FULL_SPEED // 24  # a difference to the fastest rank that counts as none
+_STEP = FULL_SPEED // 4  # the most that a speed changes from batch to batch
+_GRAIN = FULL_SPEED // 32  # speeds that are not full are multiples of this
+
+_AUTO, _EQUAL = SpeedSource.AUTO.value, SpeedSource.EQUAL.value
+
+Integers = NDArray[np.integer]
+
+
+class _ExpertClock(ContextDecorator):
+    """Nanoseconds that this process spends inside; one layer at a time, as hosts compute them."""
+
+    def __init__(self) -> None:
+        self._spent = self._since = 0
+
+    def __enter__(self) -> "_ExpertClock":
+        self._since = time.perf_counter_ns()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._spent += time.perf_counter_ns() - self._since
+
+    def take(self) -> int:
+        """Nanoseconds since this was last asked."""
+        spent, self._spent = self._spent, 0
+        return spent
+
+
+expert_clock = _ExpertClock()  # adapters compute their own experts inside, and wait for nobody
+
+
+class OwnTime:
+    """What an assignment takes on this rank, in picoseconds."""
+
+    def __init__(self, costs: IntegerCosts | None) -> None:
+        """``costs``, the same on every rank, say what is fixed; without them nothing is known."""
+        self._costs = costs
+        self._fixed = costs.base // costs.per_assignment if costs is not None else 0
+        self._batches: deque[int] = deque(maxlen=_BATCHES)
+        self._nanoseconds = self._work = self._shortest = 0  # of the batch that runs
+
+    def add(self, nanoseconds: int, own_load: int, least_load: int) -> None:
+        """A layer of the batch: this rank computed ``own_load`` assignments, none less than
+        ``least_load``; 0 nanoseconds where nobody measured."""
+        if self._costs is not None and nanoseconds:
+            self._nanoseconds += nanoseconds
+            self._work += own_load + self._fixed
+            self._shortest += least_load * self._costs.per_assignment
+
+    def end_batch(self) -> None:
+        """The batch is over. It counts on all ranks or on none, since all know its loads."""
+        if self._shortest >= _LEAST_PICOSECONDS:
+            self._batches.append(self._nanoseconds * 1000 // self._work)
+        self._nanoseconds = self._work = self._shortest = 0
+
+    @property
+    def picoseconds(self) -> int:
+        """The median of the last batches; 0 until there are enough."""
+        enough = len(self._batches) == _BATCHES
+        return max(1, statistics.median_low(self._batches)) if enough else 0
+
+
+class AgreedSpeeds:
+    """Speeds of all ranks (R,), from what they published; the same numbers on every rank."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.values = full_speeds(num_ranks)
+
+    def follow(self, picoseconds: Integers) -> None:
+        """A batch begins; ``picoseconds`` (R,) per assignment, 0 where a rank knows nothing yet."""
+        if (picoseconds <= 0).any():
+            return
+        found = int(picoseconds.min()) * FULL_SPEED // picoseconds.astype(np.int64)
+        stepped = np.clip(found, self.values - _STEP, self.values + _STEP)
+        changed = np.maximum((stepped + _GRAIN // 2) // _GRAIN * _GRAIN, _LEAST_SPEED)
+        kept = np.where(abs(found - self.values) > _BAND, changed, self.values)
+        near_full = np.minimum(found, stepped) >= FULL_SPEED - _NEAR_FULL
+        self.values = np.where(near_full, FULL_SPEED, kept)
+
+
+class RankSpeeds:
+    """What this rank publishes, and the speeds (R,) that all ranks plan a batch with."""
+
+    def __init__(
+        self, setting: str, rank: int, num_ranks: int, costs: IntegerCosts | None
+    ) -> None:
+        """``setting`` as configured. Raises ConfigError, see ``fixed_speeds``."""
+        self._configured = fixed_speeds(setting, num_ranks)
+        self._rank = rank
+        self._own = OwnTime(costs)
+        self._agreed = AgreedSpeeds(num_ranks)
+        self.values = full_speeds(num_ranks)
+
+    def end_batch(self) -> int:
+        """The batch before is over; returns what to publish, as ``OwnTime.picoseconds``."""
+        self._own.end_batch()
+        return self._own.picoseconds
+
+    def begin_batch(self, picoseconds: Integers, source: SpeedSource) -> None:
+        """``values`` are now those from ``source``; what all ranks published (R,)."""
+        self._agreed.follow(picoseconds)
+        if source is SpeedSource.EQUAL:
+            self.values = full_speeds(self.values.size)
+        elif source is SpeedSource.AUTO or self._configured is None:
+            self.values = self._agreed.values
+        else:
+            self.values = self._configured
+
+    def add_layer(self, nanoseconds: int, rank_load: Integers) -> None:
+        """Experts of a layer took ``nanoseconds`` here; ``rank_load`` (R,) as computed."""
+        self._own.add(nanoseconds, int(rank_load[self._rank]), int(rank_load.min()))
+
+
+def parse_speeds(text: str) -> list[float]:
+    """Numbers of a setting like "1.0,0.6"; none for "auto" and "equal". Raises ValueError."""
+    if text in (_AUTO, _EQUAL):
+        return []
+    try:
+        values = [float(part) for part in text.split(",")]
+    except ValueError:
+        values = [0.0]
+    if not all(0 < value <= 1 for value in values):
+        raise ValueError(
+            f"{text!r} is none of {_AUTO!r}, {_EQUAL!r}, or one number per rank like 1.0,0.6, each "
+            "more than 0 and at most 1"
+        )
+    return values
+
+
+def fixed_speeds(text: str, num_ranks: int) -> NDArray[np.int64] | None:
+    """Speeds (R,) that the setting ``text`` fixes, the largest FULL_SPEED; None for "auto".
+
+    Raises ConfigError unless there is one per rank.
+    """
+    if text == _AUTO:
+        return None
+    values = parse_speeds(text) or [1.0] * num_ranks
+    if len(values) != num_ranks:
+        raise ConfigError(f"speeds = {text!r} has {len(values)} numbers for {num_ranks} ranks")
+    speeds = np.rint(np.array(values) / max(values) * FULL_SPEED).astype(np.int64)
+    return np.maximum(speeds, 1)
