@@ -56,7 +56,14 @@ class ExpertShape:
         return self.num_masters + self.num_slots
 
 
-def imbalance(rank_load: NDArray[np.integer]) -> float:
-    """Max/mean of assignments over ranks, ``rank_load`` (R,); 1.0 is perfect, also when empty."""
+def imbalance(rank_load: NDArray[np.integer], speeds: NDArray[np.integer] | None = None) -> float:
+    """Max/mean of assignments over ranks, ``rank_load`` (R,); 1.0 is perfect, also when empty.
+
+    With ``speeds`` (R,) of time: the busiest rank's, over what it would be if all ended together.
+    """
     total = int(rank_load.sum())
-    return float(rank_load.max()) * rank_load.size / total if total else 1.0
+    if not total:
+        return 1.0
+    if speeds is None:
+        return float(rank_load.max()) * rank_load.size / total
+    return float((rank_load / speeds).max()) * int(speeds.sum()) / total

@@ -126,6 +126,10 @@ class Choice(NamedTuple):
 # assignments at this speed.
 FULL_SPEED = 1024
 
+# Speeds of ranks are whole numbers from 1; the fastest rank has this one. A time is a number of
+# assignments at this speed.
+FULL_SPEED = 1024
+
 FLAG_BYTES = 64  # a flag of the exchange has a cache line of its own
 
 # Reroute: the stride over an expert's places is about this part of them (the golden ratio).
@@ -146,7 +150,7 @@ _RELAX_SWEEPS = 8
 class Search(NamedTuple):
     """Limits of the planner's search in one domain; CPU and device search alike."""
 
-    grain: int  # loads that differ by less than 1/grain of the mean count as equal
+    grain: int  # times that differ by less than 1/grain of the least one count as equal
     first: int  # attempts of the first wave, all of them at the goal
     limit: int  # attempts of both waves
     sweeps: int  # over all slots, where an attempt ends unbalanced

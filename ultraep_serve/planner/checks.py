@@ -44,15 +44,22 @@ def check_plan(
     _check_shares(counts, quotas, parts)
 
 
-def imbalance_floor(loads: Integers, *, domain_size: int | None = None) -> float:
-    """Largest domain mean over the global mean: what no plan can go below, ``loads`` (R, E)."""
+def imbalance_floor(
+    loads: Integers, *, domain_size: int | None = None, speeds: Integers | None = None
+) -> float:
+    """What the imbalance of no plan can go below, ``loads`` (R, E), ``speeds`` (R,) or all equal.
+
+    The largest domain's mean over the global mean; with speeds, of assignments per speed.
+    """
     num_ranks, num_experts = loads.shape
     master_load = loads.astype(np.int64).sum(0).reshape(num_ranks, num_experts // num_ranks).sum(1)
     if not master_load.any():
         return 1.0
+    speed = np.ones(num_ranks) if speeds is None else speeds
     size = domain_size or num_ranks
-    means = [master_load[first : first + size].mean() for first in range(0, num_ranks, size)]
-    return float(max(means) / master_load.mean())
+    domains = [slice(first, first + size) for first in range(0, num_ranks, size)]
+    means = [master_load[domain].sum() / speed[domain].sum() for domain in domains]
+    return float(max(means) / (master_load.sum() / speed.sum()))
 
 
 def _check_slots(shape: ExpertShape, slot_expert: Integers, domain_size: int) -> None:

@@ -16,27 +16,33 @@ def plan_quota(
     source_rank: int,
     *,
     domain_size: int | None = None,
+    speeds: NDArray[np.integer] | None = None,
 ) -> Plan:
     """Plan one layer of one batch: the same slots and quotas on every rank.
 
-    Minimises the largest rank load, then the replicas sent by the busiest rank, then the replicas.
-    Loads within 1/512 of each other count as equal, so a layer that is balanced to that degree
-    keeps every expert on its master.
+    Minimises the busiest rank's time, its assignments over its speed, then the replicas sent by one
+    rank, then the replicas. Times within 1/512 of each other count as equal, so a layer that is
+    balanced to that degree keeps every expert on its master.
 
     Args:
         loads: integers (R, E), assignments; row r is what rank r's own tokens chose.
         shape: R, E and S.
         source_rank: rank whose ``share`` is wanted.
         domain_size: copies stay within contiguous groups of this many ranks; None is all ranks.
+        speeds: integers (R,), each 1 to FULL_SPEED. Only their ratios matter: None and equal
+            speeds give the same plan.
 
     Raises:
-        ValueError: ``loads`` is negative, too large or of another shape, or a rank or domain is
-            out of range.
+        ValueError: ``loads`` is negative, too large or of another shape, or a rank, domain or
+            speed is out of range.
     """
     counts = _checked(loads, shape, source_rank)
     if domain_size is not None and domain_size < 1:
         raise ValueError(f"{domain_size = } must be at least 1")
-    return kernel.plan(counts, shape.num_replica_slots, source_rank, domain_size=domain_size)
+    whole = None if speeds is None else _checked_speeds(speeds, shape)
+    return kernel.plan(
+        counts, shape.num_replica_slots, source_rank, domain_size=domain_size, speeds=whole
+    )
 
 
 def identity_plan(loads: NDArray[np.integer], shape: ExpertShape, source_rank: int) -> Plan:
@@ -65,3 +71,10 @@ def _checked(loads: NDArray[np.integer], shape: ExpertShape, source_rank: int) -
     if not 0 <= source_rank < shape.num_ranks:
         raise ValueError(f"{source_rank = } must be in [0, {shape.num_ranks})")
     return np.asarray(loads, dtype=np.int64)  # rows may be apart: a copy can cost more than a plan
+
+
+def _checked_speeds(speeds: NDArray[np.integer], shape: ExpertShape) -> NDArray[np.int64]:
+    expected = (shape.num_ranks,)
+    if speeds.shape != expected or not np.issubdtype(speeds.dtype, np.integer):
+        raise ValueError(f"speeds is {speeds.dtype} {speeds.shape}, must be integers {expected}")
+    return np.asarray(speeds, dtype=np.int64)

@@ -1,15 +1,16 @@
-"""expert loads (E,) -> which experts to copy where, and how much each copy takes; compiled.
+"""expert loads (E,) and speeds (R,) -> which experts to copy where, what each computes; compiled.
 
-One attempt is a greedy under a threshold: the rank with the largest excess over it exports from
-its largest expert to a rank with room and a free slot, until no rank exceeds the threshold. A
-target's last slot is filled to the threshold even where that takes more than the donor's excess:
-the donor's own slots are still free to make good for it, the target's are not. With one expert per
-rank that is Walker's alias method (1974), which balances perfectly with one slot per rank.
+One attempt is a greedy under a threshold, a time that gives every rank a capacity: what it computes
+by then at its speed. The rank with the largest excess over its capacity exports from its largest
+expert to a rank with room and a free slot, until no rank has excess. A target's last slot is filled
+to the capacity even where that takes more than the donor's excess: the donor's own slots are still
+free to make good for it, the target's are not. With one expert per rank that is Walker's alias
+method (1974), which balances perfectly with one slot per rank.
 
 The search repeats the attempt, each time with other pseudo-random weights on its choices, and keeps
-the plan with the smallest (largest rank load, replicas sent by the busiest rank, replicas). It has
+the plan with the smallest (busiest rank's time, replicas sent by one rank, replicas). It has
 two waves: the first tries to reach the goal itself; only if that fails, the second tries thresholds
-between the goal and the best load found, until one attempt reaches the goal. Attempts of a wave do
+between the goal and the best time found, until one attempt reaches the goal. Attempts of a wave do
 not depend on each other, so a GPU makes them at the same time (twins: ``device._plan_search``,
 ``device._plan_attempt``).
 Everything is integer and seeded by the attempt's number, so every rank finds the same plan.
@@ -18,10 +19,10 @@ Everything is integer and seeded by the attempt's number, so every rank finds th
 import numpy as np
 from numpy.typing import NDArray
 
-from ultraep_kernels.contract import IntArray
+from ultraep_kernels.contract import FULL_SPEED, IntArray
 from ultraep_kernels.host._compile import compiled
 
-__all__ = ["place_replicas"]
+__all__ = ["least_time", "place_replicas"]
 
 Counts = NDArray[np.int64]
 
@@ -29,7 +30,7 @@ Counts = NDArray[np.int64]
 @compiled
 def place_replicas(
     expert_load: Counts,
-    num_ranks: int,
+    speeds: Counts,
     num_slots: int,
     domain_size: int,
     grain: int,
@@ -41,7 +42,7 @@ def place_replicas(
 
     Args:
         expert_load: int64 (E,), assignments per logical expert.
-        num_ranks: R.
+        speeds: int64 (R,), each 1 to FULL_SPEED; only their ratios matter.
         num_slots: S.
         domain_size: ranks per domain; the last domain may be smaller.
         grain, first_wave, limit, sweeps: as in ``contract.Search``.
@@ -49,7 +50,9 @@ def place_replicas(
     Returns:
         slot_expert int32 (R, S), -1 empty, and slot_quota int64 (R, S), what each slot computes.
     """
+    num_ranks = speeds.size
     num_masters = expert_load.size // num_ranks
+    speeds = (speeds * FULL_SPEED + speeds.max() // 2) // speeds.max()
     rank_load = np.zeros(num_ranks, np.int64)
     for expert in range(expert_load.size):
         rank_load[expert // num_masters] += expert_load[expert]
@@ -57,23 +60,48 @@ def place_replicas(
     slot_quota = np.zeros((num_ranks, num_slots), np.int64)
     if num_slots == 0:
         return slot_expert, slot_quota
-    goal = 0  # no domain need be better than the best that the busiest one can reach
-    for first in range(0, num_ranks, domain_size):
-        members = rank_load[first : first + domain_size]
-        goal = max(goal, -(-members.sum() // members.size))
+    goal = least_time(rank_load, speeds, domain_size)
     goal += (goal + grain // 2) // grain
     for first in range(0, num_ranks, domain_size):
         last = min(first + domain_size, num_ranks)
         owned = expert_load[first * num_masters : last * num_masters]
         slots, quotas = slot_expert[first:last], slot_quota[first:last]
-        if rank_load[first:last].max() > goal:
-            load = rank_load[first:last]
-            _search(goal, first_wave, limit, sweeps, load, owned, slots, quotas)
+        load, speed = rank_load[first:last], speeds[first:last]
+        if _busiest(load, speed) > goal:
+            _search(goal, first_wave, limit, sweeps, load, speed, owned, slots, quotas)
             for rank in range(last - first):
                 for slot in range(num_slots):
                     if slots[rank, slot] >= 0:
                         slots[rank, slot] += first * num_masters
     return slot_expert, slot_quota
+
+
+@compiled
+def least_time(rank_load: Counts, speeds: Counts, domain_size: int) -> int:
+    """The least time by which every domain's ranks together can compute the domain's loads.
+
+    Args:
+        rank_load: int64 (R,), assignments.
+        speeds: int64 (R,), each 1 to FULL_SPEED.
+        domain_size: ranks per domain; the last domain may be smaller.
+
+    Returns:
+        Assignments at FULL_SPEED; no domain need be faster than the one that takes longest.
+    """
+    time = 0
+    for first in range(0, rank_load.size, domain_size):
+        members = speeds[first : first + domain_size]
+        total = rank_load[first : first + domain_size].sum()
+        low = -(-total * FULL_SPEED // members.sum())
+        high = low + -(-members.size * FULL_SPEED // members.sum())
+        while low < high:  # every rank may lack a part of an assignment
+            middle = (low + high) // 2
+            if _capacities(middle, members).sum() < total:
+                low = middle + 1
+            else:
+                high = middle
+        time = max(time, high)
+    return time
 
 
 @compiled
@@ -83,16 +111,17 @@ def _search(
     limit: int,
     sweeps: int,
     rank_load: Counts,
+    speeds: Counts,
     expert_load: Counts,
     best_slots: IntArray,
     best_quotas: Counts,
 ) -> None:
     """Attempt after attempt in one domain; the best one's slots stay in ``best_slots``."""
     num_masters = expert_load.size // rank_load.size
-    num_donors = (rank_load > goal).sum()
+    num_donors = (rank_load > _capacities(goal, speeds)).sum()
     slots, quotas = best_slots.copy(), best_quotas.copy()
     loads, left = rank_load.copy(), expert_load.copy()
-    best = (rank_load.max(), 0, 0)
+    best = (_busiest(rank_load, speeds), 0, 0)
     gap = 0  # between the goal and what the first wave reached
     for attempt in range(limit):
         if attempt >= first_wave and best[0] <= goal:
@@ -102,11 +131,13 @@ def _search(
         threshold = goal + gap * (attempt // 2 % 5) // 4
         loads[:] = rank_load
         left[:] = expert_load
-        _attempt(threshold, attempt % 2 == 0, attempt // 2, loads, left, slots, quotas)
-        if loads.max() > goal:
-            _relax(num_masters, sweeps, loads, left, slots, quotas)
+        _attempt(threshold, attempt % 2 == 0, attempt // 2, speeds, loads, left, slots, quotas)
+        time = _busiest(loads, speeds)
+        if time > goal:
+            _relax(num_masters, sweeps, speeds, loads, left, slots, quotas)
+            time = _busiest(loads, speeds)
         sent, total = _count_replicas(slots, num_masters)
-        found = (max(loads.max(), goal), sent, total)
+        found = (max(time, goal), sent, total)
         if found < best:
             best = found
             best_slots[:] = slots
@@ -120,6 +151,7 @@ def _attempt(
     threshold: int,
     tight: bool,
     seed: int,
+    speeds: Counts,
     rank_load: Counts,
     left: Counts,
     slots: IntArray,
@@ -128,9 +160,10 @@ def _attempt(
     """One greedy pass over one domain; expert numbers are the domain's own.
 
     Args:
-        threshold: load above which a rank must export; rises where a rank finds no target.
+        threshold: time after which no rank should compute; rises where a rank finds no target.
         tight: prefer the target that a donor's excess just fits, else the emptiest target.
         seed: 0 takes every choice by size, others weigh the sizes pseudo-randomly.
+        speeds: (R,), each 1 to FULL_SPEED.
         rank_load: (R,) assignments per rank, updated.
         left: (E,) assignments still on the master, updated.
         slots, quotas: (R, S), overwritten.
@@ -138,22 +171,24 @@ def _attempt(
     num_slots = slots.shape[1]
     slots[:] = -1
     quotas[:] = 0
+    room = _capacities(threshold, speeds) - rank_load
     step = 0
     while True:
-        donor = _pick_donor(rank_load, threshold, seed, step)
+        donor = _pick_donor(room, seed, step)
         if donor < 0:
             return
         step += 1
-        expert = _pick_expert(left, donor, left.size // rank_load.size, seed, step)
-        excess = rank_load[donor] - threshold
-        target = _pick_target(rank_load, slots, threshold, expert, excess, tight, seed, step)
+        expert = _pick_expert(left, donor, left.size // room.size, seed, step)
+        excess = -room[donor]
+        target = _pick_target(room, slots, expert, excess, tight, seed, step)
         if target < 0:
-            threshold = rank_load[donor]
+            threshold = _time(rank_load[donor], speeds[donor])
+            room[:] = _capacities(threshold, speeds) - rank_load
             continue
         slot = 0
         while slots[target, slot] >= 0:
             slot += 1
-        amount = threshold - rank_load[target]
+        amount = room[target]
         if slot < num_slots - 1 or slots[donor, num_slots - 1] >= 0:
             amount = min(amount, excess)
         amount = min(amount, left[expert])
@@ -162,18 +197,21 @@ def _attempt(
         left[expert] -= amount
         rank_load[donor] -= amount
         rank_load[target] += amount
+        room[donor] += amount
+        room[target] -= amount
 
 
 @compiled
 def _relax(
     num_masters: int,
     sweeps: int,
+    speeds: Counts,
     rank_load: Counts,
     left: Counts,
     slots: IntArray,
     quotas: Counts,
 ) -> None:
-    """Level each copy's rank with its master's in turn; never raises the larger of the two."""
+    """Level each copy's rank with its master's in turn; never raises the longer of their times."""
     for _ in range(sweeps):
         for rank in range(slots.shape[0]):
             for slot in range(slots.shape[1]):
@@ -181,10 +219,11 @@ def _relax(
                 if expert < 0:
                     continue
                 master = expert // num_masters
-                surplus = rank_load[master] - rank_load[rank]
-                amount = min(surplus // 2, left[expert])
+                both = speeds[master] + speeds[rank]
+                surplus = rank_load[master] * speeds[rank] - rank_load[rank] * speeds[master]
+                amount = min(surplus // both, left[expert])
                 if surplus < 0:
-                    amount = -min(-surplus // 2, quotas[rank, slot])
+                    amount = -min(-surplus // both, quotas[rank, slot])
                 quotas[rank, slot] += amount
                 left[expert] -= amount
                 rank_load[master] -= amount
@@ -196,13 +235,34 @@ def _relax(
 
 
 @compiled
-def _pick_donor(rank_load: Counts, threshold: int, seed: int, step: int) -> int:
-    """The rank furthest above the threshold, -1 if none is above."""
-    donor, most = -1, 0
+def _capacities(time: int, speeds: Counts) -> Counts:
+    """(R,) assignments that ranks with ``speeds`` (R,) compute by ``time``."""
+    return time * speeds // FULL_SPEED
+
+
+@compiled
+def _time(load: int, speed: int) -> int:
+    """The least time by which a rank with ``speed`` computes ``load`` assignments."""
+    return -(-load * FULL_SPEED // speed)
+
+
+@compiled
+def _busiest(rank_load: Counts, speeds: Counts) -> int:
+    """The largest ``_time`` of ``rank_load`` (R,)."""
+    time = 0
     for rank in range(rank_load.size):
-        excess = rank_load[rank] - threshold
-        if excess > 0:
-            weighted = _weigh(excess, seed, step, rank)
+        if time * speeds[rank] < rank_load[rank] * FULL_SPEED:
+            time = _time(rank_load[rank], speeds[rank])
+    return time
+
+
+@compiled
+def _pick_donor(room: Counts, seed: int, step: int) -> int:
+    """The rank furthest above its capacity, -1 if none is above."""
+    donor, most = -1, 0
+    for rank in range(room.size):
+        if room[rank] < 0:
+            weighted = _weigh(-room[rank], seed, step, rank)
             if weighted > most:
                 donor, most = rank, weighted
     return donor
@@ -221,9 +281,8 @@ def _pick_expert(left: Counts, donor: int, num_masters: int, seed: int, step: in
 
 @compiled
 def _pick_target(
-    rank_load: Counts,
+    room: Counts,
     slots: IntArray,
-    threshold: int,
     expert: int,
     excess: int,
     tight: bool,
@@ -234,15 +293,14 @@ def _pick_target(
     num_slots = slots.shape[1]
     target, most = -1, 0
     fitting, least = -1, 0
-    for rank in range(rank_load.size):
-        room = threshold - rank_load[rank]
-        if room <= 0 or slots[rank, num_slots - 1] >= 0 or _holds(slots, rank, expert):
+    for rank in range(room.size):
+        if room[rank] <= 0 or slots[rank, num_slots - 1] >= 0 or _holds(slots, rank, expert):
             continue
-        weighted = _weigh(room, seed, step, rank)
+        weighted = _weigh(room[rank], seed, step, rank)
         if weighted > most:
             target, most = rank, weighted
-        if room >= excess and (fitting < 0 or room < least):
-            fitting, least = rank, room
+        if room[rank] >= excess and (fitting < 0 or room[rank] < least):
+            fitting, least = rank, room[rank]
     return fitting if tight and fitting >= 0 else target
 
 

@@ -1,4 +1,4 @@
-"""plan: loads (R, E) of all ranks -> slot_expert, quota and one rank's share; the quota planner.
+"""plan: loads (R, E) and speeds -> slot_expert, quota and one rank's share; the quota planner.
 
 ``_plan_search`` finds where replicas go and what each computes, ``_plan_share`` splits that over
 source ranks. Twin: ``device.plan``.
@@ -7,11 +7,11 @@ source ranks. Twin: ``device.plan``.
 import numpy as np
 from numpy.typing import NDArray
 
-from ultraep_kernels.contract import Plan, search_of
-from ultraep_kernels.host._plan_search import place_replicas
+from ultraep_kernels.contract import FULL_SPEED, Plan, search_of
+from ultraep_kernels.host._plan_search import least_time, place_replicas
 from ultraep_kernels.host._plan_share import count_experts, split_quota
 
-__all__ = ["identity_plan", "plan"]
+__all__ = ["identity_plan", "least_time", "plan"]
 
 _MOST_ASSIGNMENTS = np.iinfo(np.int32).max  # of one expert: a quota is int32
 
@@ -22,6 +22,7 @@ def plan(
     source_rank: int,
     *,
     domain_size: int | None = None,
+    speeds: NDArray[np.int64] | None = None,
 ) -> Plan:
     """Plan one layer of one batch: the same slots and quotas on every rank, as on a device.
 
@@ -31,16 +32,21 @@ def plan(
         num_replica_slots: S, may be 0.
         source_rank: rank whose ``share`` is wanted.
         domain_size: copies stay within contiguous groups of this many ranks; None is all ranks.
+        speeds: int64 (R,), each 1 to FULL_SPEED; None is all ranks equally fast.
 
     Raises:
-        ValueError: ``loads`` is negative or too large.
+        ValueError: ``loads`` is negative or too large, a speed is out of range.
     """
     num_ranks, num_experts = loads.shape
     domain_size = min(domain_size or num_ranks, num_ranks)
     expert_load = _count(loads)
+    if speeds is None:
+        speeds = np.full(num_ranks, FULL_SPEED, np.int64)
+    elif speeds.min() < 1 or speeds.max() > FULL_SPEED:
+        raise ValueError(f"speeds are {speeds.tolist()}, must each be 1 to {FULL_SPEED}")
     search = search_of(domain_size, num_experts // num_ranks)
     slot_expert, slot_quota = place_replicas(
-        expert_load, num_ranks, num_replica_slots, domain_size, *search
+        expert_load, speeds, num_replica_slots, domain_size, *search
     )
     quota, share = split_quota(loads, expert_load, slot_expert, slot_quota, source_rank)
     return Plan(slot_expert=slot_expert, quota=quota, share=share)
