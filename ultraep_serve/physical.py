@@ -50,7 +50,9 @@ def forced_table(identity: NDArray[np.int32], speeds: NDArray[np.integer]) -> ND
     masters = identity[:-1].reshape(speeds.size, -1)
     turns = np.maximum(masters.shape[1] * _TURNS * speeds // speeds.max(), 1)
     place = np.concatenate([(np.arange(count) + 0.5) / count for count in turns])
-    experts = [masters[rank, np.arange(count) % masters.shape[1]] for rank, count in enumerate(turns)]
+    experts = [
+        masters[rank, np.arange(count) % masters.shape[1]] for rank, count in enumerate(turns)
+    ]
     return np.append(np.concatenate(experts)[np.argsort(place, kind="stable")], np.int32(-1))
 
 

@@ -123,9 +123,7 @@ class AgreedSpeeds:
 class RankSpeeds:
     """What this rank publishes, and the speeds (R,) that all ranks plan a batch with."""
 
-    def __init__(
-        self, setting: str, rank: int, num_ranks: int, costs: IntegerCosts | None
-    ) -> None:
+    def __init__(self, setting: str, rank: int, num_ranks: int, costs: IntegerCosts | None) -> None:
         """``setting`` as configured. Raises ConfigError, see ``fixed_speeds``."""
         self._configured = fixed_speeds(setting, num_ranks)
         self._rank = rank

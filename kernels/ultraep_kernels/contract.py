@@ -121,11 +121,6 @@ class Choice(NamedTuple):
     time: int = 0
 
 
-
-# Speeds of ranks are whole numbers from 1; the fastest rank has this one. A time is a number of
-# assignments at this speed.
-FULL_SPEED = 1024
-
 # Speeds of ranks are whole numbers from 1; the fastest rank has this one. A time is a number of
 # assignments at this speed.
 FULL_SPEED = 1024

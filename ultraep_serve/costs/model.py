@@ -175,9 +175,8 @@ def saved_picoseconds(
 ) -> int:
     """Time that following a plan saves, once loads are known; negative where it costs.
 
-    ``before`` and ``after`` are the assignments of the busiest rank, or where speeds differ its time
-    as that of so many. Only the slots that the
-    transfer fills are read beside the masters.
+    ``before`` and ``after`` are the assignments of the busiest rank, where speeds differ its time
+    as that of so many. Only the slots that the transfer fills are read beside the masters.
     """
     masters = shape.num_masters
     held = masters + transfer.busiest_receiver

@@ -1,7 +1,7 @@
 """What the sidecar asks of the ranks, in one shared page that they read before each batch.
 
-Policy, threshold and speeds are read by rank 0 only, which sends them to the others; whether to record
-routing is read by every rank.
+Policy, threshold and speeds are read by rank 0 only, which sends them to the others; whether to
+record routing is read by every rank.
 """
 
 import contextlib

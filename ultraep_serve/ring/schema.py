@@ -114,8 +114,8 @@ def _padded(layout: list[Any], itemsize: int) -> np.dtype[np.void]:
 HEADER_DTYPE = _padded(_HEADER_FIELDS, HEADER_BYTES)
 
 # The scalars at the front of a record, as struct and (below) as dtype: seq, crc, layer, batch,
-# time_ns, tokens, replicas, assignments, bytes_sent, bytes_received, experts_ns, stage_ns, decision,
-# policy.
+# time_ns, tokens, replicas, assignments, bytes_sent, bytes_received, experts_ns, stage_ns,
+# decision, policy.
 RECORD_HEAD = struct.Struct(f"<QIiQQIIQQQQ{len(Stage)}QBB6x")
 PAYLOAD_OFFSET = 12  # what the checksum covers starts after seq and crc
 
@@ -124,9 +124,10 @@ PAYLOAD_OFFSET = 12  # what the checksum covers starts after seq and crc
 def record_dtype(shape: ExpertShape) -> np.dtype[np.void]:
     """One record for ``shape``; its size is a multiple of 8 bytes.
 
-    ``load_before`` and ``load_after`` (R,) are assignments per rank, ``speed`` (R,) the speeds that
-    were planned with (FULL_SPEED: as fast as the fastest), ``slot_expert`` (R, S) the replicas, ``slot_load`` (R, S) what each of them computes, ``expert_load`` (E,) assignments per
-    logical expert. A master computes what its replicas do not.
+    ``load_before`` and ``load_after`` (R,) are assignments per rank, ``speed`` (R,) what was
+    planned with (FULL_SPEED: as fast as the fastest), ``slot_expert`` (R, S) the replicas,
+    ``slot_load`` (R, S) what each of them computes, ``expert_load`` (E,) assignments per logical
+    expert. A master computes what its replicas do not.
     """
     ranks, slots, experts = shape.num_ranks, shape.num_slots, shape.num_logical_experts
     layout: list[Any] = [
