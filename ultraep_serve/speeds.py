@@ -24,7 +24,6 @@ from ultraep_kernels.contract import FULL_SPEED
 
 from ultraep_serve.costs.model import IntegerCosts
 from ultraep_serve.errors import ConfigError
-from ultraep_serve.planner.speeds import full_speeds
 from ultraep_serve.types import SpeedSource
 
 __all__ = [
@@ -106,7 +105,7 @@ class AgreedSpeeds:
     """Speeds of all ranks (R,), from what they published; the same numbers on every rank."""
 
     def __init__(self, num_ranks: int) -> None:
-        self.values = full_speeds(num_ranks)
+        self.values = _full_speeds(num_ranks)
 
     def follow(self, picoseconds: Integers) -> None:
         """A batch begins; ``picoseconds`` (R,) per assignment, 0 where a rank knows nothing yet."""
@@ -129,7 +128,7 @@ class RankSpeeds:
         self._rank = rank
         self._own = OwnTime(costs)
         self._agreed = AgreedSpeeds(num_ranks)
-        self.values = full_speeds(num_ranks)
+        self.values = _full_speeds(num_ranks)
 
     def end_batch(self) -> int:
         """The batch before is over; returns what to publish, as ``OwnTime.picoseconds``."""
@@ -140,7 +139,7 @@ class RankSpeeds:
         """``values`` are now those from ``source``; what all ranks published (R,)."""
         self._agreed.follow(picoseconds)
         if source is SpeedSource.EQUAL:
-            self.values = full_speeds(self.values.size)
+            self.values = _full_speeds(self.values.size)
         elif source is SpeedSource.AUTO or self._configured is None:
             self.values = self._agreed.values
         else:
@@ -149,6 +148,11 @@ class RankSpeeds:
     def add_layer(self, nanoseconds: int, rank_load: Integers) -> None:
         """Experts of a layer took ``nanoseconds`` here; ``rank_load`` (R,) as computed."""
         self._own.add(nanoseconds, int(rank_load[self._rank]), int(rank_load.min()))
+
+
+def _full_speeds(num_ranks: int) -> NDArray[np.int64]:
+    """As ``planner.speeds``, which compiles; settings are read before anything may be compiled."""
+    return np.full(num_ranks, FULL_SPEED, np.int64)
 
 
 def parse_speeds(text: str) -> list[float]:

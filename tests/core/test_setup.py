@@ -91,7 +91,7 @@ def join_hosts(rank: int, run_path: Path, view: TokenView, costs: str) -> list[i
     assert header.policy is Policy.OFF
     records = ring.recent()
     assert (records["load_after"] == records["load_before"].mean(axis=1, keepdims=True)).all()
-    assert mean_floor(records["load_before"], 2) == 1.0
+    assert mean_floor(records, 2) == 1.0
     decisions: list[int] = records["decision"].tolist()
     return decisions
 

@@ -91,8 +91,8 @@ class BalancedLayers:
         and share the run directory.
         Returns when all ranks have come this far.
         Raises UnsupportedError for tensors that cannot be moved and for ranks that form no domains,
-        ConfigError where hosts were started with other flags or speeds do not fit, PeerTimeoutError when a rank does not
-        come.
+        ConfigError where hosts were started with other flags or there is not one speed per rank,
+        PeerTimeoutError when a rank does not come.
         """
         fixed_speeds(config.speeds, shape.num_ranks)
         location = find_location(config, rank, shape.num_ranks, group)

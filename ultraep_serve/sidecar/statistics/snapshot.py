@@ -3,10 +3,14 @@
 Imbalance is max/mean of assignments over ranks, per layer and batch. All ranks hold the same loads,
 so it is computed from the primary rank's records; bytes and times come from each rank's own.
 
+Time imbalance is the same of times, a rank's assignments over the speed that was planned with: the
+busiest rank's time over what it would be if all ended together. Where ranks are equally fast it is
+the imbalance.
+
 Savings: a layer is finished when its busiest rank is, so the engine's part of a layer (stage
 ``compute``: dispatch, expert kernel, combine) took as long as the busiest rank needed for its
 assignments. Without balancing it would have taken longer in proportion to the busiest rank's
-assignments by routing alone. This overstates the savings where a part of the engine's time does not
+time by routing alone. This overstates the savings where a part of the engine's time does not
 depend on the load.
 """
 
@@ -15,6 +19,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from ultraep_kernels.contract import FULL_SPEED
 
 from ultraep_serve.ring.schema import RecordArray, RingHeader
 from ultraep_serve.types import Stage
@@ -34,15 +39,17 @@ __all__ = [
     "Savings",
     "Spread",
     "avoided_seconds",
-    "floors",
     "imbalance_snapshot",
     "imbalances",
     "mean_floor",
     "rank_assignments",
+    "rank_speeds",
     "replica_count",
     "savings",
     "spent_seconds",
     "spread",
+    "time_imbalance_snapshot",
+    "time_imbalances",
 ]
 
 
@@ -65,7 +72,7 @@ class Savings(Documented):
 
     saved_seconds: float
     """Time of the engine's part of each layer that balancing avoided: the measured time, times
-    (assignments of the busiest rank before / after - 1)."""
+    (assignments of the busiest rank before / after - 1), over speeds where those differ."""
     spent_seconds: float
     """Time that balancing took: count, plan, replicate, reroute and wait on the slowest rank;
     exchange on the rank that waited least (the others wait for it, as they would at dispatch);
@@ -88,7 +95,8 @@ class Spread(Documented):
 
 @dataclass(frozen=True)
 class ImbalanceSnapshot(Documented):
-    """Max/mean of assignments over ranks, one value per MoE layer of a batch; 1.0 is perfect."""
+    """Max/mean over ranks, of assignments or times, one value per MoE layer of a batch; 1.0 is
+    perfect."""
 
     before: Spread
     """By routing alone, every token going to its expert's home rank."""
@@ -132,8 +140,9 @@ class LayerSnapshot(Documented):
     records: int
     """Batches in which the policy considered this layer's loads."""
     imbalance: ImbalanceSnapshot
+    time_imbalance: ImbalanceSnapshot
     floor: float
-    """The lowest possible mean of imbalance.after, as in the whole balance."""
+    """The lowest possible mean of time_imbalance.after, as in the whole balance."""
     replicas: ReplicaCount
     bytes_moved: int
     """Expert weights sent by the ranks of this host."""
@@ -149,6 +158,8 @@ class RankAssignments(Documented):
     """As computed."""
     mean: float
     """Of all ranks that share its layers."""
+    speed: float = 1.0
+    """Mean of the speeds that were planned with; 1.0 is as fast as the fastest rank."""
 
 
 @dataclass(frozen=True)
@@ -196,10 +207,13 @@ class BalanceSnapshot(Documented):
     phases: dict[str, PhaseSnapshot]
     """prefill; and decode: batches smaller than min_batch_tokens, which are left alone."""
     imbalance: ImbalanceSnapshot
+    """Of assignments."""
+    time_imbalance: ImbalanceSnapshot
+    """Of assignments over speeds, which quota evens out; the same where ranks are equally fast."""
     floor: float
-    """The lowest possible mean of imbalance.after. Weights move only inside a domain (a host or a
-    part of one), so for a layer of a batch it is the largest domain mean of assignments over the
-    mean of all ranks. 1.0 where all ranks are one domain."""
+    """The lowest possible mean of time_imbalance.after. Weights move only inside a domain (a host
+    or a part of one), so for a layer of a batch it is the largest domain mean of assignments (over
+    speeds) over the mean of all ranks. 1.0 where all ranks are one domain."""
     replicas: ReplicaCount
     bytes_moved: int
     """Expert weights sent by the ranks of this host."""
@@ -229,17 +243,27 @@ def imbalances(loads: NDArray[np.integer]) -> NDArray[np.float64]:
     return result
 
 
-def floors(loads: NDArray[np.integer], domain_size: int) -> NDArray[np.float64]:
-    """The lowest imbalance of each row of ``loads`` (n, R) that copies inside domains can reach."""
-    by_domain = loads.reshape(len(loads), -1, domain_size).sum(axis=2, dtype=np.int64)
-    return imbalances(by_domain)
+def time_imbalances(loads: NDArray[np.integer], speeds: NDArray[np.integer]) -> NDArray[np.float64]:
+    """As ``imbalances``, of times: each row of ``loads`` (n, R) over that of ``speeds`` (n, R)."""
+    total = loads.sum(axis=1, dtype=np.int64)
+    speeds = np.maximum(speeds, 1)  # 0 in a ring that somebody else wrote
+    peak = (loads / speeds).max(axis=1, initial=0) * speeds.sum(axis=1, dtype=np.int64)
+    result: NDArray[np.float64] = np.where(total > 0, peak / np.maximum(total, 1), 1.0)
+    return result
 
 
-def mean_floor(loads: NDArray[np.integer], domain_size: int) -> float:
-    """The mean of ``floors``; 1.0 where there are no ``loads`` (n, R)."""
-    if domain_size == loads.shape[1] or not len(loads):
+def mean_floor(records: RecordArray, domain_size: int) -> float:
+    """The mean over ``records`` of the lowest time imbalance that copies inside domains can reach.
+
+    1.0 where there are none.
+    """
+    if domain_size == records["load_before"].shape[1] or not len(records):
         return 1.0
-    return float(floors(loads, domain_size).mean())
+    by_domain = (
+        records[name].reshape(len(records), -1, domain_size).sum(axis=2, dtype=np.int64)
+        for name in ("load_before", "speed")
+    )
+    return float(time_imbalances(*by_domain).mean())
 
 
 def spread(values: NDArray[np.floating]) -> Spread:
@@ -258,12 +282,30 @@ def imbalance_snapshot(records: RecordArray) -> ImbalanceSnapshot:
     )
 
 
+def time_imbalance_snapshot(records: RecordArray) -> ImbalanceSnapshot:
+    """The time imbalance of ``records``."""
+    return ImbalanceSnapshot(
+        before=spread(time_imbalances(records["load_before"], records["speed"])),
+        after=spread(time_imbalances(records["load_after"], records["speed"])),
+    )
+
+
 def rank_assignments(records: RecordArray) -> list[RankAssignments]:
     """Assignments of every rank of the whole group, summed over the primary rank's ``records``."""
     before = records["load_before"].sum(axis=0, dtype=np.int64).tolist()
     after = records["load_after"].sum(axis=0, dtype=np.int64).tolist()
     mean = sum(before) / len(before)
-    return [RankAssignments(*pair, mean) for pair in zip(before, after, strict=True)]
+    speeds = [1.0] * len(before)
+    if len(records):
+        speeds = np.round(records["speed"].mean(axis=0) / FULL_SPEED, 4).tolist()
+    of_ranks = zip(before, after, speeds, strict=True)
+    return [RankAssignments(before, after, mean, speed) for before, after, speed in of_ranks]
+
+
+def rank_speeds(records: RecordArray) -> list[float]:
+    """Speeds of all ranks in the last of ``records``; none where there are no records."""
+    speeds: list[float] = (records["speed"][-1:].ravel() / FULL_SPEED).round(4).tolist()
+    return speeds
 
 
 def replica_count(replicas: NDArray[np.integer]) -> ReplicaCount:
@@ -276,10 +318,12 @@ def replica_count(replicas: NDArray[np.integer]) -> ReplicaCount:
 def avoided_seconds(records: RecordArray) -> NDArray[np.float64]:
     """Estimated time that balancing took off each of the primary rank's ``records`` (n,).
 
-    Negative where the busiest rank got more assignments than before.
+    Negative where the busiest rank got more than before.
     """
-    before = records["load_before"].max(axis=1, initial=0).astype(np.float64)
-    after = records["load_after"].max(axis=1, initial=0)
+    before, after = (
+        (records[name] * (FULL_SPEED / np.maximum(records["speed"], 1))).max(axis=1, initial=0)
+        for name in ("load_before", "load_after")
+    )
     seconds = records["stage_ns"][:, Stage.COMPUTE] / 1e9
     avoided: NDArray[np.float64] = seconds * (before / np.maximum(after, 1) - 1) * (after > 0)
     return avoided
