@@ -115,9 +115,9 @@ class BalanceConfig(_Settings):
         description="layers at or below this max/mean over ranks are left alone",
     )
     speeds: Annotated[str, BeforeValidator(_read_speeds)] = Field(
-        default="auto",
-        description="how fast ranks are, which work is shared out by: auto measures it while "
-        "serving; equal; or one number per rank, as 1.0,0.6",
+        default="equal",
+        description="how fast ranks are, by which work is shared out: equal; auto, which measures "
+        "it while serving; or one number per rank, as 1.0,0.6",
     )
     on_unsupported: Literal["error", "off"] = Field(
         default="error",

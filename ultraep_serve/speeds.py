@@ -116,7 +116,8 @@ class AgreedSpeeds:
         changed = np.maximum((stepped + _GRAIN // 2) // _GRAIN * _GRAIN, _LEAST_SPEED)
         kept = np.where(abs(found - self.values) > _BAND, changed, self.values)
         near_full = np.minimum(found, stepped) >= FULL_SPEED - _NEAR_FULL
-        self.values = np.where(near_full, FULL_SPEED, kept)
+        values = np.where(near_full, FULL_SPEED, kept)
+        self.values = values * FULL_SPEED // values.max()
 
 
 class RankSpeeds:

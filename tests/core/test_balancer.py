@@ -226,7 +226,7 @@ def test_ideal_gives_ranks_what_their_speeds_say() -> None:
 
 def test_speeds_that_ranks_measure_reach_the_plan() -> None:
     """Rank 1 publishes three times rank 0's time per assignment."""
-    rig = Rig(costs=replace(costs(0), per_assignment=10**8))
+    rig = Rig(costs=replace(costs(0), per_assignment=10**8), speeds="auto")
 
     def slower(row: np.ndarray) -> np.ndarray:
         other = row.copy()

@@ -130,6 +130,15 @@ def test_all_ranks_keep_theirs_until_every_one_has_measured() -> None:
     assert agreed.values.tolist() == [FULL_SPEED, FULL_SPEED, FULL_SPEED // 8]
 
 
+def test_the_fastest_rank_is_always_full() -> None:
+    agreed = AgreedSpeeds(2)
+    for picoseconds in ([200, 100], [100, 400]):
+        for _ in range(6):
+            agreed.follow(np.array(picoseconds))
+            assert agreed.values.max() == FULL_SPEED
+    assert agreed.values.tolist() == [FULL_SPEED, FULL_SPEED // 4]
+
+
 def test_the_source_can_change_between_batches() -> None:
     speeds = RankSpeeds("1.0,0.25", 0, 2, COSTS)
     published = np.array([100, 150])
