@@ -3,12 +3,11 @@
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from ultraep_kernels.contract import GOLDEN_DENOMINATOR, GOLDEN_NUMERATOR
 
 from ultraep_serve.types import IntArray
 
-__all__ = ["experts_sent", "forced_ids", "forced_table", "identity_table", "master_ids"]
-
-_TURNS = 32  # of every master of the fastest rank
+__all__ = ["experts_sent", "forced_ids", "identity_table", "master_ids"]
 
 
 def identity_table(num_logical_experts: int, num_ranks: int, num_slots: int) -> NDArray[np.int32]:
@@ -39,25 +38,18 @@ def master_ids(topk_ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     return table[topk_ids.long().clamp(-1, table.shape[0] - 1)]
 
 
-def forced_table(identity: NDArray[np.int32], speeds: NDArray[np.integer]) -> NDArray[np.int32]:
-    """Masters (N + 1,) that take turns, those of a rank as often as its speed of ``speeds`` (R,).
+def forced_ids(topk_ids: torch.Tensor, table: torch.Tensor, speeds: torch.Tensor) -> torch.Tensor:
+    """Force-balanced routing: masters in turn, whatever the router chose (wrong answers).
 
-    The last entry serves padding (-1); with equal speeds it is ``identity`` (E + 1,) of
-    ``identity_table``, where E is a multiple of R.
+    With unequal ``speeds`` (R,) each rank's come as often as its speed says.
     """
-    if (speeds == speeds[0]).all():
-        return identity
-    masters = identity[:-1].reshape(speeds.size, -1)
-    turns = np.maximum(masters.shape[1] * _TURNS * speeds // speeds.max(), 1)
-    place = np.concatenate([(np.arange(count) + 0.5) / count for count in turns])
-    experts = [
-        masters[rank, np.arange(count) % masters.shape[1]] for rank, count in enumerate(turns)
-    ]
-    return np.append(np.concatenate(experts)[np.argsort(place, kind="stable")], np.int32(-1))
-
-
-def forced_ids(topk_ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """Force-balanced routing: masters in turn, whatever the router chose (wrong answers)."""
     chosen = topk_ids >= 0  # padding takes no turn
     turn = (chosen.reshape(-1).cumsum(0) - 1).view(chosen.shape)
-    return torch.where(chosen, master_ids(turn % (table.shape[0] - 1), table), -1)
+    num_experts = table.shape[0] - 1
+    total, masters = speeds.sum(), num_experts // speeds.shape[0]
+    # A stride by the golden ratio meets every part of 0 to total evenly, however few its steps.
+    place = turn * (total * GOLDEN_NUMERATOR // GOLDEN_DENOMINATOR | 1) % total
+    rank = torch.bucketize(place, speeds.cumsum(0), right=True)
+    by_speed = rank * masters + turn % masters
+    expert = torch.where((speeds == speeds[0]).all(), turn % num_experts, by_speed)
+    return torch.where(chosen, master_ids(expert, table), -1)

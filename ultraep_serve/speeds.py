@@ -16,20 +16,21 @@ import statistics
 import time
 from collections import deque
 from contextlib import ContextDecorator
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from ultraep_kernels.contract import FULL_SPEED
+from ultraep_kernels.host.speeds import follow
 
 from ultraep_serve.costs.model import IntegerCosts
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.types import SpeedSource
 
 __all__ = [
-    "AgreedSpeeds",
     "OwnTime",
     "RankSpeeds",
+    "StreamMarks",
     "expert_clock",
     "fixed_speeds",
     "parse_speeds",
@@ -37,15 +38,17 @@ __all__ = [
 
 _BATCHES = 7  # whose median is published
 _LEAST_PICOSECONDS = 5 * 10**9  # of a batch, by the cost model; less is mostly disturbances
-_LEAST_SPEED = FULL_SPEED // 8  # of a rank that is slower: it still gets work, and is measured
-_BAND = FULL_SPEED // 12  # a difference to the speed in use that changes nothing
-_NEAR_FULL = FULL_SPEED // 24  # a difference to the fastest rank that counts as none
-_STEP = FULL_SPEED // 4  # the most that a speed changes from batch to batch
-_GRAIN = FULL_SPEED // 32  # speeds that are not full are multiples of this
-
 _AUTO, _EQUAL = SpeedSource.AUTO.value, SpeedSource.EQUAL.value
 
 Integers = NDArray[np.integer]
+
+
+class StreamMarks(Protocol):
+    """Marks in a device's stream, around experts that are only launched inside the clock."""
+
+    def begin_experts(self) -> None: ...
+
+    def end_experts(self) -> None: ...
 
 
 class _ExpertClock(ContextDecorator):
@@ -53,13 +56,18 @@ class _ExpertClock(ContextDecorator):
 
     def __init__(self) -> None:
         self._spent = self._since = 0
+        self.marks: StreamMarks | None = None  # of the layer that a device is to time instead
 
     def __enter__(self) -> "_ExpertClock":
+        if self.marks is not None:
+            self.marks.begin_experts()
         self._since = time.perf_counter_ns()
         return self
 
     def __exit__(self, *_: Any) -> None:
         self._spent += time.perf_counter_ns() - self._since
+        if self.marks is not None:
+            self.marks.end_experts()
 
     def take(self) -> int:
         """Nanoseconds since this was last asked."""
@@ -101,25 +109,6 @@ class OwnTime:
         return max(1, statistics.median_low(self._batches)) if enough else 0
 
 
-class AgreedSpeeds:
-    """Speeds of all ranks (R,), from what they published; the same numbers on every rank."""
-
-    def __init__(self, num_ranks: int) -> None:
-        self.values = _full_speeds(num_ranks)
-
-    def follow(self, picoseconds: Integers) -> None:
-        """A batch begins; ``picoseconds`` (R,) per assignment, 0 where a rank knows nothing yet."""
-        if (picoseconds <= 0).any():
-            return
-        found = int(picoseconds.min()) * FULL_SPEED // picoseconds.astype(np.int64)
-        stepped = np.clip(found, self.values - _STEP, self.values + _STEP)
-        changed = np.maximum((stepped + _GRAIN // 2) // _GRAIN * _GRAIN, _LEAST_SPEED)
-        kept = np.where(abs(found - self.values) > _BAND, changed, self.values)
-        near_full = np.minimum(found, stepped) >= FULL_SPEED - _NEAR_FULL
-        values = np.where(near_full, FULL_SPEED, kept)
-        self.values = values * FULL_SPEED // values.max()
-
-
 class RankSpeeds:
     """What this rank publishes, and the speeds (R,) that all ranks plan a batch with."""
 
@@ -128,8 +117,7 @@ class RankSpeeds:
         self._configured = fixed_speeds(setting, num_ranks)
         self._rank = rank
         self._own = OwnTime(costs)
-        self._agreed = AgreedSpeeds(num_ranks)
-        self.values = _full_speeds(num_ranks)
+        self._agreed = self.values = _full_speeds(num_ranks)
 
     def end_batch(self) -> int:
         """The batch before is over; returns what to publish, as ``OwnTime.picoseconds``."""
@@ -138,11 +126,11 @@ class RankSpeeds:
 
     def begin_batch(self, picoseconds: Integers, source: SpeedSource) -> None:
         """``values`` are now those from ``source``; what all ranks published (R,)."""
-        self._agreed.follow(picoseconds)
+        self._agreed = follow(picoseconds, self._agreed)
         if source is SpeedSource.EQUAL:
             self.values = _full_speeds(self.values.size)
         elif source is SpeedSource.AUTO or self._configured is None:
-            self.values = self._agreed.values
+            self.values = self._agreed
         else:
             self.values = self._configured
 

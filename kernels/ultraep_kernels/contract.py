@@ -24,6 +24,7 @@ __all__ = [
     "POLICY",
     "SMALL_DOMAIN",
     "SPEEDS",
+    "SPEED_LIMITS",
     "THRESHOLD",
     "TIME",
     "UNKNOWN",
@@ -124,6 +125,19 @@ class Choice(NamedTuple):
 # Speeds of ranks are whole numbers from 1; the fastest rank has this one. A time is a number of
 # assignments at this speed.
 FULL_SPEED = 1024
+
+
+class SpeedLimits(NamedTuple):
+    """How speeds follow what ranks measure, all in parts of FULL_SPEED."""
+
+    band: int = FULL_SPEED // 12  # a difference to the speed in use that changes nothing
+    near_full: int = FULL_SPEED // 24  # a difference to the fastest rank that counts as none
+    step: int = FULL_SPEED // 4  # the most that a speed changes from batch to batch
+    grain: int = FULL_SPEED // 32  # speeds that are not full are about multiples of this
+    least: int = FULL_SPEED // 8  # of any rank: it still gets work, and is measured
+
+
+SPEED_LIMITS = SpeedLimits()
 
 FLAG_BYTES = 64  # a flag of the exchange has a cache line of its own
 

@@ -19,7 +19,7 @@ from ultraep_serve.errors import UnsupportedError
 from ultraep_serve.ring.control import ControlPage
 from ultraep_serve.ring.reader import RingReader
 from ultraep_serve.ring.schema import RingState, ring_path
-from ultraep_serve.sidecar.statistics.snapshot import mean_floor
+from ultraep_serve.sidecar.statistics.figures import mean_floor
 from ultraep_serve.topology import Location
 from ultraep_serve.types import Decision, ExpertShape, Policy, TokenView
 

@@ -12,14 +12,13 @@ from ultraep_serve.ring.reader import RingReader
 from ultraep_serve.ring.recorder import Recorder
 from ultraep_serve.ring.schema import ring_path
 from ultraep_serve.sidecar.statistics.batches import batch_snapshots, count_batches
-from ultraep_serve.sidecar.statistics.snapshot import (
-    BalanceSnapshot,
-    RankView,
+from ultraep_serve.sidecar.statistics.figures import (
     imbalances,
     mean_floor,
     rank_speeds,
     time_imbalances,
 )
+from ultraep_serve.sidecar.statistics.snapshot import BalanceSnapshot, RankView
 from ultraep_serve.sidecar.statistics.summary import layer_detail, summarise
 from ultraep_serve.sidecar.statistics.timeline import Timeline
 from ultraep_serve.sidecar.statistics.window import Window

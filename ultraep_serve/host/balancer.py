@@ -38,7 +38,6 @@ from ultraep_serve.host.fabric import HostFabric
 from ultraep_serve.physical import (
     experts_sent,
     forced_ids,
-    forced_table,
     identity_table,
     master_ids,
 )
@@ -257,8 +256,7 @@ class HostBalancer:
         self, topk_ids: torch.Tensor, plan: Plan | None, decision: Decision
     ) -> torch.Tensor:
         if decision is Decision.FORCED:
-            turns = forced_table(self._identity.numpy(), self._speeds.values)
-            return forced_ids(topk_ids, torch.from_numpy(turns))
+            return forced_ids(topk_ids, self._identity, torch.from_numpy(self._speeds.values))
         if plan is None:
             return self.identity(topk_ids)
         return reroute(topk_ids, plan.share, plan.slot_expert, self._shape.num_masters)

@@ -23,12 +23,12 @@ from ultraep_serve.sidecar.statistics.batches import (
     batch_snapshot,
     batch_snapshots,
 )
-from ultraep_serve.sidecar.statistics.snapshot import (
-    BalanceSnapshot,
+from ultraep_serve.sidecar.statistics.figures import (
     mean_floor,
     rank_speeds,
     time_imbalance_snapshot,
 )
+from ultraep_serve.sidecar.statistics.snapshot import BalanceSnapshot
 from ultraep_serve.sidecar.statistics.summary import (
     Heatmap,
     LayerDetail,

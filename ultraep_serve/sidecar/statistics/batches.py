@@ -6,17 +6,19 @@ from dataclasses import dataclass
 import numpy as np
 
 from ultraep_serve.ring.schema import RecordArray
-from ultraep_serve.sidecar.statistics.snapshot import (
-    SCHEMA_VERSION,
-    Documented,
-    ImbalanceSnapshot,
-    RankAssignments,
+from ultraep_serve.sidecar.statistics.figures import (
     avoided_seconds,
     imbalance_snapshot,
     imbalances,
     rank_assignments,
     time_imbalance_snapshot,
     time_imbalances,
+)
+from ultraep_serve.sidecar.statistics.snapshot import (
+    SCHEMA_VERSION,
+    Documented,
+    ImbalanceSnapshot,
+    RankAssignments,
 )
 from ultraep_serve.sidecar.statistics.window import outcome
 from ultraep_serve.types import Decision, ExpertShape, Policy, Stage

@@ -4,7 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ultraep_serve.ring.schema import RecordArray
-from ultraep_serve.sidecar.statistics.snapshot import (
+from ultraep_serve.sidecar.statistics.figures import (
     avoided_seconds,
     imbalances,
     savings,

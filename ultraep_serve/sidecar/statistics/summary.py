@@ -10,6 +10,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ultraep_serve.ring.schema import RecordArray, RingHeader
+from ultraep_serve.sidecar.statistics.figures import (
+    avoided_seconds,
+    imbalance_snapshot,
+    imbalances,
+    mean_floor,
+    rank_assignments,
+    replica_count,
+    savings,
+    spent_seconds,
+    spread,
+    time_imbalance_snapshot,
+)
 from ultraep_serve.sidecar.statistics.snapshot import (
     SCHEMA_VERSION,
     BalanceSnapshot,
@@ -23,16 +35,6 @@ from ultraep_serve.sidecar.statistics.snapshot import (
     RankView,
     Savings,
     Spread,
-    avoided_seconds,
-    imbalance_snapshot,
-    imbalances,
-    mean_floor,
-    rank_assignments,
-    replica_count,
-    savings,
-    spent_seconds,
-    spread,
-    time_imbalance_snapshot,
 )
 from ultraep_serve.sidecar.statistics.window import Window, outcome
 from ultraep_serve.types import Decision, Policy, Stage

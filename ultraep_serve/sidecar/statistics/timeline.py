@@ -7,16 +7,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ultraep_serve.ring.schema import RecordArray
+from ultraep_serve.sidecar.statistics.figures import (
+    avoided_seconds,
+    imbalances,
+    spent_seconds,
+    time_imbalances,
+)
 from ultraep_serve.sidecar.statistics.snapshot import (
     SCHEMA_VERSION,
     Documented,
     ImbalanceSnapshot,
     Savings,
     Spread,
-    avoided_seconds,
-    imbalances,
-    spent_seconds,
-    time_imbalances,
 )
 from ultraep_serve.types import Decision, Stage
 
