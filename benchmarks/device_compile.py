@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 import harness
 import torch
 import triton
-from ultraep_kernels.contract import HEADER_WIDTH
+from ultraep_kernels.contract import FULL_SPEED, HEADER_WIDTH
 from ultraep_kernels.device.count import count
 from ultraep_kernels.device.exchange import exchange, new_epoch, write_row
 from ultraep_kernels.device.offline import KernelFacts, Launch, compile_launch, recorded_launches
@@ -86,11 +86,11 @@ def launches_of(case: Case) -> list[Launch]:
     chunks = torch.zeros((CHUNKS, 3), dtype=torch.int64)
     tables = StreamTables(tensors, addresses, tensors, tensors, chunks, addresses, CHUNKS)
     choice = torch.zeros(4, dtype=torch.int32)
+    speeds = torch.full((ranks,), FULL_SPEED, dtype=torch.int32)
     with recorded_launches() as launches:
         counted = count(ids, case.num_experts)
         row = write_row(counted.load, counted.unknown, choice, has_load=True)
         rows = exchange(row, addresses, 1, epoch, status, PATIENCE_NS)
-        speeds = torch.zeros(ranks, dtype=torch.int32)
         choose_speeds(rows, None, speeds, speeds)
         found = plan(
             rows[:, HEADER_WIDTH:],
@@ -98,6 +98,7 @@ def launches_of(case: Case) -> list[Launch]:
             1,
             status,
             domain_size=case.domain_size,
+            speeds=speeds,
             gate=Gate(1.02, 900_000, 4_000_000, 30_000_000, 50_000_000),
             rows=rows,
         )

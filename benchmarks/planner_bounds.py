@@ -2,8 +2,9 @@
 
     python benchmarks/planner_bounds.py --traces DIR --json benchmarks/results/planner_bounds.json
 
-Loads as in planner_quality.py: real traces if given, and Zipf-like ones. The optimum is a
-mixed-integer program (HiGHS) and takes seconds a case, so only 64 experts on 8 ranks are solved.
+Loads and speeds as in planner_quality.py: real traces if given, and Zipf-like ones. The optimum is
+a mixed-integer program (HiGHS) and takes seconds a case, so only 64 experts on 8 ranks are solved.
+Domains and the plain greedy are looked at with equal speeds.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import numpy as np
 from planner_quality import Cases, trace_cases, zipf_cases
 
 from tests.support.references import greedy_plan, least_largest_load
+from ultraep_serve.costs.model import transfer_of
 from ultraep_serve.planner.checks import imbalance_floor
 from ultraep_serve.planner.quota import plan_quota
 from ultraep_serve.types import ExpertShape, imbalance
@@ -28,9 +30,13 @@ def main() -> None:
     parser = harness.parser(__doc__)
     parser.add_argument("--traces", type=Path, help="directory of .npz traces (default: none)")
     parser.add_argument("--zipf-cases", type=int, default=5, help="per size and imbalance")
+    tables = {table.__name__: table for table in (optimum, domains, greedy)}
+    parser.add_argument("--tables", nargs="+", choices=tables, default=list(tables))
+    parser.add_argument("--slots", type=int, nargs="+", default=[1], help="of the optimum")
+    parser.add_argument("--slowest", type=float, default=1.0, metavar="X", help="of the optimum")
     args = parser.parse_args()
     args.batch_tokens = [2048]
-    harness.write(args.json, {table.__name__: table(args) for table in (optimum, domains, greedy)})
+    harness.write(args.json, {name: tables[name](args) for name in args.tables})
 
 
 def cases(args: argparse.Namespace, ranks: list[int]) -> Iterator[Cases]:
@@ -43,24 +49,25 @@ def cases(args: argparse.Namespace, ranks: list[int]) -> Iterator[Cases]:
 
 
 def optimum(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Imbalance above the least possible, 8 ranks and one slot."""
+    """Imbalance above the least possible, 8 ranks."""
     args.ranks = [8]
     rows = []
     for case in trace_cases(args):
-        gaps, bests, reached = [], [], []
-        for loads in case.loads:
-            mean = loads.sum() / 8
-            best, bound = (load / mean for load in least_largest_load(loads.sum(0), 8, 1))
-            ours = after(loads, 1)
-            gaps.append(ours - bound)
-            bests.append(best)
-            reached.append(ours)
-        figures = {
-            "after": spread(reached),
-            "optimum": spread(bests),
-            "gap_to_lower_bound": spread(gaps),
-        }
-        rows.append(row("optimum", case, 1, figures))
+        for num_slots in args.slots:
+            gaps, bests, reached = [], [], []
+            for loads, speeds in zip(case.loads, case.speeds, strict=True):
+                least = least_largest_load(loads.sum(0), 8, num_slots, speeds=speeds)
+                best, bound = (time * speeds.sum() / loads.sum() for time in least)
+                ours = after(loads, num_slots, speeds=speeds)
+                gaps.append(ours - bound)
+                bests.append(best)
+                reached.append(ours)
+            figures = {
+                "after": spread(reached),
+                "optimum": spread(bests),
+                "gap_to_lower_bound": spread(gaps),
+            }
+            rows.append(row("optimum", case, num_slots, figures))
     return rows
 
 
@@ -87,7 +94,7 @@ def greedy(args: argparse.Namespace) -> list[dict[str, Any]]:
     for case in cases(args, [8, 16, 32, 64, 72]):
         num_ranks, num_experts = case.loads[0].shape
         for num_slots in (2, 1):
-            worse, ours, theirs, same = 0, [], [], []
+            worse, more, ours, theirs, same = 0, [], [], [], []
             for loads in case.loads[:40]:
                 plan = plan_quota(loads, ExpertShape(num_ranks, num_experts, num_slots), 0)
                 slots, load = greedy_plan(loads.sum(0), num_ranks, num_slots)
@@ -96,6 +103,9 @@ def greedy(args: argparse.Namespace) -> list[dict[str, Any]]:
                 worse += ours[-1] > theirs[-1] + 1 / 256
                 if abs(ours[-1] - theirs[-1]) <= BALANCED:
                     same.append(((plan.slot_expert >= 0).sum(), (slots >= 0).sum()))
+                    if same[-1][0] > same[-1][1]:
+                        masters = num_experts // num_ranks
+                        more.append((sender(plan.slot_expert, masters), sender(slots, masters)))
             replicas = np.sum(same, axis=0) if same else (0, 0)
             figures = {
                 "cases": len(ours),
@@ -106,6 +116,8 @@ def greedy(args: argparse.Namespace) -> list[dict[str, Any]]:
                 "replicas_over_greedys_there": float(replicas[0] / replicas[1])
                 if replicas[1]
                 else None,
+                "more_replicas_than_greedy": len(more),
+                "of_these_greedy_has_a_busier_sender": sum(own < other for own, other in more),
             }
             rows.append(row("greedy", case, num_slots, figures))
     return rows
@@ -120,10 +132,21 @@ def row(table: str, case: Cases, num_slots: int, figures: dict[str, Any]) -> dic
     return made
 
 
-def after(loads: np.ndarray, num_slots: int, domain_size: int | None = None) -> float:
-    """Imbalance that the quota planner leaves of ``loads`` (R, E)."""
+def after(
+    loads: np.ndarray,
+    num_slots: int,
+    domain_size: int | None = None,
+    speeds: np.ndarray | None = None,
+) -> float:
+    """Imbalance that the quota planner leaves of ``loads`` (R, E), with ``speeds`` (R,) of time."""
     shape = ExpertShape(*loads.shape, num_slots)
-    return imbalance(plan_quota(loads, shape, 0, domain_size=domain_size).quota.sum(0))
+    plan = plan_quota(loads, shape, 0, domain_size=domain_size, speeds=speeds)
+    return imbalance(plan.quota.sum(0), speeds)
+
+
+def sender(slot_expert: np.ndarray, num_masters: int) -> int:
+    """Replicas sent by the rank that sends most."""
+    return transfer_of(slot_expert, num_masters).busiest_sender
 
 
 def spread(values: list[float]) -> dict[str, float]:

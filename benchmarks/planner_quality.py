@@ -4,7 +4,9 @@
 
 Every layer of every batch of a trace is one case, its tokens split evenly over the source ranks.
 Zipf cases have 1024 tokens per rank, with the given exponents, or those that meet an imbalance.
-Rows are timed in turn, so that all of them see the same machine.
+With --slowest ranks are not equally fast, and imbalances are of time: the busiest rank's over the
+fractional optimum, all ranks' loads over all ranks' speeds. Every case draws its speeds. Rows are
+timed in turn, so that all of them see the same machine.
 """
 
 import argparse
@@ -21,6 +23,7 @@ from ultraep_kernels.contract import HEADER_WIDTH
 from ultraep_serve.offline.store import load_trace
 from ultraep_serve.offline.trace import batches
 from ultraep_serve.planner.quota import plan_quota, warm_up
+from ultraep_serve.planner.speeds import full_speeds, whole_speeds
 from ultraep_serve.types import ExpertShape, imbalance
 
 ZIPF_SIZES = ((2, 16, 8), (8, 128, 8), (32, 128, 8), (64, 256, 8), (64, 512, 8), (72, 504, 8))
@@ -35,12 +38,13 @@ class Cases:
 
     name: str
     loads: list[np.ndarray]  # each (R, E)
+    speeds: list[np.ndarray]  # each (R,)
 
 
 def main() -> None:
     """Print the table; write it with the machine and the command to --json."""
     args = parse_arguments()
-    zipf = zipf_cases(args.zipf_cases, args.sizes, args.exponents)
+    zipf = zipf_cases(args.zipf_cases, args.sizes, args.exponents, args.slowest)
     chosen = [(c, num_slots) for c in (*trace_cases(args), *zipf) for num_slots in args.slots]
     rows = [judge(cases, num_slots) for cases, num_slots in chosen]
     seconds: list[list[float]] = [[] for _ in chosen]
@@ -48,12 +52,12 @@ def main() -> None:
         for spent, (cases, num_slots) in zip(seconds, chosen, strict=True):
             spent += time_plans(cases, num_slots)
     print(f"{'cases':24} {'R':>3} {'E':>4} {'S':>2} {'n':>5} {'before':>7} {'after':>7} "
-          f"{'worst':>7} {'sender':>7} {'copies':>7} {'us':>6}")  # fmt: skip
+          f"{'worst':>7} {'counts':>7} {'sender':>7} {'copies':>7} {'us':>6}")  # fmt: skip
     for row, spent in zip(rows, seconds, strict=True):
         row["median_microseconds"] = float(np.median(spent)) * 1e6  # a plan, one rank's share
         print("{name:24} {num_ranks:3} {num_experts:4} {num_slots:2} {cases:5} {before:7.3f} "
-              "{after:7.4f} {worst_after:7.4f} {busiest_sender:7.2f} {replicas:7.1f} "
-              "{median_microseconds:6.0f}".format(**row))  # fmt: skip
+              "{after:7.4f} {worst_after:7.4f} {by_count_after:7.4f} {busiest_sender:7.2f} "
+              "{replicas:7.1f} {median_microseconds:6.0f}".format(**row))  # fmt: skip
     harness.write(args.json, {"rows": rows})
 
 
@@ -67,6 +71,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--zipf-cases", type=int, default=20, help="per size and skew")
     parser.add_argument("--sizes", type=size, nargs="+", default=ZIPF_SIZES, metavar="R,E,K")
     parser.add_argument("--exponents", type=float, nargs="+", default=(), help="of Zipf loads")
+    speeds = "speeds are drawn from X to 1 (default: all ranks equally fast)"
+    parser.add_argument("--slowest", type=float, default=1.0, metavar="X", help=speeds)
     parser.add_argument("--repeat", type=int, default=3, help="timed plans per case")
     return parser.parse_args()
 
@@ -78,7 +84,15 @@ def trace_cases(args: argparse.Namespace) -> Iterator[Cases]:
         for num_ranks in args.ranks:
             for tokens in args.batch_tokens:
                 loads = [layer for batch in batches(trace, tokens, num_ranks) for layer in batch]
-                yield Cases(f"{path.stem} {tokens} tokens", loads)
+                yield cases_of(f"{path.stem} {tokens} tokens", loads, args.slowest)
+
+
+def cases_of(name: str, loads: list[np.ndarray], slowest: float) -> Cases:
+    """``loads`` with speeds drawn from ``slowest`` to 1, the same in every run."""
+    num_ranks, rng = loads[0].shape[0], np.random.default_rng(1)
+    if slowest == 1:
+        return Cases(name, loads, [full_speeds(num_ranks)] * len(loads))
+    return Cases(name, loads, [whole_speeds(rng.uniform(slowest, 1, num_ranks)) for _ in loads])
 
 
 def size(text: str) -> Size:
@@ -88,7 +102,10 @@ def size(text: str) -> Size:
 
 
 def zipf_cases(
-    count: int, sizes: Sequence[Size] = ZIPF_SIZES, exponents: Sequence[float] = ()
+    count: int,
+    sizes: Sequence[Size] = ZIPF_SIZES,
+    exponents: Sequence[float] = (),
+    slowest: float = 1.0,
 ) -> Iterator[Cases]:
     """Skewed popularity in random order, drawn anew for each of ``count`` loads."""
     rng = np.random.default_rng(0)
@@ -98,7 +115,7 @@ def zipf_cases(
                 draw(rng, num_ranks, top_k, zipf(rng.permutation(num_experts), exponent))
                 for _ in range(count)
             ]
-            yield Cases(f"zipf exponent {exponent}", loads)
+            yield cases_of(f"zipf exponent {exponent}", loads, slowest)
         if exponents:
             continue
         for wanted in ZIPF_IMBALANCES if num_ranks > 2 else (1.6, 1.9):
@@ -106,7 +123,7 @@ def zipf_cases(
                 draw(rng, num_ranks, top_k, weight_of(rng, num_ranks, num_experts, wanted))
                 for _ in range(count)
             ]
-            yield Cases(f"zipf {wanted}", loads)
+            yield cases_of(f"zipf {wanted}", loads, slowest)
 
 
 def draw(rng: np.random.Generator, num_ranks: int, top_k: int, weight: np.ndarray) -> np.ndarray:
@@ -138,12 +155,13 @@ def imbalance_of(expert_load: np.ndarray, num_ranks: int) -> float:
 def judge(cases: Cases, num_slots: int) -> dict[str, Any]:
     """How well every case is balanced; means over cases unless named otherwise."""
     shape = shape_of(cases, num_slots)
-    before, after, senders, replicas = [], [], [], []
-    for loads in cases.loads:
-        plan = plan_quota(loads, shape, 0)
+    before, after, by_count, senders, replicas = [], [], [], [], []
+    for loads, speeds in zip(cases.loads, cases.speeds, strict=True):
+        plan = plan_quota(loads, shape, 0, speeds=speeds)
         masters = plan.slot_expert[plan.slot_expert >= 0] // shape.num_masters
-        before.append(imbalance_of(loads.sum(0), shape.num_ranks))
-        after.append(imbalance(plan.quota.sum(0)))
+        before.append(imbalance(loads.sum(0).reshape(shape.num_ranks, -1).sum(1), speeds))
+        after.append(imbalance(plan.quota.sum(0), speeds))
+        by_count.append(imbalance(plan_quota(loads, shape, 0).quota.sum(0), speeds))
         senders.append(np.bincount(masters, minlength=1).max())
         replicas.append(masters.size)
     return {
@@ -155,6 +173,7 @@ def judge(cases: Cases, num_slots: int) -> dict[str, Any]:
         "before": float(np.mean(before)),  # imbalance on masters
         "after": float(np.mean(after)),
         "worst_after": max(after),
+        "by_count_after": float(np.mean(by_count)),  # of a plan that evens out counts
         "busiest_sender": float(np.mean(senders)),  # replicas sent by the rank that sends most
         "replicas": float(np.mean(replicas)),
     }
@@ -165,11 +184,11 @@ def time_plans(cases: Cases, num_slots: int) -> list[float]:
     shape = shape_of(cases, num_slots)
     warm_up(shape)
     seconds = []
-    for case in cases.loads:
+    for case, speeds in zip(cases.loads, cases.speeds, strict=True):
         rows = np.pad(case.astype(np.int64), ((0, 0), (HEADER_WIDTH, 0)))
         loads = rows[:, HEADER_WIDTH:]
         start = time.perf_counter()
-        plan_quota(loads, shape, 0)
+        plan_quota(loads, shape, 0, speeds=speeds)
         seconds.append(time.perf_counter() - start)
     return seconds
 

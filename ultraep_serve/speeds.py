@@ -15,13 +15,13 @@ Noise must not change a plan, and a plan must not change what is measured:
 import statistics
 import time
 from collections import deque
+from collections.abc import Sequence
 from contextlib import ContextDecorator
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from ultraep_kernels.contract import FULL_SPEED
-from ultraep_kernels.host.speeds import follow
+from ultraep_kernels.host.speeds import follow, full_speeds, whole_speeds
 
 from ultraep_serve.costs.model import IntegerCosts
 from ultraep_serve.errors import ConfigError
@@ -117,7 +117,7 @@ class RankSpeeds:
         self._configured = fixed_speeds(setting, num_ranks)
         self._rank = rank
         self._own = OwnTime(costs)
-        self._agreed = self.values = _full_speeds(num_ranks)
+        self._agreed = self.values = full_speeds(num_ranks)
 
     def end_batch(self) -> int:
         """The batch before is over; returns what to publish, as ``OwnTime.picoseconds``."""
@@ -128,7 +128,7 @@ class RankSpeeds:
         """``values`` are now those from ``source``; what all ranks published (R,)."""
         self._agreed = follow(picoseconds, self._agreed)
         if source is SpeedSource.EQUAL:
-            self.values = _full_speeds(self.values.size)
+            self.values = full_speeds(self.values.size)
         elif source is SpeedSource.AUTO or self._configured is None:
             self.values = self._agreed
         else:
@@ -139,23 +139,18 @@ class RankSpeeds:
         self._own.add(nanoseconds, int(rank_load[self._rank]), int(rank_load.min()))
 
 
-def _full_speeds(num_ranks: int) -> NDArray[np.int64]:
-    """As ``planner.speeds``, which compiles; settings are read before anything may be compiled."""
-    return np.full(num_ranks, FULL_SPEED, np.int64)
-
-
-def parse_speeds(text: str) -> list[float]:
-    """Numbers of a setting like "1.0,0.6"; none for "auto" and "equal". Raises ValueError."""
-    if text in (_AUTO, _EQUAL):
-        return []
+def parse_speeds(text: str, words: Sequence[str] = (_AUTO, _EQUAL)) -> tuple[float, ...]:
+    """Numbers of a setting like "1.0,0.6"; none for one of ``words``. Raises ValueError."""
+    if text in words:
+        return ()
     try:
-        values = [float(part) for part in text.split(",")]
+        values = tuple(float(part) for part in text.split(","))
     except ValueError:
-        values = [0.0]
+        values = (0.0,)
     if not all(0 < value <= 1 for value in values):
         raise ValueError(
-            f"{text!r} is none of {_AUTO!r}, {_EQUAL!r}, or one number per rank like 1.0,0.6, each "
-            "more than 0 and at most 1"
+            f"{text!r} must be {' or '.join(words)}, or one number per rank like 1.0,0.6, each "
+            "above 0 and at most 1"
         )
     return values
 
@@ -167,8 +162,7 @@ def fixed_speeds(text: str, num_ranks: int) -> NDArray[np.int64] | None:
     """
     if text == _AUTO:
         return None
-    values = parse_speeds(text) or [1.0] * num_ranks
-    if len(values) != num_ranks:
+    values = parse_speeds(text)
+    if values and len(values) != num_ranks:
         raise ConfigError(f"speeds = {text!r} has {len(values)} numbers for {num_ranks} ranks")
-    speeds = np.rint(np.array(values) / max(values) * FULL_SPEED).astype(np.int64)
-    return np.maximum(speeds, 1)
+    return whole_speeds(values) if values else full_speeds(num_ranks)

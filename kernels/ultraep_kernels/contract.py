@@ -154,6 +154,7 @@ _GRAIN = 512
 _FIRST_WORK = 1 << 13  # visits spent on few replicas where the load can be balanced
 _WORK = 1 << 15  # visits spent in all where it cannot
 _RELAX_SWEEPS = 8
+_THRIFTY = 3
 
 
 class Search(NamedTuple):
@@ -163,6 +164,7 @@ class Search(NamedTuple):
     first: int  # attempts of the first wave, all of them at the goal
     limit: int  # attempts of both waves
     sweeps: int  # over all slots, where an attempt ends unbalanced
+    thrifty: int  # attempts after both waves, for fewer replicas; each at 1/grain more than before
 
 
 def search_of(domain_size: int, num_masters: int) -> Search:
@@ -173,4 +175,4 @@ def search_of(domain_size: int, num_masters: int) -> Search:
     visits = max(1, domain_size * (domain_size + num_masters))
     first = min(max(_FIRST_WORK // visits, 4), 16)
     limit = min(max(_WORK // visits, 8), 64)
-    return Search(_GRAIN, first, limit, _RELAX_SWEEPS)
+    return Search(_GRAIN, first, limit, _RELAX_SWEEPS, _THRIFTY)

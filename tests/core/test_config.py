@@ -68,7 +68,7 @@ def test_wrong_answers_have_to_be_asked_for() -> None:
         ("[]", "JSON object"),
         (
             '{"speeds": "1.0,2"}',
-            "speeds: '1.0,2' is none of 'auto', 'equal', or one number per rank",
+            "speeds: '1.0,2' must be auto or equal, or one number per rank",
         ),
         ('{"speeds": 1}', "must be a valid string"),
     ],

@@ -148,6 +148,14 @@ def test_both_balancers_do_the_same(view: TokenView) -> None:
     assert sum(filled) > 0
 
 
+def test_speeds_that_differ() -> None:
+    setup = Setup(ExpertShape(2, 8, 1), TokenView.OWN, CONFIG.replace(speeds="1.0,0.5"))
+    with fresh_run_path() as run_path:
+        names = ("skewed", "forced")
+        filled = run_ranks(compare, 2, run_path, setup, names, timeout_seconds=400.0)
+    assert sum(filled) > 0
+
+
 def test_relays() -> None:
     """Four ranks, one expert hot: its copies are handed on from rank to rank."""
     setup = Setup(ExpertShape(4, 8, 1), TokenView.OWN, CONFIG.replace(relay="always"))

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from ultraep_kernels.contract import FULL_SPEED
 from ultraep_kernels.device.plan import Gate, plan
 from ultraep_kernels.device.status import DeviceStatus, new_status
 
@@ -11,7 +12,8 @@ from tests.support.ids import zipf_loads
 from tests.support.kernel_checks import check_plan, require_same_plan
 from ultraep_serve.costs.model import IntegerCosts, Transfer, saved_picoseconds, transfer_of
 from ultraep_serve.planner.quota import identity_plan, plan_quota
-from ultraep_serve.types import Decision, ExpertShape, imbalance
+from ultraep_serve.planner.speeds import full_speeds, least_time, rank_times
+from ultraep_serve.types import Decision, ExpertShape
 
 
 @pytest.mark.parametrize("exponent", [0.0, 1.2, 2.5])
@@ -67,6 +69,24 @@ def test_domains(bench: Bench, domain_size: int) -> None:
     check_plan(bench, zipf_loads(shape, 1.0, 5, 1000), shape, 5, domain_size)
 
 
+@pytest.mark.parametrize(
+    ("shape", "domain_size", "slowest"),
+    [
+        (ExpertShape(4, 28, 1), None, 400),
+        (ExpertShape(8, 32, 2), 3, 400),
+        (ExpertShape(5, 5, 2), None, 1),  # one expert per rank; parts of assignments count
+    ],
+    ids=str,
+)
+def test_speeds(bench: Bench, shape: ExpertShape, domain_size: int | None, slowest: int) -> None:
+    rng = np.random.default_rng(1)
+    for fastest in (1024, 700):
+        speeds = rng.integers(slowest, fastest, size=shape.num_ranks)
+        check_plan(bench, zipf_loads(shape, 0.9, 5, 2000), shape, 2, domain_size, speeds)
+    equal = np.full(shape.num_ranks, 300)
+    check_plan(bench, zipf_loads(shape, 0.9, 6, 2000), shape, 2, domain_size, equal)
+
+
 ONE_HOT, ONE_TOKEN = np.zeros((4, 16), np.int64), np.zeros((4, 16), np.int64)
 ONE_HOT[:, 5] = 1000
 ONE_TOKEN[1, 7] = 1
@@ -94,10 +114,20 @@ def test_one_rank(bench: Bench) -> None:
     check_plan(bench, zipf_loads(shape, 1.0, 0, 99), shape)
 
 
-@pytest.mark.parametrize("loads", [[[-1, 0, 2, 3], [9, 9, 9, 9]], [[1 << 28, 1, 0, 0], [0] * 4]])
-def test_impossible_loads_give_the_identity(bench: Bench, loads: list[list[int]]) -> None:
+@pytest.mark.parametrize(
+    ("loads", "slow"),
+    [
+        ([[-1, 0, 2, 3], [9, 9, 9, 9]], 1024),
+        ([[1 << 28, 1, 0, 0], [0] * 4], 1024),
+        ([[1, 1, 1 << 27, 0], [0] * 4], 500),  # takes rank 1 too long
+    ],
+)
+def test_impossible_loads_give_the_identity(
+    bench: Bench, loads: list[list[int]], slow: int
+) -> None:
     status = new_status(bench.device)
-    found = plan(torch.tensor(loads, device=bench.device), 1, 1, status)
+    speeds = torch.tensor([1024, slow], dtype=torch.int32, device=bench.device)
+    found = plan(torch.tensor(loads, device=bench.device), 1, 1, status, speeds=speeds)
     assert status.item() == DeviceStatus.IMPOSSIBLE_LOADS
     assert found.decision.item() == Decision.INCONSISTENT
     assert found.slot_expert.tolist() == [[-1], [-1]]
@@ -105,10 +135,13 @@ def test_impossible_loads_give_the_identity(bench: Bench, loads: list[list[int]]
     assert found.share.tolist() == [[own[0], 0], [own[1], 0], [0, own[2]], [0, own[3]]]
 
 
-def expected_decision(loads: np.ndarray, shape: ExpertShape, gate: Gate, domain: int) -> Decision:
+def expected_decision(
+    loads: np.ndarray, shape: ExpertShape, gate: Gate, domain: int, speeds: np.ndarray
+) -> Decision:
     """What the balancer decides on the host."""
-    before = loads.sum(0).reshape(shape.num_ranks, -1).sum(1)
-    if imbalance(before) <= gate.max_imbalance:
+    load = loads.sum(0).reshape(shape.num_ranks, -1).sum(1)
+    before = rank_times(load, speeds).max()
+    if before * speeds.sum() <= gate.max_imbalance * load.sum() * FULL_SPEED:
         return Decision.BALANCED
     costs = IntegerCosts(
         per_assignment=gate.per_assignment,
@@ -118,39 +151,48 @@ def expected_decision(loads: np.ndarray, shape: ExpertShape, gate: Gate, domain:
         exchange=0,
         plan=gate.plan,
     )
-    found = plan_quota(loads, shape, 0, domain_size=domain)
-    hoped = -(-before.sum() // before.size), Transfer(1, 1)
-    planned = found.quota.sum(0).max(), transfer_of(found.slot_expert, shape.num_masters)
-    for after, transfer in (hoped, planned):
-        if saved_picoseconds(int(before.max()), int(after), shape, transfer, costs) <= 0:
+    found = plan_quota(loads, shape, 0, domain_size=domain, speeds=speeds)
+    hoped = least_time(load, speeds, domain_size=domain), Transfer(1, 1)
+    after = rank_times(found.quota.sum(0), speeds).max()
+    planned = after, transfer_of(found.slot_expert, shape.num_masters)
+    for time, transfer in (hoped, planned):
+        if saved_picoseconds(int(before), int(time), shape, transfer, costs) <= 0:
             return Decision.UNPROFITABLE
     return Decision.PLANNED
 
 
 @pytest.mark.usefixtures("few_attempts")
 @pytest.mark.parametrize(
-    ("gate", "exponent", "decision"),
+    ("gate", "exponent", "slow", "decision"),
     [
-        (Gate(), 1.0, Decision.PLANNED),
-        (Gate(), 0.0, None),  # nearly balanced: whatever the host decides
-        (Gate(max_imbalance=5.0), 1.0, Decision.BALANCED),
-        (Gate(1.02, 1000, 0, 10_000, 5_000), 1.0, Decision.PLANNED),
-        (Gate(1.02, 1000, 0, 10_000, 5_000_000), 1.0, Decision.UNPROFITABLE),  # planning is dear
-        (Gate(1.02, 1000, 0, 100_000, 0), 1.0, Decision.UNPROFITABLE),  # one send would pay
-        (Gate(1.02, 1000, 200_000, 0, 0), 1.0, Decision.UNPROFITABLE),  # reading weights takes all
+        (Gate(), 1.0, 1024, Decision.PLANNED),
+        (Gate(), 0.0, 1024, None),  # nearly balanced: whatever the host decides
+        (Gate(1.2), 0.0, 1024, Decision.BALANCED),
+        (Gate(1.2), 0.0, 500, Decision.PLANNED),  # balanced but for one slow rank
+        (Gate(5.0), 1.0, 500, Decision.BALANCED),
+        (Gate(1.02, 1000, 0, 10_000, 5_000), 1.0, 1024, Decision.PLANNED),
+        (Gate(1.02, 1000, 0, 10_000, 5_000), 1.0, 500, Decision.PLANNED),
+        # A plan, a copy, and reading weights that cost too much.
+        (Gate(1.02, 1000, 0, 10_000, 5_000_000), 1.0, 1024, Decision.UNPROFITABLE),
+        (Gate(1.02, 1000, 0, 100_000, 0), 1.0, 1024, Decision.UNPROFITABLE),
+        (Gate(1.02, 1000, 200_000, 0, 0), 1.0, 1024, Decision.UNPROFITABLE),
     ],
 )
 def test_a_plan_that_does_not_pay_is_not_followed(
-    bench: Bench, gate: Gate, exponent: float, decision: Decision | None
+    bench: Bench, gate: Gate, exponent: float, slow: int, decision: Decision | None
 ) -> None:
+    """Rank 3 has speed ``slow``."""
     shape, domain = ExpertShape(8, 32, 2), 4
+    speeds = full_speeds(shape.num_ranks)
+    speeds[3] = slow
     loads = zipf_loads(shape, exponent, 4, 100)
     on_device, status = torch.from_numpy(loads).to(bench.device), new_status(bench.device)
-    found = plan(on_device, 2, 0, status, domain_size=domain, gate=gate)
-    expected = expected_decision(loads, shape, gate, domain)
+    fast = torch.from_numpy(speeds).int().to(bench.device)
+    found = plan(on_device, 2, 0, status, domain_size=domain, speeds=fast, gate=gate)
+    expected = expected_decision(loads, shape, gate, domain, speeds)
     assert found.decision.item() == expected
     assert decision in (None, expected)
-    followed = plan_quota(loads, shape, 0, domain_size=domain)
+    followed = plan_quota(loads, shape, 0, domain_size=domain, speeds=speeds)
     if expected is not Decision.PLANNED:
         followed = identity_plan(loads, shape, 0)
     require_same_plan(found, followed)

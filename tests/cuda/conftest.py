@@ -24,4 +24,4 @@ def few_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
     from ultraep_kernels.contract import Search
 
     for module in (ultraep_kernels.device.plan, ultraep_kernels.host.plan):
-        monkeypatch.setattr(module, "search_of", lambda *_: Search(512, 2, 4, 8))
+        monkeypatch.setattr(module, "search_of", lambda *_: Search(512, 2, 4, 8, 2))

@@ -1,4 +1,4 @@
-"""Every device kernel compiles for Hopper and Blackwell, without a GPU, and hardly spills."""
+"""Every device kernel compiles for Hopper and Blackwell, without a GPU, and spills nothing."""
 
 import json
 import subprocess
@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "device_compile.py"
-MOST_SPILLED = 16  # bytes per thread, at the largest sizes of the planner's search; 0 elsewhere
 KERNELS = {
     "_histogram_kernel",
     "_running_sum_kernel",
@@ -29,7 +28,7 @@ KERNELS = {
 WAITING = {"_exchange_kernel", "_stream_kernel", "_wait_slots_kernel"}  # for other ranks' writes
 
 
-def test_every_kernel_compiles_and_hardly_spills(tmp_path: Path) -> None:
+def test_every_kernel_compiles_and_spills_nothing(tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="the kernels are written in Triton")
     path = tmp_path / "compiled.json"
     command = [sys.executable, str(SCRIPT), "--json", str(path)]
@@ -39,8 +38,7 @@ def test_every_kernel_compiles_and_hardly_spills(tmp_path: Path) -> None:
     assert {row["name"] for row in rows} == KERNELS
     assert {row["arch"] for row in rows} == {90, 100}
     for row in rows:
-        large = row["name"] == "attempt_kernel" and row["num_ranks"] > 64
-        assert row["spill_bytes"] <= (MOST_SPILLED if large else 0), row
+        assert row["spill_bytes"] == 0, row
         assert row["name"] != "_stream_kernel" or row["vector_copies"] > 0, row
         assert (row["alias_fences"] > 0) == (row["name"] in WAITING), row
         assert (row["clock_reads"] > 0) == (row["name"] in WAITING), row

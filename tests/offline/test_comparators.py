@@ -11,9 +11,16 @@ from ultraep_serve.errors import ConfigError
 from ultraep_serve.offline.comparators import POLICIES, policy_function
 from ultraep_serve.planner.checks import check_plan
 from ultraep_serve.planner.quota import plan_quota
+from ultraep_serve.planner.speeds import full_speeds
 from ultraep_serve.types import ExpertShape, imbalance
 
-EXACT_LOADS = ("off", "quota", "llep", "exact")  # masters stay, tokens stay home first
+EXACT_LOADS = (
+    "off",
+    "quota",
+    "quota-by-count",
+    "llep",
+    "exact",
+)  # masters stay, tokens stay home first
 NEEDS_SCIPY = ("lplb",)
 
 
@@ -49,11 +56,13 @@ def check_rules(name: str, loads: np.ndarray, shape: ExpertShape, domain: int | 
     """What holds for every policy, and for those that keep masters all rules of a plan."""
     history = np.stack([loads[::-1], loads])
     policy = POLICIES[name]
-    plan = policy(loads, shape, history, domain_size=domain)
+    speeds = 1024 - 100 * np.arange(shape.num_ranks) % 700
+    plan = policy(loads, shape, history, domain_size=domain, speeds=speeds)
     assert (plan.shares >= 0).all()
     assert np.array_equal(plan.shares.sum(0), plan.quota)
     assert np.array_equal(plan.shares.sum(2), loads)
-    placement = policy.place(loads.astype(np.int64), shape, history, domain or shape.num_ranks)
+    counts, size = loads.astype(np.int64), domain or shape.num_ranks
+    placement = policy.place(counts, shape, history, size, speeds)
     if name != "ideal":
         assert (plan.quota[placement.copies == 0] == 0).all()
         assert (placement.copies.sum(1) >= 1).all()
@@ -212,7 +221,8 @@ def test_exact_needs_no_more_slots_than_masters(seed: int) -> None:
     shape = ExpertShape(8, 32, 0)
     rng = np.random.default_rng(seed)
     loads = rng.integers(0, 2, (8, 32)) * rng.integers(0, 1000, (8, 32)) ** 2
-    placement = POLICIES["exact"].place(loads, shape, np.zeros((0, 8, 32), np.int64), 8)
+    none, speeds = np.zeros((0, 8, 32), np.int64), full_speeds(8)
+    placement = POLICIES["exact"].place(loads, shape, none, 8, speeds)
     rank_load = placement.quota.sum(0)
     assert rank_load.max() - rank_load.min() <= 1
     assert placement.slots_needed <= shape.num_masters
@@ -227,6 +237,27 @@ def test_exact_levels_each_domain() -> None:
 def test_ideal_deals_in_turn() -> None:
     loads = loads_of([6, 1, 0, 0], 4)
     assert sorted(rank_loads("ideal", loads, 0, no_history(loads))) == [1, 2, 2, 2]
+
+
+def test_ideal_deals_by_speed() -> None:
+    loads = np.array([[100, 0, 100, 0], [100, 0, 0, 100]])
+    plan = POLICIES["ideal"](
+        loads, ExpertShape(2, 4, 1), no_history(loads), speeds=np.array([1024, 341])
+    )
+    assert plan.quota.sum(0).tolist() == [300, 100]
+    assert plan.shares[0, 0].tolist() == [75, 25]
+
+
+def test_eplb_slots_packs_by_time() -> None:
+    """Copies go to the ranks that are done first, not to those with fewest assignments."""
+    shape, slow = ExpertShape(8, 64, 2), np.array([1024, 512] * 4)
+    place, times = POLICIES["eplb-slots"], []
+    for seed in range(4):
+        loads = skewed(shape, seed)
+        plans = [place(loads, shape, loads[None], speeds=speeds) for speeds in (None, slow)]
+        times.append([imbalance(plan.quota.sum(0), slow) for plan in plans])
+    by_count, by_time = np.mean(times, axis=0)
+    assert by_time < by_count - 0.05
 
 
 def test_unknown_policy_names_the_legal_ones() -> None:

@@ -132,11 +132,11 @@ class Spy:
     def __init__(self) -> None:
         self.seen: list[int] = []
 
-    def place(self, loads: Any, shape: Any, history: Any, domain_size: int) -> Any:
+    def place(self, loads: Any, shape: Any, history: Any, domain_size: int, speeds: Any) -> Any:
         if len(history):
             assert history.shape[1:] == loads.shape
         self.seen.append(len(history))
-        return POLICIES["off"].place(loads, shape, history, domain_size)
+        return POLICIES["off"].place(loads, shape, history, domain_size, speeds)
 
 
 @pytest.mark.parametrize(
@@ -163,10 +163,10 @@ def test_history_is_the_batches_before(trace_file: Path) -> None:
     past: list[np.ndarray] = []
     now: list[np.ndarray] = []
 
-    def place(loads: Any, shape: Any, history: Any, domain_size: int) -> Any:
+    def place(loads: Any, shape: Any, history: Any, domain_size: int, speeds: Any) -> Any:
         past.append(history)
         now.append(loads)
-        return POLICIES["off"].place(loads, shape, history, domain_size)
+        return POLICIES["off"].place(loads, shape, history, domain_size, speeds)
 
     options = ReplayOptions(4, 2, 512, layers=(2,))
     replay(load_trace(trace_file), options, [PolicyFunction("spy", "", place)])
@@ -256,9 +256,42 @@ def test_make_trace_then_replay(tmp_path: Path, capsys: Any) -> None:
     assert command("replay", out, "--ep", 6, "--batch-tokens", 512, "--policy", "quota") == 0
 
 
+def test_a_straggler_is_planned_for(tmp_path: Path, capsys: Any) -> None:
+    """The trace says how slow the last rank is; --speeds says otherwise."""
+    out, found = tmp_path / "t.npz", tmp_path / "r.json"
+    sizes = ("--experts", 32, "--top-k", 4, "--layers", 2, "--tokens", 2048, "--ep", 4)
+    command("make-trace", *sizes, "--straggler", 0.5, "--out", out)
+    assert "last rank at speed 0.5" in capsys.readouterr().out
+    policies = ("--policy", "off,quota,quota-by-count,eplb-slots,ideal", "--json", found)
+    replayed = ("replay", out, "--batch-tokens", 1024, *policies)
+
+    command(*replayed, "--ep", 4)
+    assert "of time" in capsys.readouterr().out
+    document = json.loads(found.read_text())
+    assert document["speeds"] == [1.0, 1.0, 1.0, 0.5]
+    rows = document["policies"]
+    assert rows["quota"]["time_imbalance_after"]["max"] < 1.02
+    assert rows["quota"]["imbalance_after"]["mean"] > 1.1
+    assert rows["quota-by-count"]["imbalance_after"]["max"] < 1.02
+    assert rows["quota-by-count"]["time_imbalance_after"]["mean"] > 1.7
+    assert rows["ideal"]["time_imbalance_after"]["max"] < 1.01
+    assert rows["eplb-slots"]["time_imbalance_before"] == rows["off"]["time_imbalance_after"]
+
+    command(*replayed, "--ep", 4, "--speeds", "equal")
+    assert "speeds" not in json.loads(found.read_text())
+    command(*replayed, "--ep", 2, "--speeds", "0.6,1", "--domain-size", 1)
+    document = json.loads(found.read_text())
+    assert document["time_floor"] == document["policies"]["quota"]["time_imbalance_after"]
+    with pytest.raises(TraceError, match="made for 4 ranks"):
+        command(*replayed, "--ep", 2)
+    with pytest.raises(TraceError, match="2 numbers for 4 ranks"):
+        command(*replayed, "--ep", 4, "--speeds", "1,0.5")
+
+
 @pytest.mark.parametrize(
     "words",
     [
+        ("--straggler", 0),
         ("--experts", 50, "--ep", 8),
         ("--imbalance", 9),
         ("--tokens", 1 << 50),

@@ -37,7 +37,7 @@ SHAPES = ((200, 25), (3,))  # mapped behind masters, packed
 def search_briefly() -> None:
     """Both planners make a few attempts only: the interpreter is slow. For a process of its own."""
     for module in (ultraep_kernels.device.plan, ultraep_kernels.host.plan):
-        module.search_of = lambda *_: Search(grain=512, first=2, limit=4, sweeps=8)
+        module.search_of = lambda *_: Search(512, first=2, limit=4, sweeps=8, thrifty=2)
 
 
 def masters_of(rank: int, layer: int, num_masters: int) -> list[torch.Tensor]:

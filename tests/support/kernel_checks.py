@@ -70,13 +70,16 @@ def check_plan(
     shape: ExpertShape,
     source: int = 0,
     domain_size: int | None = None,
+    speeds: NDArray[np.integer] | None = None,
 ) -> float | None:
-    """The plan of rank ``source`` for ``loads`` (R, E)."""
+    """The plan of rank ``source`` for ``loads`` (R, E) and ``speeds`` (R,)."""
+    options = {"domain_size": domain_size}
+    fast = None if speeds is None else torch.from_numpy(speeds).int().to(bench.device)
     on_device, status = torch.from_numpy(loads).int().to(bench.device), new_status(bench.device)
     found, microseconds = bench.replayed(
-        lambda: plan(on_device, shape.num_replica_slots, source, status, domain_size=domain_size)
+        lambda: plan(on_device, shape.num_replica_slots, source, status, speeds=fast, **options)
     )
-    require_same_plan(found, plan_quota(loads, shape, source, domain_size=domain_size))
+    require_same_plan(found, plan_quota(loads, shape, source, speeds=speeds, **options))
     assert found.decision.item() == Decision.PLANNED
     require_ok(status)
     return microseconds

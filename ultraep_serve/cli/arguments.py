@@ -14,6 +14,7 @@ from ultraep_serve.control_token import checked_token, read_token
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.files import prepare_output, read_text, write_json
 from ultraep_serve.ring.run_directory import TOKEN_FILE, run_directory_of_port
+from ultraep_serve.speeds import parse_speeds
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -29,6 +30,7 @@ __all__ = [
     "prepare_outputs",
     "seconds",
     "show",
+    "speeds",
 ]
 
 Made = TypeVar("Made")
@@ -66,6 +68,14 @@ def seconds(text: str) -> float:
     if not 0 < value <= _WEEK:
         raise argparse.ArgumentTypeError(f"{text} must be seconds, more than 0, at most {_WEEK}")
     return value
+
+
+def speeds(text: str) -> tuple[float, ...]:
+    """Type of a flag: one number per rank, above 0 and at most 1; () for ``equal``."""
+    try:
+        return parse_speeds(text, words=("equal",))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def names(text: str) -> list[str]:

@@ -31,6 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(flag, dest=field, type=int, metavar="N", default=default, help=text)
     imbalance = "expected max/mean over ranks"
     parser.add_argument("--imbalance", type=float, metavar="X", default=2.0, help=imbalance)
+    straggler = "speed of the last rank, others have 1; replay plans for it (default: 1)"
+    parser.add_argument("--straggler", type=float, metavar="X", default=1.0, help=straggler)
     out = "write the trace to FILE (.npz)"
     parser.add_argument("--out", type=Path, metavar="FILE", required=True, help=out)
 
@@ -47,5 +49,6 @@ def run(arguments: argparse.Namespace) -> int:
         f"{arguments.out}: {trace.num_tokens} tokens, {trace.num_layers} layers, "
         f"{trace.num_experts} experts, top-{workload.top_k}, {workload.kind}, "
         f"imbalance {workload.imbalance} at EP{workload.num_ranks}, seed {workload.seed}"
+        + (f", last rank at speed {workload.straggler}" if workload.straggler < 1 else "")
     )
     return 0

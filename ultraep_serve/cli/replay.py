@@ -9,10 +9,18 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ultraep_serve.cli.arguments import add_json_argument, built, names, prepare_outputs, show
+from ultraep_serve.cli.arguments import (
+    add_json_argument,
+    built,
+    names,
+    prepare_outputs,
+    show,
+    speeds,
+)
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.offline.comparators import POLICIES, policy_function
-from ultraep_serve.offline.replay import ReplayOptions, replay, replay_document, write_plans
+from ultraep_serve.offline.replay import ReplayOptions, replay
+from ultraep_serve.offline.replay_output import replay_document, write_plans
 from ultraep_serve.offline.store import load_trace
 from ultraep_serve.offline.trace import DECODE, PREFILL, of_phase
 
@@ -54,6 +62,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--skip", "skip", 0, "first batches, used as history only"),
     ):
         parser.add_argument(flag, dest=field, type=int, metavar="N", default=default, help=text)
+    parser.add_argument(
+        "--speeds", type=speeds, metavar="equal|X,...",
+        help="how fast ranks are, one number each like 1.0,0.6 (default: as the trace says, or "
+        "equal)",
+    )  # fmt: skip
     add_json_argument(parser)
     parser.add_argument(
         "--dump-plans", type=Path, metavar="FILE",
@@ -96,25 +109,31 @@ def _layers(words: list[str]) -> tuple[int, ...]:
 
 def _view(document: dict[str, Any]) -> RenderableType:
     """The document as a table for a terminal of 80 characters."""
-    first = next(iter(document["policies"].values()))["imbalance_before"]
+    by_time = "speeds" in document
+    kind = "time_" if by_time else ""
+    first = next(iter(document["policies"].values()))[f"{kind}imbalance_before"]
     trace = document["trace"]
     head = Text(f"{trace['file']}: EP{document['ep']}, {document['slots']} slots, ")
     head.append(f"{document['batches']} batches of {trace['layers']} layers\n")
-    head.append(f"busiest rank over mean without balancing: {first['mean']:.3f}")
-    head.append(f" (worst {first['max']:.3f})")
+    if by_time:
+        head.append(f"speeds {', '.join(f'{speed:.2g}' for speed in document['speeds'])}\n")
+    head.append(f"busiest rank over mean{' of time' * by_time} without balancing: ")
+    head.append(f"{first['mean']:.3f} (worst {first['max']:.3f})")
     if "floor" in document:
-        floor = document["floor"]
+        floor = document[f"{kind}floor"]
         head.append(f"\nlowest possible in domains of {trace['domain']} ranks: {floor['mean']:.3f}")
         head.append(f" (worst {floor['max']:.3f})")
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("policy", no_wrap=True)
-    for name in ("mean", "p50", "p99", "worst", "copies", "slots", "remote", "plan p50"):
+    second = "counts" if by_time else "p50"  # the mean of assignments, where the rest is of time
+    for name in ("mean", second, "p99", "worst", "copies", "slots", "remote", "plan p50"):
         table.add_column(name, justify="right")
     for name, row in document["policies"].items():
-        after = row["imbalance_after"]
+        after = row[f"{kind}imbalance_after"]
+        beside = row["imbalance_after"]["mean"] if by_time else after["p50"]
         table.add_row(
             name,
-            *(f"{after[key]:.3f}" for key in ("mean", "p50", "p99", "max")),
+            *(f"{value:.3f}" for value in (after["mean"], beside, after["p99"], after["max"])),
             f"{row['replicas']['mean']:.1f}",
             str(row["slots_needed"]),
             f"{row['remote_fraction']:.1%}",

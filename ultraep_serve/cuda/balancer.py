@@ -182,6 +182,7 @@ class DeviceBalancer:
             domain_size=self._domain_size,
             gate=self._gate,
             rows=rows,
+            speeds=self._speeds,
         )
         found = self._among_all_slots(found, micro_batch)
         watch.lap(Stage.PLAN)

@@ -204,12 +204,13 @@ class HostBalancer:
             return Decision.INCONSISTENT, None
         if self._batch_policy is Policy.IDEAL:
             return Decision.FORCED, None
+        speeds = self._speeds.values
         if self._batch_policy is Policy.EPLB_SLOTS:
             stale = self._history.plan(
-                layer, loads, self._shape, self._source_rank, self._domain_size
+                layer, loads, self._shape, self._source_rank, self._domain_size, speeds
             )
             return (Decision.PLANNED if stale else Decision.UNPROFITABLE), stale
-        load, speeds = self._rank_loads(loads), self._speeds.values
+        load = self._rank_loads(loads)
         before = int(rank_times(load, speeds).max())
         whole = int(load.sum()) * FULL_SPEED
         if before * int(speeds.sum()) * _MILLION <= self._threshold * whole:

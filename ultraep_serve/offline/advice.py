@@ -30,6 +30,7 @@ from ultraep_serve.offline.store import load_trace
 from ultraep_serve.offline.trace import PREFILL, LoadTrace, Trace, batches, of_phase
 from ultraep_serve.planner.checks import imbalance_floor
 from ultraep_serve.planner.eplb_slots import HISTORY_BATCHES
+from ultraep_serve.planner.speeds import full_speeds
 from ultraep_serve.types import ExpertShape, IntArray, imbalance
 
 __all__ = [
@@ -208,7 +209,9 @@ class _Run:
         domain = setting.domain_size or setting.num_ranks
         results = []
         for layer, past in zip(loads, history, strict=True):
-            placement = self._policy.place(layer, self._experts, past, domain)
+            placement = self._policy.place(
+                layer, self._experts, past, domain, full_speeds(setting.num_ranks)
+            )
             results.append(self._layer(layer, placement))
         seconds, after, planned = np.mean(results, axis=0).tolist()
         dense = setting.shape.num_dense_layers * setting.estimate.dense_seconds_per_token

@@ -5,19 +5,17 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ultraep_serve.errors import TraceError
-from ultraep_serve.files import whole_file
 from ultraep_serve.offline.comparators import PolicyFunction
 from ultraep_serve.offline.comparators.placement import Placement
-from ultraep_serve.offline.trace import LoadTrace, Trace, batches, num_batches
+from ultraep_serve.offline.trace import LoadTrace, Trace, batches, num_batches, stated_speeds
 from ultraep_serve.planner.checks import imbalance_floor
 from ultraep_serve.planner.eplb_slots import HISTORY_BATCHES
+from ultraep_serve.planner.speeds import full_speeds, whole_speeds
 from ultraep_serve.types import ExpertShape, IntArray, imbalance
 
 __all__ = [
@@ -26,8 +24,6 @@ __all__ = [
     "Replay",
     "ReplayOptions",
     "replay",
-    "replay_document",
-    "write_plans",
 ]
 
 MAX_DUMP_BYTES = 2 << 30  # of all shares
@@ -47,6 +43,7 @@ class ReplayOptions:
     history_batches: int = HISTORY_BATCHES  # past batches that policies may use
     rebalance_every: int = 1  # batches between updates of the past loads
     skip: int = 0  # first batches that are history only, and not measured
+    speeds: tuple[float, ...] | None = None  # (R,), () all equal; None: as the trace says, or equal
 
     def __post_init__(self) -> None:
         for flag, value, least in (
@@ -62,6 +59,8 @@ class ReplayOptions:
                 raise TraceError(f"{flag} = {value} must be {least} or more")
         if self.num_slots > MOST_SLOTS:
             raise TraceError(f"--slots = {self.num_slots} must be at most {MOST_SLOTS}")
+        if self.speeds and len(self.speeds) != self.num_ranks:
+            raise TraceError(f"--speeds are {len(self.speeds)} numbers for {self.num_ranks} ranks")
 
 
 @dataclass
@@ -69,6 +68,7 @@ class PolicyReplay:
     """One policy's outcome; one entry per case, in the order of ``Replay.cases``."""
 
     imbalance_after: list[float] = field(default_factory=list)
+    time_imbalance_after: list[float] = field(default_factory=list)  # the same with equal speeds
     num_replicas: list[int] = field(default_factory=list)
     slots_needed: list[int] = field(default_factory=list)  # on the rank that needs most
     remote: list[int] = field(default_factory=list)  # assignments computed off their token's rank
@@ -91,8 +91,11 @@ class Replay:
     cases: list[tuple[int, int]]  # (batch, layer)
     assignments: list[int]
     imbalance_before: list[float]  # every expert on its master
-    floor: list[float]  # the best that any plan inside domains can reach
+    time_imbalance_before: list[float]
+    floor: list[float]  # the best imbalance that any plan inside domains can reach
+    time_floor: list[float]
     policies: dict[str, PolicyReplay]
+    speeds: NDArray[np.int64] | None  # (R,), the fastest FULL_SPEED; None: all equal
     plans: DumpedPlans | None = None
 
 
@@ -102,6 +105,7 @@ class _Case:
     layer: int
     loads: NDArray[np.int64]  # (R, E)
     history: NDArray[np.int64]  # (N, R, E)
+    speeds: NDArray[np.int64]  # (R,)
 
 
 def replay(
@@ -128,14 +132,21 @@ def replay(
     count = _count_batches(trace, options)
     if keep_plans:
         _check_dump(policies, shape, count * len(layers))
-    result = Replay([], [], [], [], {policy.name: PolicyReplay() for policy in policies})
+    speeds = _speeds(trace, options)
+    outcomes = {policy.name: PolicyReplay() for policy in policies}
+    result = Replay(
+        [], [], [], [], [], [], outcomes, None if (speeds == speeds[0]).all() else speeds
+    )
     plans: list[tuple[IntArray, IntArray, IntArray]] = []  # loads, slot_expert, shares
-    for case in _cases(trace, options, layers, count):
+    for case in _cases(trace, options, layers, count, speeds):
         rank_load = case.loads.sum(0).reshape(shape.num_ranks, -1).sum(1)
         result.cases.append((case.batch, case.layer))
         result.assignments.append(int(rank_load.sum()))
         result.imbalance_before.append(imbalance(rank_load))
-        result.floor.append(imbalance_floor(case.loads, domain_size=options.domain_size))
+        result.time_imbalance_before.append(imbalance(rank_load, speeds))
+        size = options.domain_size
+        result.floor.append(imbalance_floor(case.loads, domain_size=size))
+        result.time_floor.append(imbalance_floor(case.loads, domain_size=size, speeds=speeds))
         for policy in policies:
             placement, shares = _place(policy, case, shape, options, result.policies[policy.name])
             if keep_plans:
@@ -154,11 +165,13 @@ def _place(
     """The placement, timed, and its shares; appends to ``outcome``."""
     domain = options.domain_size or shape.num_ranks
     if not outcome.plan_seconds:  # once before, to have all compiled
-        policy(case.loads, shape, case.history, domain_size=domain)
+        policy(case.loads, shape, case.history, domain_size=domain, speeds=case.speeds)
     start = time.perf_counter()
-    placement = policy.place(case.loads, shape, case.history, domain)
+    placement = policy.place(case.loads, shape, case.history, domain, case.speeds)
     outcome.plan_seconds.append(time.perf_counter() - start)
-    outcome.imbalance_after.append(imbalance(placement.quota.sum(0, dtype=np.int64)))
+    rank_load = placement.quota.sum(0, dtype=np.int64)
+    outcome.imbalance_after.append(imbalance(rank_load))
+    outcome.time_imbalance_after.append(imbalance(rank_load, case.speeds))
     outcome.num_replicas.append(placement.num_replicas)
     outcome.slots_needed.append(placement.slots_needed)
     shares = policy.split(case.loads, placement)
@@ -178,7 +191,11 @@ def _dumped(plans: list[tuple[IntArray, IntArray, IntArray]]) -> DumpedPlans:
 
 
 def _cases(
-    trace: Trace | LoadTrace, options: ReplayOptions, layers: Sequence[int], count: int
+    trace: Trace | LoadTrace,
+    options: ReplayOptions,
+    layers: Sequence[int],
+    count: int,
+    speeds: NDArray[np.int64],
 ) -> Iterator[_Case]:
     past: deque[NDArray[np.int64]] = deque(
         maxlen=min(options.history_batches, options.skip + count)
@@ -192,7 +209,7 @@ def _cases(
             known = np.stack(past) if past else np.zeros((0, *chosen.shape), np.int64)
         if index >= options.skip:
             for position, layer in enumerate(layers):
-                yield _Case(index, layer, chosen[position], known[:, position])
+                yield _Case(index, layer, chosen[position], known[:, position], speeds)
         past.append(chosen)
 
 
@@ -206,6 +223,18 @@ def _shape(trace: Trace | LoadTrace, options: ReplayOptions) -> ExpertShape:
     if _share_bytes(shape) > MAX_DUMP_BYTES:
         raise TraceError(f"one plan would take {_share_bytes(shape)} bytes; choose a smaller --ep")
     return shape
+
+
+def _speeds(trace: Trace | LoadTrace, options: ReplayOptions) -> NDArray[np.int64]:
+    given = stated_speeds(trace) if options.speeds is None else options.speeds
+    if not given:
+        return full_speeds(options.num_ranks)
+    if len(given) != options.num_ranks:
+        raise TraceError(
+            f"the trace was made for {len(given)} ranks, not all equally fast; give --speeds for "
+            f"{options.num_ranks}, or --speeds equal"
+        )
+    return whole_speeds(given)
 
 
 def _layers(trace: Trace | LoadTrace, options: ReplayOptions) -> tuple[int, ...]:
@@ -241,58 +270,3 @@ def _check_dump(policies: Sequence[PolicyFunction], shape: ExpertShape, num_case
 def _share_bytes(shape: ExpertShape) -> int:
     """Bytes of the shares (R, E, R) of one plan."""
     return 4 * shape.num_ranks**2 * shape.num_logical_experts
-
-
-def replay_document(result: Replay, options: ReplayOptions, trace_name: str) -> dict[str, Any]:
-    """Statistics over all cases, as JSON; ``floor`` only where there are domains."""
-    document: dict[str, Any] = {
-        "ep": options.num_ranks,
-        "slots": options.num_slots,
-        "batch_tokens": options.batch_tokens,
-        "batches": len({batch for batch, _ in result.cases}),
-        "trace": {
-            "file": trace_name,
-            "layers": len({layer for _, layer in result.cases}),
-            "domain": options.domain_size,
-            "history_batches": options.history_batches,
-            "rebalance_every": options.rebalance_every,
-            "skipped": options.skip,
-        },
-        "policies": {name: _policy(result, one) for name, one in result.policies.items()},
-    }
-    if options.domain_size is not None:
-        document["floor"] = _spread(result.floor)
-    return document
-
-
-def _policy(result: Replay, outcome: PolicyReplay) -> dict[str, Any]:
-    seconds = np.percentile(outcome.plan_seconds, (50, 99))
-    total = sum(result.assignments)
-    return {
-        "imbalance_before": _spread(result.imbalance_before),
-        "imbalance_after": _spread(outcome.imbalance_after),
-        "replicas": {
-            "mean": float(np.mean(outcome.num_replicas)),
-            "max": max(outcome.num_replicas),
-        },
-        "slots_needed": max(outcome.slots_needed),
-        "remote_fraction": sum(outcome.remote) / total if total else 0.0,
-        "plan_seconds": {"p50": float(seconds[0]), "p99": float(seconds[1])},
-    }
-
-
-def _spread(values: Sequence[float]) -> dict[str, float]:
-    return {
-        "mean": float(np.mean(values)),
-        "p50": float(np.percentile(values, 50)),
-        "p99": float(np.percentile(values, 99)),
-        "max": float(max(values)),
-    }
-
-
-def write_plans(path: Path, plans: DumpedPlans) -> None:
-    """Write int32 ``loads``, ``slot_expert`` and ``share``. Raises OutputError."""
-    with whole_file(path) as part, part.open("wb") as stream:
-        np.savez_compressed(
-            stream, loads=plans.loads, slot_expert=plans.slot_expert, share=plans.share
-        )

@@ -21,12 +21,13 @@ __all__ = [
     "concatenate",
     "num_batches",
     "of_phase",
+    "stated_speeds",
 ]
 
 PREFILL, DECODE = 0, 1  # values of ``phase``
 MOST_EXPERTS = 1 << 16  # per layer, more than any model has: a wrong number must not fill memory
 Integers = NDArray[np.integer]
-Metadata = Mapping[str, Any]  # JSON values; known keys: num_experts, model, layers, basis
+Metadata = Mapping[str, Any]  # JSON values; known keys: num_experts, model, layers, basis, speeds
 
 
 @dataclass(frozen=True)
@@ -148,6 +149,22 @@ def of_phase(trace: Trace | LoadTrace, phase: int) -> Trace | LoadTrace:
         sequence_lengths=lengths[lengths > 0],
         phase=trace.phase[keep],
     )
+
+
+def stated_speeds(trace: Trace | LoadTrace) -> tuple[float, ...]:
+    """Speeds of ranks, relative to each other, that the trace is meant for; () where it says none.
+
+    Raises TraceError where what it says is no speeds.
+    """
+    stated = trace.metadata.get("speeds", [])
+    if not isinstance(stated, list) or not all(is_speed(value) for value in stated):
+        raise TraceError(f"speeds = {stated!r} in the metadata must be numbers above 0, at most 1")
+    return tuple(map(float, stated))
+
+
+def is_speed(value: object) -> bool:
+    """Whether ``value`` can be the speed of a rank: above 0, and 1 for the fastest."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1
 
 
 def _require_integers(name: str, array: NDArray[Any], num_dimensions: int) -> None:

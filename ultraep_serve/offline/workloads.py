@@ -16,6 +16,7 @@ probabilities sum to top-k (exponential clocks; exact for many experts).
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,6 +50,7 @@ class Workload:
     imbalance: float  # expected max/mean over these ranks
     period: int = 4096  # tokens between switches, bursts or moves
     seed: int = 0
+    straggler: float = 1.0  # speed of the last rank, where that of the others is 1
 
     def __post_init__(self) -> None:
         for flag, value, is_valid, valid in (
@@ -61,6 +63,7 @@ class Workload:
             ("--imbalance", self.imbalance, self.imbalance >= 1, "1 or more"),
             ("--period", self.period, self.period >= 1, "1 or more"),
             ("--seed", self.seed, self.seed >= 0, "0 or more"),
+            ("--straggler", self.straggler, 0 < self.straggler <= 1, "above 0, at most 1"),
         ):
             if not is_valid:
                 raise TraceError(f"{flag} = {value!r} must be {valid}")
@@ -198,7 +201,13 @@ def make_trace(workload: Workload) -> Trace:
         first += segment.num_tokens
     lengths = np.full(-(-workload.num_tokens // SEQUENCE_TOKENS), SEQUENCE_TOKENS, np.int32)
     lengths[-1] -= lengths.sum() - workload.num_tokens
-    metadata = {"source": "ultraep-serve make-trace", "basis": BASIS, "workload": asdict(workload)}
+    metadata: dict[str, Any] = {
+        "source": "ultraep-serve make-trace",
+        "basis": BASIS,
+        "workload": asdict(workload),
+    }
+    if workload.straggler < 1:
+        metadata["speeds"] = [*[1.0] * (workload.num_ranks - 1), workload.straggler]
     return Trace(topk_ids, lengths, workload.num_experts, metadata=metadata)
 
 

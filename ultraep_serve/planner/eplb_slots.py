@@ -6,8 +6,9 @@ Source: DeepSeek's Expert Parallelism Load Balancer, the global policy of its pu
 are packed onto ranks, heaviest first, each on the least loaded rank with room.
 
 Here masters stay and only the S slots of a rank are filled. A second copy of an expert on one rank
-would gain nothing and is left out. Past loads come from exchanges, so all ranks have the same
-history and make the same plan.
+would gain nothing and is left out. Where speeds of ranks are known, the least loaded rank is the
+one that needs least time for its load; copies of an expert still share its load evenly. Past loads
+come from exchanges, so all ranks have the same history and make the same plan.
 """
 
 from collections import deque
@@ -44,9 +45,15 @@ class LoadHistory:
         self._past[layer].append(loads.sum(axis=0))
 
     def plan(
-        self, layer: int, loads: Counts, shape: ExpertShape, source_rank: int, domain_size: int
+        self,
+        layer: int,
+        loads: Counts,
+        shape: ExpertShape,
+        source_rank: int,
+        domain_size: int,
+        speeds: Counts | None = None,
     ) -> Plan | None:
-        """The plan for ``loads`` (R, E); None where past loads need no replica.
+        """The plan for ``loads`` (R, E) and ``speeds`` (R,); None where no replica is needed.
 
         It is followed even where it makes this batch worse, because the policy does not know
         the batch. Copies stay within groups of ``domain_size`` ranks.
@@ -54,7 +61,9 @@ class LoadHistory:
         if not self._past[layer]:
             return None
         past = np.stack(self._past[layer])[:, None]  # (N, 1, E): who chose does not matter
-        copies = past_copies(past, shape, fixed_masters=True, domain_size=domain_size)
+        copies = past_copies(
+            past, shape, fixed_masters=True, domain_size=domain_size, speeds=speeds
+        )
         slot_expert = slots_of(copies - master_copies(shape), shape)
         if (slot_expert < 0).all():
             return None
@@ -85,9 +94,16 @@ def slots_of(replicas: IntArray, shape: ExpertShape) -> IntArray:
 
 
 def past_copies(
-    history: Counts, shape: ExpertShape, *, fixed_masters: bool, domain_size: int | None = None
+    history: Counts,
+    shape: ExpertShape,
+    *,
+    fixed_masters: bool,
+    domain_size: int | None = None,
+    speeds: Counts | None = None,
 ) -> IntArray:
     """Copies (E, R) by the past loads (N, R, E); masters only where there are none yet.
+
+    ``speeds`` (R,) are relative to each other; None is all ranks equally fast.
 
     Without ``fixed_masters`` every expert may move, and a rank holds any E / R + S of them; then
     ``domain_size`` does not matter. With them copies stay in their domain.
@@ -97,7 +113,8 @@ def past_copies(
         return master_copies(shape)
     domain = (domain_size or shape.num_ranks) if fixed_masters else shape.num_ranks
     counts = _replicate(weight, shape.num_ranks * shape.num_replica_slots, domain)
-    return _pack(weight / counts, counts, shape, fixed_masters, domain)
+    relative = np.ones(shape.num_ranks) if speeds is None else speeds / speeds.max()
+    return _pack(weight / counts, counts, relative, shape, fixed_masters, domain)
 
 
 def _replicate(weight: Counts, num_redundant: int, most: int) -> Counts:
@@ -115,6 +132,7 @@ def _replicate(weight: Counts, num_redundant: int, most: int) -> Counts:
 def _pack(
     per_copy: NDArray[np.float64],
     counts: Counts,
+    speeds: NDArray[np.float64],
     shape: ExpertShape,
     fixed_masters: bool,
     domain_size: int,
@@ -138,7 +156,7 @@ def _pack(
             allowed &= domain == domain[home[expert]]
         if not allowed.any() or (copy > 0 and room.sum() <= unplaced):
             continue
-        rank = int(np.where(allowed, rank_load, np.inf).argmin())
+        rank = int(np.where(allowed, rank_load / speeds, np.inf).argmin())
         copies[expert, rank] = 1
         rank_load[rank] += per_copy[expert]
         room[rank] -= 1

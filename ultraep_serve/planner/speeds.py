@@ -8,15 +8,11 @@ import numpy as np
 from numpy.typing import NDArray
 from ultraep_kernels.contract import FULL_SPEED
 from ultraep_kernels.host.plan import least_time as _least_time
+from ultraep_kernels.host.speeds import full_speeds, whole_speeds
 
-__all__ = ["full_speeds", "least_time", "rank_times"]
+__all__ = ["full_speeds", "least_time", "rank_times", "whole_speeds"]
 
 Integers = NDArray[np.integer]
-
-
-def full_speeds(num_ranks: int) -> NDArray[np.int64]:
-    """Speeds (R,) of ranks that are equally fast."""
-    return np.full(num_ranks, FULL_SPEED, np.int64)
 
 
 def rank_times(rank_load: Integers, speeds: Integers) -> NDArray[np.int64]:

@@ -8,6 +8,8 @@ then the lowest index that has it, because a warp reduces an int32 in one instru
 import triton
 import triton.language as tl
 
+from ultraep_kernels.device._plan_times import LONGEST, capacities, time_of
+
 __all__ = ["attempt", "count_replicas", "relax", "valid_total"]
 
 _NOBODY = tl.constexpr(1 << 30)  # larger than any rank, expert or load
@@ -17,7 +19,7 @@ _NOBODY = tl.constexpr(1 << 30)  # larger than any rank, expert or load
 def valid_total(expert_load):
     """Whether all loads are possible, and together few enough for what an attempt computes."""
     total = tl.sum(expert_load.to(tl.int64), axis=0)
-    return (tl.min(expert_load, axis=0) >= 0) & (total <= (1 << 28))
+    return (tl.min(expert_load, axis=0) >= 0) & (total <= LONGEST)
 
 
 @triton.jit
@@ -45,10 +47,20 @@ def _at_slot(values, slots, ranks, slot, rank):
 
 
 @triton.jit
+def _pick_donor(room, ranks, seed, step):
+    """The rank furthest above its capacity, _NOBODY if none is above."""
+    over = _weigh(tl.maximum(-room, 0), seed, step, ranks)
+    most = tl.max(over, axis=0)
+    return tl.min(tl.where((over == most) & (over > 0), ranks, _NOBODY), axis=0)
+
+
+@triton.jit
 def attempt(
-    threshold,
+    threshold,  # a time
     tight,
+    generous,
     seed,
+    speeds,  # (R,) int32
     rank_load,  # (R,) int32; ranks that do not exist have none
     left,  # (E,) int32: assignments still on the master
     num_ranks,
@@ -62,22 +74,20 @@ def attempt(
     ranks = tl.arange(0, BLOCK_RANKS)
     slots = tl.arange(0, BLOCK_SLOTS)
     experts = tl.arange(0, BLOCK_EXPERTS)
-    owner = experts // NUM_MASTERS
     held = tl.full((BLOCK_SLOTS, BLOCK_RANKS), -1, tl.int32)
     quotas = tl.zeros((BLOCK_SLOTS, BLOCK_RANKS), tl.int32)
     filled = tl.where(ranks < num_ranks, 0, NUM_SLOTS)
     step = seed * 0
-    over = _weigh(tl.maximum(rank_load - threshold, 0), seed, step, ranks)
-    most = tl.max(over, axis=0)
-    while most > 0:
-        donor = tl.min(tl.where(over == most, ranks, _NOBODY), axis=0)
-        excess = _at(rank_load, ranks, donor) - threshold
+    room = capacities(threshold, speeds) - rank_load
+    donor = _pick_donor(room, ranks, seed, step)
+    while donor < _NOBODY:
+        excess = -_at(room, ranks, donor)
         step += 1
-        weighed = tl.where(owner == donor, _weigh(left, seed, step, experts), -1)
+        own = (experts >= donor * NUM_MASTERS) & (experts < (donor + 1) * NUM_MASTERS)
+        weighed = tl.where(own, _weigh(left, seed, step, experts), -1)
         largest = tl.max(weighed, axis=0)
         expert = tl.min(tl.where(weighed == largest, experts, _NOBODY), axis=0)
 
-        room = threshold - rank_load
         holds = tl.max((held == expert).to(tl.int32), axis=0) > 0
         is_open = (room > 0) & (filled < NUM_SLOTS) & (holds == 0)
         fits = is_open & (room >= excess)
@@ -91,6 +101,7 @@ def attempt(
         slot = _at(filled, ranks, target)
         amount = _at(room, ranks, target)
         capped = (slot < NUM_SLOTS - 1) | (_at(filled, ranks, donor) == NUM_SLOTS)
+        capped = capped | (generous == 0)
         amount = tl.where(capped, tl.minimum(amount, excess), amount)
         amount = tl.minimum(amount, _at(left, experts, expert))
         here = (slots[:, None] == slot) & (ranks[None, :] == target)
@@ -98,16 +109,21 @@ def attempt(
         quotas = tl.where(here, amount, quotas)
         filled += (ranks == target).to(tl.int32)
         left -= tl.where(experts == expert, amount, 0)
-        rank_load += tl.where(ranks == target, amount, 0)
-        rank_load -= tl.where(ranks == donor, amount, 0)
-        threshold = tl.where(found, threshold, threshold + excess)
-        over = _weigh(tl.maximum(rank_load - threshold, 0), seed, step, ranks)
-        most = tl.max(over, axis=0)
+        room -= tl.where(ranks == target, amount, 0)
+        room += tl.where(ranks == donor, amount, 0)
+        if found == 0:  # the donor keeps what it has
+            rank_load = capacities(threshold, speeds) - room
+            load, speed = _at(rank_load, ranks, donor), _at(speeds, ranks, donor)
+            threshold = time_of(load, speed).to(tl.int32)
+            room = capacities(threshold, speeds) - rank_load
+        donor = _pick_donor(room, ranks, seed, step)
+    rank_load = capacities(threshold, speeds) - room
     return rank_load, left, held, quotas
 
 
 @triton.jit
 def relax(
+    speeds,
     rank_load,
     left,
     held,
@@ -120,7 +136,7 @@ def relax(
     BLOCK_EXPERTS: tl.constexpr,
     BLOCK_SLOTS: tl.constexpr,
 ):
-    """Level each copy's rank with its master's in turn; stops after a sweep that moved nothing."""
+    """Level each copy's rank with its master's in turn; ends after a sweep that moved nothing."""
     ranks = tl.arange(0, BLOCK_RANKS)
     slots = tl.arange(0, BLOCK_SLOTS)
     experts = tl.arange(0, BLOCK_EXPERTS)
@@ -136,10 +152,12 @@ def relax(
             if expert >= 0:
                 master = expert // NUM_MASTERS
                 here = (slots[:, None] == slot) & (ranks[None, :] == rank)
-                surplus = _at(rank_load, ranks, master) - _at(rank_load, ranks, rank)
-                half = tl.abs(surplus) // 2
-                forth = tl.minimum(half, _at(left, experts, expert))
-                back = tl.minimum(half, _at_slot(quotas, slots, ranks, slot, rank))
+                sender, receiver = _at(speeds, ranks, master), _at(speeds, ranks, rank)
+                surplus = _at(rank_load, ranks, master).to(tl.int64) * receiver
+                surplus -= _at(rank_load, ranks, rank).to(tl.int64) * sender
+                most = (tl.abs(surplus) // (sender + receiver)).to(tl.int32)
+                forth = tl.minimum(most, _at(left, experts, expert))
+                back = tl.minimum(most, _at_slot(quotas, slots, ranks, slot, rank))
                 amount = tl.where(surplus >= 0, forth, -back)
                 quotas += tl.where(here, amount, 0)
                 left -= tl.where(experts == expert, amount, 0)

@@ -1,13 +1,14 @@
 """Kernels of the planner's search: loads -> expert loads, and one attempt per program.
 
-An attempt leaves a key that sorts attempts by what the planner minimises: the largest rank load
-(not below the goal), the replicas sent by the busiest rank, the replicas.
+An attempt leaves a key that sorts attempts by what the planner minimises: the busiest rank's time
+(not below the goal), the replicas sent by one rank, the replicas.
 """
 
 import triton
 import triton.language as tl
 
 from ultraep_kernels.device._plan_attempt import attempt, count_replicas, relax, valid_total
+from ultraep_kernels.device._plan_times import LONGEST, busiest, least_time, speeds_of
 
 __all__ = ["NO_KEY", "attempt_kernel", "rank_loads", "sum_kernel"]
 
@@ -36,25 +37,6 @@ def sum_kernel(
 
 
 @triton.jit
-def _goal_of(
-    expert_load,
-    NUM_RANKS: tl.constexpr,
-    NUM_MASTERS: tl.constexpr,
-    DOMAIN_SIZE: tl.constexpr,
-    GRAIN: tl.constexpr,
-    BLOCK_EXPERTS: tl.constexpr,
-):
-    """Rank load to reach: no domain need be better than the best the busiest one can reach."""
-    domains = tl.arange(0, BLOCK_EXPERTS) // (NUM_MASTERS * DOMAIN_SIZE)
-    goal = tl.sum(expert_load, axis=0) * 0
-    for domain in range(0, (NUM_RANKS + DOMAIN_SIZE - 1) // DOMAIN_SIZE):
-        members = tl.minimum(DOMAIN_SIZE, NUM_RANKS - domain * DOMAIN_SIZE)
-        total = tl.sum(tl.where(domains == domain, expert_load, 0), axis=0)
-        goal = tl.maximum(goal, (total + members - 1) // members)
-    return goal + (goal + GRAIN // 2) // GRAIN
-
-
-@triton.jit
 def rank_loads(
     expert_load_ptr,
     num_ranks,
@@ -76,10 +58,11 @@ def rank_loads(
 @triton.jit
 def attempt_kernel(
     expert_load_ptr,  # (E,) int32
-    keys_ptr,  # (domains, LIMIT + 2) int64: of each attempt, of the identity, and the goal
-    held_ptr,  # (domains, LIMIT, S, D) int32
-    quotas_ptr,  # (domains, LIMIT, S, D) int32
-    reached_ptr,  # (domains, LIMIT, 2) int32: largest rank load, replicas of the fullest rank
+    speeds_ptr,  # (R,) int32; not read without HAS_SPEEDS
+    keys_ptr,  # (domains, LIMIT + THRIFTY + 2) int64: of attempts, of the identity, and the goal
+    held_ptr,  # (domains, LIMIT + THRIFTY, S, D) int32
+    quotas_ptr,  # (domains, LIMIT + THRIFTY, S, D) int32
+    reached_ptr,  # (domains, LIMIT + THRIFTY, 2) int32: busiest rank's time, most replicas on one
     NUM_RANKS: tl.constexpr,
     NUM_MASTERS: tl.constexpr,
     NUM_SLOTS: tl.constexpr,
@@ -87,9 +70,12 @@ def attempt_kernel(
     GRAIN: tl.constexpr,
     FIRST: tl.constexpr,
     LIMIT: tl.constexpr,
+    THRIFTY: tl.constexpr,
     SWEEPS: tl.constexpr,
     WAVE: tl.constexpr,
+    HAS_SPEEDS: tl.constexpr,
     BLOCK_ALL_EXPERTS: tl.constexpr,
+    BLOCK_ALL_RANKS: tl.constexpr,
     BLOCK_EXPERTS: tl.constexpr,
     BLOCK_RANKS: tl.constexpr,
     BLOCK_SLOTS: tl.constexpr,
@@ -98,38 +84,61 @@ def attempt_kernel(
 ):
     domain = tl.program_id(0)
     number = tl.program_id(1) + WAVE * FIRST
+    if WAVE == 0:  # thrifty attempts are made with the first wave, and numbered after the second
+        number = tl.where(number < FIRST, number, number - FIRST + LIMIT)
     first_rank = domain * DOMAIN_SIZE
     num_ranks = tl.minimum(DOMAIN_SIZE, NUM_RANKS - first_rank)
     all_experts = tl.arange(0, BLOCK_ALL_EXPERTS)
     exists = all_experts < NUM_RANKS * NUM_MASTERS
     every_load = tl.load(expert_load_ptr + all_experts, mask=exists, other=0)
-    goal = _goal_of(every_load, NUM_RANKS, NUM_MASTERS, DOMAIN_SIZE, GRAIN, BLOCK_ALL_EXPERTS)
+    every_speed = speeds_of(
+        speeds_ptr, 0, NUM_RANKS, NUM_RANKS, HAS_SPEEDS, BLOCK_ALL_RANKS, BLOCK_ALL_RANKS
+    )
+    goal = least_time(
+        every_load,
+        every_speed,
+        NUM_RANKS,
+        NUM_MASTERS,
+        DOMAIN_SIZE,
+        BLOCK_ALL_EXPERTS,
+        BLOCK_ALL_RANKS,
+    )
+    goal += (goal + GRAIN // 2) // GRAIN
     own_ptr = expert_load_ptr + first_rank * NUM_MASTERS
     rank_load = rank_loads(own_ptr, num_ranks, NUM_MASTERS, BLOCK_RANKS, BLOCK_MASTERS)
-    worst = tl.max(rank_load, axis=0)
-    row_ptr = keys_ptr + domain * (LIMIT + 2)
+    speeds = speeds_of(
+        speeds_ptr, first_rank, num_ranks, NUM_RANKS, HAS_SPEEDS, BLOCK_ALL_RANKS, BLOCK_RANKS
+    )
+    worst = busiest(rank_load, speeds)
+    is_possible = valid_total(every_load) & (worst <= LONGEST)
+    row_ptr = keys_ptr + domain * (LIMIT + THRIFTY + 2)
     gap = worst * 0
     if WAVE == 1:
         numbers = tl.arange(0, BLOCK_KEYS)
         keys = tl.load(row_ptr + numbers, mask=numbers < FIRST, other=NO_KEY)
-        best = tl.minimum(tl.min(keys, axis=0) >> 32, worst.to(tl.int64)).to(tl.int32)
+        best = tl.minimum(tl.min(keys, axis=0) >> 32, worst)
         gap = tl.maximum(best - goal, 0)
         needed = gap > 0
     else:
         needed = worst > goal
         if number == 0:
-            tl.store(row_ptr + LIMIT, worst.to(tl.int64) << 32)
-            tl.store(row_ptr + LIMIT + 1, goal.to(tl.int64))
-    key = worst.to(tl.int64) * 0 + NO_KEY
-    if needed & valid_total(every_load):
+            tl.store(row_ptr + LIMIT + THRIFTY, worst << 32)
+            tl.store(row_ptr + LIMIT + THRIFTY + 1, goal)
+    key = worst * 0 + NO_KEY
+    if needed & is_possible:
         experts = tl.arange(0, BLOCK_EXPERTS)
         mine = experts < num_ranks * NUM_MASTERS
         left = tl.load(own_ptr + experts, mask=mine, other=0)
-        between = (gap.to(tl.int64) * (number // 2 % 5) // 4).to(tl.int32)
+        is_thrifty = number >= LIMIT
+        above = tl.where(is_thrifty, (number - LIMIT) * goal // GRAIN, gap * (number // 2 % 5) // 4)
+        threshold = (goal + above).to(tl.int32)
+        enough = goal.to(tl.int32)
         loads, left, held, quotas = attempt(
-            goal + between,
-            number % 2 == 0,
-            number // 2,
+            threshold,
+            (number % 2 == 0) & (number < LIMIT),
+            number < LIMIT,
+            tl.where(is_thrifty, 0, number // 2),
+            speeds,
             rank_load,
             left,
             num_ranks,
@@ -139,8 +148,10 @@ def attempt_kernel(
             BLOCK_EXPERTS,
             BLOCK_SLOTS,
         )
-        if tl.max(loads, axis=0) > goal:
+        time = busiest(loads, speeds).to(tl.int32)
+        if (time > enough) & (number < LIMIT):
             loads, held, quotas = relax(
+                speeds,
                 loads,
                 left,
                 held,
@@ -153,17 +164,18 @@ def attempt_kernel(
                 BLOCK_EXPERTS,
                 BLOCK_SLOTS,
             )
+            time = busiest(loads, speeds).to(tl.int32)
         sent, total = count_replicas(held, NUM_MASTERS, BLOCK_RANKS, BLOCK_SLOTS)
-        reached = tl.maximum(tl.max(loads, axis=0), goal).to(tl.int64)
-        key = (reached << 32) | (sent.to(tl.int64) << 16) | total
+        key = (tl.maximum(time, enough).to(tl.int64) << 32) | (sent.to(tl.int64) << 16) | total
+        key = tl.where(is_thrifty & (time > threshold), NO_KEY, key)
         received = tl.max(tl.sum((held >= 0).to(tl.int32), axis=0), axis=0)
-        index = (domain * LIMIT + number) * 2
-        tl.store(reached_ptr + index, tl.max(loads, axis=0))
+        index = (domain * (LIMIT + THRIFTY) + number) * 2
+        tl.store(reached_ptr + index, time)
         tl.store(reached_ptr + index + 1, received)
         ranks = tl.arange(0, BLOCK_RANKS)
         slots = tl.arange(0, BLOCK_SLOTS)
         mask = (slots < NUM_SLOTS)[:, None] & (ranks < num_ranks)[None, :]
-        start = (domain * LIMIT + number).to(tl.int64) * (NUM_SLOTS * DOMAIN_SIZE)
+        start = (domain * (LIMIT + THRIFTY) + number).to(tl.int64) * (NUM_SLOTS * DOMAIN_SIZE)
         offsets = start + slots[:, None] * DOMAIN_SIZE + ranks[None, :]
         held = tl.where(held >= 0, held + first_rank * NUM_MASTERS, -1)
         tl.store(held_ptr + offsets, held, mask=mask)

@@ -1,8 +1,9 @@
-"""plan: loads (R, E) of all ranks -> slot_expert, quota and this rank's share; the quota planner.
+"""plan: loads (R, E) and speeds -> slot_expert, quota and this rank's share; the quota planner.
 
-Five launches: the load of every expert; the first wave of attempts, one program each; the second
-wave, whose programs return at once where the first reached the goal; the decision which attempt to
-take, and whether it pays; one program per expert that writes the plan out. Twin:
+Five launches: the load of every expert; the first wave of attempts and the thrifty ones, one
+program each; the second wave, whose programs return at once where the first reached the goal; the
+decision which attempt to take, and whether it pays; one program per expert that writes the plan
+out. Twin:
 ``host.plan.plan``.
 """
 
@@ -26,7 +27,7 @@ _BLOCK_MASTERS = 8  # of every rank, added at a time
 class Gate:
     """When a plan is followed; costs in picoseconds, as in ``ultraep_serve.costs``.
 
-    The defaults follow every plan that lowers the load of the busiest rank.
+    The defaults follow every plan that lowers the time of the busiest rank.
     """
 
     max_imbalance: float = 1.0  # loads at or below this max/mean are left alone; in millionths
@@ -54,6 +55,7 @@ def plan(
     status: torch.Tensor,
     *,
     domain_size: int | None = None,
+    speeds: torch.Tensor | None = None,
     gate: Gate | None = None,
     rows: torch.Tensor | None = None,
 ) -> DevicePlan:
@@ -64,9 +66,10 @@ def plan(
             tokens chose. E is a multiple of R.
         num_replica_slots: S, may be 0.
         source_rank: rank whose ``share`` is wanted.
-        status: (1,) int32. Loads that are negative, or together more than 2**28, set
-            IMPOSSIBLE_LOADS and give the identity.
+        status: (1,) int32. Loads that are negative, together more than 2**28, or take a rank more
+            time than 2**28 assignments at FULL_SPEED, set IMPOSSIBLE_LOADS and give the identity.
         domain_size: copies stay within contiguous groups of this many ranks; None is all ranks.
+        speeds: int32 (R,) on the device, each 1 to FULL_SPEED; None is all ranks equally fast.
         gate: where the plan does not pass it, the identity is written and the decision says why;
             None follows every plan.
         rows: (R, .) int32, all ranks' rows as ``exchange.write_row`` made them: rank 0's says
@@ -80,8 +83,8 @@ def plan(
     sizes = _sizes_of(loads, num_replica_slots, domain_size)
     found, attempts = _empty_plan(sizes, loads.device), _empty_attempts(sizes, loads.device)
     _add_up(loads, sizes, found)
-    _make_attempts(sizes, attempts, found)
-    _decide(loads if rows is None else rows, sizes, attempts, found, status, gate, rows is not None)
+    _make_attempts(sizes, attempts, found, speeds)
+    _decide(sizes, attempts, found, status, speeds, gate, rows)
     _finish(loads, source_rank, sizes, attempts, found)
     return found
 
@@ -94,7 +97,8 @@ class _Sizes(NamedTuple):
     num_slots: int
     domain_size: int
     search: Search
-    limit: int  # attempts made in each domain; 0 where nothing can be copied
+    limit: int  # attempts of both waves in each domain; 0 where nothing can be copied
+    thrifty: int  # attempts after them
 
     @property
     def num_experts(self) -> int:
@@ -110,6 +114,7 @@ class _Sizes(NamedTuple):
             "NUM_MASTERS": self.num_masters,
             "DOMAIN_SIZE": self.domain_size,
             "LIMIT": self.limit,
+            "THRIFTY": self.thrifty,
         }
 
     def blocks(self) -> dict[str, int]:
@@ -125,10 +130,10 @@ class _Sizes(NamedTuple):
 class _Attempts(NamedTuple):
     """What the attempts of every domain found; tensors on the device."""
 
-    keys: torch.Tensor  # (domains, limit + 2) int64: of each attempt, of the identity, the goal
-    held: torch.Tensor  # (domains, limit, S, D) int32: logical experts in the slots
-    quotas: torch.Tensor  # (domains, limit, S, D) int32: what each of them computes
-    reached: torch.Tensor  # (domains, limit, 2) int32: largest rank load, replicas of one rank
+    keys: torch.Tensor  # (domains, attempts + 2) int64: of each, of the identity, the goal
+    held: torch.Tensor  # (domains, attempts, S, D) int32: logical experts in the slots
+    quotas: torch.Tensor  # (domains, attempts, S, D) int32: what each of them computes
+    reached: torch.Tensor  # (domains, attempts, 2) int32: busiest rank's time, most replicas on one
     winners: torch.Tensor  # (domains,) int32: the attempt to take, -1 the identity
 
 
@@ -140,8 +145,11 @@ def _sizes_of(loads: torch.Tensor, num_replica_slots: int, domain_size: int | No
         raise ValueError(f"{loads.stride() = }: experts must lie side by side")
     size = min(domain_size or num_ranks, num_ranks)
     search = search_of(size, num_experts // num_ranks)
-    limit = search.limit if num_replica_slots and size > 1 else 0
-    return _Sizes(num_ranks, num_experts // num_ranks, num_replica_slots, size, search, limit)
+    limit, thrifty = search.limit, search.thrifty
+    if num_replica_slots == 0 or size == 1:
+        limit = thrifty = 0
+    masters = num_experts // num_ranks
+    return _Sizes(num_ranks, masters, num_replica_slots, size, search, limit, thrifty)
 
 
 def _empty_plan(sizes: _Sizes, device: torch.device) -> DevicePlan:
@@ -156,15 +164,15 @@ def _empty_plan(sizes: _Sizes, device: torch.device) -> DevicePlan:
 
 
 def _empty_attempts(sizes: _Sizes, device: torch.device) -> _Attempts:
-    domains, limit = sizes.num_domains, sizes.limit
+    domains, number = sizes.num_domains, sizes.limit + sizes.thrifty
     held = torch.empty(
-        (domains, limit, sizes.num_slots, sizes.domain_size), dtype=torch.int32, device=device
+        (domains, number, sizes.num_slots, sizes.domain_size), dtype=torch.int32, device=device
     )
     return _Attempts(
-        keys=torch.empty((domains, limit + 2), dtype=torch.int64, device=device),
+        keys=torch.empty((domains, number + 2), dtype=torch.int64, device=device),
         held=held,
         quotas=torch.empty_like(held),
-        reached=torch.empty((domains, limit, 2), dtype=torch.int32, device=device),
+        reached=torch.empty((domains, number, 2), dtype=torch.int32, device=device),
         winners=torch.empty(domains, dtype=torch.int32, device=device),
     )
 
@@ -183,13 +191,16 @@ def _add_up(loads: torch.Tensor, sizes: _Sizes, found: DevicePlan) -> None:
     )
 
 
-def _make_attempts(sizes: _Sizes, attempts: _Attempts, found: DevicePlan) -> None:
-    """Both waves, one program per attempt."""
+def _make_attempts(
+    sizes: _Sizes, attempts: _Attempts, found: DevicePlan, speeds: torch.Tensor | None
+) -> None:
+    """Both waves, and with the first the thrifty attempts; one program per attempt."""
     search = sizes.search
     for wave in range(2 if sizes.limit else 0):
-        number = sizes.limit - search.first if wave else search.first
+        number = sizes.limit - search.first if wave else search.first + sizes.thrifty
         attempt_kernel[(sizes.num_domains, number)](
             found.expert_load,
+            found.expert_load if speeds is None else speeds,
             attempts.keys,
             attempts.held,
             attempts.quotas,
@@ -200,6 +211,8 @@ def _make_attempts(sizes: _Sizes, attempts: _Attempts, found: DevicePlan) -> Non
             GRAIN=search.grain,
             SWEEPS=search.sweeps,
             WAVE=wave,
+            HAS_SPEEDS=speeds is not None,
+            BLOCK_ALL_RANKS=_block(sizes.num_ranks),
             BLOCK_EXPERTS=_block(sizes.domain_size * sizes.num_masters),
             BLOCK_RANKS=_block(sizes.domain_size),
             BLOCK_SLOTS=triton.next_power_of_2(sizes.num_slots),
@@ -208,22 +221,23 @@ def _make_attempts(sizes: _Sizes, attempts: _Attempts, found: DevicePlan) -> Non
 
 
 def _decide(
-    rows: torch.Tensor,
     sizes: _Sizes,
     attempts: _Attempts,
     found: DevicePlan,
     status: torch.Tensor,
+    speeds: torch.Tensor | None,
     gate: Gate | None,
-    has_rows: bool,
+    rows: torch.Tensor | None,
 ) -> None:
     """Which attempt to take, and whether it pays."""
     limits = gate or Gate()
     decide_kernel[(1,)](
         found.expert_load,
+        found.expert_load if speeds is None else speeds,
         attempts.keys,
         attempts.reached,
-        rows,
-        rows.stride(0) if has_rows else 0,
+        found.expert_load if rows is None else rows,
+        0 if rows is None else rows.stride(0),
         attempts.winners,
         found.decision,
         status,
@@ -234,7 +248,8 @@ def _decide(
         limits.plan,
         **sizes.shape(),
         **sizes.blocks(),
-        HAS_ROWS=has_rows,
+        HAS_SPEEDS=speeds is not None,
+        HAS_ROWS=rows is not None,
         HAS_GATE=gate is not None,
         BLOCK_RANKS=_block(sizes.num_ranks),
         num_warps=1,

@@ -10,9 +10,10 @@ method (1974), which balances perfectly with one slot per rank.
 The search repeats the attempt, each time with other pseudo-random weights on its choices, and keeps
 the plan with the smallest (busiest rank's time, replicas sent by one rank, replicas). It has
 two waves: the first tries to reach the goal itself; only if that fails, the second tries thresholds
-between the goal and the best time found, until one attempt reaches the goal. Attempts of a wave do
-not depend on each other, so a GPU makes them at the same time (twins: ``device._plan_search``,
-``device._plan_attempt``).
+between the goal and the best time found, until one attempt reaches the goal. Last come thrifty
+attempts, which move no more than an excess: one that balances almost as well with fewer replicas,
+and without a busier sender, is taken instead. Attempts of a wave do not depend on each other, so a
+GPU makes them at the same time (twins: ``device._plan_search``, ``device._plan_attempt``).
 Everything is integer and seeded by the attempt's number, so every rank finds the same plan.
 """
 
@@ -37,6 +38,7 @@ def place_replicas(
     first_wave: int,
     limit: int,
     sweeps: int,
+    thrifty: int,
 ) -> tuple[IntArray, Counts]:
     """Place replicas for every domain.
 
@@ -45,7 +47,7 @@ def place_replicas(
         speeds: int64 (R,), each 1 to FULL_SPEED; only their ratios matter.
         num_slots: S.
         domain_size: ranks per domain; the last domain may be smaller.
-        grain, first_wave, limit, sweeps: as in ``contract.Search``.
+        grain, first_wave, limit, sweeps, thrifty: as in ``contract.Search``.
 
     Returns:
         slot_expert int32 (R, S), -1 empty, and slot_quota int64 (R, S), what each slot computes.
@@ -68,7 +70,8 @@ def place_replicas(
         slots, quotas = slot_expert[first:last], slot_quota[first:last]
         load, speed = rank_load[first:last], speeds[first:last]
         if _busiest(load, speed) > goal:
-            _search(goal, first_wave, limit, sweeps, load, speed, owned, slots, quotas)
+            best = _search(goal, first_wave, limit, sweeps, load, speed, owned, slots, quotas)
+            _save(best, goal, grain, thrifty, load, speed, owned, slots, quotas)
             for rank in range(last - first):
                 for slot in range(num_slots):
                     if slots[rank, slot] >= 0:
@@ -115,8 +118,12 @@ def _search(
     expert_load: Counts,
     best_slots: IntArray,
     best_quotas: Counts,
-) -> None:
-    """Attempt after attempt in one domain; the best one's slots stay in ``best_slots``."""
+) -> tuple[int, int, int]:
+    """Both waves in one domain; the best attempt's slots stay in ``best_slots``.
+
+    Returns:
+        Its (busiest rank's time, replicas sent by one rank, replicas).
+    """
     num_masters = expert_load.size // rank_load.size
     num_donors = (rank_load > _capacities(goal, speeds)).sum()
     slots, quotas = best_slots.copy(), best_quotas.copy()
@@ -131,7 +138,8 @@ def _search(
         threshold = goal + gap * (attempt // 2 % 5) // 4
         loads[:] = rank_load
         left[:] = expert_load
-        _attempt(threshold, attempt % 2 == 0, attempt // 2, speeds, loads, left, slots, quotas)
+        tight, seed = attempt % 2 == 0, attempt // 2
+        _attempt(threshold, tight, True, seed, speeds, loads, left, slots, quotas)
         time = _busiest(loads, speeds)
         if time > goal:
             _relax(num_masters, sweeps, speeds, loads, left, slots, quotas)
@@ -144,12 +152,47 @@ def _search(
             best_quotas[:] = quotas
             if best[0] <= goal and total == num_donors:
                 break  # every donor sends once: nothing can be better
+    return best
+
+
+@compiled
+def _save(
+    best: tuple[int, int, int],
+    goal: int,
+    grain: int,
+    thrifty: int,
+    rank_load: Counts,
+    speeds: Counts,
+    expert_load: Counts,
+    best_slots: IntArray,
+    best_quotas: Counts,
+) -> None:
+    """Thrifty attempts in one domain, with thresholds that rise by 1/grain.
+
+    The first that keeps within its threshold replaces ``best``, what the search found, where it
+    needs fewer replicas, without a busier sender.
+    """
+    num_masters = expert_load.size // rank_load.size
+    slots, quotas = best_slots.copy(), best_quotas.copy()
+    loads, left = rank_load.copy(), expert_load.copy()
+    for attempt in range(thrifty):
+        loads[:] = rank_load
+        left[:] = expert_load
+        threshold = goal + attempt * goal // grain
+        _attempt(threshold, False, False, 0, speeds, loads, left, slots, quotas)
+        if _busiest(loads, speeds) <= threshold:
+            sent, total = _count_replicas(slots, num_masters)
+            if 0 < total < best[2] and sent <= best[1]:
+                best_slots[:] = slots
+                best_quotas[:] = quotas
+            return
 
 
 @compiled
 def _attempt(
     threshold: int,
     tight: bool,
+    generous: bool,
     seed: int,
     speeds: Counts,
     rank_load: Counts,
@@ -162,6 +205,7 @@ def _attempt(
     Args:
         threshold: time after which no rank should compute; rises where a rank finds no target.
         tight: prefer the target that a donor's excess just fits, else the emptiest target.
+        generous: fill a target's last slot.
         seed: 0 takes every choice by size, others weigh the sizes pseudo-randomly.
         speeds: (R,), each 1 to FULL_SPEED.
         rank_load: (R,) assignments per rank, updated.
@@ -189,7 +233,7 @@ def _attempt(
         while slots[target, slot] >= 0:
             slot += 1
         amount = room[target]
-        if slot < num_slots - 1 or slots[donor, num_slots - 1] >= 0:
+        if not generous or slot < num_slots - 1 or slots[donor, num_slots - 1] >= 0:
             amount = min(amount, excess)
         amount = min(amount, left[expert])
         slots[target, slot] = expert

@@ -2,9 +2,10 @@
 
 Whole numbers, the same on every rank. Speeds follow only what differs clearly from those in use,
 and not further than a step at a time, so that neither noise nor what follows from it moves them.
-Twin: ``device.speeds``.
+Twin: ``device.speeds``. Nothing here is compiled: settings are read before anything may be.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,18 @@ from numpy.typing import NDArray
 
 from ultraep_kernels.contract import FULL_SPEED, SPEED_LIMITS
 
-__all__ = ["follow"]
+__all__ = ["follow", "full_speeds", "whole_speeds"]
+
+
+def full_speeds(num_ranks: int) -> NDArray[np.int64]:
+    """Speeds (R,) of ranks that are equally fast."""
+    return np.full(num_ranks, FULL_SPEED, np.int64)
+
+
+def whole_speeds(values: Sequence[float]) -> NDArray[np.int64]:
+    """Speeds (R,) of ranks that compute ``values`` (R,), above 0, in the same time."""
+    relative = np.asarray(values, np.float64) / max(values)
+    return np.maximum(np.rint(relative * FULL_SPEED).astype(np.int64), 1)
 
 
 def follow(picoseconds: NDArray[np.integer[Any]], speeds: NDArray[np.int64]) -> NDArray[np.int64]:

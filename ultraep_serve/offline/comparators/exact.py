@@ -20,8 +20,10 @@ from ultraep_serve.types import ExpertShape
 __all__ = ["place_exact"]
 
 
-def place_exact(loads: Counts, shape: ExpertShape, history: Counts, domain_size: int) -> Placement:
-    """``history`` and the number of slots are not used."""
+def place_exact(
+    loads: Counts, shape: ExpertShape, history: Counts, domain_size: int, speeds: Counts
+) -> Placement:
+    """``history``, ``speeds`` and the number of slots are not used."""
     expert_load = loads.sum(0)
     quota = master_copies(shape).astype(np.int64) * expert_load[:, None]
     for first in range(0, shape.num_ranks, domain_size):

@@ -24,8 +24,10 @@ SKIP_BELOW = 1.3  # lambda
 SMALLEST_PART = 1024  # m
 
 
-def place_llep(loads: Counts, shape: ExpertShape, history: Counts, domain_size: int) -> Placement:
-    """``history`` and the number of slots are not used."""
+def place_llep(
+    loads: Counts, shape: ExpertShape, history: Counts, domain_size: int, speeds: Counts
+) -> Placement:
+    """``history``, ``speeds`` and the number of slots are not used."""
     expert_load = loads.sum(0)
     quota = master_copies(shape).astype(np.int64) * expert_load[:, None]
     if imbalance(quota.sum(0)) >= SKIP_BELOW:

@@ -20,7 +20,9 @@ from ultraep_serve.types import ExpertShape, IntArray
 __all__ = ["place_lplb"]
 
 
-def place_lplb(loads: Counts, shape: ExpertShape, history: Counts, domain_size: int) -> Placement:
+def place_lplb(
+    loads: Counts, shape: ExpertShape, history: Counts, domain_size: int, speeds: Counts
+) -> Placement:
     """Raises UnsupportedError where SciPy is missing."""
     copies = past_copies(history, shape, fixed_masters=False)
     return Placement(_split(loads.sum(0), copies), copies)

@@ -29,6 +29,7 @@ class Placement:
     quota: IntArray  # (E, R): assignments of expert e that rank r computes
     copies: IntArray  # (E, R): 1 where rank r holds expert e
     slot_expert: IntArray | None = None  # (R, slots): -1 empty; None where masters moved
+    shares: IntArray | None = None  # (R_source, E, R_target), of policies that deal assignments
 
     @property
     def num_replicas(self) -> int:

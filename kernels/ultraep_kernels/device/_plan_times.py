@@ -1,0 +1,86 @@
+"""Speeds and times of ranks for the planner's kernels, in the host's integers.
+
+Twins: ``least_time``, ``_capacities`` and ``_busiest`` in ``host._plan_search``.
+"""
+
+import triton
+import triton.language as tl
+
+from ultraep_kernels.contract import FULL_SPEED
+
+__all__ = ["LONGEST", "busiest", "capacities", "least_time", "speeds_of", "time_of"]
+
+LONGEST = tl.constexpr(1 << 28)  # times that an attempt computes with, and together all loads
+_FULL = tl.constexpr(FULL_SPEED)
+
+
+@triton.jit
+def speeds_of(
+    speeds_ptr,  # (R,) integers; not read without HAS_SPEEDS
+    first_rank,
+    num_ranks,
+    NUM_RANKS: tl.constexpr,
+    HAS_SPEEDS: tl.constexpr,
+    BLOCK_ALL_RANKS: tl.constexpr,
+    BLOCK_RANKS: tl.constexpr,
+):
+    """(BLOCK_RANKS,) int32: speeds of ``num_ranks`` ranks, the fastest of all at FULL_SPEED."""
+    speeds = tl.full((BLOCK_RANKS,), _FULL, tl.int32)
+    if HAS_SPEEDS:
+        ranks = tl.arange(0, BLOCK_RANKS)
+        every = tl.arange(0, BLOCK_ALL_RANKS)
+        fastest = tl.max(tl.load(speeds_ptr + every, mask=every < NUM_RANKS, other=1), axis=0)
+        fastest = tl.maximum(fastest.to(tl.int64), 1)
+        own = tl.load(speeds_ptr + first_rank + ranks, mask=ranks < num_ranks, other=1)
+        scaled = (own.to(tl.int64) * _FULL + fastest // 2) // fastest
+        speeds = tl.maximum(scaled, 1).to(tl.int32)
+    return speeds
+
+
+@triton.jit
+def capacities(time, speeds):
+    """(R,) int32: assignments that ranks with ``speeds`` (R,) compute by ``time``."""
+    return (time.to(tl.int64) * speeds // _FULL).to(tl.int32)
+
+
+@triton.jit
+def time_of(load, speed):
+    """int64: the least time by which a rank with ``speed`` computes ``load`` assignments."""
+    return (load.to(tl.int64) * _FULL + speed - 1) // speed
+
+
+@triton.jit
+def busiest(rank_load, speeds):
+    """int64: the longest time of ``rank_load`` (R,)."""
+    return tl.max(time_of(rank_load, speeds), axis=0)
+
+
+@triton.jit
+def least_time(
+    expert_load,  # (E,) int32
+    speeds,  # (R,) int32
+    NUM_RANKS: tl.constexpr,
+    NUM_MASTERS: tl.constexpr,
+    DOMAIN_SIZE: tl.constexpr,
+    BLOCK_EXPERTS: tl.constexpr,
+    BLOCK_RANKS: tl.constexpr,
+):
+    """int64: the least time by which every domain's ranks together compute the domain's loads."""
+    domain_of_expert = tl.arange(0, BLOCK_EXPERTS) // (NUM_MASTERS * DOMAIN_SIZE)
+    ranks = tl.arange(0, BLOCK_RANKS)
+    longest = tl.sum(expert_load, axis=0).to(tl.int64) * 0
+    for domain in range(0, (NUM_RANKS + DOMAIN_SIZE - 1) // DOMAIN_SIZE):
+        is_member = (ranks // DOMAIN_SIZE == domain) & (ranks < NUM_RANKS)
+        members = tl.where(is_member, speeds, 0).to(tl.int64)
+        together = tl.sum(members, axis=0)
+        total = tl.sum(tl.where(domain_of_expert == domain, expert_load, 0), axis=0).to(tl.int64)
+        number = tl.sum(is_member.to(tl.int64), axis=0)
+        low = (total * _FULL + together - 1) // together
+        high = low + (number * _FULL + together - 1) // together
+        while low < high:  # every rank may lack a part of an assignment
+            middle = (low + high) // 2
+            enough = tl.sum(middle * members // _FULL, axis=0) >= total
+            high = tl.where(enough, middle, high)
+            low = tl.where(enough, low, middle + 1)
+        longest = tl.maximum(longest, high)
+    return longest
