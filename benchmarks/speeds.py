@@ -33,7 +33,7 @@ from ultraep_serve.types import SpeedSource
 
 SOURCES = (SpeedSource.EQUAL, SpeedSource.AUTO)
 QUIET_TOKENS = 512
-SETTLE = 12  # prompts, until measured speeds are those of the phase
+SETTLE = 20  # prompts, until measured speeds are those of the phase
 
 
 def main() -> None:

@@ -290,7 +290,7 @@ def test_eplb_is_refused_at_start_and_counts_as_off_later(
 def test_experts_are_timed_in_the_stream_and_published() -> None:
     recorder = FakeRecorder()
     balancer = alone(CONFIG, recorder, replace(NO_COSTS, per_assignment=10**8))
-    for _ in range(9):
+    for _ in range(13):
         balancer.route(0, even(0), 100)
         with expert_clock:
             time.sleep(0.001)
