@@ -20,6 +20,7 @@ from ultraep_kernels.device.outcome import pack_outcome
 from ultraep_kernels.device.plan import Gate, plan
 from ultraep_kernels.device.relays import plan_sends
 from ultraep_kernels.device.reroute import reroute
+from ultraep_kernels.device.speeds import choose_speeds
 from ultraep_kernels.device.status import new_status
 from ultraep_kernels.device.stream import StreamTables, stream, wait_slots
 
@@ -84,12 +85,13 @@ def launches_of(case: Case) -> list[Launch]:
     tensors = torch.zeros(TENSORS, dtype=torch.int64)
     chunks = torch.zeros((CHUNKS, 3), dtype=torch.int64)
     tables = StreamTables(tensors, addresses, tensors, tensors, chunks, addresses, CHUNKS)
-    choice = torch.zeros(2, dtype=torch.int32)
+    choice = torch.zeros(4, dtype=torch.int32)
     speeds = torch.full((ranks,), FULL_SPEED, dtype=torch.int32)
     with recorded_launches() as launches:
         counted = count(ids, case.num_experts)
         row = write_row(counted.load, counted.unknown, choice, has_load=True)
         rows = exchange(row, addresses, 1, epoch, status, PATIENCE_NS)
+        choose_speeds(rows, None, speeds, speeds)
         found = plan(
             rows[:, HEADER_WIDTH:],
             slots,
@@ -105,7 +107,7 @@ def launches_of(case: Case) -> list[Launch]:
         stream(sends, found.slot_expert, masters, *common, num_programs=PROGRAMS)
         reroute(ids, found.share, found.slot_expert, masters, counted, status)
         wait_slots(found.slot_expert, *common)
-        pack_outcome(found, rows)
+        pack_outcome(found, rows, speeds)
     return launches
 
 

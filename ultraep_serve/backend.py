@@ -16,7 +16,7 @@ from ultraep_serve.collectives import EngineGroup
 from ultraep_serve.costs.model import CostModel
 from ultraep_serve.ring.recorder import Recorder
 from ultraep_serve.topology import Location
-from ultraep_serve.types import ExpertShape, Policy, TokenView
+from ultraep_serve.types import ExpertShape, Policy, SpeedSource, TokenView
 
 if TYPE_CHECKING:  # needs pydantic, which a bare GPU machine may lack
     from ultraep_serve.config import BalanceConfig
@@ -83,7 +83,7 @@ class LayerSlots:
 
 
 class PolicySource(Protocol):
-    """Where rank 0 reads which policy and threshold are in force."""
+    """Where rank 0 reads what is in force."""
 
     @property
     def policy(self) -> Policy: ...
@@ -91,6 +91,11 @@ class PolicySource(Protocol):
     @property
     def max_imbalance_millionths(self) -> int:
         """The imbalance at or below which layers are left alone; 0: as configured."""
+        ...
+
+    @property
+    def speeds(self) -> SpeedSource:
+        """Where the speeds of ranks come from."""
         ...
 
 

@@ -20,6 +20,7 @@ from ultraep_serve.control_token import checked_token
 from ultraep_serve.costs.model import CostModel
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.files import parse_object
+from ultraep_serve.speeds import parse_speeds
 from ultraep_serve.types import Policy
 
 __all__ = [
@@ -51,6 +52,12 @@ def _read_costs(given: object) -> object:
     is_text = str(given).lstrip().startswith("{")
     read = CostModel.from_json(str(given)) if is_text else CostModel.from_file(Path(given))
     return read.to_json()
+
+
+def _read_speeds(given: object) -> object:
+    if isinstance(given, str):
+        parse_speeds(given)
+    return given
 
 
 class _Settings(BaseModel):
@@ -106,6 +113,11 @@ class BalanceConfig(_Settings):
         ge=1.0,
         le=1e6,
         description="layers at or below this max/mean over ranks are left alone",
+    )
+    speeds: Annotated[str, BeforeValidator(_read_speeds)] = Field(
+        default="equal",
+        description="how fast ranks are, by which work is shared out: equal; auto, which measures "
+        "it while serving; or one number per rank, as 1.0,0.6",
     )
     on_unsupported: Literal["error", "off"] = Field(
         default="error",

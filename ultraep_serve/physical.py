@@ -3,6 +3,7 @@
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from ultraep_kernels.contract import GOLDEN_DENOMINATOR, GOLDEN_NUMERATOR
 
 from ultraep_serve.types import IntArray
 
@@ -37,8 +38,18 @@ def master_ids(topk_ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     return table[topk_ids.long().clamp(-1, table.shape[0] - 1)]
 
 
-def forced_ids(topk_ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """Force-balanced routing: masters in turn, whatever the router chose (wrong answers)."""
+def forced_ids(topk_ids: torch.Tensor, table: torch.Tensor, speeds: torch.Tensor) -> torch.Tensor:
+    """Force-balanced routing: masters in turn, whatever the router chose (wrong answers).
+
+    With unequal ``speeds`` (R,) each rank's come as often as its speed says.
+    """
     chosen = topk_ids >= 0  # padding takes no turn
     turn = (chosen.reshape(-1).cumsum(0) - 1).view(chosen.shape)
-    return torch.where(chosen, master_ids(turn % (table.shape[0] - 1), table), -1)
+    num_experts = table.shape[0] - 1
+    total, masters = speeds.sum(), num_experts // speeds.shape[0]
+    # A stride by the golden ratio meets every part of 0 to total evenly, however few its steps.
+    place = turn * (total * GOLDEN_NUMERATOR // GOLDEN_DENOMINATOR | 1) % total
+    rank = torch.bucketize(place, speeds.cumsum(0), right=True)
+    by_speed = rank * masters + turn % masters
+    expert = torch.where((speeds == speeds[0]).all(), turn % num_experts, by_speed)
+    return torch.where(chosen, master_ids(expert, table), -1)

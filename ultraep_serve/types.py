@@ -9,7 +9,7 @@ from enum import Enum
 
 import numpy as np
 from numpy.typing import NDArray
-from ultraep_kernels.contract import Decision, IntArray, Plan, Policy, Stage
+from ultraep_kernels.contract import Decision, IntArray, Plan, Policy, SpeedSource, Stage
 
 __all__ = [
     "Decision",
@@ -17,6 +17,7 @@ __all__ = [
     "IntArray",
     "Plan",
     "Policy",
+    "SpeedSource",
     "Stage",
     "TokenView",
     "imbalance",

@@ -96,7 +96,9 @@ def check_layer(bench: Bench, sizes: Sizes, layer: MoELayer, routes: Routes) -> 
     works = {
         "off": Work.of(master_ids(ids, table), shape),
         "balanced": Work.of(balanced.physical, shape),
-        "ideal": Work.of(forced_ids(ids, table), shape),
+        "ideal": Work.of(
+            forced_ids(ids, table, torch.ones(shape.num_ranks, device=ids.device).long()), shape
+        ),
     }
     after = works["balanced"].counts.sum(1)
     require_equal(after, balanced.plans[0].quota.sum(0), "what ranks compute")

@@ -23,13 +23,18 @@ __all__ = [
     "MIN_RELAYED_REPLICAS",
     "POLICY",
     "SMALL_DOMAIN",
+    "SPEEDS",
+    "SPEED_LIMITS",
     "THRESHOLD",
+    "TIME",
     "UNKNOWN",
+    "Choice",
     "Decision",
     "IntArray",
     "Plan",
     "Policy",
     "Search",
+    "SpeedSource",
     "Stage",
     "search_of",
 ]
@@ -49,6 +54,19 @@ class Policy(str, Enum):
     def code(self) -> int:
         """Stable number of this policy in shared memory and in rows."""
         return list(Policy).index(self)
+
+
+class SpeedSource(str, Enum):
+    """Where the speeds of ranks come from."""
+
+    CONFIGURED = "configured"  # the setting, which may be one of the others
+    EQUAL = "equal"  # all are equally fast
+    AUTO = "auto"  # what ranks measure
+
+    @property
+    def code(self) -> int:
+        """Stable number in shared memory and in rows."""
+        return list(SpeedSource).index(self)
 
 
 class Decision(IntEnum):
@@ -85,16 +103,41 @@ class Plan:
 
 
 # A rank's row in an exchange: HEADER_WIDTH words, then its load (E,) where ranks see tokens of
-# their own. Rank 0's policy and threshold count, everybody's unknown ids and checksums do.
+# their own. Rank 0's policy, threshold and speeds count, of the others everybody's.
 HEADER_WIDTH = 8  # words that have no name are reserved and 0
 POLICY = 0  # Policy.code that this rank would have
 UNKNOWN = 1  # ids that were neither an expert nor padding
 CHECKSUM = 2  # of the load where ranks share their tokens
 THRESHOLD = 3  # imbalance in millionths; less than a million: as configured
+TIME = 4  # what an assignment takes on this rank, in picoseconds; 0: not known
+SPEEDS = 5  # SpeedSource.code that this rank would have
+
+
+class Choice(NamedTuple):
+    """What a rank writes into its row's header beside what it counted; 0 where it has no say."""
+
+    policy: int = 0
+    threshold: int = 0
+    speeds: int = 0
+    time: int = 0
+
 
 # Speeds of ranks are whole numbers from 1; the fastest rank has this one. A time is a number of
 # assignments at this speed.
 FULL_SPEED = 1024
+
+
+class SpeedLimits(NamedTuple):
+    """How speeds follow what ranks measure, all in parts of FULL_SPEED."""
+
+    band: int = FULL_SPEED // 12  # a difference to the speed in use that changes nothing
+    near_full: int = FULL_SPEED // 24  # a difference to the fastest rank that counts as none
+    step: int = FULL_SPEED // 4  # the most that a speed changes from batch to batch
+    grain: int = FULL_SPEED // 32  # speeds that are not full are about multiples of this
+    least: int = FULL_SPEED // 8  # of any rank: it still gets work, and is measured
+
+
+SPEED_LIMITS = SpeedLimits()
 
 FLAG_BYTES = 64  # a flag of the exchange has a cache line of its own
 

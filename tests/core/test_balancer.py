@@ -1,10 +1,13 @@
 """Balancer's decisions on one rank, the other ranks played by a stand-in for the fabric."""
 
+import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from ultraep_kernels.contract import TIME
 
 from ultraep_serve.backend import GroupSetup
 from ultraep_serve.config import BalanceConfig
@@ -12,8 +15,9 @@ from ultraep_serve.costs.model import IntegerCosts
 from ultraep_serve.host.balancer import HostBalancer, row_width
 from ultraep_serve.host.slots import HostSlotPool
 from ultraep_serve.physical import identity_table
+from ultraep_serve.speeds import expert_clock
 from ultraep_serve.topology import Location
-from ultraep_serve.types import Decision, ExpertShape, Policy, TokenView
+from ultraep_serve.types import Decision, ExpertShape, Policy, SpeedSource, TokenView
 
 SHAPE = ExpertShape(2, 8, 1)
 LAYERS = 2
@@ -45,6 +49,7 @@ class Notes:
     def __init__(self) -> None:
         self.policy = Policy.QUOTA
         self.max_imbalance_millionths = 0
+        self.speeds = SpeedSource.CONFIGURED
         self.records: list[dict[str, Any]] = []
         self.batches: list[Decision] = []
 
@@ -175,6 +180,71 @@ def test_the_threshold_can_be_changed_between_batches() -> None:
         rig.notes.max_imbalance_millionths = asked
         rig.route(skewed())
         assert rig.decision is decision
+
+
+def test_a_rank_of_half_the_speed_gets_half_as_much() -> None:
+    rig = Rig(speeds="1.0,0.5")
+    ids = skewed(96)
+    physical = rig.route(ids)
+    record = rig.notes.records[-1]
+    assert record["speed"].tolist() == [1024, 512]
+    assert record["load_before"].tolist() == [168, 0]
+    assert record["load_after"].tolist() == [112, 56]
+    by_rank = torch.bincount(physical[physical >= 0] // SHAPE.num_local, minlength=2)
+    assert by_rank.tolist() == [112, 56]
+    uneven = torch.tensor([[0, 1], [2, 4]], dtype=torch.int32).repeat(8, 1)
+    rig.route(torch.cat([uneven, uneven[:8]]))  # 36 to 12
+    assert rig.decision is Decision.PLANNED
+    rig.route(torch.tensor([[0, 1, 4]], dtype=torch.int32).repeat(16, 1))
+    assert rig.decision is Decision.BALANCED
+
+
+def test_the_source_of_speeds_holds_from_the_next_batch_on() -> None:
+    rig = Rig(speeds="1.0,0.5")
+    for source, layer, expected in (
+        (SpeedSource.CONFIGURED, 0, [112, 56]),
+        (SpeedSource.EQUAL, 1, [112, 56]),
+        (SpeedSource.EQUAL, 0, [84, 84]),
+        (SpeedSource.AUTO, 0, [84, 84]),  # nothing was measured
+    ):
+        rig.notes.speeds = source
+        rig.route(skewed(96), layer)
+        assert rig.notes.records[-1]["load_after"].tolist() == expected
+
+
+def test_ideal_gives_ranks_what_their_speeds_say() -> None:
+    rig = Rig(allow_ideal=True, speeds="1.0,0.25")
+    rig.notes.policy = Policy.IDEAL
+    ids = skewed(1000)
+    physical = rig.route(ids)
+    assert torch.equal(physical < 0, ids < 0)
+    by_rank = torch.bincount(physical[physical >= 0] // SHAPE.num_local, minlength=2)
+    assert by_rank.sum() == rig.notes.records[-1]["load_before"].sum() == 1750
+    assert abs(by_rank - torch.tensor([1400, 350])).max() <= 2
+    assert rig.notes.records[-1]["load_after"].tolist() == [1400, 350]
+
+
+def test_speeds_that_ranks_measure_reach_the_plan() -> None:
+    """Rank 1 publishes three times rank 0's time per assignment."""
+    rig = Rig(costs=replace(costs(0), per_assignment=10**8), speeds="auto")
+
+    def slower(row: np.ndarray) -> np.ndarray:
+        other = row.copy()
+        other[TIME] *= 3
+        return other
+
+    rig.fabric.answer = slower
+    for batch in range(16):
+        rig.balancer.route(0, skewed(96), 96)
+        with expert_clock:
+            time.sleep(0.002)
+        rig.balancer.computed()
+        assert rig.notes.records[-1]["experts_ns"] >= 2_000_000
+        if batch == 10:
+            assert rig.notes.records[-1]["load_after"].tolist() == [84, 84]
+    speeds = rig.notes.records[-1]["speed"]
+    assert speeds.tolist() == [1024, 352]  # 341 in steps of a thirty-second
+    assert rig.notes.records[-1]["load_after"].tolist() == [125, 43]
 
 
 def test_only_padding_is_balanced() -> None:

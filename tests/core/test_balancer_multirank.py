@@ -114,6 +114,15 @@ def test_slots_of_each_layer_apart(run_path: Path) -> None:
     assert run(run_path, replace(batches, config=config)).counts()["planned"] >= 10
 
 
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_slower_rank_gets_less_and_answers_stay_the_same(run_path: Path, view: TokenView) -> None:
+    batches = make_batches(2, view, pause_rate=0.0)
+    config = batches.config.replace(speeds="1.0,0.5")
+    report = run(run_path, replace(batches, config=config))
+    assert report.counts()["planned"] >= 10
+    assert np.median(report.after) == pytest.approx(4 / 3, abs=0.02)  # 2 to 1
+
+
 def test_a_threshold_leaves_slightly_uneven_layers_alone(run_path: Path) -> None:
     batches = make_batches(2, TokenView.OWN, pause_rate=0.0)
     config = batches.config.replace(max_imbalance=1.3)

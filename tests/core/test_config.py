@@ -66,6 +66,11 @@ def test_wrong_answers_have_to_be_asked_for() -> None:
         ('{"policy": "fast"}', "must be 'off', 'quota', 'ideal' or"),
         ('{"slots": "2"}', "must be a valid integer"),
         ("[]", "JSON object"),
+        (
+            '{"speeds": "1.0,2"}',
+            "speeds: '1.0,2' must be auto or equal, or one number per rank",
+        ),
+        ('{"speeds": 1}', "must be a valid string"),
     ],
 )
 def test_bad_json_is_a_config_error(text: str, message: str) -> None:

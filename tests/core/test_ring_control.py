@@ -6,7 +6,7 @@ import pytest
 
 from ultraep_serve.errors import ControlError
 from ultraep_serve.ring.control import ControlPage, RecordLevel
-from ultraep_serve.types import Policy
+from ultraep_serve.types import Policy, SpeedSource
 
 
 def test_a_policy_set_by_one_is_read_by_the_other(tmp_path: Path) -> None:
@@ -30,6 +30,20 @@ def test_a_threshold_is_kept_in_millionths(tmp_path: Path) -> None:
         sidecar.set_max_imbalance(None)
     assert engine.max_imbalance_millionths == 0
     assert (engine.policy, engine.recording_word) == (Policy.QUOTA, 0)
+    engine.close()
+
+
+def test_speeds_are_those_configured_until_set(tmp_path: Path) -> None:
+    engine = ControlPage.create(tmp_path, Policy.QUOTA)
+    assert engine.speeds is SpeedSource.CONFIGURED
+    with ControlPage.open(tmp_path) as sidecar:
+        for source in (SpeedSource.AUTO, SpeedSource.EQUAL):
+            sidecar.set_speeds(source)
+            assert engine.speeds is source
+    with (tmp_path / "control").open("r+b") as file:
+        file.seek(48)
+        file.write(b"\xff" * 8)
+    assert engine.speeds is SpeedSource.CONFIGURED
     engine.close()
 
 

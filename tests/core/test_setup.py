@@ -19,7 +19,7 @@ from ultraep_serve.errors import UnsupportedError
 from ultraep_serve.ring.control import ControlPage
 from ultraep_serve.ring.reader import RingReader
 from ultraep_serve.ring.schema import RingState, ring_path
-from ultraep_serve.sidecar.statistics.snapshot import mean_floor
+from ultraep_serve.sidecar.statistics.figures import mean_floor
 from ultraep_serve.topology import Location
 from ultraep_serve.types import Decision, ExpertShape, Policy, TokenView
 
@@ -91,7 +91,7 @@ def join_hosts(rank: int, run_path: Path, view: TokenView, costs: str) -> list[i
     assert header.policy is Policy.OFF
     records = ring.recent()
     assert (records["load_after"] == records["load_before"].mean(axis=1, keepdims=True)).all()
-    assert mean_floor(records["load_before"], 2) == 1.0
+    assert mean_floor(records, 2) == 1.0
     decisions: list[int] = records["decision"].tolist()
     return decisions
 

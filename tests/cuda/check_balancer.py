@@ -5,12 +5,14 @@ Host memory stands in for the GPU's; the device's balancer reaches it through dr
 """
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
+from ultraep_kernels.contract import Choice
 
 pytest.importorskip("pydantic", reason="BalanceConfig needs it")
 
@@ -35,9 +37,11 @@ from tests.support.ranks import fresh_run_path, run_ranks
 from ultraep_serve.costs.model import IntegerCosts
 from ultraep_serve.cuda.recording import Note
 from ultraep_serve.errors import ConfigError, PeerTimeoutError
+from ultraep_serve.speeds import expert_clock
 from ultraep_serve.types import Decision, ExpertShape, Policy, TokenView
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="plays the device in host memory")
+TIME_OF_CHOICE = Choice._fields.index("time")
 NO_COSTS = IntegerCosts(1000, 0, 0, 0, 0, 0)
 
 
@@ -141,6 +145,14 @@ def test_both_balancers_do_the_same(view: TokenView) -> None:
     setup = Setup(ExpertShape(2, 8, 1), view)
     with fresh_run_path() as run_path:
         filled = run_ranks(compare, 2, run_path, setup, (), timeout_seconds=400.0)
+    assert sum(filled) > 0
+
+
+def test_speeds_that_differ() -> None:
+    setup = Setup(ExpertShape(2, 8, 1), TokenView.OWN, CONFIG.replace(speeds="1.0,0.5"))
+    with fresh_run_path() as run_path:
+        names = ("skewed", "forced")
+        filled = run_ranks(compare, 2, run_path, setup, names, timeout_seconds=400.0)
     assert sum(filled) > 0
 
 
@@ -273,6 +285,23 @@ def test_eplb_is_refused_at_start_and_counts_as_off_later(
         (f"policy '{name}' is not offered here and counts as 'off'",)
         for name in ("eplb-slots", "ideal")
     ]
+
+
+def test_experts_are_timed_in_the_stream_and_published() -> None:
+    recorder = FakeRecorder()
+    balancer = alone(CONFIG, recorder, replace(NO_COSTS, per_assignment=10**8))
+    for _ in range(13):
+        balancer.route(0, even(0), 100)
+        with expert_clock:
+            time.sleep(0.001)
+        with expert_clock:  # the second part
+            time.sleep(0.001)
+        balancer.computed()
+        with expert_clock:  # of another model
+            time.sleep(0.001)
+    took = [event["experts_ns"] for event in recorder.events]
+    assert min(took) >= 2_000_000
+    assert balancer._asked[TIME_OF_CHOICE] >= 2_000_000 * 1000 // even(0).numel()
 
 
 def test_records_wait_for_the_device_and_are_lost_where_there_is_no_room(

@@ -23,7 +23,7 @@ def rows_of(bench: Bench, loads: np.ndarray, policy: Policy, threshold: int = 0)
     rows = []
     for rank, load in enumerate(loads):
         code = policy.code if rank == 0 else Policy.EPLB_SLOTS.code
-        given = load, [0], [code, threshold if rank == 0 else 9_000_000]
+        given = load, [0], [code, threshold if rank == 0 else 9_000_000, 0, 0]
         arguments = (torch.as_tensor(values).int().to(bench.device) for values in given)
         rows.append(write_row(*arguments, has_load=True))
     return torch.stack(rows)
@@ -54,8 +54,10 @@ def test_rank_0_says_in_its_row_what_all_do(
         expected = identity_plan(loads, shape, 2)
     require_same_plan(found, expected)
     assert found.expert_load.tolist() == loads.sum(0).tolist()
-    outcome = unpack_outcome(pack_outcome(found, rows).cpu().numpy(), 16, 4, 1)
+    speeds = torch.arange(4, dtype=torch.int32, device=bench.device)
+    outcome = unpack_outcome(pack_outcome(found, rows, speeds).cpu().numpy(), 16, 4, 1)
     assert (outcome.decision, outcome.policy) == (decision, policy.code)
+    assert outcome.speeds.tolist() == [0, 1, 2, 3]
     assert np.array_equal(outcome.expert_load, loads.sum(0))
     assert np.array_equal(outcome.slot_expert, expected.slot_expert)
     slot_load = expected.quota[expected.slot_expert, np.arange(4)[:, None]]
@@ -85,7 +87,7 @@ def test_rows_that_may_never_have_come_are_inconsistent(bench: Bench) -> None:
 @pytest.mark.parametrize("has_load", [True, False])
 def test_row_equals_its_twin(bench: Bench, experts: int, has_load: bool) -> None:
     load = torch.arange(experts, dtype=torch.int32, device=bench.device) * 1_000_003
-    given = torch.tensor([7, 1, 1_020_000], dtype=torch.int32, device=bench.device)
+    given = torch.tensor([7, 1, 1_020_000, 2, 17_000_000], dtype=torch.int32, device=bench.device)
     arguments = load, given[:1], given[1:]
     row = write_row(*arguments, has_load)
     require_equal(row, row_reference(*arguments, has_load), "row")

@@ -13,6 +13,7 @@ KERNELS = {
     "_running_sum_kernel",
     "_row_kernel",
     "_exchange_kernel",
+    "_choose_kernel",
     "sum_kernel",
     "attempt_kernel",
     "decide_kernel",

@@ -30,7 +30,7 @@ def test_balance_says_what_was_written(skewed_run: SkewedRun, client: TestClient
     rank = balance["ranks"][1]
     assert (rank["rank"], rank["pid"], rank["state"]) == (1, os.getpid(), "ready")
     assert (rank["alive"], rank["lost"], rank["records"]) == (True, 0, 4)
-    assert rank["assignments"] == {"before": 0, "after": 40, "mean": 40.0}
+    assert rank["assignments"] == {"before": 0, "after": 40, "mean": 40.0, "speed": 1.0}
     assert rank["stage_seconds"]["plan"]["mean"] == pytest.approx(1e-6)
 
 
@@ -81,8 +81,8 @@ def test_batches_and_layers(skewed_run: SkewedRun, client: TestClient) -> None:
     layer = client.get("/v1/balance/layers/1").json()
     assert (layer["layer"], layer["records"], layer["last_batch"]) == (1, 5, 4)
     assert layer["ranks"] == [
-        {"before": 100, "after": 50, "mean": 50.0},
-        {"before": 0, "after": 50, "mean": 50.0},
+        {"before": 100, "after": 50, "mean": 50.0, "speed": 1.0},
+        {"before": 0, "after": 50, "mean": 50.0, "speed": 1.0},
     ]
     assert client.get("/v1/balance/layers/2").status_code == 404
 

@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,14 @@ def test_all_that_matters_is_seen_without_scrolling(
     wait_until(lambda: len(texts(browser, "#batches tbody tr")) == 5)
     assert colored_pixels(browser, "heat-before") > 10
     assert browser.execute_script("return document.querySelectorAll('.u-over').length") == 2
+    assert "time" not in text(browser, "#imbalance-fine") + text(browser, "#ranks-count")
+    assert not browser.find_element("css selector", "#key-time").is_displayed()
+    run.traffic = replace(run.traffic, speeds=(1024, 1024, 512, 1024))
+    run.batch()
+    wait_until(lambda: "by time" in text(browser, "#imbalance-fine"))
+    assert "rank 2 at 0.50 of the speed" in text(browser, "#ranks-count")
+    wait_until(lambda: browser.find_element("css selector", "#key-time").is_displayed())
+    assert browser.execute_script(height)
     no_complaints(browser)
 
 

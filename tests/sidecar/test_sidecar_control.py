@@ -10,7 +10,7 @@ from tests.support.sidecar_runs import BEARER, TOKEN, SkewedRun
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.ring.control import ControlPage
 from ultraep_serve.sidecar.app import AppOptions, create_app
-from ultraep_serve.types import Policy
+from ultraep_serve.types import Policy, SpeedSource
 
 
 def test_config_shows_the_settings_and_no_secret(
@@ -110,6 +110,20 @@ def test_the_threshold_is_set_and_taken_back(planned_run: SyntheticRun, client: 
         assert answer.json()["max_imbalance"] == value
         assert planned_run.control.max_imbalance_millionths == millionths
         assert client.get("/v1/config").json()["max_imbalance"] == value
+
+
+def test_speeds_are_set_and_taken_back(planned_run: SyntheticRun, client: TestClient) -> None:
+    path = "/v1/control/speeds"
+    assert client.post(path, json={"speeds": "equal"}).status_code == 401
+    for wrong in ("configured", "1.0,0.5", 1):
+        answer = client.post(path, json={"speeds": wrong}, headers=BEARER)
+        assert answer.status_code == 422
+    assert planned_run.control.speeds is SpeedSource.CONFIGURED
+    for value, source in (("equal", SpeedSource.EQUAL), (None, SpeedSource.CONFIGURED)):
+        answer = client.post(path, json={"speeds": value}, headers=BEARER)
+        assert answer.json()["speeds"] == value
+        assert planned_run.control.speeds is source
+        assert client.get("/v1/config").json()["speeds"] == value
 
 
 def test_a_damaged_pause_is_no_pause(

@@ -22,6 +22,7 @@ DECIDING: dict[str, dict[str, Any]] = {
     "resume": {},
     "policy": {"policy": "off"},
     "threshold": {"max_imbalance": 2},
+    "speeds": {"speeds": "equal"},
 }
 
 
@@ -85,7 +86,7 @@ def test_loads_are_everybodys_and_ranks_are_this_hosts(host: Host, client: TestC
     for rank in balance["ranks"]:
         number = rank["rank"]
         both = {"before": BEFORE[number], "after": AFTER[number]}
-        assert rank["assignments"] == {**both, "mean": 20.0}
+        assert rank["assignments"] == {**both, "mean": 20.0, "speed": 1.0}
         assert rank["bytes_sent"] == 100 * number
     assert balance["bytes_moved"] == 100 * sum(host.ranks)
     overview = client.get("/v1/overview").json()

@@ -9,7 +9,7 @@ from tests.support.ring_files import create, write
 from ultraep_serve.ring.reader import RingReader
 from ultraep_serve.ring.schema import RecordArray, RingHeader, ring_path
 from ultraep_serve.sidecar.follower import OWN_DTYPE, RecordWindow, SkippedHistory, most_records
-from ultraep_serve.sidecar.statistics.snapshot import imbalance_snapshot
+from ultraep_serve.sidecar.statistics.figures import imbalance_snapshot
 from ultraep_serve.sidecar.statistics.timeline import Timeline
 from ultraep_serve.types import Decision, ExpertShape
 

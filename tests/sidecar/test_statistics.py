@@ -12,8 +12,15 @@ from ultraep_serve.ring.reader import RingReader
 from ultraep_serve.ring.recorder import Recorder
 from ultraep_serve.ring.schema import ring_path
 from ultraep_serve.sidecar.statistics.batches import batch_snapshots, count_batches
-from ultraep_serve.sidecar.statistics.snapshot import BalanceSnapshot, RankView, imbalances
+from ultraep_serve.sidecar.statistics.figures import (
+    imbalances,
+    mean_floor,
+    rank_speeds,
+    time_imbalances,
+)
+from ultraep_serve.sidecar.statistics.snapshot import BalanceSnapshot, RankView
 from ultraep_serve.sidecar.statistics.summary import layer_detail, summarise
+from ultraep_serve.sidecar.statistics.timeline import Timeline
 from ultraep_serve.sidecar.statistics.window import Window
 from ultraep_serve.types import Decision, ExpertShape, Policy, imbalance
 
@@ -42,6 +49,7 @@ def write_all(
     after: list[int],
     decision: Decision = Decision.PLANNED,
     policy: Policy = Policy.QUOTA,
+    speed: list[int] | None = None,
 ) -> None:
     """Every rank writes the same loads; rank r sends r * 100 bytes and takes r + 1 s to plan."""
     for rank, recorder in enumerate(recorders):
@@ -59,6 +67,7 @@ def write_all(
             load_before=np.array(before),
             load_after=np.array(after),
             slot_expert=np.array([[-1], [layer]]),
+            speed=speed,
         )
 
 
@@ -95,6 +104,31 @@ def test_a_summary_by_hand(recorders: Any) -> None:
     assert [rank.assignments.after for rank in result.ranks] == [70, 50]
     assert [rank.stage_seconds["plan"].mean for rank in result.ranks] == [1.0, 2.0]
     assert result.ranks[0].stage_seconds["replicate"].mean is None  # it never ran
+
+
+def test_times_are_assignments_over_speeds(recorders: Any) -> None:
+    made, views = recorders
+    write_all(made, 0, 0, [30, 0], [20, 10], speed=[1024, 512])
+    write_all(made, 1, 1, [20, 20], [20, 20])
+    result = summary(views())
+    assert result.imbalance.after.max == pytest.approx(4 / 3)
+    assert result.time_imbalance.before.max == 1.5  # 30 instead of 20
+    assert result.time_imbalance.after.max == 1.0
+    assert [layer.time_imbalance.before.max for layer in result.layers] == [1.5, 1.0]
+    assert [rank.assignments.speed for rank in result.ranks] == [1.0, 0.75]
+    records = views()[0].records
+    assert time_imbalances(records["load_before"], records["speed"]).tolist() == [
+        imbalance(record["load_before"], record["speed"]) for record in records
+    ]
+    assert rank_speeds(records) == [1.0, 1.0]
+    assert mean_floor(records, 2) == 1.0
+    assert mean_floor(records, 1) == 1.25  # each rank a domain: nothing can move
+    timeline = Timeline()
+    timeline.add(records)
+    now = int(records["time_ns"][-1] // 10**9)
+    history = timeline.history(now, seconds=60, step=60)
+    assert [mean for mean in history.time_after_mean if mean] == [1.0]
+    assert [mean for mean in history.after_mean if mean] == [pytest.approx(7 / 6)]
 
 
 def test_a_window_keeps_its_time_and_policy(recorders: Any) -> None:

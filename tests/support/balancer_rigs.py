@@ -125,9 +125,11 @@ def device_rig(
     return Rig(balancer, layers, recorder, fabric)
 
 
-def alone(config: BalanceConfig, recorder: FakeRecorder) -> DeviceBalancer:
+def alone(
+    config: BalanceConfig, recorder: FakeRecorder, costs: IntegerCosts | None = None
+) -> DeviceBalancer:
     """A group of one rank."""
     setup = GroupSetup(config, ExpertShape(1, 8, 1), TokenView.OWN, Location.on_one_host(0, 1))
     rows = torch.zeros((1, device_row_width(8, TokenView.OWN)), dtype=torch.int32)
     layers = [masters_of(0, i, 8) for i in range(LAYERS)]
-    return mirrored_balancer(HostDriver(), setup, layers, rows, recorder, 100, 1)[0]
+    return mirrored_balancer(HostDriver(), setup, layers, rows, recorder, 100, 1, costs)[0]

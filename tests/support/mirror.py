@@ -15,12 +15,13 @@ from ultraep_kernels.contract import FLAG_BYTES
 from ultraep_kernels.device.exchange import inbox_bytes
 
 from ultraep_serve.backend import GroupSetup
+from ultraep_serve.costs.model import IntegerCosts
 from ultraep_serve.cuda.balancer import DeviceBalancer
 from ultraep_serve.cuda.driver import Driver, HandleKind, Shareable
 from ultraep_serve.cuda.fabric import DeviceFabric, Limits
 from ultraep_serve.cuda.rendezvous import Handshake
 from ultraep_serve.cuda.slots import DeviceSlotPool
-from ultraep_serve.types import Decision, Policy, Stage
+from ultraep_serve.types import Decision, Policy, SpeedSource, Stage
 
 __all__ = ["FakeRecorder", "Mirror", "mirrored_balancer"]
 
@@ -33,6 +34,7 @@ class FakeRecorder:
 
     policy: Policy = Policy.QUOTA
     max_imbalance_millionths: int = 0
+    speeds: SpeedSource = SpeedSource.CONFIGURED
     events: list[Any] = field(default_factory=list)  # records, and decisions on whole batches
     stage_ns: list[int] = field(default_factory=list)  # of the last record
     lost: int = 0
@@ -79,6 +81,7 @@ def mirrored_balancer(
     recorder: FakeRecorder,
     patience_ns: int,
     num_programs: int,
+    costs: IntegerCosts | None = None,
 ) -> tuple[DeviceBalancer, DeviceFabric]:
     """Rank 0's, which finds ``rows`` (R, W) int32 of its peers in every exchange.
 
@@ -95,5 +98,5 @@ def mirrored_balancer(
     signals[:ends].view(torch.int64).view(num_ranks, -1)[1:, 0] = POSTED
     signals[ends:inbox].view(torch.int32).view(2, num_ranks, -1)[:] = rows
     signals[inbox:].view(torch.int64)[:] = POSTED
-    balancer = DeviceBalancer(setup, adopted, fabric, recorder, recorder)  # type: ignore[arg-type]
-    return balancer, fabric
+    policies: Any = recorder
+    return DeviceBalancer(setup, adopted, fabric, policies, policies, costs), fabric

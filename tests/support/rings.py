@@ -42,6 +42,7 @@ class Traffic:
     drift: float = 0.02  # how fast popularity wanders from batch to batch
     balanced_share: float = 0.1  # of layers whose load is even already
     decode_batches: int = 5  # per prefill batch
+    speeds: tuple[int, ...] | None = None  # of the ranks, of FULL_SPEED; None: all equal
 
 
 class SyntheticRun:
@@ -63,7 +64,7 @@ class SyntheticRun:
         Further stages of a pipeline are runs of their own in the same ``run_path``.
         """
         self.shape, self.num_layers = shape, num_layers
-        self._traffic = traffic or Traffic()
+        self.traffic = traffic or Traffic()
         self._random = np.random.default_rng(seed)
         self._batch = 0
         self._popularity = self._random.normal(size=(num_layers, shape.num_logical_experts))
@@ -96,13 +97,13 @@ class SyntheticRun:
         self._batch += 1
         policy = self.control.policy
         for recorder in self.recorders:
-            for _ in range(self._traffic.decode_batches):
+            for _ in range(self.traffic.decode_batches):
                 recorder.count_batch(Decision.SMALL)
             if policy is Policy.OFF:
                 recorder.count_batch(Decision.POLICY_OFF)
         if policy is Policy.OFF:
             return
-        self._popularity += self._traffic.drift * self._random.normal(size=self._popularity.shape)
+        self._popularity += self.traffic.drift * self._random.normal(size=self._popularity.shape)
         for layer in range(self.num_layers):
             self._layer(layer, policy)
 
@@ -132,7 +133,7 @@ class SyntheticRun:
             recorder.record(
                 layer=layer,
                 batch=self._batch,
-                tokens=self._traffic.tokens,
+                tokens=self.traffic.tokens,
                 decision=decision,
                 policy=policy,
                 replicas=int((slots >= 0).sum()),
@@ -144,15 +145,21 @@ class SyntheticRun:
                 slot_expert=slots,
                 slot_load=slot_load,
                 expert_load=loads.sum(axis=0),
+                speed=self._speeds,
             )
+
+    @property
+    def _speeds(self) -> NDArray[np.int64] | None:
+        speeds = self.traffic.speeds
+        return None if speeds is None else np.array(speeds)
 
     def _loads(self, layer: int) -> NDArray[np.int64]:
         """Assignments (R, E) of one layer."""
-        skew = self._traffic.skew
-        if self._random.random() < self._traffic.balanced_share:
+        skew = self.traffic.skew
+        if self._random.random() < self.traffic.balanced_share:
             skew = 0.0
         weights = np.exp(skew * self._popularity[layer])
-        total = self._traffic.tokens * self._traffic.experts_per_token
+        total = self.traffic.tokens * self.traffic.experts_per_token
         expected = total * weights / weights.sum() / self.shape.num_ranks
         noise = 1 + 0.02 * self._random.normal(size=(self.shape.num_ranks, weights.size))
         loads: NDArray[np.int64] = np.maximum(0, expected * noise).astype(np.int64)
@@ -165,7 +172,7 @@ class SyntheticRun:
             return Decision.FORCED, None
         if before.max() * before.size <= 1.02 * before.sum():
             return Decision.BALANCED, None
-        return Decision.PLANNED, plan_quota(loads, self.shape, 0)
+        return Decision.PLANNED, plan_quota(loads, self.shape, 0, speeds=self._speeds)
 
     def _stage_ns(self, sent: int, received: int, busiest: int) -> list[int]:
         times = [0] * len(Stage)

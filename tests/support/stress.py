@@ -26,7 +26,7 @@ from ultraep_serve.host.balancer import HostBalancer, row_width
 from ultraep_serve.host.fabric import HostFabric
 from ultraep_serve.host.slots import HostSlotPool
 from ultraep_serve.topology import Location
-from ultraep_serve.types import Decision, Policy, TokenView, imbalance
+from ultraep_serve.types import Decision, Policy, SpeedSource, TokenView, imbalance
 
 __all__ = ["RandomBatches", "StressReport", "run_stress"]
 
@@ -116,6 +116,7 @@ class _Switch:
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self.max_imbalance_millionths = 0
+        self.speeds = SpeedSource.CONFIGURED
 
 
 def run_stress(rank: int, run_path: Path, batches: RandomBatches) -> StressReport:

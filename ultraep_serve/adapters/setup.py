@@ -24,6 +24,7 @@ from ultraep_serve.ring.control import ControlPage
 from ultraep_serve.ring.recorder import Recorder
 from ultraep_serve.ring.schema import RingState
 from ultraep_serve.ring.spool import SpoolSource, SpoolWriter
+from ultraep_serve.speeds import fixed_speeds
 from ultraep_serve.topology import Location, PipelineStage
 from ultraep_serve.types import ExpertShape, TokenView
 
@@ -89,9 +90,10 @@ class BalancedLayers:
         and share the run directory.
         Returns when all ranks have come this far.
         Raises UnsupportedError for tensors that cannot be moved and for ranks that form no domains,
-        ConfigError where hosts were started with other flags, PeerTimeoutError when a rank does not
-        come.
+        ConfigError where hosts were started with other flags or there is not one speed per rank,
+        PeerTimeoutError when a rank does not come.
         """
+        fixed_speeds(config.speeds, shape.num_ranks)
         location = find_location(config, rank, shape.num_ranks, group)
         config = meet(config, location, group, pipeline)
         self._run_path, self._pipeline = config.run_path, pipeline

@@ -14,6 +14,7 @@ from ultraep_serve.control_token import checked_token, read_token
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.files import prepare_output, read_text, write_json
 from ultraep_serve.ring.run_directory import TOKEN_FILE, run_directory_of_port
+from ultraep_serve.speeds import parse_speeds
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -71,17 +72,10 @@ def seconds(text: str) -> float:
 
 def speeds(text: str) -> tuple[float, ...]:
     """Type of a flag: one number per rank, above 0 and at most 1; () for ``equal``."""
-    if text == "equal":
-        return ()
     try:
-        values = tuple(float(part) for part in text.split(","))
-    except ValueError:
-        values = (0.0,)
-    if not all(0 < value <= 1 for value in values):
-        raise argparse.ArgumentTypeError(
-            f"{text} must be 'equal' or one number per rank like 1.0,0.6, above 0 and at most 1"
-        )
-    return values
+        return parse_speeds(text, words=("equal",))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def names(text: str) -> list[str]:

@@ -86,6 +86,8 @@ def _view(found: ServerStatus, document: Mapping[str, Any]) -> RenderableType:
     figures = Table.grid(padding=(0, 2))
     figures.add_row("batches", _batches(document["batches"]))
     figures.add_row("imbalance", _imbalance(document))
+    if _speeds_differ(document):
+        figures.add_row("by time", _time_imbalance(document))
     figures.add_row("time", _savings(document["savings"]))
     figures.add_row("moved", f"{document['bytes_moved'] / _MIB:,.1f} MiB of expert weights")
     title = Text(about, style="bold")
@@ -121,6 +123,17 @@ def _imbalance(document: Mapping[str, Any]) -> Text:
     return line
 
 
+def _speeds_differ(document: Mapping[str, Any]) -> bool:
+    return any(rank["assignments"]["speed"] < 1 for rank in document["ranks"])
+
+
+def _time_imbalance(document: Mapping[str, Any]) -> str:
+    before, after = (document["time_imbalance"][when] for when in ("before", "after"))
+    if before["mean"] is None:
+        return ""
+    return f"{before['mean']:.2f} -> {after['mean']:.2f} (assignments over speeds)"
+
+
 def _savings(savings: Mapping[str, float]) -> str:
     saved, spent = savings["saved_seconds"], savings["spent_seconds"]
     return f"{saved:.2f} s saved, {spent:.2f} s spent, net {savings['net_seconds']:+.2f} s"
@@ -129,10 +142,11 @@ def _savings(savings: Mapping[str, float]) -> str:
 def _ranks(document: Mapping[str, Any]) -> Table:
     """Assignments of each rank over the mean, before and after; all share one scale.
 
-    The mean is of all ranks that share its layers.
+    The mean is of all ranks that share its layers. Speeds are shown where they differ.
     """
     table = Table.grid(padding=(0, 2))
-    table.add_row("rank", "before", "", "after", "", style="dim")
+    differ = _speeds_differ(document)
+    table.add_row("rank", "before", "", "after", "", "speed" if differ else "", style="dim")
     ranks = [(rank, rank["assignments"]) for rank in document["ranks"]]
     most = max((max(loads["before"], loads["after"]) for _, loads in ranks), default=0)
     for rank, loads in ranks:
@@ -141,6 +155,7 @@ def _ranks(document: Mapping[str, Any]) -> Table:
         for when, style in (("before", "yellow"), ("after", "green")):
             cells.append(_bar(loads[when], most, style))
             cells.append(f"{loads[when] / mean:.2f}" if mean else "")
+        cells.append(f"{loads['speed']:.2f}" if differ else "")
         state = "" if rank["alive"] and rank["state"] == "ready" else rank["state"]
         table.add_row(f"{rank['rank']:>4}", *cells, Text(state, style="red"))
     return table

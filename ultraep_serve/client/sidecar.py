@@ -12,7 +12,7 @@ import httpx
 from ultraep_serve.client.http import Endpoint, json_object
 from ultraep_serve.config import parse_policy
 from ultraep_serve.errors import BenchError, understood
-from ultraep_serve.types import Policy
+from ultraep_serve.types import Policy, SpeedSource
 
 __all__ = ["RecordProgress", "RecordingSidecar", "Sidecar"]
 
@@ -61,6 +61,12 @@ class Sidecar(Endpoint):
         if response.status_code == 403 and policy is Policy.IDEAL:
             raise self.refused(response, IDEAL_REFUSED)
         self._checked(response)
+
+    def set_speeds(self, source: SpeedSource) -> None:
+        """Plan with speeds from ``source`` from the next batch on. Raises BenchError."""
+        speeds = None if source is SpeedSource.CONFIGURED else source.value
+        body, headers = {"speeds": speeds}, self._headers
+        self._checked(self.call("POST", "/v1/control/speeds", json=body, headers=headers))
 
     def balance(self, since_ns: int, policy: Policy, batches: int = 0) -> dict[str, Any]:
         """Statistics of the batches since ``since_ns`` (wall clock, ns) under ``policy``.

@@ -50,6 +50,7 @@ class IntegerCosts:
     per_relay_hop: int
     exchange: int
     plan: int
+    base: int = 0  # of a layer, whatever its load
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,7 @@ class CostModel:
             per_relay_hop=_picoseconds(self.relay_hop_seconds),
             exchange=_picoseconds(self.exchange_seconds),
             plan=_picoseconds(self.plan_seconds),
+            base=_picoseconds(self.base_seconds),
         )
 
     def to_json(self) -> str:
@@ -173,8 +175,8 @@ def saved_picoseconds(
 ) -> int:
     """Time that following a plan saves, once loads are known; negative where it costs.
 
-    ``before`` and ``after`` are the assignments of the busiest rank. Only the slots that the
-    transfer fills are read beside the masters.
+    ``before`` and ``after`` are the assignments of the busiest rank, where speeds differ its time
+    as that of so many. Only the slots that the transfer fills are read beside the masters.
     """
     masters = shape.num_masters
     held = masters + transfer.busiest_receiver

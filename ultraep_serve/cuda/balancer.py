@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from ultraep_kernels.contract import HEADER_WIDTH
+from ultraep_kernels.contract import FULL_SPEED, HEADER_WIDTH
 from ultraep_kernels.device.count import Counted, count
 from ultraep_kernels.device.exchange import write_row
 from ultraep_kernels.device.outcome import Outcome, outcome_width, pack_outcome, unpack_outcome
 from ultraep_kernels.device.plan import DevicePlan, Gate, plan
 from ultraep_kernels.device.reroute import reroute
+from ultraep_kernels.device.speeds import choose_speeds
 from ultraep_kernels.host.relays import relay_parents
 
 from ultraep_serve.backend import GroupSetup, LayerSlots, PolicySource
@@ -27,6 +28,7 @@ from ultraep_serve.cuda.recording import Lap, Ledger, Note, Unnoted, is_capturin
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.physical import experts_sent, forced_ids, identity_table, master_ids
 from ultraep_serve.ring.recorder import Recorder
+from ultraep_serve.speeds import OwnTime, expert_clock, fixed_speeds
 from ultraep_serve.types import Decision, ExpertShape, Policy, Stage, TokenView
 
 if TYPE_CHECKING:
@@ -93,8 +95,12 @@ class DeviceBalancer:
         self._device = device = fabric.status.device
         self._identity = torch.from_numpy(identity_table(experts, ranks, slots)).to(device)
         # The host writes its choice whenever it likes; the device takes it at layer 0 of a batch.
-        self._asked = torch.zeros(2, dtype=torch.int32, pin_memory=device.type == "cuda")
-        self._choice = torch.zeros(2, dtype=torch.int32, device=device)
+        self._asked = torch.zeros(4, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._choice = torch.zeros(4, dtype=torch.int32, device=device)
+        self._configured = _on_device(fixed_speeds(config.speeds, ranks), device)
+        self._agreed = torch.full((ranks,), FULL_SPEED, dtype=torch.int32, device=device)
+        self._speeds = self._agreed.clone()  # of the batch that runs
+        self._own_time, self._timed_batch = OwnTime(costs), 0
         self._shared_loads = torch.zeros((ranks, experts), dtype=torch.int32, device=device)
         self._ledger = Ledger(
             device,
@@ -128,17 +134,20 @@ class DeviceBalancer:
                 self._ledger.skip(Decision.SMALL)
                 self._record_what_is_done()
             return self.identity(topk_ids)
-        if begins and self._policies is not None:
+        if begins:
             self._choice.copy_(self._asked, non_blocking=True)
         note = None
         if not capturing:
             note = self._ledger.open(layer, self._batch, batch_tokens, micro_batch)
             if note is None:
                 self._recorder.count_lost()
+        if self._shape.num_micro_batches == 1:  # else another one's experts may run meanwhile
+            expert_clock.marks = note
         return self._balance(layer, topk_ids, note, micro_batch)
 
     def computed(self, micro_batch: int = 0) -> None:
         """The engine has launched the layer that ``route`` was called for last."""
+        expert_clock.marks = None
         if not is_capturing(self._device):
             self._ledger.close(micro_batch)
             self._record_what_is_done()
@@ -162,6 +171,8 @@ class DeviceBalancer:
         counted = count(topk_ids, self._shape.num_logical_experts)
         watch.lap(Stage.COUNT)
         rows = self._exchange(counted)
+        if layer == micro_batch == 0:
+            choose_speeds(rows, self._configured, self._agreed, self._speeds)
         watch.lap(Stage.EXCHANGE)
         found = plan(
             self._loads(rows, counted),
@@ -171,6 +182,7 @@ class DeviceBalancer:
             domain_size=self._domain_size,
             gate=self._gate,
             rows=rows,
+            speeds=self._speeds,
         )
         found = self._among_all_slots(found, micro_batch)
         watch.lap(Stage.PLAN)
@@ -182,11 +194,12 @@ class DeviceBalancer:
         watch.lap(Stage.WAIT)
         self._fabric.report()
         if note is not None:
-            note.fill(pack_outcome(found, rows))
+            note.fill(pack_outcome(found, rows, self._speeds))
         return physical
 
     def _choose(self) -> None:
-        """Rank 0 says what it would have; the others' choice stays off and does not count."""
+        """Every rank says what it measured, rank 0 what it would have beside that."""
+        self._asked[3] = min(self._own_time.picoseconds, _LARGEST)
         if self._policies is None:
             return
         policy = self._policies.policy
@@ -196,6 +209,7 @@ class DeviceBalancer:
             policy = Policy.OFF
         self._asked[0] = policy.code
         self._asked[1] = min(self._policies.max_imbalance_millionths, _LARGEST)
+        self._asked[2] = self._policies.speeds.code
 
     def _exchange(self, counted: Counted) -> torch.Tensor:
         """Every rank's row (R, W) int32."""
@@ -232,7 +246,7 @@ class DeviceBalancer:
         masters, status = self._shape.num_masters, self._fabric.status
         physical = reroute(topk_ids, found.share, found.slot_expert, masters, counted, status)
         if self._config.allow_ideal:
-            forced = forced_ids(topk_ids, self._identity)
+            forced = forced_ids(topk_ids, self._identity, self._speeds)
             physical = torch.where(found.decision == Decision.FORCED, forced, physical)
         return physical
 
@@ -259,6 +273,10 @@ class DeviceBalancer:
         if decision is Decision.INCONSISTENT:
             self._warn("ids or loads differ between ranks; inconsistent batches are not balanced")
         before, after = _rank_loads(outcome, decision, shape)
+        if note.batch != self._timed_batch:
+            self._timed_batch = note.batch
+            self._own_time.end_batch()
+        self._own_time.add(note.experts_ns, int(after[rank]), int(after.min()))
         slots, expert_bytes = outcome.slot_expert, self._expert_bytes[note.layer]
         parents = relay_parents(slots, shape.num_masters, self._config.relay, self._domain_size)
         self._recorder.record(
@@ -276,12 +294,18 @@ class DeviceBalancer:
             slot_expert=slots,
             slot_load=outcome.slot_load,
             expert_load=outcome.expert_load,
+            speed=outcome.speeds,
+            experts_ns=note.experts_ns,
         )
 
     def _warn(self, text: str) -> None:
         if text not in self._warned:
             self._warned.add(text)
             logger.warning("%s", text)
+
+
+def _on_device(speeds: NDArray[np.int64] | None, device: torch.device) -> torch.Tensor | None:
+    return None if speeds is None else torch.from_numpy(speeds).to(device, torch.int32)
 
 
 def _gate_of(config: "BalanceConfig", costs: IntegerCosts | None) -> Gate:
@@ -303,7 +327,7 @@ def _rank_loads(
     load = outcome.expert_load.astype(np.int64)
     before: NDArray[np.int64] = load.reshape(shape.num_ranks, -1).sum(axis=1)
     if decision is Decision.FORCED:
-        return before, np.full_like(before, before.sum() // before.size)
+        return before, before.sum() * outcome.speeds // outcome.speeds.sum(dtype=np.int64)
     filled = outcome.slot_expert >= 0
     after = before + outcome.slot_load.sum(axis=1)
     owners = outcome.slot_expert[filled] // shape.num_masters

@@ -40,17 +40,31 @@ class Note:
         is_cuda = device.type == "cuda"
         self._memory = torch.zeros(num_values, dtype=torch.int32, pin_memory=is_cuda)
         self._marks: list[Any] = [new_mark(device) for _ in range(len(Stage) + 1)]
+        self._experts: tuple[Any, Any] = (new_mark(device), new_mark(device))
+        self._begun = self._ended = False
         self.layer = self.batch = self.tokens = self.micro_batch = 0
 
     def start(self, layer: int, batch: int, tokens: int, micro_batch: int) -> None:
         """Begin anew, with the time of the first stage."""
         self.layer, self.batch, self.tokens = layer, batch, tokens
         self.micro_batch = micro_batch
+        self._begun = self._ended = False
         self._marks[0].record()
 
     def lap(self, stage: Stage) -> None:
         """Every stage must come, in order."""
         self._marks[stage + 1].record()
+
+    def begin_experts(self) -> None:
+        """The layer's experts, or the first part of them, are launched next."""
+        if not self._begun:
+            self._begun = True
+            self._experts[0].record()
+
+    def end_experts(self) -> None:
+        """They have been launched."""
+        self._ended = True
+        self._experts[1].record()
 
     def fill(self, values: torch.Tensor) -> None:
         """Copy ``values`` (num_values,) int32 here, in stream order."""
@@ -71,6 +85,15 @@ class Note:
         """The device's time per Stage, once done."""
         pairs = zip(self._marks, self._marks[1:], strict=False)
         return [round(before.elapsed_time(after) * 1e6) for before, after in pairs]
+
+    @property
+    def experts_ns(self) -> int:
+        """The device's time from the beginning to the end of the experts, once done; 0: unknown."""
+        if not self._ended:
+            return 0
+        begin, end = self._experts
+        elapsed: float = begin.elapsed_time(end) * 1e6
+        return round(elapsed)
 
 
 Entry: TypeAlias = Note | Decision  # a layer, or a batch that was skipped as a whole

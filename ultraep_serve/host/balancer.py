@@ -10,7 +10,17 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from ultraep_kernels.contract import CHECKSUM, HEADER_WIDTH, POLICY, THRESHOLD, UNKNOWN
+from ultraep_kernels.contract import (
+    CHECKSUM,
+    FULL_SPEED,
+    HEADER_WIDTH,
+    POLICY,
+    SPEEDS,
+    THRESHOLD,
+    TIME,
+    UNKNOWN,
+    Choice,
+)
 from ultraep_kernels.host.count import count
 from ultraep_kernels.host.exchange import write_row
 from ultraep_kernels.host.relays import relay_parents
@@ -25,11 +35,27 @@ from ultraep_serve.costs.model import (
     transfer_of,
 )
 from ultraep_serve.host.fabric import HostFabric
-from ultraep_serve.physical import experts_sent, forced_ids, identity_table, master_ids
+from ultraep_serve.physical import (
+    experts_sent,
+    forced_ids,
+    identity_table,
+    master_ids,
+)
 from ultraep_serve.planner.eplb_slots import LoadHistory
 from ultraep_serve.planner.quota import plan_quota
+from ultraep_serve.planner.speeds import least_time, rank_times
 from ultraep_serve.ring.recorder import Recorder, Stopwatch
-from ultraep_serve.types import Decision, ExpertShape, IntArray, Plan, Policy, Stage, TokenView
+from ultraep_serve.speeds import RankSpeeds, expert_clock
+from ultraep_serve.types import (
+    Decision,
+    ExpertShape,
+    IntArray,
+    Plan,
+    Policy,
+    SpeedSource,
+    Stage,
+    TokenView,
+)
 
 __all__ = ["HostBalancer", "row_width"]
 
@@ -71,12 +97,14 @@ class HostBalancer:
         self._recorder = recorder
         self._costs = costs
         self._history = LoadHistory(len(layers))
+        self._speeds = RankSpeeds(setup.config.speeds, fabric.rank, shape.num_ranks, costs)
         self._identity = torch.from_numpy(
             identity_table(shape.num_logical_experts, shape.num_ranks, shape.num_slots)
         )
         self._batch = 0
         self._batch_policy: Policy | None = None  # agreed on in the first layer of the batch
         self._threshold = _MILLION  # imbalance in millionths, agreed on with the policy
+        self._time = 0  # of an assignment, in picoseconds, that this rank publishes
         self._warned = False
         self._routed: _Routed | None = None  # what `computed` will record
 
@@ -94,6 +122,7 @@ class HostBalancer:
         if first:
             self._batch += 1
             self._batch_policy = None
+            self._time = self._speeds.end_batch()
         if batch_tokens < self._config.min_batch_tokens:
             return self._skip(first, Decision.SMALL, topk_ids)
         if not first and self._batch_policy is Policy.OFF:
@@ -114,13 +143,14 @@ class HostBalancer:
         self._wait_slots(layer, plan)
         watch.lap(Stage.WAIT)
         self._routed = _Routed(layer, batch_tokens, decision, loads, plan, sent, watch)
+        expert_clock.take()  # what was computed apart from batches
         return physical
 
     def computed(self, micro_batch: int = 0) -> None:
         """The engine has finished the layer that ``route`` was called for last: record it."""
         if self._routed is not None:
             self._routed.watch.lap(Stage.COMPUTE)
-            self._record(self._routed)
+            self._record(self._routed, expert_clock.take())
             self._routed = None
 
     def identity(self, topk_ids: torch.Tensor) -> torch.Tensor:
@@ -137,18 +167,10 @@ class HostBalancer:
 
         Tokens that all ranks see count as rank 0's, so that every rank splits them alike.
         """
-        threshold = self._policies.max_imbalance_millionths if self._policies is not None else 0
         has_load = self._view is TokenView.OWN
-        rows = self._fabric.exchange(
-            write_row(load, unknown, self._proposed_policy, threshold, has_load)
-        )
+        rows = self._fabric.exchange(write_row(load, unknown, self._choice(), has_load))
         if self._batch_policy is None:
-            self._batch_policy = list(Policy)[int(rows[0, POLICY])]
-            asked, configured = (
-                int(rows[0, THRESHOLD]),
-                round(self._config.max_imbalance * _MILLION),
-            )
-            self._threshold = asked if asked >= _MILLION else configured
+            self._agree(rows)
         inconsistent = bool(rows[:, UNKNOWN].any())
         if has_load:
             return rows[:, HEADER_WIDTH:], inconsistent
@@ -156,12 +178,22 @@ class HostBalancer:
         loads[0] = load
         return loads, inconsistent or bool((rows[:, CHECKSUM] != rows[0, CHECKSUM]).any())
 
-    @property
-    def _proposed_policy(self) -> int:
-        """Code of the policy this rank would take; rank 0's counts."""
-        if self._batch_policy is not None or self._policies is None:
-            return Policy.OFF.code
-        return self._policies.policy.code
+    def _choice(self) -> Choice:
+        """What this rank says at the first layer of a batch."""
+        if self._batch_policy is not None:
+            return Choice()
+        if self._policies is None:
+            return Choice(time=self._time)
+        asked = self._policies
+        threshold, speeds = asked.max_imbalance_millionths, asked.speeds.code
+        return Choice(asked.policy.code, threshold, speeds, self._time)
+
+    def _agree(self, rows: NDArray[np.int64]) -> None:
+        """What holds for this batch, by all ranks' rows (R, W) of its first layer."""
+        self._batch_policy = list(Policy)[int(rows[0, POLICY])]
+        asked, configured = int(rows[0, THRESHOLD]), round(self._config.max_imbalance * _MILLION)
+        self._threshold = asked if asked >= _MILLION else configured
+        self._speeds.begin_batch(rows[:, TIME], list(SpeedSource)[int(rows[0, SPEEDS])])
 
     def _plan(
         self, layer: int, loads: NDArray[np.int64], inconsistent: bool
@@ -172,29 +204,29 @@ class HostBalancer:
             return Decision.INCONSISTENT, None
         if self._batch_policy is Policy.IDEAL:
             return Decision.FORCED, None
+        speeds = self._speeds.values
         if self._batch_policy is Policy.EPLB_SLOTS:
             stale = self._history.plan(
-                layer, loads, self._shape, self._source_rank, self._domain_size
+                layer, loads, self._shape, self._source_rank, self._domain_size, speeds
             )
             return (Decision.PLANNED if stale else Decision.UNPROFITABLE), stale
-        before = self._rank_loads(loads)
-        if int(before.max()) * before.size * _MILLION <= self._threshold * int(before.sum()):
+        load = self._rank_loads(loads)
+        before = int(rank_times(load, speeds).max())
+        whole = int(load.sum()) * FULL_SPEED
+        if before * int(speeds.sum()) * _MILLION <= self._threshold * whole:
             return Decision.BALANCED, None
-        if not self._pays(int(before.max()), self._best(before), _ONE_EXPERT):
+        size = self._domain_size
+        if not self._pays(before, least_time(load, speeds, domain_size=size), _ONE_EXPERT):
             return Decision.UNPROFITABLE, None
-        plan = plan_quota(loads, self._shape, self._source_rank, domain_size=self._domain_size)
+        plan = plan_quota(loads, self._shape, self._source_rank, domain_size=size, speeds=speeds)
         transfer = transfer_of(plan.slot_expert, self._shape.num_masters)
-        if not self._pays(int(before.max()), int(plan.quota.sum(axis=0).max()), transfer):
+        after = int(rank_times(plan.quota.sum(axis=0), speeds).max())
+        if not self._pays(before, after, transfer):
             return Decision.UNPROFITABLE, None
         return Decision.PLANNED, plan
 
-    def _best(self, before: NDArray[np.int64]) -> int:
-        """The least that the busiest rank can be left with, given ``before`` (R,)."""
-        by_domain = before.reshape(-1, self._domain_size).sum(axis=1)
-        return -(-int(by_domain.max()) // self._domain_size)
-
     def _pays(self, before: int, after: int, transfer: Transfer) -> bool:
-        """Whether moving weights saves time for the busiest rank; all ranks agree on the costs."""
+        """Whether moving weights saves time: the busiest rank's is ``before`` or ``after``."""
         if self._costs is None:
             return after < before
         return saved_picoseconds(before, after, self._shape, transfer, self._costs) > 0
@@ -225,7 +257,7 @@ class HostBalancer:
         self, topk_ids: torch.Tensor, plan: Plan | None, decision: Decision
     ) -> torch.Tensor:
         if decision is Decision.FORCED:
-            return forced_ids(topk_ids, self._identity)
+            return forced_ids(topk_ids, self._identity, torch.from_numpy(self._speeds.values))
         if plan is None:
             return self.identity(topk_ids)
         return reroute(topk_ids, plan.share, plan.slot_expert, self._shape.num_masters)
@@ -234,19 +266,20 @@ class HostBalancer:
         if plan is not None:
             self._fabric.wait_slots(self._layers[layer], plan.slot_expert)
 
-    def _record(self, routed: "_Routed") -> None:
+    def _record(self, routed: "_Routed", experts_ns: int) -> None:
         if routed.decision is not Decision.INCONSISTENT:
             self._history.add(routed.layer, routed.loads)
-        before = self._rank_loads(routed.loads)
+        before, speeds = self._rank_loads(routed.loads), self._speeds.values
         after = before
         if routed.decision is Decision.FORCED:
-            after = np.full_like(before, before.sum() // before.size)
+            after = before.sum() * speeds // speeds.sum()
         slot_expert, slot_load = _empty_slots(self._shape), None
         if routed.plan is not None:
             after = routed.plan.quota.sum(axis=0)
             slot_expert = routed.plan.slot_expert
             ranks = np.arange(self._shape.num_ranks)[:, None]
             slot_load = np.where(slot_expert >= 0, routed.plan.quota[slot_expert, ranks], 0)
+        self._speeds.add_layer(experts_ns, after)
         received = int((slot_expert[self._fabric.rank] >= 0).sum())
         self._recorder.record(
             layer=routed.layer,
@@ -263,6 +296,8 @@ class HostBalancer:
             slot_expert=slot_expert,
             slot_load=slot_load,
             expert_load=routed.loads.sum(axis=0),
+            speed=speeds,
+            experts_ns=experts_ns,
         )
 
     def _rank_loads(self, loads: NDArray[np.int64]) -> NDArray[np.int64]:

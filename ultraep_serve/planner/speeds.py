@@ -4,27 +4,15 @@ A speed is a whole number from 1 to FULL_SPEED, which the fastest rank has; a ti
 assignments at FULL_SPEED. With equal speeds times are numbers of assignments.
 """
 
-from collections.abc import Sequence
-
 import numpy as np
 from numpy.typing import NDArray
 from ultraep_kernels.contract import FULL_SPEED
 from ultraep_kernels.host.plan import least_time as _least_time
+from ultraep_kernels.host.speeds import full_speeds, whole_speeds
 
 __all__ = ["full_speeds", "least_time", "rank_times", "whole_speeds"]
 
 Integers = NDArray[np.integer]
-
-
-def full_speeds(num_ranks: int) -> NDArray[np.int64]:
-    """Speeds (R,) of ranks that are equally fast."""
-    return np.full(num_ranks, FULL_SPEED, np.int64)
-
-
-def whole_speeds(values: Sequence[float]) -> NDArray[np.int64]:
-    """Speeds (R,) of ranks that compute ``values`` (R,), above 0, in the same time."""
-    relative = np.asarray(values, np.float64) / max(values)
-    return np.maximum(np.rint(relative * FULL_SPEED).astype(np.int64), 1)
 
 
 def rank_times(rank_load: Integers, speeds: Integers) -> NDArray[np.int64]:

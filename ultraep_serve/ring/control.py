@@ -1,7 +1,7 @@
 """What the sidecar asks of the ranks, in one shared page that they read before each batch.
 
-Policy and threshold are read by rank 0 only, which sends them to the others; whether to record
-routing is read by every rank.
+Policy, threshold and speeds are read by rank 0 only, which sends them to the others; whether to
+record routing is read by every rank.
 """
 
 import contextlib
@@ -15,21 +15,22 @@ from pathlib import Path
 from ultraep_serve.errors import ControlError
 from ultraep_serve.files import create_mapped, map_shared
 from ultraep_serve.ring.run_directory import hold
-from ultraep_serve.types import Policy
+from ultraep_serve.types import Policy, SpeedSource
 
 __all__ = ["CONTROL_NAME", "ControlPage", "RecordLevel", "Recording"]
 
 CONTROL_NAME = "control"
 _MAGIC = b"UEPCTRL\x01"
-_VERSION = 3
+_VERSION = 4
 _PAGE_BYTES = 4096
-# magic, version, sequence, policy code, recording, threshold
-_LAYOUT = struct.Struct("<8sQQQQQ")
+# magic, version, sequence, policy code, recording, threshold, source of speeds
+_LAYOUT = struct.Struct("<8sQQQQQQ")
 # indices in the page seen as 64-bit words
-_SEQUENCE, _POLICY, _RECORDING, _THRESHOLD = 2, 3, 4, 5
+_SEQUENCE, _POLICY, _RECORDING, _THRESHOLD, _SPEEDS = 2, 3, 4, 5, 6
 _MIB = 1 << 20
 _MILLION = 10**6
 _POLICIES: tuple[Policy, ...] = tuple(Policy)
+_SOURCES: tuple[SpeedSource, ...] = tuple(SpeedSource)
 
 
 class RecordLevel(IntEnum):
@@ -62,7 +63,8 @@ class Recording:
 
 
 class ControlPage:
-    """One policy with a sequence number that grows with every change, one threshold, one recording.
+    """One policy with a sequence number that grows with every change, one threshold, one source of
+    speeds, one recording.
 
     Each is an aligned 64-bit word, read and written in one piece; one writer at a time.
     """
@@ -77,14 +79,14 @@ class ControlPage:
             if create is None:
                 page = map_shared(path, _PAGE_BYTES)
             else:
-                first = _LAYOUT.pack(_MAGIC, _VERSION, 0, create.code, 0, 0)
+                first = _LAYOUT.pack(_MAGIC, _VERSION, 0, create.code, 0, 0, 0)
                 page = create_mapped(path, first, _PAGE_BYTES)
             self._use(page)
         except OSError as error:
             raise ControlError(f"no control page: {error}") from error
 
     def _use(self, page: mmap.mmap) -> None:
-        magic, version, _, code, _, _ = _LAYOUT.unpack_from(page)
+        magic, version, _, code, *_ = _LAYOUT.unpack_from(page)
         if magic != _MAGIC or version != _VERSION or code >= len(_POLICIES):
             page.close()
             raise ControlError(f"{self._path} is not a control page of version {_VERSION}")
@@ -159,6 +161,16 @@ class ControlPage:
     def set_max_imbalance(self, max_imbalance: float | None) -> None:
         """Leave layers alone at or below ``max_imbalance`` (1.0 or more); None: as configured."""
         self._words[_THRESHOLD] = 0 if max_imbalance is None else round(max_imbalance * _MILLION)
+
+    @property
+    def speeds(self) -> SpeedSource:
+        """Where the speeds of ranks come from; where the page was damaged, as configured."""
+        code = self._words[_SPEEDS]
+        return _SOURCES[code] if code < len(_SOURCES) else SpeedSource.CONFIGURED
+
+    def set_speeds(self, source: SpeedSource) -> None:
+        """Take the speeds of ranks from ``source``."""
+        self._words[_SPEEDS] = source.code
 
     @property
     def recording_word(self) -> int:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+from ultraep_kernels.contract import FULL_SPEED
 
 from ultraep_serve.errors import RingError
 from ultraep_serve.files import create_mapped
@@ -89,6 +90,7 @@ class Recorder:
         fields = np.frombuffer(self._scratch, dtype)[0]
         self._load_before, self._load_after = fields["load_before"], fields["load_after"]
         self._slot_expert, self._slot_load = fields["slot_expert"], fields["slot_load"]
+        self._speed = fields["speed"]
         self._expert_load = fields["expert_load"]
         self.lost = 0  # records that could not be written
         self._written = 0
@@ -160,13 +162,16 @@ class Recorder:
         slot_expert: NDArray[np.integer] | None,
         slot_load: NDArray[np.integer] | None = None,
         expert_load: NDArray[np.integer] | None = None,
+        speed: NDArray[np.integer] | None = None,
+        experts_ns: int = 0,
     ) -> None:
         """Write one layer of one batch.
 
         ``stage_ns`` holds a duration per Stage (0: did not run), ``load_*`` (R,) assignments per
         rank before and after balancing, ``slot_expert`` (R, S) the replicas (None: no replicas),
         ``slot_load`` (R, S) the assignments each computes, ``expert_load`` (E,) those of each
-        logical expert (None: not known, written as zeros).
+        logical expert (None: not known, written as zeros), ``speed`` (R,) those of the ranks (None:
+        all equal), ``experts_ns`` what this rank's own experts took (0: not measured).
         """
         with self._lock:
             try:
@@ -175,13 +180,14 @@ class Recorder:
                 self._slot_expert[...] = -1 if slot_expert is None else slot_expert
                 self._slot_load[...] = 0 if slot_load is None else slot_load
                 self._expert_load[...] = 0 if expert_load is None else expert_load
+                self._speed[...] = FULL_SPEED if speed is None else speed
                 decision = _DECISIONS[decision]
                 code = _POLICY_CODES[policy]
                 seq = self._written + 1
                 head = (seq, 0, layer, batch, time.time_ns(), tokens, replicas)
                 assignments = int(np.add.reduce(self._load_before, dtype=np.int64))
                 times = [int(time_ns) for time_ns in stage_ns]
-                moved = (assignments, bytes_sent, bytes_received)
+                moved = (assignments, bytes_sent, bytes_received, experts_ns)
                 RECORD_HEAD.pack_into(self._scratch, 0, *head, *moved, *times, decision, code)
                 self._publish(seq)
                 self._accumulate(decision, replicas, bytes_sent, bytes_received, times)

@@ -42,7 +42,7 @@ __all__ = [
     "ring_path",
 ]
 
-RING_VERSION = 6
+RING_VERSION = 7
 RING_PREFIX = "ring-"  # of the files' names, before the number
 MAGIC = b"UEPRING\x01"
 HEADER_BYTES = 4096
@@ -114,8 +114,9 @@ def _padded(layout: list[Any], itemsize: int) -> np.dtype[np.void]:
 HEADER_DTYPE = _padded(_HEADER_FIELDS, HEADER_BYTES)
 
 # The scalars at the front of a record, as struct and (below) as dtype: seq, crc, layer, batch,
-# time_ns, tokens, replicas, assignments, bytes_sent, bytes_received, stage_ns, decision, policy.
-RECORD_HEAD = struct.Struct(f"<QIiQQIIQQQ{len(Stage)}QBB6x")
+# time_ns, tokens, replicas, assignments, bytes_sent, bytes_received, experts_ns, stage_ns,
+# decision, policy.
+RECORD_HEAD = struct.Struct(f"<QIiQQIIQQQQ{len(Stage)}QBB6x")
 PAYLOAD_OFFSET = 12  # what the checksum covers starts after seq and crc
 
 
@@ -123,9 +124,10 @@ PAYLOAD_OFFSET = 12  # what the checksum covers starts after seq and crc
 def record_dtype(shape: ExpertShape) -> np.dtype[np.void]:
     """One record for ``shape``; its size is a multiple of 8 bytes.
 
-    ``load_before`` and ``load_after`` (R,) are assignments per rank, ``slot_expert`` (R, S) the
-    replicas, ``slot_load`` (R, S) what each of them computes, ``expert_load`` (E,) assignments per
-    logical expert. A master computes what its replicas do not.
+    ``load_before`` and ``load_after`` (R,) are assignments per rank, ``speed`` (R,) what was
+    planned with (FULL_SPEED: as fast as the fastest), ``slot_expert`` (R, S) the replicas,
+    ``slot_load`` (R, S) what each of them computes, ``expert_load`` (E,) assignments per logical
+    expert. A master computes what its replicas do not.
     """
     ranks, slots, experts = shape.num_ranks, shape.num_slots, shape.num_logical_experts
     layout: list[Any] = [
@@ -139,12 +141,14 @@ def record_dtype(shape: ExpertShape) -> np.dtype[np.void]:
         ("assignments", "<u8"),
         ("bytes_sent", "<u8"),
         ("bytes_received", "<u8"),
+        ("experts_ns", "<u8"),  # this rank's own experts, without any wait; 0: not measured
         ("stage_ns", "<u8", (len(Stage),)),
         ("decision", "u1"),
         ("policy", "u1"),
         ("reserved", "u1", (6,)),
         ("load_before", "<i4", (ranks,)),
         ("load_after", "<i4", (ranks,)),
+        ("speed", "<i4", (ranks,)),
         ("slot_expert", "<i4", (ranks, slots)),
         ("slot_load", "<i4", (ranks, slots)),
         ("expert_load", "<i4", (experts,)),

@@ -9,6 +9,7 @@ from ultraep_serve.sidecar.statistics.snapshot import (
     SCHEMA_VERSION,
     BatchesCount,
     Documented,
+    ImbalanceSnapshot,
     PhaseSnapshot,
     RankView,
     Savings,
@@ -80,8 +81,12 @@ class Overview(Documented):
     batches: BatchesCount | None = None
     phases: dict[str, PhaseSnapshot] = field(default_factory=dict)
     """Percentiles come from a histogram: the excess over 1 is accurate to a tenth."""
+    time_imbalance: ImbalanceSnapshot | None = None
+    """As in the balance, over the last seconds."""
+    speeds: list[float] = field(default_factory=list)
+    """Of all ranks of a pipeline stage, in the newest batch; 1.0 is as fast as the fastest."""
     floor: float = 1.0
-    """The lowest possible mean imbalance after, as in the balance."""
+    """The lowest possible mean time imbalance after, as in the balance."""
     bytes_moved: int = 0
     savings: Savings | None = None
     last_batch: BatchSnapshot | None = None

@@ -8,7 +8,8 @@ ultraep_unbalanced                      1 when the server runs without balancing
 ultraep_ready                           1 when every rank of this host is alive and ready
 ultraep_policy_info                     policy, engine, mode: labels, value 1
 ultraep_imbalance_ratio                 histogram by phase and when (before, after)
-ultraep_imbalance_floor_ratio           lowest possible mean of ultraep_imbalance_ratio
+ultraep_time_imbalance_ratio            histogram by phase and when: of assignments over speeds
+ultraep_imbalance_floor_ratio           lowest possible mean of ultraep_time_imbalance_ratio
 ultraep_batches_total                   by phase, decision and reason
 ultraep_layers_total                    by phase, decision and reason
 ultraep_replicas_total                  replicas placed
@@ -17,6 +18,7 @@ ultraep_stage_seconds_total              by stage, summed over the ranks of this
 ultraep_estimated_saved_seconds_total   time that balancing avoided
 ultraep_estimated_spent_seconds_total   time that balancing took
 ultraep_rank_up                         by rank
+ultraep_rank_speed_ratio                by rank of a pipeline stage: speed that is planned with
 ultraep_heartbeat_age_seconds           by rank
 ultraep_last_batch_age_seconds          by rank
 ultraep_records_lost_total              by rank: could not be written
@@ -49,12 +51,8 @@ from prometheus_client.registry import Collector
 
 from ultraep_serve.ring.schema import RingHeader
 from ultraep_serve.sidecar.statistics.counters import Counters
-from ultraep_serve.sidecar.statistics.snapshot import (
-    BalanceSnapshot,
-    RankView,
-    mean_floor,
-    spent_seconds,
-)
+from ultraep_serve.sidecar.statistics.figures import mean_floor, rank_speeds, spent_seconds
+from ultraep_serve.sidecar.statistics.snapshot import BalanceSnapshot, RankView
 from ultraep_serve.sidecar.statistics.window import Window, outcome
 from ultraep_serve.sidecar.store import NoRunError, RunStore
 from ultraep_serve.types import Decision, Stage
@@ -92,7 +90,7 @@ class BalanceCollector(Collector):
             "1 when every rank of this host is alive and ready, else 0.",
             value=float(ready),
         )
-        yield _imbalance(self._store.counters)
+        yield from _imbalances(self._store.counters)
         try:
             header, views = self._store.header(), self._store.views()
         except NoRunError:
@@ -103,17 +101,29 @@ class BalanceCollector(Collector):
         yield from _total_families(headers)
         yield from _estimates(headers, self._store.counters)
         yield from _rank_families(views)
+        yield self._speeds()
         yield self._missed()
 
     def _floor(self, header: RingHeader) -> Metric:
-        loads = Window().considered(self._store.held().primary)["load_before"]
+        records = Window().considered(self._store.held().primary)
         return GaugeMetricFamily(
             "ultraep_imbalance_floor_ratio",
-            "Lowest possible mean of ultraep_imbalance_ratio, as weights move only inside domains: "
-            "the largest domain mean over the mean of all ranks, in the records that the sidecar "
-            "holds.",
-            value=mean_floor(loads, header.location.domain_size),
+            "Lowest possible mean of ultraep_time_imbalance_ratio, as weights move only inside "
+            "domains: the largest domain mean over the mean of all ranks, in the records that the "
+            "sidecar holds.",
+            value=mean_floor(records, header.location.domain_size),
         )
+
+    def _speeds(self) -> Metric:
+        family = GaugeMetricFamily(
+            "ultraep_rank_speed_ratio",
+            "Speed of the rank that the newest batch was planned with; 1 is as fast as the fastest "
+            "rank.",
+            labels=["rank"],
+        )
+        for rank, speed in enumerate(rank_speeds(self._store.held().primary)):
+            family.add_metric([str(rank)], speed)
+        return family
 
     def _missed(self) -> Metric:
         family = CounterMetricFamily(
@@ -126,16 +136,27 @@ class BalanceCollector(Collector):
         return family
 
 
-def _imbalance(counters: Counters) -> Metric:
-    family = HistogramMetricFamily(
+def _imbalances(counters: Counters) -> Iterator[Metric]:
+    by_count = HistogramMetricFamily(
         "ultraep_imbalance_ratio",
         "Max/mean of assignments over ranks, one observation per MoE layer of a batch that the "
         "policy considered; 1 is perfect. when=before: by routing alone; when=after: as computed.",
         labels=["phase", "when"],
     )
-    for when, histogram in (("before", counters.before), ("after", counters.after)):
+    by_time = HistogramMetricFamily(
+        "ultraep_time_imbalance_ratio",
+        "As ultraep_imbalance_ratio, of assignments over the speeds of ranks: what policy quota "
+        "evens out; the same where ranks are equally fast.",
+        labels=["phase", "when"],
+    )
+    for family, when, histogram in (
+        (by_count, "before", counters.before),
+        (by_count, "after", counters.after),
+        (by_time, "before", counters.time_before),
+        (by_time, "after", counters.time_after),
+    ):
         family.add_metric(["prefill", when], histogram.buckets(), histogram.sum)
-    return family
+    yield from (by_count, by_time)
 
 
 def _run_families(header: RingHeader) -> Iterator[Metric]:

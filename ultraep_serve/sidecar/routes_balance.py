@@ -23,7 +23,12 @@ from ultraep_serve.sidecar.statistics.batches import (
     batch_snapshot,
     batch_snapshots,
 )
-from ultraep_serve.sidecar.statistics.snapshot import BalanceSnapshot, mean_floor
+from ultraep_serve.sidecar.statistics.figures import (
+    mean_floor,
+    rank_speeds,
+    time_imbalance_snapshot,
+)
+from ultraep_serve.sidecar.statistics.snapshot import BalanceSnapshot
 from ultraep_serve.sidecar.statistics.summary import (
     Heatmap,
     LayerDetail,
@@ -271,7 +276,9 @@ def overview(store: RunStore, seconds: int) -> Overview:
         num_slots=header.shape.num_replica_slots,
         batches=batches_count(totals.batches),
         phases=phases(totals.batches, totals.imbalance),
-        floor=mean_floor(recent["load_before"], header.location.domain_size),
+        time_imbalance=time_imbalance_snapshot(recent),
+        speeds=rank_speeds(primary),
+        floor=mean_floor(recent, header.location.domain_size),
         bytes_moved=totals.bytes_sent,
         savings=totals.savings,
         last_batch=_newest(primary, own),

@@ -1,4 +1,4 @@
-"""What can be changed while serving: policy, pause, threshold, recording.
+"""What can be changed while serving: policy, pause, threshold, speeds, recording.
 
 While paused the policy is off, and the policy to resume is stored beside the control page.
 """
@@ -20,7 +20,7 @@ from ultraep_serve.sidecar.access import BEARER, REFUSALS, bearers_only
 from ultraep_serve.sidecar.run_files import forget_pause, remember_pause
 from ultraep_serve.sidecar.statistics.snapshot import SCHEMA_VERSION
 from ultraep_serve.sidecar.store import NoRunError, RunStore
-from ultraep_serve.types import Policy, TokenView
+from ultraep_serve.types import Policy, SpeedSource, TokenView
 
 __all__ = ["Switches", "control_routes"]
 
@@ -91,6 +91,11 @@ class Switches:
         with self._one_writer, self._first_hosts_page() as page:
             page.set_max_imbalance(max_imbalance)
 
+    def set_speeds(self, source: SpeedSource) -> None:
+        """Plan with the speeds of ranks from ``source``."""
+        with self._one_writer, self._first_hosts_page() as page:
+            page.set_speeds(source)
+
     def record(self, level: RecordLevel, max_bytes: int) -> Recording:
         """Start a new recording, or end the current one.
 
@@ -131,13 +136,14 @@ class Switches:
 
     @contextlib.contextmanager
     def _first_hosts_page(self) -> Iterator[ControlPage]:
-        """The page for policy and threshold, which ranks read on the host of rank 0 only."""
+        """The page for all but recordings, which ranks read on the host of rank 0 only."""
         with self._page() as page:
             location = self._store.location()
             if location is not None and location.host.start > 0:
                 raise ControlError(
-                    f"policy and threshold of all {location.num_ranks} ranks are set on the first "
-                    f"host, {location.first_host or 'which holds rank 0'}: ask the sidecar there"
+                    f"policy, threshold and speeds of all {location.num_ranks} ranks are set on "
+                    f"the first host, {location.first_host or 'which holds rank 0'}: ask the "
+                    "sidecar there"
                 )
             yield page
 
@@ -172,6 +178,23 @@ class ThresholdAnswer(BaseModel):
     """The threshold put in force; null: the one at start."""
 
     max_imbalance: float | None
+    schema_version: int = SCHEMA_VERSION
+
+
+class SpeedsRequest(BaseModel):
+    """Where the speeds of ranks are to come from."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    speeds: Literal["auto", "equal"] | None = Field(
+        description="auto: measured; equal: all alike; null: as at start"
+    )
+
+
+class SpeedsAnswer(BaseModel):
+    """Where the speeds of ranks come from; null: as at start."""
+
+    speeds: Literal["auto", "equal"] | None
     schema_version: int = SCHEMA_VERSION
 
 
@@ -229,6 +252,13 @@ def control_routes(switches: Switches, token: str | None) -> APIRouter:
         with _refusals():
             switches.set_max_imbalance(request.max_imbalance)
         return ThresholdAnswer(max_imbalance=request.max_imbalance)
+
+    @router.post("/speeds")
+    def set_speeds(request: SpeedsRequest) -> SpeedsAnswer:
+        """Plan with equal speeds of ranks, or with those they measure, from the next batch on."""
+        with _refusals():
+            switches.set_speeds(SpeedSource(request.speeds or SpeedSource.CONFIGURED))
+        return SpeedsAnswer(speeds=request.speeds)
 
     @router.post("/record", responses={507: {"description": "shared memory has no room for it"}})
     def record(request: RecordRequest) -> RecordAnswer:

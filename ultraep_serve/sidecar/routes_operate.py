@@ -15,7 +15,7 @@ from ultraep_serve import __version__
 from ultraep_serve.sidecar.answers import AnswerCache
 from ultraep_serve.sidecar.statistics.snapshot import SCHEMA_VERSION
 from ultraep_serve.sidecar.store import RunStore
-from ultraep_serve.types import Policy
+from ultraep_serve.types import Policy, SpeedSource
 
 __all__ = ["Access", "operate_routes"]
 
@@ -58,6 +58,9 @@ class ConfigAnswer(BaseModel):
     max_imbalance: float | None
     """Layers at or below it are not balanced. Null: as in config. Only the first host's sidecar
     reports changes of it, and pauses."""
+    speeds: str | None
+    """equal or auto, where it was set since the start. Null: as in config. Only the first host's
+    sidecar reports it."""
     policies: list[str]
     """Policies that may be put in force."""
     control_open: bool
@@ -128,6 +131,7 @@ def operate_routes(
             policy=policy.value if policy else None,
             paused_policy=control.paused.value if control.paused else None,
             max_imbalance=control.max_imbalance,
+            speeds=None if control.speeds is SpeedSource.CONFIGURED else control.speeds.value,
             policies=[p.value for p in Policy if p is not Policy.IDEAL or access.allow_ideal],
             control_open=bool(access.token),
             config=store.config(),

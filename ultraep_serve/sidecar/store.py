@@ -27,7 +27,7 @@ from ultraep_serve.sidecar.statistics.summary import summarise
 from ultraep_serve.sidecar.statistics.timeline import History, Timeline, Totals
 from ultraep_serve.sidecar.statistics.window import Window
 from ultraep_serve.topology import Location
-from ultraep_serve.types import Decision, Policy
+from ultraep_serve.types import Decision, Policy, SpeedSource
 
 __all__ = [
     "ControlState",
@@ -48,6 +48,7 @@ class ControlState(NamedTuple):
     max_imbalance: float | None = None  # the threshold set since the start
     paused: Policy | None = None  # the policy that resume puts in force again
     sequence: int = 0  # how many times the policy was set
+    speeds: SpeedSource = SpeedSource.CONFIGURED  # set since the start
 
 
 class NoRunError(Exception):
@@ -298,7 +299,7 @@ class RunStore:
         before = self._control
         try:
             with ControlPage.open(self._run_dir) as page:
-                policy, sequence = page.policy, page.sequence
+                policy, sequence, speeds = page.policy, page.sequence, page.speeds
                 threshold = page.max_imbalance_millionths
         except ControlError:
             # An engine without balancing has no page.
@@ -308,7 +309,7 @@ class RunStore:
             paused = paused_policy(self._run_dir)
             if paused is None and sequence == before.sequence:
                 paused = before.paused
-        return ControlState(policy, threshold / 1e6 or None, paused, sequence)
+        return ControlState(policy, threshold / 1e6 or None, paused, sequence, speeds)
 
     def _discover(self) -> list[int]:
         try:

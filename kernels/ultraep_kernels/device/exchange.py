@@ -1,8 +1,8 @@
 """exchange: every rank's row of int32 -> all rows (R, W) on every rank, through peer memory.
 
 ``write_row`` packs a rank's load into a row: a header of ``HEADER_WIDTH`` words and, where ranks
-have tokens of their own, the load. Rank 0's policy and threshold count, everybody's unknown ids and
-checksums do.
+have tokens of their own, the load. Rank 0's policy, threshold and speeds count, of the others
+everybody's.
 
 ``exchange`` is one launch. The first R programs push this rank's row into one peer's inbox each and
 raise a flag there; the last R wait for one peer's row each and copy it out. It is also the fence:
@@ -19,7 +19,16 @@ import torch
 import triton
 import triton.language as tl
 
-from ultraep_kernels.contract import CHECKSUM, FLAG_BYTES, HEADER_WIDTH, POLICY, THRESHOLD, UNKNOWN
+from ultraep_kernels.contract import (
+    CHECKSUM,
+    FLAG_BYTES,
+    HEADER_WIDTH,
+    POLICY,
+    SPEEDS,
+    THRESHOLD,
+    TIME,
+    UNKNOWN,
+)
 from ultraep_kernels.device._signals import post, wait
 from ultraep_kernels.device.status import EXCHANGE_TIMEOUT
 
@@ -35,6 +44,7 @@ _FLAG_BYTES = tl.constexpr(FLAG_BYTES)
 _HEADER_WIDTH = tl.constexpr(HEADER_WIDTH)
 _POLICY, _UNKNOWN = tl.constexpr(POLICY), tl.constexpr(UNKNOWN)
 _CHECKSUM, _THRESHOLD = tl.constexpr(CHECKSUM), tl.constexpr(THRESHOLD)
+_SPEEDS, _TIME = tl.constexpr(SPEEDS), tl.constexpr(TIME)
 
 
 @triton.jit
@@ -128,7 +138,7 @@ def exchange(
 def _row_kernel(
     load_ptr,  # (E,) int32
     unknown_ptr,  # (1,) int32
-    choice_ptr,  # (2,) int32: policy, threshold
+    choice_ptr,  # (4,) int32: policy, threshold, speeds, time
     row_ptr,  # (W,) int32, out
     NUM_EXPERTS: tl.constexpr,
     HAS_LOAD: tl.constexpr,
@@ -150,6 +160,8 @@ def _row_kernel(
     header = tl.where(columns == _UNKNOWN, tl.load(unknown_ptr), header)
     header = tl.where(columns == _CHECKSUM, checksum, header)
     header = tl.where(columns == _THRESHOLD, tl.load(choice_ptr + 1), header)
+    header = tl.where(columns == _SPEEDS, tl.load(choice_ptr + 2), header)
+    header = tl.where(columns == _TIME, tl.load(choice_ptr + 3), header)
     tl.store(row_ptr + columns, header)
 
 
@@ -161,7 +173,7 @@ def write_row(
     Args:
         load: (E,) int32.
         unknown: (1,) int32, ids that could not be counted.
-        choice: (2,) int32, policy and threshold as this rank would have them.
+        choice: (4,) int32, ``contract.Choice`` of this rank.
         has_load: whether the load follows the header; else the header has its checksum.
     """
     num_experts = load.numel()
@@ -191,7 +203,7 @@ def row_reference(
         bits = (bits ^ bits >> 15) * 0x2C1B3C6D & whole
         checksum ^= bits ^ bits >> 13
     header = torch.zeros(HEADER_WIDTH, dtype=torch.int64, device=load.device)
-    header[POLICY], header[THRESHOLD] = choice[0], choice[1]
+    header[[POLICY, THRESHOLD, SPEEDS, TIME]] = choice.long()
     header[UNKNOWN], header[CHECKSUM] = unknown[0], 0 if has_load else checksum
     header = header.where(header < 1 << 31, header - (1 << 32)).int()
     return torch.cat([header, load]) if has_load else header

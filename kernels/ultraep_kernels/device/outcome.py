@@ -31,6 +31,7 @@ class Outcome:
     expert_load: NDArray[np.int32]  # (E,) assignments over all ranks
     slot_expert: NDArray[np.int32]  # (R, S), -1 empty
     slot_load: NDArray[np.int32]  # (R, S) assignments that each slot computes
+    speeds: NDArray[np.int32]  # (R,) that were planned with
 
 
 @triton.jit
@@ -40,7 +41,8 @@ def _outcome_kernel(
     expert_load_ptr,  # (E,) int32
     slot_expert_ptr,  # (R, S) int32
     quota_ptr,  # (E, R) int32
-    out_ptr,  # (2 + E + 2 * R * S,) int32
+    speeds_ptr,  # (R,) int32
+    out_ptr,  # (2 + R + E + 2 * R * S,) int32
     count,  # R * S
     NUM_EXPERTS: tl.constexpr,
     NUM_RANKS: tl.constexpr,
@@ -49,7 +51,11 @@ def _outcome_kernel(
 ):
     tl.store(out_ptr, tl.load(decision_ptr))
     tl.store(out_ptr + 1, tl.load(rows_ptr + _POLICY))
-    loads_ptr = out_ptr + _HEAD_WIDTH
+    for start in range(0, NUM_RANKS, BLOCK):
+        ranks = start + tl.arange(0, BLOCK)
+        speeds = tl.load(speeds_ptr + ranks, mask=ranks < NUM_RANKS, other=0)
+        tl.store(out_ptr + _HEAD_WIDTH + ranks, speeds, mask=ranks < NUM_RANKS)
+    loads_ptr = out_ptr + _HEAD_WIDTH + NUM_RANKS
     places_ptr = loads_ptr + NUM_EXPERTS
     for start in range(0, NUM_EXPERTS, BLOCK):
         experts = start + tl.arange(0, BLOCK)
@@ -68,11 +74,12 @@ def _outcome_kernel(
 
 def outcome_width(num_experts: int, num_ranks: int, num_slots: int) -> int:
     """int32 in a packed outcome."""
-    return _HEAD + num_experts + 2 * num_ranks * num_slots
+    return _HEAD + num_ranks + num_experts + 2 * num_ranks * num_slots
 
 
-def pack_outcome(plan: DevicePlan, rows: torch.Tensor) -> torch.Tensor:
-    """(``outcome_width``,) int32 on the device, of ``plan`` and the ``rows`` it was made of."""
+def pack_outcome(plan: DevicePlan, rows: torch.Tensor, speeds: torch.Tensor) -> torch.Tensor:
+    """(``outcome_width``,) int32 on the device, of ``plan`` and the ``rows`` and ``speeds`` (R,)
+    it was made of."""
     num_ranks, num_slots = plan.slot_expert.shape
     num_experts = plan.expert_load.numel()
     width = outcome_width(num_experts, num_ranks, num_slots)
@@ -83,6 +90,7 @@ def pack_outcome(plan: DevicePlan, rows: torch.Tensor) -> torch.Tensor:
         plan.expert_load,
         plan.slot_expert,
         plan.quota,
+        speeds,
         out,
         plan.slot_expert.numel(),
         NUM_EXPERTS=num_experts,
@@ -98,6 +106,7 @@ def unpack_outcome(
     values: NDArray[np.int32], num_experts: int, num_ranks: int, num_slots: int
 ) -> Outcome:
     """What ``pack_outcome`` packed, copied out of ``values``."""
-    loads, places = np.split(values[_HEAD:].copy(), [num_experts])
+    parts = np.split(values[_HEAD:].copy(), [num_ranks, num_ranks + num_experts])
+    speeds, loads, places = parts
     slot_expert, slot_load = places.reshape(2, num_ranks, num_slots)
-    return Outcome(int(values[0]), int(values[1]), loads, slot_expert, slot_load)
+    return Outcome(int(values[0]), int(values[1]), loads, slot_expert, slot_load, speeds)

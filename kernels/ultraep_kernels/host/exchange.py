@@ -14,7 +14,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ultraep_kernels.contract import CHECKSUM, HEADER_WIDTH, POLICY, THRESHOLD, UNKNOWN
+from ultraep_kernels.contract import (
+    CHECKSUM,
+    HEADER_WIDTH,
+    POLICY,
+    SPEEDS,
+    THRESHOLD,
+    TIME,
+    UNKNOWN,
+    Choice,
+)
 from ultraep_kernels.host._atomics import copy_bytes, load_acquire, store_release
 from ultraep_kernels.host._compile import compiled
 
@@ -22,15 +31,15 @@ __all__ = ["gather_rows", "post_row", "wait_flags", "write_row"]
 
 
 def write_row(
-    load: NDArray[np.int64], unknown: int, policy: int, threshold: int, has_load: bool
+    load: NDArray[np.int64], unknown: int, choice: Choice, has_load: bool
 ) -> NDArray[np.int64]:
     """This rank's row (W,) int64, W = HEADER_WIDTH, and E more where it has its ``load`` (E,).
 
-    ``policy`` and ``threshold`` as this rank would have them; ``unknown`` ids could not be counted.
+    ``unknown`` ids could not be counted.
     """
     row = np.zeros(HEADER_WIDTH + (load.size if has_load else 0), dtype=np.int64)
-    row[POLICY], row[UNKNOWN], row[THRESHOLD] = policy, unknown, threshold
-    row[CHECKSUM] = zlib.crc32(load.data)
+    row[POLICY], row[THRESHOLD], row[SPEEDS], row[TIME] = choice
+    row[UNKNOWN], row[CHECKSUM] = unknown, zlib.crc32(load.data)
     row[HEADER_WIDTH:] = load[: row.size - HEADER_WIDTH]
     return row
 

@@ -18,6 +18,7 @@ from sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe import swiglu_gpt_o
 from sglang.srt.runtime_context import get_parallel
 
 from ultraep_serve.adapters.cpu_experts import Expert, add_up, weighted_outputs
+from ultraep_serve.speeds import expert_clock
 
 __all__ = ["ACTIVATIONS", "complete_device_module", "compute_and_reduce"]
 
@@ -39,7 +40,8 @@ def compute_and_reduce(
     parts = weighted_outputs(
         partial(_expert, layer), layer.w13_weight.shape[0], x, topk_weights, local_ids
     )
-    total = add_up(parts, x.shape)
+    with expert_clock:
+        total = add_up(parts, x.shape)
     if x.dtype is torch.float32:
         return total
     group = get_parallel().moe_ep_group

@@ -28,6 +28,7 @@ from ultraep_serve.adapters.sglang.cpu_experts import complete_device_module, co
 from ultraep_serve.adapters.sglang.group import ExpertGroup, complete_outputs, expert_layers
 from ultraep_serve.config import BalanceConfig, first_process
 from ultraep_serve.errors import SERVE_UNBALANCED, UnsupportedError
+from ultraep_serve.speeds import expert_clock
 from ultraep_serve.types import Policy
 
 __all__ = ["PrefillTokens", "install"]
@@ -37,6 +38,7 @@ logger = logging.getLogger(__name__)
 LOAD = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
 FORWARD = "sglang.srt.model_executor.model_runner.ModelRunner.forward"
 EXPERTS = "sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE.forward_impl"
+CORE = "sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE.run_moe_core"
 COMPUTE = "sglang.srt.layers.moe.fused_moe_native.moe_forward_native"
 SCHEDULER = "sglang.srt.managers.scheduler.Scheduler.__init__"
 GATHER = "sglang.srt.managers.scheduler_components.dp_attn.MLPSyncBatchInfo.all_gather"
@@ -51,6 +53,7 @@ _PARAMETERS = {  # of every target, in 0.5.23
         "split_forward_count",
     ],
     EXPERTS: ["self", "hidden_states", "topk_output", "pre_quant_input"],
+    CORE: ["self", "dispatch_output"],
     COMPUTE: ["layer", "x", "topk_output", "moe_runner_config"],
     GATHER: ["self", "device", "group", "use_all_reduce"],
 }
@@ -95,6 +98,8 @@ class _SchedulerHooks:
             hooks[GATHER] = (self._tokens.gathered, HookType.AFTER)
             hooks[FORWARD] = (self.forward, HookType.AROUND)
             hooks[EXPERTS] = (self.experts, HookType.AROUND)
+            if not is_cpu():
+                hooks[CORE] = (self.core, HookType.AROUND)
             hooks[SCHEDULER] = (self.scheduler_made, HookType.AFTER)
         return hooks
 
@@ -167,6 +172,15 @@ class _SchedulerHooks:
         output = original(layer, hidden_states, balanced, *rest, **named)
         self._group.computed()
         return output
+
+    def core(self, original: Callable[..., Any], layer: FusedMoE, *rest: Any, **named: Any) -> Any:
+        """Say when a device's experts are launched, for the speeds of ranks.
+
+        Target: ``FusedMoE.run_moe_core``, between dispatch and combine. AROUND. Remove with
+        ``experts``.
+        """
+        with expert_clock:
+            return original(layer, *rest, **named)
 
     def compute(
         self,

@@ -43,6 +43,7 @@ from ultraep_serve.adapters.cpu_experts import (
 from ultraep_serve.adapters.vllm.checks import check_cpu_execution
 from ultraep_serve.adapters.vllm.expert_tensors import fit_shared_values
 from ultraep_serve.physical import identity_table
+from ultraep_serve.speeds import expert_clock
 from ultraep_serve.types import ExpertShape
 
 __all__ = [
@@ -162,7 +163,9 @@ def compute_and_reduce(
     """
     own = torch.where(assignments.rank == group.rank_in_group, assignments.local, -1)
     parts = _outputs(layer, x, topk_weights, own, num_tokens=x.shape[0])
-    total: torch.Tensor = _group_to_reduce(group).all_reduce(add_up(parts, x.shape))
+    with expert_clock:
+        own_total = add_up(parts, x.shape)
+    total: torch.Tensor = _group_to_reduce(group).all_reduce(own_total)
     return total.to(x.dtype)
 
 
@@ -198,8 +201,9 @@ def dispatch_compute_combine(
     weights = _all_to_all(topk_weights.reshape(-1)[order], away, here, group)
     outputs = torch.empty_like(rows)
     num_tokens = int(heard[:, 1].sum())
-    for places, part in _outputs(layer, rows, weights[:, None], local[:, None], num_tokens):
-        outputs[places] = part
+    with expert_clock:
+        for places, part in _outputs(layer, rows, weights[:, None], local[:, None], num_tokens):
+            outputs[places] = part
     home = _all_to_all(outputs, here, away, group)
     by_token = torch.argsort(order)
     return add_up(iter([(tokens[by_token], home[by_token])]), x.shape).to(x.dtype)

@@ -6,6 +6,7 @@ instead of E and of L + S local ones, which its linear placement maps to ``rank 
 and are built anew for these numbers. Nothing of theirs is replaced.
 """
 
+import functools
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -21,6 +22,7 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from ultraep_serve.adapters.execution import drop_slots
 from ultraep_serve.adapters.vllm.checks import check_device_execution
 from ultraep_serve.adapters.vllm.expert_tensors import fit_shared_values
+from ultraep_serve.speeds import expert_clock
 from ultraep_serve.types import ExpertShape
 
 __all__ = ["DeviceExperts"]
@@ -146,14 +148,30 @@ def _kernel_for(layer: RoutedExperts) -> mk.FusedMoEKernel:
         routing_tables=layer._expert_routing_tables(),
         allow_new_interface=True,
     )
-    names = inspect.signature(type(experts)).parameters
-    made = type(experts)(
-        **{name: getattr(experts, name) for name in names if hasattr(experts, name)}
-    )
+    kind = _timed(experts.__class__)
+    names = inspect.signature(kind).parameters
+    made = kind(**{name: getattr(experts, name) for name in names if hasattr(experts, name)})
     for name, value in vars(experts).items():
         if isinstance(value, torch.nn.Parameter):  # of the layer, set once weights were in order
             setattr(made, name, value)
     return mk.FusedMoEKernel(stage, made)
+
+
+class _TimedExperts(mk.FusedMoEExpertsModular):
+    """Says when experts are launched, between vLLM's dispatch and its combine."""
+
+    @expert_clock
+    def apply(self, *args: Any, **named: Any) -> Any:
+        """vLLM's own."""
+        return super().apply(*args, **named)
+
+
+@functools.cache
+def _timed(kind: type) -> type:
+    """``kind`` with its launches timed; kernels that also route or combine stay as they are."""
+    if issubclass(kind, _TimedExperts) or not issubclass(kind, mk.FusedMoEExpertsModular):
+        return kind
+    return type(kind.__name__, (_TimedExperts, kind), {})
 
 
 def _buffers(layers: Sequence[RoutedExperts]) -> dict[int, Any]:

@@ -1,6 +1,6 @@
 // The list of batches; a dialog shows one batch: its layers, and the plan of one of them.
 
-import { age, byId, bytes, count, emptyRow, get, make, ratio, seconds, setText } from "./common.js";
+import { age, byId, byTime, bytes, count, emptyRow, get, make, ratio, seconds, setText } from "./common.js";
 import { colorsOf, drawStacks, startStacks } from "./stacks.js";
 
 const PAGE = 25;
@@ -57,8 +57,8 @@ function batchRow(summary, now, worst) {
     make("td", {}, button, summary.policy === "quota" ? "" : ` ${summary.policy}`),
     cell(age(summary.time_ns, now)),
     cell(count(summary.tokens)),
-    meter(before, "before", worst),
-    meter(after, "after", worst),
+    meter(before, "before", worst, byTime(summary)),
+    meter(after, "after", worst, byTime(summary)),
     cell(count(summary.replicas)),
     cell(bytes(summary.bytes_moved)),
     cell(seconds(summary.avoided_seconds)),
@@ -67,11 +67,11 @@ function batchRow(summary, now, worst) {
   return element;
 }
 
-function meter(spread, when, worst) {
+function meter(spread, when, worst, time) {
   const fill = make("i");
   fill.style.width = `${Math.max(0, Math.min(100, (100 * ((spread.mean ?? 1) - 1)) / Math.max(0.1, worst - 1)))}%`;
   const bar = make("span", { className: "meter", ariaHidden: "true" }, fill);
-  return make("td", { className: when, title: `highest of a layer: ${ratio(spread.max)}` }, ratio(spread.mean), bar);
+  return make("td", { className: when, title: `highest of a layer: ${ratio(spread.max)}${time && `; ${time}`}` }, ratio(spread.mean), bar);
 }
 
 const cell = (text) => make("td", { textContent: text });
@@ -103,7 +103,7 @@ function showSummary(summary, message) {
     summary
       ? `${count(summary.tokens)} tokens, policy ${summary.policy}: imbalance ` +
           `${ratio(summary.imbalance.before.mean)} → ${ratio(summary.imbalance.after.mean)}, ` +
-          `${count(summary.replicas)} replicas, ${bytes(summary.bytes_moved)} moved, ` +
+          `${byTime(summary) && `${byTime(summary)}, `}${count(summary.replicas)} replicas, ${bytes(summary.bytes_moved)} moved, ` +
           `${seconds(summary.avoided_seconds)} avoided`
       : message,
   );
@@ -161,8 +161,14 @@ function showPlan() {
   const spent = Object.entries(summary.stage_seconds)
     .filter(([stage]) => stage !== "compute")
     .reduce((sum, [, time]) => sum + time, 0);
+  const speeds = plan.ranks.map((rank) => rank.speed);
+  const unequal = speeds.some((speed) => speed < 1);
   setText(
     "plan-fine",
+    (unequal
+      ? `By time ${ratio(summary.time_imbalance_before)} → ${ratio(summary.time_imbalance_after)}, ` +
+        `speeds ${speeds.map(ratio).join(", ")}; `
+      : "") +
     `${seconds(summary.avoided_seconds)} avoided; stages of balancing took ${seconds(spent)} ` +
       `on their slowest ranks; ${bytes(summary.bytes_moved)} moved`,
   );

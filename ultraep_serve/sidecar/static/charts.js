@@ -41,7 +41,10 @@ export function showHistory(history) {
     whole(history.after_mean),
     whole(history.before_max),
     whole(history.after_max),
+    whole(history.time_after_mean).map((time, i) => (time === history.after_mean[i] ? null : time)),
   ]);
+  const byTime = history.time_after_mean.some((time, i) => Math.abs(time - history.after_mean[i]) >= 0.005);
+  byId("key-time").hidden = !byTime;
   draw("chart-savings", savingsOptions, [
     times,
     perSecond(whole(history.saved_seconds)),
@@ -88,6 +91,7 @@ function imbalanceOptions() {
       line("after", "after", [7, 3]),
       line("before, max", "before", [1, 3], 1),
       line("after, max", "after", [1, 3], 1),
+      line("after, by time", "after", undefined, 1),
     ],
   };
 }

@@ -19,6 +19,14 @@ export function emptyRow(columns, text) {
 
 export const ratio = (value) => (value === null || value === undefined ? "–" : value.toFixed(2));
 
+// The time imbalance where ranks are not equally fast, else nothing.
+export function byTime(summary) {
+  const { imbalance, time_imbalance: time } = summary;
+  const differs = (when) => Math.abs((time?.[when].mean ?? 1) - (imbalance[when].mean ?? 1)) >= 0.005;
+  if (!time || !(differs("before") || differs("after"))) return "";
+  return `by time ${ratio(time.before.mean)} → ${ratio(time.after.mean)}`;
+}
+
 export function seconds(value) {
   if (value === null || value === undefined) return "–";
   const size = Math.abs(value);

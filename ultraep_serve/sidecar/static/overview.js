@@ -1,6 +1,6 @@
 // The header and the tiles: state, imbalance, time saved and spent, batches, ranks.
 
-import { age, byId, bytes, count, make, ratio, seconds, setText } from "./common.js";
+import { age, byId, byTime, bytes, count, make, ratio, seconds, setText } from "./common.js";
 
 export function showOverview(overview) {
   showState(overview);
@@ -51,10 +51,11 @@ function showImbalance(overview) {
   setText("before-mean", ratio(imbalance?.before.mean));
   setText("after-mean", ratio(imbalance?.after.mean));
   const known = imbalance && imbalance.before.mean !== null;
+  const time = known ? byTime({ imbalance, time_imbalance: slowest(overview) && overview.time_imbalance }) : "";
   setText(
     "imbalance-fine",
     known
-      ? `p99 ${ratio(imbalance.before.p99)} → ${ratio(imbalance.after.p99)} · max ` +
+      ? `${time && `${time} · `}p99 ${ratio(imbalance.before.p99)} → ${ratio(imbalance.after.p99)} · max ` +
           `${ratio(imbalance.before.max)} → ${ratio(imbalance.after.max)} · ` +
           `floor ${ratio(overview.floor)}`
       : overview.policy === "off"
@@ -102,6 +103,12 @@ function showBatches(overview) {
   setText("batches-fine", [...planned, ...skipped].join(" · "));
 }
 
+// The slowest rank of those that are not as fast as the fastest.
+function slowest(overview) {
+  const speed = Math.min(1, ...(overview.speeds ?? []));
+  return speed < 1 ? { rank: overview.speeds.indexOf(speed), speed } : null;
+}
+
 function showRanks(overview) {
   const holder = byId("ranks");
   const ranks = overview.ranks;
@@ -112,18 +119,21 @@ function showRanks(overview) {
     cell.setAttribute("role", "listitem");
     holder.append(cell);
   }
-  ranks.forEach((rank, i) => showRank(holder.children[i], rank));
+  const speeds = overview.speeds ?? [];
+  ranks.forEach((rank, i) => showRank(holder.children[i], rank, speeds[rank.rank % speeds.length]));
+  const slow = slowest(overview);
   const alive = ranks.filter((rank) => rank.alive).length;
   const lost = ranks.reduce((sum, rank) => sum + rank.lost + rank.missed, 0);
   setText(
     "ranks-count",
     ranks.length
-      ? `${alive} of ${ranks.length} alive${lost ? ` · ▲ ${count(lost)} records lost` : ""}`
+      ? `${alive} of ${ranks.length} alive${lost ? ` · ▲ ${count(lost)} records lost` : ""}` +
+          (slow ? ` · rank ${slow.rank} at ${ratio(slow.speed)} of the speed` : "")
       : "none known",
   );
 }
 
-function showRank(cell, rank) {
+function showRank(cell, rank, speed = 1) {
   const level = rank.problem ? (rank.state === "starting" ? "warn" : "bad") : "good";
   cell.dataset.level = level;
   const text = `${rank.rank}`;
@@ -132,6 +142,7 @@ function showRank(cell, rank) {
   cell.title =
     `rank ${rank.rank}: ${rank.problem || "ready"}` +
     (batch === null ? "" : `, last batch ${seconds(batch)} ago`) +
+    (speed < 1 ? `, speed ${ratio(speed)}` : "") +
     (rank.lost + rank.missed ? `, ${rank.lost + rank.missed} records lost` : "");
   cell.setAttribute("aria-label", cell.title);
 }

@@ -6,15 +6,19 @@ from dataclasses import dataclass
 import numpy as np
 
 from ultraep_serve.ring.schema import RecordArray
+from ultraep_serve.sidecar.statistics.figures import (
+    avoided_seconds,
+    imbalance_snapshot,
+    imbalances,
+    rank_assignments,
+    time_imbalance_snapshot,
+    time_imbalances,
+)
 from ultraep_serve.sidecar.statistics.snapshot import (
     SCHEMA_VERSION,
     Documented,
     ImbalanceSnapshot,
     RankAssignments,
-    avoided_seconds,
-    imbalance_snapshot,
-    imbalances,
-    rank_assignments,
 )
 from ultraep_serve.sidecar.statistics.window import outcome
 from ultraep_serve.types import Decision, ExpertShape, Policy, Stage
@@ -50,6 +54,8 @@ class BatchSnapshot(Documented):
     """Its MoE layers by decision."""
     imbalance: ImbalanceSnapshot
     """Over its layers."""
+    time_imbalance: ImbalanceSnapshot
+    """Of assignments over speeds; the same where ranks are equally fast."""
     replicas: int
     """Replicas placed, over all layers and ranks."""
     bytes_moved: int
@@ -120,6 +126,7 @@ def batch_snapshot(records: RecordArray, moved: int) -> BatchSnapshot:
             for code, count in zip(codes.tolist(), counts.tolist(), strict=True)
         },
         imbalance=imbalance_snapshot(records),
+        time_imbalance=time_imbalance_snapshot(records),
         replicas=int(records["replicas"].sum(dtype=np.int64)),
         bytes_moved=moved,
         avoided_seconds=float(avoided_seconds(records).sum()),
@@ -139,6 +146,10 @@ class BatchLayer(Documented):
     """Max/mean of assignments over ranks, by routing alone."""
     imbalance_after: float
     """Max/mean of assignments over ranks, as computed."""
+    time_imbalance_before: float
+    """Of assignments over the speeds of ranks, by routing alone."""
+    time_imbalance_after: float
+    """Of assignments over the speeds of ranks, as computed."""
     replicas: int
     """Replicas placed, over all ranks."""
     bytes_moved: int
@@ -250,6 +261,8 @@ def _batch_layer(record: RecordArray, own: Sequence[RecordArray]) -> BatchLayer:
         reason=reason,
         imbalance_before=float(imbalances(record["load_before"])[0]),
         imbalance_after=float(imbalances(record["load_after"])[0]),
+        time_imbalance_before=float(time_imbalances(record["load_before"], record["speed"])[0]),
+        time_imbalance_after=float(time_imbalances(record["load_after"], record["speed"])[0]),
         replicas=int(record["replicas"][0]),
         bytes_moved=int(mine["bytes_sent"].sum()),
         avoided_seconds=float(avoided_seconds(record)[0]),

@@ -4,7 +4,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ultraep_serve.ring.schema import RecordArray
-from ultraep_serve.sidecar.statistics.snapshot import avoided_seconds, imbalances, savings
+from ultraep_serve.sidecar.statistics.figures import (
+    avoided_seconds,
+    imbalances,
+    savings,
+    time_imbalances,
+)
 from ultraep_serve.sidecar.statistics.timeline import Timeline
 from ultraep_serve.sidecar.statistics.window import Window
 
@@ -19,6 +24,8 @@ class Counters:
         self._timeline = timeline
         self.before = ImbalanceHistogram()
         self.after = ImbalanceHistogram()
+        self.time_before = ImbalanceHistogram()
+        self.time_after = ImbalanceHistogram()
         self.saved_seconds = 0.0
         self.worsened_seconds = 0.0  # of layers whose busiest rank got more
         self._last = (0, 0, 0)  # wall clock, batch and layer of the last record counted
@@ -45,6 +52,8 @@ class Counters:
     def _count(self, records: RecordArray) -> None:
         self.before.count(imbalances(records["load_before"]))
         self.after.count(imbalances(records["load_after"]))
+        self.time_before.count(time_imbalances(records["load_before"], records["speed"]))
+        self.time_after.count(time_imbalances(records["load_after"], records["speed"]))
         self._timeline.add(records)
         estimate = savings(avoided_seconds(records), spent=0.0)
         self.saved_seconds += estimate.saved_seconds

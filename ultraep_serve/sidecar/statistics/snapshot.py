@@ -1,23 +1,9 @@
-"""The figures of an answer: how unbalanced the ranks were, and what balancing cost and saved.
-
-Imbalance is max/mean of assignments over ranks, per layer and batch. All ranks hold the same loads,
-so it is computed from the primary rank's records; bytes and times come from each rank's own.
-
-Savings: a layer is finished when its busiest rank is, so the engine's part of a layer (stage
-``compute``: dispatch, expert kernel, combine) took as long as the busiest rank needed for its
-assignments. Without balancing it would have taken longer in proportion to the busiest rank's
-assignments by routing alone. This overstates the savings where a part of the engine's time does not
-depend on the load.
-"""
+"""The data classes of an answer, as the HTTP interface documents them."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import numpy as np
-from numpy.typing import ArrayLike, NDArray
-
 from ultraep_serve.ring.schema import RecordArray, RingHeader
-from ultraep_serve.types import Stage
 
 __all__ = [
     "SCHEMA_VERSION",
@@ -33,16 +19,6 @@ __all__ = [
     "ReplicaCount",
     "Savings",
     "Spread",
-    "avoided_seconds",
-    "floors",
-    "imbalance_snapshot",
-    "imbalances",
-    "mean_floor",
-    "rank_assignments",
-    "replica_count",
-    "savings",
-    "spent_seconds",
-    "spread",
 ]
 
 
@@ -56,16 +32,13 @@ class Documented:
     __pydantic_config__: ClassVar[dict[str, Any]] = {"use_attribute_docstrings": True}
 
 
-_OWN = [Stage.COUNT, Stage.PLAN, Stage.REPLICATE, Stage.REROUTE, Stage.WAIT]
-
-
 @dataclass(frozen=True)
 class Savings(Documented):
     """Estimated seconds that balancing saved and spent over the window."""
 
     saved_seconds: float
     """Time of the engine's part of each layer that balancing avoided: the measured time, times
-    (assignments of the busiest rank before / after - 1)."""
+    (assignments of the busiest rank before / after - 1), over speeds where those differ."""
     spent_seconds: float
     """Time that balancing took: count, plan, replicate, reroute and wait on the slowest rank;
     exchange on the rank that waited least (the others wait for it, as they would at dispatch);
@@ -88,7 +61,8 @@ class Spread(Documented):
 
 @dataclass(frozen=True)
 class ImbalanceSnapshot(Documented):
-    """Max/mean of assignments over ranks, one value per MoE layer of a batch; 1.0 is perfect."""
+    """Max/mean over ranks, of assignments or times, one value per MoE layer of a batch; 1.0 is
+    perfect."""
 
     before: Spread
     """By routing alone, every token going to its expert's home rank."""
@@ -132,8 +106,9 @@ class LayerSnapshot(Documented):
     records: int
     """Batches in which the policy considered this layer's loads."""
     imbalance: ImbalanceSnapshot
+    time_imbalance: ImbalanceSnapshot
     floor: float
-    """The lowest possible mean of imbalance.after, as in the whole balance."""
+    """The lowest possible mean of time_imbalance.after, as in the whole balance."""
     replicas: ReplicaCount
     bytes_moved: int
     """Expert weights sent by the ranks of this host."""
@@ -149,6 +124,8 @@ class RankAssignments(Documented):
     """As computed."""
     mean: float
     """Of all ranks that share its layers."""
+    speed: float = 1.0
+    """Mean of the speeds that were planned with; 1.0 is as fast as the fastest rank."""
 
 
 @dataclass(frozen=True)
@@ -196,10 +173,13 @@ class BalanceSnapshot(Documented):
     phases: dict[str, PhaseSnapshot]
     """prefill; and decode: batches smaller than min_batch_tokens, which are left alone."""
     imbalance: ImbalanceSnapshot
+    """Of assignments."""
+    time_imbalance: ImbalanceSnapshot
+    """Of assignments over speeds, which quota evens out; the same where ranks are equally fast."""
     floor: float
-    """The lowest possible mean of imbalance.after. Weights move only inside a domain (a host or a
-    part of one), so for a layer of a batch it is the largest domain mean of assignments over the
-    mean of all ranks. 1.0 where all ranks are one domain."""
+    """The lowest possible mean of time_imbalance.after. Weights move only inside a domain (a host
+    or a part of one), so for a layer of a batch it is the largest domain mean of assignments (over
+    speeds) over the mean of all ranks. 1.0 where all ranks are one domain."""
     replicas: ReplicaCount
     bytes_moved: int
     """Expert weights sent by the ranks of this host."""
@@ -219,87 +199,3 @@ class RankView:
     heartbeat_age_seconds: float | None
     records: RecordArray  # (n,) its own, at least the fields that RankSnapshot needs
     last_batch_age_seconds: float | None = None  # None: no batch yet
-
-
-def imbalances(loads: NDArray[np.integer]) -> NDArray[np.float64]:
-    """Max/mean over ranks of each row of ``loads`` (n, R); 1.0 for an empty row."""
-    total = loads.sum(axis=1, dtype=np.int64)
-    peak = loads.max(axis=1, initial=0).astype(np.float64) * loads.shape[1]
-    result: NDArray[np.float64] = np.where(total > 0, peak / np.maximum(total, 1), 1.0)
-    return result
-
-
-def floors(loads: NDArray[np.integer], domain_size: int) -> NDArray[np.float64]:
-    """The lowest imbalance of each row of ``loads`` (n, R) that copies inside domains can reach."""
-    by_domain = loads.reshape(len(loads), -1, domain_size).sum(axis=2, dtype=np.int64)
-    return imbalances(by_domain)
-
-
-def mean_floor(loads: NDArray[np.integer], domain_size: int) -> float:
-    """The mean of ``floors``; 1.0 where there are no ``loads`` (n, R)."""
-    if domain_size == loads.shape[1] or not len(loads):
-        return 1.0
-    return float(floors(loads, domain_size).mean())
-
-
-def spread(values: NDArray[np.floating]) -> Spread:
-    """The spread of ``values`` (n,)."""
-    if not values.size:
-        return Spread(None, None, None, None)
-    p50, p99 = np.percentile(values, (50, 99))
-    return Spread(float(values.mean()), float(p50), float(p99), float(values.max()))
-
-
-def imbalance_snapshot(records: RecordArray) -> ImbalanceSnapshot:
-    """The imbalance of ``records``."""
-    return ImbalanceSnapshot(
-        before=spread(imbalances(records["load_before"])),
-        after=spread(imbalances(records["load_after"])),
-    )
-
-
-def rank_assignments(records: RecordArray) -> list[RankAssignments]:
-    """Assignments of every rank of the whole group, summed over the primary rank's ``records``."""
-    before = records["load_before"].sum(axis=0, dtype=np.int64).tolist()
-    after = records["load_after"].sum(axis=0, dtype=np.int64).tolist()
-    mean = sum(before) / len(before)
-    return [RankAssignments(*pair, mean) for pair in zip(before, after, strict=True)]
-
-
-def replica_count(replicas: NDArray[np.integer]) -> ReplicaCount:
-    """Mean and maximum of ``replicas`` (n,)."""
-    if not len(replicas):
-        return ReplicaCount(None, None)
-    return ReplicaCount(float(replicas.mean()), int(replicas.max()))
-
-
-def avoided_seconds(records: RecordArray) -> NDArray[np.float64]:
-    """Estimated time that balancing took off each of the primary rank's ``records`` (n,).
-
-    Negative where the busiest rank got more assignments than before.
-    """
-    before = records["load_before"].max(axis=1, initial=0).astype(np.float64)
-    after = records["load_after"].max(axis=1, initial=0)
-    seconds = records["stage_ns"][:, Stage.COMPUTE] / 1e9
-    avoided: NDArray[np.float64] = seconds * (before / np.maximum(after, 1) - 1) * (after > 0)
-    return avoided
-
-
-def spent_seconds(stage_ns: ArrayLike) -> NDArray[np.float64]:
-    """Time that balancing took on the critical path, from the totals ``stage_ns`` (..., R, stages).
-
-    Ranks without any time have no records and are ignored.
-    """
-    totals = np.asarray(stage_ns, dtype=np.float64)
-    own = totals[..., _OWN].sum(axis=-1).max(axis=-1, initial=0)
-    waited = np.where(totals.any(axis=-1), totals[..., Stage.EXCHANGE], np.inf)
-    least = waited.min(axis=-1, initial=np.inf)
-    spent: NDArray[np.float64] = (own + np.where(np.isinf(least), 0, least)) / 1e9
-    return spent
-
-
-def savings(avoided: NDArray[np.float64], spent: float) -> Savings:
-    """Totals of ``avoided`` (n,) seconds, and ``spent`` on the stages."""
-    saved = float(avoided[avoided > 0].sum())
-    spent -= float(avoided[avoided < 0].sum())
-    return Savings(saved, spent, saved - spent)

@@ -10,6 +10,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ultraep_serve.ring.schema import RecordArray, RingHeader
+from ultraep_serve.sidecar.statistics.figures import (
+    avoided_seconds,
+    imbalance_snapshot,
+    imbalances,
+    mean_floor,
+    rank_assignments,
+    replica_count,
+    savings,
+    spent_seconds,
+    spread,
+    time_imbalance_snapshot,
+)
 from ultraep_serve.sidecar.statistics.snapshot import (
     SCHEMA_VERSION,
     BalanceSnapshot,
@@ -23,15 +35,6 @@ from ultraep_serve.sidecar.statistics.snapshot import (
     RankView,
     Savings,
     Spread,
-    avoided_seconds,
-    imbalance_snapshot,
-    imbalances,
-    mean_floor,
-    rank_assignments,
-    replica_count,
-    savings,
-    spent_seconds,
-    spread,
 )
 from ultraep_serve.sidecar.statistics.window import Window, outcome
 from ultraep_serve.types import Decision, Policy, Stage
@@ -81,7 +84,8 @@ def summarise(
         batches=batches_count(batches),
         phases=phases(batches, imbalance),
         imbalance=imbalance,
-        floor=mean_floor(considered["load_before"], header.location.domain_size),
+        time_imbalance=time_imbalance_snapshot(considered),
+        floor=mean_floor(considered, header.location.domain_size),
         replicas=replica_count(considered["replicas"]),
         bytes_moved=sum(moved.values()),
         savings=window_savings(considered, [window.recorded(view.records) for view in ranks]),
@@ -156,7 +160,8 @@ def _layers(
             layer=layer,
             records=len(rows),
             imbalance=ImbalanceSnapshot(spread(before[rows]), spread(after[rows])),
-            floor=mean_floor(considered["load_before"][rows], domain_size),
+            time_imbalance=time_imbalance_snapshot(considered[rows]),
+            floor=mean_floor(considered[rows], domain_size),
             replicas=replica_count(considered["replicas"][rows]),
             bytes_moved=moved.get(layer, 0),
         )

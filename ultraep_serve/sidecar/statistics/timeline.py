@@ -7,15 +7,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ultraep_serve.ring.schema import RecordArray
+from ultraep_serve.sidecar.statistics.figures import (
+    avoided_seconds,
+    imbalances,
+    spent_seconds,
+    time_imbalances,
+)
 from ultraep_serve.sidecar.statistics.snapshot import (
     SCHEMA_VERSION,
     Documented,
     ImbalanceSnapshot,
     Savings,
     Spread,
-    avoided_seconds,
-    imbalances,
-    spent_seconds,
 )
 from ultraep_serve.types import Decision, Stage
 
@@ -33,6 +36,7 @@ _SECOND_DTYPE = np.dtype(
         ("batches", "<i4", (len(Decision),)),  # with records
         ("before", _IMBALANCE),
         ("after", _IMBALANCE),
+        ("time_after", "<f8"),  # sum of time imbalances
         ("saved", "<f8"),
         ("worsened", "<f8"),
         ("bytes_sent", "<f8"),  # by all ranks
@@ -56,6 +60,8 @@ class History(Documented):
     """Mean over layers and batches of max/mean of assignments over ranks, as computed."""
     after_max: list[float | None]
     """The maximum of the same."""
+    time_after_mean: list[float | None]
+    """Mean of the time imbalance, of assignments over speeds, as computed."""
     batches: list[int]
     """Prefill batches."""
     saved_seconds: list[float]
@@ -91,6 +97,7 @@ class Timeline:
             second["layers"] += len(part)
             second["saved"] += avoided[avoided > 0].sum()
             second["worsened"] -= avoided[avoided < 0].sum()
+            second["time_after"] += time_imbalances(part["load_after"], part["speed"]).sum()
             for name in ("before", "after"):
                 sums, values = second[name], imbalances(part[f"load_{name}"])
                 sums["sum"] += values.sum()
@@ -153,6 +160,7 @@ class Timeline:
             before_max=most("before"),
             after_mean=means("after"),
             after_max=most("after"),
+            time_after_mean=known(found["time_after"].sum(axis=1) / np.maximum(layers, 1)),
             batches=found["batches"].sum(axis=(1, 2)).tolist(),
             saved_seconds=found["saved"].sum(axis=1).tolist(),
             spent_seconds=(spent + found["worsened"].sum(axis=1)).tolist(),

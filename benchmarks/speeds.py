@@ -1,0 +1,200 @@
+"""By time against by count: one of two cores kept half busy, and both free.
+
+    python benchmarks/speeds.py
+
+One server of two ranks. Each round sends one prompt that is planned by equal speeds (counts) and
+one by measured speeds (times), in changing order: first while both cores are free, then while
+another process takes half of the second rank's core. The ranks' records say which speeds were in
+use, and in ``--quiet-batches`` more batches on free cores, whether noise ever changed one.
+"""
+
+import argparse
+import contextlib
+import multiprocessing
+import os
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from typing import Any
+
+import harness
+import numpy as np
+from served import model, serve
+from ultraep_kernels.contract import FULL_SPEED
+
+from ultraep_serve.client.engine import Server
+from ultraep_serve.client.prefill import median_interval, ratios_json
+from ultraep_serve.client.sidecar import Sidecar
+from ultraep_serve.demo.text import sample_text
+from ultraep_serve.ring.reader import RingReader
+from ultraep_serve.ring.run_directory import run_directory_of_port
+from ultraep_serve.ring.schema import RecordArray, ring_path
+from ultraep_serve.types import SpeedSource
+
+SOURCES = (SpeedSource.EQUAL, SpeedSource.AUTO)
+QUIET_TOKENS = 512
+PERIOD = 0.01  # seconds
+SETTLE = 20  # prompts, until measured speeds are those of the phase
+
+
+def main() -> None:
+    """Serve, measure, print a line per phase, write the JSON."""
+    parser = harness.parser(__doc__, "speeds.json")
+    parser.add_argument("--engine", choices=("vllm", "sglang"), default="vllm")
+    parser.add_argument("--mode", choices=("tensor", "data"), default="tensor")
+    parser.add_argument("--eager", action="store_true", help="do not compile the model")
+    parser.add_argument("--model", default="qwen3")
+    parser.add_argument("--prompt-tokens", type=int, nargs="+", default=[2048, 4096, 8192])
+    parser.add_argument("--rounds", type=int, default=15, help="per length and phase")
+    parser.add_argument("--busy", type=float, default=0.5, help="part of the core that is taken")
+    parser.add_argument("--core", type=int, default=1, help="of the second rank")
+    parser.add_argument("--quiet-batches", type=int, default=1000)
+    options = parser.parse_args()
+    with (
+        serve(options, model(options.model), "bfloat16", "--ring-records", str(1 << 17)) as running,
+        closing(Server(running.url)) as server,
+        closing(Sidecar(running.sidecar_url, running.token)) as sidecar,
+    ):
+        rings = Rings(running.port)
+        document = {
+            "engine": options.engine,
+            "mode": options.mode,
+            "free": phase(options, server, sidecar, rings),
+            "quiet": quiet(options, server, sidecar, rings),
+        }
+        with busy(options.core, options.busy):
+            document["busy"] = phase(options, server, sidecar, rings)
+    harness.write(options.json, document | {"busy_part_of_core": options.busy})
+
+
+class Rings:
+    """The records of both ranks."""
+
+    def __init__(self, port: int) -> None:
+        run_path = run_directory_of_port(port)
+        self._readers = [RingReader(ring_path(run_path, rank)) for rank in range(2)]
+
+    def new(self) -> list[RecordArray]:
+        """Those written since the last call, by rank."""
+        return [reader.poll().records for reader in self._readers]
+
+
+def phase(
+    options: argparse.Namespace, server: Server, sidecar: Sidecar, rings: Rings
+) -> list[dict[str, Any]]:
+    """One row per prompt length: seconds to first token by count and by time."""
+    for number in range(SETTLE):
+        server.first_token(prompt(min(options.prompt_tokens), number, "settle"))
+    rows = []
+    for tokens in options.prompt_tokens:
+        seconds: dict[SpeedSource, list[float]] = {source: [] for source in SOURCES}
+        rings.new()
+        for number in range(-1, options.rounds):
+            for source in SOURCES if number % 2 else reversed(SOURCES):
+                sidecar.set_speeds(source)
+                took = server.first_token(prompt(tokens, number, source.value)).seconds
+                if number >= 0:  # the first round warms up
+                    seconds[source].append(took)
+        row = {"prompt_tokens": tokens, **compared(seconds), **in_use(rings.new())}
+        print(row, flush=True)
+        rows.append(row | {"samples": {source.value: seconds[source] for source in SOURCES}})
+    return rows
+
+
+def compared(seconds: dict[SpeedSource, list[float]]) -> dict[str, Any]:
+    """Medians with intervals, and the ratios by count / by time within rounds."""
+    by_count, by_time = (seconds[source] for source in SOURCES)
+    ratios = [count / time for count, time in zip(by_count, by_time, strict=True)]
+    return {
+        "by_count_seconds": summary(by_count),
+        "by_time_seconds": summary(by_time),
+        "by_count_over_by_time": ratios_json(ratios),
+    }
+
+
+def summary(seconds: list[float]) -> dict[str, Any]:
+    """Median and its interval (95 %)."""
+    return {"median": statistics.median(seconds), "interval": median_interval(seconds)}
+
+
+def quiet(
+    options: argparse.Namespace, server: Server, sidecar: Sidecar, rings: Rings
+) -> dict[str, Any]:
+    """What ranks measured in every one of many batches, and how often speeds in use changed."""
+    sidecar.set_speeds(SpeedSource.AUTO)
+    rings.new()
+    kept: list[list[RecordArray]] = []
+    for number in range(options.quiet_batches):
+        server.first_token(prompt(QUIET_TOKENS, number, "quiet"))
+        if number % 50 == 49:
+            kept.append(rings.new())
+    kept.append(rings.new())
+    records = [np.concatenate(parts) for parts in zip(*kept, strict=True)]
+    found = {"prompt_tokens": QUIET_TOKENS, **in_use(records)}
+    print(found, flush=True)
+    return found | {"samples": per_batch(records)}
+
+
+def in_use(records: list[RecordArray]) -> dict[str, Any]:
+    """Which speeds batches were planned with, by the first rank's records."""
+    _, first = np.unique(records[0]["batch"], return_index=True)
+    speeds = records[0]["speed"][first]
+    changed = (np.diff(speeds, axis=0) != 0).any(axis=1)
+    unequal = speeds[(speeds != FULL_SPEED).any(axis=1)]
+    return {
+        "batches": len(speeds),
+        "batches_planned_with_unequal_speeds": len(unequal),
+        "changes_of_speeds": int(changed.sum()),
+        "median_speeds_where_unequal": np.median(unequal, axis=0).tolist()
+        if len(unequal)
+        else None,
+        "nanoseconds_per_assignment": [
+            float(mine["experts_ns"].sum() / mine["load_after"][:, rank].sum())
+            for rank, mine in enumerate(records)
+        ],
+    }
+
+
+def per_batch(records: list[RecordArray]) -> list[list[list[int]]]:
+    """(B, R, 2): nanoseconds of a rank's experts and its assignments, over a batch's layers."""
+    by_rank = []
+    for rank, mine in enumerate(records):
+        _, index = np.unique(mine["batch"], return_inverse=True)
+        columns = mine["experts_ns"], mine["load_after"][:, rank]
+        by_rank.append(np.stack([np.bincount(index, column) for column in columns], axis=1))
+    numbers: list[list[list[int]]] = np.stack(by_rank, axis=1).astype(int).tolist()
+    return numbers
+
+
+def prompt(tokens: int, number: int, name: str) -> str:
+    """The same text for every ``name``, behind an opening of its own."""
+    return f"{name} {number}. " + sample_text("law", tokens, 1000 + number)
+
+
+@contextmanager
+def busy(core: int, part: float) -> Iterator[None]:
+    """Another process takes ``part`` of ``core``."""
+    process = multiprocessing.Process(target=take, args=(core, part), daemon=True)
+    process.start()
+    try:
+        yield
+    finally:
+        process.kill()
+        process.join()
+
+
+def take(core: int, part: float) -> None:
+    """Compute for ``part`` of every 10 ms, before anybody else where this user may ask for that."""
+    os.sched_setaffinity(0, {core})
+    with contextlib.suppress(PermissionError):
+        os.setpriority(os.PRIO_PROCESS, 0, -20)
+    while True:
+        until = time.process_time() + part * PERIOD
+        while time.process_time() < until:
+            pass
+        time.sleep((1 - part) * PERIOD)
+
+
+if __name__ == "__main__":
+    main()

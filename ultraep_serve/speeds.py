@@ -1,0 +1,170 @@
+"""How fast the ranks are: each measures its own experts, all agree on the same whole numbers.
+
+A rank times what it computes itself, between its waits for the others, and publishes the time per
+assignment with its loads. From the same published numbers every rank derives the same speeds, once
+per batch, so that all layers of a batch agree.
+
+Noise must not change a plan, and a plan must not change what is measured:
+
+- A layer takes a fixed time whatever its load. It is counted as assignments, as many as the cost
+  model says, or a rank with little to do would seem slow and get less still.
+- What is published is a short one of the last batches' times: a rank that is slower is so in nearly
+  all of them, while disturbances only make some longer.
+- Speeds follow only what differs clearly from those in use, and not further than a step at a time.
+"""
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import ContextDecorator
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from ultraep_kernels.host.speeds import follow, full_speeds, whole_speeds
+
+from ultraep_serve.costs.model import IntegerCosts
+from ultraep_serve.errors import ConfigError
+from ultraep_serve.types import SpeedSource
+
+__all__ = [
+    "OwnTime",
+    "RankSpeeds",
+    "StreamMarks",
+    "expert_clock",
+    "fixed_speeds",
+    "parse_speeds",
+]
+
+_BATCHES = 11  # looked back on, of which the one in this place, by time, is published
+_PLACE = 2
+_LEAST_PICOSECONDS = 5 * 10**9  # of a batch, by the cost model; less is mostly disturbances
+_AUTO, _EQUAL = SpeedSource.AUTO.value, SpeedSource.EQUAL.value
+
+Integers = NDArray[np.integer]
+
+
+class StreamMarks(Protocol):
+    """Marks in a device's stream, around experts that are only launched inside the clock."""
+
+    def begin_experts(self) -> None: ...
+
+    def end_experts(self) -> None: ...
+
+
+class _ExpertClock(ContextDecorator):
+    """Nanoseconds that this process spends inside; one layer at a time, as hosts compute them."""
+
+    def __init__(self) -> None:
+        self._spent = self._since = 0
+        self.marks: StreamMarks | None = None  # of the layer that a device is to time instead
+
+    def __enter__(self) -> "_ExpertClock":
+        if self.marks is not None:
+            self.marks.begin_experts()
+        self._since = time.perf_counter_ns()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._spent += time.perf_counter_ns() - self._since
+        if self.marks is not None:
+            self.marks.end_experts()
+
+    def take(self) -> int:
+        """Nanoseconds since this was last asked."""
+        spent, self._spent = self._spent, 0
+        return spent
+
+
+expert_clock = _ExpertClock()  # adapters compute their own experts inside, and wait for nobody
+
+
+class OwnTime:
+    """What an assignment takes on this rank, in picoseconds."""
+
+    def __init__(self, costs: IntegerCosts | None) -> None:
+        """``costs``, the same on every rank, say what is fixed; without them nothing is known."""
+        self._costs = costs
+        self._fixed = costs.base // costs.per_assignment if costs is not None else 0
+        self._batches: deque[int] = deque(maxlen=_BATCHES)
+        self._nanoseconds = self._work = self._shortest = 0  # of the batch that runs
+
+    def add(self, nanoseconds: int, own_load: int, least_load: int) -> None:
+        """A layer of the batch: this rank computed ``own_load`` assignments, none less than
+        ``least_load``; 0 nanoseconds where nobody measured."""
+        if self._costs is not None and nanoseconds:
+            self._nanoseconds += nanoseconds
+            self._work += own_load + self._fixed
+            self._shortest += least_load * self._costs.per_assignment
+
+    def end_batch(self) -> None:
+        """The batch is over. It counts on all ranks or on none, since all know its loads."""
+        if self._shortest >= _LEAST_PICOSECONDS:
+            self._batches.append(self._nanoseconds * 1000 // self._work)
+        self._nanoseconds = self._work = self._shortest = 0
+
+    @property
+    def picoseconds(self) -> int:
+        """As the last batches show it; 0 until there are enough."""
+        if len(self._batches) < _BATCHES:
+            return 0
+        return max(1, sorted(self._batches)[_PLACE])
+
+
+class RankSpeeds:
+    """What this rank publishes, and the speeds (R,) that all ranks plan a batch with."""
+
+    def __init__(self, setting: str, rank: int, num_ranks: int, costs: IntegerCosts | None) -> None:
+        """``setting`` as configured. Raises ConfigError, see ``fixed_speeds``."""
+        self._configured = fixed_speeds(setting, num_ranks)
+        self._rank = rank
+        self._own = OwnTime(costs)
+        self._agreed = self.values = full_speeds(num_ranks)
+
+    def end_batch(self) -> int:
+        """The batch before is over; returns what to publish, as ``OwnTime.picoseconds``."""
+        self._own.end_batch()
+        return self._own.picoseconds
+
+    def begin_batch(self, picoseconds: Integers, source: SpeedSource) -> None:
+        """``values`` are now those from ``source``; what all ranks published (R,)."""
+        self._agreed = follow(picoseconds, self._agreed)
+        if source is SpeedSource.EQUAL:
+            self.values = full_speeds(self.values.size)
+        elif source is SpeedSource.AUTO or self._configured is None:
+            self.values = self._agreed
+        else:
+            self.values = self._configured
+
+    def add_layer(self, nanoseconds: int, rank_load: Integers) -> None:
+        """Experts of a layer took ``nanoseconds`` here; ``rank_load`` (R,) as computed."""
+        self._own.add(nanoseconds, int(rank_load[self._rank]), int(rank_load.min()))
+
+
+def parse_speeds(text: str, words: Sequence[str] = (_AUTO, _EQUAL)) -> tuple[float, ...]:
+    """Numbers of a setting like "1.0,0.6"; none for one of ``words``. Raises ValueError."""
+    if text in words:
+        return ()
+    try:
+        values = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        values = (0.0,)
+    if not all(0 < value <= 1 for value in values):
+        raise ValueError(
+            f"{text!r} must be {' or '.join(words)}, or one number per rank like 1.0,0.6, each "
+            "above 0 and at most 1"
+        )
+    return values
+
+
+def fixed_speeds(text: str, num_ranks: int) -> NDArray[np.int64] | None:
+    """Speeds (R,) that the setting ``text`` fixes, the largest FULL_SPEED; None for "auto".
+
+    Raises ConfigError unless there is one per rank.
+    """
+    if text == _AUTO:
+        return None
+    values = parse_speeds(text)
+    if values and len(values) != num_ranks:
+        raise ConfigError(f"speeds = {text!r} has {len(values)} numbers for {num_ranks} ranks")
+    return whole_speeds(values) if values else full_speeds(num_ranks)
