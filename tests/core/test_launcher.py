@@ -21,7 +21,7 @@ from ultraep_serve.ring import run_directory as module
 from ultraep_serve.ring.recorder import Recorder
 from ultraep_serve.ring.schema import RingState
 from ultraep_serve.sidecar.serve import add_arguments as add_sidecar_arguments
-from ultraep_serve.topology import Location
+from ultraep_serve.topology import Location, is_process_alive
 from ultraep_serve.types import ExpertShape, Policy
 
 OFF = BalanceConfig(policy=Policy.OFF)
@@ -137,7 +137,10 @@ raise SystemExit(supervisor.supervise(engine, config, sidecar))
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+FATAL = (signal.SIGKILL, signal.SIGSEGV)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, *FATAL])
 def test_engine_and_sidecar_end_with_the_launcher(tmp_path: Path, number: signal.Signals) -> None:
     waiting = "import time; time.sleep(60)"
     with subprocess.Popen(
@@ -149,7 +152,41 @@ def test_engine_and_sidecar_end_with_the_launcher(tmp_path: Path, number: signal
         sidecar, engine = (int(launcher.stdout.readline()) for _ in range(2))
         launcher.send_signal(number)
         code = launcher.wait(timeout=40)
-    assert code == (-number if number is signal.SIGKILL else 128 + signal.SIGTERM)
+    assert code == (-number if number in FATAL else 128 + signal.SIGTERM)
+    assert is_gone(engine)
+    assert is_gone(sidecar)
+
+
+@pytest.mark.parametrize(
+    ("victim", "number"),
+    [
+        *(("sidecar", number) for number in (*FATAL, signal.SIGSTOP)),
+        ("launcher", signal.SIGSTOP),
+    ],
+)
+def test_the_engine_goes_on_without(tmp_path: Path, victim: str, number: signal.Signals) -> None:
+    """A launcher that stops goes on later; whatever ends, its exit status is the engine's."""
+    code = (
+        "import pathlib, time\n"
+        f"while not pathlib.Path({str(tmp_path / 'end')!r}).exists(): time.sleep(0.01)\n"
+        f"pathlib.Path({str(tmp_path / 'ended')!r}).touch(); raise SystemExit(5)"
+    )
+    script = SUPERVISOR.replace("config =", "supervisor._STOP_SECONDS = 1.0; config =")
+    with subprocess.Popen(
+        [sys.executable, "-c", script, code, str(tmp_path / "run")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    ) as launcher:
+        assert launcher.stdout is not None
+        sidecar, engine = (int(launcher.stdout.readline()) for _ in range(2))
+        os.kill(sidecar if victim == "sidecar" else launcher.pid, number)
+        time.sleep(0.2)
+        assert is_process_alive(engine)
+        (tmp_path / "end").touch()
+        while not (tmp_path / "ended").exists():
+            time.sleep(0.01)
+        launcher.send_signal(signal.SIGCONT)
+        assert launcher.wait(timeout=40) == 5
     assert is_gone(engine)
     assert is_gone(sidecar)
 

@@ -50,6 +50,11 @@ def test_a_silent_rank_ends_every_wait(bench: Bench) -> None:
     exchange(row, addresses, 1, epoch, status, patience_ns=20_000)
     assert status.item() == DeviceStatus.EXCHANGE_TIMEOUT
     assert epoch[0] == 1
+    pushed = inboxes.clone()
+    assert pushed.any()
+    exchange(row + 1, addresses, 1, epoch, status, patience_ns=20_000)
+    assert epoch[0] == 2
+    assert torch.equal(inboxes, pushed), "who has given up may overwrite rows still to be read"
     sends, slot_expert = relaying(ranks)
     status.zero_()
     arguments = ranks.tables[1], 1, epoch, status, 20

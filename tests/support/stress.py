@@ -22,6 +22,7 @@ from tests.support.moe import TinyMoE, apply_experts, expert_bytes_equal, poison
 from ultraep_serve.backend import GroupSetup, LayerSlots
 from ultraep_serve.collectives import HostAllGather
 from ultraep_serve.config import BalanceConfig
+from ultraep_serve.errors import PeerTimeoutError
 from ultraep_serve.host.balancer import HostBalancer, row_width
 from ultraep_serve.host.fabric import HostFabric
 from ultraep_serve.host.slots import HostSlotPool
@@ -45,6 +46,7 @@ class RandomBatches:
     bad_id_rate: float = 0.0  # of layers in which one rank's router gives an impossible id
     pause_rate: float = 0.02  # of layers in which one rank dawdles before it computes
     domain_size: int | None = None  # ranks of each domain, a host of its own; None: one domain
+    mortal: bool = False  # losing a rank ends the run, and is reported instead of raised
     seed: int = 0
 
     @property
@@ -68,6 +70,7 @@ class StressReport:
     strays: int = 0  # copies outside of their master's domain
     bytes_sent: int = 0
     seconds: float = 0.0
+    lost: str = ""  # what ended the run of a mortal group
 
     def counts(self) -> dict[str, int]:
         """Layers (batches, where none of their layers was looked at) by decision."""
@@ -123,8 +126,13 @@ def run_stress(rank: int, run_path: Path, batches: RandomBatches) -> StressRepor
     """Run all batches as ``rank``; meets the other ranks in ``run_path``."""
     runner = _Runner(rank, run_path, batches)
     started = time.perf_counter()
-    for batch in range(batches.num_batches):
-        runner.run_batch(batch)
+    try:
+        for batch in range(batches.num_batches):
+            runner.run_batch(batch)
+    except PeerTimeoutError as error:
+        if not batches.mortal:
+            raise
+        runner.report.lost = str(error)
     runner.report.seconds = time.perf_counter() - started
     return runner.report
 

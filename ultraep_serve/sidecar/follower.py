@@ -53,7 +53,7 @@ class RingFollower:
         self._first_layer = first_layer
         self._reader: RingReader | None = None
         self._own = RecordWindow(OWN_DTYPE, 1)
-        self._counted_ns = 0  # wall clock of the last record that the timeline has
+        self._counted = (0, 0)  # start of the run, and its last record that the timeline has
 
     def poll(self, *, with_loads: bool) -> Poll | None:
         """Read what is new; None where the ring cannot be read.
@@ -76,7 +76,7 @@ class RingFollower:
         poll.records["layer"] += self._first_layer(poll.header)
         own = own_fields(poll.records)
         self._own.append(own)
-        self._count_times(own)
+        self._count_times(own, poll)
         self.header, self.error = poll.header, ""
         return poll if with_loads else replace(poll, records=poll.records[:0].copy())
 
@@ -115,11 +115,13 @@ class RingFollower:
             self._reader = None
         self.header, self.error = None, str(error)
 
-    def _count_times(self, records: RecordArray) -> None:
-        new = records[records["time_ns"] > np.uint64(self._counted_ns)]
-        if len(new):
-            self._counted_ns = int(new["time_ns"][-1])
-            self._timeline.add_own(self._rank, new)
+    def _count_times(self, own: RecordArray, poll: Poll) -> None:
+        """By number, since the wall clock may be set; a ring put back holds known records again."""
+        started_ns, last = self._counted
+        if started_ns != poll.header.started_ns:
+            last = 0
+        self._timeline.add_own(self._rank, own[poll.records["seq"] > last])
+        self._counted = (poll.header.started_ns, poll.header.written)
 
 
 class PrimaryRanks:

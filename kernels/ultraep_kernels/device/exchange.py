@@ -8,7 +8,8 @@ everybody's.
 raise a flag there; the last R wait for one peer's row each and copy it out. It is also the fence:
 the launch follows, in stream order, the expert kernel of the layer before, so whoever has read a
 rank's row may overwrite that rank's replica slots. Inboxes hold every row twice, by parity of the
-epoch: a rank pushes epoch n + 2 only after everybody pushed n + 1, hence finished reading n.
+epoch: a rank pushes epoch n + 2 only after everybody pushed n + 1, hence finished reading n. A rank
+that has given up a wait no longer knows that, and pushes nothing any more: the others give up too.
 
 The epoch is counted on the device, so that a captured graph can be replayed. Waits of a program are
 for pushes of lower-numbered programs, so programs may also run one after another. Twin:
@@ -30,7 +31,7 @@ from ultraep_kernels.contract import (
     UNKNOWN,
 )
 from ultraep_kernels.device._signals import post, wait
-from ultraep_kernels.device.status import EXCHANGE_TIMEOUT
+from ultraep_kernels.device.status import EXCHANGE_TIMEOUT, TIMEOUTS
 
 __all__ = [
     "exchange",
@@ -73,10 +74,11 @@ def _exchange_kernel(
     columns = tl.arange(0, BLOCK)
     mask = columns < WIDTH
     if program < NUM_RANKS:
-        row = tl.load(row_ptr + columns, mask=mask, other=0)
-        address = _row_address(inboxes_ptr, peer, rank, epoch, NUM_RANKS, WIDTH)
-        tl.store(address.to(tl.pointer_type(tl.int32)) + columns, row, mask=mask)
-        post(tl.load(inboxes_ptr + peer) + rank * _FLAG_BYTES, epoch)
+        if (tl.load(status_ptr) & TIMEOUTS) == 0:
+            row = tl.load(row_ptr + columns, mask=mask, other=0)
+            address = _row_address(inboxes_ptr, peer, rank, epoch, NUM_RANKS, WIDTH)
+            tl.store(address.to(tl.pointer_type(tl.int32)) + columns, row, mask=mask)
+            post(tl.load(inboxes_ptr + peer) + rank * _FLAG_BYTES, epoch)
     else:
         flag = tl.load(inboxes_ptr + rank) + peer * _FLAG_BYTES
         wait(flag, epoch, patience_ns, status_ptr, EXCHANGE_TIMEOUT)
@@ -113,7 +115,8 @@ def exchange(
         inboxes: (R,) int64, addresses of all ranks' inboxes as mapped here, 8-byte aligned.
         rank: this rank.
         epoch: (2,) int64, from ``new_epoch``; all ranks start and count alike.
-        status: (1,) int32; EXCHANGE_TIMEOUT where a row did not arrive, which then is garbage.
+        status: (1,) int32; EXCHANGE_TIMEOUT where a row did not arrive, which then is garbage. If a
+            wait was given up before, the row is not pushed.
         patience_ns: nanoseconds after which a wait is given up.
     """
     num_ranks, width = inboxes.numel(), row.numel()
