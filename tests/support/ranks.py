@@ -24,6 +24,7 @@ __all__ = ["RankError", "RankOutcome", "fresh_run_path", "outcomes_of_ranks", "r
 RUN_PATH_PREFIX = "uep-ranks-"
 _PRELOAD = ["tests.support._preload"]
 _SHARED_MEMORY = Path("/dev/shm")
+_SECONDS_TO_LEAVE = 5
 
 
 class RankError(UltraEPError):
@@ -110,6 +111,7 @@ def _collect(
             rank = open_pipes.pop(pipe)
             try:
                 outcomes[rank] = pipe.recv()
+                processes[rank].join(_SECONDS_TO_LEAVE)  # its exit is part of its run
             except EOFError:
                 processes[rank].join()
                 code = processes[rank].exitcode or 0

@@ -17,16 +17,17 @@ have 8 significant bits, so their float32 sum is exact unless they differ in siz
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from vllm._custom_ops import cpu_prepack_moe_weight
 from vllm.distributed import get_ep_group, get_tp_group
 from vllm.distributed.parallel_state import GroupCoordinator
-from vllm.model_executor.layers.fused_moe.activation import MoEActivation, apply_moe_activation
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.fused_moe.prepare_finalize.passthrough import (
     PassThroughPrepareAndFinalize,
@@ -55,7 +56,11 @@ __all__ = [
 ]
 
 _LEAST_ROWS = 64  # of an expert on average, from which products of oneDNN's are faster
-_ACTIVATIONS = (MoEActivation.SILU, MoEActivation.GELU, MoEActivation.GELU_TANH)
+_ACTIVATIONS: dict[MoEActivation, Callable[[torch.Tensor], torch.Tensor]] = {  # of the gate
+    MoEActivation.SILU: F.silu,
+    MoEActivation.GELU: F.gelu,
+    MoEActivation.GELU_TANH: functools.partial(F.gelu, approximate="tanh"),
+}
 _COLUMNS = 16  # that lie beside each other in a packed matrix
 
 
@@ -253,9 +258,9 @@ def _expert(layer: RoutedExperts, index: int) -> Expert:
     biases = [None if bias is None else bias[index] for bias in (experts.w1_bias, experts.w2_bias)]
 
     def compute(rows: torch.Tensor) -> torch.Tensor:
-        both = _product(rows, w13, biases[0])
-        inner = both.new_empty(both.shape[0], w2.shape[0])
-        apply_moe_activation(layer.activation, inner, both)
+        gate, up = _product(rows, w13, biases[0]).chunk(2, dim=1)
+        # In float32 and rounded once, as vLLM's own activations, which take 2 to 10 times as long.
+        inner = _ACTIVATIONS[layer.activation](gate.float()).mul_(up).to(rows.dtype)
         return _product(inner, w2, biases[1])
 
     return compute
