@@ -6,6 +6,7 @@
     python benchmarks/serving.py tokens    greedy tokens, off against quota, both parallel modes
     python benchmarks/serving.py logprobs  bfloat16: quota against off, and a control pair
     python benchmarks/serving.py layers    predicted against measured time of a layer
+    python benchmarks/serving.py profile   where the time of a layer goes, by policy and rank
     python benchmarks/serving.py memory    resident memory by number of slots
 
 The engine is the one of the environment, vLLM or SGLang. Each writes
@@ -21,7 +22,7 @@ import harness
 from rich.console import Console
 from served import MODELS, model, serve, serve_without_ep
 from serving_answers import logprobs, tokens
-from serving_layers import layers
+from serving_layers import layers, profile
 from serving_memory import memory
 
 from ultraep_serve.client.prefill import PrefillOptions
@@ -75,7 +76,8 @@ def measure(options: argparse.Namespace, name: str, policies: tuple[Policy, ...]
 
 
 BENCHMARKS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
-    function.__name__: function for function in (ttft, balanced, tokens, logprobs, layers, memory)
+    function.__name__: function
+    for function in (ttft, balanced, tokens, logprobs, layers, profile, memory)
 }
 
 if __name__ == "__main__":

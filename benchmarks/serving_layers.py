@@ -1,4 +1,4 @@
-"""Predicted against measured time of a layer, in served batches of many sizes."""
+"""Where the time of a layer goes, and how far predictions are from it, in served batches."""
 
 import argparse
 import random
@@ -18,7 +18,7 @@ from ultraep_serve.costs.model import CostModel
 from ultraep_serve.demo.text import sample_text
 from ultraep_serve.ring.reader import RingReader
 from ultraep_serve.ring.run_directory import run_directory_of_port
-from ultraep_serve.ring.schema import ring_path
+from ultraep_serve.ring.schema import RecordArray, ring_path
 from ultraep_serve.types import Policy, Stage
 
 
@@ -60,6 +60,54 @@ def layers(options: argparse.Namespace) -> dict[str, Any]:
     }
     print({name: value for name, value in document.items() if name != "samples"})
     return document
+
+
+def profile(options: argparse.Namespace) -> dict[str, Any]:
+    """Where a layer's time goes: medians of microseconds by prompt length, policy and rank.
+
+    Stages as the ranks record them. ``experts`` is the part of ``compute`` that a rank spends on
+    its own experts; the rest is waiting for the others and the sum over ranks.
+    """
+    chosen = (Policy.QUOTA, Policy.IDEAL)  # switched off, layers are not recorded
+    found: dict[tuple[int, Policy], list[list[Any]]] = {}
+    with (
+        serve(options, model(options.model), "bfloat16", "--allow-ideal") as running,
+        closing(Server(running.url)) as server,
+        closing(Sidecar(running.sidecar_url, running.token)) as sidecar,
+    ):
+        run_path = run_directory_of_port(running.port)
+        readers = [RingReader(ring_path(run_path, rank)) for rank in range(2)]
+        for number in range(-1, options.repeats):
+            for length in options.prompt_tokens:
+                for policy in chosen if number % 2 else reversed(chosen):
+                    sidecar.set_policy(policy)
+                    server.first_token(sample_text("law", length, 100 + number))
+                    records = [reader.poll().records for reader in readers]
+                    if number >= 0:  # the first round warms up
+                        found.setdefault((length, policy), []).append(records)
+    rows = [
+        {
+            "prompt_tokens": length,
+            "policy": policy.value,
+            "ranks": [microseconds(np.concatenate(mine)) for mine in zip(*records, strict=True)],
+        }
+        for (length, policy), records in sorted(found.items())
+    ]
+    for row in rows:
+        print(row)
+    return {"model": options.model, "mode": options.mode, "unit": "microseconds", "rows": rows}
+
+
+def microseconds(records: RecordArray) -> dict[str, float]:
+    """Medians over layers of the stages, and of the rank's own experts."""
+    medians = np.median(records["stage_ns"], axis=0) / 1000
+    stages = {stage.name.lower(): float(medians[stage]) for stage in Stage}
+    return {
+        **stages,
+        "experts": float(np.median(records["experts_ns"])) / 1000,
+        "replicas": float(np.median(records["replicas"])),
+        "layers": len(records),
+    }
 
 
 def errors(
