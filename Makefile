@@ -48,7 +48,7 @@ check-deploy: setup
 check-protocol:
 	$(PYTHON) -m tests.protocol.check
 
-# The same with two ranks only: less than a minute.
+# All mistakes, and of the right forms those with two ranks: less than a minute.
 check-protocol-quick:
 	$(PYTHON) -m tests.protocol.check --quick
 

@@ -83,7 +83,7 @@ def cycles(args: argparse.Namespace) -> int:
 def has_grown(rows: list[Footprint]) -> bool:
     """Whether a process holds more at the end than at its first footprint."""
     first, last = rows[0], rows[-1]
-    if (last.mappings, last.descriptors) > (first.mappings, first.descriptors):
+    if last.mappings > first.mappings or last.descriptors > first.descriptors:
         return True
     return last.resident_kibibytes > first.resident_kibibytes * _MAX_GROWTH
 

@@ -23,9 +23,10 @@ import numpy as np
 from numpy.typing import NDArray
 from ultraep_kernels.host.speeds import follow, full_speeds, whole_speeds
 
+from ultraep_serve.costs.calibration import LEAST_ROWS
 from ultraep_serve.costs.model import IntegerCosts
 from ultraep_serve.errors import ConfigError
-from ultraep_serve.types import SpeedSource
+from ultraep_serve.types import ExpertShape, SpeedSource
 
 __all__ = [
     "OwnTime",
@@ -82,17 +83,24 @@ expert_clock = _ExpertClock()  # adapters compute their own experts inside, and 
 class OwnTime:
     """What an assignment takes on this rank, in picoseconds."""
 
-    def __init__(self, costs: IntegerCosts | None) -> None:
-        """``costs``, the same on every rank, say what is fixed; without them nothing is known."""
+    def __init__(self, costs: IntegerCosts | None, num_masters: int) -> None:
+        """``costs``, the same on every rank, say what is fixed; without them nothing is known.
+
+        ``num_masters`` experts per rank.
+        """
         self._costs = costs
         self._fixed = costs.base // costs.per_assignment if costs is not None else 0
+        self._least_load = LEAST_ROWS * num_masters  # that a layer is measured with
         self._batches: deque[int] = deque(maxlen=_BATCHES)
         self._nanoseconds = self._work = self._shortest = 0  # of the batch that runs
 
     def add(self, nanoseconds: int, own_load: int, least_load: int) -> None:
         """A layer of the batch: this rank computed ``own_load`` assignments, none less than
-        ``least_load``; 0 nanoseconds where nobody measured."""
-        if self._costs is not None and nanoseconds:
+        ``least_load``; 0 nanoseconds where nobody measured.
+
+        Experts with few rows may run in another kernel, whose times the costs do not describe.
+        """
+        if self._costs is not None and nanoseconds and least_load >= self._least_load:
             self._nanoseconds += nanoseconds
             self._work += own_load + self._fixed
             self._shortest += least_load * self._costs.per_assignment
@@ -114,12 +122,14 @@ class OwnTime:
 class RankSpeeds:
     """What this rank publishes, and the speeds (R,) that all ranks plan a batch with."""
 
-    def __init__(self, setting: str, rank: int, num_ranks: int, costs: IntegerCosts | None) -> None:
+    def __init__(
+        self, setting: str, rank: int, shape: ExpertShape, costs: IntegerCosts | None
+    ) -> None:
         """``setting`` as configured. Raises ConfigError, see ``fixed_speeds``."""
-        self._configured = fixed_speeds(setting, num_ranks)
+        self._configured = fixed_speeds(setting, shape.num_ranks)
         self._rank = rank
-        self._own = OwnTime(costs)
-        self._agreed = self.values = full_speeds(num_ranks)
+        self._own = OwnTime(costs, shape.num_masters)
+        self._agreed = self.values = full_speeds(shape.num_ranks)
 
     def end_batch(self) -> int:
         """The batch before is over; returns what to publish, as ``OwnTime.picoseconds``."""

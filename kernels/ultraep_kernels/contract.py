@@ -132,7 +132,7 @@ class SpeedLimits(NamedTuple):
 
     band: int = FULL_SPEED // 12  # a difference to the speed in use that changes nothing
     near_full: int = FULL_SPEED // 24  # a difference to the fastest rank that counts as none
-    step: int = FULL_SPEED // 4  # the most that a speed changes from batch to batch
+    step: int = FULL_SPEED // 4  # the most that a speed changes in a batch, to be scaled yet
     grain: int = FULL_SPEED // 32  # speeds that are not full are about multiples of this
     least: int = FULL_SPEED // 8  # of any rank: it still gets work, and is measured
 

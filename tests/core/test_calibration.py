@@ -9,7 +9,7 @@ import torch
 from tests.support.ranks import fresh_run_path, run_ranks
 from ultraep_serve.backend import GroupSetup
 from ultraep_serve.config import BalanceConfig
-from ultraep_serve.costs.calibration import Probes, agreed_costs, fit
+from ultraep_serve.costs.calibration import LEAST_ROWS, Probes, agreed_costs, fit
 from ultraep_serve.costs.model import CostModel
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.host.backend import HostBackend
@@ -49,7 +49,7 @@ def test_a_machine_too_busy_to_measure_still_starts(caplog: pytest.LogCaptureFix
     )
     costs = agreed_costs("", SHAPE, 4000, probes, lambda _: None)
     assert costs.base_seconds == 0
-    assert costs.seconds_per_assignment == 1e-3 / (256 * SHAPE.num_masters)
+    assert costs.seconds_per_assignment == 1e-3 / (4 * LEAST_ROWS * SHAPE.num_masters)
     assert "costs are an upper bound" in caplog.text
 
 

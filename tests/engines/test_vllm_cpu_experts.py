@@ -19,6 +19,7 @@ with warnings.catch_warnings():
     from vllm.platforms import current_platform
 
     from ultraep_serve.adapters.vllm import cpu_experts
+from ultraep_serve.costs.calibration import LEAST_ROWS
 
 NUM_EXPERTS, HIDDEN, INNER, TOP_K = 6, 96, 64, 3
 NUM_TOKENS = 500  # more rows of an expert than one product computes
@@ -84,12 +85,12 @@ def test_products_are_what_the_kernel_gives(
     assert 0 < error < 0.01  # both round to bfloat16, at other places
 
 
-def test_what_a_token_gets_does_not_depend_on_where_it_is_computed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.mark.skipif(
+    not cpu_experts.has_fast_products(torch.bfloat16), reason="needs a CPU with AVX512-BF16"
+)
+def test_what_a_token_gets_does_not_depend_on_where_it_is_computed() -> None:
     """Some assignments here and the others elsewhere, so that experts have other numbers of rows;
     how many tokens there are altogether is the same on all ranks."""
-    monkeypatch.setattr(cpu_experts, "has_fast_products", lambda dtype: True)
     layer, _ = make_layer(MoEActivation.SILU, biased=False)
     x, weights, local = make_batch()
     together = output(layer, x, weights, local)
@@ -97,6 +98,10 @@ def test_what_a_token_gets_does_not_depend_on_where_it_is_computed(
         here = output(layer, x, weights, torch.where(keep, local, -1))
         there = output(layer, x, weights, torch.where(keep, -1, local))
         assert torch.equal(here + there, together)
+
+
+def test_costs_are_measured_where_products_are_used() -> None:
+    assert cpu_experts._LEAST_ROWS < LEAST_ROWS
 
 
 def test_small_batches_are_left_to_vllms_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

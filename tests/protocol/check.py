@@ -170,7 +170,9 @@ def _in_words(claim: str) -> str:
 def main() -> int:
     """Check all forms, print a table; 1 where one is not as expected."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="2 ranks only, a minute at most")
+    parser.add_argument(
+        "--quick", action="store_true", help="right forms of 2 ranks only, a minute"
+    )
     parser.add_argument("--json", type=Path, help="write every figure here")
     arguments = parser.parse_args()
     ensure_installed({"spin": has_program("spin"), "gcc": has_program("gcc")})

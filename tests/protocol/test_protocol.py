@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import asdict
 from pathlib import Path
 
 from tests.protocol.check import MISTAKES, MODEL, RIGHT
@@ -35,8 +36,8 @@ def test_published_results_are_of_all_forms_and_as_expected() -> None:
     results = json.loads(RESULTS.read_text())["results"]
     assert len(results) == len(RIGHT) + len(MISTAKES)
     for form, result in zip((*RIGHT, *MISTAKES), results, strict=True):
-        for name in ("num_ranks", "device", "fault", "impatient", "num_plans", "mistake"):
-            assert result[name] == getattr(form, name), (form, name)
+        for name, value in asdict(form).items():
+            assert result[name] == value, (form, name)
         assert bool(result["found"]) == bool(form.mistake), form
         assert result["num_states"] > 0
         assert result["mebibytes"] < 4000

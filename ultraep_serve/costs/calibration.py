@@ -12,10 +12,11 @@ from ultraep_serve.costs.model import CostModel
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.types import ExpertShape
 
-__all__ = ["LineFit", "Probes", "agreed_costs", "fit", "probe_loads"]
+__all__ = ["LEAST_ROWS", "LineFit", "Probes", "agreed_costs", "fit", "probe_loads"]
 
 _LOGGER = logging.getLogger(__name__)
-_ROWS_PER_MASTER = (16, 64, 256)  # assignments; enough for the kernel to run as in a prefill
+LEAST_ROWS = 96  # of an expert, from which its kernel runs as in a prefill
+_ROWS_PER_MASTER = (LEAST_ROWS, 2 * LEAST_ROWS, 4 * LEAST_ROWS)
 _MEASURED = (
     "seconds_per_assignment",
     "base_seconds",

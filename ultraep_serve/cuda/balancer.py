@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from ultraep_kernels.contract import FULL_SPEED, HEADER_WIDTH
+from ultraep_kernels.contract import FULL_SPEED, HEADER_WIDTH, Choice
 from ultraep_kernels.device.count import Counted, count
 from ultraep_kernels.device.exchange import write_row
 from ultraep_kernels.device.outcome import Outcome, outcome_width, pack_outcome, unpack_outcome
@@ -95,12 +95,14 @@ class DeviceBalancer:
         self._device = device = fabric.status.device
         self._identity = torch.from_numpy(identity_table(experts, ranks, slots)).to(device)
         # The host writes its choice whenever it likes; the device takes it at layer 0 of a batch.
-        self._asked = torch.zeros(4, dtype=torch.int32, pin_memory=device.type == "cuda")
-        self._choice = torch.zeros(4, dtype=torch.int32, device=device)
+        self._choice = torch.zeros(len(Choice._fields), dtype=torch.int32, device=device)
+        self._asked = torch.zeros(
+            self._choice.shape, dtype=torch.int32, pin_memory=device.type == "cuda"
+        )
         self._configured = _on_device(fixed_speeds(config.speeds, ranks), device)
         self._agreed = torch.full((ranks,), FULL_SPEED, dtype=torch.int32, device=device)
         self._speeds = self._agreed.clone()  # of the batch that runs
-        self._own_time, self._timed_batch = OwnTime(costs), 0
+        self._own_time, self._timed_batch = OwnTime(costs, self._shape.num_masters), 0
         self._shared_loads = torch.zeros((ranks, experts), dtype=torch.int32, device=device)
         self._ledger = Ledger(
             device,
@@ -199,17 +201,18 @@ class DeviceBalancer:
 
     def _choose(self) -> None:
         """Every rank says what it measured, rank 0 what it would have beside that."""
-        self._asked[3] = min(self._own_time.picoseconds, _LARGEST)
+        time = min(self._own_time.picoseconds, _LARGEST)
         if self._policies is None:
+            self._asked[:] = torch.tensor(Choice(time=time))
             return
         policy = self._policies.policy
         ideal = policy is Policy.IDEAL and self._config.allow_ideal
         if not (ideal or policy in (Policy.OFF, Policy.QUOTA)):
             self._warn(f"policy {policy.value!r} is not offered here and counts as 'off'")
             policy = Policy.OFF
-        self._asked[0] = policy.code
-        self._asked[1] = min(self._policies.max_imbalance_millionths, _LARGEST)
-        self._asked[2] = self._policies.speeds.code
+        threshold = min(self._policies.max_imbalance_millionths, _LARGEST)
+        asked = Choice(policy.code, threshold, self._policies.speeds.code, time)
+        self._asked[:] = torch.tensor(asked)
 
     def _exchange(self, counted: Counted) -> torch.Tensor:
         """Every rank's row (R, W) int32."""

@@ -97,7 +97,7 @@ class HostBalancer:
         self._recorder = recorder
         self._costs = costs
         self._history = LoadHistory(len(layers))
-        self._speeds = RankSpeeds(setup.config.speeds, fabric.rank, shape.num_ranks, costs)
+        self._speeds = RankSpeeds(setup.config.speeds, fabric.rank, shape, costs)
         self._identity = torch.from_numpy(
             identity_table(shape.num_logical_experts, shape.num_ranks, shape.num_slots)
         )

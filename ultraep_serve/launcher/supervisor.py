@@ -190,12 +190,12 @@ def _wait(child: subprocess.Popen[bytes], signals: _forwarded_signals) -> int:
                 child.kill()
 
 
-def stop_child(child: subprocess.Popen[bytes], seconds: float = _STOP_SECONDS) -> None:
+def stop_child(child: subprocess.Popen[bytes], seconds: float | None = None) -> None:
     """Terminate, wait so long, then kill the child and whatever it started."""
     if child.poll() is None:
         child.terminate()
         try:
-            child.wait(seconds)
+            child.wait(_STOP_SECONDS if seconds is None else seconds)
         except subprocess.TimeoutExpired:
             child.kill()
             child.wait()

@@ -74,6 +74,7 @@ def least_time(
         members = tl.where(is_member, speeds, 0).to(tl.int64)
         together = tl.sum(members, axis=0)
         total = tl.sum(tl.where(domain_of_expert == domain, expert_load, 0), axis=0).to(tl.int64)
+        total = tl.maximum(total, 0)  # an impossible load is -1
         number = tl.sum(is_member.to(tl.int64), axis=0)
         low = (total * _FULL + together - 1) // together
         high = low + (number * _FULL + together - 1) // together

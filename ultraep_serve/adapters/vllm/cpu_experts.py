@@ -8,7 +8,7 @@ and added back per token, weighted.
 vLLM's portable kernel for unquantised experts widens bfloat16 to float32 before it multiplies.
 Where the CPU multiplies bfloat16 itself and experts have enough rows, they are computed as products
 of oneDNN's instead, in about half the time. Which of the two is decided by the tokens of all ranks,
-so that it does not depend on the rank that computes a token.
+so that it does not depend on the rank that computes a token, where all hosts have the same CPU.
 
 Sums are taken in float32 until they are complete, across ranks too. Weighted outputs in bfloat16
 have 8 significant bits, so their float32 sum is exact unless they differ in size by more than
