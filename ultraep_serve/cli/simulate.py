@@ -224,7 +224,7 @@ def _view(document: dict[str, Any]) -> RenderableType:
     head.append(f"traffic: {source}, {document['fleet']['batches']} batches of ")
     head.append(f"{traffic['layers']} layers, {traffic['rank_tokens']} tokens per rank\n")
     head.append(f"planned {first['planned_layers']} of {first['layers']} layers, ")
-    head.append(f"seed {document['fleet']['seed']}\n")
+    head.append(f"seed {document['fleet']['seed']}; {first['followed']:.0%} of these plans pay\n")
     parts = [head, _distributions(document)]
     if len(document["variants"]) > 1:
         parts.append(_comparison(document))
