@@ -15,13 +15,23 @@ from typing import Any
 from tests.support.reference_page import table, with_table
 from ultraep_serve.client.prefill import WITHOUT_EP
 
-__all__ = ["MEASUREMENTS", "README", "RESULTS", "TIMES", "measurements", "readme", "times"]
+__all__ = [
+    "MEASUREMENTS",
+    "README",
+    "RESULTS",
+    "SIMULATION",
+    "TIMES",
+    "measurements",
+    "readme",
+    "times",
+]
 
 _ROOT = Path(__file__).resolve().parents[2]
 README = _ROOT / "README.md"
 MEASUREMENTS = _ROOT / "docs" / "measurements.md"
 RESULTS = _ROOT / "benchmarks" / "results"
 TIMES = ("serving-ttft", "serving-balanced", "sglang-ttft", "sglang-balanced")
+SIMULATION = "simulation"
 _ENGINES = ("serving", "sglang")  # how the names of JSON files begin
 _VARIANTS = {"off": "off", "quota": "quota", "ideal": "ideal", WITHOUT_EP: "without EP"}
 _NOT_MEASURED = "not measured"
@@ -46,10 +56,10 @@ def readme(text: str) -> str:
 
 
 def measurements(text: str) -> str:
-    """docs/measurements.md with the tables of times."""
+    """docs/measurements.md with the tables of times, and of what was simulated."""
     for name in TIMES:
         text = with_table(text, name, times(name))
-    return text
+    return with_table(text, SIMULATION, _simulated())
 
 
 def times(name: str) -> str:
@@ -90,6 +100,36 @@ def _paired(row: dict[str, Any], name: str) -> str | None:
     interval = paired.get("interval")
     within = f" ({interval[0]:.3f} to {interval[1]:.3f})" if interval else ""
     return f"{paired['median']:.3f}{within}"
+
+
+def _simulated() -> str:
+    """Every variant of every setting."""
+    head = (
+        "setting", "variant", "planned layers", "before: 1 %, 50 %, 99 %, worst", "floor: 50 %",
+        "after: 50 %, 99 %, worst", "busiest link: 50 %, 99 %", "plans that pay", "gain",
+        "plan: 50 %, 99 %",
+    )  # fmt: skip
+    rows = []
+    for name, found in _document(SIMULATION)["settings"].items():
+        plans = found["plan_seconds"]["variants"]
+        for row, plan in zip(found["variants"], plans, strict=True):
+            balance = row.get("time_imbalance", row["imbalance"])
+            link = [row["busiest_link_bytes"][key] / (1 << 20) for key in ("p50", "p99")]
+            rows.append(
+                (
+                    name,
+                    row["name"],
+                    f"{row['planned_layers']} of {row['layers']}",
+                    ", ".join(f"{balance['before'][key]:.2f}" for key in balance["before"]),
+                    f"{balance['floor']['p50']:.3f}",
+                    ", ".join(f"{balance['after'][key]:.3f}" for key in ("p50", "p99", "worst")),
+                    "{:.0f}, {:.0f} MiB".format(*link),
+                    f"{100 * row['followed']:.0f} %",
+                    f"{row['predicted_gain']:.2f}",
+                    f"{plan['p50'] * 1e6:.0f}, {plan['p99'] * 1e6:.0f} us",
+                )
+            )
+    return table(head, rows)
 
 
 def _demo() -> str:

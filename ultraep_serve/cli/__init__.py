@@ -28,6 +28,7 @@ _COMMANDS = {  # name: module with add_arguments and run, help
     "record": ("ultraep_serve.cli.record", "record a trace of a running server's routing"),
     "replay": ("ultraep_serve.cli.replay", "compare policies on a recorded trace"),
     "advise": ("ultraep_serve.cli.advise", "predict what balancing would gain on your machine"),
+    "simulate": ("ultraep_serve.cli.simulate", "simulate thousands of ranks with the planner"),
     "make-trace": ("ultraep_serve.cli.make_trace", "write a synthetic trace"),
     "doctor": ("ultraep_serve.cli.doctor", "check this machine, the engine and a running server"),
 }

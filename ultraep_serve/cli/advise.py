@@ -16,21 +16,17 @@ from ultraep_serve.cli.arguments import (
     numbers,
     prepare_outputs,
     show,
+    write_pictures,
+)
+from ultraep_serve.cli.machine import (
+    add_machine_arguments,
+    check_machine_arguments,
+    machine_setting,
 )
 from ultraep_serve.client.sidecar import Sidecar
-from ultraep_serve.costs.model import CostModel
 from ultraep_serve.errors import ConfigError, understood
-from ultraep_serve.files import whole_file
-from ultraep_serve.offline.advice import Setting, advise, prefill_batches
+from ultraep_serve.offline.advice import advise, prefill_batches
 from ultraep_serve.offline.comparators import policy_function
-from ultraep_serve.offline.hardware import (
-    HARDWARE,
-    Efficiency,
-    Estimate,
-    custom_estimate,
-    estimate_costs,
-    hardware,
-)
 from ultraep_serve.offline.plots import draw
 from ultraep_serve.offline.recommend import (
     advice_document,
@@ -38,7 +34,7 @@ from ultraep_serve.offline.recommend import (
     live_document,
     live_figures,
 )
-from ultraep_serve.offline.shapes import PRESETS, WEIGHT_BITS, ModelShape, model_shape
+from ultraep_serve.offline.shapes import model_shape
 
 __all__ = ["add_arguments", "run"]
 
@@ -70,36 +66,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--limit", type=number(1), metavar="N", default=16, help="plan at most N batches"
     )
-    _add_machine_arguments(parser)
+    add_machine_arguments(parser)
+    domain = "ranks per domain (default: GPUs that NVLink joins)"
+    parser.add_argument("--domain-size", type=number(1), metavar="N", help=domain)
     add_json_argument(parser)
     parser.add_argument("--plots", type=Path, metavar="DIR", help="draw three pictures into DIR")
 
 
-def _add_machine_arguments(parser: argparse.ArgumentParser) -> None:
-    known = f"{', '.join(HARDWARE)}, or custom with --costs"
-    parser.add_argument("--hardware", required=True, metavar="NAME", help=known)
-    costs = "JSON file of a cost model, for custom hardware"
-    parser.add_argument("--costs", type=Path, metavar="FILE", help=costs)
-    models = f"a Hugging Face config.json or its directory, or one of {', '.join(PRESETS)}"
-    parser.add_argument("--model-config", required=True, metavar="MODEL", help=models)
-    weights = f"type of the experts' weights: {', '.join(WEIGHT_BITS)}"
-    parser.add_argument("--weights", metavar="TYPE", default="bf16", help=weights)
-    context = "tokens of a typical prompt"
-    parser.add_argument("--context", type=number(1), metavar="N", default=4096, help=context)
-    domain = "ranks per domain (default: GPUs that NVLink joins)"
-    parser.add_argument("--domain-size", type=number(1), metavar="N", help=domain)
-    efficiency = "share of the peak FLOPS that is reached (default: 0.5, assumed)"
-    parser.add_argument("--efficiency", type=float, metavar="X", help=efficiency)
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Predict, write the files, print. Raises UltraEPError with what to do."""
-    if (arguments.hardware == "custom") != (arguments.costs is not None):
-        raise ConfigError("--hardware custom and --costs FILE go together")
+    check_machine_arguments(arguments)
     prepare_outputs(arguments.json)
     source = _from_trace if arguments.trace is not None else _from_sidecar
     document, pictures = source(arguments)
-    _write_pictures(arguments.plots, pictures)
+    write_pictures(arguments.plots, pictures)
     show(document, _view(document), arguments.json)
     return 0
 
@@ -109,7 +89,8 @@ def _from_trace(arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str
         raise ConfigError("--ep is missing: give the number of ranks that experts are spread over")
     for name in arguments.policies:
         policy_function(name)  # before the work, not after it
-    setting = _setting(arguments, arguments.ep)
+    shape = model_shape(arguments.model_config)
+    setting = machine_setting(arguments, shape, arguments.ep, arguments.domain_size)
     cut = prefill_batches(arguments.trace, setting.shape, arguments.batch_tokens, arguments.ep)
     advice = advise(setting, cut, arguments.slots, arguments.policies, arguments.limit)
     document = advice_document(advice, arguments.trace.name, arguments.hardware)
@@ -138,7 +119,8 @@ def _from_sidecar(arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[s
                 f"the server has {figures.num_ranks} ranks; its imbalance says nothing about "
                 f"--ep {arguments.ep}"
             )
-        setting, slots = _setting(arguments, figures.num_ranks), max(1, _usual(arguments.slots))
+        shape, slots = model_shape(arguments.model_config), max(1, _usual(arguments.slots))
+        setting = machine_setting(arguments, shape, figures.num_ranks, arguments.domain_size)
         document = live_document(setting, figures, tokens, slots, sidecar.url, arguments.hardware)
     return document, {}
 
@@ -146,41 +128,6 @@ def _from_sidecar(arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[s
 def _usual(slots: tuple[int, ...]) -> int:
     """The number of slots to show where none is recommended."""
     return 2 if 2 in slots else max(slots)
-
-
-def _setting(arguments: argparse.Namespace, num_ranks: int) -> Setting:
-    shape = model_shape(arguments.model_config)
-    domain = arguments.domain_size
-    if domain is None and arguments.hardware != "custom":
-        domain = hardware(arguments.hardware).domain_size
-    estimate = _estimate(arguments, shape, num_ranks, domain)
-    domain = None if domain is None or domain >= num_ranks else domain
-    return Setting(shape, estimate, num_ranks, arguments.weights, domain)
-
-
-def _estimate(
-    arguments: argparse.Namespace, shape: ModelShape, num_ranks: int, domain: int | None
-) -> Estimate:
-    if arguments.costs is not None:
-        costs = CostModel.from_file(arguments.costs)
-        return custom_estimate(shape, costs, arguments.costs.name)
-    share = arguments.efficiency
-    return estimate_costs(
-        shape,
-        hardware(arguments.hardware),
-        num_ranks=num_ranks,
-        weight_type=arguments.weights,
-        context_tokens=arguments.context,
-        domain_size=domain,
-        efficiency=None if share is None else Efficiency(matrix=share, attention=share),
-    )
-
-
-def _write_pictures(directory: Path, pictures: dict[str, bytes]) -> None:
-    """Everything is complete by now; each file appears whole or not at all."""
-    for name, content in pictures.items():
-        with whole_file(directory / name) as part:
-            part.write_bytes(content)
 
 
 def _view(document: dict[str, Any]) -> RenderableType:

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from ultraep_serve.config import control_token_from_environment
 from ultraep_serve.control_token import checked_token, read_token
 from ultraep_serve.errors import ConfigError
-from ultraep_serve.files import prepare_output, read_text, write_json
+from ultraep_serve.files import prepare_output, read_text, whole_file, write_json
 from ultraep_serve.ring.run_directory import TOKEN_FILE, run_directory_of_port
 from ultraep_serve.speeds import parse_speeds
 
@@ -31,6 +31,7 @@ __all__ = [
     "seconds",
     "show",
     "speeds",
+    "write_pictures",
 ]
 
 Made = TypeVar("Made")
@@ -115,6 +116,13 @@ def show(document: Mapping[str, Any], view: "RenderableType", path: Path | None)
     from rich.console import Console  # not where the doctor runs without it
 
     Console().print(view)
+
+
+def write_pictures(directory: Path, pictures: Mapping[str, bytes]) -> None:
+    """Everything is complete by now; each file appears whole or not at all."""
+    for name, content in pictures.items():
+        with whole_file(directory / name) as part:
+            part.write_bytes(content)
 
 
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:

@@ -29,6 +29,7 @@ __all__ = [
     "CostModel",
     "IntegerCosts",
     "Transfer",
+    "experts_moved",
     "overhead_picoseconds",
     "pick_relay",
     "saved_picoseconds",
@@ -153,21 +154,25 @@ def transfer_of(
     ``parents`` (R, S), as planned for relays: -1 the master sends, else the slot that does,
     ``rank * S + slot``.
     """
-    ranks, slots = np.nonzero(slot_expert >= 0)
-    if not ranks.size:
-        return Transfer(0, 0)
+    sent, received = experts_moved(slot_expert, num_masters, parents)
+    return Transfer(
+        busiest_sender=int(sent.max()),
+        busiest_receiver=int(received.max()),
+        relayed=parents is not None and bool((parents[slot_expert >= 0] >= 0).any()),
+    )
+
+
+def experts_moved(
+    slot_expert: IntArray, num_masters: int, parents: NDArray[np.integer] | None = None
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Experts that each rank sends and receives, (R,) each; arguments as ``transfer_of``."""
     num_ranks, num_slots = slot_expert.shape
+    ranks, slots = np.nonzero(slot_expert >= 0)
     senders = slot_expert[ranks, slots].astype(np.int64) // num_masters
-    relayed = False
     if parents is not None:
         parent = parents[ranks, slots].astype(np.int64)
-        senders = np.where(parent >= 0, parent // num_slots, senders)
-        relayed = bool((parent >= 0).any())
-    return Transfer(
-        busiest_sender=int(np.bincount(senders, minlength=num_ranks).max()),
-        busiest_receiver=int(np.bincount(ranks, minlength=num_ranks).max()),
-        relayed=relayed,
-    )
+        senders = np.where(parent >= 0, parent // max(1, num_slots), senders)
+    return np.bincount(senders, minlength=num_ranks), np.bincount(ranks, minlength=num_ranks)
 
 
 def saved_picoseconds(

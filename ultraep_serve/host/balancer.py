@@ -23,17 +23,16 @@ from ultraep_kernels.contract import (
 )
 from ultraep_kernels.host.count import count
 from ultraep_kernels.host.exchange import write_row
-from ultraep_kernels.host.relays import relay_parents
 from ultraep_kernels.host.reroute import reroute
 
 from ultraep_serve.backend import GroupSetup, LayerSlots, PolicySource
 from ultraep_serve.costs.model import (
     IntegerCosts,
     Transfer,
-    pick_relay,
     saved_picoseconds,
     transfer_of,
 )
+from ultraep_serve.costs.relays import chosen_parents
 from ultraep_serve.host.fabric import HostFabric
 from ultraep_serve.physical import (
     experts_sent,
@@ -243,15 +242,8 @@ class HostBalancer:
         return sent * int(slots.expert_bytes.sum())
 
     def _parents(self, slot_expert: IntArray) -> NDArray[np.int64]:
-        """Who sends each slot its weights (R, S): the published rule, where the costs agree."""
         masters, mode = self._shape.num_masters, self._config.relay
-        parents: NDArray[np.int64] = relay_parents(slot_expert, masters, mode, self._domain_size)
-        if mode == "auto" and self._costs is not None and (parents >= 0).any():
-            direct = transfer_of(slot_expert, masters)
-            relayed = transfer_of(slot_expert, masters, parents)
-            if not pick_relay(direct, relayed, self._costs):
-                return np.full_like(parents, -1)
-        return parents
+        return chosen_parents(slot_expert, masters, mode, self._domain_size, self._costs)
 
     def _reroute(
         self, topk_ids: torch.Tensor, plan: Plan | None, decision: Decision

@@ -41,6 +41,7 @@ __all__ = [
     "Setting",
     "advise",
     "prefill_batches",
+    "prefill_trace",
 ]
 
 WITHIN_BATCH = ("quota", "llep", "exact")  # weights move in the batch that needs them
@@ -267,16 +268,22 @@ def prefill_batches(
         TraceError: the file cannot be read, has no prefill, or no whole batch of it.
         ConfigError: it is of a model with other experts, experts per token or layers.
     """
+    trace = prefill_trace(path, shape)
+    if isinstance(trace, Trace) and batch_tokens is None:
+        raise ConfigError(
+            "a trace of tokens needs --batch-tokens, the tokens of one prefill batch over all "
+            "ranks (8192, say)"
+        )
+    return batches(trace, batch_tokens, num_ranks)
+
+
+def prefill_trace(path: Path, shape: ModelShape) -> Trace | LoadTrace:
+    """A trace of this model, without decode where it marks it; errors as ``prefill_batches``."""
     trace = load_trace(path)
     _check_fits(trace, shape)
     if isinstance(trace, Trace):
         trace = replace(trace, num_experts=shape.num_experts)
-        if batch_tokens is None:
-            raise ConfigError(
-                "a trace of tokens needs --batch-tokens, the tokens of one prefill batch over all "
-                "ranks (8192, say)"
-            )
-    return batches(of_phase(trace, PREFILL), batch_tokens, num_ranks)
+    return of_phase(trace, PREFILL)
 
 
 def _check_fits(trace: Trace | LoadTrace, shape: ModelShape) -> None:

@@ -1,7 +1,7 @@
-"""Advice in pictures, as PNG; needs matplotlib, draws without a display."""
+"""Advice and simulations in pictures; needs matplotlib, draws without a display."""
 
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -9,8 +9,9 @@ import numpy as np
 from ultraep_serve.errors import UnsupportedError
 from ultraep_serve.offline.advice import NEEDS_NO_SLOTS, Advice, Outcome
 from ultraep_serve.offline.recommend import named_slots
+from ultraep_serve.offline.simulation import Simulation
 
-__all__ = ["draw"]
+__all__ = ["draw", "draw_simulations"]
 
 COLOURS = {
     "off": "#555555",
@@ -26,6 +27,7 @@ MARKERS = "osDv^<>P"
 SLOT_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
 WIDTHS = (4.5, 3.0, 2.0, 1.2)  # what is drawn later is thinner, so that equal lines all show
 CURVE_POINTS = 120
+CURVE_STYLES = ("-", "--", ":")
 
 
 def draw(advice: Advice, slots: int) -> Mapping[str, bytes]:
@@ -33,29 +35,66 @@ def draw(advice: Advice, slots: int) -> Mapping[str, bytes]:
 
     Raises UnsupportedError where matplotlib is not installed.
     """
+    return {
+        "imbalance.png": _picture(lambda axes: _imbalance(axes, advice, slots)),
+        "gain-by-slots.png": _picture(lambda axes: _gain(axes, advice)),
+        "break-even.png": _picture(lambda axes: _break_even(axes, advice)),
+    }
+
+
+def draw_simulations(simulations: Sequence[Simulation]) -> Mapping[str, bytes]:
+    """An SVG by file name: which share of layers has at most which imbalance.
+
+    Raises UnsupportedError where matplotlib is not installed.
+    """
+    return {"simulation.svg": _picture(lambda axes: _distributions(axes, simulations), "svg")}
+
+
+def _picture(paint: Callable[[Any], None], file_type: str = "png") -> bytes:
+    """What ``paint`` draws on axes; the same bytes for the same drawing."""
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        import matplotlib
         from matplotlib.figure import Figure
     except ImportError as error:
         raise UnsupportedError(
             "pictures need matplotlib; run `pip install ultraep-serve[analysis]`"
         ) from error
+    figure = Figure(figsize=(9.5, 4.5), dpi=120, layout="constrained")
+    axes = figure.add_subplot()
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    paint(axes)
+    stream = io.BytesIO()
+    is_svg = file_type == "svg"
+    with matplotlib.rc_context({"svg.hashsalt": "ultraep"}):
+        figure.savefig(stream, format=file_type, metadata={"Date": None} if is_svg else None)
+    return stream.getvalue()
 
-    def picture(paint: Callable[[Any], None]) -> bytes:
-        figure = Figure(figsize=(9.5, 4.5), dpi=120, layout="constrained")
-        axes = figure.add_subplot()
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
-        paint(axes)
-        stream = io.BytesIO()
-        FigureCanvasAgg(figure).print_png(stream)
-        return stream.getvalue()
 
-    return {
-        "imbalance.png": picture(lambda axes: _imbalance(axes, advice, slots)),
-        "gain-by-slots.png": picture(lambda axes: _gain(axes, advice)),
-        "break-even.png": picture(lambda axes: _break_even(axes, advice)),
-    }
+def _distributions(axes: Any, simulations: Sequence[Simulation]) -> None:
+    """Before and after of every variant; of times where speeds differ, which includes counts."""
+    shares = np.linspace(0, 100, CURVE_POINTS)
+    seen: set[tuple[int, ...]] = set()
+    for index, simulation in enumerate(simulations):
+        variant = simulation.variant
+        size = (variant.setting.num_ranks,)
+        colour = SLOT_COLOURS[index % len(SLOT_COLOURS)]
+        style = CURVE_STYLES[index // len(SLOT_COLOURS) % len(CURVE_STYLES)]
+        if size not in seen:
+            seen.add(size)
+            before = np.percentile(simulation.column("time_before"), shares)
+            look = {"color": COLOURS["off"], "linestyle": CURVE_STYLES[(len(seen) - 1) % 3]}
+            axes.plot(before, shares, label=f"EP{size[0]}, not balanced", **look)
+        after = np.percentile(simulation.column("time_after"), shares)
+        axes.plot(after, shares, style, color=colour, label=variant.name, linewidth=_width(index))
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter("{x:g}")
+    axes.set_xlabel("busiest rank / mean, of time")
+    axes.set_ylabel("% of layers that are at most this imbalanced")
+    ranks = simulations[0].groups * simulations[0].variant.setting.num_ranks
+    axes.set_title(f"{simulations[0].variant.setting.shape.name}, simulated, {ranks} ranks")
+    _legend(axes)
 
 
 def _title(advice: Advice) -> str:

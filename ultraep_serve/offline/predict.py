@@ -27,16 +27,19 @@ def layer_seconds(
     held_experts: int,
     *,
     transfer: Transfer = NOTHING_MOVED,
+    link_experts: float | None = None,
     exchanged: bool = False,
 ) -> float:
     """Seconds of one MoE layer.
 
     Args:
         model: the costs.
-        busiest_assignments: of the busiest rank.
+        busiest_assignments: of the busiest rank; where speeds differ its time as that of so many.
         rank_tokens: one rank's share of the batch.
         held_experts: those whose weights a rank reads, slots included.
         transfer: if it moves anything, planning and moving are added.
+        link_experts: where links are not equally fast, how many experts a link of usual speed moves
+            while the one that is busy longest is; by default those on the busiest link.
         exchanged: whether loads are exchanged.
     """
     seconds = model.base_seconds + model.other_seconds_per_token * rank_tokens
@@ -47,7 +50,8 @@ def layer_seconds(
     seconds += model.exchange_seconds if exchanged else 0.0
     if transfer.busiest_link:
         seconds += model.plan_seconds
-        seconds += transfer.busiest_link * model.seconds_per_sent_expert
+        moved = transfer.busiest_link if link_experts is None else link_experts
+        seconds += moved * model.seconds_per_sent_expert
         seconds += model.relay_hop_seconds if transfer.relayed else 0.0
     return seconds
 

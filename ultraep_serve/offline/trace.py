@@ -19,8 +19,10 @@ __all__ = [
     "Trace",
     "batches",
     "concatenate",
+    "count_loads",
     "num_batches",
     "of_phase",
+    "spread",
     "stated_speeds",
 ]
 
@@ -212,15 +214,15 @@ def batches(
     count = num_batches(trace, batch_tokens)
     for index in range(count):
         if isinstance(trace, LoadTrace):
-            yield _as_loads(_spread(trace.loads[index], num_ranks))
+            yield _as_loads(spread(trace.loads[index], num_ranks))
         else:
             assert batch_tokens is not None
             chosen = trace.topk_ids[index * batch_tokens : (index + 1) * batch_tokens]
-            yield _count(chosen, num_ranks, trace.num_experts)
+            yield count_loads(chosen, num_ranks, trace.num_experts)
 
 
-def _count(topk_ids: Integers, num_ranks: int, num_experts: int) -> IntArray:
-    """Ids (T, layers, K) -> loads (layers, R, E)."""
+def count_loads(topk_ids: Integers, num_ranks: int, num_experts: int) -> IntArray:
+    """Ids (T, layers, K) -> loads int32 (layers, R, E), tokens split evenly over source ranks."""
     num_tokens, num_layers, _ = topk_ids.shape
     bounds = [part[0] for part in np.array_split(np.arange(num_tokens), num_ranks) if part.size]
     source = np.searchsorted(bounds, np.arange(num_tokens), side="right") - 1
@@ -233,8 +235,8 @@ def _count(topk_ids: Integers, num_ranks: int, num_experts: int) -> IntArray:
     return _as_loads(loads)
 
 
-def _spread(recorded: Integers, num_ranks: int) -> NDArray[np.int64]:
-    """Loads (layers, E) or (layers, Q, E) -> (layers, R, E)."""
+def spread(recorded: Integers, num_ranks: int) -> NDArray[np.int64]:
+    """Loads (layers, E) or (layers, Q, E) -> (layers, R, E), merged or split evenly."""
     loads = recorded.astype(np.int64)
     if loads.ndim == 2:
         loads = loads[:, None]

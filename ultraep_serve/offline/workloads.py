@@ -25,7 +25,7 @@ from ultraep_serve.errors import TraceError
 from ultraep_serve.offline.store import MAX_BYTES
 from ultraep_serve.offline.trace import Trace
 
-__all__ = ["KINDS", "Segment", "Workload", "make_trace", "segments"]
+__all__ = ["KINDS", "Segment", "Workload", "chances", "make_trace", "popularities", "segments"]
 
 KINDS = ("zipf", "lognormal", "switch", "burst", "rotate")
 Weights = NDArray[np.float64]
@@ -84,8 +84,7 @@ def segments(workload: Workload) -> Iterator[Segment]:
 
     Raises TraceError where the imbalance cannot be reached with these experts and ranks.
     """
-    rng = np.random.default_rng([workload.seed, 1])
-    pictures = _pictures(workload, rng)
+    pictures = popularities(workload)
     if len(pictures) == 1:
         yield Segment(workload.num_tokens, pictures[0])
         return
@@ -94,9 +93,12 @@ def segments(workload: Workload) -> Iterator[Segment]:
         yield Segment(length, pictures[index % len(pictures)])
 
 
-def _pictures(workload: Workload, rng: np.random.Generator) -> list[Weights]:
-    """The popularities (layers, E) that take turns."""
-    wanted = workload.imbalance
+def popularities(workload: Workload) -> list[Weights]:
+    """The weights (layers, E) that take turns, ``period`` tokens each; one where nothing changes.
+
+    Raises TraceError as ``segments``.
+    """
+    rng, wanted = np.random.default_rng([workload.seed, 1]), workload.imbalance
     if workload.kind == "burst":
         rest = _layers(_zipf, workload, 1 + (wanted - 1) * BURST_REST, rng)
         return [p for _ in range(4) for p in (rest, _layers(_zipf, workload, wanted, rng))]
@@ -158,12 +160,12 @@ def _refined(
 
 def _expected_imbalance(weights: Weights, workload: Workload) -> Weights:
     """Max/mean over ranks of the expected load, every expert on its master: (N, E) -> (N,)."""
-    chance = _chance(weights, workload.top_k)
+    chance = chances(weights, workload.top_k)
     rank_chance = chance.reshape(len(weights), workload.num_ranks, -1).sum(2)
     return np.asarray(rank_chance.max(1) / rank_chance.mean(1))
 
 
-def _chance(weights: Weights, top_k: int) -> Weights:
+def chances(weights: Weights, top_k: int) -> Weights:
     """Probabilities (N, E) that a token chooses each expert; each row sums to ``top_k``."""
     if top_k == weights.shape[1]:
         return np.ones_like(weights)
