@@ -67,7 +67,8 @@ def weighted_outputs(
             size = of_part.shape[0]
             rows = F.pad(of_part, (0, -size % _ROUND_ROWS)) if size > _ROUND_ROWS else of_part
             assert compute is not None
-            outputs = compute(x[rows])[:size].float().mul_(weights[part]).to(x.dtype)
+            gathered = x.index_select(0, rows)  # several times as fast as x[rows]
+            outputs = compute(gathered)[:size].float().mul_(weights[part]).to(x.dtype)
             yield of_part, outputs
 
 
