@@ -84,6 +84,7 @@ def balancer_of_rank_0(
         max_imbalance=1.0,
         relay="auto",
         allow_ideal=False,
+        speeds="equal",
         chunk_bytes=sizes.chunk_bytes,
     )
     location = Location.on_one_host(0, shape.num_ranks)

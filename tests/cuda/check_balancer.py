@@ -34,6 +34,7 @@ from tests.support.hosts import engine_group
 from tests.support.interpreter import INTERPRETED
 from tests.support.mirror import FakeRecorder
 from tests.support.ranks import fresh_run_path, run_ranks
+from ultraep_serve.costs.calibration import LEAST_ROWS
 from ultraep_serve.costs.model import IntegerCosts
 from ultraep_serve.cuda.recording import Note
 from ultraep_serve.errors import ConfigError, PeerTimeoutError
@@ -290,8 +291,9 @@ def test_eplb_is_refused_at_start_and_counts_as_off_later(
 def test_experts_are_timed_in_the_stream_and_published() -> None:
     recorder = FakeRecorder()
     balancer = alone(CONFIG, recorder, replace(NO_COSTS, per_assignment=10**8))
+    ids = even(0).repeat(LEAST_ROWS // 8, 1)  # as many rows per expert as are measured
     for _ in range(13):
-        balancer.route(0, even(0), 100)
+        balancer.route(0, ids, 100)
         with expert_clock:
             time.sleep(0.001)
         with expert_clock:  # the second part
@@ -301,7 +303,7 @@ def test_experts_are_timed_in_the_stream_and_published() -> None:
             time.sleep(0.001)
     took = [event["experts_ns"] for event in recorder.events]
     assert min(took) >= 2_000_000
-    assert balancer._asked[TIME_OF_CHOICE] >= 2_000_000 * 1000 // even(0).numel()
+    assert balancer._asked[TIME_OF_CHOICE] >= 2_000_000 * 1000 // ids.numel()
 
 
 def test_records_wait_for_the_device_and_are_lost_where_there_is_no_room(
