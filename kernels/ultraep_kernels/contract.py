@@ -128,10 +128,15 @@ FULL_SPEED = 1024
 
 
 class SpeedLimits(NamedTuple):
-    """How speeds follow what ranks measure, all in parts of FULL_SPEED."""
+    """How speeds follow what ranks measure, in parts of FULL_SPEED where nothing else is said.
 
-    band: int = FULL_SPEED // 12  # a difference to the speed in use that changes nothing
-    near_full: int = FULL_SPEED // 24  # a difference to the fastest rank that counts as none
+    A rank leaves full speed for a large difference only: where cores are shared, equally fast ones
+    measure up to a tenth apart for minutes, and equal speeds are what most ranks have.
+    """
+
+    leave_full: int = FULL_SPEED // 8  # a difference to the fastest rank that counts as none
+    near_full: int = FULL_SPEED // 16  # the same for a rank that has been slower
+    band: int = 12  # other speeds change by more than this part of themselves, or not at all
     step: int = FULL_SPEED // 4  # the most that a speed changes in a batch, to be scaled yet
     grain: int = FULL_SPEED // 32  # speeds that are not full are about multiples of this
     least: int = FULL_SPEED // 8  # of any rank: it still gets work, and is measured

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ultraep_kernels.contract import FULL_SPEED
+
 from tests.support.reference_page import table, with_table
 from ultraep_serve.client.prefill import WITHOUT_EP
 
@@ -20,6 +22,7 @@ __all__ = [
     "README",
     "RESULTS",
     "SIMULATION",
+    "SPEEDS",
     "TIMES",
     "measurements",
     "readme",
@@ -31,6 +34,7 @@ README = _ROOT / "README.md"
 MEASUREMENTS = _ROOT / "docs" / "measurements.md"
 RESULTS = _ROOT / "benchmarks" / "results"
 TIMES = ("serving-ttft", "serving-balanced", "sglang-ttft", "sglang-balanced")
+SPEEDS = "speeds"
 SIMULATION = "simulation"
 _ENGINES = ("serving", "sglang")  # how the names of JSON files begin
 _VARIANTS = {"off": "off", "quota": "quota", "ideal": "ideal", WITHOUT_EP: "without EP"}
@@ -56,9 +60,10 @@ def readme(text: str) -> str:
 
 
 def measurements(text: str) -> str:
-    """docs/measurements.md with the tables of times, and of what was simulated."""
+    """docs/measurements.md with the tables of times, of speeds, and of what was simulated."""
     for name in TIMES:
         text = with_table(text, name, times(name))
+    text = with_table(text, SPEEDS, _by_time())
     return with_table(text, SIMULATION, _simulated())
 
 
@@ -100,6 +105,32 @@ def _paired(row: dict[str, Any], name: str) -> str | None:
     interval = paired.get("interval")
     within = f" ({interval[0]:.3f} to {interval[1]:.3f})" if interval else ""
     return f"{paired['median']:.3f}{within}"
+
+
+def _by_time() -> str:
+    """Both cores free, and one of them half busy."""
+    found = _document(SPEEDS)
+    head = (
+        "cores", "prompt tokens", "by count", "by time", "by count / by time, by round",
+        "speeds that plans by time had",
+    )  # fmt: skip
+    rows = []
+    for cores, phase in (("free", "free"), ("one half busy", "busy")):
+        for row in found[phase]:
+            unequal = row["median_speeds_where_unequal"]
+            speeds = [speed / FULL_SPEED for speed in unequal or ()]
+            ratio = row["by_count_over_by_time"]
+            rows.append(
+                (
+                    cores,
+                    str(row["prompt_tokens"]),
+                    f"{row['by_count_seconds']['median']:.2f} s",
+                    f"{row['by_time_seconds']['median']:.2f} s",
+                    "{:.3f} ({:.3f} to {:.3f})".format(ratio["median"], *ratio["interval"]),
+                    ", ".join(f"{speed:.2f}" for speed in speeds) or "equal",
+                )
+            )
+    return table(head, rows)
 
 
 def _simulated() -> str:

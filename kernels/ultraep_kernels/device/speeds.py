@@ -14,6 +14,7 @@ __all__ = ["choose_speeds"]
 
 _TIME, _SPEEDS = tl.constexpr(TIME), tl.constexpr(SPEEDS)
 _FULL = tl.constexpr(FULL_SPEED)
+_LEAVE_FULL = tl.constexpr(SPEED_LIMITS.leave_full)
 _BAND, _NEAR_FULL = tl.constexpr(SPEED_LIMITS.band), tl.constexpr(SPEED_LIMITS.near_full)
 _STEP, _GRAIN = tl.constexpr(SPEED_LIMITS.step), tl.constexpr(SPEED_LIMITS.grain)
 _LEAST = tl.constexpr(SPEED_LIMITS.least)
@@ -39,7 +40,8 @@ def _choose_kernel(
     found = fastest * _FULL // tl.maximum(took, 1)
     stepped = tl.minimum(tl.maximum(found, speeds - _STEP), speeds + _STEP)
     changed = tl.maximum((stepped + _GRAIN // 2) // _GRAIN * _GRAIN, _LEAST)
-    kept = tl.where(tl.abs(found - speeds) > _BAND, changed, speeds)
+    clear = tl.where(speeds == _FULL, _LEAVE_FULL, speeds // _BAND)
+    kept = tl.where(tl.abs(found - speeds) > clear, changed, speeds)
     values = tl.where(tl.minimum(found, stepped) >= _FULL - _NEAR_FULL, _FULL, kept)
     largest = tl.max(tl.where(mask, values, 1), axis=0)
     values = tl.where(fastest > 0, values * _FULL // largest, speeds).to(tl.int32)

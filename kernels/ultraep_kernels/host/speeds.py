@@ -41,7 +41,8 @@ def follow(picoseconds: NDArray[np.integer[Any]], speeds: NDArray[np.int64]) -> 
     stepped = np.clip(found, speeds - limits.step, speeds + limits.step)
     rounded = (stepped + limits.grain // 2) // limits.grain * limits.grain
     changed = np.maximum(rounded, limits.least)
-    kept = np.where(abs(found - speeds) > limits.band, changed, speeds)
+    clear = np.where(speeds == FULL_SPEED, limits.leave_full, speeds // limits.band)
+    kept = np.where(abs(found - speeds) > clear, changed, speeds)
     near_full = np.minimum(found, stepped) >= FULL_SPEED - limits.near_full
     values = np.where(near_full, FULL_SPEED, kept)
     scaled: NDArray[np.int64] = values * FULL_SPEED // values.max()
