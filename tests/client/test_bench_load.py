@@ -177,6 +177,16 @@ def test_objective_that_is_never_met(
     assert max(map(len, shown.splitlines())) <= 80
 
 
+def test_a_busy_machine_is_named(
+    fake: FakeDeployment, aiperf: FakeAIPerf, capsys: pytest.CaptureFixture[str]
+) -> None:
+    aiperf.plans(lag_ms=250.0)
+    execute(words(fake, aiperf, "--repeats", "1"))
+    assert "In 4 of 4 windows some requests were sent more than 0.1 s late" in " ".join(
+        capsys.readouterr().out.split()
+    )
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [

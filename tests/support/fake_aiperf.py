@@ -63,7 +63,7 @@ _SCRIPT = """\
         "output_token_throughput": {"avg": 96.0},
         "goodput": {"avg": 1.5 if good else 0.0},
         "usage_prompt_tokens": {"avg": 64.0},
-        "replay_sched_lag_p99": {"unit": "ms", "avg": 1.0},
+        "replay_sched_lag_p99": {"unit": "ms", "avg": plan["lag_ms"]},
     }
     if wrong == "unknown":
         summary["time_to_first_token"]["unit"] = "fortnights"
@@ -87,6 +87,7 @@ class FakeAIPerf:
             "delays": delays,
             "version": "0.13.0",
             "version_status": 0,
+            "lag_ms": 1.0,
             "wrong": "",
             "wrong_window": 0,
         }

@@ -23,6 +23,7 @@ SCHEMA_VERSION = 1
 Document = Mapping[str, Any]
 TIMES = ("ttft_mean_seconds", "ttft_p50_seconds", "ttft_p90_seconds", "ttft_p99_seconds")
 LIMITED = ("ttft_mean_seconds", "ttft_p99_seconds")  # for which the greatest rate is sought
+LATE_SECONDS = 0.1  # of the load generator, at its P99
 BASES = ("off", "without-ep")  # what quota is compared with
 
 
@@ -208,6 +209,15 @@ def load_view(document: Document) -> RenderableType:
         table.add_row(shown, row["contender"], *cells)
     lines = [_greatest_line(document, name) for name in LIMITED]
     lines += [_ratio_line(row) for row in document["rows"] if row["over"]]
+    late = sum(window["lag_p99_seconds"] > LATE_SECONDS for window in document["windows"])
+    if late:
+        lines.append(
+            Text(
+                f"In {late} of {len(document['windows'])} windows some requests were sent more "
+                f"than {LATE_SECONDS:g} s late: something else took this machine's time.",
+                style="yellow",
+            )
+        )
     if not document["complete"]:
         lines.append(Text("Not complete: the run ended before its last window.", style="red"))
     return Group(table, *lines)
@@ -294,7 +304,11 @@ def _panel(axes: Any, document: Document, name: str) -> None:
         points = {"color": colour, "marker": marker, "s": 14, "alpha": 0.6}
         axes.scatter([w["rate"] for w in windows], [w[name] for w in windows], **points)
     if is_time:
+        from matplotlib.ticker import LogFormatter
+
         axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(LogFormatter())  # 0.2 instead of 2 x 10^-1
+        axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
     if name.startswith("ttft"):
         objective = document["ttft_objective_seconds"]
         axes.axhline(objective, color="black", linewidth=0.8, linestyle=":")
