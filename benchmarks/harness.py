@@ -24,8 +24,12 @@ def parser(description: str, default: str | None = None) -> argparse.ArgumentPar
     return made
 
 
+def command() -> str:
+    """The command line, to publish beside figures."""
+    return shlex.join(["python", *sys.argv])
+
+
 def write(path: Path | None, results: Mapping[str, Any]) -> None:
     """Write ``results`` with the command and the machine; nothing where there is no ``path``."""
     if path is not None:
-        command = shlex.join(["python", *sys.argv])
-        write_json(path, {**results, "command": command, "machine": describe()})
+        write_json(path, {**results, "command": command(), "machine": describe()})

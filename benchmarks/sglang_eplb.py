@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import harness
@@ -80,17 +81,21 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def servers(rebalance_every: int) -> tuple[BalancedServer, BalancedServer]:
-    """Ours and SGLang's own, not started; the latter rebalances after so many forward passes."""
+    """Ours and SGLang's own, not started."""
     path = model("qwen3")
-    flags = [*expert_parallel_flags("tensor", "bfloat16", CONTEXT, "sglang")]
+    flags = [*expert_parallel_flags("tensor", "bfloat16", CONTEXT, "sglang"), "--slots", str(SLOTS)]
+    ours = BalancedServer(path, flags, WORK / "eplb-ours.log", engine="sglang")
+    return ours, eplb_server(path, WORK / "eplb-theirs.log", rebalance_every)
+
+
+def eplb_server(path: Path, log_path: Path, rebalance_every: int = 6) -> BalancedServer:
+    """SGLang with its own balancer, which rebalances after so many forward passes."""
+    flags = expert_parallel_flags("tensor", "bfloat16", CONTEXT, "sglang")
     eplb = ["--policy", "off", "--enable-eplb", "--ep-num-redundant-experts", str(2 * SLOTS)]
     eplb += ["--eplb-rebalance-num-iterations", str(rebalance_every)]
     eplb += ["--expert-distribution-recorder-buffer-size", str(rebalance_every)]
     eplb += ["--expert-balancedness-report-mode", "prometheus", "--enable-metrics"]
-    slots = ["--slots", str(SLOTS)]
-    ours = BalancedServer(path, [*flags, *slots], WORK / "eplb-ours.log", engine="sglang")
-    theirs = BalancedServer(path, [*flags, *eplb], WORK / "eplb-theirs.log", engine="sglang")
-    return ours, theirs
+    return BalancedServer(path, [*flags, *eplb], log_path, engine="sglang")
 
 
 def with_policy(server: Server, sidecar: Sidecar, policy: Policy, prompt: str) -> dict[str, Any]:

@@ -156,15 +156,20 @@ class _forwarded_signals:
 
 
 def start_child(
-    arguments: list[str], environment: dict[str, str] | None, output: IO[bytes] | None = None
+    arguments: list[str],
+    environment: dict[str, str] | None,
+    output: IO[bytes] | None = None,
+    directory: Path | None = None,
 ) -> subprocess.Popen[bytes]:
     """A child in a group of its own (no terminal signals) that ends when this process is killed.
 
-    ``environment`` None: this process's; so are its streams, where no ``output`` takes both.
+    ``environment`` and ``directory`` None: this process's; so are its streams, where no ``output``
+    takes both.
     """
     return subprocess.Popen(
         arguments,
         env=environment,
+        cwd=directory,
         stdout=output,
         stderr=output,
         start_new_session=True,

@@ -1,15 +1,14 @@
-"""Advice and simulations in pictures; needs matplotlib, draws without a display."""
+"""Advice and simulations in pictures."""
 
-import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from ultraep_serve.errors import UnsupportedError
 from ultraep_serve.offline.advice import NEEDS_NO_SLOTS, Advice, Outcome
 from ultraep_serve.offline.recommend import named_slots
 from ultraep_serve.offline.simulation import Simulation
+from ultraep_serve.pictures import picture
 
 __all__ = ["draw", "draw_simulations"]
 
@@ -36,9 +35,9 @@ def draw(advice: Advice, slots: int) -> Mapping[str, bytes]:
     Raises UnsupportedError where matplotlib is not installed.
     """
     return {
-        "imbalance.png": _picture(lambda axes: _imbalance(axes, advice, slots)),
-        "gain-by-slots.png": _picture(lambda axes: _gain(axes, advice)),
-        "break-even.png": _picture(lambda axes: _break_even(axes, advice)),
+        "imbalance.png": picture(lambda axes: _imbalance(axes, advice, slots)),
+        "gain-by-slots.png": picture(lambda axes: _gain(axes, advice)),
+        "break-even.png": picture(lambda axes: _break_even(axes, advice)),
     }
 
 
@@ -47,28 +46,9 @@ def draw_simulations(simulations: Sequence[Simulation]) -> Mapping[str, bytes]:
 
     Raises UnsupportedError where matplotlib is not installed.
     """
-    return {"simulation.svg": _picture(lambda axes: _distributions(axes, simulations), "svg")}
-
-
-def _picture(paint: Callable[[Any], None], file_type: str = "png") -> bytes:
-    """What ``paint`` draws on axes; the same bytes for the same drawing."""
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UnsupportedError(
-            "pictures need matplotlib; run `pip install ultraep-serve[analysis]`"
-        ) from error
-    figure = Figure(figsize=(9.5, 4.5), dpi=120, layout="constrained")
-    axes = figure.add_subplot()
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
-    paint(axes)
-    stream = io.BytesIO()
-    is_svg = file_type == "svg"
-    with matplotlib.rc_context({"svg.hashsalt": "ultraep"}):
-        figure.savefig(stream, format=file_type, metadata={"Date": None} if is_svg else None)
-    return stream.getvalue()
+    return {
+        "simulation.svg": picture(lambda axes: _distributions(axes, simulations), file_type="svg")
+    }
 
 
 def _distributions(axes: Any, simulations: Sequence[Simulation]) -> None:
