@@ -115,6 +115,8 @@ class AIPerf:
                 *("--request-timeout-seconds", f"{timeout_seconds:g}"),
                 *("--goodput", f"time_to_first_token:{1000 * objective_seconds:g}"),
                 *("--ui", "none", "--workers-max", "1", "--record-processors", "1"),
+                # users of their own; a pooled one may be closed by the server as it is used again
+                *("--connection-reuse-strategy", "never"),
                 *("--no-gpu-telemetry", "--no-server-metrics", "--artifact-dir", "output"),
             ]
             limit = requests[-1].seconds + timeout_seconds + _START_SECONDS
