@@ -15,6 +15,7 @@ import triton
 from ultraep_kernels.contract import FULL_SPEED, HEADER_WIDTH
 from ultraep_kernels.device.count import count
 from ultraep_kernels.device.exchange import exchange, new_epoch, write_row
+from ultraep_kernels.device.identity import identity
 from ultraep_kernels.device.offline import KernelFacts, Launch, compile_launch, recorded_launches
 from ultraep_kernels.device.outcome import pack_outcome
 from ultraep_kernels.device.plan import Gate, plan
@@ -99,7 +100,7 @@ def launches_of(case: Case) -> list[Launch]:
             status,
             domain_size=case.domain_size,
             speeds=speeds,
-            gate=Gate(1.02, 900_000, 4_000_000, 30_000_000, 50_000_000),
+            gate=Gate(1.02, 900_000, 4_000_000, 30_000_000),
             rows=rows,
         )
         sends = plan_sends(found.slot_expert, masters, "auto", case.domain_size or ranks, 1)
@@ -108,6 +109,7 @@ def launches_of(case: Case) -> list[Launch]:
         reroute(ids, found.share, found.slot_expert, masters, counted, status)
         wait_slots(found.slot_expert, *common)
         pack_outcome(found, rows, speeds)
+        identity(ids, case.num_experts, masters, slots)
     return launches
 
 

@@ -24,6 +24,7 @@ KERNELS = {
     "_places_kernel",
     "_assign_kernel",
     "_outcome_kernel",
+    "_identity_kernel",
 }
 WAITING = {"_exchange_kernel", "_stream_kernel", "_wait_slots_kernel"}  # for other ranks' writes
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from ultraep_kernels.contract import FULL_SPEED, HEADER_WIDTH, Choice
 from ultraep_kernels.device.count import Counted, count
 from ultraep_kernels.device.exchange import write_row
+from ultraep_kernels.device.identity import identity
 from ultraep_kernels.device.outcome import Outcome, outcome_width, pack_outcome, unpack_outcome
 from ultraep_kernels.device.plan import DevicePlan, Gate, plan
 from ultraep_kernels.device.reroute import reroute
@@ -26,7 +27,7 @@ from ultraep_serve.costs.model import IntegerCosts
 from ultraep_serve.cuda.fabric import DeviceFabric
 from ultraep_serve.cuda.recording import Lap, Ledger, Note, Unnoted, is_capturing
 from ultraep_serve.errors import ConfigError
-from ultraep_serve.physical import experts_sent, forced_ids, identity_table, master_ids
+from ultraep_serve.physical import experts_sent, forced_ids, identity_table
 from ultraep_serve.ring.recorder import Recorder
 from ultraep_serve.speeds import OwnTime, expert_clock, fixed_speeds
 from ultraep_serve.types import Decision, ExpertShape, Policy, Stage, TokenView
@@ -115,7 +116,9 @@ class DeviceBalancer:
     def route(
         self, layer: int, topk_ids: torch.Tensor, batch_tokens: int, micro_batch: int = 0
     ) -> torch.Tensor:
-        """Physical ids (T, K) int32 on the device for logical ``topk_ids`` (T, K), padding -1 kept.
+        """Physical ids (T, K) on the device for logical ``topk_ids`` (T, K), padding -1 kept.
+
+        Both are int32 or int64.
 
         ``layer`` counts MoE layers from 0 in the order they run, ``batch_tokens`` is the batch's
         token count over all ranks. Micro-batches of a batch may overlap: number 1 is routed before
@@ -155,14 +158,16 @@ class DeviceBalancer:
             self._record_what_is_done()
 
     def identity(self, topk_ids: torch.Tensor) -> torch.Tensor:
-        """Every assignment to its master, (T, K) int32; padding and unknown ids become -1."""
-        return master_ids(topk_ids, self._identity)
+        """Every assignment to its master, (T, K) as given; padding and unknown ids become -1."""
+        shape = self._shape
+        return identity(topk_ids, shape.num_logical_experts, shape.num_masters, shape.num_slots)
 
     def warm_up(self) -> None:
         """Compile every kernel, by routing nothing but padding; all ranks together."""
         for num_ids in _WARM_UP_IDS:
             for dtype in (torch.int32, torch.int64):  # routers give either
                 padding = torch.full((num_ids, 1), -1, dtype=dtype, device=self._device)
+                self.identity(padding)
                 self._balance(0, padding, None, 0)
         self._fabric.require_peers()
 
@@ -319,7 +324,6 @@ def _gate_of(config: "BalanceConfig", costs: IntegerCosts | None) -> Gate:
         per_assignment=costs.per_assignment,
         per_expert_read=costs.per_expert_read,
         per_expert_sent=costs.per_expert_sent,
-        plan=costs.plan,
     )
 
 

@@ -107,7 +107,6 @@ def decide_kernel(
     per_assignment,  # picoseconds
     per_read,
     per_sent,
-    per_plan,
     NUM_RANKS: tl.constexpr,
     NUM_MASTERS: tl.constexpr,
     DOMAIN_SIZE: tl.constexpr,
@@ -166,7 +165,7 @@ def decide_kernel(
         saved = _saved(
             before, after, link, received, per_assignment, per_read, per_sent, NUM_MASTERS
         )
-        pays = (hoped > per_plan) & (saved > per_plan)
+        pays = (hoped > 0) & (saved > 0)
         decision = tl.where(pays, _PLANNED, _UNPROFITABLE)
         if HAS_ROWS:
             asked = tl.load(rows_ptr + _THRESHOLD)

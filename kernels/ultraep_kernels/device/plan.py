@@ -27,6 +27,7 @@ _BLOCK_MASTERS = 8  # of every rank, added at a time
 class Gate:
     """When a plan is followed; costs in picoseconds, as in ``ultraep_serve.costs``.
 
+    Planning itself is no cost: it is spent by the time it could count.
     The defaults follow every plan that lowers the time of the busiest rank.
     """
 
@@ -34,7 +35,6 @@ class Gate:
     per_assignment: int = 1
     per_expert_read: int = 0
     per_expert_sent: int = 0
-    plan: int = 0
 
 
 @dataclass(frozen=True)
@@ -245,7 +245,6 @@ def _decide(
         limits.per_assignment,
         limits.per_expert_read,
         limits.per_expert_sent,
-        limits.plan,
         **sizes.shape(),
         **sizes.blocks(),
         HAS_SPEEDS=speeds is not None,

@@ -72,7 +72,7 @@ def _assign_kernel(
     ends_ptr,  # (E, R) int32
     physical_ptr,  # (E, R) int32
     stride_ptr,  # (E,) int32
-    out_ptr,  # (N,) int32
+    out_ptr,  # (N,) of the type of the ids
     status_ptr,  # (1,) int32
     num_ids,
     NUM_EXPERTS: tl.constexpr,
@@ -119,7 +119,7 @@ def reroute(
     counted: Counted,
     status: torch.Tensor,
 ) -> torch.Tensor:
-    """Physical ids (T, K) int32; twin ``host.reroute.reroute``.
+    """Physical ids (T, K) of the type of ``topk_ids``; twin ``host.reroute.reroute``.
 
     ``topk_ids`` (T, K) int32 or int64, what is no expert becomes -1; ``share`` (E, R) int32
     assignments of this source by target rank; ``slot_expert`` (R, S) int32; ``counted`` of the same
@@ -133,7 +133,7 @@ def reroute(
     ends = torch.empty((num_experts, num_ranks), dtype=torch.int32, device=device)
     physical = torch.empty((num_experts, num_ranks), dtype=torch.int32, device=device)
     stride = torch.empty(num_experts, dtype=torch.int32, device=device)
-    out = torch.empty(topk_ids.shape, dtype=torch.int32, device=device)
+    out = torch.empty(topk_ids.shape, dtype=topk_ids.dtype, device=device)
     _places_kernel[(num_experts,)](
         share,
         slot_expert,
