@@ -5,7 +5,7 @@ import pytest
 import torch
 from ultraep_kernels.device.count import _BLOCK_ROWS, BLOCK_IDS, count
 from ultraep_kernels.device.identity import identity
-from ultraep_kernels.device.reroute import reroute
+from ultraep_kernels.device.reroute import places_of, reroute
 from ultraep_kernels.device.status import DeviceStatus, new_status
 from ultraep_kernels.host.count import count_reference
 
@@ -104,7 +104,8 @@ def test_what_no_rank_was_asked_to_compute_goes_to_its_master(bench: Bench) -> N
         torch.from_numpy(table).to(bench.device) for table in (plan.share, plan.slot_expert)
     )
     status = new_status(bench.device)
-    physical = reroute(more, share, slot_expert, 4, count(more, 8), status)
+    places = places_of(share, slot_expert, 4)
+    physical = reroute(more, places, 2, count(more, 8), status)
     assert status.item() == DeviceStatus.SHARE_TOO_SMALL
     held = np.concatenate([np.arange(8).reshape(2, 4), plan.slot_expert], axis=1).reshape(-1)
     logical = torch.from_numpy(np.append(held, -1).astype(np.int32))[physical.cpu().long()]

@@ -193,7 +193,8 @@ class _Member:
         slot_expert = _slots_of(experts.masters, epoch)
         on_device = slot_expert.to(device)
         mode = MODES[(epoch + epoch // LAYERS) % len(MODES)]  # each with either layer
-        self.fabric.stream(tables, on_device, experts.masters, mode)
+        sends = self.fabric.sends(on_device, experts.masters, mode)
+        self.fabric.stream(tables, on_device, experts.masters, sends)
         self.fabric.wait_slots(tables, on_device)
         self.fabric.require_peers()
         require_equal(rows, expected, "rows")

@@ -19,9 +19,10 @@ from tests.support.mirror import FakeRecorder, mirrored_balancer
 from ultraep_serve.backend import GroupSetup
 from ultraep_serve.cuda import timing
 from ultraep_serve.cuda.balancer import DeviceBalancer, device_row_width
-from ultraep_serve.cuda.recording import Note
+from ultraep_serve.cuda.recording import Page
+from ultraep_serve.speeds import expert_clock
 from ultraep_serve.topology import Location
-from ultraep_serve.types import ExpertShape, Policy, TokenView
+from ultraep_serve.types import Decision, ExpertShape, Policy, TokenView
 
 __all__ = ["KINDS", "HostWork", "count_layers", "launches_per_layer", "recorded_balancer"]
 
@@ -95,9 +96,12 @@ def count_layers(kind: str, batches: int = 2) -> list[HostWork]:
     ids = torch.zeros((TOKENS, TOP_K), dtype=torch.int32)
     tokens = SMALL - 1 if kind == "decode" else TOKENS
     found: list[HostWork] = []
-    still_running = mock.patch.object(Note, "is_done", property(lambda _note: False))
+    still_running = mock.patch.object(Page, "is_done", property(lambda _page: False))
     with recorded_launches() as launches, still_running:
         balancer = recorded_balancer(recorder)
+        if kind == "off":  # as the device and the host have found the batch before
+            balancer._decision.fill_(Decision.POLICY_OFF)
+            balancer._was_off = True
         for _ in range(batches):
             found = []
             for layer in range(LAYERS):
@@ -105,6 +109,8 @@ def count_layers(kind: str, batches: int = 2) -> list[HostWork]:
                 launches.clear()
                 with _counted_events(work), _Operations(work):
                     balancer.route(layer, ids, tokens)
+                    with expert_clock:
+                        pass
                     balancer.computed()
                 work.kernels = [launch.function.__name__ for launch in launches]
     return found

@@ -114,7 +114,8 @@ class DeviceBackend:
         ranks = np.arange(shape.num_ranks).reshape(-1, self._setup.location.domain_size)
         slot_expert[:, 0] = np.roll(ranks, -1, axis=1).reshape(-1) * shape.num_masters
         on_device = torch.from_numpy(slot_expert).to(self._device)
-        return lambda: self._fabric.stream(tables, on_device, shape.num_masters, "never")
+        sends = self._fabric.sends(on_device, shape.num_masters, "never")
+        return lambda: self._fabric.stream(tables, on_device, shape.num_masters, sends)
 
     def _gather(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
         """All ranks' values (R, n), in rows as the exchange takes them. Waits for the device."""
