@@ -9,7 +9,7 @@ from ultraep_kernels.device.plan import plan
 
 from ultraep_serve.backend import GroupSetup, LayerSlots, PolicySource
 from ultraep_serve.collectives import DeviceAllGather
-from ultraep_serve.costs.calibration import Probes, agreed_costs, probe_loads
+from ultraep_serve.costs.calibration import LineFit, Probes, agreed_costs, probe_loads
 from ultraep_serve.costs.model import CostModel
 from ultraep_serve.cuda.balancer import DeviceBalancer, device_row_width, require_offered
 from ultraep_serve.cuda.driver import Driver
@@ -17,9 +17,12 @@ from ultraep_serve.cuda.fabric import DeviceFabric, Limits
 from ultraep_serve.cuda.rendezvous import SocketRendezvous
 from ultraep_serve.cuda.slots import DeviceSlotPool
 from ultraep_serve.cuda.timing import device_seconds, replayed_seconds
+from ultraep_serve.offline.hardware import BASE_SECONDS, HARDWARE, Efficiency
 from ultraep_serve.ring.recorder import Recorder
 
-__all__ = ["DeviceBackend"]
+__all__ = ["DeviceBackend", "table_costs"]
+
+_ROWS_PER_MASTER = (1024, 2048, 4096)  # beyond the roofline's ridge, where reading weights ends
 
 
 class DeviceBackend:
@@ -99,6 +102,8 @@ class DeviceBackend:
                 device, lambda: plan(loads, slots, 0, status, domain_size=domain_size)
             ),
             gather=self._gather,
+            rows_per_master=_ROWS_PER_MASTER,
+            fallback=lambda: table_costs(_name_of(device), int(layer.expert_bytes.sum())),
         )
 
     def _sender(self, layer: LayerSlots) -> Callable[[], object]:
@@ -127,6 +132,21 @@ class DeviceBackend:
         rows = torch.cat([self._fabric.exchange(piece) for piece in pieces], dim=1).cpu()
         self._fabric.require_peers()
         return np.ascontiguousarray(rows.numpy()[:, : words.size]).view(np.float64)
+
+
+def table_costs(device_name: str, expert_bytes: int) -> LineFit:
+    """By the published peak of the GPU that torch calls so, or of an H100 where it is not known.
+
+    An expert's bytes are as many operations per assignment at the BF16 peak: two per weight of two
+    bytes, or of one at twice the peak.
+    """
+    name = next((name for name in HARDWARE if name in device_name.lower()), "h100")
+    rate = HARDWARE[name].bf16_flops * Efficiency().matrix
+    return LineFit(expert_bytes / rate, BASE_SECONDS, float("inf"))
+
+
+def _name_of(device: torch.device) -> str:
+    return torch.cuda.get_device_properties(device).name if device.type == "cuda" else ""
 
 
 def _num_programs(device: torch.device) -> int:
