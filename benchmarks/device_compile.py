@@ -7,6 +7,7 @@ for Hopper (sm_90) and Blackwell (sm_100) with the types and constants of its la
 spills are what ptxas reports.
 """
 
+import re
 from dataclasses import asdict, dataclass
 
 import harness
@@ -131,6 +132,9 @@ def row_of(case: Case, facts: KernelFacts) -> dict[str, object]:
     figures = asdict(facts)
     figures["vector_copies"] = figures["ptx"].count("ld.global.v4")
     figures["alias_fences"] = figures["ptx"].count("fence.proxy.alias")
+    figures["flags_posted"] = figures["ptx"].count("st.release.sys")
+    figures["flags_read"] = figures["ptx"].count("ld.acquire.sys")
+    figures["system_atomics"] = len(re.findall(r"\batom\S*\.sys\b", figures["ptx"]))
     figures["clock_reads"] = figures["ptx"].count("%globaltimer")
     del figures["ptx"]
     return {**asdict(case), **figures}

@@ -20,6 +20,7 @@ KERNELS = {
     "_relays_kernel",  # of the calibration
 }
 WAITING = {"_exchange_kernel", "_stream_kernel", "_assign_kernel"}  # for other ranks' writes
+POSTING = {"_exchange_kernel", "_stream_kernel"}
 
 
 def test_every_kernel_compiles_and_spills_nothing(tmp_path: Path) -> None:
@@ -36,3 +37,6 @@ def test_every_kernel_compiles_and_spills_nothing(tmp_path: Path) -> None:
         assert row["name"] != "_stream_kernel" or row["vector_copies"] > 0, row
         assert (row["alias_fences"] > 0) == (row["name"] in WAITING), row
         assert (row["clock_reads"] > 0) == (row["name"] in WAITING), row
+        assert (row["flags_read"] > 0) == (row["name"] in WAITING), row
+        assert (row["flags_posted"] > 0) == (row["name"] in POSTING), row
+        assert row["system_atomics"] == 0, row

@@ -11,7 +11,7 @@ there.
 import json
 import os
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 import torch
 from ultraep_kernels.device.exchange import exchange, inbox_bytes, new_epoch
@@ -55,6 +55,7 @@ class _Layout:
     region_bytes: tuple[int, ...]
     num_slots: int
     limits: Limits
+    device: str = field(compare=False)  # its UUID
 
     @classmethod
     def from_json(cls, text: bytes) -> "_Layout":
@@ -86,7 +87,7 @@ class DeviceFabric:
         ``rank`` and ``num_ranks`` are the whole group's, ``rendezvous`` is the domain's, whose
         ranks it counts from 0. All layers have been adopted by ``pool``. ``all_gather`` gathers the
         rows of all domains where there are several. Raises what ``rendezvous`` and ``driver``
-        raise, FabricError when a rank differs.
+        raise, FabricError when a rank differs, UnsupportedError where one's memory is out of reach.
         """
         if rendezvous.kind is not driver.kind:
             raise FabricError(
@@ -229,7 +230,8 @@ class DeviceFabric:
         self._driver.tensor(mine.address, mine.size).zero_()
         self._driver.synchronize()  # before anybody can raise a flag in it
         regions = tuple(region.size for region in pool.regions)
-        layout = _Layout(signals.size, regions, pool.num_slots, self.limits)
+        device = self._driver.uuid
+        layout = _Layout(signals.size, regions, pool.num_slots, self.limits, device)
         with ExitStack() as descriptors:
             handshakes = self._rendezvous(rendezvous, layout, [signals, *pool.regions], descriptors)
             addresses = []
@@ -259,8 +261,10 @@ class DeviceFabric:
             for shareable in handshake.shareables:
                 _close_later(shareable, descriptors)
         for rank, handshake in zip(self.domain, handshakes, strict=True):
-            if _Layout.from_json(handshake.layout) != layout:
+            theirs = _Layout.from_json(handshake.layout)
+            if theirs != layout:
                 raise FabricError(f"rank {rank} laid out its slots unlike rank {self.rank}")
+            self._driver.require_peer(theirs.device, rank)
         return handshakes
 
     def _map(self, handshake: Handshake, undo: ExitStack) -> tuple[int, int]:

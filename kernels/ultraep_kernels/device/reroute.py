@@ -18,7 +18,7 @@ from ultraep_kernels.contract import GOLDEN_DENOMINATOR, GOLDEN_NUMERATOR
 from ultraep_kernels.device._decisions import PLANNED
 from ultraep_kernels.device.count import BLOCK_IDS, Counted
 from ultraep_kernels.device.status import SHARE_TOO_SMALL, TIMEOUTS
-from ultraep_kernels.device.stream import Arrivals, await_slot, flag_block
+from ultraep_kernels.device.stream import FLAGS_PER_LOOK, Arrivals, await_slot
 
 __all__ = ["Places", "new_places", "places_of", "reroute", "store_places"]
 
@@ -332,7 +332,7 @@ def reroute(
         NUM_RANKS=num_ranks,
         SEARCH_STEPS=(num_ranks - 1).bit_length(),
         BLOCK=BLOCK_IDS,
-        BLOCK_FLAGS=flag_block(num_chunks),
+        BLOCK_FLAGS=FLAGS_PER_LOOK,
         HAS_DECISION=decision is not None,
         HAS_WAIT=has_wait,
         num_warps=4,

@@ -22,9 +22,10 @@ from ultraep_kernels.device._signals import clock, fence_aliases, post, read_fla
 from ultraep_kernels.device.relays import Sends
 from ultraep_kernels.device.status import RELAY_TIMEOUT, SLOT_TIMEOUT, TIMEOUTS
 
-__all__ = ["Arrivals", "StreamTables", "await_slot", "flag_block", "stream", "wait_slots"]
+__all__ = ["FLAGS_PER_LOOK", "Arrivals", "StreamTables", "await_slot", "stream", "wait_slots"]
 
 _BLOCK_WORDS = 4096  # of 4 bytes, per step of a copy
+FLAGS_PER_LOOK = 128  # as many as a program that waits for slots has threads
 
 
 @dataclass(frozen=True)
@@ -264,11 +265,6 @@ def wait_slots(
         tables.max_chunks,
         patience_ns,
         NUM_SLOTS=num_slots,
-        BLOCK=flag_block(num_chunks),
-        num_warps=1,
+        BLOCK=FLAGS_PER_LOOK,
+        num_warps=4,
     )
-
-
-def flag_block(num_chunks: int) -> int:
-    """Flags that ``await_slot`` looks at in one step."""
-    return min(128, int(triton.next_power_of_2(num_chunks)))
