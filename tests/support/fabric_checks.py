@@ -144,6 +144,7 @@ def _outlive(rank: int, run_path: Path, sizes: GroupSizes) -> str:
     member.fabric.require_peers()
     patience = sizes.patience_at_death_ns
     member.fabric.limits = replace(member.fabric.limits, patience_ns=patience)
+    member.fabric.wait_at_least(0)
     member.exchange(2)
     try:
         member.fabric.require_peers()

@@ -22,6 +22,7 @@ from ultraep_serve.ring.recorder import Recorder
 
 __all__ = ["DeviceBackend", "table_costs"]
 
+_COMPILE_SECONDS = 600.0  # that a rank may need before it serves, with nothing in its caches
 _ROWS_PER_MASTER = (1024, 2048, 4096)  # beyond the roofline's ridge, where reading weights ends
 
 
@@ -71,6 +72,7 @@ class DeviceBackend:
             location.domain_size,
             all_gather,
         )
+        self._fabric.wait_at_least(_COMPILE_SECONDS)
 
     def calibrate(self, run_layer: Callable[[int], None]) -> CostModel:
         setup, layer = self._setup, self._layers[0]
@@ -85,6 +87,7 @@ class DeviceBackend:
             self._setup, self._layers, self._fabric, policies, recorder, costs.integer_costs()
         )
         balancer.warm_up()
+        self._fabric.wait_at_least(0)
         return balancer
 
     def _probes(self, layer: LayerSlots) -> Probes:

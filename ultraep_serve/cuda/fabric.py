@@ -98,6 +98,7 @@ class DeviceFabric:
         self.domain = domain_of(rank, num_ranks, domain_size)
         self._all_gather_rows = all_gather
         self.limits = limits
+        self._patience_ns = limits.patience_ns  # of the waits that are launched now
         self.epoch = new_epoch(driver.device)
         self.status = new_status(driver.device)
         # the status of a wait that was given up, which a kernel writes; to be looked at at any time
@@ -153,7 +154,7 @@ class DeviceFabric:
             position,
             self.epoch,
             self.status,
-            self.limits.patience_ns,
+            self._patience_ns,
             out=out,
             decision=decision,
             begins=begins,
@@ -180,18 +181,25 @@ class DeviceFabric:
             self.rank,
             self.epoch,
             self.status,
-            self.limits.patience_ns,
+            self._patience_ns,
             self.limits.num_programs,
         )
 
     def arrivals(self, layer: StreamTables, slot_expert: torch.Tensor) -> Arrivals:
         """What a kernel waits for this rank's filled slots with, ``slot_expert`` (R, S)."""
-        patience = self.limits.patience_ns
-        return Arrivals(slot_expert, layer, self.rank, self.epoch, patience)
+        return Arrivals(slot_expert, layer, self.rank, self.epoch, self._patience_ns)
 
     def wait_slots(self, layer: StreamTables, slot_expert: torch.Tensor) -> None:
         """Hold the stream until this rank's filled slots, ``slot_expert`` (R, S), have arrived."""
-        wait_slots(slot_expert, layer, self.rank, self.epoch, self.status, self.limits.patience_ns)
+        wait_slots(slot_expert, layer, self.rank, self.epoch, self.status, self._patience_ns)
+
+    def wait_at_least(self, seconds: float) -> None:
+        """For waits launched from now on, where other ranks may have kernels to compile first.
+
+        Times are whole multiples of what ``limits`` say, which is the least: 0 goes back to that.
+        """
+        patience = self.limits.patience_ns
+        self._patience_ns = patience * max(1, -(-round(seconds * 1e9) // patience))
 
     def check_peers(self, look: bool = True) -> None:
         """Raise PeerTimeoutError if a kernel has written to ``reported``.
