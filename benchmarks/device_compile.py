@@ -134,7 +134,7 @@ def row_of(case: Case, facts: KernelFacts) -> dict[str, object]:
     figures["alias_fences"] = figures["ptx"].count("fence.proxy.alias")
     figures["flags_posted"] = figures["ptx"].count("st.release.sys")
     figures["flags_read"] = figures["ptx"].count("ld.acquire.sys")
-    figures["system_atomics"] = len(re.findall(r"\batom\S*\.sys\b", figures["ptx"]))
+    figures["system_atomics"] = len(re.findall(r"\batom\.global\S*\.sys\b", figures["ptx"]))
     figures["clock_reads"] = figures["ptx"].count("%globaltimer")
     del figures["ptx"]
     return {**asdict(case), **figures}

@@ -113,7 +113,10 @@ class LayerBalancer(Protocol):
         """
 
     def computed(self, micro_batch: int = 0) -> None:
-        """The engine has computed, or launched, the layer that was routed last."""
+        """The engine has computed, or launched, the layer that was routed last.
+
+        Raises PeerTimeoutError when a rank is gone, so that nobody answers with what came of it.
+        """
 
 
 class Backend(Protocol):

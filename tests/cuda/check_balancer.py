@@ -274,6 +274,30 @@ def test_a_rank_that_is_gone_is_an_error_at_the_next_layer() -> None:
     assert stayed
 
 
+def finish_alone(rank: int, run_path: Path, last: int) -> str:
+    """What rank 0 is told when it has computed layer ``last``, for which rank 1 never came."""
+    search_briefly()
+    setup = Setup(ExpertShape(2, 8, 1), TokenView.OWN)
+    rig = device_rig(rank, run_path, setup, patience_ns=200_000)
+    if rank == 1:
+        return ""
+    for layer in range(last + 1):
+        rig.balancer._fabric.reported.zero_()  # as if the device were not as far yet
+        rig.balancer.route(layer, skewed(0), 100)
+        try:
+            rig.balancer.computed()
+        except PeerTimeoutError as error:
+            return f"layer {layer}: {error}"
+    return "nothing"
+
+
+def test_no_token_is_sampled_from_a_batch_in_which_a_wait_was_given_up() -> None:
+    """Whenever the device says so: when the last layer is launched, the host waits to be told."""
+    with fresh_run_path() as run_path:
+        told, _ = run_ranks(finish_alone, 2, run_path, LAYERS - 1, timeout_seconds=120.0)
+    assert told.startswith(f"layer {LAYERS - 1}: rank 0 gave up waiting for the load exchange")
+
+
 def test_eplb_is_refused_at_start_and_counts_as_off_later(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

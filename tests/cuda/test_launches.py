@@ -34,6 +34,16 @@ def test_a_layer_asks_no_more_of_the_host(kind: str) -> None:
     assert all(map(int.__le__, last, allowed)), last
 
 
+@pytest.mark.parametrize("kind", MOST)
+def test_the_host_waits_where_a_batch_ends_and_nowhere_else(kind: str) -> None:
+    """So that no token is sampled from what a rank that gave up has computed; or, while the policy
+    is off, where a batch begins."""
+    waits = [work.waits for work in count_layers(kind)]
+    others = [0] * (len(waits) - 1)
+    expected = {"off": [1, *others], "decode": [0, *others]}
+    assert waits == expected.get(kind, [*others, 1])
+
+
 def test_stages_are_timed_in_some_batches_only() -> None:
     timed, other = (count_layers("balanced", batches)[1].events for batches in (1, 2))
     assert (timed, other) == (9, 2)

@@ -43,6 +43,7 @@ class HostWork:
     allocations: int = 0
     copies: int = 0  # that no kernel makes
     events: int = 0  # recorded
+    waits: int = 0  # of the host for the device
 
     @property
     def launches(self) -> int:
@@ -119,11 +120,14 @@ def count_layers(kind: str, batches: int = 2) -> list[HostWork]:
 def _counted_events(work: HostWork) -> Any:
     record: Callable[[Any], None] = timing._HostMark.record
 
-    def counted(mark: Any) -> None:
+    def recorded(mark: Any) -> None:
         work.events += 1
         record(mark)
 
-    return mock.patch.object(timing._HostMark, "record", counted)
+    def waited(_mark: Any) -> None:
+        work.waits += 1
+
+    return mock.patch.multiple(timing._HostMark, record=recorded, synchronize=waited)
 
 
 def launches_per_layer() -> dict[str, int]:

@@ -186,8 +186,15 @@ class BalancedLayers:
         return physical.to(topk_ids.dtype)
 
     def computed(self, micro_batch: int = 0) -> None:
-        """``LayerBalancer.computed``: the engine has finished the layer that was routed last."""
-        self._balancer.computed(micro_batch)
+        """``LayerBalancer.computed``: the engine has finished the layer that was routed last.
+
+        Errors as in ``route``.
+        """
+        try:
+            self._balancer.computed(micro_batch)
+        except UltraEPError:
+            self._recorder.set_state(RingState.FAILED)
+            raise
 
     def log_ready(self, logger: logging.Logger) -> None:
         """For the operator: what balances here, and by which costs it decides."""

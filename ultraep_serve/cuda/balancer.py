@@ -1,4 +1,5 @@
-"""The data flow on the device, for which the host never waits; twin of ``host.balancer``.
+"""The data flow on the device, for which the host waits when a batch ends; twin of
+``host.balancer``.
 
 Its answers are the same. What the host decides there, kernels decide here: the host only launches,
 the same for every batch, so that any of it can be captured in a CUDA graph. What came of a layer it
@@ -78,8 +79,9 @@ class DeviceBalancer:
     took is taken from it, by their tokens. Nothing is recorded while a CUDA graph is captured, nor
     when one is replayed; a replay obeys the policy that rank 0 last read in a ``route``.
 
-    A wait that was given up is noticed at the first ``route`` after the device has said so; what
-    was computed in between is wrong, and the engine must not answer with it: it is restarted.
+    A wait that was given up is noticed at the first ``route`` after the device has said so, and at
+    the latest when the batch's last layer is ``computed``: what was computed in between is wrong,
+    and no token is sampled from it.
     """
 
     def __init__(
@@ -200,10 +202,17 @@ class DeviceBalancer:
         return physical
 
     def computed(self, micro_batch: int = 0) -> None:
-        """The engine has launched the layer that ``route`` was called for last."""
+        """The engine has launched the layer that ``route`` was called for last.
+
+        After a batch's last layer this waits for the device, before anybody samples tokens from
+        what it computed. Raises PeerTimeoutError when a wait was given up.
+        """
         expert_clock.marks = None
         if not is_capturing(self._device):
-            self._ledger.close(micro_batch)
+            sent = self._ledger.close(micro_batch)
+            if sent is not None:
+                sent.wait()
+                self._fabric.check_peers()
             self._record_what_is_done()
 
     def identity(self, topk_ids: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What a device tells its host of each layer, without the host ever waiting for it.
+"""What a device tells its host of each layer.
 
 A page is one batch: kernels write every layer's outcome to a line of it in the device's memory, and
 one copy in stream order takes all of them to page-locked memory when the batch has been launched.
@@ -129,6 +129,10 @@ class Page:
         self._memory[lines].copy_(self._on_device[lines], non_blocking=True)
         self._done.record()
 
+    def wait(self) -> None:
+        """Return when the copy is done."""
+        self._done.synchronize()
+
     @property
     def is_done(self) -> bool:
         """Whether the copy is, hence everything before it."""
@@ -180,13 +184,13 @@ class Ledger:
             note.start(layer, batch, tokens, micro_batch, timed=batch % TIMED_EVERY == 1)
         return note
 
-    def close(self, micro_batch: int = 0) -> None:
-        """The engine has computed the layer, in stream order; the last one's page is sent."""
+    def close(self, micro_batch: int = 0) -> Page | None:
+        """The engine has computed the layer, in stream order; the page sent with the last."""
         note = self._open.pop(micro_batch, None)
-        if note is not None:
-            note.lap(Stage.COMPUTE)
-            if note.layer == self._num_layers - 1 and not self._open:
-                self._send()
+        if note is None:
+            return None
+        note.lap(Stage.COMPUTE)
+        return self._send() if note.layer == self._num_layers - 1 and not self._open else None
 
     def drop(self, micro_batch: int = 0) -> None:
         """The layer that was opened last will not be heard of."""
@@ -217,11 +221,14 @@ class Ledger:
                 self._free.append(first)
                 self._next = 0
 
-    def _send(self) -> None:
-        if self._page is not None and self._page.used:
-            self._page.send()
-            self._sent.append(self._page)
-            self._page = None
+    def _send(self) -> Page | None:
+        page = self._page
+        if page is None or not page.used:
+            return None
+        page.send()
+        self._sent.append(page)
+        self._page = None
+        return page
 
 
 def is_capturing(device: torch.device) -> bool:
