@@ -81,7 +81,7 @@ class DeviceBalancer:
 
     A wait that was given up is noticed at the first ``route`` after the device has said so, and at
     the latest when the batch's last layer is ``computed``: what was computed in between is wrong,
-    and no token is sampled from it.
+    and no token is sampled from it on this rank. Others give up in their next layer.
     """
 
     def __init__(
