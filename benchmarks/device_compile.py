@@ -7,6 +7,7 @@ for Hopper (sm_90) and Blackwell (sm_100) with the types and constants of its la
 spills are what ptxas reports.
 """
 
+import re
 from dataclasses import asdict, dataclass
 
 import harness
@@ -14,15 +15,16 @@ import torch
 import triton
 from ultraep_kernels.contract import FULL_SPEED, HEADER_WIDTH
 from ultraep_kernels.device.count import count
-from ultraep_kernels.device.exchange import exchange, new_epoch, write_row
+from ultraep_kernels.device.exchange import exchange, new_epoch
+from ultraep_kernels.device.identity import identity
 from ultraep_kernels.device.offline import KernelFacts, Launch, compile_launch, recorded_launches
-from ultraep_kernels.device.outcome import pack_outcome
-from ultraep_kernels.device.plan import Gate, plan
+from ultraep_kernels.device.outcome import outcome_width
+from ultraep_kernels.device.plan import Gate, Sender, new_plan_buffers, plan
 from ultraep_kernels.device.relays import plan_sends
 from ultraep_kernels.device.reroute import reroute
 from ultraep_kernels.device.speeds import choose_speeds
 from ultraep_kernels.device.status import new_status
-from ultraep_kernels.device.stream import StreamTables, stream, wait_slots
+from ultraep_kernels.device.stream import Arrivals, StreamTables, stream
 
 TOKENS, TOP_K = 8192, 8  # of one rank
 TENSORS, CHUNKS = 6, 48  # of one expert
@@ -73,7 +75,7 @@ def main() -> None:
 
 
 def launches_of(case: Case) -> list[Launch]:
-    """One launch of every kernel by rank 1, the planner's search twice, as the data flows.
+    """One launch of every kernel that serves by rank 1, as the data flows.
 
     Of all ranks' launches those of rank 1 differ most: a launch makes a constant of every 1.
     """
@@ -87,27 +89,41 @@ def launches_of(case: Case) -> list[Launch]:
     tables = StreamTables(tensors, addresses, tensors, tensors, chunks, addresses, CHUNKS)
     choice = torch.zeros(4, dtype=torch.int32)
     speeds = torch.full((ranks,), FULL_SPEED, dtype=torch.int32)
+    buffers = new_plan_buffers(ranks, case.num_experts, slots, "cpu", domain_size=case.domain_size)
+    found, decision = buffers.found, buffers.found.decision
+    outcome = torch.zeros(outcome_width(case.num_experts, ranks, slots), dtype=torch.int32)
     with recorded_launches() as launches:
-        counted = count(ids, case.num_experts)
-        row = write_row(counted.load, counted.unknown, choice, has_load=True)
-        rows = exchange(row, addresses, 1, epoch, status, PATIENCE_NS)
+        counted = count(ids, case.num_experts, choice=choice, decision=decision)
+        assert counted.row is not None
+        rows = exchange(counted.row, addresses, 1, epoch, status, PATIENCE_NS, decision=decision)
         choose_speeds(rows, None, speeds, speeds)
-        found = plan(
+        plan(
             rows[:, HEADER_WIDTH:],
             slots,
             1,
             status,
             domain_size=case.domain_size,
             speeds=speeds,
-            gate=Gate(1.02, 900_000, 4_000_000, 30_000_000, 50_000_000),
+            gate=Gate(1.02, 900_000, 4_000_000, 30_000_000),
             rows=rows,
+            sender=Sender(1, "auto"),
+            outcome=outcome,
+            buffers=buffers,
         )
-        sends = plan_sends(found.slot_expert, masters, "auto", case.domain_size or ranks, 1)
         common = tables, 1, epoch, status, PATIENCE_NS
-        stream(sends, found.slot_expert, masters, *common, num_programs=PROGRAMS)
-        reroute(ids, found.share, found.slot_expert, masters, counted, status)
-        wait_slots(found.slot_expert, *common)
-        pack_outcome(found, rows, speeds)
+        stream(found.sends, found.slot_expert, masters, *common, num_programs=PROGRAMS)
+        reroute(
+            ids,
+            found.places,
+            slots,
+            counted,
+            status,
+            decision=decision,
+            arrivals=Arrivals(found.slot_expert, tables, 1, epoch, PATIENCE_NS),
+            reported=status,
+        )
+        identity(ids, case.num_experts, masters, slots)
+        plan_sends(found.slot_expert, masters, "auto", case.domain_size or ranks, 1)
     return launches
 
 
@@ -116,6 +132,9 @@ def row_of(case: Case, facts: KernelFacts) -> dict[str, object]:
     figures = asdict(facts)
     figures["vector_copies"] = figures["ptx"].count("ld.global.v4")
     figures["alias_fences"] = figures["ptx"].count("fence.proxy.alias")
+    figures["flags_posted"] = figures["ptx"].count("st.release.sys")
+    figures["flags_read"] = figures["ptx"].count("ld.acquire.sys")
+    figures["system_atomics"] = len(re.findall(r"\batom\.global\S*\.sys\b", figures["ptx"]))
     figures["clock_reads"] = figures["ptx"].count("%globaltimer")
     del figures["ptx"]
     return {**asdict(case), **figures}

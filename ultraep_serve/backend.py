@@ -105,14 +105,18 @@ class LayerBalancer(Protocol):
     def route(
         self, layer: int, topk_ids: torch.Tensor, batch_tokens: int, micro_batch: int = 0
     ) -> torch.Tensor:
-        """Physical ids (T, K) int32 for logical ``topk_ids`` (T, K), padding -1 kept.
+        """Physical ids (T, K) for logical ``topk_ids`` (T, K), padding -1 kept.
 
+        They are int32, or of the type of ``topk_ids``.
         ``layer`` counts MoE layers from 0 in the order they run, ``batch_tokens`` is the batch's
         token count over all ranks. Raises PeerTimeoutError when a rank is gone.
         """
 
     def computed(self, micro_batch: int = 0) -> None:
-        """The engine has computed, or launched, the layer that was routed last."""
+        """The engine has computed, or launched, the layer that was routed last.
+
+        Raises PeerTimeoutError when a rank is gone, so that nobody answers with what came of it.
+        """
 
 
 class Backend(Protocol):

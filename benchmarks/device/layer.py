@@ -22,10 +22,9 @@ import torch
 from report import Report
 from routes import Routes, make_routes
 from ultraep_kernels.device.count import count
-from ultraep_kernels.device.plan import plan
-from ultraep_kernels.device.relays import plan_sends
+from ultraep_kernels.device.plan import Sender, plan
 from ultraep_kernels.device.reroute import reroute
-from ultraep_kernels.device.stream import stream, wait_slots
+from ultraep_kernels.device.stream import Arrivals, stream
 
 from tests.support.bench import PATIENCE_NS, Bench
 from tests.support.kernel_checks import check_exchange, require_equal, require_ok
@@ -131,20 +130,19 @@ def rank_times(bench: Bench, layer: MoELayer, work: Work) -> list[float | None]:
 def own_times(
     bench: Bench, ranks: VirtualRanks, ids: torch.Tensor, balanced: Balanced
 ) -> dict[str, float | None]:
-    """Microseconds of every stage of ours, of rank 0 with ``ids`` (T, K); exchange with its row."""
+    """Microseconds of every stage of ours, of rank 0 with ``ids`` (T, K)."""
     shape, slots, status = ranks.shape, balanced.slots, balanced.status
     masters, num_slots = shape.num_masters, shape.num_replica_slots
-    counted, share = balanced.counted[0], balanced.plans[0].share
+    counted, places = balanced.counted[0], balanced.plans[0].places
     busiest, programs = balanced.busiest, max(1, bench.num_programs // 2)
     push = balanced.sends[busiest], slots, masters, ranks.tables[busiest], busiest
     signals = balanced.epoch, status, PATIENCE_NS
+    arrivals = Arrivals(slots, ranks.tables[0], 0, balanced.epoch, PATIENCE_NS)
     stages: dict[str, Callable[[], object]] = {
         "count": lambda: count(ids, shape.num_logical_experts),
-        "plan": lambda: plan(balanced.loads, num_slots, 0, status),
-        "sends": lambda: plan_sends(slots, masters, RELAY, shape.num_ranks, 0),
+        "plan": lambda: plan(balanced.loads, num_slots, 0, status, sender=Sender(0, RELAY)),
         "replicate": lambda: stream(*push, *signals, num_programs=programs),
-        "reroute": lambda: reroute(ids, share, slots, masters, counted, status),
-        "wait": lambda: wait_slots(slots, ranks.tables[0], 0, *signals),
+        "reroute": lambda: reroute(ids, places, num_slots, counted, status, arrivals=arrivals),
     }
     times = {name: bench.replayed(stage)[1] for name, stage in stages.items()}
     require_ok(status)

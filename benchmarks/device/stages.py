@@ -104,7 +104,7 @@ def timed(microseconds: float | None, at_most: float | None) -> dict[str, Any]:
 
 
 def exchanging(bench: Bench, report: Report) -> None:
-    """One rank's row and exchange, all of whose peers have posted: the part that is no waiting."""
+    """One rank's exchange, all of whose peers have posted: the part that is no waiting."""
     for num_ranks, num_experts in ((4, 16),) if bench.interpreted else EXCHANGES:
         report.run("exchange", time_exchange, bench, num_ranks, num_experts)
 

@@ -9,7 +9,7 @@ import torch
 from tests.support.ranks import fresh_run_path, run_ranks
 from ultraep_serve.backend import GroupSetup
 from ultraep_serve.config import BalanceConfig
-from ultraep_serve.costs.calibration import LEAST_ROWS, Probes, agreed_costs, fit
+from ultraep_serve.costs.calibration import LEAST_ROWS, LineFit, Probes, agreed_costs, fit
 from ultraep_serve.costs.model import CostModel
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.host.backend import HostBackend
@@ -51,6 +51,35 @@ def test_a_machine_too_busy_to_measure_still_starts(caplog: pytest.LogCaptureFix
     assert costs.base_seconds == 0
     assert costs.seconds_per_assignment == 1e-3 / (4 * LEAST_ROWS * SHAPE.num_masters)
     assert "costs are an upper bound" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "told"),
+    [
+        ((2e-3, 2e-3, 1.9e-3), "do not grow"),  # flat
+        ((1e-3, 9e-3, 4e-3), "off a line"),  # noisy
+    ],
+)
+def test_where_no_line_was_measured_a_table_serves_and_says_so(
+    caplog: pytest.LogCaptureFixture, seconds: tuple[float, ...], told: str
+) -> None:
+    measured = iter(seconds)
+    sizes = []
+    probes = Probes(
+        seconds=lambda action: (action(), next(measured))[1],
+        exchange=lambda: 1e-5,
+        send_expert=lambda: 1e-4,
+        plan=lambda: 1e-5,
+        gather=lambda own: own[None],
+        rows_per_master=(1024, 2048, 4096),
+        fallback=lambda: LineFit(7e-9, 1e-4, float("inf")),
+    )
+    costs = agreed_costs("", SHAPE, 4000, probes, sizes.append)
+    assert (costs.seconds_per_assignment, costs.base_seconds) == (7e-9, 1e-4)
+    assert sizes == [4096, 4096, 8192, 16384]  # the first warms up
+    (warning,) = caplog.messages
+    assert told in warning
+    assert "table of GPUs" in warning
 
 
 def test_given_costs_are_taken_as_they_are() -> None:

@@ -36,7 +36,7 @@ from tests.support.mirror import FakeRecorder
 from tests.support.ranks import fresh_run_path, run_ranks
 from ultraep_serve.costs.calibration import LEAST_ROWS
 from ultraep_serve.costs.model import IntegerCosts
-from ultraep_serve.cuda.recording import Note
+from ultraep_serve.cuda.recording import Page
 from ultraep_serve.errors import ConfigError, PeerTimeoutError
 from ultraep_serve.speeds import expert_clock
 from ultraep_serve.types import Decision, ExpertShape, Policy, TokenView
@@ -80,6 +80,8 @@ def batches_of(view: TokenView) -> list[Batch]:
               expected=Decision.INCONSISTENT),
         Batch("only padding", lambda rank: torch.full((16, 2), -1), expected=Decision.BALANCED),
         Batch("off", same(skewed), Policy.OFF, expected=None),
+        Batch("still off", same(skewed), Policy.OFF, expected=None),
+        Batch("off for rank 1 anew", same(skewed), Policy.OFF, expected=None),
         Batch("on again", same(none_of_rank_1)),
         Batch("high threshold", same(skewed), threshold=9_000_000, expected=Decision.BALANCED),
         Batch("too dear", same(skewed), expected=None),
@@ -108,10 +110,13 @@ def compare(rank: int, run_path: Path, setup: Setup, names: tuple[str, ...]) -> 
             rig.recorder.policy = batch.policy
             rig.recorder.max_imbalance_millionths = batch.threshold
         ids = batch.ids_of(rank)
+        if batch.name == "off for rank 1 anew" and rank == 1:  # its record came late
+            rigs[1].balancer._was_off = False
         tokens = SMALL - 1 if batch.name == "small" else 100
         for layer in range(LAYERS):
             host, device = (rig.balancer.route(layer, ids, tokens) for rig in rigs)
-            assert torch.equal(host, device), (batch.name, layer)
+            assert device.dtype == ids.dtype
+            assert torch.equal(host, device.int()), (batch.name, layer)
             filled += compare_slots(rank, rigs, layer, setup.shape.num_masters)
             for rig in rigs:
                 rig.balancer.computed()
@@ -269,6 +274,30 @@ def test_a_rank_that_is_gone_is_an_error_at_the_next_layer() -> None:
     assert stayed
 
 
+def finish_alone(rank: int, run_path: Path, last: int) -> str:
+    """What rank 0 is told when it has computed layer ``last``, for which rank 1 never came."""
+    search_briefly()
+    setup = Setup(ExpertShape(2, 8, 1), TokenView.OWN)
+    rig = device_rig(rank, run_path, setup, patience_ns=200_000)
+    if rank == 1:
+        return ""
+    for layer in range(last + 1):
+        rig.balancer._fabric.reported.zero_()  # as if the device were not as far yet
+        rig.balancer.route(layer, skewed(0), 100)
+        try:
+            rig.balancer.computed()
+        except PeerTimeoutError as error:
+            return f"layer {layer}: {error}"
+    return "nothing"
+
+
+def test_no_token_is_sampled_from_a_batch_in_which_a_wait_was_given_up() -> None:
+    """Whenever the device says so: when the last layer is launched, the host waits to be told."""
+    with fresh_run_path() as run_path:
+        told, _ = run_ranks(finish_alone, 2, run_path, LAYERS - 1, timeout_seconds=120.0)
+    assert told.startswith(f"layer {LAYERS - 1}: rank 0 gave up waiting for the load exchange")
+
+
 def test_eplb_is_refused_at_start_and_counts_as_off_later(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -279,8 +308,9 @@ def test_eplb_is_refused_at_start_and_counts_as_off_later(
     caplog.set_level(logging.WARNING)
     for policy in (Policy.EPLB_SLOTS, Policy.IDEAL, Policy.EPLB_SLOTS):
         recorder.policy = policy
-        assert torch.equal(balancer.route(0, even(0), 100), balancer.identity(even(0)))
-        balancer.computed()
+        for layer in range(LAYERS):
+            assert torch.equal(balancer.route(layer, even(0), 100), balancer.identity(even(0)))
+            balancer.computed()
     assert recorder.events == [Decision.POLICY_OFF] * 3
     assert [record.args for record in caplog.records] == [
         (f"policy '{name}' is not offered here and counts as 'off'",)
@@ -293,14 +323,15 @@ def test_experts_are_timed_in_the_stream_and_published() -> None:
     balancer = alone(CONFIG, recorder, replace(NO_COSTS, per_assignment=10**8))
     ids = even(0).repeat(LEAST_ROWS // 8, 1)  # as many rows per expert as are measured
     for _ in range(13):
-        balancer.route(0, ids, 100)
-        with expert_clock:
-            time.sleep(0.001)
-        with expert_clock:  # the second part
-            time.sleep(0.001)
-        balancer.computed()
-        with expert_clock:  # of another model
-            time.sleep(0.001)
+        for layer in range(LAYERS):
+            balancer.route(layer, ids, 100)
+            with expert_clock:
+                time.sleep(0.001)
+            with expert_clock:  # the second part
+                time.sleep(0.001)
+            balancer.computed()
+            with expert_clock:  # of another model
+                time.sleep(0.001)
     took = [event["experts_ns"] for event in recorder.events]
     assert min(took) >= 2_000_000
     assert balancer._asked[TIME_OF_CHOICE] >= 2_000_000 * 1000 // ids.numel()
@@ -312,7 +343,7 @@ def test_records_wait_for_the_device_and_are_lost_where_there_is_no_room(
     recorder = FakeRecorder()
     balancer = alone(CONFIG, recorder)
     is_done = [False]
-    monkeypatch.setattr(Note, "is_done", property(lambda note: is_done[0]))
+    monkeypatch.setattr(Page, "is_done", property(lambda page: is_done[0]))
     for _ in range(3):
         for layer in range(LAYERS):
             balancer.route(layer, even(0), 100)
@@ -321,7 +352,8 @@ def test_records_wait_for_the_device_and_are_lost_where_there_is_no_room(
     assert recorder.events == []
     assert recorder.lost == LAYERS  # of the third batch
     is_done[0] = True
-    balancer.computed()
+    for _ in range(3):  # a few at a time
+        balancer.computed()
     assert [
         event.name if isinstance(event, Decision) else (event["batch"], event["layer"])
         for event in recorder.events

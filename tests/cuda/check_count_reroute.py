@@ -4,13 +4,15 @@ import numpy as np
 import pytest
 import torch
 from ultraep_kernels.device.count import _BLOCK_ROWS, BLOCK_IDS, count
-from ultraep_kernels.device.reroute import reroute
+from ultraep_kernels.device.identity import identity
+from ultraep_kernels.device.reroute import places_of, reroute
 from ultraep_kernels.device.status import DeviceStatus, new_status
 from ultraep_kernels.host.count import count_reference
 
 from tests.support.bench import Bench
 from tests.support.ids import skewed_ids
-from tests.support.kernel_checks import check_count_and_reroute
+from tests.support.kernel_checks import check_count_and_reroute, require_equal
+from ultraep_serve.physical import identity_table, master_ids
 from ultraep_serve.planner.quota import plan_quota
 from ultraep_serve.types import ExpertShape, Plan
 
@@ -59,6 +61,16 @@ def test_as_many_ranks_and_experts_as_there_are(
     check_count_and_reroute(bench, ids.to(bench.device), plan, shape.num_masters)
 
 
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_identity_equals_its_twin(bench: Bench, shape: ExpertShape) -> None:
+    sizes = shape.num_logical_experts, shape.num_masters, shape.num_slots
+    table = identity_table(sizes[0], shape.num_ranks, shape.num_slots)
+    for name, ids in edge_ids(shape).items():
+        found = identity(ids.to(bench.device), *sizes)
+        assert found.dtype == ids.dtype
+        require_equal(found, master_ids(ids, torch.from_numpy(table)), name)
+
+
 def test_more_blocks_of_ids_than_are_added_at_a_time(bench: Bench) -> None:
     shape = ExpertShape(2, 2, 1)
     ids = torch.arange(_BLOCK_ROWS * BLOCK_IDS + 5).remainder(3).clamp(max=1).view(-1, 1)
@@ -92,7 +104,8 @@ def test_what_no_rank_was_asked_to_compute_goes_to_its_master(bench: Bench) -> N
         torch.from_numpy(table).to(bench.device) for table in (plan.share, plan.slot_expert)
     )
     status = new_status(bench.device)
-    physical = reroute(more, share, slot_expert, 4, count(more, 8), status)
+    places = places_of(share, slot_expert, 4)
+    physical = reroute(more, places, 2, count(more, 8), status)
     assert status.item() == DeviceStatus.SHARE_TOO_SMALL
     held = np.concatenate([np.arange(8).reshape(2, 4), plan.slot_expert], axis=1).reshape(-1)
     logical = torch.from_numpy(np.append(held, -1).astype(np.int32))[physical.cpu().long()]

@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 import torch
 from ultraep_kernels.contract import CHECKSUM, HEADER_WIDTH, UNKNOWN
-from ultraep_kernels.device.exchange import row_reference, write_row
-from ultraep_kernels.device.outcome import pack_outcome, unpack_outcome
-from ultraep_kernels.device.plan import Gate, plan
+from ultraep_kernels.device.count import count, new_count_buffers
+from ultraep_kernels.device.exchange import row_reference
+from ultraep_kernels.device.outcome import outcome_width, unpack_outcome
+from ultraep_kernels.device.plan import Gate, new_plan_buffers, plan
 from ultraep_kernels.device.status import DeviceStatus, new_status
 
 from tests.support.bench import Bench
@@ -25,7 +26,7 @@ def rows_of(bench: Bench, loads: np.ndarray, policy: Policy, threshold: int = 0)
         code = policy.code if rank == 0 else Policy.EPLB_SLOTS.code
         given = load, [0], [code, threshold if rank == 0 else 9_000_000, 0, 0]
         arguments = (torch.as_tensor(values).int().to(bench.device) for values in given)
-        rows.append(write_row(*arguments, has_load=True))
+        rows.append(row_reference(*arguments, has_load=True))
     return torch.stack(rows)
 
 
@@ -47,17 +48,27 @@ def test_rank_0_says_in_its_row_what_all_do(
     shape = ExpertShape(4, 16, 1)
     loads = zipf_loads(shape, 1.0, 3, 400)
     rows, status = rows_of(bench, loads, policy, threshold), new_status(bench.device)
-    found = plan(rows[:, HEADER_WIDTH:], 1, 2, status, gate=Gate(1.02), rows=rows)
+    speeds = torch.full((4,), 512, dtype=torch.int32, device=bench.device)
+    told = torch.zeros(outcome_width(16, 4, 1), dtype=torch.int32, device=bench.device)
+    found = plan(
+        rows[:, HEADER_WIDTH:],
+        1,
+        2,
+        status,
+        gate=Gate(1.02),
+        rows=rows,
+        speeds=speeds,
+        outcome=told,
+    )
     assert found.decision.item() == decision
     expected = plan_quota(loads, shape, 2)
     if decision is not Decision.PLANNED:
         expected = identity_plan(loads, shape, 2)
     require_same_plan(found, expected)
     assert found.expert_load.tolist() == loads.sum(0).tolist()
-    speeds = torch.arange(4, dtype=torch.int32, device=bench.device)
-    outcome = unpack_outcome(pack_outcome(found, rows, speeds).cpu().numpy(), 16, 4, 1)
+    outcome = unpack_outcome(told.cpu().numpy(), 16, 4, 1)
     assert (outcome.decision, outcome.policy) == (decision, policy.code)
-    assert outcome.speeds.tolist() == [0, 1, 2, 3]
+    assert outcome.speeds.tolist() == [512] * 4
     assert np.array_equal(outcome.expert_load, loads.sum(0))
     assert np.array_equal(outcome.slot_expert, expected.slot_expert)
     slot_load = expected.quota[expected.slot_expert, np.arange(4)[:, None]]
@@ -86,11 +97,52 @@ def test_rows_that_may_never_have_come_are_inconsistent(bench: Bench) -> None:
 @pytest.mark.parametrize("experts", [5, 32, 896])
 @pytest.mark.parametrize("has_load", [True, False])
 def test_row_equals_its_twin(bench: Bench, experts: int, has_load: bool) -> None:
-    load = torch.arange(experts, dtype=torch.int32, device=bench.device) * 1_000_003
-    given = torch.tensor([7, 1, 1_020_000, 2, 17_000_000], dtype=torch.int32, device=bench.device)
-    arguments = load, given[:1], given[1:]
-    row = write_row(*arguments, has_load)
-    require_equal(row, row_reference(*arguments, has_load), "row")
+    load = torch.arange(experts) * 7 % 5
+    choice = torch.tensor([1, 1_020_000, 2, 17_000_000], dtype=torch.int32, device=bench.device)
+
+    def row_of(load: torch.Tensor) -> torch.Tensor:
+        ids = torch.arange(experts).repeat_interleave(load)
+        ids = torch.cat([ids, torch.tensor([experts, -1, 1 << 20])]).view(-1, 1).to(bench.device)
+        row = count(ids, experts, choice=choice, has_load=has_load).row
+        assert row is not None
+        unknown = torch.tensor([2], dtype=torch.int32, device=bench.device)
+        twin = row_reference(load.int().to(bench.device), unknown, choice, has_load)
+        require_equal(row, twin, "row")
+        return row
+
+    row = row_of(load)
     load[1], load[3] = load[3].clone(), load[1].clone()  # the same sum
-    other = write_row(*arguments, has_load)
-    assert torch.equal(row[CHECKSUM], other[CHECKSUM]) == has_load
+    assert torch.equal(row[CHECKSUM], row_of(load)[CHECKSUM]) == has_load
+
+
+@pytest.mark.parametrize("num_slots", [0, 1])
+def test_a_batch_whose_policy_is_off_rests_until_the_next_begins(
+    bench: Bench, num_slots: int
+) -> None:
+    """Neither counted nor summed: what a later layer finds in its buffers stays there."""
+    shape, device = ExpertShape(2, 8, num_slots), bench.device
+    loads = zipf_loads(shape, 1.0, 3, 400)
+    status, own = new_status(device), new_plan_buffers(2, 8, num_slots, device)
+    counts = new_count_buffers(64, 8, device)
+    choice = torch.zeros(4, dtype=torch.int32, device=device)
+    ids = torch.zeros((64, 1), dtype=torch.int32, device=device)
+
+    def layer(policy: Policy, begins: bool) -> tuple[int, int, int]:
+        counts.total.zero_()
+        own.found.expert_load.zero_()
+        rows = rows_of(bench, loads, policy)
+        counted = count(
+            ids, 8, choice=choice, buffers=counts, decision=own.found.decision, begins=begins
+        )
+        found = plan(
+            rows[:, HEADER_WIDTH:], num_slots, 0, status, rows=rows, buffers=own, begins=begins
+        )
+        arrived = found.expert_load.sum().item()
+        return found.decision.item(), int(counted.load.sum()), int(arrived)
+
+    everything = int(loads.sum())
+    assert layer(Policy.OFF, begins=True) == (Decision.POLICY_OFF, 64, everything)
+    assert layer(Policy.QUOTA, begins=False) == (Decision.POLICY_OFF, 0, 0)
+    assert layer(Policy.QUOTA, begins=True) == (Decision.PLANNED, 64, everything)
+    assert layer(Policy.QUOTA, begins=False) == (Decision.PLANNED, 64, everything)
+    assert not any(own.attempts.turns.tolist() + counts.turns.tolist())

@@ -3,6 +3,7 @@
 import logging
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from ultraep_serve.adapters.setup import BalancedLayers, Batch
 from ultraep_serve.backend import GroupSetup
 from ultraep_serve.costs.model import CostModel
 from ultraep_serve.cuda.backend import DeviceBackend
+from ultraep_serve.cuda.fabric import DeviceFabric
 from ultraep_serve.ring.reader import RingReader
 from ultraep_serve.ring.schema import RingState, ring_path
 from ultraep_serve.types import Decision, ExpertShape, TokenView
@@ -38,20 +40,29 @@ def join(rank: int, run_path: Path, view: TokenView, costs: str) -> tuple[CostMo
 
     def run_layer(num_assignments: int) -> None:
         sizes.append(num_assignments)
-        time.sleep(num_assignments * 2e-5)
+        time.sleep(num_assignments * 2e-6)
 
-    made = []
+    made: list[DeviceBackend] = []
+    waited: set[int] = set()
+    exchange = DeviceFabric.exchange
+
+    def noted(fabric: DeviceFabric, *arguments: Any, **named: Any) -> torch.Tensor:
+        waited.add(fabric._patience_ns)
+        return exchange(fabric, *arguments, **named)
 
     def make_backend(_device: torch.device, setup: GroupSetup) -> DeviceBackend:
         made.append(DeviceBackend(setup, driver))
         return made[0]
 
-    joined = BalancedLayers(
-        config, shape, view, layers, rank, "test", run_layer, make_backend=make_backend
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DeviceFabric, "exchange", noted)
+        joined = BalancedLayers(
+            config, shape, view, layers, rank, "test", run_layer, make_backend=make_backend
+        )
     backend = made[0]
     assert all(parameter.shape[0] == 5 for layer in layers for parameter in layer)
     assert bool(sizes) != bool(costs)
+    assert min(sizes, default=4096) >= 1024 * 4  # rows of an expert, masters
     assert 0 < backend.slot_bytes < driver.live_bytes
     joined.mark_ready()
     joined.log_ready(logging.getLogger("test"))
@@ -63,6 +74,8 @@ def join(rank: int, run_path: Path, view: TokenView, costs: str) -> tuple[CostMo
     ring = RingReader(ring_path(run_path, rank))
     assert ring.header().state is RingState.READY
     decisions = ring.recent()["decision"].tolist()
+    assert backend._fabric._patience_ns == 60_000_000_000
+    assert waited == {600_000_000_000}, "before it served, others may have had to compile"
     backend._fabric.exchange(torch.zeros(backend._fabric.limits.row_width, dtype=torch.int32))
     return joined._costs, decisions
 
@@ -81,5 +94,5 @@ def test_ranks_agree_on_the_costs_they_measure() -> None:
     (costs, decisions), other = both
     assert (costs, decisions) == other  # whatever it is
     assert costs.bytes_per_expert == sum(4 * torch.Size(shape).numel() for shape in SHAPES)
-    assert costs.seconds_per_assignment == pytest.approx(2e-5, rel=0.5)
+    assert costs.seconds_per_assignment == pytest.approx(2e-6, rel=0.5)
     assert min(costs.link_bytes_per_second, costs.exchange_seconds, costs.plan_seconds) > 0

@@ -38,7 +38,7 @@ def relaying(ranks: VirtualRanks) -> tuple[Sends, torch.Tensor]:
     slot_expert = torch.tensor([[-1, -1], [0, -1], [0, -1]], dtype=torch.int32, device=device)
     parents = torch.tensor([[-1, -1], [-1, -1], [2, -1]], dtype=torch.int32, device=device)
     tasks = torch.tensor([[0] * 7, [1, 4] + [0] * 5], dtype=torch.int32, device=device)
-    return Sends(parents, tasks), slot_expert
+    return Sends(parents, tasks, torch.empty_like(parents)), slot_expert
 
 
 def test_a_silent_rank_ends_every_wait(bench: Bench) -> None:

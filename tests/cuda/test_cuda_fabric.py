@@ -11,7 +11,7 @@ from tests.support.host_driver import HostDriver
 from ultraep_serve.cuda.driver import HandleKind, Shareable
 from ultraep_serve.cuda.rendezvous import GatherRendezvous, Handshake, SocketRendezvous
 from ultraep_serve.cuda.slots import DeviceSlotPool
-from ultraep_serve.errors import DeviceError, FabricError, PeerTimeoutError
+from ultraep_serve.errors import DeviceError, FabricError, PeerTimeoutError, UnsupportedError
 
 pytest.importorskip("triton", reason="the fabric launches kernels written in Triton")
 
@@ -148,6 +148,15 @@ def test_ranks_that_differ_say_so() -> None:
 
     with pytest.raises(FabricError, match="rank 1 laid out its slots unlike rank 0"):
         DeviceFabric(driver, pool, Odd(0, 2), 0, 2, LIMITS)
+    pool.close()
+    driver.require_clean()
+
+
+def test_a_rank_whose_memory_is_out_of_reach_is_refused_and_nothing_stays() -> None:
+    driver = HostDriver(unreachable={"host"})
+    pool, _ = make(driver)
+    with pytest.raises(UnsupportedError, match="no peer access to rank 0"):
+        DeviceFabric(driver, pool, Mirror(0, 2), 0, 2, LIMITS)
     pool.close()
     driver.require_clean()
 

@@ -87,6 +87,7 @@ def test_the_stand_in_refuses_what_cuda_refuses() -> None:
         ("CUDA_ERROR_OUT_OF_MEMORY", ConfigError),
         ("CUDA_ERROR_NOT_PERMITTED", UnsupportedError),
         ("CUDA_ERROR_NOT_SUPPORTED", UnsupportedError),
+        ("CUDA_ERROR_PEER_ACCESS_UNSUPPORTED", UnsupportedError),
         ("CUDA_ERROR_INVALID_VALUE", DeviceError),
     ],
 )
@@ -174,6 +175,27 @@ def test_a_refusing_driver_raises_and_a_lacking_device_is_refused() -> None:
         driver.create(1 << 21)
     with pytest.raises(UnsupportedError, match="cuda:0 offers no"):
         CudaDriver(_Bindings(cuDeviceGetAttribute=0), 0, HandleKind.FILE_DESCRIPTOR)
+
+
+def test_gpus_without_peer_access_are_refused_by_name() -> None:
+    """Two devices, of which the second is the other rank's."""
+
+    class TwoDevices(_Bindings):
+        def cuDeviceGet(self, index: int) -> tuple[Any, ...]:
+            return _Result.CUDA_SUCCESS, f"device {index}"
+
+        def cuDeviceGetUuid(self, device: str) -> tuple[Any, ...]:
+            return _Result.CUDA_SUCCESS, SimpleNamespace(bytes=device.encode())
+
+    reach = TwoDevices(cuDeviceGetCount=2, cuDeviceCanAccessPeer=1)
+    own, other = (CudaDriver(reach, index, HandleKind.FILE_DESCRIPTOR).uuid for index in range(2))
+    CudaDriver(reach, 0, HandleKind.FILE_DESCRIPTOR).require_peer(other, 5)
+    assert reach.calls[-1] == ("cuDeviceCanAccessPeer", "device 0", "device 1")
+    lacking = CudaDriver(TwoDevices(cuDeviceGetCount=2), 0, HandleKind.FILE_DESCRIPTOR)
+    lacking.require_peer(own, 4)  # ranks may share a device
+    lacking.require_peer("of another host", 6)
+    with pytest.raises(UnsupportedError, match=r"cuda:0 has no peer access .* rank 5 \(cuda:1"):
+        lacking.require_peer(other, 5)
 
 
 def test_without_a_device_opening_one_says_so() -> None:

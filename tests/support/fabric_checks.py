@@ -144,6 +144,7 @@ def _outlive(rank: int, run_path: Path, sizes: GroupSizes) -> str:
     member.fabric.require_peers()
     patience = sizes.patience_at_death_ns
     member.fabric.limits = replace(member.fabric.limits, patience_ns=patience)
+    member.fabric.wait_at_least(0)
     member.exchange(2)
     try:
         member.fabric.require_peers()
@@ -193,7 +194,8 @@ class _Member:
         slot_expert = _slots_of(experts.masters, epoch)
         on_device = slot_expert.to(device)
         mode = MODES[(epoch + epoch // LAYERS) % len(MODES)]  # each with either layer
-        self.fabric.stream(tables, on_device, experts.masters, mode)
+        sends = self.fabric.sends(on_device, experts.masters, mode)
+        self.fabric.stream(tables, on_device, experts.masters, sends)
         self.fabric.wait_slots(tables, on_device)
         self.fabric.require_peers()
         require_equal(rows, expected, "rows")

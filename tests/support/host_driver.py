@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ultraep_serve.cuda.driver import HandleKind, Shareable, device_error
+from ultraep_serve.errors import UnsupportedError
 from ultraep_serve.host.memory import (
     MAP_FIXED,
     READ_WRITE,
@@ -49,6 +50,8 @@ class HostDriver:
     mapped: dict[int, tuple[int, int]] = field(default_factory=dict)  # address: size, handle
     allowed: set[int] = field(default_factory=set)  # addresses of mappings
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    uuid: str = "host"
+    unreachable: set[str] = field(default_factory=set)  # UUIDs of other devices
     _next_handle: int = 1
 
     @property
@@ -119,6 +122,10 @@ class HostDriver:
         assert sum(self.mapped[start][0] for start in inside) == size, "not mapped all through"
         protect_memory(address, size, READ_WRITE)
         self.allowed.update(inside)
+
+    def require_peer(self, uuid: str, rank: int) -> None:
+        if uuid in self.unreachable:
+            raise UnsupportedError(f"no peer access to rank {rank}")
 
     def share(self, handle: int) -> Shareable:
         self._enter("share", 0)

@@ -17,10 +17,9 @@ from ultraep_kernels.device.exchange import (
     inbox_bytes,
     new_epoch,
     row_reference,
-    write_row,
 )
 from ultraep_kernels.device.plan import DevicePlan, plan
-from ultraep_kernels.device.reroute import reroute
+from ultraep_kernels.device.reroute import places_of, reroute
 from ultraep_kernels.device.status import DeviceStatus, new_status
 from ultraep_kernels.host.count import count_reference
 from ultraep_kernels.host.reroute import reroute as reroute_on_cpu
@@ -52,7 +51,8 @@ def check_count_and_reroute(
 
     def route() -> tuple[Counted, torch.Tensor]:
         counted = count(ids, num_experts)
-        return counted, reroute(ids, share, slot_expert, num_masters, counted, status)
+        places = places_of(share, slot_expert, num_masters)
+        return counted, reroute(ids, places, slot_expert.shape[1], counted, status)
 
     (counted, physical), microseconds = bench.replayed(route)
     load, unknown = count_reference(ids.cpu(), num_experts)
@@ -86,7 +86,7 @@ def check_plan(
 
 
 def check_exchange(bench: Bench, num_ranks: int, num_experts: int) -> float | None:
-    """Rank 0's row and exchange, for which all its peers have posted."""
+    """Rank 0's exchange, for which all its peers have posted."""
     width, device = HEADER_WIDTH + num_experts, bench.device
     size = (num_ranks, inbox_bytes(num_ranks, width))
     inboxes = torch.zeros(size, dtype=torch.uint8, device=device)
@@ -99,13 +99,12 @@ def check_exchange(bench: Bench, num_ranks: int, num_experts: int) -> float | No
     unknown, choice = (torch.ones(n, dtype=torch.int32, device=device) for n in (1, 4))
     epoch, status = new_epoch(device), new_status(device)
 
-    def swap() -> torch.Tensor:
-        row = write_row(load, unknown, choice, has_load=True)
-        return exchange(row, addresses, 0, epoch, status, PATIENCE_NS)
-
-    found, microseconds = bench.replayed(swap)
+    row = row_reference(load, unknown, choice, has_load=True)
+    found, microseconds = bench.replayed(
+        lambda: exchange(row, addresses, 0, epoch, status, PATIENCE_NS)
+    )
     expected = posted.view(num_ranks, width).clone()
-    expected[0] = row_reference(load, unknown, choice, has_load=True)
+    expected[0] = row
     require_equal(found, expected, "rows")
     require_ok(status)
     return microseconds

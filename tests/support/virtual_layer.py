@@ -82,7 +82,7 @@ def balance(bench: Bench, ranks: VirtualRanks, ids: torch.Tensor) -> Balanced:
         require_equal(found.quota, plans[0].quota, "another rank's quota")
     physical = torch.cat(
         [
-            reroute(own, found.share, slots, shape.num_masters, of_own, status)
+            reroute(own, found.places, shape.num_slots, of_own, status)
             for own, of_own, found in zip(ids, counted, plans, strict=True)
         ]
     )

@@ -64,12 +64,13 @@ def compute_balanced(
 ) -> None:
     """Compute ``layer`` for a batch that gives every rank's masters so many assignments.
 
-    For the cost model. Every token of the batch is ``row`` (1, H). All ranks call it together.
+    For the cost model. Every token of the batch is ``row`` (1, H). All ranks call it together. On a
+    device the batch is launched, and nobody waits for it.
     """
     seen = num_assignments * (shape.num_ranks if view is TokenView.SHARED else 1)
-    ids = balanced_ids(shape, seen, top_k)
+    ids = balanced_ids(shape, seen, top_k, row.device)
     x = row.expand(ids.shape[0], -1).contiguous()
-    execution.compute(layer, x, torch.ones(ids.shape), ids)
+    execution.compute(layer, x, torch.ones(ids.shape, device=row.device), ids)
 
 
 def drop_slots(parameters: Sequence[Sequence[nn.Parameter]], shape: ExpertShape) -> None:

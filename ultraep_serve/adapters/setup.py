@@ -5,6 +5,7 @@ their expert tensors move in front of the replica slots, the ranks connect, and 
 balancer routes all of them.
 """
 
+import functools
 import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -185,8 +186,15 @@ class BalancedLayers:
         return physical.to(topk_ids.dtype)
 
     def computed(self, micro_batch: int = 0) -> None:
-        """``LayerBalancer.computed``: the engine has finished the layer that was routed last."""
-        self._balancer.computed(micro_batch)
+        """``LayerBalancer.computed``: the engine has finished the layer that was routed last.
+
+        Errors as in ``route``.
+        """
+        try:
+            self._balancer.computed(micro_batch)
+        except UltraEPError:
+            self._recorder.set_state(RingState.FAILED)
+            raise
 
     def log_ready(self, logger: logging.Logger) -> None:
         """For the operator: what balances here, and by which costs it decides."""
@@ -216,12 +224,18 @@ class BalancedLayers:
             )
 
 
-def balanced_ids(shape: ExpertShape, num_assignments: int, experts_per_token: int) -> torch.Tensor:
-    """Physical ids (T, K) int32 of masters in turn, at least one token; for measuring."""
+@functools.lru_cache(maxsize=1)
+def balanced_ids(
+    shape: ExpertShape, num_assignments: int, experts_per_token: int, device: torch.device
+) -> torch.Tensor:
+    """Physical ids (T, K) int32 of masters in turn, at least one token; for measuring.
+
+    They are made on ``device``, once for all repetitions; not to be written to.
+    """
     num_tokens = max(1, num_assignments // experts_per_token)
-    turn = torch.arange(num_tokens * experts_per_token) % shape.num_logical_experts
+    turn = torch.arange(num_tokens * experts_per_token, device=device) % shape.num_logical_experts
     table = identity_table(shape.num_logical_experts, shape.num_ranks, shape.num_slots)
-    return torch.from_numpy(table)[turn].view(num_tokens, experts_per_token)
+    return torch.from_numpy(table).to(device)[turn].view(num_tokens, experts_per_token)
 
 
 def _in_own_directory(config: BalanceConfig, pipeline: PipelineStage) -> BalanceConfig:

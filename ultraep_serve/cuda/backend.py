@@ -9,7 +9,7 @@ from ultraep_kernels.device.plan import plan
 
 from ultraep_serve.backend import GroupSetup, LayerSlots, PolicySource
 from ultraep_serve.collectives import DeviceAllGather
-from ultraep_serve.costs.calibration import Probes, agreed_costs, probe_loads
+from ultraep_serve.costs.calibration import LineFit, Probes, agreed_costs, probe_loads
 from ultraep_serve.costs.model import CostModel
 from ultraep_serve.cuda.balancer import DeviceBalancer, device_row_width, require_offered
 from ultraep_serve.cuda.driver import Driver
@@ -17,9 +17,13 @@ from ultraep_serve.cuda.fabric import DeviceFabric, Limits
 from ultraep_serve.cuda.rendezvous import SocketRendezvous
 from ultraep_serve.cuda.slots import DeviceSlotPool
 from ultraep_serve.cuda.timing import device_seconds, replayed_seconds
+from ultraep_serve.offline.hardware import BASE_SECONDS, HARDWARE, Efficiency
 from ultraep_serve.ring.recorder import Recorder
 
-__all__ = ["DeviceBackend"]
+__all__ = ["DeviceBackend", "table_costs"]
+
+_COMPILE_SECONDS = 600.0  # that a rank may need before it serves, with nothing in its caches
+_ROWS_PER_MASTER = (1024, 2048, 4096)  # beyond the roofline's ridge, where reading weights ends
 
 
 class DeviceBackend:
@@ -68,6 +72,7 @@ class DeviceBackend:
             location.domain_size,
             all_gather,
         )
+        self._fabric.wait_at_least(_COMPILE_SECONDS)
 
     def calibrate(self, run_layer: Callable[[int], None]) -> CostModel:
         setup, layer = self._setup, self._layers[0]
@@ -82,6 +87,7 @@ class DeviceBackend:
             self._setup, self._layers, self._fabric, policies, recorder, costs.integer_costs()
         )
         balancer.warm_up()
+        self._fabric.wait_at_least(0)
         return balancer
 
     def _probes(self, layer: LayerSlots) -> Probes:
@@ -99,6 +105,8 @@ class DeviceBackend:
                 device, lambda: plan(loads, slots, 0, status, domain_size=domain_size)
             ),
             gather=self._gather,
+            rows_per_master=_ROWS_PER_MASTER,
+            fallback=lambda: table_costs(_name_of(device), int(layer.expert_bytes.sum())),
         )
 
     def _sender(self, layer: LayerSlots) -> Callable[[], object]:
@@ -114,7 +122,8 @@ class DeviceBackend:
         ranks = np.arange(shape.num_ranks).reshape(-1, self._setup.location.domain_size)
         slot_expert[:, 0] = np.roll(ranks, -1, axis=1).reshape(-1) * shape.num_masters
         on_device = torch.from_numpy(slot_expert).to(self._device)
-        return lambda: self._fabric.stream(tables, on_device, shape.num_masters, "never")
+        sends = self._fabric.sends(on_device, shape.num_masters, "never")
+        return lambda: self._fabric.stream(tables, on_device, shape.num_masters, sends)
 
     def _gather(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
         """All ranks' values (R, n), in rows as the exchange takes them. Waits for the device."""
@@ -126,6 +135,21 @@ class DeviceBackend:
         rows = torch.cat([self._fabric.exchange(piece) for piece in pieces], dim=1).cpu()
         self._fabric.require_peers()
         return np.ascontiguousarray(rows.numpy()[:, : words.size]).view(np.float64)
+
+
+def table_costs(device_name: str, expert_bytes: int) -> LineFit:
+    """By the published peak of the GPU that torch calls so, or of an H100 where it is not known.
+
+    An expert's bytes are as many operations per assignment at the BF16 peak: two per weight of two
+    bytes, or of one at twice the peak.
+    """
+    name = next((name for name in HARDWARE if name in device_name.lower()), "h100")
+    rate = HARDWARE[name].bf16_flops * Efficiency().matrix
+    return LineFit(expert_bytes / rate, BASE_SECONDS, float("inf"))
+
+
+def _name_of(device: torch.device) -> str:
+    return torch.cuda.get_device_properties(device).name if device.type == "cuda" else ""
 
 
 def _num_programs(device: torch.device) -> int:

@@ -1,4 +1,5 @@
-"""The data flow on the device, for which the host never waits; twin of ``host.balancer``.
+"""The data flow on the device, for which the host waits when a batch ends; twin of
+``host.balancer``.
 
 Its answers are the same. What the host decides there, kernels decide here: the host only launches,
 the same for every batch, so that any of it can be captured in a CUDA graph. What came of a layer it
@@ -6,17 +7,23 @@ learns from notes that are done when it comes by again.
 """
 
 import logging
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from ultraep_kernels.contract import FULL_SPEED, HEADER_WIDTH, Choice
-from ultraep_kernels.device.count import Counted, count
-from ultraep_kernels.device.exchange import write_row
-from ultraep_kernels.device.outcome import Outcome, outcome_width, pack_outcome, unpack_outcome
-from ultraep_kernels.device.plan import DevicePlan, Gate, plan
+from ultraep_kernels.device.count import CountBuffers, Counted, count, new_count_buffers
+from ultraep_kernels.device.identity import identity
+from ultraep_kernels.device.outcome import Outcome, outcome_width, unpack_outcome
+from ultraep_kernels.device.plan import (
+    DevicePlan,
+    Gate,
+    PlanBuffers,
+    Sender,
+    new_plan_buffers,
+    plan,
+)
 from ultraep_kernels.device.reroute import reroute
 from ultraep_kernels.device.speeds import choose_speeds
 from ultraep_kernels.host.relays import relay_parents
@@ -25,8 +32,9 @@ from ultraep_serve.backend import GroupSetup, LayerSlots, PolicySource
 from ultraep_serve.costs.model import IntegerCosts
 from ultraep_serve.cuda.fabric import DeviceFabric
 from ultraep_serve.cuda.recording import Lap, Ledger, Note, Unnoted, is_capturing
+from ultraep_serve.cuda.timing import new_mark
 from ultraep_serve.errors import ConfigError
-from ultraep_serve.physical import experts_sent, forced_ids, identity_table, master_ids
+from ultraep_serve.physical import experts_sent, forced_ids, identity_table
 from ultraep_serve.ring.recorder import Recorder
 from ultraep_serve.speeds import OwnTime, expert_clock, fixed_speeds
 from ultraep_serve.types import Decision, ExpertShape, Policy, Stage, TokenView
@@ -39,8 +47,7 @@ __all__ = ["DeviceBalancer", "device_row_width", "require_offered"]
 logger = logging.getLogger(__name__)
 
 _LARGEST = np.iinfo(np.int32).max
-_WARM_UP_IDS = (1, 257, 2048)  # Triton compiles apart: 1, what 16 divides, and all else
-_BATCHES_ON_THEIR_WAY = 2  # whose records the host may be behind the device
+_RECORDS_AT_ONCE = 4  # written when the host comes by
 
 
 def device_row_width(num_logical_experts: int, view: TokenView) -> int:
@@ -57,18 +64,24 @@ def require_offered(config: "BalanceConfig") -> None:
 class DeviceBalancer:
     """Balances the MoE layers of one rank. All ranks must call ``route`` in the same order.
 
-    Differences to ``HostBalancer``: while the policy is off at run time, loads are still exchanged
-    and planned for, since only the device knows; nothing is moved. Policy eplb-slots, asked for at
-    run time, counts as off, and so does ideal without ``allow_ideal``. Relays follow the published
-    rule, whatever they cost.
+    Differences to ``HostBalancer``: policy eplb-slots, asked for at run time, counts as off, and so
+    does ideal without ``allow_ideal``. Relays follow the published rule, whatever they cost; what
+    planning costs is spent when it is decided whether a plan pays.
 
-    Records come when the host comes by after the device is done, at a later ``route`` or
-    ``computed``; where more layers than those of two batches are on their way, one is lost and
-    counted. Nothing is recorded while a CUDA graph is captured, nor when one is replayed; a replay
-    obeys the policy that rank 0 last read in a ``route``.
+    While the policy is off at run time, loads are exchanged in a batch's first layer only, from
+    which all ranks know it; the others are left at home by the device. A host that knows of a batch
+    that was off waits, where all ranks are in one domain, for the first layer of the next to say
+    what holds, and then launches no more than the identity.
 
-    A wait that was given up is noticed at the first ``route`` after the device has said so; what
-    was computed in between is wrong, and the engine must not answer with it: it is restarted.
+    Records come when the host comes by after the device is done with a batch, at a later ``route``
+    or ``computed``; where two batches are on their way, those of a third are lost and counted.
+    Stages are timed in one batch of several, and reroute together with the wait; what the others
+    took is taken from it, by their tokens. Nothing is recorded while a CUDA graph is captured, nor
+    when one is replayed; a replay obeys the policy that rank 0 last read in a ``route``.
+
+    A wait that was given up is noticed at the first ``route`` after the device has said so, and at
+    the latest when the batch's last layer is ``computed``: what was computed in between is wrong,
+    and no token is sampled from it on this rank. Others give up in their next layer.
     """
 
     def __init__(
@@ -96,26 +109,57 @@ class DeviceBalancer:
         self._identity = torch.from_numpy(identity_table(experts, ranks, slots)).to(device)
         # The host writes its choice whenever it likes; the device takes it at layer 0 of a batch.
         self._choice = torch.zeros(len(Choice._fields), dtype=torch.int32, device=device)
-        self._asked = torch.zeros(
-            self._choice.shape, dtype=torch.int32, pin_memory=device.type == "cuda"
-        )
+        self._asked = _host_memory(len(Choice._fields), device)
         self._configured = _on_device(fixed_speeds(config.speeds, ranks), device)
         self._agreed = torch.full((ranks,), FULL_SPEED, dtype=torch.int32, device=device)
         self._speeds = self._agreed.clone()  # of the batch that runs
         self._own_time, self._timed_batch = OwnTime(costs, self._shape.num_masters), 0
-        self._shared_loads = torch.zeros((ranks, experts), dtype=torch.int32, device=device)
+        # tokens that all ranks see count as rank 0's, so that every rank splits them alike
+        self._shared = torch.zeros((ranks, experts + 1), dtype=torch.int32, device=device)
+        self._counts: dict[int, CountBuffers] = {}  # by how many ids they hold; graphs keep them
+        width = device_row_width(experts, setup.view)
+        self._rows = torch.zeros((ranks, width), dtype=torch.int32, device=device)
+        self._decision = torch.zeros(1, dtype=torch.int32, device=device)  # of the layer before
+        self._spare_outcome = torch.zeros(
+            outcome_width(experts, ranks, slots), dtype=torch.int32, device=device
+        )
+        self._plans = [self._new_plan_buffers(number) for number in range(shape.num_micro_batches)]
         self._ledger = Ledger(
             device,
             outcome_width(experts, ranks, slots),
-            _BATCHES_ON_THEIR_WAY * len(layers) * shape.num_micro_batches,
+            len(layers),
+            shape.num_micro_batches,
         )
+        self._stage_ns: dict[int, tuple[int, list[int]]] = {}  # of a layer: tokens, times
+        self._told, self._told_mark = _host_memory(1, device), new_mark(device)
+        self._was_off = self._rests = False  # the last batch known, and the one that runs
+        self._has_begun = False  # whether the batch that runs has exchanged
         self._batch = 0
         self._warned: set[str] = set()
+
+    def _new_plan_buffers(self, micro_batch: int) -> PlanBuffers:
+        """Each micro-batch has slots of its own: another one's may still be read.
+
+        Its own are free: the exchange followed its expert kernel.
+        """
+        shape = self._shape
+        return new_plan_buffers(
+            shape.num_ranks,
+            shape.num_logical_experts,
+            shape.num_replica_slots,
+            self._device,
+            domain_size=self._domain_size,
+            first_slot=micro_batch * shape.num_replica_slots,
+            all_slots=shape.num_slots,
+            decision=self._decision,
+        )
 
     def route(
         self, layer: int, topk_ids: torch.Tensor, batch_tokens: int, micro_batch: int = 0
     ) -> torch.Tensor:
-        """Physical ids (T, K) int32 on the device for logical ``topk_ids`` (T, K), padding -1 kept.
+        """Physical ids (T, K) on the device for logical ``topk_ids`` (T, K), padding -1 kept.
+
+        Both are int32 or int64.
 
         ``layer`` counts MoE layers from 0 in the order they run, ``batch_tokens`` is the batch's
         token count over all ranks. Micro-batches of a batch may overlap: number 1 is routed before
@@ -128,14 +172,20 @@ class DeviceBalancer:
         begins = layer == 0 and micro_batch == 0
         if begins:
             self._batch += not capturing
+            self._has_begun = self._rests = False
             self._choose()
         if not capturing:
+            if begins:
+                self._ledger.begin()
             self._record_what_is_done()
         if batch_tokens < self._config.min_batch_tokens:
             if begins and not capturing:
                 self._ledger.skip(Decision.SMALL)
                 self._record_what_is_done()
             return self.identity(topk_ids)
+        if self._rests and not capturing:
+            return self.identity(topk_ids)
+        begins, self._has_begun = not self._has_begun, True
         if begins:
             self._choice.copy_(self._asked, non_blocking=True)
         note = None
@@ -143,61 +193,83 @@ class DeviceBalancer:
             note = self._ledger.open(layer, self._batch, batch_tokens, micro_batch)
             if note is None:
                 self._recorder.count_lost()
-        if self._shape.num_micro_batches == 1:  # else another one's experts may run meanwhile
+        physical = self._balance(layer, topk_ids, note, micro_batch, begins)
+        if self._rests:
+            self._ledger.drop(micro_batch)
+            self._ledger.skip(Decision.POLICY_OFF)
+        elif self._shape.num_micro_batches == 1:  # else another one's experts may run meanwhile
             expert_clock.marks = note
-        return self._balance(layer, topk_ids, note, micro_batch)
+        return physical
 
     def computed(self, micro_batch: int = 0) -> None:
-        """The engine has launched the layer that ``route`` was called for last."""
+        """The engine has launched the layer that ``route`` was called for last.
+
+        After a batch's last layer this waits for the device, before anybody samples tokens from
+        what it computed. Raises PeerTimeoutError when a wait was given up.
+        """
         expert_clock.marks = None
         if not is_capturing(self._device):
-            self._ledger.close(micro_batch)
+            sent = self._ledger.close(micro_batch)
+            if sent is not None:
+                sent.wait()
+                self._fabric.check_peers()
             self._record_what_is_done()
 
     def identity(self, topk_ids: torch.Tensor) -> torch.Tensor:
-        """Every assignment to its master, (T, K) int32; padding and unknown ids become -1."""
-        return master_ids(topk_ids, self._identity)
+        """Every assignment to its master, (T, K) as given; padding and unknown ids become -1."""
+        shape = self._shape
+        return identity(topk_ids, shape.num_logical_experts, shape.num_masters, shape.num_slots)
 
     def warm_up(self) -> None:
         """Compile every kernel, by routing nothing but padding; all ranks together."""
-        for num_ids in _WARM_UP_IDS:
-            for dtype in (torch.int32, torch.int64):  # routers give either
-                padding = torch.full((num_ids, 1), -1, dtype=dtype, device=self._device)
-                self._balance(0, padding, None, 0)
+        unlike = {tables.chunks.shape[0]: layer for layer, tables in enumerate(self._tables)}
+        for dtype in (torch.int32, torch.int64):  # routers give either
+            padding = torch.full((2, 1), -1, dtype=dtype, device=self._device)
+            self.identity(padding)
+            for layer in unlike.values():
+                for micro_batch in range(self._shape.num_micro_batches):
+                    self._balance(layer, padding, None, micro_batch, True)
         self._fabric.require_peers()
 
     def _balance(
-        self, layer: int, topk_ids: torch.Tensor, note: Note | None, micro_batch: int
+        self,
+        layer: int,
+        topk_ids: torch.Tensor,
+        note: Note | None,
+        micro_batch: int,
+        begins: bool,
     ) -> torch.Tensor:
         watch: Lap = note or Unnoted()
-        counted = count(topk_ids, self._shape.num_logical_experts)
+        counted = self._count(topk_ids, begins)
         watch.lap(Stage.COUNT)
-        rows = self._exchange(counted)
-        if layer == micro_batch == 0:
+        rows = self._exchange(counted, begins)
+        if begins:
             choose_speeds(rows, self._configured, self._agreed, self._speeds)
         watch.lap(Stage.EXCHANGE)
-        found = plan(
-            self._loads(rows, counted),
-            self._shape.num_replica_slots,
-            self._source_rank,
-            self._fabric.status,
-            domain_size=self._domain_size,
-            gate=self._gate,
-            rows=rows,
-            speeds=self._speeds,
-        )
-        found = self._among_all_slots(found, micro_batch)
+        found = self._plan(rows, counted, note, micro_batch, begins)
         watch.lap(Stage.PLAN)
+        if begins and note is not None and self._turns_out_off(found):
+            return self.identity(topk_ids)
         self._replicate(layer, found)
         watch.lap(Stage.REPLICATE)
-        physical = self._reroute(topk_ids, counted, found)
-        watch.lap(Stage.REROUTE)
-        self._wait_slots(layer, found)
+        physical = self._reroute(layer, topk_ids, counted, found)
         watch.lap(Stage.WAIT)
-        self._fabric.report()
-        if note is not None:
-            note.fill(pack_outcome(found, rows, self._speeds))
         return physical
+
+    def _turns_out_off(self, found: DevicePlan) -> bool:
+        """Whether nothing is to be launched for the rest of the batch; waits if it was so before.
+
+        Ranks need not agree: what another one launches for it does nothing. But between domains
+        rows are gathered by the engine's own collective, which all ranks must call.
+        """
+        if not self._was_off or self._fabric.has_several_domains:
+            return False
+        self._told.copy_(found.decision, non_blocking=True)
+        self._told_mark.record()
+        self._told_mark.synchronize()
+        self._fabric.require_peers()
+        self._was_off = self._rests = int(self._told[0]) == Decision.POLICY_OFF
+        return self._rests
 
     def _choose(self) -> None:
         """Every rank says what it measured, rank 0 what it would have beside that."""
@@ -214,51 +286,80 @@ class DeviceBalancer:
         asked = Choice(policy.code, threshold, self._policies.speeds.code, time)
         self._asked[:] = torch.tensor(asked)
 
-    def _exchange(self, counted: Counted) -> torch.Tensor:
+    def _count(self, topk_ids: torch.Tensor, begins: bool) -> Counted:
+        experts, is_own = self._shape.num_logical_experts, self._view is TokenView.OWN
+        size = 1 << max(0, topk_ids.numel() - 1).bit_length()
+        if size not in self._counts:
+            total = None if is_own else self._shared[0]
+            self._counts[size] = new_count_buffers(size, experts, self._device, total)
+        return count(
+            topk_ids,
+            experts,
+            choice=self._choice,
+            has_load=is_own,
+            buffers=self._counts[size],
+            decision=self._decision,
+            begins=begins,
+        )
+
+    def _exchange(self, counted: Counted, begins: bool) -> torch.Tensor:
         """Every rank's row (R, W) int32."""
-        has_load = self._view is TokenView.OWN
-        row = write_row(counted.load, counted.unknown, self._choice, has_load)
-        return self._fabric.exchange(row)
+        assert counted.row is not None
+        return self._fabric.exchange(
+            counted.row, out=self._rows, decision=self._decision, begins=begins
+        )
 
-    def _loads(self, rows: torch.Tensor, counted: Counted) -> torch.Tensor:
-        """Tokens that all ranks see count as rank 0's, so that every rank splits them alike."""
-        if self._view is TokenView.OWN:
-            return rows[:, HEADER_WIDTH:]
-        self._shared_loads[0] = counted.load
-        return self._shared_loads
-
-    def _among_all_slots(self, found: DevicePlan, micro_batch: int) -> DevicePlan:
-        """``slot_expert`` (R, S) in the micro-batch's part of the slots of all M (R, M * S).
-
-        Another one's may still be read. Its own are free: the exchange followed its expert kernel.
-        """
-        shape = self._shape
-        if shape.num_micro_batches == 1:
-            return found
-        placed = found.slot_expert.new_full((shape.num_ranks, shape.num_slots), -1)
-        first = micro_batch * shape.num_replica_slots
-        placed[:, first : first + shape.num_replica_slots] = found.slot_expert
-        return replace(found, slot_expert=placed)
+    def _plan(
+        self,
+        rows: torch.Tensor,
+        counted: Counted,
+        note: Note | None,
+        micro_batch: int,
+        begins: bool,
+    ) -> DevicePlan:
+        is_own, experts = self._view is TokenView.OWN, self._shape.num_logical_experts
+        return plan(
+            rows[:, HEADER_WIDTH:] if is_own else self._shared[:, :experts],
+            self._shape.num_replica_slots,
+            self._source_rank,
+            self._fabric.status,
+            domain_size=self._domain_size,
+            gate=self._gate,
+            rows=rows,
+            speeds=self._speeds,
+            sender=Sender(self._fabric.rank, self._config.relay),
+            outcome=self._spare_outcome if note is None else note.on_device,
+            buffers=self._plans[micro_batch],
+            begins=begins,
+        )
 
     def _replicate(self, layer: int, found: DevicePlan) -> None:
         if self._shape.num_replica_slots:
-            masters, relay = self._shape.num_masters, self._config.relay
-            self._fabric.stream(self._tables[layer], found.slot_expert, masters, relay)
+            tables, masters = self._tables[layer], self._shape.num_masters
+            self._fabric.stream(tables, found.slot_expert, masters, found.sends)
 
-    def _reroute(self, topk_ids: torch.Tensor, counted: Counted, found: DevicePlan) -> torch.Tensor:
-        masters, status = self._shape.num_masters, self._fabric.status
-        physical = reroute(topk_ids, found.share, found.slot_expert, masters, counted, status)
+    def _reroute(
+        self, layer: int, topk_ids: torch.Tensor, counted: Counted, found: DevicePlan
+    ) -> torch.Tensor:
+        """And wait for this rank's slots."""
+        physical = reroute(
+            topk_ids,
+            found.places,
+            self._shape.num_slots,
+            counted,
+            self._fabric.status,
+            decision=found.decision,
+            arrivals=self._fabric.arrivals(self._tables[layer], found.slot_expert),
+            reported=self._fabric.reported,
+        )
         if self._config.allow_ideal:
             forced = forced_ids(topk_ids, self._identity, self._speeds)
+            forced = forced.to(physical.dtype)
             physical = torch.where(found.decision == Decision.FORCED, forced, physical)
         return physical
 
-    def _wait_slots(self, layer: int, found: DevicePlan) -> None:
-        if self._shape.num_replica_slots:
-            self._fabric.wait_slots(self._tables[layer], found.slot_expert)
-
     def _record_what_is_done(self) -> None:
-        for entry in self._ledger.drain():
+        for entry in self._ledger.drain(_RECORDS_AT_ONCE):
             if isinstance(entry, Note):
                 self._record(entry)
             else:
@@ -269,6 +370,8 @@ class DeviceBalancer:
         sizes = shape.num_logical_experts, shape.num_ranks, shape.num_slots
         outcome = unpack_outcome(note.values, *sizes)
         decision = Decision(outcome.decision)
+        if note.layer == note.micro_batch == 0:
+            self._was_off = decision is Decision.POLICY_OFF
         if decision is Decision.POLICY_OFF:  # of the whole batch, which counts once
             if note.layer == note.micro_batch == 0:
                 self._recorder.count_batch(decision)
@@ -291,7 +394,7 @@ class DeviceBalancer:
             replicas=int((slots >= 0).sum()),
             bytes_sent=experts_sent(rank, slots, parents, shape.num_masters) * expert_bytes,
             bytes_received=int((slots[rank] >= 0).sum()) * expert_bytes,
-            stage_ns=note.nanoseconds,
+            stage_ns=self._stage_times(note),
             load_before=before,
             load_after=after,
             slot_expert=slots,
@@ -301,10 +404,22 @@ class DeviceBalancer:
             experts_ns=note.experts_ns,
         )
 
+    def _stage_times(self, note: Note) -> list[int]:
+        """Measured, or taken from the batch that last was, in proportion to tokens."""
+        if note.is_timed:
+            self._stage_ns[note.layer] = note.tokens, note.nanoseconds
+        tokens, times = self._stage_ns.get(note.layer, (1, [0] * len(Stage)))
+        return [time * note.tokens // tokens for time in times]
+
     def _warn(self, text: str) -> None:
         if text not in self._warned:
             self._warned.add(text)
             logger.warning("%s", text)
+
+
+def _host_memory(size: int, device: torch.device) -> torch.Tensor:
+    """(size,) int32 that the device reads and writes too."""
+    return torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")
 
 
 def _on_device(speeds: NDArray[np.int64] | None, device: torch.device) -> torch.Tensor | None:
@@ -319,7 +434,6 @@ def _gate_of(config: "BalanceConfig", costs: IntegerCosts | None) -> Gate:
         per_assignment=costs.per_assignment,
         per_expert_read=costs.per_expert_read,
         per_expert_sent=costs.per_expert_sent,
-        plan=costs.plan,
     )
 
 

@@ -35,6 +35,16 @@ class Driver(Protocol):
     kind: HandleKind  # of everything that is created
     granularity: int  # bytes
 
+    @property
+    def uuid(self) -> str:
+        """Of the device, the same in every process."""
+
+    def require_peer(self, uuid: str, rank: int) -> None:
+        """Raise UnsupportedError unless this device reaches the memory of ``rank``'s.
+
+        One that this process does not see cannot be asked about, and is taken to be within reach.
+        """
+
     def reserve(self, size: int) -> int:
         """Address of a range with nothing behind it, a multiple of the granularity."""
 
@@ -81,7 +91,8 @@ class CudaDriver:
         self.kind = kind
         self._api = bindings
         self._call("cuInit", 0)
-        self._require_support(self._call("cuDeviceGet", device_index))
+        self._device = self._call("cuDeviceGet", device_index)
+        self._require_support(self._device)
         types = bindings.CUmemAllocationHandleType
         self._handle_type = (
             types.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
@@ -100,6 +111,21 @@ class CudaDriver:
         self.granularity = int(
             self._call("cuMemGetAllocationGranularity", self._properties, minimum)
         )
+
+    @property
+    def uuid(self) -> str:
+        return self._uuid_of(self._device)
+
+    def require_peer(self, uuid: str, rank: int) -> None:
+        for index in range(int(self._call("cuDeviceGetCount"))):
+            other = self._call("cuDeviceGet", index)
+            if other == self._device or self._uuid_of(other) != uuid:
+                continue
+            if not self._call("cuDeviceCanAccessPeer", self._device, other):
+                raise UnsupportedError(
+                    f"{self.device} has no peer access to the memory of rank {rank} (cuda:{index} "
+                    "here), which replica slots need; serve with --policy off"
+                )
 
     def reserve(self, size: int) -> int:
         return int(self._call("cuMemAddressReserve", size, self.granularity, 0, 0))
@@ -143,6 +169,9 @@ class CudaDriver:
         self.synchronize()
         with torch.cuda.device(self.device):
             torch.cuda.empty_cache()
+
+    def _uuid_of(self, device: Any) -> str:
+        return bytes(self._call("cuDeviceGetUuid", device).bytes).hex()
 
     def _call(self, name: str, *arguments: Any) -> Any:
         error, *values = getattr(self._api, name)(*arguments)
@@ -202,6 +231,11 @@ def device_error(call: str, name: str) -> UltraEPError:
         return ConfigError(
             f"{call}: {name}: not enough GPU memory for replica slots; use fewer --slots or leave "
             "the engine less of it"
+        )
+    if name == "CUDA_ERROR_PEER_ACCESS_UNSUPPORTED":
+        return UnsupportedError(
+            f"{call}: {name}: this GPU does not reach another rank's memory; serve with "
+            "--policy off"
         )
     if name in ("CUDA_ERROR_NOT_SUPPORTED", "CUDA_ERROR_NOT_PERMITTED"):
         return UnsupportedError(

@@ -11,13 +11,13 @@ there.
 import json
 import os
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 import torch
 from ultraep_kernels.device.exchange import exchange, inbox_bytes, new_epoch
-from ultraep_kernels.device.relays import plan_sends
+from ultraep_kernels.device.relays import Sends, plan_sends
 from ultraep_kernels.device.status import DeviceStatus, new_status
-from ultraep_kernels.device.stream import StreamTables, stream, wait_slots
+from ultraep_kernels.device.stream import Arrivals, StreamTables, stream, wait_slots
 
 from ultraep_serve.backend import LayerSlots
 from ultraep_serve.collectives import DeviceAllGather
@@ -55,6 +55,7 @@ class _Layout:
     region_bytes: tuple[int, ...]
     num_slots: int
     limits: Limits
+    device: str = field(compare=False)  # its UUID
 
     @classmethod
     def from_json(cls, text: bytes) -> "_Layout":
@@ -67,7 +68,7 @@ class _Layout:
 class DeviceFabric:
     """Exchange between all ranks, and streaming between those of one domain.
 
-    The host never waits in ``exchange``, ``stream``, ``wait_slots`` and ``report``: they launch.
+    The host never waits in ``exchange``, ``stream`` and ``wait_slots``: they launch.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class DeviceFabric:
         ``rank`` and ``num_ranks`` are the whole group's, ``rendezvous`` is the domain's, whose
         ranks it counts from 0. All layers have been adopted by ``pool``. ``all_gather`` gathers the
         rows of all domains where there are several. Raises what ``rendezvous`` and ``driver``
-        raise, FabricError when a rank differs.
+        raise, FabricError when a rank differs, UnsupportedError where one's memory is out of reach.
         """
         if rendezvous.kind is not driver.kind:
             raise FabricError(
@@ -97,11 +98,12 @@ class DeviceFabric:
         self.domain = domain_of(rank, num_ranks, domain_size)
         self._all_gather_rows = all_gather
         self.limits = limits
+        self._patience_ns = limits.patience_ns  # of the waits that are launched now
         self.epoch = new_epoch(driver.device)
         self.status = new_status(driver.device)
-        # bits of the status are never cleared, so the host may look at its copy at any time
+        # the status of a wait that was given up, which a kernel writes; to be looked at at any time
         self._seen = 0
-        self._reported = torch.zeros(1, dtype=torch.int32, pin_memory=driver.device.type == "cuda")
+        self.reported = torch.zeros(1, dtype=torch.int32, pin_memory=driver.device.type == "cuda")
         self._driver = driver
         inbox = inbox_bytes(len(self.domain), limits.row_width)
         with ExitStack() as undo:
@@ -110,6 +112,11 @@ class DeviceFabric:
             self._flags = self._group_table([address + inbox for address in signals])  # (R,)
             self._pools = self._group_table(pools)  # (R,)
             self._undo = undo.pop_all()
+
+    @property
+    def has_several_domains(self) -> bool:
+        """Whether rows are gathered by the engine's own collective as well."""
+        return self._all_gather_rows is not None
 
     def tables(self, layer: LayerSlots) -> StreamTables:
         """Where everything of a layer lies; make it once, kernels and graphs hold on to it."""
@@ -124,28 +131,48 @@ class DeviceFabric:
             max_chunks=self.limits.max_chunks,
         )
 
-    def exchange(self, row: torch.Tensor) -> torch.Tensor:
+    def exchange(
+        self,
+        row: torch.Tensor,
+        *,
+        out: torch.Tensor | None = None,
+        decision: torch.Tensor | None = None,
+        begins: bool = True,
+    ) -> torch.Tensor:
         """All ranks' rows (R, W) int32 for this rank's ``row`` (W,), of ``row_width`` int32.
 
         Later work sees them only once every rank of the domain has finished reading its slots of
-        the epoch before.
+        the epoch before. The rest as for the kernel's ``exchange``; rows of several domains are
+        always gathered, and not written to ``out``, which then holds the domain's.
         """
         if row.shape != (self.limits.row_width,) or row.dtype != torch.int32:
             raise ValueError(f"{row.shape = } must be ({self.limits.row_width},) int32")
         position = self.rank - self.domain.start
         rows = exchange(
-            row, self.inboxes, position, self.epoch, self.status, self.limits.patience_ns
+            row,
+            self.inboxes,
+            position,
+            self.epoch,
+            self.status,
+            self._patience_ns,
+            out=out,
+            decision=decision,
+            begins=begins,
         )
         return rows if self._all_gather_rows is None else self._all_gather_rows.gather(row)
 
+    def sends(self, slot_expert: torch.Tensor, num_masters: int, relay: str) -> Sends:
+        """What this rank sends for ``slot_expert`` (R, S); ``relay`` is ``auto``, ``always`` or
+        ``never``."""
+        return plan_sends(slot_expert, num_masters, relay, len(self.domain), self.rank)
+
     def stream(
-        self, layer: StreamTables, slot_expert: torch.Tensor, num_masters: int, relay: str
+        self, layer: StreamTables, slot_expert: torch.Tensor, num_masters: int, sends: Sends
     ) -> None:
         """Push this rank's masters, and forward what it relays, for the plan of this epoch.
 
-        ``slot_expert`` (R, S) int32; ``relay`` is ``auto``, ``always`` or ``never``.
+        ``slot_expert`` (R, S) int32, and what this rank ``sends`` for it.
         """
-        sends = plan_sends(slot_expert, num_masters, relay, len(self.domain), self.rank)
         stream(
             sends,
             slot_expert,
@@ -154,25 +181,33 @@ class DeviceFabric:
             self.rank,
             self.epoch,
             self.status,
-            self.limits.patience_ns,
+            self._patience_ns,
             self.limits.num_programs,
         )
 
+    def arrivals(self, layer: StreamTables, slot_expert: torch.Tensor) -> Arrivals:
+        """What a kernel waits for this rank's filled slots with, ``slot_expert`` (R, S)."""
+        return Arrivals(slot_expert, layer, self.rank, self.epoch, self._patience_ns)
+
     def wait_slots(self, layer: StreamTables, slot_expert: torch.Tensor) -> None:
         """Hold the stream until this rank's filled slots, ``slot_expert`` (R, S), have arrived."""
-        wait_slots(slot_expert, layer, self.rank, self.epoch, self.status, self.limits.patience_ns)
+        wait_slots(slot_expert, layer, self.rank, self.epoch, self.status, self._patience_ns)
 
-    def report(self) -> None:
-        """Tell the host, in stream order, whether a wait was given up."""
-        self._reported.copy_(self.status, non_blocking=True)
+    def wait_at_least(self, seconds: float) -> None:
+        """For waits launched from now on, where other ranks may have kernels to compile first.
+
+        Times are whole multiples of what ``limits`` say, which is the least: 0 goes back to that.
+        """
+        patience = self.limits.patience_ns
+        self._patience_ns = patience * max(1, -(-round(seconds * 1e9) // patience))
 
     def check_peers(self, look: bool = True) -> None:
-        """Raise PeerTimeoutError if a wait was given up before the last ``report`` that is done.
+        """Raise PeerTimeoutError if a kernel has written to ``reported``.
 
         Without ``look`` only if the last call with it raised.
         """
         if look:
-            self._seen = int(self._reported[0])
+            self._seen = int(self.reported[0])
         self._require_ok(self._seen)
 
     def require_peers(self) -> None:
@@ -203,7 +238,8 @@ class DeviceFabric:
         self._driver.tensor(mine.address, mine.size).zero_()
         self._driver.synchronize()  # before anybody can raise a flag in it
         regions = tuple(region.size for region in pool.regions)
-        layout = _Layout(signals.size, regions, pool.num_slots, self.limits)
+        device = self._driver.uuid
+        layout = _Layout(signals.size, regions, pool.num_slots, self.limits, device)
         with ExitStack() as descriptors:
             handshakes = self._rendezvous(rendezvous, layout, [signals, *pool.regions], descriptors)
             addresses = []
@@ -233,8 +269,10 @@ class DeviceFabric:
             for shareable in handshake.shareables:
                 _close_later(shareable, descriptors)
         for rank, handshake in zip(self.domain, handshakes, strict=True):
-            if _Layout.from_json(handshake.layout) != layout:
+            theirs = _Layout.from_json(handshake.layout)
+            if theirs != layout:
                 raise FabricError(f"rank {rank} laid out its slots unlike rank {self.rank}")
+            self._driver.require_peer(theirs.device, rank)
         return handshakes
 
     def _map(self, handshake: Handshake, undo: ExitStack) -> tuple[int, int]:

@@ -1,5 +1,6 @@
 """How long the device takes, by marks in its stream."""
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -10,6 +11,7 @@ import torch
 __all__ = ["captured", "device_seconds", "new_mark", "replayed_seconds"]
 
 _REPEATS = 5
+_LEAST_SECONDS = 1e-9  # an event's clock is coarser
 
 
 class _HostMark:
@@ -40,19 +42,21 @@ def new_mark(device: torch.device) -> Any:
 
 
 def device_seconds(device: torch.device, action: Callable[[], object]) -> float:
-    """Median seconds between the device's start and end of what ``action`` launches, warm.
+    """Median seconds that the device takes for what ``action`` launches, back to back.
 
-    Where the host launches slower than the device works, this includes the host's part.
+    Nobody waits between repetitions, and one before them keeps the device busy until the first is
+    launched. Where the host launches slower than the device works, this includes the host's part.
+    Never 0.
     """
-    start, end = new_mark(device), new_mark(device)
-    times: list[float] = []
-    for _ in range(_REPEATS):
-        start.record()
+    marks = [new_mark(device) for _ in range(_REPEATS + 1)]
+    for mark in marks:
         action()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1e3)
-    return statistics.median(times)
+        mark.record()
+    marks[-1].synchronize()
+    times: list[float] = [
+        before.elapsed_time(after) / 1e3 for before, after in itertools.pairwise(marks)
+    ]
+    return max(statistics.median(times), _LEAST_SECONDS)
 
 
 def captured(

@@ -1,31 +1,39 @@
-"""Kernels of the planner's search: loads -> expert loads, and one attempt per program.
+"""The planner's search, one launch: sum the loads, survey them, attempt, take the best.
 
-An attempt leaves a key that sorts attempts by what the planner minimises: the busiest rank's time
-(not below the goal), the replicas sent by one rank, the replicas.
+Programs that add up loads come first; the last of them to arrive surveys (``_plan_decide``), and a
+layer that can be left alone is. Then one program makes each attempt: those of the first wave and
+the thrifty ones, then those of the second, which return at once where the first reached the goal.
+Whoever arrives last takes the winners. An attempt leaves a key that sorts attempts by what the
+planner minimises: the busiest rank's time (not below the goal), the replicas sent by one rank, the
+replicas.
 """
 
 import triton
 import triton.language as tl
 
-from ultraep_kernels.device._plan_attempt import attempt, count_replicas, relax, valid_total
-from ultraep_kernels.device._plan_times import LONGEST, busiest, least_time, speeds_of
+from ultraep_kernels.device._decisions import PLANNED, is_off
+from ultraep_kernels.device._plan_attempt import attempt, count_replicas, relax
+from ultraep_kernels.device._plan_decide import NO_KEY, rank_loads, survey, take_winners
+from ultraep_kernels.device._plan_times import busiest, speeds_of
+from ultraep_kernels.device._turns import arrive, await_arrivals, take_turn
 
-__all__ = ["NO_KEY", "attempt_kernel", "rank_loads", "sum_kernel"]
+__all__ = ["COUNTERS", "search_kernel"]
 
-NO_KEY = tl.constexpr((1 << 63) - 1)
+COUNTERS = 8  # int32 of turns and arrivals
 
 
 @triton.jit
-def sum_kernel(
+def _add_up(
     loads_ptr,  # (R, E) integers
     stride_rank,
     expert_load_ptr,  # (E,) int32, out; -1 where an expert's loads are impossible
+    first_column,
     NUM_RANKS: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
     BLOCK_RANKS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
-    columns = tl.program_id(0) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    columns = first_column + tl.arange(0, BLOCK_COLUMNS)
     ranks = tl.arange(0, BLOCK_RANKS)
     mask = (ranks < NUM_RANKS)[:, None] & (columns < NUM_EXPERTS)[None, :]
     offsets = ranks.to(tl.int64)[:, None] * stride_rank + columns[None, :]
@@ -37,32 +45,16 @@ def sum_kernel(
 
 
 @triton.jit
-def rank_loads(
+def _attempt(
+    domain,
+    number,  # of the attempt; from LIMIT on it is thrifty
+    is_second,  # whether it belongs to the second wave
     expert_load_ptr,
-    num_ranks,
-    NUM_MASTERS: tl.constexpr,
-    BLOCK_RANKS: tl.constexpr,
-    BLOCK_MASTERS: tl.constexpr,
-):
-    """(R,) assignments per rank when every expert is computed by its master."""
-    ranks = tl.arange(0, BLOCK_RANKS)
-    rank_load = tl.zeros((BLOCK_RANKS,), tl.int32)
-    for start in range(0, NUM_MASTERS, BLOCK_MASTERS):
-        masters = start + tl.arange(0, BLOCK_MASTERS)
-        mask = (masters < NUM_MASTERS)[:, None] & (ranks < num_ranks)[None, :]
-        offsets = ranks[None, :] * NUM_MASTERS + masters[:, None]
-        rank_load += tl.sum(tl.load(expert_load_ptr + offsets, mask=mask, other=0), axis=0)
-    return rank_load
-
-
-@triton.jit
-def attempt_kernel(
-    expert_load_ptr,  # (E,) int32
-    speeds_ptr,  # (R,) int32; not read without HAS_SPEEDS
-    keys_ptr,  # (domains, LIMIT + THRIFTY + 2) int64: of attempts, of the identity, and the goal
-    held_ptr,  # (domains, LIMIT + THRIFTY, S, D) int32
-    quotas_ptr,  # (domains, LIMIT + THRIFTY, S, D) int32
-    reached_ptr,  # (domains, LIMIT + THRIFTY, 2) int32: busiest rank's time, most replicas on one
+    speeds_ptr,
+    keys_ptr,
+    held_ptr,
+    quotas_ptr,
+    reached_ptr,
     NUM_RANKS: tl.constexpr,
     NUM_MASTERS: tl.constexpr,
     NUM_SLOTS: tl.constexpr,
@@ -72,9 +64,7 @@ def attempt_kernel(
     LIMIT: tl.constexpr,
     THRIFTY: tl.constexpr,
     SWEEPS: tl.constexpr,
-    WAVE: tl.constexpr,
     HAS_SPEEDS: tl.constexpr,
-    BLOCK_ALL_EXPERTS: tl.constexpr,
     BLOCK_ALL_RANKS: tl.constexpr,
     BLOCK_EXPERTS: tl.constexpr,
     BLOCK_RANKS: tl.constexpr,
@@ -82,50 +72,26 @@ def attempt_kernel(
     BLOCK_MASTERS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
 ):
-    domain = tl.program_id(0)
-    number = tl.program_id(1) + WAVE * FIRST
-    if WAVE == 0:  # thrifty attempts are made with the first wave, and numbered after the second
-        number = tl.where(number < FIRST, number, number - FIRST + LIMIT)
     first_rank = domain * DOMAIN_SIZE
     num_ranks = tl.minimum(DOMAIN_SIZE, NUM_RANKS - first_rank)
-    all_experts = tl.arange(0, BLOCK_ALL_EXPERTS)
-    exists = all_experts < NUM_RANKS * NUM_MASTERS
-    every_load = tl.load(expert_load_ptr + all_experts, mask=exists, other=0)
-    every_speed = speeds_of(
-        speeds_ptr, 0, NUM_RANKS, NUM_RANKS, HAS_SPEEDS, BLOCK_ALL_RANKS, BLOCK_ALL_RANKS
-    )
-    goal = least_time(
-        every_load,
-        every_speed,
-        NUM_RANKS,
-        NUM_MASTERS,
-        DOMAIN_SIZE,
-        BLOCK_ALL_EXPERTS,
-        BLOCK_ALL_RANKS,
-    )
-    goal += (goal + GRAIN // 2) // GRAIN
     own_ptr = expert_load_ptr + first_rank * NUM_MASTERS
     rank_load = rank_loads(own_ptr, num_ranks, NUM_MASTERS, BLOCK_RANKS, BLOCK_MASTERS)
     speeds = speeds_of(
         speeds_ptr, first_rank, num_ranks, NUM_RANKS, HAS_SPEEDS, BLOCK_ALL_RANKS, BLOCK_RANKS
     )
     worst = busiest(rank_load, speeds)
-    is_possible = valid_total(every_load) & (worst <= LONGEST)
     row_ptr = keys_ptr + domain * (LIMIT + THRIFTY + 2)
-    gap = worst * 0
-    if WAVE == 1:
-        numbers = tl.arange(0, BLOCK_KEYS)
-        keys = tl.load(row_ptr + numbers, mask=numbers < FIRST, other=NO_KEY)
-        best = tl.minimum(tl.min(keys, axis=0) >> 32, worst)
-        gap = tl.maximum(best - goal, 0)
-        needed = gap > 0
-    else:
-        needed = worst > goal
-        if number == 0:
-            tl.store(row_ptr + LIMIT + THRIFTY, worst << 32)
-            tl.store(row_ptr + LIMIT + THRIFTY + 1, goal)
+    goal = tl.load(row_ptr + LIMIT + THRIFTY + 1)
+    numbers = tl.arange(0, BLOCK_KEYS)
+    made = tl.where(is_second, FIRST, 0)
+    keys = tl.load(row_ptr + numbers, mask=numbers < made, other=NO_KEY)
+    best = tl.minimum(tl.min(keys, axis=0) >> 32, worst)  # the identity, in the first wave
+    needed = best > goal
+    gap = tl.where(is_second, tl.maximum(best - goal, 0), 0)
+    if number == 0:
+        tl.store(row_ptr + LIMIT + THRIFTY, worst << 32)
     key = worst * 0 + NO_KEY
-    if needed & is_possible:
+    if needed:
         experts = tl.arange(0, BLOCK_EXPERTS)
         mine = experts < num_ranks * NUM_MASTERS
         left = tl.load(own_ptr + experts, mask=mine, other=0)
@@ -181,3 +147,162 @@ def attempt_kernel(
         tl.store(held_ptr + offsets, held, mask=mask)
         tl.store(quotas_ptr + offsets, quotas, mask=mask)
     tl.store(row_ptr + number, key)
+
+
+@triton.jit(do_not_specialize=["begins"])
+def search_kernel(
+    loads_ptr,  # (R, E) integers
+    stride_rank,
+    expert_load_ptr,  # (E,) int32, out
+    speeds_ptr,  # (R,) int32; not read without HAS_SPEEDS
+    keys_ptr,  # (domains, LIMIT + THRIFTY + 2) int64: of attempts, of the identity, and the goal
+    held_ptr,  # (domains, LIMIT + THRIFTY, S, D) int32
+    quotas_ptr,  # (domains, LIMIT + THRIFTY, S, D) int32
+    reached_ptr,  # (domains, LIMIT + THRIFTY, 2) int32: busiest rank's time, most replicas on one
+    rows_ptr,  # (R, .) int32; not read without HAS_ROWS
+    stride_rows,
+    winners_ptr,  # (domains,) int32, out
+    decision_ptr,  # (1,) int32, in: of the layer before; out
+    status_ptr,  # (1,) int32
+    turns_ptr,  # (COUNTERS,) int32: turns; arrivals: sums, the survey, the first wave, all
+    threshold,
+    per_assignment,
+    per_read,
+    per_sent,
+    begins,  # whether the layer is its batch's first; without HAS_ROWS always
+    NUM_RANKS: tl.constexpr,
+    NUM_MASTERS: tl.constexpr,
+    NUM_SLOTS: tl.constexpr,
+    DOMAIN_SIZE: tl.constexpr,
+    GRAIN: tl.constexpr,
+    FIRST: tl.constexpr,
+    LIMIT: tl.constexpr,
+    THRIFTY: tl.constexpr,
+    SWEEPS: tl.constexpr,
+    NUM_SUMS: tl.constexpr,  # programs that add up
+    NUM_DOMAINS: tl.constexpr,
+    HAS_SPEEDS: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
+    HAS_GATE: tl.constexpr,
+    COUNTERS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    BLOCK_ALL_EXPERTS: tl.constexpr,
+    BLOCK_ALL_RANKS: tl.constexpr,
+    BLOCK_EXPERTS: tl.constexpr,
+    BLOCK_RANKS: tl.constexpr,
+    BLOCK_SLOTS: tl.constexpr,
+    BLOCK_MASTERS: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+):
+    turn = take_turn(turns_ptr)
+    if turn < NUM_SUMS:
+        rests = is_off(decision_ptr, begins, HAS_ROWS)
+        if rests == 0:
+            _add_up(
+                loads_ptr,
+                stride_rank,
+                expert_load_ptr,
+                turn * BLOCK_COLUMNS,
+                NUM_RANKS,
+                NUM_RANKS * NUM_MASTERS,
+                BLOCK_ALL_RANKS,
+                BLOCK_COLUMNS,
+            )
+        if arrive(turns_ptr + 1) == NUM_SUMS - 1:
+            if rests == 0:
+                survey(
+                    expert_load_ptr,
+                    speeds_ptr,
+                    keys_ptr,
+                    rows_ptr,
+                    stride_rows,
+                    decision_ptr,
+                    status_ptr,
+                    threshold,
+                    per_assignment,
+                    per_read,
+                    per_sent,
+                    NUM_RANKS,
+                    NUM_MASTERS,
+                    DOMAIN_SIZE,
+                    GRAIN,
+                    LIMIT,
+                    THRIFTY,
+                    HAS_SPEEDS,
+                    HAS_ROWS,
+                    HAS_GATE,
+                    BLOCK_ALL_EXPERTS,
+                    BLOCK_ALL_RANKS,
+                    BLOCK_MASTERS,
+                )
+            arrive(turns_ptr + 2)
+    else:
+        if LIMIT > 0:
+            await_arrivals(turns_ptr + 2, 1)
+            first_wave: tl.constexpr = NUM_DOMAINS * (FIRST + THRIFTY)
+            index = turn - NUM_SUMS
+            is_second = index >= first_wave
+            # thrifty attempts are made with the first wave, and numbered after the second
+            early = index % (FIRST + THRIFTY)
+            early = tl.where(early < FIRST, early, early - FIRST + LIMIT)
+            late = FIRST + (index - first_wave) % (LIMIT - FIRST)
+            domain = tl.where(
+                is_second, (index - first_wave) // (LIMIT - FIRST), index // (FIRST + THRIFTY)
+            )
+            if tl.load(decision_ptr) == PLANNED:
+                if is_second:
+                    await_arrivals(turns_ptr + 3, first_wave)
+                _attempt(
+                    domain,
+                    tl.where(is_second, late, early),
+                    is_second,
+                    expert_load_ptr,
+                    speeds_ptr,
+                    keys_ptr,
+                    held_ptr,
+                    quotas_ptr,
+                    reached_ptr,
+                    NUM_RANKS,
+                    NUM_MASTERS,
+                    NUM_SLOTS,
+                    DOMAIN_SIZE,
+                    GRAIN,
+                    FIRST,
+                    LIMIT,
+                    THRIFTY,
+                    SWEEPS,
+                    HAS_SPEEDS,
+                    BLOCK_ALL_RANKS,
+                    BLOCK_EXPERTS,
+                    BLOCK_RANKS,
+                    BLOCK_SLOTS,
+                    BLOCK_MASTERS,
+                    BLOCK_KEYS,
+                )
+            if is_second == 0:
+                arrive(turns_ptr + 3)
+    if arrive(turns_ptr + 4) == NUM_SUMS + NUM_DOMAINS * (LIMIT + THRIFTY) - 1:
+        tl.store(turns_ptr + tl.arange(0, COUNTERS), tl.zeros((COUNTERS,), tl.int32))
+        if tl.load(decision_ptr) == PLANNED:
+            take_winners(
+                expert_load_ptr,
+                speeds_ptr,
+                keys_ptr,
+                reached_ptr,
+                winners_ptr,
+                decision_ptr,
+                per_assignment,
+                per_read,
+                per_sent,
+                NUM_RANKS,
+                NUM_MASTERS,
+                DOMAIN_SIZE,
+                FIRST,
+                LIMIT,
+                THRIFTY,
+                HAS_SPEEDS,
+                HAS_GATE,
+                BLOCK_ALL_RANKS,
+                BLOCK_MASTERS,
+                BLOCK_KEYS,
+            )

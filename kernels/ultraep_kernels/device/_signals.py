@@ -1,8 +1,9 @@
 """Flags in memory that several processors or processes share: post after writing, wait to read.
 
 A flag holds the epoch it was last raised for and only grows, so it is never reset. ``post`` is a
-release at system scope by one thread, after a barrier of its program; ``wait`` is an acquire before
-one: what any thread of the poster wrote before is seen by all threads of the waiter after.
+release store at system scope by one thread, after a barrier of its program; ``wait`` is an acquire
+load before one: what any thread of the poster wrote before is seen by all threads of the waiter
+after. Neither is an atomic operation on other processors' memory, which not every link offers.
 
 Every rank, and every layer, has the same memory mapped at an address of its own. Accesses through
 two addresses are ordered only where a proxy fence for aliases lies between them (PTX ISA, memory
@@ -23,6 +24,7 @@ __all__ = ["clock", "fence_aliases", "post", "read_flags", "verdict", "wait"]
 
 _IS_INTERPRETED = tl.constexpr(knobs.runtime.interpret)  # no such fence is needed there, no clock
 _NANOSECONDS_PER_LOOK = tl.constexpr(1000)  # in the interpreter
+_LANES = tl.constexpr(256)  # at least as many as threads of a program that waits
 
 
 @triton.jit
@@ -47,7 +49,20 @@ def verdict(since, looks, patience_ns, status_ptr, bit):
 def post(flag_address, epoch):
     """Raise the flag after everything this program has written."""
     tl.debug_barrier()
-    tl.atomic_xchg(flag_address.to(tl.pointer_type(tl.int64)), epoch, sem="release", scope="sys")
+    if _IS_INTERPRETED:
+        pointer = flag_address.to(tl.pointer_type(tl.int64))
+        tl.atomic_xchg(pointer, epoch, sem="release", scope="sys")
+    else:
+        tl.inline_asm_elementwise(
+            "{ .reg .pred first; .reg .u32 thread; mov.u32 thread, %tid.x; "
+            "setp.eq.u32 first, thread, 0; @first st.release.sys.global.u64 [$1], $2; "
+            "mov.u32 $0, 0; }",
+            "=r,l,l",
+            [flag_address, epoch],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 @triton.jit
@@ -64,10 +79,32 @@ def fence_aliases():
 
 @triton.jit
 def read_flags(flag_addresses, mask):
-    """Values of flags; what was written before is visible after a barrier and ``fence_aliases``."""
-    pointers = flag_addresses.to(tl.pointer_type(tl.int64))
-    zeros = flag_addresses * 0
-    return tl.atomic_add(pointers, zeros, mask=mask, sem="acquire", scope="sys")
+    """Values of flags, 0 where masked; as many of them as the program has threads, or more.
+
+    What was written before is visible after a barrier and ``fence_aliases``. Threads see values of
+    their own: only what is reduced over all of them is the same for all.
+    """
+    if _IS_INTERPRETED:
+        pointers = flag_addresses.to(tl.pointer_type(tl.int64))
+        found = tl.atomic_add(pointers, flag_addresses * 0, mask=mask, sem="acquire", scope="sys")
+    else:
+        found = tl.inline_asm_elementwise(
+            "{ .reg .pred wanted; setp.ne.u32 wanted, $2, 0; mov.u64 $0, 0; "
+            "@wanted ld.acquire.sys.global.u64 $0, [$1]; }",
+            "=&l,l,r",
+            [flag_addresses, mask.to(tl.int32)],
+            dtype=tl.int64,
+            is_pure=False,
+            pack=1,
+        )
+    return tl.where(mask, found, 0)
+
+
+@triton.jit
+def _read_flag(flag_address):
+    """Of one flag, by one thread, and the same for all."""
+    lanes = tl.arange(0, _LANES)
+    return tl.max(read_flags(flag_address + lanes.to(tl.int64) * 0, lanes == 0), axis=0)
 
 
 @triton.jit
@@ -76,16 +113,14 @@ def wait(flag_address, epoch, patience_ns, status_ptr, bit):
 
     Where a wait has already failed it is looked at once.
     """
-    pointer = flag_address.to(tl.pointer_type(tl.int64))
-    zero = epoch * 0
     since = clock()
-    looks = zero
+    looks = epoch * 0
     status = tl.atomic_or(status_ptr, 0, sem="relaxed")
-    seen = tl.atomic_add(pointer, zero, sem="acquire", scope="sys")
+    seen = _read_flag(flag_address)
     while (seen < epoch) & ((status & TIMEOUTS) == 0):
         looks += 1
         status = verdict(since, looks, patience_ns, status_ptr, bit)
-        seen = tl.atomic_add(pointer, zero, sem="acquire", scope="sys")
+        seen = _read_flag(flag_address)
     if seen < epoch:
         tl.atomic_or(status_ptr, bit)
     tl.debug_barrier()

@@ -1,8 +1,8 @@
 """exchange: every rank's row of int32 -> all rows (R, W) on every rank, through peer memory.
 
-``write_row`` packs a rank's load into a row: a header of ``HEADER_WIDTH`` words and, where ranks
-have tokens of their own, the load. Rank 0's policy, threshold and speeds count, of the others
-everybody's.
+``count`` packs a rank's load into a row (``fill_row``): a header of ``HEADER_WIDTH`` words and,
+where ranks have tokens of their own, the load. Rank 0's policy, threshold and speeds count, of the
+others everybody's.
 
 ``exchange`` is one launch. The first R programs push this rank's row into one peer's inbox each and
 raise a flag there; the last R wait for one peer's row each and copy it out. It is also the fence:
@@ -30,15 +30,16 @@ from ultraep_kernels.contract import (
     TIME,
     UNKNOWN,
 )
+from ultraep_kernels.device._decisions import is_off
 from ultraep_kernels.device._signals import post, wait
 from ultraep_kernels.device.status import EXCHANGE_TIMEOUT, TIMEOUTS
 
 __all__ = [
     "exchange",
+    "fill_row",
     "inbox_bytes",
     "new_epoch",
     "row_reference",
-    "write_row",
 ]
 
 _FLAG_BYTES = tl.constexpr(FLAG_BYTES)
@@ -55,19 +56,24 @@ def _row_address(inboxes_ptr, owner, sender, epoch, NUM_RANKS: tl.constexpr, WID
     return tl.load(inboxes_ptr + owner) + NUM_RANKS * _FLAG_BYTES + index * (WIDTH * 4)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["begins"])
 def _exchange_kernel(
     row_ptr,  # (W,) int32
     inboxes_ptr,  # (R,) int64: address of every rank's inbox
     out_ptr,  # (R, W) int32
     epoch_ptr,  # (2,) int64: the epoch before this one, programs finished so far
     status_ptr,  # (1,) int32
+    decision_ptr,  # (1,) int32: of the layer before; not read without HAS_DECISION
     rank,
     patience_ns,
+    begins,  # whether the layer is its batch's first
     NUM_RANKS: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    HAS_DECISION: tl.constexpr,
 ):
+    if is_off(decision_ptr, begins, HAS_DECISION):
+        return
     program = tl.program_id(0)
     epoch = tl.load(epoch_ptr) + 1
     peer = program % NUM_RANKS
@@ -107,6 +113,10 @@ def exchange(
     epoch: torch.Tensor,
     status: torch.Tensor,
     patience_ns: int,
+    *,
+    out: torch.Tensor | None = None,
+    decision: torch.Tensor | None = None,
+    begins: bool = True,
 ) -> torch.Tensor:
     """All ranks' rows (R, W) int32 of the next epoch; advances ``epoch``.
 
@@ -118,38 +128,45 @@ def exchange(
         status: (1,) int32; EXCHANGE_TIMEOUT where a row did not arrive, which then is garbage. If a
             wait was given up before, the row is not pushed.
         patience_ns: nanoseconds after which a wait is given up.
+        out: (R, W) int32 to write to and to return.
+        decision: as for ``count``; where it says so, there is no exchange and no new epoch.
+        begins: as for ``count``; the same on every rank.
     """
     num_ranks, width = inboxes.numel(), row.numel()
-    out = torch.empty((num_ranks, width), dtype=torch.int32, device=row.device)
+    if out is None:
+        out = torch.empty((num_ranks, width), dtype=torch.int32, device=row.device)
     _exchange_kernel[(2 * num_ranks,)](
         row,
         inboxes,
         out,
         epoch,
         status,
+        status if decision is None else decision,
         rank,
         patience_ns,
+        int(begins),
         NUM_RANKS=num_ranks,
         WIDTH=width,
         BLOCK=triton.next_power_of_2(width),
+        HAS_DECISION=decision is not None,
         num_warps=4,
     )
     return out
 
 
 @triton.jit
-def _row_kernel(
-    load_ptr,  # (E,) int32
-    unknown_ptr,  # (1,) int32
+def fill_row(
+    total_ptr,  # (E + 1,) int32: load, then how many ids could not be counted
     choice_ptr,  # (4,) int32: policy, threshold, speeds, time
     row_ptr,  # (W,) int32, out
     NUM_EXPERTS: tl.constexpr,
     HAS_LOAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """This rank's row: W = HEADER_WIDTH, and E more with HAS_LOAD; else a checksum of the load."""
     experts = tl.arange(0, BLOCK)
     mask = experts < NUM_EXPERTS
-    load = tl.load(load_ptr + experts, mask=mask, other=0)
+    load = tl.load(total_ptr + experts, mask=mask, other=0)
     checksum = tl.sum(load, axis=0) * 0
     if HAS_LOAD:
         tl.store(row_ptr + _HEADER_WIDTH + experts, load, mask=mask)
@@ -160,7 +177,7 @@ def _row_kernel(
         checksum = tl.xor_sum(bits.to(tl.int32), axis=0)
     columns = tl.arange(0, _HEADER_WIDTH)
     header = tl.where(columns == _POLICY, tl.load(choice_ptr), 0)
-    header = tl.where(columns == _UNKNOWN, tl.load(unknown_ptr), header)
+    header = tl.where(columns == _UNKNOWN, tl.load(total_ptr + NUM_EXPERTS), header)
     header = tl.where(columns == _CHECKSUM, checksum, header)
     header = tl.where(columns == _THRESHOLD, tl.load(choice_ptr + 1), header)
     header = tl.where(columns == _SPEEDS, tl.load(choice_ptr + 2), header)
@@ -168,10 +185,10 @@ def _row_kernel(
     tl.store(row_ptr + columns, header)
 
 
-def write_row(
+def row_reference(
     load: torch.Tensor, unknown: torch.Tensor, choice: torch.Tensor, has_load: bool
 ) -> torch.Tensor:
-    """This rank's row (W,) int32, W = HEADER_WIDTH, and E more where it has its load.
+    """Torch twin of ``fill_row``: (W,) int32.
 
     Args:
         load: (E,) int32.
@@ -179,26 +196,6 @@ def write_row(
         choice: (4,) int32, ``contract.Choice`` of this rank.
         has_load: whether the load follows the header; else the header has its checksum.
     """
-    num_experts = load.numel()
-    width = HEADER_WIDTH + (num_experts if has_load else 0)
-    row = torch.empty(width, dtype=torch.int32, device=load.device)
-    _row_kernel[(1,)](
-        load,
-        unknown,
-        choice,
-        row,
-        NUM_EXPERTS=num_experts,
-        HAS_LOAD=has_load,
-        BLOCK=max(32, triton.next_power_of_2(num_experts)),
-        num_warps=4,
-    )
-    return row
-
-
-def row_reference(
-    load: torch.Tensor, unknown: torch.Tensor, choice: torch.Tensor, has_load: bool
-) -> torch.Tensor:
-    """Torch twin of ``write_row``."""
     whole = (1 << 32) - 1
     checksum = 0
     for expert, count in enumerate(load.tolist()):

@@ -78,13 +78,13 @@ def compile_launch(launch: Launch, arch: int) -> KernelFacts:
             signature[name], constants[name] = "constexpr", value
         elif isinstance(value, torch.Tensor):
             signature[name] = _TYPES[value.dtype]
-            if value.data_ptr() % 16 == 0:
+            if value.data_ptr() % 16 == 0 and not parameter.do_not_specialize_on_alignment:
                 attributes[(position,)] = [["tt.divisibility", 16]]
-        elif value == 1:  # the launch would make it a constant
+        elif value == 1 and not parameter.do_not_specialize:  # the launch makes it a constant
             signature[name], constants[name] = "constexpr", value
         else:
             signature[name] = "i32" if -(1 << 31) <= value < 1 << 31 else "i64"
-            if value % 16 == 0:
+            if value % 16 == 0 and not parameter.do_not_specialize:
                 attributes[(position,)] = [["tt.divisibility", 16]]
     source = ASTSource(function, signature, constants, attributes)
     target = GPUTarget("cuda", arch, 32)

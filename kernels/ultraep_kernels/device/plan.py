@@ -1,9 +1,7 @@
 """plan: loads (R, E) and speeds -> slot_expert, quota and this rank's share; the quota planner.
 
-Five launches: the load of every expert; the first wave of attempts and the thrifty ones, one
-program each; the second wave, whose programs return at once where the first reached the goal; the
-decision which attempt to take, and whether it pays; one program per expert that writes the plan
-out. Twin:
+Two launches: the search (``_plan_search``), which ends early where a layer is left alone, and what
+writes the plan out (``_plan_finish``), with all that stages after it need. Twin:
 ``host.plan.plan``.
 """
 
@@ -14,19 +12,23 @@ import torch
 import triton
 
 from ultraep_kernels.contract import Search, search_of
-from ultraep_kernels.device._plan_finish import decide_kernel, finish_kernel
-from ultraep_kernels.device._plan_search import attempt_kernel, sum_kernel
+from ultraep_kernels.device._plan_finish import finish_kernel
+from ultraep_kernels.device._plan_search import COUNTERS, search_kernel
+from ultraep_kernels.device.relays import Sends, new_sends, relay_constants
+from ultraep_kernels.device.reroute import Places, new_places
 
-__all__ = ["DevicePlan", "Gate", "plan"]
+__all__ = ["DevicePlan", "Gate", "PlanBuffers", "Sender", "new_plan_buffers", "plan"]
 
 _BLOCK_COLUMNS = 32  # experts per program of the sum
 _BLOCK_MASTERS = 8  # of every rank, added at a time
+_BLOCK_EXPERTS = 4  # per program that writes the plan out
 
 
 @dataclass(frozen=True)
 class Gate:
     """When a plan is followed; costs in picoseconds, as in ``ultraep_serve.costs``.
 
+    Planning itself is no cost: it is spent by the time it could count.
     The defaults follow every plan that lowers the time of the busiest rank.
     """
 
@@ -34,7 +36,13 @@ class Gate:
     per_assignment: int = 1
     per_expert_read: int = 0
     per_expert_sent: int = 0
-    plan: int = 0
+
+
+class Sender(NamedTuple):
+    """Whose sends are planned along with the slots."""
+
+    rank: int
+    relay: str  # as for ``relays.plan_sends``
 
 
 @dataclass(frozen=True)
@@ -46,47 +54,8 @@ class DevicePlan:
     share: torch.Tensor  # (E, R) int32: this source rank's part of the quota
     expert_load: torch.Tensor  # (E,) int32: assignments of each expert over all ranks
     decision: torch.Tensor  # (1,) int32: number of a Decision
-
-
-def plan(
-    loads: torch.Tensor,
-    num_replica_slots: int,
-    source_rank: int,
-    status: torch.Tensor,
-    *,
-    domain_size: int | None = None,
-    speeds: torch.Tensor | None = None,
-    gate: Gate | None = None,
-    rows: torch.Tensor | None = None,
-) -> DevicePlan:
-    """Plan one layer of one batch: the same slots and quotas on every rank, as on CPU.
-
-    Args:
-        loads: int32 or int64 (R, E) on the device, rows may be apart; row r is what rank r's own
-            tokens chose. E is a multiple of R.
-        num_replica_slots: S, may be 0.
-        source_rank: rank whose ``share`` is wanted.
-        status: (1,) int32. Loads that are negative, together more than 2**28, or take a rank more
-            time than 2**28 assignments at FULL_SPEED, set IMPOSSIBLE_LOADS and give the identity.
-        domain_size: copies stay within contiguous groups of this many ranks; None is all ranks.
-        speeds: int32 (R,) on the device, each 1 to FULL_SPEED; None is all ranks equally fast.
-        gate: where the plan does not pass it, the identity is written and the decision says why;
-            None follows every plan.
-        rows: (R, .) int32, all ranks' rows as ``exchange.write_row`` made them: rank 0's says
-            whether to plan at all (its policy), and may set another threshold than the gate's.
-            Where a rank saw unknown ids, checksums differ or ``status`` says that a wait was given
-            up, the identity is written.
-
-    Raises:
-        ValueError: E is no multiple of R, or a row's experts do not lie side by side.
-    """
-    sizes = _sizes_of(loads, num_replica_slots, domain_size)
-    found, attempts = _empty_plan(sizes, loads.device), _empty_attempts(sizes, loads.device)
-    _add_up(loads, sizes, found)
-    _make_attempts(sizes, attempts, found, speeds)
-    _decide(sizes, attempts, found, status, speeds, gate, rows)
-    _finish(loads, source_rank, sizes, attempts, found)
-    return found
+    places: Places  # of the share
+    sends: Sends  # written where there is a ``Sender``
 
 
 class _Sizes(NamedTuple):
@@ -117,15 +86,6 @@ class _Sizes(NamedTuple):
             "THRIFTY": self.thrifty,
         }
 
-    def blocks(self) -> dict[str, int]:
-        """Of the kernels that look at a domain's attempts."""
-        return {
-            "FIRST": self.search.first,
-            "BLOCK_ALL_EXPERTS": _block(self.num_experts),
-            "BLOCK_MASTERS": _BLOCK_MASTERS,
-            "BLOCK_KEYS": _block(self.limit),
-        }
-
 
 class _Attempts(NamedTuple):
     """What the attempts of every domain found; tensors on the device."""
@@ -135,14 +95,102 @@ class _Attempts(NamedTuple):
     quotas: torch.Tensor  # (domains, attempts, S, D) int32: what each of them computes
     reached: torch.Tensor  # (domains, attempts, 2) int32: busiest rank's time, most replicas on one
     winners: torch.Tensor  # (domains,) int32: the attempt to take, -1 the identity
+    turns: torch.Tensor  # (COUNTERS,) int32, zero between launches
 
 
-def _sizes_of(loads: torch.Tensor, num_replica_slots: int, domain_size: int | None) -> _Sizes:
-    num_ranks, num_experts = loads.shape
-    if num_experts % num_ranks:
-        raise ValueError(f"{num_experts = } must be a multiple of {num_ranks = }")
+@dataclass(frozen=True)
+class PlanBuffers:
+    """What plans of one size are written to, layer after layer."""
+
+    sizes: _Sizes
+    found: DevicePlan
+    attempts: _Attempts
+    first_slot: int  # of a rank's, from which ``sizes.num_slots`` are planned for
+
+
+def new_plan_buffers(
+    num_ranks: int,
+    num_experts: int,
+    num_replica_slots: int,
+    device: torch.device | str,
+    *,
+    domain_size: int | None = None,
+    first_slot: int = 0,
+    all_slots: int | None = None,
+    decision: torch.Tensor | None = None,
+) -> PlanBuffers:
+    """For plans of R, E, and S slots of a rank: from ``first_slot`` on, of ``all_slots``.
+
+    ``decision`` (1,) int32 where it is to lie: plans of one batch share it.
+    """
+    sizes = _sizes_of(num_ranks, num_experts, num_replica_slots, domain_size)
+    slots = num_replica_slots if all_slots is None else all_slots
+    if decision is None:
+        decision = torch.zeros(1, dtype=torch.int32, device=device)
+    found = _empty_plan(sizes, slots, decision)
+    return PlanBuffers(sizes, found, _empty_attempts(sizes, device), first_slot)
+
+
+def plan(
+    loads: torch.Tensor,
+    num_replica_slots: int,
+    source_rank: int,
+    status: torch.Tensor,
+    *,
+    domain_size: int | None = None,
+    speeds: torch.Tensor | None = None,
+    gate: Gate | None = None,
+    rows: torch.Tensor | None = None,
+    sender: Sender | None = None,
+    outcome: torch.Tensor | None = None,
+    buffers: PlanBuffers | None = None,
+    begins: bool = True,
+) -> DevicePlan:
+    """Plan one layer of one batch: the same slots and quotas on every rank, as on CPU.
+
+    Args:
+        loads: int32 or int64 (R, E) on the device, rows may be apart; row r is what rank r's own
+            tokens chose. E is a multiple of R.
+        num_replica_slots: S, may be 0.
+        source_rank: rank whose ``share`` is wanted.
+        status: (1,) int32. Loads that are negative, together more than 2**28, or take a rank more
+            time than 2**28 assignments at FULL_SPEED, set IMPOSSIBLE_LOADS and give the identity.
+        domain_size: copies stay within contiguous groups of this many ranks; None is all ranks.
+        speeds: int32 (R,) on the device, each 1 to FULL_SPEED; None is all ranks equally fast.
+        gate: where the plan does not pass it, the identity is written and the decision says why;
+            None follows every plan.
+        rows: (R, .) int32, all ranks' rows as ``exchange.fill_row`` made them: rank 0's says
+            whether to plan at all (its policy), and may set another threshold than the gate's.
+            Where a rank saw unknown ids, checksums differ or ``status`` says that a wait was given
+            up, the identity is written.
+        sender: whose sends are wanted too.
+        outcome: (``outcome_width``,) int32, where what the host records is packed, of rows and
+            speeds too; None: not wanted.
+        buffers: to write to, of the same sizes. With them quota, share and places are written
+            for a plan that is followed only.
+        begins: without it, and with rows, the decision of the layer before is in ``buffers``:
+            where it says that the batch's policy is off, it stays so and nothing is planned.
+
+    Raises:
+        ValueError: E is no multiple of R, or a row's experts do not lie side by side.
+    """
     if loads.stride(1) != 1:
         raise ValueError(f"{loads.stride() = }: experts must lie side by side")
+    num_ranks, num_experts = loads.shape
+    own = buffers or new_plan_buffers(
+        num_ranks, num_experts, num_replica_slots, loads.device, domain_size=domain_size
+    )
+    assert begins or buffers is not None, "nothing is known of the layer before"
+    _search(own, loads, status, speeds, gate, rows, begins)
+    _finish(own, loads, source_rank, sender, rows, speeds, outcome, buffers is not None)
+    return own.found
+
+
+def _sizes_of(
+    num_ranks: int, num_experts: int, num_replica_slots: int, domain_size: int | None
+) -> _Sizes:
+    if num_experts % num_ranks:
+        raise ValueError(f"{num_experts = } must be a multiple of {num_ranks = }")
     size = min(domain_size or num_ranks, num_ranks)
     search = search_of(size, num_experts // num_ranks)
     limit, thrifty = search.limit, search.thrifty
@@ -152,18 +200,20 @@ def _sizes_of(loads: torch.Tensor, num_replica_slots: int, domain_size: int | No
     return _Sizes(num_ranks, masters, num_replica_slots, size, search, limit, thrifty)
 
 
-def _empty_plan(sizes: _Sizes, device: torch.device) -> DevicePlan:
-    ranks, experts = sizes.num_ranks, sizes.num_experts
+def _empty_plan(sizes: _Sizes, all_slots: int, decision: torch.Tensor) -> DevicePlan:
+    ranks, experts, device = sizes.num_ranks, sizes.num_experts, decision.device
     return DevicePlan(
-        slot_expert=torch.empty((ranks, sizes.num_slots), dtype=torch.int32, device=device),
+        slot_expert=torch.empty((ranks, all_slots), dtype=torch.int32, device=device),
         quota=torch.empty((experts, ranks), dtype=torch.int32, device=device),
         share=torch.empty((experts, ranks), dtype=torch.int32, device=device),
         expert_load=torch.empty(experts, dtype=torch.int32, device=device),
-        decision=torch.empty(1, dtype=torch.int32, device=device),
+        decision=decision,
+        places=new_places(experts, ranks, device),
+        sends=new_sends(ranks, all_slots, device),
     )
 
 
-def _empty_attempts(sizes: _Sizes, device: torch.device) -> _Attempts:
+def _empty_attempts(sizes: _Sizes, device: torch.device | str) -> _Attempts:
     domains, number = sizes.num_domains, sizes.limit + sizes.thrifty
     held = torch.empty(
         (domains, number, sizes.num_slots, sizes.domain_size), dtype=torch.int32, device=device
@@ -173,94 +223,83 @@ def _empty_attempts(sizes: _Sizes, device: torch.device) -> _Attempts:
         held=held,
         quotas=torch.empty_like(held),
         reached=torch.empty((domains, number, 2), dtype=torch.int32, device=device),
-        winners=torch.empty(domains, dtype=torch.int32, device=device),
+        winners=torch.full((domains,), -1, dtype=torch.int32, device=device),
+        turns=torch.zeros(COUNTERS, dtype=torch.int32, device=device),
     )
 
 
-def _add_up(loads: torch.Tensor, sizes: _Sizes, found: DevicePlan) -> None:
-    """The load of every expert."""
-    sum_kernel[(triton.cdiv(sizes.num_experts, _BLOCK_COLUMNS),)](
-        loads,
-        loads.stride(0),
-        found.expert_load,
-        NUM_RANKS=sizes.num_ranks,
-        NUM_EXPERTS=sizes.num_experts,
-        BLOCK_RANKS=_block(sizes.num_ranks),
-        BLOCK_COLUMNS=_BLOCK_COLUMNS,
-        num_warps=4,
-    )
-
-
-def _make_attempts(
-    sizes: _Sizes, attempts: _Attempts, found: DevicePlan, speeds: torch.Tensor | None
-) -> None:
-    """Both waves, and with the first the thrifty attempts; one program per attempt."""
-    search = sizes.search
-    for wave in range(2 if sizes.limit else 0):
-        number = sizes.limit - search.first if wave else search.first + sizes.thrifty
-        attempt_kernel[(sizes.num_domains, number)](
-            found.expert_load,
-            found.expert_load if speeds is None else speeds,
-            attempts.keys,
-            attempts.held,
-            attempts.quotas,
-            attempts.reached,
-            **sizes.shape(),
-            **sizes.blocks(),
-            NUM_SLOTS=sizes.num_slots,
-            GRAIN=search.grain,
-            SWEEPS=search.sweeps,
-            WAVE=wave,
-            HAS_SPEEDS=speeds is not None,
-            BLOCK_ALL_RANKS=_block(sizes.num_ranks),
-            BLOCK_EXPERTS=_block(sizes.domain_size * sizes.num_masters),
-            BLOCK_RANKS=_block(sizes.domain_size),
-            BLOCK_SLOTS=triton.next_power_of_2(sizes.num_slots),
-            num_warps=1,
-        )
-
-
-def _decide(
-    sizes: _Sizes,
-    attempts: _Attempts,
-    found: DevicePlan,
+def _search(
+    own: PlanBuffers,
+    loads: torch.Tensor,
     status: torch.Tensor,
     speeds: torch.Tensor | None,
     gate: Gate | None,
     rows: torch.Tensor | None,
+    begins: bool,
 ) -> None:
-    """Which attempt to take, and whether it pays."""
-    limits = gate or Gate()
-    decide_kernel[(1,)](
+    """Which attempt to take in every domain, and whether it pays."""
+    sizes, found, attempts, limits = own.sizes, own.found, own.attempts, gate or Gate()
+    search = sizes.search
+    num_sums = triton.cdiv(sizes.num_experts, _BLOCK_COLUMNS)
+    num_attempts = sizes.num_domains * (sizes.limit + sizes.thrifty)
+    search_kernel[(num_sums + num_attempts,)](
+        loads,
+        loads.stride(0),
         found.expert_load,
         found.expert_load if speeds is None else speeds,
         attempts.keys,
+        attempts.held,
+        attempts.quotas,
         attempts.reached,
         found.expert_load if rows is None else rows,
         0 if rows is None else rows.stride(0),
         attempts.winners,
         found.decision,
         status,
+        attempts.turns,
         round(limits.max_imbalance * 10**6),
         limits.per_assignment,
         limits.per_expert_read,
         limits.per_expert_sent,
-        limits.plan,
+        int(begins),
         **sizes.shape(),
-        **sizes.blocks(),
+        NUM_SLOTS=sizes.num_slots,
+        GRAIN=search.grain,
+        FIRST=search.first,
+        SWEEPS=search.sweeps,
+        NUM_SUMS=num_sums,
+        NUM_DOMAINS=sizes.num_domains,
         HAS_SPEEDS=speeds is not None,
         HAS_ROWS=rows is not None,
         HAS_GATE=gate is not None,
-        BLOCK_RANKS=_block(sizes.num_ranks),
+        COUNTERS=COUNTERS,
+        BLOCK_COLUMNS=_BLOCK_COLUMNS,
+        BLOCK_ALL_EXPERTS=_block(sizes.num_experts),
+        BLOCK_ALL_RANKS=_block(sizes.num_ranks),
+        BLOCK_EXPERTS=_block(sizes.domain_size * sizes.num_masters),
+        BLOCK_RANKS=_block(sizes.domain_size),
+        BLOCK_SLOTS=triton.next_power_of_2(max(1, sizes.num_slots)),
+        BLOCK_MASTERS=_BLOCK_MASTERS,
+        BLOCK_KEYS=_block(sizes.limit),
         num_warps=1,
     )
 
 
 def _finish(
-    loads: torch.Tensor, source_rank: int, sizes: _Sizes, attempts: _Attempts, found: DevicePlan
+    own: PlanBuffers,
+    loads: torch.Tensor,
+    source_rank: int,
+    sender: Sender | None,
+    rows: torch.Tensor | None,
+    speeds: torch.Tensor | None,
+    outcome: torch.Tensor | None,
+    leaves_early: bool,
 ) -> None:
-    """The plan in full, one program per expert."""
-    finish_kernel[(sizes.num_experts,)](
+    """The plan in full."""
+    sizes, found, attempts = own.sizes, own.found, own.attempts
+    all_slots = found.slot_expert.shape[1]
+    relay = sender.relay if sender else "never"
+    finish_kernel[(1 + triton.cdiv(sizes.num_experts, _BLOCK_EXPERTS),)](
         loads,
         loads.stride(0),
         found.expert_load,
@@ -271,11 +310,28 @@ def _finish(
         found.slot_expert,
         found.quota,
         found.share,
+        found.places.ends,
+        found.places.physical,
+        found.places.stride,
+        found.sends.parents,
+        found.sends.tasks,
+        found.sends.turn,
+        found.expert_load if rows is None else rows,
+        found.expert_load if speeds is None else speeds,
+        found.expert_load if outcome is None else outcome,
         source_rank,
+        sender.rank if sender else 0,
         **sizes.shape(),
         NUM_SLOTS=sizes.num_slots,
+        ALL_SLOTS=all_slots,
+        FIRST_SLOT=own.first_slot,
+        HAS_SENDS=sender is not None and all_slots > 0,
+        HAS_OUTCOME=outcome is not None,
+        LEAVES_EARLY=leaves_early,
+        BLOCK_EXPERTS=_BLOCK_EXPERTS,
         BLOCK_RANKS=_block(sizes.num_ranks),
-        num_warps=1,
+        **relay_constants(sizes.num_ranks, all_slots, relay, sizes.domain_size),
+        num_warps=4,
     )
 
 

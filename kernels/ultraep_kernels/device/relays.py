@@ -1,6 +1,7 @@
 """relays: slot_expert (R, S) -> who sends each slot its weights, and what this rank has to send.
 
-One launch of one program. Twin of the parents: ``host.relays.relay_parents``.
+One program's work: a launch of its own, or a part of the launch that ends the plan. Twin of the
+parents: ``host.relays.relay_parents``.
 """
 
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from ultraep_kernels.contract import (
     SMALL_DOMAIN,
 )
 
-__all__ = ["Sends", "plan_sends"]
+__all__ = ["Sends", "assign_senders", "new_sends", "plan_sends", "relay_constants"]
 
 _MAX_RELAYS = tl.constexpr(MAX_RELAYS)
 
@@ -27,10 +28,11 @@ class Sends:
 
     parents: torch.Tensor  # (R, S) int32: -1 the master, else ``rank * S + slot`` of a relay
     tasks: torch.Tensor  # (2, 1 + R * S) int32: number of slots to fill, then which; row 1 relayed
+    turn: torch.Tensor  # (R * S,) int32, scratch
 
 
 @triton.jit
-def _relays_kernel(
+def assign_senders(
     slot_expert_ptr,  # (R * S,) int32
     parents_ptr,  # (R * S,) int32, out
     tasks_ptr,  # (2, 1 + R * S) int32, out
@@ -45,6 +47,7 @@ def _relays_kernel(
     BLOCK_RANKS: tl.constexpr,
     TILE: tl.constexpr,
 ):
+    """Who sends what, by one program; what it reads, it or another launch has written."""
     count: tl.constexpr = NUM_RANKS * NUM_SLOTS
     places = tl.arange(0, BLOCK)
     expert = tl.load(slot_expert_ptr + places, mask=places < count, other=-1)
@@ -97,6 +100,61 @@ def _relays_kernel(
         tl.store(row_ptr, tl.sum(mine.to(tl.int32), axis=0))
 
 
+@triton.jit
+def _relays_kernel(
+    slot_expert_ptr,
+    parents_ptr,
+    tasks_ptr,
+    turn_ptr,
+    rank,
+    NUM_RANKS: tl.constexpr,
+    NUM_MASTERS: tl.constexpr,
+    NUM_SLOTS: tl.constexpr,
+    MIN_REPLICAS: tl.constexpr,
+    MIN_SAVED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_RANKS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    assign_senders(
+        slot_expert_ptr,
+        parents_ptr,
+        tasks_ptr,
+        turn_ptr,
+        rank,
+        NUM_RANKS,
+        NUM_MASTERS,
+        NUM_SLOTS,
+        MIN_REPLICAS,
+        MIN_SAVED,
+        BLOCK,
+        BLOCK_RANKS,
+        TILE,
+    )
+
+
+def new_sends(num_ranks: int, num_slots: int, device: torch.device | str) -> Sends:
+    """To be written by ``assign_senders``."""
+    count = num_ranks * num_slots
+    return Sends(
+        parents=torch.empty((num_ranks, num_slots), dtype=torch.int32, device=device),
+        tasks=torch.empty((2, 1 + count), dtype=torch.int32, device=device),
+        turn=torch.empty(count, dtype=torch.int32, device=device),
+    )
+
+
+def relay_constants(num_ranks: int, num_slots: int, mode: str, domain_size: int) -> dict[str, int]:
+    """What ``assign_senders`` is compiled for; ``mode`` as for ``plan_sends``."""
+    direct = mode == "never" or (mode == "auto" and domain_size <= SMALL_DOMAIN)
+    count = num_ranks * num_slots
+    return {
+        "MIN_REPLICAS": 0 if direct else 2 if mode == "always" else MIN_RELAYED_REPLICAS,
+        "MIN_SAVED": -count if mode == "always" else MIN_FAN_OUT_SAVED,
+        "BLOCK": max(128, int(triton.next_power_of_2(count))),
+        "TILE": 16,
+    }
+
+
 def plan_sends(
     slot_expert: torch.Tensor, num_masters: int, mode: str, domain_size: int, rank: int
 ) -> Sends:
@@ -105,25 +163,18 @@ def plan_sends(
     ``slot_expert`` (R, S) int32 on the device, S at least 1; ``mode`` and ``domain_size`` as there.
     """
     num_ranks, num_slots = slot_expert.shape
-    count, device = num_ranks * num_slots, slot_expert.device
-    direct = mode == "never" or (mode == "auto" and domain_size <= SMALL_DOMAIN)
-    parents = torch.empty((num_ranks, num_slots), dtype=torch.int32, device=device)
-    tasks = torch.empty((2, 1 + count), dtype=torch.int32, device=device)
-    turn = torch.empty(count, dtype=torch.int32, device=device)
+    sends = new_sends(num_ranks, num_slots, slot_expert.device)
     _relays_kernel[(1,)](
         slot_expert,
-        parents,
-        tasks,
-        turn,
+        sends.parents,
+        sends.tasks,
+        sends.turn,
         rank,
         NUM_RANKS=num_ranks,
         NUM_MASTERS=num_masters,
         NUM_SLOTS=num_slots,
-        MIN_REPLICAS=0 if direct else 2 if mode == "always" else MIN_RELAYED_REPLICAS,
-        MIN_SAVED=-count if mode == "always" else MIN_FAN_OUT_SAVED,
-        BLOCK=max(128, triton.next_power_of_2(count)),
         BLOCK_RANKS=max(32, triton.next_power_of_2(num_ranks)),
-        TILE=16,
+        **relay_constants(num_ranks, num_slots, mode, domain_size),
         num_warps=4,
     )
-    return Sends(parents, tasks)
+    return sends

@@ -1,80 +1,135 @@
 """reroute: topk_ids (T, K) logical + share -> topk_ids (T, K) physical, padding kept.
 
 The rule is that of the twin, ``host.reroute``: the j-th assignment of expert e takes place
-``j * stride_e mod n_e``. Two launches: one writes per expert its stride and where its places lie,
-the other looks every assignment up. Which assignment is the j-th is known from ``count``: those in
-earlier blocks of ids, plus those further ahead in the same block.
+``j * stride_e mod n_e``. Per expert its stride and where its places lie are written first, by a
+launch of its own or by the one that ends the plan (``store_places``); then one launch looks every
+assignment up. Which assignment is the j-th is known from ``count``: those in earlier blocks of ids,
+plus those further ahead in the same block. The same launch may hold the stream until this rank's
+replica slots are filled.
 """
+
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
 from ultraep_kernels.contract import GOLDEN_DENOMINATOR, GOLDEN_NUMERATOR
+from ultraep_kernels.device._decisions import PLANNED
 from ultraep_kernels.device.count import BLOCK_IDS, Counted
-from ultraep_kernels.device.status import SHARE_TOO_SMALL
+from ultraep_kernels.device.status import SHARE_TOO_SMALL, TIMEOUTS
+from ultraep_kernels.device.stream import FLAGS_PER_LOOK, Arrivals, await_slot
 
-__all__ = ["reroute"]
+__all__ = ["Places", "new_places", "places_of", "reroute", "store_places"]
 
 _GOLDEN_NUMERATOR = tl.constexpr(GOLDEN_NUMERATOR)
 _GOLDEN_DENOMINATOR = tl.constexpr(GOLDEN_DENOMINATOR)
+_BLOCK_EXPERTS = 4  # per program that writes places
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where each expert's assignments go."""
+
+    ends: torch.Tensor  # (E, R) int32: where each rank's places end
+    physical: torch.Tensor  # (E, R) int32: physical expert on each rank, -1 where there is none
+    stride: torch.Tensor  # (E,) int32
 
 
 @triton.jit
-def _stride_of(places):
-    """Smallest number from ``places`` times the golden ratio on that is coprime to ``places``."""
+def _strides_of(places):
+    """Smallest numbers from ``places`` times the golden ratio on that are coprime to ``places``."""
     stride = tl.maximum(places.to(tl.int64) * _GOLDEN_NUMERATOR // _GOLDEN_DENOMINATOR, 1)
     stride = stride.to(tl.int32)
     a = places
     b = stride
-    while (b != 0) | (a != 1):  # b is 0 when a is the greatest common divisor
+    goes_on = (b != 0) | (a != 1)  # b is 0 when a is the greatest common divisor
+    while tl.max(goes_on.to(tl.int32), axis=0) > 0:
         found = b == 0
-        stride = tl.where(found, stride + 1, stride)
+        stride = tl.where(found & goes_on, stride + 1, stride)
         remainder = tl.where(found, stride, a % tl.maximum(b, 1))
-        a = tl.where(found, places, b)
-        b = remainder
+        next_a = tl.where(found, places, b)
+        a = tl.where(goes_on, next_a, a)
+        b = tl.where(goes_on, remainder, b)
+        goes_on = (b != 0) | (a != 1)
     return stride
+
+
+@triton.jit
+def store_places(
+    experts,  # (X,) int32
+    share,  # (X, R) int32
+    physical,  # (X, R) int32
+    ends_ptr,
+    physical_ptr,
+    stride_ptr,
+    NUM_EXPERTS: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    BLOCK_RANKS: tl.constexpr,
+):
+    """Write ``Places`` of a few experts."""
+    ranks = tl.arange(0, BLOCK_RANKS)
+    share = tl.maximum(share, 0)
+    offsets = experts[:, None] * NUM_RANKS + ranks[None, :]
+    mask = (experts < NUM_EXPERTS)[:, None] & (ranks < NUM_RANKS)[None, :]
+    tl.store(ends_ptr + offsets, tl.cumsum(share, axis=1), mask=mask)
+    tl.store(physical_ptr + offsets, physical, mask=mask)
+    several = tl.sum((share > 0).to(tl.int32), axis=1) > 1
+    stride = _strides_of(tl.where(several, tl.sum(share, axis=1), 1))
+    tl.store(stride_ptr + experts, stride, mask=experts < NUM_EXPERTS)
 
 
 @triton.jit
 def _places_kernel(
     share_ptr,  # (E, R) int32
     slot_expert_ptr,  # (R, S) int32
-    ends_ptr,  # (E, R) int32, out: where each rank's places end
-    physical_ptr,  # (E, R) int32, out: physical expert on each rank, -1 where there is none
-    stride_ptr,  # (E,) int32, out
+    ends_ptr,
+    physical_ptr,
+    stride_ptr,
+    NUM_EXPERTS: tl.constexpr,
     NUM_MASTERS: tl.constexpr,
     NUM_SLOTS: tl.constexpr,
     NUM_RANKS: tl.constexpr,
+    BLOCK_EXPERTS: tl.constexpr,
     BLOCK_RANKS: tl.constexpr,
 ):
-    expert = tl.program_id(0)
+    experts = tl.program_id(0) * BLOCK_EXPERTS + tl.arange(0, BLOCK_EXPERTS)
     ranks = tl.arange(0, BLOCK_RANKS)
     exists = ranks < NUM_RANKS
-    share = tl.load(share_ptr + expert * NUM_RANKS + ranks, mask=exists, other=0)
-    share = tl.maximum(share, 0)
-    tl.store(ends_ptr + expert * NUM_RANKS + ranks, tl.cumsum(share, axis=0), mask=exists)
-    several = tl.sum((share > 0).to(tl.int32), axis=0) > 1
-    tl.store(stride_ptr + expert, _stride_of(tl.where(several, tl.sum(share, axis=0), 1)))
-    master = ranks * (NUM_MASTERS + NUM_SLOTS) + expert % NUM_MASTERS
-    physical = tl.where(ranks == expert // NUM_MASTERS, master, -1)
+    offsets = experts[:, None] * NUM_RANKS + ranks[None, :]
+    mask = (experts < NUM_EXPERTS)[:, None] & exists[None, :]
+    share = tl.load(share_ptr + offsets, mask=mask, other=0)
+    master = ranks[None, :] * (NUM_MASTERS + NUM_SLOTS) + (experts % NUM_MASTERS)[:, None]
+    physical = tl.where(ranks[None, :] == (experts // NUM_MASTERS)[:, None], master, -1)
     for slot in tl.static_range(NUM_SLOTS):
         held = tl.load(slot_expert_ptr + ranks * NUM_SLOTS + slot, mask=exists, other=-1)
         here = ranks * (NUM_MASTERS + NUM_SLOTS) + NUM_MASTERS + slot
-        physical = tl.where(held == expert, here, physical)
-    tl.store(physical_ptr + expert * NUM_RANKS + ranks, physical, mask=exists)
+        physical = tl.where(held[None, :] == experts[:, None], here[None, :], physical)
+    store_places(
+        experts,
+        share,
+        physical,
+        ends_ptr,
+        physical_ptr,
+        stride_ptr,
+        NUM_EXPERTS,
+        NUM_RANKS,
+        BLOCK_RANKS,
+    )
 
 
 @triton.jit
-def _assign_kernel(
+def _assign_block(
+    block,
     ids_ptr,  # (N,) int32 or int64
     before_ptr,  # (B, E + 1) int32
     ends_ptr,  # (E, R) int32
     physical_ptr,  # (E, R) int32
     stride_ptr,  # (E,) int32
-    out_ptr,  # (N,) int32
+    out_ptr,  # (N,) of the type of the ids
     status_ptr,  # (1,) int32
     num_ids,
+    is_planned,  # else every assignment goes to its master
     NUM_EXPERTS: tl.constexpr,
     NUM_MASTERS: tl.constexpr,
     NUM_SLOTS: tl.constexpr,
@@ -82,85 +137,204 @@ def _assign_kernel(
     SEARCH_STEPS: tl.constexpr,  # halvings from R ranks to one
     BLOCK: tl.constexpr,
 ):
-    block = tl.program_id(0)
     within = tl.arange(0, BLOCK)
     offsets = block * BLOCK + within
     ids = tl.load(ids_ptr + offsets, mask=offsets < num_ids, other=-1)
     valid = (ids >= 0) & (ids < NUM_EXPERTS)
     expert = tl.where(valid, ids, -1).to(tl.int32)
-    earlier = (expert[:, None] == expert[None, :]) & (within[:, None] < within[None, :])
-    row_ptr = before_ptr + block.to(tl.int64) * (NUM_EXPERTS + 1)
-    index = tl.load(row_ptr + expert, mask=valid, other=0) + tl.sum(earlier.to(tl.int32), axis=0)
-    row = expert * NUM_RANKS
-    places = tl.load(ends_ptr + row + NUM_RANKS - 1, mask=valid, other=1)
-    stride = tl.load(stride_ptr + expert, mask=valid, other=1)
-    place = (index.to(tl.int64) * stride % tl.maximum(places, 1)).to(tl.int32)
-    low = tl.zeros((BLOCK,), tl.int32)  # the first rank whose places end behind this one
-    high = low + (NUM_RANKS - 1)
-    for _ in tl.static_range(SEARCH_STEPS):
-        middle = (low + high) // 2
-        behind = tl.load(ends_ptr + row + middle, mask=valid, other=1) > place
-        high = tl.where(behind, middle, high)
-        low = tl.where(behind, low, tl.minimum(middle + 1, high))
-    physical = tl.load(physical_ptr + row + low, mask=valid, other=-1)
-    short = valid & ((index >= places) | (physical < 0))
     width: tl.constexpr = NUM_MASTERS + NUM_SLOTS
     master = expert // NUM_MASTERS * width + expert % NUM_MASTERS
-    tl.store(out_ptr + offsets, tl.where(short, master, physical), mask=offsets < num_ids)
-    if tl.max(short.to(tl.int32), axis=0) > 0:
-        tl.atomic_or(status_ptr, SHARE_TOO_SMALL)
+    target = tl.where(valid, master, -1)
+    if is_planned:
+        earlier = (expert[:, None] == expert[None, :]) & (within[:, None] < within[None, :])
+        row_ptr = before_ptr + block.to(tl.int64) * (NUM_EXPERTS + 1)
+        index = tl.load(row_ptr + expert, mask=valid, other=0)
+        index += tl.sum(earlier.to(tl.int32), axis=0)
+        row = expert * NUM_RANKS
+        places = tl.load(ends_ptr + row + NUM_RANKS - 1, mask=valid, other=1)
+        stride = tl.load(stride_ptr + expert, mask=valid, other=1)
+        place = (index.to(tl.int64) * stride % tl.maximum(places, 1)).to(tl.int32)
+        low = tl.zeros((BLOCK,), tl.int32)  # the first rank whose places end behind this one
+        high = low + (NUM_RANKS - 1)
+        for _ in tl.static_range(SEARCH_STEPS):
+            middle = (low + high) // 2
+            behind = tl.load(ends_ptr + row + middle, mask=valid, other=1) > place
+            high = tl.where(behind, middle, high)
+            low = tl.where(behind, low, tl.minimum(middle + 1, high))
+        physical = tl.load(physical_ptr + row + low, mask=valid, other=-1)
+        short = valid & ((index >= places) | (physical < 0))
+        target = tl.where(short, master, physical)
+        if tl.max(short.to(tl.int32), axis=0) > 0:
+            tl.atomic_or(status_ptr, SHARE_TOO_SMALL)
+    tl.store(out_ptr + offsets, target, mask=offsets < num_ids)
+
+
+@triton.jit(
+    do_not_specialize=["num_ids", "num_blocks", "num_chunks", "max_chunks"],
+    do_not_specialize_on_alignment=["ids_ptr"],
+)
+def _assign_kernel(
+    ids_ptr,
+    before_ptr,
+    ends_ptr,
+    physical_ptr,
+    stride_ptr,
+    out_ptr,
+    status_ptr,
+    decision_ptr,  # (1,) int32; not read without HAS_DECISION
+    slot_expert_ptr,  # (R, S) int32; this and what follows are not read without HAS_WAIT
+    flags_ptr,
+    epoch_ptr,
+    reported_ptr,  # (1,) int32 of the host
+    num_ids,
+    num_blocks,
+    rank,
+    num_chunks,
+    max_chunks,
+    patience_ns,
+    NUM_EXPERTS: tl.constexpr,
+    NUM_MASTERS: tl.constexpr,
+    NUM_SLOTS: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    SEARCH_STEPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_FLAGS: tl.constexpr,
+    HAS_DECISION: tl.constexpr,
+    HAS_WAIT: tl.constexpr,
+):
+    program = tl.program_id(0)
+    is_planned = program >= 0
+    if HAS_DECISION:
+        is_planned = tl.load(decision_ptr) == PLANNED
+    if program < num_blocks:
+        _assign_block(
+            program,
+            ids_ptr,
+            before_ptr,
+            ends_ptr,
+            physical_ptr,
+            stride_ptr,
+            out_ptr,
+            status_ptr,
+            num_ids,
+            is_planned,
+            NUM_EXPERTS,
+            NUM_MASTERS,
+            NUM_SLOTS,
+            NUM_RANKS,
+            SEARCH_STEPS,
+            BLOCK,
+        )
+    elif HAS_WAIT:
+        if is_planned & (program - num_blocks < NUM_SLOTS):
+            await_slot(
+                program - num_blocks,
+                slot_expert_ptr,
+                flags_ptr,
+                epoch_ptr,
+                status_ptr,
+                rank,
+                num_chunks,
+                max_chunks,
+                patience_ns,
+                NUM_SLOTS,
+                BLOCK_FLAGS,
+            )
+        status = tl.atomic_or(status_ptr, 0, sem="relaxed")
+        if (status & TIMEOUTS) != 0:
+            tl.store(reported_ptr, status)
+
+
+def new_places(num_experts: int, num_ranks: int, device: torch.device | str) -> Places:
+    """To be written by ``store_places``."""
+    return Places(
+        ends=torch.empty((num_experts, num_ranks), dtype=torch.int32, device=device),
+        physical=torch.empty((num_experts, num_ranks), dtype=torch.int32, device=device),
+        stride=torch.empty(num_experts, dtype=torch.int32, device=device),
+    )
+
+
+def places_of(share: torch.Tensor, slot_expert: torch.Tensor, num_masters: int) -> Places:
+    """From ``share`` (E, R) int32 assignments of this source by target rank, ``slot_expert``
+    (R, S) int32 and L."""
+    num_experts, num_ranks = share.shape
+    places = new_places(num_experts, num_ranks, share.device)
+    _places_kernel[(triton.cdiv(num_experts, _BLOCK_EXPERTS),)](
+        share,
+        slot_expert,
+        places.ends,
+        places.physical,
+        places.stride,
+        NUM_EXPERTS=num_experts,
+        NUM_MASTERS=num_masters,
+        NUM_SLOTS=slot_expert.shape[1],
+        NUM_RANKS=num_ranks,
+        BLOCK_EXPERTS=_BLOCK_EXPERTS,
+        BLOCK_RANKS=max(32, triton.next_power_of_2(num_ranks)),
+        num_warps=4,
+    )
+    return places
 
 
 def reroute(
     topk_ids: torch.Tensor,
-    share: torch.Tensor,
-    slot_expert: torch.Tensor,
-    num_masters: int,
+    places: Places,
+    num_slots: int,
     counted: Counted,
     status: torch.Tensor,
+    *,
+    decision: torch.Tensor | None = None,
+    arrivals: Arrivals | None = None,
+    reported: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Physical ids (T, K) int32; twin ``host.reroute.reroute``.
+    """Physical ids (T, K) of the type of ``topk_ids``; twin ``host.reroute.reroute``.
 
-    ``topk_ids`` (T, K) int32 or int64, what is no expert becomes -1; ``share`` (E, R) int32
-    assignments of this source by target rank; ``slot_expert`` (R, S) int32; ``counted`` of the same
-    ids. Where the share holds fewer assignments than the ids, the rest goes to its master, which is
-    always right, and ``status`` (1,) says so (SHARE_TOO_SMALL).
+    Args:
+        topk_ids: (T, K) int32 or int64, what is no expert becomes -1.
+        places: of the plan.
+        num_slots: S of a rank.
+        counted: of the same ids.
+        status: (1,) int32. Where the places are fewer than the assignments, the rest goes to its
+            master, which is always right, and the status says so (SHARE_TOO_SMALL).
+        decision: (1,) int32; unless it is PLANNED every assignment goes to its master.
+        arrivals: with them the launch ends when this rank's slots have arrived; SLOT_TIMEOUT in
+            the status where one has not.
+        reported: (1,) int32 in page-locked memory, with ``arrivals``: the status of a wait that was
+            given up, until now, is written there.
     """
-    num_experts, num_ranks = share.shape
-    num_slots = slot_expert.shape[1]
+    num_experts, num_ranks = places.ends.shape
     ids = topk_ids.reshape(-1)
-    device = ids.device
-    ends = torch.empty((num_experts, num_ranks), dtype=torch.int32, device=device)
-    physical = torch.empty((num_experts, num_ranks), dtype=torch.int32, device=device)
-    stride = torch.empty(num_experts, dtype=torch.int32, device=device)
-    out = torch.empty(topk_ids.shape, dtype=torch.int32, device=device)
-    _places_kernel[(num_experts,)](
-        share,
-        slot_expert,
-        ends,
-        physical,
-        stride,
-        NUM_MASTERS=num_masters,
-        NUM_SLOTS=num_slots,
-        NUM_RANKS=num_ranks,
-        BLOCK_RANKS=max(32, triton.next_power_of_2(num_ranks)),
-        num_warps=1,
-    )
-    _assign_kernel[(counted.before.shape[0],)](
+    out = torch.empty(topk_ids.shape, dtype=topk_ids.dtype, device=ids.device)
+    num_blocks, has_wait = counted.before.shape[0], arrivals is not None
+    num_chunks = arrivals.tables.chunks.shape[0] if arrivals else 1
+    _assign_kernel[(num_blocks + (max(1, num_slots) if has_wait else 0),)](
         ids,
         counted.before,
-        ends,
-        physical,
-        stride,
+        places.ends,
+        places.physical,
+        places.stride,
         out,
         status,
+        status if decision is None else decision,
+        arrivals.slot_expert if arrivals else status,
+        arrivals.tables.flag_addresses if arrivals else status,
+        arrivals.epoch if arrivals else status,
+        status if reported is None else reported,
         ids.numel(),
+        num_blocks,
+        arrivals.rank if arrivals else 0,
+        num_chunks,
+        arrivals.tables.max_chunks if arrivals else 0,
+        arrivals.patience_ns if arrivals else 0,
         NUM_EXPERTS=num_experts,
-        NUM_MASTERS=num_masters,
+        NUM_MASTERS=num_experts // num_ranks,
         NUM_SLOTS=num_slots,
         NUM_RANKS=num_ranks,
         SEARCH_STEPS=(num_ranks - 1).bit_length(),
         BLOCK=BLOCK_IDS,
+        BLOCK_FLAGS=FLAGS_PER_LOOK,
+        HAS_DECISION=decision is not None,
+        HAS_WAIT=has_wait,
         num_warps=4,
     )
     return out

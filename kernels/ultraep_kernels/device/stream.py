@@ -2,8 +2,9 @@
 
 ``stream`` is one launch of persistent programs that work through this rank's tasks: the first half
 sends masters and never waits, the second half forwards from own slots, each chunk as soon as its
-flag says that it is there. ``wait_slots`` holds the stream until this rank's own slots are filled.
-Chunk c of slot (r, s) raises flag (r, s, c) at its target to the current epoch. Twin:
+flag says that it is there. ``await_slot``, a launch of its own or a part of ``reroute``'s, holds
+the stream until this rank's own slots are filled. Chunk c of slot (r, s) raises flag (r, s, c) at
+its target to the current epoch. Twin:
 ``host.stream.stream_chunks``, with the same tables.
 
 A chunk moves 16 bytes per access where source and target allow it, else byte by byte: keep tensors
@@ -21,9 +22,10 @@ from ultraep_kernels.device._signals import clock, fence_aliases, post, read_fla
 from ultraep_kernels.device.relays import Sends
 from ultraep_kernels.device.status import RELAY_TIMEOUT, SLOT_TIMEOUT, TIMEOUTS
 
-__all__ = ["StreamTables", "stream", "wait_slots"]
+__all__ = ["FLAGS_PER_LOOK", "Arrivals", "StreamTables", "await_slot", "stream", "wait_slots"]
 
 _BLOCK_WORDS = 4096  # of 4 bytes, per step of a copy
+FLAGS_PER_LOOK = 128  # as many as a program that waits for slots has threads
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,17 @@ class StreamTables:
     chunks: torch.Tensor  # (C, 3): tensor index, offset and size in bytes
     flag_addresses: torch.Tensor  # (R,): the ranks' chunk flags, (S, max_chunks) int64 each
     max_chunks: int  # chunks of the largest layer
+
+
+@dataclass(frozen=True)
+class Arrivals:
+    """What a rank's slots are waited for with; arguments as for ``stream``."""
+
+    slot_expert: torch.Tensor
+    tables: StreamTables
+    rank: int
+    epoch: torch.Tensor
+    patience_ns: int
 
 
 @triton.jit
@@ -60,7 +73,7 @@ def _copy(target, source, size, BLOCK: tl.constexpr):
         tl.store(target_bytes + index, data, mask=index < size)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_chunks", "max_chunks"])
 def _stream_kernel(
     tasks_ptr,  # (2, 1 + R * S) int32
     slot_expert_ptr,  # (R, S) int32
@@ -114,7 +127,8 @@ def _stream_kernel(
 
 
 @triton.jit
-def _wait_slots_kernel(
+def await_slot(
+    slot,
     slot_expert_ptr,  # (R, S) int32
     flags_ptr,  # (R,) int64
     epoch_ptr,  # (2,) int64
@@ -126,7 +140,7 @@ def _wait_slots_kernel(
     NUM_SLOTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    slot = tl.program_id(0)
+    """Return when this rank's slot, if the plan fills it, has arrived; else SLOT_TIMEOUT."""
     if tl.load(slot_expert_ptr + rank * NUM_SLOTS + slot) >= 0:
         epoch = tl.load(epoch_ptr)
         first = tl.load(flags_ptr + rank) + slot * max_chunks * 8
@@ -148,6 +162,34 @@ def _wait_slots_kernel(
             tl.atomic_or(status_ptr, SLOT_TIMEOUT)
         tl.debug_barrier()
         fence_aliases()
+
+
+@triton.jit(do_not_specialize=["num_chunks", "max_chunks"])
+def _wait_slots_kernel(
+    slot_expert_ptr,
+    flags_ptr,
+    epoch_ptr,
+    status_ptr,
+    rank,
+    num_chunks,
+    max_chunks,
+    patience_ns,
+    NUM_SLOTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    await_slot(
+        tl.program_id(0),
+        slot_expert_ptr,
+        flags_ptr,
+        epoch_ptr,
+        status_ptr,
+        rank,
+        num_chunks,
+        max_chunks,
+        patience_ns,
+        NUM_SLOTS,
+        BLOCK,
+    )
 
 
 def stream(
@@ -223,6 +265,6 @@ def wait_slots(
         tables.max_chunks,
         patience_ns,
         NUM_SLOTS=num_slots,
-        BLOCK=min(128, triton.next_power_of_2(num_chunks)),
-        num_warps=1,
+        BLOCK=FLAGS_PER_LOOK,
+        num_warps=4,
     )

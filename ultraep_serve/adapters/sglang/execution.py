@@ -104,10 +104,7 @@ class DeviceExperts(PhysicalExperts):
     def compute(
         self, layer: FusedMoE, x: torch.Tensor, topk_weights: torch.Tensor, physical: torch.Tensor
     ) -> torch.Tensor:
-        """As in a prefill; returns when the device is done.
-
-        More tokens than DeepEP's buffer holds go one batch after another.
-        """
+        """As in a prefill; more tokens than DeepEP's buffer holds go one batch after another."""
         weights, ids = topk_weights.to(x.device), physical.to(x.device)
         size = _most_tokens(x.shape[0])
         outputs = []
@@ -116,8 +113,6 @@ class DeviceExperts(PhysicalExperts):
                 part = slice(start, start + size)
                 chosen = StandardTopKOutput(weights[part], ids[part], router_logits=weights[part])
                 outputs.append(layer.forward_impl(x[part], chosen))
-        if x.is_cuda:
-            torch.cuda.synchronize(x.device)
         return torch.cat(outputs)
 
 

@@ -84,7 +84,7 @@ class DeviceExperts:
         """Output (T, H) for ``x`` (T, H), outside of vLLM's own forward pass: for measuring.
 
         More tokens than vLLM schedules at once go one batch after another: its buffers hold no
-        more. Returns when the device is done.
+        more.
         """
         moe = layer.moe_config
         ids = physical.to(x.device, layer.quant_method.topk_indices_dtype or torch.int32)
@@ -96,8 +96,6 @@ class DeviceExperts:
                 outputs.append(
                     RoutedExperts.forward_modular(layer, x[part], weights[part], ids[part])
                 )
-        if x.is_cuda:
-            torch.cuda.synchronize(x.device)
         return torch.cat(outputs)
 
     @staticmethod

@@ -1,0 +1,53 @@
+"""identity: topk_ids (T, K) logical -> topk_ids (T, K) physical, every assignment to its master.
+
+One launch, for batches that nothing is planned for. Twin: ``ultraep_serve.physical.master_ids``.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+__all__ = ["identity"]
+
+_BLOCK = 1024
+
+
+@triton.jit(do_not_specialize=["num_ids"], do_not_specialize_on_alignment=["ids_ptr"])
+def _identity_kernel(
+    ids_ptr,  # (N,) int32 or int64
+    out_ptr,  # (N,) of the same type
+    num_ids,
+    NUM_EXPERTS: tl.constexpr,
+    NUM_MASTERS: tl.constexpr,
+    NUM_SLOTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    ids = tl.load(ids_ptr + offsets, mask=offsets < num_ids, other=-1)
+    valid = (ids >= 0) & (ids < NUM_EXPERTS)
+    expert = tl.where(valid, ids, 0).to(tl.int32)
+    master = expert // NUM_MASTERS * (NUM_MASTERS + NUM_SLOTS) + expert % NUM_MASTERS
+    tl.store(out_ptr + offsets, tl.where(valid, master, -1), mask=offsets < num_ids)
+
+
+def identity(
+    topk_ids: torch.Tensor, num_logical_experts: int, num_masters: int, num_slots: int
+) -> torch.Tensor:
+    """Physical ids (T, K) of the type of ``topk_ids`` (T, K) int32 or int64.
+
+    What is no expert becomes -1. ``num_masters`` L and ``num_slots`` S of each rank.
+    """
+    ids = topk_ids.reshape(-1)
+    out = torch.empty(topk_ids.shape, dtype=topk_ids.dtype, device=topk_ids.device)
+    if ids.numel():
+        _identity_kernel[(triton.cdiv(ids.numel(), _BLOCK),)](
+            ids,
+            out,
+            ids.numel(),
+            NUM_EXPERTS=num_logical_experts,
+            NUM_MASTERS=num_masters,
+            NUM_SLOTS=num_slots,
+            BLOCK=_BLOCK,
+            num_warps=4,
+        )
+    return out

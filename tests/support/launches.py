@@ -1,0 +1,135 @@
+"""What the host does for one layer on the device path, counted; no GPU and no interpreter.
+
+Launches are recorded instead of made, on tensors in host memory, so nothing is computed: what the
+device would decide shows only where a test writes it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from ultraep_kernels.device.offline import recorded_launches
+
+from tests.support.host_driver import HostDriver
+from tests.support.mirror import FakeRecorder, mirrored_balancer
+from ultraep_serve.backend import GroupSetup
+from ultraep_serve.cuda import timing
+from ultraep_serve.cuda.balancer import DeviceBalancer, device_row_width
+from ultraep_serve.cuda.recording import Page
+from ultraep_serve.speeds import expert_clock
+from ultraep_serve.topology import Location
+from ultraep_serve.types import Decision, ExpertShape, Policy, TokenView
+
+__all__ = ["KINDS", "HostWork", "count_layers", "launches_per_layer", "recorded_balancer"]
+
+KINDS = ("balanced", "left_alone", "off", "decode")
+SHAPE, LAYERS, TOKENS, TOP_K, SMALL = ExpertShape(8, 64, 2), 4, 300, 4, 100
+_VIEWS = {"view", "select", "slice", "split", "expand", "as_strided", "alias", "detach", "t"}
+_VIEWS |= {"_unsafe_view", "unsqueeze", "squeeze", "transpose", "permute", "_reshape_alias"}
+_ON_HOST = {"_local_scalar_dense", "is_pinned", "lift_fresh"}
+_EMPTY = {"empty", "empty_like", "empty_strided", "new_empty"}
+
+
+@dataclass
+class HostWork:
+    """What was asked of the device, in order."""
+
+    kernels: list[str] = field(default_factory=list)  # Triton's, by name
+    operations: list[str] = field(default_factory=list)  # torch's, each a kernel or more
+    allocations: int = 0
+    copies: int = 0  # that no kernel makes
+    events: int = 0  # recorded
+    waits: int = 0  # of the host for the device
+
+    @property
+    def launches(self) -> int:
+        """Kernels of either kind."""
+        return len(self.kernels) + len(self.operations)
+
+
+class _Operations(TorchDispatchMode):
+    """Notes what torch would do on a device."""
+
+    def __init__(self, work: HostWork) -> None:
+        super().__init__()
+        self._work = work
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.split("::")[1]
+        result = func(*args, **(kwargs or {}))
+        if name in _VIEWS or name in _ON_HOST:
+            return result
+        if name == "copy_":
+            self._work.copies += 1
+        elif name not in _EMPTY:
+            self._work.operations.append(name)
+        self._work.allocations += not name.endswith("_")
+        return result
+
+
+def recorded_balancer(recorder: FakeRecorder, shape: ExpertShape = SHAPE) -> DeviceBalancer:
+    """Rank 0 of a group; use it inside ``recorded_launches`` only."""
+    experts = shape.num_logical_experts
+    masters = [[torch.ones((shape.num_masters, 64))] for _ in range(LAYERS)]
+    rows = torch.zeros((shape.num_ranks, device_row_width(experts, TokenView.OWN)))
+    # what DeviceBalancer reads of BalanceConfig, which needs pydantic
+    config: Any = SimpleNamespace(
+        policy=Policy.QUOTA,
+        min_batch_tokens=SMALL,
+        max_imbalance=1.02,
+        relay="auto",
+        allow_ideal=False,
+        speeds="auto",
+        chunk_bytes=1 << 12,
+    )
+    setup = GroupSetup(config, shape, TokenView.OWN, Location.on_one_host(0, shape.num_ranks))
+    return mirrored_balancer(HostDriver(), setup, masters, rows.int(), recorder, 1, 1)[0]
+
+
+def count_layers(kind: str, batches: int = 2) -> list[HostWork]:
+    """The work of every layer of the last of ``batches`` alike; ``kind`` is one of ``KINDS``."""
+    assert kind in KINDS
+    recorder = FakeRecorder(policy=Policy.OFF if kind == "off" else Policy.QUOTA)
+    ids = torch.zeros((TOKENS, TOP_K), dtype=torch.int32)
+    tokens = SMALL - 1 if kind == "decode" else TOKENS
+    found: list[HostWork] = []
+    still_running = mock.patch.object(Page, "is_done", property(lambda _page: False))
+    with recorded_launches() as launches, still_running:
+        balancer = recorded_balancer(recorder)
+        if kind == "off":  # as the device and the host have found the batch before
+            balancer._decision.fill_(Decision.POLICY_OFF)
+            balancer._was_off = True
+        for _ in range(batches):
+            found = []
+            for layer in range(LAYERS):
+                found.append(work := HostWork())
+                launches.clear()
+                with _counted_events(work), _Operations(work):
+                    balancer.route(layer, ids, tokens)
+                    with expert_clock:
+                        pass
+                    balancer.computed()
+                work.kernels = [launch.function.__name__ for launch in launches]
+    return found
+
+
+def _counted_events(work: HostWork) -> Any:
+    record: Callable[[Any], None] = timing._HostMark.record
+
+    def recorded(mark: Any) -> None:
+        work.events += 1
+        record(mark)
+
+    def waited(_mark: Any) -> None:
+        work.waits += 1
+
+    return mock.patch.multiple(timing._HostMark, record=recorded, synchronize=waited)
+
+
+def launches_per_layer() -> dict[str, int]:
+    """Kernels launched for a layer that is not a batch's first, by kind of layer."""
+    return {kind: count_layers(kind)[1].launches for kind in KINDS}
