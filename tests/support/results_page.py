@@ -18,6 +18,7 @@ from tests.support.reference_page import table, with_table
 from ultraep_serve.client.prefill import WITHOUT_EP
 
 __all__ = [
+    "LOAD",
     "MEASUREMENTS",
     "README",
     "RESULTS",
@@ -35,9 +36,12 @@ MEASUREMENTS = _ROOT / "docs" / "measurements.md"
 RESULTS = _ROOT / "benchmarks" / "results"
 TIMES = ("serving-ttft", "serving-balanced", "sglang-ttft", "sglang-balanced")
 SPEEDS = "speeds"
+LOAD = "serving-load"
 SIMULATION = "simulation"
 _ENGINES = ("serving", "sglang")  # how the names of JSON files begin
 _VARIANTS = {"off": "off", "quota": "quota", "ideal": "ideal", WITHOUT_EP: "without EP"}
+_BASES = ("off", "without-ep")
+_CONTENDERS = {"off": "off", "quota": "quota", "without-ep": "without EP"}
 _NOT_MEASURED = "not measured"
 _DEMO = re.compile(r"^╭.*?╯$", re.MULTILINE | re.DOTALL)
 _WIDTH = 80
@@ -60,10 +64,11 @@ def readme(text: str) -> str:
 
 
 def measurements(text: str) -> str:
-    """docs/measurements.md with the tables of times, of speeds, and of what was simulated."""
+    """docs/measurements.md with its tables: times, speeds, load, and what was simulated."""
     for name in TIMES:
         text = with_table(text, name, times(name))
     text = with_table(text, SPEEDS, _by_time())
+    text = with_table(text, LOAD, _under_load())
     return with_table(text, SIMULATION, _simulated())
 
 
@@ -130,6 +135,31 @@ def _by_time() -> str:
                     ", ".join(f"{speed:.2f}" for speed in speeds) or "equal",
                 )
             )
+    return table(head, rows)
+
+
+def _under_load() -> str:
+    """Every contender at every rate; means over repeats."""
+    document = _document(LOAD)
+    head = (
+        "requests/s", "contender", "TTFT: mean, P50, P90, P99", "ITL P99", "goodput",
+        "mean TTFT: quota / off, quota / without EP",
+    )  # fmt: skip
+    rows = []
+    for row in document["rows"]:
+        times = [row[f"ttft_{name}_seconds"]["mean"] for name in ("mean", "p50", "p90", "p99")]
+        over = [row["over"][base]["ttft_mean_seconds"] for base in _BASES if base in row["over"]]
+        ratios = ("{:.2f} ({:.2f} to {:.2f})".format(one["mean"], *one["interval"]) for one in over)
+        rows.append(
+            (
+                f"{row['rate']:g}",
+                _CONTENDERS[row["contender"]],
+                ", ".join(f"{seconds:.2f}" for seconds in times) + " s",
+                f"{1000 * row['itl_p99_seconds']['mean']:.0f} ms",
+                f"{row['goodput_per_second']['mean']:.2f}/s",
+                ", ".join(ratios) or "–",
+            )
+        )
     return table(head, rows)
 
 
