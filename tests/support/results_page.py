@@ -157,7 +157,7 @@ def _under_load() -> str:
                 ", ".join(f"{seconds:.2f}" for seconds in times) + " s",
                 f"{1000 * row['itl_p99_seconds']['mean']:.0f} ms",
                 f"{row['goodput_per_second']['mean']:.2f}/s",
-                ", ".join(ratios) or "–",
+                ", ".join(ratios) or "-",
             )
         )
     return table(head, rows)

@@ -1,25 +1,32 @@
 """What the tests of both engines' servers have in common."""
 
+import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
 
+from tests.support.namespaces import Hosts, on_host
 from ultraep_serve.client.sidecar import Sidecar
 from ultraep_serve.costs.model import CostModel
 from ultraep_serve.demo.balanced_server import (
     BalancedServer,
     check_tokens,
     expert_parallel_flags,
+    generate_under,
     mixed_prompts,
 )
+from ultraep_serve.errors import BenchError
 from ultraep_serve.types import Policy
 
 CONTEXT = 4096
+HOSTS_TIMEOUT = 10
 PROMPTS = mixed_prompts(16)
 # The models are so small that copying an expert may take longer than computing it.
 MOVING_ALWAYS_PAYS = CostModel(
@@ -56,19 +63,78 @@ def check_balanced(server: BalancedServer, num_layers: int) -> None:
     assert summary["batches"]["skipped"]["inconsistent"] == 0
 
 
+class HostServer(BalancedServer):
+    """One of two hosts, in namespaces of its own."""
+
+    token = "t" * 43
+    hosts: Hosts
+    host: int
+
+    @property
+    def address(self) -> str:
+        """Its address on the link."""
+        return self.hosts.addresses[self.host]
+
+    def _environment(self) -> dict[str, str]:
+        own = {"VLLM_HOST_IP": self.address, "SGLANG_HOST_IP": self.address}
+        gloo = {"GLOO_SOCKET_IFNAME": self.hosts.link, "ULTRAEP_CONTROL_TOKEN": self.token}
+        return {**os.environ, **own, **gloo}
+
+    def _command(self) -> list[str]:
+        command = [*super()._command(), "--sidecar-host", self.address]
+        return self.hosts.command(self.host, command)
+
+
 @contextmanager
 def two_hosts(
-    engine: str, model: Path, directory: Path, shared: list[str], second_flags: list[str]
-) -> Iterator[tuple[BalancedServer, BalancedServer]]:
-    """A launcher for each of two hosts, both on this machine; the first one serves."""
+    engine: str,
+    model: Path,
+    directory: Path,
+    hosts: Hosts,
+    shared: list[str],
+    second_flags: list[str],
+) -> Iterator[tuple[HostServer, HostServer]]:
+    """A launcher for each of two hosts; the first one serves. Inside, the network is its own."""
     costs = directory / "costs.json"
     costs.write_text(MOVING_ALWAYS_PAYS.to_json())
-    flags = [*shared, "--costs", str(costs), "--timeout-seconds", "20"]
-    second = BalancedServer(
+    flags = [*shared, "--costs", str(costs), "--timeout-seconds", str(HOSTS_TIMEOUT)]
+    second = HostServer(
         model, [*flags, *second_flags], directory / "second.log", engine=engine, serves=False
     )
-    with second, BalancedServer(model, flags, directory / "first.log", engine=engine) as first:
+    first = HostServer(model, flags, directory / "first.log", engine=engine)
+    for host, server in enumerate((first, second)):
+        server.hosts, server.host = hosts, host
+        server.sidecar_url = f"http://{server.address}:{server.sidecar_port}"
+    with on_host(hosts, 0), second, first:
         yield first, second
+
+
+def check_cut(first: HostServer, second: HostServer) -> None:
+    """With the link cut, /readyz says so on both hosts, and both end with an error that does.
+
+    Before, the second host's sidecar is asked over the link; then from where it runs.
+    """
+    request = threading.Thread(target=_try_to_generate, args=(first,), daemon=True)
+    request.start()  # so that ranks wait for each other in the engine's own collectives
+    time.sleep(0.5)
+    first.hosts.cut()
+    cut = time.monotonic()
+    for server, other in ((first, second), (second, first)):
+        with on_host(server.hosts, server.host):
+            while (answer := httpx.get(f"{server.sidecar_url}/readyz")).status_code == 200:
+                assert time.monotonic() - cut < 10
+                time.sleep(0.2)
+        assert f"host {other.address} (ranks " in answer.text
+    for server, other in ((first, second), (second, first)):
+        assert server.wait(cut + HOSTS_TIMEOUT + 15 - time.monotonic()) != 0
+        log = server.log_path.read_text(errors="replace")
+        assert f"ends: host {other.address} (ranks " in log
+    request.join()
+
+
+def _try_to_generate(server: BalancedServer) -> None:
+    with suppress(BenchError, httpx.HTTPError):
+        generate_under(server, Policy.QUOTA, PROMPTS)
 
 
 def check_two_hosts(first: BalancedServer, second: BalancedServer, num_layers: int) -> None:

@@ -30,8 +30,9 @@ from ultraep_serve.ring.run_directory import (
     name_of_run,
 )
 from ultraep_serve.topology import Location, PipelineStage, host_identity, locate
+from ultraep_serve.watch import HostLink, join_hosts
 
-__all__ = ["find_location", "meet", "refuse_or_serve_plainly", "wait_for_all"]
+__all__ = ["find_location", "meet", "meet_hosts", "refuse_or_serve_plainly", "wait_for_all"]
 
 _ONLY_STAGE = PipelineStage()
 _OF_ONE_HOST = ("run_dir", "sidecar")  # settings that may differ from host to host
@@ -173,6 +174,15 @@ def wait_for_all(setup: GroupSetup) -> None:
     group = setup.engine_group
     if group is not None and setup.location.num_domains > 1:
         HostAllGather(group.on_host, setup.connect_seconds).gather(np.zeros(1, np.int64))
+
+
+def meet_hosts(setup: GroupSetup) -> HostLink | None:
+    """``join_hosts``; None where all ranks share a host. Raises PeerTimeoutError."""
+    group, location = setup.engine_group, setup.location
+    if group is None or location.host_size == location.num_ranks:
+        return None
+    ranks = HostAllGather(group.on_host, setup.connect_seconds)
+    return join_hosts(location, group.meeting_point, ranks.gather)
 
 
 def _host_name() -> NDArray[np.int64]:

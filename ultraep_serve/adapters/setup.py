@@ -14,7 +14,12 @@ from multiprocessing.util import Finalize
 import torch
 from torch import nn
 
-from ultraep_serve.adapters.rendezvous import find_location, meet, wait_for_all
+from ultraep_serve.adapters.rendezvous import (
+    find_location,
+    meet,
+    meet_hosts,
+    wait_for_all,
+)
 from ultraep_serve.backend import Backend, GroupSetup
 from ultraep_serve.collectives import EngineGroup
 from ultraep_serve.config import BalanceConfig
@@ -28,6 +33,7 @@ from ultraep_serve.ring.spool import SpoolSource, SpoolWriter
 from ultraep_serve.speeds import fixed_speeds
 from ultraep_serve.topology import Location, PipelineStage
 from ultraep_serve.types import ExpertShape, TokenView
+from ultraep_serve.watch import RankWatch
 
 __all__ = [
     "BalancedLayers",
@@ -113,6 +119,7 @@ class BalancedLayers:
         self._control = control = ControlPage.open(self._run_path)
         primary = location.is_host_primary and pipeline.number == 0
         self._recorder.at_heartbeat(lambda: control.follow(put_back=primary))
+        self._watch_others()
         self._spool = self._create_spool(engine)
         self._costs = backend.calibrate(run_layer)
         policies = self._control if rank == 0 else None
@@ -142,6 +149,20 @@ class BalancedLayers:
         # Before the run directory is left: a recorder makes a ring anew that somebody deleted.
         Finalize(None, recorder.close, exitpriority=1)
         return recorder
+
+    def _watch_others(self) -> None:
+        """From now on; until here ranks may load for longer than the timeout."""
+        setup = self._setup
+        watch = RankWatch(
+            self._run_path,
+            setup.location,
+            setup.config.timeout_seconds,
+            self._recorder,
+            meet_hosts(setup),
+            self._pipeline,
+        )
+        self._recorder.at_heartbeat(watch.look)
+        Finalize(None, watch.close, exitpriority=2)
 
     def _create_spool(self, engine: str) -> SpoolWriter | None:
         """Where all ranks see the same tokens, one records them; of a pipeline the first stage.

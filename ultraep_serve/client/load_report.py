@@ -304,11 +304,12 @@ def _panel(axes: Any, document: Document, name: str) -> None:
         points = {"color": colour, "marker": marker, "s": 14, "alpha": 0.6}
         axes.scatter([w["rate"] for w in windows], [w[name] for w in windows], **points)
     if is_time:
-        from matplotlib.ticker import LogFormatter
+        from matplotlib.ticker import LogLocator
 
         axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(LogFormatter())  # 0.2 instead of 2 x 10^-1
-        axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:g}")  # 0.2 instead of 2 x 10^-1
+        axes.minorticks_off()
     if name.startswith("ttft"):
         objective = document["ttft_objective_seconds"]
         axes.axhline(objective, color="black", linewidth=0.8, linestyle=":")

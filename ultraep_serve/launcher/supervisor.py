@@ -18,6 +18,7 @@ from typing import IO
 from ultraep_serve.config import BalanceConfig, child_environment
 from ultraep_serve.errors import EngineEndedError, RingError, UnsupportedError
 from ultraep_serve.ring.reader import RingReader
+from ultraep_serve.ring.run_directory import lost_reason
 from ultraep_serve.ring.schema import RING_PREFIX, RingState
 from ultraep_serve.types import Policy
 
@@ -29,6 +30,7 @@ _ASKED_SECONDS = 50.0  # for requests to end after a signal; a pod usually gets 
 _GROUP_SECONDS = 5.0
 _HEALTH_SECONDS = 2.0
 _LOOK_SECONDS = 1.0
+_LOST_SECONDS = 3.0  # for an engine to end by itself once a rank or host was given up
 _libc = ctypes.CDLL(None)
 
 
@@ -60,13 +62,16 @@ def supervise(engine: EngineCommand, config: BalanceConfig, sidecar: list[str] |
             children.append(server)
             signals.repeat()
             watch.start(lambda: stop_child(server))
-            code = _wait(server, signals)
+            code = _wait(server, signals, lambda: _lost(config))
         finally:
+            lost = _lost(config)
             watch.stop()
             for child in reversed(children):
                 stop_child(child)
     if watch.problem:
         raise UnsupportedError(watch.problem)
+    if lost and not signals.received:
+        raise EngineEndedError(lost)
     if code == 0 and config.policy is not Policy.OFF and not signals.received:
         raise EngineEndedError(
             "the engine ended without being stopped, so a rank is lost, or another host was "
@@ -177,21 +182,31 @@ def start_child(
     )
 
 
-def _wait(child: subprocess.Popen[bytes], signals: _forwarded_signals) -> int:
+def _lost(config: BalanceConfig) -> str:
+    return lost_reason(config.run_path) if config.run_dir else ""
+
+
+def _wait(
+    child: subprocess.Popen[bytes], signals: _forwarded_signals, lost: Callable[[], str]
+) -> int:
     """Its exit code. Waits in steps instead of blocking.
 
     A signal that arrives just before a blocking wait begins would not be handled until it ends. A
     child that does not end after a signal is killed: ranks of SGLang on other hosts than the first
-    wait for the first host to end them.
+    wait for the first host to end them. So is one that does not end once ``lost`` gives a reason.
     """
     asked: float | None = None  # when a signal was seen
+    ended: float | None = None  # when ranks were seen to have given up
     while True:
         try:
             return child.wait(_LOOK_SECONDS)
         except subprocess.TimeoutExpired:
             now = time.monotonic()
             asked = (asked or now) if signals.received else None
-            if asked is not None and now - asked > _ASKED_SECONDS:
+            ended = ended or (now if lost() else None)
+            if (asked is not None and now - asked > _ASKED_SECONDS) or (
+                ended is not None and now - ended > _LOST_SECONDS
+            ):
                 child.kill()
 
 

@@ -27,6 +27,7 @@ from ultraep_serve.ring.schema import (
     HEADER_DTYPE,
     MAX_CAPACITY,
     RECORD_HEAD,
+    UNHEARD_BYTES,
     RingState,
     header_page,
     parse_header,
@@ -63,6 +64,8 @@ _LAYERS, _STAGE_NS, _LAST_BATCH = _word("layers"), _word("stage_ns"), _word("las
 _SENT, _RECEIVED, _REPLICAS = _word("bytes_sent"), _word("bytes_received"), _word("replicas")
 
 
+assert HEADER_DTYPE.fields is not None
+_UNHEARD = HEADER_DTYPE.fields["unheard"][1]
 _ONLY_STAGE = PipelineStage()
 
 
@@ -225,8 +228,15 @@ class Recorder:
         """Publish the policy in force until a batch does."""
         self._store(_POLICY, _POLICY_CODES[policy])
 
+    def set_unheard(self, text: str) -> None:
+        """Publish which ranks and hosts this one does not hear; empty: all are heard."""
+        content = text.encode("ascii", "replace")[:UNHEARD_BYTES].ljust(UNHEARD_BYTES, b"\0")
+        with self._lock:
+            if not self._mapped.closed:
+                self._page[_UNHEARD : _UNHEARD + UNHEARD_BYTES] = content
+
     def at_heartbeat(self, function: Callable[[], None]) -> None:
-        """Call ``function`` once a second, off the path of batches; it must not raise."""
+        """Call ``function`` once a second, off the path of batches, until it raises."""
         self._at_heartbeat.append(function)
 
     def close(self) -> None:
@@ -303,8 +313,12 @@ class Recorder:
         # Without the lock, so that a batch never waits for this thread; close() joins it first.
         while not self._stopping.wait(HEARTBEAT_SECONDS):
             self._words[_HEARTBEAT] = time.monotonic_ns()
-            for function in self._at_heartbeat:
-                function()
+            for function in tuple(self._at_heartbeat):
+                try:
+                    function()
+                except Exception:  # a heart that stops would make others give this rank up
+                    self._at_heartbeat.remove(function)
+                    _LOGGER.exception("ultraep: a rank goes on without %r", function)
 
     def _put_back(self) -> None:
         """Where the file was deleted while serving, go on in a copy of it under the same name.

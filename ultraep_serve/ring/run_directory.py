@@ -17,10 +17,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ultraep_serve.errors import ConfigError, SharedMemoryError
-from ultraep_serve.files import open_own_directory
+from ultraep_serve.files import open_own_directory, open_regular
 
 __all__ = [
     "CONFIG_FILE",
+    "LOST_FILE",
     "SHARED_MEMORY",
     "TOKEN_FILE",
     "UNBALANCED_FILE",
@@ -28,6 +29,7 @@ __all__ = [
     "abandoned_run_directories",
     "hold",
     "is_running",
+    "lost_reason",
     "name_of_run",
     "remove_abandoned",
     "remove_run_directories",
@@ -38,6 +40,8 @@ __all__ = [
 
 SHARED_MEMORY = Path("/dev/shm")
 CONFIG_FILE = "config.json"
+_MAX_REASON = 1000
+LOST_FILE = "lost"  # one line of text: which rank or host was given up
 TOKEN_FILE = "token"
 UNBALANCED_FILE = "unbalanced"  # one line of text: why this server runs without balancing
 _LOCK_SECONDS = 5.0  # for other processes to let go; they need milliseconds
@@ -151,6 +155,15 @@ def running_run_directories() -> list[Path]:
     """Directories of this user's runs, sorted by name."""
     with _one_start_at_a_time():
         return [path for path in _own() if _is_held(path)]
+
+
+def lost_reason(run_path: Path) -> str:
+    """Which rank or host was given up by the ranks of this run; empty while none is."""
+    try:
+        with os.fdopen(open_regular(run_path / LOST_FILE), "rb") as file:
+            return file.read(_MAX_REASON).decode(errors="replace")
+    except OSError:
+        return ""
 
 
 def name_of_run(process: int, number: int) -> str:

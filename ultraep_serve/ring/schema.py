@@ -32,6 +32,7 @@ __all__ = [
     "RECORD_HEAD",
     "RING_PREFIX",
     "RING_VERSION",
+    "UNHEARD_BYTES",
     "RecordArray",
     "RingHeader",
     "RingState",
@@ -42,10 +43,11 @@ __all__ = [
     "ring_path",
 ]
 
-RING_VERSION = 7
+RING_VERSION = 8
 RING_PREFIX = "ring-"  # of the files' names, before the number
 MAGIC = b"UEPRING\x01"
 HEADER_BYTES = 4096
+UNHEARD_BYTES = 512
 MAX_CAPACITY = 1 << 20
 MAX_RANKS = 4096
 _MAX_SLOTS = 1024
@@ -102,6 +104,7 @@ _HEADER_FIELDS: list[Any] = [
     ("engine", "S32"),
     ("mode", "S16"),
     ("first_host", "S64"),  # name of the host that holds rank 0
+    ("unheard", f"S{UNHEARD_BYTES}"),  # which ranks and hosts this one does not hear
 ]
 
 
@@ -199,6 +202,7 @@ class RingHeader:
     bytes_received: int
     replicas: int
     stage_ns: tuple[int, ...]  # by Stage
+    unheard: str  # which ranks and hosts it does not hear; empty: all are
 
     @property
     def rank(self) -> int:

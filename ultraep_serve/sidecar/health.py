@@ -135,4 +135,4 @@ def problem(view: RankView, num_ranks: int, unreadable: str) -> str:
         return f"process {view.header.pid} has died"
     if not view.alive:
         return f"no heartbeat for {view.heartbeat_age_seconds:.1f} s"
-    return ""
+    return "".join(filter(str.isprintable, view.header.unheard))

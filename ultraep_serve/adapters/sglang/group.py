@@ -10,8 +10,9 @@ import torch
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatcher
 from sglang.srt.layers.moe.utils import filter_moe_weight_param_global_expert
-from sglang.srt.runtime_context import get_parallel
+from sglang.srt.runtime_context import get_parallel, get_server_args
 from sglang.srt.utils import is_cpu
+from sglang.srt.utils.network import NetworkAddress
 from torch import nn
 
 from ultraep_serve.adapters.execution import Execution, compute_balanced
@@ -162,11 +163,17 @@ def _join(
             run_layer=functools.partial(
                 compute_balanced, execution, first, shape, view, first.top_k, row
             ),
-            group=EngineGroup(ranks.cpu_group, ranks.device_group),
+            group=EngineGroup(ranks.cpu_group, ranks.device_group, _first_host()),
         )
     except UnsupportedError:
         execution.take_slots_back(layers, parameters, shape)
         raise
+
+
+def _first_host() -> str:
+    """Its address in the engine's network, as its operator gave it; empty on one host."""
+    given = get_server_args().dist_init_addr
+    return NetworkAddress.parse(given).host if given else ""
 
 
 def _view_of(layer: FusedMoE) -> TokenView:

@@ -159,7 +159,9 @@ class ExpertGroup:
                 rank=ranks.rank_in_group,
                 engine="vllm",
                 run_layer=functools.partial(self._run_layer, shape),
-                group=EngineGroup(ranks.cpu_group, ranks.device_group),
+                group=EngineGroup(
+                    ranks.cpu_group, ranks.device_group, _first_host(self.vllm_config)
+                ),
                 pipeline=_pipeline_of(self.vllm_config),
             )
         except UnsupportedError:
@@ -187,6 +189,12 @@ def _pipeline_of(vllm_config: VllmConfig) -> PipelineStage:
         return PipelineStage()
     run = int.from_bytes(blake2b(vllm_config.instance_id.encode(), digest_size=8).digest()) >> 2
     return PipelineStage(get_pp_group().rank_in_group, size, run)
+
+
+def _first_host(vllm_config: VllmConfig) -> str:
+    """Its address in the engine's network, as its operator gave it."""
+    parallel = vllm_config.parallel_config
+    return str(parallel.master_addr if parallel.nnodes > 1 else parallel.data_parallel_master_ip)
 
 
 def _engine_tokens() -> int | None:
