@@ -1,5 +1,6 @@
 """Fixtures shared by several test files."""
 
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +16,12 @@ if TYPE_CHECKING:
 
     from tests.support.rings import SyntheticRun
     from tests.support.sidecar_runs import SkewedRun
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interrupts() -> None:
+    """Ctrl-C reaches tests and their processes, also where a shell in the background ignores it."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture

@@ -322,7 +322,7 @@ def test_experts_are_timed_in_the_stream_and_published() -> None:
     recorder = FakeRecorder()
     balancer = alone(CONFIG, recorder, replace(NO_COSTS, per_assignment=10**8))
     ids = even(0).repeat(LEAST_ROWS // 8, 1)  # as many rows per expert as are measured
-    for _ in range(13):
+    for _ in range(43):
         for layer in range(LAYERS):
             balancer.route(layer, ids, 100)
             with expert_clock:

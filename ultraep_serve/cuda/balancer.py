@@ -166,6 +166,7 @@ class DeviceBalancer:
         the engine has computed number 0. They come in the same order in every layer, on every rank,
         and have ``batch_tokens`` of their own. Raises PeerTimeoutError when a rank is gone, batches
         later; then for every micro-batch of a layer, because their threads wait for each other.
+        Raises ConfigError in the capture of a graph, where so many ids were never routed before.
         """
         self._fabric.check_peers(look=micro_batch == 0)
         capturing = is_capturing(self._device)
@@ -290,6 +291,8 @@ class DeviceBalancer:
         experts, is_own = self._shape.num_logical_experts, self._view is TokenView.OWN
         size = 1 << max(0, topk_ids.numel() - 1).bit_length()
         if size not in self._counts:
+            if is_capturing(self._device):  # a graph would own them, and set them to 0 in a replay
+                raise ConfigError(f"route {size} ids once before a CUDA graph of it is captured")
             total = None if is_own else self._shared[0]
             self._counts[size] = new_count_buffers(size, experts, self._device, total)
         return count(

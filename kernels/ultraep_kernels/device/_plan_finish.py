@@ -42,7 +42,10 @@ def _spread(loads, quota, experts, source, NUM_RANKS: tl.constexpr, BLOCK_RANKS:
     return tl.maximum(overlap, 0) + tl.where(is_source, home[:, None], 0)
 
 
-@triton.jit(do_not_specialize=["source", "rank"])
+@triton.jit(
+    do_not_specialize=["source", "rank"],
+    do_not_specialize_on_alignment=["outcome_ptr"],  # a line of a page
+)
 def finish_kernel(
     loads_ptr,  # (R, E) integers
     stride_rank,
