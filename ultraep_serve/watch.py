@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ultraep_serve.errors import RingError
+from ultraep_serve.errors import RingError, UltraEPError
 from ultraep_serve.files import write_whole
 from ultraep_serve.ring.reader import RingReader
 from ultraep_serve.ring.recorder import HEARTBEAT_SECONDS, Recorder
@@ -330,7 +330,7 @@ class RankWatch:
 
     def _give_up(self, reason: str) -> None:
         self._is_over = True
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, UltraEPError):  # no room: the others are told below
             write_whole(self.run_path / LOST_FILE, reason.encode())
         self.recorder.set_unheard(reason)
         with contextlib.suppress(OSError, ValueError):
