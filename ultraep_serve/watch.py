@@ -17,6 +17,7 @@ import os
 import secrets
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -258,15 +259,15 @@ class RankWatch:
         self._show(quiet, unheard)
         if reason := self._reason():
             self._give_up(reason)
-        elif self.link is not None:
+        elif self.link is not None and not self._is_over:
             self.link.send(_Message(self.link.host, unheard, quiet, "", False))
 
     def close(self) -> None:
         """Tell the other hosts that this one was stopped, and watch no longer."""
-        if not self._is_over and self.link is not None:
+        was_over, self._is_over = self._is_over, True
+        if not was_over and self.link is not None:
             for _ in range(3):
                 self.link.send(_Message(self.link.host, [], [], "", True))
-        self._is_over = True
 
     def _hears_rank(self, rank: int, step: float) -> bool:
         neighbour, name = self._neighbours[rank], f"rank {rank}"
@@ -281,9 +282,10 @@ class RankWatch:
     def _hear_hosts(self, step: float) -> list[int]:
         """Hosts that are not heard."""
         assert self.link is not None
-        fresh = {message.host: message for message in self.link.receive()}
+        messages = list(self.link.receive())
+        fresh = {message.host: message for message in messages}
         self._reports |= fresh
-        self._gone |= {host for host, message in fresh.items() if message.leaves}
+        self._gone |= {message.host for message in messages if message.leaves}
         return [
             host
             for host in self.link.addresses
@@ -330,15 +332,21 @@ class RankWatch:
 
     def _give_up(self, reason: str) -> None:
         self._is_over = True
-        with contextlib.suppress(OSError, UltraEPError):  # no room: the others are told below
-            write_whole(self.run_path / LOST_FILE, reason.encode())
-        self.recorder.set_unheard(reason)
-        with contextlib.suppress(OSError, ValueError):
-            sys.stderr.write(f"ultraep: error: rank {self.location.rank} ends: {reason}\n")
-            sys.stderr.flush()
-        deadline = time.monotonic() + _GRACE_SECONDS
-        while time.monotonic() < deadline:
-            if self.link is not None:
-                self.link.send(_Message(self.link.host, [], [], reason, False))
-            time.sleep(0.2)
-        self.end(1)
+        latest = threading.Timer(2 * _GRACE_SECONDS, self.end, (1,))  # a full log pipe may block
+        latest.daemon = True
+        latest.start()
+        try:
+            with contextlib.suppress(OSError, UltraEPError):  # no room: the others are told below
+                write_whole(self.run_path / LOST_FILE, reason.encode())
+            self.recorder.set_unheard(reason)
+            with contextlib.suppress(AttributeError, OSError, ValueError):
+                sys.stderr.write(f"ultraep: error: rank {self.location.rank} ends: {reason}\n")
+                sys.stderr.flush()
+            deadline = time.monotonic() + _GRACE_SECONDS
+            while time.monotonic() < deadline:
+                if self.link is not None:
+                    self.link.send(_Message(self.link.host, [], [], reason, False))
+                time.sleep(0.2)
+        finally:
+            latest.cancel()
+            self.end(1)

@@ -9,14 +9,16 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from tests.support.namespaces import Hosts, enter_network, two_namespaces
+from ultraep_serve.errors import OutputError
 from ultraep_serve.ring.reader import RingReader
 from ultraep_serve.ring.recorder import Recorder
-from ultraep_serve.ring.run_directory import lost_reason
+from ultraep_serve.ring.run_directory import LOST_FILE, lost_reason
 from ultraep_serve.ring.schema import RingState, ring_path
 from ultraep_serve.topology import Location
 from ultraep_serve.types import ExpertShape
@@ -170,6 +172,30 @@ def test_its_own_pause_is_not_the_silence_of_others(
     recorder.close()
     assert ended == []
     assert lost_reason(run_path) == ""
+
+
+@pytest.mark.parametrize("wrong", ["no room", "nobody reads the log"])
+def test_a_rank_ends_also_where_it_cannot_say_why(
+    run_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: str
+) -> None:
+    def no_room(*_: object) -> None:
+        raise OutputError("no space left")
+
+    recorder = Recorder.create(run_path, 0, ExpertShape(2, 8, 1), 1, 4, "test", "data", 0, 10.0)
+    (run_path / LOST_FILE).write_text("rank 1 was not heard")
+    has_ended = threading.Event()
+    watch = RankWatch(
+        run_path, Location.on_one_host(0, 2), 10.0, recorder, end=lambda _: has_ended.set()
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr("ultraep_serve.watch._GRACE_SECONDS", 0.2)
+        if wrong == "no room":
+            patch.setattr("ultraep_serve.watch.write_whole", no_room)
+        else:
+            patch.setattr("sys.stderr", SimpleNamespace(write=lambda _: has_ended.wait(10)))
+        threading.Thread(target=watch.look, daemon=True).start()
+        assert has_ended.wait(5)
+    recorder.close()
 
 
 def pair() -> tuple[HostLink, HostLink]:

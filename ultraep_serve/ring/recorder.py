@@ -236,7 +236,10 @@ class Recorder:
                 self._page[_UNHEARD : _UNHEARD + UNHEARD_BYTES] = content
 
     def at_heartbeat(self, function: Callable[[], None]) -> None:
-        """Call ``function`` once a second, off the path of batches, until it raises."""
+        """Call ``function`` once a second, off the path of batches.
+
+        Where it raises, that is logged the first time.
+        """
         self._at_heartbeat.append(function)
 
     def close(self) -> None:
@@ -311,14 +314,16 @@ class Recorder:
 
     def _beat(self) -> None:
         # Without the lock, so that a batch never waits for this thread; close() joins it first.
+        logged = set()
         while not self._stopping.wait(HEARTBEAT_SECONDS):
             self._words[_HEARTBEAT] = time.monotonic_ns()
-            for function in tuple(self._at_heartbeat):
+            for function in self._at_heartbeat:
                 try:
                     function()
                 except Exception:  # a heart that stops would make others give this rank up
-                    self._at_heartbeat.remove(function)
-                    _LOGGER.exception("ultraep: a rank goes on without %r", function)
+                    if function not in logged:
+                        logged.add(function)
+                        _LOGGER.exception("ultraep: failed at a heartbeat: %r", function)
 
     def _put_back(self) -> None:
         """Where the file was deleted while serving, go on in a copy of it under the same name.
