@@ -3,6 +3,7 @@
     python benchmarks/load.py --rates 1,2,3,4 --aiperf PATH --raw DIR --plots DIR
     python benchmarks/load.py --model balanced ...       the control: nothing to balance
 
+Texts change from one domain to another half way through every window.
 The engine is the one of the environment, vLLM or SGLang. In every repeat each server is started
 anew, serves all rates and is stopped before the next one starts, in an order that changes:
 
@@ -12,6 +13,7 @@ anew, serves all rates and is stopped before the next one starts, in an order th
 """
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -30,7 +32,7 @@ from ultraep_serve.cli.bench import (
     load_results,
     prepare_load_outputs,
 )
-from ultraep_serve.client.aiperf import AIPerf
+from ultraep_serve.client.aiperf import SUMMARY, AIPerf
 from ultraep_serve.client.engine import Server
 from ultraep_serve.client.load import LoadOptions, LoadRun
 from ultraep_serve.client.prefill import Servers
@@ -41,6 +43,7 @@ from ultraep_serve.demo.text import DOMAINS, sample_text
 
 WITHOUT_EP, EPLB = "without-ep", "sglang-eplb"
 POLICIES = ("off", "quota", "ideal")
+ABOUT_ITSELF = ("run_info", "input_config")
 
 
 @dataclass(frozen=True)
@@ -62,13 +65,12 @@ def main() -> None:
     options = parser.parse_args()
     options.mode, options.engine = "tensor", installed_engine()
     control = "" if options.model == "qwen3" else f"-{options.model}"
-    engine = "serving" if options.engine == "vllm" else "sglang"
-    options.json = options.json or Path("benchmarks/results") / f"{engine}-load{control}.json"
+    name = f"load-{options.engine}{control}.json"
+    options.json = options.json or Path("benchmarks/results") / name
     prepare_load_outputs(options)
-    source = partial(sample_text, DOMAINS[0])
-    run = LoadRun(
-        AIPerf(options.aiperf), source, built(LoadOptions, options), options.timeout, options.raw
-    )
+    aiperf = AIPerf(options.aiperf)
+    sources = [partial(sample_text, domain) for domain in DOMAINS]
+    run = LoadRun(aiperf, sources, built(LoadOptions, options), options.timeout, options.raw)
     contenders = chosen(options)
     listed = [name for contender in contenders for name in contender.names]
     about = {"engine": options.engine, "model": options.model, "command": harness.command()}
@@ -76,6 +78,18 @@ def main() -> None:
         for repeat in range(options.repeats):
             for contender in contenders[:: 1 if repeat % 2 else -1]:
                 measure(run, contender, repeat)
+    if options.raw is not None:
+        write_raw(options.raw, options.json.with_stem(f"{options.json.stem}-raw"))
+
+
+def write_raw(raw: Path, path: Path) -> None:
+    """One file of AIPerf's own summaries, by window, without what it says of its own set-up."""
+    lines = []
+    for summary in sorted(raw.glob(f"*/{SUMMARY}")):
+        figures = json.loads(summary.read_text())
+        kept = {name: value for name, value in figures.items() if name not in ABOUT_ITSELF}
+        lines.append(f"{json.dumps(summary.parent.name)}: {json.dumps(kept)}")
+    path.write_text("{" + ",\n".join(lines) + "}\n")
 
 
 def chosen(options: argparse.Namespace) -> list[Contender]:

@@ -7,9 +7,10 @@ import socket
 from pathlib import Path
 from typing import Any
 
-__all__ = ["available_memory", "describe", "free_port", "why_not_listen"]
+__all__ = ["available_memory", "describe", "free_port", "groups_sessions", "why_not_listen"]
 
 _FIRST_PORT = 10_000
+_AUTOGROUP = Path("/proc/sys/kernel/sched_autogroup_enabled")
 _EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
@@ -20,7 +21,19 @@ def describe() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "python": platform.python_version(),
         "platform": platform.platform(),
+        "sched_autogroup": groups_sessions(),
     }
+
+
+def groups_sessions(setting: Path = _AUTOGROUP) -> bool | None:
+    """Whether Linux shares its cores out by session before it does by process.
+
+    None where the kernel cannot, or no one may know.
+    """
+    try:
+        return setting.read_text().strip() == "1"
+    except OSError:
+        return None
 
 
 def available_memory(meminfo: Path = Path("/proc/meminfo")) -> int | None:

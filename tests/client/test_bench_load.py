@@ -74,7 +74,7 @@ def test_curves_of_every_policy(fake: FakeDeployment, aiperf: FakeAIPerf, tmp_pa
     assert rows["off", 2]["ttft_mean_seconds"]["mean"] > rows["off", 1]["ttft_mean_seconds"]["mean"]
     assert len(list(raw.glob("*/profile_export_aiperf.json"))) == 8
     assert (raw / "quota-2-1" / "console.txt").exists()
-    assert b"<svg" in (plots / "load.svg").read_bytes()
+    assert b"<svg" in (plots / "result.svg").read_bytes()
     assert (fake.policy, fake.policies_set[-1]) == ("quota", "quota")
 
 
@@ -158,7 +158,7 @@ def test_interval_over_repeats_is_students() -> None:
 
 def test_picture_is_reproducible(aiperf: FakeAIPerf) -> None:
     pytest.importorskip("matplotlib", reason="pictures need matplotlib")
-    run = LoadRun(AIPerf(str(aiperf.path)), CommonWords(), LoadOptions(rates=(1.0, 2.0)))
+    run = LoadRun(AIPerf(str(aiperf.path)), [CommonWords()], LoadOptions(rates=(1.0, 2.0)))
     figures = WindowFigures(*(0.1 * number for number in range(1, 12)))
     run.windows += [Window(name, rate, 0, figures) for name in ("off", "x") for rate in (1.0, 2.0)]
     document = load_document(run, ("off", "x"), {})

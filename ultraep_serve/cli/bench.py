@@ -51,8 +51,6 @@ from ultraep_serve.pictures import require_matplotlib
 
 __all__ = ["add_arguments", "add_load_arguments", "load_results", "prepare_load_outputs", "run"]
 
-PICTURE = "load.svg"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What can be measured, and the flags of each."""
@@ -68,6 +66,8 @@ def _add_prefill(prefill: argparse.ArgumentParser) -> None:
         "restored at the end."
     )
     _add_common(prefill)
+    text_file = "take prompts from this text (default: common words in random order)"
+    prefill.add_argument("--text-file", type=Path, metavar="FILE", help=text_file)
     prefill.add_argument(
         "--without-ep", metavar="URL",
         help="a second server, which takes its turn in every round: the same engine and model on "
@@ -90,11 +90,16 @@ def _add_prefill(prefill: argparse.ArgumentParser) -> None:
 def _add_load(load: argparse.ArgumentParser) -> None:
     load.description = (
         "Measure a running server under a ladder of request rates, under each policy, with AIPerf "
-        "as load generator. Requests arrive open loop (Poisson); every policy gets the same "
+        "as load generator. Requests arrive open loop; every policy gets the same "
         "lengths, texts and arrivals, in windows that alternate. The policy in force before is "
         "restored at the end."
     )
     _add_common(load)
+    load.add_argument(
+        "--text-file", type=Path, metavar="FILE", action="append",
+        help="take prompts from this text (default: common words in random order); given again, "
+        "every window goes from one text to the next",
+    )  # fmt: skip
     add_load_arguments(load)
     add_json_argument(load)
     load.set_defaults(measure=_measure_load)
@@ -110,8 +115,6 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
         "--policies", type=names, metavar="NAME,...", default="off,quota",
         help="policies to compare; ideal needs a server started with --allow-ideal",
     )  # fmt: skip
-    text_file = "take prompts from this text (default: common words in random order)"
-    parser.add_argument("--text-file", type=Path, metavar="FILE", help=text_file)
 
 
 def add_load_arguments(parser: argparse.ArgumentParser) -> None:
@@ -133,13 +136,19 @@ def add_load_arguments(parser: argparse.ArgumentParser) -> None:
         default = getattr(defaults, flag[2:].replace("-", "_"))
         parser.add_argument(flag, type=int, metavar="N", default=default, help=text)
     parser.add_argument(
+        "--burstiness", type=float, metavar="X", default=defaults.burstiness,
+        help="of arrivals: 1 is Poisson, below it they come in bursts (shape of a gamma "
+        "distribution)",
+    )  # fmt: skip
+    parser.add_argument(
         "--ttft-objective", type=seconds, metavar="SECONDS", default=defaults.ttft_objective,
         help="time to first token within which a request counts as good",
     )  # fmt: skip
     parser.add_argument("--aiperf", metavar="PATH", default="aiperf", help="AIPerf's executable")
     raw = "keep AIPerf's own files in DIR, a folder per window"
     parser.add_argument("--raw", type=Path, metavar="DIR", help=raw)
-    parser.add_argument("--plots", type=Path, metavar="DIR", help=f"draw {PICTURE} into DIR")
+    plots = "draw the curves into DIR, as load.svg or by the name of the JSON file"
+    parser.add_argument("--plots", type=Path, metavar="DIR", help=plots)
 
 
 def _rates(text: str) -> tuple[float, ...]:
@@ -188,8 +197,9 @@ def _measure_load(arguments: argparse.Namespace) -> None:
         Server(arguments.url, arguments.model, arguments.timeout) as server,
         Sidecar(arguments.sidecar, token, arguments.timeout) as sidecar,
     ):
-        source = _source(arguments.text_file, server.root)
-        running = LoadRun(aiperf, source, options, arguments.timeout, arguments.raw)
+        texts = arguments.text_file or [None]
+        sources = [_source(text, server.root) for text in texts]
+        running = LoadRun(aiperf, sources, options, arguments.timeout, arguments.raw)
         about = {"url": server.url, "model": server.model, "command": _command(sys.argv)}
         with load_results(arguments, running, [policy.value for policy in policies], about):
             measure_load(running, Servers(server, sidecar), policies)
@@ -200,7 +210,7 @@ def prepare_load_outputs(arguments: argparse.Namespace) -> None:
     prepare_outputs(arguments.json)
     if arguments.plots is not None:
         require_matplotlib()
-        prepare_outputs(arguments.plots / PICTURE)
+        prepare_outputs(arguments.plots / _picture_name(arguments.json))
     if arguments.raw is not None:
         prepare_outputs(arguments.raw / "console.txt")
 
@@ -234,7 +244,12 @@ def load_results(
             made = document()
             show(made, load_view(made), arguments.json)
             if arguments.plots is not None:
-                write_pictures(arguments.plots, {PICTURE: load_picture(made)})
+                name = _picture_name(arguments.json)
+                write_pictures(arguments.plots, {name: load_picture(made)})
+
+
+def _picture_name(json_file: Path | None) -> str:
+    return "load.svg" if json_file in (None, Path("-")) else f"{json_file.stem}.svg"
 
 
 def _source(text_file: Path | None, model_root: str) -> PromptSource:

@@ -4,11 +4,13 @@ A window is one contender at one rate: requests arrive open loop, at times that 
 the answers. In one repeat all windows have the same prompt lengths, texts and order of arrival;
 a higher rate only lets them follow closer. So contenders, and rates, differ by nothing else, and
 repeats show how much traffic and machine vary. Each prompt has an opening that none before it had.
+Where there are several texts, every window goes from one to the next, in equal parts.
 """
 
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from math import isfinite, log
 from pathlib import Path
 from statistics import NormalDist
@@ -26,6 +28,7 @@ from ultraep_serve.types import Policy
 
 __all__ = ["LoadOptions", "LoadRun", "Traffic", "Window", "measure_load", "traffic"]
 
+MIN_BURSTINESS = 0.01  # fewer than one request in a hundred stands alone
 ReadyFor = Callable[[str], Server]  # the server of a contender, ready to serve as that
 
 
@@ -39,6 +42,7 @@ class LoadOptions:
     prompt_median: int = 1024  # tokens; lengths are lognormal
     prompt_p90: int = 2048  # tokens
     output_tokens: int = 64  # of every answer
+    burstiness: float = 1.0  # of arrivals: 1 is Poisson, smaller comes in bursts
     ttft_objective: float = 1.0  # seconds
     warmup: int = 4  # unmeasured requests per contender, one after another
     seed: int = 0  # of lengths, texts and arrivals
@@ -48,6 +52,8 @@ class LoadOptions:
             raise ConfigError("--rates must be requests per second, each above 0")
         if list(self.rates) != sorted(set(self.rates)):
             raise ConfigError("--rates must grow")
+        if not isfinite(self.burstiness) or self.burstiness < MIN_BURSTINESS:
+            raise ConfigError(f"--burstiness must be {MIN_BURSTINESS} or more")
         if self.prompt_median < MIN_PROMPT_TOKENS:
             raise ConfigError(f"--prompt-median must be {MIN_PROMPT_TOKENS} or more")
         if self.prompt_p90 < self.prompt_median:
@@ -78,10 +84,11 @@ class Traffic:
 
 
 def traffic(options: LoadOptions, repeat: int, most_tokens: int | None) -> Traffic:
-    """Poisson arrivals, given their number, and lognormal prompt lengths of 32 to ``most_tokens``.
+    """Arrivals of a known number in a window, and lognormal prompt lengths up to ``most_tokens``.
 
-    A Poisson process of which so many arrivals are known has them uniformly and independently in
-    its window: the rate is exactly what was asked for.
+    Gaps are gamma distributed with ``burstiness`` as shape, and scaled so that they fill the
+    window: the rate is exactly what was asked for. With shape 1 these are a Poisson process's
+    arrivals, given their number.
     """
     chooser = random.Random(f"{options.seed} {repeat}")
     width = log(options.prompt_p90 / options.prompt_median) / NormalDist().inv_cdf(0.9)
@@ -89,9 +96,10 @@ def traffic(options: LoadOptions, repeat: int, most_tokens: int | None) -> Traff
         chooser.lognormvariate(log(options.prompt_median), width) for _ in range(options.requests)
     ]
     most = max(drawn) if most_tokens is None else most_tokens
-    arrivals = sorted(chooser.random() for _ in range(options.requests))
+    gaps = [chooser.gammavariate(options.burstiness, 1.0) for _ in range(options.requests)]
+    arrivals = (0.0, *accumulate(gaps[1:]))
     return Traffic(
-        arrivals=tuple(arrival - arrivals[0] for arrival in arrivals),
+        arrivals=tuple(arrival / sum(gaps) for arrival in arrivals),
         prompt_tokens=tuple(round(max(MIN_PROMPT_TOKENS, min(most, length))) for length in drawn),
         first_seed=options.seed + repeat * options.requests * (MAX_ROUNDS + 1),
     )
@@ -112,7 +120,7 @@ class LoadRun:
     """The windows of one benchmark; what was measured stays when a later one fails."""
 
     aiperf: AIPerf
-    source: PromptSource
+    sources: Sequence[PromptSource]  # in the order of every window
     options: LoadOptions
     timeout_seconds: float = 600.0  # for one answer
     raw: Path | None = None  # where AIPerf's own files go, a folder per window
@@ -124,7 +132,8 @@ class LoadRun:
     def check(self, server: Server) -> None:
         """Raises ConfigError when ``server`` cannot take such prompts."""
         server.check_context(self.options.prompt_median + self.options.output_tokens)
-        server.check_text(self.source(MIN_PROMPT_TOKENS, self.options.seed))
+        for source in self.sources:
+            server.check_text(source(MIN_PROMPT_TOKENS, self.options.seed))
 
     def warm_up(self, ready_for: ReadyFor, contenders: Sequence[str]) -> None:
         """Unmeasured requests: connections, compilation, buffers."""
@@ -185,7 +194,8 @@ class LoadRun:
     def _prompt(self, server: Server, drawn: Traffic, place: int) -> str:
         seed = drawn.first_seed + place * (MAX_ROUNDS + 1)
         tokens = drawn.prompt_tokens[place]
-        return fitted_prompt(self._openings, self.source, tokens, seed, server.count_tokens)
+        source = self.sources[place * len(self.sources) // self.options.requests]
+        return fitted_prompt(self._openings, source, tokens, seed, server.count_tokens)
 
 
 def measure_load(run: LoadRun, servers: Servers, policies: Sequence[Policy]) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -22,9 +22,10 @@ __all__ = ["load_document", "load_picture", "load_progress", "load_view"]
 SCHEMA_VERSION = 1
 Document = Mapping[str, Any]
 TIMES = ("ttft_mean_seconds", "ttft_p50_seconds", "ttft_p90_seconds", "ttft_p99_seconds")
+COMPARED = (*TIMES, "itl_p99_seconds", "goodput_per_second")
 LIMITED = ("ttft_mean_seconds", "ttft_p99_seconds")  # for which the greatest rate is sought
 LATE_SECONDS = 0.1  # of the load generator, at its P99
-BASES = ("off", "without-ep")  # what quota is compared with
+BASES = ("off", "without-ep", "sglang-eplb")  # what quota is compared with
 
 
 @contextmanager
@@ -77,19 +78,27 @@ def load_document(run: LoadRun, contenders: Sequence[str], about: Document) -> d
         **about,
         "load_generator": f"aiperf {run.aiperf.version}",
         "machine": describe(),
-        "traffic": _traffic_json(options),
+        "traffic": _traffic_json(run),
         "ttft_objective_seconds": options.ttft_objective,
         "rows": [
             _row(options, windows, rate, name) for rate in options.rates for name in contenders
         ],
         "greatest_rates": {name: _greatest_rates(options, windows, name) for name in contenders},
+        "more_requests": {
+            base: _more_requests(options, windows, base)
+            for base in BASES
+            if base in contenders and "quota" in contenders
+        },
         "windows": windows,
     }
 
 
-def _traffic_json(options: LoadOptions) -> dict[str, Any]:
+def _traffic_json(run: LoadRun) -> dict[str, Any]:
+    options = run.options
     return {
-        "arrivals": "Poisson, open loop",
+        "arrivals": "open loop",
+        "burstiness": options.burstiness,  # 1 is Poisson
+        "texts_in_turn": len(run.sources),
         "requests_per_window": options.requests,
         "prompt_tokens": {"median": options.prompt_median, "p90": options.prompt_p90},
         "output_tokens": options.output_tokens,
@@ -112,7 +121,8 @@ def _row(
         common = sorted(found.keys() & others.keys())
         if common:
             ratios[base] = {
-                name: _ratio([found[i][name] / others[i][name] for i in common]) for name in TIMES
+                name: _ratios([(found[i][name], others[i][name]) for i in common])
+                for name in COMPARED
             }
     return {
         "rate": rate,
@@ -136,9 +146,14 @@ def _mean(samples: Sequence[float]) -> dict[str, Any]:
     return {"mean": float(np.mean(samples)), "interval": _interval(samples)}
 
 
-def _ratio(ratios: Sequence[float]) -> dict[str, Any]:
-    """Geometric mean of ratios within repeats, and where that lies with 95 % confidence."""
-    logs = np.log(ratios)
+def _ratios(pairs: Sequence[tuple[float, float]]) -> dict[str, Any] | None:
+    """Geometric mean of ratios within repeats, and where that lies with 95 % confidence.
+
+    None where a goodput was 0.
+    """
+    if not np.all(pairs):
+        return None
+    logs = np.log([one / other for one, other in pairs])
     interval = _interval(logs.tolist())
     return {
         "mean": float(np.exp(logs.mean())),
@@ -168,6 +183,25 @@ def _greatest_rates(
             if samples := [w[name] for w in _by_repeat(windows, rate, contender).values()]:
                 curve.append((rate, float(np.mean(samples))))
         found[name] = _crossing(curve, options.ttft_objective)
+    return found
+
+
+def _more_requests(options: LoadOptions, windows: Sequence[Document], base: str) -> dict[str, Any]:
+    """By time: how many times the requests quota serves within the objective, by repeat.
+
+    None where the objective is not crossed within the rates measured, in all repeats.
+    """
+    found = {}
+    for name in LIMITED:
+        pairs = []
+        for repeat in sorted({window["repeat"] for window in windows}):
+            of_repeat = [window for window in windows if window["repeat"] == repeat]
+            crossings = [
+                _greatest_rates(options, of_repeat, contender)[name] or {"rate": None}
+                for contender in ("quota", base)
+            ]
+            pairs.append(tuple(crossing["rate"] for crossing in crossings))
+        found[name] = _ratios(pairs) if pairs and None not in chain(*pairs) else None
     return found
 
 
@@ -208,6 +242,11 @@ def load_view(document: Document) -> RenderableType:
         cells = (_shown(row[name]["mean"]) for name in _COLUMNS)
         table.add_row(shown, row["contender"], *cells)
     lines = [_greatest_line(document, name) for name in LIMITED]
+    for base, found in document["more_requests"].items():
+        for name, ratio in found.items():
+            if ratio is not None:
+                within = f"{_LABELS[name]} within {document['ttft_objective_seconds']:g} s"
+                lines.append(Text(f"requests/s with {within}, quota / {base}: {_within(ratio)}"))
     lines += [_ratio_line(row) for row in document["rows"] if row["over"]]
     late = sum(window["lag_p99_seconds"] > LATE_SECONDS for window in document["windows"])
     if late:
@@ -254,11 +293,14 @@ def _rate_text(crossing: Document) -> str:
 def _ratio_line(row: Document) -> Text:
     parts = []
     for base, ratios in row["over"].items():
-        ratio = ratios["ttft_mean_seconds"]
-        interval = ratio["interval"]
-        within = f" ({interval[0]:.2f}-{interval[1]:.2f})" if interval else ""
-        parts.append(f"quota / {base} {ratio['mean']:.2f}{within}")
+        parts.append(f"quota / {base} {_within(ratios['ttft_mean_seconds'])}")
     return Text(f"{row['rate']:g}/s, mean TTFT: {', '.join(parts)}")
+
+
+def _within(ratio: Document) -> str:
+    interval = ratio["interval"]
+    within = f" ({interval[0]:.2f} to {interval[1]:.2f})" if interval else ""
+    return f"{ratio['mean']:.2f}{within}"
 
 
 def _shown(value: float) -> str:
