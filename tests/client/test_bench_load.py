@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,47 @@ def test_traffic_is_poisson_and_lognormal() -> None:
     limited = traffic(options, 0, 1000).prompt_tokens
     assert max(limited) == 1000
     assert min(limited) >= 32
+
+
+def test_bursts_keep_the_rate() -> None:
+    options = LoadOptions(requests=20_000, burstiness=0.25)
+    gaps = np.diff(traffic(options, 0, None).arrivals) * options.requests
+    assert np.mean(gaps) == pytest.approx(1.0, rel=0.01)
+    assert np.std(gaps) == pytest.approx(2.0, rel=0.05)  # of a gamma: 1 / shape ** 0.5
+    with pytest.raises(ConfigError, match="--burstiness"):
+        LoadOptions(burstiness=0.0)
+
+
+def test_texts_in_turn(fake: FakeDeployment, aiperf: FakeAIPerf, tmp_path: Path) -> None:
+    flags = []
+    for name in ("alpha", "beta"):
+        (tmp_path / name).write_text(" ".join(f"{name}{i}" for i in range(100)))
+        flags += ["--text-file", str(tmp_path / name)]
+    execute(words(fake, aiperf, *flags, "--requests", "6", "--rates", "1", "--repeats", "1"))
+    for call in aiperf.calls:
+        texts = [row["text_input"] for row in call["rows"]]
+        assert [("alpha" in text, "beta" in text) for text in texts] == [
+            *[(True, False)] * 3,
+            *[(False, True)] * 3,
+        ]
+
+
+def test_how_many_more_requests(aiperf: FakeAIPerf) -> None:
+    options = LoadOptions(rates=(1.0, 2.0, 3.0), ttft_objective=1.0)
+    run = LoadRun(AIPerf(str(aiperf.path)), [CommonWords()], options)
+    figures = WindowFigures(*(0.1 * number for number in range(1, 12)))
+    crossings = {"off": 1.5, "quota": 2.25}  # where the mean TTFT is 1 s, in every repeat
+    for repeat in range(3):
+        for name, crossing in crossings.items():
+            for rate in options.rates:
+                mean = 1.0 + (rate - crossing) / 2
+                there = replace(figures, ttft_mean_seconds=mean)
+                run.windows.append(Window(name, rate, repeat, there))
+    more = load_document(run, ("off", "quota"), {})["more_requests"]
+    assert list(more) == ["off"]
+    assert more["off"]["ttft_mean_seconds"]["mean"] == pytest.approx(1.5)
+    assert more["off"]["ttft_mean_seconds"]["interval"] == pytest.approx([1.5, 1.5])
+    assert more["off"]["ttft_p99_seconds"] is None  # never within these rates
 
 
 def test_prompts_fit_the_context(fake: FakeDeployment, aiperf: FakeAIPerf) -> None:

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from ultraep_serve.doctor.finding import Status, Subject
-from ultraep_serve.doctor.host_machine import check_cores, check_memory_access
+from ultraep_serve.doctor.host_machine import check_cores, check_memory_access, check_scheduling
 
 
 def test_cores_against_ranks_and_quota(tmp_path: Path) -> None:
@@ -17,6 +17,14 @@ def test_cores_against_ranks_and_quota(tmp_path: Path) -> None:
     assert (throttled.status, "quota is 0.5" in throttled.seen) == (Status.WARNING, True)
     (tmp_path / "cpu.max").write_text("max 100000\n")
     assert check_cores(Subject(num_ranks=1), tmp_path).status is Status.OK
+
+
+def test_cores_shared_out_by_session() -> None:
+    grouped = check_scheduling(grouped=True, has_gpus=False)
+    assert grouped.status is Status.WARNING
+    assert "sysctl -w kernel.sched_autogroup_enabled=0" in grouped.remedy
+    assert check_scheduling(grouped=True, has_gpus=True).status is Status.OK
+    assert check_scheduling(grouped=False, has_gpus=False).status is Status.OK
 
 
 def test_memory_access_is_tried() -> None:

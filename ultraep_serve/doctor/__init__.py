@@ -10,6 +10,7 @@ from ultraep_serve.doctor.host_machine import (
     check_cores,
     check_leftovers,
     check_memory_access,
+    check_scheduling,
     check_shared_memory,
 )
 from ultraep_serve.doctor.hosts import check_domains, check_hosts
@@ -29,6 +30,7 @@ def diagnose(subject: Subject) -> list[Finding]:
         check_hosts(subject),
         check_domains(subject),
         check_cores(subject),
+        check_scheduling(),
         check_memory_access(),
         check_shared_memory(subject),
         *check_leftovers(),

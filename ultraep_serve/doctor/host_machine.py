@@ -8,7 +8,9 @@ from pathlib import Path
 
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.doctor.finding import Finding, Subject, error, ok, size, warning
+from ultraep_serve.doctor.gpus import nvidia_smi
 from ultraep_serve.errors import ConfigError
+from ultraep_serve.machine import groups_sessions
 from ultraep_serve.offline.shapes import model_shape
 from ultraep_serve.ring.run_directory import abandoned_run_directories
 from ultraep_serve.ring.schema import HEADER_BYTES, record_dtype
@@ -18,6 +20,7 @@ __all__ = [
     "check_cores",
     "check_leftovers",
     "check_memory_access",
+    "check_scheduling",
     "check_shared_memory",
     "ring_bytes",
 ]
@@ -41,6 +44,24 @@ def check_cores(subject: Subject, cgroup: Path = Path("/sys/fs/cgroup")) -> Find
         remedy = "use fewer ranks or more cores; ranks that share a core wait for each other"
         return warning("cores", seen, remedy)
     return ok("cores", seen)
+
+
+def check_scheduling(grouped: bool | None = None, has_gpus: bool | None = None) -> Finding:
+    """Whether the kernel lets ranks that compute on every core stall other sessions' processes.
+
+    ``grouped``, ``has_gpus``: None looks them up.
+    """
+    grouped = groups_sessions() if grouped is None else grouped
+    has_gpus = nvidia_smi(["--list-gpus"]) is not None if has_gpus is None else has_gpus
+    name, setting = "scheduling", "kernel.sched_autogroup_enabled"
+    if grouped and not has_gpus:
+        return warning(
+            name,
+            f"{setting} is 1: where ranks keep all cores busy, a process of another session (the "
+            "sidecar, a client) may wait for seconds, whatever its priority",
+            f"on a machine that serves on its CPU: sysctl -w {setting}=0",
+        )
+    return ok(name, "cores are shared out by process" if not grouped else "GPUs leave cores free")
 
 
 def check_memory_access(proc: Path = Path("/proc")) -> Finding:

@@ -44,7 +44,6 @@ def start_beside_rank(config: BalanceConfig, settings: SidecarSettings) -> None:
     child = subprocess.Popen(
         sidecar_command(config, settings, port, os.getpid()),
         stdin=subprocess.DEVNULL,
-        start_new_session=True,
     )
     with contextlib.suppress(OSError):  # engines pin ranks to a few cores
         os.sched_setaffinity(child.pid, range(os.cpu_count() or 1))

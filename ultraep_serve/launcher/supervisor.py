@@ -168,6 +168,8 @@ def start_child(
 ) -> subprocess.Popen[bytes]:
     """A child in a group of its own (no terminal signals) that ends when this process is killed.
 
+    It stays in this session: Linux may share cores out by session (``groups_sessions``), and then
+    ranks that compute all the time would keep a sidecar or a client of another one waiting.
     ``environment`` and ``directory`` None: this process's; so are its streams, where no ``output``
     takes both.
     """
@@ -177,9 +179,15 @@ def start_child(
         cwd=directory,
         stdout=output,
         stderr=output,
-        start_new_session=True,
-        preexec_fn=lambda: _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),
+        preexec_fn=_before_child_runs,
     )
+
+
+def _before_child_runs() -> None:
+    os.setpgrp()
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    for number in (signal.SIGTTIN, signal.SIGTTOU):  # the terminal stops nobody in the background
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _lost(config: BalanceConfig) -> str:

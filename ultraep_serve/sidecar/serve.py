@@ -63,6 +63,8 @@ def run(arguments: argparse.Namespace) -> int:
     settings = SidecarSettings(**values_of_flags(arguments, SidecarSettings))
     _limit_heaps()
     set_up_logging(settings.log_format)
+    if arguments.parent is not None:
+        os.setpgrp()  # no signals of the engine's terminal, but its session: see start_child
     token = control_token(run_dir)
     serve(
         run_dir,
