@@ -46,6 +46,16 @@ def python(code: str, **environment: str) -> EngineCommand:
     return EngineCommand([sys.executable, "-c", code], FREE_URL, 2, environment)
 
 
+def test_the_engine_has_a_group_of_its_own_in_this_session(tmp_path: Path) -> None:
+    """Terminal signals do not reach it, and no kernel that groups sessions sets it apart."""
+    seen = tmp_path / "seen"
+    code = f"import os; open({str(seen)!r}, 'w').write(f'{{os.getsid(0)}} {{os.getpgrp()}}')"
+    assert supervise(python(code), OFF, None) == 0
+    session, group = map(int, seen.read_text().split())
+    assert session == os.getsid(0)
+    assert group != os.getpgrp()
+
+
 @pytest.mark.parametrize("code", [0, 3])
 def test_the_engines_exit_code_passes_through(code: int) -> None:
     assert supervise(python(f"raise SystemExit({code})"), OFF, None) == code
