@@ -160,11 +160,17 @@ def test_how_many_more_requests(aiperf: FakeAIPerf) -> None:
                 mean = 1.0 + (rate - crossing) / 2
                 there = replace(figures, ttft_mean_seconds=mean)
                 run.windows.append(Window(name, rate, repeat, there))
-    more = load_document(run, ("off", "quota"), {})["more_requests"]
-    assert list(more) == ["off"]
-    assert more["off"]["ttft_mean_seconds"]["mean"] == pytest.approx(1.5)
-    assert more["off"]["ttft_mean_seconds"]["interval"] == pytest.approx([1.5, 1.5])
-    assert more["off"]["ttft_p99_seconds"] is None  # never within these rates
+    rates = {
+        (found["figure"], found["limit_seconds"]): found
+        for found in load_document(run, ("off", "quota"), {})["greatest_rates"]
+    }
+    mean = rates["ttft_mean_seconds", 1.0]
+    assert {name: one["rate"] for name, one in mean["rates"].items()} == crossings
+    assert mean["quota_over"]["off"]["mean"] == pytest.approx(1.5)
+    assert mean["quota_over"]["off"]["interval"] == pytest.approx([1.5, 1.5])
+    p99 = rates["ttft_p99_seconds", 1.0]
+    assert p99["rates"]["off"] == {"rate": None, "is": "above", "limit": 3.0}
+    assert p99["quota_over"] == {"off": None}
 
 
 def test_prompts_fit_the_context(fake: FakeDeployment, aiperf: FakeAIPerf) -> None:

@@ -15,19 +15,22 @@ from typing import Any
 from ultraep_kernels.contract import FULL_SPEED
 
 from tests.support.reference_page import table, with_table
+from ultraep_serve.client.load_report import rate_text, ratio_text
 from ultraep_serve.client.prefill import WITHOUT_EP
 
 __all__ = [
-    "LOAD",
+    "LOADS",
     "MEASUREMENTS",
     "README",
     "RESULTS",
     "SIMULATION",
     "SPEEDS",
     "TIMES",
+    "greatest_rates",
     "measurements",
     "readme",
     "times",
+    "under_load",
 ]
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -36,12 +39,18 @@ MEASUREMENTS = _ROOT / "docs" / "measurements.md"
 RESULTS = _ROOT / "benchmarks" / "results"
 TIMES = ("serving-ttft", "serving-balanced", "sglang-ttft", "sglang-balanced")
 SPEEDS = "speeds"
-LOAD = "serving-load"
+LOADS = ("load-vllm", "load-sglang", "load-vllm-balanced")
 SIMULATION = "simulation"
 _ENGINES = ("serving", "sglang")  # how the names of JSON files begin
 _VARIANTS = {"off": "off", "quota": "quota", "ideal": "ideal", WITHOUT_EP: "without EP"}
-_BASES = ("off", "without-ep")
-_CONTENDERS = {"off": "off", "quota": "quota", "without-ep": "without EP"}
+_CONTENDERS = {
+    "off": "off",
+    "without-ep": "without EP",
+    "sglang-eplb": "SGLang's EPLB",
+    "quota": "quota",
+    "ideal": "ideal",
+}
+_FIGURES = {"ttft_mean_seconds": "mean TTFT", "ttft_p99_seconds": "P99 TTFT"}
 _NOT_MEASURED = "not measured"
 _DEMO = re.compile(r"^╭.*?╯$", re.MULTILINE | re.DOTALL)
 _WIDTH = 80
@@ -68,7 +77,10 @@ def measurements(text: str) -> str:
     for name in TIMES:
         text = with_table(text, name, times(name))
     text = with_table(text, SPEEDS, _by_time())
-    text = with_table(text, LOAD, _under_load())
+    for name in LOADS:
+        text = with_table(text, name, under_load(name))
+    for name in LOADS[:2]:  # the third has nothing to gain
+        text = with_table(text, f"{name}-rates", greatest_rates(name))
     return with_table(text, SIMULATION, _simulated())
 
 
@@ -138,18 +150,15 @@ def _by_time() -> str:
     return table(head, rows)
 
 
-def _under_load() -> str:
+def under_load(name: str) -> str:
     """Every contender at every rate; means over repeats."""
-    document = _document(LOAD)
-    head = (
-        "requests/s", "contender", "TTFT: mean, P50, P90, P99", "ITL P99", "goodput",
-        "mean TTFT: quota / off, quota / without EP",
-    )  # fmt: skip
+    document = _document(name)
+    bases = next(list(row["over"]) for row in document["rows"] if row["over"])
+    heads = [f"quota / {_CONTENDERS[base]}: mean TTFT, P99 TTFT, P99 ITL" for base in bases]
+    head = ("requests/s", "", "TTFT: mean, P50, P90, P99", "P99 ITL", "goodput", *heads)
     rows = []
     for row in document["rows"]:
         times = [row[f"ttft_{name}_seconds"]["mean"] for name in ("mean", "p50", "p90", "p99")]
-        over = [row["over"][base]["ttft_mean_seconds"] for base in _BASES if base in row["over"]]
-        ratios = ("{:.2f} ({:.2f} to {:.2f})".format(one["mean"], *one["interval"]) for one in over)
         rows.append(
             (
                 f"{row['rate']:g}",
@@ -157,9 +166,36 @@ def _under_load() -> str:
                 ", ".join(f"{seconds:.2f}" for seconds in times) + " s",
                 f"{1000 * row['itl_p99_seconds']['mean']:.0f} ms",
                 f"{row['goodput_per_second']['mean']:.2f}/s",
-                ", ".join(ratios) or "-",
+                *(_load_ratios(row["over"].get(base)) for base in bases),
             )
         )
+    return table(head, rows)
+
+
+def _load_ratios(over: dict[str, Any] | None) -> str:
+    figures = ("ttft_mean_seconds", "ttft_p99_seconds", "itl_p99_seconds")
+    return ", ".join(ratio_text(over[figure]) for figure in figures) if over else ""
+
+
+def greatest_rates(name: str) -> str:
+    """Up to which rate each contender stays within each limit, where one of them passes it."""
+    document = _document(name)
+    contenders = document["contenders"]
+    bases = list(document["greatest_rates"][0]["quota_over"])
+    head = (
+        "limit",
+        *(_CONTENDERS[contender] for contender in contenders),
+        *(f"quota / {_CONTENDERS[base]}" for base in bases),
+    )
+    rows = [
+        (
+            f"{_FIGURES[found['figure']]} {found['limit_seconds']:g} s",
+            *(rate_text(found["rates"][contender]) for contender in contenders),
+            *(ratio_text(ratio) if ratio else "" for ratio in found["quota_over"].values()),
+        )
+        for found in document["greatest_rates"]
+        if len({rate["is"] for rate in found["rates"].values()} - {"above"})
+    ]
     return table(head, rows)
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain, pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
@@ -17,13 +17,21 @@ from ultraep_serve.client.load import LoadOptions, LoadRun
 from ultraep_serve.machine import describe
 from ultraep_serve.pictures import picture
 
-__all__ = ["load_document", "load_picture", "load_progress", "load_view"]
+__all__ = [
+    "load_document",
+    "load_picture",
+    "load_progress",
+    "load_view",
+    "rate_text",
+    "ratio_text",
+]
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 Document = Mapping[str, Any]
 TIMES = ("ttft_mean_seconds", "ttft_p50_seconds", "ttft_p90_seconds", "ttft_p99_seconds")
 COMPARED = (*TIMES, "itl_p99_seconds", "goodput_per_second")
 LIMITED = ("ttft_mean_seconds", "ttft_p99_seconds")  # for which the greatest rate is sought
+LIMITS = (0.5, 1.0, 1.5, 2.0)  # of the objective
 LATE_SECONDS = 0.1  # of the load generator, at its P99
 BASES = ("off", "without-ep", "sglang-eplb")  # what quota is compared with
 
@@ -83,12 +91,8 @@ def load_document(run: LoadRun, contenders: Sequence[str], about: Document) -> d
         "rows": [
             _row(options, windows, rate, name) for rate in options.rates for name in contenders
         ],
-        "greatest_rates": {name: _greatest_rates(options, windows, name) for name in contenders},
-        "more_requests": {
-            base: _more_requests(options, windows, base)
-            for base in BASES
-            if base in contenders and "quota" in contenders
-        },
+        "contenders": list(contenders),
+        "greatest_rates": _greatest_rates(options, windows, contenders),
         "windows": windows,
     }
 
@@ -173,36 +177,42 @@ def _interval(samples: Sequence[float]) -> list[float] | None:
 
 
 def _greatest_rates(
-    options: LoadOptions, windows: Sequence[Document], contender: str
-) -> dict[str, Any]:
-    """By time: the greatest rate at which its mean over repeats stays within the objective."""
-    found = {}
-    for name in LIMITED:
-        curve = []
-        for rate in options.rates:
-            if samples := [w[name] for w in _by_repeat(windows, rate, contender).values()]:
-                curve.append((rate, float(np.mean(samples))))
-        found[name] = _crossing(curve, options.ttft_objective)
-    return found
+    options: LoadOptions, windows: Sequence[Document], contenders: Sequence[str]
+) -> list[dict[str, Any]]:
+    """By figure and limit: the greatest rate at which each contender stays within it.
 
-
-def _more_requests(options: LoadOptions, windows: Sequence[Document], base: str) -> dict[str, Any]:
-    """By time: how many times the requests quota serves within the objective, by repeat.
-
-    None where the objective is not crossed within the rates measured, in all repeats.
+    ``quota_over``: how many times another's rate quota's is, by repeat; None where a repeat's
+    limit is not passed within the rates measured.
     """
-    found = {}
-    for name in LIMITED:
-        pairs = []
-        for repeat in sorted({window["repeat"] for window in windows}):
-            of_repeat = [window for window in windows if window["repeat"] == repeat]
-            crossings = [
-                _greatest_rates(options, of_repeat, contender)[name] or {"rate": None}
-                for contender in ("quota", base)
-            ]
-            pairs.append(tuple(crossing["rate"] for crossing in crossings))
-        found[name] = _ratios(pairs) if pairs and None not in chain(*pairs) else None
+    repeats = sorted({window["repeat"] for window in windows})
+    of_repeat = [[w for w in windows if w["repeat"] == repeat] for repeat in repeats]
+    bases = [base for base in BASES if {base, "quota"} <= set(contenders)]
+    found = []
+    for name, part in product(LIMITED, LIMITS):
+        limit = part * options.ttft_objective
+        rate = partial(_crossing_of, options, name, limit)
+        quota_over = {}
+        for base in bases:
+            crossings = [(rate(some, "quota"), rate(some, base)) for some in of_repeat]
+            pairs = [tuple(one["rate"] for one in both if one) for both in crossings]
+            known = all(len(both) == 2 and None not in both for both in pairs)
+            quota_over[base] = _ratios(pairs) if pairs and known else None
+        rates = {contender: rate(windows, contender) for contender in contenders}
+        found.append(
+            {"figure": name, "limit_seconds": limit, "rates": rates, "quota_over": quota_over}
+        )
     return found
+
+
+def _crossing_of(
+    options: LoadOptions, name: str, limit: float, windows: Sequence[Document], contender: str
+) -> dict[str, Any] | None:
+    """Where the mean over ``windows`` of one figure of one contender passes ``limit``."""
+    curve = []
+    for rate in options.rates:
+        if samples := [window[name] for window in _by_repeat(windows, rate, contender).values()]:
+            curve.append((rate, float(np.mean(samples))))
+    return _crossing(curve, limit)
 
 
 def _crossing(curve: Sequence[tuple[float, float]], objective: float) -> dict[str, Any] | None:
@@ -241,12 +251,7 @@ def load_view(document: Document) -> RenderableType:
         last = row["rate"]
         cells = (_shown(row[name]["mean"]) for name in _COLUMNS)
         table.add_row(shown, row["contender"], *cells)
-    lines = [_greatest_line(document, name) for name in LIMITED]
-    for base, found in document["more_requests"].items():
-        for name, ratio in found.items():
-            if ratio is not None:
-                within = f"{_LABELS[name]} within {document['ttft_objective_seconds']:g} s"
-                lines.append(Text(f"requests/s with {within}, quota / {base}: {_within(ratio)}"))
+    lines = [_greatest_line(found) for found in document["greatest_rates"]]
     lines += [_ratio_line(row) for row in document["rows"] if row["over"]]
     late = sum(window["lag_p99_seconds"] > LATE_SECONDS for window in document["windows"])
     if late:
@@ -274,17 +279,23 @@ _COLUMNS = {
 _LABELS = {"ttft_mean_seconds": "mean TTFT", "ttft_p99_seconds": "P99 TTFT"}
 
 
-def _greatest_line(document: Document, name: str) -> Text:
-    objective = document["ttft_objective_seconds"]
-    parts = []
-    for contender, found in document["greatest_rates"].items():
-        if (crossing := found[name]) is not None:
-            parts.append(f"{contender} {_rate_text(crossing)}")
+def _greatest_line(found: Document) -> Text:
+    parts = [
+        f"{contender} {rate_text(crossing)}"
+        for contender, crossing in found["rates"].items()
+        if crossing is not None
+    ]
+    parts += [
+        f"quota / {base} {ratio_text(ratio)}"
+        for base, ratio in found["quota_over"].items()
+        if ratio is not None
+    ]
     listed = ", ".join(parts) or "nothing was measured"
-    return Text(f"{_LABELS[name]} stays within {objective:g} s up to: {listed}")
+    return Text(f"{_LABELS[found['figure']]} within {found['limit_seconds']:g} s up to: {listed}")
 
 
-def _rate_text(crossing: Document) -> str:
+def rate_text(crossing: Document) -> str:
+    """A greatest rate, or on which side of the rates measured it lies."""
     if crossing["rate"] is not None:
         return f"{crossing['rate']:.2f}/s"
     return f"{'never, from' if crossing['is'] == 'below' else 'at least'} {crossing['limit']:g}/s"
@@ -293,11 +304,12 @@ def _rate_text(crossing: Document) -> str:
 def _ratio_line(row: Document) -> Text:
     parts = []
     for base, ratios in row["over"].items():
-        parts.append(f"quota / {base} {_within(ratios['ttft_mean_seconds'])}")
+        parts.append(f"quota / {base} {ratio_text(ratios['ttft_mean_seconds'])}")
     return Text(f"{row['rate']:g}/s, mean TTFT: {', '.join(parts)}")
 
 
-def _within(ratio: Document) -> str:
+def ratio_text(ratio: Document) -> str:
+    """A ratio with its interval."""
     interval = ratio["interval"]
     within = f" ({interval[0]:.2f} to {interval[1]:.2f})" if interval else ""
     return f"{ratio['mean']:.2f}{within}"
@@ -337,7 +349,7 @@ def _panel(axes: Any, document: Document, name: str) -> None:
     axes.set_title(_PANELS[name], fontsize="medium")
     axes.set_xlabel("requests/s")
     is_time = name.endswith("_seconds")
-    for contender in document["greatest_rates"]:
+    for contender in document["contenders"]:
         colour, marker = _STYLES.get(contender, ("#999999", "o"))
         rows = [r for r in document["rows"] if r["contender"] == contender and r["repeats"]]
         windows = [w for w in document["windows"] if w["contender"] == contender]
