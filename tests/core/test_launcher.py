@@ -16,6 +16,7 @@ from ultraep_serve.config import CONFIG_VARIABLE, BalanceConfig
 from ultraep_serve.errors import EngineEndedError, UnsupportedError
 from ultraep_serve.launcher import supervisor
 from ultraep_serve.launcher.supervisor import EngineCommand, supervise
+from ultraep_serve.launcher.tuned_kernels import TunedKernels, link_tuned_kernels
 from ultraep_serve.machine import free_port
 from ultraep_serve.ring import run_directory as module
 from ultraep_serve.ring.recorder import Recorder
@@ -345,3 +346,22 @@ def test_an_engine_that_hangs_after_a_host_was_given_up_is_ended(
     config = BalanceConfig(policy=Policy.OFF, run_dir=str(tmp_path))
     with pytest.raises(EngineEndedError, match="host b was not heard"):
         supervise(python(code), config, None)
+
+
+def test_tuned_kernels_are_found_by_the_experts_that_slots_make(tmp_path: Path) -> None:
+    engine, target = tmp_path / "engine", tmp_path / "run" / "tuned"
+    (engine / "configs").mkdir(parents=True)
+    for name in ("E=16,N=64,device_name=X.json", "E=18,N=64,device_name=X.json", "other.json"):
+        (engine / "configs" / name).write_text(name)
+    tuned = TunedKernels("FOLDER", engine)
+    assert link_tuned_kernels(tuned, 2, target) == {"FOLDER": str(target)}
+    found = {path.name: path.read_text() for path in (target / "configs").iterdir()}
+    assert found == {
+        "E=16,N=64,device_name=X.json": "E=16,N=64,device_name=X.json",
+        "E=18,N=64,device_name=X.json": "E=18,N=64,device_name=X.json",  # the engine's own
+        "E=20,N=64,device_name=X.json": "E=18,N=64,device_name=X.json",
+        "other.json": "other.json",
+    }
+    link_tuned_kernels(TunedKernels("FOLDER", engine, slot_sets=2), 1, tmp_path / "overlapping")
+    assert (tmp_path / "overlapping" / "configs" / "E=20,N=64,device_name=X.json").exists()
+    assert link_tuned_kernels(TunedKernels("FOLDER", tmp_path / "none"), 2, target) == {}

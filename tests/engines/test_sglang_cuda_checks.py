@@ -2,6 +2,7 @@
 # ruff: noqa: TID251 - SGLang's own objects are what is tested
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ with warnings.catch_warnings():
     from ultraep_serve.adapters.sglang import checks, group, launch, quantised
 
 from ultraep_serve.errors import UnsupportedError
+from ultraep_serve.launcher.tuned_kernels import link_tuned_kernels
 from ultraep_serve.types import Policy
 
 FP8 = Fp8Config(
@@ -232,3 +234,17 @@ def test_server_is_started_with_what_balancing_needs(flags: list[str], added: li
 def test_without_deepep_the_expert_ranks_must_be_given() -> None:
     with pytest.raises(UnsupportedError, match="--ep-size 1 below --tp-size 4"):
         launch.engine_command("some/model", ["--device", "cuda", "--tp-size", "4"], Policy.QUOTA)
+
+
+def test_its_tuned_kernels_are_found_for_experts_and_slots(tmp_path: Path) -> None:
+    flags = ["--device", "cuda", "--tp-size", "4", "--moe-a2a-backend", "deepep"]
+    tuned = launch.engine_command("some/model", flags, Policy.QUOTA).tuned
+    assert tuned is not None
+    given = link_tuned_kernels(tuned, 2, tmp_path)
+    assert given == {"SGLANG_MOE_CONFIG_DIR": str(tmp_path)}  # fused_moe_triton_config reads it
+    own = {path.relative_to(tuned.folder) for path in tuned.folder.glob("configs/triton_*/E=64,*")}
+    assert own
+    for name in own:
+        assert (tmp_path / name).read_text() == (tuned.folder / name).read_text()
+        more = name.with_name(name.name.replace("E=64,", "E=66,"))
+        assert (tmp_path / more).exists()

@@ -4,6 +4,7 @@
 import os
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own, when vLLM has it compile
     from vllm.config import set_current_vllm_config
     from vllm.entrypoints.cli.serve import ServeSubcommand
+    from vllm.model_executor.layers.fused_moe import fused_moe
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
     from vllm.model_executor.layers.fused_moe.router.zero_expert_router import ZeroExpertRouter
     from vllm.model_executor.model_loader.utils import process_weights_after_loading
@@ -27,6 +29,8 @@ with warnings.catch_warnings():
 
 from ultraep_serve.doctor import engines
 from ultraep_serve.errors import UnsupportedError
+from ultraep_serve.launcher.tuned_kernels import link_tuned_kernels
+from ultraep_serve.types import Policy
 from ultraep_serve.versions import VLLM_CPU
 
 PLATFORM = SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: True)  # an NVIDIA GPU
@@ -53,6 +57,23 @@ def test_other_parameters_of_the_hook_are_refused(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(RoutedExperts, "forward_modular", lambda self, x, router_logits: x)
     with pytest.raises(UnsupportedError, match=r"forward_modular takes .*'router_logits'"):
         checks.check_engine()
+
+
+def test_its_tuned_kernels_are_found_for_experts_and_slots(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(launch, "_is_cpu_build", lambda: False)
+    flags = ["-tp", "2", "-ep", "--enable-dbo"]
+    tuned = launch.engine_command("org/model", flags, Policy.QUOTA).tuned
+    assert tuned is not None
+    assert tuned.slot_sets == 2
+    rest = ",N=1280,device_name=NVIDIA_H100_80GB_HBM3.json"
+    monkeypatch.setattr(fused_moe, "get_config_file_name", lambda experts, *_: f"E={experts}{rest}")
+    look = fused_moe.get_moe_configs.__wrapped__  # it remembers what it found
+    assert look(68, 1280, None) is None
+    for name, value in link_tuned_kernels(tuned, 2, tmp_path / "tuned").items():
+        monkeypatch.setenv(name, value)
+    assert look(68, 1280, None) == look(64, 1280, None) is not None
 
 
 class OtherExperts(RoutedExperts):

@@ -2,10 +2,11 @@
 
 import json
 import os
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-from ultraep_serve.errors import UnsupportedError
+from ultraep_serve.errors import ConfigError, UnsupportedError
 
 __all__ = [
     "RankCount",
@@ -13,6 +14,7 @@ __all__ = [
     "check_has_experts",
     "cores_by_rank",
     "local_url",
+    "package_folder",
 ]
 
 _EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
@@ -56,6 +58,14 @@ def cores_by_rank(num_ranks: int) -> list[list[int]]:
 def bind_cores(num_ranks: int) -> str:
     """``cores_by_rank`` as both engines write it: ``0,1|2,3``."""
     return "|".join(",".join(map(str, cores)) for cores in cores_by_rank(num_ranks))
+
+
+def package_folder(name: str) -> Path:
+    """Where a top-level package that is installed has its files; it is not imported."""
+    spec = find_spec(name)
+    if spec is None or not spec.submodule_search_locations:
+        raise ConfigError(f"{name} is no package here")
+    return Path(spec.submodule_search_locations[0])
 
 
 def local_url(host: str, port: int) -> str:

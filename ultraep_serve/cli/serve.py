@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from ultraep_serve.errors import ConfigError
 from ultraep_serve.files import write_whole
 from ultraep_serve.launcher.sidecar import sidecar_command
 from ultraep_serve.launcher.supervisor import supervise
+from ultraep_serve.launcher.tuned_kernels import link_tuned_kernels
 from ultraep_serve.machine import why_not_listen
 from ultraep_serve.ring.run_directory import CONFIG_FILE, TOKEN_FILE, run_directory
 from ultraep_serve.types import Policy
@@ -56,6 +58,9 @@ def run(arguments: argparse.Namespace) -> int:
     with run_directory(parsed.port) as run_path:
         config = config.replace(run_dir=str(run_path))
         write_whole(run_path / CONFIG_FILE, config.to_json().encode())
+        if command.tuned is not None and config.policy is not Policy.OFF:
+            tuned = link_tuned_kernels(command.tuned, config.slots, run_path / "tuned")
+            command = replace(command, environment={**command.environment, **tuned})
         beside = None
         if with_sidecar:
             beside = sidecar_command(config, sidecar, sidecar_port)

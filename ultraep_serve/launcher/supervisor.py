@@ -17,6 +17,7 @@ from typing import IO
 
 from ultraep_serve.config import BalanceConfig, child_environment
 from ultraep_serve.errors import EngineEndedError, RingError, UnsupportedError
+from ultraep_serve.launcher.tuned_kernels import TunedKernels
 from ultraep_serve.ring.reader import RingReader
 from ultraep_serve.ring.run_directory import lost_reason
 from ultraep_serve.ring.schema import RING_PREFIX, RingState
@@ -42,6 +43,7 @@ class EngineCommand:
     url: str | None  # where it will answer; None: this host has ranks and no server
     num_ranks: int  # on this host
     environment: dict[str, str] = field(default_factory=dict)  # defaults; the user's own win
+    tuned: TunedKernels | None = None  # of kernels that the experts are computed with
 
 
 def supervise(engine: EngineCommand, config: BalanceConfig, sidecar: list[str] | None) -> int:

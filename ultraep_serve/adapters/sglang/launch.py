@@ -19,10 +19,12 @@ from ultraep_serve.adapters.launch import (
     check_has_experts,
     cores_by_rank,
     local_url,
+    package_folder,
 )
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.errors import ConfigError, UnsupportedError
 from ultraep_serve.launcher.supervisor import EngineCommand
+from ultraep_serve.launcher.tuned_kernels import TunedKernels
 from ultraep_serve.types import Policy
 
 __all__ = ["DEFAULT_PORT", "count_ranks", "engine_command", "parse_engine_flags"]
@@ -92,7 +94,13 @@ def engine_command(model: str, flags: list[str], policy: Policy) -> EngineComman
         url=local_url(parsed.host, parsed.port),  # hosts without a server answer there too
         num_ranks=num_ranks,
         environment=_environment(model, num_ranks * parsed.dp_size, on_cpu),
+        tuned=None if on_cpu else TunedKernels("SGLANG_MOE_CONFIG_DIR", _tuned_folder()),
     )
+
+
+def _tuned_folder() -> Path:
+    """That of which SGLang takes ``configs/triton_VERSION``."""
+    return package_folder("sglang") / "srt" / "layers" / "moe" / "moe_runner" / "triton_utils"
 
 
 def count_ranks(parsed: argparse.Namespace) -> RankCount:

@@ -15,9 +15,16 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ultraep_serve.adapters.guard import left_out
-from ultraep_serve.adapters.launch import RankCount, bind_cores, check_has_experts, local_url
+from ultraep_serve.adapters.launch import (
+    RankCount,
+    bind_cores,
+    check_has_experts,
+    local_url,
+    package_folder,
+)
 from ultraep_serve.errors import ConfigError, UnsupportedError
 from ultraep_serve.launcher.supervisor import EngineCommand
+from ultraep_serve.launcher.tuned_kernels import TunedKernels
 from ultraep_serve.types import Policy
 
 __all__ = ["DEFAULT_PORT", "count_ranks", "engine_command", "parse_engine_flags"]
@@ -79,6 +86,7 @@ def engine_command(model: str, flags: list[str], policy: Policy) -> EngineComman
         url=None if parsed.headless else local_url(parsed.host, parsed.port),
         num_ranks=ranks.here,
         environment=_environment(model, ranks.here, bool(parsed.kv_cache_memory_bytes)),
+        tuned=None if _is_cpu_build() else _tuned_kernels(parsed),
     )
 
 
@@ -124,6 +132,12 @@ def _environment(model: str, num_ranks: int, has_cache_size: bool) -> dict[str, 
         # Otherwise each rank sizes its cache as if the machine's memory were its own.
         environment["VLLM_CPU_KVCACHE_SPACE"] = "1"
     return environment
+
+
+def _tuned_kernels(parsed: argparse.Namespace) -> TunedKernels:
+    folder = package_folder("vllm") / "model_executor" / "layers" / "fused_moe" / "configs"
+    slot_sets = 2 if parsed.enable_dbo else max(1, parsed.ubatch_size)  # as num_ubatches
+    return TunedKernels("VLLM_TUNED_CONFIG_FOLDER", folder, slot_sets)
 
 
 def _is_cpu_build() -> bool:
