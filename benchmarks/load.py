@@ -101,10 +101,11 @@ def chosen(options: argparse.Namespace) -> list[Contender]:
         sys.exit(f"--contenders: {EPLB} needs SGLang's environment")
     policies = tuple(name for name in POLICIES if name in wanted)
     ideal = ["--allow-ideal"] if "ideal" in wanted else []
+    cache = {"prefix_cache": True}  # as both engines have it by default
     all_of_them = (
-        Contender((WITHOUT_EP,), partial(serve_without_ep, options, path, "bfloat16")),
-        Contender(policies, partial(serve, options, path, "bfloat16", *ideal)),
-        Contender((EPLB,), partial(eplb_server, path, WORK / "load-eplb.log")),
+        Contender((WITHOUT_EP,), partial(serve_without_ep, options, path, "bfloat16", **cache)),
+        Contender(policies, partial(serve, options, path, "bfloat16", *ideal, **cache)),
+        Contender((EPLB,), partial(eplb_server, path, WORK / "load-eplb.log", **cache)),
     )
     return [one for one in all_of_them if one.names and set(one.names) <= set(wanted)]
 

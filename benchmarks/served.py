@@ -38,16 +38,21 @@ def model(name: str) -> Path:
     return path
 
 
-def serve(options: argparse.Namespace, path: Path, dtype: str, *extra: str) -> BalancedServer:
+def serve(
+    options: argparse.Namespace, path: Path, dtype: str, *extra: str, prefix_cache: bool = False
+) -> BalancedServer:
     """A server for ``path`` under the benchmark's options."""
-    flags = [*expert_parallel_flags(options.mode, dtype, CONTEXT, options.engine), *extra]
+    flags = expert_parallel_flags(options.mode, dtype, CONTEXT, options.engine, prefix_cache)
+    flags = [*flags, *extra]
     flags += ["--enforce-eager"] if options.eager else []
     return BalancedServer(path, flags, WORK / "serving.log", engine=options.engine)
 
 
-def serve_without_ep(options: argparse.Namespace, path: Path, dtype: str) -> StockServer:
+def serve_without_ep(
+    options: argparse.Namespace, path: Path, dtype: str, prefix_cache: bool = False
+) -> StockServer:
     """The engine alone under the same options, tensor-parallel. Start it first: see ``demo``."""
-    flags = tensor_parallel_flags(dtype, CONTEXT, options.engine)
+    flags = tensor_parallel_flags(dtype, CONTEXT, options.engine, prefix_cache)
     flags += ["--enforce-eager"] if options.eager else []
     return StockServer(path, flags, WORK / "serving-without-ep.log", options.engine)
 

@@ -88,9 +88,11 @@ def servers(rebalance_every: int) -> tuple[BalancedServer, BalancedServer]:
     return ours, eplb_server(path, WORK / "eplb-theirs.log", rebalance_every)
 
 
-def eplb_server(path: Path, log_path: Path, rebalance_every: int = 6) -> BalancedServer:
+def eplb_server(
+    path: Path, log_path: Path, rebalance_every: int = 6, prefix_cache: bool = False
+) -> BalancedServer:
     """SGLang with its own balancer, which rebalances after so many forward passes."""
-    flags = expert_parallel_flags("tensor", "bfloat16", CONTEXT, "sglang")
+    flags = expert_parallel_flags("tensor", "bfloat16", CONTEXT, "sglang", prefix_cache)
     eplb = ["--policy", "off", "--enable-eplb", "--ep-num-redundant-experts", str(2 * SLOTS)]
     eplb += ["--eplb-rebalance-num-iterations", str(rebalance_every)]
     eplb += ["--expert-distribution-recorder-buffer-size", str(rebalance_every)]

@@ -88,36 +88,39 @@ def installed_engine() -> str:
 
 
 def expert_parallel_flags(
-    mode: str, dtype: str, max_tokens: int, engine: str = "vllm"
+    mode: str, dtype: str, max_tokens: int, engine: str = "vllm", prefix_cache: bool = False
 ) -> list[str]:
     """``engine``'s flags for two expert-parallel ranks, ``mode`` "tensor" or (vLLM) "data".
+
+    ``prefix_cache``: whether prompts may be found in the engine's cache.
 
     Raises ConfigError for a mode that the engine's adapter does not have.
     """
     if engine == "sglang":
         if mode != "tensor":
             raise ConfigError(f"{mode} parallelism is not supported with SGLang; use tensor")
-        return ["--ep-size", "2", *tensor_parallel_flags(dtype, max_tokens, engine)]
+        flags = tensor_parallel_flags(dtype, max_tokens, engine, prefix_cache)
+        return ["--ep-size", "2", *flags]
     ranks = [f"--{mode}-parallel-size", "2", "--enable-expert-parallel"]
-    return [*ranks, *_common_flags(dtype, max_tokens, engine)]
+    return [*ranks, *_common_flags(dtype, max_tokens, engine, prefix_cache)]
 
 
-def tensor_parallel_flags(dtype: str, max_tokens: int, engine: str = "vllm") -> list[str]:
+def tensor_parallel_flags(
+    dtype: str, max_tokens: int, engine: str = "vllm", prefix_cache: bool = False
+) -> list[str]:
     """``engine``'s flags for two ranks without expert parallelism: each has half of every expert.
 
     This is what such a machine would serve with if there were no balancing.
     """
     flag = "--tp-size" if engine == "sglang" else "--tensor-parallel-size"
-    return [flag, "2", *_common_flags(dtype, max_tokens, engine)]
+    return [flag, "2", *_common_flags(dtype, max_tokens, engine, prefix_cache)]
 
 
-def _common_flags(dtype: str, max_tokens: int, engine: str) -> list[str]:
-    """No prompt is found in a cache, and an idle SGLang leaves its cores to other servers."""
-    if engine == "sglang":
-        own = ["--disable-radix-cache", "--sleep-on-idle", "--context-length"]
-    else:
-        own = ["--no-enable-prefix-caching", "--max-model-len"]
-    return [*own, str(max_tokens), "--dtype", dtype]
+def _common_flags(dtype: str, max_tokens: int, engine: str, prefix_cache: bool) -> list[str]:
+    """An idle SGLang leaves its cores to other servers."""
+    without_cache = "--disable-radix-cache" if engine == "sglang" else "--no-enable-prefix-caching"
+    own = ["--sleep-on-idle", "--context-length"] if engine == "sglang" else ["--max-model-len"]
+    return [*([] if prefix_cache else [without_cache]), *own, str(max_tokens), "--dtype", dtype]
 
 
 def measure_server(
