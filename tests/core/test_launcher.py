@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ from ultraep_serve.types import ExpertShape, Policy
 
 OFF = BalanceConfig(policy=Policy.OFF)
 FREE_URL = "http://127.0.0.1:9"  # nobody answers there
+FATAL = (signal.SIGKILL, signal.SIGSEGV)
 
 
 @pytest.fixture
@@ -62,9 +64,10 @@ def test_the_engines_exit_code_passes_through(code: int) -> None:
     assert supervise(python(f"raise SystemExit({code})"), OFF, None) == code
 
 
-def test_a_killed_engine_gives_the_shells_code() -> None:
-    killed = "import os; os.kill(os.getpid(), 9)"
-    assert supervise(python(killed), OFF, None) == 128 + signal.SIGKILL
+@pytest.mark.parametrize("number", FATAL)
+def test_a_killed_engine_gives_the_shells_code(number: signal.Signals) -> None:
+    killed = f"import os; os.kill(os.getpid(), {int(number)})"
+    assert supervise(python(killed), OFF, None) == 128 + number
 
 
 def test_the_engine_gets_configuration_and_defaults(tmp_path: Path) -> None:
@@ -148,9 +151,6 @@ raise SystemExit(supervisor.supervise(engine, config, sidecar))
 """
 
 
-FATAL = (signal.SIGKILL, signal.SIGSEGV)
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, *FATAL])
 def test_engine_and_sidecar_end_with_the_launcher(tmp_path: Path, number: signal.Signals) -> None:
     waiting = "import time; time.sleep(60)"
@@ -201,6 +201,86 @@ def test_the_engine_goes_on_without(tmp_path: Path, victim: str, number: signal.
         assert launcher.wait(timeout=40) == 5
     assert is_gone(engine)
     assert is_gone(sidecar)
+
+
+def test_the_engine_goes_on_without_its_run_directory(tmp_path: Path) -> None:
+    run, end = tmp_path / "run", tmp_path / "end"
+    run.mkdir()
+    code = (
+        "import pathlib, shutil, time\n"
+        f"shutil.rmtree({str(run)!r}); time.sleep(0.5)\n"
+        f"pathlib.Path({str(end)!r}).touch(); raise SystemExit(5)"
+    )
+    assert supervise(python(code), BalanceConfig(run_dir=str(run)), None) == 5
+    assert end.exists()
+
+
+@pytest.mark.parametrize("number", FATAL)
+def test_a_launcher_killed_while_it_stops_leaves_nothing(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    """The engine is in the middle of ending."""
+    code = (
+        "import pathlib, signal, time\n"
+        "def end(*_):\n"
+        f"    pathlib.Path({str(tmp_path / 'ends')!r}).touch(); time.sleep(1); exit()\n"
+        f"signal.signal(signal.SIGTERM, end); pathlib.Path({str(tmp_path / 'up')!r}).touch()\n"
+        "time.sleep(60)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", SUPERVISOR, code, str(tmp_path / "run")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    ) as launcher:
+        assert launcher.stdout is not None
+        sidecar, engine = (int(launcher.stdout.readline()) for _ in range(2))
+        wait_for(tmp_path / "up")
+        launcher.terminate()
+        wait_for(tmp_path / "ends")
+        launcher.send_signal(number)
+        launcher.wait(timeout=40)
+    assert is_gone(engine)
+    assert is_gone(sidecar)
+
+
+@pytest.mark.parametrize("number", FATAL)
+def test_an_engine_killed_while_it_stops_ends_the_sidecar(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    code = (
+        "import os, pathlib, signal, time\n"
+        f"signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), {int(number)}))\n"
+        f"pathlib.Path({str(tmp_path / 'up')!r}).touch(); time.sleep(60)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", SUPERVISOR, code, str(tmp_path / "run")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    ) as launcher:
+        assert launcher.stdout is not None
+        sidecar, engine = (int(launcher.stdout.readline()) for _ in range(2))
+        wait_for(tmp_path / "up")
+        launcher.terminate()
+        assert launcher.wait(timeout=40) == 128 + number
+    assert is_gone(engine)
+    assert is_gone(sidecar)
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 40
+    while not path.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_what_cannot_be_announced_does_not_keep_it_from_serving(
+    shared_memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Path("/dev/full").open("w") as full:
+        monkeypatch.setattr(sys, "stderr", full)
+        assert sidecar_command([], monkeypatch) is not None
+        with suppress(OSError):
+            full.close()
 
 
 def test_the_sidecar_ends_with_the_engine(tmp_path: Path) -> None:

@@ -17,10 +17,11 @@ from ultraep_serve.ring.schema import (
     HEADER_BYTES,
     HEADER_DTYPE,
     RECORD_HEAD,
+    RingState,
     record_dtype,
     ring_path,
 )
-from ultraep_serve.types import ExpertShape
+from ultraep_serve.types import Decision, ExpertShape
 
 
 def damage(path: Path, field: str, value: Any) -> None:
@@ -184,3 +185,18 @@ def test_what_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
         make(path)
         with pytest.raises(RingError, match="cannot open"):
             RingReader(path)
+
+
+def test_whoever_writes_goes_on_over_damage(tmp_path: Path) -> None:
+    """A rank believes nothing of what it finds in its own ring."""
+    recorder = create(tmp_path)
+    path = ring_path(tmp_path, 0)
+    size = path.stat().st_size
+    for seed in range(20):
+        with path.open("r+b") as file:
+            file.write(random.Random(seed).randbytes(size))
+        for batch in range(40):  # more than the ring holds
+            write(recorder, batch)
+        recorder.count_batch(Decision.SMALL)
+        recorder.set_state(RingState.READY)
+    recorder.close()

@@ -264,12 +264,34 @@ def _cost(engine: str) -> str:
     return f"{min(pairs):.3f} to {max(pairs):.3f}"
 
 
+def _more_requests(engine: str) -> str:
+    """Against ``off`` and the engine alone, for the first limit that all repeats pass."""
+    for found in _load(engine)["greatest_rates"]:
+        ratios = [found["quota_over"][base] for base in ("off", "without-ep")]
+        if None not in ratios:
+            limit = f"{_FIGURES[found['figure']]} {found['limit_seconds']:g} s"
+            return f"{', '.join(map(ratio_text, ratios))}; {limit}"
+    return _NOT_MEASURED
+
+
+def _pauses(engine: str) -> str:
+    rows = [row for row in _load(engine)["rows"] if row["contender"] == "quota"]
+    ratios = [row["over"]["off"]["itl_p99_seconds"]["mean"] for row in rows]
+    return f"{min(ratios):.2f} to {max(ratios):.2f}"
+
+
+def _load(engine: str) -> dict[str, Any]:
+    return _document(LOADS[_ENGINES.index(engine)])
+
+
 _ROWS: dict[str, Callable[[str], str]] = {
     "time to first token, off / on, at 2k, 4k, 8k tokens": _speedup,
     "on / without expert parallelism (the engine alone)": _over_without_ep,
     "of what perfect balance would gain": _recovered,
     "imbalance (max/mean) before, after": _imbalance,
     "a model that is balanced already, on / off": _cost,
+    "requests/s within a limit, on / off, on / without expert parallelism": _more_requests,
+    "P99 of inter-token latency under load, on / off": _pauses,
 }
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -69,12 +70,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _announce(host: str, port: int, run_path: Path) -> None:
-    print(
-        f"ultraep: sidecar on http://{host}:{port} (/v1/balance, /metrics, /readyz), "
-        f"control token in {run_path / TOKEN_FILE}",
-        file=sys.stderr,
-        flush=True,
-    )
+    with suppress(OSError):  # where logs are full it serves all the same
+        print(
+            f"ultraep: sidecar on http://{host}:{port} (/v1/balance, /metrics, /readyz), "
+            f"control token in {run_path / TOKEN_FILE}",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _check_port(host: str, port: int, flag: str) -> None:

@@ -1,9 +1,10 @@
-"""Files of a run deleted while it serves, as some images do with /dev/shm: nothing breaks."""
+"""Files of a run deleted while it serves, as some images do with /dev/shm, or no room for them."""
 
 import json
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,12 @@ def run(shared_memory: Path) -> Iterator[LiveRun]:
 
 @pytest.fixture
 def sidecar(shared_memory: Path, run: LiveRun) -> Iterator[Answers]:
+    with started_sidecar(shared_memory) as answers:
+        yield answers
+
+
+@contextmanager
+def started_sidecar(shared_memory: Path) -> Iterator[Answers]:
     """One that found the run by itself."""
     port = free_port()
     words = command(shared_memory, "ultraep-serve", "sidecar", "--port", str(port))
@@ -151,3 +158,73 @@ def test_a_new_run_under_the_old_names_is_followed(
         wait_until(lambda: sidecar.get("/v1/balance")["batches"]["planned"] == 2)
     finally:
         second.end()
+
+
+@pytest.fixture
+def little_memory(shared_memory: Path) -> Iterator[Path]:
+    """A file system of its own, of 16 MiB."""
+    words = ["mount", "-t", "tmpfs", "-o", "size=16m", "none", str(shared_memory)]
+    mounted = subprocess.run(words, capture_output=True, text=True, check=False)
+    if mounted.returncode:
+        pytest.skip(f"needs to mount a file system: {mounted.stderr.strip()}")
+    try:
+        yield shared_memory
+    finally:
+        subprocess.run(["umount", "--lazy", str(shared_memory)], check=True)
+
+
+def filled(shared_memory: Path) -> Path:
+    """A file that leaves no byte free."""
+    path = shared_memory / "filler"
+    with path.open("wb", buffering=0) as file:
+        for size in (1 << 20, 1 << 12, 1):
+            with suppress(OSError):
+                while True:
+                    file.write(bytes(size))
+    return path
+
+
+def test_full_while_serving(little_memory: Path) -> None:
+    """Ranks record and follow the policy; only what needs a new file is refused, until there is."""
+    run = LiveRun(little_memory, "8000")
+    try:
+        with started_sidecar(little_memory) as sidecar:
+            token = (run.path / "token").read_text()
+            filler = filled(little_memory)
+            assert sidecar.control("policy", token, policy="eplb-slots") == 200
+            assert run.policy() == "eplb-slots"
+            for _ in range(_BATCHES):
+                run.batch()
+            wait_until(lambda: sidecar.counted() >= _BATCHES * PLANNED_LAYERS)
+            assert sidecar.control("pause", token) == 409  # the policy to resume has no place
+            assert (sidecar.ready(), run.policy()) == (200, "eplb-slots")
+            filler.unlink()
+            assert sidecar.control("pause", token) == 200
+            filled(little_memory)
+            run.end()
+            assert [path.name for path in little_memory.iterdir()] == ["filler"]
+    finally:
+        run.kill()
+
+
+def test_full_at_the_start(little_memory: Path) -> None:
+    """The launcher and a sidecar apart from it say so in a line."""
+    run = LiveRun(little_memory, "8000")
+    try:
+        filled(little_memory)
+        ranks = ["--tensor-parallel-size", "2", "--enable-expert-parallel"]
+        for words in (
+            ["sidecar", "--port", str(free_port())],
+            ["vllm", "m", *ranks, "--port", str(free_port())],
+        ):
+            done = subprocess.run(
+                command(little_memory, "ultraep-serve", *words),
+                capture_output=True, text=True, timeout=60, check=False,
+            )  # fmt: skip
+            assert done.returncode == 2
+            assert done.stderr.startswith("ultraep-serve: error: ")
+            assert "No space left on device" in done.stderr
+            assert done.stderr.count("\n") == 1
+        assert len(list(little_memory.glob("ultraep-*"))) == 1  # that of the run
+    finally:
+        run.kill()
