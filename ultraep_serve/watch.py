@@ -13,8 +13,8 @@ What is no silence:
   them: that host is not missed until they come again. Without batches nothing tells dropped
   datagrams from a host without power, on which the next batch would wait for ever: it is given up.
 - A rank of this host whose process computes is slow, not lost: a library's call may keep Python,
-  and so the heartbeat, waiting for long. It has the time that loading has; a batch that waits for
-  it has the timeout.
+  and so the heartbeat, waiting for long. It has the time that loading has, also where it computes
+  for ever; an exchange of loads that waits for it has its own timeout.
 - Silence is counted in the watcher's own steps, each of which is short: a watcher that was stopped
   itself, or a machine that was suspended, gives the others as much time as it had before.
 

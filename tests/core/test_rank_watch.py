@@ -443,12 +443,16 @@ def test_an_exit_that_was_asked_for_is_no_failure(
 ) -> None:
     recorder = Recorder.create(run_path, 0, ExpertShape(2, 8, 1), 1, 4, "test", "data", 0, 10.0)
     watch = RankWatch(run_path, ON_ONE_HOST, 10.0, LONG, recorder)
-    with pytest.raises(type(error)):
+
+    def end() -> None:
         try:
             raise error
         finally:
             watch.close()
             recorder.close()
+
+    with pytest.raises(type(error)):
+        end()
     reader = RingReader(ring_path(run_path, 0))
     assert reader.header().state is state
     assert reader.header().unheard in ("", "SystemExit: 1", "ValueError: not in one line")
