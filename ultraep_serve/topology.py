@@ -23,6 +23,7 @@ __all__ = [
     "is_process_alive",
     "locate",
     "process_namespace",
+    "process_state",
 ]
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -119,11 +120,20 @@ def locate(rank: int, hosts: Sequence[int], domain_size: int, first_host: str = 
 
 def is_process_alive(process: int) -> bool:
     """Whether ``process``, in this process namespace, exists and is not a zombie."""
+    return process_state(process)[0] not in "ZX"
+
+
+def process_state(process: int) -> tuple[str, float]:
+    """The letter of its state in /proc, X where it is gone, and the CPU seconds that it has used.
+
+    CPU seconds are those of all its threads.
+    """
     try:
-        stat = Path(f"/proc/{process}/stat").read_bytes()
+        stat = Path(f"/proc/{process}/stat").read_text(errors="replace")
     except (FileNotFoundError, ProcessLookupError):
-        return False
-    return stat.rpartition(b")")[2].split()[0] not in (b"Z", b"X")
+        return "X", 0.0
+    fields = stat.rpartition(")")[2].split()
+    return fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def process_namespace() -> int:

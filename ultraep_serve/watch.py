@@ -2,195 +2,54 @@
 
 An engine's own collectives may wait for a rank or a host for ever, and no exchange of ours is
 reached meanwhile. So the thread of each rank's heartbeat looks once a second. The first rank of
-every host sends a datagram to those of all others, and what it learns is shown by its ring. Whoever
-was not heard for the timeout is given up: the reason goes to every rank, which ends its process.
+every host sends a datagram to those of all others, the next one where the first stands still, and
+what it learns is shown by its ring. Whoever was not heard for the timeout is given up: the reason
+goes to every rank, which ends its process.
 
-Silence is counted in the watcher's own steps, each of which is short: a watcher that was stopped
-itself, or a machine that was suspended, gives the others as much time as it had before.
+What is no silence:
+
+- A batch that goes on here needs every rank of the group, so it counts as hearing all of them. If
+  batches go on although a host's datagrams have been missing for the timeout, the network drops
+  them: that host is not missed until they come again. Without batches nothing tells dropped
+  datagrams from a host without power, on which the next batch would wait for ever: it is given up.
+- A rank of this host whose process computes is slow, not lost: a library's call may keep Python,
+  and so the heartbeat, waiting for long. It has the time that loading has, also where it computes
+  for ever; an exchange of loads that waits for it has its own timeout.
+- Silence is counted in the watcher's own steps, each of which is short: a watcher that was stopped
+  itself, or a machine that was suspended, gives the others as much time as it had before.
+
+A rank that ends by an error of its own is lost at once, but for the time in which the engine ends
+by itself; unless its host or another rank was stopped before, which is such errors' usual cause.
 """
 
 import contextlib
-import hmac
-import json
 import logging
 import os
-import secrets
-import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
 
 from ultraep_serve.errors import RingError, UltraEPError
 from ultraep_serve.files import write_whole
+from ultraep_serve.host_link import LINK_PREFIX, MAX_REASON, HostLink, Message
 from ultraep_serve.ring.reader import RingReader
 from ultraep_serve.ring.recorder import HEARTBEAT_SECONDS, Recorder
-from ultraep_serve.ring.run_directory import LOST_FILE, lost_reason
-from ultraep_serve.ring.schema import RingHeader, RingState, ring_path
-from ultraep_serve.topology import Location, PipelineStage
+from ultraep_serve.ring.run_directory import LOST_FILE, STOPPED_FILE, lost_reason
+from ultraep_serve.ring.schema import RING_PREFIX, RingHeader, RingState, ring_path
+from ultraep_serve.topology import Location, PipelineStage, process_namespace, process_state
 
-__all__ = ["HostLink", "RankWatch", "join_hosts"]
+__all__ = ["RankWatch"]
 
 _QUIET_SECONDS = 4.0  # of silence before it is shown
 _LONGEST_STEP = 2 * HEARTBEAT_SECONDS
-_MEET_SECONDS = 3.0  # for datagrams between all hosts to arrive at start
 _GRACE_SECONDS = 2.0  # for other ranks and hosts to learn the reason
-_TOKEN_BYTES, _ADDRESS_BYTES, _MAX_BYTES, _MAX_REASON = 16, 64, 65535, 500
+_COMPUTING = 0.05  # of one CPU that a process which computes uses at least
+_STOPPED_CODES = (None, 0, 128 + 2, 128 + 15)  # of a process that ends as it was asked
 _ONLY_STAGE = PipelineStage()
 _LOGGER = logging.getLogger(__name__)
-
-Gather = Callable[[NDArray[np.int64]], NDArray[np.int64]]  # rows (R, W) of all ranks' row (W,)
-
-
-class _Message(NamedTuple):
-    """What a host says of itself."""
-
-    host: int
-    unheard: list[int]  # hosts that it does not hear
-    quiet: list[int]  # ranks of its own that stand still
-    lost: str  # why it ends; empty while it does not
-    leaves: bool  # it was stopped as its operator wished
-
-
-class HostLink:
-    """Datagrams between the first ranks of all hosts; those without the group's token are ignored.
-
-    They carry no secret but are not encrypted either, as the engine's own traffic is not.
-    """
-
-    def __init__(self, meeting_point: str, host: int, num_hosts: int) -> None:
-        """``meeting_point`` is an address that this host reaches by the network of the engine.
-
-        Where none can be had, nothing is sent.
-        """
-        self.host, self.num_hosts = host, num_hosts
-        self.token = secrets.token_bytes(_TOKEN_BYTES)
-        self.addresses: dict[int, tuple[str, int]] = {}  # of the other hosts
-        self._socket: socket.socket | None = None
-        with contextlib.suppress(OSError, UnicodeError):  # no such host
-            family, kind, _, _, place = socket.getaddrinfo(
-                meeting_point, 9, type=socket.SOCK_DGRAM
-            )[0]
-            with socket.socket(family, kind) as probe:
-                probe.connect(place)  # sends nothing
-                own = probe.getsockname()[0]
-            self._socket = socket.socket(family, kind)
-            self._socket.setblocking(False)
-            try:
-                self._socket.bind((own, 0))
-            except OSError:
-                self.close()
-
-    @property
-    def card(self) -> NDArray[np.int64]:
-        """What the others need: token, port (0: none) and address, of fixed width."""
-        address, port = self._socket.getsockname()[:2] if self._socket else ("", 0)
-        text = address.encode()[:_ADDRESS_BYTES].ljust(_ADDRESS_BYTES, b"\0")
-        words = np.frombuffer(self.token + text, np.int64)
-        return np.concatenate([words, np.array([port], np.int64)])
-
-    def know(self, cards: NDArray[np.int64]) -> None:
-        """The cards of all hosts; the first host's token is the group's."""
-        self.token = cards[0].tobytes()[:_TOKEN_BYTES]
-        for host, card in enumerate(cards):
-            text = card.tobytes()[_TOKEN_BYTES : _TOKEN_BYTES + _ADDRESS_BYTES]
-            if host != self.host:
-                self.addresses[host] = (text.rstrip(b"\0").decode(), int(card[-1]))
-
-    def send(self, message: _Message) -> None:
-        """To all other hosts; what cannot be sent is lost."""
-        content = self.token + json.dumps(message._asdict()).encode()
-        for address in self.addresses.values():
-            if self._socket is not None and address[1]:
-                with contextlib.suppress(OSError):
-                    self._socket.sendto(content, address)
-
-    def receive(self) -> Iterator[_Message]:
-        """What has arrived from the group's other hosts; anything else is dropped."""
-        for _ in range(16 * self.num_hosts):  # a flood does not hold up the heartbeat
-            if self._socket is None:
-                return
-            try:
-                content = self._socket.recv(_MAX_BYTES)
-            except BlockingIOError:
-                return
-            except OSError:
-                continue  # that an earlier datagram could not be delivered
-            if hmac.compare_digest(content[:_TOKEN_BYTES], self.token):
-                with contextlib.suppress(
-                    ArithmeticError, LookupError, RecursionError, TypeError, ValueError
-                ):
-                    message = _parse(json.loads(content[_TOKEN_BYTES:]))
-                    if message.host in self.addresses:
-                        yield message
-
-    def hears_all(self) -> bool:
-        """Whether every other host is heard; all hosts call this together, for some seconds."""
-        deadline, heard = time.monotonic() + _MEET_SECONDS, {self.host}
-        hears_us: set[int] = set()
-        while time.monotonic() < deadline:
-            unheard = sorted(set(range(self.num_hosts)) - heard)
-            self.send(_Message(self.host, unheard, [], "", False))
-            for message in self.receive():
-                heard.add(message.host)
-                if self.host not in message.unheard:
-                    hears_us.add(message.host)
-            if len(heard) == self.num_hosts and len(hears_us) == self.num_hosts - 1:
-                self.send(_Message(self.host, [], [], "", False))
-                return True
-            time.sleep(0.05)
-        return len(heard) == self.num_hosts
-
-    def close(self) -> None:
-        """Close the socket; may be called twice."""
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
-
-
-def _parse(values: dict[str, Any]) -> _Message:
-    """Raises ValueError, TypeError, KeyError for what no host of the group would send."""
-    lost = "".join(letter for letter in str(values["lost"]) if letter.isprintable())
-    return _Message(
-        host=int(values["host"]),
-        unheard=[int(host) for host in values["unheard"]],
-        quiet=[int(rank) for rank in values["quiet"]],
-        lost=lost[:_MAX_REASON],
-        leaves=bool(values["leaves"]),
-    )
-
-
-def join_hosts(location: Location, meeting_point: str, gather: Gather) -> HostLink | None:
-    """The link of this rank's host; None on other ranks, and where datagrams do not pass.
-
-    All ranks of all hosts call this together; rank 0 warns where they do not pass.
-    """
-    size = location.host_size
-    link = HostLink(meeting_point, location.rank // size, location.num_ranks // size)
-    rows = gather(link.card)
-    is_heard = True
-    if location.is_host_primary:
-        link.know(rows[::size])
-        is_heard = link.hears_all()
-    answers = gather(np.array([is_heard], np.int64))
-    if not answers.all():
-        if location.rank == 0:
-            deaf = ", ".join(str(rank) for rank in np.flatnonzero(answers[:, 0] == 0))
-            _LOGGER.warning(
-                "ultraep: UDP does not pass between the hosts (rank %s hears not all of them): a "
-                "host that is cut off is noticed only after the engine's own time",
-                deaf,
-            )
-    elif location.is_host_primary:
-        return link
-    link.close()
-    return None
 
 
 @dataclass
@@ -200,6 +59,7 @@ class _Neighbour:
     path: Path
     reader: RingReader | None = None
     heartbeat_ns: int = 0
+    cpu_seconds: float = 0.0  # that its process had used when it was looked at last
 
     def header(self, *, reopen: bool) -> RingHeader | None:
         """Its ring's header; ``reopen`` where another file may have taken the ring's place."""
@@ -211,6 +71,22 @@ class _Neighbour:
         with contextlib.suppress(RingError):
             return self.reader.header() if self.reader else None
         return None
+
+    def beats(self, header: RingHeader) -> bool:
+        """Whether ``header`` has another heartbeat than before."""
+        before, self.heartbeat_ns = self.heartbeat_ns, header.heartbeat_ns
+        return self.heartbeat_ns != before
+
+    def computes(self, header: RingHeader, step: float) -> bool:
+        """Whether its process used a CPU for some of the last ``step`` seconds, or waits for one.
+
+        No process that was stopped, or is gone, does; nor is one seen in another namespace.
+        """
+        if header.process_namespace != process_namespace():
+            return False
+        state, used = process_state(header.pid)
+        before, self.cpu_seconds = self.cpu_seconds, used
+        return state == "R" or used - before > _COMPUTING * step
 
     def close(self) -> None:
         if self.reader is not None:
@@ -228,24 +104,36 @@ class RankWatch:
     run_path: Path
     location: Location
     timeout_seconds: float
+    longest_seconds: float  # that a rank which computes may be silent
     recorder: Recorder
-    link: HostLink | None = None  # of a host's first rank, where there are several hosts
+    link: HostLink | None = None  # where there are several hosts
     pipeline: PipelineStage = _ONLY_STAGE
     end: Callable[[int], object] = os._exit
     _silence: dict[str, float] = field(default_factory=dict)  # seconds by name
+    _idle: dict[str, float] = field(default_factory=dict)  # of these, since it last computed
+    _without_datagrams: dict[int, float] = field(default_factory=dict)  # seconds by host
+    _not_missed: set[int] = field(default_factory=set)  # hosts whose datagrams are dropped
     _gone: set[int] = field(default_factory=set)  # hosts that were stopped
-    _reports: dict[int, _Message] = field(default_factory=dict)  # the newest by host
+    _reports: dict[int, Message] = field(default_factory=dict)  # the newest by host
+    _failed: dict[str, str] = field(default_factory=dict)  # reasons by name
+    _has_stopped: bool = False  # a rank of this host
+    _progress: int = 0
     _is_over: bool = False
 
     def __post_init__(self) -> None:
         location = self.location
         base = self.pipeline.number * location.num_ranks
+        self._own = range(base, base + location.num_ranks)  # ring numbers of this stage
         self._neighbours = {
-            rank: _Neighbour(ring_path(self.run_path, base + rank))
+            base + rank: _Neighbour(ring_path(self.run_path, base + rank))
             for rank in location.host
             if rank != location.rank
         }
+        self._limit = self.timeout_seconds + _LONGEST_STEP  # a heartbeat is seen a step late
         self._looked = time.monotonic()
+        self._listens = self.link is not None and location.is_host_primary
+        if self.link is not None and self._listens:
+            self.link.save(self.run_path / f"{LINK_PREFIX}{self.pipeline.number}")
 
     def look(self) -> None:
         """Hear the others, say what is heard, and end this process where one is given up."""
@@ -254,48 +142,101 @@ class RankWatch:
         now = time.monotonic()
         step = min(now - self._looked, _LONGEST_STEP)
         self._looked = now
-        quiet = [rank for rank in self._neighbours if not self._hears_rank(rank, step)]
-        unheard = self._hear_hosts(step) if self.link else []
+        before, self._progress = self._progress, self.recorder.progress
+        goes_on = self._progress != before
+        self._find_other_stages()
+        quiet = [number for number in self._neighbours if not self._hears(number, step, goes_on)]
+        unheard = self._hear_hosts(step, goes_on) if self._listens else []
         self._show(quiet, unheard)
         if reason := self._reason():
             self._give_up(reason)
-        elif self.link is not None and not self._is_over:
-            self.link.send(_Message(self.link.host, unheard, quiet, "", False))
+        elif not self._is_over:
+            self._speak(quiet, unheard)
 
     def close(self) -> None:
-        """Tell the other hosts that this one was stopped, and watch no longer."""
+        """Tell the others that this rank was stopped, or by which error it ends; watch no longer.
+
+        To be called where the process ends.
+        """
         was_over, self._is_over = self._is_over, True
-        if not was_over and self.link is not None:
-            for _ in range(3):
-                self.link.send(_Message(self.link.host, [], [], "", True))
+        if was_over:
+            return
+        if self._listens:
+            self._receive()
+        error = "" if self._stops() else _own_error()
+        if error:
+            self.recorder.fail(error)
+        if self.link is not None and self._listens:
+            self.link.say_end(error and f"rank {self.location.rank} failed: {error}")
 
-    def _hears_rank(self, rank: int, step: float) -> bool:
-        neighbour, name = self._neighbours[rank], f"rank {rank}"
-        silence = self._silence.get(name, 0.0)
-        header = neighbour.header(reopen=silence > _LONGEST_STEP)
-        beats = header is not None and header.heartbeat_ns != neighbour.heartbeat_ns
+    def _find_other_stages(self) -> None:
+        """Ranks of other pipeline stages on this host, as soon as they have a ring."""
+        if self.pipeline.num_stages == 1:
+            return
+        known = {neighbour.path for neighbour in self._neighbours.values()}
+        for path in set(self.run_path.glob(f"{RING_PREFIX}*")) - known:
+            found = _Neighbour(path)
+            header = found.header(reopen=True)
+            if header is not None and header.number not in self._own:
+                self._neighbours[header.number] = found
+            else:
+                found.close()
+
+    def _hears(self, number: int, step: float, goes_on: bool) -> bool:
+        """Whether the rank of the ring ``number`` was heard lately."""
+        neighbour, name = self._neighbours[number], self._rank_name(number)
+        header = neighbour.header(reopen=self._silence.get(name, 0.0) > _LONGEST_STEP)
+        is_heard = goes_on and number in self._own
         if header is not None:
-            neighbour.heartbeat_ns = header.heartbeat_ns
-        stopped = header is not None and header.state is RingState.STOPPED
-        return self._count(name, step, beats or stopped)
+            is_heard |= neighbour.beats(header)
+            if header.state is RingState.STOPPED:
+                self._has_stopped = is_heard = True
+            elif header.state is RingState.FAILED:
+                self._failed[name], is_heard = header.unheard, False
+        computes = not is_heard and header is not None and neighbour.computes(header, step)
+        return self._count(name, step, is_heard, computes)
 
-    def _hear_hosts(self, step: float) -> list[int]:
-        """Hosts that are not heard."""
+    def _receive(self) -> set[int]:
+        """Take what other hosts have said; returns those that did."""
         assert self.link is not None
         messages = list(self.link.receive())
-        fresh = {message.host: message for message in messages}
-        self._reports |= fresh
         self._gone |= {message.host for message in messages if message.leaves}
+        self._reports |= {message.host: message for message in messages}
+        return {message.host for message in messages}
+
+    def _hear_hosts(self, step: float, goes_on: bool) -> list[int]:
+        """Hosts that are not heard."""
+        assert self.link is not None
+        heard = self._receive() | self._gone
+        for host in self.link.addresses:
+            seconds = 0.0 if host in heard else self._without_datagrams.get(host, 0.0) + step
+            self._without_datagrams[host] = seconds
+            if host in heard:
+                self._not_missed.discard(host)
+            elif goes_on and seconds > self._limit and host not in self._not_missed:
+                self._not_missed.add(host)
+                _LOGGER.warning(
+                    "ultraep: UDP from %s no longer passes, though batches go on: until it does, "
+                    "a host that is cut off is noticed only after the engine's own time",
+                    self._name(host),
+                )
+        heard |= set(self.link.addresses) if goes_on else self._not_missed
         return [
             host
             for host in self.link.addresses
-            if not self._count(self._name(host), step, host in fresh or host in self._gone)
+            if not self._count(self._name(host), step, host in heard)
         ]
 
-    def _count(self, name: str, step: float, is_heard: bool) -> bool:
+    def _count(self, name: str, step: float, is_heard: bool, computes: bool = False) -> bool:
         """Whether ``name`` was heard lately."""
-        self._silence[name] = 0.0 if is_heard else self._silence.get(name, 0.0) + step
+        silence, idle = self._silence.get(name, 0.0) + step, self._idle.get(name, 0.0) + step
+        self._silence[name] = 0.0 if is_heard else silence
+        self._idle[name] = 0.0 if is_heard or computes else idle
         return self._silence[name] < _QUIET_SECONDS
+
+    def _rank_name(self, number: int) -> str:
+        stage, rank = divmod(number, self.location.num_ranks)
+        return f"rank {rank}" + ("" if number in self._own else f" of pipeline stage {stage}")
 
     def _name(self, host: int) -> str:
         assert self.link is not None
@@ -305,7 +246,7 @@ class RankWatch:
 
     def _show(self, quiet: list[int], unheard: list[int]) -> None:
         """On this rank's ring, for the sidecar."""
-        silent = [f"rank {rank}" for rank in quiet]
+        silent = [self._rank_name(number) for number in quiet]
         if self.link is not None:
             silent += map(self._name, unheard)
         said = [f"{name} not heard for {self._silence[name]:.0f} s" for name in silent]
@@ -317,16 +258,30 @@ class RankWatch:
                 said.append(f"{self._name(host)} does not hear this host")
         self.recorder.set_unheard("; ".join(said))
 
+    def _speak(self, quiet: list[int], unheard: list[int]) -> None:
+        """For this host, if all ranks before this one stand still."""
+        ranks = [number - self._own.start for number in quiet if number in self._own]
+        before = range(self.location.host.start, self.location.rank)
+        if self.link is not None and set(before) <= set(ranks):
+            self.link.send(Message(self.link.host, unheard, ranks, "", False))
+
+    def _stops(self) -> bool:
+        """Whether somebody was stopped, so that others may fail for want of them."""
+        return self._has_stopped or bool(self._gone) or (self.run_path / STOPPED_FILE).exists()
+
     def _reason(self) -> str:
         """Why this process must end; empty where it need not."""
         if reason := lost_reason(self.run_path):
             return reason
         for host, message in self._reports.items():
             if message.lost:
-                return f"{self._name(host)} ended: {message.lost}"[:_MAX_REASON]
-        limit = self.timeout_seconds + _LONGEST_STEP  # a heartbeat is seen a step late
+                return f"{self._name(host)} ended: {message.lost}"[:MAX_REASON]
+        for name, error in self._failed.items():
+            if self._silence[name] >= _QUIET_SECONDS and not self._stops():
+                return f"{name} failed: {error or 'its log says why'}; restart the engine"
+        longest = max(self._limit, self.longest_seconds)
         for name, seconds in self._silence.items():
-            if seconds > limit:
+            if self._idle[name] > self._limit or seconds > longest:
                 return f"{name} was not heard for {seconds:.0f} s; restart the engine on all hosts"
         return ""
 
@@ -345,8 +300,18 @@ class RankWatch:
             deadline = time.monotonic() + _GRACE_SECONDS
             while time.monotonic() < deadline:
                 if self.link is not None:
-                    self.link.send(_Message(self.link.host, [], [], reason, False))
+                    self.link.send(Message(self.link.host, [], [], reason, False))
                 time.sleep(0.2)
         finally:
             latest.cancel()
             self.end(1)
+
+
+def _own_error() -> str:
+    """The error that ends this process, in one line; empty where it ends as it was asked."""
+    error = sys.exc_info()[1]  # of the frames below: finalizers run while it passes
+    if isinstance(error, SystemExit) and error.code in _STOPPED_CODES:
+        return ""
+    if error is None or isinstance(error, KeyboardInterrupt):
+        return ""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:MAX_REASON]

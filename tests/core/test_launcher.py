@@ -10,17 +10,20 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from ultraep_serve.cli import main, serve
 from ultraep_serve.config import CONFIG_VARIABLE, BalanceConfig
 from ultraep_serve.errors import EngineEndedError, UnsupportedError
+from ultraep_serve.host_link import LINK_PREFIX, HostLink
 from ultraep_serve.launcher import supervisor
 from ultraep_serve.launcher.supervisor import EngineCommand, supervise
 from ultraep_serve.launcher.tuned_kernels import TunedKernels, link_tuned_kernels
 from ultraep_serve.machine import free_port
 from ultraep_serve.ring import run_directory as module
 from ultraep_serve.ring.recorder import Recorder
+from ultraep_serve.ring.run_directory import STOPPED_FILE
 from ultraep_serve.ring.schema import RingState
 from ultraep_serve.sidecar.serve import add_arguments as add_sidecar_arguments
 from ultraep_serve.topology import Location, is_process_alive
@@ -339,6 +342,25 @@ def test_a_balanced_engine_that_ends_by_itself_has_lost_a_rank(
             supervise(python("pass"), config, None)
     else:
         assert supervise(python("pass"), config, None) == 0
+
+
+@pytest.mark.parametrize("is_asked", [True, False])
+def test_the_launcher_tells_other_hosts_why_killed_ranks_end(
+    tmp_path: Path, is_asked: bool
+) -> None:
+    here, other = HostLink("127.0.0.1", 0, 2), HostLink("127.0.0.1", 1, 2)
+    for link in (here, other):
+        link.know(np.stack([here.card, other.card]))
+    here.save(tmp_path / f"{LINK_PREFIX}0")
+    (tmp_path / f"{LINK_PREFIX}1").write_text("[]")
+    killed = "import os; os.kill(os.getppid(), 15 if {} else 0); os.kill(os.getpid(), 9)"
+    config = BalanceConfig(run_dir=str(tmp_path))
+    assert supervise(python(killed.format(is_asked)), config, None) == 128 + signal.SIGKILL
+    said = {(message.host, message.leaves, message.lost) for message in other.receive()}
+    assert said == {(0, is_asked, "" if is_asked else "its engine ended (exit status 137)")}
+    assert (tmp_path / STOPPED_FILE).exists() == is_asked
+    for link in (here, other):
+        link.close()
 
 
 def is_gone(process: int) -> bool:

@@ -1,6 +1,7 @@
 """RankWatch in processes of its own: who stops, dies or is cut off, and who is given up for it."""
 
 import json
+import multiprocessing
 import os
 import signal
 import socket
@@ -8,6 +9,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import count
+from multiprocessing.process import BaseProcess
+from multiprocessing.util import Finalize
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,16 +20,30 @@ import pytest
 
 from tests.support.namespaces import Hosts, enter_network, two_namespaces
 from ultraep_serve.errors import OutputError
+from ultraep_serve.host_link import HostLink, Message, join_hosts
 from ultraep_serve.ring.reader import RingReader
 from ultraep_serve.ring.recorder import Recorder
 from ultraep_serve.ring.run_directory import LOST_FILE, lost_reason
 from ultraep_serve.ring.schema import RingState, ring_path
-from ultraep_serve.topology import Location
-from ultraep_serve.types import ExpertShape
-from ultraep_serve.watch import HostLink, RankWatch, join_hosts
+from ultraep_serve.topology import Location, PipelineStage
+from ultraep_serve.types import Decision, ExpertShape
+from ultraep_serve.watch import RankWatch
 
-TIMEOUT = 4.0
+TIMEOUT = 2.0
+LIMIT = TIMEOUT + 1.0  # of silence, with the step by which a heartbeat is seen late
+LONG = 60.0  # a timeout that is not waited for
 SLACK = 10.0  # beyond the timeout, by when every process must have ended
+ON_ONE_HOST = Location.on_one_host(0, 2)
+
+
+@pytest.fixture(autouse=True)
+def _half_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heartbeats, and all times that hang on them, here and in ranks."""
+    monkeypatch.setattr("ultraep_serve.ring.recorder.HEARTBEAT_SECONDS", 0.5)
+    monkeypatch.setattr("ultraep_serve.watch._LONGEST_STEP", 1.0)
+    monkeypatch.setattr("ultraep_serve.watch._QUIET_SECONDS", 2.0)
+    monkeypatch.setattr("ultraep_serve.watch._GRACE_SECONDS", 1.0)
+    monkeypatch.setattr("ultraep_serve.host_link._MEET_SECONDS", 1.5)
 
 
 def gathering(board: Path, rank: int, num_ranks: int) -> Callable[[np.ndarray], np.ndarray]:
@@ -44,59 +62,98 @@ def gathering(board: Path, rank: int, num_ranks: int) -> Callable[[np.ndarray], 
     return gather
 
 
-def serve(board: Path, rank: int, hosts: Hosts | None, num_ranks: int, host_size: int) -> None:
-    """A rank that does nothing but watch."""
-    location = Location(rank, num_ranks, host_size, host_size)
+def serve(
+    board: Path,
+    number: int,
+    hosts: Hosts | None,
+    num_ranks: int,
+    host_size: int,
+    num_stages: int,
+    timeout: float,
+) -> None:
+    """A rank that does nothing but watch, and what signals tell it to.
+
+    Its batches go on while there is a file ``batches``.
+    """
+    stage, rank = divmod(number, num_ranks)
+    location, pipeline = (
+        Location(rank, num_ranks, host_size, host_size),
+        PipelineStage(stage, num_stages),
+    )
     host = rank // host_size
     if hosts is not None:
         enter_network(hosts.names[host])
     home = board / f"host-{host}"
     home.mkdir(exist_ok=True)
+    shape = ExpertShape(num_ranks, 8, 1)
     recorder = Recorder.create(
-        home, rank, ExpertShape(num_ranks, 8, 1), 1, 4, "test", "data", 0, TIMEOUT, location
+        home, rank, shape, 1, 4, "test", "data", 0, timeout, location, pipeline
     )
+    Finalize(None, recorder.close, exitpriority=1)
     link = None
-    if hosts is not None:
-        link = join_hosts(location, hosts.addresses[0], gathering(board, rank, num_ranks))
+    if host_size < num_ranks:
+        address = hosts.addresses[0] if hosts else "127.0.0.1"
+        link = join_hosts(location, address, gathering(board, rank, num_ranks))
     recorder.set_state(RingState.READY)
-    recorder.at_heartbeat(RankWatch(home, location, TIMEOUT, recorder, link).look)
-    (board / f"up-{rank}").touch()
-    signal.pause()
+    watch = RankWatch(home, location, timeout, LONG, recorder, link, pipeline)
+    recorder.at_heartbeat(watch.look)
+    Finalize(None, watch.close, exitpriority=2)
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGUSR1, compute)
+    signal.signal(signal.SIGUSR2, fail)
+    (board / f"up-{number}").touch()
+    while True:
+        time.sleep(0.1)
+        if (board / "batches").exists():
+            recorder.count_batch(Decision.SMALL)
+
+
+def stop(*_: object) -> None:
+    raise SystemExit
+
+
+def compute(*_: object) -> None:
+    sum(range(10**15))  # lets no other thread run Python
+
+
+def fail(*_: object) -> None:
+    raise RuntimeError("out of memory")
 
 
 @contextmanager
 def ranks(
-    board: Path, num_ranks: int, hosts: Hosts | None = None, host_size: int = 0
-) -> Iterator[list[int]]:
-    """Their process ids, once all watch; none outlives the block."""
-    children: list[int] = []
-    for rank in range(num_ranks):
-        if not (child := os.fork()):
-            try:
-                serve(board, rank, hosts, num_ranks, host_size or num_ranks)
-            finally:
-                os._exit(3)
-        children.append(child)
+    board: Path,
+    num_ranks: int,
+    hosts: Hosts | None = None,
+    host_size: int = 0,
+    num_stages: int = 1,
+    timeout: float = TIMEOUT,
+) -> Iterator[list[BaseProcess]]:
+    """Their processes, once all watch; none outlives the block."""
+    fork, size = multiprocessing.get_context("fork"), host_size or num_ranks
+    numbers = range(num_ranks * num_stages)
+    children: list[BaseProcess] = [
+        fork.Process(target=serve, args=(board, each, hosts, num_ranks, size, num_stages, timeout))
+        for each in numbers
+    ]
     try:
-        until(lambda: all((board / f"up-{rank}").exists() for rank in range(num_ranks)), 20.0)
+        for child in children:
+            child.start()
+        until(lambda: all((board / f"up-{each}").exists() for each in numbers), 20.0)
         yield children
     finally:
         for child in children:
-            if is_running(child):
-                os.kill(child, signal.SIGKILL)
-                os.waitpid(child, 0)
+            child.kill()
+            child.join()
 
 
-_ended: dict[int, int] = {}
+def tell(child: BaseProcess, number: signal.Signals) -> None:
+    assert child.pid is not None
+    os.kill(child.pid, number)
 
 
-def is_running(child: int) -> bool:
-    if child in _ended:
-        return False
-    found, status = os.waitpid(child, os.WNOHANG)
-    if found:
-        _ended[child] = status
-    return not found
+def is_running(child: BaseProcess) -> bool:
+    return child.is_alive()
 
 
 def until(is_true: Callable[[], bool], seconds: float) -> None:
@@ -116,41 +173,41 @@ def unheard(board: Path, rank: int, host_size: int) -> str:
 
 def test_a_rank_stopped_for_less_is_waited_for_and_for_longer_is_given_up(run_path: Path) -> None:
     with ranks(run_path, 3) as (first, second, third):
-        os.kill(second, signal.SIGSTOP)
+        tell(second, signal.SIGSTOP)
         time.sleep(TIMEOUT / 2)
-        os.kill(second, signal.SIGCONT)
+        tell(second, signal.SIGCONT)
         time.sleep(TIMEOUT)
         assert all(map(is_running, (first, second, third)))
         assert unheard(run_path, 0, 3) == ""
-        os.kill(second, signal.SIGSTOP)
+        tell(second, signal.SIGSTOP)
         until(lambda: not is_running(first) and not is_running(third), TIMEOUT + SLACK)
         assert is_running(second)
         assert lost_reason(run_path / "host-0").startswith("rank 1 was not heard for ")
         assert "rank 1 was not heard" in unheard(run_path, 0, 3)
-        os.kill(second, signal.SIGCONT)
+        tell(second, signal.SIGCONT)
         until(lambda: not is_running(second), SLACK)
 
 
 def test_a_killed_rank_is_given_up(run_path: Path) -> None:
     with ranks(run_path, 2) as (first, second):
-        os.kill(second, signal.SIGKILL)
+        tell(second, signal.SIGKILL)
         until(lambda: not is_running(first), TIMEOUT + SLACK)
         assert "rank 1" in lost_reason(run_path / "host-0")
 
 
 def test_a_rank_that_left_is_not_missed(run_path: Path) -> None:
-    location, shape = Location.on_one_host(0, 2), ExpertShape(2, 8, 1)
+    shape = ExpertShape(2, 8, 1)
     with ExitStack() as stack:
         recorders = []
         for rank in range(2):
             made = Recorder.create(run_path, rank, shape, 1, 4, "test", "data", 0, 1.0)
             stack.callback(made.close)
             recorders.append(made)
-        watch = RankWatch(run_path, location, 0.1, recorders[0], end=lambda code: None)
+        watch = RankWatch(run_path, ON_ONE_HOST, 0.1, 0.1, recorders[0], end=lambda code: None)
         watch.look()
         recorders[1].close()
         for _ in range(4):
-            time.sleep(1.0)
+            time.sleep(0.5)
             watch.look()
         assert lost_reason(run_path) == ""
 
@@ -159,10 +216,10 @@ def test_its_own_pause_is_not_the_silence_of_others(
     run_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As after a suspend: the clock has jumped, and nobody could be heard meanwhile."""
-    location, shape = Location.on_one_host(0, 2), ExpertShape(2, 8, 1)
+    shape = ExpertShape(2, 8, 1)
     recorder = Recorder.create(run_path, 0, shape, 1, 4, "test", "data", 0, 10.0)
     ended: list[int] = []
-    watch = RankWatch(run_path, location, 10.0, recorder, end=ended.append)
+    watch = RankWatch(run_path, ON_ONE_HOST, 10.0, LONG, recorder, end=ended.append)
     now = time.monotonic()
     clock = iter([now + 1, now + 3601, now + 3602])
     with monkeypatch.context() as patch:
@@ -184,9 +241,7 @@ def test_a_rank_ends_also_where_it_cannot_say_why(
     recorder = Recorder.create(run_path, 0, ExpertShape(2, 8, 1), 1, 4, "test", "data", 0, 10.0)
     (run_path / LOST_FILE).write_text("rank 1 was not heard")
     has_ended = threading.Event()
-    watch = RankWatch(
-        run_path, Location.on_one_host(0, 2), 10.0, recorder, end=lambda _: has_ended.set()
-    )
+    watch = RankWatch(run_path, ON_ONE_HOST, 10.0, LONG, recorder, end=lambda _: has_ended.set())
     with monkeypatch.context() as patch:
         patch.setattr("ultraep_serve.watch._GRACE_SECONDS", 0.2)
         if wrong == "no room":
@@ -252,6 +307,19 @@ def hosts() -> Iterator[Hosts]:
         yield made
 
 
+def test_batches_that_go_on_are_heard_where_datagrams_are_not(run_path: Path, hosts: Hosts) -> None:
+    (run_path / "batches").touch()
+    with ranks(run_path, 2, hosts, host_size=1) as children:
+        hosts.cut()
+        time.sleep(LIMIT + 2)
+        assert all(map(is_running, children))
+        assert [unheard(run_path, rank, 1) for rank in (0, 1)] == ["", ""]
+        (run_path / "batches").unlink()
+        time.sleep(LIMIT)
+        assert [unheard(run_path, rank, 1) for rank in (0, 1)] == ["", ""]
+        assert all(map(is_running, children))
+
+
 def test_a_cut_link_is_shown_and_ends_both_hosts(run_path: Path, hosts: Hosts) -> None:
     with ranks(run_path, 4, hosts, host_size=2) as children:
         hosts.cut()
@@ -282,7 +350,150 @@ def test_a_link_cut_one_way_ends_both_hosts(run_path: Path, hosts: Hosts) -> Non
 
 def test_a_rank_stopped_elsewhere_ends_this_host(run_path: Path, hosts: Hosts) -> None:
     with ranks(run_path, 4, hosts, host_size=2) as children:
-        os.kill(children[3], signal.SIGSTOP)
+        tell(children[3], signal.SIGSTOP)
         until(lambda: "rank 3 stands still" in unheard(run_path, 0, 2), 10.0)
         until(lambda: not any(map(is_running, children[:3])), TIMEOUT + SLACK)
     assert "rank 3 was not heard" in lost_reason(run_path / "host-0")
+
+
+def looks(watch: RankWatch, seconds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One a second, by a clock of its own."""
+    with monkeypatch.context() as patch:
+        clock = count(watch._looked + 1)
+        patch.setattr("ultraep_serve.watch.time.monotonic", lambda: next(clock))
+        for _ in range(seconds):
+            watch.look()
+
+
+def test_a_host_whose_batches_ended_with_its_datagrams_is_given_up(
+    run_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    location, (first, second) = Location(0, 2, 1, 1), pair()
+    ended: list[int] = []
+    recorder = Recorder.create(run_path, 0, ExpertShape(2, 8, 1), 1, 4, "test", "data", 0, 5.0)
+    watch = RankWatch(run_path, location, 5.0, LONG, recorder, first, end=ended.append)
+    for _ in range(4):
+        looks(watch, 1, monkeypatch)
+        recorder.count_batch(Decision.SMALL)
+    looks(watch, 6, monkeypatch)
+    assert not ended
+    monkeypatch.setattr("ultraep_serve.watch._GRACE_SECONDS", 0.0)
+    looks(watch, 2, monkeypatch)
+    assert ended
+    for each in (recorder, first, second):
+        each.close()
+
+
+def test_a_rank_that_computes_is_slow_and_one_that_stands_still_is_lost(run_path: Path) -> None:
+    """Also the first of a host, for which the next one speaks."""
+    with ranks(run_path, 4, host_size=2) as children:
+        tell(children[2], signal.SIGUSR1)
+        until(lambda: "rank 2 stands still" in unheard(run_path, 0, 2), 10.0)
+        time.sleep(LIMIT - 1)
+        assert all(map(is_running, children))
+        assert "rank 2 not heard" in unheard(run_path, 3, 2)
+        tell(children[2], signal.SIGSTOP)
+        others = [children[rank] for rank in (0, 1, 3)]
+        until(lambda: not any(map(is_running, others)), TIMEOUT + SLACK)
+    assert "rank 2 was not heard" in lost_reason(run_path / "host-0")
+
+
+def test_a_rank_that_computes_for_ever_is_given_up(
+    run_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This process is the one that computes: rank 1's heart is not waited for."""
+    ended: list[int] = []
+    shape = ExpertShape(2, 8, 1)
+    recorders = [
+        Recorder.create(run_path, rank, shape, 1, 4, "test", "data", 0, 5.0) for rank in (0, 1)
+    ]
+    recorders[1]._stopping.set()
+    monkeypatch.setattr("ultraep_serve.watch._GRACE_SECONDS", 0.0)
+    watch = RankWatch(run_path, ON_ONE_HOST, 5.0, LONG, recorders[0], end=ended.append)
+    looks(watch, 55, monkeypatch)
+    assert not ended
+    looks(watch, 10, monkeypatch)
+    assert ended
+    assert "rank 1 was not heard for 61 s" in lost_reason(run_path)
+    for recorder in recorders:
+        recorder.close()
+
+
+def test_a_rank_that_fails_is_lost_at_once(run_path: Path) -> None:
+    with ranks(run_path, 4, host_size=2, timeout=LONG) as children:
+        tell(children[3], signal.SIGUSR2)
+        until(lambda: not any(map(is_running, children)), SLACK)
+    error = "rank 3 failed: RuntimeError: out of memory"
+    assert lost_reason(run_path / "host-1").startswith(error)
+    assert f"host 127.0.0.1 (ranks 2 to 3) ended: {error}" in lost_reason(run_path / "host-0")
+
+
+@pytest.mark.parametrize(
+    ("error", "state"),
+    [
+        (SystemExit(), RingState.STOPPED),
+        (SystemExit(128 + signal.SIGTERM), RingState.STOPPED),
+        (KeyboardInterrupt(), RingState.STOPPED),
+        (SystemExit(1), RingState.FAILED),
+        (ValueError("not in\none line"), RingState.FAILED),
+    ],
+)
+def test_an_exit_that_was_asked_for_is_no_failure(
+    run_path: Path, error: BaseException, state: RingState
+) -> None:
+    recorder = Recorder.create(run_path, 0, ExpertShape(2, 8, 1), 1, 4, "test", "data", 0, 10.0)
+    watch = RankWatch(run_path, ON_ONE_HOST, 10.0, LONG, recorder)
+
+    def end() -> None:
+        try:
+            raise error
+        finally:
+            watch.close()
+            recorder.close()
+
+    with pytest.raises(type(error)):
+        end()
+    reader = RingReader(ring_path(run_path, 0))
+    assert reader.header().state is state
+    assert reader.header().unheard in ("", "SystemExit: 1", "ValueError: not in one line")
+    reader.close()
+
+
+def test_a_host_whose_only_rank_fails_says_so_itself(run_path: Path) -> None:
+    with ranks(run_path, 2, host_size=1, timeout=LONG) as children:
+        tell(children[0], signal.SIGUSR2)
+        until(lambda: not any(map(is_running, children)), SLACK)
+    assert "ended: rank 0 failed: RuntimeError" in lost_reason(run_path / "host-1")
+
+
+def test_failures_after_a_stop_are_its_consequence(run_path: Path) -> None:
+    with ranks(run_path, 4, host_size=2, timeout=LONG) as children:
+        tell(children[2], signal.SIGTERM)
+        until(lambda: not is_running(children[2]), SLACK)
+        time.sleep(1.0)
+        tell(children[3], signal.SIGUSR2)
+        tell(children[1], signal.SIGUSR2)
+        until(lambda: not is_running(children[3]) and not is_running(children[1]), SLACK)
+        time.sleep(LIMIT)
+        assert is_running(children[0])
+        assert unheard(run_path, 0, 2).startswith("rank 1 not heard")
+
+
+def test_stages_on_a_host_watch_each_other(run_path: Path) -> None:
+    with ranks(run_path, 1, num_stages=2) as children:
+        tell(children[1], signal.SIGSTOP)
+        until(lambda: not is_running(children[0]), TIMEOUT + SLACK)
+    assert "rank 0 of pipeline stage 1 was not heard" in lost_reason(run_path / "host-0")
+
+
+def test_heartbeats_of_512_hosts_wait_for_a_look() -> None:
+    """With what Linux sets aside for anybody."""
+    link = HostLink("127.0.0.1", 0, 512)
+    link.know(np.stack([link.card] * 512))
+    target = "127.0.0.1", int(link.card[-1])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as others:
+        for host in range(1, 512):
+            message = Message(host, [], [], "", False)
+            others.sendto(link.token + json.dumps(message._asdict()).encode(), target)
+    assert {message.host for message in link.receive()} == set(range(1, 512))
+    link.close()

@@ -21,6 +21,7 @@ from ultraep_serve.collectives import EngineGroup, HostAllGather
 from ultraep_serve.config import BalanceConfig, first_process
 from ultraep_serve.errors import ConfigError, FabricError, UltraEPError, UnsupportedError
 from ultraep_serve.files import write_whole
+from ultraep_serve.host_link import HostLink, join_hosts
 from ultraep_serve.launcher.sidecar import start_beside_rank
 from ultraep_serve.ring.run_directory import (
     CONFIG_FILE,
@@ -30,7 +31,6 @@ from ultraep_serve.ring.run_directory import (
     name_of_run,
 )
 from ultraep_serve.topology import Location, PipelineStage, host_identity, locate
-from ultraep_serve.watch import HostLink, join_hosts
 
 __all__ = ["find_location", "meet", "meet_hosts", "refuse_or_serve_plainly", "wait_for_all"]
 

@@ -157,6 +157,7 @@ class BalancedLayers:
             self._run_path,
             setup.location,
             setup.config.timeout_seconds,
+            setup.connect_seconds,
             self._recorder,
             meet_hosts(setup),
             self._pipeline,
@@ -201,8 +202,8 @@ class BalancedLayers:
                 self._spool.add(layer, topk_ids[: batch.request_tokens].cpu().numpy())
         try:
             physical = self._balancer.route(layer, topk_ids, batch.tokens, batch.micro_batch)
-        except UltraEPError:
-            self._recorder.set_state(RingState.FAILED)
+        except UltraEPError as error:
+            self._recorder.fail(str(error))
             raise
         return physical.to(topk_ids.dtype)
 
@@ -213,8 +214,8 @@ class BalancedLayers:
         """
         try:
             self._balancer.computed(micro_batch)
-        except UltraEPError:
-            self._recorder.set_state(RingState.FAILED)
+        except UltraEPError as error:
+            self._recorder.fail(str(error))
             raise
 
     def log_ready(self, logger: logging.Logger) -> None:

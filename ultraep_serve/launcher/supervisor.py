@@ -17,9 +17,10 @@ from typing import IO
 
 from ultraep_serve.config import BalanceConfig, child_environment
 from ultraep_serve.errors import EngineEndedError, RingError, UnsupportedError
+from ultraep_serve.host_link import tell_hosts
 from ultraep_serve.launcher.tuned_kernels import TunedKernels
 from ultraep_serve.ring.reader import RingReader
-from ultraep_serve.ring.run_directory import lost_reason
+from ultraep_serve.ring.run_directory import STOPPED_FILE, lost_reason
 from ultraep_serve.ring.schema import RING_PREFIX, RingState
 from ultraep_serve.types import Policy
 
@@ -56,7 +57,7 @@ def supervise(engine: EngineCommand, config: BalanceConfig, sidecar: list[str] |
     environment = child_environment(config, engine.environment)
     children: list[subprocess.Popen[bytes]] = []
     watch = _BalanceWatch(engine, config)
-    with _forwarded_signals(children) as signals:
+    with _forwarded_signals(children, lambda: _say_stopped(config)) as signals:
         try:
             if sidecar is not None:
                 children.append(start_child(sidecar, environment))
@@ -65,6 +66,12 @@ def supervise(engine: EngineCommand, config: BalanceConfig, sidecar: list[str] |
             signals.repeat()
             watch.start(lambda: stop_child(server))
             code = _wait(server, signals, lambda: _lost(config))
+            code = code if code >= 0 else 128 - code
+            if config.run_dir and not signals.received:
+                tell_hosts(
+                    config.run_path,
+                    _lost(config) or watch.problem or f"its engine ended (exit status {code})",
+                )
         finally:
             lost = _lost(config)
             watch.stop()
@@ -79,7 +86,7 @@ def supervise(engine: EngineCommand, config: BalanceConfig, sidecar: list[str] |
             "the engine ended without being stopped, so a rank is lost, or another host was "
             "stopped; its log above says why; start it again"
         )
-    return code if code >= 0 else 128 - code
+    return code
 
 
 class _BalanceWatch:
@@ -136,8 +143,11 @@ def _is_ready(ring: Path) -> bool:
 class _forwarded_signals:
     """While active, SIGINT and SIGTERM go to the children instead of ending this process."""
 
-    def __init__(self, children: list[subprocess.Popen[bytes]]) -> None:
+    def __init__(
+        self, children: list[subprocess.Popen[bytes]], at_first: Callable[[], None]
+    ) -> None:
         self._children = children
+        self._at_first = at_first
         self._previous: dict[int, object] = {}
         self.received = False
 
@@ -156,6 +166,8 @@ class _forwarded_signals:
             self._forward(signal.SIGTERM, None)
 
     def _forward(self, number: int, _frame: FrameType | None) -> None:
+        if not self.received:
+            self._at_first()
         self.received = True
         for child in self._children:
             if child.poll() is None:
@@ -190,6 +202,14 @@ def _before_child_runs() -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     for number in (signal.SIGTTIN, signal.SIGTTOU):  # the terminal stops nobody in the background
         signal.signal(number, signal.SIG_IGN)
+
+
+def _say_stopped(config: BalanceConfig) -> None:
+    """Before ranks know, which fail for want of others that end first, or are killed."""
+    if config.run_dir:
+        with contextlib.suppress(OSError):
+            (config.run_path / STOPPED_FILE).touch()
+        tell_hosts(config.run_path)
 
 
 def _lost(config: BalanceConfig) -> str:

@@ -228,11 +228,21 @@ class Recorder:
         """Publish the policy in force until a batch does."""
         self._store(_POLICY, _POLICY_CODES[policy])
 
+    @property
+    def progress(self) -> int:
+        """Another number after every batch, and after every layer that has a record."""
+        return int(self._words[_BATCHES] + self._words[_WRITTEN])
+
+    def fail(self, reason: str) -> None:
+        """Publish that this rank has failed, and why, where ``set_unheard`` says nothing later."""
+        self.set_unheard(reason)
+        self.set_state(RingState.FAILED)
+
     def set_unheard(self, text: str) -> None:
         """Publish which ranks and hosts this one does not hear; empty: all are heard."""
         content = text.encode("ascii", "replace")[:UNHEARD_BYTES].ljust(UNHEARD_BYTES, b"\0")
         with self._lock:
-            if not self._mapped.closed:
+            if not self._mapped.closed and self._words[_STATE] != RingState.FAILED:
                 self._page[_UNHEARD : _UNHEARD + UNHEARD_BYTES] = content
 
     def at_heartbeat(self, function: Callable[[], None]) -> None:

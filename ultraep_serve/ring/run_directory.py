@@ -23,6 +23,7 @@ __all__ = [
     "CONFIG_FILE",
     "LOST_FILE",
     "SHARED_MEMORY",
+    "STOPPED_FILE",
     "TOKEN_FILE",
     "UNBALANCED_FILE",
     "RunDirectory",
@@ -42,6 +43,7 @@ SHARED_MEMORY = Path("/dev/shm")
 CONFIG_FILE = "config.json"
 _MAX_REASON = 1000
 LOST_FILE = "lost"  # one line of text: which rank or host was given up
+STOPPED_FILE = "stopped"  # empty; the launcher was asked to stop this host
 TOKEN_FILE = "token"
 UNBALANCED_FILE = "unbalanced"  # one line of text: why this server runs without balancing
 _LOCK_SECONDS = 5.0  # for other processes to let go; they need milliseconds
