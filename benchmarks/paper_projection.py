@@ -5,22 +5,27 @@
 Reported: arXiv 2606.04101, requests per second at an average-TTFT objective, read off a figure
 (about 3 %). The model is given the imbalances, the number of ranks and the model's shape; nothing
 is fitted to the reported gains in the first table. To distinguish a wrong setting from a wrong
-model follow the closest setting of a grid for each kind of traffic, and the share of the time that
-experts would have to take for each reported gain, which should be the same within a row.
+model follow the same prediction from measured rates of single operators instead of data sheets
+(operator_rates.py), once more as if the busiest rank did not delay dispatch and combine, the
+closest setting of a grid for each kind of traffic, and the share of the time that experts would
+have to take for each reported gain, which should be the same within a row.
 
 Also the memory that one replica slot instead of two saves.
 """
 
 import itertools
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 import harness
 import numpy as np
 
-from ultraep_serve.costs.model import Transfer
+from ultraep_serve.costs.model import CostModel, Transfer
 from ultraep_serve.offline.hardware import Efficiency, estimate_costs, hardware
+from ultraep_serve.offline.operator_rates import MeasuredRates
 from ultraep_serve.offline.predict import Prefill, prefill_seconds
-from ultraep_serve.offline.shapes import model_shape
+from ultraep_serve.offline.shapes import ModelShape, model_shape
 
 MIB = 1 << 20
 LINK_EXPERTS = Transfer(2, 2)  # two slots per rank, so two experts on the busiest link with relays
@@ -43,6 +48,8 @@ PUBLISHED = (
     Reported("Qwen3-235B mixed", "qwen3-235b-a22b", 64, (4.01, 2.56, 1.03), (125, 133, 151, 158)),
     Reported("GLM4.7-358B mixed", "glm-4.7", 40, (2.06, 1.80, 1.01), (82, 82, 95, 103)),
 )
+RATES = Path(__file__).resolve().parent / "results" / "operator_rates"  # ENGINE-MODEL.json
+ENGINES = ("sglang", "vllm", "trtllm")  # whose kernels were measured
 GAINS = ("EPLB / none", "UltraEP / none", "UltraEP / ideal")
 
 
@@ -65,6 +72,7 @@ class Projection:
     predicted: tuple[float, ...]
     reported: tuple[float, ...]
     error: tuple[float, ...]  # predicted / reported - 1
+    stretched_share: float  # of a balanced prefill: what imbalance stretches, as predicted
 
 
 def main() -> None:
@@ -74,6 +82,13 @@ def main() -> None:
     projections = [project(row, assumed) for row in PUBLISHED]
     print(f"Predicted / reported, assuming {describe(assumed)}")
     print_projections(projections)
+    measured = {engine: project_measured(engine, assumed) for engine in ENGINES}
+    unstretched = project_measured(ENGINES[0], assumed, is_dispatch_stretched=False)
+    for engine, rows in measured.items():
+        print(f"\nThe same with measured rates of operators, {engine}'s kernels")
+        print_projections(rows)
+    print(f"\nOf these, {ENGINES[0]}'s, if imbalance stretched no dispatch and combine")
+    print_projections(unstretched)
     closest = {traffic: closest_setting(traffic) for traffic in ("STEM", "mixed")}
     for setting, fitted in closest.values():
         print(f"\nClosest of a grid, fitted to these rows: {describe(setting)}")
@@ -92,6 +107,9 @@ def main() -> None:
         "gains": GAINS,
         "assumed": asdict(assumed),
         "rows": [asdict(projection) for projection in projections],
+        "mean_error": mean_errors(projections),
+        "measured_rates": {engine: with_error(rows) for engine, rows in measured.items()},
+        "measured_rates_dispatch_not_stretched": {ENGINES[0]: with_error(unstretched)},
         "closest": {
             traffic: {"assumed": asdict(setting), "rows": [asdict(row) for row in fitted]}
             for traffic, (setting, fitted) in closest.items()
@@ -110,7 +128,25 @@ def describe(assumed: Assumed) -> str:
     )
 
 
-def project(row: Reported, assumed: Assumed) -> Projection:
+def project_measured(
+    engine: str, assumed: Assumed, *, is_dispatch_stretched: bool = True
+) -> list[Projection]:
+    """All rows, by the committed rates. Raises ConfigError where these are not of this setting."""
+    projections = []
+    for row in PUBLISHED:
+        rates = MeasuredRates.from_file(RATES / f"{engine}-{row.model}.json")
+        setting = assumed.hardware, assumed.weight_type, assumed.context_tokens
+        rates.check(model_shape(row.model), *setting)
+        projections.append(project(row, assumed, rates, is_dispatch_stretched))
+    return projections
+
+
+def project(
+    row: Reported,
+    assumed: Assumed,
+    measured: MeasuredRates | None = None,
+    is_dispatch_stretched: bool = True,
+) -> Projection:
     """Throughput ratios of ``row`` from its imbalances."""
     shape = model_shape(row.model)
     estimate = estimate_costs(
@@ -120,7 +156,10 @@ def project(row: Reported, assumed: Assumed) -> Projection:
         weight_type=assumed.weight_type,
         context_tokens=assumed.context_tokens,
         efficiency=Efficiency(assumed.matrix_efficiency, assumed.matrix_efficiency),
+        measured=measured,
     )
+    if measured and not is_dispatch_stretched:
+        estimate = replace(estimate, costs=with_even_dispatch(estimate.costs, shape, measured))
     tokens = assumed.tokens_per_rank * row.num_ranks
     off, eplb, ultraep = row.imbalance
     batches = {
@@ -140,7 +179,16 @@ def project(row: Reported, assumed: Assumed) -> Projection:
     none, by_eplb, by_ultraep, ideal = row.rate
     reported = (by_eplb / none, by_ultraep / none, by_ultraep / ideal)
     error = tuple(p / r - 1 for p, r in zip(predicted, reported, strict=True))
-    return Projection(row.name, predicted, reported, error)
+    share = (seconds["none"] / seconds["ideal"] - 1) / (off - 1)
+    return Projection(row.name, predicted, reported, error, share)
+
+
+def with_even_dispatch(costs: CostModel, shape: ModelShape, measured: MeasuredRates) -> CostModel:
+    """``costs`` where dispatch and combine take as long on every rank as balanced ones do."""
+    computed = shape.expert_flops / measured.rates["expert_flops"]
+    sent = shape.experts_per_token * (costs.seconds_per_assignment - computed)
+    other = costs.other_seconds_per_token + sent
+    return replace(costs, seconds_per_assignment=computed, other_seconds_per_token=other)
 
 
 def closest_setting(traffic: str) -> tuple[Assumed, list[Projection]]:
@@ -205,6 +253,17 @@ def memory_table() -> list[dict[str, str | float]]:
     return lines
 
 
+def with_error(rows: Sequence[Projection]) -> dict[str, object]:
+    """Rows and their mean error, for the JSON."""
+    return {"rows": [asdict(row) for row in rows], "mean_error": mean_errors(rows)}
+
+
+def mean_errors(projections: Sequence[Projection]) -> list[float]:
+    """Mean absolute error over rows, in the order of GAINS."""
+    errors: list[float] = np.abs([row.error for row in projections]).mean(0).tolist()
+    return errors
+
+
 def print_projections(projections: list[Projection]) -> None:
     """One line per row, and the mean absolute error."""
     print(f"  {'':18} " + "  ".join(f"{gain:>28}" for gain in GAINS))
@@ -215,8 +274,12 @@ def print_projections(projections: list[Projection]) -> None:
                 row.predicted, row.reported, row.error, strict=True
             )
         )
-        print(f"  {row.name:18} " + "  ".join(f"{cell:>28}" for cell in cells))
-    errors = np.abs([row.error for row in projections]).mean(0)
+        print(
+            f"  {row.name:18} "
+            + "  ".join(f"{cell:>28}" for cell in cells)
+            + f"  stretched share {row.stretched_share:.2f}"
+        )
+    errors = mean_errors(projections)
     print(f"  {'mean |error|':18} " + "  ".join(f"{error:28.1%}" for error in errors))
 
 

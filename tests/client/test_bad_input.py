@@ -95,6 +95,7 @@ BAD = [
         for name in (LONG, "a\0b", "/proc/x", "/etc/passwd/x", "/dev/full")
     ),
     *((*ADVISE, *HARDWARE, flag, DIGITS) for flag in ("--domain-size", "--limit", "--context")),
+    *((*ADVISE, *HARDWARE, "--operator-rates", name) for name in ("list.json", "deep.json")),
     *((*ADVISE, *HARDWARE, "--efficiency", value) for value in ("nan", "inf", "0")),
     *(
         (*command, flag, f"http://127.0.0.1:{port}")

@@ -12,7 +12,7 @@ import pytest
 
 from ultraep_serve.cli import execute
 from ultraep_serve.costs.model import CostModel
-from ultraep_serve.errors import UltraEPError
+from ultraep_serve.errors import ConfigError, UltraEPError
 from ultraep_serve.offline.store import save_trace
 from ultraep_serve.offline.trace import LoadTrace, Trace
 
@@ -169,6 +169,8 @@ def test_traces_of_other_models_are_refused(
         (["--policies", "magic"], "unknown policy"),
         (["--weights", "int3"], "unknown weight type"),
         (["--efficiency", "7"], "efficiency"),
+        (["--operator-rates", "no-such-file"], "no-such-file"),
+        (["--hardware=custom", "--costs=c", "--operator-rates=r"], "exclude each other"),
         (["--batch-tokens", "64"], "own batches"),
     ],
 )
@@ -181,6 +183,67 @@ def test_bad_flags_leave_no_file(
     assert not report.exists()
     assert not plots.exists()
     assert not list(tmp_path.glob(".*"))
+
+
+RATES = {
+    "schema_version": 1, "source": "a measurement", "hardware": "h200", "weights": "bf16",
+    "context_tokens": 4096, "hidden_size": 2048, "expert_size": 1024,
+    "rates": {"expert_flops": 1e14, "dispatch_bytes_per_second": 1e11}, "command": "not needed",
+}  # fmt: skip
+
+
+def test_measured_rates_take_the_place_of_data_sheets(
+    tmp_path: Path, skewed: Path, machine: list[str | Path]
+) -> None:
+    rates, report = tmp_path / "rates.json", tmp_path / "advice.json"
+    rates.write_text(json.dumps(RATES))
+    assert run("--trace", skewed, *machine, "--operator-rates", rates, "--json", report) == 0
+    document = json.loads(report.read_text())
+    expected = 6 * 2048 * 1024 / 1e14 + 2048 * 4 / 1e11
+    assert document["costs"]["seconds_per_assignment"] == pytest.approx(expected)
+    assert "a measurement" in document["assumptions"][0]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"rates": None}, "rates must be a JSON object"),
+        ({"rates": {}}, "must have some of expert_flops"),
+        ({"rates": {"speed": 1e12}}, "unknown rates .'speed'"),
+        ({"rates": {"expert_flops": 0}}, "expert_flops = 0 must be"),
+        ({"rates": {"expert_flops": float("nan")}}, "expert_flops = nan must be"),
+        ({"rates": {"expert_flops": "1e15"}}, "expert_flops = '1e15' must be"),
+        ({"schema_version": 2}, "schema_version 2 is not 1"),
+        ({"source": 5}, "source must be text"),
+        ({"hidden_size": True}, "hidden_size must be a whole number"),
+        ({"hardware": "gb200"}, "hold for hardware = gb200, not h200"),
+        ({"weights": "fp8"}, "hold for weights = fp8, not bf16"),
+        ({"context_tokens": 1024}, "hold for context_tokens = 1024, not 4096"),
+        ({"expert_size": 512}, "hold for expert_size = 512, not 1024"),
+    ],
+)
+def test_rates_of_something_else_are_refused(
+    tmp_path: Path,
+    skewed: Path,
+    machine: list[str | Path],
+    change: dict[str, object],
+    words: str,
+) -> None:
+    rates, report = tmp_path / "rates.json", tmp_path / "advice.json"
+    rates.write_text(json.dumps({**RATES, **change}))
+    with pytest.raises(ConfigError, match=words):
+        run("--trace", skewed, *machine, "--operator-rates", rates, "--json", report)
+    assert not report.exists()
+
+
+@pytest.mark.parametrize("name", sorted(set(RATES) - {"command", "schema_version"}))
+def test_rates_say_what_is_missing(
+    tmp_path: Path, skewed: Path, machine: list[str | Path], name: str
+) -> None:
+    rates = tmp_path / "rates.json"
+    rates.write_text(json.dumps({key: RATES[key] for key in RATES if key != name}))
+    with pytest.raises(ConfigError, match=f"rates.json: {name} is missing"):
+        run("--trace", skewed, *machine, "--operator-rates", rates)
 
 
 def test_broken_inputs_leave_no_file(

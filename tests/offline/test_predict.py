@@ -14,6 +14,7 @@ from ultraep_serve.offline.hardware import (
     estimate_costs,
     hardware,
 )
+from ultraep_serve.offline.operator_rates import RATE_NAMES, MeasuredRates
 from ultraep_serve.offline.predict import (
     Prefill,
     break_even_tokens,
@@ -136,6 +137,34 @@ def test_estimate_by_hand() -> None:
     assert costs.bytes_per_expert == 36 * MIB
     slower = estimate_costs(shape, machine, num_ranks=64).costs
     assert slower.seconds_per_assignment > costs.seconds_per_assignment
+
+
+def measured(rates: dict[str, float]) -> MeasuredRates:
+    return MeasuredRates("us", "gb200", "bf16", 1000, 4096, 1536, rates)
+
+
+def test_estimate_from_measured_rates_by_hand() -> None:
+    shape, machine = model_shape("qwen3-235b-a22b"), hardware("gb200")
+    rates = dict(zip(RATE_NAMES, (1e15, 2e15, 4e15, 5e12, 5e11), strict=True))
+    estimate = estimate_costs(
+        shape, machine, num_ranks=64, context_tokens=1000, measured=measured(rates)
+    )
+    costs = estimate.costs
+    assert costs.seconds_per_assignment == pytest.approx(6 * 4096 * 1536 / 1e15 + 4096 * 4 / 5e11)
+    scores = 4 * 64 * 128 * 500 / 4e15
+    assert costs.other_seconds_per_token == pytest.approx(shape.shared_flops / 2e15 + scores)
+    assert costs.read_seconds_per_expert == pytest.approx(36 * MIB / 5e12)
+    assert costs.link_bytes_per_second == pytest.approx(900e9 * Efficiency().link)  # moved experts
+    assert "us" in estimate.assumptions[0]
+
+
+def test_what_was_not_measured_is_taken_from_the_data_sheet() -> None:
+    shape, machine = model_shape("qwen3-235b-a22b"), hardware("gb200")
+    sheet = estimate_costs(shape, machine, num_ranks=64).costs
+    mixed = estimate_costs(shape, machine, num_ranks=64, measured=measured({"dense_flops": 1e15}))
+    assert mixed.costs.seconds_per_assignment == sheet.seconds_per_assignment
+    assert mixed.costs.other_seconds_per_token > sheet.other_seconds_per_token
+    assert "not measured: links of moved experts, expert_flops" in mixed.assumptions[0]
 
 
 def test_network_time_only_where_domains_are_crossed() -> None:

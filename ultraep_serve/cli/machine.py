@@ -15,6 +15,7 @@ from ultraep_serve.offline.hardware import (
     estimate_costs,
     hardware,
 )
+from ultraep_serve.offline.operator_rates import MeasuredRates
 from ultraep_serve.offline.shapes import PRESETS, WEIGHT_BITS, ModelShape
 
 __all__ = ["add_machine_arguments", "check_machine_arguments", "machine_setting"]
@@ -40,12 +41,16 @@ def add_machine_arguments(
     parser.add_argument("--context", type=number(1), metavar="N", default=4096, help=context)
     efficiency = "share of the peak FLOPS that is reached (default: 0.5, assumed)"
     parser.add_argument("--efficiency", type=float, metavar="X", help=efficiency)
+    rates = "JSON file of measured rates, used instead of the hardware's data sheet"
+    parser.add_argument("--operator-rates", type=Path, metavar="FILE", help=rates)
 
 
 def check_machine_arguments(arguments: argparse.Namespace) -> None:
     """Raise ConfigError where the flags contradict each other."""
     if (arguments.hardware == "custom") != (arguments.costs is not None):
         raise ConfigError("--hardware custom and --costs FILE go together")
+    if arguments.costs is not None and arguments.operator_rates is not None:
+        raise ConfigError("--costs and --operator-rates exclude each other: give one of them")
 
 
 def machine_setting(
@@ -68,6 +73,10 @@ def _estimate(
     if arguments.costs is not None:
         costs = CostModel.from_file(arguments.costs)
         return custom_estimate(shape, costs, arguments.costs.name)
+    measured = None
+    if arguments.operator_rates is not None:
+        measured = MeasuredRates.from_file(arguments.operator_rates)
+        measured.check(shape, arguments.hardware, arguments.weights, arguments.context)
     share = arguments.efficiency
     return estimate_costs(
         shape,
@@ -77,4 +86,5 @@ def _estimate(
         context_tokens=arguments.context,
         domain_size=domain,
         efficiency=None if share is None else Efficiency(matrix=share, attention=share),
+        measured=measured,
     )

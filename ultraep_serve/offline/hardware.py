@@ -1,5 +1,7 @@
 """Accelerators by name: published peaks, and the share of them that serving is assumed to reach.
 
+Measured rates of operators (``operator_rates``) can take the place of both.
+
 Peaks are dense (the data sheets' sparse figures halved) and per GPU; NVLink is one direction.
 Sources: NVIDIA H100 Tensor Core GPU Datasheet (SXM), NVIDIA H200 Tensor Core GPU Datasheet (SXM),
 NVIDIA GB200 NVL72 product page and datasheet (a superchip has two GPUs, a rack 72). Networks:
@@ -12,6 +14,7 @@ from types import MappingProxyType
 
 from ultraep_serve.costs.model import CostModel
 from ultraep_serve.errors import ConfigError
+from ultraep_serve.offline.operator_rates import RATE_NAMES, MeasuredRates, Rates
 from ultraep_serve.offline.shapes import ModelShape, weight_bits
 
 __all__ = [
@@ -55,6 +58,16 @@ class Hardware:
     def flops(self, weight_type: str) -> float:
         """Peak for weights of a type; FP8 and smaller compute at the FP8 peak."""
         return self.bf16_flops if weight_type == "bf16" else self.fp8_flops
+
+    def rates(self, weight_type: str, share: Efficiency) -> Rates:
+        """``share`` of the peaks."""
+        return Rates(
+            expert_flops=self.flops(weight_type) * share.matrix,
+            dense_flops=self.flops(weight_type) * share.matrix,
+            attention_flops=self.bf16_flops * share.attention,
+            memory_bytes_per_second=self.memory_bytes_per_second * share.memory,
+            dispatch_bytes_per_second=self.link_bytes_per_second * share.link,
+        )
 
 
 _H100 = Hardware(
@@ -120,6 +133,7 @@ def estimate_costs(
     context_tokens: int = 4096,
     domain_size: int | None = None,
     efficiency: Efficiency | None = None,
+    measured: MeasuredRates | None = None,
 ) -> Estimate:
     """Costs per rank where attention is data parallel and experts are spread over all ranks.
 
@@ -131,16 +145,18 @@ def estimate_costs(
         context_tokens: prompt length; each token sees half of it on average (causal).
         domain_size: ranks that NVLink joins; by default the hardware's.
         efficiency: achieved over peak.
+        measured: rates that take the place of peaks and efficiency.
 
     Raises:
         ConfigError: ``weight_type`` is not known.
     """
     share = efficiency or Efficiency()
     domain = min(domain_size or hardware.domain_size, num_ranks)
-    flops = hardware.flops(weight_type) * share.matrix
+    rates = hardware.rates(weight_type, share)
+    rates = replace(rates, **measured.rates) if measured else rates
     link = hardware.link_bytes_per_second * share.link
     dispatched = COMBINE_BYTES + (COMBINE_BYTES if weight_type == "bf16" else 1)
-    scores = shape.score_flops * context_tokens / 2 / (hardware.bf16_flops * share.attention)
+    scores = shape.score_flops * context_tokens / 2 / rates.attention_flops
     network = (
         shape.hidden_size
         * dispatched
@@ -149,17 +165,20 @@ def estimate_costs(
     )
     expert_bytes = shape.expert_bytes(weight_type)
     costs = CostModel(
-        seconds_per_assignment=shape.expert_flops / flops + shape.hidden_size * dispatched / link,
+        seconds_per_assignment=shape.expert_flops / rates.expert_flops
+        + shape.hidden_size * dispatched / rates.dispatch_bytes_per_second,
         bytes_per_expert=expert_bytes,
         link_bytes_per_second=link,
         exchange_seconds=EXCHANGE_SECONDS,
         plan_seconds=PLAN_AND_REROUTE_SECONDS,
         base_seconds=BASE_SECONDS,
-        other_seconds_per_token=shape.shared_flops / flops + scores + network,
-        read_seconds_per_expert=expert_bytes / (hardware.memory_bytes_per_second * share.memory),
+        other_seconds_per_token=shape.shared_flops / rates.dense_flops + scores + network,
+        read_seconds_per_expert=expert_bytes / rates.memory_bytes_per_second,
     )
-    dense = shape.dense_flops / flops + scores
+    dense = shape.dense_flops / rates.dense_flops + scores
     assumptions = _assumptions(hardware, share, weight_type, context_tokens, num_ranks, domain)
+    if measured:
+        assumptions.insert(0, _measured_line(measured))
     return Estimate(costs, dense, assumptions)
 
 
@@ -178,6 +197,14 @@ def remote_domains(experts_per_token: int, num_ranks: int, domain_size: int) -> 
     num_domains = -(-num_ranks // domain_size)
     reached = num_domains * (1 - (1 - 1 / num_domains) ** experts_per_token)
     return reached * (num_domains - 1) / num_domains
+
+
+def _measured_line(measured: MeasuredRates) -> str:
+    """Which rates were measured, by whom; the next line says what the others are taken from."""
+    values = ", ".join(f"{name} {value:.3g}" for name, value in measured.rates.items())
+    line = f"per second, measured ({measured.source}): {values}"
+    others = [name for name in RATE_NAMES if name not in measured.rates]
+    return f"{line}; not measured: {', '.join(['links of moved experts', *others])}"
 
 
 def _assumptions(
