@@ -200,9 +200,9 @@ def remote_domains(experts_per_token: int, num_ranks: int, domain_size: int) -> 
 
 
 def _measured_line(measured: MeasuredRates) -> str:
-    """Which rates were measured, by whom; the next line says what the others are taken from."""
+    """Which rates were measured, by whom; the next line holds for the others."""
     values = ", ".join(f"{name} {value:.3g}" for name, value in measured.rates.items())
-    line = f"per second, measured ({measured.source}): {values}"
+    line = f"measured per second, in place of the peaks below ({measured.source}): {values}"
     others = [name for name in RATE_NAMES if name not in measured.rates]
     return f"{line}; not measured: {', '.join(['links of moved experts', *others])}"
 
