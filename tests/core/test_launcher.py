@@ -7,7 +7,8 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -154,16 +155,25 @@ raise SystemExit(supervisor.supervise(engine, config, sidecar))
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, *FATAL])
-def test_engine_and_sidecar_end_with_the_launcher(tmp_path: Path, number: signal.Signals) -> None:
-    waiting = "import time; time.sleep(60)"
+@contextmanager
+def launched(
+    tmp_path: Path, engine_code: str, script: str = SUPERVISOR
+) -> Iterator[tuple[subprocess.Popen[bytes], int, int]]:
+    """A launcher, and the process ids of its sidecar and its engine."""
     with subprocess.Popen(
-        [sys.executable, "-c", SUPERVISOR, waiting, str(tmp_path / "run")],
+        [sys.executable, "-c", script, engine_code, str(tmp_path / "run")],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
     ) as launcher:
         assert launcher.stdout is not None
         sidecar, engine = (int(launcher.stdout.readline()) for _ in range(2))
+        yield launcher, sidecar, engine
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, *FATAL])
+def test_engine_and_sidecar_end_with_the_launcher(tmp_path: Path, number: signal.Signals) -> None:
+    waiting = "import time; time.sleep(60)"
+    with launched(tmp_path, waiting) as (launcher, sidecar, engine):
         launcher.send_signal(number)
         code = launcher.wait(timeout=40)
     assert code == (-number if number in FATAL else 128 + signal.SIGTERM)
@@ -186,13 +196,7 @@ def test_the_engine_goes_on_without(tmp_path: Path, victim: str, number: signal.
         f"pathlib.Path({str(tmp_path / 'ended')!r}).touch(); raise SystemExit(5)"
     )
     script = SUPERVISOR.replace("config =", "supervisor._STOP_SECONDS = 1.0; config =")
-    with subprocess.Popen(
-        [sys.executable, "-c", script, code, str(tmp_path / "run")],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-    ) as launcher:
-        assert launcher.stdout is not None
-        sidecar, engine = (int(launcher.stdout.readline()) for _ in range(2))
+    with launched(tmp_path, code, script) as (launcher, sidecar, engine):
         os.kill(sidecar if victim == "sidecar" else launcher.pid, number)
         time.sleep(0.2)
         assert is_process_alive(engine)
@@ -230,13 +234,7 @@ def test_a_launcher_killed_while_it_stops_leaves_nothing(
         f"signal.signal(signal.SIGTERM, end); pathlib.Path({str(tmp_path / 'up')!r}).touch()\n"
         "time.sleep(60)"
     )
-    with subprocess.Popen(
-        [sys.executable, "-c", SUPERVISOR, code, str(tmp_path / "run")],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-    ) as launcher:
-        assert launcher.stdout is not None
-        sidecar, engine = (int(launcher.stdout.readline()) for _ in range(2))
+    with launched(tmp_path, code) as (launcher, sidecar, engine):
         wait_for(tmp_path / "up")
         launcher.terminate()
         wait_for(tmp_path / "ends")
@@ -255,13 +253,7 @@ def test_an_engine_killed_while_it_stops_ends_the_sidecar(
         f"signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), {int(number)}))\n"
         f"pathlib.Path({str(tmp_path / 'up')!r}).touch(); time.sleep(60)"
     )
-    with subprocess.Popen(
-        [sys.executable, "-c", SUPERVISOR, code, str(tmp_path / "run")],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-    ) as launcher:
-        assert launcher.stdout is not None
-        sidecar, engine = (int(launcher.stdout.readline()) for _ in range(2))
+    with launched(tmp_path, code) as (launcher, sidecar, engine):
         wait_for(tmp_path / "up")
         launcher.terminate()
         assert launcher.wait(timeout=40) == 128 + number
