@@ -82,7 +82,7 @@ def test_document_says_where_it_comes_from(fake: FakeDeployment, tmp_path: Path)
     document = measured(fake, tmp_path / "result.json")
     assert document["schema_version"] == 1
     assert (document["ranks"], document["model"], document["url"]) == (2, "fake/model", fake.url)
-    assert set(document["machine"]) == {"cpu", "cores", "python", "platform"}
+    assert set(document["machine"]) == {"cpu", "cores", "python", "platform", "sched_autogroup"}
     assert document["imbalance"] == {
         "before": {"mean": 1.5, "max": 2.0},
         "after": {"mean": 1.01, "max": 1.03},

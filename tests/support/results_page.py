@@ -39,7 +39,7 @@ MEASUREMENTS = _ROOT / "docs" / "measurements.md"
 RESULTS = _ROOT / "benchmarks" / "results"
 TIMES = ("serving-ttft", "serving-balanced", "sglang-ttft", "sglang-balanced")
 SPEEDS = "speeds"
-LOADS = ("load-vllm", "load-sglang", "load-vllm-balanced")
+LOADS = ("load-vllm", "load-sglang")
 SIMULATION = "simulation"
 _ENGINES = ("serving", "sglang")  # how the names of JSON files begin
 _VARIANTS = {"off": "off", "quota": "quota", "ideal": "ideal", WITHOUT_EP: "without EP"}
@@ -79,7 +79,6 @@ def measurements(text: str) -> str:
     text = with_table(text, SPEEDS, _by_time())
     for name in LOADS:
         text = with_table(text, name, under_load(name))
-    for name in LOADS[:2]:  # the third has nothing to gain
         text = with_table(text, f"{name}-rates", greatest_rates(name))
     return with_table(text, SIMULATION, _simulated())
 
@@ -270,7 +269,8 @@ def _more_requests(engine: str) -> str:
         ratios = [found["quota_over"][base] for base in ("off", "without-ep")]
         if None not in ratios:
             limit = f"{_FIGURES[found['figure']]} {found['limit_seconds']:g} s"
-            return f"{', '.join(map(ratio_text, ratios))}; {limit}"
+            shown = ("{:.2f} ({:.2f}-{:.2f})".format(r["mean"], *r["interval"]) for r in ratios)
+            return f"{', '.join(shown)}; {limit}"
     return _NOT_MEASURED
 
 
@@ -290,8 +290,8 @@ _ROWS: dict[str, Callable[[str], str]] = {
     "of what perfect balance would gain": _recovered,
     "imbalance (max/mean) before, after": _imbalance,
     "a model that is balanced already, on / off": _cost,
-    "requests/s within a limit, on / off, on / without expert parallelism": _more_requests,
-    "P99 of inter-token latency under load, on / off": _pauses,
+    "requests/s within a limit, on / off, on / without EP": _more_requests,
+    "P99 inter-token latency, on / off": _pauses,
 }
 
 
