@@ -26,11 +26,9 @@ __all__ = [
     "SIMULATION",
     "SPEEDS",
     "TIMES",
-    "greatest_rates",
     "measurements",
     "readme",
     "times",
-    "under_load",
 ]
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -78,8 +76,8 @@ def measurements(text: str) -> str:
         text = with_table(text, name, times(name))
     text = with_table(text, SPEEDS, _by_time())
     for name in LOADS:
-        text = with_table(text, name, under_load(name))
-        text = with_table(text, f"{name}-rates", greatest_rates(name))
+        text = with_table(text, name, _under_load(name))
+        text = with_table(text, f"{name}-rates", _greatest_rates(name))
     return with_table(text, SIMULATION, _simulated())
 
 
@@ -149,7 +147,7 @@ def _by_time() -> str:
     return table(head, rows)
 
 
-def under_load(name: str) -> str:
+def _under_load(name: str) -> str:
     """Every contender at every rate; means over repeats."""
     document = _document(name)
     bases = next(list(row["over"]) for row in document["rows"] if row["over"])
@@ -176,7 +174,7 @@ def _load_ratios(over: dict[str, Any] | None) -> str:
     return ", ".join(ratio_text(over[figure]) for figure in figures) if over else ""
 
 
-def greatest_rates(name: str) -> str:
+def _greatest_rates(name: str) -> str:
     """Up to which rate each contender stays within each limit, where one of them passes it."""
     document = _document(name)
     contenders = document["contenders"]
