@@ -2,9 +2,10 @@
 
 SGLang marks assignments of other ranks with -1 and its plain torch experts then index with that.
 
-In 16-bit models sums are taken in float32 until they are complete, across ranks too. Weighted
-outputs in bfloat16 have 8 significant bits, so their float32 sum is exact unless they differ in
-size by more than 2**13: a token's result does not depend on which rank computed which expert.
+Where experts may be computed by another rank than usual, sums of 16-bit models are taken in float32
+until they are complete, across ranks too. Weighted outputs in bfloat16 have 8 significant bits, so
+their float32 sum is exact unless they differ in size by more than 2**13: a token's result does not
+depend on which rank computed which expert. Elsewhere, as in decode, SGLang adds ranks up by itself.
 """
 
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from sglang.srt.runtime_context import get_parallel
 from ultraep_serve.adapters.cpu_experts import Expert, add_up, weighted_outputs
 from ultraep_serve.speeds import expert_clock
 
-__all__ = ["ACTIVATIONS", "complete_device_module", "compute_and_reduce"]
+__all__ = ["ACTIVATIONS", "complete_device_module", "compute_and_reduce", "compute_own"]
 
 Activation: TypeAlias = Callable[[torch.Tensor], torch.Tensor]  # of gate and up (N, 2I) to (N, I)
 ACTIVATIONS = ("silu", "gelu", "situ")  # that SGLang's torch path has, all gated
@@ -29,24 +30,34 @@ ACTIVATIONS = ("silu", "gelu", "situ")  # that SGLang's torch path has, all gate
 def compute_and_reduce(
     layer: Any, x: torch.Tensor, topk_weights: torch.Tensor, local_ids: torch.Tensor
 ) -> torch.Tensor:
-    """This rank's part of the output (T, H), to be summed over ranks by the engine.
+    """As ``compute_own``, with a sum that is the same wherever experts are computed.
 
-    ``layer`` is SGLang's, with ``w13_weight`` (L + S, 2I, H), ``w2_weight`` (L + S, H, I) and
-    perhaps ``w13_weight_bias`` (L + S, 2I) and ``w2_weight_bias`` (L + S, H); ``x`` (T, H) all
-    tokens, ``topk_weights`` (T, K), ``local_ids`` (T, K) expert on this rank, -1 for another
-    rank's. In 16-bit models the first rank's part is all of it and the others' are zero, so that
-    the engine's sum does not round it again.
+    In 16-bit models the first rank's part is all of it and the others' are zero, so that the
+    engine's sum does not round it again. All ranks call it together.
     """
-    parts = weighted_outputs(
-        partial(_expert, layer), layer.w13_weight.shape[0], x, topk_weights, local_ids
-    )
-    with expert_clock:
-        total = add_up(parts, x.shape)
+    total = compute_own(layer, x, topk_weights, local_ids)
     if x.dtype is torch.float32:
         return total
     group = get_parallel().moe_ep_group
     everything: torch.Tensor = group.all_reduce(total)
     return (everything if group.rank_in_group == 0 else everything.zero_()).to(x.dtype)
+
+
+def compute_own(
+    layer: Any, x: torch.Tensor, topk_weights: torch.Tensor, local_ids: torch.Tensor
+) -> torch.Tensor:
+    """This rank's part of the output, (T, H) float32, to be summed over ranks by the engine.
+
+    ``layer`` is SGLang's, with ``w13_weight`` (L + S, 2I, H), ``w2_weight`` (L + S, H, I) and
+    perhaps ``w13_weight_bias`` (L + S, 2I) and ``w2_weight_bias`` (L + S, H); ``x`` (T, H) all
+    tokens, ``topk_weights`` (T, K), ``local_ids`` (T, K) expert on this rank, -1 for another
+    rank's.
+    """
+    parts = weighted_outputs(
+        partial(_expert, layer), layer.w13_weight.shape[0], x, topk_weights, local_ids
+    )
+    with expert_clock:
+        return add_up(parts, x.shape)
 
 
 def _activation(config: Any) -> Activation:

@@ -24,7 +24,11 @@ from ultraep_serve.adapters.sglang.checks import (
     check_engine,
     check_settings,
 )
-from ultraep_serve.adapters.sglang.cpu_experts import complete_device_module, compute_and_reduce
+from ultraep_serve.adapters.sglang.cpu_experts import (
+    complete_device_module,
+    compute_and_reduce,
+    compute_own,
+)
 from ultraep_serve.adapters.sglang.group import ExpertGroup, complete_outputs, expert_layers
 from ultraep_serve.config import BalanceConfig, first_process
 from ultraep_serve.errors import SERVE_UNBALANCED, UnsupportedError
@@ -197,7 +201,10 @@ class _SchedulerHooks:
         """
         if layer.moe_ep_size == 1:
             return original(layer, x, topk_output, moe_runner_config)
-        return compute_and_reduce(layer, x, topk_output.topk_weights, topk_output.topk_ids)
+        chosen = topk_output.topk_weights, topk_output.topk_ids
+        if x.shape[0] < self._config.min_batch_tokens:  # nothing is computed elsewhere
+            return compute_own(layer, x, *chosen).to(x.dtype)
+        return compute_and_reduce(layer, x, *chosen)
 
     def scheduler_made(self, _result: None, scheduler: Any, *_: Any, **__: Any) -> None:
         """Let this rank serve only when it really balances; SGLang only logs failures of plugins.
