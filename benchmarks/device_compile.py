@@ -24,7 +24,7 @@ from ultraep_kernels.device.relays import plan_sends
 from ultraep_kernels.device.reroute import reroute
 from ultraep_kernels.device.speeds import choose_speeds
 from ultraep_kernels.device.status import new_status
-from ultraep_kernels.device.stream import Arrivals, StreamTables, stream
+from ultraep_kernels.device.stream import StreamTables, stream
 
 TOKENS, TOP_K = 8192, 8  # of one rank
 TENSORS, CHUNKS = 6, 48  # of one expert
@@ -110,18 +110,20 @@ def launches_of(case: Case) -> list[Launch]:
             outcome=outcome,
             buffers=buffers,
         )
-        common = tables, 1, epoch, status, PATIENCE_NS
-        stream(found.sends, found.slot_expert, masters, *common, num_programs=PROGRAMS)
-        reroute(
-            ids,
-            found.places,
-            slots,
-            counted,
+        stream(
+            found.sends,
+            found.slot_expert,
+            masters,
+            tables,
+            1,
+            epoch,
             status,
+            PATIENCE_NS,
+            PROGRAMS,
             decision=decision,
-            arrivals=Arrivals(found.slot_expert, tables, 1, epoch, PATIENCE_NS),
             reported=status,
         )
+        reroute(ids, found.places, slots, counted, status, decision=decision)
         identity(ids, case.num_experts, masters, slots)
         plan_sends(found.slot_expert, masters, "auto", case.domain_size or ranks, 1)
     return launches

@@ -13,6 +13,7 @@ Noise must not change a plan, and a plan must not change what is measured:
 - Speeds follow only what differs clearly from those in use, and not further than a step at a time.
 """
 
+import threading
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -46,19 +47,19 @@ Integers = NDArray[np.integer]
 
 
 class StreamMarks(Protocol):
-    """Marks in a device's stream, around experts that are only launched inside the clock."""
+    """What belongs around a layer's experts in a device's stream, being launched in the clock."""
 
     def begin_experts(self) -> None: ...
 
     def end_experts(self) -> None: ...
 
 
-class _ExpertClock(ContextDecorator):
-    """Nanoseconds that this process spends inside; one layer at a time, as hosts compute them."""
+class _ExpertClock(threading.local, ContextDecorator):
+    """Nanoseconds that this thread spends inside; micro-batches that overlap have one each."""
 
     def __init__(self) -> None:
         self._spent = self._since = 0
-        self.marks: StreamMarks | None = None  # of the layer that a device is to time instead
+        self.marks: StreamMarks | None = None  # of the layer, on a device
 
     def __enter__(self) -> "_ExpertClock":
         if self.marks is not None:

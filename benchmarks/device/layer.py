@@ -24,7 +24,7 @@ from routes import Routes, make_routes
 from ultraep_kernels.device.count import count
 from ultraep_kernels.device.plan import Sender, plan
 from ultraep_kernels.device.reroute import reroute
-from ultraep_kernels.device.stream import Arrivals, stream
+from ultraep_kernels.device.stream import stream
 
 from tests.support.bench import PATIENCE_NS, Bench
 from tests.support.kernel_checks import check_exchange, require_equal, require_ok
@@ -137,12 +137,11 @@ def own_times(
     busiest, programs = balanced.busiest, max(1, bench.num_programs // 2)
     push = balanced.sends[busiest], slots, masters, ranks.tables[busiest], busiest
     signals = balanced.epoch, status, PATIENCE_NS
-    arrivals = Arrivals(slots, ranks.tables[0], 0, balanced.epoch, PATIENCE_NS)
     stages: dict[str, Callable[[], object]] = {
         "count": lambda: count(ids, shape.num_logical_experts),
         "plan": lambda: plan(balanced.loads, num_slots, 0, status, sender=Sender(0, RELAY)),
         "replicate": lambda: stream(*push, *signals, num_programs=programs),
-        "reroute": lambda: reroute(ids, places, num_slots, counted, status, arrivals=arrivals),
+        "reroute": lambda: reroute(ids, places, num_slots, counted, status),
     }
     times = {name: bench.replayed(stage)[1] for name, stage in stages.items()}
     require_ok(status)

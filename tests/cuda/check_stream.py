@@ -1,6 +1,7 @@
 """Copies of experts between ranks on one device, and waits for what does not come."""
 
 import torch
+from ultraep_kernels.contract import Decision
 from ultraep_kernels.device.exchange import exchange, inbox_bytes, new_epoch
 from ultraep_kernels.device.relays import Sends
 from ultraep_kernels.device.status import DeviceStatus, new_status
@@ -63,6 +64,15 @@ def test_a_silent_rank_ends_every_wait(bench: Bench) -> None:
     status.zero_()
     wait_slots(slot_expert, *arguments)
     assert status.item() == DeviceStatus.SLOT_TIMEOUT
+    nothing = Sends(sends.parents, torch.zeros_like(sends.tasks), sends.turn)
+    for decision, expected in (
+        (Decision.BALANCED, DeviceStatus(0)),
+        (Decision.PLANNED, DeviceStatus.SLOT_TIMEOUT),
+    ):
+        reported = status.zero_().clone()
+        decided = torch.tensor([decision], dtype=torch.int32, device=device)
+        stream(nothing, slot_expert, 2, *arguments, 1, decision=decided, reported=reported)
+        assert status.item() == reported.item() == expected
     assert not ranks.flags.any()  # nothing was forwarded
     assert not any(tensor[2:].any() for tensor in ranks.experts[2])
 

@@ -1,15 +1,26 @@
 """How much the host has to do for a layer, counted; nothing is computed."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
+import torch
 
 pytest.importorskip("triton", reason="launches of Triton kernels are counted")
 
-from tests.support.launches import HostWork, count_layers
+from tests.support.launches import (
+    HostWork,
+    count_layers,
+    recorded_balancer,
+    recorded_streams,
+)
+from tests.support.mirror import FakeRecorder
+from ultraep_serve.speeds import expert_clock
+from ultraep_serve.types import ExpertShape
 
 # of a layer in the middle of a batch: launches, allocations, copies, events
 MOST = {
-    "balanced": (6, 1, 0, 2),  # the events time the experts
-    "left_alone": (6, 1, 0, 2),  # the device alone knows: it ends three of them at once
+    "balanced": (6, 1, 0, 4),  # the events time the experts; a stream forks and joins
+    "left_alone": (6, 1, 0, 4),  # the device alone knows: it ends three of them at once
     "off": (1, 1, 0, 0),
     "decode": (1, 1, 0, 0),
 }
@@ -46,4 +57,61 @@ def test_the_host_waits_where_a_batch_ends_and_nowhere_else(kind: str) -> None:
 
 def test_stages_are_timed_in_some_batches_only() -> None:
     timed, other = (count_layers("balanced", batches)[1].events for batches in (1, 2))
-    assert (timed, other) == (9, 2)
+    assert (timed, other) == (12, 4)
+
+
+def test_experts_are_sent_beside_dispatch_and_arrive_before_they_compute() -> None:
+    ids = torch.zeros((300, 4), dtype=torch.int32)
+    with recorded_streams() as streams:
+        balancer = recorded_balancer(FakeRecorder())
+        for layer in range(2):
+            streams.label = f"{layer} "
+            balancer.route(layer, ids, 300)
+            streams.run("dispatch")
+            for part in ("experts", "more experts"):
+                with expert_clock:
+                    streams.run(part)
+            balancer.computed()
+    behind = streams.behind
+    assert behind["0 _stream_kernel"] >= {"0 _count_kernel", "0 _exchange_kernel"}
+    for beside in ("0 _assign_kernel", "0 dispatch"):
+        assert "0 _stream_kernel" not in behind[beside]
+        assert beside not in behind["0 _stream_kernel"]
+    assert {"0 _stream_kernel", "0 dispatch"} <= behind["0 experts"] < behind["0 more experts"]
+    # slots, and what tells who sends what, are free again
+    assert {"0 _stream_kernel", "0 more experts"} <= behind["1 _exchange_kernel"]
+    assert behind["1 _exchange_kernel"] < behind["1 _stream_kernel"]
+
+
+def test_a_rank_without_rows_to_compute_still_waits_for_what_it_sends() -> None:
+    ids = torch.zeros((300, 4), dtype=torch.int32)
+    with recorded_streams() as streams:
+        balancer = recorded_balancer(FakeRecorder())
+        balancer.route(0, ids, 300)
+        balancer.computed()
+        streams.run("next layer")
+    assert "_stream_kernel" in streams.behind["next layer"]
+
+
+def test_micro_batches_do_not_wait_for_each_others_experts() -> None:
+    ids = torch.zeros((300, 4), dtype=torch.int32)
+    halves = {0: ThreadPoolExecutor(1), 1: ThreadPoolExecutor(1)}  # engines give each a thread
+    with recorded_streams() as streams:
+        balancer = recorded_balancer(FakeRecorder(), ExpertShape(8, 64, 2, num_micro_batches=2))
+
+        def route(half: int) -> None:
+            streams.label = f"{half} "
+            balancer.route(0, ids, 300, half)
+
+        def compute(half: int) -> None:
+            streams.label = f"{half} "
+            with expert_clock:
+                streams.run("experts")
+            balancer.computed(half)
+
+        for step in (route, compute):
+            for half, thread in halves.items():
+                thread.submit(step, half).result()
+    assert "1 _stream_kernel" not in streams.behind["0 experts"]
+    assert "0 _stream_kernel" in streams.behind["0 experts"]
+    assert "1 _stream_kernel" in streams.behind["1 experts"]

@@ -4,7 +4,8 @@ Launches are recorded instead of made, on tensors in host memory, so nothing is 
 device would decide shows only where a test writes it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -12,11 +13,12 @@ from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from ultraep_kernels.device.offline import recorded_launches
+from ultraep_kernels.device.offline import Launch, recorded_launches
 
 from tests.support.host_driver import HostDriver
 from tests.support.mirror import FakeRecorder, mirrored_balancer
 from ultraep_serve.backend import GroupSetup
+from ultraep_serve.cuda import balancer as balancer_module
 from ultraep_serve.cuda import timing
 from ultraep_serve.cuda.balancer import DeviceBalancer, device_row_width
 from ultraep_serve.cuda.recording import Page
@@ -24,7 +26,15 @@ from ultraep_serve.speeds import expert_clock
 from ultraep_serve.topology import Location
 from ultraep_serve.types import Decision, ExpertShape, Policy, TokenView
 
-__all__ = ["KINDS", "HostWork", "count_layers", "launches_per_layer", "recorded_balancer"]
+__all__ = [
+    "KINDS",
+    "HostWork",
+    "Streams",
+    "count_layers",
+    "launches_per_layer",
+    "recorded_balancer",
+    "recorded_streams",
+]
 
 KINDS = ("balanced", "left_alone", "off", "decode")
 SHAPE, LAYERS, TOKENS, TOP_K, SMALL = ExpertShape(8, 64, 2), 4, 300, 4, 100
@@ -71,6 +81,77 @@ class _Operations(TorchDispatchMode):
         return result
 
 
+class Streams:
+    """Which launches come behind which others, by what forks and joins; all by name."""
+
+    def __init__(self, launches: list[Launch]) -> None:
+        self.launches, self._seen = launches, 0
+        self._current = _Stream()
+        self.behind: dict[str, frozenset[str]] = {}  # of each launch, those before it
+        self.num_forks = 0
+        self.label = ""  # in front of the names of kernels from now on
+
+    def run(self, name: str) -> None:
+        """The engine launches something in the current stream."""
+        self.note_kernels()
+        self._note(name)
+
+    def note_kernels(self) -> None:
+        """Those launched until now were for the current stream."""
+        for launch in self.launches[self._seen :]:
+            self._note(launch.function.__name__)
+        self._seen = len(self.launches)
+
+    def side_stream(self, _device: torch.device) -> "_Side":
+        """Instead of the one that ``DeviceBalancer`` makes."""
+        return _Side(self)
+
+    def _note(self, name: str) -> None:
+        before = self._current.before
+        self.behind[f"{self.label}{name}"] = frozenset(before)
+        before.add(f"{self.label}{name}")
+
+
+@dataclass
+class _Stream:
+    before: set[str] = field(default_factory=set)  # what the next launch comes behind
+
+
+class _Side:
+    """``SideStream`` whose streams are only recorded."""
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams, self._stream = streams, _Stream()
+        self._has_forked = False
+
+    @contextmanager
+    def fork(self) -> Iterator[None]:
+        streams = self._streams
+        streams.note_kernels()
+        streams.num_forks += 1
+        engine, self._has_forked = streams._current, True
+        self._stream.before |= engine.before
+        streams._current = self._stream
+        yield
+        streams.note_kernels()
+        streams._current = engine
+
+    def join(self) -> None:
+        self._streams.note_kernels()
+        if self._has_forked:
+            self._has_forked = False
+            self._streams._current.before |= self._stream.before
+
+
+@contextmanager
+def recorded_streams() -> Iterator[Streams]:
+    """Inside, launches are recorded instead of made, as are streams of balancers made inside."""
+    with recorded_launches() as launches:
+        streams = Streams(launches)
+        with mock.patch.object(balancer_module, "side_stream", streams.side_stream):
+            yield streams
+
+
 def recorded_balancer(recorder: FakeRecorder, shape: ExpertShape = SHAPE) -> DeviceBalancer:
     """Rank 0 of a group; use it inside ``recorded_launches`` only."""
     experts = shape.num_logical_experts
@@ -98,7 +179,7 @@ def count_layers(kind: str, batches: int = 2) -> list[HostWork]:
     tokens = SMALL - 1 if kind == "decode" else TOKENS
     found: list[HostWork] = []
     still_running = mock.patch.object(Page, "is_done", property(lambda _page: False))
-    with recorded_launches() as launches, still_running:
+    with recorded_streams() as streams, still_running:
         balancer = recorded_balancer(recorder)
         if kind == "off":  # as the device and the host have found the batch before
             balancer._decision.fill_(Decision.POLICY_OFF)
@@ -107,13 +188,14 @@ def count_layers(kind: str, batches: int = 2) -> list[HostWork]:
             found = []
             for layer in range(LAYERS):
                 found.append(work := HostWork())
-                launches.clear()
+                already, forks = len(streams.launches), streams.num_forks
                 with _counted_events(work), _Operations(work):
                     balancer.route(layer, ids, tokens)
                     with expert_clock:
                         pass
                     balancer.computed()
-                work.kernels = [launch.function.__name__ for launch in launches]
+                work.kernels = [launch.function.__name__ for launch in streams.launches[already:]]
+                work.events += 2 * (streams.num_forks - forks)  # where a stream forks and joins
     return found
 
 

@@ -32,6 +32,7 @@ from ultraep_serve.backend import GroupSetup, LayerSlots, PolicySource
 from ultraep_serve.costs.model import IntegerCosts
 from ultraep_serve.cuda.fabric import DeviceFabric
 from ultraep_serve.cuda.recording import Lap, Ledger, Note, Unnoted, is_capturing
+from ultraep_serve.cuda.side_stream import SideStream, side_stream
 from ultraep_serve.cuda.timing import new_mark
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.physical import experts_sent, forced_ids, identity_table
@@ -73,10 +74,15 @@ class DeviceBalancer:
     that was off waits, where all ranks are in one domain, for the first layer of the next to say
     what holds, and then launches no more than the identity.
 
+    Experts are sent and awaited in a stream beside the engine's, which reroutes and dispatches
+    meanwhile and joins it where the experts are launched: inside ``expert_clock``, which engines
+    must do. In a CUDA graph it is one stream.
+
     Records come when the host comes by after the device is done with a batch, at a later ``route``
     or ``computed``; where two batches are on their way, those of a third are lost and counted.
-    Stages are timed in one batch of several, and reroute together with the wait; what the others
-    took is taken from it, by their tokens. Nothing is recorded while a CUDA graph is captured, nor
+    Stages are timed in one batch of several; what the others took is taken from it, by their
+    tokens. What runs beside the engine's stream is not: ``wait`` is how much longer it took.
+    Nothing is recorded while a CUDA graph is captured, nor
     when one is replayed; a replay obeys the policy that rank 0 last read in a ``route``.
 
     A wait that was given up is noticed at the first ``route`` after the device has said so, and at
@@ -123,7 +129,9 @@ class DeviceBalancer:
         self._spare_outcome = torch.zeros(
             outcome_width(experts, ranks, slots), dtype=torch.int32, device=device
         )
-        self._plans = [self._new_plan_buffers(number) for number in range(shape.num_micro_batches)]
+        numbers = range(shape.num_micro_batches)
+        self._plans = [self._new_plan_buffers(number) for number in numbers]
+        self._arriving = [_Arriving(side_stream(device)) for _ in numbers]
         self._ledger = Ledger(
             device,
             outcome_width(experts, ranks, slots),
@@ -198,8 +206,11 @@ class DeviceBalancer:
         if self._rests:
             self._ledger.drop(micro_batch)
             self._ledger.skip(Decision.POLICY_OFF)
-        elif self._shape.num_micro_batches == 1:  # else another one's experts may run meanwhile
-            expert_clock.marks = note
+        else:
+            arriving = self._arriving[micro_batch]
+            # the time of one micro-batch's experts may hold another one's
+            arriving.note = note if self._shape.num_micro_batches == 1 else None
+            expert_clock.marks = arriving
         return physical
 
     def computed(self, micro_batch: int = 0) -> None:
@@ -209,6 +220,7 @@ class DeviceBalancer:
         what it computed. Raises PeerTimeoutError when a wait was given up.
         """
         expert_clock.marks = None
+        self._arriving[micro_batch].side.join()  # where this rank had nothing to compute
         if not is_capturing(self._device):
             sent = self._ledger.close(micro_batch)
             if sent is not None:
@@ -230,6 +242,7 @@ class DeviceBalancer:
             for layer in unlike.values():
                 for micro_batch in range(self._shape.num_micro_batches):
                     self._balance(layer, padding, None, micro_batch, True)
+                    self._arriving[micro_batch].side.join()
         self._fabric.require_peers()
 
     def _balance(
@@ -251,10 +264,13 @@ class DeviceBalancer:
         watch.lap(Stage.PLAN)
         if begins and note is not None and self._turns_out_off(found):
             return self.identity(topk_ids)
-        self._replicate(layer, found)
-        watch.lap(Stage.REPLICATE)
-        physical = self._reroute(layer, topk_ids, counted, found)
-        watch.lap(Stage.WAIT)
+        if is_capturing(self._device):
+            self._replicate(layer, found)
+        else:
+            with self._arriving[micro_batch].side.fork():
+                self._replicate(layer, found)
+        physical = self._reroute(topk_ids, counted, found)
+        watch.lap(Stage.REROUTE)
         return physical
 
     def _turns_out_off(self, found: DevicePlan) -> bool:
@@ -337,14 +353,16 @@ class DeviceBalancer:
         )
 
     def _replicate(self, layer: int, found: DevicePlan) -> None:
-        if self._shape.num_replica_slots:
-            tables, masters = self._tables[layer], self._shape.num_masters
-            self._fabric.stream(tables, found.slot_expert, masters, found.sends)
-
-    def _reroute(
-        self, layer: int, topk_ids: torch.Tensor, counted: Counted, found: DevicePlan
-    ) -> torch.Tensor:
         """And wait for this rank's slots."""
+        self._fabric.stream(
+            self._tables[layer],
+            found.slot_expert,
+            self._shape.num_masters,
+            found.sends,
+            decision=found.decision,
+        )
+
+    def _reroute(self, topk_ids: torch.Tensor, counted: Counted, found: DevicePlan) -> torch.Tensor:
         physical = reroute(
             topk_ids,
             found.places,
@@ -352,8 +370,6 @@ class DeviceBalancer:
             counted,
             self._fabric.status,
             decision=found.decision,
-            arrivals=self._fabric.arrivals(self._tables[layer], found.slot_expert),
-            reported=self._fabric.reported,
         )
         if self._config.allow_ideal:
             forced = forced_ids(topk_ids, self._identity, self._speeds)
@@ -418,6 +434,30 @@ class DeviceBalancer:
         if text not in self._warned:
             self._warned.add(text)
             logger.warning("%s", text)
+
+
+class _Arriving:
+    """A micro-batch's experts on their way into slots, joined before anything reads them."""
+
+    def __init__(self, side: SideStream) -> None:
+        self.side = side
+        self.note: Note | None = None  # of the layer
+
+    def begin_experts(self) -> None:
+        """As ``StreamMarks``; engines may launch a layer's experts in parts."""
+        note = self.note
+        if note is None or note.has_begun:
+            self.side.join()
+            return
+        note.lap(Stage.COMPUTE)
+        self.side.join()
+        note.lap(Stage.WAIT)
+        note.begin_experts()
+
+    def end_experts(self) -> None:
+        """As ``StreamMarks``."""
+        if self.note is not None:
+            self.note.end_experts()
 
 
 def _host_memory(size: int, device: torch.device) -> torch.Tensor:

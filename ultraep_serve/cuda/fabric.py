@@ -17,7 +17,7 @@ import torch
 from ultraep_kernels.device.exchange import exchange, inbox_bytes, new_epoch
 from ultraep_kernels.device.relays import Sends, plan_sends
 from ultraep_kernels.device.status import DeviceStatus, new_status
-from ultraep_kernels.device.stream import Arrivals, StreamTables, stream, wait_slots
+from ultraep_kernels.device.stream import StreamTables, stream, wait_slots
 
 from ultraep_serve.backend import LayerSlots
 from ultraep_serve.collectives import DeviceAllGather
@@ -167,11 +167,18 @@ class DeviceFabric:
         return plan_sends(slot_expert, num_masters, relay, len(self.domain), self.rank)
 
     def stream(
-        self, layer: StreamTables, slot_expert: torch.Tensor, num_masters: int, sends: Sends
+        self,
+        layer: StreamTables,
+        slot_expert: torch.Tensor,
+        num_masters: int,
+        sends: Sends,
+        decision: torch.Tensor | None = None,
     ) -> None:
         """Push this rank's masters, and forward what it relays, for the plan of this epoch.
 
-        ``slot_expert`` (R, S) int32, and what this rank ``sends`` for it.
+        ``slot_expert`` (R, S) int32, and what this rank ``sends`` for it. With ``decision``, (1,)
+        int32, later work in the stream also comes behind the arrival of this rank's slots, if they
+        are filled, and ``reported`` is written.
         """
         stream(
             sends,
@@ -183,11 +190,9 @@ class DeviceFabric:
             self.status,
             self._patience_ns,
             self.limits.num_programs,
+            decision=decision,
+            reported=self.reported,
         )
-
-    def arrivals(self, layer: StreamTables, slot_expert: torch.Tensor) -> Arrivals:
-        """What a kernel waits for this rank's filled slots with, ``slot_expert`` (R, S)."""
-        return Arrivals(slot_expert, layer, self.rank, self.epoch, self._patience_ns)
 
     def wait_slots(self, layer: StreamTables, slot_expert: torch.Tensor) -> None:
         """Hold the stream until this rank's filled slots, ``slot_expert`` (R, S), have arrived."""

@@ -8,6 +8,7 @@ stream, in one batch of several; how long the experts took, in every batch.
 
 from collections import deque
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -20,6 +21,7 @@ from ultraep_serve.types import Decision, Stage
 __all__ = ["TIMED_EVERY", "Lap", "Ledger", "Note", "Page", "Unnoted", "is_capturing"]
 
 TIMED_EVERY = 8  # batches, of which one has its stages timed
+_MOST_LAPS = len(Stage) + 1  # of a layer
 
 
 class Lap(Protocol):
@@ -43,32 +45,32 @@ class Note:
         """``on_device`` (num_values,) int32 is what ``values`` will be a copy of."""
         self.on_device = on_device
         self._values = values.numpy()
-        self._marks: list[Any] = [new_mark(device) for _ in range(len(Stage) + 1)]
+        self._marks: list[Any] = [new_mark(device) for _ in range(_MOST_LAPS + 1)]
         self._experts: tuple[Any, Any] = (new_mark(device), new_mark(device))
-        self._passed: list[int] = []  # stages with a mark, in order
-        self._begun = self._ended = self.is_timed = False
+        self._passed: list[Stage] = []  # in order, each with a mark behind it
+        self.has_begun = self._ended = self.is_timed = False
         self.layer = self.batch = self.tokens = self.micro_batch = 0
 
     def start(self, layer: int, batch: int, tokens: int, micro_batch: int, timed: bool) -> None:
         """Begin anew, with the time of the first stage where stages are ``timed``."""
         self.layer, self.batch, self.tokens = layer, batch, tokens
         self.micro_batch = micro_batch
-        self._begun = self._ended = False
+        self.has_begun = self._ended = False
         self.is_timed = timed
         self._passed.clear()
         if timed:
             self._marks[0].record()
 
     def lap(self, stage: Stage) -> None:
-        """Stages come in order; one that is left out counts to the next."""
+        """Stages come in any order, the engine's twice: before experts are awaited and after."""
         if self.is_timed:
             self._passed.append(stage)
-            self._marks[stage + 1].record()
+            self._marks[len(self._passed)].record()
 
     def begin_experts(self) -> None:
         """The layer's experts, or the first part of them, are launched next."""
-        if not self._begun:
-            self._begun = True
+        if not self.has_begun:
+            self.has_begun = True
             self._experts[0].record()
 
     def end_experts(self) -> None:
@@ -84,11 +86,9 @@ class Note:
     @property
     def nanoseconds(self) -> list[int]:
         """The device's time per Stage, once done, where stages are timed; 0: did not run."""
-        found, before = [0] * len(Stage), self._marks[0]
-        for stage in self._passed:
-            after = self._marks[stage + 1]
-            found[stage] = round(before.elapsed_time(after) * 1e6)
-            before = after
+        found = [0] * len(Stage)
+        for stage, (before, after) in zip(self._passed, pairwise(self._marks), strict=False):
+            found[stage] += round(before.elapsed_time(after) * 1e6)
         return found
 
     @property

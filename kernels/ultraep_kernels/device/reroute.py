@@ -4,8 +4,7 @@ The rule is that of the twin, ``host.reroute``: the j-th assignment of expert e 
 ``j * stride_e mod n_e``. Per expert its stride and where its places lie are written first, by a
 launch of its own or by the one that ends the plan (``store_places``); then one launch looks every
 assignment up. Which assignment is the j-th is known from ``count``: those in earlier blocks of ids,
-plus those further ahead in the same block. The same launch may hold the stream until this rank's
-replica slots are filled.
+plus those further ahead in the same block.
 """
 
 from dataclasses import dataclass
@@ -17,8 +16,7 @@ import triton.language as tl
 from ultraep_kernels.contract import GOLDEN_DENOMINATOR, GOLDEN_NUMERATOR
 from ultraep_kernels.device._decisions import PLANNED
 from ultraep_kernels.device.count import BLOCK_IDS, Counted
-from ultraep_kernels.device.status import SHARE_TOO_SMALL, TIMEOUTS
-from ultraep_kernels.device.stream import FLAGS_PER_LOOK, Arrivals, await_slot
+from ultraep_kernels.device.status import SHARE_TOO_SMALL
 
 __all__ = ["Places", "new_places", "places_of", "reroute", "store_places"]
 
@@ -118,9 +116,8 @@ def _places_kernel(
     )
 
 
-@triton.jit
-def _assign_block(
-    block,
+@triton.jit(do_not_specialize=["num_ids"], do_not_specialize_on_alignment=["ids_ptr"])
+def _assign_kernel(
     ids_ptr,  # (N,) int32 or int64
     before_ptr,  # (B, E + 1) int32
     ends_ptr,  # (E, R) int32
@@ -128,15 +125,20 @@ def _assign_block(
     stride_ptr,  # (E,) int32
     out_ptr,  # (N,) of the type of the ids
     status_ptr,  # (1,) int32
+    decision_ptr,  # (1,) int32; not read without HAS_DECISION
     num_ids,
-    is_planned,  # else every assignment goes to its master
     NUM_EXPERTS: tl.constexpr,
     NUM_MASTERS: tl.constexpr,
     NUM_SLOTS: tl.constexpr,
     NUM_RANKS: tl.constexpr,
     SEARCH_STEPS: tl.constexpr,  # halvings from R ranks to one
     BLOCK: tl.constexpr,
+    HAS_DECISION: tl.constexpr,
 ):
+    block = tl.program_id(0)
+    is_planned = block >= 0
+    if HAS_DECISION:
+        is_planned = tl.load(decision_ptr) == PLANNED
     within = tl.arange(0, BLOCK)
     offsets = block * BLOCK + within
     ids = tl.load(ids_ptr + offsets, mask=offsets < num_ids, other=-1)
@@ -167,82 +169,6 @@ def _assign_block(
         if tl.max(short.to(tl.int32), axis=0) > 0:
             tl.atomic_or(status_ptr, SHARE_TOO_SMALL)
     tl.store(out_ptr + offsets, target, mask=offsets < num_ids)
-
-
-@triton.jit(
-    do_not_specialize=["num_ids", "num_blocks", "num_chunks", "max_chunks"],
-    do_not_specialize_on_alignment=["ids_ptr"],
-)
-def _assign_kernel(
-    ids_ptr,
-    before_ptr,
-    ends_ptr,
-    physical_ptr,
-    stride_ptr,
-    out_ptr,
-    status_ptr,
-    decision_ptr,  # (1,) int32; not read without HAS_DECISION
-    slot_expert_ptr,  # (R, S) int32; this and what follows are not read without HAS_WAIT
-    flags_ptr,
-    epoch_ptr,
-    reported_ptr,  # (1,) int32 of the host
-    num_ids,
-    num_blocks,
-    rank,
-    num_chunks,
-    max_chunks,
-    patience_ns,
-    NUM_EXPERTS: tl.constexpr,
-    NUM_MASTERS: tl.constexpr,
-    NUM_SLOTS: tl.constexpr,
-    NUM_RANKS: tl.constexpr,
-    SEARCH_STEPS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_FLAGS: tl.constexpr,
-    HAS_DECISION: tl.constexpr,
-    HAS_WAIT: tl.constexpr,
-):
-    program = tl.program_id(0)
-    is_planned = program >= 0
-    if HAS_DECISION:
-        is_planned = tl.load(decision_ptr) == PLANNED
-    if program < num_blocks:
-        _assign_block(
-            program,
-            ids_ptr,
-            before_ptr,
-            ends_ptr,
-            physical_ptr,
-            stride_ptr,
-            out_ptr,
-            status_ptr,
-            num_ids,
-            is_planned,
-            NUM_EXPERTS,
-            NUM_MASTERS,
-            NUM_SLOTS,
-            NUM_RANKS,
-            SEARCH_STEPS,
-            BLOCK,
-        )
-    elif HAS_WAIT:
-        if is_planned & (program - num_blocks < NUM_SLOTS):
-            await_slot(
-                program - num_blocks,
-                slot_expert_ptr,
-                flags_ptr,
-                epoch_ptr,
-                status_ptr,
-                rank,
-                num_chunks,
-                max_chunks,
-                patience_ns,
-                NUM_SLOTS,
-                BLOCK_FLAGS,
-            )
-        status = tl.atomic_or(status_ptr, 0, sem="relaxed")
-        if (status & TIMEOUTS) != 0:
-            tl.store(reported_ptr, status)
 
 
 def new_places(num_experts: int, num_ranks: int, device: torch.device | str) -> Places:
@@ -284,8 +210,6 @@ def reroute(
     status: torch.Tensor,
     *,
     decision: torch.Tensor | None = None,
-    arrivals: Arrivals | None = None,
-    reported: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Physical ids (T, K) of the type of ``topk_ids``; twin ``host.reroute.reroute``.
 
@@ -297,17 +221,11 @@ def reroute(
         status: (1,) int32. Where the places are fewer than the assignments, the rest goes to its
             master, which is always right, and the status says so (SHARE_TOO_SMALL).
         decision: (1,) int32; unless it is PLANNED every assignment goes to its master.
-        arrivals: with them the launch ends when this rank's slots have arrived; SLOT_TIMEOUT in
-            the status where one has not.
-        reported: (1,) int32 in page-locked memory, with ``arrivals``: the status of a wait that was
-            given up, until now, is written there.
     """
     num_experts, num_ranks = places.ends.shape
     ids = topk_ids.reshape(-1)
     out = torch.empty(topk_ids.shape, dtype=topk_ids.dtype, device=ids.device)
-    num_blocks, has_wait = counted.before.shape[0], arrivals is not None
-    num_chunks = arrivals.tables.chunks.shape[0] if arrivals else 1
-    _assign_kernel[(num_blocks + (max(1, num_slots) if has_wait else 0),)](
+    _assign_kernel[(counted.before.shape[0],)](
         ids,
         counted.before,
         places.ends,
@@ -316,25 +234,14 @@ def reroute(
         out,
         status,
         status if decision is None else decision,
-        arrivals.slot_expert if arrivals else status,
-        arrivals.tables.flag_addresses if arrivals else status,
-        arrivals.epoch if arrivals else status,
-        status if reported is None else reported,
         ids.numel(),
-        num_blocks,
-        arrivals.rank if arrivals else 0,
-        num_chunks,
-        arrivals.tables.max_chunks if arrivals else 0,
-        arrivals.patience_ns if arrivals else 0,
         NUM_EXPERTS=num_experts,
         NUM_MASTERS=num_experts // num_ranks,
         NUM_SLOTS=num_slots,
         NUM_RANKS=num_ranks,
         SEARCH_STEPS=(num_ranks - 1).bit_length(),
         BLOCK=BLOCK_IDS,
-        BLOCK_FLAGS=FLAGS_PER_LOOK,
         HAS_DECISION=decision is not None,
-        HAS_WAIT=has_wait,
         num_warps=4,
     )
     return out

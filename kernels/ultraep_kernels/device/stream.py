@@ -2,13 +2,13 @@
 
 ``stream`` is one launch of persistent programs that work through this rank's tasks: the first half
 sends masters and never waits, the second half forwards from own slots, each chunk as soon as its
-flag says that it is there. ``await_slot``, a launch of its own or a part of ``reroute``'s, holds
-the stream until this rank's own slots are filled. Chunk c of slot (r, s) raises flag (r, s, c) at
-its target to the current epoch. Twin:
-``host.stream.stream_chunks``, with the same tables.
+flag says that it is there. Further programs may end the launch only when this rank's own slots are
+filled, which is also a launch of its own (``wait_slots``). Chunk c of slot (r, s) raises flag
+(r, s, c) at its target to the current epoch. Twin: ``host.stream.stream_chunks``, with the same
+tables.
 
 A chunk moves 16 bytes per access where source and target allow it, else byte by byte: keep tensors
-of experts 16-byte aligned. Every program of a relay waits only for programs that do not wait, so
+of experts 16-byte aligned. Every program waits only for programs before it, of any rank, so
 programs may also run one after another.
 """
 
@@ -18,14 +18,16 @@ import torch
 import triton
 import triton.language as tl
 
+from ultraep_kernels.device._decisions import PLANNED
 from ultraep_kernels.device._signals import clock, fence_aliases, post, read_flags, verdict, wait
 from ultraep_kernels.device.relays import Sends
 from ultraep_kernels.device.status import RELAY_TIMEOUT, SLOT_TIMEOUT, TIMEOUTS
 
-__all__ = ["FLAGS_PER_LOOK", "Arrivals", "StreamTables", "await_slot", "stream", "wait_slots"]
+__all__ = ["StreamTables", "stream", "wait_slots"]
 
 _BLOCK_WORDS = 4096  # of 4 bytes, per step of a copy
-FLAGS_PER_LOOK = 128  # as many as a program that waits for slots has threads
+_NUM_WARPS = 8
+_FLAGS_PER_LOOK = 32 * _NUM_WARPS  # one by each thread of a program that waits for a slot
 
 
 @dataclass(frozen=True)
@@ -39,17 +41,6 @@ class StreamTables:
     chunks: torch.Tensor  # (C, 3): tensor index, offset and size in bytes
     flag_addresses: torch.Tensor  # (R,): the ranks' chunk flags, (S, max_chunks) int64 each
     max_chunks: int  # chunks of the largest layer
-
-
-@dataclass(frozen=True)
-class Arrivals:
-    """What a rank's slots are waited for with; arguments as for ``stream``."""
-
-    slot_expert: torch.Tensor
-    tables: StreamTables
-    rank: int
-    epoch: torch.Tensor
-    patience_ns: int
 
 
 @triton.jit
@@ -73,19 +64,20 @@ def _copy(target, source, size, BLOCK: tl.constexpr):
         tl.store(target_bytes + index, data, mask=index < size)
 
 
-@triton.jit(do_not_specialize=["num_chunks", "max_chunks"])
-def _stream_kernel(
-    tasks_ptr,  # (2, 1 + R * S) int32
-    slot_expert_ptr,  # (R, S) int32
-    parents_ptr,  # (R, S) int32
-    masters_ptr,  # (N,) int64
-    pools_ptr,  # (R,) int64
-    regions_ptr,  # (N,) int64
-    expert_bytes_ptr,  # (N,) int64
-    chunks_ptr,  # (C, 3) int64
-    flags_ptr,  # (R,) int64
-    epoch_ptr,  # (2,) int64
-    status_ptr,  # (1,) int32
+@triton.jit
+def _send_chunks(
+    program,
+    tasks_ptr,
+    slot_expert_ptr,
+    parents_ptr,
+    masters_ptr,
+    pools_ptr,
+    regions_ptr,
+    expert_bytes_ptr,
+    chunks_ptr,
+    flags_ptr,
+    epoch_ptr,
+    status_ptr,
     rank,
     num_chunks,
     max_chunks,
@@ -93,10 +85,10 @@ def _stream_kernel(
     NUM_RANKS: tl.constexpr,
     NUM_MASTERS: tl.constexpr,
     NUM_SLOTS: tl.constexpr,
-    NUM_PROGRAMS: tl.constexpr,  # of each half
+    NUM_PROGRAMS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    program = tl.program_id(0)
+    """This rank's tasks, those of the first half of programs or of the second."""
     is_relay = program >= NUM_PROGRAMS
     row_ptr = tasks_ptr + is_relay.to(tl.int32) * (NUM_RANKS * NUM_SLOTS + 1)
     num_sends = tl.load(row_ptr)
@@ -127,7 +119,7 @@ def _stream_kernel(
 
 
 @triton.jit
-def await_slot(
+def _await_slot(
     slot,
     slot_expert_ptr,  # (R, S) int32
     flags_ptr,  # (R,) int64
@@ -165,6 +157,80 @@ def await_slot(
 
 
 @triton.jit(do_not_specialize=["num_chunks", "max_chunks"])
+def _stream_kernel(
+    tasks_ptr,  # (2, 1 + R * S) int32
+    slot_expert_ptr,  # (R, S) int32
+    parents_ptr,  # (R, S) int32
+    masters_ptr,  # (N,) int64
+    pools_ptr,  # (R,) int64
+    regions_ptr,  # (N,) int64
+    expert_bytes_ptr,  # (N,) int64
+    chunks_ptr,  # (C, 3) int64
+    flags_ptr,  # (R,) int64
+    epoch_ptr,  # (2,) int64
+    status_ptr,  # (1,) int32
+    decision_ptr,  # (1,) int32; this and what follows are not read without HAS_WAIT
+    reported_ptr,  # (1,) int32 of the host
+    rank,
+    num_chunks,
+    max_chunks,
+    patience_ns,
+    NUM_RANKS: tl.constexpr,
+    NUM_MASTERS: tl.constexpr,
+    NUM_SLOTS: tl.constexpr,
+    NUM_PROGRAMS: tl.constexpr,  # that send, and as many that forward
+    BLOCK: tl.constexpr,
+    BLOCK_FLAGS: tl.constexpr,
+    HAS_WAIT: tl.constexpr,
+):
+    program = tl.program_id(0)
+    if program < 2 * NUM_PROGRAMS:
+        if NUM_SLOTS > 0:
+            _send_chunks(
+                program,
+                tasks_ptr,
+                slot_expert_ptr,
+                parents_ptr,
+                masters_ptr,
+                pools_ptr,
+                regions_ptr,
+                expert_bytes_ptr,
+                chunks_ptr,
+                flags_ptr,
+                epoch_ptr,
+                status_ptr,
+                rank,
+                num_chunks,
+                max_chunks,
+                patience_ns,
+                NUM_RANKS,
+                NUM_MASTERS,
+                NUM_SLOTS,
+                NUM_PROGRAMS,
+                BLOCK,
+            )
+    elif HAS_WAIT:
+        is_planned = tl.load(decision_ptr) == PLANNED
+        if is_planned & (program - 2 * NUM_PROGRAMS < NUM_SLOTS):
+            _await_slot(
+                program - 2 * NUM_PROGRAMS,
+                slot_expert_ptr,
+                flags_ptr,
+                epoch_ptr,
+                status_ptr,
+                rank,
+                num_chunks,
+                max_chunks,
+                patience_ns,
+                NUM_SLOTS,
+                BLOCK_FLAGS,
+            )
+        status = tl.atomic_or(status_ptr, 0, sem="relaxed")
+        if (status & TIMEOUTS) != 0:
+            tl.store(reported_ptr, status)
+
+
+@triton.jit(do_not_specialize=["num_chunks", "max_chunks"])
 def _wait_slots_kernel(
     slot_expert_ptr,
     flags_ptr,
@@ -177,7 +243,7 @@ def _wait_slots_kernel(
     NUM_SLOTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    await_slot(
+    _await_slot(
         tl.program_id(0),
         slot_expert_ptr,
         flags_ptr,
@@ -202,12 +268,15 @@ def stream(
     status: torch.Tensor,
     patience_ns: int,
     num_programs: int,
+    *,
+    decision: torch.Tensor | None = None,
+    reported: torch.Tensor | None = None,
 ) -> None:
     """Push this rank's masters, and forward what it relays, for the plan of this epoch.
 
     Args:
         sends: of this rank, from ``plan_sends``.
-        slot_expert: (R, S) int32, S at least 1.
+        slot_expert: (R, S) int32.
         num_masters: L.
         tables: of the layer.
         rank: this rank.
@@ -215,9 +284,15 @@ def stream(
         status: (1,) int32; RELAY_TIMEOUT where a chunk did not arrive, which is then not forwarded.
         patience_ns: nanoseconds after which a wait is given up.
         num_programs: of senders and of relays; all must fit the device at the same time.
+        decision: (1,) int32; with it the launch ends, if it is PLANNED, when this rank's slots have
+            arrived too, with SLOT_TIMEOUT in the status where one has not.
+        reported: (1,) int32 in page-locked memory, with ``decision``: the status of a wait that was
+            given up, until now, is written there.
     """
     num_ranks, num_slots = slot_expert.shape
-    _stream_kernel[(2 * num_programs,)](
+    senders = num_programs if num_slots else 0
+    has_wait = decision is not None
+    _stream_kernel[(2 * senders + (max(1, num_slots) if has_wait else 0),)](
         sends.tasks,
         slot_expert,
         sends.parents,
@@ -229,6 +304,8 @@ def stream(
         tables.flag_addresses,
         epoch,
         status,
+        status if decision is None else decision,
+        status if reported is None else reported,
         rank,
         tables.chunks.shape[0],
         tables.max_chunks,
@@ -236,9 +313,11 @@ def stream(
         NUM_RANKS=num_ranks,
         NUM_MASTERS=num_masters,
         NUM_SLOTS=num_slots,
-        NUM_PROGRAMS=num_programs,
+        NUM_PROGRAMS=senders,
         BLOCK=_BLOCK_WORDS,
-        num_warps=8,
+        BLOCK_FLAGS=_FLAGS_PER_LOOK,
+        HAS_WAIT=has_wait,
+        num_warps=_NUM_WARPS,
     )
 
 
@@ -265,6 +344,6 @@ def wait_slots(
         tables.max_chunks,
         patience_ns,
         NUM_SLOTS=num_slots,
-        BLOCK=FLAGS_PER_LOOK,
-        num_warps=4,
+        BLOCK=_FLAGS_PER_LOOK,
+        num_warps=_NUM_WARPS,
     )
