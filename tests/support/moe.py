@@ -49,7 +49,7 @@ class TinyMoE:
 
     def _numbers(self, rng: np.random.Generator, shape: tuple[int, ...]) -> torch.Tensor:
         if self.exact:
-            return torch.from_numpy(rng.integers(-2, 3, size=shape).astype(np.float32))
+            return torch.from_numpy(rng.integers(-2, 3, size=shape, dtype=np.int8)).float()
         return torch.from_numpy(rng.standard_normal(shape, dtype=np.float32))
 
 

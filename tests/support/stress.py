@@ -1,8 +1,9 @@
 """Batches of random sizes and loads through real balancers on R processes, answers checked.
 
 Every rank can make every rank's tokens, choices and weights from the seed, so it knows what each
-output must be. Slots are poisoned after each layer's computation: a kernel that reads a slot
-before its expert has arrived, or after it was overwritten, gives NaN.
+output must be; they take turns to compare a layer's. Slots are poisoned after each layer's
+computation: a kernel that reads a slot before its expert has arrived, or after it was overwritten,
+gives NaN.
 """
 
 import time
@@ -10,7 +11,7 @@ import zlib
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -31,6 +32,8 @@ from ultraep_serve.types import Decision, Policy, SpeedSource, TokenView, imbala
 
 __all__ = ["RandomBatches", "StressReport", "run_stress"]
 
+_Choice = TypeVar("_Choice")
+
 
 @dataclass(frozen=True)
 class RandomBatches:
@@ -43,6 +46,7 @@ class RandomBatches:
     max_tokens: int = 256  # of one source of tokens
     top_k: int = 2
     policies: tuple[Policy, ...] = (Policy.QUOTA,)  # rank 0 changes between them at random
+    speeds: tuple[SpeedSource, ...] = (SpeedSource.CONFIGURED,)  # and between these
     bad_id_rate: float = 0.0  # of layers in which one rank's router gives an impossible id
     pause_rate: float = 0.02  # of layers in which one rank dawdles before it computes
     domain_size: int | None = None  # ranks of each domain, a host of its own; None: one domain
@@ -60,10 +64,10 @@ class StressReport:
     """What one rank saw; ``decisions`` is the same on every rank."""
 
     decisions: list[tuple[int, int, Decision]] = field(default_factory=list)  # batch, layer
-    worst_error: float = 0.0  # relative to the largest output of a layer
-    inexact: int = 0  # layers whose outputs differ in any bit
+    worst_error: float = 0.0  # relative to the largest output of a layer that this rank compared
+    inexact: int = 0  # such layers whose outputs differ in any bit
     corrupt_slots: int = 0  # filled slots whose bytes were not their master's
-    before: list[float] = field(default_factory=list)  # imbalance of planned layers
+    before: list[float] = field(default_factory=list)  # imbalance of planned layers, of time
     after: list[float] = field(default_factory=list)
     floor: list[float] = field(default_factory=list)  # the least that ``after`` could be
     plans: int = 0  # checksum of all slots and loads, the same on every rank
@@ -101,8 +105,9 @@ class _Recorder:
         self._report.decisions.append((self.batch, layer, decision))
         self._report.bytes_sent += values["bytes_sent"]
         if decision is Decision.PLANNED:
-            self._report.before.append(imbalance(values["load_before"]))
-            self._report.after.append(imbalance(values["load_after"]))
+            speeds = values["speed"]
+            self._report.before.append(imbalance(values["load_before"], speeds))
+            self._report.after.append(imbalance(values["load_after"], speeds))
             by_domain = values["load_before"].reshape(-1, self._domain_size).sum(axis=1)
             self._report.floor.append(imbalance(by_domain))
         for name in ("slot_expert", "load_after", "expert_load"):
@@ -216,16 +221,18 @@ class _Runner:
         common = np.random.default_rng((self._batches.seed, batch))
         private = np.random.default_rng((self._batches.seed, batch, self._rank))
         sizes = _batch_sizes(common, self._batches)
+        num_layers = self._batches.model.num_layers
         inputs, outputs, checked = [], [], []
-        for layer in range(self._batches.model.num_layers):
+        for layer in range(num_layers):
             if private.random() < 0.2:
-                self._switch.policy = self._batches.policies[
-                    int(private.integers(len(self._batches.policies)))
-                ]
+                self._switch.policy = _one_of(self._batches.policies, private)
+                self._switch.speeds = _one_of(self._batches.speeds, private)
             given = self._make_input(common, sizes)
             outputs.append(self._run_layer(layer, given, sizes, private))
             inputs.append(given)
-            checked.append(self._recorder.decision is not Decision.FORCED)
+            turn = (batch * num_layers + layer) % self._shape.num_ranks
+            mine = turn == self._rank or self._batches.mortal  # the dead compare nothing
+            checked.append(mine and self._recorder.decision is not Decision.FORCED)
         totals = self._mail.sum(torch.stack(outputs))
         for layer, given in enumerate(inputs):
             if checked[layer]:
@@ -264,9 +271,10 @@ class _Runner:
         batches, total = self._batches, int(sizes.sum())
         experts = self._shape.num_logical_experts
         exponent = rng.choice([0.0, 0.5, 1.0, 2.0, 5.0])
-        weight = rng.permutation(np.arange(1, experts + 1) ** -exponent)
-        noise = rng.gumbel(size=(total, experts)) + np.log(weight)
-        chosen = np.argsort(-noise, axis=1)[:, : batches.top_k].astype(np.int32)
+        weight = rng.permutation(np.arange(1, experts + 1) ** -exponent).astype(np.float32)
+        # of exponential times, divided by weights, the shortest are chosen
+        times = rng.standard_exponential((total, experts), dtype=np.float32) / weight
+        chosen = np.argpartition(times, batches.top_k, axis=1)[:, : batches.top_k].astype(np.int32)
         chosen[rng.random(total) < rng.choice([0.0, 0.1])] = -1
         routed = torch.from_numpy(chosen)
         valid = routed
@@ -286,6 +294,10 @@ class _Runner:
         self.report.worst_error = max(
             self.report.worst_error, float(error.nan_to_num(nan=torch.inf))
         )
+
+
+def _one_of(choices: tuple[_Choice, ...], rng: np.random.Generator) -> _Choice:
+    return choices[int(rng.integers(len(choices)))]
 
 
 def _batch_sizes(rng: np.random.Generator, batches: RandomBatches) -> NDArray[np.int64]:
