@@ -26,6 +26,7 @@ __all__ = [
     "SIMULATION",
     "SPEEDS",
     "TIMES",
+    "WINDOWS",
     "measurements",
     "readme",
     "times",
@@ -38,6 +39,7 @@ RESULTS = _ROOT / "benchmarks" / "results"
 TIMES = ("serving-ttft", "serving-balanced", "sglang-ttft", "sglang-balanced")
 SPEEDS = "speeds"
 LOADS = ("load-vllm", "load-sglang")
+WINDOWS = ("load-vllm-balanced", "load-vllm-bursts")  # of which nothing is drawn
 SIMULATION = "simulation"
 _ENGINES = ("serving", "sglang")  # how the names of JSON files begin
 _VARIANTS = {"off": "off", "quota": "quota", "ideal": "ideal", WITHOUT_EP: "without EP"}
@@ -78,6 +80,8 @@ def measurements(text: str) -> str:
     for name in LOADS:
         text = with_table(text, name, _under_load(name))
         text = with_table(text, f"{name}-rates", _greatest_rates(name))
+    for name in WINDOWS:
+        text = with_table(text, name, _under_load(name))
     return with_table(text, SIMULATION, _simulated())
 
 
