@@ -94,7 +94,6 @@ def launches_of(case: Case) -> list[Launch]:
     outcome = torch.zeros(outcome_width(case.num_experts, ranks, slots), dtype=torch.int32)
     with recorded_launches() as launches:
         counted = count(ids, case.num_experts, choice=choice, decision=decision)
-        assert counted.row is not None
         rows = exchange(counted.row, addresses, 1, epoch, status, PATIENCE_NS, decision=decision)
         choose_speeds(rows, None, speeds, speeds)
         plan(

@@ -7,9 +7,10 @@
 The checks are the tests' own (``tests/support``, and ``tests/cuda/check_*.py`` in part ``checks``);
 here they run at real sizes and are timed. A part is a process of its own with a time limit, so one
 that hangs or breaks the GPU's context is an error in the report and the next begins afresh; the
-JSON is written after each, with the launches that a layer takes (``launches_per_layer``). The most
-important parts come first; those for which --seconds leave no time are reported so. Exits with 1 if
-anything failed; a target that was missed is no failure. Needs torch, triton, numpy, numba,
+JSON is written after each, with the launches that a layer takes (``launches_per_layer``) and the
+host's work beside them (``host_microseconds_per_layer``). The most important parts come first;
+those for which --seconds leave no time are reported so. Exits with 1 if anything failed; a target
+that was missed is no failure. Needs torch, triton, numpy, numba,
 cuda-bindings and pytest; where the package is not installed: PYTHONPATH=.:kernels.
 
 Ranks are virtual unless a row says processes: their memory lies in separate buffers of one device,
@@ -32,7 +33,7 @@ from machine import gpu_state, versions
 from parts import PARTS, Part
 
 from tests.support.interpreter import interpreted
-from tests.support.launches import launches_per_layer
+from tests.support.launches import host_microseconds_per_layer, launches_per_layer
 from ultraep_serve.files import write_json
 
 SCRIPT = Path(__file__).with_name("parts.py")
@@ -51,6 +52,7 @@ def main() -> None:
         "versions": versions(),
         "gpu": None if args.dry_run else gpu_state(),
         "launches_per_layer": launches_per_layer(),
+        "host_microseconds_per_layer": host_microseconds_per_layer(),
         "parts": [],
     }
     if args.dry_run:

@@ -19,7 +19,7 @@ KERNELS = {
     "_identity_kernel",
     "_relays_kernel",  # of the calibration
 }
-WAITING = {"_exchange_kernel", "_stream_kernel", "_assign_kernel"}  # for other ranks' writes
+WAITING = {"_exchange_kernel", "_stream_kernel"}  # for other ranks' writes
 POSTING = {"_exchange_kernel", "_stream_kernel"}
 
 

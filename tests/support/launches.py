@@ -4,6 +4,8 @@ Launches are recorded instead of made, on tensors in host memory, so nothing is 
 device would decide shows only where a test writes it.
 """
 
+import statistics
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import triton
 from torch.utils._python_dispatch import TorchDispatchMode
 from ultraep_kernels.device.offline import Launch, recorded_launches
 
@@ -31,6 +34,7 @@ __all__ = [
     "HostWork",
     "Streams",
     "count_layers",
+    "host_microseconds_per_layer",
     "launches_per_layer",
     "recorded_balancer",
     "recorded_streams",
@@ -197,6 +201,29 @@ def count_layers(kind: str, batches: int = 2) -> list[HostWork]:
                 work.kernels = [launch.function.__name__ for launch in streams.launches[already:]]
                 work.events += 2 * (streams.num_forks - forks)  # where a stream forks and joins
     return found
+
+
+def host_microseconds_per_layer() -> dict[str, float]:
+    """Of a balanced layer and of one in decode, apart from what a launch itself takes."""
+    ids, found = torch.zeros((TOKENS, TOP_K), dtype=torch.int32), dict[str, float]()
+    no_launches = mock.patch.object(triton.JITFunction, "run", _nothing)
+    no_records = mock.patch.object(DeviceBalancer, "_record", _nothing)  # of what nobody wrote
+    with no_launches, no_records:
+        balancer = recorded_balancer(FakeRecorder())
+        for kind, tokens in (("balanced", TOKENS), ("decode", SMALL - 1)):
+            times = []
+            for _ in range(100):
+                for layer in range(LAYERS):
+                    began = time.perf_counter()
+                    balancer.route(layer, ids, tokens)
+                    balancer.computed()
+                    times.append(time.perf_counter() - began)
+            found[kind] = 1e6 * statistics.median(times)
+    return found
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """Faster than a mock."""
 
 
 def _counted_events(work: HostWork) -> Any:

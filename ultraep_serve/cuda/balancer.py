@@ -7,6 +7,7 @@ learns from notes that are done when it comes by again.
 """
 
 import logging
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from ultraep_kernels.contract import FULL_SPEED, HEADER_WIDTH, Choice
 from ultraep_kernels.device.count import CountBuffers, Counted, count, new_count_buffers
 from ultraep_kernels.device.identity import identity
+from ultraep_kernels.device.launch import Launches
 from ultraep_kernels.device.outcome import Outcome, outcome_width, unpack_outcome
 from ultraep_kernels.device.plan import (
     DevicePlan,
@@ -122,7 +124,11 @@ class DeviceBalancer:
         self._own_time, self._timed_batch = OwnTime(costs, self._shape.num_masters), 0
         # tokens that all ranks see count as rank 0's, so that every rank splits them alike
         self._shared = torch.zeros((ranks, experts + 1), dtype=torch.int32, device=device)
-        self._counts: dict[int, CountBuffers] = {}  # by how many ids they hold; graphs keep them
+        is_own = setup.view is TokenView.OWN
+        self._counts = new_count_buffers(
+            0, experts, device, None if is_own else self._shared[0], has_load=is_own
+        )
+        self._counts_of: dict[int, CountBuffers] = {}  # as many ids; graphs keep them
         width = device_row_width(experts, setup.view)
         self._rows = torch.zeros((ranks, width), dtype=torch.int32, device=device)
         self._decision = torch.zeros(1, dtype=torch.int32, device=device)  # of the layer before
@@ -132,6 +138,7 @@ class DeviceBalancer:
         numbers = range(shape.num_micro_batches)
         self._plans = [self._new_plan_buffers(number) for number in numbers]
         self._arriving = [_Arriving(side_stream(device)) for _ in numbers]
+        self._steps: dict[tuple[int, Note | None, int, bool], _Steps] = {}
         self._ledger = Ledger(
             device,
             outcome_width(experts, ranks, slots),
@@ -243,6 +250,7 @@ class DeviceBalancer:
                 for micro_batch in range(self._shape.num_micro_batches):
                     self._balance(layer, padding, None, micro_batch, True)
                     self._arriving[micro_batch].side.join()
+        self._steps.clear()  # waits may be given up earlier from now on
         self._fabric.require_peers()
 
     def _balance(
@@ -254,24 +262,37 @@ class DeviceBalancer:
         begins: bool,
     ) -> torch.Tensor:
         watch: Lap = note or Unnoted()
+        steps = self._steps_of(layer, note, micro_batch, begins)
+        found = self._plans[micro_batch].found
         counted = self._count(topk_ids, begins)
         watch.lap(Stage.COUNT)
-        rows = self._exchange(counted, begins)
-        if begins:
-            choose_speeds(rows, self._configured, self._agreed, self._speeds)
+        steps.exchange.make(lambda: self._exchange(counted, begins))
         watch.lap(Stage.EXCHANGE)
-        found = self._plan(rows, counted, note, micro_batch, begins)
+        steps.plan.make(lambda: self._plan(note, micro_batch, begins))
         watch.lap(Stage.PLAN)
         if begins and note is not None and self._turns_out_off(found):
             return self.identity(topk_ids)
         if is_capturing(self._device):
-            self._replicate(layer, found)
+            steps.replicate.make(lambda: self._replicate(layer, found))
         else:
             with self._arriving[micro_batch].side.fork():
-                self._replicate(layer, found)
+                steps.replicate.make(lambda: self._replicate(layer, found))
         physical = self._reroute(topk_ids, counted, found)
         watch.lap(Stage.REROUTE)
         return physical
+
+    def _steps_of(self, layer: int, note: Note | None, micro_batch: int, begins: bool) -> "_Steps":
+        """What was launched when all of this was the same, to be launched again.
+
+        Between domains rows come with another tensor each time.
+        """
+        if self._fabric.has_several_domains:
+            return _Steps()
+        key = layer, note, micro_batch, begins
+        steps = self._steps.get(key)
+        if steps is None:
+            steps = self._steps[key] = _Steps()
+        return steps
 
     def _turns_out_off(self, found: DevicePlan) -> bool:
         """Whether nothing is to be launched for the rest of the batch; waits if it was so before.
@@ -304,40 +325,33 @@ class DeviceBalancer:
         self._asked[:] = torch.tensor(asked)
 
     def _count(self, topk_ids: torch.Tensor, begins: bool) -> Counted:
-        experts, is_own = self._shape.num_logical_experts, self._view is TokenView.OWN
         size = 1 << max(0, topk_ids.numel() - 1).bit_length()
-        if size not in self._counts:
+        buffers = self._counts_of.get(size)
+        if buffers is None:
             if is_capturing(self._device):  # a graph would own them, and set them to 0 in a replay
                 raise ConfigError(f"route {size} ids once before a CUDA graph of it is captured")
-            total = None if is_own else self._shared[0]
-            self._counts[size] = new_count_buffers(size, experts, self._device, total)
+            buffers = self._counts_of[size] = self._counts.holding(size)
         return count(
             topk_ids,
-            experts,
+            self._shape.num_logical_experts,
             choice=self._choice,
-            has_load=is_own,
-            buffers=self._counts[size],
+            buffers=buffers,
             decision=self._decision,
             begins=begins,
         )
 
-    def _exchange(self, counted: Counted, begins: bool) -> torch.Tensor:
-        """Every rank's row (R, W) int32."""
-        assert counted.row is not None
-        return self._fabric.exchange(
+    def _exchange(self, counted: Counted, begins: bool) -> None:
+        """Every rank's row, (R, W) int32, in ``_rows``, and what speeds follow for a new batch."""
+        self._rows = self._fabric.exchange(
             counted.row, out=self._rows, decision=self._decision, begins=begins
         )
+        if begins:
+            choose_speeds(self._rows, self._configured, self._agreed, self._speeds)
 
-    def _plan(
-        self,
-        rows: torch.Tensor,
-        counted: Counted,
-        note: Note | None,
-        micro_batch: int,
-        begins: bool,
-    ) -> DevicePlan:
+    def _plan(self, note: Note | None, micro_batch: int, begins: bool) -> None:
         is_own, experts = self._view is TokenView.OWN, self._shape.num_logical_experts
-        return plan(
+        rows = self._rows
+        plan(
             rows[:, HEADER_WIDTH:] if is_own else self._shared[:, :experts],
             self._shape.num_replica_slots,
             self._source_rank,
@@ -434,6 +448,15 @@ class DeviceBalancer:
         if text not in self._warned:
             self._warned.add(text)
             logger.warning("%s", text)
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """Launches for a layer, but for those that are given ids."""
+
+    exchange: Launches = field(default_factory=Launches)
+    plan: Launches = field(default_factory=Launches)
+    replicate: Launches = field(default_factory=Launches)
 
 
 class _Arriving:

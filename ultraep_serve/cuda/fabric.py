@@ -220,6 +220,8 @@ class DeviceFabric:
         self._require_ok(int(self.status.item()))
 
     def _require_ok(self, status: int) -> None:
+        if not status:
+            return
         late = [what for bit, what in _TIMEOUTS.items() if bit in DeviceStatus(status)]
         if late:
             raise PeerTimeoutError(

@@ -5,7 +5,7 @@ sum ends in the load; its partial sums give ``reroute`` how many assignments of 
 block. Where the layer's row is wanted, the last program to arrive writes it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -15,8 +15,9 @@ from ultraep_kernels.contract import HEADER_WIDTH
 from ultraep_kernels.device._decisions import is_off
 from ultraep_kernels.device._turns import arrive, await_arrivals, take_turn
 from ultraep_kernels.device.exchange import fill_row
+from ultraep_kernels.device.launch import launch
 
-__all__ = ["BLOCK_IDS", "CountBuffers", "Counted", "count", "new_count_buffers"]
+__all__ = ["BLOCK_IDS", "CountBuffers", "Counted", "blocks_of", "count", "new_count_buffers"]
 
 BLOCK_IDS = 128  # ids per program; reroute compares them pairwise
 _BLOCK_COLUMNS = 8  # experts per program of the running sum
@@ -29,18 +30,22 @@ class Counted:
 
     load: torch.Tensor  # (E,) int32: assignments per logical expert
     unknown: torch.Tensor  # (1,) int32: ids that were neither an expert nor padding
-    before: torch.Tensor  # (B, E + 1) int32: assignments of each expert in earlier blocks of ids
-    row: torch.Tensor | None  # (W,) int32: of the exchange
+    before: torch.Tensor  # (>= B, E + 1) int32: assignments of each expert in earlier blocks of ids
+    row: torch.Tensor  # (W,) int32: of the exchange, where it was wanted
 
 
 @dataclass(frozen=True)
 class CountBuffers:
     """What a count writes to, for at most so many ids."""
 
-    before: torch.Tensor  # (>= B, E + 1) int32
+    counted: Counted
     total: torch.Tensor  # (E + 1,) int32: load, then unknown
-    row: torch.Tensor  # (W,) int32
     turns: torch.Tensor  # (4,) int32, zero between launches
+
+    def holding(self, num_ids: int) -> "CountBuffers":
+        """The same for at most ``num_ids`` ids."""
+        before = self.counted.before.new_empty((blocks_of(num_ids), self.total.numel()))
+        return replace(self, counted=replace(self.counted, before=before))
 
 
 @triton.jit
@@ -137,20 +142,34 @@ def _count_kernel(
                 fill_row(total_ptr, choice_ptr, row_ptr, NUM_EXPERTS, HAS_LOAD, BLOCK_EXPERTS)
 
 
+def blocks_of(num_ids: int) -> int:
+    """Programs that count so many ids, or look them up."""
+    return max(1, -(-num_ids // BLOCK_IDS))
+
+
 def new_count_buffers(
     num_ids: int,
     num_logical_experts: int,
     device: torch.device | str,
     total: torch.Tensor | None = None,
+    *,
+    has_load: bool = True,
 ) -> CountBuffers:
-    """For counts of at most ``num_ids`` ids; ``total`` (E + 1,) int32 where it is to lie."""
-    columns, blocks = num_logical_experts + 1, max(1, triton.cdiv(num_ids, BLOCK_IDS))
-    return CountBuffers(
-        before=torch.empty((blocks, columns), dtype=torch.int32, device=device),
-        total=torch.empty(columns, dtype=torch.int32, device=device) if total is None else total,
-        row=torch.empty(HEADER_WIDTH + columns - 1, dtype=torch.int32, device=device),
-        turns=torch.zeros(4, dtype=torch.int32, device=device),
+    """For counts of at most ``num_ids`` ids; ``total`` (E + 1,) int32 where it is to lie.
+
+    ``has_load``: whether the load follows the header of a row; else it has its checksum.
+    """
+    if total is None:
+        total = torch.empty(num_logical_experts + 1, dtype=torch.int32, device=device)
+    width = HEADER_WIDTH + (num_logical_experts if has_load else 0)
+    counted = Counted(
+        load=total[:num_logical_experts],
+        unknown=total[num_logical_experts:],
+        before=torch.empty((0, total.numel()), dtype=torch.int32, device=device),
+        row=torch.empty(width, dtype=torch.int32, device=device),
     )
+    turns = torch.zeros(4, dtype=torch.int32, device=device)
+    return CountBuffers(counted, total, turns).holding(num_ids)
 
 
 def count(
@@ -169,7 +188,7 @@ def count(
         topk_ids: (T, K) int32 or int64 on the device, -1 is padding and never counts. T may be 0.
         num_logical_experts: E.
         choice: (4,) int32, ``contract.Choice`` of this rank; None where no row is wanted.
-        has_load: whether the load follows the row's header; else the header has its checksum.
+        has_load: as for ``new_count_buffers``, without buffers.
         buffers: to write to, for so many ids or more.
         decision: (1,) int32 of the layer before: where it says that the batch's policy is off,
             nothing is done, but in the layer with which the batch ``begins``.
@@ -178,16 +197,19 @@ def count(
     if topk_ids.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"{topk_ids.dtype = } must be int32 or int64")
     ids = topk_ids.reshape(-1)
-    num_blocks = max(1, triton.cdiv(ids.numel(), BLOCK_IDS))
-    columns = num_logical_experts + 1
-    own = buffers or new_count_buffers(ids.numel(), num_logical_experts, ids.device)
-    width = HEADER_WIDTH + (num_logical_experts if has_load else 0)
-    num_sums = triton.cdiv(columns, _BLOCK_COLUMNS)
-    _count_kernel[(num_blocks + num_sums,)](
+    num_blocks = blocks_of(ids.numel())
+    own = buffers or new_count_buffers(
+        ids.numel(), num_logical_experts, ids.device, has_load=has_load
+    )
+    num_sums = -(-(num_logical_experts + 1) // _BLOCK_COLUMNS)
+    power = 1 << (num_logical_experts - 1).bit_length()  # triton's own functions are slow
+    launch(
+        _count_kernel,
+        (num_blocks + num_sums,),
         ids,
-        own.before,
+        own.counted.before,
         own.total,
-        own.row,
+        own.counted.row,
         own.turns if choice is None else choice,
         own.turns if decision is None else decision,
         own.turns,
@@ -195,20 +217,15 @@ def count(
         num_blocks,
         int(begins),
         NUM_EXPERTS=num_logical_experts,
-        NUM_BINS=triton.next_power_of_2(num_logical_experts),
+        NUM_BINS=power,
         BLOCK=BLOCK_IDS,
         BLOCK_COLUMNS=_BLOCK_COLUMNS,
         BLOCK_ROWS=_BLOCK_ROWS,
-        BLOCK_EXPERTS=max(32, triton.next_power_of_2(num_logical_experts)),
+        BLOCK_EXPERTS=max(32, power),
         NUM_SUMS=num_sums,
         HAS_ROW=choice is not None,
-        HAS_LOAD=has_load,
+        HAS_LOAD=own.counted.row.numel() > HEADER_WIDTH,
         HAS_DECISION=decision is not None,
         num_warps=4,
     )
-    return Counted(
-        load=own.total[:num_logical_experts],
-        unknown=own.total[num_logical_experts:],
-        before=own.before[:num_blocks],
-        row=None if choice is None else own.row[:width],
-    )
+    return own.counted

@@ -32,6 +32,7 @@ from ultraep_kernels.contract import (
 )
 from ultraep_kernels.device._decisions import is_off
 from ultraep_kernels.device._signals import post, wait
+from ultraep_kernels.device.launch import launch
 from ultraep_kernels.device.status import EXCHANGE_TIMEOUT, TIMEOUTS
 
 __all__ = [
@@ -135,7 +136,9 @@ def exchange(
     num_ranks, width = inboxes.numel(), row.numel()
     if out is None:
         out = torch.empty((num_ranks, width), dtype=torch.int32, device=row.device)
-    _exchange_kernel[(2 * num_ranks,)](
+    launch(
+        _exchange_kernel,
+        (2 * num_ranks,),
         row,
         inboxes,
         out,

@@ -7,6 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
+from ultraep_kernels.device.launch import launch
+
 __all__ = ["identity"]
 
 _BLOCK = 1024
@@ -40,7 +42,9 @@ def identity(
     ids = topk_ids.reshape(-1)
     out = torch.empty(topk_ids.shape, dtype=topk_ids.dtype, device=topk_ids.device)
     if ids.numel():
-        _identity_kernel[(triton.cdiv(ids.numel(), _BLOCK),)](
+        launch(
+            _identity_kernel,
+            (-(-ids.numel() // _BLOCK),),
             ids,
             out,
             ids.numel(),

@@ -14,6 +14,7 @@ import triton
 from ultraep_kernels.contract import Search, search_of
 from ultraep_kernels.device._plan_finish import finish_kernel
 from ultraep_kernels.device._plan_search import COUNTERS, search_kernel
+from ultraep_kernels.device.launch import launch
 from ultraep_kernels.device.relays import Sends, new_sends, relay_constants
 from ultraep_kernels.device.reroute import Places, new_places
 
@@ -242,7 +243,9 @@ def _search(
     search = sizes.search
     num_sums = triton.cdiv(sizes.num_experts, _BLOCK_COLUMNS)
     num_attempts = sizes.num_domains * (sizes.limit + sizes.thrifty)
-    search_kernel[(num_sums + num_attempts,)](
+    launch(
+        search_kernel,
+        (num_sums + num_attempts,),
         loads,
         loads.stride(0),
         found.expert_load,
@@ -299,7 +302,9 @@ def _finish(
     sizes, found, attempts = own.sizes, own.found, own.attempts
     all_slots = found.slot_expert.shape[1]
     relay = sender.relay if sender else "never"
-    finish_kernel[(1 + triton.cdiv(sizes.num_experts, _BLOCK_EXPERTS),)](
+    launch(
+        finish_kernel,
+        (1 + triton.cdiv(sizes.num_experts, _BLOCK_EXPERTS),),
         loads,
         loads.stride(0),
         found.expert_load,

@@ -16,6 +16,7 @@ from ultraep_kernels.contract import (
     MIN_RELAYED_REPLICAS,
     SMALL_DOMAIN,
 )
+from ultraep_kernels.device.launch import launch
 
 __all__ = ["Sends", "assign_senders", "new_sends", "plan_sends", "relay_constants"]
 
@@ -164,7 +165,9 @@ def plan_sends(
     """
     num_ranks, num_slots = slot_expert.shape
     sends = new_sends(num_ranks, num_slots, slot_expert.device)
-    _relays_kernel[(1,)](
+    launch(
+        _relays_kernel,
+        (1,),
         slot_expert,
         sends.parents,
         sends.tasks,

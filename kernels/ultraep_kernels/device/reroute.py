@@ -15,7 +15,8 @@ import triton.language as tl
 
 from ultraep_kernels.contract import GOLDEN_DENOMINATOR, GOLDEN_NUMERATOR
 from ultraep_kernels.device._decisions import PLANNED
-from ultraep_kernels.device.count import BLOCK_IDS, Counted
+from ultraep_kernels.device.count import BLOCK_IDS, Counted, blocks_of
+from ultraep_kernels.device.launch import launch
 from ultraep_kernels.device.status import SHARE_TOO_SMALL
 
 __all__ = ["Places", "new_places", "places_of", "reroute", "store_places"]
@@ -185,7 +186,9 @@ def places_of(share: torch.Tensor, slot_expert: torch.Tensor, num_masters: int) 
     (R, S) int32 and L."""
     num_experts, num_ranks = share.shape
     places = new_places(num_experts, num_ranks, share.device)
-    _places_kernel[(triton.cdiv(num_experts, _BLOCK_EXPERTS),)](
+    launch(
+        _places_kernel,
+        (triton.cdiv(num_experts, _BLOCK_EXPERTS),),
         share,
         slot_expert,
         places.ends,
@@ -225,7 +228,9 @@ def reroute(
     num_experts, num_ranks = places.ends.shape
     ids = topk_ids.reshape(-1)
     out = torch.empty(topk_ids.shape, dtype=topk_ids.dtype, device=ids.device)
-    _assign_kernel[(counted.before.shape[0],)](
+    launch(
+        _assign_kernel,
+        (blocks_of(ids.numel()),),
         ids,
         counted.before,
         places.ends,

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from ultraep_kernels.contract import FULL_SPEED, SPEED_LIMITS, SPEEDS, TIME, SpeedSource
+from ultraep_kernels.device.launch import launch
 
 __all__ = ["choose_speeds"]
 
@@ -67,7 +68,9 @@ def choose_speeds(
         used: (R,) int32, those to plan with.
     """
     num_ranks = rows.shape[0]
-    _choose_kernel[(1,)](
+    launch(
+        _choose_kernel,
+        (1,),
         rows,
         rows.stride(0),
         agreed if configured is None else configured,

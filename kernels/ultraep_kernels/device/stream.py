@@ -20,6 +20,7 @@ import triton.language as tl
 
 from ultraep_kernels.device._decisions import PLANNED
 from ultraep_kernels.device._signals import clock, fence_aliases, post, read_flags, verdict, wait
+from ultraep_kernels.device.launch import launch
 from ultraep_kernels.device.relays import Sends
 from ultraep_kernels.device.status import RELAY_TIMEOUT, SLOT_TIMEOUT, TIMEOUTS
 
@@ -292,7 +293,9 @@ def stream(
     num_ranks, num_slots = slot_expert.shape
     senders = num_programs if num_slots else 0
     has_wait = decision is not None
-    _stream_kernel[(2 * senders + (max(1, num_slots) if has_wait else 0),)](
+    launch(
+        _stream_kernel,
+        (2 * senders + (max(1, num_slots) if has_wait else 0),),
         sends.tasks,
         slot_expert,
         sends.parents,
@@ -334,7 +337,9 @@ def wait_slots(
     SLOT_TIMEOUT in ``status`` where a slot is not complete.
     """
     num_slots, num_chunks = slot_expert.shape[1], tables.chunks.shape[0]
-    _wait_slots_kernel[(num_slots,)](
+    launch(
+        _wait_slots_kernel,
+        (num_slots,),
         slot_expert,
         tables.flag_addresses,
         epoch,
