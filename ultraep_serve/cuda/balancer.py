@@ -84,8 +84,8 @@ class DeviceBalancer:
     or ``computed``; where two batches are on their way, those of a third are lost and counted.
     Stages are timed in one batch of several; what the others took is taken from it, by their
     tokens. What runs beside the engine's stream is not: ``wait`` is how much longer it took.
-    Nothing is recorded while a CUDA graph is captured, nor
-    when one is replayed; a replay obeys the policy that rank 0 last read in a ``route``.
+    Nothing is recorded while a CUDA graph is captured, nor when one is replayed; a replay obeys the
+    policy that rank 0 last read in a ``route``.
 
     A wait that was given up is noticed at the first ``route`` after the device has said so, and at
     the latest when the batch's last layer is ``computed``: what was computed in between is wrong,
@@ -130,7 +130,8 @@ class DeviceBalancer:
         )
         self._counts_of: dict[int, CountBuffers] = {}  # as many ids; graphs keep them
         width = device_row_width(experts, setup.view)
-        self._rows = torch.zeros((ranks, width), dtype=torch.int32, device=device)
+        self._rows = torch.zeros((ranks, width), dtype=torch.int32, device=device)  # of the domain
+        self._gathered = self._rows  # of all ranks
         self._decision = torch.zeros(1, dtype=torch.int32, device=device)  # of the layer before
         self._spare_outcome = torch.zeros(
             outcome_width(experts, ranks, slots), dtype=torch.int32, device=device
@@ -341,16 +342,16 @@ class DeviceBalancer:
         )
 
     def _exchange(self, counted: Counted, begins: bool) -> None:
-        """Every rank's row, (R, W) int32, in ``_rows``, and what speeds follow for a new batch."""
-        self._rows = self._fabric.exchange(
+        """Every rank's row, and what speeds follow for a new batch."""
+        self._gathered = self._fabric.exchange(
             counted.row, out=self._rows, decision=self._decision, begins=begins
         )
         if begins:
-            choose_speeds(self._rows, self._configured, self._agreed, self._speeds)
+            choose_speeds(self._gathered, self._configured, self._agreed, self._speeds)
 
     def _plan(self, note: Note | None, micro_batch: int, begins: bool) -> None:
         is_own, experts = self._view is TokenView.OWN, self._shape.num_logical_experts
-        rows = self._rows
+        rows = self._gathered
         plan(
             rows[:, HEADER_WIDTH:] if is_own else self._shared[:, :experts],
             self._shape.num_replica_slots,

@@ -34,11 +34,13 @@ class Launches:
         Launches are made in the stream that is current.
         """
         if self._made is None:
-            self._made = _recording.made = []
+            made: list[_Launch] = []
+            _recording.made = made
             try:
                 action()
             finally:
                 _recording.made = None
+            self._made = made
         else:
             for run, arguments, constants in self._made:
                 run(*arguments, **constants)
