@@ -51,6 +51,14 @@ class HostAllGather:
             raise _lost(self._group, f"within {self._timeout_seconds:g} s", error) from error
         return rows.view(-1, row.size).numpy()
 
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """All ranks' ``data`` by rank, of whatever length. Raises as ``gather``."""
+        sizes = self.gather(np.array([len(data)], np.int64))[:, 0].tolist()
+        row = np.zeros(-(-max(sizes) // 8), np.int64)
+        row.view(np.uint8)[: len(data)] = np.frombuffer(data, np.uint8)
+        rows = self.gather(row)
+        return [row.tobytes()[:size] for row, size in zip(rows, sizes, strict=True)]
+
 
 class DeviceAllGather:
     """Gathers rows in stream order, for which the host does not wait; any of it can be captured.

@@ -142,7 +142,8 @@ class BalanceConfig(_Settings):
         default=0,
         ge=0,
         le=1 << 16,
-        description="weights move between this many ranks of a host; 0: all of them",
+        description="weights move between so many ranks: 0, those of a host; fewer; or, where GPUs "
+        "share memory between hosts (IMEX), those of several",
     )
     relay: Literal["auto", "always", "never"] = Field(
         default="auto", description="whether ranks forward widely replicated experts"

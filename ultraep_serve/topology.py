@@ -1,8 +1,9 @@
 """Domains and hosts: ranks that reach each other's memory, and where a rank is among all of them.
 
-Weights move only inside a domain, tokens go anywhere. A domain is all ranks of one host, or a part
-of them where ``domain_size`` says so. Ranks share a host when they share memory and process ids: a
-launcher's run directory where there is one, else ``/dev/shm`` and a process namespace.
+Weights move only inside a domain, tokens go anywhere. A domain is all ranks of one host, or, where
+``domain_size`` says so, a part of them or all ranks of several hosts. Ranks share a host when they
+share memory and process ids: a launcher's run directory where there is one, else ``/dev/shm`` and a
+process namespace.
 """
 
 import os
@@ -19,6 +20,7 @@ __all__ = [
     "Location",
     "PipelineStage",
     "domain_of",
+    "domains_fit",
     "host_identity",
     "is_process_alive",
     "locate",
@@ -44,7 +46,7 @@ class Location:
     rank: int
     num_ranks: int  # R, of the whole group
     host_size: int  # ranks of each host, divides R
-    domain_size: int  # D, ranks of each domain, divides host_size
+    domain_size: int  # D, ranks of each domain; divides host_size, or is some hosts' together
     first_host: str = ""  # name of the host that holds rank 0
 
     @classmethod
@@ -61,6 +63,11 @@ class Location:
     def domain(self) -> range:
         """The ranks of this rank's domain."""
         return domain_of(self.rank, self.num_ranks, self.domain_size)
+
+    @property
+    def spans_hosts(self) -> bool:
+        """Whether domains reach beyond a host, through memory that only GPUs can share so."""
+        return self.domain_size > self.host_size
 
     @property
     def num_domains(self) -> int:
@@ -96,7 +103,7 @@ def locate(rank: int, hosts: Sequence[int], domain_size: int, first_host: str = 
     """Where ``rank`` stands, given the identity of every rank's host by rank.
 
     ``domain_size`` 0 makes a host one domain. Raises UnsupportedError, on every rank alike, where
-    hosts are no equal runs of ranks, or domains no equal parts of hosts.
+    hosts are no equal runs of ranks, or domains no equal parts of hosts or groups of them.
     """
     runs = [len(list(run)) for _, run in groupby(hosts)]
     if len(runs) != len(set(hosts)):
@@ -110,12 +117,19 @@ def locate(rank: int, hosts: Sequence[int], domain_size: int, first_host: str = 
             f"{SERVE_UNBALANCED}"
         )
     size = domain_size or runs[0]
-    if runs[0] % size:
+    if not domains_fit(size, runs[0], len(hosts)):
         raise UnsupportedError(
-            f"--domain-size {size} does not divide the {runs[0]} ranks of a host; choose a divisor "
-            f"of {runs[0]}, or 0 for all of them, {SERVE_UNBALANCED}"
+            f"--domain-size {size} does not divide the {runs[0]} ranks of a host, nor make equal "
+            f"groups of the {len(runs)} hosts; choose a divisor of {runs[0]}, or 0 for all of "
+            f"them, {SERVE_UNBALANCED}"
         )
     return Location(rank, len(hosts), runs[0], size, first_host)
+
+
+def domains_fit(domain_size: int, host_size: int, num_ranks: int) -> bool:
+    """Whether domains are equal parts of hosts, or of equally many whole hosts each."""
+    whole_hosts = domain_size % host_size == 0 and num_ranks % domain_size == 0
+    return host_size % domain_size == 0 or whole_hosts
 
 
 def is_process_alive(process: int) -> bool:

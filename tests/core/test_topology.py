@@ -3,14 +3,18 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support.hosts import engine_group, host_path
 from tests.support.ranks import outcomes_of_ranks, run_ranks
 from ultraep_serve.adapters import rendezvous as locating
 from ultraep_serve.adapters.rendezvous import find_location
+from ultraep_serve.adapters.setup import make_backend
+from ultraep_serve.backend import GroupSetup
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.errors import UnsupportedError
 from ultraep_serve.topology import Location, domain_of, host_identity, locate
+from ultraep_serve.types import ExpertShape, TokenView
 
 
 def test_the_last_domain_may_be_smaller() -> None:
@@ -33,6 +37,17 @@ def test_a_host_is_a_domain_unless_it_is_divided() -> None:
         rank in (0, 4) for rank in range(8)
     ]
     assert Location.on_one_host(1, 3).domain == range(3)
+    both = locate(5, hosts, 8)
+    assert (both.host, both.domain, both.num_domains) == (range(4, 8), range(8), 1)
+    assert (whole.spans_hosts, half.spans_hosts, both.spans_hosts) == (False, False, True)
+    assert locate(5, [*hosts, 1, 1, 1, 1, 2, 2, 2, 2], 8).num_domains == 2
+
+
+def test_a_cpu_keeps_its_memory_to_its_host() -> None:
+    location = locate(0, [1, 1, 2, 2], 4)
+    setup = GroupSetup(BalanceConfig(), ExpertShape(4, 8, 1), TokenView.OWN, location)
+    with pytest.raises(UnsupportedError, match="use at most the 2 ranks of a host"):
+        make_backend(torch.device("cpu"), setup)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +57,9 @@ def test_a_host_is_a_domain_unless_it_is_divided() -> None:
         ([1, 2, 2, 1], 0, "do not follow each other"),
         ([1, 1, 2], 0, r"hosts hold \[2, 1\] ranks"),
         ([1, 1, 1, 1], 3, "--domain-size 3 does not divide the 4 ranks of a host"),
-        ([1, 1, 2, 2], 4, "choose a divisor of 2, or 0"),
+        ([1, 1, 2, 2, 3, 3], 4, "choose a divisor of 2, or 0"),
+        ([1, 1, 2, 2], 3, "nor make equal groups of the 2 hosts"),
+        ([1, 1, 2, 2], 8, "nor make equal groups of the 2 hosts"),
     ],
 )
 def test_what_forms_no_domains_is_refused_with_the_remedy(

@@ -12,12 +12,14 @@ pytest.importorskip("pydantic", reason="BalanceConfig needs it")
 
 from tests.support.balancer_rigs import CONFIG, LAYERS, SHAPES, masters_of, search_briefly, skewed
 from tests.support.host_driver import HostDriver
+from tests.support.hosts import engine_group
 from tests.support.interpreter import INTERPRETED
 from tests.support.ranks import fresh_run_path, run_ranks
 from ultraep_serve.adapters.setup import BalancedLayers, Batch
 from ultraep_serve.backend import GroupSetup
 from ultraep_serve.costs.model import CostModel
 from ultraep_serve.cuda.backend import DeviceBackend
+from ultraep_serve.cuda.driver import HandleKind
 from ultraep_serve.cuda.fabric import DeviceFabric
 from ultraep_serve.ring.reader import RingReader
 from ultraep_serve.ring.schema import RingState, ring_path
@@ -96,3 +98,57 @@ def test_ranks_agree_on_the_costs_they_measure() -> None:
     assert costs.bytes_per_expert == sum(4 * torch.Size(shape).numel() for shape in SHAPES)
     assert costs.seconds_per_assignment == pytest.approx(2e-6, rel=0.5)
     assert min(costs.link_bytes_per_second, costs.exchange_seconds, costs.plan_seconds) > 0
+
+
+def join_rack(rank: int, run_path: Path) -> tuple[int, int]:
+    """Layers of 16 ranks on two hosts that share memory; slots filled here, and by relays."""
+    search_briefly()
+    shape, host = ExpertShape(16, 32, 2), run_path / f"host-{rank // 8}"
+    host.mkdir(exist_ok=True)
+    cheap = CostModel(1e-3, bytes_per_expert=1 << 10, link_bytes_per_second=1e12)
+    config = CONFIG.replace(run_dir=str(host), costs=cheap.to_json(), domain_size=16)
+    layers = [
+        [torch.nn.Parameter(tensor, requires_grad=False) for tensor in masters_of(rank, i, 2)]
+        for i in range(LAYERS)
+    ]
+    made: list[DeviceBackend] = []
+
+    def make_backend(_device: torch.device, setup: GroupSetup) -> DeviceBackend:
+        assert setup.location.spans_hosts
+        made.append(DeviceBackend(setup, HostDriver(HandleKind.FABRIC)))
+        return made[0]
+
+    joined = BalancedLayers(
+        config,
+        shape,
+        TokenView.SHARED,
+        layers,
+        rank,
+        "test",
+        lambda _: None,
+        engine_group(run_path, rank, 16),
+        make_backend=make_backend,
+    )
+    ids = torch.arange(640) % 32
+    ids[: len(ids) * 2 // 3] = 5  # of rank 2, wanted on both hosts
+    filled = relayed = 0
+    for layer in range(LAYERS):
+        joined.route(layer, ids.view(-1, 2).int(), Batch(320))
+        found = joined._balancer._plans[0].found
+        relayed += int((found.sends.parents[rank] >= 0).sum())
+        for slot, expert in enumerate(found.slot_expert[rank].tolist()):
+            if expert >= 0:
+                filled += 1
+                owner, local = divmod(expert, 2)
+                for tensor, theirs in zip(layers[layer], masters_of(owner, layer, 2), strict=True):
+                    assert torch.equal(tensor[2 + slot], theirs[local])
+        joined.computed()
+    made[0]._fabric.exchange(torch.zeros(made[0]._fabric.limits.row_width, dtype=torch.int32))
+    return filled, relayed
+
+
+def test_a_domain_of_two_hosts_copies_and_relays_between_them() -> None:
+    with fresh_run_path() as run_path:
+        found = run_ranks(join_rack, 16, run_path, timeout_seconds=400.0)
+    filled, relayed = zip(*found, strict=True)
+    assert all(sum(of_host) > 0 for of_host in (filled[:8], filled[8:], relayed[8:]))

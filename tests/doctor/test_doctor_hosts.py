@@ -1,6 +1,7 @@
 """Ranks on hosts and in domains, against made-up NVLink topologies."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -62,6 +63,19 @@ def test_a_domain_that_divides_no_host_is_an_error_that_names_those_that_do() ->
 def test_without_gpus_hosts_and_their_divisors_are_domains(size: int, seen: str) -> None:
     finding = check_domains(Subject(num_ranks=16, host_ranks=8, domain_size=size), none)
     assert (finding.status, finding.seen) == (Status.OK, seen)
+
+
+def test_a_domain_of_several_hosts_needs_a_channel_between_them(tmp_path: Path) -> None:
+    subject = Subject(num_ranks=16, host_ranks=4, domain_size=8)
+    refused = check_domains(subject, none, tmp_path / "channels")
+    assert (refused.status, "no IMEX channel" in refused.seen) == (Status.ERROR, True)
+    assert refused.remedy.endswith("or --domain-size 4")
+    (tmp_path / "channel0").touch()
+    found = check_domains(subject, none, tmp_path)
+    assert found.status is Status.OK
+    assert found.seen == "2 of 8 ranks each, on 2 hosts; an IMEX channel is here"
+    uneven = check_domains(Subject(num_ranks=16, host_ranks=4, domain_size=12), none, tmp_path)
+    assert uneven.status is Status.ERROR
 
 
 def test_a_host_whose_gpus_nvlink_joins_is_a_domain() -> None:

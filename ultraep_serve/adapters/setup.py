@@ -46,7 +46,13 @@ __all__ = [
 
 def make_backend(device: torch.device, setup: GroupSetup) -> Backend:
     """The backend for experts on ``device``. Raises UnsupportedError, ConfigError."""
+    location = setup.location
     if device.type == "cpu":
+        if location.spans_hosts:
+            raise UnsupportedError(
+                f"--domain-size {location.domain_size}: a CPU's memory is out of other hosts' "
+                f"reach; use at most the {location.host_size} ranks of a host, {SERVE_UNBALANCED}"
+            )
         from ultraep_serve.host.backend import HostBackend
 
         return HostBackend(setup)
@@ -54,10 +60,11 @@ def make_backend(device: torch.device, setup: GroupSetup) -> Backend:
         raise UnsupportedError(f"experts on {device} cannot be balanced; serve with policy off")
     # Only here: needs Triton, which a host without a GPU may do without.
     from ultraep_serve.cuda.backend import DeviceBackend
-    from ultraep_serve.cuda.driver import open_driver
+    from ultraep_serve.cuda.driver import HandleKind, open_driver
 
     index = torch.cuda.current_device() if device.index is None else device.index
-    return DeviceBackend(setup, open_driver(index))
+    kind = HandleKind.FABRIC if location.spans_hosts else HandleKind.FILE_DESCRIPTOR
+    return DeviceBackend(setup, open_driver(index, kind))
 
 
 _ONLY_STAGE = PipelineStage()

@@ -8,13 +8,13 @@ from numpy.typing import NDArray
 from ultraep_kernels.device.plan import plan
 
 from ultraep_serve.backend import GroupSetup, LayerSlots, PolicySource
-from ultraep_serve.collectives import DeviceAllGather
+from ultraep_serve.collectives import DeviceAllGather, HostAllGather
 from ultraep_serve.costs.calibration import LineFit, Probes, agreed_costs, probe_loads
 from ultraep_serve.costs.model import CostModel
 from ultraep_serve.cuda.balancer import DeviceBalancer, device_row_width, require_offered
 from ultraep_serve.cuda.driver import Driver
 from ultraep_serve.cuda.fabric import DeviceFabric, Limits
-from ultraep_serve.cuda.rendezvous import SocketRendezvous
+from ultraep_serve.cuda.rendezvous import GatherRendezvous, Rendezvous, SocketRendezvous
 from ultraep_serve.cuda.slots import DeviceSlotPool
 from ultraep_serve.cuda.timing import device_seconds, replayed_seconds
 from ultraep_serve.offline.hardware import BASE_SECONDS, HARDWARE, Efficiency
@@ -55,9 +55,6 @@ class DeviceBackend:
             patience_ns=round(setup.config.timeout_seconds * 1e9),
             num_programs=_num_programs(self._device),
         )
-        path = setup.config.run_path / f"domain-{location.domain.start}"
-        path.mkdir(mode=0o700, exist_ok=True)
-        position = location.rank - location.domain.start
         all_gather = None
         if location.num_domains > 1:
             assert setup.engine_group is not None, "several domains are found through the group"
@@ -65,7 +62,7 @@ class DeviceBackend:
         self._fabric = DeviceFabric(
             self._driver,
             self._pool,
-            SocketRendezvous(path, position, location.domain_size, setup.connect_seconds),
+            self._rendezvous(),
             location.rank,
             location.num_ranks,
             limits,
@@ -73,6 +70,21 @@ class DeviceBackend:
             all_gather,
         )
         self._fabric.wait_at_least(_COMPILE_SECONDS)
+
+    def _rendezvous(self) -> Rendezvous:
+        """In the run directory, or through the engine where the domain has several hosts."""
+        setup, location = self._setup, self._setup.location
+        domain = location.domain
+        position = location.rank - domain.start
+        if location.spans_hosts:
+            assert setup.engine_group is not None, "hosts are found through the group"
+            ranks = HostAllGather(setup.engine_group.on_host, setup.connect_seconds)
+            return GatherRendezvous(
+                position, lambda mine: ranks.gather_bytes(mine)[domain.start : domain.stop]
+            )
+        path = setup.config.run_path / f"domain-{domain.start}"
+        path.mkdir(mode=0o700, exist_ok=True)
+        return SocketRendezvous(path, position, location.domain_size, setup.connect_seconds)
 
     def calibrate(self, run_layer: Callable[[int], None]) -> CostModel:
         setup, layer = self._setup, self._layers[0]

@@ -90,7 +90,7 @@ _LABEL = "nvidia.com/gpu.clique"  # of a Kubernetes node, with the same value
 def check_cliques(run: NvidiaSmi = nvidia_smi) -> list[Finding]:
     """The clique that NVLink joins this host's GPUs to; nothing where NVLink ends at the host.
 
-    Hosts of one clique exchange tokens over NVLink. Weights move inside a host in any case.
+    Hosts of one clique exchange tokens over NVLink; weights, where a domain spans them.
     """
     rows = [[cell.strip() for cell in line.split(",")] for line in (run(_QUERY) or "").splitlines()]
     rows = [row for row in rows if len(row) == _FIELDS and _has_cluster(row[1])]

@@ -1,10 +1,14 @@
 """Which ranks are on which host and in which domain, and which of them NVLink joins."""
 
+from pathlib import Path
+
 from ultraep_serve.doctor.finding import Finding, Subject, error, ok, warning
 from ultraep_serve.doctor.gpus import NvidiaSmi, link_domains, nvidia_smi
-from ultraep_serve.topology import domain_of
+from ultraep_serve.topology import domain_of, domains_fit
 
 __all__ = ["check_domains", "check_hosts"]
+
+_CHANNELS = Path("/dev/nvidia-caps-imex-channels")  # by which GPUs share memory between hosts
 
 
 def check_hosts(subject: Subject) -> Finding:
@@ -23,10 +27,12 @@ def check_hosts(subject: Subject) -> Finding:
     return ok("hosts", seen, ranks=ranks, ranks_here=here, hosts=hosts)
 
 
-def check_domains(subject: Subject, run: NvidiaSmi = nvidia_smi) -> Finding:
-    """Whether --domain-size divides a host, and NVLink joins the ranks of each domain."""
+def check_domains(
+    subject: Subject, run: NvidiaSmi = nvidia_smi, channels: Path = _CHANNELS
+) -> Finding:
+    """Whether --domain-size fits the hosts, and its ranks reach each other's memory."""
     here, size = subject.ranks_here, subject.domain_size or subject.ranks_here
-    if here % size:
+    if not domains_fit(size, here, subject.num_ranks):
         return error(
             "domains",
             f"--domain-size {size} does not divide the {here} ranks of a host",
@@ -36,6 +42,16 @@ def check_domains(subject: Subject, run: NvidiaSmi = nvidia_smi) -> Finding:
         )
     num_domains = subject.num_ranks // size
     seen = f"{num_domains} of {size} ranks each" if num_domains > 1 else f"one of {size} ranks"
+    if size > here:
+        seen += f", on {size // here} hosts"
+        if channels.is_dir() and any(channels.iterdir()):
+            return ok("domains", f"{seen}; an IMEX channel is here", domain_size=size)
+        return error(
+            "domains",
+            f"{seen}; no IMEX channel here, by which GPUs reach the memory of other hosts",
+            f"run nvidia-imex on all hosts, with a channel in {channels}, or --domain-size {here}",
+            domain_size=size,
+        )
     joined = _joined_ranks(here, run(["topo", "-m"]))
     if joined is None:
         return ok("domains", seen, domain_size=size)

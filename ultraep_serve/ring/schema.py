@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ultraep_serve.errors import RingError
-from ultraep_serve.topology import Location, is_process_alive, process_namespace
+from ultraep_serve.topology import Location, domains_fit, is_process_alive, process_namespace
 from ultraep_serve.types import Decision, ExpertShape, Policy, Stage
 
 __all__ = [
@@ -95,7 +95,7 @@ _HEADER_FIELDS: list[Any] = [
     ("rank", "<u4"),
     ("num_ranks", "<u4"),
     ("host_size", "<u4"),  # ranks of each host, contiguous; divides num_ranks
-    ("domain_size", "<u4"),  # ranks that weights move between; divides host_size
+    ("domain_size", "<u4"),  # ranks that weights move between
     ("num_logical_experts", "<u4"),
     ("num_replica_slots", "<u4"),
     ("num_layers", "<u4"),  # of the rank's pipeline stage
@@ -292,7 +292,7 @@ def _damaged(values: Mapping[str, Any]) -> Iterator[str]:
         "num_pipeline_stages": (1, MAX_RANKS),
         "pipeline_stage": (0, values["num_pipeline_stages"] - 1),
         "host_size": (1, values["num_ranks"]),
-        "domain_size": (1, values["host_size"]),
+        "domain_size": (1, values["num_ranks"]),
         "num_logical_experts": (1, MAX_EXPERTS),
         "num_replica_slots": (0, _MAX_SLOTS),
         "state": (0, len(RingState) - 1),
@@ -300,9 +300,11 @@ def _damaged(values: Mapping[str, Any]) -> Iterator[str]:
         "written": (0, 1 << 62),
     }
     yield from (name for name, (low, high) in ranges.items() if not low <= values[name] <= high)
-    for part, whole in (("host_size", "num_ranks"), ("domain_size", "host_size")):
-        if values[whole] % values[part]:
-            yield part
+    sizes = values["domain_size"], values["host_size"], values["num_ranks"]
+    if values["num_ranks"] % values["host_size"]:
+        yield "host_size"
+    elif not domains_fit(*sizes):
+        yield "domain_size"
     if values["record_bytes"] != record_dtype(_shape_of(values)).itemsize:
         yield "record_bytes"
     if not math.isfinite(values["timeout_seconds"]):
