@@ -152,7 +152,10 @@ class BalanceConfig(_Settings):
         default=False, description="permit policy ideal, which gives wrong answers, for measuring"
     )
     chunk_bytes: int = Field(
-        default=1 << 20, ge=4096, le=1 << 30, description="unit of weight transfer, in bytes"
+        default=1 << 20,
+        ge=4096,
+        le=1 << 30,
+        description="unit of weight transfer, in bytes; on GPUs at most 256 KiB",
     )
     ring_records: int = Field(
         default=4096, ge=16, le=1 << 20, description="records kept per rank for the sidecar"

@@ -11,8 +11,10 @@ from tests.support.fabric_checks import (
     check_processes,
     check_slots,
 )
+from ultraep_serve.cuda.slots import MOST_CHUNK_BYTES
 
-EXPERTS = ExpertSizes(8, 4096, 1536, 256, 1 << 20)  # Qwen3-235B's, 8 of 128 on a rank of 16
+# Qwen3-235B's, 8 of 128 on a rank of 16
+EXPERTS = ExpertSizes(8, 4096, 1536, 256, MOST_CHUNK_BYTES)
 TINY_EXPERTS = ExpertSizes(2, 128, 128, 4, 1 << 13)
 GROUP = GroupSizes(EXPERTS, 10, 16, 20_000_000_000, 500_000_000, 70.0)
 TINY_GROUP = GroupSizes(TINY_EXPERTS, 2, 2, 2_000_000_000, 10_000_000, 240.0)

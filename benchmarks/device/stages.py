@@ -10,6 +10,7 @@ from routes import Routes, make_routes
 from tests.support.bench import Bench
 from tests.support.kernel_checks import check_count_and_reroute, check_exchange, check_plan
 from tests.support.virtual_ranks import VirtualRanks, check_stream, fill_masters, make_ranks
+from ultraep_serve.cuda.slots import MOST_CHUNK_BYTES
 from ultraep_serve.planner.quota import plan_quota
 from ultraep_serve.types import ExpertShape, Plan, imbalance
 
@@ -62,7 +63,7 @@ class BatchSizes:
         """FP8 weights and block scales; tiny ones, which are not aligned, under the interpreter."""
         if bench.interpreted:
             return cls(ExpertShape(4, 8, 2), 20, 2, (80, 37), 64)
-        return cls(PUBLISHED, 8192, 8, (4096 * 4096, 4096 * 2048, 8192, 4096), 1 << 20)
+        return cls(PUBLISHED, 8192, 8, (4096 * 4096, 4096 * 2048, 8192, 4096), MOST_CHUNK_BYTES)
 
 
 def routing(bench: Bench, report: Report) -> None:

@@ -8,7 +8,7 @@ import torch
 from tests.support.host_driver import HostDriver
 from ultraep_serve.backend import LayerSlots
 from ultraep_serve.cuda.memory import MappedMemory, round_up
-from ultraep_serve.cuda.slots import ALIGNMENT, DeviceSlotPool
+from ultraep_serve.cuda.slots import ALIGNMENT, MOST_CHUNK_BYTES, DeviceSlotPool
 from ultraep_serve.errors import ConfigError, UnsupportedError
 
 MASTERS, SLOTS, CHUNK = 3, 2, 4096
@@ -293,3 +293,9 @@ def test_closing_twice_is_closing_once() -> None:
     pool.adopt(tensors(0))
     pool.close()
     finish(pool, driver)
+
+
+def test_an_expert_is_copied_by_many_programs() -> None:
+    pool = DeviceSlotPool(HostDriver(), 1, chunk_bytes=1 << 20)
+    layer = pool.adopt([torch.zeros((2, 3 << 16))])  # 768 KiB each
+    assert layer.chunks[:, 2].tolist() == [MOST_CHUNK_BYTES] * 3

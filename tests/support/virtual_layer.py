@@ -20,6 +20,7 @@ from ultraep_kernels.device.status import new_status
 from tests.support.bench import Bench
 from tests.support.kernel_checks import require_equal
 from tests.support.virtual_ranks import VirtualRanks, make_ranks, require_arrived, sender, sends_of
+from ultraep_serve.cuda.slots import MOST_CHUNK_BYTES
 from ultraep_serve.types import ExpertShape
 
 __all__ = [
@@ -33,7 +34,6 @@ __all__ = [
     "make_layer",
 ]
 
-CHUNK_BYTES = 1 << 20
 RELAY = "auto"
 LARGEST_ERROR = 2e-2  # relative, of bfloat16 against float64
 
@@ -186,7 +186,7 @@ def make_layer(
     """
     generator = torch.Generator(device).manual_seed(0)
     tensor_bytes = (2 * inner * hidden * 2, hidden * inner * 2)
-    ranks = make_ranks(shape, tensor_bytes, CHUNK_BYTES, device)
+    ranks = make_ranks(shape, tensor_bytes, MOST_CHUNK_BYTES, device)
     states = (shape.num_ranks * tokens, hidden)
     x = torch.empty(states, dtype=torch.bfloat16, device=device).normal_(generator=generator)
     layer = MoELayer(ranks, x, top_k, inner)

@@ -21,9 +21,11 @@ from ultraep_serve.cuda.driver import Driver
 from ultraep_serve.cuda.memory import Allocation, MappedMemory, create, round_up
 from ultraep_serve.errors import UnsupportedError
 
-__all__ = ["ALIGNMENT", "DeviceSlotPool"]
+__all__ = ["ALIGNMENT", "MOST_CHUNK_BYTES", "DeviceSlotPool"]
 
 ALIGNMENT = 128  # bytes, of a tensor's start; TMA asks for 16, and for 128 in shared memory
+# of a chunk, which one program copies: an expert of 8 MiB then keeps 32 multiprocessors busy
+MOST_CHUNK_BYTES = 1 << 18
 _ARENA_UNITS = 16  # granularities of memory that packed tensors share
 
 
@@ -56,11 +58,14 @@ class DeviceSlotPool:
     def __init__(
         self, driver: Driver, num_slots: int, chunk_bytes: int, per_layer: bool = False
     ) -> None:
-        """A pool of ``num_slots`` slots. ``per_layer`` gives each layer slots of its own."""
+        """A pool of ``num_slots`` slots. ``per_layer`` gives each layer slots of its own.
+
+        Chunks have ``chunk_bytes``, but not more than MOST_CHUNK_BYTES.
+        """
         self.num_slots = num_slots
         self.regions: list[Allocation] = []  # one after another, as every rank maps them
         self._driver = driver
-        self._chunk_bytes = chunk_bytes
+        self._chunk_bytes = min(chunk_bytes, MOST_CHUNK_BYTES)
         self._per_layer = per_layer
         self._shared: dict[tuple[int, int, int], tuple[Allocation, int]] = {}
         self._arena = _Arena(address=0, offset=0, size=0)
