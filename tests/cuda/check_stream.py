@@ -5,7 +5,7 @@ from ultraep_kernels.contract import Decision
 from ultraep_kernels.device.exchange import exchange, inbox_bytes, new_epoch
 from ultraep_kernels.device.relays import Sends
 from ultraep_kernels.device.status import DeviceStatus, new_status
-from ultraep_kernels.device.stream import stream, wait_slots
+from ultraep_kernels.device.stream import stream
 
 from tests.support.bench import Bench
 from tests.support.virtual_ranks import VirtualRanks, check_stream, fill_masters, make_ranks
@@ -61,17 +61,13 @@ def test_a_silent_rank_ends_every_wait(bench: Bench) -> None:
     arguments = ranks.tables[1], 1, epoch, status, 20
     stream(sends, slot_expert, 2, *arguments, num_programs=1)
     assert status.item() == DeviceStatus.RELAY_TIMEOUT
-    status.zero_()
-    wait_slots(slot_expert, *arguments)
-    assert status.item() == DeviceStatus.SLOT_TIMEOUT
-    nothing = Sends(sends.parents, torch.zeros_like(sends.tasks), sends.turn)
     for decision, expected in (
         (Decision.BALANCED, DeviceStatus(0)),
         (Decision.PLANNED, DeviceStatus.SLOT_TIMEOUT),
     ):
         reported = status.zero_().clone()
         decided = torch.tensor([decision], dtype=torch.int32, device=device)
-        stream(nothing, slot_expert, 2, *arguments, 1, decision=decided, reported=reported)
+        stream(sends, slot_expert, 2, *arguments, 0, decision=decided, reported=reported)
         assert status.item() == reported.item() == expected
     assert not ranks.flags.any()  # nothing was forwarded
     assert not any(tensor[2:].any() for tensor in ranks.experts[2])

@@ -22,6 +22,7 @@ from ultraep_serve.cuda.fabric import DeviceFabric, Limits
 from ultraep_serve.cuda.rendezvous import SocketRendezvous
 from ultraep_serve.cuda.slots import ALIGNMENT, DeviceSlotPool
 from ultraep_serve.errors import PeerTimeoutError
+from ultraep_serve.types import Decision
 
 __all__ = ["RANKS", "ExpertSizes", "GroupSizes", "check_death", "check_processes", "check_slots"]
 
@@ -195,8 +196,8 @@ class _Member:
         on_device = slot_expert.to(device)
         mode = MODES[(epoch + epoch // LAYERS) % len(MODES)]  # each with either layer
         sends = self.fabric.sends(on_device, experts.masters, mode)
-        self.fabric.stream(tables, on_device, experts.masters, sends)
-        self.fabric.wait_slots(tables, on_device)
+        planned = torch.full((1,), Decision.PLANNED, dtype=torch.int32, device=device)
+        self.fabric.stream(tables, on_device, experts.masters, sends, planned)
         self.fabric.require_peers()
         require_equal(rows, expected, "rows")
         masters = experts.layer(LAYERS * self.rank + index, device)

@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from ultraep_kernels.device.relays import Sends, plan_sends
+from ultraep_kernels.contract import Decision
+from ultraep_kernels.device.relays import Sends, new_sends, plan_sends
 from ultraep_kernels.device.status import new_status
-from ultraep_kernels.device.stream import StreamTables, stream, wait_slots
+from ultraep_kernels.device.stream import StreamTables, stream
 
 from tests.support.bench import PATIENCE_NS, Bench
 from tests.support.kernel_checks import require_ok
@@ -157,8 +158,11 @@ def require_arrived(
     ranks: VirtualRanks, slot_expert: torch.Tensor, epoch: torch.Tensor, status: torch.Tensor
 ) -> None:
     """Wait for all ranks' slots; AssertionError where one does not hold its master's bytes."""
+    planned = torch.full_like(status, Decision.PLANNED)
+    masters, nothing = ranks.shape.num_masters, new_sends(*slot_expert.shape, status.device)
     for rank, tables in enumerate(ranks.tables):
-        wait_slots(slot_expert, tables, rank, epoch, status, PATIENCE_NS)
+        arguments = tables, rank, epoch, status, PATIENCE_NS
+        stream(nothing, slot_expert, masters, *arguments, num_programs=0, decision=planned)
     require_ok(status)
     wrong = _wrong_slots(ranks, slot_expert)
     assert not wrong, f"(rank, slot) {wrong} differ from their masters"

@@ -17,7 +17,7 @@ import torch
 from ultraep_kernels.device.exchange import exchange, inbox_bytes, new_epoch
 from ultraep_kernels.device.relays import Sends, plan_sends
 from ultraep_kernels.device.status import DeviceStatus, new_status
-from ultraep_kernels.device.stream import StreamTables, stream, wait_slots
+from ultraep_kernels.device.stream import StreamTables, stream
 
 from ultraep_serve.backend import LayerSlots
 from ultraep_serve.collectives import DeviceAllGather
@@ -68,7 +68,7 @@ class _Layout:
 class DeviceFabric:
     """Exchange between all ranks, and streaming between those of one domain.
 
-    The host never waits in ``exchange``, ``stream`` and ``wait_slots``: they launch.
+    The host never waits in ``exchange`` and ``stream``: they launch.
     """
 
     def __init__(
@@ -177,8 +177,8 @@ class DeviceFabric:
         """Push this rank's masters, and forward what it relays, for the plan of this epoch.
 
         ``slot_expert`` (R, S) int32, and what this rank ``sends`` for it. With ``decision``, (1,)
-        int32, later work in the stream also comes behind the arrival of this rank's slots, if they
-        are filled, and ``reported`` is written.
+        int32, this also holds the stream until this rank's slots, if that is PLANNED and they are
+        filled, have arrived, and writes ``reported``.
         """
         stream(
             sends,
@@ -193,10 +193,6 @@ class DeviceFabric:
             decision=decision,
             reported=self.reported,
         )
-
-    def wait_slots(self, layer: StreamTables, slot_expert: torch.Tensor) -> None:
-        """Hold the stream until this rank's filled slots, ``slot_expert`` (R, S), have arrived."""
-        wait_slots(slot_expert, layer, self.rank, self.epoch, self.status, self._patience_ns)
 
     def wait_at_least(self, seconds: float) -> None:
         """For waits launched from now on, where other ranks may have kernels to compile first.

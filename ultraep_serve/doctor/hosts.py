@@ -35,7 +35,8 @@ def check_domains(
     if not domains_fit(size, here, subject.num_ranks):
         return error(
             "domains",
-            f"--domain-size {size} does not divide the {here} ranks of a host",
+            f"--domain-size {size} does not divide the {here} ranks of a host, nor make equal "
+            "groups of hosts",
             f"choose one that does: {_listed(_divisors(here))}; or 0, for a whole host",
             ranks_here=here,
             domain_size=size,

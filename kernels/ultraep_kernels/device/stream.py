@@ -3,9 +3,8 @@
 ``stream`` is one launch of persistent programs that work through this rank's tasks: the first half
 sends masters and never waits, the second half forwards from own slots, each chunk as soon as its
 flag says that it is there. Further programs may end the launch only when this rank's own slots are
-filled, which is also a launch of its own (``wait_slots``). Chunk c of slot (r, s) raises flag
-(r, s, c) at its target to the current epoch. Twin: ``host.stream.stream_chunks``, with the same
-tables.
+filled. Chunk c of slot (r, s) raises flag (r, s, c) at its target to the current epoch. Twin:
+``host.stream.stream_chunks``, with the same tables.
 
 A chunk moves 16 bytes per access where source and target allow it, else byte by byte: keep tensors
 of experts 16-byte aligned. Every program waits only for programs before it, of any rank, so
@@ -24,7 +23,7 @@ from ultraep_kernels.device.launch import launch
 from ultraep_kernels.device.relays import Sends
 from ultraep_kernels.device.status import RELAY_TIMEOUT, SLOT_TIMEOUT, TIMEOUTS
 
-__all__ = ["StreamTables", "stream", "wait_slots"]
+__all__ = ["StreamTables", "stream"]
 
 _BLOCK_WORDS = 4096  # of 4 bytes, per step of a copy
 _NUM_WARPS = 8
@@ -65,98 +64,6 @@ def _copy(target, source, size, BLOCK: tl.constexpr):
         tl.store(target_bytes + index, data, mask=index < size)
 
 
-@triton.jit
-def _send_chunks(
-    program,
-    tasks_ptr,
-    slot_expert_ptr,
-    parents_ptr,
-    masters_ptr,
-    pools_ptr,
-    regions_ptr,
-    expert_bytes_ptr,
-    chunks_ptr,
-    flags_ptr,
-    epoch_ptr,
-    status_ptr,
-    rank,
-    num_chunks,
-    max_chunks,
-    patience_ns,
-    NUM_RANKS: tl.constexpr,
-    NUM_MASTERS: tl.constexpr,
-    NUM_SLOTS: tl.constexpr,
-    NUM_PROGRAMS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """This rank's tasks, those of the first half of programs or of the second."""
-    is_relay = program >= NUM_PROGRAMS
-    row_ptr = tasks_ptr + is_relay.to(tl.int32) * (NUM_RANKS * NUM_SLOTS + 1)
-    num_sends = tl.load(row_ptr)
-    epoch = tl.load(epoch_ptr)
-    for task in range(program % NUM_PROGRAMS, num_sends * num_chunks, NUM_PROGRAMS):
-        chunk = task // num_sends  # all targets proceed at the same pace
-        place = tl.load(row_ptr + 1 + task % num_sends)
-        expert = tl.load(slot_expert_ptr + place)
-        tensor = tl.load(chunks_ptr + chunk * 3)
-        offset = tl.load(chunks_ptr + chunk * 3 + 1)
-        size = tl.load(chunks_ptr + chunk * 3 + 2)
-        stride = tl.load(expert_bytes_ptr + tensor)
-        region = tl.load(regions_ptr + tensor)
-        arrived = epoch == epoch
-        if is_relay:
-            own = tl.load(parents_ptr + place) % NUM_SLOTS
-            flag = tl.load(flags_ptr + rank) + (own * max_chunks + chunk) * 8
-            arrived = wait(flag, epoch, patience_ns, status_ptr, RELAY_TIMEOUT)
-            source = tl.load(pools_ptr + rank) + region + own * stride
-        else:
-            source = tl.load(masters_ptr + tensor) + (expert - rank * NUM_MASTERS) * stride
-        if arrived:
-            peer = place // NUM_SLOTS
-            slot = place % NUM_SLOTS
-            target = tl.load(pools_ptr + peer) + region + slot * stride
-            _copy(target + offset, source + offset, size, BLOCK)
-            post(tl.load(flags_ptr + peer) + (slot * max_chunks + chunk) * 8, epoch)
-
-
-@triton.jit
-def _await_slot(
-    slot,
-    slot_expert_ptr,  # (R, S) int32
-    flags_ptr,  # (R,) int64
-    epoch_ptr,  # (2,) int64
-    status_ptr,  # (1,) int32
-    rank,
-    num_chunks,
-    max_chunks,
-    patience_ns,
-    NUM_SLOTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Return when this rank's slot, if the plan fills it, has arrived; else SLOT_TIMEOUT."""
-    if tl.load(slot_expert_ptr + rank * NUM_SLOTS + slot) >= 0:
-        epoch = tl.load(epoch_ptr)
-        first = tl.load(flags_ptr + rank) + slot * max_chunks * 8
-        since = clock()
-        looks = epoch * 0
-        missing = tl.full((), 0, tl.int32)
-        status = tl.atomic_or(status_ptr, 0, sem="relaxed")
-        for start in range(0, num_chunks, BLOCK):
-            chunks = start + tl.arange(0, BLOCK)
-            missing = missing * 0 + 1
-            while (missing > 0) & ((status & TIMEOUTS) == 0):
-                flags = read_flags(first + chunks * 8, chunks < num_chunks)
-                late = tl.where(chunks < num_chunks, flags < epoch, False)
-                missing = tl.max(late.to(tl.int32), axis=0)
-                if missing > 0:
-                    looks += 1
-                    status = verdict(since, looks, patience_ns, status_ptr, SLOT_TIMEOUT)
-        if missing > 0:
-            tl.atomic_or(status_ptr, SLOT_TIMEOUT)
-        tl.debug_barrier()
-        fence_aliases()
-
-
 @triton.jit(do_not_specialize=["num_chunks", "max_chunks"])
 def _stream_kernel(
     tasks_ptr,  # (2, 1 + R * S) int32
@@ -185,78 +92,61 @@ def _stream_kernel(
     HAS_WAIT: tl.constexpr,
 ):
     program = tl.program_id(0)
+    epoch = tl.load(epoch_ptr)
     if program < 2 * NUM_PROGRAMS:
-        if NUM_SLOTS > 0:
-            _send_chunks(
-                program,
-                tasks_ptr,
-                slot_expert_ptr,
-                parents_ptr,
-                masters_ptr,
-                pools_ptr,
-                regions_ptr,
-                expert_bytes_ptr,
-                chunks_ptr,
-                flags_ptr,
-                epoch_ptr,
-                status_ptr,
-                rank,
-                num_chunks,
-                max_chunks,
-                patience_ns,
-                NUM_RANKS,
-                NUM_MASTERS,
-                NUM_SLOTS,
-                NUM_PROGRAMS,
-                BLOCK,
-            )
+        if NUM_PROGRAMS > 0:
+            is_relay = program >= NUM_PROGRAMS
+            row_ptr = tasks_ptr + is_relay.to(tl.int32) * (NUM_RANKS * NUM_SLOTS + 1)
+            num_sends = tl.load(row_ptr)
+            for task in range(program % NUM_PROGRAMS, num_sends * num_chunks, NUM_PROGRAMS):
+                chunk = task // num_sends  # all targets proceed at the same pace
+                place = tl.load(row_ptr + 1 + task % num_sends)
+                expert = tl.load(slot_expert_ptr + place)
+                tensor = tl.load(chunks_ptr + chunk * 3)
+                offset = tl.load(chunks_ptr + chunk * 3 + 1)
+                size = tl.load(chunks_ptr + chunk * 3 + 2)
+                stride = tl.load(expert_bytes_ptr + tensor)
+                region = tl.load(regions_ptr + tensor)
+                arrived = epoch == epoch
+                if is_relay:
+                    own = tl.load(parents_ptr + place) % NUM_SLOTS
+                    flag = tl.load(flags_ptr + rank) + (own * max_chunks + chunk) * 8
+                    arrived = wait(flag, epoch, patience_ns, status_ptr, RELAY_TIMEOUT)
+                    source = tl.load(pools_ptr + rank) + region + own * stride
+                else:
+                    source = tl.load(masters_ptr + tensor) + (expert - rank * NUM_MASTERS) * stride
+                if arrived:
+                    peer = place // NUM_SLOTS
+                    slot = place % NUM_SLOTS
+                    target = tl.load(pools_ptr + peer) + region + slot * stride
+                    _copy(target + offset, source + offset, size, BLOCK)
+                    post(tl.load(flags_ptr + peer) + (slot * max_chunks + chunk) * 8, epoch)
     elif HAS_WAIT:
-        is_planned = tl.load(decision_ptr) == PLANNED
-        if is_planned & (program - 2 * NUM_PROGRAMS < NUM_SLOTS):
-            _await_slot(
-                program - 2 * NUM_PROGRAMS,
-                slot_expert_ptr,
-                flags_ptr,
-                epoch_ptr,
-                status_ptr,
-                rank,
-                num_chunks,
-                max_chunks,
-                patience_ns,
-                NUM_SLOTS,
-                BLOCK_FLAGS,
-            )
+        awaited = program - 2 * NUM_PROGRAMS  # of this rank's slots
+        is_planned = (tl.load(decision_ptr) == PLANNED) & (awaited < NUM_SLOTS)
+        if tl.load(slot_expert_ptr + rank * NUM_SLOTS + awaited, mask=is_planned, other=-1) >= 0:
+            first = tl.load(flags_ptr + rank) + awaited * max_chunks * 8
+            since = clock()
+            looks = epoch * 0
+            missing = tl.full((), 0, tl.int32)
+            status = tl.atomic_or(status_ptr, 0, sem="relaxed")
+            for start in range(0, num_chunks, BLOCK_FLAGS):
+                chunks = start + tl.arange(0, BLOCK_FLAGS)
+                missing = missing * 0 + 1
+                while (missing > 0) & ((status & TIMEOUTS) == 0):
+                    flags = read_flags(first + chunks * 8, chunks < num_chunks)
+                    late = tl.where(chunks < num_chunks, flags < epoch, False)
+                    missing = tl.max(late.to(tl.int32), axis=0)
+                    if missing > 0:
+                        looks += 1
+                        status = verdict(since, looks, patience_ns, status_ptr, SLOT_TIMEOUT)
+            if missing > 0:
+                tl.atomic_or(status_ptr, SLOT_TIMEOUT)
+            tl.debug_barrier()
+            fence_aliases()
         status = tl.atomic_or(status_ptr, 0, sem="relaxed")
         if (status & TIMEOUTS) != 0:
             tl.store(reported_ptr, status)
-
-
-@triton.jit(do_not_specialize=["num_chunks", "max_chunks"])
-def _wait_slots_kernel(
-    slot_expert_ptr,
-    flags_ptr,
-    epoch_ptr,
-    status_ptr,
-    rank,
-    num_chunks,
-    max_chunks,
-    patience_ns,
-    NUM_SLOTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    _await_slot(
-        tl.program_id(0),
-        slot_expert_ptr,
-        flags_ptr,
-        epoch_ptr,
-        status_ptr,
-        rank,
-        num_chunks,
-        max_chunks,
-        patience_ns,
-        NUM_SLOTS,
-        BLOCK,
-    )
 
 
 def stream(
@@ -284,7 +174,8 @@ def stream(
         epoch: (2,) int64 as ``exchange`` left it.
         status: (1,) int32; RELAY_TIMEOUT where a chunk did not arrive, which is then not forwarded.
         patience_ns: nanoseconds after which a wait is given up.
-        num_programs: of senders and of relays; all must fit the device at the same time.
+        num_programs: of senders and of relays; all must fit the device at the same time. With 0
+            nothing is sent.
         decision: (1,) int32; with it the launch ends, if it is PLANNED, when this rank's slots have
             arrived too, with SLOT_TIMEOUT in the status where one has not.
         reported: (1,) int32 in page-locked memory, with ``decision``: the status of a wait that was
@@ -320,35 +211,5 @@ def stream(
         BLOCK=_BLOCK_WORDS,
         BLOCK_FLAGS=_FLAGS_PER_LOOK,
         HAS_WAIT=has_wait,
-        num_warps=_NUM_WARPS,
-    )
-
-
-def wait_slots(
-    slot_expert: torch.Tensor,
-    tables: StreamTables,
-    rank: int,
-    epoch: torch.Tensor,
-    status: torch.Tensor,
-    patience_ns: int,
-) -> None:
-    """Hold the stream until this rank's filled slots have arrived; arguments as ``stream``.
-
-    SLOT_TIMEOUT in ``status`` where a slot is not complete.
-    """
-    num_slots, num_chunks = slot_expert.shape[1], tables.chunks.shape[0]
-    launch(
-        _wait_slots_kernel,
-        (num_slots,),
-        slot_expert,
-        tables.flag_addresses,
-        epoch,
-        status,
-        rank,
-        num_chunks,
-        tables.max_chunks,
-        patience_ns,
-        NUM_SLOTS=num_slots,
-        BLOCK=_FLAGS_PER_LOOK,
         num_warps=_NUM_WARPS,
     )
