@@ -8,7 +8,8 @@
 is killed after each stage, half of them at once and half a random moment later, in a copy or a
 kernel. Every survivor must end with PeerTimeoutError within a minute, and must have computed
 nothing wrong. ``cycles``: a group's processes meet, fill slots and end the group so often. Exits
-with 1 if anything was wrong. Random batches themselves: ``random_batches.py --batches 100000``.
+with 1 if anything was wrong. Random batches themselves: ``random_batches.py --batches 50000``; real
+servers: ``serving.py soak`` and ``serving.py restarts``.
 """
 
 import argparse
@@ -63,16 +64,18 @@ def cycles(args: argparse.Namespace) -> int:
     """Start and stop a group."""
     started = time.perf_counter()
     with fresh_run_path() as run_path:
-        seen: list[list[Footprint]] = run_ranks(
+        seen: list[dict[int, Footprint]] = run_ranks(
             cycle_group, args.ranks, args.ranks, run_path, args.cycles, timeout_seconds=7200
         )
         left = [str(path.relative_to(run_path)) for path in run_path.rglob("*")]
-    grown = [rank for rank, rows in enumerate(seen) if has_grown(rows)]
+    grown = [rank for rank, rows in enumerate(seen) if has_grown(list(rows.values()))]
     for rank, rows in enumerate(seen):
-        print(f"rank {rank}: {rows[0]} ... {rows[-1]}")
+        print(f"rank {rank}: {rows}")
     seconds = time.perf_counter() - started
     print(f"{args.cycles} cycles, {seconds:.0f} s, left behind: {left}, ranks that grew: {grown}")
-    footprints = [[asdict(row) for row in rows] for rows in seen]
+    footprints = [
+        [{"cycles": number, **asdict(row)} for number, row in rows.items()] for rows in seen
+    ]
     harness.write(
         args.json,
         {"ranks": args.ranks, "left_behind": left, "grown": grown, "footprints": footprints},

@@ -8,6 +8,8 @@
     python benchmarks/serving.py layers    predicted against measured time of a layer
     python benchmarks/serving.py profile   where the time of a layer goes, by policy and rank
     python benchmarks/serving.py memory    resident memory by number of slots
+    python benchmarks/serving.py soak      mixed traffic for an hour, a policy switch every second
+    python benchmarks/serving.py restarts  50 times a server that starts, answers and ends
 
 The engine is the one of the environment, vLLM or SGLang. Each writes
 benchmarks/results/serving-NAME.json (SGLang: sglang-NAME.json) with the command and the machine.
@@ -22,6 +24,7 @@ import harness
 from rich.console import Console
 from served import MODELS, model, serve, serve_without_ep
 from serving_answers import logprobs, tokens
+from serving_endurance import restarts, soak
 from serving_layers import layers, profile
 from serving_memory import memory
 
@@ -41,6 +44,9 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=lengths, default="2048,4096,8192")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--seconds", type=int, default=3600, help="of soak")
+    parser.add_argument("--every", type=int, default=300, help="seconds between its footprints")
+    parser.add_argument("--restarts", type=int, default=50)
     options = parser.parse_args()
     options.engine = installed_engine()
     document = {"engine": options.engine, **BENCHMARKS[options.benchmark](options)}
@@ -77,7 +83,7 @@ def measure(options: argparse.Namespace, name: str, policies: tuple[Policy, ...]
 
 BENCHMARKS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     function.__name__: function
-    for function in (ttft, balanced, tokens, logprobs, layers, profile, memory)
+    for function in (ttft, balanced, tokens, logprobs, layers, profile, memory, soak, restarts)
 }
 
 if __name__ == "__main__":

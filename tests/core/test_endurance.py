@@ -53,6 +53,6 @@ def test_a_rank_that_stops_for_less_is_waited_for(run_path: Path) -> None:
 
 def test_groups_that_start_and_end_leave_and_keep_nothing(run_path: Path) -> None:
     for seen in run_ranks(cycle_group, 2, 2, run_path, 40):
-        held = np.array([(row.mappings, row.descriptors) for row in seen])
+        held = np.array([(row.mappings, row.descriptors) for row in seen.values()])
         assert (held[-1] <= held[0] + [4, 0]).all(), seen  # an allocator may map once more
     assert list(run_path.iterdir()) == []

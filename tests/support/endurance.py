@@ -120,27 +120,26 @@ def kill_one(batches: RandomBatches, death: Death) -> list[str]:
 class Footprint:
     """What a process holds."""
 
-    cycles: int  # done so far
     resident_kibibytes: int
     mappings: int
     descriptors: int
 
     @classmethod
-    def now(cls, cycles: int) -> "Footprint":
-        """Of this process."""
-        status = Path("/proc/self/status").read_text()
-        resident = int(status.split("VmRSS:")[1].split()[0])
-        mappings = len(Path("/proc/self/maps").read_text().splitlines())
-        return cls(cycles, resident, mappings, len(os.listdir("/proc/self/fd")))
+    def of(cls, process: int) -> "Footprint":
+        """Of the process with this number, as this process sees it."""
+        about = Path(f"/proc/{process}")
+        resident = int((about / "status").read_text().split("VmRSS:")[1].split()[0])
+        mappings = len((about / "maps").read_text().splitlines())
+        return cls(resident, mappings, len(os.listdir(about / "fd")))
 
 
-def cycle_group(rank: int, num_ranks: int, run_path: Path, cycles: int) -> list[Footprint]:
-    """A group that meets, fills slots and ends, so often; footprints at ten times between."""
-    seen = []
+def cycle_group(rank: int, num_ranks: int, run_path: Path, cycles: int) -> dict[int, Footprint]:
+    """A group that meets, fills slots and ends, so often; footprints after ten numbers of cycles."""
+    seen = {}
     for cycle in range(1, cycles + 1):
         _start_and_stop(rank, num_ranks, run_path / str(cycle))
         if cycle % max(1, cycles // 10) == 0:
-            seen.append(Footprint.now(cycle))
+            seen[cycle] = Footprint.of(os.getpid())
     return seen
 
 
