@@ -118,6 +118,9 @@ class LayerBalancer(Protocol):
         Raises PeerTimeoutError when a rank is gone, so that nobody answers with what came of it.
         """
 
+    def end_loading(self) -> None:
+        """From now on the others answer within the timeout; until then they may be compiling."""
+
 
 class Backend(Protocol):
     """Used in this order: all layers are adopted, ranks connect, costs, the balancer."""

@@ -36,19 +36,22 @@ class HostAllGather:
         self._group = group
         self._timeout_seconds = timeout_seconds
 
-    def gather(self, row: NDArray[np.int64]) -> NDArray[np.int64]:
+    def gather(
+        self, row: NDArray[np.int64], timeout_seconds: float | None = None
+    ) -> NDArray[np.int64]:
         """All ranks' rows (R, W) int64 for this rank's ``row`` (W,).
 
-        Raises PeerTimeoutError when a rank is gone, or does not answer in time.
+        Raises PeerTimeoutError when a rank is gone, or does not answer in ``timeout_seconds``;
+        None: those of this object.
         """
+        seconds = self._timeout_seconds if timeout_seconds is None else timeout_seconds
         mine = torch.from_numpy(np.ascontiguousarray(row))
         rows = mine.new_empty(self._group.size() * row.size)  # gloo takes no second dimension
-        limit = timedelta(seconds=self._timeout_seconds)
         try:
             work = _all_gather(rows, mine, group=self._group, async_op=True)
-            work.wait(limit)
+            work.wait(timedelta(seconds=seconds))
         except RuntimeError as error:
-            raise _lost(self._group, f"within {self._timeout_seconds:g} s", error) from error
+            raise _lost(self._group, f"within {seconds:g} s", error) from error
         return rows.view(-1, row.size).numpy()
 
     def gather_bytes(self, data: bytes) -> list[bytes]:

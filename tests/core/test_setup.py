@@ -1,8 +1,10 @@
 """BalancedLayers on host memory, without an engine; on a device it is in tests/cuda."""
 
 import logging
+import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,9 +17,12 @@ from ultraep_serve.backend import GroupSetup
 from ultraep_serve.collectives import HostAllGather
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.costs.model import CostModel
-from ultraep_serve.errors import UnsupportedError
+from ultraep_serve.errors import PeerTimeoutError, UnsupportedError
+from ultraep_serve.host import fabric
+from ultraep_serve.ring import run_directory
 from ultraep_serve.ring.control import ControlPage
 from ultraep_serve.ring.reader import RingReader
+from ultraep_serve.ring.run_directory import run_directory_of_port
 from ultraep_serve.ring.schema import RingState, ring_path
 from ultraep_serve.sidecar.statistics.figures import mean_floor
 from ultraep_serve.topology import Location
@@ -104,6 +109,104 @@ def test_layers_of_two_hosts_are_joined(run_path: Path, view: TokenView, costs: 
     for host in ("host-0", "host-2"):
         assert (run_path / host / "control").exists()
     assert not list(run_path.glob("host-*/handshake-*"))
+
+
+MOMENTS = ["before a rank comes", "when one has found the other", "while costs are measured"]
+
+
+def lose_files(rank: int, shared_memory: Path, moment: str) -> list[int]:
+    """Decisions of a batch, though one rank deleted all that ranks have left for each other."""
+    run_directory.SHARED_MEMORY = shared_memory
+    run_path = run_directory_of_port(8000)
+
+    def delete() -> None:
+        shutil.rmtree(run_path, ignore_errors=True)  # others are putting theirs back
+
+    def wait_for(name: str) -> None:
+        while not (run_path / name).exists():
+            time.sleep(0.01)
+
+    deleted = []
+
+    def run_layer(_: int) -> None:
+        if rank == 1 and moment == MOMENTS[2] and not deleted:
+            deleted.append(delete())
+
+    def publish_and_delete(path: Path, card: Any) -> None:
+        publish(path, card)
+        if rank == 1 and not deleted:
+            wait_for("handshake-0.json")
+            time.sleep(0.2)  # rank 0 finds this one's
+            deleted.append(delete())
+
+    config = BalanceConfig(min_batch_tokens=8, run_dir=str(run_path))
+    layer = [torch.nn.Parameter(torch.full((4, 300), 1.0 + rank), False)]
+    publish = fabric._publish
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1 and moment == MOMENTS[0]:
+            wait_for("handshake-0.json")
+            delete()
+        if moment == MOMENTS[1]:
+            patch.setattr(fabric, "_publish", publish_and_delete)
+        patch.setattr("ultraep_serve.ring.recorder.HEARTBEAT_SECONDS", 0.1)
+        joined = BalancedLayers(config, SHAPE, TokenView.SHARED, [layer], rank, "test", run_layer)
+        wait_for(f"ring-{rank}")
+        wait_for("control")
+    joined.mark_ready()
+    joined.route(0, torch.tensor([[0, 1]]).repeat(64, 1), Batch(64))
+    joined.computed()
+    assert ControlPage.open(run_path).policy is Policy.QUOTA
+    ring = RingReader(ring_path(run_path, rank))
+    assert ring.header().state is RingState.READY
+    decisions: list[int] = ring.recent()["decision"].tolist()
+    return decisions
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_deleting_its_files_while_it_loads_breaks_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    monkeypatch.setattr(run_directory, "SHARED_MEMORY", tmp_path)
+    with run_directory.run_directory(8000):
+        ((one,), (other,)) = run_ranks(lose_files, 2, tmp_path, moment)
+        assert one == other
+    assert list(tmp_path.iterdir()) == []
+
+
+def compile_for_long(rank: int, run_path: Path) -> str:
+    """Rank 3 needs twice the timeout to start, again in its first batch, then in the second."""
+    shape, location = ExpertShape(4, 8, 1), Location(rank, 4, 2, 2)
+    home, group = host_path(run_path, location), engine_group(run_path, rank, 4)
+    seconds = 1.0
+
+    def compile_kernels(_size: int = 0) -> None:
+        time.sleep(2 * seconds * (rank == 3))
+
+    config = BalanceConfig(min_batch_tokens=8, run_dir=str(home), timeout_seconds=seconds)
+    layer = [torch.nn.Parameter(torch.ones(2, 7), False)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ultraep_serve.host.backend._REPEATS", 1)
+        joined = BalancedLayers(
+            config, shape, TokenView.SHARED, [layer], rank, "test", compile_kernels, group
+        )
+    ids = torch.tensor([[0, 4]], dtype=torch.int32).repeat(64, 1)
+    for last in (False, True):
+        compile_kernels()
+        if last and rank != 3:
+            with pytest.raises(PeerTimeoutError, match="did not answer within 1 s") as raised:
+                joined.route(0, ids, Batch(64))
+            return str(raised.value)
+        if not last:
+            joined.route(0, ids, Batch(64))
+            joined.computed()
+    return ""
+
+
+def test_who_compiles_for_longer_than_the_timeout_is_waited_for(run_path: Path) -> None:
+    """Until a first batch was computed."""
+    said = run_ranks(compile_for_long, 4, run_path)
+    assert "rows of other domains" in said[0]
+    assert "rank 3" in said[2]
 
 
 @pytest.mark.parametrize(

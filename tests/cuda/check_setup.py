@@ -61,23 +61,25 @@ def join(rank: int, run_path: Path, view: TokenView, costs: str) -> tuple[CostMo
         joined = BalancedLayers(
             config, shape, view, layers, rank, "test", run_layer, make_backend=make_backend
         )
-    backend = made[0]
-    assert all(parameter.shape[0] == 5 for layer in layers for parameter in layer)
-    assert bool(sizes) != bool(costs)
-    assert min(sizes, default=4096) >= 1024 * 4  # rows of an expert, masters
-    assert 0 < backend.slot_bytes < driver.live_bytes
-    joined.mark_ready()
-    joined.log_ready(logging.getLogger("test"))
-    for layer in range(LAYERS):
-        ids = skewed(rank if view is TokenView.OWN else 0)
-        physical = joined.route(layer, ids, Batch(100, 90))
-        assert torch.equal(physical < 0, ids < 0)
-        joined.computed()
+        backend = made[0]
+        assert all(parameter.shape[0] == 5 for layer in layers for parameter in layer)
+        assert bool(sizes) != bool(costs)
+        assert min(sizes, default=4096) >= 1024 * 4  # rows of an expert, masters
+        assert 0 < backend.slot_bytes < driver.live_bytes
+        joined.mark_ready()
+        joined.log_ready(logging.getLogger("test"))
+        for batch in range(2):
+            for layer in range(LAYERS):
+                ids = skewed(rank if view is TokenView.OWN else 0)
+                physical = joined.route(layer, ids, Batch(100, 90))
+                assert torch.equal(physical < 0, ids < 0)
+                joined.computed()
+            loading = {600_000_000_000}  # in the first batch the engine compiles
+            assert waited == ({60_000_000_000} if batch else loading)
+            waited.clear()
     ring = RingReader(ring_path(run_path, rank))
     assert ring.header().state is RingState.READY
     decisions = ring.recent()["decision"].tolist()
-    assert backend._fabric._patience_ns == 60_000_000_000
-    assert waited == {600_000_000_000}, "before it served, others may have had to compile"
     backend._fabric.exchange(torch.zeros(backend._fabric.limits.row_width, dtype=torch.int32))
     return joined._costs, decisions
 
@@ -87,7 +89,7 @@ def test_balanced_layers_run_on_a_device() -> None:
     for view in TokenView:
         with fresh_run_path() as run_path:
             both = run_ranks(join, 2, run_path, view, given.to_json(), timeout_seconds=400.0)
-        assert both == [(given, [Decision.PLANNED] * LAYERS)] * 2
+        assert both == [(given, [Decision.PLANNED] * LAYERS * 2)] * 2
 
 
 def test_ranks_agree_on_the_costs_they_measure() -> None:

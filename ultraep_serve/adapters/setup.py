@@ -28,6 +28,7 @@ from ultraep_serve.errors import SERVE_UNBALANCED, UltraEPError, UnsupportedErro
 from ultraep_serve.physical import identity_table
 from ultraep_serve.ring.control import ControlPage
 from ultraep_serve.ring.recorder import Recorder
+from ultraep_serve.ring.run_directory import hold_again
 from ultraep_serve.ring.schema import RingState
 from ultraep_serve.ring.spool import SpoolSource, SpoolWriter
 from ultraep_serve.speeds import fixed_speeds
@@ -111,6 +112,7 @@ class BalancedLayers:
         location = find_location(config, rank, shape.num_ranks, group)
         config = meet(config, location, group, pipeline)
         self._run_path, self._pipeline = config.run_path, pipeline
+        hold_again(self._run_path)
         config = _in_own_directory(config, pipeline)
         self._setup = setup = GroupSetup(config, shape, view, location, group)
         self._num_layers = len(layers)
@@ -123,7 +125,7 @@ class BalancedLayers:
         self._recorder = self._create_recorder(engine)
         backend.connect()
         wait_for_all(setup)
-        self._control = control = ControlPage.open(self._run_path)
+        self._control = control = ControlPage.open_or_create(self._run_path, config.policy)
         primary = location.is_host_primary and pipeline.number == 0
         self._recorder.at_heartbeat(lambda: control.follow(put_back=primary))
         self._watch_others()
@@ -131,6 +133,7 @@ class BalancedLayers:
         self._costs = backend.calibrate(run_layer)
         policies = self._control if rank == 0 else None
         self._balancer = backend.make_balancer(policies, self._recorder, self._costs)
+        self._batches = 0  # until the second, in whose first the engine compiles
 
     @property
     def location(self) -> Location:
@@ -202,6 +205,10 @@ class BalancedLayers:
         ``LayerBalancer.route``; an error also marks this rank as failed for the sidecar. While
         a recording runs, the ids of requests are recorded; on a GPU that waits for the device.
         """
+        if layer == 0 and batch.micro_batch == 0 and self._batches < 2:
+            self._batches += 1
+            if self._batches == 2:
+                self._balancer.end_loading()
         if self._spool is not None and not is_capturing(topk_ids.device):
             if layer == 0:
                 self._spool.begin(self._control.recording_word, batch.tokens)

@@ -99,7 +99,6 @@ class DeviceBackend:
             self._setup, self._layers, self._fabric, policies, recorder, costs.integer_costs()
         )
         balancer.warm_up()
-        self._fabric.wait_at_least(0)
         return balancer
 
     def _probes(self, layer: LayerSlots) -> Probes:

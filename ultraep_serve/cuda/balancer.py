@@ -251,8 +251,12 @@ class DeviceBalancer:
                 for micro_batch in range(self._shape.num_micro_batches):
                     self._balance(layer, padding, None, micro_batch, True)
                     self._arriving[micro_batch].side.join()
-        self._steps.clear()  # waits may be given up earlier from now on
         self._fabric.require_peers()
+
+    def end_loading(self) -> None:
+        """From now on the others answer within the timeout; until then they may be compiling."""
+        self._fabric.wait_at_least(0)
+        self._steps.clear()  # which have longer waits
 
     def _balance(
         self,

@@ -61,6 +61,7 @@ class HostBackend:
             domain_size=location.domain_size,
             all_gather=all_gather,
         )
+        self._fabric.wait_at_least(setup.connect_seconds)
 
     def calibrate(self, run_layer: Callable[[int], None]) -> CostModel:
         setup, layer = self._setup, self._layers[0]

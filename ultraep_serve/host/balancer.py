@@ -152,6 +152,10 @@ class HostBalancer:
             self._record(self._routed, expert_clock.take())
             self._routed = None
 
+    def end_loading(self) -> None:
+        """From now on the others answer within the timeout; until then they may be compiling."""
+        self._fabric.wait_at_least(0)
+
     def identity(self, topk_ids: torch.Tensor) -> torch.Tensor:
         """Every assignment to its master, (T, K) int32; padding and unknown ids become -1."""
         return master_ids(topk_ids, self._identity)

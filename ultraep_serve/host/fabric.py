@@ -29,6 +29,7 @@ from ultraep_serve.collectives import HostAllGather
 from ultraep_serve.errors import FabricError, PeerTimeoutError
 from ultraep_serve.files import write_whole
 from ultraep_serve.host.slots import HostSlotPool, map_pool, unmap
+from ultraep_serve.ring.run_directory import hold_again
 from ultraep_serve.topology import domain_of, is_process_alive
 
 __all__ = ["HostFabric"]
@@ -85,7 +86,7 @@ class HostFabric:
         self.domain = domain_of(rank, num_ranks, domain_size)
         self._all_gather_rows = all_gather
         self.epoch = 0
-        self._timeout_seconds = timeout_seconds
+        self._timeout_seconds = self._patience_seconds = timeout_seconds
         self._row_width = row_width
         self._max_chunks = max_chunks
         chunk_flags = FLAG_BYTES + 2 * row_width * 8
@@ -103,16 +104,30 @@ class HostFabric:
             max_chunks=max_chunks,
         )
         self._mappings: list[tuple[int, int]] = []
-        self._handshakes = self._rendezvous(run_path, handshake)
+
+        path = run_path / f"handshake-{rank}.json"
+        path.unlink(missing_ok=True)  # of an earlier run
+
+        def publish() -> None:
+            _publish(path, handshake)
+
+        self._handshakes = self._rendezvous(run_path, handshake, publish)
         segments, pools = self._map_all()
         inside = segments[self.domain.start : self.domain.stop]
         self._flags = inside
         self._rows = inside + FLAG_BYTES
         self._chunk_flags = np.where(segments > 0, segments + chunk_flags, 0)
         self._pools = pools
-        self._exchange_inside(np.zeros(row_width, dtype=np.int64))  # all have mapped all
+        self._exchange_inside(np.zeros(row_width, dtype=np.int64), publish)  # all have mapped all
         os.close(segment)
-        (run_path / f"handshake-{rank}.json").unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
+
+    def wait_at_least(self, seconds: float) -> None:
+        """For waits from now on, where other ranks may have to compile first.
+
+        The least is the timeout: 0 goes back to that.
+        """
+        self._patience_seconds = max(seconds, self._timeout_seconds)
 
     def exchange(self, row: NDArray[np.int64]) -> NDArray[np.int64]:
         """All ranks' rows (R, W) int64 for this rank's ``row`` (W,), W at most ``row_width``.
@@ -121,10 +136,14 @@ class HostFabric:
         epoch before.
         """
         rows = self._exchange_inside(row)
-        return rows if self._all_gather_rows is None else self._all_gather_rows.gather(row)
+        if self._all_gather_rows is None:
+            return rows
+        return self._all_gather_rows.gather(row, self._patience_seconds)
 
-    def _exchange_inside(self, row: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The domain's rows (D, W)."""
+    def _exchange_inside(
+        self, row: NDArray[np.int64], meanwhile: Callable[[], None] | None = None
+    ) -> NDArray[np.int64]:
+        """The domain's rows (D, W); calls ``meanwhile`` again and again until they are there."""
         if row.size > self._row_width:
             raise ValueError(f"{row.size} values do not fit into a row of {self._row_width}")
         self.epoch += 1
@@ -134,7 +153,13 @@ class HostFabric:
             padded[: row.size] = row
         position = self.rank - self.domain.start
         post_row(int(self._flags[position]), int(self._rows[position]), self.epoch, padded)
-        self._wait(lambda spins: self._arrived(self._flags, spins), "the load exchange")
+
+        def is_done(spins: int) -> bool:
+            if meanwhile is not None:
+                meanwhile()
+            return self._arrived(self._flags, spins)
+
+        self._wait(is_done, "the load exchange")
         return gather_rows(self._rows, self.epoch, self._row_width)[:, : row.size]
 
     def stream(
@@ -221,31 +246,33 @@ class HostFabric:
         ]
         suspects = behind or self.domain
         dead = [rank for rank in suspects if not is_process_alive(self._handshakes[rank].process)]
-        timed_out = waited > self._timeout_seconds
+        timed_out = waited > self._patience_seconds
         if not (dead or timed_out) or is_done(1):  # it may have answered before it ended
             return
         ranks = dead or behind
         culprit = f"rank {', '.join(map(str, ranks))}" if ranks else "another rank"
-        reason = "has died" if dead else f"did not answer within {self._timeout_seconds:g} s"
+        reason = "has died" if dead else f"did not answer within {self._patience_seconds:g} s"
         raise PeerTimeoutError(
             f"rank {self.rank} waits for {what}: {culprit} {reason}; restart the engine"
         )
 
-    def _rendezvous(self, run_path: Path, own: _Handshake) -> dict[int, _Handshake]:
-        """The handshakes of the domain's ranks, by rank."""
-        write_whole(run_path / f"handshake-{self.rank}.json", json.dumps(asdict(own)).encode())
+    def _rendezvous(
+        self, run_path: Path, own: _Handshake, publish: Callable[[], None]
+    ) -> dict[int, _Handshake]:
+        """The handshakes of the domain's ranks, by rank; ``publish`` leaves this one's."""
         deadline = time.monotonic() + self._timeout_seconds * CONNECT_FACTOR
         handshakes: dict[int, _Handshake] = {}
         for rank in self.domain:
             path = run_path / f"handshake-{rank}.json"
-            while not path.exists():
+            while (found := _published(path)) is None:
+                publish()
                 if time.monotonic() > deadline:
                     raise PeerTimeoutError(
                         f"rank {self.rank} waited for rank {rank} of {self.num_ranks}, which did "
                         "not come; look for its error in the engine's log"
                     )
                 time.sleep(0.01)
-            handshakes[rank] = _Handshake(**json.loads(path.read_text()))
+            handshakes[rank] = found
         for rank, other in handshakes.items():
             if other.slot_layout != own.slot_layout:
                 raise FabricError(f"rank {rank} laid out its slots unlike rank {self.rank}")
@@ -276,3 +303,17 @@ class HostFabric:
             os.close(mine)
         self._mappings.append((address, size))
         return address
+
+
+def _publish(path: Path, own: _Handshake) -> None:
+    """Leave ``own`` at ``path``, also where somebody has deleted it or its directory meanwhile."""
+    if not path.exists():
+        hold_again(path.parent)
+        write_whole(path, json.dumps(asdict(own)).encode())
+
+
+def _published(path: Path) -> _Handshake | None:
+    try:
+        return _Handshake(**json.loads(path.read_text()))
+    except FileNotFoundError:
+        return None

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ultraep_serve.errors import ControlError
 from ultraep_serve.files import create_mapped, map_shared
-from ultraep_serve.ring.run_directory import hold
+from ultraep_serve.ring.run_directory import hold, hold_again
 from ultraep_serve.types import Policy, SpeedSource
 
 __all__ = ["CONTROL_NAME", "ControlPage", "RecordLevel", "Recording"]
@@ -122,9 +122,11 @@ class ControlPage:
     def open_or_create(cls, run_path: Path, policy: Policy) -> "ControlPage":
         """The page in ``run_path``, made where there is none: several pipeline stages share it.
 
-        Raises ControlError.
+        Also where somebody has deleted all that was there. Raises ControlError.
         """
         if not os.path.lexists(run_path / CONTROL_NAME):
+            with contextlib.suppress(OSError):
+                hold_again(run_path)
             with contextlib.suppress(ControlError):  # another stage may be first
                 return cls.create(run_path, policy)
         return cls.open(run_path)

@@ -29,6 +29,7 @@ __all__ = [
     "RunDirectory",
     "abandoned_run_directories",
     "hold",
+    "hold_again",
     "is_running",
     "lost_reason",
     "name_of_run",
@@ -115,6 +116,12 @@ def hold(path: Path) -> None:
         lock = _locked(path)
         _let_go(path)
         _held_again[path] = lock
+
+
+def hold_again(path: Path) -> None:
+    """``hold`` where the run directory is gone; nothing where it is there. Raises OSError."""
+    if not path.exists():
+        hold(path)
 
 
 def _let_go(path: Path) -> None:
