@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.support.ranks import RankError, RankOutcome, outcomes_of_ranks, run_ranks
+from ultraep_serve.backend import CONNECT_FACTOR
 from ultraep_serve.errors import PeerTimeoutError
 from ultraep_serve.host.fabric import HostFabric
 from ultraep_serve.host.slots import HostSlotPool
@@ -73,6 +74,14 @@ def die_in_stream(rank: int, victim: int, run_path: Path) -> None:
     fabric.wait_slots(layer, slot_expert)
 
 
+def test_a_rank_that_does_not_come_is_an_error(run_path: Path) -> None:
+    """After the time that loading has."""
+    started = time.monotonic()
+    with pytest.raises(PeerTimeoutError, match="rank 0 waited for rank 1 of 2, which did not come"):
+        HostFabric(run_path, 0, 2, WIDTH, HostSlotPool(0, CHUNK), 0, timeout_seconds=0.05)
+    assert time.monotonic() - started >= 0.05 * CONNECT_FACTOR
+
+
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_a_stopped_rank_is_waited_for_as_long_as_configured(run_path: Path, num_ranks: int) -> None:
     outcomes = outcomes_of_ranks(stop_in_exchange, num_ranks, num_ranks, run_path)
@@ -103,12 +112,17 @@ def stop_in_exchange(rank: int, num_ranks: int, run_path: Path) -> tuple[str, fl
     return str(error.value), waited
 
 
-def test_a_rank_that_ends_after_its_last_exchange_is_not_missed(run_path: Path) -> None:
-    """Who has answered may go, while a slower one is still waited for."""
-    assert run_ranks(leave_one_by_one, 3, run_path) == [5, 5, 5]
+@pytest.mark.parametrize("number", [0, signal.SIGKILL, signal.SIGSEGV])
+def test_a_rank_that_ends_after_its_last_exchange_is_not_missed(
+    run_path: Path, number: int
+) -> None:
+    """Who has answered may go, however it does, while a slower one is still waited for."""
+    outcomes = outcomes_of_ranks(leave_one_by_one, 3, run_path, number)
+    assert [outcome.value for outcome in outcomes[1:]] == [5, 5]
+    assert (outcomes[0].value, outcomes[0].signal) == (None if number else 5, number)
 
 
-def leave_one_by_one(rank: int, run_path: Path) -> int:
+def leave_one_by_one(rank: int, run_path: Path, number: int) -> int:
     fabric = HostFabric(run_path, rank, 3, WIDTH, HostSlotPool(0, CHUNK), 0, LONG)
     for _ in range(3):
         fabric.exchange(np.zeros(WIDTH, np.int64))
@@ -117,6 +131,8 @@ def leave_one_by_one(rank: int, run_path: Path) -> int:
     elif rank == 0:
         time.sleep(0.01)
     rows = fabric.exchange(np.full(WIDTH, 5, np.int64)) if rank else post_and_leave(fabric)
+    if rank == 0 and number:
+        os.kill(os.getpid(), number)
     return int(rows.max())
 
 

@@ -9,8 +9,10 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from io import FileIO
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 
@@ -157,13 +159,16 @@ raise SystemExit(supervisor.supervise(engine, config, sidecar))
 
 @contextmanager
 def launched(
-    tmp_path: Path, engine_code: str, script: str = SUPERVISOR
+    tmp_path: Path,
+    engine_code: str,
+    script: str = SUPERVISOR,
+    log: FileIO | int = subprocess.DEVNULL,
 ) -> Iterator[tuple[subprocess.Popen[bytes], int, int]]:
     """A launcher, and the process ids of its sidecar and its engine."""
     with subprocess.Popen(
         [sys.executable, "-c", script, engine_code, str(tmp_path / "run")],
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
+        stderr=log,
     ) as launcher:
         assert launcher.stdout is not None
         sidecar, engine = (int(launcher.stdout.readline()) for _ in range(2))
@@ -206,6 +211,48 @@ def test_the_engine_goes_on_without(tmp_path: Path, victim: str, number: signal.
             time.sleep(0.01)
         launcher.send_signal(signal.SIGCONT)
         assert launcher.wait(timeout=40) == 5
+    assert is_gone(engine)
+    assert is_gone(sidecar)
+
+
+def test_a_stopped_engine_is_waited_for(tmp_path: Path) -> None:
+    """The sidecar answers meanwhile."""
+    end = tmp_path / "end"
+    code = (
+        "import pathlib, time\n"
+        f"while not pathlib.Path({str(end)!r}).exists(): time.sleep(0.01)\n"
+        "raise SystemExit(5)"
+    )
+    port = free_port()
+    script = SUPERVISOR.replace('"--port", "0"', f'"--port", "{port}"')
+    with launched(tmp_path, code, script) as (launcher, sidecar, engine):
+        os.kill(engine, signal.SIGSTOP)
+        end.touch()
+        deadline = time.monotonic() + 40
+        while not is_healthy(port):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        assert all(map(is_process_alive, (launcher.pid, sidecar, engine)))
+        os.kill(engine, signal.SIGCONT)
+        assert launcher.wait(timeout=40) == 5
+    assert is_gone(sidecar)
+
+
+def is_healthy(port: int) -> bool:
+    try:
+        return httpx.get(f"http://127.0.0.1:{port}/healthz").is_success
+    except httpx.TransportError:
+        return False
+
+
+def test_a_full_log_does_not_keep_it_from_stopping(tmp_path: Path) -> None:
+    waiting = "import time; time.sleep(60)"
+    with (
+        Path("/dev/full").open("wb", buffering=0) as full,
+        launched(tmp_path, waiting, log=full) as (launcher, sidecar, engine),
+    ):
+        launcher.terminate()
+        assert launcher.wait(timeout=40) == 128 + signal.SIGTERM
     assert is_gone(engine)
     assert is_gone(sidecar)
 
@@ -345,9 +392,10 @@ def test_the_launcher_tells_other_hosts_why_killed_ranks_end(
         link.know(np.stack([here.card, other.card]))
     here.save(tmp_path / f"{LINK_PREFIX}0")
     (tmp_path / f"{LINK_PREFIX}1").write_text("[]")
-    killed = "import os; os.kill(os.getppid(), 15 if {} else 0); os.kill(os.getpid(), 9)"
+    ignores = "import os, signal; signal.signal(15, signal.SIG_IGN)"  # until it is killed
+    killed = f"{ignores}; os.kill(os.getppid(), 15 if {is_asked} else 0); os.kill(os.getpid(), 9)"
     config = BalanceConfig(run_dir=str(tmp_path))
-    assert supervise(python(killed.format(is_asked)), config, None) == 128 + signal.SIGKILL
+    assert supervise(python(killed), config, None) == 128 + signal.SIGKILL
     said = {(message.host, message.leaves, message.lost) for message in other.receive()}
     assert said == {(0, is_asked, "" if is_asked else "its engine ended (exit status 137)")}
     assert (tmp_path / STOPPED_FILE).exists() == is_asked

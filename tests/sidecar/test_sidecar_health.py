@@ -84,6 +84,28 @@ def test_hostile_files_are_reported_and_survived(
     assert set(reasons(client)) == {"0", "1", "7"}
 
 
+def test_its_directory_may_go_and_come_before_the_engine(tmp_path: Path) -> None:
+    run_path = tmp_path / "run"
+    with TestClient(create_app(run_path, TOKEN, False, options=FAST)) as client:
+        for _ in range(2):
+            run_path.mkdir(mode=0o700)
+            wait_for(client, "run")
+            run_path.rmdir()
+            assert client.get("/healthz").status_code == 200
+        run_path.mkdir(mode=0o700)
+        run = SkewedRun(run_path)
+        wait_for(client, "{}")
+        run.close()
+        wait_for(client, "state is stopped")
+        for rank in (0, 1):  # damaged after the last batch
+            put(ring_path(run_path, rank), b"UEPRING\x01" + bytes(range(256)) * 40)
+        wait_for(client, "schema version")
+        assert client.get("/v1/balance").status_code == 503
+
+
+FAST = AppOptions(poll_seconds=0.05, heartbeat_limit_seconds=1.5)
+
+
 def beat(run_path: Path, rank: int) -> None:
     Recorder.create(
         run_path, rank, ExpertShape(1, 4, 1), 2, 16, "vllm", "tensor", 0, 30.0
@@ -97,9 +119,8 @@ def wait_for(client: TestClient, text: str) -> None:
 
 
 def test_a_killed_writer_is_noticed(tmp_path: Path) -> None:
-    options = AppOptions(poll_seconds=0.05, heartbeat_limit_seconds=1.5)
     writer = multiprocessing.get_context("spawn").Process(target=beat, args=(tmp_path, 0))
-    with TestClient(create_app(tmp_path, TOKEN, False, options=options)) as client:
+    with TestClient(create_app(tmp_path, TOKEN, False, options=FAST)) as client:
         writer.start()
         try:
             wait_for(client, "{}")

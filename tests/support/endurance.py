@@ -134,7 +134,7 @@ class Footprint:
 
 
 def cycle_group(rank: int, num_ranks: int, run_path: Path, cycles: int) -> dict[int, Footprint]:
-    """A group that meets, fills slots and ends, so often; footprints after ten numbers of cycles."""
+    """A group that meets, fills slots and ends, so often; footprints by numbers of cycles."""
     seen = {}
     for cycle in range(1, cycles + 1):
         _start_and_stop(rank, num_ranks, run_path / str(cycle))
