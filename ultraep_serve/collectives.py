@@ -13,6 +13,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from ultraep_serve.errors import PeerTimeoutError
+from ultraep_serve.host_link import KeyValueStore
 
 __all__ = ["DeviceAllGather", "EngineGroup", "HostAllGather"]
 
@@ -27,6 +28,7 @@ class EngineGroup:
     on_host: dist.ProcessGroup
     on_device: dist.ProcessGroup
     meeting_point: str = ""  # address of the first host, where there are several
+    store: KeyValueStore | None = None  # of the ranks of all pipeline stages
 
 
 class HostAllGather:

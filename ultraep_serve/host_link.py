@@ -14,7 +14,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,9 +23,18 @@ from ultraep_serve.errors import OutputError
 from ultraep_serve.files import open_regular, write_whole
 from ultraep_serve.topology import Location
 
-__all__ = ["LINK_PREFIX", "MAX_REASON", "HostLink", "Message", "join_hosts", "tell_hosts"]
+__all__ = [
+    "LINK_FILE",
+    "MAX_REASON",
+    "HostLink",
+    "KeyValueStore",
+    "Message",
+    "StageMeeting",
+    "join_hosts",
+    "tell_hosts",
+]
 
-LINK_PREFIX = "link-"  # of files in a run directory, before the pipeline stage
+LINK_FILE = "link"  # in a run directory
 MAX_REASON = 500  # letters
 _MEET_SECONDS = 3.0  # for datagrams between all hosts to arrive at start
 _TIMES = 3  # that the last word is sent
@@ -43,7 +52,7 @@ class Message(NamedTuple):
 
     host: int
     unheard: list[int]  # hosts that it does not hear
-    quiet: list[int]  # ranks of its own that stand still
+    quiet: list[int]  # ranks of its own that stand still, by the numbers of their rings
     lost: str  # why it ends; empty while it does not
     leaves: bool  # it was stopped as its operator wished
 
@@ -60,6 +69,7 @@ class HostLink:
         Where none can be had, nothing is sent.
         """
         self.host, self.num_hosts = host, num_hosts
+        self.members: list[list[int]] = []  # by host, numbers of rings; empty: equally many each
         self.token = secrets.token_bytes(_TOKEN_BYTES)
         self.addresses: dict[int, tuple[str, int]] = {}  # of the other hosts
         self._socket: socket.socket | None = None
@@ -192,20 +202,70 @@ def join_hosts(location: Location, meeting_point: str, gather: Gather) -> HostLi
     return link
 
 
+class KeyValueStore(Protocol):
+    """What torch calls a Store."""
+
+    def set(self, key: str, value: str, /) -> object: ...
+
+    def get(self, key: str, /) -> bytes: ...
+
+    def check(self, keys: list[str], /) -> bool:
+        """Whether all of them are there."""
+
+
+class StageMeeting:
+    """Where ranks of all stages of a pipeline learn of each other's hosts, without waiting.
+
+    Each stage has a process group of its own, so cards lie in the engine's key-value store.
+    """
+
+    def __init__(
+        self, store: KeyValueStore, number: int, num_ranks: int, identity: int, meeting_point: str
+    ) -> None:
+        """Leave the card of the rank with ring ``number``, of ``num_ranks`` in all stages.
+
+        ``identity`` tells its host from others. Raises RuntimeError where the store is gone.
+        """
+        self._store, self._number = store, number
+        self._keys = [f"ultraep-link-{each}" for each in range(num_ranks)]
+        self._link: HostLink | None = HostLink(meeting_point, 0, num_ranks)
+        store.set(self._keys[number], json.dumps([identity, self._link.card.tolist()]))
+
+    def link(self) -> HostLink | None:
+        """This rank's link, once, when every rank has left its card; else None.
+
+        Never where all are on one host.
+        """
+        if self._link is None or not self._store.check(self._keys):
+            return None
+        link, self._link = self._link, None
+        cards = [json.loads(self._store.get(key)) for key in self._keys]
+        hosts = list(dict.fromkeys(identity for identity, _ in cards))
+        if len(hosts) == 1:
+            link.close()
+            return None
+        link.members = [
+            [number for number, (identity, _) in enumerate(cards) if identity == host]
+            for host in hosts
+        ]
+        link.host, link.num_hosts = hosts.index(cards[self._number][0]), len(hosts)
+        link.know(np.array([cards[numbers[0]][1] for numbers in link.members], np.int64))
+        return link
+
+
 def tell_hosts(run_path: Path, lost: str = "") -> None:
     """Say to all other hosts, for the ranks that share ``run_path``, why they end; empty: as asked.
 
     Nothing is said where there are no other hosts, or their ranks did not get as far.
     """
-    for path in run_path.glob(f"{LINK_PREFIX}*"):
-        with contextlib.suppress(
-            ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError
-        ):
-            with os.fdopen(open_regular(path), "rb") as file:
-                values = json.loads(file.read(_MAX_FILE))
-            addresses = {int(host): (at, port) for host, (at, port) in values["addresses"].items()}
-            (address, _), *_ = addresses.values()
-            link = HostLink(address, values["host"], len(addresses) + 1)
-            link.token, link.addresses = bytes.fromhex(values["token"]), addresses
-            link.say_end(lost)
-            link.close()
+    with contextlib.suppress(
+        ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError
+    ):
+        with os.fdopen(open_regular(run_path / LINK_FILE), "rb") as file:
+            values = json.loads(file.read(_MAX_FILE))
+        addresses = {int(host): (at, port) for host, (at, port) in values["addresses"].items()}
+        (address, _), *_ = addresses.values()
+        link = HostLink(address, values["host"], len(addresses) + 1)
+        link.token, link.addresses = bytes.fromhex(values["token"]), addresses
+        link.say_end(lost)
+        link.close()

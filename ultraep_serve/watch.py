@@ -34,7 +34,7 @@ from pathlib import Path
 
 from ultraep_serve.errors import RingError, UltraEPError
 from ultraep_serve.files import write_whole
-from ultraep_serve.host_link import LINK_PREFIX, MAX_REASON, HostLink, Message
+from ultraep_serve.host_link import LINK_FILE, MAX_REASON, HostLink, Message, StageMeeting
 from ultraep_serve.ring.reader import RingReader
 from ultraep_serve.ring.recorder import HEARTBEAT_SECONDS, Recorder
 from ultraep_serve.ring.run_directory import LOST_FILE, STOPPED_FILE, lost_reason
@@ -108,11 +108,13 @@ class RankWatch:
     recorder: Recorder
     link: HostLink | None = None  # where there are several hosts
     pipeline: PipelineStage = _ONLY_STAGE
+    meeting: StageMeeting | None = None  # which gives the link later, where there are stages
     end: Callable[[int], object] = os._exit
     _silence: dict[str, float] = field(default_factory=dict)  # seconds by name
     _idle: dict[str, float] = field(default_factory=dict)  # of these, since it last computed
     _without_datagrams: dict[int, float] = field(default_factory=dict)  # seconds by host
-    _not_missed: set[int] = field(default_factory=set)  # hosts whose datagrams are dropped
+    _not_missed: set[int] = field(default_factory=set)  # hosts whose datagrams do not come
+    _warned: set[int] = field(default_factory=set)  # of these, for which hosts
     _gone: set[int] = field(default_factory=set)  # hosts that were stopped
     _reports: dict[int, Message] = field(default_factory=dict)  # the newest by host
     _failed: dict[str, str] = field(default_factory=dict)  # reasons by name
@@ -131,9 +133,14 @@ class RankWatch:
         }
         self._limit = self.timeout_seconds + _LONGEST_STEP  # a heartbeat is seen a step late
         self._looked = time.monotonic()
-        self._listens = self.link is not None and location.is_host_primary
-        if self.link is not None and self._listens:
-            self.link.save(self.run_path / f"{LINK_PREFIX}{self.pipeline.number}")
+        self._listens = False
+        if self.link is not None:
+            self._use_link(self.link, location.is_host_primary)
+
+    def _use_link(self, link: HostLink, listens: bool) -> None:
+        self.link, self._listens = link, listens
+        if listens:
+            link.save(self.run_path / LINK_FILE)
 
     def look(self) -> None:
         """Hear the others, say what is heard, and end this process where one is given up."""
@@ -145,6 +152,7 @@ class RankWatch:
         before, self._progress = self._progress, self.recorder.progress
         goes_on = self._progress != before
         self._find_other_stages()
+        self._meet_other_stages()
         quiet = [number for number in self._neighbours if not self._hears(number, step, goes_on)]
         unheard = self._hear_hosts(step, goes_on) if self._listens else []
         self._show(quiet, unheard)
@@ -182,6 +190,13 @@ class RankWatch:
             else:
                 found.close()
 
+    def _meet_other_stages(self) -> None:
+        """On other hosts, once all have loaded. A host is not missed before it was heard."""
+        link = self.meeting.link() if self.meeting is not None else None
+        if link is not None:
+            self._not_missed |= set(link.addresses)
+            self._use_link(link, link.members[link.host][0] == self._own[self.location.rank])
+
     def _hears(self, number: int, step: float, goes_on: bool) -> bool:
         """Whether the rank of the ring ``number`` was heard lately."""
         neighbour, name = self._neighbours[number], self._rank_name(number)
@@ -213,11 +228,14 @@ class RankWatch:
             self._without_datagrams[host] = seconds
             if host in heard:
                 self._not_missed.discard(host)
-            elif goes_on and seconds > self._limit and host not in self._not_missed:
+                self._warned.discard(host)
+            elif goes_on and seconds > self._limit:
                 self._not_missed.add(host)
+            if seconds > self._limit and host in self._not_missed - self._warned:
+                self._warned.add(host)
                 _LOGGER.warning(
-                    "ultraep: UDP from %s no longer passes, though batches go on: until it does, "
-                    "a host that is cut off is noticed only after the engine's own time",
+                    "ultraep: UDP from %s does not pass: until it does, a host that is cut off is "
+                    "noticed only after the engine's own time",
                     self._name(host),
                 )
         heard |= set(self.link.addresses) if goes_on else self._not_missed
@@ -241,8 +259,10 @@ class RankWatch:
     def _name(self, host: int) -> str:
         assert self.link is not None
         first = host * self.location.host_size
-        ranks = f"{first} to {first + self.location.host_size - 1}"
-        return f"host {self.link.addresses[host][0]} (ranks {ranks})"
+        ranks = f"ranks {first} to {first + self.location.host_size - 1}"
+        if self.link.members:
+            ranks = ", ".join(map(self._rank_name, self.link.members[host]))
+        return f"host {self.link.addresses[host][0]} ({ranks})"
 
     def _show(self, quiet: list[int], unheard: list[int]) -> None:
         """On this rank's ring, for the sidecar."""
@@ -253,17 +273,18 @@ class RankWatch:
         for host, message in self._reports.items():
             if self.link is None or host in unheard or host in self._gone:
                 continue
-            said += [f"rank {rank} stands still on {self._name(host)}" for rank in message.quiet]
+            still = map(self._rank_name, message.quiet)
+            said += [f"{rank} stands still on {self._name(host)}" for rank in still]
             if self.link.host in message.unheard:
                 said.append(f"{self._name(host)} does not hear this host")
         self.recorder.set_unheard("; ".join(said))
 
     def _speak(self, quiet: list[int], unheard: list[int]) -> None:
         """For this host, if all ranks before this one stand still."""
-        ranks = [number - self._own.start for number in quiet if number in self._own]
-        before = range(self.location.host.start, self.location.rank)
-        if self.link is not None and set(before) <= set(ranks):
-            self.link.send(Message(self.link.host, unheard, ranks, "", False))
+        own = self._own[self.location.rank]
+        before = {number for number in self._neighbours if number < own}
+        if self.link is not None and before <= set(quiet):
+            self.link.send(Message(self.link.host, unheard, quiet, "", False))
 
     def _stops(self) -> bool:
         """Whether somebody was stopped, so that others may fail for want of them."""

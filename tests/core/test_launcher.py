@@ -19,7 +19,7 @@ import pytest
 from ultraep_serve.cli import main, serve
 from ultraep_serve.config import CONFIG_VARIABLE, BalanceConfig
 from ultraep_serve.errors import EngineEndedError, UnsupportedError
-from ultraep_serve.host_link import LINK_PREFIX, HostLink
+from ultraep_serve.host_link import LINK_FILE, HostLink
 from ultraep_serve.launcher import supervisor
 from ultraep_serve.launcher.supervisor import EngineCommand, supervise
 from ultraep_serve.launcher.tuned_kernels import TunedKernels, link_tuned_kernels
@@ -390,8 +390,7 @@ def test_the_launcher_tells_other_hosts_why_killed_ranks_end(
     here, other = HostLink("127.0.0.1", 0, 2), HostLink("127.0.0.1", 1, 2)
     for link in (here, other):
         link.know(np.stack([here.card, other.card]))
-    here.save(tmp_path / f"{LINK_PREFIX}0")
-    (tmp_path / f"{LINK_PREFIX}1").write_text("[]")
+    here.save(tmp_path / LINK_FILE)
     ignores = "import os, signal; signal.signal(15, signal.SIG_IGN)"  # until it is killed
     killed = f"{ignores}; os.kill(os.getppid(), 15 if {is_asked} else 0); os.kill(os.getpid(), 9)"
     config = BalanceConfig(run_dir=str(tmp_path))

@@ -17,10 +17,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 
 from tests.support.namespaces import Hosts, enter_network, two_namespaces
 from ultraep_serve.errors import OutputError
-from ultraep_serve.host_link import HostLink, Message, join_hosts
+from ultraep_serve.host_link import LINK_FILE, HostLink, Message, StageMeeting, join_hosts
 from ultraep_serve.ring.reader import RingReader
 from ultraep_serve.ring.recorder import Recorder
 from ultraep_serve.ring.run_directory import LOST_FILE, lost_reason
@@ -73,14 +74,15 @@ def serve(
 ) -> None:
     """A rank that does nothing but watch, and what signals tell it to.
 
-    Its batches go on while there is a file ``batches``.
+    Stages lie on ``hosts``, if there are any, one on each. Its batches go on while there is a
+    file ``batches``.
     """
     stage, rank = divmod(number, num_ranks)
     location, pipeline = (
         Location(rank, num_ranks, host_size, host_size),
         PipelineStage(stage, num_stages),
     )
-    host = rank // host_size
+    host = stage if hosts is not None and num_stages > 1 else rank // host_size
     if hosts is not None:
         enter_network(hosts.names[host])
     home = board / f"host-{host}"
@@ -90,12 +92,15 @@ def serve(
         home, rank, shape, 1, 4, "test", "data", 0, timeout, location, pipeline
     )
     Finalize(None, recorder.close, exitpriority=1)
-    link = None
+    link = meeting = None
+    address = hosts.addresses[0] if hosts else "127.0.0.1"
+    if num_stages > 1:
+        store = dist.FileStore(str(board / "store"))
+        meeting = StageMeeting(store, number, num_ranks * num_stages, host, address)
     if host_size < num_ranks:
-        address = hosts.addresses[0] if hosts else "127.0.0.1"
         link = join_hosts(location, address, gathering(board, rank, num_ranks))
     recorder.set_state(RingState.READY)
-    watch = RankWatch(home, location, timeout, LONG, recorder, link, pipeline)
+    watch = RankWatch(home, location, timeout, LONG, recorder, link, pipeline, meeting)
     recorder.at_heartbeat(watch.look)
     Finalize(None, watch.close, exitpriority=2)
     signal.signal(signal.SIGTERM, stop)
@@ -484,6 +489,27 @@ def test_stages_on_a_host_watch_each_other(run_path: Path) -> None:
         tell(children[1], signal.SIGSTOP)
         until(lambda: not is_running(children[0]), TIMEOUT + SLACK)
     assert "rank 0 of pipeline stage 1 was not heard" in lost_reason(run_path / "host-0")
+
+
+def test_stages_on_two_hosts_watch_each_other(run_path: Path, hosts: Hosts) -> None:
+    with ranks(run_path, 1, hosts, num_stages=2) as children:
+        links = [run_path / f"host-{host}" / LINK_FILE for host in (0, 1)]
+        until(lambda: all(link.exists() for link in links), SLACK)
+        time.sleep(2.0)  # both were heard
+        hosts.cut()
+        until(lambda: "not heard" in unheard(run_path, 0, 1), SLACK)
+        until(lambda: not any(map(is_running, children)), TIMEOUT + SLACK)
+    for host, other in enumerate(reversed(hosts.addresses)):
+        name = f"host {other} (rank 0" + " of pipeline stage 1" * (host == 0)
+        assert name in lost_reason(run_path / f"host-{host}")
+
+
+def test_a_stage_that_was_never_heard_is_not_missed(run_path: Path, hosts: Hosts) -> None:
+    hosts.cut()
+    with ranks(run_path, 1, hosts, num_stages=2) as children:
+        until((run_path / "host-0" / LINK_FILE).exists, SLACK)
+        time.sleep(LIMIT + 2.0)
+        assert all(map(is_running, children))
 
 
 def test_heartbeats_of_512_hosts_wait_for_a_look() -> None:

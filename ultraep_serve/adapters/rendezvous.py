@@ -21,7 +21,7 @@ from ultraep_serve.collectives import EngineGroup, HostAllGather
 from ultraep_serve.config import BalanceConfig, first_process
 from ultraep_serve.errors import ConfigError, FabricError, UltraEPError, UnsupportedError
 from ultraep_serve.files import write_whole
-from ultraep_serve.host_link import HostLink, join_hosts
+from ultraep_serve.host_link import HostLink, StageMeeting, join_hosts
 from ultraep_serve.launcher.sidecar import start_beside_rank
 from ultraep_serve.ring.run_directory import (
     CONFIG_FILE,
@@ -32,7 +32,14 @@ from ultraep_serve.ring.run_directory import (
 )
 from ultraep_serve.topology import Location, PipelineStage, host_identity, locate
 
-__all__ = ["find_location", "meet", "meet_hosts", "refuse_or_serve_plainly", "wait_for_all"]
+__all__ = [
+    "find_location",
+    "meet",
+    "meet_hosts",
+    "meet_stages",
+    "refuse_or_serve_plainly",
+    "wait_for_all",
+]
 
 _ONLY_STAGE = PipelineStage()
 _OF_ONE_HOST = ("run_dir", "sidecar")  # settings that may differ from host to host
@@ -176,13 +183,28 @@ def wait_for_all(setup: GroupSetup) -> None:
         HostAllGather(group.on_host, setup.connect_seconds).gather(np.zeros(1, np.int64))
 
 
-def meet_hosts(setup: GroupSetup) -> HostLink | None:
-    """``join_hosts``; None where all ranks share a host. Raises PeerTimeoutError."""
+def meet_hosts(setup: GroupSetup, pipeline: PipelineStage) -> HostLink | None:
+    """``join_hosts``; None where all ranks share a host, and of a pipeline's stages.
+
+    Raises PeerTimeoutError.
+    """
     group, location = setup.engine_group, setup.location
-    if group is None or location.host_size == location.num_ranks:
+    if group is None or location.host_size == location.num_ranks or pipeline.num_stages > 1:
         return None
     ranks = HostAllGather(group.on_host, setup.connect_seconds)
     return join_hosts(location, group.meeting_point, ranks.gather)
+
+
+def meet_stages(setup: GroupSetup, pipeline: PipelineStage) -> StageMeeting | None:
+    """For the hosts of all ranks of a pipeline; None where there is one stage."""
+    group, location = setup.engine_group, setup.location
+    if group is None or group.store is None or pipeline.num_stages == 1:
+        return None
+    number = pipeline.number * location.num_ranks + location.rank
+    num_ranks = pipeline.num_stages * location.num_ranks
+    # a stage's own directory may lie in the run directory
+    identity = host_identity(SHARED_MEMORY)
+    return StageMeeting(group.store, number, num_ranks, identity, group.meeting_point)
 
 
 def _host_name() -> NDArray[np.int64]:

@@ -18,6 +18,7 @@ from ultraep_serve.adapters.rendezvous import (
     find_location,
     meet,
     meet_hosts,
+    meet_stages,
     wait_for_all,
 )
 from ultraep_serve.backend import Backend, GroupSetup
@@ -169,8 +170,9 @@ class BalancedLayers:
             setup.config.timeout_seconds,
             setup.connect_seconds,
             self._recorder,
-            meet_hosts(setup),
+            meet_hosts(setup, self._pipeline),
             self._pipeline,
+            meet_stages(setup, self._pipeline),
         )
         self._recorder.at_heartbeat(watch.look)
         Finalize(None, watch.close, exitpriority=2)

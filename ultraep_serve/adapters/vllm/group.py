@@ -7,7 +7,12 @@ from typing import Protocol
 
 import torch
 from vllm.config import VllmConfig
-from vllm.distributed import get_ep_group, get_pp_group, get_tensor_model_parallel_rank
+from vllm.distributed import (
+    get_ep_group,
+    get_pp_group,
+    get_tensor_model_parallel_rank,
+    get_world_group,
+)
 from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
@@ -160,7 +165,10 @@ class ExpertGroup:
                 engine="vllm",
                 run_layer=functools.partial(self._run_layer, shape),
                 group=EngineGroup(
-                    ranks.cpu_group, ranks.device_group, _first_host(self.vllm_config)
+                    ranks.cpu_group,
+                    ranks.device_group,
+                    _first_host(self.vllm_config),
+                    get_world_group().cpu_group.get_group_store(),
                 ),
                 pipeline=_pipeline_of(self.vllm_config),
             )
