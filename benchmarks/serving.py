@@ -45,6 +45,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--seconds", type=int, default=3600, help="of soak")
+    parser.add_argument("--policies", type=policies, default="quota,off,eplb-slots", help="of soak")
     parser.add_argument("--every", type=int, default=300, help="seconds between its footprints")
     parser.add_argument("--restarts", type=int, default=50)
     options = parser.parse_args()
@@ -57,6 +58,11 @@ def main() -> None:
 def lengths(text: str) -> tuple[int, ...]:
     """Numbers separated by commas."""
     return tuple(map(int, text.split(",")))
+
+
+def policies(text: str) -> tuple[Policy, ...]:
+    """Names separated by commas."""
+    return tuple(map(Policy, text.split(",")))
 
 
 def ttft(options: argparse.Namespace) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -24,7 +24,6 @@ from ultraep_serve.client.sidecar import Sidecar
 from ultraep_serve.demo.balanced_server import BalancedServer, generate_under, mixed_prompts
 from ultraep_serve.types import Policy
 
-POLICIES = (Policy.QUOTA, Policy.OFF, Policy.EPLB_SLOTS)
 CLIENTS = 4
 MAX_TOKENS = 16
 LEFT_PART = 0.2  # of the requests are given up by their client
@@ -42,24 +41,33 @@ ROLES = {  # by a part of the command line
 def soak(options: argparse.Namespace) -> dict[str, Any]:
     """Mixed traffic for ``--seconds``, another policy every second: tokens, and what is held.
 
-    Every answer is compared with the one that its prompt got alone, with balancing off.
+    Every answer is compared with the one that its prompt got alone, with balancing off. What the
+    engine alone comes to hold is shown by ``--policies off``.
     """
     prompts = mixed_prompts(options.prompts)
     rows: list[dict[str, Any]] = []
     with serve(options, model(options.model), "float32", prefix_cache=True) as running:
         expected = generate_under(running, Policy.OFF, prompts, MAX_TOKENS, concurrency=1)
-        traffic = Traffic(running, prompts, expected)
+        traffic = Traffic(running, prompts, expected, options.policies)
         with repeated(traffic.request, CLIENTS), repeated(traffic.switch, 1):
             started = time.monotonic()
             for number in range(1, options.seconds // options.every + 1):
                 time.sleep(max(0.0, started + number * options.every - time.monotonic()))
-                rows.append({"seconds": number * options.every, "processes": held(running)})
+                answers = traffic.seen["answers"]
+                rows.append(
+                    {
+                        "seconds": number * options.every,
+                        "answers": answers,
+                        "processes": held(running),
+                    }
+                )
                 print(rows[-1]["seconds"], dict(traffic.seen), flush=True)
         with closing(Sidecar(running.sidecar_url, running.token)) as sidecar:
             skipped = sidecar.get("/v1/balance")["batches"]["skipped"]
     return {
         "model": options.model,
         "mode": options.mode,
+        "policies": [policy.value for policy in options.policies],
         "seen": dict(traffic.seen),
         "wrong": traffic.wrong,
         "skipped_by_reason": skipped,
@@ -71,11 +79,15 @@ class Traffic:
     """What clients and an operator do to one server, and what became of it."""
 
     def __init__(
-        self, server: BalancedServer, prompts: list[str], expected: list[Generation]
+        self,
+        server: BalancedServer,
+        prompts: list[str],
+        expected: list[Generation],
+        policies: Sequence[Policy],
     ) -> None:
         self._server, self._prompts, self._expected = server, prompts, expected
         self._sidecar = Sidecar(server.sidecar_url, server.token)
-        self._policies = itertools.cycle(POLICIES)
+        self._policies = itertools.cycle(policies)
         self._random = random.Random(0)
         self.seen: Counter[str] = Counter()
         self.wrong: list[str] = []
