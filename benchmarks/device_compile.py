@@ -4,7 +4,7 @@
 
 Launchers run on tensors in host memory with their launches recorded; every kernel is then compiled
 for Hopper (sm_90) and Blackwell (sm_100) with the types and constants of its launch. Registers and
-spills are what ptxas reports.
+spills are what ptxas reports; the longest path has every loop once.
 """
 
 import re
@@ -17,7 +17,13 @@ from ultraep_kernels.contract import FULL_SPEED, HEADER_WIDTH
 from ultraep_kernels.device.count import count
 from ultraep_kernels.device.exchange import exchange, new_epoch
 from ultraep_kernels.device.identity import identity
-from ultraep_kernels.device.offline import KernelFacts, Launch, compile_launch, recorded_launches
+from ultraep_kernels.device.offline import (
+    KernelFacts,
+    Launch,
+    compile_launch,
+    longest_path,
+    recorded_launches,
+)
 from ultraep_kernels.device.outcome import outcome_width
 from ultraep_kernels.device.plan import Gate, Sender, new_plan_buffers, plan
 from ultraep_kernels.device.relays import plan_sends
@@ -137,6 +143,7 @@ def row_of(case: Case, facts: KernelFacts) -> dict[str, object]:
     figures["flags_read"] = figures["ptx"].count("ld.acquire.sys")
     figures["system_atomics"] = len(re.findall(r"\batom\.global\S*\.sys\b", figures["ptx"]))
     figures["clock_reads"] = figures["ptx"].count("%globaltimer")
+    figures["longest_path"] = asdict(longest_path(figures["ptx"]))
     del figures["ptx"]
     return {**asdict(case), **figures}
 

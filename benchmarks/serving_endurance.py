@@ -15,13 +15,14 @@ from typing import Any
 
 import harness  # noqa: F401
 import httpx
-from served import model, serve
+from served import model, serve, serve_without_ep
 from serving_memory import descendants
 
 from tests.support.endurance import Footprint
 from ultraep_serve.client.greedy_tokens import Generation, generate
 from ultraep_serve.client.sidecar import Sidecar
 from ultraep_serve.demo.balanced_server import BalancedServer, generate_under, mixed_prompts
+from ultraep_serve.topology import is_process_alive
 from ultraep_serve.types import Policy
 
 CLIENTS = 4
@@ -167,11 +168,16 @@ def held(running: BalancedServer) -> dict[str, dict[str, int]]:
 def restarts(options: argparse.Namespace) -> dict[str, Any]:
     """A server that starts, answers and ends so often: what is left of it, and its answers.
 
-    Others must not make files in shared memory meanwhile, or it runs in namespaces of its own:
-    ``unshare -mpf --mount-proc sh -c 'mount -t tmpfs shm /dev/shm && python ...'``.
+    Before that, once, the engine alone: what it leaves is its own. Others must not make files in
+    shared memory meanwhile, or it runs in namespaces of its own:
+    ``unshare -mpf --mount-proc sh -c 'mount -t tmpfs shm /dev/shm && python ...; true'``.
     """
     prompts = mixed_prompts(4)
     before = left()
+    with serve_without_ep(options, model(options.model), "float32"):
+        pass
+    engine_alone = after(before)
+    before |= engine_alone
     expected: list[Generation] = []
     rows: list[dict[str, Any]] = []
     for number in range(1, options.restarts + 1):
@@ -182,26 +188,39 @@ def restarts(options: argparse.Namespace) -> dict[str, Any]:
             expected = expected or answers
             ending = time.monotonic()
         ended = time.monotonic()
-        while (remains := left() - before) and time.monotonic() < ended + SETTLE_SECONDS:
-            time.sleep(0.2)
         rows.append(
             {
                 "start_seconds": ready - started,
                 "stop_seconds": ended - ending,
                 "same_tokens": [one.token_ids for one in answers]
                 == [one.token_ids for one in expected],
-                "left_behind": sorted(remains),
+                "left_behind": sorted(after(before)),
                 "shared_memory_bytes": shared_memory_bytes(),
                 "own": asdict(Footprint.of(os.getpid())),
             }
         )
         print(number, rows[-1], flush=True)
-    return {"model": options.model, "mode": options.mode, "rows": rows}
+    return {
+        "model": options.model,
+        "mode": options.mode,
+        "eager": options.eager,
+        "engine_alone_leaves": sorted(engine_alone),
+        "rows": rows,
+    }
+
+
+def after(before: set[str]) -> set[str]:
+    """What is there beyond ``before``, also after some time."""
+    ended = time.monotonic()
+    while (remains := left() - before) and time.monotonic() < ended + SETTLE_SECONDS:
+        time.sleep(0.2)
+    return remains
 
 
 def left() -> set[str]:
     """Files of shared memory, and processes."""
-    processes = {path.name for path in Path("/proc").glob("[0-9]*")}
+    numbers = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
+    processes = {f"process {number}" for number in numbers if is_process_alive(number)}
     return {str(path) for path in Path("/dev/shm").rglob("*")} | processes
 
 

@@ -40,3 +40,30 @@ def test_every_kernel_compiles_and_spills_nothing(tmp_path: Path) -> None:
         assert (row["flags_read"] > 0) == (row["name"] in WAITING), row
         assert (row["flags_posted"] > 0) == (row["name"] in POSTING), row
         assert row["system_atomics"] == 0, row
+        assert row["longest_path"]["instructions"] > 100, row
+
+
+def test_the_longest_path_takes_the_longer_branch_and_every_loop_once() -> None:
+    pytest.importorskip("triton", reason="the kernels are written in Triton")
+    from ultraep_kernels.device.offline import LongestPath, longest_path
+
+    ptx = """
+.visible .entry kernel(
+)
+{
+	.reg .pred 	%p<3>;
+	mov.u32 	%r1, %tid.x;            // 1
+	@%p1 bra 	$L__BB0_3;              // 2
+	bra.uni 	$L__BB0_1;               // 3
+$L__BB0_3:                               // runs last, though it lies here
+	bar.sync 	0;                      // 8
+	ret;                                 // 9
+$L__BB0_1:
+	shfl.sync.bfly.b32 	%r2, %r1, 1, 31, -1; // 4
+$L__BB0_2:
+	add.s32 	%r1, %r1, 1;             // 5
+	@%p2 bra 	$L__BB0_2;              // 6
+	bra.uni 	$L__BB0_3;               // 7
+}
+"""
+    assert longest_path(ptx) == LongestPath(instructions=9, steps=2, loops=1)
