@@ -29,7 +29,7 @@ CLIENTS = 4
 MAX_TOKENS = 16
 LEFT_PART = 0.2  # of the requests are given up by their client
 PAUSE_SECONDS = 0.5  # between the requests of a client, on average
-SETTLE_SECONDS = 10.0  # for what ends a little later than its server
+SETTLE_SECONDS = 3.0  # for what ends a little later than its server
 ROLES = {  # by a part of the command line
     "ultraep_serve.sidecar": "sidecar",
     "ultraep_serve.cli": "launcher",

@@ -234,12 +234,17 @@ class StageMeeting:
     def link(self) -> HostLink | None:
         """This rank's link, once, when every rank has left its card; else None.
 
-        Never where all are on one host.
+        Never where all are on one host, or the store is gone.
         """
-        if self._link is None or not self._store.check(self._keys):
+        if self._link is None:
+            return None
+        try:
+            if not self._store.check(self._keys):
+                return None
+            cards = [json.loads(self._store.get(key)) for key in self._keys]
+        except RuntimeError:  # torch's, also where the store's host cannot be reached
             return None
         link, self._link = self._link, None
-        cards = [json.loads(self._store.get(key)) for key in self._keys]
         hosts = list(dict.fromkeys(identity for identity, _ in cards))
         if len(hosts) == 1:
             link.close()

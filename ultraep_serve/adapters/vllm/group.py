@@ -31,6 +31,7 @@ from ultraep_serve.collectives import EngineGroup
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.cuda.recording import is_capturing
 from ultraep_serve.errors import UnsupportedError
+from ultraep_serve.host_link import KeyValueStore
 from ultraep_serve.topology import PipelineStage
 from ultraep_serve.types import ExpertShape, Policy, TokenView
 
@@ -151,7 +152,7 @@ class ExpertGroup:
             self._execution.num_micro_batches,
         )
         parameters = [expert_parameters(layer) for layer in self._layers]
-        ranks = get_ep_group()
+        ranks, pipeline = get_ep_group(), _pipeline_of(self.vllm_config)
         shared = map(shared_values, self._layers, parameters)
         require_agreement(list(shared), ranks.cpu_group, self._config)
         try:
@@ -168,9 +169,9 @@ class ExpertGroup:
                     ranks.cpu_group,
                     ranks.device_group,
                     _first_host(self.vllm_config),
-                    get_world_group().cpu_group.get_group_store(),
+                    _store_of_all() if pipeline.num_stages > 1 else None,
                 ),
-                pipeline=_pipeline_of(self.vllm_config),
+                pipeline=pipeline,
             )
         except UnsupportedError:
             self._execution.take_slots_back(self._layers, parameters, shape)
@@ -197,6 +198,12 @@ def _pipeline_of(vllm_config: VllmConfig) -> PipelineStage:
         return PipelineStage()
     run = int.from_bytes(blake2b(vllm_config.instance_id.encode(), digest_size=8).digest()) >> 2
     return PipelineStage(get_pp_group().rank_in_group, size, run)
+
+
+def _store_of_all() -> KeyValueStore:
+    """Which the ranks of all stages share."""
+    store: KeyValueStore = get_world_group().cpu_group.get_group_store()
+    return store
 
 
 def _first_host(vllm_config: VllmConfig) -> str:
