@@ -26,7 +26,7 @@ from ultraep_kernels.host.stream import stream_chunks
 
 from ultraep_serve.backend import CONNECT_FACTOR, LayerSlots
 from ultraep_serve.collectives import HostAllGather
-from ultraep_serve.errors import FabricError, PeerTimeoutError
+from ultraep_serve.errors import FabricError, OutputError, PeerTimeoutError
 from ultraep_serve.files import write_whole
 from ultraep_serve.host.slots import HostSlotPool, map_pool, unmap
 from ultraep_serve.ring.run_directory import hold_again
@@ -307,9 +307,14 @@ class HostFabric:
 
 def _publish(path: Path, own: _Handshake) -> None:
     """Leave ``own`` at ``path``, also where somebody has deleted it or its directory meanwhile."""
-    if not path.exists():
+    if path.exists():
+        return
+    try:
         hold_again(path.parent)
         write_whole(path, json.dumps(asdict(own)).encode())
+    except OutputError as error:
+        if not isinstance(error.__cause__, FileNotFoundError):  # deleted under the hand: again soon
+            raise
 
 
 def _published(path: Path) -> _Handshake | None:
