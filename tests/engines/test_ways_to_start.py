@@ -55,6 +55,13 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.1)
 
 
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/healthz").is_success
+    except httpx.TransportError:
+        return False
+
+
 def is_removed(run_path: Path) -> bool:
     """By the next start at the latest: Ray kills its actors."""
     remove_abandoned()
@@ -144,8 +151,7 @@ class TestServer:
         os.kill(server.process_id, signal.SIGTERM)
         server.wait(60.0)
         wait_until(lambda: not run_path.exists())
-        with pytest.raises(httpx.TransportError):
-            httpx.get(f"{server.sidecar_url}/healthz")
+        wait_until(lambda: not answers(server.sidecar_url))
 
 
 @pytest.mark.parametrize(
