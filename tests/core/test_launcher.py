@@ -3,19 +3,16 @@
 import argparse
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from io import FileIO
+from contextlib import suppress
 from pathlib import Path
 
-import httpx
 import numpy as np
 import pytest
 
+from tests.support.launched import is_gone
 from ultraep_serve.cli import main, serve
 from ultraep_serve.config import CONFIG_VARIABLE, BalanceConfig
 from ultraep_serve.errors import EngineEndedError, UnsupportedError
@@ -29,7 +26,7 @@ from ultraep_serve.ring.recorder import Recorder
 from ultraep_serve.ring.run_directory import STOPPED_FILE
 from ultraep_serve.ring.schema import RingState
 from ultraep_serve.sidecar.serve import add_arguments as add_sidecar_arguments
-from ultraep_serve.topology import Location, is_process_alive
+from ultraep_serve.topology import Location
 from ultraep_serve.types import ExpertShape, Policy
 
 OFF = BalanceConfig(policy=Policy.OFF)
@@ -136,127 +133,6 @@ def test_what_the_engine_left_may_clean_up_first(tmp_path: Path) -> None:
     assert (tmp_path / "clean").exists()
 
 
-SUPERVISOR = """
-import sys
-from pathlib import Path
-from ultraep_serve.config import BalanceConfig
-from ultraep_serve.launcher import supervisor
-from ultraep_serve.types import Policy
-engine_code, run_dir = sys.argv[1:]
-Path(run_dir).mkdir(mode=0o700, exist_ok=True)
-engine = supervisor.EngineCommand([sys.executable, "-c", engine_code], "http://127.0.0.1:9", 2)
-start = supervisor.start_child
-def noted(arguments, environment):
-    child = start(arguments, environment)
-    print(child.pid, flush=True)
-    return child
-supervisor.start_child = noted
-config = BalanceConfig(policy=Policy.OFF, run_dir=run_dir)
-sidecar = [sys.executable, "-m", "ultraep_serve.sidecar", "--run-dir", run_dir, "--port", "0"]
-raise SystemExit(supervisor.supervise(engine, config, sidecar))
-"""
-
-
-@contextmanager
-def launched(
-    tmp_path: Path,
-    engine_code: str,
-    script: str = SUPERVISOR,
-    log: FileIO | int = subprocess.DEVNULL,
-) -> Iterator[tuple[subprocess.Popen[bytes], int, int]]:
-    """A launcher, and the process ids of its sidecar and its engine."""
-    with subprocess.Popen(
-        [sys.executable, "-c", script, engine_code, str(tmp_path / "run")],
-        stdout=subprocess.PIPE,
-        stderr=log,
-    ) as launcher:
-        assert launcher.stdout is not None
-        sidecar, engine = (int(launcher.stdout.readline()) for _ in range(2))
-        yield launcher, sidecar, engine
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, *FATAL])
-def test_engine_and_sidecar_end_with_the_launcher(tmp_path: Path, number: signal.Signals) -> None:
-    waiting = "import time; time.sleep(60)"
-    with launched(tmp_path, waiting) as (launcher, sidecar, engine):
-        launcher.send_signal(number)
-        code = launcher.wait(timeout=40)
-    assert code == (-number if number in FATAL else 128 + signal.SIGTERM)
-    assert is_gone(engine)
-    assert is_gone(sidecar)
-
-
-@pytest.mark.parametrize(
-    ("victim", "number"),
-    [
-        *(("sidecar", number) for number in (*FATAL, signal.SIGSTOP)),
-        ("launcher", signal.SIGSTOP),
-    ],
-)
-def test_the_engine_goes_on_without(tmp_path: Path, victim: str, number: signal.Signals) -> None:
-    """A launcher that stops goes on later; whatever ends, its exit status is the engine's."""
-    code = (
-        "import pathlib, time\n"
-        f"while not pathlib.Path({str(tmp_path / 'end')!r}).exists(): time.sleep(0.01)\n"
-        f"pathlib.Path({str(tmp_path / 'ended')!r}).touch(); raise SystemExit(5)"
-    )
-    script = SUPERVISOR.replace("config =", "supervisor._STOP_SECONDS = 1.0; config =")
-    with launched(tmp_path, code, script) as (launcher, sidecar, engine):
-        os.kill(sidecar if victim == "sidecar" else launcher.pid, number)
-        time.sleep(0.2)
-        assert is_process_alive(engine)
-        (tmp_path / "end").touch()
-        deadline = time.monotonic() + 40
-        while not (tmp_path / "ended").exists() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        launcher.send_signal(signal.SIGCONT)
-        assert launcher.wait(timeout=40) == 5
-    assert is_gone(engine)
-    assert is_gone(sidecar)
-
-
-def test_a_stopped_engine_is_waited_for(tmp_path: Path) -> None:
-    """The sidecar answers meanwhile."""
-    end = tmp_path / "end"
-    code = (
-        "import pathlib, time\n"
-        f"while not pathlib.Path({str(end)!r}).exists(): time.sleep(0.01)\n"
-        "raise SystemExit(5)"
-    )
-    port = free_port()
-    script = SUPERVISOR.replace('"--port", "0"', f'"--port", "{port}"')
-    with launched(tmp_path, code, script) as (launcher, sidecar, engine):
-        os.kill(engine, signal.SIGSTOP)
-        end.touch()
-        deadline = time.monotonic() + 40
-        while not is_healthy(port):
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-        assert all(map(is_process_alive, (launcher.pid, sidecar, engine)))
-        os.kill(engine, signal.SIGCONT)
-        assert launcher.wait(timeout=40) == 5
-    assert is_gone(sidecar)
-
-
-def is_healthy(port: int) -> bool:
-    try:
-        return httpx.get(f"http://127.0.0.1:{port}/healthz").is_success
-    except httpx.TransportError:
-        return False
-
-
-def test_a_full_log_does_not_keep_it_from_stopping(tmp_path: Path) -> None:
-    waiting = "import time; time.sleep(60)"
-    with (
-        Path("/dev/full").open("wb", buffering=0) as full,
-        launched(tmp_path, waiting, log=full) as (launcher, sidecar, engine),
-    ):
-        launcher.terminate()
-        assert launcher.wait(timeout=40) == 128 + signal.SIGTERM
-    assert is_gone(engine)
-    assert is_gone(sidecar)
-
-
 def test_the_engine_goes_on_without_its_run_directory(tmp_path: Path) -> None:
     run, end = tmp_path / "run", tmp_path / "end"
     run.mkdir()
@@ -269,52 +145,6 @@ def test_the_engine_goes_on_without_its_run_directory(tmp_path: Path) -> None:
     assert end.exists()
 
 
-@pytest.mark.parametrize("number", FATAL)
-def test_a_launcher_killed_while_it_stops_leaves_nothing(
-    tmp_path: Path, number: signal.Signals
-) -> None:
-    """The engine is in the middle of ending."""
-    code = (
-        "import pathlib, signal, time\n"
-        "def end(*_):\n"
-        f"    pathlib.Path({str(tmp_path / 'ends')!r}).touch(); time.sleep(1); exit()\n"
-        f"signal.signal(signal.SIGTERM, end); pathlib.Path({str(tmp_path / 'up')!r}).touch()\n"
-        "time.sleep(60)"
-    )
-    with launched(tmp_path, code) as (launcher, sidecar, engine):
-        wait_for(tmp_path / "up")
-        launcher.terminate()
-        wait_for(tmp_path / "ends")
-        launcher.send_signal(number)
-        launcher.wait(timeout=40)
-    assert is_gone(engine)
-    assert is_gone(sidecar)
-
-
-@pytest.mark.parametrize("number", FATAL)
-def test_an_engine_killed_while_it_stops_ends_the_sidecar(
-    tmp_path: Path, number: signal.Signals
-) -> None:
-    code = (
-        "import os, pathlib, signal, time\n"
-        f"signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), {int(number)}))\n"
-        f"pathlib.Path({str(tmp_path / 'up')!r}).touch(); time.sleep(60)"
-    )
-    with launched(tmp_path, code) as (launcher, sidecar, engine):
-        wait_for(tmp_path / "up")
-        launcher.terminate()
-        assert launcher.wait(timeout=40) == 128 + number
-    assert is_gone(engine)
-    assert is_gone(sidecar)
-
-
-def wait_for(path: Path) -> None:
-    deadline = time.monotonic() + 40
-    while not path.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def test_what_cannot_be_announced_does_not_keep_it_from_serving(
     shared_memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -323,15 +153,6 @@ def test_what_cannot_be_announced_does_not_keep_it_from_serving(
         assert sidecar_command([], monkeypatch) is not None
         with suppress(OSError):
             full.close()
-
-
-def test_the_sidecar_ends_with_the_engine(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", SUPERVISOR, "raise SystemExit(5)", str(tmp_path / "run")]
-    done = subprocess.run(command, capture_output=True, timeout=60, check=False)
-    sidecar, engine = map(int, done.stdout.split()[:2])
-    assert done.returncode == 5
-    assert is_gone(sidecar)
-    assert is_gone(engine)
 
 
 def sidecar_command(flags: list[str], monkeypatch: pytest.MonkeyPatch) -> list[str] | None:
@@ -400,19 +221,6 @@ def test_the_launcher_tells_other_hosts_why_killed_ranks_end(
     assert (tmp_path / STOPPED_FILE).exists() == is_asked
     for link in (here, other):
         link.close()
-
-
-def is_gone(process: int) -> bool:
-    """Whether it ends within some seconds (a killed child's parent may have to reap it first)."""
-    stat = Path(f"/proc/{process}/stat")
-    for _ in range(200):
-        try:
-            if stat.read_text().rpartition(")")[2].split()[0] in "ZX":
-                return True
-        except (FileNotFoundError, ProcessLookupError):
-            return True
-        time.sleep(0.05)
-    return False
 
 
 ANSWERING = """

@@ -174,7 +174,7 @@ def test_deleting_its_files_while_it_loads_breaks_nothing(
 
 
 def compile_for_long(rank: int, run_path: Path) -> str:
-    """Rank 3 needs twice the timeout to start, again in its first batch, then in the second."""
+    """Rank 3 needs twice the timeout to start, again in its first prefill, then in the second."""
     shape, location = ExpertShape(4, 8, 1), Location(rank, 4, 2, 2)
     home, group = host_path(run_path, location), engine_group(run_path, rank, 4)
     seconds = 1.0
@@ -190,6 +190,9 @@ def compile_for_long(rank: int, run_path: Path) -> str:
             config, shape, TokenView.SHARED, [layer], rank, "test", compile_kernels, group
         )
     ids = torch.tensor([[0, 4]], dtype=torch.int32).repeat(64, 1)
+    for _ in range(3):  # as graphs are captured
+        joined.route(0, ids[:4], Batch(4))
+        joined.computed()
     for last in (False, True):
         compile_kernels()
         if last and rank != 3:
@@ -203,7 +206,7 @@ def compile_for_long(rank: int, run_path: Path) -> str:
 
 
 def test_who_compiles_for_longer_than_the_timeout_is_waited_for(run_path: Path) -> None:
-    """Until a first batch was computed."""
+    """Until a first prefill batch was computed."""
     said = run_ranks(compile_for_long, 4, run_path)
     assert "rows of other domains" in said[0]
     assert "rank 3" in said[2]

@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.support.launched import answers
 from tests.support.serving_checks import check_balanced
 from tests.support.tiny_models import tiny_qwen3
 from tests.support.ways_to_start import CONTEXT, ENVIRONMENT, SETTINGS, UnmodifiedServer
@@ -53,13 +54,6 @@ def wait_until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.1)
-
-
-def answers(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/healthz").is_success
-    except httpx.TransportError:
-        return False
 
 
 def is_removed(run_path: Path) -> bool:

@@ -134,7 +134,7 @@ class BalancedLayers:
         self._costs = backend.calibrate(run_layer)
         policies = self._control if rank == 0 else None
         self._balancer = backend.make_balancer(policies, self._recorder, self._costs)
-        self._batches = 0  # until the second, in whose first the engine compiles
+        self._prefills = 0  # until the second: in the first the engine may compile
 
     @property
     def location(self) -> Location:
@@ -207,9 +207,9 @@ class BalancedLayers:
         ``LayerBalancer.route``; an error also marks this rank as failed for the sidecar. While
         a recording runs, the ids of requests are recorded; on a GPU that waits for the device.
         """
-        if layer == 0 and batch.micro_batch == 0 and self._batches < 2:
-            self._batches += 1
-            if self._batches == 2:
+        if layer == 0 and batch.micro_batch == 0 and self._prefills < 2:
+            self._prefills += batch.tokens >= self._setup.config.min_batch_tokens
+            if self._prefills == 2:
                 self._balancer.end_loading()
         if self._spool is not None and not is_capturing(topk_ids.device):
             if layer == 0:
