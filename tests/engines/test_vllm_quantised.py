@@ -43,6 +43,8 @@ HIDDEN, INNER = 256, 128  # multiples of an FP8 block
 NUM_LAYERS = 2
 BACKEND = "allgather_reducescatter"
 Q_PROJ = "model.layers.0.self_attn.q_proj"
+HAS_AMX = torch.cpu._is_amx_tile_supported()
+UNQUANTISED = "X86CPUUnquantizedExperts" if HAS_AMX else "CPUUnquantizedExperts"
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class Case:
 
 
 CASES = {
-    "bfloat16 with biases": Case("", "CPUUnquantizedExperts", 0.02, has_bias=True),
+    "bfloat16 with biases": Case("", UNQUANTISED, 0.02, has_bias=True),
     # These two add up an expert's rows in another order where they are few.
     "fp8": Case("fp8", "CPUExpertsFp8", 0.1, apart=0.005),
     "fp8 with fp8 activations": Case("fp8", "CPUExpertsFp8W8A8", 0.15, apart=0.005),
@@ -70,6 +72,8 @@ CASES = {
 def compute_on_rank(rank: int, run_dirs: list[str]) -> list[list[dict[str, Any]]]:
     store = dist.FileStore(f"{run_dirs[0]}/gloo", NUM_RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS)
+    if HAS_AMX:
+        torch.cpu._init_amx()  # else the kernel of the machine ends a process that uses AMX
     transports.join_ranks(rank, NUM_RANKS, BACKEND)
     vllm_layers.HIDDEN, vllm_layers.INNER = HIDDEN, INNER
     for case in CASES.values():
