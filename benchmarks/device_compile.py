@@ -15,7 +15,7 @@ import torch
 import triton
 from ultraep_kernels.contract import FULL_SPEED, HEADER_WIDTH
 from ultraep_kernels.device.count import count
-from ultraep_kernels.device.exchange import exchange, new_epoch
+from ultraep_kernels.device.exchange import Inboxes, exchange, new_epoch
 from ultraep_kernels.device.identity import identity
 from ultraep_kernels.device.offline import (
     KernelFacts,
@@ -25,7 +25,7 @@ from ultraep_kernels.device.offline import (
     recorded_launches,
 )
 from ultraep_kernels.device.outcome import outcome_width
-from ultraep_kernels.device.plan import Gate, Sender, new_plan_buffers, plan
+from ultraep_kernels.device.plan import FollowUp, Gate, Sender, new_plan_buffers, plan
 from ultraep_kernels.device.relays import plan_sends
 from ultraep_kernels.device.reroute import reroute
 from ultraep_kernels.device.speeds import choose_speeds
@@ -72,7 +72,7 @@ def main() -> None:
         for launch in launches_of(case):
             for arch in args.archs:
                 facts = compile_launch(launch, arch)
-                rows.append(row_of(case, facts))
+                rows.append(row_of(case, launch, facts))
                 print(f"{case!s:18} {facts.name:22} {arch:4} {facts.grid!s:>10} "
                       f"{facts.num_warps:5} {facts.registers:9} {facts.spill_bytes:8} "
                       f"{facts.shared_bytes:7}", flush=True)  # fmt: skip
@@ -98,23 +98,29 @@ def launches_of(case: Case) -> list[Launch]:
     buffers = new_plan_buffers(ranks, case.num_experts, slots, "cpu", domain_size=case.domain_size)
     found, decision = buffers.found, buffers.found.decision
     outcome = torch.zeros(outcome_width(case.num_experts, ranks, slots), dtype=torch.int32)
+    inboxes = Inboxes(addresses, 1, epoch, status, PATIENCE_NS)
+    rows = torch.zeros((ranks, HEADER_WIDTH + case.num_experts), dtype=torch.int32)
     with recorded_launches() as launches:
-        counted = count(ids, case.num_experts, choice=choice, decision=decision)
-        rows = exchange(counted.row, addresses, 1, epoch, status, PATIENCE_NS, decision=decision)
-        choose_speeds(rows, None, speeds, speeds)
-        plan(
-            rows[:, HEADER_WIDTH:],
-            slots,
-            1,
-            status,
-            domain_size=case.domain_size,
-            speeds=speeds,
-            gate=Gate(1.02, 900_000, 4_000_000, 30_000_000),
-            rows=rows,
-            sender=Sender(1, "auto"),
-            outcome=outcome,
-            buffers=buffers,
+        counted = count(
+            ids, case.num_experts, choice=choice, decision=decision, inboxes=inboxes, rows=rows
         )
+        choose_speeds(rows, None, speeds, speeds)
+        follow_up = FollowUp(ids, counted, ids, tables, epoch, PATIENCE_NS, PROGRAMS, status)
+        for follows in (None, follow_up):  # in a layer that is expected to be left alone
+            plan(
+                rows[:, HEADER_WIDTH:],
+                slots,
+                1,
+                status,
+                domain_size=case.domain_size,
+                speeds=speeds,
+                gate=Gate(1.02, 900_000, 4_000_000, 30_000_000),
+                rows=rows,
+                sender=Sender(1, "auto"),
+                outcome=outcome,
+                buffers=buffers,
+                follow_up=follows,
+            )
         stream(
             found.sends,
             found.slot_expert,
@@ -130,13 +136,15 @@ def launches_of(case: Case) -> list[Launch]:
         )
         reroute(ids, found.places, slots, counted, status, decision=decision)
         identity(ids, case.num_experts, masters, slots)
+        exchange(counted.row, inboxes)  # of what ranks compare at start, as the next
         plan_sends(found.slot_expert, masters, "auto", case.domain_size or ranks, 1)
     return launches
 
 
-def row_of(case: Case, facts: KernelFacts) -> dict[str, object]:
+def row_of(case: Case, launch: Launch, facts: KernelFacts) -> dict[str, object]:
     """One row of the report."""
     figures = asdict(facts)
+    figures["follows_plan"] = launch.arguments.get("FOLLOWS", False)
     figures["vector_copies"] = figures["ptx"].count("ld.global.v4")
     figures["alias_fences"] = figures["ptx"].count("fence.proxy.alias")
     figures["flags_posted"] = figures["ptx"].count("st.release.sys")

@@ -1,11 +1,15 @@
 """The whole data flow of one rank, launched and replayed, with all its peers' rows there.
 
-One rank whose peers have posted already. Its row has ``experts_sent`` by it in each batch, and
-``stage_microseconds`` by CUDA events of a batch that the host launched (between two stages lies
-what the host takes to launch). Checked are the ids of replays with the policy on, off and on again,
-and the record of the launched batch.
+One rank whose peers have posted already. Checked are the ids of replays with the policy on, off and
+on again, and the record of a batch that the host launched; ``experts_sent`` are this rank's, and
+``stage_microseconds`` by CUDA events (between two stages lies what the host takes to launch).
+``graph_microseconds`` are those of the layer behind a batch's first, ``host_microseconds`` what the
+host takes to launch it while the device is idle. The second row is a layer that is left alone, as
+it was in the batch before.
 """
 
+import statistics
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +29,11 @@ from ultraep_serve.cuda.fabric import DeviceFabric
 from ultraep_serve.cuda.recording import TIMED_EVERY
 from ultraep_serve.planner.quota import plan_quota
 from ultraep_serve.topology import Location
-from ultraep_serve.types import Policy, Stage, TokenView
+from ultraep_serve.types import Decision, Policy, Stage, TokenView
+
+LAYERS = 2
+LEFT_ALONE_TARGET, HOST_TARGET = 15.0, 80.0  # microseconds
+HOST_REPETITIONS = 50
 
 
 def run(bench: Bench, report: Report) -> None:
@@ -33,6 +41,7 @@ def run(bench: Bench, report: Report) -> None:
     sizes = BatchSizes.on(bench)
     routes = make_routes(sizes.shape, sizes.tokens, sizes.top_k, IMBALANCE, bench.device)
     report.run("balancer", check_balancer, bench, sizes, routes)
+    report.run("layer that is left alone", check_left_alone, bench, sizes, routes)
 
 
 def check_balancer(bench: Bench, sizes: BatchSizes, routes: Routes) -> dict[str, Any]:
@@ -49,23 +58,75 @@ def check_balancer(bench: Bench, sizes: BatchSizes, routes: Routes) -> dict[str,
         require_equal(replay(), physical, f"replay with policy {policy.value}")
     recorder.events.clear()
     for _ in range(TIMED_EVERY):  # among which there is one whose stages are timed
-        require_equal(balancer.route(0, ids, sizes.tokens), twin, "launched batch")
-        balancer.computed()
-        fabric.require_peers()
-    fabric.require_peers()  # waits, so that the record is there
+        for layer in range(LAYERS):
+            require_equal(balancer.route(layer, ids, sizes.tokens), twin, "launched batch")
+            balancer.computed()
+        fabric.require_peers()  # waits, so that the record is there
     balancer.computed()
     record, stage_ns = recorder.events[-1], recorder.stage_ns
     require_equal(torch.tensor(record["slot_expert"]), expected.slot_expert, "recorded slots")
     require_equal(torch.tensor(record["load_after"]), expected.quota.sum(0), "recorded loads")
-    _, microseconds = bench.replayed(lambda: balancer.route(0, ids, sizes.tokens))
+    times = layer_times(bench, balancer, ids, sizes.tokens, None, HOST_TARGET)
     fabric.require_peers()
     stages = {stage.name.lower(): stage_ns[stage] / 1e3 for stage in Stage}
     return {
         "checked": "plan_quota and reroute on CPU",
         **routes.figures(),
-        "graph_microseconds": microseconds,
+        **times,
         "experts_sent": record["bytes_sent"] // sum(sizes.tensor_bytes),
         "stage_microseconds": None if bench.interpreted else stages,
+    }
+
+
+def check_left_alone(bench: Bench, sizes: BatchSizes, routes: Routes) -> dict[str, Any]:
+    """A layer whose threshold no batch reaches."""
+    ids, recorder = routes.ids[0], FakeRecorder(max_imbalance_millionths=1_000_000_000)
+    balancer, fabric = balancer_of_rank_0(bench, sizes, routes, recorder)
+    identity = balancer.identity(ids).cpu()
+    for _ in range(2):
+        for layer in range(LAYERS):
+            require_equal(balancer.route(layer, ids, sizes.tokens), identity, "launched layer")
+            balancer.computed()
+    decisions = {event["decision"] for event in recorder.events}
+    assert decisions == {Decision.BALANCED}, decisions
+    times = layer_times(bench, balancer, ids, sizes.tokens, LEFT_ALONE_TARGET, HOST_TARGET)
+    fabric.require_peers()
+    return {"checked": "the identity", **routes.figures(), **times}
+
+
+def layer_times(
+    bench: Bench,
+    balancer: DeviceBalancer,
+    ids: torch.Tensor,
+    tokens: int,
+    at_most: float | None,
+    host_at_most: float,
+) -> dict[str, Any]:
+    """Of the layer behind a batch's first: the device's time, and the host's."""
+    balancer.route(0, ids, tokens)
+    balancer.computed()
+    _, microseconds = bench.replayed(lambda: balancer.route(LAYERS - 1, ids, tokens))
+    took = []
+    for _ in range(1 if bench.interpreted else HOST_REPETITIONS):
+        balancer.route(0, ids, tokens)
+        balancer.computed()
+        balancer._fabric.require_peers()  # waits
+        began = time.perf_counter()
+        balancer.route(LAYERS - 1, ids, tokens)
+        took.append(1e6 * (time.perf_counter() - began))
+        balancer.computed()
+    host = None if bench.interpreted else statistics.median(took)
+    met = [
+        found <= limit
+        for found, limit in ((microseconds, at_most), (host, host_at_most))
+        if found is not None and limit is not None
+    ]
+    return {
+        "graph_microseconds": microseconds,
+        "at_most": at_most,
+        "host_microseconds": host,
+        "host_at_most": host_at_most,
+        "met": all(met) if met else None,
     }
 
 
@@ -93,4 +154,5 @@ def balancer_of_rank_0(
     location = Location.on_one_host(0, shape.num_ranks)
     setup = GroupSetup(config, shape, TokenView.OWN, location)
     programs = max(1, bench.num_programs // 2)
-    return mirrored_balancer(driver, setup, [masters], rows, recorder, PATIENCE_NS, programs)
+    layers = [masters, [torch.ones_like(tensor) for tensor in masters]]
+    return mirrored_balancer(driver, setup, layers, rows, recorder, PATIENCE_NS, programs)

@@ -170,6 +170,42 @@ def test_relays() -> None:
     assert sum(filled) > 0
 
 
+def turn_out_otherwise(rank: int, run_path: Path, setup: Setup) -> int:
+    """Slots filled in layers that all ranks but the last expected to be left alone."""
+    search_briefly()
+    num_ranks, masters = setup.shape.num_ranks, setup.shape.num_masters
+    rigs = host_rig(rank, run_path, setup), device_rig(rank, run_path, setup)
+    balancer, every_layer = rigs[1].balancer, {(layer, 0) for layer in range(LAYERS)}
+    filled = [0, 0, 0]
+    for batch, ids in enumerate((even(rank), skewed(rank).long(), skewed(rank))):
+        if rank == num_ranks - 1:
+            balancer._left_alone.clear()  # its records came late
+        elif batch == 1:
+            assert balancer._left_alone == every_layer
+        for layer in range(LAYERS):
+            host, device = (rig.balancer.route(layer, ids, 100) for rig in rigs)
+            assert device.dtype == ids.dtype
+            assert torch.equal(host.long(), device.long()), (batch, layer)
+            filled[batch] += compare_slots(rank, rigs, layer, masters)
+            for rig in rigs:
+                rig.balancer.computed()
+        assert balancer._left_alone == (set() if batch else every_layer)
+    assert rigs[0].recorder.events == rigs[1].recorder.events
+    rigs[1].fabric.require_peers()
+    rigs[1].fabric.exchange(torch.zeros(rigs[1].fabric.limits.row_width, dtype=torch.int32))
+    assert filled[0] == 0
+    return filled[1]
+
+
+@pytest.mark.parametrize("relay", ["never", "always"])
+def test_a_layer_that_was_expected_to_be_left_alone_is_balanced_all_the_same(relay: str) -> None:
+    """In the launch that plans; others send beside it."""
+    setup = Setup(ExpertShape(4, 8, 1), TokenView.OWN, CONFIG.replace(relay=relay))
+    with fresh_run_path() as run_path:
+        filled = run_ranks(turn_out_otherwise, 4, run_path, setup, timeout_seconds=400.0)
+    assert sum(filled) > 0
+
+
 def overlap(rank: int, run_path: Path, setup: Setup) -> list[int]:
     """Replicas that each of two micro-batches read, the second routed before the first computes."""
     search_briefly()
@@ -252,7 +288,7 @@ def test_weights_move_only_where_both_say_that_it_saves_time() -> None:
     assert filled == [0, 0]
 
 
-def outlive(rank: int, run_path: Path) -> tuple[str, bool]:
+def outlive(rank: int, run_path: Path, expects_nothing: bool) -> tuple[str, bool]:
     """What rank 0 is told, and whether its last batch stayed on its masters."""
     search_briefly()
     rig = device_rig(
@@ -260,6 +296,8 @@ def outlive(rank: int, run_path: Path) -> tuple[str, bool]:
     )
     if rank == 1:
         return "", True
+    if expects_nothing:
+        rig.balancer._left_alone = {(0, 0)}
     physical = rig.balancer.route(0, skewed(0), 100)  # gives up waiting, and says so
     stayed = torch.equal(physical, rig.balancer.identity(skewed(0)))
     with pytest.raises(PeerTimeoutError) as told:
@@ -267,9 +305,10 @@ def outlive(rank: int, run_path: Path) -> tuple[str, bool]:
     return str(told.value), stayed
 
 
-def test_a_rank_that_is_gone_is_an_error_at_the_next_layer() -> None:
+@pytest.mark.parametrize("expects_nothing", [False, True])
+def test_a_rank_that_is_gone_is_an_error_at_the_next_layer(expects_nothing: bool) -> None:
     with fresh_run_path() as run_path:
-        (told, stayed), _ = run_ranks(outlive, 2, run_path, timeout_seconds=120.0)
+        (told, stayed), _ = run_ranks(outlive, 2, run_path, expects_nothing, timeout_seconds=120.0)
     assert "gave up waiting for the load exchange" in told
     assert stayed
 

@@ -196,3 +196,14 @@ def test_a_plan_that_does_not_pay_is_not_followed(
     if expected is not Decision.PLANNED:
         followed = identity_plan(loads, shape, 0)
     require_same_plan(found, followed)
+
+
+@pytest.mark.parametrize(("num_slots", "domain_size"), [(0, None), (2, 1)])
+def test_where_nothing_can_be_copied_a_gate_is_not_passed(
+    bench: Bench, num_slots: int, domain_size: int | None
+) -> None:
+    loads = zipf_loads(ExpertShape(4, 16, num_slots), 1.0, 4, 100)
+    on_device, status = torch.from_numpy(loads).to(bench.device), new_status(bench.device)
+    found = plan(on_device, num_slots, 0, status, domain_size=domain_size, gate=Gate())
+    assert found.decision.item() == Decision.UNPROFITABLE
+    require_same_plan(found, identity_plan(loads, ExpertShape(4, 16, num_slots), 0))

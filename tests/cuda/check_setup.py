@@ -46,18 +46,18 @@ def join(rank: int, run_path: Path, view: TokenView, costs: str) -> tuple[CostMo
 
     made: list[DeviceBackend] = []
     waited: set[int] = set()
-    exchange = DeviceFabric.exchange
+    gather = DeviceFabric.gather
 
-    def noted(fabric: DeviceFabric, *arguments: Any, **named: Any) -> torch.Tensor:
-        waited.add(fabric._patience_ns)
-        return exchange(fabric, *arguments, **named)
+    def noted(fabric: DeviceFabric, *arguments: Any) -> torch.Tensor:
+        waited.add(fabric.inboxes.patience_ns)
+        return gather(fabric, *arguments)
 
     def make_backend(_device: torch.device, setup: GroupSetup) -> DeviceBackend:
         made.append(DeviceBackend(setup, driver))
         return made[0]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DeviceFabric, "exchange", noted)
+        patch.setattr(DeviceFabric, "gather", noted)
         joined = BalancedLayers(
             config, shape, view, layers, rank, "test", run_layer, make_backend=make_backend
         )

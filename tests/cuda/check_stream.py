@@ -2,7 +2,7 @@
 
 import torch
 from ultraep_kernels.contract import Decision
-from ultraep_kernels.device.exchange import exchange, inbox_bytes, new_epoch
+from ultraep_kernels.device.exchange import Inboxes, exchange, inbox_bytes, new_epoch
 from ultraep_kernels.device.relays import Sends
 from ultraep_kernels.device.status import DeviceStatus, new_status
 from ultraep_kernels.device.stream import stream
@@ -48,12 +48,13 @@ def test_a_silent_rank_ends_every_wait(bench: Bench) -> None:
     addresses = torch.tensor([inbox.data_ptr() for inbox in inboxes], device=device)
     row = torch.zeros(WIDTH, dtype=torch.int32, device=device)
     epoch, status = new_epoch(device), new_status(device)
-    exchange(row, addresses, 1, epoch, status, patience_ns=20_000)
+    own = Inboxes(addresses, 1, epoch, status, patience_ns=20_000)
+    exchange(row, own)
     assert status.item() == DeviceStatus.EXCHANGE_TIMEOUT
     assert epoch[0] == 1
     pushed = inboxes.clone()
     assert pushed.any()
-    exchange(row + 1, addresses, 1, epoch, status, patience_ns=20_000)
+    exchange(row + 1, own)
     assert epoch[0] == 2
     assert torch.equal(inboxes, pushed), "who has given up may overwrite rows still to be read"
     sends, slot_expert = relaying(ranks)

@@ -70,10 +70,10 @@ def test_tables_lead_to_everybodys_memory() -> None:
             assert (layer.tensors[1][:MASTERS] == index).all()
         flags = [int(address) for address in tables.flag_addresses]
         assert all(flag % 8 == 0 for flag in flags)
-        inboxes = fabric.inboxes.tolist()
+        inboxes = fabric.inboxes.addresses.tolist()
         assert [f - i for f, i in zip(flags, inboxes, strict=True)] == [inbox_bytes(3, WIDTH)] * 3
         signals = inbox_bytes(3, WIDTH) + SLOTS * LIMITS.max_chunks * 8
-        assert not view(driver, fabric.inboxes[2], signals).any()
+        assert not view(driver, fabric.inboxes.addresses[2], signals).any()
     fabric.close()
     pool.close()
     driver.require_clean()
@@ -84,7 +84,7 @@ def test_domains_have_tables_of_the_whole_group() -> None:
     pool, layers = make(driver)
     fabric = DeviceFabric(driver, pool, Mirror(1, 2), 3, 5, LIMITS, domain_size=2)
     assert fabric.domain == range(2, 4)
-    assert fabric.inboxes.shape == (2,)
+    assert fabric.inboxes.addresses.shape == (2,)
     tables = fabric.tables(layers[0])
     for addresses in (tables.pool_addresses, tables.flag_addresses):
         assert [bool(address) for address in addresses] == [False, False, True, True, False]

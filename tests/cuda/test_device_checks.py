@@ -29,7 +29,7 @@ ROWS = {
     "layer-deepseek": ["layer of nothing real"],
     "processes": ["4 processes, direct and relayed", "one of them is killed"],
     "slots": ["slots behind masters"],
-    "balancer": ["balancer"],
+    "balancer": ["balancer", "layer that is left alone"],
     "exchange": ["exchange"],
 }
 NOT_ON_BARE_MACHINES = ("fastapi", "httpx", "prometheus_client", "pydantic", "rich", "scipy")

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from ultraep_kernels.contract import FLAG_BYTES, HEADER_WIDTH
 from ultraep_kernels.device.count import Counted, count
 from ultraep_kernels.device.exchange import (
+    Inboxes,
     exchange,
     inbox_bytes,
     new_epoch,
@@ -100,9 +101,8 @@ def check_exchange(bench: Bench, num_ranks: int, num_experts: int) -> float | No
     epoch, status = new_epoch(device), new_status(device)
 
     row = row_reference(load, unknown, choice, has_load=True)
-    found, microseconds = bench.replayed(
-        lambda: exchange(row, addresses, 0, epoch, status, PATIENCE_NS)
-    )
+    own = Inboxes(addresses, 0, epoch, status, PATIENCE_NS)
+    found, microseconds = bench.replayed(lambda: exchange(row, own))
     expected = posted.view(num_ranks, width).clone()
     expected[0] = row
     require_equal(found, expected, "rows")

@@ -185,7 +185,10 @@ def count_layers(kind: str, batches: int = 2) -> list[HostWork]:
     still_running = mock.patch.object(Page, "is_done", property(lambda _page: False))
     with recorded_streams() as streams, still_running:
         balancer = recorded_balancer(recorder)
-        if kind == "off":  # as the device and the host have found the batch before
+        # as the device and the host have found the batch before
+        if kind == "left_alone":
+            balancer._left_alone = {(layer, 0) for layer in range(LAYERS)}
+        elif kind == "off":
             balancer._decision.fill_(Decision.POLICY_OFF)
             balancer._was_off = True
         for _ in range(batches):
@@ -204,13 +207,16 @@ def count_layers(kind: str, batches: int = 2) -> list[HostWork]:
 
 
 def host_microseconds_per_layer() -> dict[str, float]:
-    """Of a balanced layer and of one in decode, apart from what a launch itself takes."""
+    """Of every kind of layer but those of a batch that is off, apart from what a launch takes."""
     ids, found = torch.zeros((TOKENS, TOP_K), dtype=torch.int32), dict[str, float]()
     no_launches = mock.patch.object(triton.JITFunction, "run", _nothing)
     no_records = mock.patch.object(DeviceBalancer, "_record", _nothing)  # of what nobody wrote
     with no_launches, no_records:
         balancer = recorded_balancer(FakeRecorder())
-        for kind, tokens in (("balanced", TOKENS), ("decode", SMALL - 1)):
+        every_layer = {(layer, 0) for layer in range(LAYERS)}
+        for kind in ("balanced", "left_alone", "decode"):
+            tokens = SMALL - 1 if kind == "decode" else TOKENS
+            balancer._left_alone = every_layer if kind == "left_alone" else set()
             times = []
             for _ in range(100):
                 for layer in range(LAYERS):

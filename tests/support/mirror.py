@@ -93,7 +93,9 @@ def mirrored_balancer(
     num_ranks = rows.shape[0]
     fabric = DeviceFabric(driver, pool, Mirror(0, num_ranks), 0, num_ranks, limits)
     inbox = inbox_bytes(num_ranks, limits.row_width)
-    signals = driver.tensor(int(fabric.inboxes[0]), inbox + pool.num_slots * limits.max_chunks * 8)
+    signals = driver.tensor(
+        int(fabric.inboxes.addresses[0]), inbox + pool.num_slots * limits.max_chunks * 8
+    )
     ends = num_ranks * FLAG_BYTES
     signals[:ends].view(torch.int64).view(num_ranks, -1)[1:, 0] = POSTED
     signals[ends:inbox].view(torch.int32).view(2, num_ranks, -1)[:] = rows

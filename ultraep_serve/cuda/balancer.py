@@ -20,13 +20,14 @@ from ultraep_kernels.device.launch import Launches
 from ultraep_kernels.device.outcome import Outcome, outcome_width, unpack_outcome
 from ultraep_kernels.device.plan import (
     DevicePlan,
+    FollowUp,
     Gate,
     PlanBuffers,
     Sender,
     new_plan_buffers,
     plan,
 )
-from ultraep_kernels.device.reroute import reroute
+from ultraep_kernels.device.reroute import changed_by, new_physical, reroute
 from ultraep_kernels.device.speeds import choose_speeds
 from ultraep_kernels.host.relays import relay_parents
 
@@ -78,7 +79,8 @@ class DeviceBalancer:
 
     Experts are sent and awaited in a stream beside the engine's, which reroutes and dispatches
     meanwhile and joins it where the experts are launched: inside ``expert_clock``, which engines
-    must do. In a CUDA graph it is one stream.
+    must do. In a CUDA graph it is one stream. A layer that was left alone in the batch before takes
+    one launch for its plan and for all that may follow, in the engine's stream.
 
     Records come when the host comes by after the device is done with a batch, at a later ``route``
     or ``computed``; where two batches are on their way, those of a third are lost and counted.
@@ -149,6 +151,7 @@ class DeviceBalancer:
         self._stage_ns: dict[int, tuple[int, list[int]]] = {}  # of a layer: tokens, times
         self._told, self._told_mark = _host_memory(1, device), new_mark(device)
         self._was_off = self._rests = False  # the last batch known, and the one that runs
+        self._left_alone: set[tuple[int, int]] = set()  # layers and micro-batches of the last known
         self._has_begun = False  # whether the batch that runs has exchanged
         self._batch = 0
         self._warned: set[str] = set()
@@ -244,13 +247,17 @@ class DeviceBalancer:
     def warm_up(self) -> None:
         """Compile every kernel, by routing nothing but padding; all ranks together."""
         unlike = {tables.chunks.shape[0]: layer for layer, tables in enumerate(self._tables)}
+        numbers = range(self._shape.num_micro_batches)
+        every = {(layer, number) for layer in unlike.values() for number in numbers}
         for dtype in (torch.int32, torch.int64):  # routers give either
             padding = torch.full((2, 1), -1, dtype=dtype, device=self._device)
             self.identity(padding)
-            for layer in unlike.values():
-                for micro_batch in range(self._shape.num_micro_batches):
+            for expected in (set(), every):
+                self._left_alone = expected
+                for layer, micro_batch in every:
                     self._balance(layer, padding, None, micro_batch, True)
                     self._arriving[micro_batch].side.join()
+        self._left_alone = set()
         self._fabric.require_peers()
 
     def end_loading(self) -> None:
@@ -269,10 +276,17 @@ class DeviceBalancer:
         watch: Lap = note or Unnoted()
         steps = self._steps_of(layer, note, micro_batch, begins)
         found = self._plans[micro_batch].found
-        counted = self._count(topk_ids, begins)
-        watch.lap(Stage.COUNT)
-        steps.exchange.make(lambda: self._exchange(counted, begins))
+        counted = self._count_and_exchange(topk_ids, steps, begins)
         watch.lap(Stage.EXCHANGE)
+        if self._leaves_alone(layer, micro_batch):
+            physical = new_physical(topk_ids)
+            follow_up = self._fabric.follow_up(self._tables[layer], topk_ids, counted, physical)
+            changed = self._plans[micro_batch].changed_by(follow_up)
+            steps.plan_and_follow.make(
+                lambda: self._plan(note, micro_batch, begins, follow_up), **changed
+            )
+            watch.lap(Stage.PLAN)
+            return self._forced(topk_ids, physical, found)
         steps.plan.make(lambda: self._plan(note, micro_batch, begins))
         watch.lap(Stage.PLAN)
         if begins and note is not None and self._turns_out_off(found):
@@ -282,9 +296,19 @@ class DeviceBalancer:
         else:
             with self._arriving[micro_batch].side.fork():
                 steps.replicate.make(lambda: self._replicate(layer, found))
-        physical = self._reroute(topk_ids, counted, found)
+        physical = new_physical(topk_ids)
+        changed = changed_by(topk_ids, counted, physical)
+        steps.reroute.make(lambda: self._reroute(topk_ids, counted, found, physical), **changed)
         watch.lap(Stage.REROUTE)
-        return physical
+        return self._forced(topk_ids, physical, found)
+
+    def _leaves_alone(self, layer: int, micro_batch: int) -> bool:
+        """Whether the device is expected to leave the layer alone, as in the batch before.
+
+        Then one launch plans and does what may follow. Where it turns out otherwise that is all
+        done, but experts are sent before dispatch, not beside it. Ranks need not expect the same.
+        """
+        return (layer, micro_batch) in self._left_alone and not self._was_off
 
     def _steps_of(self, layer: int, note: Note | None, micro_batch: int, begins: bool) -> "_Steps":
         """What was launched when all of this was the same, to be launched again.
@@ -329,31 +353,39 @@ class DeviceBalancer:
         asked = Choice(policy.code, threshold, self._policies.speeds.code, time)
         self._asked[:] = torch.tensor(asked)
 
-    def _count(self, topk_ids: torch.Tensor, begins: bool) -> Counted:
+    def _count_and_exchange(self, topk_ids: torch.Tensor, steps: "_Steps", begins: bool) -> Counted:
+        """And what speeds follow for a new batch."""
         size = 1 << max(0, topk_ids.numel() - 1).bit_length()
         buffers = self._counts_of.get(size)
         if buffers is None:
             if is_capturing(self._device):  # a graph would own them, and set them to 0 in a replay
                 raise ConfigError(f"route {size} ids once before a CUDA graph of it is captured")
             buffers = self._counts_of[size] = self._counts.holding(size)
-        return count(
+        changed = buffers.changed_by(topk_ids, len(self._fabric.domain))
+        steps.count.make(lambda: self._count(topk_ids, buffers, begins), **changed)
+        self._gathered = self._fabric.gather(buffers.counted.row, self._rows)
+        if begins:
+            steps.choose.make(self._choose_speeds)
+        return buffers.counted
+
+    def _count(self, topk_ids: torch.Tensor, buffers: CountBuffers, begins: bool) -> None:
+        count(
             topk_ids,
             self._shape.num_logical_experts,
             choice=self._choice,
             buffers=buffers,
             decision=self._decision,
             begins=begins,
+            inboxes=self._fabric.inboxes,
+            rows=self._rows,
         )
 
-    def _exchange(self, counted: Counted, begins: bool) -> None:
-        """Every rank's row, and what speeds follow for a new batch."""
-        self._gathered = self._fabric.exchange(
-            counted.row, out=self._rows, decision=self._decision, begins=begins
-        )
-        if begins:
-            choose_speeds(self._gathered, self._configured, self._agreed, self._speeds)
+    def _choose_speeds(self) -> None:
+        choose_speeds(self._gathered, self._configured, self._agreed, self._speeds)
 
-    def _plan(self, note: Note | None, micro_batch: int, begins: bool) -> None:
+    def _plan(
+        self, note: Note | None, micro_batch: int, begins: bool, follow_up: FollowUp | None = None
+    ) -> None:
         is_own, experts = self._view is TokenView.OWN, self._shape.num_logical_experts
         rows = self._gathered
         plan(
@@ -369,6 +401,7 @@ class DeviceBalancer:
             outcome=self._spare_outcome if note is None else note.on_device,
             buffers=self._plans[micro_batch],
             begins=begins,
+            follow_up=follow_up,
         )
 
     def _replicate(self, layer: int, found: DevicePlan) -> None:
@@ -381,20 +414,27 @@ class DeviceBalancer:
             decision=found.decision,
         )
 
-    def _reroute(self, topk_ids: torch.Tensor, counted: Counted, found: DevicePlan) -> torch.Tensor:
-        physical = reroute(
+    def _reroute(
+        self, topk_ids: torch.Tensor, counted: Counted, found: DevicePlan, out: torch.Tensor
+    ) -> None:
+        reroute(
             topk_ids,
             found.places,
             self._shape.num_slots,
             counted,
             self._fabric.status,
             decision=found.decision,
+            out=out,
         )
-        if self._config.allow_ideal:
-            forced = forced_ids(topk_ids, self._identity, self._speeds)
-            forced = forced.to(physical.dtype)
-            physical = torch.where(found.decision == Decision.FORCED, forced, physical)
-        return physical
+
+    def _forced(
+        self, topk_ids: torch.Tensor, physical: torch.Tensor, found: DevicePlan
+    ) -> torch.Tensor:
+        """``physical``, or what the decision to force an even load makes of it."""
+        if not self._config.allow_ideal:
+            return physical
+        forced = forced_ids(topk_ids, self._identity, self._speeds).to(physical.dtype)
+        return torch.where(found.decision == Decision.FORCED, forced, physical)
 
     def _record_what_is_done(self) -> None:
         for entry in self._ledger.drain(_RECORDS_AT_ONCE):
@@ -414,6 +454,10 @@ class DeviceBalancer:
             if note.layer == note.micro_batch == 0:
                 self._recorder.count_batch(decision)
             return
+        if decision in (Decision.PLANNED, Decision.FORCED):
+            self._left_alone.discard((note.layer, note.micro_batch))
+        else:
+            self._left_alone.add((note.layer, note.micro_batch))
         if decision is Decision.INCONSISTENT:
             self._warn("ids or loads differ between ranks; inconsistent batches are not balanced")
         before, after = _rank_loads(outcome, decision, shape)
@@ -457,11 +501,14 @@ class DeviceBalancer:
 
 @dataclass(frozen=True)
 class _Steps:
-    """Launches for a layer, but for those that are given ids."""
+    """Launches for a layer."""
 
-    exchange: Launches = field(default_factory=Launches)
+    count: Launches = field(default_factory=Launches)
+    choose: Launches = field(default_factory=Launches)
     plan: Launches = field(default_factory=Launches)
+    plan_and_follow: Launches = field(default_factory=Launches)
     replicate: Launches = field(default_factory=Launches)
+    reroute: Launches = field(default_factory=Launches)
 
 
 class _Arriving:

@@ -14,7 +14,9 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 
 import torch
-from ultraep_kernels.device.exchange import exchange, inbox_bytes, new_epoch
+from ultraep_kernels.device.count import Counted
+from ultraep_kernels.device.exchange import Inboxes, exchange, inbox_bytes, new_epoch
+from ultraep_kernels.device.plan import FollowUp
 from ultraep_kernels.device.relays import Sends, plan_sends
 from ultraep_kernels.device.status import DeviceStatus, new_status
 from ultraep_kernels.device.stream import StreamTables, stream
@@ -108,7 +110,7 @@ class DeviceFabric:
         inbox = inbox_bytes(len(self.domain), limits.row_width)
         with ExitStack() as undo:
             signals, pools = self._map_all(pool, rendezvous, inbox, undo)
-            self.inboxes = self._table(signals)  # (D,) int64 by rank of the domain
+            self._inboxes = self._table(signals)  # (D,) int64 by rank of the domain
             self._flags = self._group_table([address + inbox for address in signals])  # (R,)
             self._pools = self._group_table(pools)  # (R,)
             self._undo = undo.pop_all()
@@ -131,35 +133,25 @@ class DeviceFabric:
             max_chunks=self.limits.max_chunks,
         )
 
-    def exchange(
-        self,
-        row: torch.Tensor,
-        *,
-        out: torch.Tensor | None = None,
-        decision: torch.Tensor | None = None,
-        begins: bool = True,
-    ) -> torch.Tensor:
-        """All ranks' rows (R, W) int32 for this rank's ``row`` (W,), of ``row_width`` int32.
+    @property
+    def inboxes(self) -> Inboxes:
+        """Of the domain, for a launch that exchanges this rank's row, of ``row_width`` int32.
 
-        Later work sees them only once every rank of the domain has finished reading its slots of
-        the epoch before. The rest as for the kernel's ``exchange``; rows of several domains are
-        always gathered, and not written to ``out``, which then holds the domain's.
+        Work after it sees the domain's rows only once every rank of the domain has finished reading
+        its slots of the epoch before.
         """
+        position = self.rank - self.domain.start
+        return Inboxes(self._inboxes, position, self.epoch, self.status, self._patience_ns)
+
+    def gather(self, row: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """(R, W) int32 of all ranks, for this rank's ``row`` and the ``rows`` of its domain."""
+        return rows if self._all_gather_rows is None else self._all_gather_rows.gather(row)
+
+    def exchange(self, row: torch.Tensor) -> torch.Tensor:
+        """All ranks' rows (R, W) int32 for this rank's ``row`` (W,), by a launch of its own."""
         if row.shape != (self.limits.row_width,) or row.dtype != torch.int32:
             raise ValueError(f"{row.shape = } must be ({self.limits.row_width},) int32")
-        position = self.rank - self.domain.start
-        rows = exchange(
-            row,
-            self.inboxes,
-            position,
-            self.epoch,
-            self.status,
-            self._patience_ns,
-            out=out,
-            decision=decision,
-            begins=begins,
-        )
-        return rows if self._all_gather_rows is None else self._all_gather_rows.gather(row)
+        return self.gather(row, exchange(row, self.inboxes))
 
     def sends(self, slot_expert: torch.Tensor, num_masters: int, relay: str) -> Sends:
         """What this rank sends for ``slot_expert`` (R, S); ``relay`` is ``auto``, ``always`` or
@@ -192,6 +184,25 @@ class DeviceFabric:
             self.limits.num_programs,
             decision=decision,
             reported=self.reported,
+        )
+
+    def follow_up(
+        self,
+        layer: StreamTables,
+        topk_ids: torch.Tensor,
+        counted: Counted,
+        physical: torch.Tensor,
+    ) -> FollowUp:
+        """For a plan whose launch does what ``stream`` would, and looks up ``topk_ids`` (T, K)."""
+        return FollowUp(
+            topk_ids,
+            counted,
+            physical,
+            layer,
+            self.epoch,
+            self._patience_ns,
+            self.limits.num_programs,
+            self.reported,
         )
 
     def wait_at_least(self, seconds: float) -> None:

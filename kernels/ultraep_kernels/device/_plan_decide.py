@@ -157,7 +157,7 @@ def survey(
     if HAS_GATE:
         one = before * 0 + 1
         hoped = _saved(before, least, one, one, per_assignment, per_read, per_sent, NUM_MASTERS)
-        decision = tl.where(hoped > 0, decision, UNPROFITABLE)
+        decision = tl.where((hoped > 0) & (LIMIT > 0), decision, UNPROFITABLE)
         if HAS_ROWS:
             asked = tl.load(rows_ptr + _THRESHOLD)
             threshold = tl.where(asked >= _MILLION, asked, threshold)
@@ -204,7 +204,7 @@ def take_winners(
     NUM_MASTERS: tl.constexpr,
     DOMAIN_SIZE: tl.constexpr,
     FIRST: tl.constexpr,
-    LIMIT: tl.constexpr,  # 0: no attempt was made
+    LIMIT: tl.constexpr,
     THRIFTY: tl.constexpr,
     HAS_SPEEDS: tl.constexpr,
     HAS_GATE: tl.constexpr,
@@ -220,20 +220,16 @@ def take_winners(
     sent = before * 0
     received = before * 0
     for domain in range(0, (NUM_RANKS + DOMAIN_SIZE - 1) // DOMAIN_SIZE):
-        winner = before * 0 - 1
-        if LIMIT > 0:
-            row_ptr = keys_ptr + domain * (LIMIT + THRIFTY + 2)
-            winner = _winner(row_ptr, FIRST, LIMIT, THRIFTY, BLOCK_KEYS)
-            if winner >= 0:
-                index = (domain * (LIMIT + THRIFTY) + winner) * 2
-                after = tl.maximum(after, tl.load(reached_ptr + index))
-                received = tl.maximum(received, tl.load(reached_ptr + index + 1))
-                sent = tl.maximum(sent, _sent_of(tl.load(row_ptr + winner)).to(tl.int32))
-            else:
-                worst = tl.load(row_ptr + LIMIT + THRIFTY) >> 32
-                after = tl.maximum(after, worst.to(tl.int32))
+        row_ptr = keys_ptr + domain * (LIMIT + THRIFTY + 2)
+        winner = _winner(row_ptr, FIRST, LIMIT, THRIFTY, BLOCK_KEYS)
+        if winner >= 0:
+            index = (domain * (LIMIT + THRIFTY) + winner) * 2
+            after = tl.maximum(after, tl.load(reached_ptr + index))
+            received = tl.maximum(received, tl.load(reached_ptr + index + 1))
+            sent = tl.maximum(sent, _sent_of(tl.load(row_ptr + winner)).to(tl.int32))
         else:
-            after = before
+            worst = tl.load(row_ptr + LIMIT + THRIFTY) >> 32
+            after = tl.maximum(after, worst.to(tl.int32))
         tl.store(winners_ptr + domain, winner)
     if HAS_GATE:
         link = tl.maximum(sent, received)

@@ -1,4 +1,4 @@
-"""The planner's end, one launch: the plan in full, and what other kernels and the host need of it.
+"""The planner's end: the plan in full, and what other kernels and the host need of it.
 
 One program writes what is in every slot, who sends it (``relays``) and what the host learns
 (``outcome``); the others write, a few experts each, quotas, shares and where the shares' places lie
@@ -14,7 +14,7 @@ from ultraep_kernels.device.outcome import store_outcome
 from ultraep_kernels.device.relays import assign_senders
 from ultraep_kernels.device.reroute import store_places
 
-__all__ = ["finish_kernel"]
+__all__ = ["finish"]
 
 
 @triton.jit
@@ -42,16 +42,14 @@ def _spread(loads, quota, experts, source, NUM_RANKS: tl.constexpr, BLOCK_RANKS:
     return tl.maximum(overlap, 0) + tl.where(is_source, home[:, None], 0)
 
 
-@triton.jit(
-    do_not_specialize=["source", "rank"],
-    do_not_specialize_on_alignment=["outcome_ptr"],  # a line of a page
-)
-def finish_kernel(
+@triton.jit
+def finish(
+    program,  # 0, or one for every BLOCK_EXPERTS experts
+    decision,
     loads_ptr,  # (R, E) integers
     stride_rank,
     expert_load_ptr,  # (E,) int32
     winners_ptr,  # (domains,) int32
-    decision_ptr,  # (1,) int32
     held_ptr,  # (domains, LIMIT + THRIFTY, S, D) int32
     quotas_ptr,  # (domains, LIMIT + THRIFTY, S, D) int32
     slot_expert_ptr,  # (R, ALL_SLOTS) int32, out
@@ -86,9 +84,9 @@ def finish_kernel(
     BLOCK_EXPERTS: tl.constexpr,
     BLOCK_RANKS: tl.constexpr,
 ):
-    decision = tl.load(decision_ptr)
+    """One program's part."""
     attempts: tl.constexpr = LIMIT + THRIFTY
-    if tl.program_id(0) == 0:
+    if program == 0:
         places = tl.arange(0, BLOCK)
         exists = places < NUM_RANKS * ALL_SLOTS
         of_rank: tl.constexpr = ALL_SLOTS if ALL_SLOTS > 0 else 1
@@ -140,7 +138,7 @@ def finish_kernel(
     else:
         if (decision == PLANNED) | (LEAVES_EARLY == 0):
             ranks = tl.arange(0, BLOCK_RANKS)
-            experts = (tl.program_id(0) - 1) * BLOCK_EXPERTS + tl.arange(0, BLOCK_EXPERTS)
+            experts = (program - 1) * BLOCK_EXPERTS + tl.arange(0, BLOCK_EXPERTS)
             is_expert = experts < NUM_RANKS * NUM_MASTERS
             owner = experts // NUM_MASTERS
             is_owner = ranks[None, :] == owner[:, None]

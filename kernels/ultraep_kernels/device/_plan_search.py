@@ -1,11 +1,11 @@
-"""The planner's search, one launch: sum the loads, survey them, attempt, take the best.
+"""The planner's search: sum the loads, survey them, attempt, take the best.
 
 Programs that add up loads come first; the last of them to arrive surveys (``_plan_decide``), and a
 layer that can be left alone is. Then one program makes each attempt: those of the first wave and
 the thrifty ones, then those of the second, which return at once where the first reached the goal.
-Whoever arrives last takes the winners. An attempt leaves a key that sorts attempts by what the
-planner minimises: the busiest rank's time (not below the goal), the replicas sent by one rank, the
-replicas.
+Whoever arrives last takes the winners, and what was decided stands. An attempt leaves a key that
+sorts attempts by what the planner minimises: the busiest rank's time (not below the goal), the
+replicas sent by one rank, the replicas.
 """
 
 import triton
@@ -15,11 +15,13 @@ from ultraep_kernels.device._decisions import PLANNED, is_off
 from ultraep_kernels.device._plan_attempt import attempt, count_replicas, relax
 from ultraep_kernels.device._plan_decide import NO_KEY, rank_loads, survey, take_winners
 from ultraep_kernels.device._plan_times import busiest, speeds_of
-from ultraep_kernels.device._turns import arrive, await_arrivals, take_turn
+from ultraep_kernels.device._turns import arrive, await_arrivals
 
-__all__ = ["COUNTERS", "search_kernel"]
+__all__ = ["await_decision", "search"]
 
-COUNTERS = 8  # int32 of turns and arrivals
+# arrivals, each a counter of the launch
+_SUMMED, _SURVEYED, _FIRST_WAVE = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+_ATTEMPTED, _DECIDED = tl.constexpr(4), tl.constexpr(5)
 
 
 @triton.jit
@@ -149,8 +151,9 @@ def _attempt(
     tl.store(row_ptr + number, key)
 
 
-@triton.jit(do_not_specialize=["begins"])
-def search_kernel(
+@triton.jit
+def search(
+    turn,  # of this program, below NUM_SUMS and the number of attempts of all domains
     loads_ptr,  # (R, E) integers
     stride_rank,
     expert_load_ptr,  # (E,) int32, out
@@ -164,7 +167,7 @@ def search_kernel(
     winners_ptr,  # (domains,) int32, out
     decision_ptr,  # (1,) int32, in: of the layer before; out
     status_ptr,  # (1,) int32
-    turns_ptr,  # (COUNTERS,) int32: turns; arrivals: sums, the survey, the first wave, all
+    turns_ptr,  # counters of the launch
     threshold,
     per_assignment,
     per_read,
@@ -184,7 +187,6 @@ def search_kernel(
     HAS_SPEEDS: tl.constexpr,
     HAS_ROWS: tl.constexpr,
     HAS_GATE: tl.constexpr,
-    COUNTERS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     BLOCK_ALL_EXPERTS: tl.constexpr,
     BLOCK_ALL_RANKS: tl.constexpr,
@@ -194,7 +196,7 @@ def search_kernel(
     BLOCK_MASTERS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
 ):
-    turn = take_turn(turns_ptr)
+    """One program's part."""
     if turn < NUM_SUMS:
         rests = is_off(decision_ptr, begins, HAS_ROWS)
         if rests == 0:
@@ -208,7 +210,7 @@ def search_kernel(
                 BLOCK_ALL_RANKS,
                 BLOCK_COLUMNS,
             )
-        if arrive(turns_ptr + 1) == NUM_SUMS - 1:
+        if arrive(turns_ptr + _SUMMED) == NUM_SUMS - 1:
             if rests == 0:
                 survey(
                     expert_load_ptr,
@@ -235,74 +237,83 @@ def search_kernel(
                     BLOCK_ALL_RANKS,
                     BLOCK_MASTERS,
                 )
-            arrive(turns_ptr + 2)
-    else:
-        if LIMIT > 0:
-            await_arrivals(turns_ptr + 2, 1)
-            first_wave: tl.constexpr = NUM_DOMAINS * (FIRST + THRIFTY)
-            index = turn - NUM_SUMS
-            is_second = index >= first_wave
-            # thrifty attempts are made with the first wave, and numbered after the second
-            early = index % (FIRST + THRIFTY)
-            early = tl.where(early < FIRST, early, early - FIRST + LIMIT)
-            late = FIRST + (index - first_wave) % (LIMIT - FIRST)
-            domain = tl.where(
-                is_second, (index - first_wave) // (LIMIT - FIRST), index // (FIRST + THRIFTY)
-            )
-            if tl.load(decision_ptr) == PLANNED:
-                if is_second:
-                    await_arrivals(turns_ptr + 3, first_wave)
-                _attempt(
-                    domain,
-                    tl.where(is_second, late, early),
-                    is_second,
-                    expert_load_ptr,
-                    speeds_ptr,
-                    keys_ptr,
-                    held_ptr,
-                    quotas_ptr,
-                    reached_ptr,
-                    NUM_RANKS,
-                    NUM_MASTERS,
-                    NUM_SLOTS,
-                    DOMAIN_SIZE,
-                    GRAIN,
-                    FIRST,
-                    LIMIT,
-                    THRIFTY,
-                    SWEEPS,
-                    HAS_SPEEDS,
-                    BLOCK_ALL_RANKS,
-                    BLOCK_EXPERTS,
-                    BLOCK_RANKS,
-                    BLOCK_SLOTS,
-                    BLOCK_MASTERS,
-                    BLOCK_KEYS,
-                )
-            if is_second == 0:
-                arrive(turns_ptr + 3)
-    if arrive(turns_ptr + 4) == NUM_SUMS + NUM_DOMAINS * (LIMIT + THRIFTY) - 1:
-        tl.store(turns_ptr + tl.arange(0, COUNTERS), tl.zeros((COUNTERS,), tl.int32))
+            arrive(turns_ptr + _SURVEYED)
+    elif LIMIT > 0:
+        await_arrivals(turns_ptr + _SURVEYED, 1)
+        first_wave: tl.constexpr = NUM_DOMAINS * (FIRST + THRIFTY)
+        index = turn - NUM_SUMS
+        is_second = index >= first_wave
+        # thrifty attempts are made with the first wave, and numbered after the second
+        early = index % (FIRST + THRIFTY)
+        early = tl.where(early < FIRST, early, early - FIRST + LIMIT)
+        late = FIRST + (index - first_wave) % (LIMIT - FIRST)
+        domain = tl.where(
+            is_second, (index - first_wave) // (LIMIT - FIRST), index // (FIRST + THRIFTY)
+        )
         if tl.load(decision_ptr) == PLANNED:
-            take_winners(
+            if is_second:
+                await_arrivals(turns_ptr + _FIRST_WAVE, first_wave)
+            _attempt(
+                domain,
+                tl.where(is_second, late, early),
+                is_second,
                 expert_load_ptr,
                 speeds_ptr,
                 keys_ptr,
+                held_ptr,
+                quotas_ptr,
                 reached_ptr,
-                winners_ptr,
-                decision_ptr,
-                per_assignment,
-                per_read,
-                per_sent,
                 NUM_RANKS,
                 NUM_MASTERS,
+                NUM_SLOTS,
                 DOMAIN_SIZE,
+                GRAIN,
                 FIRST,
                 LIMIT,
                 THRIFTY,
+                SWEEPS,
                 HAS_SPEEDS,
-                HAS_GATE,
                 BLOCK_ALL_RANKS,
+                BLOCK_EXPERTS,
+                BLOCK_RANKS,
+                BLOCK_SLOTS,
                 BLOCK_MASTERS,
                 BLOCK_KEYS,
             )
+            if is_second == 0:
+                arrive(turns_ptr + _FIRST_WAVE)
+            if arrive(turns_ptr + _ATTEMPTED) == NUM_DOMAINS * (LIMIT + THRIFTY) - 1:
+                take_winners(
+                    expert_load_ptr,
+                    speeds_ptr,
+                    keys_ptr,
+                    reached_ptr,
+                    winners_ptr,
+                    decision_ptr,
+                    per_assignment,
+                    per_read,
+                    per_sent,
+                    NUM_RANKS,
+                    NUM_MASTERS,
+                    DOMAIN_SIZE,
+                    FIRST,
+                    LIMIT,
+                    THRIFTY,
+                    HAS_SPEEDS,
+                    HAS_GATE,
+                    BLOCK_ALL_RANKS,
+                    BLOCK_MASTERS,
+                    BLOCK_KEYS,
+                )
+                arrive(turns_ptr + _DECIDED)
+
+
+@triton.jit
+def await_decision(decision_ptr, turns_ptr, HAS_ATTEMPTS: tl.constexpr):
+    """What the search comes to, for programs behind it; a layer left alone is known earlier."""
+    await_arrivals(turns_ptr + _SURVEYED, 1)
+    decision = tl.load(decision_ptr)
+    if (decision == PLANNED) & HAS_ATTEMPTS:
+        await_arrivals(turns_ptr + _DECIDED, 1)
+        decision = tl.load(decision_ptr)
+    return decision

@@ -2,10 +2,12 @@
 
 One launch: a histogram per block of ids, then for every expert a running sum over the blocks. The
 sum ends in the load; its partial sums give ``reroute`` how many assignments of an expert precede a
-block. Where the layer's row is wanted, the last program to arrive writes it.
+block. Where the layer's row is wanted, the last program to arrive writes it; where it is to be
+exchanged, further programs of the launch do that (``exchange``).
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import triton
@@ -14,7 +16,7 @@ import triton.language as tl
 from ultraep_kernels.contract import HEADER_WIDTH
 from ultraep_kernels.device._decisions import is_off
 from ultraep_kernels.device._turns import arrive, await_arrivals, take_turn
-from ultraep_kernels.device.exchange import fill_row
+from ultraep_kernels.device.exchange import Inboxes, exchange_program, fill_row, row_block
 from ultraep_kernels.device.launch import launch
 
 __all__ = ["BLOCK_IDS", "CountBuffers", "Counted", "blocks_of", "count", "new_count_buffers"]
@@ -46,6 +48,18 @@ class CountBuffers:
         """The same for at most ``num_ids`` ids."""
         before = self.counted.before.new_empty((blocks_of(num_ids), self.total.numel()))
         return replace(self, counted=replace(self.counted, before=before))
+
+    def changed_by(self, topk_ids: torch.Tensor, num_ranks: int) -> dict[str, Any]:
+        """What ``Launches`` of a count take anew for other ids; R of the exchange, 0: none."""
+        ids = topk_ids.reshape(-1)
+        num_blocks = blocks_of(ids.numel())
+        return {
+            "grid": (num_blocks + _num_sums(self.total.numel()) + 2 * num_ranks,),
+            "ids_ptr": ids,
+            "counts_ptr": self.counted.before,
+            "num_ids": ids.numel(),
+            "num_blocks": num_blocks,
+        }
 
 
 @triton.jit
@@ -97,16 +111,22 @@ def _add_up_columns(
     do_not_specialize_on_alignment=["ids_ptr"],
 )
 def _count_kernel(
-    ids_ptr,  # (N,) int32 or int64
-    counts_ptr,  # (B, E + 1) int32; the last column counts unknown ids
     total_ptr,  # (E + 1,) int32
     row_ptr,  # (W,) int32, out; not written without HAS_ROW
     choice_ptr,  # (4,) int32: policy, threshold, speeds, time
     decision_ptr,  # (1,) int32: of the layer before; not read without HAS_DECISION
-    turns_ptr,  # (4,) int32: turns, blocks and columns that have arrived
+    turns_ptr,  # (4,) int32: turns; arrivals: blocks, columns, the row
+    inboxes_ptr,  # (R,) int64; this and the next five are not read without HAS_EXCHANGE
+    rows_ptr,  # (R, W) int32, out
+    epoch_ptr,  # (2,) int64
+    status_ptr,  # (1,) int32
+    rank,
+    patience_ns,
+    begins,  # whether the layer is its batch's first
+    ids_ptr,  # (N,) int32 or int64
+    counts_ptr,  # (B, E + 1) int32; the last column counts unknown ids
     num_ids,
     num_blocks,
-    begins,  # whether the layer is its batch's first
     NUM_EXPERTS: tl.constexpr,
     NUM_BINS: tl.constexpr,  # a power of two, at least E
     BLOCK: tl.constexpr,
@@ -117,14 +137,19 @@ def _count_kernel(
     HAS_ROW: tl.constexpr,
     HAS_LOAD: tl.constexpr,
     HAS_DECISION: tl.constexpr,
+    HAS_EXCHANGE: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
 ):
     if is_off(decision_ptr, begins, HAS_DECISION):
         return
     turn = take_turn(turns_ptr)
+    is_last = turn < 0  # of the launch
     if turn < num_blocks:
         _count_block(ids_ptr, counts_ptr, turn, num_ids, NUM_EXPERTS, NUM_BINS, BLOCK)
         arrive(turns_ptr + 1)
-    else:
+    elif turn < num_blocks + NUM_SUMS:
         await_arrivals(turns_ptr + 1, num_blocks)
         first_column = (turn - num_blocks) * BLOCK_COLUMNS
         _add_up_columns(
@@ -137,14 +162,41 @@ def _count_kernel(
             BLOCK_ROWS,
         )
         if arrive(turns_ptr + 2) == NUM_SUMS - 1:
-            tl.store(turns_ptr + tl.arange(0, 4), tl.zeros((4,), tl.int32))
             if HAS_ROW:
                 fill_row(total_ptr, choice_ptr, row_ptr, NUM_EXPERTS, HAS_LOAD, BLOCK_EXPERTS)
+            if HAS_EXCHANGE:
+                arrive(turns_ptr + 3)
+            else:
+                is_last = turn >= 0
+    elif HAS_EXCHANGE:
+        program = turn - num_blocks - NUM_SUMS
+        if program < NUM_RANKS:
+            await_arrivals(turns_ptr + 3, 1)
+        is_last = exchange_program(
+            program,
+            row_ptr,
+            inboxes_ptr,
+            rows_ptr,
+            epoch_ptr,
+            status_ptr,
+            rank,
+            patience_ns,
+            NUM_RANKS,
+            WIDTH,
+            BLOCK_WIDTH,
+        )
+    if is_last:
+        tl.store(turns_ptr + tl.arange(0, 4), tl.zeros((4,), tl.int32))
 
 
 def blocks_of(num_ids: int) -> int:
     """Programs that count so many ids, or look them up."""
     return max(1, -(-num_ids // BLOCK_IDS))
+
+
+def _num_sums(num_columns: int) -> int:
+    """Programs of the running sum."""
+    return -(-num_columns // _BLOCK_COLUMNS)
 
 
 def new_count_buffers(
@@ -181,6 +233,8 @@ def count(
     buffers: CountBuffers | None = None,
     decision: torch.Tensor | None = None,
     begins: bool = True,
+    inboxes: Inboxes | None = None,
+    rows: torch.Tensor | None = None,
 ) -> Counted:
     """Load per logical expert; twin ``host.count.count``, of the row ``exchange.row_reference``.
 
@@ -192,40 +246,51 @@ def count(
         buffers: to write to, for so many ids or more.
         decision: (1,) int32 of the layer before: where it says that the batch's policy is off,
             nothing is done, but in the layer with which the batch ``begins``.
-        begins: whether this is that layer.
+        begins: whether this is that layer; the same on every rank.
+        inboxes: through which the row is exchanged; None where it is not. Rows that did not arrive
+            are garbage, and if a wait was given up before, the row is not pushed.
+        rows: (R, W) int32, with ``inboxes``: where all ranks' rows are written to.
     """
     if topk_ids.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"{topk_ids.dtype = } must be int32 or int64")
-    ids = topk_ids.reshape(-1)
-    num_blocks = blocks_of(ids.numel())
     own = buffers or new_count_buffers(
-        ids.numel(), num_logical_experts, ids.device, has_load=has_load
+        topk_ids.numel(), num_logical_experts, topk_ids.device, has_load=has_load
     )
-    num_sums = -(-(num_logical_experts + 1) // _BLOCK_COLUMNS)
     power = 1 << (num_logical_experts - 1).bit_length()  # triton's own functions are slow
+    row = own.counted.row
+    width, num_ranks = row.numel(), 0 if inboxes is None else inboxes.addresses.numel()
+    assert inboxes is None or (choice is not None and rows is not None), "nothing to exchange"
+    changed = own.changed_by(topk_ids, num_ranks)
     launch(
         _count_kernel,
-        (num_blocks + num_sums,),
-        ids,
-        own.counted.before,
+        changed.pop("grid"),
         own.total,
-        own.counted.row,
+        row,
         own.turns if choice is None else choice,
         own.turns if decision is None else decision,
         own.turns,
-        ids.numel(),
-        num_blocks,
+        own.turns if inboxes is None else inboxes.addresses,
+        own.turns if rows is None else rows,
+        own.turns if inboxes is None else inboxes.epoch,
+        own.turns if inboxes is None else inboxes.status,
+        0 if inboxes is None else inboxes.rank,
+        0 if inboxes is None else inboxes.patience_ns,
         int(begins),
+        **changed,
         NUM_EXPERTS=num_logical_experts,
         NUM_BINS=power,
         BLOCK=BLOCK_IDS,
         BLOCK_COLUMNS=_BLOCK_COLUMNS,
         BLOCK_ROWS=_BLOCK_ROWS,
         BLOCK_EXPERTS=max(32, power),
-        NUM_SUMS=num_sums,
+        NUM_SUMS=_num_sums(num_logical_experts + 1),
         HAS_ROW=choice is not None,
-        HAS_LOAD=own.counted.row.numel() > HEADER_WIDTH,
+        HAS_LOAD=width > HEADER_WIDTH,
         HAS_DECISION=decision is not None,
+        HAS_EXCHANGE=inboxes is not None,
+        NUM_RANKS=num_ranks,
+        WIDTH=width,
+        BLOCK_WIDTH=row_block(width),
         num_warps=4,
     )
     return own.counted

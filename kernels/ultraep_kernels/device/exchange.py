@@ -4,17 +4,20 @@
 where ranks have tokens of their own, the load. Rank 0's policy, threshold and speeds count, of the
 others everybody's.
 
-``exchange`` is one launch. The first R programs push this rank's row into one peer's inbox each and
-raise a flag there; the last R wait for one peer's row each and copy it out. It is also the fence:
-the launch follows, in stream order, the expert kernel of the layer before, so whoever has read a
-rank's row may overwrite that rank's replica slots. Inboxes hold every row twice, by parity of the
-epoch: a rank pushes epoch n + 2 only after everybody pushed n + 1, hence finished reading n. A rank
-that has given up a wait no longer knows that, and pushes nothing any more: the others give up too.
+It is the end of the launch that counts, or a launch of its own. R programs push this rank's row
+into one peer's inbox each and raise a flag there; R more wait for one peer's row each and copy it
+out. It is also the fence: the launch follows, in stream order, the expert kernel of the layer
+before, so whoever has read a rank's row may overwrite that rank's replica slots. Inboxes hold every
+row twice, by parity of the epoch: a rank pushes epoch n + 2 only after everybody pushed n + 1,
+hence finished reading n. A rank that has given up a wait no longer knows that, and pushes nothing
+any more: the others give up too.
 
 The epoch is counted on the device, so that a captured graph can be replayed. Waits of a program are
 for pushes of lower-numbered programs, so programs may also run one after another. Twin:
 ``host.exchange``.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -30,16 +33,18 @@ from ultraep_kernels.contract import (
     TIME,
     UNKNOWN,
 )
-from ultraep_kernels.device._decisions import is_off
 from ultraep_kernels.device._signals import post, wait
 from ultraep_kernels.device.launch import launch
 from ultraep_kernels.device.status import EXCHANGE_TIMEOUT, TIMEOUTS
 
 __all__ = [
+    "Inboxes",
     "exchange",
+    "exchange_program",
     "fill_row",
     "inbox_bytes",
     "new_epoch",
+    "row_block",
     "row_reference",
 ]
 
@@ -57,25 +62,31 @@ def _row_address(inboxes_ptr, owner, sender, epoch, NUM_RANKS: tl.constexpr, WID
     return tl.load(inboxes_ptr + owner) + NUM_RANKS * _FLAG_BYTES + index * (WIDTH * 4)
 
 
-@triton.jit(do_not_specialize=["begins"])
-def _exchange_kernel(
+class Inboxes(NamedTuple):
+    """Where a rank's row goes, and whence everybody's comes."""
+
+    addresses: torch.Tensor  # (R,) int64 of all ranks' inboxes as mapped here, 8-byte aligned
+    rank: int  # this one
+    epoch: torch.Tensor  # (2,) int64, from ``new_epoch``; all ranks start and count alike
+    status: torch.Tensor  # (1,) int32; EXCHANGE_TIMEOUT where a row did not arrive
+    patience_ns: int  # nanoseconds after which a wait is given up
+
+
+@triton.jit
+def exchange_program(
+    program,  # of 2 * R; those that push come first
     row_ptr,  # (W,) int32
     inboxes_ptr,  # (R,) int64: address of every rank's inbox
     out_ptr,  # (R, W) int32
     epoch_ptr,  # (2,) int64: the epoch before this one, programs finished so far
     status_ptr,  # (1,) int32
-    decision_ptr,  # (1,) int32: of the layer before; not read without HAS_DECISION
     rank,
     patience_ns,
-    begins,  # whether the layer is its batch's first
     NUM_RANKS: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
-    HAS_DECISION: tl.constexpr,
 ):
-    if is_off(decision_ptr, begins, HAS_DECISION):
-        return
-    program = tl.program_id(0)
+    """One program's part; whether it is the last to finish, when the epoch has been counted."""
     epoch = tl.load(epoch_ptr) + 1
     peer = program % NUM_RANKS
     columns = tl.arange(0, BLOCK)
@@ -93,8 +104,38 @@ def _exchange_kernel(
         row = tl.load(address.to(tl.pointer_type(tl.int32)) + columns, mask=mask, other=0)
         tl.store(out_ptr + peer * WIDTH + columns, row, mask=mask)
     finished = tl.atomic_add(epoch_ptr + 1, 1) + 1
-    if finished % (2 * NUM_RANKS) == 0:  # the last program: all others have read the epoch
+    is_last = finished % (2 * NUM_RANKS) == 0  # all others have read the epoch
+    if is_last:
         tl.store(epoch_ptr, epoch)
+    return is_last
+
+
+@triton.jit
+def _exchange_kernel(
+    row_ptr,
+    inboxes_ptr,
+    out_ptr,
+    epoch_ptr,
+    status_ptr,
+    rank,
+    patience_ns,
+    NUM_RANKS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    exchange_program(
+        tl.program_id(0),
+        row_ptr,
+        inboxes_ptr,
+        out_ptr,
+        epoch_ptr,
+        status_ptr,
+        rank,
+        patience_ns,
+        NUM_RANKS,
+        WIDTH,
+        BLOCK,
+    )
 
 
 def inbox_bytes(num_ranks: int, width: int) -> int:
@@ -107,54 +148,34 @@ def new_epoch(device: torch.device | str) -> torch.Tensor:
     return torch.zeros(2, dtype=torch.int64, device=device)
 
 
-def exchange(
-    row: torch.Tensor,
-    inboxes: torch.Tensor,
-    rank: int,
-    epoch: torch.Tensor,
-    status: torch.Tensor,
-    patience_ns: int,
-    *,
-    out: torch.Tensor | None = None,
-    decision: torch.Tensor | None = None,
-    begins: bool = True,
-) -> torch.Tensor:
-    """All ranks' rows (R, W) int32 of the next epoch; advances ``epoch``.
+def exchange(row: torch.Tensor, inboxes: Inboxes) -> torch.Tensor:
+    """All ranks' rows (R, W) int32 of the next epoch, which is counted; ``row`` (W,) int32.
 
-    Args:
-        row: (W,) int32, this rank's contribution.
-        inboxes: (R,) int64, addresses of all ranks' inboxes as mapped here, 8-byte aligned.
-        rank: this rank.
-        epoch: (2,) int64, from ``new_epoch``; all ranks start and count alike.
-        status: (1,) int32; EXCHANGE_TIMEOUT where a row did not arrive, which then is garbage. If a
-            wait was given up before, the row is not pushed.
-        patience_ns: nanoseconds after which a wait is given up.
-        out: (R, W) int32 to write to and to return.
-        decision: as for ``count``; where it says so, there is no exchange and no new epoch.
-        begins: as for ``count``; the same on every rank.
+    Rows that did not arrive are garbage. If a wait was given up before, the row is not pushed.
     """
-    num_ranks, width = inboxes.numel(), row.numel()
-    if out is None:
-        out = torch.empty((num_ranks, width), dtype=torch.int32, device=row.device)
+    num_ranks, width = inboxes.addresses.numel(), row.numel()
+    out = torch.empty((num_ranks, width), dtype=torch.int32, device=row.device)
     launch(
         _exchange_kernel,
         (2 * num_ranks,),
         row,
-        inboxes,
+        inboxes.addresses,
         out,
-        epoch,
-        status,
-        status if decision is None else decision,
-        rank,
-        patience_ns,
-        int(begins),
+        inboxes.epoch,
+        inboxes.status,
+        inboxes.rank,
+        inboxes.patience_ns,
         NUM_RANKS=num_ranks,
         WIDTH=width,
-        BLOCK=triton.next_power_of_2(width),
-        HAS_DECISION=decision is not None,
+        BLOCK=row_block(width),
         num_warps=4,
     )
     return out
+
+
+def row_block(width: int) -> int:
+    """Columns of a program that copies rows of so many int32."""
+    return 1 << (width - 1).bit_length()
 
 
 @triton.jit

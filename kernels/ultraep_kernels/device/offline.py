@@ -85,8 +85,8 @@ def compile_launch(launch: Launch, arch: int) -> KernelFacts:
     for position, (parameter, name) in enumerate(
         zip(function.params, function.arg_names, strict=True)
     ):
-        value = launch.arguments[name]
-        if parameter.is_constexpr:
+        value = launch.arguments.get(name, parameter.default)
+        if parameter.is_constexpr or value is None:  # a constant of the launch
             signature[name], constants[name] = "constexpr", value
         elif isinstance(value, torch.Tensor):
             signature[name] = _TYPES[value.dtype]

@@ -1,28 +1,40 @@
 """plan: loads (R, E) and speeds -> slot_expert, quota and this rank's share; the quota planner.
 
-Two launches: the search (``_plan_search``), which ends early where a layer is left alone, and what
-writes the plan out (``_plan_finish``), with all that stages after it need. Twin:
-``host.plan.plan``.
+One launch (``_plan_kernel``): the search, which ends early where a layer is left alone, and what
+writes the plan out, with all that stages after it need. It may follow the plan as well: a layer for
+which nothing is expected to come of it then takes no launch more. Twin: ``host.plan.plan``.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 
 from ultraep_kernels.contract import Search, search_of
-from ultraep_kernels.device._plan_finish import finish_kernel
-from ultraep_kernels.device._plan_search import COUNTERS, search_kernel
+from ultraep_kernels.device._plan_kernel import COUNTERS, plan_kernel
+from ultraep_kernels.device.count import BLOCK_IDS, Counted, blocks_of
 from ultraep_kernels.device.launch import launch
 from ultraep_kernels.device.relays import Sends, new_sends, relay_constants
 from ultraep_kernels.device.reroute import Places, new_places
+from ultraep_kernels.device.stream import StreamTables
 
-__all__ = ["DevicePlan", "Gate", "PlanBuffers", "Sender", "new_plan_buffers", "plan"]
+__all__ = [
+    "DevicePlan",
+    "FollowUp",
+    "Gate",
+    "PlanBuffers",
+    "Sender",
+    "new_plan_buffers",
+    "plan",
+]
 
 _BLOCK_COLUMNS = 32  # experts per program of the sum
 _BLOCK_MASTERS = 8  # of every rank, added at a time
 _BLOCK_EXPERTS = 4  # per program that writes the plan out
+_TILE_IDS = 16  # compared with those of a block at a time, by a program of one warp
+_BLOCK_WORDS = 1024  # of 4 bytes, per step of a copy by one
+_BLOCK_FLAGS = 256  # looked at together
 
 
 @dataclass(frozen=True)
@@ -44,6 +56,19 @@ class Sender(NamedTuple):
 
     rank: int
     relay: str  # as for ``relays.plan_sends``
+
+
+class FollowUp(NamedTuple):
+    """What follows a plan where no other launch does: ids are looked up, experts sent, awaited."""
+
+    ids: torch.Tensor  # (T, K) int32 or int64, logical
+    counted: Counted  # of these ids
+    physical: torch.Tensor  # (T, K) of their type, out
+    tables: StreamTables  # of the layer
+    epoch: torch.Tensor  # (2,) int64 as the exchange left it
+    patience_ns: int  # nanoseconds after which a wait is given up
+    num_programs: int  # of senders and of relays
+    reported: torch.Tensor  # (1,) int32 in page-locked memory: the status of a wait given up
 
 
 @dataclass(frozen=True)
@@ -76,16 +101,22 @@ class _Sizes(NamedTuple):
 
     @property
     def num_domains(self) -> int:
-        return int(triton.cdiv(self.num_ranks, self.domain_size))
+        return -(-self.num_ranks // self.domain_size)
 
-    def shape(self) -> dict[str, int]:
-        return {
-            "NUM_RANKS": self.num_ranks,
-            "NUM_MASTERS": self.num_masters,
-            "DOMAIN_SIZE": self.domain_size,
-            "LIMIT": self.limit,
-            "THRIFTY": self.thrifty,
-        }
+    @property
+    def num_sums(self) -> int:
+        """Programs that add up loads."""
+        return -(-self.num_experts // _BLOCK_COLUMNS)
+
+    @property
+    def num_finished(self) -> int:
+        """Programs that write the plan out."""
+        return 1 + -(-self.num_experts // _BLOCK_EXPERTS)
+
+    @property
+    def num_programs(self) -> int:
+        """Of a launch that does not follow the plan."""
+        return self.num_sums + self.num_domains * (self.limit + self.thrifty) + self.num_finished
 
 
 class _Attempts(NamedTuple):
@@ -107,6 +138,20 @@ class PlanBuffers:
     found: DevicePlan
     attempts: _Attempts
     first_slot: int  # of a rank's, from which ``sizes.num_slots`` are planned for
+
+    def changed_by(self, follow_up: FollowUp) -> dict[str, Any]:
+        """What ``Launches`` of a plan that is followed take anew for other ids."""
+        ids, num_slots = follow_up.ids.reshape(-1), self.found.slot_expert.shape[1]
+        num_blocks = blocks_of(ids.numel())
+        senders = 2 * follow_up.num_programs if num_slots else 0
+        return {
+            "grid": (self.sizes.num_programs + num_blocks + senders + max(1, num_slots),),
+            "ids_ptr": ids,
+            "before_ptr": follow_up.counted.before,
+            "out_ptr": follow_up.physical,
+            "num_ids": ids.numel(),
+            "num_blocks": num_blocks,
+        }
 
 
 def new_plan_buffers(
@@ -146,6 +191,7 @@ def plan(
     outcome: torch.Tensor | None = None,
     buffers: PlanBuffers | None = None,
     begins: bool = True,
+    follow_up: FollowUp | None = None,
 ) -> DevicePlan:
     """Plan one layer of one batch: the same slots and quotas on every rank, as on CPU.
 
@@ -171,6 +217,7 @@ def plan(
             for a plan that is followed only.
         begins: without it, and with rows, the decision of the layer before is in ``buffers``:
             where it says that the batch's policy is off, it stays so and nothing is planned.
+        follow_up: what the launch is to do as well, as ``reroute`` and ``stream`` would.
 
     Raises:
         ValueError: E is no multiple of R, or a row's experts do not lie side by side.
@@ -182,8 +229,89 @@ def plan(
         num_ranks, num_experts, num_replica_slots, loads.device, domain_size=domain_size
     )
     assert begins or buffers is not None, "nothing is known of the layer before"
-    _search(own, loads, status, speeds, gate, rows, begins)
-    _finish(own, loads, source_rank, sender, rows, speeds, outcome, buffers is not None)
+    sizes, found, attempts, limits = own.sizes, own.found, own.attempts, gate or Gate()
+    search, num_ranks = sizes.search, sizes.num_ranks
+    all_slots = found.slot_expert.shape[1]
+    changed = own.changed_by(follow_up) if follow_up else {"grid": (sizes.num_programs,)}
+    relay = sender.relay if sender else "never"
+    constants = relay_constants(num_ranks, all_slots, relay, sizes.domain_size)
+    places = constants.pop("BLOCK")
+    launch(
+        plan_kernel,
+        changed.pop("grid"),
+        loads,
+        loads.stride(0),
+        found.expert_load,
+        found.expert_load if speeds is None else speeds,
+        attempts.keys,
+        attempts.held,
+        attempts.quotas,
+        attempts.reached,
+        found.expert_load if rows is None else rows,
+        0 if rows is None else rows.stride(0),
+        attempts.winners,
+        found.decision,
+        status,
+        attempts.turns,
+        round(limits.max_imbalance * 10**6),
+        limits.per_assignment,
+        limits.per_expert_read,
+        limits.per_expert_sent,
+        int(begins),
+        found.slot_expert,
+        found.quota,
+        found.share,
+        found.places.ends,
+        found.places.physical,
+        found.places.stride,
+        found.sends.parents,
+        found.sends.tasks,
+        found.sends.turn,
+        found.expert_load if outcome is None else outcome,
+        source_rank,
+        sender.rank if sender else 0,
+        **changed,
+        **(_tables_of(follow_up) if follow_up else {}),
+        NUM_RANKS=num_ranks,
+        NUM_MASTERS=sizes.num_masters,
+        NUM_SLOTS=sizes.num_slots,
+        DOMAIN_SIZE=sizes.domain_size,
+        GRAIN=search.grain,
+        FIRST=search.first,
+        LIMIT=sizes.limit,
+        THRIFTY=sizes.thrifty,
+        SWEEPS=search.sweeps,
+        NUM_SUMS=sizes.num_sums,
+        NUM_DOMAINS=sizes.num_domains,
+        HAS_SPEEDS=speeds is not None,
+        HAS_ROWS=rows is not None,
+        HAS_GATE=gate is not None,
+        BLOCK_COLUMNS=_BLOCK_COLUMNS,
+        BLOCK_ALL_EXPERTS=_block(sizes.num_experts),
+        BLOCK_ALL_RANKS=_block(num_ranks),
+        BLOCK_EXPERTS=_block(sizes.domain_size * sizes.num_masters),
+        BLOCK_RANKS=_block(sizes.domain_size),
+        BLOCK_SLOTS=triton.next_power_of_2(max(1, sizes.num_slots)),
+        BLOCK_MASTERS=_BLOCK_MASTERS,
+        BLOCK_KEYS=_block(sizes.limit),
+        ALL_SLOTS=all_slots,
+        FIRST_SLOT=own.first_slot,
+        HAS_SENDS=sender is not None and all_slots > 0,
+        HAS_OUTCOME=outcome is not None,
+        LEAVES_EARLY=buffers is not None,
+        BLOCK_PLACES=places,
+        BLOCK_WRITTEN=_BLOCK_EXPERTS,
+        **constants,
+        NUM_FINISHED=sizes.num_finished,
+        FOLLOWS=follow_up is not None,
+        NUM_SENDERS=follow_up.num_programs if follow_up and all_slots else 0,
+        SEARCH_STEPS=(num_ranks - 1).bit_length(),
+        BLOCK_IDS=BLOCK_IDS,
+        TILE_IDS=_TILE_IDS,
+        BLOCK_WORDS=_BLOCK_WORDS,
+        BLOCK_FLAGS=_BLOCK_FLAGS,
+        num_warps=1,
+    )
     return own.found
 
 
@@ -229,115 +357,22 @@ def _empty_attempts(sizes: _Sizes, device: torch.device | str) -> _Attempts:
     )
 
 
-def _search(
-    own: PlanBuffers,
-    loads: torch.Tensor,
-    status: torch.Tensor,
-    speeds: torch.Tensor | None,
-    gate: Gate | None,
-    rows: torch.Tensor | None,
-    begins: bool,
-) -> None:
-    """Which attempt to take in every domain, and whether it pays."""
-    sizes, found, attempts, limits = own.sizes, own.found, own.attempts, gate or Gate()
-    search = sizes.search
-    num_sums = triton.cdiv(sizes.num_experts, _BLOCK_COLUMNS)
-    num_attempts = sizes.num_domains * (sizes.limit + sizes.thrifty)
-    launch(
-        search_kernel,
-        (num_sums + num_attempts,),
-        loads,
-        loads.stride(0),
-        found.expert_load,
-        found.expert_load if speeds is None else speeds,
-        attempts.keys,
-        attempts.held,
-        attempts.quotas,
-        attempts.reached,
-        found.expert_load if rows is None else rows,
-        0 if rows is None else rows.stride(0),
-        attempts.winners,
-        found.decision,
-        status,
-        attempts.turns,
-        round(limits.max_imbalance * 10**6),
-        limits.per_assignment,
-        limits.per_expert_read,
-        limits.per_expert_sent,
-        int(begins),
-        **sizes.shape(),
-        NUM_SLOTS=sizes.num_slots,
-        GRAIN=search.grain,
-        FIRST=search.first,
-        SWEEPS=search.sweeps,
-        NUM_SUMS=num_sums,
-        NUM_DOMAINS=sizes.num_domains,
-        HAS_SPEEDS=speeds is not None,
-        HAS_ROWS=rows is not None,
-        HAS_GATE=gate is not None,
-        COUNTERS=COUNTERS,
-        BLOCK_COLUMNS=_BLOCK_COLUMNS,
-        BLOCK_ALL_EXPERTS=_block(sizes.num_experts),
-        BLOCK_ALL_RANKS=_block(sizes.num_ranks),
-        BLOCK_EXPERTS=_block(sizes.domain_size * sizes.num_masters),
-        BLOCK_RANKS=_block(sizes.domain_size),
-        BLOCK_SLOTS=triton.next_power_of_2(max(1, sizes.num_slots)),
-        BLOCK_MASTERS=_BLOCK_MASTERS,
-        BLOCK_KEYS=_block(sizes.limit),
-        num_warps=1,
-    )
-
-
-def _finish(
-    own: PlanBuffers,
-    loads: torch.Tensor,
-    source_rank: int,
-    sender: Sender | None,
-    rows: torch.Tensor | None,
-    speeds: torch.Tensor | None,
-    outcome: torch.Tensor | None,
-    leaves_early: bool,
-) -> None:
-    """The plan in full."""
-    sizes, found, attempts = own.sizes, own.found, own.attempts
-    all_slots = found.slot_expert.shape[1]
-    relay = sender.relay if sender else "never"
-    launch(
-        finish_kernel,
-        (1 + triton.cdiv(sizes.num_experts, _BLOCK_EXPERTS),),
-        loads,
-        loads.stride(0),
-        found.expert_load,
-        attempts.winners,
-        found.decision,
-        attempts.held,
-        attempts.quotas,
-        found.slot_expert,
-        found.quota,
-        found.share,
-        found.places.ends,
-        found.places.physical,
-        found.places.stride,
-        found.sends.parents,
-        found.sends.tasks,
-        found.sends.turn,
-        found.expert_load if rows is None else rows,
-        found.expert_load if speeds is None else speeds,
-        found.expert_load if outcome is None else outcome,
-        source_rank,
-        sender.rank if sender else 0,
-        **sizes.shape(),
-        NUM_SLOTS=sizes.num_slots,
-        ALL_SLOTS=all_slots,
-        FIRST_SLOT=own.first_slot,
-        HAS_SENDS=sender is not None and all_slots > 0,
-        HAS_OUTCOME=outcome is not None,
-        LEAVES_EARLY=leaves_early,
-        BLOCK_EXPERTS=_BLOCK_EXPERTS,
-        BLOCK_RANKS=_block(sizes.num_ranks),
-        **relay_constants(sizes.num_ranks, all_slots, relay, sizes.domain_size),
-        num_warps=4,
-    )
+def _tables_of(follow_up: FollowUp) -> dict[str, Any]:
+    """What ``stream`` is given, but for the plan."""
+    tables = follow_up.tables
+    return {
+        "masters_ptr": tables.master_addresses,
+        "pools_ptr": tables.pool_addresses,
+        "regions_ptr": tables.region_offsets,
+        "expert_bytes_ptr": tables.expert_bytes,
+        "chunks_ptr": tables.chunks,
+        "flags_ptr": tables.flag_addresses,
+        "epoch_ptr": follow_up.epoch,
+        "reported_ptr": follow_up.reported,
+        "num_chunks": tables.chunks.shape[0],
+        "max_chunks": tables.max_chunks,
+        "patience_ns": follow_up.patience_ns,
+    }
 
 
 def _block(size: int) -> int:

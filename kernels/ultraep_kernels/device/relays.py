@@ -21,6 +21,7 @@ from ultraep_kernels.device.launch import launch
 __all__ = ["Sends", "assign_senders", "new_sends", "plan_sends", "relay_constants"]
 
 _MAX_RELAYS = tl.constexpr(MAX_RELAYS)
+_PAIRS = 2048  # of slots that are compared at a time; 64 by each thread of a warp
 
 
 @dataclass(frozen=True)
@@ -148,11 +149,12 @@ def relay_constants(num_ranks: int, num_slots: int, mode: str, domain_size: int)
     """What ``assign_senders`` is compiled for; ``mode`` as for ``plan_sends``."""
     direct = mode == "never" or (mode == "auto" and domain_size <= SMALL_DOMAIN)
     count = num_ranks * num_slots
+    block = max(128, int(triton.next_power_of_2(count)))
     return {
         "MIN_REPLICAS": 0 if direct else 2 if mode == "always" else MIN_RELAYED_REPLICAS,
         "MIN_SAVED": -count if mode == "always" else MIN_FAN_OUT_SAVED,
-        "BLOCK": max(128, int(triton.next_power_of_2(count))),
-        "TILE": 16,
+        "BLOCK": block,
+        "TILE": max(1, _PAIRS // block),
     }
 
 

@@ -8,6 +8,7 @@ plus those further ahead in the same block.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -19,7 +20,16 @@ from ultraep_kernels.device.count import BLOCK_IDS, Counted, blocks_of
 from ultraep_kernels.device.launch import launch
 from ultraep_kernels.device.status import SHARE_TOO_SMALL
 
-__all__ = ["Places", "new_places", "places_of", "reroute", "store_places"]
+__all__ = [
+    "Places",
+    "assign_block",
+    "changed_by",
+    "new_physical",
+    "new_places",
+    "places_of",
+    "reroute",
+    "store_places",
+]
 
 _GOLDEN_NUMERATOR = tl.constexpr(GOLDEN_NUMERATOR)
 _GOLDEN_DENOMINATOR = tl.constexpr(GOLDEN_DENOMINATOR)
@@ -117,8 +127,10 @@ def _places_kernel(
     )
 
 
-@triton.jit(do_not_specialize=["num_ids"], do_not_specialize_on_alignment=["ids_ptr"])
-def _assign_kernel(
+@triton.jit
+def assign_block(
+    block,  # of BLOCK ids
+    is_planned,  # else every assignment goes to its master
     ids_ptr,  # (N,) int32 or int64
     before_ptr,  # (B, E + 1) int32
     ends_ptr,  # (E, R) int32
@@ -126,7 +138,6 @@ def _assign_kernel(
     stride_ptr,  # (E,) int32
     out_ptr,  # (N,) of the type of the ids
     status_ptr,  # (1,) int32
-    decision_ptr,  # (1,) int32; not read without HAS_DECISION
     num_ids,
     NUM_EXPERTS: tl.constexpr,
     NUM_MASTERS: tl.constexpr,
@@ -134,12 +145,9 @@ def _assign_kernel(
     NUM_RANKS: tl.constexpr,
     SEARCH_STEPS: tl.constexpr,  # halvings from R ranks to one
     BLOCK: tl.constexpr,
-    HAS_DECISION: tl.constexpr,
+    TILE: tl.constexpr,  # ids that all others of the block are compared with at a time
 ):
-    block = tl.program_id(0)
-    is_planned = block >= 0
-    if HAS_DECISION:
-        is_planned = tl.load(decision_ptr) == PLANNED
+    """Look up the assignments of one block of ids."""
     within = tl.arange(0, BLOCK)
     offsets = block * BLOCK + within
     ids = tl.load(ids_ptr + offsets, mask=offsets < num_ids, other=-1)
@@ -149,13 +157,18 @@ def _assign_kernel(
     master = expert // NUM_MASTERS * width + expert % NUM_MASTERS
     target = tl.where(valid, master, -1)
     if is_planned:
-        earlier = (expert[:, None] == expert[None, :]) & (within[:, None] < within[None, :])
         row_ptr = before_ptr + block.to(tl.int64) * (NUM_EXPERTS + 1)
         index = tl.load(row_ptr + expert, mask=valid, other=0)
-        index += tl.sum(earlier.to(tl.int32), axis=0)
+        for first in range(0, BLOCK, TILE):
+            others = first + tl.arange(0, TILE)
+            place = block * BLOCK + others
+            other = tl.load(ids_ptr + place, mask=place < num_ids, other=-1)
+            earlier = (other[:, None] == ids[None, :]) & (others[:, None] < within[None, :])
+            index += tl.sum(earlier.to(tl.int32), axis=0)
         row = expert * NUM_RANKS
         places = tl.load(ends_ptr + row + NUM_RANKS - 1, mask=valid, other=1)
         stride = tl.load(stride_ptr + expert, mask=valid, other=1)
+        # compiled to a division of 32 bits for where both fit
         place = (index.to(tl.int64) * stride % tl.maximum(places, 1)).to(tl.int32)
         low = tl.zeros((BLOCK,), tl.int32)  # the first rank whose places end behind this one
         high = low + (NUM_RANKS - 1)
@@ -170,6 +183,51 @@ def _assign_kernel(
         if tl.max(short.to(tl.int32), axis=0) > 0:
             tl.atomic_or(status_ptr, SHARE_TOO_SMALL)
     tl.store(out_ptr + offsets, target, mask=offsets < num_ids)
+
+
+@triton.jit(do_not_specialize=["num_ids"], do_not_specialize_on_alignment=["ids_ptr"])
+def _assign_kernel(
+    ends_ptr,
+    physical_ptr,
+    stride_ptr,
+    status_ptr,
+    decision_ptr,  # (1,) int32; not read without HAS_DECISION
+    ids_ptr,
+    before_ptr,
+    out_ptr,
+    num_ids,
+    NUM_EXPERTS: tl.constexpr,
+    NUM_MASTERS: tl.constexpr,
+    NUM_SLOTS: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    SEARCH_STEPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    HAS_DECISION: tl.constexpr,
+):
+    block = tl.program_id(0)
+    is_planned = block >= 0
+    if HAS_DECISION:
+        is_planned = tl.load(decision_ptr) == PLANNED
+    assign_block(
+        block,
+        is_planned,
+        ids_ptr,
+        before_ptr,
+        ends_ptr,
+        physical_ptr,
+        stride_ptr,
+        out_ptr,
+        status_ptr,
+        num_ids,
+        NUM_EXPERTS,
+        NUM_MASTERS,
+        NUM_SLOTS,
+        NUM_RANKS,
+        SEARCH_STEPS,
+        BLOCK,
+        TILE,
+    )
 
 
 def new_places(num_experts: int, num_ranks: int, device: torch.device | str) -> Places:
@@ -205,6 +263,23 @@ def places_of(share: torch.Tensor, slot_expert: torch.Tensor, num_masters: int) 
     return places
 
 
+def new_physical(topk_ids: torch.Tensor) -> torch.Tensor:
+    """Room for the physical ids of ``topk_ids``, row by row whatever these are."""
+    return torch.empty(topk_ids.shape, dtype=topk_ids.dtype, device=topk_ids.device)
+
+
+def changed_by(topk_ids: torch.Tensor, counted: Counted, out: torch.Tensor) -> dict[str, Any]:
+    """What ``Launches`` of a reroute take anew for other ids."""
+    ids = topk_ids.reshape(-1)
+    return {
+        "grid": (blocks_of(ids.numel()),),
+        "ids_ptr": ids,
+        "before_ptr": counted.before,
+        "out_ptr": out,
+        "num_ids": ids.numel(),
+    }
+
+
 def reroute(
     topk_ids: torch.Tensor,
     places: Places,
@@ -213,6 +288,7 @@ def reroute(
     status: torch.Tensor,
     *,
     decision: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Physical ids (T, K) of the type of ``topk_ids``; twin ``host.reroute.reroute``.
 
@@ -224,28 +300,27 @@ def reroute(
         status: (1,) int32. Where the places are fewer than the assignments, the rest goes to its
             master, which is always right, and the status says so (SHARE_TOO_SMALL).
         decision: (1,) int32; unless it is PLANNED every assignment goes to its master.
+        out: to write to and to return, from ``new_physical``.
     """
     num_experts, num_ranks = places.ends.shape
-    ids = topk_ids.reshape(-1)
-    out = torch.empty(topk_ids.shape, dtype=topk_ids.dtype, device=ids.device)
+    out = new_physical(topk_ids) if out is None else out
+    changed = changed_by(topk_ids, counted, out)
     launch(
         _assign_kernel,
-        (blocks_of(ids.numel()),),
-        ids,
-        counted.before,
+        changed.pop("grid"),
         places.ends,
         places.physical,
         places.stride,
-        out,
         status,
         status if decision is None else decision,
-        ids.numel(),
+        **changed,
         NUM_EXPERTS=num_experts,
         NUM_MASTERS=num_experts // num_ranks,
         NUM_SLOTS=num_slots,
         NUM_RANKS=num_ranks,
         SEARCH_STEPS=(num_ranks - 1).bit_length(),
         BLOCK=BLOCK_IDS,
+        TILE=BLOCK_IDS,
         HAS_DECISION=decision is not None,
         num_warps=4,
     )

@@ -23,7 +23,7 @@ from ultraep_kernels.device.launch import launch
 from ultraep_kernels.device.relays import Sends
 from ultraep_kernels.device.status import RELAY_TIMEOUT, SLOT_TIMEOUT, TIMEOUTS
 
-__all__ = ["StreamTables", "stream"]
+__all__ = ["StreamTables", "stream", "stream_program"]
 
 _BLOCK_WORDS = 4096  # of 4 bytes, per step of a copy
 _NUM_WARPS = 8
@@ -64,8 +64,9 @@ def _copy(target, source, size, BLOCK: tl.constexpr):
         tl.store(target_bytes + index, data, mask=index < size)
 
 
-@triton.jit(do_not_specialize=["num_chunks", "max_chunks"])
-def _stream_kernel(
+@triton.jit
+def stream_program(
+    program,
     tasks_ptr,  # (2, 1 + R * S) int32
     slot_expert_ptr,  # (R, S) int32
     parents_ptr,  # (R, S) int32
@@ -91,7 +92,7 @@ def _stream_kernel(
     BLOCK_FLAGS: tl.constexpr,
     HAS_WAIT: tl.constexpr,
 ):
-    program = tl.program_id(0)
+    """One program's part; of 2 * NUM_PROGRAMS, and with HAS_WAIT of one more for each own slot."""
     epoch = tl.load(epoch_ptr)
     if program < 2 * NUM_PROGRAMS:
         if NUM_PROGRAMS > 0:
@@ -147,6 +148,62 @@ def _stream_kernel(
         status = tl.atomic_or(status_ptr, 0, sem="relaxed")
         if (status & TIMEOUTS) != 0:
             tl.store(reported_ptr, status)
+
+
+@triton.jit(do_not_specialize=["num_chunks", "max_chunks"])
+def _stream_kernel(
+    tasks_ptr,
+    slot_expert_ptr,
+    parents_ptr,
+    masters_ptr,
+    pools_ptr,
+    regions_ptr,
+    expert_bytes_ptr,
+    chunks_ptr,
+    flags_ptr,
+    epoch_ptr,
+    status_ptr,
+    decision_ptr,
+    reported_ptr,
+    rank,
+    num_chunks,
+    max_chunks,
+    patience_ns,
+    NUM_RANKS: tl.constexpr,
+    NUM_MASTERS: tl.constexpr,
+    NUM_SLOTS: tl.constexpr,
+    NUM_PROGRAMS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_FLAGS: tl.constexpr,
+    HAS_WAIT: tl.constexpr,
+):
+    stream_program(
+        tl.program_id(0),
+        tasks_ptr,
+        slot_expert_ptr,
+        parents_ptr,
+        masters_ptr,
+        pools_ptr,
+        regions_ptr,
+        expert_bytes_ptr,
+        chunks_ptr,
+        flags_ptr,
+        epoch_ptr,
+        status_ptr,
+        decision_ptr,
+        reported_ptr,
+        rank,
+        num_chunks,
+        max_chunks,
+        patience_ns,
+        NUM_RANKS,
+        NUM_MASTERS,
+        NUM_SLOTS,
+        NUM_PROGRAMS,
+        BLOCK,
+        BLOCK_FLAGS,
+        HAS_WAIT,
+    )
 
 
 def stream(
