@@ -72,8 +72,6 @@ CASES = {
 def compute_on_rank(rank: int, run_dirs: list[str]) -> list[list[dict[str, Any]]]:
     store = dist.FileStore(f"{run_dirs[0]}/gloo", NUM_RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS)
-    if HAS_AMX:
-        torch.cpu._init_amx()  # else the kernel of the machine ends a process that uses AMX
     transports.join_ranks(rank, NUM_RANKS, BACKEND)
     vllm_layers.HIDDEN, vllm_layers.INNER = HIDDEN, INNER
     for case in CASES.values():

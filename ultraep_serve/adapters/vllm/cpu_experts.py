@@ -84,6 +84,14 @@ class CpuExperts:
     num_micro_batches = 1
 
     def __init__(self) -> None:
+        """From now on the process may use AMX, where the CPU has it.
+
+        Who has not asked the operating system for it is ended when a kernel uses it. vLLM's kernels
+        for experts leave that to what runs before them when it serves, but costs are measured
+        before that.
+        """
+        if torch.cpu._is_amx_tile_supported():
+            torch.cpu._init_amx()
         self._num_local = 0  # physical experts per rank
         self._identity: torch.Tensor | None = None  # of a group that is not balanced
 
