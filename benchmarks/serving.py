@@ -4,6 +4,7 @@
                                            expert parallelism; skewed routing
     python benchmarks/serving.py balanced  the same for a model that needs no balancing: the cost
     python benchmarks/serving.py tokens    greedy tokens, off against quota, both parallel modes
+    python benchmarks/serving.py quantised the same for quantised experts; vLLM, a CPU with AMX
     python benchmarks/serving.py logprobs  bfloat16: quota against off, and a control pair
     python benchmarks/serving.py layers    predicted against measured time of a layer
     python benchmarks/serving.py profile   where the time of a layer goes, by policy and rank
@@ -23,7 +24,7 @@ from typing import Any
 import harness
 from rich.console import Console
 from served import MODELS, model, serve, serve_without_ep
-from serving_answers import logprobs, tokens
+from serving_answers import logprobs, quantised, tokens
 from serving_endurance import restarts, soak
 from serving_layers import layers, profile
 from serving_memory import memory
@@ -89,8 +90,10 @@ def measure(options: argparse.Namespace, name: str, policies: tuple[Policy, ...]
 
 BENCHMARKS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     function.__name__: function
-    for function in (ttft, balanced, tokens, logprobs, layers, profile, memory, soak, restarts)
-}
+    for function in (
+        ttft, balanced, tokens, quantised, logprobs, layers, profile, memory, soak, restarts
+    )
+}  # fmt: skip
 
 if __name__ == "__main__":
     main()

@@ -2,6 +2,7 @@
 
 import argparse
 import itertools
+import shutil
 from typing import Any, NamedTuple
 
 import harness  # noqa: F401
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 from served import WORK, model, serve
 
 from tests.support.permute import permute_experts
+from tests.support.quantised import quantise
 from ultraep_serve.client.greedy_tokens import Generation, compare_tokens
 from ultraep_serve.demo.balanced_server import (
     BalancedServer,
@@ -32,6 +34,21 @@ def tokens(options: argparse.Namespace) -> dict[str, Any]:
         with serve(options, model(options.model), dtype) as running:
             check = check_tokens(running, prompts, concurrency=1).to_json(dtype)
         rows.append({"mode": options.mode, "eager": options.eager, **check})
+        print(rows[-1], flush=True)
+    return {"model": options.model, "max_tokens": 16, "rows": rows}
+
+
+def quantised(options: argparse.Namespace) -> dict[str, Any]:
+    """The same in every format that vLLM's kernels for AMX take, compiled and tensor parallel."""
+    prompts, rows = mixed_prompts(options.prompts), []
+    for scheme in ("fp8", "int8", "int4", "mxfp4"):
+        path = WORK / "models" / f"{options.model}-{scheme}"
+        shutil.rmtree(path, ignore_errors=True)
+        quantise(model(options.model), path, scheme)
+        with serve(options, path, "bfloat16") as running:
+            check = check_tokens(running, prompts, concurrency=1).to_json("bfloat16")
+            found = httpx.get(f"{running.sidecar_url}/v1/balance").raise_for_status().json()
+        rows.append({"scheme": scheme, "imbalance": found["imbalance"], **check})
         print(rows[-1], flush=True)
     return {"model": options.model, "max_tokens": 16, "rows": rows}
 
