@@ -105,7 +105,7 @@ def launches_of(case: Case) -> list[Launch]:
             ids, case.num_experts, choice=choice, decision=decision, inboxes=inboxes, rows=rows
         )
         choose_speeds(rows, None, speeds, speeds)
-        follow_up = FollowUp(ids, counted, ids, tables, epoch, PATIENCE_NS, PROGRAMS, status)
+        follow_up = FollowUp(ids, counted, ids, tables, PATIENCE_NS, PROGRAMS, status)
         for follows in (None, follow_up):  # in a layer that is expected to be left alone
             plan(
                 rows[:, HEADER_WIDTH:],
@@ -116,7 +116,7 @@ def launches_of(case: Case) -> list[Launch]:
                 speeds=speeds,
                 gate=Gate(1.02, 900_000, 4_000_000, 30_000_000),
                 rows=rows,
-                sender=Sender(1, "auto"),
+                sender=Sender(1, "auto", epoch),
                 outcome=outcome,
                 buffers=buffers,
                 follow_up=follows,

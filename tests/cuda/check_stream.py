@@ -1,9 +1,11 @@
 """Copies of experts between ranks on one device, and waits for what does not come."""
 
+from dataclasses import replace
+
 import torch
 from ultraep_kernels.contract import Decision
 from ultraep_kernels.device.exchange import Inboxes, exchange, inbox_bytes, new_epoch
-from ultraep_kernels.device.relays import Sends
+from ultraep_kernels.device.relays import Sends, new_sends
 from ultraep_kernels.device.status import DeviceStatus, new_status
 from ultraep_kernels.device.stream import stream
 
@@ -39,7 +41,7 @@ def relaying(ranks: VirtualRanks) -> tuple[Sends, torch.Tensor]:
     slot_expert = torch.tensor([[-1, -1], [0, -1], [0, -1]], dtype=torch.int32, device=device)
     parents = torch.tensor([[-1, -1], [-1, -1], [2, -1]], dtype=torch.int32, device=device)
     tasks = torch.tensor([[0] * 7, [1, 4] + [0] * 5], dtype=torch.int32, device=device)
-    return Sends(parents, tasks, torch.empty_like(parents)), slot_expert
+    return replace(new_sends(3, 2, device), parents=parents, tasks=tasks), slot_expert
 
 
 def test_a_silent_rank_ends_every_wait(bench: Bench) -> None:

@@ -185,10 +185,9 @@ def count_layers(kind: str, batches: int = 2) -> list[HostWork]:
     still_running = mock.patch.object(Page, "is_done", property(lambda _page: False))
     with recorded_streams() as streams, still_running:
         balancer = recorded_balancer(recorder)
-        # as the device and the host have found the batch before
         if kind == "left_alone":
-            balancer._left_alone = {(layer, 0) for layer in range(LAYERS)}
-        elif kind == "off":
+            let_device_say(balancer, Decision.BALANCED)
+        elif kind == "off":  # as the device and the host have found the batch before
             balancer._decision.fill_(Decision.POLICY_OFF)
             balancer._was_off = True
         for _ in range(batches):
@@ -206,6 +205,12 @@ def count_layers(kind: str, batches: int = 2) -> list[HostWork]:
     return found
 
 
+def let_device_say(balancer: DeviceBalancer, decision: Decision) -> None:
+    """Of every layer of the batches that come."""
+    for page in balancer._ledger._free:
+        page._on_device[:, 0] = decision
+
+
 def host_microseconds_per_layer() -> dict[str, float]:
     """Of every kind of layer but those of a batch that is off, apart from what a launch takes."""
     ids, found = torch.zeros((TOKENS, TOP_K), dtype=torch.int32), dict[str, float]()
@@ -213,10 +218,10 @@ def host_microseconds_per_layer() -> dict[str, float]:
     no_records = mock.patch.object(DeviceBalancer, "_record", _nothing)  # of what nobody wrote
     with no_launches, no_records:
         balancer = recorded_balancer(FakeRecorder())
-        every_layer = {(layer, 0) for layer in range(LAYERS)}
         for kind in ("balanced", "left_alone", "decode"):
             tokens = SMALL - 1 if kind == "decode" else TOKENS
-            balancer._left_alone = every_layer if kind == "left_alone" else set()
+            if kind == "left_alone":
+                let_device_say(balancer, Decision.BALANCED)
             times = []
             for _ in range(100):
                 for layer in range(LAYERS):

@@ -17,7 +17,12 @@ from ultraep_kernels.contract import FULL_SPEED, HEADER_WIDTH, Choice
 from ultraep_kernels.device.count import CountBuffers, Counted, count, new_count_buffers
 from ultraep_kernels.device.identity import identity
 from ultraep_kernels.device.launch import Launches
-from ultraep_kernels.device.outcome import Outcome, outcome_width, unpack_outcome
+from ultraep_kernels.device.outcome import (
+    Outcome,
+    decision_of,
+    outcome_width,
+    unpack_outcome,
+)
 from ultraep_kernels.device.plan import (
     DevicePlan,
     FollowUp,
@@ -34,7 +39,7 @@ from ultraep_kernels.host.relays import relay_parents
 from ultraep_serve.backend import GroupSetup, LayerSlots, PolicySource
 from ultraep_serve.costs.model import IntegerCosts
 from ultraep_serve.cuda.fabric import DeviceFabric
-from ultraep_serve.cuda.recording import Lap, Ledger, Note, Unnoted, is_capturing
+from ultraep_serve.cuda.recording import Lap, Ledger, Note, Page, Unnoted, is_capturing
 from ultraep_serve.cuda.side_stream import SideStream, side_stream
 from ultraep_serve.cuda.timing import new_mark
 from ultraep_serve.errors import ConfigError
@@ -237,6 +242,7 @@ class DeviceBalancer:
             if sent is not None:
                 sent.wait()
                 self._fabric.check_peers()
+                self._expect(sent)
             self._record_what_is_done()
 
     def identity(self, topk_ids: torch.Tensor) -> torch.Tensor:
@@ -306,7 +312,9 @@ class DeviceBalancer:
         """Whether the device is expected to leave the layer alone, as in the batch before.
 
         Then one launch plans and does what may follow. Where it turns out otherwise that is all
-        done, but experts are sent before dispatch, not beside it. Ranks need not expect the same.
+        done, but experts are sent before dispatch, not beside it. Ranks expect the same, but where
+        one had no room for records: a rank whose experts come before its dispatch waits for others'
+        side streams, which their own dispatch, waiting for it, should not keep from running.
         """
         return (layer, micro_batch) in self._left_alone and not self._was_off
 
@@ -397,7 +405,7 @@ class DeviceBalancer:
             gate=self._gate,
             rows=rows,
             speeds=self._speeds,
-            sender=Sender(self._fabric.rank, self._config.relay),
+            sender=Sender(self._fabric.rank, self._config.relay, self._fabric.epoch),
             outcome=self._spare_outcome if note is None else note.on_device,
             buffers=self._plans[micro_batch],
             begins=begins,
@@ -411,7 +419,8 @@ class DeviceBalancer:
             found.slot_expert,
             self._shape.num_masters,
             found.sends,
-            decision=found.decision,
+            decision=found.sends.decision,  # by then the next micro-batch may have decided
+            epoch=found.sends.epoch,
         )
 
     def _reroute(
@@ -436,6 +445,15 @@ class DeviceBalancer:
         forced = forced_ids(topk_ids, self._identity, self._speeds).to(physical.dtype)
         return torch.where(found.decision == Decision.FORCED, forced, physical)
 
+    def _expect(self, page: Page) -> None:
+        """What the next batch does, from what this one did: the same on every rank that has it."""
+        for note in page.notes:
+            place, decision = (note.layer, note.micro_batch), decision_of(note.values)
+            if decision in (Decision.BALANCED, Decision.UNPROFITABLE, Decision.INCONSISTENT):
+                self._left_alone.add(place)
+            elif decision is not Decision.POLICY_OFF:
+                self._left_alone.discard(place)
+
     def _record_what_is_done(self) -> None:
         for entry in self._ledger.drain(_RECORDS_AT_ONCE):
             if isinstance(entry, Note):
@@ -454,10 +472,6 @@ class DeviceBalancer:
             if note.layer == note.micro_batch == 0:
                 self._recorder.count_batch(decision)
             return
-        if decision in (Decision.PLANNED, Decision.FORCED):
-            self._left_alone.discard((note.layer, note.micro_batch))
-        else:
-            self._left_alone.add((note.layer, note.micro_batch))
         if decision is Decision.INCONSISTENT:
             self._warn("ids or loads differ between ranks; inconsistent batches are not balanced")
         before, after = _rank_loads(outcome, decision, shape)

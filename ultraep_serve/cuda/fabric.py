@@ -165,12 +165,14 @@ class DeviceFabric:
         num_masters: int,
         sends: Sends,
         decision: torch.Tensor | None = None,
+        epoch: torch.Tensor | None = None,
     ) -> None:
         """Push this rank's masters, and forward what it relays, for the plan of this epoch.
 
         ``slot_expert`` (R, S) int32, and what this rank ``sends`` for it. With ``decision``, (1,)
         int32, this also holds the stream until this rank's slots, if that is PLANNED and they are
-        filled, have arrived, and writes ``reported``.
+        filled, have arrived, and writes ``reported``. ``epoch`` (1,) int64 where the next exchange
+        may overtake this, as may the next decision.
         """
         stream(
             sends,
@@ -178,7 +180,7 @@ class DeviceFabric:
             num_masters,
             layer,
             self.rank,
-            self.epoch,
+            self.epoch if epoch is None else epoch,
             self.status,
             self._patience_ns,
             self.limits.num_programs,
@@ -199,7 +201,6 @@ class DeviceFabric:
             counted,
             physical,
             layer,
-            self.epoch,
             self._patience_ns,
             self.limits.num_programs,
             self.reported,

@@ -61,6 +61,9 @@ def finish(
     parents_ptr,  # (R, ALL_SLOTS) int32, out; this and the next two not without HAS_SENDS
     tasks_ptr,  # (2, 1 + R * ALL_SLOTS) int32, out
     turn_ptr,  # (R * ALL_SLOTS,) int32, scratch
+    sends_decision_ptr,  # (1,) int32, out; this and the next two not without HAS_SENDS either
+    sends_epoch_ptr,  # (1,) int64, out
+    epoch_ptr,  # (2,) int64
     rows_ptr,  # (R, .) int32; this and the next two not without HAS_OUTCOME
     speeds_ptr,  # (R,) int32
     outcome_ptr,  # (outcome_width,) int32, out
@@ -115,6 +118,8 @@ def finish(
                 BLOCK,
             )
         if HAS_SENDS:
+            tl.store(sends_decision_ptr, decision)
+            tl.store(sends_epoch_ptr, tl.load(epoch_ptr))
             if decision == PLANNED:
                 tl.debug_barrier()  # slots are read as others of the program wrote them
                 assign_senders(

@@ -123,6 +123,7 @@ def _follow(
         "num_blocks",
         "num_chunks",
         "max_chunks",
+        "patience_ns",
     ],
     do_not_specialize_on_alignment=["outcome_ptr", "ids_ptr"],  # a line of a page; an engine's
 )
@@ -155,6 +156,9 @@ def plan_kernel(
     parents_ptr,  # (R, ALL_SLOTS) int32, out; this and the next two not without HAS_SENDS
     tasks_ptr,  # (2, 1 + R * ALL_SLOTS) int32, out
     turn_ptr,  # (R * ALL_SLOTS,) int32, scratch
+    sends_decision_ptr,  # (1,) int32, out; this and the next two not without HAS_SENDS
+    sends_epoch_ptr,  # (1,) int64, out
+    epoch_ptr,  # (2,) int64
     outcome_ptr,  # (outcome_width,) int32, out
     source,
     rank,  # that sends
@@ -209,11 +213,10 @@ def plan_kernel(
     expert_bytes_ptr=None,
     chunks_ptr=None,
     flags_ptr=None,
-    epoch_ptr=None,
     reported_ptr=None,
     num_chunks=None,
     max_chunks=None,
-    patience_ns=None,
+    patience_ns: tl.int64 = 0,
 ):
     turn = take_turn(turns_ptr)
     num_searched: tl.constexpr = NUM_SUMS + NUM_DOMAINS * (LIMIT + THRIFTY)
@@ -283,6 +286,9 @@ def plan_kernel(
                 parents_ptr,
                 tasks_ptr,
                 turn_ptr,
+                sends_decision_ptr,
+                sends_epoch_ptr,
+                epoch_ptr,
                 rows_ptr,
                 speeds_ptr,
                 outcome_ptr,

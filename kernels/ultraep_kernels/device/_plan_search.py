@@ -310,7 +310,10 @@ def search(
 
 @triton.jit
 def await_decision(decision_ptr, turns_ptr, HAS_ATTEMPTS: tl.constexpr):
-    """What the search comes to, for programs behind it; a layer left alone is known earlier."""
+    """What the search comes to, for programs behind it; a layer left alone is known earlier.
+
+    Who takes the winners may write while it is read here: programs of one warp see one value.
+    """
     await_arrivals(turns_ptr + _SURVEYED, 1)
     decision = tl.load(decision_ptr)
     if (decision == PLANNED) & HAS_ATTEMPTS:

@@ -107,7 +107,7 @@ def _add_up_columns(
 
 
 @triton.jit(
-    do_not_specialize=["num_ids", "num_blocks", "begins"],
+    do_not_specialize=["num_ids", "num_blocks", "begins", "patience_ns"],
     do_not_specialize_on_alignment=["ids_ptr"],
 )
 def _count_kernel(
@@ -121,7 +121,7 @@ def _count_kernel(
     epoch_ptr,  # (2,) int64
     status_ptr,  # (1,) int32
     rank,
-    patience_ns,
+    patience_ns: tl.int64,
     begins,  # whether the layer is its batch's first
     ids_ptr,  # (N,) int32 or int64
     counts_ptr,  # (B, E + 1) int32; the last column counts unknown ids

@@ -92,7 +92,8 @@ def exchange_program(
     columns = tl.arange(0, BLOCK)
     mask = columns < WIDTH
     if program < NUM_RANKS:
-        if (tl.load(status_ptr) & TIMEOUTS) == 0:
+        status = tl.atomic_or(status_ptr, 0, sem="relaxed")  # the same for all of the program
+        if (status & TIMEOUTS) == 0:
             row = tl.load(row_ptr + columns, mask=mask, other=0)
             address = _row_address(inboxes_ptr, peer, rank, epoch, NUM_RANKS, WIDTH)
             tl.store(address.to(tl.pointer_type(tl.int32)) + columns, row, mask=mask)
@@ -110,7 +111,7 @@ def exchange_program(
     return is_last
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["patience_ns"])
 def _exchange_kernel(
     row_ptr,
     inboxes_ptr,
@@ -118,7 +119,7 @@ def _exchange_kernel(
     epoch_ptr,
     status_ptr,
     rank,
-    patience_ns,
+    patience_ns: tl.int64,
     NUM_RANKS: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,

@@ -95,7 +95,8 @@ def compile_launch(launch: Launch, arch: int) -> KernelFacts:
         elif value == 1 and not parameter.do_not_specialize:  # the launch makes it a constant
             signature[name], constants[name] = "constexpr", value
         else:
-            signature[name] = "i32" if -(1 << 31) <= value < 1 << 31 else "i64"
+            by_value = "i32" if -(1 << 31) <= value < 1 << 31 else "i64"
+            signature[name] = parameter.annotation_type or by_value
             if value % 16 == 0 and not parameter.do_not_specialize:
                 attributes[(position,)] = [["tt.divisibility", 16]]
     source = ASTSource(function, signature, constants, attributes)

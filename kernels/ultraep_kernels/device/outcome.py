@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
-from ultraep_kernels.contract import POLICY
+from ultraep_kernels.contract import POLICY, Decision
 
-__all__ = ["Outcome", "outcome_width", "store_outcome", "unpack_outcome"]
+__all__ = ["Outcome", "decision_of", "outcome_width", "store_outcome", "unpack_outcome"]
 
 _HEAD = 2  # decision and policy
 _HEAD_WIDTH, _POLICY = tl.constexpr(_HEAD), tl.constexpr(POLICY)
@@ -67,6 +67,11 @@ def store_outcome(
 def outcome_width(num_experts: int, num_ranks: int, num_slots: int) -> int:
     """int32 in a packed outcome."""
     return _HEAD + num_ranks + num_experts + 2 * num_ranks * num_slots
+
+
+def decision_of(values: NDArray[np.int32]) -> Decision:
+    """The decision alone."""
+    return Decision(int(values[0]))
 
 
 def unpack_outcome(

@@ -56,6 +56,7 @@ class Sender(NamedTuple):
 
     rank: int
     relay: str  # as for ``relays.plan_sends``
+    epoch: torch.Tensor | None = None  # (2,) int64 as the exchange left it, to go with the sends
 
 
 class FollowUp(NamedTuple):
@@ -65,7 +66,6 @@ class FollowUp(NamedTuple):
     counted: Counted  # of these ids
     physical: torch.Tensor  # (T, K) of their type, out
     tables: StreamTables  # of the layer
-    epoch: torch.Tensor  # (2,) int64 as the exchange left it
     patience_ns: int  # nanoseconds after which a wait is given up
     num_programs: int  # of senders and of relays
     reported: torch.Tensor  # (1,) int32 in page-locked memory: the status of a wait given up
@@ -217,7 +217,8 @@ def plan(
             for a plan that is followed only.
         begins: without it, and with rows, the decision of the layer before is in ``buffers``:
             where it says that the batch's policy is off, it stays so and nothing is planned.
-        follow_up: what the launch is to do as well, as ``reroute`` and ``stream`` would.
+        follow_up: what the launch is to do as well, as ``reroute`` and ``stream`` would; with a
+            sender that names the epoch.
 
     Raises:
         ValueError: E is no multiple of R, or a row's experts do not lie side by side.
@@ -229,6 +230,7 @@ def plan(
         num_ranks, num_experts, num_replica_slots, loads.device, domain_size=domain_size
     )
     assert begins or buffers is not None, "nothing is known of the layer before"
+    assert follow_up is None or (sender and sender.epoch is not None), "nobody to send"
     sizes, found, attempts, limits = own.sizes, own.found, own.attempts, gate or Gate()
     search, num_ranks = sizes.search, sizes.num_ranks
     all_slots = found.slot_expert.shape[1]
@@ -267,6 +269,9 @@ def plan(
         found.sends.parents,
         found.sends.tasks,
         found.sends.turn,
+        found.sends.decision,
+        found.sends.epoch,
+        found.sends.epoch if sender is None or sender.epoch is None else sender.epoch,
         found.expert_load if outcome is None else outcome,
         source_rank,
         sender.rank if sender else 0,
@@ -367,7 +372,6 @@ def _tables_of(follow_up: FollowUp) -> dict[str, Any]:
         "expert_bytes_ptr": tables.expert_bytes,
         "chunks_ptr": tables.chunks,
         "flags_ptr": tables.flag_addresses,
-        "epoch_ptr": follow_up.epoch,
         "reported_ptr": follow_up.reported,
         "num_chunks": tables.chunks.shape[0],
         "max_chunks": tables.max_chunks,

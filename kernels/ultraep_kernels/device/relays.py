@@ -31,6 +31,9 @@ class Sends:
     parents: torch.Tensor  # (R, S) int32: -1 the master, else ``rank * S + slot`` of a relay
     tasks: torch.Tensor  # (2, 1 + R * S) int32: number of slots to fill, then which; row 1 relayed
     turn: torch.Tensor  # (R * S,) int32, scratch
+    # of the plan, which others overwrite while experts are still sent; written by ``plan`` alone
+    decision: torch.Tensor  # (1,) int32
+    epoch: torch.Tensor  # (1,) int64
 
 
 @triton.jit
@@ -142,6 +145,8 @@ def new_sends(num_ranks: int, num_slots: int, device: torch.device | str) -> Sen
         parents=torch.empty((num_ranks, num_slots), dtype=torch.int32, device=device),
         tasks=torch.empty((2, 1 + count), dtype=torch.int32, device=device),
         turn=torch.empty(count, dtype=torch.int32, device=device),
+        decision=torch.zeros(1, dtype=torch.int32, device=device),
+        epoch=torch.zeros(1, dtype=torch.int64, device=device),
     )
 
 

@@ -150,7 +150,7 @@ def stream_program(
             tl.store(reported_ptr, status)
 
 
-@triton.jit(do_not_specialize=["num_chunks", "max_chunks"])
+@triton.jit(do_not_specialize=["num_chunks", "max_chunks", "patience_ns"])
 def _stream_kernel(
     tasks_ptr,
     slot_expert_ptr,
@@ -168,7 +168,7 @@ def _stream_kernel(
     rank,
     num_chunks,
     max_chunks,
-    patience_ns,
+    patience_ns: tl.int64,
     NUM_RANKS: tl.constexpr,
     NUM_MASTERS: tl.constexpr,
     NUM_SLOTS: tl.constexpr,
