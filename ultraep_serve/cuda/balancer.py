@@ -254,13 +254,13 @@ class DeviceBalancer:
         """Compile every kernel, by routing nothing but padding; all ranks together."""
         unlike = {tables.chunks.shape[0]: layer for layer, tables in enumerate(self._tables)}
         numbers = range(self._shape.num_micro_batches)
-        every = {(layer, number) for layer in unlike.values() for number in numbers}
+        places = [(layer, number) for layer in unlike.values() for number in numbers]
         for dtype in (torch.int32, torch.int64):  # routers give either
             padding = torch.full((2, 1), -1, dtype=dtype, device=self._device)
             self.identity(padding)
-            for expected in (set(), every):
-                self._left_alone = expected
-                for layer, micro_batch in every:
+            for expected in ([], places):
+                self._left_alone = set(expected)
+                for layer, micro_batch in places:
                     self._balance(layer, padding, None, micro_batch, True)
                     self._arriving[micro_batch].side.join()
         self._left_alone = set()
@@ -313,8 +313,9 @@ class DeviceBalancer:
 
         Then one launch plans and does what may follow. Where it turns out otherwise that is all
         done, but experts are sent before dispatch, not beside it. Ranks expect the same, but where
-        one had no room for records: a rank whose experts come before its dispatch waits for others'
-        side streams, which their own dispatch, waiting for it, should not keep from running.
+        one's records came late or were lost: a rank whose experts come before its dispatch waits
+        for others' side streams, which their own dispatch, waiting for it, should not keep from
+        running.
         """
         return (layer, micro_batch) in self._left_alone and not self._was_off
 
