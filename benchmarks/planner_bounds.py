@@ -18,8 +18,8 @@ from planner_quality import Cases, trace_cases, zipf_cases
 
 from tests.support.references import greedy_plan, least_largest_load
 from ultraep_serve.costs.model import transfer_of
-from ultraep_serve.planner.checks import imbalance_floor
-from ultraep_serve.planner.quota import plan_quota
+from ultraep_serve.plan.checks import imbalance_floor
+from ultraep_serve.plan.quota import plan_quota
 from ultraep_serve.types import ExpertShape, imbalance
 
 BALANCED = 0.005  # imbalances closer than this count as the same balance

@@ -20,10 +20,10 @@ import harness
 import numpy as np
 from ultraep_kernels.contract import HEADER_WIDTH
 
-from ultraep_serve.offline.store import load_trace
-from ultraep_serve.offline.trace import batches
-from ultraep_serve.planner.quota import plan_quota, warm_up
-from ultraep_serve.planner.speeds import full_speeds, whole_speeds
+from ultraep_serve.lab.store import load_trace
+from ultraep_serve.lab.trace import batches
+from ultraep_serve.plan.quota import plan_quota, warm_up
+from ultraep_serve.plan.times import full_speeds, whole_speeds
 from ultraep_serve.types import ExpertShape, imbalance
 
 ZIPF_SIZES = ((2, 16, 8), (8, 128, 8), (32, 128, 8), (64, 256, 8), (64, 512, 8), (72, 504, 8))

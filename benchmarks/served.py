@@ -10,15 +10,15 @@ from pathlib import Path
 
 import httpx
 
-from ultraep_serve.demo.balanced_server import (
+from ultraep_serve.lab.demo.balanced_server import (
     BalancedServer,
     expert_parallel_flags,
     tensor_parallel_flags,
 )
-from ultraep_serve.demo.models import make_model
-from ultraep_serve.demo.server_process import StockServer
-from ultraep_serve.demo.spec import ModelSpec
-from ultraep_serve.machine import free_port
+from ultraep_serve.lab.demo.models import make_model
+from ultraep_serve.lab.demo.server_process import StockServer
+from ultraep_serve.lab.demo.spec import ModelSpec
+from ultraep_serve.system.machine import free_port
 
 WORK = Path("results")  # models and logs
 CONTEXT = 16384  # tokens

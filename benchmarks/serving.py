@@ -29,9 +29,9 @@ from serving_endurance import restarts, soak
 from serving_layers import layers, profile
 from serving_memory import memory
 
-from ultraep_serve.client.prefill import PrefillOptions
-from ultraep_serve.client.prefill_report import prefill_view
-from ultraep_serve.demo.balanced_server import installed_engine, measure_server
+from ultraep_serve.lab.bench.prefill import PrefillOptions
+from ultraep_serve.lab.bench.prefill_report import prefill_view
+from ultraep_serve.lab.demo.balanced_server import installed_engine, measure_server
 from ultraep_serve.types import Policy
 
 

@@ -13,8 +13,8 @@ from served import WORK, model, serve
 
 from tests.support.permute import permute_experts
 from tests.support.quantised import quantise
-from ultraep_serve.client.greedy_tokens import Generation, compare_tokens
-from ultraep_serve.demo.balanced_server import (
+from ultraep_serve.lab.bench.greedy_tokens import Generation, compare_tokens
+from ultraep_serve.lab.demo.balanced_server import (
     BalancedServer,
     check_tokens,
     generate_under,

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 from served import model, serve
 
-from ultraep_serve.client.engine import Server
-from ultraep_serve.client.sidecar import Sidecar
 from ultraep_serve.costs.calibration import fit
 from ultraep_serve.costs.model import CostModel
-from ultraep_serve.demo.text import sample_text
-from ultraep_serve.ring.reader import RingReader
-from ultraep_serve.ring.run_directory import run_directory_of_port
-from ultraep_serve.ring.schema import RecordArray, ring_path
+from ultraep_serve.lab.bench.engine import Server
+from ultraep_serve.lab.bench.sidecar import Sidecar
+from ultraep_serve.lab.demo.text import sample_text
+from ultraep_serve.telemetry.reader import RingReader
+from ultraep_serve.telemetry.run_directory import run_directory_of_port
+from ultraep_serve.telemetry.schema import RecordArray, ring_path
 from ultraep_serve.types import Policy, Stage
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from served import model, serve
 
-from ultraep_serve.client.engine import Server
-from ultraep_serve.demo.text import sample_text
+from ultraep_serve.lab.bench.engine import Server
+from ultraep_serve.lab.demo.text import sample_text
 
 RANK_PROCESSES = ("VLLM::Worker", "sglang::scheduler")
 

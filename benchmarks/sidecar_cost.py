@@ -23,16 +23,16 @@ import harness
 import httpx
 from served import CONTEXT, WORK, model, sidecar
 
-from ultraep_serve.client.engine import Server
-from ultraep_serve.client.prefill import ratios_json, spread_of
-from ultraep_serve.client.prompts import Openings, fitted_prompt
-from ultraep_serve.demo.balanced_server import (
+from ultraep_serve.lab.bench.engine import Server
+from ultraep_serve.lab.bench.prefill import ratios_json, spread_of
+from ultraep_serve.lab.bench.prompts import Openings, fitted_prompt
+from ultraep_serve.lab.demo.balanced_server import (
     BalancedServer,
     expert_parallel_flags,
     installed_engine,
 )
-from ultraep_serve.demo.text import sample_text
-from ultraep_serve.ring.run_directory import run_directory_of_port
+from ultraep_serve.lab.demo.text import sample_text
+from ultraep_serve.telemetry.run_directory import run_directory_of_port
 
 VARIANTS = ("without", "with", "watched")
 SCRAPE_SECONDS = 5.0

@@ -26,10 +26,10 @@ import httpx
 import numpy as np
 from served import sidecar
 
-from ultraep_serve.ring.control import ControlPage
-from ultraep_serve.ring.reader import RingReader
-from ultraep_serve.ring.recorder import Recorder
-from ultraep_serve.ring.schema import RingState, ring_path
+from ultraep_serve.telemetry.control import ControlPage
+from ultraep_serve.telemetry.reader import RingReader
+from ultraep_serve.telemetry.recorder import Recorder
+from ultraep_serve.telemetry.schema import RingState, ring_path
 from ultraep_serve.types import Decision, ExpertShape, Policy
 
 NUM_LAYERS = 16

@@ -22,13 +22,13 @@ import numpy as np
 from served import model, serve
 from ultraep_kernels.contract import FULL_SPEED
 
-from ultraep_serve.client.engine import Server
-from ultraep_serve.client.prefill import median_interval, ratios_json
-from ultraep_serve.client.sidecar import Sidecar
-from ultraep_serve.demo.text import sample_text
-from ultraep_serve.ring.reader import RingReader
-from ultraep_serve.ring.run_directory import run_directory_of_port
-from ultraep_serve.ring.schema import RecordArray, ring_path
+from ultraep_serve.lab.bench.engine import Server
+from ultraep_serve.lab.bench.prefill import median_interval, ratios_json
+from ultraep_serve.lab.bench.sidecar import Sidecar
+from ultraep_serve.lab.demo.text import sample_text
+from ultraep_serve.telemetry.reader import RingReader
+from ultraep_serve.telemetry.run_directory import run_directory_of_port
+from ultraep_serve.telemetry.schema import RecordArray, ring_path
 from ultraep_serve.types import SpeedSource
 
 SOURCES = (SpeedSource.EQUAL, SpeedSource.AUTO)

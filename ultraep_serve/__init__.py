@@ -1,6 +1,6 @@
 """Real-time expert load balancing for Mixture-of-Experts serving.
 
-Read ``host.balancer`` first: its ``route`` method is the whole data flow, one line per stage.
+Read ``balance.host.balancer`` first: its ``route`` method is the whole data flow, one line per stage.
 """
 
 from typing import TYPE_CHECKING, Any

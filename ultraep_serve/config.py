@@ -16,11 +16,11 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from ultraep_serve.control_token import checked_token
+from ultraep_serve.balance.speeds import parse_speeds
 from ultraep_serve.costs.model import CostModel
 from ultraep_serve.errors import ConfigError
-from ultraep_serve.files import parse_object
-from ultraep_serve.speeds import parse_speeds
+from ultraep_serve.system.control_token import checked_token
+from ultraep_serve.system.files import parse_object
 from ultraep_serve.types import Policy
 
 __all__ = [

@@ -23,12 +23,12 @@ from ultraep_kernels.host.reroute import reroute
 from tests.support.bench import PATIENCE_NS, Bench
 from tests.support.kernel_checks import require_equal
 from tests.support.mirror import FakeRecorder, mirrored_balancer
-from ultraep_serve.backend import GroupSetup
-from ultraep_serve.cuda.balancer import DeviceBalancer
-from ultraep_serve.cuda.fabric import DeviceFabric
-from ultraep_serve.cuda.recording import TIMED_EVERY
-from ultraep_serve.planner.quota import plan_quota
-from ultraep_serve.topology import Location
+from ultraep_serve.balance.backend import GroupSetup
+from ultraep_serve.balance.cuda.balancer import DeviceBalancer
+from ultraep_serve.balance.cuda.fabric import DeviceFabric
+from ultraep_serve.balance.cuda.recording import TIMED_EVERY
+from ultraep_serve.balance.topology import Location
+from ultraep_serve.plan.quota import plan_quota
 from ultraep_serve.types import Decision, Policy, Stage, TokenView
 
 LAYERS = 2

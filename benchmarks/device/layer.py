@@ -39,9 +39,9 @@ from tests.support.virtual_layer import (
     make_layer,
 )
 from tests.support.virtual_ranks import VirtualRanks
-from ultraep_serve.offline.hardware import Efficiency, hardware
-from ultraep_serve.offline.shapes import model_shape
-from ultraep_serve.physical import forced_ids, identity_table, master_ids
+from ultraep_serve.balance.physical import forced_ids, identity_table, master_ids
+from ultraep_serve.costs.hardware import Efficiency, hardware
+from ultraep_serve.costs.shapes import model_shape
 from ultraep_serve.types import ExpertShape, imbalance
 
 LINK = "h100"  # whose NVLink is assumed

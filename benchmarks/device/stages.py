@@ -10,8 +10,8 @@ from routes import Routes, make_routes
 from tests.support.bench import Bench
 from tests.support.kernel_checks import check_count_and_reroute, check_exchange, check_plan
 from tests.support.virtual_ranks import VirtualRanks, check_stream, fill_masters, make_ranks
-from ultraep_serve.cuda.slots import MOST_CHUNK_BYTES
-from ultraep_serve.planner.quota import plan_quota
+from ultraep_serve.balance.cuda.slots import MOST_CHUNK_BYTES
+from ultraep_serve.plan.quota import plan_quota
 from ultraep_serve.types import ExpertShape, Plan, imbalance
 
 PLAN_TARGET, ROUTING_TARGET = 40.0, 20.0  # microseconds, at the published sizes
@@ -80,7 +80,7 @@ def time_plan(bench: Bench, case: RoutingCase, routes: Routes, expected: Plan) -
     """Rank 0's plan."""
     microseconds = check_plan(bench, routes.loads, case.shape)
     return {
-        "checked": "ultraep_serve.planner.plan_quota",
+        "checked": "ultraep_serve.plan.plan_quota",
         **routes.figures(),
         "imbalance_after": imbalance(expected.quota.sum(0)),
         **timed(microseconds, PLAN_TARGET if case.has_target else None),

@@ -14,7 +14,7 @@ from files import BIN, COMPOSE, DEPLOY, ROOT, read_yaml, run
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from ultraep_serve.versions import SGLANG, VLLM, Package
+from ultraep_serve.system.versions import SGLANG, VLLM, Package
 
 DOCKERFILES = sorted((DEPLOY / "docker").glob("*.Dockerfile"))
 REQUIREMENTS = DEPLOY / "docker" / "sidecar-requirements.txt"

@@ -21,11 +21,11 @@ from manifests import only
 from recipes import Start, as_flags, blocks, commands, starts, values
 
 from ultraep_serve import __version__
-from ultraep_serve.adapters.guard import setting_on_command_line
 from ultraep_serve.cli import status
 from ultraep_serve.config import BalanceConfig
+from ultraep_serve.engines.common.guard import setting_on_command_line
+from ultraep_serve.system.versions import SGLANG, VLLM, Package
 from ultraep_serve.types import Policy
-from ultraep_serve.versions import SGLANG, VLLM, Package
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Ray's own use of pydantic

@@ -10,7 +10,7 @@ import pytest
 from ultraep_serve.cli.arguments import add_server_arguments, control_token
 from ultraep_serve.config import TOKEN_VARIABLE, control_token_from_environment
 from ultraep_serve.errors import ConfigError
-from ultraep_serve.ring import run_directory
+from ultraep_serve.telemetry import run_directory
 
 SECRET = "a-secret-of-this-user"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ultraep_serve.errors import OutputError
-from ultraep_serve.files import prepare_output, whole_file, write_json, write_whole
+from ultraep_serve.system.files import prepare_output, whole_file, write_json, write_whole
 
 
 def write_half(path: Path) -> None:

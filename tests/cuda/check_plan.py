@@ -11,8 +11,8 @@ from tests.support.bench import Bench
 from tests.support.ids import zipf_loads
 from tests.support.kernel_checks import check_plan, require_same_plan
 from ultraep_serve.costs.model import IntegerCosts, Transfer, saved_picoseconds, transfer_of
-from ultraep_serve.planner.quota import identity_plan, plan_quota
-from ultraep_serve.planner.speeds import full_speeds, least_time, rank_times
+from ultraep_serve.plan.quota import identity_plan, plan_quota
+from ultraep_serve.plan.times import full_speeds, least_time, rank_times
 from ultraep_serve.types import Decision, ExpertShape
 
 

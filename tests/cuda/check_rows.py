@@ -13,7 +13,7 @@ from ultraep_kernels.device.status import DeviceStatus, new_status
 from tests.support.bench import Bench
 from tests.support.ids import zipf_loads
 from tests.support.kernel_checks import require_equal, require_same_plan
-from ultraep_serve.planner.quota import identity_plan, plan_quota
+from ultraep_serve.plan.quota import identity_plan, plan_quota
 from ultraep_serve.types import Decision, ExpertShape, Policy
 
 pytestmark = pytest.mark.usefixtures("few_attempts")

@@ -15,14 +15,14 @@ from tests.support.host_driver import HostDriver
 from tests.support.hosts import engine_group
 from tests.support.interpreter import INTERPRETED
 from tests.support.ranks import fresh_run_path, run_ranks
-from ultraep_serve.adapters.setup import BalancedLayers, Batch
-from ultraep_serve.backend import GroupSetup
+from ultraep_serve.balance.backend import GroupSetup
+from ultraep_serve.balance.cuda.backend import DeviceBackend
+from ultraep_serve.balance.cuda.driver import HandleKind
+from ultraep_serve.balance.cuda.fabric import DeviceFabric
 from ultraep_serve.costs.model import CostModel
-from ultraep_serve.cuda.backend import DeviceBackend
-from ultraep_serve.cuda.driver import HandleKind
-from ultraep_serve.cuda.fabric import DeviceFabric
-from ultraep_serve.ring.reader import RingReader
-from ultraep_serve.ring.schema import RingState, ring_path
+from ultraep_serve.engines.common.setup import BalancedLayers, Batch
+from ultraep_serve.telemetry.reader import RingReader
+from ultraep_serve.telemetry.schema import RingState, ring_path
 from ultraep_serve.types import Decision, ExpertShape, TokenView
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="plays the device in host memory")

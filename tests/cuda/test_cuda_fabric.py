@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tests.support.host_driver import HostDriver
-from ultraep_serve.cuda.driver import HandleKind, Shareable
-from ultraep_serve.cuda.rendezvous import GatherRendezvous, Handshake, SocketRendezvous
-from ultraep_serve.cuda.slots import DeviceSlotPool
+from ultraep_serve.balance.cuda.driver import HandleKind, Shareable
+from ultraep_serve.balance.cuda.rendezvous import GatherRendezvous, Handshake, SocketRendezvous
+from ultraep_serve.balance.cuda.slots import DeviceSlotPool
 from ultraep_serve.errors import DeviceError, FabricError, PeerTimeoutError, UnsupportedError
 
 pytest.importorskip("triton", reason="the fabric launches kernels written in Triton")
@@ -18,7 +18,7 @@ pytest.importorskip("triton", reason="the fabric launches kernels written in Tri
 from ultraep_kernels.device.exchange import inbox_bytes
 from ultraep_kernels.device.status import DeviceStatus
 
-from ultraep_serve.cuda.fabric import DeviceFabric, Limits
+from ultraep_serve.balance.cuda.fabric import DeviceFabric, Limits
 
 MASTERS, SLOTS, CHUNK, WIDTH = 3, 2, 4096, 9
 LIMITS = Limits(row_width=WIDTH, max_chunks=65, patience_ns=100_000, num_programs=2)

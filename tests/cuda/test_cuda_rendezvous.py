@@ -10,8 +10,8 @@ import pytest
 
 from tests.support.host_driver import HostDriver
 from tests.support.ranks import outcomes_of_ranks, run_ranks
-from ultraep_serve.cuda.driver import HandleKind
-from ultraep_serve.cuda.rendezvous import GatherRendezvous, SocketRendezvous
+from ultraep_serve.balance.cuda.driver import HandleKind
+from ultraep_serve.balance.cuda.rendezvous import GatherRendezvous, SocketRendezvous
 from ultraep_serve.errors import FabricError, PeerTimeoutError
 
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from tests.support.host_driver import HostDriver
-from ultraep_serve.backend import LayerSlots
-from ultraep_serve.cuda.memory import MappedMemory, round_up
-from ultraep_serve.cuda.slots import ALIGNMENT, MOST_CHUNK_BYTES, DeviceSlotPool
+from ultraep_serve.balance.backend import LayerSlots
+from ultraep_serve.balance.cuda.memory import MappedMemory, round_up
+from ultraep_serve.balance.cuda.slots import ALIGNMENT, MOST_CHUNK_BYTES, DeviceSlotPool
 from ultraep_serve.errors import ConfigError, UnsupportedError
 
 MASTERS, SLOTS, CHUNK = 3, 2, 4096

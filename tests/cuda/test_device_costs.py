@@ -7,10 +7,10 @@ import torch
 
 pytest.importorskip("triton", reason="the device's backend launches kernels written in Triton")
 
-from ultraep_serve.adapters.execution import compute_balanced
-from ultraep_serve.cuda import timing
-from ultraep_serve.cuda.backend import table_costs
-from ultraep_serve.cuda.timing import device_seconds
+from ultraep_serve.balance.cuda import timing
+from ultraep_serve.balance.cuda.backend import table_costs
+from ultraep_serve.balance.cuda.timing import device_seconds
+from ultraep_serve.engines.common.execution import compute_balanced
 from ultraep_serve.types import ExpertShape, TokenView
 
 

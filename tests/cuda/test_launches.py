@@ -20,7 +20,7 @@ from tests.support.launches import (
     recorded_streams,
 )
 from tests.support.mirror import FakeRecorder
-from ultraep_serve.speeds import expert_clock
+from ultraep_serve.balance.speeds import expert_clock
 from ultraep_serve.types import ExpertShape
 
 # of a layer in the middle of a batch: launches, allocations, copies, events

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.findings import MOE
-from ultraep_serve.ring import run_directory as run_directories
+from ultraep_serve.telemetry import run_directory as run_directories
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 from ultraep_serve.cli import main
 from ultraep_serve.doctor import diagnose
 from ultraep_serve.doctor.finding import Finding, Status, Subject
-from ultraep_serve.machine import free_port
+from ultraep_serve.system.machine import free_port
 
 
 def test_every_problem_has_a_remedy(model: str, shm: Path) -> None:

@@ -7,8 +7,8 @@ import pytest
 from tests.support.findings import EXPERT_BYTES, GIB, only
 from ultraep_serve.doctor.finding import Status, Subject
 from ultraep_serve.doctor.model import check_model
-from ultraep_serve.machine import free_port
-from ultraep_serve.ring.run_directory import run_directory
+from ultraep_serve.system.machine import free_port
+from ultraep_serve.telemetry.run_directory import run_directory
 
 
 def machine(path: Path, available: int) -> Path:

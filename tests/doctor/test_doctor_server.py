@@ -12,8 +12,8 @@ import pytest
 from tests.support.findings import only
 from ultraep_serve.doctor.finding import Status, Subject
 from ultraep_serve.doctor.running_server import check_ports, check_server
-from ultraep_serve.machine import free_port
-from ultraep_serve.ring.run_directory import run_directory
+from ultraep_serve.system.machine import free_port
+from ultraep_serve.telemetry.run_directory import run_directory
 
 
 class Answers(BaseHTTPRequestHandler):

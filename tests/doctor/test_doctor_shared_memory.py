@@ -11,9 +11,9 @@ from ultraep_serve.config import BalanceConfig
 from ultraep_serve.doctor import host_machine as shared_memory
 from ultraep_serve.doctor.finding import Status, Subject
 from ultraep_serve.doctor.host_machine import check_leftovers, check_shared_memory, ring_bytes
-from ultraep_serve.ring.recorder import Recorder
-from ultraep_serve.ring.run_directory import run_directory
-from ultraep_serve.ring.schema import ring_path
+from ultraep_serve.telemetry.recorder import Recorder
+from ultraep_serve.telemetry.run_directory import run_directory
+from ultraep_serve.telemetry.schema import ring_path
 from ultraep_serve.types import ExpertShape
 
 

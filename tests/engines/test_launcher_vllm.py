@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from ultraep_serve.adapters.vllm import launch
-from ultraep_serve.adapters.vllm.launch import engine_command, parse_engine_flags
+from ultraep_serve.engines.vllm import launch
+from ultraep_serve.engines.vllm.launch import engine_command, parse_engine_flags
 from ultraep_serve.errors import ConfigError, UnsupportedError
 from ultraep_serve.types import Policy
 
@@ -71,7 +71,7 @@ def test_a_host_without_a_server_runs_ranks_alone() -> None:
     assert command.url is None
     assert command.arguments[1:] == [
         "-m",
-        "ultraep_serve.adapters.vllm.launch",
+        "ultraep_serve.engines.vllm.launch",
         "--model",
         "m",
         *flags,

@@ -1,5 +1,4 @@
 """The GPU side of the SGLang adapter, on SGLang's own objects; transports and kernels stand in."""
-# ruff: noqa: TID251 - SGLang's own objects are what is tested
 
 import pkgutil
 import warnings
@@ -26,7 +25,7 @@ with warnings.catch_warnings():
     from sglang.srt.plugins.hook_registry import HookRegistry
     from sglang.srt.runtime_context import get_parallel
 
-    from ultraep_serve.adapters.sglang import hooks
+    from ultraep_serve.engines.sglang import hooks
 
 from tests.support.ranks import fresh_run_path, run_ranks
 from ultraep_serve.config import BalanceConfig

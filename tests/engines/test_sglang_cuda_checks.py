@@ -1,5 +1,4 @@
 """What the SGLang adapter accepts on GPUs, and what it refuses; one process."""
-# ruff: noqa: TID251 - SGLang's own objects are what is tested
 
 import warnings
 from pathlib import Path
@@ -24,7 +23,7 @@ with warnings.catch_warnings():
     from sglang.srt.layers.quantization.fp8 import Fp8Config
     from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseConfig
 
-    from ultraep_serve.adapters.sglang import checks, group, launch, quantised
+    from ultraep_serve.engines.sglang import checks, group, launch, quantised
 
 from ultraep_serve.errors import UnsupportedError
 from ultraep_serve.launcher.tuned_kernels import link_tuned_kernels

@@ -1,5 +1,4 @@
 """Layers of SGLang on GPUs: told of slots, planned or not, loaded anew; one process."""
-# ruff: noqa: TID251 - SGLang's own objects are what is tested
 
 import warnings
 from pathlib import Path
@@ -23,14 +22,14 @@ with warnings.catch_warnings():
     from sglang.srt.models.transformers import TransformersFusedMoE
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    from ultraep_serve.adapters.sglang import group, hooks
-    from ultraep_serve.adapters.sglang.execution import DeviceExperts
-    from ultraep_serve.adapters.sglang.hooks import PrefillTokens
+    from ultraep_serve.engines.sglang import group, hooks
+    from ultraep_serve.engines.sglang.execution import DeviceExperts
+    from ultraep_serve.engines.sglang.hooks import PrefillTokens
 
+from ultraep_serve.balance.cuda.recording import is_capturing
 from ultraep_serve.config import BalanceConfig
-from ultraep_serve.cuda.recording import is_capturing
 from ultraep_serve.errors import UnsupportedError
-from ultraep_serve.ring.run_directory import UNBALANCED_FILE
+from ultraep_serve.telemetry.run_directory import UNBALANCED_FILE
 from ultraep_serve.types import Policy
 
 SHAPE = fakes.SHAPE

@@ -13,7 +13,7 @@ pytest.importorskip("sglang", reason="needs SGLang: deploy/setup_sglang_cpu.py")
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own, when SGLang has it compile
-    from ultraep_serve.adapters.sglang.cpu_experts import ACTIVATIONS, compute_and_reduce
+    from ultraep_serve.engines.sglang.cpu_experts import ACTIVATIONS, compute_and_reduce
 
 ROWS = (0, 1, 15, 16, 17, 255, 256, 257, 273, 700)  # around the numbers that are rounded
 HIDDEN, INNER, TOP_K = 24, 8, 2

@@ -3,7 +3,6 @@
 What is asked of each method is that nothing of an expert is left behind when its tensors are
 copied: experts loaded in another order come out in that order, and kernels are given the slots.
 """
-# ruff: noqa: TID251 - SGLang's own objects are what is tested
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -38,12 +37,12 @@ with warnings.catch_warnings():
     from sglang.srt.layers.quantization.w8a8_fp8 import W8A8Fp8Config
     from sglang.srt.layers.quantization.w8a8_int8 import W8A8Int8Config
 
-    from ultraep_serve.adapters.sglang import checks, group, quantised
-    from ultraep_serve.adapters.sglang.execution import DeviceExperts
+    from ultraep_serve.engines.sglang import checks, group, quantised
+    from ultraep_serve.engines.sglang.execution import DeviceExperts
 
 from tests.support.ranks import fresh_run_path, run_ranks
-from ultraep_serve.adapters.shared_values import require_agreement
 from ultraep_serve.config import BalanceConfig
+from ultraep_serve.engines.common.shared_values import require_agreement
 from ultraep_serve.errors import UnsupportedError
 
 SHAPE = fakes.SHAPE

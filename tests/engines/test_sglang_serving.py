@@ -15,12 +15,12 @@ pytest.importorskip("sglang", reason="needs SGLang: deploy/setup_sglang_cpu.py")
 
 from tests.support.serving_checks import PROMPTS, balance, check_balanced, refused, served
 from tests.support.tiny_models import tiny_glm4, tiny_qwen3
-from ultraep_serve.client.greedy_tokens import compare_tokens, generate
-from ultraep_serve.client.sidecar import Sidecar
 from ultraep_serve.config import CONFIG_VARIABLE, BalanceConfig
-from ultraep_serve.demo.balanced_server import BalancedServer, generate_under
 from ultraep_serve.errors import ServerError
-from ultraep_serve.ring.run_directory import run_directory_of_port
+from ultraep_serve.lab.bench.greedy_tokens import compare_tokens, generate
+from ultraep_serve.lab.bench.sidecar import Sidecar
+from ultraep_serve.lab.demo.balanced_server import BalancedServer, generate_under
+from ultraep_serve.telemetry.run_directory import run_directory_of_port
 from ultraep_serve.types import Policy
 
 pytestmark = pytest.mark.engine
@@ -153,7 +153,7 @@ def test_unverified_version_ends_every_process(tmp_path: Path) -> None:
     """SGLang would log an exception of a plugin and serve on without it."""
     script = (
         "from dataclasses import replace\n"
-        "from ultraep_serve.adapters.sglang import checks\n"
+        "from ultraep_serve.engines.sglang import checks\n"
         "checks.SGLANG = replace(checks.SGLANG, releases=('0.0',))\n"
         "from sglang.srt.plugins import load_plugins\n"
         "load_plugins()\n"

@@ -1,5 +1,4 @@
 """Unquantised experts on CPU: as products of oneDNN's they are what vLLM's own kernel gives."""
-# ruff: noqa: TID251 - vLLM's own objects are what is tested
 
 import warnings
 from types import SimpleNamespace
@@ -18,7 +17,7 @@ with warnings.catch_warnings():
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
     from vllm.platforms import current_platform
 
-    from ultraep_serve.adapters.vllm import cpu_experts
+    from ultraep_serve.engines.vllm import cpu_experts
 from ultraep_serve.costs.calibration import LEAST_ROWS
 
 NUM_EXPERTS, HIDDEN, INNER, TOP_K = 6, 96, 64, 3

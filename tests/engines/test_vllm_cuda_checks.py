@@ -1,5 +1,4 @@
 """What the vLLM adapter balances on GPUs, and what it refuses, saying what to change."""
-# ruff: noqa: TID251 - vLLM's own objects are what is tested
 
 import sys
 import warnings
@@ -28,9 +27,9 @@ with warnings.catch_warnings():
 
     from tests.support import vllm_layers
     from tests.support.vllm_gpu import build
-    from ultraep_serve.adapters.vllm import checks, expert_tensors
+    from ultraep_serve.engines.vllm import checks, expert_tensors
 
-from ultraep_serve.adapters.setup import require_one_number
+from ultraep_serve.engines.common.setup import require_one_number
 from ultraep_serve.errors import UnsupportedError
 
 KERNELS: dict[Any, tuple[str, ...]] = {  # vLLM's names of those that are balanced

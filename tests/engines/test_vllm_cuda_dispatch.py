@@ -1,5 +1,4 @@
 """Batches through every way of dispatch that the vLLM adapter accepts on GPUs, on three ranks."""
-# ruff: noqa: TID251 - vLLM's own objects are what is tested
 
 import os
 import warnings
@@ -27,7 +26,7 @@ with warnings.catch_warnings():
         forward_pass,
         replace_device,
     )
-    from ultraep_serve.adapters.vllm import checks, routed_experts
+    from ultraep_serve.engines.vllm import checks, routed_experts
 
 from tests.support.ranks import fresh_run_path, run_ranks
 from ultraep_serve.costs.model import CostModel

@@ -1,5 +1,4 @@
 """Layers of the vLLM adapter on GPUs: what moves, which batches are balanced, who is left alone."""
-# ruff: noqa: TID251 - vLLM's own objects are what is tested
 
 import copy
 import threading
@@ -28,12 +27,12 @@ with warnings.catch_warnings():
         configure,
         forward_pass,
     )
-    from ultraep_serve.adapters.vllm import checks, group, routed_experts
+    from ultraep_serve.engines.vllm import checks, group, routed_experts
 
+from ultraep_serve.balance.cuda.recording import is_capturing
 from ultraep_serve.config import BalanceConfig
-from ultraep_serve.cuda.recording import is_capturing
 from ultraep_serve.errors import UnsupportedError
-from ultraep_serve.ring.run_directory import UNBALANCED_FILE
+from ultraep_serve.telemetry.run_directory import UNBALANCED_FILE
 from ultraep_serve.types import Policy
 
 

@@ -1,5 +1,4 @@
 """Quantised experts on GPUs: what a copy takes along, in vLLM's own methods' order of tensors."""
-# ruff: noqa: TID251 - vLLM's own objects are what is tested
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -25,9 +24,9 @@ with warnings.catch_warnings():
         build,
         fp8_config,
     )
-    from ultraep_serve.adapters.vllm import checks, expert_tensors
+    from ultraep_serve.engines.vllm import checks, expert_tensors
 
-from ultraep_serve.adapters.shared_values import SharedValues
+from ultraep_serve.engines.common.shared_values import SharedValues
 from ultraep_serve.errors import UnsupportedError
 from ultraep_serve.types import ExpertShape
 

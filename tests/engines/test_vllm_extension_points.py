@@ -1,5 +1,4 @@
 """What the adapter relies on, asked of the vLLM that is on the path: any verified build."""
-# ruff: noqa: TID251 - vLLM's own objects are what is tested
 
 import os
 import warnings
@@ -25,13 +24,13 @@ with warnings.catch_warnings():
 
     from tests.support import vllm_layers
     from tests.support.vllm_gpu import NAMES, NUM_RANKS
-    from ultraep_serve.adapters.vllm import checks, launch, routed_experts
+    from ultraep_serve.engines.vllm import checks, launch, routed_experts
 
 from ultraep_serve.doctor import engines
 from ultraep_serve.errors import UnsupportedError
 from ultraep_serve.launcher.tuned_kernels import link_tuned_kernels
+from ultraep_serve.system.versions import VLLM_CPU
 from ultraep_serve.types import Policy
-from ultraep_serve.versions import VLLM_CPU
 
 PLATFORM = SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: True)  # an NVIDIA GPU
 

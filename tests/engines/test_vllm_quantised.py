@@ -4,7 +4,6 @@ vLLM chooses these kernels where there is AMX; they also run with AVX512, which 
 processes here ask for (``torch.ops._C.fused_experts_cpu``). Kernels of which vLLM has none for this
 machine are refused by vLLM itself.
 """
-# ruff: noqa: TID251 - vLLM's own objects are what is tested
 
 import json
 import os
@@ -29,13 +28,13 @@ with warnings.catch_warnings():
     import tests.support.vllm_transports as transports
     from tests.support import vllm_layers
     from tests.support.vllm_gpu import configure, forward_pass
-    from ultraep_serve.adapters.vllm import checks, routed_experts
+    from ultraep_serve.engines.vllm import checks, routed_experts
 
 from tests.support.quantised import SCHEMES, quantise
 from tests.support.ranks import fresh_run_path, run_ranks
 from tests.support.serving_checks import MOVING_ALWAYS_PAYS
+from ultraep_serve.balance.physical import identity_table
 from ultraep_serve.errors import UnsupportedError
-from ultraep_serve.physical import identity_table
 
 NUM_RANKS, NUM_SLOTS = 2, 2
 NUM_MASTERS = vllm_layers.NUM_EXPERTS // NUM_RANKS

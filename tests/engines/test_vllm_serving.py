@@ -18,18 +18,18 @@ pytest.importorskip("vllm", reason="needs vLLM: make setup")
 
 from tests.support.serving_checks import CONTEXT, PROMPTS, balance, check_balanced, refused, served
 from tests.support.tiny_models import tiny_glm4, tiny_qwen3
-from ultraep_serve.client.greedy_tokens import compare_tokens, generate
-from ultraep_serve.client.prefill import WITHOUT_EP, PrefillOptions
-from ultraep_serve.client.sidecar import Sidecar
-from ultraep_serve.demo.balanced_server import BalancedServer, generate_under, measure_server
-from ultraep_serve.demo.models import make_model
-from ultraep_serve.demo.server_process import ServerProcess
 from ultraep_serve.errors import ServerError
-from ultraep_serve.offline.comparators import policy_function
-from ultraep_serve.offline.replay import ReplayOptions, replay
-from ultraep_serve.offline.store import load_trace
-from ultraep_serve.offline.trace import PREFILL, Trace
-from ultraep_serve.ring.run_directory import run_directory_of_port
+from ultraep_serve.lab.bench.greedy_tokens import compare_tokens, generate
+from ultraep_serve.lab.bench.prefill import WITHOUT_EP, PrefillOptions
+from ultraep_serve.lab.bench.sidecar import Sidecar
+from ultraep_serve.lab.comparators import policy_function
+from ultraep_serve.lab.demo.balanced_server import BalancedServer, generate_under, measure_server
+from ultraep_serve.lab.demo.models import make_model
+from ultraep_serve.lab.demo.server_process import ServerProcess
+from ultraep_serve.lab.replay import ReplayOptions, replay
+from ultraep_serve.lab.store import load_trace
+from ultraep_serve.lab.trace import PREFILL, Trace
+from ultraep_serve.telemetry.run_directory import run_directory_of_port
 from ultraep_serve.types import Policy
 
 pytestmark = pytest.mark.engine

@@ -1,5 +1,4 @@
 """How vLLM's processes learn that they are to balance, and what they refuse."""
-# ruff: noqa: TID251 - vLLM's own objects are what is tested
 
 import sys
 import warnings
@@ -19,10 +18,10 @@ with warnings.catch_warnings():
 
     from tests.support import vllm_layers
     from tests.support.vllm_gpu import NAMES, NUM_RANKS, configure
-    from ultraep_serve.adapters.vllm import plugin, routed_experts
+    from ultraep_serve.engines.vllm import plugin, routed_experts
 
 from ultraep_serve.errors import ConfigError, UnsupportedError
-from ultraep_serve.ring.run_directory import UNBALANCED_FILE
+from ultraep_serve.telemetry.run_directory import UNBALANCED_FILE
 from ultraep_serve.types import Policy
 
 

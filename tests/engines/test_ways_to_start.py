@@ -18,7 +18,7 @@ from tests.support.launched import answers
 from tests.support.serving_checks import check_balanced
 from tests.support.tiny_models import tiny_qwen3
 from tests.support.ways_to_start import CONTEXT, ENVIRONMENT, SETTINGS, UnmodifiedServer
-from ultraep_serve.ring.run_directory import TOKEN_FILE, remove_abandoned
+from ultraep_serve.telemetry.run_directory import TOKEN_FILE, remove_abandoned
 
 pytestmark = pytest.mark.engine
 

@@ -11,8 +11,8 @@ from fastapi.routing import APIRoute
 from fastapi.testclient import TestClient
 
 from tests.support.sidecar_runs import BEARER, TOKEN, SkewedRun
-from ultraep_serve.ring.control import ControlPage
 from ultraep_serve.sidecar.app import create_app
+from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.types import Policy
 
 PIECE = b" " * 4096

@@ -16,9 +16,9 @@ import uvicorn
 
 from tests.support.rings import SyntheticRun, Traffic
 from tests.support.sidecar_runs import TOKEN
-from ultraep_serve.ring.run_directory import UNBALANCED_FILE
 from ultraep_serve.sidecar import routes_balance
 from ultraep_serve.sidecar.app import AppOptions, create_app
+from ultraep_serve.telemetry.run_directory import UNBALANCED_FILE
 from ultraep_serve.types import ExpertShape, Policy
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")

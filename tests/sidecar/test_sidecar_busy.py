@@ -13,12 +13,12 @@ from fastapi.testclient import TestClient
 
 from tests.support.rings import SyntheticRun
 from tests.support.sidecar_runs import SkewedRun
-from ultraep_serve.ring.schema import RingState
 from ultraep_serve.sidecar import routes_balance
 from ultraep_serve.sidecar.answers import AnswerCache
 from ultraep_serve.sidecar.app import AppOptions, create_app
 from ultraep_serve.sidecar.health import RankList
 from ultraep_serve.sidecar.store import RunStore
+from ultraep_serve.telemetry.schema import RingState
 
 CLIENTS, OPEN = 60, 32  # more clients than any thread pool here has threads
 

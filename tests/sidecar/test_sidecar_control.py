@@ -8,8 +8,8 @@ from fastapi.testclient import TestClient
 from tests.support.rings import SyntheticRun
 from tests.support.sidecar_runs import BEARER, TOKEN, SkewedRun
 from ultraep_serve.config import BalanceConfig
-from ultraep_serve.ring.control import ControlPage
 from ultraep_serve.sidecar.app import AppOptions, create_app
+from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.types import Policy, SpeedSource
 
 

@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.support.live_run import LiveRun, command
 from tests.support.sidecar_runs import PLANNED_LAYERS
 from ultraep_serve.config import TOKEN_VARIABLE
-from ultraep_serve.machine import free_port
+from ultraep_serve.system.machine import free_port
 
 _BATCHES = 3  # before and after each deletion
 _DELETIONS = {

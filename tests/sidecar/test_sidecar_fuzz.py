@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from tests.support.ring_files import put
 from tests.support.rings import SyntheticRun, Traffic
 from tests.support.sidecar_runs import TOKEN
-from ultraep_serve.ring.schema import HEADER_BYTES, ring_path
 from ultraep_serve.sidecar.app import create_app
+from ultraep_serve.telemetry.schema import HEADER_BYTES, ring_path
 from ultraep_serve.types import ExpertShape
 
 schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not installed")

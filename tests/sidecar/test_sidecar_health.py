@@ -12,10 +12,10 @@ from fastapi.testclient import TestClient
 from tests.support.ring_files import put
 from tests.support.rings import SyntheticRun
 from tests.support.sidecar_runs import TOKEN, SkewedRun, planned_run, reasons, samples
-from ultraep_serve.ring.recorder import Recorder
-from ultraep_serve.ring.schema import RingState, ring_path
 from ultraep_serve.sidecar.app import AppOptions, StateLog, create_app
 from ultraep_serve.sidecar.store import RunStore
+from ultraep_serve.telemetry.recorder import Recorder
+from ultraep_serve.telemetry.schema import RingState, ring_path
 from ultraep_serve.types import Decision, ExpertShape, Policy
 
 

@@ -10,9 +10,9 @@ from fastapi.testclient import TestClient
 
 from tests.support.ring_files import create, write
 from tests.support.sidecar_runs import BEARER, reasons, samples
-from ultraep_serve.ring.control import ControlPage
-from ultraep_serve.ring.schema import RingState
-from ultraep_serve.topology import Location
+from ultraep_serve.balance.topology import Location
+from ultraep_serve.telemetry.control import ControlPage
+from ultraep_serve.telemetry.schema import RingState
 from ultraep_serve.types import Decision, ExpertShape, Policy
 
 SHAPE = ExpertShape(num_ranks=4, num_logical_experts=8, num_replica_slots=1)

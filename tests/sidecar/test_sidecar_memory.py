@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from tests.support.ring_files import create, write
-from ultraep_serve.ring.reader import RingReader
-from ultraep_serve.ring.schema import RecordArray, RingHeader, ring_path
 from ultraep_serve.sidecar.follower import OWN_DTYPE, RecordWindow, SkippedHistory, most_records
 from ultraep_serve.sidecar.statistics.figures import imbalance_snapshot
 from ultraep_serve.sidecar.statistics.timeline import Timeline
+from ultraep_serve.telemetry.reader import RingReader
+from ultraep_serve.telemetry.schema import RecordArray, RingHeader, ring_path
 from ultraep_serve.types import Decision, ExpertShape
 
 SHAPE = ExpertShape(num_ranks=4, num_logical_experts=8, num_replica_slots=1)

@@ -7,7 +7,7 @@ from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.sidecar_runs import SkewedRun, samples
-from ultraep_serve.ring.schema import RingState
+from ultraep_serve.telemetry.schema import RingState
 from ultraep_serve.types import Decision
 
 

@@ -16,8 +16,8 @@ import pytest
 import ultraep_serve
 from ultraep_serve.config import TOKEN_VARIABLE
 from ultraep_serve.errors import ConfigError
-from ultraep_serve.machine import free_port
 from ultraep_serve.sidecar.serve import control_token, is_loopback, serve, set_up_logging
+from ultraep_serve.system.machine import free_port
 
 ROOT = Path(ultraep_serve.__file__).parents[1]
 
@@ -38,12 +38,15 @@ def start(run_dir: Path, port: int) -> "subprocess.Popen[str]":
     ("modules", "unwanted"),
     [
         (
-            "ultraep_serve.sidecar.__main__, ultraep_serve.ring.recorder",
+            "ultraep_serve.sidecar.__main__, ultraep_serve.telemetry.recorder",
             {"torch", "numba", "vllm"},
         ),
-        ("ultraep_serve.ring.recorder, ultraep_serve.ring.reader", {"fastapi", "pydantic"}),
         (
-            "ultraep_serve.host.backend, ultraep_serve.offline.replay",
+            "ultraep_serve.telemetry.recorder, ultraep_serve.telemetry.reader",
+            {"fastapi", "pydantic"},
+        ),
+        (
+            "ultraep_serve.balance.host.backend, ultraep_serve.lab.replay",
             {"fastapi", "pydantic", "vllm"},
         ),
     ],
@@ -164,7 +167,7 @@ PARENT = """
 import os, subprocess, sys
 from pathlib import Path
 from tests.support.live_run import command
-from ultraep_serve.ring import run_directory
+from ultraep_serve.telemetry import run_directory
 run_directory.SHARED_MEMORY = memory = Path(sys.argv[1])
 path = run_directory.RunDirectory.create("0f").path
 words = ["sidecar", "--parent", str(os.getpid()), "--port", sys.argv[2]]

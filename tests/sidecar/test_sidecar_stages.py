@@ -7,9 +7,9 @@ import pytest
 from fastapi.testclient import TestClient
 
 from tests.support.rings import SyntheticRun
-from ultraep_serve.ring.control import ControlPage
+from ultraep_serve.balance.topology import PipelineStage
 from ultraep_serve.sidecar.app import create_app
-from ultraep_serve.topology import PipelineStage
+from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.types import ExpertShape, Policy
 
 SHAPE = ExpertShape(num_ranks=2, num_logical_experts=8, num_replica_slots=1)

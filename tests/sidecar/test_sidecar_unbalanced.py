@@ -8,10 +8,10 @@ from fastapi.testclient import TestClient
 from tests.support.rings import SyntheticRun
 from tests.support.sidecar_runs import BEARER, samples
 from ultraep_serve.cli import main
-from ultraep_serve.ring import run_directory
-from ultraep_serve.ring.run_directory import UNBALANCED_FILE, RunDirectory
 from ultraep_serve.sidecar.direct import status
 from ultraep_serve.sidecar.store import RunStore
+from ultraep_serve.telemetry import run_directory
+from ultraep_serve.telemetry.run_directory import UNBALANCED_FILE, RunDirectory
 
 REASON = "layer 3 has an expert tensor that cannot be moved"
 

@@ -8,9 +8,6 @@ import numpy as np
 import pytest
 
 from tests.support.ring_files import create, write
-from ultraep_serve.ring.reader import RingReader
-from ultraep_serve.ring.recorder import Recorder
-from ultraep_serve.ring.schema import ring_path
 from ultraep_serve.sidecar.statistics.batches import batch_snapshots, count_batches
 from ultraep_serve.sidecar.statistics.figures import (
     imbalances,
@@ -22,6 +19,9 @@ from ultraep_serve.sidecar.statistics.snapshot import BalanceSnapshot, RankView
 from ultraep_serve.sidecar.statistics.summary import layer_detail, summarise
 from ultraep_serve.sidecar.statistics.timeline import Timeline
 from ultraep_serve.sidecar.statistics.window import Window
+from ultraep_serve.telemetry.reader import RingReader
+from ultraep_serve.telemetry.recorder import Recorder
+from ultraep_serve.telemetry.schema import ring_path
 from ultraep_serve.types import Decision, ExpertShape, Policy, imbalance
 
 SHAPE = ExpertShape(num_ranks=2, num_logical_experts=4, num_replica_slots=1)

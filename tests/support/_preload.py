@@ -7,7 +7,7 @@ from ultraep_kernels.host.relays import relay_parents
 from ultraep_kernels.host.reroute import reroute
 
 from tests.support import stress
-from ultraep_serve.planner.quota import plan_quota
+from ultraep_serve.plan.quota import plan_quota
 from ultraep_serve.types import ExpertShape
 
 __all__ = ["stress"]

@@ -12,18 +12,18 @@ from ultraep_kernels.contract import Search
 
 from tests.support.host_driver import HostDriver
 from tests.support.mirror import FakeRecorder, mirrored_balancer
-from ultraep_serve.backend import GroupSetup, LayerSlots
-from ultraep_serve.collectives import DeviceAllGather, EngineGroup, HostAllGather
+from ultraep_serve.balance.backend import GroupSetup, LayerSlots
+from ultraep_serve.balance.collectives import DeviceAllGather, EngineGroup, HostAllGather
+from ultraep_serve.balance.cuda.balancer import DeviceBalancer, device_row_width
+from ultraep_serve.balance.cuda.fabric import DeviceFabric, Limits
+from ultraep_serve.balance.cuda.rendezvous import SocketRendezvous
+from ultraep_serve.balance.cuda.slots import DeviceSlotPool
+from ultraep_serve.balance.host.balancer import HostBalancer, row_width
+from ultraep_serve.balance.host.fabric import HostFabric
+from ultraep_serve.balance.host.slots import HostSlotPool
+from ultraep_serve.balance.topology import Location, domain_of
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.costs.model import IntegerCosts
-from ultraep_serve.cuda.balancer import DeviceBalancer, device_row_width
-from ultraep_serve.cuda.fabric import DeviceFabric, Limits
-from ultraep_serve.cuda.rendezvous import SocketRendezvous
-from ultraep_serve.cuda.slots import DeviceSlotPool
-from ultraep_serve.host.balancer import HostBalancer, row_width
-from ultraep_serve.host.fabric import HostFabric
-from ultraep_serve.host.slots import HostSlotPool
-from ultraep_serve.topology import Location, domain_of
 from ultraep_serve.types import ExpertShape, TokenView
 
 LAYERS, SMALL = 2, 8

@@ -13,11 +13,11 @@ import numpy as np
 from tests.support.moe import TinyMoE
 from tests.support.ranks import fresh_run_path, outcomes_of_ranks
 from tests.support.stress import RandomBatches, StressReport, run_stress
+from ultraep_serve.balance.host import balancer
+from ultraep_serve.balance.host.fabric import HostFabric
+from ultraep_serve.balance.host.slots import HostSlotPool
 from ultraep_serve.config import BalanceConfig
-from ultraep_serve.host import balancer
-from ultraep_serve.host.fabric import HostFabric
-from ultraep_serve.host.slots import HostSlotPool
-from ultraep_serve.ring.recorder import Stopwatch
+from ultraep_serve.telemetry.recorder import Stopwatch
 from ultraep_serve.types import ExpertShape, Policy, Stage, TokenView
 
 __all__ = [

@@ -16,11 +16,11 @@ from tests.support.bench import Bench
 from tests.support.host_driver import HostDriver
 from tests.support.kernel_checks import require_equal
 from tests.support.ranks import fresh_run_path, outcomes_of_ranks, run_ranks
-from ultraep_serve.backend import LayerSlots
-from ultraep_serve.cuda.driver import Driver
-from ultraep_serve.cuda.fabric import DeviceFabric, Limits
-from ultraep_serve.cuda.rendezvous import SocketRendezvous
-from ultraep_serve.cuda.slots import ALIGNMENT, DeviceSlotPool
+from ultraep_serve.balance.backend import LayerSlots
+from ultraep_serve.balance.cuda.driver import Driver
+from ultraep_serve.balance.cuda.fabric import DeviceFabric, Limits
+from ultraep_serve.balance.cuda.rendezvous import SocketRendezvous
+from ultraep_serve.balance.cuda.slots import ALIGNMENT, DeviceSlotPool
 from ultraep_serve.errors import PeerTimeoutError
 from ultraep_serve.types import Decision
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tests.support.family_table import COMMON, CONTEXT, FAMILIES, Family
-from ultraep_serve.demo.text import DOMAINS, save_tokenizer
+from ultraep_serve.lab.demo.text import DOMAINS, save_tokenizer
 
 __all__ = ["CONTEXT", "FAMILIES", "Family", "make_family"]
 

@@ -6,7 +6,6 @@ starts the engine in this process (vLLM's ``LLM``, SGLang's ``Engine``) on a che
 ``make_family``, asks the same prompts with balancing on and off, and writes to OUT what came of
 it. With ``--stock`` the engine runs without any of us, and OUT has its answers.
 """
-# ruff: noqa: TID251 - engines as their users have them
 
 import argparse
 import json
@@ -20,9 +19,9 @@ import numpy as np
 from tests.support.families import CONTEXT, FAMILIES, Family
 from tests.support.serving_checks import MOVING_ALWAYS_PAYS
 from tests.support.ways_to_start import balanced_layers, run_path_of
-from ultraep_serve.demo.text import DOMAINS, sample_text
-from ultraep_serve.ring.control import ControlPage
-from ultraep_serve.ring.reader import RingReader
+from ultraep_serve.lab.demo.text import DOMAINS, sample_text
+from ultraep_serve.telemetry.control import ControlPage
+from ultraep_serve.telemetry.reader import RingReader
 from ultraep_serve.types import Policy
 
 __all__ = ["MIN_BATCH_TOKENS", "PROMPTS", "Answer", "difference", "settings"]

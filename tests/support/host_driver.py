@@ -12,15 +12,15 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ultraep_serve.cuda.driver import HandleKind, Shareable, device_error
-from ultraep_serve.errors import UnsupportedError
-from ultraep_serve.host.memory import (
+from ultraep_serve.balance.cuda.driver import HandleKind, Shareable, device_error
+from ultraep_serve.balance.host.memory import (
     MAP_FIXED,
     READ_WRITE,
     map_memory,
     protect_memory,
     unmap_memory,
 )
+from ultraep_serve.errors import UnsupportedError
 
 __all__ = ["HostDriver"]
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from ultraep_serve.collectives import EngineGroup
-from ultraep_serve.topology import Location
+from ultraep_serve.balance.collectives import EngineGroup
+from ultraep_serve.balance.topology import Location
 
 __all__ = ["engine_group", "host_path"]
 

@@ -26,7 +26,7 @@ from ultraep_kernels.host.count import count_reference
 from ultraep_kernels.host.reroute import reroute as reroute_on_cpu
 
 from tests.support.bench import PATIENCE_NS, Bench
-from ultraep_serve.planner.quota import plan_quota
+from ultraep_serve.plan.quota import plan_quota
 from ultraep_serve.types import Decision, ExpertShape, Plan
 
 __all__ = [

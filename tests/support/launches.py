@@ -20,13 +20,13 @@ from ultraep_kernels.device.offline import Launch, recorded_launches
 
 from tests.support.host_driver import HostDriver
 from tests.support.mirror import FakeRecorder, mirrored_balancer
-from ultraep_serve.backend import GroupSetup
-from ultraep_serve.cuda import balancer as balancer_module
-from ultraep_serve.cuda import timing
-from ultraep_serve.cuda.balancer import DeviceBalancer, device_row_width
-from ultraep_serve.cuda.recording import Page
-from ultraep_serve.speeds import expert_clock
-from ultraep_serve.topology import Location
+from ultraep_serve.balance.backend import GroupSetup
+from ultraep_serve.balance.cuda import balancer as balancer_module
+from ultraep_serve.balance.cuda import timing
+from ultraep_serve.balance.cuda.balancer import DeviceBalancer, device_row_width
+from ultraep_serve.balance.cuda.recording import Page
+from ultraep_serve.balance.speeds import expert_clock
+from ultraep_serve.balance.topology import Location
 from ultraep_serve.types import Decision, ExpertShape, Policy, TokenView
 
 __all__ = [

@@ -11,7 +11,7 @@ from typing import IO
 
 from tests.support.sidecar_runs import planned_run
 from ultraep_serve.cli import main
-from ultraep_serve.ring import run_directory
+from ultraep_serve.telemetry import run_directory
 
 __all__ = ["LiveRun", "command"]
 

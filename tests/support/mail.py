@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ultraep_serve.host.fabric import HostFabric
-from ultraep_serve.host.slots import HostSlotPool
+from ultraep_serve.balance.host.fabric import HostFabric
+from ultraep_serve.balance.host.slots import HostSlotPool
 
 __all__ = ["Mail"]
 

@@ -14,13 +14,13 @@ import torch
 from ultraep_kernels.contract import FLAG_BYTES
 from ultraep_kernels.device.exchange import inbox_bytes
 
-from ultraep_serve.backend import GroupSetup
+from ultraep_serve.balance.backend import GroupSetup
+from ultraep_serve.balance.cuda.balancer import DeviceBalancer
+from ultraep_serve.balance.cuda.driver import Driver, HandleKind, Shareable
+from ultraep_serve.balance.cuda.fabric import DeviceFabric, Limits
+from ultraep_serve.balance.cuda.rendezvous import Handshake
+from ultraep_serve.balance.cuda.slots import DeviceSlotPool
 from ultraep_serve.costs.model import IntegerCosts
-from ultraep_serve.cuda.balancer import DeviceBalancer
-from ultraep_serve.cuda.driver import Driver, HandleKind, Shareable
-from ultraep_serve.cuda.fabric import DeviceFabric, Limits
-from ultraep_serve.cuda.rendezvous import Handshake
-from ultraep_serve.cuda.slots import DeviceSlotPool
 from ultraep_serve.types import Decision, Policy, SpeedSource, Stage
 
 __all__ = ["FakeRecorder", "Mirror", "mirrored_balancer"]

@@ -16,8 +16,8 @@ from typing import Any, Literal, get_args, get_origin
 from unittest.mock import patch
 
 from ultraep_serve.config import BalanceConfig, SidecarSettings
+from ultraep_serve.system.versions import PACKAGES
 from ultraep_serve.types import ExpertShape, Policy
-from ultraep_serve.versions import PACKAGES
 
 __all__ = ["PAGE", "TABLES", "help_text", "table", "table_in", "with_table"]
 
@@ -92,7 +92,7 @@ def _range_of(field: Any) -> str:
 
 
 def _policies() -> str:
-    from ultraep_serve.offline.comparators import POLICIES
+    from ultraep_serve.lab.comparators import POLICIES
 
     served = {policy.value for policy in Policy}
     rows = [

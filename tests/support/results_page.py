@@ -15,8 +15,8 @@ from typing import Any
 from ultraep_kernels.contract import FULL_SPEED
 
 from tests.support.reference_page import table, with_table
-from ultraep_serve.client.load_report import rate_text, ratio_text
-from ultraep_serve.client.prefill import WITHOUT_EP
+from ultraep_serve.lab.bench.load_report import rate_text, ratio_text
+from ultraep_serve.lab.bench.prefill import WITHOUT_EP
 
 __all__ = [
     "LOADS",
@@ -234,7 +234,7 @@ def _demo() -> str:
     """What the demo printed, without spaces at the ends of lines."""
     from rich.console import Console
 
-    from ultraep_serve.demo.report import demo_view
+    from ultraep_serve.lab.demo.report import demo_view
 
     shown = Console(width=_WIDTH, file=(printed := io.StringIO()))
     shown.print(demo_view(json.loads((RESULTS / "demo.json").read_text())))

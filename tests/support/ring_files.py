@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from ultraep_serve.ring.recorder import Recorder
+from ultraep_serve.telemetry.recorder import Recorder
 from ultraep_serve.types import Decision, ExpertShape, Policy
 
 SHAPE = ExpertShape(num_ranks=4, num_logical_experts=20, num_replica_slots=2)

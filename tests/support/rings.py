@@ -14,12 +14,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from ultraep_serve.balance.topology import PipelineStage
 from ultraep_serve.config import BalanceConfig
-from ultraep_serve.planner.quota import plan_quota
-from ultraep_serve.ring.control import ControlPage
-from ultraep_serve.ring.recorder import Recorder
-from ultraep_serve.ring.schema import RingState
-from ultraep_serve.topology import PipelineStage
+from ultraep_serve.plan.quota import plan_quota
+from ultraep_serve.telemetry.control import ControlPage
+from ultraep_serve.telemetry.recorder import Recorder
+from ultraep_serve.telemetry.schema import RingState
 from ultraep_serve.types import Decision, ExpertShape, Plan, Policy, Stage
 
 __all__ = ["SyntheticRun", "Traffic"]

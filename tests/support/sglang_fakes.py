@@ -3,7 +3,6 @@
 Everything else in these layers is SGLang's own: settings, layers, quantisation methods, runners'
 configuration, dispatchers, the plugin registry.
 """
-# ruff: noqa: TID251 - SGLang's own objects are tested, and look around when imported
 
 import warnings
 from dataclasses import dataclass
@@ -39,7 +38,7 @@ with warnings.catch_warnings():
     from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
     from sglang.srt.runtime_context import get_context, get_parallel, get_resources
 
-    from ultraep_serve.adapters.sglang import checks, group, hooks
+    from ultraep_serve.engines.sglang import checks, group, hooks
 
 NUM_EXPERTS, HIDDEN, INNER, TOP_K = 12, 256, 128, 2
 SHAPE = ExpertShape(num_ranks=3, num_logical_experts=NUM_EXPERTS, num_replica_slots=2)

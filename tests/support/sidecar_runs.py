@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.ring_files import create, write
 from tests.support.rings import SyntheticRun, Traffic
-from ultraep_serve.ring.schema import RingState
+from ultraep_serve.telemetry.schema import RingState
 from ultraep_serve.types import Decision, ExpertShape, Policy
 
 TOKEN = "open-sesame"

@@ -20,14 +20,14 @@ from numpy.typing import NDArray
 from tests.support.hosts import engine_group, host_path
 from tests.support.mail import Mail
 from tests.support.moe import TinyMoE, apply_experts, expert_bytes_equal, poison
-from ultraep_serve.backend import GroupSetup, LayerSlots
-from ultraep_serve.collectives import HostAllGather
+from ultraep_serve.balance.backend import GroupSetup, LayerSlots
+from ultraep_serve.balance.collectives import HostAllGather
+from ultraep_serve.balance.host.balancer import HostBalancer, row_width
+from ultraep_serve.balance.host.fabric import HostFabric
+from ultraep_serve.balance.host.slots import HostSlotPool
+from ultraep_serve.balance.topology import Location
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.errors import PeerTimeoutError
-from ultraep_serve.host.balancer import HostBalancer, row_width
-from ultraep_serve.host.fabric import HostFabric
-from ultraep_serve.host.slots import HostSlotPool
-from ultraep_serve.topology import Location
 from ultraep_serve.types import Decision, Policy, SpeedSource, TokenView, imbalance
 
 __all__ = ["RandomBatches", "StressReport", "run_stress"]

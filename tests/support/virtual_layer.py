@@ -20,7 +20,7 @@ from ultraep_kernels.device.status import new_status
 from tests.support.bench import Bench
 from tests.support.kernel_checks import require_equal
 from tests.support.virtual_ranks import VirtualRanks, make_ranks, require_arrived, sender, sends_of
-from ultraep_serve.cuda.slots import MOST_CHUNK_BYTES
+from ultraep_serve.balance.cuda.slots import MOST_CHUNK_BYTES
 from ultraep_serve.types import ExpertShape
 
 __all__ = [

@@ -3,7 +3,6 @@
 Each format has vLLM's own configuration, and the kernel that vLLM would choose on a GPU. What needs
 a device stands in: repacking keeps all bytes of an expert together, as the real one does.
 """
-# ruff: noqa: TID251 - vLLM's own objects are what is tested
 
 import sys
 from collections.abc import Callable

@@ -1,5 +1,4 @@
 """The vLLM adapter as on a GPU, in one process or several: ranks, settings, batches, layers."""
-# ruff: noqa: TID251 - vLLM's own objects are what is tested
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,8 +16,8 @@ from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 from tests.support import vllm_layers
 from tests.support.vllm_reference_kernels import use_reference_kernels
 from tests.support.vllm_transports import join_ranks
-from ultraep_serve.adapters.vllm import checks, group, routed_experts
 from ultraep_serve.config import BalanceConfig, child_environment
+from ultraep_serve.engines.vllm import checks, group, routed_experts
 
 NUM_RANKS, NUM_SLOTS = 3, 2
 NUM_MASTERS = vllm_layers.NUM_EXPERTS // NUM_RANKS

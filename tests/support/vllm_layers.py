@@ -3,7 +3,6 @@
 Also weights and batches for them, and what the layer must answer. What a GPU would bring stands in:
 see ``vllm_reference_kernels`` and ``vllm_transports``.
 """
-# ruff: noqa: TID251 - vLLM's own objects are what is tested
 
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +18,7 @@ from vllm.model_executor.layers.fused_moe.config import (
 from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapManager
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
-from ultraep_serve.adapters.vllm.routed_experts import take_over
+from ultraep_serve.engines.vllm.routed_experts import take_over
 
 NUM_EXPERTS = 12
 HIDDEN = 2048  # DeepEP takes no less

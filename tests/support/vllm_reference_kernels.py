@@ -1,5 +1,4 @@
 """Expert kernels in plain torch, where vLLM would choose Triton's on a GPU."""
-# ruff: noqa: TID251 - vLLM's own objects are what is tested
 
 from typing import Any
 

@@ -2,7 +2,6 @@
 
 DeepEP's is in ``deep_ep_standin``.
 """
-# ruff: noqa: TID251 - vLLM's own objects are what is tested
 
 from types import SimpleNamespace
 from typing import Any

@@ -4,7 +4,6 @@
 
 asks the engine the same prompts with balancing on and off and writes to OUT what came of it.
 """
-# ruff: noqa: TID251 - engines as their users have them
 
 import asyncio
 import json
@@ -21,10 +20,10 @@ import httpx
 import numpy as np
 
 from tests.support.serving_checks import MOVING_ALWAYS_PAYS, PROMPTS
-from ultraep_serve.demo.balanced_server import BalancedServer
-from ultraep_serve.ring.control import ControlPage
-from ultraep_serve.ring.reader import RingReader
-from ultraep_serve.ring.run_directory import running_run_directories
+from ultraep_serve.lab.demo.balanced_server import BalancedServer
+from ultraep_serve.telemetry.control import ControlPage
+from ultraep_serve.telemetry.reader import RingReader
+from ultraep_serve.telemetry.run_directory import running_run_directories
 from ultraep_serve.types import Decision, Policy
 
 SETTINGS = {"costs": MOVING_ALWAYS_PAYS.to_json()}

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from ultraep_serve import __version__
 from ultraep_serve.errors import ConfigError, UltraEPError
-from ultraep_serve.versions import installed_engines
+from ultraep_serve.system.versions import installed_engines
 
 __all__ = ["Parser", "execute", "main"]
 
@@ -18,18 +18,24 @@ _NO_READER = 141  # and of one whose output nobody reads, by SIGPIPE
 _COMMANDS = {  # name: module with add_arguments and run, help
     "vllm": ("ultraep_serve.cli.serve", "serve a model with vLLM and balancing"),
     "sglang": ("ultraep_serve.cli.serve", "serve a model with SGLang and balancing"),
-    "bench": ("ultraep_serve.cli.bench", "measure a running server"),
-    "demo": ("ultraep_serve.cli.demo", "show on a small model what balancing does"),
+    "bench": ("ultraep_serve.lab.commands.bench", "measure a running server"),
+    "demo": ("ultraep_serve.lab.commands.demo", "show on a small model what balancing does"),
     "sidecar": (
         "ultraep_serve.sidecar.serve",
         "serve metrics of the ranks on this host; a server starts its own sidecar",
     ),
     "status": ("ultraep_serve.cli.status", "show how balanced a running server is"),
-    "record": ("ultraep_serve.cli.record", "record a trace of a running server's routing"),
-    "replay": ("ultraep_serve.cli.replay", "compare policies on a recorded trace"),
-    "advise": ("ultraep_serve.cli.advise", "predict what balancing would gain on your machine"),
-    "simulate": ("ultraep_serve.cli.simulate", "simulate thousands of ranks with the planner"),
-    "make-trace": ("ultraep_serve.cli.make_trace", "write a synthetic trace"),
+    "record": ("ultraep_serve.lab.commands.record", "record a trace of a running server's routing"),
+    "replay": ("ultraep_serve.lab.commands.replay", "compare policies on a recorded trace"),
+    "advise": (
+        "ultraep_serve.lab.commands.advise",
+        "predict what balancing would gain on your machine",
+    ),
+    "simulate": (
+        "ultraep_serve.lab.commands.simulate",
+        "simulate thousands of ranks with the planner",
+    ),
+    "make-trace": ("ultraep_serve.lab.commands.make_trace", "write a synthetic trace"),
     "doctor": ("ultraep_serve.cli.doctor", "check this machine, the engine and a running server"),
 }
 

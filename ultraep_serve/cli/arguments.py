@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
+from ultraep_serve.balance.speeds import parse_speeds
 from ultraep_serve.config import control_token_from_environment
-from ultraep_serve.control_token import checked_token, read_token
 from ultraep_serve.errors import ConfigError
-from ultraep_serve.files import prepare_output, read_text, whole_file, write_json
-from ultraep_serve.ring.run_directory import TOKEN_FILE, run_directory_of_port
-from ultraep_serve.speeds import parse_speeds
+from ultraep_serve.system.control_token import checked_token, read_token
+from ultraep_serve.system.files import prepare_output, read_text, whole_file, write_json
+from ultraep_serve.telemetry.run_directory import TOKEN_FILE, run_directory_of_port
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

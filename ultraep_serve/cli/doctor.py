@@ -10,9 +10,9 @@ from ultraep_serve import __version__
 from ultraep_serve.cli import Parser, serve
 from ultraep_serve.cli.arguments import add_json_argument, number, prepare_outputs, show
 from ultraep_serve.config import BalanceConfig, SidecarSettings, values_of_flags
+from ultraep_serve.costs.shapes import WEIGHT_BITS
 from ultraep_serve.doctor import diagnose
 from ultraep_serve.doctor.finding import Finding, Status, Subject
-from ultraep_serve.offline.shapes import WEIGHT_BITS
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -7,16 +7,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ultraep_serve.adapters.sglang import launch as sglang
-from ultraep_serve.adapters.vllm import launch as vllm
 from ultraep_serve.config import BalanceConfig, SidecarSettings, add_flags, values_of_flags
+from ultraep_serve.engines.sglang import launch as sglang
+from ultraep_serve.engines.vllm import launch as vllm
 from ultraep_serve.errors import ConfigError
-from ultraep_serve.files import write_whole
 from ultraep_serve.launcher.sidecar import sidecar_command
 from ultraep_serve.launcher.supervisor import supervise
 from ultraep_serve.launcher.tuned_kernels import link_tuned_kernels
-from ultraep_serve.machine import why_not_listen
-from ultraep_serve.ring.run_directory import CONFIG_FILE, TOKEN_FILE, run_directory
+from ultraep_serve.system.files import write_whole
+from ultraep_serve.system.machine import why_not_listen
+from ultraep_serve.telemetry.run_directory import CONFIG_FILE, TOKEN_FILE, run_directory
 from ultraep_serve.types import Policy
 
 __all__ = ["LAUNCHERS", "add_arguments", "run"]

@@ -1,4 +1,4 @@
 """Costs: what a layer takes, measured at start-up (``calibration``) or given (``model``).
 
-What a machine would gain, from data sheets or a trace, is in ``ultraep_serve.offline``.
+What a machine would gain, from data sheets or a trace, is in ``ultraep_serve.lab``.
 """

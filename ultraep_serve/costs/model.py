@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ultraep_serve.errors import ConfigError
-from ultraep_serve.files import parse_object, read_text
+from ultraep_serve.system.files import parse_object, read_text
 from ultraep_serve.types import ExpertShape, IntArray
 
 __all__ = [

@@ -6,11 +6,17 @@ from dataclasses import dataclass
 from importlib import metadata
 
 from ultraep_serve import __version__
-from ultraep_serve.adapters.guard import PLUGIN, left_out
 from ultraep_serve.config import plugin_filter
 from ultraep_serve.doctor.finding import Finding, error, ok, warning
+from ultraep_serve.engines.common.guard import PLUGIN, left_out
 from ultraep_serve.errors import SERVE_UNBALANCED
-from ultraep_serve.versions import VLLM, Installed, VersionOf, installed_engines, installed_version
+from ultraep_serve.system.versions import (
+    VLLM,
+    Installed,
+    VersionOf,
+    installed_engines,
+    installed_version,
+)
 
 __all__ = ["check_engines", "check_package"]
 

@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Callable
 
 from ultraep_serve.doctor.finding import Finding, ok, warning
-from ultraep_serve.versions import VersionOf, installed_version
+from ultraep_serve.system.versions import VersionOf, installed_version
 
 __all__ = ["check_cliques", "check_gpus", "link_domains"]
 

@@ -7,13 +7,13 @@ import sys
 from pathlib import Path
 
 from ultraep_serve.config import BalanceConfig
+from ultraep_serve.costs.shapes import model_shape
 from ultraep_serve.doctor.finding import Finding, Subject, error, ok, size, warning
 from ultraep_serve.doctor.gpus import nvidia_smi
 from ultraep_serve.errors import ConfigError
-from ultraep_serve.machine import groups_sessions
-from ultraep_serve.offline.shapes import model_shape
-from ultraep_serve.ring.run_directory import abandoned_run_directories
-from ultraep_serve.ring.schema import HEADER_BYTES, record_dtype
+from ultraep_serve.system.machine import groups_sessions
+from ultraep_serve.telemetry.run_directory import abandoned_run_directories
+from ultraep_serve.telemetry.schema import HEADER_BYTES, record_dtype
 from ultraep_serve.types import ExpertShape
 
 __all__ = [

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
+from ultraep_serve.balance.topology import domain_of, domains_fit
 from ultraep_serve.doctor.finding import Finding, Subject, error, ok, warning
 from ultraep_serve.doctor.gpus import NvidiaSmi, link_domains, nvidia_smi
-from ultraep_serve.topology import domain_of, domains_fit
 
 __all__ = ["check_domains", "check_hosts"]
 

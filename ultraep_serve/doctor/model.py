@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
+from ultraep_serve.costs.shapes import ModelShape, model_shape, weight_bits
 from ultraep_serve.doctor.finding import Finding, Subject, error, ok, size, warning
 from ultraep_serve.errors import ConfigError
-from ultraep_serve.machine import available_memory
-from ultraep_serve.offline.shapes import ModelShape, model_shape, weight_bits
-from ultraep_serve.ring.run_directory import is_running
+from ultraep_serve.system.machine import available_memory
+from ultraep_serve.telemetry.run_directory import is_running
 
 __all__ = ["check_model"]
 

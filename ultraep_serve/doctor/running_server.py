@@ -6,8 +6,8 @@ import urllib.request
 from typing import Any
 
 from ultraep_serve.doctor.finding import Finding, Subject, error, ok, warning
-from ultraep_serve.machine import why_not_listen
-from ultraep_serve.ring.run_directory import is_running, run_directory_of_port
+from ultraep_serve.system.machine import why_not_listen
+from ultraep_serve.telemetry.run_directory import is_running, run_directory_of_port
 
 __all__ = ["check_ports", "check_server"]
 

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 
 from ultraep_serve.config import BalanceConfig, SidecarSettings
 from ultraep_serve.errors import ConfigError
-from ultraep_serve.machine import why_not_listen
+from ultraep_serve.system.machine import why_not_listen
 
 __all__ = ["DEFAULT_PORT", "sidecar_command", "start_beside_rank"]
 

@@ -15,13 +15,13 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
+from ultraep_serve.balance.host_link import tell_hosts
 from ultraep_serve.config import BalanceConfig, child_environment
 from ultraep_serve.errors import EngineEndedError, RingError, UnsupportedError
-from ultraep_serve.host_link import tell_hosts
 from ultraep_serve.launcher.tuned_kernels import TunedKernels
-from ultraep_serve.ring.reader import RingReader
-from ultraep_serve.ring.run_directory import STOPPED_FILE, lost_reason
-from ultraep_serve.ring.schema import RING_PREFIX, RingState
+from ultraep_serve.telemetry.reader import RingReader
+from ultraep_serve.telemetry.run_directory import STOPPED_FILE, lost_reason
+from ultraep_serve.telemetry.schema import RING_PREFIX, RingState
 from ultraep_serve.types import Policy
 
 __all__ = ["EngineCommand", "start_child", "stop_child", "supervise"]

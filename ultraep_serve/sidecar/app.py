@@ -17,7 +17,6 @@ from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ultraep_serve import __version__
-from ultraep_serve.ring.reader import ALIVE_SECONDS
 from ultraep_serve.sidecar.access import KnownNames, wrong_values
 from ultraep_serve.sidecar.answers import AnswerCache
 from ultraep_serve.sidecar.encoding import prepare
@@ -31,6 +30,7 @@ from ultraep_serve.sidecar.statistics.snapshot import BalanceSnapshot
 from ultraep_serve.sidecar.statistics.summary import Heatmap, PolicyComparison
 from ultraep_serve.sidecar.statistics.timeline import History
 from ultraep_serve.sidecar.store import NoRunError, RunStore
+from ultraep_serve.telemetry.reader import ALIVE_SECONDS
 
 __all__ = ["AppOptions", "StateLog", "create_app"]
 

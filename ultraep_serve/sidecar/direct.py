@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from ultraep_serve.errors import BenchError, NoServerError
-from ultraep_serve.ring.running import find_run
 from ultraep_serve.sidecar.encoding import encode
 from ultraep_serve.sidecar.statistics.window import Window
 from ultraep_serve.sidecar.store import NoRunError, RunStore, UnbalancedError
+from ultraep_serve.telemetry.running import find_run
 
 __all__ = ["ServerStatus", "status", "status_reader"]
 
@@ -88,7 +88,7 @@ def _read(store: RunStore, path: Path) -> ServerStatus:
 
 
 def _remote(url: str) -> Callable[[], ServerStatus]:
-    from ultraep_serve.client.http import Endpoint, json_object  # they need httpx
+    from ultraep_serve.system.http import Endpoint, json_object  # they need httpx
 
     endpoint = Endpoint("the sidecar", "--url", url, _TIMEOUT_SECONDS)
 

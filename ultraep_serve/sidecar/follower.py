@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 
 from ultraep_serve.errors import RingError
-from ultraep_serve.ring.reader import Poll, RingReader
-from ultraep_serve.ring.schema import RecordArray, RingHeader, record_dtype, ring_path
 from ultraep_serve.sidecar.statistics.counters import Counters
 from ultraep_serve.sidecar.statistics.snapshot import RankView
 from ultraep_serve.sidecar.statistics.timeline import Timeline
+from ultraep_serve.telemetry.reader import Poll, RingReader
+from ultraep_serve.telemetry.schema import RecordArray, RingHeader, record_dtype, ring_path
 from ultraep_serve.types import Decision, ExpertShape, Stage
 
 __all__ = [

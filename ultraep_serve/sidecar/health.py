@@ -3,7 +3,6 @@
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ultraep_serve.ring.schema import RingState
 from ultraep_serve.sidecar.statistics.batches import BatchSnapshot
 from ultraep_serve.sidecar.statistics.snapshot import (
     SCHEMA_VERSION,
@@ -14,6 +13,7 @@ from ultraep_serve.sidecar.statistics.snapshot import (
     RankView,
     Savings,
 )
+from ultraep_serve.telemetry.schema import RingState
 
 __all__ = ["Overview", "RankHealth", "RankList", "Readiness", "problem", "rank_health"]
 

@@ -49,12 +49,12 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from ultraep_serve.ring.schema import RingHeader
 from ultraep_serve.sidecar.statistics.counters import Counters
 from ultraep_serve.sidecar.statistics.figures import mean_floor, rank_speeds, spent_seconds
 from ultraep_serve.sidecar.statistics.snapshot import BalanceSnapshot, RankView
 from ultraep_serve.sidecar.statistics.window import Window, outcome
 from ultraep_serve.sidecar.store import NoRunError, RunStore
+from ultraep_serve.telemetry.schema import RingHeader
 from ultraep_serve.types import Decision, Stage
 
 __all__ = ["BalanceCollector", "DetailCollector"]

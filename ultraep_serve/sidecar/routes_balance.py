@@ -10,7 +10,6 @@ from fastapi import APIRouter, HTTPException, Query, Request, Response
 from fastapi import Path as InPath
 from fastapi.responses import StreamingResponse
 
-from ultraep_serve.ring.schema import RecordArray
 from ultraep_serve.sidecar.answers import BUSY, AnswerCache
 from ultraep_serve.sidecar.health import Overview, RankList
 from ultraep_serve.sidecar.statistics.batches import (
@@ -42,6 +41,7 @@ from ultraep_serve.sidecar.statistics.summary import (
 from ultraep_serve.sidecar.statistics.timeline import History
 from ultraep_serve.sidecar.statistics.window import Window
 from ultraep_serve.sidecar.store import NoRunError, RunStore
+from ultraep_serve.telemetry.schema import RecordArray
 from ultraep_serve.types import Policy
 
 __all__ = ["balance_routes", "live_routes"]

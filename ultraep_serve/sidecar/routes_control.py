@@ -15,11 +15,11 @@ from fastapi import APIRouter, HTTPException
 from pydantic import BaseModel, ConfigDict, Field
 
 from ultraep_serve.errors import ControlError, OutputError
-from ultraep_serve.ring.control import ControlPage, Recording, RecordLevel
 from ultraep_serve.sidecar.access import BEARER, REFUSALS, bearers_only
-from ultraep_serve.sidecar.run_files import forget_pause, remember_pause
 from ultraep_serve.sidecar.statistics.snapshot import SCHEMA_VERSION
 from ultraep_serve.sidecar.store import NoRunError, RunStore
+from ultraep_serve.telemetry.control import ControlPage, Recording, RecordLevel
+from ultraep_serve.telemetry.run_files import forget_pause, remember_pause
 from ultraep_serve.types import Policy, SpeedSource, TokenView
 
 __all__ = ["Switches", "control_routes"]

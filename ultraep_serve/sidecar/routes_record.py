@@ -12,10 +12,10 @@ from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict
 
 from ultraep_serve.errors import SpoolError
-from ultraep_serve.files import open_regular
-from ultraep_serve.ring.spool import PAGE_BYTES, parse_spool_header, spool_path
 from ultraep_serve.sidecar.access import BEARER, REFUSALS, bearers_only
 from ultraep_serve.sidecar.statistics.snapshot import SCHEMA_VERSION
+from ultraep_serve.system.files import open_regular
+from ultraep_serve.telemetry.spool import PAGE_BYTES, parse_spool_header, spool_path
 
 __all__ = ["record_routes"]
 
@@ -75,7 +75,7 @@ def record_routes(run_dir: Path, token: str | None) -> APIRouter:
         },
     )
     def spool(rank: Rank) -> StreamingResponse:
-        """What ``rank`` recorded, in the format of ``ultraep_serve/ring/spool.py``."""
+        """What ``rank`` recorded, in the format of ``ultraep_serve/telemetry/spool.py``."""
         try:
             file = os.fdopen(open_regular(spool_path(run_dir, rank)), "rb")
         except OSError as error:

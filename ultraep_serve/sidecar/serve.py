@@ -27,12 +27,12 @@ from ultraep_serve.config import (
     control_token_from_environment,
     values_of_flags,
 )
-from ultraep_serve.control_token import read_token
 from ultraep_serve.errors import ConfigError
-from ultraep_serve.ring.run_directory import TOKEN_FILE, remove_abandoned
-from ultraep_serve.ring.running import find_run
 from ultraep_serve.sidecar.app import AppOptions, create_app
 from ultraep_serve.sidecar.connections import HEAD_BYTES, LimitedProtocol
+from ultraep_serve.system.control_token import read_token
+from ultraep_serve.telemetry.run_directory import TOKEN_FILE, remove_abandoned
+from ultraep_serve.telemetry.running import find_run
 
 __all__ = ["add_arguments", "control_token", "is_loopback", "run", "serve", "set_up_logging"]
 

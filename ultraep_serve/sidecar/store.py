@@ -8,25 +8,25 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ultraep_serve.balance.topology import Location
 from ultraep_serve.errors import ControlError
-from ultraep_serve.ring.control import CONTROL_NAME, ControlPage
-from ultraep_serve.ring.reader import ALIVE_SECONDS
-from ultraep_serve.ring.run_directory import CONFIG_FILE
-from ultraep_serve.ring.schema import RecordArray, RingHeader
 from ultraep_serve.sidecar.follower import PrimaryRanks, RingFollower, merged
 from ultraep_serve.sidecar.health import RankList, Readiness, problem, rank_health
-from ultraep_serve.sidecar.run_files import (
-    paused_policy,
-    read_config,
-    read_unbalanced,
-)
 from ultraep_serve.sidecar.statistics.batches import count_batches
 from ultraep_serve.sidecar.statistics.counters import Counters
 from ultraep_serve.sidecar.statistics.snapshot import BalanceSnapshot, RankView
 from ultraep_serve.sidecar.statistics.summary import summarise
 from ultraep_serve.sidecar.statistics.timeline import History, Timeline, Totals
 from ultraep_serve.sidecar.statistics.window import Window
-from ultraep_serve.topology import Location
+from ultraep_serve.telemetry.control import CONTROL_NAME, ControlPage
+from ultraep_serve.telemetry.reader import ALIVE_SECONDS
+from ultraep_serve.telemetry.run_directory import CONFIG_FILE
+from ultraep_serve.telemetry.run_files import (
+    paused_policy,
+    read_config,
+    read_unbalanced,
+)
+from ultraep_serve.telemetry.schema import RecordArray, RingHeader
 from ultraep_serve.types import Decision, Policy, SpeedSource
 
 __all__ = [

@@ -1,6 +1,7 @@
 """identity: topk_ids (T, K) logical -> topk_ids (T, K) physical, every assignment to its master.
 
-One launch, for batches that nothing is planned for. Twin: ``ultraep_serve.physical.master_ids``.
+One launch, for batches that nothing is planned for. Twin: ``master_ids`` in
+``ultraep_serve.balance.physical``.
 """
 
 import torch

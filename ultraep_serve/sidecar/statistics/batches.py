@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ultraep_serve.ring.schema import RecordArray
 from ultraep_serve.sidecar.statistics.figures import (
     avoided_seconds,
     imbalance_snapshot,
@@ -21,6 +20,7 @@ from ultraep_serve.sidecar.statistics.snapshot import (
     RankAssignments,
 )
 from ultraep_serve.sidecar.statistics.window import outcome
+from ultraep_serve.telemetry.schema import RecordArray
 from ultraep_serve.types import Decision, ExpertShape, Policy, Stage
 
 __all__ = [

@@ -3,7 +3,6 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from ultraep_serve.ring.schema import RecordArray
 from ultraep_serve.sidecar.statistics.figures import (
     avoided_seconds,
     imbalances,
@@ -12,6 +11,7 @@ from ultraep_serve.sidecar.statistics.figures import (
 )
 from ultraep_serve.sidecar.statistics.timeline import Timeline
 from ultraep_serve.sidecar.statistics.window import Window
+from ultraep_serve.telemetry.schema import RecordArray
 
 __all__ = ["BOUNDS", "Counters", "ImbalanceHistogram"]
 

@@ -18,7 +18,6 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from ultraep_kernels.contract import FULL_SPEED
 
-from ultraep_serve.ring.schema import RecordArray
 from ultraep_serve.sidecar.statistics.snapshot import (
     ImbalanceSnapshot,
     RankAssignments,
@@ -26,6 +25,7 @@ from ultraep_serve.sidecar.statistics.snapshot import (
     Savings,
     Spread,
 )
+from ultraep_serve.telemetry.schema import RecordArray
 from ultraep_serve.types import Stage
 
 __all__ = [

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ultraep_serve.ring.schema import RecordArray, RingHeader
+from ultraep_serve.telemetry.schema import RecordArray, RingHeader
 
 __all__ = [
     "SCHEMA_VERSION",

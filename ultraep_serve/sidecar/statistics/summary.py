@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ultraep_serve.ring.schema import RecordArray, RingHeader
 from ultraep_serve.sidecar.statistics.figures import (
     avoided_seconds,
     imbalance_snapshot,
@@ -37,6 +36,7 @@ from ultraep_serve.sidecar.statistics.snapshot import (
     Spread,
 )
 from ultraep_serve.sidecar.statistics.window import Window, outcome
+from ultraep_serve.telemetry.schema import RecordArray, RingHeader
 from ultraep_serve.types import Decision, Policy, Stage
 
 __all__ = [

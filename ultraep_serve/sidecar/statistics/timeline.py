@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ultraep_serve.ring.schema import RecordArray
 from ultraep_serve.sidecar.statistics.figures import (
     avoided_seconds,
     imbalances,
@@ -20,6 +19,7 @@ from ultraep_serve.sidecar.statistics.snapshot import (
     Savings,
     Spread,
 )
+from ultraep_serve.telemetry.schema import RecordArray
 from ultraep_serve.types import Decision, Stage
 
 __all__ = ["History", "Timeline", "Totals"]

@@ -1,0 +1,353 @@
+"""Balancer's decisions on one rank, the other ranks played by a stand-in for the fabric."""
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ultraep_kernels.contract import TIME
+
+from ultraep_serve.balance.backend import GroupSetup
+from ultraep_serve.balance.host.balancer import HostBalancer, row_width
+from ultraep_serve.balance.host.slots import HostSlotPool
+from ultraep_serve.balance.physical import identity_table
+from ultraep_serve.balance.speeds import expert_clock
+from ultraep_serve.balance.topology import Location
+from ultraep_serve.config import BalanceConfig
+from ultraep_serve.costs.model import IntegerCosts
+from ultraep_serve.types import Decision, ExpertShape, Policy, SpeedSource, TokenView
+
+SHAPE = ExpertShape(2, 8, 1)
+LAYERS = 2
+
+
+class OtherRanks:
+    """Answers an exchange with this rank's row and what ``answer`` makes of it for rank 1."""
+
+    rank, domain = 0, range(2)
+
+    def __init__(self) -> None:
+        self.exchanges = self.streams = self.waits = 0
+        self.answer = np.copy
+
+    def exchange(self, row: np.ndarray) -> np.ndarray:
+        self.exchanges += 1
+        return np.stack([row, self.answer(row)])
+
+    def stream(self, *_: Any) -> None:
+        self.streams += 1
+
+    def wait_slots(self, *_: Any) -> None:
+        self.waits += 1
+
+
+class Notes:
+    """Recorder and policy source in one."""
+
+    def __init__(self) -> None:
+        self.policy = Policy.QUOTA
+        self.max_imbalance_millionths = 0
+        self.speeds = SpeedSource.CONFIGURED
+        self.records: list[dict[str, Any]] = []
+        self.batches: list[Decision] = []
+
+    def record(self, **values: Any) -> None:
+        self.records.append(values)
+
+    def count_batch(self, decision: Decision) -> None:
+        self.batches.append(decision)
+
+
+class Rig:
+    def __init__(
+        self,
+        view: TokenView = TokenView.SHARED,
+        costs: IntegerCosts | None = None,
+        **settings: Any,
+    ) -> None:
+        self.fabric, self.notes = OtherRanks(), Notes()
+        config = BalanceConfig(**{"min_batch_tokens": 8, **settings})
+        pool = HostSlotPool(SHAPE.num_replica_slots, config.chunk_bytes)
+        layers = [pool.adopt([torch.zeros(4, 6)]) for _ in range(LAYERS)]
+        self.balancer = HostBalancer(
+            GroupSetup(config, SHAPE, view, Location.on_one_host(0, SHAPE.num_ranks)),
+            layers,
+            self.fabric,  # type: ignore[arg-type]
+            self.notes,
+            self.notes,
+            costs,
+        )
+
+    def route(self, ids: torch.Tensor, layer: int = 0) -> torch.Tensor:
+        physical = self.balancer.route(layer, ids, ids.shape[0])
+        self.balancer.computed()
+        return physical
+
+    @property
+    def decision(self) -> Decision:
+        return Decision(self.notes.records[-1]["decision"])
+
+
+def skewed(tokens: int = 64) -> torch.Tensor:
+    """Everybody wants experts 0 and 1, both of rank 0; every eighth token is padding."""
+    ids = torch.tensor([[0, 1]], dtype=torch.int32).repeat(tokens, 1)
+    ids[::8] = -1
+    return ids
+
+
+def even(tokens: int = 64) -> torch.Tensor:
+    return (torch.arange(tokens * 2, dtype=torch.int32) % 8).view(tokens, 2)
+
+
+def test_identity_puts_masters_before_slots() -> None:
+    rig = Rig()
+    ids = torch.tensor([[0, 3], [4, 7], [-1, 8], [-2, 1 << 30]])
+    expected = torch.tensor([[0, 3], [5, 8], [-1, -1], [-1, -1]], dtype=torch.int32)
+    assert torch.equal(rig.balancer.identity(ids), expected)
+    assert identity_table(8, 2, 1).tolist() == [0, 1, 2, 3, 5, 6, 7, 8, -1]
+    assert identity_table(5, 2, 0).tolist() == [0, 1, 2, 3, 4, -1]  # 3 experts, then 2
+
+
+def test_a_skewed_batch_is_planned_replicated_and_rerouted() -> None:
+    rig = Rig()
+    ids = skewed()
+    physical = rig.route(ids)
+    assert rig.decision is Decision.PLANNED
+    assert rig.fabric.streams == rig.fabric.waits == 1
+    record = rig.notes.records[0]
+    assert record["load_before"].tolist() == [112, 0]
+    assert record["load_after"].tolist() == [56, 56]
+    assert record["replicas"] == 1
+    assert record["bytes_sent"] == 24
+    assert torch.equal(physical < 0, ids < 0)
+    by_rank = torch.bincount(physical[physical >= 0] // SHAPE.num_local, minlength=2)
+    assert by_rank.tolist() == [56, 56]
+    assert record["stage_ns"].min() > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_decode_sized_batches_reach_nobody(dtype: torch.dtype) -> None:
+    rig = Rig()
+    ids = skewed(7).to(dtype)
+    for layer in range(LAYERS):
+        assert torch.equal(rig.route(ids, layer), rig.balancer.identity(ids))
+    assert rig.fabric.exchanges == 0
+    assert rig.notes.batches == [Decision.SMALL]
+    assert rig.notes.records == []
+
+
+def test_policy_off_costs_one_exchange_per_batch() -> None:
+    rig = Rig()
+    rig.notes.policy = Policy.OFF
+    for layer in range(LAYERS):
+        assert torch.equal(rig.route(skewed(), layer), rig.balancer.identity(skewed()))
+        rig.notes.policy = Policy.QUOTA  # counts from the next batch on
+    assert rig.fabric.exchanges == 1
+    assert rig.notes.batches == [Decision.POLICY_OFF]
+    rig.route(skewed())
+    assert rig.decision is Decision.PLANNED
+
+
+def test_a_policy_holds_for_a_whole_batch() -> None:
+    rig = Rig()
+    rig.route(skewed(), 0)
+    rig.notes.policy = Policy.OFF
+    rig.route(skewed(), 1)
+    assert rig.decision is Decision.PLANNED
+    assert rig.notes.batches == []
+
+
+def test_balanced_layers_are_left_alone() -> None:
+    rig = Rig(max_imbalance=1.1)
+    assert torch.equal(rig.route(even()), rig.balancer.identity(even()))
+    assert rig.decision is Decision.BALANCED
+    nearly = even()
+    nearly[:3, 0] = 0  # 1.05: three of 64 tokens moved from rank to rank at most
+    assert torch.equal(rig.route(nearly), rig.balancer.identity(nearly))
+    assert rig.decision is Decision.BALANCED
+    assert rig.fabric.streams == 0
+
+
+def test_the_threshold_can_be_changed_between_batches() -> None:
+    rig = Rig()
+    for asked, decision in (
+        (4_000_000, Decision.BALANCED),
+        (0, Decision.PLANNED),  # as configured
+        (5, Decision.PLANNED),  # below 1: damaged
+    ):
+        rig.notes.max_imbalance_millionths = asked
+        rig.route(skewed())
+        assert rig.decision is decision
+
+
+def test_a_rank_of_half_the_speed_gets_half_as_much() -> None:
+    rig = Rig(speeds="1.0,0.5")
+    ids = skewed(96)
+    physical = rig.route(ids)
+    record = rig.notes.records[-1]
+    assert record["speed"].tolist() == [1024, 512]
+    assert record["load_before"].tolist() == [168, 0]
+    assert record["load_after"].tolist() == [112, 56]
+    by_rank = torch.bincount(physical[physical >= 0] // SHAPE.num_local, minlength=2)
+    assert by_rank.tolist() == [112, 56]
+    uneven = torch.tensor([[0, 1], [2, 4]], dtype=torch.int32).repeat(8, 1)
+    rig.route(torch.cat([uneven, uneven[:8]]))  # 36 to 12
+    assert rig.decision is Decision.PLANNED
+    rig.route(torch.tensor([[0, 1, 4]], dtype=torch.int32).repeat(16, 1))
+    assert rig.decision is Decision.BALANCED
+
+
+def test_the_source_of_speeds_holds_from_the_next_batch_on() -> None:
+    rig = Rig(speeds="1.0,0.5")
+    for source, layer, expected in (
+        (SpeedSource.CONFIGURED, 0, [112, 56]),
+        (SpeedSource.EQUAL, 1, [112, 56]),
+        (SpeedSource.EQUAL, 0, [84, 84]),
+        (SpeedSource.AUTO, 0, [84, 84]),  # nothing was measured
+    ):
+        rig.notes.speeds = source
+        rig.route(skewed(96), layer)
+        assert rig.notes.records[-1]["load_after"].tolist() == expected
+
+
+def test_ideal_gives_ranks_what_their_speeds_say() -> None:
+    rig = Rig(allow_ideal=True, speeds="1.0,0.25")
+    rig.notes.policy = Policy.IDEAL
+    ids = skewed(1000)
+    physical = rig.route(ids)
+    assert torch.equal(physical < 0, ids < 0)
+    by_rank = torch.bincount(physical[physical >= 0] // SHAPE.num_local, minlength=2)
+    assert by_rank.sum() == rig.notes.records[-1]["load_before"].sum() == 1750
+    assert abs(by_rank - torch.tensor([1400, 350])).max() <= 2
+    assert rig.notes.records[-1]["load_after"].tolist() == [1400, 350]
+
+
+def test_speeds_that_ranks_measure_reach_the_plan() -> None:
+    """Rank 1 publishes three times rank 0's time per assignment."""
+    rig = Rig(costs=replace(costs(0), per_assignment=10**8), speeds="auto")
+
+    def slower(row: np.ndarray) -> np.ndarray:
+        other = row.copy()
+        other[TIME] *= 3
+        return other
+
+    rig.fabric.answer = slower
+    for batch in range(46):
+        rig.balancer.route(0, skewed(1536), 1536)
+        with expert_clock:
+            time.sleep(0.002)
+        rig.balancer.computed()
+        assert rig.notes.records[-1]["experts_ns"] >= 2_000_000
+        if batch == 40:
+            assert rig.notes.records[-1]["load_after"].tolist() == [1344, 1344]
+    speeds = rig.notes.records[-1]["speed"]
+    assert speeds.tolist() == [1024, 352]  # 341 in steps of a thirty-second
+    assert rig.notes.records[-1]["load_after"] == pytest.approx([2001, 687], rel=0.01)
+
+
+def test_only_padding_is_balanced() -> None:
+    rig = Rig()
+    ids = torch.full((16, 2), -1, dtype=torch.int32)
+    assert torch.equal(rig.route(ids), ids)
+    assert rig.decision is Decision.BALANCED
+
+
+def test_without_slots_nothing_is_planned() -> None:
+    rig = Rig()
+    rig.balancer._shape = ExpertShape(2, 8, 0)
+    rig.route(skewed())
+    assert rig.decision is Decision.UNPROFITABLE
+    assert rig.fabric.streams == 0
+
+
+def test_ideal_gives_every_rank_the_same_whatever_was_asked_for() -> None:
+    rig = Rig(allow_ideal=True)
+    rig.notes.policy = Policy.IDEAL
+    ids = skewed()
+    physical = rig.route(ids)
+    assert rig.decision is Decision.FORCED
+    assert physical.dtype == torch.int32
+    assert torch.equal(physical < 0, ids < 0)
+    by_rank = torch.bincount(physical[physical >= 0] // SHAPE.num_local, minlength=2)
+    assert abs(int(by_rank[0] - by_rank[1])) <= 8
+    assert rig.fabric.streams == 0
+
+
+@pytest.mark.parametrize("bad_id", [8, -2, 1 << 20])
+def test_an_impossible_id_anywhere_means_identity(
+    bad_id: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = Rig()
+    ids = skewed()
+    ids[5, 0] = bad_id
+    for _ in range(3):
+        assert torch.equal(rig.route(ids), rig.balancer.identity(ids))
+        assert rig.decision is Decision.INCONSISTENT
+    assert rig.fabric.streams == 0
+    assert len(caplog.records) == 1
+    rig.route(skewed())
+    assert rig.decision is Decision.PLANNED
+
+
+def test_what_one_rank_finds_inconsistent_all_do() -> None:
+    rig = Rig()
+
+    def other_saw_bad_ids(row: np.ndarray) -> np.ndarray:
+        other = row.copy()
+        other[1] = 1
+        return other
+
+    rig.fabric.answer = other_saw_bad_ids
+    rig.route(skewed())
+    assert rig.decision is Decision.INCONSISTENT
+
+
+def test_ranks_that_should_see_the_same_tokens_but_do_not_are_inconsistent() -> None:
+    rig = Rig()
+
+    def other_counted_differently(row: np.ndarray) -> np.ndarray:
+        return row ^ np.eye(1, row.size, 2, dtype=row.dtype)[0]
+
+    rig.fabric.answer = other_counted_differently
+    assert torch.equal(rig.route(skewed()), rig.balancer.identity(skewed()))
+    assert rig.decision is Decision.INCONSISTENT
+
+
+def test_ranks_with_tokens_of_their_own_exchange_loads() -> None:
+    rig = Rig(TokenView.OWN)
+    assert row_width(8, TokenView.OWN) == row_width(8, TokenView.SHARED) + 8
+
+    def other_wants_rank_1(row: np.ndarray) -> np.ndarray:
+        return np.concatenate([row[:-8], row[-4:], row[-8:-4]])
+
+    rig.fabric.answer = other_wants_rank_1
+    rig.route(skewed())
+    assert rig.decision is Decision.BALANCED  # together they are
+    rig.fabric.answer = np.copy
+    rig.route(skewed())
+    assert rig.decision is Decision.PLANNED
+    assert rig.notes.records[-1]["load_before"].tolist() == [224, 0]
+
+
+def costs(per_expert_sent: int) -> IntegerCosts:
+    return IntegerCosts(
+        per_assignment=1000,
+        per_expert_read=0,
+        per_expert_sent=per_expert_sent,
+        per_relay_hop=0,
+        exchange=0,
+        plan=0,
+    )
+
+
+def test_weights_move_only_where_that_saves_time() -> None:
+    # 112 assignments on rank 0, none on rank 1: one copied expert saves at most 56 of them.
+    cheap, dear = Rig(costs=costs(55_000)), Rig(costs=costs(57_000))
+    for rig in (cheap, dear):
+        rig.route(skewed())
+    assert cheap.decision is Decision.PLANNED
+    assert dear.decision is Decision.UNPROFITABLE
+    assert dear.fabric.streams == 0
+    assert torch.equal(dear.route(skewed()), dear.balancer.identity(skewed()))

@@ -1,0 +1,116 @@
+"""Rows of other domains: all of them, in order, and a typed error where a rank is gone."""
+
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.hosts import engine_group, host_path
+from tests.support.ranks import outcomes_of_ranks, run_ranks
+from ultraep_serve.balance.collectives import DeviceAllGather, HostAllGather
+from ultraep_serve.balance.host.fabric import HostFabric
+from ultraep_serve.balance.host.slots import HostSlotPool
+from ultraep_serve.balance.topology import Location
+from ultraep_serve.errors import PeerTimeoutError
+
+WIDTH, LONG, RANKS = 5, 60.0, 4
+
+
+def join(rank: int, run_path: Path, seconds: float) -> HostFabric:
+    """Four ranks in two domains of two."""
+    location = Location(rank, RANKS, 2, 2)
+    all_gather = HostAllGather(engine_group(run_path, rank, RANKS).on_host, seconds)
+    pool = HostSlotPool(0, 4096)
+    path = host_path(run_path, location)
+    return HostFabric(path, rank, RANKS, WIDTH, pool, 0, seconds, 2, all_gather)
+
+
+def row_of(rank: int, epoch: int, width: int) -> np.ndarray:
+    return np.arange(width, dtype=np.int64) * 7 + epoch * 1_000_003 + (rank << 40)
+
+
+def exchange_many(rank: int, run_path: Path) -> int:
+    fabric = join(rank, run_path, LONG)
+    wrong = 0
+    for epoch in range(200):
+        width = 1 + epoch % WIDTH
+        rows = fabric.exchange(row_of(rank, epoch, width))
+        expected = [row_of(other, epoch, width) for other in range(RANKS)]
+        wrong += not np.array_equal(rows, expected)
+    return wrong
+
+
+def test_every_rank_gets_every_row(run_path: Path) -> None:
+    assert run_ranks(exchange_many, RANKS, run_path) == [0] * RANKS
+    assert not list(run_path.glob("host-*/handshake-*"))
+
+
+def die(rank: int, run_path: Path) -> None:
+    fabric = join(rank, run_path, LONG)
+    for epoch in range(100):
+        if rank == 3 and epoch == 50:
+            os.kill(os.getpid(), signal.SIGKILL)
+        fabric.exchange(np.zeros(WIDTH, np.int64))
+
+
+def test_a_killed_rank_of_another_domain_is_noticed(run_path: Path) -> None:
+    outcomes = outcomes_of_ranks(die, RANKS, run_path, timeout_seconds=LONG / 2)
+    assert outcomes[3].signal == signal.SIGKILL
+    assert {outcome.error for outcome in outcomes[:3]} == {"PeerTimeoutError"}
+    for outcome in outcomes[:2]:
+        assert "rows of other domains" in outcome.message
+        assert "restart the engine on all hosts" in outcome.message
+    assert not multiprocessing.active_children()
+
+
+def stop(rank: int, run_path: Path) -> float:
+    """Seconds until the others notice that rank 3 has stopped."""
+    fabric = join(rank, run_path, 1.5)
+    (run_path / f"process-{rank}").write_text(str(os.getpid()))
+    fabric.exchange(np.zeros(WIDTH, np.int64))
+    if rank == 3:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return 0.0
+    started = time.monotonic()
+    with pytest.raises(PeerTimeoutError, match="did not answer within"):
+        fabric.exchange(np.zeros(WIDTH, np.int64))
+    waited = time.monotonic() - started
+    (run_path / f"done-{rank}").touch()
+    if rank == 0:  # the last to leave wakes the stopped one, so that nothing hangs
+        while len(list(run_path.glob("done-*"))) < RANKS - 1:
+            time.sleep(0.01)
+        os.kill(int((run_path / "process-3").read_text()), signal.SIGCONT)
+    return waited
+
+
+def test_a_stopped_rank_is_waited_for_as_long_as_configured(run_path: Path) -> None:
+    waited = run_ranks(stop, RANKS, run_path, timeout_seconds=LONG)
+    assert all(1.4 <= seconds < LONG / 4 for seconds in waited[:3])
+
+
+def gather_on_device(rank: int, run_path: Path) -> list[list[int]]:
+    all_gather = DeviceAllGather(engine_group(run_path, rank, 2).on_device)
+    rows: list[list[int]] = all_gather.gather(torch.tensor([rank, 7], dtype=torch.int32)).tolist()
+    return rows
+
+
+def test_rows_of_the_device_cross_too(run_path: Path) -> None:
+    assert run_ranks(gather_on_device, 2, run_path) == [[[0, 7], [1, 7]]] * 2
+
+
+def lose_on_device(rank: int, run_path: Path) -> None:
+    all_gather = DeviceAllGather(engine_group(run_path, rank, 2).on_device)
+    for _ in range(2):
+        all_gather.gather(torch.zeros(3, dtype=torch.int32))
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_group_that_reports_a_lost_rank_is_a_typed_error(run_path: Path) -> None:
+    outcomes = outcomes_of_ranks(lose_on_device, 2, run_path, timeout_seconds=LONG / 2)
+    assert outcomes[0].error == "PeerTimeoutError", outcomes[0]

@@ -1,0 +1,171 @@
+"""HostFabric when a rank dies or stops: a typed error, soon, and nothing left behind."""
+
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.ranks import RankError, RankOutcome, outcomes_of_ranks, run_ranks
+from ultraep_serve.balance.backend import CONNECT_FACTOR
+from ultraep_serve.balance.host.fabric import HostFabric
+from ultraep_serve.balance.host.slots import HostSlotPool
+from ultraep_serve.errors import PeerTimeoutError
+
+WIDTH, CHUNK = 4, 4096
+LONG = 60.0  # seconds; a test that waits for this fails
+
+
+def survivors(outcomes: list[RankOutcome], victim: int) -> list[RankOutcome]:
+    return [outcome for rank, outcome in enumerate(outcomes) if rank != victim]
+
+
+@pytest.mark.parametrize(("num_ranks", "victim"), [(2, 1), (4, 0)])
+def test_a_rank_killed_between_exchanges_is_noticed(
+    run_path: Path, num_ranks: int, victim: int
+) -> None:
+    outcomes = outcomes_of_ranks(
+        die_in_exchange, num_ranks, num_ranks, victim, run_path, timeout_seconds=30
+    )
+    assert outcomes[victim].signal == signal.SIGKILL
+    for outcome in survivors(outcomes, victim):
+        assert outcome.error == "PeerTimeoutError"
+        assert "the load exchange" in outcome.message
+        assert "has died; restart the engine" in outcome.message
+    assert not multiprocessing.active_children()
+
+
+def die_in_exchange(rank: int, num_ranks: int, victim: int, run_path: Path) -> None:
+    fabric = HostFabric(run_path, rank, num_ranks, WIDTH, HostSlotPool(0, CHUNK), 0, LONG)
+    for epoch in range(100):
+        if rank == victim and epoch == 50:
+            os.kill(os.getpid(), signal.SIGKILL)
+        fabric.exchange(np.zeros(WIDTH, np.int64))
+
+
+@pytest.mark.parametrize("victim", [0, 1], ids=["owner", "relay"])
+def test_a_rank_killed_while_streaming_is_noticed(run_path: Path, victim: int) -> None:
+    """Rank 0 owns the expert, rank 1 relays it to ranks 2 and 3."""
+    outcomes = outcomes_of_ranks(die_in_stream, 4, victim, run_path, timeout_seconds=30)
+    assert outcomes[victim].signal == signal.SIGKILL
+    for rank in (2, 3):
+        assert outcomes[rank].error == "PeerTimeoutError", outcomes[rank]
+        assert "replicated experts" in outcomes[rank].message
+    if victim == 0:
+        assert outcomes[1].error == "PeerTimeoutError"
+        assert "a relayed expert" in outcomes[1].message
+    assert not multiprocessing.active_children()
+
+
+def die_in_stream(rank: int, victim: int, run_path: Path) -> None:
+    pool = HostSlotPool(1, CHUNK)
+    layer = pool.adopt([torch.full((2, 50_000), rank, dtype=torch.uint8)])
+    fabric = HostFabric(run_path, rank, 4, WIDTH, pool, layer.chunks.shape[0], LONG)
+    slot_expert = np.array([[-1], [0], [0], [0]], dtype=np.int32)
+    parents = np.array([[-1], [-1], [1], [1]], dtype=np.int64)
+    fabric.exchange(np.zeros(WIDTH, np.int64))
+    if rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    fabric.stream(layer, slot_expert, parents, 2)
+    fabric.wait_slots(layer, slot_expert)
+
+
+def test_a_rank_that_does_not_come_is_an_error(run_path: Path) -> None:
+    """After the time that loading has."""
+    started = time.monotonic()
+    with pytest.raises(PeerTimeoutError, match="rank 0 waited for rank 1 of 2, which did not come"):
+        HostFabric(run_path, 0, 2, WIDTH, HostSlotPool(0, CHUNK), 0, timeout_seconds=0.05)
+    assert time.monotonic() - started >= 0.05 * CONNECT_FACTOR
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_a_stopped_rank_is_waited_for_as_long_as_configured(run_path: Path, num_ranks: int) -> None:
+    outcomes = outcomes_of_ranks(stop_in_exchange, num_ranks, num_ranks, run_path)
+    for outcome in outcomes[1:]:
+        assert not outcome.error, outcome.traceback
+        message, waited = outcome.value
+        assert "rank 0 did not answer within 1.5 s" in message
+        assert 1.5 <= waited < LONG / 4
+
+
+def stop_in_exchange(rank: int, num_ranks: int, run_path: Path) -> tuple[str, float]:
+    fabric = HostFabric(run_path, rank, num_ranks, WIDTH, HostSlotPool(0, CHUNK), 0, 1.5)
+    fabric.exchange(np.zeros(WIDTH, np.int64))
+    (run_path / f"process-{rank}").write_text(str(os.getpid()))
+    fabric.exchange(np.zeros(WIDTH, np.int64))
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return "", 0.0
+    started = time.monotonic()
+    with pytest.raises(PeerTimeoutError) as error:
+        fabric.exchange(np.zeros(WIDTH, np.int64))
+    waited = time.monotonic() - started
+    (run_path / f"done-{rank}").touch()
+    if rank == 1:  # the last to leave wakes the stopped one, so that nothing hangs
+        while len(list(run_path.glob("done-*"))) < num_ranks - 1:
+            time.sleep(0.01)
+        os.kill(int((run_path / "process-0").read_text()), signal.SIGCONT)
+    return str(error.value), waited
+
+
+@pytest.mark.parametrize("number", [0, signal.SIGKILL, signal.SIGSEGV])
+def test_a_rank_that_ends_after_its_last_exchange_is_not_missed(
+    run_path: Path, number: int
+) -> None:
+    """Who has answered may go, however it does, while a slower one is still waited for."""
+    outcomes = outcomes_of_ranks(leave_one_by_one, 3, run_path, number)
+    assert [outcome.value for outcome in outcomes[1:]] == [5, 5]
+    assert (outcomes[0].value, outcomes[0].signal) == (None if number else 5, number)
+
+
+def leave_one_by_one(rank: int, run_path: Path, number: int) -> int:
+    fabric = HostFabric(run_path, rank, 3, WIDTH, HostSlotPool(0, CHUNK), 0, LONG)
+    for _ in range(3):
+        fabric.exchange(np.zeros(WIDTH, np.int64))
+    if rank == 2:
+        time.sleep(0.5)
+    elif rank == 0:
+        time.sleep(0.01)
+    rows = fabric.exchange(np.full(WIDTH, 5, np.int64)) if rank else post_and_leave(fabric)
+    if rank == 0 and number:
+        os.kill(os.getpid(), number)
+    return int(rows.max())
+
+
+def post_and_leave(fabric: HostFabric) -> np.ndarray:
+    from ultraep_kernels.host.exchange import post_row
+
+    row = np.full(WIDTH, 5, np.int64)
+    post_row(int(fabric._flags[0]), int(fabric._rows[0]), fabric.epoch + 1, row)
+    return row
+
+
+def test_what_a_rank_raises_is_reported(run_path: Path) -> None:
+    with pytest.raises(RankError, match=r"(?s)rank 1: .*ValueError: no luck"):
+        run_ranks(fail_on_one, 2, run_path)
+
+
+def fail_on_one(rank: int, run_path: Path) -> str:
+    if rank == 1:
+        raise ValueError("no luck")
+    return str(run_path)
+
+
+def test_ranks_do_not_outlive_their_time(run_path: Path) -> None:
+    outcomes = outcomes_of_ranks(sleep_on_one, 2, run_path, timeout_seconds=4.0)
+    assert outcomes[0].value == "done"
+    assert outcomes[1].timed_out
+    process = int((run_path / "sleeper").read_text())
+    assert not Path(f"/proc/{process}").exists()
+    assert not multiprocessing.active_children()
+
+
+def sleep_on_one(rank: int, run_path: Path) -> str:
+    if rank == 1:
+        (run_path / "sleeper").write_text(str(os.getpid()))
+        time.sleep(LONG)
+    return "done"

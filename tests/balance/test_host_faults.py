@@ -1,0 +1,174 @@
+"""Ranks of one or two hosts, balanced without an engine: what one suffers, and how others end."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.hosts import engine_group, host_path
+from tests.support.namespaces import Hosts, enter_network, two_namespaces
+from tests.support.ranks import RankOutcome, outcomes_of_ranks
+from ultraep_serve.balance.collectives import EngineGroup
+from ultraep_serve.balance.host import balancer
+from ultraep_serve.balance.topology import Location
+from ultraep_serve.config import BalanceConfig
+from ultraep_serve.costs.model import CostModel
+from ultraep_serve.engines.common.setup import BalancedLayers, Batch
+from ultraep_serve.telemetry.control import ControlPage
+from ultraep_serve.telemetry.recorder import Stopwatch
+from ultraep_serve.telemetry.run_directory import lost_reason
+from ultraep_serve.types import ExpertShape, Policy, Stage, TokenView
+
+TIMEOUT = 2.0
+SLACK = 15.0  # beyond the timeout, by when all must have ended
+SWITCHED = 3  # the batch in which another policy comes into force
+LAST = 6  # the batch behind which all ranks are asked to stop
+GIVEN = CostModel(1e-3, bytes_per_expert=1 << 10, link_bytes_per_second=1e9)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What befalls the last rank, and when."""
+
+    name: str  # of a signal, or "cut": the link between the hosts
+    when: Stage | str  # the stage that has just ended; or "load", "policy switch", "stop"
+
+    def strike(self, run_path: Path, hosts: Hosts | None) -> None:
+        (run_path / "struck").touch()
+        if self.name == "cut":
+            assert hosts is not None
+            hosts.cut()
+            return
+        if self.name == "SIGSTOP":
+            wake = f"sleep {3 * TIMEOUT}; kill -CONT {os.getpid()}"
+            os.spawnlp(os.P_NOWAIT, "sh", "sh", "-c", wake)
+        os.kill(os.getpid(), signal.Signals[self.name])
+
+
+class _Struck(Stopwatch):
+    """Calls ``strike`` at the end of a stage, in the batch in which the policy is another."""
+
+    batch = 0
+    stage: Stage
+    strike: Callable[[], None]
+
+    def lap(self, stage: Stage) -> None:
+        super().lap(stage)
+        if stage is self.stage and self.batch == SWITCHED:
+            type(self).batch = -1
+            type(self).strike()
+
+
+def serve(rank: int, run_path: Path, hosts: Hosts | None, size: int, fault: Fault) -> str:
+    """Batches until a rank is lost, or all are asked to stop; ``size`` ranks to a host."""
+    num_ranks = size if hosts is None else 2 * size
+    is_victim = rank == num_ranks - 1
+    location, group = Location(rank, num_ranks, size, size), None
+    if hosts is not None:
+        enter_network(hosts.names[rank // size])
+        os.environ["GLOO_SOCKET_IFNAME"] = hosts.link
+        plain = engine_group(run_path, rank, num_ranks)
+        group = EngineGroup(plain.on_host, plain.on_device, hosts.addresses[0])
+    home = host_path(run_path, location)
+
+    def strike() -> None:
+        fault.strike(run_path, hosts)
+
+    def run_layer(assignments: int) -> None:
+        if is_victim and fault.when == "load" and not (run_path / "struck").exists():
+            strike()
+        time.sleep(assignments * 1e-6)
+
+    costs = "" if fault.when == "load" else GIVEN.to_json()
+    config = BalanceConfig(
+        min_batch_tokens=8, run_dir=str(home), timeout_seconds=TIMEOUT, costs=costs
+    )
+    shape = ExpertShape(num_ranks, 2 * num_ranks, 1)
+    layer = [torch.nn.Parameter(torch.full((2, 300), 1.0 + rank), False)]
+    with pytest.MonkeyPatch.context() as patch:
+        for name, seconds in {
+            "telemetry.recorder.HEARTBEAT_SECONDS": 0.5,
+            "balance.watch._LONGEST_STEP": 1.0,
+            "balance.watch._QUIET_SECONDS": 2.0,
+            "balance.watch._GRACE_SECONDS": 1.0,
+            "balance.host_link._MEET_SECONDS": 1.5,
+        }.items():
+            patch.setattr(f"ultraep_serve.{name}", seconds)
+        if is_victim and fault.when != "load":
+            _Struck.stage = fault.when if isinstance(fault.when, Stage) else Stage.EXCHANGE
+            _Struck.strike = staticmethod(strike)
+            patch.setattr(balancer, "Stopwatch", _Struck)
+        joined = BalancedLayers(
+            config, shape, TokenView.SHARED, [layer], rank, "test", run_layer, group
+        )
+        ids = torch.tensor([[0, 2 * (num_ranks - size)]], dtype=torch.int32).repeat(64, 1)
+        with ControlPage.open(home) as page:
+            for batch in count():
+                if batch == LAST and fault.when == "stop":
+                    if is_victim:
+                        strike()
+                    return "stopped"  # what balances says so to the others as the process ends
+                if batch == SWITCHED and rank == 0 and fault.when == "policy switch":
+                    page.set_policy(Policy.EPLB_SLOTS)
+                _Struck.batch = -1 if fault.when == "stop" else batch
+                joined.route(0, ids, Batch(64))
+                joined.computed()
+    return ""
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Hosts]:
+    with two_namespaces() as made:
+        yield made
+
+
+def suffer(run_path: Path, hosts: Hosts | None, size: int, fault: Fault) -> list[RankOutcome]:
+    """How ranks ended, all within the time that they have; the victim's is the last."""
+    if hosts is not None:
+        hosts.join()
+    num_ranks = size if hosts is None else 2 * size
+    outcomes = outcomes_of_ranks(serve, num_ranks, run_path, hosts, size, fault)
+    assert time.time() - (run_path / "struck").stat().st_mtime < TIMEOUT + SLACK
+    assert not any(outcome.timed_out for outcome in outcomes), outcomes
+    if fault.name in ("SIGKILL", "SIGSEGV"):
+        assert outcomes[-1].signal == signal.Signals[fault.name]
+        return outcomes[:-1]
+    return outcomes
+
+
+def check_ended(run_path: Path, outcomes: list[RankOutcome], size: int) -> None:
+    """By an error that says who is missing; nobody has answered since."""
+    for rank, outcome in enumerate(outcomes):
+        assert outcome.error in ("PeerTimeoutError", "SystemExit"), outcome
+        said = outcome.message or lost_reason(run_path / f"host-{rank // size * size}")
+        assert "restart the engine" in said, (rank, outcome)
+
+
+STAGES = [Stage.COUNT, Stage.PLAN, Stage.REROUTE, Stage.WAIT, "policy switch"]
+
+
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGSEGV", "SIGSTOP", "cut"])
+@pytest.mark.parametrize("when", ["load", *STAGES], ids=lambda when: getattr(when, "name", when))
+def test_another_hosts_fault_ends_this_one(
+    run_path: Path, hosts: Hosts, when: Stage | str, name: str
+) -> None:
+    check_ended(run_path, suffer(run_path, hosts, 1, Fault(name, when)), 1)
+
+
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGSEGV", "SIGSTOP"])
+def test_a_rank_that_does_not_finish_loading_ends_the_others(run_path: Path, name: str) -> None:
+    check_ended(run_path, suffer(run_path, None, 2, Fault(name, "load")), 2)
+
+
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGSEGV", "SIGSTOP", "cut"])
+def test_another_hosts_fault_does_not_keep_this_one_from_stopping(
+    run_path: Path, hosts: Hosts, name: str
+) -> None:
+    outcomes = suffer(run_path, hosts, 1, Fault(name, "stop"))
+    assert outcomes[0].value == "stopped"

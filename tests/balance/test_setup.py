@@ -1,0 +1,230 @@
+"""BalancedLayers on host memory, without an engine; on a device it is in tests/cuda."""
+
+import logging
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.hosts import engine_group, host_path
+from tests.support.ranks import run_ranks
+from ultraep_serve.balance.backend import GroupSetup
+from ultraep_serve.balance.collectives import HostAllGather
+from ultraep_serve.balance.host import fabric
+from ultraep_serve.balance.topology import Location
+from ultraep_serve.config import BalanceConfig
+from ultraep_serve.costs.model import CostModel
+from ultraep_serve.engines.common.setup import BalancedLayers, Batch, make_backend
+from ultraep_serve.errors import PeerTimeoutError, UnsupportedError
+from ultraep_serve.sidecar.statistics.figures import mean_floor
+from ultraep_serve.telemetry import run_directory
+from ultraep_serve.telemetry.control import ControlPage
+from ultraep_serve.telemetry.reader import RingReader
+from ultraep_serve.telemetry.run_directory import run_directory_of_port
+from ultraep_serve.telemetry.schema import RingState, ring_path
+from ultraep_serve.types import Decision, ExpertShape, Policy, TokenView
+
+SHAPE, LAYERS = ExpertShape(2, 8, 1), 2
+GIVEN = CostModel(1e-3, bytes_per_expert=1 << 10, link_bytes_per_second=1e9)
+
+
+def join(rank: int, run_path: Path, view: TokenView) -> list[int]:
+    """Decisions of a skewed batch; masters hold 1 on rank 0, 2 on rank 1."""
+    config = BalanceConfig(min_batch_tokens=8, run_dir=str(run_path), costs=GIVEN.to_json())
+    layers = [
+        [torch.nn.Parameter(torch.full((4, size), 1.0 + rank), False) for size in (300, 7)]
+        for _ in range(LAYERS)
+    ]
+    joined = BalancedLayers(config, SHAPE, view, layers, rank, "test", lambda size: None)
+    joined.mark_ready()
+    joined.log_ready(logging.getLogger("test"))
+    ids = torch.tensor([[0, 1]], dtype=torch.int64).repeat(64, 1)
+    for index, parameters in enumerate(layers):
+        physical = joined.route(index, ids, Batch(64))
+        assert physical.dtype == ids.dtype  # as the router gave them
+        assert (physical // SHAPE.num_local).unique().tolist() == [0, 1]
+        for parameter in parameters:
+            assert parameter.shape[0] == SHAPE.num_local
+            assert (parameter[:4] == 1 + rank).all()
+            assert rank == 0 or (parameter[4] == 1).all()  # rank 0's expert has come
+        joined.computed()
+    ring = RingReader(ring_path(run_path, rank))
+    assert ring.header().state is RingState.READY
+    decisions: list[int] = ring.recent()["decision"].tolist()
+    return decisions
+
+
+@pytest.mark.parametrize("view", list(TokenView))
+def test_layers_are_adopted_routed_and_recorded(run_path: Path, view: TokenView) -> None:
+    assert run_ranks(join, 2, run_path, view) == [[Decision.PLANNED] * LAYERS] * 2
+
+
+def join_hosts(rank: int, run_path: Path, view: TokenView, costs: str) -> list[int]:
+    """Decisions of three batches on four ranks, two on each host; masters hold their rank + 1."""
+    shape, location = ExpertShape(4, 8, 1), Location(rank, 4, 2, 2)
+    home, group = host_path(run_path, location), engine_group(run_path, rank, 4)
+    config = BalanceConfig(min_batch_tokens=8, run_dir=str(home), costs=costs)
+    layer = [torch.nn.Parameter(torch.full((2, size), 1.0 + rank), False) for size in (300, 7)]
+    joined = BalancedLayers(
+        config, shape, view, [layer], rank, "test", lambda size: time.sleep(size * 1e-5), group
+    )
+    joined.mark_ready()
+    assert joined.location.domain == location.domain
+    wait = HostAllGather(group.on_host, 30.0)
+    ids = torch.tensor([[0, 4]], dtype=torch.int32).repeat(64, 1)  # of ranks 0 and 2
+    with ControlPage.open(home) as page:
+        for changer in (None, 2, 0):  # the page of the second host does not count
+            if rank == changer:
+                page.set_policy(Policy.OFF)
+            wait.gather(np.zeros(1, np.int64))
+            physical = joined.route(0, ids, Batch(64))
+            if changer == 0 or view is TokenView.SHARED:  # else tokens stay at home where they can
+                used = (physical // shape.num_local).unique().tolist()
+                assert used == ([0, 2] if changer == 0 else [0, 1, 2, 3])
+            if rank % 2:
+                assert all((tensor[2] == rank).all() for tensor in layer)  # the neighbour's expert
+            joined.computed()
+            wait.gather(np.zeros(1, np.int64))
+    ring = RingReader(ring_path(home, rank))
+    header = ring.header()
+    assert (header.location.host, header.location.domain_size) == (location.host, 2)
+    assert header.location.first_host
+    assert header.policy is Policy.OFF
+    records = ring.recent()
+    assert (records["load_after"] == records["load_before"].mean(axis=1, keepdims=True)).all()
+    assert mean_floor(records, 2) == 1.0
+    decisions: list[int] = records["decision"].tolist()
+    return decisions
+
+
+@pytest.mark.parametrize("costs", [GIVEN.to_json(), ""], ids=["given", "measured"])
+@pytest.mark.parametrize("view", list(TokenView))
+def test_layers_of_two_hosts_are_joined(run_path: Path, view: TokenView, costs: str) -> None:
+    planned = [Decision.PLANNED] * 2
+    assert run_ranks(join_hosts, 4, run_path, view, costs) == [planned] * 4
+    for host in ("host-0", "host-2"):
+        assert (run_path / host / "control").exists()
+    assert not list(run_path.glob("host-*/handshake-*"))
+
+
+MOMENTS = ["before a rank comes", "when one has found the other", "while costs are measured"]
+
+
+def lose_files(rank: int, shared_memory: Path, moment: str) -> list[int]:
+    """Decisions of a batch, though one rank deleted all that ranks have left for each other."""
+    run_directory.SHARED_MEMORY = shared_memory
+    run_path = run_directory_of_port(8000)
+
+    def delete() -> None:
+        shutil.rmtree(run_path, ignore_errors=True)  # others are putting theirs back
+
+    def wait_for(name: str) -> None:
+        while not (run_path / name).exists():
+            time.sleep(0.01)
+
+    deleted = []
+
+    def run_layer(_: int) -> None:
+        if rank == 1 and moment == MOMENTS[2] and not deleted:
+            deleted.append(delete())
+
+    def publish_and_delete(path: Path, card: Any) -> None:
+        publish(path, card)
+        if rank == 1 and not deleted:
+            wait_for("handshake-0.json")
+            time.sleep(0.2)  # rank 0 finds this one's
+            deleted.append(delete())
+
+    config = BalanceConfig(min_batch_tokens=8, run_dir=str(run_path))
+    layer = [torch.nn.Parameter(torch.full((4, 300), 1.0 + rank), False)]
+    publish = fabric._publish
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1 and moment == MOMENTS[0]:
+            wait_for("handshake-0.json")
+            delete()
+        if moment == MOMENTS[1]:
+            patch.setattr(fabric, "_publish", publish_and_delete)
+        patch.setattr("ultraep_serve.telemetry.recorder.HEARTBEAT_SECONDS", 0.1)
+        joined = BalancedLayers(config, SHAPE, TokenView.SHARED, [layer], rank, "test", run_layer)
+        wait_for(f"ring-{rank}")
+        wait_for("control")
+    joined.mark_ready()
+    joined.route(0, torch.tensor([[0, 1]]).repeat(64, 1), Batch(64))
+    joined.computed()
+    assert ControlPage.open(run_path).policy is Policy.QUOTA
+    ring = RingReader(ring_path(run_path, rank))
+    assert ring.header().state is RingState.READY
+    decisions: list[int] = ring.recent()["decision"].tolist()
+    return decisions
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_deleting_its_files_while_it_loads_breaks_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    monkeypatch.setattr(run_directory, "SHARED_MEMORY", tmp_path)
+    with run_directory.run_directory(8000):
+        ((one,), (other,)) = run_ranks(lose_files, 2, tmp_path, moment)
+        assert one == other
+    assert list(tmp_path.iterdir()) == []
+
+
+def compile_for_long(rank: int, run_path: Path) -> str:
+    """Rank 3 needs twice the timeout to start, again in its first prefill, then in the second."""
+    shape, location = ExpertShape(4, 8, 1), Location(rank, 4, 2, 2)
+    home, group = host_path(run_path, location), engine_group(run_path, rank, 4)
+    seconds = 1.0
+
+    def compile_kernels(_size: int = 0) -> None:
+        time.sleep(2 * seconds * (rank == 3))
+
+    config = BalanceConfig(min_batch_tokens=8, run_dir=str(home), timeout_seconds=seconds)
+    layer = [torch.nn.Parameter(torch.ones(2, 7), False)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ultraep_serve.balance.host.backend._REPEATS", 1)
+        joined = BalancedLayers(
+            config, shape, TokenView.SHARED, [layer], rank, "test", compile_kernels, group
+        )
+    ids = torch.tensor([[0, 4]], dtype=torch.int32).repeat(64, 1)
+    for _ in range(3):  # as graphs are captured
+        joined.route(0, ids[:4], Batch(4))
+        joined.computed()
+    for last in (False, True):
+        compile_kernels()
+        if last and rank != 3:
+            with pytest.raises(PeerTimeoutError, match="did not answer within 1 s") as raised:
+                joined.route(0, ids, Batch(64))
+            return str(raised.value)
+        if not last:
+            joined.route(0, ids, Batch(64))
+            joined.computed()
+    return ""
+
+
+def test_who_compiles_for_longer_than_the_timeout_is_waited_for(run_path: Path) -> None:
+    """Until a first prefill batch was computed."""
+    said = run_ranks(compile_for_long, 4, run_path)
+    assert "rows of other domains" in said[0]
+    assert "rank 3" in said[2]
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        pytest.param(
+            "cuda:0",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="needs no CUDA GPU"),
+        ),
+        "meta",
+    ],
+)
+def test_experts_elsewhere_are_refused(run_path: Path, device: str) -> None:
+    pytest.importorskip("triton", reason="device backends launch kernels written in Triton")
+    config = BalanceConfig(run_dir=str(run_path))
+    location = Location.on_one_host(0, 2)
+    with pytest.raises(UnsupportedError):
+        make_backend(torch.device(device), GroupSetup(config, SHAPE, TokenView.OWN, location))

@@ -1,0 +1,218 @@
+"""Speeds of ranks: measured without bias, agreed on by all, and still where nothing has changed."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from ultraep_kernels.contract import FULL_SPEED
+from ultraep_kernels.host.speeds import follow
+
+from ultraep_serve.balance.speeds import (
+    RankSpeeds,
+    expert_clock,
+    fixed_speeds,
+    parse_speeds,
+)
+from ultraep_serve.costs.model import IntegerCosts
+from ultraep_serve.errors import ConfigError
+from ultraep_serve.types import ExpertShape, SpeedSource
+
+PER_ASSIGNMENT = 10_000_000  # picoseconds
+FIXED = 600  # assignments that take as long as what a layer costs whatever its load
+COSTS = IntegerCosts(PER_ASSIGNMENT, 0, 0, 0, 0, 0, base=FIXED * PER_ASSIGNMENT)
+LAYERS = 8
+TO_SETTLE = 48  # batches
+
+Slowness = Callable[[int, int], NDArray[np.float64]]  # batch and layer to a factor per rank
+Loads = Callable[[int, NDArray[np.int64]], NDArray[np.int64]]
+
+
+def by_speed(batch: int, speeds: NDArray[np.int64]) -> NDArray[np.int64]:
+    """What a perfect plan gives every rank of a batch's assignments."""
+    return (1000 + 3000 * (batch % 5)) * speeds.size * speeds // speeds.sum()
+
+
+def serve(slowness: Slowness, num_batches: int, loads: Loads = by_speed) -> NDArray[np.int64]:
+    """Speeds (B, R) in use, batch by batch, of ranks that measure, publish and follow.
+
+    A layer takes a fixed time and some per assignment, all of it times the rank's ``slowness``.
+    """
+    num_ranks = slowness(0, 0).size
+    shape = ExpertShape(num_ranks, 4 * num_ranks, 2)
+    ranks = [RankSpeeds("auto", rank, shape, COSTS) for rank in range(num_ranks)]
+    used = []
+    for batch in range(num_batches):
+        published = np.array([rank.end_batch() for rank in ranks])
+        for rank in ranks:
+            rank.begin_batch(published, SpeedSource.CONFIGURED)
+            assert (rank.values == ranks[0].values).all()
+        used.append(ranks[0].values)
+        load = loads(batch, ranks[0].values)
+        for layer in range(LAYERS):
+            seconds = (FIXED + load) * PER_ASSIGNMENT / 1e12 * slowness(batch, layer)
+            for rank, spent in zip(ranks, seconds.tolist(), strict=True):
+                rank.add_layer(round(spent * 1e9), load)
+    return np.stack(used)
+
+
+def noise(seed: int, num_ranks: int, relative: float, outliers: float = 0.0) -> Slowness:
+    """Every layer a little off; rarely one takes twenty times as long."""
+
+    def factor(batch: int, layer: int) -> NDArray[np.float64]:
+        rng = np.random.default_rng((seed, batch, layer))
+        stretched = np.where(rng.random(num_ranks) < outliers, 20.0, 1.0)
+        return stretched * np.exp(rng.normal(0, relative, num_ranks))
+
+    return factor
+
+
+@pytest.mark.parametrize("num_ranks", [2, 8])
+def test_noise_and_outliers_change_nothing_in_a_thousand_batches(num_ranks: int) -> None:
+    used = serve(noise(1, num_ranks, relative=0.05, outliers=0.002), 1000)
+    assert (used == FULL_SPEED).all()
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(0.2, 1.0), min_size=2, max_size=6))
+def test_speeds_settle_near_those_of_the_ranks_and_stay(true: list[float]) -> None:
+    relative = np.array(true) / max(true)
+    used = serve(lambda *_: 1 / relative, TO_SETTLE + 10)
+    assert (used[TO_SETTLE:] == used[TO_SETTLE]).all()
+    error = abs(used[-1] / FULL_SPEED - relative)
+    assert (error < np.where(used[-1] == FULL_SPEED, 0.13, 0.09)).all()
+
+
+@pytest.mark.parametrize("slower", [0.5, 0.75, 0.82, 0.92])
+def test_a_straggler_is_found_through_noise_and_does_not_oscillate(slower: float) -> None:
+    quiet = noise(2, 4, relative=0.03, outliers=0.002)
+    slow = np.array([1.0, 1 / slower, 1.0, 1.0])
+    used = serve(lambda batch, layer: quiet(batch, layer) * slow, 400)[TO_SETTLE:]
+    changes = (np.diff(used, axis=0) != 0).any(axis=1).sum()
+    assert changes <= 3
+    assert abs(used[:, 1].mean() / FULL_SPEED - slower) < 0.09
+    assert (used[:, [0, 2, 3]] == FULL_SPEED).all()
+
+
+def test_batches_that_something_disturbs_change_nothing() -> None:
+    """On one rank every third batch takes longer, some twice as long; it is not slower itself."""
+    quiet = noise(4, 2, relative=0.03)
+
+    def disturbed(batch: int, layer: int) -> NDArray[np.float64]:
+        rng = np.random.default_rng((5, batch))
+        longer = rng.exponential(0.5) if rng.random() < 1 / 3 else 0.0
+        return quiet(batch, layer) * np.array([1.0 + longer, 1.0])
+
+    assert (serve(disturbed, 1000) == FULL_SPEED).all()
+
+
+def test_what_a_rank_was_given_does_not_make_it_slow() -> None:
+    """Little work shows a layer's fixed time most; equal ranks must still count as equal."""
+
+    def uneven(batch: int, _speeds: NDArray[np.int64]) -> NDArray[np.int64]:
+        return np.array([700, 1400, 2800, 700]) * (1 + batch % 3)
+
+    assert (serve(noise(3, 4, relative=0.03), 200, uneven) == FULL_SPEED).all()
+
+
+def test_speeds_follow_a_rank_that_slows_down_and_recovers() -> None:
+    def changing(batch: int, _layer: int) -> NDArray[np.float64]:
+        return np.array([1.0, 2.0 if 50 <= batch < 110 else 1.0])
+
+    used = serve(changing, 170)
+    assert (used[:50] == FULL_SPEED).all()
+    assert (used[50 + TO_SETTLE : 110] == [FULL_SPEED, FULL_SPEED // 2]).all()
+    assert (used[110 + TO_SETTLE :] == FULL_SPEED).all()
+    assert abs(np.diff(used[:, 1])).max() <= FULL_SPEED // 4
+
+
+def test_batches_in_which_experts_have_few_rows_do_not_count() -> None:
+    """Another kernel may compute them, in twice the time on all ranks."""
+
+    def load(batch: int, speeds: NDArray[np.int64]) -> NDArray[np.int64]:
+        return np.full(speeds.size, 300 if batch % 11 < 8 else 4000)
+
+    quiet = noise(6, 2, relative=0.03)
+
+    def disturbed(batch: int, layer: int) -> NDArray[np.float64]:
+        kernel = 2.0 if batch % 11 < 8 else 1.0
+        return quiet(batch, layer) * kernel * np.array([1.0 + (batch % 11 == 9), 1.0])
+
+    assert (serve(disturbed, 300, load) == FULL_SPEED).all()
+
+
+def test_what_is_too_short_to_measure_leaves_speeds_equal() -> None:
+    def few(_batch: int, speeds: NDArray[np.int64]) -> NDArray[np.int64]:
+        return np.full(speeds.size, 20)
+
+    assert (serve(lambda *_: np.array([1.0, 3.0]), 50, few) == FULL_SPEED).all()
+
+
+def test_all_ranks_keep_theirs_until_every_one_has_measured() -> None:
+    speeds = np.full(3, FULL_SPEED)
+    assert follow(np.array([100, 0, 200]), speeds) is speeds
+    for _ in range(9):
+        speeds = follow(np.array([100, 100, 10**9]), speeds)
+    assert speeds.tolist() == [FULL_SPEED, FULL_SPEED, FULL_SPEED // 8]
+
+
+def test_the_fastest_rank_is_always_full() -> None:
+    speeds = np.full(2, FULL_SPEED)
+    for picoseconds in ([200, 100], [100, 400]):
+        for _ in range(6):
+            speeds = follow(np.array(picoseconds), speeds)
+            assert speeds.max() == FULL_SPEED
+    assert speeds.tolist() == [FULL_SPEED, FULL_SPEED // 4]
+
+
+def test_the_source_can_change_between_batches() -> None:
+    speeds = RankSpeeds("1.0,0.25", 0, ExpertShape(2, 8, 2), COSTS)
+    published = np.array([100, 150])
+    for source, expected in (
+        (SpeedSource.CONFIGURED, [1024, 256]),
+        (SpeedSource.EQUAL, [1024, 1024]),
+        (SpeedSource.AUTO, [1024, 672]),  # 682 in steps of a thirty-second
+        (SpeedSource.CONFIGURED, [1024, 256]),
+    ):
+        for _ in range(3):
+            speeds.begin_batch(published, source)
+        assert speeds.values.tolist() == expected
+
+
+def test_fixed_speeds_are_relative_to_the_largest() -> None:
+    assert fixed_speeds("auto", 2) is None
+    for text, expected in (
+        ("equal", [1024, 1024]),
+        ("1.0,0.6", [1024, 614]),
+        ("0.3, 0.15", [1024, 512]),
+        ("1,1e-9", [1024, 1]),
+    ):
+        values = fixed_speeds(text, 2)
+        assert values is not None
+        assert values.tolist() == expected
+    with pytest.raises(ConfigError, match="3 numbers for 2 ranks"):
+        fixed_speeds("1,1,1", 2)
+
+
+@pytest.mark.parametrize("text", ["", "1.0,", "0,1", "-1", "1.5", "fast", "nan,1", "1;1", "AUTO"])
+def test_other_speeds_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="must be auto or equal, or one number per rank"):
+        parse_speeds(text)
+
+
+def test_the_clock_counts_what_is_inside(monkeypatch: pytest.MonkeyPatch) -> None:
+    @expert_clock
+    def compute() -> str:
+        return "done"
+
+    times = iter([10, 30, 100, 105])
+    expert_clock.take()
+    with monkeypatch.context() as patched:
+        patched.setattr("time.perf_counter_ns", lambda: next(times))
+        assert compute() == "done"
+        with expert_clock:
+            pass
+    assert expert_clock.take() == 25
+    assert expert_clock.take() == 0

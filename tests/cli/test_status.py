@@ -1,0 +1,187 @@
+"""`ultraep-serve status` and ``ultraep_serve.status``: the sidecar's figures without a sidecar."""
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from fastapi.testclient import TestClient
+
+import ultraep_serve
+from tests.support.rings import SyntheticRun
+from ultraep_serve.cli import main
+from ultraep_serve.cli import status as command
+from ultraep_serve.errors import ConfigError, NoServerError
+from ultraep_serve.telemetry import run_directory
+from ultraep_serve.telemetry.run_directory import RunDirectory
+from ultraep_serve.telemetry.schema import RingState
+from ultraep_serve.types import ExpertShape
+
+ROOT = Path(ultraep_serve.__file__).parents[1]
+TWO_RANKS = ExpertShape(num_ranks=2, num_logical_experts=8, num_replica_slots=1)
+
+
+@pytest.fixture(autouse=True)
+def shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "shm"
+    path.mkdir()
+    monkeypatch.setattr(run_directory, "SHARED_MEMORY", path)
+    return path
+
+
+def without_ages(text: str) -> str:
+    """``text`` as it was, but for what changes with time."""
+    balance = json.loads(text)
+    for rank in balance["ranks"]:
+        rank["heartbeat_age_seconds"] = rank["last_batch_age_seconds"] = 0.0
+    return json.dumps(balance, separators=(",", ":"))
+
+
+def test_json_is_what_the_sidecar_answers(
+    tmp_path: Path,
+    planned_run: SyntheticRun,
+    client: TestClient,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for _ in range(3):
+        planned_run.batch()
+    assert main(["status", "--json", "--run-dir", str(tmp_path)]) == 0
+    answer = without_ages(client.get("/v1/balance").text)
+    assert without_ages(capsys.readouterr().out) == answer
+    assert json.loads(without_ages(json.dumps(ultraep_serve.status(run_dir=tmp_path)))) == (
+        json.loads(answer)
+    )
+
+
+def test_a_table_for_people(
+    tmp_path: Path, planned_run: SyntheticRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["status", "--run-dir", str(tmp_path)]
+    assert main(words) == 0
+    assert "no prefill batch yet" in capsys.readouterr().out
+    planned_run.batch()
+    assert main(words) == 0
+    shown = capsys.readouterr().out
+    assert "✔ ready" in shown
+    assert "vllm, data parallel, 4 ranks, policy quota" in shown
+    assert "1 planned, 2 small" in shown
+    before = ultraep_serve.status(run_dir=tmp_path)["imbalance"]["before"]["mean"]
+    assert f"{before:.2f} -> " in shown
+    assert shown.count("█") > 4
+    planned_run.recorders[2].set_state(RingState.FAILED)
+    assert main(words) == 1
+    assert "✘ not ready: rank 2: state is failed" in capsys.readouterr().out
+
+
+def test_the_server_that_runs_is_found(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status"]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.count("\n") == 1
+    assert "ultraep-serve vllm MODEL" in printed.err
+    with pytest.raises(NoServerError, match="start one"):
+        ultraep_serve.status()
+    directory = RunDirectory.create("8000")
+    for words in (["status"], ["status", "--port", "8000"]):
+        assert main(words) == 1
+        assert "not ready: no ring can be read" in " ".join(capsys.readouterr().out.split())
+    with pytest.raises(NoServerError, match="no ring can be read"):
+        ultraep_serve.status()
+    run = SyntheticRun(directory.path, TWO_RANKS, 2)
+    run.batch()
+    assert main(["status"]) == 0
+    assert ultraep_serve.status()["num_ranks"] == ultraep_serve.status(port=8000)["num_ranks"] == 2
+    other = RunDirectory.create("8001")
+    assert main(["status"]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 3
+    run.close()
+    other.leave()
+    directory.leave()
+
+
+def test_watching_ends_with_ctrl_c(
+    tmp_path: Path,
+    planned_run: SyntheticRun,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    naps = iter([False, False, True] * 2)
+
+    def sleep(_: float) -> None:
+        planned_run.batch()
+        if next(naps):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(command.time, "sleep", sleep)
+    assert main(["status", "--watch", "--json", "--run-dir", str(tmp_path)]) == 0
+    planned = [json.loads(line)["batches"]["planned"] for line in capsys.readouterr().out.split()]
+    assert planned == [0, 1, 2]
+    assert main(["status", "--watch", "--run-dir", str(tmp_path)]) == 0
+    assert "✔ ready" in capsys.readouterr().out
+
+
+@pytest.fixture
+def remote(client: TestClient) -> Iterator[str]:
+    """The address of the sidecar behind ``client``."""
+
+    class Forward(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            answer = client.get(self.path)
+            self.send_response(answer.status_code)
+            self.send_header("Content-Length", str(len(answer.content)))
+            self.end_headers()
+            self.wfile.write(answer.content)
+
+        def log_message(self, *_: object) -> None:
+            """Say nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Forward) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+        thread.join()
+
+
+def test_a_sidecar_elsewhere(
+    tmp_path: Path, remote: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["status", "--url", remote]) == 1
+    assert "no ring can be read" in " ".join(capsys.readouterr().out.split())
+    with pytest.raises(NoServerError, match="no ring can be read"):
+        ultraep_serve.status(url=remote)
+    run = SyntheticRun(tmp_path, TWO_RANKS, 2)
+    run.batch()
+    assert main(["status", "--url", remote]) == 0
+    assert remote in capsys.readouterr().out
+    assert main(["status", "--json", "--url", f"{remote}/"]) == 0
+    here, there = ultraep_serve.status(run_dir=tmp_path), capsys.readouterr().out
+    assert without_ages(there) == without_ages(json.dumps(here))
+    run.close()
+
+
+def test_an_address_without_a_sidecar(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", "--url", "http://127.0.0.1:9"]) == 2
+    assert "--url" in capsys.readouterr().err
+    with pytest.raises(NoServerError, match="cannot be reached"):
+        ultraep_serve.status(url="http://127.0.0.1:9")
+    with pytest.raises(ConfigError, match="http://HOST:PORT"):
+        ultraep_serve.status(url="nowhere")
+
+
+def test_it_needs_numpy_and_rich_only(tmp_path: Path, planned_run: SyntheticRun) -> None:
+    code = (
+        "import sys, ultraep_serve\n"
+        "assert not {'numpy', 'pydantic'} & set(sys.modules)\n"
+        "from ultraep_serve.cli import main\n"
+        "main(['status', '--run-dir', sys.argv[1]])\n"
+        "unwanted = {'fastapi', 'uvicorn', 'prometheus_client', 'httpx', 'torch', 'numba'}\n"
+        "assert not unwanted & set(sys.modules), unwanted & set(sys.modules)"
+    )
+    words = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,123 @@
+"""Costs measured at start-up: fitted to a line, plausible, and the same on every rank."""
+
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.ranks import fresh_run_path, run_ranks
+from ultraep_serve.balance.backend import GroupSetup
+from ultraep_serve.balance.host.backend import HostBackend
+from ultraep_serve.balance.topology import Location
+from ultraep_serve.config import BalanceConfig
+from ultraep_serve.costs.calibration import LEAST_ROWS, LineFit, Probes, agreed_costs, fit
+from ultraep_serve.costs.model import CostModel
+from ultraep_serve.errors import ConfigError
+from ultraep_serve.types import ExpertShape, TokenView
+
+SHAPE = ExpertShape(num_ranks=2, num_logical_experts=8, num_replica_slots=1)
+
+
+def costs_of_rank(rank: int, run_path: str, given: str) -> CostModel:
+    """What one rank decides by; its expert kernel sleeps 10 us (rank 0) or 30 us per row."""
+    config = BalanceConfig(costs=given, run_dir=run_path)
+    location = Location.on_one_host(rank, SHAPE.num_ranks)
+    backend = HostBackend(GroupSetup(config, SHAPE, TokenView.SHARED, location))
+    backend.adopt([torch.zeros(SHAPE.num_masters, 1000)])
+    backend.connect()
+    seconds_per_row = (1 + 2 * rank) * 1e-5
+    return backend.calibrate(lambda rows: time.sleep(rows * seconds_per_row))
+
+
+def test_ranks_agree_on_the_mean_of_what_they_measure() -> None:
+    with fresh_run_path() as run_path:
+        first, second = run_ranks(costs_of_rank, 2, str(run_path), "")
+    assert first == second
+    assert first.seconds_per_assignment > 0
+    assert min(first.link_bytes_per_second, first.exchange_seconds, first.plan_seconds) > 0
+
+
+def test_a_machine_too_busy_to_measure_still_starts(caplog: pytest.LogCaptureFixture) -> None:
+    noise = iter((3e-3, 2e-3, 1e-3))
+    probes = Probes(
+        seconds=lambda _: next(noise),
+        exchange=lambda: 1e-5,
+        send_expert=lambda: 1e-4,
+        plan=lambda: 1e-5,
+        gather=lambda own: own[None],
+    )
+    costs = agreed_costs("", SHAPE, 4000, probes, lambda _: None)
+    assert costs.base_seconds == 0
+    assert costs.seconds_per_assignment == 1e-3 / (4 * LEAST_ROWS * SHAPE.num_masters)
+    assert "costs are an upper bound" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "told"),
+    [
+        ((2e-3, 2e-3, 1.9e-3), "do not grow"),  # flat
+        ((1e-3, 9e-3, 4e-3), "off a line"),  # noisy
+    ],
+)
+def test_where_no_line_was_measured_a_table_serves_and_says_so(
+    caplog: pytest.LogCaptureFixture, seconds: tuple[float, ...], told: str
+) -> None:
+    measured = iter(seconds)
+    sizes = []
+    probes = Probes(
+        seconds=lambda action: (action(), next(measured))[1],
+        exchange=lambda: 1e-5,
+        send_expert=lambda: 1e-4,
+        plan=lambda: 1e-5,
+        gather=lambda own: own[None],
+        rows_per_master=(1024, 2048, 4096),
+        fallback=lambda: LineFit(7e-9, 1e-4, float("inf")),
+    )
+    costs = agreed_costs("", SHAPE, 4000, probes, sizes.append)
+    assert (costs.seconds_per_assignment, costs.base_seconds) == (7e-9, 1e-4)
+    assert sizes == [4096, 4096, 8192, 16384]  # the first warms up
+    (warning,) = caplog.messages
+    assert told in warning
+    assert "table of GPUs" in warning
+
+
+def test_given_costs_are_taken_as_they_are() -> None:
+    model = CostModel(1e-6, bytes_per_expert=1 << 20, link_bytes_per_second=1e9)
+    with fresh_run_path() as run_path:
+        both = run_ranks(costs_of_rank, 2, str(run_path), model.to_json())
+    assert both == [model] * 2
+
+
+def test_fit_recovers_known_costs() -> None:
+    work = [100, 1000, 5000, 20_000, 60_000]
+    line = fit([(x, 3e-4 + 2.5e-6 * x) for x in work])
+    assert line.slope == pytest.approx(2.5e-6)
+    assert line.intercept == pytest.approx(3e-4)
+    assert line.worst_relative_error < 1e-9
+    rng = np.random.default_rng(0)
+    noisy = fit([(x, (3e-4 + 2.5e-6 * x) * rng.uniform(0.95, 1.05)) for x in work * 20])
+    assert noisy.slope == pytest.approx(2.5e-6, rel=0.03)
+    assert noisy.worst_relative_error < 0.1
+
+
+def test_fit_of_a_line_through_zero_has_no_negative_intercept() -> None:
+    line = fit([(10, 9e-6), (100, 101e-6), (1000, 1030e-6)])
+    assert line.intercept == 0
+    assert line.slope == pytest.approx(1e-6, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "samples",
+    [
+        [],
+        [(5, 1.0), (5, 2.0)],
+        [(1, 2.0), (2, 1.0), (4, 0.1)],
+        [(1, 1.0), (2, 0.0)],
+        [(1, 1.0), (2, float("nan"))],
+        [(-1, 1.0), (2, 2.0)],
+    ],
+)
+def test_fit_refuses_what_is_no_measurement(samples: list[tuple[float, float]]) -> None:
+    with pytest.raises(ConfigError):
+        fit(samples)

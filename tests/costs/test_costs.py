@@ -1,0 +1,119 @@
+"""The cost model: hand-computed cases, and decisions that every rank takes alike."""
+
+import json
+
+import numpy as np
+import pytest
+
+from ultraep_serve.costs.model import (
+    CostModel,
+    Transfer,
+    pick_relay,
+    saved_picoseconds,
+    transfer_of,
+)
+from ultraep_serve.errors import ConfigError
+from ultraep_serve.plan.quota import identity_plan, plan_quota
+from ultraep_serve.types import ExpertShape, Plan
+
+# 1 us per assignment, 100 us per sent expert, 50 us to plan, 10 us to exchange.
+SIMPLE = CostModel(
+    seconds_per_assignment=1e-6,
+    bytes_per_expert=1_000_000,
+    link_bytes_per_second=1e10,
+    exchange_seconds=10e-6,
+    plan_seconds=50e-6,
+    base_seconds=5e-6,
+    other_seconds_per_token=2e-6,
+)
+HOT = np.array([[300, 0, 20, 20], [300, 0, 20, 20]], np.int32)  # two ranks of two masters
+SHAPE = ExpertShape(2, 4, 1)
+
+
+def pays(loads: np.ndarray, plan: Plan, model: CostModel) -> bool:
+    """Whether ``plan`` for ``loads`` (R, E) saves more than it costs, as a server decides."""
+    num_ranks, num_experts = loads.shape
+    shape = ExpertShape(num_ranks, num_experts, plan.slot_expert.shape[1])
+    before = loads.sum(0, dtype=np.int64).reshape(num_ranks, shape.num_masters).sum(1)
+    after = plan.quota.sum(0, dtype=np.int64)
+    transfer = transfer_of(plan.slot_expert, shape.num_masters)
+    costs = model.integer_costs()
+    return saved_picoseconds(int(before.max()), int(after.max()), shape, transfer, costs) > 0
+
+
+def test_saved_time_by_hand() -> None:
+    saved = saved_picoseconds(600, 340, SHAPE, Transfer(1, 1), SIMPLE.integer_costs())
+    assert saved == (600 - 340) * 10**6 - 50 * 10**6 - 100 * 10**6
+
+
+def test_moving_pays_only_above_its_cost() -> None:
+    plan = plan_quota(HOT, SHAPE, 0)
+    after = int(plan.quota.sum(0).max())
+    plan_seconds = (600 - after - 100) * 1e-6  # saving minus one expert on the link
+    for microseconds, expected in ((-1, True), (0, False), (1, False)):
+        model = CostModel(1e-6, 10**6, 1e10, plan_seconds=plan_seconds + microseconds * 1e-6)
+        assert pays(HOT, plan, model) is expected
+
+
+def test_nothing_moved_never_pays() -> None:
+    assert not pays(HOT, identity_plan(HOT, SHAPE, 0), SIMPLE)
+    empty = np.zeros((2, 4), np.int32)
+    assert not pays(empty, plan_quota(empty, SHAPE, 0), SIMPLE)
+
+
+def test_all_ranks_decide_alike_with_huge_counts() -> None:
+    loads = np.zeros((8, 16), np.int64)
+    loads[:, 0] = (2**31 - 1) // 8
+    shape = ExpertShape(8, 16, 2)
+    answers = {pays(loads, plan_quota(loads, shape, rank), SIMPLE) for rank in range(8)}
+    assert answers == {True}
+
+
+def test_decisions_are_monotone() -> None:
+    plan = plan_quota(HOT, SHAPE, 0)
+    by_cost = [
+        pays(HOT, plan, CostModel(1e-6, size, 1e10)) for size in (10**3, 10**6, 10**7, 10**9)
+    ]
+    assert by_cost == sorted(by_cost, reverse=True)
+    assert set(by_cost) == {True, False}
+    by_size = []
+    for factor in (1, 10, 100):
+        loads = HOT * factor
+        costs = CostModel(1e-6, 10**7, 1e10)
+        by_size.append(pays(loads, plan_quota(loads, SHAPE, 0), costs))
+    assert by_size == [False, True, True]
+
+
+def test_transfer_counts_senders_receivers_and_relays() -> None:
+    slots = np.array([[-1, -1], [0, 1], [0, -1], [0, -1]], np.int32)  # 4 ranks of 2 masters
+    assert transfer_of(slots, 2) == Transfer(4, 2)
+    parents = np.full((4, 2), -1)
+    parents[3, 0] = 1 * 2 + 0  # rank 3 gets expert 0 from rank 1's first slot
+    relayed = transfer_of(slots, 2, parents)
+    assert relayed == Transfer(3, 2, relayed=True)
+    slow_hop = CostModel(1e-6, 10**6, 1e10, relay_hop_seconds=101e-6)
+    assert pick_relay(transfer_of(slots, 2), relayed, SIMPLE.integer_costs())
+    assert not pick_relay(transfer_of(slots, 2), relayed, slow_hop.integer_costs())
+    assert transfer_of(np.full((4, 0), -1, np.int32), 2) == Transfer(0, 0)
+
+
+def test_json_round_trip() -> None:
+    assert CostModel.from_json(SIMPLE.to_json()) == SIMPLE
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("nonsense", "not JSON"),
+        ("[1]", "object"),
+        ('{"seconds_per_assignment": 1}', "must also have"),
+        (json.dumps({**json.loads(SIMPLE.to_json()), "speed": 1}), "unknown costs"),
+        (json.dumps({**json.loads(SIMPLE.to_json()), "link_bytes_per_second": 0}), "more than 0"),
+        (json.dumps({**json.loads(SIMPLE.to_json()), "base_seconds": "x"}), "a number"),
+        (json.dumps({**json.loads(SIMPLE.to_json()), "exposed_fraction": 2}), "0 to 1"),
+        (SIMPLE.to_json().replace("1e-06", "NaN"), "a number"),
+    ],
+)
+def test_bad_cost_models_are_refused(text: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        CostModel.from_json(text)

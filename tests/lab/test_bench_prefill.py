@@ -1,0 +1,346 @@
+"""`ultraep-serve bench prefill` against fake servers that answer faster the better the policy."""
+
+import itertools
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.bench_fakes import SPENT_SECONDS, TOKEN, FakeDeployment, deployed, tokenize
+from ultraep_serve.cli import bench, execute, main
+from ultraep_serve.errors import BenchError, ConfigError, UltraEPError
+from ultraep_serve.lab.bench import prefill, sidecar
+from ultraep_serve.lab.bench.engine import Server
+from ultraep_serve.lab.bench.prefill import WITHOUT_EP, balanced_orders, median_interval
+
+NOWHERE = "http://127.0.0.1:9"  # the discard port: nothing listens there
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[FakeDeployment]:
+    with deployed(FakeDeployment()) as deployment:
+        yield deployment
+
+
+@pytest.fixture
+def fake(running: FakeDeployment, monkeypatch: pytest.MonkeyPatch) -> FakeDeployment:
+    monkeypatch.setattr(sidecar, "_CATCH_UP_SECONDS", 0.1)  # the fake's answers are never late
+    monkeypatch.setattr(prefill, "_SETTLE_SECONDS", 0.0)  # nor does it poll
+    running.reset()
+    return running
+
+
+def words(fake: FakeDeployment, *flags: str) -> list[str]:
+    given = ["--url", fake.url, "--sidecar", fake.sidecar_url]
+    if not {"--token", "--token-file"} & set(flags):
+        given += ["--token", TOKEN]
+    small = ["--prompt-tokens", "64", "--repeats", "2", "--warmup", "1"]
+    small += ["--policies", "off,quota,ideal"]
+    return ["bench", "prefill", *given, *small, *flags]
+
+
+def run(fake: FakeDeployment, *flags: str) -> int:
+    return execute(words(fake, *flags))
+
+
+def measured(fake: FakeDeployment, path: Path, *flags: str) -> dict[str, Any]:
+    assert run(fake, "--json", str(path), *flags) == 0
+    document = json.loads(path.read_text())
+    assert isinstance(document, dict)
+    return document
+
+
+def test_faster_policy_measures_faster(fake: FakeDeployment, tmp_path: Path) -> None:
+    flags = ("--prompt-tokens", "64,128", "--repeats", "3")
+    document = measured(fake, tmp_path / "new" / "result.json", *flags)
+    assert [row["requested_tokens"] for row in document["rows"]] == [64, 128]
+    for row in document["rows"]:
+        times = row["ttft_seconds"]
+        assert times["off"] > times["quota"] > times["ideal"] > 0
+        assert row["speedup"] == pytest.approx(times["off"] / times["quota"])
+        assert row["efficiency"] == pytest.approx(times["ideal"] / times["quota"])
+        assert 0 < row["recovered"] < 1
+        assert row["paired"]["quota_over_off"]["median"] < 1
+        assert row["paired"]["quota_over_off"]["interval"] is None  # three rounds cannot tell
+        assert row["prompt_tokens"] == row["requested_tokens"]
+        assert [len(samples) for samples in row["ttft_samples"].values()] == [3, 3, 3]
+        spread = row["ttft_spread"]["off"]
+        assert spread["min"] <= spread["p25"] <= times["off"] <= spread["p75"] <= spread["max"]
+
+
+def test_interval_of_the_median_needs_no_distribution() -> None:
+    """Of eleven samples the second and the second last: 1 - 2 * (1 + 11) / 2**11 = 0.988."""
+    samples = [1.0, 1.01, 1.02, 1.03, 1.04, 1.05, 1.06, 1.07, 1.08, 1.09, 50.0]
+    assert median_interval(samples) == (1.01, 1.09)
+    assert median_interval(samples[:5]) is None
+
+
+def test_document_says_where_it_comes_from(fake: FakeDeployment, tmp_path: Path) -> None:
+    document = measured(fake, tmp_path / "result.json")
+    assert document["schema_version"] == 1
+    assert (document["ranks"], document["model"], document["url"]) == (2, "fake/model", fake.url)
+    assert set(document["machine"]) == {"cpu", "cores", "python", "platform", "sched_autogroup"}
+    assert document["imbalance"] == {
+        "before": {"mean": 1.5, "max": 2.0},
+        "after": {"mean": 1.01, "max": 1.03},
+    }
+    assert document["layers"][0]["records"] == 3
+    overhead, (row,) = document["overhead"], document["rows"]
+    assert overhead["spent_seconds"] == SPENT_SECONDS
+    quota = sum(row["ttft_samples"]["quota"])
+    assert overhead["share_of_ttft"] == pytest.approx(SPENT_SECONDS / quota)
+    assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
+
+
+def test_token_never_reaches_the_document() -> None:
+    given = ["/bin/ultraep-serve", "bench", "--token", TOKEN, f"--token={TOKEN}", "--repeats", "2"]
+    command = bench._command(given)
+    assert TOKEN not in command
+    assert command == "ultraep-serve bench --token ... --token=... --repeats 2"
+
+
+def test_prompts_differ_from_the_first_token_on(fake: FakeDeployment) -> None:
+    run(fake, "--repeats", "4")
+    prompts = [tokenize(prompt) for _, prompt in fake.prompts]
+    assert len({words[0] for words in prompts}) == len(prompts) == 15
+    assert {len(words) for words in prompts} == {64}
+
+
+def test_policies_of_a_round_share_their_text(fake: FakeDeployment) -> None:
+    run(fake, "--warmup", "0", "--repeats", "1")
+    middle = " ".join(tokenize(fake.prompts[0][1])[10:50])
+    assert len(fake.prompts) == 3
+    assert all(middle in " ".join(tokenize(prompt)) for _, prompt in fake.prompts)
+
+
+def test_every_order_of_policies_is_used(fake: FakeDeployment) -> None:
+    fake.delays = dict.fromkeys(fake.delays, 0.0)
+    run(fake, "--warmup", "0", "--repeats", "6")
+    asked = [policy for policy, _ in fake.prompts]
+    rounds = {tuple(asked[at : at + 3]) for at in range(0, len(asked), 3)}
+    assert rounds == set(itertools.permutations(("off", "quota", "ideal")))
+
+
+def test_balance_is_asked_for_the_measured_quota_batches(fake: FakeDeployment) -> None:
+    run(fake)
+    (query,) = fake.queries
+    assert query["policy"] == "quota"
+    assert int(query["since_ns"]) > 1_600_000_000 * 10**9  # wall clock, not a boot clock
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5])
+def test_every_variant_has_every_place_and_predecessor_equally_often(count: int) -> None:
+    orders = balanced_orders(list("abcde"[:count]))
+    assert all(sorted(order) == list("abcde"[:count]) for order in orders)
+    for place in range(count):
+        assert set(Counter(order[place] for order in orders).values()) == {len(orders) // count}
+    followed = Counter(pair for order in orders for pair in itertools.pairwise(order))
+    assert len(followed) == count * (count - 1)
+    assert len(set(followed.values())) <= 1
+
+
+def test_without_ep_takes_its_turn_in_every_round(fake: FakeDeployment, tmp_path: Path) -> None:
+    flags = ("--without-ep", fake.without_ep_url, "--warmup", "0", "--repeats", "8")
+    document = measured(fake, tmp_path / "result.json", *flags)
+    assert document[WITHOUT_EP] == {"url": fake.without_ep_url, "model": "fake/model"}
+    asked = [variant for variant, _ in fake.prompts]
+    rounds = [asked[at : at + 4] for at in range(0, len(asked), 4)]
+    assert [sorted(each) for each in rounds] == [["ideal", "off", "quota", WITHOUT_EP]] * 8
+    assert Counter(each.index(WITHOUT_EP) for each in rounds) == dict.fromkeys(range(4), 2)
+    (row,) = document["rows"]
+    times, paired = row["ttft_seconds"], row["paired"]["quota_over_without_ep"]
+    assert times["quota"] < times[WITHOUT_EP] < times["off"]
+    assert row["quota_over_without_ep"] == pytest.approx(times["quota"] / times[WITHOUT_EP])
+    below, above = paired["interval"]
+    assert below <= paired["median"] <= above
+    assert paired["median"] < 1
+    assert len(row["ttft_samples"][WITHOUT_EP]) == 8
+    assert row["speedup"] is not None  # what is said of policies does not change
+
+
+def test_the_server_asked_before_is_given_time_to_become_idle(
+    fake: FakeDeployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefill, "_SETTLE_SECONDS", 7.0)
+    slept: list[tuple[int, float]] = []
+    monkeypatch.setattr(prefill.time, "sleep", lambda s: slept.append((len(fake.prompts), s)))
+    run(fake, "--without-ep", fake.without_ep_url, "--policies", "off,quota", "--repeats", "3")
+    plain = [variant == WITHOUT_EP for variant, _ in fake.prompts]
+    changes = [i + 1 for i in range(len(plain) - 1) if plain[i] != plain[i + 1]]
+    assert [number for number, _ in slept] == changes
+    assert all(5.0 < seconds <= 7.0 for _, seconds in slept)
+
+
+@pytest.mark.parametrize(
+    ("quota", "says"),
+    [(0.06, "longer than without EP, ratio 1."), (0.02, "less than without EP, ratio 0.")],
+)
+def test_table_says_which_is_faster_without_ep(
+    fake: FakeDeployment, capsys: pytest.CaptureFixture[str], quota: float, says: str
+) -> None:
+    fake.delays["quota"] = quota
+    run(fake, "--without-ep", fake.without_ep_url, "--repeats", "6")
+    shown = capsys.readouterr().out
+    assert says in shown
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+def test_another_model_without_ep_is_refused(fake: FakeDeployment) -> None:
+    fake.same_model = False
+    with pytest.raises(ConfigError, match="--without-ep serves fake/model, whose tokens are not"):
+        run(fake, "--without-ep", fake.without_ep_url)
+    assert fake.prompts == []
+
+
+@pytest.mark.parametrize(
+    ("policies", "known"),
+    [
+        ("off", set()),
+        ("off,quota", {"speedup"}),
+        ("ideal,quota", {"efficiency"}),
+        ("off,ideal", set()),
+        ("off,quota,ideal", {"speedup", "efficiency", "recovered"}),
+    ],
+)
+def test_any_subset_of_policies(
+    fake: FakeDeployment, tmp_path: Path, policies: str, known: set[str]
+) -> None:
+    document = measured(fake, tmp_path / "result.json", "--policies", policies)
+    (row,) = document["rows"]
+    assert set(row["ttft_seconds"]) == set(policies.split(","))
+    figures = ("speedup", "efficiency", "recovered")
+    assert {name for name in figures if row[name] is not None} == known
+    assert (document["imbalance"] is not None) == ("quota" in policies)
+
+
+def test_table_shows_what_was_measured(
+    fake: FakeDeployment, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(fake)
+    shown = capsys.readouterr().out
+    expected = ("off", "quota", "ideal", "recovered", "per round", "1.50 -> 1.01", "% of the time")
+    for word in expected:
+        assert word in shown
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+def test_table_without_balanced_batches(
+    fake: FakeDeployment, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake.balanced = False
+    run(fake)
+    assert "No balanced batch" in capsys.readouterr().out
+
+
+def test_server_without_tokenizer_endpoint(fake: FakeDeployment, tmp_path: Path) -> None:
+    fake.tokenizes = False
+    (row,) = measured(fake, tmp_path / "result.json", "--prompt-tokens", "200")["rows"]
+    assert row["requested_tokens"] == 200
+    assert row["prompt_tokens"] == pytest.approx(200, rel=0.2)  # counted by the server
+
+
+def test_text_file_is_what_is_sent(fake: FakeDeployment, tmp_path: Path) -> None:
+    text = tmp_path / "law.txt"
+    text.write_text("whereas the party of the first part shall indemnify\n" * 3)
+    run(fake, "--text-file", str(text), "--repeats", "1")
+    known = set(tokenize(text.read_text()))
+    whole = [prompt for _, prompt in fake.prompts]
+    assert all(len(tokenize(prompt)) == 64 for prompt in whole)
+    assert sum(word in known for prompt in whole for word in tokenize(prompt)) > 0.8 * 64 * 6
+
+
+def test_policy_is_restored(fake: FakeDeployment) -> None:
+    fake.policy = "quota"
+    run(fake)
+    assert fake.policy == "quota"
+    assert fake.policies_set[-1] == "quota"
+
+
+def test_policy_is_restored_after_an_error(fake: FakeDeployment) -> None:
+    fake.policy, fake.fail_after = "off", 4
+    with pytest.raises(BenchError, match="worker died"):
+        run(fake, "--policies", "quota,ideal")
+    assert fake.policy == "off"
+
+
+def test_policy_is_restored_after_ctrl_c(
+    fake: FakeDeployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake.policy = "off"
+    asked = iter(range(3))
+
+    def interrupted(self: Server, prompt: str) -> prefill.FirstToken:
+        if next(asked) == 2:
+            raise KeyboardInterrupt
+        return prefill.FirstToken(0.1, 64)
+
+    monkeypatch.setattr(Server, "first_token", interrupted)
+    assert main(words(fake, "--policies", "quota")) == 130
+    assert fake.policy == "off"
+    assert "quota" in fake.policies_set
+
+
+def test_token_from_file(fake: FakeDeployment, tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    path.write_text(TOKEN + "\n")
+    assert run(fake, "--token-file", str(path), "--repeats", "1") == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--url", NOWHERE), "engine's server .* cannot be reached .*--url"),
+        (("--sidecar", NOWHERE), "sidecar .* cannot be reached .*--sidecar"),
+        (("--without-ep", NOWHERE), "without expert parallelism at .* start the .* --without-ep"),
+        (("--token", "guess"), "401: wrong token; .*--token"),
+        (("--model", "other"), "choose from .*fake/model"),
+        (("--policies", "off,fast"), "unknown policy 'fast'; choose from off, quota, ideal"),
+        (("--policies", "off,off"), "--policies"),
+        (("--policies", ""), "--policies"),
+        (("--prompt-tokens", "9999"), "does not fit the server's context of 4096"),
+        (("--prompt-tokens", "many"), "must be a whole number"),
+        (("--prompt-tokens", "2"), "32 or more"),
+        (("--repeats", "0"), "must be 1 or more"),
+        (("--url", "localhost:8000"), "must be http://HOST:PORT"),
+        (("--text-file", "/nowhere/text"), "cannot be read"),
+        (("--json", "/proc/nowhere/result.json"), "cannot be written"),
+    ],
+)
+def test_errors_say_what_to_do(fake: FakeDeployment, flags: tuple[str, ...], message: str) -> None:
+    with pytest.raises(UltraEPError, match=message):
+        run(fake, *flags)
+    assert fake.policy == "quota"
+
+
+def test_ideal_not_allowed(fake: FakeDeployment) -> None:
+    fake.allow_ideal = False
+    with pytest.raises(BenchError, match=r"403: policy ideal is not allowed; .*--allow-ideal"):
+        run(fake)
+    assert fake.policy == "quota"
+
+
+def test_server_started_without_balancing(fake: FakeDeployment) -> None:
+    fake.policy = None
+    with pytest.raises(BenchError, match="--policy off"):
+        run(fake)
+
+
+def test_engine_address_given_as_sidecar(fake: FakeDeployment) -> None:
+    with pytest.raises(BenchError, match=r"404: .*--sidecar"):
+        run(fake, "--sidecar", fake.url)
+
+
+def test_context_known_only_to_the_engine(fake: FakeDeployment) -> None:
+    fake.context, fake.hidden_context = None, 60
+    with pytest.raises(BenchError, match=r"maximum context length is 60 .*--max-model-len"):
+        run(fake)
+
+
+def test_tokenizer_that_knows_no_word(fake: FakeDeployment) -> None:
+    fake.one_token = True
+    with pytest.raises(ConfigError, match="--text-file"):
+        run(fake)
+    assert fake.prompts == []

@@ -1,0 +1,163 @@
+"""Tokens generated twice and compared; the demo's report."""
+
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from tests.support.bench_fakes import FakeDeployment, deployed
+from ultraep_serve.errors import BenchError
+from ultraep_serve.lab.bench.greedy_tokens import Generation, compare_tokens, generate
+from ultraep_serve.lab.demo.report import demo_report, demo_view
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeDeployment]:
+    with deployed(FakeDeployment()) as deployment:
+        yield deployment
+
+
+def made(ids: list[int], logprobs: list[float | None]) -> Generation:
+    return Generation(tuple(ids), tuple("x" for _ in ids), tuple(logprobs))
+
+
+def test_generations_keep_the_order_of_prompts(fake: FakeDeployment) -> None:
+    prompts = [f"prompt {number} and more" for number in range(9)]
+    generations = generate(fake.url, "fake/model", prompts, max_tokens=3, concurrency=4)
+    assert [made.tokens[1] for made in generations] == [str(number) for number in range(9)]
+    assert all(len(made.logprobs) == 3 for made in generations)
+    assert all(made.token_ids is not None for made in generations)
+    assert compare_tokens(generations, generations).identical == 9
+
+
+def test_a_second_run_finds_nothing_in_the_prefix_cache(fake: FakeDeployment) -> None:
+    for _ in range(2):
+        generate(fake.url, "fake/model", ["one prompt"], 2, 1)
+    assert len(set(fake.salts) - {None}) == 2
+
+
+def test_generation_refused(fake: FakeDeployment) -> None:
+    fake.hidden_context = 3
+    with pytest.raises(BenchError, match="maximum context length is 3"):
+        generate(fake.url, "fake/model", ["one", "one two three four"], 2, 2)
+
+
+def test_generation_without_server() -> None:
+    with pytest.raises(BenchError, match="cannot be reached"):
+        generate("http://127.0.0.1:9", "fake/model", ["one"], 2, 2)
+
+
+def test_comparison_stops_at_the_first_difference() -> None:
+    first = [made([1, 2, 3], [-1.0, -1.0, -1.0]), made([1, 2], [-1.0, None])]
+    second = [made([1, 5, 3], [-1.25, -9.0, -9.0]), made([1, 2], [-1.5, -7.0])]
+    comparison = compare_tokens(first, second)
+    assert (comparison.prompts, comparison.identical) == (2, 1)
+    assert comparison.first_differences == (1, None)
+    assert comparison.first_difference == 1
+    assert comparison.max_logprob_difference == 0.5
+
+
+def test_a_run_that_stops_earlier_differs() -> None:
+    comparison = compare_tokens([made([1, 2], [0.0, 0.0])], [made([1], [0.0])])
+    assert (comparison.identical, comparison.first_differences) == (0, (1,))
+
+
+def test_ids_decide_where_texts_agree() -> None:
+    comparison = compare_tokens([made([7], [0.0])], [made([8], [0.0])])
+    assert comparison.identical == 0
+    texts = [Generation(None, ("x",), (0.0,))]
+    assert compare_tokens(texts, [made([8], [0.0])]).identical == 1
+
+
+def test_runs_of_different_length_are_refused() -> None:
+    with pytest.raises(BenchError, match="0 and 1 prompts"):
+        compare_tokens([], [made([1], [0.0])])
+
+
+def bench_document(**ttft: float) -> dict[str, Any]:
+    row = {"prompt_tokens": 4096, "ttft_seconds": ttft, "efficiency": 0.9, "recovered": 0.8}
+    plain = ttft.get("without_ep")
+    row["quota_over_without_ep"] = ttft["quota"] / plain if plain else None
+    imbalance = {"before": {"mean": 1.5, "max": 2.0}, "after": {"mean": 1.01, "max": 1.03}}
+    return {"ranks": 2, "rows": [row | {"rounds": 7}], "imbalance": imbalance, "layers": []}
+
+
+def shown(report: dict[str, Any]) -> str:
+    console = Console(width=120, file=io.StringIO(), record=True)
+    console.print(demo_view(report))
+    return console.export_text()
+
+
+def test_demo_report_has_the_published_fields_only() -> None:
+    check = compare_tokens([made([1], [0.0])], [made([1], [0.0])]).to_json("float32")
+    report = demo_report(bench_document(off=2.0, quota=1.25, ideal=1.125, without_ep=1.0), check)
+    assert report == {
+        "ranks": 2,
+        "rows": [
+            {
+                "prompt_tokens": 4096,
+                "ttft_seconds": {"off": 2.0, "quota": 1.25, "ideal": 1.125, "without_ep": 1.0},
+                "efficiency": 0.9,
+                "recovered": 0.8,
+                "quota_over_without_ep": 1.25,
+            }
+        ],
+        "imbalance": {"before": {"mean": 1.5, "max": 2.0}, "after": {"mean": 1.01, "max": 1.03}},
+        "token_check": {"dtype": "float32", "prompts": 1, "identical": 1},
+    }
+    assert json.loads(json.dumps(report)) == report
+
+
+def test_demo_view_tells_gain_and_token_check() -> None:
+    check = {"dtype": "float32", "prompts": 64, "identical": 64}
+    text = shown(demo_report(bench_document(off=2.0, quota=1.25, ideal=1.125), check))
+    for words in (
+        "1.50",
+        "1.01",
+        "1.60x as fast",
+        "90% of ideal",
+        "80% of the gap",
+        "64 of 64 prompts",
+        "✔",
+    ):
+        assert words in text
+    assert max(len(line.rstrip()) for line in text.splitlines()) <= 80
+
+
+@pytest.mark.parametrize(
+    ("without_ep", "says"),
+    [(1.0, "faster: on takes 25% longer"), (1.3, "slower: on takes 4% less"), (1.25, "as fast as")],
+)
+def test_demo_view_says_which_is_faster_without_ep(without_ep: float, says: str) -> None:
+    document = bench_document(off=2.0, quota=1.25, ideal=1.125, without_ep=without_ep)
+    text = shown(demo_report(document, {"dtype": "float32", "prompts": 1, "identical": 1}))
+    (line,) = (line for line in text.splitlines() if "without EP  " in line)
+    assert says in line
+    assert "without EP: the engine alone" in text
+
+
+def test_demo_view_of_a_slow_machine_fits_a_terminal() -> None:
+    document = bench_document(off=45.0, quota=33.5, ideal=34.0, without_ep=16.0)
+    document["rows"][0] |= {"prompt_tokens": 16384, "efficiency": 1.02}
+    text = shown(demo_report(document, {"dtype": "float32", "prompts": 1, "identical": 1}))
+    assert "102% of ideal" in text
+    assert max(len(line.rstrip()) for line in text.splitlines()) <= 80
+
+
+def test_demo_view_shows_a_failed_check_and_missing_figures() -> None:
+    document = bench_document(off=2.0, quota=1.25) | {"imbalance": None}
+    text = shown(demo_report(document, {"dtype": "bfloat16", "prompts": 64, "identical": 60}))
+    assert "✘ 60 of 64" in text
+    assert "no batch was balanced" in text
+    assert "without EP" not in text
+
+
+def test_client_imports_no_torch() -> None:
+    modules = "client.prefill, ultraep_serve.lab.bench.greedy_tokens, ultraep_serve.lab.demo.report"
+    code = f"import sys, ultraep_serve.{modules}; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,307 @@
+"""Each policy on loads small enough to work out by hand, and all of them under the same rules."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ultraep_serve.errors import ConfigError
+from ultraep_serve.lab.comparators import POLICIES, policy_function
+from ultraep_serve.plan.checks import check_plan
+from ultraep_serve.plan.quota import plan_quota
+from ultraep_serve.plan.times import full_speeds
+from ultraep_serve.types import ExpertShape, imbalance
+
+EXACT_LOADS = (
+    "off",
+    "quota",
+    "quota-by-count",
+    "llep",
+    "exact",
+)  # masters stay, tokens stay home first
+NEEDS_SCIPY = ("lplb",)
+
+
+@pytest.fixture(autouse=True)
+def _scipy(request: pytest.FixtureRequest) -> None:
+    if "lplb" in request.node.name:
+        pytest.importorskip("scipy")
+
+
+def loads_of(expert_load: list[int], num_ranks: int) -> np.ndarray:
+    """Loads (R, E) where all tokens come from rank 0."""
+    loads = np.zeros((num_ranks, len(expert_load)), np.int32)
+    loads[0] = expert_load
+    return loads
+
+
+def no_history(loads: np.ndarray) -> np.ndarray:
+    return np.zeros((0, *loads.shape), np.int32)
+
+
+def rank_loads(name: str, loads: np.ndarray, num_slots: int, past: np.ndarray) -> list[int]:
+    shape = ExpertShape(*loads.shape, num_slots)
+    return policy_function(name)(loads, shape, past).quota.sum(0).tolist()
+
+
+def skewed(shape: ExpertShape, seed: int) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    weight = rng.permutation(1.0 / np.arange(1, shape.num_logical_experts + 1))
+    return rng.multinomial(2048, weight / weight.sum(), size=shape.num_ranks)
+
+
+def check_rules(name: str, loads: np.ndarray, shape: ExpertShape, domain: int | None) -> None:
+    """What holds for every policy, and for those that keep masters all rules of a plan."""
+    history = np.stack([loads[::-1], loads])
+    policy = POLICIES[name]
+    speeds = 1024 - 100 * np.arange(shape.num_ranks) % 700
+    plan = policy(loads, shape, history, domain_size=domain, speeds=speeds)
+    assert (plan.shares >= 0).all()
+    assert np.array_equal(plan.shares.sum(0), plan.quota)
+    assert np.array_equal(plan.shares.sum(2), loads)
+    counts, size = loads.astype(np.int64), domain or shape.num_ranks
+    placement = policy.place(counts, shape, history, size, speeds)
+    if name != "ideal":
+        assert (plan.quota[placement.copies == 0] == 0).all()
+        assert (placement.copies.sum(1) >= 1).all()
+    if name not in ("llep", "exact"):
+        assert placement.slots_needed <= shape.num_replica_slots
+    if name in EXACT_LOADS:
+        assert plan.slot_expert is not None
+        wide = ExpertShape(shape.num_ranks, shape.num_logical_experts, plan.slot_expert.shape[1])
+        check_plan(loads, wide, plan.slot_expert, plan.quota, plan.shares, domain_size=domain)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize(
+    ("shape", "domain"),
+    [
+        (ExpertShape(4, 28, 1), None),  # a prime number of masters per rank
+        (ExpertShape(8, 64, 2), 4),
+        (ExpertShape(6, 12, 2), 4),  # the last domain is smaller
+        (ExpertShape(1, 8, 2), None),
+        (ExpertShape(4, 8, 0), None),
+        (ExpertShape(3, 3, 4), None),  # more slots than other experts
+    ],
+)
+def test_rules(name: str, shape: ExpertShape, domain: int | None) -> None:
+    check_rules(name, skewed(shape, seed=0), shape, domain)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_edges(name: str) -> None:
+    shape = ExpertShape(4, 28, 2)
+    check_rules(name, np.zeros((4, 28), np.int32), shape, None)
+    one_hot = np.zeros((4, 28), np.int32)
+    one_hot[:, 9] = 1000
+    check_rules(name, one_hot, shape, None)
+    one_hot[:, 9] = (1 << 29) - 1  # an expert's load close to the largest int32
+    check_rules(name, one_hot, shape, None)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_rules_on_any_loads(data: st.DataObject) -> None:
+    num_ranks = data.draw(st.integers(1, 6))
+    shape = ExpertShape(
+        num_ranks, num_ranks * data.draw(st.integers(1, 4)), data.draw(st.integers(0, 3))
+    )
+    cells = num_ranks * shape.num_logical_experts
+    values = data.draw(st.lists(st.integers(0, 40), min_size=cells, max_size=cells))
+    loads = np.array(values, np.int32).reshape(num_ranks, -1)
+    domain = data.draw(st.integers(1, num_ranks))
+    for name in POLICIES:
+        if name not in NEEDS_SCIPY:
+            check_rules(name, loads, shape, domain)
+
+
+def test_quota_is_the_plan_that_is_served() -> None:
+    shape = ExpertShape(8, 64, 2)
+    loads = skewed(shape, seed=1)
+    plan = POLICIES["quota"](loads, shape, no_history(loads), domain_size=4)
+    for rank in range(shape.num_ranks):
+        served = plan_quota(loads, shape, rank, domain_size=4)
+        assert np.array_equal(plan.slot_expert, served.slot_expert)
+        assert np.array_equal(plan.quota, served.quota)
+        assert np.array_equal(plan.shares[rank], served.share)
+
+
+@pytest.mark.parametrize("name", ["eplb", "eplb-slots", "lplb"])
+def test_without_a_past_nothing_is_placed(name: str) -> None:
+    loads = loads_of([60, 20, 10, 10], 2)
+    assert rank_loads(name, loads, 1, no_history(loads)) == [80, 20]
+
+
+def test_eplb_packs_by_weight_per_copy() -> None:
+    """Two redundant copies: one of expert 0, which is then on both ranks, and one of expert 1.
+
+    Copies weigh 30, 30, 10, 10, 10, 10: three fit a rank, and each rank gets 50.
+    """
+    loads = loads_of([60, 20, 10, 10], 2)
+    assert rank_loads("eplb", loads, 1, loads[None]) == [50, 50]
+
+
+def test_eplb_moves_masters() -> None:
+    """Without any slot the two hot experts of rank 0 are parted."""
+    loads = loads_of([40, 40, 10, 10], 2)
+    assert rank_loads("eplb", loads, 0, loads[None]) == [50, 50]
+    assert rank_loads("eplb-slots", loads, 0, loads[None]) == [80, 20]
+
+
+def test_eplb_slots_keeps_masters() -> None:
+    """Expert 0 is copied to rank 1; rank 0's slot holds rank 1's heaviest."""
+    loads = loads_of([60, 20, 12, 8], 2)
+    plan = POLICIES["eplb-slots"](loads, ExpertShape(2, 4, 1), loads[None])
+    assert plan.slot_expert is not None
+    assert plan.slot_expert[1].tolist() == [0]
+    assert plan.quota[0].tolist() == [30, 30]
+
+
+def test_eplb_splits_evenly_wherever_tokens_are() -> None:
+    loads = np.array([[7, 0], [4, 0]], np.int32)
+    plan = POLICIES["eplb"](loads, ExpertShape(2, 2, 1), loads[None])
+    assert plan.shares[:, 0].tolist() == [[4, 3], [2, 2]]
+
+
+def test_eplb_is_stale_where_quota_is_not() -> None:
+    """The past says expert 0 of rank 0, the batch says expert 7 of rank 3."""
+    past, now = loads_of([80, *[5] * 7], 4), loads_of([*[5] * 7, 80], 4)
+    stale = rank_loads("eplb", now, 1, past[None])
+    assert max(stale) >= 80
+    assert max(rank_loads("quota", now, 1, past[None])) <= 30
+
+
+def test_lplb_splits_by_the_batch() -> None:
+    """The past copies experts 0 and 1 to both ranks; now expert 2, with one copy, is hot.
+
+    Its 40 fill one rank, so all of experts 0 and 1 goes to the other.
+    """
+    past, now = loads_of([100, 60, 0, 0], 2)[None], loads_of([30, 10, 40, 0], 2)
+    assert rank_loads("lplb", now, 1, past) == [40, 40]
+    assert sorted(rank_loads("eplb", now, 1, past)) == [20, 60]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_lplb_is_never_worse_than_an_even_split(seed: int) -> None:
+    shape = ExpertShape(8, 64, 2)
+    past, now = skewed(shape, seed)[None], skewed(shape, seed + 100)
+    even = max(rank_loads("eplb", now, 2, past))
+    assert max(rank_loads("lplb", now, 2, past)) <= even + shape.num_local
+
+
+def test_llep_leaves_mild_imbalance_alone() -> None:
+    loads = loads_of([640, 640, 360, 360], 2)  # max/mean 1.28, below 1.3
+    assert rank_loads("llep", loads, 2, no_history(loads)) == [1280, 720]
+
+
+def test_llep_spills_down_to_the_capacity() -> None:
+    """Mean 1000, capacity 1100: the heaviest expert stays, with what fits beside the rest."""
+    loads = loads_of([1200, 300, 300, 200], 2)
+    assert rank_loads("llep", loads, 2, no_history(loads)) == [1100, 900]
+
+
+def test_llep_does_not_spill_crumbs() -> None:
+    """Capacity 110 of mean 100; the smallest part is 100 // 16 = 6, and 5 are over."""
+    loads = loads_of([115, 20, 160, 105], 4)
+    assert rank_loads("llep", loads, 2, no_history(loads)) == [115, 70, 110, 105]
+
+
+def test_exact_levels_within_one() -> None:
+    loads = loads_of([50, 31, 7, 3, 2, 0], 3)  # 93 in all, 31 for each rank
+    assert rank_loads("exact", loads, 0, no_history(loads)) == [31, 31, 31]
+    loads[0, 0] += 2
+    assert sorted(rank_loads("exact", loads, 0, no_history(loads))) == [31, 32, 32]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_exact_needs_no_more_slots_than_masters(seed: int) -> None:
+    """The bound that MoonEP states: E / R slots suffice, whatever the loads."""
+    shape = ExpertShape(8, 32, 0)
+    rng = np.random.default_rng(seed)
+    loads = rng.integers(0, 2, (8, 32)) * rng.integers(0, 1000, (8, 32)) ** 2
+    none, speeds = np.zeros((0, 8, 32), np.int64), full_speeds(8)
+    placement = POLICIES["exact"].place(loads, shape, none, 8, speeds)
+    rank_load = placement.quota.sum(0)
+    assert rank_load.max() - rank_load.min() <= 1
+    assert placement.slots_needed <= shape.num_masters
+
+
+def test_exact_levels_each_domain() -> None:
+    loads = loads_of([80, 0, 10, 10], 4)
+    plan = POLICIES["exact"](loads, ExpertShape(4, 4, 1), no_history(loads), domain_size=2)
+    assert plan.quota.sum(0).tolist() == [40, 40, 10, 10]
+
+
+def test_ideal_deals_in_turn() -> None:
+    loads = loads_of([6, 1, 0, 0], 4)
+    assert sorted(rank_loads("ideal", loads, 0, no_history(loads))) == [1, 2, 2, 2]
+
+
+def test_ideal_deals_by_speed() -> None:
+    loads = np.array([[100, 0, 100, 0], [100, 0, 0, 100]])
+    plan = POLICIES["ideal"](
+        loads, ExpertShape(2, 4, 1), no_history(loads), speeds=np.array([1024, 341])
+    )
+    assert plan.quota.sum(0).tolist() == [300, 100]
+    assert plan.shares[0, 0].tolist() == [75, 25]
+
+
+def test_eplb_slots_packs_by_time() -> None:
+    """Copies go to the ranks that are done first, not to those with fewest assignments."""
+    shape, slow = ExpertShape(8, 64, 2), np.array([1024, 512] * 4)
+    place, times = POLICIES["eplb-slots"], []
+    for seed in range(4):
+        loads = skewed(shape, seed)
+        plans = [place(loads, shape, loads[None], speeds=speeds) for speeds in (None, slow)]
+        times.append([imbalance(plan.quota.sum(0), slow) for plan in plans])
+    by_count, by_time = np.mean(times, axis=0)
+    assert by_time < by_count - 0.05
+
+
+def test_unknown_policy_names_the_legal_ones() -> None:
+    with pytest.raises(ConfigError, match=r"eplb.*lplb"):
+        policy_function("best")
+
+
+@pytest.mark.parametrize(
+    ("loads", "history", "domain"),
+    [
+        (np.zeros((2, 3), np.int32), np.zeros((0, 2, 4), np.int32), None),
+        (np.zeros((2, 4)), np.zeros((0, 2, 4), np.int32), None),
+        (np.full((2, 4), -1), np.zeros((0, 2, 4), np.int32), None),
+        (np.zeros((2, 4), np.int32), np.zeros((2, 4), np.int32), None),
+        (np.zeros((2, 4), np.int32), np.zeros((1, 2, 4)), None),
+        (np.zeros((2, 4), np.int32), np.full((1, 2, 4), -1), None),
+        (np.zeros((2, 4), np.int32), np.zeros((0, 2, 4), np.int32), 0),
+    ],
+)
+@pytest.mark.parametrize("name", ["off", "eplb", "exact"])
+def test_bad_arguments(
+    name: str, loads: np.ndarray, history: np.ndarray, domain: int | None
+) -> None:
+    with pytest.raises(ValueError, match="must"):
+        POLICIES[name](loads, ExpertShape(2, 4, 1), history, domain_size=domain)
+
+
+@pytest.mark.skipif(
+    not (Path(__file__).parents[2] / "shared" / "traces").is_dir(),
+    reason="real traces are kept out of the project",
+)
+def test_lplb_on_real_routing_beats_eplb() -> None:
+    """Where past and batch are alike, splitting by the batch is the better half of the two."""
+    traces = Path(__file__).parents[2] / "shared" / "traces"
+    ids = np.load(traces / "law.npz", allow_pickle=False)["topk_ids"]
+
+    def loads(start: int, layer: int) -> np.ndarray:
+        parts = ids[start : start + 2048, layer].reshape(8, -1)
+        return np.stack([np.bincount(part, minlength=64) for part in parts])
+
+    for layer in (0, 12, 25):
+        past, now = loads(0, layer)[None], loads(2048, layer)
+        after = {
+            name: imbalance(np.array(rank_loads(name, now, 2, past)))
+            for name in ("off", "eplb", "lplb")
+        }
+        assert after["lplb"] <= after["eplb"] <= after["off"]

@@ -1,0 +1,318 @@
+"""`ultraep-serve replay` and `make-trace`, from the command line to the files they leave."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ultraep_serve.cli import execute
+from ultraep_serve.errors import ConfigError, OutputError, TraceError, UltraEPError
+from ultraep_serve.lab.comparators import POLICIES, PolicyFunction
+from ultraep_serve.lab.replay import ReplayOptions, replay
+from ultraep_serve.lab.store import load_trace, save_trace
+from ultraep_serve.lab.trace import LoadTrace, Trace
+from ultraep_serve.lab.workloads import Workload, make_trace
+from ultraep_serve.plan.checks import check_plan
+from ultraep_serve.types import ExpertShape
+
+REAL = Path(__file__).parents[2] / "shared" / "traces"
+POLICY_KEYS = {
+    "imbalance_before",
+    "imbalance_after",
+    "replicas",
+    "remote_fraction",
+    "plan_seconds",
+}
+
+
+def command(*words: object) -> int:
+    """Run one command line; errors are raised."""
+    return execute([str(word) for word in words])
+
+
+@pytest.fixture(scope="module")
+def trace_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """6 batches of 512 tokens, 3 layers, 32 experts; the hot spot moves after each batch."""
+    path = tmp_path_factory.mktemp("traces") / "t.npz"
+    save_trace(path, make_trace(Workload("rotate", 3100, 3, 32, 4, 4, 2.0, period=512)))
+    return path
+
+
+def test_json_has_what_was_promised(trace_file: Path, tmp_path: Path, capsys: Any) -> None:
+    words = ("--ep", 4, "--slots", 2, "--batch-tokens", 512, "--json", tmp_path / "r.json")
+    policies = [word for name in POLICIES if name != "lplb" for word in ("--policy", name)]
+    assert command("replay", trace_file, *words, *policies) == 0
+    document = json.loads((tmp_path / "r.json").read_text())
+    assert (document["ep"], document["slots"]) == (4, 2)
+    assert (document["batch_tokens"], document["batches"]) == (512, 6)
+    assert set(document) == {"ep", "slots", "batch_tokens", "batches", "policies", "trace"}
+    assert set(document["policies"]) == set(POLICIES) - {"lplb"}
+    for row in document["policies"].values():
+        assert set(row) >= POLICY_KEYS
+        for name in ("imbalance_before", "imbalance_after"):
+            assert set(row[name]) == {"mean", "p50", "p99", "max"}
+            assert 1 <= row[name]["p50"] <= row[name]["p99"] <= row[name]["max"]
+        assert set(row["replicas"]) == {"mean", "max"}
+        assert set(row["plan_seconds"]) == {"p50", "p99"}
+        assert 0 <= row["remote_fraction"] <= 1
+    off, quota = document["policies"]["off"], document["policies"]["quota"]
+    assert off["imbalance_after"] == off["imbalance_before"] == quota["imbalance_before"]
+    assert off["imbalance_after"]["mean"] == pytest.approx(2, rel=0.1)
+    assert quota["imbalance_after"]["max"] < 1.02
+    assert quota["remote_fraction"] < off["remote_fraction"]
+    # The hot spot has always moved on by the time that eplb has learned of it.
+    assert document["policies"]["eplb"]["imbalance_after"]["mean"] > 1.3
+    table = capsys.readouterr().out
+    assert all(name[:6] in table for name in document["policies"])
+
+
+def test_remote_is_what_leaves_its_rank() -> None:
+    """Rank 0's two tokens choose expert 0 at home; rank 1's two choose expert 0 too, remotely."""
+    trace = Trace(np.zeros((4, 1, 1), np.uint8), np.array([4]), 2)
+    result = replay(trace, ReplayOptions(2, 0, 4), [POLICIES["off"]])
+    assert result.policies["off"].remote == [2]
+    assert result.imbalance_before == [2.0]
+
+
+@pytest.mark.parametrize("name", ["off", "quota", "exact", "llep"])
+def test_dumped_plans_hold_all_rules(trace_file: Path, tmp_path: Path, name: str) -> None:
+    words = ("--ep", 4, "--slots", 2, "--batch-tokens", 512, "--layers", "0,2", "--limit", 2)
+    outputs = ("--dump-plans", tmp_path / "p.npz", "--json", tmp_path / "r.json")
+    command("replay", trace_file, *words, "--policy", name, *outputs)
+    document = json.loads((tmp_path / "r.json").read_text())
+    with np.load(tmp_path / "p.npz", allow_pickle=False) as plans:
+        loads, slots, share = (plans[key] for key in ("loads", "slot_expert", "share"))
+    assert {array.dtype for array in (loads, slots, share)} == {np.dtype(np.int32)}
+    assert loads.shape == (4, 4, 32)
+    assert share.shape == (4, 4, 32, 4)
+    assert document["batches"] == 2
+    shape = ExpertShape(4, 32, slots.shape[2])
+    after = []
+    for index in range(4):
+        quota = share[index].sum(0)
+        check_plan(loads[index], shape, slots[index], quota, share[index])
+        after.append(quota.sum(0).max() / quota.sum(0).mean())
+    row = document["policies"][name]
+    assert np.mean(after) == pytest.approx(row["imbalance_after"]["mean"])
+    kept = np.einsum("nses->", share)
+    assert 1 - kept / loads.sum() == pytest.approx(row["remote_fraction"])
+    assert (slots >= 0).sum((1, 2)).max() == row["replicas"]["max"]
+    if name in ("off", "quota"):
+        assert slots.shape == (4, 4, 2)
+    trace = load_trace(trace_file)
+    assert isinstance(trace, Trace)
+    counted = np.bincount(trace.topk_ids[:128, 2].ravel(), minlength=32)
+    assert np.array_equal(loads[1, 0], counted)  # batch 0, second chosen layer, first rank
+
+
+@pytest.mark.parametrize("name", ["eplb", "lplb", "ideal"])
+def test_plans_without_masters_are_not_dumped(trace_file: Path, tmp_path: Path, name: str) -> None:
+    words = ("--ep", 4, "--batch-tokens", 512, "--policy", name, "--json", tmp_path / "r.json")
+    with pytest.raises(TraceError, match="cannot be dumped"):
+        command("replay", trace_file, *words, "--dump-plans", tmp_path / "p.npz")
+    assert not list(tmp_path.iterdir())
+
+
+def test_domains_have_a_floor(trace_file: Path, tmp_path: Path) -> None:
+    words = ("--ep", 4, "--batch-tokens", 512, "--domain-size", 2, "--json", tmp_path / "r.json")
+    command("replay", trace_file, *words, "--policy", "quota", "--policy", "exact")
+    document = json.loads((tmp_path / "r.json").read_text())
+    floor = document["floor"]
+    assert set(floor) == {"mean", "p50", "p99", "max"}
+    assert floor["mean"] > 1.1
+    for row in document["policies"].values():
+        assert floor["mean"] - 1e-9 <= row["imbalance_after"]["mean"] <= floor["mean"] * 1.01
+
+
+class Spy:
+    """A policy that remembers how much past it was shown."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def place(self, loads: Any, shape: Any, history: Any, domain_size: int, speeds: Any) -> Any:
+        if len(history):
+            assert history.shape[1:] == loads.shape
+        self.seen.append(len(history))
+        return POLICIES["off"].place(loads, shape, history, domain_size, speeds)
+
+
+@pytest.mark.parametrize(
+    ("settings", "seen"),
+    [
+        ({}, [0, 1, 2, 3, 4, 5]),
+        ({"history_batches": 2}, [0, 1, 2, 2, 2, 2]),
+        ({"rebalance_every": 3}, [0, 0, 0, 3, 3, 3]),
+        ({"skip": 2}, [2, 3, 4, 5]),
+        ({"skip": 2, "limit": 1}, [2]),
+        ({"skip": 2, "rebalance_every": 4}, [2, 2, 4, 4]),
+    ],
+)
+def test_policies_see_only_the_past(
+    trace_file: Path, settings: dict[str, int], seen: list[int]
+) -> None:
+    spy = Spy()
+    options = ReplayOptions(4, 2, 512, layers=(1,), **settings)  # type: ignore[arg-type]
+    replay(load_trace(trace_file), options, [PolicyFunction("spy", "", spy.place)])
+    assert spy.seen[1:] == seen  # the first call only warms up
+
+
+def test_history_is_the_batches_before(trace_file: Path) -> None:
+    past: list[np.ndarray] = []
+    now: list[np.ndarray] = []
+
+    def place(loads: Any, shape: Any, history: Any, domain_size: int, speeds: Any) -> Any:
+        past.append(history)
+        now.append(loads)
+        return POLICIES["off"].place(loads, shape, history, domain_size, speeds)
+
+    options = ReplayOptions(4, 2, 512, layers=(2,))
+    replay(load_trace(trace_file), options, [PolicyFunction("spy", "", place)])
+    assert np.array_equal(past[-1], np.stack(now[1:-1]))
+
+
+def test_trace_of_loads(tmp_path: Path) -> None:
+    loads = np.random.default_rng(0).integers(0, 50, (3, 2, 4, 16))
+    save_trace(tmp_path / "t.npz", LoadTrace(loads))
+    words = ("replay", tmp_path / "t.npz", "--ep", 4, "--policy", "quota,off")
+    command(*words, "--json", tmp_path / "r.json")
+    document = json.loads((tmp_path / "r.json").read_text())
+    assert document["batches"] == 3
+    assert document["batch_tokens"] is None
+    with pytest.raises(TraceError, match="own batches"):
+        command(*words, "--batch-tokens", 64)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--ep", 5), "cannot be divided by 5"),
+        (("--ep", 0), "--ep = 0 must be 1 or more"),
+        (("--ep", 4, "--slots", -1), "--slots"),
+        (("--ep", 4, "--batch-tokens", 0), "--batch-tokens"),
+        (("--ep", 4, "--batch-tokens", 4000), "less than one batch"),
+        (("--ep", 4, "--policy", "best"), "unknown policy"),
+        (("--ep", 4, "--layers", "3"), "must be from 0 to 2"),
+        (("--ep", 4, "--layers", "x"), "as in 0 3 6-8"),
+        (("--ep", 4, "--layers", "0-99999999999"), "as in 0 3 6-8"),
+        (("--ep", 4, "--limit", 0), "--limit"),
+        (("--ep", 4, "--skip", 6), "no batch is left"),
+        (("--ep", 4, "--domain-size", 0), "--domain-size"),
+        (("--ep", 4, "--slots", 1 << 40), "--slots .* at most 64"),
+        (("--ep", 4, "--experts", 16), "topk_ids has id"),
+        (("--ep", 4, "--experts", 1 << 40), "experts, must be"),
+        (("--ep", 1 << 12, "--experts", 1 << 12), "smaller --ep"),
+        (("--ep", 4, "--policy", "off"), "one policy"),
+    ],
+)
+def test_bad_words_leave_no_file(
+    trace_file: Path, tmp_path: Path, words: tuple[object, ...], message: str
+) -> None:
+    outputs = ("--json", tmp_path / "r.json", "--dump-plans", tmp_path / "p.npz")
+    start = ("replay", trace_file, "--batch-tokens", 512, "--policy", "quota")
+    with pytest.raises(UltraEPError, match=message):
+        command(*start, *words, *outputs)
+    assert not list(tmp_path.iterdir())
+
+
+def test_no_policy_at_all(trace_file: Path) -> None:
+    with pytest.raises(ConfigError, match="no policy"):
+        command("replay", trace_file, "--ep", 4, "--batch-tokens", 512, "--policy", ",")
+
+
+def test_output_that_cannot_be_written_is_found_out_first(trace_file: Path, tmp_path: Path) -> None:
+    words = ("replay", trace_file, "--ep", 4, "--batch-tokens", 512, "--policy", "quota")
+    with pytest.raises(OutputError, match="cannot be written"):
+        command(*words, "--json", trace_file / "r.json")
+
+
+def test_truncated_trace_leaves_no_file(trace_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "t.npz").write_bytes(trace_file.read_bytes()[:-40])
+    words = ("--ep", 4, "--batch-tokens", 512, "--policy", "quota", "--json", tmp_path / "r.json")
+    with pytest.raises(TraceError, match="truncated"):
+        command("replay", tmp_path / "t.npz", *words)
+    assert [path.name for path in tmp_path.iterdir()] == ["t.npz"]
+
+
+def test_too_many_plans_are_refused() -> None:
+    trace = Trace(np.zeros((4096, 5, 1), np.uint16), np.array([4096]), 512)
+    with pytest.raises(TraceError, match="--limit or --layers"):
+        replay(trace, ReplayOptions(64, 2, 64), [POLICIES["quota"]], keep_plans=True)
+
+
+def test_make_trace_then_replay(tmp_path: Path, capsys: Any) -> None:
+    out = tmp_path / "t.npz"
+    sizes = ("--experts", 48, "--top-k", 4, "--layers", 2, "--tokens", 1024, "--ep", 6)
+    assert command("make-trace", *sizes, "--imbalance", 1.7, "--seed", 3, "--out", out) == 0
+    assert "imbalance 1.7 at EP6" in capsys.readouterr().out
+    trace = load_trace(out)
+    assert isinstance(trace, Trace)
+    assert trace.topk_ids.shape == (1024, 2, 4)
+    assert trace.num_experts == 48
+    assert trace.metadata["workload"]["seed"] == 3
+    assert "basis" in trace.metadata
+    assert command("replay", out, "--ep", 6, "--batch-tokens", 512, "--policy", "quota") == 0
+
+
+def test_a_straggler_is_planned_for(tmp_path: Path, capsys: Any) -> None:
+    """The trace says how slow the last rank is; --speeds says otherwise."""
+    out, found = tmp_path / "t.npz", tmp_path / "r.json"
+    sizes = ("--experts", 32, "--top-k", 4, "--layers", 2, "--tokens", 2048, "--ep", 4)
+    command("make-trace", *sizes, "--straggler", 0.5, "--out", out)
+    assert "last rank at speed 0.5" in capsys.readouterr().out
+    policies = ("--policy", "off,quota,quota-by-count,eplb-slots,ideal", "--json", found)
+    replayed = ("replay", out, "--batch-tokens", 1024, *policies)
+
+    command(*replayed, "--ep", 4)
+    assert "of time" in capsys.readouterr().out
+    document = json.loads(found.read_text())
+    assert document["speeds"] == [1.0, 1.0, 1.0, 0.5]
+    rows = document["policies"]
+    assert rows["quota"]["time_imbalance_after"]["max"] < 1.02
+    assert rows["quota"]["imbalance_after"]["mean"] > 1.1
+    assert rows["quota-by-count"]["imbalance_after"]["max"] < 1.02
+    assert rows["quota-by-count"]["time_imbalance_after"]["mean"] > 1.7
+    assert rows["ideal"]["time_imbalance_after"]["max"] < 1.01
+    assert rows["eplb-slots"]["time_imbalance_before"] == rows["off"]["time_imbalance_after"]
+
+    command(*replayed, "--ep", 4, "--speeds", "equal")
+    assert "speeds" not in json.loads(found.read_text())
+    command(*replayed, "--ep", 2, "--speeds", "0.6,1", "--domain-size", 1)
+    document = json.loads(found.read_text())
+    assert document["time_floor"] == document["policies"]["quota"]["time_imbalance_after"]
+    with pytest.raises(TraceError, match="made for 4 ranks"):
+        command(*replayed, "--ep", 2)
+    with pytest.raises(TraceError, match="2 numbers for 4 ranks"):
+        command(*replayed, "--ep", 4, "--speeds", "1,0.5")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--straggler", 0),
+        ("--experts", 50, "--ep", 8),
+        ("--imbalance", 9),
+        ("--tokens", 1 << 50),
+        ("--top-k", 4096),
+    ],
+)
+def test_make_trace_leaves_no_partial_file(tmp_path: Path, words: tuple[object, ...]) -> None:
+    with pytest.raises(TraceError):
+        command("make-trace", *words, "--out", tmp_path / "t.npz")
+    with pytest.raises(TraceError, match="npz"):
+        command("make-trace", "--out", tmp_path / "t.txt")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(not REAL.is_dir(), reason="real traces are kept out of the project")
+@pytest.mark.parametrize("num_slots", [1, 2])
+def test_real_routing(num_slots: int, tmp_path: Path) -> None:
+    words = ("--ep", 8, "--slots", num_slots, "--batch-tokens", 2048, "--json", tmp_path / "r.json")
+    command("replay", REAL / "law.npz", *words, "--policy", "off", "--policy", "quota")
+    document = json.loads((tmp_path / "r.json").read_text())
+    assert document["batches"] == 4
+    assert document["policies"]["off"]["imbalance_after"]["mean"] == pytest.approx(1.387, abs=1e-3)
+    after = document["policies"]["quota"]["imbalance_after"]["mean"]
+    assert after <= (1.005 if num_slots == 2 else 1.02)

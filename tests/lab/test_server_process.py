@@ -1,0 +1,107 @@
+"""The servers of demo and benchmarks, with small commands in the engine's place."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ultraep_serve.config import CONFIG_VARIABLE
+from ultraep_serve.errors import ConfigError, ServerError
+from ultraep_serve.lab.demo.balanced_server import installed_engine, tensor_parallel_flags
+from ultraep_serve.lab.demo.server_process import StockServer
+
+OWNER = """
+import sys, time
+from pathlib import Path
+from ultraep_serve.lab.demo.server_process import ServerProcess
+ENGINE = '''
+import subprocess, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+class Healthy(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print(worker.pid, flush=True)
+HTTPServer(("127.0.0.1", int(sys.argv[1])), Healthy).serve_forever()
+'''
+class Server(ServerProcess):
+    def _command(self):
+        return [sys.executable, "-c", ENGINE, str(self.port)]
+log = Path(sys.argv[1])
+with Server(Path("model"), [], log) as server:
+    print(server.process_id, log.read_text().split()[0], flush=True)
+    if sys.argv[2:]:
+        time.sleep(600)
+"""
+
+
+def ended(process: int) -> bool:
+    """Whether it is gone, or is only waited for by the process that adopted it."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def wait_until_ended(process: int) -> None:
+    deadline = time.monotonic() + 20
+    while not ended(process):
+        assert time.monotonic() < deadline, f"process {process} is left"
+        time.sleep(0.05)
+
+
+def test_a_stopped_server_leaves_no_process(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", OWNER, str(tmp_path / "log")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    for process in map(int, done.stdout.split()):
+        wait_until_ended(process)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_server_ends_when_its_owner_is_killed(number: int, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", OWNER, str(tmp_path / "log"), "wait"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        server, worker = map(int, owner.stdout.readline().split())
+        assert not ended(server)
+        owner.send_signal(number)
+    try:
+        wait_until_ended(server)  # a signal reaches it; an engine ends its ranks then
+    finally:
+        os.kill(worker, signal.SIGKILL)
+
+
+def test_a_stock_server_is_the_engines_own_with_nothing_of_ours_switched_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    try:
+        engine = installed_engine()
+    except ConfigError as reason:
+        pytest.skip(str(reason))
+    monkeypatch.setenv(CONFIG_VARIABLE, "{}")
+    flags = tensor_parallel_flags("bfloat16", 4096, engine)
+    server = StockServer(tmp_path, flags, tmp_path / "log", engine)
+    command, environment = server._command(), server._environment()
+    assert "ultraep_serve.cli" not in command
+    assert not [word for word in command if "expert" in word or word.startswith("--ep")]
+    assert [word for word in command if word in flags] == flags
+    assert CONFIG_VARIABLE not in environment
+    assert environment["HF_HUB_OFFLINE"] == "1"
+
+
+def test_a_command_that_ends_at_once_is_an_error_with_its_last_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [sys.executable, "-c", "raise SystemExit('no such model')"]
+    monkeypatch.setattr(StockServer, "_command", lambda self: words)
+    monkeypatch.setattr(StockServer, "_environment", lambda self: None)
+    with (
+        pytest.raises(ServerError, match="no such model"),
+        StockServer(tmp_path, [], tmp_path / "log"),
+    ):
+        pass

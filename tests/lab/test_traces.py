@@ -1,0 +1,294 @@
+"""Traces on disk: what goes in comes out, and what nobody should trust is refused."""
+
+import json
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ultraep_serve.errors import OutputError, TraceError, UltraEPError
+from ultraep_serve.lab.store import load_trace, save_trace
+from ultraep_serve.lab.trace import (
+    DECODE,
+    PREFILL,
+    LoadTrace,
+    Trace,
+    batches,
+    concatenate,
+    of_phase,
+)
+
+REAL = Path(__file__).parents[2] / "shared" / "traces"
+
+
+def token_trace(num_tokens: int = 20, num_experts: int = 8) -> Trace:
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, num_experts, (num_tokens, 3, 2)).astype(np.uint8)
+    lengths = np.array([5, num_tokens - 5], np.int32)
+    phase = np.full(num_tokens, DECODE, np.uint8)
+    return Trace(ids, lengths, num_experts, phase, {"model": "made up"})
+
+
+def write_npz(path: Path, **arrays: Any) -> Path:
+    np.savez(path, **arrays)
+    return path
+
+
+def test_token_trace_round_trip(tmp_path: Path) -> None:
+    trace = token_trace()
+    save_trace(tmp_path / "t.npz", trace)
+    found = load_trace(tmp_path / "t.npz")
+    assert isinstance(found, Trace)
+    assert np.array_equal(found.topk_ids, trace.topk_ids)
+    assert found.topk_ids.dtype == np.uint8
+    assert np.array_equal(found.sequence_lengths, trace.sequence_lengths)
+    assert found.phase is not None
+    assert found.phase.tolist() == [DECODE] * 20
+    assert found.num_experts == 8
+    assert found.metadata["model"] == "made up"
+
+
+@pytest.mark.parametrize("suffix", [".npz", ".parquet"])
+@pytest.mark.parametrize("shape", [(2, 3, 4, 8), (2, 3, 8), (0, 3, 8)])
+def test_load_trace_round_trip(tmp_path: Path, suffix: str, shape: tuple[int, ...]) -> None:
+    if suffix == ".parquet":
+        pytest.importorskip("pyarrow")
+    loads = np.random.default_rng(0).integers(0, 5, shape).astype(np.int32)
+    trace = LoadTrace(loads, np.arange(shape[0]) % 2, {"model": "made up"})
+    save_trace(tmp_path / f"t{suffix}", trace)
+    found = load_trace(tmp_path / f"t{suffix}")
+    assert isinstance(found, LoadTrace)
+    assert np.array_equal(found.loads, loads)
+    assert found.phase is not None
+    assert found.phase.tolist() == [0, 1][: shape[0]]
+    assert found.metadata == {"model": "made up"}
+
+
+def test_foreign_parquet_table(tmp_path: Path) -> None:
+    """Columns are enough: the shape follows from them, and other columns do not matter."""
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    columns = {"batch": [0, 0], "layer": [0, 1], "expert": [3, 3], "assignments": [7, 9]}
+    table = pyarrow.table({**columns, "note": ["a", "b"]})
+    parquet.write_table(table, tmp_path / "t.parquet")
+    found = load_trace(tmp_path / "t.parquet")
+    assert isinstance(found, LoadTrace)
+    assert found.loads.tolist() == [[[0, 0, 0, 7], [0, 0, 0, 9]]]
+
+
+@pytest.mark.parametrize(
+    ("columns", "words"),
+    [
+        ({"batch": [0], "layer": [0], "expert": [-1], "assignments": [1]}, "expert"),
+        ({"batch": [0], "layer": [0], "expert": [0], "assignments": [0.5]}, "assignments"),
+        ({"batch": [0], "layer": [None], "expert": [0], "assignments": [1]}, "layer"),
+        ({"batch": [0], "expert": [0], "assignments": [1]}, "layer"),
+        ({"batch": [1 << 30], "layer": [0], "expert": [99], "assignments": [1]}, "bytes"),
+    ],
+)
+def test_bad_parquet_tables(tmp_path: Path, columns: dict[str, list[Any]], words: str) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    schema = [
+        (name, pyarrow.float64() if name == "assignments" and 0.5 in values else pyarrow.int64())
+        for name, values in columns.items()
+    ]
+    parquet.write_table(pyarrow.table(columns, pyarrow.schema(schema)), tmp_path / "t.parquet")
+    with pytest.raises(TraceError, match=words):
+        load_trace(tmp_path / "t.parquet")
+
+
+@pytest.mark.skipif(not REAL.is_dir(), reason="real traces are kept out of the project")
+@pytest.mark.parametrize(("name", "num_tokens"), [("intent", 8222), ("law", 8327)])
+def test_real_traces(name: str, num_tokens: int) -> None:
+    trace = load_trace(REAL / f"{name}.npz")
+    assert isinstance(trace, Trace)
+    assert (trace.num_tokens, trace.num_layers, trace.num_experts) == (num_tokens, 26, 64)
+    cut = list(batches(trace, 2048, 8))
+    assert len(cut) == 4
+    assert cut[0].shape == (26, 8, 64)
+    expected = np.bincount(trace.topk_ids[2048 + 256 : 2048 + 512, 7].ravel(), minlength=64)
+    assert np.array_equal(cut[1][7, 1], expected)
+
+
+def test_batches_are_consecutive_tokens_split_contiguously() -> None:
+    ids = np.arange(12, dtype=np.int16).reshape(12, 1, 1)
+    ids[4] = -1  # padding never counts
+    trace = Trace(ids, np.array([12]), 12)
+    cut = [batch[0] for batch in batches(trace, 5, 2)]
+    assert len(cut) == 2  # two tokens are left over
+    chosen = [[np.flatnonzero(row).tolist() for row in loads] for loads in cut]
+    assert chosen == [[[0, 1, 2], [3]], [[5, 6, 7], [8, 9]]]
+
+
+def test_more_ranks_than_tokens() -> None:
+    trace = Trace(np.zeros((2, 1, 1), np.uint8), np.array([2]), 4)
+    (loads,) = batches(trace, 2, 4)
+    assert loads[0, :, 0].tolist() == [1, 1, 0, 0]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
+def test_loads_of_other_ranks_are_merged_or_split(num_ranks: int) -> None:
+    loads = np.random.default_rng(0).integers(0, 50, (2, 3, 4, 24))
+    cut = list(batches(LoadTrace(loads), None, num_ranks))
+    for index, batch in enumerate(cut):
+        assert batch.shape == (3, num_ranks, 24)
+        assert np.array_equal(batch.sum(1), loads[index].sum(1))
+    if num_ranks == 2:
+        assert np.array_equal(cut[0][:, 0], loads[0, :, :2].sum(1))
+    if num_ranks == 8:
+        assert np.ptp(cut[0].sum(2).reshape(3, 4, 2), axis=2).max() <= 1
+
+
+def test_concatenate() -> None:
+    first, second = token_trace(), token_trace(30, 16)
+    both = concatenate([first, second])
+    assert (both.num_tokens, both.num_experts) == (50, 16)
+    other = Trace(np.zeros((4, 1, 2), np.uint8), np.array([4]), 8)
+    with pytest.raises(TraceError, match="one model"):
+        concatenate([first, other])
+
+
+IDS = np.zeros((6, 2, 2), np.uint8)
+LENGTHS = np.array([6], np.int32)
+WRAPS = np.array([1 << 62] * 4 + [6])  # to 6, where a sum has 64 bits
+
+
+@pytest.mark.parametrize(
+    ("arrays", "words"),
+    [
+        ({"topk_ids": IDS.astype(np.float32), "sequence_lengths": LENGTHS}, "must be integers"),
+        ({"topk_ids": IDS[0], "sequence_lengths": LENGTHS}, "3 dimensions"),
+        ({"topk_ids": np.uint8(3)}, "3 dimensions"),
+        ({"topk_ids": IDS, "sequence_lengths": LENGTHS + 1}, "sum to 7"),
+        ({"topk_ids": IDS, "sequence_lengths": np.array([7, -1])}, "negative"),
+        ({"topk_ids": IDS, "sequence_lengths": WRAPS}, f"sum to {2**64 + 6}"),
+        ({"topk_ids": IDS, "sequence_lengths": np.full(2, (1 << 63) + 3, np.uint64)}, "sum to 18"),
+        ({"topk_ids": IDS.astype("m8[s]"), "sequence_lengths": LENGTHS}, "must be integers"),
+        ({"topk_ids": IDS.astype(np.int16) - 2, "sequence_lengths": LENGTHS}, "id -2"),
+        ({"topk_ids": IDS + 9, "metadata": np.array('{"num_experts": 8}')}, "id 9"),
+        ({"topk_ids": IDS, "metadata": np.array('{"num_experts": "8"}')}, "num_experts"),
+        ({"topk_ids": IDS, "metadata": np.array(f'{{"num_experts": {10**12}}}')}, "must be 1 to"),
+        ({"topk_ids": IDS, "metadata": np.array("{")}, "JSON"),
+        ({"topk_ids": IDS, "metadata": np.array("[" * 100_000)}, "JSON"),
+        ({"topk_ids": IDS, "metadata": np.array("[]")}, "JSON object"),
+        ({"topk_ids": IDS, "metadata": np.zeros(3)}, "one string"),
+        ({"topk_ids": IDS, "phase": np.zeros(5, np.uint8)}, "phase"),
+        ({"topk_ids": IDS, "phase": np.full(6, 2)}, "phase"),
+        ({"loads": np.zeros((2, 2), np.int32)}, "dimensions"),
+        ({"loads": np.zeros((2, 2, 2))}, "integers"),
+        ({"loads": np.full((2, 2, 2), -1)}, "2\\*\\*31"),
+        ({"loads": np.full((2, 2, 2), 1 << 62)}, "2\\*\\*31"),
+        ({"other": IDS}, "not a trace"),
+        ({"topk_ids": np.array([{}], object)}, "Python objects"),
+    ],
+)
+def test_bad_contents(tmp_path: Path, arrays: dict[str, Any], words: str) -> None:
+    path = write_npz(tmp_path / "t.npz", **arrays)
+    with pytest.raises(TraceError, match=words):
+        load_trace(path)
+
+
+@pytest.mark.parametrize("suffix", [".npz", ".parquet"])
+def test_files_that_are_not_traces(tmp_path: Path, suffix: str) -> None:
+    if suffix == ".parquet":
+        pytest.importorskip("pyarrow")
+    path = tmp_path / f"t{suffix}"
+    with pytest.raises(TraceError, match="does not exist"):
+        load_trace(path)
+    for content in (b"", b"PK\x03\x04 not really", b"\x93NUMPY", bytes(range(256)) * 40):
+        path.write_bytes(content)
+        with pytest.raises(TraceError, match="cannot be read"):
+            load_trace(path)
+    with pytest.raises(TraceError, match="cannot be read"):
+        load_trace(tmp_path / "..")
+
+
+@pytest.mark.parametrize("suffix", [".npz", ".parquet"])
+def test_every_truncation_is_noticed(tmp_path: Path, suffix: str) -> None:
+    if suffix == ".parquet":
+        pytest.importorskip("pyarrow")
+    path = tmp_path / f"t{suffix}"
+    save_trace(path, LoadTrace(np.arange(64).reshape(2, 4, 8)))
+    whole = path.read_bytes()
+    for length in range(0, len(whole), 37):
+        path.write_bytes(whole[:length])
+        with pytest.raises(TraceError):
+            load_trace(path)
+
+
+def test_damaged_bytes_never_escape_as_another_error(tmp_path: Path) -> None:
+    """Wherever a byte is wrong: the trace is read (names, times) or refused."""
+    path = tmp_path / "t.npz"
+    save_trace(path, token_trace())
+    whole = bytearray(path.read_bytes())
+    for position in range(0, len(whole), 5):
+        damaged = whole.copy()
+        damaged[position] ^= 0xFF
+        path.write_bytes(damaged)
+        try:
+            load_trace(path)
+        except TraceError:
+            continue
+
+
+@pytest.mark.parametrize("shape", ["(1000000000000, 26, 6)", "(-5, 2, 2)", "(10, 2, 2)"])
+def test_a_header_that_lies_allocates_nothing(tmp_path: Path, shape: str) -> None:
+    header = f"{{'descr': '|u1', 'fortran_order': False, 'shape': {shape}, }}".ljust(117) + "\n"
+    member = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header.encode() + b"1234"
+    with zipfile.ZipFile(tmp_path / "t.npz", "w") as archive:
+        archive.writestr("topk_ids.npy", member)
+    with pytest.raises(TraceError, match=r"bytes|impossible|size"):
+        load_trace(tmp_path / "t.npz")
+
+
+def test_size_bound_counts_all_arrays(tmp_path: Path) -> None:
+    save_trace(tmp_path / "t.npz", token_trace())  # 120 bytes of ids, 8 of lengths, 20 of phase
+    with pytest.raises(TraceError, match="allowed"):
+        load_trace(tmp_path / "t.npz", max_bytes=140)
+    assert load_trace(tmp_path / "t.npz", max_bytes=10_000)
+
+
+def test_nothing_is_left_where_writing_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(stream: Any, *_args: Any, **_arrays: Any) -> None:
+        stream.write(b"half")
+        raise OSError("no space left")
+
+    monkeypatch.setattr(np, "savez_compressed", fail)
+    (tmp_path / "t.npz").write_bytes(b"old")
+    with pytest.raises(OutputError, match="no space left"):
+        save_trace(tmp_path / "t.npz", token_trace())
+    assert [path.name for path in tmp_path.iterdir()] == ["t.npz"]
+    assert (tmp_path / "t.npz").read_bytes() == b"old"
+
+
+@pytest.mark.parametrize("name", ["t.csv", "t.parquet", "file/t.npz"])
+def test_where_a_token_trace_cannot_go(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises((OutputError, TraceError), match=r"must end|cannot be written"):
+        save_trace(tmp_path / name, token_trace())
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_errors_belong_to_the_tree() -> None:
+    assert issubclass(TraceError, UltraEPError)
+    assert json.loads(json.dumps(token_trace().metadata)) == {"model": "made up"}
+
+
+def test_a_phase_alone_keeps_its_tokens_and_their_sequences() -> None:
+    ids = np.arange(12, dtype=np.uint8).reshape(6, 2, 1)
+    trace = Trace(ids, np.array([1, 3, 2]), 12, np.array([0, 1, 0, 0, 1, 1], np.uint8))
+    prefill = of_phase(trace, PREFILL)
+    assert isinstance(prefill, Trace)
+    assert prefill.topk_ids.tolist() == ids[[0, 2, 3]].tolist()
+    assert prefill.sequence_lengths.tolist() == [1, 2]
+    with pytest.raises(TraceError, match="prefill only"):
+        of_phase(prefill, DECODE)
+    loads = LoadTrace(np.ones((3, 1, 4), np.int32), np.array([1, 0, 1], np.uint8))
+    assert of_phase(loads, DECODE).loads.shape == (2, 1, 4)
+    assert of_phase(replace(loads, phase=None), DECODE).loads.shape == (3, 1, 4)

@@ -1,0 +1,123 @@
+"""Made-up workloads are what they say: as imbalanced as asked, and changing when they should."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ultraep_serve.errors import TraceError
+from ultraep_serve.lab.trace import Trace, batches
+from ultraep_serve.lab.workloads import KINDS, Workload, make_trace
+from ultraep_serve.types import imbalance
+
+
+def workload(kind: str = "zipf", **changes: object) -> Workload:
+    values = {
+        "num_tokens": 8192,
+        "num_layers": 2,
+        "num_experts": 64,
+        "top_k": 6,
+        "num_ranks": 8,
+        "imbalance": 2.0,
+        "period": 2048,
+    }
+    return Workload(kind, **{**values, **changes})  # type: ignore[arg-type]
+
+
+def imbalances(trace: Trace, batch_tokens: int, num_ranks: int) -> np.ndarray:
+    """(batches, layers) on contiguous masters."""
+    return np.array(
+        [
+            [imbalance(loads.sum(0).reshape(num_ranks, -1).sum(1)) for loads in batch]
+            for batch in batches(trace, batch_tokens, num_ranks)
+        ]
+    )
+
+
+@pytest.mark.parametrize("kind", ["zipf", "lognormal", "switch", "rotate"])
+@pytest.mark.parametrize("wanted", [1.5, 3.0])
+def test_the_imbalance_is_the_one_asked_for(kind: str, wanted: float) -> None:
+    found = imbalances(make_trace(workload(kind, imbalance=wanted)), 2048, 8)
+    assert found == pytest.approx(wanted, rel=0.06)
+
+
+def test_balanced_means_balanced() -> None:
+    assert imbalances(make_trace(workload(imbalance=1.0)), 8192, 8).max() < 1.05
+
+
+def test_bursts_come_and_go() -> None:
+    found = imbalances(make_trace(workload("burst")), 2048, 8).mean(1)
+    assert found[[0, 2]].max() < 1.3 < 1.8 < found[[1, 3]].min()
+
+
+def hottest_ranks(trace: Trace, start: int) -> list[int]:
+    """The busiest of 8 ranks in each layer."""
+    ids = trace.topk_ids[start : start + 2048] // 8
+    return [int(np.bincount(ids[:, layer].ravel()).argmax()) for layer in range(ids.shape[1])]
+
+
+def test_rotation_moves_the_hot_spot_by_one_rank() -> None:
+    trace = make_trace(workload("rotate"))
+    before, after = hottest_ranks(trace, 0), hottest_ranks(trace, 2048)
+    assert [(rank + 1) % 8 for rank in before] == after
+
+
+def test_switch_changes_the_hot_rank_and_comes_back() -> None:
+    trace = make_trace(workload("switch", imbalance=3.0))
+    first, second, third = (hottest_ranks(trace, start) for start in (0, 2048, 4096))
+    assert first == third != second
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_same_seed_same_trace(kind: str) -> None:
+    one, two = (make_trace(workload(kind, num_tokens=300, period=100)) for _ in range(2))
+    other = make_trace(workload(kind, num_tokens=300, period=100, seed=1))
+    assert np.array_equal(one.topk_ids, two.topk_ids)
+    assert not np.array_equal(one.topk_ids, other.topk_ids)
+    assert one.sequence_lengths.sum() == one.num_tokens == 300
+
+
+def test_no_token_chooses_an_expert_twice() -> None:
+    ids = np.sort(make_trace(workload(num_tokens=256)).topk_ids, axis=2)
+    assert (np.diff(ids.astype(int), axis=2) > 0).all()
+
+
+def test_many_experts_need_wider_ids() -> None:
+    trace = make_trace(workload(num_experts=512, num_tokens=64, num_layers=1))
+    assert trace.topk_ids.dtype == np.uint16
+    assert trace.topk_ids.max() > 255
+
+
+def test_every_expert_for_every_token() -> None:
+    trace = make_trace(workload(num_experts=8, top_k=8, num_tokens=16, imbalance=1.0))
+    assert (np.sort(trace.topk_ids, axis=2) == np.arange(8)).all()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kind": "pareto"},
+        {"num_experts": 60},
+        {"top_k": 65},
+        {"top_k": 0},
+        {"imbalance": 0.5},
+        {"imbalance": float("nan")},
+        {"num_tokens": 0},
+        {"period": 0},
+        {"seed": -1},
+    ],
+)
+def test_bad_settings(changes: dict[str, object]) -> None:
+    with pytest.raises(TraceError, match="must be"):
+        workload(**changes)  # type: ignore[arg-type]
+
+
+def test_impossible_imbalance_says_what_is_possible() -> None:
+    """Top-6 over ranks of one expert: no rank can have more than 1/6 of a token's choices."""
+    with pytest.raises(TraceError, match="highest found"):
+        make_trace(workload(num_experts=8, imbalance=4.0))
+
+
+def test_too_large_is_refused_before_it_is_made(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="bytes"):
+        make_trace(workload(num_tokens=1 << 40))

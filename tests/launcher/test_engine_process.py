@@ -1,0 +1,82 @@
+"""What an engine's first process does at its end, with small programs in the engine's place."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import multiprocessing, os, sys, tempfile
+from pathlib import Path
+from ultraep_serve import errors
+from ultraep_serve.engines.common.process import repeated_at_exit, tidy_up_at_exit
+from ultraep_serve.telemetry import run_directory
+
+run_directory.SHARED_MEMORY = Path(sys.argv[1])
+
+def rank(names, directory):
+    tidy_up_at_exit()  # not the first process: nothing is said at its end
+    if directory:
+        name = run_directory.name_of_run(int(directory), 7)
+        run_directory.RunDirectory.create(name)
+        os.kill(os.getpid(), 9)  # as engines end their ranks
+    for name in names:
+        try:
+            with repeated_at_exit():
+                raise getattr(errors, name)("because of " + name)
+        except errors.UltraEPError:
+            pass
+
+if __name__ == "__main__":
+    tidy_up_at_exit()
+    context = multiprocessing.get_context("spawn")
+    for names, directory in ((sys.argv[2:], ""), ([], str(os.getpid()))):
+        process = context.Process(target=rank, args=(names, directory))
+        process.start()
+        process.join()
+    left = list(Path(sys.argv[1]).iterdir())
+    assert len(left) == 1, left
+    sys.stderr.write("the engine's last words\\n")
+"""
+
+
+def said_by(tmp_path: Path, *raised: str) -> list[str]:
+    """Lines on stderr of a program whose rank raised errors of these names."""
+    program, memory, temporary = (tmp_path / name for name in ("program.py", "shm", "tmp"))
+    program.write_text(PROGRAM)
+    memory.mkdir()
+    temporary.mkdir()
+    stale, foreign = (temporary / f"ultraep-{os.getuid()}-refused-{n}" for n in ("999999999", "x"))
+    stale.touch()
+    foreign.touch()
+    done = subprocess.run(
+        [sys.executable, str(program), str(memory), *raised],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "TMPDIR": str(temporary)},
+    )
+    assert done.returncode == 0, done.stderr
+    assert not list(memory.iterdir())
+    assert [path.name for path in temporary.iterdir()] == [foreign.name]
+    return done.stderr.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("raised", "said"),
+    [
+        (["UnsupportedError"], "UnsupportedError"),
+        (["UnsupportedError", "PeerTimeoutError"], "UnsupportedError"),
+        (["PeerTimeoutError", "ConfigError"], "ConfigError"),
+        (["FabricError"], "FabricError"),
+    ],
+)
+def test_why_a_rank_refused_is_said_last(tmp_path: Path, raised: list[str], said: str) -> None:
+    last = f"ultraep: error: because of {said}"
+    assert said_by(tmp_path, *raised) == ["the engine's last words", last]
+
+
+def test_nothing_is_said_where_nothing_was_refused(tmp_path: Path) -> None:
+    assert said_by(tmp_path) == ["the engine's last words"]

@@ -1,0 +1,237 @@
+"""plan_quota: the edges, the rules and the errors that a caller meets."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from ultraep_serve.plan.checks import check_plan, imbalance_floor
+from ultraep_serve.plan.quota import identity_plan, plan_quota, warm_up
+from ultraep_serve.types import ExpertShape, Plan, imbalance
+
+
+def plan_all(loads: np.ndarray, shape: ExpertShape, domain_size: int | None = None) -> Plan:
+    """Plan as every rank, check that all agree and that every rule holds; rank 0's plan."""
+    plans = [
+        plan_quota(loads, shape, rank, domain_size=domain_size) for rank in range(shape.num_ranks)
+    ]
+    for one, other in pairwise(plans):
+        assert np.array_equal(one.slot_expert, other.slot_expert)
+        assert np.array_equal(one.quota, other.quota)
+    shares = np.stack([plan.share for plan in plans])
+    check_plan(loads, shape, plans[0].slot_expert, plans[0].quota, shares, domain_size=domain_size)
+    return plans[0]
+
+
+def same_plan(one: Plan, other: Plan) -> bool:
+    return all(
+        np.array_equal(getattr(one, name), getattr(other, name))
+        for name in ("slot_expert", "quota", "share")
+    )
+
+
+def skewed(shape: ExpertShape, seed: int, tokens: int = 4096) -> np.ndarray:
+    """Zipf-like loads (R, E) int32 with the hot experts on the first ranks."""
+    weight = 1.0 / np.arange(1, shape.num_logical_experts + 1)
+    rng = np.random.default_rng(seed)
+    loads = rng.multinomial(tokens, weight / weight.sum(), size=shape.num_ranks)
+    return loads.astype(np.int32)
+
+
+def test_no_tokens() -> None:
+    shape = ExpertShape(4, 28, 2)
+    loads = np.zeros((4, 28), np.int32)
+    assert same_plan(plan_all(loads, shape), identity_plan(loads, shape, 0))
+
+
+def test_all_tokens_on_one_expert() -> None:
+    shape = ExpertShape(8, 56, 1)  # L = 7 is prime
+    loads = np.zeros((8, 56), np.int32)
+    loads[:, 9] = 1000
+    plan = plan_all(loads, shape)
+    assert sorted(plan.slot_expert.ravel().tolist()) == [-1] + [9] * 7
+    assert imbalance(plan.quota.sum(0)) <= 1.002
+
+
+def test_one_rank_has_nowhere_to_copy_to() -> None:
+    shape = ExpertShape(1, 8, 2)
+    loads = skewed(shape, seed=0)
+    assert same_plan(plan_all(loads, shape), identity_plan(loads, shape, 0))
+
+
+def test_without_slots_every_expert_stays() -> None:
+    shape = ExpertShape(4, 16, 0)
+    loads = skewed(shape, seed=1)
+    plan = plan_all(loads, shape)
+    assert plan.slot_expert.shape == (4, 0)
+    assert np.array_equal(plan.quota.sum(0), loads.sum(0).reshape(4, 4).sum(1))
+
+
+def test_more_slots_than_foreign_experts() -> None:
+    shape = ExpertShape(2, 4, 8)
+    plan = plan_all(np.array([[9, 5, 0, 0], [1, 5, 0, 0]], np.int32), shape)
+    assert plan.quota.sum(0).tolist() == [10, 10]
+
+
+@pytest.mark.parametrize("shape", [ExpertShape(8, 64, 2), ExpertShape(4, 28, 1)])
+def test_balanced_load_is_left_alone(shape: ExpertShape) -> None:
+    loads = np.full((shape.num_ranks, shape.num_logical_experts), 512, np.int32)
+    loads[0, 0] += 3  # less than 1/512 of a rank's load
+    assert same_plan(plan_all(loads, shape), identity_plan(loads, shape, 0))
+
+
+def test_counts_near_the_largest() -> None:
+    shape = ExpertShape(4, 8, 2)
+    loads = np.zeros((4, 8), np.int32)
+    loads[3, :2] = 2**31 - 1
+    loads[1, 2:] = 2**31 - 2
+    loads[0, 5] = 1
+    plan = plan_all(loads, shape)
+    assert imbalance(plan.quota.sum(0, dtype=np.int64)) <= 1.002
+
+
+@pytest.mark.parametrize("num_ranks", [56, 64])
+def test_many_experts(num_ranks: int) -> None:
+    """896 experts, 16 per token: L is 16 and 14; hot ones anywhere."""
+    shape = ExpertShape(num_ranks, 896, 2)
+    order = np.random.default_rng(4).permutation(896)
+    plan = plan_all(skewed(shape, seed=4, tokens=16 * 1024)[:, order], shape)
+    assert imbalance(plan.quota.sum(0)) <= 1.005
+
+
+def test_source_ranks_without_tokens() -> None:
+    shape = ExpertShape(4, 28, 2)
+    loads = skewed(shape, seed=2)
+    loads[[0, 2]] = 0
+    plan = plan_all(loads, shape)
+    assert not plan.share.any()
+    assert imbalance(plan.quota.sum(0)) <= 1.005
+
+
+def test_dtype_and_layout_do_not_matter() -> None:
+    shape = ExpertShape(8, 64, 2)
+    loads = skewed(shape, seed=3)
+    plan = plan_quota(loads, shape, 5)
+    assert same_plan(plan, plan_quota(loads.astype(np.int64), shape, 5))
+    assert same_plan(plan, plan_quota(np.asfortranarray(loads), shape, 5))
+    rows = np.pad(loads.astype(np.int64), ((0, 0), (8, 0)))  # as an exchange brings them
+    assert same_plan(plan, plan_quota(rows[:, 8:], shape, 5))
+    assert (plan.slot_expert.dtype, plan.quota.dtype, plan.share.dtype) == (np.int32,) * 3
+
+
+def test_loads_are_not_written() -> None:
+    shape = ExpertShape(8, 64, 2)
+    loads = skewed(shape, seed=4).astype(np.int64)
+    before = loads.copy()
+    plan_quota(loads, shape, 0)
+    assert np.array_equal(loads, before)
+
+
+def test_known_plan() -> None:
+    """Ranks on different machines must agree, so the answer may not depend on the machine."""
+    loads = np.array([[40, 10, 10, 0], [20, 10, 0, 10]], np.int32)
+    plan = plan_quota(loads, ExpertShape(2, 4, 1), 0)
+    assert plan.slot_expert.tolist() == [[-1], [0]]
+    assert plan.quota.tolist() == [[30, 30], [20, 0], [0, 10], [0, 10]]
+    assert plan.share.tolist() == [[30, 10], [10, 0], [0, 10], [0, 0]]
+
+
+@pytest.mark.parametrize("num_slots", [1, 2, 3])
+@pytest.mark.parametrize("seed", range(8))
+def test_two_ranks_are_as_good_as_can_be(num_slots: int, seed: int) -> None:
+    """The busier rank can shed its S largest experts at most; fewer copies when they suffice."""
+    shape = ExpertShape(2, 16, num_slots)
+    loads = np.random.default_rng(seed).multinomial(
+        4096, np.random.default_rng(seed).dirichlet(np.linspace(2, 0.1, 16)), size=2
+    )
+    plan = plan_all(loads, shape)
+    experts = loads.sum(0).reshape(2, 8)
+    busy = experts[experts.sum(1).argmax()]
+    movable = np.sort(busy)[::-1][:num_slots].cumsum()
+    mean = loads.sum() / 2
+    best = max(np.ceil(mean), busy.sum() - movable[-1])
+    reached = plan.quota.sum(0).max()
+    assert reached <= max(best, mean * (1 + 1.5 / 512))
+    enough = np.flatnonzero(busy.sum() - movable <= reached)
+    assert (plan.slot_expert >= 0).sum() == enough[0] + 1
+
+
+@pytest.mark.parametrize("domain_size", [1, 2, 3, 4, 8])
+def test_domains(domain_size: int) -> None:
+    """Copies stay in their domain (the last may be short) and the floor is all but reached."""
+    shape = ExpertShape(8, 64, 2)
+    loads = skewed(shape, seed=5)
+    plan = plan_all(loads, shape, domain_size)
+    floor = imbalance_floor(loads, domain_size=domain_size)
+    assert floor <= imbalance(plan.quota.sum(0)) <= floor * 1.005
+
+
+def test_a_domain_below_the_floor_sends_nothing() -> None:
+    shape = ExpertShape(4, 8, 1)
+    loads = np.zeros((4, 8), np.int32)
+    loads[:, :2] = 1000  # rank 0: domain 0's mean is 4000
+    loads[:, 4] = 500  # rank 2: uneven, but below 4000
+    plan = plan_all(loads, shape, domain_size=2)
+    assert (plan.slot_expert[2:] == -1).all()
+
+
+@pytest.mark.parametrize(
+    ("loads", "source_rank", "domain_size", "message"),
+    [
+        (np.zeros((4, 15), np.int32), 0, None, "loads"),
+        (np.zeros((4, 16), np.float32), 0, None, "integers"),
+        (np.full((4, 16), -1, np.int32), 0, None, "negative"),
+        (np.full((4, 16), 2**30, np.int32), 0, None, "fit a quota"),
+        (np.zeros((4, 16), np.int32), 4, None, "source_rank"),
+        (np.zeros((4, 16), np.int32), -1, None, "source_rank"),
+        (np.zeros((4, 16), np.int32), 0, 0, "domain_size"),
+    ],
+)
+def test_bad_arguments_are_named(
+    loads: np.ndarray, source_rank: int, domain_size: int | None, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan_quota(loads, ExpertShape(4, 16, 2), source_rank, domain_size=domain_size)
+
+
+def test_experts_must_divide_over_ranks() -> None:
+    with pytest.raises(ValueError, match="multiple"):
+        plan_quota(np.zeros((4, 15), np.int32), ExpertShape(4, 15, 2), 0)
+
+
+def test_warm_up_takes_any_shape() -> None:
+    warm_up(ExpertShape(8, 56, 0))
+
+
+HOT = np.array([[4, 0], [4, 0]], np.int32)  # expert 0 of rank 0 is all there is
+GOOD_SLOTS, GOOD_QUOTA = [[-1], [0]], [[4, 4], [0, 0]]
+GOOD_SHARES = [[[4, 0], [0, 0]], [[0, 4], [0, 0]]]
+
+
+@pytest.mark.parametrize(
+    ("slots", "quota", "shares", "rule"),
+    [
+        ([[-1], [1]], GOOD_QUOTA, GOOD_SHARES, "whose master is on its rank"),
+        ([[-1], [2]], GOOD_QUOTA, GOOD_SHARES, "logical experts"),
+        ([[-1], [-1]], GOOD_QUOTA, GOOD_SHARES, "only on masters and slots"),
+        ([[1], [0]], GOOD_QUOTA, GOOD_SHARES, "without quota is empty"),
+        (GOOD_SLOTS, [[4, 3], [0, 0]], GOOD_SHARES, "quotas sum to the loads"),
+        (GOOD_SLOTS, [[9, -1], [0, 0]], GOOD_SHARES, "not negative"),
+        (GOOD_SLOTS, [[5, 3], [0, 0]], GOOD_SHARES, "sum to the quota"),
+        (GOOD_SLOTS, GOOD_QUOTA, [[[4, 4], [0, 0]], [[0, 0], [0, 0]]], "sum to the loads over"),
+        (GOOD_SLOTS, GOOD_QUOTA, [[[0, 4], [0, 0]], [[4, 0], [0, 0]]], "stay home"),
+        ([[-1, -1], [0, 0]], GOOD_QUOTA, GOOD_SHARES, "twice"),
+    ],
+)
+def test_checks_find_broken_plans(slots: list, quota: list, shares: list, rule: str) -> None:
+    good = [np.array(array) for array in (GOOD_SLOTS, GOOD_QUOTA, GOOD_SHARES)]
+    check_plan(HOT, ExpertShape(2, 2, 1), *good)
+    broken = [np.array(array) for array in (slots, quota, shares)]
+    with pytest.raises(ValueError, match=rule):
+        check_plan(HOT, ExpertShape(2, 2, len(slots[0])), *broken)
+
+
+def test_checks_find_copies_that_leave_their_domain() -> None:
+    good = [np.array(array) for array in (GOOD_SLOTS, GOOD_QUOTA, GOOD_SHARES)]
+    with pytest.raises(ValueError, match="domain"):
+        check_plan(HOT, ExpertShape(2, 2, 1), *good, domain_size=1)

@@ -1,0 +1,109 @@
+"""plan_quota is as good as it claims: on skewed and real routing, and against the exact optimum."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support.references import greedy_plan, least_largest_load
+from ultraep_serve.plan.quota import plan_quota
+from ultraep_serve.types import ExpertShape, imbalance
+
+TRACES = Path(__file__).parents[2] / "shared" / "traces"
+
+
+def reached(loads: np.ndarray, num_slots: int) -> float:
+    num_ranks, num_experts = loads.shape
+    shape = ExpertShape(num_ranks, num_experts, num_slots)
+    return imbalance(plan_quota(loads, shape, 0).quota.sum(0))
+
+
+SIZES = [(8, 128, 8), (32, 256, 8), (64, 256, 8), (72, 504, 8), (56, 896, 16), (64, 896, 16)]
+
+
+def zipf_loads(
+    num_ranks: int, num_experts: int, exponent: float, seed: int, top_k: int = 8
+) -> np.ndarray:
+    """1024 tokens of ``top_k`` experts per rank, popularity 1/n^exponent in random order."""
+    rng = np.random.default_rng(seed)
+    weight = rng.permutation(1.0 / np.arange(1, num_experts + 1) ** exponent)
+    return rng.multinomial(1024 * top_k, weight / weight.sum(), size=num_ranks)
+
+
+@pytest.mark.parametrize("exponent", [0.6, 0.9, 1.2])
+@pytest.mark.parametrize(("num_ranks", "num_experts", "top_k"), SIZES)
+def test_skewed_loads(num_ranks: int, num_experts: int, top_k: int, exponent: float) -> None:
+    many = [zipf_loads(num_ranks, num_experts, exponent, seed, top_k) for seed in range(5)]
+    assert max(reached(loads, 2) for loads in many) <= 1.005
+    if num_ranks >= 32:
+        assert max(reached(loads, 1) for loads in many) <= 1.02
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_replicas_stay_few(seed: int) -> None:
+    """A move settles its donor or its target, and the hottest rank sends to the emptiest ones."""
+    shape = ExpertShape(64, 256, 2)
+    loads = zipf_loads(64, 256, 0.6, seed)
+    slots = plan_quota(loads, shape, 0).slot_expert
+    masters = slots[slots >= 0] // shape.num_masters
+    rank_load = np.sort(loads.sum(0).reshape(64, -1).sum(1))
+    room = np.maximum(rank_load.mean() - rank_load, 0).cumsum()
+    fewest = 1 + np.searchsorted(room, rank_load[-1] - rank_load.mean())
+    assert masters.size <= 54
+    assert np.bincount(masters).max() <= fewest + 1
+
+
+@pytest.mark.skipif(not TRACES.is_dir(), reason="real traces are kept out of the project")
+@pytest.mark.parametrize("num_ranks", [8, 16, 32])
+@pytest.mark.parametrize("name", ["intent", "law"])
+def test_real_routing(name: str, num_ranks: int) -> None:
+    topk_ids = np.load(TRACES / f"{name}.npz", allow_pickle=False)["topk_ids"]
+    batches = [topk_ids[start : start + 2048] for start in range(0, 8192, 2048)]
+    for num_slots, most in ((2, 1.005), (1, 1.02)):
+        after = [
+            reached(_count(batch[:, layer], num_ranks), num_slots)
+            for batch in batches
+            for layer in range(batch.shape[1])
+        ]
+        assert np.mean(after) <= most
+
+
+def _count(topk_ids: np.ndarray, num_ranks: int) -> np.ndarray:
+    """Loads (R, 64) of tokens (T, K) split evenly over the source ranks."""
+    parts = np.array_split(topk_ids, num_ranks)
+    return np.stack([np.bincount(part.ravel(), minlength=64) for part in parts])
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_masters", "num_slots"),
+    [(3, 6, 1), (4, 7, 1), (4, 7, 2), (6, 8, 1), (6, 8, 2)],
+)
+def test_close_to_the_exact_optimum(num_ranks: int, num_masters: int, num_slots: int) -> None:
+    """Hot ranks of many even experts are the hard case: no one expert carries the excess."""
+    pytest.importorskip("scipy")
+    for seed in range(4):
+        rng = np.random.default_rng(seed)
+        weight = np.repeat(rng.uniform(0.3, 2, num_ranks), num_masters)
+        weight *= rng.uniform(0.6, 1.4, weight.size)
+        loads = rng.multinomial(4000, weight / weight.sum(), size=num_ranks)
+        best, _ = least_largest_load(loads.sum(0), num_ranks, num_slots)
+        assert reached(loads, num_slots) * loads.sum() / num_ranks <= best * 1.015
+
+
+@pytest.mark.parametrize("num_slots", [1, 2])
+@pytest.mark.parametrize(("num_ranks", "num_experts"), [(8, 64), (16, 128), (64, 256)])
+def test_never_worse_than_plain_greedy_and_no_more_replicas(
+    num_ranks: int, num_experts: int, num_slots: int
+) -> None:
+    """More than a tenth more replicas only where they buy balance."""
+    ours, theirs = [], []
+    for seed, exponent in enumerate([0.3, 0.6, 0.9, 1.2]):
+        loads = zipf_loads(num_ranks, num_experts, exponent, seed)
+        plan = plan_quota(loads, ExpertShape(num_ranks, num_experts, num_slots), 0)
+        slots, after = greedy_plan(loads.sum(0), num_ranks, num_slots)
+        # Loads within 1/512 of each other count as equal.
+        assert plan.quota.sum(0).max() <= after.max() * (1 + 1 / 256)
+        if imbalance(after) <= imbalance(plan.quota.sum(0)) + 0.005:
+            ours.append((plan.slot_expert >= 0).sum())
+            theirs.append((slots >= 0).sum())
+    assert sum(ours) <= 1.1 * sum(theirs)

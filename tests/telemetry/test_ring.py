@@ -1,0 +1,263 @@
+"""Rings: what is written is read, what is lost is counted, who writes is known."""
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support.ring_files import SHAPE, create, write
+from ultraep_serve.errors import RingError
+from ultraep_serve.telemetry import recorder as recorder_module
+from ultraep_serve.telemetry.reader import ALIVE_SECONDS, RingReader
+from ultraep_serve.telemetry.schema import (
+    HEADER_BYTES,
+    HEADER_DTYPE,
+    RECORD_HEAD,
+    RingState,
+    record_dtype,
+    ring_path,
+)
+from ultraep_serve.types import Decision, ExpertShape, Policy
+
+
+def test_a_record_comes_back_as_written(tmp_path: Path) -> None:
+    recorder = create(tmp_path)
+    slots = np.arange(8).reshape(4, 2)
+    assert RingReader(ring_path(tmp_path, 0)).header().last_batch_age_seconds(0) is None
+    write(
+        recorder,
+        7,
+        layer=2,
+        tokens=1 << 20,
+        bytes_sent=1 << 40,
+        stage_ns=np.array([1, 2, 3, 4, 5, 6, 1 << 40]),
+        load_before=np.array([9, 5, 3, 1]),
+        slot_expert=slots,
+        slot_load=slots + 100,
+        expert_load=np.arange(20),
+    )
+    before_ns = time.time_ns()
+    poll = RingReader(ring_path(tmp_path, 0)).poll()
+    record = poll.records[0]
+    assert (record["seq"], record["batch"], record["layer"]) == (1, 7, 2)
+    assert (record["tokens"], record["assignments"]) == (1 << 20, 18)
+    assert (record["bytes_sent"], record["bytes_received"]) == (1 << 40, 20)
+    assert (record["decision"], record["policy"]) == (Decision.PLANNED, Policy.QUOTA.code)
+    assert record["stage_ns"].tolist() == [1, 2, 3, 4, 5, 6, 1 << 40]
+    assert poll.header.stage_ns[6] == 1 << 40
+    assert record["load_before"].tolist() == [9, 5, 3, 1]
+    assert record["load_after"].tolist() == [1, 1, 1, 1]
+    assert record["slot_expert"].tolist() == slots.tolist()
+    assert record["slot_load"].tolist() == (slots + 100).tolist()
+    assert record["expert_load"].tolist() == list(range(20))
+    age = poll.header.last_batch_age_seconds(time.monotonic_ns())
+    assert age is not None
+    assert 0 <= age < 60
+    assert 0 < record["time_ns"] <= before_ns
+    recorder.close()
+
+
+def test_the_packed_head_is_the_dtype() -> None:
+    fields = record_dtype(SHAPE).fields
+    assert fields is not None
+    assert fields["load_before"][1] == RECORD_HEAD.size
+    assert HEADER_DTYPE.itemsize == HEADER_BYTES
+
+
+@pytest.mark.parametrize(
+    "shape", [ExpertShape(1, 1, 0), ExpertShape(2, 14, 0), ExpertShape(3, 21, 1)]
+)
+def test_any_shape_round_trips(tmp_path: Path, shape: ExpertShape) -> None:
+    """One rank alone, no slots at all, and an odd number of ranks (records need padding)."""
+    recorder = create(tmp_path, shape=shape)
+    loads = np.arange(shape.num_ranks) + 1
+    for batch in range(20):
+        write(recorder, batch, load_before=loads, load_after=loads, slot_expert=None)
+    records = RingReader(ring_path(tmp_path, 0)).poll().records
+    assert recorder.lost == 0
+    assert records["batch"].tolist() == list(range(4, 20))
+    assert (records["load_after"] == loads).all()
+    recorder.close()
+
+
+def test_polls_return_each_record_once_and_count_the_missed(tmp_path: Path) -> None:
+    recorder = create(tmp_path, ring_records=16)
+    reader = RingReader(ring_path(tmp_path, 0))
+    batch = 0
+    for written, missed in ((3, 0), (0, 0), (16, 0), (15, 0), (17, 1), (100, 84)):
+        for _ in range(written):
+            write(recorder, batch)
+            batch += 1
+        poll = reader.poll()
+        assert poll.missed == missed
+        assert poll.records["batch"].tolist() == list(range(batch - written + missed, batch))
+    assert reader.recent()["batch"].tolist() == list(range(batch - 16, batch))
+    assert len(reader.poll().records) == 0
+    recorder.close()
+
+
+def test_a_bad_value_is_counted_and_written_nowhere(tmp_path: Path) -> None:
+    recorder = create(tmp_path)
+    write(recorder, 0)
+    write(recorder, 1, load_before=np.zeros(5))
+    write(recorder, 1, bytes_sent=-1)
+    write(recorder, 1, stage_ns=[1, 2])
+    write(recorder, 1, decision=200)
+    recorder.count_batch(17)  # type: ignore[arg-type]
+    write(recorder, 2)
+    poll = RingReader(ring_path(tmp_path, 0)).poll()
+    assert poll.records["batch"].tolist() == [0, 2]
+    assert poll.header.lost == recorder.lost == 5
+    assert poll.header.layers[Decision.PLANNED] == 2
+    recorder.close()
+    write(recorder, 3)
+    recorder.count_batch(Decision.SMALL)
+    assert recorder.lost == 7
+    recorder.count_lost()  # one that its maker had no room for
+    assert recorder.lost == 8
+
+
+def test_batches_are_counted_once_by_their_decision(tmp_path: Path) -> None:
+    recorder = create(tmp_path, num_layers=3)
+    planned, balanced, inconsistent = Decision.PLANNED, Decision.BALANCED, Decision.INCONSISTENT
+    for batch, decisions in enumerate(
+        [[balanced, planned, balanced], [balanced] * 3, [planned] * 3, [inconsistent, balanced]]
+    ):
+        for layer, decision in enumerate(decisions):
+            write(recorder, batch, layer, decision=decision)
+    recorder.count_batch(Decision.SMALL)  # ends the batch of two layers
+    header = RingReader(ring_path(tmp_path, 0)).header()
+    assert header.batches == 5
+    assert header.recorded_batches[planned] == 2
+    assert header.recorded_batches[balanced] == 1
+    assert header.recorded_batches[inconsistent] == 1
+    assert header.skipped_batches[Decision.SMALL] == 1
+    assert header.layers[Decision.SMALL] == 3
+    assert (header.layers[planned], header.layers[balanced]) == (4, 6)
+    recorder.close()
+
+
+def test_the_policy_in_the_header_follows_the_batches(tmp_path: Path) -> None:
+    recorder = create(tmp_path)
+    reader = RingReader(ring_path(tmp_path, 0))
+    recorder.set_policy(Policy.IDEAL)
+    assert reader.header().policy is Policy.IDEAL
+    write(recorder, 0)
+    recorder.count_batch(Decision.SMALL)  # says nothing about the policy
+    assert reader.header().policy is Policy.QUOTA
+    recorder.count_batch(Decision.POLICY_OFF)
+    assert reader.header().policy is Policy.OFF
+    recorder.close()
+
+
+def test_states_and_heartbeat_decide_who_is_alive(tmp_path: Path) -> None:
+    recorder = create(tmp_path)
+    reader = RingReader(ring_path(tmp_path, 0))
+    assert reader.header().state is RingState.STARTING
+    recorder.set_state(RingState.READY)
+    beat = reader.header().heartbeat_ns
+    assert reader.header().alive(beat + 4_000_000_000, ALIVE_SECONDS)
+    assert not reader.header().alive(beat + 6_000_000_000, ALIVE_SECONDS)
+    assert not reader.header().alive(beat - 60_000_000_000, ALIVE_SECONDS)  # of an earlier boot
+    recorder.close()
+    assert reader.header().state is RingState.STOPPED
+    assert not reader.header().alive(beat, ALIVE_SECONDS)
+    recorder.close()
+
+
+def test_a_failed_rank_stays_failed(tmp_path: Path) -> None:
+    recorder = create(tmp_path)
+    recorder.set_state(RingState.FAILED)
+    recorder.close()
+    assert RingReader(ring_path(tmp_path, 0)).header().state is RingState.FAILED
+
+
+def test_the_file_is_private_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
+    create(tmp_path).close()
+    assert os.listdir(tmp_path) == ["ring-0"]
+    assert ring_path(tmp_path, 0).stat().st_mode & 0o777 == 0o600
+
+
+def test_a_ring_that_cannot_be_created_says_so(tmp_path: Path) -> None:
+    with pytest.raises(RingError, match="cannot create"):
+        create(tmp_path / "missing")
+    with pytest.raises(RingError, match="must be 1 to"):
+        create(tmp_path, ring_records=0)
+
+
+def test_a_replaced_ring_is_reopened(tmp_path: Path) -> None:
+    first = create(tmp_path)
+    write(first, 0)
+    reader = RingReader(ring_path(tmp_path, 0))
+    reader.poll()
+    second = create(tmp_path, shape=ExpertShape(2, 8, 1), ring_records=32)
+    write(second, 5, load_before=[1, 2], load_after=[1, 2], slot_expert=None)
+    write(first, 1)  # the old writer writes to a file without a name
+    poll = reader.poll()
+    assert poll.replaced
+    assert poll.records["batch"].tolist() == [5]
+    assert not reader.poll().replaced
+    second.close()
+    ring_path(tmp_path, 0).unlink()
+    with pytest.raises(RingError, match="gone"):
+        reader.poll()
+    first.close()
+
+
+def test_a_deleted_ring_is_put_back_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is deleted over and over while records are written: every record is read once."""
+    monkeypatch.setattr(recorder_module, "HEARTBEAT_SECONDS", 0.005)
+    recorder, path = create(tmp_path, ring_records=4096), ring_path(tmp_path, 0)
+    reader, read, deleted = RingReader(path), [], 0
+
+    def write_many() -> None:
+        for batch in range(4000):
+            write(recorder, batch)
+            if batch % 20 == 0:
+                time.sleep(0.002)  # 0.4 s in all: time for many heartbeats
+
+    writer = threading.Thread(target=write_many)
+    writer.start()
+    while writer.is_alive():
+        deleted += path.exists()
+        path.unlink(missing_ok=True)
+        poll = reader.poll()
+        assert not poll.replaced
+        assert not poll.missed
+        read += poll.records["batch"].tolist()
+    while not path.exists():
+        time.sleep(0.005)
+    read += reader.poll().records["batch"].tolist()
+    assert deleted > 1
+    assert read == list(range(4000))
+    late = RingReader(path).poll()  # by one that starts afterwards
+    assert late.records["batch"].tolist() == read
+    assert late.header.recorded_batches[Decision.PLANNED] == 4000
+    recorder.close()
+    assert RingReader(path).header().state is RingState.STOPPED
+
+
+def test_without_room_a_deleted_ring_goes_on_without_a_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder_module, "HEARTBEAT_SECONDS", 0.005)
+    recorder, path = create(tmp_path), ring_path(tmp_path, 0)
+    reader = RingReader(path)
+
+    def no_room(*_: object, **__: object) -> None:
+        raise OSError("no room")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(recorder_module, "create_mapped", no_room)
+        path.unlink()
+        write(recorder, 1)
+        time.sleep(0.05)
+        assert reader.poll().records["batch"].tolist() == [1]
+    while not path.exists():
+        time.sleep(0.005)
+    write(recorder, 2)
+    assert reader.poll().records["batch"].tolist() == [2]
+    recorder.close()

@@ -1,0 +1,335 @@
+"""Run directories: whose they are, what is left of them, and how ranks without a launcher meet."""
+
+import errno
+import fcntl
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from tests.support.hosts import engine_group
+from tests.support.ranks import outcomes_of_ranks, run_ranks
+from ultraep_serve.balance.topology import PipelineStage
+from ultraep_serve.cli import main
+from ultraep_serve.config import BalanceConfig
+from ultraep_serve.engines.common import rendezvous
+from ultraep_serve.engines.common.rendezvous import find_location, meet
+from ultraep_serve.errors import ConfigError, SharedMemoryError, UnsupportedError
+from ultraep_serve.system.machine import free_port
+from ultraep_serve.telemetry import run_directory as module
+from ultraep_serve.telemetry.run_directory import (
+    UNBALANCED_FILE,
+    RunDirectory,
+    abandoned_run_directories,
+    hold,
+    is_running,
+    name_of_run,
+    remove_abandoned,
+    remove_run_directories,
+    run_directory,
+    run_directory_of_port,
+    running_run_directories,
+)
+
+
+@pytest.fixture
+def shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory in place of /dev/shm, so that servers of this machine are left alone."""
+    monkeypatch.setattr(module, "SHARED_MEMORY", tmp_path)
+    return tmp_path
+
+
+def test_a_run_directory_is_private_and_removed(shared_memory: Path) -> None:
+    with run_directory(8000) as path:
+        assert path == run_directory_of_port(8000)
+        assert path.stat().st_mode & 0o777 == 0o700
+        (path / "ring-0").write_bytes(b"x")
+    assert list(shared_memory.iterdir()) == []
+
+
+def test_a_run_directory_is_removed_after_an_error(shared_memory: Path) -> None:
+    with pytest.raises(KeyError), run_directory(8000):
+        raise KeyError
+    assert list(shared_memory.iterdir()) == []
+
+
+def test_two_servers_on_one_port_collide(shared_memory: Path) -> None:
+    with run_directory(8000) as first, run_directory(8001) as second:
+        with (
+            pytest.raises(ConfigError, match=r"port 8000 is running already.*another --port"),
+            run_directory(8000),
+        ):
+            pass
+        assert first.exists()
+        assert second.exists()
+    with run_directory(8000):
+        pass
+
+
+def test_what_a_killed_server_left_is_removed(shared_memory: Path) -> None:
+    mine = f"ultraep-{os.getuid()}"
+    for name in (f"{mine}-8000", f"{mine}-8001"):
+        (shared_memory / name).mkdir()
+        (shared_memory / name / "ring-0").touch()
+    (shared_memory / f"{mine}-8002").mkdir()  # killed before it had a lock
+    (shared_memory / f"{mine}-file").touch()
+    foreign = shared_memory / "ultraep-99999999-8000"
+    foreign.mkdir()
+    with run_directory(8000) as path:
+        assert {p for p in shared_memory.iterdir() if p.is_dir()} == {path, foreign}
+
+
+def test_entries_of_others_are_left_alone(
+    shared_memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Names that begin like this user's, made by another one; links to directories of this user."""
+    held = RunDirectory.create("held")
+    target = shared_memory / "mine"
+    target.mkdir(mode=0o700)
+    link = run_directory_of_port(8001)
+    link.symlink_to(target)
+    with pytest.raises(ConfigError, match="not a directory of this user's"), run_directory(8001):
+        pass
+    with pytest.raises(ConfigError, match="cannot be used"):
+        RunDirectory.join("8001")
+    assert running_run_directories() == [held.path]
+    assert abandoned_run_directories() == []
+
+    other = os.getuid() + 1
+    monkeypatch.setattr(os, "getuid", lambda: other)
+    foreign = run_directory_of_port(8002)  # of this process's user, who is another one now
+    foreign.mkdir(mode=0o700)
+    lock = os.open(foreign, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_SH)
+    assert running_run_directories() == abandoned_run_directories() == []
+    assert not is_running(8002)
+    with pytest.raises(ConfigError, match="not a directory of this user's"), run_directory(8002):
+        pass
+    with pytest.raises(ConfigError, match="cannot be used"):
+        RunDirectory.join("8002")
+    with pytest.raises(PermissionError):
+        hold(foreign)
+    os.close(lock)
+    remove_abandoned()
+    assert link.is_symlink()
+    assert foreign.is_dir()
+
+
+LOCKER = """
+import fcntl, os, sys
+directory = os.open(sys.argv[1], os.O_RDONLY)
+fcntl.flock(directory, fcntl.LOCK_SH)
+print("locked", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_process_that_locks_shared_memory_is_named(
+    shared_memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any user can do that, and nobody waits for ever."""
+    monkeypatch.setattr(module, "_LOCK_SECONDS", 0.1)
+    directory = RunDirectory.create("8000")
+    command = [sys.executable, "-c", LOCKER, str(shared_memory)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as locker:
+        assert locker.stdout is not None
+        assert locker.stdout.readline() == b"locked\n"
+        for call in (lambda: RunDirectory.create("8001"), running_run_directories):
+            with pytest.raises(SharedMemoryError) as raised:
+                call()
+            who = (f"process {locker.pid}", "another process")  # some file systems hide it
+            assert str(raised.value).startswith(
+                tuple(f"{name} keeps {shared_memory} locked" for name in who)
+            )
+        assert main(["status"]) == 2
+        directory.leave()
+        assert directory.path.exists()  # others may be about to join
+        locker.kill()
+    assert abandoned_run_directories() == [directory.path]
+    remove_abandoned()
+    assert list(shared_memory.iterdir()) == []
+
+
+KILLED_LAUNCHER = """
+import os, sys
+from pathlib import Path
+from ultraep_serve.telemetry import run_directory
+run_directory.SHARED_MEMORY = Path(sys.argv[1])
+with run_directory.run_directory(8000):
+    print("ready", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_lock_ends_with_its_process(shared_memory: Path) -> None:
+    command = [sys.executable, "-c", KILLED_LAUNCHER, str(shared_memory)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as launcher:
+        assert launcher.stdout is not None
+        assert launcher.stdout.readline() == b"ready\n"
+        with pytest.raises(ConfigError, match="running already"), run_directory(8000):
+            pass
+        launcher.kill()
+    with run_directory(8000) as path:
+        assert path.exists()
+
+
+def test_the_last_process_to_leave_removes_it(shared_memory: Path) -> None:
+    first = RunDirectory.create("x")
+    second = RunDirectory.join("x")
+    first.leave()
+    first.leave()  # once is enough
+    assert running_run_directories() == [second.path]
+    second.leave()
+    assert list(shared_memory.iterdir()) == []
+    with pytest.raises(ConfigError, match="cannot be used"):
+        RunDirectory.join("x")
+
+
+def test_deleting_files_frees_nothing(shared_memory: Path) -> None:
+    """Some start scripts delete all files in shared memory."""
+    with run_directory(8000) as path:
+        (path / "ring-0").touch()
+        for file in path.iterdir():
+            file.unlink()
+        with run_directory(8001):
+            assert running_run_directories() == [path, run_directory_of_port(8001)]
+        shutil.rmtree(path)
+        with run_directory(8000) as again:
+            assert again == path
+    assert list(shared_memory.iterdir()) == []
+
+
+def test_the_first_process_removes_what_killed_ranks_left(shared_memory: Path) -> None:
+    mine = RunDirectory.create(name_of_run(123, 1))
+    other = RunDirectory.create(name_of_run(1234, 1))
+    os.close(mine._lock)  # as when its process is killed
+    remove_run_directories(123, 0.0)
+    assert list(shared_memory.iterdir()) == [other.path]
+    began = time.monotonic()
+    remove_run_directories(1234, 0.3)  # still held
+    assert time.monotonic() - began >= 0.3
+    assert list(shared_memory.iterdir()) == [other.path]
+    other.leave()
+
+
+def met(rank: int, run_path: Path, shm: Path, config: BalanceConfig) -> tuple[str, bool]:
+    """Two ranks each of two runs meet, both at once; 0 and 1 are of one, 2 and 3 of the other."""
+    module.SHARED_MEMORY = shm
+    run, own = divmod(rank, 2)
+    group = engine_group(run_path / str(run), own, 2)
+    location = find_location(config, own, 2, group)
+    directory = meet(config, location, group).run_path
+    (directory / str(own)).touch()
+    dist.barrier(group.on_host)  # nobody leaves before all have come
+    both = {"0", "1", "config.json"} == {path.name for path in directory.iterdir()}
+    return directory.name, both
+
+
+def test_ranks_meet_without_a_launcher_and_runs_do_not_mix(run_path: Path, tmp_path: Path) -> None:
+    for name in ("0", "1"):
+        (run_path / name).mkdir()
+    outcomes = run_ranks(met, 4, run_path, tmp_path, BalanceConfig())
+    names = [name for name, _ in outcomes]
+    assert names[0] == names[1] != names[2] == names[3]
+    assert all(both for _, both in outcomes)
+
+
+def met_in_stages(rank: int, run_path: Path, shm: Path, first: int) -> str:
+    """Two pipeline stages of two ranks; their groups know nothing of each other."""
+    module.SHARED_MEMORY = shm
+    rendezvous.first_process = lambda: first  # an engine's workers inherit it
+    stage, own = divmod(rank, 2)
+    group = engine_group(run_path / str(stage), own, 2)
+    config = BalanceConfig()
+    location = find_location(config, own, 2, group)
+    directory = meet(config, location, group, PipelineStage(stage, 2, run=77)).run_path
+    (directory / str(rank)).touch()
+    while len(list(directory.iterdir())) < 5:  # nobody leaves before all have come
+        time.sleep(0.01)
+    return directory.name
+
+
+def test_pipeline_stages_share_a_run_directory(run_path: Path, tmp_path: Path) -> None:
+    for name in ("0", "1"):
+        (run_path / name).mkdir()
+    names = run_ranks(met_in_stages, 4, run_path, tmp_path, os.getpid())
+    assert len(set(names)) == 1
+    assert not [path for path in tmp_path.iterdir() if path.is_dir()]
+
+
+def test_a_run_directory_that_cannot_be_made_is_an_error_of_every_rank(
+    run_path: Path, tmp_path: Path
+) -> None:
+    (run_path / "0").mkdir()
+    config = BalanceConfig(sidecar={"host": "192.0.2.1", "port": 8001})  # not of this machine
+    outcomes = outcomes_of_ranks(met, 2, run_path, tmp_path, config)
+    assert [outcome.error for outcome in outcomes] == ["ConfigError", "FabricError"]
+    assert "the sidecar cannot listen on 192.0.2.1:8001" in outcomes[0].message
+    assert "rank 0 could not make a run directory" in outcomes[1].message
+
+
+def met_on_hosts(rank: int, run_path: Path, shm: Path) -> tuple[str, range]:
+    """One run of four ranks on two hosts, each with shared memory of its own."""
+    module.SHARED_MEMORY = rendezvous.SHARED_MEMORY = shm / str(rank // 2)
+    group = engine_group(run_path, rank, 4)
+    config = BalanceConfig(ring_records=64)
+    location = find_location(config, rank, 4, group)
+    directory = meet(config, location, group).run_path
+    assert directory.is_dir()
+    dist.barrier(group.on_host)
+    return str(directory), location.host
+
+
+def test_every_host_of_a_run_has_a_directory_of_its_own(run_path: Path, tmp_path: Path) -> None:
+    for host in ("0", "1"):
+        (tmp_path / host).mkdir()
+    outcomes = run_ranks(met_on_hosts, 4, run_path, tmp_path)
+    assert [host for _, host in outcomes] == [range(2), range(2), range(2, 4), range(2, 4)]
+    directories = [directory for directory, _ in outcomes]
+    assert directories[0] == directories[1]
+    assert directories[2] == directories[3]
+    assert [Path(directory).parent.name for directory in directories] == ["0", "0", "1", "1"]
+
+
+def test_what_cannot_be_looked_at_is_not_removed(
+    shared_memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = RunDirectory.create("x")
+    os.close(left._lock)
+
+    def refuse(path: Path) -> int:
+        raise OSError(errno.EMFILE, "Too many open files", str(path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "open_own_directory", refuse)
+        assert module.abandoned_run_directories() == []
+    assert module.abandoned_run_directories() == [left.path]
+
+
+def met_and_refused(rank: int, run_path: Path, shm: Path, port: int) -> str:
+    """The ranks have met, with a sidecar, when the first one finds out that nothing is balanced."""
+    module.SHARED_MEMORY = shm
+    group = engine_group(run_path, rank, 2)
+    config = BalanceConfig(on_unsupported="off", sidecar={"port": port})
+    location = find_location(config, rank, 2, group)
+    directory = meet(config, location, group).run_path
+    if rank == 0:
+        error = UnsupportedError("tensors that cannot be moved")
+        logger = logging.getLogger(__name__)
+        rendezvous.refuse_or_serve_plainly(error, config, logger, is_primary=True)
+    dist.barrier(group.on_host)
+    assert list(shm.iterdir()) == [directory]
+    return (directory / UNBALANCED_FILE).read_text()
+
+
+def test_a_run_that_turns_out_unbalanced_keeps_its_directory_and_sidecar(
+    run_path: Path, tmp_path: Path
+) -> None:
+    outcomes = run_ranks(met_and_refused, 2, run_path, tmp_path, free_port())
+    assert outcomes == ["tensors that cannot be moved"] * 2

@@ -1,1 +1,0 @@
-"""Adapters: the only packages that import an engine, one package each."""

@@ -1,0 +1,147 @@
+"""What balancing is made of, whether experts live in host memory or on a GPU.
+
+``GroupSetup`` is what the ranks have agreed on. A ``Backend`` (``host.backend``, ``cuda.backend``)
+turns it into a ``LayerBalancer`` that an adapter calls for every layer.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ultraep_serve.balance.collectives import EngineGroup
+from ultraep_serve.balance.topology import Location
+from ultraep_serve.costs.model import CostModel
+from ultraep_serve.telemetry.recorder import Recorder
+from ultraep_serve.types import ExpertShape, Policy, SpeedSource, TokenView
+
+if TYPE_CHECKING:  # needs pydantic, which a bare GPU machine may lack
+    from ultraep_serve.config import BalanceConfig
+
+__all__ = [
+    "Backend",
+    "GroupSetup",
+    "LayerBalancer",
+    "LayerSlots",
+    "PolicySource",
+]
+
+CONNECT_FACTOR = 20  # times timeout_seconds: loading a model takes longer than a batch
+
+
+@dataclass(frozen=True)
+class GroupSetup:
+    """One expert-parallel group as this rank sees it."""
+
+    config: "BalanceConfig"
+    shape: ExpertShape
+    view: TokenView
+    location: Location
+    engine_group: EngineGroup | None = None  # needed where there are several domains
+
+    @property
+    def source_rank(self) -> int:
+        """Whose tokens this rank routes; tokens that all ranks see count as rank 0's."""
+        return self.location.rank if self.view is TokenView.OWN else 0
+
+    @property
+    def connect_seconds(self) -> float:
+        """How long a rank waits for the others to load."""
+        return self.config.timeout_seconds * CONNECT_FACTOR
+
+
+@dataclass(frozen=True)
+class LayerSlots:
+    """Where one layer's expert tensors live; N tensors make up an expert."""
+
+    tensors: list[torch.Tensor]  # N tensors (L + S, ...), masters first
+    master_addresses: NDArray[np.int64]  # (N,) first master
+    region_offsets: NDArray[np.int64]  # (N,) of slot 0 within every rank's pool
+    expert_bytes: NDArray[np.int64]  # (N,)
+    chunks: NDArray[np.int64]  # (C, 3) units of transfer: tensor index, offset, size
+
+    @classmethod
+    def of(
+        cls, tensors: list[torch.Tensor], offsets: list[int], sizes: list[int], chunk_bytes: int
+    ) -> "LayerSlots":
+        """``tensors`` as adopted, their ``region_offsets`` and ``expert_bytes``."""
+        chunks = [
+            (index, offset, min(chunk_bytes, size - offset))
+            for index, size in enumerate(sizes)
+            for offset in range(0, size, chunk_bytes)
+        ]
+        return cls(
+            tensors=tensors,
+            master_addresses=np.array([tensor.data_ptr() for tensor in tensors], dtype=np.int64),
+            region_offsets=np.array(offsets, dtype=np.int64),
+            expert_bytes=np.array(sizes, dtype=np.int64),
+            chunks=np.array(chunks, dtype=np.int64).reshape(-1, 3),
+        )
+
+
+class PolicySource(Protocol):
+    """Where rank 0 reads what is in force."""
+
+    @property
+    def policy(self) -> Policy: ...
+
+    @property
+    def max_imbalance_millionths(self) -> int:
+        """The imbalance at or below which layers are left alone; 0: as configured."""
+        ...
+
+    @property
+    def speeds(self) -> SpeedSource:
+        """Where the speeds of ranks come from."""
+        ...
+
+
+class LayerBalancer(Protocol):
+    """What routes every layer; all ranks must call ``route`` in the same order."""
+
+    def route(
+        self, layer: int, topk_ids: torch.Tensor, batch_tokens: int, micro_batch: int = 0
+    ) -> torch.Tensor:
+        """Physical ids (T, K) for logical ``topk_ids`` (T, K), padding -1 kept.
+
+        They are int32, or of the type of ``topk_ids``.
+        ``layer`` counts MoE layers from 0 in the order they run, ``batch_tokens`` is the batch's
+        token count over all ranks. Raises PeerTimeoutError when a rank is gone.
+        """
+
+    def computed(self, micro_batch: int = 0) -> None:
+        """The engine has computed, or launched, the layer that was routed last.
+
+        Raises PeerTimeoutError when a rank is gone, so that nobody answers with what came of it.
+        """
+
+    def end_loading(self) -> None:
+        """From now on the others answer within the timeout; until then they may be compiling."""
+
+
+class Backend(Protocol):
+    """Used in this order: all layers are adopted, ranks connect, costs, the balancer."""
+
+    @property
+    def slot_bytes(self) -> int:
+        """What this rank's replica slots cost, once all layers are adopted."""
+
+    def adopt(self, masters: list[torch.Tensor]) -> LayerSlots:
+        """Move one layer's expert tensors (L, ...) in front of the slots; returns the aliases.
+
+        The old tensors may be empty afterwards. Raises UnsupportedError, ConfigError, DeviceError.
+        """
+
+    def connect(self) -> None:
+        """Return when all ranks of the domain reach each other's slots. Raises FabricError."""
+
+    def calibrate(self, run_layer: Callable[[int], None]) -> CostModel:
+        """Costs measured by all ranks together, see ``costs.calibration.agreed_costs``."""
+
+    def make_balancer(
+        self, policies: PolicySource | None, recorder: Recorder, costs: CostModel
+    ) -> LayerBalancer:
+        """The balancer, warm; all ranks together. ``policies`` is rank 0's."""

@@ -1,0 +1,96 @@
+"""How rows cross domains: gathered from all ranks, through the engine's own process group.
+
+Inside a domain the fabric's exchange is the fence, and faster to notice a rank that died; what is
+gathered here adds the rows of the ranks whose memory this one cannot reach.
+"""
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from ultraep_serve.balance.host_link import KeyValueStore
+from ultraep_serve.errors import PeerTimeoutError
+
+__all__ = ["DeviceAllGather", "EngineGroup", "HostAllGather"]
+
+# torch 2.13 calls it by another name
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+@dataclass(frozen=True)
+class EngineGroup:
+    """The engine's own process groups of all ranks, by where tensors lie."""
+
+    on_host: dist.ProcessGroup
+    on_device: dist.ProcessGroup
+    meeting_point: str = ""  # address of the first host, where there are several
+    store: KeyValueStore | None = None  # of the ranks of all pipeline stages
+
+
+class HostAllGather:
+    """Gathers rows in host memory, and waits for them."""
+
+    def __init__(self, group: dist.ProcessGroup, timeout_seconds: float) -> None:
+        self._group = group
+        self._timeout_seconds = timeout_seconds
+
+    def gather(
+        self, row: NDArray[np.int64], timeout_seconds: float | None = None
+    ) -> NDArray[np.int64]:
+        """All ranks' rows (R, W) int64 for this rank's ``row`` (W,).
+
+        Raises PeerTimeoutError when a rank is gone, or does not answer in ``timeout_seconds``;
+        None: those of this object.
+        """
+        seconds = self._timeout_seconds if timeout_seconds is None else timeout_seconds
+        mine = torch.from_numpy(np.ascontiguousarray(row))
+        rows = mine.new_empty(self._group.size() * row.size)  # gloo takes no second dimension
+        try:
+            work = _all_gather(rows, mine, group=self._group, async_op=True)
+            work.wait(timedelta(seconds=seconds))
+        except RuntimeError as error:
+            raise _lost(self._group, f"within {seconds:g} s", error) from error
+        return rows.view(-1, row.size).numpy()
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """All ranks' ``data`` by rank, of whatever length. Raises as ``gather``."""
+        sizes = self.gather(np.array([len(data)], np.int64))[:, 0].tolist()
+        row = np.zeros(-(-max(sizes) // 8), np.int64)
+        row.view(np.uint8)[: len(data)] = np.frombuffer(data, np.uint8)
+        rows = self.gather(row)
+        return [row.tobytes()[:size] for row, size in zip(rows, sizes, strict=True)]
+
+
+class DeviceAllGather:
+    """Gathers rows in stream order, for which the host does not wait; any of it can be captured.
+
+    A rank that is gone is noticed by the engine's own group, after the engine's own time: its
+    dispatch waits for that rank no less.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def gather(self, row: torch.Tensor) -> torch.Tensor:
+        """All ranks' rows (R, W) for this rank's ``row`` (W,), on its device.
+
+        Raises PeerTimeoutError where the group says that a rank is gone.
+        """
+        rows = row.new_empty(self._group.size() * row.numel())
+        try:
+            _all_gather(rows, row, group=self._group)
+        except RuntimeError as error:
+            raise _lost(self._group, "any more", error) from error
+        return rows.view(-1, row.numel())
+
+
+def _lost(group: dist.ProcessGroup, when: str, error: RuntimeError) -> PeerTimeoutError:
+    reason = str(error).splitlines()[0]
+    return PeerTimeoutError(
+        f"rank {group.rank()} waits for rows of other domains: a rank did not answer {when} "
+        f"({reason}); restart the engine on all hosts"
+    )

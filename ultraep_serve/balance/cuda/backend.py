@@ -1,0 +1,170 @@
+"""Balancing where experts live in GPU memory."""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from ultraep_kernels.device.plan import plan
+
+from ultraep_serve.balance.backend import GroupSetup, LayerSlots, PolicySource
+from ultraep_serve.balance.collectives import DeviceAllGather, HostAllGather
+from ultraep_serve.balance.cuda.balancer import DeviceBalancer, device_row_width, require_offered
+from ultraep_serve.balance.cuda.driver import Driver
+from ultraep_serve.balance.cuda.fabric import DeviceFabric, Limits
+from ultraep_serve.balance.cuda.rendezvous import GatherRendezvous, Rendezvous, SocketRendezvous
+from ultraep_serve.balance.cuda.slots import DeviceSlotPool
+from ultraep_serve.balance.cuda.timing import device_seconds, replayed_seconds
+from ultraep_serve.costs.calibration import LineFit, Probes, agreed_costs, probe_loads
+from ultraep_serve.costs.hardware import BASE_SECONDS, HARDWARE, Efficiency
+from ultraep_serve.costs.model import CostModel
+from ultraep_serve.telemetry.recorder import Recorder
+
+__all__ = ["DeviceBackend", "table_costs"]
+
+_COMPILE_SECONDS = 600.0  # that a rank may need before it serves, with nothing in its caches
+_ROWS_PER_MASTER = (1024, 2048, 4096)  # beyond the roofline's ridge, where reading weights ends
+
+
+class DeviceBackend:
+    """``Backend`` of ranks that find each other in the run directory, each with a GPU."""
+
+    def __init__(self, setup: GroupSetup, driver: Driver) -> None:
+        """Raises ConfigError for a policy that is not offered on GPUs."""
+        config = setup.config
+        require_offered(config)
+        self._setup = setup
+        self._driver, self._device = driver, driver.device
+        self._layers: list[LayerSlots] = []
+        per_layer = config.slot_memory == "per_layer"
+        self._pool = DeviceSlotPool(driver, setup.shape.num_slots, config.chunk_bytes, per_layer)
+
+    @property
+    def slot_bytes(self) -> int:
+        return self._pool.slot_bytes
+
+    def adopt(self, masters: list[torch.Tensor]) -> LayerSlots:
+        self._layers.append(self._pool.adopt(masters))
+        return self._layers[-1]
+
+    def connect(self) -> None:
+        setup, location = self._setup, self._setup.location
+        limits = Limits(
+            row_width=device_row_width(setup.shape.num_logical_experts, setup.view),
+            max_chunks=max(layer.chunks.shape[0] for layer in self._layers),
+            patience_ns=round(setup.config.timeout_seconds * 1e9),
+            num_programs=_num_programs(self._device),
+        )
+        all_gather = None
+        if location.num_domains > 1:
+            assert setup.engine_group is not None, "several domains are found through the group"
+            all_gather = DeviceAllGather(setup.engine_group.on_device)
+        self._fabric = DeviceFabric(
+            self._driver,
+            self._pool,
+            self._rendezvous(),
+            location.rank,
+            location.num_ranks,
+            limits,
+            location.domain_size,
+            all_gather,
+        )
+        self._fabric.wait_at_least(_COMPILE_SECONDS)
+
+    def _rendezvous(self) -> Rendezvous:
+        """In the run directory, or through the engine where the domain has several hosts."""
+        setup, location = self._setup, self._setup.location
+        domain = location.domain
+        position = location.rank - domain.start
+        if location.spans_hosts:
+            assert setup.engine_group is not None, "hosts are found through the group"
+            ranks = HostAllGather(setup.engine_group.on_host, setup.connect_seconds)
+            return GatherRendezvous(
+                position, lambda mine: ranks.gather_bytes(mine)[domain.start : domain.stop]
+            )
+        path = setup.config.run_path / f"domain-{domain.start}"
+        path.mkdir(mode=0o700, exist_ok=True)
+        return SocketRendezvous(path, position, location.domain_size, setup.connect_seconds)
+
+    def calibrate(self, run_layer: Callable[[int], None]) -> CostModel:
+        setup, layer = self._setup, self._layers[0]
+        expert_bytes = int(layer.expert_bytes.sum())
+        probes = self._probes(layer)
+        return agreed_costs(setup.config.costs, setup.shape, expert_bytes, probes, run_layer)
+
+    def make_balancer(
+        self, policies: PolicySource | None, recorder: Recorder, costs: CostModel
+    ) -> DeviceBalancer:
+        balancer = DeviceBalancer(
+            self._setup, self._layers, self._fabric, policies, recorder, costs.integer_costs()
+        )
+        balancer.warm_up()
+        return balancer
+
+    def _probes(self, layer: LayerSlots) -> Probes:
+        """Timed on the device; small stages from CUDA graphs, where the host does not slow them."""
+        shape, device, fabric = self._setup.shape, self._device, self._fabric
+        row = torch.zeros(fabric.limits.row_width, dtype=torch.int32, device=device)
+        loads = torch.from_numpy(probe_loads(shape)).int().to(device)
+        slots, status = shape.num_replica_slots, fabric.status
+        domain_size = self._setup.location.domain_size
+        return Probes(
+            seconds=lambda action: device_seconds(device, action),
+            exchange=lambda: replayed_seconds(device, lambda: fabric.exchange(row)),
+            send_expert=lambda: replayed_seconds(device, self._sender(layer)),
+            plan=lambda: replayed_seconds(
+                device, lambda: plan(loads, slots, 0, status, domain_size=domain_size)
+            ),
+            gather=self._gather,
+            rows_per_master=_ROWS_PER_MASTER,
+            fallback=lambda: table_costs(_name_of(device), int(layer.expert_bytes.sum())),
+        )
+
+    def _sender(self, layer: LayerSlots) -> Callable[[], object]:
+        """Every rank sends an expert to the one before it in its domain.
+
+        Without slots it copies one in place.
+        """
+        shape = self._setup.shape
+        if not shape.num_replica_slots:
+            return lambda: [tensor[0].copy_(tensor[0].clone()) for tensor in layer.tensors]
+        tables = self._fabric.tables(layer)
+        slot_expert = np.full((shape.num_ranks, shape.num_slots), -1, np.int32)
+        ranks = np.arange(shape.num_ranks).reshape(-1, self._setup.location.domain_size)
+        slot_expert[:, 0] = np.roll(ranks, -1, axis=1).reshape(-1) * shape.num_masters
+        on_device = torch.from_numpy(slot_expert).to(self._device)
+        sends = self._fabric.sends(on_device, shape.num_masters, "never")
+        return lambda: self._fabric.stream(tables, on_device, shape.num_masters, sends)
+
+    def _gather(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+        """All ranks' values (R, n), in rows as the exchange takes them. Waits for the device."""
+        width = self._fabric.limits.row_width
+        words = values.view(np.int32)
+        padded = np.zeros(-(-words.size // width) * width, np.int32)
+        padded[: words.size] = words
+        pieces = torch.from_numpy(padded).to(self._device).view(-1, width)
+        rows = torch.cat([self._fabric.exchange(piece) for piece in pieces], dim=1).cpu()
+        self._fabric.require_peers()
+        return np.ascontiguousarray(rows.numpy()[:, : words.size]).view(np.float64)
+
+
+def table_costs(device_name: str, expert_bytes: int) -> LineFit:
+    """By the published peak of the GPU that torch calls so, or of an H100 where it is not known.
+
+    An expert's bytes are as many operations per assignment at the BF16 peak: two per weight of two
+    bytes, or of one at twice the peak.
+    """
+    name = next((name for name in HARDWARE if name in device_name.lower()), "h100")
+    rate = HARDWARE[name].bf16_flops * Efficiency().matrix
+    return LineFit(expert_bytes / rate, BASE_SECONDS, float("inf"))
+
+
+def _name_of(device: torch.device) -> str:
+    return torch.cuda.get_device_properties(device).name if device.type == "cuda" else ""
+
+
+def _num_programs(device: torch.device) -> int:
+    """Senders of a stream, one to a multiprocessor; as many relays fit beside them."""
+    if device.type != "cuda":
+        return 2
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -1,0 +1,585 @@
+"""The data flow on the device, for which the host waits when a batch ends; twin of
+``host.balancer``.
+
+Its answers are the same. What the host decides there, kernels decide here: the host only launches,
+the same for every batch, so that any of it can be captured in a CUDA graph. What came of a layer it
+learns from notes that are done when it comes by again.
+"""
+
+import logging
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from ultraep_kernels.contract import FULL_SPEED, HEADER_WIDTH, Choice
+from ultraep_kernels.device.count import CountBuffers, Counted, count, new_count_buffers
+from ultraep_kernels.device.identity import identity
+from ultraep_kernels.device.launch import Launches
+from ultraep_kernels.device.outcome import (
+    Outcome,
+    decision_of,
+    outcome_width,
+    unpack_outcome,
+)
+from ultraep_kernels.device.plan import (
+    DevicePlan,
+    FollowUp,
+    Gate,
+    PlanBuffers,
+    Sender,
+    new_plan_buffers,
+    plan,
+)
+from ultraep_kernels.device.reroute import changed_by, new_physical, reroute
+from ultraep_kernels.device.speeds import choose_speeds
+from ultraep_kernels.host.relays import relay_parents
+
+from ultraep_serve.balance.backend import GroupSetup, LayerSlots, PolicySource
+from ultraep_serve.balance.cuda.fabric import DeviceFabric
+from ultraep_serve.balance.cuda.recording import Lap, Ledger, Note, Page, Unnoted, is_capturing
+from ultraep_serve.balance.cuda.side_stream import SideStream, side_stream
+from ultraep_serve.balance.cuda.timing import new_mark
+from ultraep_serve.balance.physical import experts_sent, forced_ids, identity_table
+from ultraep_serve.balance.speeds import OwnTime, expert_clock, fixed_speeds
+from ultraep_serve.costs.model import IntegerCosts
+from ultraep_serve.errors import ConfigError
+from ultraep_serve.telemetry.recorder import Recorder
+from ultraep_serve.types import Decision, ExpertShape, Policy, Stage, TokenView
+
+if TYPE_CHECKING:
+    from ultraep_serve.config import BalanceConfig
+
+__all__ = ["DeviceBalancer", "device_row_width", "require_offered"]
+
+logger = logging.getLogger(__name__)
+
+_LARGEST = np.iinfo(np.int32).max
+_RECORDS_AT_ONCE = 4  # written when the host comes by
+
+
+def device_row_width(num_logical_experts: int, view: TokenView) -> int:
+    """int32 that a rank contributes to an exchange; loads travel only where they differ."""
+    return HEADER_WIDTH + (num_logical_experts if view is TokenView.OWN else 0)
+
+
+def require_offered(config: "BalanceConfig") -> None:
+    """Raise ConfigError for a policy that no kernel plans."""
+    if config.policy is Policy.EPLB_SLOTS:
+        raise ConfigError("policy 'eplb-slots' is not offered on GPUs; choose off, quota or ideal")
+
+
+class DeviceBalancer:
+    """Balances the MoE layers of one rank. All ranks must call ``route`` in the same order.
+
+    Differences to ``HostBalancer``: policy eplb-slots, asked for at run time, counts as off, and so
+    does ideal without ``allow_ideal``. Relays follow the published rule, whatever they cost; what
+    planning costs is spent when it is decided whether a plan pays.
+
+    While the policy is off at run time, loads are exchanged in a batch's first layer only, from
+    which all ranks know it; the others are left at home by the device. A host that knows of a batch
+    that was off waits, where all ranks are in one domain, for the first layer of the next to say
+    what holds, and then launches no more than the identity.
+
+    Experts are sent and awaited in a stream beside the engine's, which reroutes and dispatches
+    meanwhile and joins it where the experts are launched: inside ``expert_clock``, which engines
+    must do. In a CUDA graph it is one stream. A layer that was left alone in the batch before takes
+    one launch for its plan and for all that may follow, in the engine's stream.
+
+    Records come when the host comes by after the device is done with a batch, at a later ``route``
+    or ``computed``; where two batches are on their way, those of a third are lost and counted.
+    Stages are timed in one batch of several; what the others took is taken from it, by their
+    tokens. What runs beside the engine's stream is not: ``wait`` is how much longer it took.
+    Nothing is recorded while a CUDA graph is captured, nor when one is replayed; a replay obeys the
+    policy that rank 0 last read in a ``route``.
+
+    A wait that was given up is noticed at the first ``route`` after the device has said so, and at
+    the latest when the batch's last layer is ``computed``: what was computed in between is wrong,
+    and no token is sampled from it on this rank. Others give up in their next layer.
+    """
+
+    def __init__(
+        self,
+        setup: GroupSetup,
+        layers: list[LayerSlots],
+        fabric: DeviceFabric,
+        policies: PolicySource | None,
+        recorder: Recorder,
+        costs: IntegerCosts | None = None,
+    ) -> None:
+        """As ``HostBalancer``. Raises ConfigError for a policy that is not offered."""
+        config, shape = setup.config, setup.shape
+        require_offered(config)
+        self._config, self._shape, self._view = config, shape, setup.view
+        self._source_rank, self._domain_size = setup.source_rank, setup.location.domain_size
+        self._fabric = fabric
+        self._policies = policies
+        self._recorder = recorder
+        self._gate = _gate_of(config, costs)
+        self._tables = [fabric.tables(layer) for layer in layers]
+        self._expert_bytes = [int(layer.expert_bytes.sum()) for layer in layers]
+        experts, ranks, slots = shape.num_logical_experts, shape.num_ranks, shape.num_slots
+        self._device = device = fabric.status.device
+        self._identity = torch.from_numpy(identity_table(experts, ranks, slots)).to(device)
+        # The host writes its choice whenever it likes; the device takes it at layer 0 of a batch.
+        self._choice = torch.zeros(len(Choice._fields), dtype=torch.int32, device=device)
+        self._asked = _host_memory(len(Choice._fields), device)
+        self._configured = _on_device(fixed_speeds(config.speeds, ranks), device)
+        self._agreed = torch.full((ranks,), FULL_SPEED, dtype=torch.int32, device=device)
+        self._speeds = self._agreed.clone()  # of the batch that runs
+        self._own_time, self._timed_batch = OwnTime(costs, self._shape.num_masters), 0
+        # tokens that all ranks see count as rank 0's, so that every rank splits them alike
+        self._shared = torch.zeros((ranks, experts + 1), dtype=torch.int32, device=device)
+        is_own = setup.view is TokenView.OWN
+        self._counts = new_count_buffers(
+            0, experts, device, None if is_own else self._shared[0], has_load=is_own
+        )
+        self._counts_of: dict[int, CountBuffers] = {}  # as many ids; graphs keep them
+        width = device_row_width(experts, setup.view)
+        self._rows = torch.zeros((ranks, width), dtype=torch.int32, device=device)  # of the domain
+        self._gathered = self._rows  # of all ranks
+        self._decision = torch.zeros(1, dtype=torch.int32, device=device)  # of the layer before
+        self._spare_outcome = torch.zeros(
+            outcome_width(experts, ranks, slots), dtype=torch.int32, device=device
+        )
+        numbers = range(shape.num_micro_batches)
+        self._plans = [self._new_plan_buffers(number) for number in numbers]
+        self._arriving = [_Arriving(side_stream(device)) for _ in numbers]
+        self._steps: dict[tuple[int, Note | None, int, bool], _Steps] = {}
+        self._ledger = Ledger(
+            device,
+            outcome_width(experts, ranks, slots),
+            len(layers),
+            shape.num_micro_batches,
+        )
+        self._stage_ns: dict[int, tuple[int, list[int]]] = {}  # of a layer: tokens, times
+        self._told, self._told_mark = _host_memory(1, device), new_mark(device)
+        self._was_off = self._rests = False  # the last batch known, and the one that runs
+        self._left_alone: set[tuple[int, int]] = set()  # layers and micro-batches of the last known
+        self._has_begun = False  # whether the batch that runs has exchanged
+        self._batch = 0
+        self._warned: set[str] = set()
+
+    def _new_plan_buffers(self, micro_batch: int) -> PlanBuffers:
+        """Each micro-batch has slots of its own: another one's may still be read.
+
+        Its own are free: the exchange followed its expert kernel.
+        """
+        shape = self._shape
+        return new_plan_buffers(
+            shape.num_ranks,
+            shape.num_logical_experts,
+            shape.num_replica_slots,
+            self._device,
+            domain_size=self._domain_size,
+            first_slot=micro_batch * shape.num_replica_slots,
+            all_slots=shape.num_slots,
+            decision=self._decision,
+        )
+
+    def route(
+        self, layer: int, topk_ids: torch.Tensor, batch_tokens: int, micro_batch: int = 0
+    ) -> torch.Tensor:
+        """Physical ids (T, K) on the device for logical ``topk_ids`` (T, K), padding -1 kept.
+
+        Both are int32 or int64.
+
+        ``layer`` counts MoE layers from 0 in the order they run, ``batch_tokens`` is the batch's
+        token count over all ranks. Micro-batches of a batch may overlap: number 1 is routed before
+        the engine has computed number 0. They come in the same order in every layer, on every rank,
+        and have ``batch_tokens`` of their own. Raises PeerTimeoutError when a rank is gone, batches
+        later; then for every micro-batch of a layer, because their threads wait for each other.
+        Raises ConfigError in the capture of a graph, where so many ids were never routed before.
+        """
+        self._fabric.check_peers(look=micro_batch == 0)
+        capturing = is_capturing(self._device)
+        begins = layer == 0 and micro_batch == 0
+        if begins:
+            self._batch += not capturing
+            self._has_begun = self._rests = False
+            self._choose()
+        if not capturing:
+            if begins:
+                self._ledger.begin()
+            self._record_what_is_done()
+        if batch_tokens < self._config.min_batch_tokens:
+            if begins and not capturing:
+                self._ledger.skip(Decision.SMALL)
+                self._record_what_is_done()
+            return self.identity(topk_ids)
+        if self._rests and not capturing:
+            return self.identity(topk_ids)
+        begins, self._has_begun = not self._has_begun, True
+        if begins:
+            self._choice.copy_(self._asked, non_blocking=True)
+        note = None
+        if not capturing:
+            note = self._ledger.open(layer, self._batch, batch_tokens, micro_batch)
+            if note is None:
+                self._recorder.count_lost()
+        physical = self._balance(layer, topk_ids, note, micro_batch, begins)
+        if self._rests:
+            self._ledger.drop(micro_batch)
+            self._ledger.skip(Decision.POLICY_OFF)
+        else:
+            arriving = self._arriving[micro_batch]
+            # the time of one micro-batch's experts may hold another one's
+            arriving.note = note if self._shape.num_micro_batches == 1 else None
+            expert_clock.marks = arriving
+        return physical
+
+    def computed(self, micro_batch: int = 0) -> None:
+        """The engine has launched the layer that ``route`` was called for last.
+
+        After a batch's last layer this waits for the device, before anybody samples tokens from
+        what it computed. Raises PeerTimeoutError when a wait was given up.
+        """
+        expert_clock.marks = None
+        self._arriving[micro_batch].side.join()  # where this rank had nothing to compute
+        if not is_capturing(self._device):
+            sent = self._ledger.close(micro_batch)
+            if sent is not None:
+                sent.wait()
+                self._fabric.check_peers()
+                self._expect(sent)
+            self._record_what_is_done()
+
+    def identity(self, topk_ids: torch.Tensor) -> torch.Tensor:
+        """Every assignment to its master, (T, K) as given; padding and unknown ids become -1."""
+        shape = self._shape
+        return identity(topk_ids, shape.num_logical_experts, shape.num_masters, shape.num_slots)
+
+    def warm_up(self) -> None:
+        """Compile every kernel, by routing nothing but padding; all ranks together."""
+        unlike = {tables.chunks.shape[0]: layer for layer, tables in enumerate(self._tables)}
+        numbers = range(self._shape.num_micro_batches)
+        places = [(layer, number) for layer in unlike.values() for number in numbers]
+        for dtype in (torch.int32, torch.int64):  # routers give either
+            padding = torch.full((2, 1), -1, dtype=dtype, device=self._device)
+            self.identity(padding)
+            for expected in ([], places):
+                self._left_alone = set(expected)
+                for layer, micro_batch in places:
+                    self._balance(layer, padding, None, micro_batch, True)
+                    self._arriving[micro_batch].side.join()
+        self._left_alone = set()
+        self._fabric.require_peers()
+
+    def end_loading(self) -> None:
+        """From now on the others answer within the timeout; until then they may be compiling."""
+        self._fabric.wait_at_least(0)
+        self._steps.clear()  # which have longer waits
+
+    def _balance(
+        self,
+        layer: int,
+        topk_ids: torch.Tensor,
+        note: Note | None,
+        micro_batch: int,
+        begins: bool,
+    ) -> torch.Tensor:
+        watch: Lap = note or Unnoted()
+        steps = self._steps_of(layer, note, micro_batch, begins)
+        found = self._plans[micro_batch].found
+        counted = self._count_and_exchange(topk_ids, steps, begins)
+        watch.lap(Stage.EXCHANGE)
+        if self._leaves_alone(layer, micro_batch):
+            physical = new_physical(topk_ids)
+            follow_up = self._fabric.follow_up(self._tables[layer], topk_ids, counted, physical)
+            changed = self._plans[micro_batch].changed_by(follow_up)
+            steps.plan_and_follow.make(
+                lambda: self._plan(note, micro_batch, begins, follow_up), **changed
+            )
+            watch.lap(Stage.PLAN)
+            return self._forced(topk_ids, physical, found)
+        steps.plan.make(lambda: self._plan(note, micro_batch, begins))
+        watch.lap(Stage.PLAN)
+        if begins and note is not None and self._turns_out_off(found):
+            return self.identity(topk_ids)
+        if is_capturing(self._device):
+            steps.replicate.make(lambda: self._replicate(layer, found))
+        else:
+            with self._arriving[micro_batch].side.fork():
+                steps.replicate.make(lambda: self._replicate(layer, found))
+        physical = new_physical(topk_ids)
+        changed = changed_by(topk_ids, counted, physical)
+        steps.reroute.make(lambda: self._reroute(topk_ids, counted, found, physical), **changed)
+        watch.lap(Stage.REROUTE)
+        return self._forced(topk_ids, physical, found)
+
+    def _leaves_alone(self, layer: int, micro_batch: int) -> bool:
+        """Whether the device is expected to leave the layer alone, as in the batch before.
+
+        Then one launch plans and does what may follow. Where it turns out otherwise that is all
+        done, but experts are sent before dispatch, not beside it. Ranks expect the same, but where
+        one's records came late or were lost: a rank whose experts come before its dispatch waits
+        for others' side streams, which their own dispatch, waiting for it, should not keep from
+        running.
+        """
+        return (layer, micro_batch) in self._left_alone and not self._was_off
+
+    def _steps_of(self, layer: int, note: Note | None, micro_batch: int, begins: bool) -> "_Steps":
+        """What was launched when all of this was the same, to be launched again.
+
+        Between domains rows come with another tensor each time.
+        """
+        if self._fabric.has_several_domains:
+            return _Steps()
+        key = layer, note, micro_batch, begins
+        steps = self._steps.get(key)
+        if steps is None:
+            steps = self._steps[key] = _Steps()
+        return steps
+
+    def _turns_out_off(self, found: DevicePlan) -> bool:
+        """Whether nothing is to be launched for the rest of the batch; waits if it was so before.
+
+        Ranks need not agree: what another one launches for it does nothing. But between domains
+        rows are gathered by the engine's own collective, which all ranks must call.
+        """
+        if not self._was_off or self._fabric.has_several_domains:
+            return False
+        self._told.copy_(found.decision, non_blocking=True)
+        self._told_mark.record()
+        self._told_mark.synchronize()
+        self._fabric.require_peers()
+        self._was_off = self._rests = int(self._told[0]) == Decision.POLICY_OFF
+        return self._rests
+
+    def _choose(self) -> None:
+        """Every rank says what it measured, rank 0 what it would have beside that."""
+        time = min(self._own_time.picoseconds, _LARGEST)
+        if self._policies is None:
+            self._asked[:] = torch.tensor(Choice(time=time))
+            return
+        policy = self._policies.policy
+        ideal = policy is Policy.IDEAL and self._config.allow_ideal
+        if not (ideal or policy in (Policy.OFF, Policy.QUOTA)):
+            self._warn(f"policy {policy.value!r} is not offered here and counts as 'off'")
+            policy = Policy.OFF
+        threshold = min(self._policies.max_imbalance_millionths, _LARGEST)
+        asked = Choice(policy.code, threshold, self._policies.speeds.code, time)
+        self._asked[:] = torch.tensor(asked)
+
+    def _count_and_exchange(self, topk_ids: torch.Tensor, steps: "_Steps", begins: bool) -> Counted:
+        """And what speeds follow for a new batch."""
+        size = 1 << max(0, topk_ids.numel() - 1).bit_length()
+        buffers = self._counts_of.get(size)
+        if buffers is None:
+            if is_capturing(self._device):  # a graph would own them, and set them to 0 in a replay
+                raise ConfigError(f"route {size} ids once before a CUDA graph of it is captured")
+            buffers = self._counts_of[size] = self._counts.holding(size)
+        changed = buffers.changed_by(topk_ids, len(self._fabric.domain))
+        steps.count.make(lambda: self._count(topk_ids, buffers, begins), **changed)
+        self._gathered = self._fabric.gather(buffers.counted.row, self._rows)
+        if begins:
+            steps.choose.make(self._choose_speeds)
+        return buffers.counted
+
+    def _count(self, topk_ids: torch.Tensor, buffers: CountBuffers, begins: bool) -> None:
+        count(
+            topk_ids,
+            self._shape.num_logical_experts,
+            choice=self._choice,
+            buffers=buffers,
+            decision=self._decision,
+            begins=begins,
+            inboxes=self._fabric.inboxes,
+            rows=self._rows,
+        )
+
+    def _choose_speeds(self) -> None:
+        choose_speeds(self._gathered, self._configured, self._agreed, self._speeds)
+
+    def _plan(
+        self, note: Note | None, micro_batch: int, begins: bool, follow_up: FollowUp | None = None
+    ) -> None:
+        is_own, experts = self._view is TokenView.OWN, self._shape.num_logical_experts
+        rows = self._gathered
+        plan(
+            rows[:, HEADER_WIDTH:] if is_own else self._shared[:, :experts],
+            self._shape.num_replica_slots,
+            self._source_rank,
+            self._fabric.status,
+            domain_size=self._domain_size,
+            gate=self._gate,
+            rows=rows,
+            speeds=self._speeds,
+            sender=Sender(self._fabric.rank, self._config.relay, self._fabric.epoch),
+            outcome=self._spare_outcome if note is None else note.on_device,
+            buffers=self._plans[micro_batch],
+            begins=begins,
+            follow_up=follow_up,
+        )
+
+    def _replicate(self, layer: int, found: DevicePlan) -> None:
+        """And wait for this rank's slots."""
+        self._fabric.stream(
+            self._tables[layer],
+            found.slot_expert,
+            self._shape.num_masters,
+            found.sends,
+            decision=found.sends.decision,  # by then the next micro-batch may have decided
+            epoch=found.sends.epoch,
+        )
+
+    def _reroute(
+        self, topk_ids: torch.Tensor, counted: Counted, found: DevicePlan, out: torch.Tensor
+    ) -> None:
+        reroute(
+            topk_ids,
+            found.places,
+            self._shape.num_slots,
+            counted,
+            self._fabric.status,
+            decision=found.decision,
+            out=out,
+        )
+
+    def _forced(
+        self, topk_ids: torch.Tensor, physical: torch.Tensor, found: DevicePlan
+    ) -> torch.Tensor:
+        """``physical``, or what the decision to force an even load makes of it."""
+        if not self._config.allow_ideal:
+            return physical
+        forced = forced_ids(topk_ids, self._identity, self._speeds).to(physical.dtype)
+        return torch.where(found.decision == Decision.FORCED, forced, physical)
+
+    def _expect(self, page: Page) -> None:
+        """What the next batch does, from what this one did: the same on every rank that has it."""
+        for note in page.notes:
+            place, decision = (note.layer, note.micro_batch), decision_of(note.values)
+            if decision in (Decision.BALANCED, Decision.UNPROFITABLE, Decision.INCONSISTENT):
+                self._left_alone.add(place)
+            elif decision is not Decision.POLICY_OFF:
+                self._left_alone.discard(place)
+
+    def _record_what_is_done(self) -> None:
+        for entry in self._ledger.drain(_RECORDS_AT_ONCE):
+            if isinstance(entry, Note):
+                self._record(entry)
+            else:
+                self._recorder.count_batch(entry)
+
+    def _record(self, note: Note) -> None:
+        shape, rank = self._shape, self._fabric.rank
+        sizes = shape.num_logical_experts, shape.num_ranks, shape.num_slots
+        outcome = unpack_outcome(note.values, *sizes)
+        decision = Decision(outcome.decision)
+        if note.layer == note.micro_batch == 0:
+            self._was_off = decision is Decision.POLICY_OFF
+        if decision is Decision.POLICY_OFF:  # of the whole batch, which counts once
+            if note.layer == note.micro_batch == 0:
+                self._recorder.count_batch(decision)
+            return
+        if decision is Decision.INCONSISTENT:
+            self._warn("ids or loads differ between ranks; inconsistent batches are not balanced")
+        before, after = _rank_loads(outcome, decision, shape)
+        if note.batch != self._timed_batch:
+            self._timed_batch = note.batch
+            self._own_time.end_batch()
+        self._own_time.add(note.experts_ns, int(after[rank]), int(after.min()))
+        slots, expert_bytes = outcome.slot_expert, self._expert_bytes[note.layer]
+        parents = relay_parents(slots, shape.num_masters, self._config.relay, self._domain_size)
+        self._recorder.record(
+            layer=note.layer,
+            batch=note.batch,
+            tokens=note.tokens,
+            decision=decision,
+            policy=list(Policy)[outcome.policy],
+            replicas=int((slots >= 0).sum()),
+            bytes_sent=experts_sent(rank, slots, parents, shape.num_masters) * expert_bytes,
+            bytes_received=int((slots[rank] >= 0).sum()) * expert_bytes,
+            stage_ns=self._stage_times(note),
+            load_before=before,
+            load_after=after,
+            slot_expert=slots,
+            slot_load=outcome.slot_load,
+            expert_load=outcome.expert_load,
+            speed=outcome.speeds,
+            experts_ns=note.experts_ns,
+        )
+
+    def _stage_times(self, note: Note) -> list[int]:
+        """Measured, or taken from the batch that last was, in proportion to tokens."""
+        if note.is_timed:
+            self._stage_ns[note.layer] = note.tokens, note.nanoseconds
+        tokens, times = self._stage_ns.get(note.layer, (1, [0] * len(Stage)))
+        return [time * note.tokens // tokens for time in times]
+
+    def _warn(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            logger.warning("%s", text)
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """Launches for a layer."""
+
+    count: Launches = field(default_factory=Launches)
+    choose: Launches = field(default_factory=Launches)
+    plan: Launches = field(default_factory=Launches)
+    plan_and_follow: Launches = field(default_factory=Launches)
+    replicate: Launches = field(default_factory=Launches)
+    reroute: Launches = field(default_factory=Launches)
+
+
+class _Arriving:
+    """A micro-batch's experts on their way into slots, joined before anything reads them."""
+
+    def __init__(self, side: SideStream) -> None:
+        self.side = side
+        self.note: Note | None = None  # of the layer
+
+    def begin_experts(self) -> None:
+        """As ``StreamMarks``; engines may launch a layer's experts in parts."""
+        note = self.note
+        if note is None or note.has_begun:
+            self.side.join()
+            return
+        note.lap(Stage.COMPUTE)
+        self.side.join()
+        note.lap(Stage.WAIT)
+        note.begin_experts()
+
+    def end_experts(self) -> None:
+        """As ``StreamMarks``."""
+        if self.note is not None:
+            self.note.end_experts()
+
+
+def _host_memory(size: int, device: torch.device) -> torch.Tensor:
+    """(size,) int32 that the device reads and writes too."""
+    return torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")
+
+
+def _on_device(speeds: NDArray[np.int64] | None, device: torch.device) -> torch.Tensor | None:
+    return None if speeds is None else torch.from_numpy(speeds).to(device, torch.int32)
+
+
+def _gate_of(config: "BalanceConfig", costs: IntegerCosts | None) -> Gate:
+    if costs is None:
+        return Gate(config.max_imbalance)
+    return Gate(
+        max_imbalance=config.max_imbalance,
+        per_assignment=costs.per_assignment,
+        per_expert_read=costs.per_expert_read,
+        per_expert_sent=costs.per_expert_sent,
+    )
+
+
+def _rank_loads(
+    outcome: Outcome, decision: Decision, shape: ExpertShape
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Assignments per rank (R,) where masters compute everything, and as they were computed."""
+    load = outcome.expert_load.astype(np.int64)
+    before: NDArray[np.int64] = load.reshape(shape.num_ranks, -1).sum(axis=1)
+    if decision is Decision.FORCED:
+        return before, before.sum() * outcome.speeds // outcome.speeds.sum(dtype=np.int64)
+    filled = outcome.slot_expert >= 0
+    after = before + outcome.slot_load.sum(axis=1)
+    owners = outcome.slot_expert[filled] // shape.num_masters
+    np.subtract.at(after, owners, outcome.slot_load[filled])
+    return before, after

@@ -1,0 +1,320 @@
+"""How ranks reach each other's GPU memory; twin of ``ultraep_serve.balance.host.fabric``.
+
+Every rank owns signals (its inbox of rows and the flags of its slots' chunks) and a slot pool. Each
+maps everybody's, and hands the kernels tables of addresses. Several ranks may share one device.
+
+Memory reaches as far as a domain, ranks that NVLink or one host joins. Tables of slots are indexed
+by rank of the whole group, as plans are; other domains' entries are 0, since no plan moves weights
+there.
+"""
+
+import json
+import os
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+
+import torch
+from ultraep_kernels.device.count import Counted
+from ultraep_kernels.device.exchange import Inboxes, exchange, inbox_bytes, new_epoch
+from ultraep_kernels.device.plan import FollowUp
+from ultraep_kernels.device.relays import Sends, plan_sends
+from ultraep_kernels.device.status import DeviceStatus, new_status
+from ultraep_kernels.device.stream import StreamTables, stream
+
+from ultraep_serve.balance.backend import LayerSlots
+from ultraep_serve.balance.collectives import DeviceAllGather
+from ultraep_serve.balance.cuda.driver import Driver
+from ultraep_serve.balance.cuda.memory import Allocation, MappedMemory, create
+from ultraep_serve.balance.cuda.rendezvous import Handshake, Rendezvous
+from ultraep_serve.balance.cuda.slots import DeviceSlotPool
+from ultraep_serve.balance.topology import domain_of
+from ultraep_serve.errors import FabricError, PeerTimeoutError
+
+__all__ = ["DeviceFabric", "Limits"]
+
+_TIMEOUTS = {
+    DeviceStatus.EXCHANGE_TIMEOUT: "the load exchange",
+    DeviceStatus.RELAY_TIMEOUT: "a relayed expert",
+    DeviceStatus.SLOT_TIMEOUT: "replicated experts",
+}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a rank's signals and launches are made for; the same on every rank."""
+
+    row_width: int  # int32 per exchanged row
+    max_chunks: int  # of the largest expert
+    patience_ns: int  # after which a wait is given up
+    num_programs: int  # of senders, and of relays; all must fit the device at the same time
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """What a rank tells the others about itself."""
+
+    signal_bytes: int
+    region_bytes: tuple[int, ...]
+    num_slots: int
+    limits: Limits
+    device: str = field(compare=False)  # its UUID
+
+    @classmethod
+    def from_json(cls, text: bytes) -> "_Layout":
+        values = json.loads(text)
+        values["limits"] = Limits(**values["limits"])
+        values["region_bytes"] = tuple(values["region_bytes"])
+        return cls(**values)
+
+
+class DeviceFabric:
+    """Exchange between all ranks, and streaming between those of one domain.
+
+    The host never waits in ``exchange`` and ``stream``: they launch.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        pool: DeviceSlotPool,
+        rendezvous: Rendezvous,
+        rank: int,
+        num_ranks: int,
+        limits: Limits,
+        domain_size: int | None = None,
+        all_gather: DeviceAllGather | None = None,
+    ) -> None:
+        """Connect to the domain's other ranks; returns when all have arrived.
+
+        ``rank`` and ``num_ranks`` are the whole group's, ``rendezvous`` is the domain's, whose
+        ranks it counts from 0. All layers have been adopted by ``pool``. ``all_gather`` gathers the
+        rows of all domains where there are several. Raises what ``rendezvous`` and ``driver``
+        raise, FabricError when a rank differs, UnsupportedError where one's memory is out of reach.
+        """
+        if rendezvous.kind is not driver.kind:
+            raise FabricError(
+                f"memory is shared by {driver.kind.value}, the ranks swap "
+                f"{rendezvous.kind.value}; they must agree"
+            )
+        self.rank, self.num_ranks = rank, num_ranks
+        self.domain = domain_of(rank, num_ranks, domain_size)
+        self._all_gather_rows = all_gather
+        self.limits = limits
+        self._patience_ns = limits.patience_ns  # of the waits that are launched now
+        self.epoch = new_epoch(driver.device)
+        self.status = new_status(driver.device)
+        # the status of a wait that was given up, which a kernel writes; to be looked at at any time
+        self._seen = 0
+        self.reported = torch.zeros(1, dtype=torch.int32, pin_memory=driver.device.type == "cuda")
+        self._driver = driver
+        inbox = inbox_bytes(len(self.domain), limits.row_width)
+        with ExitStack() as undo:
+            signals, pools = self._map_all(pool, rendezvous, inbox, undo)
+            self._inboxes = self._table(signals)  # (D,) int64 by rank of the domain
+            self._flags = self._group_table([address + inbox for address in signals])  # (R,)
+            self._pools = self._group_table(pools)  # (R,)
+            self._undo = undo.pop_all()
+
+    @property
+    def has_several_domains(self) -> bool:
+        """Whether rows are gathered by the engine's own collective as well."""
+        return self._all_gather_rows is not None
+
+    def tables(self, layer: LayerSlots) -> StreamTables:
+        """Where everything of a layer lies; make it once, kernels and graphs hold on to it."""
+        assert layer.chunks.shape[0] <= self.limits.max_chunks, "more chunks than flags"
+        return StreamTables(
+            master_addresses=self._table(layer.master_addresses.tolist()),
+            pool_addresses=self._pools,
+            region_offsets=self._table(layer.region_offsets.tolist()),
+            expert_bytes=self._table(layer.expert_bytes.tolist()),
+            chunks=torch.from_numpy(layer.chunks).to(self._driver.device),
+            flag_addresses=self._flags,
+            max_chunks=self.limits.max_chunks,
+        )
+
+    @property
+    def inboxes(self) -> Inboxes:
+        """Of the domain, for a launch that exchanges this rank's row, of ``row_width`` int32.
+
+        Work after it sees the domain's rows only once every rank of the domain has finished reading
+        its slots of the epoch before.
+        """
+        position = self.rank - self.domain.start
+        return Inboxes(self._inboxes, position, self.epoch, self.status, self._patience_ns)
+
+    def gather(self, row: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """(R, W) int32 of all ranks, for this rank's ``row`` and the ``rows`` of its domain."""
+        return rows if self._all_gather_rows is None else self._all_gather_rows.gather(row)
+
+    def exchange(self, row: torch.Tensor) -> torch.Tensor:
+        """All ranks' rows (R, W) int32 for this rank's ``row`` (W,), by a launch of its own."""
+        if row.shape != (self.limits.row_width,) or row.dtype != torch.int32:
+            raise ValueError(f"{row.shape = } must be ({self.limits.row_width},) int32")
+        return self.gather(row, exchange(row, self.inboxes))
+
+    def sends(self, slot_expert: torch.Tensor, num_masters: int, relay: str) -> Sends:
+        """What this rank sends for ``slot_expert`` (R, S); ``relay`` is ``auto``, ``always`` or
+        ``never``."""
+        return plan_sends(slot_expert, num_masters, relay, len(self.domain), self.rank)
+
+    def stream(
+        self,
+        layer: StreamTables,
+        slot_expert: torch.Tensor,
+        num_masters: int,
+        sends: Sends,
+        decision: torch.Tensor | None = None,
+        epoch: torch.Tensor | None = None,
+    ) -> None:
+        """Push this rank's masters, and forward what it relays, for the plan of this epoch.
+
+        ``slot_expert`` (R, S) int32, and what this rank ``sends`` for it. With ``decision``, (1,)
+        int32, this also holds the stream until this rank's slots, if that is PLANNED and they are
+        filled, have arrived, and writes ``reported``. ``epoch`` (1,) int64 where the next exchange
+        may overtake this, as may the next decision.
+        """
+        stream(
+            sends,
+            slot_expert,
+            num_masters,
+            layer,
+            self.rank,
+            self.epoch if epoch is None else epoch,
+            self.status,
+            self._patience_ns,
+            self.limits.num_programs,
+            decision=decision,
+            reported=self.reported,
+        )
+
+    def follow_up(
+        self,
+        layer: StreamTables,
+        topk_ids: torch.Tensor,
+        counted: Counted,
+        physical: torch.Tensor,
+    ) -> FollowUp:
+        """For a plan whose launch does what ``stream`` would, and looks up ``topk_ids`` (T, K)."""
+        return FollowUp(
+            topk_ids,
+            counted,
+            physical,
+            layer,
+            self._patience_ns,
+            self.limits.num_programs,
+            self.reported,
+        )
+
+    def wait_at_least(self, seconds: float) -> None:
+        """For waits launched from now on, where other ranks may have kernels to compile first.
+
+        Times are whole multiples of what ``limits`` say, which is the least: 0 goes back to that.
+        """
+        patience = self.limits.patience_ns
+        self._patience_ns = patience * max(1, -(-round(seconds * 1e9) // patience))
+
+    def check_peers(self, look: bool = True) -> None:
+        """Raise PeerTimeoutError if a kernel has written to ``reported``.
+
+        Without ``look`` only if the last call with it raised.
+        """
+        if look:
+            self._seen = int(self.reported[0])
+        self._require_ok(self._seen)
+
+    def require_peers(self) -> None:
+        """Raise PeerTimeoutError if a wait was given up. Waits for the device."""
+        self._require_ok(int(self.status.item()))
+
+    def _require_ok(self, status: int) -> None:
+        if not status:
+            return
+        late = [what for bit, what in _TIMEOUTS.items() if bit in DeviceStatus(status)]
+        if late:
+            raise PeerTimeoutError(
+                f"rank {self.rank} gave up waiting for {' and '.join(late)}; "
+                "another rank has died or hangs: restart the engine"
+            )
+
+    def close(self) -> None:
+        """Unmap everybody's memory, after the device has finished; tables are invalid then."""
+        self._driver.synchronize()
+        self._undo.close()
+
+    def _map_all(
+        self, pool: DeviceSlotPool, rendezvous: Rendezvous, inbox: int, undo: ExitStack
+    ) -> tuple[list[int], list[int]]:
+        """Addresses of signals and pools by rank of the domain."""
+        flags = pool.num_slots * self.limits.max_chunks * 8
+        signals = create(self._driver, inbox + flags, undo)
+        mine = MappedMemory(self._driver, [signals])
+        undo.callback(mine.close)
+        self._driver.tensor(mine.address, mine.size).zero_()
+        self._driver.synchronize()  # before anybody can raise a flag in it
+        regions = tuple(region.size for region in pool.regions)
+        device = self._driver.uuid
+        layout = _Layout(signals.size, regions, pool.num_slots, self.limits, device)
+        with ExitStack() as descriptors:
+            handshakes = self._rendezvous(rendezvous, layout, [signals, *pool.regions], descriptors)
+            addresses = []
+            for rank, handshake in zip(self.domain, handshakes, strict=True):
+                if rank == self.rank:
+                    own = MappedMemory(self._driver, pool.regions)
+                    undo.callback(own.close)
+                    addresses.append((mine.address, own.address))
+                else:
+                    addresses.append(self._map(handshake, undo))
+        return [signal for signal, _ in addresses], [slots for _, slots in addresses]
+
+    def _rendezvous(
+        self,
+        rendezvous: Rendezvous,
+        layout: _Layout,
+        mine: list[Allocation],
+        descriptors: ExitStack,
+    ) -> list[Handshake]:
+        """Everybody's handshake; ``descriptors`` closes all that were made or received."""
+        shareables = []
+        for allocation in mine:
+            shareables.append(self._driver.share(allocation.handle))
+            _close_later(shareables[-1], descriptors)
+        handshakes = rendezvous.swap(json.dumps(asdict(layout)).encode(), shareables)
+        for handshake in handshakes:
+            for shareable in handshake.shareables:
+                _close_later(shareable, descriptors)
+        for rank, handshake in zip(self.domain, handshakes, strict=True):
+            theirs = _Layout.from_json(handshake.layout)
+            if theirs != layout:
+                raise FabricError(f"rank {rank} laid out its slots unlike rank {self.rank}")
+            self._driver.require_peer(theirs.device, rank)
+        return handshakes
+
+    def _map(self, handshake: Handshake, undo: ExitStack) -> tuple[int, int]:
+        """Addresses at which another rank's signals and pool are mapped."""
+        layout = _Layout.from_json(handshake.layout)
+        sizes = (layout.signal_bytes, *layout.region_bytes)
+        allocations = []
+        for size, shareable in zip(sizes, handshake.shareables, strict=True):
+            handle = self._driver.receive(shareable)
+            undo.callback(self._driver.release, handle)
+            allocations.append(Allocation(handle, size))
+        mapped = []
+        for group in (allocations[:1], allocations[1:]):
+            mapped.append(MappedMemory(self._driver, group))
+            undo.callback(mapped[-1].close)
+        return mapped[0].address, mapped[1].address
+
+    def _table(self, values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self._driver.device)
+
+    def _group_table(self, addresses: list[int]) -> torch.Tensor:
+        """(R,) int64 with the domain's ``addresses``, 0 for the other domains' ranks."""
+        table = [0] * self.num_ranks
+        table[self.domain.start : self.domain.stop] = addresses
+        return self._table(table)
+
+
+def _close_later(shareable: int | bytes, descriptors: ExitStack) -> None:
+    if isinstance(shareable, int):
+        descriptors.callback(os.close, shareable)

@@ -1,0 +1,123 @@
+"""Balancing where experts live in host memory."""
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from ultraep_kernels.host.count import count
+from ultraep_kernels.host.relays import relay_parents
+from ultraep_kernels.host.reroute import reroute
+
+from ultraep_serve.balance.backend import GroupSetup, LayerSlots, PolicySource
+from ultraep_serve.balance.collectives import HostAllGather
+from ultraep_serve.balance.host.balancer import HostBalancer, row_width
+from ultraep_serve.balance.host.fabric import HostFabric
+from ultraep_serve.balance.host.slots import HostSlotPool
+from ultraep_serve.costs.calibration import Probes, agreed_costs, probe_loads
+from ultraep_serve.costs.model import CostModel
+from ultraep_serve.plan.quota import identity_plan, plan_quota, warm_up
+from ultraep_serve.telemetry.recorder import Recorder
+
+__all__ = ["HostBackend"]
+
+_REPEATS = 3
+_EXCHANGES = 20
+
+
+class HostBackend:
+    """``Backend`` of ranks that find each other in the run directory."""
+
+    def __init__(self, setup: GroupSetup) -> None:
+        self._setup = setup
+        self._layers: list[LayerSlots] = []
+        config = setup.config
+        per_layer = config.slot_memory == "per_layer"
+        self._pool = HostSlotPool(setup.shape.num_replica_slots, config.chunk_bytes, per_layer)
+
+    @property
+    def slot_bytes(self) -> int:
+        return self._pool.size
+
+    def adopt(self, masters: list[torch.Tensor]) -> LayerSlots:
+        self._layers.append(self._pool.adopt(masters))
+        return self._layers[-1]
+
+    def connect(self) -> None:
+        setup, location = self._setup, self._setup.location
+        seconds = setup.config.timeout_seconds
+        all_gather = None
+        if location.num_domains > 1:
+            assert setup.engine_group is not None, "several domains are found through the group"
+            all_gather = HostAllGather(setup.engine_group.on_host, seconds)
+        self._fabric = HostFabric(
+            run_path=setup.config.run_path,
+            rank=location.rank,
+            num_ranks=location.num_ranks,
+            row_width=row_width(setup.shape.num_logical_experts, setup.view),
+            pool=self._pool,
+            max_chunks=max(layer.chunks.shape[0] for layer in self._layers),
+            timeout_seconds=seconds,
+            domain_size=location.domain_size,
+            all_gather=all_gather,
+        )
+        self._fabric.wait_at_least(setup.connect_seconds)
+
+    def calibrate(self, run_layer: Callable[[int], None]) -> CostModel:
+        setup, layer = self._setup, self._layers[0]
+        warm_up(setup.shape)
+        self._warm_up_kernels(layer)
+        expert_bytes = int(layer.expert_bytes.sum())
+        probes = self._probes(layer)
+        return agreed_costs(setup.config.costs, setup.shape, expert_bytes, probes, run_layer)
+
+    def make_balancer(
+        self, policies: PolicySource | None, recorder: Recorder, costs: CostModel
+    ) -> HostBalancer:
+        return HostBalancer(
+            self._setup, self._layers, self._fabric, policies, recorder, costs.integer_costs()
+        )
+
+    def _warm_up_kernels(self, layer: LayerSlots) -> None:
+        """Compile what a planned batch calls, or load it from disk, by planning no tokens."""
+        shape = self._setup.shape
+        loads = np.zeros((shape.num_ranks, shape.num_logical_experts), np.int64)
+        plan = identity_plan(loads, shape, source_rank=0)
+        parents = relay_parents(plan.slot_expert, shape.num_masters, "never", shape.num_ranks)
+        self._fabric.stream(layer, plan.slot_expert, parents, shape.num_masters)
+        for dtype in (torch.int32, torch.int64):  # routers give either
+            no_ids = torch.empty((0, 1), dtype=dtype)
+            count(no_ids, shape.num_logical_experts)
+            reroute(no_ids, plan.share, plan.slot_expert, shape.num_masters)
+
+    def _probes(self, layer: LayerSlots) -> Probes:
+        shape, fabric = self._setup.shape, self._fabric
+        loads, domain_size = probe_loads(shape), self._setup.location.domain_size
+
+        def exchange() -> float:
+            row = np.zeros(1, np.int64)
+            return _best(lambda: [fabric.exchange(row) for _ in range(_EXCHANGES)]) / _EXCHANGES
+
+        def copy_one_expert() -> None:
+            """Master 0 into slot 0, or onto itself where there are no slots."""
+            target = shape.num_masters if shape.num_replica_slots else 0
+            for tensor in layer.tensors:
+                tensor[target].copy_(tensor[0].clone())
+
+        return Probes(
+            seconds=_best,
+            exchange=exchange,
+            send_expert=lambda: _best(copy_one_expert),
+            plan=lambda: _best(lambda: plan_quota(loads, shape, 0, domain_size=domain_size)),
+            gather=lambda values: fabric.exchange(values.view(np.int64)).view(np.float64),
+        )
+
+
+def _best(action: Callable[[], object]) -> float:
+    """Seconds of the fastest of a few runs: what the machine can do, not what disturbed it."""
+    times = []
+    for _ in range(_REPEATS):
+        start = time.perf_counter()
+        action()
+        times.append(time.perf_counter() - start)
+    return min(times)

@@ -1,0 +1,325 @@
+"""The data flow: exact load -> plan -> replicas -> physical ids, for every layer of every batch.
+
+``HostBalancer.route`` is the whole of it, one line per stage. It sits between an engine's router
+and its dispatch; the engine's own dispatch, expert kernels and combine run on unchanged.
+"""
+
+import logging
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from ultraep_kernels.contract import (
+    CHECKSUM,
+    FULL_SPEED,
+    HEADER_WIDTH,
+    POLICY,
+    SPEEDS,
+    THRESHOLD,
+    TIME,
+    UNKNOWN,
+    Choice,
+)
+from ultraep_kernels.host.count import count
+from ultraep_kernels.host.exchange import write_row
+from ultraep_kernels.host.reroute import reroute
+
+from ultraep_serve.balance.backend import GroupSetup, LayerSlots, PolicySource
+from ultraep_serve.balance.host.fabric import HostFabric
+from ultraep_serve.balance.physical import (
+    experts_sent,
+    forced_ids,
+    identity_table,
+    master_ids,
+)
+from ultraep_serve.balance.speeds import RankSpeeds, expert_clock
+from ultraep_serve.costs.model import (
+    IntegerCosts,
+    Transfer,
+    saved_picoseconds,
+    transfer_of,
+)
+from ultraep_serve.costs.relays import chosen_parents
+from ultraep_serve.plan.eplb_slots import LoadHistory
+from ultraep_serve.plan.quota import plan_quota
+from ultraep_serve.plan.times import least_time, rank_times
+from ultraep_serve.telemetry.recorder import Recorder, Stopwatch
+from ultraep_serve.types import (
+    Decision,
+    ExpertShape,
+    IntArray,
+    Plan,
+    Policy,
+    SpeedSource,
+    Stage,
+    TokenView,
+)
+
+__all__ = ["HostBalancer", "row_width"]
+
+logger = logging.getLogger(__name__)
+
+_ONE_EXPERT = Transfer(busiest_sender=1, busiest_receiver=1)  # the least a plan can move
+_MILLION = 10**6
+
+
+def row_width(num_logical_experts: int, view: TokenView) -> int:
+    """int64 that a rank contributes to an exchange; loads travel only where they differ."""
+    return HEADER_WIDTH + (num_logical_experts if view is TokenView.OWN else 0)
+
+
+class HostBalancer:
+    """Balances the MoE layers of one rank. All ranks must call ``route`` in the same order."""
+
+    def __init__(
+        self,
+        setup: GroupSetup,
+        layers: list[LayerSlots],
+        fabric: HostFabric,
+        policies: PolicySource | None,
+        recorder: Recorder,
+        costs: IntegerCosts | None = None,
+    ) -> None:
+        """``layers`` in the order they run; ``policies`` is rank 0's, the others follow it.
+
+        ``costs``, the same on every rank, decide when moving weights pays; without them it
+        always does.
+        """
+        self._config, self._view = setup.config, setup.view
+        self._shape = shape = setup.shape
+        self._source_rank = setup.source_rank
+        self._domain_size = setup.location.domain_size
+        self._layers = layers
+        self._fabric = fabric
+        self._policies = policies
+        self._recorder = recorder
+        self._costs = costs
+        self._history = LoadHistory(len(layers))
+        self._speeds = RankSpeeds(setup.config.speeds, fabric.rank, shape, costs)
+        self._identity = torch.from_numpy(
+            identity_table(shape.num_logical_experts, shape.num_ranks, shape.num_slots)
+        )
+        self._batch = 0
+        self._batch_policy: Policy | None = None  # agreed on in the first layer of the batch
+        self._threshold = _MILLION  # imbalance in millionths, agreed on with the policy
+        self._time = 0  # of an assignment, in picoseconds, that this rank publishes
+        self._warned = False
+        self._routed: _Routed | None = None  # what `computed` will record
+
+    def route(
+        self, layer: int, topk_ids: torch.Tensor, batch_tokens: int, micro_batch: int = 0
+    ) -> torch.Tensor:
+        """Physical ids (T, K) int32 for logical ``topk_ids`` (T, K), padding -1 kept.
+
+        ``layer`` counts MoE layers from 0 in the order they run, ``batch_tokens`` is the batch's
+        token count over all ranks. Micro-batches overlap on GPUs only; here there is number 0.
+        Raises PeerTimeoutError when a rank is gone.
+        """
+        assert micro_batch == 0, "layers of a host run one after another"
+        first = layer == 0
+        if first:
+            self._batch += 1
+            self._batch_policy = None
+            self._time = self._speeds.end_batch()
+        if batch_tokens < self._config.min_batch_tokens:
+            return self._skip(first, Decision.SMALL, topk_ids)
+        if not first and self._batch_policy is Policy.OFF:
+            return self.identity(topk_ids)
+        watch = Stopwatch()
+        load, unknown = count(topk_ids, self._shape.num_logical_experts)
+        watch.lap(Stage.COUNT)
+        loads, inconsistent = self._exchange(load, unknown)
+        watch.lap(Stage.EXCHANGE)
+        if self._batch_policy is Policy.OFF:
+            return self._skip(first, Decision.POLICY_OFF, topk_ids)
+        decision, plan = self._plan(layer, loads, inconsistent)
+        watch.lap(Stage.PLAN)
+        sent = self._replicate(layer, plan)
+        watch.lap(Stage.REPLICATE)
+        physical = self._reroute(topk_ids, plan, decision)
+        watch.lap(Stage.REROUTE)
+        self._wait_slots(layer, plan)
+        watch.lap(Stage.WAIT)
+        self._routed = _Routed(layer, batch_tokens, decision, loads, plan, sent, watch)
+        expert_clock.take()  # what was computed apart from batches
+        return physical
+
+    def computed(self, micro_batch: int = 0) -> None:
+        """The engine has finished the layer that ``route`` was called for last: record it."""
+        if self._routed is not None:
+            self._routed.watch.lap(Stage.COMPUTE)
+            self._record(self._routed, expert_clock.take())
+            self._routed = None
+
+    def end_loading(self) -> None:
+        """From now on the others answer within the timeout; until then they may be compiling."""
+        self._fabric.wait_at_least(0)
+
+    def identity(self, topk_ids: torch.Tensor) -> torch.Tensor:
+        """Every assignment to its master, (T, K) int32; padding and unknown ids become -1."""
+        return master_ids(topk_ids, self._identity)
+
+    def _skip(self, first: bool, decision: Decision, topk_ids: torch.Tensor) -> torch.Tensor:
+        if first:
+            self._recorder.count_batch(decision)
+        return self.identity(topk_ids)
+
+    def _exchange(self, load: NDArray[np.int64], unknown: int) -> tuple[NDArray[np.int64], bool]:
+        """Loads (R, E) and whether ranks contradict each other; agrees on the batch's policy too.
+
+        Tokens that all ranks see count as rank 0's, so that every rank splits them alike.
+        """
+        has_load = self._view is TokenView.OWN
+        rows = self._fabric.exchange(write_row(load, unknown, self._choice(), has_load))
+        if self._batch_policy is None:
+            self._agree(rows)
+        inconsistent = bool(rows[:, UNKNOWN].any())
+        if has_load:
+            return rows[:, HEADER_WIDTH:], inconsistent
+        loads = np.zeros((self._shape.num_ranks, load.size), dtype=np.int64)
+        loads[0] = load
+        return loads, inconsistent or bool((rows[:, CHECKSUM] != rows[0, CHECKSUM]).any())
+
+    def _choice(self) -> Choice:
+        """What this rank says at the first layer of a batch."""
+        if self._batch_policy is not None:
+            return Choice()
+        if self._policies is None:
+            return Choice(time=self._time)
+        asked = self._policies
+        threshold, speeds = asked.max_imbalance_millionths, asked.speeds.code
+        return Choice(asked.policy.code, threshold, speeds, self._time)
+
+    def _agree(self, rows: NDArray[np.int64]) -> None:
+        """What holds for this batch, by all ranks' rows (R, W) of its first layer."""
+        self._batch_policy = list(Policy)[int(rows[0, POLICY])]
+        asked, configured = int(rows[0, THRESHOLD]), round(self._config.max_imbalance * _MILLION)
+        self._threshold = asked if asked >= _MILLION else configured
+        self._speeds.begin_batch(rows[:, TIME], list(SpeedSource)[int(rows[0, SPEEDS])])
+
+    def _plan(
+        self, layer: int, loads: NDArray[np.int64], inconsistent: bool
+    ) -> tuple[Decision, Plan | None]:
+        """What to do with these loads; there is a plan where the decision is PLANNED."""
+        if inconsistent:
+            self._warn("ids or loads differ between ranks; inconsistent batches are not balanced")
+            return Decision.INCONSISTENT, None
+        if self._batch_policy is Policy.IDEAL:
+            return Decision.FORCED, None
+        speeds = self._speeds.values
+        if self._batch_policy is Policy.EPLB_SLOTS:
+            stale = self._history.plan(
+                layer, loads, self._shape, self._source_rank, self._domain_size, speeds
+            )
+            return (Decision.PLANNED if stale else Decision.UNPROFITABLE), stale
+        load = self._rank_loads(loads)
+        before = int(rank_times(load, speeds).max())
+        whole = int(load.sum()) * FULL_SPEED
+        if before * int(speeds.sum()) * _MILLION <= self._threshold * whole:
+            return Decision.BALANCED, None
+        size = self._domain_size
+        if not self._pays(before, least_time(load, speeds, domain_size=size), _ONE_EXPERT):
+            return Decision.UNPROFITABLE, None
+        plan = plan_quota(loads, self._shape, self._source_rank, domain_size=size, speeds=speeds)
+        transfer = transfer_of(plan.slot_expert, self._shape.num_masters)
+        after = int(rank_times(plan.quota.sum(axis=0), speeds).max())
+        if not self._pays(before, after, transfer):
+            return Decision.UNPROFITABLE, None
+        return Decision.PLANNED, plan
+
+    def _pays(self, before: int, after: int, transfer: Transfer) -> bool:
+        """Whether moving weights saves time: the busiest rank's is ``before`` or ``after``."""
+        if self._costs is None:
+            return after < before
+        return saved_picoseconds(before, after, self._shape, transfer, self._costs) > 0
+
+    def _replicate(self, layer: int, plan: Plan | None) -> int:
+        """Push and relay this rank's part; returns bytes sent."""
+        if plan is None:
+            return 0
+        shape = self._shape
+        parents = self._parents(plan.slot_expert)
+        slots = self._layers[layer]
+        self._fabric.stream(slots, plan.slot_expert, parents, shape.num_masters)
+        sent = experts_sent(self._fabric.rank, plan.slot_expert, parents, shape.num_masters)
+        return sent * int(slots.expert_bytes.sum())
+
+    def _parents(self, slot_expert: IntArray) -> NDArray[np.int64]:
+        masters, mode = self._shape.num_masters, self._config.relay
+        return chosen_parents(slot_expert, masters, mode, self._domain_size, self._costs)
+
+    def _reroute(
+        self, topk_ids: torch.Tensor, plan: Plan | None, decision: Decision
+    ) -> torch.Tensor:
+        if decision is Decision.FORCED:
+            return forced_ids(topk_ids, self._identity, torch.from_numpy(self._speeds.values))
+        if plan is None:
+            return self.identity(topk_ids)
+        return reroute(topk_ids, plan.share, plan.slot_expert, self._shape.num_masters)
+
+    def _wait_slots(self, layer: int, plan: Plan | None) -> None:
+        if plan is not None:
+            self._fabric.wait_slots(self._layers[layer], plan.slot_expert)
+
+    def _record(self, routed: "_Routed", experts_ns: int) -> None:
+        if routed.decision is not Decision.INCONSISTENT:
+            self._history.add(routed.layer, routed.loads)
+        before, speeds = self._rank_loads(routed.loads), self._speeds.values
+        after = before
+        if routed.decision is Decision.FORCED:
+            after = before.sum() * speeds // speeds.sum()
+        slot_expert, slot_load = _empty_slots(self._shape), None
+        if routed.plan is not None:
+            after = routed.plan.quota.sum(axis=0)
+            slot_expert = routed.plan.slot_expert
+            ranks = np.arange(self._shape.num_ranks)[:, None]
+            slot_load = np.where(slot_expert >= 0, routed.plan.quota[slot_expert, ranks], 0)
+        self._speeds.add_layer(experts_ns, after)
+        received = int((slot_expert[self._fabric.rank] >= 0).sum())
+        self._recorder.record(
+            layer=routed.layer,
+            batch=self._batch,
+            tokens=routed.batch_tokens,
+            decision=routed.decision,
+            policy=self._batch_policy or Policy.OFF,
+            replicas=int((slot_expert >= 0).sum()),
+            bytes_sent=routed.sent,
+            bytes_received=received * int(self._layers[routed.layer].expert_bytes.sum()),
+            stage_ns=routed.watch.nanoseconds,
+            load_before=before,
+            load_after=after,
+            slot_expert=slot_expert,
+            slot_load=slot_load,
+            expert_load=routed.loads.sum(axis=0),
+            speed=speeds,
+            experts_ns=experts_ns,
+        )
+
+    def _rank_loads(self, loads: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Assignments per rank (R,) when every expert is computed by its master."""
+        total: NDArray[np.int64] = loads.sum(axis=0)
+        by_rank: NDArray[np.int64] = total.reshape(self._shape.num_ranks, -1).sum(axis=1)
+        return by_rank
+
+    def _warn(self, text: str) -> None:
+        if not self._warned:
+            self._warned = True
+            logger.warning("%s", text)
+
+
+@dataclass(frozen=True)
+class _Routed:
+    """A layer between ``route`` and ``computed``."""
+
+    layer: int
+    batch_tokens: int
+    decision: Decision
+    loads: NDArray[np.int64]  # (R, E)
+    plan: Plan | None
+    sent: int  # bytes
+    watch: Stopwatch
+
+
+def _empty_slots(shape: ExpertShape) -> IntArray:
+    return np.full((shape.num_ranks, shape.num_replica_slots), -1, dtype=np.int32)

@@ -1,0 +1,324 @@
+"""How the ranks of one domain reach each other: shared memory, epochs and bounded waits.
+
+Every rank owns a segment (its flag, its two rows, its chunk flags) and a slot pool, both anonymous
+shared memory that vanishes with its last process. Ranks find each other's through a handshake
+file in the run directory, which names the process and its descriptors.
+
+An epoch is one exchange. All ranks run the same exchanges in the same order, so the epoch is a
+local counter, flags only grow, and nothing is ever reset.
+
+Tables are indexed by rank of the whole group, as plans are; other domains' entries are 0, since no
+plan moves weights there.
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from ultraep_kernels.contract import FLAG_BYTES
+from ultraep_kernels.host.exchange import gather_rows, post_row, wait_flags
+from ultraep_kernels.host.stream import stream_chunks
+
+from ultraep_serve.balance.backend import CONNECT_FACTOR, LayerSlots
+from ultraep_serve.balance.collectives import HostAllGather
+from ultraep_serve.balance.host.slots import HostSlotPool, map_pool, unmap
+from ultraep_serve.balance.topology import domain_of, is_process_alive
+from ultraep_serve.errors import FabricError, OutputError, PeerTimeoutError
+from ultraep_serve.system.files import write_whole
+from ultraep_serve.telemetry.run_directory import hold_again
+
+__all__ = ["HostFabric"]
+
+_SPINS = 20_000  # looks at a flag before the core is offered to others, some tens of microseconds
+_PATIENT_SECONDS = 2e-3  # waiting for longer than this sleeps instead of looking on
+_NAP_SECONDS = 5e-5
+_LIVENESS_SECONDS = 0.05  # between two looks at whether the other processes still exist
+
+
+@dataclass(frozen=True)
+class _Handshake:
+    """What a rank publishes about itself."""
+
+    process: int
+    segment: int  # file descriptor
+    segment_bytes: int
+    pool: int  # file descriptor
+    pool_bytes: int
+    row_width: int
+    num_slots: int
+    max_chunks: int
+
+    @property
+    def slot_layout(self) -> tuple[int, ...]:
+        """What must be the same on every rank."""
+        return self.row_width, self.num_slots, self.max_chunks, self.pool_bytes
+
+
+class HostFabric:
+    """Exchange between all ranks, and streaming between those of one domain."""
+
+    def __init__(
+        self,
+        run_path: Path,
+        rank: int,
+        num_ranks: int,
+        row_width: int,
+        pool: HostSlotPool,
+        max_chunks: int,
+        timeout_seconds: float,
+        domain_size: int | None = None,
+        all_gather: HostAllGather | None = None,
+    ) -> None:
+        """Find the domain's other ranks in ``run_path``; returns when all have arrived.
+
+        ``rank`` and ``num_ranks`` are the whole group's. ``row_width`` int64 per exchanged row;
+        ``max_chunks`` chunks of the largest expert. ``all_gather`` gathers the rows of all domains
+        where there are several.
+        Raises PeerTimeoutError when a rank does not come, FabricError when it differs.
+        """
+        self.rank = rank
+        self.num_ranks = num_ranks
+        self.domain = domain_of(rank, num_ranks, domain_size)
+        self._all_gather_rows = all_gather
+        self.epoch = 0
+        self._timeout_seconds = self._patience_seconds = timeout_seconds
+        self._row_width = row_width
+        self._max_chunks = max_chunks
+        chunk_flags = FLAG_BYTES + 2 * row_width * 8
+        segment_bytes = chunk_flags + pool.num_slots * max_chunks * 8
+        segment = os.memfd_create("ultraep-fabric", os.MFD_CLOEXEC)
+        os.ftruncate(segment, segment_bytes)
+        handshake = _Handshake(
+            process=os.getpid(),
+            segment=segment,
+            segment_bytes=segment_bytes,
+            pool=pool.descriptor,
+            pool_bytes=pool.size,
+            row_width=row_width,
+            num_slots=pool.num_slots,
+            max_chunks=max_chunks,
+        )
+        self._mappings: list[tuple[int, int]] = []
+
+        path = run_path / f"handshake-{rank}.json"
+        path.unlink(missing_ok=True)  # of an earlier run
+
+        def publish() -> None:
+            _publish(path, handshake)
+
+        self._handshakes = self._rendezvous(run_path, handshake, publish)
+        segments, pools = self._map_all()
+        inside = segments[self.domain.start : self.domain.stop]
+        self._flags = inside
+        self._rows = inside + FLAG_BYTES
+        self._chunk_flags = np.where(segments > 0, segments + chunk_flags, 0)
+        self._pools = pools
+        self._exchange_inside(np.zeros(row_width, dtype=np.int64), publish)  # all have mapped all
+        os.close(segment)
+        path.unlink(missing_ok=True)
+
+    def wait_at_least(self, seconds: float) -> None:
+        """For waits from now on, where other ranks may have to compile first.
+
+        The least is the timeout: 0 goes back to that.
+        """
+        self._patience_seconds = max(seconds, self._timeout_seconds)
+
+    def exchange(self, row: NDArray[np.int64]) -> NDArray[np.int64]:
+        """All ranks' rows (R, W) int64 for this rank's ``row`` (W,), W at most ``row_width``.
+
+        Returns only after every rank of the domain has finished reading its replica slots of the
+        epoch before.
+        """
+        rows = self._exchange_inside(row)
+        if self._all_gather_rows is None:
+            return rows
+        return self._all_gather_rows.gather(row, self._patience_seconds)
+
+    def _exchange_inside(
+        self, row: NDArray[np.int64], meanwhile: Callable[[], None] | None = None
+    ) -> NDArray[np.int64]:
+        """The domain's rows (D, W); calls ``meanwhile`` again and again until they are there."""
+        if row.size > self._row_width:
+            raise ValueError(f"{row.size} values do not fit into a row of {self._row_width}")
+        self.epoch += 1
+        padded = row
+        if row.size < self._row_width:
+            padded = np.zeros(self._row_width, dtype=np.int64)
+            padded[: row.size] = row
+        position = self.rank - self.domain.start
+        post_row(int(self._flags[position]), int(self._rows[position]), self.epoch, padded)
+
+        def is_done(spins: int) -> bool:
+            if meanwhile is not None:
+                meanwhile()
+            return self._arrived(self._flags, spins)
+
+        self._wait(is_done, "the load exchange")
+        return gather_rows(self._rows, self.epoch, self._row_width)[:, : row.size]
+
+    def stream(
+        self,
+        layer: LayerSlots,
+        slot_expert: NDArray[np.int32],
+        parents: NDArray[np.int64],
+        num_masters: int,
+    ) -> None:
+        """Push this rank's masters, and forward what it relays, for the plan of this epoch.
+
+        ``slot_expert``, ``parents`` (R, S). Raises PeerTimeoutError when a relay does not deliver.
+        """
+        progress = np.zeros(slot_expert.shape, dtype=np.int64)
+
+        def push(spins: int) -> bool:
+            return bool(
+                stream_chunks(
+                    parents,
+                    slot_expert,
+                    num_masters,
+                    layer.master_addresses,
+                    self._pools,
+                    layer.region_offsets,
+                    layer.expert_bytes,
+                    layer.chunks,
+                    self._chunk_flags,
+                    self._max_chunks,
+                    self.rank,
+                    self.epoch,
+                    progress,
+                    spins,
+                )
+            )
+
+        self._wait(push, "a relayed expert")
+
+    def wait_slots(self, layer: LayerSlots, slot_expert: NDArray[np.int32]) -> None:
+        """Return when this rank's filled slots, ``slot_expert`` (R, S), have all arrived."""
+        slots = np.flatnonzero(slot_expert[self.rank] >= 0)
+        if slots.size:
+            chunk = np.arange(layer.chunks.shape[0])
+            offsets = (slots[:, None] * self._max_chunks + chunk) * 8
+            flags = self._chunk_flags[self.rank] + offsets.reshape(-1)
+            self._wait(lambda spins: self._arrived(flags, spins), "replicated experts")
+
+    def close(self) -> None:
+        """Unmap the other ranks' memory."""
+        for address, size in self._mappings:
+            unmap(address, size)
+        self._mappings.clear()
+
+    def _arrived(self, flags: NDArray[np.int64], spins: int) -> bool:
+        return bool(wait_flags(flags, self.epoch, spins) == flags.size)
+
+    def _wait(self, is_done: Callable[[int], bool], what: str) -> None:
+        """Return once ``is_done(polls)``, which makes so many polls, is true.
+
+        Looks on for some microseconds, then lets others have the core between looks, then naps:
+        where ranks outnumber cores, the one waited for needs this one's.
+        """
+        if is_done(_SPINS):
+            return
+        now = started = time.monotonic()
+        next_liveness = started + _LIVENESS_SECONDS
+        while True:
+            if now - started < _PATIENT_SECONDS:
+                os.sched_yield()
+            else:
+                time.sleep(_NAP_SECONDS)
+            now = time.monotonic()
+            if is_done(_SPINS if now - started < _PATIENT_SECONDS else 1):
+                return
+            if now >= next_liveness:
+                self._require_peers(is_done, what, now - started)
+                next_liveness = now + _LIVENESS_SECONDS
+
+    def _require_peers(self, is_done: Callable[[int], bool], what: str, waited: float) -> None:
+        """Raise PeerTimeoutError where waiting longer cannot help: a rank died, or time is over."""
+        behind = [
+            rank
+            for position, rank in enumerate(self.domain)
+            if not self._arrived(self._flags[position : position + 1], spins=1)
+        ]
+        suspects = behind or self.domain
+        dead = [rank for rank in suspects if not is_process_alive(self._handshakes[rank].process)]
+        timed_out = waited > self._patience_seconds
+        if not (dead or timed_out) or is_done(1):  # it may have answered before it ended
+            return
+        ranks = dead or behind
+        culprit = f"rank {', '.join(map(str, ranks))}" if ranks else "another rank"
+        reason = "has died" if dead else f"did not answer within {self._patience_seconds:g} s"
+        raise PeerTimeoutError(
+            f"rank {self.rank} waits for {what}: {culprit} {reason}; restart the engine"
+        )
+
+    def _rendezvous(
+        self, run_path: Path, own: _Handshake, publish: Callable[[], None]
+    ) -> dict[int, _Handshake]:
+        """The handshakes of the domain's ranks, by rank; ``publish`` leaves this one's."""
+        deadline = time.monotonic() + self._timeout_seconds * CONNECT_FACTOR
+        handshakes: dict[int, _Handshake] = {}
+        for rank in self.domain:
+            path = run_path / f"handshake-{rank}.json"
+            while (found := _published(path)) is None:
+                publish()
+                if time.monotonic() > deadline:
+                    raise PeerTimeoutError(
+                        f"rank {self.rank} waited for rank {rank} of {self.num_ranks}, which did "
+                        "not come; look for its error in the engine's log"
+                    )
+                time.sleep(0.01)
+            handshakes[rank] = found
+        for rank, other in handshakes.items():
+            if other.slot_layout != own.slot_layout:
+                raise FabricError(f"rank {rank} laid out its slots unlike rank {self.rank}")
+        return handshakes
+
+    def _map_all(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Addresses of segments and pools (R,), 0 for the ranks of other domains."""
+        segments = np.zeros(self.num_ranks, dtype=np.int64)
+        pools = np.zeros(self.num_ranks, dtype=np.int64)
+        for rank, handshake in self._handshakes.items():
+            segments[rank] = self._map(
+                handshake.process, handshake.segment, handshake.segment_bytes
+            )
+            pools[rank] = self._map(handshake.process, handshake.pool, handshake.pool_bytes)
+        return segments, pools
+
+    def _map(self, process: int, descriptor: int, size: int) -> int:
+        try:
+            mine = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR)
+        except OSError as error:
+            raise FabricError(
+                f"cannot open the shared memory of process {process}: {error}; "
+                "the ranks of a domain must run on one host, as one user, in one process namespace"
+            ) from error
+        try:
+            address = map_pool(mine, size)
+        finally:
+            os.close(mine)
+        self._mappings.append((address, size))
+        return address
+
+
+def _publish(path: Path, own: _Handshake) -> None:
+    """Leave ``own`` at ``path``, also where somebody has deleted it or its directory meanwhile."""
+    if path.exists():
+        return
+    try:
+        hold_again(path.parent)
+        write_whole(path, json.dumps(asdict(own)).encode())
+    except OutputError as error:
+        if not isinstance(error.__cause__, FileNotFoundError):  # deleted under the hand: again soon
+            raise
+
+
+def _published(path: Path) -> _Handshake | None:
+    try:
+        return _Handshake(**json.loads(path.read_text()))
+    except FileNotFoundError:
+        return None

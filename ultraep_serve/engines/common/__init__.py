@@ -1,0 +1,1 @@
+"""What the adapters of all engines share; imports no engine."""

@@ -1,0 +1,91 @@
+"""What is left to do when an engine's first process ends: tidy up, and say why it did not come up.
+
+Ranks are processes of the engine's own, which kills them without asking. What they raise is
+followed in its log by the errors of the processes that waited for them. So the process that was
+started first removes their run directory, and says the reason once more.
+"""
+
+import contextlib
+import os
+import sys
+import tempfile
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ultraep_serve.balance.topology import is_process_alive
+from ultraep_serve.config import first_process
+from ultraep_serve.errors import FabricError, UltraEPError
+from ultraep_serve.system.files import open_regular
+from ultraep_serve.telemetry.run_directory import remove_run_directories
+
+__all__ = ["repeated_at_exit", "tidy_up_at_exit"]
+
+_MAX_BYTES = 1 << 16
+_SECONDS = 10.0  # for ranks to be gone after the engine has ended them
+
+
+class _AtExit:
+    """Lives as long as the process."""
+
+
+_at_exit = _AtExit()
+
+
+def tidy_up_at_exit() -> None:
+    """In the process that was started first: do the above when it ends.
+
+    Finalizers run last created first, so the engine, which is started later, has ended its ranks
+    by then. ``atexit`` would call this while they live.
+    """
+    if first_process() == os.getpid():
+        weakref.finalize(_at_exit, _tidy_up)
+        _remove_stale_reasons()
+
+
+@contextmanager
+def repeated_at_exit() -> Iterator[None]:
+    """An error of ours that is raised within is said again when the first process ends."""
+    try:
+        yield
+    except UltraEPError as error:
+        with contextlib.suppress(OSError):  # the log has it in any case
+            _leave(error)
+        raise
+
+
+def _leave(error: UltraEPError) -> None:
+    """A rank that lost another one leaves nothing where that one did: its reason is the reason."""
+    path = _path(first_process())
+    if isinstance(error, FabricError) and path.exists():
+        return
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+    with os.fdopen(os.open(path, flags, 0o600), "w") as file:
+        if os.fstat(file.fileno()).st_uid == os.getuid():
+            file.write(str(error))
+
+
+def _tidy_up() -> None:
+    remove_run_directories(os.getpid(), _SECONDS)
+    path = _path(os.getpid())
+    with contextlib.suppress(OSError):
+        with os.fdopen(open_regular(path), "rb") as file:
+            if os.fstat(file.fileno()).st_uid == os.getuid():
+                reason = file.read(_MAX_BYTES).decode(errors="replace")
+                sys.stderr.write(f"ultraep: error: {reason}\n")
+                sys.stderr.flush()
+        path.unlink()
+
+
+def _remove_stale_reasons() -> None:
+    """Those of ranks that failed after their first process had ended."""
+    for path in _path(0).parent.glob(f"{_path(0).name[:-1]}*"):
+        process = path.name.rpartition("-")[2]
+        if process.isdecimal() and not is_process_alive(int(process)):
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+def _path(process: int) -> Path:
+    return Path(tempfile.gettempdir()) / f"ultraep-{os.getuid()}-refused-{process}"

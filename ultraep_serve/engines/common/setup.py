@@ -1,0 +1,300 @@
+"""What every adapter does once its engine has loaded a model; knows no engine.
+
+The MoE layers of one process are taken over together: the ranks find out how they lie on hosts,
+their expert tensors move in front of the replica slots, the ranks connect, and from then on one
+balancer routes all of them.
+"""
+
+import functools
+import logging
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from multiprocessing.util import Finalize
+
+import torch
+from torch import nn
+
+from ultraep_serve.balance.backend import Backend, GroupSetup
+from ultraep_serve.balance.collectives import EngineGroup
+from ultraep_serve.balance.cuda.recording import is_capturing
+from ultraep_serve.balance.physical import identity_table
+from ultraep_serve.balance.speeds import fixed_speeds
+from ultraep_serve.balance.topology import Location, PipelineStage
+from ultraep_serve.balance.watch import RankWatch
+from ultraep_serve.config import BalanceConfig
+from ultraep_serve.engines.common.rendezvous import (
+    find_location,
+    meet,
+    meet_hosts,
+    meet_stages,
+    wait_for_all,
+)
+from ultraep_serve.errors import SERVE_UNBALANCED, UltraEPError, UnsupportedError
+from ultraep_serve.telemetry.control import ControlPage
+from ultraep_serve.telemetry.recorder import Recorder
+from ultraep_serve.telemetry.run_directory import hold_again
+from ultraep_serve.telemetry.schema import RingState
+from ultraep_serve.telemetry.spool import SpoolSource, SpoolWriter
+from ultraep_serve.types import ExpertShape, TokenView
+
+__all__ = [
+    "BalancedLayers",
+    "Batch",
+    "balanced_ids",
+    "make_backend",
+    "require_one_number",
+]
+
+
+def make_backend(device: torch.device, setup: GroupSetup) -> Backend:
+    """The backend for experts on ``device``. Raises UnsupportedError, ConfigError."""
+    location = setup.location
+    if device.type == "cpu":
+        if location.spans_hosts:
+            raise UnsupportedError(
+                f"--domain-size {location.domain_size}: a CPU's memory is out of other hosts' "
+                f"reach; use at most the {location.host_size} ranks of a host, {SERVE_UNBALANCED}"
+            )
+        from ultraep_serve.balance.host.backend import HostBackend
+
+        return HostBackend(setup)
+    if device.type != "cuda":
+        raise UnsupportedError(f"experts on {device} cannot be balanced; serve with policy off")
+    # Only here: needs Triton, which a host without a GPU may do without.
+    from ultraep_serve.balance.cuda.backend import DeviceBackend
+    from ultraep_serve.balance.cuda.driver import HandleKind, open_driver
+
+    index = torch.cuda.current_device() if device.index is None else device.index
+    kind = HandleKind.FABRIC if location.spans_hosts else HandleKind.FILE_DESCRIPTOR
+    return DeviceBackend(setup, open_driver(index, kind))
+
+
+_ONLY_STAGE = PipelineStage()
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The batch, or the micro-batch, that a layer is called for."""
+
+    tokens: int  # over all ranks, padding included, the same on every rank
+    request_tokens: int | None = None  # this rank's first rows that belong to requests; None: all
+    micro_batch: int = 0  # numbered from 0; the next may be routed before this one is computed
+
+
+class BalancedLayers:
+    """All MoE layers of this rank, balanced together with those of the other ranks."""
+
+    def __init__(
+        self,
+        config: BalanceConfig,
+        shape: ExpertShape,
+        view: TokenView,
+        layers: Sequence[Sequence[nn.Parameter]],
+        rank: int,
+        engine: str,
+        run_layer: Callable[[int], None],
+        group: EngineGroup | None = None,
+        pipeline: PipelineStage = _ONLY_STAGE,
+        make_backend: Callable[[torch.device, GroupSetup], Backend] = make_backend,
+    ) -> None:
+        """``layers`` in the order they run, each the tensors (L, ...) that make up its experts.
+
+        The parameters become (L + S, ...) in place. ``run_layer`` computes the first layer
+        for a batch that gives every rank's masters so many assignments, to be timed; all ranks
+        call it together. ``group`` is the engine's, of all ranks; without it they share this host.
+        ``pipeline`` is the stage that they run: other stages have ranks and layers of their own,
+        and share the run directory.
+        Returns when all ranks have come this far.
+        Raises UnsupportedError for tensors that cannot be moved and for ranks that form no domains,
+        ConfigError where hosts were started with other flags or there is not one speed per rank,
+        PeerTimeoutError when a rank does not come.
+        """
+        fixed_speeds(config.speeds, shape.num_ranks)
+        location = find_location(config, rank, shape.num_ranks, group)
+        config = meet(config, location, group, pipeline)
+        self._run_path, self._pipeline = config.run_path, pipeline
+        hold_again(self._run_path)
+        config = _in_own_directory(config, pipeline)
+        self._setup = setup = GroupSetup(config, shape, view, location, group)
+        self._num_layers = len(layers)
+        backend = make_backend(layers[0][0].device, setup)
+        for parameters in layers:
+            _adopt(parameters, backend)
+        self._slot_bytes = backend.slot_bytes
+        if location.is_host_primary:
+            ControlPage.open_or_create(self._run_path, config.policy).close()
+        self._recorder = self._create_recorder(engine)
+        backend.connect()
+        wait_for_all(setup)
+        self._control = control = ControlPage.open_or_create(self._run_path, config.policy)
+        primary = location.is_host_primary and pipeline.number == 0
+        self._recorder.at_heartbeat(lambda: control.follow(put_back=primary))
+        self._watch_others()
+        self._spool = self._create_spool(engine)
+        self._costs = backend.calibrate(run_layer)
+        policies = self._control if rank == 0 else None
+        self._balancer = backend.make_balancer(policies, self._recorder, self._costs)
+        self._prefills = 0  # until the second: in the first the engine may compile
+
+    @property
+    def location(self) -> Location:
+        """Where this rank is among all ranks."""
+        return self._setup.location
+
+    def _create_recorder(self, engine: str) -> Recorder:
+        setup, config = self._setup, self._setup.config
+        recorder = Recorder.create(
+            run_path=self._run_path,
+            rank=setup.location.rank,
+            shape=setup.shape,
+            num_layers=self._num_layers,
+            ring_records=config.ring_records,
+            engine=engine,
+            mode=setup.view.value,
+            slot_bytes=self._slot_bytes,
+            timeout_seconds=config.timeout_seconds,
+            location=setup.location,
+            pipeline=self._pipeline,
+        )
+        recorder.set_policy(config.policy)  # until a batch says otherwise
+        # Before the run directory is left: a recorder makes a ring anew that somebody deleted.
+        Finalize(None, recorder.close, exitpriority=1)
+        return recorder
+
+    def _watch_others(self) -> None:
+        """From now on; until here ranks may load for longer than the timeout."""
+        setup = self._setup
+        watch = RankWatch(
+            self._run_path,
+            setup.location,
+            setup.config.timeout_seconds,
+            setup.connect_seconds,
+            self._recorder,
+            meet_hosts(setup, self._pipeline),
+            self._pipeline,
+            meet_stages(setup, self._pipeline),
+        )
+        self._recorder.at_heartbeat(watch.look)
+        Finalize(None, watch.close, exitpriority=2)
+
+    def _create_spool(self, engine: str) -> SpoolWriter | None:
+        """Where all ranks see the same tokens, one records them; of a pipeline the first stage.
+
+        Layers of overlapping micro-batches come mixed, which a recording has no place for.
+        """
+        setup, rank = self._setup, self._setup.location.rank
+        is_shared = setup.view is TokenView.SHARED
+        if (is_shared and rank != 0) or setup.shape.num_micro_batches > 1 or self._pipeline.number:
+            return None
+        source = SpoolSource(
+            rank=rank,
+            num_ranks=setup.shape.num_ranks,
+            num_layers=self._num_layers,
+            num_experts=setup.shape.num_logical_experts,
+            min_batch_tokens=setup.config.min_batch_tokens,
+            is_shared=is_shared,
+            engine=engine,
+        )
+        return SpoolWriter(self._run_path, source)
+
+    def mark_ready(self) -> None:
+        """Say that this rank balances; the launcher and the sidecar wait for it."""
+        self._recorder.set_state(RingState.READY)
+
+    def route(self, layer: int, topk_ids: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """Physical ids for ``topk_ids`` (T, K) of ``layer``, of the same type.
+
+        ``LayerBalancer.route``; an error also marks this rank as failed for the sidecar. While
+        a recording runs, the ids of requests are recorded; on a GPU that waits for the device.
+        """
+        if layer == 0 and batch.micro_batch == 0 and self._prefills < 2:
+            self._prefills += batch.tokens >= self._setup.config.min_batch_tokens
+            if self._prefills == 2:
+                self._balancer.end_loading()
+        if self._spool is not None and not is_capturing(topk_ids.device):
+            if layer == 0:
+                self._spool.begin(self._control.recording_word, batch.tokens)
+            if self._spool.is_recording:
+                self._spool.add(layer, topk_ids[: batch.request_tokens].cpu().numpy())
+        try:
+            physical = self._balancer.route(layer, topk_ids, batch.tokens, batch.micro_batch)
+        except UltraEPError as error:
+            self._recorder.fail(str(error))
+            raise
+        return physical.to(topk_ids.dtype)
+
+    def computed(self, micro_batch: int = 0) -> None:
+        """``LayerBalancer.computed``: the engine has finished the layer that was routed last.
+
+        Errors as in ``route``.
+        """
+        try:
+            self._balancer.computed(micro_batch)
+        except UltraEPError as error:
+            self._recorder.fail(str(error))
+            raise
+
+    def log_ready(self, logger: logging.Logger) -> None:
+        """For the operator: what balances here, and by which costs it decides."""
+        setup, location = self._setup, self._setup.location
+        domains = stage = ""
+        if self._pipeline.num_stages > 1:
+            stage = f" of pipeline stage {self._pipeline.number}"
+        if location.num_domains > 1:
+            domains = f" in {location.num_domains} domains of {location.domain_size}"
+        logger.info(
+            "ultraep: balancing %d MoE layers%s over %d ranks (%s parallel)%s, "
+            "%d replica slots per rank = %.1f MiB reserved, policy %s",
+            self._num_layers,
+            stage,
+            setup.shape.num_ranks,
+            setup.view.value,
+            domains,
+            setup.shape.num_slots,
+            self._slot_bytes / 2**20,
+            setup.config.policy.value,
+        )
+        logger.info("ultraep: costs %s", self._costs.to_json())
+        if location.domain_size == 1:
+            logger.warning(
+                "ultraep: every domain has one rank, so there is nowhere to copy experts to; start "
+                "more ranks by one ultraep-serve, or choose a larger --domain-size"
+            )
+
+
+@functools.lru_cache(maxsize=1)
+def balanced_ids(
+    shape: ExpertShape, num_assignments: int, experts_per_token: int, device: torch.device
+) -> torch.Tensor:
+    """Physical ids (T, K) int32 of masters in turn, at least one token; for measuring.
+
+    They are made on ``device``, once for all repetitions; not to be written to.
+    """
+    num_tokens = max(1, num_assignments // experts_per_token)
+    turn = torch.arange(num_tokens * experts_per_token, device=device) % shape.num_logical_experts
+    table = identity_table(shape.num_logical_experts, shape.num_ranks, shape.num_slots)
+    return torch.from_numpy(table).to(device)[turn].view(num_tokens, experts_per_token)
+
+
+def _in_own_directory(config: BalanceConfig, pipeline: PipelineStage) -> BalanceConfig:
+    """With a directory in which the ranks of this pipeline stage meet only each other."""
+    if pipeline.number == 0:
+        return config
+    path = config.run_path / f"stage-{pipeline.number}"
+    path.mkdir(mode=0o700, exist_ok=True)
+    return config.replace(run_dir=str(path))
+
+
+def _adopt(parameters: Sequence[nn.Parameter], backend: Backend) -> None:
+    slots = backend.adopt([parameter.data for parameter in parameters])
+    for parameter, alias in zip(parameters, slots.tensors, strict=True):
+        parameter.data = alias  # at once: what it held may be empty now
+
+
+def require_one_number(num_experts: Collection[int]) -> None:
+    """Raise UnsupportedError unless all layers have the same number of experts."""
+    if len(numbers := set(num_experts)) > 1:
+        raise UnsupportedError(
+            f"MoE layers with different numbers of experts {sorted(numbers)} share no slots; "
+            f"{SERVE_UNBALANCED}"
+        )

@@ -1,0 +1,256 @@
+"""Which SGLang, settings and MoE layers this adapter was verified with; it refuses all others."""
+
+import inspect
+import pkgutil
+from importlib import metadata
+from typing import Any, TypeAlias
+
+from sglang.srt.environ import envs
+from sglang.srt.layers.moe.ep_moe.layer import DeepEPMoE
+from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+from sglang.srt.layers.moe.utils import should_use_flashinfer_cutlass_moe_fp4_allgather
+from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
+from sglang.srt.utils import is_cpu, is_cuda
+
+from ultraep_serve.engines.sglang.cpu_experts import ACTIVATIONS
+from ultraep_serve.engines.sglang.quantised import wrong_kernel
+from ultraep_serve.errors import SERVE_UNBALANCED, UnsupportedError
+from ultraep_serve.system.versions import SGLANG
+
+__all__ = [
+    "check_cpu_balancing",
+    "check_cpu_execution",
+    "check_device_execution",
+    "check_draft_layer",
+    "check_engine",
+    "check_layer",
+    "check_settings",
+]
+
+
+_ON_THE_WAY = ("forward", "forward_impl", "run_moe_core")  # from the model to its experts
+_DISPATCHERS = ("StandardDispatcher", "DeepEPDispatcher")  # take physical experts as they come
+
+
+def check_engine(parameters: dict[str, list[str]]) -> None:
+    """Raise UnsupportedError unless this SGLang's extension points are as verified.
+
+    ``parameters`` names, by dotted path of a hook's target, the parameters it must have.
+    """
+    SGLANG.require(metadata.version("sglang"))
+    for target, expected in parameters.items():
+        found = list(inspect.signature(pkgutil.resolve_name(target)).parameters)
+        if found != expected:
+            raise UnsupportedError(
+                f"{target} takes {found}, not {expected}; this SGLang is not the one this adapter "
+                f"was verified with; install {SGLANG.requirement}, {SERVE_UNBALANCED}"
+            )
+    if not is_cpu() and not is_cuda():
+        raise UnsupportedError(
+            "balancing is there only on NVIDIA GPUs and for --device cpu; use one of them, "
+            f"{SERVE_UNBALANCED}"
+        )
+
+
+def check_layer(layer: FusedMoE) -> None:
+    """Raise UnsupportedError, naming the remedy, if ``layer`` cannot be balanced anywhere."""
+    if problem := _wrong_way(layer):
+        raise UnsupportedError(f"{layer.layer_name}: {problem}, {SERVE_UNBALANCED}")
+    if layer.num_fused_shared_experts:
+        raise UnsupportedError(
+            f"{layer.layer_name}: shared experts are fused with the routed ones; "
+            f"add --disable-shared-experts-fusion, {SERVE_UNBALANCED}"
+        )
+    if layer.num_experts % layer.moe_ep_size:
+        raise UnsupportedError(
+            f"{layer.layer_name}: {layer.num_experts} experts do not divide evenly over "
+            f"{layer.moe_ep_size} ranks; choose an --ep-size that divides them, {SERVE_UNBALANCED}"
+        )
+
+
+def _wrong_way(layer: FusedMoE) -> str | None:
+    """What keeps calls of ``layer`` from passing ``FusedMoE.forward_impl``, where the hook is."""
+    own = type(layer)
+    known = DeepEPMoE if isinstance(layer, DeepEPMoE) else FusedMoE
+    for name in _ON_THE_WAY:
+        if getattr(own, name) is not getattr(known, name):
+            return f"{own.__name__} has a {name} of its own, which this adapter does not know"
+    return None
+
+
+def check_cpu_balancing(layer: FusedMoE) -> None:
+    """Raise UnsupportedError if ``layer`` cannot be balanced on CPU."""
+    dispatcher = type(layer.dispatcher).__name__
+    if dispatcher != _DISPATCHERS[0]:
+        raise UnsupportedError(
+            f"{layer.layer_name}: {type(layer).__name__} with {dispatcher} "
+            f"has not been verified; use --moe-a2a-backend none, {SERVE_UNBALANCED}"
+        )
+    check_cpu_execution(layer)
+
+
+def check_cpu_execution(layer: FusedMoE) -> None:
+    """Raise UnsupportedError if expert parallelism on CPU cannot run ``layer``, balanced or not."""
+    if type(layer.quant_method) is not UnquantizedFusedMoEMethod or getattr(
+        layer, "use_intel_amx_backend", False
+    ):
+        raise UnsupportedError(
+            f"{layer.layer_name}: {type(layer.quant_method).__name__} on this CPU has not been "
+            "verified with expert parallelism; use an unquantised model without AMX kernels"
+        )
+    runs = layer.moe_runner_config
+    if runs.apply_router_weight_on_input:
+        missing = "router weights on the input"
+    elif not runs.is_gated or runs.activation not in ACTIVATIONS:
+        missing = f"{'gated' if runs.is_gated else 'ungated'} activation {runs.activation!r}"
+    else:
+        return
+    raise UnsupportedError(
+        f"{layer.layer_name}: SGLang's own experts on a CPU without AMX have no {missing}; "
+        "serve this model on another device"
+    )
+
+
+def check_device_execution(layer: FusedMoE) -> None:
+    """Raise UnsupportedError if SGLang's kernels on a GPU cannot run ``layer`` with slots."""
+    if problem := _wrong_dispatch(layer) or wrong_kernel(layer):
+        raise UnsupportedError(f"{layer.layer_name}: {problem}, {SERVE_UNBALANCED}")
+
+
+def check_draft_layer(layer: FusedMoE) -> None:
+    """Raise UnsupportedError if ``layer``, of a draft model, disturbs those that are balanced.
+
+    DeepEP's buffer is one for both models, and laid out for a number of experts at every use.
+    """
+    if type(layer.dispatcher).__name__ != _DISPATCHERS[0]:
+        raise UnsupportedError(
+            f"{layer.layer_name}: a draft model's experts and those of a balanced model cannot "
+            "share DeepEP's buffer; use --speculative-moe-a2a-backend none, or policy off"
+        )
+
+
+def _wrong_dispatch(layer: FusedMoE) -> str | None:
+    # With DeepEP SGLang wraps one dispatcher for each batch that it overlaps.
+    inner = getattr(layer.dispatcher, "_inners", [layer.dispatcher])
+    names = {type(dispatcher).__name__ for dispatcher in inner}
+    if not names <= set(_DISPATCHERS):
+        return (
+            f"{type(layer).__name__} with {', '.join(sorted(names))} has not been verified; "
+            "use --moe-a2a-backend none or deepep"
+        )
+    if should_use_flashinfer_cutlass_moe_fp4_allgather():
+        return (
+            "its dispatch gathers the tokens of NVFP4 experts itself, after they were routed; "
+            "add --disable-flashinfer-cutlass-moe-fp4-allgather"
+        )
+    if not getattr(layer, "deprecate_flag", True):  # of DeepEPMoE: its own way around the runner
+        return (
+            "DeepEP has no runner for these experts; use --moe-runner-backend deep_gemm, "
+            "or --moe-a2a-backend none"
+        )
+    return None
+
+
+Setting: TypeAlias = tuple[str, object, str]  # name, its valid value or values, what to do
+_ANYWHERE: tuple[Setting, ...] = (
+    ("enable_eplb", False, "--enable-eplb moves the same weights; drop it"),
+    ("enable_waterfill", False, "--enable-waterfill moves tokens itself; drop it"),
+    ("ep_num_redundant_experts", 0, "--ep-num-redundant-experts are EPLB's copies; drop it"),
+    ("init_expert_location", "trivial", "--init-expert-location must be trivial"),
+    ("enable_lora", (None, False), "LoRA on experts is not there yet; drop --enable-lora"),
+    (
+        "enable_two_batch_overlap",
+        False,
+        "with --enable-two-batch-overlap one batch's weights would be written where the other's "
+        "are still read; drop it",
+    ),
+    ("enable_torch_compile", False, "--enable-torch-compile is not there yet; drop it"),
+    ("startup_weight_load_mode", "serial", "--startup-weight-load-mode must be serial"),
+    ("pp_size", 1, "pipeline parallelism is not there yet; use --pp-size 1"),
+)
+_ON_CPU: tuple[Setting, ...] = (
+    ("moe_a2a_backend", "none", "on CPU --moe-a2a-backend must be none"),
+    ("dp_size", 1, "data parallelism is not there yet on CPU; use --tp-size"),
+    ("attn_dp_size", 1, "attention data parallelism is not there yet on CPU; use --tp-size"),
+)
+_ON_GPU: tuple[Setting, ...] = (
+    (
+        "moe_a2a_backend",
+        ("none", "deepep"),
+        "this --moe-a2a-backend has not been verified, or is one kernel that routes, sends and "
+        "computes (megamoe, flashinfer_megamoe); use --moe-a2a-backend none or deepep",
+    ),
+    (
+        "dp_size",
+        1,
+        "with --dp-size every replica balances apart; use --attn-dp-size for one group, or a "
+        "server for each",
+    ),
+    ("attn_cp_size", 1, "context parallelism is not there yet; use --attn-cp-size 1"),
+    ("moe_dp_size", 1, "--moe-dp-size is not there yet; use 1"),
+    ("dwdp_size", 1, "--dwdp-size moves the same weights; use 1"),
+    ("enable_single_batch_overlap", False, "drop --enable-single-batch-overlap: not there yet"),
+    ("enable_pdmux", False, "--enable-pdmux is not there yet; drop it"),
+    ("enable_layernorm_sp", False, "--enable-layernorm-sp is not there yet; drop it"),
+    ("enable_nvidia_megakernel", False, "--enable-nvidia-megakernel has its own experts; drop it"),
+    ("elastic_ep_backend", None, "the number of ranks must stay; drop --elastic-ep-backend"),
+    ("enable_elastic_expert_backup", False, "drop --enable-elastic-expert-backup"),
+    ("enable_paged_experts", False, "--enable-paged-experts moves the same weights; drop it"),
+    ("kt_weight_path", None, "experts on the host cannot be moved; drop --kt-weight-path"),
+    ("cpu_offload_gb", 0, "offloaded weights cannot be moved; drop --cpu-offload-gb"),
+    ("offload_group_size", (-1, 0), "offloaded weights cannot be moved; drop --offload-group-size"),
+    ("enable_memory_saver", False, "moved weights cannot be released; drop --enable-memory-saver"),
+    ("weight_cache_mode", "off", "cached weights cannot be moved; use --weight-cache-mode off"),
+    (
+        "ep_dispatch_algorithm",
+        (None, "static"),
+        "--ep-dispatch-algorithm picks experts itself; drop it",
+    ),
+    (
+        "expert_distribution_recorder_mode",
+        (None, "stat", "per_pass", "per_token"),
+        "this --expert-distribution-recorder-mode counts what is dispatched, copies included; "
+        "use stat",
+    ),
+)
+
+
+def check_settings(settings: Any) -> None:
+    """Raise UnsupportedError for SGLang's settings (all resolved) that contradict balancing."""
+    if settings.ep_dispatch_algorithm == "lp":
+        raise UnsupportedError(
+            f"--ep-dispatch-algorithm lp (LPLB) splits the same tokens; drop it, {SERVE_UNBALANCED}"
+        )
+    for name, valid, advice in (*_ANYWHERE, *(_ON_CPU if is_cpu() else _ON_GPU)):
+        value = getattr(settings, name)
+        if value not in (valid if isinstance(valid, tuple) else (valid,)):
+            raise UnsupportedError(f"{advice}, {SERVE_UNBALANCED}")
+    if settings.ep_size < 2:
+        raise UnsupportedError(
+            "there is nothing to balance on one rank; add --tp-size 2 --ep-size 2 (or more), "
+            f"{SERVE_UNBALANCED}"
+        )
+    if settings.ep_size != settings.tp_size:
+        raise UnsupportedError(
+            f"--ep-size {settings.ep_size} differs from --tp-size {settings.tp_size}; "
+            f"choose the same for both, {SERVE_UNBALANCED}"
+        )
+    if not is_cpu() and (problem := _wrong_phases(settings)):
+        raise UnsupportedError(f"{problem}, {SERVE_UNBALANCED}")
+
+
+def _wrong_phases(settings: Any) -> str | None:
+    """What of CUDA graphs and of scheduling would keep the host from knowing a batch's phase."""
+    graphs = settings.cuda_graph_config
+    if graphs is not None and graphs.prefill.backend != "disabled":
+        return (
+            f"prefill in CUDA graphs ({graphs.prefill.backend}) replays what was captured, without "
+            "balancing; add --disable-prefill-cuda-graph"
+        )
+    if graphs is not None and graphs.decode.backend not in ("full", "disabled"):
+        return f"--cuda-graph-backend-decode {graphs.decode.backend} is not there yet; use full"
+    if settings.attn_dp_size > 1 and envs.SGLANG_SCHEDULER_SKIP_ALL_GATHER.get():
+        return (
+            "with SGLANG_SCHEDULER_SKIP_ALL_GATHER ranks do not know each other's batches; unset it"
+        )
+    return None

@@ -1,0 +1,227 @@
+"""The MoE layers of one process, joined into one balancer once all of them are loaded."""
+
+import functools
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Protocol
+
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed import (
+    get_ep_group,
+    get_pp_group,
+    get_tensor_model_parallel_rank,
+    get_world_group,
+)
+from vllm.forward_context import get_forward_context
+from vllm.logger import init_logger
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.platforms import current_platform
+from vllm.v1.worker.ubatching import dbo_current_ubatch_id
+
+from ultraep_serve.balance.collectives import EngineGroup
+from ultraep_serve.balance.cuda.recording import is_capturing
+from ultraep_serve.balance.host_link import KeyValueStore
+from ultraep_serve.balance.topology import PipelineStage
+from ultraep_serve.config import BalanceConfig
+from ultraep_serve.engines.common.execution import Execution, compute_balanced
+from ultraep_serve.engines.common.rendezvous import refuse_or_serve_plainly
+from ultraep_serve.engines.common.setup import BalancedLayers, Batch, require_one_number
+from ultraep_serve.engines.common.shared_values import require_agreement
+from ultraep_serve.engines.vllm.checks import check_layer, is_primary
+from ultraep_serve.engines.vllm.cpu_experts import CpuExperts
+from ultraep_serve.engines.vllm.device_experts import DeviceExperts
+from ultraep_serve.engines.vllm.expert_tensors import expert_parameters, shared_values
+from ultraep_serve.errors import UnsupportedError
+from ultraep_serve.types import ExpertShape, Policy, TokenView
+
+__all__ = ["ExpertGroup"]
+
+logger = init_logger("vllm.ultraep_serve")
+
+
+class LayerExecution(Execution[RoutedExperts], Protocol):
+    """With what vLLM's layers need whether they are balanced or not."""
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Of a forward pass, that overlap; 1 where they do not."""
+
+    def finish(self, layers: Sequence[RoutedExperts]) -> None: ...
+
+    def plain_ids(self, topk_ids: torch.Tensor) -> torch.Tensor: ...
+
+
+class ExpertGroup:
+    """All MoE layers of this rank: collects them while they load, then routes and runs them."""
+
+    def __init__(self, config: BalanceConfig, vllm_config: VllmConfig) -> None:
+        self.vllm_config = vllm_config
+        self._config = config
+        self._num_expected = 0
+        self._layers: list[RoutedExperts] = []  # whose weights are final
+        self.balanced: BalancedLayers | None = None  # None: still loading, or not balanced
+        self._execution: LayerExecution = (
+            CpuExperts() if current_platform.is_cpu() else DeviceExperts(vllm_config)
+        )
+
+    def expect_layer(self) -> None:
+        """The model that is being built has one more."""
+        self._num_expected += 1
+
+    def add(self, layer: RoutedExperts) -> int:
+        """Take a layer whose weights are final, return its index; the last one starts balancing."""
+        if len(self._layers) == self._num_expected:
+            raise UnsupportedError(
+                f"{layer.layer_name} was loaded after the model's own {len(self._layers)} MoE "
+                "layers; weights that are loaded anew are not there yet: serve with policy off"
+            )
+        self._layers.append(layer)
+        if len(self._layers) == self._num_expected:
+            self._finish_loading()
+        return len(self._layers) - 1
+
+    def batch(self, topk_ids: torch.Tensor) -> Batch:
+        """The batch that ``topk_ids`` (T, K) are of.
+
+        CUDA graphs are captured for the sizes of decode, once for all batches that replay them, so
+        they count as empty. Ranks replay together: vLLM has them agree on it for every batch.
+        """
+        num_rows = topk_ids.shape[0]
+        tokens = 0 if is_capturing(topk_ids.device) else self._batch_tokens(num_rows)
+        return Batch(tokens, self._request_tokens(num_rows), dbo_current_ubatch_id())
+
+    def plain_ids(self, topk_ids: torch.Tensor) -> torch.Tensor:
+        """What vLLM takes for ``topk_ids`` (T, K) where nothing is balanced."""
+        return self._execution.plain_ids(topk_ids)
+
+    def compute(
+        self, index: int, x: torch.Tensor, topk_weights: torch.Tensor, physical: torch.Tensor
+    ) -> torch.Tensor:
+        """Complete output of layer ``index`` for this rank's tokens ``x`` (T, H); CPU only."""
+        return self._execution.compute(self._layers[index], x, topk_weights, physical)
+
+    def computed(self) -> None:
+        """vLLM has finished the layer that was routed last."""
+        if self.balanced is not None:
+            self.balanced.computed(dbo_current_ubatch_id())
+
+    def _batch_tokens(self, num_rows: int) -> int:
+        """Tokens of this (micro-)batch over all ranks, padding included, the same on every rank."""
+        if self._view is TokenView.SHARED:
+            return num_rows
+        metadata = get_forward_context().dp_metadata
+        return int(metadata.num_tokens_across_dp_cpu.sum()) if metadata else 0
+
+    def _request_tokens(self, num_rows: int) -> int | None:
+        """Of this rank's rows, how many belong to requests; None where the engine does not say.
+
+        With sequence parallelism the tensor-parallel ranks of an engine take its rows in turn,
+        equally many each.
+        """
+        tokens = _engine_tokens()
+        if tokens is None or not self._layers[0].moe_config.is_sequence_parallel:
+            return tokens
+        first: int = get_tensor_model_parallel_rank() * num_rows
+        return min(max(tokens - first, 0), num_rows)
+
+    @property
+    def _view(self) -> TokenView:
+        """With both tensor and data parallelism vLLM gives each rank tokens of its own too."""
+        parallel = self._layers[0].moe_config.moe_parallel_config
+        return TokenView.OWN if parallel.dp_size > 1 else TokenView.SHARED
+
+    def _finish_loading(self) -> None:
+        if self._config.policy is not Policy.OFF:
+            try:
+                require_one_number([layer.global_num_experts for layer in self._layers])
+                for layer in self._layers:
+                    check_layer(layer)
+                    self._execution.check(layer)
+                self._start_balancing()
+            except UnsupportedError as error:
+                primary = is_primary(self.vllm_config)
+                refuse_or_serve_plainly(error, self._config, logger, is_primary=primary)
+        self._execution.finish(self._layers)
+
+    def _start_balancing(self) -> None:
+        shape = ExpertShape(
+            self._layers[0].moe_config.ep_size,
+            self._layers[0].global_num_experts,
+            self._config.slots,
+            self._execution.num_micro_batches,
+        )
+        parameters = [expert_parameters(layer) for layer in self._layers]
+        ranks, pipeline = get_ep_group(), _pipeline_of(self.vllm_config)
+        shared = map(shared_values, self._layers, parameters)
+        require_agreement(list(shared), ranks.cpu_group, self._config)
+        try:
+            self._execution.give_slots(self._layers, parameters, shape)
+            self.balanced = BalancedLayers(
+                self._config,
+                shape,
+                self._view,
+                parameters,
+                rank=ranks.rank_in_group,
+                engine="vllm",
+                run_layer=functools.partial(self._run_layer, shape),
+                group=EngineGroup(
+                    ranks.cpu_group,
+                    ranks.device_group,
+                    _first_host(self.vllm_config),
+                    _store_of_all() if pipeline.num_stages > 1 else None,
+                ),
+                pipeline=pipeline,
+            )
+        except UnsupportedError:
+            self._execution.take_slots_back(self._layers, parameters, shape)
+            raise
+        self.balanced.mark_ready()
+        if self.balanced.location.is_host_primary:
+            self.balanced.log_ready(logger)
+
+    def _run_layer(self, shape: ExpertShape, num_assignments: int) -> None:
+        """Compute the first layer for a perfectly balanced batch, for the cost model."""
+        layer = self._layers[0]
+        row = torch.ones(
+            (1, layer.hidden_size), dtype=layer.moe_config.in_dtype, device=layer.w13_weight.device
+        )
+        compute_balanced(
+            self._execution, layer, shape, self._view, layer.top_k, row, num_assignments
+        )
+
+
+def _pipeline_of(vllm_config: VllmConfig) -> PipelineStage:
+    """vLLM's expert-parallel groups lie within a stage of its pipeline."""
+    size = vllm_config.parallel_config.pipeline_parallel_size
+    if size == 1:
+        return PipelineStage()
+    run = int.from_bytes(blake2b(vllm_config.instance_id.encode(), digest_size=8).digest()) >> 2
+    return PipelineStage(get_pp_group().rank_in_group, size, run)
+
+
+def _store_of_all() -> KeyValueStore:
+    """Which the ranks of all stages share."""
+    store: KeyValueStore = get_world_group().cpu_group.get_group_store()
+    return store
+
+
+def _first_host(vllm_config: VllmConfig) -> str:
+    """Its address in the engine's network, as its operator gave it."""
+    parallel = vllm_config.parallel_config
+    return str(parallel.master_addr if parallel.nnodes > 1 else parallel.data_parallel_master_ip)
+
+
+def _engine_tokens() -> int | None:
+    """How many of an engine's rows belong to requests; None where it does not say.
+
+    A rank without requests keeps step with a dummy batch, for which vLLM makes no attention
+    metadata: 0. Otherwise padding follows ``num_actual_tokens`` rows. Verified with 0.32 on CPU.
+    """
+    metadata = get_forward_context().attn_metadata
+    if not metadata:
+        return 0
+    if not isinstance(metadata, dict):
+        return None
+    counts = (getattr(layer, "num_actual_tokens", None) for layer in metadata.values())
+    return next((tokens for tokens in counts if tokens is not None), None)

@@ -1,0 +1,167 @@
+"""How to start vLLM's OpenAI server; imports nothing of vLLM until it runs.
+
+    python -m ultraep_serve.engines.vllm.launch --model MODEL --headless [engine flags]
+
+runs vLLM's own ranks without a server, for all hosts but the first: what ``vllm serve --headless``
+does. That command starts only where a distribution is named vllm, which CPU builds are not, and the
+module that starts servers has no headless mode. Verified with 0.32 and 0.33.
+"""
+
+import argparse
+import os
+import sys
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+
+from ultraep_serve.engines.common.guard import left_out
+from ultraep_serve.engines.common.launch import (
+    RankCount,
+    bind_cores,
+    check_has_experts,
+    local_url,
+    package_folder,
+)
+from ultraep_serve.errors import ConfigError, UnsupportedError
+from ultraep_serve.launcher.supervisor import EngineCommand
+from ultraep_serve.launcher.tuned_kernels import TunedKernels
+from ultraep_serve.types import Policy
+
+__all__ = ["DEFAULT_PORT", "count_ranks", "engine_command", "parse_engine_flags"]
+
+DEFAULT_PORT = 8000
+_HEADLESS = "ultraep_serve.engines.vllm.launch"
+
+
+def parse_engine_flags(flags: list[str]) -> argparse.Namespace:
+    """The few of vLLM's own flags that matter for starting: host, port, sizes and hosts."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--host", default="0.0.0.0")
+    parser.add_argument("--port", type=int, default=DEFAULT_PORT)
+    parser.add_argument("--tensor-parallel-size", "-tp", type=int, default=1)
+    parser.add_argument("--pipeline-parallel-size", "-pp", type=int, default=1)
+    parser.add_argument("--data-parallel-size", "-dp", type=int, default=1)
+    parser.add_argument("--data-parallel-size-local", "-dpl", type=int)
+    parser.add_argument("--data-parallel-rank", "-dpn", type=int)
+    parser.add_argument("--nnodes", "-n", type=int, default=1)
+    parser.add_argument("--headless", action="store_true")
+    parser.add_argument("--enable-expert-parallel", "-ep", action="store_true")
+    parser.add_argument("--enable-dbo", action="store_true")
+    parser.add_argument("--ubatch-size", type=int, default=0)
+    parser.add_argument("--kv-cache-memory-bytes")
+    parser.add_argument("--config")
+    return parser.parse_known_args([_with_dashes(flag) for flag in flags])[0]
+
+
+def _with_dashes(flag: str) -> str:
+    """vLLM takes ``--tensor_parallel_size`` for ``--tensor-parallel-size``."""
+    name, equals, value = flag.partition("=")
+    return name.replace("_", "-") + equals + value if name.startswith("--") else flag
+
+
+def engine_command(model: str, flags: list[str], policy: Policy) -> EngineCommand:
+    """Command and environment that serve ``model`` with vLLM's own ``flags``.
+
+    Raises UnsupportedError or ConfigError for what can be seen to be wrong before starting.
+    """
+    if find_spec("vllm") is None:
+        raise ConfigError("vLLM is not installed here; pip install 'ultraep-serve[vllm]'")
+    parsed = parse_engine_flags(flags)
+    ranks = count_ranks(parsed)
+    if policy is not Policy.OFF:
+        if problem := left_out("vllm"):
+            raise ConfigError(problem)
+        check_has_experts(model, "vLLM")
+        if not parsed.config:
+            _check_parallelism(ranks.in_stage, parsed.enable_expert_parallel)
+    return EngineCommand(
+        arguments=[
+            sys.executable,
+            "-m",
+            _HEADLESS if parsed.headless else "vllm.entrypoints.openai.api_server",
+            "--model",
+            model,
+            *flags,
+        ],
+        url=None if parsed.headless else local_url(parsed.host, parsed.port),
+        num_ranks=ranks.here,
+        environment=_environment(model, ranks.here, bool(parsed.kv_cache_memory_bytes)),
+        tuned=None if _is_cpu_build() else _tuned_kernels(parsed),
+    )
+
+
+def count_ranks(parsed: argparse.Namespace) -> RankCount:
+    """The ranks that ``parsed`` flags ask for, and those this host gets, as vLLM divides them.
+
+    Ranks of a pipeline stage follow each other in each data-parallel replica.
+    """
+    tensor, stages = int(parsed.tensor_parallel_size), max(1, int(parsed.pipeline_parallel_size))
+    size = tensor * stages
+    total = size * int(parsed.data_parallel_size)
+    if parsed.data_parallel_rank is not None:
+        here = size
+    elif parsed.data_parallel_size_local is not None:
+        here = size * int(parsed.data_parallel_size_local)
+    else:
+        here = max(1, total // max(1, parsed.nnodes))
+    in_stage_here = here // stages if here >= size else min(tensor, here)
+    return RankCount(total, here, stages, in_stage_here)
+
+
+def _check_parallelism(num_ranks: int, expert_parallel: bool) -> None:
+    if num_ranks < 2:
+        raise UnsupportedError(
+            "there is nothing to balance on one rank; add --tensor-parallel-size 2 or "
+            "--data-parallel-size 2 (or more), or serve with --policy off"
+        )
+    if not expert_parallel:
+        raise UnsupportedError(
+            "without --enable-expert-parallel every rank computes a part of every expert and "
+            "there is nothing to balance; add the flag, or serve with --policy off"
+        )
+
+
+def _environment(model: str, num_ranks: int, has_cache_size: bool) -> dict[str, str]:
+    """Defaults that vLLM needs on a plain CPU machine, and that users need not know."""
+    environment = {"HF_HUB_OFFLINE": "1"} if Path(model).is_dir() else {}
+    if not _is_cpu_build():
+        return environment
+    if num_ranks:  # none where this host has the server alone
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = bind_cores(num_ranks)
+    if not has_cache_size:
+        # Otherwise each rank sizes its cache as if the machine's memory were its own.
+        environment["VLLM_CPU_KVCACHE_SPACE"] = "1"
+    return environment
+
+
+def _tuned_kernels(parsed: argparse.Namespace) -> TunedKernels:
+    folder = package_folder("vllm") / "model_executor" / "layers" / "fused_moe" / "configs"
+    slot_sets = 2 if parsed.enable_dbo else max(1, parsed.ubatch_size)  # as num_ubatches
+    return TunedKernels("VLLM_TUNED_CONFIG_FOLDER", folder, slot_sets)
+
+
+def _is_cpu_build() -> bool:
+    try:
+        metadata.version("vllm-cpu")
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def main() -> None:
+    """Run the ranks of this host until they or the first host's end."""
+    from vllm.entrypoints.cli.serve import (  # defined elsewhere, in every version in another place
+        ServeSubcommand,
+        make_arg_parser,
+        validate_parsed_serve_args,
+    )
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # as vLLM's own commands do
+    arguments = make_arg_parser(FlexibleArgumentParser()).parse_args()
+    validate_parsed_serve_args(arguments)
+    ServeSubcommand.cmd(arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""Entry point of the ``vllm.general_plugins`` group.
+
+vLLM calls ``register`` in every process it starts, before it knows whether that process will build
+a model, and before it has a configuration. Whether to balance is decided when a model is built.
+"""
+
+import logging
+import sys
+
+from ultraep_serve.config import BalanceConfig, share_with_ray_workers
+from ultraep_serve.engines.common.guard import SETTING, setting_on_command_line
+from ultraep_serve.engines.common.process import tidy_up_at_exit
+from ultraep_serve.errors import ConfigError, UnsupportedError
+
+__all__ = ["register"]
+
+logger = logging.getLogger("vllm.ultraep_serve")
+
+
+def register() -> None:
+    """Have vLLM build experts that can be balanced; they are vLLM's own where nobody asked.
+
+    Raises ConfigError, before anything is started, for wrong settings in the environment (as
+    SystemExit for those on the command line), and UnsupportedError where they ask for balancing and
+    this vLLM has other layers.
+    """
+    given = setting_on_command_line(sys.argv)
+    try:
+        asked = BalanceConfig.chosen(given, f"--additional-config {SETTING}")
+    except ConfigError as error:
+        if given is None:
+            raise
+        raise SystemExit(f"ultraep: error: {error}") from error
+    share_with_ray_workers()
+    tidy_up_at_exit()
+    try:
+        from ultraep_serve.engines.vllm.routed_experts import substitute
+
+        substitute()
+    except (ImportError, AttributeError) as error:
+        problem = f"this vLLM is not one that can be balanced ({error})"
+        if asked is not None and asked.on_unsupported == "error":
+            raise UnsupportedError(problem) from error
+        logger.warning("ultraep: %s", problem)

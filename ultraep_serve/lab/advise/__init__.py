@@ -1,0 +1,1 @@
+"""What balancing would gain on named hardware, and which settings to choose."""

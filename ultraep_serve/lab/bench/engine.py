@@ -1,0 +1,204 @@
+"""The engine's OpenAI-compatible server: models, token counts, time to first token."""
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from ultraep_serve.errors import BenchError, ConfigError, understood
+from ultraep_serve.system.http import Endpoint, error_message, json_object
+
+__all__ = ["FirstToken", "Server", "ServerWithoutEP"]
+
+LONGER_CONTEXT = (
+    "choose smaller --prompt-tokens, or start the server with a longer context "
+    "(vLLM: --max-model-len, SGLang: --context-length)"
+)
+
+
+@dataclass(frozen=True)
+class FirstToken:
+    """When the first token of a completion arrived."""
+
+    seconds: float  # from sending the request, which was encoded before
+    prompt_tokens: int | None  # as the server counted them; None where it does not say
+
+
+class Server(Endpoint):
+    """One served model. Vocabulary of the wire: OpenAI's completions API, streamed."""
+
+    described, given_by = "the engine's server", "--url"
+
+    def __init__(self, url: str, model: str | None = None, timeout_seconds: float = 600.0) -> None:
+        """Gets the list of models; ``model`` None takes the first.
+
+        Raises BenchError when it cannot be reached, ConfigError when it does not serve ``model``.
+        """
+        super().__init__(self.described, self.given_by, url, timeout_seconds)
+        self._characters_per_token: float | None = None  # set where the server does not tokenize
+        try:
+            with understood(self.url):
+                found = self._found(model)
+        except BaseException:
+            self.close()
+            raise
+        self.model = str(found["id"])
+        self.root = str(found.get("root") or self.model)  # where the engine loaded it from
+        limit = found.get("max_model_len")
+        self.context_tokens: int | None = limit if isinstance(limit, int) else None
+
+    def check_context(self, prompt_tokens: int) -> None:
+        """Raises ConfigError when a prompt and one new token cannot fit, where that is known."""
+        if self.context_tokens is not None and prompt_tokens + 1 > self.context_tokens:
+            raise ConfigError(
+                f"a prompt of {prompt_tokens} tokens does not fit the server's context of "
+                f"{self.context_tokens} tokens; {LONGER_CONTEXT}"
+            )
+
+    def check_text(self, text: str) -> None:
+        """Raises ConfigError when ``text`` has only a few different tokens.
+
+        All of them would go to the same experts, so such prompts show nothing.
+        """
+        tokens = self.tokens(text)
+        if tokens is not None and (different := len(set(map(str, tokens)))) <= len(tokens) // 8:
+            raise ConfigError(
+                f"{self.model} does not know the words of the prompts ({different} different "
+                f"tokens of {len(tokens)}); give a text that it knows with --text-file"
+            )
+
+    def tokens(self, text: str) -> list[Any] | None:
+        """The tokens of ``text``; None where the server does not say."""
+        tokens = self._tokenized(text).get("tokens")
+        return tokens if isinstance(tokens, list) else None
+
+    def count_tokens(self, text: str) -> int:
+        """Tokens of ``text``: exact from ``/tokenize`` where there is one, else by its length."""
+        if self._characters_per_token is not None:
+            return round(len(text) / self._characters_per_token)
+        if isinstance(count := self._tokenized(text).get("count"), int):
+            return count
+        self._characters_per_token = self._measured_characters_per_token(text[:2000])
+        return self.count_tokens(text)
+
+    def first_token(self, prompt: str) -> FirstToken:
+        """Send ``prompt``, wait for one token, drain the stream.
+
+        Raises BenchError with the server's words when it refuses or ends with an error.
+        """
+        request = self.build("POST", "/v1/completions", json=self._completion(prompt))
+        started = time.perf_counter()
+        response = self.send(request, stream=True)
+        try:
+            if not response.is_success:
+                response.read()
+                raise self._no_completion(response)
+            with understood(self.url):
+                return self._read_stream(response, started)
+        except httpx.RequestError as error:
+            raise self.unreachable(error) from error
+        finally:
+            response.close()
+
+    def _found(self, model: str | None) -> dict[str, Any]:
+        """The entry of ``model``, or the first one, in the list of models."""
+        models = {str(one.get("id")): one for one in self._models()}
+        name = model if model is not None else next(iter(models))
+        if name not in models:
+            raise ConfigError(f"--model {name!r} is not served here; choose from {list(models)}")
+        return models[name]
+
+    def _models(self) -> list[dict[str, Any]]:
+        response = self.call("GET", "/v1/models")
+        if not response.is_success:
+            raise self._no_completion(response)
+        models = json_object(response).get("data")
+        if not isinstance(models, list) or not models:
+            raise BenchError(
+                f"{self.url} serves no model; is {self.flag} an OpenAI-compatible server?"
+            )
+        return models
+
+    def _tokenized(self, text: str) -> dict[str, Any]:
+        """``/tokenize``'s answer; empty where the server has no such endpoint."""
+        response = self.call("POST", "/tokenize", json={"model": self.model, "prompt": text})
+        return json_object(response) if response.is_success else {}
+
+    def _completion(self, prompt: str) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "prompt": prompt,
+            "max_tokens": 1,
+            "temperature": 0.0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+
+    def _read_stream(self, response: httpx.Response, started: float) -> FirstToken:
+        seconds: float | None = None
+        prompt_tokens: int | None = None
+        for arrived, chunk in _chunks(response):
+            if "error" in chunk:
+                raise BenchError(f"{self.url} ended a completion with an error: {chunk['error']}")
+            if seconds is None and _has_token(chunk):
+                seconds = arrived - started
+            usage = chunk.get("usage") or {}
+            prompt_tokens = usage.get("prompt_tokens", prompt_tokens)
+        if seconds is None:
+            raise BenchError(f"{self.url} ended a completion without a token; read its log")
+        return FirstToken(seconds, prompt_tokens)
+
+    def _no_completion(self, response: httpx.Response) -> BenchError:
+        remedy = "read its log"
+        if "context" in (words := error_message(response).lower()) or "longer than" in words:
+            remedy = LONGER_CONTEXT
+        elif response.status_code in (401, 403):
+            remedy = "start it without an API key"
+        elif response.status_code == 404:
+            remedy = f"give the address of an OpenAI-compatible server with {self.flag}"
+        return self.refused(response, remedy)
+
+    def _measured_characters_per_token(self, text: str) -> float:
+        """From one short completion, for servers that cannot tokenize."""
+        counted = self.first_token(text).prompt_tokens
+        if not counted:
+            raise BenchError(
+                f"{self.url} has neither /tokenize nor stream_options.include_usage, so prompts "
+                "cannot be cut to length; measure a vLLM or SGLang server"
+            )
+        return len(text) / counted
+
+
+class ServerWithoutEP(Server):
+    """The same engine and model without expert parallelism, which balancing is compared with."""
+
+    described, given_by = "the server without expert parallelism", "--without-ep"
+    how_to_start = "start the engine there, without expert parallelism"
+
+
+def _chunks(response: httpx.Response) -> Iterator[tuple[float, dict[str, Any]]]:
+    """(arrival, content) of every server-sent event; arrival is read before parsing."""
+    for line in response.iter_lines():
+        arrived = time.perf_counter()
+        data = line.removeprefix("data:").strip() if line.startswith("data:") else ""
+        if data and data != "[DONE]":
+            yield arrived, _object(data)
+
+
+def _object(data: str) -> dict[str, Any]:
+    try:
+        chunk = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise BenchError(f"the server streamed something that is not JSON: {data[:80]}") from error
+    return chunk if isinstance(chunk, dict) else {}
+
+
+def _has_token(chunk: dict[str, Any]) -> bool:
+    """Whether a token was made; one without text (an end token) has a finish reason."""
+    return any(
+        choice.get("text") or choice.get("token_ids") or choice.get("finish_reason")
+        for choice in chunk.get("choices") or ()
+    )

@@ -1,0 +1,1 @@
+"""The commands of the lab, one module each; ``ultraep_serve.cli`` names them."""

@@ -1,0 +1,87 @@
+"""`ultraep-serve demo`: what balancing does, on this machine, in a few minutes."""
+
+import argparse
+from pathlib import Path
+
+from rich.console import Console
+
+from ultraep_serve.cli.arguments import numbers, prepare_outputs
+from ultraep_serve.lab.bench.prefill import PrefillOptions
+from ultraep_serve.lab.demo.balanced_server import (
+    BalancedServer,
+    check_tokens,
+    expert_parallel_flags,
+    installed_engine,
+    measure_server,
+    mixed_prompts,
+    tensor_parallel_flags,
+)
+from ultraep_serve.lab.demo.models import make_model
+from ultraep_serve.lab.demo.report import demo_report, demo_view
+from ultraep_serve.lab.demo.server_process import StockServer
+from ultraep_serve.lab.demo.spec import ModelSpec
+from ultraep_serve.system.files import write_json
+
+__all__ = ["add_arguments", "run"]
+
+_CONTEXT = 16384
+_CHECKED_PROMPTS = 64
+_OUTPUTS = {"vllm": "demo.json", "sglang": "demo-sglang.json"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What to measure, and where results go."""
+    parser.description = (
+        "Make a small Mixture-of-Experts model with skewed routing, serve it with the installed "
+        "engine on two expert-parallel ranks, measure time to first token under every policy and, "
+        "in turn, of the engine alone without expert parallelism, and check that greedy tokens "
+        "stay the same. No downloads."
+    )
+    parser.add_argument(
+        "--results", type=Path, metavar="DIR", default="results", help="directory for all files"
+    )
+    parser.add_argument(
+        "--prompt-tokens", type=numbers(), metavar="N,...", default="2048,4096,8192",
+        help="prompt lengths",
+    )  # fmt: skip
+    parser.add_argument("--repeats", type=int, metavar="N", default=5, help="rounds per length")
+    mode = "parallelism of what is not an expert"
+    parser.add_argument("--mode", choices=("tensor", "data"), default="tensor", help=mode)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Make, serve, measure, check, report. Raises UltraEPError with what to do."""
+    console = Console()
+    engine = installed_engine()
+    output = arguments.results / _OUTPUTS[engine]
+    prepare_outputs(output)
+    console.print("Making a model whose router favours few experts ...")
+    path = arguments.results / "models" / "demo"
+    if not (path / "model.safetensors").exists():
+        make_model(path, ModelSpec())
+
+    def server(dtype: str, *flags: str) -> BalancedServer:
+        flags = (*expert_parallel_flags(arguments.mode, dtype, _CONTEXT, engine), *flags)
+        return BalancedServer(path, flags, arguments.results / f"demo-{dtype}.log", engine=engine)
+
+    console.print(
+        f"Serving it with {engine} in bfloat16 on two ranks ({arguments.mode} parallel), and "
+        "beside it without expert parallelism ..."
+    )
+    options = PrefillOptions(arguments.prompt_tokens, repeats=arguments.repeats)
+    # The balanced server starts last: it measures costs then, and the other one is idle.
+    plain_flags = tensor_parallel_flags("bfloat16", _CONTEXT, engine)
+    log_path = arguments.results / "demo-without-ep.log"
+    with (
+        StockServer(path, plain_flags, log_path, engine) as plain,
+        server("bfloat16", "--allow-ideal") as running,
+    ):
+        bench = measure_server(running, plain, options, "ultraep-serve demo")
+    console.print("Serving it in float32 to compare greedy tokens ...")
+    with server("float32") as running:
+        check = check_tokens(running, mixed_prompts(_CHECKED_PROMPTS)).to_json("float32")
+    report = demo_report(bench, check)
+    write_json(output, report)
+    console.print(demo_view(report))
+    console.print(f"Written to {output}; the servers' logs are beside it.")
+    return 0

@@ -1,0 +1,193 @@
+"""Policies by name behind one interface, loads and history -> plan, for comparing and replaying.
+
+What a server can run is ``ultraep_serve.types.Policy``; the same names mean the same algorithms.
+``eplb`` differs from the server's ``eplb-slots`` in that every expert may move, over all ranks even
+where domains are smaller, since its weights move between batches. It is planned anew before every
+batch; deployments do so every thousand steps or more, so its figures here are optimistic. ``ideal``
+is the force-balanced routing that balancers are compared with (arXiv 2606.04101): assignments dealt
+to the ranks in turn, without replicas and wherever tokens are; no placement does that with the
+right weights.
+
+``quota``, ``eplb-slots`` and ``ideal`` know how fast ranks are, as in a server; to the others, as
+published, all ranks are alike.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ultraep_serve.errors import ConfigError
+from ultraep_serve.lab.comparators.exact import place_exact
+from ultraep_serve.lab.comparators.llep import place_llep
+from ultraep_serve.lab.comparators.lplb import place_lplb
+from ultraep_serve.lab.comparators.placement import (
+    Counts,
+    Placement,
+    PolicyPlan,
+    home_first_shares,
+    of_copies,
+    of_plan,
+)
+from ultraep_serve.plan.eplb_slots import even_shares, master_copies, past_copies, slots_of
+from ultraep_serve.plan.quota import identity_plan, plan_quota
+from ultraep_serve.plan.times import full_speeds
+from ultraep_serve.types import ExpertShape, IntArray
+
+__all__ = ["POLICIES", "PolicyFunction", "policy_function"]
+
+Integers = NDArray[np.integer]
+# Of loads, shape, history, domain size and speeds (R,).
+Place = Callable[[Counts, ExpertShape, Counts, int, Counts], Placement]
+Split = Callable[[Counts, Placement], IntArray]
+
+_TURNS = 256  # of the fastest rank under policy ideal, until all ranks begin anew
+
+
+def _home_first(loads: Counts, placement: Placement) -> IntArray:
+    return home_first_shares(loads, placement.quota)
+
+
+def _evenly(loads: Counts, placement: Placement) -> IntArray:
+    return even_shares(loads, placement.copies)
+
+
+@dataclass(frozen=True)
+class PolicyFunction:
+    """A pure function of the batch's loads and of past ones; the same answer on every rank."""
+
+    name: str
+    summary: str  # one line for people who choose
+    place: Place  # unchecked: what a rank has to work out before tokens are sent
+    split: Split = _home_first  # unchecked: the shares (R, E, R) of a placement
+    has_slots: bool = True  # masters stay, so that slot_expert says all
+
+    def __call__(
+        self,
+        loads: Integers,
+        shape: ExpertShape,
+        history: Integers,
+        *,
+        domain_size: int | None = None,
+        speeds: Integers | None = None,
+    ) -> PolicyPlan:
+        """Plan one layer of one batch for all ranks.
+
+        Args:
+            loads: integers (R, E), row r is what rank r's own tokens chose.
+            shape: R, E and S.
+            history: integers (N, R, E), loads of the N batches before, oldest first; N may be 0.
+            domain_size: ranks that reach each other's memory; None is all. Policies that move
+                weights within a batch keep copies inside a domain.
+            speeds: integers (R,), each 1 to FULL_SPEED; None is all ranks equally fast.
+
+        Raises:
+            ValueError: an argument is of another shape, negative, too large or not integer.
+            UnsupportedError: the policy needs a package that is not installed.
+        """
+        if domain_size is not None and domain_size < 1:
+            raise ValueError(f"{domain_size = } must be at least 1")
+        fast = full_speeds(shape.num_ranks) if speeds is None else speeds
+        plan_quota(loads, replace(shape, num_replica_slots=0), 0, speeds=fast)  # checks both
+        counts, past = np.ascontiguousarray(loads, np.int64), _checked_history(history, shape)
+        domain = domain_size or shape.num_ranks
+        placement = self.place(counts, shape, past, domain, fast.astype(np.int64))
+        return PolicyPlan(placement.slot_expert, placement.quota, self.split(counts, placement))
+
+
+def policy_function(name: str) -> PolicyFunction:
+    """Policy by name. Raises ConfigError naming the valid ones."""
+    try:
+        return POLICIES[name]
+    except KeyError:
+        raise ConfigError(f"unknown policy {name!r}; choose from {', '.join(POLICIES)}") from None
+
+
+def _checked_history(history: Integers, shape: ExpertShape) -> Counts:
+    expected = (shape.num_ranks, shape.num_logical_experts)
+    is_integer = np.issubdtype(history.dtype, np.integer)
+    if history.ndim != 3 or history.shape[1:] != expected or not is_integer:
+        raise ValueError(f"history is {history.dtype} {history.shape}, must be (N, *{expected})")
+    if history.size and history.min() < 0:
+        raise ValueError("history must not be negative")
+    return history.astype(np.int64)
+
+
+def _place_off(
+    loads: Counts, shape: ExpertShape, history: Counts, domain_size: int, speeds: Counts
+) -> Placement:
+    return of_plan(identity_plan(loads, shape, 0), shape)
+
+
+def _place_quota(
+    loads: Counts, shape: ExpertShape, history: Counts, domain_size: int, speeds: Counts
+) -> Placement:
+    return of_plan(plan_quota(loads, shape, 0, domain_size=domain_size, speeds=speeds), shape)
+
+
+def _place_by_count(
+    loads: Counts, shape: ExpertShape, history: Counts, domain_size: int, speeds: Counts
+) -> Placement:
+    return of_plan(plan_quota(loads, shape, 0, domain_size=domain_size), shape)
+
+
+def _place_eplb(
+    loads: Counts, shape: ExpertShape, history: Counts, domain_size: int, speeds: Counts
+) -> Placement:
+    return of_copies(loads, past_copies(history, shape, fixed_masters=False))
+
+
+def _place_eplb_slots(
+    loads: Counts, shape: ExpertShape, history: Counts, domain_size: int, speeds: Counts
+) -> Placement:
+    copies = past_copies(history, shape, fixed_masters=True, domain_size=domain_size, speeds=speeds)
+    return of_copies(loads, copies, slots_of(copies - master_copies(shape), shape))
+
+
+def _place_ideal(
+    loads: Counts, shape: ExpertShape, history: Counts, domain_size: int, speeds: Counts
+) -> Placement:
+    shares = _dealt(loads, speeds)
+    return Placement(shares.sum(0, dtype=np.int32), master_copies(shape), shares=shares)
+
+
+def _dealt(loads: Counts, speeds: Counts) -> IntArray:
+    """Shares (R, E, R): the assignments in order, ranks take turns as often as they are fast."""
+    if (speeds == speeds[0]).all():
+        return even_shares(loads, np.ones(loads.shape[::-1], np.int32))
+    turns = np.maximum(_TURNS * speeds // speeds.max(), 1)
+    place = np.concatenate([(np.arange(count) + 0.5) / count for count in turns])
+    ranks = np.repeat(np.arange(speeds.size), turns)[np.argsort(place, kind="stable")]
+    taken = np.zeros((ranks.size + 1, speeds.size), np.int64)  # by each rank in the first n turns
+    taken[1:] = (ranks[:, None] == np.arange(speeds.size)).cumsum(0)
+    before = np.append(0, loads.T.cumsum())  # expert by expert, source by source
+    dealt = before[:, None] // ranks.size * turns + taken[before % ranks.size]
+    shares = np.diff(dealt, axis=0).astype(np.int32).reshape(*loads.T.shape, speeds.size)
+    return np.ascontiguousarray(shares.transpose(1, 0, 2))
+
+
+def _as_dealt(loads: Counts, placement: Placement) -> IntArray:
+    assert placement.shares is not None  # _place_ideal
+    return placement.shares
+
+
+_ALL = (
+    PolicyFunction("off", "every expert on its master", _place_off),
+    PolicyFunction("quota", "replicas and quotas from this batch's exact load", _place_quota),
+    PolicyFunction("quota-by-count", "quota, as if all ranks were equally fast", _place_by_count),
+    PolicyFunction(
+        "eplb", "all experts placed by past load, even split", _place_eplb, _evenly, False
+    ),
+    PolicyFunction(
+        "eplb-slots", "replicas in slots by past load, even split", _place_eplb_slots, _evenly
+    ),
+    PolicyFunction(
+        "lplb", "eplb's placement, split by a linear programme", place_lplb, has_slots=False
+    ),
+    PolicyFunction("llep", "spill from ranks above a threshold to the least loaded", place_llep),
+    PolicyFunction("exact", "equal counts on every rank, slots as needed", place_exact),
+    PolicyFunction("ideal", "forced balance, for measuring only", _place_ideal, _as_dealt, False),
+)
+POLICIES: Mapping[str, PolicyFunction] = MappingProxyType({policy.name: policy for policy in _ALL})

@@ -1,0 +1,108 @@
+"""Which rank holds which expert, how much of it it computes, and the split over source ranks."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from ultraep_kernels.host._compile import compiled
+
+from ultraep_serve.plan.eplb_slots import even_shares, master_copies, slots_of
+from ultraep_serve.types import ExpertShape, IntArray, Plan
+
+__all__ = [
+    "Counts",
+    "Placement",
+    "PolicyPlan",
+    "home_first_shares",
+    "of_copies",
+    "of_plan",
+    "of_quota",
+]
+
+Counts = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """One layer of one batch, before it is split over source ranks."""
+
+    quota: IntArray  # (E, R): assignments of expert e that rank r computes
+    copies: IntArray  # (E, R): 1 where rank r holds expert e
+    slot_expert: IntArray | None = None  # (R, slots): -1 empty; None where masters moved
+    shares: IntArray | None = None  # (R_source, E, R_target), of policies that deal assignments
+
+    @property
+    def num_replicas(self) -> int:
+        """Copies beyond one per expert, over all ranks."""
+        return int(self.copies.sum() - len(self.copies))
+
+    @property
+    def slots_needed(self) -> int:
+        """Experts beyond E / R on the rank that holds most."""
+        num_experts, num_ranks = self.copies.shape
+        return int(max(0, self.copies.sum(0).max() - num_experts // num_ranks))
+
+
+@dataclass(frozen=True)
+class PolicyPlan:
+    """One layer of one batch, complete: the plans of all ranks in one."""
+
+    slot_expert: IntArray | None  # (R, slots): as in Placement
+    quota: IntArray  # (E, R)
+    shares: IntArray  # (R_source, E, R_target)
+
+
+def of_plan(plan: Plan, shape: ExpertShape) -> Placement:
+    """The placement of a plan as a server makes it."""
+    copies = master_copies(shape)
+    ranks, slots = np.nonzero(plan.slot_expert >= 0)
+    copies[plan.slot_expert[ranks, slots], ranks] = 1
+    return Placement(plan.quota, copies, plan.slot_expert)
+
+
+def of_quota(quota: Counts, shape: ExpertShape) -> Placement:
+    """A copy wherever a rank computes an expert that it is not the master of, ``quota`` (E, R)."""
+    masters = master_copies(shape)
+    copies = np.maximum(masters, quota > 0).astype(np.int32)
+    return Placement(quota.astype(np.int32), copies, slots_of(copies - masters, shape))
+
+
+def of_copies(loads: Counts, copies: IntArray, slot_expert: IntArray | None = None) -> Placement:
+    """``loads`` (R, E) split evenly among ``copies`` (E, R)."""
+    return Placement(even_shares(loads, copies).sum(0, dtype=np.int32), copies, slot_expert)
+
+
+@compiled
+def home_first_shares(loads: Counts, quota: IntArray) -> IntArray:
+    """Keep tokens on their own rank where the quota allows, then fill targets in order.
+
+    The split that ``plan_quota`` makes rank by rank, for any placement: sources are laid out from
+    rank ``expert % R`` on, targets from rank 0.
+
+    Args:
+        loads: int64 (R, E), row r is what rank r's own tokens chose.
+        quota: int32 (E, R), rows sum to the loads' columns.
+
+    Returns:
+        int32 (R_source, E, R_target).
+    """
+    num_ranks, num_experts = loads.shape
+    shares = np.zeros((num_ranks, num_experts, num_ranks), np.int32)
+    left = np.zeros(num_ranks, np.int64)
+    for expert in range(num_experts):
+        for rank in range(num_ranks):
+            home = min(loads[rank, expert], quota[expert, rank])
+            shares[rank, expert, rank] = home
+            left[rank] = quota[expert, rank] - home
+        target = 0
+        for step in range(num_ranks):
+            source = (expert + step) % num_ranks
+            todo = loads[source, expert] - shares[source, expert, source]
+            while todo > 0 and target < num_ranks:
+                part = min(todo, left[target])
+                shares[source, expert, target] += part
+                left[target] -= part
+                todo -= part
+                if left[target] == 0:
+                    target += 1
+    return shares

@@ -1,0 +1,272 @@
+"""Trace and policies -> what each policy would have made of every layer of every batch."""
+
+import dataclasses
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ultraep_serve.errors import TraceError
+from ultraep_serve.lab.comparators import PolicyFunction
+from ultraep_serve.lab.comparators.placement import Placement
+from ultraep_serve.lab.trace import LoadTrace, Trace, batches, num_batches, stated_speeds
+from ultraep_serve.plan.checks import imbalance_floor
+from ultraep_serve.plan.eplb_slots import HISTORY_BATCHES
+from ultraep_serve.plan.times import full_speeds, whole_speeds
+from ultraep_serve.types import ExpertShape, IntArray, imbalance
+
+__all__ = [
+    "DumpedPlans",
+    "PolicyReplay",
+    "Replay",
+    "ReplayOptions",
+    "replay",
+]
+
+MAX_DUMP_BYTES = 2 << 30  # of all shares
+MOST_SLOTS = 64  # as for a server
+
+
+@dataclass(frozen=True)
+class ReplayOptions:
+    """How to cut and place the trace. Raises TraceError naming a flag that is out of range."""
+
+    num_ranks: int  # R
+    num_slots: int  # S
+    batch_tokens: int | None  # None: the batches of a trace of loads
+    layers: tuple[int, ...] | None = None  # None: all
+    limit: int | None = None  # batches at most
+    domain_size: int | None = None
+    history_batches: int = HISTORY_BATCHES  # past batches that policies may use
+    rebalance_every: int = 1  # batches between updates of the past loads
+    skip: int = 0  # first batches that are history only, and not measured
+    speeds: tuple[float, ...] | None = None  # (R,), () all equal; None: as the trace says, or equal
+
+    def __post_init__(self) -> None:
+        for flag, value, least in (
+            ("--ep", self.num_ranks, 1),
+            ("--slots", self.num_slots, 0),
+            ("--limit", self.limit, 1),
+            ("--domain-size", self.domain_size, 1),
+            ("--history", self.history_batches, 1),
+            ("--rebalance-every", self.rebalance_every, 1),
+            ("--skip", self.skip, 0),
+        ):
+            if value is not None and value < least:
+                raise TraceError(f"{flag} = {value} must be {least} or more")
+        if self.num_slots > MOST_SLOTS:
+            raise TraceError(f"--slots = {self.num_slots} must be at most {MOST_SLOTS}")
+        if self.speeds and len(self.speeds) != self.num_ranks:
+            raise TraceError(f"--speeds are {len(self.speeds)} numbers for {self.num_ranks} ranks")
+
+
+@dataclass
+class PolicyReplay:
+    """One policy's outcome; one entry per case, in the order of ``Replay.cases``."""
+
+    imbalance_after: list[float] = field(default_factory=list)
+    time_imbalance_after: list[float] = field(default_factory=list)  # the same with equal speeds
+    num_replicas: list[int] = field(default_factory=list)
+    slots_needed: list[int] = field(default_factory=list)  # on the rank that needs most
+    remote: list[int] = field(default_factory=list)  # assignments computed off their token's rank
+    plan_seconds: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class DumpedPlans:
+    """Complete plans, one per case."""
+
+    loads: IntArray  # (n, R, E)
+    slot_expert: IntArray  # (n, R, slots), -1 empty
+    share: IntArray  # (n, R_source, E, R_target)
+
+
+@dataclass(frozen=True)
+class Replay:
+    """All policies on the same cases: batch by batch, layer by layer in each."""
+
+    cases: list[tuple[int, int]]  # (batch, layer)
+    assignments: list[int]
+    imbalance_before: list[float]  # every expert on its master
+    time_imbalance_before: list[float]
+    floor: list[float]  # the best imbalance that any plan inside domains can reach
+    time_floor: list[float]
+    policies: dict[str, PolicyReplay]
+    speeds: NDArray[np.int64] | None  # (R,), the fastest FULL_SPEED; None: all equal
+    plans: DumpedPlans | None = None
+
+
+@dataclass(frozen=True)
+class _Case:
+    batch: int
+    layer: int
+    loads: NDArray[np.int64]  # (R, E)
+    history: NDArray[np.int64]  # (N, R, E)
+    speeds: NDArray[np.int64]  # (R,)
+
+
+def replay(
+    trace: Trace | LoadTrace,
+    options: ReplayOptions,
+    policies: Sequence[PolicyFunction],
+    *,
+    keep_plans: bool = False,
+) -> Replay:
+    """Plan every layer of every batch with every policy.
+
+    Args:
+        trace: token level or load level.
+        options: ranks, slots, batches.
+        policies: each sees the same loads and the same past.
+        keep_plans: keep the complete plans; for one policy that leaves masters where they are.
+
+    Raises:
+        TraceError: the options do not fit the trace, or the plans would not fit in memory.
+        UnsupportedError: a policy needs a package that is not installed.
+    """
+    shape = _shape(trace, options)
+    layers = _layers(trace, options)
+    count = _count_batches(trace, options)
+    if keep_plans:
+        _check_dump(policies, shape, count * len(layers))
+    speeds = _speeds(trace, options)
+    outcomes = {policy.name: PolicyReplay() for policy in policies}
+    result = Replay(
+        [], [], [], [], [], [], outcomes, None if (speeds == speeds[0]).all() else speeds
+    )
+    plans: list[tuple[IntArray, IntArray, IntArray]] = []  # loads, slot_expert, shares
+    for case in _cases(trace, options, layers, count, speeds):
+        rank_load = case.loads.sum(0).reshape(shape.num_ranks, -1).sum(1)
+        result.cases.append((case.batch, case.layer))
+        result.assignments.append(int(rank_load.sum()))
+        result.imbalance_before.append(imbalance(rank_load))
+        result.time_imbalance_before.append(imbalance(rank_load, speeds))
+        size = options.domain_size
+        result.floor.append(imbalance_floor(case.loads, domain_size=size))
+        result.time_floor.append(imbalance_floor(case.loads, domain_size=size, speeds=speeds))
+        for policy in policies:
+            placement, shares = _place(policy, case, shape, options, result.policies[policy.name])
+            if keep_plans:
+                assert placement.slot_expert is not None  # _check_dump
+                plans.append((case.loads.astype(np.int32), placement.slot_expert, shares))
+    return dataclasses.replace(result, plans=_dumped(plans)) if keep_plans else result
+
+
+def _place(
+    policy: PolicyFunction,
+    case: _Case,
+    shape: ExpertShape,
+    options: ReplayOptions,
+    outcome: PolicyReplay,
+) -> tuple[Placement, IntArray]:
+    """The placement, timed, and its shares; appends to ``outcome``."""
+    domain = options.domain_size or shape.num_ranks
+    if not outcome.plan_seconds:  # once before, to have all compiled
+        policy(case.loads, shape, case.history, domain_size=domain, speeds=case.speeds)
+    start = time.perf_counter()
+    placement = policy.place(case.loads, shape, case.history, domain, case.speeds)
+    outcome.plan_seconds.append(time.perf_counter() - start)
+    rank_load = placement.quota.sum(0, dtype=np.int64)
+    outcome.imbalance_after.append(imbalance(rank_load))
+    outcome.time_imbalance_after.append(imbalance(rank_load, case.speeds))
+    outcome.num_replicas.append(placement.num_replicas)
+    outcome.slots_needed.append(placement.slots_needed)
+    shares = policy.split(case.loads, placement)
+    kept = np.einsum("ses->", shares, dtype=np.int64)
+    outcome.remote.append(int(case.loads.sum() - kept))
+    return placement, shares
+
+
+def _dumped(plans: list[tuple[IntArray, IntArray, IntArray]]) -> DumpedPlans:
+    """The widest plan decides how many slots the array has."""
+    loads, slots, shares = zip(*plans, strict=True)
+    width = max(each.shape[1] for each in slots)
+    wide = [
+        np.pad(each, ((0, 0), (0, width - each.shape[1])), constant_values=-1) for each in slots
+    ]
+    return DumpedPlans(np.stack(loads), np.stack(wide), np.stack(shares))
+
+
+def _cases(
+    trace: Trace | LoadTrace,
+    options: ReplayOptions,
+    layers: Sequence[int],
+    count: int,
+    speeds: NDArray[np.int64],
+) -> Iterator[_Case]:
+    past: deque[NDArray[np.int64]] = deque(
+        maxlen=min(options.history_batches, options.skip + count)
+    )
+    known = np.zeros((0, 0, 0, 0), np.int64)
+    for index, loads in enumerate(batches(trace, options.batch_tokens, options.num_ranks)):
+        if index == options.skip + count:
+            return
+        chosen = loads[list(layers)].astype(np.int64)
+        if index % options.rebalance_every == 0 or index == options.skip:
+            known = np.stack(past) if past else np.zeros((0, *chosen.shape), np.int64)
+        if index >= options.skip:
+            for position, layer in enumerate(layers):
+                yield _Case(index, layer, chosen[position], known[:, position], speeds)
+        past.append(chosen)
+
+
+def _shape(trace: Trace | LoadTrace, options: ReplayOptions) -> ExpertShape:
+    if trace.num_experts % options.num_ranks != 0:
+        raise TraceError(
+            f"{trace.num_experts} experts cannot be divided by {options.num_ranks} ranks; choose "
+            "another --ep, or give --experts if the trace does not use the last ones"
+        )
+    shape = ExpertShape(options.num_ranks, trace.num_experts, options.num_slots)
+    if _share_bytes(shape) > MAX_DUMP_BYTES:
+        raise TraceError(f"one plan would take {_share_bytes(shape)} bytes; choose a smaller --ep")
+    return shape
+
+
+def _speeds(trace: Trace | LoadTrace, options: ReplayOptions) -> NDArray[np.int64]:
+    given = stated_speeds(trace) if options.speeds is None else options.speeds
+    if not given:
+        return full_speeds(options.num_ranks)
+    if len(given) != options.num_ranks:
+        raise TraceError(
+            f"the trace was made for {len(given)} ranks, not all equally fast; give --speeds for "
+            f"{options.num_ranks}, or --speeds equal"
+        )
+    return whole_speeds(given)
+
+
+def _layers(trace: Trace | LoadTrace, options: ReplayOptions) -> tuple[int, ...]:
+    layers = tuple(range(trace.num_layers)) if options.layers is None else options.layers
+    if not layers or min(layers) < 0 or max(layers) >= trace.num_layers:
+        raise TraceError(f"layers {list(layers)} must be from 0 to {trace.num_layers - 1}")
+    return tuple(dict.fromkeys(layers))
+
+
+def _count_batches(trace: Trace | LoadTrace, options: ReplayOptions) -> int:
+    count = num_batches(trace, options.batch_tokens) - options.skip
+    if count < 1:
+        raise TraceError(f"no batch is left to measure after skipping {options.skip}")
+    return count if options.limit is None else min(count, options.limit)
+
+
+def _check_dump(policies: Sequence[PolicyFunction], shape: ExpertShape, num_cases: int) -> None:
+    if len(policies) != 1:
+        raise TraceError("plans can be dumped of one policy at a time")
+    if not policies[0].has_slots:
+        raise TraceError(
+            f"plans of policy {policies[0].name!r} cannot be dumped: it does not keep every expert "
+            "on its master, so slots do not describe it"
+        )
+    num_bytes = num_cases * _share_bytes(shape)
+    if num_bytes > MAX_DUMP_BYTES:
+        raise TraceError(
+            f"{num_cases} plans take {num_bytes} bytes, at most {MAX_DUMP_BYTES} are dumped; "
+            "choose fewer with --limit or --layers"
+        )
+
+
+def _share_bytes(shape: ExpertShape) -> int:
+    """Bytes of the shares (R, E, R) of one plan."""
+    return 4 * shape.num_ranks**2 * shape.num_logical_experts

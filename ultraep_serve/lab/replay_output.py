@@ -1,0 +1,82 @@
+"""What replays leave: a JSON document of all policies, and a file of one policy's plans."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from ultraep_kernels.contract import FULL_SPEED
+
+from ultraep_serve.lab.replay import DumpedPlans, PolicyReplay, Replay, ReplayOptions
+from ultraep_serve.system.files import whole_file
+
+__all__ = ["replay_document", "write_plans"]
+
+
+def replay_document(result: Replay, options: ReplayOptions, trace_name: str) -> dict[str, Any]:
+    """Statistics over all cases, as JSON; ``floor`` only where there are domains.
+
+    Where ranks are not equally fast, what is said of counts is also said of times.
+    """
+    document: dict[str, Any] = {
+        "ep": options.num_ranks,
+        "slots": options.num_slots,
+        "batch_tokens": options.batch_tokens,
+        "batches": len({batch for batch, _ in result.cases}),
+        "trace": {
+            "file": trace_name,
+            "layers": len({layer for _, layer in result.cases}),
+            "domain": options.domain_size,
+            "history_batches": options.history_batches,
+            "rebalance_every": options.rebalance_every,
+            "skipped": options.skip,
+        },
+        "policies": {name: _policy(result, one) for name, one in result.policies.items()},
+    }
+    if options.domain_size is not None:
+        document["floor"] = _spread(result.floor)
+    if result.speeds is not None:
+        document["speeds"] = (result.speeds / FULL_SPEED).tolist()
+        if options.domain_size is not None:
+            document["time_floor"] = _spread(result.time_floor)
+    return document
+
+
+def _policy(result: Replay, outcome: PolicyReplay) -> dict[str, Any]:
+    seconds = np.percentile(outcome.plan_seconds, (50, 99))
+    total = sum(result.assignments)
+    times = {}
+    if result.speeds is not None:
+        times = {
+            "time_imbalance_before": _spread(result.time_imbalance_before),
+            "time_imbalance_after": _spread(outcome.time_imbalance_after),
+        }
+    return {
+        "imbalance_before": _spread(result.imbalance_before),
+        "imbalance_after": _spread(outcome.imbalance_after),
+        **times,
+        "replicas": {
+            "mean": float(np.mean(outcome.num_replicas)),
+            "max": max(outcome.num_replicas),
+        },
+        "slots_needed": max(outcome.slots_needed),
+        "remote_fraction": sum(outcome.remote) / total if total else 0.0,
+        "plan_seconds": {"p50": float(seconds[0]), "p99": float(seconds[1])},
+    }
+
+
+def _spread(values: Sequence[float]) -> dict[str, float]:
+    return {
+        "mean": float(np.mean(values)),
+        "p50": float(np.percentile(values, 50)),
+        "p99": float(np.percentile(values, 99)),
+        "max": float(max(values)),
+    }
+
+
+def write_plans(path: Path, plans: DumpedPlans) -> None:
+    """Write int32 ``loads``, ``slot_expert`` and ``share``. Raises OutputError."""
+    with whole_file(path) as part, part.open("wb") as stream:
+        np.savez_compressed(
+            stream, loads=plans.loads, slot_expert=plans.slot_expert, share=plans.share
+        )

@@ -1,0 +1,1 @@
+"""Thousands of ranks with the real planner: traffic, layers, and what comes of them."""

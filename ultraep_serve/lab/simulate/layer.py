@@ -1,0 +1,184 @@
+"""One layer of one batch on ranks and links of given speeds -> its plan, and what comes of it.
+
+Slow ranks are known to the planner, as in a server. Links are not: a slow one makes the transfer
+longer, and where a dead one cuts off a copy, directly or behind a relay, its assignments go back to
+the expert's home rank.
+"""
+
+import time
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ultraep_serve.costs.model import CostModel, experts_moved, saved_picoseconds, transfer_of
+from ultraep_serve.costs.relays import chosen_parents
+from ultraep_serve.lab.advise.advice import Setting
+from ultraep_serve.lab.advise.predict import layer_seconds
+from ultraep_serve.lab.advise.recommend import named_slots
+from ultraep_serve.plan.checks import imbalance_floor
+from ultraep_serve.plan.quota import plan_quota
+from ultraep_serve.plan.times import rank_times
+from ultraep_serve.types import ExpertShape, IntArray, Plan, imbalance
+
+__all__ = ["FIGURES", "GroupMachine", "Variant", "follow", "judge"]
+
+# Of one layer of one batch, in the order that ``judge`` returns them.
+FIGURES = (
+    "before",  # imbalance of counts, every expert on its master
+    "planned",  # if every copy arrives
+    "after",  # without those that dead links cut off
+    "floor",  # the least that any plan inside domains can reach
+    "time_before",  # the same of times
+    "time_planned",
+    "time_after",
+    "time_floor",
+    "plan_seconds",  # measured on this machine
+    "copies",  # planned
+    "lost_copies",
+    "returned",  # assignments of lost copies, of all
+    "link_bytes",  # sent or received by the rank that sends or receives most
+    "off_seconds",  # predicted, of the layer
+    "seconds",  # as served: a plan that does not pay is not followed
+    "is_followed",  # 1 where it is
+)
+Counts = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What is compared; the settings of a server."""
+
+    setting: Setting
+    slots: int
+    relay: str
+
+    @property
+    def shape(self) -> ExpertShape:
+        """The sizes that a plan depends on."""
+        return self.setting.experts(self.slots)
+
+    @property
+    def domain_size(self) -> int:
+        """Ranks per domain, at most those of a group."""
+        ranks = self.setting.num_ranks
+        return min(self.setting.domain_size or ranks, ranks)
+
+    @property
+    def name(self) -> str:
+        """What distinguishes it, in words."""
+        sizes = f"EP{self.setting.num_ranks}, domains of {self.domain_size}"
+        return f"{sizes}, {named_slots(self.slots)}, relays {self.relay}"
+
+
+@dataclass(frozen=True)
+class GroupMachine:
+    """The ranks and links of one group."""
+
+    speeds: Counts  # (R,), as planned by
+    fastest: float  # speed of the fastest rank, 1 where it is not slow
+    link_speeds: NDArray[np.float64]  # (R,), 1 where a rank's link is not slow
+    alive: NDArray[np.bool_]  # (R, R): whether a rank can send weights to another
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all ranks are equally fast."""
+        return bool((self.speeds == self.speeds[0]).all())
+
+
+def judge(variant: Variant, machine: GroupMachine, loads: Counts) -> tuple[float, ...]:
+    """FIGURES of one layer of one batch, ``loads`` (R, E)."""
+    shape, domain, speeds = variant.shape, variant.domain_size, machine.speeds
+    mode, costs = variant.relay, variant.setting.estimate.costs.integer_costs()
+    begun = time.perf_counter()
+    plan = plan_quota(loads, shape, 0, domain_size=domain, speeds=speeds)
+    plan_seconds = time.perf_counter() - begun
+    parents = chosen_parents(plan.slot_expert, shape.num_masters, mode, domain, costs)
+    followed = follow(plan, parents, machine.alive, shape.num_masters)
+    before = loads.sum(0).reshape(shape.num_ranks, -1).sum(1)
+    planned, after = (one.quota.sum(0, dtype=np.int64) for one in (plan, followed))
+    of_counts = [imbalance(load) for load in (before, planned, after)]
+    of_counts.append(imbalance_floor(loads, domain_size=domain))
+    of_times = of_counts
+    if not machine.is_even:
+        of_times = [imbalance(load, speeds) for load in (before, planned, after)]
+        of_times.append(imbalance_floor(loads, domain_size=domain, speeds=speeds))
+    # As a server decides, which knows neither how links are nor, at that moment, of relays.
+    busiest, least = (int(rank_times(load, speeds).max()) for load in (before, planned))
+    expected = transfer_of(plan.slot_expert, shape.num_masters)
+    pays = saved_picoseconds(busiest, least, shape, expected, costs) > 0
+    copies, arrived = (int((one.slot_expert >= 0).sum()) for one in (plan, followed))
+    lost = copies - arrived
+    moved = transfer_of(followed.slot_expert, shape.num_masters, parents).busiest_link
+    returned = int(abs(followed.quota.astype(np.int64) - plan.quota).sum()) // 2 if lost else 0
+    return (
+        *of_counts,
+        *of_times,
+        plan_seconds,
+        float(copies),
+        float(lost),
+        returned / max(1, int(before.sum())),
+        float(moved * variant.setting.estimate.costs.bytes_per_expert),
+        _seconds(variant, machine, before, exchanged=False),
+        _seconds(variant, machine, after, followed.slot_expert, parents)
+        if pays
+        else _seconds(variant, machine, before),
+        float(pays),
+    )
+
+
+def _seconds(
+    variant: Variant,
+    machine: GroupMachine,
+    rank_load: Counts,
+    slot_expert: IntArray | None = None,
+    parents: Counts | None = None,
+    *,
+    exchanged: bool = True,
+) -> float:
+    """Predicted time of the layer with ``rank_load`` (R,), moving what ``slot_expert`` holds."""
+    costs: CostModel = variant.setting.estimate.costs
+    masters = variant.shape.num_masters
+    busiest = float(rank_times(rank_load, machine.speeds).max()) / machine.fastest
+    tokens = float(rank_load.sum()) / variant.setting.shape.experts_per_token / rank_load.size
+    if slot_expert is None:
+        return layer_seconds(costs, busiest, tokens, masters, exchanged=exchanged)
+    transfer = transfer_of(slot_expert, masters, parents)
+    links = np.maximum(*experts_moved(slot_expert, masters, parents))
+    return layer_seconds(
+        costs,
+        busiest,
+        tokens,
+        masters + transfer.busiest_receiver,
+        transfer=transfer,
+        link_experts=float((links / machine.link_speeds).max()),
+        exchanged=exchanged,
+    )
+
+
+def follow(plan: Plan, parents: Counts, alive: NDArray[np.bool_], num_masters: int) -> Plan:
+    """The plan without the copies that cannot arrive; what they would compute goes home.
+
+    Args:
+        plan: of one layer; its ``share`` is left as it is.
+        parents: (R, S) who sends each slot its weights, as ``relay_parents``: relays have theirs
+            from masters.
+        alive: (R, R), whether a rank can send weights to another.
+        num_masters: L.
+    """
+    if alive.all():
+        return plan
+    slot_expert, quota = plan.slot_expert.copy(), plan.quota.copy()
+    ranks, slots = np.nonzero(slot_expert >= 0)
+    experts, parent = slot_expert[ranks, slots], parents[ranks, slots]
+    homes = experts // num_masters
+    is_direct = parent < 0
+    arrives = alive[np.where(is_direct, homes, parent // max(1, slot_expert.shape[1])), ranks]
+    has_arrived = np.zeros(slot_expert.shape, bool)
+    has_arrived[ranks, slots] = arrives
+    arrives &= is_direct | has_arrived.ravel()[parent]
+    experts, homes, ranks, slots = (part[~arrives] for part in (experts, homes, ranks, slots))
+    np.add.at(quota, (experts, homes), quota[experts, ranks])
+    quota[experts, ranks] = 0
+    slot_expert[ranks, slots] = -1
+    return replace(plan, slot_expert=slot_expert, quota=quota)

@@ -1,0 +1,1 @@
+"""What is below everything: files, this machine, installed releases, HTTP, the control token."""

@@ -1,0 +1,170 @@
+"""The reading end: new records of one ring, from a file that is not trusted.
+
+The file is read with ``pread``, never mapped: a file that is truncated while it is mapped kills the
+process that touches it, a short read is only an error. A file that is deleted while its writer
+lives is read on through its descriptor; the writer puts a copy back, which is the same ring.
+"""
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ultraep_serve.errors import RingError
+from ultraep_serve.system.files import open_regular
+from ultraep_serve.telemetry.schema import (
+    HEADER_BYTES,
+    RecordArray,
+    RingHeader,
+    parse_header,
+    record_checksum,
+    record_dtype,
+)
+from ultraep_serve.types import Decision, Policy
+
+__all__ = ["ALIVE_SECONDS", "Poll", "RingReader"]
+
+ALIVE_SECONDS = 5.0  # a writer without a heartbeat for longer is not alive
+_MAX_POLL_BYTES = 64 << 20  # of one poll; older records beyond it count as missed
+
+
+@dataclass(frozen=True)
+class Poll:
+    """The result of one poll."""
+
+    header: RingHeader
+    records: RecordArray  # (n,) new and intact, oldest first
+    missed: int  # records overwritten, or found damaged, before they could be read
+    replaced: bool  # by the file of a new writer
+
+
+class RingReader:
+    """Follows the ring at ``path``. Every method raises RingError and nothing else."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._descriptor = -1
+        self._writer: tuple[int, ...] = ()  # of the file that was open last
+        self._read_up_to = 0  # sequence number of the last record returned or counted as missed
+        self._open()
+
+    def _open(self) -> None:
+        try:
+            self._descriptor = open_regular(self._path)
+        except OSError as error:
+            raise RingError(f"cannot open {self._path.name}: {error.strerror or error}") from error
+        try:
+            header = self.header()
+        except RingError:
+            self.close()
+            raise
+        writer = (header.started_ns, header.pid, header.process_namespace)
+        if writer != self._writer:
+            self._writer, self._read_up_to = writer, 0
+        self._dtype = record_dtype(header.shape)
+        self._sizes = (header.shape, header.capacity)
+
+    def header(self) -> RingHeader:
+        """The header now."""
+        header = parse_header(self._read(HEADER_BYTES, 0), self._path.name)
+        if self._path.name != f"ring-{header.number}":
+            raise RingError(f"{self._path.name} is damaged: number = {header.number}")
+        return header
+
+    def poll(self) -> Poll:
+        """Records written since the last poll; at first all that the ring still holds."""
+        replaced = self._reopen_if_replaced()
+        header = self.header()
+        if (header.shape, header.capacity) != self._sizes or header.written < self._read_up_to:
+            raise RingError(f"{self._path.name} was changed by another writer; restart the engine")
+        first = max(self._read_up_to, header.written - self._readable(header))
+        records, damaged = self._intact(first + 1, header.written)
+        missed = first - self._read_up_to + damaged
+        self._read_up_to = header.written
+        return Poll(header, records, missed, replaced)
+
+    def recent(self) -> RecordArray:
+        """All intact records that the ring still holds, oldest first; ``poll`` is not affected."""
+        header = self.header()
+        first = max(0, header.written - self._readable(header))
+        return self._intact(first + 1, header.written)[0]
+
+    def close(self) -> None:
+        """Close the file; may be called twice."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _reopen_if_replaced(self) -> bool:
+        """Follow the name to another file, if it leads there; whether that has another writer."""
+        writer = self._writer
+        if self._descriptor < 0:
+            self._open()
+            return True
+        try:
+            named = os.stat(self._path, follow_symlinks=False)
+        except OSError as error:
+            if self.header().alive(time.monotonic_ns(), ALIVE_SECONDS):
+                return False
+            raise RingError(f"{self._path.name} is gone: {error.strerror}") from error
+        # The old file's inode number cannot be used again while the file is open here.
+        held = os.fstat(self._descriptor)
+        if (named.st_dev, named.st_ino) == (held.st_dev, held.st_ino):
+            return False
+        self.close()
+        self._open()
+        return self._writer != writer
+
+    def _readable(self, header: RingHeader) -> int:
+        return min(header.capacity, max(1, _MAX_POLL_BYTES // header.record_bytes))
+
+    def _read(self, size: int, offset: int) -> bytes:
+        try:
+            data = os.pread(self._descriptor, size, offset)
+        except OSError as error:
+            raise RingError(f"cannot read {self._path.name}: {error.strerror}") from error
+        if len(data) < size:
+            raise RingError(f"{self._path.name} is truncated")
+        return data
+
+    def _intact(self, first: int, last: int) -> tuple[RecordArray, int]:
+        """Intact records ``first`` to ``last`` (sequence numbers), and how many were not."""
+        if last < first:
+            return np.empty(0, self._dtype), 0
+        records = self._fetch(first, last)
+        sequence = np.uint64(first) + np.arange(last - first + 1, dtype=np.uint64)
+        good = self._check(records, sequence)
+        for index in np.flatnonzero(~good):
+            # Another processor may see the counter before the record: read once more.
+            again = self._fetch(first + int(index), first + int(index))
+            if self._check(again, sequence[index : index + 1])[0]:
+                records[index] = again[0]
+                good[index] = True
+        if good.all():
+            return records, 0
+        return records[good], int((~good).sum())
+
+    def _fetch(self, first: int, last: int) -> RecordArray:
+        capacity, size = self._sizes[1], self._dtype.itemsize
+        start, count = (first - 1) % capacity, last - first + 1
+        head = min(count, capacity - start)
+        data = bytearray(self._read(head * size, HEADER_BYTES + start * size))
+        if count > head:
+            data += self._read((count - head) * size, HEADER_BYTES)
+        return np.frombuffer(data, self._dtype)
+
+    def _check(self, records: RecordArray, sequence: np.ndarray) -> np.ndarray:
+        good: np.ndarray = (
+            (records["seq"] == sequence)
+            & (records["decision"] < len(Decision))
+            & (records["policy"] < len(Policy))
+        )
+        view, size = records.view(np.uint8).data, self._dtype.itemsize
+        found = [
+            record_checksum(number, view[start : start + size])
+            for number, start in zip(sequence.tolist(), range(0, len(view), size), strict=True)
+        ]
+        good &= records["crc"] == np.array(found, np.uint32)
+        return good

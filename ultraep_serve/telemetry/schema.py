@@ -1,0 +1,324 @@
+"""The layout of a ring file: one header page, then fixed-size records.
+
+Record number n (from 0) is at index ``n % capacity`` and carries ``seq = n + 1``; 0 means never
+written. A reader accepts a record only when its ``seq`` is the expected one and its ``crc``
+matches, so a half-overwritten record is detected without locks or memory barriers.
+"""
+
+import math
+import struct
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
+from enum import IntEnum
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ultraep_serve.balance.topology import (
+    Location,
+    domains_fit,
+    is_process_alive,
+    process_namespace,
+)
+from ultraep_serve.errors import RingError
+from ultraep_serve.types import Decision, ExpertShape, Policy, Stage
+
+__all__ = [
+    "HEADER_BYTES",
+    "HEADER_DTYPE",
+    "MAGIC",
+    "MAX_CAPACITY",
+    "MAX_EXPERTS",
+    "MAX_RANKS",
+    "RECORD_HEAD",
+    "RING_PREFIX",
+    "RING_VERSION",
+    "UNHEARD_BYTES",
+    "RecordArray",
+    "RingHeader",
+    "RingState",
+    "header_page",
+    "parse_header",
+    "record_checksum",
+    "record_dtype",
+    "ring_path",
+]
+
+RING_VERSION = 8
+RING_PREFIX = "ring-"  # of the files' names, before the number
+MAGIC = b"UEPRING\x01"
+HEADER_BYTES = 4096
+UNHEARD_BYTES = 512
+MAX_CAPACITY = 1 << 20
+MAX_RANKS = 4096
+_MAX_SLOTS = 1024
+MAX_EXPERTS = 1 << 20
+
+RecordArray = NDArray[np.void]
+
+
+class RingState(IntEnum):
+    """Where a rank is in its life."""
+
+    STARTING = 0
+    READY = 1
+    FAILED = 2
+    STOPPED = 3
+
+
+# 8-byte fields come first, so that every counter is aligned and stored in one piece.
+_BY_DECISION = ("<u8", (len(Decision),))
+_HEADER_FIELDS: list[Any] = [
+    ("magic", "S8"),
+    ("written", "<u8"),  # records ever written
+    ("lost", "<u8"),  # records that could not be written
+    ("heartbeat_ns", "<u8"),  # CLOCK_MONOTONIC
+    ("last_batch_ns", "<u8"),  # CLOCK_MONOTONIC, when a batch was last counted; 0: never
+    ("started_ns", "<u8"),  # wall clock
+    ("state", "<u8"),  # RingState
+    ("policy", "<u8"),  # Policy.code now in force
+    ("batches", "<u8"),  # batches seen, planned or not
+    ("recorded_batches", *_BY_DECISION),  # batches that have records
+    ("skipped_batches", *_BY_DECISION),  # batches skipped as a whole, without records
+    ("layers", *_BY_DECISION),  # layers of both kinds of batches
+    ("bytes_sent", "<u8"),
+    ("bytes_received", "<u8"),
+    ("replicas", "<u8"),
+    ("stage_ns", "<u8", (len(Stage),)),
+    ("slot_bytes_reserved", "<u8"),
+    ("pid", "<u8"),
+    ("process_namespace", "<u8"),  # in which pid means that process
+    ("timeout_seconds", "<f8"),
+    ("schema_version", "<u4"),
+    ("header_bytes", "<u4"),
+    ("record_bytes", "<u4"),
+    ("capacity", "<u4"),
+    ("rank", "<u4"),
+    ("num_ranks", "<u4"),
+    ("host_size", "<u4"),  # ranks of each host, contiguous; divides num_ranks
+    ("domain_size", "<u4"),  # ranks that weights move between
+    ("num_logical_experts", "<u4"),
+    ("num_replica_slots", "<u4"),
+    ("num_layers", "<u4"),  # of the rank's pipeline stage
+    ("pipeline_stage", "<u4"),
+    ("num_pipeline_stages", "<u4"),
+    ("engine", "S32"),
+    ("mode", "S16"),
+    ("first_host", "S64"),  # name of the host that holds rank 0
+    ("unheard", f"S{UNHEARD_BYTES}"),  # which ranks and hosts this one does not hear
+]
+
+
+def _padded(layout: list[Any], itemsize: int) -> np.dtype[np.void]:
+    """The packed structured dtype of ``layout``, padded at its end to ``itemsize`` bytes."""
+    padding = itemsize - np.dtype(layout).itemsize
+    return np.dtype([*layout, ("padding", "u1", (padding,))])
+
+
+HEADER_DTYPE = _padded(_HEADER_FIELDS, HEADER_BYTES)
+
+# The scalars at the front of a record, as struct and (below) as dtype: seq, crc, layer, batch,
+# time_ns, tokens, replicas, assignments, bytes_sent, bytes_received, experts_ns, stage_ns,
+# decision, policy.
+RECORD_HEAD = struct.Struct(f"<QIiQQIIQQQQ{len(Stage)}QBB6x")
+PAYLOAD_OFFSET = 12  # what the checksum covers starts after seq and crc
+
+
+@lru_cache(maxsize=8)
+def record_dtype(shape: ExpertShape) -> np.dtype[np.void]:
+    """One record for ``shape``; its size is a multiple of 8 bytes.
+
+    ``load_before`` and ``load_after`` (R,) are assignments per rank, ``speed`` (R,) what was
+    planned with (FULL_SPEED: as fast as the fastest), ``slot_expert`` (R, S) the replicas,
+    ``slot_load`` (R, S) what each of them computes, ``expert_load`` (E,) assignments per logical
+    expert. A master computes what its replicas do not.
+    """
+    ranks, slots, experts = shape.num_ranks, shape.num_slots, shape.num_logical_experts
+    layout: list[Any] = [
+        ("seq", "<u8"),
+        ("crc", "<u4"),
+        ("layer", "<i4"),
+        ("batch", "<u8"),
+        ("time_ns", "<u8"),  # wall clock
+        ("tokens", "<u4"),  # of the batch, over all ranks
+        ("replicas", "<u4"),
+        ("assignments", "<u8"),
+        ("bytes_sent", "<u8"),
+        ("bytes_received", "<u8"),
+        ("experts_ns", "<u8"),  # this rank's own experts, without any wait; 0: not measured
+        ("stage_ns", "<u8", (len(Stage),)),
+        ("decision", "u1"),
+        ("policy", "u1"),
+        ("reserved", "u1", (6,)),
+        ("load_before", "<i4", (ranks,)),
+        ("load_after", "<i4", (ranks,)),
+        ("speed", "<i4", (ranks,)),
+        ("slot_expert", "<i4", (ranks, slots)),
+        ("slot_load", "<i4", (ranks, slots)),
+        ("expert_load", "<i4", (experts,)),
+    ]
+    size = np.dtype(layout).itemsize
+    return _padded(layout, (size + 7) // 8 * 8)
+
+
+def record_checksum(seq: int, record: memoryview) -> int:
+    """CRC-32 of a record's payload, seeded by ``seq`` so that no record matches another's."""
+    return zlib.crc32(record[PAYLOAD_OFFSET:], seq & 0xFFFFFFFF)
+
+
+def ring_path(run_path: Path, number: int) -> Path:
+    """The ring file ``number``, counted over pipeline stages: ``RingHeader.number``."""
+    return run_path / f"{RING_PREFIX}{number}"
+
+
+@dataclass(frozen=True)
+class RingHeader:
+    """A ring's header at one moment; counters are since this ring was created."""
+
+    shape: ExpertShape
+    location: Location
+    num_layers: int  # of its pipeline stage
+    pipeline_stage: int
+    num_pipeline_stages: int
+    capacity: int
+    record_bytes: int
+    pid: int
+    process_namespace: int
+    engine: str
+    mode: str
+    slot_bytes_reserved: int
+    timeout_seconds: float
+    started_ns: int  # wall clock
+    heartbeat_ns: int  # CLOCK_MONOTONIC
+    last_batch_ns: int  # CLOCK_MONOTONIC; 0: no batch yet
+    state: RingState
+    policy: Policy
+    written: int
+    lost: int
+    batches: int
+    recorded_batches: tuple[int, ...]  # by Decision
+    skipped_batches: tuple[int, ...]  # by Decision
+    layers: tuple[int, ...]  # by Decision
+    bytes_sent: int
+    bytes_received: int
+    replicas: int
+    stage_ns: tuple[int, ...]  # by Stage
+    unheard: str  # which ranks and hosts it does not hear; empty: all are
+
+    @property
+    def rank(self) -> int:
+        """The writer's rank in its group, which is all ranks of its pipeline stage."""
+        return self.location.rank
+
+    @property
+    def number(self) -> int:
+        """The writer's place among all ranks, stage by stage."""
+        return self.pipeline_stage * self.shape.num_ranks + self.rank
+
+    def heartbeat_age_seconds(self, now_ns: int) -> float:
+        """Seconds between the last heartbeat and ``now_ns`` (CLOCK_MONOTONIC)."""
+        return (now_ns - self.heartbeat_ns) / 1e9
+
+    def last_batch_age_seconds(self, now_ns: int) -> float | None:
+        """Seconds between the last batch and ``now_ns`` (CLOCK_MONOTONIC); None before any."""
+        return (now_ns - self.last_batch_ns) / 1e9 if self.last_batch_ns else None
+
+    def alive(self, now_ns: int, limit_seconds: float) -> bool:
+        """Whether the last heartbeat is recent and the writer has not failed, stopped or died.
+
+        A heartbeat from the future was written before a reboot: not alive.
+        """
+        age = self.heartbeat_age_seconds(now_ns)
+        running = self.state in (RingState.STARTING, RingState.READY)
+        return running and not self.dead and -limit_seconds < age < limit_seconds
+
+    @property
+    def dead(self) -> bool:
+        """Whether the writer's process is known to be gone; unknown across process namespaces."""
+        known = self.process_namespace == process_namespace()
+        return known and not is_process_alive(self.pid)
+
+
+def header_page(shape: ExpertShape, location: Location, **others: Any) -> bytes:
+    """The first page of a new ring; ``others`` are its further fields that are not 0."""
+    values = asdict(location) | {
+        "magic": MAGIC,
+        "schema_version": RING_VERSION,
+        "header_bytes": HEADER_BYTES,
+        "record_bytes": record_dtype(shape).itemsize,
+        "num_logical_experts": shape.num_logical_experts,
+        "num_replica_slots": shape.num_slots,
+    }
+    page = np.zeros((), HEADER_DTYPE)
+    for name, value in (values | others).items():
+        page[name] = value.encode("ascii", errors="replace") if isinstance(value, str) else value
+    return page.tobytes()
+
+
+def parse_header(page: bytes, name: str) -> RingHeader:
+    """The header in ``page``, checked field by field. Raises RingError, which says ``name``."""
+    assert len(page) == HEADER_BYTES
+    if not page.startswith(MAGIC):
+        raise RingError(f"{name} is not a ring of ultraep_serve")
+    stored = np.frombuffer(page, HEADER_DTYPE)[0].item()
+    values = dict(zip(HEADER_DTYPE.names or (), map(_plain, stored), strict=True))
+    if values["schema_version"] != RING_VERSION:
+        raise RingError(
+            f"{name} has schema version {values['schema_version']}, this reader knows "
+            f"{RING_VERSION}; run the engine and the sidecar from the same installation"
+        )
+    for field in _damaged(values):
+        raise RingError(f"{name} is damaged: {field} = {values[field]}")
+    values["shape"] = _shape_of(values)
+    values["location"] = Location(**{field.name: values[field.name] for field in fields(Location)})
+    values["state"] = RingState(values["state"])
+    values["policy"] = list(Policy)[values["policy"]]
+    return RingHeader(**{field.name: values[field.name] for field in fields(RingHeader)})
+
+
+def _plain(value: Any) -> Any:
+    """``value`` of a header field as an int, a float, text, or a tuple of ints."""
+    if isinstance(value, bytes):
+        return value.decode("ascii", errors="replace")
+    return tuple(value.tolist()) if isinstance(value, np.ndarray) else value
+
+
+def _damaged(values: Mapping[str, Any]) -> Iterator[str]:
+    """Names of the fields in ``values`` that no writer would have left like this."""
+    ranges = {
+        "header_bytes": (HEADER_BYTES, HEADER_BYTES),
+        "capacity": (1, MAX_CAPACITY),
+        "num_ranks": (1, MAX_RANKS),
+        "rank": (0, values["num_ranks"] - 1),
+        "num_pipeline_stages": (1, MAX_RANKS),
+        "pipeline_stage": (0, values["num_pipeline_stages"] - 1),
+        "host_size": (1, values["num_ranks"]),
+        "domain_size": (1, values["num_ranks"]),
+        "num_logical_experts": (1, MAX_EXPERTS),
+        "num_replica_slots": (0, _MAX_SLOTS),
+        "state": (0, len(RingState) - 1),
+        "policy": (0, len(Policy) - 1),
+        "written": (0, 1 << 62),
+    }
+    yield from (name for name, (low, high) in ranges.items() if not low <= values[name] <= high)
+    sizes = values["domain_size"], values["host_size"], values["num_ranks"]
+    if values["num_ranks"] % values["host_size"]:
+        yield "host_size"
+    elif not domains_fit(*sizes):
+        yield "domain_size"
+    if values["record_bytes"] != record_dtype(_shape_of(values)).itemsize:
+        yield "record_bytes"
+    if not math.isfinite(values["timeout_seconds"]):
+        yield "timeout_seconds"
+
+
+def _shape_of(values: Mapping[str, Any]) -> ExpertShape:
+    return ExpertShape(
+        num_ranks=values["num_ranks"],
+        num_logical_experts=values["num_logical_experts"],
+        num_replica_slots=values["num_replica_slots"],
+    )
