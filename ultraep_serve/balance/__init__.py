@@ -1,1 +1,1 @@
-"""The flow of a batch: ``host`` and ``cuda`` are twins; topology, collectives, and who is still there."""
+"""The flow of a batch, and who takes part in it; ``host`` and ``cuda`` are twins."""

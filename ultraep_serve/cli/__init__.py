@@ -15,27 +15,28 @@ __all__ = ["Parser", "execute", "main"]
 
 _INTERRUPTED = 130  # exit code of a process that Ctrl-C ended
 _NO_READER = 141  # and of one whose output nobody reads, by SIGPIPE
+_LAB = "ultraep_serve.lab.commands"
 _COMMANDS = {  # name: module with add_arguments and run, help
     "vllm": ("ultraep_serve.cli.serve", "serve a model with vLLM and balancing"),
     "sglang": ("ultraep_serve.cli.serve", "serve a model with SGLang and balancing"),
-    "bench": ("ultraep_serve.lab.commands.bench", "measure a running server"),
-    "demo": ("ultraep_serve.lab.commands.demo", "show on a small model what balancing does"),
+    "bench": (f"{_LAB}.bench", "measure a running server"),
+    "demo": (f"{_LAB}.demo", "show on a small model what balancing does"),
     "sidecar": (
         "ultraep_serve.sidecar.serve",
         "serve metrics of the ranks on this host; a server starts its own sidecar",
     ),
     "status": ("ultraep_serve.cli.status", "show how balanced a running server is"),
-    "record": ("ultraep_serve.lab.commands.record", "record a trace of a running server's routing"),
-    "replay": ("ultraep_serve.lab.commands.replay", "compare policies on a recorded trace"),
+    "record": (f"{_LAB}.record", "record a trace of a running server's routing"),
+    "replay": (f"{_LAB}.replay", "compare policies on a recorded trace"),
     "advise": (
-        "ultraep_serve.lab.commands.advise",
+        f"{_LAB}.advise",
         "predict what balancing would gain on your machine",
     ),
     "simulate": (
-        "ultraep_serve.lab.commands.simulate",
+        f"{_LAB}.simulate",
         "simulate thousands of ranks with the planner",
     ),
-    "make-trace": ("ultraep_serve.lab.commands.make_trace", "write a synthetic trace"),
+    "make-trace": (f"{_LAB}.make_trace", "write a synthetic trace"),
     "doctor": ("ultraep_serve.cli.doctor", "check this machine, the engine and a running server"),
 }
 

@@ -1,1 +1,1 @@
-"""Adapters: what hooks balancing into an engine. ``common`` is for every engine, the rest for one each."""
+"""Adapters: the only packages that import an engine, one each; ``common`` is for all of them."""
