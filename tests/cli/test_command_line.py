@@ -25,7 +25,7 @@ def test_every_command_explains_its_flags(command: str, capsys: pytest.CaptureFi
         (["dance"], "invalid choice: 'dance'"),
         (["replay", "t.npz"], "the following arguments are required"),
         (["replay", "t.npz", "--ep", "4", "--policies", "off", "--fast"], "--fast"),
-        (["doctor", "--ep", "0"], "argument --ep: 0 must be a whole number, 1 to 4096"),
+        (["doctor", "--ep", "0"], "--ep = 0 must be 1 to 4096"),
     ],
 )
 def test_an_error_is_one_line(

@@ -11,12 +11,10 @@ from ultraep_serve.config import (
     CONFIG_VARIABLE,
     BalanceConfig,
     SidecarSettings,
-    add_flags,
     child_environment,
     control_token_from_environment,
     parse_policy,
     share_with_ray_workers,
-    values_of_flags,
 )
 from ultraep_serve.costs.model import CostModel
 from ultraep_serve.errors import ConfigError, UltraEPError
@@ -64,7 +62,7 @@ def test_wrong_answers_have_to_be_asked_for() -> None:
         ("{", "not JSON"),
         ('{"num_slots": 2}', "unknown setting 'num_slots'; choose from policy, slots"),
         ('{"policy": "fast"}', "must be 'off', 'quota', 'ideal' or"),
-        ('{"slots": "2"}', "must be a valid integer"),
+        ('{"slots": "2"}', "must be a whole number, 0 to 64"),
         ("[]", "JSON object"),
         (
             '{"speeds": "1.0,2"}',
@@ -132,10 +130,10 @@ def test_settings_come_from_the_engines_own_configuration_or_the_environment(
     ("given", "error"),
     [
         ({"slotz": 1}, "unknown setting 'slotz'; choose from policy, slots"),
-        ({"slots": "2"}, "slots = '2' must be a valid integer"),
+        ({"slots": "2"}, "slots = '2' must be a whole number"),
         ({"policy": "quotta"}, "policy = 'quotta' must be 'off', 'quota'"),
         ({"sidecar": {"prt": 1}}, "sidecar: unknown setting 'prt'; choose from host, port"),
-        ({"sidecar": {"port": 70000}}, "port = 70000 must be less than or equal to 65535"),
+        ({"sidecar": {"port": 70000}}, "port = 70000 must be 0 to 65535"),
         ([], "given must be a JSON object of settings"),
         (True, "given must be a JSON object of settings"),
     ],
@@ -157,13 +155,12 @@ def test_policies_by_name() -> None:
 
 def test_every_flag_arrives_with_its_type() -> None:
     parser = argparse.ArgumentParser()
-    add_flags(parser, BalanceConfig)
+    BalanceConfig.add_flags(parser)
     flags = "--policy eplb-slots --slots 3 --max-imbalance 2 --allow-ideal --relay never"
-    values = values_of_flags(parser.parse_args(flags.split()), BalanceConfig)
-    expected = {"policy": "eplb-slots", "slots": 3, "max_imbalance": 2.0}
-    assert values == {**expected, "allow_ideal": True, "relay": "never"}
-    assert BalanceConfig(**values).policy is Policy.EPLB_SLOTS
-    assert BalanceConfig(**values_of_flags(parser.parse_args([]), BalanceConfig)) == BalanceConfig()
+    config = BalanceConfig.from_flags(parser.parse_args(flags.split()))
+    given = {"policy": Policy.EPLB_SLOTS, "slots": 3, "max_imbalance": 2.0, "relay": "never"}
+    assert config == BalanceConfig(**given, allow_ideal=True)
+    assert BalanceConfig.from_flags(parser.parse_args([])) == BalanceConfig()
 
 
 def test_costs_come_as_a_file_or_as_they_are(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ultraep_serve.cli.arguments import add_server_arguments, control_token
+from ultraep_serve.cli.arguments import ServerFlags, control_token
 from ultraep_serve.config import TOKEN_VARIABLE, control_token_from_environment
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.telemetry import run_directory
@@ -29,8 +29,8 @@ def run_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def token_of(*flags: str) -> str | None:
     parser = argparse.ArgumentParser()
-    add_server_arguments(parser)
-    return control_token(parser.parse_args(flags))
+    ServerFlags.add_flags(parser)
+    return control_token(ServerFlags.from_flags(parser.parse_args(flags)))
 
 
 def link_directory(path: Path) -> None:

@@ -36,7 +36,20 @@ def command(*words: object) -> int:
 def trace_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """6 batches of 512 tokens, 3 layers, 32 experts; the hot spot moves after each batch."""
     path = tmp_path_factory.mktemp("traces") / "t.npz"
-    save_trace(path, make_trace(Workload("rotate", 3100, 3, 32, 4, 4, 2.0, period=512)))
+    save_trace(
+        path,
+        make_trace(
+            Workload(
+                kind="rotate",
+                num_tokens=3100,
+                num_layers=3,
+                num_experts=32,
+                top_k=4,
+                num_ranks=4,
+                period=512,
+            )
+        ),
+    )
     return path
 
 
@@ -71,7 +84,9 @@ def test_json_has_what_was_promised(trace_file: Path, tmp_path: Path, capsys: An
 def test_remote_is_what_leaves_its_rank() -> None:
     """Rank 0's two tokens choose expert 0 at home; rank 1's two choose expert 0 too, remotely."""
     trace = Trace(np.zeros((4, 1, 1), np.uint8), np.array([4]), 2)
-    result = replay(trace, ReplayOptions(2, 0, 4), [POLICIES["off"]])
+    result = replay(
+        trace, ReplayOptions(num_ranks=2, num_slots=0, batch_tokens=4), [POLICIES["off"]]
+    )
     assert result.policies["off"].remote == [2]
     assert result.imbalance_before == [2.0]
 
@@ -154,7 +169,7 @@ def test_policies_see_only_the_past(
     trace_file: Path, settings: dict[str, int], seen: list[int]
 ) -> None:
     spy = Spy()
-    options = ReplayOptions(4, 2, 512, layers=(1,), **settings)  # type: ignore[arg-type]
+    options = ReplayOptions(num_ranks=4, batch_tokens=512, layers=(1,), **settings)  # type: ignore[arg-type]
     replay(load_trace(trace_file), options, [PolicyFunction("spy", "", spy.place)])
     assert spy.seen[1:] == seen  # the first call only warms up
 
@@ -168,7 +183,7 @@ def test_history_is_the_batches_before(trace_file: Path) -> None:
         now.append(loads)
         return POLICIES["off"].place(loads, shape, history, domain_size, speeds)
 
-    options = ReplayOptions(4, 2, 512, layers=(2,))
+    options = ReplayOptions(num_ranks=4, batch_tokens=512, layers=(2,))
     replay(load_trace(trace_file), options, [PolicyFunction("spy", "", place)])
     assert np.array_equal(past[-1], np.stack(now[1:-1]))
 
@@ -239,7 +254,12 @@ def test_truncated_trace_leaves_no_file(trace_file: Path, tmp_path: Path) -> Non
 def test_too_many_plans_are_refused() -> None:
     trace = Trace(np.zeros((4096, 5, 1), np.uint16), np.array([4096]), 512)
     with pytest.raises(TraceError, match="--limit or --layers"):
-        replay(trace, ReplayOptions(64, 2, 64), [POLICIES["quota"]], keep_plans=True)
+        replay(
+            trace,
+            ReplayOptions(num_ranks=64, batch_tokens=64),
+            [POLICIES["quota"]],
+            keep_plans=True,
+        )
 
 
 def test_make_trace_then_replay(tmp_path: Path, capsys: Any) -> None:
@@ -284,7 +304,7 @@ def test_a_straggler_is_planned_for(tmp_path: Path, capsys: Any) -> None:
     assert document["time_floor"] == document["policies"]["quota"]["time_imbalance_after"]
     with pytest.raises(TraceError, match="made for 4 ranks"):
         command(*replayed, "--ep", 2)
-    with pytest.raises(TraceError, match="2 numbers for 4 ranks"):
+    with pytest.raises(ConfigError, match="2 numbers for 4 ranks"):
         command(*replayed, "--ep", 4, "--speeds", "1,0.5")
 
 
@@ -301,7 +321,7 @@ def test_a_straggler_is_planned_for(tmp_path: Path, capsys: Any) -> None:
 def test_make_trace_leaves_no_partial_file(tmp_path: Path, words: tuple[object, ...]) -> None:
     with pytest.raises(TraceError):
         command("make-trace", *words, "--out", tmp_path / "t.npz")
-    with pytest.raises(TraceError, match="npz"):
+    with pytest.raises(ConfigError, match="npz"):
         command("make-trace", "--out", tmp_path / "t.txt")
     assert not list(tmp_path.iterdir())
 
