@@ -278,7 +278,6 @@ def share_with_ray_workers() -> None:
     """Have vLLM give its Ray workers, which get little of this environment, our settings too."""
     if CONFIG_VARIABLE in os.environ:
         names = os.environ.get(_RAY_VARIABLE, "").split(",")
-        BalanceConfig.from_environment()  # a file here may not be there
         os.environ[_RAY_VARIABLE] = ",".join(filter(None, dict.fromkeys([*names, CONFIG_VARIABLE])))
 
 

@@ -215,7 +215,7 @@ def test_trace_of_loads(tmp_path: Path) -> None:
         (("--ep", 4, "--limit", 0), "--limit"),
         (("--ep", 4, "--skip", 6), "no batch is left"),
         (("--ep", 4, "--domain-size", 0), "--domain-size"),
-        (("--ep", 4, "--slots", 1 << 40), "--slots .* at most 64"),
+        (("--ep", 4, "--slots", 1 << 40), "--slots = 1099511627776 must be 0 to 64"),
         (("--ep", 4, "--experts", 16), "topk_ids has id"),
         (("--ep", 4, "--experts", 1 << 40), "experts, must be"),
         (("--ep", 1 << 12, "--experts", 1 << 12), "smaller --ep"),
@@ -233,7 +233,7 @@ def test_bad_words_leave_no_file(
 
 
 def test_no_policy_at_all(trace_file: Path) -> None:
-    with pytest.raises(ConfigError, match="no policy"):
+    with pytest.raises(ConfigError, match="--policies must name at least one"):
         command("replay", trace_file, "--ep", 4, "--batch-tokens", 512, "--policy", ",")
 
 
@@ -319,7 +319,7 @@ def test_a_straggler_is_planned_for(tmp_path: Path, capsys: Any) -> None:
     ],
 )
 def test_make_trace_leaves_no_partial_file(tmp_path: Path, words: tuple[object, ...]) -> None:
-    with pytest.raises(TraceError):
+    with pytest.raises((ConfigError, TraceError)):
         command("make-trace", *words, "--out", tmp_path / "t.npz")
     with pytest.raises(ConfigError, match="npz"):
         command("make-trace", "--out", tmp_path / "t.txt")

@@ -274,7 +274,7 @@ BAD = [
     (("--ranks", "4"), "--ranks = 4 is less than one group of --ep 64"),
     (("--ep", "48"), "256 experts of deepseek-v3 cannot be divided by 48 ranks"),
     (("--slow-ranks", "2"), "--slow-ranks = 2 must be 0 to 1"),
-    (("--dead-links", "nan"), "--dead-links = nan must be 0 to 1"),
+    (("--dead-links", "nan"), "--dead-links = nan must be a number, 0 to 1"),
     (("--slowest", "0"), "--slowest = 0 must be 0.01 to 1"),
     (("--relay", "sometimes"), "--relay = sometimes must be 'auto', 'always' or 'never'"),
     (("--imbalance", "fast"), "--imbalance = fast must be a number, 1 or more"),

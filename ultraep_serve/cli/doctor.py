@@ -14,7 +14,9 @@ from ultraep_serve.cli.arguments import JsonFile, WeightType, prepare_outputs, s
 from ultraep_serve.config import given_settings
 from ultraep_serve.doctor import diagnose
 from ultraep_serve.doctor.finding import Finding, Status, Subject
+from ultraep_serve.errors import UltraEPError
 from ultraep_serve.system.settings import Settings
+from ultraep_serve.types import Policy
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -128,7 +130,17 @@ def _served(command: list[str], weight_type: str) -> Subject:
         domain_size=config.domain_size,
         num_slots=config.slots * _micro_batches(parsed),
         weight_type=weight_type,
+        command=_refusal(launch, ours.model, flags, config.policy),
     )
+
+
+def _refusal(launch: Any, model: str, flags: list[str], policy: Policy) -> str:
+    """What the launcher would say instead of starting the engine; empty where it would start it."""
+    try:
+        launch.engine_command(model, flags, policy)
+    except UltraEPError as error:
+        return str(error)
+    return ""
 
 
 def _micro_batches(parsed: argparse.Namespace) -> int:

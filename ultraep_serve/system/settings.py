@@ -6,7 +6,7 @@ A field's name is its flag's, with underscores, unless ``validation_alias`` says
 
 import argparse
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin
@@ -169,13 +169,9 @@ def _dest(name: str, prefix: str) -> str:
 
 def range_of(field: FieldInfo) -> str:
     """The numbers that are valid, of a tuple each; empty where there are no limits."""
-    rules = list(field.metadata)
-    for part in get_args(field.annotation):
-        for rule in getattr(part, "__metadata__", ()):
-            rules += rule.metadata if isinstance(rule, FieldInfo) else [rule]
     limits = {
         name: f"{limit:g}" if isinstance(limit, float) and limit < 1e5 else str(int(limit))
-        for rule in rules
+        for rule in (*field.metadata, *_rules(field.annotation))
         for name in _LIMITS
         if (limit := getattr(rule, name, None)) is not None
     }
@@ -185,6 +181,14 @@ def range_of(field: FieldInfo) -> str:
     if "ge" in limits:
         return f"{limits['ge']} to {limits['le']}" if "le" in limits else f"{limits['ge']} or more"
     return ""
+
+
+def _rules(annotation: Any) -> Iterator[Any]:
+    """What the fields in ``annotation`` say, those of a tuple's numbers too."""
+    for rule in getattr(annotation, "__metadata__", ()):
+        yield from rule.metadata if isinstance(rule, FieldInfo) else [rule]
+    for part in get_args(annotation):
+        yield from _rules(part)
 
 
 def _help(field: FieldInfo) -> str:

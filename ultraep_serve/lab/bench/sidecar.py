@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,6 +99,7 @@ class Sidecar(Endpoint):
 
 
 SETTLE_SECONDS = 60.0  # for the batch that runs when a recording ends
+SPOOL_SECONDS = 600.0  # to fetch one
 POLL_SECONDS = 0.1
 SLACK_BYTES = 1 << 20  # beyond what a spool was allowed, for its header
 
@@ -171,16 +172,8 @@ class CaptureSidecar(Sidecar):
 
     def _spool(self, rank: int) -> bytes:
         request = self.build("GET", f"/v1/record/spool/{rank}", headers=self._headers)
-        with closing(self.send(request, stream=True)) as response:
+        with self.in_time(SPOOL_SECONDS):
+            response = self.send(request)
             if not response.is_success:
-                response.read()
-            self._checked(response)
-            content = bytearray()
-            try:
-                for piece in response.iter_bytes():
-                    content += piece
-                    if len(content) > self._max_bytes + SLACK_BYTES:
-                        raise BenchError(f"rank {rank} sends more than --max-mib allows")
-            except httpx.RequestError as error:
-                raise self.unreachable(error) from error
-        return bytes(content)
+                self._checked(self.whole(response))
+            return b"".join(self.pieces(response, self._max_bytes + SLACK_BYTES))
