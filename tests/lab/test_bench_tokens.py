@@ -158,6 +158,6 @@ def test_demo_view_shows_a_failed_check_and_missing_figures() -> None:
 
 
 def test_client_imports_no_torch() -> None:
-    modules = "client.prefill, ultraep_serve.lab.bench.greedy_tokens, ultraep_serve.lab.demo.report"
+    modules = "lab.bench.prefill, ultraep_serve.lab.bench.greedy_tokens, ultraep_serve.lab.demo.report"
     code = f"import sys, ultraep_serve.{modules}; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
