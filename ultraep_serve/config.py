@@ -67,7 +67,7 @@ class SidecarSettings(Settings):
         default=None,
         ge=0,
         le=65535,
-        description="its port; 0: a free one (default: the server's + 1; 8001 beside a rank)",
+        description="its port; 0: a free one (default: the server's + 1; 8001 without a launcher)",
     )
     log_format: Literal["text", "json"] = Field(
         default="text", description="lines of the sidecar's log"

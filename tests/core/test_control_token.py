@@ -54,6 +54,18 @@ def test_the_token_of_the_local_server_is_found(run_path: Path) -> None:
     assert token_of("--token", " given ") == "given"
 
 
+@pytest.mark.parametrize("flag", ["--url", "--sidecar"])
+@pytest.mark.parametrize("host", ["192.0.2.1", "[2001:db8::1]", "elsewhere.invalid"])
+def test_the_token_is_told_to_nobody_elsewhere(flag: str, host: str, run_path: Path) -> None:
+    assert token_of(flag, f"http://{host}:8000") is None
+    assert token_of(flag, f"http://{host}:8000", "--token", "given") == "given"
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.0.0.2"])
+def test_the_token_is_told_to_a_sidecar_on_this_machine(host: str, run_path: Path) -> None:
+    assert token_of("--sidecar", f"http://{host}:9000", "--url", f"http://{host}:8000") == SECRET
+
+
 @pytest.mark.parametrize(
     "attack",
     [

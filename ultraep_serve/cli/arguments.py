@@ -26,6 +26,7 @@ __all__ = [
     "ServerFlags",
     "WeightType",
     "control_token",
+    "counted",
     "prepare_outputs",
     "show",
     "write_pictures",
@@ -104,6 +105,11 @@ def _local_token(server: ServerFlags) -> str | None:
             return None
     path = run_directory_of_port(ports[0]) / TOKEN_FILE if ports[0] else None
     return read_token(path) if path is not None and os.path.lexists(path) else None
+
+
+def counted(number: int, singular: str, plural: str) -> str:
+    """``number`` of something, in words."""
+    return f"{number} {singular if number == 1 else plural}"
 
 
 def prepare_outputs(*paths: Path | None) -> None:

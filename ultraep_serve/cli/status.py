@@ -107,7 +107,7 @@ def _view(found: ServerStatus, document: Mapping[str, Any]) -> RenderableType:
         return Group(_state(found, document), Text(found.where, style="dim"))
     about = (
         f"{document['engine']}, {document['mode']} parallel, {document['num_ranks']} ranks, "
-        f"policy {document['policy']}"
+        f"policy {document['policy'] or 'not known yet'}"
     )
     figures = Table.grid(padding=(0, 2))
     figures.add_row("batches", _batches(document["batches"]))

@@ -2,7 +2,7 @@
 
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 from weakref import WeakSet
@@ -82,7 +82,9 @@ class Endpoint:
         body = b"".join(self.pieces(response))
         return httpx.Response(response.status_code, content=body, request=response.request)
 
-    def pieces(self, response: httpx.Response, most: int = MOST_BYTES) -> Iterator[bytes]:
+    def pieces(
+        self, response: httpx.Response, most: int = MOST_BYTES
+    ) -> Generator[bytes, None, None]:
         """The body as it arrives; it is closed at the end. Raises BenchError beyond ``most``."""
         read = 0
         try:

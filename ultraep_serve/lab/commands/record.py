@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from ultraep_serve.cli.arguments import ServerFlags, control_token, prepare_outputs
+from ultraep_serve.cli.arguments import ServerFlags, control_token, counted, prepare_outputs
 from ultraep_serve.errors import BenchError
 from ultraep_serve.lab.bench.sidecar import CaptureSidecar
 from ultraep_serve.lab.captured import assemble
@@ -102,9 +102,10 @@ def _summary(trace: Trace | LoadTrace) -> str:
     assert trace.phase is not None
     decode = int((trace.phase == DECODE).sum())
     about = trace.metadata
+    batches = counted(int(about["batches"]), "batch", "batches")
     if isinstance(trace, Trace):
-        held = f"{trace.num_tokens} tokens, {decode} of them decode, in {about['batches']} batches"
+        held = f"{trace.num_tokens} tokens, {decode} of them decode, in {batches}"
     else:
-        held = f"{about['batches']} batches, {decode} of them decode"
+        held = f"{batches}, {decode} of them decode"
     lost = f"; {about['lost_batches']} later ones did not fit" if about["lost_batches"] else ""
     return f"{held}, {trace.num_layers} MoE layers{lost}"

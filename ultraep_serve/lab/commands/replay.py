@@ -1,6 +1,7 @@
 """`ultraep-serve replay`: what each policy would have made of a recorded workload."""
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -10,7 +11,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ultraep_serve.cli.arguments import JsonFile, prepare_outputs, show
+from ultraep_serve.cli.arguments import JsonFile, counted, prepare_outputs, show
+from ultraep_serve.errors import PlanError
 from ultraep_serve.lab.comparators import POLICIES, policy_function
 from ultraep_serve.lab.replay import ReplayOptions, replay
 from ultraep_serve.lab.replay_output import replay_document, write_plans
@@ -60,14 +62,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Replay, write the files, print a table. Raises UltraEPError with what to do."""
+    """Replay, write the files, print a table; 1 where a policy makes a plan that breaks a rule.
+
+    Raises UltraEPError with what to do.
+    """
     flags, options = ReplayFlags.from_flags(arguments), ReplayOptions.from_flags(arguments)
     policies = [policy_function(name) for name in flags.policies]
     prepare_outputs(flags.json_file, flags.dump_plans)
     trace = load_trace(arguments.trace, num_experts=flags.num_experts)
     if flags.phase != "all":
         trace = of_phase(trace, PREFILL if flags.phase == "prefill" else DECODE)
-    result = replay(trace, options, policies, keep_plans=flags.dump_plans is not None)
+    try:
+        result = replay(trace, options, policies, keep_plans=flags.dump_plans is not None)
+    except PlanError as error:
+        print(f"ultraep-serve: error: {error}", file=sys.stderr)
+        return 1
     document = replay_document(result, options, arguments.trace.name)
     if result.plans is not None and flags.dump_plans is not None:
         write_plans(flags.dump_plans, result.plans)
@@ -82,7 +91,8 @@ def _view(document: dict[str, Any]) -> RenderableType:
     first = next(iter(document["policies"].values()))[f"{kind}imbalance_before"]
     trace = document["trace"]
     head = Text(f"{trace['file']}: EP{document['ep']}, {document['slots']} slots, ")
-    head.append(f"{document['batches']} batches of {trace['layers']} layers\n")
+    batches = counted(document["batches"], "batch", "batches")
+    head.append(f"{batches} of {counted(trace['layers'], 'layer', 'layers')}\n")
     if by_time:
         head.append(f"speeds {', '.join(f'{speed:.2g}' for speed in document['speeds'])}\n")
     head.append(f"busiest rank over mean{' of time' * by_time} without balancing: ")

@@ -15,7 +15,13 @@ from rich.progress import track
 from rich.table import Table
 from rich.text import Text
 
-from ultraep_serve.cli.arguments import JsonFile, prepare_outputs, show, write_pictures
+from ultraep_serve.cli.arguments import (
+    JsonFile,
+    counted,
+    prepare_outputs,
+    show,
+    write_pictures,
+)
 from ultraep_serve.costs.shapes import ModelShape, model_shape
 from ultraep_serve.lab.advise.advice import prefill_trace
 from ultraep_serve.lab.commands.machine import Hardware, MachineFlags, Model, machine_setting
@@ -220,8 +226,10 @@ def _view(document: dict[str, Any]) -> RenderableType:
     source = ", ".join(traffic["traces"]) if "traces" in traffic else f"made up ({traffic['kind']})"
     head = Text(f"{document['model']} ({document['weights']}) on {document['hardware']}, ")
     head.append(f"{first['ranks']} ranks, {first['groups']} groups; {first['name']}\n")
-    head.append(f"traffic: {source}, {document['fleet']['batches']} batches of ")
-    head.append(f"{traffic['layers']} layers, {traffic['rank_tokens']} tokens per rank\n")
+    batches = counted(document["fleet"]["batches"], "batch", "batches")
+    layers = counted(traffic["layers"], "layer", "layers")
+    head.append(f"traffic: {source}, {batches} of {layers}, ")
+    head.append(f"{traffic['rank_tokens']} tokens per rank\n")
     head.append(f"planned {first['planned_layers']} of {first['layers']} layers, ")
     head.append(f"seed {document['fleet']['seed']}; {first['followed']:.0%} of these plans pay\n")
     parts = [head, _distributions(document)]
