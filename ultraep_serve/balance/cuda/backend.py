@@ -19,6 +19,7 @@ from ultraep_serve.costs.calibration import LineFit, Probes, agreed_costs, probe
 from ultraep_serve.costs.hardware import BASE_SECONDS, HARDWARE, Efficiency
 from ultraep_serve.costs.model import CostModel
 from ultraep_serve.telemetry.recorder import Recorder
+from ultraep_serve.telemetry.run_files import RunFiles
 
 __all__ = ["DeviceBackend", "table_costs"]
 
@@ -82,7 +83,7 @@ class DeviceBackend:
             return GatherRendezvous(
                 position, lambda mine: ranks.gather_bytes(mine)[domain.start : domain.stop]
             )
-        path = setup.config.run_path / f"domain-{domain.start}"
+        path = RunFiles(setup.config.run_path).domain(domain.start)
         path.mkdir(mode=0o700, exist_ok=True)
         return SocketRendezvous(path, position, location.domain_size, setup.connect_seconds)
 
