@@ -49,7 +49,7 @@ def join(rank: int, run_path: Path, view: TokenView, costs: str) -> tuple[CostMo
     gather = DeviceFabric.gather
 
     def noted(fabric: DeviceFabric, *arguments: Any) -> torch.Tensor:
-        waited.add(fabric.inboxes.patience_ns)
+        waited.add(fabric.patience_ns)
         return gather(fabric, *arguments)
 
     def make_backend(_device: torch.device, setup: GroupSetup) -> DeviceBackend:
