@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from ultraep_kernels.contract import HEADER_WIDTH
 
 from ultraep_serve.balance.collectives import EngineGroup
 from ultraep_serve.balance.topology import Location
 from ultraep_serve.costs.model import CostModel
+from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.telemetry.recorder import Recorder
 from ultraep_serve.types import ExpertShape, Policy, SpeedSource, TokenView
 
@@ -27,6 +29,7 @@ __all__ = [
     "LayerBalancer",
     "LayerSlots",
     "PolicySource",
+    "row_width",
 ]
 
 CONNECT_FACTOR = 20  # times timeout_seconds: loading a model takes longer than a batch
@@ -43,6 +46,11 @@ class GroupSetup:
     engine_group: EngineGroup | None = None  # needed where there are several domains
 
     @property
+    def context(self) -> PlanContext:
+        """What plans depend on while all ranks are equally fast."""
+        return PlanContext.of(self.shape, self.location.domain_size)
+
+    @property
     def source_rank(self) -> int:
         """Whose tokens this rank routes; tokens that all ranks see count as rank 0's."""
         return self.location.rank if self.view is TokenView.OWN else 0
@@ -51,6 +59,11 @@ class GroupSetup:
     def connect_seconds(self) -> float:
         """How long a rank waits for the others to load."""
         return self.config.timeout_seconds * CONNECT_FACTOR
+
+
+def row_width(num_logical_experts: int, view: TokenView) -> int:
+    """Integers that a rank contributes to an exchange; loads travel only where they differ."""
+    return HEADER_WIDTH + (num_logical_experts if view is TokenView.OWN else 0)
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ import torch
 from numpy.typing import NDArray
 from ultraep_kernels.device.plan import plan
 
-from ultraep_serve.balance.backend import GroupSetup, LayerSlots, PolicySource
+from ultraep_serve.balance.backend import GroupSetup, LayerSlots, PolicySource, row_width
 from ultraep_serve.balance.collectives import DeviceAllGather, HostAllGather
-from ultraep_serve.balance.cuda.balancer import DeviceBalancer, device_row_width, require_offered
+from ultraep_serve.balance.cuda.balancer import DeviceBalancer, require_offered
 from ultraep_serve.balance.cuda.driver import Driver
 from ultraep_serve.balance.cuda.fabric import DeviceFabric, Limits
 from ultraep_serve.balance.cuda.rendezvous import GatherRendezvous, Rendezvous, SocketRendezvous
@@ -51,7 +51,7 @@ class DeviceBackend:
     def connect(self) -> None:
         setup, location = self._setup, self._setup.location
         limits = Limits(
-            row_width=device_row_width(setup.shape.num_logical_experts, setup.view),
+            row_width=row_width(setup.shape.num_logical_experts, setup.view),
             max_chunks=max(layer.chunks.shape[0] for layer in self._layers),
             patience_ns=round(setup.config.timeout_seconds * 1e9),
             num_programs=_num_programs(self._device),
