@@ -16,7 +16,8 @@ from ultraep_serve.system.control_token import checked_token, read_token
 from ultraep_serve.system.files import prepare_output, read_text, whole_file, write_json
 from ultraep_serve.system.machine import is_here
 from ultraep_serve.system.settings import Settings
-from ultraep_serve.telemetry.run_directory import TOKEN_FILE, run_directory_of_port
+from ultraep_serve.telemetry.run_directory import run_directory_of_port
+from ultraep_serve.telemetry.run_files import RunFiles
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -103,7 +104,7 @@ def _local_token(server: ServerFlags) -> str | None:
             raise ConfigError(f"{flag} = {url!r} is not an address: {error}") from error
         if not address.hostname or not is_here(address.hostname):
             return None
-    path = run_directory_of_port(ports[0]) / TOKEN_FILE if ports[0] else None
+    path = RunFiles(run_directory_of_port(ports[0])).token if ports[0] else None
     return read_token(path) if path is not None and os.path.lexists(path) else None
 
 
