@@ -44,7 +44,7 @@ def write(recorder: Recorder, batch: int, layer: int = 0, **changes: Any) -> Non
         "slot_expert": -1,
         "slot_load": 0,
         "expert_load": 0,
-    } | changes
+    } | {name: value for name, value in changes.items() if value is not None}
     fields["policy"] = fields["policy"].code
     assignments = int(np.sum(fields["load_before"]))
     recorder.record(LayerRecord(batch=batch, layer=layer, assignments=assignments, **fields))
