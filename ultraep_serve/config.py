@@ -2,7 +2,7 @@
 
 ``BalanceConfig`` is the schema of all settings: from it come the launcher's flags and their help,
 the JSON that an engine is given (in the variable ``ULTRAEP_CONFIG``, or in a setting of its own),
-the errors, and the table in ``docs/reference.md``. A setting's name is its flag's, with
+the errors, and the table in ``docs/settings.md``. A setting's name is its flag's, with
 underscores.
 """
 

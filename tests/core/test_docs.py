@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from tests.support import families_page
-from tests.support.reference_page import PAGE, TABLES, help_text, table_in
+from tests.support.reference_page import DOCS, TABLES, help_text, table_in
 
-ROOT = PAGE.parent.parent
+ROOT = DOCS.parent
 README = ROOT / "README.md"
-ARCHITECTURE = ROOT / "docs" / "dev" / "architecture.md"
-MEASUREMENTS = ROOT / "docs" / "dev" / "measurements.md"
+ARCHITECTURE = DOCS / "dev" / "architecture.md"
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = [README, ROOT / "deploy" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+CHANGELOG = ROOT / "CHANGELOG.md"
+PAGES = [README, CHANGELOG, ROOT / "deploy" / "README.md", *sorted(DOCS.rglob("*.md"))]
 MADE_BY_USERS = {"deploy/.env"}
 
 _SPAN = re.compile(r"`([^`\n]+)`|\]\(([^)#]+)\)")  # code, or where a link points
@@ -81,22 +81,33 @@ def test_calls_from_hook_to_planner_are_where_the_map_says() -> None:
 
 @pytest.mark.parametrize("name", TABLES)
 def test_the_reference_says_what_the_code_does(name: str) -> None:
-    if name in ("endpoints", "metrics", "metrics-detail"):
+    if name in ("endpoints", "metrics", "metrics-detail") or name.startswith("flags-"):
         pytest.importorskip("fastapi", reason="the sidecar's packages are not installed")
         pytest.importorskip("httpx", reason="the client's packages are not installed")
-    expected = TABLES[name]()
+        pytest.importorskip("rich", reason="the client's packages are not installed")
+    page, make = TABLES[name]
+    expected = make()
     assert expected.count("\n") > 3
-    if table_in(PAGE.read_text(), name) != expected:
+    if table_in(page.read_text(), name) != expected:
         pytest.fail(
-            f"run `python -m tests.support.reference_page`; table {name!r} of {PAGE.name} must be\n"
+            f"run `python -m tests.support.reference_page`; table {name!r} of {page.name} must be\n"
             + expected
         )
 
 
+def test_every_command_has_a_page() -> None:
+    pages = {"vllm": "serve", "sglang": "serve"}
+    index = (DOCS / "commands" / "index.md").read_text()
+    for command in re.findall(r"^\| `([a-z-]+)` \|", index, re.MULTILINE):
+        page = f"{pages.get(command, command)}.md"
+        assert (DOCS / "commands" / page).exists(), command
+        assert f"]({page})" in index, command
+
+
 def test_the_families_are_those_of_the_last_run() -> None:
-    assert families_page.PAGE.read_text() == families_page.page(), (
-        "run `python -m tests.support.families_page`"
-    )
+    remedy = "run `python -m tests.support.families_page`"
+    assert families_page.PAGE.read_text() == families_page.page(), remedy
+    assert families_page.DETAILS_PAGE.read_text() == families_page.details(), remedy
 
 
 def test_no_family_is_without_a_verdict_and_its_reason() -> None:
@@ -108,9 +119,9 @@ def test_no_family_is_without_a_verdict_and_its_reason() -> None:
             assert (row["verdict"] == "balanced") != bool(row["reason"]), row
 
 
-def test_the_reference_has_every_flag_of_a_server_and_a_sidecar() -> None:
-    text = PAGE.read_text()
-    for command in ("vllm", "sglang", "sidecar"):
+def test_the_reference_has_every_flag_of_a_server() -> None:
+    text = (DOCS / "settings.md").read_text()
+    for command in ("vllm", "sglang"):
         flags = set(re.findall(r"^  (--[a-z-]+)", help_text(command), re.MULTILINE))
         assert len(flags) > 4, command
         assert not [flag for flag in sorted(flags) if not re.search(rf"{flag}(?=[` ])", text)]
@@ -118,7 +129,7 @@ def test_the_reference_has_every_flag_of_a_server_and_a_sidecar() -> None:
 
 def test_the_reference_has_every_decision() -> None:
     window = pytest.importorskip("ultraep_serve.sidecar.statistics.window")
-    text = PAGE.read_text()
+    text = (DOCS / "http.md").read_text()
     for decision in window.Decision:
         _, done, reason = window.outcome(decision)
         assert f"| `{done}` | `{reason}` |" in text
@@ -129,7 +140,11 @@ def test_the_pages_show_what_benchmarks_and_demo_wrote() -> None:
         pytest.importorskip(package, reason="the client's packages are not installed")
     from tests.support import results_page as pages
 
-    for path, updated in ((README, pages.readme), (MEASUREMENTS, pages.measurements)):
+    for path, updated in (
+        (pages.README, pages.readme),
+        (pages.RESULTS_PAGE, pages.results),
+        (pages.MEASUREMENTS, pages.measurements),
+    ):
         text = path.read_text()
         assert updated(text) == text, "run `python -m tests.support.results_page`"
-    assert all(table_in(MEASUREMENTS.read_text(), name) for name in pages.TIMES)
+    assert all(table_in(pages.MEASUREMENTS.read_text(), name) for name in pages.TIMES)

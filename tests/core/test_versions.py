@@ -71,7 +71,7 @@ def test_extras_install_what_is_verified_and_nothing_else(package: Package) -> N
 
 @by_name
 def test_set_up_and_pages_name_verified_versions_only(package: Package) -> None:
-    pages = [ROOT / "README.md", ROOT / "docs" / "gpus.md", ROOT / "docs" / "reference.md"]
+    pages = [ROOT / "README.md", ROOT / "docs" / "gpus.md", ROOT / "docs" / "engines.md"]
     pages += (ROOT / "deploy").glob("setup_*.py")
     verified = [one for one in PACKAGES if one.engine == package.engine]
     version = re.compile(rf"\b{package.engine}(?:==| )(\d+(?:\.\d+)+)", re.IGNORECASE)
