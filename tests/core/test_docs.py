@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,7 +20,7 @@ PAGES = [README, CHANGELOG, ROOT / "deploy" / "README.md", *sorted(DOCS.rglob("*
 MADE_BY_USERS = {"deploy/.env"}
 
 _SPAN = re.compile(r"`([^`\n]+)`|\]\(([^)#]+)\)")  # code, or where a link points
-_FILE = re.compile(r"[\w.-][\w./-]*\.(?:py|md|json|yaml|yml|toml|png)")
+_FILE = re.compile(r"[\w.-][\w./-]*\.(?:py|md|js|html|json|yaml|yml|toml|png|svg)")
 _UNDER_ROOT = re.compile(
     r"(?<![\w/.-])(?:ultraep_serve|kernels|benchmarks|deploy|docs|tests)/[\w./-]*\w"
 )
@@ -45,6 +47,39 @@ def test_every_file_that_is_named_exists(page: Path) -> None:
     assert not missing, f"{page.name} names files that do not exist: {missing}"
 
 
+_HEAD = re.compile(r"^#+ (.+)$", re.MULTILINE)
+_LINK = re.compile(r"\]\(([^)\s]*)\)")
+
+
+def anchors(page: Path) -> set[str]:
+    """Where a code host lets links lead to."""
+    heads = _HEAD.findall(page.read_text())
+    return {re.sub(r"[^\w -]", "", head.lower()).strip().replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_leads_somewhere(page: Path) -> None:
+    """On a code host; the site's generator refuses dead ones in it, and does not see README.md."""
+    for link in _LINK.findall(page.read_text()):
+        path, _, anchor = link.partition("#")
+        target = page if not path else page.parent / path
+        if not link.startswith("https://"):
+            assert target.exists(), link
+            assert not anchor or anchor in anchors(target), link
+
+
+@pytest.mark.parametrize("link", ["none.md", "other.md#none", "#none"])
+def test_the_site_is_not_built_with_a_dead_link(link: str, tmp_path: Path) -> None:
+    pytest.importorskip("sphinx", reason="the site's generator is not installed")
+    pytest.importorskip("myst_parser", reason="the site's generator is not installed")
+    (tmp_path / "index.md").write_text(f"# A\n\n[x]({link})\n\n```{{toctree}}\nother\n```\n")
+    (tmp_path / "other.md").write_text("# B\n")
+    command = ["-m", "sphinx", "-c", DOCS, "-W", "-q", "-b", "dummy", tmp_path, tmp_path / "site"]
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=120)
+    assert done.returncode
+    assert "xref_missing" in done.stderr
+
+
 def test_a_file_that_does_not_exist_is_noticed() -> None:
     text = "see `ultraep_serve/none.py`, `none.json`, [x](none.md) and cp deploy/none x"
     assert names_of_files(text) == {
@@ -62,6 +97,36 @@ def test_the_map_names_every_package_and_module() -> None:
     assert not [name for name in sorted(names) if f"`{name}`" not in text]
     stages = [path.stem for path in (kernels / "host").glob("[a-z]*.py")]
     assert not [name for name in sorted(stages) if f"`{name}`" not in text]
+
+
+@pytest.mark.parametrize(
+    ("topic", "file"),
+    [
+        ("a wrong token", "ultraep_serve/balance/host/balancer.py"),
+        ("a hang between hosts", "ultraep_serve/balance/watch.py"),
+        ("a new policy", "kernels/ultraep_kernels/contract.py"),
+        ("a comparator", "ultraep_serve/lab/comparators/__init__.py"),
+        ("speeds", "ultraep_serve/balance/speeds.py"),
+        ("slots on a GPU", "ultraep_serve/balance/cuda/slots.py"),
+        ("a family or format that SGLang refuses", "ultraep_serve/engines/sglang/quantised.py"),
+        ("a new engine release", "ultraep_serve/system/versions.py"),
+        ("the sidecar's authorisation", "ultraep_serve/sidecar/access.py"),
+        ("a metric", "ultraep_serve/sidecar/metrics.py"),
+        ("a chart of the page", "ultraep_serve/sidecar/static"),
+        ("a flag of `bench`", "ultraep_serve/lab/commands/bench.py"),
+    ],
+)
+def test_the_map_leads_to_the_file_of_a_topic(topic: str, file: str) -> None:
+    section = ARCHITECTURE.read_text().split("## Which file to open for")[1].split("\n## ")[0]
+    (row,) = (line for line in section.splitlines() if line.startswith(f"| {topic}"))
+    first = row.strip("|").split(" | ")[1]
+    assert file in names_of_files(first), row
+
+
+def test_the_map_names_every_file_of_the_page() -> None:
+    static = ROOT / "ultraep_serve" / "sidecar" / "static"
+    text = ARCHITECTURE.read_text()
+    assert not [path.name for path in static.glob("*.js") if f"`{path.name}`" not in text]
 
 
 def test_calls_from_hook_to_planner_are_where_the_map_says() -> None:

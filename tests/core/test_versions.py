@@ -5,7 +5,7 @@ import re
 import pytest
 from packaging.requirements import Requirement
 
-from tests.support.reference_page import PAGE
+from tests.support.reference_page import DOCS
 from ultraep_serve import __version__
 from ultraep_serve.cli import main
 from ultraep_serve.errors import UnsupportedError
@@ -18,7 +18,7 @@ from ultraep_serve.system.versions import (
     installed_engines,
 )
 
-ROOT = PAGE.parent.parent
+ROOT = DOCS.parent
 
 by_name = pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.name)
 

@@ -41,7 +41,7 @@ _DETAILS = """\
 with random weights (`tests/support/families.py`), whose router prefers a few experts of one rank.
 It is served on two ranks of a CPU, tensor and expert parallel. 14 prompts of 100 to 295 tokens are
 asked with policy `quota` and with policy `off`, 16 greedy tokens each. `make test-families` runs
-all of it. The figures are in `families-vllm.json` and `families-sglang.json`, and both pages are made
+all of it. Figures are in `families-vllm.json` and `families-sglang.json`; both pages are made
 from them (`tests/support/families_page.py`).
 
 | column | |
