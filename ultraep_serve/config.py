@@ -2,12 +2,7 @@
 
 ``BalanceConfig`` is the schema of all settings: from it come the launcher's flags and their help,
 the JSON that an engine is given (in the variable ``ULTRAEP_CONFIG``, or in a setting of its own),
-<<<<<<< HEAD
-the errors, and the table in ``docs/settings.md``. A setting's name is its flag's, with
-underscores.
-=======
-files of settings, the errors, and the table in ``docs/reference.md``.
->>>>>>> main
+files of settings, the errors, and the table in ``docs/settings.md``.
 """
 
 import argparse
