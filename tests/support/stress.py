@@ -190,17 +190,8 @@ class _Runner:
         if location.num_domains > 1:
             group = engine_group(run_path, rank, shape.num_ranks)
             all_gather = HostAllGather(group.on_host, timeout)
-        fabric = _CheckedFabric(
-            host_path(run_path, location),
-            rank,
-            shape.num_ranks,
-            width,
-            pool,
-            max_chunks,
-            timeout,
-            domain_size,
-            all_gather,
-        )
+        path = host_path(run_path, location)
+        fabric = _CheckedFabric(path, location, width, pool, max_chunks, timeout, all_gather)
         fabric.expect(self._layers, self._weights, self.report)
         self._mail = Mail(
             run_path, rank, shape.num_ranks, batches.max_tokens * batches.top_k, timeout
