@@ -130,15 +130,13 @@ def _check_parallelism(num_ranks: int, expert_parallel: bool) -> None:
 
 
 def _check_conflicts(parsed: argparse.Namespace) -> None:
+    problem = None
     if parsed.enable_eplb:
-        raise UnsupportedError(
-            "--enable-eplb moves the same weights; drop it, or serve with --policy off"
-        )
-    if _is_cpu_build() and parsed.tensor_parallel_size > 1 and parsed.data_parallel_size > 1:
-        raise UnsupportedError(
-            "tensor and data parallelism together are not there yet on CPU; use one of them, or "
-            "serve with --policy off"
-        )
+        problem = "--enable-eplb moves the same weights; drop it"
+    elif _is_cpu_build() and parsed.tensor_parallel_size > 1 and parsed.data_parallel_size > 1:
+        problem = "tensor and data parallelism together are not there yet on CPU; use one of them"
+    if problem is not None:
+        raise UnsupportedError(problem, otherwise=POLICY_OFF)
 
 
 def _environment(model: str, binding: CoreBinding | None, has_cache_size: bool) -> dict[str, str]:
