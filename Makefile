@@ -38,7 +38,7 @@ demo-sglang: setup-sglang
 test-sglang: setup-sglang
 	$(VENV)-sglang/bin/python -m pytest tests/engines/test_sglang_*.py tests/engines/test_ways_to_start.py
 
-# Every model family on both engines (an hour or more); brings docs/dev/families.md up to date.
+# Every model family on both engines (an hour or more); brings the pages of families up to date.
 test-families: setup setup-sglang
 	$(VENV)/bin/python benchmarks/families.py
 	$(VENV)-sglang/bin/python benchmarks/families.py

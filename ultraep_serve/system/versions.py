@@ -1,6 +1,6 @@
 """The releases of engines that balancing was verified with: the one table of them.
 
-Errors, ``doctor``, ``--version`` and docs/reference.md speak from it; tests hold pyproject.toml,
+Errors, ``doctor``, ``--version`` and docs/engines.md speak from it; tests hold pyproject.toml,
 README and the images to it. Imports no engine: that takes seconds, and may fail.
 """
 
