@@ -4,7 +4,7 @@
 turns it into a ``LayerBalancer`` that an adapter calls for every layer.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -17,7 +17,7 @@ from ultraep_serve.balance.topology import Location
 from ultraep_serve.costs.model import CostModel
 from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.telemetry.recorder import Recorder
-from ultraep_serve.types import ExpertShape, Policy, SpeedSource, TokenView
+from ultraep_serve.types import ExpertShape, IntArray, Plan, Policy, SpeedSource, TokenView
 
 if TYPE_CHECKING:  # needs pydantic, which a bare GPU machine may lack
     from ultraep_serve.config import BalanceConfig
@@ -28,6 +28,7 @@ __all__ = [
     "LayerBalancer",
     "LayerSlots",
     "PolicySource",
+    "Stages",
 ]
 
 CONNECT_FACTOR = 20  # times timeout_seconds: loading a model takes longer than a batch
@@ -88,6 +89,23 @@ class LayerSlots:
         )
 
 
+@dataclass(frozen=True)
+class Stages:
+    """The stages of a batch one by one, as they run on this machine; all ranks call them alike.
+
+    Shapes: R ranks, E logical experts, S replica slots, T tokens, K experts per token.
+    """
+
+    rank: int
+    gather: Callable[[NDArray[np.int64]], NDArray[np.int64]]  # (n,) of a rank -> (R, n)
+    count: Callable[[torch.Tensor], NDArray[np.int64]]  # ids (T, K) -> load (E,)
+    plan: Callable[[NDArray[np.int64], PlanContext, int], Plan]  # loads (R, E), context, source
+    reroute: Callable[[torch.Tensor, Plan], torch.Tensor]  # ids (T, K) -> physical (T, K) int32
+    # layer, slot_expert (R, S), parents (R, S) as ``relay_parents`` gives them; returns when filled
+    replicate: Callable[[int, IntArray, NDArray[np.int64]], None]
+    layers: Sequence[LayerSlots]
+
+
 class PolicySource(Protocol):
     """Where rank 0 reads what is in force."""
 
@@ -146,6 +164,9 @@ class Backend(Protocol):
 
     def calibrate(self, run_layer: Callable[[int], None]) -> CostModel:
         """Costs measured by all ranks together, see ``costs.calibration.agreed_costs``."""
+
+    def stages(self) -> Stages | None:
+        """The stages of a batch, for the self-check; None where they cannot be had one by one."""
 
     def make_balancer(
         self, policies: PolicySource | None, recorder: Recorder, costs: CostModel

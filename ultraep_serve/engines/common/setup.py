@@ -30,12 +30,14 @@ from ultraep_serve.engines.common.rendezvous import (
     wait_for_all,
 )
 from ultraep_serve.errors import SERVE_UNBALANCED, UltraEPError, UnsupportedError
+from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.recorder import Recorder
 from ultraep_serve.telemetry.run_directory import hold_again
 from ultraep_serve.telemetry.schema import RingState
 from ultraep_serve.telemetry.spool import SpoolSource, SpoolWriter
 from ultraep_serve.types import ExpertShape, TokenView
+from ultraep_serve.verify.self_check import Answers, CheckResult, run_self_check
 
 __all__ = [
     "BalancedLayers",
@@ -96,6 +98,7 @@ class BalancedLayers:
         group: EngineGroup | None = None,
         pipeline: PipelineStage = _ONLY_STAGE,
         make_backend: Callable[[torch.device, GroupSetup], Backend] = make_backend,
+        answers: Answers | None = None,
     ) -> None:
         """``layers`` in the order they run, each the tensors (L, ...) that make up its experts.
 
@@ -103,11 +106,13 @@ class BalancedLayers:
         for a batch that gives every rank's masters so many assignments, to be timed; all ranks
         call it together. ``group`` is the engine's, of all ranks; without it they share this host.
         ``pipeline`` is the stage that they run: other stages have ranks and layers of their own,
-        and share the run directory.
+        and share the run directory. ``answers`` is how the engine computes layers for the
+        self-check; None where it cannot be asked.
         Returns when all ranks have come this far.
         Raises UnsupportedError for tensors that cannot be moved and for ranks that form no domains,
         ConfigError where hosts were started with other flags or there is not one speed per rank,
-        PeerTimeoutError when a rank does not come.
+        PeerTimeoutError when a rank does not come, SelfCheckError on all ranks when one computes
+        what it should not.
         """
         fixed_speeds(config.speeds, shape.num_ranks)
         location = find_location(config, rank, shape.num_ranks, group)
@@ -132,6 +137,7 @@ class BalancedLayers:
         self._watch_others()
         self._spool = self._create_spool(engine)
         self._costs = backend.calibrate(run_layer)
+        self.self_check = self._check_itself(backend, answers)
         policies = self._control if rank == 0 else None
         self._balancer = backend.make_balancer(policies, self._recorder, self._costs)
         self._prefills = 0  # until the second: in the first the engine may compile
@@ -160,6 +166,14 @@ class BalancedLayers:
         # Before the run directory is left: a recorder makes a ring anew that somebody deleted.
         Finalize(None, recorder.close, exitpriority=1)
         return recorder
+
+    def _check_itself(self, backend: Backend, answers: Answers | None) -> list[CheckResult]:
+        setup, wanted = self._setup, self._setup.config.self_check
+        stages = None if wanted == "off" else backend.stages()
+        if stages is None:
+            return []
+        context = PlanContext.of(setup.shape, setup.location.domain_size)
+        return run_self_check(context, stages, answers, full=wanted == "full")
 
     def _watch_others(self) -> None:
         """From now on; until here ranks may load for longer than the timeout."""
@@ -255,6 +269,13 @@ class BalancedLayers:
             setup.config.policy.value,
         )
         logger.info("ultraep: costs %s", self._costs.to_json())
+        for check in self.self_check:
+            logger.info(
+                "ultraep: self-check %s passed in %.1f s: %s",
+                check.name,
+                check.seconds,
+                check.detail,
+            )
         if location.domain_size == 1:
             logger.warning(
                 "ultraep: every domain has one rank, so there is nowhere to copy experts to; start "

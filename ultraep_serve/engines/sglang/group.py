@@ -7,6 +7,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatcher
 from sglang.srt.layers.moe.utils import filter_moe_weight_param_global_expert
@@ -26,6 +27,7 @@ from ultraep_serve.engines.sglang.execution import CpuExperts, DeviceExperts
 from ultraep_serve.engines.sglang.quantised import shared_values
 from ultraep_serve.errors import SERVE_UNBALANCED, UnsupportedError
 from ultraep_serve.types import ExpertShape, TokenView
+from ultraep_serve.verify.self_check import Answers
 
 __all__ = ["ExpertGroup", "complete_outputs", "expert_layers", "moe_layers"]
 
@@ -164,10 +166,34 @@ def _join(
                 compute_balanced, execution, first, shape, view, first.top_k, row
             ),
             group=EngineGroup(ranks.cpu_group, ranks.device_group, _first_host()),
+            answers=_answers(layers, execution, ranks.cpu_group) if device.type == "cpu" else None,
         )
     except UnsupportedError:
         execution.take_slots_back(layers, parameters, shape)
         raise
+
+
+def _answers(
+    layers: Sequence[FusedMoE], execution: Execution[FusedMoE], group: dist.ProcessGroup
+) -> Answers:
+    """On CPU all ranks have the same tokens, and each a part of the output."""
+    first = layers[0]
+
+    def compute(
+        index: int, x: torch.Tensor, weights: torch.Tensor, physical: torch.Tensor
+    ) -> torch.Tensor:
+        total = execution.compute(layers[index], x, weights, physical).float()
+        dist.all_reduce(total, group=group)
+        return total
+
+    return Answers(
+        compute=compute,
+        experts_per_token=first.top_k,
+        hidden_size=first.hidden_size,
+        dtype=first.params_dtype,
+        device=torch.device("cpu"),
+        seed=0,
+    )
 
 
 def _first_host() -> str:

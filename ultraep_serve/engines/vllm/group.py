@@ -34,6 +34,7 @@ from ultraep_serve.engines.vllm.device_experts import DeviceExperts
 from ultraep_serve.engines.vllm.expert_tensors import expert_parameters, shared_values
 from ultraep_serve.errors import UnsupportedError
 from ultraep_serve.types import ExpertShape, Policy, TokenView
+from ultraep_serve.verify.self_check import Answers
 
 __all__ = ["ExpertGroup"]
 
@@ -172,6 +173,7 @@ class ExpertGroup:
                     _store_of_all() if pipeline.num_stages > 1 else None,
                 ),
                 pipeline=pipeline,
+                answers=self._answers(ranks.rank_in_group),
             )
         except UnsupportedError:
             self._execution.take_slots_back(self._layers, parameters, shape)
@@ -179,6 +181,20 @@ class ExpertGroup:
         self.balanced.mark_ready()
         if self.balanced.location.is_host_primary:
             self.balanced.log_ready(logger)
+
+    def _answers(self, rank: int) -> Answers | None:
+        """On GPUs a rank's output may be a part of the sum, so that it cannot be compared."""
+        layer = self._layers[0]
+        if layer.w13_weight.device.type != "cpu":
+            return None
+        return Answers(
+            compute=self.compute,
+            experts_per_token=layer.top_k,
+            hidden_size=layer.hidden_size,
+            dtype=layer.moe_config.in_dtype,
+            device=layer.w13_weight.device,
+            seed=rank if self._view is TokenView.OWN else 0,
+        )
 
     def _run_layer(self, shape: ExpertShape, num_assignments: int) -> None:
         """Compute the first layer for a perfectly balanced batch, for the cost model."""
