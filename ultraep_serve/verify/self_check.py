@@ -171,8 +171,9 @@ class _SelfCheck:
         for target, slot in np.argwhere(slot_expert // shape.num_masters == rank):
             local = slot_expert[target, slot] % shape.num_masters
             owned[target, slot] = _checksum(self._stages.layers[layer].tensors, local)
-        total: NDArray[np.int64] = self._stages.gather(owned.reshape(-1)).sum(axis=0)
-        return total.reshape(slot_expert.shape)[rank]
+        everybody = self._stages.gather(owned.reshape(-1)).reshape(-1, *slot_expert.shape)
+        expected: NDArray[np.int64] = everybody.sum(axis=0)[rank]
+        return expected
 
     def _copied(
         self, layer: int, slot_expert: IntArray, parents: NDArray[np.int64]
@@ -317,7 +318,7 @@ def _checksum(tensors: Sequence[torch.Tensor], local: int) -> int:
     value = 0
     for tensor in tensors:
         flat = tensor[int(local)].detach().contiguous().view(-1).view(torch.uint8)
-        value = zlib.crc32(flat.cpu().numpy(), value)
+        value = zlib.crc32(memoryview(flat.cpu().numpy()), value)
     return value
 
 
