@@ -19,10 +19,10 @@ from ultraep_serve.balance.host import balancer
 from ultraep_serve.balance.topology import Location
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.costs.model import CostModel
-from ultraep_serve.engines.common.setup import BalancedLayers, Batch
+from ultraep_serve.engines.common.setup import BalancedLayers, Batch, EngineRank
 from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.recorder import Stopwatch
-from ultraep_serve.telemetry.run_directory import lost_reason
+from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.types import ExpertShape, Policy, Stage, TokenView
 
 TIMEOUT = 2.0
@@ -105,7 +105,7 @@ def serve(rank: int, run_path: Path, hosts: Hosts | None, size: int, fault: Faul
             _Struck.strike = staticmethod(strike)
             patch.setattr(balancer, "Stopwatch", _Struck)
         joined = BalancedLayers(
-            config, shape, TokenView.SHARED, [layer], rank, "test", run_layer, group
+            config, shape, TokenView.SHARED, [layer], run_layer, EngineRank("test", rank, group)
         )
         ids = torch.tensor([[0, 2 * (num_ranks - size)]], dtype=torch.int32).repeat(64, 1)
         with ControlPage.open(home) as page:
@@ -146,7 +146,7 @@ def check_ended(run_path: Path, outcomes: list[RankOutcome], size: int) -> None:
     """By an error that says who is missing; nobody has answered since."""
     for rank, outcome in enumerate(outcomes):
         assert outcome.error in ("PeerTimeoutError", "SystemExit"), outcome
-        said = outcome.message or lost_reason(run_path / f"host-{rank // size * size}")
+        said = outcome.message or RunFiles(run_path / f"host-{rank // size * size}").lost_reason()
         assert "restart the engine" in said, (rank, outcome)
 
 

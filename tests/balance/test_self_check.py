@@ -8,13 +8,12 @@ import torch
 from ultraep_kernels.contract import Plan
 
 from tests.support.ranks import outcomes_of_ranks, run_ranks
-from ultraep_serve.balance.backend import Stages
+from ultraep_serve.balance.backend import Answers, Stages
 from ultraep_serve.balance.host.backend import HostBackend
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.costs.model import CostModel
-from ultraep_serve.engines.common.setup import BalancedLayers
+from ultraep_serve.engines.common.setup import BalancedLayers, EngineRank
 from ultraep_serve.types import ExpertShape, TokenView
-from ultraep_serve.verify.self_check import Answers
 
 COSTS = CostModel(1e-3, bytes_per_expert=1 << 10, link_bytes_per_second=1e9).to_json()
 HIDDEN, LAYERS = 16, 3
@@ -64,9 +63,8 @@ def join(rank: int, run_path: Path, shape: ExpertShape, fault: str, how: str) ->
     with pytest.MonkeyPatch.context() as patch:
         if rank == shape.num_ranks - 1:
             FAULTS[fault](patch, shape, layers)
-        joined = BalancedLayers(
-            config, shape, TokenView.SHARED, layers, rank, "test", lambda _: None, answers=answers
-        )
+        own = EngineRank("test", rank, answers=answers)
+        joined = BalancedLayers(config, shape, TokenView.SHARED, layers, lambda _: None, own)
     torch.distributed.destroy_process_group()
     return [check.name for check in joined.self_check]
 

@@ -20,9 +20,10 @@ from ultraep_serve.balance.cuda.backend import DeviceBackend
 from ultraep_serve.balance.cuda.driver import HandleKind
 from ultraep_serve.balance.cuda.fabric import DeviceFabric
 from ultraep_serve.costs.model import CostModel
-from ultraep_serve.engines.common.setup import BalancedLayers, Batch
+from ultraep_serve.engines.common.setup import BalancedLayers, Batch, EngineRank
 from ultraep_serve.telemetry.reader import RingReader
-from ultraep_serve.telemetry.schema import RingState, ring_path
+from ultraep_serve.telemetry.run_files import RunFiles
+from ultraep_serve.telemetry.schema import RingState
 from ultraep_serve.types import Decision, ExpertShape, TokenView
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="plays the device in host memory")
@@ -49,7 +50,7 @@ def join(rank: int, run_path: Path, view: TokenView, costs: str) -> tuple[CostMo
     gather = DeviceFabric.gather
 
     def noted(fabric: DeviceFabric, *arguments: Any) -> torch.Tensor:
-        waited.add(fabric.inboxes.patience_ns)
+        waited.add(fabric.patience_ns)
         return gather(fabric, *arguments)
 
     def make_backend(_device: torch.device, setup: GroupSetup) -> DeviceBackend:
@@ -59,7 +60,7 @@ def join(rank: int, run_path: Path, view: TokenView, costs: str) -> tuple[CostMo
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DeviceFabric, "gather", noted)
         joined = BalancedLayers(
-            config, shape, view, layers, rank, "test", run_layer, make_backend=make_backend
+            config, shape, view, layers, run_layer, EngineRank("test", rank), make_backend
         )
         backend = made[0]
         assert all(parameter.shape[0] == 5 for layer in layers for parameter in layer)
@@ -77,7 +78,7 @@ def join(rank: int, run_path: Path, view: TokenView, costs: str) -> tuple[CostMo
             loading = {600_000_000_000}  # in the first batch the engine compiles
             assert waited == ({60_000_000_000} if batch else loading)
             waited.clear()
-    ring = RingReader(ring_path(run_path, rank))
+    ring = RingReader(RunFiles(run_path).ring(rank))
     assert ring.header().state is RingState.READY
     decisions = ring.recent()["decision"].tolist()
     backend._fabric.exchange(torch.zeros(backend._fabric.limits.row_width, dtype=torch.int32))
@@ -125,11 +126,9 @@ def join_rack(rank: int, run_path: Path) -> tuple[int, int]:
         shape,
         TokenView.SHARED,
         layers,
-        rank,
-        "test",
         lambda _: None,
-        engine_group(run_path, rank, 16),
-        make_backend=make_backend,
+        EngineRank("test", rank, engine_group(run_path, rank, 16)),
+        make_backend,
     )
     ids = torch.arange(640) % 32
     ids[: len(ids) * 2 // 3] = 5  # of rank 2, wanted on both hosts

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from ultraep_kernels.contract import HEADER_WIDTH
 
 from ultraep_serve.balance.collectives import EngineGroup
 from ultraep_serve.balance.topology import Location
@@ -23,12 +24,15 @@ if TYPE_CHECKING:  # needs pydantic, which a bare GPU machine may lack
     from ultraep_serve.config import BalanceConfig
 
 __all__ = [
+    "Answers",
     "Backend",
+    "CheckResult",
     "GroupSetup",
     "LayerBalancer",
     "LayerSlots",
     "PolicySource",
     "Stages",
+    "row_width",
 ]
 
 CONNECT_FACTOR = 20  # times timeout_seconds: loading a model takes longer than a batch
@@ -58,6 +62,11 @@ class GroupSetup:
     def connect_seconds(self) -> float:
         """How long a rank waits for the others to load."""
         return self.config.timeout_seconds * CONNECT_FACTOR
+
+
+def row_width(num_logical_experts: int, view: TokenView) -> int:
+    """Integers that a rank contributes to an exchange; loads travel only where they differ."""
+    return HEADER_WIDTH + (num_logical_experts if view is TokenView.OWN else 0)
 
 
 @dataclass(frozen=True)
@@ -104,6 +113,28 @@ class Stages:
     # layer, slot_expert (R, S), parents (R, S) as ``relay_parents`` gives them; returns when filled
     replicate: Callable[[int, IntArray, NDArray[np.int64]], None]
     layers: Sequence[LayerSlots]
+
+
+@dataclass(frozen=True)
+class Answers:
+    """How the engine computes a layer outside of a batch of its own; all ranks call it alike."""
+
+    # layer, x (T, H), weights (T, K), physical ids (T, K) int32 -> outputs (T, H)
+    compute: Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+    experts_per_token: int  # K
+    hidden_size: int  # H
+    dtype: torch.dtype
+    device: torch.device
+    seed: int  # of this rank's tokens; the same on all ranks where they see the same ones
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """One check that every rank has passed."""
+
+    name: str
+    seconds: float
+    detail: str  # what was checked
 
 
 class PolicySource(Protocol):

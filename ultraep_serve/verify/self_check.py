@@ -12,7 +12,6 @@ is changed are the contents of slots, which no batch relies on.
 import time
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from hashlib import blake2b
 
 import numpy as np
@@ -21,13 +20,13 @@ from numpy.typing import NDArray
 from ultraep_kernels.contract import FULL_SPEED
 from ultraep_kernels.host.reroute import physical_table, reroute_reference
 
-from ultraep_serve.balance.backend import LayerSlots, Stages
+from ultraep_serve.balance.backend import Answers, CheckResult, LayerSlots, Stages
 from ultraep_serve.errors import SelfCheckError
 from ultraep_serve.plan.checks import check_plan
 from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.types import ExpertShape, IntArray
 
-__all__ = ["Answers", "CheckResult", "run_self_check"]
+__all__ = ["run_self_check"]
 
 NUM_LOADS = 64
 _KINDS = 5  # of made-up loads
@@ -37,28 +36,6 @@ _ROWS = 4  # assignments of an expert in a batch whose answers are compared
 # Largest difference of two answers, in parts of the largest value: sums are taken in another order.
 _TOLERANCES = {torch.float32: 1e-5, torch.float64: 1e-5, torch.float16: 2e-3}
 _TOLERANCE = 2e-2  # of other types, which have no more bits than bfloat16
-
-
-@dataclass(frozen=True)
-class Answers:
-    """How the engine computes a layer outside of a batch of its own; all ranks call it alike."""
-
-    # layer, x (T, H), weights (T, K), physical ids (T, K) int32 -> outputs (T, H)
-    compute: Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-    experts_per_token: int  # K
-    hidden_size: int  # H
-    dtype: torch.dtype
-    device: torch.device
-    seed: int  # of this rank's tokens; the same on all ranks where they see the same ones
-
-
-@dataclass(frozen=True)
-class CheckResult:
-    """One check that every rank has passed."""
-
-    name: str
-    seconds: float
-    detail: str  # what was checked
 
 
 def run_self_check(

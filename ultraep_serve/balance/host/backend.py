@@ -10,9 +10,15 @@ from ultraep_kernels.host.count import count
 from ultraep_kernels.host.relays import relay_parents
 from ultraep_kernels.host.reroute import reroute
 
-from ultraep_serve.balance.backend import GroupSetup, LayerSlots, PolicySource, Stages
+from ultraep_serve.balance.backend import (
+    GroupSetup,
+    LayerSlots,
+    PolicySource,
+    Stages,
+    row_width,
+)
 from ultraep_serve.balance.collectives import HostAllGather
-from ultraep_serve.balance.host.balancer import HostBalancer, row_width
+from ultraep_serve.balance.host.balancer import HostBalancer
 from ultraep_serve.balance.host.fabric import HostFabric
 from ultraep_serve.balance.host.slots import HostSlotPool
 from ultraep_serve.costs.calibration import Probes, agreed_costs, probe_loads
@@ -54,13 +60,11 @@ class HostBackend:
             all_gather = HostAllGather(setup.engine_group.on_host, seconds)
         self._fabric = HostFabric(
             run_path=setup.config.run_path,
-            rank=location.rank,
-            num_ranks=location.num_ranks,
+            location=location,
             row_width=row_width(setup.shape.num_logical_experts, setup.view),
             pool=self._pool,
             max_chunks=max(layer.chunks.shape[0] for layer in self._layers),
             timeout_seconds=seconds,
-            domain_size=location.domain_size,
             all_gather=all_gather,
         )
         self._fabric.wait_at_least(setup.connect_seconds)

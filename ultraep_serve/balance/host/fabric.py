@@ -27,10 +27,9 @@ from ultraep_kernels.host.stream import stream_chunks
 from ultraep_serve.balance.backend import CONNECT_FACTOR, LayerSlots
 from ultraep_serve.balance.collectives import HostAllGather
 from ultraep_serve.balance.host.slots import HostSlotPool, map_pool, unmap
-from ultraep_serve.balance.topology import domain_of, is_process_alive
-from ultraep_serve.errors import FabricError, OutputError, PeerTimeoutError
-from ultraep_serve.system.files import write_whole
-from ultraep_serve.telemetry.run_directory import hold_again
+from ultraep_serve.balance.topology import Location, is_process_alive
+from ultraep_serve.errors import FabricError, PeerTimeoutError
+from ultraep_serve.telemetry.run_files import RunFiles
 
 __all__ = ["HostFabric"]
 
@@ -65,25 +64,21 @@ class HostFabric:
     def __init__(
         self,
         run_path: Path,
-        rank: int,
-        num_ranks: int,
+        location: Location,
         row_width: int,
         pool: HostSlotPool,
         max_chunks: int,
         timeout_seconds: float,
-        domain_size: int | None = None,
         all_gather: HostAllGather | None = None,
     ) -> None:
         """Find the domain's other ranks in ``run_path``; returns when all have arrived.
 
-        ``rank`` and ``num_ranks`` are the whole group's. ``row_width`` int64 per exchanged row;
-        ``max_chunks`` chunks of the largest expert. ``all_gather`` gathers the rows of all domains
-        where there are several.
+        ``row_width`` int64 per exchanged row; ``max_chunks`` chunks of the largest expert.
+        ``all_gather`` gathers the rows of all domains where there are several.
         Raises PeerTimeoutError when a rank does not come, FabricError when it differs.
         """
-        self.rank = rank
-        self.num_ranks = num_ranks
-        self.domain = domain_of(rank, num_ranks, domain_size)
+        self.rank, self.num_ranks = location.rank, location.num_ranks
+        self.domain = location.domain
         self._all_gather_rows = all_gather
         self.epoch = 0
         self._timeout_seconds = self._patience_seconds = timeout_seconds
@@ -105,13 +100,15 @@ class HostFabric:
         )
         self._mappings: list[tuple[int, int]] = []
 
-        path = run_path / f"handshake-{rank}.json"
+        files = RunFiles(run_path)
+        path = files.handshake(self.rank)
         path.unlink(missing_ok=True)  # of an earlier run
 
         def publish() -> None:
-            _publish(path, handshake)
+            files.hold_again()
+            files.publish(path, json.dumps(asdict(handshake)).encode())
 
-        self._handshakes = self._rendezvous(run_path, handshake, publish)
+        self._handshakes = self._rendezvous(files, handshake, publish)
         segments, pools = self._map_all()
         inside = segments[self.domain.start : self.domain.stop]
         self._flags = inside
@@ -257,13 +254,13 @@ class HostFabric:
         )
 
     def _rendezvous(
-        self, run_path: Path, own: _Handshake, publish: Callable[[], None]
+        self, files: RunFiles, own: _Handshake, publish: Callable[[], None]
     ) -> dict[int, _Handshake]:
         """The handshakes of the domain's ranks, by rank; ``publish`` leaves this one's."""
         deadline = time.monotonic() + self._timeout_seconds * CONNECT_FACTOR
         handshakes: dict[int, _Handshake] = {}
         for rank in self.domain:
-            path = run_path / f"handshake-{rank}.json"
+            path = files.handshake(rank)
             while (found := _published(path)) is None:
                 publish()
                 if time.monotonic() > deadline:
@@ -303,18 +300,6 @@ class HostFabric:
             os.close(mine)
         self._mappings.append((address, size))
         return address
-
-
-def _publish(path: Path, own: _Handshake) -> None:
-    """Leave ``own`` at ``path``, also where somebody has deleted it or its directory meanwhile."""
-    if path.exists():
-        return
-    try:
-        hold_again(path.parent)
-        write_whole(path, json.dumps(asdict(own)).encode())
-    except OutputError as error:
-        if not isinstance(error.__cause__, FileNotFoundError):  # deleted under the hand: again soon
-            raise
 
 
 def _published(path: Path) -> _Handshake | None:

@@ -8,13 +8,13 @@ balancer routes all of them.
 import functools
 import logging
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.util import Finalize
 
 import torch
 from torch import nn
 
-from ultraep_serve.balance.backend import Backend, GroupSetup
+from ultraep_serve.balance.backend import Answers, Backend, CheckResult, GroupSetup
 from ultraep_serve.balance.collectives import EngineGroup
 from ultraep_serve.balance.cuda.recording import is_capturing
 from ultraep_serve.balance.physical import identity_table
@@ -30,18 +30,17 @@ from ultraep_serve.engines.common.rendezvous import (
     wait_for_all,
 )
 from ultraep_serve.errors import SERVE_UNBALANCED, UltraEPError, UnsupportedError
-from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.recorder import Recorder
-from ultraep_serve.telemetry.run_directory import hold_again
+from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.telemetry.schema import RingState
 from ultraep_serve.telemetry.spool import SpoolSource, SpoolWriter
 from ultraep_serve.types import ExpertShape, TokenView
-from ultraep_serve.verify.self_check import Answers, CheckResult, run_self_check
 
 __all__ = [
     "BalancedLayers",
     "Batch",
+    "EngineRank",
     "balanced_ids",
     "make_backend",
     "require_one_number",
@@ -71,7 +70,15 @@ def make_backend(device: torch.device, setup: GroupSetup) -> Backend:
     return DeviceBackend(setup, open_driver(index, kind))
 
 
-_ONLY_STAGE = PipelineStage()
+@dataclass(frozen=True)
+class EngineRank:
+    """A rank as its engine knows it."""
+
+    engine: str  # "vllm", "sglang"
+    rank: int
+    group: EngineGroup | None = None  # of all ranks; without it they share this host
+    pipeline: PipelineStage = field(default_factory=PipelineStage)  # theirs
+    answers: Answers | None = None  # for the self-check; None: the engine cannot be asked
 
 
 @dataclass(frozen=True)
@@ -92,33 +99,26 @@ class BalancedLayers:
         shape: ExpertShape,
         view: TokenView,
         layers: Sequence[Sequence[nn.Parameter]],
-        rank: int,
-        engine: str,
         run_layer: Callable[[int], None],
-        group: EngineGroup | None = None,
-        pipeline: PipelineStage = _ONLY_STAGE,
+        own: EngineRank,
         make_backend: Callable[[torch.device, GroupSetup], Backend] = make_backend,
-        answers: Answers | None = None,
     ) -> None:
         """``layers`` in the order they run, each the tensors (L, ...) that make up its experts.
 
         The parameters become (L + S, ...) in place. ``run_layer`` computes the first layer
         for a batch that gives every rank's masters so many assignments, to be timed; all ranks
-        call it together. ``group`` is the engine's, of all ranks; without it they share this host.
-        ``pipeline`` is the stage that they run: other stages have ranks and layers of their own,
-        and share the run directory. ``answers`` is how the engine computes layers for the
-        self-check; None where it cannot be asked.
-        Returns when all ranks have come this far.
+        call it together. Returns when all ranks have come this far.
         Raises UnsupportedError for tensors that cannot be moved and for ranks that form no domains,
         ConfigError where hosts were started with other flags or there is not one speed per rank,
         PeerTimeoutError when a rank does not come, SelfCheckError on all ranks when one computes
         what it should not.
         """
         fixed_speeds(config.speeds, shape.num_ranks)
-        location = find_location(config, rank, shape.num_ranks, group)
+        group, pipeline = own.group, own.pipeline
+        location = find_location(config, own.rank, shape.num_ranks, group)
         config = meet(config, location, group, pipeline)
-        self._run_path, self._pipeline = config.run_path, pipeline
-        hold_again(self._run_path)
+        self._run_path, self._pipeline, self._engine = config.run_path, pipeline, own.engine
+        RunFiles(self._run_path).hold_again()
         config = _in_own_directory(config, pipeline)
         self._setup = setup = GroupSetup(config, shape, view, location, group)
         self._num_layers = len(layers)
@@ -128,17 +128,17 @@ class BalancedLayers:
         self._slot_bytes = backend.slot_bytes
         if location.is_host_primary:
             ControlPage.open_or_create(self._run_path, config.policy).close()
-        self._recorder = self._create_recorder(engine)
+        self._recorder = self._create_recorder()
         backend.connect()
         wait_for_all(setup)
         self._control = control = ControlPage.open_or_create(self._run_path, config.policy)
         primary = location.is_host_primary and pipeline.number == 0
         self._recorder.at_heartbeat(lambda: control.follow(put_back=primary))
         self._watch_others()
-        self._spool = self._create_spool(engine)
+        self._spool = self._create_spool()
         self._costs = backend.calibrate(run_layer)
-        self.self_check = self._check_itself(backend, answers)
-        policies = self._control if rank == 0 else None
+        self.self_check = self._check_itself(backend, own.answers)
+        policies = self._control if own.rank == 0 else None
         self._balancer = backend.make_balancer(policies, self._recorder, self._costs)
         self._prefills = 0  # until the second: in the first the engine may compile
 
@@ -147,7 +147,7 @@ class BalancedLayers:
         """Where this rank is among all ranks."""
         return self._setup.location
 
-    def _create_recorder(self, engine: str) -> Recorder:
+    def _create_recorder(self) -> Recorder:
         setup, config = self._setup, self._setup.config
         recorder = Recorder.create(
             run_path=self._run_path,
@@ -155,7 +155,7 @@ class BalancedLayers:
             shape=setup.shape,
             num_layers=self._num_layers,
             ring_records=config.ring_records,
-            engine=engine,
+            engine=self._engine,
             mode=setup.view.value,
             slot_bytes=self._slot_bytes,
             timeout_seconds=config.timeout_seconds,
@@ -172,8 +172,10 @@ class BalancedLayers:
         stages = None if wanted == "off" else backend.stages()
         if stages is None:
             return []
-        context = PlanContext.of(setup.shape, setup.location.domain_size)
-        return run_self_check(context, stages, answers, full=wanted == "full")
+        # Not above: it imports numba, see ``plan.context``.
+        from ultraep_serve.verify.self_check import run_self_check
+
+        return run_self_check(setup.context, stages, answers, full=wanted == "full")
 
     def _watch_others(self) -> None:
         """From now on; until here ranks may load for longer than the timeout."""
@@ -191,7 +193,7 @@ class BalancedLayers:
         self._recorder.at_heartbeat(watch.look)
         Finalize(None, watch.close, exitpriority=2)
 
-    def _create_spool(self, engine: str) -> SpoolWriter | None:
+    def _create_spool(self) -> SpoolWriter | None:
         """Where all ranks see the same tokens, one records them; of a pipeline the first stage.
 
         Layers of overlapping micro-batches come mixed, which a recording has no place for.
@@ -207,7 +209,7 @@ class BalancedLayers:
             num_experts=setup.shape.num_logical_experts,
             min_batch_tokens=setup.config.min_batch_tokens,
             is_shared=is_shared,
-            engine=engine,
+            engine=self._engine,
         )
         return SpoolWriter(self._run_path, source)
 
@@ -301,7 +303,7 @@ def _in_own_directory(config: BalanceConfig, pipeline: PipelineStage) -> Balance
     """With a directory in which the ranks of this pipeline stage meet only each other."""
     if pipeline.number == 0:
         return config
-    path = config.run_path / f"stage-{pipeline.number}"
+    path = RunFiles(config.run_path).stage(pipeline.number)
     path.mkdir(mode=0o700, exist_ok=True)
     return config.replace(run_dir=str(path))
 

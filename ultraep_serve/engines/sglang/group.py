@@ -16,18 +16,18 @@ from sglang.srt.utils import is_cpu
 from sglang.srt.utils.network import NetworkAddress
 from torch import nn
 
+from ultraep_serve.balance.backend import Answers
 from ultraep_serve.balance.collectives import EngineGroup
 from ultraep_serve.balance.cuda.recording import is_capturing
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.engines.common.execution import Execution, compute_balanced
-from ultraep_serve.engines.common.setup import BalancedLayers, Batch, require_one_number
+from ultraep_serve.engines.common.setup import BalancedLayers, Batch, EngineRank, require_one_number
 from ultraep_serve.engines.common.shared_values import require_agreement
 from ultraep_serve.engines.sglang.checks import check_layer
 from ultraep_serve.engines.sglang.execution import CpuExperts, DeviceExperts
 from ultraep_serve.engines.sglang.quantised import shared_values
 from ultraep_serve.errors import SERVE_UNBALANCED, UnsupportedError
 from ultraep_serve.types import ExpertShape, TokenView
-from ultraep_serve.verify.self_check import Answers
 
 __all__ = ["ExpertGroup", "complete_outputs", "expert_layers", "moe_layers"]
 
@@ -160,13 +160,17 @@ def _join(
             shape=shape,
             view=view,
             layers=parameters,
-            rank=first.moe_ep_rank,
-            engine="sglang",
             run_layer=functools.partial(
                 compute_balanced, execution, first, shape, view, first.top_k, row
             ),
-            group=EngineGroup(ranks.cpu_group, ranks.device_group, _first_host()),
-            answers=_answers(layers, execution, ranks.cpu_group) if device.type == "cpu" else None,
+            own=EngineRank(
+                "sglang",
+                first.moe_ep_rank,
+                EngineGroup(ranks.cpu_group, ranks.device_group, _first_host()),
+                answers=_answers(layers, execution, ranks.cpu_group)
+                if device.type == "cpu"
+                else None,
+            ),
         )
     except UnsupportedError:
         execution.take_slots_back(layers, parameters, shape)

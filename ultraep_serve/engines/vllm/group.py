@@ -19,6 +19,7 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.platforms import current_platform
 from vllm.v1.worker.ubatching import dbo_current_ubatch_id
 
+from ultraep_serve.balance.backend import Answers
 from ultraep_serve.balance.collectives import EngineGroup
 from ultraep_serve.balance.cuda.recording import is_capturing
 from ultraep_serve.balance.host_link import KeyValueStore
@@ -26,7 +27,7 @@ from ultraep_serve.balance.topology import PipelineStage
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.engines.common.execution import Execution, compute_balanced
 from ultraep_serve.engines.common.rendezvous import refuse_or_serve_plainly
-from ultraep_serve.engines.common.setup import BalancedLayers, Batch, require_one_number
+from ultraep_serve.engines.common.setup import BalancedLayers, Batch, EngineRank, require_one_number
 from ultraep_serve.engines.common.shared_values import require_agreement
 from ultraep_serve.engines.vllm.checks import check_layer, is_primary
 from ultraep_serve.engines.vllm.cpu_experts import CpuExperts
@@ -34,7 +35,6 @@ from ultraep_serve.engines.vllm.device_experts import DeviceExperts
 from ultraep_serve.engines.vllm.expert_tensors import expert_parameters, shared_values
 from ultraep_serve.errors import UnsupportedError
 from ultraep_serve.types import ExpertShape, Policy, TokenView
-from ultraep_serve.verify.self_check import Answers
 
 __all__ = ["ExpertGroup"]
 
@@ -156,6 +156,12 @@ class ExpertGroup:
         ranks, pipeline = get_ep_group(), _pipeline_of(self.vllm_config)
         shared = map(shared_values, self._layers, parameters)
         require_agreement(list(shared), ranks.cpu_group, self._config)
+        group = EngineGroup(
+            ranks.cpu_group,
+            ranks.device_group,
+            _first_host(self.vllm_config),
+            _store_of_all() if pipeline.num_stages > 1 else None,
+        )
         try:
             self._execution.give_slots(self._layers, parameters, shape)
             self.balanced = BalancedLayers(
@@ -163,17 +169,10 @@ class ExpertGroup:
                 shape,
                 self._view,
                 parameters,
-                rank=ranks.rank_in_group,
-                engine="vllm",
-                run_layer=functools.partial(self._run_layer, shape),
-                group=EngineGroup(
-                    ranks.cpu_group,
-                    ranks.device_group,
-                    _first_host(self.vllm_config),
-                    _store_of_all() if pipeline.num_stages > 1 else None,
+                functools.partial(self._run_layer, shape),
+                EngineRank(
+                    "vllm", ranks.rank_in_group, group, pipeline, self._answers(ranks.rank_in_group)
                 ),
-                pipeline=pipeline,
-                answers=self._answers(ranks.rank_in_group),
             )
         except UnsupportedError:
             self._execution.take_slots_back(self._layers, parameters, shape)
