@@ -295,7 +295,7 @@ def _checksum(tensors: Sequence[torch.Tensor], local: int) -> int:
     value = 0
     for tensor in tensors:
         flat = tensor[int(local)].detach().contiguous().view(-1).view(torch.uint8)
-        value = zlib.crc32(memoryview(flat.cpu().numpy()), value)
+        value = zlib.crc32(flat.cpu().numpy().tobytes(), value)
     return value
 
 
