@@ -191,6 +191,41 @@ def test_the_sidecar_understands_what_it_is_started_with(
     assert found.allowed_hosts == "a.example,b.example"
 
 
+def test_a_file_of_settings_reaches_engine_and_sidecar(
+    shared_memory: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The launcher as users start it, with a small command in the engine's place."""
+    file, report, port = tmp_path / "ultraep.yaml", tmp_path / "report", free_port()
+    file.write_text(f"slots: 3\nmax_imbalance: 1.5\nsidecar: {{port: {port}, log_format: json}}\n")
+    code = f"import os; open({str(report)!r}, 'w').write(os.environ['{CONFIG_VARIABLE}'])"
+    sidecars: list[list[str]] = []
+
+    def without_sidecar(engine: EngineCommand, config: BalanceConfig, sidecar: list[str]) -> int:
+        sidecars.append(sidecar)
+        return supervise(engine, config.replace(policy=Policy.OFF), None)
+
+    monkeypatch.setattr(serve, "supervise", without_sidecar)
+    monkeypatch.setattr(serve.vllm, "engine_command", lambda *_: python(code))
+    words = ["vllm", "m", "--ultraep-config", str(file), "--slots", "4", "--port", str(free_port())]
+    assert main(words) == 0
+    config = BalanceConfig.from_json(report.read_text())
+    assert (config.slots, config.max_imbalance, config.sidecar) == (4, 1.5, None)
+    assert [sidecars[0][i + 1] for i, word in enumerate(sidecars[0]) if word == "--port"] == [
+        str(port)
+    ]
+
+
+def test_a_wrong_file_of_settings_starts_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "wrong.yaml").write_text("slotz: 3")
+    for command in (["vllm", "m"], ["sglang", "m"], ["sidecar", "--run-dir", str(tmp_path)]):
+        assert main([*command, "--ultraep-config", str(tmp_path / "wrong.yaml")]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "unknown setting 'slotz'" in line
+        assert "wrong.yaml" in line
+
+
 @pytest.mark.parametrize(("policy", "raises"), [(Policy.QUOTA, True), (Policy.OFF, False)])
 def test_a_balanced_engine_that_ends_by_itself_has_lost_a_rank(
     policy: Policy, raises: bool

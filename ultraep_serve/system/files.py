@@ -19,6 +19,7 @@ __all__ = [
     "open_regular",
     "parse_object",
     "prepare_output",
+    "read_object",
     "read_private",
     "read_text",
     "whole_file",
@@ -114,6 +115,11 @@ def parse_object(text: str, name: str, error: type[UltraEPError] = ConfigError) 
     if not isinstance(value, dict):
         raise error(f"{name} must be a JSON object")
     return value
+
+
+def read_object(path: Path, what: str) -> dict[str, Any]:
+    """The JSON object in a file of others; ``what`` it is. Raises ConfigError."""
+    return parse_object(read_text(path, what), str(path))
 
 
 def read_text(path: Path, what: str) -> str:
