@@ -286,6 +286,61 @@ def test_datagrams_of_strangers_are_ignored() -> None:
         link.close()
 
 
+def test_a_flood_of_strangers_takes_no_room_from_hosts() -> None:
+    first, second = pair()
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
+        for _ in range(20_000):  # many times what the buffer holds
+            stranger.sendto(b"x" * 32, second.addresses[0])
+    second.send(Message(1, [], [], "", False))
+    assert [message.host for message in first.receive()] == [1]
+    for link in (first, second):
+        link.close()
+
+
+def test_strangers_are_dropped_where_the_kernel_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ultraep_serve.balance.host_link._drop_strangers", lambda *_: None)
+    first, second = pair()
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
+        for _ in range(100):
+            stranger.sendto(b"x" * 32, second.addresses[0])
+    second.send(Message(1, [], [], "", False))
+    assert [message.host for message in first.receive()] == [1]
+    for link in (first, second):
+        link.close()
+
+
+@pytest.mark.parametrize("later", ["", "leaves"])
+def test_a_host_that_is_lost_stays_lost(
+    run_path: Path, monkeypatch: pytest.MonkeyPatch, later: str
+) -> None:
+    """Its launcher says so, and then stops its ranks, which say that they leave."""
+    location, (first, second) = Location(0, 2, 1, 1), pair()
+    ended: list[int] = []
+    recorder = Recorder.create(run_path, 0, ExpertShape(2, 8, 1), 1, 4, "test", "data", 0, 5.0)
+    watch = RankWatch(run_path, location, 5.0, LONG, recorder, first, end=ended.append)
+    monkeypatch.setattr("ultraep_serve.balance.watch._GRACE_SECONDS", 0.0)
+    second.say_end("its engine ended")
+    second.send(Message(1, [], [], "", later == "leaves"))
+    watch.look()
+    assert ended
+    assert RunFiles(run_path).lost_reason().endswith("ended: its engine ended")
+    for each in (recorder, first, second):
+        each.close()
+
+
+def test_a_rank_of_a_lost_host_does_not_say_that_it_leaves(run_path: Path) -> None:
+    location, (first, second) = Location(0, 2, 1, 1), pair()
+    recorder = Recorder.create(run_path, 0, ExpertShape(2, 8, 1), 1, 4, "test", "data", 0, 5.0)
+    watch = RankWatch(run_path, location, 5.0, LONG, recorder, first)
+    RunFiles(run_path).give_up("its engine ended")
+    watch.close()
+    told = list(second.receive())
+    assert told
+    assert {(message.lost, message.leaves) for message in told} == {("its engine ended", False)}
+    for each in (recorder, first, second):
+        each.close()
+
+
 def test_hosts_hear_each_other_or_do_without(caplog: pytest.LogCaptureFixture) -> None:
     first, second = pair()
     heard: list[bool] = []

@@ -173,8 +173,12 @@ class RankWatch:
         error = "" if self._stops() else _own_error()
         if error:
             self.recorder.fail(error)
+        # Ranks of a host that is lost are stopped by its launcher, which is no leaving.
+        reason = self._files.lost_reason() or (
+            error and f"rank {self.location.rank} failed: {error}"
+        )
         if self.link is not None and self._listens:
-            self.link.say_end(error and f"rank {self.location.rank} failed: {error}")
+            self.link.say_end(reason[:MAX_REASON])
 
     def _find_other_stages(self) -> None:
         """Ranks of other pipeline stages on this host, as soon as they have a ring."""
@@ -212,9 +216,14 @@ class RankWatch:
         """Take what other hosts have said; returns those that did."""
         assert self.link is not None
         messages = list(self.link.receive())
-        self._gone |= {message.host for message in messages if message.leaves}
-        self._reports |= {message.host: message for message in messages}
+        for message in messages:
+            if message.host not in self._lost_hosts():  # a host that is lost stays it
+                self._reports[message.host] = message
+                self._gone |= {message.host} if message.leaves else set()
         return {message.host for message in messages}
+
+    def _lost_hosts(self) -> set[int]:
+        return {host for host, message in self._reports.items() if message.lost}
 
     def _hear_hosts(self, step: float, goes_on: bool) -> list[int]:
         """Hosts that are not heard."""
