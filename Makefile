@@ -13,9 +13,9 @@ demo: setup
 # Both engines, each in its own environment; what needs the other one is skipped there.
 test: test-vllm test-sglang check-deploy check-protocol-quick
 
-# What to run while working: no engine, no interpreted kernel, no browser.
+# What to run while working: no engine, no interpreted kernel, no compiling for GPUs, no browser.
 check: setup lint docs
-	$(VENV)/bin/python -m pytest -q -m "not engine and not interpreter and not browser"
+	$(VENV)/bin/python -m pytest -q -m "not engine and not interpreter and not compiler and not browser"
 
 lint: setup
 	$(VENV)/bin/ruff check .
