@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from ultraep_serve import errors
 from ultraep_serve.engines.common import process
 from ultraep_serve.errors import UnsupportedError
 
@@ -79,7 +80,7 @@ def said_by(tmp_path: Path, *raised: str) -> list[str]:
     ],
 )
 def test_why_a_rank_refused_is_said_last(tmp_path: Path, raised: list[str], said: str) -> None:
-    last = f"ultraep: error: because of {said}"
+    last = f"ultraep: error: {getattr(errors, said)(f'because of {said}')}"
     assert said_by(tmp_path, *raised) == ["the engine's last words", last]
 
 
