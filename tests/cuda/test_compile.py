@@ -38,6 +38,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
     return rows
 
 
+@pytest.mark.compiler
 def test_every_kernel_compiles_and_spills_nothing(compiled: list[Row]) -> None:
     rows = compiled
     assert {row["name"] for row in rows} == KERNELS
@@ -59,6 +60,7 @@ def test_every_kernel_compiles_and_spills_nothing(compiled: list[Row]) -> None:
         assert row["longest_path"]["instructions"] > 100, row
 
 
+@pytest.mark.compiler
 def test_what_waits_goes_by_the_order_in_which_programs_start(compiled: list[Row]) -> None:
     """Not by their numbers, of which a device may start any first."""
     for row in compiled:
@@ -66,6 +68,7 @@ def test_what_waits_goes_by_the_order_in_which_programs_start(compiled: list[Row
             assert not row["reads_program_id"], row
 
 
+@pytest.mark.compiler
 def test_polls_do_not_write(compiled: list[Row]) -> None:
     """Some hundred programs look at one word."""
     import triton.language as tl

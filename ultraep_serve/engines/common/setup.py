@@ -29,10 +29,10 @@ from ultraep_serve.engines.common.rendezvous import (
     meet_stages,
     wait_for_all,
 )
-from ultraep_serve.errors import SERVE_UNBALANCED, UltraEPError, UnsupportedError
+from ultraep_serve.errors import UltraEPError, UnsupportedError
 from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.recorder import Recorder
-from ultraep_serve.telemetry.run_directory import hold_again
+from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.telemetry.schema import RingState
 from ultraep_serve.telemetry.spool import SpoolSource, SpoolWriter
 from ultraep_serve.types import ExpertShape, TokenView
@@ -54,13 +54,13 @@ def make_backend(device: torch.device, setup: GroupSetup) -> Backend:
         if location.spans_hosts:
             raise UnsupportedError(
                 f"--domain-size {location.domain_size}: a CPU's memory is out of other hosts' "
-                f"reach; use at most the {location.host_size} ranks of a host, {SERVE_UNBALANCED}"
+                f"reach; use at most the {location.host_size} ranks of a host"
             )
         from ultraep_serve.balance.host.backend import HostBackend
 
         return HostBackend(setup)
     if device.type != "cuda":
-        raise UnsupportedError(f"experts on {device} cannot be balanced; serve with policy off")
+        raise UnsupportedError(f"experts on {device} cannot be balanced")
     # Only here: needs Triton, which a host without a GPU may do without.
     from ultraep_serve.balance.cuda.backend import DeviceBackend
     from ultraep_serve.balance.cuda.driver import HandleKind, open_driver
@@ -116,7 +116,7 @@ class BalancedLayers:
         location = find_location(config, own.rank, shape.num_ranks, group)
         config = meet(config, location, group, pipeline)
         self._run_path, self._pipeline, self._engine = config.run_path, pipeline, own.engine
-        hold_again(self._run_path)
+        RunFiles(self._run_path).hold_again()
         config = _in_own_directory(config, pipeline)
         self._setup = setup = GroupSetup(config, shape, view, location, group)
         self._num_layers = len(layers)
@@ -283,7 +283,7 @@ def _in_own_directory(config: BalanceConfig, pipeline: PipelineStage) -> Balance
     """With a directory in which the ranks of this pipeline stage meet only each other."""
     if pipeline.number == 0:
         return config
-    path = config.run_path / f"stage-{pipeline.number}"
+    path = RunFiles(config.run_path).stage(pipeline.number)
     path.mkdir(mode=0o700, exist_ok=True)
     return config.replace(run_dir=str(path))
 
@@ -298,6 +298,5 @@ def require_one_number(num_experts: Collection[int]) -> None:
     """Raise UnsupportedError unless all layers have the same number of experts."""
     if len(numbers := set(num_experts)) > 1:
         raise UnsupportedError(
-            f"MoE layers with different numbers of experts {sorted(numbers)} share no slots; "
-            f"{SERVE_UNBALANCED}"
+            f"MoE layers with different numbers of experts {sorted(numbers)} share no slots"
         )
