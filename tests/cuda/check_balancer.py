@@ -302,6 +302,7 @@ def outlive(rank: int, run_path: Path, expects_nothing: bool) -> tuple[str, bool
         rig.balancer._left_alone = {(0, 0)}
     physical = rig.balancer.route(0, skewed(0), 100)  # gives up waiting, and says so
     stayed = torch.equal(physical, rig.balancer.identity(skewed(0)))
+    rig.balancer._arriving[0].begin_experts()
     with pytest.raises(PeerTimeoutError) as told:
         rig.balancer.route(1, skewed(0), 1)  # also where a batch would have met nobody
     return str(told.value), stayed
