@@ -92,50 +92,35 @@ def measurements(text: str) -> str:
 
 
 def times(name: str) -> str:
-    """Times of every variant that was measured, and their ratios."""
+    """Median times of every variant that was measured, and how much faster ``quota`` is."""
     rows = _rows(name)
     variants = [variant for variant in _VARIANTS if variant in rows[0]["ttft_seconds"]]
-    ratios = [head for head, ratio in _ratios(rows[0]).items() if ratio is not None]
-    head = ("prompt tokens", *(_VARIANTS[variant] for variant in variants), *ratios)
+    others = [variant for variant in variants if variant != "quota"]
+    faster = (f"quota is faster than {_VARIANTS[variant]} by" for variant in others)
     return table(
-        head,
+        ("prompt tokens", *(_VARIANTS[variant] for variant in variants), *faster),
         (
             (
                 str(row["prompt_tokens"]),
                 *(f"{row['ttft_seconds'][variant]:.2f} s" for variant in variants),
-                *(str(_ratios(row)[head]) for head in ratios),
+                *(_faster_than(row, variant) for variant in others),
             )
             for row in rows
         ),
     )
 
 
-def _ratios(row: dict[str, Any]) -> dict[str, str | None]:
-    """By the head of their column; None for what was not measured."""
-    has_ideal = row["recovered"] is not None
-    return {
-        "off / quota": f"{row['speedup']:.2f}" if has_ideal else None,
-        "ideal / quota": f"{row['efficiency']:.3f}" if has_ideal else None,
-        "of the gap closed": f"{row['recovered']:.2f}" if has_ideal else None,
-        "quota / off, by round": None if has_ideal else _paired(row, "quota_over_off"),
-        "quota / without EP, by round": _paired(row, f"quota_over_{WITHOUT_EP}"),
-    }
-
-
-def _paired(row: dict[str, Any], name: str) -> str | None:
-    """Median and, where known, its confidence interval."""
-    if (paired := row["paired"].get(name)) is None:
-        return None
-    interval = paired.get("interval")
-    within = f" ({interval[0]:.3f} to {interval[1]:.3f})" if interval else ""
-    return f"{paired['median']:.3f}{within}"
+def _faster_than(row: dict[str, Any], base: str) -> str:
+    """How much faster ``quota`` is than ``base`` at one prompt length."""
+    samples = row["ttft_samples"]
+    return _faster(list(zip(samples[base], samples["quota"], strict=True)))
 
 
 def _by_time() -> str:
     """Both cores free, and one of them half busy."""
     found = _document(SPEEDS)
     head = (
-        "cores", "prompt tokens", "by count", "by time", "by count / by time, by round",
+        "cores", "prompt tokens", "by count", "by time", "by time is faster by",
         "speeds that plans by time had",
     )  # fmt: skip
     rows = []
@@ -150,7 +135,7 @@ def _by_time() -> str:
                     str(row["prompt_tokens"]),
                     f"{row['by_count_seconds']['median']:.2f} s",
                     f"{row['by_time_seconds']['median']:.2f} s",
-                    "{:.3f} ({:.3f} to {:.3f})".format(ratio["median"], *ratio["interval"]),
+                    _percent(ratio["median"], *ratio["interval"]),
                     ", ".join(f"{speed:.2f}" for speed in speeds) or "equal",
                 )
             )
@@ -272,16 +257,21 @@ def _estimate(pairs: Sequence[tuple[float, float]]) -> tuple[float, float, float
 
 def _faster(pairs: Sequence[tuple[float, float]]) -> str:
     """By how much the second of each pair of times is shorter, as "x % faster" has it."""
-    median, low, high = (round(100 * (ratio - 1)) for ratio in _estimate(pairs))
-    return f"{median} % ({low} to {high})"
+    return _percent(*_estimate(pairs))
+
+
+def _percent(median: float, low: float, high: float) -> str:
+    """Ratios above 1 as "x % more"."""
+    shown = (f"{round(100 * (ratio - 1))}" for ratio in (median, low, high))
+    return "{} % ({} to {})".format(*shown)
 
 
 def _ttft(name: str, base: str) -> str:
     """Of every prompt length, how much faster ``quota`` is than ``base``."""
-    samples = [row["ttft_samples"] for row in _rows(name)]
-    if base not in samples[0]:
+    rows = _rows(name)
+    if base not in rows[0]["ttft_samples"]:
         return _NOT_MEASURED
-    return ", ".join(_faster(list(zip(of[base], of["quota"], strict=True))) for of in samples)
+    return "<br>".join(f"{row['prompt_tokens'] >> 10}k: {_faster_than(row, base)}" for row in rows)
 
 
 def _ttft_over(base: str) -> Callable[[str], str]:
@@ -344,7 +334,7 @@ def _load(engine: str) -> dict[str, Any]:
 _RATES = {"serving": 4.0, "sglang": 3.0}  # requests/s, the middle of what was measured
 _LIMIT = 0.5  # seconds of mean time to first token
 _RESULTS: dict[str, dict[str, Callable[[str], str]]] = {
-    "Time to first token, with prompts of 2k, 4k, 8k tokens: faster than": {
+    "Time to first token, by tokens of the prompt: faster than": {
         "the same server without balancing": _ttft_over("off"),
         "the engine without expert parallelism": _ttft_over(WITHOUT_EP),
         "forced perfect balance, the limit": _ttft_over("ideal"),
@@ -355,10 +345,10 @@ _RESULTS: dict[str, dict[str, Callable[[str], str]]] = {
         "the engine without expert parallelism": _loaded_without_ep,
     },
     "Time between tokens (99th percentile) at that rate: faster than": {
-        "the same server, not balanced": _loaded("itl_p99_seconds"),
+        "the same server without balancing": _loaded("itl_p99_seconds"),
     },
     f"Requests/s with a mean time to first token of {_LIMIT} s: more than": {
-        "the same server, not balanced, serves": _more_requests,
+        "the same server without balancing": _more_requests,
     },
     "Work of the busiest rank over the mean; 1 is perfect": {
         "before, after": _imbalance,

@@ -213,7 +213,7 @@ class HostBalancer:
         if not self._pays(before, context.least_time(load), _ONE_EXPERT):
             return Decision.UNPROFITABLE, None
         plan = plan_quota(loads, context, self._source_rank)
-        transfer = transfer_of(plan.slot_expert, self._context.shape.num_masters)
+        transfer = transfer_of(plan.slot_expert, context.shape.num_masters)
         after = int(context.times(plan.quota.sum(axis=0)).max())
         if not self._pays(before, after, transfer):
             return Decision.UNPROFITABLE, None
