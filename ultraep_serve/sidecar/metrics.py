@@ -49,10 +49,10 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from ultraep_serve.sidecar.statistics.counters import Counters
-from ultraep_serve.sidecar.statistics.figures import mean_floor, rank_speeds, spent_seconds
+from ultraep_serve.sidecar.statistics.fold import mean_floor, rank_speeds, spent_seconds
+from ultraep_serve.sidecar.statistics.selection import RecordSelection, decision_names
 from ultraep_serve.sidecar.statistics.snapshot import BalanceSnapshot, RankView
-from ultraep_serve.sidecar.statistics.window import Window, outcome
+from ultraep_serve.sidecar.statistics.timeline import Timeline
 from ultraep_serve.sidecar.store import NoRunError, RunStore
 from ultraep_serve.telemetry.schema import RingHeader
 from ultraep_serve.types import Decision, Stage
@@ -90,28 +90,28 @@ class BalanceCollector(Collector):
             "1 when every rank of this host is alive and ready, else 0.",
             value=float(ready),
         )
-        yield from _imbalances(self._store.counters)
+        yield from _imbalances(self._store.timeline)
         try:
             header, views = self._store.header(), self._store.views()
         except NoRunError:
             return
         headers = [view.header for view in views if view.header]
         yield from _run_families(header)
-        yield self._floor(header)
+        yield self._floor()
         yield from _total_families(headers)
-        yield from _estimates(headers, self._store.counters)
+        yield from _estimates(headers, self._store.timeline)
         yield from _rank_families(views)
         yield self._speeds()
         yield self._missed()
 
-    def _floor(self, header: RingHeader) -> Metric:
-        records = Window().considered(self._store.held().primary)
+    def _floor(self) -> Metric:
+        records = RecordSelection().considered(self._store.held().primary)
         return GaugeMetricFamily(
             "ultraep_imbalance_floor_ratio",
             "Lowest possible mean of ultraep_time_imbalance_ratio, as weights move only inside "
             "domains: the largest domain mean over the mean of all ranks, in the records that the "
             "sidecar holds.",
-            value=mean_floor(records, header.location.domain_size),
+            value=mean_floor(records),
         )
 
     def _speeds(self) -> Metric:
@@ -136,7 +136,7 @@ class BalanceCollector(Collector):
         return family
 
 
-def _imbalances(counters: Counters) -> Iterator[Metric]:
+def _imbalances(timeline: Timeline) -> Iterator[Metric]:
     by_count = HistogramMetricFamily(
         "ultraep_imbalance_ratio",
         "Max/mean of assignments over ranks, one observation per MoE layer of a batch that the "
@@ -149,13 +149,9 @@ def _imbalances(counters: Counters) -> Iterator[Metric]:
         "evens out; the same where ranks are equally fast.",
         labels=["phase", "when"],
     )
-    for family, when, histogram in (
-        (by_count, "before", counters.before),
-        (by_count, "after", counters.after),
-        (by_time, "before", counters.time_before),
-        (by_time, "after", counters.time_after),
-    ):
-        family.add_metric(["prefill", when], histogram.buckets(), histogram.sum)
+    for family, prefix in ((by_count, ""), (by_time, "time_")):
+        for when in _WHEN:
+            family.add_metric(["prefill", when], *timeline.histogram(prefix + when))
     yield from (by_count, by_time)
 
 
@@ -167,7 +163,7 @@ def _run_families(header: RingHeader) -> Iterator[Metric]:
         "ultraep_layers", "MoE layers of batches, by decision and reason.", labels=_LABELS
     )
     for decision in Decision:
-        labels = outcome(decision)
+        labels = decision_names(decision)
         seen = header.recorded_batches[decision] + header.skipped_batches[decision]
         batches.add_metric(labels, seen)
         layers.add_metric(labels, header.layers[decision])
@@ -206,19 +202,19 @@ def _total_families(headers: list[RingHeader]) -> Iterator[Metric]:
     yield family
 
 
-def _estimates(headers: list[RingHeader], counters: Counters) -> Iterator[Metric]:
+def _estimates(headers: list[RingHeader], timeline: Timeline) -> Iterator[Metric]:
     yield CounterMetricFamily(
         "ultraep_estimated_saved_seconds",
         "Estimated time that balancing avoided: the engine's time of each layer x (assignments of "
         "the busiest rank before / after - 1).",
-        value=counters.saved_seconds,
+        value=timeline.saved_seconds,
     )
     stages = float(spent_seconds([header.stage_ns for header in headers]))
     yield CounterMetricFamily(
         "ultraep_estimated_spent_seconds",
         "Estimated time that balancing took: its stages on the slowest rank, exchange on the rank "
         "that waited least, and the extra time of layers less balanced than before.",
-        value=stages + counters.worsened_seconds,
+        value=stages + timeline.worsened_seconds,
     )
 
 
@@ -263,7 +259,7 @@ class DetailCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Build every metric; nothing without an engine."""
         try:
-            views, snapshot = self._store.views(), self._store.snapshot(Window())
+            views, snapshot = self._store.views(), self._store.snapshot(RecordSelection())
         except NoRunError:
             return
         yield from _window_families(snapshot)

@@ -22,11 +22,12 @@ from ultraep_serve.sidecar.statistics.batches import (
     batch_snapshot,
     batch_snapshots,
 )
-from ultraep_serve.sidecar.statistics.figures import (
+from ultraep_serve.sidecar.statistics.fold import (
     mean_floor,
     rank_speeds,
     time_imbalance_snapshot,
 )
+from ultraep_serve.sidecar.statistics.selection import RecordSelection
 from ultraep_serve.sidecar.statistics.snapshot import BalanceSnapshot
 from ultraep_serve.sidecar.statistics.summary import (
     Heatmap,
@@ -39,7 +40,6 @@ from ultraep_serve.sidecar.statistics.summary import (
     phases,
 )
 from ultraep_serve.sidecar.statistics.timeline import History
-from ultraep_serve.sidecar.statistics.window import Window
 from ultraep_serve.sidecar.store import NoRunError, RunStore
 from ultraep_serve.telemetry.schema import RecordArray
 from ultraep_serve.types import Policy
@@ -102,12 +102,12 @@ def _add_summaries(router: APIRouter, shared: _Shared) -> None:
         Without parameters batches are counted since the engine started, else over the records
         still held.
         """
-        return await shared(RunStore.snapshot, Window(since_ns, policy))
+        return await shared(RunStore.snapshot, RecordSelection(since_ns, policy))
 
     @router.get("/heatmap", response_model=Heatmap)
     async def heat(since_ns: SinceNs = 0, policy: PolicyName = None) -> Response:
         """Load of each rank in each layer, relative to the mean of the layer's ranks."""
-        return await shared(_heatmap, Window(since_ns, policy))
+        return await shared(_heatmap, RecordSelection(since_ns, policy))
 
     @router.get("/history", response_model=History)
     async def history(seconds: Seconds = 300, step: Step = 2) -> Response:
@@ -117,7 +117,7 @@ def _add_summaries(router: APIRouter, shared: _Shared) -> None:
     @router.get("/policies", response_model=PolicyComparison)
     async def policies(since_ns: SinceNs = 0) -> Response:
         """The policies of the records held, for comparison; routing alone (off) is the baseline."""
-        return await shared(_policies, Window(since_ns))
+        return await shared(_policies, RecordSelection(since_ns))
 
     @router.get("/batches", response_model=BatchList)
     async def batches(
@@ -127,33 +127,35 @@ def _add_summaries(router: APIRouter, shared: _Shared) -> None:
         policy: PolicyName = None,
     ) -> Response:
         """Prefill batches, newest first; under policy off none are recorded."""
-        return await shared(_batches, limit, before, Window(since_ns, policy))
+        return await shared(_batches, limit, before, RecordSelection(since_ns, policy))
 
 
-def _heatmap(store: RunStore, window: Window) -> Heatmap:
-    return heatmap(window.considered(store.held().primary))
+def _heatmap(store: RunStore, selection: RecordSelection) -> Heatmap:
+    return heatmap(selection.considered(store.held().primary))
 
 
 def _history(store: RunStore, seconds: int, step: int) -> History:
     return store.history(int(time.time()), seconds, step)
 
 
-def _policies(store: RunStore, window: Window) -> PolicyComparison:
+def _policies(store: RunStore, selection: RecordSelection) -> PolicyComparison:
     _, primary, own = store.held()
-    return compare_policies(window, primary, own)
+    return compare_policies(selection, primary, own)
 
 
-def _batches(store: RunStore, limit: int, before: int | None, window: Window) -> BatchList:
+def _batches(
+    store: RunStore, limit: int, before: int | None, selection: RecordSelection
+) -> BatchList:
     _, primary, own = store.held()
-    own = [window.recorded(records) for records in own]
-    return batch_snapshots(window.recorded(primary), own, limit, before)
+    own = [selection.recorded(records) for records in own]
+    return batch_snapshots(selection.recorded(primary), own, limit, before)
 
 
 def _add_details(router: APIRouter, shared: _Shared) -> None:
     @router.get("/layers/{layer}", response_model=LayerDetail, responses=_NOT_HELD)
     async def layer(layer: Layer, since_ns: SinceNs = 0, policy: PolicyName = None) -> Response:
         """One MoE layer: also the load of each rank and where its last replicas were."""
-        return await shared(_layer, layer, Window(since_ns, policy))
+        return await shared(_layer, layer, RecordSelection(since_ns, policy))
 
     @router.get("/batches/{batch}", response_model=BatchDetail, responses=_NOT_HELD)
     async def batch(batch: Batch) -> Response:
@@ -168,10 +170,10 @@ def _add_details(router: APIRouter, shared: _Shared) -> None:
         return await shared(_batch_layer, batch, layer)
 
 
-def _layer(store: RunStore, layer: int, window: Window) -> LayerDetail:
-    header, primary, own = store.held()
-    own = [window.considered(records) for records in own]
-    detail = layer_detail(layer, window.considered(primary), own, header.location.domain_size)
+def _layer(store: RunStore, layer: int, selection: RecordSelection) -> LayerDetail:
+    _, primary, own = store.held()
+    own = [selection.considered(records) for records in own]
+    detail = layer_detail(layer, selection.considered(primary), own)
     if detail is None:
         raise HTTPException(404, f"no records of layer {layer} in this window")
     return detail
@@ -260,7 +262,7 @@ def overview(store: RunStore, seconds: int) -> Overview:
             unbalanced=unbalanced,
         )
     paused = store.control().paused
-    recent = Window(now_ns - seconds * 10**9).considered(primary)
+    recent = RecordSelection(now_ns - seconds * 10**9).considered(primary)
     return Overview(
         time_ns=now_ns,
         ready=health.ready,
@@ -278,7 +280,7 @@ def overview(store: RunStore, seconds: int) -> Overview:
         phases=phases(totals.batches, totals.imbalance),
         time_imbalance=time_imbalance_snapshot(recent),
         speeds=rank_speeds(primary),
-        floor=mean_floor(recent, header.location.domain_size),
+        floor=mean_floor(recent),
         bytes_moved=totals.bytes_sent,
         savings=totals.savings,
         last_batch=_newest(primary, own),

@@ -10,14 +10,13 @@ from typing import Any, NamedTuple
 
 from ultraep_serve.balance.topology import Location
 from ultraep_serve.errors import ControlError
-from ultraep_serve.sidecar.follower import PrimaryRanks, RingFollower, merged
+from ultraep_serve.sidecar.follower import PrimaryRanks, RingFollower, WallClock, merged
 from ultraep_serve.sidecar.health import RankList, Readiness, problem, rank_health
 from ultraep_serve.sidecar.statistics.batches import count_batches
-from ultraep_serve.sidecar.statistics.counters import Counters
+from ultraep_serve.sidecar.statistics.selection import RecordSelection
 from ultraep_serve.sidecar.statistics.snapshot import BalanceSnapshot, RankView
 from ultraep_serve.sidecar.statistics.summary import summarise
 from ultraep_serve.sidecar.statistics.timeline import History, Timeline, Totals
-from ultraep_serve.sidecar.statistics.window import Window
 from ultraep_serve.telemetry.control import CONTROL_NAME, ControlPage
 from ultraep_serve.telemetry.reader import ALIVE_SECONDS
 from ultraep_serve.telemetry.run_directory import CONFIG_FILE
@@ -38,7 +37,7 @@ __all__ = [
 ]
 
 _RING_NAME = re.compile(r"ring-(0|[1-9]\d{0,3})")
-_EVERYTHING = Window()
+_EVERYTHING = RecordSelection()
 
 
 class ControlState(NamedTuple):
@@ -97,12 +96,12 @@ class RunStore:
     ) -> None:
         """Keep ``max_records`` of each rank; read at most once in ``reuse_seconds``."""
         self.timeline = Timeline()
-        self.counters = Counters(self.timeline)
         self._run_dir = run_dir
         self._limit = heartbeat_limit_seconds
         self._max_records = max_records
         self._rings: dict[int, RingFollower] = {}  # by number, all that were ever found
-        self._primary = PrimaryRanks(self.counters, max_records, heartbeat_limit_seconds)
+        self._primary = PrimaryRanks(self.timeline, max_records, heartbeat_limit_seconds)
+        self._clock = WallClock()
         self._control = ControlState()
         self._config: dict[str, Any] | None = None
         self._unbalanced = ""
@@ -266,34 +265,43 @@ class RunStore:
         ]
         return RankList(not problems, header.shape.num_ranks, health)
 
-    def snapshot(self, window: Window) -> BalanceSnapshot:
-        """The balance over ``window``. Raises NoRunError."""
+    def snapshot(self, selection: RecordSelection) -> BalanceSnapshot:
+        """The balance over ``selection``. Raises NoRunError."""
         with self._lock:
             header, views, primary = self.header(), self.views(), self._primary.records()
-            batches = self.batches(window)
-        return summarise(primary, header, views, batches, window)
+            batches = self._batches(selection)
+        return summarise(primary, header, views, batches, selection)
 
-    def batches(self, window: Window) -> dict[Decision, int]:
-        """Batches of ``window`` by decision. Raises NoRunError."""
-        with self._lock:
-            header = self.header()
-            if window == _EVERYTHING:  # the counters go back further than the records held
-                pairs = zip(Decision, header.recorded_batches, header.skipped_batches, strict=True)
-                return {decision: recorded + skipped for decision, recorded, skipped in pairs}
-            counts = count_batches(window.recorded(self._primary.records()))
-            for decision, skipped in self._primary.skipped_since(window.since_ns):
-                counts[decision] = counts.get(decision, 0) + skipped
-            return counts
+    def _batches(self, selection: RecordSelection) -> dict[Decision, int]:
+        """Batches of ``selection`` by decision. Raises NoRunError."""
+        header = self.header()
+        if selection == _EVERYTHING:  # the counters go back further than the records held
+            pairs = zip(Decision, header.recorded_batches, header.skipped_batches, strict=True)
+            return {decision: recorded + skipped for decision, recorded, skipped in pairs}
+        counts = count_batches(selection.recorded(self._primary.records()))
+        for decision, skipped in self._primary.skipped_since(selection.since_ns):
+            counts[decision] = counts.get(decision, 0) + skipped
+        return counts
 
     def _poll_rings(self) -> None:
+        if by_ns := self._clock.set_by_ns():
+            self.timeline.shift(round(by_ns / 1e9))
+            self._primary.shift(by_ns)
+            for ring in self._rings.values():
+                ring.shift(by_ns)
         for rank in self._discover():
             if rank not in self._rings:
                 self._rings[rank] = self._new_ring(rank)
-        polls = {
-            rank: ring.poll(with_loads=rank in self._primary.by_stage.values())
-            for rank, ring in sorted(self._rings.items())  # first stages first
-        }
-        self._primary.follow({rank: poll for rank, poll in polls.items() if poll}, self._rings)
+        polls = {}
+        for rank, ring in sorted(self._rings.items()):  # first stages first
+            records = ring.poll()
+            if records is None or ring.header is None:
+                continue
+            records["layer"] += self._first_layer(ring.header)
+            ring.keep(records)
+            is_primary = rank in self._primary.by_stage.values()  # loads of others are not held
+            polls[rank] = records if is_primary else records[:0].copy()
+        self._primary.follow(polls, self._rings)
 
     def _read_control(self) -> ControlState:
         before = self._control
@@ -323,9 +331,7 @@ class RunStore:
         return self._rings.get(rank) or self._new_ring(rank)
 
     def _new_ring(self, rank: int) -> RingFollower:
-        return RingFollower(
-            self._run_dir, rank, self._max_records, self.timeline, self._first_layer
-        )
+        return RingFollower(self._run_dir, rank, self._max_records, self.timeline)
 
     def _first_ranks(self, header: RingHeader) -> list[int]:
         """The number of the first rank of each pipeline stage that has ranks on this host."""
