@@ -92,7 +92,7 @@ class HostBackend:
 
     def _probes(self, layer: LayerSlots) -> Probes:
         shape, fabric = self._setup.shape, self._fabric
-        loads, domain_size = probe_loads(shape), self._setup.location.domain_size
+        loads, context = probe_loads(shape), self._setup.context
 
         def exchange() -> float:
             row = np.zeros(1, np.int64)
@@ -108,7 +108,7 @@ class HostBackend:
             seconds=_best,
             exchange=exchange,
             send_expert=lambda: _best(copy_one_expert),
-            plan=lambda: _best(lambda: plan_quota(loads, shape, 0, domain_size=domain_size)),
+            plan=lambda: _best(lambda: plan_quota(loads, context, 0)),
             gather=lambda values: fabric.exchange(values.view(np.int64)).view(np.float64),
         )
 
