@@ -52,13 +52,11 @@ class HostBackend:
             all_gather = HostAllGather(setup.engine_group.on_host, seconds)
         self._fabric = HostFabric(
             run_path=setup.config.run_path,
-            rank=location.rank,
-            num_ranks=location.num_ranks,
+            location=location,
             row_width=row_width(setup.shape.num_logical_experts, setup.view),
             pool=self._pool,
             max_chunks=max(layer.chunks.shape[0] for layer in self._layers),
             timeout_seconds=seconds,
-            domain_size=location.domain_size,
             all_gather=all_gather,
         )
         self._fabric.wait_at_least(setup.connect_seconds)
