@@ -18,6 +18,7 @@ from tests.support.rings import SyntheticRun, Traffic
 from tests.support.sidecar_runs import TOKEN
 from ultraep_serve.sidecar import routes_balance
 from ultraep_serve.sidecar.app import AppOptions, create_app
+from ultraep_serve.sidecar.connections import server_settings
 from ultraep_serve.telemetry.run_directory import UNBALANCED_FILE
 from ultraep_serve.types import ExpertShape, Policy
 
@@ -69,7 +70,8 @@ def url(run_path: Path, run: SyntheticRun) -> Iterator[str]:
     """A sidecar over ``run``, served by a thread of this process."""
     options = AppOptions(reuse_seconds=0.1, event_seconds=0.2)
     app = create_app(run_path, TOKEN, False, options=options)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=2))
+    settings = server_settings(app) | {"log_level": "warning", "timeout_graceful_shutdown": 2}
+    server = uvicorn.Server(uvicorn.Config(**settings))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()

@@ -8,7 +8,8 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, HTTPException, Query, Request, Response
 from fastapi import Path as InPath
-from fastapi.responses import StreamingResponse
+from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from ultraep_serve.sidecar.answers import BUSY, AnswerCache
 from ultraep_serve.sidecar.health import Overview, RankList
@@ -203,10 +204,10 @@ def live_routes(
     ``operations`` are answers that nobody's questions keep waiting.
     """
     router = APIRouter(prefix="/v1", tags=["live"])
-    listeners = [0]
+    listeners = Listeners()
 
     async def encoded(seconds: int) -> bytes:
-        return await answers.shared(("overview", seconds), lambda: overview(store, seconds))
+        return await answers.encoded(("overview", seconds), lambda: overview(store, seconds))
 
     @router.get("/overview", response_model=Overview, responses=_BUSY)
     async def get_overview(seconds: RecentSeconds = 60) -> Response:
@@ -224,25 +225,44 @@ def live_routes(
         return await operations.give("ranks", polled)
 
     @router.get("/events", response_class=StreamingResponse, responses=_EVENTS)
-    async def events(request: Request, seconds: RecentSeconds = 60) -> StreamingResponse:
+    async def events(request: Request, seconds: RecentSeconds = 60) -> Response:
         """Server-sent events: an overview every second, until the client disconnects."""
-        if listeners[0] >= _MAX_LISTENERS:
-            raise HTTPException(503, f"{_MAX_LISTENERS} clients listen; poll /v1/overview instead")
 
         async def stream() -> AsyncIterator[bytes]:
-            listeners[0] += 1
-            try:
-                while not (request.app.state.stopping or await request.is_disconnected()):
-                    with contextlib.suppress(HTTPException):  # too busy for this one
-                        yield _event("overview", await encoded(seconds))
-                    await asyncio.sleep(period)
-            finally:
-                listeners[0] -= 1
+            while not (request.app.state.stopping or await request.is_disconnected()):
+                with contextlib.suppress(HTTPException):  # too busy for this one
+                    yield _event("overview", await encoded(seconds))
+                await asyncio.sleep(period)
 
-        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        return StreamingResponse(stream(), media_type="text/event-stream", headers=headers)
+        return listeners.response(stream())
 
     return router
+
+
+class Listeners:
+    """Those who are pushed events, counted from before their answer begins until it has ended."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def response(self, events: AsyncIterator[bytes]) -> Response:
+        """``events`` to one more; 503 where there are too many."""
+        listeners = self
+
+        class Counted(StreamingResponse):
+            async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+                if listeners._count >= _MAX_LISTENERS:
+                    detail = f"{_MAX_LISTENERS} clients listen; poll /v1/overview instead"
+                    await JSONResponse({"detail": detail}, BUSY)(scope, receive, send)
+                    return
+                listeners._count += 1
+                try:
+                    await super().__call__(scope, receive, send)
+                finally:
+                    listeners._count -= 1
+
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        return Counted(events, media_type="text/event-stream", headers=headers)
 
 
 def overview(store: RunStore, seconds: int) -> Overview:

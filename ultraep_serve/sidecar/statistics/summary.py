@@ -7,10 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.lib.recfunctions import repack_fields
 from numpy.typing import NDArray
 from ultraep_kernels.contract import FULL_SPEED
 
 from ultraep_serve.sidecar.statistics.fold import (
+    IMBALANCES,
     imbalance_snapshot,
     mean_floor,
     parts_by,
@@ -52,6 +54,8 @@ __all__ = [
     "sums_by",
 ]
 
+_LAYER_FIELDS = ["layer", "replicas", "floor", *IMBALANCES]  # without loads, which are large
+
 
 def summarise(
     primary: RecordArray,
@@ -88,7 +92,7 @@ def summarise(
         savings=_savings(considered, [selection.recorded(view.records) for view in ranks]),
         layers=[
             _layer(layer, records, moved.get(layer, 0))
-            for layer, records in parts_by(considered, "layer")
+            for layer, records in parts_by(repack_fields(considered[_LAYER_FIELDS]), "layer")
         ],
         ranks=[
             _rank_snapshot(view, records, of_rank)
@@ -248,18 +252,13 @@ class Heatmap(Documented):
 
 def heatmap(records: RecordArray) -> Heatmap:
     """From the primary rank's ``records`` that the policy considered."""
-    parts = dict(parts_by(records, "layer"))
-    before, after = (
-        [_relative(part[name].sum(axis=0, dtype=np.int64)) for part in parts.values()]
-        for name in ("load_before", "load_after")
-    )
-    return Heatmap(list(parts), len(records), before, after)
-
-
-def _relative(loads: NDArray[np.integer]) -> list[float]:
-    """``loads`` (R,) over their mean."""
-    relative: list[float] = np.round(loads / max(loads.mean(), 1e-9), 4).tolist()
-    return relative
+    layers, inverse = np.unique(records["layer"], return_inverse=True)
+    relative = []
+    for loads in (records["load_before"], records["load_after"]):
+        totals = np.stack([np.bincount(inverse, rank, len(layers)) for rank in loads.T], axis=1)
+        mean = totals.mean(axis=1, keepdims=True)
+        relative.append(np.round(totals / np.where(mean > 0, mean, 1), 4).tolist())
+    return Heatmap(layers.tolist(), len(records), *relative)
 
 
 @dataclass(frozen=True)
