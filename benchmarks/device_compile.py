@@ -98,11 +98,17 @@ def launches_of(case: Case) -> list[Launch]:
     buffers = new_plan_buffers(ranks, case.num_experts, slots, "cpu", domain_size=case.domain_size)
     found, decision = buffers.found, buffers.found.decision
     outcome = torch.zeros(outcome_width(case.num_experts, ranks, slots), dtype=torch.int32)
-    inboxes = Inboxes(addresses, 1, epoch, status, PATIENCE_NS)
+    inboxes = Inboxes(addresses, 1, epoch, status)
     rows = torch.zeros((ranks, HEADER_WIDTH + case.num_experts), dtype=torch.int32)
     with recorded_launches() as launches:
         counted = count(
-            ids, case.num_experts, choice=choice, decision=decision, inboxes=inboxes, rows=rows
+            ids,
+            case.num_experts,
+            choice=choice,
+            decision=decision,
+            inboxes=inboxes,
+            rows=rows,
+            patience_ns=PATIENCE_NS,
         )
         choose_speeds(rows, None, speeds, speeds)
         follow_up = FollowUp(ids, counted, ids, tables, PATIENCE_NS, PROGRAMS, status)
@@ -136,7 +142,7 @@ def launches_of(case: Case) -> list[Launch]:
         )
         reroute(ids, found.places, slots, counted, status, decision=decision)
         identity(ids, case.num_experts, masters, slots)
-        exchange(counted.row, inboxes)  # of what ranks compare at start, as the next
+        exchange(counted.row, inboxes, PATIENCE_NS)  # of what ranks compare at start, as the next
         plan_sends(found.slot_expert, masters, "auto", case.domain_size or ranks, 1)
     return launches
 
@@ -144,7 +150,7 @@ def launches_of(case: Case) -> list[Launch]:
 def row_of(case: Case, launch: Launch, facts: KernelFacts) -> dict[str, object]:
     """One row of the report."""
     figures = asdict(facts)
-    figures["follows_plan"] = launch.arguments.get("FOLLOWS", False)
+    figures["follows_plan"] = launch.arguments.get("STREAMS") is not None
     figures["vector_copies"] = figures["ptx"].count("ld.global.v4")
     figures["alias_fences"] = figures["ptx"].count("fence.proxy.alias")
     figures["flags_posted"] = figures["ptx"].count("st.release.sys")

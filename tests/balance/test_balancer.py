@@ -9,8 +9,8 @@ import pytest
 import torch
 from ultraep_kernels.contract import TIME
 
-from ultraep_serve.balance.backend import GroupSetup
-from ultraep_serve.balance.host.balancer import HostBalancer, row_width
+from ultraep_serve.balance.backend import GroupSetup, row_width
+from ultraep_serve.balance.host.balancer import HostBalancer
 from ultraep_serve.balance.host.slots import HostSlotPool
 from ultraep_serve.balance.physical import identity_table
 from ultraep_serve.balance.speeds import expert_clock

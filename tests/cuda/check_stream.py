@@ -1,7 +1,5 @@
 """Copies of experts between ranks on one device, and waits for what does not come."""
 
-from dataclasses import replace
-
 import torch
 from ultraep_kernels.contract import Decision
 from ultraep_kernels.device.exchange import Inboxes, exchange, inbox_bytes, new_epoch
@@ -41,7 +39,7 @@ def relaying(ranks: VirtualRanks) -> tuple[Sends, torch.Tensor]:
     slot_expert = torch.tensor([[-1, -1], [0, -1], [0, -1]], dtype=torch.int32, device=device)
     parents = torch.tensor([[-1, -1], [-1, -1], [2, -1]], dtype=torch.int32, device=device)
     tasks = torch.tensor([[0] * 7, [1, 4] + [0] * 5], dtype=torch.int32, device=device)
-    return replace(new_sends(3, 2, device), parents=parents, tasks=tasks), slot_expert
+    return new_sends(3, 2, device)._replace(parents=parents, tasks=tasks), slot_expert
 
 
 def test_a_silent_rank_ends_every_wait(bench: Bench) -> None:
@@ -50,13 +48,13 @@ def test_a_silent_rank_ends_every_wait(bench: Bench) -> None:
     addresses = torch.tensor([inbox.data_ptr() for inbox in inboxes], device=device)
     row = torch.zeros(WIDTH, dtype=torch.int32, device=device)
     epoch, status = new_epoch(device), new_status(device)
-    own = Inboxes(addresses, 1, epoch, status, patience_ns=20_000)
-    exchange(row, own)
+    own = Inboxes(addresses, 1, epoch, status)
+    exchange(row, own, 20_000)
     assert status.item() == DeviceStatus.EXCHANGE_TIMEOUT
     assert epoch[0] == 1
     pushed = inboxes.clone()
     assert pushed.any()
-    exchange(row + 1, own)
+    exchange(row + 1, own, 20_000)
     assert epoch[0] == 2
     assert torch.equal(inboxes, pushed), "who has given up may overwrite rows still to be read"
     sends, slot_expert = relaying(ranks)

@@ -298,7 +298,7 @@ def test_token_from_file(fake: FakeDeployment, tmp_path: Path) -> None:
         (("--without-ep", NOWHERE), "without expert parallelism at .* start the .* --without-ep"),
         (("--token", "guess"), "401: wrong token; .*--token"),
         (("--model", "other"), "choose from .*fake/model"),
-        (("--policies", "off,fast"), "unknown policy 'fast'; choose from off, quota, ideal"),
+        (("--policies", "off,fast"), "--policies = fast must be 'off', 'quota', 'ideal' or"),
         (("--policies", "off,off"), "--policies"),
         (("--policies", ""), "--policies"),
         (("--prompt-tokens", "9999"), "does not fit the server's context of 4096"),

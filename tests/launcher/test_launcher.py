@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.support.launched import is_gone
-from ultraep_serve.balance.host_link import LINK_FILE, HostLink
+from ultraep_serve.balance.host_link import HostLink
 from ultraep_serve.balance.topology import Location
 from ultraep_serve.cli import main, serve
 from ultraep_serve.config import CONFIG_VARIABLE, BalanceConfig
@@ -25,7 +25,6 @@ from ultraep_serve.sidecar.serve import add_arguments as add_sidecar_arguments
 from ultraep_serve.system.machine import free_port
 from ultraep_serve.telemetry import run_directory as module
 from ultraep_serve.telemetry.recorder import Recorder
-from ultraep_serve.telemetry.run_directory import STOPPED_FILE
 from ultraep_serve.telemetry.schema import RingState
 from ultraep_serve.types import ExpertShape, Policy
 
@@ -192,6 +191,41 @@ def test_the_sidecar_understands_what_it_is_started_with(
     assert found.allowed_hosts == "a.example,b.example"
 
 
+def test_a_file_of_settings_reaches_engine_and_sidecar(
+    shared_memory: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The launcher as users start it, with a small command in the engine's place."""
+    file, report, port = tmp_path / "ultraep.yaml", tmp_path / "report", free_port()
+    file.write_text(f"slots: 3\nmax_imbalance: 1.5\nsidecar: {{port: {port}, log_format: json}}\n")
+    code = f"import os; open({str(report)!r}, 'w').write(os.environ['{CONFIG_VARIABLE}'])"
+    sidecars: list[list[str]] = []
+
+    def without_sidecar(engine: EngineCommand, config: BalanceConfig, sidecar: list[str]) -> int:
+        sidecars.append(sidecar)
+        return supervise(engine, config.replace(policy=Policy.OFF), None)
+
+    monkeypatch.setattr(serve, "supervise", without_sidecar)
+    monkeypatch.setattr(serve.vllm, "engine_command", lambda *_: python(code))
+    words = ["vllm", "m", "--ultraep-config", str(file), "--slots", "4", "--port", str(free_port())]
+    assert main(words) == 0
+    config = BalanceConfig.from_json(report.read_text())
+    assert (config.slots, config.max_imbalance, config.sidecar) == (4, 1.5, None)
+    assert [sidecars[0][i + 1] for i, word in enumerate(sidecars[0]) if word == "--port"] == [
+        str(port)
+    ]
+
+
+def test_a_wrong_file_of_settings_starts_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "wrong.yaml").write_text("slotz: 3")
+    for command in (["vllm", "m"], ["sglang", "m"], ["sidecar", "--run-dir", str(tmp_path)]):
+        assert main([*command, "--ultraep-config", str(tmp_path / "wrong.yaml")]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "unknown setting 'slotz'" in line
+        assert "wrong.yaml" in line
+
+
 @pytest.mark.parametrize(("policy", "raises"), [(Policy.QUOTA, True), (Policy.OFF, False)])
 def test_a_balanced_engine_that_ends_by_itself_has_lost_a_rank(
     policy: Policy, raises: bool
@@ -211,14 +245,14 @@ def test_the_launcher_tells_other_hosts_why_killed_ranks_end(
     here, other = HostLink("127.0.0.1", 0, 2), HostLink("127.0.0.1", 1, 2)
     for link in (here, other):
         link.know(np.stack([here.card, other.card]))
-    here.save(tmp_path / LINK_FILE)
+    here.save(tmp_path / "link")
     ignores = "import os, signal; signal.signal(15, signal.SIG_IGN)"  # until it is killed
     killed = f"{ignores}; os.kill(os.getppid(), 15 if {is_asked} else 0); os.kill(os.getpid(), 9)"
     config = BalanceConfig(run_dir=str(tmp_path))
     assert supervise(python(killed), config, None) == 128 + signal.SIGKILL
     said = {(message.host, message.leaves, message.lost) for message in other.receive()}
     assert said == {(0, is_asked, "" if is_asked else "its engine ended (exit status 137)")}
-    assert (tmp_path / STOPPED_FILE).exists() == is_asked
+    assert (tmp_path / "stopped").exists() == is_asked
     for link in (here, other):
         link.close()
 

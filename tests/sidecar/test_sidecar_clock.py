@@ -12,7 +12,8 @@ from tests.support.ring_files import put
 from tests.support.rings import SyntheticRun
 from tests.support.sidecar_runs import PLANNED_LAYERS, SkewedRun, samples
 from ultraep_serve.sidecar.app import create_app
-from ultraep_serve.telemetry.schema import RingState, ring_path
+from ultraep_serve.telemetry.run_files import RunFiles
+from ultraep_serve.telemetry.schema import RingState
 
 MINUTE, HOUR, DAY = 60, 3600, 24 * 3600
 STEPS = {
@@ -99,10 +100,10 @@ def test_another_primary_rank_repeats_nothing(
     assert samples(client)[count] == 4
     run.batch(2)
     assert samples(client)[count] == 6
-    content = ring_path(tmp_path, 1).read_bytes()
-    put(ring_path(tmp_path, 1), b"")
+    content = RunFiles(tmp_path).ring(1).read_bytes()
+    put(RunFiles(tmp_path).ring(1), b"")
     assert samples(client)[count] == 6
-    put(ring_path(tmp_path, 1), content)
+    put(RunFiles(tmp_path).ring(1), content)
     assert samples(client)[count] == 6
     run.close()
 

@@ -22,7 +22,7 @@ from ultraep_serve.sidecar.statistics.summary import layer_detail, summarise
 from ultraep_serve.sidecar.statistics.timeline import Timeline
 from ultraep_serve.telemetry.reader import RingReader
 from ultraep_serve.telemetry.recorder import Recorder
-from ultraep_serve.telemetry.schema import ring_path
+from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.types import Decision, ExpertShape, Policy, imbalance
 
 SHAPE = ExpertShape(num_ranks=2, num_logical_experts=4, num_replica_slots=1)
@@ -34,7 +34,7 @@ def recorders(tmp_path: Path) -> Any:
     made = [create(tmp_path, shape=SHAPE, rank=rank, ring_records=64) for rank in (0, 1)]
 
     def views(domain_size: int = 2) -> list[RankView]:
-        polls = [RingReader(ring_path(tmp_path, rank)).poll() for rank in (0, 1)]
+        polls = [RingReader(RunFiles(tmp_path).ring(rank)).poll() for rank in (0, 1)]
         return [
             RankView(rank, poll.header, True, 0.5, with_figures(poll.records, domain_size))
             for rank, poll in enumerate(polls)

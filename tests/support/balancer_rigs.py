@@ -12,13 +12,13 @@ from ultraep_kernels.contract import Search
 
 from tests.support.host_driver import HostDriver
 from tests.support.mirror import FakeRecorder, mirrored_balancer
-from ultraep_serve.balance.backend import GroupSetup, LayerSlots
+from ultraep_serve.balance.backend import GroupSetup, LayerSlots, row_width
 from ultraep_serve.balance.collectives import DeviceAllGather, EngineGroup, HostAllGather
-from ultraep_serve.balance.cuda.balancer import DeviceBalancer, device_row_width
+from ultraep_serve.balance.cuda.balancer import DeviceBalancer
 from ultraep_serve.balance.cuda.fabric import DeviceFabric, Limits
 from ultraep_serve.balance.cuda.rendezvous import SocketRendezvous
 from ultraep_serve.balance.cuda.slots import DeviceSlotPool
-from ultraep_serve.balance.host.balancer import HostBalancer, row_width
+from ultraep_serve.balance.host.balancer import HostBalancer
 from ultraep_serve.balance.host.fabric import HostFabric
 from ultraep_serve.balance.host.slots import HostSlotPool
 from ultraep_serve.balance.topology import Location, domain_of
@@ -110,7 +110,7 @@ def device_rig(
     driver = HostDriver()
     pool = DeviceSlotPool(driver, shape.num_slots, setup.config.chunk_bytes)
     layers = [pool.adopt(masters_of(rank, i, shape.num_masters)) for i in range(LAYERS)]
-    width, chunks = device_row_width(shape.num_logical_experts, view), layers[0].chunks.shape[0]
+    width, chunks = row_width(shape.num_logical_experts, view), layers[0].chunks.shape[0]
     limits = Limits(width, chunks, patience_ns, num_programs=2)
     domain = domain_of(rank, shape.num_ranks, setup.domain_size)
     path = run_path / f"domain-{domain.start}"
@@ -130,6 +130,6 @@ def alone(
 ) -> DeviceBalancer:
     """A group of one rank."""
     setup = GroupSetup(config, ExpertShape(1, 8, 1), TokenView.OWN, Location.on_one_host(0, 1))
-    rows = torch.zeros((1, device_row_width(8, TokenView.OWN)), dtype=torch.int32)
+    rows = torch.zeros((1, row_width(8, TokenView.OWN)), dtype=torch.int32)
     layers = [masters_of(0, i, 8) for i in range(LAYERS)]
     return mirrored_balancer(HostDriver(), setup, layers, rows, recorder, 100, 1, costs)[0]

@@ -109,8 +109,8 @@ def check_exchange(bench: Bench, num_ranks: int, num_experts: int) -> float | No
     epoch, status = new_epoch(device), new_status(device)
 
     row = row_reference(load, unknown, choice, has_load=True)
-    own = Inboxes(addresses, 0, epoch, status, PATIENCE_NS)
-    found, microseconds = bench.replayed(lambda: exchange(row, own))
+    own = Inboxes(addresses, 0, epoch, status)
+    found, microseconds = bench.replayed(lambda: exchange(row, own, PATIENCE_NS))
     expected = posted.view(num_ranks, width).clone()
     expected[0] = row
     require_equal(found, expected, "rows")

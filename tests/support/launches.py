@@ -20,10 +20,10 @@ from ultraep_kernels.device.offline import Launch, recorded_launches
 
 from tests.support.host_driver import HostDriver
 from tests.support.mirror import FakeRecorder, mirrored_balancer
-from ultraep_serve.balance.backend import GroupSetup
+from ultraep_serve.balance.backend import GroupSetup, row_width
 from ultraep_serve.balance.cuda import balancer as balancer_module
 from ultraep_serve.balance.cuda import timing
-from ultraep_serve.balance.cuda.balancer import DeviceBalancer, device_row_width
+from ultraep_serve.balance.cuda.balancer import DeviceBalancer
 from ultraep_serve.balance.cuda.recording import Page
 from ultraep_serve.balance.speeds import expert_clock
 from ultraep_serve.balance.topology import Location
@@ -160,7 +160,7 @@ def recorded_balancer(recorder: FakeRecorder, shape: ExpertShape = SHAPE) -> Dev
     """Rank 0 of a group; use it inside ``recorded_launches`` only."""
     experts = shape.num_logical_experts
     masters = [[torch.ones((shape.num_masters, 64))] for _ in range(LAYERS)]
-    rows = torch.zeros((shape.num_ranks, device_row_width(experts, TokenView.OWN)))
+    rows = torch.zeros((shape.num_ranks, row_width(experts, TokenView.OWN)))
     # what DeviceBalancer reads of BalanceConfig, which needs pydantic
     config: Any = SimpleNamespace(
         policy=Policy.QUOTA,

@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args, get_origin
 from unittest.mock import patch
 
 from ultraep_serve.config import BalanceConfig, SidecarSettings
+from ultraep_serve.system.settings import flag_of, range_of
 from ultraep_serve.system.versions import PACKAGES
 from ultraep_serve.types import ExpertShape, Policy
 
@@ -61,7 +62,7 @@ def _settings(settings: type[BalanceConfig] | type[SidecarSettings], prefix: str
     rows = []
     for name, field in settings.model_fields.items():
         has_flag = (field.json_schema_extra or {}) != {"flag": False}
-        flag = _code(f"--{prefix}{name}".replace("_", "-")) if has_flag else "none"
+        flag = _code(flag_of(settings, name, prefix)) if has_flag else "none"
         text, _, said = (field.description or "").partition(" (default: ")
         default = said.rstrip(")") or _shown(field.default)
         rows.append((_code(name), flag, default, _range_of(field), text))
@@ -83,12 +84,7 @@ def _range_of(field: Any) -> str:
         return ", ".join(_code(policy.value) for policy in Policy)
     if get_origin(field.annotation) is Literal:
         return ", ".join(map(_code, get_args(field.annotation)))
-    rules = {type(rule).__name__: rule for rule in field.metadata}
-    if {"Ge", "Le"} <= rules.keys():
-        return f"{rules['Ge'].ge} to {rules['Le'].le}"
-    if "Ge" in rules:
-        return f"at least {rules['Ge'].ge:g}"
-    return f"more than {rules['Gt'].gt:g}" if "Gt" in rules else ""
+    return range_of(field)
 
 
 def _policies() -> str:

@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from tests.support.hosts import engine_group, host_path
 from tests.support.mail import Mail
 from tests.support.moe import TinyMoE, apply_experts, expert_bytes_equal, poison
-from ultraep_serve.balance.backend import GroupSetup, LayerSlots
+from ultraep_serve.balance.backend import GroupSetup, LayerSlots, row_width
 from ultraep_serve.balance.collectives import HostAllGather
-from ultraep_serve.balance.host.balancer import HostBalancer, row_width
+from ultraep_serve.balance.host.balancer import HostBalancer
 from ultraep_serve.balance.host.fabric import HostFabric
 from ultraep_serve.balance.host.slots import HostSlotPool
 from ultraep_serve.balance.topology import Location

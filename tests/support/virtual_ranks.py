@@ -5,7 +5,7 @@ serving, a rank's replica slots lie right behind its masters, in one tensor of L
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -172,7 +172,7 @@ def _only(sends: Sends, kind: int) -> Sends:
     """The direct (0) or the relayed (1) tasks of one rank."""
     tasks = sends.tasks.clone()
     tasks[1 - kind, 0] = 0
-    return replace(sends, tasks=tasks)
+    return sends._replace(tasks=tasks)
 
 
 def _wrong_slots(ranks: VirtualRanks, slot_expert: torch.Tensor) -> list[tuple[int, int]]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from ultraep_kernels.contract import HEADER_WIDTH
 
 from ultraep_serve.balance.collectives import EngineGroup
 from ultraep_serve.balance.topology import Location
@@ -28,6 +29,7 @@ __all__ = [
     "LayerBalancer",
     "LayerSlots",
     "PolicySource",
+    "row_width",
 ]
 
 CONNECT_FACTOR = 20  # times timeout_seconds: loading a model takes longer than a batch
@@ -57,6 +59,11 @@ class GroupSetup:
     def connect_seconds(self) -> float:
         """How long a rank waits for the others to load."""
         return self.config.timeout_seconds * CONNECT_FACTOR
+
+
+def row_width(num_logical_experts: int, view: TokenView) -> int:
+    """Integers that a rank contributes to an exchange; loads travel only where they differ."""
+    return HEADER_WIDTH + (num_logical_experts if view is TokenView.OWN else 0)
 
 
 @dataclass(frozen=True)

@@ -191,7 +191,12 @@ def num_batches(trace: Trace | LoadTrace, batch_tokens: int | None) -> int:
         if batch_tokens is not None:
             raise TraceError("a trace of loads has its own batches; leave --batch-tokens out")
         return trace.num_batches
-    if batch_tokens is None or batch_tokens < 1:
+    if batch_tokens is None:
+        raise TraceError(
+            "a trace of tokens needs --batch-tokens, the tokens of one prefill batch over all "
+            "ranks (8192, say)"
+        )
+    if batch_tokens < 1:
         raise TraceError(f"--batch-tokens = {batch_tokens} must be 1 or more")
     if trace.num_tokens < batch_tokens:
         raise TraceError(

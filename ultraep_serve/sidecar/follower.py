@@ -25,7 +25,8 @@ from ultraep_serve.sidecar.statistics.selection import RecordSelection
 from ultraep_serve.sidecar.statistics.snapshot import RankView
 from ultraep_serve.sidecar.statistics.timeline import Timeline
 from ultraep_serve.telemetry.reader import RingReader
-from ultraep_serve.telemetry.schema import RecordArray, RingHeader, ring_path
+from ultraep_serve.telemetry.run_files import RunFiles
+from ultraep_serve.telemetry.schema import RecordArray, RingHeader
 from ultraep_serve.types import Decision
 
 __all__ = ["PrimaryRanks", "RingFollower", "WallClock", "merged"]
@@ -65,7 +66,7 @@ class RingFollower:
         self.missed = 0  # records overwritten or damaged before they were read
         self.rank = rank
         self.since_ns = 0  # CLOCK_MONOTONIC, when its writer was first seen
-        self._path = ring_path(run_dir, rank)
+        self._path = RunFiles(run_dir).ring(rank)
         self._max_records = max_records
         self._timeline = timeline
         self._reader: RingReader | None = None

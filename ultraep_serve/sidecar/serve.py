@@ -23,15 +23,16 @@ from fastapi import FastAPI
 
 from ultraep_serve.config import (
     SidecarSettings,
-    add_flags,
+    add_file_flag,
     control_token_from_environment,
-    values_of_flags,
+    given_settings,
 )
-from ultraep_serve.errors import ConfigError
+from ultraep_serve.errors import ConfigError, OutputError
 from ultraep_serve.sidecar.app import AppOptions, create_app
 from ultraep_serve.sidecar.connections import server_settings
 from ultraep_serve.system.control_token import read_token
-from ultraep_serve.telemetry.run_directory import TOKEN_FILE, remove_abandoned
+from ultraep_serve.telemetry.run_directory import remove_abandoned
+from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.telemetry.running import find_run
 
 __all__ = ["add_arguments", "control_token", "is_loopback", "run", "serve", "set_up_logging"]
@@ -48,9 +49,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--run-dir", type=Path, metavar="DIR", help=run_dir)
     parent = "end when this process is no longer the parent, and remove what it left"
     parser.add_argument("--parent", type=int, metavar="PID", help=parent)
-    add_flags(parser, SidecarSettings)
+    add_file_flag(parser)
+    SidecarSettings.add_flags(parser)
     parser.add_argument(
-        "--allow-ideal", action="store_true", help="permit the policy that gives wrong answers"
+        "--allow-ideal",
+        action="store_true",
+        default=None,
+        help="permit the policy that gives wrong answers",
     )
 
 
@@ -60,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     Raises ConfigError when the address cannot be used, NoServerError without a server.
     """
     run_dir = arguments.run_dir or find_run()
-    settings = SidecarSettings(**values_of_flags(arguments, SidecarSettings))
+    config, settings = given_settings(arguments, "")
     _limit_heaps()
     set_up_logging(settings.log_format)
     if arguments.parent is not None:
@@ -71,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
         host=settings.host,
         port=_DEFAULT_PORT if settings.port is None else settings.port,
         token=token,
-        allow_ideal=arguments.allow_ideal,
+        allow_ideal=config.allow_ideal,
         allowed_hosts=(settings.host, *settings.allowed_hosts.split(",")),
         keeps_token=token != control_token_from_environment(),
         parent=arguments.parent,
@@ -109,7 +114,11 @@ def serve(
     with listener:
         address = listener.getsockname()
         _log_start(host, address[1], run_dir, control_open=bool(token))
-        keep = functools.partial(_put_back_token, run_dir, token) if token and keeps_token else None
+        keep = (
+            functools.partial(_keep_token, RunFiles(run_dir), token)
+            if token and keeps_token
+            else None
+        )
         options = AppOptions(
             reuse_seconds=0.5,
             computing_share=_COMPUTING_SHARE,
@@ -197,34 +206,18 @@ def control_token(run_dir: Path) -> str:
     chosen = control_token_from_environment()
     if chosen:
         return chosen
-    path = run_dir / TOKEN_FILE
+    files, token = RunFiles(run_dir), secrets.token_urlsafe(32)
+    if not run_dir.is_dir():
+        raise ConfigError(f"cannot write {files.token}: there is no such directory")
     try:
-        token = secrets.token_urlsafe(32)
-        _create_token(path, token)
-        return token
-    except FileExistsError:
-        return read_token(path)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+        return token if files.publish(files.token, token.encode()) else read_token(files.token)
+    except OutputError as error:
+        raise ConfigError(str(error)) from error
 
 
-def _create_token(path: Path, token: str) -> None:
-    # Linked when complete: a reader never sees a part of it.
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-    with os.fdopen(os.open(temporary, flags, 0o600), "w") as file:
-        file.write(token)
-    try:
-        os.link(temporary, path)
-    finally:
-        temporary.unlink()
-
-
-def _put_back_token(run_dir: Path, token: str) -> None:
-    path = run_dir / TOKEN_FILE
-    if not os.path.lexists(path):
-        with contextlib.suppress(OSError):  # the directory may be gone too
-            _create_token(path, token)
+def _keep_token(files: RunFiles, token: str) -> None:
+    with contextlib.suppress(OutputError):  # no room: at a later poll
+        files.publish(files.token, token.encode())
 
 
 def set_up_logging(log_format: Literal["text", "json"]) -> None:

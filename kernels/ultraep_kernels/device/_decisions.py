@@ -15,13 +15,13 @@ UNPROFITABLE = tl.constexpr(int(Decision.UNPROFITABLE))
 
 
 @triton.jit
-def is_off(decision_ptr, begins, HAS_DECISION: tl.constexpr):
+def is_off(decision_ptr, begins):
     """Whether a batch, of which this layer is not the first, was found to have its policy off.
 
     The policy travels with the first layer's exchange and holds for the batch on every rank, so
-    all of them leave the later layers' exchanges out.
+    all of them leave the later layers' exchanges out. Without ``decision_ptr`` it never is.
     """
     off = begins < 0
-    if HAS_DECISION:
+    if decision_ptr is not None:
         off = (begins == 0) & (tl.load(decision_ptr) == POLICY_OFF)
     return off

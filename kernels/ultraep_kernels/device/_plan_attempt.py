@@ -63,33 +63,29 @@ def attempt(
     speeds,  # (R,) int32
     rank_load,  # (R,) int32; ranks that do not exist have none
     left,  # (E,) int32: assignments still on the master
-    num_ranks,
-    NUM_MASTERS: tl.constexpr,
-    NUM_SLOTS: tl.constexpr,
-    BLOCK_RANKS: tl.constexpr,
-    BLOCK_EXPERTS: tl.constexpr,
-    BLOCK_SLOTS: tl.constexpr,
+    num_ranks,  # of the domain
+    SIZES: tl.constexpr,  # PlanSizes
 ):
     """rank_load, left, held (S, R) experts or -1, and quotas (S, R) after one greedy pass."""
-    ranks = tl.arange(0, BLOCK_RANKS)
-    slots = tl.arange(0, BLOCK_SLOTS)
-    experts = tl.arange(0, BLOCK_EXPERTS)
-    held = tl.full((BLOCK_SLOTS, BLOCK_RANKS), -1, tl.int32)
-    quotas = tl.zeros((BLOCK_SLOTS, BLOCK_RANKS), tl.int32)
-    filled = tl.where(ranks < num_ranks, 0, NUM_SLOTS)
+    ranks = tl.arange(0, SIZES.block_ranks)
+    slots = tl.arange(0, SIZES.block_slots)
+    experts = tl.arange(0, SIZES.block_experts)
+    held = tl.full((SIZES.block_slots, SIZES.block_ranks), -1, tl.int32)
+    quotas = tl.zeros((SIZES.block_slots, SIZES.block_ranks), tl.int32)
+    filled = tl.where(ranks < num_ranks, 0, SIZES.num_slots)
     step = seed * 0
     room = capacities(threshold, speeds) - rank_load
     donor = _pick_donor(room, ranks, seed, step)
     while donor < _NOBODY:
         excess = -_at(room, ranks, donor)
         step += 1
-        own = (experts >= donor * NUM_MASTERS) & (experts < (donor + 1) * NUM_MASTERS)
+        own = (experts >= donor * SIZES.num_masters) & (experts < (donor + 1) * SIZES.num_masters)
         weighed = tl.where(own, _weigh(left, seed, step, experts), -1)
         largest = tl.max(weighed, axis=0)
         expert = tl.min(tl.where(weighed == largest, experts, _NOBODY), axis=0)
 
         holds = tl.max((held == expert).to(tl.int32), axis=0) > 0
-        is_open = (room > 0) & (filled < NUM_SLOTS) & (holds == 0)
+        is_open = (room > 0) & (filled < SIZES.num_slots) & (holds == 0)
         fits = is_open & (room >= excess)
         use_fit = tight & (tl.max(fits.to(tl.int32), axis=0) > 0)
         emptiest = tl.where(is_open, _weigh(room, seed, step, ranks), 0)
@@ -100,7 +96,7 @@ def attempt(
 
         slot = _at(filled, ranks, target)
         amount = _at(room, ranks, target)
-        capped = (slot < NUM_SLOTS - 1) | (_at(filled, ranks, donor) == NUM_SLOTS)
+        capped = (slot < SIZES.num_slots - 1) | (_at(filled, ranks, donor) == SIZES.num_slots)
         capped = capped | (generous == 0)
         amount = tl.where(capped, tl.minimum(amount, excess), amount)
         amount = tl.minimum(amount, _at(left, experts, expert))
@@ -129,28 +125,23 @@ def relax(
     held,
     quotas,
     num_ranks,
-    NUM_MASTERS: tl.constexpr,
-    NUM_SLOTS: tl.constexpr,
-    SWEEPS: tl.constexpr,
-    BLOCK_RANKS: tl.constexpr,
-    BLOCK_EXPERTS: tl.constexpr,
-    BLOCK_SLOTS: tl.constexpr,
+    SIZES: tl.constexpr,
 ):
     """Level each copy's rank with its master's in turn; ends after a sweep that moved nothing."""
-    ranks = tl.arange(0, BLOCK_RANKS)
-    slots = tl.arange(0, BLOCK_SLOTS)
-    experts = tl.arange(0, BLOCK_EXPERTS)
+    ranks = tl.arange(0, SIZES.block_ranks)
+    slots = tl.arange(0, SIZES.block_slots)
+    experts = tl.arange(0, SIZES.block_experts)
     moved = num_ranks
     sweep = num_ranks * 0
-    while (sweep < SWEEPS) & (moved > 0):
+    while (sweep < SIZES.search.sweeps) & (moved > 0):
         sweep += 1
         moved = num_ranks * 0
-        for place in range(0, num_ranks * NUM_SLOTS):
-            rank = place // NUM_SLOTS
-            slot = place % NUM_SLOTS
+        for place in range(0, num_ranks * SIZES.num_slots):
+            rank = place // SIZES.num_slots
+            slot = place % SIZES.num_slots
             expert = _at_slot(held, slots, ranks, slot, rank)
             if expert >= 0:
-                master = expert // NUM_MASTERS
+                master = expert // SIZES.num_masters
                 here = (slots[:, None] == slot) & (ranks[None, :] == rank)
                 sender, receiver = _at(speeds, ranks, master), _at(speeds, ranks, rank)
                 surplus = _at(rank_load, ranks, master).to(tl.int64) * receiver
@@ -169,14 +160,9 @@ def relax(
 
 
 @triton.jit
-def count_replicas(
-    held,
-    NUM_MASTERS: tl.constexpr,
-    BLOCK_RANKS: tl.constexpr,
-    BLOCK_SLOTS: tl.constexpr,
-):
+def count_replicas(held, SIZES: tl.constexpr):
     """(replicas sent by the busiest rank, replicas)."""
-    flat = tl.reshape(held, (BLOCK_SLOTS * BLOCK_RANKS,))
-    masters = tl.maximum(flat, 0) // NUM_MASTERS
-    sent = tl.histogram(masters, BLOCK_RANKS, mask=flat >= 0)
+    flat = tl.reshape(held, (SIZES.block_slots * SIZES.block_ranks,))
+    masters = tl.maximum(flat, 0) // SIZES.num_masters
+    sent = tl.histogram(masters, SIZES.block_ranks, mask=flat >= 0)
     return tl.max(sent, axis=0), tl.sum(sent, axis=0)

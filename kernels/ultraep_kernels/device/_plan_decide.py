@@ -36,30 +36,27 @@ _UNKNOWN = tl.constexpr(UNKNOWN)
 def rank_loads(
     expert_load_ptr,
     num_ranks,
-    NUM_MASTERS: tl.constexpr,
+    SIZES: tl.constexpr,  # PlanSizes
     BLOCK_RANKS: tl.constexpr,
-    BLOCK_MASTERS: tl.constexpr,
 ):
     """(R,) assignments per rank when every expert is computed by its master."""
     ranks = tl.arange(0, BLOCK_RANKS)
     rank_load = tl.zeros((BLOCK_RANKS,), tl.int32)
-    for start in range(0, NUM_MASTERS, BLOCK_MASTERS):
-        masters = start + tl.arange(0, BLOCK_MASTERS)
-        mask = (masters < NUM_MASTERS)[:, None] & (ranks < num_ranks)[None, :]
-        offsets = ranks[None, :] * NUM_MASTERS + masters[:, None]
+    for start in range(0, SIZES.num_masters, SIZES.masters_at_once):
+        masters = start + tl.arange(0, SIZES.masters_at_once)
+        mask = (masters < SIZES.num_masters)[:, None] & (ranks < num_ranks)[None, :]
+        offsets = ranks[None, :] * SIZES.num_masters + masters[:, None]
         rank_load += tl.sum(tl.load(expert_load_ptr + offsets, mask=mask, other=0), axis=0)
     return rank_load
 
 
 @triton.jit
-def _winner(
-    row_ptr,
-    FIRST: tl.constexpr,
-    LIMIT: tl.constexpr,
-    THRIFTY: tl.constexpr,
-    BLOCK_KEYS: tl.constexpr,
-):
+def _winner(row_ptr, SIZES: tl.constexpr):
     """The attempt that the CPU's search, one after another, would have kept; -1 the identity."""
+    FIRST: tl.constexpr = SIZES.search.first
+    LIMIT: tl.constexpr = SIZES.search.limit
+    THRIFTY: tl.constexpr = SIZES.search.thrifty
+    BLOCK_KEYS: tl.constexpr = SIZES.block_keys
     numbers = tl.arange(0, BLOCK_KEYS)
     identity = tl.load(row_ptr + LIMIT + THRIFTY)
     goal = tl.load(row_ptr + LIMIT + THRIFTY + 1)
@@ -95,71 +92,51 @@ def _total_of(key):
 
 
 @triton.jit
-def _saved(
-    before, after, link, received, per_assignment, per_read, per_sent, NUM_MASTERS: tl.constexpr
-):
+def _saved(before, after, link, received, gate, NUM_MASTERS: tl.constexpr):
     """Picoseconds that a plan saves, but for planning; as ``saved_picoseconds`` on the host."""
     zero = before.to(tl.int64) * 0
-    unbalanced = tl.maximum((before + zero) * per_assignment, (NUM_MASTERS + zero) * per_read)
+    read = (NUM_MASTERS + zero) * gate.per_read
+    unbalanced = tl.maximum((before + zero) * gate.per_assignment, read)
     held = received + zero + NUM_MASTERS
-    balanced = tl.maximum((after + zero) * per_assignment, held * per_read)
-    return unbalanced - balanced - (link + zero) * per_sent
+    balanced = tl.maximum((after + zero) * gate.per_assignment, held * gate.per_read)
+    return unbalanced - balanced - (link + zero) * gate.per_sent
 
 
 @triton.jit
 def survey(
-    expert_load_ptr,  # (E,) int32
-    speeds_ptr,  # (R,) int32; not read without HAS_SPEEDS
-    keys_ptr,  # (domains, LIMIT + THRIFTY + 2) int64; the goal is written
-    rows_ptr,  # (R, .) int32: every rank's row, of which the header is read
-    stride_rows,
-    decision_ptr,  # (1,) int32, out: PLANNED where a search is worth it
+    rows,  # None, or of every rank's row the header is read
+    speeds_ptr,  # (R,) int32, or None
+    gate,  # GateValues, or None
+    attempts,  # the goal is written
+    found,  # as is the decision: PLANNED where a search is worth it
     status_ptr,  # (1,) int32
-    threshold,  # imbalance up to which nothing is done, in millionths; rank 0's row may overrule it
-    per_assignment,  # picoseconds
-    per_read,
-    per_sent,
-    NUM_RANKS: tl.constexpr,
-    NUM_MASTERS: tl.constexpr,
-    DOMAIN_SIZE: tl.constexpr,
-    GRAIN: tl.constexpr,
-    LIMIT: tl.constexpr,  # 0: no attempt is made
-    THRIFTY: tl.constexpr,
-    HAS_SPEEDS: tl.constexpr,
-    HAS_ROWS: tl.constexpr,
-    HAS_GATE: tl.constexpr,
-    BLOCK_ALL_EXPERTS: tl.constexpr,
-    BLOCK_RANKS: tl.constexpr,
-    BLOCK_MASTERS: tl.constexpr,
+    SIZES: tl.constexpr,
 ):
     """Everything that can be decided from loads alone."""
-    experts = tl.arange(0, BLOCK_ALL_EXPERTS)
-    is_expert = experts < NUM_RANKS * NUM_MASTERS
-    expert_load = tl.load(expert_load_ptr + experts, mask=is_expert, other=0)
-    rank_load = rank_loads(expert_load_ptr, NUM_RANKS, NUM_MASTERS, BLOCK_RANKS, BLOCK_MASTERS)
-    speeds = speeds_of(speeds_ptr, 0, NUM_RANKS, NUM_RANKS, HAS_SPEEDS, BLOCK_RANKS, BLOCK_RANKS)
+    NUM_RANKS: tl.constexpr = SIZES.num_ranks
+    BLOCK_RANKS: tl.constexpr = SIZES.block_all_ranks
+    GRAIN: tl.constexpr = SIZES.search.grain
+    LIMIT: tl.constexpr = SIZES.search.limit  # 0: no attempt is made
+    experts = tl.arange(0, SIZES.block_all_experts)
+    is_expert = experts < NUM_RANKS * SIZES.num_masters
+    expert_load = tl.load(found.expert_load + experts, mask=is_expert, other=0)
+    rank_load = rank_loads(found.expert_load, NUM_RANKS, SIZES, BLOCK_RANKS)
+    speeds = speeds_of(speeds_ptr, 0, NUM_RANKS, SIZES, BLOCK_RANKS)
     longest = busiest(rank_load, speeds)
     before = tl.minimum(longest, LONGEST).to(tl.int32)
-    least = least_time(
-        expert_load,
-        speeds,
-        NUM_RANKS,
-        NUM_MASTERS,
-        DOMAIN_SIZE,
-        BLOCK_ALL_EXPERTS,
-        BLOCK_RANKS,
-    )
+    least = least_time(expert_load, speeds, SIZES)
     if LIMIT > 0:
         goal = least + (least + GRAIN // 2) // GRAIN
-        for domain in range(0, (NUM_RANKS + DOMAIN_SIZE - 1) // DOMAIN_SIZE):
-            tl.store(keys_ptr + (domain + 1) * (LIMIT + THRIFTY + 2) - 1, goal)
+        for domain in range(0, SIZES.num_domains):
+            tl.store(attempts.keys + (domain + 1) * (LIMIT + SIZES.search.thrifty + 2) - 1, goal)
     decision = before * 0 + PLANNED
-    if HAS_GATE:
+    if gate is not None:
         one = before * 0 + 1
-        hoped = _saved(before, least, one, one, per_assignment, per_read, per_sent, NUM_MASTERS)
+        hoped = _saved(before, least, one, one, gate, SIZES.num_masters)
         decision = tl.where((hoped > 0) & (LIMIT > 0), decision, UNPROFITABLE)
-        if HAS_ROWS:
-            asked = tl.load(rows_ptr + _THRESHOLD)
+        threshold = gate.max_imbalance
+        if rows is not None:
+            asked = tl.load(rows.table + _THRESHOLD)
             threshold = tl.where(asked >= _MILLION, asked, threshold)
         is_rank = tl.arange(0, BLOCK_RANKS) < NUM_RANKS
         together = tl.sum(tl.where(is_rank, speeds, 0).to(tl.int64), axis=0)
@@ -168,72 +145,57 @@ def survey(
         part = before * together
         over = (part % whole * _MILLION + whole - 1) // whole + part // whole * _MILLION
         decision = tl.where(over <= threshold, BALANCED, decision)
-    if HAS_ROWS:
+    if rows is not None:
         ranks = tl.arange(0, BLOCK_RANKS)
         exists = ranks < NUM_RANKS
-        first = tl.load(rows_ptr + _CHECKSUM)
-        unknown = tl.load(rows_ptr + ranks * stride_rows + _UNKNOWN, mask=exists, other=0)
-        checksum = tl.load(rows_ptr + ranks * stride_rows + _CHECKSUM, mask=exists, other=first)
+        row_ptr = rows.table + ranks * rows.stride
+        first = tl.load(rows.table + _CHECKSUM)
+        unknown = tl.load(row_ptr + _UNKNOWN, mask=exists, other=0)
+        checksum = tl.load(row_ptr + _CHECKSUM, mask=exists, other=first)
         inconsistent = tl.max(((unknown != 0) | (checksum != first)).to(tl.int32), axis=0) > 0
-        inconsistent = inconsistent | (
-            (tl.load(status_ptr) & TIMEOUTS) != 0
-        )  # rows may never have come
-        policy = tl.load(rows_ptr + _POLICY)
+        never_came = (tl.load(status_ptr) & TIMEOUTS) != 0  # as rows may have
+        inconsistent = inconsistent | never_came
+        policy = tl.load(rows.table + _POLICY)
         decision = tl.where(policy == _IDEAL, FORCED, decision)
         decision = tl.where(inconsistent, INCONSISTENT, decision)
     if (valid_total(expert_load) == 0) | (longest > LONGEST):
         tl.atomic_or(status_ptr, IMPOSSIBLE_LOADS)
         decision = before * 0 + INCONSISTENT
-    if HAS_ROWS:
+    if rows is not None:
         decision = tl.where((policy == _QUOTA) | (policy == _IDEAL), decision, POLICY_OFF)
-    tl.store(decision_ptr, decision)
+    tl.store(found.decision, decision)
 
 
 @triton.jit
 def take_winners(
-    expert_load_ptr,  # (E,) int32
-    speeds_ptr,  # (R,) int32; not read without HAS_SPEEDS
-    keys_ptr,  # (domains, LIMIT + THRIFTY + 2) int64
-    reached_ptr,  # (domains, LIMIT + THRIFTY, 2) int32
-    winners_ptr,  # (domains,) int32, out: attempt to take, -1 the identity
-    decision_ptr,  # (1,) int32, out: UNPROFITABLE where what was found does not pay
-    per_assignment,  # picoseconds
-    per_read,
-    per_sent,
-    NUM_RANKS: tl.constexpr,
-    NUM_MASTERS: tl.constexpr,
-    DOMAIN_SIZE: tl.constexpr,
-    FIRST: tl.constexpr,
-    LIMIT: tl.constexpr,
-    THRIFTY: tl.constexpr,
-    HAS_SPEEDS: tl.constexpr,
-    HAS_GATE: tl.constexpr,
-    BLOCK_RANKS: tl.constexpr,
-    BLOCK_MASTERS: tl.constexpr,
-    BLOCK_KEYS: tl.constexpr,
+    speeds_ptr,  # (R,) int32, or None
+    gate,  # GateValues, or None
+    attempts,  # the winners are written
+    found,  # the decision is UNPROFITABLE where what was found does not pay
+    SIZES: tl.constexpr,
 ):
     """After the search: the best attempt of every domain, where all of them together pay."""
-    rank_load = rank_loads(expert_load_ptr, NUM_RANKS, NUM_MASTERS, BLOCK_RANKS, BLOCK_MASTERS)
-    speeds = speeds_of(speeds_ptr, 0, NUM_RANKS, NUM_RANKS, HAS_SPEEDS, BLOCK_RANKS, BLOCK_RANKS)
+    NUM_RANKS: tl.constexpr = SIZES.num_ranks
+    NUM_KEYS: tl.constexpr = SIZES.search.limit + SIZES.search.thrifty  # without the last two
+    rank_load = rank_loads(found.expert_load, NUM_RANKS, SIZES, SIZES.block_all_ranks)
+    speeds = speeds_of(speeds_ptr, 0, NUM_RANKS, SIZES, SIZES.block_all_ranks)
     before = busiest(rank_load, speeds).to(tl.int32)
     after = before * 0
     sent = before * 0
     received = before * 0
-    for domain in range(0, (NUM_RANKS + DOMAIN_SIZE - 1) // DOMAIN_SIZE):
-        row_ptr = keys_ptr + domain * (LIMIT + THRIFTY + 2)
-        winner = _winner(row_ptr, FIRST, LIMIT, THRIFTY, BLOCK_KEYS)
+    for domain in range(0, SIZES.num_domains):
+        row_ptr = attempts.keys + domain * (NUM_KEYS + 2)
+        winner = _winner(row_ptr, SIZES)
         if winner >= 0:
-            index = (domain * (LIMIT + THRIFTY) + winner) * 2
-            after = tl.maximum(after, tl.load(reached_ptr + index))
-            received = tl.maximum(received, tl.load(reached_ptr + index + 1))
+            index = (domain * NUM_KEYS + winner) * 2
+            after = tl.maximum(after, tl.load(attempts.reached + index))
+            received = tl.maximum(received, tl.load(attempts.reached + index + 1))
             sent = tl.maximum(sent, _sent_of(tl.load(row_ptr + winner)).to(tl.int32))
         else:
-            worst = tl.load(row_ptr + LIMIT + THRIFTY) >> 32
+            worst = tl.load(row_ptr + NUM_KEYS) >> 32
             after = tl.maximum(after, worst.to(tl.int32))
-        tl.store(winners_ptr + domain, winner)
-    if HAS_GATE:
+        tl.store(attempts.winners + domain, winner)
+    if gate is not None:
         link = tl.maximum(sent, received)
-        saved = _saved(
-            before, after, link, received, per_assignment, per_read, per_sent, NUM_MASTERS
-        )
-        tl.store(decision_ptr, tl.where(saved > 0, PLANNED, UNPROFITABLE))
+        saved = _saved(before, after, link, received, gate, SIZES.num_masters)
+        tl.store(found.decision, tl.where(saved > 0, PLANNED, UNPROFITABLE))

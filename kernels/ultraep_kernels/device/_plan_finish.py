@@ -44,148 +44,145 @@ def _spread(loads, quota, experts, source, NUM_RANKS: tl.constexpr, BLOCK_RANKS:
 
 @triton.jit
 def finish(
-    program,  # 0, or one for every BLOCK_EXPERTS experts
+    program,  # 0, or one for every few experts
     decision,
-    loads_ptr,  # (R, E) integers
-    stride_rank,
-    expert_load_ptr,  # (E,) int32
-    winners_ptr,  # (domains,) int32
-    held_ptr,  # (domains, LIMIT + THRIFTY, S, D) int32
-    quotas_ptr,  # (domains, LIMIT + THRIFTY, S, D) int32
-    slot_expert_ptr,  # (R, ALL_SLOTS) int32, out
-    quota_ptr,  # (E, R) int32, out
-    share_ptr,  # (E, R) int32, out
-    ends_ptr,  # (E, R) int32, out
-    physical_ptr,  # (E, R) int32, out
-    stride_ptr,  # (E,) int32, out
-    parents_ptr,  # (R, ALL_SLOTS) int32, out; this and the next two not without HAS_SENDS
-    tasks_ptr,  # (2, 1 + R * ALL_SLOTS) int32, out
-    turn_ptr,  # (R * ALL_SLOTS,) int32, scratch
-    sends_decision_ptr,  # (1,) int32, out; this and the next two not without HAS_SENDS either
-    sends_epoch_ptr,  # (1,) int64, out
-    epoch_ptr,  # (2,) int64
-    rows_ptr,  # (R, .) int32; this and the next two not without HAS_OUTCOME
-    speeds_ptr,  # (R,) int32
-    outcome_ptr,  # (outcome_width,) int32, out
+    loads,  # this and what follows as for ``plan_kernel``
+    rows,
+    speeds_ptr,
+    attempts,
+    found,
+    outcome_ptr,
     source,
-    rank,  # that sends
-    NUM_RANKS: tl.constexpr,
-    NUM_MASTERS: tl.constexpr,
-    NUM_SLOTS: tl.constexpr,
-    ALL_SLOTS: tl.constexpr,  # of a rank
-    FIRST_SLOT: tl.constexpr,  # of those, from which NUM_SLOTS are planned for
-    DOMAIN_SIZE: tl.constexpr,
-    LIMIT: tl.constexpr,
-    THRIFTY: tl.constexpr,
-    HAS_SENDS: tl.constexpr,
-    HAS_OUTCOME: tl.constexpr,
-    LEAVES_EARLY: tl.constexpr,  # nobody reads quotas, shares and places of the identity
-    MIN_REPLICAS: tl.constexpr,
-    MIN_SAVED: tl.constexpr,
-    TILE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_EXPERTS: tl.constexpr,
-    BLOCK_RANKS: tl.constexpr,
+    rank,
+    epoch_ptr,
+    SIZES: tl.constexpr,
+    RELAYS: tl.constexpr,
+    LEAVES_EARLY: tl.constexpr,
 ):
     """One program's part."""
-    attempts: tl.constexpr = LIMIT + THRIFTY
     if program == 0:
-        places = tl.arange(0, BLOCK)
-        exists = places < NUM_RANKS * ALL_SLOTS
-        of_rank: tl.constexpr = ALL_SLOTS if ALL_SLOTS > 0 else 1
-        holder = places // of_rank
-        slot = places % of_rank - FIRST_SLOT
-        domain = holder // DOMAIN_SIZE
-        winner = _winners_of(winners_ptr, domain, exists, decision)
-        planned = exists & (winner >= 0) & (slot >= 0) & (slot < NUM_SLOTS)
-        offsets = ((domain * attempts + winner).to(tl.int64) * NUM_SLOTS + slot) * DOMAIN_SIZE
-        offsets += holder - domain * DOMAIN_SIZE
-        held = tl.load(held_ptr + offsets, mask=planned, other=-1)
-        amount = tl.load(quotas_ptr + offsets, mask=planned & (held >= 0), other=0)
-        tl.store(slot_expert_ptr + places, held, mask=exists)
-        if HAS_OUTCOME:
-            store_outcome(
-                decision,
-                rows_ptr,
-                expert_load_ptr,
-                speeds_ptr,
-                held,
-                amount,
-                outcome_ptr,
-                NUM_RANKS * NUM_MASTERS,
-                NUM_RANKS,
-                ALL_SLOTS,
-                BLOCK,
-            )
-        if HAS_SENDS:
-            tl.store(sends_decision_ptr, decision)
-            tl.store(sends_epoch_ptr, tl.load(epoch_ptr))
-            if decision == PLANNED:
-                tl.debug_barrier()  # slots are read as others of the program wrote them
-                assign_senders(
-                    slot_expert_ptr,
-                    parents_ptr,
-                    tasks_ptr,
-                    turn_ptr,
-                    rank,
-                    NUM_RANKS,
-                    NUM_MASTERS,
-                    ALL_SLOTS,
-                    MIN_REPLICAS,
-                    MIN_SAVED,
-                    BLOCK,
-                    BLOCK_RANKS,
-                    TILE,
-                )
-            else:
-                tl.store(tasks_ptr, 0)
-                tl.store(tasks_ptr + NUM_RANKS * ALL_SLOTS + 1, 0)
+        _finish_slots(
+            decision,
+            rows,
+            speeds_ptr,
+            attempts,
+            found,
+            outcome_ptr,
+            rank,
+            epoch_ptr,
+            SIZES,
+            RELAYS,
+        )
     else:
         if (decision == PLANNED) | (LEAVES_EARLY == 0):
-            ranks = tl.arange(0, BLOCK_RANKS)
-            experts = (program - 1) * BLOCK_EXPERTS + tl.arange(0, BLOCK_EXPERTS)
-            is_expert = experts < NUM_RANKS * NUM_MASTERS
-            owner = experts // NUM_MASTERS
-            is_owner = ranks[None, :] == owner[:, None]
-            domain = owner // DOMAIN_SIZE
-            winner = _winners_of(winners_ptr, domain, is_expert, decision)
-            local = ranks[None, :] - (domain * DOMAIN_SIZE)[:, None]
-            inside = (ranks < NUM_RANKS)[None, :] & (local >= 0) & (local < DOMAIN_SIZE)
-            inside = inside & (is_expert & (winner >= 0))[:, None]
-            start = (domain * attempts + winner).to(tl.int64) * (NUM_SLOTS * DOMAIN_SIZE)
-            quota = tl.zeros((BLOCK_EXPERTS, BLOCK_RANKS), tl.int32)
-            width: tl.constexpr = NUM_MASTERS + ALL_SLOTS
-            master = ranks[None, :] * width + (experts % NUM_MASTERS)[:, None]
-            physical = tl.where(is_owner, master, -1)
-            for slot in tl.static_range(NUM_SLOTS):
-                offsets = start[:, None] + slot * DOMAIN_SIZE + local
-                held = tl.load(held_ptr + offsets, mask=inside, other=-1)
-                amount = tl.load(quotas_ptr + offsets, mask=inside, other=0)
-                is_held = held == experts[:, None]
-                quota += tl.where(is_held, amount, 0)
-                here = ranks[None, :] * width + (NUM_MASTERS + FIRST_SLOT + slot)
-                physical = tl.where(is_held, here, physical)
-            expert_load = tl.load(expert_load_ptr + experts, mask=is_expert, other=0)
-            rest = tl.maximum(expert_load, 0) - tl.sum(quota, axis=1)
-            quota += tl.where(is_owner, rest[:, None], 0)
-            mask = is_expert[:, None] & (ranks < NUM_RANKS)[None, :]
-            columns = ranks.to(tl.int64)[None, :] * stride_rank + experts[:, None]
-            loads = tl.load(loads_ptr + columns, mask=mask, other=0).to(tl.int32)
-            share = _spread(loads, quota, experts, source, NUM_RANKS, BLOCK_RANKS)
-            own = tl.sum(tl.where((ranks == source)[None, :], loads, 0), axis=1)
-            at_home = tl.where(is_owner, own[:, None], 0)
-            share = tl.where(decision == PLANNED, share, at_home)
-            offsets = experts[:, None] * NUM_RANKS + ranks[None, :]
-            tl.store(quota_ptr + offsets, quota, mask=mask)
-            tl.store(share_ptr + offsets, share, mask=mask)
-            store_places(
-                experts,
-                share,
-                physical,
-                ends_ptr,
-                physical_ptr,
-                stride_ptr,
-                NUM_RANKS * NUM_MASTERS,
-                NUM_RANKS,
-                BLOCK_RANKS,
-            )
+            _finish_experts(program - 1, decision, loads, attempts, found, source, SIZES)
+
+
+@triton.jit
+def _finish_slots(
+    decision,
+    rows,
+    speeds_ptr,
+    attempts,
+    found,
+    outcome_ptr,
+    rank,
+    epoch_ptr,
+    SIZES: tl.constexpr,
+    RELAYS: tl.constexpr,
+):
+    """What every slot holds, who sends it, and what the host learns."""
+    NUM_SLOTS: tl.constexpr = SIZES.num_slots
+    DOMAIN_SIZE: tl.constexpr = SIZES.domain_size
+    places = tl.arange(0, RELAYS.block)
+    exists = places < SIZES.num_ranks * SIZES.all_slots
+    of_rank: tl.constexpr = SIZES.all_slots if SIZES.all_slots > 0 else 1
+    holder = places // of_rank
+    slot = places % of_rank - SIZES.first_slot
+    domain = holder // DOMAIN_SIZE
+    winner = _winners_of(attempts.winners, domain, exists, decision)
+    planned = exists & (winner >= 0) & (slot >= 0) & (slot < NUM_SLOTS)
+    offsets = domain * (SIZES.search.limit + SIZES.search.thrifty) + winner
+    offsets = (offsets.to(tl.int64) * NUM_SLOTS + slot) * DOMAIN_SIZE
+    offsets += holder - domain * DOMAIN_SIZE
+    held = tl.load(attempts.held + offsets, mask=planned, other=-1)
+    amount = tl.load(attempts.quotas + offsets, mask=planned & (held >= 0), other=0)
+    tl.store(found.slot_expert + places, held, mask=exists)
+    if outcome_ptr is not None:
+        store_outcome(
+            decision,
+            rows,
+            found.expert_load,
+            speeds_ptr,
+            held,
+            amount,
+            outcome_ptr,
+            SIZES,
+            RELAYS.block,
+        )
+    HAS_SENDS: tl.constexpr = SIZES.all_slots > 0 if epoch_ptr is not None else False
+    if HAS_SENDS:
+        sends = found.sends
+        tl.store(sends.decision, decision)
+        tl.store(sends.epoch, tl.load(epoch_ptr))
+        if decision == PLANNED:
+            tl.debug_barrier()  # slots are read as others of the program wrote them
+            assign_senders(found.slot_expert, sends, rank, RELAYS)
+        else:
+            tl.store(sends.tasks, 0)
+            tl.store(sends.tasks + SIZES.num_ranks * SIZES.all_slots + 1, 0)
+
+
+@triton.jit
+def _finish_experts(block, decision, loads, attempts, found, source, SIZES: tl.constexpr):
+    """Quotas, shares and places of a few experts."""
+    NUM_RANKS: tl.constexpr = SIZES.num_ranks
+    NUM_MASTERS: tl.constexpr = SIZES.num_masters
+    NUM_SLOTS: tl.constexpr = SIZES.num_slots
+    DOMAIN_SIZE: tl.constexpr = SIZES.domain_size
+    ranks = tl.arange(0, SIZES.block_all_ranks)
+    experts = block * SIZES.experts_written + tl.arange(0, SIZES.experts_written)
+    is_expert = experts < NUM_RANKS * NUM_MASTERS
+    owner = experts // NUM_MASTERS
+    is_owner = ranks[None, :] == owner[:, None]
+    domain = owner // DOMAIN_SIZE
+    winner = _winners_of(attempts.winners, domain, is_expert, decision)
+    local = ranks[None, :] - (domain * DOMAIN_SIZE)[:, None]
+    inside = (ranks < NUM_RANKS)[None, :] & (local >= 0) & (local < DOMAIN_SIZE)
+    inside = inside & (is_expert & (winner >= 0))[:, None]
+    start = domain * (SIZES.search.limit + SIZES.search.thrifty) + winner
+    start = start.to(tl.int64) * (NUM_SLOTS * DOMAIN_SIZE)
+    quota = tl.zeros((SIZES.experts_written, SIZES.block_all_ranks), tl.int32)
+    width: tl.constexpr = NUM_MASTERS + SIZES.all_slots
+    master = ranks[None, :] * width + (experts % NUM_MASTERS)[:, None]
+    physical = tl.where(is_owner, master, -1)
+    for slot in tl.static_range(NUM_SLOTS):
+        offsets = start[:, None] + slot * DOMAIN_SIZE + local
+        held = tl.load(attempts.held + offsets, mask=inside, other=-1)
+        amount = tl.load(attempts.quotas + offsets, mask=inside, other=0)
+        is_held = held == experts[:, None]
+        quota += tl.where(is_held, amount, 0)
+        here = ranks[None, :] * width + (NUM_MASTERS + SIZES.first_slot + slot)
+        physical = tl.where(is_held, here, physical)
+    expert_load = tl.load(found.expert_load + experts, mask=is_expert, other=0)
+    rest = tl.maximum(expert_load, 0) - tl.sum(quota, axis=1)
+    quota += tl.where(is_owner, rest[:, None], 0)
+    mask = is_expert[:, None] & (ranks < NUM_RANKS)[None, :]
+    columns = ranks.to(tl.int64)[None, :] * loads.stride + experts[:, None]
+    values = tl.load(loads.table + columns, mask=mask, other=0).to(tl.int32)
+    share = _spread(values, quota, experts, source, NUM_RANKS, SIZES.block_all_ranks)
+    own = tl.sum(tl.where((ranks == source)[None, :], values, 0), axis=1)
+    at_home = tl.where(is_owner, own[:, None], 0)
+    share = tl.where(decision == PLANNED, share, at_home)
+    offsets = experts[:, None] * NUM_RANKS + ranks[None, :]
+    tl.store(found.quota + offsets, quota, mask=mask)
+    tl.store(found.share + offsets, share, mask=mask)
+    store_places(
+        experts,
+        share,
+        physical,
+        found.places,
+        NUM_RANKS * NUM_MASTERS,
+        NUM_RANKS,
+        SIZES.block_all_ranks,
+    )

@@ -26,24 +26,21 @@ _ATTEMPTED, _DECIDED = tl.constexpr(4), tl.constexpr(5)
 
 @triton.jit
 def _add_up(
-    loads_ptr,  # (R, E) integers
-    stride_rank,
+    loads,
     expert_load_ptr,  # (E,) int32, out; -1 where an expert's loads are impossible
-    first_column,
-    NUM_RANKS: tl.constexpr,
-    NUM_EXPERTS: tl.constexpr,
-    BLOCK_RANKS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
+    program,
+    SIZES: tl.constexpr,
 ):
-    columns = first_column + tl.arange(0, BLOCK_COLUMNS)
-    ranks = tl.arange(0, BLOCK_RANKS)
-    mask = (ranks < NUM_RANKS)[:, None] & (columns < NUM_EXPERTS)[None, :]
-    offsets = ranks.to(tl.int64)[:, None] * stride_rank + columns[None, :]
-    loads = tl.load(loads_ptr + offsets, mask=mask, other=0).to(tl.int64)
-    total = tl.sum(loads, axis=0)
-    valid = (tl.min(loads, axis=0) >= 0) & (total < (1 << 31))
+    columns = program * SIZES.experts_summed + tl.arange(0, SIZES.experts_summed)
+    ranks = tl.arange(0, SIZES.block_all_ranks)
+    is_expert = columns < SIZES.num_ranks * SIZES.num_masters
+    mask = (ranks < SIZES.num_ranks)[:, None] & is_expert[None, :]
+    offsets = ranks.to(tl.int64)[:, None] * loads.stride + columns[None, :]
+    values = tl.load(loads.table + offsets, mask=mask, other=0).to(tl.int64)
+    total = tl.sum(values, axis=0)
+    valid = (tl.min(values, axis=0) >= 0) & (total < (1 << 31))
     load = tl.where(valid, total, -1).to(tl.int32)
-    tl.store(expert_load_ptr + columns, load, mask=columns < NUM_EXPERTS)
+    tl.store(expert_load_ptr + columns, load, mask=is_expert)
 
 
 @triton.jit
@@ -53,39 +50,22 @@ def _attempt(
     is_second,  # whether it belongs to the second wave
     expert_load_ptr,
     speeds_ptr,
-    keys_ptr,
-    held_ptr,
-    quotas_ptr,
-    reached_ptr,
-    NUM_RANKS: tl.constexpr,
-    NUM_MASTERS: tl.constexpr,
-    NUM_SLOTS: tl.constexpr,
-    DOMAIN_SIZE: tl.constexpr,
-    GRAIN: tl.constexpr,
-    FIRST: tl.constexpr,
-    LIMIT: tl.constexpr,
-    THRIFTY: tl.constexpr,
-    SWEEPS: tl.constexpr,
-    HAS_SPEEDS: tl.constexpr,
-    BLOCK_ALL_RANKS: tl.constexpr,
-    BLOCK_EXPERTS: tl.constexpr,
-    BLOCK_RANKS: tl.constexpr,
-    BLOCK_SLOTS: tl.constexpr,
-    BLOCK_MASTERS: tl.constexpr,
-    BLOCK_KEYS: tl.constexpr,
+    attempts,
+    SIZES: tl.constexpr,
 ):
-    first_rank = domain * DOMAIN_SIZE
-    num_ranks = tl.minimum(DOMAIN_SIZE, NUM_RANKS - first_rank)
+    NUM_MASTERS: tl.constexpr = SIZES.num_masters
+    LIMIT: tl.constexpr = SIZES.search.limit
+    THRIFTY: tl.constexpr = SIZES.search.thrifty
+    first_rank = domain * SIZES.domain_size
+    num_ranks = tl.minimum(SIZES.domain_size, SIZES.num_ranks - first_rank)
     own_ptr = expert_load_ptr + first_rank * NUM_MASTERS
-    rank_load = rank_loads(own_ptr, num_ranks, NUM_MASTERS, BLOCK_RANKS, BLOCK_MASTERS)
-    speeds = speeds_of(
-        speeds_ptr, first_rank, num_ranks, NUM_RANKS, HAS_SPEEDS, BLOCK_ALL_RANKS, BLOCK_RANKS
-    )
+    rank_load = rank_loads(own_ptr, num_ranks, SIZES, SIZES.block_ranks)
+    speeds = speeds_of(speeds_ptr, first_rank, num_ranks, SIZES, SIZES.block_ranks)
     worst = busiest(rank_load, speeds)
-    row_ptr = keys_ptr + domain * (LIMIT + THRIFTY + 2)
+    row_ptr = attempts.keys + domain * (LIMIT + THRIFTY + 2)
     goal = tl.load(row_ptr + LIMIT + THRIFTY + 1)
-    numbers = tl.arange(0, BLOCK_KEYS)
-    made = tl.where(is_second, FIRST, 0)
+    numbers = tl.arange(0, SIZES.block_keys)
+    made = tl.where(is_second, SIZES.search.first, 0)
     keys = tl.load(row_ptr + numbers, mask=numbers < made, other=NO_KEY)
     best = tl.minimum(tl.min(keys, axis=0) >> 32, worst)  # the identity, in the first wave
     needed = best > goal
@@ -94,11 +74,12 @@ def _attempt(
         tl.store(row_ptr + LIMIT + THRIFTY, worst << 32)
     key = worst * 0 + NO_KEY
     if needed:
-        experts = tl.arange(0, BLOCK_EXPERTS)
+        experts = tl.arange(0, SIZES.block_experts)
         mine = experts < num_ranks * NUM_MASTERS
         left = tl.load(own_ptr + experts, mask=mine, other=0)
         is_thrifty = number >= LIMIT
-        above = tl.where(is_thrifty, (number - LIMIT) * goal // GRAIN, gap * (number // 2 % 5) // 4)
+        near = (number - LIMIT) * goal // SIZES.search.grain
+        above = tl.where(is_thrifty, near, gap * (number // 2 % 5) // 4)
         threshold = (goal + above).to(tl.int32)
         enough = goal.to(tl.int32)
         loads, left, held, quotas = attempt(
@@ -110,138 +91,61 @@ def _attempt(
             rank_load,
             left,
             num_ranks,
-            NUM_MASTERS,
-            NUM_SLOTS,
-            BLOCK_RANKS,
-            BLOCK_EXPERTS,
-            BLOCK_SLOTS,
+            SIZES,
         )
         time = busiest(loads, speeds).to(tl.int32)
         if (time > enough) & (number < LIMIT):
-            loads, held, quotas = relax(
-                speeds,
-                loads,
-                left,
-                held,
-                quotas,
-                num_ranks,
-                NUM_MASTERS,
-                NUM_SLOTS,
-                SWEEPS,
-                BLOCK_RANKS,
-                BLOCK_EXPERTS,
-                BLOCK_SLOTS,
-            )
+            loads, held, quotas = relax(speeds, loads, left, held, quotas, num_ranks, SIZES)
             time = busiest(loads, speeds).to(tl.int32)
-        sent, total = count_replicas(held, NUM_MASTERS, BLOCK_RANKS, BLOCK_SLOTS)
+        sent, total = count_replicas(held, SIZES)
         key = (tl.maximum(time, enough).to(tl.int64) << 32) | (sent.to(tl.int64) << 16) | total
         key = tl.where(is_thrifty & (time > threshold), NO_KEY, key)
         received = tl.max(tl.sum((held >= 0).to(tl.int32), axis=0), axis=0)
         index = (domain * (LIMIT + THRIFTY) + number) * 2
-        tl.store(reached_ptr + index, time)
-        tl.store(reached_ptr + index + 1, received)
-        ranks = tl.arange(0, BLOCK_RANKS)
-        slots = tl.arange(0, BLOCK_SLOTS)
-        mask = (slots < NUM_SLOTS)[:, None] & (ranks < num_ranks)[None, :]
-        start = (domain * (LIMIT + THRIFTY) + number).to(tl.int64) * (NUM_SLOTS * DOMAIN_SIZE)
-        offsets = start + slots[:, None] * DOMAIN_SIZE + ranks[None, :]
+        tl.store(attempts.reached + index, time)
+        tl.store(attempts.reached + index + 1, received)
+        ranks = tl.arange(0, SIZES.block_ranks)
+        slots = tl.arange(0, SIZES.block_slots)
+        mask = (slots < SIZES.num_slots)[:, None] & (ranks < num_ranks)[None, :]
+        start = (domain * (LIMIT + THRIFTY) + number).to(tl.int64)
+        start *= SIZES.num_slots * SIZES.domain_size
+        offsets = start + slots[:, None] * SIZES.domain_size + ranks[None, :]
         held = tl.where(held >= 0, held + first_rank * NUM_MASTERS, -1)
-        tl.store(held_ptr + offsets, held, mask=mask)
-        tl.store(quotas_ptr + offsets, quotas, mask=mask)
+        tl.store(attempts.held + offsets, held, mask=mask)
+        tl.store(attempts.quotas + offsets, quotas, mask=mask)
     tl.store(row_ptr + number, key)
 
 
 @triton.jit
 def search(
-    turn,  # of this program, below NUM_SUMS and the number of attempts of all domains
-    loads_ptr,  # (R, E) integers
-    stride_rank,
-    expert_load_ptr,  # (E,) int32, out
-    speeds_ptr,  # (R,) int32; not read without HAS_SPEEDS
-    keys_ptr,  # (domains, LIMIT + THRIFTY + 2) int64: of attempts, of the identity, and the goal
-    held_ptr,  # (domains, LIMIT + THRIFTY, S, D) int32
-    quotas_ptr,  # (domains, LIMIT + THRIFTY, S, D) int32
-    reached_ptr,  # (domains, LIMIT + THRIFTY, 2) int32: busiest rank's time, most replicas on one
-    rows_ptr,  # (R, .) int32; not read without HAS_ROWS
-    stride_rows,
-    winners_ptr,  # (domains,) int32, out
-    decision_ptr,  # (1,) int32, in: of the layer before; out
-    status_ptr,  # (1,) int32
-    turns_ptr,  # counters of the launch
-    threshold,
-    per_assignment,
-    per_read,
-    per_sent,
-    begins,  # whether the layer is its batch's first; without HAS_ROWS always
-    NUM_RANKS: tl.constexpr,
-    NUM_MASTERS: tl.constexpr,
-    NUM_SLOTS: tl.constexpr,
-    DOMAIN_SIZE: tl.constexpr,
-    GRAIN: tl.constexpr,
-    FIRST: tl.constexpr,
-    LIMIT: tl.constexpr,
-    THRIFTY: tl.constexpr,
-    SWEEPS: tl.constexpr,
-    NUM_SUMS: tl.constexpr,  # programs that add up
-    NUM_DOMAINS: tl.constexpr,
-    HAS_SPEEDS: tl.constexpr,
-    HAS_ROWS: tl.constexpr,
-    HAS_GATE: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
-    BLOCK_ALL_EXPERTS: tl.constexpr,
-    BLOCK_ALL_RANKS: tl.constexpr,
-    BLOCK_EXPERTS: tl.constexpr,
-    BLOCK_RANKS: tl.constexpr,
-    BLOCK_SLOTS: tl.constexpr,
-    BLOCK_MASTERS: tl.constexpr,
-    BLOCK_KEYS: tl.constexpr,
+    turn,  # of this program, below ``num_sums`` and the number of attempts of all domains
+    loads,  # this and the next six as for ``plan_kernel``
+    rows,
+    speeds_ptr,
+    gate,
+    attempts,
+    found,
+    status_ptr,
+    begins,  # whether the layer is its batch's first
+    SIZES: tl.constexpr,
 ):
     """One program's part."""
-    if turn < NUM_SUMS:
-        rests = is_off(decision_ptr, begins, HAS_ROWS)
+    turns_ptr = attempts.turns
+    if turn < SIZES.num_sums:
+        rests = is_off(found.decision, begins)
         if rests == 0:
-            _add_up(
-                loads_ptr,
-                stride_rank,
-                expert_load_ptr,
-                turn * BLOCK_COLUMNS,
-                NUM_RANKS,
-                NUM_RANKS * NUM_MASTERS,
-                BLOCK_ALL_RANKS,
-                BLOCK_COLUMNS,
-            )
-        if arrive(turns_ptr + _SUMMED) == NUM_SUMS - 1:
+            _add_up(loads, found.expert_load, turn, SIZES)
+        if arrive(turns_ptr + _SUMMED) == SIZES.num_sums - 1:
             if rests == 0:
-                survey(
-                    expert_load_ptr,
-                    speeds_ptr,
-                    keys_ptr,
-                    rows_ptr,
-                    stride_rows,
-                    decision_ptr,
-                    status_ptr,
-                    threshold,
-                    per_assignment,
-                    per_read,
-                    per_sent,
-                    NUM_RANKS,
-                    NUM_MASTERS,
-                    DOMAIN_SIZE,
-                    GRAIN,
-                    LIMIT,
-                    THRIFTY,
-                    HAS_SPEEDS,
-                    HAS_ROWS,
-                    HAS_GATE,
-                    BLOCK_ALL_EXPERTS,
-                    BLOCK_ALL_RANKS,
-                    BLOCK_MASTERS,
-                )
+                survey(rows, speeds_ptr, gate, attempts, found, status_ptr, SIZES)
             arrive(turns_ptr + _SURVEYED)
-    elif LIMIT > 0:
+    elif SIZES.search.limit > 0:
+        FIRST: tl.constexpr = SIZES.search.first
+        LIMIT: tl.constexpr = SIZES.search.limit
+        THRIFTY: tl.constexpr = SIZES.search.thrifty
         await_arrivals(turns_ptr + _SURVEYED, 1)
-        first_wave: tl.constexpr = NUM_DOMAINS * (FIRST + THRIFTY)
-        index = turn - NUM_SUMS
+        first_wave: tl.constexpr = SIZES.num_domains * (FIRST + THRIFTY)
+        index = turn - SIZES.num_sums
         is_second = index >= first_wave
         # thrifty attempts are made with the first wave, and numbered after the second
         early = index % (FIRST + THRIFTY)
@@ -250,61 +154,15 @@ def search(
         domain = tl.where(
             is_second, (index - first_wave) // (LIMIT - FIRST), index // (FIRST + THRIFTY)
         )
-        if tl.load(decision_ptr) == PLANNED:
+        if tl.load(found.decision) == PLANNED:
             if is_second:
                 await_arrivals(turns_ptr + _FIRST_WAVE, first_wave)
-            _attempt(
-                domain,
-                tl.where(is_second, late, early),
-                is_second,
-                expert_load_ptr,
-                speeds_ptr,
-                keys_ptr,
-                held_ptr,
-                quotas_ptr,
-                reached_ptr,
-                NUM_RANKS,
-                NUM_MASTERS,
-                NUM_SLOTS,
-                DOMAIN_SIZE,
-                GRAIN,
-                FIRST,
-                LIMIT,
-                THRIFTY,
-                SWEEPS,
-                HAS_SPEEDS,
-                BLOCK_ALL_RANKS,
-                BLOCK_EXPERTS,
-                BLOCK_RANKS,
-                BLOCK_SLOTS,
-                BLOCK_MASTERS,
-                BLOCK_KEYS,
-            )
+            number = tl.where(is_second, late, early)
+            _attempt(domain, number, is_second, found.expert_load, speeds_ptr, attempts, SIZES)
             if is_second == 0:
                 arrive(turns_ptr + _FIRST_WAVE)
-            if arrive(turns_ptr + _ATTEMPTED) == NUM_DOMAINS * (LIMIT + THRIFTY) - 1:
-                take_winners(
-                    expert_load_ptr,
-                    speeds_ptr,
-                    keys_ptr,
-                    reached_ptr,
-                    winners_ptr,
-                    decision_ptr,
-                    per_assignment,
-                    per_read,
-                    per_sent,
-                    NUM_RANKS,
-                    NUM_MASTERS,
-                    DOMAIN_SIZE,
-                    FIRST,
-                    LIMIT,
-                    THRIFTY,
-                    HAS_SPEEDS,
-                    HAS_GATE,
-                    BLOCK_ALL_RANKS,
-                    BLOCK_MASTERS,
-                    BLOCK_KEYS,
-                )
+            if arrive(turns_ptr + _ATTEMPTED) == SIZES.num_domains * (LIMIT + THRIFTY) - 1:
+                take_winners(speeds_ptr, gate, attempts, found, SIZES)
                 arrive(turns_ptr + _DECIDED)
 
 

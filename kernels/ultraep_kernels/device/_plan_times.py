@@ -16,20 +16,19 @@ _FULL = tl.constexpr(FULL_SPEED)
 
 @triton.jit
 def speeds_of(
-    speeds_ptr,  # (R,) integers; not read without HAS_SPEEDS
+    speeds_ptr,  # (R,) integers; None where all are equal
     first_rank,
     num_ranks,
-    NUM_RANKS: tl.constexpr,
-    HAS_SPEEDS: tl.constexpr,
-    BLOCK_ALL_RANKS: tl.constexpr,
+    SIZES: tl.constexpr,  # PlanSizes
     BLOCK_RANKS: tl.constexpr,
 ):
     """(BLOCK_RANKS,) int32: speeds of ``num_ranks`` ranks, the fastest of all at FULL_SPEED."""
     speeds = tl.full((BLOCK_RANKS,), _FULL, tl.int32)
-    if HAS_SPEEDS:
+    if speeds_ptr is not None:
         ranks = tl.arange(0, BLOCK_RANKS)
-        every = tl.arange(0, BLOCK_ALL_RANKS)
-        fastest = tl.max(tl.load(speeds_ptr + every, mask=every < NUM_RANKS, other=1), axis=0)
+        every = tl.arange(0, SIZES.block_all_ranks)
+        all_speeds = tl.load(speeds_ptr + every, mask=every < SIZES.num_ranks, other=1)
+        fastest = tl.max(all_speeds, axis=0)
         fastest = tl.maximum(fastest.to(tl.int64), 1)
         own = tl.load(speeds_ptr + first_rank + ranks, mask=ranks < num_ranks, other=1)
         scaled = (own.to(tl.int64) * _FULL + fastest // 2) // fastest
@@ -59,18 +58,15 @@ def busiest(rank_load, speeds):
 def least_time(
     expert_load,  # (E,) int32
     speeds,  # (R,) int32
-    NUM_RANKS: tl.constexpr,
-    NUM_MASTERS: tl.constexpr,
-    DOMAIN_SIZE: tl.constexpr,
-    BLOCK_EXPERTS: tl.constexpr,
-    BLOCK_RANKS: tl.constexpr,
+    SIZES: tl.constexpr,
 ):
     """int64: the least time by which every domain's ranks together compute the domain's loads."""
-    domain_of_expert = tl.arange(0, BLOCK_EXPERTS) // (NUM_MASTERS * DOMAIN_SIZE)
-    ranks = tl.arange(0, BLOCK_RANKS)
+    experts = tl.arange(0, SIZES.block_all_experts)
+    domain_of_expert = experts // (SIZES.num_masters * SIZES.domain_size)
+    ranks = tl.arange(0, SIZES.block_all_ranks)
     longest = tl.sum(expert_load, axis=0).to(tl.int64) * 0
-    for domain in range(0, (NUM_RANKS + DOMAIN_SIZE - 1) // DOMAIN_SIZE):
-        is_member = (ranks // DOMAIN_SIZE == domain) & (ranks < NUM_RANKS)
+    for domain in range(0, SIZES.num_domains):
+        is_member = (ranks // SIZES.domain_size == domain) & (ranks < SIZES.num_ranks)
         members = tl.where(is_member, speeds, 0).to(tl.int64)
         together = tl.sum(members, axis=0)
         total = tl.sum(tl.where(domain_of_expert == domain, expert_load, 0), axis=0).to(tl.int64)

@@ -6,8 +6,7 @@ block. Where the layer's row is wanted, the last program to arrive writes it; wh
 exchanged, further programs of the launch do that (``exchange``).
 """
 
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -16,18 +15,31 @@ import triton.language as tl
 from ultraep_kernels.contract import HEADER_WIDTH
 from ultraep_kernels.device._decisions import is_off
 from ultraep_kernels.device._turns import arrive, await_arrivals, take_turn
-from ultraep_kernels.device.exchange import Inboxes, exchange_program, fill_row, row_block
+from ultraep_kernels.device.exchange import (
+    Inboxes,
+    RowSizes,
+    exchange_program,
+    fill_row,
+    row_sizes,
+)
 from ultraep_kernels.device.launch import launch
 
-__all__ = ["BLOCK_IDS", "CountBuffers", "Counted", "blocks_of", "count", "new_count_buffers"]
+__all__ = [
+    "BLOCK_IDS",
+    "CountBuffers",
+    "Counted",
+    "blocks_of",
+    "count",
+    "ids_of",
+    "new_count_buffers",
+]
 
 BLOCK_IDS = 128  # ids per program; reroute compares them pairwise
 _BLOCK_COLUMNS = 8  # experts per program of the running sum
 _BLOCK_ROWS = 128  # blocks per step of the running sum
 
 
-@dataclass(frozen=True)
-class Counted:
+class Counted(NamedTuple):
     """Loads and what ``reroute`` needs of the count."""
 
     load: torch.Tensor  # (E,) int32: assignments per logical expert
@@ -36,8 +48,7 @@ class Counted:
     row: torch.Tensor  # (W,) int32: of the exchange, where it was wanted
 
 
-@dataclass(frozen=True)
-class CountBuffers:
+class CountBuffers(NamedTuple):
     """What a count writes to, for at most so many ids."""
 
     counted: Counted
@@ -47,144 +58,114 @@ class CountBuffers:
     def holding(self, num_ids: int) -> "CountBuffers":
         """The same for at most ``num_ids`` ids."""
         before = self.counted.before.new_empty((blocks_of(num_ids), self.total.numel()))
-        return replace(self, counted=replace(self.counted, before=before))
+        return self._replace(counted=self.counted._replace(before=before))
 
     def changed_by(self, topk_ids: torch.Tensor, num_ranks: int) -> dict[str, Any]:
         """What ``Launches`` of a count take anew for other ids; R of the exchange, 0: none."""
-        ids = topk_ids.reshape(-1)
-        num_blocks = blocks_of(ids.numel())
-        return {
-            "grid": (num_blocks + _num_sums(self.total.numel()) + 2 * num_ranks,),
-            "ids_ptr": ids,
-            "counts_ptr": self.counted.before,
-            "num_ids": ids.numel(),
-            "num_blocks": num_blocks,
-        }
+        num_sums = _num_sums(self.total.numel())
+        grid = (blocks_of(topk_ids.numel()) + num_sums + 2 * num_ranks,)
+        return {"grid": grid, **ids_of(topk_ids, self.counted)}
+
+
+class _Sizes(NamedTuple):
+    """What the kernel is compiled for."""
+
+    num_experts: int
+    num_bins: int  # a power of two, at least E
+    num_sums: int  # programs of the running sum
+    block_experts: int
+    has_load: bool  # whether a row has
+    rows: RowSizes  # of the exchange
+    block: int = BLOCK_IDS
+    columns: int = _BLOCK_COLUMNS
+    block_rows: int = _BLOCK_ROWS
 
 
 @triton.jit
-def _count_block(
-    ids_ptr,
-    counts_ptr,
-    block,
-    num_ids,
-    NUM_EXPERTS: tl.constexpr,
-    NUM_BINS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    offsets = block * BLOCK + tl.arange(0, BLOCK)
+def _count_block(ids_ptr, before_ptr, num_ids, block, SIZES: tl.constexpr):
+    NUM_EXPERTS: tl.constexpr = SIZES.num_experts
+    offsets = block * SIZES.block + tl.arange(0, SIZES.block)
     ids = tl.load(ids_ptr + offsets, mask=offsets < num_ids, other=-1)
     valid = (ids >= 0) & (ids < NUM_EXPERTS)
-    counts = tl.histogram(tl.where(valid, ids, 0).to(tl.int32), NUM_BINS, mask=valid)
+    counts = tl.histogram(tl.where(valid, ids, 0).to(tl.int32), SIZES.num_bins, mask=valid)
     unknown = tl.sum(((ids != -1) & ~valid).to(tl.int32), axis=0)
-    bins = tl.arange(0, NUM_BINS)
-    row_ptr = counts_ptr + block.to(tl.int64) * (NUM_EXPERTS + 1)
+    bins = tl.arange(0, SIZES.num_bins)
+    row_ptr = before_ptr + block.to(tl.int64) * (NUM_EXPERTS + 1)
     tl.store(row_ptr + bins, counts, mask=bins < NUM_EXPERTS)
     tl.store(row_ptr + NUM_EXPERTS, unknown)
 
 
 @triton.jit
 def _add_up_columns(
-    counts_ptr,  # (B, C) int32; in: per block, out: of the blocks before
-    total_ptr,  # (C,) int32
-    first_column,
+    before_ptr,  # (B, E + 1) int32; in: per block, out: of the blocks before
+    total_ptr,  # (E + 1,) int32
+    program,
     num_blocks,
-    NUM_COLUMNS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
+    SIZES: tl.constexpr,
 ):
-    columns = first_column + tl.arange(0, BLOCK_COLUMNS)
-    rows = tl.arange(0, BLOCK_ROWS)
-    total = tl.zeros((BLOCK_COLUMNS,), tl.int32)
-    for first in range(0, num_blocks, BLOCK_ROWS):
+    NUM_COLUMNS: tl.constexpr = SIZES.num_experts + 1
+    columns = program * SIZES.columns + tl.arange(0, SIZES.columns)
+    rows = tl.arange(0, SIZES.block_rows)
+    total = tl.zeros((SIZES.columns,), tl.int32)
+    for first in range(0, num_blocks, SIZES.block_rows):
         mask = ((first + rows) < num_blocks)[:, None] & (columns < NUM_COLUMNS)[None, :]
         offsets = (first + rows).to(tl.int64)[:, None] * NUM_COLUMNS + columns[None, :]
-        counts = tl.load(counts_ptr + offsets, mask=mask, other=0)
+        counts = tl.load(before_ptr + offsets, mask=mask, other=0)
         before = tl.cumsum(counts, axis=0) - counts + total[None, :]
-        tl.store(counts_ptr + offsets, before, mask=mask)
+        tl.store(before_ptr + offsets, before, mask=mask)
         total += tl.sum(counts, axis=0)
     tl.store(total_ptr + columns, total, mask=columns < NUM_COLUMNS)
 
 
 @triton.jit(
-    do_not_specialize=["num_ids", "num_blocks", "begins", "patience_ns"],
-    do_not_specialize_on_alignment=["ids_ptr"],
+    do_not_specialize=["patience_ns", "begins", "num_ids"],
+    do_not_specialize_on_alignment=["ids_ptr"],  # an engine's
 )
 def _count_kernel(
-    total_ptr,  # (E + 1,) int32
-    row_ptr,  # (W,) int32, out; not written without HAS_ROW
-    choice_ptr,  # (4,) int32: policy, threshold, speeds, time
-    decision_ptr,  # (1,) int32: of the layer before; not read without HAS_DECISION
+    total_ptr,  # (E + 1,) int32, out
+    row_ptr,  # (W,) int32, out; not written without ``choice_ptr``
     turns_ptr,  # (4,) int32: turns; arrivals: blocks, columns, the row
-    inboxes_ptr,  # (R,) int64; this and the next five are not read without HAS_EXCHANGE
-    rows_ptr,  # (R, W) int32, out
-    epoch_ptr,  # (2,) int64
-    status_ptr,  # (1,) int32
-    rank,
+    choice_ptr,  # (4,) int32: policy, threshold, speeds, time; or None
+    decision_ptr,  # (1,) int32: of the layer before; or None
+    inboxes,  # Inboxes, or None: without an exchange
+    rows_ptr,  # (R, W) int32, out; None without an exchange
     patience_ns: tl.int64,
     begins,  # whether the layer is its batch's first
     ids_ptr,  # (N,) int32 or int64
-    counts_ptr,  # (B, E + 1) int32; the last column counts unknown ids
+    before_ptr,  # (B, E + 1) int32; the last column counts unknown ids
     num_ids,
-    num_blocks,
-    NUM_EXPERTS: tl.constexpr,
-    NUM_BINS: tl.constexpr,  # a power of two, at least E
-    BLOCK: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_EXPERTS: tl.constexpr,
-    NUM_SUMS: tl.constexpr,  # programs of the running sum
-    HAS_ROW: tl.constexpr,
-    HAS_LOAD: tl.constexpr,
-    HAS_DECISION: tl.constexpr,
-    HAS_EXCHANGE: tl.constexpr,
-    NUM_RANKS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK_WIDTH: tl.constexpr,
+    SIZES: tl.constexpr,
 ):
-    if is_off(decision_ptr, begins, HAS_DECISION):
+    if is_off(decision_ptr, begins):
         return
     turn = take_turn(turns_ptr)
+    num_blocks = tl.maximum((num_ids + SIZES.block - 1) // SIZES.block, 1)
     is_last = turn < 0  # of the launch
     if turn < num_blocks:
-        _count_block(ids_ptr, counts_ptr, turn, num_ids, NUM_EXPERTS, NUM_BINS, BLOCK)
+        _count_block(ids_ptr, before_ptr, num_ids, turn, SIZES)
         arrive(turns_ptr + 1)
-    elif turn < num_blocks + NUM_SUMS:
+    elif turn < num_blocks + SIZES.num_sums:
         await_arrivals(turns_ptr + 1, num_blocks)
-        first_column = (turn - num_blocks) * BLOCK_COLUMNS
-        _add_up_columns(
-            counts_ptr,
-            total_ptr,
-            first_column,
-            num_blocks,
-            NUM_EXPERTS + 1,
-            BLOCK_COLUMNS,
-            BLOCK_ROWS,
-        )
-        if arrive(turns_ptr + 2) == NUM_SUMS - 1:
-            if HAS_ROW:
-                fill_row(total_ptr, choice_ptr, row_ptr, NUM_EXPERTS, HAS_LOAD, BLOCK_EXPERTS)
-            if HAS_EXCHANGE:
+        _add_up_columns(before_ptr, total_ptr, turn - num_blocks, num_blocks, SIZES)
+        if arrive(turns_ptr + 2) == SIZES.num_sums - 1:
+            if choice_ptr is not None:
+                fill_row(
+                    total_ptr,
+                    choice_ptr,
+                    row_ptr,
+                    SIZES.num_experts,
+                    SIZES.has_load,
+                    SIZES.block_experts,
+                )
+            if inboxes is not None:
                 arrive(turns_ptr + 3)
             else:
                 is_last = turn >= 0
-    elif HAS_EXCHANGE:
-        program = turn - num_blocks - NUM_SUMS
-        if program < NUM_RANKS:
+    elif inboxes is not None:
+        program = turn - num_blocks - SIZES.num_sums
+        if program < SIZES.rows.num_ranks:
             await_arrivals(turns_ptr + 3, 1)
-        is_last = exchange_program(
-            program,
-            row_ptr,
-            inboxes_ptr,
-            rows_ptr,
-            epoch_ptr,
-            status_ptr,
-            rank,
-            patience_ns,
-            NUM_RANKS,
-            WIDTH,
-            BLOCK_WIDTH,
-        )
+        is_last = exchange_program(program, row_ptr, inboxes, rows_ptr, patience_ns, SIZES.rows)
     if is_last:
         tl.store(turns_ptr + tl.arange(0, 4), tl.zeros((4,), tl.int32))
 
@@ -192,6 +173,16 @@ def _count_kernel(
 def blocks_of(num_ids: int) -> int:
     """Programs that count so many ids, or look them up."""
     return max(1, -(-num_ids // BLOCK_IDS))
+
+
+def ids_of(topk_ids: torch.Tensor, counted: Counted) -> dict[str, Any]:
+    """What kernels are given of ids (T, K) that were counted.
+
+    By themselves, not in a tuple: Triton makes a kernel anew for a number that is 1 or a multiple
+    of 16, as for an address, wherever it stands in a tuple, and ids come in any number.
+    """
+    ids = topk_ids.reshape(-1)
+    return {"ids_ptr": ids, "before_ptr": counted.before, "num_ids": ids.numel()}
 
 
 def _num_sums(num_columns: int) -> int:
@@ -235,6 +226,7 @@ def count(
     begins: bool = True,
     inboxes: Inboxes | None = None,
     rows: torch.Tensor | None = None,
+    patience_ns: int = 0,
 ) -> Counted:
     """Load per logical expert; twin ``host.count.count``, of the row ``exchange.row_reference``.
 
@@ -250,6 +242,7 @@ def count(
         inboxes: through which the row is exchanged; None where it is not. Rows that did not arrive
             are garbage, and if a wait was given up before, the row is not pushed.
         rows: (R, W) int32, with ``inboxes``: where all ranks' rows are written to.
+        patience_ns: nanoseconds after which a wait for a row is given up.
     """
     if topk_ids.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"{topk_ids.dtype = } must be int32 or int64")
@@ -257,40 +250,31 @@ def count(
         topk_ids.numel(), num_logical_experts, topk_ids.device, has_load=has_load
     )
     power = 1 << (num_logical_experts - 1).bit_length()  # triton's own functions are slow
-    row = own.counted.row
-    width, num_ranks = row.numel(), 0 if inboxes is None else inboxes.addresses.numel()
+    width, num_ranks = own.counted.row.numel(), 0 if inboxes is None else inboxes.addresses.numel()
     assert inboxes is None or (choice is not None and rows is not None), "nothing to exchange"
     changed = own.changed_by(topk_ids, num_ranks)
+    sizes = _Sizes(
+        num_experts=num_logical_experts,
+        num_bins=power,
+        num_sums=_num_sums(num_logical_experts + 1),
+        block_experts=max(32, power),
+        has_load=width > HEADER_WIDTH,
+        rows=row_sizes(num_ranks, width),
+    )
     launch(
         _count_kernel,
         changed.pop("grid"),
         own.total,
-        row,
-        own.turns if choice is None else choice,
-        own.turns if decision is None else decision,
+        own.counted.row,
         own.turns,
-        own.turns if inboxes is None else inboxes.addresses,
-        own.turns if rows is None else rows,
-        own.turns if inboxes is None else inboxes.epoch,
-        own.turns if inboxes is None else inboxes.status,
-        0 if inboxes is None else inboxes.rank,
-        0 if inboxes is None else inboxes.patience_ns,
+        choice,
+        decision,
+        inboxes,
+        rows,
+        patience_ns,
         int(begins),
         **changed,
-        NUM_EXPERTS=num_logical_experts,
-        NUM_BINS=power,
-        BLOCK=BLOCK_IDS,
-        BLOCK_COLUMNS=_BLOCK_COLUMNS,
-        BLOCK_ROWS=_BLOCK_ROWS,
-        BLOCK_EXPERTS=max(32, power),
-        NUM_SUMS=_num_sums(num_logical_experts + 1),
-        HAS_ROW=choice is not None,
-        HAS_LOAD=width > HEADER_WIDTH,
-        HAS_DECISION=decision is not None,
-        HAS_EXCHANGE=inboxes is not None,
-        NUM_RANKS=num_ranks,
-        WIDTH=width,
-        BLOCK_WIDTH=row_block(width),
+        SIZES=sizes,
         num_warps=4,
     )
     return own.counted

@@ -39,13 +39,14 @@ from ultraep_kernels.device.status import EXCHANGE_TIMEOUT, TIMEOUTS
 
 __all__ = [
     "Inboxes",
+    "RowSizes",
     "exchange",
     "exchange_program",
     "fill_row",
     "inbox_bytes",
     "new_epoch",
-    "row_block",
     "row_reference",
+    "row_sizes",
 ]
 
 _FLAG_BYTES = tl.constexpr(FLAG_BYTES)
@@ -55,13 +56,6 @@ _CHECKSUM, _THRESHOLD = tl.constexpr(CHECKSUM), tl.constexpr(THRESHOLD)
 _SPEEDS, _TIME = tl.constexpr(SPEEDS), tl.constexpr(TIME)
 
 
-@triton.jit
-def _row_address(inboxes_ptr, owner, sender, epoch, NUM_RANKS: tl.constexpr, WIDTH: tl.constexpr):
-    """Where ``sender``'s row of ``epoch`` lies in the inbox of ``owner``."""
-    index = (epoch % 2) * NUM_RANKS + sender
-    return tl.load(inboxes_ptr + owner) + NUM_RANKS * _FLAG_BYTES + index * (WIDTH * 4)
-
-
 class Inboxes(NamedTuple):
     """Where a rank's row goes, and whence everybody's comes."""
 
@@ -69,74 +63,63 @@ class Inboxes(NamedTuple):
     rank: int  # this one
     epoch: torch.Tensor  # (2,) int64, from ``new_epoch``; all ranks start and count alike
     status: torch.Tensor  # (1,) int32; EXCHANGE_TIMEOUT where a row did not arrive
-    patience_ns: int  # nanoseconds after which a wait is given up
+
+
+class RowSizes(NamedTuple):
+    """What ``exchange_program`` is compiled for."""
+
+    num_ranks: int
+    width: int  # int32 of a row
+    block: int  # at least as many
+
+
+@triton.jit
+def _row_address(inboxes, owner, sender, epoch, SIZES: tl.constexpr):
+    """Where ``sender``'s row of ``epoch`` lies in the inbox of ``owner``."""
+    index = (epoch % 2) * SIZES.num_ranks + sender
+    rows = tl.load(inboxes.addresses + owner) + SIZES.num_ranks * _FLAG_BYTES
+    return rows + index * (SIZES.width * 4)
 
 
 @triton.jit
 def exchange_program(
     program,  # of 2 * R; those that push come first
     row_ptr,  # (W,) int32
-    inboxes_ptr,  # (R,) int64: address of every rank's inbox
+    inboxes,
     out_ptr,  # (R, W) int32
-    epoch_ptr,  # (2,) int64: the epoch before this one, programs finished so far
-    status_ptr,  # (1,) int32
-    rank,
     patience_ns,
-    NUM_RANKS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
+    SIZES: tl.constexpr,
 ):
     """One program's part; whether it is the last to finish, when the epoch has been counted."""
-    epoch = tl.load(epoch_ptr) + 1
+    NUM_RANKS: tl.constexpr = SIZES.num_ranks
+    rank, status_ptr = inboxes.rank, inboxes.status
+    epoch = tl.load(inboxes.epoch) + 1
     peer = program % NUM_RANKS
-    columns = tl.arange(0, BLOCK)
-    mask = columns < WIDTH
+    columns = tl.arange(0, SIZES.block)
+    mask = columns < SIZES.width
     if program < NUM_RANKS:
         status = tl.atomic_or(status_ptr, 0, sem="relaxed")  # the same for all of the program
         if (status & TIMEOUTS) == 0:
             row = tl.load(row_ptr + columns, mask=mask, other=0)
-            address = _row_address(inboxes_ptr, peer, rank, epoch, NUM_RANKS, WIDTH)
+            address = _row_address(inboxes, peer, rank, epoch, SIZES)
             tl.store(address.to(tl.pointer_type(tl.int32)) + columns, row, mask=mask)
-            post(tl.load(inboxes_ptr + peer) + rank * _FLAG_BYTES, epoch)
+            post(tl.load(inboxes.addresses + peer) + rank * _FLAG_BYTES, epoch)
     else:
-        flag = tl.load(inboxes_ptr + rank) + peer * _FLAG_BYTES
+        flag = tl.load(inboxes.addresses + rank) + peer * _FLAG_BYTES
         wait(flag, epoch, patience_ns, status_ptr, EXCHANGE_TIMEOUT)
-        address = _row_address(inboxes_ptr, rank, peer, epoch, NUM_RANKS, WIDTH)
+        address = _row_address(inboxes, rank, peer, epoch, SIZES)
         row = tl.load(address.to(tl.pointer_type(tl.int32)) + columns, mask=mask, other=0)
-        tl.store(out_ptr + peer * WIDTH + columns, row, mask=mask)
-    finished = tl.atomic_add(epoch_ptr + 1, 1) + 1
+        tl.store(out_ptr + peer * SIZES.width + columns, row, mask=mask)
+    finished = tl.atomic_add(inboxes.epoch + 1, 1) + 1
     is_last = finished % (2 * NUM_RANKS) == 0  # all others have read the epoch
     if is_last:
-        tl.store(epoch_ptr, epoch)
+        tl.store(inboxes.epoch, epoch)
     return is_last
 
 
 @triton.jit(do_not_specialize=["patience_ns"])
-def _exchange_kernel(
-    row_ptr,
-    inboxes_ptr,
-    out_ptr,
-    epoch_ptr,
-    status_ptr,
-    rank,
-    patience_ns: tl.int64,
-    NUM_RANKS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    exchange_program(
-        tl.program_id(0),
-        row_ptr,
-        inboxes_ptr,
-        out_ptr,
-        epoch_ptr,
-        status_ptr,
-        rank,
-        patience_ns,
-        NUM_RANKS,
-        WIDTH,
-        BLOCK,
-    )
+def _exchange_kernel(row_ptr, inboxes, out_ptr, patience_ns: tl.int64, SIZES: tl.constexpr):
+    exchange_program(tl.program_id(0), row_ptr, inboxes, out_ptr, patience_ns, SIZES)
 
 
 def inbox_bytes(num_ranks: int, width: int) -> int:
@@ -149,34 +132,23 @@ def new_epoch(device: torch.device | str) -> torch.Tensor:
     return torch.zeros(2, dtype=torch.int64, device=device)
 
 
-def exchange(row: torch.Tensor, inboxes: Inboxes) -> torch.Tensor:
+def exchange(row: torch.Tensor, inboxes: Inboxes, patience_ns: int) -> torch.Tensor:
     """All ranks' rows (R, W) int32 of the next epoch, which is counted; ``row`` (W,) int32.
 
-    Rows that did not arrive are garbage. If a wait was given up before, the row is not pushed.
+    A wait is given up after ``patience_ns`` nanoseconds; rows that did not arrive are garbage. If
+    one was given up before, the row is not pushed.
     """
     num_ranks, width = inboxes.addresses.numel(), row.numel()
     out = torch.empty((num_ranks, width), dtype=torch.int32, device=row.device)
-    launch(
-        _exchange_kernel,
-        (2 * num_ranks,),
-        row,
-        inboxes.addresses,
-        out,
-        inboxes.epoch,
-        inboxes.status,
-        inboxes.rank,
-        inboxes.patience_ns,
-        NUM_RANKS=num_ranks,
-        WIDTH=width,
-        BLOCK=row_block(width),
-        num_warps=4,
-    )
+    sizes = row_sizes(num_ranks, width)
+    grid = (2 * num_ranks,)
+    launch(_exchange_kernel, grid, row, inboxes, out, patience_ns, SIZES=sizes, num_warps=4)
     return out
 
 
-def row_block(width: int) -> int:
-    """Columns of a program that copies rows of so many int32."""
-    return 1 << (width - 1).bit_length()
+def row_sizes(num_ranks: int, width: int) -> RowSizes:
+    """Of rows of ``width`` int32; triton's own functions are slow."""
+    return RowSizes(num_ranks, width, 1 << (width - 1).bit_length())
 
 
 @triton.jit

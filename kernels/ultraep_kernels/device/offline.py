@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import create_function_from_signature
 
 __all__ = [
     "KernelFacts",
@@ -34,7 +34,6 @@ _BRANCH = re.compile(r"(@!?%p\d+\s+)?(?:bra(?:\.uni)?\s+(\$L__BB\w+)|ret)\s*;")
 _COMMENT = re.compile(r"//.*")
 # A thread waits for others here.
 _TOGETHER = re.compile(r"\b(?:bar|barrier|shfl|redux|vote|match)\.")
-_TYPES = {torch.int32: "*i32", torch.int64: "*i64", torch.uint8: "*u8"}
 
 
 @dataclass(frozen=True)
@@ -78,29 +77,13 @@ def recorded_launches() -> Iterator[list[Launch]]:
 
 def compile_launch(launch: Launch, arch: int) -> KernelFacts:
     """Compile for compute capability ``arch`` (90, 100). Raises what the compiler raises."""
-    function = launch.function
-    signature: dict[str, str] = {}
-    constants: dict[str, Any] = {}
-    attributes: dict[tuple[int], list[list[Any]]] = {}
-    for position, (parameter, name) in enumerate(
-        zip(function.params, function.arg_names, strict=True)
-    ):
-        value = launch.arguments.get(name, parameter.default)
-        if parameter.is_constexpr or value is None:  # a constant of the launch
-            signature[name], constants[name] = "constexpr", value
-        elif isinstance(value, torch.Tensor):
-            signature[name] = _TYPES[value.dtype]
-            if value.data_ptr() % 16 == 0 and not parameter.do_not_specialize_on_alignment:
-                attributes[(position,)] = [["tt.divisibility", 16]]
-        elif value == 1 and not parameter.do_not_specialize:  # the launch makes it a constant
-            signature[name], constants[name] = "constexpr", value
-        else:
-            by_value = "i32" if -(1 << 31) <= value < 1 << 31 else "i64"
-            signature[name] = parameter.annotation_type or by_value
-            if value % 16 == 0 and not parameter.do_not_specialize:
-                attributes[(position,)] = [["tt.divisibility", 16]]
+    function, target = launch.function, GPUTarget("cuda", arch, 32)
+    backend = make_backend(target)
+    bind = create_function_from_signature(function.signature, function.params, backend)
+    bound, specialised, _ = bind(**launch.arguments)
+    # the same as ``JITFunction.run`` makes of it
+    _, signature, constants, attributes = function._pack_args(backend, {}, bound, specialised, None)
     source = ASTSource(function, signature, constants, attributes)
-    target = GPUTarget("cuda", arch, 32)
     options = {"num_warps": launch.num_warps, "enable_fp_fusion": False}
     compiled = triton.compile(source, target=target, options=options)
     registers, spills, stack = _assemble(compiled.asm["ptx"], arch)

@@ -34,21 +34,21 @@ class Outcome:
 @triton.jit
 def store_outcome(
     decision,
-    rows_ptr,  # (R, .) int32
+    rows,  # of all ranks
     expert_load_ptr,  # (E,) int32
     speeds_ptr,  # (R,) int32
     held,  # (BLOCK,) int32: logical expert in each slot of each rank
     amount,  # (BLOCK,) int32: what it computes
     out_ptr,  # (2 + R + E + 2 * R * S,) int32
-    NUM_EXPERTS: tl.constexpr,
-    NUM_RANKS: tl.constexpr,
-    NUM_SLOTS: tl.constexpr,
+    SIZES: tl.constexpr,  # PlanSizes
     BLOCK: tl.constexpr,
 ):
     """By one program; ``held`` lies rank by rank."""
+    NUM_RANKS: tl.constexpr = SIZES.num_ranks
+    NUM_EXPERTS: tl.constexpr = SIZES.num_ranks * SIZES.num_masters
     index = tl.arange(0, BLOCK)
     tl.store(out_ptr, decision)
-    tl.store(out_ptr + 1, tl.load(rows_ptr + _POLICY))
+    tl.store(out_ptr + 1, tl.load(rows.table + _POLICY))
     for start in range(0, NUM_RANKS, BLOCK):
         ranks = start + index
         speeds = tl.load(speeds_ptr + ranks, mask=ranks < NUM_RANKS, other=0)
@@ -59,7 +59,7 @@ def store_outcome(
         load = tl.load(expert_load_ptr + experts, mask=experts < NUM_EXPERTS, other=0)
         tl.store(loads_ptr + experts, load, mask=experts < NUM_EXPERTS)
     places_ptr = loads_ptr + NUM_EXPERTS
-    count: tl.constexpr = NUM_RANKS * NUM_SLOTS
+    count: tl.constexpr = NUM_RANKS * SIZES.all_slots
     tl.store(places_ptr + index, held, mask=index < count)
     tl.store(places_ptr + count + index, amount, mask=index < count)
 

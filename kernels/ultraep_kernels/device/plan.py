@@ -13,11 +13,11 @@ import triton
 
 from ultraep_kernels.contract import Search, search_of
 from ultraep_kernels.device._plan_kernel import COUNTERS, plan_kernel
-from ultraep_kernels.device.count import BLOCK_IDS, Counted, blocks_of
+from ultraep_kernels.device.count import Counted, blocks_of, ids_of
 from ultraep_kernels.device.launch import launch
-from ultraep_kernels.device.relays import Sends, new_sends, relay_constants
-from ultraep_kernels.device.reroute import Places, new_places
-from ultraep_kernels.device.stream import StreamTables
+from ultraep_kernels.device.relays import Sends, new_sends, relay_rule
+from ultraep_kernels.device.reroute import AssignSizes, Places, new_places
+from ultraep_kernels.device.stream import StreamSizes, StreamTables
 
 __all__ = [
     "DevicePlan",
@@ -29,9 +29,7 @@ __all__ = [
     "plan",
 ]
 
-_BLOCK_COLUMNS = 32  # experts per program of the sum
-_BLOCK_MASTERS = 8  # of every rank, added at a time
-_BLOCK_EXPERTS = 4  # per program that writes the plan out
+_EXPERTS_SUMMED, _EXPERTS_WRITTEN = 32, 4  # by one program
 _TILE_IDS = 16  # compared with those of a block at a time, by a program of one warp
 _BLOCK_WORDS = 1024  # of 4 bytes, per step of a copy by one
 _BLOCK_FLAGS = 256  # looked at together
@@ -71,8 +69,7 @@ class FollowUp(NamedTuple):
     reported: torch.Tensor  # (1,) int32 in page-locked memory: the status of a wait given up
 
 
-@dataclass(frozen=True)
-class DevicePlan:
+class DevicePlan(NamedTuple):
     """Where replicas go and how many assignments each rank computes; tensors on the device."""
 
     slot_expert: torch.Tensor  # (R, S) int32: logical expert in each slot, -1 empty
@@ -84,42 +81,61 @@ class DevicePlan:
     sends: Sends  # written where there is a ``Sender``
 
 
-class _Sizes(NamedTuple):
-    """What the launches of one call have in common."""
+class Rows(NamedTuple):
+    """Integers of every rank, side by side in rows that may be apart."""
+
+    table: torch.Tensor
+    stride: int  # from one row to the next
+
+
+class GateValues(NamedTuple):
+    """A ``Gate`` for a kernel."""
+
+    max_imbalance: int  # in millionths; rank 0's row may overrule it
+    per_assignment: int  # picoseconds
+    per_read: int
+    per_sent: int
+
+
+class PlanSizes(NamedTuple):
+    """What ``plan_kernel`` is compiled for."""
 
     num_ranks: int
     num_masters: int
-    num_slots: int
+    num_slots: int  # of a rank, planned for
+    all_slots: int  # of a rank
+    first_slot: int  # of those, from which ``num_slots`` are planned for
     domain_size: int
-    search: Search
-    limit: int  # attempts of both waves in each domain; 0 where nothing can be copied
-    thrifty: int  # attempts after them
+    num_domains: int
+    search: Search  # without attempts where nothing can be copied
+    num_sums: int  # programs that add up loads
+    num_finished: int  # programs that write the plan out
+    block_all_experts: int
+    block_all_ranks: int
+    block_experts: int  # of a domain
+    block_ranks: int  # of a domain
+    block_slots: int
+    block_keys: int
+    experts_summed: int = _EXPERTS_SUMMED
+    experts_written: int = _EXPERTS_WRITTEN
+    masters_at_once: int = 8  # of every rank, added up together
 
     @property
     def num_experts(self) -> int:
         return self.num_ranks * self.num_masters
 
     @property
-    def num_domains(self) -> int:
-        return -(-self.num_ranks // self.domain_size)
-
-    @property
-    def num_sums(self) -> int:
-        """Programs that add up loads."""
-        return -(-self.num_experts // _BLOCK_COLUMNS)
-
-    @property
-    def num_finished(self) -> int:
-        """Programs that write the plan out."""
-        return 1 + -(-self.num_experts // _BLOCK_EXPERTS)
+    def num_attempts(self) -> int:
+        """In each domain."""
+        return self.search.limit + self.search.thrifty
 
     @property
     def num_programs(self) -> int:
         """Of a launch that does not follow the plan."""
-        return self.num_sums + self.num_domains * (self.limit + self.thrifty) + self.num_finished
+        return self.num_sums + self.num_domains * self.num_attempts + self.num_finished
 
 
-class _Attempts(NamedTuple):
+class Attempts(NamedTuple):
     """What the attempts of every domain found; tensors on the device."""
 
     keys: torch.Tensor  # (domains, attempts + 2) int64: of each, of the identity, the goal
@@ -127,30 +143,26 @@ class _Attempts(NamedTuple):
     quotas: torch.Tensor  # (domains, attempts, S, D) int32: what each of them computes
     reached: torch.Tensor  # (domains, attempts, 2) int32: busiest rank's time, most replicas on one
     winners: torch.Tensor  # (domains,) int32: the attempt to take, -1 the identity
-    turns: torch.Tensor  # (COUNTERS,) int32, zero between launches
+    turns: torch.Tensor  # (COUNTERS,) int32, zero between launches: turns, then arrivals
 
 
 @dataclass(frozen=True)
 class PlanBuffers:
     """What plans of one size are written to, layer after layer."""
 
-    sizes: _Sizes
+    sizes: PlanSizes
     found: DevicePlan
-    attempts: _Attempts
-    first_slot: int  # of a rank's, from which ``sizes.num_slots`` are planned for
+    attempts: Attempts
 
     def changed_by(self, follow_up: FollowUp) -> dict[str, Any]:
         """What ``Launches`` of a plan that is followed take anew for other ids."""
-        ids, num_slots = follow_up.ids.reshape(-1), self.found.slot_expert.shape[1]
-        num_blocks = blocks_of(ids.numel())
-        senders = 2 * follow_up.num_programs if num_slots else 0
+        ids, slots = follow_up.ids, self.sizes.all_slots
+        programs = self.sizes.num_programs + blocks_of(ids.numel())
+        programs += 2 * follow_up.num_programs if slots else 0
         return {
-            "grid": (self.sizes.num_programs + num_blocks + senders + max(1, num_slots),),
-            "ids_ptr": ids,
-            "before_ptr": follow_up.counted.before,
+            "grid": (programs + max(1, slots),),
             "out_ptr": follow_up.physical,
-            "num_ids": ids.numel(),
-            "num_blocks": num_blocks,
+            **ids_of(ids, follow_up.counted),
         }
 
 
@@ -169,12 +181,11 @@ def new_plan_buffers(
 
     ``decision`` (1,) int32 where it is to lie: plans of one batch share it.
     """
-    sizes = _sizes_of(num_ranks, num_experts, num_replica_slots, domain_size)
     slots = num_replica_slots if all_slots is None else all_slots
+    sizes = _sizes_of(num_ranks, num_experts, num_replica_slots, domain_size, first_slot, slots)
     if decision is None:
         decision = torch.zeros(1, dtype=torch.int32, device=device)
-    found = _empty_plan(sizes, slots, decision)
-    return PlanBuffers(sizes, found, _empty_attempts(sizes, device), first_slot)
+    return PlanBuffers(sizes, _empty_plan(sizes, decision), _empty_attempts(sizes, device))
 
 
 def plan(
@@ -231,111 +242,89 @@ def plan(
     )
     assert begins or buffers is not None, "nothing is known of the layer before"
     assert follow_up is None or (sender and sender.epoch is not None), "nobody to send"
-    sizes, found, attempts, limits = own.sizes, own.found, own.attempts, gate or Gate()
-    search, num_ranks = sizes.search, sizes.num_ranks
-    all_slots = found.slot_expert.shape[1]
+    assert outcome is None or (rows is not None and speeds is not None), "not all is known"
+    sizes = own.sizes
+    epoch = None
+    if sender:
+        epoch = own.found.sends.epoch if sender.epoch is None else sender.epoch
     changed = own.changed_by(follow_up) if follow_up else {"grid": (sizes.num_programs,)}
-    relay = sender.relay if sender else "never"
-    constants = relay_constants(num_ranks, all_slots, relay, sizes.domain_size)
-    places = constants.pop("BLOCK")
     launch(
         plan_kernel,
         changed.pop("grid"),
-        loads,
-        loads.stride(0),
-        found.expert_load,
-        found.expert_load if speeds is None else speeds,
-        attempts.keys,
-        attempts.held,
-        attempts.quotas,
-        attempts.reached,
-        found.expert_load if rows is None else rows,
-        0 if rows is None else rows.stride(0),
-        attempts.winners,
-        found.decision,
+        Rows(loads, loads.stride(0)),
+        None if rows is None else Rows(rows, rows.stride(0)),
+        speeds,
+        _values_of(gate) if gate else None,
+        own.attempts,
+        own.found,
         status,
-        attempts.turns,
-        round(limits.max_imbalance * 10**6),
-        limits.per_assignment,
-        limits.per_expert_read,
-        limits.per_expert_sent,
-        int(begins),
-        found.slot_expert,
-        found.quota,
-        found.share,
-        found.places.ends,
-        found.places.physical,
-        found.places.stride,
-        found.sends.parents,
-        found.sends.tasks,
-        found.sends.turn,
-        found.sends.decision,
-        found.sends.epoch,
-        found.sends.epoch if sender is None or sender.epoch is None else sender.epoch,
-        found.expert_load if outcome is None else outcome,
+        outcome,
+        int(begins or rows is None),
         source_rank,
         sender.rank if sender else 0,
-        **changed,
-        **(_tables_of(follow_up) if follow_up else {}),
-        NUM_RANKS=num_ranks,
-        NUM_MASTERS=sizes.num_masters,
-        NUM_SLOTS=sizes.num_slots,
-        DOMAIN_SIZE=sizes.domain_size,
-        GRAIN=search.grain,
-        FIRST=search.first,
-        LIMIT=sizes.limit,
-        THRIFTY=sizes.thrifty,
-        SWEEPS=search.sweeps,
-        NUM_SUMS=sizes.num_sums,
-        NUM_DOMAINS=sizes.num_domains,
-        HAS_SPEEDS=speeds is not None,
-        HAS_ROWS=rows is not None,
-        HAS_GATE=gate is not None,
-        BLOCK_COLUMNS=_BLOCK_COLUMNS,
-        BLOCK_ALL_EXPERTS=_block(sizes.num_experts),
-        BLOCK_ALL_RANKS=_block(num_ranks),
-        BLOCK_EXPERTS=_block(sizes.domain_size * sizes.num_masters),
-        BLOCK_RANKS=_block(sizes.domain_size),
-        BLOCK_SLOTS=triton.next_power_of_2(max(1, sizes.num_slots)),
-        BLOCK_MASTERS=_BLOCK_MASTERS,
-        BLOCK_KEYS=_block(sizes.limit),
-        ALL_SLOTS=all_slots,
-        FIRST_SLOT=own.first_slot,
-        HAS_SENDS=sender is not None and all_slots > 0,
-        HAS_OUTCOME=outcome is not None,
+        epoch,
+        SIZES=sizes,
+        RELAYS=relay_rule(
+            num_ranks,
+            sizes.num_masters,
+            sizes.all_slots,
+            sender.relay if sender else "never",
+            sizes.domain_size,
+        ),
         LEAVES_EARLY=buffers is not None,
-        BLOCK_PLACES=places,
-        BLOCK_WRITTEN=_BLOCK_EXPERTS,
-        **constants,
-        NUM_FINISHED=sizes.num_finished,
-        FOLLOWS=follow_up is not None,
-        NUM_SENDERS=follow_up.num_programs if follow_up and all_slots else 0,
-        SEARCH_STEPS=(num_ranks - 1).bit_length(),
-        BLOCK_IDS=BLOCK_IDS,
-        TILE_IDS=_TILE_IDS,
-        BLOCK_WORDS=_BLOCK_WORDS,
-        BLOCK_FLAGS=_BLOCK_FLAGS,
+        **changed,
+        **(_follows(follow_up, sizes) if follow_up else {}),
         num_warps=1,
     )
     return own.found
 
 
+def _values_of(gate: Gate) -> GateValues:
+    return GateValues(
+        round(gate.max_imbalance * 10**6),
+        gate.per_assignment,
+        gate.per_expert_read,
+        gate.per_expert_sent,
+    )
+
+
 def _sizes_of(
-    num_ranks: int, num_experts: int, num_replica_slots: int, domain_size: int | None
-) -> _Sizes:
+    num_ranks: int,
+    num_experts: int,
+    num_replica_slots: int,
+    domain_size: int | None,
+    first_slot: int,
+    all_slots: int,
+) -> PlanSizes:
     if num_experts % num_ranks:
         raise ValueError(f"{num_experts = } must be a multiple of {num_ranks = }")
-    size = min(domain_size or num_ranks, num_ranks)
-    search = search_of(size, num_experts // num_ranks)
-    limit, thrifty = search.limit, search.thrifty
+    size, masters = min(domain_size or num_ranks, num_ranks), num_experts // num_ranks
+    search = search_of(size, masters)
     if num_replica_slots == 0 or size == 1:
-        limit = thrifty = 0
-    masters = num_experts // num_ranks
-    return _Sizes(num_ranks, masters, num_replica_slots, size, search, limit, thrifty)
+        search = search._replace(limit=0, thrifty=0)
+    return PlanSizes(
+        num_ranks=num_ranks,
+        num_masters=masters,
+        num_slots=num_replica_slots,
+        all_slots=all_slots,
+        first_slot=first_slot,
+        domain_size=size,
+        num_domains=-(-num_ranks // size),
+        search=search,
+        num_sums=-(-num_experts // _EXPERTS_SUMMED),
+        num_finished=1 + -(-num_experts // _EXPERTS_WRITTEN),
+        block_all_experts=_block(num_experts),
+        block_all_ranks=_block(num_ranks),
+        block_experts=_block(size * masters),
+        block_ranks=_block(size),
+        block_slots=int(triton.next_power_of_2(max(1, num_replica_slots))),
+        block_keys=_block(search.limit),
+    )
 
 
-def _empty_plan(sizes: _Sizes, all_slots: int, decision: torch.Tensor) -> DevicePlan:
+def _empty_plan(sizes: PlanSizes, decision: torch.Tensor) -> DevicePlan:
     ranks, experts, device = sizes.num_ranks, sizes.num_experts, decision.device
+    all_slots = sizes.all_slots
     return DevicePlan(
         slot_expert=torch.empty((ranks, all_slots), dtype=torch.int32, device=device),
         quota=torch.empty((experts, ranks), dtype=torch.int32, device=device),
@@ -347,12 +336,12 @@ def _empty_plan(sizes: _Sizes, all_slots: int, decision: torch.Tensor) -> Device
     )
 
 
-def _empty_attempts(sizes: _Sizes, device: torch.device | str) -> _Attempts:
-    domains, number = sizes.num_domains, sizes.limit + sizes.thrifty
+def _empty_attempts(sizes: PlanSizes, device: torch.device | str) -> Attempts:
+    domains, number = sizes.num_domains, sizes.num_attempts
     held = torch.empty(
         (domains, number, sizes.num_slots, sizes.domain_size), dtype=torch.int32, device=device
     )
-    return _Attempts(
+    return Attempts(
         keys=torch.empty((domains, number + 2), dtype=torch.int64, device=device),
         held=held,
         quotas=torch.empty_like(held),
@@ -362,20 +351,18 @@ def _empty_attempts(sizes: _Sizes, device: torch.device | str) -> _Attempts:
     )
 
 
-def _tables_of(follow_up: FollowUp) -> dict[str, Any]:
-    """What ``stream`` is given, but for the plan."""
-    tables = follow_up.tables
+def _follows(follow_up: FollowUp, sizes: PlanSizes) -> dict[str, Any]:
+    """What ``reroute`` and ``stream`` are given, but for the plan and the ids."""
+    ranks, tables = sizes.num_ranks, follow_up.tables
+    layout = ranks, sizes.num_masters, sizes.all_slots
+    programs = follow_up.num_programs if sizes.all_slots else 0
     return {
-        "masters_ptr": tables.master_addresses,
-        "pools_ptr": tables.pool_addresses,
-        "regions_ptr": tables.region_offsets,
-        "expert_bytes_ptr": tables.expert_bytes,
-        "chunks_ptr": tables.chunks,
-        "flags_ptr": tables.flag_addresses,
+        "tables": tables,
         "reported_ptr": follow_up.reported,
         "num_chunks": tables.chunks.shape[0],
-        "max_chunks": tables.max_chunks,
         "patience_ns": follow_up.patience_ns,
+        "ASSIGNS": AssignSizes(*layout, (ranks - 1).bit_length(), _TILE_IDS),
+        "STREAMS": StreamSizes(*layout, programs, _BLOCK_WORDS, _BLOCK_FLAGS),
     }
 
 

@@ -4,7 +4,7 @@ One program's work: a launch of its own, or a part of the launch that ends the p
 parents: ``host.relays.relay_parents``.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -18,14 +18,13 @@ from ultraep_kernels.contract import (
 )
 from ultraep_kernels.device.launch import launch
 
-__all__ = ["Sends", "assign_senders", "new_sends", "plan_sends", "relay_constants"]
+__all__ = ["RelayRule", "Sends", "assign_senders", "new_sends", "plan_sends", "relay_rule"]
 
 _MAX_RELAYS = tl.constexpr(MAX_RELAYS)
 _PAIRS = 2048  # of slots that are compared at a time; 64 by each thread of a warp
 
 
-@dataclass(frozen=True)
-class Sends:
+class Sends(NamedTuple):
     """The task list of one rank."""
 
     parents: torch.Tensor  # (R, S) int32: -1 the master, else ``rank * S + slot`` of a relay
@@ -36,29 +35,38 @@ class Sends:
     epoch: torch.Tensor  # (1,) int64
 
 
+class RelayRule(NamedTuple):
+    """What ``assign_senders`` is compiled for."""
+
+    num_ranks: int
+    num_masters: int
+    num_slots: int  # of a rank
+    min_replicas: int  # from so many on an expert has relays; 0: none has
+    min_saved: int  # relays are used where the busiest rank sends so many fewer
+    block: int  # at least R * S
+    block_ranks: int
+    tile: int  # slots that all others are compared with at a time
+
+
 @triton.jit
 def assign_senders(
     slot_expert_ptr,  # (R * S,) int32
-    parents_ptr,  # (R * S,) int32, out
-    tasks_ptr,  # (2, 1 + R * S) int32, out
-    turn_ptr,  # (R * S,) int32, scratch: how many earlier slots hold the same expert
+    sends,  # written, but for decision and epoch; ``turn``: earlier slots with the same expert
     rank,
-    NUM_RANKS: tl.constexpr,
-    NUM_MASTERS: tl.constexpr,
-    NUM_SLOTS: tl.constexpr,
-    MIN_REPLICAS: tl.constexpr,  # from so many on an expert has relays; 0: none has
-    MIN_SAVED: tl.constexpr,  # relays are used where the busiest rank sends so many fewer
-    BLOCK: tl.constexpr,
-    BLOCK_RANKS: tl.constexpr,
-    TILE: tl.constexpr,
+    RULE: tl.constexpr,
 ):
     """Who sends what, by one program; what it reads, it or another launch has written."""
+    NUM_RANKS: tl.constexpr = RULE.num_ranks
+    NUM_MASTERS: tl.constexpr = RULE.num_masters
+    NUM_SLOTS: tl.constexpr = RULE.num_slots
+    BLOCK: tl.constexpr = RULE.block
+    TILE: tl.constexpr = RULE.tile
     count: tl.constexpr = NUM_RANKS * NUM_SLOTS
     places = tl.arange(0, BLOCK)
     expert = tl.load(slot_expert_ptr + places, mask=places < count, other=-1)
     owner = tl.maximum(expert, 0) // NUM_MASTERS
     parent = tl.full((BLOCK,), -1, tl.int32)
-    if MIN_REPLICAS > 0:
+    if RULE.min_replicas > 0:
         replicas = tl.zeros((BLOCK,), tl.int32)
         turn = tl.zeros((BLOCK,), tl.int32)
         for start in range(0, count, TILE):
@@ -68,74 +76,46 @@ def assign_senders(
             before = same & (others[:, None] < places[None, :])
             replicas += tl.sum(same.to(tl.int32), axis=0)
             turn += tl.sum(before.to(tl.int32), axis=0)
-        tl.store(turn_ptr + places, turn, mask=places < count)
+        tl.store(sends.turn + places, turn, mask=places < count)
         tl.debug_barrier()
         relays = tl.full((BLOCK,), 1, tl.int32)
         for root in tl.static_range(2, _MAX_RELAYS + 1):
             relays += (replicas >= root * root).to(tl.int32)
-        relays = tl.where(replicas >= MIN_REPLICAS, relays, tl.maximum(replicas, 1))
+        relays = tl.where(replicas >= RULE.min_replicas, relays, tl.maximum(replicas, 1))
         relayed = (expert >= 0) & (turn >= relays)
         wanted = turn % relays
         relay = tl.zeros((BLOCK,), tl.int32)
         for start in range(0, count, TILE):
             others = start + tl.arange(0, TILE)
             held = tl.load(slot_expert_ptr + others, mask=others < count, other=-2)
-            turns = tl.load(turn_ptr + others, mask=others < count, other=-1)
+            turns = tl.load(sends.turn + others, mask=others < count, other=-1)
             match = (held[:, None] == expert[None, :]) & (turns[:, None] == wanted[None, :])
             relay += tl.sum(tl.where(match, others[:, None], 0), axis=0)
         sender = tl.where(relayed, relay // NUM_SLOTS, owner)
-        direct_sends = tl.histogram(owner, BLOCK_RANKS, mask=expert >= 0)
-        relayed_sends = tl.histogram(sender, BLOCK_RANKS, mask=expert >= 0)
+        direct_sends = tl.histogram(owner, RULE.block_ranks, mask=expert >= 0)
+        relayed_sends = tl.histogram(sender, RULE.block_ranks, mask=expert >= 0)
         saved = tl.max(direct_sends, axis=0) - tl.max(relayed_sends, axis=0)
-        first_turn = tl.where(saved >= MIN_SAVED, 0, count)  # turns lie below R * S
+        first_turn = tl.where(saved >= RULE.min_saved, 0, count)  # turns lie below R * S
         parent = tl.where(relayed & (turn >= first_turn), relay, -1)
-    tl.store(parents_ptr + places, parent, mask=places < count)
+    tl.store(sends.parents + places, parent, mask=places < count)
     tl.debug_barrier()
     target = (places // NUM_SLOTS + rank) % NUM_RANKS  # so that ranks begin with different targets
     here = target * NUM_SLOTS + places % NUM_SLOTS
     expert = tl.load(slot_expert_ptr + here, mask=places < count, other=-1)
-    parent = tl.load(parents_ptr + here, mask=places < count, other=-1)
+    parent = tl.load(sends.parents + here, mask=places < count, other=-1)
     owner = tl.maximum(expert, 0) // NUM_MASTERS
     sender = tl.where(parent >= 0, parent // NUM_SLOTS, owner)
     for kind in tl.static_range(2):
         mine = (sender == rank) & (expert >= 0) & ((parent >= 0) == (kind == 1))
         position = tl.cumsum(mine.to(tl.int32), axis=0)
-        row_ptr = tasks_ptr + kind * (count + 1)
+        row_ptr = sends.tasks + kind * (count + 1)
         tl.store(row_ptr + position, here, mask=mine)
         tl.store(row_ptr, tl.sum(mine.to(tl.int32), axis=0))
 
 
 @triton.jit
-def _relays_kernel(
-    slot_expert_ptr,
-    parents_ptr,
-    tasks_ptr,
-    turn_ptr,
-    rank,
-    NUM_RANKS: tl.constexpr,
-    NUM_MASTERS: tl.constexpr,
-    NUM_SLOTS: tl.constexpr,
-    MIN_REPLICAS: tl.constexpr,
-    MIN_SAVED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_RANKS: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    assign_senders(
-        slot_expert_ptr,
-        parents_ptr,
-        tasks_ptr,
-        turn_ptr,
-        rank,
-        NUM_RANKS,
-        NUM_MASTERS,
-        NUM_SLOTS,
-        MIN_REPLICAS,
-        MIN_SAVED,
-        BLOCK,
-        BLOCK_RANKS,
-        TILE,
-    )
+def _relays_kernel(slot_expert_ptr, sends, rank, RULE: tl.constexpr):
+    assign_senders(slot_expert_ptr, sends, rank, RULE)
 
 
 def new_sends(num_ranks: int, num_slots: int, device: torch.device | str) -> Sends:
@@ -150,17 +130,23 @@ def new_sends(num_ranks: int, num_slots: int, device: torch.device | str) -> Sen
     )
 
 
-def relay_constants(num_ranks: int, num_slots: int, mode: str, domain_size: int) -> dict[str, int]:
-    """What ``assign_senders`` is compiled for; ``mode`` as for ``plan_sends``."""
+def relay_rule(
+    num_ranks: int, num_masters: int, num_slots: int, mode: str, domain_size: int
+) -> RelayRule:
+    """Of R ranks with L masters and S slots each; ``mode`` as for ``plan_sends``."""
     direct = mode == "never" or (mode == "auto" and domain_size <= SMALL_DOMAIN)
     count = num_ranks * num_slots
     block = max(128, int(triton.next_power_of_2(count)))
-    return {
-        "MIN_REPLICAS": 0 if direct else 2 if mode == "always" else MIN_RELAYED_REPLICAS,
-        "MIN_SAVED": -count if mode == "always" else MIN_FAN_OUT_SAVED,
-        "BLOCK": block,
-        "TILE": max(1, _PAIRS // block),
-    }
+    return RelayRule(
+        num_ranks=num_ranks,
+        num_masters=num_masters,
+        num_slots=num_slots,
+        min_replicas=0 if direct else 2 if mode == "always" else MIN_RELAYED_REPLICAS,
+        min_saved=-count if mode == "always" else MIN_FAN_OUT_SAVED,
+        block=block,
+        block_ranks=max(32, int(triton.next_power_of_2(num_ranks))),
+        tile=max(1, _PAIRS // block),
+    )
 
 
 def plan_sends(
@@ -172,19 +158,6 @@ def plan_sends(
     """
     num_ranks, num_slots = slot_expert.shape
     sends = new_sends(num_ranks, num_slots, slot_expert.device)
-    launch(
-        _relays_kernel,
-        (1,),
-        slot_expert,
-        sends.parents,
-        sends.tasks,
-        sends.turn,
-        rank,
-        NUM_RANKS=num_ranks,
-        NUM_MASTERS=num_masters,
-        NUM_SLOTS=num_slots,
-        BLOCK_RANKS=max(32, triton.next_power_of_2(num_ranks)),
-        **relay_constants(num_ranks, num_slots, mode, domain_size),
-        num_warps=4,
-    )
+    rule = relay_rule(num_ranks, num_masters, num_slots, mode, domain_size)
+    launch(_relays_kernel, (1,), slot_expert, sends, rank, RULE=rule, num_warps=4)
     return sends

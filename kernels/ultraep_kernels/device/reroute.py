@@ -7,8 +7,7 @@ assignment up. Which assignment is the j-th is known from ``count``: those in ea
 plus those further ahead in the same block.
 """
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -16,11 +15,12 @@ import triton.language as tl
 
 from ultraep_kernels.contract import GOLDEN_DENOMINATOR, GOLDEN_NUMERATOR
 from ultraep_kernels.device._decisions import PLANNED
-from ultraep_kernels.device.count import BLOCK_IDS, Counted, blocks_of
+from ultraep_kernels.device.count import BLOCK_IDS, Counted, blocks_of, ids_of
 from ultraep_kernels.device.launch import launch
 from ultraep_kernels.device.status import SHARE_TOO_SMALL
 
 __all__ = [
+    "AssignSizes",
     "Places",
     "assign_block",
     "changed_by",
@@ -36,13 +36,23 @@ _GOLDEN_DENOMINATOR = tl.constexpr(GOLDEN_DENOMINATOR)
 _BLOCK_EXPERTS = 4  # per program that writes places
 
 
-@dataclass(frozen=True)
-class Places:
+class Places(NamedTuple):
     """Where each expert's assignments go."""
 
     ends: torch.Tensor  # (E, R) int32: where each rank's places end
     physical: torch.Tensor  # (E, R) int32: physical expert on each rank, -1 where there is none
     stride: torch.Tensor  # (E,) int32
+
+
+class AssignSizes(NamedTuple):
+    """What ``assign_block`` is compiled for."""
+
+    num_ranks: int
+    num_masters: int
+    num_slots: int  # of a rank
+    search_steps: int  # halvings from R ranks to one
+    tile: int  # ids that all others of the block are compared with at a time
+    block: int = BLOCK_IDS
 
 
 @triton.jit
@@ -69,9 +79,7 @@ def store_places(
     experts,  # (X,) int32
     share,  # (X, R) int32
     physical,  # (X, R) int32
-    ends_ptr,
-    physical_ptr,
-    stride_ptr,
+    places,  # written
     NUM_EXPERTS: tl.constexpr,
     NUM_RANKS: tl.constexpr,
     BLOCK_RANKS: tl.constexpr,
@@ -81,20 +89,18 @@ def store_places(
     share = tl.maximum(share, 0)
     offsets = experts[:, None] * NUM_RANKS + ranks[None, :]
     mask = (experts < NUM_EXPERTS)[:, None] & (ranks < NUM_RANKS)[None, :]
-    tl.store(ends_ptr + offsets, tl.cumsum(share, axis=1), mask=mask)
-    tl.store(physical_ptr + offsets, physical, mask=mask)
+    tl.store(places.ends + offsets, tl.cumsum(share, axis=1), mask=mask)
+    tl.store(places.physical + offsets, physical, mask=mask)
     several = tl.sum((share > 0).to(tl.int32), axis=1) > 1
     stride = _strides_of(tl.where(several, tl.sum(share, axis=1), 1))
-    tl.store(stride_ptr + experts, stride, mask=experts < NUM_EXPERTS)
+    tl.store(places.stride + experts, stride, mask=experts < NUM_EXPERTS)
 
 
 @triton.jit
 def _places_kernel(
     share_ptr,  # (E, R) int32
     slot_expert_ptr,  # (R, S) int32
-    ends_ptr,
-    physical_ptr,
-    stride_ptr,
+    places,  # written
     NUM_EXPERTS: tl.constexpr,
     NUM_MASTERS: tl.constexpr,
     NUM_SLOTS: tl.constexpr,
@@ -114,71 +120,57 @@ def _places_kernel(
         held = tl.load(slot_expert_ptr + ranks * NUM_SLOTS + slot, mask=exists, other=-1)
         here = ranks * (NUM_MASTERS + NUM_SLOTS) + NUM_MASTERS + slot
         physical = tl.where(held[None, :] == experts[:, None], here[None, :], physical)
-    store_places(
-        experts,
-        share,
-        physical,
-        ends_ptr,
-        physical_ptr,
-        stride_ptr,
-        NUM_EXPERTS,
-        NUM_RANKS,
-        BLOCK_RANKS,
-    )
+    store_places(experts, share, physical, places, NUM_EXPERTS, NUM_RANKS, BLOCK_RANKS)
 
 
 @triton.jit
 def assign_block(
-    block,  # of BLOCK ids
+    block,
     is_planned,  # else every assignment goes to its master
     ids_ptr,  # (N,) int32 or int64
     before_ptr,  # (B, E + 1) int32
-    ends_ptr,  # (E, R) int32
-    physical_ptr,  # (E, R) int32
-    stride_ptr,  # (E,) int32
-    out_ptr,  # (N,) of the type of the ids
-    status_ptr,  # (1,) int32
     num_ids,
-    NUM_EXPERTS: tl.constexpr,
-    NUM_MASTERS: tl.constexpr,
-    NUM_SLOTS: tl.constexpr,
-    NUM_RANKS: tl.constexpr,
-    SEARCH_STEPS: tl.constexpr,  # halvings from R ranks to one
-    BLOCK: tl.constexpr,
-    TILE: tl.constexpr,  # ids that all others of the block are compared with at a time
+    out_ptr,  # (N,) of the type of the ids
+    places,
+    status_ptr,  # (1,) int32
+    SIZES: tl.constexpr,
 ):
     """Look up the assignments of one block of ids."""
+    BLOCK: tl.constexpr = SIZES.block
+    NUM_RANKS: tl.constexpr = SIZES.num_ranks
+    NUM_MASTERS: tl.constexpr = SIZES.num_masters
+    NUM_EXPERTS: tl.constexpr = NUM_RANKS * NUM_MASTERS
     within = tl.arange(0, BLOCK)
     offsets = block * BLOCK + within
     ids = tl.load(ids_ptr + offsets, mask=offsets < num_ids, other=-1)
     valid = (ids >= 0) & (ids < NUM_EXPERTS)
     expert = tl.where(valid, ids, -1).to(tl.int32)
-    width: tl.constexpr = NUM_MASTERS + NUM_SLOTS
+    width: tl.constexpr = NUM_MASTERS + SIZES.num_slots
     master = expert // NUM_MASTERS * width + expert % NUM_MASTERS
     target = tl.where(valid, master, -1)
     if is_planned:
         row_ptr = before_ptr + block.to(tl.int64) * (NUM_EXPERTS + 1)
         index = tl.load(row_ptr + expert, mask=valid, other=0)
-        for first in range(0, BLOCK, TILE):
-            others = first + tl.arange(0, TILE)
+        for first in range(0, BLOCK, SIZES.tile):
+            others = first + tl.arange(0, SIZES.tile)
             place = block * BLOCK + others
             other = tl.load(ids_ptr + place, mask=place < num_ids, other=-1)
             earlier = (other[:, None] == ids[None, :]) & (others[:, None] < within[None, :])
             index += tl.sum(earlier.to(tl.int32), axis=0)
         row = expert * NUM_RANKS
-        places = tl.load(ends_ptr + row + NUM_RANKS - 1, mask=valid, other=1)
-        stride = tl.load(stride_ptr + expert, mask=valid, other=1)
+        total = tl.load(places.ends + row + NUM_RANKS - 1, mask=valid, other=1)
+        stride = tl.load(places.stride + expert, mask=valid, other=1)
         # compiled to a division of 32 bits for where both fit
-        place = (index.to(tl.int64) * stride % tl.maximum(places, 1)).to(tl.int32)
+        place = (index.to(tl.int64) * stride % tl.maximum(total, 1)).to(tl.int32)
         low = tl.zeros((BLOCK,), tl.int32)  # the first rank whose places end behind this one
         high = low + (NUM_RANKS - 1)
-        for _ in tl.static_range(SEARCH_STEPS):
+        for _ in tl.static_range(SIZES.search_steps):
             middle = (low + high) // 2
-            behind = tl.load(ends_ptr + row + middle, mask=valid, other=1) > place
+            behind = tl.load(places.ends + row + middle, mask=valid, other=1) > place
             high = tl.where(behind, middle, high)
             low = tl.where(behind, low, tl.minimum(middle + 1, high))
-        physical = tl.load(physical_ptr + row + low, mask=valid, other=-1)
-        short = valid & ((index >= places) | (physical < 0))
+        physical = tl.load(places.physical + row + low, mask=valid, other=-1)
+        short = valid & ((index >= total) | (physical < 0))
         target = tl.where(short, master, physical)
         if tl.max(short.to(tl.int32), axis=0) > 0:
             tl.atomic_or(status_ptr, SHARE_TOO_SMALL)
@@ -187,46 +179,21 @@ def assign_block(
 
 @triton.jit(do_not_specialize=["num_ids"], do_not_specialize_on_alignment=["ids_ptr"])
 def _assign_kernel(
-    ends_ptr,
-    physical_ptr,
-    stride_ptr,
+    places,
     status_ptr,
-    decision_ptr,  # (1,) int32; not read without HAS_DECISION
+    decision_ptr,  # (1,) int32; None: it is planned
     ids_ptr,
     before_ptr,
-    out_ptr,
     num_ids,
-    NUM_EXPERTS: tl.constexpr,
-    NUM_MASTERS: tl.constexpr,
-    NUM_SLOTS: tl.constexpr,
-    NUM_RANKS: tl.constexpr,
-    SEARCH_STEPS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
-    HAS_DECISION: tl.constexpr,
+    out_ptr,
+    SIZES: tl.constexpr,
 ):
     block = tl.program_id(0)
     is_planned = block >= 0
-    if HAS_DECISION:
+    if decision_ptr is not None:
         is_planned = tl.load(decision_ptr) == PLANNED
     assign_block(
-        block,
-        is_planned,
-        ids_ptr,
-        before_ptr,
-        ends_ptr,
-        physical_ptr,
-        stride_ptr,
-        out_ptr,
-        status_ptr,
-        num_ids,
-        NUM_EXPERTS,
-        NUM_MASTERS,
-        NUM_SLOTS,
-        NUM_RANKS,
-        SEARCH_STEPS,
-        BLOCK,
-        TILE,
+        block, is_planned, ids_ptr, before_ptr, num_ids, out_ptr, places, status_ptr, SIZES
     )
 
 
@@ -249,9 +216,7 @@ def places_of(share: torch.Tensor, slot_expert: torch.Tensor, num_masters: int) 
         (triton.cdiv(num_experts, _BLOCK_EXPERTS),),
         share,
         slot_expert,
-        places.ends,
-        places.physical,
-        places.stride,
+        places,
         NUM_EXPERTS=num_experts,
         NUM_MASTERS=num_masters,
         NUM_SLOTS=slot_expert.shape[1],
@@ -270,14 +235,8 @@ def new_physical(topk_ids: torch.Tensor) -> torch.Tensor:
 
 def changed_by(topk_ids: torch.Tensor, counted: Counted, out: torch.Tensor) -> dict[str, Any]:
     """What ``Launches`` of a reroute take anew for other ids."""
-    ids = topk_ids.reshape(-1)
-    return {
-        "grid": (blocks_of(ids.numel()),),
-        "ids_ptr": ids,
-        "before_ptr": counted.before,
-        "out_ptr": out,
-        "num_ids": ids.numel(),
-    }
+    grid = (blocks_of(topk_ids.numel()),)
+    return {"grid": grid, "out_ptr": out, **ids_of(topk_ids, counted)}
 
 
 def reroute(
@@ -305,23 +264,13 @@ def reroute(
     num_experts, num_ranks = places.ends.shape
     out = new_physical(topk_ids) if out is None else out
     changed = changed_by(topk_ids, counted, out)
-    launch(
-        _assign_kernel,
-        changed.pop("grid"),
-        places.ends,
-        places.physical,
-        places.stride,
-        status,
-        status if decision is None else decision,
-        **changed,
-        NUM_EXPERTS=num_experts,
-        NUM_MASTERS=num_experts // num_ranks,
-        NUM_SLOTS=num_slots,
-        NUM_RANKS=num_ranks,
-        SEARCH_STEPS=(num_ranks - 1).bit_length(),
-        BLOCK=BLOCK_IDS,
-        TILE=BLOCK_IDS,
-        HAS_DECISION=decision is not None,
-        num_warps=4,
+    sizes = AssignSizes(
+        num_ranks=num_ranks,
+        num_masters=num_experts // num_ranks,
+        num_slots=num_slots,
+        search_steps=(num_ranks - 1).bit_length(),
+        tile=BLOCK_IDS,
     )
+    grid = changed.pop("grid")
+    launch(_assign_kernel, grid, places, status, decision, **changed, SIZES=sizes, num_warps=4)
     return out

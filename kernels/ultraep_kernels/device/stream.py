@@ -11,7 +11,7 @@ of experts 16-byte aligned. Every program waits only for programs before it, of 
 programs may also run one after another.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -23,15 +23,14 @@ from ultraep_kernels.device.launch import launch
 from ultraep_kernels.device.relays import Sends
 from ultraep_kernels.device.status import RELAY_TIMEOUT, SLOT_TIMEOUT, TIMEOUTS
 
-__all__ = ["StreamTables", "stream", "stream_program"]
+__all__ = ["StreamSizes", "StreamTables", "stream", "stream_program"]
 
 _BLOCK_WORDS = 4096  # of 4 bytes, per step of a copy
 _NUM_WARPS = 8
 _FLAGS_PER_LOOK = 32 * _NUM_WARPS  # one by each thread of a program that waits for a slot
 
 
-@dataclass(frozen=True)
-class StreamTables:
+class StreamTables(NamedTuple):
     """Where everything lies; all int64 on the device, addresses as mapped by this rank."""
 
     master_addresses: torch.Tensor  # (N,): this rank's N expert tensors
@@ -41,6 +40,17 @@ class StreamTables:
     chunks: torch.Tensor  # (C, 3): tensor index, offset and size in bytes
     flag_addresses: torch.Tensor  # (R,): the ranks' chunk flags, (S, max_chunks) int64 each
     max_chunks: int  # chunks of the largest layer
+
+
+class StreamSizes(NamedTuple):
+    """What ``stream_program`` is compiled for."""
+
+    num_ranks: int
+    num_masters: int
+    num_slots: int  # of a rank
+    num_programs: int  # that send, and as many that forward
+    block: int  # words of 4 bytes, per step of a copy
+    block_flags: int  # looked at together
 
 
 @triton.jit
@@ -67,72 +77,69 @@ def _copy(target, source, size, BLOCK: tl.constexpr):
 @triton.jit
 def stream_program(
     program,
-    tasks_ptr,  # (2, 1 + R * S) int32
+    sends,
     slot_expert_ptr,  # (R, S) int32
-    parents_ptr,  # (R, S) int32
-    masters_ptr,  # (N,) int64
-    pools_ptr,  # (R,) int64
-    regions_ptr,  # (N,) int64
-    expert_bytes_ptr,  # (N,) int64
-    chunks_ptr,  # (C, 3) int64
-    flags_ptr,  # (R,) int64
-    epoch_ptr,  # (2,) int64
-    status_ptr,  # (1,) int32
-    decision_ptr,  # (1,) int32; this and what follows are not read without HAS_WAIT
-    reported_ptr,  # (1,) int32 of the host
+    tables,
     rank,
+    epoch_ptr,  # (1,) int64
+    status_ptr,  # (1,) int32
+    decision_ptr,  # (1,) int32, or None: slots are not awaited
+    reported_ptr,  # (1,) int32 of the host; not with slots that are not awaited
     num_chunks,
-    max_chunks,
     patience_ns,
-    NUM_RANKS: tl.constexpr,
-    NUM_MASTERS: tl.constexpr,
-    NUM_SLOTS: tl.constexpr,
-    NUM_PROGRAMS: tl.constexpr,  # that send, and as many that forward
-    BLOCK: tl.constexpr,
-    BLOCK_FLAGS: tl.constexpr,
-    HAS_WAIT: tl.constexpr,
+    SIZES: tl.constexpr,
 ):
-    """One program's part; of 2 * NUM_PROGRAMS, and with HAS_WAIT of one more for each own slot."""
+    """One program's part; of twice those that send, and of one more for each slot awaited."""
+    NUM_RANKS: tl.constexpr = SIZES.num_ranks
+    NUM_SLOTS: tl.constexpr = SIZES.num_slots
+    NUM_PROGRAMS: tl.constexpr = SIZES.num_programs
+    max_chunks = tables.max_chunks
     epoch = tl.load(epoch_ptr)
     if program < 2 * NUM_PROGRAMS:
         if NUM_PROGRAMS > 0:
             is_relay = program >= NUM_PROGRAMS
-            row_ptr = tasks_ptr + is_relay.to(tl.int32) * (NUM_RANKS * NUM_SLOTS + 1)
+            row_ptr = sends.tasks + is_relay.to(tl.int32) * (NUM_RANKS * NUM_SLOTS + 1)
             num_sends = tl.load(row_ptr)
             for task in range(program % NUM_PROGRAMS, num_sends * num_chunks, NUM_PROGRAMS):
                 chunk = task // num_sends  # all targets proceed at the same pace
                 place = tl.load(row_ptr + 1 + task % num_sends)
                 expert = tl.load(slot_expert_ptr + place)
-                tensor = tl.load(chunks_ptr + chunk * 3)
-                offset = tl.load(chunks_ptr + chunk * 3 + 1)
-                size = tl.load(chunks_ptr + chunk * 3 + 2)
-                stride = tl.load(expert_bytes_ptr + tensor)
-                region = tl.load(regions_ptr + tensor)
+                tensor = tl.load(tables.chunks + chunk * 3)
+                offset = tl.load(tables.chunks + chunk * 3 + 1)
+                size = tl.load(tables.chunks + chunk * 3 + 2)
+                stride = tl.load(tables.expert_bytes + tensor)
+                region = tl.load(tables.region_offsets + tensor)
                 arrived = epoch == epoch
                 if is_relay:
-                    own = tl.load(parents_ptr + place) % NUM_SLOTS
-                    flag = tl.load(flags_ptr + rank) + (own * max_chunks + chunk) * 8
+                    own = tl.load(sends.parents + place) % NUM_SLOTS
+                    flag = tl.load(tables.flag_addresses + rank) + (own * max_chunks + chunk) * 8
                     arrived = wait(flag, epoch, patience_ns, status_ptr, RELAY_TIMEOUT)
-                    source = tl.load(pools_ptr + rank) + region + own * stride
+                    source = tl.load(tables.pool_addresses + rank) + region + own * stride
                 else:
-                    source = tl.load(masters_ptr + tensor) + (expert - rank * NUM_MASTERS) * stride
+                    source = (
+                        tl.load(tables.master_addresses + tensor)
+                        + (expert - rank * SIZES.num_masters) * stride
+                    )
                 if arrived:
                     peer = place // NUM_SLOTS
                     slot = place % NUM_SLOTS
-                    target = tl.load(pools_ptr + peer) + region + slot * stride
-                    _copy(target + offset, source + offset, size, BLOCK)
-                    post(tl.load(flags_ptr + peer) + (slot * max_chunks + chunk) * 8, epoch)
-    elif HAS_WAIT:
+                    target = tl.load(tables.pool_addresses + peer) + region + slot * stride
+                    _copy(target + offset, source + offset, size, SIZES.block)
+                    post(
+                        tl.load(tables.flag_addresses + peer) + (slot * max_chunks + chunk) * 8,
+                        epoch,
+                    )
+    elif decision_ptr is not None:
         awaited = program - 2 * NUM_PROGRAMS  # of this rank's slots
         is_planned = (tl.load(decision_ptr) == PLANNED) & (awaited < NUM_SLOTS)
         if tl.load(slot_expert_ptr + rank * NUM_SLOTS + awaited, mask=is_planned, other=-1) >= 0:
-            first = tl.load(flags_ptr + rank) + awaited * max_chunks * 8
+            first = tl.load(tables.flag_addresses + rank) + awaited * max_chunks * 8
             since = clock()
             looks = epoch * 0
             missing = tl.full((), 0, tl.int32)
             status = tl.atomic_or(status_ptr, 0, sem="relaxed")
-            for start in range(0, num_chunks, BLOCK_FLAGS):
-                chunks = start + tl.arange(0, BLOCK_FLAGS)
+            for start in range(0, num_chunks, SIZES.block_flags):
+                chunks = start + tl.arange(0, SIZES.block_flags)
                 missing = missing * 0 + 1
                 while (missing > 0) & ((status & TIMEOUTS) == 0):
                     flags = read_flags(first + chunks * 8, chunks < num_chunks)
@@ -150,59 +157,33 @@ def stream_program(
             tl.store(reported_ptr, status)
 
 
-@triton.jit(do_not_specialize=["num_chunks", "max_chunks", "patience_ns"])
+@triton.jit(do_not_specialize=["rank", "num_chunks", "patience_ns"])
 def _stream_kernel(
-    tasks_ptr,
+    sends,
     slot_expert_ptr,
-    parents_ptr,
-    masters_ptr,
-    pools_ptr,
-    regions_ptr,
-    expert_bytes_ptr,
-    chunks_ptr,
-    flags_ptr,
+    tables,
+    rank,
     epoch_ptr,
     status_ptr,
     decision_ptr,
     reported_ptr,
-    rank,
     num_chunks,
-    max_chunks,
     patience_ns: tl.int64,
-    NUM_RANKS: tl.constexpr,
-    NUM_MASTERS: tl.constexpr,
-    NUM_SLOTS: tl.constexpr,
-    NUM_PROGRAMS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_FLAGS: tl.constexpr,
-    HAS_WAIT: tl.constexpr,
+    SIZES: tl.constexpr,
 ):
     stream_program(
         tl.program_id(0),
-        tasks_ptr,
+        sends,
         slot_expert_ptr,
-        parents_ptr,
-        masters_ptr,
-        pools_ptr,
-        regions_ptr,
-        expert_bytes_ptr,
-        chunks_ptr,
-        flags_ptr,
+        tables,
+        rank,
         epoch_ptr,
         status_ptr,
         decision_ptr,
         reported_ptr,
-        rank,
         num_chunks,
-        max_chunks,
         patience_ns,
-        NUM_RANKS,
-        NUM_MASTERS,
-        NUM_SLOTS,
-        NUM_PROGRAMS,
-        BLOCK,
-        BLOCK_FLAGS,
-        HAS_WAIT,
+        SIZES,
     )
 
 
@@ -239,34 +220,28 @@ def stream(
             given up, until now, is written there.
     """
     num_ranks, num_slots = slot_expert.shape
-    senders = num_programs if num_slots else 0
-    has_wait = decision is not None
+    sizes = StreamSizes(
+        num_ranks=num_ranks,
+        num_masters=num_masters,
+        num_slots=num_slots,
+        num_programs=num_programs if num_slots else 0,
+        block=_BLOCK_WORDS,
+        block_flags=_FLAGS_PER_LOOK,
+    )
+    waits = 0 if decision is None else max(1, num_slots)
     launch(
         _stream_kernel,
-        (2 * senders + (max(1, num_slots) if has_wait else 0),),
-        sends.tasks,
+        (2 * sizes.num_programs + waits,),
+        sends,
         slot_expert,
-        sends.parents,
-        tables.master_addresses,
-        tables.pool_addresses,
-        tables.region_offsets,
-        tables.expert_bytes,
-        tables.chunks,
-        tables.flag_addresses,
+        tables,
+        rank,
         epoch,
         status,
-        status if decision is None else decision,
-        status if reported is None else reported,
-        rank,
+        decision,
+        reported,
         tables.chunks.shape[0],
-        tables.max_chunks,
         patience_ns,
-        NUM_RANKS=num_ranks,
-        NUM_MASTERS=num_masters,
-        NUM_SLOTS=num_slots,
-        NUM_PROGRAMS=senders,
-        BLOCK=_BLOCK_WORDS,
-        BLOCK_FLAGS=_FLAGS_PER_LOOK,
-        HAS_WAIT=has_wait,
+        SIZES=sizes,
         num_warps=_NUM_WARPS,
     )

@@ -7,9 +7,9 @@ import torch
 from numpy.typing import NDArray
 from ultraep_kernels.device.plan import plan
 
-from ultraep_serve.balance.backend import GroupSetup, LayerSlots, PolicySource
+from ultraep_serve.balance.backend import GroupSetup, LayerSlots, PolicySource, row_width
 from ultraep_serve.balance.collectives import DeviceAllGather, HostAllGather
-from ultraep_serve.balance.cuda.balancer import DeviceBalancer, device_row_width, require_offered
+from ultraep_serve.balance.cuda.balancer import DeviceBalancer, require_offered
 from ultraep_serve.balance.cuda.driver import Driver
 from ultraep_serve.balance.cuda.fabric import DeviceFabric, Limits
 from ultraep_serve.balance.cuda.rendezvous import GatherRendezvous, Rendezvous, SocketRendezvous
@@ -19,6 +19,7 @@ from ultraep_serve.costs.calibration import LineFit, Probes, agreed_costs, probe
 from ultraep_serve.costs.hardware import BASE_SECONDS, HARDWARE, Efficiency
 from ultraep_serve.costs.model import CostModel
 from ultraep_serve.telemetry.recorder import Recorder
+from ultraep_serve.telemetry.run_files import RunFiles
 
 __all__ = ["DeviceBackend", "table_costs"]
 
@@ -50,7 +51,7 @@ class DeviceBackend:
     def connect(self) -> None:
         setup, location = self._setup, self._setup.location
         limits = Limits(
-            row_width=device_row_width(setup.shape.num_logical_experts, setup.view),
+            row_width=row_width(setup.shape.num_logical_experts, setup.view),
             max_chunks=max(layer.chunks.shape[0] for layer in self._layers),
             patience_ns=round(setup.config.timeout_seconds * 1e9),
             num_programs=_num_programs(self._device),
@@ -82,7 +83,7 @@ class DeviceBackend:
             return GatherRendezvous(
                 position, lambda mine: ranks.gather_bytes(mine)[domain.start : domain.stop]
             )
-        path = setup.config.run_path / f"domain-{domain.start}"
+        path = RunFiles(setup.config.run_path).domain(domain.start)
         path.mkdir(mode=0o700, exist_ok=True)
         return SocketRendezvous(path, position, location.domain_size, setup.connect_seconds)
 

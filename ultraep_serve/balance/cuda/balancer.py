@@ -36,7 +36,7 @@ from ultraep_kernels.device.reroute import changed_by, new_physical, reroute
 from ultraep_kernels.device.speeds import choose_speeds
 from ultraep_kernels.host.relays import relay_parents
 
-from ultraep_serve.balance.backend import GroupSetup, LayerSlots, PolicySource
+from ultraep_serve.balance.backend import GroupSetup, LayerSlots, PolicySource, row_width
 from ultraep_serve.balance.cuda.fabric import DeviceFabric
 from ultraep_serve.balance.cuda.recording import Lap, Ledger, Note, Page, Unnoted, is_capturing
 from ultraep_serve.balance.cuda.side_stream import SideStream, side_stream
@@ -51,17 +51,12 @@ from ultraep_serve.types import Decision, ExpertShape, Policy, Stage, TokenView
 if TYPE_CHECKING:
     from ultraep_serve.config import BalanceConfig
 
-__all__ = ["DeviceBalancer", "device_row_width", "require_offered"]
+__all__ = ["DeviceBalancer", "require_offered"]
 
 logger = logging.getLogger(__name__)
 
 _LARGEST = np.iinfo(np.int32).max
 _RECORDS_AT_ONCE = 4  # written when the host comes by
-
-
-def device_row_width(num_logical_experts: int, view: TokenView) -> int:
-    """int32 that a rank contributes to an exchange; loads travel only where they differ."""
-    return HEADER_WIDTH + (num_logical_experts if view is TokenView.OWN else 0)
 
 
 def require_offered(config: "BalanceConfig") -> None:
@@ -136,7 +131,7 @@ class DeviceBalancer:
             0, experts, device, None if is_own else self._shared[0], has_load=is_own
         )
         self._counts_of: dict[int, CountBuffers] = {}  # as many ids; graphs keep them
-        width = device_row_width(experts, setup.view)
+        width = row_width(experts, setup.view)
         self._rows = torch.zeros((ranks, width), dtype=torch.int32, device=device)  # of the domain
         self._gathered = self._rows  # of all ranks
         self._decision = torch.zeros(1, dtype=torch.int32, device=device)  # of the layer before
@@ -387,6 +382,7 @@ class DeviceBalancer:
             begins=begins,
             inboxes=self._fabric.inboxes,
             rows=self._rows,
+            patience_ns=self._fabric.patience_ns,
         )
 
     def _choose_speeds(self) -> None:

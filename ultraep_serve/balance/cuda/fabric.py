@@ -100,7 +100,7 @@ class DeviceFabric:
         self.domain = domain_of(rank, num_ranks, domain_size)
         self._all_gather_rows = all_gather
         self.limits = limits
-        self._patience_ns = limits.patience_ns  # of the waits that are launched now
+        self.patience_ns = limits.patience_ns  # of the waits that are launched now
         self.epoch = new_epoch(driver.device)
         self.status = new_status(driver.device)
         # the status of a wait that was given up, which a kernel writes; to be looked at at any time
@@ -141,7 +141,7 @@ class DeviceFabric:
         its slots of the epoch before.
         """
         position = self.rank - self.domain.start
-        return Inboxes(self._inboxes, position, self.epoch, self.status, self._patience_ns)
+        return Inboxes(self._inboxes, position, self.epoch, self.status)
 
     def gather(self, row: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """(R, W) int32 of all ranks, for this rank's ``row`` and the ``rows`` of its domain."""
@@ -151,7 +151,7 @@ class DeviceFabric:
         """All ranks' rows (R, W) int32 for this rank's ``row`` (W,), by a launch of its own."""
         if row.shape != (self.limits.row_width,) or row.dtype != torch.int32:
             raise ValueError(f"{row.shape = } must be ({self.limits.row_width},) int32")
-        return self.gather(row, exchange(row, self.inboxes))
+        return self.gather(row, exchange(row, self.inboxes, self.patience_ns))
 
     def sends(self, slot_expert: torch.Tensor, num_masters: int, relay: str) -> Sends:
         """What this rank sends for ``slot_expert`` (R, S); ``relay`` is ``auto``, ``always`` or
@@ -182,7 +182,7 @@ class DeviceFabric:
             self.rank,
             self.epoch if epoch is None else epoch,
             self.status,
-            self._patience_ns,
+            self.patience_ns,
             self.limits.num_programs,
             decision=decision,
             reported=self.reported,
@@ -201,7 +201,7 @@ class DeviceFabric:
             counted,
             physical,
             layer,
-            self._patience_ns,
+            self.patience_ns,
             self.limits.num_programs,
             self.reported,
         )
@@ -212,7 +212,7 @@ class DeviceFabric:
         Times are whole multiples of what ``limits`` say, which is the least: 0 goes back to that.
         """
         patience = self.limits.patience_ns
-        self._patience_ns = patience * max(1, -(-round(seconds * 1e9) // patience))
+        self.patience_ns = patience * max(1, -(-round(seconds * 1e9) // patience))
 
     def check_peers(self, look: bool = True) -> None:
         """Raise PeerTimeoutError if a kernel has written to ``reported``.

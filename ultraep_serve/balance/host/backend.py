@@ -9,9 +9,9 @@ from ultraep_kernels.host.count import count
 from ultraep_kernels.host.relays import relay_parents
 from ultraep_kernels.host.reroute import reroute
 
-from ultraep_serve.balance.backend import GroupSetup, LayerSlots, PolicySource
+from ultraep_serve.balance.backend import GroupSetup, LayerSlots, PolicySource, row_width
 from ultraep_serve.balance.collectives import HostAllGather
-from ultraep_serve.balance.host.balancer import HostBalancer, row_width
+from ultraep_serve.balance.host.balancer import HostBalancer
 from ultraep_serve.balance.host.fabric import HostFabric
 from ultraep_serve.balance.host.slots import HostSlotPool
 from ultraep_serve.costs.calibration import Probes, agreed_costs, probe_loads

@@ -55,17 +55,12 @@ from ultraep_serve.types import (
     TokenView,
 )
 
-__all__ = ["HostBalancer", "row_width"]
+__all__ = ["HostBalancer"]
 
 logger = logging.getLogger(__name__)
 
 _ONE_EXPERT = Transfer(busiest_sender=1, busiest_receiver=1)  # the least a plan can move
 _MILLION = 10**6
-
-
-def row_width(num_logical_experts: int, view: TokenView) -> int:
-    """int64 that a rank contributes to an exchange; loads travel only where they differ."""
-    return HEADER_WIDTH + (num_logical_experts if view is TokenView.OWN else 0)
 
 
 class HostBalancer:

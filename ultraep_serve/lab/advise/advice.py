@@ -267,13 +267,7 @@ def prefill_batches(
         TraceError: the file cannot be read, has no prefill, or no whole batch of it.
         ConfigError: it is of a model with other experts, experts per token or layers.
     """
-    trace = prefill_trace(path, shape)
-    if isinstance(trace, Trace) and batch_tokens is None:
-        raise ConfigError(
-            "a trace of tokens needs --batch-tokens, the tokens of one prefill batch over all "
-            "ranks (8192, say)"
-        )
-    return batches(trace, batch_tokens, num_ranks)
+    return batches(prefill_trace(path, shape), batch_tokens, num_ranks)
 
 
 def prefill_trace(path: Path, shape: ModelShape) -> Trace | LoadTrace:

@@ -147,9 +147,9 @@ def advice_document(advice: Advice, source: str, hardware: str) -> dict[str, Any
     seconds = sum(off.seconds) / len(off.seconds)
     names = sorted({outcome.policy for outcome in advice.outcomes if outcome.policy in FROM_PAST})
     optimism = [
-        f"{' and '.join(names)} are planned anew before every batch from the {HISTORY_BATCHES} "
-        "before it and move weights at no cost, which is optimistic: deployments do so every "
-        "thousand steps"
+        f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} planned anew before every "
+        f"batch from the {HISTORY_BATCHES} before it, and moving weights costs nothing, which is "
+        "optimistic: deployments do so every thousand steps"
     ]
     return {
         **_head(advice.setting, source, hardware, advice.batch_tokens, now, seconds),

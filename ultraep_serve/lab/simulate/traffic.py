@@ -13,7 +13,7 @@ recorded   A batch is sequences (of a trace of loads: batches), drawn with repla
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
 
@@ -87,7 +87,7 @@ class Synthetic:
         pools = {}
         for value in imbalances or IMBALANCES:
             try:
-                layers = popularities(replace(workload, imbalance=value, num_layers=POOL))
+                layers = popularities(workload.replace(imbalance=value, num_layers=POOL))
                 pools[value] = np.stack(layers)
             except TraceError:
                 if imbalances or not pools:
