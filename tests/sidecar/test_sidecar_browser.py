@@ -14,7 +14,7 @@ import httpx
 import pytest
 import uvicorn
 
-from tests.support.rings import SyntheticRun, Traffic
+from tests.support.rings import SyntheticRun, SyntheticTraffic
 from tests.support.sidecar_runs import TOKEN
 from ultraep_serve.sidecar import routes_balance
 from ultraep_serve.sidecar.app import AppOptions, create_app
@@ -58,7 +58,7 @@ def browser(driver: Any, url: str) -> Iterator[Any]:
 
 @pytest.fixture
 def run(run_path: Path) -> Iterator[SyntheticRun]:
-    made = SyntheticRun(run_path, SHAPE, num_layers=6, traffic=Traffic(balanced_share=0.0))
+    made = SyntheticRun(run_path, SHAPE, num_layers=6, traffic=SyntheticTraffic(balanced_share=0.0))
     yield made
     with contextlib.suppress(ValueError):
         made.close()

@@ -18,11 +18,11 @@ from ultraep_serve import __version__
 from ultraep_serve.sidecar.access import KnownNames, wrong_values
 from ultraep_serve.sidecar.answers import AnswerCache, Budget
 from ultraep_serve.sidecar.health import Overview
-from ultraep_serve.sidecar.metrics import BalanceCollector, DetailCollector
+from ultraep_serve.sidecar.metrics import StoreCollector, detailed_metrics, usual_metrics
 from ultraep_serve.sidecar.routes_balance import balance_routes, live_routes
+from ultraep_serve.sidecar.routes_capture import capture_routes
 from ultraep_serve.sidecar.routes_control import Switches, control_routes
 from ultraep_serve.sidecar.routes_operate import Access, operate_routes
-from ultraep_serve.sidecar.routes_record import record_routes
 from ultraep_serve.sidecar.statistics.snapshot import BalanceSnapshot
 from ultraep_serve.sidecar.statistics.summary import Heatmap, PolicyComparison
 from ultraep_serve.sidecar.statistics.timeline import History
@@ -99,7 +99,7 @@ def create_app(
         live_routes(store, answers, operations, options.event_seconds),
         balance_routes(store, answers),
         control_routes(Switches(store, run_dir, allow_ideal), token),
-        record_routes(run_dir, token),
+        capture_routes(run_dir, token),
     )
     for router in routers:  # include_router would build the schemas of all answers again
         app.router.routes.extend(router.routes)
@@ -142,9 +142,9 @@ async def _polling(store: RunStore, options: AppOptions) -> AsyncIterator[None]:
 def _registries(store: RunStore) -> tuple[CollectorRegistry, CollectorRegistry]:
     """One with the usual metrics, and one that also has those with many series."""
     usual, detailed = CollectorRegistry(), CollectorRegistry()
-    usual.register(BalanceCollector(store))
-    detailed.register(BalanceCollector(store))
-    detailed.register(DetailCollector(store))
+    usual.register(StoreCollector(store, usual_metrics))
+    for make in (usual_metrics, detailed_metrics):
+        detailed.register(StoreCollector(store, make))
     return usual, detailed
 
 

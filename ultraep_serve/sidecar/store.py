@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from ultraep_serve.balance.topology import Location
 from ultraep_serve.errors import ControlError
 from ultraep_serve.sidecar.follower import PrimaryRanks, RingFollower, WallClock, merged
-from ultraep_serve.sidecar.health import RankList, Readiness, problem, rank_health
+from ultraep_serve.sidecar.health import RankList, ReadinessRead, problem, rank_health
 from ultraep_serve.sidecar.statistics.batches import count_batches
 from ultraep_serve.sidecar.statistics.selection import RecordSelection
 from ultraep_serve.sidecar.statistics.snapshot import BalanceSnapshot, RankView
@@ -101,7 +101,7 @@ class RunStore:
         self._reuse_seconds = reuse_seconds
         self._polls = 0  # begun so far
         self._polled_at = float("-inf")  # monotonic
-        self._ready = Readiness({"run": "the rings were not read yet"}, "", time.monotonic())
+        self._ready = ReadinessRead({"run": "the rings were not read yet"}, "", time.monotonic())
         self._lock = threading.RLock()
 
     def poll(self) -> None:
@@ -122,14 +122,14 @@ class RunStore:
             self._control = self._read_control() if is_first else ControlState()
             if location is None or os.path.lexists(self._files.settings):
                 self._config = self._files.config()
-            self._ready = Readiness(self.problems(), self._unbalanced, now)
+            self._ready = ReadinessRead(self.problems(), self._unbalanced, now)
 
-    def readiness(self) -> Readiness:
+    def readiness(self) -> ReadinessRead:
         """Now; as at the last poll while another thread reads or computes: nobody waits for it."""
         if self._lock.acquire(blocking=False):
             try:
                 self.poll()
-                return Readiness(self.problems(), self._unbalanced, time.monotonic())
+                return ReadinessRead(self.problems(), self._unbalanced, time.monotonic())
             finally:
                 self._lock.release()
         last = self._ready
