@@ -30,7 +30,7 @@ SCHEMA_VERSION = 2  # of the answers
 
 
 @cache  # building one takes milliseconds
-def _adapter(answer_type: type) -> "TypeAdapter[Any]":
+def _adapter(answer_type: Any) -> "TypeAdapter[Any]":
     from pydantic import TypeAdapter  # figures alone do without it
 
     return TypeAdapter(answer_type)
