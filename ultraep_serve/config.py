@@ -2,7 +2,7 @@
 
 ``BalanceConfig`` is the schema of all settings: from it come the launcher's flags and their help,
 the JSON that an engine is given (in the variable ``ULTRAEP_CONFIG``, or in a setting of its own),
-files of settings, the errors, and the table in ``docs/reference.md``.
+files of settings, the errors, and the table in ``docs/settings.md``.
 """
 
 import argparse

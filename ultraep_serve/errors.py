@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 __all__ = [
+    "POLICY_OFF",
     "SERVE_UNBALANCED",
     "BenchError",
     "ConfigError",
@@ -44,9 +45,9 @@ __all__ = [
     "understood",
 ]
 
-SERVE_UNBALANCED = (
-    "or set on_unsupported to off to serve without balancing"  # the remedy that always works
-)
+# The remedies that always work: once an engine is being started, and before.
+SERVE_UNBALANCED = "set on_unsupported to off to serve without balancing"
+POLICY_OFF = "serve with --policy off"
 
 
 class UltraEPError(Exception):
@@ -58,10 +59,22 @@ class ConfigError(UltraEPError, ValueError):
 
 
 class UnsupportedError(UltraEPError):
-    """This engine, model or layer cannot be balanced; the message names the remedy.
+    """This engine, model or layer cannot be balanced; the message ends with a remedy.
 
-    With ``on_unsupported`` set to off the engine serves without balancing instead.
+    ``problem`` may name one of its own after a semicolon. ``otherwise`` follows it: by default that
+    is ``on_unsupported``, with which the engine serves without balancing instead; it is empty where
+    nothing else helps.
     """
+
+    def __init__(self, problem: str, *, otherwise: str = SERVE_UNBALANCED) -> None:
+        super().__init__(problem)
+        self.problem, self.otherwise = problem, otherwise
+
+    def __str__(self) -> str:
+        """The whole message."""
+        if not self.otherwise:
+            return self.problem
+        return self.problem + (", or " if "; " in self.problem else "; ") + self.otherwise
 
 
 class DeviceError(UltraEPError):

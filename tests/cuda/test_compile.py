@@ -20,6 +20,7 @@ KERNELS = {
 }
 
 
+@pytest.mark.compiler
 def test_every_kernel_compiles_and_spills_nothing(tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="the kernels are written in Triton")
     path = tmp_path / "compiled.json"

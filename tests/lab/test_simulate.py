@@ -23,7 +23,7 @@ from ultraep_serve.lab.simulate import layer as simulated_layer
 from ultraep_serve.lab.simulate import simulation
 from ultraep_serve.lab.simulate.layer import FIGURES, GroupMachine, Variant, follow, judge
 from ultraep_serve.lab.simulate.simulation import Fleet, draw_machine
-from ultraep_serve.lab.simulate.traffic import Recorded, Synthetic, Traffic, pieces_of
+from ultraep_serve.lab.simulate.traffic import Captured, SimulatedTraffic, Synthetic, pieces_of
 from ultraep_serve.lab.store import save_trace
 from ultraep_serve.lab.trace import LoadTrace, Trace, spread
 from ultraep_serve.lab.workloads import KINDS, Kind, Workload, make_trace
@@ -55,11 +55,11 @@ def made_up(num_ranks: int, kind: Kind = "switch", assignments: int = 1 << 16) -
     return Synthetic.made(workload, imbalances, 5, assignments)
 
 
-def recorded() -> Recorded:
+def recorded() -> Captured:
     """A trace of 20 sequences, and one of loads."""
     tokens = make_trace(workload_of("zipf", 4, num_tokens=5000, num_layers=5, imbalance=1.5))
     loads = np.random.default_rng(0).integers(0, 99, (7, 5, 4, EXPERTS), np.int32)
-    return Recorded.drawn([pieces_of(tokens), pieces_of(LoadTrace(loads))], 1 << 16, 2)
+    return Captured.drawn([pieces_of(tokens), pieces_of(LoadTrace(loads))], 1 << 16, 2)
 
 
 @st.composite
@@ -81,7 +81,7 @@ def cases(draw: st.DrawFn) -> tuple[Variant, GroupMachine, np.ndarray]:
         dead_links=draw(chance),
     )
     rng = np.random.default_rng(draw(st.integers(0, 1 << 32)))
-    traffic: Traffic = draw(st.sampled_from([recorded, lambda: made_up(num_ranks)]))()
+    traffic: SimulatedTraffic = draw(st.sampled_from([recorded, lambda: made_up(num_ranks)]))()
     layer = np.array([draw(st.integers(0, 4))])
     (loads,) = spread(traffic.of_group(rng).expert_loads(draw(st.integers(0, 9)), layer), num_ranks)
     return chosen, draw_machine(fleet, num_ranks, rng), loads
@@ -139,7 +139,7 @@ def test_recorded_loads_are_whole_sequences() -> None:
     ids[:, 0, 0] = (0, 0, 1, 2, 2, 2)
     pieces = pieces_of(Trace(ids, np.array([2, 1, 0, 3]), 3))
     assert pieces.tolist() == [[[2, 0, 0]], [[0, 1, 0]], [[0, 0, 3]]]
-    own = Recorded.drawn([pieces], 8, 1).of_group(np.random.default_rng(0))  # 4 of 2 tokens each
+    own = Captured.drawn([pieces], 8, 1).of_group(np.random.default_rng(0))  # 4 of 2 tokens each
     for batch in range(20):
         (loads,) = own.expert_loads(batch, np.array([0]))
         assert loads[0] // 2 + loads[1] + loads[2] // 3 == 4

@@ -1,6 +1,6 @@
-"""The tables of docs/reference.md, made from the code that they describe.
+"""The tables of docs/ that are made from the code that they describe.
 
-    python -m tests.support.reference_page     # brings the page up to date
+    python -m tests.support.reference_page     # brings the pages up to date
 
 A table stands between ``<!-- NAME -->`` and ``<!-- end -->``.
 """
@@ -20,9 +20,11 @@ from ultraep_serve.system.settings import flag_of, range_of
 from ultraep_serve.system.versions import PACKAGES
 from ultraep_serve.types import ExpertShape, Policy
 
-__all__ = ["PAGE", "TABLES", "help_text", "table", "table_in", "with_table"]
+__all__ = ["DOCS", "TABLES", "help_text", "table", "table_in", "with_table"]
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+# an argument, two spaces or a line's end, and its text
+_HELP_LINE = re.compile(r"^  (?! )(\S+(?: \S+)*)(?:  +|\n {6,})(\S.*)$", re.MULTILINE)
 
 
 def help_text(*command: str) -> str:
@@ -56,6 +58,18 @@ def _place(name: str) -> re.Pattern[str]:
 def _commands() -> str:
     listed = re.findall(r"^    (\S+)\s+(\S.*)$", help_text(), re.MULTILINE)
     return table(("command", ""), ((_code(name), text) for name, text in listed))
+
+
+def _flags(*command: str) -> str:
+    """Every argument of a command, as its help says."""
+    rows = []
+    for words, text in _HELP_LINE.findall(help_text(*command)):
+        flag = words.split(", ")[0]  # without other spellings of the same
+        if flag != "-h":
+            text, _, default = " ".join(text.split()).partition(" (default: ")
+            rows.append((_code(flag), default.removesuffix(")"), text))
+    escaped = [tuple(cell.replace("|", "\\|") for cell in row) for row in rows]
+    return table(("flag", "default", ""), escaped)
 
 
 def _settings(settings: type[BalanceConfig] | type[SidecarSettings], prefix: str = "") -> str:
@@ -193,24 +207,38 @@ def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-TABLES: Mapping[str, Callable[[], str]] = {
-    "commands": _commands,
-    "settings": lambda: _settings(BalanceConfig),
-    "sidecar-settings": lambda: _settings(SidecarSettings, "sidecar-"),
-    "policies": _policies,
-    "versions": _versions,
-    "endpoints": _endpoints,
-    "metrics": lambda: _metrics(detail=False),
-    "metrics-detail": lambda: _metrics(detail=True),
+def _flags_of(*command: str) -> Callable[[], str]:
+    return lambda: _flags(*command)
+
+
+_LAB = ("demo", "record", "replay", "advise", "simulate", "make-trace")
+TABLES: Mapping[str, tuple[Path, Callable[[], str]]] = {
+    "commands": (DOCS / "commands" / "index.md", _commands),
+    **{
+        f"flags-{name}": (DOCS / "commands" / f"{name}.md", _flags_of(name))
+        for name in ("sidecar", "status", "doctor", *_LAB)
+    },
+    **{
+        f"flags-bench-{kind}": (DOCS / "commands" / "bench.md", _flags_of("bench", kind))
+        for kind in ("prefill", "load")
+    },
+    "settings": (DOCS / "settings.md", lambda: _settings(BalanceConfig)),
+    "sidecar-settings": (
+        DOCS / "settings.md",
+        lambda: _settings(SidecarSettings, "sidecar-"),
+    ),
+    "policies": (DOCS / "settings.md", _policies),
+    "versions": (DOCS / "engines.md", _versions),
+    "endpoints": (DOCS / "http.md", _endpoints),
+    "metrics": (DOCS / "http.md", lambda: _metrics(detail=False)),
+    "metrics-detail": (DOCS / "http.md", lambda: _metrics(detail=True)),
 }
 
 
 def main() -> None:
-    """Write every table into the page."""
-    page = PAGE.read_text()
-    for name, make in TABLES.items():
-        page = with_table(page, name, make())
-    PAGE.write_text(page)
+    """Write every table into its page."""
+    for name, (page, make) in TABLES.items():
+        page.write_text(with_table(page.read_text(), name, make()))
 
 
 if __name__ == "__main__":

@@ -81,7 +81,7 @@ def check_command(subject: Subject) -> list[Finding]:
 def _check_version(installed: Installed) -> Finding:
     package = installed.package
     if not installed.is_verified:
-        remedy = f"install {package.requirement}, {SERVE_UNBALANCED}"
+        remedy = f"install {package.requirement}, or {SERVE_UNBALANCED}"
         return error("engine", str(installed), remedy)
     if package is VLLM:
         seen = f"{installed}; it is built for GPUs, never balanced on one yet"

@@ -95,7 +95,7 @@ class LoadTrace:
 
     @property
     def num_batches(self) -> int:
-        """Recorded batches."""
+        """Captured batches."""
         return int(self.loads.shape[0])
 
     @property
@@ -240,9 +240,9 @@ def count_loads(topk_ids: Integers, num_ranks: int, num_experts: int) -> IntArra
     return _as_loads(loads)
 
 
-def spread(recorded: Integers, num_ranks: int) -> NDArray[np.int64]:
+def spread(captured: Integers, num_ranks: int) -> NDArray[np.int64]:
     """Loads (layers, E) or (layers, Q, E) -> (layers, R, E), merged or split evenly."""
-    loads = recorded.astype(np.int64)
+    loads = captured.astype(np.int64)
     if loads.ndim == 2:
         loads = loads[:, None]
     num_layers, num_sources, num_experts = loads.shape

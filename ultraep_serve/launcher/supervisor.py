@@ -80,7 +80,7 @@ def supervise(engine: EngineCommand, config: BalanceConfig, sidecar: list[str] |
             for child in reversed(children):
                 stop_child(child)
     if watch.problem:
-        raise UnsupportedError(watch.problem)
+        raise UnsupportedError(watch.problem, otherwise="")
     if lost and not signals.received:
         raise EngineEndedError(lost)
     if code == 0 and config.policy is not Policy.OFF and not signals.received:

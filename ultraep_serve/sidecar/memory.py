@@ -4,27 +4,18 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ultraep_serve.telemetry.schema import RecordArray, RingHeader, record_dtype
-from ultraep_serve.types import Decision, ExpertShape, Stage
+from ultraep_serve.telemetry.record import RecordArray, aligned_dtype, record_dtype
+from ultraep_serve.telemetry.schema import RingHeader
+from ultraep_serve.types import Decision, ExpertShape
 
 __all__ = ["OWN_DTYPE", "RecordWindow", "SkippedHistory", "most_records"]
 
 _MAX_BYTES = 64 << 20  # of records of all ranks; fewer are held where they are large
 # What is kept of every rank's records; loads and slots are kept of the primary rank's only.
-OWN_DTYPE = np.dtype(
-    [
-        ("seq", "<u8"),
-        ("batch", "<u8"),
-        ("time_ns", "<u8"),
-        ("bytes_sent", "<u8"),
-        ("bytes_received", "<u8"),
-        ("stage_ns", "<u8", (len(Stage),)),
-        ("layer", "<i4"),
-        ("decision", "u1"),
-        ("policy", "u1"),
-    ],
-    align=True,  # sums are three times as fast
-)
+OWN_DTYPE = aligned_dtype(
+    "seq", "batch", "time_ns", "bytes_sent", "bytes_received", "stage_ns", "layer", "decision",
+    "policy",
+)  # fmt: skip
 
 
 def most_records(shape: ExpertShape, max_records: int) -> int:

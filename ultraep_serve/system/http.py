@@ -112,6 +112,8 @@ class Endpoint:
             yield
         finally:
             timer.cancel()
+        if self._late:  # an answer without a length ends where its connection does
+            raise self._not_in_time()
 
     def _cut_off(self) -> None:
         """End all exchanges: a server that sends a byte now and then would never time out."""
@@ -127,13 +129,15 @@ class Endpoint:
     def unreachable(self, error: httpx.RequestError) -> BenchError:
         """The error for a server that did not answer."""
         if self._late or isinstance(error, httpx.ReadTimeout):
-            return BenchError(
-                f"{self.name} at {self.url} did not answer in time; read its log, or raise "
-                "--timeout"
-            )
+            return self._not_in_time()
         return BenchError(
             f"{self.name} at {self.url} cannot be reached ({str(error) or type(error).__name__}); "
             f"{self.how_to_start}, or give its address with {self.flag}"
+        )
+
+    def _not_in_time(self) -> BenchError:
+        return BenchError(
+            f"{self.name} at {self.url} did not answer in time; read its log, or raise --timeout"
         )
 
     def refused(self, response: httpx.Response, remedy: str) -> BenchError:

@@ -18,7 +18,6 @@ from ultraep_kernels.device.count import CountBuffers, Counted, count, new_count
 from ultraep_kernels.device.identity import identity
 from ultraep_kernels.device.launch import Launches
 from ultraep_kernels.device.outcome import (
-    Outcome,
     decision_of,
     outcome_width,
     unpack_outcome,
@@ -45,8 +44,9 @@ from ultraep_serve.balance.physical import experts_sent, forced_ids, identity_ta
 from ultraep_serve.balance.speeds import OwnTime, expert_clock, fixed_speeds
 from ultraep_serve.costs.model import IntegerCosts
 from ultraep_serve.errors import ConfigError
+from ultraep_serve.telemetry.record import LayerOutcome, LayerPlace, LayerRecord
 from ultraep_serve.telemetry.recorder import Recorder
-from ultraep_serve.types import Decision, ExpertShape, Policy, Stage, TokenView
+from ultraep_serve.types import Decision, Policy, Stage, TokenView
 
 if TYPE_CHECKING:
     from ultraep_serve.config import BalanceConfig
@@ -461,40 +461,40 @@ class DeviceBalancer:
     def _record(self, note: Note) -> None:
         shape, rank = self._shape, self._fabric.rank
         sizes = shape.num_logical_experts, shape.num_ranks, shape.num_slots
-        outcome = unpack_outcome(note.values, *sizes)
-        decision = Decision(outcome.decision)
+        found = unpack_outcome(note.values, *sizes)
+        outcome = LayerOutcome(
+            decision=Decision(found.decision),
+            policy=list(Policy)[found.policy],
+            expert_load=found.expert_load,
+            speed=found.speeds,
+            slot_expert=found.slot_expert,
+            slot_load=found.slot_load,
+        )
         if note.layer == note.micro_batch == 0:
-            self._was_off = decision is Decision.POLICY_OFF
-        if decision is Decision.POLICY_OFF:  # of the whole batch, which counts once
+            self._was_off = outcome.decision is Decision.POLICY_OFF
+        if outcome.decision is Decision.POLICY_OFF:  # of the whole batch, which counts once
             if note.layer == note.micro_batch == 0:
-                self._recorder.count_batch(decision)
+                self._recorder.count_batch(outcome.decision)
             return
-        if decision is Decision.INCONSISTENT:
+        if outcome.decision is Decision.INCONSISTENT:
             self._warn("ids or loads differ between ranks; inconsistent batches are not balanced")
-        before, after = _rank_loads(outcome, decision, shape)
         if note.batch != self._timed_batch:
             self._timed_batch = note.batch
             self._own_time.end_batch()
+        after, slots = outcome.load_after, outcome.slot_expert
         self._own_time.add(note.experts_ns, int(after[rank]), int(after.min()))
-        slots, expert_bytes = outcome.slot_expert, self._expert_bytes[note.layer]
+        expert_bytes = self._expert_bytes[note.layer]
         parents = relay_parents(slots, shape.num_masters, self._config.relay, self._domain_size)
         self._recorder.record(
-            layer=note.layer,
-            batch=note.batch,
-            tokens=note.tokens,
-            decision=decision,
-            policy=list(Policy)[outcome.policy],
-            replicas=int((slots >= 0).sum()),
-            bytes_sent=experts_sent(rank, slots, parents, shape.num_masters) * expert_bytes,
-            bytes_received=int((slots[rank] >= 0).sum()) * expert_bytes,
-            stage_ns=self._stage_times(note),
-            load_before=before,
-            load_after=after,
-            slot_expert=slots,
-            slot_load=outcome.slot_load,
-            expert_load=outcome.expert_load,
-            speed=outcome.speeds,
-            experts_ns=note.experts_ns,
+            LayerRecord.of(
+                LayerPlace(note.batch, note.layer, note.tokens),
+                outcome,
+                rank=rank,
+                expert_bytes=expert_bytes,
+                bytes_sent=experts_sent(rank, slots, parents, shape.num_masters) * expert_bytes,
+                stage_ns=self._stage_times(note),
+                experts_ns=note.experts_ns,
+            )
         )
 
     def _stage_times(self, note: Note) -> list[int]:
@@ -564,18 +564,3 @@ def _gate_of(config: "BalanceConfig", costs: IntegerCosts | None) -> Gate:
         per_expert_read=costs.per_expert_read,
         per_expert_sent=costs.per_expert_sent,
     )
-
-
-def _rank_loads(
-    outcome: Outcome, decision: Decision, shape: ExpertShape
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Assignments per rank (R,) where masters compute everything, and as they were computed."""
-    load = outcome.expert_load.astype(np.int64)
-    before: NDArray[np.int64] = load.reshape(shape.num_ranks, -1).sum(axis=1)
-    if decision is Decision.FORCED:
-        return before, before.sum() * outcome.speeds // outcome.speeds.sum(dtype=np.int64)
-    filled = outcome.slot_expert >= 0
-    after = before + outcome.slot_load.sum(axis=1)
-    owners = outcome.slot_expert[filled] // shape.num_masters
-    np.subtract.at(after, owners, outcome.slot_load[filled])
-    return before, after

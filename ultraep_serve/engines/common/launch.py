@@ -41,7 +41,8 @@ def check_has_experts(model: str, engine: str) -> None:
     if not any(key in part for part in [config, *nested] for key in _EXPERT_KEYS):
         raise UnsupportedError(
             f"{model} is not a Mixture-of-Experts model ({config.get('architectures')}); "
-            f"serve it with --policy off, or with {engine} itself"
+            f"serve it with --policy off, or with {engine} itself",
+            otherwise="",
         )
 
 

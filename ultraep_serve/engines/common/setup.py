@@ -29,7 +29,7 @@ from ultraep_serve.engines.common.rendezvous import (
     meet_stages,
     wait_for_all,
 )
-from ultraep_serve.errors import SERVE_UNBALANCED, UltraEPError, UnsupportedError
+from ultraep_serve.errors import UltraEPError, UnsupportedError
 from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.recorder import Recorder
 from ultraep_serve.telemetry.run_files import RunFiles
@@ -54,13 +54,13 @@ def make_backend(device: torch.device, setup: GroupSetup) -> Backend:
         if location.spans_hosts:
             raise UnsupportedError(
                 f"--domain-size {location.domain_size}: a CPU's memory is out of other hosts' "
-                f"reach; use at most the {location.host_size} ranks of a host, {SERVE_UNBALANCED}"
+                f"reach; use at most the {location.host_size} ranks of a host"
             )
         from ultraep_serve.balance.host.backend import HostBackend
 
         return HostBackend(setup)
     if device.type != "cuda":
-        raise UnsupportedError(f"experts on {device} cannot be balanced; serve with policy off")
+        raise UnsupportedError(f"experts on {device} cannot be balanced")
     # Only here: needs Triton, which a host without a GPU may do without.
     from ultraep_serve.balance.cuda.backend import DeviceBackend
     from ultraep_serve.balance.cuda.driver import HandleKind, open_driver
@@ -298,6 +298,5 @@ def require_one_number(num_experts: Collection[int]) -> None:
     """Raise UnsupportedError unless all layers have the same number of experts."""
     if len(numbers := set(num_experts)) > 1:
         raise UnsupportedError(
-            f"MoE layers with different numbers of experts {sorted(numbers)} share no slots; "
-            f"{SERVE_UNBALANCED}"
+            f"MoE layers with different numbers of experts {sorted(numbers)} share no slots"
         )

@@ -24,7 +24,7 @@ from ultraep_serve.engines.common.shared_values import require_agreement
 from ultraep_serve.engines.sglang.checks import check_layer
 from ultraep_serve.engines.sglang.execution import CpuExperts, DeviceExperts
 from ultraep_serve.engines.sglang.quantised import shared_values
-from ultraep_serve.errors import SERVE_UNBALANCED, UnsupportedError
+from ultraep_serve.errors import POLICY_OFF, UnsupportedError
 from ultraep_serve.types import ExpertShape, TokenView
 
 __all__ = ["ExpertGroup", "complete_outputs", "expert_layers", "moe_layers"]
@@ -45,7 +45,7 @@ class ExpertGroup:
         if not layers:
             raise UnsupportedError(
                 f"{type(model).__name__} has no experts in SGLang's FusedMoE layers, which alone "
-                "can be balanced; serve it with policy off"
+                "can be balanced"
             )
         execution: Execution[FusedMoE] = CpuExperts() if is_cpu() else DeviceExperts()
         for layer in layers:
@@ -91,7 +91,8 @@ class ExpertGroup:
         for layer in self._not_routed:
             raise UnsupportedError(
                 f"{layer.layer_name} cannot be balanced: the model did not call it in a "
-                "prefill, or not through FusedMoE.forward_impl; serve it with policy off"
+                "prefill, or not through FusedMoE.forward_impl",
+                otherwise=POLICY_OFF,
             )
 
     def check_adopted(self, model: nn.Module) -> None:
@@ -100,7 +101,7 @@ class ExpertGroup:
             if layer not in self._layers:
                 raise UnsupportedError(
                     f"{layer.layer_name} is not balanced: it came after loading; "
-                    f"start the server anew, {SERVE_UNBALANCED}"
+                    "start the server anew"
                 )
             self._in_place[self._layers[layer]].require()
 
@@ -130,7 +131,7 @@ class _InPlace:
         if self._now() != self._addresses:
             raise UnsupportedError(
                 f"{self._layer.layer_name} is not balanced: its weights were replaced after "
-                f"loading; start the server anew, {SERVE_UNBALANCED}"
+                "loading; start the server anew"
             )
 
     def _now(self) -> list[int]:
@@ -230,6 +231,6 @@ def movable_parameters(layer: FusedMoE) -> list[nn.Parameter]:
         if tensor.data_ptr() not in movable:
             raise UnsupportedError(
                 f"{layer.layer_name}: expert tensor {name} {tuple(tensor.shape)} cannot be moved; "
-                f"start the server anew, {SERVE_UNBALANCED}"
+                "start the server anew"
             )
     return [parameter for parameter in layer.parameters() if parameter.data_ptr() in movable]

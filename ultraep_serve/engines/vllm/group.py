@@ -32,7 +32,7 @@ from ultraep_serve.engines.vllm.checks import check_layer, is_primary
 from ultraep_serve.engines.vllm.cpu_experts import CpuExperts
 from ultraep_serve.engines.vllm.device_experts import DeviceExperts
 from ultraep_serve.engines.vllm.expert_tensors import expert_parameters, shared_values
-from ultraep_serve.errors import UnsupportedError
+from ultraep_serve.errors import POLICY_OFF, UnsupportedError
 from ultraep_serve.types import ExpertShape, Policy, TokenView
 
 __all__ = ["ExpertGroup"]
@@ -74,7 +74,8 @@ class ExpertGroup:
         if len(self._layers) == self._num_expected:
             raise UnsupportedError(
                 f"{layer.layer_name} was loaded after the model's own {len(self._layers)} MoE "
-                "layers; weights that are loaded anew are not there yet: serve with policy off"
+                "layers; weights that are loaded anew are not there yet",
+                otherwise=POLICY_OFF,
             )
         self._layers.append(layer)
         if len(self._layers) == self._num_expected:

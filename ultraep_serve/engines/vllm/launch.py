@@ -21,7 +21,7 @@ from ultraep_serve.engines.common.launch import (
     local_url,
     package_folder,
 )
-from ultraep_serve.errors import ConfigError, UnsupportedError
+from ultraep_serve.errors import POLICY_OFF, ConfigError, UnsupportedError
 from ultraep_serve.launcher.binding import CoreBinding
 from ultraep_serve.launcher.supervisor import EngineCommand
 from ultraep_serve.launcher.tuned_kernels import TunedKernels
@@ -118,25 +118,25 @@ def _check_parallelism(num_ranks: int, expert_parallel: bool) -> None:
     if num_ranks < 2:
         raise UnsupportedError(
             "there is nothing to balance on one rank; add --tensor-parallel-size 2 or "
-            "--data-parallel-size 2 (or more), or serve with --policy off"
+            "--data-parallel-size 2 (or more)",
+            otherwise=POLICY_OFF,
         )
     if not expert_parallel:
         raise UnsupportedError(
             "without --enable-expert-parallel every rank computes a part of every expert and "
-            "there is nothing to balance; add the flag, or serve with --policy off"
+            "there is nothing to balance; add the flag",
+            otherwise=POLICY_OFF,
         )
 
 
 def _check_conflicts(parsed: argparse.Namespace) -> None:
+    problem = None
     if parsed.enable_eplb:
-        raise UnsupportedError(
-            "--enable-eplb moves the same weights; drop it, or serve with --policy off"
-        )
-    if _is_cpu_build() and parsed.tensor_parallel_size > 1 and parsed.data_parallel_size > 1:
-        raise UnsupportedError(
-            "tensor and data parallelism together are not there yet on CPU; use one of them, or "
-            "serve with --policy off"
-        )
+        problem = "--enable-eplb moves the same weights; drop it"
+    elif _is_cpu_build() and parsed.tensor_parallel_size > 1 and parsed.data_parallel_size > 1:
+        problem = "tensor and data parallelism together are not there yet on CPU; use one of them"
+    if problem is not None:
+        raise UnsupportedError(problem, otherwise=POLICY_OFF)
 
 
 def _environment(model: str, binding: CoreBinding | None, has_cache_size: bool) -> dict[str, str]:

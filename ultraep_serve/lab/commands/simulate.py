@@ -34,7 +34,7 @@ from ultraep_serve.lab.simulate.simulation import (
     num_groups,
     simulate,
 )
-from ultraep_serve.lab.simulate.traffic import Recorded, Synthetic, Traffic, pieces_of
+from ultraep_serve.lab.simulate.traffic import Captured, SimulatedTraffic, Synthetic, pieces_of
 from ultraep_serve.lab.workloads import Kind, Workload
 from ultraep_serve.system.settings import Each, Listed, Settings
 
@@ -172,10 +172,10 @@ def _variants(flags: SimulateFlags, shape: ModelShape, num_ranks: int) -> list[V
 
 def _traffic(
     asked: TrafficFlags, shape: ModelShape, num_ranks: int, pictures: Sequence[Any], seed: int
-) -> Traffic:
+) -> SimulatedTraffic:
     assignments = asked.rank_tokens * num_ranks * shape.experts_per_token
     if pictures:
-        return Recorded.drawn(pictures, assignments, asked.period)
+        return Captured.drawn(pictures, assignments, asked.period)
     workload = Workload(
         kind=asked.kind or KIND,
         num_tokens=1,
@@ -192,7 +192,7 @@ def _traffic(
 
 
 def _simulated(
-    fleet: Fleet, traffic: Traffic, variants: Sequence[Variant], processes: int
+    fleet: Fleet, traffic: SimulatedTraffic, variants: Sequence[Variant], processes: int
 ) -> Iterator[Simulation]:
     num_ranks = variants[0].setting.num_ranks
     groups = num_groups(fleet, num_ranks)
@@ -212,7 +212,7 @@ def _simulated(
         yield Simulation(variant, traffic, groups, layers, np.concatenate(found))
 
 
-def _described(asked: TrafficFlags, traffic: Traffic) -> dict[str, Any]:
+def _described(asked: TrafficFlags, traffic: SimulatedTraffic) -> dict[str, Any]:
     sizes = {"layers": traffic.num_layers, "rank_tokens": asked.rank_tokens}
     sizes["period"] = asked.period
     if asked.trace:

@@ -19,7 +19,7 @@ from ultraep_kernels.host.speeds import whole_speeds
 
 from ultraep_serve.errors import ConfigError, UltraEPError
 from ultraep_serve.lab.simulate.layer import FIGURES, GroupMachine, Variant, judge
-from ultraep_serve.lab.simulate.traffic import Traffic
+from ultraep_serve.lab.simulate.traffic import SimulatedTraffic
 from ultraep_serve.lab.trace import spread
 from ultraep_serve.plan.quota import warm_up
 from ultraep_serve.system.settings import Settings
@@ -73,7 +73,7 @@ class Simulation:
     """What one variant made of all groups."""
 
     variant: Variant
-    traffic: Traffic
+    traffic: SimulatedTraffic
     groups: int
     layers: int  # of all batches of all groups; not all may have been planned
     figures: Figures  # in order of groups, batches and layers
@@ -107,7 +107,7 @@ def num_groups(fleet: Fleet, num_ranks: int) -> int:
 
 
 def simulate(
-    fleet: Fleet, traffic: Traffic, variants: Sequence[Variant], processes: int
+    fleet: Fleet, traffic: SimulatedTraffic, variants: Sequence[Variant], processes: int
 ) -> Iterator[list[Figures]]:
     """Yield each group's figures, by variant, in order of groups; ``variants`` are of one size.
 
@@ -139,7 +139,9 @@ def simulate(
 class _Work:
     """What one process does."""
 
-    def __init__(self, fleet: Fleet, traffic: Traffic, variants: Sequence[Variant]) -> None:
+    def __init__(
+        self, fleet: Fleet, traffic: SimulatedTraffic, variants: Sequence[Variant]
+    ) -> None:
         self._fleet, self._traffic, self._variants = fleet, traffic, variants
         self._num_ranks = variants[0].setting.num_ranks
         self._groups = num_groups(fleet, self._num_ranks)
@@ -175,7 +177,7 @@ class _Work:
 _worker: _Work | None = None  # of this process, where it is a worker
 
 
-def _begin_worker(fleet: Fleet, traffic: Traffic, variants: Sequence[Variant]) -> None:
+def _begin_worker(fleet: Fleet, traffic: SimulatedTraffic, variants: Sequence[Variant]) -> None:
     global _worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends this one
     _worker = _Work(fleet, traffic, variants)

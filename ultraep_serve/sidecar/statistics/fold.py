@@ -21,7 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 from ultraep_kernels.contract import FULL_SPEED
 
 from ultraep_serve.sidecar.statistics.snapshot import ImbalanceSnapshot, Savings, Spread
-from ultraep_serve.telemetry.schema import RecordArray
+from ultraep_serve.telemetry.record import RecordArray
 from ultraep_serve.types import Decision, Stage
 
 __all__ = [

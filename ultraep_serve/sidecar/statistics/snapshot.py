@@ -1,10 +1,10 @@
 """The data classes of an answer, as the HTTP interface documents them."""
 
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ultraep_serve.telemetry.schema import RecordArray, RingHeader
+from ultraep_serve.telemetry.record import RecordArray
+from ultraep_serve.telemetry.schema import RingHeader
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
@@ -29,11 +29,15 @@ __all__ = [
 SCHEMA_VERSION = 2  # of the answers
 
 
-@cache  # building one takes milliseconds
-def _adapter(answer_type: Any) -> "TypeAdapter[Any]":
+_ADAPTERS: "dict[type, TypeAdapter[Any]]" = {}  # building one takes milliseconds
+
+
+def _adapter(answer_type: type) -> "TypeAdapter[Any]":
     from pydantic import TypeAdapter  # figures alone do without it
 
-    return TypeAdapter(answer_type)
+    if answer_type not in _ADAPTERS:
+        _ADAPTERS[answer_type] = TypeAdapter(answer_type)
+    return _ADAPTERS[answer_type]
 
 
 class Documented:
