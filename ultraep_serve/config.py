@@ -109,6 +109,12 @@ class BalanceConfig(Settings):
         default="error",
         description="what cannot be balanced: refuse to start, or serve without balancing",
     )
+    self_check: Literal["off", "quick", "full"] = Field(
+        default="quick",
+        description="what is computed before the server is ready, to prove that its answers are "
+        "right: nothing; kernels, copies, and the first and last MoE layer of each kind; or all "
+        "layers",
+    )
     costs: Annotated[str, BeforeValidator(_read_costs)] = Field(
         default="",
         description="cost model that decides when moving weights pays, a JSON file (default: "

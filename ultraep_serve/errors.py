@@ -3,6 +3,7 @@
 UltraEPError
 ├── ConfigError       a setting is wrong: fix the flag or the file it names
 ├── UnsupportedError  the engine, model or layer cannot be balanced
+│   └── SelfCheckError  this machine does not compute what it should
 ├── DeviceError       the GPU's driver refused a call that should have worked
 ├── EngineEndedError  the engine ended by itself: read its log, start it again
 ├── FabricError       ranks could not reach each other
@@ -36,6 +37,7 @@ __all__ = [
     "PeerTimeoutError",
     "PlanError",
     "RingError",
+    "SelfCheckError",
     "ServerError",
     "SharedMemoryError",
     "SpoolError",
@@ -75,6 +77,13 @@ class UnsupportedError(UltraEPError):
         if not self.otherwise:
             return self.problem
         return self.problem + (", or " if "; " in self.problem else "; ") + self.otherwise
+
+
+class SelfCheckError(UnsupportedError):
+    """What this machine computes is not what it should; the message names the check and the rank.
+
+    Report it, with the log of every rank.
+    """
 
 
 class DeviceError(UltraEPError):

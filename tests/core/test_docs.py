@@ -1,9 +1,11 @@
 """README and docs say what is there: files, calls, settings, endpoints, metrics, figures."""
 
+import ast
 import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -167,6 +169,29 @@ def test_every_command_has_a_page() -> None:
         page = f"{pages.get(command, command)}.md"
         assert (DOCS / "commands" / page).exists(), command
         assert f"]({page})" in index, command
+
+
+def literals(tree: ast.AST) -> Iterator[str]:
+    """Every string of a module; of an f-string the pieces between its values."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def test_troubleshooting_has_the_messages_of_the_code() -> None:
+    """Each begins or goes on as the code says it, in twelve characters or more."""
+    files = (ROOT / "ultraep_serve").rglob("*.py")
+    said = {text.strip() for file in files for text in literals(ast.parse(file.read_text()))}
+    page = (DOCS / "troubleshooting.md").read_text()
+    messages = re.findall(r"^\| (?:503 |421 |401 )?`([^`]+)`", page, re.MULTILINE)
+    assert len(messages) > 25
+    for message in messages:
+        parts = [part.strip() for part in message.split("...")]
+        assert any(
+            (len(text) >= 12 and text in message)
+            or any(len(part) >= 12 and part in text for part in parts)
+            for text in said
+        ), message
 
 
 def test_the_families_are_those_of_the_last_run() -> None:

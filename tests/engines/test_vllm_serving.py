@@ -65,7 +65,7 @@ class TestTensorParallel:
         with serve(qwen3, tmp_path, "tensor", "--enforce-eager", "--policy", "off") as plain:
             alone = generate(plain.url, plain.model, PROMPTS, 16, concurrency=4)
             names = {path.name for path in run_directory_of_port(plain.port).iterdir()}
-            assert names == {"config.json"}
+            assert names == {"config.json", "network"}
             with pytest.raises(httpx.ConnectError):
                 httpx.get(f"{plain.sidecar_url}/healthz")
             check_turns(server, plain)

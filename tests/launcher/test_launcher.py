@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -348,3 +349,48 @@ def test_tuned_kernels_are_found_by_the_experts_that_slots_make(tmp_path: Path) 
     link_tuned_kernels(TunedKernels("FOLDER", engine, slot_sets=2), 1, tmp_path / "overlapping")
     assert (tmp_path / "overlapping" / "configs" / "E=20,N=64,device_name=X.json").exists()
     assert link_tuned_kernels(TunedKernels("FOLDER", tmp_path / "none"), 2, target) == {}
+
+
+def test_a_proxy_does_not_answer_for_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Always(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+
+    with HTTPServer(("127.0.0.1", 0), Always) as proxy:
+        threading.Thread(target=proxy.serve_forever, daemon=True).start()
+        for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+            monkeypatch.setenv(name, f"http://127.0.0.1:{proxy.server_port}")
+        monkeypatch.delenv("no_proxy", raising=False)
+        monkeypatch.delenv("NO_PROXY", raising=False)
+        assert not supervisor._answers(f"{FREE_URL}/health")
+        assert supervisor._answers(f"http://127.0.0.1:{proxy.server_port}/health")
+        proxy.shutdown()
+
+
+LEFT_BEHIND = """
+import os, signal, sys, time
+from pathlib import Path
+run_path = Path(sys.argv[1])
+if os.fork():
+    while not (run_path / "up").exists():
+        time.sleep(0.01)
+    sys.exit(3)
+
+def stop(*_):
+    (run_path / "heard").write_text((run_path / "lost").read_text())
+    os._exit(0)
+
+signal.signal(signal.SIGTERM, stop)
+(run_path / "up").touch()
+time.sleep(60)
+"""
+
+
+def test_ranks_that_are_left_know_that_their_host_is_lost_when_they_are_stopped(
+    tmp_path: Path,
+) -> None:
+    command = EngineCommand([sys.executable, "-c", LEFT_BEHIND, str(tmp_path)], FREE_URL, 2)
+    config = BalanceConfig(policy=Policy.OFF, run_dir=str(tmp_path))
+    assert supervise(command, config, None) == 3
+    assert (tmp_path / "heard").read_text() == "its engine ended (exit status 3)"

@@ -126,6 +126,7 @@ def _imported(module: str) -> ModuleType:
         return import_module(module)
     except ModuleNotFoundError as missing:
         extra = "sidecar" if ".sidecar." in module else "client"
+        package = str(missing.name).partition(".")[0]
         raise ConfigError(
-            f"{missing.name} is not installed; run `pip install 'ultraep-serve[{extra}]'`"
+            f"{package} is not installed; run `pip install 'ultraep-serve[{extra}]'`"
         ) from missing

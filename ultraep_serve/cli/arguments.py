@@ -15,7 +15,7 @@ from ultraep_serve.errors import ConfigError
 from ultraep_serve.system.control_token import checked_token, read_token
 from ultraep_serve.system.files import prepare_output, read_text, whole_file, write_json
 from ultraep_serve.system.machine import is_here
-from ultraep_serve.system.settings import Settings
+from ultraep_serve.system.settings import Settings, Shown, Url
 from ultraep_serve.telemetry.run_directory import run_directory_of_port
 from ultraep_serve.telemetry.run_files import RunFiles
 
@@ -43,7 +43,7 @@ WeightType = Annotated[
     str,
     AfterValidator(_known),
     Field(description=f"type of the experts' weights: {', '.join(WEIGHT_BITS)}"),
-    Field(json_schema_extra={"metavar": "TYPE"}),
+    Shown("TYPE"),
 ]
 JsonFile = Annotated[  # what ``show`` gets
     Path | None,
@@ -55,15 +55,13 @@ JsonFile = Annotated[  # what ``show`` gets
 class ServerFlags(Settings):
     """The addresses of a running server and its sidecar, and what ``control_token`` reads."""
 
-    url: str = Field(
+    url: Url = Field(
         default="http://127.0.0.1:8000",
         description="address of the engine's server",
-        json_schema_extra={"metavar": "URL"},
     )
-    sidecar: str = Field(
+    sidecar: Url = Field(
         default="http://127.0.0.1:8001",
         description="address of its sidecar",
-        json_schema_extra={"metavar": "URL"},
     )
     token: str | None = Field(
         default=None,

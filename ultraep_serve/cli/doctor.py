@@ -4,7 +4,7 @@ import argparse
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
@@ -15,7 +15,7 @@ from ultraep_serve.config import given_settings
 from ultraep_serve.doctor import diagnose
 from ultraep_serve.doctor.finding import Finding, Status, Subject
 from ultraep_serve.errors import UltraEPError
-from ultraep_serve.system.settings import Settings
+from ultraep_serve.system.settings import Settings, Shown
 from ultraep_serve.types import Policy
 
 if TYPE_CHECKING:
@@ -46,11 +46,10 @@ class DoctorFlags(Settings):
         le=65535,
         description="its sidecar's port (default: the server's + 1)",
     )
-    model: str | None = Field(
+    model: Annotated[str, Shown("MODEL")] | None = Field(
         default=None,
         validation_alias="model_config",
         description="a Hugging Face config.json or its directory",
-        json_schema_extra={"metavar": "MODEL"},
     )
     ep: int = Field(default=2, ge=1, le=4096, description="ranks of the expert-parallel group")
     slots: int = Field(default=2, ge=0, le=64, description="replica slots per rank")

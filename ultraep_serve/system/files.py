@@ -143,11 +143,12 @@ def open_regular(
 ) -> int:
     """Descriptor of ``path``, in ``directory`` (a descriptor) where that is given.
 
+    A file that ``flags`` create is this user's alone (0600).
     Raises OSError, also for pipes, devices and directories, and without ``links`` for links.
     """
     # O_NONBLOCK: opening a pipe must not wait for its other end.
     flags |= os.O_NONBLOCK | os.O_CLOEXEC | (0 if links else os.O_NOFOLLOW)
-    descriptor = os.open(path, flags, dir_fd=directory)
+    descriptor = os.open(path, flags, 0o600, dir_fd=directory)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(f"{path} is not a regular file")

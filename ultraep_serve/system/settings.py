@@ -7,6 +7,7 @@ A field's name is its flag's, with underscores, unless ``validation_alias`` says
 import argparse
 import json
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin
@@ -16,6 +17,7 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Field,
     TypeAdapter,
     ValidationError,
 )
@@ -25,10 +27,14 @@ from ultraep_serve.errors import ConfigError
 from ultraep_serve.system.files import parse_object, read_text
 
 __all__ = [
+    "Directory",
     "Each",
     "Listed",
+    "Names",
     "Seconds",
     "Settings",
+    "Shown",
+    "Url",
     "flag_of",
     "range_of",
     "read_settings",
@@ -53,9 +59,19 @@ def words_of(given: object) -> object:
     return tuple(word.strip() for word in given.split(",") if word.strip())
 
 
+@dataclass(frozen=True)
+class Shown:
+    """How help shows a flag's value, in the annotation of a field."""
+
+    metavar: str
+
+
+Directory = Annotated[Path, Shown("DIR")]
+Url = Annotated[str, Shown("URL")]
 Listed = BeforeValidator(words_of)  # of a tuple, which a flag gives as N,N,...
 Each = AfterValidator(lambda given: tuple(dict.fromkeys(given)))  # counted once
-Seconds = Annotated[float, FieldInfo(gt=0, le=7 * 24 * 3600)]
+Names = Annotated[tuple[Annotated[str, Shown("NAME")], ...], Listed, Each]
+Seconds = Annotated[float, Field(gt=0, le=7 * 24 * 3600), Shown("SECONDS")]
 
 
 class Settings(BaseModel):
@@ -86,7 +102,7 @@ class Settings(BaseModel):
                 extra = {"action": "store_true", "default": None, **extra}
             else:
                 required = field.is_required()
-                extra = {"metavar": _metavar(field.annotation), "required": required, **extra}
+                extra = {"metavar": _metavar(field), "required": required, **extra}
             names = (flag_of(cls, name, prefix), *extra.pop("also", ()))
             group.add_argument(*names, dest=_dest(name, prefix), help=_help(field), **extra)
 
@@ -204,15 +220,23 @@ def _default(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _metavar(annotation: Any) -> str:
-    """How help shows a flag's value."""
+def _metavar(field: FieldInfo) -> str:
+    shown = (rule for rule in field.metadata if isinstance(rule, Shown))
+    return next(shown, Shown(_metavar_of(field.annotation))).metavar
+
+
+def _metavar_of(annotation: Any) -> str:
+    """By the type, unless the annotation says otherwise."""
+    for rule in getattr(annotation, "__metadata__", ()):
+        if isinstance(rule, Shown):
+            return rule.metavar
     parts = [part for part in get_args(annotation) if part not in (type(None), ...)]
     if get_origin(annotation) is Literal:
         return f"{{{','.join(parts)}}}"
     if get_origin(annotation) is tuple:
-        return f"{_metavar(parts[0])},..."
+        return f"{_metavar_of(parts[0])},..."
     if get_origin(annotation) is not None:  # Annotated, or one that may be None
-        return _metavar(parts[0])
+        return _metavar_of(parts[0])
     if isinstance(annotation, type) and issubclass(annotation, Enum):
         return f"{{{','.join(each.value for each in annotation)}}}"
     return {int: "N", float: "X", Path: "FILE"}.get(annotation, "TEXT")

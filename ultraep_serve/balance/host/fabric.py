@@ -82,7 +82,7 @@ class HostFabric:
         self._all_gather_rows = all_gather
         self.epoch = 0
         self._timeout_seconds = self._patience_seconds = timeout_seconds
-        self._row_width = row_width
+        self.row_width = row_width
         self._max_chunks = max_chunks
         chunk_flags = FLAG_BYTES + 2 * row_width * 8
         segment_bytes = chunk_flags + pool.num_slots * max_chunks * 8
@@ -141,12 +141,12 @@ class HostFabric:
         self, row: NDArray[np.int64], meanwhile: Callable[[], None] | None = None
     ) -> NDArray[np.int64]:
         """The domain's rows (D, W); calls ``meanwhile`` again and again until they are there."""
-        if row.size > self._row_width:
-            raise ValueError(f"{row.size} values do not fit into a row of {self._row_width}")
+        if row.size > self.row_width:
+            raise ValueError(f"{row.size} values do not fit into a row of {self.row_width}")
         self.epoch += 1
         padded = row
-        if row.size < self._row_width:
-            padded = np.zeros(self._row_width, dtype=np.int64)
+        if row.size < self.row_width:
+            padded = np.zeros(self.row_width, dtype=np.int64)
             padded[: row.size] = row
         position = self.rank - self.domain.start
         post_row(int(self._flags[position]), int(self._rows[position]), self.epoch, padded)
@@ -157,7 +157,7 @@ class HostFabric:
             return self._arrived(self._flags, spins)
 
         self._wait(is_done, "the load exchange")
-        return gather_rows(self._rows, self.epoch, self._row_width)[:, : row.size]
+        return gather_rows(self._rows, self.epoch, self.row_width)[:, : row.size]
 
     def stream(
         self,

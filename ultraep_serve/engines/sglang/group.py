@@ -7,6 +7,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatcher
 from sglang.srt.layers.moe.utils import filter_moe_weight_param_global_expert
@@ -15,6 +16,7 @@ from sglang.srt.utils import is_cpu
 from sglang.srt.utils.network import NetworkAddress
 from torch import nn
 
+from ultraep_serve.balance.backend import Answers
 from ultraep_serve.balance.collectives import EngineGroup
 from ultraep_serve.balance.cuda.recording import is_capturing
 from ultraep_serve.config import BalanceConfig
@@ -166,11 +168,37 @@ def _join(
                 "sglang",
                 first.moe_ep_rank,
                 EngineGroup(ranks.cpu_group, ranks.device_group, _first_host()),
+                answers=_answers(layers, execution, ranks.cpu_group)
+                if device.type == "cpu"
+                else None,
             ),
         )
     except UnsupportedError:
         execution.take_slots_back(layers, parameters, shape)
         raise
+
+
+def _answers(
+    layers: Sequence[FusedMoE], execution: Execution[FusedMoE], group: dist.ProcessGroup
+) -> Answers:
+    """On CPU all ranks have the same tokens, and each a part of the output."""
+    first = layers[0]
+
+    def compute(
+        index: int, x: torch.Tensor, weights: torch.Tensor, physical: torch.Tensor
+    ) -> torch.Tensor:
+        total = execution.compute(layers[index], x, weights, physical).float()
+        dist.all_reduce(total, group=group)
+        return total
+
+    return Answers(
+        compute=compute,
+        experts_per_token=first.top_k,
+        hidden_size=first.hidden_size,
+        dtype=first.params_dtype,
+        device=torch.device("cpu"),
+        seed=0,
+    )
 
 
 def _first_host() -> str:

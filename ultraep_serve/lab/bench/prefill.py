@@ -21,7 +21,7 @@ from ultraep_serve.errors import ConfigError
 from ultraep_serve.lab.bench.engine import FirstToken, Server, ServerWithoutEP
 from ultraep_serve.lab.bench.prompts import MAX_ROUNDS, Openings, PromptSource, fitted_prompt
 from ultraep_serve.lab.bench.sidecar import Sidecar
-from ultraep_serve.system.settings import Each, Listed, Settings
+from ultraep_serve.system.settings import Each, Listed, Settings, Shown
 from ultraep_serve.types import Policy
 
 __all__ = [
@@ -60,11 +60,10 @@ def _different(policies: tuple[Policy, ...]) -> tuple[Policy, ...]:
 
 
 Policies = Annotated[
-    tuple[Policy, ...],
+    tuple[Annotated[Policy, Shown("NAME")], ...],
     Field(
         min_length=1,
         description="policies to compare; ideal needs a server started with --allow-ideal",
-        json_schema_extra={"metavar": "NAME,..."},
     ),
     Listed,
     AfterValidator(_different),

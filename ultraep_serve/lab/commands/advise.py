@@ -5,9 +5,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, model_validator
-from rich import box
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from ultraep_serve.cli.arguments import JsonFile, prepare_outputs, show, write_pictures
@@ -24,7 +22,8 @@ from ultraep_serve.lab.bench.sidecar import Sidecar
 from ultraep_serve.lab.commands.machine import MachineFlags, machine_setting
 from ultraep_serve.lab.comparators import policy_function
 from ultraep_serve.lab.plots import draw
-from ultraep_serve.system.settings import Each, Listed
+from ultraep_serve.lab.tables import figures_table
+from ultraep_serve.system.settings import Directory, Each, Listed, Names, Url
 
 __all__ = ["add_arguments", "run"]
 
@@ -43,10 +42,9 @@ class AdviseFlags(MachineFlags):
     trace: Path | None = Field(
         default=None, description="recorded trace: .npz, or .parquet of loads"
     )
-    sidecar: str | None = Field(
+    sidecar: Url | None = Field(
         default=None,
         description="address of a running server's sidecar, instead of a trace",
-        json_schema_extra={"metavar": "URL"},
     )
     ep: int | None = Field(
         default=None,
@@ -61,20 +59,17 @@ class AdviseFlags(MachineFlags):
     slots: Annotated[tuple[Annotated[int, Field(ge=0, le=64)], ...], Listed, Each] = Field(
         default=(0, 1, 2, 4), min_length=1, description="replica slots per rank to compare"
     )
-    policies: Annotated[tuple[str, ...], AfterValidator(_known_policies), Listed] = Field(
-        default=("quota", "eplb"),
-        description="policies to compare with off",
-        json_schema_extra={"metavar": "NAME,..."},
+    policies: Annotated[Names, AfterValidator(_known_policies)] = Field(
+        default=("quota", "eplb"), description="policies to compare with off"
     )
     limit: int = Field(default=16, ge=1, description="plan at most N batches")
     domain_size: int | None = Field(
         default=None, ge=1, description="ranks per domain (default: GPUs that NVLink joins)"
     )
     json_file: JsonFile = None
-    plots: Path | None = Field(
+    plots: Directory | None = Field(
         default=None,
         description="draw three pictures into DIR",
-        json_schema_extra={"metavar": "DIR"},
     )
 
     @model_validator(mode="after")
@@ -180,17 +175,8 @@ def _view(document: dict[str, Any]) -> RenderableType:
 
 
 def _table(outcomes: list[dict[str, Any]]) -> RenderableType:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("policy")
-    for name in (
-        "slots",
-        "imbalance",
-        "gain",
-        "layers\nmoved",
-        "MiB per\nrank",
-        "break-even\ntokens",
-    ):
-        table.add_column(name, justify="right")
+    heads = ("policy", "slots", "imbalance", "gain", "layers\nmoved", "MiB per\nrank")
+    table = figures_table((*heads, "break-even\ntokens"), texts=("policy",))
     for row in outcomes:
         slots = row["slots_needed"] if row["policy"] in ("llep", "exact") else row["slots"]
         table.add_row(

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -44,7 +44,7 @@ from ultraep_serve.lab.bench.sidecar import Sidecar
 from ultraep_serve.lab.demo.text import DOMAINS, domain_words, sample_text
 from ultraep_serve.lab.pictures import require_matplotlib
 from ultraep_serve.system.files import read_object, write_json
-from ultraep_serve.system.settings import Seconds, Settings
+from ultraep_serve.system.settings import Directory, Seconds, Settings, Shown, Url
 from ultraep_serve.types import Policy
 
 __all__ = ["LoadFiles", "add_arguments", "load_results", "prepare_load_outputs", "run"]
@@ -58,11 +58,7 @@ class MeasuredServer(ServerFlags):
     model: str | None = Field(
         default=None, description="the served model's name (default: the server's first)"
     )
-    timeout: Seconds = Field(
-        default=600.0,
-        description="limit for one answer",
-        json_schema_extra={"metavar": "SECONDS"},
-    )
+    timeout: Seconds = Field(default=600.0, description="limit for one answer")
     json_file: JsonFile = None
 
 
@@ -70,31 +66,26 @@ class PrefillFlags(MeasuredServer):
     """What `bench prefill` takes beside ``PrefillOptions``."""
 
     text_file: Path | None = Field(default=None, description=TEXTS)
-    without_ep: str | None = Field(
+    without_ep: Url | None = Field(
         default=None,
         description="a second server, which takes its turn in every round: the same engine and "
         "model on the same cores or GPUs, without expert parallelism and balancing",
-        json_schema_extra={"metavar": "URL"},
     )
 
 
 class LoadFiles(Settings):
     """The load generator, and files that it makes; `bench load` and our own benchmark share it."""
 
-    aiperf: str = Field(
-        default="aiperf",
-        description="AIPerf's executable",
-        json_schema_extra={"metavar": "PATH"},
+    aiperf: Annotated[str, Shown("PATH")] = Field(
+        default="aiperf", description="AIPerf's executable"
     )
-    raw: Path | None = Field(
+    raw: Directory | None = Field(
         default=None,
         description="keep AIPerf's own files in DIR, a folder per window",
-        json_schema_extra={"metavar": "DIR"},
     )
-    plots: Path | None = Field(
+    plots: Directory | None = Field(
         default=None,
         description="draw the curves into DIR, as load.svg or by the name of the JSON file",
-        json_schema_extra={"metavar": "DIR"},
     )
 
 

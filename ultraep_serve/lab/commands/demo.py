@@ -23,7 +23,7 @@ from ultraep_serve.lab.demo.report import demo_report, demo_view
 from ultraep_serve.lab.demo.server_process import StockServer
 from ultraep_serve.lab.demo.spec import ModelSpec
 from ultraep_serve.system.files import write_json
-from ultraep_serve.system.settings import Settings
+from ultraep_serve.system.settings import Directory, Settings
 from ultraep_serve.types import Policy
 
 __all__ = ["add_arguments", "run"]
@@ -36,10 +36,9 @@ _OUTPUTS = {"vllm": "demo.json", "sglang": "demo-sglang.json"}
 class DemoFlags(Settings):
     """What to measure, and where results go."""
 
-    results: Path = Field(
+    results: Directory = Field(
         default=Path("results"),
         description="directory for all files",
-        json_schema_extra={"metavar": "DIR"},
     )
     prompt_tokens: PromptTokens = (2048, 4096, 8192)
     repeats: int = Field(default=5, ge=1, description="rounds per length")

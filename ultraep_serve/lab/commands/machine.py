@@ -18,23 +18,21 @@ from ultraep_serve.costs.model import CostModel
 from ultraep_serve.costs.operator_rates import MeasuredRates
 from ultraep_serve.costs.shapes import PRESETS, ModelShape
 from ultraep_serve.lab.advise.advice import Setting
-from ultraep_serve.system.settings import Settings
+from ultraep_serve.system.settings import Settings, Shown
 
 __all__ = ["Hardware", "MachineFlags", "Model", "machine_setting"]
 
 Hardware = Annotated[
     str,
-    Field(
-        description=f"{', '.join(HARDWARE)}, or custom with --costs",
-        json_schema_extra={"metavar": "NAME"},
-    ),
+    Shown("NAME"),
+    Field(description=f"{', '.join(HARDWARE)}, or custom with --costs"),
 ]
 Model = Annotated[
     str,
+    Shown("MODEL"),
     Field(
         validation_alias="model_config",
         description=f"a Hugging Face config.json or its directory, or one of {', '.join(PRESETS)}",
-        json_schema_extra={"metavar": "MODEL"},
     ),
 ]
 

@@ -3,12 +3,10 @@
 import argparse
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field
-from rich import box
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from ultraep_serve.cli.arguments import JsonFile, counted, prepare_outputs, show
@@ -17,8 +15,9 @@ from ultraep_serve.lab.comparators import POLICIES, policy_function
 from ultraep_serve.lab.replay import ReplayOptions, replay
 from ultraep_serve.lab.replay_output import replay_document, write_plans
 from ultraep_serve.lab.store import load_trace
+from ultraep_serve.lab.tables import figures_table
 from ultraep_serve.lab.trace import DECODE, PREFILL, of_phase
-from ultraep_serve.system.settings import Each, Listed, Settings
+from ultraep_serve.system.settings import Names, Settings
 
 __all__ = ["add_arguments", "run"]
 
@@ -28,10 +27,10 @@ SUMMARIES = "; ".join(f"{policy.name}: {policy.summary}" for policy in POLICIES.
 class ReplayFlags(Settings):
     """What `replay` takes beside ``ReplayOptions``."""
 
-    policies: Annotated[tuple[str, ...], Listed, Each] = Field(
+    policies: Names = Field(
         min_length=1,
         description=f"policies to compare; may be repeated. {SUMMARIES}",
-        json_schema_extra={"metavar": "NAME,...", "action": "append", "also": ["--policy"]},
+        json_schema_extra={"action": "append", "also": ["--policy"]},
     )
     phase: Literal["prefill", "decode", "all"] = Field(
         default="prefill", description="what to replay, where the trace has phases"
@@ -101,11 +100,9 @@ def _view(document: dict[str, Any]) -> RenderableType:
         floor = document[f"{kind}floor"]
         head.append(f"\nlowest possible in domains of {trace['domain']} ranks: {floor['mean']:.3f}")
         head.append(f" (worst {floor['max']:.3f})")
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("policy", no_wrap=True)
     second = "counts" if by_time else "p50"  # the mean of assignments, where the rest is of time
-    for name in ("mean", second, "p99", "worst", "copies", "slots", "remote", "plan p50"):
-        table.add_column(name, justify="right")
+    heads = ("policy", "mean", second, "p99", "worst", "copies", "slots", "remote", "plan p50")
+    table = figures_table(heads, texts=("policy",))
     for name, row in document["policies"].items():
         after = row[f"{kind}imbalance_after"]
         beside = row["imbalance_after"]["mean"] if by_time else after["p50"]

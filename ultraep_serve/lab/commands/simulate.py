@@ -9,10 +9,8 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import Field, model_validator
-from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.progress import track
-from rich.table import Table
 from rich.text import Text
 
 from ultraep_serve.cli.arguments import (
@@ -35,12 +33,14 @@ from ultraep_serve.lab.simulate.simulation import (
     simulate,
 )
 from ultraep_serve.lab.simulate.traffic import Captured, SimulatedTraffic, Synthetic, pieces_of
+from ultraep_serve.lab.tables import figures_table
 from ultraep_serve.lab.workloads import Kind, Workload
-from ultraep_serve.system.settings import Each, Listed, Settings
+from ultraep_serve.system.settings import Directory, Each, Listed, Settings, Shown
 
 __all__ = ["add_arguments", "run"]
 
 MIB = 1 << 20
+Relay = Literal["auto", "always", "never"]
 KIND: Kind = "switch"  # of made-up traffic
 WHEN = {"before": "before", "floor": "floor", "after": "after", "planned": "without dead links"}
 
@@ -103,11 +103,10 @@ class SimulateFlags(MachineFlags):
         default=None,
         description="ranks per domain (default: GPUs that NVLink joins); several are compared",
     )
-    relay: Annotated[tuple[Literal["auto", "always", "never"], ...], Listed, Each] = Field(
+    relay: Annotated[tuple[Annotated[Relay, Shown("WHEN")], ...], Listed, Each] = Field(
         default=("auto",),
         min_length=1,
         description="whether ranks forward experts: auto, always, never; several are compared",
-        json_schema_extra={"metavar": "WHEN,..."},
     )
     hardware: Hardware = "gb200"
     model: Model = "deepseek-v3"
@@ -118,10 +117,9 @@ class SimulateFlags(MachineFlags):
         description="processes that work (default: cores)",
     )
     json_file: JsonFile = None
-    plots: Path | None = Field(
+    plots: Directory | None = Field(
         default=None,
         description="draw simulation.svg into DIR",
-        json_schema_extra={"metavar": "DIR"},
     )
 
 
@@ -242,7 +240,8 @@ def _view(document: dict[str, Any]) -> RenderableType:
 
 
 def _distributions(document: dict[str, Any]) -> RenderableType:
-    table = _table("distribution over layers", "1 %", "50 %", "99 %", "worst")
+    over = "distribution over layers"
+    table = figures_table((over, "1 %", "50 %", "99 %", "worst"), texts=(over,), padding=0)
     first = document["variants"][0]
 
     def add(name: str, values: dict[str, float], scale: float = 1, digits: int = 3) -> None:
@@ -263,11 +262,12 @@ def _distributions(document: dict[str, Any]) -> RenderableType:
 
 def _comparison(document: dict[str, Any]) -> RenderableType:
     kind = "time_imbalance" if document["fleet"]["slow_ranks"] else "imbalance"
-    table = _table(
+    heads = (
         "EP", "domain", "slots", "relays", "before\n50 %", "floor\n50 %", "after\n50 %",
         "\n99 %", "\nworst", "link\nMiB\n99 %", "plan\nus\n50 %", "gain",
     )  # fmt: skip
-    table.title = "imbalance of time" if kind == "time_imbalance" else "imbalance"
+    title = "imbalance of time" if kind == "time_imbalance" else "imbalance"
+    table = figures_table(heads, texts=("EP",), title=title, padding=0)
     for row, plan in zip(document["variants"], document["plan_seconds"]["variants"], strict=True):
         found = row[kind]
         table.add_row(
@@ -279,12 +279,4 @@ def _comparison(document: dict[str, Any]) -> RenderableType:
             f"{plan['p50'] * 1e6:.0f}",
             f"{row['predicted_gain']:.2f}x",
         )
-    return table
-
-
-def _table(first: str, *others: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
-    table.add_column(first)
-    for name in others:
-        table.add_column(name, justify="right", no_wrap=True)
     return table
