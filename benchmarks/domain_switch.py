@@ -18,7 +18,7 @@ import numpy as np
 from ultraep_serve.lab.comparators import policy_function
 from ultraep_serve.lab.replay import Replay, ReplayOptions, replay
 from ultraep_serve.lab.store import load_trace
-from ultraep_serve.lab.trace import Trace, concatenate
+from ultraep_serve.lab.trace import Trace
 
 POLICIES = ("off", "eplb", "lplb", "quota")
 NUM_EXPERTS = 64
@@ -28,7 +28,11 @@ def main() -> None:
     """Replay every setting, print a table of each, write the JSON."""
     args = parse_arguments()
     parts = [whole_batches(args.traces / f"{name}.npz", args.batch_tokens) for name in args.order]
-    trace = concatenate(parts)
+    trace = Trace(
+        np.concatenate([part.topk_ids for part in parts]),
+        np.concatenate([part.sequence_lengths for part in parts]),
+        NUM_EXPERTS,
+    )
     names = [
         name
         for name, part in zip(args.order, parts, strict=True)

@@ -4,23 +4,23 @@ import signal
 import threading
 import time
 from contextlib import ExitStack
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from tests.support.waiting import until
 from tests.support.watching import (
     LONG,
     ON_ONE_HOST,
     SLACK,
     TIMEOUT,
     halve_times,
-    is_running,
     looks,
     ranks,
     tell,
     unheard,
-    until,
 )
 from ultraep_serve.balance.watch import RankWatch
 from ultraep_serve.errors import OutputError
@@ -42,21 +42,21 @@ def test_a_rank_stopped_for_less_is_waited_for_and_for_longer_is_given_up(run_pa
         time.sleep(TIMEOUT / 2)
         tell(second, signal.SIGCONT)
         time.sleep(TIMEOUT)
-        assert all(map(is_running, (first, second, third)))
+        assert all(map(BaseProcess.is_alive, (first, second, third)))
         assert unheard(run_path, 0, 3) == ""
         tell(second, signal.SIGSTOP)
-        until(lambda: not is_running(first) and not is_running(third), TIMEOUT + SLACK)
-        assert is_running(second)
+        until(lambda: not first.is_alive() and not third.is_alive(), TIMEOUT + SLACK)
+        assert second.is_alive()
         assert RunFiles(run_path / "host-0").lost_reason().startswith("rank 1 was not heard for ")
         assert "rank 1 was not heard" in unheard(run_path, 0, 3)
         tell(second, signal.SIGCONT)
-        until(lambda: not is_running(second), SLACK)
+        until(lambda: not second.is_alive(), SLACK)
 
 
 def test_a_killed_rank_is_given_up(run_path: Path) -> None:
     with ranks(run_path, 2) as (first, second):
         tell(second, signal.SIGKILL)
-        until(lambda: not is_running(first), TIMEOUT + SLACK)
+        until(lambda: not first.is_alive(), TIMEOUT + SLACK)
         assert "rank 1" in RunFiles(run_path / "host-0").lost_reason()
 
 

@@ -18,6 +18,7 @@ pytest.importorskip("vllm", reason="needs vLLM: make setup")
 
 from tests.support.serving_checks import CONTEXT, PROMPTS, balance, check_balanced, refused, served
 from tests.support.tiny_models import tiny_glm4, tiny_qwen3
+from tests.support.waiting import until
 from ultraep_serve.errors import ServerError
 from ultraep_serve.lab.bench.greedy_tokens import compare_tokens, generate
 from ultraep_serve.lab.bench.prefill import WITHOUT_EP, PrefillOptions
@@ -106,10 +107,7 @@ class TestDataParallel:
         workers = [rank["pid"] for rank in balance(server)["ranks"]]
         subprocess.run(["kill", "-KILL", str(server.process_id)], check=True)
         assert server.wait(5.0) == -signal.SIGKILL
-        deadline = time.monotonic() + 180
-        while any(Path(f"/proc/{worker}").exists() for worker in workers):
-            assert time.monotonic() < deadline, "workers outlive their launcher"
-            time.sleep(0.5)
+        until(lambda: not any(Path(f"/proc/{worker}").exists() for worker in workers), 180.0)
         left = run_directory_of_port(server.port)
         assert left.exists()
         extra = ["--enforce-eager", "--slots", "3", "--slot-memory", "per_layer"]

@@ -5,8 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import pytest
 from tests.support.launched import answers
 from tests.support.serving_checks import check_balanced
 from tests.support.tiny_models import tiny_qwen3
+from tests.support.waiting import until
 from tests.support.ways_to_start import CONTEXT, ENVIRONMENT, SETTINGS, UnmodifiedServer
 from ultraep_serve.telemetry.run_directory import remove_abandoned
 
@@ -49,13 +49,6 @@ def environment(engine: str, **settings: Any) -> dict[str, str]:
     return made
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 15.0
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-
-
 def is_removed(run_path: Path) -> bool:
     """By the next start at the latest: Ray kills its actors."""
     remove_abandoned()
@@ -81,7 +74,7 @@ def check_program(way: str, engine: str, model: Path, tmp_path: Path) -> None:
     found = json.loads(out.read_text())
     if not way.startswith("ray"):
         assert not Path(found["run_dir"]).exists()
-    wait_until(lambda: is_removed(Path(found["run_dir"])))
+    until(lambda: is_removed(Path(found["run_dir"])))
     if way == "ray_workers":
         assert found["states"] == ["READY", "READY"]
         return
@@ -128,7 +121,7 @@ class TestServer:
         run_path = server.run_path
         for path in run_path.iterdir():
             path.unlink()
-        wait_until((run_path / "token").exists)  # it is made again
+        until((run_path / "token").exists)  # it is made again
         check_balanced(server, num_layers=tiny_qwen3().num_layers)
         assert httpx.get(f"{server.sidecar_url}/readyz").status_code == 200
 
@@ -144,8 +137,8 @@ class TestServer:
         run_path = server.run_path
         os.kill(server.process_id, signal.SIGTERM)
         server.wait(60.0)
-        wait_until(lambda: not run_path.exists())
-        wait_until(lambda: not answers(server.sidecar_url))
+        until(lambda: not run_path.exists())
+        until(lambda: not answers(server.sidecar_url))
 
 
 @pytest.mark.parametrize(

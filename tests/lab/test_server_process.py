@@ -4,11 +4,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from tests.support.waiting import until
 from ultraep_serve.config import CONFIG_VARIABLE
 from ultraep_serve.errors import ConfigError, ServerError
 from ultraep_serve.lab.demo.balanced_server import installed_engine, tensor_parallel_flags
@@ -48,18 +49,11 @@ def ended(process: int) -> bool:
         return True
 
 
-def wait_until_ended(process: int) -> None:
-    deadline = time.monotonic() + 20
-    while not ended(process):
-        assert time.monotonic() < deadline, f"process {process} is left"
-        time.sleep(0.05)
-
-
 def test_a_stopped_server_leaves_no_process(tmp_path: Path) -> None:
     command = [sys.executable, "-c", OWNER, str(tmp_path / "log")]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     for process in map(int, done.stdout.split()):
-        wait_until_ended(process)
+        until(partial(ended, process))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
@@ -71,7 +65,7 @@ def test_a_server_ends_when_its_owner_is_killed(number: int, tmp_path: Path) -> 
         assert not ended(server)
         owner.send_signal(number)
     try:
-        wait_until_ended(server)  # a signal reaches it; an engine ends its ranks then
+        until(partial(ended, server))  # a signal reaches it; an engine ends its ranks then
     finally:
         os.kill(worker, signal.SIGKILL)
 

@@ -25,7 +25,7 @@ from ultraep_serve.lab.simulate.layer import FIGURES, GroupMachine, Variant, fol
 from ultraep_serve.lab.simulate.simulation import Fleet, draw_machine
 from ultraep_serve.lab.simulate.traffic import Captured, SimulatedTraffic, Synthetic, pieces_of
 from ultraep_serve.lab.store import save_trace
-from ultraep_serve.lab.trace import LoadTrace, Trace, spread
+from ultraep_serve.lab.trace import LoadTrace, Trace, over_source_ranks
 from ultraep_serve.lab.workloads import KINDS, Kind, Workload, make_trace
 from ultraep_serve.plan import quota
 from ultraep_serve.plan.checks import check_plan
@@ -83,7 +83,9 @@ def cases(draw: st.DrawFn) -> tuple[Variant, GroupMachine, np.ndarray]:
     rng = np.random.default_rng(draw(st.integers(0, 1 << 32)))
     traffic: SimulatedTraffic = draw(st.sampled_from([recorded, lambda: made_up(num_ranks)]))()
     layer = np.array([draw(st.integers(0, 4))])
-    (loads,) = spread(traffic.of_group(rng).expert_loads(draw(st.integers(0, 9)), layer), num_ranks)
+    (loads,) = over_source_ranks(
+        traffic.of_group(rng).expert_loads(draw(st.integers(0, 9)), layer), num_ranks
+    )
     return chosen, draw_machine(fleet, num_ranks, rng), loads
 
 
@@ -128,7 +130,7 @@ def test_made_up_loads_are_conserved_and_as_imbalanced_as_asked(kind: str) -> No
         for batch in range(4):
             loads = own.expert_loads(batch, layers)
             assert (loads.sum(1) == 1 << 16).all()
-            assert (spread(loads, 4).sum(1) == loads).all()
+            assert (over_source_ranks(loads, 4).sum(1) == loads).all()
             found = [imbalance(layer.reshape(4, -1).sum(1)) for layer in loads]
             assert 1 <= min(found) <= max(found) <= 1.55
             assert kind == "burst" or min(found) >= 1.15
@@ -176,7 +178,7 @@ def test_a_relay_that_gets_nothing_forwards_nothing() -> None:
 
 def test_a_slow_link_takes_longer_and_changes_no_plan() -> None:
     chosen = variant(4, 2, None)
-    loads = spread(np.array([[40000] * 6 + [0] * 18]), 4)[0]
+    loads = over_source_ranks(np.array([[40000] * 6 + [0] * 18]), 4)[0]
     speeds, alive = np.full(4, 1024), np.ones((4, 4), bool)
     usual, slow = (
         dict(

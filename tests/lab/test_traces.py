@@ -17,7 +17,6 @@ from ultraep_serve.lab.trace import (
     LoadTrace,
     Trace,
     batches,
-    concatenate,
     of_phase,
 )
 
@@ -141,15 +140,6 @@ def test_loads_of_other_ranks_are_merged_or_split(num_ranks: int) -> None:
         assert np.array_equal(cut[0][:, 0], loads[0, :, :2].sum(1))
     if num_ranks == 8:
         assert np.ptp(cut[0].sum(2).reshape(3, 4, 2), axis=2).max() <= 1
-
-
-def test_concatenate() -> None:
-    first, second = token_trace(), token_trace(30, 16)
-    both = concatenate([first, second])
-    assert (both.num_tokens, both.num_experts) == (50, 16)
-    other = Trace(np.zeros((4, 1, 2), np.uint8), np.array([4]), 8)
-    with pytest.raises(TraceError, match="one model"):
-        concatenate([first, other])
 
 
 IDS = np.zeros((6, 2, 2), np.uint8)

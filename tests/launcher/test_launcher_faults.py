@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.launched import SUPERVISOR, answers, is_gone, launched, wait_for
+from tests.support.launched import SUPERVISOR, answers, is_gone, launched
+from tests.support.waiting import until
 from ultraep_serve.balance.topology import is_process_alive
 from ultraep_serve.system.machine import free_port
 
@@ -47,9 +48,7 @@ def test_the_engine_goes_on_without(tmp_path: Path, victim: str, number: signal.
         time.sleep(0.2)
         assert is_process_alive(engine)
         (tmp_path / "end").touch()
-        deadline = time.monotonic() + 40
-        while not (tmp_path / "ended").exists() and time.monotonic() < deadline:
-            time.sleep(0.01)
+        until((tmp_path / "ended").exists)
         launcher.send_signal(signal.SIGCONT)
         assert launcher.wait(timeout=40) == 5
     assert is_gone(engine)
@@ -69,10 +68,7 @@ def test_a_stopped_engine_is_waited_for(tmp_path: Path) -> None:
     with launched(tmp_path, code, script) as (launcher, sidecar, engine):
         os.kill(engine, signal.SIGSTOP)
         end.touch()
-        deadline = time.monotonic() + 40
-        while not answers(f"http://127.0.0.1:{port}"):
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        until(lambda: answers(f"http://127.0.0.1:{port}"))
         assert all(map(is_process_alive, (launcher.pid, sidecar, engine)))
         os.kill(engine, signal.SIGCONT)
         assert launcher.wait(timeout=40) == 5
@@ -104,9 +100,9 @@ def test_a_launcher_killed_while_it_stops_leaves_nothing(
         "time.sleep(60)"
     )
     with launched(tmp_path, code) as (launcher, sidecar, engine):
-        wait_for(tmp_path / "up")
+        until((tmp_path / "up").exists)
         launcher.terminate()
-        wait_for(tmp_path / "ends")
+        until((tmp_path / "ends").exists)
         launcher.send_signal(number)
         launcher.wait(timeout=40)
     assert is_gone(engine)
@@ -123,7 +119,7 @@ def test_an_engine_killed_while_it_stops_ends_the_sidecar(
         f"pathlib.Path({str(tmp_path / 'up')!r}).touch(); time.sleep(60)"
     )
     with launched(tmp_path, code) as (launcher, sidecar, engine):
-        wait_for(tmp_path / "up")
+        until((tmp_path / "up").exists)
         launcher.terminate()
         assert launcher.wait(timeout=40) == 128 + number
     assert is_gone(engine)

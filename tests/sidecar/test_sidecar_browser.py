@@ -4,8 +4,7 @@ import contextlib
 import shutil
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import uvicorn
 
 from tests.support.rings import SyntheticRun, SyntheticTraffic
 from tests.support.sidecar_runs import TOKEN
+from tests.support.waiting import until
 from ultraep_serve.sidecar import routes_balance
 from ultraep_serve.sidecar.app import AppOptions, create_app
 from ultraep_serve.sidecar.connections import server_settings
@@ -79,13 +79,6 @@ def url(run_path: Path, run: SyntheticRun) -> Iterator[str]:
         thread.join()
 
 
-def wait_until(true: Callable[[], Any], seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, "it never came true"
-        time.sleep(0.1)
-
-
 def text(browser: Any, selector: str) -> str:
     found: str = browser.find_element("css selector", selector).text
     return found
@@ -119,8 +112,8 @@ def test_all_that_matters_is_seen_without_scrolling(
     for _ in range(5):
         run.batch()
     browser.get(url)
-    wait_until(lambda: "BALANCING" in text(browser, "#state"))
-    wait_until(lambda: text(browser, "#before-mean") != NOTHING)
+    until(lambda: "BALANCING" in text(browser, "#state"))
+    until(lambda: text(browser, "#before-mean") != NOTHING)
     assert float(text(browser, "#before-mean")) > 1.1
     assert float(text(browser, "#after-mean")) < 1.05
     assert text(browser, "#prefill") == "5"
@@ -130,28 +123,28 @@ def test_all_that_matters_is_seen_without_scrolling(
     assert "times what it costs" in text(browser, "#savings-fine")
     height = "return document.documentElement.scrollHeight <= innerHeight"
     assert browser.execute_script(height)
-    wait_until(lambda: len(texts(browser, "#batches tbody tr")) == 5)
+    until(lambda: len(texts(browser, "#batches tbody tr")) == 5)
     assert colored_pixels(browser, "heat-before") > 10
     assert browser.execute_script("return document.querySelectorAll('.u-over').length") == 2
     assert "time" not in text(browser, "#imbalance-fine") + text(browser, "#ranks-count")
     assert not browser.find_element("css selector", "#key-time").is_displayed()
     run.traffic = replace(run.traffic, speeds=(1024, 1024, 512, 1024))
     run.batch()
-    wait_until(lambda: "by time" in text(browser, "#imbalance-fine"))
+    until(lambda: "by time" in text(browser, "#imbalance-fine"))
     assert "rank 2 at 0.50 of the speed" in text(browser, "#ranks-count")
-    wait_until(lambda: browser.find_element("css selector", "#key-time").is_displayed())
+    until(lambda: browser.find_element("css selector", "#key-time").is_displayed())
     assert browser.execute_script(height)
     no_complaints(browser)
 
 
 def test_what_happens_is_pushed(browser: Any, run: SyntheticRun, url: str) -> None:
     browser.get(url)
-    wait_until(lambda: "BALANCING" in text(browser, "#state"))
+    until(lambda: "BALANCING" in text(browser, "#state"))
     assert "No prefill batch" in text(browser, "#batches tbody")
     run.batch()
-    wait_until(lambda: "batch 1," in text(browser, "#now-batch"))
+    until(lambda: "batch 1," in text(browser, "#now-batch"))
     run.recorders[2].close()
-    wait_until(lambda: "NOT READY" in text(browser, "#state"))
+    until(lambda: "NOT READY" in text(browser, "#state"))
     assert "rank 2" in text(browser, "#reason")
     levels = "return [...document.querySelectorAll('.rank')].map(e => e.dataset.level)"
     assert browser.execute_script(levels) == ["good", "good", "bad", "good"]
@@ -161,22 +154,22 @@ def test_what_happens_is_pushed(browser: Any, run: SyntheticRun, url: str) -> No
 def test_down_to_one_batch_with_the_keyboard(browser: Any, run: SyntheticRun, url: str) -> None:
     run.batch()
     browser.get(url)
-    wait_until(lambda: texts(browser, "#batches tbody button") == ["1"])
+    until(lambda: texts(browser, "#batches tbody button") == ["1"])
     browser.find_element("css selector", "#batches tbody button").send_keys("\n")
-    wait_until(lambda: "planned" in text(browser, "#plan-title"))
+    until(lambda: "planned" in text(browser, "#plan-title"))
     detail = httpx.get(f"{url}/v1/balance/batches/1").json()
     worst = max(detail["layers"], key=lambda layer: layer["imbalance_before"])["layer"]
     assert f"Layer {worst}:" in text(browser, "#plan-title")
     other = worst + 1 if worst < 5 else worst - 1
     arrow = "\ue015" if other > worst else "\ue013"  # down, up
     browser.switch_to.active_element.send_keys(arrow)
-    wait_until(lambda: f"Layer {other}:" in text(browser, "#plan-title"))
+    until(lambda: f"Layer {other}:" in text(browser, "#plan-title"))
     plan = httpx.get(f"{url}/v1/balance/batches/1/layers/{other}").json()
     assert len(texts(browser, "#replicas tbody tr")) == len(plan["replicas"])
     assert len(texts(browser, "#stages tbody tr")) == 7
     assert colored_pixels(browser, "stack-after") > 10
     browser.switch_to.active_element.send_keys("\ue00c")  # escape
-    wait_until(lambda: not browser.execute_script("return document.getElementById('detail').open"))
+    until(lambda: not browser.execute_script("return document.getElementById('detail').open"))
     no_complaints(browser)
 
 
@@ -185,21 +178,21 @@ def test_the_policy_is_switched_with_the_token_only(
 ) -> None:
     run.batch()
     browser.get(url)
-    wait_until(lambda: "off" in texts(browser, "#policies button"))
+    until(lambda: "off" in texts(browser, "#policies button"))
     choose = "document.querySelector('#policies button[data-policy=off]').click()"
     browser.execute_script(choose)
-    wait_until(lambda: "Bearer" in text(browser, "#policy-message"))
+    until(lambda: "Bearer" in text(browser, "#policy-message"))
     assert run.control.policy is Policy.QUOTA
     browser.find_element("css selector", "#token").send_keys(TOKEN)
     browser.execute_script(choose)
-    wait_until(lambda: run.control.policy is Policy.OFF)
+    until(lambda: run.control.policy is Policy.OFF)
     run.batch()
-    wait_until(lambda: "OFF" in text(browser, "#state"))
+    until(lambda: "OFF" in text(browser, "#state"))
     assert "off (as routed)" in texts(browser, "#comparison tbody td")
     limit = browser.find_element("css selector", "#threshold")
     limit.clear()
     limit.send_keys("1.3\n")
-    wait_until(lambda: run.control.max_imbalance_millionths == 1_300_000)
+    until(lambda: run.control.max_imbalance_millionths == 1_300_000)
     assert TOKEN not in browser.page_source
 
 
@@ -210,14 +203,14 @@ def test_a_stopped_run_is_shown_as_it_was_left(
         run.batch()
     run.close()
     browser.get(url)
-    wait_until(lambda: "NOT READY" in text(browser, "#state"))
+    until(lambda: "NOT READY" in text(browser, "#state"))
     assert "stopped" in text(browser, "#reason")
-    wait_until(lambda: texts(browser, "#batches tbody button") == ["3", "2", "1"])
+    until(lambda: texts(browser, "#batches tbody button") == ["3", "2", "1"])
     assert float(text(browser, "#now-before")) > 1.1
     (run_path / "ring-0").write_bytes(b"nonsense")
     for rank in range(1, 4):
         (run_path / f"ring-{rank}").unlink()
-    wait_until(lambda: "NO ENGINE" in text(browser, "#state"))
+    until(lambda: "NO ENGINE" in text(browser, "#state"))
 
 
 def test_it_connects_again_after_it_was_refused(
@@ -225,15 +218,15 @@ def test_it_connects_again_after_it_was_refused(
 ) -> None:
     monkeypatch.setattr(routes_balance, "_MAX_LISTENERS", 0)
     browser.get(url)
-    wait_until(lambda: "NO CONNECTION" in text(browser, "#state"))
+    until(lambda: "NO CONNECTION" in text(browser, "#state"))
     monkeypatch.undo()
-    wait_until(lambda: text(browser, "#link") == "live")
+    until(lambda: text(browser, "#link") == "live")
 
 
 def test_a_server_that_runs_unbalanced_says_so(browser: Any, url: str, run_path: Path) -> None:
     (run_path / "unbalanced").write_text("no expert can be moved\n")
     browser.get(url)
-    wait_until(lambda: "NOT BALANCED" in text(browser, "#state"))
+    until(lambda: "NOT BALANCED" in text(browser, "#state"))
     assert "runs without balancing: no expert can be moved" in text(browser, "#reason")
 
 
@@ -253,6 +246,6 @@ def test_it_follows_the_system_until_told_otherwise(browser: Any, url: str, sche
 
 def test_the_interface_is_documented_offline(browser: Any, url: str) -> None:
     browser.get(f"{url}/docs")
-    wait_until(lambda: "/v1/balance" in text(browser, "main"))
+    until(lambda: "/v1/balance" in text(browser, "main"))
     assert "Max/mean of assignments over ranks" in text(browser, "main")
     no_complaints(browser)

@@ -3,7 +3,7 @@
 import json
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.live_run import LiveRun, command
 from tests.support.sidecar_runs import PLANNED_LAYERS
+from tests.support.waiting import until
 from ultraep_serve.config import TOKEN_VARIABLE
 from ultraep_serve.system.machine import free_port
 
@@ -57,13 +58,6 @@ class Answers:
         )
 
 
-def wait_until(done: Callable[[], bool], seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not done():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 @pytest.fixture
 def shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
@@ -90,7 +84,7 @@ def started_sidecar(shared_memory: Path) -> Iterator[Answers]:
     words = command(shared_memory, "ultraep-serve", "sidecar", "--port", str(port))
     with subprocess.Popen(words) as process:
         answers = Answers(f"http://127.0.0.1:{port}")
-        wait_until(lambda: answers.ready() == 200)
+        until(lambda: answers.ready() == 200)
         yield answers
         process.terminate()
 
@@ -126,11 +120,11 @@ def test_deleted_while_serving(
         assert run.policy() == "eplb-slots"
         for _ in range(_BATCHES):
             run.batch()
-        wait_until(lambda: (run.path / "token").exists() and (run.path / "ring-3").exists())
+        until(lambda: (run.path / "token").exists() and (run.path / "ring-3").exists())
         for _ in range(_BATCHES):
             run.batch()
         layers = number * 2 * _BATCHES * PLANNED_LAYERS
-        wait_until(lambda layers=layers: sidecar.counted() >= layers)  # type: ignore[misc]
+        until(lambda layers=layers: sidecar.counted() >= layers)  # type: ignore[misc]
         assert sidecar.counted() == layers  # none twice, none lost
         assert sidecar.control("pause", (run.path / "token").read_text()) == 200
         assert run.policy() == "off"
@@ -146,16 +140,16 @@ def test_a_new_run_under_the_old_names_is_followed(
     shared_memory: Path, run: LiveRun, sidecar: Answers
 ) -> None:
     run.batch()
-    wait_until(lambda: sidecar.get("/v1/balance")["batches"]["planned"] == 1)
+    until(lambda: sidecar.get("/v1/balance")["batches"]["planned"] == 1)
     subprocess.run(_DELETIONS["everything"], cwd=shared_memory, check=True)
     run.kill()
-    wait_until(lambda: sidecar.ready() == 503)
+    until(lambda: sidecar.ready() == 503)
     second = LiveRun(shared_memory, "8000")
     try:
-        wait_until(lambda: sidecar.ready() == 200)
+        until(lambda: sidecar.ready() == 200)
         second.batch()
         second.batch()
-        wait_until(lambda: sidecar.get("/v1/balance")["batches"]["planned"] == 2)
+        until(lambda: sidecar.get("/v1/balance")["batches"]["planned"] == 2)
     finally:
         second.end()
 
@@ -195,7 +189,7 @@ def test_full_while_serving(little_memory: Path) -> None:
             assert run.policy() == "eplb-slots"
             for _ in range(_BATCHES):
                 run.batch()
-            wait_until(lambda: sidecar.counted() >= _BATCHES * PLANNED_LAYERS)
+            until(lambda: sidecar.counted() >= _BATCHES * PLANNED_LAYERS)
             assert sidecar.control("pause", token) == 409  # the policy to resume has no place
             assert (sidecar.ready(), run.policy()) == (200, "eplb-slots")
             filler.unlink()

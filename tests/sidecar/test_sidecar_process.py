@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 import ultraep_serve
+from tests.support.waiting import until
 from ultraep_serve.config import TOKEN_VARIABLE
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.sidecar.serve import control_token, is_loopback, serve, set_up_logging
@@ -194,8 +195,5 @@ def test_it_ends_with_its_parent_and_removes_what_that_left(tmp_path: Path) -> N
         assert answers == 503
         assert len(list(tmp_path.iterdir())) == 1
         parent.kill()
-    deadline = time.monotonic() + 10
-    while child.exists() and b") Z " not in (child / "stat").read_bytes():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: not child.exists() or b") Z " in (child / "stat").read_bytes())
     assert list(tmp_path.iterdir()) == []

@@ -36,13 +36,13 @@ _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _SCORE_BIAS = re.compile(r"(e_score_correction_bias|expert_bias|router\.bias)$")
 
 
-def make_family(path: Path, name: str, seed: int = 0) -> Path:
+def make_family(path: Path, name: str) -> Path:
     """Write the checkpoint of ``FAMILIES[name]`` to the directory ``path``, and return that."""
     family = FAMILIES[name]
     path.mkdir(parents=True, exist_ok=True)
     save_tokenizer(path, DOMAINS, CONTEXT)
     with torch.random.fork_rng():
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         model = _build(family)
         with torch.no_grad():
             routers = _draw_weights(model, family)

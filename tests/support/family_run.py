@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tests.support.families import CONTEXT, FAMILIES, Family
+from tests.support.families import FAMILIES, Family
 from tests.support.serving_checks import MOVING_ALWAYS_PAYS
-from tests.support.ways_to_start import balanced_layers, run_path_of
+from tests.support.ways_to_start import SGLANG, VLLM, balanced_layers, run_path_of
 from ultraep_serve.lab.demo.text import DOMAINS, sample_text
 from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.reader import RingReader
@@ -55,20 +55,10 @@ def vllm_asker(family: Family, model: str, stock: int) -> Ask:
     """``LLM``, and what asks it all prompts."""
     from vllm import LLM, SamplingParams
 
-    balancing: dict[str, Any] = {
-        "enable_expert_parallel": True,
-        "additional_config": {"ultraep": settings(family)},
-    }
-    engine = LLM(
-        model,
-        tensor_parallel_size=stock or 2,
-        enable_prefix_caching=False,
-        enforce_eager=True,
-        dtype=family.dtype_on("vllm"),
-        max_model_len=CONTEXT,
-        **({} if stock else balancing),
-        **family.flags,
-    )
+    own = {"dtype": family.dtype_on("vllm"), **family.flags}
+    alone = {"tensor_parallel_size": stock, "enable_expert_parallel": False}
+    balancing = {"additional_config": {"ultraep": settings(family)}}
+    engine = LLM(model, **{**VLLM, **own, **(alone if stock else balancing)})
     greedy = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, prompt_logprobs=0)
 
     def answer(prompt: str) -> Answer:
@@ -84,19 +74,9 @@ def sglang_asker(family: Family, model: str, stock: int) -> Ask:
     """``Engine``, and what asks it all prompts."""
     import sglang
 
-    engine = sglang.Engine(
-        model_path=model,
-        tp_size=stock or 2,
-        ep_size=1 if stock else 2,
-        device="cpu",
-        attention_backend="torch_native",
-        disable_radix_cache=True,
-        dtype=family.dtype_on("sglang"),
-        context_length=CONTEXT,
-        max_total_tokens=2 * CONTEXT,
-        log_level="warning",
-        **family.sglang_flags,
-    )
+    own = {"dtype": family.dtype_on("sglang"), "log_level": "warning", **family.sglang_flags}
+    alone = {"tp_size": stock, "ep_size": 1} if stock else {}
+    engine = sglang.Engine(model_path=model, **{**SGLANG, **own, **alone})
     greedy = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
 
     def answer(prompt: str) -> Answer:

@@ -12,7 +12,7 @@ import httpx
 
 from ultraep_serve.balance.topology import is_process_alive
 
-__all__ = ["SUPERVISOR", "answers", "is_gone", "launched", "wait_for"]
+__all__ = ["SUPERVISOR", "answers", "is_gone", "launched"]
 
 SUPERVISOR = """
 import sys
@@ -51,13 +51,6 @@ def launched(
         assert launcher.stdout is not None
         sidecar, engine = (int(launcher.stdout.readline()) for _ in range(2))
         yield launcher, sidecar, engine
-
-
-def wait_for(path: Path) -> None:
-    deadline = time.monotonic() + 40
-    while not path.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def is_gone(process: int) -> bool:

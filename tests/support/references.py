@@ -59,7 +59,6 @@ def least_largest_load(
     expert_load: NDArray[np.integer],
     num_ranks: int,
     num_slots: int,
-    relative_gap: float = 1e-3,
     speeds: NDArray[np.integer] | None = None,
 ) -> tuple[float, float]:
     """Smallest possible largest rank load, as a mixed-integer program, and a proven lower bound.
@@ -67,7 +66,7 @@ def least_largest_load(
     With ``speeds`` (R,) both are of load over speed. Unknowns: moved (E, R), copied (E, R) in
     {0, 1}, and the largest rank load. A copy takes no
     more than the expert's load; all copies together no more either; a rank holds S copies. Solved
-    by HiGHS through SciPy until the two figures are within ``relative_gap``.
+    by HiGHS through SciPy until the two figures are within a thousandth.
     """
     from scipy import sparse
     from scipy.optimize import Bounds, LinearConstraint, milp
@@ -100,6 +99,6 @@ def least_largest_load(
         constraints=LinearConstraint(left, -np.inf, right),
         bounds=Bounds(0, most),
         integrality=np.concatenate([np.zeros(size), np.ones(size), [0]]),
-        options={"mip_rel_gap": relative_gap, "time_limit": 60.0},
+        options={"mip_rel_gap": 1e-3, "time_limit": 60.0},
     )
     return float(result.fun), float(result.mip_dual_bound)

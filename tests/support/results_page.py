@@ -18,7 +18,7 @@ from ultraep_kernels.contract import FULL_SPEED
 
 from tests.support.reference_page import table, table_in, with_table
 from ultraep_serve.lab.bench.load_report import _crossing, rate_text, ratio_text
-from ultraep_serve.lab.bench.prefill import WITHOUT_EP
+from ultraep_serve.lab.bench.prefill import WITHOUT_EP, median_interval
 
 __all__ = [
     "LOADS",
@@ -244,15 +244,10 @@ def _results() -> str:
 def _estimate(pairs: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
     """Median of the ratios within rounds, and where it lies with 95 % confidence.
 
-    The interval is that of order statistics, which holds whatever the distribution is. Fewer than
-    six rounds have none: then it is the least and the greatest ratio.
+    Fewer than six rounds have no interval: then it is the least and the greatest ratio.
     """
-    from scipy.stats import binom  # takes a second to import
-
-    ratios = sorted(one / other for one, other in pairs)
-    out = int(binom.ppf(0.025, len(ratios), 0.5))
-    lowest = max(0, out - 1)
-    return statistics.median(ratios), ratios[lowest], ratios[-1 - lowest]
+    ratios = [one / other for one, other in pairs]
+    return statistics.median(ratios), *(median_interval(ratios) or (min(ratios), max(ratios)))
 
 
 def _faster(pairs: Sequence[tuple[float, float]]) -> str:

@@ -23,13 +23,11 @@ def tiny_qwen3(imbalance: float = 1.6, num_ranks: int = 2) -> ModelSpec:
     )
 
 
-def tiny_glm4(imbalance: float = 1.6, num_ranks: int = 2) -> ModelSpec:
+def tiny_glm4(imbalance: float = 1.6) -> ModelSpec:
     """Like ``tiny_qwen3``, with 16 experts in 4 groups."""
     return replace(
-        tiny_qwen3(),
+        tiny_qwen3(imbalance),
         architecture="glm4_moe",
-        imbalance=imbalance,
         num_experts=16,
         experts_per_token=4,
-        num_ranks=num_ranks,
     )

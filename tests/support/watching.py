@@ -16,6 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.support.namespaces import Hosts, enter_network
+from tests.support.waiting import until
 from ultraep_serve.balance.host_link import HostLink, StageMeeting, join_hosts
 from ultraep_serve.balance.topology import Location, PipelineStage
 from ultraep_serve.balance.watch import RankWatch
@@ -149,17 +150,6 @@ def ranks(
 def tell(child: BaseProcess, number: signal.Signals) -> None:
     assert child.pid is not None
     os.kill(child.pid, number)
-
-
-def is_running(child: BaseProcess) -> bool:
-    return child.is_alive()
-
-
-def until(is_true: Callable[[], bool], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not is_true():
-        assert time.monotonic() < deadline, "did not come about in time"
-        time.sleep(0.05)
 
 
 def unheard(board: Path, rank: int, host_size: int) -> str:

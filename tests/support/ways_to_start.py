@@ -36,7 +36,7 @@ ENVIRONMENT = {  # what a plain CPU machine needs
     "SGLANG_CPU_OMP_THREADS_BIND": "0|1",
     "OMP_NUM_THREADS": "1",
 }
-_VLLM = {
+VLLM = {
     "tensor_parallel_size": 2,
     "enable_expert_parallel": True,
     "enable_prefix_caching": False,
@@ -44,7 +44,7 @@ _VLLM = {
     "dtype": "float32",
     "max_model_len": CONTEXT,
 }
-_SGLANG = {
+SGLANG = {
     "tp_size": 2,
     "ep_size": 2,
     "device": "cpu",
@@ -146,7 +146,7 @@ def asker(model: str, **settings: Any) -> Any:
     """``LLM`` as ``engine``, and called: what it answers to all prompts."""
     from vllm import LLM, SamplingParams
 
-    engine = LLM(model, **_VLLM, **settings, additional_config={"ultraep": SETTINGS})
+    engine = LLM(model, **VLLM, **settings, additional_config={"ultraep": SETTINGS})
     greedy = SamplingParams(temperature=0, max_tokens=TOKENS)
 
     def ask() -> Texts:
@@ -175,7 +175,7 @@ def async_llm(model: str) -> dict[str, Any]:
         return list(await asyncio.gather(*asked))
 
     async def start() -> AsyncLLM:
-        arguments = AsyncEngineArgs(model, **_VLLM, additional_config={"ultraep": SETTINGS})
+        arguments = AsyncEngineArgs(model, **VLLM, additional_config={"ultraep": SETTINGS})
         return AsyncLLM.from_engine_args(arguments)
 
     loop = asyncio.new_event_loop()
@@ -203,7 +203,7 @@ def ray_serve(model: str) -> dict[str, Any]:
 
     settings = {"additional_config": {"ultraep": SETTINGS}}
     replicas = deployed(Measured, Options(model=model, gpus=0))
-    handle = serve.run(replicas.bind(model, **_VLLM, **settings))
+    handle = serve.run(replicas.bind(model, **VLLM, **settings))
     # Each takes one request at a time, so that both get one of two.
     answers = [handle.remote() for _ in range(2)]
     found = [answer.result() for answer in answers]
@@ -223,7 +223,7 @@ def ray_workers(model: str) -> dict[str, Any]:
     from vllm.utils.network_utils import get_open_port
     from vllm.v1.executor.ray_utils import RayWorkerWrapper
 
-    arguments = EngineArgs(model, **_VLLM, additional_config={"ultraep": SETTINGS})
+    arguments = EngineArgs(model, **VLLM, additional_config={"ultraep": SETTINGS})
     config, others = arguments.create_engine_config(), running_run_directories()
     ray.init(num_cpus=2, include_dashboard=False, configure_logging=False)
     remote = ray.remote(num_cpus=1)(RayWorkerWrapper)
@@ -248,7 +248,7 @@ def sglang_engine(model: str) -> dict[str, Any]:
     """With the settings in ULTRAEP_CONFIG."""
     import sglang
 
-    engine = sglang.Engine(model_path=model, **_SGLANG)
+    engine = sglang.Engine(model_path=model, **SGLANG)
     greedy = {"temperature": 0, "max_new_tokens": TOKENS}
 
     def ask() -> Texts:

@@ -49,7 +49,7 @@ def load_trace(
     path = Path(path)
     if path.suffix == ".parquet":
         return _read_parquet(path, max_bytes)
-    arrays = _read_npz(path, ARRAYS, max_bytes)
+    arrays = _read_npz(path, max_bytes)
     try:
         return _from_arrays(arrays, num_experts)
     except TraceError as error:
@@ -121,8 +121,8 @@ DAMAGED = (
 )  # fmt: skip  # all that zipfile and NumPy raise on damaged files
 
 
-def _read_npz(path: Path, wanted: tuple[str, ...], max_bytes: int) -> dict[str, NDArray[Any]]:
-    """Those of the ``wanted`` arrays that the file has, read-only; never unpickles.
+def _read_npz(path: Path, max_bytes: int) -> dict[str, NDArray[Any]]:
+    """Those of ``ARRAYS`` that the file has, read-only; never unpickles.
 
     Sizes are taken from the headers and refused before anything is allocated.
 
@@ -135,7 +135,7 @@ def _read_npz(path: Path, wanted: tuple[str, ...], max_bytes: int) -> dict[str, 
             members = {info.filename: info for info in archive.infolist()}
             arrays: dict[str, NDArray[Any]] = {}
             left = max_bytes
-            for name in wanted:
+            for name in ARRAYS:
                 if (info := members.get(f"{name}.npy")) is not None:
                     arrays[name] = _read_member(archive, info, left)
                     left -= arrays[name].nbytes

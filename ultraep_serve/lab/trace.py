@@ -1,6 +1,6 @@
 """The two kinds of trace, per token or per expert, and how they are cut into batches."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,11 +18,10 @@ __all__ = [
     "Metadata",
     "Trace",
     "batches",
-    "concatenate",
     "count_loads",
     "num_batches",
     "of_phase",
-    "spread",
+    "over_source_ranks",
     "stated_speeds",
 ]
 
@@ -107,27 +106,6 @@ class LoadTrace:
     def num_experts(self) -> int:
         """E, logical experts of the model."""
         return int(self.loads.shape[-1])
-
-
-def concatenate(traces: Sequence[Trace]) -> Trace:
-    """One trace after the other, as where the workload of a model changes.
-
-    Raises TraceError where they are of different models.
-    """
-    first = traces[0]
-    for trace in traces:
-        if trace.topk_ids.shape[1:] != first.topk_ids.shape[1:]:
-            raise TraceError(
-                f"traces of {first.topk_ids.shape[1:]} and {trace.topk_ids.shape[1:]} layers and "
-                "experts per token are not of one model"
-            )
-    phases = [trace.phase for trace in traces if trace.phase is not None]
-    return Trace(
-        np.concatenate([trace.topk_ids for trace in traces]),
-        np.concatenate([trace.sequence_lengths for trace in traces]),
-        max(trace.num_experts for trace in traces),
-        np.concatenate(phases) if len(phases) == len(traces) else None,
-    )
 
 
 def of_phase(trace: Trace | LoadTrace, phase: int) -> Trace | LoadTrace:
@@ -219,7 +197,7 @@ def batches(
     count = num_batches(trace, batch_tokens)
     for index in range(count):
         if isinstance(trace, LoadTrace):
-            yield _as_loads(spread(trace.loads[index], num_ranks))
+            yield _as_loads(over_source_ranks(trace.loads[index], num_ranks))
         else:
             assert batch_tokens is not None
             chosen = trace.topk_ids[index * batch_tokens : (index + 1) * batch_tokens]
@@ -240,7 +218,7 @@ def count_loads(topk_ids: Integers, num_ranks: int, num_experts: int) -> IntArra
     return _as_loads(loads)
 
 
-def spread(captured: Integers, num_ranks: int) -> NDArray[np.int64]:
+def over_source_ranks(captured: Integers, num_ranks: int) -> NDArray[np.int64]:
     """Loads (layers, E) or (layers, Q, E) -> (layers, R, E), merged or split evenly."""
     loads = captured.astype(np.int64)
     if loads.ndim == 2:

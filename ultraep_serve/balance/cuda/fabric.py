@@ -55,7 +55,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class _Layout:
+class _Announcement:
     """What a rank tells the others about itself."""
 
     signal_bytes: int
@@ -65,7 +65,7 @@ class _Layout:
     device: str = field(compare=False)  # its UUID
 
     @classmethod
-    def from_json(cls, text: bytes) -> "_Layout":
+    def from_json(cls, text: bytes) -> "_Announcement":
         values = json.loads(text)
         values["limits"] = Limits(**values["limits"])
         values["region_bytes"] = tuple(values["region_bytes"])
@@ -251,7 +251,7 @@ class DeviceFabric:
         self._driver.synchronize()  # before anybody can raise a flag in it
         regions = tuple(region.size for region in pool.regions)
         device = self._driver.uuid
-        layout = _Layout(signals.size, regions, pool.num_slots, self.limits, device)
+        layout = _Announcement(signals.size, regions, pool.num_slots, self.limits, device)
         with ExitStack() as descriptors:
             handshakes = self._rendezvous(rendezvous, layout, [signals, *pool.regions], descriptors)
             addresses = []
@@ -267,7 +267,7 @@ class DeviceFabric:
     def _rendezvous(
         self,
         rendezvous: Rendezvous,
-        layout: _Layout,
+        layout: _Announcement,
         mine: list[Allocation],
         descriptors: ExitStack,
     ) -> list[Handshake]:
@@ -281,7 +281,7 @@ class DeviceFabric:
             for shareable in handshake.shareables:
                 _close_later(shareable, descriptors)
         for rank, handshake in zip(self.domain, handshakes, strict=True):
-            theirs = _Layout.from_json(handshake.layout)
+            theirs = _Announcement.from_json(handshake.layout)
             if theirs != layout:
                 raise FabricError(f"rank {rank} laid out its slots unlike rank {self.rank}")
             self._driver.require_peer(theirs.device, rank)
@@ -289,7 +289,7 @@ class DeviceFabric:
 
     def _map(self, handshake: Handshake, undo: ExitStack) -> tuple[int, int]:
         """Addresses at which another rank's signals and pool are mapped."""
-        layout = _Layout.from_json(handshake.layout)
+        layout = _Announcement.from_json(handshake.layout)
         sizes = (layout.signal_bytes, *layout.region_bytes)
         allocations = []
         for size, shareable in zip(sizes, handshake.shareables, strict=True):

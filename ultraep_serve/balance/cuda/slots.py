@@ -30,7 +30,7 @@ _ARENA_UNITS = 16  # granularities of memory that packed tensors share
 
 
 @dataclass(frozen=True)
-class _Layout:
+class _TensorLayout:
     """How one expert tensor lies in memory."""
 
     num_masters: int  # L
@@ -109,7 +109,7 @@ class DeviceSlotPool:
         self._extra_bytes = 0
         self._arena = _Arena(address=0, offset=0, size=0)
 
-    def _layout_of(self, tensor: torch.Tensor) -> _Layout:
+    def _layout_of(self, tensor: torch.Tensor) -> _TensorLayout:
         if tensor.device == self._driver.device and tensor.dim() and tensor.shape[0]:
             inner = list(zip(tensor.shape[1:], tensor.stride()[1:], strict=True))
             numel = tensor[0].numel()
@@ -117,7 +117,7 @@ class DeviceSlotPool:
             step = tensor.stride(0) if tensor.shape[0] > 1 else extent
             if numel == 0 or numel <= extent <= step:
                 size = (step if numel else 0) * tensor.element_size()
-                return _Layout(tensor.shape[0], size, (step, *tensor.stride()[1:]))
+                return _TensorLayout(tensor.shape[0], size, (step, *tensor.stride()[1:]))
         raise UnsupportedError(
             f"expert tensor {tuple(tensor.shape)} with strides {tensor.stride()} on "
             f"{tensor.device} does not hold one expert after another on {self._driver.device} "
@@ -125,7 +125,7 @@ class DeviceSlotPool:
         )
 
     def _move_all(
-        self, masters: list[torch.Tensor], layouts: list[_Layout]
+        self, masters: list[torch.Tensor], layouts: list[_TensorLayout]
     ) -> tuple[list[torch.Tensor], list[int]]:
         """Aliases and the offset of each one's slot 0 within the pool."""
         storages = [tensor.untyped_storage().data_ptr() for tensor in masters]
@@ -139,7 +139,9 @@ class DeviceSlotPool:
                 self._empty(tensor, layout)
         return aliases, offsets
 
-    def _move(self, index: int, masters: torch.Tensor, layout: _Layout) -> tuple[torch.Tensor, int]:
+    def _move(
+        self, index: int, masters: torch.Tensor, layout: _TensorLayout
+    ) -> tuple[torch.Tensor, int]:
         """A copy of the masters with the slots behind it, and slot 0's offset in the pool."""
         shape = (layout.num_masters + self.num_slots, *masters.shape[1:])
         if layout.expert_bytes == 0:
@@ -153,12 +155,12 @@ class DeviceSlotPool:
         alias[: layout.num_masters].copy_(masters)
         return alias, offset
 
-    def _is_packed(self, layout: _Layout) -> bool:
+    def _is_packed(self, layout: _TensorLayout) -> bool:
         padding = -layout.master_bytes % self._driver.granularity
         slots_cost_less = self.num_slots * layout.expert_bytes <= padding
         return slots_cost_less or layout.master_bytes % ALIGNMENT != 0
 
-    def _alias(self, index: int, layout: _Layout) -> tuple[int, int]:
+    def _alias(self, index: int, layout: _TensorLayout) -> tuple[int, int]:
         """(address of the masters, offset of slot 0 in the pool), the pool mapped behind them."""
         region, offset = self._region(index, layout.expert_bytes)
         with ExitStack() as undo:
@@ -175,7 +177,7 @@ class DeviceSlotPool:
             self._shared[key] = self._grow(self.num_slots * expert_bytes)
         return self._shared[key]
 
-    def _pack(self, index: int, layout: _Layout) -> tuple[int, int]:
+    def _pack(self, index: int, layout: _TensorLayout) -> tuple[int, int]:
         """(address of the masters, offset of slot 0 in the pool), the slots right behind them."""
         size = layout.master_bytes + self.num_slots * layout.expert_bytes
         if self._arena.size - self._arena.used < size:
@@ -193,7 +195,7 @@ class DeviceSlotPool:
         self.regions.append(create(self._driver, size, self._undo))
         return self.regions[-1], offset
 
-    def _empty(self, masters: torch.Tensor, layout: _Layout) -> None:
+    def _empty(self, masters: torch.Tensor, layout: _TensorLayout) -> None:
         """Give the tensor's memory back, unless other tensors live in the same storage."""
         storage = masters.untyped_storage()
         if storage.resizable() and storage.nbytes() <= layout.master_bytes:

@@ -4,7 +4,7 @@ Loads are planned for real, with the planner that serves; only times are predict
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -27,7 +27,7 @@ from ultraep_serve.lab.advise.predict import (
 from ultraep_serve.lab.comparators import PolicyFunction, policy_function
 from ultraep_serve.lab.comparators.placement import Placement
 from ultraep_serve.lab.store import load_trace
-from ultraep_serve.lab.trace import PREFILL, LoadTrace, Trace, batches, of_phase
+from ultraep_serve.lab.trace import PREFILL, LoadTrace, Trace, of_phase
 from ultraep_serve.plan.checks import imbalance_floor
 from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.plan.eplb_slots import HISTORY_BATCHES
@@ -40,7 +40,6 @@ __all__ = [
     "Forecast",
     "Setting",
     "advise",
-    "prefill_batches",
     "prefill_trace",
 ]
 
@@ -168,7 +167,7 @@ def advise(
         ConfigError: there is no batch.
         UnsupportedError: a policy needs a package that is not installed.
     """
-    runs = [_Run(setting, name, number) for name, number in _cases(slots, policies)]
+    forecasters = [_Forecaster(setting, name, number) for name, number in _cases(slots, policies)]
     past: deque[Counts] = deque(maxlen=HISTORY_BATCHES)
     tokens: list[float] = []
     floors: list[float] = []
@@ -178,14 +177,14 @@ def advise(
         counts = loads.astype(np.int64)
         if index >= skipped:
             known = np.stack(past, 1) if past else np.zeros((len(counts), 0, *loads.shape[1:]), int)
-            for run in runs:
-                run.add(counts, known)
+            for forecaster in forecasters:
+                forecaster.add(counts, known)
             tokens.append(setting.tokens(counts[0]))
             floors += [imbalance_floor(layer, setting.context(0)) for layer in counts]
         past.append(counts)
     if not tokens:
         raise ConfigError("the trace has no whole batch; choose a smaller --batch-tokens")
-    off, *forecasts = (run.forecast for run in runs)
+    off, *forecasts = (each.forecast for each in forecasters)
     return Advice(setting, float(np.mean(tokens)), float(np.mean(floors)), skipped, off, forecasts)
 
 
@@ -197,7 +196,7 @@ def _cases(slots: Sequence[int], policies: Sequence[str]) -> list[tuple[str, int
     return list(dict.fromkeys(cases))
 
 
-class _Run:
+class _Forecaster:
     """Adds up one forecast, batch by batch."""
 
     def __init__(self, setting: Setting, policy: str, slots: int) -> None:
@@ -258,20 +257,13 @@ class _Run:
         )
 
 
-def prefill_batches(
-    path: Path, shape: ModelShape, batch_tokens: int | None, num_ranks: int
-) -> Iterator[IntArray]:
-    """Loads (layers, R, E) of each prefill batch; decode is left out where the trace marks it.
+def prefill_trace(path: Path, shape: ModelShape) -> Trace | LoadTrace:
+    """A trace of this model; decode is left out where the trace marks it.
 
     Raises:
-        TraceError: the file cannot be read, has no prefill, or no whole batch of it.
+        TraceError: the file cannot be read, or has no prefill.
         ConfigError: it is of a model with other experts, experts per token or layers.
     """
-    return batches(prefill_trace(path, shape), batch_tokens, num_ranks)
-
-
-def prefill_trace(path: Path, shape: ModelShape) -> Trace | LoadTrace:
-    """A trace of this model, without decode where it marks it; errors as ``prefill_batches``."""
     trace = load_trace(path)
     _check_fits(trace, shape)
     if isinstance(trace, Trace):

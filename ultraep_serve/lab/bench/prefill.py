@@ -186,7 +186,7 @@ def measure_prefill(
     """
     servers.check(options, source(MIN_PROMPT_TOKENS, options.seed))
     sidecar = servers.sidecar
-    run = _Run(servers, source, options, on_step)
+    run = _PrefillRun(servers, source, options, on_step)
     started = datetime.now(timezone.utc).isoformat(timespec="seconds")
     with sidecar.policy_restored():
         for tokens in options.prompt_tokens:
@@ -205,7 +205,7 @@ def measure_prefill(
     )
 
 
-class _Run:
+class _PrefillRun:
     """The requests of one benchmark, numbered so that each text and each opening is used once."""
 
     def __init__(

@@ -11,7 +11,7 @@ from rich.text import Text
 from ultraep_serve.cli.arguments import JsonFile, prepare_outputs, show, write_pictures
 from ultraep_serve.costs.shapes import model_shape
 from ultraep_serve.errors import ConfigError, understood
-from ultraep_serve.lab.advise.advice import advise, prefill_batches
+from ultraep_serve.lab.advise.advice import advise, prefill_trace
 from ultraep_serve.lab.advise.recommend import (
     advice_document,
     live_batch_tokens,
@@ -23,6 +23,7 @@ from ultraep_serve.lab.commands.machine import MachineFlags, machine_setting
 from ultraep_serve.lab.comparators import policy_function
 from ultraep_serve.lab.plots import draw
 from ultraep_serve.lab.tables import figures_table
+from ultraep_serve.lab.trace import batches
 from ultraep_serve.system.settings import Directory, Each, Listed, Names, Url
 
 __all__ = ["add_arguments", "run"]
@@ -114,7 +115,7 @@ def _from_trace(
 ) -> tuple[dict[str, Any], dict[str, bytes]]:
     shape = model_shape(flags.model)
     setting = machine_setting(flags, shape, num_ranks, flags.domain_size)
-    cut = prefill_batches(trace, setting.shape, flags.batch_tokens, num_ranks)
+    cut = batches(prefill_trace(trace, shape), flags.batch_tokens, num_ranks)
     advice = advise(setting, cut, flags.slots, flags.policies, flags.limit)
     document = advice_document(advice, trace.name, flags.hardware)
     shown = document["recommendation"].get("slots", _usual(flags.slots))

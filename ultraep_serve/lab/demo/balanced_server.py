@@ -2,9 +2,8 @@
 
 import random
 import sys
-from collections.abc import Sequence
 from contextlib import closing
-from functools import partial
+from functools import cached_property, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -45,18 +44,15 @@ _SHORTEST, _LONGEST = 16, 1500  # tokens; from decode-sized to several times min
 class BalancedServer(ServerProcess):
     """`ultraep-serve ENGINE MODEL FLAGS` on free ports."""
 
-    def __init__(
-        self,
-        model: Path,
-        flags: Sequence[str],
-        log_path: Path,
-        engine: str = "vllm",
-        serves: bool = True,
-    ) -> None:
-        """``serves`` is False for a host that has ranks but no server to wait for."""
-        super().__init__(model, flags, log_path, engine, serves)
-        self.sidecar_port = free_port()
-        self.sidecar_url = f"http://127.0.0.1:{self.sidecar_port}"
+    @cached_property
+    def sidecar_port(self) -> int:
+        """Of its sidecar."""
+        return free_port()
+
+    @cached_property
+    def sidecar_url(self) -> str:
+        """Where its sidecar answers."""
+        return f"http://127.0.0.1:{self.sidecar_port}"
 
     @property
     def token(self) -> str:

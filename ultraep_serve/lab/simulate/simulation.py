@@ -20,7 +20,7 @@ from ultraep_kernels.host.speeds import whole_speeds
 from ultraep_serve.errors import ConfigError, UltraEPError
 from ultraep_serve.lab.simulate.layer import FIGURES, GroupMachine, Variant, judge
 from ultraep_serve.lab.simulate.traffic import SimulatedTraffic
-from ultraep_serve.lab.trace import spread
+from ultraep_serve.lab.trace import over_source_ranks
 from ultraep_serve.plan.quota import warm_up
 from ultraep_serve.system.settings import Settings
 
@@ -157,7 +157,7 @@ class _Work:
         traffic = self._traffic.of_group(rngs[1])
         rows: list[list[tuple[float, ...]]] = [[] for _ in self._variants]
         for batch, layers in self._chosen(index, rngs[2]):
-            for loads in spread(traffic.expert_loads(batch, layers), self._num_ranks):
+            for loads in over_source_ranks(traffic.expert_loads(batch, layers), self._num_ranks):
                 for found, variant in zip(rows, self._variants, strict=True):
                     found.append(judge(variant, machine, loads))
         return [np.array(found).reshape(-1, len(FIGURES)) for found in rows]
