@@ -64,7 +64,11 @@ class Environment:
 
     def runs(self, statement: str) -> bool:
         """Whether ``statement`` runs in the environment."""
-        result = subprocess.run([self.python, "-c", statement], capture_output=True, check=False)
+        # Plug-ins of torch may be those of an earlier release of this project, and not load.
+        variables = os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+        result = subprocess.run(
+            [self.python, "-c", statement], env=variables, capture_output=True, check=False
+        )
         return result.returncode == 0
 
     def add_to_path(self, folder: Path) -> None:

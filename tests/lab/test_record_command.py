@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fastapi.testclient import TestClient
-from tests.offline.test_record_spool import LAYERS, RANKS, Ranks, random_ids
 
+from tests.lab.test_record_spool import LAYERS, RANKS, Ranks, random_ids
 from tests.support.bench_fakes import TOKEN, serving
 from ultraep_serve.cli import main
 from ultraep_serve.errors import BenchError

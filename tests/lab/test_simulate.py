@@ -16,9 +16,10 @@ from ultraep_serve.cli import main
 from ultraep_serve.costs.hardware import estimate_costs, hardware
 from ultraep_serve.costs.shapes import PRESETS, shape_from_config
 from ultraep_serve.errors import TraceError
-from ultraep_serve.lab import simulated_layer, simulation
 from ultraep_serve.lab.advise.advice import Setting
 from ultraep_serve.lab.comparators.placement import home_first_shares
+from ultraep_serve.lab.simulate import layer as simulated_layer
+from ultraep_serve.lab.simulate import simulation
 from ultraep_serve.lab.simulate.layer import FIGURES, GroupMachine, Variant, follow, judge
 from ultraep_serve.lab.simulate.simulation import Fleet, draw_machine
 from ultraep_serve.lab.simulate.traffic import Recorded, Synthetic, Traffic, pieces_of

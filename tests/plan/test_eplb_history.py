@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from tests.core.test_balancer import LAYERS, SHAPE, Rig, even, skewed
 
+from tests.balance.test_balancer import LAYERS, SHAPE, Rig, even, skewed
 from ultraep_serve.lab.comparators import policy_function
 from ultraep_serve.plan.eplb_slots import LoadHistory
 from ultraep_serve.types import Decision, ExpertShape, Policy, TokenView

@@ -1,0 +1,379 @@
+"""Ranks whose host code runs as it is: its launches, copies and streams become work of a machine.
+
+Every rank has a ``DeviceBalancer`` over memory that is mapped into all of them at addresses of
+their own (``HostDriver``). While ranks are ``driven``, Triton's launches, copies that do not block
+and forks and joins of the side stream are written down in stream order; ``run`` executes them.
+"""
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from ultraep_kernels.device.offline import Launch, recorded_launches
+
+from tests.ptx.compiled import Change, Prepared, prepare
+from tests.ptx.machine import Machine, Options
+from tests.support.balancer_rigs import masters_of
+from tests.support.host_driver import HostDriver
+from tests.support.mirror import FakeRecorder
+from ultraep_serve.balance.backend import GroupSetup, LayerSlots
+from ultraep_serve.balance.cuda import balancer as balancer_module
+from ultraep_serve.balance.cuda.balancer import DeviceBalancer, device_row_width
+from ultraep_serve.balance.cuda.driver import HandleKind, Shareable
+from ultraep_serve.balance.cuda.fabric import DeviceFabric, Limits
+from ultraep_serve.balance.cuda.recording import Page
+from ultraep_serve.balance.cuda.rendezvous import Handshake
+from ultraep_serve.balance.cuda.slots import DeviceSlotPool
+from ultraep_serve.balance.topology import domain_of
+
+__all__ = ["Cluster", "Rank", "Work"]
+
+_PATIENCE_NS = 1 << 50  # nobody gives up
+_GRANULARITY = 1 << 12  # of mapped memory, bytes
+_NUM_SENDERS = 2
+_BYTE = 1  # tensors of experts lie at any byte
+
+
+@dataclass
+class Work:
+    """Something in a stream: a launch, or what the host has the device do."""
+
+    rank: int
+    before: set[int]  # numbers of work that ends first
+    launch: Prepared | None = None
+    action: Callable[[], None] | None = None
+    gang: bool = False
+
+
+@dataclass
+class _Stream:
+    last: set[int] = field(default_factory=set)  # the next work comes behind these
+
+
+@dataclass
+class Rank:
+    """One rank: its balancer, memory and streams."""
+
+    number: int
+    driver: HostDriver
+    layers: list[LayerSlots]
+    recorder: FakeRecorder
+    fabric: DeviceFabric = field(init=False)
+    balancer: DeviceBalancer = field(init=False)
+    stream: _Stream = field(default_factory=_Stream)  # that is current
+
+
+class _Meeting:
+    """A rendezvous of ranks that are threads of this process."""
+
+    kind = HandleKind.FILE_DESCRIPTOR
+
+    def __init__(self, size: int) -> None:
+        self._barrier = threading.Barrier(size)
+        self._said: dict[int, tuple[bytes, list[int]]] = {}
+
+    def of(self, position: int) -> Any:
+        """For the rank at ``position``."""
+        meeting = self
+
+        class _Rendezvous:
+            kind = meeting.kind
+
+            def swap(self, layout: bytes, shareables: Sequence[Shareable]) -> list[Handshake]:
+                return meeting.swap(position, layout, shareables)
+
+        return _Rendezvous()
+
+    def swap(self, position: int, layout: bytes, shareables: Sequence[Shareable]) -> list[Handshake]:
+        """As ``Rendezvous.swap``."""
+        self._said[position] = layout, [int(item) for item in shareables]
+        self._barrier.wait(60)
+        found = [
+            Handshake(said, [] if other == position else [os.dup(item) for item in items])
+            for other, (said, items) in sorted(self._said.items())
+        ]
+        self._barrier.wait(60)
+        return found
+
+
+class _Gather:
+    """An all-gather over ranks of all domains, in stream order."""
+
+    def __init__(self, cluster: "Cluster", rank: int) -> None:
+        self._cluster, self._rank = cluster, rank
+
+    def gather(self, row: torch.Tensor) -> torch.Tensor:
+        """As ``DeviceAllGather.gather``."""
+        return self._cluster.gather(self._rank, row)
+
+
+class _Side:
+    """``SideStream`` of one rank."""
+
+    def __init__(self, cluster: "Cluster", rank: Rank) -> None:
+        self._cluster, self._rank = cluster, rank
+        self._stream, self._has_forked = _Stream(), False
+
+    @contextmanager
+    def fork(self) -> Iterator[None]:
+        self._cluster.take_launches()
+        engine, self._has_forked = self._rank.stream, True
+        if self._cluster.forgets != "fork":
+            self._stream.last |= engine.last
+        self._rank.stream = self._stream
+        yield
+        self._cluster.take_launches()
+        self._rank.stream = engine
+
+    def join(self) -> None:
+        self._cluster.take_launches()
+        if self._has_forked:
+            self._has_forked = False
+            if self._cluster.forgets != "join":
+                self._rank.stream.last |= self._stream.last
+
+
+class Cluster:
+    """All ranks of a group, and the machine that executes what they launch."""
+
+    def __init__(
+        self, setup_of: Callable[[int], GroupSetup], num_layers: int, domain_size: int | None,
+        options: Options, change: Change | None = None, forgets: str = "",
+    ) -> None:  # fmt: skip
+        """``change`` of the compiled kernels; ``forgets``, a mistake: what hosts leave out.
+
+        "join": experts come without the side stream, "fork": that begins without the plan.
+        """
+        shape = setup_of(0).shape
+        self.forgets = forgets
+        self.shape, self._setup_of, self._change = shape, setup_of, change
+        self.machine = Machine(shape.num_ranks, options)
+        self._works: list[Work] = []
+        self._numbers: list[int] = []  # of the machine, of works that it has
+        self._known: list[tuple[int, int]] = []  # addresses of memory that the machine knows
+        self._kept: list[Any] = []  # whatever the machine may still read
+        self._launches: list[Launch] = []
+        self._seen = self.num_launches = 0
+        self._gathers: list[list[tuple[int, torch.Tensor]]] = []
+        self._gathered = [0] * shape.num_ranks
+        self._closing = ExitStack()
+        self._current: Rank | None = None
+        self._later: list[Callable[[], None]] = []
+        self._ended: set[int] = set()  # pages whose copy has been made
+        self.ranks = [self._new_rank(n, num_layers) for n in range(shape.num_ranks)]
+        size = domain_size or shape.num_ranks
+        meetings = [_Meeting(size) for _ in range(0, shape.num_ranks, size)]
+        with ThreadPoolExecutor(shape.num_ranks) as pool:
+            connect = lambda rank: self._connect(rank, meetings[rank.number // size], domain_size)  # noqa: E731
+            list(pool.map(connect, self.ranks))
+        self._register_mapped()
+        for rank in self.ranks:
+            self._make_balancer(rank)
+
+    def close(self) -> None:
+        """Free the machine and all memory."""
+        self.machine.close()
+        self._closing.close()
+        for rank in self.ranks:
+            rank.fabric.close()
+
+    @contextmanager
+    def driven(self) -> Iterator[None]:
+        """Inside, what hosts launch is written down instead of done."""
+        copy, expect, send = torch.Tensor.copy_, DeviceBalancer._expect, Page.send
+        is_done = property(lambda page: id(page) in self._ended)
+
+        def copied(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> Any:
+            return self._copy(target, source) if non_blocking else copy(target, source)
+
+        def sent(page: Page) -> None:
+            send(page)
+            self._ended.discard(id(page))
+            self._later.append(lambda: self._ended.add(id(page)))
+
+        def expected(balancer: DeviceBalancer, page: Page) -> None:
+            self._later.append(lambda: expect(balancer, page))
+
+        with ExitStack() as stack:
+            self._launches = stack.enter_context(recorded_launches())
+            self._seen = 0
+            for patch in (
+                mock.patch.object(torch.Tensor, "copy_", copied),
+                mock.patch.object(Page, "is_done", is_done),
+                mock.patch.object(Page, "send", sent),
+                mock.patch.object(DeviceBalancer, "_expect", expected),
+            ):
+                stack.enter_context(patch)
+            yield
+            self.take_launches()
+
+    @contextmanager
+    def of(self, rank: int) -> Iterator[Rank]:
+        """Inside, the host of ``rank`` runs."""
+        self._current = self.ranks[rank]
+        yield self.ranks[rank]
+        self.take_launches()
+        self._current = None
+
+    def take_launches(self) -> None:
+        """Those that were made until now go to the current stream."""
+        for launch in self._launches[self._seen :]:
+            assert self._current is not None, "nobody launches"
+            prepared = prepare(launch, self._change)
+            self._kept.append(launch)
+            for tensor in prepared.tensors:
+                self._register(tensor, self._current.number)
+            self.add(Work(self._current.number, set(), launch=prepared))
+            self.num_launches += 1
+        self._seen = len(self._launches)
+
+    def add(self, work: Work, stream: _Stream | None = None) -> int:
+        """Work for the end of the current stream of its rank; its number."""
+        used = stream or self.ranks[work.rank].stream
+        work.before |= used.last
+        self._works.append(work)
+        used.last = {len(self._works) - 1}
+        return len(self._works) - 1
+
+    def call(self, rank: int, action: Callable[[], None], *, aside: bool = False) -> int:
+        """The host does ``action`` in stream order; ``aside``: nothing comes behind it."""
+        self.take_launches()
+        stream = _Stream(set(self.ranks[rank].stream.last)) if aside else None
+        return self.add(Work(rank, set(), action=action), stream)
+
+    def touch(self, tensor: torch.Tensor, rank: int, what: str, *, writes: bool = False) -> None:
+        """Within a call: it accesses ``tensor``, which lies in one piece."""
+        if size := tensor.numel() * tensor.element_size():
+            self._register(tensor, rank)
+            self.machine.touch(tensor.data_ptr(), size, what, writes=writes)
+
+    def gather(self, rank: int, row: torch.Tensor) -> torch.Tensor:
+        """(R, W) of all ranks, each of which calls this as often."""
+        turn, size = self._gathered[rank], len(self.ranks)
+        self._gathered[rank] += 1
+        if turn == len(self._gathers):
+            self._gathers.append([])
+        rows, taken = torch.empty((size, row.numel()), dtype=row.dtype), self._gathers[turn]
+
+        def give() -> None:
+            self.touch(row, rank, "a row that is gathered")
+            values[:] = row
+
+        def receive() -> None:
+            rows[:] = torch.stack([every for _, every in sorted(taken, key=lambda item: item[0])])
+            self.touch(rows, rank, "gathered rows", writes=True)
+
+        values = torch.empty_like(row)
+        taken.append((self.call(rank, give), values))
+        received = self.call(rank, receive)
+        self._works[received].before = {-1 - turn, *self._works[received].before}
+        return rows
+
+    def run(self) -> None:
+        """Execute what was written down. Raises MachineError where that does not end."""
+        for turn, taken in enumerate(self._gathers):
+            for work in self._works:
+                if -1 - turn in work.before:
+                    work.before = work.before - {-1 - turn} | {number for number, _ in taken}
+        ordered = self._in_order()
+        launches = [self._works[number].launch for number in ordered]
+        self.machine.begin(sum(1 if launch is None else launch.grid for launch in launches))
+        for number in ordered:
+            work = self._works[number]
+            before = [self._numbers[each] for each in work.before]
+            if work.launch is not None:
+                made = self.machine.launch(work.launch, work.rank, before, gang=work.gang)
+            else:
+                assert work.action is not None
+                made = self.machine.call(work.action, work.rank, before)
+            self._numbers[number] = made
+        self.machine.run()
+        later, self._later = self._later, []
+        for action in later:
+            action()
+
+    def _in_order(self) -> list[int]:
+        """Works that the machine does not have, each behind those before it."""
+        first, found = len(self._numbers), list[int]()
+        self._numbers += [-1] * (len(self._works) - first)
+        waiting, done = list(range(first, len(self._works))), set(range(first))
+        while waiting:
+            ready = [n for n in waiting if self._works[n].before <= done]
+            assert ready, "works wait for each other"
+            found += ready
+            done |= set(ready)
+            waiting = [n for n in waiting if n not in done]
+        return found
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        assert self._current is not None, "nobody copies"
+        rank = self._current.number
+
+        def action() -> None:
+            target.copy_(source)
+            self.touch(source, rank, "source of a copy")
+            self.touch(target, rank, "target of a copy", writes=True)
+
+        self.call(rank, action)
+        self._kept.append((target, source))
+        return target
+
+    def _new_rank(self, number: int, num_layers: int) -> Rank:
+        setup = self._setup_of(number)
+        driver = HostDriver(granularity=_GRANULARITY)
+        pool = DeviceSlotPool(driver, self.shape.num_slots, setup.config.chunk_bytes)
+        self._closing.callback(pool.close)
+        masters = self.shape.num_masters
+        layers = [pool.adopt(masters_of(number, layer, masters)) for layer in range(num_layers)]
+        rank = Rank(number, driver, layers, FakeRecorder())
+        rank.pool = pool  # type: ignore[attr-defined]
+        return rank
+
+    def _connect(self, rank: Rank, meeting: _Meeting, domain_size: int | None) -> None:
+        setup, shape = self._setup_of(rank.number), self.shape
+        width = device_row_width(shape.num_logical_experts, setup.view)
+        limits = Limits(width, rank.layers[0].chunks.shape[0], _PATIENCE_NS, _NUM_SENDERS)
+        domain = domain_of(rank.number, shape.num_ranks, domain_size)
+        gather: Any = None
+        if len(domain) < shape.num_ranks:
+            gather = _Gather(self, rank.number)
+        rank.fabric = DeviceFabric(
+            rank.driver, rank.pool, meeting.of(rank.number - domain.start), rank.number,  # type: ignore[attr-defined]
+            shape.num_ranks, limits, domain_size, gather,
+        )  # fmt: skip
+
+    def _make_balancer(self, rank: Rank) -> None:
+        policies: Any = rank.recorder if rank.number == 0 else None
+        recorder: Any = rank.recorder
+        side = mock.patch.object(balancer_module, "side_stream", lambda _device: _Side(self, rank))
+        with side:
+            rank.balancer = DeviceBalancer(
+                self._setup_of(rank.number), rank.layers, rank.fabric, policies, recorder
+            )
+
+    def _register_mapped(self) -> None:
+        """Memory that the driver has mapped, some of it several times."""
+        cells: dict[int, int] = {}
+        for rank in self.ranks:
+            for address, (size, handle) in rank.driver.mapped.items():
+                memory = os.fstat(rank.driver.handles[handle].descriptor).st_ino
+                if memory not in cells:
+                    cells[memory] = self.machine.new_cells(size, _BYTE)
+                self.machine.add_memory(address, size, rank.number, cells[memory], _BYTE)
+                self._known.append((address, address + size))
+
+    def _register(self, tensor: torch.Tensor, rank: int) -> None:
+        """A tensor's memory, when it is first passed."""
+        storage = tensor.untyped_storage()
+        start, size = storage.data_ptr(), storage.nbytes()
+        if not size or any(low <= start < high for low, high in self._known):
+            return
+        self._kept.append(tensor)
+        self._known.append((start, start + size))
+        self.machine.add_memory(start, size, rank, self.machine.new_cells(size))

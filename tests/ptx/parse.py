@@ -1,0 +1,543 @@
+"""PTX text -> a kernel that the machine executes: decoded instructions, lines, points of reunion.
+
+Every opcode, modifier and operand must be known here or in the machine's table of operations; what
+is not raises PtxError. Registers are packed: the compiler gives every value one of its own.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from tests.ptx.library import OPERATIONS
+
+__all__ = ["Instruction", "ParsedKernel", "PtxError", "parse"]
+
+_SPACES = {"global": 0, "shared": 1, "shared::cta": 1}
+_STRENGTHS = {"cta": 1, "gpu": 2, "sys": 3}
+_ORDERS = {"relaxed": 0, "acquire": 1, "release": 2, "acq_rel": 3, "volatile": 0}
+_COMBINATIONS = ("add", "or", "and", "xor", "min", "max", "exch", "cas")
+_SHUFFLES = ("up", "down", "bfly", "idx")
+_SPECIALS = ("%tid.x", "%ctaid.x", "%ntid.x", "%nctaid.x", "%laneid", "%globaltimer", "%clock64")
+_VOTES = ("ballot", "any", "all")
+_REGISTER = re.compile(r"%\w+$|[A-Za-z]\w*$")
+_NUMBER = re.compile(r"-?(?:0x[0-9a-fA-F]+|\d+)U?$")
+_GUARD = re.compile(r"@(!?)(%?\w+)\s+")
+_OPCODE = re.compile(r"([a-z][\w:]*(?:\.[\w:]+)*)\s*(.*)$", re.DOTALL)
+_ADDRESS = re.compile(r"\[\s*([%\w]+)\s*(?:\+\s*(-?\d+))?\s*\]$")
+_LOC = re.compile(r"\.loc\s+(\d+) (\d+) (\d+)(?:, function_name \S+, inlined_at (\d+) (\d+) (\d+))?")
+_FILE = re.compile(r'\.file\s+(\d+)\s+"([^"]*)"(?:\s+"([^"]*)")?')
+_PARAMETER = re.compile(r"\.param \.([a-z])(\d+)(?: \.ptr[^,]*?)? (\w+)$")
+_DECLARATION = re.compile(r"\.reg \.(\w+)\s+(.*)$")
+_MINUS_ONE = (1 << 64) - 1
+
+
+class PtxError(ValueError):
+    """PTX that is not understood; the message quotes it."""
+
+
+@dataclass
+class Instruction:
+    """One instruction; registers by name until they are packed, None where there is none."""
+
+    text: str
+    line: int  # index into the lines of the kernel
+    operation: str
+    guard: str | None = None
+    is_negated: bool = False
+    targets: list[str | None] = field(default_factory=list)
+    sources: list[str | None] = field(default_factory=list)
+    immediate: int = 0
+    label: str = ""  # of a branch
+    space: int = 0
+    order: int = 0
+    strength: int = 0
+    num_bytes: int = 4
+    count: int = 1
+    kind: int = 0
+    is_signed: bool = False
+    goes_to: int = -1  # position that a branch leads to
+    meets: int = -1  # where lanes that part here are together again; -1 at the end
+
+
+@dataclass(frozen=True)
+class ParsedKernel:
+    """What the machine needs of one kernel."""
+
+    name: str
+    code: list[Instruction]
+    lines: list[str]  # places in the source, innermost first
+    parameters: list[tuple[str, int, int]]  # name, offset and size in bytes
+    constants: list[int]  # of the registers from ``first_constant`` on
+    first_constant: int
+    registers: dict[str, int]  # packed number of each
+    num_warps: int
+
+
+def parse(ptx: str) -> ParsedKernel:
+    """The one kernel of a module. Raises PtxError for what is not known."""
+    return _Parser(ptx).kernel()
+
+
+class _Parser:
+    def __init__(self, ptx: str) -> None:
+        self._ptx = ptx
+        names = {int(n): name or folder for n, folder, name in _FILE.findall(ptx)}
+        self._files = {number: name.rpartition("/")[2] for number, name in names.items()}
+        self._lines: list[str] = []
+        self._line_numbers: dict[str, int] = {}
+        self._code: list[Instruction] = []
+        self._labels: dict[str, int] = {}
+        self._scopes: list[dict[str, str]] = [{}]
+        self._num_scopes = 0
+        self._constants: dict[int, str] = {}
+        self._parameters: dict[str, tuple[int, int]] = {}
+
+    def kernel(self) -> ParsedKernel:
+        found = re.search(
+            r"\.visible \.entry (\w+)\((.*?)\)\s*\.reqntid (\d+)[^{]*\{(.*?)^\}", self._ptx, re.M | re.S
+        )
+        if not found:
+            raise PtxError("no kernel in the module")
+        name, parameters, threads, body = found.groups()
+        self._declare_parameters(parameters)
+        line, in_assembly, pinned = self._line("unknown"), False, False
+        for kind, text in _statements(body):
+            if kind == "loc":
+                if not (in_assembly and pinned):  # later lines of inline assembly count on by themselves
+                    line, pinned = self._line(self._place(text)), True
+            elif kind == "assembly":
+                in_assembly, pinned = text == "begin", False
+            elif kind == "label":
+                self._labels[text] = len(self._code)
+            elif kind == "{":
+                self._num_scopes += 1
+                self._scopes.append({})
+            elif kind == "}":
+                self._scopes.pop()
+            elif text.startswith("."):
+                self._declare(text)
+            else:
+                self._code.append(self._instruction(text, line))
+        _find_branches(self._code, self._labels)
+        registers = _packed(self._code, set(self._constants.values()))
+        first = 1 + max((n for n in registers.values()), default=-1)
+        for position, register in enumerate(self._constants.values()):
+            registers[register] = first + position
+        offsets = [(name, *where) for name, where in self._parameters.items()]
+        values = list(self._constants)
+        return ParsedKernel(
+            name, self._code, self._lines, offsets, values, first, registers, int(threads) // 32
+        )
+
+    def _line(self, place: str) -> int:
+        if place not in self._line_numbers:
+            self._line_numbers[place] = len(self._lines)
+            self._lines.append(place)
+        return self._line_numbers[place]
+
+    def _place(self, text: str) -> str:
+        found = _LOC.match(text)
+        if not found:
+            raise PtxError(text)
+        file, line, _, outer_file, outer_line, _ = found.groups()
+        place = f"{self._files.get(int(file), file)}:{line}"
+        if outer_file:
+            place += f" (from {self._files.get(int(outer_file), outer_file)}:{outer_line})"
+        return place
+
+    def _declare_parameters(self, text: str) -> None:
+        offset = 0
+        for declaration in filter(None, (part.strip() for part in text.split(","))):
+            found = _PARAMETER.match(declaration)
+            if not found:
+                raise PtxError(declaration)
+            size = int(found[2]) // 8
+            offset = -(-offset // size) * size
+            self._parameters[found[3]] = offset, size
+            offset += size
+
+    def _declare(self, text: str) -> None:
+        if text.startswith((".pragma", ".maxntid")):
+            return
+        found = _DECLARATION.match(text)
+        if not found or found[1] not in {"pred", "b16", "b32", "b64", "u16", "u32", "u64", "s32", "s64"}:
+            raise PtxError(text)
+        for name in (part.strip() for part in found[2].split(",")):
+            if "<" not in name:
+                self._scopes[-1][name] = f"{name}'{self._num_scopes}"
+
+    def _register(self, text: str) -> str | None:
+        """The name of a register, also of one that holds a constant."""
+        text = text.strip()
+        if text == "_":
+            return None
+        if _NUMBER.match(text):
+            return self._constant(int(text.rstrip("U"), 0))
+        if text in ("global_smem",):
+            return self._constant(0)
+        for scope in reversed(self._scopes):
+            if text in scope:
+                return scope[text]
+        if not text.startswith("%") or not _REGISTER.match(text) or text in _SPECIALS:
+            raise PtxError(f"operand {text!r}")
+        return text
+
+    def _constant(self, value: int) -> str:
+        return self._constants.setdefault(value & _MINUS_ONE, f"constant {value & _MINUS_ONE}")
+
+    def _instruction(self, text: str, line: int) -> Instruction:
+        rest, guard, negated = text, None, False
+        if found := _GUARD.match(rest):
+            guard, negated = self._register(found[2]), bool(found[1])
+            rest = rest[found.end() :]
+        parts = _OPCODE.match(rest)
+        if not parts:
+            raise PtxError(text)
+        opcode, operands = parts[1].split("."), _operands(parts[2])
+        try:
+            made = self._decode(opcode, operands)
+        except (PtxError, ValueError, KeyError, IndexError) as error:
+            raise PtxError(f"{text!r} is not known: {error}") from error
+        made.text, made.line, made.guard, made.is_negated = " ".join(text.split()), line, guard, negated
+        return made
+
+    def _decode(self, opcode: list[str], operands: list[str]) -> Instruction:
+        first = opcode[0]
+        if first in ("ld", "st", "atom", "red") and opcode[1] != "param":
+            return self._memory(opcode, operands)
+        decoders = {
+            "bra": self._branch, "ret": self._plain, "exit": self._plain, "bar": self._barrier,
+            "barrier": self._barrier, "fence": self._fence, "shfl": self._shuffle,
+            "redux": self._reduce, "vote": self._vote, "match": self._match, "ld": self._parameter,
+            "nanosleep": self._sleep, "ldmatrix": self._matrix, "stmatrix": self._matrix,
+        }  # fmt: skip
+        if first in decoders:
+            return decoders[first](opcode, operands)
+        if first == "mov" and (operands[0].startswith("{") or operands[1].startswith("{")):
+            return self._pack(opcode, operands)
+        if first == "mov" and operands[1] in _SPECIALS:
+            kind = _SPECIALS.index(operands[1])
+            return Instruction("", 0, "special", targets=[self._register(operands[0])], kind=kind)
+        return self._arithmetic(opcode, operands)
+
+    def _arithmetic(self, opcode: list[str], operands: list[str]) -> Instruction:
+        name = "_".join(opcode)
+        if opcode[0] in ("selp", "mov") and opcode[1] != "pred":
+            name = f"{opcode[0]}_b{int(opcode[1][1:])}"
+        if name not in OPERATIONS:
+            raise PtxError("no such operation")
+        registers = [self._register(each) for each in operands]
+        if len(registers) > 4:
+            raise PtxError("too many operands")
+        return Instruction("", 0, name, targets=registers[:1], sources=registers[1:])
+
+    def _memory(self, opcode: list[str], operands: list[str]) -> Instruction:
+        first, *modifiers, kind = opcode
+        made = Instruction("", 0, {"ld": "load", "st": "store"}.get(first, "atom"))
+        seen = set()
+        for modifier in modifiers:
+            if modifier in _SPACES:
+                made.space, role = _SPACES[modifier], "space"
+            elif modifier in _STRENGTHS:
+                made.strength, role = _STRENGTHS[modifier], "scope"
+            elif modifier in _ORDERS or modifier == "weak":
+                made.order, role = _ORDERS.get(modifier, 0), "order"
+            elif modifier in ("v2", "v4") and made.operation != "atom":
+                made.count, role = int(modifier[1]), "vector"
+            elif modifier in _COMBINATIONS and made.operation == "atom":
+                made.kind, role = _COMBINATIONS.index(modifier), "combination"
+            else:
+                raise PtxError(f"modifier .{modifier}")
+            if role in seen:
+                raise PtxError(f"modifier .{modifier} again")
+            seen.add(role)
+        if "space" not in seen or ("combination" in seen) != (made.operation == "atom"):
+            raise PtxError("space or combination is missing")
+        strong = [each for each in modifiers if each in _ORDERS]
+        if made.operation == "atom":
+            made.strength = made.strength or _STRENGTHS["gpu"]
+        elif "volatile" in strong:
+            made.strength = _STRENGTHS["sys"]
+        elif bool(strong) != bool(made.strength):
+            raise PtxError("order without scope, or the other way round")
+        made.num_bytes, made.is_signed = int(kind[1:]) // 8, kind[0] == "s"
+        self._memory_operands(made, first, operands)
+        return made
+
+    def _memory_operands(self, made: Instruction, first: str, operands: list[str]) -> None:
+        targets = [] if first in ("st", "red") else [operands.pop(0)]
+        base, made.immediate = self._address(operands.pop(0))
+        values = [each for text in operands for each in _vector(text)]
+        made.targets = [self._register(each) for text in targets for each in _vector(text)]
+        made.sources = [base, *(self._register(each) for each in values)]
+        if made.operation != "atom" and made.count != max(len(made.targets), len(values)):
+            raise PtxError("operands do not fit the vector")
+        if made.operation == "load":
+            made.is_signed = made.is_signed and made.num_bytes < 8
+
+    def _address(self, text: str) -> tuple[str | None, int]:
+        found = _ADDRESS.match(text)
+        if not found:
+            raise PtxError(f"address {text!r}")
+        return self._register(found[1]), int(found[2] or 0)
+
+    def _parameter(self, opcode: list[str], operands: list[str]) -> Instruction:
+        found = _ADDRESS.match(operands[1])
+        if not found or len(opcode) != 3:
+            raise PtxError("address of a parameter")
+        offset = self._parameters[found[1]][0] + int(found[2] or 0)
+        target = [self._register(operands[0])]
+        size = int(opcode[2][1:]) // 8
+        return Instruction("", 0, "parameter", targets=target, immediate=offset, num_bytes=size)
+
+    def _branch(self, opcode: list[str], operands: list[str]) -> Instruction:
+        if opcode[1:] not in ([], ["uni"]):
+            raise PtxError("kind of branch")
+        return Instruction("", 0, "branch", label=operands[0])
+
+    def _plain(self, opcode: list[str], operands: list[str]) -> Instruction:
+        if len(opcode) > 1 or operands:
+            raise PtxError("more than its name")
+        return Instruction("", 0, "return")
+
+    def _barrier(self, opcode: list[str], operands: list[str]) -> Instruction:
+        if opcode in (["bar", "sync"], ["barrier", "sync", "aligned"], ["barrier", "cta", "sync", "aligned"]):
+            if operands != ["0"]:
+                raise PtxError("only barrier 0 of all threads is known")
+            return Instruction("", 0, "barrier")
+        if opcode == ["bar", "warp", "sync"] and operands in (["-1"], ["0xffffffff"]):
+            return Instruction("", 0, "warp_barrier")
+        raise PtxError("kind of barrier")
+
+    def _fence(self, opcode: list[str], operands: list[str]) -> Instruction:
+        if opcode != ["fence", "proxy", "alias"] or operands:
+            raise PtxError("kind of fence")
+        return Instruction("", 0, "fence_alias")
+
+    def _sleep(self, opcode: list[str], operands: list[str]) -> Instruction:
+        if opcode != ["nanosleep", "u32"]:
+            raise PtxError("kind of sleep")
+        return Instruction("", 0, "sleep")
+
+    def _shuffle(self, opcode: list[str], operands: list[str]) -> Instruction:
+        if opcode[1] != "sync" or opcode[3] != "b32" or len(operands) != 5:
+            raise PtxError("kind of shuffle")
+        targets = [self._register(each) for each in operands[0].split("|")]
+        sources = [self._register(each) for each in operands[1:]]
+        kind = _SHUFFLES.index(opcode[2])
+        return Instruction("", 0, "shuffle", targets=targets, sources=sources, kind=kind, count=4)
+
+    def _reduce(self, opcode: list[str], operands: list[str]) -> Instruction:
+        if opcode[1] != "sync" or opcode[3] not in ("s32", "u32", "b32"):
+            raise PtxError("kind of reduction")
+        made = Instruction("", 0, "reduce", kind=_COMBINATIONS.index(opcode[2]), count=2)
+        made.targets = [self._register(operands[0])]
+        made.sources = [self._register(each) for each in operands[1:]]
+        made.is_signed = opcode[3] == "s32"
+        return made
+
+    def _vote(self, opcode: list[str], operands: list[str]) -> Instruction:
+        if opcode[1] != "sync" or opcode[3] not in ("b32", "pred"):
+            raise PtxError("kind of vote")
+        made = Instruction("", 0, "vote", kind=_VOTES.index(opcode[2]), count=2)
+        made.targets = [self._register(operands[0])]
+        made.immediate = int(operands[1].startswith("!"))
+        made.sources = [self._register(operands[1].lstrip("!")), self._register(operands[2])]
+        return made
+
+    def _match(self, opcode: list[str], operands: list[str]) -> Instruction:
+        if opcode[1:3] != ["any", "sync"] or opcode[3] not in ("b32", "b64"):
+            raise PtxError("kind of match")
+        sources = [self._register(each) for each in operands[1:]]
+        size = int(opcode[3][1:]) // 8
+        target = [self._register(operands[0])]
+        return Instruction("", 0, "match", targets=target, sources=sources, num_bytes=size, count=2)
+
+    def _matrix(self, opcode: list[str], operands: list[str]) -> Instruction:
+        if [*opcode[1:4], *opcode[5:]] != ["sync", "aligned", "m8n8", "shared", "b16"]:
+            raise PtxError("kind of matrix")
+        is_load = opcode[0] == "ldmatrix"
+        values, address = operands if is_load else reversed(operands)
+        base, offset = self._address(address)
+        registers = [self._register(each) for each in _vector(values)]
+        if len(registers) != int(opcode[4][1:]):
+            raise PtxError("number of matrices")
+        made = Instruction("", 0, "load_matrix" if is_load else "store_matrix", space=1)
+        made.targets, made.sources = (registers, [base]) if is_load else ([], [base, *registers])
+        made.immediate, made.count = offset, len(registers)
+        return made
+
+    def _pack(self, opcode: list[str], operands: list[str]) -> Instruction:
+        targets = [self._register(each) for each in _vector(operands[0])]
+        sources = [self._register(each) for each in _vector(operands[1])]
+        count = max(len(targets), len(sources))
+        name = "unpack" if operands[0].startswith("{") else "pack"
+        if min(len(targets), len(sources)) != 1:
+            raise PtxError("both sides are vectors")
+        size = int(opcode[1][1:]) // 8 // count
+        return Instruction("", 0, name, targets=targets, sources=sources, num_bytes=size, count=count)
+
+
+def _operands(text: str) -> list[str]:
+    """Between commas that are in no braces."""
+    found, depth, start = [], 0, 0
+    for position, letter in enumerate(text):
+        depth += (letter in "{[") - (letter in "}]")
+        if letter == "," and depth == 0:
+            found.append(text[start:position].strip())
+            start = position + 1
+    return [*found, text[start:].strip()] if text.strip() else []
+
+
+def _vector(text: str) -> list[str]:
+    text = text.strip()
+    if text.startswith("{"):
+        return [part.strip() for part in text.strip("{}").split(",")]
+    return [text]
+
+
+def _statements(body: str) -> Iterator[tuple[str, str]]:
+    """Kind and text of what stands in a kernel's body, in order."""
+    pending = ""
+    for raw in body.split("\n"):
+        if "begin inline asm" in raw or "end inline asm" in raw:
+            yield "assembly", raw.split()[1]
+            continue
+        line = re.sub(r"//.*", "", raw).strip()
+        if line.startswith(".loc"):
+            yield "loc", line
+            continue
+        if not pending and (label := re.match(r"(\$?\w+):$", line)):
+            yield "label", label[1]
+            continue
+        pending = f"{pending} {line}".strip()
+        while pending:
+            if pending[0] in "{}":
+                yield pending[0], ""
+                pending = pending[1:].strip()
+            elif ";" in pending:
+                statement, _, pending = pending.partition(";")
+                yield "statement", statement.strip()
+                pending = pending.strip()
+            else:
+                break
+    if pending:
+        raise PtxError(f"{pending!r} has no end")
+
+
+def _find_branches(code: list[Instruction], labels: dict[str, int]) -> None:
+    """Where branches lead to, and where lanes meet again: the branch's immediate post-dominator."""
+    for instruction in code:
+        if instruction.operation == "branch":
+            instruction.goes_to = labels[instruction.label]
+    starts = sorted({0, *(i.goes_to for i in code if i.operation == "branch"),
+                     *(n + 1 for n, i in enumerate(code) if i.operation in ("branch", "return"))})  # fmt: skip
+    starts = [start for start in starts if start < len(code)]
+    followers = {}
+    for start, end in zip(starts, [*starts[1:], len(code)], strict=True):
+        followers[start] = _followers(code, end - 1)
+    meets = _post_dominators(starts, followers)
+    for start, end in zip(starts, [*starts[1:], len(code)], strict=True):
+        code[end - 1].meets = meets[start]
+
+
+def _followers(code: Sequence[Instruction], last: int) -> list[int]:
+    """Positions that may come after ``last``; -1 the end."""
+    instruction, found = code[last], []
+    if instruction.operation == "branch":
+        found.append(instruction.goes_to)
+    if instruction.operation == "return":
+        found.append(-1)
+    if instruction.operation not in ("branch", "return") or instruction.guard is not None:
+        found.append(last + 1 if last + 1 < len(code) else -1)
+    return found
+
+
+def _post_dominators(starts: list[int], followers: dict[int, list[int]]) -> dict[int, int]:
+    """The nearest block that every way from a block goes through; -1 the end."""
+    order = {start: position for position, start in enumerate(_from_the_end(starts, followers))}
+    nearest: dict[int, int] = {-1: -1}
+
+    def common(a: int, b: int) -> int:
+        while a != b:
+            while order[a] > order[b]:
+                a = nearest[a]
+            while order[b] > order[a]:
+                b = nearest[b]
+        return a
+
+    order = {-1: -1, **order}
+    changed = True
+    while changed:
+        changed = False
+        for start in sorted(starts, key=order.__getitem__):
+            known = [each for each in followers[start] if each in nearest]
+            if not known:
+                continue
+            found = known[0]
+            for other in known[1:]:
+                found = common(found, other)
+            if nearest.get(start) != found:
+                nearest[start], changed = found, True
+    return {start: nearest.get(start, -1) for start in starts}
+
+
+def _from_the_end(starts: list[int], followers: dict[int, list[int]]) -> list[int]:
+    """Blocks in reverse post-order of the reversed graph."""
+    before: dict[int, list[int]] = {start: [] for start in [*starts, -1]}
+    for start, after in followers.items():
+        for each in after:
+            before[each].append(start)
+    found, seen, visits = [], set(), [(-1, False)]
+    while visits:
+        block, is_left = visits.pop()
+        if is_left:
+            found.append(block)
+        elif block not in seen:
+            seen.add(block)
+            visits.append((block, True))
+            visits += [(each, False) for each in before[block] if each not in seen]
+    found.reverse()
+    return [block for block in found if block != -1] + [s for s in starts if s not in seen]
+
+
+def _packed(code: list[Instruction], constants: set[str]) -> dict[str, int]:
+    """A number for every register; two share one where neither is needed while the other is.
+
+    A register is needed from its first to its last mention, and throughout every loop in which it
+    is mentioned. Lanes that part write only their own lanes, so what one side needs the other keeps.
+    """
+    ranges: dict[str, list[int]] = {}
+    for position, instruction in enumerate(code):
+        for register in (*instruction.targets, *instruction.sources, instruction.guard):
+            if register is not None and register not in constants:
+                ranges.setdefault(register, [position, position])[1] = position
+    loops = sorted(
+        (i.goes_to, n) for n, i in enumerate(code) if i.operation == "branch" and i.goes_to <= n
+    )
+    changed = True
+    while changed:
+        changed = False
+        for start, end in loops:
+            for span in ranges.values():
+                if span[0] <= end and span[1] >= start and (span[0] > start or span[1] < end):
+                    span[:] = [min(span[0], start), max(span[1], end)]
+                    changed = True
+    return _numbered(ranges)
+
+
+def _numbered(ranges: dict[str, list[int]]) -> dict[str, int]:
+    numbers: dict[str, int] = {}
+    free: list[int] = []
+    busy: list[tuple[int, int]] = []
+    highest = 0
+    for register, (start, end) in sorted(ranges.items(), key=lambda item: item[1][0]):
+        while busy and busy[0][0] < start:
+            free.append(busy.pop(0)[1])
+        if not free:
+            free.append(highest)
+            highest += 1
+        numbers[register] = free.pop()
+        busy.append((end, numbers[register]))
+        busy.sort()
+    return numbers

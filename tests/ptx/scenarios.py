@@ -1,0 +1,386 @@
+"""What ranks are given to do, and what must come of it: batches as an engine routes them.
+
+Every scenario drives ``DeviceBalancer`` of all ranks through batches of two layers. What it must
+answer is what ``HostBalancer``, its twin, answers for the same ids.
+"""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from ultraep_kernels.contract import Search, search_of
+
+from tests.ptx.compiled import Change
+from tests.ptx.host import Cluster
+from tests.ptx.machine import Finding, MachineError, Options
+from tests.support.balancer_rigs import CONFIG, masters_of
+from tests.support.mirror import FakeRecorder
+from ultraep_serve.balance.backend import GroupSetup
+from ultraep_serve.balance.host.balancer import HostBalancer
+from ultraep_serve.balance.speeds import expert_clock
+from ultraep_serve.balance.topology import Location
+from ultraep_serve.types import ExpertShape, Plan, TokenView
+
+__all__ = ["SCENARIOS", "Batch", "Outcome", "Scenario", "play"]
+
+NUM_LAYERS, TOP_K = 2, 2
+_PREFILL, _DECODE = 100, 4  # tokens of a batch, for the threshold
+_CONFIG = CONFIG.replace(allow_ideal=False, speeds="equal")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What is routed in both layers."""
+
+    kind: str  # "skewed", "even", "padding", "unknown id"
+    turn: int = 0  # which experts are the hot ones
+    tokens: int = _PREFILL
+    dtype: torch.dtype = torch.int32
+    runs: bool = True  # whether hosts wait for the device before the next batch
+
+    def ids(self, rank: int, num_experts: int) -> torch.Tensor:
+        """(T, K) logical of one rank."""
+        rng = np.random.default_rng(100 * self.turn + rank)
+        size = 40 + 30 * (rank % 3), TOP_K
+        if self.kind == "even":
+            ids = np.arange(num_experts * TOP_K).reshape(-1, TOP_K) % num_experts
+        else:
+            ids = (rng.geometric(0.4, size=size) - 1 + self.turn) % num_experts
+        if self.kind == "padding":
+            ids[:] = -1
+        elif self.kind != "even":
+            ids[::9] = -1
+        if self.kind == "unknown id" and rank == 1:
+            ids[5, 0] = 1 << 20
+        return torch.from_numpy(ids).to(self.dtype)
+
+
+_SEVERAL = (  # balanced, left alone, expected to be left alone and followed up, decode
+    Batch("skewed"),
+    Batch("even", runs=False),
+    Batch("even"),
+    Batch("even"),
+    Batch("skewed", 5, dtype=torch.int64),
+    Batch("skewed", 1, _DECODE, runs=False),
+    Batch("skewed", 2),
+)
+_BALANCED = (Batch("skewed", runs=False), Batch("skewed", 3))
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Ranks and what they are given."""
+
+    name: str
+    shape: ExpertShape
+    batches: tuple[Batch, ...] = _SEVERAL
+    view: TokenView = TokenView.OWN
+    relay: str = "auto"
+    speeds: str = "equal"
+    domain_size: int | None = None
+    search: Search | None = Search(512, first=2, limit=4, sweeps=8, thrifty=2)  # None: as it serves
+    least_resident: int = 1  # programs of a rank that must fit a device together
+    calibrates: bool = False
+
+    def setup_of(self, rank: int) -> GroupSetup:
+        """Of one rank."""
+        size = self.domain_size or self.shape.num_ranks
+        config = _CONFIG.replace(relay=self.relay, speeds=self.speeds)
+        location = Location(rank, self.shape.num_ranks, size, size)
+        return GroupSetup(config, self.shape, self.view, location)
+
+
+SCENARIOS = {
+    each.name: each
+    for each in (
+        Scenario("two ranks", ExpertShape(2, 8, 1)),
+        Scenario("four ranks", ExpertShape(4, 16, 2), speeds="1.0,0.5,1.0,0.8"),
+        Scenario("eight ranks", ExpertShape(8, 64, 2), search=None),
+        Scenario("relays", ExpertShape(4, 8, 1), _BALANCED, relay="always"),
+        Scenario("shared tokens", ExpertShape(4, 8, 1), view=TokenView.SHARED),
+        Scenario("micro-batches", ExpertShape(4, 8, 1, num_micro_batches=2), _BALANCED, least_resident=8),
+        Scenario("two domains", ExpertShape(4, 16, 1), domain_size=2),
+        Scenario("unknown ids", ExpertShape(2, 8, 1), (Batch("unknown id"), Batch("padding"))),
+        Scenario("calibration", ExpertShape(4, 8, 1), (), calibrates=True),
+    )
+}
+
+
+@dataclass
+class Outcome:
+    """What came of a run."""
+
+    launches: int = 0
+    steps: int = 0
+    findings: list[Finding] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)  # answers that differ from the twin's
+    failure: str = ""  # a deadlock, or what PTX does not allow
+
+    @property
+    def is_right(self) -> bool:
+        """Whether nothing was found."""
+        return not (self.findings or self.wrong or self.failure)
+
+    def __str__(self) -> str:
+        return "; ".join([*map(str, self.findings), *self.wrong, self.failure]).strip("; ") or "right"
+
+
+def play(
+    scenario: Scenario, options: Options, change: Change | None = None, forgets: str = ""
+) -> Outcome:
+    """All batches of a scenario on a machine; with mistakes of kernels or hosts, or without."""
+    player = _Player(scenario, options, change, forgets)
+    try:
+        with searching(scenario.search):
+            player.play()
+    except MachineError as error:
+        player.outcome.failure = str(error)
+    finally:
+        player.finish()
+    return player.outcome
+
+
+class searching:
+    """Inside, planners of hosts and devices make as many attempts as ``search`` says."""
+
+    def __init__(self, search: Search | None) -> None:
+        import ultraep_kernels.device.plan as on_device
+        import ultraep_kernels.host.plan as on_host
+
+        self._modules, self._search = (on_device, on_host), search
+
+    def __enter__(self) -> None:
+        for module in self._modules:
+            module.search_of = search_of if self._search is None else lambda *_: self._search
+
+    def __exit__(self, *_: object) -> None:
+        for module in self._modules:
+            module.search_of = search_of
+
+
+class _Player:
+    def __init__(
+        self, scenario: Scenario, options: Options, change: Change | None, forgets: str
+    ) -> None:
+        self._scenario, self.outcome = scenario, Outcome()
+        with searching(scenario.search):
+            self._cluster = Cluster(
+                scenario.setup_of, NUM_LAYERS, scenario.domain_size, options, change, forgets
+            )
+        self._twins = [_Twins(scenario) for _ in range(scenario.shape.num_micro_batches)]
+        self._checks: list[Callable[[], None]] = []  # when the device is done
+
+    def play(self) -> None:
+        cluster = self._cluster
+        with cluster.driven():
+            if self._scenario.calibrates:
+                self._calibrate()
+            for batch in self._scenario.batches:
+                for layer in range(NUM_LAYERS):
+                    self._layer(batch, layer)
+                if batch.runs:
+                    self._run()
+            self._run()
+        if self._scenario.shape.num_micro_batches == 1 and self._scenario.batches:
+            self._compare_records()
+
+    def finish(self) -> None:
+        cluster = self._cluster
+        self.outcome.launches, self.outcome.steps = cluster.num_launches, cluster.machine.steps
+        self.outcome.findings = cluster.machine.findings()
+        for rank in cluster.ranks:
+            if status := int(rank.fabric.status.item()):
+                self.outcome.wrong.append(f"status {status} of rank {rank.number}")
+        self._checks.clear()
+        cluster.close()
+
+    def _run(self) -> None:
+        self._cluster.run()
+        for check in self._checks:
+            check()
+        self._checks.clear()
+
+    def _layer(self, batch: Batch, layer: int) -> None:
+        shape, cluster = self._scenario.shape, self._cluster
+        numbers = range(shape.num_micro_batches)
+        for number in numbers:
+            turned = Batch(batch.kind, batch.turn + 4 * number + layer, batch.tokens, batch.dtype)
+            shared = self._scenario.view is TokenView.SHARED
+            ids = [turned.ids(0 if shared else n, shape.num_logical_experts) for n in range(shape.num_ranks)]
+            expected = self._twins[number].route(layer, ids, batch.tokens)
+            for n, own in enumerate(ids):
+                with cluster.of(n) as rank:
+                    physical = rank.balancer.route(layer, own, batch.tokens, number)
+                    self._expect(rank, layer, number, own, physical, expected[n])
+        for number in numbers:
+            for n in range(shape.num_ranks):
+                with cluster.of(n) as rank:
+                    rank.balancer.computed(number)
+
+    def _expect(
+        self, rank: Any, layer: int, number: int, ids: torch.Tensor, physical: torch.Tensor, twin: "_Routed"
+    ) -> None:
+        """The engine's part: dispatch reads ids, experts read slots; and what must be there."""
+        cluster, shape, wrong = self._cluster, self._scenario.shape, self.outcome.wrong
+        where = f"rank {rank.number}, layer {layer}, micro-batch {number}"
+        expected = moved(twin.physical, shape, number).to(physical.dtype)
+
+        def dispatch() -> None:
+            cluster.touch(physical, rank.number, "dispatch reads ids")
+            if not torch.equal(physical, expected):
+                wrong.append(f"ids of {where}")
+
+        cluster.call(rank.number, dispatch)
+        experts = [] if twin.plan is None else twin.plan.slot_expert[rank.number].tolist()
+        first = shape.num_masters + number * shape.num_replica_slots
+
+        def compute() -> None:
+            for slot, expert in enumerate(experts):
+                if expert < 0:
+                    continue
+                owner, local = divmod(expert, shape.num_masters)
+                masters = masters_of(owner, layer, shape.num_masters)
+                for tensor, master in zip(rank.layers[layer].tensors, masters, strict=True):
+                    cluster.touch(tensor[first + slot], rank.number, "experts read slots")
+                    if not torch.equal(tensor[first + slot], master[local]):
+                        wrong.append(f"slot {slot} of {where}")
+
+        with expert_clock:
+            cluster.call(rank.number, compute, aside=cluster.forgets == "experts")
+        if twin.plan is not None:
+            found, plan = rank.balancer._plans[number].found, twin.plan
+            if layer == NUM_LAYERS - 1:
+                self._checks = [check for check in self._checks if check.__name__ != where]
+                check = lambda: self._compare_plan(found, plan, number, where)  # noqa: E731
+                check.__name__ = where
+                self._checks.append(check)
+
+    def _compare_plan(self, found: Any, plan: Plan, number: int, where: str) -> None:
+        slots = self._scenario.shape.num_replica_slots
+        own = slice(number * slots, (number + 1) * slots)
+        if not np.array_equal(found.slot_expert.numpy()[:, own], plan.slot_expert):
+            self.outcome.wrong.append(f"slots planned by {where}")
+        for name in ("quota", "share"):
+            if not np.array_equal(getattr(found, name).numpy(), getattr(plan, name)):
+                self.outcome.wrong.append(f"{name} of {where}")
+
+    def _compare_records(self) -> None:
+        for rank in self._cluster.ranks:
+            for _ in range(2 * len(self._scenario.batches)):
+                rank.balancer._record_what_is_done()
+            pairs = [_plain(events) for events in (rank.recorder.events, self._twins[0].events(rank.number))]
+            if pairs[0] != pairs[1] or rank.recorder.lost:
+                self.outcome.wrong.append(f"records of rank {rank.number}")
+
+    def _calibrate(self) -> None:
+        """What is launched before a server serves: rows, plans and copies without a decision."""
+        shape, cluster = self._scenario.shape, self._cluster
+        slot_expert = torch.full((shape.num_ranks, shape.num_slots), -1, dtype=torch.int32)
+        slot_expert[:, 0] = torch.arange(shape.num_ranks).roll(-1) * shape.num_masters
+        width = cluster.ranks[0].fabric.limits.row_width
+        rows = [torch.arange(width, dtype=torch.int32) + 1000 * n for n in range(shape.num_ranks)]
+        for n, row in enumerate(rows):
+            with cluster.of(n) as rank:
+                self._exchange_and_send(rank, row, torch.stack(rows), slot_expert.clone())
+
+    def _exchange_and_send(
+        self, rank: Any, row: torch.Tensor, rows: torch.Tensor, slot_expert: torch.Tensor
+    ) -> None:
+        shape, fabric, wrong = self._scenario.shape, rank.fabric, self.outcome.wrong
+        tables = fabric.tables(rank.layers[0])
+        decided = torch.zeros(1, dtype=torch.int32)
+        for mode in ("never", "always"):
+            found = fabric.exchange(row)
+            sends = fabric.sends(slot_expert, shape.num_masters, mode)
+            fabric.stream(tables, slot_expert, shape.num_masters, sends, decision=decided)
+
+            def check(found: torch.Tensor = found) -> None:
+                if not torch.equal(found, rows):
+                    wrong.append(f"rows of rank {rank.number}")
+                expert = int(slot_expert[rank.number, 0])
+                masters = masters_of(expert // shape.num_masters, 0, shape.num_masters)
+                for tensor, master in zip(rank.layers[0].tensors, masters, strict=True):
+                    if not torch.equal(tensor[shape.num_masters], master[expert % shape.num_masters]):
+                        wrong.append(f"slot 0 of rank {rank.number}")
+
+            self._checks.append(check)
+
+
+@dataclass
+class _Routed:
+    """What the twin of one rank answered."""
+
+    physical: torch.Tensor
+    plan: Plan | None
+
+
+class _Twins:
+    """``HostBalancer`` of every rank, each in a thread; nothing is copied."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        shape = scenario.shape
+        self._shape = ExpertShape(shape.num_ranks, shape.num_logical_experts, shape.num_replica_slots)
+        self._pool = ThreadPoolExecutor(shape.num_ranks)
+        self._barrier = threading.Barrier(shape.num_ranks)
+        self._rows: list[Any] = [None] * shape.num_ranks
+        self._recorders = [FakeRecorder() for _ in range(shape.num_ranks)]
+        self._balancers = [self._new_balancer(n, scenario) for n in range(shape.num_ranks)]
+
+    def route(self, layer: int, ids: list[torch.Tensor], tokens: int) -> list[_Routed]:
+        """By rank."""
+
+        def one(rank: int) -> _Routed:
+            balancer = self._balancers[rank]
+            balancer._routed = None
+            physical = balancer.route(layer, ids[rank], tokens)
+            routed: Any = balancer._routed
+            plan = None if routed is None else routed.plan
+            balancer.computed()
+            return _Routed(physical, plan)
+
+        return list(self._pool.map(one, range(self._shape.num_ranks)))
+
+    def events(self, rank: int) -> list[Any]:
+        """What was recorded."""
+        return self._recorders[rank].events
+
+    def _new_balancer(self, rank: int, scenario: Scenario) -> HostBalancer:
+        setup: Any = scenario.setup_of(rank)
+        setup = GroupSetup(setup.config, self._shape, setup.view, setup.location)
+        sizes = [sum(t.element_size() * t[0].numel() for t in masters_of(rank, 0, self._shape.num_masters))]
+        layer: Any = SimpleNamespace(expert_bytes=np.array(sizes))
+        fabric: Any = SimpleNamespace(
+            rank=rank, exchange=lambda row: self._exchange(rank, row),
+            stream=lambda *_: None, wait_slots=lambda *_: None,
+        )  # fmt: skip
+        recorder: Any = self._recorders[rank]
+        policies = recorder if rank == 0 else None
+        return HostBalancer(setup, [layer] * NUM_LAYERS, fabric, policies, recorder)
+
+    def _exchange(self, rank: int, row: Any) -> Any:
+        self._rows[rank] = row
+        self._barrier.wait(60)
+        rows = np.stack(self._rows)
+        self._barrier.wait(60)
+        return rows
+
+
+def moved(physical: torch.Tensor, shape: ExpertShape, micro_batch: int) -> torch.Tensor:
+    """Ids of a group whose ranks have slots of one micro-batch, where there are more."""
+    local = shape.num_masters + shape.num_replica_slots
+    rank, own = physical // local, physical % local
+    own = torch.where(own < shape.num_masters, own, own + micro_batch * shape.num_replica_slots)
+    return torch.where(physical < 0, physical, rank * shape.num_local + own)
+
+
+def _plain(events: list[Any]) -> list[Any]:
+    """Without what is measured."""
+    return [
+        {k: v for k, v in event.items() if k != "experts_ns"} if isinstance(event, dict) else event
+        for event in events
+    ]
