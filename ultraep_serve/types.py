@@ -33,7 +33,7 @@ class TokenView(Enum):
 
 @dataclass(frozen=True)
 class ExpertShape:
-    """The sizes that every plan depends on."""
+    """The sizes of an expert-parallel group."""
 
     num_ranks: int  # R
     num_logical_experts: int  # E, a multiple of R

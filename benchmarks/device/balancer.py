@@ -29,6 +29,7 @@ from ultraep_serve.balance.cuda.balancer import DeviceBalancer
 from ultraep_serve.balance.cuda.fabric import DeviceFabric
 from ultraep_serve.balance.cuda.recording import TIMED_EVERY
 from ultraep_serve.balance.topology import Location
+from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.plan.quota import plan_quota
 from ultraep_serve.types import Decision, Policy, Stage, TokenView
 
@@ -49,7 +50,7 @@ def check_balancer(bench: Bench, sizes: BatchSizes, routes: Routes) -> dict[str,
     """Replays that obey the policy, and a batch that the host launched."""
     shape, ids, recorder = sizes.shape, routes.ids[0], FakeRecorder()
     balancer, fabric = balancer_of_rank_0(bench, sizes, routes, recorder)
-    expected = plan_quota(routes.loads, shape, 0)
+    expected = plan_quota(routes.loads, PlanContext.of(shape), 0)
     twin = reroute(ids.cpu(), expected.share, expected.slot_expert, shape.num_masters)
     identity = balancer.identity(ids).cpu()
     replay = bench.capture(lambda: balancer.route(0, ids, sizes.tokens))

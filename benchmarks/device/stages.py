@@ -11,6 +11,7 @@ from tests.support.bench import Bench
 from tests.support.kernel_checks import check_count_and_reroute, check_exchange, check_plan
 from tests.support.virtual_ranks import VirtualRanks, check_stream, fill_masters, make_ranks
 from ultraep_serve.balance.cuda.slots import MOST_CHUNK_BYTES
+from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.plan.quota import plan_quota
 from ultraep_serve.types import ExpertShape, Plan, imbalance
 
@@ -71,7 +72,7 @@ def routing(bench: Bench, report: Report) -> None:
     for case in TINY_ROUTING if bench.interpreted else ROUTING:
         for wanted in case.imbalances:
             routes = make_routes(case.shape, case.tokens, case.top_k, wanted, bench.device)
-            expected = plan_quota(routes.loads, case.shape, 0)
+            expected = plan_quota(routes.loads, PlanContext.of(case.shape), 0)
             report.run("plan", time_plan, bench, case, routes, expected)
             report.run("count + reroute", time_routing, bench, case, routes, expected)
 
@@ -125,7 +126,7 @@ def streaming(bench: Bench, report: Report) -> None:
     """All virtual ranks' copies of one plan: direct, and with relays wherever they can be."""
     sizes = BatchSizes.on(bench)
     routes = make_routes(sizes.shape, sizes.tokens, sizes.top_k, IMBALANCE, bench.device)
-    planned = plan_quota(routes.loads, sizes.shape, 0).slot_expert
+    planned = plan_quota(routes.loads, PlanContext.of(sizes.shape), 0).slot_expert
     slots = torch.from_numpy(planned).to(bench.device)
     ranks = make_ranks(sizes.shape, sizes.tensor_bytes, sizes.chunk_bytes, bench.device)
     fill_masters(ranks)

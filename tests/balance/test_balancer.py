@@ -17,6 +17,7 @@ from ultraep_serve.balance.speeds import expert_clock
 from ultraep_serve.balance.topology import Location
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.costs.model import IntegerCosts
+from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.types import Decision, ExpertShape, Policy, SpeedSource, TokenView
 
 SHAPE = ExpertShape(2, 8, 1)
@@ -256,7 +257,7 @@ def test_only_padding_is_balanced() -> None:
 
 def test_without_slots_nothing_is_planned() -> None:
     rig = Rig()
-    rig.balancer._shape = ExpertShape(2, 8, 0)
+    rig.balancer._context = PlanContext.of(ExpertShape(2, 8, 0))
     rig.route(skewed())
     assert rig.decision is Decision.UNPROFITABLE
     assert rig.fabric.streams == 0

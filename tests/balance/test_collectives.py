@@ -27,7 +27,7 @@ def join(rank: int, run_path: Path, seconds: float) -> HostFabric:
     all_gather = HostAllGather(engine_group(run_path, rank, RANKS).on_host, seconds)
     pool = HostSlotPool(0, 4096)
     path = host_path(run_path, location)
-    return HostFabric(path, rank, RANKS, WIDTH, pool, 0, seconds, 2, all_gather)
+    return HostFabric(path, location, WIDTH, pool, 0, seconds, all_gather)
 
 
 def row_of(rank: int, epoch: int, width: int) -> np.ndarray:

@@ -14,6 +14,7 @@ from tests.support.ranks import fresh_run_path, outcomes_of_ranks, run_ranks
 from ultraep_serve.balance.backend import LayerSlots
 from ultraep_serve.balance.host.fabric import HostFabric
 from ultraep_serve.balance.host.slots import HostSlotPool
+from ultraep_serve.balance.topology import Location
 from ultraep_serve.errors import FabricError
 
 WIDTH, MASTERS, SLOTS, CHUNK = 12, 3, 2, 4096
@@ -33,7 +34,9 @@ def test_rows_between_more_ranks_than_cores(run_path: Path, num_ranks: int) -> N
 
 def exchange_many(rank: int, num_ranks: int, run_path: Path, epochs: int) -> int:
     """Wrong rows seen; rows of changing width, now and then a slow rank."""
-    fabric = HostFabric(run_path, rank, num_ranks, WIDTH, HostSlotPool(0, CHUNK), 0, 20.0)
+    fabric = HostFabric(
+        run_path, Location.on_one_host(rank, num_ranks), WIDTH, HostSlotPool(0, CHUNK), 0, 20.0
+    )
     rng = np.random.default_rng(rank)
     wrong = 0
     for epoch in range(epochs):
@@ -94,7 +97,9 @@ def make_fabric(
     rank: int, num_ranks: int, run_path: Path, pool: HostSlotPool, layers: list[LayerSlots]
 ) -> HostFabric:
     max_chunks = layers[0].chunks.shape[0]
-    return HostFabric(run_path, rank, num_ranks, WIDTH, pool, max_chunks, 20.0)
+    return HostFabric(
+        run_path, Location.on_one_host(rank, num_ranks), WIDTH, pool, max_chunks, 20.0
+    )
 
 
 def masters_of(rank: int, layer: int) -> list[torch.Tensor]:
@@ -125,7 +130,7 @@ def test_ranks_that_differ_in_their_layout_say_so(run_path: Path) -> None:
 
 def with_other_slots(rank: int, run_path: Path) -> None:
     pool = HostSlotPool(3 if rank == 2 else 2, CHUNK)
-    HostFabric(run_path, rank, 3, WIDTH, pool, 1, 5.0)
+    HostFabric(run_path, Location.on_one_host(rank, 3), WIDTH, pool, 1, 5.0)
     time.sleep(5)
 
 
@@ -142,12 +147,14 @@ def test_a_card_of_a_process_that_is_gone_is_an_error(run_path: Path) -> None:
     }
     (run_path / "handshake-1.json").write_text(json.dumps(handshake))
     with pytest.raises(FabricError, match="on one host, as one user"):
-        HostFabric(run_path, 0, 2, WIDTH, HostSlotPool(0, CHUNK), 0, 5.0)
+        HostFabric(run_path, Location.on_one_host(0, 2), WIDTH, HostSlotPool(0, CHUNK), 0, 5.0)
 
 
 def test_one_rank_alone_reads_its_own_row() -> None:
     with fresh_run_path() as run_path:
-        fabric = HostFabric(run_path, 0, 1, WIDTH, HostSlotPool(0, CHUNK), 0, 5.0)
+        fabric = HostFabric(
+            run_path, Location.on_one_host(0, 1), WIDTH, HostSlotPool(0, CHUNK), 0, 5.0
+        )
         assert fabric.exchange(row_of(0, 1, 3)).tolist() == [row_of(0, 1, 3).tolist()]
         with pytest.raises(ValueError, match="13 values"):
             fabric.exchange(np.zeros(WIDTH + 1, np.int64))

@@ -14,6 +14,7 @@ from tests.support.ranks import RankError, RankOutcome, outcomes_of_ranks, run_r
 from ultraep_serve.balance.backend import CONNECT_FACTOR
 from ultraep_serve.balance.host.fabric import HostFabric
 from ultraep_serve.balance.host.slots import HostSlotPool
+from ultraep_serve.balance.topology import Location
 from ultraep_serve.errors import PeerTimeoutError
 
 WIDTH, CHUNK = 4, 4096
@@ -40,7 +41,9 @@ def test_a_rank_killed_between_exchanges_is_noticed(
 
 
 def die_in_exchange(rank: int, num_ranks: int, victim: int, run_path: Path) -> None:
-    fabric = HostFabric(run_path, rank, num_ranks, WIDTH, HostSlotPool(0, CHUNK), 0, LONG)
+    fabric = HostFabric(
+        run_path, Location.on_one_host(rank, num_ranks), WIDTH, HostSlotPool(0, CHUNK), 0, LONG
+    )
     for epoch in range(100):
         if rank == victim and epoch == 50:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -64,7 +67,9 @@ def test_a_rank_killed_while_streaming_is_noticed(run_path: Path, victim: int) -
 def die_in_stream(rank: int, victim: int, run_path: Path) -> None:
     pool = HostSlotPool(1, CHUNK)
     layer = pool.adopt([torch.full((2, 50_000), rank, dtype=torch.uint8)])
-    fabric = HostFabric(run_path, rank, 4, WIDTH, pool, layer.chunks.shape[0], LONG)
+    fabric = HostFabric(
+        run_path, Location.on_one_host(rank, 4), WIDTH, pool, layer.chunks.shape[0], LONG
+    )
     slot_expert = np.array([[-1], [0], [0], [0]], dtype=np.int32)
     parents = np.array([[-1], [-1], [1], [1]], dtype=np.int64)
     fabric.exchange(np.zeros(WIDTH, np.int64))
@@ -78,7 +83,14 @@ def test_a_rank_that_does_not_come_is_an_error(run_path: Path) -> None:
     """After the time that loading has."""
     started = time.monotonic()
     with pytest.raises(PeerTimeoutError, match="rank 0 waited for rank 1 of 2, which did not come"):
-        HostFabric(run_path, 0, 2, WIDTH, HostSlotPool(0, CHUNK), 0, timeout_seconds=0.05)
+        HostFabric(
+            run_path,
+            Location.on_one_host(0, 2),
+            WIDTH,
+            HostSlotPool(0, CHUNK),
+            0,
+            timeout_seconds=0.05,
+        )
     assert time.monotonic() - started >= 0.05 * CONNECT_FACTOR
 
 
@@ -93,7 +105,9 @@ def test_a_stopped_rank_is_waited_for_as_long_as_configured(run_path: Path, num_
 
 
 def stop_in_exchange(rank: int, num_ranks: int, run_path: Path) -> tuple[str, float]:
-    fabric = HostFabric(run_path, rank, num_ranks, WIDTH, HostSlotPool(0, CHUNK), 0, 1.5)
+    fabric = HostFabric(
+        run_path, Location.on_one_host(rank, num_ranks), WIDTH, HostSlotPool(0, CHUNK), 0, 1.5
+    )
     fabric.exchange(np.zeros(WIDTH, np.int64))
     (run_path / f"process-{rank}").write_text(str(os.getpid()))
     fabric.exchange(np.zeros(WIDTH, np.int64))
@@ -123,7 +137,9 @@ def test_a_rank_that_ends_after_its_last_exchange_is_not_missed(
 
 
 def leave_one_by_one(rank: int, run_path: Path, number: int) -> int:
-    fabric = HostFabric(run_path, rank, 3, WIDTH, HostSlotPool(0, CHUNK), 0, LONG)
+    fabric = HostFabric(
+        run_path, Location.on_one_host(rank, 3), WIDTH, HostSlotPool(0, CHUNK), 0, LONG
+    )
     for _ in range(3):
         fabric.exchange(np.zeros(WIDTH, np.int64))
     if rank == 2:

@@ -19,7 +19,7 @@ from ultraep_serve.balance.host import balancer
 from ultraep_serve.balance.topology import Location
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.costs.model import CostModel
-from ultraep_serve.engines.common.setup import BalancedLayers, Batch
+from ultraep_serve.engines.common.setup import BalancedLayers, Batch, EngineRank
 from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.recorder import Stopwatch
 from ultraep_serve.telemetry.run_directory import lost_reason
@@ -105,7 +105,7 @@ def serve(rank: int, run_path: Path, hosts: Hosts | None, size: int, fault: Faul
             _Struck.strike = staticmethod(strike)
             patch.setattr(balancer, "Stopwatch", _Struck)
         joined = BalancedLayers(
-            config, shape, TokenView.SHARED, [layer], rank, "test", run_layer, group
+            config, shape, TokenView.SHARED, [layer], run_layer, EngineRank("test", rank, group)
         )
         ids = torch.tensor([[0, 2 * (num_ranks - size)]], dtype=torch.int32).repeat(64, 1)
         with ControlPage.open(home) as page:

@@ -18,7 +18,7 @@ from ultraep_serve.balance.host import fabric
 from ultraep_serve.balance.topology import Location
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.costs.model import CostModel
-from ultraep_serve.engines.common.setup import BalancedLayers, Batch, make_backend
+from ultraep_serve.engines.common.setup import BalancedLayers, Batch, EngineRank, make_backend
 from ultraep_serve.errors import PeerTimeoutError, UnsupportedError
 from ultraep_serve.sidecar.statistics.figures import mean_floor
 from ultraep_serve.telemetry import run_directory
@@ -39,7 +39,9 @@ def join(rank: int, run_path: Path, view: TokenView) -> list[int]:
         [torch.nn.Parameter(torch.full((4, size), 1.0 + rank), False) for size in (300, 7)]
         for _ in range(LAYERS)
     ]
-    joined = BalancedLayers(config, SHAPE, view, layers, rank, "test", lambda size: None)
+    joined = BalancedLayers(
+        config, SHAPE, view, layers, lambda size: None, EngineRank("test", rank)
+    )
     joined.mark_ready()
     joined.log_ready(logging.getLogger("test"))
     ids = torch.tensor([[0, 1]], dtype=torch.int64).repeat(64, 1)
@@ -70,7 +72,12 @@ def join_hosts(rank: int, run_path: Path, view: TokenView, costs: str) -> list[i
     config = BalanceConfig(min_batch_tokens=8, run_dir=str(home), costs=costs)
     layer = [torch.nn.Parameter(torch.full((2, size), 1.0 + rank), False) for size in (300, 7)]
     joined = BalancedLayers(
-        config, shape, view, [layer], rank, "test", lambda size: time.sleep(size * 1e-5), group
+        config,
+        shape,
+        view,
+        [layer],
+        lambda size: time.sleep(size * 1e-5),
+        EngineRank("test", rank, group),
     )
     joined.mark_ready()
     assert joined.location.domain == location.domain
@@ -149,7 +156,9 @@ def lose_files(rank: int, shared_memory: Path, moment: str) -> list[int]:
         if moment == MOMENTS[1]:
             patch.setattr(fabric, "_publish", publish_and_delete)
         patch.setattr("ultraep_serve.telemetry.recorder.HEARTBEAT_SECONDS", 0.1)
-        joined = BalancedLayers(config, SHAPE, TokenView.SHARED, [layer], rank, "test", run_layer)
+        joined = BalancedLayers(
+            config, SHAPE, TokenView.SHARED, [layer], run_layer, EngineRank("test", rank)
+        )
         wait_for(f"ring-{rank}")
         wait_for("control")
     joined.mark_ready()
@@ -187,7 +196,12 @@ def compile_for_long(rank: int, run_path: Path) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ultraep_serve.balance.host.backend._REPEATS", 1)
         joined = BalancedLayers(
-            config, shape, TokenView.SHARED, [layer], rank, "test", compile_kernels, group
+            config,
+            shape,
+            TokenView.SHARED,
+            [layer],
+            compile_kernels,
+            EngineRank("test", rank, group),
         )
     ids = torch.tensor([[0, 4]], dtype=torch.int32).repeat(64, 1)
     for _ in range(3):  # as graphs are captured

@@ -1,4 +1,4 @@
-"""docs/faults.md is whole, names tests that exist, and what it says of clocks."""
+"""docs/dev/faults.md is whole, names tests that exist, and what it says of clocks."""
 
 import re
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "faults.md").read_text()
+PAGE = (ROOT / "docs" / "dev" / "faults.md").read_text()
 FAULTS = ["SIGKILL", "SIGSTOP", "segfault", "disk", "shared", "run", "ring", "clock"]
 STAGES = ["start", "load", "exchange", "replicate", "wait", "compute", "policy switch", "stop"]
 ROLES = ["A rank", "The launcher", "The sidecar", "The API server", "Another host"]

@@ -13,6 +13,7 @@ from ultraep_serve.costs.model import (
     transfer_of,
 )
 from ultraep_serve.errors import ConfigError
+from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.plan.quota import identity_plan, plan_quota
 from ultraep_serve.types import ExpertShape, Plan
 
@@ -47,7 +48,7 @@ def test_saved_time_by_hand() -> None:
 
 
 def test_moving_pays_only_above_its_cost() -> None:
-    plan = plan_quota(HOT, SHAPE, 0)
+    plan = plan_quota(HOT, PlanContext.of(SHAPE), 0)
     after = int(plan.quota.sum(0).max())
     plan_seconds = (600 - after - 100) * 1e-6  # saving minus one expert on the link
     for microseconds, expected in ((-1, True), (0, False), (1, False)):
@@ -58,19 +59,21 @@ def test_moving_pays_only_above_its_cost() -> None:
 def test_nothing_moved_never_pays() -> None:
     assert not pays(HOT, identity_plan(HOT, SHAPE, 0), SIMPLE)
     empty = np.zeros((2, 4), np.int32)
-    assert not pays(empty, plan_quota(empty, SHAPE, 0), SIMPLE)
+    assert not pays(empty, plan_quota(empty, PlanContext.of(SHAPE), 0), SIMPLE)
 
 
 def test_all_ranks_decide_alike_with_huge_counts() -> None:
     loads = np.zeros((8, 16), np.int64)
     loads[:, 0] = (2**31 - 1) // 8
     shape = ExpertShape(8, 16, 2)
-    answers = {pays(loads, plan_quota(loads, shape, rank), SIMPLE) for rank in range(8)}
+    answers = {
+        pays(loads, plan_quota(loads, PlanContext.of(shape), rank), SIMPLE) for rank in range(8)
+    }
     assert answers == {True}
 
 
 def test_decisions_are_monotone() -> None:
-    plan = plan_quota(HOT, SHAPE, 0)
+    plan = plan_quota(HOT, PlanContext.of(SHAPE), 0)
     by_cost = [
         pays(HOT, plan, CostModel(1e-6, size, 1e10)) for size in (10**3, 10**6, 10**7, 10**9)
     ]
@@ -80,7 +83,7 @@ def test_decisions_are_monotone() -> None:
     for factor in (1, 10, 100):
         loads = HOT * factor
         costs = CostModel(1e-6, 10**7, 1e10)
-        by_size.append(pays(loads, plan_quota(loads, SHAPE, 0), costs))
+        by_size.append(pays(loads, plan_quota(loads, PlanContext.of(SHAPE), 0), costs))
     assert by_size == [False, True, True]
 
 

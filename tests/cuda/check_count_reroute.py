@@ -13,6 +13,7 @@ from tests.support.bench import Bench
 from tests.support.ids import skewed_ids
 from tests.support.kernel_checks import check_count_and_reroute, require_equal
 from ultraep_serve.balance.physical import identity_table, master_ids
+from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.plan.quota import plan_quota
 from ultraep_serve.types import ExpertShape, Plan
 
@@ -41,7 +42,7 @@ def edge_ids(shape: ExpertShape) -> dict[str, torch.Tensor]:
 def plan_of(ids: torch.Tensor, shape: ExpertShape) -> Plan:
     loads = np.zeros((shape.num_ranks, shape.num_logical_experts), np.int64)
     loads[0] = count_reference(ids, shape.num_logical_experts)[0]
-    return plan_quota(loads, shape, 0)
+    return plan_quota(loads, PlanContext.of(shape), 0)
 
 
 @pytest.mark.parametrize("name", edge_ids(SHAPES[0]))

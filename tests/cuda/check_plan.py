@@ -6,13 +6,14 @@ import torch
 from ultraep_kernels.contract import FULL_SPEED
 from ultraep_kernels.device.plan import Gate, plan
 from ultraep_kernels.device.status import DeviceStatus, new_status
+from ultraep_kernels.host.speeds import full_speeds
 
 from tests.support.bench import Bench
 from tests.support.ids import zipf_loads
 from tests.support.kernel_checks import check_plan, require_same_plan
 from ultraep_serve.costs.model import IntegerCosts, Transfer, saved_picoseconds, transfer_of
+from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.plan.quota import identity_plan, plan_quota
-from ultraep_serve.plan.times import full_speeds, least_time, rank_times
 from ultraep_serve.types import Decision, ExpertShape
 
 
@@ -140,8 +141,9 @@ def expected_decision(
     loads: np.ndarray, shape: ExpertShape, gate: Gate, domain: int, speeds: np.ndarray
 ) -> Decision:
     """What the balancer decides on the host."""
-    load = loads.sum(0).reshape(shape.num_ranks, -1).sum(1)
-    before = rank_times(load, speeds).max()
+    context = PlanContext.of(shape, domain, speeds)
+    load = context.rank_loads(loads)
+    before = context.times(load).max()
     if before * speeds.sum() <= gate.max_imbalance * load.sum() * FULL_SPEED:
         return Decision.BALANCED
     costs = IntegerCosts(
@@ -152,9 +154,9 @@ def expected_decision(
         exchange=0,
         plan=0,
     )
-    found = plan_quota(loads, shape, 0, domain_size=domain, speeds=speeds)
-    hoped = least_time(load, speeds, domain_size=domain), Transfer(1, 1)
-    after = rank_times(found.quota.sum(0), speeds).max()
+    found = plan_quota(loads, context, 0)
+    hoped = context.least_time(load), Transfer(1, 1)
+    after = context.times(found.quota.sum(0)).max()
     planned = after, transfer_of(found.slot_expert, shape.num_masters)
     for time, transfer in (hoped, planned):
         if saved_picoseconds(int(before), int(time), shape, transfer, costs) <= 0:
@@ -192,7 +194,7 @@ def test_a_plan_that_does_not_pay_is_not_followed(
     expected = expected_decision(loads, shape, gate, domain, speeds)
     assert found.decision.item() == expected
     assert decision in (None, expected)
-    followed = plan_quota(loads, shape, 0, domain_size=domain, speeds=speeds)
+    followed = plan_quota(loads, PlanContext.of(shape, domain, speeds), 0)
     if expected is not Decision.PLANNED:
         followed = identity_plan(loads, shape, 0)
     require_same_plan(found, followed)

@@ -13,6 +13,7 @@ from ultraep_kernels.device.status import DeviceStatus, new_status
 from tests.support.bench import Bench
 from tests.support.ids import zipf_loads
 from tests.support.kernel_checks import require_equal, require_same_plan
+from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.plan.quota import identity_plan, plan_quota
 from ultraep_serve.types import Decision, ExpertShape, Policy
 
@@ -61,7 +62,7 @@ def test_rank_0_says_in_its_row_what_all_do(
         outcome=told,
     )
     assert found.decision.item() == decision
-    expected = plan_quota(loads, shape, 2)
+    expected = plan_quota(loads, PlanContext.of(shape), 2)
     if decision is not Decision.PLANNED:
         expected = identity_plan(loads, shape, 2)
     require_same_plan(found, expected)

@@ -20,7 +20,7 @@ from ultraep_serve.balance.cuda.backend import DeviceBackend
 from ultraep_serve.balance.cuda.driver import HandleKind
 from ultraep_serve.balance.cuda.fabric import DeviceFabric
 from ultraep_serve.costs.model import CostModel
-from ultraep_serve.engines.common.setup import BalancedLayers, Batch
+from ultraep_serve.engines.common.setup import BalancedLayers, Batch, EngineRank
 from ultraep_serve.telemetry.reader import RingReader
 from ultraep_serve.telemetry.schema import RingState, ring_path
 from ultraep_serve.types import Decision, ExpertShape, TokenView
@@ -59,7 +59,7 @@ def join(rank: int, run_path: Path, view: TokenView, costs: str) -> tuple[CostMo
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DeviceFabric, "gather", noted)
         joined = BalancedLayers(
-            config, shape, view, layers, rank, "test", run_layer, make_backend=make_backend
+            config, shape, view, layers, run_layer, EngineRank("test", rank), make_backend
         )
         backend = made[0]
         assert all(parameter.shape[0] == 5 for layer in layers for parameter in layer)
@@ -125,11 +125,9 @@ def join_rack(rank: int, run_path: Path) -> tuple[int, int]:
         shape,
         TokenView.SHARED,
         layers,
-        rank,
-        "test",
         lambda _: None,
-        engine_group(run_path, rank, 16),
-        make_backend=make_backend,
+        EngineRank("test", rank, engine_group(run_path, rank, 16)),
+        make_backend,
     )
     ids = torch.arange(640) % 32
     ids[: len(ids) * 2 // 3] = 5  # of rank 2, wanted on both hosts

@@ -8,6 +8,7 @@ import pytest
 from ultraep_serve.engines.vllm import launch
 from ultraep_serve.engines.vllm.launch import engine_command, parse_engine_flags
 from ultraep_serve.errors import ConfigError, UnsupportedError
+from ultraep_serve.launcher.binding import Core
 from ultraep_serve.types import Policy
 
 TWO_RANKS = ["--tensor-parallel-size", "2", "--enable-expert-parallel"]
@@ -138,6 +139,24 @@ def test_without_the_engine_nothing_starts(monkeypatch: pytest.MonkeyPatch) -> N
 def test_ranks_share_the_cores(flags: list[str], binding: str) -> None:
     environment = engine_command("m", flags, Policy.OFF).environment
     assert environment["VLLM_CPU_OMP_THREADS_BIND"] == binding
+
+
+@pytest.mark.usefixtures("cpu_build")
+def test_vllm_binds_ranks_that_have_a_node_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    cores = [
+        Core(node, (cpu, cpu + 8)) for node in range(2) for cpu in range(node * 4, node * 4 + 4)
+    ]
+    monkeypatch.setattr("ultraep_serve.launcher.binding.cores_here", lambda: cores)
+    command = engine_command("m", TWO_RANKS, Policy.QUOTA)
+    assert "VLLM_CPU_OMP_THREADS_BIND" not in command.environment
+    assert command.binding is not None
+    assert "by itself" in command.binding.lines(None)[0]
+    command = engine_command("m", ["-tp", "4", "-ep"], Policy.QUOTA)
+    chosen = command.environment["VLLM_CPU_OMP_THREADS_BIND"]
+    assert chosen == "0,1|2,3|4,5|6,7"
+    assert command.binding is not None
+    assert command.binding.lines(chosen)[2] == "rank 2: 2 cores 4-5, NUMA node 1"
+    assert "'7'" in command.binding.lines("7")[0]  # the user's own
 
 
 @pytest.mark.usefixtures("cpu_build")

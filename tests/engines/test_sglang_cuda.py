@@ -85,7 +85,7 @@ def serve_under(changes: dict[str, Any], rank: int, run_dir: str) -> dict[str, A
     own = hooks._SchedulerHooks(config)
     in_registry(own)
     model = torch.nn.ModuleList(layers)
-    own.loaded(None, SimpleNamespace(is_draft_worker=False, server_args=server_args, model=model))
+    own.loaded(SimpleNamespace(is_draft_worker=False, server_args=server_args, model=model))
     found: dict[str, Any] = {
         name: run_batch(own, layers, weights, *BATCHES[name][min(rank, 1)])
         for name in batches_of(changes)

@@ -203,12 +203,12 @@ def test_a_draft_models_experts_leave_the_deepep_buffer_alone() -> None:
     own = hooks._SchedulerHooks(BalanceConfig())
     draft = torch.nn.ModuleList([fakes.loaded_layer(**fakes.DEEPEP)])
     runner = SimpleNamespace(is_draft_worker=True, model=draft)
-    own.loaded(None, runner)  # served by SGLang alone
+    own.loaded(runner)  # served by SGLang alone
     own._group = SimpleNamespace()
     with pytest.raises(UnsupportedError, match="use --speculative-moe-a2a-backend none"):
-        own.loaded(None, runner)
+        own.loaded(runner)
     runner.model = torch.nn.ModuleList([fakes.loaded_layer()])
-    own.loaded(None, runner)
+    own.loaded(runner)
 
 
 def test_captured_batches_take_the_identity(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,7 +245,7 @@ def test_weights_loaded_in_place_are_balanced_and_others_refused(
 def loaded(config: BalanceConfig, server_args: Any, *layers: FusedMoE) -> Any:
     own = hooks._SchedulerHooks(config)
     model = torch.nn.ModuleList(layers)
-    own.loaded(None, SimpleNamespace(is_draft_worker=False, server_args=server_args, model=model))
+    own.loaded(SimpleNamespace(is_draft_worker=False, server_args=server_args, model=model))
     return own
 
 

@@ -13,7 +13,16 @@ pytest.importorskip("sglang", reason="needs SGLang: deploy/setup_sglang_cpu.py")
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own, when SGLang has it compile
+    import tests.support.sglang_fakes  # noqa: F401 - has what SGLang looks for
+
+    # isort: split
+    from ultraep_serve.engines.sglang import hooks
     from ultraep_serve.engines.sglang.cpu_experts import ACTIVATIONS, compute_and_reduce
+
+from tests.support.instruction_sets import INSTRUCTION_SETS, pretend
+from ultraep_serve.config import BalanceConfig
+from ultraep_serve.errors import UnsupportedError
+from ultraep_serve.types import Policy
 
 ROWS = (0, 1, 15, 16, 17, 255, 256, 257, 273, 700)  # around the numbers that are rounded
 HIDDEN, INNER, TOP_K = 24, 8, 2
@@ -90,3 +99,23 @@ def test_every_assignment_counts_once_however_many_rows_an_expert_has(
 
 def test_every_activation_is_compared() -> None:
     assert {runs["activation"] for runs in RUNS.values()} == set(ACTIVATIONS)
+
+
+@pytest.mark.parametrize("name", INSTRUCTION_SETS)
+@pytest.mark.parametrize("policy", [Policy.QUOTA, Policy.OFF])
+def test_quantised_experts_are_refused_by_name_before_they_are_loaded(
+    monkeypatch: pytest.MonkeyPatch, name: str, policy: Policy
+) -> None:
+    pretend(monkeypatch.setattr, name)
+    monkeypatch.setattr(hooks, "is_cpu", lambda: True)
+    own = hooks._SchedulerHooks(BalanceConfig(policy=policy))
+    monkeypatch.setattr(own, "loaded", lambda runner: seen.append("taken over"))
+    seen: list[str] = []
+    described = SimpleNamespace(quantization="fp8", model_path="some/model")
+    runner = SimpleNamespace(model_config=described, server_args=SimpleNamespace(ep_size=2))
+    with pytest.raises(UnsupportedError, match=r"some/model is quantised \(fp8\).* AVX"):
+        own.load(lambda runner: seen.append("loaded"), runner)
+    assert seen == []
+    described.quantization = None
+    own.load(lambda runner: seen.append("loaded"), runner)
+    assert seen == ["loaded", "taken over"]

@@ -1,8 +1,8 @@
 """Quantised experts on CPU: vLLM's own kernels compute from slots what they do from masters.
 
-vLLM chooses these kernels where there is AMX; they also run with AVX512, which is all that the
-processes here ask for (``torch.ops._C.fused_experts_cpu``). Kernels of which vLLM has none for this
-machine are refused by vLLM itself.
+vLLM chooses these kernels where there is AMX; they also run with AVX512-BF16, which is all that the
+processes here ask for (``torch.ops._C.fused_experts_cpu``). Below, vLLM's build for this CPU has
+none of them, and such a checkpoint is refused before it is loaded.
 """
 
 import json
@@ -43,6 +43,7 @@ NUM_LAYERS = 2
 BACKEND = "allgather_reducescatter"
 Q_PROJ = "model.layers.0.self_attn.q_proj"
 HAS_AMX = torch.cpu._is_amx_tile_supported()
+HAS_KERNELS = hasattr(torch.ops._C, "fused_experts_cpu")  # in the build for this CPU
 UNQUANTISED = "X86CPUUnquantizedExperts" if HAS_AMX else "CPUUnquantizedExperts"
 
 
@@ -66,6 +67,7 @@ CASES = {
     "int4": Case("int4", "CPUExpertsInt4", 0.5),
     "mxfp4": Case("mxfp4", "CPUExpertsMxfp4", 0.5),
 }
+RUNS_HERE = {name: case for name, case in CASES.items() if HAS_KERNELS or not case.scheme}
 
 
 def compute_on_rank(rank: int, run_dirs: list[str]) -> list[list[dict[str, Any]]]:
@@ -77,7 +79,7 @@ def compute_on_rank(rank: int, run_dirs: list[str]) -> list[list[dict[str, Any]]
         choose(case.kernel, False)
     return [
         compute_case(case, rank, run_dir)
-        for case, run_dir in zip(CASES.values(), run_dirs, strict=True)
+        for case, run_dir in zip(RUNS_HERE.values(), run_dirs, strict=True)
     ]
 
 
@@ -195,7 +197,7 @@ def expected_output(batch: Any, weights: dict[str, torch.Tensor]) -> torch.Tenso
 def computed() -> dict[str, list[dict[str, Any]]]:
     """Results of all ranks' layers by case."""
     with fresh_run_path() as path:
-        run_dirs = [path / str(index) for index in range(len(CASES))]
+        run_dirs = [path / str(index) for index in range(len(RUNS_HERE))]
         for run_dir in run_dirs:
             run_dir.mkdir(mode=0o700)
         ranks = run_ranks(
@@ -203,12 +205,14 @@ def computed() -> dict[str, list[dict[str, Any]]]:
         )
     return {
         name: [layer for found in ranks for layer in found[index]]
-        for index, name in enumerate(CASES)
+        for index, name in enumerate(RUNS_HERE)
     }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_replicas_compute_what_their_masters_would(computed: Any, name: str) -> None:
+    if name not in RUNS_HERE:
+        pytest.skip("vLLM's build for this CPU has no quantised experts; it needs AVX512-BF16")
     assert sum(layer["on_slots"] for layer in computed[name]) > 0
     for layer in computed[name]:
         assert layer["kernel"] == CASES[name].kernel

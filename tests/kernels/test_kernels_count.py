@@ -7,6 +7,7 @@ from ultraep_kernels.host.count import count, count_reference
 from ultraep_kernels.host.reroute import reroute, reroute_reference
 
 from tests.support.ids import skewed_ids
+from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.plan.quota import plan_quota
 from ultraep_serve.types import ExpertShape, Plan
 
@@ -31,7 +32,7 @@ def edge_ids(shape: ExpertShape) -> dict[str, torch.Tensor]:
 def plan_of(ids: torch.Tensor, shape: ExpertShape) -> Plan:
     loads = np.zeros((shape.num_ranks, shape.num_logical_experts), np.int64)
     loads[0] = count_reference(ids, shape.num_logical_experts)[0]
-    return plan_quota(loads, shape, 0)
+    return plan_quota(loads, PlanContext.of(shape), 0)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -1,5 +1,6 @@
 """Each policy on loads small enough to work out by hand, and all of them under the same rules."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +11,8 @@ from hypothesis import strategies as st
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.lab.comparators import POLICIES, policy_function
 from ultraep_serve.plan.checks import check_plan
+from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.plan.quota import plan_quota
-from ultraep_serve.plan.times import full_speeds
 from ultraep_serve.types import ExpertShape, imbalance
 
 EXACT_LOADS = (
@@ -42,8 +43,8 @@ def no_history(loads: np.ndarray) -> np.ndarray:
 
 
 def rank_loads(name: str, loads: np.ndarray, num_slots: int, past: np.ndarray) -> list[int]:
-    shape = ExpertShape(*loads.shape, num_slots)
-    return policy_function(name)(loads, shape, past).quota.sum(0).tolist()
+    context = PlanContext.of(ExpertShape(*loads.shape, num_slots))
+    return policy_function(name)(loads, context, past).quota.sum(0).tolist()
 
 
 def skewed(shape: ExpertShape, seed: int) -> np.ndarray:
@@ -56,13 +57,14 @@ def check_rules(name: str, loads: np.ndarray, shape: ExpertShape, domain: int | 
     """What holds for every policy, and for those that keep masters all rules of a plan."""
     history = np.stack([loads[::-1], loads])
     policy = POLICIES[name]
-    speeds = 1024 - 100 * np.arange(shape.num_ranks) % 700
-    plan = policy(loads, shape, history, domain_size=domain, speeds=speeds)
+    context = PlanContext.of(shape, domain, 1024 - 100 * np.arange(shape.num_ranks) % 700)
+    plan = policy(loads, context, history)
+    policy.check(loads, context, plan)
+    assert plan.shares is not None
     assert (plan.shares >= 0).all()
     assert np.array_equal(plan.shares.sum(0), plan.quota)
     assert np.array_equal(plan.shares.sum(2), loads)
-    counts, size = loads.astype(np.int64), domain or shape.num_ranks
-    placement = policy.place(counts, shape, history, size, speeds)
+    placement = policy.place(loads.astype(np.int64), context, history)
     if name != "ideal":
         assert (plan.quota[placement.copies == 0] == 0).all()
         assert (placement.copies.sum(1) >= 1).all()
@@ -71,7 +73,8 @@ def check_rules(name: str, loads: np.ndarray, shape: ExpertShape, domain: int | 
     if name in EXACT_LOADS:
         assert plan.slot_expert is not None
         wide = ExpertShape(shape.num_ranks, shape.num_logical_experts, plan.slot_expert.shape[1])
-        check_plan(loads, wide, plan.slot_expert, plan.quota, plan.shares, domain_size=domain)
+        wide_context = replace(context, shape=wide)
+        check_plan(loads, wide_context, plan.slot_expert, plan.quota, plan.shares)
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -120,9 +123,11 @@ def test_rules_on_any_loads(data: st.DataObject) -> None:
 def test_quota_is_the_plan_that_is_served() -> None:
     shape = ExpertShape(8, 64, 2)
     loads = skewed(shape, seed=1)
-    plan = POLICIES["quota"](loads, shape, no_history(loads), domain_size=4)
+    context = PlanContext.of(shape, 4)
+    plan = POLICIES["quota"](loads, context, no_history(loads))
+    assert plan.shares is not None
     for rank in range(shape.num_ranks):
-        served = plan_quota(loads, shape, rank, domain_size=4)
+        served = plan_quota(loads, context, rank)
         assert np.array_equal(plan.slot_expert, served.slot_expert)
         assert np.array_equal(plan.quota, served.quota)
         assert np.array_equal(plan.shares[rank], served.share)
@@ -153,7 +158,7 @@ def test_eplb_moves_masters() -> None:
 def test_eplb_slots_keeps_masters() -> None:
     """Expert 0 is copied to rank 1; rank 0's slot holds rank 1's heaviest."""
     loads = loads_of([60, 20, 12, 8], 2)
-    plan = POLICIES["eplb-slots"](loads, ExpertShape(2, 4, 1), loads[None])
+    plan = POLICIES["eplb-slots"](loads, PlanContext.of(ExpertShape(2, 4, 1)), loads[None])
     assert plan.slot_expert is not None
     assert plan.slot_expert[1].tolist() == [0]
     assert plan.quota[0].tolist() == [30, 30]
@@ -161,7 +166,8 @@ def test_eplb_slots_keeps_masters() -> None:
 
 def test_eplb_splits_evenly_wherever_tokens_are() -> None:
     loads = np.array([[7, 0], [4, 0]], np.int32)
-    plan = POLICIES["eplb"](loads, ExpertShape(2, 2, 1), loads[None])
+    plan = POLICIES["eplb"](loads, PlanContext.of(ExpertShape(2, 2, 1)), loads[None])
+    assert plan.shares is not None
     assert plan.shares[:, 0].tolist() == [[4, 3], [2, 2]]
 
 
@@ -221,8 +227,7 @@ def test_exact_needs_no_more_slots_than_masters(seed: int) -> None:
     shape = ExpertShape(8, 32, 0)
     rng = np.random.default_rng(seed)
     loads = rng.integers(0, 2, (8, 32)) * rng.integers(0, 1000, (8, 32)) ** 2
-    none, speeds = np.zeros((0, 8, 32), np.int64), full_speeds(8)
-    placement = POLICIES["exact"].place(loads, shape, none, 8, speeds)
+    placement = POLICIES["exact"].place(loads, PlanContext.of(shape), no_history(loads))
     rank_load = placement.quota.sum(0)
     assert rank_load.max() - rank_load.min() <= 1
     assert placement.slots_needed <= shape.num_masters
@@ -230,7 +235,7 @@ def test_exact_needs_no_more_slots_than_masters(seed: int) -> None:
 
 def test_exact_levels_each_domain() -> None:
     loads = loads_of([80, 0, 10, 10], 4)
-    plan = POLICIES["exact"](loads, ExpertShape(4, 4, 1), no_history(loads), domain_size=2)
+    plan = POLICIES["exact"](loads, PlanContext.of(ExpertShape(4, 4, 1), 2), no_history(loads))
     assert plan.quota.sum(0).tolist() == [40, 40, 10, 10]
 
 
@@ -241,9 +246,9 @@ def test_ideal_deals_in_turn() -> None:
 
 def test_ideal_deals_by_speed() -> None:
     loads = np.array([[100, 0, 100, 0], [100, 0, 0, 100]])
-    plan = POLICIES["ideal"](
-        loads, ExpertShape(2, 4, 1), no_history(loads), speeds=np.array([1024, 341])
-    )
+    context = PlanContext.of(ExpertShape(2, 4, 1), speeds=np.array([1024, 341]))
+    plan = POLICIES["ideal"](loads, context, no_history(loads))
+    assert plan.shares is not None
     assert plan.quota.sum(0).tolist() == [300, 100]
     assert plan.shares[0, 0].tolist() == [75, 25]
 
@@ -254,7 +259,8 @@ def test_eplb_slots_packs_by_time() -> None:
     place, times = POLICIES["eplb-slots"], []
     for seed in range(4):
         loads = skewed(shape, seed)
-        plans = [place(loads, shape, loads[None], speeds=speeds) for speeds in (None, slow)]
+        contexts = [PlanContext.of(shape, speeds=speeds) for speeds in (None, slow)]
+        plans = [place(loads, context, loads[None]) for context in contexts]
         times.append([imbalance(plan.quota.sum(0), slow) for plan in plans])
     by_count, by_time = np.mean(times, axis=0)
     assert by_time < by_count - 0.05
@@ -282,7 +288,7 @@ def test_bad_arguments(
     name: str, loads: np.ndarray, history: np.ndarray, domain: int | None
 ) -> None:
     with pytest.raises(ValueError, match="must"):
-        POLICIES[name](loads, ExpertShape(2, 4, 1), history, domain_size=domain)
+        POLICIES[name](loads, PlanContext.of(ExpertShape(2, 4, 1), domain), history)
 
 
 @pytest.mark.skipif(

@@ -23,6 +23,7 @@ from ultraep_serve.lab.advise.predict import (
     prefill_seconds,
     residual_imbalance,
 )
+from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.plan.quota import plan_quota
 from ultraep_serve.types import ExpertShape, imbalance
 
@@ -66,7 +67,7 @@ def test_a_plan_that_saves_time_is_above_the_residual(
     loads = rng.zipf(1.5, (num_ranks, shape.num_logical_experts)).clip(max=10**5)
     model = CostModel(per_assignment, 10**6, 1e11, plan_seconds=plan)
     before = loads.sum(0).reshape(num_ranks, -1).sum(1)
-    found = plan_quota(loads, shape, 0)
+    found = plan_quota(loads, PlanContext.of(shape), 0)
     most, least = int(before.max()), int(found.quota.sum(0, dtype=np.int64).max())
     transfer = transfer_of(found.slot_expert, masters)
     if saved_picoseconds(most, least, shape, transfer, model.integer_costs()) > 0:

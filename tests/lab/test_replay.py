@@ -1,20 +1,23 @@
 """`ultraep-serve replay` and `make-trace`, from the command line to the files they leave."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from ultraep_serve.cli import execute
+from ultraep_serve.cli import execute, main
 from ultraep_serve.errors import ConfigError, OutputError, TraceError, UltraEPError
 from ultraep_serve.lab.comparators import POLICIES, PolicyFunction
+from ultraep_serve.lab.comparators.placement import Placement
 from ultraep_serve.lab.replay import ReplayOptions, replay
 from ultraep_serve.lab.store import load_trace, save_trace
 from ultraep_serve.lab.trace import LoadTrace, Trace
 from ultraep_serve.lab.workloads import Workload, make_trace
 from ultraep_serve.plan.checks import check_plan
+from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.types import ExpertShape
 
 REAL = Path(__file__).parents[2] / "shared" / "traces"
@@ -88,11 +91,11 @@ def test_dumped_plans_hold_all_rules(trace_file: Path, tmp_path: Path, name: str
     assert loads.shape == (4, 4, 32)
     assert share.shape == (4, 4, 32, 4)
     assert document["batches"] == 2
-    shape = ExpertShape(4, 32, slots.shape[2])
+    context = PlanContext.of(ExpertShape(4, 32, slots.shape[2]))
     after = []
     for index in range(4):
         quota = share[index].sum(0)
-        check_plan(loads[index], shape, slots[index], quota, share[index])
+        check_plan(loads[index], context, slots[index], quota, share[index])
         after.append(quota.sum(0).max() / quota.sum(0).mean())
     row = document["policies"][name]
     assert np.mean(after) == pytest.approx(row["imbalance_after"]["mean"])
@@ -132,11 +135,11 @@ class Spy:
     def __init__(self) -> None:
         self.seen: list[int] = []
 
-    def place(self, loads: Any, shape: Any, history: Any, domain_size: int, speeds: Any) -> Any:
+    def place(self, loads: Any, context: Any, history: Any) -> Any:
         if len(history):
             assert history.shape[1:] == loads.shape
         self.seen.append(len(history))
-        return POLICIES["off"].place(loads, shape, history, domain_size, speeds)
+        return POLICIES["off"].place(loads, context, history)
 
 
 @pytest.mark.parametrize(
@@ -163,14 +166,49 @@ def test_history_is_the_batches_before(trace_file: Path) -> None:
     past: list[np.ndarray] = []
     now: list[np.ndarray] = []
 
-    def place(loads: Any, shape: Any, history: Any, domain_size: int, speeds: Any) -> Any:
+    def place(loads: Any, context: Any, history: Any) -> Any:
         past.append(history)
         now.append(loads)
-        return POLICIES["off"].place(loads, shape, history, domain_size, speeds)
+        return POLICIES["off"].place(loads, context, history)
 
     options = ReplayOptions(4, 2, 512, layers=(2,))
     replay(load_trace(trace_file), options, [PolicyFunction("spy", "", place)])
     assert np.array_equal(past[-1], np.stack(now[1:-1]))
+
+
+def broken(plan: Placement, how: str) -> Placement:
+    """``plan`` of 2 slots with a mistake that a policy could make."""
+    if how == "quotas sum":
+        return replace(plan, quota=plan.quota // 2)
+    assert plan.slot_expert is not None
+    slots = plan.slot_expert.copy()
+    if how == "only on":
+        slots[:] = -1
+    else:
+        slots[0] = {"twice": (9, 9), "is on its rank": (-1, 0), "domain": (-1, 31)}[how]
+    return replace(plan, slot_expert=slots)
+
+
+@pytest.mark.parametrize("how", ["quotas sum", "twice", "is on its rank", "domain", "only on"])
+def test_wrong_plans_are_found(
+    trace_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, how: str
+) -> None:
+    """A policy that errs from batch 1 on is named, with the batch, and there is no table."""
+    calls = []
+
+    def place(loads: Any, context: Any, history: Any) -> Any:
+        calls.append(loads)
+        plan = POLICIES["quota"].place(loads, context, history)
+        return broken(plan, how) if len(calls) > 2 else plan  # once to warm up, once for batch 0
+
+    policy = PolicyFunction("hasty", "", place)
+    monkeypatch.setattr("ultraep_serve.lab.commands.replay.policy_function", lambda _: policy)
+    words = ("--ep", 4, "--slots", 2, "--batch-tokens", 512, "--layers", 1, "--domain-size", 2)
+    assert main([str(word) for word in ("replay", trace_file, "--policy", "hasty", *words)]) == 1
+    output = capsys.readouterr()
+    assert "policy hasty, batch 1, layer 1: broken plan" in output.err
+    assert how in output.err
+    assert not output.out
 
 
 def test_trace_of_loads(tmp_path: Path) -> None:

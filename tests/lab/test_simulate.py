@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +79,9 @@ def test_every_assignment_is_computed_once_in_every_variant(
     case: tuple[Variant, GroupMachine, np.ndarray],
 ) -> None:
     chosen, machine, loads = case
-    shape, domain = chosen.shape, chosen.domain_size
-    plan = plan_quota(loads, shape, 0, domain_size=domain, speeds=machine.speeds)
+    context = replace(chosen.context, speeds=machine.speeds)
+    shape, domain = context.shape, context.domain_size
+    plan = plan_quota(loads, context, 0)
     parents = relay_parents(plan.slot_expert, shape.num_masters, chosen.relay, domain)
     followed = follow(plan, parents, machine.alive, shape.num_masters)
     assert np.array_equal(followed.quota.sum(1), loads.sum(0))
@@ -91,7 +93,7 @@ def test_every_assignment_is_computed_once_in_every_variant(
     assert machine.alive[np.where(relays, sender, masters), ranks].all()
     assert arrived.ravel()[parents[ranks, slots][relays]].all()  # a relay has what it forwards
     shares = home_first_shares(loads, followed.quota)
-    check_plan(loads, shape, followed.slot_expert, followed.quota, shares, domain_size=domain)
+    check_plan(loads, context, followed.slot_expert, followed.quota, shares)
     figures = dict(zip(FIGURES, judge(chosen, machine, loads), strict=True))
     assert figures["after"] == imbalance(followed.quota.sum(0))
     assert figures["time_after"] == imbalance(followed.quota.sum(0), machine.speeds)
@@ -144,7 +146,7 @@ def test_a_relay_that_gets_nothing_forwards_nothing() -> None:
     chosen = variant(12, 1, None, "always")
     loads = np.zeros((12, EXPERTS), np.int64)
     loads[0, 0] = 1200
-    plan = plan_quota(loads, chosen.shape, 0)
+    plan = plan_quota(loads, chosen.context, 0)
     parents = relay_parents(plan.slot_expert, 2, "always", 12)
     relay = int(np.flatnonzero((parents == -1) & (plan.slot_expert == 0))[0])
     behind = np.flatnonzero(parents == relay)

@@ -6,6 +6,7 @@ import torch
 
 from tests.balance.test_balancer import LAYERS, SHAPE, Rig, even, skewed
 from ultraep_serve.lab.comparators import policy_function
+from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.plan.eplb_slots import LoadHistory
 from ultraep_serve.types import Decision, ExpertShape, Policy, TokenView
 
@@ -72,16 +73,16 @@ def test_inconsistent_batches_are_no_past() -> None:
 
 
 def test_the_plan_is_the_one_that_replay_makes() -> None:
-    shape = ExpertShape(4, 16, 2)
+    context = PlanContext.of(ExpertShape(4, 16, 2))
     rng = np.random.default_rng(0)
     past = rng.zipf(1.5, (12, 4, 16)).clip(max=500)
     history = LoadHistory(num_layers=1, batches=8)
     for loads in past:
         history.add(0, loads)
     loads = rng.integers(0, 100, (4, 16))
-    expected = policy_function("eplb-slots")(loads, shape, past[-8:])
+    expected = policy_function("eplb-slots")(loads, context, past[-8:])
     for rank in range(4):
-        plan = history.plan(0, loads, shape, rank, shape.num_ranks)
+        plan = history.plan(0, loads, context, rank)
         assert plan is not None
         assert np.array_equal(plan.slot_expert, expected.slot_expert)
         assert np.array_equal(plan.quota, expected.quota)
@@ -91,6 +92,8 @@ def test_the_plan_is_the_one_that_replay_makes() -> None:
 def test_without_slots_or_tokens_there_is_nothing_to_place() -> None:
     history = LoadHistory(num_layers=1)
     history.add(0, np.zeros((2, 8), np.int64))
-    assert history.plan(0, np.ones((2, 8), np.int64), SHAPE, 0, 2) is None
+    assert history.plan(0, np.ones((2, 8), np.int64), PlanContext.of(SHAPE), 0) is None
     history.add(0, np.ones((2, 8), np.int64))
-    assert history.plan(0, np.ones((2, 8), np.int64), ExpertShape(2, 8, 0), 0, 2) is None
+    assert (
+        history.plan(0, np.ones((2, 8), np.int64), PlanContext.of(ExpertShape(2, 8, 0)), 0) is None
+    )

@@ -6,20 +6,20 @@ import numpy as np
 import pytest
 
 from ultraep_serve.plan.checks import check_plan, imbalance_floor
+from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.plan.quota import identity_plan, plan_quota, warm_up
 from ultraep_serve.types import ExpertShape, Plan, imbalance
 
 
 def plan_all(loads: np.ndarray, shape: ExpertShape, domain_size: int | None = None) -> Plan:
     """Plan as every rank, check that all agree and that every rule holds; rank 0's plan."""
-    plans = [
-        plan_quota(loads, shape, rank, domain_size=domain_size) for rank in range(shape.num_ranks)
-    ]
+    context = PlanContext.of(shape, domain_size)
+    plans = [plan_quota(loads, context, rank) for rank in range(shape.num_ranks)]
     for one, other in pairwise(plans):
         assert np.array_equal(one.slot_expert, other.slot_expert)
         assert np.array_equal(one.quota, other.quota)
     shares = np.stack([plan.share for plan in plans])
-    check_plan(loads, shape, plans[0].slot_expert, plans[0].quota, shares, domain_size=domain_size)
+    check_plan(loads, context, plans[0].slot_expert, plans[0].quota, shares)
     return plans[0]
 
 
@@ -111,11 +111,12 @@ def test_source_ranks_without_tokens() -> None:
 def test_dtype_and_layout_do_not_matter() -> None:
     shape = ExpertShape(8, 64, 2)
     loads = skewed(shape, seed=3)
-    plan = plan_quota(loads, shape, 5)
-    assert same_plan(plan, plan_quota(loads.astype(np.int64), shape, 5))
-    assert same_plan(plan, plan_quota(np.asfortranarray(loads), shape, 5))
+    context = PlanContext.of(shape)
+    plan = plan_quota(loads, context, 5)
+    assert same_plan(plan, plan_quota(loads.astype(np.int64), context, 5))
+    assert same_plan(plan, plan_quota(np.asfortranarray(loads), context, 5))
     rows = np.pad(loads.astype(np.int64), ((0, 0), (8, 0)))  # as an exchange brings them
-    assert same_plan(plan, plan_quota(rows[:, 8:], shape, 5))
+    assert same_plan(plan, plan_quota(rows[:, 8:], context, 5))
     assert (plan.slot_expert.dtype, plan.quota.dtype, plan.share.dtype) == (np.int32,) * 3
 
 
@@ -123,14 +124,14 @@ def test_loads_are_not_written() -> None:
     shape = ExpertShape(8, 64, 2)
     loads = skewed(shape, seed=4).astype(np.int64)
     before = loads.copy()
-    plan_quota(loads, shape, 0)
+    plan_quota(loads, PlanContext.of(shape), 0)
     assert np.array_equal(loads, before)
 
 
 def test_known_plan() -> None:
     """Ranks on different machines must agree, so the answer may not depend on the machine."""
     loads = np.array([[40, 10, 10, 0], [20, 10, 0, 10]], np.int32)
-    plan = plan_quota(loads, ExpertShape(2, 4, 1), 0)
+    plan = plan_quota(loads, PlanContext.of(ExpertShape(2, 4, 1)), 0)
     assert plan.slot_expert.tolist() == [[-1], [0]]
     assert plan.quota.tolist() == [[30, 30], [20, 0], [0, 10], [0, 10]]
     assert plan.share.tolist() == [[30, 10], [10, 0], [0, 10], [0, 0]]
@@ -162,7 +163,7 @@ def test_domains(domain_size: int) -> None:
     shape = ExpertShape(8, 64, 2)
     loads = skewed(shape, seed=5)
     plan = plan_all(loads, shape, domain_size)
-    floor = imbalance_floor(loads, domain_size=domain_size)
+    floor = imbalance_floor(loads, PlanContext.of(shape, domain_size))
     assert floor <= imbalance(plan.quota.sum(0)) <= floor * 1.005
 
 
@@ -191,12 +192,12 @@ def test_bad_arguments_are_named(
     loads: np.ndarray, source_rank: int, domain_size: int | None, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        plan_quota(loads, ExpertShape(4, 16, 2), source_rank, domain_size=domain_size)
+        plan_quota(loads, PlanContext.of(ExpertShape(4, 16, 2), domain_size), source_rank)
 
 
 def test_experts_must_divide_over_ranks() -> None:
     with pytest.raises(ValueError, match="multiple"):
-        plan_quota(np.zeros((4, 15), np.int32), ExpertShape(4, 15, 2), 0)
+        PlanContext.of(ExpertShape(4, 15, 2))
 
 
 def test_warm_up_takes_any_shape() -> None:
@@ -225,13 +226,13 @@ GOOD_SHARES = [[[4, 0], [0, 0]], [[0, 4], [0, 0]]]
 )
 def test_checks_find_broken_plans(slots: list, quota: list, shares: list, rule: str) -> None:
     good = [np.array(array) for array in (GOOD_SLOTS, GOOD_QUOTA, GOOD_SHARES)]
-    check_plan(HOT, ExpertShape(2, 2, 1), *good)
+    check_plan(HOT, PlanContext.of(ExpertShape(2, 2, 1)), *good)
     broken = [np.array(array) for array in (slots, quota, shares)]
     with pytest.raises(ValueError, match=rule):
-        check_plan(HOT, ExpertShape(2, 2, len(slots[0])), *broken)
+        check_plan(HOT, PlanContext.of(ExpertShape(2, 2, len(slots[0]))), *broken)
 
 
 def test_checks_find_copies_that_leave_their_domain() -> None:
     good = [np.array(array) for array in (GOOD_SLOTS, GOOD_QUOTA, GOOD_SHARES)]
     with pytest.raises(ValueError, match="domain"):
-        check_plan(HOT, ExpertShape(2, 2, 1), *good, domain_size=1)
+        check_plan(HOT, PlanContext.of(ExpertShape(2, 2, 1), 1), *good)

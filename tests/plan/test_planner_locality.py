@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.plan.quota import plan_quota
 from ultraep_serve.types import ExpertShape
 
@@ -32,7 +33,7 @@ def test_no_more_tokens_cross_ranks_than_the_quotas_force(num_slots: int, seed: 
     chooser = np.random.default_rng(seed)
     popularity = 1.0 / np.arange(1, 13) ** 1.2
     loads = chooser.poisson(200 * popularity, size=(4, 12)).astype(np.int32)
-    plans = [plan_quota(loads, shape, rank) for rank in range(4)]
+    plans = [plan_quota(loads, PlanContext.of(shape), rank) for rank in range(4)]
     moved = sum(
         int(plan.share.sum() - plan.share[:, rank].sum()) for rank, plan in enumerate(plans)
     )

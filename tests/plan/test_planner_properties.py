@@ -1,16 +1,18 @@
 """plan_quota on arbitrary loads: the rules hold, and no plan is worse than doing nothing."""
 
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from ultraep_serve.plan.checks import check_plan, imbalance_floor
+from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.plan.quota import plan_quota
-from ultraep_serve.plan.times import full_speeds, least_time, rank_times
 from ultraep_serve.types import ExpertShape, imbalance
 
-Problem = tuple[np.ndarray, ExpertShape, int | None, np.ndarray | None]
+Problem = tuple[np.ndarray, PlanContext]
 
 
 @st.composite
@@ -28,48 +30,44 @@ def problems(draw: st.DrawFn) -> Problem:
     domain_size = draw(st.one_of(st.none(), st.integers(1, num_ranks)))
     lowest = draw(st.sampled_from([1, 400, 1024]))
     speeds = arrays(np.int32, num_ranks, elements=st.integers(lowest, 1024))
-    return loads, shape, domain_size, draw(st.one_of(st.none(), speeds))
+    return loads, PlanContext.of(shape, domain_size, draw(st.one_of(st.none(), speeds)))
 
 
 @settings(deadline=None, max_examples=300)
 @given(problems())
 def test_rules_hold(problem: Problem) -> None:
-    loads, shape, domain_size, speeds = problem
-    plans = [
-        plan_quota(loads, shape, rank, domain_size=domain_size, speeds=speeds)
-        for rank in range(shape.num_ranks)
-    ]
+    loads, context = problem
+    plans = [plan_quota(loads, context, rank) for rank in range(context.shape.num_ranks)]
     first = plans[0]
     for plan in plans[1:]:
         assert np.array_equal(plan.slot_expert, first.slot_expert)
         assert np.array_equal(plan.quota, first.quota)
     shares = np.stack([plan.share for plan in plans])
-    check_plan(loads, shape, first.slot_expert, first.quota, shares, domain_size=domain_size)
+    check_plan(loads, context, first.slot_expert, first.quota, shares)
 
 
 @settings(deadline=None, max_examples=300)
 @given(problems())
 def test_between_floor_and_identity(problem: Problem) -> None:
-    loads, shape, domain_size, given_speeds = problem
-    plan = plan_quota(loads, shape, 0, domain_size=domain_size, speeds=given_speeds)
-    speeds = full_speeds(shape.num_ranks) if given_speeds is None else given_speeds
-    master_load = loads.sum(0, dtype=np.int64).reshape(shape.num_ranks, -1).sum(1)
+    loads, context = problem
+    plan = plan_quota(loads, context, 0)
+    master_load = loads.sum(0, dtype=np.int64).reshape(context.shape.num_ranks, -1).sum(1)
+    assert np.array_equal(context.rank_loads(loads), master_load)
     after = plan.quota.sum(0, dtype=np.int64)
-    least = least_time(master_load, speeds, domain_size=domain_size)
-    assert least <= rank_times(after, speeds).max() <= rank_times(master_load, speeds).max()
-    floor = imbalance_floor(loads, domain_size=domain_size, speeds=given_speeds)
-    assert floor * (1 - 1e-6) <= imbalance(after, given_speeds)
+    least, most = context.least_time(master_load), context.times(master_load).max()
+    assert least <= context.times(after).max() <= most
+    assert imbalance_floor(loads, context) * (1 - 1e-6) <= imbalance(after, context.speeds)
     if (plan.slot_expert >= 0).any():
-        assert imbalance(after, speeds) < imbalance(master_load, speeds)
+        assert imbalance(after, context.speeds) < imbalance(master_load, context.speeds)
 
 
 @settings(deadline=None, max_examples=100)
 @given(problems(), st.integers(1, 1024))
 def test_equal_speeds_change_nothing(problem: Problem, speed: int) -> None:
-    loads, shape, domain_size, _ = problem
-    plan = plan_quota(loads, shape, 0, domain_size=domain_size)
-    equal = np.full(shape.num_ranks, speed)
-    same = plan_quota(loads, shape, 0, domain_size=domain_size, speeds=equal)
+    loads, context = problem
+    plan = plan_quota(loads, context.equally_fast(), 0)
+    equal = np.full(context.shape.num_ranks, speed)
+    same = plan_quota(loads, replace(context, speeds=equal), 0)
     assert np.array_equal(plan.slot_expert, same.slot_expert)
     assert np.array_equal(plan.quota, same.quota)
     assert np.array_equal(plan.share, same.share)
@@ -78,12 +76,11 @@ def test_equal_speeds_change_nothing(problem: Problem, speed: int) -> None:
 @settings(deadline=None, max_examples=100)
 @given(problems())
 def test_the_least_time_is_the_first_that_is_enough(problem: Problem) -> None:
-    loads, shape, domain_size, given_speeds = problem
-    speeds = full_speeds(shape.num_ranks) if given_speeds is None else given_speeds.astype(np.int64)
-    load = loads.sum(0, dtype=np.int64).reshape(shape.num_ranks, -1).sum(1)
-    size = domain_size or shape.num_ranks
-    domains = [slice(first, first + size) for first in range(0, shape.num_ranks, size)]
-    least = least_time(load, speeds, domain_size=domain_size)
+    loads, context = problem
+    load, speeds = context.rank_loads(loads), context.speeds
+    ranks, size = context.shape.num_ranks, context.domain_size
+    domains = [slice(first, first + size) for first in range(0, ranks, size)]
+    least = context.least_time(load)
 
     def is_enough(time: int) -> bool:
         return all((time * speeds[d] // 1024).sum() >= load[d].sum() for d in domains)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tests.support.references import greedy_plan, least_largest_load
+from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.plan.quota import plan_quota
 from ultraep_serve.types import ExpertShape, imbalance
 
@@ -15,7 +16,7 @@ TRACES = Path(__file__).parents[2] / "shared" / "traces"
 def reached(loads: np.ndarray, num_slots: int) -> float:
     num_ranks, num_experts = loads.shape
     shape = ExpertShape(num_ranks, num_experts, num_slots)
-    return imbalance(plan_quota(loads, shape, 0).quota.sum(0))
+    return imbalance(plan_quota(loads, PlanContext.of(shape), 0).quota.sum(0))
 
 
 SIZES = [(8, 128, 8), (32, 256, 8), (64, 256, 8), (72, 504, 8), (56, 896, 16), (64, 896, 16)]
@@ -44,7 +45,7 @@ def test_replicas_stay_few(seed: int) -> None:
     """A move settles its donor or its target, and the hottest rank sends to the emptiest ones."""
     shape = ExpertShape(64, 256, 2)
     loads = zipf_loads(64, 256, 0.6, seed)
-    slots = plan_quota(loads, shape, 0).slot_expert
+    slots = plan_quota(loads, PlanContext.of(shape), 0).slot_expert
     masters = slots[slots >= 0] // shape.num_masters
     rank_load = np.sort(loads.sum(0).reshape(64, -1).sum(1))
     room = np.maximum(rank_load.mean() - rank_load, 0).cumsum()
@@ -99,7 +100,8 @@ def test_never_worse_than_plain_greedy_and_no_more_replicas(
     ours, theirs = [], []
     for seed, exponent in enumerate([0.3, 0.6, 0.9, 1.2]):
         loads = zipf_loads(num_ranks, num_experts, exponent, seed)
-        plan = plan_quota(loads, ExpertShape(num_ranks, num_experts, num_slots), 0)
+        shape = ExpertShape(num_ranks, num_experts, num_slots)
+        plan = plan_quota(loads, PlanContext.of(shape), 0)
         slots, after = greedy_plan(loads.sum(0), num_ranks, num_slots)
         # Loads within 1/512 of each other count as equal.
         assert plan.quota.sum(0).max() <= after.max() * (1 + 1 / 256)

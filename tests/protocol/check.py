@@ -1,4 +1,4 @@
-"""Check the model of exchange and streaming, ``fabric.pml``, with Spin: see docs/protocol.md.
+"""Check the model of exchange and streaming, ``fabric.pml``, with Spin: see docs/dev/protocol.md.
 
     python -m tests.protocol.check [--quick] [--json FILE]
 

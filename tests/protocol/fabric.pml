@@ -1,6 +1,6 @@
 /*
  * Exchange, fence, streaming with relays, waiting and giving up, as a model for Spin. See
- * docs/protocol.md. Names are the code's: of ultraep_serve/balance/host/fabric.py (exchange, stream,
+ * docs/dev/protocol.md. Names are the code's: of ultraep_serve/balance/host/fabric.py (exchange, stream,
  * wait_slots, _wait, _require_peers), ultraep_kernels/host/exchange.py (post_row, gather_rows),
  * host/stream.py (stream_chunks) and host/relays.py (relay_parents). With DEVICE it is their twins
  * on a GPU: ultraep_kernels/device/exchange.py, stream.py and _signals.py.

@@ -6,11 +6,12 @@ from ultraep_kernels.host.count import count
 from ultraep_kernels.host.relays import relay_parents
 from ultraep_kernels.host.reroute import reroute
 
-from tests.support import stress
+from tests.support import instruction_sets, stress
+from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.plan.quota import plan_quota
 from ultraep_serve.types import ExpertShape
 
-__all__ = ["stress"]
+__all__ = ["instruction_sets", "stress"]
 
 _SHAPE = ExpertShape(2, 2, 1)
 
@@ -18,7 +19,7 @@ _SHAPE = ExpertShape(2, 2, 1)
 def _warm_up() -> None:
     ids = torch.zeros((4, 1), dtype=torch.int32)
     load, _ = count(ids, _SHAPE.num_logical_experts)
-    plan = plan_quota(np.stack([load, load]), _SHAPE, 0)
+    plan = plan_quota(np.stack([load, load]), PlanContext.of(_SHAPE), 0)
     relay_parents(plan.slot_expert, _SHAPE.num_masters, "always", _SHAPE.num_ranks)
     reroute(ids, plan.share, plan.slot_expert, _SHAPE.num_masters)
 

@@ -91,11 +91,11 @@ def host_rig(rank: int, run_path: Path, setup: Setup, group: EngineGroup | None 
     pool = HostSlotPool(shape.num_replica_slots, setup.config.chunk_bytes)
     layers = [pool.adopt(masters_of(rank, i, shape.num_masters)) for i in range(LAYERS)]
     width, chunks = row_width(shape.num_logical_experts, view), layers[0].chunks.shape[0]
-    sizes = shape.num_ranks, width, pool, chunks
-    fabric = HostFabric(run_path, rank, *sizes, 60.0, setup.domain_size, all_gather)
-    recorder = FakeRecorder()
+    group_setup, recorder = setup.of(rank), FakeRecorder()
+    location = group_setup.location
+    fabric = HostFabric(run_path, location, width, pool, chunks, 60.0, all_gather)
     policies = recorder if rank == 0 else None
-    balancer = HostBalancer(setup.of(rank), layers, fabric, policies, recorder, setup.costs)
+    balancer = HostBalancer(group_setup, layers, fabric, policies, recorder, setup.costs)
     return Rig(balancer, layers, recorder, fabric)
 
 

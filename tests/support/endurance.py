@@ -16,6 +16,7 @@ from tests.support.stress import RandomBatches, StressReport, run_stress
 from ultraep_serve.balance.host import balancer
 from ultraep_serve.balance.host.fabric import HostFabric
 from ultraep_serve.balance.host.slots import HostSlotPool
+from ultraep_serve.balance.topology import Location
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.telemetry.recorder import Stopwatch
 from ultraep_serve.types import ExpertShape, Policy, Stage, TokenView
@@ -149,7 +150,12 @@ def _start_and_stop(rank: int, num_ranks: int, run_path: Path) -> None:
     pool = HostSlotPool(1, chunk_bytes=4096)
     layers = [pool.adopt(model.masters(layer, rank)) for layer in range(model.num_layers)]
     fabric = HostFabric(
-        run_path, rank, num_ranks, 4, pool, max(layer.chunks.shape[0] for layer in layers), 60.0
+        run_path,
+        Location.on_one_host(rank, num_ranks),
+        4,
+        pool,
+        max(layer.chunks.shape[0] for layer in layers),
+        60.0,
     )
     slot_expert = np.array(
         [[(other + 1) % num_ranks * 2] for other in range(num_ranks)], dtype=np.int32

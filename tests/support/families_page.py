@@ -1,4 +1,4 @@
-"""docs/families.md, made from the JSON of `benchmarks/families.py`.
+"""docs/dev/families.md, made from the JSON of `benchmarks/families.py`.
 
 python -m tests.support.families_page     # brings the page up to date
 """
@@ -12,7 +12,7 @@ from tests.support.family_table import FAMILIES
 __all__ = ["FAMILIES", "PAGE", "page"]
 
 _ROOT = Path(__file__).resolve().parents[2]
-PAGE = _ROOT / "docs" / "families.md"
+PAGE = _ROOT / "docs" / "dev" / "families.md"
 _ENGINES = {"vllm": "vLLM", "sglang": "SGLang"}
 _INTRO = """\
 # Model families

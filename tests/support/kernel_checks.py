@@ -26,6 +26,7 @@ from ultraep_kernels.host.count import count_reference
 from ultraep_kernels.host.reroute import reroute as reroute_on_cpu
 
 from tests.support.bench import PATIENCE_NS, Bench
+from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.plan.quota import plan_quota
 from ultraep_serve.types import Decision, ExpertShape, Plan
 
@@ -74,13 +75,20 @@ def check_plan(
     speeds: NDArray[np.integer] | None = None,
 ) -> float | None:
     """The plan of rank ``source`` for ``loads`` (R, E) and ``speeds`` (R,)."""
-    options = {"domain_size": domain_size}
     fast = None if speeds is None else torch.from_numpy(speeds).int().to(bench.device)
     on_device, status = torch.from_numpy(loads).int().to(bench.device), new_status(bench.device)
     found, microseconds = bench.replayed(
-        lambda: plan(on_device, shape.num_replica_slots, source, status, speeds=fast, **options)
+        lambda: plan(
+            on_device,
+            shape.num_replica_slots,
+            source,
+            status,
+            domain_size=domain_size,
+            speeds=fast,
+        )
     )
-    require_same_plan(found, plan_quota(loads, shape, source, speeds=speeds, **options))
+    context = PlanContext.of(shape, domain_size, speeds)
+    require_same_plan(found, plan_quota(loads, context, source))
     assert found.decision.item() == Decision.PLANNED
     require_ok(status)
     return microseconds

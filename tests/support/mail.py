@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from ultraep_serve.balance.host.fabric import HostFabric
 from ultraep_serve.balance.host.slots import HostSlotPool
+from ultraep_serve.balance.topology import Location
 
 __all__ = ["Mail"]
 
@@ -26,7 +27,9 @@ class Mail:
         path = run_path / "mail"
         path.mkdir(exist_ok=True)
         pool = HostSlotPool(0, chunk_bytes=4096)
-        self._fabric = HostFabric(path, rank, num_ranks, self._width, pool, 0, timeout_seconds)
+        self._fabric = HostFabric(
+            path, Location.on_one_host(rank, num_ranks), self._width, pool, 0, timeout_seconds
+        )
 
     def all_ids(self, physical: torch.Tensor, sizes: NDArray[np.int64]) -> torch.Tensor:
         """Physical ids (T_all, K) of all sources; this rank's are ``physical``."""

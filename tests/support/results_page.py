@@ -1,4 +1,4 @@
-"""The figures of README.md and docs/measurements.md that come from the JSON of benchmarks.
+"""The figures of README.md and docs/dev/measurements.md that come from the JSON of benchmarks.
 
     python -m tests.support.results_page     # brings both up to date
 
@@ -34,7 +34,7 @@ __all__ = [
 
 _ROOT = Path(__file__).resolve().parents[2]
 README = _ROOT / "README.md"
-MEASUREMENTS = _ROOT / "docs" / "measurements.md"
+MEASUREMENTS = _ROOT / "docs" / "dev" / "measurements.md"
 RESULTS = _ROOT / "benchmarks" / "results"
 TIMES = ("serving-ttft", "serving-ttft-amx", "serving-balanced", "sglang-ttft", "sglang-balanced")
 SPEEDS = "speeds"
@@ -73,7 +73,7 @@ def readme(text: str) -> str:
 
 
 def measurements(text: str) -> str:
-    """docs/measurements.md with its tables: times, speeds, load, and what was simulated."""
+    """docs/dev/measurements.md with its tables: times, speeds, load, and what was simulated."""
     for name in TIMES:
         text = with_table(text, name, times(name))
     text = with_table(text, SPEEDS, _by_time())

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from ultraep_serve.balance.topology import PipelineStage
 from ultraep_serve.config import BalanceConfig
+from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.plan.quota import plan_quota
 from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.recorder import Recorder
@@ -172,7 +173,9 @@ class SyntheticRun:
             return Decision.FORCED, None
         if before.max() * before.size <= 1.02 * before.sum():
             return Decision.BALANCED, None
-        return Decision.PLANNED, plan_quota(loads, self.shape, 0, speeds=self._speeds)
+        return Decision.PLANNED, plan_quota(
+            loads, PlanContext.of(self.shape, speeds=self._speeds), 0
+        )
 
     def _stage_ns(self, sent: int, received: int, busiest: int) -> list[int]:
         times = [0] * len(Stage)

@@ -16,6 +16,7 @@ from ultraep_kernels.contract import HEADER_WIDTH
 from ultraep_serve.balance.collectives import EngineGroup
 from ultraep_serve.balance.topology import Location
 from ultraep_serve.costs.model import CostModel
+from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.telemetry.recorder import Recorder
 from ultraep_serve.types import ExpertShape, Policy, SpeedSource, TokenView
 
@@ -43,6 +44,11 @@ class GroupSetup:
     view: TokenView
     location: Location
     engine_group: EngineGroup | None = None  # needed where there are several domains
+
+    @property
+    def context(self) -> PlanContext:
+        """What plans depend on while all ranks are equally fast."""
+        return PlanContext.of(self.shape, self.location.domain_size)
 
     @property
     def source_rank(self) -> int:

@@ -7,7 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ultraep_serve.config import BalanceConfig, SidecarSettings, add_flags, values_of_flags
+from ultraep_serve.config import (
+    BalanceConfig,
+    SidecarSettings,
+    add_flags,
+    child_environment,
+    values_of_flags,
+)
 from ultraep_serve.engines.sglang import launch as sglang
 from ultraep_serve.engines.vllm import launch as vllm
 from ultraep_serve.errors import ConfigError
@@ -62,6 +68,9 @@ def run(arguments: argparse.Namespace) -> int:
         if command.tuned is not None and config.policy is not Policy.OFF:
             tuned = link_tuned_kernels(command.tuned, config.slots, run_path / "tuned")
             command = replace(command, environment={**command.environment, **tuned})
+        if command.binding is not None:
+            started_with = child_environment(config, command.environment)
+            _say(*command.binding.lines(started_with.get(command.binding.variable)))
         beside = None
         if with_sidecar:
             beside = sidecar_command(config, sidecar, sidecar_port)
@@ -70,13 +79,16 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _announce(host: str, port: int, run_path: Path) -> None:
+    _say(
+        f"sidecar on http://{host}:{port} (/v1/balance, /metrics, /readyz), "
+        f"control token in {run_path / TOKEN_FILE}"
+    )
+
+
+def _say(*lines: str) -> None:
     with suppress(OSError):  # where logs are full it serves all the same
-        print(
-            f"ultraep: sidecar on http://{host}:{port} (/v1/balance, /metrics, /readyz), "
-            f"control token in {run_path / TOKEN_FILE}",
-            file=sys.stderr,
-            flush=True,
-        )
+        for line in lines:
+            print(f"ultraep: {line}", file=sys.stderr, flush=True)
 
 
 def _check_port(host: str, port: int, flag: str) -> None:

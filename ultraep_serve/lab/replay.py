@@ -7,15 +7,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
+from ultraep_kernels.host.speeds import whole_speeds
 
-from ultraep_serve.errors import TraceError
+from ultraep_serve.errors import PlanError, TraceError
 from ultraep_serve.lab.comparators import PolicyFunction
-from ultraep_serve.lab.comparators.placement import Placement
+from ultraep_serve.lab.comparators.placement import Counts, Placement
 from ultraep_serve.lab.trace import LoadTrace, Trace, batches, num_batches, stated_speeds
 from ultraep_serve.plan.checks import imbalance_floor
+from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.plan.eplb_slots import HISTORY_BATCHES
-from ultraep_serve.plan.times import full_speeds, whole_speeds
 from ultraep_serve.types import ExpertShape, IntArray, imbalance
 
 __all__ = [
@@ -65,7 +65,7 @@ class ReplayOptions:
 
 @dataclass
 class PolicyReplay:
-    """One policy's outcome; one entry per case, in the order of ``Replay.cases``."""
+    """What came of one policy; one entry per case, in the order of ``Replay.cases``."""
 
     imbalance_after: list[float] = field(default_factory=list)
     time_imbalance_after: list[float] = field(default_factory=list)  # the same with equal speeds
@@ -95,7 +95,7 @@ class Replay:
     floor: list[float]  # the best imbalance that any plan inside domains can reach
     time_floor: list[float]
     policies: dict[str, PolicyReplay]
-    speeds: NDArray[np.int64] | None  # (R,), the fastest FULL_SPEED; None: all equal
+    context: PlanContext
     plans: DumpedPlans | None = None
 
 
@@ -103,9 +103,8 @@ class Replay:
 class _Case:
     batch: int
     layer: int
-    loads: NDArray[np.int64]  # (R, E)
-    history: NDArray[np.int64]  # (N, R, E)
-    speeds: NDArray[np.int64]  # (R,)
+    loads: Counts  # (R, E)
+    history: Counts  # (N, R, E)
 
 
 def replay(
@@ -125,6 +124,7 @@ def replay(
 
     Raises:
         TraceError: the options do not fit the trace, or the plans would not fit in memory.
+        PlanError: a policy made a plan that breaks a rule.
         UnsupportedError: a policy needs a package that is not installed.
     """
     shape = _shape(trace, options)
@@ -132,74 +132,69 @@ def replay(
     count = _count_batches(trace, options)
     if keep_plans:
         _check_dump(policies, shape, count * len(layers))
-    speeds = _speeds(trace, options)
-    outcomes = {policy.name: PolicyReplay() for policy in policies}
-    result = Replay(
-        [], [], [], [], [], [], outcomes, None if (speeds == speeds[0]).all() else speeds
-    )
-    plans: list[tuple[IntArray, IntArray, IntArray]] = []  # loads, slot_expert, shares
-    for case in _cases(trace, options, layers, count, speeds):
-        rank_load = case.loads.sum(0).reshape(shape.num_ranks, -1).sum(1)
+    context = PlanContext.of(shape, options.domain_size, _speeds(trace, options))
+    by_count = context.equally_fast()
+    replays = {policy.name: PolicyReplay() for policy in policies}
+    result = Replay([], [], [], [], [], [], replays, context)
+    plans: list[tuple[Counts, Placement]] = []  # of loads
+    for case in _cases(trace, options, layers, count):
+        rank_load = context.rank_loads(case.loads)
         result.cases.append((case.batch, case.layer))
         result.assignments.append(int(rank_load.sum()))
         result.imbalance_before.append(imbalance(rank_load))
-        result.time_imbalance_before.append(imbalance(rank_load, speeds))
-        size = options.domain_size
-        result.floor.append(imbalance_floor(case.loads, domain_size=size))
-        result.time_floor.append(imbalance_floor(case.loads, domain_size=size, speeds=speeds))
+        result.time_imbalance_before.append(imbalance(rank_load, context.speeds))
+        result.floor.append(imbalance_floor(case.loads, by_count))
+        result.time_floor.append(imbalance_floor(case.loads, context))
         for policy in policies:
-            placement, shares = _place(policy, case, shape, options, result.policies[policy.name])
+            placement = _planned(policy, case, context, replays[policy.name])
             if keep_plans:
-                assert placement.slot_expert is not None  # _check_dump
-                plans.append((case.loads.astype(np.int32), placement.slot_expert, shares))
+                plans.append((case.loads, placement))
     return dataclasses.replace(result, plans=_dumped(plans)) if keep_plans else result
 
 
-def _place(
-    policy: PolicyFunction,
-    case: _Case,
-    shape: ExpertShape,
-    options: ReplayOptions,
-    outcome: PolicyReplay,
-) -> tuple[Placement, IntArray]:
-    """The placement, timed, and its shares; appends to ``outcome``."""
-    domain = options.domain_size or shape.num_ranks
-    if not outcome.plan_seconds:  # once before, to have all compiled
-        policy(case.loads, shape, case.history, domain_size=domain, speeds=case.speeds)
+def _planned(
+    policy: PolicyFunction, case: _Case, context: PlanContext, found: PolicyReplay
+) -> Placement:
+    """The placement, timed, split and checked; appends to ``found``."""
+    if not found.plan_seconds:  # once before, to have all compiled
+        policy(case.loads, context, case.history)
     start = time.perf_counter()
-    placement = policy.place(case.loads, shape, case.history, domain, case.speeds)
-    outcome.plan_seconds.append(time.perf_counter() - start)
+    placement = policy.place(case.loads, context, case.history)
+    found.plan_seconds.append(time.perf_counter() - start)
+    placement = policy.split_up(case.loads, placement)
+    try:
+        policy.check(case.loads, context, placement)
+    except ValueError as error:
+        raise PlanError(
+            f"policy {policy.name}, batch {case.batch}, layer {case.layer}: {error}"
+        ) from error
     rank_load = placement.quota.sum(0, dtype=np.int64)
-    outcome.imbalance_after.append(imbalance(rank_load))
-    outcome.time_imbalance_after.append(imbalance(rank_load, case.speeds))
-    outcome.num_replicas.append(placement.num_replicas)
-    outcome.slots_needed.append(placement.slots_needed)
-    shares = policy.split(case.loads, placement)
-    kept = np.einsum("ses->", shares, dtype=np.int64)
-    outcome.remote.append(int(case.loads.sum() - kept))
-    return placement, shares
+    found.imbalance_after.append(imbalance(rank_load))
+    found.time_imbalance_after.append(imbalance(rank_load, context.speeds))
+    found.num_replicas.append(placement.num_replicas)
+    found.slots_needed.append(placement.slots_needed)
+    assert placement.shares is not None  # split_up
+    kept = np.einsum("ses->", placement.shares, dtype=np.int64)
+    found.remote.append(int(case.loads.sum() - kept))
+    return placement
 
 
-def _dumped(plans: list[tuple[IntArray, IntArray, IntArray]]) -> DumpedPlans:
+def _dumped(plans: list[tuple[Counts, Placement]]) -> DumpedPlans:
     """The widest plan decides how many slots the array has."""
-    loads, slots, shares = zip(*plans, strict=True)
+    loads = np.stack([load for load, _ in plans]).astype(np.int32)
+    slots = [plan.slot_expert for _, plan in plans if plan.slot_expert is not None]  # _check_dump
+    shares = np.stack([plan.shares for _, plan in plans if plan.shares is not None])
     width = max(each.shape[1] for each in slots)
     wide = [
         np.pad(each, ((0, 0), (0, width - each.shape[1])), constant_values=-1) for each in slots
     ]
-    return DumpedPlans(np.stack(loads), np.stack(wide), np.stack(shares))
+    return DumpedPlans(loads, np.stack(wide), shares)
 
 
 def _cases(
-    trace: Trace | LoadTrace,
-    options: ReplayOptions,
-    layers: Sequence[int],
-    count: int,
-    speeds: NDArray[np.int64],
+    trace: Trace | LoadTrace, options: ReplayOptions, layers: Sequence[int], count: int
 ) -> Iterator[_Case]:
-    past: deque[NDArray[np.int64]] = deque(
-        maxlen=min(options.history_batches, options.skip + count)
-    )
+    past: deque[Counts] = deque(maxlen=min(options.history_batches, options.skip + count))
     known = np.zeros((0, 0, 0, 0), np.int64)
     for index, loads in enumerate(batches(trace, options.batch_tokens, options.num_ranks)):
         if index == options.skip + count:
@@ -209,7 +204,7 @@ def _cases(
             known = np.stack(past) if past else np.zeros((0, *chosen.shape), np.int64)
         if index >= options.skip:
             for position, layer in enumerate(layers):
-                yield _Case(index, layer, chosen[position], known[:, position], speeds)
+                yield _Case(index, layer, chosen[position], known[:, position])
         past.append(chosen)
 
 
@@ -225,10 +220,10 @@ def _shape(trace: Trace | LoadTrace, options: ReplayOptions) -> ExpertShape:
     return shape
 
 
-def _speeds(trace: Trace | LoadTrace, options: ReplayOptions) -> NDArray[np.int64]:
+def _speeds(trace: Trace | LoadTrace, options: ReplayOptions) -> Counts | None:
     given = stated_speeds(trace) if options.speeds is None else options.speeds
     if not given:
-        return full_speeds(options.num_ranks)
+        return None
     if len(given) != options.num_ranks:
         raise TraceError(
             f"the trace was made for {len(given)} ranks, not all equally fast; give --speeds for "

@@ -35,32 +35,32 @@ def replay_document(result: Replay, options: ReplayOptions, trace_name: str) -> 
     }
     if options.domain_size is not None:
         document["floor"] = _spread(result.floor)
-    if result.speeds is not None:
-        document["speeds"] = (result.speeds / FULL_SPEED).tolist()
+    if not result.context.is_equally_fast:
+        document["speeds"] = (result.context.speeds / FULL_SPEED).tolist()
         if options.domain_size is not None:
             document["time_floor"] = _spread(result.time_floor)
     return document
 
 
-def _policy(result: Replay, outcome: PolicyReplay) -> dict[str, Any]:
-    seconds = np.percentile(outcome.plan_seconds, (50, 99))
+def _policy(result: Replay, found: PolicyReplay) -> dict[str, Any]:
+    seconds = np.percentile(found.plan_seconds, (50, 99))
     total = sum(result.assignments)
     times = {}
-    if result.speeds is not None:
+    if not result.context.is_equally_fast:
         times = {
             "time_imbalance_before": _spread(result.time_imbalance_before),
-            "time_imbalance_after": _spread(outcome.time_imbalance_after),
+            "time_imbalance_after": _spread(found.time_imbalance_after),
         }
     return {
         "imbalance_before": _spread(result.imbalance_before),
-        "imbalance_after": _spread(outcome.imbalance_after),
+        "imbalance_after": _spread(found.imbalance_after),
         **times,
         "replicas": {
-            "mean": float(np.mean(outcome.num_replicas)),
-            "max": max(outcome.num_replicas),
+            "mean": float(np.mean(found.num_replicas)),
+            "max": max(found.num_replicas),
         },
-        "slots_needed": max(outcome.slots_needed),
-        "remote_fraction": sum(outcome.remote) / total if total else 0.0,
+        "slots_needed": max(found.slots_needed),
+        "remote_fraction": sum(found.remote) / total if total else 0.0,
         "plan_seconds": {"p50": float(seconds[0]), "p99": float(seconds[1])},
     }
 

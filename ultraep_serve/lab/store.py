@@ -13,6 +13,7 @@ where known. Shape and metadata are JSON under the key ``ultraep_trace`` of the 
 
 import json
 import os
+import tokenize
 import zipfile
 import zlib
 from pathlib import Path
@@ -116,7 +117,7 @@ def _opened(path: Path) -> BinaryIO:
 
 DAMAGED = (
     zipfile.BadZipFile, zlib.error, EOFError, OSError, ValueError, NotImplementedError,
-    RuntimeError, SyntaxError, MemoryError,
+    RuntimeError, SyntaxError, MemoryError, tokenize.TokenError,
 )  # fmt: skip  # all that zipfile and NumPy raise on damaged files
 
 

@@ -18,6 +18,7 @@ from typing import IO
 from ultraep_serve.balance.host_link import tell_hosts
 from ultraep_serve.config import BalanceConfig, child_environment
 from ultraep_serve.errors import EngineEndedError, RingError, UnsupportedError
+from ultraep_serve.launcher.binding import CoreBinding
 from ultraep_serve.launcher.tuned_kernels import TunedKernels
 from ultraep_serve.telemetry.reader import RingReader
 from ultraep_serve.telemetry.run_directory import STOPPED_FILE, lost_reason
@@ -45,6 +46,7 @@ class EngineCommand:
     num_ranks: int  # on this host
     environment: dict[str, str] = field(default_factory=dict)  # defaults; the user's own win
     tuned: TunedKernels | None = None  # of kernels that the experts are computed with
+    binding: CoreBinding | None = None  # on CPUs
 
 
 def supervise(engine: EngineCommand, config: BalanceConfig, sidecar: list[str] | None) -> int:

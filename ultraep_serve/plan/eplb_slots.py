@@ -17,16 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 from ultraep_kernels.host._compile import compiled
 
-from ultraep_serve.types import ExpertShape, IntArray, Plan
+from ultraep_serve.plan.context import PlanContext
+from ultraep_serve.plan.copies import master_copies, slots_of
+from ultraep_serve.types import IntArray, Plan
 
-__all__ = [
-    "HISTORY_BATCHES",
-    "LoadHistory",
-    "even_shares",
-    "master_copies",
-    "past_copies",
-    "slots_of",
-]
+__all__ = ["HISTORY_BATCHES", "LoadHistory", "even_shares", "past_copies"]
 
 HISTORY_BATCHES = 8  # past batches that count
 Counts = NDArray[np.int64]
@@ -48,23 +43,19 @@ class LoadHistory:
         self,
         layer: int,
         loads: Counts,
-        shape: ExpertShape,
+        context: PlanContext,
         source_rank: int,
-        domain_size: int,
-        speeds: Counts | None = None,
     ) -> Plan | None:
-        """The plan for ``loads`` (R, E) and ``speeds`` (R,); None where no replica is needed.
+        """The plan for ``loads`` (R, E); None where no replica is needed.
 
         It is followed even where it makes this batch worse, because the policy does not know
-        the batch. Copies stay within groups of ``domain_size`` ranks.
+        the batch.
         """
         if not self._past[layer]:
             return None
         past = np.stack(self._past[layer])[:, None]  # (N, 1, E): who chose does not matter
-        copies = past_copies(
-            past, shape, fixed_masters=True, domain_size=domain_size, speeds=speeds
-        )
-        slot_expert = slots_of(copies - master_copies(shape), shape)
+        copies = past_copies(past, context, fixed_masters=True)
+        slot_expert = slots_of(copies, context.shape)
         if (slot_expert < 0).all():
             return None
         shares = even_shares(np.ascontiguousarray(loads), copies)
@@ -72,49 +63,19 @@ class LoadHistory:
         return Plan(slot_expert=slot_expert, quota=quota, share=shares[source_rank])
 
 
-def master_copies(shape: ExpertShape) -> IntArray:
-    """Every expert on its master and nowhere else, (E, R)."""
-    copies = np.zeros((shape.num_logical_experts, shape.num_ranks), np.int32)
-    experts = np.arange(shape.num_logical_experts)
-    copies[experts, experts // shape.num_masters] = 1
-    return copies
-
-
-def slots_of(replicas: IntArray, shape: ExpertShape) -> IntArray:
-    """Replicas (E, R) of 0 and 1 -> slot_expert (R, slots), experts in rising order, -1 empty.
-
-    There are as many slots as the fullest rank needs, and at least ``num_replica_slots``.
-    """
-    width = max(shape.num_replica_slots, int(replicas.sum(0).max()))
-    slot_expert = np.full((shape.num_ranks, width), -1, np.int32)
-    for rank in range(shape.num_ranks):
-        experts = np.flatnonzero(replicas[:, rank])
-        slot_expert[rank, : experts.size] = experts
-    return slot_expert
-
-
-def past_copies(
-    history: Counts,
-    shape: ExpertShape,
-    *,
-    fixed_masters: bool,
-    domain_size: int | None = None,
-    speeds: Counts | None = None,
-) -> IntArray:
+def past_copies(history: Counts, context: PlanContext, *, fixed_masters: bool) -> IntArray:
     """Copies (E, R) by the past loads (N, R, E); masters only where there are none yet.
 
-    ``speeds`` (R,) are relative to each other; None is all ranks equally fast.
-
-    Without ``fixed_masters`` every expert may move, and a rank holds any E / R + S of them; then
-    ``domain_size`` does not matter. With them copies stay in their domain.
+    Without ``fixed_masters`` every expert may move, and a rank holds any E / R + S of them,
+    whatever its domain and speed.
     """
+    shape = context.shape
     weight = history.sum((0, 1))
     if not weight.any():
         return master_copies(shape)
-    domain = (domain_size or shape.num_ranks) if fixed_masters else shape.num_ranks
-    counts = _replicate(weight, shape.num_ranks * shape.num_replica_slots, domain)
-    relative = np.ones(shape.num_ranks) if speeds is None else speeds / speeds.max()
-    return _pack(weight / counts, counts, relative, shape, fixed_masters, domain)
+    free = context if fixed_masters else PlanContext.of(shape)
+    counts = _replicate(weight, shape.num_ranks * shape.num_replica_slots, free.domain_size)
+    return _pack(weight / counts, counts, free, fixed_masters)
 
 
 def _replicate(weight: Counts, num_redundant: int, most: int) -> Counts:
@@ -132,17 +93,16 @@ def _replicate(weight: Counts, num_redundant: int, most: int) -> Counts:
 def _pack(
     per_copy: NDArray[np.float64],
     counts: Counts,
-    speeds: NDArray[np.float64],
-    shape: ExpertShape,
+    context: PlanContext,
     fixed_masters: bool,
-    domain_size: int,
 ) -> IntArray:
     """Copies onto ranks, heaviest first, each on the least loaded rank with room for it."""
+    shape, speeds = context.shape, context.speeds / context.speeds.max()
     masters = master_copies(shape)
     copies = masters.copy() if fixed_masters else np.zeros_like(masters)
     rank_load = per_copy @ copies
     room = np.full(shape.num_ranks, shape.num_local) - copies.sum(0)
-    domain = np.arange(shape.num_ranks) // domain_size
+    domain = np.arange(shape.num_ranks) // context.domain_size
     home = np.arange(counts.size) // shape.num_masters
     # First copies come before second ones of the same weight: each expert needs one.
     order = [(expert, copy) for expert in range(counts.size) for copy in range(counts[expert])]

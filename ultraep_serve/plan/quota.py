@@ -5,19 +5,13 @@ from numpy.typing import NDArray
 from ultraep_kernels.contract import HEADER_WIDTH
 from ultraep_kernels.host import plan as kernel
 
+from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.types import ExpertShape, Plan
 
 __all__ = ["identity_plan", "plan_quota", "warm_up"]
 
 
-def plan_quota(
-    loads: NDArray[np.integer],
-    shape: ExpertShape,
-    source_rank: int,
-    *,
-    domain_size: int | None = None,
-    speeds: NDArray[np.integer] | None = None,
-) -> Plan:
+def plan_quota(loads: NDArray[np.integer], context: PlanContext, source_rank: int) -> Plan:
     """Plan one layer of one batch: the same slots and quotas on every rank.
 
     Minimises the busiest rank's time, its assignments over its speed, then the replicas sent by one
@@ -26,27 +20,19 @@ def plan_quota(
 
     Args:
         loads: integers (R, E), assignments; row r is what rank r's own tokens chose.
-        shape: R, E and S.
+        context: sizes, domains and speeds.
         source_rank: rank whose ``share`` is wanted.
-        domain_size: copies stay within contiguous groups of this many ranks; None is all ranks.
-        speeds: integers (R,), each 1 to FULL_SPEED. Only their ratios matter: None and equal
-            speeds give the same plan.
 
     Raises:
-        ValueError: ``loads`` is negative, too large or of another shape, or a rank, domain or
-            speed is out of range.
+        ValueError: ``loads`` is negative, too large or of another shape, or there is no such
+            rank.
     """
-    counts = _checked(loads, shape, source_rank)
-    if domain_size is not None and domain_size < 1:
-        raise ValueError(f"{domain_size = } must be at least 1")
-    whole = None if speeds is None else _checked_speeds(speeds, shape)
-    return kernel.plan(
-        counts, shape.num_replica_slots, source_rank, domain_size=domain_size, speeds=whole
-    )
+    counts, slots = _checked(loads, context.shape, source_rank), context.shape.num_replica_slots
+    return kernel.plan(counts, slots, source_rank, context.domain_size, context.speeds)
 
 
 def identity_plan(loads: NDArray[np.integer], shape: ExpertShape, source_rank: int) -> Plan:
-    """Every expert on its master, no replicas; arguments and errors as ``plan_quota``."""
+    """Every expert on its master, no replicas; errors as of ``plan_quota``."""
     counts = _checked(loads, shape, source_rank)
     return kernel.identity_plan(counts, shape.num_replica_slots, source_rank)
 
@@ -58,23 +44,14 @@ def warm_up(shape: ExpertShape) -> None:
     """
     rows = np.zeros((shape.num_ranks, HEADER_WIDTH + shape.num_logical_experts), np.int64)
     loads = rows[:, HEADER_WIDTH:]
-    plan_quota(loads, shape, source_rank=0)
-    plan_quota(loads.copy(), shape, source_rank=0)
+    plan_quota(loads, PlanContext.of(shape), source_rank=0)
+    plan_quota(loads.copy(), PlanContext.of(shape), source_rank=0)
 
 
 def _checked(loads: NDArray[np.integer], shape: ExpertShape, source_rank: int) -> NDArray[np.int64]:
     expected = (shape.num_ranks, shape.num_logical_experts)
     if loads.shape != expected or not np.issubdtype(loads.dtype, np.integer):
         raise ValueError(f"loads is {loads.dtype} {loads.shape}, must be integers {expected}")
-    if shape.num_masters * shape.num_ranks != shape.num_logical_experts:
-        raise ValueError(f"{shape = }: num_logical_experts must be a multiple of num_ranks")
     if not 0 <= source_rank < shape.num_ranks:
         raise ValueError(f"{source_rank = } must be in [0, {shape.num_ranks})")
     return np.asarray(loads, dtype=np.int64)  # rows may be apart: a copy can cost more than a plan
-
-
-def _checked_speeds(speeds: NDArray[np.integer], shape: ExpertShape) -> NDArray[np.int64]:
-    expected = (shape.num_ranks,)
-    if speeds.shape != expected or not np.issubdtype(speeds.dtype, np.integer):
-        raise ValueError(f"speeds is {speeds.dtype} {speeds.shape}, must be integers {expected}")
-    return np.asarray(speeds, dtype=np.int64)

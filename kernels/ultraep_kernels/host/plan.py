@@ -7,7 +7,7 @@ source ranks. Twin: ``device.plan``.
 import numpy as np
 from numpy.typing import NDArray
 
-from ultraep_kernels.contract import FULL_SPEED, Plan, search_of
+from ultraep_kernels.contract import Plan, search_of
 from ultraep_kernels.host._plan_search import least_time, place_replicas
 from ultraep_kernels.host._plan_share import count_experts, split_quota
 
@@ -20,9 +20,8 @@ def plan(
     loads: NDArray[np.int64],
     num_replica_slots: int,
     source_rank: int,
-    *,
-    domain_size: int | None = None,
-    speeds: NDArray[np.int64] | None = None,
+    domain_size: int,
+    speeds: NDArray[np.int64],
 ) -> Plan:
     """Plan one layer of one batch: the same slots and quotas on every rank, as on a device.
 
@@ -31,19 +30,14 @@ def plan(
             multiple of R.
         num_replica_slots: S, may be 0.
         source_rank: rank whose ``share`` is wanted.
-        domain_size: copies stay within contiguous groups of this many ranks; None is all ranks.
-        speeds: int64 (R,), each 1 to FULL_SPEED; None is all ranks equally fast.
+        domain_size: copies stay within contiguous groups of this many ranks.
+        speeds: int64 (R,), each 1 to FULL_SPEED.
 
     Raises:
-        ValueError: ``loads`` is negative or too large, a speed is out of range.
+        ValueError: ``loads`` is negative or too large.
     """
     num_ranks, num_experts = loads.shape
-    domain_size = min(domain_size or num_ranks, num_ranks)
     expert_load = _count(loads)
-    if speeds is None:
-        speeds = np.full(num_ranks, FULL_SPEED, np.int64)
-    elif speeds.min() < 1 or speeds.max() > FULL_SPEED:
-        raise ValueError(f"speeds are {speeds.tolist()}, must each be 1 to {FULL_SPEED}")
     search = search_of(domain_size, num_experts // num_ranks)
     slot_expert, slot_quota = place_replicas(
         expert_load, speeds, num_replica_slots, domain_size, *search

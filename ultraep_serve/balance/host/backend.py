@@ -52,13 +52,11 @@ class HostBackend:
             all_gather = HostAllGather(setup.engine_group.on_host, seconds)
         self._fabric = HostFabric(
             run_path=setup.config.run_path,
-            rank=location.rank,
-            num_ranks=location.num_ranks,
+            location=location,
             row_width=row_width(setup.shape.num_logical_experts, setup.view),
             pool=self._pool,
             max_chunks=max(layer.chunks.shape[0] for layer in self._layers),
             timeout_seconds=seconds,
-            domain_size=location.domain_size,
             all_gather=all_gather,
         )
         self._fabric.wait_at_least(setup.connect_seconds)
@@ -92,7 +90,7 @@ class HostBackend:
 
     def _probes(self, layer: LayerSlots) -> Probes:
         shape, fabric = self._setup.shape, self._fabric
-        loads, domain_size = probe_loads(shape), self._setup.location.domain_size
+        loads, context = probe_loads(shape), self._setup.context
 
         def exchange() -> float:
             row = np.zeros(1, np.int64)
@@ -108,7 +106,7 @@ class HostBackend:
             seconds=_best,
             exchange=exchange,
             send_expert=lambda: _best(copy_one_expert),
-            plan=lambda: _best(lambda: plan_quota(loads, shape, 0, domain_size=domain_size)),
+            plan=lambda: _best(lambda: plan_quota(loads, context, 0)),
             gather=lambda values: fabric.exchange(values.view(np.int64)).view(np.float64),
         )
 

@@ -5,7 +5,7 @@ and its dispatch; the engine's own dispatch, expert kernels and combine run on u
 """
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -43,7 +43,6 @@ from ultraep_serve.costs.model import (
 from ultraep_serve.costs.relays import chosen_parents
 from ultraep_serve.plan.eplb_slots import LoadHistory
 from ultraep_serve.plan.quota import plan_quota
-from ultraep_serve.plan.times import least_time, rank_times
 from ultraep_serve.telemetry.recorder import Recorder, Stopwatch
 from ultraep_serve.types import (
     Decision,
@@ -82,9 +81,9 @@ class HostBalancer:
         always does.
         """
         self._config, self._view = setup.config, setup.view
-        self._shape = shape = setup.shape
+        shape = setup.shape
         self._source_rank = setup.source_rank
-        self._domain_size = setup.location.domain_size
+        self._context = setup.context  # with the speeds of the batch that runs
         self._layers = layers
         self._fabric = fabric
         self._policies = policies
@@ -122,7 +121,7 @@ class HostBalancer:
         if not first and self._batch_policy is Policy.OFF:
             return self.identity(topk_ids)
         watch = Stopwatch()
-        load, unknown = count(topk_ids, self._shape.num_logical_experts)
+        load, unknown = count(topk_ids, self._context.shape.num_logical_experts)
         watch.lap(Stage.COUNT)
         loads, inconsistent = self._exchange(load, unknown)
         watch.lap(Stage.EXCHANGE)
@@ -172,7 +171,7 @@ class HostBalancer:
         inconsistent = bool(rows[:, UNKNOWN].any())
         if has_load:
             return rows[:, HEADER_WIDTH:], inconsistent
-        loads = np.zeros((self._shape.num_ranks, load.size), dtype=np.int64)
+        loads = np.zeros((self._context.shape.num_ranks, load.size), dtype=np.int64)
         loads[0] = load
         return loads, inconsistent or bool((rows[:, CHECKSUM] != rows[0, CHECKSUM]).any())
 
@@ -192,6 +191,7 @@ class HostBalancer:
         asked, configured = int(rows[0, THRESHOLD]), round(self._config.max_imbalance * _MILLION)
         self._threshold = asked if asked >= _MILLION else configured
         self._speeds.begin_batch(rows[:, TIME], list(SpeedSource)[int(rows[0, SPEEDS])])
+        self._context = replace(self._context, speeds=self._speeds.values)
 
     def _plan(
         self, layer: int, loads: NDArray[np.int64], inconsistent: bool
@@ -202,23 +202,20 @@ class HostBalancer:
             return Decision.INCONSISTENT, None
         if self._batch_policy is Policy.IDEAL:
             return Decision.FORCED, None
-        speeds = self._speeds.values
+        context = self._context
         if self._batch_policy is Policy.EPLB_SLOTS:
-            stale = self._history.plan(
-                layer, loads, self._shape, self._source_rank, self._domain_size, speeds
-            )
+            stale = self._history.plan(layer, loads, context, self._source_rank)
             return (Decision.PLANNED if stale else Decision.UNPROFITABLE), stale
-        load = self._rank_loads(loads)
-        before = int(rank_times(load, speeds).max())
+        load = context.rank_loads(loads)
+        before = int(context.times(load).max())
         whole = int(load.sum()) * FULL_SPEED
-        if before * int(speeds.sum()) * _MILLION <= self._threshold * whole:
+        if before * int(context.speeds.sum()) * _MILLION <= self._threshold * whole:
             return Decision.BALANCED, None
-        size = self._domain_size
-        if not self._pays(before, least_time(load, speeds, domain_size=size), _ONE_EXPERT):
+        if not self._pays(before, context.least_time(load), _ONE_EXPERT):
             return Decision.UNPROFITABLE, None
-        plan = plan_quota(loads, self._shape, self._source_rank, domain_size=size, speeds=speeds)
-        transfer = transfer_of(plan.slot_expert, self._shape.num_masters)
-        after = int(rank_times(plan.quota.sum(axis=0), speeds).max())
+        plan = plan_quota(loads, context, self._source_rank)
+        transfer = transfer_of(plan.slot_expert, self._context.shape.num_masters)
+        after = int(context.times(plan.quota.sum(axis=0)).max())
         if not self._pays(before, after, transfer):
             return Decision.UNPROFITABLE, None
         return Decision.PLANNED, plan
@@ -227,31 +224,28 @@ class HostBalancer:
         """Whether moving weights saves time: the busiest rank's is ``before`` or ``after``."""
         if self._costs is None:
             return after < before
-        return saved_picoseconds(before, after, self._shape, transfer, self._costs) > 0
+        return saved_picoseconds(before, after, self._context.shape, transfer, self._costs) > 0
 
     def _replicate(self, layer: int, plan: Plan | None) -> int:
         """Push and relay this rank's part; returns bytes sent."""
         if plan is None:
             return 0
-        shape = self._shape
-        parents = self._parents(plan.slot_expert)
+        shape = self._context.shape
+        mode = self._config.relay
+        parents = chosen_parents(plan.slot_expert, self._context, mode, self._costs)
         slots = self._layers[layer]
         self._fabric.stream(slots, plan.slot_expert, parents, shape.num_masters)
         sent = experts_sent(self._fabric.rank, plan.slot_expert, parents, shape.num_masters)
         return sent * int(slots.expert_bytes.sum())
 
-    def _parents(self, slot_expert: IntArray) -> NDArray[np.int64]:
-        masters, mode = self._shape.num_masters, self._config.relay
-        return chosen_parents(slot_expert, masters, mode, self._domain_size, self._costs)
-
     def _reroute(
         self, topk_ids: torch.Tensor, plan: Plan | None, decision: Decision
     ) -> torch.Tensor:
         if decision is Decision.FORCED:
-            return forced_ids(topk_ids, self._identity, torch.from_numpy(self._speeds.values))
+            return forced_ids(topk_ids, self._identity, torch.from_numpy(self._context.speeds))
         if plan is None:
             return self.identity(topk_ids)
-        return reroute(topk_ids, plan.share, plan.slot_expert, self._shape.num_masters)
+        return reroute(topk_ids, plan.share, plan.slot_expert, self._context.shape.num_masters)
 
     def _wait_slots(self, layer: int, plan: Plan | None) -> None:
         if plan is not None:
@@ -260,15 +254,15 @@ class HostBalancer:
     def _record(self, routed: "_Routed", experts_ns: int) -> None:
         if routed.decision is not Decision.INCONSISTENT:
             self._history.add(routed.layer, routed.loads)
-        before, speeds = self._rank_loads(routed.loads), self._speeds.values
+        before, speeds = self._context.rank_loads(routed.loads), self._context.speeds
         after = before
         if routed.decision is Decision.FORCED:
             after = before.sum() * speeds // speeds.sum()
-        slot_expert, slot_load = _empty_slots(self._shape), None
+        slot_expert, slot_load = _empty_slots(self._context.shape), None
         if routed.plan is not None:
             after = routed.plan.quota.sum(axis=0)
             slot_expert = routed.plan.slot_expert
-            ranks = np.arange(self._shape.num_ranks)[:, None]
+            ranks = np.arange(self._context.shape.num_ranks)[:, None]
             slot_load = np.where(slot_expert >= 0, routed.plan.quota[slot_expert, ranks], 0)
         self._speeds.add_layer(experts_ns, after)
         received = int((slot_expert[self._fabric.rank] >= 0).sum())
@@ -290,12 +284,6 @@ class HostBalancer:
             speed=speeds,
             experts_ns=experts_ns,
         )
-
-    def _rank_loads(self, loads: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Assignments per rank (R,) when every expert is computed by its master."""
-        total: NDArray[np.int64] = loads.sum(axis=0)
-        by_rank: NDArray[np.int64] = total.reshape(self._shape.num_ranks, -1).sum(axis=1)
-        return by_rank
 
     def _warn(self, text: str) -> None:
         if not self._warned:

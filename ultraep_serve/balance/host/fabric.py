@@ -27,7 +27,7 @@ from ultraep_kernels.host.stream import stream_chunks
 from ultraep_serve.balance.backend import CONNECT_FACTOR, LayerSlots
 from ultraep_serve.balance.collectives import HostAllGather
 from ultraep_serve.balance.host.slots import HostSlotPool, map_pool, unmap
-from ultraep_serve.balance.topology import domain_of, is_process_alive
+from ultraep_serve.balance.topology import Location, is_process_alive
 from ultraep_serve.errors import FabricError, OutputError, PeerTimeoutError
 from ultraep_serve.system.files import write_whole
 from ultraep_serve.telemetry.run_directory import hold_again
@@ -65,25 +65,21 @@ class HostFabric:
     def __init__(
         self,
         run_path: Path,
-        rank: int,
-        num_ranks: int,
+        location: Location,
         row_width: int,
         pool: HostSlotPool,
         max_chunks: int,
         timeout_seconds: float,
-        domain_size: int | None = None,
         all_gather: HostAllGather | None = None,
     ) -> None:
         """Find the domain's other ranks in ``run_path``; returns when all have arrived.
 
-        ``rank`` and ``num_ranks`` are the whole group's. ``row_width`` int64 per exchanged row;
-        ``max_chunks`` chunks of the largest expert. ``all_gather`` gathers the rows of all domains
-        where there are several.
+        ``row_width`` int64 per exchanged row; ``max_chunks`` chunks of the largest expert.
+        ``all_gather`` gathers the rows of all domains where there are several.
         Raises PeerTimeoutError when a rank does not come, FabricError when it differs.
         """
-        self.rank = rank
-        self.num_ranks = num_ranks
-        self.domain = domain_of(rank, num_ranks, domain_size)
+        self.rank, self.num_ranks = location.rank, location.num_ranks
+        self.domain = location.domain
         self._all_gather_rows = all_gather
         self.epoch = 0
         self._timeout_seconds = self._patience_seconds = timeout_seconds
@@ -105,7 +101,7 @@ class HostFabric:
         )
         self._mappings: list[tuple[int, int]] = []
 
-        path = run_path / f"handshake-{rank}.json"
+        path = run_path / f"handshake-{self.rank}.json"
         path.unlink(missing_ok=True)  # of an earlier run
 
         def publish() -> None:

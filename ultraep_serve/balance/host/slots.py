@@ -89,6 +89,7 @@ class HostSlotPool:
         flat = torch.frombuffer(window, dtype=torch.uint8).view(masters.dtype)
         alias = flat.view(masters.shape[0] + self.num_slots, *masters.shape[1:])
         alias[: masters.shape[0]].copy_(masters)
+        alias[masters.shape[0] :].zero_()  # Linux puts a page on the node of who writes it first
         return alias
 
 

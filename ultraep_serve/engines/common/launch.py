@@ -1,7 +1,6 @@
 """What the launch files of all engines share; imports no engine."""
 
 import json
-import os
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -10,9 +9,7 @@ from ultraep_serve.errors import ConfigError, UnsupportedError
 
 __all__ = [
     "RankCount",
-    "bind_cores",
     "check_has_experts",
-    "cores_by_rank",
     "local_url",
     "package_folder",
 ]
@@ -46,18 +43,6 @@ def check_has_experts(model: str, engine: str) -> None:
             f"{model} is not a Mixture-of-Experts model ({config.get('architectures')}); "
             f"serve it with --policy off, or with {engine} itself"
         )
-
-
-def cores_by_rank(num_ranks: int) -> list[list[int]]:
-    """This process's cores split evenly over ranks; shared when there are too few."""
-    cores = sorted(os.sched_getaffinity(0))
-    each = max(1, len(cores) // num_ranks)
-    return [cores[rank * each % len(cores) :][:each] for rank in range(num_ranks)]
-
-
-def bind_cores(num_ranks: int) -> str:
-    """``cores_by_rank`` as both engines write it: ``0,1|2,3``."""
-    return "|".join(",".join(map(str, cores)) for cores in cores_by_rank(num_ranks))
 
 
 def package_folder(name: str) -> Path:

@@ -8,7 +8,7 @@ balancer routes all of them.
 import functools
 import logging
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.util import Finalize
 
 import torch
@@ -40,6 +40,7 @@ from ultraep_serve.types import ExpertShape, TokenView
 __all__ = [
     "BalancedLayers",
     "Batch",
+    "EngineRank",
     "balanced_ids",
     "make_backend",
     "require_one_number",
@@ -69,7 +70,14 @@ def make_backend(device: torch.device, setup: GroupSetup) -> Backend:
     return DeviceBackend(setup, open_driver(index, kind))
 
 
-_ONLY_STAGE = PipelineStage()
+@dataclass(frozen=True)
+class EngineRank:
+    """A rank as its engine knows it."""
+
+    engine: str  # "vllm", "sglang"
+    rank: int
+    group: EngineGroup | None = None  # of all ranks; without it they share this host
+    pipeline: PipelineStage = field(default_factory=PipelineStage)  # theirs
 
 
 @dataclass(frozen=True)
@@ -90,29 +98,24 @@ class BalancedLayers:
         shape: ExpertShape,
         view: TokenView,
         layers: Sequence[Sequence[nn.Parameter]],
-        rank: int,
-        engine: str,
         run_layer: Callable[[int], None],
-        group: EngineGroup | None = None,
-        pipeline: PipelineStage = _ONLY_STAGE,
+        own: EngineRank,
         make_backend: Callable[[torch.device, GroupSetup], Backend] = make_backend,
     ) -> None:
         """``layers`` in the order they run, each the tensors (L, ...) that make up its experts.
 
         The parameters become (L + S, ...) in place. ``run_layer`` computes the first layer
         for a batch that gives every rank's masters so many assignments, to be timed; all ranks
-        call it together. ``group`` is the engine's, of all ranks; without it they share this host.
-        ``pipeline`` is the stage that they run: other stages have ranks and layers of their own,
-        and share the run directory.
-        Returns when all ranks have come this far.
+        call it together. Returns when all ranks have come this far.
         Raises UnsupportedError for tensors that cannot be moved and for ranks that form no domains,
         ConfigError where hosts were started with other flags or there is not one speed per rank,
         PeerTimeoutError when a rank does not come.
         """
         fixed_speeds(config.speeds, shape.num_ranks)
-        location = find_location(config, rank, shape.num_ranks, group)
+        group, pipeline = own.group, own.pipeline
+        location = find_location(config, own.rank, shape.num_ranks, group)
         config = meet(config, location, group, pipeline)
-        self._run_path, self._pipeline = config.run_path, pipeline
+        self._run_path, self._pipeline, self._engine = config.run_path, pipeline, own.engine
         hold_again(self._run_path)
         config = _in_own_directory(config, pipeline)
         self._setup = setup = GroupSetup(config, shape, view, location, group)
@@ -123,16 +126,16 @@ class BalancedLayers:
         self._slot_bytes = backend.slot_bytes
         if location.is_host_primary:
             ControlPage.open_or_create(self._run_path, config.policy).close()
-        self._recorder = self._create_recorder(engine)
+        self._recorder = self._create_recorder()
         backend.connect()
         wait_for_all(setup)
         self._control = control = ControlPage.open_or_create(self._run_path, config.policy)
         primary = location.is_host_primary and pipeline.number == 0
         self._recorder.at_heartbeat(lambda: control.follow(put_back=primary))
         self._watch_others()
-        self._spool = self._create_spool(engine)
+        self._spool = self._create_spool()
         self._costs = backend.calibrate(run_layer)
-        policies = self._control if rank == 0 else None
+        policies = self._control if own.rank == 0 else None
         self._balancer = backend.make_balancer(policies, self._recorder, self._costs)
         self._prefills = 0  # until the second: in the first the engine may compile
 
@@ -141,7 +144,7 @@ class BalancedLayers:
         """Where this rank is among all ranks."""
         return self._setup.location
 
-    def _create_recorder(self, engine: str) -> Recorder:
+    def _create_recorder(self) -> Recorder:
         setup, config = self._setup, self._setup.config
         recorder = Recorder.create(
             run_path=self._run_path,
@@ -149,7 +152,7 @@ class BalancedLayers:
             shape=setup.shape,
             num_layers=self._num_layers,
             ring_records=config.ring_records,
-            engine=engine,
+            engine=self._engine,
             mode=setup.view.value,
             slot_bytes=self._slot_bytes,
             timeout_seconds=config.timeout_seconds,
@@ -177,7 +180,7 @@ class BalancedLayers:
         self._recorder.at_heartbeat(watch.look)
         Finalize(None, watch.close, exitpriority=2)
 
-    def _create_spool(self, engine: str) -> SpoolWriter | None:
+    def _create_spool(self) -> SpoolWriter | None:
         """Where all ranks see the same tokens, one records them; of a pipeline the first stage.
 
         Layers of overlapping micro-batches come mixed, which a recording has no place for.
@@ -193,7 +196,7 @@ class BalancedLayers:
             num_experts=setup.shape.num_logical_experts,
             min_batch_tokens=setup.config.min_batch_tokens,
             is_shared=is_shared,
-            engine=engine,
+            engine=self._engine,
         )
         return SpoolWriter(self._run_path, source)
 

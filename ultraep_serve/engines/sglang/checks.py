@@ -5,6 +5,7 @@ import pkgutil
 from importlib import metadata
 from typing import Any, TypeAlias
 
+import torch
 from sglang.srt.environ import envs
 from sglang.srt.layers.moe.ep_moe.layer import DeepEPMoE
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
@@ -18,6 +19,7 @@ from ultraep_serve.errors import SERVE_UNBALANCED, UnsupportedError
 from ultraep_serve.system.versions import SGLANG
 
 __all__ = [
+    "check_checkpoint",
     "check_cpu_balancing",
     "check_cpu_execution",
     "check_device_execution",
@@ -49,6 +51,16 @@ def check_engine(parameters: dict[str, list[str]]) -> None:
         raise UnsupportedError(
             "balancing is there only on NVIDIA GPUs and for --device cpu; use one of them, "
             f"{SERVE_UNBALANCED}"
+        )
+
+
+def check_checkpoint(model_config: Any) -> None:
+    """Raise UnsupportedError, before loading, for experts that no verified kernel on CPU takes."""
+    if model_config.quantization is not None:
+        raise UnsupportedError(
+            f"{model_config.model_path} is quantised ({model_config.quantization}), which on a CPU "
+            f"(this one has {torch.backends.cpu.get_cpu_capability()}) has not been verified with "
+            "expert parallelism; use an unquantised checkpoint"
         )
 
 

@@ -19,7 +19,7 @@ from ultraep_serve.balance.collectives import EngineGroup
 from ultraep_serve.balance.cuda.recording import is_capturing
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.engines.common.execution import Execution, compute_balanced
-from ultraep_serve.engines.common.setup import BalancedLayers, Batch, require_one_number
+from ultraep_serve.engines.common.setup import BalancedLayers, Batch, EngineRank, require_one_number
 from ultraep_serve.engines.common.shared_values import require_agreement
 from ultraep_serve.engines.sglang.checks import check_layer
 from ultraep_serve.engines.sglang.execution import CpuExperts, DeviceExperts
@@ -158,12 +158,14 @@ def _join(
             shape=shape,
             view=view,
             layers=parameters,
-            rank=first.moe_ep_rank,
-            engine="sglang",
             run_layer=functools.partial(
                 compute_balanced, execution, first, shape, view, first.top_k, row
             ),
-            group=EngineGroup(ranks.cpu_group, ranks.device_group, _first_host()),
+            own=EngineRank(
+                "sglang",
+                first.moe_ep_rank,
+                EngineGroup(ranks.cpu_group, ranks.device_group, _first_host()),
+            ),
         )
     except UnsupportedError:
         execution.take_slots_back(layers, parameters, shape)

@@ -21,6 +21,7 @@ from ultraep_serve.balance.speeds import expert_clock
 from ultraep_serve.config import BalanceConfig, first_process
 from ultraep_serve.engines.common.rendezvous import refuse_or_serve_plainly
 from ultraep_serve.engines.sglang.checks import (
+    check_checkpoint,
     check_cpu_execution,
     check_draft_layer,
     check_engine,
@@ -94,7 +95,7 @@ class _SchedulerHooks:
     def by_target(self) -> dict[str, tuple[Callable[..., Any], HookType]]:
         """What to hook where; without balancing only what expert parallelism on CPU needs."""
         hooks: dict[str, tuple[Callable[..., Any], HookType]] = {
-            LOAD: (self.loaded, HookType.AFTER),
+            LOAD: (self.load, HookType.AROUND),
         }
         if is_cpu():
             hooks[COMPUTE] = (self.compute, HookType.AROUND)
@@ -107,13 +108,19 @@ class _SchedulerHooks:
             hooks[SCHEDULER] = (self.scheduler_made, HookType.AFTER)
         return hooks
 
-    def loaded(self, _result: None, runner: Any) -> None:
-        """Take the experts over once their weights are final.
+    def load(self, original: Callable[..., None], runner: Any) -> None:
+        """Refuse what this CPU cannot compute; take the experts over once their weights are final.
 
         Target: ``ModelRunner.load_model``, whose loader has run all post-processing when it
-        returns. AFTER. Draft models keep their experts at home. Remove when SGLang tells plugins
-        that a model is loaded.
+        returns. AROUND. Remove when SGLang tells plugins that a model is loaded.
         """
+        if is_cpu() and runner.server_args.ep_size > 1:
+            check_checkpoint(runner.model_config)
+        original(runner)
+        self.loaded(runner)
+
+    def loaded(self, runner: Any) -> None:
+        """Take over the experts of ``runner``'s model; a draft model's stay at home."""
         complete_outputs(runner.model)
         if self._config.policy is not Policy.OFF and not runner.is_draft_worker:
             try:

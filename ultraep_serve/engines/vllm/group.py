@@ -26,7 +26,7 @@ from ultraep_serve.balance.topology import PipelineStage
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.engines.common.execution import Execution, compute_balanced
 from ultraep_serve.engines.common.rendezvous import refuse_or_serve_plainly
-from ultraep_serve.engines.common.setup import BalancedLayers, Batch, require_one_number
+from ultraep_serve.engines.common.setup import BalancedLayers, Batch, EngineRank, require_one_number
 from ultraep_serve.engines.common.shared_values import require_agreement
 from ultraep_serve.engines.vllm.checks import check_layer, is_primary
 from ultraep_serve.engines.vllm.cpu_experts import CpuExperts
@@ -155,6 +155,12 @@ class ExpertGroup:
         ranks, pipeline = get_ep_group(), _pipeline_of(self.vllm_config)
         shared = map(shared_values, self._layers, parameters)
         require_agreement(list(shared), ranks.cpu_group, self._config)
+        group = EngineGroup(
+            ranks.cpu_group,
+            ranks.device_group,
+            _first_host(self.vllm_config),
+            _store_of_all() if pipeline.num_stages > 1 else None,
+        )
         try:
             self._execution.give_slots(self._layers, parameters, shape)
             self.balanced = BalancedLayers(
@@ -162,16 +168,8 @@ class ExpertGroup:
                 shape,
                 self._view,
                 parameters,
-                rank=ranks.rank_in_group,
-                engine="vllm",
-                run_layer=functools.partial(self._run_layer, shape),
-                group=EngineGroup(
-                    ranks.cpu_group,
-                    ranks.device_group,
-                    _first_host(self.vllm_config),
-                    _store_of_all() if pipeline.num_stages > 1 else None,
-                ),
-                pipeline=pipeline,
+                functools.partial(self._run_layer, shape),
+                EngineRank("vllm", ranks.rank_in_group, group, pipeline),
             )
         except UnsupportedError:
             self._execution.take_slots_back(self._layers, parameters, shape)

@@ -17,12 +17,12 @@ from pathlib import Path
 from ultraep_serve.engines.common.guard import left_out
 from ultraep_serve.engines.common.launch import (
     RankCount,
-    bind_cores,
     check_has_experts,
     local_url,
     package_folder,
 )
 from ultraep_serve.errors import ConfigError, UnsupportedError
+from ultraep_serve.launcher.binding import CoreBinding
 from ultraep_serve.launcher.supervisor import EngineCommand
 from ultraep_serve.launcher.tuned_kernels import TunedKernels
 from ultraep_serve.types import Policy
@@ -74,6 +74,9 @@ def engine_command(model: str, flags: list[str], policy: Policy) -> EngineComman
         check_has_experts(model, "vLLM")
         if not parsed.config:
             _check_parallelism(ranks.in_stage, parsed.enable_expert_parallel)
+    binding = None
+    if _is_cpu_build() and ranks.here:  # none where this host has the server alone
+        binding = CoreBinding.here("VLLM_CPU_OMP_THREADS_BIND", ranks.here)
     return EngineCommand(
         arguments=[
             sys.executable,
@@ -85,8 +88,9 @@ def engine_command(model: str, flags: list[str], policy: Policy) -> EngineComman
         ],
         url=None if parsed.headless else local_url(parsed.host, parsed.port),
         num_ranks=ranks.here,
-        environment=_environment(model, ranks.here, bool(parsed.kv_cache_memory_bytes)),
+        environment=_environment(model, binding, bool(parsed.kv_cache_memory_bytes)),
         tuned=None if _is_cpu_build() else _tuned_kernels(parsed),
+        binding=binding,
     )
 
 
@@ -121,13 +125,13 @@ def _check_parallelism(num_ranks: int, expert_parallel: bool) -> None:
         )
 
 
-def _environment(model: str, num_ranks: int, has_cache_size: bool) -> dict[str, str]:
+def _environment(model: str, binding: CoreBinding | None, has_cache_size: bool) -> dict[str, str]:
     """Defaults that vLLM needs on a plain CPU machine, and that users need not know."""
     environment = {"HF_HUB_OFFLINE": "1"} if Path(model).is_dir() else {}
     if not _is_cpu_build():
         return environment
-    if num_ranks:  # none where this host has the server alone
-        environment["VLLM_CPU_OMP_THREADS_BIND"] = bind_cores(num_ranks)
+    if binding is not None and not binding.has_node_per_rank:  # else vLLM's own does that
+        environment[binding.variable] = binding.setting
     if not has_cache_size:
         # Otherwise each rank sizes its cache as if the machine's memory were its own.
         environment["VLLM_CPU_KVCACHE_SPACE"] = "1"

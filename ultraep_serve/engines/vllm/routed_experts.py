@@ -26,7 +26,12 @@ from ultraep_serve.config import BalanceConfig
 from ultraep_serve.engines.common.guard import SETTING
 from ultraep_serve.engines.common.process import repeated_at_exit
 from ultraep_serve.engines.common.rendezvous import refuse_or_serve_plainly
-from ultraep_serve.engines.vllm.checks import check_engine, is_primary, without_experts
+from ultraep_serve.engines.vllm.checks import (
+    check_checkpoint,
+    check_engine,
+    is_primary,
+    without_experts,
+)
 from ultraep_serve.errors import UnsupportedError
 from ultraep_serve.types import Policy
 
@@ -179,6 +184,8 @@ def _registered(parent: nn.Module, _name: str, module: nn.Module | None) -> None
     """``module`` was made a part of ``parent``."""
     if type(module) is VocabParallelEmbedding:
         module.__class__ = CheckedEmbedding
+        with repeated_at_exit():
+            _check_checkpoint()
     elif isinstance(module, RoutedExperts) and not isinstance(module, BalancedRoutedExperts):
         router = getattr(parent, "router", None)
         take_over(module, has_zero_experts=isinstance(router, ZeroExpertRouter))
@@ -261,6 +268,13 @@ def is_draft_of(target: VllmConfig, other: VllmConfig) -> bool:
     registers = (config.compilation_config.static_forward_context for config in (target, other))
     first, second = registers
     return target is not other and first is second
+
+
+def _check_checkpoint() -> None:
+    """Refuse a model that this CPU cannot compute before its experts are made and loaded."""
+    vllm_config = get_current_vllm_config()
+    if vllm_config.parallel_config.enable_expert_parallel and config_of(vllm_config) is not None:
+        check_checkpoint(vllm_config)
 
 
 def _check_has_experts() -> None:

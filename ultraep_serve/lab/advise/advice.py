@@ -29,8 +29,8 @@ from ultraep_serve.lab.comparators.placement import Placement
 from ultraep_serve.lab.store import load_trace
 from ultraep_serve.lab.trace import PREFILL, LoadTrace, Trace, batches, of_phase
 from ultraep_serve.plan.checks import imbalance_floor
+from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.plan.eplb_slots import HISTORY_BATCHES
-from ultraep_serve.plan.times import full_speeds
 from ultraep_serve.types import ExpertShape, IntArray, imbalance
 
 __all__ = [
@@ -69,9 +69,10 @@ class Setting:
                 f"{self.num_ranks} ranks; choose another --ep"
             )
 
-    def experts(self, slots: int) -> ExpertShape:
-        """The sizes a plan depends on."""
-        return ExpertShape(self.num_ranks, self.shape.num_experts, slots)
+    def context(self, slots: int) -> PlanContext:
+        """What plans with ``slots`` per rank depend on; all ranks are equally fast."""
+        shape = ExpertShape(self.num_ranks, self.shape.num_experts, slots)
+        return PlanContext.of(shape, self.domain_size)
 
     def tokens(self, loads: Counts) -> float:
         """Tokens over all ranks of a layer with ``loads`` (R, E)."""
@@ -136,7 +137,7 @@ class Advice:
             return None
         return break_even_tokens(
             self.setting.estimate.costs,
-            self.setting.experts(outcome.slots),
+            self.setting.context(outcome.slots).shape,
             self.setting.shape.experts_per_token,
             self.off.mean_imbalance,
             outcome.planned_imbalance,
@@ -180,7 +181,7 @@ def advise(
             for run in runs:
                 run.add(counts, known)
             tokens.append(setting.tokens(counts[0]))
-            floors += [imbalance_floor(layer, domain_size=setting.domain_size) for layer in counts]
+            floors += [imbalance_floor(layer, setting.context(0)) for layer in counts]
         past.append(counts)
     if not tokens:
         raise ConfigError("the trace has no whole batch; choose a smaller --batch-tokens")
@@ -200,20 +201,16 @@ class _Run:
     """Adds up one outcome, batch by batch."""
 
     def __init__(self, setting: Setting, policy: str, slots: int) -> None:
-        self._setting, self._experts = setting, setting.experts(slots)
+        self._setting, self._context = setting, setting.context(slots)
         self._policy: PolicyFunction = policy_function(policy)
         self.outcome = Outcome(policy, slots)
 
     def add(self, loads: Counts, history: Counts) -> None:
         """One batch: ``loads`` (layers, R, E), ``history`` (layers, N, R, E)."""
         setting, outcome = self._setting, self.outcome
-        domain = setting.domain_size or setting.num_ranks
         results = []
         for layer, past in zip(loads, history, strict=True):
-            placement = self._policy.place(
-                layer, self._experts, past, domain, full_speeds(setting.num_ranks)
-            )
-            results.append(self._layer(layer, placement))
+            results.append(self._layer(layer, self._policy.place(layer, self._context, past)))
         seconds, after, planned = np.mean(results, axis=0).tolist()
         dense = setting.shape.num_dense_layers * setting.estimate.dense_seconds_per_token
         whole = seconds * setting.shape.num_moe_layers
@@ -223,9 +220,9 @@ class _Run:
 
     def _layer(self, loads: Counts, placement: Placement) -> tuple[float, float, float]:
         """Seconds and imbalance of one layer as served, and imbalance as planned."""
-        setting, outcome, masters = self._setting, self.outcome, self._experts.num_masters
+        setting, outcome, masters = self._setting, self.outcome, self._context.shape.num_masters
         is_within_batch = outcome.policy in WITHIN_BATCH
-        before = loads.sum(0).reshape(setting.num_ranks, -1).sum(1)
+        before = self._context.rank_loads(loads)
         after = placement.quota.sum(0, dtype=np.int64)
         planned = imbalance(after)
         transfer = NOTHING_MOVED
@@ -256,7 +253,9 @@ class _Run:
         if imbalance(before) <= residual_imbalance(costs, float(before.mean())):
             return False
         most, least = int(before.max()), int(after.max())
-        return saved_picoseconds(most, least, self._experts, transfer, costs.integer_costs()) > 0
+        return (
+            saved_picoseconds(most, least, self._context.shape, transfer, costs.integer_costs()) > 0
+        )
 
 
 def prefill_batches(

@@ -268,7 +268,12 @@ def live_document(
     now = prefill_seconds(shape, estimate, off)
     gain = now / prefill_seconds(shape, estimate, on)
     break_even = break_even_tokens(
-        estimate.costs, setting.experts(slots), shape.experts_per_token, before, after, transfer
+        estimate.costs,
+        setting.context(slots).shape,
+        shape.experts_per_token,
+        before,
+        after,
+        transfer,
     )
     assumptions = [
         *estimate.assumptions,

@@ -1,6 +1,7 @@
 """`ultraep-serve replay`: what each policy would have made of a recorded workload."""
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from ultraep_serve.cli.arguments import (
     show,
     speeds,
 )
-from ultraep_serve.errors import ConfigError
+from ultraep_serve.errors import ConfigError, PlanError
 from ultraep_serve.lab.comparators import POLICIES, policy_function
 from ultraep_serve.lab.replay import ReplayOptions, replay
 from ultraep_serve.lab.replay_output import replay_document, write_plans
@@ -75,7 +76,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Replay, write the files, print a table. Raises UltraEPError with what to do."""
+    """Replay, write the files, print a table; 1 where a policy makes a plan that breaks a rule.
+
+    Raises UltraEPError with what to do.
+    """
     if not arguments.policies:
         raise ConfigError("--policies names no policy")
     policies = [policy_function(name) for name in dict.fromkeys(arguments.policies)]
@@ -85,7 +89,11 @@ def run(arguments: argparse.Namespace) -> int:
     trace = load_trace(arguments.trace, num_experts=arguments.num_experts)
     if arguments.phase != "all":
         trace = of_phase(trace, PREFILL if arguments.phase == "prefill" else DECODE)
-    result = replay(trace, options, policies, keep_plans=arguments.dump_plans is not None)
+    try:
+        result = replay(trace, options, policies, keep_plans=arguments.dump_plans is not None)
+    except PlanError as error:
+        print(f"ultraep-serve: error: {error}", file=sys.stderr)
+        return 1
     document = replay_document(result, options, arguments.trace.name)
     if result.plans is not None:
         write_plans(arguments.dump_plans, result.plans)

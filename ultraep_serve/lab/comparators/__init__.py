@@ -26,22 +26,22 @@ from ultraep_serve.lab.comparators.lplb import place_lplb
 from ultraep_serve.lab.comparators.placement import (
     Counts,
     Placement,
-    PolicyPlan,
     home_first_shares,
     of_copies,
     of_plan,
 )
-from ultraep_serve.plan.eplb_slots import even_shares, master_copies, past_copies, slots_of
+from ultraep_serve.plan.checks import check_home_first, check_slots, check_split
+from ultraep_serve.plan.context import PlanContext
+from ultraep_serve.plan.copies import copies_of, master_copies, slots_of
+from ultraep_serve.plan.eplb_slots import even_shares, past_copies
 from ultraep_serve.plan.quota import identity_plan, plan_quota
-from ultraep_serve.plan.times import full_speeds
 from ultraep_serve.types import ExpertShape, IntArray
 
 __all__ = ["POLICIES", "PolicyFunction", "policy_function"]
 
 Integers = NDArray[np.integer]
-# Of loads, shape, history, domain size and speeds (R,).
-Place = Callable[[Counts, ExpertShape, Counts, int, Counts], Placement]
-Split = Callable[[Counts, Placement], IntArray]
+Place = Callable[[Counts, PlanContext, Counts], Placement]  # of loads, context and history
+Split = Callable[[Counts, Placement], IntArray]  # shares (R, E, R) of loads and placement
 
 _TURNS = 256  # of the fastest rank under policy ideal, until all ranks begin anew
 
@@ -60,41 +60,46 @@ class PolicyFunction:
 
     name: str
     summary: str  # one line for people who choose
-    place: Place  # unchecked: what a rank has to work out before tokens are sent
-    split: Split = _home_first  # unchecked: the shares (R, E, R) of a placement
+    place: Place  # what a rank has to work out before tokens are sent; arguments unchecked
+    split: Split = _home_first
     has_slots: bool = True  # masters stay, so that slot_expert says all
+    takes_any_slots: bool = False  # as many as its plan needs
 
-    def __call__(
-        self,
-        loads: Integers,
-        shape: ExpertShape,
-        history: Integers,
-        *,
-        domain_size: int | None = None,
-        speeds: Integers | None = None,
-    ) -> PolicyPlan:
+    def __call__(self, loads: Integers, context: PlanContext, history: Integers) -> Placement:
         """Plan one layer of one batch for all ranks.
 
         Args:
             loads: integers (R, E), row r is what rank r's own tokens chose.
-            shape: R, E and S.
+            context: policies that move weights within a batch keep copies inside its domains.
             history: integers (N, R, E), loads of the N batches before, oldest first; N may be 0.
-            domain_size: ranks that reach each other's memory; None is all. Policies that move
-                weights within a batch keep copies inside a domain.
-            speeds: integers (R,), each 1 to FULL_SPEED; None is all ranks equally fast.
 
         Raises:
             ValueError: an argument is of another shape, negative, too large or not integer.
             UnsupportedError: the policy needs a package that is not installed.
         """
-        if domain_size is not None and domain_size < 1:
-            raise ValueError(f"{domain_size = } must be at least 1")
-        fast = full_speeds(shape.num_ranks) if speeds is None else speeds
-        plan_quota(loads, replace(shape, num_replica_slots=0), 0, speeds=fast)  # checks both
-        counts, past = np.ascontiguousarray(loads, np.int64), _checked_history(history, shape)
-        domain = domain_size or shape.num_ranks
-        placement = self.place(counts, shape, past, domain, fast.astype(np.int64))
-        return PolicyPlan(placement.slot_expert, placement.quota, self.split(counts, placement))
+        identity_plan(loads, context.shape, 0)  # checks them
+        past = _checked_history(history, context.shape)
+        counts = np.ascontiguousarray(loads, np.int64)
+        return self.split_up(counts, self.place(counts, context, past))
+
+    def split_up(self, loads: Counts, placement: Placement) -> Placement:
+        """The ``placement`` of ``loads`` (R, E) with shares."""
+        return replace(placement, shares=self.split(loads, placement))
+
+    def check(self, loads: Counts, context: PlanContext, placement: Placement) -> None:
+        """Check a placement with shares. Raises ValueError that names a rule of this policy."""
+        copies, slots, shares = placement.copies, placement.slot_expert, placement.shares
+        assert shares is not None, "split_up comes first"
+        if slots is not None:
+            check_slots(slots, context)
+            copies = copies_of(slots, context.shape)
+        if placement.slots_needed > context.shape.num_replica_slots and not self.takes_any_slots:
+            raise ValueError("broken plan: a rank holds more experts than it has room for")
+        if self.split is _as_dealt:
+            copies = np.ones_like(copies)  # as if every rank held every expert
+        check_split(loads, copies, placement.quota, shares)
+        if self.split is _home_first:
+            check_home_first(loads, placement.quota, shares)
 
 
 def policy_function(name: str) -> PolicyFunction:
@@ -115,48 +120,37 @@ def _checked_history(history: Integers, shape: ExpertShape) -> Counts:
     return history.astype(np.int64)
 
 
-def _place_off(
-    loads: Counts, shape: ExpertShape, history: Counts, domain_size: int, speeds: Counts
-) -> Placement:
-    return of_plan(identity_plan(loads, shape, 0), shape)
+def _place_off(loads: Counts, context: PlanContext, history: Counts) -> Placement:
+    return of_plan(identity_plan(loads, context.shape, 0), context.shape)
 
 
-def _place_quota(
-    loads: Counts, shape: ExpertShape, history: Counts, domain_size: int, speeds: Counts
-) -> Placement:
-    return of_plan(plan_quota(loads, shape, 0, domain_size=domain_size, speeds=speeds), shape)
+def _place_quota(loads: Counts, context: PlanContext, history: Counts) -> Placement:
+    return of_plan(plan_quota(loads, context, 0), context.shape)
 
 
-def _place_by_count(
-    loads: Counts, shape: ExpertShape, history: Counts, domain_size: int, speeds: Counts
-) -> Placement:
-    return of_plan(plan_quota(loads, shape, 0, domain_size=domain_size), shape)
+def _place_by_count(loads: Counts, context: PlanContext, history: Counts) -> Placement:
+    return _place_quota(loads, context.equally_fast(), history)
 
 
-def _place_eplb(
-    loads: Counts, shape: ExpertShape, history: Counts, domain_size: int, speeds: Counts
-) -> Placement:
-    return of_copies(loads, past_copies(history, shape, fixed_masters=False))
+def _place_eplb(loads: Counts, context: PlanContext, history: Counts) -> Placement:
+    return of_copies(loads, past_copies(history, context, fixed_masters=False))
 
 
-def _place_eplb_slots(
-    loads: Counts, shape: ExpertShape, history: Counts, domain_size: int, speeds: Counts
-) -> Placement:
-    copies = past_copies(history, shape, fixed_masters=True, domain_size=domain_size, speeds=speeds)
-    return of_copies(loads, copies, slots_of(copies - master_copies(shape), shape))
+def _place_eplb_slots(loads: Counts, context: PlanContext, history: Counts) -> Placement:
+    copies = past_copies(history, context, fixed_masters=True)
+    return of_copies(loads, copies, slots_of(copies, context.shape))
 
 
-def _place_ideal(
-    loads: Counts, shape: ExpertShape, history: Counts, domain_size: int, speeds: Counts
-) -> Placement:
-    shares = _dealt(loads, speeds)
-    return Placement(shares.sum(0, dtype=np.int32), master_copies(shape), shares=shares)
+def _place_ideal(loads: Counts, context: PlanContext, history: Counts) -> Placement:
+    shares = _dealt(loads, context)
+    return Placement(shares.sum(0, dtype=np.int32), master_copies(context.shape), shares=shares)
 
 
-def _dealt(loads: Counts, speeds: Counts) -> IntArray:
+def _dealt(loads: Counts, context: PlanContext) -> IntArray:
     """Shares (R, E, R): the assignments in order, ranks take turns as often as they are fast."""
-    if (speeds == speeds[0]).all():
+    if context.is_equally_fast:
         return even_shares(loads, np.ones(loads.shape[::-1], np.int32))
+    speeds = context.speeds
     turns = np.maximum(_TURNS * speeds // speeds.max(), 1)
     place = np.concatenate([(np.arange(count) + 0.5) / count for count in turns])
     ranks = np.repeat(np.arange(speeds.size), turns)[np.argsort(place, kind="stable")]
@@ -186,8 +180,15 @@ _ALL = (
     PolicyFunction(
         "lplb", "eplb's placement, split by a linear programme", place_lplb, has_slots=False
     ),
-    PolicyFunction("llep", "spill from ranks above a threshold to the least loaded", place_llep),
-    PolicyFunction("exact", "equal counts on every rank, slots as needed", place_exact),
+    PolicyFunction(
+        "llep",
+        "spill from ranks above a threshold to the least loaded",
+        place_llep,
+        takes_any_slots=True,
+    ),
+    PolicyFunction(
+        "exact", "equal counts on every rank, slots as needed", place_exact, takes_any_slots=True
+    ),
     PolicyFunction("ideal", "forced balance, for measuring only", _place_ideal, _as_dealt, False),
 )
 POLICIES: Mapping[str, PolicyFunction] = MappingProxyType({policy.name: policy for policy in _ALL})

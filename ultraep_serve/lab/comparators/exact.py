@@ -14,21 +14,18 @@ the batch, hence within a domain: there the ranks of a domain are equal.
 import numpy as np
 
 from ultraep_serve.lab.comparators.placement import Counts, Placement, of_quota
-from ultraep_serve.plan.eplb_slots import master_copies
-from ultraep_serve.types import ExpertShape
+from ultraep_serve.plan.context import PlanContext
+from ultraep_serve.plan.copies import master_copies
 
 __all__ = ["place_exact"]
 
 
-def place_exact(
-    loads: Counts, shape: ExpertShape, history: Counts, domain_size: int, speeds: Counts
-) -> Placement:
-    """``history``, ``speeds`` and the number of slots are not used."""
-    expert_load = loads.sum(0)
-    quota = master_copies(shape).astype(np.int64) * expert_load[:, None]
-    for first in range(0, shape.num_ranks, domain_size):
-        _level(quota[:, first : first + domain_size])
-    return of_quota(quota, shape)
+def place_exact(loads: Counts, context: PlanContext, history: Counts) -> Placement:
+    """``history``, speeds and the number of slots are not used."""
+    quota = master_copies(context.shape).astype(np.int64) * loads.sum(0)[:, None]
+    for domain in context.domains:
+        _level(quota[:, domain])
+    return of_quota(quota, context.shape)
 
 
 def _level(quota: Counts) -> None:

@@ -14,8 +14,9 @@ Weights move within the batch, hence within a domain.
 import numpy as np
 
 from ultraep_serve.lab.comparators.placement import Counts, Placement, of_quota
-from ultraep_serve.plan.eplb_slots import master_copies
-from ultraep_serve.types import ExpertShape, imbalance
+from ultraep_serve.plan.context import PlanContext
+from ultraep_serve.plan.copies import master_copies
+from ultraep_serve.types import imbalance
 
 __all__ = ["place_llep"]
 
@@ -24,17 +25,14 @@ SKIP_BELOW = 1.3  # lambda
 SMALLEST_PART = 1024  # m
 
 
-def place_llep(
-    loads: Counts, shape: ExpertShape, history: Counts, domain_size: int, speeds: Counts
-) -> Placement:
-    """``history``, ``speeds`` and the number of slots are not used."""
-    expert_load = loads.sum(0)
+def place_llep(loads: Counts, context: PlanContext, history: Counts) -> Placement:
+    """``history``, speeds and the number of slots are not used."""
+    shape, expert_load = context.shape, loads.sum(0)
     quota = master_copies(shape).astype(np.int64) * expert_load[:, None]
     if imbalance(quota.sum(0)) >= SKIP_BELOW:
-        for first in range(0, shape.num_ranks, domain_size):
-            last = min(first + domain_size, shape.num_ranks)
-            own = slice(first * shape.num_masters, last * shape.num_masters)
-            quota[own, first:last] = _spill(expert_load[own], last - first)
+        for domain in context.domains:
+            own = slice(domain.start * shape.num_masters, domain.stop * shape.num_masters)
+            quota[own, domain] = _spill(expert_load[own], domain.stop - domain.start)
     return of_quota(quota, shape)
 
 

@@ -3,8 +3,8 @@
 Source: DeepSeek's Linear-Programming-Based Load Balancer, its public README
 (https://github.com/deepseek-ai/LPLB): experts are reordered and replicated from statistics with
 EPLB, then each batch's tokens are assigned to the copies so that the busiest rank has least. Its
-links between ranks follow fixed topologies; here any copy may take any
-token, so its figures here are optimistic.
+links between ranks follow fixed topologies; here any copy may take any token, so its figures here
+are optimistic.
 """
 
 from typing import Any
@@ -14,17 +14,16 @@ from numpy.typing import NDArray
 
 from ultraep_serve.errors import UnsupportedError
 from ultraep_serve.lab.comparators.placement import Counts, Placement
+from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.plan.eplb_slots import past_copies
-from ultraep_serve.types import ExpertShape, IntArray
+from ultraep_serve.types import IntArray
 
 __all__ = ["place_lplb"]
 
 
-def place_lplb(
-    loads: Counts, shape: ExpertShape, history: Counts, domain_size: int, speeds: Counts
-) -> Placement:
+def place_lplb(loads: Counts, context: PlanContext, history: Counts) -> Placement:
     """Raises UnsupportedError where SciPy is missing."""
-    copies = past_copies(history, shape, fixed_masters=False)
+    copies = past_copies(history, context, fixed_masters=False)
     return Placement(_split(loads.sum(0), copies), copies)
 
 

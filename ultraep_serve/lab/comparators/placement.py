@@ -6,13 +6,13 @@ import numpy as np
 from numpy.typing import NDArray
 from ultraep_kernels.host._compile import compiled
 
-from ultraep_serve.plan.eplb_slots import even_shares, master_copies, slots_of
+from ultraep_serve.plan.copies import copies_of, master_copies, slots_of
+from ultraep_serve.plan.eplb_slots import even_shares
 from ultraep_serve.types import ExpertShape, IntArray, Plan
 
 __all__ = [
     "Counts",
     "Placement",
-    "PolicyPlan",
     "home_first_shares",
     "of_copies",
     "of_plan",
@@ -24,12 +24,12 @@ Counts = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Placement:
-    """One layer of one batch, before it is split over source ranks."""
+    """The plans of all ranks for one layer of one batch."""
 
     quota: IntArray  # (E, R): assignments of expert e that rank r computes
     copies: IntArray  # (E, R): 1 where rank r holds expert e
     slot_expert: IntArray | None = None  # (R, slots): -1 empty; None where masters moved
-    shares: IntArray | None = None  # (R_source, E, R_target), of policies that deal assignments
+    shares: IntArray | None = None  # (R_source, E, R_target), once split over source ranks
 
     @property
     def num_replicas(self) -> int:
@@ -43,28 +43,15 @@ class Placement:
         return int(max(0, self.copies.sum(0).max() - num_experts // num_ranks))
 
 
-@dataclass(frozen=True)
-class PolicyPlan:
-    """One layer of one batch, complete: the plans of all ranks in one."""
-
-    slot_expert: IntArray | None  # (R, slots): as in Placement
-    quota: IntArray  # (E, R)
-    shares: IntArray  # (R_source, E, R_target)
-
-
 def of_plan(plan: Plan, shape: ExpertShape) -> Placement:
     """The placement of a plan as a server makes it."""
-    copies = master_copies(shape)
-    ranks, slots = np.nonzero(plan.slot_expert >= 0)
-    copies[plan.slot_expert[ranks, slots], ranks] = 1
-    return Placement(plan.quota, copies, plan.slot_expert)
+    return Placement(plan.quota, copies_of(plan.slot_expert, shape), plan.slot_expert)
 
 
 def of_quota(quota: Counts, shape: ExpertShape) -> Placement:
     """A copy wherever a rank computes an expert that it is not the master of, ``quota`` (E, R)."""
-    masters = master_copies(shape)
-    copies = np.maximum(masters, quota > 0).astype(np.int32)
-    return Placement(quota.astype(np.int32), copies, slots_of(copies - masters, shape))
+    copies = np.maximum(master_copies(shape), quota > 0).astype(np.int32)
+    return Placement(quota.astype(np.int32), copies, slots_of(copies, shape))
 
 
 def of_copies(loads: Counts, copies: IntArray, slot_expert: IntArray | None = None) -> Placement:

@@ -11,15 +11,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from ultraep_serve.costs.model import CostModel, experts_moved, saved_picoseconds, transfer_of
+from ultraep_serve.costs.model import experts_moved, saved_picoseconds, transfer_of
 from ultraep_serve.costs.relays import chosen_parents
 from ultraep_serve.lab.advise.advice import Setting
 from ultraep_serve.lab.advise.predict import layer_seconds
 from ultraep_serve.lab.advise.recommend import named_slots
 from ultraep_serve.plan.checks import imbalance_floor
+from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.plan.quota import plan_quota
-from ultraep_serve.plan.times import rank_times
-from ultraep_serve.types import ExpertShape, IntArray, Plan, imbalance
+from ultraep_serve.types import IntArray, Plan, imbalance
 
 __all__ = ["FIGURES", "GroupMachine", "Variant", "follow", "judge"]
 
@@ -54,20 +54,14 @@ class Variant:
     relay: str
 
     @property
-    def shape(self) -> ExpertShape:
-        """The sizes that a plan depends on."""
-        return self.setting.experts(self.slots)
-
-    @property
-    def domain_size(self) -> int:
-        """Ranks per domain, at most those of a group."""
-        ranks = self.setting.num_ranks
-        return min(self.setting.domain_size or ranks, ranks)
+    def context(self) -> PlanContext:
+        """What plans depend on, where all ranks are equally fast."""
+        return self.setting.context(self.slots)
 
     @property
     def name(self) -> str:
         """What distinguishes it, in words."""
-        sizes = f"EP{self.setting.num_ranks}, domains of {self.domain_size}"
+        sizes = f"EP{self.setting.num_ranks}, domains of {self.context.domain_size}"
         return f"{sizes}, {named_slots(self.slots)}, relays {self.relay}"
 
 
@@ -80,36 +74,32 @@ class GroupMachine:
     link_speeds: NDArray[np.float64]  # (R,), 1 where a rank's link is not slow
     alive: NDArray[np.bool_]  # (R, R): whether a rank can send weights to another
 
-    @property
-    def is_even(self) -> bool:
-        """Whether all ranks are equally fast."""
-        return bool((self.speeds == self.speeds[0]).all())
-
 
 def judge(variant: Variant, machine: GroupMachine, loads: Counts) -> tuple[float, ...]:
     """FIGURES of one layer of one batch, ``loads`` (R, E)."""
-    shape, domain, speeds = variant.shape, variant.domain_size, machine.speeds
-    mode, costs = variant.relay, variant.setting.estimate.costs.integer_costs()
+    setting, by_count = variant.setting, variant.context
+    costs = setting.estimate.costs.integer_costs()
+    context, masters = replace(by_count, speeds=machine.speeds), by_count.shape.num_masters
     begun = time.perf_counter()
-    plan = plan_quota(loads, shape, 0, domain_size=domain, speeds=speeds)
+    plan = plan_quota(loads, context, 0)
     plan_seconds = time.perf_counter() - begun
-    parents = chosen_parents(plan.slot_expert, shape.num_masters, mode, domain, costs)
-    followed = follow(plan, parents, machine.alive, shape.num_masters)
-    before = loads.sum(0).reshape(shape.num_ranks, -1).sum(1)
+    parents = chosen_parents(plan.slot_expert, context, variant.relay, costs)
+    followed = follow(plan, parents, machine.alive, masters)
+    before = context.rank_loads(loads)
     planned, after = (one.quota.sum(0, dtype=np.int64) for one in (plan, followed))
     of_counts = [imbalance(load) for load in (before, planned, after)]
-    of_counts.append(imbalance_floor(loads, domain_size=domain))
+    of_counts.append(imbalance_floor(loads, by_count))
     of_times = of_counts
-    if not machine.is_even:
-        of_times = [imbalance(load, speeds) for load in (before, planned, after)]
-        of_times.append(imbalance_floor(loads, domain_size=domain, speeds=speeds))
+    if not context.is_equally_fast:
+        of_times = [imbalance(load, context.speeds) for load in (before, planned, after)]
+        of_times.append(imbalance_floor(loads, context))
     # As a server decides, which knows neither how links are nor, at that moment, of relays.
-    busiest, least = (int(rank_times(load, speeds).max()) for load in (before, planned))
-    expected = transfer_of(plan.slot_expert, shape.num_masters)
-    pays = saved_picoseconds(busiest, least, shape, expected, costs) > 0
+    busiest, least = (int(context.times(load).max()) for load in (before, planned))
+    expected = transfer_of(plan.slot_expert, masters)
+    pays = saved_picoseconds(busiest, least, context.shape, expected, costs) > 0
     copies, arrived = (int((one.slot_expert >= 0).sum()) for one in (plan, followed))
     lost = copies - arrived
-    moved = transfer_of(followed.slot_expert, shape.num_masters, parents).busiest_link
+    moved = transfer_of(followed.slot_expert, masters, parents).busiest_link
     returned = int(abs(followed.quota.astype(np.int64) - plan.quota).sum()) // 2 if lost else 0
     return (
         *of_counts,
@@ -118,18 +108,19 @@ def judge(variant: Variant, machine: GroupMachine, loads: Counts) -> tuple[float
         float(copies),
         float(lost),
         returned / max(1, int(before.sum())),
-        float(moved * variant.setting.estimate.costs.bytes_per_expert),
-        _seconds(variant, machine, before, exchanged=False),
-        _seconds(variant, machine, after, followed.slot_expert, parents)
+        float(moved * setting.estimate.costs.bytes_per_expert),
+        _seconds(setting, machine, context, before, exchanged=False),
+        _seconds(setting, machine, context, after, followed.slot_expert, parents)
         if pays
-        else _seconds(variant, machine, before),
+        else _seconds(setting, machine, context, before),
         float(pays),
     )
 
 
 def _seconds(
-    variant: Variant,
+    setting: Setting,
     machine: GroupMachine,
+    context: PlanContext,
     rank_load: Counts,
     slot_expert: IntArray | None = None,
     parents: Counts | None = None,
@@ -137,10 +128,9 @@ def _seconds(
     exchanged: bool = True,
 ) -> float:
     """Predicted time of the layer with ``rank_load`` (R,), moving what ``slot_expert`` holds."""
-    costs: CostModel = variant.setting.estimate.costs
-    masters = variant.shape.num_masters
-    busiest = float(rank_times(rank_load, machine.speeds).max()) / machine.fastest
-    tokens = float(rank_load.sum()) / variant.setting.shape.experts_per_token / rank_load.size
+    costs, masters = setting.estimate.costs, context.shape.num_masters
+    busiest = float(context.times(rank_load).max()) / machine.fastest
+    tokens = float(rank_load.sum()) / setting.shape.experts_per_token / rank_load.size
     if slot_expert is None:
         return layer_seconds(costs, busiest, tokens, masters, exchanged=exchanged)
     transfer = transfer_of(slot_expert, masters, parents)

@@ -53,7 +53,7 @@ def _variant(fleet: Fleet, simulation: Simulation) -> dict[str, Any]:
         "name": variant.name,
         "made_up_imbalances": list(simulation.traffic.imbalances),
         "ep": num_ranks,
-        "domain": variant.domain_size,
+        "domain": variant.context.domain_size,
         "slots": variant.slots,
         "relay": variant.relay,
         "groups": simulation.groups,

@@ -13,13 +13,13 @@ from multiprocessing import get_context
 
 import numpy as np
 from numpy.typing import NDArray
+from ultraep_kernels.host.speeds import whole_speeds
 
 from ultraep_serve.errors import ConfigError, UltraEPError
 from ultraep_serve.lab.simulate.layer import FIGURES, GroupMachine, Variant, judge
 from ultraep_serve.lab.simulate.traffic import Traffic
 from ultraep_serve.lab.trace import spread
 from ultraep_serve.plan.quota import warm_up
-from ultraep_serve.plan.times import whole_speeds
 
 __all__ = ["Figures", "Fleet", "Simulation", "draw_machine", "num_groups", "simulate"]
 
@@ -131,7 +131,7 @@ class _Work:
         self._num_ranks = variants[0].setting.num_ranks
         self._groups = num_groups(fleet, self._num_ranks)
         for variant in variants:
-            warm_up(variant.shape)
+            warm_up(variant.context.shape)
 
     def group(self, index: int) -> list[Figures]:
         """One group's figures, by variant; the same whoever computes them."""

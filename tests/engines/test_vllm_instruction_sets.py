@@ -1,0 +1,121 @@
+"""What the adapter takes and refuses on CPUs with other instructions than this one has."""
+
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="needs vLLM: make setup")
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch's own, when vLLM has it compile
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+    from vllm.model_executor.layers.quantization import get_quantization_config
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    from tests.support import vllm_layers
+    from tests.support.vllm_gpu import NAMES, configure
+    from ultraep_serve.engines.vllm import checks, cpu_experts, routed_experts
+
+from tests.support.instruction_sets import INSTRUCTION_SETS, PLAYED, own, pretend
+from tests.support.quantised import SCHEMES
+from ultraep_serve.engines.common.cpu_experts import has_fast_products
+from ultraep_serve.errors import UnsupportedError
+from ultraep_serve.types import Policy
+
+FORMATS = ("fp8", "int8", "int4", "mxfp4")  # of which vLLM has kernels for CPUs
+KERNELS = ("CPUExpertsFp8", "CPUExpertsInt8", "CPUExpertsInt4", "CPUExpertsMxfp4")
+MODEL = SimpleNamespace(model="some/model", architectures=["Some"])
+
+
+def config_of_checkpoint(scheme: str, left_alone: list[str]) -> Any:
+    """vLLM's configuration of a checkpoint with experts in ``scheme``."""
+    config = vllm_layers.engine_config(0, 2, "allgather_reducescatter", NAMES)
+    settings = SCHEMES[scheme][1](left_alone)
+    found = get_quantization_config(settings["quant_method"]).from_config(settings)
+    object.__setattr__(config, "quant_config", found)
+    object.__setattr__(config, "model_config", MODEL)
+    return config
+
+
+@pytest.mark.parametrize("name", INSTRUCTION_SETS)
+@pytest.mark.parametrize("scheme", FORMATS)
+def test_quantised_experts_are_refused_by_name_where_vllm_has_no_kernel(
+    monkeypatch: pytest.MonkeyPatch, scheme: str, name: str
+) -> None:
+    pretend(monkeypatch.setattr, name)
+    config = config_of_checkpoint(scheme, ["lm_head"])
+    runs = {getattr(cpu_moe, kernel)._supports_current_device() for kernel in KERNELS}
+    assert runs == {checks.has_amx()} == {INSTRUCTION_SETS[name].amx}
+    if checks.has_amx():
+        checks.check_checkpoint(config)
+        return
+    form = config.quant_config.get_name()
+    with pytest.raises(UnsupportedError, match=f"some/model has {form} experts.* AMX.* AVX"):
+        checks.check_checkpoint(config)
+
+
+def test_checkpoints_whose_experts_are_not_quantised_are_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pretend(monkeypatch.setattr, "AVX2")
+    checks.check_checkpoint(config_of_checkpoint("int8", ["re:.*mlp.experts.*"]))
+    config = vllm_layers.engine_config(0, 2, "allgather_reducescatter", NAMES)
+    assert config.quant_config is None
+    checks.check_checkpoint(config)
+
+
+@pytest.fixture
+def substituted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(routed_experts, "_hook", None)
+    routed_experts.substitute()
+    yield
+    assert routed_experts._hook is not None
+    routed_experts._hook.remove()
+
+
+@pytest.mark.parametrize("policy", [Policy.QUOTA, Policy.OFF])
+def test_the_refusal_comes_before_experts_are_made(
+    monkeypatch: pytest.MonkeyPatch, substituted: None, policy: Policy
+) -> None:
+    """With policy off too: expert parallelism on CPU is ours."""
+    pretend(monkeypatch.setattr, "AVX2")
+    configure(monkeypatch.setenv, policy=policy)
+    embedding = VocabParallelEmbedding.__new__(VocabParallelEmbedding)
+    torch.nn.Module.__init__(embedding)
+    with set_current_vllm_config(config_of_checkpoint("fp8", [])):
+        with pytest.raises(UnsupportedError, match="use an unquantised checkpoint"):
+            torch.nn.ModuleList([embedding])
+        monkeypatch.delenv("ULTRAEP_CONFIG")
+        torch.nn.ModuleList([embedding])  # nobody asked us
+
+
+@pytest.mark.parametrize("name", INSTRUCTION_SETS)
+def test_instructions_are_used_where_they_are(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    pretend(monkeypatch.setattr, name)
+    asked: list[str] = []
+    monkeypatch.setattr(torch.cpu, "_init_amx", lambda: asked.append("AMX"))
+    cpu_experts.CpuExperts()
+    assert asked == ["AMX"] * INSTRUCTION_SETS[name].amx
+    assert has_fast_products(torch.bfloat16) == INSTRUCTION_SETS[name].bfloat16
+    assert not has_fast_products(torch.float32)
+
+
+@pytest.mark.parametrize("name", INSTRUCTION_SETS)
+def test_experts_are_computed_with_fewer_instructions(name: str) -> None:
+    """vLLM's build for them, which runs on this machine too."""
+    if list(INSTRUCTION_SETS).index(name) >= list(INSTRUCTION_SETS).index(own()):
+        pytest.skip(f"this CPU has {own()} itself, whose tests are the others here")
+    files = [f"tests/engines/test_vllm_{name}.py" for name in ("cpu_experts", "quantised")]
+    subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "tests.support.instruction_sets", *files],
+        env={**os.environ, PLAYED: name},
+        check=True,
+    )

@@ -1,0 +1,87 @@
+"""``PlanContext``: all that a plan depends on beside loads, the same on every rank.
+
+A speed is a whole number from 1 to FULL_SPEED, which the fastest rank has; a time is a number of
+assignments at FULL_SPEED. With equal speeds times are numbers of assignments.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from ultraep_kernels.contract import FULL_SPEED
+from ultraep_kernels.host.plan import least_time
+from ultraep_kernels.host.speeds import full_speeds
+
+from ultraep_serve.types import ExpertShape
+
+__all__ = ["PlanContext"]
+
+Integers = NDArray[np.integer]
+
+
+@dataclass(frozen=True, eq=False)
+class PlanContext:
+    """Sizes, domains and speeds. Raises ValueError naming what is out of range.
+
+    Whatever depends on where weights may go or on how fast ranks are takes it; what needs sizes
+    alone (ids, memory, plans without copies) takes an ``ExpertShape``.
+    """
+
+    shape: ExpertShape
+    domain_size: int  # D: copies stay within contiguous groups of this many ranks
+    speeds: NDArray[np.int64]  # (R,), each 1 to FULL_SPEED; only their ratios matter
+
+    def __post_init__(self) -> None:
+        shape, speeds = self.shape, self.speeds
+        if shape.num_masters * shape.num_ranks != shape.num_logical_experts:
+            raise ValueError(f"{shape = }: num_logical_experts must be a multiple of num_ranks")
+        if self.domain_size < 1:
+            raise ValueError(f"domain_size = {self.domain_size} must be at least 1")
+        if speeds.shape != (shape.num_ranks,) or speeds.dtype != np.int64:
+            raise ValueError(
+                f"speeds is {speeds.dtype} {speeds.shape}, must be int64 {(shape.num_ranks,)}"
+            )
+        if speeds.min() < 1 or speeds.max() > FULL_SPEED:
+            raise ValueError(f"speeds are {speeds.tolist()}, must each be 1 to {FULL_SPEED}")
+
+    @classmethod
+    def of(
+        cls, shape: ExpertShape, domain_size: int | None = None, speeds: Integers | None = None
+    ) -> "PlanContext":
+        """All ranks are one domain, and equally fast, where nothing else is said."""
+        fast = full_speeds(shape.num_ranks) if speeds is None else speeds.astype(np.int64)
+        size = shape.num_ranks if domain_size is None else min(domain_size, shape.num_ranks)
+        return cls(shape, size, fast)
+
+    def equally_fast(self) -> "PlanContext":
+        """The same sizes and domains, as if all ranks were equally fast."""
+        return PlanContext.of(self.shape, self.domain_size)
+
+    @property
+    def is_equally_fast(self) -> bool:
+        """Whether all ranks have the same speed."""
+        return bool((self.speeds == self.speeds[0]).all())
+
+    @property
+    def domains(self) -> list[slice]:
+        """The ranks of each domain; the last may be smaller."""
+        ranks, size = self.shape.num_ranks, self.domain_size
+        return [slice(first, min(first + size, ranks)) for first in range(0, ranks, size)]
+
+    def rank_loads(self, loads: Integers) -> NDArray[np.int64]:
+        """Assignments (R,) of ``loads`` (R, E) with every expert on its master."""
+        total: NDArray[np.int64] = loads.sum(0, dtype=np.int64)
+        by_rank: NDArray[np.int64] = total.reshape(self.shape.num_ranks, -1).sum(1)
+        return by_rank
+
+    def times(self, rank_load: Integers) -> NDArray[np.int64]:
+        """Times (R,), rounded up, of ``rank_load`` (R,) assignments."""
+        times: NDArray[np.int64] = -(-rank_load.astype(np.int64) * FULL_SPEED // self.speeds)
+        return times
+
+    def least_time(self, rank_load: Integers) -> int:
+        """The least time of the busiest rank, if any assignment could go anywhere in its domain.
+
+        The largest over domains, of ``rank_load`` (R,) assignments.
+        """
+        return int(least_time(rank_load.astype(np.int64), self.speeds, self.domain_size))
