@@ -151,7 +151,7 @@ static int visit(Machine *m, Warp *w, int lane, const Instruction *i, const Plac
     note_cells(&m->races, w->program->knowledge, place->cells, place->offset, place->shift, &access, place->address);
     Cell *cell = &place->cells[place->offset >> place->shift];
     u32 thread = access.thread;
-    if (kind & READS && i->order & ACQUIRE) acquire(&m->races, w->program->knowledge, thread, cell, i->strength);
+    if (kind & READS && i->strength) acquire(&m->races, w->program->knowledge, thread, cell, i->strength, i->order & ACQUIRE);
     if (kind & WRITES) {
         int goes_on = kind & ATOMIC, releases = i->order & RELEASE && i->strength;
         if (!release(&m->races, w->program->knowledge, thread, cell, i->strength, releases, goes_on))
@@ -488,6 +488,10 @@ static int step(Machine *m, Warp *w) {
     case FENCE_ALIAS:
         for (int lane = 0; lane < LANES; lane++)
             if (mask >> lane & 1) fence(w->program->knowledge, w->index * LANES + lane);
+        break;
+    case FENCE:
+        for (int lane = 0; lane < LANES; lane++)
+            if (mask >> lane & 1) fence_scope(w->program->knowledge, w->index * LANES + lane, i->order, i->strength);
         break;
     case SHUFFLE: ok = !mask || shuffle(m, w, i, mask); break;
     case REDUCE: ok = !mask || reduce(m, w, i, mask); break;

@@ -15,6 +15,7 @@ __all__ = ["Instruction", "ParsedKernel", "PtxError", "parse"]
 _SPACES = {"global": 0, "shared": 1, "shared::cta": 1}
 _STRENGTHS = {"cta": 1, "gpu": 2, "sys": 3}
 _ORDERS = {"relaxed": 0, "acquire": 1, "release": 2, "acq_rel": 3, "volatile": 0}
+_FENCES = {"acquire": 1, "release": 2, "acq_rel": 3, "sc": 3}  # sc orders more than is checked
 _COMBINATIONS = ("add", "or", "and", "xor", "min", "max", "exch", "cas")
 _SHUFFLES = ("up", "down", "bfly", "idx")
 _SPECIALS = ("%tid.x", "%ctaid.x", "%ntid.x", "%nctaid.x", "%laneid", "%globaltimer", "%clock64")
@@ -310,9 +311,12 @@ class _Parser:
         raise PtxError("kind of barrier")
 
     def _fence(self, opcode: list[str], operands: list[str]) -> Instruction:
-        if opcode != ["fence", "proxy", "alias"] or operands:
+        if opcode == ["fence", "proxy", "alias"] and not operands:
+            return Instruction("", 0, "fence_alias")
+        if len(opcode) != 3 or operands or opcode[1] == "relaxed":
             raise PtxError("kind of fence")
-        return Instruction("", 0, "fence_alias")
+        order, strength = _FENCES[opcode[1]], _STRENGTHS[opcode[2]]
+        return Instruction("", 0, "fence", order=order, strength=strength)
 
     def _sleep(self, opcode: list[str], operands: list[str]) -> Instruction:
         if opcode != ["nanosleep", "u32"]:

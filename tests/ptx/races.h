@@ -55,9 +55,14 @@ typedef struct {
     u32 component, rank, phase, num_threads;
     u32 *known, *fenced;          /* by all of its threads, at the last barrier */
     u32 *turns;                   /* by thread, counted from 1 */
-    u32 *fence_phase, *fence_turn, *fence_learnt; /* by thread: its last proxy fence */
+    u32 *fence_phase, *fence_turn, *fence_learnt;       /* by thread: its last proxy fence */
+    u32 *release_phase, *release_turn, *release_learnt; /* by thread: its last fence that releases, */
+    u8 *release_strength;                               /* for the strong writes that follow */
     Learnt *learnt;
     int num_learnt, room;
+    Learnt *seen; /* by strong reads, which a fence that acquires may follow */
+    u8 *seen_strength;
+    int num_seen, room_seen;
     Clock *merged[4]; /* the clocks that were merged last: polls find the same again and again */
     int next_merged;
 } Knowledge;
@@ -270,8 +275,9 @@ static void note(Races *races, const Knowledge *me, Cell *cell, const Access *ne
         note_read(races, me, cell, new);
 }
 
-/* What a thread knows, as a clock that others may be given: it releases. NULL: too many do. */
-static Clock *released(Races *races, Knowledge *me, u32 thread) {
+/* What a thread knows, as a clock that others may be given: it releases. NULL: too many do.
+   `by_fence`: what it knew at its last fence that releases. */
+static Clock *released(Races *races, Knowledge *me, u32 thread, int by_fence) {
     u32 own = new_component(races, me->component, thread), n = races->num_components;
     if (!own) return NULL;
     Clock *clock = new_clock(races);
@@ -282,19 +288,25 @@ static Clock *released(Races *races, Knowledge *me, u32 thread) {
         join(clock->fenced, me->known, n);
         clock->fenced[own] = me->fence_turn[thread];
     }
-    for (int i = 0; i < me->num_learnt; i++) {
+    int num_learnt = by_fence ? (int)me->release_learnt[thread] : me->num_learnt;
+    for (int i = 0; i < num_learnt; i++) {
         if (me->learnt[i].thread != thread) continue;
         const Clock *other = me->learnt[i].clock;
         join(clock->known, other->known, n);
         int before_fence = has_fence && (u32)i < me->fence_learnt[thread];
         join(clock->fenced, before_fence ? other->known : other->fenced, n);
     }
-    clock->known[own] = me->turns[thread]++;
+    clock->known[own] = by_fence ? me->release_turn[thread] : me->turns[thread]++;
     return clock;
 }
 
 /* A write of `thread` takes the place of what was in the cell; `goes_on`: it is a read-modify-write. */
 static int release(Races *races, Knowledge *me, u32 thread, Cell *cell, int strength, int releases, int goes_on) {
+    int by_fence = !releases && strength && me->release_phase[thread] == me->phase;
+    if (by_fence) {
+        releases = 1;
+        strength = strength < me->release_strength[thread] ? strength : me->release_strength[thread];
+    }
     if (!cell->flag && !releases) return 1;
     if (!cell->flag) {
         if (races->num_flags + 1 >= races->room_flags) {
@@ -310,7 +322,7 @@ static int release(Races *races, Knowledge *me, u32 thread, Cell *cell, int stre
         flag->number = 0;
     }
     if (!releases) return 1;
-    Clock *clock = released(races, me, thread);
+    Clock *clock = released(races, me, thread, by_fence);
     if (!clock) return 0;
     for (int i = 0; i < flag->number; i++) {
         Release *old = &flag->releases[i];
@@ -328,22 +340,67 @@ static int release(Races *races, Knowledge *me, u32 thread, Cell *cell, int stre
     return 1;
 }
 
-/* `thread` learns what the writers of the value in the cell released, each within the other's scope. */
-static void acquire(Races *races, Knowledge *me, u32 thread, const Cell *cell, int strength) {
+static void learn(Knowledge *me, u32 thread, Clock *clock) {
+    for (int j = 0; j < 4; j++)
+        if (me->merged[j] == clock) return;
+    for (int j = 0; j < me->num_learnt; j++)
+        if (me->learnt[j].thread == thread && me->learnt[j].clock == clock) return;
+    if (me->num_learnt == me->room)
+        me->learnt = realloc(me->learnt, (me->room = me->room * 2 + 4) * sizeof(Learnt));
+    me->learnt[me->num_learnt++] = (Learnt){thread, shared_clock(clock)};
+}
+
+static void remember(Knowledge *me, u32 thread, Clock *clock, int strength) {
+    for (int j = 0; j < me->num_seen; j++)
+        if (me->seen[j].thread == thread && me->seen[j].clock == clock) return;
+    if (me->num_seen == me->room_seen) {
+        me->room_seen = me->room_seen * 2 + 4;
+        me->seen = realloc(me->seen, me->room_seen * sizeof(Learnt));
+        me->seen_strength = realloc(me->seen_strength, me->room_seen);
+    }
+    me->seen_strength[me->num_seen] = strength;
+    me->seen[me->num_seen++] = (Learnt){thread, shared_clock(clock)};
+}
+
+/* A strong read: `thread` learns what the writers of the value in the cell released, each within the
+   other's scope; at once where the read acquires, else at a fence that follows. */
+static void acquire(Races *races, Knowledge *me, u32 thread, const Cell *cell, int strength, int acquires) {
     if (!cell->flag) return;
     const Flag *flag = &races->flags[cell->flag];
     for (int i = 0; i < flag->number; i++) {
         const Release *found = &flag->releases[i];
         int narrower = strength < found->strength ? strength : found->strength;
         if (narrower < OF_GPU || (narrower == OF_GPU && found->rank != me->rank)) continue;
-        int known = 0;
-        for (int j = 0; j < 4; j++) known |= me->merged[j] == found->clock;
-        for (int j = 0; j < me->num_learnt; j++)
-            known |= me->learnt[j].thread == thread && me->learnt[j].clock == found->clock;
-        if (known) continue;
-        if (me->num_learnt == me->room)
-            me->learnt = realloc(me->learnt, (me->room = me->room * 2 + 4) * sizeof(Learnt));
-        me->learnt[me->num_learnt++] = (Learnt){thread, shared_clock(found->clock)};
+        if (acquires)
+            learn(me, thread, found->clock);
+        else
+            remember(me, thread, found->clock, found->rank == me->rank ? OF_GPU : OF_SYS);
+    }
+}
+
+/* A fence that acquires, releases or both, at the scope `strength`; a release by it counts for
+   writes before the next barrier of the program. */
+static void fence_scope(Knowledge *me, u32 thread, int order, int strength) {
+    int kept = 0;
+    if (order & 1)
+        for (int i = 0; i < me->num_seen; i++) {
+            Learnt *seen = &me->seen[i];
+            if (seen->thread == thread && me->seen_strength[i] <= strength) {
+                learn(me, thread, seen->clock);
+                forget(seen->clock);
+            } else {
+                me->seen_strength[kept] = me->seen_strength[i];
+                me->seen[kept++] = *seen;
+            }
+        }
+    else
+        kept = me->num_seen;
+    me->num_seen = kept;
+    if (order & 2) {
+        me->release_phase[thread] = me->phase;
+        me->release_turn[thread] = me->turns[thread]++;
+        me->release_learnt[thread] = me->num_learnt;
+        me->release_strength[thread] = strength;
     }
 }
 
@@ -388,6 +445,10 @@ static Knowledge *new_knowledge(Races *races, u32 component, u32 rank, u32 num_t
     me->fence_phase = calloc(num_threads, 4);
     me->fence_turn = calloc(num_threads, 4);
     me->fence_learnt = calloc(num_threads, 4);
+    me->release_phase = calloc(num_threads, 4);
+    me->release_turn = calloc(num_threads, 4);
+    me->release_learnt = calloc(num_threads, 4);
+    me->release_strength = calloc(num_threads, 1);
     for (u32 thread = 0; thread < num_threads; thread++) me->turns[thread] = 1;
     if (start) memcpy(me->known, start->known, n * 4), memcpy(me->fenced, start->fenced, n * 4);
     races->rank_of[component - races->floor] = rank;
@@ -397,6 +458,9 @@ static Knowledge *new_knowledge(Races *races, u32 component, u32 rank, u32 num_t
 static void free_knowledge(Knowledge *me) {
     for (int i = 0; i < me->num_learnt; i++) forget(me->learnt[i].clock);
     for (int i = 0; i < 4; i++) forget(me->merged[i]);
+    for (int i = 0; i < me->num_seen; i++) forget(me->seen[i].clock);
+    free(me->release_phase), free(me->release_turn), free(me->release_learnt), free(me->release_strength);
+    free(me->seen), free(me->seen_strength);
     free(me->known), free(me->fenced), free(me->turns), free(me->fence_phase);
     free(me->fence_turn), free(me->fence_learnt), free(me->learnt), free(me);
 }
