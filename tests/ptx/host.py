@@ -24,7 +24,8 @@ from tests.support.host_driver import HostDriver
 from tests.support.mirror import FakeRecorder
 from ultraep_serve.balance.backend import GroupSetup, LayerSlots
 from ultraep_serve.balance.cuda import balancer as balancer_module
-from ultraep_serve.balance.cuda.balancer import DeviceBalancer, device_row_width
+from ultraep_serve.balance.backend import row_width
+from ultraep_serve.balance.cuda.balancer import DeviceBalancer
 from ultraep_serve.balance.cuda.driver import HandleKind, Shareable
 from ultraep_serve.balance.cuda.fabric import DeviceFabric, Limits
 from ultraep_serve.balance.cuda.recording import Page
@@ -337,8 +338,8 @@ class Cluster:
 
     def _connect(self, rank: Rank, meeting: _Meeting, domain_size: int | None) -> None:
         setup, shape = self._setup_of(rank.number), self.shape
-        width = device_row_width(shape.num_logical_experts, setup.view)
-        limits = Limits(width, rank.layers[0].chunks.shape[0], _PATIENCE_NS, _NUM_SENDERS)
+        width = row_width(shape.num_logical_experts, setup.view)
+        limits = Limits(width, rank.layers[0].chunks.shape[0], _PATIENCE_NS, _NUM_SENDERS, _NUM_SENDERS)
         domain = domain_of(rank.number, shape.num_ranks, domain_size)
         gather: Any = None
         if len(domain) < shape.num_ranks:

@@ -293,11 +293,13 @@ class _Player:
     ) -> None:
         shape, fabric, wrong = self._scenario.shape, rank.fabric, self.outcome.wrong
         tables = fabric.tables(rank.layers[0])
-        decided = torch.zeros(1, dtype=torch.int32)
-        for mode in ("never", "always"):
+        for turn, mode in enumerate(("never", "always"), 1):
             found = fabric.exchange(row)
             sends = fabric.sends(slot_expert, shape.num_masters, mode)
-            fabric.stream(tables, slot_expert, shape.num_masters, sends, decision=decided)
+            fabric.stream(tables, slot_expert, shape.num_masters, sends)
+            sends.decision.zero_()
+            sends.epoch.fill_(turn)
+            fabric.receive(tables, slot_expert, shape.num_masters, sends)
 
             def check(found: torch.Tensor = found) -> None:
                 if not torch.equal(found, rows):
