@@ -18,7 +18,8 @@ from ultraep_serve.lab.bench.sidecar import Sidecar
 from ultraep_serve.lab.demo.text import sample_text
 from ultraep_serve.telemetry.reader import RingReader
 from ultraep_serve.telemetry.run_directory import run_directory_of_port
-from ultraep_serve.telemetry.schema import RecordArray, ring_path
+from ultraep_serve.telemetry.run_files import RunFiles
+from ultraep_serve.telemetry.schema import RecordArray
 from ultraep_serve.types import Policy, Stage
 
 
@@ -76,7 +77,7 @@ def profile(options: argparse.Namespace) -> dict[str, Any]:
         closing(Sidecar(running.sidecar_url, running.token)) as sidecar,
     ):
         run_path = run_directory_of_port(running.port)
-        readers = [RingReader(ring_path(run_path, rank)) for rank in range(2)]
+        readers = [RingReader(RunFiles(run_path).ring(rank)) for rank in range(2)]
         for number in range(-1, options.repeats):
             for length in options.prompt_tokens:
                 for policy in chosen if number % 2 else reversed(chosen):
@@ -137,7 +138,7 @@ def layer_samples(run_path: Path) -> list[tuple[float, float]]:
 
     A layer takes as long as its slowest rank; both are means over a batch's layers.
     """
-    records = [RingReader(ring_path(run_path, rank)).recent() for rank in range(2)]
+    records = [RingReader(RunFiles(run_path).ring(rank)).recent() for rank in range(2)]
     seconds = {}
     for rank_records in records:
         for record in rank_records:

@@ -29,7 +29,8 @@ from served import sidecar
 from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.reader import RingReader
 from ultraep_serve.telemetry.recorder import Recorder
-from ultraep_serve.telemetry.schema import RingState, ring_path
+from ultraep_serve.telemetry.run_files import RunFiles
+from ultraep_serve.telemetry.schema import RingState
 from ultraep_serve.types import Decision, ExpertShape, Policy
 
 NUM_LAYERS = 16
@@ -158,7 +159,7 @@ async def measure(
 
     async def read_along() -> None:
         nonlocal torn
-        readers = [RingReader(ring_path(run_dir, rank)) for rank in range(settings.ranks)]
+        readers = [RingReader(RunFiles(run_dir).ring(rank)) for rank in range(settings.ranks)]
         for reader in itertools.cycle(readers):
             if time.monotonic() > until:
                 return
@@ -257,7 +258,9 @@ def run_sidecar(run_dir: Path, settings: argparse.Namespace) -> dict[str, Any]:
 
 def records_written(run_dir: Path, num_ranks: int) -> int:
     """By all ranks."""
-    return sum(RingReader(ring_path(run_dir, rank)).header().written for rank in range(num_ranks))
+    return sum(
+        RingReader(RunFiles(run_dir).ring(rank)).header().written for rank in range(num_ranks)
+    )
 
 
 def cpu_seconds(pid: int) -> float:

@@ -28,7 +28,8 @@ from ultraep_serve.lab.bench.sidecar import Sidecar
 from ultraep_serve.lab.demo.text import sample_text
 from ultraep_serve.telemetry.reader import RingReader
 from ultraep_serve.telemetry.run_directory import run_directory_of_port
-from ultraep_serve.telemetry.schema import RecordArray, ring_path
+from ultraep_serve.telemetry.run_files import RunFiles
+from ultraep_serve.telemetry.schema import RecordArray
 from ultraep_serve.types import SpeedSource
 
 SOURCES = (SpeedSource.EQUAL, SpeedSource.AUTO)
@@ -72,7 +73,7 @@ class Rings:
 
     def __init__(self, port: int) -> None:
         run_path = run_directory_of_port(port)
-        self._readers = [RingReader(ring_path(run_path, rank)) for rank in range(2)]
+        self._readers = [RingReader(RunFiles(run_path).ring(rank)) for rank in range(2)]
 
     def new(self) -> list[RecordArray]:
         """Those written since the last call, by rank."""

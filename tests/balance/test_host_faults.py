@@ -22,7 +22,7 @@ from ultraep_serve.costs.model import CostModel
 from ultraep_serve.engines.common.setup import BalancedLayers, Batch, EngineRank
 from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.recorder import Stopwatch
-from ultraep_serve.telemetry.run_directory import lost_reason
+from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.types import ExpertShape, Policy, Stage, TokenView
 
 TIMEOUT = 2.0
@@ -146,7 +146,7 @@ def check_ended(run_path: Path, outcomes: list[RankOutcome], size: int) -> None:
     """By an error that says who is missing; nobody has answered since."""
     for rank, outcome in enumerate(outcomes):
         assert outcome.error in ("PeerTimeoutError", "SystemExit"), outcome
-        said = outcome.message or lost_reason(run_path / f"host-{rank // size * size}")
+        said = outcome.message or RunFiles(run_path / f"host-{rank // size * size}").lost_reason()
         assert "restart the engine" in said, (rank, outcome)
 
 

@@ -20,14 +20,14 @@ import pytest
 import torch.distributed as dist
 
 from tests.support.namespaces import Hosts, enter_network, two_namespaces
-from ultraep_serve.balance.host_link import LINK_FILE, HostLink, Message, StageMeeting, join_hosts
+from ultraep_serve.balance.host_link import HostLink, Message, StageMeeting, join_hosts
 from ultraep_serve.balance.topology import Location, PipelineStage
 from ultraep_serve.balance.watch import RankWatch
 from ultraep_serve.errors import OutputError
 from ultraep_serve.telemetry.reader import RingReader
 from ultraep_serve.telemetry.recorder import Recorder
-from ultraep_serve.telemetry.run_directory import LOST_FILE, lost_reason
-from ultraep_serve.telemetry.schema import RingState, ring_path
+from ultraep_serve.telemetry.run_files import RunFiles
+from ultraep_serve.telemetry.schema import RingState
 from ultraep_serve.types import Decision, ExpertShape
 
 TIMEOUT = 2.0
@@ -169,7 +169,7 @@ def until(is_true: Callable[[], bool], seconds: float) -> None:
 
 
 def unheard(board: Path, rank: int, host_size: int) -> str:
-    reader = RingReader(ring_path(board / f"host-{rank // host_size}", rank))
+    reader = RingReader(RunFiles(board / f"host-{rank // host_size}").ring(rank))
     try:
         return reader.header().unheard
     finally:
@@ -187,7 +187,7 @@ def test_a_rank_stopped_for_less_is_waited_for_and_for_longer_is_given_up(run_pa
         tell(second, signal.SIGSTOP)
         until(lambda: not is_running(first) and not is_running(third), TIMEOUT + SLACK)
         assert is_running(second)
-        assert lost_reason(run_path / "host-0").startswith("rank 1 was not heard for ")
+        assert RunFiles(run_path / "host-0").lost_reason().startswith("rank 1 was not heard for ")
         assert "rank 1 was not heard" in unheard(run_path, 0, 3)
         tell(second, signal.SIGCONT)
         until(lambda: not is_running(second), SLACK)
@@ -197,7 +197,7 @@ def test_a_killed_rank_is_given_up(run_path: Path) -> None:
     with ranks(run_path, 2) as (first, second):
         tell(second, signal.SIGKILL)
         until(lambda: not is_running(first), TIMEOUT + SLACK)
-        assert "rank 1" in lost_reason(run_path / "host-0")
+        assert "rank 1" in RunFiles(run_path / "host-0").lost_reason()
 
 
 def test_a_rank_that_left_is_not_missed(run_path: Path) -> None:
@@ -214,7 +214,7 @@ def test_a_rank_that_left_is_not_missed(run_path: Path) -> None:
         for _ in range(4):
             time.sleep(0.5)
             watch.look()
-        assert lost_reason(run_path) == ""
+        assert RunFiles(run_path).lost_reason() == ""
 
 
 def test_its_own_pause_is_not_the_silence_of_others(
@@ -233,7 +233,7 @@ def test_its_own_pause_is_not_the_silence_of_others(
             watch.look()
     recorder.close()
     assert ended == []
-    assert lost_reason(run_path) == ""
+    assert RunFiles(run_path).lost_reason() == ""
 
 
 @pytest.mark.parametrize("wrong", ["no room", "nobody reads the log"])
@@ -244,13 +244,13 @@ def test_a_rank_ends_also_where_it_cannot_say_why(
         raise OutputError("no space left")
 
     recorder = Recorder.create(run_path, 0, ExpertShape(2, 8, 1), 1, 4, "test", "data", 0, 10.0)
-    (run_path / LOST_FILE).write_text("rank 1 was not heard")
+    (run_path / "lost").write_text("rank 1 was not heard")
     has_ended = threading.Event()
     watch = RankWatch(run_path, ON_ONE_HOST, 10.0, LONG, recorder, end=lambda _: has_ended.set())
     with monkeypatch.context() as patch:
         patch.setattr("ultraep_serve.balance.watch._GRACE_SECONDS", 0.2)
         if wrong == "no room":
-            patch.setattr("ultraep_serve.balance.watch.write_whole", no_room)
+            patch.setattr(RunFiles, "give_up", no_room)
         else:
             patch.setattr("sys.stderr", SimpleNamespace(write=lambda _: has_ended.wait(10)))
         threading.Thread(target=watch.look, daemon=True).start()
@@ -331,7 +331,7 @@ def test_a_cut_link_is_shown_and_ends_both_hosts(run_path: Path, hosts: Hosts) -
         until(lambda: all("not heard" in unheard(run_path, rank, 2) for rank in (0, 2)), 10.0)
         until(lambda: not any(map(is_running, children)), TIMEOUT + SLACK)
     for host, other in enumerate(reversed(hosts.addresses)):
-        assert f"host {other} (ranks " in lost_reason(run_path / f"host-{host}")
+        assert f"host {other} (ranks " in RunFiles(run_path / f"host-{host}").lost_reason()
 
 
 def test_a_link_that_comes_back_ends_nothing(run_path: Path, hosts: Hosts) -> None:
@@ -349,8 +349,8 @@ def test_a_link_cut_one_way_ends_both_hosts(run_path: Path, hosts: Hosts) -> Non
         hosts.cut_one_way()
         until(lambda: "does not hear this host" in unheard(run_path, 0, 1), 10.0)
         until(lambda: not any(map(is_running, children)), TIMEOUT + SLACK)
-    assert f"host {hosts.addresses[0]}" in lost_reason(run_path / "host-1")
-    assert f"host {hosts.addresses[1]}" in lost_reason(run_path / "host-0")
+    assert f"host {hosts.addresses[0]}" in RunFiles(run_path / "host-1").lost_reason()
+    assert f"host {hosts.addresses[1]}" in RunFiles(run_path / "host-0").lost_reason()
 
 
 def test_a_rank_stopped_elsewhere_ends_this_host(run_path: Path, hosts: Hosts) -> None:
@@ -358,7 +358,7 @@ def test_a_rank_stopped_elsewhere_ends_this_host(run_path: Path, hosts: Hosts) -
         tell(children[3], signal.SIGSTOP)
         until(lambda: "rank 3 stands still" in unheard(run_path, 0, 2), 10.0)
         until(lambda: not any(map(is_running, children[:3])), TIMEOUT + SLACK)
-    assert "rank 3 was not heard" in lost_reason(run_path / "host-0")
+    assert "rank 3 was not heard" in RunFiles(run_path / "host-0").lost_reason()
 
 
 def looks(watch: RankWatch, seconds: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -400,7 +400,7 @@ def test_a_rank_that_computes_is_slow_and_one_that_stands_still_is_lost(run_path
         tell(children[2], signal.SIGSTOP)
         others = [children[rank] for rank in (0, 1, 3)]
         until(lambda: not any(map(is_running, others)), TIMEOUT + SLACK)
-    assert "rank 2 was not heard" in lost_reason(run_path / "host-0")
+    assert "rank 2 was not heard" in RunFiles(run_path / "host-0").lost_reason()
 
 
 def test_a_rank_that_computes_for_ever_is_given_up(
@@ -419,7 +419,7 @@ def test_a_rank_that_computes_for_ever_is_given_up(
     assert not ended
     looks(watch, 10, monkeypatch)
     assert ended
-    assert "rank 1 was not heard for 61 s" in lost_reason(run_path)
+    assert "rank 1 was not heard for 61 s" in RunFiles(run_path).lost_reason()
     for recorder in recorders:
         recorder.close()
 
@@ -429,8 +429,11 @@ def test_a_rank_that_fails_is_lost_at_once(run_path: Path) -> None:
         tell(children[3], signal.SIGUSR2)
         until(lambda: not any(map(is_running, children)), SLACK)
     error = "rank 3 failed: RuntimeError: out of memory"
-    assert lost_reason(run_path / "host-1").startswith(error)
-    assert f"host 127.0.0.1 (ranks 2 to 3) ended: {error}" in lost_reason(run_path / "host-0")
+    assert RunFiles(run_path / "host-1").lost_reason().startswith(error)
+    assert (
+        f"host 127.0.0.1 (ranks 2 to 3) ended: {error}"
+        in RunFiles(run_path / "host-0").lost_reason()
+    )
 
 
 @pytest.mark.parametrize(
@@ -458,7 +461,7 @@ def test_an_exit_that_was_asked_for_is_no_failure(
 
     with pytest.raises(type(error)):
         end()
-    reader = RingReader(ring_path(run_path, 0))
+    reader = RingReader(RunFiles(run_path).ring(0))
     assert reader.header().state is state
     assert reader.header().unheard in ("", "SystemExit: 1", "ValueError: not in one line")
     reader.close()
@@ -468,7 +471,7 @@ def test_a_host_whose_only_rank_fails_says_so_itself(run_path: Path) -> None:
     with ranks(run_path, 2, host_size=1, timeout=LONG) as children:
         tell(children[0], signal.SIGUSR2)
         until(lambda: not any(map(is_running, children)), SLACK)
-    assert "ended: rank 0 failed: RuntimeError" in lost_reason(run_path / "host-1")
+    assert "ended: rank 0 failed: RuntimeError" in RunFiles(run_path / "host-1").lost_reason()
 
 
 def test_failures_after_a_stop_are_its_consequence(run_path: Path) -> None:
@@ -488,12 +491,12 @@ def test_stages_on_a_host_watch_each_other(run_path: Path) -> None:
     with ranks(run_path, 1, num_stages=2) as children:
         tell(children[1], signal.SIGSTOP)
         until(lambda: not is_running(children[0]), TIMEOUT + SLACK)
-    assert "rank 0 of pipeline stage 1 was not heard" in lost_reason(run_path / "host-0")
+    assert "rank 0 of pipeline stage 1 was not heard" in RunFiles(run_path / "host-0").lost_reason()
 
 
 def test_stages_on_two_hosts_watch_each_other(run_path: Path, hosts: Hosts) -> None:
     with ranks(run_path, 1, hosts, num_stages=2) as children:
-        links = [run_path / f"host-{host}" / LINK_FILE for host in (0, 1)]
+        links = [run_path / f"host-{host}" / "link" for host in (0, 1)]
         until(lambda: all(link.exists() for link in links), SLACK)
         time.sleep(2.0)  # both were heard
         hosts.cut()
@@ -501,13 +504,13 @@ def test_stages_on_two_hosts_watch_each_other(run_path: Path, hosts: Hosts) -> N
         until(lambda: not any(map(is_running, children)), TIMEOUT + SLACK)
     for host, other in enumerate(reversed(hosts.addresses)):
         name = f"host {other} (rank 0" + " of pipeline stage 1" * (host == 0)
-        assert name in lost_reason(run_path / f"host-{host}")
+        assert name in RunFiles(run_path / f"host-{host}").lost_reason()
 
 
 def test_a_stage_that_was_never_heard_is_not_missed(run_path: Path, hosts: Hosts) -> None:
     hosts.cut()
     with ranks(run_path, 1, hosts, num_stages=2) as children:
-        until((run_path / "host-0" / LINK_FILE).exists, SLACK)
+        until((run_path / "host-0" / "link").exists, SLACK)
         time.sleep(LIMIT + 2.0)
         assert all(map(is_running, children))
 

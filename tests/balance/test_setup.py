@@ -4,7 +4,6 @@ import logging
 import shutil
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +13,6 @@ from tests.support.hosts import engine_group, host_path
 from tests.support.ranks import run_ranks
 from ultraep_serve.balance.backend import GroupSetup
 from ultraep_serve.balance.collectives import HostAllGather
-from ultraep_serve.balance.host import fabric
 from ultraep_serve.balance.topology import Location
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.costs.model import CostModel
@@ -25,7 +23,8 @@ from ultraep_serve.telemetry import run_directory
 from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.reader import RingReader
 from ultraep_serve.telemetry.run_directory import run_directory_of_port
-from ultraep_serve.telemetry.schema import RingState, ring_path
+from ultraep_serve.telemetry.run_files import RunFiles
+from ultraep_serve.telemetry.schema import RingState
 from ultraep_serve.types import Decision, ExpertShape, Policy, TokenView
 
 SHAPE, LAYERS = ExpertShape(2, 8, 1), 2
@@ -54,7 +53,7 @@ def join(rank: int, run_path: Path, view: TokenView) -> list[int]:
             assert (parameter[:4] == 1 + rank).all()
             assert rank == 0 or (parameter[4] == 1).all()  # rank 0's expert has come
         joined.computed()
-    ring = RingReader(ring_path(run_path, rank))
+    ring = RingReader(RunFiles(run_path).ring(rank))
     assert ring.header().state is RingState.READY
     decisions: list[int] = ring.recent()["decision"].tolist()
     return decisions
@@ -96,7 +95,7 @@ def join_hosts(rank: int, run_path: Path, view: TokenView, costs: str) -> list[i
                 assert all((tensor[2] == rank).all() for tensor in layer)  # the neighbour's expert
             joined.computed()
             wait.gather(np.zeros(1, np.int64))
-    ring = RingReader(ring_path(home, rank))
+    ring = RingReader(RunFiles(home).ring(rank))
     header = ring.header()
     assert (header.location.host, header.location.domain_size) == (location.host, 2)
     assert header.location.first_host
@@ -139,8 +138,8 @@ def lose_files(rank: int, shared_memory: Path, moment: str) -> list[int]:
         if rank == 1 and moment == MOMENTS[2] and not deleted:
             deleted.append(delete())
 
-    def publish_and_delete(path: Path, card: Any) -> None:
-        publish(path, card)
+    def publish_and_delete(files: RunFiles, path: Path, content: bytes) -> None:
+        publish(files, path, content)
         if rank == 1 and not deleted:
             wait_for("handshake-0.json")
             time.sleep(0.2)  # rank 0 finds this one's
@@ -148,13 +147,13 @@ def lose_files(rank: int, shared_memory: Path, moment: str) -> list[int]:
 
     config = BalanceConfig(min_batch_tokens=8, run_dir=str(run_path))
     layer = [torch.nn.Parameter(torch.full((4, 300), 1.0 + rank), False)]
-    publish = fabric._publish
+    publish = RunFiles.publish
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1 and moment == MOMENTS[0]:
             wait_for("handshake-0.json")
             delete()
         if moment == MOMENTS[1]:
-            patch.setattr(fabric, "_publish", publish_and_delete)
+            patch.setattr(RunFiles, "publish", publish_and_delete)
         patch.setattr("ultraep_serve.telemetry.recorder.HEARTBEAT_SECONDS", 0.1)
         joined = BalancedLayers(
             config, SHAPE, TokenView.SHARED, [layer], run_layer, EngineRank("test", rank)
@@ -165,7 +164,7 @@ def lose_files(rank: int, shared_memory: Path, moment: str) -> list[int]:
     joined.route(0, torch.tensor([[0, 1]]).repeat(64, 1), Batch(64))
     joined.computed()
     assert ControlPage.open(run_path).policy is Policy.QUOTA
-    ring = RingReader(ring_path(run_path, rank))
+    ring = RingReader(RunFiles(run_path).ring(rank))
     assert ring.header().state is RingState.READY
     decisions: list[int] = ring.recent()["decision"].tolist()
     return decisions

@@ -17,7 +17,8 @@ from ultraep_serve.errors import UltraEPError
 from ultraep_serve.lab.captured import assemble
 from ultraep_serve.lab.store import load_trace
 from ultraep_serve.telemetry.control import Recording, RecordLevel
-from ultraep_serve.telemetry.spool import SpoolSource, SpoolWriter, spool_path
+from ultraep_serve.telemetry.run_files import RunFiles
+from ultraep_serve.telemetry.spool import SpoolSource, SpoolWriter
 
 NUMBERS = st.one_of(st.integers(), st.integers(0, 100), st.floats(), st.booleans())
 VALUES = st.recursive(
@@ -96,7 +97,7 @@ def spool(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         for layer in range(2):
             writer.add(layer, np.arange(8).reshape(4, 2))
     writer.close()
-    return Path(spool_path(folder, 0)).read_bytes()
+    return Path(RunFiles(folder).spool(0)).read_bytes()
 
 
 @often

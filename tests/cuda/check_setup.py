@@ -22,7 +22,8 @@ from ultraep_serve.balance.cuda.fabric import DeviceFabric
 from ultraep_serve.costs.model import CostModel
 from ultraep_serve.engines.common.setup import BalancedLayers, Batch, EngineRank
 from ultraep_serve.telemetry.reader import RingReader
-from ultraep_serve.telemetry.schema import RingState, ring_path
+from ultraep_serve.telemetry.run_files import RunFiles
+from ultraep_serve.telemetry.schema import RingState
 from ultraep_serve.types import Decision, ExpertShape, TokenView
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="plays the device in host memory")
@@ -77,7 +78,7 @@ def join(rank: int, run_path: Path, view: TokenView, costs: str) -> tuple[CostMo
             loading = {600_000_000_000}  # in the first batch the engine compiles
             assert waited == ({60_000_000_000} if batch else loading)
             waited.clear()
-    ring = RingReader(ring_path(run_path, rank))
+    ring = RingReader(RunFiles(run_path).ring(rank))
     assert ring.header().state is RingState.READY
     decisions = ring.recent()["decision"].tolist()
     backend._fabric.exchange(torch.zeros(backend._fabric.limits.row_width, dtype=torch.int32))

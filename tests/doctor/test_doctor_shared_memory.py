@@ -13,7 +13,7 @@ from ultraep_serve.doctor.finding import Status, Subject
 from ultraep_serve.doctor.host_machine import check_leftovers, check_shared_memory, ring_bytes
 from ultraep_serve.telemetry.recorder import Recorder
 from ultraep_serve.telemetry.run_directory import run_directory
-from ultraep_serve.telemetry.schema import ring_path
+from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.types import ExpertShape
 
 
@@ -55,7 +55,9 @@ def test_ring_bytes_are_what_recorders_take(tmp_path: Path, model: str) -> None:
     shape = ExpertShape(2, MOE["num_experts"], 3)
     for rank in range(2):
         Recorder.create(tmp_path, rank, shape, 4, records, "vllm", "tensor", 0, 30.0).close()
-    assert ring_bytes(subject) == sum(ring_path(tmp_path, rank).stat().st_size for rank in range(2))
+    assert ring_bytes(subject) == sum(
+        RunFiles(tmp_path).ring(rank).stat().st_size for rank in range(2)
+    )
 
 
 def test_leftovers_are_reported_and_left(shm: Path) -> None:

@@ -29,7 +29,6 @@ with warnings.catch_warnings():
 from ultraep_serve.balance.cuda.recording import is_capturing
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.errors import UnsupportedError
-from ultraep_serve.telemetry.run_directory import UNBALANCED_FILE
 from ultraep_serve.types import Policy
 
 SHAPE = fakes.SHAPE
@@ -275,7 +274,7 @@ def test_unsupported_models_are_served_by_sglang_alone(
     monkeypatch.setattr(group, "BalancedLayers", refuse)
     config = BalanceConfig(on_unsupported="off", run_dir=str(tmp_path))
     own = loaded(config, fakes.publish(), layer)
-    assert (tmp_path / UNBALANCED_FILE).read_text() == "tensors that cannot be moved"
+    assert (tmp_path / "unbalanced").read_text() == "tensors that cannot be moved"
     made = fakes.make_batch(0, 4)
     taken: list[Any] = []
     own.experts(lambda layer, x, topk: taken.append(topk), layer, made.x, made.topk)

@@ -32,7 +32,6 @@ with warnings.catch_warnings():
 from ultraep_serve.balance.cuda.recording import is_capturing
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.errors import UnsupportedError
-from ultraep_serve.telemetry.run_directory import UNBALANCED_FILE
 from ultraep_serve.types import Policy
 
 
@@ -99,7 +98,7 @@ def test_unsupported_models_are_served_by_vllm_alone(
     assert layer._group.balanced is None
     layer._group.computed()
     assert layer.global_num_experts == vllm_layers.NUM_EXPERTS
-    assert "--enable-elastic-ep" in (tmp_path / UNBALANCED_FILE).read_text()  # for the sidecar
+    assert "--enable-elastic-ep" in (tmp_path / "unbalanced").read_text()  # for the sidecar
 
 
 def draft_config_of(config: Any) -> Any:

@@ -1,6 +1,8 @@
 """What the adapter relies on, asked of the vLLM that is on the path: any verified build."""
 
 import os
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,6 +35,13 @@ from ultraep_serve.system.versions import VLLM_CPU
 from ultraep_serve.types import Policy
 
 PLATFORM = SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: True)  # an NVIDIA GPU
+
+
+def test_what_vllm_loads_at_start_imports_no_numba() -> None:
+    """Attributes of llvmlite's stop vLLM where it looks through all modules for its own kernels."""
+    modules = "ultraep_serve.engines.vllm.routed_experts, ultraep_serve.engines.vllm.group"
+    code = f"import sys, {modules}; sys.exit('numba' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
 def test_this_version_is_accepted_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,6 @@ with warnings.catch_warnings():
     from ultraep_serve.engines.vllm import plugin, routed_experts
 
 from ultraep_serve.errors import ConfigError, UnsupportedError
-from ultraep_serve.telemetry.run_directory import UNBALANCED_FILE
 from ultraep_serve.types import Policy
 
 
@@ -107,7 +106,7 @@ def test_models_without_experts_are_refused(
         check_model([])
     configure(monkeypatch.setenv, on_unsupported="off", run_dir=str(tmp_path))
     check_model([])
-    assert "some/model" in (tmp_path / UNBALANCED_FILE).read_text()
+    assert "some/model" in (tmp_path / "unbalanced").read_text()
 
 
 @pytest.mark.parametrize("policy", [None, Policy.OFF])

@@ -18,7 +18,7 @@ from tests.support.launched import answers
 from tests.support.serving_checks import check_balanced
 from tests.support.tiny_models import tiny_qwen3
 from tests.support.ways_to_start import CONTEXT, ENVIRONMENT, SETTINGS, UnmodifiedServer
-from ultraep_serve.telemetry.run_directory import TOKEN_FILE, remove_abandoned
+from ultraep_serve.telemetry.run_directory import remove_abandoned
 
 pytestmark = pytest.mark.engine
 
@@ -128,7 +128,7 @@ class TestServer:
         run_path = server.run_path
         for path in run_path.iterdir():
             path.unlink()
-        wait_until((run_path / TOKEN_FILE).exists)  # it is made again
+        wait_until((run_path / "token").exists)  # it is made again
         check_balanced(server, num_layers=tiny_qwen3().num_layers)
         assert httpx.get(f"{server.sidecar_url}/readyz").status_code == 200
 

@@ -10,13 +10,13 @@ from ultraep_serve.errors import SpoolError, TraceError
 from ultraep_serve.lab.captured import assemble
 from ultraep_serve.lab.trace import DECODE, PREFILL, LoadTrace, Trace
 from ultraep_serve.telemetry.control import ControlPage, Recording, RecordLevel
+from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.telemetry.spool import (
     CHUNK,
     PAGE_BYTES,
     SpoolSource,
     SpoolWriter,
     parse_spool_header,
-    spool_path,
 )
 from ultraep_serve.types import Policy
 
@@ -46,7 +46,7 @@ class Ranks:
 
     def spools(self) -> list[bytes]:
         ranks = [writer._source.rank for writer in self.writers]
-        return [spool_path(self.path, rank).read_bytes() for rank in ranks]
+        return [RunFiles(self.path).spool(rank).read_bytes() for rank in ranks]
 
 
 def random_ids(tokens: int, seed: int = 0, experts: int = EXPERTS) -> np.ndarray:
@@ -69,7 +69,7 @@ def test_a_recording_is_one_word() -> None:
 def test_nothing_is_there_until_somebody_records(tmp_path: Path) -> None:
     ranks = Ranks(tmp_path)
     ranks.batch(random_ids(4), random_ids(4))
-    assert not any(spool_path(tmp_path, rank).exists() for rank in range(RANKS))
+    assert not any(RunFiles(tmp_path).spool(rank).exists() for rank in range(RANKS))
 
 
 def test_tokens_come_back_rank_by_rank_and_layer_by_layer(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_tokens_come_back_rank_by_rank_and_layer_by_layer(tmp_path: Path) -> Non
     assert trace.metadata["mode"] == "data"
     assert trace.metadata["lost_batches"] == 0
     assert token_trace(ranks.spools(), limit=1).num_tokens == 9
-    assert spool_path(tmp_path, 0).stat().st_mode & 0o777 == 0o600
+    assert RunFiles(tmp_path).spool(0).stat().st_mode & 0o777 == 0o600
 
 
 def test_loads_are_the_counts_of_the_tokens(tmp_path: Path) -> None:
@@ -164,11 +164,11 @@ def test_a_refused_write_loses_the_batch_and_leaves_no_half_of_it(
     ranks.batch(random_ids(5))
     whole = ranks.spools()
 
-    def half(descriptor: int, buffers: tuple[bytes, memoryview]) -> int:
-        return write(descriptor, buffers[:1])
+    def head_only(descriptor: int, content: bytes, offset: int) -> int:
+        return write(descriptor, content[: CHUNK.size], offset)
 
-    write = os.writev
-    monkeypatch.setattr("os.writev", half)
+    write = os.pwrite
+    monkeypatch.setattr("os.pwrite", head_only)
     ranks.batch(random_ids(5))
     assert [spool[PAGE_BYTES:] for spool in ranks.spools()] == [w[PAGE_BYTES:] for w in whole]
     assert parse_spool_header(ranks.spools()[0]).lost_batches == 1

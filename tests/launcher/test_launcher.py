@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.support.launched import is_gone
-from ultraep_serve.balance.host_link import LINK_FILE, HostLink
+from ultraep_serve.balance.host_link import HostLink
 from ultraep_serve.balance.topology import Location
 from ultraep_serve.cli import main, serve
 from ultraep_serve.config import CONFIG_VARIABLE, BalanceConfig
@@ -25,7 +25,6 @@ from ultraep_serve.sidecar.serve import add_arguments as add_sidecar_arguments
 from ultraep_serve.system.machine import free_port
 from ultraep_serve.telemetry import run_directory as module
 from ultraep_serve.telemetry.recorder import Recorder
-from ultraep_serve.telemetry.run_directory import STOPPED_FILE
 from ultraep_serve.telemetry.schema import RingState
 from ultraep_serve.types import ExpertShape, Policy
 
@@ -211,14 +210,14 @@ def test_the_launcher_tells_other_hosts_why_killed_ranks_end(
     here, other = HostLink("127.0.0.1", 0, 2), HostLink("127.0.0.1", 1, 2)
     for link in (here, other):
         link.know(np.stack([here.card, other.card]))
-    here.save(tmp_path / LINK_FILE)
+    here.save(tmp_path / "link")
     ignores = "import os, signal; signal.signal(15, signal.SIG_IGN)"  # until it is killed
     killed = f"{ignores}; os.kill(os.getppid(), 15 if {is_asked} else 0); os.kill(os.getpid(), 9)"
     config = BalanceConfig(run_dir=str(tmp_path))
     assert supervise(python(killed), config, None) == 128 + signal.SIGKILL
     said = {(message.host, message.leaves, message.lost) for message in other.receive()}
     assert said == {(0, is_asked, "" if is_asked else "its engine ended (exit status 137)")}
-    assert (tmp_path / STOPPED_FILE).exists() == is_asked
+    assert (tmp_path / "stopped").exists() == is_asked
     for link in (here, other):
         link.close()
 

@@ -18,7 +18,6 @@ from tests.support.rings import SyntheticRun, Traffic
 from tests.support.sidecar_runs import TOKEN
 from ultraep_serve.sidecar import routes_balance
 from ultraep_serve.sidecar.app import AppOptions, create_app
-from ultraep_serve.telemetry.run_directory import UNBALANCED_FILE
 from ultraep_serve.types import ExpertShape, Policy
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
@@ -230,7 +229,7 @@ def test_it_connects_again_after_it_was_refused(
 
 
 def test_a_server_that_runs_unbalanced_says_so(browser: Any, url: str, run_path: Path) -> None:
-    (run_path / UNBALANCED_FILE).write_text("no expert can be moved\n")
+    (run_path / "unbalanced").write_text("no expert can be moved\n")
     browser.get(url)
     wait_until(lambda: "NOT BALANCED" in text(browser, "#state"))
     assert "runs without balancing: no expert can be moved" in text(browser, "#reason")

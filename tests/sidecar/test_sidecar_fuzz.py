@@ -14,7 +14,8 @@ from tests.support.ring_files import put
 from tests.support.rings import SyntheticRun, Traffic
 from tests.support.sidecar_runs import TOKEN
 from ultraep_serve.sidecar.app import create_app
-from ultraep_serve.telemetry.schema import HEADER_BYTES, ring_path
+from ultraep_serve.telemetry.run_files import RunFiles
+from ultraep_serve.telemetry.schema import HEADER_BYTES
 from ultraep_serve.types import ExpertShape
 
 schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not installed")
@@ -76,7 +77,7 @@ def answers_everywhere(client: TestClient) -> None:
 
 def test_rings_with_flipped_bytes(tmp_path: Path, run: SyntheticRun) -> None:
     source = random.Random(0)
-    path = ring_path(tmp_path, 0)
+    path = RunFiles(tmp_path).ring(0)
     original = path.read_bytes()
     client = TestClient(create_app(tmp_path, None, False))
     for round_number in range(40):
@@ -89,7 +90,7 @@ def test_rings_with_flipped_bytes(tmp_path: Path, run: SyntheticRun) -> None:
 
 
 def test_what_is_no_ring_is_reported(tmp_path: Path, run: SyntheticRun) -> None:
-    path = ring_path(tmp_path, 0)
+    path = RunFiles(tmp_path).ring(0)
     original = path.read_bytes()
     client = TestClient(create_app(tmp_path, None, False))
     huge = bytearray(original)
@@ -109,7 +110,7 @@ def test_what_is_no_ring_is_reported(tmp_path: Path, run: SyntheticRun) -> None:
 
 
 def test_rings_rewritten_while_they_are_read(tmp_path: Path, run: SyntheticRun) -> None:
-    path = ring_path(tmp_path, 1)
+    path = RunFiles(tmp_path).ring(1)
     original = path.read_bytes()
     put(path, original)  # the recorder keeps the file it has mapped
     stop = threading.Event()

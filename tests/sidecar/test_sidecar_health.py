@@ -15,7 +15,8 @@ from tests.support.sidecar_runs import TOKEN, SkewedRun, planned_run, reasons, s
 from ultraep_serve.sidecar.app import AppOptions, StateLog, create_app
 from ultraep_serve.sidecar.store import RunStore
 from ultraep_serve.telemetry.recorder import Recorder
-from ultraep_serve.telemetry.schema import RingState, ring_path
+from ultraep_serve.telemetry.run_files import RunFiles
+from ultraep_serve.telemetry.schema import RingState
 from ultraep_serve.types import Decision, ExpertShape, Policy
 
 
@@ -38,7 +39,7 @@ def test_ready_only_when_every_rank_is(
     skewed_run.recorders[1].set_state(RingState.FAILED)
     assert reasons(client) == {"1": "state is failed"}
     skewed_run.recorders[1].close()
-    ring_path(tmp_path, 1).unlink()
+    RunFiles(tmp_path).ring(1).unlink()
     assert "gone" in reasons(client)["1"]
     assert client.get("/v1/balance").json()["ranks"][1]["state"] == "missing"
 
@@ -52,7 +53,7 @@ def test_an_engine_that_comes_back_is_followed(tmp_path: Path, client: TestClien
     first.close()
     assert reasons(client) == {"0": "state is stopped", "1": "state is stopped"}
     for rank in (0, 1):
-        ring_path(tmp_path, rank).unlink()
+        RunFiles(tmp_path).ring(rank).unlink()
     assert client.get("/v1/balance").status_code == 503
     second = SkewedRun(tmp_path, num_ranks=3)
     second.batch(0)
@@ -69,7 +70,7 @@ def test_hostile_files_are_reported_and_survived(
     tmp_path: Path, skewed_run: SkewedRun, client: TestClient
 ) -> None:
     skewed_run.batch(0)
-    put(ring_path(tmp_path, 0), b"UEPRING\x01" + bytes(range(256)) * 40)
+    put(RunFiles(tmp_path).ring(0), b"UEPRING\x01" + bytes(range(256)) * 40)
     os.mkfifo(tmp_path / "ring-7")
     (tmp_path / "ring-08").mkdir()
     (tmp_path / "ring-x").write_text("x")
@@ -80,7 +81,7 @@ def test_hostile_files_are_reported_and_survived(
     assert (balance["window_records"], balance["ranks"][0]["state"]) == (2, "missing")
     assert client.get("/v1/config").json()["config"] is None
     assert client.get("/metrics").status_code == 200
-    put(ring_path(tmp_path, 1), b"")
+    put(RunFiles(tmp_path).ring(1), b"")
     assert set(reasons(client)) == {"0", "1", "7"}
 
 
@@ -98,7 +99,7 @@ def test_its_directory_may_go_and_come_before_the_engine(tmp_path: Path) -> None
         run.close()
         wait_for(client, "state is stopped")
         for rank in (0, 1):  # damaged after the last batch
-            put(ring_path(run_path, rank), b"UEPRING\x01" + bytes(range(256)) * 40)
+            put(RunFiles(run_path).ring(rank), b"UEPRING\x01" + bytes(range(256)) * 40)
         wait_for(client, "schema version")
         assert client.get("/v1/balance").status_code == 503
 
@@ -156,7 +157,7 @@ def test_health_of_every_rank(
     planned_run.batch()
     planned_run.recorders[1].set_state(RingState.FAILED)
     planned_run.recorders[2].close()
-    ring_path(tmp_path, 2).unlink()
+    RunFiles(tmp_path).ring(2).unlink()
     ranks = client.get("/v1/ranks").json()
     assert ranks["ready"] is False
     assert [rank["state"] for rank in ranks["ranks"]] == ["ready", "failed", "missing", "ready"]

@@ -10,7 +10,8 @@ from ultraep_serve.sidecar.follower import OWN_DTYPE, RecordWindow, SkippedHisto
 from ultraep_serve.sidecar.statistics.figures import imbalance_snapshot
 from ultraep_serve.sidecar.statistics.timeline import Timeline
 from ultraep_serve.telemetry.reader import RingReader
-from ultraep_serve.telemetry.schema import RecordArray, RingHeader, ring_path
+from ultraep_serve.telemetry.run_files import RunFiles
+from ultraep_serve.telemetry.schema import RecordArray, RingHeader
 from ultraep_serve.types import Decision, ExpertShape
 
 SHAPE = ExpertShape(num_ranks=4, num_logical_experts=8, num_replica_slots=1)
@@ -34,7 +35,7 @@ def records(tmp_path: Path) -> RecordArray:
             load_after=np.full(4, 10) + random.integers(0, 2, 4),
             slot_expert=None,
         )
-    found = RingReader(ring_path(tmp_path, 0)).poll().records
+    found = RingReader(RunFiles(tmp_path).ring(0)).poll().records
     recorder.close()
     found["time_ns"] = (1000 + found["batch"] // 3) * SECOND
     return found

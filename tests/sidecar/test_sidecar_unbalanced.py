@@ -11,13 +11,13 @@ from ultraep_serve.cli import main
 from ultraep_serve.sidecar.direct import status
 from ultraep_serve.sidecar.store import RunStore
 from ultraep_serve.telemetry import run_directory
-from ultraep_serve.telemetry.run_directory import UNBALANCED_FILE, RunDirectory
+from ultraep_serve.telemetry.run_directory import RunDirectory
 
 REASON = "layer 3 has an expert tensor that cannot be moved"
 
 
 def unbalance(run_path: Path) -> None:
-    (run_path / UNBALANCED_FILE).write_text(f"{REASON}\n")
+    (run_path / "unbalanced").write_text(f"{REASON}\n")
 
 
 def test_every_answer_says_it(tmp_path: Path, client: TestClient) -> None:
@@ -51,7 +51,7 @@ def test_rings_of_ranks_that_gave_up_change_nothing(
 
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe\n\n", b"a" * 100_000])
 def test_any_content_is_shown(tmp_path: Path, client: TestClient, content: bytes) -> None:
-    (tmp_path / UNBALANCED_FILE).write_bytes(content)
+    (tmp_path / "unbalanced").write_bytes(content)
     assert client.get("/readyz").json()["status"] == "unbalanced"
     assert 0 < len(client.get("/v1/balance").json()["reason"]) < 10_000
 
@@ -71,7 +71,7 @@ def test_it_stays_known_while_the_run_goes_on(
     unbalance(directory.path)
     store = RunStore(directory.path)
     store.poll()
-    (directory.path / UNBALANCED_FILE).unlink()
+    (directory.path / "unbalanced").unlink()
     store.poll()
     assert store.unbalanced() == REASON
     directory.leave()

@@ -21,7 +21,7 @@ from ultraep_serve.sidecar.statistics.timeline import Timeline
 from ultraep_serve.sidecar.statistics.window import Window
 from ultraep_serve.telemetry.reader import RingReader
 from ultraep_serve.telemetry.recorder import Recorder
-from ultraep_serve.telemetry.schema import ring_path
+from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.types import Decision, ExpertShape, Policy, imbalance
 
 SHAPE = ExpertShape(num_ranks=2, num_logical_experts=4, num_replica_slots=1)
@@ -33,7 +33,7 @@ def recorders(tmp_path: Path) -> Any:
     made = [create(tmp_path, shape=SHAPE, rank=rank, ring_records=64) for rank in (0, 1)]
 
     def views() -> list[RankView]:
-        polls = [RingReader(ring_path(tmp_path, rank)).poll() for rank in (0, 1)]
+        polls = [RingReader(RunFiles(tmp_path).ring(rank)).poll() for rank in (0, 1)]
         return [RankView(r, poll.header, True, 0.5, poll.records) for r, poll in enumerate(polls)]
 
     yield made, views

@@ -12,21 +12,22 @@ from tests.support.ring_files import SHAPE, create, write
 from ultraep_serve.errors import RingError
 from ultraep_serve.telemetry import recorder as recorder_module
 from ultraep_serve.telemetry.reader import ALIVE_SECONDS, RingReader
+from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.telemetry.schema import (
     HEADER_BYTES,
     HEADER_DTYPE,
     RECORD_HEAD,
     RingState,
     record_dtype,
-    ring_path,
 )
+from ultraep_serve.telemetry.shared_file import SharedFile
 from ultraep_serve.types import Decision, ExpertShape, Policy
 
 
 def test_a_record_comes_back_as_written(tmp_path: Path) -> None:
     recorder = create(tmp_path)
     slots = np.arange(8).reshape(4, 2)
-    assert RingReader(ring_path(tmp_path, 0)).header().last_batch_age_seconds(0) is None
+    assert RingReader(RunFiles(tmp_path).ring(0)).header().last_batch_age_seconds(0) is None
     write(
         recorder,
         7,
@@ -40,7 +41,7 @@ def test_a_record_comes_back_as_written(tmp_path: Path) -> None:
         expert_load=np.arange(20),
     )
     before_ns = time.time_ns()
-    poll = RingReader(ring_path(tmp_path, 0)).poll()
+    poll = RingReader(RunFiles(tmp_path).ring(0)).poll()
     record = poll.records[0]
     assert (record["seq"], record["batch"], record["layer"]) == (1, 7, 2)
     assert (record["tokens"], record["assignments"]) == (1 << 20, 18)
@@ -76,7 +77,7 @@ def test_any_shape_round_trips(tmp_path: Path, shape: ExpertShape) -> None:
     loads = np.arange(shape.num_ranks) + 1
     for batch in range(20):
         write(recorder, batch, load_before=loads, load_after=loads, slot_expert=None)
-    records = RingReader(ring_path(tmp_path, 0)).poll().records
+    records = RingReader(RunFiles(tmp_path).ring(0)).poll().records
     assert recorder.lost == 0
     assert records["batch"].tolist() == list(range(4, 20))
     assert (records["load_after"] == loads).all()
@@ -85,7 +86,7 @@ def test_any_shape_round_trips(tmp_path: Path, shape: ExpertShape) -> None:
 
 def test_polls_return_each_record_once_and_count_the_missed(tmp_path: Path) -> None:
     recorder = create(tmp_path, ring_records=16)
-    reader = RingReader(ring_path(tmp_path, 0))
+    reader = RingReader(RunFiles(tmp_path).ring(0))
     batch = 0
     for written, missed in ((3, 0), (0, 0), (16, 0), (15, 0), (17, 1), (100, 84)):
         for _ in range(written):
@@ -108,7 +109,7 @@ def test_a_bad_value_is_counted_and_written_nowhere(tmp_path: Path) -> None:
     write(recorder, 1, decision=200)
     recorder.count_batch(17)  # type: ignore[arg-type]
     write(recorder, 2)
-    poll = RingReader(ring_path(tmp_path, 0)).poll()
+    poll = RingReader(RunFiles(tmp_path).ring(0)).poll()
     assert poll.records["batch"].tolist() == [0, 2]
     assert poll.header.lost == recorder.lost == 5
     assert poll.header.layers[Decision.PLANNED] == 2
@@ -129,7 +130,7 @@ def test_batches_are_counted_once_by_their_decision(tmp_path: Path) -> None:
         for layer, decision in enumerate(decisions):
             write(recorder, batch, layer, decision=decision)
     recorder.count_batch(Decision.SMALL)  # ends the batch of two layers
-    header = RingReader(ring_path(tmp_path, 0)).header()
+    header = RingReader(RunFiles(tmp_path).ring(0)).header()
     assert header.batches == 5
     assert header.recorded_batches[planned] == 2
     assert header.recorded_batches[balanced] == 1
@@ -142,7 +143,7 @@ def test_batches_are_counted_once_by_their_decision(tmp_path: Path) -> None:
 
 def test_the_policy_in_the_header_follows_the_batches(tmp_path: Path) -> None:
     recorder = create(tmp_path)
-    reader = RingReader(ring_path(tmp_path, 0))
+    reader = RingReader(RunFiles(tmp_path).ring(0))
     recorder.set_policy(Policy.IDEAL)
     assert reader.header().policy is Policy.IDEAL
     write(recorder, 0)
@@ -155,7 +156,7 @@ def test_the_policy_in_the_header_follows_the_batches(tmp_path: Path) -> None:
 
 def test_states_and_heartbeat_decide_who_is_alive(tmp_path: Path) -> None:
     recorder = create(tmp_path)
-    reader = RingReader(ring_path(tmp_path, 0))
+    reader = RingReader(RunFiles(tmp_path).ring(0))
     assert reader.header().state is RingState.STARTING
     recorder.set_state(RingState.READY)
     beat = reader.header().heartbeat_ns
@@ -172,13 +173,13 @@ def test_a_failed_rank_stays_failed(tmp_path: Path) -> None:
     recorder = create(tmp_path)
     recorder.set_state(RingState.FAILED)
     recorder.close()
-    assert RingReader(ring_path(tmp_path, 0)).header().state is RingState.FAILED
+    assert RingReader(RunFiles(tmp_path).ring(0)).header().state is RingState.FAILED
 
 
 def test_the_file_is_private_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
     create(tmp_path).close()
     assert os.listdir(tmp_path) == ["ring-0"]
-    assert ring_path(tmp_path, 0).stat().st_mode & 0o777 == 0o600
+    assert RunFiles(tmp_path).ring(0).stat().st_mode & 0o777 == 0o600
 
 
 def test_a_ring_that_cannot_be_created_says_so(tmp_path: Path) -> None:
@@ -191,7 +192,7 @@ def test_a_ring_that_cannot_be_created_says_so(tmp_path: Path) -> None:
 def test_a_replaced_ring_is_reopened(tmp_path: Path) -> None:
     first = create(tmp_path)
     write(first, 0)
-    reader = RingReader(ring_path(tmp_path, 0))
+    reader = RingReader(RunFiles(tmp_path).ring(0))
     reader.poll()
     second = create(tmp_path, shape=ExpertShape(2, 8, 1), ring_records=32)
     write(second, 5, load_before=[1, 2], load_after=[1, 2], slot_expert=None)
@@ -201,7 +202,7 @@ def test_a_replaced_ring_is_reopened(tmp_path: Path) -> None:
     assert poll.records["batch"].tolist() == [5]
     assert not reader.poll().replaced
     second.close()
-    ring_path(tmp_path, 0).unlink()
+    RunFiles(tmp_path).ring(0).unlink()
     with pytest.raises(RingError, match="gone"):
         reader.poll()
     first.close()
@@ -210,7 +211,7 @@ def test_a_replaced_ring_is_reopened(tmp_path: Path) -> None:
 def test_a_deleted_ring_is_put_back_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is deleted over and over while records are written: every record is read once."""
     monkeypatch.setattr(recorder_module, "HEARTBEAT_SECONDS", 0.005)
-    recorder, path = create(tmp_path, ring_records=4096), ring_path(tmp_path, 0)
+    recorder, path = create(tmp_path, ring_records=4096), RunFiles(tmp_path).ring(0)
     reader, read, deleted = RingReader(path), [], 0
 
     def write_many() -> None:
@@ -244,14 +245,14 @@ def test_without_room_a_deleted_ring_goes_on_without_a_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recorder_module, "HEARTBEAT_SECONDS", 0.005)
-    recorder, path = create(tmp_path), ring_path(tmp_path, 0)
+    recorder, path = create(tmp_path), RunFiles(tmp_path).ring(0)
     reader = RingReader(path)
 
     def no_room(*_: object, **__: object) -> None:
         raise OSError("no room")
 
     with monkeypatch.context() as patched:
-        patched.setattr(recorder_module, "create_mapped", no_room)
+        patched.setattr(SharedFile, "create", no_room)
         path.unlink()
         write(recorder, 1)
         time.sleep(0.05)

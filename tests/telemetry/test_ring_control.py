@@ -1,5 +1,6 @@
 """The control page: one policy, shared."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -88,3 +89,20 @@ def test_a_deleted_page_is_put_back_and_followed(tmp_path: Path) -> None:
     assert primary.policy is Policy.EPLB_SLOTS
     primary.close()
     other.close()
+
+
+@pytest.mark.parametrize("left", [0, 30, 60])
+def test_a_truncated_page_is_filled_up(tmp_path: Path, left: int) -> None:
+    primary, other = ControlPage.create(tmp_path, Policy.QUOTA), ControlPage.open(tmp_path)
+    other.set_policy(Policy.EPLB_SLOTS)
+    for page in (primary, other):
+        assert page.policy is Policy.EPLB_SLOTS
+    os.truncate(tmp_path / "control", left)
+    for page in (primary, other):
+        assert (page.policy, page.sequence) == (Policy.EPLB_SLOTS, 1)
+    primary.follow(put_back=True)
+    with ControlPage.open(tmp_path) as sidecar:
+        assert (sidecar.policy, sidecar.set_policy(Policy.OFF)) == (Policy.EPLB_SLOTS, 2)
+    for page in (primary, other):
+        assert page.policy is Policy.OFF
+        page.close()

@@ -13,13 +13,13 @@ import pytest
 from tests.support.ring_files import SHAPE, create, write
 from ultraep_serve.errors import RingError
 from ultraep_serve.telemetry.reader import RingReader
+from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.telemetry.schema import (
     HEADER_BYTES,
     HEADER_DTYPE,
     RECORD_HEAD,
     RingState,
     record_dtype,
-    ring_path,
 )
 from ultraep_serve.types import Decision, ExpertShape
 
@@ -54,7 +54,7 @@ def damage(path: Path, field: str, value: Any) -> None:
 )
 def test_a_damaged_header_is_refused(tmp_path: Path, field: str, value: Any) -> None:
     recorder = create(tmp_path)
-    path = ring_path(tmp_path, 0)
+    path = RunFiles(tmp_path).ring(0)
     reader = RingReader(path)
     damage(path, field, value)
     with pytest.raises(RingError):
@@ -66,7 +66,7 @@ def test_a_damaged_header_is_refused(tmp_path: Path, field: str, value: Any) -> 
 
 def test_claims_beyond_the_file_are_refused_or_counted(tmp_path: Path) -> None:
     create(tmp_path).close()
-    path = ring_path(tmp_path, 0)
+    path = RunFiles(tmp_path).ring(0)
     damage(path, "written", 1 << 61)
     poll = RingReader(path).poll()  # places that were never written hold no such record
     assert (len(poll.records), poll.missed) == (0, 1 << 61)
@@ -83,7 +83,7 @@ def test_a_flipped_bit_is_noticed(tmp_path: Path) -> None:
     for batch in range(3):
         write(recorder, batch)
     place = HEADER_BYTES + record_dtype(SHAPE).itemsize + RECORD_HEAD.size + 1
-    path = ring_path(tmp_path, 0)
+    path = RunFiles(tmp_path).ring(0)
     with path.open("r+b") as file:
         file.seek(place)
         byte = file.read(1)[0]
@@ -98,7 +98,7 @@ def test_a_flipped_bit_is_noticed(tmp_path: Path) -> None:
 def test_no_splice_of_two_records_is_accepted(tmp_path: Path) -> None:
     """Every state in which a copy over an older record can be caught, in either direction."""
     recorder = create(tmp_path, ring_records=1)
-    path, size = ring_path(tmp_path, 0), record_dtype(SHAPE).itemsize
+    path, size = RunFiles(tmp_path).ring(0), record_dtype(SHAPE).itemsize
     write(recorder, 0)
     old = path.read_bytes()[HEADER_BYTES:]
     write(recorder, 1, tokens=7, load_before=np.array([5, 6, 7, 8]), slot_expert=None)
@@ -139,9 +139,9 @@ def test_no_torn_record_is_accepted_while_a_writer_races(tmp_path: Path) -> None
     writer = context.Process(target=hammer, args=(tmp_path, stop))
     writer.start()
     try:
-        while not ring_path(tmp_path, 0).exists():
+        while not RunFiles(tmp_path).ring(0).exists():
             time.sleep(0.01)
-        reader = RingReader(ring_path(tmp_path, 0))
+        reader = RingReader(RunFiles(tmp_path).ring(0))
         seen = missed = 0
         while seen < 3000:
             poll = reader.poll()
@@ -159,7 +159,7 @@ def test_no_torn_record_is_accepted_while_a_writer_races(tmp_path: Path) -> None
 
 def test_random_bytes_raise_nothing_but_ring_errors(tmp_path: Path) -> None:
     create(tmp_path).close()
-    path = ring_path(tmp_path, 0)
+    path = RunFiles(tmp_path).ring(0)
     original = path.read_bytes()
     source = random.Random(0)
     for size in (0, 1, 4095, 4096, 9000):
@@ -181,7 +181,7 @@ def test_what_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
     for number, make in enumerate(
         [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("/etc/passwd"), lambda path: None]
     ):
-        path = ring_path(tmp_path, number)
+        path = RunFiles(tmp_path).ring(number)
         make(path)
         with pytest.raises(RingError, match="cannot open"):
             RingReader(path)
@@ -190,7 +190,7 @@ def test_what_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
 def test_whoever_writes_goes_on_over_damage(tmp_path: Path) -> None:
     """A rank believes nothing of what it finds in its own ring."""
     recorder = create(tmp_path)
-    path = ring_path(tmp_path, 0)
+    path = RunFiles(tmp_path).ring(0)
     size = path.stat().st_size
     for seed in range(20):
         with path.open("r+b") as file:
@@ -199,4 +199,23 @@ def test_whoever_writes_goes_on_over_damage(tmp_path: Path) -> None:
             write(recorder, batch)
         recorder.count_batch(Decision.SMALL)
         recorder.set_state(RingState.READY)
+    recorder.close()
+
+
+def test_a_truncated_ring_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its writer lives, fills the file up again, and what it writes from then on is read."""
+    monkeypatch.setattr("ultraep_serve.telemetry.recorder.HEARTBEAT_SECONDS", 0.005)
+    recorder, path = create(tmp_path), RunFiles(tmp_path).ring(0)
+    size = path.stat().st_size
+    for batch, left in enumerate((0, 100, HEADER_BYTES, size - 1)):
+        write(recorder, 2 * batch)
+        os.truncate(path, left)
+        write(recorder, 2 * batch + 1)
+        while path.stat().st_size < size:
+            time.sleep(0.005)
+        write(recorder, 2 * batch + 1)
+        poll = RingReader(path).poll()
+        assert poll.records["batch"][-1] == 2 * batch + 1
+        assert poll.header.written == 3 * (batch + 1)
+    assert recorder.lost == 0
     recorder.close()

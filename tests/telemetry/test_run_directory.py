@@ -24,7 +24,6 @@ from ultraep_serve.errors import ConfigError, SharedMemoryError, UnsupportedErro
 from ultraep_serve.system.machine import free_port
 from ultraep_serve.telemetry import run_directory as module
 from ultraep_serve.telemetry.run_directory import (
-    UNBALANCED_FILE,
     RunDirectory,
     abandoned_run_directories,
     hold,
@@ -325,7 +324,7 @@ def met_and_refused(rank: int, run_path: Path, shm: Path, port: int) -> str:
         rendezvous.refuse_or_serve_plainly(error, config, logger, is_primary=True)
     dist.barrier(group.on_host)
     assert list(shm.iterdir()) == [directory]
-    return (directory / UNBALANCED_FILE).read_text()
+    return (directory / "unbalanced").read_text()
 
 
 def test_a_run_that_turns_out_unbalanced_keeps_its_directory_and_sidecar(

@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 from ultraep_serve.balance.topology import Location
 from ultraep_serve.errors import OutputError
 from ultraep_serve.system.files import open_regular, write_whole
+from ultraep_serve.telemetry.run_files import RunFiles
 
 __all__ = [
-    "LINK_FILE",
     "MAX_REASON",
     "HostLink",
     "KeyValueStore",
@@ -34,7 +34,6 @@ __all__ = [
     "tell_hosts",
 ]
 
-LINK_FILE = "link"  # in a run directory
 MAX_REASON = 500  # letters
 _MEET_SECONDS = 3.0  # for datagrams between all hosts to arrive at start
 _TIMES = 3  # that the last word is sent
@@ -266,7 +265,7 @@ def tell_hosts(run_path: Path, lost: str = "") -> None:
     with contextlib.suppress(
         ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError
     ):
-        with os.fdopen(open_regular(run_path / LINK_FILE), "rb") as file:
+        with os.fdopen(open_regular(RunFiles(run_path).link), "rb") as file:
             values = json.loads(file.read(_MAX_FILE))
         addresses = {int(host): (at, port) for host, (at, port) in values["addresses"].items()}
         (address, _), *_ = addresses.values()

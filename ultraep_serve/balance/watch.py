@@ -32,14 +32,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ultraep_serve.balance.host_link import LINK_FILE, MAX_REASON, HostLink, Message, StageMeeting
+from ultraep_serve.balance.host_link import MAX_REASON, HostLink, Message, StageMeeting
 from ultraep_serve.balance.topology import Location, PipelineStage, process_namespace, process_state
 from ultraep_serve.errors import RingError, UltraEPError
-from ultraep_serve.system.files import write_whole
 from ultraep_serve.telemetry.reader import RingReader
 from ultraep_serve.telemetry.recorder import HEARTBEAT_SECONDS, Recorder
-from ultraep_serve.telemetry.run_directory import LOST_FILE, STOPPED_FILE, lost_reason
-from ultraep_serve.telemetry.schema import RING_PREFIX, RingHeader, RingState, ring_path
+from ultraep_serve.telemetry.run_files import RunFiles
+from ultraep_serve.telemetry.schema import RingHeader, RingState
 
 __all__ = ["RankWatch"]
 
@@ -123,11 +122,11 @@ class RankWatch:
     _is_over: bool = False
 
     def __post_init__(self) -> None:
-        location = self.location
+        self._files, location = RunFiles(self.run_path), self.location
         base = self.pipeline.number * location.num_ranks
         self._own = range(base, base + location.num_ranks)  # ring numbers of this stage
         self._neighbours = {
-            base + rank: _Neighbour(ring_path(self.run_path, base + rank))
+            base + rank: _Neighbour(self._files.ring(base + rank))
             for rank in location.host
             if rank != location.rank
         }
@@ -140,7 +139,7 @@ class RankWatch:
     def _use_link(self, link: HostLink, listens: bool) -> None:
         self.link, self._listens = link, listens
         if listens:
-            link.save(self.run_path / LINK_FILE)
+            link.save(self._files.link)
 
     def look(self) -> None:
         """Hear the others, say what is heard, and end this process where one is given up."""
@@ -181,12 +180,10 @@ class RankWatch:
         """Ranks of other pipeline stages on this host, as soon as they have a ring."""
         if self.pipeline.num_stages == 1:
             return
-        known = {neighbour.path for neighbour in self._neighbours.values()}
-        for path in set(self.run_path.glob(f"{RING_PREFIX}*")) - known:
-            found = _Neighbour(path)
-            header = found.header(reopen=True)
-            if header is not None and header.number not in self._own:
-                self._neighbours[header.number] = found
+        for number in set(self._files.rings()) - set(self._own) - set(self._neighbours):
+            found = _Neighbour(self._files.ring(number))
+            if found.header(reopen=True) is not None:
+                self._neighbours[number] = found
             else:
                 found.close()
 
@@ -288,11 +285,11 @@ class RankWatch:
 
     def _stops(self) -> bool:
         """Whether somebody was stopped, so that others may fail for want of them."""
-        return self._has_stopped or bool(self._gone) or (self.run_path / STOPPED_FILE).exists()
+        return self._has_stopped or bool(self._gone) or self._files.is_stopped()
 
     def _reason(self) -> str:
         """Why this process must end; empty where it need not."""
-        if reason := lost_reason(self.run_path):
+        if reason := self._files.lost_reason():
             return reason
         for host, message in self._reports.items():
             if message.lost:
@@ -313,7 +310,7 @@ class RankWatch:
         latest.start()
         try:
             with contextlib.suppress(OSError, UltraEPError):  # no room: the others are told below
-                write_whole(self.run_path / LOST_FILE, reason.encode())
+                self._files.give_up(reason)
             self.recorder.set_unheard(reason)
             with contextlib.suppress(AttributeError, OSError, ValueError):
                 sys.stderr.write(f"ultraep: error: rank {self.location.rank} ends: {reason}\n")

@@ -14,7 +14,8 @@ from ultraep_serve.config import control_token_from_environment
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.system.control_token import checked_token, read_token
 from ultraep_serve.system.files import prepare_output, read_text, whole_file, write_json
-from ultraep_serve.telemetry.run_directory import TOKEN_FILE, run_directory_of_port
+from ultraep_serve.telemetry.run_directory import run_directory_of_port
+from ultraep_serve.telemetry.run_files import RunFiles
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -158,5 +159,5 @@ def _local_token(url: str) -> str | None:
         port = urlsplit(url).port
     except ValueError as error:
         raise ConfigError(f"--url = {url!r} is not an address: {error}") from error
-    path = run_directory_of_port(port) / TOKEN_FILE if port else None
+    path = RunFiles(run_directory_of_port(port)).token if port else None
     return read_token(path) if path is not None and os.path.lexists(path) else None

@@ -4,7 +4,6 @@ import argparse
 import sys
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from ultraep_serve.config import (
@@ -20,9 +19,9 @@ from ultraep_serve.errors import ConfigError
 from ultraep_serve.launcher.sidecar import sidecar_command
 from ultraep_serve.launcher.supervisor import supervise
 from ultraep_serve.launcher.tuned_kernels import link_tuned_kernels
-from ultraep_serve.system.files import write_whole
 from ultraep_serve.system.machine import why_not_listen
-from ultraep_serve.telemetry.run_directory import CONFIG_FILE, TOKEN_FILE, run_directory
+from ultraep_serve.telemetry.run_directory import run_directory
+from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.types import Policy
 
 __all__ = ["LAUNCHERS", "add_arguments", "run"]
@@ -64,9 +63,10 @@ def run(arguments: argparse.Namespace) -> int:
         _check_port(sidecar.host, sidecar_port, "--sidecar-port")
     with run_directory(parsed.port) as run_path:
         config = config.replace(run_dir=str(run_path))
-        write_whole(run_path / CONFIG_FILE, config.to_json().encode())
+        files = RunFiles(run_path)
+        files.write_config(config.to_json())
         if command.tuned is not None and config.policy is not Policy.OFF:
-            tuned = link_tuned_kernels(command.tuned, config.slots, run_path / "tuned")
+            tuned = link_tuned_kernels(command.tuned, config.slots, files.tuned)
             command = replace(command, environment={**command.environment, **tuned})
         if command.binding is not None:
             started_with = child_environment(config, command.environment)
@@ -74,14 +74,14 @@ def run(arguments: argparse.Namespace) -> int:
         beside = None
         if with_sidecar:
             beside = sidecar_command(config, sidecar, sidecar_port)
-            _announce(sidecar.host, sidecar_port, run_path)
+            _announce(sidecar.host, sidecar_port, files)
         return supervise(command, config, beside)
 
 
-def _announce(host: str, port: int, run_path: Path) -> None:
+def _announce(host: str, port: int, files: RunFiles) -> None:
     _say(
         f"sidecar on http://{host}:{port} (/v1/balance, /metrics, /readyz), "
-        f"control token in {run_path / TOKEN_FILE}"
+        f"control token in {files.token}"
     )
 
 

@@ -21,8 +21,8 @@ from ultraep_serve.errors import EngineEndedError, RingError, UnsupportedError
 from ultraep_serve.launcher.binding import CoreBinding
 from ultraep_serve.launcher.tuned_kernels import TunedKernels
 from ultraep_serve.telemetry.reader import RingReader
-from ultraep_serve.telemetry.run_directory import STOPPED_FILE, lost_reason
-from ultraep_serve.telemetry.schema import RING_PREFIX, RingState
+from ultraep_serve.telemetry.run_files import RunFiles
+from ultraep_serve.telemetry.schema import RingState
 from ultraep_serve.types import Policy
 
 __all__ = ["EngineCommand", "start_child", "stop_child", "supervise"]
@@ -130,8 +130,8 @@ class _BalanceWatch:
             stop_engine()
 
     def _num_ready(self) -> int:
-        rings = self._config.run_path.glob(f"{RING_PREFIX}*")
-        return sum(_is_ready(ring) for ring in rings)
+        files = RunFiles(self._config.run_path)
+        return sum(_is_ready(files.ring(number)) for number in files.rings())
 
 
 def _is_ready(ring: Path) -> bool:
@@ -210,12 +210,12 @@ def _say_stopped(config: BalanceConfig) -> None:
     """Before ranks know, which fail for want of others that end first, or are killed."""
     if config.run_dir:
         with contextlib.suppress(OSError):
-            (config.run_path / STOPPED_FILE).touch()
+            RunFiles(config.run_path).mark_stopped()
         tell_hosts(config.run_path)
 
 
 def _lost(config: BalanceConfig) -> str:
-    return lost_reason(config.run_path) if config.run_dir else ""
+    return RunFiles(config.run_path).lost_reason() if config.run_dir else ""
 
 
 def _wait(

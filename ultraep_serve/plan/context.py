@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 from ultraep_kernels.contract import FULL_SPEED
-from ultraep_kernels.host.plan import least_time
 from ultraep_kernels.host.speeds import full_speeds
 
 from ultraep_serve.types import ExpertShape
@@ -84,4 +83,8 @@ class PlanContext:
 
         The largest over domains, of ``rank_load`` (R,) assignments.
         """
+        # Not above: plug-ins that vLLM loads must not import numba, because vLLM's
+        # ``register_kernels`` (0.32) takes attributes of llvmlite's for kernels.
+        from ultraep_kernels.host.plan import least_time
+
         return int(least_time(rank_load.astype(np.int64), self.speeds, self.domain_size))

@@ -12,7 +12,8 @@ from ultraep_serve.sidecar.statistics.counters import Counters
 from ultraep_serve.sidecar.statistics.snapshot import RankView
 from ultraep_serve.sidecar.statistics.timeline import Timeline
 from ultraep_serve.telemetry.reader import Poll, RingReader
-from ultraep_serve.telemetry.schema import RecordArray, RingHeader, record_dtype, ring_path
+from ultraep_serve.telemetry.run_files import RunFiles
+from ultraep_serve.telemetry.schema import RecordArray, RingHeader, record_dtype
 from ultraep_serve.types import Decision, ExpertShape, Stage
 
 __all__ = [
@@ -47,7 +48,7 @@ class RingFollower:
         self.error = "no ring yet"
         self.missed = 0  # records overwritten or damaged before they were read
         self._rank = rank
-        self._path = ring_path(run_dir, rank)
+        self._path = RunFiles(run_dir).ring(rank)
         self._max_records = max_records
         self._timeline = timeline
         self._first_layer = first_layer

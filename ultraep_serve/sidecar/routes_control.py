@@ -19,7 +19,7 @@ from ultraep_serve.sidecar.access import BEARER, REFUSALS, bearers_only
 from ultraep_serve.sidecar.statistics.snapshot import SCHEMA_VERSION
 from ultraep_serve.sidecar.store import NoRunError, RunStore
 from ultraep_serve.telemetry.control import ControlPage, Recording, RecordLevel
-from ultraep_serve.telemetry.run_files import forget_pause, remember_pause
+from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.types import Policy, SpeedSource, TokenView
 
 __all__ = ["Switches", "control_routes"]
@@ -49,7 +49,7 @@ class Switches:
 
     def __init__(self, store: RunStore, run_dir: Path, allow_ideal: bool) -> None:
         self._store = store
-        self._run_dir = run_dir
+        self._run_dir, self._files = run_dir, RunFiles(run_dir)
         self._allow_ideal = allow_ideal
         self._one_writer = threading.Lock()
 
@@ -64,7 +64,7 @@ class Switches:
                 "start the sidecar with --allow-ideal to permit it"
             )
         with self._one_writer, self._first_hosts_page() as page:
-            forget_pause(self._run_dir)
+            self._files.forget_pause()
             return page.set_policy(policy)
 
     def pause(self) -> int:
@@ -73,7 +73,7 @@ class Switches:
             policy = self._store.control().paused if page.policy is Policy.OFF else page.policy
             if policy is not None:
                 try:
-                    remember_pause(self._run_dir, policy)
+                    self._files.remember_pause(policy)
                 except OutputError as error:
                     raise ControlError(f"cannot pause, set policy off instead: {error}") from error
             return page.set_policy(Policy.OFF)

@@ -1,7 +1,6 @@
 """Endpoints to fetch and remove recorded routing; ``/v1/control/record`` starts a recording."""
 
 import os
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, BinaryIO
@@ -15,11 +14,11 @@ from ultraep_serve.errors import SpoolError
 from ultraep_serve.sidecar.access import BEARER, REFUSALS, bearers_only
 from ultraep_serve.sidecar.statistics.snapshot import SCHEMA_VERSION
 from ultraep_serve.system.files import open_regular
-from ultraep_serve.telemetry.spool import PAGE_BYTES, parse_spool_header, spool_path
+from ultraep_serve.telemetry.run_files import RunFiles
+from ultraep_serve.telemetry.spool import PAGE_BYTES, parse_spool_header
 
 __all__ = ["record_routes"]
 
-_NAME = re.compile(r"spool-(0|[1-9]\d{0,3})")
 _PIECE_BYTES = 1 << 20
 
 Rank = Annotated[int, InPath(ge=0, lt=10_000)]
@@ -63,7 +62,7 @@ def record_routes(run_dir: Path, token: str | None) -> APIRouter:
     @router.get("")
     def status() -> RecordStatus:
         """Batches and bytes recorded so far."""
-        found = (_status(run_dir, rank) for rank in _ranks(run_dir))
+        found = (_status(run_dir, rank) for rank in RunFiles(run_dir).spools())
         return RecordStatus(spools=[spool for spool in found if spool])
 
     @router.get(
@@ -77,7 +76,7 @@ def record_routes(run_dir: Path, token: str | None) -> APIRouter:
     def spool(rank: Rank) -> StreamingResponse:
         """What ``rank`` recorded, in the format of ``ultraep_serve/telemetry/spool.py``."""
         try:
-            file = os.fdopen(open_regular(spool_path(run_dir, rank)), "rb")
+            file = os.fdopen(open_regular(RunFiles(run_dir).spool(rank)), "rb")
         except OSError as error:
             raise HTTPException(404, f"rank {rank} has recorded nothing") from error
         size = os.fstat(file.fileno()).st_size
@@ -90,24 +89,16 @@ def record_routes(run_dir: Path, token: str | None) -> APIRouter:
     @router.delete("")
     def remove() -> None:
         """Remove the spools, which frees their shared memory."""
-        for rank in _ranks(run_dir):
-            spool_path(run_dir, rank).unlink(missing_ok=True)
+        for rank in RunFiles(run_dir).spools():
+            RunFiles(run_dir).spool(rank).unlink(missing_ok=True)
 
     return router
-
-
-def _ranks(run_dir: Path) -> list[int]:
-    try:
-        names = os.listdir(run_dir)
-    except OSError:
-        return []
-    return sorted(int(found[1]) for name in names if (found := _NAME.fullmatch(name)))
 
 
 def _status(run_dir: Path, rank: int) -> SpoolStatus | None:
     """None where the spool was removed or cannot be read."""
     try:
-        descriptor = open_regular(spool_path(run_dir, rank))
+        descriptor = open_regular(RunFiles(run_dir).spool(rank))
     except OSError:
         return None
     try:

@@ -27,11 +27,12 @@ from ultraep_serve.config import (
     control_token_from_environment,
     values_of_flags,
 )
-from ultraep_serve.errors import ConfigError
+from ultraep_serve.errors import ConfigError, OutputError
 from ultraep_serve.sidecar.app import AppOptions, create_app
 from ultraep_serve.sidecar.connections import HEAD_BYTES, LimitedProtocol
 from ultraep_serve.system.control_token import read_token
-from ultraep_serve.telemetry.run_directory import TOKEN_FILE, remove_abandoned
+from ultraep_serve.telemetry.run_directory import remove_abandoned
+from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.telemetry.running import find_run
 
 __all__ = ["add_arguments", "control_token", "is_loopback", "run", "serve", "set_up_logging"]
@@ -109,7 +110,11 @@ def serve(
     with listener:
         address = listener.getsockname()
         _log_start(host, address[1], run_dir, control_open=bool(token))
-        keep = functools.partial(_put_back_token, run_dir, token) if token and keeps_token else None
+        keep = (
+            functools.partial(_keep_token, RunFiles(run_dir), token)
+            if token and keeps_token
+            else None
+        )
         options = AppOptions(reuse_seconds=0.5, after_poll=keep, allowed_hosts=allowed_hosts)
         app = create_app(run_dir, token, allow_ideal, options=options)
         config = uvicorn.Config(
@@ -192,34 +197,18 @@ def control_token(run_dir: Path) -> str:
     chosen = control_token_from_environment()
     if chosen:
         return chosen
-    path = run_dir / TOKEN_FILE
+    files, token = RunFiles(run_dir), secrets.token_urlsafe(32)
+    if not run_dir.is_dir():
+        raise ConfigError(f"cannot write {files.token}: there is no such directory")
     try:
-        token = secrets.token_urlsafe(32)
-        _create_token(path, token)
-        return token
-    except FileExistsError:
-        return read_token(path)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+        return token if files.publish(files.token, token.encode()) else read_token(files.token)
+    except OutputError as error:
+        raise ConfigError(str(error)) from error
 
 
-def _create_token(path: Path, token: str) -> None:
-    # Linked when complete: a reader never sees a part of it.
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-    with os.fdopen(os.open(temporary, flags, 0o600), "w") as file:
-        file.write(token)
-    try:
-        os.link(temporary, path)
-    finally:
-        temporary.unlink()
-
-
-def _put_back_token(run_dir: Path, token: str) -> None:
-    path = run_dir / TOKEN_FILE
-    if not os.path.lexists(path):
-        with contextlib.suppress(OSError):  # the directory may be gone too
-            _create_token(path, token)
+def _keep_token(files: RunFiles, token: str) -> None:
+    with contextlib.suppress(OutputError):  # no room: at a later poll
+        files.publish(files.token, token.encode())
 
 
 def set_up_logging(log_format: Literal["text", "json"]) -> None:

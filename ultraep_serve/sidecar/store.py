@@ -1,7 +1,6 @@
 """All that the sidecar knows of a run: the rings, polled in the background and on request."""
 
 import os
-import re
 import threading
 import time
 from dataclasses import replace
@@ -18,14 +17,9 @@ from ultraep_serve.sidecar.statistics.snapshot import BalanceSnapshot, RankView
 from ultraep_serve.sidecar.statistics.summary import summarise
 from ultraep_serve.sidecar.statistics.timeline import History, Timeline, Totals
 from ultraep_serve.sidecar.statistics.window import Window
-from ultraep_serve.telemetry.control import CONTROL_NAME, ControlPage
+from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.reader import ALIVE_SECONDS
-from ultraep_serve.telemetry.run_directory import CONFIG_FILE
-from ultraep_serve.telemetry.run_files import (
-    paused_policy,
-    read_config,
-    read_unbalanced,
-)
+from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.telemetry.schema import RecordArray, RingHeader
 from ultraep_serve.types import Decision, Policy, SpeedSource
 
@@ -37,7 +31,6 @@ __all__ = [
     "UnbalancedError",
 ]
 
-_RING_NAME = re.compile(r"ring-(0|[1-9]\d{0,3})")
 _EVERYTHING = Window()
 
 
@@ -98,7 +91,7 @@ class RunStore:
         """Keep ``max_records`` of each rank; read at most once in ``reuse_seconds``."""
         self.timeline = Timeline()
         self.counters = Counters(self.timeline)
-        self._run_dir = run_dir
+        self._run_dir, self._files = run_dir, RunFiles(run_dir)
         self._limit = heartbeat_limit_seconds
         self._max_records = max_records
         self._rings: dict[int, RingFollower] = {}  # by number, all that were ever found
@@ -124,12 +117,12 @@ class RunStore:
                 return
             self._polls, self._polled_at = self._polls + 1, now
             self._poll_rings()
-            self._unbalanced = read_unbalanced(self._run_dir, self._unbalanced)
+            self._unbalanced = self._files.unbalanced(self._unbalanced)
             location = self.location()
             is_first = location is None or location.host.start == 0
             self._control = self._read_control() if is_first else ControlState()
-            if location is None or os.path.lexists(self._run_dir / CONFIG_FILE):
-                self._config = read_config(self._run_dir)
+            if location is None or os.path.lexists(self._files.settings):
+                self._config = self._files.config()
             self._ready = Readiness(self.problems(), self._unbalanced, now)
 
     def readiness(self) -> Readiness:
@@ -166,7 +159,7 @@ class RunStore:
         """Whether the control page was deleted while serving, so that a rank puts it back."""
         with self._lock:
             known = self._control.policy is not None
-            return known and not os.path.lexists(self._run_dir / CONTROL_NAME)
+            return known and not os.path.lexists(self._files.control)
 
     def config(self) -> dict[str, Any] | None:
         """The settings at start, at the last poll; None where the file is missing or damaged."""
@@ -286,7 +279,7 @@ class RunStore:
             return counts
 
     def _poll_rings(self) -> None:
-        for rank in self._discover():
+        for rank in self._files.rings():
             if rank not in self._rings:
                 self._rings[rank] = self._new_ring(rank)
         polls = {
@@ -306,17 +299,10 @@ class RunStore:
             return before if self.location() and self.awaits_control() else ControlState()
         paused = None
         if policy is Policy.OFF:
-            paused = paused_policy(self._run_dir)
+            paused = self._files.paused_policy()
             if paused is None and sequence == before.sequence:
                 paused = before.paused
         return ControlState(policy, threshold / 1e6 or None, paused, sequence, speeds)
-
-    def _discover(self) -> list[int]:
-        try:
-            names = os.listdir(self._run_dir)
-        except OSError:
-            return []  # every known rank then reports that its ring is gone
-        return [int(found[1]) for name in names if (found := _RING_NAME.fullmatch(name))]
 
     def _ring(self, rank: int) -> RingFollower:
         """The follower of ``rank``; an empty one where no ring was found."""

@@ -1,9 +1,7 @@
 """Files: whole or not written at all; and those of other processes, opened with checks."""
 
-import contextlib
 import errno
 import json
-import mmap
 import os
 import secrets
 import shutil
@@ -17,8 +15,6 @@ from typing import Any
 from ultraep_serve.errors import ConfigError, OutputError, UltraEPError
 
 __all__ = [
-    "create_mapped",
-    "map_shared",
     "open_own_directory",
     "open_regular",
     "parse_object",
@@ -120,35 +116,6 @@ def parse_object(text: str, name: str, error: type[UltraEPError] = ConfigError) 
     return value
 
 
-def create_mapped(
-    path: Path, first: bytes | memoryview, size: int, *, replace: bool = True
-) -> mmap.mmap:
-    """Create ``path`` (0600, ``size`` bytes, starting with ``first``) and map it for writing.
-
-    The file appears under its name complete: readers never see half a header. It replaces an older
-    one; without ``replace`` that is a FileExistsError. Raises OSError, also when the file system
-    has no room: the pages are claimed here, because a page missing later would be a fatal signal in
-    the writer.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with contextlib.suppress(FileNotFoundError):
-        temporary.unlink()  # left by a dead process that had the same id
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    descriptor = os.open(temporary, flags, 0o600)
-    try:
-        os.posix_fallocate(descriptor, 0, size)
-        mapped = mmap.mmap(descriptor, size)
-        mapped[: len(first)] = first
-        if replace:
-            temporary.rename(path)
-        else:
-            os.link(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-        os.close(descriptor)
-    return mapped
-
-
 def read_text(path: Path, what: str) -> str:
     """The text in a file that the user named; ``what`` it is, for errors. Raises ConfigError."""
     try:
@@ -214,14 +181,3 @@ def _require_private(descriptor: int, path: Path) -> None:
     status = os.fstat(descriptor)
     if status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise OSError(f"{path} can be read by others, or is not this user's")
-
-
-def map_shared(path: Path, size: int) -> mmap.mmap:
-    """Map the first ``size`` bytes of ``path`` for reading and writing. Raises OSError."""
-    descriptor = open_regular(path, os.O_RDWR)
-    try:
-        if os.fstat(descriptor).st_size < size:
-            raise OSError(f"{path} is shorter than {size} bytes")
-        return mmap.mmap(descriptor, size)
-    finally:
-        os.close(descriptor)

@@ -5,28 +5,27 @@ record routing is read by every rank.
 """
 
 import contextlib
-import mmap
 import os
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
 from ultraep_serve.errors import ControlError
-from ultraep_serve.system.files import create_mapped, map_shared
-from ultraep_serve.telemetry.run_directory import hold, hold_again
+from ultraep_serve.telemetry.run_directory import hold
+from ultraep_serve.telemetry.run_files import RunFiles
+from ultraep_serve.telemetry.shared_file import SharedFile
 from ultraep_serve.types import Policy, SpeedSource
 
-__all__ = ["CONTROL_NAME", "ControlPage", "RecordLevel", "Recording"]
+__all__ = ["ControlPage", "RecordLevel", "Recording"]
 
-CONTROL_NAME = "control"
 _MAGIC = b"UEPCTRL\x01"
 _VERSION = 4
 _PAGE_BYTES = 4096
-# magic, version, sequence, policy code, recording, threshold, source of speeds
-_LAYOUT = struct.Struct("<8sQQQQQQ")
-# indices in the page seen as 64-bit words
-_SEQUENCE, _POLICY, _RECORDING, _THRESHOLD, _SPEEDS = 2, 3, 4, 5, 6
+_LAYOUT = struct.Struct("<8sQQQQQQ")  # magic, version, and the words:
+_SEQUENCE, _POLICY, _RECORDING, _THRESHOLD, _SPEEDS = range(5)
+_WORDS_AT, _WORDS = 16, struct.Struct("<5Q")
 _MIB = 1 << 20
 _MILLION = 10**6
 _POLICIES: tuple[Policy, ...] = tuple(Policy)
@@ -69,54 +68,50 @@ class ControlPage:
     Each is an aligned 64-bit word, read and written in one piece; one writer at a time.
     """
 
-    def __init__(self, path: Path, *, create: Policy | None = None) -> None:
-        """Map the page at ``path``; with ``create``, its first policy, make a new one.
+    def __init__(self, page: SharedFile) -> None:
+        """Use ``page``. Raises ControlError where it is not a page of this version."""
+        self._page = page
+        self._last: Sequence[int] = ()  # the words when the page was last whole
+        self._policy = self._check()
 
-        Raises ControlError where that fails, or the file is not a page of this version.
-        """
-        self._path = path
-        try:
-            if create is None:
-                page = map_shared(path, _PAGE_BYTES)
-            else:
-                first = _LAYOUT.pack(_MAGIC, _VERSION, 0, create.code, 0, 0, 0)
-                page = create_mapped(path, first, _PAGE_BYTES)
-            self._use(page)
-        except OSError as error:
-            raise ControlError(f"no control page: {error}") from error
-
-    def _use(self, page: mmap.mmap) -> None:
-        magic, version, _, code, *_ = _LAYOUT.unpack_from(page)
-        if magic != _MAGIC or version != _VERSION or code >= len(_POLICIES):
-            page.close()
-            raise ControlError(f"{self._path} is not a control page of version {_VERSION}")
-        self._last: Policy = _POLICIES[code]
-        self._inode = os.stat(self._path).st_ino
-        # The old views stay as they are: another thread may be reading one.
-        self._page, self._words = page, memoryview(page).cast("Q")
+    def _check(self) -> Policy:
+        with contextlib.suppress(OSError, struct.error):
+            magic, version, *words = _LAYOUT.unpack(self._page.read(_LAYOUT.size))
+            if magic == _MAGIC and version == _VERSION and words[_POLICY] < len(_POLICIES):
+                self._last = words
+                policy: Policy = _POLICIES[words[_POLICY]]
+                return policy
+        self._page.close()
+        raise ControlError(f"{self._page.path} is not a control page of version {_VERSION}")
 
     def follow(self, *, put_back: bool) -> None:
-        """Go on with the page that now has the name, where the file was deleted while serving.
+        """Go on with the page that has the name, where the file was deleted while serving.
 
-        One rank of a host calls this with ``put_back``: it makes a copy under the name again.
-        Whatever the file is, this never raises; the old page then stays in use.
+        One rank of a host calls this with ``put_back``: it makes a copy under the name again, and
+        fills up a page that was truncated. Whatever the file is, this never raises; the page that
+        was used then stays in use.
         """
         with contextlib.suppress(OSError, ControlError):
             try:
-                inode = os.stat(self._path, follow_symlinks=False).st_ino
+                is_named = self._page.is_named()
             except FileNotFoundError:
-                if put_back:
-                    hold(self._path.parent)
-                    page = memoryview(self._page)
-                    self._use(create_mapped(self._path, page, _PAGE_BYTES, replace=False))
-                return
-            if inode != self._inode:
-                self._use(map_shared(self._path, _PAGE_BYTES))
+                is_named = put_back
+            if not is_named:
+                self._page.go_on_in(ControlPage.open(self._page.path.parent)._page)
+            elif put_back and not self._page.is_whole():
+                hold(self._page.path.parent)
+                if len(self._page.read(_LAYOUT.size)) < _LAYOUT.size:  # it was truncated
+                    self._page.write(_LAYOUT.pack(_MAGIC, _VERSION, *self._last))
+                self._page.put_back()
 
     @classmethod
     def create(cls, run_path: Path, policy: Policy) -> "ControlPage":
-        """A new page in ``run_path`` (which exists). Raises ControlError."""
-        return cls(run_path / CONTROL_NAME, create=policy)
+        """A page in ``run_path`` (which exists), in place of an older one. Raises ControlError."""
+        first = _LAYOUT.pack(_MAGIC, _VERSION, 0, policy.code, 0, 0, 0)
+        try:
+            return cls(SharedFile.create(RunFiles(run_path).control, first, _PAGE_BYTES))
+        except OSError as error:
+            raise ControlError(f"no control page: {error}") from error
 
     @classmethod
     def open_or_create(cls, run_path: Path, policy: Policy) -> "ControlPage":
@@ -124,9 +119,10 @@ class ControlPage:
 
         Also where somebody has deleted all that was there. Raises ControlError.
         """
-        if not os.path.lexists(run_path / CONTROL_NAME):
+        files = RunFiles(run_path)
+        if not os.path.lexists(files.control):
             with contextlib.suppress(OSError):
-                hold_again(run_path)
+                files.hold_again()
             with contextlib.suppress(ControlError):  # another stage may be first
                 return cls.create(run_path, policy)
         return cls.open(run_path)
@@ -134,68 +130,85 @@ class ControlPage:
     @classmethod
     def open(cls, run_path: Path) -> "ControlPage":
         """The page that is already in ``run_path``. Raises ControlError."""
-        return cls(run_path / CONTROL_NAME)
+        try:
+            path = RunFiles(run_path).control
+            return cls(SharedFile.open(path, _PAGE_BYTES, writable=True))
+        except OSError as error:
+            raise ControlError(f"no control page: {error}") from error
+
+    def _word(self, index: int) -> int:
+        """A word of the page; where it was truncated, as it was when it was whole."""
+        with contextlib.suppress(OSError, struct.error):
+            self._last = _WORDS.unpack(self._page.read(_WORDS.size, _WORDS_AT))
+        return self._last[index]
+
+    def _set(self, index: int, value: int) -> None:
+        """Raises ControlError where the page cannot be written."""
+        try:
+            self._page.write(value.to_bytes(8, "little"), offset=_WORDS_AT + 8 * index)
+        except OSError as error:
+            raise ControlError(f"no control page: {error}") from error
 
     @property
     def policy(self) -> Policy:
         """The policy in force; where the page was damaged, the last valid one."""
-        code = self._words[_POLICY]
+        code = self._word(_POLICY)
         if code < len(_POLICIES):
-            self._last = _POLICIES[code]
-        return self._last
+            self._policy = _POLICIES[code]
+        return self._policy
 
     @property
     def sequence(self) -> int:
         """How many times the policy was set."""
-        return self._words[_SEQUENCE]
+        return self._word(_SEQUENCE)
 
     def set_policy(self, policy: Policy) -> int:
-        """Put ``policy`` in force; returns the new sequence number."""
-        self._words[_POLICY] = policy.code
-        self._words[_SEQUENCE] += 1
-        return self._words[_SEQUENCE]
+        """Put ``policy`` in force; returns the new sequence number. Raises ControlError."""
+        self._set(_POLICY, policy.code)
+        sequence = (self._word(_SEQUENCE) + 1) % (1 << 64)
+        self._set(_SEQUENCE, sequence)
+        return sequence
 
     @property
     def max_imbalance_millionths(self) -> int:
         """Millionths of the imbalance at or below which layers are left alone; 0: as configured."""
-        return self._words[_THRESHOLD]
+        return self._word(_THRESHOLD)
 
     def set_max_imbalance(self, max_imbalance: float | None) -> None:
         """Leave layers alone at or below ``max_imbalance`` (1.0 or more); None: as configured."""
-        self._words[_THRESHOLD] = 0 if max_imbalance is None else round(max_imbalance * _MILLION)
+        self._set(_THRESHOLD, 0 if max_imbalance is None else round(max_imbalance * _MILLION))
 
     @property
     def speeds(self) -> SpeedSource:
         """Where the speeds of ranks come from; where the page was damaged, as configured."""
-        code = self._words[_SPEEDS]
+        code = self._word(_SPEEDS)
         return _SOURCES[code] if code < len(_SOURCES) else SpeedSource.CONFIGURED
 
     def set_speeds(self, source: SpeedSource) -> None:
         """Take the speeds of ranks from ``source``."""
-        self._words[_SPEEDS] = source.code
+        self._set(_SPEEDS, source.code)
 
     @property
     def recording_word(self) -> int:
         """``Recording.word`` of the last request; a new number is a new recording."""
-        return self._words[_RECORDING]
+        return self._word(_RECORDING)
 
     def record(self, level: RecordLevel, max_bytes: int = 0) -> Recording:
         """Start a new recording, or with ``RecordLevel.OFF`` end the current one.
 
         Ranks follow when their next batch begins. Raises ValueError for a size out of range.
         """
-        number = self._words[_RECORDING] >> 32
+        number = self.recording_word >> 32
         if level is not RecordLevel.OFF:
             if not _MIB <= max_bytes < _MIB << 24:
                 raise ValueError(f"{max_bytes = } must be {_MIB} to {(_MIB << 24) - 1}")
             number = (number + 1) % (1 << 32)
         recording = Recording(number, level, max_bytes // _MIB * _MIB)
-        self._words[_RECORDING] = recording.word
+        self._set(_RECORDING, recording.word)
         return recording
 
     def close(self) -> None:
-        """Unmap the page; the file stays."""
-        self._words.release()
+        """Close the page; the file stays."""
         self._page.close()
 
     def __enter__(self) -> "ControlPage":

@@ -1,11 +1,9 @@
 """The reading end: new records of one ring, from a file that is not trusted.
 
-The file is read with ``pread``, never mapped: a file that is truncated while it is mapped kills the
-process that touches it, a short read is only an error. A file that is deleted while its writer
-lives is read on through its descriptor; the writer puts a copy back, which is the same ring.
+A file that is deleted while its writer lives is read on through its descriptor; the writer puts a
+copy back, which is the same ring.
 """
 
-import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +11,6 @@ from pathlib import Path
 import numpy as np
 
 from ultraep_serve.errors import RingError
-from ultraep_serve.system.files import open_regular
 from ultraep_serve.telemetry.schema import (
     HEADER_BYTES,
     RecordArray,
@@ -22,6 +19,7 @@ from ultraep_serve.telemetry.schema import (
     record_checksum,
     record_dtype,
 )
+from ultraep_serve.telemetry.shared_file import SharedFile
 from ultraep_serve.types import Decision, Policy
 
 __all__ = ["ALIVE_SECONDS", "Poll", "RingReader"]
@@ -45,14 +43,14 @@ class RingReader:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._descriptor = -1
+        self._file: SharedFile | None = None
         self._writer: tuple[int, ...] = ()  # of the file that was open last
         self._read_up_to = 0  # sequence number of the last record returned or counted as missed
         self._open()
 
     def _open(self) -> None:
         try:
-            self._descriptor = open_regular(self._path)
+            self._file = SharedFile.open(self._path)
         except OSError as error:
             raise RingError(f"cannot open {self._path.name}: {error.strerror or error}") from error
         try:
@@ -93,26 +91,23 @@ class RingReader:
 
     def close(self) -> None:
         """Close the file; may be called twice."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
     def _reopen_if_replaced(self) -> bool:
         """Follow the name to another file, if it leads there; whether that has another writer."""
         writer = self._writer
-        if self._descriptor < 0:
+        if self._file is None:
             self._open()
             return True
         try:
-            named = os.stat(self._path, follow_symlinks=False)
+            if self._file.is_named():
+                return False
         except OSError as error:
             if self.header().alive(time.monotonic_ns(), ALIVE_SECONDS):
                 return False
             raise RingError(f"{self._path.name} is gone: {error.strerror}") from error
-        # The old file's inode number cannot be used again while the file is open here.
-        held = os.fstat(self._descriptor)
-        if (named.st_dev, named.st_ino) == (held.st_dev, held.st_ino):
-            return False
         self.close()
         self._open()
         return self._writer != writer
@@ -121,8 +116,10 @@ class RingReader:
         return min(header.capacity, max(1, _MAX_POLL_BYTES // header.record_bytes))
 
     def _read(self, size: int, offset: int) -> bytes:
+        if self._file is None:
+            raise RingError(f"{self._path.name} is closed")
         try:
-            data = os.pread(self._descriptor, size, offset)
+            data = self._file.read(size, offset)
         except OSError as error:
             raise RingError(f"cannot read {self._path.name}: {error.strerror}") from error
         if len(data) < size:

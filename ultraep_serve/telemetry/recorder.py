@@ -1,13 +1,12 @@
 """The writing end: what one rank did, one record per MoE layer of a batch.
 
 ``record`` runs on the host thread that launches kernels, so it fills one scratch record, checksums
-it and copies it into the mapping: a few microseconds, no system call, no lock that another process
-could hold. A ring whose file is deleted while serving is put back under its name within a second.
+it and writes it: a few microseconds, and no lock that another process could hold. A ring whose file
+is deleted or truncated while serving is put back under its name within a second.
 """
 
 import contextlib
 import logging
-import mmap
 import os
 import struct
 import threading
@@ -21,8 +20,8 @@ from ultraep_kernels.contract import FULL_SPEED
 
 from ultraep_serve.balance.topology import Location, PipelineStage, process_namespace
 from ultraep_serve.errors import RingError
-from ultraep_serve.system.files import create_mapped
 from ultraep_serve.telemetry.run_directory import hold
+from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.telemetry.schema import (
     HEADER_BYTES,
     HEADER_DTYPE,
@@ -34,8 +33,8 @@ from ultraep_serve.telemetry.schema import (
     parse_header,
     record_checksum,
     record_dtype,
-    ring_path,
 )
+from ultraep_serve.telemetry.shared_file import SharedFile
 from ultraep_serve.types import Decision, ExpertShape, Policy, Stage
 
 __all__ = ["HEARTBEAT_SECONDS", "Recorder", "Stopwatch"]
@@ -45,8 +44,17 @@ _LOGGER = logging.getLogger(__name__)
 _CRC = slice(8, 12)  # in a record
 _POLICY_CODES = {policy: policy.code for policy in Policy}
 _DECISIONS = {int(decision): decision for decision in Decision}
-# What a wrong value from the caller raises; anything else is a bug worth seeing.
-_BAD_VALUE = (struct.error, ValueError, TypeError, OverflowError, IndexError, KeyError)
+# What a wrong value from the caller raises, or a file without room; anything else is a bug worth
+# seeing.
+_REASONS_TO_LOSE = (
+    struct.error,
+    ValueError,
+    TypeError,
+    OverflowError,
+    IndexError,
+    KeyError,
+    OSError,
+)
 
 
 def _word(name: str) -> int:
@@ -66,6 +74,7 @@ _SENT, _RECEIVED, _REPLICAS = _word("bytes_sent"), _word("bytes_received"), _wor
 
 assert HEADER_DTYPE.fields is not None
 _UNHEARD = HEADER_DTYPE.fields["unheard"][1]
+_COUNTERS_END = 8 * _word("slot_bytes_reserved")
 _ONLY_STAGE = PipelineStage()
 
 
@@ -83,10 +92,12 @@ class Recorder:
         self._last_layer = header.num_layers - 1
         size = HEADER_BYTES + self._capacity * self._record_bytes
         try:
-            self._write_to(create_mapped(path, page, size))
+            self._file = SharedFile.create(path, page, size)
         except OSError as error:
             raise RingError(f"cannot create {path} ({size} bytes): {error}") from error
-        self._path = path
+        # The header as this rank knows it, whatever happens to the file.
+        self._page = memoryview(bytearray(page))
+        self._counters, self._words = self._page[:_COUNTERS_END], self._page.cast("Q")
         self._at_heartbeat: list[Callable[[], None]] = [self._put_back]
         self._scratch = bytearray(self._record_bytes)
         self._scratch_view = memoryview(self._scratch)
@@ -146,7 +157,8 @@ class Recorder:
             state=RingState.STARTING,
             policy=Policy.OFF.code,
         )
-        return cls(ring_path(run_path, pipeline.number * shape.num_ranks + rank), page)
+        number = pipeline.number * shape.num_ranks + rank
+        return cls(RunFiles(run_path).ring(number), page)
 
     def record(
         self,
@@ -192,11 +204,12 @@ class Recorder:
                 times = [int(time_ns) for time_ns in stage_ns]
                 moved = (assignments, bytes_sent, bytes_received, experts_ns)
                 RECORD_HEAD.pack_into(self._scratch, 0, *head, *moved, *times, decision, code)
-                self._publish(seq)
+                self._write(seq)
                 self._accumulate(decision, replicas, bytes_sent, bytes_received, times)
                 self._words[_POLICY] = code
                 self._count_recorded(batch, layer, decision)
-            except _BAD_VALUE as error:
+                self._file.write(self._counters)
+            except _REASONS_TO_LOSE as error:
                 self._lose(error)
 
     def count_batch(self, decision: Decision) -> None:
@@ -212,7 +225,8 @@ class Recorder:
                 words[_LAYERS + decision] += self._last_layer + 1
                 if decision is Decision.POLICY_OFF:
                     words[_POLICY] = _POLICY_CODES[Policy.OFF]
-            except _BAD_VALUE as error:
+                self._file.write(self._counters)
+            except _REASONS_TO_LOSE as error:
                 self._lose(error)
 
     def count_lost(self) -> None:
@@ -242,8 +256,9 @@ class Recorder:
         """Publish which ranks and hosts this one does not hear; empty: all are heard."""
         content = text.encode("ascii", "replace")[:UNHEARD_BYTES].ljust(UNHEARD_BYTES, b"\0")
         with self._lock:
-            if not self._mapped.closed and self._words[_STATE] != RingState.FAILED:
+            if self._words[_STATE] != RingState.FAILED:
                 self._page[_UNHEARD : _UNHEARD + UNHEARD_BYTES] = content
+                self._publish()
 
     def at_heartbeat(self, function: Callable[[], None]) -> None:
         """Call ``function`` once a second, off the path of batches.
@@ -253,24 +268,27 @@ class Recorder:
         self._at_heartbeat.append(function)
 
     def close(self) -> None:
-        """Mark the ring stopped (a failed one stays failed) and unmap it; the file stays."""
+        """Mark the ring stopped (a failed one stays failed) and close it; the file stays."""
         self._stopping.set()
         self._heart.join()
         with self._lock:
-            if self._mapped.closed:
-                return
             self._finish_batch()
             if self._words[_STATE] != RingState.FAILED:
                 self._words[_STATE] = RingState.STOPPED
-            self._words.release()
-            self._page.release()
-            self._mapped.close()
+            self._publish()
+            self._file.close()
 
-    def _publish(self, seq: int) -> None:
+    def _publish(self) -> None:
+        """Write the whole header; one that cannot be written is written at a later heartbeat."""
+        if self._file.is_open:
+            with contextlib.suppress(OSError):
+                self._file.write(self._page)
+
+    def _write(self, seq: int) -> None:
         checksum = record_checksum(seq, self._scratch_view)
         self._scratch[_CRC] = checksum.to_bytes(4, "little")
-        start = HEADER_BYTES + (seq - 1) % self._capacity * self._record_bytes
-        self._page[start : start + self._record_bytes] = self._scratch
+        place = (seq - 1) % self._capacity
+        self._file.write(self._scratch, offset=HEADER_BYTES + place * self._record_bytes)
         self._words[_WRITTEN] = seq
         self._written = seq
 
@@ -312,13 +330,13 @@ class Recorder:
 
     def _store(self, word: int, value: int) -> None:
         with self._lock:
-            if not self._mapped.closed:
+            if self._file.is_open:
                 self._words[word] = value
+                self._publish()
 
     def _lose(self, error: Exception) -> None:
         self.lost += 1
-        if not self._mapped.closed:
-            self._words[_LOST] = self.lost
+        self._words[_LOST] = self.lost
         if self.lost == 1:
             _LOGGER.warning("a record was lost (further ones are only counted): %r", error)
 
@@ -327,6 +345,7 @@ class Recorder:
         logged = set()
         while not self._stopping.wait(HEARTBEAT_SECONDS):
             self._words[_HEARTBEAT] = time.monotonic_ns()
+            self._publish()
             for function in self._at_heartbeat:
                 try:
                     function()
@@ -336,22 +355,16 @@ class Recorder:
                         _LOGGER.exception("ultraep: failed at a heartbeat: %r", function)
 
     def _put_back(self) -> None:
-        """Where the file was deleted while serving, go on in a copy of it under the same name.
+        """Where the file was deleted or truncated while serving, be whole again under the name.
 
         A record that is written meanwhile waits for the copy, once.
         """
-        if os.path.lexists(self._path):
-            return
         with contextlib.suppress(OSError):  # no room: again at the next heartbeat
-            hold(self._path.parent)
-            with self._lock:
-                page = self._page
-                self._write_to(create_mapped(self._path, page, len(page), replace=False))
-
-    def _write_to(self, mapped: mmap.mmap) -> None:
-        # Assigning one item of a 64-bit view is one store: readers never see half a counter.
-        self._mapped, self._page = mapped, memoryview(mapped)
-        self._words = self._page[:HEADER_BYTES].cast("Q")
+            if not self._file.is_whole():
+                hold(self._file.path.parent)
+                with self._lock:
+                    self._file.put_back()
+                    self._publish()
 
 
 class Stopwatch:

@@ -17,21 +17,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ultraep_serve.errors import ConfigError, SharedMemoryError
-from ultraep_serve.system.files import open_own_directory, open_regular
+from ultraep_serve.system.files import open_own_directory
 
 __all__ = [
-    "CONFIG_FILE",
-    "LOST_FILE",
     "SHARED_MEMORY",
-    "STOPPED_FILE",
-    "TOKEN_FILE",
-    "UNBALANCED_FILE",
     "RunDirectory",
     "abandoned_run_directories",
     "hold",
-    "hold_again",
     "is_running",
-    "lost_reason",
     "name_of_run",
     "remove_abandoned",
     "remove_run_directories",
@@ -41,12 +34,6 @@ __all__ = [
 ]
 
 SHARED_MEMORY = Path("/dev/shm")
-CONFIG_FILE = "config.json"
-_MAX_REASON = 1000
-LOST_FILE = "lost"  # one line of text: which rank or host was given up
-STOPPED_FILE = "stopped"  # empty; the launcher was asked to stop this host
-TOKEN_FILE = "token"
-UNBALANCED_FILE = "unbalanced"  # one line of text: why this server runs without balancing
 _LOCK_SECONDS = 5.0  # for other processes to let go; they need milliseconds
 _held_again: dict[Path, int] = {}  # this process's locks on directories that ``hold`` made sure of
 
@@ -118,12 +105,6 @@ def hold(path: Path) -> None:
         _held_again[path] = lock
 
 
-def hold_again(path: Path) -> None:
-    """``hold`` where the run directory is gone; nothing where it is there. Raises OSError."""
-    if not path.exists():
-        hold(path)
-
-
 def _let_go(path: Path) -> None:
     lock = _held_again.pop(path, None)
     if lock is not None:
@@ -164,15 +145,6 @@ def running_run_directories() -> list[Path]:
     """Directories of this user's runs, sorted by name."""
     with _one_start_at_a_time():
         return [path for path in _own() if _is_held(path)]
-
-
-def lost_reason(run_path: Path) -> str:
-    """Which rank or host was given up by the ranks of this run; empty while none is."""
-    try:
-        with os.fdopen(open_regular(run_path / LOST_FILE), "rb") as file:
-            return file.read(_MAX_REASON).decode(errors="replace")
-    except OSError:
-        return ""
 
 
 def name_of_run(process: int, number: int) -> str:

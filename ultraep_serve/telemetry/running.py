@@ -6,7 +6,8 @@ from pathlib import Path
 from ultraep_serve.errors import NoServerError, RingError
 from ultraep_serve.telemetry.reader import RingReader
 from ultraep_serve.telemetry.run_directory import run_directory_of_port, running_run_directories
-from ultraep_serve.telemetry.schema import RING_PREFIX, RingHeader
+from ultraep_serve.telemetry.run_files import RunFiles
+from ultraep_serve.telemetry.schema import RingHeader
 
 __all__ = ["find_run", "running_run"]
 
@@ -61,9 +62,10 @@ def _description(path: Path) -> str:
 
 def _first_header(path: Path) -> RingHeader | None:
     headers = []
-    for ring in path.glob(f"{RING_PREFIX}*"):
+    files = RunFiles(path)
+    for number in files.rings():
         try:
-            reader = RingReader(ring)
+            reader = RingReader(files.ring(number))
             headers.append(reader.header())
             reader.close()
         except RingError:

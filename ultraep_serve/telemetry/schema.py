@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from enum import IntEnum
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,7 +34,6 @@ __all__ = [
     "MAX_EXPERTS",
     "MAX_RANKS",
     "RECORD_HEAD",
-    "RING_PREFIX",
     "RING_VERSION",
     "UNHEARD_BYTES",
     "RecordArray",
@@ -45,11 +43,9 @@ __all__ = [
     "parse_header",
     "record_checksum",
     "record_dtype",
-    "ring_path",
 ]
 
 RING_VERSION = 8
-RING_PREFIX = "ring-"  # of the files' names, before the number
 MAGIC = b"UEPRING\x01"
 HEADER_BYTES = 4096
 UNHEARD_BYTES = 512
@@ -168,11 +164,6 @@ def record_dtype(shape: ExpertShape) -> np.dtype[np.void]:
 def record_checksum(seq: int, record: memoryview) -> int:
     """CRC-32 of a record's payload, seeded by ``seq`` so that no record matches another's."""
     return zlib.crc32(record[PAYLOAD_OFFSET:], seq & 0xFFFFFFFF)
-
-
-def ring_path(run_path: Path, number: int) -> Path:
-    """The ring file ``number``, counted over pipeline stages: ``RingHeader.number``."""
-    return run_path / f"{RING_PREFIX}{number}"
 
 
 @dataclass(frozen=True)

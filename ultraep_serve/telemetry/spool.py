@@ -8,8 +8,7 @@ The file is in shared memory and never exceeds its maximum size; what does not f
 counted. Nothing here waits.
 """
 
-import mmap
-import os
+import contextlib
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ultraep_serve.errors import SpoolError
-from ultraep_serve.system.files import create_mapped, open_regular
 from ultraep_serve.telemetry.control import Recording, RecordLevel
+from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.telemetry.schema import MAX_EXPERTS, MAX_RANKS
+from ultraep_serve.telemetry.shared_file import SharedFile
 
 __all__ = [
     "CHUNK",
@@ -31,7 +31,6 @@ __all__ = [
     "SpoolSource",
     "SpoolWriter",
     "parse_spool_header",
-    "spool_path",
 ]
 
 PAGE_BYTES = 4096
@@ -42,7 +41,7 @@ _MAGIC = b"UEPSPL\x00\x01"
 # min_batch_tokens, is shared, engine
 _LAYOUT = struct.Struct("<8sQQQIIIIIIII32s")
 _MAX_LAYERS = 1 << 14
-_BATCHES, _LOST, _OPEN = 1, 2, 3  # indices in the page seen as 64-bit words
+_COUNTERS_AT, _COUNTERS = 8, struct.Struct("<QQQ")  # of them: batches, lost batches, batch open
 
 
 @dataclass(frozen=True)
@@ -77,11 +76,6 @@ class SpoolHeader:
         return np.dtype("<i2" if self.source.num_experts < 1 << 15 else "<i4")
 
 
-def spool_path(run_path: Path, rank: int) -> Path:
-    """The spool file of ``rank``."""
-    return run_path / f"spool-{rank}"
-
-
 def parse_spool_header(page: bytes) -> SpoolHeader:
     """The header in ``page``, the first PAGE_BYTES of a spool. Raises SpoolError."""
     if len(page) < _LAYOUT.size:
@@ -112,11 +106,11 @@ class SpoolWriter:
 
     def __init__(self, run_path: Path, source: SpoolSource) -> None:
         self.is_recording = False  # this batch
-        self._path, self._source = spool_path(run_path, source.rank), source
+        self._path, self._source = RunFiles(run_path).spool(source.rank), source
         self._batch = 0
         self._word = 0  # of the last recording
-        self._descriptor = -1
-        self._mapped: mmap.mmap | None = None
+        self._file: SharedFile | None = None
+        self._batches = self._lost = 0
 
     def begin(self, recording_word: int, batch_tokens: int) -> None:
         """Start a batch of ``batch_tokens`` over all ranks; record it if ``recording_word`` asks.
@@ -126,12 +120,11 @@ class SpoolWriter:
         self._batch += 1
         if recording_word != self._word:
             self._follow(recording_word)
-        if self._mapped is None:
+        if self._file is None:
             return
         self.is_recording = not self._full
         self._batch_tokens = batch_tokens
-        self._words[_OPEN] = int(self.is_recording)
-        self._words[_LOST] += int(self._full)
+        self._count(lost=int(self._full))
 
     def add(self, layer: int, topk_ids: NDArray[np.integer]) -> None:
         """Append ``layer``'s ``topk_ids`` (T, K), logical, of this rank's own tokens."""
@@ -143,21 +136,25 @@ class SpoolWriter:
             counts = np.bincount(ids.reshape(-1) + 1, minlength=experts + 2)
             self._append(layer, counts[1:-1].astype(self._dtype)[None])
         if layer == self._source.num_layers - 1:
-            self._words[_OPEN] = 0
-            self._words[_BATCHES] += int(self.is_recording and bool(topk_ids.size))
+            complete = int(self.is_recording and bool(topk_ids.size))
             self.is_recording = False
+            self._count(batches=complete)
 
     def close(self) -> None:
         """End the current recording, if any; the file stays."""
         self.is_recording = False
-        if self._mapped is not None:
-            self._words[_OPEN] = 0
-            self._words.release()
-            self._mapped.close()
-            self._mapped = None
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        if self._file is not None:
+            self._count()
+            self._file.close()
+            self._file = None
+
+    def _count(self, *, batches: int = 0, lost: int = 0) -> None:
+        """Add to the counters in the file, which also say whether a batch is being written."""
+        self._batches, self._lost = self._batches + batches, self._lost + lost
+        assert self._file is not None
+        with contextlib.suppress(OSError):
+            counters = _COUNTERS.pack(self._batches, self._lost, self.is_recording)
+            self._file.write(counters, offset=_COUNTERS_AT)
 
     def _follow(self, word: int) -> None:
         self._word = word
@@ -167,14 +164,11 @@ class SpoolWriter:
             return
         self._level, self._limit = recording.level, recording.max_bytes
         self._size, self._full = PAGE_BYTES, False
+        self._batches = self._lost = 0
         first = self._first_page(recording)
         self._dtype = parse_spool_header(first).dtype
-        try:
-            self._mapped = create_mapped(self._path, first, PAGE_BYTES)
-            self._words = memoryview(self._mapped).cast("Q")
-            self._descriptor = open_regular(self._path, os.O_WRONLY | os.O_APPEND)
-        except OSError:
-            self.close()  # the recording client finds no spool and reports that
+        with contextlib.suppress(OSError):  # the recording client finds no spool and reports that
+            self._file = SharedFile.create(self._path, first, PAGE_BYTES)
 
     def _first_page(self, recording: Recording) -> bytes:
         source = self._source
@@ -190,19 +184,19 @@ class SpoolWriter:
             CHUNK_MAGIC, layer, self._batch, self._batch_tokens, *rows.shape, is_decode
         )
         size = len(head) + rows.nbytes
-        if self._size + size > self._limit or not self._write(head, rows, size):
+        if self._size + size > self._limit or not self._write(head, rows):
             self._full, self.is_recording = True, False
-            self._words[_OPEN] = 0
-            self._words[_LOST] += 1
+            self._count(lost=1)
             return
         self._size += size
 
-    def _write(self, head: bytes, rows: NDArray[Any], size: int) -> bool:
-        """Whether all was written; a partial write is cut off again."""
+    def _write(self, head: bytes, rows: NDArray[Any]) -> bool:
+        """Whether all was written; a partial write, where memory is full, is cut off again."""
+        assert self._file is not None
         try:
-            if os.writev(self._descriptor, (head, rows.data)) == size:
-                return True
-            os.ftruncate(self._descriptor, self._size)
+            self._file.write(head + rows.tobytes(), offset=self._size)
         except OSError:
-            return False  # shared memory is full
-        return False
+            with contextlib.suppress(OSError):
+                self._file.cut(self._size)
+            return False
+        return True

@@ -20,6 +20,7 @@ from ultraep_serve.costs.calibration import LineFit, Probes, agreed_costs, probe
 from ultraep_serve.costs.hardware import BASE_SECONDS, HARDWARE, Efficiency
 from ultraep_serve.costs.model import CostModel
 from ultraep_serve.telemetry.recorder import Recorder
+from ultraep_serve.telemetry.run_files import RunFiles
 
 __all__ = ["LEFT_FREE", "DeviceBackend", "num_programs", "table_costs"]
 
@@ -90,7 +91,7 @@ class DeviceBackend:
             return GatherRendezvous(
                 position, lambda mine: ranks.gather_bytes(mine)[domain.start : domain.stop]
             )
-        path = setup.config.run_path / f"domain-{domain.start}"
+        path = RunFiles(setup.config.run_path).domain(domain.start)
         path.mkdir(mode=0o700, exist_ok=True)
         return SocketRendezvous(path, position, location.domain_size, setup.connect_seconds)
 

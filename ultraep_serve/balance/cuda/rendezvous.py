@@ -12,6 +12,7 @@ from typing import Protocol
 
 from ultraep_serve.balance.cuda.driver import HandleKind, Shareable
 from ultraep_serve.errors import FabricError, PeerTimeoutError
+from ultraep_serve.telemetry.run_files import RunFiles
 
 __all__ = ["GatherRendezvous", "Handshake", "Rendezvous", "SocketRendezvous"]
 
@@ -93,7 +94,7 @@ class SocketRendezvous:
         return f"rank {', '.join(str(r) for r in range(self._num_ranks) if r not in found)}"
 
     def _path_of(self, rank: int) -> Path:
-        return self._run_path / f"fabric-{rank}.socket"
+        return RunFiles(self._run_path).socket(rank)
 
     def _listen(self) -> socket.socket:
         path = self._path_of(self._rank)

@@ -28,9 +28,8 @@ from ultraep_serve.balance.backend import CONNECT_FACTOR, LayerSlots
 from ultraep_serve.balance.collectives import HostAllGather
 from ultraep_serve.balance.host.slots import HostSlotPool, map_pool, unmap
 from ultraep_serve.balance.topology import Location, is_process_alive
-from ultraep_serve.errors import FabricError, OutputError, PeerTimeoutError
-from ultraep_serve.system.files import write_whole
-from ultraep_serve.telemetry.run_directory import hold_again
+from ultraep_serve.errors import FabricError, PeerTimeoutError
+from ultraep_serve.telemetry.run_files import RunFiles
 
 __all__ = ["HostFabric"]
 
@@ -101,13 +100,15 @@ class HostFabric:
         )
         self._mappings: list[tuple[int, int]] = []
 
-        path = run_path / f"handshake-{self.rank}.json"
+        files = RunFiles(run_path)
+        path = files.handshake(self.rank)
         path.unlink(missing_ok=True)  # of an earlier run
 
         def publish() -> None:
-            _publish(path, handshake)
+            files.hold_again()
+            files.publish(path, json.dumps(asdict(handshake)).encode())
 
-        self._handshakes = self._rendezvous(run_path, handshake, publish)
+        self._handshakes = self._rendezvous(files, handshake, publish)
         segments, pools = self._map_all()
         inside = segments[self.domain.start : self.domain.stop]
         self._flags = inside
@@ -253,13 +254,13 @@ class HostFabric:
         )
 
     def _rendezvous(
-        self, run_path: Path, own: _Handshake, publish: Callable[[], None]
+        self, files: RunFiles, own: _Handshake, publish: Callable[[], None]
     ) -> dict[int, _Handshake]:
         """The handshakes of the domain's ranks, by rank; ``publish`` leaves this one's."""
         deadline = time.monotonic() + self._timeout_seconds * CONNECT_FACTOR
         handshakes: dict[int, _Handshake] = {}
         for rank in self.domain:
-            path = run_path / f"handshake-{rank}.json"
+            path = files.handshake(rank)
             while (found := _published(path)) is None:
                 publish()
                 if time.monotonic() > deadline:
@@ -299,18 +300,6 @@ class HostFabric:
             os.close(mine)
         self._mappings.append((address, size))
         return address
-
-
-def _publish(path: Path, own: _Handshake) -> None:
-    """Leave ``own`` at ``path``, also where somebody has deleted it or its directory meanwhile."""
-    if path.exists():
-        return
-    try:
-        hold_again(path.parent)
-        write_whole(path, json.dumps(asdict(own)).encode())
-    except OutputError as error:
-        if not isinstance(error.__cause__, FileNotFoundError):  # deleted under the hand: again soon
-            raise
 
 
 def _published(path: Path) -> _Handshake | None:

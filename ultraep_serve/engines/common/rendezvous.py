@@ -23,14 +23,12 @@ from ultraep_serve.config import BalanceConfig, first_process
 from ultraep_serve.engines.common.process import repeated_at_exit
 from ultraep_serve.errors import ConfigError, FabricError, UltraEPError, UnsupportedError
 from ultraep_serve.launcher.sidecar import start_beside_rank
-from ultraep_serve.system.files import write_whole
 from ultraep_serve.telemetry.run_directory import (
-    CONFIG_FILE,
     SHARED_MEMORY,
-    UNBALANCED_FILE,
     RunDirectory,
     name_of_run,
 )
+from ultraep_serve.telemetry.run_files import RunFiles
 
 __all__ = [
     "find_location",
@@ -143,7 +141,7 @@ def _serve_unbalanced(config: BalanceConfig, reason: str) -> None:
     else:
         name = name_of_run(first_process(), secrets.randbits(62))
         path = _make_run_directory(config, name).path
-    write_whole(path / UNBALANCED_FILE, " ".join(reason.split()).encode())
+    RunFiles(path).mark_unbalanced(reason)
 
 
 def _make_run_directory(config: BalanceConfig, name: str, *, or_join: bool = False) -> RunDirectory:
@@ -162,7 +160,7 @@ def _make_run_directory(config: BalanceConfig, name: str, *, or_join: bool = Fal
     _made.append(directory)
     _leave_at_exit(directory)
     config = config.replace(run_dir=str(directory.path))
-    write_whole(directory.path / CONFIG_FILE, config.to_json().encode())
+    RunFiles(directory.path).write_config(config.to_json())
     if config.sidecar is not None:
         start_beside_rank(config, config.sidecar)
     return directory

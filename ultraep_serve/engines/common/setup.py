@@ -32,7 +32,7 @@ from ultraep_serve.engines.common.rendezvous import (
 from ultraep_serve.errors import SERVE_UNBALANCED, UltraEPError, UnsupportedError
 from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.recorder import Recorder
-from ultraep_serve.telemetry.run_directory import hold_again
+from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.telemetry.schema import RingState
 from ultraep_serve.telemetry.spool import SpoolSource, SpoolWriter
 from ultraep_serve.types import ExpertShape, TokenView
@@ -116,7 +116,7 @@ class BalancedLayers:
         location = find_location(config, own.rank, shape.num_ranks, group)
         config = meet(config, location, group, pipeline)
         self._run_path, self._pipeline, self._engine = config.run_path, pipeline, own.engine
-        hold_again(self._run_path)
+        RunFiles(self._run_path).hold_again()
         config = _in_own_directory(config, pipeline)
         self._setup = setup = GroupSetup(config, shape, view, location, group)
         self._num_layers = len(layers)
@@ -283,7 +283,7 @@ def _in_own_directory(config: BalanceConfig, pipeline: PipelineStage) -> Balance
     """With a directory in which the ranks of this pipeline stage meet only each other."""
     if pipeline.number == 0:
         return config
-    path = config.run_path / f"stage-{pipeline.number}"
+    path = RunFiles(config.run_path).stage(pipeline.number)
     path.mkdir(mode=0o700, exist_ok=True)
     return config.replace(run_dir=str(path))
 

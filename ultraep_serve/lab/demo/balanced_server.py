@@ -24,7 +24,8 @@ from ultraep_serve.lab.demo.server_process import ServerProcess
 from ultraep_serve.lab.demo.text import DOMAINS, sample_text
 from ultraep_serve.system.control_token import read_token
 from ultraep_serve.system.machine import free_port
-from ultraep_serve.telemetry.run_directory import TOKEN_FILE, run_directory_of_port
+from ultraep_serve.telemetry.run_directory import run_directory_of_port
+from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.types import Policy
 
 __all__ = [
@@ -60,7 +61,7 @@ class BalancedServer(ServerProcess):
     @property
     def token(self) -> str:
         """Bearer token of the sidecar's control endpoint."""
-        return read_token(self.run_path / TOKEN_FILE)
+        return read_token(RunFiles(self.run_path).token)
 
     @property
     def run_path(self) -> Path:
