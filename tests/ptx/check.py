@@ -71,7 +71,7 @@ def _check_scenarios(arguments: argparse.Namespace, totals: _Totals) -> None:
         scenario = SCENARIOS[name]
         for seed in range(totals.seeds):
             started = time.perf_counter()
-            outcome = play(scenario, options_of(seed, scenario.least_resident))
+            outcome = play(scenario, options_of(seed, scenario.least_resident, scenario.resident))
             totals.launches += outcome.launches
             totals.failures += bool(outcome.wrong or outcome.failure)
             new = {str(each) for each in outcome.findings} - totals.races
@@ -106,7 +106,7 @@ def _find(mistake, tries: int, totals: _Totals) -> str:  # type: ignore[no-untyp
 
     scenario, change = SCENARIOS[mistake.scenario], change_of(mistake)
     for seed in range(1, tries + 1):
-        options = options_of(seed, scenario.least_resident, mistake.resident)
+        options = options_of(seed, scenario.least_resident, mistake.resident or scenario.resident)
         outcome = play(scenario, options, change, mistake.forgets)
         totals.launches += outcome.launches
         said = [str(each) for each in outcome.findings if str(each) not in totals.races]

@@ -15,7 +15,9 @@ from typing import Any
 from unittest import mock
 
 import torch
+from ultraep_kernels.device.exchange import Inboxes, exchange, inbox_bytes, new_epoch
 from ultraep_kernels.device.offline import Launch, recorded_launches
+from ultraep_kernels.device.status import new_status
 
 from tests.ptx.compiled import Change, Prepared, prepare
 from tests.ptx.machine import Machine, Options
@@ -163,6 +165,7 @@ class Cluster:
         self._seen = self.num_launches = 0
         self._gathers: list[list[tuple[int, torch.Tensor]]] = []
         self._gathered = [0] * shape.num_ranks
+        self._dispatches: list[tuple[Inboxes, torch.Tensor]] = []
         self._closing = ExitStack()
         self._current: Rank | None = None
         self._later: list[Callable[[], None]] = []
@@ -213,6 +216,26 @@ class Cluster:
                 stack.enter_context(patch)
             yield
             self.take_launches()
+
+    def dispatch(self, rank: int) -> None:
+        """A stand-in for an engine's dispatch, which takes all multiprocessors and waits for peers.
+
+        It is an exchange of rows in memory of its own, whose programs all start at once.
+        """
+        size, width = len(self.ranks), 4
+        if not self._dispatches:
+            inboxes = [torch.zeros(inbox_bytes(size, width), dtype=torch.uint8) for _ in self.ranks]
+            addresses = torch.tensor([inbox.data_ptr() for inbox in inboxes])
+            for tensor in (*inboxes, addresses):
+                self._register(tensor, -1)
+            for n in range(size):
+                own = Inboxes(addresses, n, new_epoch("cpu"), new_status("cpu"))
+                self._dispatches.append((own, torch.full((width,), n, dtype=torch.int32)))
+        self.take_launches()
+        own, row = self._dispatches[rank]
+        exchange(row, own, _PATIENCE_NS)
+        self.take_launches()
+        self._works[-1].gang = True
 
     @contextmanager
     def of(self, rank: int) -> Iterator[Rank]:

@@ -2,6 +2,7 @@
 
 import ctypes
 import enum
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -228,7 +229,8 @@ class Machine:
         if isinstance(where, str):
             return where
         instruction = where.code[position]
-        return f"{where.lines[instruction.line]} in {where.name} [{instruction.text}]"
+        opcode = re.sub(r"^@\S+ ", "", instruction.text).split(" ")[0]
+        return f"{where.lines[instruction.line]} in {where.name} [{opcode}]"
 
     def _failure(self) -> str:
         place, _, what = self._library.error_of(self._pointer).decode().partition(": ")

@@ -82,6 +82,7 @@ MISTAKES: tuple[Mistake, ...] = (
     Mistake("experts do not wait for the side stream", "two ranks", forgets="join"),
     Mistake("the side stream does not wait for the plan", "two ranks", forgets="fork"),
     Mistake("slots overwritten a layer early", "two ranks", forgets="experts"),
+    Mistake("slots awaited beside a dispatch that takes all multiprocessors", "dispatch", forgets="place"),
 )  # fmt: skip
 
 

@@ -86,6 +86,12 @@ class Scenario:
     search: Search | None = Search(512, first=2, limit=4, sweeps=8, thrifty=2)  # None: as it serves
     least_resident: int = 1  # programs of a rank that must fit a device together
     calibrates: bool = False
+    dispatches: bool = False  # with a stand-in for a dispatch that takes all multiprocessors
+
+    @property
+    def resident(self) -> int:
+        """Programs of a rank at a time, where the scenario says so; else 0."""
+        return 2 * self.shape.num_ranks if self.dispatches else 0
 
     def setup_of(self, rank: int) -> GroupSetup:
         """Of one rank."""
@@ -106,6 +112,7 @@ SCENARIOS = {
         Scenario("micro-batches", ExpertShape(4, 8, 1, num_micro_batches=2), _BALANCED, least_resident=8),
         Scenario("two domains", ExpertShape(4, 16, 1), domain_size=2),
         Scenario("unknown ids", ExpertShape(2, 8, 1), (Batch("unknown id"), Batch("padding"))),
+        Scenario("dispatch", ExpertShape(4, 8, 1), _BALANCED, dispatches=True),
         Scenario("calibration", ExpertShape(4, 8, 1), (), calibrates=True),
     )
 }
@@ -216,11 +223,21 @@ class _Player:
             for n, own in enumerate(ids):
                 with cluster.of(n) as rank:
                     physical = rank.balancer.route(layer, own, batch.tokens, number)
+                    self._dispatch(rank, number)
                     self._expect(rank, layer, number, own, physical, expected[n])
         for number in numbers:
             for n in range(shape.num_ranks):
                 with cluster.of(n) as rank:
                     rank.balancer.computed(number)
+
+    def _dispatch(self, rank: Any, number: int) -> None:
+        arriving = rank.balancer._arriving[number]
+        if self._cluster.forgets == "place" and arriving._receive is not None:
+            receive, arriving._receive = arriving._receive, None
+            with arriving.side.fork():  # slots are awaited beside dispatch
+                receive()
+        if self._scenario.dispatches:
+            self._cluster.dispatch(rank.number)
 
     def _expect(
         self, rank: Any, layer: int, number: int, ids: torch.Tensor, physical: torch.Tensor, twin: "_Routed"
