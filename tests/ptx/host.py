@@ -8,7 +8,7 @@ and forks and joins of the side stream are written down in stream order; ``run``
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,9 +24,8 @@ from tests.ptx.machine import Machine, Options
 from tests.support.balancer_rigs import masters_of
 from tests.support.host_driver import HostDriver
 from tests.support.mirror import FakeRecorder
-from ultraep_serve.balance.backend import GroupSetup, LayerSlots
+from ultraep_serve.balance.backend import GroupSetup, LayerSlots, row_width
 from ultraep_serve.balance.cuda import balancer as balancer_module
-from ultraep_serve.balance.backend import row_width
 from ultraep_serve.balance.cuda.balancer import DeviceBalancer
 from ultraep_serve.balance.cuda.driver import HandleKind, Shareable
 from ultraep_serve.balance.cuda.fabric import DeviceFabric, Limits
@@ -39,7 +38,7 @@ __all__ = ["Cluster", "Rank", "Work"]
 
 _PATIENCE_NS = 1 << 50  # nobody gives up
 _GRANULARITY = 1 << 12  # of mapped memory, bytes
-_NUM_SENDERS = 2
+_NUM_PROGRAMS = 2  # that send, and that forward
 _BYTE = 1  # tensors of experts lie at any byte
 
 
@@ -67,6 +66,7 @@ class Rank:
     driver: HostDriver
     layers: list[LayerSlots]
     recorder: FakeRecorder
+    pool: DeviceSlotPool
     fabric: DeviceFabric = field(init=False)
     balancer: DeviceBalancer = field(init=False)
     stream: _Stream = field(default_factory=_Stream)  # that is current
@@ -93,7 +93,9 @@ class _Meeting:
 
         return _Rendezvous()
 
-    def swap(self, position: int, layout: bytes, shareables: Sequence[Shareable]) -> list[Handshake]:
+    def swap(
+        self, position: int, layout: bytes, shareables: Sequence[Shareable]
+    ) -> list[Handshake]:
         """As ``Rendezvous.swap``."""
         self._said[position] = layout, [int(item) for item in shareables]
         self._barrier.wait(60)
@@ -172,10 +174,14 @@ class Cluster:
         self._ended: set[int] = set()  # pages whose copy has been made
         self.ranks = [self._new_rank(n, num_layers) for n in range(shape.num_ranks)]
         size = domain_size or shape.num_ranks
+        connecting: list[Future[None]] = []
         meetings = [_Meeting(size) for _ in range(0, shape.num_ranks, size)]
         with ThreadPoolExecutor(shape.num_ranks) as pool:
-            connect = lambda rank: self._connect(rank, meetings[rank.number // size], domain_size)  # noqa: E731
-            list(pool.map(connect, self.ranks))
+            for rank in self.ranks:
+                meeting = meetings[rank.number // size]
+                connecting.append(pool.submit(self._connect, rank, meeting, domain_size))
+        for each in connecting:
+            each.result()
         self._register_mapped()
         for rank in self.ranks:
             self._make_balancer(rank)
@@ -355,28 +361,24 @@ class Cluster:
         self._closing.callback(pool.close)
         masters = self.shape.num_masters
         layers = [pool.adopt(masters_of(number, layer, masters)) for layer in range(num_layers)]
-        rank = Rank(number, driver, layers, FakeRecorder())
-        rank.pool = pool  # type: ignore[attr-defined]
-        return rank
+        return Rank(number, driver, layers, FakeRecorder(), pool)
 
     def _connect(self, rank: Rank, meeting: _Meeting, domain_size: int | None) -> None:
-        setup, shape = self._setup_of(rank.number), self.shape
+        setup, shape, number = self._setup_of(rank.number), self.shape, rank.number
         width = row_width(shape.num_logical_experts, setup.view)
-        limits = Limits(width, rank.layers[0].chunks.shape[0], _PATIENCE_NS, _NUM_SENDERS, _NUM_SENDERS)
-        domain = domain_of(rank.number, shape.num_ranks, domain_size)
-        gather: Any = None
-        if len(domain) < shape.num_ranks:
-            gather = _Gather(self, rank.number)
-        rank.fabric = DeviceFabric(
-            rank.driver, rank.pool, meeting.of(rank.number - domain.start), rank.number,  # type: ignore[attr-defined]
-            shape.num_ranks, limits, domain_size, gather,
-        )  # fmt: skip
+        chunks = rank.layers[0].chunks.shape[0]
+        limits = Limits(width, chunks, _PATIENCE_NS, _NUM_PROGRAMS, _NUM_PROGRAMS)
+        domain = domain_of(number, shape.num_ranks, domain_size)
+        rendezvous = meeting.of(number - domain.start)
+        gather: Any = _Gather(self, number) if len(domain) < shape.num_ranks else None
+        sizes = number, shape.num_ranks, limits, domain_size, gather
+        rank.fabric = DeviceFabric(rank.driver, rank.pool, rendezvous, *sizes)
 
     def _make_balancer(self, rank: Rank) -> None:
         policies: Any = rank.recorder if rank.number == 0 else None
         recorder: Any = rank.recorder
-        side = mock.patch.object(balancer_module, "side_stream", lambda _device: _Side(self, rank))
-        with side:
+        side = _Side(self, rank)
+        with mock.patch.object(balancer_module, "side_stream", return_value=side):
             rank.balancer = DeviceBalancer(
                 self._setup_of(rank.number), rank.layers, rank.fabric, policies, recorder
             )

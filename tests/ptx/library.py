@@ -49,7 +49,8 @@ def library() -> ctypes.CDLL:
     path = folder / f"machine-{digest}.so"
     if not path.exists():
         half = path.with_suffix(f".{os.getpid()}")
-        command = ["gcc", *_OPTIONS, "-shared", "-fPIC", "-o", str(half), str(_FOLDER / "machine.c")]
+        source = str(_FOLDER / "machine.c")
+        command = ["gcc", *_OPTIONS, "-shared", "-fPIC", "-o", str(half), source]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(f"{' '.join(command)}:\n{done.stderr}")

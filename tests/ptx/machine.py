@@ -126,8 +126,10 @@ class Machine:
         self._next = int(self._library.begin_work(self._pointer, num_programs))
         self._end = self._next + num_programs
 
-    def launch(self, prepared: Prepared, rank: int, before: Sequence[int], *, gang: bool = False) -> int:
-        """Add a launch behind those ``before``; its number. ``gang``: all programs start at once."""
+    def launch(
+        self, prepared: Prepared, rank: int, before: Sequence[int], *, gang: bool = False
+    ) -> int:
+        """Add a launch behind those ``before``; its number. ``gang``: together."""
         kernel = self._kernel(prepared)
         values = bytearray()
         for (_, offset, size), value in zip(
@@ -135,17 +137,18 @@ class Machine:
         ):
             values += bytes(offset - len(values))
             values += (value & (1 << 8 * size) - 1).to_bytes(size, "little")
-        return self._add(
-            ctypes.addressof(kernel), rank, prepared.grid, prepared.num_warps, bytes(values), before, gang
-        )
+        sizes = prepared.grid, prepared.num_warps
+        return self._add(ctypes.addressof(kernel), rank, sizes, bytes(values), before, gang)
 
     def call(self, function: Callable[[], None], rank: int, before: Sequence[int]) -> int:
-        """Add something that the host does in stream order; it says what it accesses by ``touch``."""
-        number = self._add(None, rank, 1, 1, b"", before, False)
+        """Add what the host does in stream order; it says what it accesses by ``touch``."""
+        number = self._add(None, rank, (1, 1), b"", before, False)
         self._host[number] = function
         return number
 
-    def touch(self, address: int, size: int, what: str, *, writes: bool, strong: bool = False) -> None:
+    def touch(
+        self, address: int, size: int, what: str, *, writes: bool, strong: bool = False
+    ) -> None:
         """Within a ``call``: the host reads or writes memory of its rank."""
         site = self._site(what)
         arguments = address, size, 2 if writes else 1, 3 if strong else 0, site
@@ -189,9 +192,15 @@ class Machine:
         return sorted(set(found), key=str)
 
     def _add(
-        self, kernel: int | None, rank: int, grid: int, num_warps: int, values: bytes,
-        before: Sequence[int], gang: bool,
-    ) -> int:  # fmt: skip
+        self,
+        kernel: int | None,
+        rank: int,
+        sizes: tuple[int, int],
+        values: bytes,
+        before: Sequence[int],
+        gang: bool,
+    ) -> int:
+        grid, num_warps = sizes
         assert self._next + grid <= self._end, "more programs than were announced"
         order = (ctypes.c_int64 * max(1, len(before)))(*before)
         number = self._library.add_launch(
@@ -259,7 +268,8 @@ def encoded(parsed: ParsedKernel) -> Any:
     number = parsed.registers.get
 
     def numbers(names: Sequence[str | None], width: int) -> list[int]:
-        return [-1 if name is None else number(name, -1) for name in names] + [-1] * (width - len(names))
+        found = [-1 if name is None else number(name, -1) for name in names]
+        return found + [-1] * (width - len(found))
 
     for row, each in zip(code, parsed.code, strict=True):
         row["operation"] = OPERATIONS[each.operation]

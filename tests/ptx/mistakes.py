@@ -6,20 +6,21 @@ stays where it is when lines move.
 
 import ast
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import triton.language.standard
 import ultraep_kernels.device
+from triton.language import standard
 
 from tests.ptx.compiled import Change
-from tests.ptx.parse import Instruction, ParsedKernel
+from tests.ptx.flow import Instruction
+from tests.ptx.parse import ParsedKernel
 
 __all__ = ["MISTAKES", "Mistake", "Site", "change_of", "sites"]
 
-_FOLDERS = (Path(ultraep_kernels.device.__file__).parent, Path(triton.language.standard.__file__).parent)
+_FOLDERS = [Path(module.__file__).parent for module in (ultraep_kernels.device, standard)]
 
 
 @dataclass(frozen=True)
@@ -40,62 +41,79 @@ class Mistake:
     """One mistake, and the scenario that shows it."""
 
     name: str
-    scenario: str
-    change: str = "remove"  # or "relaxed", "weak", "gpu", "no release", "no acquire", "program id"
-    operation: str = ""
-    function: str = ""  # "" any
-    caller: str = ""
-    kernel: str = ""
-    forgets: str = ""  # what the host leaves out, instead of a change: see ``Cluster``
+    target: Site | None = None  # the instructions that are changed; "" is any name
+    change: str = "remove"  # or what else ``_changed`` knows
+    scenario: str = "one batch"
+    forgets: str = ""  # what hosts leave out instead, see ``Cluster``
     resident: int = 0  # programs of a rank at a time; 0 as the seed has it
 
 
-_TURNS = ("_count_kernel", "plan_kernel")
-MISTAKES: tuple[Mistake, ...] = (
-    Mistake("row posted before it is written", "two ranks", "remove", "barrier", "post", "exchange_program"),
-    Mistake("row posted by a relaxed store", "two ranks", "relaxed", "store", "post", "exchange_program"),
-    Mistake("row posted by a weak store", "two ranks", "weak", "store", "post", "exchange_program"),
-    Mistake("row posted at the scope of a device", "two ranks", "gpu", "store", "post", "exchange_program"),
-    Mistake("row awaited by relaxed loads", "two ranks", "relaxed", "load", "read_flags", "", "_count_kernel"),
-    Mistake("row awaited at the scope of a device", "two ranks", "gpu", "load", "read_flags", "", "_count_kernel"),
-    Mistake("row not awaited", "two ranks", "arrived", "load", "read_flags", "", "_count_kernel"),
-    Mistake("row read without a proxy fence", "two ranks", "remove", "fence_alias", "fence_aliases", "", "_count_kernel"),
-    Mistake("chunk posted before it is written", "two ranks", "remove", "barrier", "post", "stream_program", "_stream_kernel"),
-    Mistake("chunk posted by a relaxed store", "two ranks", "relaxed", "store", "post", "stream_program"),
-    Mistake("chunk posted at the scope of a device", "two ranks", "gpu", "store", "post", "stream_program"),
-    Mistake("chunk awaited by relaxed loads", "two ranks", "relaxed", "load", "read_flags", "", "_stream_kernel"),
-    Mistake("slot not awaited", "two ranks", "arrived", "load", "read_flags", "", "_stream_kernel"),
-    Mistake("slot awaited without a proxy fence", "two ranks", "remove", "fence_alias", "fence_aliases", "", "_stream_kernel"),
-    Mistake("relay does not wait for a chunk", "relays", "arrived", "load", "read_flags", "", "_stream_kernel"),
-    Mistake("arrival of a count not released", "two ranks", "no release", "atom", "arrive", "", "_count_kernel"),
-    Mistake("arrival of a count relaxed", "two ranks", "relaxed", "atom", "arrive", "", "_count_kernel"),
-    Mistake("arrival of a plan not released", "two ranks", "no release", "atom", "arrive", "", "plan_kernel"),
-    Mistake("arrival of a plan not acquired", "two ranks", "no acquire", "atom", "arrive", "", "plan_kernel"),
-    Mistake("arrival before all threads have written", "two ranks", "remove", "barrier", "arrive", "", "_count_kernel"),
-    Mistake("arrivals awaited by relaxed loads", "two ranks", "relaxed", "load", "await_arrivals", "", "_count_kernel"),
-    Mistake("arrivals of a plan awaited by relaxed loads", "two ranks", "relaxed", "load", "await_arrivals", "", "plan_kernel"),
-    Mistake("count without tickets", "two ranks", "program id", "atom", "take_turn", "", "_count_kernel", resident=1),
-    Mistake("plan without tickets", "two ranks", "program id", "atom", "take_turn", "", "plan_kernel", resident=1),
-    Mistake("slots read as others wrote them without a barrier", "four ranks", "remove", "warp_barrier", "finish", "", "plan_kernel"),
-    Mistake("senders read as others wrote them without a barrier", "four ranks", "remove", "warp_barrier", "assign_senders", "", "plan_kernel"),
-    Mistake("histogram without its barriers", "two ranks", "remove", "barrier", "_count_block", "", "_count_kernel"),
-    Mistake("experts do not wait for the side stream", "two ranks", forgets="join"),
-    Mistake("the side stream does not wait for the plan", "two ranks", forgets="fork"),
-    Mistake("slots overwritten a layer early", "two ranks", forgets="experts"),
-    Mistake("slots awaited beside a dispatch that takes all multiprocessors", "dispatch", forgets="place"),
-)  # fmt: skip
+def _at(operation: str, function: str, caller: str = "", kernel: str = "") -> Site:
+    return Site(kernel, function, caller, operation)
+
+
+_COUNT, _PLAN, _RECEIVE = "_count_kernel", "plan_kernel", "_receive_kernel"
+_POST_ROW, _POST_CHUNK = ("post", "exchange_program"), ("post", "_transfer")
+_SLOT = ("read_flags", "_await_slot", _RECEIVE)
+MISTAKES = (
+    # a row, from rank to rank
+    Mistake("row posted before all have written it", _at("barrier", *_POST_ROW)),
+    Mistake("row posted without a release", _at("fence", *_POST_ROW)),
+    Mistake("row released to its own device only", _at("fence", *_POST_ROW), "gpu"),
+    Mistake("row posted by a weak store", _at("store", *_POST_ROW), "weak"),
+    Mistake("row posted at the scope of a device", _at("store", *_POST_ROW), "gpu"),
+    Mistake("row not acquired", _at("fence", "_read_flag", "wait", _COUNT)),
+    Mistake(
+        "row acquired within the device only", _at("fence", "_read_flag", "wait", _COUNT), "gpu"
+    ),
+    Mistake("row polled by weak loads", _at("load", "_read_flag", "wait", _COUNT), "weak"),
+    Mistake("row not awaited", _at("load", "_read_flag", "wait", _COUNT), "arrived"),
+    Mistake("row read without a proxy fence", _at("fence_alias", "fence_aliases", "wait", _COUNT)),
+    # chunks of experts, into slots
+    Mistake("chunk posted before all have written it", _at("barrier", *_POST_CHUNK)),
+    Mistake("chunk posted without a release", _at("fence", *_POST_CHUNK)),
+    Mistake("chunk posted by a weak store", _at("store", *_POST_CHUNK), "weak"),
+    Mistake("chunk posted at the scope of a device", _at("store", *_POST_CHUNK), "gpu"),
+    Mistake("slot not acquired", _at("fence", *_SLOT)),
+    Mistake("slot not awaited", _at("load", *_SLOT), "arrived"),
+    Mistake("slot read without a proxy fence", _at("fence_alias", "fence_aliases", *_SLOT[1:])),
+    Mistake("relay does not acquire", _at("fence", "_read_flag", "wait"), scenario="relays"),
+    Mistake("relay does not wait", _at("load", "_read_flag", "wait"), "arrived", "relays"),
+    # programs of a launch
+    Mistake("count: arrival not released", _at("atom", "arrive", "", _COUNT), "no release"),
+    Mistake("count: arrival not acquired", _at("atom", "arrive", "", _COUNT), "no acquire"),
+    Mistake("count: arrival before all have written", _at("barrier", "arrive", "", _COUNT)),
+    Mistake("count: arrivals not acquired", _at("load", "await_arrivals", "", _COUNT), "relaxed"),
+    Mistake("count: no tickets", _at("atom", "take_turn", "", _COUNT), "program id", resident=1),
+    Mistake("plan: arrival not released", _at("atom", "arrive", "", _PLAN), "no release"),
+    Mistake("plan: arrival not acquired", _at("atom", "arrive", "", _PLAN), "no acquire"),
+    Mistake("plan: arrival before all have written", _at("barrier", "arrive", "", _PLAN)),
+    Mistake("plan: arrivals not acquired", _at("load", "await_arrivals", "", _PLAN), "relaxed"),
+    Mistake("plan: no tickets", _at("atom", "take_turn", "", _PLAN), "program id", resident=1),
+    Mistake("plan: decision by a weak store", _at("store", "put", "take_winners"), "weak"),
+    # threads of a program
+    Mistake("histogram without its barriers", _at("barrier", "_count_block", "", _COUNT)),
+    Mistake("slots read without a barrier", _at("barrier", "_finish_slots", "", _PLAN)),
+    Mistake("speeds overwritten while they are read", _at("barrier", "_choose_kernel")),
+    # streams
+    Mistake("experts do not wait for the side stream", forgets="join"),
+    Mistake("the side stream does not wait for the plan", forgets="fork"),
+    Mistake("slots overwritten a layer early", forgets="experts"),
+    Mistake("slots awaited beside a dispatch that takes all", scenario="dispatch", forgets="place"),
+)
 
 
 def change_of(mistake: Mistake) -> Change | None:
     """What makes the mistake in kernels."""
-    if not mistake.operation:
+    if mistake.target is None:
         return None
+    target = mistake.target
     made: dict[int, tuple[ParsedKernel, ParsedKernel]] = {}
 
     def change(kernel: ParsedKernel) -> ParsedKernel:
         if id(kernel) not in made:
             code = [
-                _changed(each, mistake.change) if _is_meant(mistake, site) else each
+                _changed(each, mistake.change) if _is_meant(target, site) else each
                 for each, site in zip(kernel.code, sites(kernel), strict=True)
             ]
             made[id(kernel)] = kernel, replace(kernel, code=code)
@@ -112,13 +130,9 @@ def sites(kernel: ParsedKernel) -> Iterator[Site]:
         yield Site(kernel.name, _function_at(inner), caller, instruction.operation)
 
 
-def _is_meant(mistake: Mistake, site: Site) -> bool:
-    return site.operation == mistake.operation and all(
-        not wanted or wanted == found
-        for wanted, found in (
-            (mistake.function, site.function), (mistake.caller, site.caller), (mistake.kernel, site.kernel),
-        )
-    )  # fmt: skip
+def _is_meant(target: Site, site: Site) -> bool:
+    pairs = zip(astuple(target), astuple(site), strict=True)
+    return all(not wanted or wanted == found for wanted, found in pairs)
 
 
 def _changed(instruction: Instruction, change: str) -> Instruction:
@@ -154,5 +168,7 @@ def _functions(file: str) -> list[tuple[int, int, str]]:
         if (folder / file).exists():
             tree: Any = ast.parse((folder / file).read_text())
             nodes = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-            return sorted((node.lineno, node.end_lineno or node.lineno, node.name) for node in nodes)
+            return sorted(
+                (each.lineno, each.end_lineno or each.lineno, each.name) for each in nodes
+            )
     return []

@@ -1,16 +1,17 @@
-"""PTX text -> a kernel that the machine executes: decoded instructions, lines, points of reunion.
+"""PTX text -> a kernel that the machine executes: decoded instructions and their lines.
 
 Every opcode, modifier and operand must be known here or in the machine's table of operations; what
-is not raises PtxError. Registers are packed: the compiler gives every value one of its own.
+is not raises PtxError.
 """
 
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 
+from tests.ptx.flow import Instruction, find_branches, packed
 from tests.ptx.library import OPERATIONS
 
-__all__ = ["Instruction", "ParsedKernel", "PtxError", "parse"]
+__all__ = ["ParsedKernel", "PtxError", "parse"]
 
 _SPACES = {"global": 0, "shared": 1, "shared::cta": 1}
 _STRENGTHS = {"cta": 1, "gpu": 2, "sys": 3}
@@ -20,44 +21,27 @@ _COMBINATIONS = ("add", "or", "and", "xor", "min", "max", "exch", "cas")
 _SHUFFLES = ("up", "down", "bfly", "idx")
 _SPECIALS = ("%tid.x", "%ctaid.x", "%ntid.x", "%nctaid.x", "%laneid", "%globaltimer", "%clock64")
 _VOTES = ("ballot", "any", "all")
+_ENTRY = re.compile(
+    r"\.visible \.entry (\w+)\((.*?)\)\s*\.reqntid (\d+)[^{]*\{(.*?)^\}", re.MULTILINE | re.DOTALL
+)
 _REGISTER = re.compile(r"%\w+$|[A-Za-z]\w*$")
 _NUMBER = re.compile(r"-?(?:0x[0-9a-fA-F]+|\d+)U?$")
 _GUARD = re.compile(r"@(!?)(%?\w+)\s+")
 _OPCODE = re.compile(r"([a-z][\w:]*(?:\.[\w:]+)*)\s*(.*)$", re.DOTALL)
 _ADDRESS = re.compile(r"\[\s*([%\w]+)\s*(?:\+\s*(-?\d+))?\s*\]$")
-_LOC = re.compile(r"\.loc\s+(\d+) (\d+) (\d+)(?:, function_name \S+, inlined_at (\d+) (\d+) (\d+))?")
+_LOC = re.compile(
+    r"\.loc\s+(\d+) (\d+) (\d+)(?:, function_name \S+, inlined_at (\d+) (\d+) (\d+))?"
+)
 _FILE = re.compile(r'\.file\s+(\d+)\s+"([^"]*)"(?:\s+"([^"]*)")?')
 _PARAMETER = re.compile(r"\.param \.([a-z])(\d+)(?: \.ptr[^,]*?)? (\w+)$")
 _DECLARATION = re.compile(r"\.reg \.(\w+)\s+(.*)$")
+_REGISTER_TYPES = {"pred", "b16", "b32", "b64", "u16", "u32", "u64", "s32", "s64"}
+_BARRIERS = ("bar.sync", "barrier.sync.aligned", "barrier.cta.sync.aligned")
 _MINUS_ONE = (1 << 64) - 1
 
 
 class PtxError(ValueError):
     """PTX that is not understood; the message quotes it."""
-
-
-@dataclass
-class Instruction:
-    """One instruction; registers by name until they are packed, None where there is none."""
-
-    text: str
-    line: int  # index into the lines of the kernel
-    operation: str
-    guard: str | None = None
-    is_negated: bool = False
-    targets: list[str | None] = field(default_factory=list)
-    sources: list[str | None] = field(default_factory=list)
-    immediate: int = 0
-    label: str = ""  # of a branch
-    space: int = 0
-    order: int = 0
-    strength: int = 0
-    num_bytes: int = 4
-    count: int = 1
-    kind: int = 0
-    is_signed: bool = False
-    goes_to: int = -1  # position that a branch leads to
-    meets: int = -1  # where lanes that part here are together again; -1 at the end
 
 
 @dataclass(frozen=True)
@@ -94,9 +78,7 @@ class _Parser:
         self._parameters: dict[str, tuple[int, int]] = {}
 
     def kernel(self) -> ParsedKernel:
-        found = re.search(
-            r"\.visible \.entry (\w+)\((.*?)\)\s*\.reqntid (\d+)[^{]*\{(.*?)^\}", self._ptx, re.M | re.S
-        )
+        found = _ENTRY.search(self._ptx)
         if not found:
             raise PtxError("no kernel in the module")
         name, parameters, threads, body = found.groups()
@@ -104,7 +86,8 @@ class _Parser:
         line, in_assembly, pinned = self._line("unknown"), False, False
         for kind, text in _statements(body):
             if kind == "loc":
-                if not (in_assembly and pinned):  # later lines of inline assembly count on by themselves
+                # within inline assembly the compiler counts lines that are none of the source's
+                if not (in_assembly and pinned):
                     line, pinned = self._line(self._place(text)), True
             elif kind == "assembly":
                 in_assembly, pinned = text == "begin", False
@@ -119,8 +102,8 @@ class _Parser:
                 self._declare(text)
             else:
                 self._code.append(self._instruction(text, line))
-        _find_branches(self._code, self._labels)
-        registers = _packed(self._code, set(self._constants.values()))
+        find_branches(self._code, self._labels)
+        registers = packed(self._code, set(self._constants.values()))
         first = 1 + max((n for n in registers.values()), default=-1)
         for position, register in enumerate(self._constants.values()):
             registers[register] = first + position
@@ -161,7 +144,7 @@ class _Parser:
         if text.startswith((".pragma", ".maxntid")):
             return
         found = _DECLARATION.match(text)
-        if not found or found[1] not in {"pred", "b16", "b32", "b64", "u16", "u32", "u64", "s32", "s64"}:
+        if not found or found[1] not in _REGISTER_TYPES:
             raise PtxError(text)
         for name in (part.strip() for part in found[2].split(",")):
             if "<" not in name:
@@ -199,7 +182,8 @@ class _Parser:
             made = self._decode(opcode, operands)
         except (PtxError, ValueError, KeyError, IndexError) as error:
             raise PtxError(f"{text!r} is not known: {error}") from error
-        made.text, made.line, made.guard, made.is_negated = " ".join(text.split()), line, guard, negated
+        made.text, made.line = " ".join(text.split()), line
+        made.guard, made.is_negated = guard, negated
         return made
 
     def _decode(self, opcode: list[str], operands: list[str]) -> Instruction:
@@ -302,7 +286,7 @@ class _Parser:
         return Instruction("", 0, "return")
 
     def _barrier(self, opcode: list[str], operands: list[str]) -> Instruction:
-        if opcode in (["bar", "sync"], ["barrier", "sync", "aligned"], ["barrier", "cta", "sync", "aligned"]):
+        if ".".join(opcode) in _BARRIERS:
             if operands != ["0"]:
                 raise PtxError("only barrier 0 of all threads is known")
             return Instruction("", 0, "barrier")
@@ -379,7 +363,9 @@ class _Parser:
         if min(len(targets), len(sources)) != 1:
             raise PtxError("both sides are vectors")
         size = int(opcode[1][1:]) // 8 // count
-        return Instruction("", 0, name, targets=targets, sources=sources, num_bytes=size, count=count)
+        made = Instruction("", 0, name, targets=targets, sources=sources, num_bytes=size)
+        made.count = count
+        return made
 
 
 def _operands(text: str) -> list[str]:
@@ -427,121 +413,3 @@ def _statements(body: str) -> Iterator[tuple[str, str]]:
                 break
     if pending:
         raise PtxError(f"{pending!r} has no end")
-
-
-def _find_branches(code: list[Instruction], labels: dict[str, int]) -> None:
-    """Where branches lead to, and where lanes meet again: the branch's immediate post-dominator."""
-    for instruction in code:
-        if instruction.operation == "branch":
-            instruction.goes_to = labels[instruction.label]
-    starts = sorted({0, *(i.goes_to for i in code if i.operation == "branch"),
-                     *(n + 1 for n, i in enumerate(code) if i.operation in ("branch", "return"))})  # fmt: skip
-    starts = [start for start in starts if start < len(code)]
-    followers = {}
-    for start, end in zip(starts, [*starts[1:], len(code)], strict=True):
-        followers[start] = _followers(code, end - 1)
-    meets = _post_dominators(starts, followers)
-    for start, end in zip(starts, [*starts[1:], len(code)], strict=True):
-        code[end - 1].meets = meets[start]
-
-
-def _followers(code: Sequence[Instruction], last: int) -> list[int]:
-    """Positions that may come after ``last``; -1 the end."""
-    instruction, found = code[last], []
-    if instruction.operation == "branch":
-        found.append(instruction.goes_to)
-    if instruction.operation == "return":
-        found.append(-1)
-    if instruction.operation not in ("branch", "return") or instruction.guard is not None:
-        found.append(last + 1 if last + 1 < len(code) else -1)
-    return found
-
-
-def _post_dominators(starts: list[int], followers: dict[int, list[int]]) -> dict[int, int]:
-    """The nearest block that every way from a block goes through; -1 the end."""
-    order = {start: position for position, start in enumerate(_from_the_end(starts, followers))}
-    nearest: dict[int, int] = {-1: -1}
-
-    def common(a: int, b: int) -> int:
-        while a != b:
-            while order[a] > order[b]:
-                a = nearest[a]
-            while order[b] > order[a]:
-                b = nearest[b]
-        return a
-
-    order = {-1: -1, **order}
-    changed = True
-    while changed:
-        changed = False
-        for start in sorted(starts, key=order.__getitem__):
-            known = [each for each in followers[start] if each in nearest]
-            if not known:
-                continue
-            found = known[0]
-            for other in known[1:]:
-                found = common(found, other)
-            if nearest.get(start) != found:
-                nearest[start], changed = found, True
-    return {start: nearest.get(start, -1) for start in starts}
-
-
-def _from_the_end(starts: list[int], followers: dict[int, list[int]]) -> list[int]:
-    """Blocks in reverse post-order of the reversed graph."""
-    before: dict[int, list[int]] = {start: [] for start in [*starts, -1]}
-    for start, after in followers.items():
-        for each in after:
-            before[each].append(start)
-    found, seen, visits = [], set(), [(-1, False)]
-    while visits:
-        block, is_left = visits.pop()
-        if is_left:
-            found.append(block)
-        elif block not in seen:
-            seen.add(block)
-            visits.append((block, True))
-            visits += [(each, False) for each in before[block] if each not in seen]
-    found.reverse()
-    return [block for block in found if block != -1] + [s for s in starts if s not in seen]
-
-
-def _packed(code: list[Instruction], constants: set[str]) -> dict[str, int]:
-    """A number for every register; two share one where neither is needed while the other is.
-
-    A register is needed from its first to its last mention, and throughout every loop in which it
-    is mentioned. Lanes that part write only their own lanes, so what one side needs the other keeps.
-    """
-    ranges: dict[str, list[int]] = {}
-    for position, instruction in enumerate(code):
-        for register in (*instruction.targets, *instruction.sources, instruction.guard):
-            if register is not None and register not in constants:
-                ranges.setdefault(register, [position, position])[1] = position
-    loops = sorted(
-        (i.goes_to, n) for n, i in enumerate(code) if i.operation == "branch" and i.goes_to <= n
-    )
-    changed = True
-    while changed:
-        changed = False
-        for start, end in loops:
-            for span in ranges.values():
-                if span[0] <= end and span[1] >= start and (span[0] > start or span[1] < end):
-                    span[:] = [min(span[0], start), max(span[1], end)]
-                    changed = True
-    return _numbered(ranges)
-
-
-def _numbered(ranges: dict[str, list[int]]) -> dict[str, int]:
-    numbers: dict[str, int] = {}
-    free: list[int] = []
-    busy: list[tuple[int, int]] = []
-    highest = 0
-    for register, (start, end) in sorted(ranges.items(), key=lambda item: item[1][0]):
-        while busy and busy[0][0] < start:
-            free.append(busy.pop(0)[1])
-        if not free:
-            free.append(highest)
-            highest += 1
-        numbers[register] = free.pop()
-        busy.append((end, numbers[register]))
-        busy.sort()
-    return numbers

@@ -4,11 +4,8 @@ Every scenario drives ``DeviceBalancer`` of all ranks through batches of two lay
 answer is what ``HostBalancer``, its twin, answers for the same ids.
 """
 
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from types import SimpleNamespace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -16,12 +13,11 @@ import torch
 from ultraep_kernels.contract import Search, search_of
 
 from tests.ptx.compiled import Change
-from tests.ptx.host import Cluster
+from tests.ptx.host import Cluster, Rank
 from tests.ptx.machine import Finding, MachineError, Options
+from tests.ptx.twins import Routed, Twins, moved
 from tests.support.balancer_rigs import CONFIG, masters_of
-from tests.support.mirror import FakeRecorder
 from ultraep_serve.balance.backend import GroupSetup
-from ultraep_serve.balance.host.balancer import HostBalancer
 from ultraep_serve.balance.speeds import expert_clock
 from ultraep_serve.balance.topology import Location
 from ultraep_serve.types import ExpertShape, Plan, TokenView
@@ -69,6 +65,8 @@ _SEVERAL = (  # balanced, left alone, expected to be left alone and followed up,
     Batch("skewed", 1, _DECODE, runs=False),
     Batch("skewed", 2),
 )
+_BRIEFLY = Search(512, first=2, limit=4, sweeps=8, thrifty=2)
+_TWO_MICRO_BATCHES = ExpertShape(4, 8, 1, num_micro_batches=2)
 _BALANCED = (Batch("skewed", runs=False), Batch("skewed", 3))
 
 
@@ -83,7 +81,7 @@ class Scenario:
     relay: str = "auto"
     speeds: str = "equal"
     domain_size: int | None = None
-    search: Search | None = Search(512, first=2, limit=4, sweeps=8, thrifty=2)  # None: as it serves
+    search: Search | None = _BRIEFLY  # None: as it serves
     least_resident: int = 1  # programs of a rank that must fit a device together
     calibrates: bool = False
     dispatches: bool = False  # with a stand-in for a dispatch that takes all multiprocessors
@@ -104,12 +102,13 @@ class Scenario:
 SCENARIOS = {
     each.name: each
     for each in (
+        Scenario("one batch", ExpertShape(2, 8, 1), (Batch("skewed"),)),
         Scenario("two ranks", ExpertShape(2, 8, 1)),
         Scenario("four ranks", ExpertShape(4, 16, 2), speeds="1.0,0.5,1.0,0.8"),
         Scenario("eight ranks", ExpertShape(8, 64, 2), search=None),
         Scenario("relays", ExpertShape(4, 8, 1), _BALANCED, relay="always"),
         Scenario("shared tokens", ExpertShape(4, 8, 1), view=TokenView.SHARED),
-        Scenario("micro-batches", ExpertShape(4, 8, 1, num_micro_batches=2), _BALANCED, least_resident=8),
+        Scenario("micro-batches", _TWO_MICRO_BATCHES, _BALANCED, least_resident=8),
         Scenario("two domains", ExpertShape(4, 16, 1), domain_size=2),
         Scenario("unknown ids", ExpertShape(2, 8, 1), (Batch("unknown id"), Batch("padding"))),
         Scenario("dispatch", ExpertShape(4, 8, 1), _BALANCED, dispatches=True),
@@ -134,7 +133,7 @@ class Outcome:
         return not (self.findings or self.wrong or self.failure)
 
     def __str__(self) -> str:
-        return "; ".join([*map(str, self.findings), *self.wrong, self.failure]).strip("; ") or "right"
+        return "; ".join(filter(None, [*map(str, self.findings), *self.wrong, self.failure]))
 
 
 def play(
@@ -170,6 +169,18 @@ class searching:
             module.search_of = search_of
 
 
+@dataclass(frozen=True)
+class _Place:
+    """Which of a batch's layers, and where."""
+
+    rank: Rank
+    layer: int
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"rank {self.rank.number}, layer {self.layer}, micro-batch {self.micro_batch}"
+
+
 class _Player:
     def __init__(
         self, scenario: Scenario, options: Options, change: Change | None, forgets: str
@@ -179,8 +190,12 @@ class _Player:
             self._cluster = Cluster(
                 scenario.setup_of, NUM_LAYERS, scenario.domain_size, options, change, forgets
             )
-        self._twins = [_Twins(scenario) for _ in range(scenario.shape.num_micro_batches)]
+        self._twins = [
+            Twins(scenario.shape, NUM_LAYERS, scenario.setup_of)
+            for _ in range(scenario.shape.num_micro_batches)
+        ]
         self._checks: list[Callable[[], None]] = []  # when the device is done
+        self._plans: dict[tuple[int, int], tuple[_Place, Plan | None]] = {}
 
     def play(self) -> None:
         cluster = self._cluster
@@ -203,29 +218,33 @@ class _Player:
         for rank in cluster.ranks:
             if status := int(rank.fabric.status.item()):
                 self.outcome.wrong.append(f"status {status} of rank {rank.number}")
-        self._checks.clear()
         cluster.close()
 
     def _run(self) -> None:
         self._cluster.run()
         for check in self._checks:
             check()
+        for place, plan in self._plans.values():
+            if plan is not None:
+                self._compare_plan(place, plan)
         self._checks.clear()
+        self._plans.clear()
 
     def _layer(self, batch: Batch, layer: int) -> None:
+        """Every rank routes it, then its engine dispatches and computes."""
         shape, cluster = self._scenario.shape, self._cluster
-        numbers = range(shape.num_micro_batches)
-        for number in numbers:
-            turned = Batch(batch.kind, batch.turn + 4 * number + layer, batch.tokens, batch.dtype)
-            shared = self._scenario.view is TokenView.SHARED
-            ids = [turned.ids(0 if shared else n, shape.num_logical_experts) for n in range(shape.num_ranks)]
-            expected = self._twins[number].route(layer, ids, batch.tokens)
+        is_shared = self._scenario.view is TokenView.SHARED
+        for number, twins in enumerate(self._twins):
+            turned = replace(batch, turn=batch.turn + 4 * number + layer)
+            sources = [0 if is_shared else n for n in range(shape.num_ranks)]
+            ids = [turned.ids(n, shape.num_logical_experts) for n in sources]
+            expected = twins.route(layer, ids, batch.tokens)
             for n, own in enumerate(ids):
                 with cluster.of(n) as rank:
                     physical = rank.balancer.route(layer, own, batch.tokens, number)
                     self._dispatch(rank, number)
-                    self._expect(rank, layer, number, own, physical, expected[n])
-        for number in numbers:
+                    self._compute(_Place(rank, layer, number), physical, expected[n])
+        for number in range(len(self._twins)):
             for n in range(shape.num_ranks):
                 with cluster.of(n) as rank:
                     rank.balancer.computed(number)
@@ -239,59 +258,53 @@ class _Player:
         if self._scenario.dispatches:
             self._cluster.dispatch(rank.number)
 
-    def _expect(
-        self, rank: Any, layer: int, number: int, ids: torch.Tensor, physical: torch.Tensor, twin: "_Routed"
-    ) -> None:
+    def _compute(self, place: "_Place", physical: torch.Tensor, twin: Routed) -> None:
         """The engine's part: dispatch reads ids, experts read slots; and what must be there."""
         cluster, shape, wrong = self._cluster, self._scenario.shape, self.outcome.wrong
-        where = f"rank {rank.number}, layer {layer}, micro-batch {number}"
-        expected = moved(twin.physical, shape, number).to(physical.dtype)
+        rank = place.rank
+        expected = moved(twin.physical, shape, place.micro_batch).to(physical.dtype)
+        experts = [] if twin.plan is None else twin.plan.slot_expert[rank.number].tolist()
+        first = shape.num_masters + place.micro_batch * shape.num_replica_slots
 
         def dispatch() -> None:
             cluster.touch(physical, rank.number, "dispatch reads ids")
             if not torch.equal(physical, expected):
-                wrong.append(f"ids of {where}")
-
-        cluster.call(rank.number, dispatch)
-        experts = [] if twin.plan is None else twin.plan.slot_expert[rank.number].tolist()
-        first = shape.num_masters + number * shape.num_replica_slots
+                wrong.append(f"ids of {place}")
 
         def compute() -> None:
             for slot, expert in enumerate(experts):
                 if expert < 0:
                     continue
                 owner, local = divmod(expert, shape.num_masters)
-                masters = masters_of(owner, layer, shape.num_masters)
-                for tensor, master in zip(rank.layers[layer].tensors, masters, strict=True):
+                masters = masters_of(owner, place.layer, shape.num_masters)
+                for tensor, master in zip(rank.layers[place.layer].tensors, masters, strict=True):
                     cluster.touch(tensor[first + slot], rank.number, "experts read slots")
                     if not torch.equal(tensor[first + slot], master[local]):
-                        wrong.append(f"slot {slot} of {where}")
+                        wrong.append(f"slot {slot} of {place}")
 
+        cluster.call(rank.number, dispatch)
         with expert_clock:
             cluster.call(rank.number, compute, aside=cluster.forgets == "experts")
-        if twin.plan is not None:
-            found, plan = rank.balancer._plans[number].found, twin.plan
-            if layer == NUM_LAYERS - 1:
-                self._checks = [check for check in self._checks if check.__name__ != where]
-                check = lambda: self._compare_plan(found, plan, number, where)  # noqa: E731
-                check.__name__ = where
-                self._checks.append(check)
+        if place.layer == NUM_LAYERS - 1:
+            self._plans[rank.number, place.micro_batch] = place, twin.plan
 
-    def _compare_plan(self, found: Any, plan: Plan, number: int, where: str) -> None:
-        slots = self._scenario.shape.num_replica_slots
-        own = slice(number * slots, (number + 1) * slots)
+    def _compare_plan(self, place: "_Place", plan: Plan) -> None:
+        """The last layer's, which nothing has overwritten."""
+        slots, wrong = self._scenario.shape.num_replica_slots, self.outcome.wrong
+        found = place.rank.balancer._plans[place.micro_batch].found
+        own = slice(place.micro_batch * slots, (place.micro_batch + 1) * slots)
         if not np.array_equal(found.slot_expert.numpy()[:, own], plan.slot_expert):
-            self.outcome.wrong.append(f"slots planned by {where}")
+            wrong.append(f"slots planned by {place}")
         for name in ("quota", "share"):
             if not np.array_equal(getattr(found, name).numpy(), getattr(plan, name)):
-                self.outcome.wrong.append(f"{name} of {where}")
+                wrong.append(f"{name} of {place}")
 
     def _compare_records(self) -> None:
         for rank in self._cluster.ranks:
             for _ in range(2 * len(self._scenario.batches)):
                 rank.balancer._record_what_is_done()
-            pairs = [_plain(events) for events in (rank.recorder.events, self._twins[0].events(rank.number))]
-            if pairs[0] != pairs[1] or rank.recorder.lost:
+            expected = _plain(self._twins[0].events(rank.number))
+            if _plain(rank.recorder.events) != expected or rank.recorder.lost:
                 self.outcome.wrong.append(f"records of rank {rank.number}")
 
     def _calibrate(self) -> None:
@@ -321,80 +334,13 @@ class _Player:
             def check(found: torch.Tensor = found) -> None:
                 if not torch.equal(found, rows):
                     wrong.append(f"rows of rank {rank.number}")
-                expert = int(slot_expert[rank.number, 0])
-                masters = masters_of(expert // shape.num_masters, 0, shape.num_masters)
+                owner, local = divmod(int(slot_expert[rank.number, 0]), shape.num_masters)
+                masters = masters_of(owner, 0, shape.num_masters)
                 for tensor, master in zip(rank.layers[0].tensors, masters, strict=True):
-                    if not torch.equal(tensor[shape.num_masters], master[expert % shape.num_masters]):
+                    if not torch.equal(tensor[shape.num_masters], master[local]):
                         wrong.append(f"slot 0 of rank {rank.number}")
 
             self._checks.append(check)
-
-
-@dataclass
-class _Routed:
-    """What the twin of one rank answered."""
-
-    physical: torch.Tensor
-    plan: Plan | None
-
-
-class _Twins:
-    """``HostBalancer`` of every rank, each in a thread; nothing is copied."""
-
-    def __init__(self, scenario: Scenario) -> None:
-        shape = scenario.shape
-        self._shape = ExpertShape(shape.num_ranks, shape.num_logical_experts, shape.num_replica_slots)
-        self._pool = ThreadPoolExecutor(shape.num_ranks)
-        self._barrier = threading.Barrier(shape.num_ranks)
-        self._rows: list[Any] = [None] * shape.num_ranks
-        self._recorders = [FakeRecorder() for _ in range(shape.num_ranks)]
-        self._balancers = [self._new_balancer(n, scenario) for n in range(shape.num_ranks)]
-
-    def route(self, layer: int, ids: list[torch.Tensor], tokens: int) -> list[_Routed]:
-        """By rank."""
-
-        def one(rank: int) -> _Routed:
-            balancer = self._balancers[rank]
-            balancer._routed = None
-            physical = balancer.route(layer, ids[rank], tokens)
-            routed: Any = balancer._routed
-            plan = None if routed is None else routed.plan
-            balancer.computed()
-            return _Routed(physical, plan)
-
-        return list(self._pool.map(one, range(self._shape.num_ranks)))
-
-    def events(self, rank: int) -> list[Any]:
-        """What was recorded."""
-        return self._recorders[rank].events
-
-    def _new_balancer(self, rank: int, scenario: Scenario) -> HostBalancer:
-        setup: Any = scenario.setup_of(rank)
-        setup = GroupSetup(setup.config, self._shape, setup.view, setup.location)
-        sizes = [sum(t.element_size() * t[0].numel() for t in masters_of(rank, 0, self._shape.num_masters))]
-        layer: Any = SimpleNamespace(expert_bytes=np.array(sizes))
-        fabric: Any = SimpleNamespace(
-            rank=rank, exchange=lambda row: self._exchange(rank, row),
-            stream=lambda *_: None, wait_slots=lambda *_: None,
-        )  # fmt: skip
-        recorder: Any = self._recorders[rank]
-        policies = recorder if rank == 0 else None
-        return HostBalancer(setup, [layer] * NUM_LAYERS, fabric, policies, recorder)
-
-    def _exchange(self, rank: int, row: Any) -> Any:
-        self._rows[rank] = row
-        self._barrier.wait(60)
-        rows = np.stack(self._rows)
-        self._barrier.wait(60)
-        return rows
-
-
-def moved(physical: torch.Tensor, shape: ExpertShape, micro_batch: int) -> torch.Tensor:
-    """Ids of a group whose ranks have slots of one micro-batch, where there are more."""
-    local = shape.num_masters + shape.num_replica_slots
-    rank, own = physical // local, physical % local
-    own = torch.where(own < shape.num_masters, own, own + micro_batch * shape.num_replica_slots)
-    return torch.where(physical < 0, physical, rank * shape.num_local + own)
 
 
 def _plain(events: list[Any]) -> list[Any]:
