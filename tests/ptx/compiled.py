@@ -22,7 +22,7 @@ __all__ = ["Change", "Prepared", "prepare"]
 
 Change = Callable[[ParsedKernel], ParsedKernel]  # makes a mistake, or none; asked once a kernel
 _ARCH = 90
-_POINTERS = 2  # of scratch memory, which the compiler adds and no kernel here uses
+_SCRATCH_POINTERS = 2  # parameters that the compiler adds; no kernel here uses them
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,8 @@ def prepare(launch: Launch, change: Change | None = None) -> Prepared:
     leaves = list(_leaves([signature[name] for name in bound], list(bound.values())))
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     values = [leaf.data_ptr() if isinstance(leaf, torch.Tensor) else int(leaf) for leaf in leaves]
-    if len(values) + _POINTERS != len(kernel.parameters):
+    values += [0] * _SCRATCH_POINTERS
+    if len(values) != len(kernel.parameters):
         raise ValueError(f"{function.__name__} takes {len(kernel.parameters)}, not {len(values)}")
     (grid,) = launch.grid
     return Prepared(kernel, module.shared_bytes, grid, launch.num_warps, values, tensors)

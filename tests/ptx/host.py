@@ -226,7 +226,7 @@ class Cluster:
     def dispatch(self, rank: int) -> None:
         """A stand-in for an engine's dispatch, which takes all multiprocessors and waits for peers.
 
-        It is an exchange of rows in memory of its own, whose programs all start at once.
+        It is an exchange of rows in memory of its own, whose programs start and end together.
         """
         size, width = len(self.ranks), 4
         if not self._dispatches:

@@ -151,6 +151,7 @@ static int visit(Machine *m, Warp *w, int lane, const Instruction *i, const Plac
     note_cells(&m->races, w->program->knowledge, place->cells, place->offset, place->shift, &access, place->address);
     Cell *cell = &place->cells[place->offset >> place->shift];
     u32 thread = access.thread;
+    if (w->program->knowledge->fence_phase[thread] == w->program->knowledge->phase) w->program->knowledge->goes_on = 1;
     if (kind & READS && i->strength) acquire(&m->races, w->program->knowledge, thread, cell, i->strength, i->order & ACQUIRE);
     if (kind & WRITES) {
         int goes_on = kind & ATOMIC, releases = i->order & RELEASE && i->strength;
@@ -418,9 +419,12 @@ static void end_program(Machine *m, Program *p) {
         for (s64 b = 0; b < launch->kernel->shared_bytes; b++) free_readers(&m->races, &p->cells[b]);
     for (int n = 0; n < launch->num_warps; n++) free(p->warps[n].registers);
     free(p->warps), free(p->shared), free(p->cells), free(p);
-    m->residents[launch->rank]--;
     m->progress = m->steps;
-    if (++launch->ended == launch->grid) end_launch(m, launch);
+    if (!launch->gang) m->residents[launch->rank]--;
+    if (++launch->ended == launch->grid) {
+        if (launch->gang) m->residents[launch->rank] -= launch->grid; /* its programs end together too */
+        end_launch(m, launch);
+    }
 }
 
 static int leave(Machine *m, Warp *w, u32 mask) {

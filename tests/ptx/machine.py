@@ -133,7 +133,7 @@ class Machine:
         kernel = self._kernel(prepared)
         values = bytearray()
         for (_, offset, size), value in zip(
-            prepared.kernel.parameters, [*prepared.values, 0, 0], strict=True
+            prepared.kernel.parameters, prepared.values, strict=True
         ):
             values += bytes(offset - len(values))
             values += (value & (1 << 8 * size) - 1).to_bytes(size, "little")

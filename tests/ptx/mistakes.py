@@ -93,7 +93,7 @@ MISTAKES = (
     Mistake("plan: decision by a weak store", _at("store", "put", "take_winners"), "weak"),
     # threads of a program
     Mistake("histogram without its barriers", _at("barrier", "_count_block", "", _COUNT)),
-    Mistake("slots read without a barrier", _at("barrier", "_finish_slots", "", _PLAN)),
+    Mistake("slots read too early", _at("barrier", "_finish_slots", "", _PLAN), scenario="relays"),
     Mistake("speeds overwritten while they are read", _at("barrier", "_choose_kernel")),
     # streams
     Mistake("experts do not wait for the side stream", forgets="join"),

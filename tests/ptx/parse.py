@@ -24,7 +24,8 @@ _VOTES = ("ballot", "any", "all")
 _ENTRY = re.compile(
     r"\.visible \.entry (\w+)\((.*?)\)\s*\.reqntid (\d+)[^{]*\{(.*?)^\}", re.MULTILINE | re.DOTALL
 )
-_REGISTER = re.compile(r"%\w+$|[A-Za-z]\w*$")
+_REGISTER = re.compile(r"(%[a-z]+)(\d+)$")
+_REGISTERS = re.compile(r"(%[a-z]+)<(\d+)>$")
 _NUMBER = re.compile(r"-?(?:0x[0-9a-fA-F]+|\d+)U?$")
 _GUARD = re.compile(r"@(!?)(%?\w+)\s+")
 _OPCODE = re.compile(r"([a-z][\w:]*(?:\.[\w:]+)*)\s*(.*)$", re.DOTALL)
@@ -74,6 +75,7 @@ class _Parser:
         self._labels: dict[str, int] = {}
         self._scopes: list[dict[str, str]] = [{}]
         self._num_scopes = 0
+        self._numbers_of: dict[str, int] = {}  # of registers, by the beginning of their names
         self._constants: dict[int, str] = {}
         self._parameters: dict[str, tuple[int, int]] = {}
 
@@ -147,7 +149,9 @@ class _Parser:
         if not found or found[1] not in _REGISTER_TYPES:
             raise PtxError(text)
         for name in (part.strip() for part in found[2].split(",")):
-            if "<" not in name:
+            if registers := _REGISTERS.match(name):
+                self._numbers_of[registers[1]] = int(registers[2])
+            else:
                 self._scopes[-1][name] = f"{name}'{self._num_scopes}"
 
     def _register(self, text: str) -> str | None:
@@ -162,7 +166,8 @@ class _Parser:
         for scope in reversed(self._scopes):
             if text in scope:
                 return scope[text]
-        if not text.startswith("%") or not _REGISTER.match(text) or text in _SPECIALS:
+        found = _REGISTER.match(text)
+        if not found or int(found[2]) >= self._numbers_of.get(found[1], 0):
             raise PtxError(f"operand {text!r}")
         return text
 

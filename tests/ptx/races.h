@@ -56,6 +56,7 @@ typedef struct {
     u32 *known, *fenced;          /* by all of its threads, at the last barrier */
     u32 *turns;                   /* by thread, counted from 1 */
     u32 *fence_phase, *fence_turn, *fence_learnt;       /* by thread: its last proxy fence */
+    int goes_on;                                        /* a thread accesses memory behind its fence */
     u32 *release_phase, *release_turn, *release_learnt; /* by thread: its last fence that releases, */
     u8 *release_strength;                               /* for the strong writes that follow */
     Learnt *learnt;
@@ -414,10 +415,12 @@ static void fence(Knowledge *me, u32 thread) {
 /* All threads meet at a barrier: each knows what any of them knew. */
 static void meet(Races *races, Knowledge *me) {
     u32 n = races->num_components;
-    int has_fence = 0;
+    u32 fences = 0;
     for (u32 thread = 0; thread < me->num_threads; thread++)
-        has_fence |= me->fence_phase[thread] == me->phase;
-    if (has_fence) join(me->fenced, me->known, n);
+        fences += me->fence_phase[thread] == me->phase;
+    if (fences) join(me->fenced, me->known, n);
+    if (fences == me->num_threads && !me->goes_on) me->fenced[me->component - races->floor] = me->phase;
+    me->goes_on = 0;
     for (int i = 0; i < me->num_learnt; i++) {
         u32 thread = me->learnt[i].thread;
         int before_fence = me->fence_phase[thread] == me->phase && (u32)i < me->fence_learnt[thread];
