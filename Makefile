@@ -13,9 +13,9 @@ demo: setup
 # Both engines, each in its own environment; what needs the other one is skipped there.
 test: test-vllm test-sglang check-deploy check-protocol-quick check-ptx-quick
 
-# What to run while working: no engine, no interpreted kernel, no browser.
+# What to run while working: no engine, no interpreted kernel, no compiling for GPUs, no browser.
 check: setup lint docs
-	$(VENV)/bin/python -m pytest -q -m "not engine and not interpreter and not browser"
+	$(VENV)/bin/python -m pytest -q -m "not engine and not interpreter and not compiler and not browser"
 
 lint: setup
 	$(VENV)/bin/ruff check .
@@ -38,7 +38,7 @@ demo-sglang: setup-sglang
 test-sglang: setup-sglang
 	$(VENV)-sglang/bin/python -m pytest tests/engines/test_sglang_*.py tests/engines/test_ways_to_start.py
 
-# Every model family on both engines (an hour or more); brings docs/dev/families.md up to date.
+# Every model family on both engines (an hour or more); brings the pages of families up to date.
 test-families: setup setup-sglang
 	$(VENV)/bin/python benchmarks/families.py
 	$(VENV)-sglang/bin/python benchmarks/families.py

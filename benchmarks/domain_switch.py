@@ -37,7 +37,11 @@ def main() -> None:
     settings = []
     for num_ranks in args.ranks:
         options = ReplayOptions(
-            num_ranks, args.slots, args.batch_tokens, history_batches=args.history, skip=1
+            num_ranks=num_ranks,
+            num_slots=args.slots,
+            batch_tokens=args.batch_tokens,
+            history_batches=args.history,
+            skip=1,
         )
         result = replay(trace, options, [policy_function(name) for name in POLICIES])
         rows = batch_rows(result, names)

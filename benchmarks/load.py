@@ -26,14 +26,13 @@ import harness
 from served import MODELS, WORK, model, serve, serve_without_ep
 from sglang_eplb import eplb_server
 
-from ultraep_serve.cli.arguments import built, names
 from ultraep_serve.lab.bench.aiperf import SUMMARY, AIPerf
 from ultraep_serve.lab.bench.engine import Server
 from ultraep_serve.lab.bench.load import LoadOptions, LoadRun
 from ultraep_serve.lab.bench.prefill import Servers
 from ultraep_serve.lab.bench.sidecar import Sidecar
 from ultraep_serve.lab.commands.bench import (
-    add_load_arguments,
+    LoadFiles,
     load_results,
     prepare_load_outputs,
 )
@@ -58,28 +57,30 @@ def main() -> None:
     """Measure, print a table, write JSON and picture."""
     parser = harness.parser(__doc__)
     parser.add_argument("--model", choices=sorted(MODELS), default="qwen3")
-    parser.add_argument("--contenders", type=names, default=f"{WITHOUT_EP},off,quota,ideal")
+    parser.add_argument("--contenders", default=f"{WITHOUT_EP},off,quota,ideal")
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
     parser.add_argument("--timeout", type=float, default=600.0, help="for one answer, seconds")
-    add_load_arguments(parser)
+    LoadOptions.add_flags(parser)
+    LoadFiles.add_flags(parser)
     options = parser.parse_args()
+    load, files = LoadOptions.from_flags(options), LoadFiles.from_flags(options)
     options.mode, options.engine = "tensor", installed_engine()
     control = "" if options.model == "qwen3" else f"-{options.model}"
     name = f"load-{options.engine}{control}.json"
     options.json = options.json or Path("benchmarks/results") / name
-    prepare_load_outputs(options)
-    aiperf = AIPerf(options.aiperf)
+    prepare_load_outputs(files, options.json)
+    aiperf = AIPerf(files.aiperf)
     sources = [partial(sample_text, domain) for domain in DOMAINS]
-    run = LoadRun(aiperf, sources, built(LoadOptions, options), options.timeout, options.raw)
+    run = LoadRun(aiperf, sources, load, options.timeout, files.raw)
     contenders = chosen(options)
     listed = [name for contender in contenders for name in contender.names]
     about = {"engine": options.engine, "model": options.model, "command": harness.command()}
-    with load_results(options, run, listed, about):
-        for repeat in range(options.repeats):
+    with load_results(run, listed, about, options.json, files.plots):
+        for repeat in range(load.repeats):
             for contender in contenders[:: 1 if repeat % 2 else -1]:
                 measure(run, contender, repeat)
-    if options.raw is not None:
-        write_raw(options.raw, options.json.with_stem(f"{options.json.stem}-raw"))
+    if files.raw is not None:
+        write_raw(files.raw, options.json.with_stem(f"{options.json.stem}-raw"))
 
 
 def write_raw(raw: Path, path: Path) -> None:
@@ -94,7 +95,7 @@ def write_raw(raw: Path, path: Path) -> None:
 
 def chosen(options: argparse.Namespace) -> list[Contender]:
     """The servers that --contenders asks for."""
-    path, wanted = model(options.model), options.contenders
+    path, wanted = model(options.model), options.contenders.split(",")
     if unknown := set(wanted) - {WITHOUT_EP, EPLB, *POLICIES}:
         sys.exit(f"--contenders: {', '.join(sorted(unknown))} is unknown")
     if EPLB in wanted and options.engine != "sglang":

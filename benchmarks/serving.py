@@ -78,7 +78,9 @@ def balanced(options: argparse.Namespace) -> dict[str, Any]:
 
 def measure(options: argparse.Namespace, name: str, policies: tuple[Policy, ...]) -> dict[str, Any]:
     """``bench prefill`` against a server of our own, with the engine alone beside it."""
-    prefill = PrefillOptions(options.prompt_tokens, policies, options.repeats)
+    prefill = PrefillOptions(
+        prompt_tokens=options.prompt_tokens, policies=policies, repeats=options.repeats
+    )
     with (
         serve_without_ep(options, model(name), "bfloat16") as plain,
         serve(options, model(name), "bfloat16", "--allow-ideal") as running,

@@ -17,9 +17,9 @@ from ultraep_serve.lab.bench.engine import Server
 from ultraep_serve.lab.bench.sidecar import Sidecar
 from ultraep_serve.lab.demo.text import sample_text
 from ultraep_serve.telemetry.reader import RingReader
+from ultraep_serve.telemetry.record import RecordArray
 from ultraep_serve.telemetry.run_directory import run_directory_of_port
 from ultraep_serve.telemetry.run_files import RunFiles
-from ultraep_serve.telemetry.schema import RecordArray
 from ultraep_serve.types import Policy, Stage
 
 

@@ -25,9 +25,11 @@ import harness
 import httpx
 import numpy as np
 from served import sidecar
+from ultraep_kernels.contract import FULL_SPEED
 
 from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.reader import RingReader
+from ultraep_serve.telemetry.record import LayerOutcome, LayerPlace, LayerRecord
 from ultraep_serve.telemetry.recorder import Recorder
 from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.telemetry.schema import RingState
@@ -64,23 +66,26 @@ def write(run_dir: str, ranks: range, shape: ExpertShape, per_second: int, stop:
 
 def write_batch(recorder: Recorder, batch: int, shape: ExpertShape) -> None:
     """Record all layers of ``batch``, from whose number every load follows."""
-    loads = np.full(shape.num_ranks, 1 + batch % 1000)
-    expert_load = np.full(shape.num_logical_experts, 1 + batch % 1000)
+    num_ranks, num_experts = shape.num_ranks, shape.num_logical_experts
+    outcome = LayerOutcome(
+        decision=Decision.PLANNED,
+        policy=Policy.QUOTA,
+        expert_load=np.full(num_experts, 1 + batch % 1000),
+        speed=np.full(num_ranks, FULL_SPEED),
+        slot_expert=np.full((num_ranks, shape.num_slots), -1, np.int32),
+        slot_load=np.zeros((num_ranks, shape.num_slots), np.int32),
+    )
     for layer in range(NUM_LAYERS):
         recorder.record(
-            layer=layer,
-            batch=batch,
-            tokens=1024,
-            decision=Decision.PLANNED,
-            policy=Policy.QUOTA,
-            replicas=1,
-            bytes_sent=1000,
-            bytes_received=1000,
-            stage_ns=[1000] * 7,
-            load_before=loads,
-            load_after=loads,
-            slot_expert=None,
-            expert_load=expert_load,
+            LayerRecord.of(
+                LayerPlace(batch, layer, tokens=1024),
+                outcome,
+                rank=0,
+                expert_bytes=1000,
+                bytes_sent=1000,
+                stage_ns=[1000] * 7,
+                experts_ns=0,
+            )
         )
 
 
@@ -146,7 +151,8 @@ def torn_records(reader: RingReader) -> int:
     """New records handed out by ``reader`` that do not follow from their batch."""
     records = reader.poll().records
     expected = (1 + records["batch"] % 1000).astype(np.int64)[:, None]
-    torn = (records["load_before"] != expected).any(axis=1)
+    per_rank = records["expert_load"].shape[1] // records["load_before"].shape[1]
+    torn = (records["load_before"] != expected * per_rank).any(axis=1)
     return int((torn | (records["expert_load"] != expected).any(axis=1)).sum())
 
 

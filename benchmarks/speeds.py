@@ -27,9 +27,9 @@ from ultraep_serve.lab.bench.prefill import median_interval, ratios_json
 from ultraep_serve.lab.bench.sidecar import Sidecar
 from ultraep_serve.lab.demo.text import sample_text
 from ultraep_serve.telemetry.reader import RingReader
+from ultraep_serve.telemetry.record import RecordArray
 from ultraep_serve.telemetry.run_directory import run_directory_of_port
 from ultraep_serve.telemetry.run_files import RunFiles
-from ultraep_serve.telemetry.schema import RecordArray
 from ultraep_serve.types import SpeedSource
 
 SOURCES = (SpeedSource.EQUAL, SpeedSource.AUTO)

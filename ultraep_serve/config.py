@@ -1,40 +1,39 @@
-"""Every setting, stated once, and the one place that reads the environment.
+"""Every setting of a server, stated once, and the one place that reads the environment.
 
 ``BalanceConfig`` is the schema of all settings: from it come the launcher's flags and their help,
 the JSON that an engine is given (in the variable ``ULTRAEP_CONFIG``, or in a setting of its own),
-the errors, and the table in ``docs/reference.md``. A setting's name is its flag's, with
-underscores.
+files of settings, the errors, and the table in ``docs/settings.md``.
 """
 
 import argparse
-import json
 import multiprocessing
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
 from ultraep_serve.balance.speeds import parse_speeds
 from ultraep_serve.costs.model import CostModel
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.system.control_token import checked_token
 from ultraep_serve.system.files import parse_object
+from ultraep_serve.system.settings import Settings, read_settings
 from ultraep_serve.types import Policy
 
 __all__ = [
     "CONFIG_VARIABLE",
     "BalanceConfig",
     "SidecarSettings",
-    "add_flags",
+    "add_file_flag",
     "child_environment",
     "control_token_from_environment",
     "first_process",
+    "given_settings",
     "parse_policy",
     "plugin_filter",
     "share_with_ray_workers",
-    "values_of_flags",
 ]
 
 CONFIG_VARIABLE = "ULTRAEP_CONFIG"
@@ -60,20 +59,7 @@ def _read_speeds(given: object) -> object:
     return given
 
 
-class _Settings(BaseModel):
-    """Settings whose errors are ConfigErrors that name the setting, the value and the range."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-    def __init__(self, **values: Any) -> None:
-        """Raises ConfigError for unknown settings and bad values."""
-        try:
-            super().__init__(**values)
-        except ValidationError as error:
-            raise ConfigError(_explain(error, type(self))) from None
-
-
-class SidecarSettings(_Settings):
+class SidecarSettings(Settings):
     """The sidecar's own settings; the launcher's flags for them begin with ``--sidecar-``."""
 
     host: str = Field(default="127.0.0.1", description="address that the sidecar listens on")
@@ -81,7 +67,7 @@ class SidecarSettings(_Settings):
         default=None,
         ge=0,
         le=65535,
-        description="its port; 0: a free one (default: the server's + 1; 8001 beside a rank)",
+        description="its port; 0: a free one (default: the server's + 1; 8001 without a launcher)",
     )
     log_format: Literal["text", "json"] = Field(
         default="text", description="lines of the sidecar's log"
@@ -93,7 +79,7 @@ class SidecarSettings(_Settings):
     )
 
 
-class BalanceConfig(_Settings):
+class BalanceConfig(Settings):
     """Everything a rank needs to know; the same on every rank."""
 
     policy: Annotated[Policy, Field(strict=False)] = Field(
@@ -122,6 +108,12 @@ class BalanceConfig(_Settings):
     on_unsupported: Literal["error", "off"] = Field(
         default="error",
         description="what cannot be balanced: refuse to start, or serve without balancing",
+    )
+    self_check: Literal["off", "quick", "full"] = Field(
+        default="quick",
+        description="what is computed before the server is ready, to prove that its answers are "
+        "right: nothing; kernels, copies, and the first and last MoE layer of each kind; or all "
+        "layers",
     )
     costs: Annotated[str, BeforeValidator(_read_costs)] = Field(
         default="",
@@ -189,10 +181,6 @@ class BalanceConfig(_Settings):
             )
         return self
 
-    def to_json(self) -> str:
-        """This configuration as one line of JSON."""
-        return json.dumps(self.model_dump(mode="json"), sort_keys=True)
-
     @classmethod
     def from_json(cls, text: str) -> "BalanceConfig":
         """Parse ``to_json``'s output. Raises ConfigError for unknown settings or bad values."""
@@ -200,9 +188,18 @@ class BalanceConfig(_Settings):
 
     @classmethod
     def from_environment(cls) -> "BalanceConfig | None":
-        """The configuration of this process, or None where balancing was not switched on."""
+        """The configuration of this process, or None where balancing was not switched on.
+
+        The variable holds JSON, or ``@`` and the name of a file. Raises ConfigError.
+        """
         text = os.environ.get(CONFIG_VARIABLE)
-        return cls.from_json(text) if text else None
+        if not text:
+            return None
+        if not text.startswith("@"):
+            return cls.from_json(text)
+        config = cls(**read_settings(Path(text[1:])))
+        os.environ[CONFIG_VARIABLE] = config.to_json()  # what this process starts reads the same
+        return config
 
     @classmethod
     def chosen(cls, given: object, name: str) -> "BalanceConfig | None":
@@ -233,42 +230,32 @@ class BalanceConfig(_Settings):
         assert self.run_dir, "ranks have not met"
         return Path(self.run_dir)
 
-    def replace(self, **changes: Any) -> "BalanceConfig":
-        """The same configuration with ``changes``. Raises ConfigError."""
-        return BalanceConfig(**{**self.model_dump(), **changes})
+
+def add_file_flag(parser: argparse.ArgumentParser) -> None:
+    """The flag of a file that ``given_settings`` reads."""
+    text = "YAML or JSON file of settings by name; flags override it"
+    parser.add_argument("--ultraep-config", type=Path, metavar="FILE", help=text)
 
 
-def add_flags(group: Any, settings: type[_Settings], prefix: str = "") -> None:
-    """Add a flag, ``--`` ``prefix`` and its name, for every setting to an argparse parser or group.
+def given_settings(
+    arguments: argparse.Namespace, sidecar_prefix: str
+) -> tuple[BalanceConfig, SidecarSettings]:
+    """A server's and its sidecar's settings: those of the file, and flags, which override it.
 
-    A flag that is not given is None, so that the schema's own default holds.
+    Raises ConfigError for unknown settings and bad values.
     """
-    for name, field in settings.model_fields.items():
-        if (field.json_schema_extra or {}) == {"flag": False}:
-            continue
-        flag, text = f"--{prefix}{name}".replace("_", "-"), (field.description or "")
-        if field.annotation is bool:
-            group.add_argument(flag, action="store_true", default=None, help=text)
-            continue
-        default = field.default.value if isinstance(field.default, Policy) else field.default
-        if "(default:" not in text:
-            text += f" (default: {default})"
-        group.add_argument(flag, help=text, metavar=_metavar(field.annotation))
-
-
-def values_of_flags(
-    arguments: argparse.Namespace, settings: type[_Settings], prefix: str = ""
-) -> dict[str, Any]:
-    """The settings that were given as flags, of the types that the schema has.
-
-    Raises ConfigError for what is no number where one is needed.
-    """
-    values: dict[str, Any] = {}
-    for name, field in settings.model_fields.items():
-        given = getattr(arguments, f"{prefix}{name}".replace("-", "_"), None)
-        if given is not None:
-            values[name] = _converted(name, given, field.annotation)
-    return values
+    path: Path | None = arguments.ultraep_config
+    file = {} if path is None else read_settings(path)
+    sidecar = file.pop("sidecar", None) or {}
+    if not isinstance(sidecar, Mapping):
+        raise ConfigError(f"{path}: sidecar must hold settings by name, not {sidecar!r}")
+    try:
+        return (
+            BalanceConfig.from_flags(arguments, beneath=file),
+            SidecarSettings.from_flags(arguments, sidecar_prefix, sidecar),
+        )
+    except ConfigError as error:
+        raise error if path is None else ConfigError(f"{error} (of flags and {path})") from None
 
 
 def parse_policy(name: str) -> Policy:
@@ -317,46 +304,6 @@ def child_environment(config: BalanceConfig | None, defaults: Mapping[str, str])
     return environment if config is None else {**environment, CONFIG_VARIABLE: config.to_json()}
 
 
-def _metavar(annotation: Any) -> str:
-    if annotation is Policy:
-        return f"{{{','.join(policy.value for policy in Policy)}}}"
-    if get_origin(annotation) is Literal:
-        return f"{{{','.join(get_args(annotation))}}}"
-    return {int: "N", float: "X"}.get(_plain(annotation), "TEXT")
-
-
-def _converted(name: str, given: Any, annotation: Any) -> Any:
-    kind = _plain(annotation)
-    if not isinstance(given, str) or kind not in (int, float):
-        return given
-    try:
-        return kind(given)
-    except ValueError:
-        raise ConfigError(f"{name} = {given!r} must be a number") from None
-
-
-def _plain(annotation: Any) -> Any:
-    """``int`` for ``int | None``."""
-    return next((part for part in get_args(annotation) if part in (int, float)), annotation)
-
-
 def _first_difference(one: BaseModel, other: BaseModel) -> str:
     names = type(one).model_fields
     return next(name for name in names if getattr(one, name) != getattr(other, name))
-
-
-def _explain(error: ValidationError, settings: type[BaseModel]) -> str:
-    """What is wrong, one sentence for every setting that is."""
-    sentences = []
-    for found in error.errors(include_url=False):
-        name = ".".join(str(part) for part in found["loc"])
-        if found["type"] == "extra_forbidden":
-            known = ", ".join(settings.model_fields)
-            sentences.append(f"unknown setting {name!r}; choose from {known}")
-        elif found["type"] == "value_error":
-            cause = str(found["ctx"]["error"])
-            sentences.append(f"{name}: {cause}" if name else cause)
-        else:
-            rule = found["msg"].replace("Input should be", "must be", 1)
-            sentences.append(f"{name} = {found['input']!r} {rule}")
-    return "; ".join(sentences)

@@ -3,6 +3,7 @@
 UltraEPError
 ├── ConfigError       a setting is wrong: fix the flag or the file it names
 ├── UnsupportedError  the engine, model or layer cannot be balanced
+│   └── SelfCheckError  this machine does not compute what it should
 ├── DeviceError       the GPU's driver refused a call that should have worked
 ├── EngineEndedError  the engine ended by itself: read its log, start it again
 ├── FabricError       ranks could not reach each other
@@ -23,6 +24,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 __all__ = [
+    "POLICY_OFF",
     "SERVE_UNBALANCED",
     "BenchError",
     "ConfigError",
@@ -35,6 +37,7 @@ __all__ = [
     "PeerTimeoutError",
     "PlanError",
     "RingError",
+    "SelfCheckError",
     "ServerError",
     "SharedMemoryError",
     "SpoolError",
@@ -44,9 +47,9 @@ __all__ = [
     "understood",
 ]
 
-SERVE_UNBALANCED = (
-    "or set on_unsupported to off to serve without balancing"  # the remedy that always works
-)
+# The remedies that always work: once an engine is being started, and before.
+SERVE_UNBALANCED = "set on_unsupported to off to serve without balancing"
+POLICY_OFF = "serve with --policy off"
 
 
 class UltraEPError(Exception):
@@ -58,9 +61,28 @@ class ConfigError(UltraEPError, ValueError):
 
 
 class UnsupportedError(UltraEPError):
-    """This engine, model or layer cannot be balanced; the message names the remedy.
+    """This engine, model or layer cannot be balanced; the message ends with a remedy.
 
-    With ``on_unsupported`` set to off the engine serves without balancing instead.
+    ``problem`` may name one of its own after a semicolon. ``otherwise`` follows it: by default that
+    is ``on_unsupported``, with which the engine serves without balancing instead; it is empty where
+    nothing else helps.
+    """
+
+    def __init__(self, problem: str, *, otherwise: str = SERVE_UNBALANCED) -> None:
+        super().__init__(problem)
+        self.problem, self.otherwise = problem, otherwise
+
+    def __str__(self) -> str:
+        """The whole message."""
+        if not self.otherwise:
+            return self.problem
+        return self.problem + (", or " if "; " in self.problem else "; ") + self.otherwise
+
+
+class SelfCheckError(UnsupportedError):
+    """What this machine computes is not what it should; the message names the check and the rank.
+
+    Report it, with the log of every rank.
     """
 
 

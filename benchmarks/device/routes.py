@@ -49,7 +49,14 @@ def make_routes(
     exponential clocks are drawn; here on the device.
     """
     experts = shape.num_logical_experts
-    workload = Workload("zipf", 1, 1, experts, top_k, shape.num_ranks, wanted)
+    workload = Workload(
+        num_tokens=1,
+        num_layers=1,
+        num_experts=experts,
+        top_k=top_k,
+        num_ranks=shape.num_ranks,
+        imbalance=wanted,
+    )
     weights = torch.from_numpy(next(segments(workload)).weights[0]).float().to(device)
     generator = torch.Generator(device).manual_seed(0)
     rings = torch.empty((tokens, experts), device=device)

@@ -18,7 +18,7 @@ from commands import (
 from files import BIN, COMPOSE, DEPLOY, read_yaml, run
 from manifests import DISAGGREGATED, MANY_HOSTS, ONE_HOST, Pod, balanced_pods, built, only, pods
 
-from ultraep_serve.config import BalanceConfig, SidecarSettings, values_of_flags
+from ultraep_serve.config import BalanceConfig, SidecarSettings
 from ultraep_serve.sidecar.serve import add_arguments
 from ultraep_serve.types import Policy
 
@@ -32,7 +32,7 @@ def server_flags(line: list[str]) -> tuple[argparse.Namespace, argparse.Namespac
 
 
 def check_balanced(ours: argparse.Namespace) -> None:
-    config = BalanceConfig(**values_of_flags(ours, BalanceConfig))
+    config = BalanceConfig.from_flags(ours)
     assert (config.policy, ours.no_sidecar, ours.sidecar_host) == (Policy.QUOTA, False, "0.0.0.0")
 
 
@@ -71,7 +71,7 @@ def test_pods_start_a_balanced_server_and_a_sidecar_that_finds_it(path: Path) ->
     sidecar = parser.parse_args(pod.container("sidecar")["args"])
     user = pod.spec["securityContext"]["runAsUser"]
     assert str(sidecar.run_dir) == f"/dev/shm/ultraep-{user}-{flags.port}"
-    settings = SidecarSettings(**values_of_flags(sidecar, SidecarSettings))
+    settings = SidecarSettings.from_flags(sidecar)
     assert settings.port is not None
     check_ports(pod, engine=flags.port, sidecar=settings.port)
 

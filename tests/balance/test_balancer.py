@@ -18,6 +18,7 @@ from ultraep_serve.balance.topology import Location
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.costs.model import IntegerCosts
 from ultraep_serve.plan.context import PlanContext
+from ultraep_serve.telemetry.record import LayerRecord
 from ultraep_serve.types import Decision, ExpertShape, Policy, SpeedSource, TokenView
 
 SHAPE = ExpertShape(2, 8, 1)
@@ -51,11 +52,11 @@ class Notes:
         self.policy = Policy.QUOTA
         self.max_imbalance_millionths = 0
         self.speeds = SpeedSource.CONFIGURED
-        self.records: list[dict[str, Any]] = []
+        self.records: list[LayerRecord] = []
         self.batches: list[Decision] = []
 
-    def record(self, **values: Any) -> None:
-        self.records.append(values)
+    def record(self, record: LayerRecord) -> None:
+        self.records.append(record)
 
     def count_batch(self, decision: Decision) -> None:
         self.batches.append(decision)
@@ -88,7 +89,7 @@ class Rig:
 
     @property
     def decision(self) -> Decision:
-        return Decision(self.notes.records[-1]["decision"])
+        return Decision(self.notes.records[-1].decision)
 
 
 def skewed(tokens: int = 64) -> torch.Tensor:
@@ -118,14 +119,14 @@ def test_a_skewed_batch_is_planned_replicated_and_rerouted() -> None:
     assert rig.decision is Decision.PLANNED
     assert rig.fabric.streams == rig.fabric.waits == 1
     record = rig.notes.records[0]
-    assert record["load_before"].tolist() == [112, 0]
-    assert record["load_after"].tolist() == [56, 56]
-    assert record["replicas"] == 1
-    assert record["bytes_sent"] == 24
+    assert record.load_before.tolist() == [112, 0]
+    assert record.load_after.tolist() == [56, 56]
+    assert record.replicas == 1
+    assert record.bytes_sent == 24
     assert torch.equal(physical < 0, ids < 0)
     by_rank = torch.bincount(physical[physical >= 0] // SHAPE.num_local, minlength=2)
     assert by_rank.tolist() == [56, 56]
-    assert record["stage_ns"].min() > 0
+    assert min(record.stage_ns) > 0
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -188,9 +189,9 @@ def test_a_rank_of_half_the_speed_gets_half_as_much() -> None:
     ids = skewed(96)
     physical = rig.route(ids)
     record = rig.notes.records[-1]
-    assert record["speed"].tolist() == [1024, 512]
-    assert record["load_before"].tolist() == [168, 0]
-    assert record["load_after"].tolist() == [112, 56]
+    assert record.speed.tolist() == [1024, 512]
+    assert record.load_before.tolist() == [168, 0]
+    assert record.load_after.tolist() == [112, 56]
     by_rank = torch.bincount(physical[physical >= 0] // SHAPE.num_local, minlength=2)
     assert by_rank.tolist() == [112, 56]
     uneven = torch.tensor([[0, 1], [2, 4]], dtype=torch.int32).repeat(8, 1)
@@ -210,7 +211,7 @@ def test_the_source_of_speeds_holds_from_the_next_batch_on() -> None:
     ):
         rig.notes.speeds = source
         rig.route(skewed(96), layer)
-        assert rig.notes.records[-1]["load_after"].tolist() == expected
+        assert rig.notes.records[-1].load_after.tolist() == expected
 
 
 def test_ideal_gives_ranks_what_their_speeds_say() -> None:
@@ -220,9 +221,9 @@ def test_ideal_gives_ranks_what_their_speeds_say() -> None:
     physical = rig.route(ids)
     assert torch.equal(physical < 0, ids < 0)
     by_rank = torch.bincount(physical[physical >= 0] // SHAPE.num_local, minlength=2)
-    assert by_rank.sum() == rig.notes.records[-1]["load_before"].sum() == 1750
+    assert by_rank.sum() == rig.notes.records[-1].load_before.sum() == 1750
     assert abs(by_rank - torch.tensor([1400, 350])).max() <= 2
-    assert rig.notes.records[-1]["load_after"].tolist() == [1400, 350]
+    assert rig.notes.records[-1].load_after.tolist() == [1400, 350]
 
 
 def test_speeds_that_ranks_measure_reach_the_plan() -> None:
@@ -240,12 +241,12 @@ def test_speeds_that_ranks_measure_reach_the_plan() -> None:
         with expert_clock:
             time.sleep(0.002)
         rig.balancer.computed()
-        assert rig.notes.records[-1]["experts_ns"] >= 2_000_000
+        assert rig.notes.records[-1].experts_ns >= 2_000_000
         if batch == 40:
-            assert rig.notes.records[-1]["load_after"].tolist() == [1344, 1344]
-    speeds = rig.notes.records[-1]["speed"]
+            assert rig.notes.records[-1].load_after.tolist() == [1344, 1344]
+    speeds = rig.notes.records[-1].speed
     assert speeds.tolist() == [1024, 352]  # 341 in steps of a thirty-second
-    assert rig.notes.records[-1]["load_after"] == pytest.approx([2001, 687], rel=0.01)
+    assert rig.notes.records[-1].load_after == pytest.approx([2001, 687], rel=0.01)
 
 
 def test_only_padding_is_balanced() -> None:
@@ -329,7 +330,7 @@ def test_ranks_with_tokens_of_their_own_exchange_loads() -> None:
     rig.fabric.answer = np.copy
     rig.route(skewed())
     assert rig.decision is Decision.PLANNED
-    assert rig.notes.records[-1]["load_before"].tolist() == [224, 0]
+    assert rig.notes.records[-1].load_before.tolist() == [224, 0]
 
 
 def costs(per_expert_sent: int) -> IntegerCosts:

@@ -55,6 +55,10 @@ def make_files(folder: Path) -> None:
         "wide": {**COSTS, "bytes_per_expert": 10**400},
         "thin": {**COSTS, "link_bytes_per_second": 1e-300},
     }
+    for name in ("list", "binary", "deep", "pipe"):  # models with such a configuration
+        (folder / f"model-{name}").mkdir()
+        target = folder / (name if name == "pipe" else f"{name}.json")
+        (folder / f"model-{name}" / "config.json").symlink_to(target)
     for name, value in (configs | costs).items():
         (folder / f"{name}.json").write_text(json.dumps(value))
     arrays(folder / "good.npz", topk_ids=IDS, metadata=np.array('{"num_experts": 128}'))
@@ -116,6 +120,7 @@ BAD = [
     *((*RECORD, "--token-file", name) for name in ("pipe", "zero", "deep.json", LONG)),
     *((*RECORD, "--seconds", value) for value in ("nan", "inf", "0")),
     *((*BENCH, "--timeout", value) for value in ("nan", "inf", "0")),
+    *(("vllm", f"model-{name}", *VLLM[2:]) for name in ("list", "binary", "deep", "pipe")),
     *((*VLLM, "--timeout-seconds", value) for value in ("nan", "inf", "1e300")),
     *((*VLLM, "--port", value) for value in ("-1", "65536", HUGE)),
     *(

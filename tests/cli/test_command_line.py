@@ -18,14 +18,20 @@ def test_every_command_explains_its_flags(command: str, capsys: pytest.CaptureFi
     assert "default: None" not in shown
 
 
+def test_without_a_command_the_help_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("usage: ultraep-serve")
+    assert all(command in shown for command in _COMMANDS)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "the following arguments are required: COMMAND"),
         (["dance"], "invalid choice: 'dance'"),
         (["replay", "t.npz"], "the following arguments are required"),
         (["replay", "t.npz", "--ep", "4", "--policies", "off", "--fast"], "--fast"),
-        (["doctor", "--ep", "0"], "argument --ep: 0 must be a whole number, 1 to 4096"),
+        (["doctor", "--ep", "0"], "--ep = 0 must be 1 to 4096"),
     ],
 )
 def test_an_error_is_one_line(

@@ -11,12 +11,12 @@ from ultraep_serve.config import (
     CONFIG_VARIABLE,
     BalanceConfig,
     SidecarSettings,
-    add_flags,
+    add_file_flag,
     child_environment,
     control_token_from_environment,
+    given_settings,
     parse_policy,
     share_with_ray_workers,
-    values_of_flags,
 )
 from ultraep_serve.costs.model import CostModel
 from ultraep_serve.errors import ConfigError, UltraEPError
@@ -64,7 +64,7 @@ def test_wrong_answers_have_to_be_asked_for() -> None:
         ("{", "not JSON"),
         ('{"num_slots": 2}', "unknown setting 'num_slots'; choose from policy, slots"),
         ('{"policy": "fast"}', "must be 'off', 'quota', 'ideal' or"),
-        ('{"slots": "2"}', "must be a valid integer"),
+        ('{"slots": "2"}', "must be a whole number, 0 to 64"),
         ("[]", "JSON object"),
         (
             '{"speeds": "1.0,2"}',
@@ -132,10 +132,10 @@ def test_settings_come_from_the_engines_own_configuration_or_the_environment(
     ("given", "error"),
     [
         ({"slotz": 1}, "unknown setting 'slotz'; choose from policy, slots"),
-        ({"slots": "2"}, "slots = '2' must be a valid integer"),
+        ({"slots": "2"}, "slots = '2' must be a whole number"),
         ({"policy": "quotta"}, "policy = 'quotta' must be 'off', 'quota'"),
         ({"sidecar": {"prt": 1}}, "sidecar: unknown setting 'prt'; choose from host, port"),
-        ({"sidecar": {"port": 70000}}, "port = 70000 must be less than or equal to 65535"),
+        ({"sidecar": {"port": 70000}}, "port = 70000 must be 0 to 65535"),
         ([], "given must be a JSON object of settings"),
         (True, "given must be a JSON object of settings"),
     ],
@@ -157,13 +157,12 @@ def test_policies_by_name() -> None:
 
 def test_every_flag_arrives_with_its_type() -> None:
     parser = argparse.ArgumentParser()
-    add_flags(parser, BalanceConfig)
+    BalanceConfig.add_flags(parser)
     flags = "--policy eplb-slots --slots 3 --max-imbalance 2 --allow-ideal --relay never"
-    values = values_of_flags(parser.parse_args(flags.split()), BalanceConfig)
-    expected = {"policy": "eplb-slots", "slots": 3, "max_imbalance": 2.0}
-    assert values == {**expected, "allow_ideal": True, "relay": "never"}
-    assert BalanceConfig(**values).policy is Policy.EPLB_SLOTS
-    assert BalanceConfig(**values_of_flags(parser.parse_args([]), BalanceConfig)) == BalanceConfig()
+    config = BalanceConfig.from_flags(parser.parse_args(flags.split()))
+    given = {"policy": Policy.EPLB_SLOTS, "slots": 3, "max_imbalance": 2.0, "relay": "never"}
+    assert config == BalanceConfig(**given, allow_ideal=True)
+    assert BalanceConfig.from_flags(parser.parse_args([])) == BalanceConfig()
 
 
 def test_costs_come_as_a_file_or_as_they_are(tmp_path: Path) -> None:
@@ -187,3 +186,95 @@ def test_settings_reach_ray_workers_by_vllms_own_variable(monkeypatch: pytest.Mo
     share_with_ray_workers()
     share_with_ray_workers()
     assert os.environ[name] == f"OWN,{CONFIG_VARIABLE}"
+
+
+YAML = """
+policy: off
+min_batch_tokens: 17
+speeds: 1.0,0.6
+costs: {seconds_per_assignment: 1.0e-6, bytes_per_expert: 1048576, link_bytes_per_second: 1.0e+9}
+sidecar: {port: 8005, log_format: json}
+"""
+
+
+def of_file(path: Path, *flags: str) -> tuple[BalanceConfig, SidecarSettings]:
+    parser = argparse.ArgumentParser()
+    add_file_flag(parser)
+    BalanceConfig.add_flags(parser)
+    SidecarSettings.add_flags(parser, "sidecar-")
+    return given_settings(parser.parse_args([*flags, "--ultraep-config", str(path)]), "sidecar-")
+
+
+def test_flags_override_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text(YAML)
+    config, sidecar = of_file(file)
+    assert (config.policy, config.min_batch_tokens, config.speeds) == (Policy.OFF, 17, "1.0,0.6")
+    assert json.loads(config.costs)["bytes_per_expert"] == 1 << 20
+    assert sidecar == SidecarSettings(port=8005, log_format="json")
+    config, sidecar = of_file(file, "--policy", "quota", "--slots", "3", "--sidecar-port", "9000")
+    assert (config.policy, config.slots, config.min_batch_tokens) == (Policy.QUOTA, 3, 17)
+    assert sidecar == SidecarSettings(port=9000, log_format="json")
+
+
+def test_a_json_file_with_all_settings_comes_back(tmp_path: Path) -> None:
+    every = BalanceConfig(policy=Policy.EPLB_SLOTS, slots=5, allow_ideal=True, domain_size=4)
+    file = tmp_path / "settings.json"
+    file.write_text(every.to_json())
+    assert of_file(file) == (every, SidecarSettings())
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("slotz: 1", "unknown setting 'slotz'; choose from policy, slots"),
+        ("slots: 65", "slots = 65 must be 0 to 64"),
+        ("slots: '2'", "slots = '2' must be a whole number"),
+        ("sidecar: {prt: 1}", "unknown setting 'prt'; choose from host, port"),
+        ("sidecar: [1]", "sidecar must hold settings by name"),
+        ("- slots", "must hold settings by name"),
+        ("1: 2", "must hold settings by name"),
+        ("", "must hold settings by name"),
+        ("slots: [", "is not YAML"),
+        ("[" * 100_000, "is not YAML"),
+        ("!!python/object/apply:os.getcwd []", "is not YAML"),
+        ("policy: ideal", "--allow-ideal"),
+    ],
+)
+def test_a_wrong_file_is_named(text: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=message) as raised:
+        of_file(file)
+    assert str(file) in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_pipe_is_no_file_of_settings(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="not a regular file"):
+        of_file(tmp_path / "pipe")
+
+
+def test_the_variable_may_name_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Processes that this one starts get what the file held, wherever they run."""
+    file = tmp_path / "settings.yaml"
+    file.write_text("slots: 3\nsidecar: {port: 8001}")
+    monkeypatch.setenv(CONFIG_VARIABLE, f"@{file}")
+    config = BalanceConfig.from_environment()
+    assert config == BalanceConfig(slots=3, sidecar=SidecarSettings(port=8001))
+    file.unlink()
+    assert BalanceConfig.from_environment() == config
+
+
+def test_a_mistake_is_named_by_its_flag() -> None:
+    parser = argparse.ArgumentParser()
+    BalanceConfig.add_flags(parser)
+    for words, message in (
+        ("--max-imbalance 0.5", "--max-imbalance = 0.5 must be 1 to 1000000"),
+        ("--slots many", "--slots = many must be a whole number, 0 to 64"),
+        ("--relay yes", "--relay = yes must be 'auto', 'always' or 'never'"),
+        ("--speeds 2", "--speeds: '2' must be auto or equal"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            BalanceConfig.from_flags(parser.parse_args(words.split()))

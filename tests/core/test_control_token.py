@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ultraep_serve.cli.arguments import add_server_arguments, control_token
+from ultraep_serve.cli.arguments import ServerFlags, control_token
 from ultraep_serve.config import TOKEN_VARIABLE, control_token_from_environment
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.telemetry import run_directory
@@ -29,8 +29,8 @@ def run_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def token_of(*flags: str) -> str | None:
     parser = argparse.ArgumentParser()
-    add_server_arguments(parser)
-    return control_token(parser.parse_args(flags))
+    ServerFlags.add_flags(parser)
+    return control_token(ServerFlags.from_flags(parser.parse_args(flags)))
 
 
 def link_directory(path: Path) -> None:
@@ -52,6 +52,18 @@ def test_the_token_of_the_local_server_is_found(run_path: Path) -> None:
     assert token_of() == SECRET
     assert token_of("--url", "http://127.0.0.1:8001") is None
     assert token_of("--token", " given ") == "given"
+
+
+@pytest.mark.parametrize("flag", ["--url", "--sidecar"])
+@pytest.mark.parametrize("host", ["192.0.2.1", "[2001:db8::1]", "elsewhere.invalid"])
+def test_the_token_is_told_to_nobody_elsewhere(flag: str, host: str, run_path: Path) -> None:
+    assert token_of(flag, f"http://{host}:8000") is None
+    assert token_of(flag, f"http://{host}:8000", "--token", "given") == "given"
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.0.0.2"])
+def test_the_token_is_told_to_a_sidecar_on_this_machine(host: str, run_path: Path) -> None:
+    assert token_of("--sidecar", f"http://{host}:9000", "--url", f"http://{host}:8000") == SECRET
 
 
 @pytest.mark.parametrize(

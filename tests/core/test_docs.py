@@ -1,24 +1,28 @@
 """README and docs say what is there: files, calls, settings, endpoints, metrics, figures."""
 
+import ast
 import json
 import re
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support import families_page
-from tests.support.reference_page import PAGE, TABLES, help_text, table_in
+from tests.support.reference_page import DOCS, TABLES, help_text, table_in
 
-ROOT = PAGE.parent.parent
+ROOT = DOCS.parent
 README = ROOT / "README.md"
-ARCHITECTURE = ROOT / "docs" / "dev" / "architecture.md"
-MEASUREMENTS = ROOT / "docs" / "dev" / "measurements.md"
+ARCHITECTURE = DOCS / "dev" / "architecture.md"
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = [README, ROOT / "deploy" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+CHANGELOG = ROOT / "CHANGELOG.md"
+PAGES = [README, CHANGELOG, ROOT / "deploy" / "README.md", *sorted(DOCS.rglob("*.md"))]
 MADE_BY_USERS = {"deploy/.env"}
 
 _SPAN = re.compile(r"`([^`\n]+)`|\]\(([^)#]+)\)")  # code, or where a link points
-_FILE = re.compile(r"[\w.-][\w./-]*\.(?:py|md|json|yaml|yml|toml|png)")
+_FILE = re.compile(r"[\w.-][\w./-]*\.(?:py|md|js|html|json|yaml|yml|toml|png|svg)")
 _UNDER_ROOT = re.compile(
     r"(?<![\w/.-])(?:ultraep_serve|kernels|benchmarks|deploy|docs|tests)/[\w./-]*\w"
 )
@@ -45,6 +49,39 @@ def test_every_file_that_is_named_exists(page: Path) -> None:
     assert not missing, f"{page.name} names files that do not exist: {missing}"
 
 
+_HEAD = re.compile(r"^#+ (.+)$", re.MULTILINE)
+_LINK = re.compile(r"\]\(([^)\s]*)\)")
+
+
+def anchors(page: Path) -> set[str]:
+    """Where a code host lets links lead to."""
+    heads = _HEAD.findall(page.read_text())
+    return {re.sub(r"[^\w -]", "", head.lower()).strip().replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_leads_somewhere(page: Path) -> None:
+    """On a code host; the site's generator refuses dead ones in it, and does not see README.md."""
+    for link in _LINK.findall(page.read_text()):
+        path, _, anchor = link.partition("#")
+        target = page if not path else page.parent / path
+        if not link.startswith("https://"):
+            assert target.exists(), link
+            assert not anchor or anchor in anchors(target), link
+
+
+@pytest.mark.parametrize("link", ["none.md", "other.md#none", "#none"])
+def test_the_site_is_not_built_with_a_dead_link(link: str, tmp_path: Path) -> None:
+    pytest.importorskip("sphinx", reason="the site's generator is not installed")
+    pytest.importorskip("myst_parser", reason="the site's generator is not installed")
+    (tmp_path / "index.md").write_text(f"# A\n\n[x]({link})\n\n```{{toctree}}\nother\n```\n")
+    (tmp_path / "other.md").write_text("# B\n")
+    command = ["-m", "sphinx", "-c", DOCS, "-W", "-q", "-b", "dummy", tmp_path, tmp_path / "site"]
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=120)
+    assert done.returncode
+    assert "xref_missing" in done.stderr
+
+
 def test_a_file_that_does_not_exist_is_noticed() -> None:
     text = "see `ultraep_serve/none.py`, `none.json`, [x](none.md) and cp deploy/none x"
     assert names_of_files(text) == {
@@ -64,6 +101,36 @@ def test_the_map_names_every_package_and_module() -> None:
     assert not [name for name in sorted(stages) if f"`{name}`" not in text]
 
 
+@pytest.mark.parametrize(
+    ("topic", "file"),
+    [
+        ("a wrong token", "ultraep_serve/balance/host/balancer.py"),
+        ("a hang between hosts", "ultraep_serve/balance/watch.py"),
+        ("a new policy", "kernels/ultraep_kernels/contract.py"),
+        ("a comparator", "ultraep_serve/lab/comparators/__init__.py"),
+        ("speeds", "ultraep_serve/balance/speeds.py"),
+        ("slots on a GPU", "ultraep_serve/balance/cuda/slots.py"),
+        ("a family or format that SGLang refuses", "ultraep_serve/engines/sglang/quantised.py"),
+        ("a new engine release", "ultraep_serve/system/versions.py"),
+        ("the sidecar's authorisation", "ultraep_serve/sidecar/access.py"),
+        ("a metric", "ultraep_serve/sidecar/metrics.py"),
+        ("a chart of the page", "ultraep_serve/sidecar/static"),
+        ("a flag of `bench`", "ultraep_serve/lab/commands/bench.py"),
+    ],
+)
+def test_the_map_leads_to_the_file_of_a_topic(topic: str, file: str) -> None:
+    section = ARCHITECTURE.read_text().split("## Which file to open for")[1].split("\n## ")[0]
+    (row,) = (line for line in section.splitlines() if line.startswith(f"| {topic}"))
+    first = row.strip("|").split(" | ")[1]
+    assert file in names_of_files(first), row
+
+
+def test_the_map_names_every_file_of_the_page() -> None:
+    static = ROOT / "ultraep_serve" / "sidecar" / "static"
+    text = ARCHITECTURE.read_text()
+    assert not [path.name for path in static.glob("*.js") if f"`{path.name}`" not in text]
+
+
 def test_calls_from_hook_to_planner_are_where_the_map_says() -> None:
     section = ARCHITECTURE.read_text().split("## From the engine's hook to the planner")[1]
     rows = [line for line in section.split("##")[0].splitlines() if line.startswith("| ")][1:]
@@ -81,22 +148,56 @@ def test_calls_from_hook_to_planner_are_where_the_map_says() -> None:
 
 @pytest.mark.parametrize("name", TABLES)
 def test_the_reference_says_what_the_code_does(name: str) -> None:
-    if name in ("endpoints", "metrics", "metrics-detail"):
+    if name in ("endpoints", "metrics", "metrics-detail") or name.startswith("flags-"):
         pytest.importorskip("fastapi", reason="the sidecar's packages are not installed")
         pytest.importorskip("httpx", reason="the client's packages are not installed")
-    expected = TABLES[name]()
+        pytest.importorskip("rich", reason="the client's packages are not installed")
+    page, make = TABLES[name]
+    expected = make()
     assert expected.count("\n") > 3
-    if table_in(PAGE.read_text(), name) != expected:
+    if table_in(page.read_text(), name) != expected:
         pytest.fail(
-            f"run `python -m tests.support.reference_page`; table {name!r} of {PAGE.name} must be\n"
+            f"run `python -m tests.support.reference_page`; table {name!r} of {page.name} must be\n"
             + expected
         )
 
 
+def test_every_command_has_a_page() -> None:
+    pages = {"vllm": "serve", "sglang": "serve"}
+    index = (DOCS / "commands" / "index.md").read_text()
+    for command in re.findall(r"^\| `([a-z-]+)` \|", index, re.MULTILINE):
+        page = f"{pages.get(command, command)}.md"
+        assert (DOCS / "commands" / page).exists(), command
+        assert f"]({page})" in index, command
+
+
+def literals(tree: ast.AST) -> Iterator[str]:
+    """Every string of a module; of an f-string the pieces between its values."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def test_troubleshooting_has_the_messages_of_the_code() -> None:
+    """Each begins or goes on as the code says it, in twelve characters or more."""
+    files = (ROOT / "ultraep_serve").rglob("*.py")
+    said = {text.strip() for file in files for text in literals(ast.parse(file.read_text()))}
+    page = (DOCS / "troubleshooting.md").read_text()
+    messages = re.findall(r"^\| (?:503 |421 |401 )?`([^`]+)`", page, re.MULTILINE)
+    assert len(messages) > 25
+    for message in messages:
+        parts = [part.strip() for part in message.split("...")]
+        assert any(
+            (len(text) >= 12 and text in message)
+            or any(len(part) >= 12 and part in text for part in parts)
+            for text in said
+        ), message
+
+
 def test_the_families_are_those_of_the_last_run() -> None:
-    assert families_page.PAGE.read_text() == families_page.page(), (
-        "run `python -m tests.support.families_page`"
-    )
+    remedy = "run `python -m tests.support.families_page`"
+    assert families_page.PAGE.read_text() == families_page.page(), remedy
+    assert families_page.DETAILS_PAGE.read_text() == families_page.details(), remedy
 
 
 def test_no_family_is_without_a_verdict_and_its_reason() -> None:
@@ -108,9 +209,9 @@ def test_no_family_is_without_a_verdict_and_its_reason() -> None:
             assert (row["verdict"] == "balanced") != bool(row["reason"]), row
 
 
-def test_the_reference_has_every_flag_of_a_server_and_a_sidecar() -> None:
-    text = PAGE.read_text()
-    for command in ("vllm", "sglang", "sidecar"):
+def test_the_reference_has_every_flag_of_a_server() -> None:
+    text = (DOCS / "settings.md").read_text()
+    for command in ("vllm", "sglang"):
         flags = set(re.findall(r"^  (--[a-z-]+)", help_text(command), re.MULTILINE))
         assert len(flags) > 4, command
         assert not [flag for flag in sorted(flags) if not re.search(rf"{flag}(?=[` ])", text)]
@@ -118,7 +219,7 @@ def test_the_reference_has_every_flag_of_a_server_and_a_sidecar() -> None:
 
 def test_the_reference_has_every_decision() -> None:
     window = pytest.importorskip("ultraep_serve.sidecar.statistics.window")
-    text = PAGE.read_text()
+    text = (DOCS / "http.md").read_text()
     for decision in window.Decision:
         _, done, reason = window.outcome(decision)
         assert f"| `{done}` | `{reason}` |" in text
@@ -129,7 +230,11 @@ def test_the_pages_show_what_benchmarks_and_demo_wrote() -> None:
         pytest.importorskip(package, reason="the client's packages are not installed")
     from tests.support import results_page as pages
 
-    for path, updated in ((README, pages.readme), (MEASUREMENTS, pages.measurements)):
+    for path, updated in (
+        (pages.README, pages.readme),
+        (pages.RESULTS_PAGE, pages.results),
+        (pages.MEASUREMENTS, pages.measurements),
+    ):
         text = path.read_text()
         assert updated(text) == text, "run `python -m tests.support.results_page`"
-    assert all(table_in(MEASUREMENTS.read_text(), name) for name in pages.TIMES)
+    assert all(table_in(pages.MEASUREMENTS.read_text(), name) for name in pages.TIMES)

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.reference_page import PAGE
+from tests.support.reference_page import DOCS
 from ultraep_serve import __version__
 
-ROOT = PAGE.parent.parent
+ROOT = DOCS.parent
 FOLDERS = (ROOT / "ultraep_serve", ROOT / "kernels" / "ultraep_kernels")
 DESCRIBED = f"ultraep_serve-{__version__}.dist-info"
 NOT_PACKAGED = shutil.ignore_patterns("__pycache__", "*.egg-info")

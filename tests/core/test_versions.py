@@ -5,7 +5,7 @@ import re
 import pytest
 from packaging.requirements import Requirement
 
-from tests.support.reference_page import PAGE
+from tests.support.reference_page import DOCS
 from ultraep_serve import __version__
 from ultraep_serve.cli import main
 from ultraep_serve.errors import UnsupportedError
@@ -18,7 +18,7 @@ from ultraep_serve.system.versions import (
     installed_engines,
 )
 
-ROOT = PAGE.parent.parent
+ROOT = DOCS.parent
 
 by_name = pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.name)
 
@@ -71,7 +71,7 @@ def test_extras_install_what_is_verified_and_nothing_else(package: Package) -> N
 
 @by_name
 def test_set_up_and_pages_name_verified_versions_only(package: Package) -> None:
-    pages = [ROOT / "README.md", ROOT / "docs" / "gpus.md", ROOT / "docs" / "reference.md"]
+    pages = [ROOT / "README.md", ROOT / "docs" / "gpus.md", ROOT / "docs" / "engines.md"]
     pages += (ROOT / "deploy").glob("setup_*.py")
     verified = [one for one in PACKAGES if one.engine == package.engine]
     version = re.compile(rf"\b{package.engine}(?:==| )(\d+(?:\.\d+)+)", re.IGNORECASE)

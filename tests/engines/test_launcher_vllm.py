@@ -62,7 +62,10 @@ DATA_PARALLEL = ["-dp", "8", "--enable-expert-parallel"]
         ([*DATA_PARALLEL, "--data-parallel-rank", "3"], 1),
     ],
 )
-def test_only_ranks_of_this_host_are_waited_for(flags: list[str], ranks_here: int) -> None:
+def test_only_ranks_of_this_host_are_waited_for(
+    monkeypatch: pytest.MonkeyPatch, flags: list[str], ranks_here: int
+) -> None:
+    monkeypatch.setattr(launch, "_is_cpu_build", lambda: False)
     assert engine_command("m", flags, Policy.QUOTA).num_ranks == ranks_here
 
 
@@ -92,9 +95,13 @@ def test_host_and_port_make_the_url() -> None:
         ([], "nothing to balance on one rank"),
         (["--enable-expert-parallel"], "add --tensor-parallel-size 2"),
         (["-tp", "4"], "without --enable-expert-parallel"),
+        ([*TWO_RANKS, "--enable-eplb"], "drop it, or serve with --policy off"),
+        ([*TWO_RANKS, "-dp", "2"], "use one of them, or serve with --policy off"),
     ],
 )
-def test_what_cannot_be_balanced_is_refused(flags: list[str], message: str) -> None:
+def test_what_cannot_be_balanced_is_refused(
+    cpu_build: None, flags: list[str], message: str
+) -> None:
     with pytest.raises(UnsupportedError, match=message):
         engine_command("m", flags, Policy.QUOTA)
     assert engine_command("m", flags, Policy.OFF).arguments[-len(flags) or None :] is not None

@@ -257,7 +257,7 @@ def test_layers_of_different_sizes_are_refused() -> None:
 
 def test_models_without_experts_are_refused() -> None:
     with pytest.raises(
-        UnsupportedError, match=r"no experts in SGLang's FusedMoE layers, .* with policy off"
+        UnsupportedError, match=r"no experts in SGLang's FusedMoE layers, .*; set on_unsup"
     ):
         loaded(BalanceConfig(), fakes.publish())
 

@@ -112,7 +112,7 @@ def test_policy_off_serves_and_leaves_nothing_of_ours(qwen3: Path, tmp_path: Pat
     with serve(qwen3, tmp_path, "--policy", "off") as server:
         assert len(generate(server.url, server.model, PROMPTS, 4, concurrency=4)) == len(PROMPTS)
         names = {path.name for path in run_directory_of_port(server.port).iterdir()}
-        assert names == {"config.json"}
+        assert names == {"config.json", "network"}
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"{server.sidecar_url}/healthz")
 

@@ -65,7 +65,7 @@ class TestTensorParallel:
         with serve(qwen3, tmp_path, "tensor", "--enforce-eager", "--policy", "off") as plain:
             alone = generate(plain.url, plain.model, PROMPTS, 16, concurrency=4)
             names = {path.name for path in run_directory_of_port(plain.port).iterdir()}
-            assert names == {"config.json"}
+            assert names == {"config.json", "network"}
             with pytest.raises(httpx.ConnectError):
                 httpx.get(f"{plain.sidecar_url}/healthz")
             check_turns(server, plain)
@@ -128,7 +128,7 @@ def test_pipeline_stages_balance_apart_and_are_shown_together(qwen3: Path, tmp_p
 
 def check_turns(server: BalancedServer, plain: ServerProcess) -> None:
     """A benchmark of two servers on the same cores asks both in every round."""
-    options = PrefillOptions((512,), (Policy.OFF, Policy.QUOTA), repeats=2, warmup=0)
+    options = PrefillOptions(prompt_tokens=(512,), repeats=2, warmup=0)
     (row,) = measure_server(server, plain, options, "")["rows"]
     assert row["rounds"] == 2
     assert row["prompt_tokens"] == 512
@@ -239,6 +239,6 @@ def check_recorded_trace(server: BalancedServer, directory: Path) -> None:
     assert trace.phase is not None
     assert (trace.phase == PREFILL).all()
     assert np.array_equal(trace.topk_ids, unbalanced.topk_ids)
-    options = ReplayOptions(2, 2, batch_tokens=int(trace.sequence_lengths[0]))
+    options = ReplayOptions(num_ranks=2, batch_tokens=int(trace.sequence_lengths[0]))
     replayed = replay(trace, options, [policy_function("off")])
     assert np.mean(replayed.imbalance_before) == pytest.approx(served["mean"], rel=1e-3)

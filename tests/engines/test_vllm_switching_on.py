@@ -45,7 +45,7 @@ def test_layers_are_registered_before_anybody_can_have_asked(registered: list[st
     ("setting", "reason"),
     [
         ('{"slotz": 1}', "unknown setting 'slotz'"),
-        ('{"slots": "2"}', "slots = '2' must be a valid integer"),
+        ('{"slots": "2"}', "slots = '2' must be a whole number"),
         ('{"policy": "quotta"}', "policy = 'quotta' must be"),
         ("1", "must be a JSON object of settings"),
     ],

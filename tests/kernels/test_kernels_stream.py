@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 from ultraep_kernels.host.relays import relay_parents
-from ultraep_kernels.host.stream import stream_chunks
+from ultraep_kernels.host.stream import StreamTables, stream_chunks
 
 SIZES = (1000, 37, 4)  # bytes per expert of three tensors
 CHUNK = 256
@@ -89,24 +89,18 @@ class Ranks:
     def step(self, rank: int, epoch: int, progress: np.ndarray) -> bool:
         slots = self.slot_expert.shape[1]
         regions = np.concatenate([[0], np.cumsum(slots * np.array(SIZES))[:-1]])
-        return bool(
-            stream_chunks(
-                self.parents,
-                self.slot_expert,
-                self.masters[0][0].shape[0],
-                np.array([tensor.ctypes.data for tensor in self.masters[rank]]),
-                np.array([pool.ctypes.data for pool in self.pools]),
-                regions.astype(np.int64),
-                np.array(SIZES, dtype=np.int64),
-                CHUNKS,
-                np.array([flag.ctypes.data for flag in self.flags]),
-                CHUNKS.shape[0],
-                rank,
-                epoch,
-                progress,
-                2,
-            )
+        tables = StreamTables(
+            np.array([tensor.ctypes.data for tensor in self.masters[rank]]),
+            np.array([pool.ctypes.data for pool in self.pools]),
+            regions.astype(np.int64),
+            np.array(SIZES, dtype=np.int64),
+            CHUNKS,
+            np.array([flag.ctypes.data for flag in self.flags]),
+            CHUNKS.shape[0],
         )
+        masters = self.masters[0][0].shape[0]
+        given = self.parents, self.slot_expert, masters, tables, rank, epoch, progress
+        return bool(stream_chunks(*given, spins=2))
 
     def slot(self, rank: int, slot: int, tensor: int) -> np.ndarray:
         slots = self.slot_expert.shape[1]

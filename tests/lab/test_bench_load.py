@@ -17,7 +17,7 @@ from ultraep_serve.cli import execute, main
 from ultraep_serve.errors import BenchError, ConfigError, UltraEPError
 from ultraep_serve.lab.bench import load_report
 from ultraep_serve.lab.bench.aiperf import AIPerf, WindowFigures
-from ultraep_serve.lab.bench.load import LoadOptions, LoadRun, Window, traffic
+from ultraep_serve.lab.bench.load import LoadOptions, LoadRun, LoadWindow, traffic
 from ultraep_serve.lab.bench.load_report import load_document, load_picture
 from ultraep_serve.lab.bench.prompts import CommonWords
 
@@ -131,7 +131,7 @@ def test_bursts_keep_the_rate() -> None:
     gaps = np.diff(traffic(options, 0, None).arrivals) * options.requests
     assert np.mean(gaps) == pytest.approx(1.0, rel=0.01)
     assert np.std(gaps) == pytest.approx(2.0, rel=0.05)  # of a gamma: 1 / shape ** 0.5
-    with pytest.raises(ConfigError, match="--burstiness"):
+    with pytest.raises(ConfigError, match=r"burstiness = 0\.0 must be 0\.01 or more"):
         LoadOptions(burstiness=0.0)
 
 
@@ -159,7 +159,7 @@ def test_how_many_more_requests(aiperf: FakeAIPerf) -> None:
             for rate in options.rates:
                 mean = 1.0 + (rate - crossing) / 2
                 there = replace(figures, ttft_mean_seconds=mean)
-                run.windows.append(Window(name, rate, repeat, there))
+                run.windows.append(LoadWindow(name, rate, repeat, there))
     rates = {
         (found["figure"], found["limit_seconds"]): found
         for found in load_document(run, ("off", "quota"), {})["greatest_rates"]
@@ -208,7 +208,9 @@ def test_picture_is_reproducible(aiperf: FakeAIPerf) -> None:
     pytest.importorskip("matplotlib", reason="pictures need matplotlib")
     run = LoadRun(AIPerf(str(aiperf.path)), [CommonWords()], LoadOptions(rates=(1.0, 2.0)))
     figures = WindowFigures(*(0.1 * number for number in range(1, 12)))
-    run.windows += [Window(name, rate, 0, figures) for name in ("off", "x") for rate in (1.0, 2.0)]
+    run.windows += [
+        LoadWindow(name, rate, 0, figures) for name in ("off", "x") for rate in (1.0, 2.0)
+    ]
     document = load_document(run, ("off", "x"), {})
     assert not document["complete"]
     picture = load_picture(document)
@@ -300,19 +302,19 @@ def test_server_that_is_lost(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--rates", "0"), "each above 0"),
-        (("--rates", "1,-2"), "each above 0"),
-        (("--rates", "nan"), "each above 0"),
-        (("--rates", "fast"), "must be numbers above 0"),
-        (("--rates", ""), "each above 0"),
+        (("--rates", "0"), "--rates = 0 must be more than 0"),
+        (("--rates", "1,-2"), "--rates = -2 must be more than 0"),
+        (("--rates", "nan"), "--rates = nan must be"),
+        (("--rates", "fast"), "--rates = fast must be a number, more than 0"),
+        (("--rates", ""), "--rates must name at least one"),
         (("--rates", "2,1"), "must grow"),
         (("--requests", "1"), "--requests = 1 must be 2 or more"),
         (("--repeats", "0"), "--repeats = 0 must be 1 or more"),
         (("--output-tokens", "1"), "--output-tokens = 1 must be 2 or more"),
-        (("--prompt-median", "9"), "--prompt-median must be 32 or more"),
+        (("--prompt-median", "9"), "--prompt-median = 9 must be 32 or more"),
         (("--prompt-p90", "39"), "--prompt-p90 must be --prompt-median or more"),
         (("--prompt-median", "4090", "--prompt-p90", "5000"), "does not fit the server's context"),
-        (("--ttft-objective", "0"), "must be seconds, more than 0"),
+        (("--ttft-objective", "0"), "--ttft-objective = 0 must be more than 0, at most 604800"),
         (("--policies", "off,off"), "--policies"),
         (("--sidecar", NOWHERE), "sidecar .* cannot be reached .*--sidecar"),
         (("--url", NOWHERE), "engine's server .* cannot be reached .*--url"),

@@ -2,6 +2,10 @@
 
 import itertools
 import json
+import signal
+import subprocess
+import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -284,6 +288,35 @@ def test_policy_is_restored_after_ctrl_c(
     assert "quota" in fake.policies_set
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_policy_is_restored_after_signals(fake: FakeDeployment, number: signal.Signals) -> None:
+    """Also where others follow the first, as when a terminal is closed or a pod is stopped."""
+    fake.policy = "off"
+    command = words(fake, "--policies", "quota,ideal", "--repeats", "100000")
+    running = subprocess.Popen([sys.executable, "-m", "ultraep_serve.cli", *command], stderr=-1)
+    while "ideal" not in fake.policies_set:
+        assert running.poll() is None
+        time.sleep(0.01)
+    for each in (number, signal.SIGTERM, signal.SIGHUP):
+        running.send_signal(each)
+    assert running.communicate()[1].splitlines()[-1:] == [b"ultraep-serve: interrupted"]
+    assert running.returncode == 130
+    assert (fake.policy, fake.policies_set[-1]) == ("off", "off")
+
+
+def test_a_closed_terminal_that_is_to_be_ignored_is(fake: FakeDeployment) -> None:
+    fake.policy = "off"
+    command = words(fake, "--policies", "quota", "--repeats", "20")
+    nohup = ["nohup", sys.executable, "-m", "ultraep_serve.cli", *command]
+    running = subprocess.Popen(nohup, stdout=subprocess.DEVNULL)
+    while "quota" not in fake.policies_set:
+        assert running.poll() is None
+        time.sleep(0.01)
+    running.send_signal(signal.SIGHUP)
+    assert running.wait() == 0
+    assert fake.policy == "off"
+
+
 def test_token_from_file(fake: FakeDeployment, tmp_path: Path) -> None:
     path = tmp_path / "token"
     path.write_text(TOKEN + "\n")
@@ -298,7 +331,7 @@ def test_token_from_file(fake: FakeDeployment, tmp_path: Path) -> None:
         (("--without-ep", NOWHERE), "without expert parallelism at .* start the .* --without-ep"),
         (("--token", "guess"), "401: wrong token; .*--token"),
         (("--model", "other"), "choose from .*fake/model"),
-        (("--policies", "off,fast"), "unknown policy 'fast'; choose from off, quota, ideal"),
+        (("--policies", "off,fast"), "--policies = fast must be 'off', 'quota', 'ideal' or"),
         (("--policies", "off,off"), "--policies"),
         (("--policies", ""), "--policies"),
         (("--prompt-tokens", "9999"), "does not fit the server's context of 4096"),

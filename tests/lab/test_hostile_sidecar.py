@@ -1,5 +1,6 @@
 """A wrong or hostile server where the sidecar should be: one line, in bounded time and memory."""
 
+import contextlib
 import json
 import os
 import resource
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 
 from ultraep_serve.cli import main
+from ultraep_serve.system.http import Endpoint
 from ultraep_serve.telemetry.control import RecordLevel
 from ultraep_serve.telemetry.spool import _LAYOUT, _MAGIC, PAGE_BYTES
 
@@ -139,6 +141,54 @@ def test_one_line_for_every_answer(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("ultraep-serve: error: ")
     assert not os.listdir(tmp_path)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 4 << 20  # KiB
+
+
+class Endless(BaseHTTPRequestHandler):
+    """Answers every request with bytes until the client has enough."""
+
+    piece, pause, head = b"[" * (1 << 16), 0.0, b"HTTP/1.0 200 OK\r\n\r\n"
+
+    def do_GET(self) -> None:
+        with contextlib.suppress(OSError):
+            self.wfile.write(self.head)
+            while True:
+                self.wfile.write(self.piece)
+                time.sleep(self.pause)
+
+    def log_message(self, *_: Any) -> None:
+        """Nothing."""
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ({}, "answered /v1/balance with more than"),
+        ({"piece": b" ", "pause": 0.05}, "did not answer in time"),
+        ({"piece": b"X-A: b\r\n", "pause": 0.05, "head": b"HTTP/1.0 200 OK\r\n"}, "in time"),
+    ],
+    ids=["endless", "slow", "slow-head"],
+)
+@pytest.mark.parametrize("words", [["status", "--url"], ADVISE], ids=["status", "advise"])
+def test_an_answer_ends_in_size_and_time(
+    words: list[str],
+    answer: dict[str, Any],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    init = Endpoint.__init__
+
+    def impatient(self: Endpoint, name: str, flag: str, url: str, timeout_seconds: float) -> None:
+        init(self, name, flag, url, 1.0 if "pause" in answer else timeout_seconds)
+
+    monkeypatch.setattr(Endpoint, "__init__", impatient)
+    with ThreadingHTTPServer(("127.0.0.1", 0), type("Answer", (Endless,), answer)) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        assert main([*words, f"http://127.0.0.1:{server.server_port}"]) == 2
+        server.shutdown()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 4 << 20  # KiB
 
 

@@ -13,7 +13,7 @@ from tests.lab.test_record_spool import LAYERS, RANKS, Ranks, random_ids
 from tests.support.bench_fakes import TOKEN, serving
 from ultraep_serve.cli import main
 from ultraep_serve.errors import BenchError
-from ultraep_serve.lab.bench.sidecar import RecordingSidecar
+from ultraep_serve.lab.bench.sidecar import CaptureSidecar
 from ultraep_serve.lab.store import load_trace
 from ultraep_serve.lab.trace import LoadTrace, Trace
 from ultraep_serve.sidecar.app import create_app
@@ -163,7 +163,7 @@ def test_links_and_strange_files_are_not_handed_out(tmp_path: Path) -> None:
 
 def test_a_recording_replaced_by_another_says_so(run_path: Path) -> None:
     with engine(run_path), serving(create_app(run_path, TOKEN, False)) as url:
-        ours, theirs = RecordingSidecar(url, TOKEN), RecordingSidecar(url, TOKEN)
+        ours, theirs = CaptureSidecar(url, TOKEN), CaptureSidecar(url, TOKEN)
         number = ours.start("tokens", MIB)
         later = theirs.start("loads", MIB)
         while not theirs.progress(later).batches:

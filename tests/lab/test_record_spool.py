@@ -233,3 +233,15 @@ def test_damaged_spools_are_refused(tmp_path: Path) -> None:
         assemble([spool[:PAGE_BYTES] + b"x" * CHUNK.size + spool[PAGE_BYTES + CHUNK.size :]])
     with pytest.raises(TraceError, match="no whole batch"):
         assemble([spool[:-1]])
+
+
+@pytest.mark.parametrize("level", [RecordLevel.TOKENS, RecordLevel.LOADS])
+def test_ids_in_any_order_of_memory_are_recorded(tmp_path: Path, level: RecordLevel) -> None:
+    spools = []
+    for order in ("C", "F"):
+        (tmp_path / order).mkdir()
+        ranks = Ranks(tmp_path / order, shared=True)
+        ranks.page.record(level, MIB)
+        ranks.batch(np.asarray(random_ids(5), order=order))
+        spools += ranks.spools()
+    assert spools[0] == spools[1]

@@ -39,7 +39,20 @@ def command(*words: object) -> int:
 def trace_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """6 batches of 512 tokens, 3 layers, 32 experts; the hot spot moves after each batch."""
     path = tmp_path_factory.mktemp("traces") / "t.npz"
-    save_trace(path, make_trace(Workload("rotate", 3100, 3, 32, 4, 4, 2.0, period=512)))
+    save_trace(
+        path,
+        make_trace(
+            Workload(
+                kind="rotate",
+                num_tokens=3100,
+                num_layers=3,
+                num_experts=32,
+                top_k=4,
+                num_ranks=4,
+                period=512,
+            )
+        ),
+    )
     return path
 
 
@@ -74,7 +87,9 @@ def test_json_has_what_was_promised(trace_file: Path, tmp_path: Path, capsys: An
 def test_remote_is_what_leaves_its_rank() -> None:
     """Rank 0's two tokens choose expert 0 at home; rank 1's two choose expert 0 too, remotely."""
     trace = Trace(np.zeros((4, 1, 1), np.uint8), np.array([4]), 2)
-    result = replay(trace, ReplayOptions(2, 0, 4), [POLICIES["off"]])
+    result = replay(
+        trace, ReplayOptions(num_ranks=2, num_slots=0, batch_tokens=4), [POLICIES["off"]]
+    )
     assert result.policies["off"].remote == [2]
     assert result.imbalance_before == [2.0]
 
@@ -157,7 +172,7 @@ def test_policies_see_only_the_past(
     trace_file: Path, settings: dict[str, int], seen: list[int]
 ) -> None:
     spy = Spy()
-    options = ReplayOptions(4, 2, 512, layers=(1,), **settings)  # type: ignore[arg-type]
+    options = ReplayOptions(num_ranks=4, batch_tokens=512, layers=(1,), **settings)  # type: ignore[arg-type]
     replay(load_trace(trace_file), options, [PolicyFunction("spy", "", spy.place)])
     assert spy.seen[1:] == seen  # the first call only warms up
 
@@ -171,7 +186,7 @@ def test_history_is_the_batches_before(trace_file: Path) -> None:
         now.append(loads)
         return POLICIES["off"].place(loads, context, history)
 
-    options = ReplayOptions(4, 2, 512, layers=(2,))
+    options = ReplayOptions(num_ranks=4, batch_tokens=512, layers=(2,))
     replay(load_trace(trace_file), options, [PolicyFunction("spy", "", place)])
     assert np.array_equal(past[-1], np.stack(now[1:-1]))
 
@@ -238,7 +253,7 @@ def test_trace_of_loads(tmp_path: Path) -> None:
         (("--ep", 4, "--limit", 0), "--limit"),
         (("--ep", 4, "--skip", 6), "no batch is left"),
         (("--ep", 4, "--domain-size", 0), "--domain-size"),
-        (("--ep", 4, "--slots", 1 << 40), "--slots .* at most 64"),
+        (("--ep", 4, "--slots", 1 << 40), "--slots = 1099511627776 must be 0 to 64"),
         (("--ep", 4, "--experts", 16), "topk_ids has id"),
         (("--ep", 4, "--experts", 1 << 40), "experts, must be"),
         (("--ep", 1 << 12, "--experts", 1 << 12), "smaller --ep"),
@@ -256,7 +271,7 @@ def test_bad_words_leave_no_file(
 
 
 def test_no_policy_at_all(trace_file: Path) -> None:
-    with pytest.raises(ConfigError, match="no policy"):
+    with pytest.raises(ConfigError, match="--policies must name at least one"):
         command("replay", trace_file, "--ep", 4, "--batch-tokens", 512, "--policy", ",")
 
 
@@ -277,7 +292,12 @@ def test_truncated_trace_leaves_no_file(trace_file: Path, tmp_path: Path) -> Non
 def test_too_many_plans_are_refused() -> None:
     trace = Trace(np.zeros((4096, 5, 1), np.uint16), np.array([4096]), 512)
     with pytest.raises(TraceError, match="--limit or --layers"):
-        replay(trace, ReplayOptions(64, 2, 64), [POLICIES["quota"]], keep_plans=True)
+        replay(
+            trace,
+            ReplayOptions(num_ranks=64, batch_tokens=64),
+            [POLICIES["quota"]],
+            keep_plans=True,
+        )
 
 
 def test_make_trace_then_replay(tmp_path: Path, capsys: Any) -> None:
@@ -322,7 +342,7 @@ def test_a_straggler_is_planned_for(tmp_path: Path, capsys: Any) -> None:
     assert document["time_floor"] == document["policies"]["quota"]["time_imbalance_after"]
     with pytest.raises(TraceError, match="made for 4 ranks"):
         command(*replayed, "--ep", 2)
-    with pytest.raises(TraceError, match="2 numbers for 4 ranks"):
+    with pytest.raises(ConfigError, match="2 numbers for 4 ranks"):
         command(*replayed, "--ep", 4, "--speeds", "1,0.5")
 
 
@@ -337,9 +357,9 @@ def test_a_straggler_is_planned_for(tmp_path: Path, capsys: Any) -> None:
     ],
 )
 def test_make_trace_leaves_no_partial_file(tmp_path: Path, words: tuple[object, ...]) -> None:
-    with pytest.raises(TraceError):
+    with pytest.raises((ConfigError, TraceError)):
         command("make-trace", *words, "--out", tmp_path / "t.npz")
-    with pytest.raises(TraceError, match="npz"):
+    with pytest.raises(ConfigError, match="npz"):
         command("make-trace", "--out", tmp_path / "t.txt")
     assert not list(tmp_path.iterdir())
 

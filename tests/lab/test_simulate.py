@@ -23,10 +23,10 @@ from ultraep_serve.lab.simulate import layer as simulated_layer
 from ultraep_serve.lab.simulate import simulation
 from ultraep_serve.lab.simulate.layer import FIGURES, GroupMachine, Variant, follow, judge
 from ultraep_serve.lab.simulate.simulation import Fleet, draw_machine
-from ultraep_serve.lab.simulate.traffic import Recorded, Synthetic, Traffic, pieces_of
+from ultraep_serve.lab.simulate.traffic import Captured, SimulatedTraffic, Synthetic, pieces_of
 from ultraep_serve.lab.store import save_trace
 from ultraep_serve.lab.trace import LoadTrace, Trace, spread
-from ultraep_serve.lab.workloads import KINDS, Workload, make_trace
+from ultraep_serve.lab.workloads import KINDS, Kind, Workload, make_trace
 from ultraep_serve.plan import quota
 from ultraep_serve.plan.checks import check_plan
 from ultraep_serve.plan.quota import plan_quota
@@ -39,22 +39,27 @@ LARGE_MODEL = ("--model-config", "qwen3-30b-a3b")
 SMALL = ("--ranks", "8", "--batches", "3", "--rank-tokens", "256", "--processes", "1")
 
 
+def workload_of(kind: Kind, num_ranks: int, **changes: Any) -> Workload:
+    sizes = {"num_tokens": 1, "num_layers": 1, "num_experts": EXPERTS, "top_k": TOP_K}
+    return Workload(kind=kind, num_ranks=num_ranks, **{**sizes, **changes})
+
+
 def variant(num_ranks: int, slots: int, domain: int | None, relay: str = "auto") -> Variant:
     costs = estimate_costs(SHAPE, hardware("gb200"), num_ranks=num_ranks, domain_size=domain)
     return Variant(Setting(SHAPE, costs, num_ranks, "bf16", domain), slots, relay)
 
 
-def made_up(num_ranks: int, kind: str = "switch", assignments: int = 1 << 16) -> Synthetic:
-    workload = Workload(kind, 1, 1, EXPERTS, TOP_K, num_ranks, 1.0, period=2)
+def made_up(num_ranks: int, kind: Kind = "switch", assignments: int = 1 << 16) -> Synthetic:
+    workload = workload_of(kind, num_ranks, imbalance=1.0, period=2)
     imbalances = (1.2, 1.5) if num_ranks > 1 else (1.0,)
     return Synthetic.made(workload, imbalances, 5, assignments)
 
 
-def recorded() -> Recorded:
+def recorded() -> Captured:
     """A trace of 20 sequences, and one of loads."""
-    tokens = make_trace(Workload("zipf", 5000, 5, EXPERTS, TOP_K, 4, 1.5))
+    tokens = make_trace(workload_of("zipf", 4, num_tokens=5000, num_layers=5, imbalance=1.5))
     loads = np.random.default_rng(0).integers(0, 99, (7, 5, 4, EXPERTS), np.int32)
-    return Recorded.drawn([pieces_of(tokens), pieces_of(LoadTrace(loads))], 1 << 16, 2)
+    return Captured.drawn([pieces_of(tokens), pieces_of(LoadTrace(loads))], 1 << 16, 2)
 
 
 @st.composite
@@ -65,9 +70,18 @@ def cases(draw: st.DrawFn) -> tuple[Variant, GroupMachine, np.ndarray]:
     relay = draw(st.sampled_from(["auto", "always", "never"]))
     chosen = variant(num_ranks, draw(st.integers(0, 4)), domain, relay)
     chance = st.sampled_from([0.0, 0.2, 0.7, 1.0])
-    fleet = Fleet(num_ranks, 1, 1, 0, draw(chance), 0.01, draw(chance), 0.3, draw(chance))
+    fleet = Fleet(
+        ranks=num_ranks,
+        batches=1,
+        plans=1,
+        slow_ranks=draw(chance),
+        slowest=0.01,
+        slow_links=draw(chance),
+        slowest_link=0.3,
+        dead_links=draw(chance),
+    )
     rng = np.random.default_rng(draw(st.integers(0, 1 << 32)))
-    traffic: Traffic = draw(st.sampled_from([recorded, lambda: made_up(num_ranks)]))()
+    traffic: SimulatedTraffic = draw(st.sampled_from([recorded, lambda: made_up(num_ranks)]))()
     layer = np.array([draw(st.integers(0, 4))])
     (loads,) = spread(traffic.of_group(rng).expert_loads(draw(st.integers(0, 9)), layer), num_ranks)
     return chosen, draw_machine(fleet, num_ranks, rng), loads
@@ -125,7 +139,7 @@ def test_recorded_loads_are_whole_sequences() -> None:
     ids[:, 0, 0] = (0, 0, 1, 2, 2, 2)
     pieces = pieces_of(Trace(ids, np.array([2, 1, 0, 3]), 3))
     assert pieces.tolist() == [[[2, 0, 0]], [[0, 1, 0]], [[0, 0, 3]]]
-    own = Recorded.drawn([pieces], 8, 1).of_group(np.random.default_rng(0))  # 4 of 2 tokens each
+    own = Captured.drawn([pieces], 8, 1).of_group(np.random.default_rng(0))  # 4 of 2 tokens each
     for batch in range(20):
         (loads,) = own.expert_loads(batch, np.array([0]))
         assert loads[0] // 2 + loads[1] + loads[2] // 3 == 4
@@ -133,7 +147,7 @@ def test_recorded_loads_are_whole_sequences() -> None:
 
 
 def test_many_sequences_are_merged(monkeypatch: pytest.MonkeyPatch) -> None:
-    trace = make_trace(Workload("zipf", 5000, 2, EXPERTS, TOP_K, 4, 1.5))
+    trace = make_trace(workload_of("zipf", 4, num_tokens=5000, num_layers=2, imbalance=1.5))
     whole = pieces_of(trace)
     monkeypatch.setattr("ultraep_serve.lab.simulate.traffic.MAX_PIECE_BYTES", whole.nbytes // 3)
     merged = pieces_of(trace)
@@ -209,7 +223,10 @@ def test_the_report_is_that_of_the_seed_with_any_processes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trace = tmp_path / "trace.npz"
-    save_trace(trace, make_trace(Workload("zipf", 3000, 4, 128, 8, 4, 2.0)))
+    save_trace(
+        trace,
+        make_trace(workload_of("zipf", 4, num_tokens=3000, num_layers=4, num_experts=128, top_k=8)),
+    )
     faults = ("--slow-ranks", "0.3", "--slow-links", "0.2", "--dead-links", "0.1")
     words = (*SMALL, "--ep", "4", "--trace", str(trace), *LARGE_MODEL, *faults, "--plans", "17")
     texts = []
@@ -249,7 +266,7 @@ def test_pictures_are_drawn(tmp_path: Path) -> None:
 
 
 def test_imbalances_that_few_ranks_cannot_have_are_left_out() -> None:
-    workload = Workload("zipf", 1, 1, EXPERTS, TOP_K, 2, 1.0)
+    workload = workload_of("zipf", 2, imbalance=1.0)
     assert Synthetic.made(workload, None, 1, 10).imbalances == (1.3, 1.6)
     with pytest.raises(TraceError, match="cannot be reached"):
         Synthetic.made(workload, (1.3, 3.0), 1, 10)
@@ -258,16 +275,16 @@ def test_imbalances_that_few_ranks_cannot_have_are_left_out() -> None:
 BAD = [
     (("--ranks", "4"), "--ranks = 4 is less than one group of --ep 64"),
     (("--ep", "48"), "256 experts of deepseek-v3 cannot be divided by 48 ranks"),
-    (("--slow-ranks", "2"), "--slow-ranks = 2.0 must be 0 to 1"),
-    (("--dead-links", "nan"), "--dead-links = nan must be 0 to 1"),
-    (("--slowest", "0"), "--slowest = 0.0 must be 0.01 to 1"),
-    (("--relay", "sometimes"), "--relay = 'sometimes' must be one or more of auto"),
-    (("--imbalance", "fast"), "'fast' must be numbers like 1.5,2"),
+    (("--slow-ranks", "2"), "--slow-ranks = 2 must be 0 to 1"),
+    (("--dead-links", "nan"), "--dead-links = nan must be a number, 0 to 1"),
+    (("--slowest", "0"), "--slowest = 0 must be 0.01 to 1"),
+    (("--relay", "sometimes"), "--relay = sometimes must be 'auto', 'always' or 'never'"),
+    (("--imbalance", "fast"), "--imbalance = fast must be a number, 1 or more"),
     (("--imbalance", "90"), "--imbalance = 90.0 cannot be reached"),
-    (("--imbalance", "inf"), "--imbalance = inf cannot be reached"),
+    (("--imbalance", "inf"), "--imbalance = inf must be a number"),
     (("--rank-tokens", "9" * 30), "choose a smaller --rank-tokens or --ep"),
-    (("--batches", "0"), "0 must be a whole number, 1 to"),
-    (("--processes", "0"), "0 must be a whole number, 1 to"),
+    (("--batches", "0"), "--batches = 0 must be 1 to 100000"),
+    (("--processes", "0"), "--processes = 0 must be 1 to 256"),
     (("--hardware", "custom"), "--hardware custom and --costs FILE go together"),
     (("--trace", "none.npz"), "none.npz"),
     (("--trace", "none.npz", "--kind", "zipf"), "--kind is for made-up traffic"),

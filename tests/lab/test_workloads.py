@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ultraep_serve.errors import TraceError
+from ultraep_serve.errors import ConfigError, TraceError
 from ultraep_serve.lab.trace import Trace, batches
 from ultraep_serve.lab.workloads import KINDS, Workload, make_trace
 from ultraep_serve.types import imbalance
@@ -21,7 +21,7 @@ def workload(kind: str = "zipf", **changes: object) -> Workload:
         "imbalance": 2.0,
         "period": 2048,
     }
-    return Workload(kind, **{**values, **changes})  # type: ignore[arg-type]
+    return Workload(**{"kind": kind, **values, **changes})  # type: ignore[arg-type]
 
 
 def imbalances(trace: Trace, batch_tokens: int, num_ranks: int) -> np.ndarray:
@@ -108,7 +108,7 @@ def test_every_expert_for_every_token() -> None:
     ],
 )
 def test_bad_settings(changes: dict[str, object]) -> None:
-    with pytest.raises(TraceError, match="must be"):
+    with pytest.raises(ConfigError, match="must be"):
         workload(**changes)  # type: ignore[arg-type]
 
 

@@ -3,9 +3,15 @@
 import os
 import subprocess
 import sys
+import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+
+from ultraep_serve import errors
+from ultraep_serve.engines.common import process
+from ultraep_serve.errors import UnsupportedError
 
 PROGRAM = """
 import multiprocessing, os, sys, tempfile
@@ -74,9 +80,26 @@ def said_by(tmp_path: Path, *raised: str) -> list[str]:
     ],
 )
 def test_why_a_rank_refused_is_said_last(tmp_path: Path, raised: list[str], said: str) -> None:
-    last = f"ultraep: error: because of {said}"
+    last = f"ultraep: error: {getattr(errors, said)(f'because of {said}')}"
     assert said_by(tmp_path, *raised) == ["the engine's last words", last]
 
 
 def test_nothing_is_said_where_nothing_was_refused(tmp_path: Path) -> None:
     assert said_by(tmp_path) == ["the engine's last words"]
+
+
+def test_a_pipe_in_the_place_of_the_reason_holds_up_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Anybody can make one under a name that is known beforehand."""
+    monkeypatch.setattr(process, "_path", lambda _: tmp_path / "pipe")
+    os.mkfifo(tmp_path / "pipe")
+
+    def refuse() -> None:
+        with suppress(UnsupportedError), process.repeated_at_exit():
+            raise UnsupportedError("no experts")
+
+    refusal = threading.Thread(target=refuse, daemon=True)
+    refusal.start()
+    refusal.join(10)
+    assert not refusal.is_alive()

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -191,6 +192,41 @@ def test_the_sidecar_understands_what_it_is_started_with(
     assert found.allowed_hosts == "a.example,b.example"
 
 
+def test_a_file_of_settings_reaches_engine_and_sidecar(
+    shared_memory: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The launcher as users start it, with a small command in the engine's place."""
+    file, report, port = tmp_path / "ultraep.yaml", tmp_path / "report", free_port()
+    file.write_text(f"slots: 3\nmax_imbalance: 1.5\nsidecar: {{port: {port}, log_format: json}}\n")
+    code = f"import os; open({str(report)!r}, 'w').write(os.environ['{CONFIG_VARIABLE}'])"
+    sidecars: list[list[str]] = []
+
+    def without_sidecar(engine: EngineCommand, config: BalanceConfig, sidecar: list[str]) -> int:
+        sidecars.append(sidecar)
+        return supervise(engine, config.replace(policy=Policy.OFF), None)
+
+    monkeypatch.setattr(serve, "supervise", without_sidecar)
+    monkeypatch.setattr(serve.vllm, "engine_command", lambda *_: python(code))
+    words = ["vllm", "m", "--ultraep-config", str(file), "--slots", "4", "--port", str(free_port())]
+    assert main(words) == 0
+    config = BalanceConfig.from_json(report.read_text())
+    assert (config.slots, config.max_imbalance, config.sidecar) == (4, 1.5, None)
+    assert [sidecars[0][i + 1] for i, word in enumerate(sidecars[0]) if word == "--port"] == [
+        str(port)
+    ]
+
+
+def test_a_wrong_file_of_settings_starts_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "wrong.yaml").write_text("slotz: 3")
+    for command in (["vllm", "m"], ["sglang", "m"], ["sidecar", "--run-dir", str(tmp_path)]):
+        assert main([*command, "--ultraep-config", str(tmp_path / "wrong.yaml")]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "unknown setting 'slotz'" in line
+        assert "wrong.yaml" in line
+
+
 @pytest.mark.parametrize(("policy", "raises"), [(Policy.QUOTA, True), (Policy.OFF, False)])
 def test_a_balanced_engine_that_ends_by_itself_has_lost_a_rank(
     policy: Policy, raises: bool
@@ -313,3 +349,48 @@ def test_tuned_kernels_are_found_by_the_experts_that_slots_make(tmp_path: Path) 
     link_tuned_kernels(TunedKernels("FOLDER", engine, slot_sets=2), 1, tmp_path / "overlapping")
     assert (tmp_path / "overlapping" / "configs" / "E=20,N=64,device_name=X.json").exists()
     assert link_tuned_kernels(TunedKernels("FOLDER", tmp_path / "none"), 2, target) == {}
+
+
+def test_a_proxy_does_not_answer_for_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Always(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+
+    with HTTPServer(("127.0.0.1", 0), Always) as proxy:
+        threading.Thread(target=proxy.serve_forever, daemon=True).start()
+        for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+            monkeypatch.setenv(name, f"http://127.0.0.1:{proxy.server_port}")
+        monkeypatch.delenv("no_proxy", raising=False)
+        monkeypatch.delenv("NO_PROXY", raising=False)
+        assert not supervisor._answers(f"{FREE_URL}/health")
+        assert supervisor._answers(f"http://127.0.0.1:{proxy.server_port}/health")
+        proxy.shutdown()
+
+
+LEFT_BEHIND = """
+import os, signal, sys, time
+from pathlib import Path
+run_path = Path(sys.argv[1])
+if os.fork():
+    while not (run_path / "up").exists():
+        time.sleep(0.01)
+    sys.exit(3)
+
+def stop(*_):
+    (run_path / "heard").write_text((run_path / "lost").read_text())
+    os._exit(0)
+
+signal.signal(signal.SIGTERM, stop)
+(run_path / "up").touch()
+time.sleep(60)
+"""
+
+
+def test_ranks_that_are_left_know_that_their_host_is_lost_when_they_are_stopped(
+    tmp_path: Path,
+) -> None:
+    command = EngineCommand([sys.executable, "-c", LEFT_BEHIND, str(tmp_path)], FREE_URL, 2)
+    config = BalanceConfig(policy=Policy.OFF, run_dir=str(tmp_path))
+    assert supervise(command, config, None) == 3
+    assert (tmp_path / "heard").read_text() == "its engine ended (exit status 3)"

@@ -10,8 +10,9 @@ from ultraep_serve.sidecar.follower import OWN_DTYPE, RecordWindow, SkippedHisto
 from ultraep_serve.sidecar.statistics.figures import imbalance_snapshot
 from ultraep_serve.sidecar.statistics.timeline import Timeline
 from ultraep_serve.telemetry.reader import RingReader
+from ultraep_serve.telemetry.record import RecordArray
 from ultraep_serve.telemetry.run_files import RunFiles
-from ultraep_serve.telemetry.schema import RecordArray, RingHeader
+from ultraep_serve.telemetry.schema import RingHeader
 from ultraep_serve.types import Decision, ExpertShape
 
 SHAPE = ExpertShape(num_ranks=4, num_logical_experts=8, num_replica_slots=1)
@@ -33,7 +34,7 @@ def records(tmp_path: Path) -> RecordArray:
             stage_ns=[1000] * 7,
             load_before=random.integers(1, 1000, 4),
             load_after=np.full(4, 10) + random.integers(0, 2, 4),
-            slot_expert=None,
+            slot_expert=-1,
         )
     found = RingReader(RunFiles(tmp_path).ring(0)).poll().records
     recorder.close()

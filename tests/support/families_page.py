@@ -1,51 +1,97 @@
-"""docs/dev/families.md, made from the JSON of `benchmarks/families.py`.
+"""The pages of model families, made from the JSON of `benchmarks/families.py`.
 
-python -m tests.support.families_page     # brings the page up to date
+    python -m tests.support.families_page     # brings both up to date
+
+docs/families.md is for users; docs/dev/families.md has every figure.
 """
 
 import json
-from pathlib import Path
 from typing import Any
 
 from tests.support.family_table import FAMILIES
+from tests.support.reference_page import DOCS, table
 
-__all__ = ["FAMILIES", "PAGE", "page"]
+__all__ = ["DETAILS_PAGE", "FAMILIES", "PAGE", "details", "page"]
 
-_ROOT = Path(__file__).resolve().parents[2]
-PAGE = _ROOT / "docs" / "dev" / "families.md"
+PAGE = DOCS / "families.md"
+DETAILS_PAGE = DOCS / "dev" / "families.md"
+_RESULTS = DOCS.parent / "benchmarks" / "results"
 _ENGINES = {"vllm": "vLLM", "sglang": "SGLang"}
 _INTRO = """\
 # Model families
 
-Which Mixture-of-Experts models are balanced, found by serving each: a tiny checkpoint with random
-weights of the family's own architecture (`tests/support/families.py`), two ranks of a CPU, tensor
-and expert parallel. The router prefers a few experts of one rank. The same 14 prompts of 100 to 295
-tokens are asked with policy `quota` and with policy `off`, 16 greedy tokens each.
-`make test-families` runs all of it; figures are in `families-vllm.json` and `families-sglang.json`,
-and this page is made from them (`tests/support/families_page.py`).
+This page says which Mixture-of-Experts models are balanced on a CPU. Each family was served as a
+tiny model with random weights of the family's own architecture, on two ranks. The same 14 prompts
+were asked with balancing on and off, and compared token by token.
 
-| verdict | |
+| in the table | |
 |---|---|
-| balanced | every MoE layer is balanced, and answers are those of policy `off` |
-| refused | refused before the first request, with the reason; the engine alone serves it |
-| unserved | the engine alone does not serve the model on a CPU, for its own reason |
-| failed | anything else |
+| balanced | every layer with experts is balanced, and answers are those without balancing |
+| refused | the server refuses to start, and says why; the engine alone serves the model |
+| not served | the engine alone does not serve this model on a CPU, for a reason of its own |
 
-Imbalance: the largest of all batches and layers, before and after. Tokens: prompts whose tokens are
-the same with `quota` and `off`. Log-probabilities: the largest difference at any token of a prompt;
-for models in bfloat16 also that of `off` against `off`, asked once more. Against transformers: the
-same of `off` against that library in float32, which shows that the engine computes this model.
+A family that is not in the table is balanced if its layers pass the checks at load. Otherwise it is
+refused by name. On GPUs engines serve more models; nothing was run there: see [GPUs](gpus.md).
+
+"""
+_DETAILS = """\
+# Model families: every figure
+
+[The page for users](../families.md) says what the verdicts mean. Each family is a tiny checkpoint
+with random weights (`tests/support/families.py`), whose router prefers a few experts of one rank.
+It is served on two ranks of a CPU, tensor and expert parallel. 14 prompts of 100 to 295 tokens are
+asked with policy `quota` and with policy `off`, 16 greedy tokens each. `make test-families` runs
+all of it. Figures are in `families-vllm.json` and `families-sglang.json`; both pages are made
+from them (`tests/support/families_page.py`).
+
+| column | |
+|---|---|
+| imbalance | the largest of all batches and layers, before and after |
+| tokens | prompts whose tokens are the same with `quota` and `off` |
+| log-probabilities | the largest difference at any token of a prompt; in brackets of two `off` |
+| against transformers | the same of `off` and that library in float32 |
+
+"Unserved" means that the engine alone does not serve the model on a CPU. A small difference from
+transformers shows that the engine computes this model.
 """
 
 
 def page() -> str:
-    """The text of the page."""
-    return _INTRO + "".join(_section(engine) for engine in _ENGINES)
+    """The text of the page for users."""
+    rows = {
+        engine: {row["family"]: row for row in _document(engine)["rows"]} for engine in _ENGINES
+    }
+    cells = (
+        (name, family.special, *(_verdict(rows[engine].get(name)) for engine in _ENGINES))
+        for name, family in FAMILIES.items()
+    )
+    text = _INTRO + table(("family", "what is special", *_ENGINES.values()), cells)
+    versions = " and ".join(
+        f"{name} {version}"
+        for engine in _ENGINES
+        for name, version in _document(engine)["versions"].items()
+        if name != "transformers"
+    )
+    return f"{text}\nVersions: {versions}. [Every figure and reason](dev/families.md).\n"
+
+
+def _verdict(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return "not tried"
+    return "not served" if row["verdict"] == "unserved" else str(row["verdict"])
+
+
+def details() -> str:
+    """The text of the page for authors."""
+    return _DETAILS + "".join(_section(engine) for engine in _ENGINES)
+
+
+def _document(engine: str) -> dict[str, Any]:
+    return dict(json.loads((_RESULTS / f"families-{engine}.json").read_text()))
 
 
 def _section(engine: str) -> str:
-    path = _ROOT / "benchmarks" / "results" / f"families-{engine}.json"
-    document = json.loads(path.read_text())
+    document = _document(engine)
     versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
     rows = document["rows"]
     count = sum(row["verdict"] == "balanced" for row in rows)
@@ -104,3 +150,4 @@ def _one_line(reason: str) -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(page())
+    DETAILS_PAGE.write_text(details())

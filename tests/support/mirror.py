@@ -22,6 +22,7 @@ from ultraep_serve.balance.cuda.fabric import DeviceFabric, Limits
 from ultraep_serve.balance.cuda.rendezvous import Handshake
 from ultraep_serve.balance.cuda.slots import DeviceSlotPool
 from ultraep_serve.costs.model import IntegerCosts
+from ultraep_serve.telemetry.record import LayerRecord
 from ultraep_serve.types import Decision, Policy, SpeedSource, Stage
 
 __all__ = ["FakeRecorder", "Mirror", "mirrored_balancer"]
@@ -40,14 +41,14 @@ class FakeRecorder:
     stage_ns: list[int] = field(default_factory=list)  # of the last record
     lost: int = 0
 
-    def record(self, *, stage_ns: Any, slot_load: Any, **values: Any) -> None:
+    def record(self, record: LayerRecord) -> None:
         """As ``Recorder.record``."""
-        assert len(stage_ns) == len(Stage)
-        assert min(stage_ns) >= 0
-        self.stage_ns = list(stage_ns)
-        values["slot_load"] = slot_load if values["replicas"] else 0
-        plain = {name: np.asarray(value).tolist() for name, value in values.items()}
-        self.events.append(plain | {"policy": values["policy"]})
+        self.stage_ns = list(record.stage_ns)
+        assert len(self.stage_ns) == len(Stage)
+        assert min(self.stage_ns) >= 0
+        values = {name: np.asarray(value).tolist() for name, value in record._asdict().items()}
+        del values["stage_ns"]
+        self.events.append(values)
 
     def count_batch(self, decision: Decision) -> None:
         """As ``Recorder.count_batch``."""

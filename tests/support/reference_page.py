@@ -1,6 +1,6 @@
-"""The tables of docs/reference.md, made from the code that they describe.
+"""The tables of docs/ that are made from the code that they describe.
 
-    python -m tests.support.reference_page     # brings the page up to date
+    python -m tests.support.reference_page     # brings the pages up to date
 
 A table stands between ``<!-- NAME -->`` and ``<!-- end -->``.
 """
@@ -16,12 +16,15 @@ from typing import Any, Literal, get_args, get_origin
 from unittest.mock import patch
 
 from ultraep_serve.config import BalanceConfig, SidecarSettings
+from ultraep_serve.system.settings import flag_of, range_of
 from ultraep_serve.system.versions import PACKAGES
 from ultraep_serve.types import ExpertShape, Policy
 
-__all__ = ["PAGE", "TABLES", "help_text", "table", "table_in", "with_table"]
+__all__ = ["DOCS", "TABLES", "help_text", "table", "table_in", "with_table"]
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+# an argument, two spaces or a line's end, and its text
+_HELP_LINE = re.compile(r"^  (?! )(\S+(?: \S+)*)(?:  +|\n {6,})(\S.*)$", re.MULTILINE)
 
 
 def help_text(*command: str) -> str:
@@ -57,11 +60,23 @@ def _commands() -> str:
     return table(("command", ""), ((_code(name), text) for name, text in listed))
 
 
+def _flags(*command: str) -> str:
+    """Every argument of a command, as its help says."""
+    rows = []
+    for words, text in _HELP_LINE.findall(help_text(*command)):
+        flag = words.split(", ")[0]  # without other spellings of the same
+        if flag != "-h":
+            text, _, default = " ".join(text.split()).partition(" (default: ")
+            rows.append((_code(flag), default.removesuffix(")"), text))
+    escaped = [tuple(cell.replace("|", "\\|") for cell in row) for row in rows]
+    return table(("flag", "default", ""), escaped)
+
+
 def _settings(settings: type[BalanceConfig] | type[SidecarSettings], prefix: str = "") -> str:
     rows = []
     for name, field in settings.model_fields.items():
         has_flag = (field.json_schema_extra or {}) != {"flag": False}
-        flag = _code(f"--{prefix}{name}".replace("_", "-")) if has_flag else "none"
+        flag = _code(flag_of(settings, name, prefix)) if has_flag else "none"
         text, _, said = (field.description or "").partition(" (default: ")
         default = said.rstrip(")") or _shown(field.default)
         rows.append((_code(name), flag, default, _range_of(field), text))
@@ -83,12 +98,7 @@ def _range_of(field: Any) -> str:
         return ", ".join(_code(policy.value) for policy in Policy)
     if get_origin(field.annotation) is Literal:
         return ", ".join(map(_code, get_args(field.annotation)))
-    rules = {type(rule).__name__: rule for rule in field.metadata}
-    if {"Ge", "Le"} <= rules.keys():
-        return f"{rules['Ge'].ge} to {rules['Le'].le}"
-    if "Ge" in rules:
-        return f"at least {rules['Ge'].ge:g}"
-    return f"more than {rules['Gt'].gt:g}" if "Gt" in rules else ""
+    return range_of(field)
 
 
 def _policies() -> str:
@@ -197,24 +207,38 @@ def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-TABLES: Mapping[str, Callable[[], str]] = {
-    "commands": _commands,
-    "settings": lambda: _settings(BalanceConfig),
-    "sidecar-settings": lambda: _settings(SidecarSettings, "sidecar-"),
-    "policies": _policies,
-    "versions": _versions,
-    "endpoints": _endpoints,
-    "metrics": lambda: _metrics(detail=False),
-    "metrics-detail": lambda: _metrics(detail=True),
+def _flags_of(*command: str) -> Callable[[], str]:
+    return lambda: _flags(*command)
+
+
+_LAB = ("demo", "record", "replay", "advise", "simulate", "make-trace")
+TABLES: Mapping[str, tuple[Path, Callable[[], str]]] = {
+    "commands": (DOCS / "commands" / "index.md", _commands),
+    **{
+        f"flags-{name}": (DOCS / "commands" / f"{name}.md", _flags_of(name))
+        for name in ("sidecar", "status", "doctor", *_LAB)
+    },
+    **{
+        f"flags-bench-{kind}": (DOCS / "commands" / "bench.md", _flags_of("bench", kind))
+        for kind in ("prefill", "load")
+    },
+    "settings": (DOCS / "settings.md", lambda: _settings(BalanceConfig)),
+    "sidecar-settings": (
+        DOCS / "settings.md",
+        lambda: _settings(SidecarSettings, "sidecar-"),
+    ),
+    "policies": (DOCS / "settings.md", _policies),
+    "versions": (DOCS / "engines.md", _versions),
+    "endpoints": (DOCS / "http.md", _endpoints),
+    "metrics": (DOCS / "http.md", lambda: _metrics(detail=False)),
+    "metrics-detail": (DOCS / "http.md", lambda: _metrics(detail=True)),
 }
 
 
 def main() -> None:
-    """Write every table into the page."""
-    page = PAGE.read_text()
-    for name, make in TABLES.items():
-        page = with_table(page, name, make())
-    PAGE.write_text(page)
+    """Write every table into its page."""
+    for name, (page, make) in TABLES.items():
+        page.write_text(with_table(page.read_text(), name, make()))
 
 
 if __name__ == "__main__":

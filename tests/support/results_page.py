@@ -1,21 +1,23 @@
-"""The figures of README.md and docs/dev/measurements.md that come from the JSON of benchmarks.
+"""What README.md, docs/results.md and docs/dev/measurements.md have from the JSON of benchmarks.
 
-    python -m tests.support.results_page     # brings both up to date
+    python -m tests.support.results_page     # brings all of them up to date
 
-A table of times stands between ``<!-- NAME -->`` and ``<!-- end -->``, NAME being its JSON's.
+Every ratio of the first two is estimated in one way: see ``_estimate``. A table of times stands
+between ``<!-- NAME -->`` and ``<!-- end -->``, NAME being its JSON's.
 """
 
 import io
 import json
 import re
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from ultraep_kernels.contract import FULL_SPEED
 
-from tests.support.reference_page import table, with_table
-from ultraep_serve.lab.bench.load_report import rate_text, ratio_text
+from tests.support.reference_page import table, table_in, with_table
+from ultraep_serve.lab.bench.load_report import _crossing, rate_text, ratio_text
 from ultraep_serve.lab.bench.prefill import WITHOUT_EP
 
 __all__ = [
@@ -23,18 +25,21 @@ __all__ = [
     "MEASUREMENTS",
     "README",
     "RESULTS",
+    "RESULTS_PAGE",
     "SIMULATION",
     "SPEEDS",
     "TIMES",
     "WINDOWS",
     "measurements",
     "readme",
+    "results",
     "times",
 ]
 
 _ROOT = Path(__file__).resolve().parents[2]
 README = _ROOT / "README.md"
 MEASUREMENTS = _ROOT / "docs" / "dev" / "measurements.md"
+RESULTS_PAGE = _ROOT / "docs" / "results.md"
 RESULTS = _ROOT / "benchmarks" / "results"
 TIMES = ("serving-ttft", "serving-ttft-amx", "serving-balanced", "sglang-ttft", "sglang-balanced")
 SPEEDS = "speeds"
@@ -57,19 +62,20 @@ _WIDTH = 80
 
 
 def readme(text: str) -> str:
-    """README.md with what the demo printed, and the rows of its table that come from times.
+    """README.md with what the demo printed, and its table of results.
 
     Raises ValueError where one of them has no place.
     """
-    made = {_DEMO: _demo()}
-    for name, figures in _ROWS.items():
-        row = "".join(f" {cell} |" for cell in (name, *map(figures, _ENGINES)))
-        made[re.compile(rf"^\| {re.escape(name)} \|.*$", re.MULTILINE)] = f"|{row}"
-    for place, content in made.items():
-        text, found = place.subn(lambda _, content=content: content, text)
-        if found != 1:
-            raise ValueError(f"README.md has {place.pattern!r} {found} times")
-    return text
+    text, found = _DEMO.subn(lambda _: _demo(), text)
+    if found != 1:
+        raise ValueError(f"README.md has {_DEMO.pattern!r} {found} times")
+    return results(text)
+
+
+def results(text: str) -> str:
+    """A page with the table of results. Raises ValueError where that has no place."""
+    table_in(text, "results")
+    return with_table(text, "results", _results())
 
 
 def measurements(text: str) -> str:
@@ -86,50 +92,35 @@ def measurements(text: str) -> str:
 
 
 def times(name: str) -> str:
-    """Times of every variant that was measured, and their ratios."""
+    """Median times of every variant that was measured, and how much faster ``quota`` is."""
     rows = _rows(name)
     variants = [variant for variant in _VARIANTS if variant in rows[0]["ttft_seconds"]]
-    ratios = [head for head, ratio in _ratios(rows[0]).items() if ratio is not None]
-    head = ("prompt tokens", *(_VARIANTS[variant] for variant in variants), *ratios)
+    others = [variant for variant in variants if variant != "quota"]
+    faster = (f"quota is faster than {_VARIANTS[variant]} by" for variant in others)
     return table(
-        head,
+        ("prompt tokens", *(_VARIANTS[variant] for variant in variants), *faster),
         (
             (
                 str(row["prompt_tokens"]),
                 *(f"{row['ttft_seconds'][variant]:.2f} s" for variant in variants),
-                *(str(_ratios(row)[head]) for head in ratios),
+                *(_faster_than(row, variant) for variant in others),
             )
             for row in rows
         ),
     )
 
 
-def _ratios(row: dict[str, Any]) -> dict[str, str | None]:
-    """By the head of their column; None for what was not measured."""
-    has_ideal = row["recovered"] is not None
-    return {
-        "off / quota": f"{row['speedup']:.2f}" if has_ideal else None,
-        "ideal / quota": f"{row['efficiency']:.3f}" if has_ideal else None,
-        "of the gap closed": f"{row['recovered']:.2f}" if has_ideal else None,
-        "quota / off, by round": None if has_ideal else _paired(row, "quota_over_off"),
-        "quota / without EP, by round": _paired(row, f"quota_over_{WITHOUT_EP}"),
-    }
-
-
-def _paired(row: dict[str, Any], name: str) -> str | None:
-    """Median and, where known, its confidence interval."""
-    if (paired := row["paired"].get(name)) is None:
-        return None
-    interval = paired.get("interval")
-    within = f" ({interval[0]:.3f} to {interval[1]:.3f})" if interval else ""
-    return f"{paired['median']:.3f}{within}"
+def _faster_than(row: dict[str, Any], base: str) -> str:
+    """How much faster ``quota`` is than ``base`` at one prompt length."""
+    samples = row["ttft_samples"]
+    return _faster(list(zip(samples[base], samples["quota"], strict=True)))
 
 
 def _by_time() -> str:
     """Both cores free, and one of them half busy."""
     found = _document(SPEEDS)
     head = (
-        "cores", "prompt tokens", "by count", "by time", "by count / by time, by round",
+        "cores", "prompt tokens", "by count", "by time", "by time is faster by",
         "speeds that plans by time had",
     )  # fmt: skip
     rows = []
@@ -144,7 +135,7 @@ def _by_time() -> str:
                     str(row["prompt_tokens"]),
                     f"{row['by_count_seconds']['median']:.2f} s",
                     f"{row['by_time_seconds']['median']:.2f} s",
-                    "{:.3f} ({:.3f} to {:.3f})".format(ratio["median"], *ratio["interval"]),
+                    _percent(ratio["median"], *ratio["interval"]),
                     ", ".join(f"{speed:.2f}" for speed in speeds) or "equal",
                 )
             )
@@ -241,18 +232,94 @@ def _demo() -> str:
     return "\n".join(line.rstrip() for line in printed.getvalue().splitlines())
 
 
-def _speedup(engine: str) -> str:
-    return _listed([row["speedup"] for row in _rows(f"{engine}-ttft")])
+def _results() -> str:
+    """One row for each comparison, one column for each engine; all say how much better we are."""
+    rows: list[tuple[str, ...]] = []
+    for head, figures in _RESULTS.items():
+        rows.append((f"**{head}**", "", ""))
+        rows += [(name, *map(figure, _ENGINES)) for name, figure in figures.items()]
+    return table(("", "vLLM", "SGLang"), rows)
 
 
-def _over_without_ep(engine: str) -> str:
-    pairs = [row["paired"].get(f"quota_over_{WITHOUT_EP}") for row in _rows(f"{engine}-ttft")]
-    return _listed([pair["median"] for pair in pairs if pair])
+def _estimate(pairs: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
+    """Median of the ratios within rounds, and where it lies with 95 % confidence.
+
+    The interval is that of order statistics, which holds whatever the distribution is. Fewer than
+    six rounds have none: then it is the least and the greatest ratio.
+    """
+    from scipy.stats import binom  # takes a second to import
+
+    ratios = sorted(one / other for one, other in pairs)
+    out = int(binom.ppf(0.025, len(ratios), 0.5))
+    lowest = max(0, out - 1)
+    return statistics.median(ratios), ratios[lowest], ratios[-1 - lowest]
 
 
-def _recovered(engine: str) -> str:
-    shares = [100 * row["recovered"] for row in _rows(f"{engine}-ttft")]
-    return f"{min(shares):.0f} to {max(shares):.0f} %"
+def _faster(pairs: Sequence[tuple[float, float]]) -> str:
+    """By how much the second of each pair of times is shorter, as "x % faster" has it."""
+    return _percent(*_estimate(pairs))
+
+
+def _percent(median: float, low: float, high: float) -> str:
+    """Ratios above 1 as "x % more"."""
+    shown = (f"{round(100 * (ratio - 1))}" for ratio in (median, low, high))
+    return "{} % ({} to {})".format(*shown)
+
+
+def _ttft(name: str, base: str) -> str:
+    """Of every prompt length, how much faster ``quota`` is than ``base``."""
+    rows = _rows(name)
+    if base not in rows[0]["ttft_samples"]:
+        return _NOT_MEASURED
+    return "<br>".join(f"{row['prompt_tokens'] >> 10}k: {_faster_than(row, base)}" for row in rows)
+
+
+def _ttft_over(base: str) -> Callable[[str], str]:
+    return lambda engine: _ttft(f"{engine}-ttft", base)
+
+
+def _balanced(engine: str) -> str:
+    return _ttft(f"{engine}-balanced", "off")
+
+
+def _windows(document: dict[str, Any], contender: str) -> list[list[dict[str, Any]]]:
+    """Of one contender, by repeat, in the order of rates."""
+    windows = [w for w in document["windows"] if w["contender"] == contender]
+    repeats = sorted({window["repeat"] for window in windows})
+    in_order = sorted(windows, key=lambda window: float(window["rate"]))
+    return [[w for w in in_order if w["repeat"] == repeat] for repeat in repeats]
+
+
+def _at_rate(document: dict[str, Any], rate: float, figure: str, base: str) -> str:
+    """How much faster ``quota`` is than ``base`` at one rate."""
+    others, ours = (
+        [w[figure] for windows in _windows(document, name) for w in windows if w["rate"] == rate]
+        for name in (base, "quota")
+    )
+    return _faster(list(zip(others, ours, strict=True)))
+
+
+def _loaded(figure: str) -> Callable[[str], str]:
+    return lambda engine: _at_rate(_load(engine), _RATES[engine], figure, "off")
+
+
+def _loaded_without_ep(engine: str) -> str:
+    """SGLang's is of the run in which a step of decode adds ranks up once, as it does today."""
+    document = _document(WINDOWS[-1]) if engine == "sglang" else _load(engine)
+    return _at_rate(document, _RATES[engine], "ttft_mean_seconds", "without-ep")
+
+
+def _more_requests(engine: str) -> str:
+    """How many more requests per second ``quota`` serves than ``off`` within ``_LIMIT``."""
+    ours, others = (
+        [
+            _crossing([(w["rate"], w["ttft_mean_seconds"]) for w in windows], _LIMIT)
+            for windows in _windows(_load(engine), name)
+        ]
+        for name in ("quota", "off")
+    )
+    pairs = zip(ours, others, strict=True)
+    return _faster([(one["rate"], other["rate"]) for one, other in pairs if one and other])
 
 
 def _imbalance(engine: str) -> str:
@@ -260,45 +327,33 @@ def _imbalance(engine: str) -> str:
     return f"{found['before']['mean']:.2f}, {found['after']['mean']:.3f}"
 
 
-def _cost(engine: str) -> str:
-    pairs = [row["paired"]["quota_over_off"]["median"] for row in _rows(f"{engine}-balanced")]
-    return f"{min(pairs):.3f} to {max(pairs):.3f}"
-
-
-def _more_requests(engine: str) -> str:
-    """Against ``off`` and the engine alone, for the first limit that all repeats pass."""
-    for found in _load(engine)["greatest_rates"]:
-        ratios = [found["quota_over"][base] for base in ("off", "without-ep")]
-        if None not in ratios:
-            limit = f"{_FIGURES[found['figure']]} {found['limit_seconds']:g} s"
-            shown = ("{:.2f} ({:.2f}-{:.2f})".format(r["mean"], *r["interval"]) for r in ratios)
-            return f"{', '.join(shown)}; {limit}"
-    return _NOT_MEASURED
-
-
-def _pauses(engine: str) -> str:
-    rows = [row for row in _load(engine)["rows"] if row["contender"] == "quota"]
-    ratios = [row["over"]["off"]["itl_p99_seconds"]["mean"] for row in rows]
-    return f"{min(ratios):.2f} to {max(ratios):.2f}"
-
-
 def _load(engine: str) -> dict[str, Any]:
     return _document(LOADS[_ENGINES.index(engine)])
 
 
-_ROWS: dict[str, Callable[[str], str]] = {
-    "time to first token, off / on, at 2k, 4k, 8k tokens": _speedup,
-    "on / without expert parallelism (the engine alone)": _over_without_ep,
-    "of what perfect balance would gain": _recovered,
-    "imbalance (max/mean) before, after": _imbalance,
-    "a model that is balanced already, on / off": _cost,
-    "requests/s within a limit, on / off, on / without EP": _more_requests,
-    "P99 inter-token latency, on / off": _pauses,
+_RATES = {"serving": 4.0, "sglang": 3.0}  # requests/s, the middle of what was measured
+_LIMIT = 0.5  # seconds of mean time to first token
+_RESULTS: dict[str, dict[str, Callable[[str], str]]] = {
+    "Time to first token, by tokens of the prompt: faster than": {
+        "the same server without balancing": _ttft_over("off"),
+        "the engine without expert parallelism": _ttft_over(WITHOUT_EP),
+        "forced perfect balance, the limit": _ttft_over("ideal"),
+        "without balancing, where the model is balanced already": _balanced,
+    },
+    "Mean time to first token at 4 (SGLang: 3) requests/s: faster than": {
+        "the same server without balancing": _loaded("ttft_mean_seconds"),
+        "the engine without expert parallelism": _loaded_without_ep,
+    },
+    "Time between tokens (99th percentile) at that rate: faster than": {
+        "the same server without balancing": _loaded("itl_p99_seconds"),
+    },
+    f"Requests/s with a mean time to first token of {_LIMIT} s: more than": {
+        "the same server without balancing": _more_requests,
+    },
+    "Work of the busiest rank over the mean; 1 is perfect": {
+        "before, after": _imbalance,
+    },
 }
-
-
-def _listed(ratios: list[float]) -> str:
-    return ", ".join(f"{ratio:.2f}" for ratio in ratios) or _NOT_MEASURED
 
 
 def _rows(name: str) -> list[dict[str, Any]]:
@@ -310,8 +365,8 @@ def _document(name: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Write both pages."""
-    for path, updated in ((README, readme), (MEASUREMENTS, measurements)):
+    """Write all of them."""
+    for path, updated in ((README, readme), (RESULTS_PAGE, results), (MEASUREMENTS, measurements)):
         path.write_text(updated(path.read_text()))
 
 

@@ -4,7 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from ultraep_kernels.contract import FULL_SPEED
 
+from ultraep_serve.telemetry.record import LayerRecord
 from ultraep_serve.telemetry.recorder import Recorder
 from ultraep_serve.types import Decision, ExpertShape, Policy
 
@@ -26,7 +28,7 @@ def create(run_path: Path, *, shape: ExpertShape = SHAPE, **changes: Any) -> Rec
 
 
 def write(recorder: Recorder, batch: int, layer: int = 0, **changes: Any) -> None:
-    """A planned layer; ``changes`` are arguments of ``Recorder.record``."""
+    """A planned layer; ``changes`` are fields of ``LayerRecord``."""
     fields: dict[str, Any] = {
         "tokens": 100,
         "decision": Decision.PLANNED,
@@ -34,12 +36,18 @@ def write(recorder: Recorder, batch: int, layer: int = 0, **changes: Any) -> Non
         "replicas": 1,
         "bytes_sent": 10,
         "bytes_received": 20,
+        "experts_ns": 0,
         "stage_ns": [1, 2, 3, 4, 5, 6, 7],
         "load_before": np.array([4, 0, 0, 0]),
         "load_after": np.array([1, 1, 1, 1]),
-        "slot_expert": np.full((4, 2), -1),
-    }
-    recorder.record(layer=layer, batch=batch, **(fields | changes))
+        "speed": FULL_SPEED,
+        "slot_expert": -1,
+        "slot_load": 0,
+        "expert_load": 0,
+    } | {name: value for name, value in changes.items() if value is not None}
+    fields["policy"] = fields["policy"].code
+    assignments = int(np.sum(fields["load_before"]))
+    recorder.record(LayerRecord(batch=batch, layer=layer, assignments=assignments, **fields))
 
 
 def put(path: Path, content: bytes) -> None:

@@ -13,12 +13,14 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+from ultraep_kernels.contract import FULL_SPEED
 
 from ultraep_serve.balance.topology import PipelineStage
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.plan.quota import plan_quota
 from ultraep_serve.telemetry.control import ControlPage
+from ultraep_serve.telemetry.record import LayerOutcome, LayerPlace, LayerRecord
 from ultraep_serve.telemetry.recorder import Recorder
 from ultraep_serve.telemetry.schema import RingState
 from ultraep_serve.types import Decision, ExpertShape, Plan, Policy, Stage
@@ -127,27 +129,22 @@ class SyntheticRun:
             slots = plan.slot_expert
             ranks = np.arange(self.shape.num_ranks)[:, None]
             slot_load = np.where(slots >= 0, plan.quota[slots, ranks], 0).astype(np.int32)
+        speeds = np.full_like(before, FULL_SPEED) if self._speeds is None else self._speeds
+        outcome = LayerOutcome(decision, policy, loads.sum(axis=0), speeds, slots, slot_load)
         owner = slots[slots >= 0] // self.shape.num_masters
         sent = np.bincount(owner, minlength=self.shape.num_ranks) * _EXPERT_BYTES
         for rank, recorder in enumerate(self.recorders):
             received = int((slots[rank] >= 0).sum()) * _EXPERT_BYTES
-            recorder.record(
-                layer=layer,
-                batch=self._batch,
-                tokens=self.traffic.tokens,
-                decision=decision,
-                policy=policy,
-                replicas=int((slots >= 0).sum()),
+            told = LayerRecord.of(
+                LayerPlace(self._batch, layer, self.traffic.tokens),
+                outcome,
+                rank=rank,
+                expert_bytes=_EXPERT_BYTES,
                 bytes_sent=int(sent[rank]),
-                bytes_received=received,
                 stage_ns=self._stage_ns(int(sent[rank]), received, int(after.max())),
-                load_before=before,
-                load_after=after,
-                slot_expert=slots,
-                slot_load=slot_load,
-                expert_load=loads.sum(axis=0),
-                speed=self._speeds,
+                experts_ns=0,
             )
+            recorder.record(told._replace(load_after=after))
 
     @property
     def _speeds(self) -> NDArray[np.int64] | None:

@@ -65,7 +65,7 @@ class SkewedRun:
                     stage_ns=[1000] * 7,
                     load_before=before,
                     load_after=np.full(self.num_ranks, 10),
-                    slot_expert=None,
+                    slot_expert=-1,
                 )
 
     def skip(self, decision: Decision) -> None:

@@ -11,7 +11,7 @@ import zlib
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from ultraep_serve.balance.host.slots import HostSlotPool
 from ultraep_serve.balance.topology import Location
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.errors import PeerTimeoutError
+from ultraep_serve.telemetry.record import LayerRecord
 from ultraep_serve.types import Decision, Policy, SpeedSource, TokenView, imbalance
 
 __all__ = ["RandomBatches", "StressReport", "run_stress"]
@@ -100,18 +101,17 @@ class _Recorder:
         self.batch = 0
         self._report = report
 
-    def record(self, *, layer: int, decision: Decision, **values: Any) -> None:
-        self.decision = decision
-        self._report.decisions.append((self.batch, layer, decision))
-        self._report.bytes_sent += values["bytes_sent"]
-        if decision is Decision.PLANNED:
-            speeds = values["speed"]
-            self._report.before.append(imbalance(values["load_before"], speeds))
-            self._report.after.append(imbalance(values["load_after"], speeds))
-            by_domain = values["load_before"].reshape(-1, self._domain_size).sum(axis=1)
+    def record(self, record: LayerRecord) -> None:
+        self.decision = Decision(record.decision)
+        self._report.decisions.append((self.batch, record.layer, self.decision))
+        self._report.bytes_sent += record.bytes_sent
+        if self.decision is Decision.PLANNED:
+            self._report.before.append(imbalance(record.load_before, record.speed))
+            self._report.after.append(imbalance(record.load_after, record.speed))
+            by_domain = record.load_before.reshape(-1, self._domain_size).sum(axis=1)
             self._report.floor.append(imbalance(by_domain))
-        for name in ("slot_expert", "load_after", "expert_load"):
-            self._report.plans = zlib.crc32(values[name].tobytes(), self._report.plans)
+        for values in (record.slot_expert, record.load_after, record.expert_load):
+            self._report.plans = zlib.crc32(values.tobytes(), self._report.plans)
 
     def count_batch(self, decision: Decision) -> None:
         self.decision = decision
@@ -190,17 +190,8 @@ class _Runner:
         if location.num_domains > 1:
             group = engine_group(run_path, rank, shape.num_ranks)
             all_gather = HostAllGather(group.on_host, timeout)
-        fabric = _CheckedFabric(
-            host_path(run_path, location),
-            rank,
-            shape.num_ranks,
-            width,
-            pool,
-            max_chunks,
-            timeout,
-            domain_size,
-            all_gather,
-        )
+        path = host_path(run_path, location)
+        fabric = _CheckedFabric(path, location, width, pool, max_chunks, timeout, all_gather)
         fabric.expect(self._layers, self._weights, self.report)
         self._mail = Mail(
             run_path, rank, shape.num_ranks, batches.max_tokens * batches.top_k, timeout

@@ -10,16 +10,12 @@ import pytest
 
 from tests.support.ring_files import SHAPE, create, write
 from ultraep_serve.errors import RingError
+from ultraep_serve.telemetry import record as layout
 from ultraep_serve.telemetry import recorder as recorder_module
 from ultraep_serve.telemetry.reader import ALIVE_SECONDS, RingReader
+from ultraep_serve.telemetry.record import record_dtype
 from ultraep_serve.telemetry.run_files import RunFiles
-from ultraep_serve.telemetry.schema import (
-    HEADER_BYTES,
-    HEADER_DTYPE,
-    RECORD_HEAD,
-    RingState,
-    record_dtype,
-)
+from ultraep_serve.telemetry.schema import HEADER_BYTES, HEADER_DTYPE, RingState
 from ultraep_serve.telemetry.shared_file import SharedFile
 from ultraep_serve.types import Decision, ExpertShape, Policy
 
@@ -64,7 +60,7 @@ def test_a_record_comes_back_as_written(tmp_path: Path) -> None:
 def test_the_packed_head_is_the_dtype() -> None:
     fields = record_dtype(SHAPE).fields
     assert fields is not None
-    assert fields["load_before"][1] == RECORD_HEAD.size
+    assert fields["load_before"][1] == layout._HEAD.size
     assert HEADER_DTYPE.itemsize == HEADER_BYTES
 
 
@@ -76,7 +72,7 @@ def test_any_shape_round_trips(tmp_path: Path, shape: ExpertShape) -> None:
     recorder = create(tmp_path, shape=shape)
     loads = np.arange(shape.num_ranks) + 1
     for batch in range(20):
-        write(recorder, batch, load_before=loads, load_after=loads, slot_expert=None)
+        write(recorder, batch, load_before=loads, load_after=loads, slot_expert=-1)
     records = RingReader(RunFiles(tmp_path).ring(0)).poll().records
     assert recorder.lost == 0
     assert records["batch"].tolist() == list(range(4, 20))
@@ -195,7 +191,7 @@ def test_a_replaced_ring_is_reopened(tmp_path: Path) -> None:
     reader = RingReader(RunFiles(tmp_path).ring(0))
     reader.poll()
     second = create(tmp_path, shape=ExpertShape(2, 8, 1), ring_records=32)
-    write(second, 5, load_before=[1, 2], load_after=[1, 2], slot_expert=None)
+    write(second, 5, load_before=[1, 2], load_after=[1, 2], slot_expert=-1)
     write(first, 1)  # the old writer writes to a file without a name
     poll = reader.poll()
     assert poll.replaced

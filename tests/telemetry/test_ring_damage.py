@@ -13,14 +13,9 @@ import pytest
 from tests.support.ring_files import SHAPE, create, write
 from ultraep_serve.errors import RingError
 from ultraep_serve.telemetry.reader import RingReader
+from ultraep_serve.telemetry.record import record_dtype
 from ultraep_serve.telemetry.run_files import RunFiles
-from ultraep_serve.telemetry.schema import (
-    HEADER_BYTES,
-    HEADER_DTYPE,
-    RECORD_HEAD,
-    RingState,
-    record_dtype,
-)
+from ultraep_serve.telemetry.schema import HEADER_BYTES, HEADER_DTYPE, RingState
 from ultraep_serve.types import Decision, ExpertShape
 
 
@@ -82,7 +77,9 @@ def test_a_flipped_bit_is_noticed(tmp_path: Path) -> None:
     recorder = create(tmp_path)
     for batch in range(3):
         write(recorder, batch)
-    place = HEADER_BYTES + record_dtype(SHAPE).itemsize + RECORD_HEAD.size + 1
+    fields = record_dtype(SHAPE).fields
+    assert fields is not None
+    place = HEADER_BYTES + record_dtype(SHAPE).itemsize + fields["load_before"][1] + 1
     path = RunFiles(tmp_path).ring(0)
     with path.open("r+b") as file:
         file.seek(place)
@@ -101,7 +98,7 @@ def test_no_splice_of_two_records_is_accepted(tmp_path: Path) -> None:
     path, size = RunFiles(tmp_path).ring(0), record_dtype(SHAPE).itemsize
     write(recorder, 0)
     old = path.read_bytes()[HEADER_BYTES:]
-    write(recorder, 1, tokens=7, load_before=np.array([5, 6, 7, 8]), slot_expert=None)
+    write(recorder, 1, tokens=7, load_before=np.array([5, 6, 7, 8]), slot_expert=-1)
     new = path.read_bytes()[HEADER_BYTES:]
     recorder.close()
     cuts = [cut for cut in range(size) if old[:cut] != new[:cut] and old[cut:] != new[cut:]]

@@ -217,6 +217,50 @@ def test_the_first_process_removes_what_killed_ranks_left(shared_memory: Path) -
     other.leave()
 
 
+def test_containers_that_share_memory_do_not_collide(
+    shared_memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same user, port and process id, in other networks and process namespaces."""
+    with run_directory(8000) as first:
+        mine = RunDirectory.create(name_of_run(1, 7))
+        with monkeypatch.context() as elsewhere:
+            elsewhere.setattr(module, "_network_namespace", lambda: 7)
+            elsewhere.setattr(module, "process_namespace", lambda: 8)
+            assert not is_running(8000)
+            with run_directory(8000) as second:
+                assert second == run_directory_of_port(8000) != first
+                assert is_running(8000)
+                with pytest.raises(ConfigError, match="running already"), run_directory(8000):
+                    pass
+            began = time.monotonic()
+            remove_run_directories(1, 60.0)  # of its own process 1
+            assert time.monotonic() - began < 60
+        assert mine.path.exists()
+        assert run_directory_of_port(8000) == first
+        mine.leave()
+
+
+def test_a_fork_does_not_hold_the_directory_of_a_killed_process(shared_memory: Path) -> None:
+    directory = RunDirectory.create("x")
+    hold(directory.path)
+    (read, write), (is_forked, says) = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(write)
+        os.write(says, b"x")
+        os.read(read, 1)  # until the parent is done
+        os._exit(0)
+    os.read(is_forked, 1)
+    for lock in (directory._lock, module._held_again.pop(directory.path)):
+        os.close(lock)  # as when this process is killed
+    assert running_run_directories() == []
+    directory._lock = -1
+    os.close(write)
+    os.waitpid(child, 0)
+    for descriptor in (read, is_forked, says):
+        os.close(descriptor)
+
+
 def met(rank: int, run_path: Path, shm: Path, config: BalanceConfig) -> tuple[str, bool]:
     """Two ranks each of two runs meet, both at once; 0 and 1 are of one, 2 and 3 of the other."""
     module.SHARED_MEMORY = shm

@@ -4,7 +4,7 @@
 turns it into a ``LayerBalancer`` that an adapter calls for every layer.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -18,17 +18,20 @@ from ultraep_serve.balance.topology import Location
 from ultraep_serve.costs.model import CostModel
 from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.telemetry.recorder import Recorder
-from ultraep_serve.types import ExpertShape, Policy, SpeedSource, TokenView
+from ultraep_serve.types import ExpertShape, IntArray, Plan, Policy, SpeedSource, TokenView
 
 if TYPE_CHECKING:  # needs pydantic, which a bare GPU machine may lack
     from ultraep_serve.config import BalanceConfig
 
 __all__ = [
+    "Answers",
     "Backend",
+    "CheckResult",
     "GroupSetup",
     "LayerBalancer",
     "LayerSlots",
     "PolicySource",
+    "Stages",
     "row_width",
 ]
 
@@ -95,6 +98,45 @@ class LayerSlots:
         )
 
 
+@dataclass(frozen=True)
+class Stages:
+    """The stages of a batch one by one, as they run on this machine; all ranks call them alike.
+
+    Shapes: R ranks, E logical experts, S replica slots, T tokens, K experts per token.
+    """
+
+    rank: int
+    gather: Callable[[NDArray[np.int64]], NDArray[np.int64]]  # (n,) of a rank -> (R, n)
+    count: Callable[[torch.Tensor], NDArray[np.int64]]  # ids (T, K) -> load (E,)
+    plan: Callable[[NDArray[np.int64], PlanContext, int], Plan]  # loads (R, E), context, source
+    reroute: Callable[[torch.Tensor, Plan], torch.Tensor]  # ids (T, K) -> physical (T, K) int32
+    # layer, slot_expert (R, S), parents (R, S) as ``relay_parents`` gives them; returns when filled
+    replicate: Callable[[int, IntArray, NDArray[np.int64]], None]
+    layers: Sequence[LayerSlots]
+
+
+@dataclass(frozen=True)
+class Answers:
+    """How the engine computes a layer outside of a batch of its own; all ranks call it alike."""
+
+    # layer, x (T, H), weights (T, K), physical ids (T, K) int32 -> outputs (T, H)
+    compute: Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+    experts_per_token: int  # K
+    hidden_size: int  # H
+    dtype: torch.dtype
+    device: torch.device
+    seed: int  # of this rank's tokens; the same on all ranks where they see the same ones
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """One check that every rank has passed."""
+
+    name: str
+    seconds: float
+    detail: str  # what was checked
+
+
 class PolicySource(Protocol):
     """Where rank 0 reads what is in force."""
 
@@ -153,6 +195,9 @@ class Backend(Protocol):
 
     def calibrate(self, run_layer: Callable[[int], None]) -> CostModel:
         """Costs measured by all ranks together, see ``costs.calibration.agreed_costs``."""
+
+    def stages(self) -> Stages | None:
+        """The stages of a batch, for the self-check; None where they cannot be had one by one."""
 
     def make_balancer(
         self, policies: PolicySource | None, recorder: Recorder, costs: CostModel

@@ -14,7 +14,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
-from ultraep_serve.errors import SERVE_UNBALANCED, UnsupportedError
+from ultraep_serve.errors import UnsupportedError
 
 __all__ = [
     "Location",
@@ -109,19 +109,18 @@ def locate(rank: int, hosts: Sequence[int], domain_size: int, first_host: str = 
     if len(runs) != len(set(hosts)):
         raise UnsupportedError(
             "the ranks of a host do not follow each other, which domains must; start the hosts "
-            f"with ascending node or start ranks, {SERVE_UNBALANCED}"
+            "with ascending node or start ranks"
         )
     if len(set(runs)) != 1:
         raise UnsupportedError(
-            f"hosts hold {runs} ranks, one after another; start equally many on each, "
-            f"{SERVE_UNBALANCED}"
+            f"hosts hold {runs} ranks, one after another; start equally many on each"
         )
     size = domain_size or runs[0]
     if not domains_fit(size, runs[0], len(hosts)):
         raise UnsupportedError(
             f"--domain-size {size} does not divide the {runs[0]} ranks of a host, nor make equal "
             f"groups of the {len(runs)} hosts; choose a divisor of {runs[0]}, or 0 for all of "
-            f"them, {SERVE_UNBALANCED}"
+            "them"
         )
     return Location(rank, len(hosts), runs[0], size, first_host)
 

@@ -33,64 +33,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ultraep_serve.balance.host_link import MAX_REASON, HostLink, Message, StageMeeting
-from ultraep_serve.balance.topology import Location, PipelineStage, process_namespace, process_state
-from ultraep_serve.errors import RingError, UltraEPError
-from ultraep_serve.telemetry.reader import RingReader
+from ultraep_serve.balance.neighbour import Neighbour
+from ultraep_serve.balance.topology import Location, PipelineStage
+from ultraep_serve.errors import UltraEPError
 from ultraep_serve.telemetry.recorder import HEARTBEAT_SECONDS, Recorder
 from ultraep_serve.telemetry.run_files import RunFiles
-from ultraep_serve.telemetry.schema import RingHeader, RingState
+from ultraep_serve.telemetry.schema import RingState
 
 __all__ = ["RankWatch"]
 
 _QUIET_SECONDS = 4.0  # of silence before it is shown
 _LONGEST_STEP = 2 * HEARTBEAT_SECONDS
 _GRACE_SECONDS = 2.0  # for other ranks and hosts to learn the reason
-_COMPUTING = 0.05  # of one CPU that a process which computes uses at least
 _STOPPED_CODES = (None, 0, 128 + 2, 128 + 15)  # of a process that ends as it was asked
 _ONLY_STAGE = PipelineStage()
 _LOGGER = logging.getLogger(__name__)
-
-
-@dataclass
-class _Neighbour:
-    """Another rank of this host."""
-
-    path: Path
-    reader: RingReader | None = None
-    heartbeat_ns: int = 0
-    cpu_seconds: float = 0.0  # that its process had used when it was looked at last
-
-    def header(self, *, reopen: bool) -> RingHeader | None:
-        """Its ring's header; ``reopen`` where another file may have taken the ring's place."""
-        with contextlib.suppress(RingError):
-            if self.reader is None or reopen:
-                fresh = RingReader(self.path)
-                self.close()
-                self.reader = fresh
-        with contextlib.suppress(RingError):
-            return self.reader.header() if self.reader else None
-        return None
-
-    def beats(self, header: RingHeader) -> bool:
-        """Whether ``header`` has another heartbeat than before."""
-        before, self.heartbeat_ns = self.heartbeat_ns, header.heartbeat_ns
-        return self.heartbeat_ns != before
-
-    def computes(self, header: RingHeader, step: float) -> bool:
-        """Whether its process used a CPU for some of the last ``step`` seconds, or waits for one.
-
-        No process that was stopped, or is gone, does; nor is one seen in another namespace.
-        """
-        if header.process_namespace != process_namespace():
-            return False
-        state, used = process_state(header.pid)
-        before, self.cpu_seconds = self.cpu_seconds, used
-        return state == "R" or used - before > _COMPUTING * step
-
-    def close(self) -> None:
-        if self.reader is not None:
-            self.reader.close()
-            self.reader = None
 
 
 @dataclass
@@ -126,7 +83,7 @@ class RankWatch:
         base = self.pipeline.number * location.num_ranks
         self._own = range(base, base + location.num_ranks)  # ring numbers of this stage
         self._neighbours = {
-            base + rank: _Neighbour(self._files.ring(base + rank))
+            base + rank: Neighbour(self._files.ring(base + rank))
             for rank in location.host
             if rank != location.rank
         }
@@ -173,15 +130,19 @@ class RankWatch:
         error = "" if self._stops() else _own_error()
         if error:
             self.recorder.fail(error)
+        # Ranks of a host that is lost are stopped by its launcher, which is no leaving.
+        reason = self._files.lost_reason() or (
+            error and f"rank {self.location.rank} failed: {error}"
+        )
         if self.link is not None and self._listens:
-            self.link.say_end(error and f"rank {self.location.rank} failed: {error}")
+            self.link.say_end(reason[:MAX_REASON])
 
     def _find_other_stages(self) -> None:
         """Ranks of other pipeline stages on this host, as soon as they have a ring."""
         if self.pipeline.num_stages == 1:
             return
         for number in set(self._files.rings()) - set(self._own) - set(self._neighbours):
-            found = _Neighbour(self._files.ring(number))
+            found = Neighbour(self._files.ring(number))
             if found.header(reopen=True) is not None:
                 self._neighbours[number] = found
             else:
@@ -212,9 +173,14 @@ class RankWatch:
         """Take what other hosts have said; returns those that did."""
         assert self.link is not None
         messages = list(self.link.receive())
-        self._gone |= {message.host for message in messages if message.leaves}
-        self._reports |= {message.host: message for message in messages}
+        for message in messages:
+            if message.host not in self._lost_hosts():  # a host that is lost stays it
+                self._reports[message.host] = message
+                self._gone |= {message.host} if message.leaves else set()
         return {message.host for message in messages}
+
+    def _lost_hosts(self) -> set[int]:
+        return {host for host, message in self._reports.items() if message.lost}
 
     def _hear_hosts(self, step: float, goes_on: bool) -> list[int]:
         """Hosts that are not heard."""

@@ -41,22 +41,8 @@ _COMMANDS = {  # name: module with add_arguments and run, help
 }
 
 
-class _Help(argparse.HelpFormatter):
-    """Adds the default of every flag that has one."""
-
-    def _get_help_string(self, action: argparse.Action) -> str:
-        text = action.help or ""
-        has_default = action.default not in (None, argparse.SUPPRESS) and action.nargs != 0
-        if not has_default or "default:" in text:
-            return text
-        return f"{text} (default: %(default)s)"
-
-
 class Parser(argparse.ArgumentParser):
-    """Shows defaults, and raises what argparse would print, so that all errors look alike."""
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(formatter_class=_Help, **settings)
+    """Raises what argparse would print, so that all errors look alike."""
 
     def error(self, message: str) -> NoReturn:
         """Raises ConfigError."""
@@ -125,6 +111,9 @@ def execute(words: list[str]) -> int:
             implementation = _imported(module)
             implementation.add_arguments(command)
             command.set_defaults(run=implementation.run)
+    if not words:
+        parser.print_help()
+        return 0
     options, engine_flags = parser.parse_known_args(words)
     if engine_flags and not getattr(options, "passes_flags_on", False):
         parser.error(f"unrecognized arguments: {' '.join(engine_flags)}")
@@ -137,6 +126,7 @@ def _imported(module: str) -> ModuleType:
         return import_module(module)
     except ModuleNotFoundError as missing:
         extra = "sidecar" if ".sidecar." in module else "client"
+        package = str(missing.name).partition(".")[0]
         raise ConfigError(
-            f"{missing.name} is not installed; run `pip install 'ultraep-serve[{extra}]'`"
+            f"{package} is not installed; run `pip install 'ultraep-serve[{extra}]'`"
         ) from missing

@@ -4,15 +4,19 @@ import argparse
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
 
 from ultraep_serve import __version__
 from ultraep_serve.cli import Parser, serve
-from ultraep_serve.cli.arguments import add_json_argument, number, prepare_outputs, show
-from ultraep_serve.config import BalanceConfig, SidecarSettings, values_of_flags
-from ultraep_serve.costs.shapes import WEIGHT_BITS
+from ultraep_serve.cli.arguments import JsonFile, WeightType, prepare_outputs, show
+from ultraep_serve.config import given_settings
 from ultraep_serve.doctor import diagnose
 from ultraep_serve.doctor.finding import Finding, Status, Subject
+from ultraep_serve.errors import UltraEPError
+from ultraep_serve.system.settings import Settings, Shown
+from ultraep_serve.types import Policy
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -27,26 +31,39 @@ _MARKS = {
 }
 
 
+class DoctorFlags(Settings):
+    """What is to be served, as single flags."""
+
+    port: int | None = Field(
+        default=None,
+        ge=1,
+        le=65534,
+        description="port of a server that runs, or will run, on this machine",
+    )
+    sidecar_port: int | None = Field(
+        default=None,
+        ge=1,
+        le=65535,
+        description="its sidecar's port (default: the server's + 1)",
+    )
+    model: Annotated[str, Shown("MODEL")] | None = Field(
+        default=None,
+        validation_alias="model_config",
+        description="a Hugging Face config.json or its directory",
+    )
+    ep: int = Field(default=2, ge=1, le=4096, description="ranks of the expert-parallel group")
+    slots: int = Field(default=2, ge=0, le=64, description="replica slots per rank")
+    weights: WeightType = "bf16"
+    json_file: JsonFile = None
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What is to be served, as single flags or as the command that will serve it."""
+    """The flags of ``DoctorFlags``, or the command that will serve."""
     parser.description = (
         "Check what serving with balancing needs, and say how to fix what is missing. Changes "
         "nothing. Exits with 1 when there is an error."
     )
-    port = "port of a server that runs, or will run, on this machine"
-    parser.add_argument("--port", type=number(1, 65534), metavar="N", help=port)
-    sidecar = "its sidecar's port (default: the server's + 1)"
-    parser.add_argument("--sidecar-port", type=number(1, 65535), metavar="N", help=sidecar)
-    parser.add_argument(
-        "--model-config", metavar="MODEL", help="a Hugging Face config.json or its directory"
-    )
-    ranks = "ranks of the expert-parallel group"
-    parser.add_argument("--ep", type=number(1, 4096), metavar="N", default=2, help=ranks)
-    slots = "replica slots per rank"
-    parser.add_argument("--slots", type=number(0, 64), metavar="N", default=2, help=slots)
-    weights = "type of the experts' weights"
-    parser.add_argument("--weights", choices=list(WEIGHT_BITS), default="bf16", help=weights)
-    add_json_argument(parser)
+    DoctorFlags.add_flags(parser)
     parser.add_argument(
         "serving",
         nargs=argparse.REMAINDER,
@@ -58,10 +75,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print what was found; 1 when serving would fail, else 0. Raises ConfigError for bad flags."""
-    prepare_outputs(arguments.json)
-    findings = diagnose(_subject(arguments))
+    flags = DoctorFlags.from_flags(arguments)
+    prepare_outputs(flags.json_file)
+    findings = diagnose(_subject(flags, arguments.serving))
     view = _table(findings) if find_spec("rich") else _plain(findings)
-    show(_document(findings), view, arguments.json)
+    show(_document(findings), view, flags.json_file)
     return int(any(finding.status is Status.ERROR for finding in findings))
 
 
@@ -75,16 +93,16 @@ def _document(findings: list[Finding]) -> dict[str, Any]:
     }
 
 
-def _subject(arguments: argparse.Namespace) -> Subject:
-    if arguments.serving:
-        return _served(arguments.serving, arguments.weights)
+def _subject(flags: DoctorFlags, serving: list[str]) -> Subject:
+    if serving:
+        return _served(serving, flags.weights)
     return Subject(
-        port=arguments.port,
-        sidecar_port=arguments.sidecar_port,
-        model=arguments.model_config,
-        num_ranks=arguments.ep,
-        num_slots=arguments.slots,
-        weight_type=arguments.weights,
+        port=flags.port,
+        sidecar_port=flags.sidecar_port,
+        model=flags.model,
+        num_ranks=flags.ep,
+        num_slots=flags.slots,
+        weight_type=flags.weights,
     )
 
 
@@ -95,8 +113,7 @@ def _served(command: list[str], weight_type: str) -> Subject:
     for engine in serve.LAUNCHERS:
         serve.add_arguments(engines.add_parser(engine))
     ours, flags = parser.parse_known_args(command)
-    config = BalanceConfig(**values_of_flags(ours, BalanceConfig))
-    sidecar = SidecarSettings(**values_of_flags(ours, SidecarSettings, "sidecar-"))
+    config, sidecar = given_settings(ours, "sidecar-")
     launch = serve.LAUNCHERS[ours.command]
     parsed = launch.parse_engine_flags(flags)
     ranks = launch.count_ranks(parsed)
@@ -112,7 +129,17 @@ def _served(command: list[str], weight_type: str) -> Subject:
         domain_size=config.domain_size,
         num_slots=config.slots * _micro_batches(parsed),
         weight_type=weight_type,
+        command=_refusal(launch, ours.model, flags, config.policy),
     )
+
+
+def _refusal(launch: Any, model: str, flags: list[str], policy: Policy) -> str:
+    """What the launcher would say instead of starting the engine; empty where it would start it."""
+    try:
+        launch.engine_command(model, flags, policy)
+    except UltraEPError as error:
+        return str(error)
+    return ""
 
 
 def _micro_batches(parsed: argparse.Namespace) -> int:

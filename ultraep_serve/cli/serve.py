@@ -9,9 +9,9 @@ from typing import Any
 from ultraep_serve.config import (
     BalanceConfig,
     SidecarSettings,
-    add_flags,
+    add_file_flag,
     child_environment,
-    values_of_flags,
+    given_settings,
 )
 from ultraep_serve.engines.sglang import launch as sglang
 from ultraep_serve.engines.vllm import launch as vllm
@@ -36,9 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Flags that are not listed here are the engine's own and are passed on."
     )
     parser.add_argument("model", help="what vLLM takes as --model, SGLang as --model-path")
-    add_flags(parser.add_argument_group("balancing"), BalanceConfig)
+    add_file_flag(parser)
+    BalanceConfig.add_flags(parser.add_argument_group("balancing"))
     sidecar = parser.add_argument_group("sidecar")
-    add_flags(sidecar, SidecarSettings, "sidecar-")
+    SidecarSettings.add_flags(sidecar, "sidecar-")
     sidecar.add_argument(
         "--no-sidecar",
         action="store_true",
@@ -51,8 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Serve until the engine ends. Raises UltraEPError for what cannot be started."""
     launch, flags = LAUNCHERS[arguments.command], arguments.engine_flags
-    config = BalanceConfig(**values_of_flags(arguments, BalanceConfig))
-    sidecar = SidecarSettings(**values_of_flags(arguments, SidecarSettings, "sidecar-"))
+    config, sidecar = given_settings(arguments, "sidecar-")
     parsed = launch.parse_engine_flags(flags)
     command = launch.engine_command(arguments.model, flags, config.policy)
     sidecar_port = parsed.port + 1 if sidecar.port is None else sidecar.port

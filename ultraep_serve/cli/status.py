@@ -4,17 +4,17 @@ import argparse
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
+from pydantic import Field, model_validator
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from ultraep_serve.cli.arguments import number
 from ultraep_serve.errors import understood
 from ultraep_serve.sidecar.direct import ServerStatus, status_reader
+from ultraep_serve.system.settings import Directory, Settings, Url
 
 __all__ = ["add_arguments", "run", "status_view"]
 
@@ -23,32 +23,55 @@ _BAR_CELLS = 24
 _MIB = 1 << 20
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+class StatusFlags(Settings):
     """Which server, and how to show it."""
+
+    port: int | None = Field(
+        default=None,
+        ge=1,
+        le=65535,
+        description="the server that ultraep-serve started on this port",
+    )
+    run_dir: Directory | None = Field(
+        default=None,
+        description="the server with this run directory",
+    )
+    url: Url | None = Field(
+        default=None,
+        description="the server whose sidecar is at this address",
+    )
+    as_json: bool = Field(
+        default=False,
+        validation_alias="json",
+        description="print what the sidecar answers to /v1/balance",
+    )
+    watch: bool = Field(default=False, description="show it again every second, until Ctrl-C")
+
+    @model_validator(mode="after")
+    def _one_server(self) -> "StatusFlags":
+        if sum(given is not None for given in (self.port, self.run_dir, self.url)) > 1:
+            raise ValueError("--port, --run-dir and --url exclude each other: give one of them")
+        return self
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of ``StatusFlags``."""
     parser.description = (
         "Show how balanced a running server is, without asking a sidecar: by default the only "
         "balanced server of this user on this machine. Exits with 0 when the server is ready, 1 "
         "when it is not, 2 when there is none."
     )
-    which = parser.add_mutually_exclusive_group()
-    port = "the server that ultraep-serve started on this port"
-    which.add_argument("--port", type=number(1, 65535), metavar="N", help=port)
-    run_dir = "the server with this run directory"
-    which.add_argument("--run-dir", type=Path, metavar="DIR", help=run_dir)
-    which.add_argument("--url", help="the server whose sidecar is at this address")
-    as_json = "print what the sidecar answers to /v1/balance"
-    parser.add_argument("--json", action="store_true", help=as_json)
-    watch = "show it again every second, until Ctrl-C"
-    parser.add_argument("--watch", action="store_true", help=watch)
+    StatusFlags.add_flags(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the status; 0 when the server is ready, else 1. Raises NoServerError, BenchError."""
-    read = status_reader(arguments.port, arguments.run_dir, arguments.url)
+    flags = StatusFlags.from_flags(arguments)
+    read = status_reader(flags.port, flags.run_dir, flags.url)
     found = read()
-    with _output(arguments) as show, contextlib.suppress(KeyboardInterrupt):
+    with _output(flags) as show, contextlib.suppress(KeyboardInterrupt):
         show(found)
-        while arguments.watch:
+        while flags.watch:
             time.sleep(_REFRESH_SECONDS)
             found = read()
             show(found)
@@ -56,11 +79,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 @contextlib.contextmanager
-def _output(arguments: argparse.Namespace) -> Iterator[Callable[[ServerStatus], None]]:
+def _output(flags: StatusFlags) -> Iterator[Callable[[ServerStatus], None]]:
     """What shows one status after the other."""
-    if arguments.json:
+    if flags.as_json:
         yield lambda found: print(found.answer.decode(), flush=True)
-    elif arguments.watch:
+    elif flags.watch:
         with Live(auto_refresh=False) as live:
             yield lambda found: live.update(status_view(found), refresh=True)
     else:
@@ -81,7 +104,7 @@ def _view(found: ServerStatus, document: Mapping[str, Any]) -> RenderableType:
         return Group(_state(found, document), Text(found.where, style="dim"))
     about = (
         f"{document['engine']}, {document['mode']} parallel, {document['num_ranks']} ranks, "
-        f"policy {document['policy']}"
+        f"policy {document['policy'] or 'not known yet'}"
     )
     figures = Table.grid(padding=(0, 2))
     figures.add_row("batches", _batches(document["batches"]))

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ultraep_serve.errors import ConfigError
-from ultraep_serve.system.files import parse_object, read_text
+from ultraep_serve.system.files import read_object
 
 __all__ = [
     "PRESETS",
@@ -113,8 +113,8 @@ def model_shape(name_or_path: str) -> ModelShape:
         raise ConfigError(
             f"{name_or_path!r} is neither a config.json nor one of {', '.join(PRESETS)}"
         )
-    text = read_text(path, "the model's configuration")
-    return shape_from_config(parse_object(text, str(path)), path.parent.name or path.name)
+    config = read_object(path, "the model's configuration")
+    return shape_from_config(config, path.parent.name or path.name)
 
 
 def shape_from_config(config: Mapping[str, Any], name: str) -> ModelShape:

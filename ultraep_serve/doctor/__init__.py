@@ -3,7 +3,7 @@
 Each check is a function that returns what it found and changes nothing. No engine is imported.
 """
 
-from ultraep_serve.doctor.engines import check_engines, check_package
+from ultraep_serve.doctor.engines import check_command, check_engines, check_package
 from ultraep_serve.doctor.finding import Finding, Status, Subject
 from ultraep_serve.doctor.gpus import check_cliques, check_gpus
 from ultraep_serve.doctor.host_machine import (
@@ -29,6 +29,7 @@ def diagnose(subject: Subject) -> list[Finding]:
         *check_cliques(),
         check_hosts(subject),
         check_domains(subject),
+        *check_command(subject),
         check_cores(subject),
         check_scheduling(),
         check_memory_access(),

@@ -7,7 +7,7 @@ from importlib import metadata
 
 from ultraep_serve import __version__
 from ultraep_serve.config import plugin_filter
-from ultraep_serve.doctor.finding import Finding, error, ok, warning
+from ultraep_serve.doctor.finding import Finding, Subject, error, ok, warning
 from ultraep_serve.engines.common.guard import PLUGIN, left_out
 from ultraep_serve.errors import SERVE_UNBALANCED
 from ultraep_serve.system.versions import (
@@ -18,7 +18,7 @@ from ultraep_serve.system.versions import (
     installed_version,
 )
 
-__all__ = ["check_engines", "check_package"]
+__all__ = ["check_command", "check_engines", "check_package"]
 
 EntryPointsOf = Callable[[str], list[str]]
 FilterOf = Callable[[str], str | None]
@@ -68,10 +68,20 @@ def check_engines(
     return findings
 
 
+def check_command(subject: Subject) -> list[Finding]:
+    """What the launcher has against the command that is to serve; nothing where none is given."""
+    if subject.command is None:
+        return []
+    if not subject.command:
+        return [ok("command", "the launcher would start it")]
+    seen, _, remedy = subject.command.rpartition("; ")
+    return [error("command", seen or remedy, remedy)]
+
+
 def _check_version(installed: Installed) -> Finding:
     package = installed.package
     if not installed.is_verified:
-        remedy = f"install {package.requirement}, {SERVE_UNBALANCED}"
+        remedy = f"install {package.requirement}, or {SERVE_UNBALANCED}"
         return error("engine", str(installed), remedy)
     if package is VLLM:
         seen = f"{installed}; it is built for GPUs, never balanced on one yet"

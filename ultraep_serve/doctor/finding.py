@@ -32,6 +32,7 @@ class Subject:
     domain_size: int = 0  # ranks that weights move between; 0: those of one host
     num_slots: int = 2  # replica slots per rank
     weight_type: str = "bf16"
+    command: str | None = None  # that is to serve: what the launcher has against it, or nothing
 
     @property
     def ranks_here(self) -> int:

@@ -12,8 +12,9 @@ from ultraep_serve.doctor.finding import Finding, Subject, error, ok, size, warn
 from ultraep_serve.doctor.gpus import nvidia_smi
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.system.machine import groups_sessions
+from ultraep_serve.telemetry.record import record_dtype
 from ultraep_serve.telemetry.run_directory import abandoned_run_directories
-from ultraep_serve.telemetry.schema import HEADER_BYTES, record_dtype
+from ultraep_serve.telemetry.schema import HEADER_BYTES
 from ultraep_serve.types import ExpertShape
 
 __all__ = [

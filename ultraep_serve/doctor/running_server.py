@@ -32,6 +32,8 @@ def check_server(subject: Subject) -> list[Finding]:
     if subject.port is None:
         return []
     if not is_running(subject.port):
+        if subject.command is not None:
+            return []  # it is to be started
         seen = f"no balanced server of this user runs on port {subject.port}"
         place = run_directory_of_port(subject.port)
         remedy = f"start one, or run this as the user who did (a server has a {place})"

@@ -1,4 +1,4 @@
-"""What ranks recorded -> a trace: the spools of all ranks, joined batch by batch."""
+"""What ranks captured -> a trace: the spools of all ranks, joined batch by batch."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ __all__ = ["BASIS", "assemble"]
 BASIS = "recorded while serving"
 NOTHING = "no whole batch was recorded; send requests meanwhile, or raise --max-mib"
 DAMAGED = "a recording is damaged; record again"
-Layers = dict[int, NDArray[Any]]  # by layer: what one rank recorded of one batch
+Layers = dict[int, NDArray[Any]]  # by layer: what one rank captured of one batch
 
 
 @dataclass
@@ -36,19 +36,19 @@ class _Batch:
 
 
 def assemble(spools: Sequence[bytes], limit: int | None = None) -> Trace | LoadTrace:
-    """The trace of the first ``limit`` batches that every rank has recorded in full.
+    """The trace of the first ``limit`` batches that every rank has captured in full.
 
     Batches and rows without tokens of requests are left out. Of a batch, the tokens of rank 0 come
     first. ``sequence_lengths`` of a token-level trace are the tokens of each batch: where prompts
     begin is not known.
 
     Args:
-        spools: the files of all ranks that recorded, in any order.
+        spools: the files of all ranks that captured, in any order.
         limit: batches at most; None is all.
 
     Raises:
         SpoolError: a file is not of this version.
-        TraceError: files are damaged, missing or of different recordings, or hold no whole batch.
+        TraceError: files are damaged, missing or of different captures, or hold no whole batch.
     """
     headers = [parse_spool_header(spool) for spool in spools]
     order = _checked_order(headers)

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from ultraep_serve.lab.advise.advice import NEEDS_NO_SLOTS, Advice, Outcome
+from ultraep_serve.lab.advise.advice import NEEDS_NO_SLOTS, Advice, Forecast
 from ultraep_serve.lab.advise.recommend import named_slots
 from ultraep_serve.lab.pictures import picture
 from ultraep_serve.lab.simulate.simulation import Simulation
@@ -84,19 +84,19 @@ def _title(advice: Advice) -> str:
 
 def _imbalance(axes: Any, advice: Advice, slots: int) -> None:
     shown = [advice.off]
-    shown += [o for o in advice.outcomes if o.policy in NEEDS_NO_SLOTS or o.slots == slots]
-    for index, outcome in enumerate(shown):
-        batches = np.arange(len(outcome.imbalance)) + advice.skipped_first
-        look = {"color": COLOURS.get(outcome.policy), "marker": MARKERS[index % len(MARKERS)]}
+    shown += [o for o in advice.forecasts if o.policy in NEEDS_NO_SLOTS or o.slots == slots]
+    for index, forecast in enumerate(shown):
+        batches = np.arange(len(forecast.imbalance)) + advice.skipped_first
+        look = {"color": COLOURS.get(forecast.policy), "marker": MARKERS[index % len(MARKERS)]}
         width = _width(index)
         size = 3 + 2 * width
         axes.plot(
-            batches, outcome.imbalance, label=outcome.policy,
+            batches, forecast.imbalance, label=forecast.policy,
             linewidth=width, markersize=size, **look,
         )  # fmt: skip
-        if outcome.planned_imbalance < 0.98 * outcome.mean_imbalance:
-            label = f"{outcome.policy}, moving in every layer"
-            axes.plot(batches, outcome.planned, ":", label=label, markersize=5, **look)
+        if forecast.planned_imbalance < 0.98 * forecast.mean_imbalance:
+            label = f"{forecast.policy}, moving in every layer"
+            axes.plot(batches, forecast.planned, ":", label=label, markersize=5, **look)
     if advice.floor > 1.01:
         floor = {"color": "#999999", "linestyle": ":", "label": "lowest possible in domains"}
         axes.axhline(advice.floor, **floor)
@@ -109,18 +109,18 @@ def _imbalance(axes: Any, advice: Advice, slots: int) -> None:
 
 
 def _gain(axes: Any, advice: Advice) -> None:
-    by_policy: dict[str, list[Outcome]] = {}
-    for outcome in advice.outcomes:
-        by_policy.setdefault(outcome.policy, []).append(outcome)
-    for index, (policy, outcomes) in enumerate(by_policy.items()):
-        gains = [advice.gain(outcome) for outcome in outcomes]
+    by_policy: dict[str, list[Forecast]] = {}
+    for forecast in advice.forecasts:
+        by_policy.setdefault(forecast.policy, []).append(forecast)
+    for index, (policy, forecasts) in enumerate(by_policy.items()):
+        gains = [advice.gain(forecast) for forecast in forecasts]
         colour = COLOURS.get(policy)
         if policy in NEEDS_NO_SLOTS:
-            needed = outcomes[0].slots_needed
+            needed = forecasts[0].slots_needed
             label = f"{policy} (takes {named_slots(needed)})" if needed else policy
             axes.axhline(gains[0], color=colour, linestyle="--", label=label)
             continue
-        slots = [outcome.slots for outcome in outcomes]
+        slots = [forecast.slots for forecast in forecasts]
         axes.plot(slots, gains, marker="o", color=colour, label=policy)
         for number, gain in zip(slots, gains, strict=True):
             if number == 0:
@@ -139,15 +139,15 @@ def _gain(axes: Any, advice: Advice) -> None:
 
 
 def _break_even(axes: Any, advice: Advice) -> None:
-    served = [o for o in advice.outcomes if o.policy == "quota" and o.transfer.busiest_link]
-    limits = [tokens for outcome in served if (tokens := advice.break_even(outcome)) is not None]
+    served = [o for o in advice.forecasts if o.policy == "quota" and o.transfer.busiest_link]
+    limits = [tokens for forecast in served if (tokens := advice.break_even(forecast)) is not None]
     marks = [advice.batch_tokens, *limits]
     sizes = np.geomspace(min(marks) / 16, max(marks) * 64, CURVE_POINTS)
-    for index, outcome in enumerate(served):
+    for index, forecast in enumerate(served):
         colour = SLOT_COLOURS[index % len(SLOT_COLOURS)]
-        gains = [advice.gain_at(outcome, number) for number in sizes]
-        break_even = advice.break_even(outcome)
-        label = f"{named_slots(outcome.slots)}: "
+        gains = [advice.gain_at(forecast, number) for number in sizes]
+        break_even = advice.break_even(forecast)
+        label = f"{named_slots(forecast.slots)}: "
         label += "never" if break_even is None else f"from {break_even} tokens"
         axes.plot(sizes, gains, color=colour, linewidth=_width(index), label=label)
         if break_even is not None:

@@ -5,10 +5,13 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Annotated
 
 import numpy as np
+from pydantic import BeforeValidator, Field, model_validator
 from ultraep_kernels.host.speeds import whole_speeds
 
+from ultraep_serve.balance.speeds import parse_speeds
 from ultraep_serve.errors import PlanError, TraceError
 from ultraep_serve.lab.comparators import PolicyFunction
 from ultraep_serve.lab.comparators.placement import Counts, Placement
@@ -16,6 +19,7 @@ from ultraep_serve.lab.trace import LoadTrace, Trace, batches, num_batches, stat
 from ultraep_serve.plan.checks import imbalance_floor
 from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.plan.eplb_slots import HISTORY_BATCHES
+from ultraep_serve.system.settings import Settings, words_of
 from ultraep_serve.types import ExpertShape, IntArray, imbalance
 
 __all__ = [
@@ -27,40 +31,77 @@ __all__ = [
 ]
 
 MAX_DUMP_BYTES = 2 << 30  # of all shares
-MOST_SLOTS = 64  # as for a server
+MOST_LAYERS = 10_000  # no model has more
 
 
-@dataclass(frozen=True)
-class ReplayOptions:
-    """How to cut and place the trace. Raises TraceError naming a flag that is out of range."""
+def _read_layers(given: object) -> object:
+    """``0,3,6-8`` as numbers."""
+    words = words_of(given)
+    if not isinstance(words, tuple) or not any(isinstance(word, str) for word in words):
+        return given
+    layers: list[int] = []
+    for word in map(str, words):
+        first, dash, last = word.partition("-")
+        try:
+            span = range(int(first), int(last if dash else first) + 1)
+        except ValueError:
+            span = range(0)
+        if not 0 < len(span) <= MOST_LAYERS:
+            raise ValueError(f"{word!r} must be as in 0 3 6-8")
+        layers += span
+    return tuple(layers)
 
-    num_ranks: int  # R
-    num_slots: int  # S
-    batch_tokens: int | None  # None: the batches of a trace of loads
-    layers: tuple[int, ...] | None = None  # None: all
-    limit: int | None = None  # batches at most
-    domain_size: int | None = None
-    history_batches: int = HISTORY_BATCHES  # past batches that policies may use
-    rebalance_every: int = 1  # batches between updates of the past loads
-    skip: int = 0  # first batches that are history only, and not measured
-    speeds: tuple[float, ...] | None = None  # (R,), () all equal; None: as the trace says, or equal
 
-    def __post_init__(self) -> None:
-        for flag, value, least in (
-            ("--ep", self.num_ranks, 1),
-            ("--slots", self.num_slots, 0),
-            ("--limit", self.limit, 1),
-            ("--domain-size", self.domain_size, 1),
-            ("--history", self.history_batches, 1),
-            ("--rebalance-every", self.rebalance_every, 1),
-            ("--skip", self.skip, 0),
-        ):
-            if value is not None and value < least:
-                raise TraceError(f"{flag} = {value} must be {least} or more")
-        if self.num_slots > MOST_SLOTS:
-            raise TraceError(f"--slots = {self.num_slots} must be at most {MOST_SLOTS}")
+def _read_speeds(given: object) -> object:
+    """One number per rank; () for ``equal``."""
+    return parse_speeds(given, words=("equal",)) if isinstance(given, str) else given
+
+
+class ReplayOptions(Settings):
+    """How to cut and place the trace."""
+
+    num_ranks: int = Field(
+        validation_alias="ep", ge=1, description="ranks of the expert-parallel group"
+    )
+    num_slots: int = Field(
+        default=2, validation_alias="slots", ge=0, le=64, description="replica slots per rank"
+    )
+    batch_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="tokens per batch over all ranks; a trace of loads has its own batches",
+    )
+    layers: Annotated[tuple[int, ...] | None, BeforeValidator(_read_layers)] = Field(
+        default=None,
+        description="MoE layers, as in 0 3 6-8 (default: all)",
+        json_schema_extra={"metavar": "N", "nargs": "+"},
+    )
+    limit: int | None = Field(default=None, ge=1, description="replay at most N batches")
+    domain_size: int | None = Field(
+        default=None, ge=1, description="ranks per domain (default: all)"
+    )
+    history_batches: int = Field(
+        default=HISTORY_BATCHES,
+        validation_alias="history",
+        ge=1,
+        description="past batches that eplb, eplb-slots and lplb see",
+    )
+    rebalance_every: int = Field(
+        default=1, ge=1, description="batches between updates of what they see"
+    )
+    skip: int = Field(default=0, ge=0, description="first batches, used as history only")
+    speeds: Annotated[tuple[float, ...] | None, BeforeValidator(_read_speeds)] = Field(
+        default=None,
+        description="how fast ranks are, one number each like 1.0,0.6 (default: as the trace says, "
+        "or equal)",
+        json_schema_extra={"metavar": "equal|X,..."},
+    )
+
+    @model_validator(mode="after")
+    def _one_speed_each(self) -> "ReplayOptions":
         if self.speeds and len(self.speeds) != self.num_ranks:
-            raise TraceError(f"--speeds are {len(self.speeds)} numbers for {self.num_ranks} ranks")
+            raise ValueError(f"--speeds are {len(self.speeds)} numbers for {self.num_ranks} ranks")
+        return self
 
 
 @dataclass

@@ -95,7 +95,7 @@ class LoadTrace:
 
     @property
     def num_batches(self) -> int:
-        """Recorded batches."""
+        """Captured batches."""
         return int(self.loads.shape[0])
 
     @property
@@ -191,7 +191,12 @@ def num_batches(trace: Trace | LoadTrace, batch_tokens: int | None) -> int:
         if batch_tokens is not None:
             raise TraceError("a trace of loads has its own batches; leave --batch-tokens out")
         return trace.num_batches
-    if batch_tokens is None or batch_tokens < 1:
+    if batch_tokens is None:
+        raise TraceError(
+            "a trace of tokens needs --batch-tokens, the tokens of one prefill batch over all "
+            "ranks (8192, say)"
+        )
+    if batch_tokens < 1:
         raise TraceError(f"--batch-tokens = {batch_tokens} must be 1 or more")
     if trace.num_tokens < batch_tokens:
         raise TraceError(
@@ -235,9 +240,9 @@ def count_loads(topk_ids: Integers, num_ranks: int, num_experts: int) -> IntArra
     return _as_loads(loads)
 
 
-def spread(recorded: Integers, num_ranks: int) -> NDArray[np.int64]:
+def spread(captured: Integers, num_ranks: int) -> NDArray[np.int64]:
     """Loads (layers, E) or (layers, Q, E) -> (layers, R, E), merged or split evenly."""
-    loads = recorded.astype(np.int64)
+    loads = captured.astype(np.int64)
     if loads.ndim == 2:
         loads = loads[:, None]
     num_layers, num_sources, num_experts = loads.shape

@@ -15,19 +15,31 @@ probabilities sum to top-k (exponential clocks; exact for many experts).
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field, model_validator
 
 from ultraep_serve.errors import TraceError
 from ultraep_serve.lab.store import MAX_BYTES
 from ultraep_serve.lab.trace import Trace
+from ultraep_serve.system.settings import Settings
 
-__all__ = ["KINDS", "Segment", "Workload", "chances", "make_trace", "popularities", "segments"]
+__all__ = [
+    "KINDS",
+    "Kind",
+    "Segment",
+    "Workload",
+    "chances",
+    "make_trace",
+    "popularities",
+    "segments",
+]
 
-KINDS = ("zipf", "lognormal", "switch", "burst", "rotate")
+Kind = Literal["zipf", "lognormal", "switch", "burst", "rotate"]
+KINDS = get_args(Kind)
 Weights = NDArray[np.float64]
 WeightsOf = Callable[[Weights], Weights]  # skews (N,) -> weights (N, E)
 Family = Callable[[np.random.Generator, int], WeightsOf]
@@ -37,38 +49,38 @@ ORDERS = 32  # random orders tried until one can reach the imbalance
 BURST_REST = 0.15  # part of a burst's excess imbalance that is there between bursts too
 
 
-@dataclass(frozen=True)
-class Workload:
-    """What to make. Raises TraceError naming a flag that is out of range."""
+class Workload(Settings):
+    """What to make."""
 
-    kind: str  # one of KINDS
-    num_tokens: int
-    num_layers: int
-    num_experts: int  # E
-    top_k: int  # K
-    num_ranks: int  # R of the imbalance
-    imbalance: float  # expected max/mean over these ranks
-    period: int = 4096  # tokens between switches, bursts or moves
-    seed: int = 0
-    straggler: float = 1.0  # speed of the last rank, where that of the others is 1
+    kind: Kind = Field(default="zipf", description="kind of workload")
+    num_experts: int = Field(
+        default=128, validation_alias="experts", ge=1, le=1 << 15, description="experts per layer"
+    )
+    top_k: int = Field(default=8, ge=1, description="experts per token")
+    num_layers: int = Field(default=8, validation_alias="layers", ge=1, description="MoE layers")
+    num_tokens: int = Field(
+        default=16384, validation_alias="tokens", ge=1, description="tokens in all"
+    )
+    num_ranks: int = Field(
+        default=8, validation_alias="ep", ge=1, description="ranks that the imbalance is meant for"
+    )
+    period: int = Field(default=4096, ge=1, description="tokens between changes")
+    seed: int = Field(default=0, ge=0, description="seed of the random draws")
+    imbalance: float = Field(default=2.0, ge=1, description="expected max/mean over ranks")
+    straggler: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description="speed of the last rank, others have 1; replay plans for it",
+    )
 
-    def __post_init__(self) -> None:
-        for flag, value, is_valid, valid in (
-            ("--kind", self.kind, self.kind in KINDS, ", ".join(KINDS)),
-            ("--tokens", self.num_tokens, self.num_tokens >= 1, "1 or more"),
-            ("--layers", self.num_layers, self.num_layers >= 1, "1 or more"),
-            ("--experts", self.num_experts, 1 <= self.num_experts <= 1 << 15, "1 to 32768"),
-            ("--top-k", self.top_k, 1 <= self.top_k <= self.num_experts, "1 to --experts"),
-            ("--ep", self.num_ranks, self.num_ranks >= 1, "1 or more"),
-            ("--imbalance", self.imbalance, self.imbalance >= 1, "1 or more"),
-            ("--period", self.period, self.period >= 1, "1 or more"),
-            ("--seed", self.seed, self.seed >= 0, "0 or more"),
-            ("--straggler", self.straggler, 0 < self.straggler <= 1, "above 0, at most 1"),
-        ):
-            if not is_valid:
-                raise TraceError(f"{flag} = {value!r} must be {valid}")
+    @model_validator(mode="after")
+    def _sizes_fit(self) -> "Workload":
+        if self.top_k > self.num_experts:
+            raise ValueError(f"--top-k = {self.top_k} must be 1 to --experts")
         if self.num_experts % self.num_ranks:
-            raise TraceError(f"--experts = {self.num_experts} must be a multiple of --ep")
+            raise ValueError(f"--experts = {self.num_experts} must be a multiple of --ep")
+        return self
 
 
 @dataclass(frozen=True)
@@ -206,7 +218,7 @@ def make_trace(workload: Workload) -> Trace:
     metadata: dict[str, Any] = {
         "source": "ultraep-serve make-trace",
         "basis": BASIS,
-        "workload": asdict(workload),
+        "workload": workload.model_dump(),
     }
     if workload.straggler < 1:
         metadata["speeds"] = [*[1.0] * (workload.num_ranks - 1), workload.straggler]

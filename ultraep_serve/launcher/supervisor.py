@@ -17,7 +17,7 @@ from typing import IO
 
 from ultraep_serve.balance.host_link import tell_hosts
 from ultraep_serve.config import BalanceConfig, child_environment
-from ultraep_serve.errors import EngineEndedError, RingError, UnsupportedError
+from ultraep_serve.errors import EngineEndedError, OutputError, RingError, UnsupportedError
 from ultraep_serve.launcher.binding import CoreBinding
 from ultraep_serve.launcher.tuned_kernels import TunedKernels
 from ultraep_serve.telemetry.reader import RingReader
@@ -69,18 +69,15 @@ def supervise(engine: EngineCommand, config: BalanceConfig, sidecar: list[str] |
             watch.start(lambda: stop_child(server))
             code = _wait(server, signals, lambda: _lost(config))
             code = code if code >= 0 else 128 - code
-            if config.run_dir and not signals.received:
-                tell_hosts(
-                    config.run_path,
-                    _lost(config) or watch.problem or f"its engine ended (exit status {code})",
-                )
-        finally:
             lost = _lost(config)
+            if config.run_dir and not signals.received:
+                _say_lost(config, lost or watch.problem or f"its engine ended (exit status {code})")
+        finally:
             watch.stop()
             for child in reversed(children):
                 stop_child(child)
     if watch.problem:
-        raise UnsupportedError(watch.problem)
+        raise UnsupportedError(watch.problem, otherwise="")
     if lost and not signals.received:
         raise EngineEndedError(lost)
     if code == 0 and config.policy is not Policy.OFF and not signals.received:
@@ -214,6 +211,13 @@ def _say_stopped(config: BalanceConfig) -> None:
         tell_hosts(config.run_path)
 
 
+def _say_lost(config: BalanceConfig, reason: str) -> None:
+    """Before the ranks that are left are stopped: to them, who would say they leave, and hosts."""
+    with contextlib.suppress(OSError, OutputError):  # no room: hosts are told
+        RunFiles(config.run_path).give_up(reason)
+    tell_hosts(config.run_path, reason)
+
+
 def _lost(config: BalanceConfig) -> str:
     return RunFiles(config.run_path).lost_reason() if config.run_dir else ""
 
@@ -269,7 +273,9 @@ def _end_group(group: int) -> None:
 
 def _answers(url: str) -> bool:
     try:
-        with urllib.request.urlopen(url, timeout=_HEALTH_SECONDS) as reply:
+        # Another's answer would be taken for the engine's: no proxy that the environment names.
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(url, timeout=_HEALTH_SECONDS) as reply:
             return bool(reply.status == 200)
     except (OSError, http.client.HTTPException):
         return False

@@ -12,9 +12,10 @@ from ultraep_serve.sidecar.statistics.counters import Counters
 from ultraep_serve.sidecar.statistics.snapshot import RankView
 from ultraep_serve.sidecar.statistics.timeline import Timeline
 from ultraep_serve.telemetry.reader import Poll, RingReader
+from ultraep_serve.telemetry.record import RecordArray, aligned_dtype, record_dtype
 from ultraep_serve.telemetry.run_files import RunFiles
-from ultraep_serve.telemetry.schema import RecordArray, RingHeader, record_dtype
-from ultraep_serve.types import Decision, ExpertShape, Stage
+from ultraep_serve.telemetry.schema import RingHeader
+from ultraep_serve.types import Decision, ExpertShape
 
 __all__ = [
     "OWN_DTYPE",
@@ -198,18 +199,8 @@ def merged(records: Sequence[RecordArray]) -> RecordArray:
 _MAX_BYTES = 64 << 20  # of records of all ranks; fewer are held where they are large
 
 # What is kept of every rank's records; loads and slots are kept of the primary rank's only.
-OWN_DTYPE = np.dtype(
-    [
-        ("batch", "<u8"),
-        ("time_ns", "<u8"),
-        ("bytes_sent", "<u8"),
-        ("bytes_received", "<u8"),
-        ("stage_ns", "<u8", (len(Stage),)),
-        ("layer", "<i4"),
-        ("decision", "u1"),
-        ("policy", "u1"),
-    ],
-    align=True,  # sums are three times as fast
+OWN_DTYPE = aligned_dtype(
+    "batch", "time_ns", "bytes_sent", "bytes_received", "stage_ns", "layer", "decision", "policy"
 )
 
 

@@ -41,7 +41,7 @@ from ultraep_serve.sidecar.statistics.summary import (
 from ultraep_serve.sidecar.statistics.timeline import History
 from ultraep_serve.sidecar.statistics.window import Window
 from ultraep_serve.sidecar.store import NoRunError, RunStore
-from ultraep_serve.telemetry.schema import RecordArray
+from ultraep_serve.telemetry.record import RecordArray
 from ultraep_serve.types import Policy
 
 __all__ = ["balance_routes", "live_routes"]

@@ -23,9 +23,9 @@ from fastapi import FastAPI
 
 from ultraep_serve.config import (
     SidecarSettings,
-    add_flags,
+    add_file_flag,
     control_token_from_environment,
-    values_of_flags,
+    given_settings,
 )
 from ultraep_serve.errors import ConfigError, OutputError
 from ultraep_serve.sidecar.app import AppOptions, create_app
@@ -49,9 +49,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--run-dir", type=Path, metavar="DIR", help=run_dir)
     parent = "end when this process is no longer the parent, and remove what it left"
     parser.add_argument("--parent", type=int, metavar="PID", help=parent)
-    add_flags(parser, SidecarSettings)
+    add_file_flag(parser)
+    SidecarSettings.add_flags(parser)
     parser.add_argument(
-        "--allow-ideal", action="store_true", help="permit the policy that gives wrong answers"
+        "--allow-ideal",
+        action="store_true",
+        default=None,
+        help="permit the policy that gives wrong answers",
     )
 
 
@@ -61,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     Raises ConfigError when the address cannot be used, NoServerError without a server.
     """
     run_dir = arguments.run_dir or find_run()
-    settings = SidecarSettings(**values_of_flags(arguments, SidecarSettings))
+    config, settings = given_settings(arguments, "")
     _limit_heaps()
     set_up_logging(settings.log_format)
     if arguments.parent is not None:
@@ -72,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
         host=settings.host,
         port=_DEFAULT_PORT if settings.port is None else settings.port,
         token=token,
-        allow_ideal=arguments.allow_ideal,
+        allow_ideal=config.allow_ideal,
         allowed_hosts=(settings.host, *settings.allowed_hosts.split(",")),
         keeps_token=token != control_token_from_environment(),
         parent=arguments.parent,

@@ -19,8 +19,9 @@ from ultraep_serve.sidecar.statistics.timeline import History, Timeline, Totals
 from ultraep_serve.sidecar.statistics.window import Window
 from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.reader import ALIVE_SECONDS
+from ultraep_serve.telemetry.record import RecordArray
 from ultraep_serve.telemetry.run_files import RunFiles
-from ultraep_serve.telemetry.schema import RecordArray, RingHeader
+from ultraep_serve.telemetry.schema import RingHeader
 from ultraep_serve.types import Decision, Policy, SpeedSource
 
 __all__ = [

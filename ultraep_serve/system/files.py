@@ -19,6 +19,7 @@ __all__ = [
     "open_regular",
     "parse_object",
     "prepare_output",
+    "read_object",
     "read_private",
     "read_text",
     "whole_file",
@@ -116,6 +117,11 @@ def parse_object(text: str, name: str, error: type[UltraEPError] = ConfigError) 
     return value
 
 
+def read_object(path: Path, what: str) -> dict[str, Any]:
+    """The JSON object in a file of others; ``what`` it is. Raises ConfigError."""
+    return parse_object(read_text(path, what), str(path))
+
+
 def read_text(path: Path, what: str) -> str:
     """The text in a file that the user named; ``what`` it is, for errors. Raises ConfigError."""
     try:
@@ -137,11 +143,12 @@ def open_regular(
 ) -> int:
     """Descriptor of ``path``, in ``directory`` (a descriptor) where that is given.
 
+    A file that ``flags`` create is this user's alone (0600).
     Raises OSError, also for pipes, devices and directories, and without ``links`` for links.
     """
     # O_NONBLOCK: opening a pipe must not wait for its other end.
     flags |= os.O_NONBLOCK | os.O_CLOEXEC | (0 if links else os.O_NOFOLLOW)
-    descriptor = os.open(path, flags, dir_fd=directory)
+    descriptor = os.open(path, flags, 0o600, dir_fd=directory)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(f"{path} is not a regular file")

@@ -1,6 +1,11 @@
 """Requests to an HTTP server; whatever goes wrong is an error that says what to do."""
 
+import socket
+import threading
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import httpx
 
@@ -11,6 +16,8 @@ __all__ = ["Endpoint", "error_message", "json_object"]
 Self = TypeVar("Self", bound="Endpoint")
 CONNECT_SECONDS = 5.0
 MESSAGE_CHARACTERS = 400  # of the server's own words, at most
+_CONNECTED = ("connection.connect_tcp.complete", "connection.start_tls.complete")
+MOST_BYTES = 64 << 20  # of an answer
 
 
 class Endpoint:
@@ -29,6 +36,9 @@ class Endpoint:
         is_port = address.port is None or 0 < address.port < 1 << 16
         if address.scheme not in ("http", "https") or not address.host or not is_port:
             raise ConfigError(f"{flag} = {url!r} must be http://HOST:PORT")
+        self.timeout_seconds = timeout_seconds
+        self._late = False  # whether an exchange took too long
+        self._sockets: WeakSet[socket.socket] = WeakSet()  # of its connections
         self._client = httpx.Client(
             base_url=self.url,
             timeout=httpx.Timeout(timeout_seconds, connect=CONNECT_SECONDS),
@@ -48,29 +58,86 @@ class Endpoint:
 
     def build(self, method: str, path: str, **content: Any) -> httpx.Request:
         """A request ready to be sent, so that encoding it costs no measured time."""
-        return self._client.build_request(method, path, **content)
+        trace = {"trace": self._note_connection}
+        return self._client.build_request(method, path, extensions=trace, **content)
 
-    def send(self, request: httpx.Request, *, stream: bool = False) -> httpx.Response:
-        """The response, whatever its status. Raises BenchError when none came."""
+    def send(self, request: httpx.Request) -> httpx.Response:
+        """Send ``request`` and do not read the body, which ``pieces`` does.
+
+        Raises BenchError when no response came.
+        """
         try:
-            return self._client.send(request, stream=stream)
+            return self._client.send(request, stream=True)
         except httpx.RequestError as error:
             raise self.unreachable(error) from error
 
     def call(self, method: str, path: str, **content: Any) -> httpx.Response:
-        """Build and send. Raises BenchError when no response came."""
-        return self.send(self.build(method, path, **content))
+        """The whole response, whatever its status. Raises BenchError when none came in time."""
+        request = self.build(method, path, **content)
+        with self.in_time(self.timeout_seconds):
+            return self.whole(self.send(request))
+
+    def whole(self, response: httpx.Response) -> httpx.Response:
+        """``response`` with its body."""
+        body = b"".join(self.pieces(response))
+        return httpx.Response(response.status_code, content=body, request=response.request)
+
+    def pieces(
+        self, response: httpx.Response, most: int = MOST_BYTES
+    ) -> Generator[bytes, None, None]:
+        """The body as it arrives; it is closed at the end. Raises BenchError beyond ``most``."""
+        read = 0
+        try:
+            for piece in response.iter_raw():
+                read += len(piece)
+                if read > most:
+                    path = response.request.url.path
+                    raise BenchError(
+                        f"{self.name} at {self.url} answered {path} with more than "
+                        f"{most} bytes; is that the right address?"
+                    )
+                yield piece
+        except httpx.RequestError as error:
+            raise self.unreachable(error) from error
+        finally:
+            response.close()
+
+    @contextmanager
+    def in_time(self, seconds: float) -> Iterator[None]:
+        """What is asked inside is answered within ``seconds``, or else a BenchError."""
+        timer = threading.Timer(seconds, self._cut_off)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+        if self._late:  # an answer without a length ends where its connection does
+            raise self._not_in_time()
+
+    def _cut_off(self) -> None:
+        """End all exchanges: a server that sends a byte now and then would never time out."""
+        self._late = True
+        for connection in list(self._sockets):
+            with suppress(OSError):  # it was closed long ago
+                socket.socket.shutdown(connection, socket.SHUT_RDWR)  # not TLS's, which takes part
+
+    def _note_connection(self, event: str, found: dict[str, Any]) -> None:
+        if event in _CONNECTED:
+            self._sockets.add(found["return_value"].get_extra_info("socket"))
 
     def unreachable(self, error: httpx.RequestError) -> BenchError:
         """The error for a server that did not answer."""
-        if isinstance(error, httpx.ReadTimeout):
-            return BenchError(
-                f"{self.name} at {self.url} did not answer in time; read its log, or raise "
-                "--timeout"
-            )
+        if self._late or isinstance(error, httpx.ReadTimeout):
+            return self._not_in_time()
         return BenchError(
             f"{self.name} at {self.url} cannot be reached ({str(error) or type(error).__name__}); "
             f"{self.how_to_start}, or give its address with {self.flag}"
+        )
+
+    def _not_in_time(self) -> BenchError:
+        return BenchError(
+            f"{self.name} at {self.url} did not answer in time; read its log, or raise --timeout"
         )
 
     def refused(self, response: httpx.Response, remedy: str) -> BenchError:

@@ -7,7 +7,14 @@ import socket
 from pathlib import Path
 from typing import Any
 
-__all__ = ["available_memory", "describe", "free_port", "groups_sessions", "why_not_listen"]
+__all__ = [
+    "available_memory",
+    "describe",
+    "free_port",
+    "groups_sessions",
+    "is_here",
+    "why_not_listen",
+]
 
 _FIRST_PORT = 10_000
 _AUTOGROUP = Path("/proc/sys/kernel/sched_autogroup_enabled")
@@ -77,6 +84,11 @@ def why_not_listen(host: str, port: int) -> str | None:
         except (OverflowError, TypeError, UnicodeError) as error:  # no port, no host name
             return str(error)
     return None
+
+
+def is_here(host: str) -> bool:
+    """Whether ``host`` is a name or address of this machine: one that a server could listen on."""
+    return why_not_listen(host, 0) is None
 
 
 def _cpu_model() -> str:

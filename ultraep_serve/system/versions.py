@@ -1,6 +1,6 @@
 """The releases of engines that balancing was verified with: the one table of them.
 
-Errors, ``doctor``, ``--version`` and docs/reference.md speak from it; tests hold pyproject.toml,
+Errors, ``doctor``, ``--version`` and docs/engines.md speak from it; tests hold pyproject.toml,
 README and the images to it. Imports no engine: that takes seconds, and may fail.
 """
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
 
-from ultraep_serve.errors import SERVE_UNBALANCED, UnsupportedError
+from ultraep_serve.errors import UnsupportedError
 
 __all__ = [
     "PACKAGES",
@@ -54,7 +54,7 @@ class Package:
         if not self.is_verified(version):
             raise UnsupportedError(
                 f"{self.engine} {version} has not been verified on {self.runs_on} (only "
-                f"{', '.join(self.releases)} has); install {self.requirement}, {SERVE_UNBALANCED}"
+                f"{', '.join(self.releases)} has); install {self.requirement}"
             )
 
 

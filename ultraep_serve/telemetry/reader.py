@@ -11,13 +11,11 @@ from pathlib import Path
 import numpy as np
 
 from ultraep_serve.errors import RingError
+from ultraep_serve.telemetry.record import RecordArray, record_checksum, record_dtype
 from ultraep_serve.telemetry.schema import (
     HEADER_BYTES,
-    RecordArray,
     RingHeader,
     parse_header,
-    record_checksum,
-    record_dtype,
 )
 from ultraep_serve.telemetry.shared_file import SharedFile
 from ultraep_serve.types import Decision, Policy
@@ -163,5 +161,5 @@ class RingReader:
             record_checksum(number, view[start : start + size])
             for number, start in zip(sequence.tolist(), range(0, len(view), size), strict=True)
         ]
-        good &= records["crc"] == np.array(found, np.uint32)
+        good &= records["crc"] == np.array(found, np.uint64)
         return good

@@ -13,11 +13,13 @@ import os
 import shutil
 import stat
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
+from ultraep_serve.balance.topology import process_namespace
 from ultraep_serve.errors import ConfigError, SharedMemoryError
-from ultraep_serve.system.files import open_own_directory
+from ultraep_serve.system.files import open_own_directory, open_regular
 
 __all__ = [
     "SHARED_MEMORY",
@@ -34,6 +36,7 @@ __all__ = [
 ]
 
 SHARED_MEMORY = Path("/dev/shm")
+_NETWORK_FILE = "network"  # the number of the network namespace whose port a run is named after
 _LOCK_SECONDS = 5.0  # for other processes to let go; they need milliseconds
 _held_again: dict[Path, int] = {}  # this process's locks on directories that ``hold`` made sure of
 
@@ -44,6 +47,7 @@ class RunDirectory:
     def __init__(self, path: Path, lock: int) -> None:
         self.path = path
         self._lock = lock
+        _held.add(self)
 
     @classmethod
     def create(cls, name: str) -> "RunDirectory":
@@ -90,6 +94,20 @@ class RunDirectory:
             _let_go(self.path)
 
 
+def _let_go_in_fork() -> None:
+    """A lock belongs to the process that took it: a fork would hold it when that one is killed."""
+    for directory in _held:
+        if directory._lock >= 0:
+            os.close(directory._lock)
+            directory._lock = -1
+    while _held_again:
+        os.close(_held_again.popitem()[1])
+
+
+_held: "weakref.WeakSet[RunDirectory]" = weakref.WeakSet()
+os.register_at_fork(after_in_child=_let_go_in_fork)
+
+
 def hold(path: Path) -> None:
     """Make the run directory ``path`` again where somebody deleted it, and keep a lock on it.
 
@@ -112,8 +130,31 @@ def _let_go(path: Path) -> None:
 
 
 def run_directory_of_port(port: int) -> Path:
-    """Where the launcher of the server on ``port`` of this host and user keeps its directory."""
-    return _path_of(str(port))
+    """Where the launcher of the server on ``port`` of this user keeps its directory.
+
+    Containers that share memory may have ports of their own: where the name is that of a server in
+    another network, it is followed by the number of this one.
+    """
+    path, number = _path_of(str(port)), str(_network_namespace())
+    own = path.with_name(f"{path.name}-{number}")
+    return own if own.exists() or _network_of(path) not in ("", number) else path
+
+
+def _network_of(path: Path) -> str:
+    """The number of the network namespace that the run is in; empty where that is not known."""
+    try:
+        with os.fdopen(open_regular(path / _NETWORK_FILE), "rb") as file:
+            return file.read(32).decode("ascii", errors="replace")
+    except OSError:
+        return ""
+
+
+def _network_namespace() -> int:
+    """Which network's ports this process sees; 0 where that is not known."""
+    try:
+        return os.stat("/proc/self/ns/net").st_ino
+    except OSError:
+        return 0
 
 
 @contextlib.contextmanager
@@ -123,13 +164,14 @@ def run_directory(port: int) -> Iterator[Path]:
     Raises ConfigError when a server of this user already runs there.
     """
     try:
-        directory = RunDirectory.create(str(port))
+        directory = RunDirectory.create(run_directory_of_port(port).name[len(_path_of("").name) :])
     except ConfigError as error:
         raise ConfigError(
             f"a balanced server on port {port} is running already ({error}); "
             "stop it or choose another --port"
         ) from None
     try:
+        (directory.path / _NETWORK_FILE).write_text(str(_network_namespace()))
         yield directory.path
     finally:
         directory.leave()
@@ -150,15 +192,19 @@ def running_run_directories() -> list[Path]:
 def name_of_run(process: int, number: int) -> str:
     """Of a run without a launcher: the engine's first process, and a random ``number`` of 63 bits.
 
-    Process ids alone are not unique where containers share memory.
+    Process ids alone are not unique where containers share memory: their namespace is named too.
     """
-    return f"p{process}-{number:016x}"
+    return f"{_runs_of(process)}{number:016x}"
+
+
+def _runs_of(process: int) -> str:
+    return f"p{process}-{process_namespace():x}-"
 
 
 def remove_run_directories(process: int, seconds: float) -> None:
     """Remove those of ``process``'s runs as soon as nobody holds them, within ``seconds``."""
     deadline = time.monotonic() + seconds
-    while left := _own(f"p{process}-"):
+    while left := _own(_runs_of(process)):
         with contextlib.suppress(SharedMemoryError), _one_start_at_a_time():
             for path in left:
                 if not _is_held(path):

@@ -6,16 +6,12 @@ matches, so a half-overwritten record is detected without locks or memory barrie
 """
 
 import math
-import struct
-import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from enum import IntEnum
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ultraep_serve.balance.topology import (
     Location,
@@ -24,6 +20,7 @@ from ultraep_serve.balance.topology import (
     process_namespace,
 )
 from ultraep_serve.errors import RingError
+from ultraep_serve.telemetry.record import padded, record_dtype
 from ultraep_serve.types import Decision, ExpertShape, Policy, Stage
 
 __all__ = [
@@ -33,19 +30,15 @@ __all__ = [
     "MAX_CAPACITY",
     "MAX_EXPERTS",
     "MAX_RANKS",
-    "RECORD_HEAD",
     "RING_VERSION",
     "UNHEARD_BYTES",
-    "RecordArray",
     "RingHeader",
     "RingState",
     "header_page",
     "parse_header",
-    "record_checksum",
-    "record_dtype",
 ]
 
-RING_VERSION = 8
+RING_VERSION = 9
 MAGIC = b"UEPRING\x01"
 HEADER_BYTES = 4096
 UNHEARD_BYTES = 512
@@ -53,8 +46,6 @@ MAX_CAPACITY = 1 << 20
 MAX_RANKS = 4096
 _MAX_SLOTS = 1024
 MAX_EXPERTS = 1 << 20
-
-RecordArray = NDArray[np.void]
 
 
 class RingState(IntEnum):
@@ -109,61 +100,7 @@ _HEADER_FIELDS: list[Any] = [
 ]
 
 
-def _padded(layout: list[Any], itemsize: int) -> np.dtype[np.void]:
-    """The packed structured dtype of ``layout``, padded at its end to ``itemsize`` bytes."""
-    padding = itemsize - np.dtype(layout).itemsize
-    return np.dtype([*layout, ("padding", "u1", (padding,))])
-
-
-HEADER_DTYPE = _padded(_HEADER_FIELDS, HEADER_BYTES)
-
-# The scalars at the front of a record, as struct and (below) as dtype: seq, crc, layer, batch,
-# time_ns, tokens, replicas, assignments, bytes_sent, bytes_received, experts_ns, stage_ns,
-# decision, policy.
-RECORD_HEAD = struct.Struct(f"<QIiQQIIQQQQ{len(Stage)}QBB6x")
-PAYLOAD_OFFSET = 12  # what the checksum covers starts after seq and crc
-
-
-@lru_cache(maxsize=8)
-def record_dtype(shape: ExpertShape) -> np.dtype[np.void]:
-    """One record for ``shape``; its size is a multiple of 8 bytes.
-
-    ``load_before`` and ``load_after`` (R,) are assignments per rank, ``speed`` (R,) what was
-    planned with (FULL_SPEED: as fast as the fastest), ``slot_expert`` (R, S) the replicas,
-    ``slot_load`` (R, S) what each of them computes, ``expert_load`` (E,) assignments per logical
-    expert. A master computes what its replicas do not.
-    """
-    ranks, slots, experts = shape.num_ranks, shape.num_slots, shape.num_logical_experts
-    layout: list[Any] = [
-        ("seq", "<u8"),
-        ("crc", "<u4"),
-        ("layer", "<i4"),
-        ("batch", "<u8"),
-        ("time_ns", "<u8"),  # wall clock
-        ("tokens", "<u4"),  # of the batch, over all ranks
-        ("replicas", "<u4"),
-        ("assignments", "<u8"),
-        ("bytes_sent", "<u8"),
-        ("bytes_received", "<u8"),
-        ("experts_ns", "<u8"),  # this rank's own experts, without any wait; 0: not measured
-        ("stage_ns", "<u8", (len(Stage),)),
-        ("decision", "u1"),
-        ("policy", "u1"),
-        ("reserved", "u1", (6,)),
-        ("load_before", "<i4", (ranks,)),
-        ("load_after", "<i4", (ranks,)),
-        ("speed", "<i4", (ranks,)),
-        ("slot_expert", "<i4", (ranks, slots)),
-        ("slot_load", "<i4", (ranks, slots)),
-        ("expert_load", "<i4", (experts,)),
-    ]
-    size = np.dtype(layout).itemsize
-    return _padded(layout, (size + 7) // 8 * 8)
-
-
-def record_checksum(seq: int, record: memoryview) -> int:
-    """CRC-32 of a record's payload, seeded by ``seq`` so that no record matches another's."""
-    return zlib.crc32(record[PAYLOAD_OFFSET:], seq & 0xFFFFFFFF)
+HEADER_DTYPE = padded(_HEADER_FIELDS, HEADER_BYTES)
 
 
 @dataclass(frozen=True)

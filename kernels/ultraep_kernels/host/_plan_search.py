@@ -17,10 +17,12 @@ GPU makes them at the same time (twins: ``device._plan_search``, ``device._plan_
 Everything is integer and seeded by the attempt's number, so every rank finds the same plan.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
-from ultraep_kernels.contract import FULL_SPEED, IntArray
+from ultraep_kernels.contract import FULL_SPEED, IntArray, Search
 from ultraep_kernels.host._compile import compiled
 
 __all__ = ["least_time", "place_replicas"]
@@ -28,17 +30,26 @@ __all__ = ["least_time", "place_replicas"]
 Counts = NDArray[np.int64]
 
 
+class _Domain(NamedTuple):
+    """What is to be balanced: D ranks, the experts E that they own, numbered from 0."""
+
+    speeds: Counts  # (D,), each 1 to FULL_SPEED
+    rank_load: Counts  # (D,) assignments with every expert on its master
+    expert_load: Counts  # (E,) assignments
+
+
+class _Placement(NamedTuple):
+    """What an attempt makes of it."""
+
+    rank_load: Counts  # (D,) assignments
+    left: Counts  # (E,) assignments still on the master
+    slots: IntArray  # (D, S), -1 empty
+    quotas: Counts  # (D, S) assignments of each slot
+
+
 @compiled
 def place_replicas(
-    expert_load: Counts,
-    speeds: Counts,
-    num_slots: int,
-    domain_size: int,
-    grain: int,
-    first_wave: int,
-    limit: int,
-    sweeps: int,
-    thrifty: int,
+    expert_load: Counts, speeds: Counts, num_slots: int, domain_size: int, search: Search
 ) -> tuple[IntArray, Counts]:
     """Place replicas for every domain.
 
@@ -47,7 +58,7 @@ def place_replicas(
         speeds: int64 (R,), each 1 to FULL_SPEED; only their ratios matter.
         num_slots: S.
         domain_size: ranks per domain; the last domain may be smaller.
-        grain, first_wave, limit, sweeps, thrifty: as in ``contract.Search``.
+        search: its limits.
 
     Returns:
         slot_expert int32 (R, S), -1 empty, and slot_quota int64 (R, S), what each slot computes.
@@ -63,15 +74,15 @@ def place_replicas(
     if num_slots == 0:
         return slot_expert, slot_quota
     goal = least_time(rank_load, speeds, domain_size)
-    goal += (goal + grain // 2) // grain
+    goal += (goal + search.grain // 2) // search.grain
     for first in range(0, num_ranks, domain_size):
         last = min(first + domain_size, num_ranks)
         owned = expert_load[first * num_masters : last * num_masters]
+        domain = _Domain(speeds[first:last], rank_load[first:last], owned)
         slots, quotas = slot_expert[first:last], slot_quota[first:last]
-        load, speed = rank_load[first:last], speeds[first:last]
-        if _busiest(load, speed) > goal:
-            best = _search(goal, first_wave, limit, sweeps, load, speed, owned, slots, quotas)
-            _save(best, goal, grain, thrifty, load, speed, owned, slots, quotas)
+        if _busiest(domain.rank_load, domain.speeds) > goal:
+            best = _search(goal, search, domain, slots, quotas)
+            _save(best, goal, search, domain, slots, quotas)
             for rank in range(last - first):
                 for slot in range(num_slots):
                     if slots[rank, slot] >= 0:
@@ -109,47 +120,35 @@ def least_time(rank_load: Counts, speeds: Counts, domain_size: int) -> int:
 
 @compiled
 def _search(
-    goal: int,
-    first_wave: int,
-    limit: int,
-    sweeps: int,
-    rank_load: Counts,
-    speeds: Counts,
-    expert_load: Counts,
-    best_slots: IntArray,
-    best_quotas: Counts,
+    goal: int, search: Search, domain: _Domain, best_slots: IntArray, best_quotas: Counts
 ) -> tuple[int, int, int]:
-    """Both waves in one domain; the best attempt's slots stay in ``best_slots``.
+    """Both waves in one domain; the best attempt's slots and quotas (D, S) are kept.
 
     Returns:
         Its (busiest rank's time, replicas sent by one rank, replicas).
     """
-    num_masters = expert_load.size // rank_load.size
-    num_donors = (rank_load > _capacities(goal, speeds)).sum()
-    slots, quotas = best_slots.copy(), best_quotas.copy()
-    loads, left = rank_load.copy(), expert_load.copy()
-    best = (_busiest(rank_load, speeds), 0, 0)
+    num_masters = domain.expert_load.size // domain.rank_load.size
+    num_donors = (domain.rank_load > _capacities(goal, domain.speeds)).sum()
+    made = _empty_placement(domain, best_slots)
+    best = (_busiest(domain.rank_load, domain.speeds), 0, 0)
     gap = 0  # between the goal and what the first wave reached
-    for attempt in range(limit):
-        if attempt >= first_wave and best[0] <= goal:
+    for attempt in range(search.limit):
+        if attempt >= search.first and best[0] <= goal:
             break
-        if attempt == first_wave:
+        if attempt == search.first:
             gap = best[0] - goal
         threshold = goal + gap * (attempt // 2 % 5) // 4
-        loads[:] = rank_load
-        left[:] = expert_load
-        tight, seed = attempt % 2 == 0, attempt // 2
-        _attempt(threshold, tight, True, seed, speeds, loads, left, slots, quotas)
-        time = _busiest(loads, speeds)
+        _attempt(threshold, attempt % 2 == 0, True, attempt // 2, domain, made)
+        time = _busiest(made.rank_load, domain.speeds)
         if time > goal:
-            _relax(num_masters, sweeps, speeds, loads, left, slots, quotas)
-            time = _busiest(loads, speeds)
-        sent, total = _count_replicas(slots, num_masters)
+            _relax(search.sweeps, domain.speeds, made)
+            time = _busiest(made.rank_load, domain.speeds)
+        sent, total = _count_replicas(made.slots, num_masters)
         found = (max(time, goal), sent, total)
         if found < best:
             best = found
-            best_slots[:] = slots
-            best_quotas[:] = quotas
+            best_slots[:] = made.slots
+            best_quotas[:] = made.quotas
             if best[0] <= goal and total == num_donors:
                 break  # every donor sends once: nothing can be better
     return best
@@ -159,11 +158,8 @@ def _search(
 def _save(
     best: tuple[int, int, int],
     goal: int,
-    grain: int,
-    thrifty: int,
-    rank_load: Counts,
-    speeds: Counts,
-    expert_load: Counts,
+    search: Search,
+    domain: _Domain,
     best_slots: IntArray,
     best_quotas: Counts,
 ) -> None:
@@ -172,49 +168,46 @@ def _save(
     The first that keeps within its threshold replaces ``best``, what the search found, where it
     needs fewer replicas, without a busier sender.
     """
-    num_masters = expert_load.size // rank_load.size
-    slots, quotas = best_slots.copy(), best_quotas.copy()
-    loads, left = rank_load.copy(), expert_load.copy()
-    for attempt in range(thrifty):
-        loads[:] = rank_load
-        left[:] = expert_load
-        threshold = goal + attempt * goal // grain
-        _attempt(threshold, False, False, 0, speeds, loads, left, slots, quotas)
-        if _busiest(loads, speeds) <= threshold:
-            sent, total = _count_replicas(slots, num_masters)
+    num_masters = domain.expert_load.size // domain.rank_load.size
+    made = _empty_placement(domain, best_slots)
+    for attempt in range(search.thrifty):
+        threshold = goal + attempt * goal // search.grain
+        _attempt(threshold, False, False, 0, domain, made)
+        if _busiest(made.rank_load, domain.speeds) <= threshold:
+            sent, total = _count_replicas(made.slots, num_masters)
             if 0 < total < best[2] and sent <= best[1]:
-                best_slots[:] = slots
-                best_quotas[:] = quotas
+                best_slots[:] = made.slots
+                best_quotas[:] = made.quotas
             return
 
 
 @compiled
+def _empty_placement(domain: _Domain, slots: IntArray) -> _Placement:
+    """Room for an attempt with as many ``slots`` (D, S)."""
+    quotas = np.empty(slots.shape, np.int64)
+    return _Placement(domain.rank_load.copy(), domain.expert_load.copy(), slots.copy(), quotas)
+
+
+@compiled
 def _attempt(
-    threshold: int,
-    tight: bool,
-    generous: bool,
-    seed: int,
-    speeds: Counts,
-    rank_load: Counts,
-    left: Counts,
-    slots: IntArray,
-    quotas: Counts,
+    threshold: int, tight: bool, generous: bool, seed: int, domain: _Domain, made: _Placement
 ) -> None:
-    """One greedy pass over one domain; expert numbers are the domain's own.
+    """One greedy pass over one domain.
 
     Args:
         threshold: time after which no rank should compute; rises where a rank finds no target.
         tight: prefer the target that a donor's excess just fits, else the emptiest target.
         generous: fill a target's last slot, and rise; else the pass ends where a rank finds none.
         seed: 0 takes every choice by size, others weigh the sizes pseudo-randomly.
-        speeds: (R,), each 1 to FULL_SPEED.
-        rank_load: (R,) assignments per rank, updated.
-        left: (E,) assignments still on the master, updated.
-        slots, quotas: (R, S), overwritten.
+        domain: to be balanced.
+        made: overwritten.
     """
-    num_slots = slots.shape[1]
+    speeds, (rank_load, left, slots, quotas) = domain.speeds, made
+    rank_load[:] = domain.rank_load
+    left[:] = domain.expert_load
     slots[:] = -1
     quotas[:] = 0
+    num_slots = slots.shape[1]
     room = _capacities(threshold, speeds) - rank_load
     step = 0
     while True:
@@ -248,16 +241,10 @@ def _attempt(
 
 
 @compiled
-def _relax(
-    num_masters: int,
-    sweeps: int,
-    speeds: Counts,
-    rank_load: Counts,
-    left: Counts,
-    slots: IntArray,
-    quotas: Counts,
-) -> None:
+def _relax(sweeps: int, speeds: Counts, made: _Placement) -> None:
     """Level each copy's rank with its master's in turn; never raises the longer of their times."""
+    rank_load, left, slots, quotas = made
+    num_masters = left.size // rank_load.size
     for _ in range(sweeps):
         for rank in range(slots.shape[0]):
             for slot in range(slots.shape[1]):

@@ -40,7 +40,7 @@ def plan(
     expert_load = _count(loads)
     search = search_of(domain_size, num_experts // num_ranks)
     slot_expert, slot_quota = place_replicas(
-        expert_load, speeds, num_replica_slots, domain_size, *search
+        expert_load, speeds, num_replica_slots, domain_size, search
     )
     quota, share = split_quota(loads, expert_load, slot_expert, slot_quota, source_rank)
     return Plan(slot_expert=slot_expert, quota=quota, share=share)

@@ -5,12 +5,27 @@ only grow, so they are never reset. A relay is a rank that holds a replica of th
 and forwards each chunk as soon as it has arrived, out of its own slot. Twin: ``device.stream``.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ultraep_kernels.host._atomics import copy_bytes, load_acquire, store_release
 from ultraep_kernels.host._compile import compiled
 
-__all__ = ["stream_chunks"]
+__all__ = ["StreamTables", "stream_chunks"]
+
+
+class StreamTables(NamedTuple):
+    """Where everything lies; all int64, addresses as mapped by this rank."""
+
+    master_addresses: NDArray[np.int64]  # (N,): this rank's N expert tensors
+    pool_addresses: NDArray[np.int64]  # (R,): the ranks' slot pools
+    region_offsets: NDArray[np.int64]  # (N,): bytes from the pool's start to a tensor's slots
+    expert_bytes: NDArray[np.int64]  # (N,): bytes of one expert in each tensor
+    chunks: NDArray[np.int64]  # (C, 3): tensor index, offset and size in bytes
+    flag_addresses: NDArray[np.int64]  # (R,): the ranks' chunk flags, (S, max_chunks) int64 each
+    max_chunks: int  # chunks of the largest layer
 
 
 @compiled
@@ -26,13 +41,7 @@ def stream_chunks(
     parents: Any,
     slot_expert: Any,
     num_masters: int,
-    master_addresses: Any,
-    pool_addresses: Any,
-    region_offsets: Any,
-    expert_bytes: Any,
-    chunks: Any,
-    flag_addresses: Any,
-    max_chunks: int,
+    tables: StreamTables,
     rank: int,
     epoch: int,
     progress: Any,
@@ -40,12 +49,11 @@ def stream_chunks(
 ) -> bool:
     """Push and forward what this rank has to; False if a relayed chunk has still not arrived.
 
-    parents, slot_expert (R, S); master_addresses (N,) of this rank's N expert tensors;
-    pool_addresses (R,) of the ranks' slot pools as mapped here; region_offsets, expert_bytes (N,);
-    chunks (C, 3) tensor index, offset, size; flag_addresses (R,) of the ranks' (S, max_chunks)
-    flags; progress (R, S) chunks already sent, zero at first. Call again with the same progress
-    after False; each call looks at most ``spins`` times at chunks that have not arrived.
+    parents, slot_expert (R, S); progress (R, S) chunks already sent, zero at first. Call again
+    with the same progress after False; each call looks at most ``spins`` times at chunks that have
+    not arrived.
     """
+    masters, pools, regions, expert_bytes, chunks, flags, max_chunks = tables
     num_ranks, num_slots = slot_expert.shape
     for _ in range(spins):
         waiting = False
@@ -61,18 +69,18 @@ def stream_chunks(
                 tensor, offset, size = chunks[chunk, 0], chunks[chunk, 1], chunks[chunk, 2]
                 if parent < 0:
                     master = expert - rank * num_masters
-                    source = master_addresses[tensor] + master * expert_bytes[tensor]
+                    source = masters[tensor] + master * expert_bytes[tensor]
                 else:
-                    flag = flag_addresses[rank] + (own * max_chunks + chunk) * 8
+                    flag = flags[rank] + (own * max_chunks + chunk) * 8
                     if load_acquire(flag) < epoch:
                         waiting = True
                         break
-                    source = pool_addresses[rank] + region_offsets[tensor]
+                    source = pools[rank] + regions[tensor]
                     source += own * expert_bytes[tensor]
-                destination = pool_addresses[target] + region_offsets[tensor]
+                destination = pools[target] + regions[tensor]
                 destination += slot * expert_bytes[tensor]
                 copy_bytes(destination + offset, source + offset, size)
-                store_release(flag_addresses[target] + (slot * max_chunks + chunk) * 8, epoch)
+                store_release(flags[target] + (slot * max_chunks + chunk) * 8, epoch)
                 progress[target, slot] += 1
         if not waiting:
             return True

@@ -101,6 +101,9 @@ class DeviceBackend:
         probes = self._probes(layer)
         return agreed_costs(setup.config.costs, setup.shape, expert_bytes, probes, run_layer)
 
+    def stages(self) -> None:
+        return None
+
     def make_balancer(
         self, policies: PolicySource | None, recorder: Recorder, costs: CostModel
     ) -> DeviceBalancer:

@@ -124,7 +124,7 @@ class CudaDriver:
             if not self._call("cuDeviceCanAccessPeer", self._device, other):
                 raise UnsupportedError(
                     f"{self.device} has no peer access to the memory of rank {rank} (cuda:{index} "
-                    "here), which replica slots need; serve with --policy off"
+                    "here), which replica slots need"
                 )
 
     def reserve(self, size: int) -> int:
@@ -189,10 +189,7 @@ class CudaDriver:
         )
         for what, attribute in (("virtual memory", memory), (self.kind.value, handles)):
             if not self._call("cuDeviceGetAttribute", attribute, device):
-                raise UnsupportedError(
-                    f"{self.device} offers no {what}, which replica slots need; "
-                    "serve with --policy off"
-                )
+                raise UnsupportedError(f"{self.device} offers no {what}, which replica slots need")
 
 
 class _Window:
@@ -233,13 +230,10 @@ def device_error(call: str, name: str) -> UltraEPError:
             "the engine less of it"
         )
     if name == "CUDA_ERROR_PEER_ACCESS_UNSUPPORTED":
-        return UnsupportedError(
-            f"{call}: {name}: this GPU does not reach another rank's memory; serve with "
-            "--policy off"
-        )
+        return UnsupportedError(f"{call}: {name}: this GPU does not reach another rank's memory")
     if name in ("CUDA_ERROR_NOT_SUPPORTED", "CUDA_ERROR_NOT_PERMITTED"):
         return UnsupportedError(
             f"{call}: {name}: this GPU or its set-up cannot share memory so (fabric handles need "
-            "IMEX and its channel); serve with --policy off"
+            "IMEX and its channel)"
         )
     return DeviceError(f"{call}: {name}")

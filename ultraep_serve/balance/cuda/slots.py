@@ -121,7 +121,7 @@ class DeviceSlotPool:
         raise UnsupportedError(
             f"expert tensor {tuple(tensor.shape)} with strides {tensor.stride()} on "
             f"{tensor.device} does not hold one expert after another on {self._driver.device} "
-            "and cannot be copied slot by slot; serve with --policy off"
+            "and cannot be copied slot by slot"
         )
 
     def _move_all(

@@ -5,11 +5,18 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from ultraep_kernels.host.count import count
 from ultraep_kernels.host.relays import relay_parents
 from ultraep_kernels.host.reroute import reroute
 
-from ultraep_serve.balance.backend import GroupSetup, LayerSlots, PolicySource, row_width
+from ultraep_serve.balance.backend import (
+    GroupSetup,
+    LayerSlots,
+    PolicySource,
+    Stages,
+    row_width,
+)
 from ultraep_serve.balance.collectives import HostAllGather
 from ultraep_serve.balance.host.balancer import HostBalancer
 from ultraep_serve.balance.host.fabric import HostFabric
@@ -18,6 +25,7 @@ from ultraep_serve.costs.calibration import Probes, agreed_costs, probe_loads
 from ultraep_serve.costs.model import CostModel
 from ultraep_serve.plan.quota import identity_plan, plan_quota, warm_up
 from ultraep_serve.telemetry.recorder import Recorder
+from ultraep_serve.types import IntArray
 
 __all__ = ["HostBackend"]
 
@@ -68,6 +76,30 @@ class HostBackend:
         expert_bytes = int(layer.expert_bytes.sum())
         probes = self._probes(layer)
         return agreed_costs(setup.config.costs, setup.shape, expert_bytes, probes, run_layer)
+
+    def stages(self) -> Stages:
+        shape, fabric = self._setup.shape, self._fabric
+        width = fabric.row_width
+
+        def gather(values: NDArray[np.int64]) -> NDArray[np.int64]:
+            parts = range(0, values.size, width)
+            rows = [fabric.exchange(values[start : start + width]) for start in parts]
+            return np.concatenate(rows, axis=1)
+
+        def replicate(layer: int, slot_expert: IntArray, parents: NDArray[np.int64]) -> None:
+            fabric.exchange(np.zeros(1, np.int64))  # nobody reads slots any more
+            fabric.stream(self._layers[layer], slot_expert, parents, shape.num_masters)
+            fabric.wait_slots(self._layers[layer], slot_expert)
+
+        return Stages(
+            rank=self._setup.location.rank,
+            gather=gather,
+            count=lambda ids: count(ids, shape.num_logical_experts)[0],
+            plan=plan_quota,
+            reroute=lambda ids, plan: reroute(ids, plan.share, plan.slot_expert, shape.num_masters),
+            replicate=replicate,
+            layers=self._layers,
+        )
 
     def make_balancer(
         self, policies: PolicySource | None, recorder: Recorder, costs: CostModel

@@ -43,11 +43,10 @@ from ultraep_serve.costs.model import (
 from ultraep_serve.costs.relays import chosen_parents
 from ultraep_serve.plan.eplb_slots import LoadHistory
 from ultraep_serve.plan.quota import plan_quota
+from ultraep_serve.telemetry.record import LayerOutcome, LayerPlace, LayerRecord
 from ultraep_serve.telemetry.recorder import Recorder, Stopwatch
 from ultraep_serve.types import (
     Decision,
-    ExpertShape,
-    IntArray,
     Plan,
     Policy,
     SpeedSource,
@@ -214,7 +213,7 @@ class HostBalancer:
         if not self._pays(before, context.least_time(load), _ONE_EXPERT):
             return Decision.UNPROFITABLE, None
         plan = plan_quota(loads, context, self._source_rank)
-        transfer = transfer_of(plan.slot_expert, self._context.shape.num_masters)
+        transfer = transfer_of(plan.slot_expert, context.shape.num_masters)
         after = int(context.times(plan.quota.sum(axis=0)).max())
         if not self._pays(before, after, transfer):
             return Decision.UNPROFITABLE, None
@@ -254,35 +253,35 @@ class HostBalancer:
     def _record(self, routed: "_Routed", experts_ns: int) -> None:
         if routed.decision is not Decision.INCONSISTENT:
             self._history.add(routed.layer, routed.loads)
-        before, speeds = self._context.rank_loads(routed.loads), self._context.speeds
-        after = before
-        if routed.decision is Decision.FORCED:
-            after = before.sum() * speeds // speeds.sum()
-        slot_expert, slot_load = _empty_slots(self._context.shape), None
-        if routed.plan is not None:
-            after = routed.plan.quota.sum(axis=0)
-            slot_expert = routed.plan.slot_expert
-            ranks = np.arange(self._context.shape.num_ranks)[:, None]
-            slot_load = np.where(slot_expert >= 0, routed.plan.quota[slot_expert, ranks], 0)
-        self._speeds.add_layer(experts_ns, after)
-        received = int((slot_expert[self._fabric.rank] >= 0).sum())
+        outcome = self._outcome(routed)
+        self._speeds.add_layer(experts_ns, outcome.load_after)
         self._recorder.record(
-            layer=routed.layer,
-            batch=self._batch,
-            tokens=routed.batch_tokens,
+            LayerRecord.of(
+                LayerPlace(self._batch, routed.layer, routed.batch_tokens),
+                outcome,
+                rank=self._fabric.rank,
+                expert_bytes=int(self._layers[routed.layer].expert_bytes.sum()),
+                bytes_sent=routed.sent,
+                stage_ns=routed.watch.nanoseconds.tolist(),
+                experts_ns=experts_ns,
+            )
+        )
+
+    def _outcome(self, routed: "_Routed") -> LayerOutcome:
+        num_ranks, num_slots = self._context.shape.num_ranks, self._context.shape.num_slots
+        slot_expert = np.full((num_ranks, num_slots), -1, np.int32)
+        slot_load = np.zeros_like(slot_expert)
+        if routed.plan is not None:
+            slot_expert, quota = routed.plan.slot_expert, routed.plan.quota
+            ranks = np.arange(num_ranks)[:, None]
+            slot_load = np.where(slot_expert >= 0, quota[slot_expert, ranks], 0).astype(np.int32)
+        return LayerOutcome(
             decision=routed.decision,
             policy=self._batch_policy or Policy.OFF,
-            replicas=int((slot_expert >= 0).sum()),
-            bytes_sent=routed.sent,
-            bytes_received=received * int(self._layers[routed.layer].expert_bytes.sum()),
-            stage_ns=routed.watch.nanoseconds,
-            load_before=before,
-            load_after=after,
+            expert_load=routed.loads.sum(axis=0),
+            speed=self._context.speeds,
             slot_expert=slot_expert,
             slot_load=slot_load,
-            expert_load=routed.loads.sum(axis=0),
-            speed=speeds,
-            experts_ns=experts_ns,
         )
 
     def _warn(self, text: str) -> None:
@@ -302,7 +301,3 @@ class _Routed:
     plan: Plan | None
     sent: int  # bytes
     watch: Stopwatch
-
-
-def _empty_slots(shape: ExpertShape) -> IntArray:
-    return np.full((shape.num_ranks, shape.num_replica_slots), -1, dtype=np.int32)

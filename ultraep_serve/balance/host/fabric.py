@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 from ultraep_kernels.contract import FLAG_BYTES
 from ultraep_kernels.host.exchange import gather_rows, post_row, wait_flags
-from ultraep_kernels.host.stream import stream_chunks
+from ultraep_kernels.host.stream import StreamTables, stream_chunks
 
 from ultraep_serve.balance.backend import CONNECT_FACTOR, LayerSlots
 from ultraep_serve.balance.collectives import HostAllGather
@@ -82,7 +82,7 @@ class HostFabric:
         self._all_gather_rows = all_gather
         self.epoch = 0
         self._timeout_seconds = self._patience_seconds = timeout_seconds
-        self._row_width = row_width
+        self.row_width = row_width
         self._max_chunks = max_chunks
         chunk_flags = FLAG_BYTES + 2 * row_width * 8
         segment_bytes = chunk_flags + pool.num_slots * max_chunks * 8
@@ -141,12 +141,12 @@ class HostFabric:
         self, row: NDArray[np.int64], meanwhile: Callable[[], None] | None = None
     ) -> NDArray[np.int64]:
         """The domain's rows (D, W); calls ``meanwhile`` again and again until they are there."""
-        if row.size > self._row_width:
-            raise ValueError(f"{row.size} values do not fit into a row of {self._row_width}")
+        if row.size > self.row_width:
+            raise ValueError(f"{row.size} values do not fit into a row of {self.row_width}")
         self.epoch += 1
         padded = row
-        if row.size < self._row_width:
-            padded = np.zeros(self._row_width, dtype=np.int64)
+        if row.size < self.row_width:
+            padded = np.zeros(self.row_width, dtype=np.int64)
             padded[: row.size] = row
         position = self.rank - self.domain.start
         post_row(int(self._flags[position]), int(self._rows[position]), self.epoch, padded)
@@ -157,7 +157,7 @@ class HostFabric:
             return self._arrived(self._flags, spins)
 
         self._wait(is_done, "the load exchange")
-        return gather_rows(self._rows, self.epoch, self._row_width)[:, : row.size]
+        return gather_rows(self._rows, self.epoch, self.row_width)[:, : row.size]
 
     def stream(
         self,
@@ -171,6 +171,15 @@ class HostFabric:
         ``slot_expert``, ``parents`` (R, S). Raises PeerTimeoutError when a relay does not deliver.
         """
         progress = np.zeros(slot_expert.shape, dtype=np.int64)
+        tables = StreamTables(
+            layer.master_addresses,
+            self._pools,
+            layer.region_offsets,
+            layer.expert_bytes,
+            layer.chunks,
+            self._chunk_flags,
+            self._max_chunks,
+        )
 
         def push(spins: int) -> bool:
             return bool(
@@ -178,13 +187,7 @@ class HostFabric:
                     parents,
                     slot_expert,
                     num_masters,
-                    layer.master_addresses,
-                    self._pools,
-                    layer.region_offsets,
-                    layer.expert_bytes,
-                    layer.chunks,
-                    self._chunk_flags,
-                    self._max_chunks,
+                    tables,
                     self.rank,
                     self.epoch,
                     progress,

@@ -45,7 +45,7 @@ class HostSlotPool:
             if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.dim() < 1:
                 raise UnsupportedError(
                     f"expert tensor {tuple(tensor.shape)} on {tensor.device} is not a contiguous "
-                    "CPU tensor and cannot be copied slot by slot; serve with --policy off"
+                    "CPU tensor and cannot be copied slot by slot"
                 )
         sizes = [tensor[0].numel() * tensor.element_size() for tensor in masters]
         offsets = [self._region(index, size) for index, size in enumerate(sizes)]

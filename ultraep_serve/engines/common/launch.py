@@ -1,11 +1,11 @@
 """What the launch files of all engines share; imports no engine."""
 
-import json
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
 from ultraep_serve.errors import ConfigError, UnsupportedError
+from ultraep_serve.system.files import read_object
 
 __all__ = [
     "RankCount",
@@ -36,12 +36,13 @@ def check_has_experts(model: str, engine: str) -> None:
     path = Path(model) / "config.json"
     if not path.exists():
         return
-    config = json.loads(path.read_text())
+    config = read_object(path, "the model's configuration")
     nested = [value for value in config.values() if isinstance(value, dict)]
     if not any(key in part for part in [config, *nested] for key in _EXPERT_KEYS):
         raise UnsupportedError(
             f"{model} is not a Mixture-of-Experts model ({config.get('architectures')}); "
-            f"serve it with --policy off, or with {engine} itself"
+            f"serve it with --policy off, or with {engine} itself",
+            otherwise="",
         )
 
 

@@ -60,9 +60,9 @@ def _leave(error: UltraEPError) -> None:
     path = _path(first_process())
     if isinstance(error, FabricError) and path.exists():
         return
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-    with os.fdopen(os.open(path, flags, 0o600), "w") as file:
+    with os.fdopen(open_regular(path, os.O_WRONLY | os.O_CREAT), "w") as file:
         if os.fstat(file.fileno()).st_uid == os.getuid():
+            file.truncate(0)
             file.write(str(error))
 
 

@@ -124,9 +124,9 @@ def refuse_or_serve_plainly(
     """Raise ``error``; where ``on_unsupported`` is off only say it, to the sidecar too."""
     if config.on_unsupported == "error":
         raise error
-    logger.warning("ultraep: serving without balancing: %s", error)
+    logger.warning("ultraep: serving without balancing: %s", error.problem)
     if is_primary:
-        _serve_unbalanced(config, str(error))
+        _serve_unbalanced(config, error.problem)
 
 
 def _serve_unbalanced(config: BalanceConfig, reason: str) -> None:

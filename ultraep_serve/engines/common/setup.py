@@ -14,7 +14,7 @@ from multiprocessing.util import Finalize
 import torch
 from torch import nn
 
-from ultraep_serve.balance.backend import Backend, GroupSetup
+from ultraep_serve.balance.backend import Answers, Backend, CheckResult, GroupSetup
 from ultraep_serve.balance.collectives import EngineGroup
 from ultraep_serve.balance.cuda.recording import is_capturing
 from ultraep_serve.balance.physical import identity_table
@@ -29,7 +29,7 @@ from ultraep_serve.engines.common.rendezvous import (
     meet_stages,
     wait_for_all,
 )
-from ultraep_serve.errors import SERVE_UNBALANCED, UltraEPError, UnsupportedError
+from ultraep_serve.errors import UltraEPError, UnsupportedError
 from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.recorder import Recorder
 from ultraep_serve.telemetry.run_files import RunFiles
@@ -54,13 +54,13 @@ def make_backend(device: torch.device, setup: GroupSetup) -> Backend:
         if location.spans_hosts:
             raise UnsupportedError(
                 f"--domain-size {location.domain_size}: a CPU's memory is out of other hosts' "
-                f"reach; use at most the {location.host_size} ranks of a host, {SERVE_UNBALANCED}"
+                f"reach; use at most the {location.host_size} ranks of a host"
             )
         from ultraep_serve.balance.host.backend import HostBackend
 
         return HostBackend(setup)
     if device.type != "cuda":
-        raise UnsupportedError(f"experts on {device} cannot be balanced; serve with policy off")
+        raise UnsupportedError(f"experts on {device} cannot be balanced")
     # Only here: needs Triton, which a host without a GPU may do without.
     from ultraep_serve.balance.cuda.backend import DeviceBackend
     from ultraep_serve.balance.cuda.driver import HandleKind, open_driver
@@ -78,6 +78,7 @@ class EngineRank:
     rank: int
     group: EngineGroup | None = None  # of all ranks; without it they share this host
     pipeline: PipelineStage = field(default_factory=PipelineStage)  # theirs
+    answers: Answers | None = None  # for the self-check; None: the engine cannot be asked
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,8 @@ class BalancedLayers:
         call it together. Returns when all ranks have come this far.
         Raises UnsupportedError for tensors that cannot be moved and for ranks that form no domains,
         ConfigError where hosts were started with other flags or there is not one speed per rank,
-        PeerTimeoutError when a rank does not come.
+        PeerTimeoutError when a rank does not come, SelfCheckError on all ranks when one computes
+        what it should not.
         """
         fixed_speeds(config.speeds, shape.num_ranks)
         group, pipeline = own.group, own.pipeline
@@ -135,6 +137,7 @@ class BalancedLayers:
         self._watch_others()
         self._spool = self._create_spool()
         self._costs = backend.calibrate(run_layer)
+        self.self_check = self._check_itself(backend, own.answers)
         policies = self._control if own.rank == 0 else None
         self._balancer = backend.make_balancer(policies, self._recorder, self._costs)
         self._prefills = 0  # until the second: in the first the engine may compile
@@ -163,6 +166,16 @@ class BalancedLayers:
         # Before the run directory is left: a recorder makes a ring anew that somebody deleted.
         Finalize(None, recorder.close, exitpriority=1)
         return recorder
+
+    def _check_itself(self, backend: Backend, answers: Answers | None) -> list[CheckResult]:
+        setup, wanted = self._setup, self._setup.config.self_check
+        stages = None if wanted == "off" else backend.stages()
+        if stages is None:
+            return []
+        # Not above: it imports numba, see ``plan.context``.
+        from ultraep_serve.verify.self_check import run_self_check
+
+        return run_self_check(setup.context, stages, answers, full=wanted == "full")
 
     def _watch_others(self) -> None:
         """From now on; until here ranks may load for longer than the timeout."""
@@ -258,6 +271,13 @@ class BalancedLayers:
             setup.config.policy.value,
         )
         logger.info("ultraep: costs %s", self._costs.to_json())
+        for check in self.self_check:
+            logger.info(
+                "ultraep: self-check %s passed in %.1f s: %s",
+                check.name,
+                check.seconds,
+                check.detail,
+            )
         if location.domain_size == 1:
             logger.warning(
                 "ultraep: every domain has one rank, so there is nowhere to copy experts to; start "
@@ -298,6 +318,5 @@ def require_one_number(num_experts: Collection[int]) -> None:
     """Raise UnsupportedError unless all layers have the same number of experts."""
     if len(numbers := set(num_experts)) > 1:
         raise UnsupportedError(
-            f"MoE layers with different numbers of experts {sorted(numbers)} share no slots; "
-            f"{SERVE_UNBALANCED}"
+            f"MoE layers with different numbers of experts {sorted(numbers)} share no slots"
         )

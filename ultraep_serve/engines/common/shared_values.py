@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ultraep_serve.balance.backend import CONNECT_FACTOR
 from ultraep_serve.balance.collectives import HostAllGather
 from ultraep_serve.config import BalanceConfig
-from ultraep_serve.errors import SERVE_UNBALANCED, UnsupportedError
+from ultraep_serve.errors import UnsupportedError
 
 __all__ = ["SharedValues", "require_agreement"]
 
@@ -65,12 +65,11 @@ def require_agreement(
         of_ranks = everywhere[:, index]
         if (refused := np.flatnonzero(of_ranks == _REFUSED)).size:
             raise UnsupportedError(
-                f"rank {refused[0]} cannot balance {layer.layer_name}; see its log for the reason, "
-                f"{SERVE_UNBALANCED}"
+                f"rank {refused[0]} cannot balance {layer.layer_name}; see its log for the reason"
             )
         if (of_ranks != of_ranks[0]).any():
             raise UnsupportedError(
                 f"{layer.layer_name}: ranks differ in what holds for all their experts, so a copy "
                 f"elsewhere would compute with other values; it is one of "
-                f"{', '.join(layer.names)}; use {layer.remedy}, {SERVE_UNBALANCED}"
+                f"{', '.join(layer.names)}; use {layer.remedy}"
             )

@@ -3,7 +3,7 @@
 import inspect
 import pkgutil
 from importlib import metadata
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from sglang.srt.environ import envs
@@ -13,9 +13,10 @@ from sglang.srt.layers.moe.utils import should_use_flashinfer_cutlass_moe_fp4_al
 from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
 from sglang.srt.utils import is_cpu, is_cuda
 
+from ultraep_serve.engines.common.requirements import Requirement, unmet
 from ultraep_serve.engines.sglang.cpu_experts import ACTIVATIONS
 from ultraep_serve.engines.sglang.quantised import wrong_kernel
-from ultraep_serve.errors import SERVE_UNBALANCED, UnsupportedError
+from ultraep_serve.errors import POLICY_OFF, UnsupportedError
 from ultraep_serve.system.versions import SGLANG
 
 __all__ = [
@@ -45,12 +46,11 @@ def check_engine(parameters: dict[str, list[str]]) -> None:
         if found != expected:
             raise UnsupportedError(
                 f"{target} takes {found}, not {expected}; this SGLang is not the one this adapter "
-                f"was verified with; install {SGLANG.requirement}, {SERVE_UNBALANCED}"
+                f"was verified with; install {SGLANG.requirement}"
             )
     if not is_cpu() and not is_cuda():
         raise UnsupportedError(
-            "balancing is there only on NVIDIA GPUs and for --device cpu; use one of them, "
-            f"{SERVE_UNBALANCED}"
+            "balancing is there only on NVIDIA GPUs and for --device cpu; use one of them"
         )
 
 
@@ -60,24 +60,25 @@ def check_checkpoint(model_config: Any) -> None:
         raise UnsupportedError(
             f"{model_config.model_path} is quantised ({model_config.quantization}), which on a CPU "
             f"(this one has {torch.backends.cpu.get_cpu_capability()}) has not been verified with "
-            "expert parallelism; use an unquantised checkpoint"
+            "expert parallelism; use an unquantised checkpoint",
+            otherwise="",
         )
 
 
 def check_layer(layer: FusedMoE) -> None:
     """Raise UnsupportedError, naming the remedy, if ``layer`` cannot be balanced anywhere."""
-    if problem := _wrong_way(layer):
-        raise UnsupportedError(f"{layer.layer_name}: {problem}, {SERVE_UNBALANCED}")
-    if layer.num_fused_shared_experts:
-        raise UnsupportedError(
-            f"{layer.layer_name}: shared experts are fused with the routed ones; "
-            f"add --disable-shared-experts-fusion, {SERVE_UNBALANCED}"
+    problem = _wrong_way(layer)
+    if problem is None and layer.num_fused_shared_experts:
+        problem = (
+            "shared experts are fused with the routed ones; add --disable-shared-experts-fusion"
         )
-    if layer.num_experts % layer.moe_ep_size:
-        raise UnsupportedError(
-            f"{layer.layer_name}: {layer.num_experts} experts do not divide evenly over "
-            f"{layer.moe_ep_size} ranks; choose an --ep-size that divides them, {SERVE_UNBALANCED}"
+    if problem is None and layer.num_experts % layer.moe_ep_size:
+        problem = (
+            f"{layer.num_experts} experts do not divide evenly over {layer.moe_ep_size} ranks; "
+            "choose an --ep-size that divides them"
         )
+    if problem is not None:
+        raise UnsupportedError(f"{layer.layer_name}: {problem}")
 
 
 def _wrong_way(layer: FusedMoE) -> str | None:
@@ -96,7 +97,7 @@ def check_cpu_balancing(layer: FusedMoE) -> None:
     if dispatcher != _DISPATCHERS[0]:
         raise UnsupportedError(
             f"{layer.layer_name}: {type(layer).__name__} with {dispatcher} "
-            f"has not been verified; use --moe-a2a-backend none, {SERVE_UNBALANCED}"
+            "has not been verified; use --moe-a2a-backend none"
         )
     check_cpu_execution(layer)
 
@@ -108,7 +109,8 @@ def check_cpu_execution(layer: FusedMoE) -> None:
     ):
         raise UnsupportedError(
             f"{layer.layer_name}: {type(layer.quant_method).__name__} on this CPU has not been "
-            "verified with expert parallelism; use an unquantised model without AMX kernels"
+            "verified with expert parallelism; use an unquantised model without AMX kernels",
+            otherwise="",
         )
     runs = layer.moe_runner_config
     if runs.apply_router_weight_on_input:
@@ -119,14 +121,15 @@ def check_cpu_execution(layer: FusedMoE) -> None:
         return
     raise UnsupportedError(
         f"{layer.layer_name}: SGLang's own experts on a CPU without AMX have no {missing}; "
-        "serve this model on another device"
+        "serve this model on another device",
+        otherwise="",
     )
 
 
 def check_device_execution(layer: FusedMoE) -> None:
     """Raise UnsupportedError if SGLang's kernels on a GPU cannot run ``layer`` with slots."""
     if problem := _wrong_dispatch(layer) or wrong_kernel(layer):
-        raise UnsupportedError(f"{layer.layer_name}: {problem}, {SERVE_UNBALANCED}")
+        raise UnsupportedError(f"{layer.layer_name}: {problem}")
 
 
 def check_draft_layer(layer: FusedMoE) -> None:
@@ -137,7 +140,8 @@ def check_draft_layer(layer: FusedMoE) -> None:
     if type(layer.dispatcher).__name__ != _DISPATCHERS[0]:
         raise UnsupportedError(
             f"{layer.layer_name}: a draft model's experts and those of a balanced model cannot "
-            "share DeepEP's buffer; use --speculative-moe-a2a-backend none, or policy off"
+            "share DeepEP's buffer; use --speculative-moe-a2a-backend none",
+            otherwise=POLICY_OFF,
         )
 
 
@@ -163,8 +167,12 @@ def _wrong_dispatch(layer: FusedMoE) -> str | None:
     return None
 
 
-Setting: TypeAlias = tuple[str, object, str]  # name, its valid value or values, what to do
-_ANYWHERE: tuple[Setting, ...] = (
+_ANYWHERE: tuple[Requirement, ...] = (
+    (
+        "ep_dispatch_algorithm",
+        lambda name: name != "lp",
+        "--ep-dispatch-algorithm lp (LPLB) splits the same tokens; drop it",
+    ),
     ("enable_eplb", False, "--enable-eplb moves the same weights; drop it"),
     ("enable_waterfill", False, "--enable-waterfill moves tokens itself; drop it"),
     ("ep_num_redundant_experts", 0, "--ep-num-redundant-experts are EPLB's copies; drop it"),
@@ -180,12 +188,12 @@ _ANYWHERE: tuple[Setting, ...] = (
     ("startup_weight_load_mode", "serial", "--startup-weight-load-mode must be serial"),
     ("pp_size", 1, "pipeline parallelism is not there yet; use --pp-size 1"),
 )
-_ON_CPU: tuple[Setting, ...] = (
+_ON_CPU: tuple[Requirement, ...] = (
     ("moe_a2a_backend", "none", "on CPU --moe-a2a-backend must be none"),
     ("dp_size", 1, "data parallelism is not there yet on CPU; use --tp-size"),
     ("attn_dp_size", 1, "attention data parallelism is not there yet on CPU; use --tp-size"),
 )
-_ON_GPU: tuple[Setting, ...] = (
+_ON_GPU: tuple[Requirement, ...] = (
     (
         "moe_a2a_backend",
         ("none", "deepep"),
@@ -210,7 +218,11 @@ _ON_GPU: tuple[Setting, ...] = (
     ("enable_paged_experts", False, "--enable-paged-experts moves the same weights; drop it"),
     ("kt_weight_path", None, "experts on the host cannot be moved; drop --kt-weight-path"),
     ("cpu_offload_gb", 0, "offloaded weights cannot be moved; drop --cpu-offload-gb"),
-    ("offload_group_size", (-1, 0), "offloaded weights cannot be moved; drop --offload-group-size"),
+    (
+        "offload_group_size",
+        (-1, 0),
+        "offloaded weights cannot be moved; drop --offload-group-size",
+    ),
     ("enable_memory_saver", False, "moved weights cannot be released; drop --enable-memory-saver"),
     ("weight_cache_mode", "off", "cached weights cannot be moved; use --weight-cache-mode off"),
     (
@@ -229,26 +241,23 @@ _ON_GPU: tuple[Setting, ...] = (
 
 def check_settings(settings: Any) -> None:
     """Raise UnsupportedError for SGLang's settings (all resolved) that contradict balancing."""
-    if settings.ep_dispatch_algorithm == "lp":
-        raise UnsupportedError(
-            f"--ep-dispatch-algorithm lp (LPLB) splits the same tokens; drop it, {SERVE_UNBALANCED}"
-        )
-    for name, valid, advice in (*_ANYWHERE, *(_ON_CPU if is_cpu() else _ON_GPU)):
-        value = getattr(settings, name)
-        if value not in (valid if isinstance(valid, tuple) else (valid,)):
-            raise UnsupportedError(f"{advice}, {SERVE_UNBALANCED}")
+    if problem := (
+        unmet(settings, [*_ANYWHERE, *(_ON_CPU if is_cpu() else _ON_GPU)])
+        or _wrong_sizes(settings)
+        or (None if is_cpu() else _wrong_phases(settings))
+    ):
+        raise UnsupportedError(problem)
+
+
+def _wrong_sizes(settings: Any) -> str | None:
     if settings.ep_size < 2:
-        raise UnsupportedError(
-            "there is nothing to balance on one rank; add --tp-size 2 --ep-size 2 (or more), "
-            f"{SERVE_UNBALANCED}"
-        )
+        return "there is nothing to balance on one rank; add --tp-size 2 --ep-size 2 (or more)"
     if settings.ep_size != settings.tp_size:
-        raise UnsupportedError(
+        return (
             f"--ep-size {settings.ep_size} differs from --tp-size {settings.tp_size}; "
-            f"choose the same for both, {SERVE_UNBALANCED}"
+            "choose the same for both"
         )
-    if not is_cpu() and (problem := _wrong_phases(settings)):
-        raise UnsupportedError(f"{problem}, {SERVE_UNBALANCED}")
+    return None
 
 
 def _wrong_phases(settings: Any) -> str | None:

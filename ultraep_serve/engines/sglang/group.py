@@ -7,6 +7,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatcher
 from sglang.srt.layers.moe.utils import filter_moe_weight_param_global_expert
@@ -15,6 +16,7 @@ from sglang.srt.utils import is_cpu
 from sglang.srt.utils.network import NetworkAddress
 from torch import nn
 
+from ultraep_serve.balance.backend import Answers
 from ultraep_serve.balance.collectives import EngineGroup
 from ultraep_serve.balance.cuda.recording import is_capturing
 from ultraep_serve.config import BalanceConfig
@@ -24,7 +26,7 @@ from ultraep_serve.engines.common.shared_values import require_agreement
 from ultraep_serve.engines.sglang.checks import check_layer
 from ultraep_serve.engines.sglang.execution import CpuExperts, DeviceExperts
 from ultraep_serve.engines.sglang.quantised import shared_values
-from ultraep_serve.errors import SERVE_UNBALANCED, UnsupportedError
+from ultraep_serve.errors import POLICY_OFF, UnsupportedError
 from ultraep_serve.types import ExpertShape, TokenView
 
 __all__ = ["ExpertGroup", "complete_outputs", "expert_layers", "moe_layers"]
@@ -45,7 +47,7 @@ class ExpertGroup:
         if not layers:
             raise UnsupportedError(
                 f"{type(model).__name__} has no experts in SGLang's FusedMoE layers, which alone "
-                "can be balanced; serve it with policy off"
+                "can be balanced"
             )
         execution: Execution[FusedMoE] = CpuExperts() if is_cpu() else DeviceExperts()
         for layer in layers:
@@ -91,7 +93,8 @@ class ExpertGroup:
         for layer in self._not_routed:
             raise UnsupportedError(
                 f"{layer.layer_name} cannot be balanced: the model did not call it in a "
-                "prefill, or not through FusedMoE.forward_impl; serve it with policy off"
+                "prefill, or not through FusedMoE.forward_impl",
+                otherwise=POLICY_OFF,
             )
 
     def check_adopted(self, model: nn.Module) -> None:
@@ -100,7 +103,7 @@ class ExpertGroup:
             if layer not in self._layers:
                 raise UnsupportedError(
                     f"{layer.layer_name} is not balanced: it came after loading; "
-                    f"start the server anew, {SERVE_UNBALANCED}"
+                    "start the server anew"
                 )
             self._in_place[self._layers[layer]].require()
 
@@ -130,7 +133,7 @@ class _InPlace:
         if self._now() != self._addresses:
             raise UnsupportedError(
                 f"{self._layer.layer_name} is not balanced: its weights were replaced after "
-                f"loading; start the server anew, {SERVE_UNBALANCED}"
+                "loading; start the server anew"
             )
 
     def _now(self) -> list[int]:
@@ -165,11 +168,37 @@ def _join(
                 "sglang",
                 first.moe_ep_rank,
                 EngineGroup(ranks.cpu_group, ranks.device_group, _first_host()),
+                answers=_answers(layers, execution, ranks.cpu_group)
+                if device.type == "cpu"
+                else None,
             ),
         )
     except UnsupportedError:
         execution.take_slots_back(layers, parameters, shape)
         raise
+
+
+def _answers(
+    layers: Sequence[FusedMoE], execution: Execution[FusedMoE], group: dist.ProcessGroup
+) -> Answers:
+    """On CPU all ranks have the same tokens, and each a part of the output."""
+    first = layers[0]
+
+    def compute(
+        index: int, x: torch.Tensor, weights: torch.Tensor, physical: torch.Tensor
+    ) -> torch.Tensor:
+        total = execution.compute(layers[index], x, weights, physical).float()
+        dist.all_reduce(total, group=group)
+        return total
+
+    return Answers(
+        compute=compute,
+        experts_per_token=first.top_k,
+        hidden_size=first.hidden_size,
+        dtype=first.params_dtype,
+        device=torch.device("cpu"),
+        seed=0,
+    )
 
 
 def _first_host() -> str:
@@ -230,6 +259,6 @@ def movable_parameters(layer: FusedMoE) -> list[nn.Parameter]:
         if tensor.data_ptr() not in movable:
             raise UnsupportedError(
                 f"{layer.layer_name}: expert tensor {name} {tuple(tensor.shape)} cannot be moved; "
-                f"start the server anew, {SERVE_UNBALANCED}"
+                "start the server anew"
             )
     return [parameter for parameter in layer.parameters() if parameter.data_ptr() in movable]

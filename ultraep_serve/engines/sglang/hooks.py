@@ -33,7 +33,7 @@ from ultraep_serve.engines.sglang.cpu_experts import (
     compute_own,
 )
 from ultraep_serve.engines.sglang.group import ExpertGroup, complete_outputs, expert_layers
-from ultraep_serve.errors import SERVE_UNBALANCED, UnsupportedError
+from ultraep_serve.errors import UnsupportedError
 from ultraep_serve.types import Policy
 
 __all__ = ["PrefillTokens", "install"]
@@ -225,8 +225,7 @@ class _SchedulerHooks:
         missing = [target for target, (hook, _) in hooks if not _is_in_place(target, hook)]
         if missing or self._group is None:
             raise UnsupportedError(
-                f"SGLang did not apply the hooks on {missing or [LOAD]}; see its log for the "
-                f"reason, {SERVE_UNBALANCED}"
+                f"SGLang did not apply the hooks on {missing or [LOAD]}; see its log for the reason"
             )
         self._group.check_adopted(scheduler.tp_worker.model_runner.model)
         self._group.mark_ready()

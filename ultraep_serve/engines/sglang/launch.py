@@ -20,7 +20,8 @@ from ultraep_serve.engines.common.launch import (
     local_url,
     package_folder,
 )
-from ultraep_serve.errors import ConfigError, UnsupportedError
+from ultraep_serve.engines.common.requirements import Requirement, unmet
+from ultraep_serve.errors import POLICY_OFF, ConfigError, UnsupportedError
 from ultraep_serve.launcher.binding import CoreBinding
 from ultraep_serve.launcher.supervisor import EngineCommand
 from ultraep_serve.launcher.tuned_kernels import TunedKernels
@@ -32,7 +33,6 @@ DEFAULT_PORT = 30000
 _THIS_MODULE = "ultraep_serve.engines.sglang.launch"
 _NEEDED_ON_CPU = ("sgl_kernel", "torchvision")  # or what stands in for them
 _GROUP = "sglang.srt.plugins"
-_REMEDY = "or serve with --policy off"
 _CPU_CACHE_TOKENS = "32768"  # each rank would otherwise take the machine's memory for its own
 
 
@@ -77,7 +77,8 @@ def engine_command(model: str, flags: list[str], policy: Policy) -> EngineComman
         check_has_experts(model, "SGLang")
         if not parsed.config:
             _check_parallelism(parsed)
-        _check_conflicts(parsed)
+        if problem := unmet(parsed, _CONFLICTS):
+            raise UnsupportedError(problem, otherwise=POLICY_OFF)
     on_cpu = _is_for_cpu(parsed)
     num_ranks = count_ranks(parsed).here
     binding = None
@@ -114,29 +115,27 @@ def count_ranks(parsed: argparse.Namespace) -> RankCount:
 
 def _check_parallelism(parsed: argparse.Namespace) -> None:
     if parsed.tp_size < 2:
-        raise UnsupportedError(
-            f"there is nothing to balance on one rank; add --tp-size 2 --ep-size 2 (or more), "
-            f"{_REMEDY}"
-        )
-    if parsed.moe_a2a_backend != "none":
-        return  # SGLang takes as many ranks then as there are tensor-parallel ones
-    if parsed.ep_size != parsed.tp_size:
-        raise UnsupportedError(
+        problem = "there is nothing to balance on one rank; add --tp-size 2 --ep-size 2 (or more)"
+    elif parsed.moe_a2a_backend == "none" and parsed.ep_size != parsed.tp_size:
+        problem = (
             f"with --ep-size {parsed.ep_size} below --tp-size {parsed.tp_size} ranks share parts "
-            f"of every expert; choose the same for both, {_REMEDY}"
+            "of every expert; choose the same for both"
         )
+    else:
+        return  # with another backend SGLang takes as many ranks as there are tensor-parallel ones
+    raise UnsupportedError(problem, otherwise=POLICY_OFF)
 
 
-def _check_conflicts(parsed: argparse.Namespace) -> None:
-    """SGLang's own ways of evening out the load; two of them at once would undo each other."""
-    if parsed.enable_eplb:
-        raise UnsupportedError(f"--enable-eplb moves the same weights; drop it, {_REMEDY}")
-    if parsed.enable_waterfill:
-        raise UnsupportedError(f"--enable-waterfill moves the same tokens; drop it, {_REMEDY}")
-    if parsed.ep_dispatch_algorithm == "lp":
-        raise UnsupportedError(
-            f"--ep-dispatch-algorithm lp (LPLB) splits the same tokens; drop it, {_REMEDY}"
-        )
+# SGLang's own ways of evening out the load; two of them at once would undo each other.
+_CONFLICTS: tuple[Requirement, ...] = (
+    ("enable_eplb", False, "--enable-eplb moves the same weights; drop it"),
+    ("enable_waterfill", False, "--enable-waterfill moves the same tokens; drop it"),
+    (
+        "ep_dispatch_algorithm",
+        lambda name: name != "lp",
+        "--ep-dispatch-algorithm lp (LPLB) splits the same tokens; drop it",
+    ),
+)
 
 
 def _is_for_cpu(parsed: argparse.Namespace) -> bool:

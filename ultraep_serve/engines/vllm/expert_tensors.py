@@ -17,7 +17,7 @@ from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEExperts
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
 from ultraep_serve.engines.common.shared_values import SharedValues
-from ultraep_serve.errors import SERVE_UNBALANCED, UnsupportedError
+from ultraep_serve.errors import UnsupportedError
 
 __all__ = ["expert_parameters", "fit_shared_values", "other_kernel", "shared_values"]
 
@@ -47,21 +47,20 @@ def expert_parameters(layer: RoutedExperts) -> list[torch.nn.Parameter]:
     except (AssertionError, RuntimeError) as error:
         raise UnsupportedError(
             f"{layer.layer_name}: the expert kernel's weight layout cannot be split by expert; "
-            f"use {other_kernel(layer)}, {SERVE_UNBALANCED}"
+            f"use {other_kernel(layer)}"
         ) from error
     found = [parameter for parameter in layer.parameters() if parameter.data_ptr() in movable]
     for name in ("w13_weight", "w2_weight"):
         if not any(getattr(layer, name) is parameter for parameter in found):
             raise UnsupportedError(
                 f"{layer.layer_name}: {_kernel_name(layer)} keeps {name} outside of the layer's "
-                f"parameters; use {other_kernel(layer)}, {SERVE_UNBALANCED}"
+                f"parameters; use {other_kernel(layer)}"
             )
     for parameter in found:
         if parameter.shape[0] != layer.local_num_experts:
             raise UnsupportedError(
                 f"{layer.layer_name}: expert tensor {tuple(parameter.shape)} does not hold "
-                f"{layer.local_num_experts} experts one after another; use {other_kernel(layer)}, "
-                f"{SERVE_UNBALANCED}"
+                f"{layer.local_num_experts} experts one after another; use {other_kernel(layer)}"
             )
     return found
 
@@ -113,7 +112,7 @@ def _shared_values(
         if problem is not None:
             raise UnsupportedError(
                 f"{layer.layer_name}: {name} of {_kernel_name(layer)} cannot be moved: the kernel "
-                f"{problem}; use {other_kernel(layer)}, {SERVE_UNBALANCED}"
+                f"{problem}; use {other_kernel(layer)}"
             )
         yield name, value
 

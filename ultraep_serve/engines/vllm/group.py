@@ -19,6 +19,7 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.platforms import current_platform
 from vllm.v1.worker.ubatching import dbo_current_ubatch_id
 
+from ultraep_serve.balance.backend import Answers
 from ultraep_serve.balance.collectives import EngineGroup
 from ultraep_serve.balance.cuda.recording import is_capturing
 from ultraep_serve.balance.host_link import KeyValueStore
@@ -32,7 +33,7 @@ from ultraep_serve.engines.vllm.checks import check_layer, is_primary
 from ultraep_serve.engines.vllm.cpu_experts import CpuExperts
 from ultraep_serve.engines.vllm.device_experts import DeviceExperts
 from ultraep_serve.engines.vllm.expert_tensors import expert_parameters, shared_values
-from ultraep_serve.errors import UnsupportedError
+from ultraep_serve.errors import POLICY_OFF, UnsupportedError
 from ultraep_serve.types import ExpertShape, Policy, TokenView
 
 __all__ = ["ExpertGroup"]
@@ -74,7 +75,8 @@ class ExpertGroup:
         if len(self._layers) == self._num_expected:
             raise UnsupportedError(
                 f"{layer.layer_name} was loaded after the model's own {len(self._layers)} MoE "
-                "layers; weights that are loaded anew are not there yet: serve with policy off"
+                "layers; weights that are loaded anew are not there yet",
+                otherwise=POLICY_OFF,
             )
         self._layers.append(layer)
         if len(self._layers) == self._num_expected:
@@ -169,7 +171,9 @@ class ExpertGroup:
                 self._view,
                 parameters,
                 functools.partial(self._run_layer, shape),
-                EngineRank("vllm", ranks.rank_in_group, group, pipeline),
+                EngineRank(
+                    "vllm", ranks.rank_in_group, group, pipeline, self._answers(ranks.rank_in_group)
+                ),
             )
         except UnsupportedError:
             self._execution.take_slots_back(self._layers, parameters, shape)
@@ -177,6 +181,20 @@ class ExpertGroup:
         self.balanced.mark_ready()
         if self.balanced.location.is_host_primary:
             self.balanced.log_ready(logger)
+
+    def _answers(self, rank: int) -> Answers | None:
+        """On GPUs a rank's output may be a part of the sum, so that it cannot be compared."""
+        layer = self._layers[0]
+        if layer.w13_weight.device.type != "cpu":
+            return None
+        return Answers(
+            compute=self.compute,
+            experts_per_token=layer.top_k,
+            hidden_size=layer.hidden_size,
+            dtype=layer.moe_config.in_dtype,
+            device=layer.w13_weight.device,
+            seed=rank if self._view is TokenView.OWN else 0,
+        )
 
     def _run_layer(self, shape: ExpertShape, num_assignments: int) -> None:
         """Compute the first layer for a perfectly balanced batch, for the cost model."""

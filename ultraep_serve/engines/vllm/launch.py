@@ -21,7 +21,7 @@ from ultraep_serve.engines.common.launch import (
     local_url,
     package_folder,
 )
-from ultraep_serve.errors import ConfigError, UnsupportedError
+from ultraep_serve.errors import POLICY_OFF, ConfigError, UnsupportedError
 from ultraep_serve.launcher.binding import CoreBinding
 from ultraep_serve.launcher.supervisor import EngineCommand
 from ultraep_serve.launcher.tuned_kernels import TunedKernels
@@ -46,6 +46,7 @@ def parse_engine_flags(flags: list[str]) -> argparse.Namespace:
     parser.add_argument("--nnodes", "-n", type=int, default=1)
     parser.add_argument("--headless", action="store_true")
     parser.add_argument("--enable-expert-parallel", "-ep", action="store_true")
+    parser.add_argument("--enable-eplb", action=argparse.BooleanOptionalAction)
     parser.add_argument("--enable-dbo", action="store_true")
     parser.add_argument("--ubatch-size", type=int, default=0)
     parser.add_argument("--kv-cache-memory-bytes")
@@ -74,6 +75,7 @@ def engine_command(model: str, flags: list[str], policy: Policy) -> EngineComman
         check_has_experts(model, "vLLM")
         if not parsed.config:
             _check_parallelism(ranks.in_stage, parsed.enable_expert_parallel)
+        _check_conflicts(parsed)
     binding = None
     if _is_cpu_build() and ranks.here:  # none where this host has the server alone
         binding = CoreBinding.here("VLLM_CPU_OMP_THREADS_BIND", ranks.here)
@@ -116,13 +118,25 @@ def _check_parallelism(num_ranks: int, expert_parallel: bool) -> None:
     if num_ranks < 2:
         raise UnsupportedError(
             "there is nothing to balance on one rank; add --tensor-parallel-size 2 or "
-            "--data-parallel-size 2 (or more), or serve with --policy off"
+            "--data-parallel-size 2 (or more)",
+            otherwise=POLICY_OFF,
         )
     if not expert_parallel:
         raise UnsupportedError(
             "without --enable-expert-parallel every rank computes a part of every expert and "
-            "there is nothing to balance; add the flag, or serve with --policy off"
+            "there is nothing to balance; add the flag",
+            otherwise=POLICY_OFF,
         )
+
+
+def _check_conflicts(parsed: argparse.Namespace) -> None:
+    problem = None
+    if parsed.enable_eplb:
+        problem = "--enable-eplb moves the same weights; drop it"
+    elif _is_cpu_build() and parsed.tensor_parallel_size > 1 and parsed.data_parallel_size > 1:
+        problem = "tensor and data parallelism together are not there yet on CPU; use one of them"
+    if problem is not None:
+        raise UnsupportedError(problem, otherwise=POLICY_OFF)
 
 
 def _environment(model: str, binding: CoreBinding | None, has_cache_size: bool) -> dict[str, str]:

@@ -253,7 +253,8 @@ def _group_of_model() -> "ExpertGroup | None":
         config = config.replace(policy=Policy.OFF)
     elif any(group.balanced is not None for group in groups):
         raise UnsupportedError(
-            "this process balances another model already; serve one of them with policy off"
+            "this process balances another model already; serve one of them with policy off",
+            otherwise="",
         )
     from ultraep_serve.engines.vllm.group import ExpertGroup
 

@@ -37,7 +37,7 @@ __all__ = [
     "FROM_PAST",
     "NEEDS_NO_SLOTS",
     "Advice",
-    "Outcome",
+    "Forecast",
     "Setting",
     "advise",
     "prefill_batches",
@@ -80,7 +80,7 @@ class Setting:
 
 
 @dataclass
-class Outcome:
+class Forecast:
     """One policy with one number of slots; the lists have one entry per batch."""
 
     policy: str
@@ -124,32 +124,32 @@ class Advice:
     batch_tokens: float  # mean, over all ranks
     floor: float  # mean over layers and batches: the best that domains allow
     skipped_first: bool  # the first batch was history only
-    off: Outcome
-    outcomes: list[Outcome]  # without off
+    off: Forecast
+    forecasts: list[Forecast]  # without off
 
-    def gain(self, outcome: Outcome) -> float:
+    def gain(self, forecast: Forecast) -> float:
         """Prefill throughput over that without balancing."""
-        return sum(self.off.seconds) / sum(outcome.seconds)
+        return sum(self.off.seconds) / sum(forecast.seconds)
 
-    def break_even(self, outcome: Outcome) -> int | None:
+    def break_even(self, forecast: Forecast) -> int | None:
         """Tokens per batch from which on moving weights saves time; None: never, or none move."""
-        if not outcome.transfer.busiest_link:
+        if not forecast.transfer.busiest_link:
             return None
         return break_even_tokens(
             self.setting.estimate.costs,
-            self.setting.context(outcome.slots).shape,
+            self.setting.context(forecast.slots).shape,
             self.setting.shape.experts_per_token,
             self.off.mean_imbalance,
-            outcome.planned_imbalance,
-            outcome.transfer,
+            forecast.planned_imbalance,
+            forecast.transfer,
         )
 
-    def gain_at(self, outcome: Outcome, tokens: float) -> float:
+    def gain_at(self, forecast: Forecast, tokens: float) -> float:
         """Gain of moving weights in every layer of a batch of ``tokens``, at mean imbalances."""
         shape, ranks, estimate = self.setting.shape, self.setting.num_ranks, self.setting.estimate
-        filled = min(outcome.transfer.busiest_link, outcome.slots)
+        filled = min(forecast.transfer.busiest_link, forecast.slots)
         off = Prefill(tokens, ranks, self.off.mean_imbalance)
-        on = Prefill(tokens, ranks, outcome.planned_imbalance, filled, outcome.transfer, True)
+        on = Prefill(tokens, ranks, forecast.planned_imbalance, filled, forecast.transfer, True)
         return prefill_seconds(shape, estimate, off) / prefill_seconds(shape, estimate, on)
 
 
@@ -185,8 +185,8 @@ def advise(
         past.append(counts)
     if not tokens:
         raise ConfigError("the trace has no whole batch; choose a smaller --batch-tokens")
-    off, *outcomes = (run.outcome for run in runs)
-    return Advice(setting, float(np.mean(tokens)), float(np.mean(floors)), skipped, off, outcomes)
+    off, *forecasts = (run.forecast for run in runs)
+    return Advice(setting, float(np.mean(tokens)), float(np.mean(floors)), skipped, off, forecasts)
 
 
 def _cases(slots: Sequence[int], policies: Sequence[str]) -> list[tuple[str, int]]:
@@ -198,30 +198,30 @@ def _cases(slots: Sequence[int], policies: Sequence[str]) -> list[tuple[str, int
 
 
 class _Run:
-    """Adds up one outcome, batch by batch."""
+    """Adds up one forecast, batch by batch."""
 
     def __init__(self, setting: Setting, policy: str, slots: int) -> None:
         self._setting, self._context = setting, setting.context(slots)
         self._policy: PolicyFunction = policy_function(policy)
-        self.outcome = Outcome(policy, slots)
+        self.forecast = Forecast(policy, slots)
 
     def add(self, loads: Counts, history: Counts) -> None:
         """One batch: ``loads`` (layers, R, E), ``history`` (layers, N, R, E)."""
-        setting, outcome = self._setting, self.outcome
+        setting, forecast = self._setting, self.forecast
         results = []
         for layer, past in zip(loads, history, strict=True):
             results.append(self._layer(layer, self._policy.place(layer, self._context, past)))
         seconds, after, planned = np.mean(results, axis=0).tolist()
         dense = setting.shape.num_dense_layers * setting.estimate.dense_seconds_per_token
         whole = seconds * setting.shape.num_moe_layers
-        outcome.seconds.append(whole + dense * setting.tokens(loads[0]) / setting.num_ranks)
-        outcome.imbalance.append(after)
-        outcome.planned.append(planned)
+        forecast.seconds.append(whole + dense * setting.tokens(loads[0]) / setting.num_ranks)
+        forecast.imbalance.append(after)
+        forecast.planned.append(planned)
 
     def _layer(self, loads: Counts, placement: Placement) -> tuple[float, float, float]:
         """Seconds and imbalance of one layer as served, and imbalance as planned."""
-        setting, outcome, masters = self._setting, self.outcome, self._context.shape.num_masters
-        is_within_batch = outcome.policy in WITHIN_BATCH
+        setting, forecast, masters = self._setting, self.forecast, self._context.shape.num_masters
+        is_within_batch = forecast.policy in WITHIN_BATCH
         before = self._context.rank_loads(loads)
         after = placement.quota.sum(0, dtype=np.int64)
         planned = imbalance(after)
@@ -229,21 +229,21 @@ class _Run:
         if is_within_batch and placement.slot_expert is not None:
             transfer = transfer_of(placement.slot_expert, masters)
         if transfer.busiest_link:
-            outcome.links.append(transfer.busiest_link)
-        if outcome.policy == "quota" and not self._pays(before, after, transfer):
+            forecast.links.append(transfer.busiest_link)
+        if forecast.policy == "quota" and not self._pays(before, after, transfer):
             after, transfer = before, NOTHING_MOVED
-        outcome.layers += 1
+        forecast.layers += 1
         if transfer.busiest_link:
-            outcome.moved_layers += 1
-            outcome.slots_needed = max(outcome.slots_needed, transfer.busiest_receiver)
-        redundant = outcome.slots if outcome.policy in FROM_PAST else 0
+            forecast.moved_layers += 1
+            forecast.slots_needed = max(forecast.slots_needed, transfer.busiest_receiver)
+        redundant = forecast.slots if forecast.policy in FROM_PAST else 0
         seconds = layer_seconds(
             setting.estimate.costs,
             float(after.max()),
             setting.tokens(loads) / setting.num_ranks,
             masters + redundant + transfer.busiest_receiver,
             transfer=transfer,
-            exchanged=is_within_batch and outcome.slots + transfer.busiest_link > 0,
+            exchanged=is_within_batch and forecast.slots + transfer.busiest_link > 0,
         )
         return seconds, imbalance(after), planned
 
@@ -267,13 +267,7 @@ def prefill_batches(
         TraceError: the file cannot be read, has no prefill, or no whole batch of it.
         ConfigError: it is of a model with other experts, experts per token or layers.
     """
-    trace = prefill_trace(path, shape)
-    if isinstance(trace, Trace) and batch_tokens is None:
-        raise ConfigError(
-            "a trace of tokens needs --batch-tokens, the tokens of one prefill batch over all "
-            "ranks (8192, say)"
-        )
-    return batches(trace, batch_tokens, num_ranks)
+    return batches(prefill_trace(path, shape), batch_tokens, num_ranks)
 
 
 def prefill_trace(path: Path, shape: ModelShape) -> Trace | LoadTrace:

@@ -8,7 +8,7 @@ import numpy as np
 
 from ultraep_serve.costs.model import Transfer
 from ultraep_serve.errors import ConfigError
-from ultraep_serve.lab.advise.advice import FROM_PAST, Advice, Outcome, Setting
+from ultraep_serve.lab.advise.advice import FROM_PAST, Advice, Forecast, Setting
 from ultraep_serve.lab.advise.predict import (
     Prefill,
     break_even_tokens,
@@ -50,11 +50,13 @@ class _Prediction:
 
 def recommend(advice: Advice) -> dict[str, Any]:
     """``balance`` true or false, with slots and flags where true, and the reasons in words."""
-    served = [outcome for outcome in advice.outcomes if outcome.policy == "quota" and outcome.slots]
+    served = [
+        forecast for forecast in advice.forecasts if forecast.policy == "quota" and forecast.slots
+    ]
     if not served:
         return {"balance": None, "reasons": ["policy quota with a slot was not compared"]}
     chosen = _fewest_slots(advice, served)
-    limits = [tokens for outcome in served if (tokens := advice.break_even(outcome)) is not None]
+    limits = [tokens for forecast in served if (tokens := advice.break_even(forecast)) is not None]
     gains = advice.gain(chosen) >= LEAST_GAIN
     prediction = _Prediction(
         chosen.slots,
@@ -105,17 +107,17 @@ def _why_not(found: _Prediction) -> str:
     return "experts take too small a share of the prefill time"
 
 
-def _fewest_slots(advice: Advice, outcomes: list[Outcome]) -> Outcome:
+def _fewest_slots(advice: Advice, forecasts: list[Forecast]) -> Forecast:
     """Of those that gain about as much as the best, the one with the fewest slots."""
-    best = max(advice.gain(outcome) for outcome in outcomes)
-    good = [outcome for outcome in outcomes if advice.gain(outcome) >= best - SAME_GAIN]
-    return min(good, key=lambda outcome: outcome.slots)
+    best = max(advice.gain(forecast) for forecast in forecasts)
+    good = [forecast for forecast in forecasts if advice.gain(forecast) >= best - SAME_GAIN]
+    return min(good, key=lambda forecast: forecast.slots)
 
 
 def _from_past(advice: Advice) -> list[str]:
     """What the best policy that goes by past loads would gain, where it gains anything."""
-    past = [outcome for outcome in advice.outcomes if outcome.policy in FROM_PAST]
-    past = [outcome for outcome in past if advice.gain(outcome) >= LEAST_GAIN]
+    past = [forecast for forecast in advice.forecasts if forecast.policy in FROM_PAST]
+    past = [forecast for forecast in past if advice.gain(forecast) >= LEAST_GAIN]
     if not past:
         return []
     best = _fewest_slots(advice, past)
@@ -145,18 +147,20 @@ def advice_document(advice: Advice, source: str, hardware: str) -> dict[str, Any
     off = advice.off
     now = {"mean": off.mean_imbalance, "max": max(off.imbalance), "floor": advice.floor}
     seconds = sum(off.seconds) / len(off.seconds)
-    names = sorted({outcome.policy for outcome in advice.outcomes if outcome.policy in FROM_PAST})
+    names = sorted(
+        {forecast.policy for forecast in advice.forecasts if forecast.policy in FROM_PAST}
+    )
     optimism = [
-        f"{' and '.join(names)} are planned anew before every batch from the {HISTORY_BATCHES} "
-        "before it and move weights at no cost, which is optimistic: deployments do so every "
-        "thousand steps"
+        f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} planned anew before every "
+        f"batch from the {HISTORY_BATCHES} before it, and moving weights costs nothing, which is "
+        "optimistic: deployments do so every thousand steps"
     ]
     return {
         **_head(advice.setting, source, hardware, advice.batch_tokens, now, seconds),
         "batches": len(off.seconds),
         "first_batch_is_history": advice.skipped_first,
         "assumptions": [*advice.setting.estimate.assumptions, *(optimism if names else [])],
-        "outcomes": [_outcome(advice, outcome) for outcome in advice.outcomes],
+        "outcomes": [_forecast(advice, forecast) for forecast in advice.forecasts],
         "recommendation": recommend(advice),
     }
 
@@ -187,19 +191,19 @@ def _head(
     }
 
 
-def _outcome(advice: Advice, outcome: Outcome) -> dict[str, Any]:
+def _forecast(advice: Advice, forecast: Forecast) -> dict[str, Any]:
     return {
-        "policy": outcome.policy,
-        "slots": outcome.slots,
-        "slots_needed": max(outcome.slots, outcome.slots_needed),
-        "imbalance": outcome.mean_imbalance,
-        "imbalance_if_always_moved": outcome.planned_imbalance,
-        "imbalance_by_batch": outcome.imbalance,
-        "predicted_gain": advice.gain(outcome),
-        "moved_share": outcome.moved_layers / outcome.layers,
-        "busiest_link_experts": outcome.transfer.busiest_link,
-        "break_even_tokens": advice.break_even(outcome),
-        "memory_bytes": outcome.memory_bytes(advice.setting),
+        "policy": forecast.policy,
+        "slots": forecast.slots,
+        "slots_needed": max(forecast.slots, forecast.slots_needed),
+        "imbalance": forecast.mean_imbalance,
+        "imbalance_if_always_moved": forecast.planned_imbalance,
+        "imbalance_by_batch": forecast.imbalance,
+        "predicted_gain": advice.gain(forecast),
+        "moved_share": forecast.moved_layers / forecast.layers,
+        "busiest_link_experts": forecast.transfer.busiest_link,
+        "break_even_tokens": advice.break_even(forecast),
+        "memory_bytes": forecast.memory_bytes(advice.setting),
     }
 
 

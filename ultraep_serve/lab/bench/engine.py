@@ -2,8 +2,10 @@
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import httpx
@@ -13,6 +15,7 @@ from ultraep_serve.system.http import Endpoint, error_message, json_object
 
 __all__ = ["FirstToken", "Server", "ServerWithoutEP"]
 
+_MOST_BYTES = 4 << 20  # of a stream of one token
 LONGER_CONTEXT = (
     "choose smaller --prompt-tokens, or start the server with a longer context "
     "(vLLM: --max-model-len, SGLang: --context-length)"
@@ -90,18 +93,13 @@ class Server(Endpoint):
         Raises BenchError with the server's words when it refuses or ends with an error.
         """
         request = self.build("POST", "/v1/completions", json=self._completion(prompt))
-        started = time.perf_counter()
-        response = self.send(request, stream=True)
-        try:
+        with self.in_time(self.timeout_seconds):
+            started = time.perf_counter()
+            response = self.send(request)
             if not response.is_success:
-                response.read()
-                raise self._no_completion(response)
-            with understood(self.url):
-                return self._read_stream(response, started)
-        except httpx.RequestError as error:
-            raise self.unreachable(error) from error
-        finally:
-            response.close()
+                raise self._no_completion(self.whole(response))
+            with understood(self.url), closing(self.pieces(response, _MOST_BYTES)) as pieces:
+                return self._read_stream(pieces, started)
 
     def _found(self, model: str | None) -> dict[str, Any]:
         """The entry of ``model``, or the first one, in the list of models."""
@@ -137,10 +135,10 @@ class Server(Endpoint):
             "stream_options": {"include_usage": True},
         }
 
-    def _read_stream(self, response: httpx.Response, started: float) -> FirstToken:
+    def _read_stream(self, pieces: Iterable[bytes], started: float) -> FirstToken:
         seconds: float | None = None
         prompt_tokens: int | None = None
-        for arrived, chunk in _chunks(response):
+        for arrived, chunk in _chunks(pieces):
             if "error" in chunk:
                 raise BenchError(f"{self.url} ended a completion with an error: {chunk['error']}")
             if seconds is None and _has_token(chunk):
@@ -179,20 +177,25 @@ class ServerWithoutEP(Server):
     how_to_start = "start the engine there, without expert parallelism"
 
 
-def _chunks(response: httpx.Response) -> Iterator[tuple[float, dict[str, Any]]]:
+def _chunks(pieces: Iterable[bytes]) -> Iterator[tuple[float, dict[str, Any]]]:
     """(arrival, content) of every server-sent event; arrival is read before parsing."""
-    for line in response.iter_lines():
+    rest = b""
+    for piece in chain(pieces, [b"\n"]):
         arrived = time.perf_counter()
-        data = line.removeprefix("data:").strip() if line.startswith("data:") else ""
-        if data and data != "[DONE]":
-            yield arrived, _object(data)
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            data = line.removeprefix(b"data:").strip() if line.startswith(b"data:") else b""
+            if data and data != b"[DONE]":
+                yield arrived, _object(data)
 
 
-def _object(data: str) -> dict[str, Any]:
+def _object(data: bytes) -> dict[str, Any]:
     try:
         chunk = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise BenchError(f"the server streamed something that is not JSON: {data[:80]}") from error
+        raise BenchError(
+            f"the server streamed something that is not JSON: {data[:80]!a}"
+        ) from error
     return chunk if isinstance(chunk, dict) else {}
 
 

@@ -11,11 +11,14 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from math import isfinite, log
+from math import log
 from pathlib import Path
 from statistics import NormalDist
+from typing import Annotated
 
-from ultraep_serve.errors import BenchError, ConfigError
+from pydantic import Field, model_validator
+
+from ultraep_serve.errors import BenchError
 from ultraep_serve.lab.bench.aiperf import AIPerf, Request, WindowFigures
 from ultraep_serve.lab.bench.engine import Server
 from ultraep_serve.lab.bench.prefill import (
@@ -24,49 +27,49 @@ from ultraep_serve.lab.bench.prefill import (
     balanced_orders,
 )
 from ultraep_serve.lab.bench.prompts import MAX_ROUNDS, Openings, PromptSource, fitted_prompt
+from ultraep_serve.system.settings import Listed, Seconds, Settings
 from ultraep_serve.types import Policy
 
-__all__ = ["LoadOptions", "LoadRun", "Traffic", "Window", "measure_load", "traffic"]
+__all__ = ["LoadOptions", "LoadRun", "LoadWindow", "Schedule", "measure_load", "traffic"]
 
-MIN_BURSTINESS = 0.01  # fewer than one request in a hundred stands alone
+Rate = Annotated[float, Field(gt=0)]
 ReadyFor = Callable[[str], Server]  # the server of a contender, ready to serve as that
 
 
-@dataclass(frozen=True)
-class LoadOptions:
-    """What to measure. Raises ConfigError naming a flag that is out of range."""
+class LoadOptions(Settings):
+    """What to measure."""
 
-    rates: tuple[float, ...] = (1.0, 2.0, 4.0, 8.0)  # requests per second
-    requests: int = 120  # per window
-    repeats: int = 3  # windows per contender and rate
-    prompt_median: int = 1024  # tokens; lengths are lognormal
-    prompt_p90: int = 2048  # tokens
-    output_tokens: int = 64  # of every answer
-    burstiness: float = 1.0  # of arrivals: 1 is Poisson, smaller comes in bursts
-    ttft_objective: float = 1.0  # seconds
-    warmup: int = 4  # unmeasured requests per contender, one after another
-    seed: int = 0  # of lengths, texts and arrivals
+    rates: Annotated[tuple[Rate, ...], Listed] = Field(
+        default=(1.0, 2.0, 4.0, 8.0), min_length=1, description="requests per second, growing"
+    )
+    requests: int = Field(default=120, ge=2, description="requests per window")
+    repeats: int = Field(default=3, ge=1, description="windows per policy and rate")
+    prompt_median: int = Field(
+        default=1024, ge=MIN_PROMPT_TOKENS, description="tokens; prompt lengths are lognormal"
+    )
+    prompt_p90: int = Field(
+        default=2048, ge=1, description="tokens; nine of ten prompts are not longer"
+    )
+    output_tokens: int = Field(default=64, ge=2, description="tokens of every answer")
+    warmup: int = Field(default=4, ge=0, description="requests per policy that are not measured")
+    seed: int = Field(default=0, ge=0, description="seed of lengths, texts and arrivals")
+    burstiness: float = Field(
+        default=1.0,
+        ge=0.01,  # below it fewer than one request in a hundred stands alone
+        description="of arrivals: 1 is Poisson, below it they come in bursts (shape of a gamma "
+        "distribution)",
+    )
+    ttft_objective: Seconds = Field(
+        default=1.0, description="time to first token within which a request counts as good"
+    )
 
-    def __post_init__(self) -> None:
-        if not self.rates or not all(isfinite(rate) and rate > 0 for rate in self.rates):
-            raise ConfigError("--rates must be requests per second, each above 0")
+    @model_validator(mode="after")
+    def _in_order(self) -> "LoadOptions":
         if list(self.rates) != sorted(set(self.rates)):
-            raise ConfigError("--rates must grow")
-        if not isfinite(self.burstiness) or self.burstiness < MIN_BURSTINESS:
-            raise ConfigError(f"--burstiness must be {MIN_BURSTINESS} or more")
-        if self.prompt_median < MIN_PROMPT_TOKENS:
-            raise ConfigError(f"--prompt-median must be {MIN_PROMPT_TOKENS} or more")
+            raise ValueError("--rates must grow")
         if self.prompt_p90 < self.prompt_median:
-            raise ConfigError("--prompt-p90 must be --prompt-median or more")
-        for flag, value, least in (
-            ("--requests", self.requests, 2),
-            ("--repeats", self.repeats, 1),
-            ("--output-tokens", self.output_tokens, 2),
-            ("--warmup", self.warmup, 0),
-            ("--seed", self.seed, 0),
-        ):
-            if value < least:
-                raise ConfigError(f"{flag} = {value} must be {least} or more")
+            raise ValueError("--prompt-p90 must be --prompt-median or more")
+        return self
 
     @property
     def sweep_seconds(self) -> float:
@@ -75,7 +78,7 @@ class LoadOptions:
 
 
 @dataclass(frozen=True)
-class Traffic:
+class Schedule:
     """One repeat's requests, in order of arrival, for every contender and rate."""
 
     arrivals: tuple[float, ...]  # as parts of the window, the first at 0
@@ -83,7 +86,7 @@ class Traffic:
     first_seed: int  # of the first text; others follow in steps of MAX_ROUNDS + 1
 
 
-def traffic(options: LoadOptions, repeat: int, most_tokens: int | None) -> Traffic:
+def traffic(options: LoadOptions, repeat: int, most_tokens: int | None) -> Schedule:
     """Arrivals of a known number in a window, and lognormal prompt lengths up to ``most_tokens``.
 
     Gaps are gamma distributed with ``burstiness`` as shape, and scaled so that they fill the
@@ -98,7 +101,7 @@ def traffic(options: LoadOptions, repeat: int, most_tokens: int | None) -> Traff
     most = max(drawn) if most_tokens is None else most_tokens
     gaps = [chooser.gammavariate(options.burstiness, 1.0) for _ in range(options.requests)]
     arrivals = (0.0, *accumulate(gaps[1:]))
-    return Traffic(
+    return Schedule(
         arrivals=tuple(arrival / sum(gaps) for arrival in arrivals),
         prompt_tokens=tuple(round(max(MIN_PROMPT_TOKENS, min(most, length))) for length in drawn),
         first_seed=options.seed + repeat * options.requests * (MAX_ROUNDS + 1),
@@ -106,7 +109,7 @@ def traffic(options: LoadOptions, repeat: int, most_tokens: int | None) -> Traff
 
 
 @dataclass(frozen=True)
-class Window:
+class LoadWindow:
     """One contender at one rate, once."""
 
     contender: str  # a policy's name, or another server's
@@ -125,8 +128,8 @@ class LoadRun:
     timeout_seconds: float = 600.0  # for one answer
     raw: Path | None = None  # where AIPerf's own files go, a folder per window
     on_step: Callable[[str, float], None] = lambda description, seconds: None  # before a window
-    on_window: Callable[[Window], None] = lambda window: None  # after it
-    windows: list[Window] = field(default_factory=list)
+    on_window: Callable[[LoadWindow], None] = lambda window: None  # after it
+    windows: list[LoadWindow] = field(default_factory=list)
     _openings: Openings = field(default_factory=Openings)
 
     def check(self, server: Server) -> None:
@@ -158,7 +161,7 @@ class LoadRun:
                 self.windows.append(window)
                 self.on_window(window)
 
-    def _window(self, server: Server, contender: str, rate: float, repeat: int) -> Window:
+    def _window(self, server: Server, contender: str, rate: float, repeat: int) -> LoadWindow:
         drawn = traffic(self.options, repeat, self._most_tokens(server))
         seconds = self.options.requests / rate
         requests = [
@@ -183,7 +186,7 @@ class LoadRun:
                 f"{contender} at {rate:g} requests/s: {error}; read the server's log, or leave "
                 "out rates that it cannot serve"
             ) from error
-        return Window(contender, rate, repeat, figures)
+        return LoadWindow(contender, rate, repeat, figures)
 
     def _most_tokens(self, server: Server) -> int | None:
         """The longest prompt that leaves room for the answer."""
@@ -191,7 +194,7 @@ class LoadRun:
             return None
         return server.context_tokens - self.options.output_tokens
 
-    def _prompt(self, server: Server, drawn: Traffic, place: int) -> str:
+    def _prompt(self, server: Server, drawn: Schedule, place: int) -> str:
         seed = drawn.first_seed + place * (MAX_ROUNDS + 1)
         tokens = drawn.prompt_tokens[place]
         source = self.sources[place * len(self.sources) // self.options.requests]

@@ -7,14 +7,13 @@ from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
-from rich import box
-from rich.console import Console, Group, RenderableType
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.console import Group, RenderableType
+from rich.progress import TimeRemainingColumn
 from rich.text import Text
 
 from ultraep_serve.lab.bench.load import LoadOptions, LoadRun
 from ultraep_serve.lab.pictures import picture
+from ultraep_serve.lab.tables import figures_table, quiet_progress
 from ultraep_serve.system.machine import describe
 
 __all__ = [
@@ -38,22 +37,10 @@ BASES = ("off", "without-ep", "sglang-eplb")  # what quota is compared with
 
 @contextmanager
 def load_progress(run: LoadRun, contenders: int) -> Iterator[None]:
-    """A progress bar of all windows, by the seconds that their requests take to arrive.
-
-    It redraws between windows only: a thread of its own would take time from the server.
-    """
+    """A progress bar of all windows, by the seconds that their requests take to arrive."""
     windows = contenders * run.options.repeats * len(run.options.rates)
     seconds = contenders * run.options.repeats * run.options.sweep_seconds
-    columns = (BarColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
-    console = Console(stderr=True)
-    with Progress(
-        *columns,
-        console=console,
-        auto_refresh=False,
-        transient=True,
-        disable=not console.is_terminal,
-        speed_estimate_period=24 * 3600,
-    ) as progress:
+    with quiet_progress(TimeRemainingColumn()) as progress:
         task = progress.add_task("warm-up", total=seconds)
         begun: list[float] = []
 
@@ -234,15 +221,8 @@ def _crossing(curve: Sequence[tuple[float, float]], objective: float) -> dict[st
 
 def load_view(document: Document) -> RenderableType:
     """The document for a terminal: a row per rate and contender, then the greatest rates."""
-    table = Table(
-        title="Times in seconds, means over repeats",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-    )
-    table.add_column("rate\n1/s", justify="right")
-    table.add_column("")
-    for head in _COLUMNS.values():
-        table.add_column(head, justify="right")
+    heads = ("rate\n1/s", "", *_COLUMNS.values())
+    table = figures_table(heads, texts=("",), title="Times in seconds, means over repeats")
     last = None
     for row in document["rows"]:
         if not row["repeats"]:

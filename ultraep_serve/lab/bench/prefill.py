@@ -12,21 +12,25 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from statistics import median
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import AfterValidator, Field
 
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.lab.bench.engine import FirstToken, Server, ServerWithoutEP
 from ultraep_serve.lab.bench.prompts import MAX_ROUNDS, Openings, PromptSource, fitted_prompt
 from ultraep_serve.lab.bench.sidecar import Sidecar
+from ultraep_serve.system.settings import Each, Listed, Settings, Shown
 from ultraep_serve.types import Policy
 
 __all__ = [
     "WITHOUT_EP",
     "LengthResult",
+    "Policies",
     "PrefillOptions",
     "PrefillResult",
+    "PromptTokens",
     "Servers",
     "balanced_orders",
     "measure_prefill",
@@ -41,29 +45,41 @@ MIN_PROMPT_TOKENS = 32  # an opening alone may have a dozen
 # server on their cores takes up to three times as long; later they take next to nothing.
 _SETTLE_SECONDS = 1.2
 OnStep = Callable[[str], None]  # called before every request with a description of it
+PromptTokens = Annotated[
+    tuple[Annotated[int, Field(ge=MIN_PROMPT_TOKENS)], ...],
+    Field(min_length=1, description="prompt lengths"),
+    Listed,
+    Each,
+]
 
 
-@dataclass(frozen=True)
-class PrefillOptions:
-    """What to measure. Raises ConfigError naming a flag that is out of range."""
+def _different(policies: tuple[Policy, ...]) -> tuple[Policy, ...]:
+    if len(set(policies)) < len(policies):
+        raise ValueError("each policy can be named once")
+    return policies
 
-    prompt_tokens: tuple[int, ...] = (2048, 4096, 8192)
-    policies: tuple[Policy, ...] = (Policy.OFF, Policy.QUOTA, Policy.IDEAL)
-    repeats: int = 7  # measured rounds per length
-    warmup: int = 2  # unmeasured requests per length and policy
-    seed: int = 0  # of the texts and of the order of policies
 
-    def __post_init__(self) -> None:
-        if not self.prompt_tokens or min(self.prompt_tokens) < MIN_PROMPT_TOKENS:
-            raise ConfigError(f"--prompt-tokens must be {MIN_PROMPT_TOKENS} or more, each")
-        if not self.policies or len(set(self.policies)) < len(self.policies):
-            raise ConfigError("--policies must name each policy at most once, and at least one")
-        if self.seed < 0:
-            raise ConfigError(f"--seed = {self.seed} must be 0 or more")
-        if self.repeats < 1:
-            raise ConfigError(f"--repeats = {self.repeats} must be 1 or more")
-        if self.warmup < 0:
-            raise ConfigError(f"--warmup = {self.warmup} must be 0 or more")
+Policies = Annotated[
+    tuple[Annotated[Policy, Shown("NAME")], ...],
+    Field(
+        min_length=1,
+        description="policies to compare; ideal needs a server started with --allow-ideal",
+    ),
+    Listed,
+    AfterValidator(_different),
+]
+
+
+class PrefillOptions(Settings):
+    """What to measure."""
+
+    prompt_tokens: PromptTokens = (2048, 4096, 8192)
+    policies: Policies = (Policy.OFF, Policy.QUOTA)
+    repeats: int = Field(default=7, ge=1, description="rounds per length")
+    warmup: int = Field(
+        default=2, ge=0, description="requests per length and policy that are not measured"
+    )
+    seed: int = Field(default=0, ge=0, description="seed of the texts and of the order of policies")
 
     @property
     def rounds(self) -> int:

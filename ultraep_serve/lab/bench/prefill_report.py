@@ -3,10 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from rich import box
-from rich.console import Console, Group, RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-from rich.table import Table
+from rich.console import Group, RenderableType
+from rich.progress import MofNCompleteColumn
 from rich.text import Text
 
 from ultraep_serve.lab.bench.prefill import (
@@ -17,6 +15,7 @@ from ultraep_serve.lab.bench.prefill import (
     measure_prefill,
 )
 from ultraep_serve.lab.bench.prompts import PromptSource
+from ultraep_serve.lab.tables import figures_table, quiet_progress
 from ultraep_serve.system.machine import describe
 from ultraep_serve.types import Policy
 
@@ -29,19 +28,8 @@ Document = Mapping[str, Any]
 def measure_with_progress(
     servers: Servers, source: PromptSource, options: PrefillOptions
 ) -> PrefillResult:
-    """``measure_prefill`` behind a progress bar.
-
-    It redraws between requests only: a thread of its own would take time from the server.
-    """
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
-    console = Console(stderr=True)
-    with Progress(
-        *columns,
-        console=console,
-        auto_refresh=False,
-        transient=True,
-        disable=not console.is_terminal,
-    ) as progress:
+    """``measure_prefill`` behind a progress bar."""
+    with quiet_progress(MofNCompleteColumn()) as progress:
         total = options.rounds * len(servers.variants(options.policies))
         task = progress.add_task("", total=total, completed=-1)
 
@@ -105,18 +93,13 @@ def prefill_view(document: Document) -> RenderableType:
     """The document for a terminal: a table of times, then what balancing did."""
     names = [*(policy.value for policy in Policy), WITHOUT_EP]
     variants = [name for name in names if name in document["rows"][0]["ttft_seconds"]]
-    table = Table(
+    figures = [figure for figure in _FIGURES if _any_row(document, figure)]
+    heads = [_HEADS.get(variant, variant) for variant in variants]
+    table = figures_table(
+        ["prompt\ntokens", *heads, *map(_FIGURES.__getitem__, figures)],
         title="Time to first token: median, and the middle half of the samples",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
         padding=0,  # nine columns have to fit a terminal of 80 characters
     )
-    table.add_column("prompt\ntokens", justify="right")
-    for variant in variants:
-        table.add_column(_HEADS.get(variant, variant), justify="right")
-    figures = [figure for figure in _FIGURES if _any_row(document, figure)]
-    for figure in figures:
-        table.add_column(_FIGURES[figure], justify="right")
     for row in document["rows"]:
         times = [_times(row, variant) for variant in variants]
         table.add_row(str(row["prompt_tokens"]), *times, *(_figure(row, name) for name in figures))

@@ -1,9 +1,8 @@
 """The sidecar's endpoints, seen from a client: balance, control, and recording of routing."""
 
-import logging
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,12 +10,11 @@ import httpx
 
 from ultraep_serve.config import parse_policy
 from ultraep_serve.errors import BenchError, understood
+from ultraep_serve.system.endings import undone
 from ultraep_serve.system.http import Endpoint, json_object
 from ultraep_serve.types import Policy, SpeedSource
 
-__all__ = ["RecordProgress", "RecordingSidecar", "Sidecar"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["CaptureProgress", "CaptureSidecar", "Sidecar"]
 
 _CATCH_UP_SECONDS = 2.5  # the oldest that its answers can be
 
@@ -86,17 +84,10 @@ class Sidecar(Endpoint):
 
     @contextmanager
     def policy_restored(self) -> Iterator[None]:
-        """Restore the policy at the end, also after an error or Ctrl-C."""
+        """Put the policy in force back at the end, also after an error, Ctrl-C or SIGTERM."""
         before = self.policy()
-        try:
+        with undone(lambda: self.set_policy(before), f"policy {before.value}"):
             yield
-        except BaseException:
-            try:
-                self.set_policy(before)
-            except BenchError as error:  # the first error is the one to report
-                logger.warning("the policy could not be set back to %s: %s", before.value, error)
-            raise
-        self.set_policy(before)
 
     def _object(self, method: str, path: str, **content: Any) -> dict[str, Any]:
         return json_object(self._checked(self.call(method, path, **content)))
@@ -108,12 +99,13 @@ class Sidecar(Endpoint):
 
 
 SETTLE_SECONDS = 60.0  # for the batch that runs when a recording ends
+SPOOL_SECONDS = 600.0  # to fetch one
 POLL_SECONDS = 0.1
 SLACK_BYTES = 1 << 20  # beyond what a spool was allowed, for its header
 
 
 @dataclass(frozen=True)
-class RecordProgress:
+class CaptureProgress:
     """How far the ranks have come."""
 
     ranks: tuple[int, ...]  # that have a spool
@@ -122,8 +114,11 @@ class RecordProgress:
     is_open: bool  # a rank is in the middle of a batch
 
 
-class RecordingSidecar(Sidecar):
+class CaptureSidecar(Sidecar):
     """Starts and ends a recording and fetches it. Every method raises BenchError when refused."""
+
+    _max_bytes = 0  # of one spool
+    _may_run = False  # whether the server may be recording for this client
 
     def start(self, level: str, max_bytes: int) -> int:
         """Record at ``level``, ``max_bytes`` over all ranks; returns the recording's number."""
@@ -133,23 +128,27 @@ class RecordingSidecar(Sidecar):
             raise BenchError(f"{self.url}/v1/balance names no ranks; is it the sidecar's address?")
         share = max_bytes // ranks if mode == "data" else max_bytes
         self._max_bytes = max(share, 1 << 20)
-        number = self._set(level, self._max_bytes).get("number")
+        self._may_run = True
+        answer = self._set(level, max_bytes=self._max_bytes)
+        self._may_run = answer.is_success
+        number = json_object(self._checked(answer)).get("number")
         if not isinstance(number, int):
             raise BenchError(f"{self.url} cannot record; update the server")
         return number
 
     def stop(self) -> None:
-        """End whatever recording runs; ranks finish the batch they are in."""
-        self._set("off")
+        """End the recording that was started, if it was; ranks finish the batch they are in."""
+        if self._may_run:
+            self._checked(self._set("off"))
 
-    def progress(self, number: int) -> RecordProgress:
+    def progress(self, number: int) -> CaptureProgress:
         """How far recording ``number`` has come; also BenchError when another has replaced it."""
         body = self._object("GET", "/v1/record", headers=self._headers)
         with understood(f"{self.url}/v1/record"):
             spools = [spool for spool in body["spools"] if spool["number"] >= number]
             if any(spool["number"] > number for spool in spools):
                 raise BenchError("another recording was started meanwhile; record again")
-            return RecordProgress(
+            return CaptureProgress(
                 ranks=tuple(int(spool["rank"]) for spool in spools),
                 batches=max((int(spool["batches"]) for spool in spools), default=0),
                 lost_batches=max((int(spool["lost_batches"]) for spool in spools), default=0),
@@ -167,24 +166,14 @@ class RecordingSidecar(Sidecar):
         """Free the server's shared memory."""
         self._checked(self.call("DELETE", "/v1/record", headers=self._headers))
 
-    def _set(self, level: str, max_bytes: int | None = None) -> dict[str, Any]:
-        body: dict[str, Any] = {"level": level}
-        if max_bytes is not None:
-            body["max_bytes"] = max_bytes
-        return self._object("POST", "/v1/control/record", json=body, headers=self._headers)
+    def _set(self, level: str, **limits: int) -> httpx.Response:
+        body = {"level": level, **limits}
+        return self.call("POST", "/v1/control/record", json=body, headers=self._headers)
 
     def _spool(self, rank: int) -> bytes:
         request = self.build("GET", f"/v1/record/spool/{rank}", headers=self._headers)
-        with closing(self.send(request, stream=True)) as response:
+        with self.in_time(SPOOL_SECONDS):
+            response = self.send(request)
             if not response.is_success:
-                response.read()
-            self._checked(response)
-            content = bytearray()
-            try:
-                for piece in response.iter_bytes():
-                    content += piece
-                    if len(content) > self._max_bytes + SLACK_BYTES:
-                        raise BenchError(f"rank {rank} sends more than --max-mib allows")
-            except httpx.RequestError as error:
-                raise self.unreachable(error) from error
-        return bytes(content)
+                self._checked(self.whole(response))
+            return b"".join(self.pieces(response, self._max_bytes + SLACK_BYTES))

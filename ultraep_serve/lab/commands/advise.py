@@ -2,22 +2,13 @@
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from rich import box
+from pydantic import AfterValidator, Field, model_validator
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
-from ultraep_serve.cli.arguments import (
-    add_json_argument,
-    names,
-    number,
-    numbers,
-    prepare_outputs,
-    show,
-    write_pictures,
-)
+from ultraep_serve.cli.arguments import JsonFile, prepare_outputs, show, write_pictures
 from ultraep_serve.costs.shapes import model_shape
 from ultraep_serve.errors import ConfigError, understood
 from ultraep_serve.lab.advise.advice import advise, prefill_batches
@@ -28,80 +19,110 @@ from ultraep_serve.lab.advise.recommend import (
     live_figures,
 )
 from ultraep_serve.lab.bench.sidecar import Sidecar
-from ultraep_serve.lab.commands.machine import (
-    add_machine_arguments,
-    check_machine_arguments,
-    machine_setting,
-)
+from ultraep_serve.lab.commands.machine import MachineFlags, machine_setting
 from ultraep_serve.lab.comparators import policy_function
 from ultraep_serve.lab.plots import draw
+from ultraep_serve.lab.tables import figures_table
+from ultraep_serve.system.settings import Directory, Each, Listed, Names, Url
 
 __all__ = ["add_arguments", "run"]
 
 MIB = 1 << 20
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def _known_policies(names: tuple[str, ...]) -> tuple[str, ...]:
+    for name in names:
+        policy_function(name)
+    return names
+
+
+class AdviseFlags(MachineFlags):
     """The workload, the machine, and what to compare."""
+
+    trace: Path | None = Field(
+        default=None, description="recorded trace: .npz, or .parquet of loads"
+    )
+    sidecar: Url | None = Field(
+        default=None,
+        description="address of a running server's sidecar, instead of a trace",
+    )
+    ep: int | None = Field(
+        default=None,
+        ge=1,
+        description="ranks of the expert-parallel group; with --sidecar as the server says",
+    )
+    batch_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="tokens per batch over all ranks; a trace of loads has its own batches",
+    )
+    slots: Annotated[tuple[Annotated[int, Field(ge=0, le=64)], ...], Listed, Each] = Field(
+        default=(0, 1, 2, 4), min_length=1, description="replica slots per rank to compare"
+    )
+    policies: Annotated[Names, AfterValidator(_known_policies)] = Field(
+        default=("quota", "eplb"), description="policies to compare with off"
+    )
+    limit: int = Field(default=16, ge=1, description="plan at most N batches")
+    domain_size: int | None = Field(
+        default=None, ge=1, description="ranks per domain (default: GPUs that NVLink joins)"
+    )
+    json_file: JsonFile = None
+    plots: Directory | None = Field(
+        default=None,
+        description="draw three pictures into DIR",
+    )
+
+    @model_validator(mode="after")
+    def _one_source(self) -> "AdviseFlags":
+        if (self.trace is None) == (self.sidecar is None):
+            raise ValueError("give --trace FILE or --sidecar URL, one of them")
+        if self.trace is not None and self.ep is None:
+            raise ValueError(
+                "--ep is missing: give the number of ranks that experts are spread over"
+            )
+        if self.sidecar is not None and self.plots is not None:
+            raise ValueError("a live server has no expert loads to draw; use --plots with --trace")
+        return self
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of ``AdviseFlags``."""
     parser.description = (
         "Plan a recorded workload with each policy and predict prefill times on named hardware, or "
         "read the imbalance of a running server. Says so where balancing is better left off."
     )
-    source = parser.add_mutually_exclusive_group(required=True)
-    traces = "recorded trace: .npz, or .parquet of loads"
-    source.add_argument("--trace", type=Path, metavar="FILE", help=traces)
-    source.add_argument("--sidecar", metavar="URL", help="address of a running server's sidecar")
-    ranks = "ranks of the expert-parallel group; with --sidecar as the server says"
-    parser.add_argument("--ep", type=number(1), metavar="N", help=ranks)
-    tokens = "tokens per batch over all ranks; a trace of loads has its own batches"
-    parser.add_argument("--batch-tokens", type=number(1), metavar="N", help=tokens)
-    parser.add_argument(
-        "--slots", type=numbers(0, 64), metavar="N,...", default="0,1,2,4",
-        help="replica slots per rank to compare",
-    )  # fmt: skip
-    parser.add_argument(
-        "--policies", type=names, metavar="NAME,...", default="quota,eplb",
-        help="policies to compare with off",
-    )  # fmt: skip
-    parser.add_argument(
-        "--limit", type=number(1), metavar="N", default=16, help="plan at most N batches"
-    )
-    add_machine_arguments(parser)
-    domain = "ranks per domain (default: GPUs that NVLink joins)"
-    parser.add_argument("--domain-size", type=number(1), metavar="N", help=domain)
-    add_json_argument(parser)
-    parser.add_argument("--plots", type=Path, metavar="DIR", help="draw three pictures into DIR")
+    AdviseFlags.add_flags(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Predict, write the files, print. Raises UltraEPError with what to do."""
-    check_machine_arguments(arguments)
-    prepare_outputs(arguments.json)
-    source = _from_trace if arguments.trace is not None else _from_sidecar
-    document, pictures = source(arguments)
-    write_pictures(arguments.plots, pictures)
-    show(document, _view(document), arguments.json)
+    flags = AdviseFlags.from_flags(arguments)
+    prepare_outputs(flags.json_file)
+    pictures: dict[str, bytes] = {}
+    if flags.trace is not None and flags.ep is not None:
+        document, pictures = _from_trace(flags, flags.trace, flags.ep)
+    else:
+        document = _from_sidecar(flags, flags.sidecar or "")
+    if flags.plots is not None:
+        write_pictures(flags.plots, pictures)
+    show(document, _view(document), flags.json_file)
     return 0
 
 
-def _from_trace(arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str, bytes]]:
-    if arguments.ep is None:
-        raise ConfigError("--ep is missing: give the number of ranks that experts are spread over")
-    for name in arguments.policies:
-        policy_function(name)  # before the work, not after it
-    shape = model_shape(arguments.model_config)
-    setting = machine_setting(arguments, shape, arguments.ep, arguments.domain_size)
-    cut = prefill_batches(arguments.trace, setting.shape, arguments.batch_tokens, arguments.ep)
-    advice = advise(setting, cut, arguments.slots, arguments.policies, arguments.limit)
-    document = advice_document(advice, arguments.trace.name, arguments.hardware)
-    shown = document["recommendation"].get("slots", _usual(arguments.slots))
-    return document, dict(draw(advice, shown)) if arguments.plots else {}
+def _from_trace(
+    flags: AdviseFlags, trace: Path, num_ranks: int
+) -> tuple[dict[str, Any], dict[str, bytes]]:
+    shape = model_shape(flags.model)
+    setting = machine_setting(flags, shape, num_ranks, flags.domain_size)
+    cut = prefill_batches(trace, setting.shape, flags.batch_tokens, num_ranks)
+    advice = advise(setting, cut, flags.slots, flags.policies, flags.limit)
+    document = advice_document(advice, trace.name, flags.hardware)
+    shown = document["recommendation"].get("slots", _usual(flags.slots))
+    return document, dict(draw(advice, shown)) if flags.plots else {}
 
 
-def _from_sidecar(arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str, bytes]]:
-    if arguments.plots is not None:
-        raise ConfigError("a live server has no expert loads to draw; use --plots with --trace")
-    with Sidecar(arguments.sidecar, token=None) as sidecar, understood(arguments.sidecar):
+def _from_sidecar(flags: AdviseFlags, url: str) -> dict[str, Any]:
+    with Sidecar(url, token=None) as sidecar, understood(url):
         # Under another policy than quota only batches with balancing off have an imbalance.
         figures = live_figures(sidecar.get("/v1/balance")) or live_figures(
             sidecar.get("/v1/balance?policy=off")
@@ -111,18 +132,17 @@ def _from_sidecar(arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[s
                 "the server has measured no batch yet: send it prompts of usual length under "
                 "policy quota, or record a trace and use --trace"
             )
-        tokens = arguments.batch_tokens
+        tokens: float | None = flags.batch_tokens
         if tokens is None:
             tokens = live_batch_tokens(sidecar.get("/v1/balance/batches?limit=200"))
-        if arguments.ep not in (None, figures.num_ranks):
+        if flags.ep not in (None, figures.num_ranks):
             raise ConfigError(
                 f"the server has {figures.num_ranks} ranks; its imbalance says nothing about "
-                f"--ep {arguments.ep}"
+                f"--ep {flags.ep}"
             )
-        shape, slots = model_shape(arguments.model_config), max(1, _usual(arguments.slots))
-        setting = machine_setting(arguments, shape, figures.num_ranks, arguments.domain_size)
-        document = live_document(setting, figures, tokens, slots, sidecar.url, arguments.hardware)
-    return document, {}
+        shape, slots = model_shape(flags.model), max(1, _usual(flags.slots))
+        setting = machine_setting(flags, shape, figures.num_ranks, flags.domain_size)
+        return live_document(setting, figures, tokens, slots, sidecar.url, flags.hardware)
 
 
 def _usual(slots: tuple[int, ...]) -> int:
@@ -155,17 +175,8 @@ def _view(document: dict[str, Any]) -> RenderableType:
 
 
 def _table(outcomes: list[dict[str, Any]]) -> RenderableType:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("policy")
-    for name in (
-        "slots",
-        "imbalance",
-        "gain",
-        "layers\nmoved",
-        "MiB per\nrank",
-        "break-even\ntokens",
-    ):
-        table.add_column(name, justify="right")
+    heads = ("policy", "slots", "imbalance", "gain", "layers\nmoved", "MiB per\nrank")
+    table = figures_table((*heads, "break-even\ntokens"), texts=("policy",))
     for row in outcomes:
         slots = row["slots_needed"] if row["policy"] in ("llep", "exact") else row["slots"]
         table.add_row(

@@ -5,39 +5,35 @@
 
 import argparse
 import functools
-import json
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from ultraep_serve.cli.arguments import (
-    add_json_argument,
-    add_server_arguments,
-    built,
+    JsonFile,
+    ServerFlags,
     control_token,
-    names,
-    numbers,
     prepare_outputs,
-    seconds,
     show,
     write_pictures,
 )
-from ultraep_serve.config import parse_policy
 from ultraep_serve.errors import ConfigError, understood
 from ultraep_serve.lab.bench.aiperf import AIPerf
 from ultraep_serve.lab.bench.engine import Server, ServerWithoutEP
-from ultraep_serve.lab.bench.load import LoadOptions, LoadRun, Window, measure_load
+from ultraep_serve.lab.bench.load import LoadOptions, LoadRun, LoadWindow, measure_load
 from ultraep_serve.lab.bench.load_report import (
     load_document,
     load_picture,
     load_progress,
     load_view,
 )
-from ultraep_serve.lab.bench.prefill import PrefillOptions, Servers
+from ultraep_serve.lab.bench.prefill import Policies, PrefillOptions, Servers
 from ultraep_serve.lab.bench.prefill_report import (
     measure_with_progress,
     prefill_document,
@@ -47,193 +43,161 @@ from ultraep_serve.lab.bench.prompts import CommonWords, FileText, PromptSource
 from ultraep_serve.lab.bench.sidecar import Sidecar
 from ultraep_serve.lab.demo.text import DOMAINS, domain_words, sample_text
 from ultraep_serve.lab.pictures import require_matplotlib
-from ultraep_serve.system.files import write_json
+from ultraep_serve.system.files import read_object, write_json
+from ultraep_serve.system.settings import Directory, Seconds, Settings, Shown, Url
+from ultraep_serve.types import Policy
 
-__all__ = ["add_arguments", "add_load_arguments", "load_results", "prepare_load_outputs", "run"]
+__all__ = ["LoadFiles", "add_arguments", "load_results", "prepare_load_outputs", "run"]
+
+TEXTS = "take prompts from this text (default: common words in random order)"
+
+
+class MeasuredServer(ServerFlags):
+    """Which server is measured, and where its figures go."""
+
+    model: str | None = Field(
+        default=None, description="the served model's name (default: the server's first)"
+    )
+    timeout: Seconds = Field(default=600.0, description="limit for one answer")
+    json_file: JsonFile = None
+
+
+class PrefillFlags(MeasuredServer):
+    """What `bench prefill` takes beside ``PrefillOptions``."""
+
+    text_file: Path | None = Field(default=None, description=TEXTS)
+    without_ep: Url | None = Field(
+        default=None,
+        description="a second server, which takes its turn in every round: the same engine and "
+        "model on the same cores or GPUs, without expert parallelism and balancing",
+    )
+
+
+class LoadFiles(Settings):
+    """The load generator, and files that it makes; `bench load` and our own benchmark share it."""
+
+    aiperf: Annotated[str, Shown("PATH")] = Field(
+        default="aiperf", description="AIPerf's executable"
+    )
+    raw: Directory | None = Field(
+        default=None,
+        description="keep AIPerf's own files in DIR, a folder per window",
+    )
+    plots: Directory | None = Field(
+        default=None,
+        description="draw the curves into DIR, as load.svg or by the name of the JSON file",
+    )
+
+
+class LoadFlags(MeasuredServer):
+    """What `bench load` takes beside ``LoadOptions`` and ``LoadFiles``."""
+
+    policies: Policies = (Policy.OFF, Policy.QUOTA)
+    text_file: tuple[Path, ...] = Field(
+        default=(),
+        description=f"{TEXTS}; given again, every window goes from one text to the next",
+        json_schema_extra={"metavar": "FILE", "action": "append"},
+    )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What can be measured, and the flags of each."""
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
-    _add_prefill(kinds.add_parser("prefill", help="time to first token under each policy"))
-    _add_load(kinds.add_parser("load", help="latency against request rate under each policy"))
-
-
-def _add_prefill(prefill: argparse.ArgumentParser) -> None:
+    prefill = kinds.add_parser("prefill", help="time to first token under each policy")
     prefill.description = (
         "Measure the time to first token of a running server under each policy. "
         "Policies take turns, no prompt is ever repeated, and the policy in force before is "
         "restored at the end."
     )
-    _add_common(prefill)
-    text_file = "take prompts from this text (default: common words in random order)"
-    prefill.add_argument("--text-file", type=Path, metavar="FILE", help=text_file)
-    prefill.add_argument(
-        "--without-ep", metavar="URL",
-        help="a second server, which takes its turn in every round: the same engine and model on "
-        "the same cores or GPUs, without expert parallelism and balancing",
-    )  # fmt: skip
-    prefill.add_argument(
-        "--prompt-tokens", type=numbers(), metavar="N,...", default="2048,4096,8192",
-        help="prompt lengths",
-    )  # fmt: skip
-    for flag, default, text in (
-        ("--repeats", 7, "rounds per length"),
-        ("--warmup", 2, "requests per length and policy that are not measured"),
-        ("--seed", 0, "seed of the texts and of the order of policies"),
-    ):
-        prefill.add_argument(flag, type=int, metavar="N", default=default, help=text)
-    add_json_argument(prefill)
-    prefill.set_defaults(measure=_measure_prefill)
-
-
-def _add_load(load: argparse.ArgumentParser) -> None:
+    load = kinds.add_parser("load", help="latency against request rate under each policy")
     load.description = (
         "Measure a running server under a ladder of request rates, under each policy, with AIPerf "
         "as load generator. Requests arrive open loop; every policy gets the same "
         "lengths, texts and arrivals, in windows that alternate. The policy in force before is "
         "restored at the end."
     )
-    _add_common(load)
-    load.add_argument(
-        "--text-file", type=Path, metavar="FILE", action="append",
-        help="take prompts from this text (default: common words in random order); given again, "
-        "every window goes from one text to the next",
-    )  # fmt: skip
-    add_load_arguments(load)
-    add_json_argument(load)
-    load.set_defaults(measure=_measure_load)
-
-
-def _add_common(parser: argparse.ArgumentParser) -> None:
-    add_server_arguments(parser)
-    parser.add_argument("--model", help="the served model's name (default: the server's first)")
-    parser.add_argument(
-        "--timeout", type=seconds, metavar="SECONDS", default=600.0, help="limit for one answer"
-    )
-    parser.add_argument(
-        "--policies", type=names, metavar="NAME,...", default="off,quota",
-        help="policies to compare; ideal needs a server started with --allow-ideal",
-    )  # fmt: skip
-
-
-def add_load_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of traffic and output that `bench load` and our own benchmark share."""
-    defaults = LoadOptions()
-    parser.add_argument(
-        "--rates", type=_rates, metavar="X,...", default=",".join(f"{r:g}" for r in defaults.rates),
-        help="requests per second, growing",
-    )  # fmt: skip
-    for flag, text in (
-        ("--requests", "requests per window"),
-        ("--repeats", "windows per policy and rate"),
-        ("--prompt-median", "tokens; prompt lengths are lognormal"),
-        ("--prompt-p90", "tokens; nine of ten prompts are not longer"),
-        ("--output-tokens", "tokens of every answer"),
-        ("--warmup", "requests per policy that are not measured"),
-        ("--seed", "seed of lengths, texts and arrivals"),
+    for kind, measure, schemas in (
+        (prefill, _measure_prefill, (PrefillFlags, PrefillOptions)),
+        (load, _measure_load, (LoadFlags, LoadOptions, LoadFiles)),
     ):
-        default = getattr(defaults, flag[2:].replace("-", "_"))
-        parser.add_argument(flag, type=int, metavar="N", default=default, help=text)
-    parser.add_argument(
-        "--burstiness", type=float, metavar="X", default=defaults.burstiness,
-        help="of arrivals: 1 is Poisson, below it they come in bursts (shape of a gamma "
-        "distribution)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--ttft-objective", type=seconds, metavar="SECONDS", default=defaults.ttft_objective,
-        help="time to first token within which a request counts as good",
-    )  # fmt: skip
-    parser.add_argument("--aiperf", metavar="PATH", default="aiperf", help="AIPerf's executable")
-    raw = "keep AIPerf's own files in DIR, a folder per window"
-    parser.add_argument("--raw", type=Path, metavar="DIR", help=raw)
-    plots = "draw the curves into DIR, as load.svg or by the name of the JSON file"
-    parser.add_argument("--plots", type=Path, metavar="DIR", help=plots)
-
-
-def _rates(text: str) -> tuple[float, ...]:
-    try:
-        return tuple(map(float, names(text)))
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text} must be numbers above 0, separated by commas"
-        ) from None
+        for schema in schemas:
+            schema.add_flags(kind)
+        kind.set_defaults(measure=measure)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, print a table, write the JSON. Raises UltraEPError with what to do."""
-    arguments.policies = tuple(map(parse_policy, arguments.policies))
     arguments.measure(arguments)
     return 0
 
 
 def _measure_prefill(arguments: argparse.Namespace) -> None:
-    options, token = built(PrefillOptions, arguments), control_token(arguments)
-    prepare_outputs(arguments.json)
+    options, flags = PrefillOptions.from_flags(arguments), PrefillFlags.from_flags(arguments)
+    token = control_token(flags)
+    prepare_outputs(flags.json_file)
     with ExitStack() as opened:
-        server = opened.enter_context(Server(arguments.url, arguments.model, arguments.timeout))
-        sidecar = opened.enter_context(Sidecar(arguments.sidecar, token, arguments.timeout))
+        server = opened.enter_context(Server(flags.url, flags.model, flags.timeout))
+        sidecar = opened.enter_context(Sidecar(flags.sidecar, token, flags.timeout))
         plain = None
-        if arguments.without_ep is not None:
-            plain = ServerWithoutEP(arguments.without_ep, timeout_seconds=arguments.timeout)
+        if flags.without_ep is not None:
+            plain = ServerWithoutEP(flags.without_ep, timeout_seconds=flags.timeout)
             opened.enter_context(plain)
         servers = Servers(server, sidecar, plain)
-        source = _source(arguments.text_file, server.root)
+        source = _source(flags.text_file, server.root)
         result = measure_with_progress(servers, source, options)
         with understood(sidecar.url):
             document = prefill_document(result, servers, _command(sys.argv))
             view = prefill_view(document)
-    show(document, view, arguments.json)
+    show(document, view, flags.json_file)
 
 
 def _measure_load(arguments: argparse.Namespace) -> None:
-    options, token = built(LoadOptions, arguments), control_token(arguments)
-    policies = arguments.policies
-    if not policies or len(set(policies)) < len(policies):
-        raise ConfigError("--policies must name each policy at most once, and at least one")
-    prepare_load_outputs(arguments)
-    aiperf = AIPerf(arguments.aiperf)
+    options, flags = LoadOptions.from_flags(arguments), LoadFlags.from_flags(arguments)
+    files, token = LoadFiles.from_flags(arguments), control_token(flags)
+    prepare_load_outputs(files, flags.json_file)
+    aiperf = AIPerf(files.aiperf)
     with (
-        Server(arguments.url, arguments.model, arguments.timeout) as server,
-        Sidecar(arguments.sidecar, token, arguments.timeout) as sidecar,
+        Server(flags.url, flags.model, flags.timeout) as server,
+        Sidecar(flags.sidecar, token, flags.timeout) as sidecar,
     ):
-        texts = arguments.text_file or [None]
-        sources = [_source(text, server.root) for text in texts]
-        running = LoadRun(aiperf, sources, options, arguments.timeout, arguments.raw)
+        sources = [_source(text, server.root) for text in flags.text_file or (None,)]
+        running = LoadRun(aiperf, sources, options, flags.timeout, files.raw)
         about = {"url": server.url, "model": server.model, "command": _command(sys.argv)}
-        with load_results(arguments, running, [policy.value for policy in policies], about):
-            measure_load(running, Servers(server, sidecar), policies)
+        contenders = [policy.value for policy in flags.policies]
+        with load_results(running, contenders, about, flags.json_file, files.plots):
+            measure_load(running, Servers(server, sidecar), flags.policies)
 
 
-def prepare_load_outputs(arguments: argparse.Namespace) -> None:
+def prepare_load_outputs(files: LoadFiles, json_file: Path | None) -> None:
     """Before the work, find out whether results can be written. Raises UltraEPError."""
-    prepare_outputs(arguments.json)
-    if arguments.plots is not None:
+    prepare_outputs(json_file)
+    if files.plots is not None:
         require_matplotlib()
-        prepare_outputs(arguments.plots / _picture_name(arguments.json))
-    if arguments.raw is not None:
-        prepare_outputs(arguments.raw / "console.txt")
+        prepare_outputs(files.plots / _picture_name(json_file))
+    if files.raw is not None:
+        prepare_outputs(files.raw / "console.txt")
 
 
 @contextmanager
 def load_results(
-    arguments: argparse.Namespace,
     running: LoadRun,
     contenders: Sequence[str],
     about: Mapping[str, Any],
+    json_file: Path | None,
+    plots: Path | None,
 ) -> Iterator[None]:
     """Shows progress while inside measures; then the results, also after an error or Ctrl-C.
 
-    A file that --json names is written anew after every window.
+    A file ``json_file`` is written anew after every window.
     """
     started = datetime.now(timezone.utc).isoformat(timespec="seconds")
 
     def document() -> dict[str, Any]:
         return load_document(running, contenders, {**about, "started": started})
 
-    def save(_: Window) -> None:
-        if arguments.json not in (None, Path("-")):
-            write_json(arguments.json, document())
+    def save(_: LoadWindow) -> None:
+        if json_file is not None and json_file != Path("-"):
+            write_json(json_file, document())
 
     running.on_window = save
     try:
@@ -242,14 +206,13 @@ def load_results(
     finally:
         if running.windows:
             made = document()
-            show(made, load_view(made), arguments.json)
-            if arguments.plots is not None:
-                name = _picture_name(arguments.json)
-                write_pictures(arguments.plots, {name: load_picture(made)})
+            show(made, load_view(made), json_file)
+            if plots is not None:
+                write_pictures(plots, {_picture_name(json_file): load_picture(made)})
 
 
 def _picture_name(json_file: Path | None) -> str:
-    return "load.svg" if json_file in (None, Path("-")) else f"{json_file.stem}.svg"
+    return f"{json_file.stem}.svg" if json_file and json_file != Path("-") else "load.svg"
 
 
 def _source(text_file: Path | None, model_root: str) -> PromptSource:
@@ -262,14 +225,13 @@ def _source(text_file: Path | None, model_root: str) -> PromptSource:
 def _demo_text(tokenizer_file: Path) -> PromptSource | None:
     """Text for a model of ``ultraep_serve.lab.demo``, which knows no English; None for others."""
     try:
-        model = json.loads(tokenizer_file.read_text(encoding="utf-8"))["model"]
-    except (OSError, ValueError, KeyError):
+        model = read_object(tokenizer_file, "the tokenizer").get("model")
+    except ConfigError:
         return None  # no local file of a fast tokenizer, so not one of the demo's
-    if model.get("type") == "WordLevel":
-        for domain in DOMAINS:
-            if domain_words(domain)[0] in model["vocab"]:
-                return functools.partial(sample_text, domain)
-    return None
+    if not isinstance(model, dict) or not isinstance(words := model.get("vocab"), dict):
+        return None
+    known = (domain for domain in DOMAINS if domain_words(domain)[0] in words)
+    return next((functools.partial(sample_text, domain) for domain in known), None)
 
 
 def _command(words: Sequence[str]) -> str:

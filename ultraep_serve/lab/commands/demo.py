@@ -2,11 +2,13 @@
 
 import argparse
 from pathlib import Path
+from typing import Literal
 
+from pydantic import Field
 from rich.console import Console
 
-from ultraep_serve.cli.arguments import numbers, prepare_outputs
-from ultraep_serve.lab.bench.prefill import PrefillOptions
+from ultraep_serve.cli.arguments import prepare_outputs
+from ultraep_serve.lab.bench.prefill import PrefillOptions, PromptTokens
 from ultraep_serve.lab.demo.balanced_server import (
     BalancedServer,
     check_tokens,
@@ -21,6 +23,8 @@ from ultraep_serve.lab.demo.report import demo_report, demo_view
 from ultraep_serve.lab.demo.server_process import StockServer
 from ultraep_serve.lab.demo.spec import ModelSpec
 from ultraep_serve.system.files import write_json
+from ultraep_serve.system.settings import Directory, Settings
+from ultraep_serve.types import Policy
 
 __all__ = ["add_arguments", "run"]
 
@@ -29,49 +33,57 @@ _CHECKED_PROMPTS = 64
 _OUTPUTS = {"vllm": "demo.json", "sglang": "demo-sglang.json"}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+class DemoFlags(Settings):
     """What to measure, and where results go."""
+
+    results: Directory = Field(
+        default=Path("results"),
+        description="directory for all files",
+    )
+    prompt_tokens: PromptTokens = (2048, 4096, 8192)
+    repeats: int = Field(default=5, ge=1, description="rounds per length")
+    mode: Literal["tensor", "data"] = Field(
+        default="tensor", description="parallelism of what is not an expert"
+    )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of ``DemoFlags``."""
     parser.description = (
         "Make a small Mixture-of-Experts model with skewed routing, serve it with the installed "
         "engine on two expert-parallel ranks, measure time to first token under every policy and, "
         "in turn, of the engine alone without expert parallelism, and check that greedy tokens "
         "stay the same. No downloads."
     )
-    parser.add_argument(
-        "--results", type=Path, metavar="DIR", default="results", help="directory for all files"
-    )
-    parser.add_argument(
-        "--prompt-tokens", type=numbers(), metavar="N,...", default="2048,4096,8192",
-        help="prompt lengths",
-    )  # fmt: skip
-    parser.add_argument("--repeats", type=int, metavar="N", default=5, help="rounds per length")
-    mode = "parallelism of what is not an expert"
-    parser.add_argument("--mode", choices=("tensor", "data"), default="tensor", help=mode)
+    DemoFlags.add_flags(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Make, serve, measure, check, report. Raises UltraEPError with what to do."""
-    console = Console()
+    flags, console = DemoFlags.from_flags(arguments), Console()
     engine = installed_engine()
-    output = arguments.results / _OUTPUTS[engine]
+    output = flags.results / _OUTPUTS[engine]
     prepare_outputs(output)
     console.print("Making a model whose router favours few experts ...")
-    path = arguments.results / "models" / "demo"
+    path = flags.results / "models" / "demo"
     if not (path / "model.safetensors").exists():
         make_model(path, ModelSpec())
 
-    def server(dtype: str, *flags: str) -> BalancedServer:
-        flags = (*expert_parallel_flags(arguments.mode, dtype, _CONTEXT, engine), *flags)
-        return BalancedServer(path, flags, arguments.results / f"demo-{dtype}.log", engine=engine)
+    def server(dtype: str, *more: str) -> BalancedServer:
+        given = (*expert_parallel_flags(flags.mode, dtype, _CONTEXT, engine), *more)
+        return BalancedServer(path, given, flags.results / f"demo-{dtype}.log", engine=engine)
 
     console.print(
-        f"Serving it with {engine} in bfloat16 on two ranks ({arguments.mode} parallel), and "
+        f"Serving it with {engine} in bfloat16 on two ranks ({flags.mode} parallel), and "
         "beside it without expert parallelism ..."
     )
-    options = PrefillOptions(arguments.prompt_tokens, repeats=arguments.repeats)
+    policies = (Policy.OFF, Policy.QUOTA, Policy.IDEAL)
+    options = PrefillOptions(
+        prompt_tokens=flags.prompt_tokens, policies=policies, repeats=flags.repeats
+    )
     # The balanced server starts last: it measures costs then, and the other one is idle.
     plain_flags = tensor_parallel_flags("bfloat16", _CONTEXT, engine)
-    log_path = arguments.results / "demo-without-ep.log"
+    log_path = flags.results / "demo-without-ep.log"
     with (
         StockServer(path, plain_flags, log_path, engine) as plain,
         server("bfloat16", "--allow-ideal") as running,

@@ -1,9 +1,11 @@
 """The machine and the model whose times `advise` and `simulate` predict."""
 
-import argparse
 from pathlib import Path
+from typing import Annotated
 
-from ultraep_serve.cli.arguments import number
+from pydantic import Field, model_validator
+
+from ultraep_serve.cli.arguments import WeightType
 from ultraep_serve.costs.hardware import (
     HARDWARE,
     Efficiency,
@@ -14,76 +16,87 @@ from ultraep_serve.costs.hardware import (
 )
 from ultraep_serve.costs.model import CostModel
 from ultraep_serve.costs.operator_rates import MeasuredRates
-from ultraep_serve.costs.shapes import PRESETS, WEIGHT_BITS, ModelShape
-from ultraep_serve.errors import ConfigError
+from ultraep_serve.costs.shapes import PRESETS, ModelShape
 from ultraep_serve.lab.advise.advice import Setting
+from ultraep_serve.system.settings import Settings, Shown
 
-__all__ = ["add_machine_arguments", "check_machine_arguments", "machine_setting"]
+__all__ = ["Hardware", "MachineFlags", "Model", "machine_setting"]
+
+Hardware = Annotated[
+    str,
+    Shown("NAME"),
+    Field(description=f"{', '.join(HARDWARE)}, or custom with --costs"),
+]
+Model = Annotated[
+    str,
+    Shown("MODEL"),
+    Field(
+        validation_alias="model_config",
+        description=f"a Hugging Face config.json or its directory, or one of {', '.join(PRESETS)}",
+    ),
+]
 
 
-def add_machine_arguments(
-    parser: argparse.ArgumentParser, *, hardware: str | None = None, model: str | None = None
-) -> None:
-    """Flags that ``machine_setting`` reads; hardware and model must be given if not named here."""
-    known = f"{', '.join(HARDWARE)}, or custom with --costs"
-    parser.add_argument(
-        "--hardware", required=hardware is None, default=hardware, metavar="NAME", help=known
+class MachineFlags(Settings):
+    """What ``machine_setting`` reads."""
+
+    hardware: Hardware
+    costs: Path | None = Field(
+        default=None, description="JSON file of a cost model, for custom hardware"
     )
-    costs = "JSON file of a cost model, for custom hardware"
-    parser.add_argument("--costs", type=Path, metavar="FILE", help=costs)
-    models = f"a Hugging Face config.json or its directory, or one of {', '.join(PRESETS)}"
-    parser.add_argument(
-        "--model-config", required=model is None, default=model, metavar="MODEL", help=models
+    model: Model
+    weights: WeightType = "bf16"
+    context: int = Field(default=4096, ge=1, description="tokens of a typical prompt")
+    efficiency: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="share of the peak FLOPS that is reached (default: 0.5, assumed)",
     )
-    weights = f"type of the experts' weights: {', '.join(WEIGHT_BITS)}"
-    parser.add_argument("--weights", metavar="TYPE", default="bf16", help=weights)
-    context = "tokens of a typical prompt"
-    parser.add_argument("--context", type=number(1), metavar="N", default=4096, help=context)
-    efficiency = "share of the peak FLOPS that is reached (default: 0.5, assumed)"
-    parser.add_argument("--efficiency", type=float, metavar="X", help=efficiency)
-    rates = "JSON file of measured rates, used instead of the hardware's data sheet"
-    parser.add_argument("--operator-rates", type=Path, metavar="FILE", help=rates)
+    operator_rates: Path | None = Field(
+        default=None,
+        description="JSON file of measured rates, used instead of the hardware's data sheet",
+    )
 
-
-def check_machine_arguments(arguments: argparse.Namespace) -> None:
-    """Raise ConfigError where the flags contradict each other."""
-    if (arguments.hardware == "custom") != (arguments.costs is not None):
-        raise ConfigError("--hardware custom and --costs FILE go together")
-    if arguments.costs is not None and arguments.operator_rates is not None:
-        raise ConfigError("--costs and --operator-rates exclude each other: give one of them")
+    @model_validator(mode="after")
+    def _agree(self) -> "MachineFlags":
+        if (self.hardware == "custom") != (self.costs is not None):
+            raise ValueError("--hardware custom and --costs FILE go together")
+        if self.costs is not None and self.operator_rates is not None:
+            raise ValueError("--costs and --operator-rates exclude each other: give one of them")
+        return self
 
 
 def machine_setting(
-    arguments: argparse.Namespace, shape: ModelShape, num_ranks: int, domain: int | None
+    flags: MachineFlags, shape: ModelShape, num_ranks: int, domain: int | None
 ) -> Setting:
     """Ranks on this machine in domains of ``domain``; None is as many as NVLink joins.
 
-    Raises ConfigError for a bad flag or file, or ranks that do not fit the model.
+    Raises ConfigError for a bad file, or ranks that do not fit the model.
     """
-    if domain is None and arguments.hardware != "custom":
-        domain = hardware(arguments.hardware).domain_size
-    estimate = _estimate(arguments, shape, num_ranks, domain)
+    if domain is None and flags.hardware != "custom":
+        domain = hardware(flags.hardware).domain_size
+    estimate = _estimate(flags, shape, num_ranks, domain)
     domain = None if domain is None or domain >= num_ranks else domain
-    return Setting(shape, estimate, num_ranks, arguments.weights, domain)
+    return Setting(shape, estimate, num_ranks, flags.weights, domain)
 
 
 def _estimate(
-    arguments: argparse.Namespace, shape: ModelShape, num_ranks: int, domain: int | None
+    flags: MachineFlags, shape: ModelShape, num_ranks: int, domain: int | None
 ) -> Estimate:
-    if arguments.costs is not None:
-        costs = CostModel.from_file(arguments.costs)
-        return custom_estimate(shape, costs, arguments.costs.name)
+    if flags.costs is not None:
+        return custom_estimate(shape, CostModel.from_file(flags.costs), flags.costs.name)
     measured = None
-    if arguments.operator_rates is not None:
-        measured = MeasuredRates.from_file(arguments.operator_rates)
-        measured.check(shape, arguments.hardware, arguments.weights, arguments.context)
-    share = arguments.efficiency
+    if flags.operator_rates is not None:
+        measured = MeasuredRates.from_file(flags.operator_rates)
+        measured.check(shape, flags.hardware, flags.weights, flags.context)
+    share = flags.efficiency
     return estimate_costs(
         shape,
-        hardware(arguments.hardware),
+        hardware(flags.hardware),
         num_ranks=num_ranks,
-        weight_type=arguments.weights,
-        context_tokens=arguments.context,
+        weight_type=flags.weights,
+        context_tokens=flags.context,
         domain_size=domain,
         efficiency=None if share is None else Efficiency(matrix=share, attention=share),
         measured=measured,

@@ -97,6 +97,6 @@ def _scipy_optimize() -> Any:
         from scipy import optimize
     except ImportError as error:
         raise UnsupportedError(
-            "policy 'lplb' needs SciPy; run `pip install ultraep-serve[analysis]`"
+            "policy 'lplb' needs SciPy; run `pip install ultraep-serve[analysis]`", otherwise=""
         ) from error
     return optimize

@@ -30,7 +30,7 @@ def simulation_document(
         "experts": setting.shape.num_experts,
         "experts_per_token": setting.shape.experts_per_token,
         "weights": setting.weight_type,
-        "fleet": vars(fleet),
+        "fleet": fleet.model_dump(),
         "traffic": traffic,
         "variants": [_variant(fleet, simulation) for simulation in simulations],
         "assumptions": list(

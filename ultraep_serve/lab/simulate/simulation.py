@@ -10,49 +10,62 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing import get_context
+from typing import Annotated
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 from ultraep_kernels.host.speeds import whole_speeds
 
 from ultraep_serve.errors import ConfigError, UltraEPError
 from ultraep_serve.lab.simulate.layer import FIGURES, GroupMachine, Variant, judge
-from ultraep_serve.lab.simulate.traffic import Traffic
+from ultraep_serve.lab.simulate.traffic import SimulatedTraffic
 from ultraep_serve.lab.trace import spread
 from ultraep_serve.plan.quota import warm_up
+from ultraep_serve.system.settings import Settings
 
-__all__ = ["Figures", "Fleet", "Simulation", "draw_machine", "num_groups", "simulate"]
+__all__ = [
+    "MOST_BATCHES",
+    "Figures",
+    "Fleet",
+    "Simulation",
+    "draw_machine",
+    "num_groups",
+    "simulate",
+]
 
-LEAST_SPEED = 0.01
+MOST_BATCHES = 100_000
 Counts = NDArray[np.int64]
 Figures = NDArray[np.float64]  # (n, len(FIGURES)), one row per planned layer
 
 
-@dataclass(frozen=True)
-class Fleet:
-    """What is simulated. Raises ConfigError naming a share or speed that is out of range."""
+Share = Annotated[float, Field(ge=0, le=1)]
+LowestSpeed = Annotated[float, Field(ge=0.01, le=1)]
 
-    ranks: int  # of all groups
-    batches: int  # of each group
-    plans: int  # layers planned at most, by each variant; which ones is drawn by seed
-    seed: int = 0
-    slow_ranks: float = 0.0  # chance that a rank is slow
-    slowest: float = 0.5  # speeds of slow ranks are drawn from this to 1
-    slow_links: float = 0.0  # chance that a rank's link is slow
-    slowest_link: float = 0.5
-    dead_links: float = 0.0  # chance that two ranks cannot send each other weights
 
-    def __post_init__(self) -> None:
-        for name, least in (
-            ("slow_ranks", 0),
-            ("slowest", LEAST_SPEED),
-            ("slow_links", 0),
-            ("slowest_link", LEAST_SPEED),
-            ("dead_links", 0),
-        ):
-            value = getattr(self, name)
-            if not least <= value <= 1:
-                raise ConfigError(f"--{name.replace('_', '-')} = {value} must be {least} to 1")
+class Fleet(Settings):
+    """What is simulated, and what is slow or broken in it."""
+
+    ranks: int = Field(default=2560, ge=1, le=1 << 20, description="ranks of all groups")
+    batches: int = Field(default=100, ge=1, le=MOST_BATCHES, description="batches of each group")
+    plans: int = Field(
+        default=250_000,
+        ge=1,
+        le=20_000_000,
+        description="layers that each variant plans at most, drawn from all batches",
+    )
+    seed: int = Field(default=0, ge=0, description="seed of everything that is drawn")
+    slow_ranks: Share = Field(default=0.0, description="chance that a rank is slow")
+    slowest: LowestSpeed = Field(
+        default=0.5, description="lowest speed of slow ranks, where others have 1"
+    )
+    slow_links: Share = Field(default=0.0, description="chance that a rank's link is slow")
+    slowest_link: LowestSpeed = Field(
+        default=0.5, description="lowest speed of slow links, where others have 1"
+    )
+    dead_links: Share = Field(
+        default=0.0, description="chance that two ranks cannot send each other weights"
+    )
 
 
 @dataclass(frozen=True)
@@ -60,7 +73,7 @@ class Simulation:
     """What one variant made of all groups."""
 
     variant: Variant
-    traffic: Traffic
+    traffic: SimulatedTraffic
     groups: int
     layers: int  # of all batches of all groups; not all may have been planned
     figures: Figures  # in order of groups, batches and layers
@@ -94,7 +107,7 @@ def num_groups(fleet: Fleet, num_ranks: int) -> int:
 
 
 def simulate(
-    fleet: Fleet, traffic: Traffic, variants: Sequence[Variant], processes: int
+    fleet: Fleet, traffic: SimulatedTraffic, variants: Sequence[Variant], processes: int
 ) -> Iterator[list[Figures]]:
     """Yield each group's figures, by variant, in order of groups; ``variants`` are of one size.
 
@@ -126,7 +139,9 @@ def simulate(
 class _Work:
     """What one process does."""
 
-    def __init__(self, fleet: Fleet, traffic: Traffic, variants: Sequence[Variant]) -> None:
+    def __init__(
+        self, fleet: Fleet, traffic: SimulatedTraffic, variants: Sequence[Variant]
+    ) -> None:
         self._fleet, self._traffic, self._variants = fleet, traffic, variants
         self._num_ranks = variants[0].setting.num_ranks
         self._groups = num_groups(fleet, self._num_ranks)
@@ -162,7 +177,7 @@ class _Work:
 _worker: _Work | None = None  # of this process, where it is a worker
 
 
-def _begin_worker(fleet: Fleet, traffic: Traffic, variants: Sequence[Variant]) -> None:
+def _begin_worker(fleet: Fleet, traffic: SimulatedTraffic, variants: Sequence[Variant]) -> None:
     global _worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends this one
     _worker = _Work(fleet, traffic, variants)

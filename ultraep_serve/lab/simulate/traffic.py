@@ -1,4 +1,4 @@
-"""Loads of many expert-parallel groups, made up or drawn from recorded routing, by seed.
+"""Loads of many expert-parallel groups, made up or drawn from captured routing, by seed.
 
 Every group has traffic of its own, and begins it at a moment of its own. Pictures of the traffic
 take turns, ``period`` batches each, so that loads shift. What a group draws depends on its own
@@ -7,15 +7,14 @@ random numbers alone, not on other groups.
 made up    A layer has an imbalance and popularity weights out of a pool, made as those of
            ``workloads``; every group shuffles ranks, and experts within ranks, which keeps the
            imbalance. A batch's assignments are drawn from the weights independently of each other.
-recorded   A batch is sequences (of a trace of loads: batches), drawn with replacement until it has
+captured   A batch is sequences (of a trace of loads: batches), drawn with replacement until it has
            as many tokens as it should on average; all layers see the same ones. Every trace is a
            picture.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,39 +23,13 @@ from ultraep_serve.errors import ConfigError, TraceError
 from ultraep_serve.lab.trace import Integers, LoadTrace, Trace, count_loads
 from ultraep_serve.lab.workloads import Workload, chances, popularities
 
-__all__ = ["GroupTraffic", "Recorded", "Synthetic", "Traffic", "pieces_of"]
+__all__ = ["Captured", "SimulatedTraffic", "Synthetic", "pieces_of"]
 
 POOL = 8  # layers made up per imbalance
 IMBALANCES = (1.3, 1.6, 2.0, 2.5, 3.0, 3.5, 4.0)  # of made-up traffic, if none are asked for
 MAX_PIECE_BYTES = 64 << 20  # of one trace; more sequences are merged
 _MOST_ASSIGNMENTS = np.iinfo(np.int32).max  # of an expert: quotas are int32
 Counts = NDArray[np.int64]
-
-
-class GroupTraffic(Protocol):
-    """What one group is asked to compute."""
-
-    def expert_loads(self, batch: int, layers: Integers) -> Counts:
-        """Assignments (n, E) of ``layers`` (n,) in a batch; draws: calls count, and their order."""
-        ...
-
-
-class Traffic(Protocol):
-    """What all groups of one size are asked to compute."""
-
-    @property
-    def num_layers(self) -> int:
-        """MoE layers."""
-        ...
-
-    @property
-    def imbalances(self) -> Sequence[float]:
-        """Expected imbalances of made-up layers."""
-        ...
-
-    def of_group(self, rng: np.random.Generator) -> GroupTraffic:
-        """One group's traffic, drawn from ``rng`` now and later."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -87,7 +60,7 @@ class Synthetic:
         pools = {}
         for value in imbalances or IMBALANCES:
             try:
-                layers = popularities(replace(workload, imbalance=value, num_layers=POOL))
+                layers = popularities(workload.replace(imbalance=value, num_layers=POOL))
                 pools[value] = np.stack(layers)
             except TraceError:
                 if imbalances or not pools:
@@ -131,6 +104,7 @@ class _SyntheticGroup:
     experts: Counts  # (layers, E): which of the pool's experts each one is
 
     def expert_loads(self, batch: int, layers: Integers) -> Counts:
+        """Assignments (n, E) of ``layers`` (n,) in a batch; draws: calls count, and their order."""
         pictures = self.traffic.pictures
         picture = pictures[(self.start + batch) // self.traffic.period % len(pictures)]
         chance = np.take_along_axis(picture[self.chosen[layers]], self.experts[layers], axis=1)
@@ -138,7 +112,7 @@ class _SyntheticGroup:
 
 
 @dataclass(frozen=True)
-class Recorded:
+class Captured:
     """Traffic drawn from traces, one picture each."""
 
     pictures: Sequence[Integers]  # each (pieces, layers, E): loads of sequences or batches
@@ -146,7 +120,7 @@ class Recorded:
     period: int  # batches
 
     @classmethod
-    def drawn(cls, pictures: Sequence[Integers], assignments: int, period: int) -> "Recorded":
+    def drawn(cls, pictures: Sequence[Integers], assignments: int, period: int) -> "Captured":
         """Batches of about ``assignments`` per layer; ``pictures`` as ``pieces_of`` makes them.
 
         Raises ConfigError: traces of different models, without assignments, or too large a batch.
@@ -173,18 +147,19 @@ class Recorded:
         """None is made up."""
         return ()
 
-    def of_group(self, rng: np.random.Generator) -> "_RecordedGroup":
+    def of_group(self, rng: np.random.Generator) -> "_CapturedGroup":
         """One group's traffic, drawn from ``rng`` now and later."""
-        return _RecordedGroup(self, rng, int(rng.integers(len(self.pictures) * self.period)))
+        return _CapturedGroup(self, rng, int(rng.integers(len(self.pictures) * self.period)))
 
 
 @dataclass(frozen=True)
-class _RecordedGroup:
-    traffic: Recorded
+class _CapturedGroup:
+    traffic: Captured
     rng: np.random.Generator
     start: int
 
     def expert_loads(self, batch: int, layers: Integers) -> Counts:
+        """As of ``_SyntheticGroup``."""
         traffic = self.traffic
         index = (self.start + batch) // traffic.period % len(traffic.pictures)
         pieces = traffic.pictures[index]
@@ -192,6 +167,9 @@ class _RecordedGroup:
         drawn = np.flatnonzero(often)
         loads: Counts = np.einsum("p,ple->le", often[drawn], pieces[np.ix_(drawn, layers)])
         return loads
+
+
+SimulatedTraffic = Synthetic | Captured
 
 
 def pieces_of(trace: Trace | LoadTrace) -> Integers:

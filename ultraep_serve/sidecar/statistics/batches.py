@@ -20,7 +20,7 @@ from ultraep_serve.sidecar.statistics.snapshot import (
     RankAssignments,
 )
 from ultraep_serve.sidecar.statistics.window import outcome
-from ultraep_serve.telemetry.schema import RecordArray
+from ultraep_serve.telemetry.record import RecordArray
 from ultraep_serve.types import Decision, ExpertShape, Policy, Stage
 
 __all__ = [

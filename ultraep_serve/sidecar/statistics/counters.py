@@ -11,7 +11,7 @@ from ultraep_serve.sidecar.statistics.figures import (
 )
 from ultraep_serve.sidecar.statistics.timeline import Timeline
 from ultraep_serve.sidecar.statistics.window import Window
-from ultraep_serve.telemetry.schema import RecordArray
+from ultraep_serve.telemetry.record import RecordArray
 
 __all__ = ["BOUNDS", "Counters", "ImbalanceHistogram"]
 

@@ -25,7 +25,7 @@ from ultraep_serve.sidecar.statistics.snapshot import (
     Savings,
     Spread,
 )
-from ultraep_serve.telemetry.schema import RecordArray
+from ultraep_serve.telemetry.record import RecordArray
 from ultraep_serve.types import Stage
 
 __all__ = [

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ultraep_serve.telemetry.schema import RecordArray, RingHeader
+from ultraep_serve.telemetry.record import RecordArray
+from ultraep_serve.telemetry.schema import RingHeader
 
 __all__ = [
     "SCHEMA_VERSION",

@@ -36,7 +36,8 @@ from ultraep_serve.sidecar.statistics.snapshot import (
     Spread,
 )
 from ultraep_serve.sidecar.statistics.window import Window, outcome
-from ultraep_serve.telemetry.schema import RecordArray, RingHeader
+from ultraep_serve.telemetry.record import RecordArray
+from ultraep_serve.telemetry.schema import RingHeader
 from ultraep_serve.types import Decision, Policy, Stage
 
 __all__ = [

@@ -19,7 +19,7 @@ from ultraep_serve.sidecar.statistics.snapshot import (
     Savings,
     Spread,
 )
-from ultraep_serve.telemetry.schema import RecordArray
+from ultraep_serve.telemetry.record import RecordArray
 from ultraep_serve.types import Decision, Stage
 
 __all__ = ["History", "Timeline", "Totals"]

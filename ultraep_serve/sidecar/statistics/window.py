@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ultraep_serve.telemetry.schema import RecordArray
+from ultraep_serve.telemetry.record import RecordArray
 from ultraep_serve.types import Decision, Policy
 
 __all__ = ["Outcome", "Window", "outcome"]

@@ -1,0 +1,304 @@
+"""The self-check: before a server is ready, all ranks together prove that it answers right here.
+
+kernels   counts, plans and ids of made-up loads: what every plan must hold, ids as their twin's,
+          and the same on every rank
+slots     experts are copied into every slot, directly and through a relay; bytes as their masters'
+answers   the engine computes a batch from masters, then with every expert computed by a copy
+
+Each rank checks its own part, and all ranks learn the results, so that they raise together. What
+is changed are the contents of slots, which no batch relies on.
+"""
+
+import time
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from hashlib import blake2b
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from ultraep_kernels.contract import FULL_SPEED
+from ultraep_kernels.host.reroute import physical_table, reroute_reference
+
+from ultraep_serve.balance.backend import Answers, CheckResult, LayerSlots, Stages
+from ultraep_serve.errors import SelfCheckError
+from ultraep_serve.plan.checks import check_plan
+from ultraep_serve.plan.context import PlanContext
+from ultraep_serve.types import ExpertShape, IntArray
+
+__all__ = ["run_self_check"]
+
+NUM_LOADS = 64
+_KINDS = 5  # of made-up loads
+_TOKENS, _MOST_TOKENS = 1 << 8, 1 << 14  # of a rank
+_POISON = 0xA5  # every byte of a slot before something is copied there
+_ROWS = 4  # assignments of an expert in a batch whose answers are compared
+# Largest difference of two answers, in parts of the largest value: sums are taken in another order.
+_TOLERANCES = {torch.float32: 1e-5, torch.float64: 1e-5, torch.float16: 2e-3}
+_TOLERANCE = 2e-2  # of other types, which have no more bits than bfloat16
+
+
+def run_self_check(
+    context: PlanContext, stages: Stages, answers: Answers | None, *, full: bool = False
+) -> list[CheckResult]:
+    """Every check in order, all ranks together; ends with the first that fails anywhere.
+
+    ``answers`` None: the engine cannot be asked. ``full`` takes all layers, not only the first and
+    the last of each kind.
+    Raises SelfCheckError on all ranks where one of them has found something wrong.
+    """
+    check = _SelfCheck(context, stages)
+    results = [check.run("kernels", check.kernels)]
+    if context.shape.num_replica_slots and context.domain_size > 1:
+        layers = range(len(stages.layers)) if full else _first_and_last_of_each_kind(stages.layers)
+        results.append(check.run("slots", lambda: check.slots(layers)))
+        if answers is not None:
+            results.append(check.run("answers", lambda: check.answers(answers, layers)))
+    return results
+
+
+class _Wrong(Exception):
+    """Something is not as it must be."""
+
+
+class _SelfCheck:
+    """The checks, each a method that says what it has checked, and raises _Wrong."""
+
+    def __init__(self, context: PlanContext, stages: Stages) -> None:
+        self._context, self._shape, self._stages = context, context.shape, stages
+        self._patterns = _SlotPatterns(context)
+
+    def run(self, name: str, check: Callable[[], str]) -> CheckResult:
+        """Do one check, and learn how the others did."""
+        start, problem, detail = time.perf_counter(), "", ""
+        try:
+            detail = check()
+        except _Wrong as wrong:
+            problem = str(wrong)
+        failed = self._stages.gather(np.array([bool(problem)], np.int64))[:, 0]
+        if failed.any():
+            rank = self._stages.rank if problem else int(failed.argmax())
+            raise SelfCheckError(
+                f"the self-check of {name} failed on rank {rank}: "
+                f"{problem or 'its own log says at what'}"
+            )
+        return CheckResult(name, time.perf_counter() - start, detail)
+
+    def kernels(self) -> str:
+        """Plans hold what every plan must, ids are the twin's, and all ranks have the same."""
+        digest, problem = blake2b(digest_size=7), ""
+        try:
+            for number in range(NUM_LOADS):
+                for array in self._planned(*_made_up(self._context, number)):
+                    digest.update(array.tobytes())
+        except _Wrong as wrong:
+            problem = str(wrong)
+        own = int.from_bytes(digest.digest(), "little")
+        everybody = self._stages.gather(np.array([own], np.int64))[:, 0]
+        _require(not problem, problem)
+        _require(bool((everybody == own).all()), "ranks made other plans of the same loads")
+        return f"{NUM_LOADS} loads"
+
+    def _planned(
+        self, context: PlanContext, ids: Sequence[torch.Tensor]
+    ) -> list[NDArray[np.int32]]:
+        """Slots and quotas for all ranks' ``ids`` (T, K), and each rank's physical ids."""
+        stages, masters = self._stages, self._shape.num_masters
+        experts = self._shape.num_logical_experts
+        loads = np.stack([np.bincount(own[own >= 0], minlength=experts) for own in ids])
+        for own, load in zip(ids, loads, strict=True):
+            _require(np.array_equal(stages.count(own), load), "assignments are counted wrong")
+        plans = [stages.plan(loads, context, rank) for rank in range(len(ids))]
+        shares = np.stack([plan.share for plan in plans])
+        try:
+            check_plan(loads, context, plans[0].slot_expert, plans[0].quota, shares)
+        except ValueError as broken:
+            raise _Wrong(str(broken)) from broken
+        made = [plans[0].slot_expert, plans[0].quota]
+        for own, plan in zip(ids, plans, strict=True):
+            physical = stages.reroute(own, plan).cpu()
+            twin = reroute_reference(own, plan.share, plan.slot_expert, masters)
+            _require(torch.equal(physical, twin), "an assignment went to a wrong expert")
+            made.append(physical.numpy())
+        return made
+
+    def slots(self, layers: Iterable[int]) -> str:
+        """Every slot takes an expert directly, and in domains of three and more by a relay."""
+        patterns = [self._patterns.rotated(0)]
+        if self._context.domain_size > 2:
+            patterns.append(self._patterns.relayed())
+        copies, problem = 0, ""
+        for layer in layers:
+            for slot_expert, parents in patterns:
+                expected = self._expected_checksums(layer, slot_expert)
+                found = self._copied(layer, slot_expert, parents)
+                wrong = (slot_expert[self._stages.rank] >= 0) & (found != expected)
+                if wrong.any() and not problem:
+                    slot = int(wrong.argmax())
+                    expert = slot_expert[self._stages.rank, slot]
+                    problem = f"slot {slot} of layer {layer} has other bytes than expert {expert}"
+                copies += int((slot_expert[self._stages.rank] >= 0).sum())
+        _require(not problem, problem)
+        return f"{copies} copies"
+
+    def _expected_checksums(self, layer: int, slot_expert: IntArray) -> NDArray[np.int64]:
+        """Of this rank's slots (S,), as the masters' owners say."""
+        shape, rank = self._shape, self._stages.rank
+        owned = np.zeros(slot_expert.shape, np.int64)
+        for target, slot in np.argwhere(slot_expert // shape.num_masters == rank):
+            local = slot_expert[target, slot] % shape.num_masters
+            owned[target, slot] = _checksum(self._stages.layers[layer].tensors, local)
+        everybody = self._stages.gather(owned.reshape(-1)).reshape(-1, *slot_expert.shape)
+        expected: NDArray[np.int64] = everybody.sum(axis=0)[rank]
+        return expected
+
+    def _copied(
+        self, layer: int, slot_expert: IntArray, parents: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """Checksums (S,) of this rank's slots, filled as ``slot_expert`` (R, S) says."""
+        tensors, first = self._stages.layers[layer].tensors, self._shape.num_masters
+        for tensor in tensors:
+            tensor[first : first + slot_expert.shape[1]].view(torch.uint8).fill_(_POISON)
+        self._stages.replicate(layer, slot_expert, parents)
+        return np.array([_checksum(tensors, first + slot) for slot in range(slot_expert.shape[1])])
+
+    def answers(self, answers: Answers, layers: Sequence[int]) -> str:
+        """With every expert of a layer computed by a copy its output is what it is without."""
+        x, weights, ids = _tokens(answers, self._shape.num_logical_experts)
+        bound = _TOLERANCES.get(answers.dtype, _TOLERANCE)
+        worst, problem = 0.0, ""
+        for layer in layers:
+            expected = answers.compute(layer, x, weights, self._patterns.ids(ids, None))
+            size = max(float(expected.abs().max()), torch.finfo(answers.dtype).tiny)
+            for turn in range(self._patterns.num_turns):
+                slot_expert, parents = self._patterns.rotated(turn)
+                self._stages.replicate(layer, slot_expert, parents)
+                physical = self._patterns.ids(ids, slot_expert)
+                found = answers.compute(layer, x, weights, physical)
+                difference = float((found.float() - expected.float()).abs().max()) / size
+                worst = max(worst, difference)
+                if not difference <= bound and not problem:  # also where it is no number
+                    problem = (
+                        f"layer {layer} computed by copies differs by {difference:.2g} of its "
+                        f"largest value, {bound:.2g} are allowed in {answers.dtype}"
+                    )
+        _require(not problem, problem)
+        return f"{len(layers)} layers, largest difference {worst:.1g}"
+
+
+class _SlotPatterns:
+    """Ways to fill slots, and the ids that use them."""
+
+    def __init__(self, context: PlanContext) -> None:
+        self._shape, self._domains = context.shape, context.domains
+
+    @property
+    def num_turns(self) -> int:
+        """How many rotations have every expert copied once."""
+        return -(-self._shape.num_masters // self._shape.num_replica_slots)
+
+    def rotated(self, turn: int) -> tuple[IntArray, NDArray[np.int64]]:
+        """``slot_expert`` and parents (R, S): slots hold experts of the next rank of the domain."""
+        shape, slot_expert, parents = self._empty()
+        for domain in self._domains:
+            for rank in range(domain.start, domain.stop):
+                size = domain.stop - domain.start
+                if size == 1:
+                    continue
+                owner = domain.start + (rank - domain.start + 1) % size
+                for slot in range(min(shape.num_replica_slots, shape.num_masters)):
+                    local = (turn * shape.num_replica_slots + slot) % shape.num_masters
+                    slot_expert[rank, slot] = owner * shape.num_masters + local
+        return slot_expert, parents
+
+    def relayed(self) -> tuple[IntArray, NDArray[np.int64]]:
+        """The first rank's experts on all ranks of its domain; the second forwards them."""
+        shape, slot_expert, parents = self._empty()
+        for domain in self._domains:
+            for rank in range(domain.start + 1, domain.stop):
+                for slot in range(min(shape.num_replica_slots, shape.num_masters)):
+                    slot_expert[rank, slot] = domain.start * shape.num_masters + slot
+                    if rank > domain.start + 1:
+                        relay = domain.start + 1
+                        parents[rank, slot] = relay * shape.num_replica_slots + slot
+        return slot_expert, parents
+
+    def ids(self, logical: torch.Tensor, slot_expert: IntArray | None) -> torch.Tensor:
+        """Physical ids (T, K) of masters, and of copies of those experts that have one."""
+        shape = self._shape
+        empty = np.full((shape.num_ranks, shape.num_slots), -1, np.int32)
+        if slot_expert is not None:
+            empty[:, : shape.num_replica_slots] = slot_expert
+        table = physical_table(empty, shape.num_masters)
+        every = np.arange(shape.num_logical_experts)
+        owner = every // shape.num_masters
+        chosen = table[every, owner]
+        table[every, owner] = -1
+        chosen = np.where(table.max(axis=1) >= 0, table.max(axis=1), chosen)
+        return torch.from_numpy(chosen.astype(np.int32)).to(logical.device)[logical]
+
+    def _empty(self) -> tuple[ExpertShape, IntArray, NDArray[np.int64]]:
+        size = self._shape.num_ranks, self._shape.num_replica_slots
+        return self._shape, np.full(size, -1, np.int32), np.full(size, -1, np.int64)
+
+
+def _made_up(context: PlanContext, number: int) -> tuple[PlanContext, list[torch.Tensor]]:
+    """A context and every rank's ids (T, K) int32, the same on all ranks.
+
+    In turn skewed, even, one hot expert, nearly all padding, nothing; every third with speeds that
+    differ, the last skewed one of the largest batch.
+    """
+    shape, rng, kind = context.shape, np.random.default_rng(number), number % _KINDS
+    experts, speeds = shape.num_logical_experts, None
+    if number % 3 == 2:
+        speeds = rng.integers(FULL_SPEED // 8, FULL_SPEED + 1, shape.num_ranks)
+        speeds[rng.integers(shape.num_ranks)] = FULL_SPEED
+    chances = rng.dirichlet(np.full(experts, 0.3)) if kind in (0, 3) else None
+    tokens = _MOST_TOKENS if number == NUM_LOADS // _KINDS * _KINDS else _TOKENS
+    ids = []
+    for _ in range(shape.num_ranks):
+        own = rng.choice(experts, (0 if kind == 4 else tokens, 2), p=chances)
+        if kind == 2:
+            own[:] = number % experts
+        if kind == 3:
+            own[rng.random(own.shape) < 0.9] = -1
+        ids.append(torch.from_numpy(own.astype(np.int32)))
+    return PlanContext.of(shape, context.domain_size, speeds), ids
+
+
+def _tokens(answers: Answers, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Random x (T, H) and weights (T, K); ids (T, K) int64 with equally many of each expert."""
+    random = torch.Generator().manual_seed(answers.seed)
+    num_tokens = -(-_ROWS * num_experts // answers.experts_per_token)
+    x = torch.randn(num_tokens, answers.hidden_size, generator=random).to(answers.dtype)
+    weights = torch.rand(num_tokens, answers.experts_per_token, generator=random) + 0.5
+    weights /= weights.sum(dim=1, keepdim=True)
+    ids = torch.arange(num_tokens * answers.experts_per_token) % num_experts
+    return (
+        x.to(answers.device),
+        weights.to(answers.device),
+        ids.view(num_tokens, -1).to(answers.device),
+    )
+
+
+def _first_and_last_of_each_kind(layers: Sequence[LayerSlots]) -> list[int]:
+    """Layers are of a kind whose experts have the same tensors."""
+    kinds: dict[tuple[object, ...], list[int]] = {}
+    for index, layer in enumerate(layers):
+        kind = tuple((tensor.dtype, tensor.shape) for tensor in layer.tensors)
+        kinds.setdefault(kind, []).append(index)
+    return sorted({index for of_kind in kinds.values() for index in (of_kind[0], of_kind[-1])})
+
+
+def _checksum(tensors: Sequence[torch.Tensor], local: int) -> int:
+    """Of all bytes of physical expert ``local`` of this rank."""
+    value = 0
+    for tensor in tensors:
+        flat = tensor[int(local)].detach().contiguous().view(-1).view(torch.uint8)
+        value = zlib.crc32(flat.cpu().numpy().tobytes(), value)
+    return value
+
+
+def _require(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise _Wrong(otherwise)
