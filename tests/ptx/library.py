@@ -8,7 +8,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-__all__ = ["OPERATIONS", "library"]
+__all__ = ["OPERATIONS", "library", "private_folder"]
 
 _FOLDER = Path(__file__).parent
 _SOURCES = ("lanes.h", "races.h", "memory.h", "machine.c")
@@ -44,9 +44,7 @@ def library() -> ctypes.CDLL:
     """The compiled machine; RuntimeError with what the compiler says where it cannot be made."""
     text = b"".join((_FOLDER / name).read_bytes() for name in _SOURCES)
     digest = hashlib.sha256(text + repr(_OPTIONS).encode()).hexdigest()[:16]
-    folder = Path(tempfile.gettempdir()) / f"ultraep-ptx-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    path = folder / f"machine-{digest}.so"
+    path = private_folder() / f"machine-{digest}.so"
     if not path.exists():
         half = path.with_suffix(f".{os.getpid()}")
         source = str(_FOLDER / "machine.c")
@@ -61,6 +59,13 @@ def library() -> ctypes.CDLL:
         function.restype = _TYPES[result]
         function.argtypes = [_TYPES[each] for each in arguments]
     return loaded
+
+
+def private_folder() -> Path:
+    """Where what was compiled is kept from run to run."""
+    folder = Path(tempfile.gettempdir()) / f"ultraep-ptx-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
 
 
 def _operations() -> dict[str, int]:
