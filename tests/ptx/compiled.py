@@ -55,10 +55,12 @@ def prepare(launch: Launch, change: Change | None = None) -> Prepared:
     backend = make_backend(target)
     bind = create_function_from_signature(function.signature, function.params, backend)
     bound, specialised, _ = bind(**launch.arguments)
-    _, signature, constants, attributes = function._pack_args(backend, {}, bound, specialised, None)
+    fusion = {"enable_fp_fusion": False}
+    packed = function._pack_args(backend, fusion, bound, specialised, None)
+    _, signature, constants, attributes = packed
     key = function.__name__, launch.num_warps, str(signature), str(constants), str(attributes)
     if key not in _modules:
-        options = {"num_warps": launch.num_warps, "enable_fp_fusion": False}
+        options = {"num_warps": launch.num_warps} | fusion
         source = ASTSource(function, signature, constants, attributes)
         with knobs.cache.scope(), mock.patch.object(type(backend), "make_cubin", _no_cubin):
             knobs.cache.dir = str(private_folder() / "triton")  # others need what ptxas makes

@@ -6,11 +6,9 @@ and forks and joins of the side stream are written down in stream order; ``run``
 """
 
 import os
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -21,24 +19,14 @@ from ultraep_kernels.device.status import new_status
 
 from tests.ptx.compiled import Change, Prepared, prepare
 from tests.ptx.machine import Machine, Options
-from tests.support.balancer_rigs import masters_of
-from tests.support.host_driver import HostDriver
-from tests.support.mirror import FakeRecorder
-from ultraep_serve.balance.backend import GroupSetup, LayerSlots, row_width
+from tests.ptx.ranks import PATIENCE_NS, Rank, Stream, connect_all, new_rank
+from ultraep_serve.balance.backend import GroupSetup
 from ultraep_serve.balance.cuda import balancer as balancer_module
 from ultraep_serve.balance.cuda.balancer import DeviceBalancer
-from ultraep_serve.balance.cuda.driver import HandleKind, Shareable
-from ultraep_serve.balance.cuda.fabric import DeviceFabric, Limits
 from ultraep_serve.balance.cuda.recording import Page
-from ultraep_serve.balance.cuda.rendezvous import Handshake
-from ultraep_serve.balance.cuda.slots import DeviceSlotPool
-from ultraep_serve.balance.topology import domain_of
 
-__all__ = ["Cluster", "Rank", "Work"]
+__all__ = ["Cluster", "Work"]
 
-_PATIENCE_NS = 1 << 50  # nobody gives up
-_GRANULARITY = 1 << 12  # of mapped memory, bytes
-_NUM_PROGRAMS = 2  # that send, and that forward
 _BYTE = 1  # tensors of experts lie at any byte
 
 
@@ -51,60 +39,6 @@ class Work:
     launch: Prepared | None = None
     action: Callable[[], None] | None = None
     gang: bool = False
-
-
-@dataclass
-class _Stream:
-    last: set[int] = field(default_factory=set)  # the next work comes behind these
-
-
-@dataclass
-class Rank:
-    """One rank: its balancer, memory and streams."""
-
-    number: int
-    driver: HostDriver
-    layers: list[LayerSlots]
-    recorder: FakeRecorder
-    pool: DeviceSlotPool
-    fabric: DeviceFabric = field(init=False)
-    balancer: DeviceBalancer = field(init=False)
-    stream: _Stream = field(default_factory=_Stream)  # that is current
-
-
-class _Meeting:
-    """A rendezvous of ranks that are threads of this process."""
-
-    kind = HandleKind.FILE_DESCRIPTOR
-
-    def __init__(self, size: int) -> None:
-        self._barrier = threading.Barrier(size)
-        self._said: dict[int, tuple[bytes, list[int]]] = {}
-
-    def of(self, position: int) -> Any:
-        """For the rank at ``position``."""
-        meeting = self
-
-        class _Rendezvous:
-            kind = meeting.kind
-
-            def swap(self, layout: bytes, shareables: Sequence[Shareable]) -> list[Handshake]:
-                return meeting.swap(position, layout, shareables)
-
-        return _Rendezvous()
-
-    def swap(
-        self, position: int, layout: bytes, shareables: Sequence[Shareable]
-    ) -> list[Handshake]:
-        """As ``Rendezvous.swap``."""
-        self._said[position] = layout, [int(item) for item in shareables]
-        self._barrier.wait(60)
-        found = [
-            Handshake(said, [] if other == position else [os.dup(item) for item in items])
-            for other, (said, items) in sorted(self._said.items())
-        ]
-        self._barrier.wait(60)
-        return found
 
 
 class _Gather:
@@ -123,7 +57,7 @@ class _Side:
 
     def __init__(self, cluster: "Cluster", rank: Rank) -> None:
         self._cluster, self._rank = cluster, rank
-        self._stream, self._has_forked = _Stream(), False
+        self._stream, self._has_forked = Stream(), False
 
     @contextmanager
     def fork(self) -> Iterator[None]:
@@ -148,7 +82,7 @@ class Cluster:
     """All ranks of a group, and the machine that executes what they launch."""
 
     def __init__(
-        self, setup_of: Callable[[int], GroupSetup], num_layers: int, domain_size: int | None,
+        self, setup_of: Callable[[int], GroupSetup], num_layers: int,
         options: Options, change: Change | None = None, forgets: str = "",
     ) -> None:  # fmt: skip
         """``change`` of the compiled kernels; ``forgets``, a mistake: what hosts leave out.
@@ -157,7 +91,7 @@ class Cluster:
         """
         shape = setup_of(0).shape
         self.forgets = forgets
-        self.shape, self._setup_of, self._change = shape, setup_of, change
+        self._change = change
         self.machine = Machine(shape.num_ranks, options)
         self._works: list[Work] = []
         self._numbers: list[int] = []  # of the machine, of works that it has
@@ -168,20 +102,11 @@ class Cluster:
         self._gathers: list[list[tuple[int, torch.Tensor]]] = []
         self._gathered = [0] * shape.num_ranks
         self._dispatches: list[tuple[Inboxes, torch.Tensor]] = []
-        self._closing = ExitStack()
         self._current: Rank | None = None
         self._later: list[Callable[[], None]] = []
         self._ended: set[int] = set()  # pages whose copy has been made
-        self.ranks = [self._new_rank(n, num_layers) for n in range(shape.num_ranks)]
-        size = domain_size or shape.num_ranks
-        connecting: list[Future[None]] = []
-        meetings = [_Meeting(size) for _ in range(0, shape.num_ranks, size)]
-        with ThreadPoolExecutor(shape.num_ranks) as pool:
-            for rank in self.ranks:
-                meeting = meetings[rank.number // size]
-                connecting.append(pool.submit(self._connect, rank, meeting, domain_size))
-        for each in connecting:
-            each.result()
+        self.ranks = [new_rank(n, setup_of(n), num_layers) for n in range(shape.num_ranks)]
+        connect_all(self.ranks, lambda number: _Gather(self, number))
         self._register_mapped()
         for rank in self.ranks:
             self._make_balancer(rank)
@@ -189,8 +114,8 @@ class Cluster:
     def close(self) -> None:
         """Free the machine and all memory."""
         self.machine.close()
-        self._closing.close()
         for rank in self.ranks:
+            rank.pool.close()
             rank.fabric.close()
 
     @contextmanager
@@ -239,7 +164,7 @@ class Cluster:
                 self._dispatches.append((own, torch.full((width,), n, dtype=torch.int32)))
         self.take_launches()
         own, row = self._dispatches[rank]
-        exchange(row, own, _PATIENCE_NS)
+        exchange(row, own, PATIENCE_NS)
         self.take_launches()
         self._works[-1].gang = True
 
@@ -263,7 +188,7 @@ class Cluster:
             self.num_launches += 1
         self._seen = len(self._launches)
 
-    def add(self, work: Work, stream: _Stream | None = None) -> int:
+    def add(self, work: Work, stream: Stream | None = None) -> int:
         """Work for the end of the current stream of its rank; its number."""
         used = stream or self.ranks[work.rank].stream
         work.before |= used.last
@@ -274,7 +199,7 @@ class Cluster:
     def call(self, rank: int, action: Callable[[], None], *, aside: bool = False) -> int:
         """The host does ``action`` in stream order; ``aside``: nothing comes behind it."""
         self.take_launches()
-        stream = _Stream(set(self.ranks[rank].stream.last)) if aside else None
+        stream = Stream(set(self.ranks[rank].stream.last)) if aside else None
         return self.add(Work(rank, set(), action=action), stream)
 
     def touch(self, tensor: torch.Tensor, rank: int, what: str, *, writes: bool = False) -> None:
@@ -354,34 +279,12 @@ class Cluster:
         self._kept.append((target, source))
         return target
 
-    def _new_rank(self, number: int, num_layers: int) -> Rank:
-        setup = self._setup_of(number)
-        driver = HostDriver(granularity=_GRANULARITY)
-        pool = DeviceSlotPool(driver, self.shape.num_slots, setup.config.chunk_bytes)
-        self._closing.callback(pool.close)
-        masters = self.shape.num_masters
-        layers = [pool.adopt(masters_of(number, layer, masters)) for layer in range(num_layers)]
-        return Rank(number, driver, layers, FakeRecorder(), pool)
-
-    def _connect(self, rank: Rank, meeting: _Meeting, domain_size: int | None) -> None:
-        setup, shape, number = self._setup_of(rank.number), self.shape, rank.number
-        width = row_width(shape.num_logical_experts, setup.view)
-        chunks = rank.layers[0].chunks.shape[0]
-        limits = Limits(width, chunks, _PATIENCE_NS, _NUM_PROGRAMS, _NUM_PROGRAMS)
-        domain = domain_of(number, shape.num_ranks, domain_size)
-        rendezvous = meeting.of(number - domain.start)
-        gather: Any = _Gather(self, number) if len(domain) < shape.num_ranks else None
-        sizes = number, shape.num_ranks, limits, domain_size, gather
-        rank.fabric = DeviceFabric(rank.driver, rank.pool, rendezvous, *sizes)
-
     def _make_balancer(self, rank: Rank) -> None:
         policies: Any = rank.recorder if rank.number == 0 else None
         recorder: Any = rank.recorder
         side = _Side(self, rank)
         with mock.patch.object(balancer_module, "side_stream", return_value=side):
-            rank.balancer = DeviceBalancer(
-                self._setup_of(rank.number), rank.layers, rank.fabric, policies, recorder
-            )
+            rank.balancer = DeviceBalancer(rank.setup, rank.layers, rank.fabric, policies, recorder)
 
     def _register_mapped(self) -> None:
         """Memory that the driver has mapped, some of it several times."""

@@ -11,7 +11,6 @@ from pathlib import Path
 __all__ = ["OPERATIONS", "library", "private_folder"]
 
 _FOLDER = Path(__file__).parent
-_SOURCES = ("lanes.h", "races.h", "memory.h", "machine.c")
 _OPTIONS = ("-O2", "-march=native", "-ftree-vectorize", "-fno-strict-aliasing", "-Wall", "-Werror")
 _FIRST_SPECIAL = 1000  # BRANCH in machine.c
 _SIGNATURES = {
@@ -42,7 +41,7 @@ _TYPES = {"p": ctypes.c_void_p, "q": ctypes.c_int64, "s": ctypes.c_char_p, "v": 
 @cache
 def library() -> ctypes.CDLL:
     """The compiled machine; RuntimeError with what the compiler says where it cannot be made."""
-    text = b"".join((_FOLDER / name).read_bytes() for name in _SOURCES)
+    text = b"".join(path.read_bytes() for path in sorted(_FOLDER.glob("*.[ch]")))
     digest = hashlib.sha256(text + repr(_OPTIONS).encode()).hexdigest()[:16]
     path = private_folder() / f"machine-{digest}.so"
     if not path.exists():

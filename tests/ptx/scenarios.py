@@ -13,8 +13,9 @@ import torch
 from ultraep_kernels.contract import Search, search_of
 
 from tests.ptx.compiled import Change
-from tests.ptx.host import Cluster, Rank
+from tests.ptx.host import Cluster
 from tests.ptx.machine import Finding, MachineError, Options
+from tests.ptx.ranks import Rank
 from tests.ptx.twins import Routed, Twins, moved
 from tests.support.balancer_rigs import CONFIG, masters_of
 from ultraep_serve.balance.backend import GroupSetup
@@ -187,9 +188,7 @@ class _Player:
     ) -> None:
         self._scenario, self.outcome = scenario, Outcome()
         with searching(scenario.search):
-            self._cluster = Cluster(
-                scenario.setup_of, NUM_LAYERS, scenario.domain_size, options, change, forgets
-            )
+            self._cluster = Cluster(scenario.setup_of, NUM_LAYERS, options, change, forgets)
         self._twins = [
             Twins(scenario.shape, NUM_LAYERS, scenario.setup_of)
             for _ in range(scenario.shape.num_micro_batches)

@@ -1,4 +1,4 @@
-"""Compiled kernels of whole batches, and the mistakes that must be found in them; few seeds."""
+"""Compiled kernels of whole batches, and mistakes in them; ``tests.ptx.check`` does all of it."""
 
 import pytest
 
@@ -12,11 +12,16 @@ from tests.ptx.scenarios import SCENARIOS, play
 pytestmark = pytest.mark.interpreter
 
 
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("name", ["two ranks", "relays", "dispatch", "calibration"])
-def test_the_same_as_on_a_cpu_without_races(name: str, seed: int) -> None:
+SOME = [mistake for mistake in MISTAKES if mistake.name in (
+    "row posted without a release", "slot read without a proxy fence", "plan: no tickets",
+    "histogram without its barriers", "slots overwritten a layer early",
+)]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["two ranks", "relays"])
+def test_the_same_as_on_a_cpu_without_races(name: str) -> None:
     scenario = SCENARIOS[name]
-    outcome = play(scenario, options_of(seed, scenario.least_resident, scenario.resident))
+    outcome = play(scenario, options_of(1, scenario.least_resident, scenario.resident))
     assert outcome.is_right, outcome
     assert outcome.launches > 0
 
@@ -29,7 +34,7 @@ def test_there_are_enough_mistakes_of_every_kind() -> None:
     assert {mistake.scenario for mistake in MISTAKES} <= set(SCENARIOS)
 
 
-@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.name)
+@pytest.mark.parametrize("mistake", SOME, ids=lambda mistake: mistake.name)
 def test_a_mistake_is_found(mistake: Mistake) -> None:
     scenario, change = SCENARIOS[mistake.scenario], change_of(mistake)
     for seed in range(1, 4):
