@@ -25,16 +25,19 @@ from ultraep_kernels.device.offline import (
     recorded_launches,
 )
 from ultraep_kernels.device.outcome import outcome_width
-from ultraep_kernels.device.plan import FollowUp, Gate, Sender, new_plan_buffers, plan
-from ultraep_kernels.device.relays import plan_sends
+from ultraep_kernels.device.plan import Copies, FollowUp, Gate, Sender, new_plan_buffers, plan
+from ultraep_kernels.device.relays import has_relays, plan_sends
 from ultraep_kernels.device.reroute import reroute
 from ultraep_kernels.device.speeds import choose_speeds
 from ultraep_kernels.device.status import new_status
-from ultraep_kernels.device.stream import StreamTables, stream
+from ultraep_kernels.device.stream import Programs, StreamTables, receive, stream
 
 TOKENS, TOP_K = 8192, 8  # of one rank
 TENSORS, CHUNKS = 6, 48  # of one expert
-PROGRAMS, PATIENCE_NS = 128, 60_000_000_000
+SENDERS, PATIENCE_NS = 32, 60_000_000_000
+LABEL = re.compile(r"(\$L__BB\w+):")
+BRANCH = re.compile(r"\bbra(?:\.uni)?\s+(\$L__BB\w+)")
+POLL = re.compile(r"\bnanosleep\b|\bld\.(?:acquire|relaxed)\.sys\b")
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,8 @@ def launches_of(case: Case) -> list[Launch]:
     buffers = new_plan_buffers(ranks, case.num_experts, slots, "cpu", domain_size=case.domain_size)
     found, decision = buffers.found, buffers.found.decision
     outcome = torch.zeros(outcome_width(case.num_experts, ranks, slots), dtype=torch.int32)
+    relayed = has_relays("auto", case.domain_size or ranks)
+    programs = Programs(SENDERS, SENDERS if relayed else 0)
     inboxes = Inboxes(addresses, 1, epoch, status)
     rows = torch.zeros((ranks, HEADER_WIDTH + case.num_experts), dtype=torch.int32)
     with recorded_launches() as launches:
@@ -111,8 +116,8 @@ def launches_of(case: Case) -> list[Launch]:
             patience_ns=PATIENCE_NS,
         )
         choose_speeds(rows, None, speeds, speeds)
-        follow_up = FollowUp(ids, counted, ids, tables, PATIENCE_NS, PROGRAMS, status)
-        for follows in (None, follow_up):  # in a layer that is expected to be left alone
+        copies = Copies(tables, PATIENCE_NS, programs, status)
+        for of_layer in (None, copies):  # those where it is expected to be left alone
             plan(
                 rows[:, HEADER_WIDTH:],
                 slots,
@@ -125,21 +130,11 @@ def launches_of(case: Case) -> list[Launch]:
                 sender=Sender(1, "auto", epoch),
                 outcome=outcome,
                 buffers=buffers,
-                follow_up=follows,
+                follow_up=FollowUp(ids, counted, ids, of_layer),
             )
-        stream(
-            found.sends,
-            found.slot_expert,
-            masters,
-            tables,
-            1,
-            epoch,
-            status,
-            PATIENCE_NS,
-            PROGRAMS,
-            decision=decision,
-            reported=status,
-        )
+        sending = found.sends, found.slot_expert, masters, tables, 1, epoch, status, programs
+        stream(*sending)
+        receive(*sending, decision=decision, reported=status, patience_ns=PATIENCE_NS)
         reroute(ids, found.places, slots, counted, status, decision=decision)
         identity(ids, case.num_experts, masters, slots)
         exchange(counted.row, inboxes, PATIENCE_NS)  # of what ranks compare at start, as the next
@@ -153,13 +148,33 @@ def row_of(case: Case, launch: Launch, facts: KernelFacts) -> dict[str, object]:
     figures["follows_plan"] = launch.arguments.get("STREAMS") is not None
     figures["vector_copies"] = figures["ptx"].count("ld.global.v4")
     figures["alias_fences"] = figures["ptx"].count("fence.proxy.alias")
-    figures["flags_posted"] = figures["ptx"].count("st.release.sys")
-    figures["flags_read"] = figures["ptx"].count("ld.acquire.sys")
+    figures["flags_posted"] = len(re.findall(r"\bst\.(?:release|relaxed)\.sys\b", figures["ptx"]))
+    figures["flags_read"] = len(re.findall(r"\bld\.(?:acquire|relaxed)\.sys\b", figures["ptx"]))
+    figures["polling_atomics"] = polling_atomics(figures["ptx"])
+    figures["reads_program_id"] = re.search(r"%ctaid\b", figures["ptx"]) is not None
     figures["system_atomics"] = len(re.findall(r"\batom\.global\S*\.sys\b", figures["ptx"]))
     figures["clock_reads"] = figures["ptx"].count("%globaltimer")
     figures["longest_path"] = asdict(longest_path(figures["ptx"]))
     del figures["ptx"]
     return {**asdict(case), **figures}
+
+
+def polling_atomics(ptx: str) -> int:
+    """Atomic operations in loops that wait for others, where a plain look would do."""
+    lines = ptx.splitlines()
+    labels = {found[1]: i for i, line in enumerate(lines) if (found := LABEL.match(line))}
+    loops = [
+        (labels[found[1]], i)
+        for i, line in enumerate(lines)
+        if (found := BRANCH.search(line)) and labels.get(found[1], i) < i
+    ]
+    found = 0
+    for first, last in loops:
+        if not any(first <= a and b <= last and (a, b) != (first, last) for a, b in loops):
+            body = "\n".join(lines[first : last + 1])
+            if POLL.search(body):
+                found += len(re.findall(r"\batom\.", body))
+    return found
 
 
 if __name__ == "__main__":

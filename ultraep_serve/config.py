@@ -140,6 +140,13 @@ class BalanceConfig(Settings):
     relay: Literal["auto", "always", "never"] = Field(
         default="auto", description="whether ranks forward widely replicated experts"
     )
+    senders: int = Field(
+        default=32,
+        ge=1,
+        le=512,
+        description="thread blocks that send experts from a GPU, beside the engine's dispatch; 32 "
+        "multiprocessors are always left free",
+    )
     allow_ideal: bool = Field(
         default=False, description="permit policy ideal, which gives wrong answers, for measuring"
     )

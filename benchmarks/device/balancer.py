@@ -18,6 +18,7 @@ from report import Report
 from routes import Routes, make_routes
 from stages import IMBALANCE, BatchSizes
 from ultraep_kernels.contract import HEADER_WIDTH
+from ultraep_kernels.device.stream import Programs
 from ultraep_kernels.host.reroute import reroute
 
 from tests.support.bench import PATIENCE_NS, Bench
@@ -154,6 +155,6 @@ def balancer_of_rank_0(
     )
     location = Location.on_one_host(0, shape.num_ranks)
     setup = GroupSetup(config, shape, TokenView.OWN, location)
-    programs = max(1, bench.num_programs // 2)
+    programs = Programs(bench.num_programs, 0)
     layers = [masters, [torch.ones_like(tensor) for tensor in masters]]
     return mirrored_balancer(driver, setup, layers, rows, recorder, PATIENCE_NS, programs)

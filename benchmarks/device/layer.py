@@ -24,9 +24,9 @@ from routes import Routes, make_routes
 from ultraep_kernels.device.count import count
 from ultraep_kernels.device.plan import Sender, plan
 from ultraep_kernels.device.reroute import reroute
-from ultraep_kernels.device.stream import stream
+from ultraep_kernels.device.stream import Programs, stream
 
-from tests.support.bench import PATIENCE_NS, Bench
+from tests.support.bench import Bench
 from tests.support.kernel_checks import check_exchange, require_equal, require_ok
 from tests.support.virtual_layer import (
     RELAY,
@@ -134,13 +134,12 @@ def own_times(
     shape, slots, status = ranks.shape, balanced.slots, balanced.status
     masters, num_slots = shape.num_masters, shape.num_replica_slots
     counted, places = balanced.counted[0], balanced.plans[0].places
-    busiest, programs = balanced.busiest, max(1, bench.num_programs // 2)
+    busiest, programs = balanced.busiest, Programs(bench.num_programs, bench.num_programs)
     push = balanced.sends[busiest], slots, masters, ranks.tables[busiest], busiest
-    signals = balanced.epoch, status, PATIENCE_NS
     stages: dict[str, Callable[[], object]] = {
         "count": lambda: count(ids, shape.num_logical_experts),
         "plan": lambda: plan(balanced.loads, num_slots, 0, status, sender=Sender(0, RELAY)),
-        "replicate": lambda: stream(*push, *signals, num_programs=programs),
+        "replicate": lambda: stream(*push, balanced.epoch, status, programs),
         "reroute": lambda: reroute(ids, places, num_slots, counted, status),
     }
     times = {name: bench.replayed(stage)[1] for name, stage in stages.items()}

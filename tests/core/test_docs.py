@@ -218,10 +218,10 @@ def test_the_reference_has_every_flag_of_a_server() -> None:
 
 
 def test_the_reference_has_every_decision() -> None:
-    window = pytest.importorskip("ultraep_serve.sidecar.statistics.window")
+    selection = pytest.importorskip("ultraep_serve.sidecar.statistics.selection")
     text = (DOCS / "http.md").read_text()
-    for decision in window.Decision:
-        _, done, reason = window.outcome(decision)
+    for decision in selection.Decision:
+        _, done, reason = selection.decision_names(decision)
         assert f"| `{done}` | `{reason}` |" in text
 
 

@@ -132,6 +132,7 @@ def compare(rank: int, run_path: Path, setup: Setup, names: tuple[str, ...]) -> 
 
 def compare_slots(rank: int, rigs: tuple[Rig, Rig], layer: int, num_masters: int) -> int:
     """Slots that the host's plan filled, which must hold the master's bytes in both."""
+    rigs[1].balancer._arriving[0].begin_experts()  # before that they may be on their way
     routed, filled = rigs[0].balancer._routed, 0
     if routed is None or routed.plan is None:
         return 0
@@ -216,6 +217,7 @@ def overlap(rank: int, run_path: Path, setup: Setup) -> list[int]:
     for layer in range(LAYERS):
         routed = [rig.balancer.route(layer, own, 100, number) for number, own in enumerate(ids)]
         for number, (logical, physical) in enumerate(zip(ids, routed, strict=True)):
+            rig.balancer._arriving[number].begin_experts()
             slots = slots_read(rank, shape, layer, rig, logical, physical)
             assert {slot // shape.num_replica_slots for slot in slots} <= {number}
             replicas[number] += len(slots)
@@ -300,6 +302,7 @@ def outlive(rank: int, run_path: Path, expects_nothing: bool) -> tuple[str, bool
         rig.balancer._left_alone = {(0, 0)}
     physical = rig.balancer.route(0, skewed(0), 100)  # gives up waiting, and says so
     stayed = torch.equal(physical, rig.balancer.identity(skewed(0)))
+    rig.balancer._arriving[0].begin_experts()
     with pytest.raises(PeerTimeoutError) as told:
         rig.balancer.route(1, skewed(0), 1)  # also where a batch would have met nobody
     return str(told.value), stayed

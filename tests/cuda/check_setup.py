@@ -135,6 +135,7 @@ def join_rack(rank: int, run_path: Path) -> tuple[int, int]:
     filled = relayed = 0
     for layer in range(LAYERS):
         joined.route(layer, ids.view(-1, 2).int(), Batch(320))
+        joined._balancer._arriving[0].begin_experts()
         found = joined._balancer._plans[0].found
         relayed += int((found.sends.parents[rank] >= 0).sum())
         for slot, expert in enumerate(found.slot_expert[rank].tolist()):

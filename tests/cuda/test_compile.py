@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import pytest
 
@@ -14,31 +15,67 @@ KERNELS = {
     "_exchange_kernel",
     "plan_kernel",
     "_stream_kernel",
+    "_receive_kernel",
     "_assign_kernel",
     "_identity_kernel",
     "_relays_kernel",  # of the calibration
 }
 
 
-@pytest.mark.compiler
-def test_every_kernel_compiles_and_spills_nothing(tmp_path: Path) -> None:
+ONE_AFTER_ANOTHER = {"_assign_kernel", "_identity_kernel", "_choose_kernel", "_relays_kernel"}
+Row: TypeAlias = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
+    """What the benchmark writes of every kernel."""
     pytest.importorskip("triton", reason="the kernels are written in Triton")
-    path = tmp_path / "compiled.json"
+    path = tmp_path_factory.mktemp("compiled") / "compiled.json"
     command = [sys.executable, str(SCRIPT), "--json", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = json.loads(path.read_text())["rows"]
+    rows: list[Row] = json.loads(path.read_text())["rows"]
+    return rows
+
+
+@pytest.mark.compiler
+def test_every_kernel_compiles_and_spills_nothing(compiled: list[Row]) -> None:
+    rows = compiled
     assert {row["name"] for row in rows} == KERNELS
     assert {row["arch"] for row in rows} == {90, 100}
     for row in rows:
         assert row["spill_bytes"] == 0, row
-        copies = row["name"] == "_stream_kernel" or row["follows_plan"]
-        shares = copies or row["name"] in ("_count_kernel", "_exchange_kernel")
+        exchanges = row["name"] in ("_count_kernel", "_exchange_kernel")
+        streams, receives = (row["name"] == f"_{name}_kernel" for name in ("stream", "receive"))
+        relays = (row["domain_size"] or row["num_ranks"]) > 8
+        copies = streams or row["follows_plan"] or (receives and relays)
         assert row["vector_copies"] > 0 or not copies, row
-        for count in ("alias_fences", "clock_reads", "flags_read", "flags_posted"):
-            assert (row[count] > 0) == shares, row
+        if streams or receives:  # they leave room for the engine's kernels on a multiprocessor
+            assert 32 * row["num_warps"] * row["registers"] <= 65536 // 4, row
+        assert (row["flags_posted"] > 0) == (exchanges or copies), row
+        waits = exchanges or receives or row["follows_plan"] or (streams and relays)
+        for count in ("alias_fences", "clock_reads", "flags_read"):
+            assert (row[count] > 0) == waits, row  # without relays nothing waits beside dispatch
         assert row["system_atomics"] == 0, row
         assert row["longest_path"]["instructions"] > 100, row
+
+
+@pytest.mark.compiler
+def test_what_waits_goes_by_the_order_in_which_programs_start(compiled: list[Row]) -> None:
+    """Not by their numbers, of which a device may start any first."""
+    for row in compiled:
+        if row["name"] not in ONE_AFTER_ANOTHER:
+            assert not row["reads_program_id"], row
+
+
+@pytest.mark.compiler
+def test_polls_do_not_write(compiled: list[Row]) -> None:
+    """Some hundred programs look at one word."""
+    import triton.language as tl
+
+    if not hasattr(tl, "atomic_load"):
+        pytest.skip("this Triton has no atomic loads")
+    assert {row["name"] for row in compiled if row["polling_atomics"]} == set()
 
 
 def test_the_longest_path_takes_the_longer_branch_and_every_loop_once() -> None:

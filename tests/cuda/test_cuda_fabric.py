@@ -21,7 +21,7 @@ from ultraep_kernels.device.status import DeviceStatus
 from ultraep_serve.balance.cuda.fabric import DeviceFabric, Limits
 
 MASTERS, SLOTS, CHUNK, WIDTH = 3, 2, 4096, 9
-LIMITS = Limits(row_width=WIDTH, max_chunks=65, patience_ns=100_000, num_programs=2)
+LIMITS = Limits(row_width=WIDTH, max_chunks=65, patience_ns=100_000, num_senders=2, num_relays=2)
 
 
 class Mirror:

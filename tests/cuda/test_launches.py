@@ -11,7 +11,10 @@ pytest.importorskip("triton", reason="launches of Triton kernels are counted")
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
-from ultraep_kernels.device.offline import Launch
+from ultraep_kernels.device.offline import Launch, recorded_launches
+from ultraep_kernels.device.relays import has_relays, new_sends
+from ultraep_kernels.device.status import new_status
+from ultraep_kernels.device.stream import Programs, StreamTables, stream
 
 from tests.support.launches import (
     HostWork,
@@ -20,6 +23,7 @@ from tests.support.launches import (
     recorded_streams,
 )
 from tests.support.mirror import FakeRecorder
+from ultraep_serve.balance.cuda.backend import LEFT_FREE, num_programs
 from ultraep_serve.balance.speeds import expert_clock
 from ultraep_serve.types import ExpertShape
 
@@ -63,7 +67,7 @@ def test_the_host_waits_where_a_batch_ends_and_nowhere_else(kind: str) -> None:
 
 def test_stages_are_timed_in_some_batches_only() -> None:
     timed, other = (count_layers("balanced", batches)[1].events for batches in (1, 2))
-    assert (timed, other) == (11, 4)
+    assert (timed, other) == (10, 4)
 
 
 def test_experts_are_sent_beside_dispatch_and_arrive_before_they_compute() -> None:
@@ -80,10 +84,11 @@ def test_experts_are_sent_beside_dispatch_and_arrive_before_they_compute() -> No
             balancer.computed()
     behind = streams.behind
     assert behind["0 _stream_kernel"] >= {"0 _count_kernel", "0 plan_kernel"}
-    for beside in ("0 _assign_kernel", "0 dispatch"):
-        assert "0 _stream_kernel" not in behind[beside]
-        assert beside not in behind["0 _stream_kernel"]
-    assert {"0 _stream_kernel", "0 dispatch"} <= behind["0 experts"] < behind["0 more experts"]
+    assert "0 _stream_kernel" not in behind["0 dispatch"]
+    assert "0 dispatch" not in behind["0 _stream_kernel"]
+    assert behind["0 _receive_kernel"] >= {"0 _stream_kernel", "0 dispatch"}
+    assert "0 _receive_kernel" in behind["0 experts"] < behind["0 more experts"]
+    assert [made.function.__name__ for made in streams.launches].count("_receive_kernel") == 2
     # slots, and what tells who sends what, are free again
     assert {"0 _stream_kernel", "0 more experts"} <= behind["1 _count_kernel"]
     assert behind["1 _count_kernel"] < behind["1 _stream_kernel"]
@@ -96,7 +101,42 @@ def test_a_rank_without_rows_to_compute_still_waits_for_what_it_sends() -> None:
         balancer.route(0, ids, 300)
         balancer.computed()
         streams.run("next layer")
-    assert "_stream_kernel" in streams.behind["next layer"]
+    assert {"_stream_kernel", "_receive_kernel"} <= streams.behind["next layer"]
+
+
+@pytest.mark.parametrize(("relay", "num_relays"), [("auto", 0), ("always", 3)])
+def test_only_programs_that_may_have_something_to_do_are_launched(
+    relay: str, num_relays: int
+) -> None:
+    """No plan for 8 ranks has relays, unless they are asked for."""
+    assert has_relays(relay, 8) == (num_relays > 0)
+    senders, relays = num_programs(100, 3, has_relays(relay, 8))
+    assert (senders, relays) == (3, num_relays)
+    sends, status = new_sends(8, 2, "cpu"), new_status("cpu")
+    slots, table = torch.full((8, 2), -1, dtype=torch.int32), torch.zeros(8, dtype=torch.int64)
+    tables = StreamTables(table, table, table, table, table.view(-1, 1), table, 1)
+    with recorded_launches() as launches:
+        stream(sends, slots, 8, tables, 0, table, status, Programs(senders, relays))
+    assert launches[0].grid == (3 + num_relays,)
+
+
+@pytest.mark.parametrize(
+    ("multiprocessors", "wanted", "may_relay", "expected"),
+    [
+        (132, 32, False, (32, 0)),
+        (132, 32, True, (32, 32)),
+        (132, 200, False, (100, 0)),
+        (132, 200, True, (50, 50)),
+        (58, 32, False, (26, 0)),  # an L4
+        (58, 32, True, (13, 13)),
+        (20, 32, True, (1, 1)),
+    ],
+)
+def test_multiprocessors_are_left_to_the_engine(
+    multiprocessors: int, wanted: int, may_relay: bool, expected: tuple[int, int]
+) -> None:
+    assert num_programs(multiprocessors, wanted, may_relay) == expected
+    assert sum(expected) + LEFT_FREE <= max(multiprocessors, LEFT_FREE + 2)
 
 
 def test_micro_batches_do_not_wait_for_each_others_experts() -> None:
@@ -119,14 +159,14 @@ def test_micro_batches_do_not_wait_for_each_others_experts() -> None:
             for half, thread in halves.items():
                 thread.submit(step, half).result()
     sent = [
-        made.arguments for made in streams.launches if made.function.__name__ == "_stream_kernel"
+        made.arguments for made in streams.launches if made.function.__name__ == "_receive_kernel"
     ]
     shared = {"decision_ptr": balancer._decision, "epoch_ptr": balancer._fabric.epoch}
     for name, overwritten in shared.items():  # by the other half
         assert len({id(word) for word in (overwritten, *(own[name] for own in sent))}) == 3, name
     assert "1 _stream_kernel" not in streams.behind["0 experts"]
-    assert "0 _stream_kernel" in streams.behind["0 experts"]
-    assert "1 _stream_kernel" in streams.behind["1 experts"]
+    assert {"0 _stream_kernel", "0 _receive_kernel"} <= streams.behind["0 experts"]
+    assert {"1 _stream_kernel", "1 _receive_kernel"} <= streams.behind["1 experts"]
 
 
 @pytest.mark.parametrize("kind", ["balanced", "left_alone"])

@@ -1,16 +1,25 @@
 """The interface as such: its document, versions, pages, events, answers shared among clients."""
 
 import asyncio
+import gc
 import json
 import threading
+import time
 from pathlib import Path
+from typing import Any
 
+import httpx
+import pytest
 from fastapi.testclient import TestClient
 
+from tests.support.bench_fakes import serving
 from tests.support.rings import SyntheticRun
-from ultraep_serve.sidecar.answers import AnswerCache
+from ultraep_serve.sidecar import routes_balance
+from ultraep_serve.sidecar.answers import AnswerCache, Budget
 from ultraep_serve.sidecar.app import AppOptions, create_app
+from ultraep_serve.sidecar.connections import server_settings
 from ultraep_serve.sidecar.health import RankList
+from ultraep_serve.sidecar.store import NoRunError
 
 
 def test_every_figure_is_explained(client: TestClient) -> None:
@@ -38,17 +47,19 @@ def test_answers_that_stand_alone_have_a_schema_version(
         assert client.get(path).json()["schema_version"] == 2
 
 
-def test_pages_load_nothing_from_elsewhere(client: TestClient) -> None:
-    for path in ("/", "/docs", "/v1/config", "/static/main.js", "/nowhere"):
-        answer = client.get(path)
-        policy = answer.headers["content-security-policy"]
-        assert "default-src 'none'" in policy
-        assert "unsafe" not in policy
-    assert "http" not in client.get("/").text.replace("http-equiv", "")
-    licence = client.get("/static/vendor/uplot/LICENSE")
-    assert "MIT License" in licence.text
-    assert client.get("/static/../app.py").status_code == 404
-    assert client.get("/static/%2e%2e/app.py").status_code == 404
+def test_pages_load_nothing_from_elsewhere(tmp_path: Path) -> None:
+    settings = server_settings(create_app(tmp_path, None, False))
+    with serving(**settings) as url, httpx.Client(base_url=url) as client:
+        for path in ("/", "/docs", "/v1/config", "/static/main.js", "/nowhere", "/readyz"):
+            headers = client.get(path).headers
+            policy = headers["content-security-policy"]
+            assert "default-src 'none'" in policy
+            assert "unsafe" not in policy
+            assert headers["cross-origin-resource-policy"] == "same-origin"
+        assert "http" not in client.get("/").text.replace("http-equiv", "")
+        assert "MIT License" in client.get("/static/vendor/uplot/LICENSE").text
+        assert client.get("/static/../app.py").status_code == 404
+        assert client.get("/static/%2e%2e/app.py").status_code == 404
 
 
 def test_events_are_pushed(tmp_path: Path, planned_run: SyntheticRun) -> None:
@@ -82,6 +93,38 @@ def test_events_are_pushed(tmp_path: Path, planned_run: SyntheticRun) -> None:
     assert json.loads(data.removeprefix("data: "))["last_batch"]["batch"] == 1
 
 
+def test_no_more_listen_than_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many ask at the same moment, and again when those who listened have gone."""
+    monkeypatch.setattr(routes_balance, "_MAX_LISTENERS", 4)
+    app = create_app(tmp_path, None, False, options=AppOptions(event_seconds=0.01))
+
+    async def listen(statuses: list[int], gone: asyncio.Event) -> None:
+        async def receive() -> dict[str, str]:
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: dict[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                statuses.append(message["status"])
+
+        scope = {"type": "http", "method": "GET", "path": "/v1/events", "query_string": b""}
+        scope |= {"raw_path": b"/v1/events", "headers": [], "app": app}  # type: ignore[dict-item]
+        await app(scope, receive, send)  # type: ignore[arg-type]  # messages are dictionaries
+
+    async def ask() -> None:
+        for _ in range(2):
+            statuses, gone = list[int](), asyncio.Event()
+            listening = [asyncio.create_task(listen(statuses, gone)) for _ in range(10)]
+            async with asyncio.timeout(60):
+                while len(statuses) < 10:
+                    await asyncio.sleep(0.01)
+            gone.set()
+            await asyncio.gather(*listening)
+            assert sorted(statuses) == [200] * 4 + [503] * 6
+
+    asyncio.run(ask())
+
+
 def test_answers_are_shared_for_a_moment() -> None:
     made = []
 
@@ -89,32 +132,92 @@ def test_answers_are_shared_for_a_moment() -> None:
         made.append(1)
         return RankList(True, 2, [])
 
-    answers = AnswerCache(reuse_seconds=3600)
-    assert answers.encoded("a", make) == answers.encoded("a", make)
-    answers.encoded("b", make)
-    assert len(made) == 2
-    for key in range(100):
-        answers.encoded(key, make)
-    answers.encoded("a", make)  # has given way
-    assert len(made) == 103
+    async def ask() -> None:
+        answers = AnswerCache(reuse_seconds=3600)
+        assert await answers.encoded("a", make) == await answers.encoded("a", make)
+        await answers.encoded("b", make)
+        assert len(made) == 2
+        for key in range(100):
+            await answers.encoded(key, make)
+        await answers.encoded("a", make)  # has given way
+        assert len(made) == 103
+
+    asyncio.run(ask())
 
 
-def test_an_answer_is_made_anew_behind_those_who_ask() -> None:
-    made, may_end = [threading.Event(), threading.Event()], threading.Event()
+def test_an_answer_is_made_anew_behind_those_who_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, may_end, passed, real = list[int](), threading.Event(), [0.0], time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: real() + passed[0])
 
     def make() -> RankList:
-        if not made[0].is_set():
-            made[0].set()
-            return RankList(True, 2, [])
-        may_end.wait(60)
-        made[1].set()
-        return RankList(False, 2, [])
+        if made:
+            may_end.wait(60)
+        made.append(1)
+        return RankList(len(made) == 1, 2, [])
 
-    answers = AnswerCache(reuse_seconds=3600)
-    first = answers.encoded("a", make)
-    answers._answers["a"].made_at -= 2000
-    assert answers.encoded("a", make) == first  # nobody waits
-    may_end.set()
-    assert made[1].wait(60)
-    with answers._answers["a"].lock:
-        assert answers.encoded("a", make) != first
+    async def ask() -> None:
+        answers = AnswerCache(reuse_seconds=3600)
+        first = await answers.encoded("a", make)
+        passed[0] += 2000
+        assert await answers.encoded("a", make) == first  # nobody waits
+        assert await answers.encoded("a", make) == first
+        may_end.set()
+        async with asyncio.timeout(60):
+            while await answers.encoded("a", make) == first:
+                await asyncio.sleep(0.01)
+        assert len(made) == 2
+
+    asyncio.run(ask())
+
+
+def test_computing_takes_its_share_of_a_core() -> None:
+    budget, now, spent = Budget(share=0.25, most=1.0), 100.0, 0.0
+    while now < 200:
+        if (pause := budget.pause(now)) > 1e-9:
+            now += pause
+            continue
+        budget.spend(0.1)
+        spent += 0.1
+        now += 0.1
+    assert 0.24 * 100 < spent < 1 + 0.25 * 100 + 0.1
+    assert budget.pause(now + 1e6) == 0
+    budget.spend(1.0)  # what was saved is not more than this
+    assert budget.pause(now + 1e6) == 0
+    budget.spend(0.5)
+    assert budget.pause(now + 1e6) == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("error", [NoRunError("the engine has ended"), OSError("too many files")])
+def test_an_engine_that_ends_is_no_traceback(
+    error: Exception, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither behind those who ask, nor where nobody waits for the answer any more."""
+    passed, real, made = [0.0], time.monotonic, list[int]()
+    monkeypatch.setattr(time, "monotonic", lambda: real() + passed[0])
+
+    def make() -> RankList:
+        made.append(1)
+        if len(made) > 1:
+            raise error
+        return RankList(True, 2, [])
+
+    async def ask() -> None:
+        answers = AnswerCache(reuse_seconds=3600)
+        await answers.encoded("a", make)
+        passed[0] += 2000
+        await answers.encoded("a", make)
+        gone = asyncio.create_task(answers.encoded("b", make))
+        await asyncio.sleep(0)
+        gone.cancel()
+        async with asyncio.timeout(60):
+            while answers._open:
+                await asyncio.sleep(0.01)
+        with pytest.raises(type(error)):  # what was known is not true any more
+            await answers.encoded("a", make)
+        del gone
+
+    asyncio.run(ask())
+    gc.collect()  # asyncio reports errors that nobody took
+    assert not [record for record in caplog.records if record.exc_info]
+    expected = 0 if isinstance(error, NoRunError) else 3
+    assert len(caplog.records) == expected

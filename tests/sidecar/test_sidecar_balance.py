@@ -175,27 +175,6 @@ def test_history_adds_up(planned_run: SyntheticRun, client: TestClient) -> None:
     assert all(value > 1 for value in shown)
 
 
-@pytest.mark.parametrize("jump_seconds", [-600, -5000, 600])
-def test_history_goes_on_when_the_clock_is_set(
-    planned_run: SyntheticRun,
-    client: TestClient,
-    monkeypatch: pytest.MonkeyPatch,
-    jump_seconds: int,
-) -> None:
-    planned_run.batch()
-    client.get("/readyz")
-    wall, wall_ns = time.time, time.time_ns
-    monkeypatch.setattr(time, "time", lambda: wall() + jump_seconds)
-    monkeypatch.setattr(time, "time_ns", lambda: wall_ns() + jump_seconds * 10**9)
-    for _ in range(2):
-        planned_run.batch()
-    history = client.get("/v1/balance/history", params={"seconds": 60, "step": 10}).json()
-    assert sum(history["batches"]) == 2
-    assert sum(history["spent_seconds"]) > 0
-    assert client.get("/v1/balance").json()["batches"]["planned"] == 3
-    assert client.get("/readyz").status_code == 200
-
-
 def test_policies_side_by_side(planned_run: SyntheticRun, client: TestClient) -> None:
     for policy in (Policy.QUOTA, Policy.OFF, Policy.EPLB_SLOTS):
         planned_run.control.set_policy(policy)

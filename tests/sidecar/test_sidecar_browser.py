@@ -14,10 +14,11 @@ import httpx
 import pytest
 import uvicorn
 
-from tests.support.rings import SyntheticRun, Traffic
+from tests.support.rings import SyntheticRun, SyntheticTraffic
 from tests.support.sidecar_runs import TOKEN
 from ultraep_serve.sidecar import routes_balance
 from ultraep_serve.sidecar.app import AppOptions, create_app
+from ultraep_serve.sidecar.connections import server_settings
 from ultraep_serve.types import ExpertShape, Policy
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
@@ -57,7 +58,7 @@ def browser(driver: Any, url: str) -> Iterator[Any]:
 
 @pytest.fixture
 def run(run_path: Path) -> Iterator[SyntheticRun]:
-    made = SyntheticRun(run_path, SHAPE, num_layers=6, traffic=Traffic(balanced_share=0.0))
+    made = SyntheticRun(run_path, SHAPE, num_layers=6, traffic=SyntheticTraffic(balanced_share=0.0))
     yield made
     with contextlib.suppress(ValueError):
         made.close()
@@ -68,7 +69,8 @@ def url(run_path: Path, run: SyntheticRun) -> Iterator[str]:
     """A sidecar over ``run``, served by a thread of this process."""
     options = AppOptions(reuse_seconds=0.1, event_seconds=0.2)
     app = create_app(run_path, TOKEN, False, options=options)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=2))
+    settings = server_settings(app) | {"log_level": "warning", "timeout_graceful_shutdown": 2}
+    server = uvicorn.Server(uvicorn.Config(**settings))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()

@@ -81,8 +81,8 @@ def test_one_question_of_many_clients_is_one_question() -> None:
         return RankList(True, 2, [])
 
     async def ask() -> list[bytes]:
-        answers = AnswerCache(reuse_seconds=3600)
-        asked = [asyncio.create_task(answers.shared("a", make)) for _ in range(CLIENTS)]
+        answers = AnswerCache(reuse_seconds=3600, at_once=2)
+        asked = [asyncio.create_task(answers.encoded("a", make)) for _ in range(CLIENTS)]
         await asyncio.sleep(0)
         asked[0].cancel()  # one that goes away takes nobody along
         may_end.set()
@@ -101,13 +101,13 @@ def test_who_was_refused_is_answered_later() -> None:
 
     async def ask() -> None:
         answers = AnswerCache(reuse_seconds=0.0)
-        asked = [asyncio.create_task(answers.shared(number, make)) for number in range(OPEN)]
+        asked = [asyncio.create_task(answers.encoded(number, make)) for number in range(OPEN)]
         await asyncio.sleep(0)
         with pytest.raises(HTTPException, match="503"):
-            await answers.shared("late", make)
+            await answers.encoded("late", make)
         may_end.set()
         await asyncio.gather(*asked)
-        await answers.shared("late", make)
+        await answers.encoded("late", make)
 
     asyncio.run(ask())
 

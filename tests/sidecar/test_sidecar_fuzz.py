@@ -11,7 +11,7 @@ from fastapi.testclient import TestClient
 from hypothesis import HealthCheck, given, settings
 
 from tests.support.ring_files import put
-from tests.support.rings import SyntheticRun, Traffic
+from tests.support.rings import SyntheticRun, SyntheticTraffic
 from tests.support.sidecar_runs import TOKEN
 from ultraep_serve.sidecar.app import create_app
 from ultraep_serve.telemetry.run_files import RunFiles
@@ -40,7 +40,7 @@ PATHS = (
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[SyntheticRun]:
-    made = SyntheticRun(tmp_path, SHAPE, 2, Traffic(tokens=512), ring_records=64)
+    made = SyntheticRun(tmp_path, SHAPE, 2, SyntheticTraffic(tokens=512), ring_records=64)
     for _ in range(3):
         made.batch()
     yield made

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from tests.support.ring_files import create, write
-from ultraep_serve.sidecar.follower import OWN_DTYPE, RecordWindow, SkippedHistory, most_records
-from ultraep_serve.sidecar.statistics.figures import imbalance_snapshot
+from ultraep_serve.sidecar.memory import OWN_DTYPE, RecordWindow, SkippedHistory, most_records
+from ultraep_serve.sidecar.statistics.fold import imbalance_snapshot, with_figures
 from ultraep_serve.sidecar.statistics.timeline import Timeline
 from ultraep_serve.telemetry.reader import RingReader
 from ultraep_serve.telemetry.record import RecordArray
@@ -39,7 +39,7 @@ def records(tmp_path: Path) -> RecordArray:
     found = RingReader(RunFiles(tmp_path).ring(0)).poll().records
     recorder.close()
     found["time_ns"] = (1000 + found["batch"] // 3) * SECOND
-    return found
+    return with_figures(found, 4)
 
 
 def test_seconds_add_up_whatever_the_pieces(records: RecordArray) -> None:

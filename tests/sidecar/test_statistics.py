@@ -9,16 +9,17 @@ import pytest
 
 from tests.support.ring_files import create, write
 from ultraep_serve.sidecar.statistics.batches import batch_snapshots, count_batches
-from ultraep_serve.sidecar.statistics.figures import (
+from ultraep_serve.sidecar.statistics.fold import (
     imbalances,
     mean_floor,
     rank_speeds,
-    time_imbalances,
+    spread,
+    with_figures,
 )
+from ultraep_serve.sidecar.statistics.selection import RecordSelection
 from ultraep_serve.sidecar.statistics.snapshot import BalanceSnapshot, RankView
 from ultraep_serve.sidecar.statistics.summary import layer_detail, summarise
 from ultraep_serve.sidecar.statistics.timeline import Timeline
-from ultraep_serve.sidecar.statistics.window import Window
 from ultraep_serve.telemetry.reader import RingReader
 from ultraep_serve.telemetry.recorder import Recorder
 from ultraep_serve.telemetry.run_files import RunFiles
@@ -32,9 +33,12 @@ def recorders(tmp_path: Path) -> Any:
     """Two ranks' recorders, and a function that reads what they wrote as rank views."""
     made = [create(tmp_path, shape=SHAPE, rank=rank, ring_records=64) for rank in (0, 1)]
 
-    def views() -> list[RankView]:
+    def views(domain_size: int = 2) -> list[RankView]:
         polls = [RingReader(RunFiles(tmp_path).ring(rank)).poll() for rank in (0, 1)]
-        return [RankView(r, poll.header, True, 0.5, poll.records) for r, poll in enumerate(polls)]
+        return [
+            RankView(rank, poll.header, True, 0.5, with_figures(poll.records, domain_size))
+            for rank, poll in enumerate(polls)
+        ]
 
     yield made, views
     for recorder in made:
@@ -71,15 +75,30 @@ def write_all(
         )
 
 
-def summary(views: list[RankView], window: Window | None = None) -> BalanceSnapshot:
+def summary(views: list[RankView], selection: RecordSelection | None = None) -> BalanceSnapshot:
     header = views[0].header
     assert header is not None
-    return summarise(views[0].records, header, views, {Decision.SMALL: 3}, window or Window())
+    batches = {Decision.SMALL: 3}
+    return summarise(views[0].records, header, views, batches, selection or RecordSelection())
 
 
 def test_imbalances_agree_with_the_definition() -> None:
     loads = np.array([[4, 0], [3, 3], [0, 0], [1, 2]])
     assert imbalances(loads).tolist() == [imbalance(row) for row in loads]
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 7, 100])
+def test_percentiles_are_those_of_numpy_also_of_counted_values(size: int) -> None:
+    random = np.random.default_rng(size)
+    counts = random.integers(0, 5, size)
+    values = np.sort(random.random(size))
+    repeated = np.repeat(values, counts)
+    for found in (spread(values, counts), spread(random.permutation(repeated))):
+        if not len(repeated):
+            assert found.mean is found.p50 is found.p99 is found.max is None
+            continue
+        expected = [repeated.mean(), *np.percentile(repeated, (50, 99)), repeated.max()]
+        assert [found.mean, found.p50, found.p99, found.max] == pytest.approx(expected)
 
 
 def test_a_summary_by_hand(recorders: Any) -> None:
@@ -117,12 +136,14 @@ def test_times_are_assignments_over_speeds(recorders: Any) -> None:
     assert [layer.time_imbalance.before.max for layer in result.layers] == [1.5, 1.0]
     assert [rank.assignments.speed for rank in result.ranks] == [1.0, 0.75]
     records = views()[0].records
-    assert time_imbalances(records["load_before"], records["speed"]).tolist() == [
+    assert records["time_before"].tolist() == [
         imbalance(record["load_before"], record["speed"]) for record in records
     ]
     assert rank_speeds(records) == [1.0, 1.0]
-    assert mean_floor(records, 2) == 1.0
-    assert mean_floor(records, 1) == 1.25  # each rank a domain: nothing can move
+    assert mean_floor(records) == 1.0
+    assert (
+        mean_floor(views(domain_size=1)[0].records) == 1.25
+    )  # each rank a domain: nothing can move
     timeline = Timeline()
     timeline.add(records)
     now = int(records["time_ns"][-1] // 10**9)
@@ -137,10 +158,10 @@ def test_a_window_keeps_its_time_and_policy(recorders: Any) -> None:
     since_ns = time.time_ns()
     write_all(made, 1, 0, [30, 10], [20, 20])
     write_all(made, 2, 0, [40, 0], [20, 20], Decision.FORCED, Policy.IDEAL)
-    assert summary(views(), Window(since_ns)).imbalance.before.max == 1.5
-    ideal = summary(views(), Window(since_ns, Policy.IDEAL))
+    assert summary(views(), RecordSelection(since_ns)).imbalance.before.max == 1.5
+    ideal = summary(views(), RecordSelection(since_ns, Policy.IDEAL))
     assert (ideal.window_records, ideal.imbalance.before.max) == (1, 2.0)
-    nothing = summary(views(), Window(time.time_ns()))
+    nothing = summary(views(), RecordSelection(time.time_ns()))
     assert (nothing.window_records, nothing.imbalance.before.mean) == (0, None)
     assert (nothing.layers, nothing.replicas.max, len(nothing.ranks)) == ([], None, 2)
 
@@ -164,8 +185,8 @@ def test_a_layer_shows_its_ranks_and_replicas(recorders: Any) -> None:
     made, views = recorders
     write_all(made, 0, 1, [30, 10], [20, 20])
     records = [view.records for view in views()]
-    detail = layer_detail(1, records[0], records, 2)
+    detail = layer_detail(1, records[0], records)
     assert detail is not None
     assert [(rank.before, rank.after) for rank in detail.ranks] == [(30, 20), (10, 20)]
     assert (detail.last_batch, detail.last_slot_expert) == (0, [[-1], [1]])
-    assert layer_detail(0, records[0], records, 2) is None
+    assert layer_detail(0, records[0], records) is None

@@ -9,6 +9,7 @@ import torch
 import ultraep_kernels.device.plan
 import ultraep_kernels.host.plan
 from ultraep_kernels.contract import Search
+from ultraep_kernels.device.stream import Programs
 
 from tests.support.host_driver import HostDriver
 from tests.support.mirror import FakeRecorder, mirrored_balancer
@@ -111,7 +112,7 @@ def device_rig(
     pool = DeviceSlotPool(driver, shape.num_slots, setup.config.chunk_bytes)
     layers = [pool.adopt(masters_of(rank, i, shape.num_masters)) for i in range(LAYERS)]
     width, chunks = row_width(shape.num_logical_experts, view), layers[0].chunks.shape[0]
-    limits = Limits(width, chunks, patience_ns, num_programs=2)
+    limits = Limits(width, chunks, patience_ns, num_senders=2, num_relays=2)
     domain = domain_of(rank, shape.num_ranks, setup.domain_size)
     path = run_path / f"domain-{domain.start}"
     path.mkdir(exist_ok=True)
@@ -132,4 +133,6 @@ def alone(
     setup = GroupSetup(config, ExpertShape(1, 8, 1), TokenView.OWN, Location.on_one_host(0, 1))
     rows = torch.zeros((1, row_width(8, TokenView.OWN)), dtype=torch.int32)
     layers = [masters_of(0, i, 8) for i in range(LAYERS)]
-    return mirrored_balancer(HostDriver(), setup, layers, rows, recorder, 100, 1, costs)[0]
+    return mirrored_balancer(
+        HostDriver(), setup, layers, rows, recorder, 100, Programs(1, 0), costs
+    )[0]

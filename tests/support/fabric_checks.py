@@ -175,7 +175,7 @@ class _Member:
             for layer in range(LAYERS)
         ]
         chunks = layers[0].chunks.shape[0]
-        limits = Limits(WIDTH, chunks, sizes.patience_ns, sizes.num_programs)
+        limits = Limits(WIDTH, chunks, sizes.patience_ns, sizes.num_programs, sizes.num_programs)
         rendezvous = SocketRendezvous(run_path, rank, RANKS, sizes.seconds)
         fabric = DeviceFabric(driver, pool, rendezvous, rank, RANKS, limits)
         return cls(rank, experts, pool, layers, fabric, driver)
@@ -197,7 +197,9 @@ class _Member:
         mode = MODES[(epoch + epoch // LAYERS) % len(MODES)]  # each with either layer
         sends = self.fabric.sends(on_device, experts.masters, mode)
         planned = torch.full((1,), Decision.PLANNED, dtype=torch.int32, device=device)
-        self.fabric.stream(tables, on_device, experts.masters, sends, planned)
+        sends = sends._replace(decision=planned, epoch=self.fabric.epoch)
+        self.fabric.stream(tables, on_device, experts.masters, sends)
+        self.fabric.receive(tables, on_device, experts.masters, sends)
         self.fabric.require_peers()
         require_equal(rows, expected, "rows")
         masters = experts.layer(LAYERS * self.rank + index, device)

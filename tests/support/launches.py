@@ -17,6 +17,7 @@ import torch
 import triton
 from torch.utils._python_dispatch import TorchDispatchMode
 from ultraep_kernels.device.offline import Launch, recorded_launches
+from ultraep_kernels.device.stream import Programs
 
 from tests.support.host_driver import HostDriver
 from tests.support.mirror import FakeRecorder, mirrored_balancer
@@ -25,6 +26,7 @@ from ultraep_serve.balance.cuda import balancer as balancer_module
 from ultraep_serve.balance.cuda import timing
 from ultraep_serve.balance.cuda.balancer import DeviceBalancer
 from ultraep_serve.balance.cuda.recording import Page
+from ultraep_serve.balance.cuda.records import Records
 from ultraep_serve.balance.speeds import expert_clock
 from ultraep_serve.balance.topology import Location
 from ultraep_serve.types import Decision, ExpertShape, Policy, TokenView
@@ -172,7 +174,9 @@ def recorded_balancer(recorder: FakeRecorder, shape: ExpertShape = SHAPE) -> Dev
         chunk_bytes=1 << 12,
     )
     setup = GroupSetup(config, shape, TokenView.OWN, Location.on_one_host(0, shape.num_ranks))
-    return mirrored_balancer(HostDriver(), setup, masters, rows.int(), recorder, 1, 1)[0]
+    return mirrored_balancer(HostDriver(), setup, masters, rows.int(), recorder, 1, Programs(1, 0))[
+        0
+    ]
 
 
 def count_layers(kind: str, batches: int = 2) -> list[HostWork]:
@@ -189,7 +193,7 @@ def count_layers(kind: str, batches: int = 2) -> list[HostWork]:
             let_device_say(balancer, Decision.BALANCED)
         elif kind == "off":  # as the device and the host have found the batch before
             balancer._decision.fill_(Decision.POLICY_OFF)
-            balancer._was_off = True
+            balancer._records.was_off = True
         for _ in range(batches):
             found = []
             for layer in range(LAYERS):
@@ -215,7 +219,7 @@ def host_microseconds_per_layer() -> dict[str, float]:
     """Of every kind of layer but those of a batch that is off, apart from what a launch takes."""
     ids, found = torch.zeros((TOKENS, TOP_K), dtype=torch.int32), dict[str, float]()
     no_launches = mock.patch.object(triton.JITFunction, "run", _nothing)
-    no_records = mock.patch.object(DeviceBalancer, "_record", _nothing)  # of what nobody wrote
+    no_records = mock.patch.object(Records, "write", _nothing)  # of what nobody wrote
     with no_launches, no_records:
         balancer = recorded_balancer(FakeRecorder())
         for kind in ("balanced", "left_alone", "decode"):

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from ultraep_kernels.contract import FLAG_BYTES
 from ultraep_kernels.device.exchange import inbox_bytes
+from ultraep_kernels.device.stream import Programs
 
 from ultraep_serve.balance.backend import GroupSetup
 from ultraep_serve.balance.cuda.balancer import DeviceBalancer
@@ -81,7 +82,7 @@ def mirrored_balancer(
     rows: torch.Tensor,
     recorder: FakeRecorder,
     patience_ns: int,
-    num_programs: int,
+    programs: Programs,
     costs: IntegerCosts | None = None,
 ) -> tuple[DeviceBalancer, DeviceFabric]:
     """Rank 0's, which finds ``rows`` (R, W) int32 of its peers in every exchange.
@@ -90,7 +91,7 @@ def mirrored_balancer(
     """
     pool = DeviceSlotPool(driver, setup.shape.num_slots, setup.config.chunk_bytes)
     adopted = [pool.adopt(masters) for masters in layers]
-    limits = Limits(rows.shape[1], adopted[0].chunks.shape[0], patience_ns, num_programs)
+    limits = Limits(rows.shape[1], adopted[0].chunks.shape[0], patience_ns, *programs)
     num_ranks = rows.shape[0]
     fabric = DeviceFabric(driver, pool, Mirror(0, num_ranks), 0, num_ranks, limits)
     inbox = inbox_bytes(num_ranks, limits.row_width)

@@ -25,7 +25,7 @@ from ultraep_serve.telemetry.recorder import Recorder
 from ultraep_serve.telemetry.schema import RingState
 from ultraep_serve.types import Decision, ExpertShape, Plan, Policy, Stage
 
-__all__ = ["SyntheticRun", "Traffic"]
+__all__ = ["SyntheticRun", "SyntheticTraffic"]
 
 _EXPERT_BYTES = 3 << 20
 _NS_PER_ASSIGNMENT = 900  # of the engine's part
@@ -36,7 +36,7 @@ _ONLY_STAGE = PipelineStage()
 
 
 @dataclass(frozen=True)
-class Traffic:
+class SyntheticTraffic:
     """What the made-up batches are like."""
 
     tokens: int = 8192  # of a prefill batch, over all ranks
@@ -56,7 +56,7 @@ class SyntheticRun:
         run_path: Path,
         shape: ExpertShape,
         num_layers: int,
-        traffic: Traffic | None = None,
+        traffic: SyntheticTraffic | None = None,
         *,
         ring_records: int = 4096,
         seed: int = 0,
@@ -67,7 +67,7 @@ class SyntheticRun:
         Further stages of a pipeline are runs of their own in the same ``run_path``.
         """
         self.shape, self.num_layers = shape, num_layers
-        self.traffic = traffic or Traffic()
+        self.traffic = traffic or SyntheticTraffic()
         self._random = np.random.default_rng(seed)
         self._batch = 0
         self._popularity = self._random.normal(size=(num_layers, shape.num_logical_experts))

@@ -12,7 +12,7 @@ import torch
 from ultraep_kernels.contract import Decision
 from ultraep_kernels.device.relays import Sends, new_sends, plan_sends
 from ultraep_kernels.device.status import new_status
-from ultraep_kernels.device.stream import StreamTables, stream
+from ultraep_kernels.device.stream import Programs, StreamTables, receive, stream
 
 from tests.support.bench import PATIENCE_NS, Bench
 from tests.support.kernel_checks import require_ok
@@ -143,9 +143,8 @@ def sender(
     phases = [[_only(send, kind) for send in sends] for kind in kinds]
 
     def send_all(rank: int, send: Sends) -> None:
-        arguments = ranks.tables[rank], rank, epoch, status, PATIENCE_NS
-        masters, num_programs = ranks.shape.num_masters, bench.num_programs
-        stream(send, slot_expert, masters, *arguments, num_programs=num_programs)
+        arguments = ranks.shape.num_masters, ranks.tables[rank], rank, epoch, status
+        stream(send, slot_expert, *arguments, Programs(bench.num_programs, bench.num_programs))
 
     def run() -> None:
         for phase in phases:
@@ -159,10 +158,11 @@ def require_arrived(
 ) -> None:
     """Wait for all ranks' slots; AssertionError where one does not hold its master's bytes."""
     planned = torch.full_like(status, Decision.PLANNED)
-    masters, nothing = ranks.shape.num_masters, new_sends(*slot_expert.shape, status.device)
+    nothing = new_sends(*slot_expert.shape, status.device)
     for rank, tables in enumerate(ranks.tables):
-        arguments = tables, rank, epoch, status, PATIENCE_NS
-        stream(nothing, slot_expert, masters, *arguments, num_programs=0, decision=planned)
+        arguments = ranks.shape.num_masters, tables, rank, epoch, status, Programs(0, 0)
+        waits = {"decision": planned, "reported": status, "patience_ns": PATIENCE_NS}
+        receive(nothing, slot_expert, *arguments, **waits)
     require_ok(status)
     wrong = _wrong_slots(ranks, slot_expert)
     assert not wrong, f"(rank, slot) {wrong} differ from their masters"

@@ -13,19 +13,16 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse
 from fastapi.staticfiles import StaticFiles
 from prometheus_client import CollectorRegistry
-from starlette.datastructures import MutableHeaders
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ultraep_serve import __version__
 from ultraep_serve.sidecar.access import KnownNames, wrong_values
-from ultraep_serve.sidecar.answers import AnswerCache
-from ultraep_serve.sidecar.encoding import prepare
+from ultraep_serve.sidecar.answers import AnswerCache, Budget
 from ultraep_serve.sidecar.health import Overview
-from ultraep_serve.sidecar.metrics import BalanceCollector, DetailCollector
+from ultraep_serve.sidecar.metrics import StoreCollector, detailed_metrics, usual_metrics
 from ultraep_serve.sidecar.routes_balance import balance_routes, live_routes
+from ultraep_serve.sidecar.routes_capture import capture_routes
 from ultraep_serve.sidecar.routes_control import Switches, control_routes
 from ultraep_serve.sidecar.routes_operate import Access, operate_routes
-from ultraep_serve.sidecar.routes_record import record_routes
 from ultraep_serve.sidecar.statistics.snapshot import BalanceSnapshot
 from ultraep_serve.sidecar.statistics.summary import Heatmap, PolicyComparison
 from ultraep_serve.sidecar.statistics.timeline import History
@@ -60,6 +57,7 @@ class AppOptions:
     heartbeat_limit_seconds: float = ALIVE_SECONDS  # without one for longer, a rank is not alive
     max_records: int = 8192  # kept in memory of each rank
     reuse_seconds: float = 0.0  # how old an answer may be that several clients share
+    computing_share: float = 1.0  # of a core, for all but what operators ask
     event_seconds: float = 1.0  # between server-sent events
     after_poll: Callable[[], None] | None = None  # called in the background
     allowed_hosts: tuple[str, ...] = ()  # names by which it may be called, beside its own
@@ -84,12 +82,14 @@ def create_app(
         max_records=options.max_records,
         reuse_seconds=options.reuse_seconds / 5,
     )
-    answers, operations = (AnswerCache(options.reuse_seconds) for _ in range(2))
+    budget = Budget(options.computing_share)
+    answers = AnswerCache(options.reuse_seconds, at_once=2, budget=budget)
+    operations = AnswerCache(options.reuse_seconds)  # nobody's questions keep these waiting
     app = FastAPI(
         title="ultraep sidecar",
         version=__version__,
         description=_DESCRIPTION,
-        lifespan=lambda _: _polling(store, (answers, operations), options),
+        lifespan=lambda _: _polling(store, options),
         docs_url=None,  # FastAPI's own page loads its scripts from other hosts
         redoc_url=None,
     )
@@ -99,7 +99,7 @@ def create_app(
         live_routes(store, answers, operations, options.event_seconds),
         balance_routes(store, answers),
         control_routes(Switches(store, run_dir, allow_ideal), token),
-        record_routes(run_dir, token),
+        capture_routes(run_dir, token),
     )
     for router in routers:  # include_router would build the schemas of all answers again
         app.router.routes.extend(router.routes)
@@ -111,11 +111,10 @@ def create_app(
 
 
 @contextlib.asynccontextmanager
-async def _polling(
-    store: RunStore, caches: tuple[AnswerCache, ...], options: AppOptions
-) -> AsyncIterator[None]:
+async def _polling(store: RunStore, options: AppOptions) -> AsyncIterator[None]:
     """Poll the rings and log changes of state while the application serves."""
-    prepare((BalanceSnapshot, Heatmap, History, Overview, PolicyComparison))
+    for answer_type in (BalanceSnapshot, Heatmap, History, Overview, PolicyComparison):
+        answer_type.prepare()
     # More threads would only wait for each other, and each takes memory.
     to_thread.current_default_thread_limiter().total_tokens = _MAX_THREADS
     state_log, stopping = StateLog(store), threading.Event()
@@ -138,16 +137,14 @@ async def _polling(
     yield
     stopping.set()
     thread.join()
-    for answers in caches:
-        answers.close()
 
 
 def _registries(store: RunStore) -> tuple[CollectorRegistry, CollectorRegistry]:
     """One with the usual metrics, and one that also has those with many series."""
     usual, detailed = CollectorRegistry(), CollectorRegistry()
-    usual.register(BalanceCollector(store))
-    detailed.register(BalanceCollector(store))
-    detailed.register(DetailCollector(store))
+    usual.register(StoreCollector(store, usual_metrics))
+    for make in (usual_metrics, detailed_metrics):
+        detailed.register(StoreCollector(store, make))
     return usual, detailed
 
 
@@ -195,36 +192,10 @@ class StateLog:
 
 
 _FILES = Path(__file__).with_name("static")
-_HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
-    "img-src 'self' data:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
-    "frame-ancestors 'none'",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cross-Origin-Resource-Policy": "same-origin",
-}
 
 
 def _add_pages(app: FastAPI) -> None:
     """Serve the dashboard at ``/`` and the documentation of the API at ``/docs``."""
-    app.add_middleware(_StrictHeaders)
     app.mount("/static", StaticFiles(directory=_FILES), name="static")
     app.add_api_route("/", lambda: FileResponse(_FILES / "index.html"), include_in_schema=False)
     app.add_api_route("/docs", lambda: FileResponse(_FILES / "docs.html"), include_in_schema=False)
-
-
-class _StrictHeaders:
-    """Browsers load and run only files of this server, whatever an answer contains."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_strict(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                headers = MutableHeaders(scope=message)
-                for name, value in _HEADERS.items():
-                    headers[name] = value
-            await send(message)
-
-        await self._app(scope, receive, send_strict if scope["type"] == "http" else send)

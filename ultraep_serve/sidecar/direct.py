@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ultraep_serve.errors import BenchError, NoServerError
-from ultraep_serve.sidecar.encoding import encode
-from ultraep_serve.sidecar.statistics.window import Window
+from ultraep_serve.sidecar.statistics.selection import RecordSelection
 from ultraep_serve.sidecar.store import NoRunError, RunStore, UnbalancedError
 from ultraep_serve.telemetry.running import find_run
 
@@ -79,7 +78,7 @@ def _read(store: RunStore, path: Path) -> ServerStatus:
     store.poll()
     ready = not store.problems()
     try:
-        answer = encode(store.snapshot(Window()))
+        answer = store.snapshot(RecordSelection()).encoded()
     except NoRunError as error:
         ready = isinstance(error, UnbalancedError)
         text = json.dumps(error.document, ensure_ascii=False, separators=(",", ":"))

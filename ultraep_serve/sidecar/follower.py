@@ -1,68 +1,84 @@
-"""The rings, followed from poll to poll, and a bounded memory of their records."""
+"""The rings, followed from poll to poll.
+
+A record is counted once, whatever the wall clock does and whichever rank is the primary one:
+records are told apart by their writer and sequence number, or batch and layer. The times that ranks
+wrote are kept in order, and moved along when the clock is set.
+"""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ultraep_serve.errors import RingError
-from ultraep_serve.sidecar.statistics.counters import Counters
+from ultraep_serve.sidecar.memory import (
+    OWN_DTYPE,
+    RecordWindow,
+    SkippedHistory,
+    most_records,
+)
+from ultraep_serve.sidecar.statistics.fold import with_figures
+from ultraep_serve.sidecar.statistics.selection import RecordSelection
 from ultraep_serve.sidecar.statistics.snapshot import RankView
 from ultraep_serve.sidecar.statistics.timeline import Timeline
-from ultraep_serve.telemetry.reader import Poll, RingReader
-from ultraep_serve.telemetry.record import RecordArray, aligned_dtype, record_dtype
+from ultraep_serve.telemetry.reader import RingReader
+from ultraep_serve.telemetry.record import RecordArray
 from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.telemetry.schema import RingHeader
-from ultraep_serve.types import Decision, ExpertShape
+from ultraep_serve.types import Decision
 
-__all__ = [
-    "OWN_DTYPE",
-    "PrimaryRanks",
-    "RecordWindow",
-    "RingFollower",
-    "SkippedHistory",
-    "merged",
-    "most_records",
-    "own_fields",
-]
+__all__ = ["PrimaryRanks", "RingFollower", "WallClock", "merged"]
+
+_LAG_NS = 10**9  # between the time in a record and its writing
+
+
+class WallClock:
+    """How far the wall clock is set, seen against one that never is."""
+
+    def __init__(self) -> None:
+        self._ahead_ns = self._now_ahead_ns()
+
+    def set_by_ns(self) -> int:
+        """Nanoseconds that it was set ahead since the last call, or back; 0 for small ones."""
+        by = self._now_ahead_ns() - self._ahead_ns
+        if abs(by) < 200_000_000:
+            return 0
+        self._ahead_ns += by
+        return by
+
+    @staticmethod
+    def _now_ahead_ns() -> int:
+        return time.time_ns() - time.clock_gettime_ns(time.CLOCK_BOOTTIME)
 
 
 class RingFollower:
-    """The ring of ``rank``: its header at the last poll and its newest records, without loads."""
+    """The ring of one rank: its header at the last poll and its newest records, without loads."""
 
-    def __init__(
-        self,
-        run_dir: Path,
-        rank: int,
-        max_records: int,
-        timeline: Timeline,
-        first_layer: Callable[[RingHeader], int],
-    ) -> None:
+    def __init__(self, run_dir: Path, rank: int, max_records: int, timeline: Timeline) -> None:
         """Its times and bytes are added to ``timeline``; nothing is read before a poll.
 
-        ``rank`` counts over pipeline stages. ``first_layer`` says how many layers the stages before
-        a ring's have: records count layers within a stage, and whoever reads them over all stages.
+        ``rank`` counts over pipeline stages.
         """
         self.header: RingHeader | None = None  # None: not readable, for the reason in ``error``
         self.error = "no ring yet"
         self.missed = 0  # records overwritten or damaged before they were read
-        self._rank = rank
+        self.rank = rank
+        self.since_ns = 0  # CLOCK_MONOTONIC, when its writer was first seen
         self._path = RunFiles(run_dir).ring(rank)
         self._max_records = max_records
         self._timeline = timeline
-        self._first_layer = first_layer
         self._reader: RingReader | None = None
+        self._writer: tuple[int, ...] = ()
+        self._read_up_to = 0  # sequence number
+        self._read_at_ns = 0  # wall clock
         self._own = RecordWindow(OWN_DTYPE, 1)
-        self._counted = (0, 0)  # start of the run, and its last record that the timeline has
 
-    def poll(self, *, with_loads: bool) -> Poll | None:
-        """Read what is new; None where the ring cannot be read.
-
-        Loads are large: without ``with_loads`` the records are not kept.
-        """
-        fresh = self._reader is None
+    def poll(self) -> RecordArray | None:
+        """Records not seen before, as the ring has them; None where it cannot be read."""
+        is_known = self._reader is not None
         try:
             if self._reader is None:
                 self._reader = RingReader(self._path)
@@ -70,40 +86,49 @@ class RingFollower:
         except RingError as error:
             self._lose(error)
             return None
-        poll = replace(poll, replaced=poll.replaced or fresh)
-        if poll.replaced:
-            self._own = RecordWindow(OWN_DTYPE, most_records(poll.header.shape, self._max_records))
-        else:
+        header, records = poll.header, poll.records
+        writer = (header.started_ns, header.pid, header.process_namespace)
+        if writer != self._writer:
+            self._writer, self.since_ns = writer, time.monotonic_ns()
+            self._read_up_to = self._read_at_ns = 0
+            self._own = RecordWindow(OWN_DTYPE, most_records(header.shape, self._max_records))
+        elif is_known:
             self.missed += poll.missed
-        poll.records["layer"] += self._first_layer(poll.header)
-        own = own_fields(poll.records)
-        self._own.append(own)
-        self._count_times(own, poll)
-        self.header, self.error = poll.header, ""
-        return poll if with_loads else replace(poll, records=poll.records[:0].copy())
-
-    def held_at(self, poll: Poll) -> RecordArray:
-        """All that the ring held at the last ``poll``, with the loads that polls did not keep."""
-        assert self._reader is not None
-        try:
-            records = self._reader.recent()
-        except RingError:
-            return poll.records  # the next poll reports the error
-        records = records[records["seq"] <= poll.header.written]
-        records["layer"] += self._first_layer(poll.header)
+        records = records[records["seq"] > self._read_up_to]
+        now_ns = time.time_ns()
+        records["time_ns"] = _in_order(records["time_ns"], self._read_at_ns, now_ns)
+        self._read_up_to, self._read_at_ns = header.written, now_ns
+        self.header, self.error = header, ""
         return records
 
+    def keep(self, records: RecordArray) -> None:
+        """Keep and count those of the last poll, whose layers count over all stages."""
+        own = np.empty(len(records), OWN_DTYPE)
+        for name in OWN_DTYPE.names or ():
+            own[name] = records[name]
+        self._own.append(own)
+        self._timeline.add_own(self.rank, own)
+
     def records(self) -> RecordArray:
-        """The newest records, oldest first, as OWN_DTYPE; not to be changed."""
+        """The newest records, oldest first; not to be changed."""
         return self._own.records()
+
+    def records_with_loads(self) -> RecordArray:
+        """Those of ``records`` that the ring still has, as the ring has them. Raises RingError."""
+        assert self._reader is not None
+        own, records = self.records(), self._reader.recent()
+        records = records[np.isin(records["seq"], own["seq"])]
+        own = own[np.searchsorted(own["seq"], records["seq"])]
+        records["time_ns"], records["layer"] = own["time_ns"], own["layer"]
+        return records
 
     def view(self, now_ns: int, heartbeat_limit_seconds: float) -> RankView:
         """The rank at ``now_ns`` (CLOCK_MONOTONIC)."""
         header = self.header
         if header is None:
-            return RankView(self._rank, None, False, None, self.records())
+            return RankView(self.rank, None, False, None, self.records())
         return RankView(
-            self._rank,
+            self.rank,
             header,
             header.alive(now_ns, heartbeat_limit_seconds),
             header.heartbeat_age_seconds(now_ns),
@@ -111,19 +136,39 @@ class RingFollower:
             header.last_batch_age_seconds(now_ns),
         )
 
+    def shift(self, by_ns: int) -> None:
+        """The wall clock was set."""
+        self._read_at_ns = max(0, self._read_at_ns + by_ns)
+        self._own.shift(by_ns)
+
     def _lose(self, error: RingError) -> None:
         if self._reader is not None:
             self._reader.close()  # an unlinked file keeps its memory while it is open
             self._reader = None
         self.header, self.error = None, str(error)
 
-    def _count_times(self, own: RecordArray, poll: Poll) -> None:
-        """By number, since the wall clock may be set; a ring put back holds known records again."""
-        started_ns, last = self._counted
-        if started_ns != poll.header.started_ns:
-            last = 0
-        self._timeline.add_own(self._rank, own[poll.records["seq"] > last])
-        self._counted = (poll.header.started_ns, poll.header.written)
+
+def _in_order(
+    times_ns: NDArray[np.unsignedinteger], after_ns: int, now_ns: int
+) -> NDArray[np.unsignedinteger]:
+    """``times_ns`` (n,) of records read at ``now_ns`` and written after ``after_ns``, in order.
+
+    Those written before the clock was set back are not later than those that follow; those written
+    before it was set ahead are not earlier than ``after_ns``.
+    """
+    bounded = np.append(times_ns, np.uint64(now_ns))
+    in_order = np.minimum.accumulate(bounded[::-1])[::-1][:-1]
+    if after_ns:
+        in_order[in_order + np.uint64(_LAG_NS) < after_ns] = after_ns
+    return in_order
+
+
+class _Counted(NamedTuple):
+    """The last record of a pipeline stage that was counted."""
+
+    batch: int
+    layer: int
+    at_ns: int  # CLOCK_MONOTONIC, when
 
 
 class PrimaryRanks:
@@ -134,13 +179,15 @@ class PrimaryRanks:
     """
 
     def __init__(
-        self, counters: Counters, max_records: int, heartbeat_limit_seconds: float
+        self, timeline: Timeline, max_records: int, heartbeat_limit_seconds: float
     ) -> None:
-        """Their records are also counted in ``counters``."""
+        """Their records are counted in ``timeline``."""
         self.by_stage: dict[int, int] = {}  # in the order of stages
-        self._counters = counters
+        self._timeline = timeline
         self._max_records = max_records
         self._limit = heartbeat_limit_seconds
+        self._since: dict[int, int] = {}  # ``RingFollower.since_ns`` of each
+        self._counted: dict[int, _Counted] = {}  # by stage
         self._records = RecordWindow(OWN_DTYPE, max_records)
         self._skipped = SkippedHistory()
 
@@ -149,43 +196,77 @@ class PrimaryRanks:
         """That of the first stage which has one; -1 where none has."""
         return next(iter(self.by_stage.values()), -1)
 
-    def follow(self, polls: Mapping[int, Poll], rings: Mapping[int, RingFollower]) -> None:
-        """Add the new records of ``polls``, by rank, of the ``rings`` that could be read."""
-        if not polls:
+    def follow(self, polls: Mapping[int, RecordArray], rings: Mapping[int, RingFollower]) -> None:
+        """Add the new records in ``polls``, by rank, of the ``rings`` that could be read."""
+        headers = {rank: header for rank in polls if (header := rings[rank].header)}
+        if not headers:
             return
-        chosen = self._choose(polls)
-        own = {rank: polls[rank] for rank in chosen.values()}
-        header = next(iter(own.values())).header
-        if chosen != self.by_stage or any(poll.replaced for poll in own.values()):
-            self.by_stage, shape = chosen, header.shape
-            self._records = RecordWindow(
-                record_dtype(shape), most_records(shape, self._max_records)
-            )
+        chosen = self._choose(headers)
+        header = headers[next(iter(chosen.values()))]
+        since = {stage: rings[rank].since_ns for stage, rank in chosen.items()}
+        is_same = (chosen, since) == (self.by_stage, self._since)
+        try:
+            new = {
+                stage: polls[rank] if is_same else rings[rank].records_with_loads()
+                for stage, rank in chosen.items()
+            }
+        except RingError:
+            return  # the next poll reports it, or reads all again
+        self.by_stage, self._since = chosen, since
+        domain_size = header.location.domain_size
+        of_stage = {stage: with_figures(part, domain_size) for stage, part in new.items()}
+        together = merged(list(of_stage.values()))
+        if not is_same:
+            most = most_records(header.shape, self._max_records)
+            self._records = RecordWindow(together.dtype, most)
             self._skipped = SkippedHistory()
-            new = merged([rings[rank].held_at(poll) for rank, poll in own.items()])
-        else:
-            new = merged([poll.records for poll in own.values()])
-        self._records.append(new)
+        self._records.append(together)
         self._skipped.observe(time.time_ns(), header)
-        self._counters.observe(new, header.started_ns)
+        for number, (stage, records) in enumerate(of_stage.items()):
+            self._count(stage, records, with_batches=not number)
 
-    def _choose(self, polls: Mapping[int, Poll]) -> dict[int, int]:
+    def _choose(self, headers: Mapping[int, RingHeader]) -> dict[int, int]:
         now_ns = time.monotonic_ns()
-        in_order = sorted(polls, key=lambda r: (not polls[r].header.alive(now_ns, self._limit), r))
-        shape = polls[in_order[0]].header.shape
+        in_order = sorted(headers, key=lambda r: (not headers[r].alive(now_ns, self._limit), r))
+        shape = headers[in_order[0]].shape
         chosen: dict[int, int] = {}
         for rank in in_order:
-            if polls[rank].header.shape == shape:  # others are reported as a problem
-                chosen.setdefault(polls[rank].header.pipeline_stage, rank)
+            if headers[rank].shape == shape:  # others are reported as a problem
+                chosen.setdefault(headers[rank].pipeline_stage, rank)
         return dict(sorted(chosen.items()))
 
+    def _count(self, stage: int, records: RecordArray, *, with_batches: bool) -> None:
+        """Count those of ``records`` that come after the last one counted of ``stage``.
+
+        All ranks number batches alike, so another primary rank repeats records of the last one. A
+        run has all its rings before its first record, so a writer that was first seen after the
+        last record counted is of a new run.
+        """
+        batch, layer, at_ns = self._counted.get(stage, _Counted(0, 0, -1))
+        is_new_run = self._since[stage] > at_ns
+        if not is_new_run:
+            later = (records["batch"] == batch) & (records["layer"] > layer)
+            records = records[later | (records["batch"] > batch)]
+        if not len(records):
+            return
+        last = records[-1]
+        self._counted[stage] = _Counted(int(last["batch"]), int(last["layer"]), time.monotonic_ns())
+        if with_batches:
+            self._timeline.add_batches(records, of_new_run=is_new_run)
+        self._timeline.add(RecordSelection().considered(records))
+
     def records(self) -> RecordArray:
-        """The newest records, oldest first, with loads; not to be changed."""
+        """The newest records, oldest first, with loads and figures; not to be changed."""
         return self._records.records()
 
     def skipped_since(self, time_ns: int) -> Iterator[tuple[Decision, int]]:
         """As ``SkippedHistory.since``."""
         return self._skipped.since(time_ns)
+
+    def shift(self, by_ns: int) -> None:
+        """The wall clock was set."""
+        self._records.shift(by_ns)
+        self._skipped.shift(by_ns)
 
 
 def merged(records: Sequence[RecordArray]) -> RecordArray:
@@ -194,99 +275,3 @@ def merged(records: Sequence[RecordArray]) -> RecordArray:
         return records[0]
     together = np.concatenate(records)
     return together[np.argsort(together["time_ns"], kind="stable")]
-
-
-_MAX_BYTES = 64 << 20  # of records of all ranks; fewer are held where they are large
-
-# What is kept of every rank's records; loads and slots are kept of the primary rank's only.
-OWN_DTYPE = aligned_dtype(
-    "batch", "time_ns", "bytes_sent", "bytes_received", "stage_ns", "layer", "decision", "policy"
-)
-
-
-def own_fields(records: RecordArray) -> RecordArray:
-    """The fields of ``records`` (n,) that are in OWN_DTYPE."""
-    result = np.empty(len(records), OWN_DTYPE)
-    for name in OWN_DTYPE.names or ():
-        result[name] = records[name]
-    return result
-
-
-def most_records(shape: ExpertShape, max_records: int) -> int:
-    """Records to keep of each rank: up to ``max_records``, and at most 64 MiB of all ranks."""
-    size = record_dtype(shape).itemsize + shape.num_ranks * OWN_DTYPE.itemsize
-    return max(1, min(max_records, _MAX_BYTES // size))
-
-
-class RecordWindow:
-    """The newest ``max_records`` records, contiguous in memory."""
-
-    def __init__(self, dtype: np.dtype[np.void], max_records: int) -> None:
-        self._max_records = max_records
-        self._buffer: RecordArray = np.empty(0, dtype)
-        self._end = 0
-
-    def append(self, records: RecordArray) -> None:
-        """Add ``records``, which follow the ones held; the oldest are dropped."""
-        records = records[-self._max_records :]
-        if self._end + len(records) > len(self._buffer):
-            self._make_room(len(records))
-        self._buffer[self._end : self._end + len(records)] = records
-        self._end += len(records)
-
-    def _make_room(self, count: int) -> None:
-        """Move the records to a larger buffer; arrays returned before keep the old one."""
-        held = self.records()
-        size = min(5 * self._max_records // 4 + count, max(64, 2 * (len(held) + count)))
-        self._buffer = np.empty(size, held.dtype)
-        self._buffer[: len(held)] = held
-        self._end = len(held)
-
-    def records(self) -> RecordArray:
-        """All records held, oldest first; not to be changed."""
-        return self._buffer[max(0, self._end - self._max_records) : self._end]
-
-
-class SkippedHistory:
-    """Numbers of batches skipped without a record, for the last ``max_changes`` changes.
-
-    A record has a time, a skipped batch is only counted: the batches of a window are the counters
-    now minus the counters before the window.
-    """
-
-    def __init__(self, max_changes: int = 4096) -> None:
-        self._times = np.zeros(max_changes, np.uint64)
-        self._counts = np.zeros((max_changes, len(Decision)), np.uint64)
-        self._size = 0
-
-    def observe(self, time_ns: int, header: RingHeader) -> None:
-        """Store ``header``'s counters, read at ``time_ns`` (wall clock)."""
-        if self._size == 0:
-            self._append(header.started_ns, (0,) * len(Decision))
-        if (self._counts[self._size - 1] != header.skipped_batches).any():
-            self._append(time_ns, header.skipped_batches)
-
-    def since(self, time_ns: int) -> Iterator[tuple[Decision, int]]:
-        """Batches skipped at or after ``time_ns``, as exact as the polls.
-
-        Those before the first poll are spread evenly over the time since the engine started.
-        """
-        if not self._size:
-            return
-        times, counts = self._times[: self._size], self._counts[: self._size]
-        index = max(0, int(np.searchsorted(times, np.uint64(time_ns), side="right")) - 1)
-        before: list[int] = counts[index].tolist()
-        if index == 0 and self._size > 1 and not any(before):
-            start, first = times[:2].tolist()
-            part = min(1.0, max(0.0, (time_ns - start) / max(1, first - start)))
-            before = [int(part * count) for count in counts[1].tolist()]
-        for decision, now, then in zip(Decision, counts[-1].tolist(), before, strict=True):
-            yield decision, now - then
-
-    def _append(self, time_ns: int, counts: tuple[int, ...]) -> None:
-        if self._size == len(self._times):  # drop the older half
-            self._size -= self._size // 2
-            for held in (self._times, self._counts):
-                held[: self._size] = held[-self._size :]
-        self._times[self._size], self._counts[self._size] = time_ns, counts
-        self._size += 1

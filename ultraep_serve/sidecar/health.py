@@ -15,7 +15,7 @@ from ultraep_serve.sidecar.statistics.snapshot import (
 )
 from ultraep_serve.telemetry.schema import RingState
 
-__all__ = ["Overview", "RankHealth", "RankList", "Readiness", "problem", "rank_health"]
+__all__ = ["Overview", "RankHealth", "RankList", "ReadinessRead", "problem", "rank_health"]
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Overview(Documented):
     schema_version: int = SCHEMA_VERSION
 
 
-class Readiness(NamedTuple):
+class ReadinessRead(NamedTuple):
     """Whether the run is ready, and when that was found out."""
 
     problems: dict[str, str]  # as ``RunStore.problems``

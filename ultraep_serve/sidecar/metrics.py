@@ -1,44 +1,18 @@
 """Prometheus metrics, built from the rings at every scrape.
 
 Counters are those of the ranks, so nothing is lost between polls; they start at zero again with the
-engine, as Prometheus expects of counters. Metrics and their labels:
-
-======================================  ====================================================
-ultraep_unbalanced                      1 when the server runs without balancing; then alone
-ultraep_ready                           1 when every rank of this host is alive and ready
-ultraep_policy_info                     policy, engine, mode: labels, value 1
-ultraep_imbalance_ratio                 histogram by phase and when (before, after)
-ultraep_time_imbalance_ratio            histogram by phase and when: of assignments over speeds
-ultraep_imbalance_floor_ratio           lowest possible mean of ultraep_time_imbalance_ratio
-ultraep_batches_total                   by phase, decision and reason
-ultraep_layers_total                    by phase, decision and reason
-ultraep_replicas_total                  replicas placed
-ultraep_moved_bytes_total               weights sent by the ranks of this host
-ultraep_stage_seconds_total              by stage, summed over the ranks of this host
-ultraep_estimated_saved_seconds_total   time that balancing avoided
-ultraep_estimated_spent_seconds_total   time that balancing took
-ultraep_rank_up                         by rank
-ultraep_rank_speed_ratio                by rank of a pipeline stage: speed that is planned with
-ultraep_heartbeat_age_seconds           by rank
-ultraep_last_batch_age_seconds          by rank
-ultraep_records_lost_total              by rank: could not be written
-ultraep_records_missed_total            by rank: overwritten before the sidecar read them
-ultraep_slot_reserved_bytes             memory of replica slots on this host
-======================================  ====================================================
+engine, as Prometheus expects of counters.
 
 Phase is prefill or decode (batches below min_batch_tokens, which are not balanced and whose loads
 are not counted). Decision is planned, forced or identity; reason is imbalanced, measuring, small,
-policy_off, balanced, inconsistent or unprofitable.
-
-Only with ``/metrics?detail=true``: ultraep_layer_imbalance_ratio (layer, when),
-ultraep_rank_assignments_ratio (rank, when), ultraep_rank_sent_bytes_total (rank),
-ultraep_rank_received_bytes_total (rank), ultraep_rank_stage_seconds_total (rank, stage).
+policy_off, balanced, inconsistent or unprofitable. Metrics with many series come with
+``/metrics?detail=true``.
 
 Where ranks are on several hosts, each host's sidecar reports bytes, times and health of its own
 ranks; imbalance, batches, layers and replicas cover all ranks and are the same on every host.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -49,133 +23,141 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from ultraep_serve.sidecar.statistics.counters import Counters
-from ultraep_serve.sidecar.statistics.figures import mean_floor, rank_speeds, spent_seconds
+from ultraep_serve.sidecar.statistics.fold import mean_floor, rank_speeds, spent_seconds
+from ultraep_serve.sidecar.statistics.selection import RecordSelection, decision_names
 from ultraep_serve.sidecar.statistics.snapshot import BalanceSnapshot, RankView
-from ultraep_serve.sidecar.statistics.window import Window, outcome
+from ultraep_serve.sidecar.statistics.timeline import Timeline
 from ultraep_serve.sidecar.store import NoRunError, RunStore
 from ultraep_serve.telemetry.schema import RingHeader
 from ultraep_serve.types import Decision, Stage
 
-__all__ = ["BalanceCollector", "DetailCollector"]
+__all__ = ["StoreCollector", "detailed_metrics", "usual_metrics"]
 
-_LABELS = ("phase", "decision", "reason")
+_WHEN = ("before", "after")
+_Samples = Iterable[tuple[tuple[object, ...], float]]  # values of labels, and the value
 
 
-class BalanceCollector(Collector):
-    """Collects from ``store``."""
+class StoreCollector(Collector):
+    """Collects what ``make`` yields; registering it does not read the run directory."""
 
-    def __init__(self, store: RunStore) -> None:
-        self._store = store
+    def __init__(self, store: RunStore, make: Callable[[RunStore], Iterator[Metric]]) -> None:
+        self._store, self._make = store, make
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing, so that registering does not read the run directory."""
+        """Nothing."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Poll once and build every metric; without an engine only readiness and imbalance."""
-        self._store.poll()
-        unbalanced = bool(self._store.unbalanced())
-        yield GaugeMetricFamily(
-            "ultraep_unbalanced",
-            "1 when the server could not be balanced and runs all the same; other metrics are then "
-            "absent.",
-            value=float(unbalanced),
-        )
-        if unbalanced:
-            return
-        ready = not self._store.problems()
-        yield GaugeMetricFamily(
-            "ultraep_ready",
-            "1 when every rank of this host is alive and ready, else 0.",
-            value=float(ready),
-        )
-        yield from _imbalances(self._store.counters)
-        try:
-            header, views = self._store.header(), self._store.views()
-        except NoRunError:
-            return
-        headers = [view.header for view in views if view.header]
-        yield from _run_families(header)
-        yield self._floor(header)
-        yield from _total_families(headers)
-        yield from _estimates(headers, self._store.counters)
-        yield from _rank_families(views)
-        yield self._speeds()
-        yield self._missed()
-
-    def _floor(self, header: RingHeader) -> Metric:
-        records = Window().considered(self._store.held().primary)
-        return GaugeMetricFamily(
-            "ultraep_imbalance_floor_ratio",
-            "Lowest possible mean of ultraep_time_imbalance_ratio, as weights move only inside "
-            "domains: the largest domain mean over the mean of all ranks, in the records that the "
-            "sidecar holds.",
-            value=mean_floor(records, header.location.domain_size),
-        )
-
-    def _speeds(self) -> Metric:
-        family = GaugeMetricFamily(
-            "ultraep_rank_speed_ratio",
-            "Speed of the rank that the newest batch was planned with; 1 is as fast as the fastest "
-            "rank.",
-            labels=["rank"],
-        )
-        for rank, speed in enumerate(rank_speeds(self._store.held().primary)):
-            family.add_metric([str(rank)], speed)
-        return family
-
-    def _missed(self) -> Metric:
-        family = CounterMetricFamily(
-            "ultraep_records_missed",
-            "Records overwritten or damaged before the sidecar read them.",
-            labels=["rank"],
-        )
-        for rank, missed in self._store.missed().items():
-            family.add_metric([str(rank)], missed)
-        return family
+        """Build every metric."""
+        return self._make(self._store)
 
 
-def _imbalances(counters: Counters) -> Iterator[Metric]:
-    by_count = HistogramMetricFamily(
-        "ultraep_imbalance_ratio",
-        "Max/mean of assignments over ranks, one observation per MoE layer of a batch that the "
-        "policy considered; 1 is perfect. when=before: by routing alone; when=after: as computed.",
-        labels=["phase", "when"],
+def _gauge(name: str, text: str, samples: _Samples, *labels: str) -> Metric:
+    family = GaugeMetricFamily(f"ultraep_{name}", text, labels=labels)
+    return _filled(family, samples)
+
+
+def _counter(name: str, text: str, samples: _Samples, *labels: str) -> Metric:
+    family = CounterMetricFamily(f"ultraep_{name}", text, labels=labels)
+    return _filled(family, samples)
+
+
+def _filled(family: GaugeMetricFamily | CounterMetricFamily, samples: _Samples) -> Metric:
+    for labels, value in samples:
+        family.add_metric(list(map(str, labels)), value)
+    return family
+
+
+def _one(value: float) -> _Samples:
+    return [((), value)]
+
+
+def usual_metrics(store: RunStore) -> Iterator[Metric]:
+    """Poll once and build every metric; without an engine only readiness and imbalance."""
+    store.poll()
+    unbalanced = bool(store.unbalanced())
+    yield _gauge(
+        "unbalanced",
+        "1 when the server could not be balanced and runs all the same; other metrics are then "
+        "absent.",
+        _one(unbalanced),
     )
-    by_time = HistogramMetricFamily(
-        "ultraep_time_imbalance_ratio",
-        "As ultraep_imbalance_ratio, of assignments over the speeds of ranks: what policy quota "
-        "evens out; the same where ranks are equally fast.",
-        labels=["phase", "when"],
+    if unbalanced:
+        return
+    yield _gauge(
+        "ready",
+        "1 when every rank of this host is alive and ready, else 0.",
+        _one(not store.problems()),
     )
-    for family, when, histogram in (
-        (by_count, "before", counters.before),
-        (by_count, "after", counters.after),
-        (by_time, "before", counters.time_before),
-        (by_time, "after", counters.time_after),
+    yield from _imbalances(store.timeline)
+    try:
+        (header, primary, _), views = store.held(), store.views()
+    except NoRunError:
+        return
+    headers = [view.header for view in views if view.header]
+    yield from _of_run(header)
+    yield _gauge(
+        "imbalance_floor_ratio",
+        "Lowest possible mean of ultraep_time_imbalance_ratio, as weights move only inside "
+        "domains: the largest domain mean over the mean of all ranks, in the records that the "
+        "sidecar holds.",
+        _one(mean_floor(RecordSelection().considered(primary))),
+    )
+    yield from _totals(headers)
+    yield from _estimates(headers, store.timeline)
+    yield from _of_ranks(views)
+    yield _gauge(
+        "rank_speed_ratio",
+        "Speed of the rank that the newest batch was planned with; 1 is as fast as the fastest "
+        "rank.",
+        (((rank,), speed) for rank, speed in enumerate(rank_speeds(primary))),
+        "rank",
+    )
+    yield _counter(
+        "records_missed",
+        "Records overwritten or damaged before the sidecar read them.",
+        (((rank,), missed) for rank, missed in store.missed().items()),
+        "rank",
+    )
+
+
+def _imbalances(timeline: Timeline) -> Iterator[Metric]:
+    for prefix, text in (
+        (
+            "",
+            "Max/mean of assignments over ranks, one observation per MoE layer of a batch that the "
+            "policy considered; 1 is perfect. when=before: by routing alone; when=after: as "
+            "computed.",
+        ),
+        (
+            "time_",
+            "As ultraep_imbalance_ratio, of assignments over the speeds of ranks: what policy "
+            "quota evens out; the same where ranks are equally fast.",
+        ),
     ):
-        family.add_metric(["prefill", when], histogram.buckets(), histogram.sum)
-    yield from (by_count, by_time)
+        name = f"ultraep_{prefix}imbalance_ratio"
+        family = HistogramMetricFamily(name, text, labels=["phase", "when"])
+        for when in _WHEN:
+            family.add_metric(["prefill", when], *timeline.histogram(prefix + when))
+        yield family
 
 
-def _run_families(header: RingHeader) -> Iterator[Metric]:
-    batches = CounterMetricFamily(
-        "ultraep_batches", "Batches, by decision and reason.", labels=_LABELS
+def _of_run(header: RingHeader) -> Iterator[Metric]:
+    labels = ("phase", "decision", "reason")
+    counts = zip(Decision, header.recorded_batches, header.skipped_batches, strict=True)
+    yield _counter(
+        "batches",
+        "Batches, by decision and reason.",
+        ((decision_names(decision), seen + skipped) for decision, seen, skipped in counts),
+        *labels,
     )
-    layers = CounterMetricFamily(
-        "ultraep_layers", "MoE layers of batches, by decision and reason.", labels=_LABELS
+    yield _counter(
+        "layers",
+        "MoE layers of batches, by decision and reason.",
+        ((decision_names(decision), header.layers[decision]) for decision in Decision),
+        *labels,
     )
-    for decision in Decision:
-        labels = outcome(decision)
-        seen = header.recorded_batches[decision] + header.skipped_batches[decision]
-        batches.add_metric(labels, seen)
-        layers.add_metric(labels, header.layers[decision])
-    yield batches
-    yield layers
-    yield CounterMetricFamily(
-        "ultraep_replicas", "Replicas of experts placed, over all ranks.", value=header.replicas
-    )
+    yield _counter("replicas", "Replicas of experts placed, over all ranks.", _one(header.replicas))
     yield InfoMetricFamily(
         "ultraep_policy",
         "The policy in force, the engine and how its ranks share the work.",
@@ -183,130 +165,122 @@ def _run_families(header: RingHeader) -> Iterator[Metric]:
     )
 
 
-def _total_families(headers: list[RingHeader]) -> Iterator[Metric]:
-    yield CounterMetricFamily(
-        "ultraep_moved_bytes",
+def _totals(headers: list[RingHeader]) -> Iterator[Metric]:
+    yield _counter(
+        "moved_bytes",
         "Expert weights sent by the ranks of this host.",
-        value=sum(header.bytes_sent for header in headers),
+        _one(sum(header.bytes_sent for header in headers)),
     )
-    yield GaugeMetricFamily(
-        "ultraep_slot_reserved_bytes",
+    yield _gauge(
+        "slot_reserved_bytes",
         "Memory reserved for replica slots on this host.",
-        value=sum(header.slot_bytes_reserved for header in headers),
+        _one(sum(header.slot_bytes_reserved for header in headers)),
     )
-    family = CounterMetricFamily(
-        "ultraep_stage_seconds",
+    totals = {stage: sum(header.stage_ns[stage] for header in headers) for stage in Stage}
+    yield _counter(
+        "stage_seconds",
         "Time in each stage of balancing and in the engine's part (compute), summed over ranks; "
         "exchange and wait are waiting times.",
-        labels=["stage"],
+        (((stage.name.lower(),), total / 1e9) for stage, total in totals.items()),
+        "stage",
     )
-    for stage in Stage:
-        total = sum(header.stage_ns[stage] for header in headers)
-        family.add_metric([stage.name.lower()], total / 1e9)
-    yield family
 
 
-def _estimates(headers: list[RingHeader], counters: Counters) -> Iterator[Metric]:
-    yield CounterMetricFamily(
-        "ultraep_estimated_saved_seconds",
+def _estimates(headers: list[RingHeader], timeline: Timeline) -> Iterator[Metric]:
+    yield _counter(
+        "estimated_saved_seconds",
         "Estimated time that balancing avoided: the engine's time of each layer x (assignments of "
         "the busiest rank before / after - 1).",
-        value=counters.saved_seconds,
+        _one(timeline.saved_seconds),
     )
     stages = float(spent_seconds([header.stage_ns for header in headers]))
-    yield CounterMetricFamily(
-        "ultraep_estimated_spent_seconds",
+    yield _counter(
+        "estimated_spent_seconds",
         "Estimated time that balancing took: its stages on the slowest rank, exchange on the rank "
         "that waited least, and the extra time of layers less balanced than before.",
-        value=stages + counters.worsened_seconds,
+        _one(stages + timeline.worsened_seconds),
     )
 
 
-def _rank_families(views: list[RankView]) -> Iterator[Metric]:
-    labels = ["rank"]
-    up = GaugeMetricFamily("ultraep_rank_up", "1 while the rank is alive.", labels=labels)
-    heart = GaugeMetricFamily(
-        "ultraep_heartbeat_age_seconds", "Time since the rank's last heartbeat.", labels=labels
+def _of_ranks(views: list[RankView]) -> Iterator[Metric]:
+    up = (((view.rank,), view.alive) for view in views)
+    yield _gauge("rank_up", "1 while the rank is alive.", up, "rank")
+    ages = [(view.rank, view.heartbeat_age_seconds) for view in views]
+    yield _gauge(
+        "heartbeat_age_seconds",
+        "Time since the rank's last heartbeat.",
+        (((rank,), age) for rank, age in ages if age is not None),
+        "rank",
     )
-    batch = GaugeMetricFamily(
-        "ultraep_last_batch_age_seconds",
+    ages = [(view.rank, view.last_batch_age_seconds) for view in views]
+    yield _gauge(
+        "last_batch_age_seconds",
         "Time since the rank's last batch; absent before the first.",
-        labels=labels,
+        (((rank,), age) for rank, age in ages if age is not None),
+        "rank",
     )
-    lost = CounterMetricFamily(
-        "ultraep_records_lost", "Records that the rank could not write.", labels=labels
+    yield _counter(
+        "records_lost",
+        "Records that the rank could not write.",
+        (((view.rank,), view.header.lost) for view in views if view.header),
+        "rank",
     )
-    for view in views:
-        rank, header = [str(view.rank)], view.header
-        up.add_metric(rank, float(view.alive))
-        if header is not None and view.heartbeat_age_seconds is not None:
-            heart.add_metric(rank, view.heartbeat_age_seconds)
-            lost.add_metric(rank, header.lost)
-        if view.last_batch_age_seconds is not None:
-            batch.add_metric(rank, view.last_batch_age_seconds)
-    yield from (up, heart, batch, lost)
 
 
-_WHEN = ("before", "after")
+def detailed_metrics(store: RunStore) -> Iterator[Metric]:
+    """Build the metrics with many series, just after a poll; nothing without an engine."""
+    try:
+        views, snapshot = store.views(), store.snapshot(RecordSelection())
+    except NoRunError:
+        return
+    yield from _of_window(snapshot)
+    headers = [(view.rank, view.header) for view in views if view.header]
+    yield _counter(
+        "rank_sent_bytes",
+        "Expert weights sent.",
+        (((rank,), header.bytes_sent) for rank, header in headers),
+        "rank",
+    )
+    yield _counter(
+        "rank_received_bytes",
+        "Expert weights received.",
+        (((rank,), header.bytes_received) for rank, header in headers),
+        "rank",
+    )
+    yield _counter(
+        "rank_stage_seconds",
+        "Time in each stage.",
+        (
+            ((rank, stage.name.lower()), header.stage_ns[stage] / 1e9)
+            for rank, header in headers
+            for stage in Stage
+        ),
+        "rank",
+        "stage",
+    )
 
 
-class DetailCollector(Collector):
-    """Collects the metrics with many series from ``store``, which was just polled."""
-
-    def __init__(self, store: RunStore) -> None:
-        self._store = store
-
-    def describe(self) -> Iterable[Metric]:
-        """Nothing, so that registering does not read the run directory."""
-        return []
-
-    def collect(self) -> Iterator[Metric]:
-        """Build every metric; nothing without an engine."""
-        try:
-            views, snapshot = self._store.views(), self._store.snapshot(Window())
-        except NoRunError:
-            return
-        yield from _window_families(snapshot)
-        yield from _rank_counters(views)
-
-
-def _window_families(snapshot: BalanceSnapshot) -> Iterator[Metric]:
-    layers = GaugeMetricFamily(
-        "ultraep_layer_imbalance_ratio",
+def _of_window(snapshot: BalanceSnapshot) -> Iterator[Metric]:
+    yield _gauge(
+        "layer_imbalance_ratio",
         "Mean of max/mean of assignments over ranks in the records that the sidecar holds.",
-        labels=["layer", "when"],
+        (
+            ((layer.layer, when), getattr(layer.imbalance, when).mean)
+            for layer in snapshot.layers
+            for when in _WHEN
+        ),
+        "layer",
+        "when",
     )
-    for layer in snapshot.layers:
-        for when in _WHEN:
-            mean = getattr(layer.imbalance, when).mean
-            layers.add_metric([str(layer.layer), when], mean)
-    ranks = GaugeMetricFamily(
-        "ultraep_rank_assignments_ratio",
+    yield _gauge(
+        "rank_assignments_ratio",
         "Assignments of the rank over the mean of all that share its layers, in the records that "
         "the sidecar holds.",
-        labels=["rank", "when"],
+        (
+            ((rank.rank, when), getattr(rank.assignments, when) / (rank.assignments.mean or 1.0))
+            for rank in snapshot.ranks
+            for when in _WHEN
+        ),
+        "rank",
+        "when",
     )
-    for when in _WHEN:
-        for rank in snapshot.ranks:
-            ratio = getattr(rank.assignments, when) / (rank.assignments.mean or 1.0)
-            ranks.add_metric([str(rank.rank), when], ratio)
-    yield from (layers, ranks)
-
-
-def _rank_counters(views: list[RankView]) -> Iterator[Metric]:
-    sent = CounterMetricFamily("ultraep_rank_sent_bytes", "Expert weights sent.", labels=["rank"])
-    received = CounterMetricFamily(
-        "ultraep_rank_received_bytes", "Expert weights received.", labels=["rank"]
-    )
-    stages = CounterMetricFamily(
-        "ultraep_rank_stage_seconds", "Time in each stage.", labels=["rank", "stage"]
-    )
-    for view in views:
-        if view.header is None:
-            continue
-        rank = str(view.rank)
-        sent.add_metric([rank], view.header.bytes_sent)
-        received.add_metric([rank], view.header.bytes_received)
-        for stage in Stage:
-            stages.add_metric([rank, stage.name.lower()], view.header.stage_ns[stage] / 1e9)
-    yield from (sent, received, stages)

@@ -8,7 +8,8 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, HTTPException, Query, Request, Response
 from fastapi import Path as InPath
-from fastapi.responses import StreamingResponse
+from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from ultraep_serve.sidecar.answers import BUSY, AnswerCache
 from ultraep_serve.sidecar.health import Overview, RankList
@@ -22,11 +23,12 @@ from ultraep_serve.sidecar.statistics.batches import (
     batch_snapshot,
     batch_snapshots,
 )
-from ultraep_serve.sidecar.statistics.figures import (
+from ultraep_serve.sidecar.statistics.fold import (
     mean_floor,
     rank_speeds,
     time_imbalance_snapshot,
 )
+from ultraep_serve.sidecar.statistics.selection import RecordSelection
 from ultraep_serve.sidecar.statistics.snapshot import BalanceSnapshot
 from ultraep_serve.sidecar.statistics.summary import (
     Heatmap,
@@ -39,7 +41,6 @@ from ultraep_serve.sidecar.statistics.summary import (
     phases,
 )
 from ultraep_serve.sidecar.statistics.timeline import History
-from ultraep_serve.sidecar.statistics.window import Window
 from ultraep_serve.sidecar.store import NoRunError, RunStore
 from ultraep_serve.telemetry.record import RecordArray
 from ultraep_serve.types import Policy
@@ -102,12 +103,12 @@ def _add_summaries(router: APIRouter, shared: _Shared) -> None:
         Without parameters batches are counted since the engine started, else over the records
         still held.
         """
-        return await shared(RunStore.snapshot, Window(since_ns, policy))
+        return await shared(RunStore.snapshot, RecordSelection(since_ns, policy))
 
     @router.get("/heatmap", response_model=Heatmap)
     async def heat(since_ns: SinceNs = 0, policy: PolicyName = None) -> Response:
         """Load of each rank in each layer, relative to the mean of the layer's ranks."""
-        return await shared(_heatmap, Window(since_ns, policy))
+        return await shared(_heatmap, RecordSelection(since_ns, policy))
 
     @router.get("/history", response_model=History)
     async def history(seconds: Seconds = 300, step: Step = 2) -> Response:
@@ -117,7 +118,7 @@ def _add_summaries(router: APIRouter, shared: _Shared) -> None:
     @router.get("/policies", response_model=PolicyComparison)
     async def policies(since_ns: SinceNs = 0) -> Response:
         """The policies of the records held, for comparison; routing alone (off) is the baseline."""
-        return await shared(_policies, Window(since_ns))
+        return await shared(_policies, RecordSelection(since_ns))
 
     @router.get("/batches", response_model=BatchList)
     async def batches(
@@ -127,33 +128,35 @@ def _add_summaries(router: APIRouter, shared: _Shared) -> None:
         policy: PolicyName = None,
     ) -> Response:
         """Prefill batches, newest first; under policy off none are recorded."""
-        return await shared(_batches, limit, before, Window(since_ns, policy))
+        return await shared(_batches, limit, before, RecordSelection(since_ns, policy))
 
 
-def _heatmap(store: RunStore, window: Window) -> Heatmap:
-    return heatmap(window.considered(store.held().primary))
+def _heatmap(store: RunStore, selection: RecordSelection) -> Heatmap:
+    return heatmap(selection.considered(store.held().primary))
 
 
 def _history(store: RunStore, seconds: int, step: int) -> History:
     return store.history(int(time.time()), seconds, step)
 
 
-def _policies(store: RunStore, window: Window) -> PolicyComparison:
+def _policies(store: RunStore, selection: RecordSelection) -> PolicyComparison:
     _, primary, own = store.held()
-    return compare_policies(window, primary, own)
+    return compare_policies(selection, primary, own)
 
 
-def _batches(store: RunStore, limit: int, before: int | None, window: Window) -> BatchList:
+def _batches(
+    store: RunStore, limit: int, before: int | None, selection: RecordSelection
+) -> BatchList:
     _, primary, own = store.held()
-    own = [window.recorded(records) for records in own]
-    return batch_snapshots(window.recorded(primary), own, limit, before)
+    own = [selection.recorded(records) for records in own]
+    return batch_snapshots(selection.recorded(primary), own, limit, before)
 
 
 def _add_details(router: APIRouter, shared: _Shared) -> None:
     @router.get("/layers/{layer}", response_model=LayerDetail, responses=_NOT_HELD)
     async def layer(layer: Layer, since_ns: SinceNs = 0, policy: PolicyName = None) -> Response:
         """One MoE layer: also the load of each rank and where its last replicas were."""
-        return await shared(_layer, layer, Window(since_ns, policy))
+        return await shared(_layer, layer, RecordSelection(since_ns, policy))
 
     @router.get("/batches/{batch}", response_model=BatchDetail, responses=_NOT_HELD)
     async def batch(batch: Batch) -> Response:
@@ -168,10 +171,10 @@ def _add_details(router: APIRouter, shared: _Shared) -> None:
         return await shared(_batch_layer, batch, layer)
 
 
-def _layer(store: RunStore, layer: int, window: Window) -> LayerDetail:
-    header, primary, own = store.held()
-    own = [window.considered(records) for records in own]
-    detail = layer_detail(layer, window.considered(primary), own, header.location.domain_size)
+def _layer(store: RunStore, layer: int, selection: RecordSelection) -> LayerDetail:
+    _, primary, own = store.held()
+    own = [selection.considered(records) for records in own]
+    detail = layer_detail(layer, selection.considered(primary), own)
     if detail is None:
         raise HTTPException(404, f"no records of layer {layer} in this window")
     return detail
@@ -201,10 +204,10 @@ def live_routes(
     ``operations`` are answers that nobody's questions keep waiting.
     """
     router = APIRouter(prefix="/v1", tags=["live"])
-    listeners = [0]
+    listeners = Listeners()
 
     async def encoded(seconds: int) -> bytes:
-        return await answers.shared(("overview", seconds), lambda: overview(store, seconds))
+        return await answers.encoded(("overview", seconds), lambda: overview(store, seconds))
 
     @router.get("/overview", response_model=Overview, responses=_BUSY)
     async def get_overview(seconds: RecentSeconds = 60) -> Response:
@@ -222,25 +225,44 @@ def live_routes(
         return await operations.give("ranks", polled)
 
     @router.get("/events", response_class=StreamingResponse, responses=_EVENTS)
-    async def events(request: Request, seconds: RecentSeconds = 60) -> StreamingResponse:
+    async def events(request: Request, seconds: RecentSeconds = 60) -> Response:
         """Server-sent events: an overview every second, until the client disconnects."""
-        if listeners[0] >= _MAX_LISTENERS:
-            raise HTTPException(503, f"{_MAX_LISTENERS} clients listen; poll /v1/overview instead")
 
         async def stream() -> AsyncIterator[bytes]:
-            listeners[0] += 1
-            try:
-                while not (request.app.state.stopping or await request.is_disconnected()):
-                    with contextlib.suppress(HTTPException):  # too busy for this one
-                        yield _event("overview", await encoded(seconds))
-                    await asyncio.sleep(period)
-            finally:
-                listeners[0] -= 1
+            while not (request.app.state.stopping or await request.is_disconnected()):
+                with contextlib.suppress(HTTPException):  # too busy for this one
+                    yield _event("overview", await encoded(seconds))
+                await asyncio.sleep(period)
 
-        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        return StreamingResponse(stream(), media_type="text/event-stream", headers=headers)
+        return listeners.response(stream())
 
     return router
+
+
+class Listeners:
+    """Those who are pushed events, counted from before their answer begins until it has ended."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def response(self, events: AsyncIterator[bytes]) -> Response:
+        """``events`` to one more; 503 where there are too many."""
+        listeners = self
+
+        class Counted(StreamingResponse):
+            async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+                if listeners._count >= _MAX_LISTENERS:
+                    detail = f"{_MAX_LISTENERS} clients listen; poll /v1/overview instead"
+                    await JSONResponse({"detail": detail}, BUSY)(scope, receive, send)
+                    return
+                listeners._count += 1
+                try:
+                    await super().__call__(scope, receive, send)
+                finally:
+                    listeners._count -= 1
+
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        return Counted(events, media_type="text/event-stream", headers=headers)
 
 
 def overview(store: RunStore, seconds: int) -> Overview:
@@ -260,7 +282,7 @@ def overview(store: RunStore, seconds: int) -> Overview:
             unbalanced=unbalanced,
         )
     paused = store.control().paused
-    recent = Window(now_ns - seconds * 10**9).considered(primary)
+    recent = RecordSelection(now_ns - seconds * 10**9).considered(primary)
     return Overview(
         time_ns=now_ns,
         ready=health.ready,
@@ -278,7 +300,7 @@ def overview(store: RunStore, seconds: int) -> Overview:
         phases=phases(totals.batches, totals.imbalance),
         time_imbalance=time_imbalance_snapshot(recent),
         speeds=rank_speeds(primary),
-        floor=mean_floor(recent, header.location.domain_size),
+        floor=mean_floor(recent),
         bytes_moved=totals.bytes_sent,
         savings=totals.savings,
         last_batch=_newest(primary, own),

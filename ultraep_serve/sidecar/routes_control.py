@@ -1,4 +1,4 @@
-"""What can be changed while serving: policy, pause, threshold, speeds, recording.
+"""What can be changed while serving: policy, pause, threshold, speeds, capture of routing.
 
 While paused the policy is off, and the policy to resume is stored beside the control page.
 """
@@ -96,10 +96,10 @@ class Switches:
         with self._one_writer, self._first_hosts_page() as page:
             page.set_speeds(source)
 
-    def record(self, level: RecordLevel, max_bytes: int) -> Recording:
-        """Start a new recording, or end the current one.
+    def capture(self, level: RecordLevel, max_bytes: int) -> Recording:
+        """Start a new capture of routing, or end the current one.
 
-        Raises an error where shared memory, which holds more than recordings, has less room.
+        Raises an error where shared memory, which holds more than captures, has less room.
         """
         with self._one_writer, self._page() as page:
             if level is not RecordLevel.OFF:
@@ -108,13 +108,13 @@ class Switches:
 
     def _require_room(self, max_bytes: int) -> None:
         ranks = 1
-        with contextlib.suppress(NoRunError):  # there is nothing to record yet
+        with contextlib.suppress(NoRunError):  # there is nothing to capture yet
             if (header := self._store.header()).mode == TokenView.OWN.value:
                 ranks = header.location.host_size
         free = shutil.disk_usage(self._run_dir).free
         if ranks * max_bytes > free:
             raise _NoRoomError(
-                f"shared memory has {free // _MIB} MiB free, the recording may take "
+                f"shared memory has {free // _MIB} MiB free, the capture may take "
                 f"{ranks * max_bytes // _MIB}"
             )
 
@@ -136,7 +136,7 @@ class Switches:
 
     @contextlib.contextmanager
     def _first_hosts_page(self) -> Iterator[ControlPage]:
-        """The page for all but recordings, which ranks read on the host of rank 0 only."""
+        """The page for all but captures, which ranks read on the host of rank 0 only."""
         with self._page() as page:
             location = self._store.location()
             if location is not None and location.host.start > 0:
@@ -198,19 +198,19 @@ class SpeedsAnswer(BaseModel):
     schema_version: int = SCHEMA_VERSION
 
 
-class RecordRequest(BaseModel):
-    """What to record from the next batch on; ``off`` ends the recording."""
+class CaptureRequest(BaseModel):
+    """What to capture from the next batch on; ``off`` ends the capture."""
 
     model_config = ConfigDict(extra="forbid")
 
     level: Literal["off", "loads", "tokens"]
     max_bytes: int = Field(
-        256 * _MIB, ge=_MIB, le=4096 * _MIB, description="of shared memory per recording rank"
+        256 * _MIB, ge=_MIB, le=4096 * _MIB, description="of shared memory per capturing rank"
     )
 
 
-class RecordAnswer(BaseModel):
-    """The recording's level and number; spools with another number are of another recording."""
+class CaptureAnswer(BaseModel):
+    """The capture's level and number; spools with another number are of another capture."""
 
     level: Literal["off", "loads", "tokens"]
     number: int
@@ -261,11 +261,11 @@ def control_routes(switches: Switches, token: str | None) -> APIRouter:
         return SpeedsAnswer(speeds=request.speeds)
 
     @router.post("/record", responses={507: {"description": "shared memory has no room for it"}})
-    def record(request: RecordRequest) -> RecordAnswer:
-        """Record routing from the next batch on, replacing the last recording; or stop."""
+    def capture(request: CaptureRequest) -> CaptureAnswer:
+        """Capture routing from the next batch on, replacing the last capture; or stop."""
         with _refusals():
-            recording = switches.record(RecordLevel[request.level.upper()], request.max_bytes)
-        return RecordAnswer(level=request.level, number=recording.number)
+            captured = switches.capture(RecordLevel[request.level.upper()], request.max_bytes)
+        return CaptureAnswer(level=request.level, number=captured.number)
 
     return router
 

@@ -1,10 +1,9 @@
 """Endpoints for operators: health, readiness, metrics, configuration."""
 
-import asyncio
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
+from anyio import CapacityLimiter, to_thread
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CollectorRegistry
@@ -81,7 +80,7 @@ def operate_routes(
     ``answers`` are for these routes alone, so that nobody's questions keep metrics waiting.
     """
     router = APIRouter(tags=["operate"])
-    prober = ThreadPoolExecutor(1, "ultraep-readyz")  # probes are answered whatever others ask
+    prober = CapacityLimiter(1)  # probes are answered whatever others ask
 
     @router.get("/healthz")
     async def healthz() -> dict[str, str]:
@@ -96,8 +95,7 @@ def operate_routes(
         on_unsupported=off says that serving matters more than balancing, and a probe that failed
         would end the serving.
         """
-        loop = asyncio.get_running_loop()
-        problems, unbalanced, _ = await loop.run_in_executor(prober, store.readiness)
+        problems, unbalanced, _ = await to_thread.run_sync(store.readiness, limiter=prober)
         ready = bool(unbalanced) or not problems
         answer = Readiness(
             ready=ready,
@@ -118,7 +116,7 @@ def operate_routes(
         except (TypeError, ValueError):  # it asks for a version that is no number
             encode, content_type = choose_encoder("")
         question = "metrics", detail, content_type
-        content = await answers.shared(question, lambda: encode(registries[detail]))
+        content = await answers.encoded(question, lambda: encode(registries[detail]))
         return Response(content, headers={"content-type": content_type})
 
     @router.get("/v1/config")

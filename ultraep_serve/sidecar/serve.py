@@ -29,7 +29,7 @@ from ultraep_serve.config import (
 )
 from ultraep_serve.errors import ConfigError, OutputError
 from ultraep_serve.sidecar.app import AppOptions, create_app
-from ultraep_serve.sidecar.connections import HEAD_BYTES, LimitedProtocol
+from ultraep_serve.sidecar.connections import server_settings
 from ultraep_serve.system.control_token import read_token
 from ultraep_serve.telemetry.run_directory import remove_abandoned
 from ultraep_serve.telemetry.run_files import RunFiles
@@ -39,7 +39,7 @@ __all__ = ["add_arguments", "control_token", "is_loopback", "run", "serve", "set
 
 _LOGGER = logging.getLogger(__name__)
 _DEFAULT_PORT = 8001
-_KEEP_ALIVE_SECONDS = 75  # longer than clients keep theirs, so that the client closes first
+_COMPUTING_SHARE = 0.25  # of a core
 _LOOK_SECONDS = 0.5  # between looks at the parent
 
 
@@ -119,21 +119,26 @@ def serve(
             if token and keeps_token
             else None
         )
-        options = AppOptions(reuse_seconds=0.5, after_poll=keep, allowed_hosts=allowed_hosts)
-        app = create_app(run_dir, token, allow_ideal, options=options)
-        config = uvicorn.Config(
-            app,
-            http=LimitedProtocol,
-            ws="none",
-            h11_max_incomplete_event_size=HEAD_BYTES,
-            log_level="warning",
-            timeout_keep_alive=_KEEP_ALIVE_SECONDS,
-            timeout_graceful_shutdown=2,
+        options = AppOptions(
+            reuse_seconds=0.5,
+            computing_share=_COMPUTING_SHARE,
+            after_poll=keep,
+            allowed_hosts=allowed_hosts,
         )
+        app = create_app(run_dir, token, allow_ideal, options=options)
+        settings = server_settings(app)
+        config = uvicorn.Config(**settings, log_level="warning", timeout_graceful_shutdown=2)
+        _give_way()
         server = _Server(config, app)
         if parent is not None:
             threading.Thread(target=server.end_with, args=(parent,), daemon=True).start()
         server.run(sockets=[listener])
+
+
+def _give_way() -> None:
+    """Run only when the engine leaves a core, or a seventieth of one, from here on."""
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, 0, 19)
 
 
 class _Server(uvicorn.Server):

@@ -9,14 +9,13 @@ from typing import Any, NamedTuple
 
 from ultraep_serve.balance.topology import Location
 from ultraep_serve.errors import ControlError
-from ultraep_serve.sidecar.follower import PrimaryRanks, RingFollower, merged
-from ultraep_serve.sidecar.health import RankList, Readiness, problem, rank_health
+from ultraep_serve.sidecar.follower import PrimaryRanks, RingFollower, WallClock, merged
+from ultraep_serve.sidecar.health import RankList, ReadinessRead, problem, rank_health
 from ultraep_serve.sidecar.statistics.batches import count_batches
-from ultraep_serve.sidecar.statistics.counters import Counters
+from ultraep_serve.sidecar.statistics.selection import RecordSelection
 from ultraep_serve.sidecar.statistics.snapshot import BalanceSnapshot, RankView
 from ultraep_serve.sidecar.statistics.summary import summarise
 from ultraep_serve.sidecar.statistics.timeline import History, Timeline, Totals
-from ultraep_serve.sidecar.statistics.window import Window
 from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.reader import ALIVE_SECONDS
 from ultraep_serve.telemetry.record import RecordArray
@@ -32,7 +31,7 @@ __all__ = [
     "UnbalancedError",
 ]
 
-_EVERYTHING = Window()
+_EVERYTHING = RecordSelection()
 
 
 class ControlState(NamedTuple):
@@ -91,19 +90,19 @@ class RunStore:
     ) -> None:
         """Keep ``max_records`` of each rank; read at most once in ``reuse_seconds``."""
         self.timeline = Timeline()
-        self.counters = Counters(self.timeline)
         self._run_dir, self._files = run_dir, RunFiles(run_dir)
         self._limit = heartbeat_limit_seconds
         self._max_records = max_records
         self._rings: dict[int, RingFollower] = {}  # by number, all that were ever found
-        self._primary = PrimaryRanks(self.counters, max_records, heartbeat_limit_seconds)
+        self._primary = PrimaryRanks(self.timeline, max_records, heartbeat_limit_seconds)
+        self._clock = WallClock()
         self._control = ControlState()
         self._config: dict[str, Any] | None = None
         self._unbalanced = ""
         self._reuse_seconds = reuse_seconds
         self._polls = 0  # begun so far
         self._polled_at = float("-inf")  # monotonic
-        self._ready = Readiness({"run": "the rings were not read yet"}, "", time.monotonic())
+        self._ready = ReadinessRead({"run": "the rings were not read yet"}, "", time.monotonic())
         self._lock = threading.RLock()
 
     def poll(self) -> None:
@@ -124,14 +123,14 @@ class RunStore:
             self._control = self._read_control() if is_first else ControlState()
             if location is None or os.path.lexists(self._files.settings):
                 self._config = self._files.config()
-            self._ready = Readiness(self.problems(), self._unbalanced, now)
+            self._ready = ReadinessRead(self.problems(), self._unbalanced, now)
 
-    def readiness(self) -> Readiness:
+    def readiness(self) -> ReadinessRead:
         """Now; as at the last poll while another thread reads or computes: nobody waits for it."""
         if self._lock.acquire(blocking=False):
             try:
                 self.poll()
-                return Readiness(self.problems(), self._unbalanced, time.monotonic())
+                return ReadinessRead(self.problems(), self._unbalanced, time.monotonic())
             finally:
                 self._lock.release()
         last = self._ready
@@ -260,34 +259,43 @@ class RunStore:
         ]
         return RankList(not problems, header.shape.num_ranks, health)
 
-    def snapshot(self, window: Window) -> BalanceSnapshot:
-        """The balance over ``window``. Raises NoRunError."""
+    def snapshot(self, selection: RecordSelection) -> BalanceSnapshot:
+        """The balance over ``selection``. Raises NoRunError."""
         with self._lock:
             header, views, primary = self.header(), self.views(), self._primary.records()
-            batches = self.batches(window)
-        return summarise(primary, header, views, batches, window)
+            batches = self._batches(selection)
+        return summarise(primary, header, views, batches, selection)
 
-    def batches(self, window: Window) -> dict[Decision, int]:
-        """Batches of ``window`` by decision. Raises NoRunError."""
-        with self._lock:
-            header = self.header()
-            if window == _EVERYTHING:  # the counters go back further than the records held
-                pairs = zip(Decision, header.recorded_batches, header.skipped_batches, strict=True)
-                return {decision: recorded + skipped for decision, recorded, skipped in pairs}
-            counts = count_batches(window.recorded(self._primary.records()))
-            for decision, skipped in self._primary.skipped_since(window.since_ns):
-                counts[decision] = counts.get(decision, 0) + skipped
-            return counts
+    def _batches(self, selection: RecordSelection) -> dict[Decision, int]:
+        """Batches of ``selection`` by decision. Raises NoRunError."""
+        header = self.header()
+        if selection == _EVERYTHING:  # the counters go back further than the records held
+            pairs = zip(Decision, header.recorded_batches, header.skipped_batches, strict=True)
+            return {decision: recorded + skipped for decision, recorded, skipped in pairs}
+        counts = count_batches(selection.recorded(self._primary.records()))
+        for decision, skipped in self._primary.skipped_since(selection.since_ns):
+            counts[decision] = counts.get(decision, 0) + skipped
+        return counts
 
     def _poll_rings(self) -> None:
+        if by_ns := self._clock.set_by_ns():
+            self.timeline.shift(round(by_ns / 1e9))
+            self._primary.shift(by_ns)
+            for ring in self._rings.values():
+                ring.shift(by_ns)
         for rank in self._files.rings():
             if rank not in self._rings:
                 self._rings[rank] = self._new_ring(rank)
-        polls = {
-            rank: ring.poll(with_loads=rank in self._primary.by_stage.values())
-            for rank, ring in sorted(self._rings.items())  # first stages first
-        }
-        self._primary.follow({rank: poll for rank, poll in polls.items() if poll}, self._rings)
+        polls = {}
+        for rank, ring in sorted(self._rings.items()):  # first stages first
+            records = ring.poll()
+            if records is None or ring.header is None:
+                continue
+            records["layer"] += self._first_layer(ring.header)
+            ring.keep(records)
+            is_primary = rank in self._primary.by_stage.values()  # loads of others are not held
+            polls[rank] = records if is_primary else records[:0].copy()
+        self._primary.follow(polls, self._rings)
 
     def _read_control(self) -> ControlState:
         before = self._control
@@ -310,9 +318,7 @@ class RunStore:
         return self._rings.get(rank) or self._new_ring(rank)
 
     def _new_ring(self, rank: int) -> RingFollower:
-        return RingFollower(
-            self._run_dir, rank, self._max_records, self.timeline, self._first_layer
-        )
+        return RingFollower(self._run_dir, rank, self._max_records, self.timeline)
 
     def _first_ranks(self, header: RingHeader) -> list[int]:
         """The number of the first rank of each pipeline stage that has ranks on this host."""

@@ -18,6 +18,7 @@ from ultraep_kernels.device._decisions import (
 )
 from ultraep_kernels.device._plan_attempt import valid_total
 from ultraep_kernels.device._plan_times import LONGEST, busiest, least_time, speeds_of
+from ultraep_kernels.device._signals import peek, put
 from ultraep_kernels.device.status import IMPOSSIBLE_LOADS, TIMEOUTS
 
 __all__ = ["NO_KEY", "rank_loads", "survey", "take_winners"]
@@ -153,7 +154,7 @@ def survey(
         unknown = tl.load(row_ptr + _UNKNOWN, mask=exists, other=0)
         checksum = tl.load(row_ptr + _CHECKSUM, mask=exists, other=first)
         inconsistent = tl.max(((unknown != 0) | (checksum != first)).to(tl.int32), axis=0) > 0
-        never_came = (tl.load(status_ptr) & TIMEOUTS) != 0  # as rows may have
+        never_came = (peek(status_ptr) & TIMEOUTS) != 0  # as rows may have
         inconsistent = inconsistent | never_came
         policy = tl.load(rows.table + _POLICY)
         decision = tl.where(policy == _IDEAL, FORCED, decision)
@@ -198,4 +199,4 @@ def take_winners(
     if gate is not None:
         link = tl.maximum(sent, received)
         saved = _saved(before, after, link, received, gate, SIZES.num_masters)
-        tl.store(found.decision, tl.where(saved > 0, PLANNED, UNPROFITABLE))
+        put(found.decision, tl.where(saved > 0, PLANNED, UNPROFITABLE))  # others may look

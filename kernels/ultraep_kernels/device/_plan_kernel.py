@@ -14,7 +14,7 @@ from ultraep_kernels.device._plan_finish import finish
 from ultraep_kernels.device._plan_search import await_decision, search
 from ultraep_kernels.device._turns import arrive, await_arrivals, take_turn
 from ultraep_kernels.device.reroute import assign_block
-from ultraep_kernels.device.stream import stream_program
+from ultraep_kernels.device.stream import follow_program
 
 __all__ = ["COUNTERS", "plan_kernel"]
 
@@ -57,16 +57,16 @@ def _follow(
             status_ptr,
             ASSIGNS,
         )
-    elif is_planned | (program >= num_blocks + 2 * STREAMS.num_programs):
-        stream_program(
+    elif STREAMS is not None:
+        follow_program(
             program - num_blocks,
+            is_planned,
             found.sends,
             found.slot_expert,
             tables,
             rank,
             epoch_ptr,
             status_ptr,
-            found.decision,
             reported_ptr,
             num_chunks,
             patience_ns,
@@ -101,11 +101,11 @@ def plan_kernel(
     SIZES: tl.constexpr,  # PlanSizes
     RELAYS: tl.constexpr,  # RelayRule
     LEAVES_EARLY: tl.constexpr,  # nobody reads quotas, shares and places of the identity
-    ids_ptr=None,  # (N,) int32 or int64; from here on only where the launch follows the plan
+    ids_ptr=None,  # (N,) int32 or int64; this and the next three where ids are looked up
     before_ptr=None,  # (B, E + 1) int32
     num_ids=None,
     out_ptr=None,  # (N,) of the type of the ids, out
-    tables=None,  # StreamTables
+    tables=None,  # StreamTables; this and the next three where experts are sent as well
     reported_ptr=None,  # (1,) int32 of the host
     num_chunks=None,
     patience_ns: tl.int64 = 0,
@@ -138,7 +138,7 @@ def plan_kernel(
                 LEAVES_EARLY,
             )
             arrive(turns_ptr + _WRITTEN)
-        elif STREAMS is not None:
+        elif ASSIGNS is not None:
             if decision == PLANNED:
                 await_arrivals(turns_ptr + _WRITTEN, SIZES.num_finished)
             _follow(

@@ -15,6 +15,7 @@ from ultraep_kernels.device._decisions import PLANNED, is_off
 from ultraep_kernels.device._plan_attempt import attempt, count_replicas, relax
 from ultraep_kernels.device._plan_decide import NO_KEY, rank_loads, survey, take_winners
 from ultraep_kernels.device._plan_times import busiest, speeds_of
+from ultraep_kernels.device._signals import peek
 from ultraep_kernels.device._turns import arrive, await_arrivals
 
 __all__ = ["await_decision", "search"]
@@ -170,10 +171,10 @@ def search(
 def await_decision(decision_ptr, turns_ptr, HAS_ATTEMPTS: tl.constexpr):
     """What the search comes to, for programs behind it; a layer left alone is known earlier.
 
-    Who takes the winners may write while it is read here: programs of one warp see one value.
+    Who takes the winners may write while it is read here.
     """
     await_arrivals(turns_ptr + _SURVEYED, 1)
-    decision = tl.load(decision_ptr)
+    decision = peek(decision_ptr)
     if (decision == PLANNED) & HAS_ATTEMPTS:
         await_arrivals(turns_ptr + _DECIDED, 1)
         decision = tl.load(decision_ptr)

@@ -1,9 +1,13 @@
 """Flags in memory that several processors or processes share: post after writing, wait to read.
 
 A flag holds the epoch it was last raised for and only grows, so it is never reset. ``post`` is a
-release store at system scope by one thread, after a barrier of its program; ``wait`` is an acquire
-load before one: what any thread of the poster wrote before is seen by all threads of the waiter
-after. Neither is an atomic operation on other processors' memory, which not every link offers.
+release store at system scope by one thread, after a barrier of its program; ``wait`` polls without
+order, and acquires once, before a barrier: what any thread of the poster wrote before is seen by
+all threads of the waiter after. Neither is an atomic operation on other processors' memory, which
+not every link offers.
+
+These are Triton's own atomic loads and stores where it has them (from 3.9 on), which its sanitizer
+of global memory understands, and inline assembly of the same meaning where it has not.
 
 Every rank, and every layer, has the same memory mapped at an address of its own. Accesses through
 two addresses are ordered only where a proxy fence for aliases lies between them (PTX ISA, memory
@@ -20,11 +24,32 @@ from triton.language.extra.cuda import globaltimer
 
 from ultraep_kernels.device.status import TIMEOUTS
 
-__all__ = ["clock", "fence_aliases", "post", "read_flags", "verdict", "wait"]
+__all__ = ["clock", "fence_aliases", "gives_up", "peek", "post", "put", "read_flags", "wait"]
 
 _IS_INTERPRETED = tl.constexpr(knobs.runtime.interpret)  # no such fence is needed there, no clock
+_HAS_LOADS = tl.constexpr(hasattr(tl, "atomic_load"))  # and stores
 _NANOSECONDS_PER_LOOK = tl.constexpr(1000)  # in the interpreter
 _LANES = tl.constexpr(256)  # at least as many as threads of a program that waits
+_LOOKS = tl.constexpr(16)  # of a wait, of which the first also looks at clock and status
+
+
+@triton.jit
+def peek(pointer):
+    """The word of this device at ``pointer``, for the whole program; nothing is ordered by it."""
+    if _HAS_LOADS:
+        word = tl.atomic_load(pointer, sem="relaxed", scope="gpu")
+    else:
+        word = tl.atomic_or(pointer, 0, sem="relaxed")
+    return word
+
+
+@triton.jit
+def put(pointer, word):
+    """Write what others ``peek`` at."""
+    if _HAS_LOADS:
+        tl.atomic_store(pointer, word, sem="relaxed", scope="gpu")
+    else:
+        tl.atomic_xchg(pointer, word, sem="relaxed")
 
 
 @triton.jit
@@ -34,23 +59,31 @@ def clock():
 
 
 @triton.jit
-def verdict(since, looks, patience_ns, status_ptr, bit):
-    """Status word after an unsuccessful poll: ``bit`` is set in it once ``patience_ns`` are over.
+def gives_up(since, looks, patience_ns, status_ptr):
+    """Whether a wait ends after ``looks`` in vain: its time is over, or another's was.
 
     The clock differs from thread to thread, and barriers do not bear threads that leave a loop one
-    by one; what an atomic operation of the whole program returns is the same for all of them. The
-    interpreter, which has no clock, takes a look for a microsecond.
+    by one, so the program goes by its latest. The interpreter has no clock: a look is a
+    microsecond.
     """
-    waited = looks * _NANOSECONDS_PER_LOOK if _IS_INTERPRETED else globaltimer() - since
-    return tl.atomic_or(status_ptr, tl.where(waited >= patience_ns, bit, 0), sem="relaxed")
+    over = looks < 0
+    if looks % _LOOKS == 1:
+        waited = looks * _NANOSECONDS_PER_LOOK
+        if not _IS_INTERPRETED:
+            lanes = tl.arange(0, _LANES).to(tl.int64) * 0
+            waited = tl.max(lanes + (globaltimer() - since), axis=0)
+        over = (waited >= patience_ns) | ((peek(status_ptr) & TIMEOUTS) != 0)
+    return over
 
 
 @triton.jit
 def post(flag_address, epoch):
     """Raise the flag after everything this program has written."""
     tl.debug_barrier()
-    if _IS_INTERPRETED:
-        pointer = flag_address.to(tl.pointer_type(tl.int64))
+    pointer = flag_address.to(tl.pointer_type(tl.int64))
+    if _HAS_LOADS:
+        tl.atomic_store(pointer, epoch, sem="release", scope="sys")
+    elif _IS_INTERPRETED:
         tl.atomic_xchg(pointer, epoch, sem="release", scope="sys")
     else:
         tl.inline_asm_elementwise(
@@ -78,19 +111,22 @@ def fence_aliases():
 
 
 @triton.jit
-def read_flags(flag_addresses, mask):
+def read_flags(flag_addresses, mask, SEM: tl.constexpr):
     """Values of flags, 0 where masked; as many of them as the program has threads, or more.
 
-    What was written before is visible after a barrier and ``fence_aliases``. Threads see values of
-    their own: only what is reduced over all of them is the same for all.
+    With SEM "acquire" what was written before is visible after a barrier and ``fence_aliases``;
+    "relaxed" orders nothing. Threads see values of their own: only what is reduced over all of them
+    is the same for all.
     """
-    if _IS_INTERPRETED:
-        pointers = flag_addresses.to(tl.pointer_type(tl.int64))
-        found = tl.atomic_add(pointers, flag_addresses * 0, mask=mask, sem="acquire", scope="sys")
+    pointers = flag_addresses.to(tl.pointer_type(tl.int64))
+    if _HAS_LOADS:
+        found = tl.atomic_load(pointers, mask=mask, sem=SEM, scope="sys")
+    elif _IS_INTERPRETED:
+        found = tl.atomic_add(pointers, flag_addresses * 0, mask=mask, sem=SEM, scope="sys")
     else:
         found = tl.inline_asm_elementwise(
             "{ .reg .pred wanted; setp.ne.u32 wanted, $2, 0; mov.u64 $0, 0; "
-            "@wanted ld.acquire.sys.global.u64 $0, [$1]; }",
+            f"@wanted ld.{SEM}.sys.global.u64 $0, [$1]; }}",
             "=&l,l,r",
             [flag_addresses, mask.to(tl.int32)],
             dtype=tl.int64,
@@ -101,28 +137,36 @@ def read_flags(flag_addresses, mask):
 
 
 @triton.jit
-def _read_flag(flag_address):
+def _read_flag(flag_address, SEM: tl.constexpr):
     """Of one flag, by one thread, and the same for all."""
-    lanes = tl.arange(0, _LANES)
-    return tl.max(read_flags(flag_address + lanes.to(tl.int64) * 0, lanes == 0), axis=0)
+    if _HAS_LOADS:
+        pointer = flag_address.to(tl.pointer_type(tl.int64))
+        found = tl.atomic_load(pointer, sem=SEM, scope="sys")
+    else:
+        lanes = tl.arange(0, _LANES)
+        addresses = flag_address + lanes.to(tl.int64) * 0
+        found = tl.max(read_flags(addresses, lanes == 0, SEM), axis=0)
+    return found
 
 
 @triton.jit
 def wait(flag_address, epoch, patience_ns, status_ptr, bit):
     """Whether the flag reached ``epoch`` in time; if not, sets ``bit`` of the status.
 
-    Where a wait has already failed it is looked at once.
+    Where a wait has already failed it is looked at twice and no more.
     """
     since = clock()
-    looks = epoch * 0
-    status = tl.atomic_or(status_ptr, 0, sem="relaxed")
-    seen = _read_flag(flag_address)
-    while (seen < epoch) & ((status & TIMEOUTS) == 0):
+    looks = tl.full((), 0, tl.int32)
+    over = looks < 0
+    seen = _read_flag(flag_address, "relaxed")
+    while (seen < epoch) & (over == 0):
         looks += 1
-        status = verdict(since, looks, patience_ns, status_ptr, bit)
-        seen = _read_flag(flag_address)
+        over = gives_up(since, looks, patience_ns, status_ptr)
+        seen = _read_flag(flag_address, "relaxed")
     if seen < epoch:
-        tl.atomic_or(status_ptr, bit)
+        tl.atomic_or(status_ptr, bit, sem="relaxed")
+    else:
+        _read_flag(flag_address, "acquire")
     tl.debug_barrier()
     fence_aliases()
     return seen >= epoch

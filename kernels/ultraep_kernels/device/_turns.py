@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from triton import knobs
 
+from ultraep_kernels.device._signals import peek
+
 __all__ = ["arrive", "await_arrivals", "take_turn"]
 
 _IS_INTERPRETED = tl.constexpr(knobs.runtime.interpret)
@@ -33,11 +35,12 @@ def arrive(counter_ptr):
 @triton.jit
 def await_arrivals(counter_ptr, number):
     """Return when so many have arrived; all that they wrote is visible then."""
-    arrived = tl.atomic_add(counter_ptr, 0, sem="acquire", scope="gpu")
+    arrived = peek(counter_ptr)
     while arrived < number:
         if not _IS_INTERPRETED:  # hundreds of programs may look at one word
             tl.inline_asm_elementwise(
                 "nanosleep.u32 64; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
             )
-        arrived = tl.atomic_add(counter_ptr, 0, sem="acquire", scope="gpu")
+        arrived = peek(counter_ptr)
+    tl.atomic_add(counter_ptr, 0, sem="acquire", scope="gpu")
     tl.debug_barrier()

@@ -12,8 +12,9 @@ row twice, by parity of the epoch: a rank pushes epoch n + 2 only after everybod
 hence finished reading n. A rank that has given up a wait no longer knows that, and pushes nothing
 any more: the others give up too.
 
-The epoch is counted on the device, so that a captured graph can be replayed. Waits of a program are
-for pushes of lower-numbered programs, so programs may also run one after another. Twin:
+The epoch is counted on the device, so that a captured graph can be replayed. Programs are numbered
+as they start, and waits of one are for pushes of lower-numbered ones of any rank, so that it does
+not matter how many run at the same time. Twin:
 ``host.exchange``.
 """
 
@@ -33,7 +34,8 @@ from ultraep_kernels.contract import (
     TIME,
     UNKNOWN,
 )
-from ultraep_kernels.device._signals import post, wait
+from ultraep_kernels.device._signals import peek, post, wait
+from ultraep_kernels.device._turns import arrive, take_turn
 from ultraep_kernels.device.launch import launch
 from ultraep_kernels.device.status import EXCHANGE_TIMEOUT, TIMEOUTS
 
@@ -61,7 +63,7 @@ class Inboxes(NamedTuple):
 
     addresses: torch.Tensor  # (R,) int64 of all ranks' inboxes as mapped here, 8-byte aligned
     rank: int  # this one
-    epoch: torch.Tensor  # (2,) int64, from ``new_epoch``; all ranks start and count alike
+    epoch: torch.Tensor  # (3,) int64, from ``new_epoch``; all ranks start and count alike
     status: torch.Tensor  # (1,) int32; EXCHANGE_TIMEOUT where a row did not arrive
 
 
@@ -98,8 +100,7 @@ def exchange_program(
     columns = tl.arange(0, SIZES.block)
     mask = columns < SIZES.width
     if program < NUM_RANKS:
-        status = tl.atomic_or(status_ptr, 0, sem="relaxed")  # the same for all of the program
-        if (status & TIMEOUTS) == 0:
+        if (peek(status_ptr) & TIMEOUTS) == 0:
             row = tl.load(row_ptr + columns, mask=mask, other=0)
             address = _row_address(inboxes, peer, rank, epoch, SIZES)
             tl.store(address.to(tl.pointer_type(tl.int32)) + columns, row, mask=mask)
@@ -110,7 +111,7 @@ def exchange_program(
         address = _row_address(inboxes, rank, peer, epoch, SIZES)
         row = tl.load(address.to(tl.pointer_type(tl.int32)) + columns, mask=mask, other=0)
         tl.store(out_ptr + peer * SIZES.width + columns, row, mask=mask)
-    finished = tl.atomic_add(inboxes.epoch + 1, 1) + 1
+    finished = arrive(inboxes.epoch + 1) + 1
     is_last = finished % (2 * NUM_RANKS) == 0  # all others have read the epoch
     if is_last:
         tl.store(inboxes.epoch, epoch)
@@ -119,7 +120,8 @@ def exchange_program(
 
 @triton.jit(do_not_specialize=["patience_ns"])
 def _exchange_kernel(row_ptr, inboxes, out_ptr, patience_ns: tl.int64, SIZES: tl.constexpr):
-    exchange_program(tl.program_id(0), row_ptr, inboxes, out_ptr, patience_ns, SIZES)
+    program = take_turn(inboxes.epoch + 2) % (2 * SIZES.num_ranks)
+    exchange_program(program.to(tl.int32), row_ptr, inboxes, out_ptr, patience_ns, SIZES)
 
 
 def inbox_bytes(num_ranks: int, width: int) -> int:
@@ -128,8 +130,11 @@ def inbox_bytes(num_ranks: int, width: int) -> int:
 
 
 def new_epoch(device: torch.device | str) -> torch.Tensor:
-    """Epoch counter of one rank, int64 (2,): epochs done, programs finished."""
-    return torch.zeros(2, dtype=torch.int64, device=device)
+    """Epoch counter of one rank, int64 (3,): epochs done, programs finished, programs started.
+
+    The last are those of ``exchange``; where another launch exchanges they have turns of its own.
+    """
+    return torch.zeros(3, dtype=torch.int64, device=device)
 
 
 def exchange(row: torch.Tensor, inboxes: Inboxes, patience_ns: int) -> torch.Tensor:

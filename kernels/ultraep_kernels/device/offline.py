@@ -44,6 +44,7 @@ class Launch:
     grid: tuple[int, ...]
     arguments: dict[str, Any]
     num_warps: int
+    maxnreg: int | None = None  # registers of a thread at most
 
 
 @dataclass(frozen=True)
@@ -67,9 +68,9 @@ def recorded_launches() -> Iterator[list[Launch]]:
     launches: list[Launch] = []
 
     def record(function: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        num_warps = kwargs.pop("num_warps", 4)
+        num_warps, maxnreg = kwargs.pop("num_warps", 4), kwargs.pop("maxnreg", None)
         arguments = dict(zip(function.arg_names, args, strict=False)) | kwargs
-        launches.append(Launch(function, tuple(grid), arguments, num_warps))
+        launches.append(Launch(function, tuple(grid), arguments, num_warps, maxnreg))
 
     with mock.patch.object(triton.JITFunction, "run", record):
         yield launches
@@ -84,7 +85,7 @@ def compile_launch(launch: Launch, arch: int) -> KernelFacts:
     # the same as ``JITFunction.run`` makes of it
     _, signature, constants, attributes = function._pack_args(backend, {}, bound, specialised, None)
     source = ASTSource(function, signature, constants, attributes)
-    options = {"num_warps": launch.num_warps, "enable_fp_fusion": False}
+    options = {"num_warps": launch.num_warps, "maxnreg": launch.maxnreg, "enable_fp_fusion": False}
     compiled = triton.compile(source, target=target, options=options)
     registers, spills, stack = _assemble(compiled.asm["ptx"], arch)
     return KernelFacts(

@@ -17,9 +17,10 @@ from ultraep_kernels.device.count import Counted, blocks_of, ids_of
 from ultraep_kernels.device.launch import launch
 from ultraep_kernels.device.relays import Sends, new_sends, relay_rule
 from ultraep_kernels.device.reroute import AssignSizes, Places, new_places
-from ultraep_kernels.device.stream import StreamSizes, StreamTables
+from ultraep_kernels.device.stream import Programs, StreamSizes, StreamTables
 
 __all__ = [
+    "Copies",
     "DevicePlan",
     "FollowUp",
     "Gate",
@@ -57,16 +58,22 @@ class Sender(NamedTuple):
     epoch: torch.Tensor | None = None  # (2,) int64 as the exchange left it, to go with the sends
 
 
+class Copies(NamedTuple):
+    """How experts are sent and awaited in the launch that plans."""
+
+    tables: StreamTables  # of the layer
+    patience_ns: int  # nanoseconds after which a wait is given up
+    programs: Programs
+    reported: torch.Tensor  # (1,) int32 in page-locked memory: the status of a wait given up
+
+
 class FollowUp(NamedTuple):
-    """What follows a plan where no other launch does: ids are looked up, experts sent, awaited."""
+    """What follows a plan in its launch: ids are looked up, and experts sent and awaited or not."""
 
     ids: torch.Tensor  # (T, K) int32 or int64, logical
     counted: Counted  # of these ids
     physical: torch.Tensor  # (T, K) of their type, out
-    tables: StreamTables  # of the layer
-    patience_ns: int  # nanoseconds after which a wait is given up
-    num_programs: int  # of senders and of relays
-    reported: torch.Tensor  # (1,) int32 in page-locked memory: the status of a wait given up
+    copies: Copies | None = None
 
 
 class DevicePlan(NamedTuple):
@@ -156,11 +163,12 @@ class PlanBuffers:
 
     def changed_by(self, follow_up: FollowUp) -> dict[str, Any]:
         """What ``Launches`` of a plan that is followed take anew for other ids."""
-        ids, slots = follow_up.ids, self.sizes.all_slots
-        programs = self.sizes.num_programs + blocks_of(ids.numel())
-        programs += 2 * follow_up.num_programs if slots else 0
+        ids, copies = follow_up.ids, follow_up.copies
+        number = self.sizes.num_programs + blocks_of(ids.numel())
+        if copies:
+            number += sum(_programs_of(copies, self.sizes)) + max(1, self.sizes.all_slots)
         return {
-            "grid": (programs + max(1, slots),),
+            "grid": (number,),
             "out_ptr": follow_up.physical,
             **ids_of(ids, follow_up.counted),
         }
@@ -228,8 +236,8 @@ def plan(
             for a plan that is followed only.
         begins: without it, and with rows, the decision of the layer before is in ``buffers``:
             where it says that the batch's policy is off, it stays so and nothing is planned.
-        follow_up: what the launch is to do as well, as ``reroute`` and ``stream`` would; with a
-            sender that names the epoch.
+        follow_up: what the launch is to do as well, as ``reroute``, and where it has ``copies``
+            ``stream`` and ``receive``, would; with a sender that names the epoch.
 
     Raises:
         ValueError: E is no multiple of R, or a row's experts do not lie side by side.
@@ -353,17 +361,24 @@ def _empty_attempts(sizes: PlanSizes, device: torch.device | str) -> Attempts:
 
 def _follows(follow_up: FollowUp, sizes: PlanSizes) -> dict[str, Any]:
     """What ``reroute`` and ``stream`` are given, but for the plan and the ids."""
-    ranks, tables = sizes.num_ranks, follow_up.tables
+    ranks, copies = sizes.num_ranks, follow_up.copies
     layout = ranks, sizes.num_masters, sizes.all_slots
-    programs = follow_up.num_programs if sizes.all_slots else 0
+    assigns = AssignSizes(*layout, search_steps=(ranks - 1).bit_length(), tile=_TILE_IDS)
+    if copies is None:
+        return {"ASSIGNS": assigns}
+    programs = _programs_of(copies, sizes)
     return {
-        "tables": tables,
-        "reported_ptr": follow_up.reported,
-        "num_chunks": tables.chunks.shape[0],
-        "patience_ns": follow_up.patience_ns,
-        "ASSIGNS": AssignSizes(*layout, (ranks - 1).bit_length(), _TILE_IDS),
-        "STREAMS": StreamSizes(*layout, programs, _BLOCK_WORDS, _BLOCK_FLAGS),
+        "tables": copies.tables,
+        "reported_ptr": copies.reported,
+        "num_chunks": copies.tables.chunks.shape[0],
+        "patience_ns": copies.patience_ns,
+        "ASSIGNS": assigns,
+        "STREAMS": StreamSizes(*layout, programs, block=_BLOCK_WORDS, block_flags=_BLOCK_FLAGS),
     }
+
+
+def _programs_of(copies: Copies, sizes: PlanSizes) -> Programs:
+    return copies.programs if sizes.all_slots else Programs(0, 0)
 
 
 def _block(size: int) -> int:

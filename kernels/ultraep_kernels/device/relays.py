@@ -18,8 +18,18 @@ from ultraep_kernels.contract import (
 )
 from ultraep_kernels.device.launch import launch
 
-__all__ = ["RelayRule", "Sends", "assign_senders", "new_sends", "plan_sends", "relay_rule"]
+__all__ = [
+    "MOST_RELAYS",
+    "RelayRule",
+    "Sends",
+    "assign_senders",
+    "has_relays",
+    "new_sends",
+    "plan_sends",
+    "relay_rule",
+]
 
+MOST_RELAYS = 512  # programs that relay, on one rank
 _MAX_RELAYS = tl.constexpr(MAX_RELAYS)
 _PAIRS = 2048  # of slots that are compared at a time; 64 by each thread of a warp
 
@@ -30,6 +40,10 @@ class Sends(NamedTuple):
     parents: torch.Tensor  # (R, S) int32: -1 the master, else ``rank * S + slot`` of a relay
     tasks: torch.Tensor  # (2, 1 + R * S) int32: number of slots to fill, then which; row 1 relayed
     turn: torch.Tensor  # (R * S,) int32, scratch
+    forwarded: (
+        torch.Tensor
+    )  # (MOST_RELAYS,) int32: tasks that each relaying program is through with
+    turns: torch.Tensor  # (2, 2) int32, zero between launches: turns, arrivals; of ``receive`` too
     # of the plan, which others overwrite while experts are still sent; written by ``plan`` alone
     decision: torch.Tensor  # (1,) int32
     epoch: torch.Tensor  # (1,) int64
@@ -125,23 +139,30 @@ def new_sends(num_ranks: int, num_slots: int, device: torch.device | str) -> Sen
         parents=torch.empty((num_ranks, num_slots), dtype=torch.int32, device=device),
         tasks=torch.empty((2, 1 + count), dtype=torch.int32, device=device),
         turn=torch.empty(count, dtype=torch.int32, device=device),
+        forwarded=torch.zeros(MOST_RELAYS, dtype=torch.int32, device=device),
+        turns=torch.zeros((2, 2), dtype=torch.int32, device=device),
         decision=torch.zeros(1, dtype=torch.int32, device=device),
         epoch=torch.zeros(1, dtype=torch.int64, device=device),
     )
+
+
+def has_relays(mode: str, domain_size: int) -> bool:
+    """Whether any plan for domains of so many ranks has any; ``mode`` as for ``plan_sends``."""
+    return not (mode == "never" or (mode == "auto" and domain_size <= SMALL_DOMAIN))
 
 
 def relay_rule(
     num_ranks: int, num_masters: int, num_slots: int, mode: str, domain_size: int
 ) -> RelayRule:
     """Of R ranks with L masters and S slots each; ``mode`` as for ``plan_sends``."""
-    direct = mode == "never" or (mode == "auto" and domain_size <= SMALL_DOMAIN)
+    least = 2 if mode == "always" else MIN_RELAYED_REPLICAS
     count = num_ranks * num_slots
     block = max(128, int(triton.next_power_of_2(count)))
     return RelayRule(
         num_ranks=num_ranks,
         num_masters=num_masters,
         num_slots=num_slots,
-        min_replicas=0 if direct else 2 if mode == "always" else MIN_RELAYED_REPLICAS,
+        min_replicas=least if has_relays(mode, domain_size) else 0,
         min_saved=-count if mode == "always" else MIN_FAN_OUT_SAVED,
         block=block,
         block_ranks=max(32, int(triton.next_power_of_2(num_ranks))),

@@ -1,14 +1,18 @@
 """stream: master weights -> replica slots of other ranks, chunk by chunk, direct or relayed.
 
-``stream`` is one launch of persistent programs that work through this rank's tasks: the first half
-sends masters and never waits, the second half forwards from own slots, each chunk as soon as its
-flag says that it is there. Further programs may end the launch only when this rank's own slots are
-filled. Chunk c of slot (r, s) raises flag (r, s, c) at its target to the current epoch. Twin:
-``host.stream.stream_chunks``, with the same tables.
+``stream`` is a launch of programs that work through this rank's tasks beside the engine's dispatch,
+and finite whatever other ranks do. The first send masters and never wait. Others, where there are
+relays, forward from own slots, each chunk as soon as its flag says that it is there; one that does
+not come soon is left, with what follows it, to ``receive``. That is a small launch where the
+experts begin, in the engine's own stream: it forwards what is left, and ends when this rank's own
+slots are filled. So nothing that waits for other ranks keeps a dispatch from starting, which they
+may have to wait for themselves.
 
-A chunk moves 16 bytes per access where source and target allow it, else byte by byte: keep tensors
-of experts 16-byte aligned. Every program waits only for programs before it, of any rank, so
-programs may also run one after another.
+Chunk c of slot (r, s) raises flag (r, s, c) at its target to the current epoch. Twin:
+``host.stream.stream_chunks``, with the same tables. A chunk moves 16 bytes per access where source
+and target allow it, else byte by byte: keep tensors of experts 16-byte aligned. Programs are
+numbered as they start, and wait only for programs before them, of any rank, so that it does not
+matter how many run at the same time.
 """
 
 from typing import NamedTuple
@@ -18,16 +22,34 @@ import triton
 import triton.language as tl
 
 from ultraep_kernels.device._decisions import PLANNED
-from ultraep_kernels.device._signals import clock, fence_aliases, post, read_flags, verdict, wait
+from ultraep_kernels.device._signals import (
+    clock,
+    fence_aliases,
+    gives_up,
+    peek,
+    post,
+    read_flags,
+    wait,
+)
+from ultraep_kernels.device._turns import arrive, take_turn
 from ultraep_kernels.device.launch import launch
 from ultraep_kernels.device.relays import Sends
 from ultraep_kernels.device.status import RELAY_TIMEOUT, SLOT_TIMEOUT, TIMEOUTS
 
-__all__ = ["StreamSizes", "StreamTables", "stream", "stream_program"]
+__all__ = [
+    "Programs",
+    "StreamSizes",
+    "StreamTables",
+    "follow_program",
+    "receive",
+    "stream",
+]
 
 _BLOCK_WORDS = 4096  # of 4 bytes, per step of a copy
 _NUM_WARPS = 8
+_MOST_REGISTERS = 64  # of a thread: a quarter of a multiprocessor's, beside the engine's kernels
 _FLAGS_PER_LOOK = 32 * _NUM_WARPS  # one by each thread of a program that waits for a slot
+_SOON_NS = tl.constexpr(200_000)  # a relay's wait beside dispatch, which may wait for its end
 
 
 class StreamTables(NamedTuple):
@@ -42,15 +64,22 @@ class StreamTables(NamedTuple):
     max_chunks: int  # chunks of the largest layer
 
 
+class Programs(NamedTuple):
+    """How many of one rank send experts, and how many forward them."""
+
+    senders: int
+    relays: int  # at most MOST_RELAYS; 0 where no plan has any
+
+
 class StreamSizes(NamedTuple):
-    """What ``stream_program`` is compiled for."""
+    """What launches that copy are compiled for."""
 
     num_ranks: int
     num_masters: int
     num_slots: int  # of a rank
-    num_programs: int  # that send, and as many that forward
-    block: int  # words of 4 bytes, per step of a copy
-    block_flags: int  # looked at together
+    programs: Programs
+    block: int = _BLOCK_WORDS  # of 4 bytes, per step of a copy
+    block_flags: int = _FLAGS_PER_LOOK  # looked at together
 
 
 @triton.jit
@@ -75,89 +104,208 @@ def _copy(target, source, size, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def stream_program(
+def _transfer(
     program,
+    done,  # of its tasks, by a launch before
     sends,
     slot_expert_ptr,  # (R, S) int32
     tables,
     rank,
-    epoch_ptr,  # (1,) int64
+    epoch,
     status_ptr,  # (1,) int32
-    decision_ptr,  # (1,) int32, or None: slots are not awaited
-    reported_ptr,  # (1,) int32 of the host; not with slots that are not awaited
+    num_chunks,
+    patience_ns,
+    IS_RELAY: tl.constexpr,
+    IS_LAST: tl.constexpr,  # else it leaves off where a chunk to forward does not come
+    SIZES: tl.constexpr,
+):
+    """Send, or forward, a program's share of the chunks; how many of them it is through with."""
+    NUM_SLOTS: tl.constexpr = SIZES.num_slots
+    STEP: tl.constexpr = SIZES.programs.relays if IS_RELAY else SIZES.programs.senders
+    max_chunks = tables.max_chunks
+    row_ptr = sends.tasks + (SIZES.num_ranks * NUM_SLOTS + 1 if IS_RELAY else 0)
+    num_sends = tl.load(row_ptr)
+    goes_on = num_sends >= 0
+    while goes_on & (program + done * STEP < num_sends * num_chunks):
+        task = program + done * STEP
+        chunk = task // num_sends  # all targets proceed at the same pace
+        place = tl.load(row_ptr + 1 + task % num_sends)
+        expert = tl.load(slot_expert_ptr + place)
+        tensor = tl.load(tables.chunks + chunk * 3)
+        offset = tl.load(tables.chunks + chunk * 3 + 1)
+        size = tl.load(tables.chunks + chunk * 3 + 2)
+        stride = tl.load(tables.expert_bytes + tensor)
+        region = tl.load(tables.region_offsets + tensor)
+        arrived = num_sends >= 0
+        if IS_RELAY:
+            own = tl.load(sends.parents + place) % NUM_SLOTS
+            flag = tl.load(tables.flag_addresses + rank) + (own * max_chunks + chunk) * 8
+            arrived = wait(flag, epoch, patience_ns, status_ptr, RELAY_TIMEOUT if IS_LAST else 0)
+            source = tl.load(tables.pool_addresses + rank) + region + own * stride
+        else:
+            own = expert - rank * SIZES.num_masters
+            source = tl.load(tables.master_addresses + tensor) + own * stride
+        if arrived:
+            peer = place // NUM_SLOTS
+            slot = place % NUM_SLOTS
+            target = tl.load(tables.pool_addresses + peer) + region + slot * stride
+            _copy(target + offset, source + offset, size, SIZES.block)
+            flags = tl.load(tables.flag_addresses + peer)
+            post(flags + (slot * max_chunks + chunk) * 8, epoch)
+        goes_on = arrived | IS_LAST
+        done += goes_on.to(tl.int32)
+    return done
+
+
+@triton.jit
+def _await_slot(
+    slot,  # of this rank's
+    is_planned,
+    slot_expert_ptr,
+    tables,
+    rank,
+    epoch,
+    status_ptr,
+    reported_ptr,  # (1,) int32 of the host
     num_chunks,
     patience_ns,
     SIZES: tl.constexpr,
 ):
-    """One program's part; of twice those that send, and of one more for each slot awaited."""
-    NUM_RANKS: tl.constexpr = SIZES.num_ranks
-    NUM_SLOTS: tl.constexpr = SIZES.num_slots
-    NUM_PROGRAMS: tl.constexpr = SIZES.num_programs
-    max_chunks = tables.max_chunks
-    epoch = tl.load(epoch_ptr)
-    if program < 2 * NUM_PROGRAMS:
-        if NUM_PROGRAMS > 0:
-            is_relay = program >= NUM_PROGRAMS
-            row_ptr = sends.tasks + is_relay.to(tl.int32) * (NUM_RANKS * NUM_SLOTS + 1)
-            num_sends = tl.load(row_ptr)
-            for task in range(program % NUM_PROGRAMS, num_sends * num_chunks, NUM_PROGRAMS):
-                chunk = task // num_sends  # all targets proceed at the same pace
-                place = tl.load(row_ptr + 1 + task % num_sends)
-                expert = tl.load(slot_expert_ptr + place)
-                tensor = tl.load(tables.chunks + chunk * 3)
-                offset = tl.load(tables.chunks + chunk * 3 + 1)
-                size = tl.load(tables.chunks + chunk * 3 + 2)
-                stride = tl.load(tables.expert_bytes + tensor)
-                region = tl.load(tables.region_offsets + tensor)
-                arrived = epoch == epoch
-                if is_relay:
-                    own = tl.load(sends.parents + place) % NUM_SLOTS
-                    flag = tl.load(tables.flag_addresses + rank) + (own * max_chunks + chunk) * 8
-                    arrived = wait(flag, epoch, patience_ns, status_ptr, RELAY_TIMEOUT)
-                    source = tl.load(tables.pool_addresses + rank) + region + own * stride
-                else:
-                    source = (
-                        tl.load(tables.master_addresses + tensor)
-                        + (expert - rank * SIZES.num_masters) * stride
-                    )
-                if arrived:
-                    peer = place // NUM_SLOTS
-                    slot = place % NUM_SLOTS
-                    target = tl.load(tables.pool_addresses + peer) + region + slot * stride
-                    _copy(target + offset, source + offset, size, SIZES.block)
-                    post(
-                        tl.load(tables.flag_addresses + peer) + (slot * max_chunks + chunk) * 8,
-                        epoch,
-                    )
-    elif decision_ptr is not None:
-        awaited = program - 2 * NUM_PROGRAMS  # of this rank's slots
-        is_planned = (tl.load(decision_ptr) == PLANNED) & (awaited < NUM_SLOTS)
-        if tl.load(slot_expert_ptr + rank * NUM_SLOTS + awaited, mask=is_planned, other=-1) >= 0:
-            first = tl.load(tables.flag_addresses + rank) + awaited * max_chunks * 8
-            since = clock()
-            looks = epoch * 0
-            missing = tl.full((), 0, tl.int32)
-            status = tl.atomic_or(status_ptr, 0, sem="relaxed")
-            for start in range(0, num_chunks, SIZES.block_flags):
-                chunks = start + tl.arange(0, SIZES.block_flags)
-                missing = missing * 0 + 1
-                while (missing > 0) & ((status & TIMEOUTS) == 0):
-                    flags = read_flags(first + chunks * 8, chunks < num_chunks)
-                    late = tl.where(chunks < num_chunks, flags < epoch, False)
-                    missing = tl.max(late.to(tl.int32), axis=0)
-                    if missing > 0:
-                        looks += 1
-                        status = verdict(since, looks, patience_ns, status_ptr, SLOT_TIMEOUT)
+    """Return when every chunk of the slot is there, if it is filled; report a wait given up."""
+    is_awaited = is_planned & (slot < SIZES.num_slots)
+    place = rank * SIZES.num_slots + slot
+    if tl.load(slot_expert_ptr + place, mask=is_awaited, other=-1) >= 0:
+        first = tl.load(tables.flag_addresses + rank) + slot * tables.max_chunks * 8
+        since = clock()
+        looks = tl.full((), 0, tl.int32)
+        over = looks < 0
+        for start in range(0, num_chunks, SIZES.block_flags):
+            chunks = start + tl.arange(0, SIZES.block_flags)
+            exists = chunks < num_chunks
+            missing = looks * 0 + 1
+            while (missing > 0) & (over == 0):
+                flags = read_flags(first + chunks * 8, exists, "relaxed")
+                missing = tl.max((exists & (flags < epoch)).to(tl.int32), axis=0)
+                if missing > 0:
+                    looks += 1
+                    over = gives_up(since, looks, patience_ns, status_ptr)
             if missing > 0:
-                tl.atomic_or(status_ptr, SLOT_TIMEOUT)
-            tl.debug_barrier()
-            fence_aliases()
-        status = tl.atomic_or(status_ptr, 0, sem="relaxed")
-        if (status & TIMEOUTS) != 0:
-            tl.store(reported_ptr, status)
+                tl.atomic_or(status_ptr, SLOT_TIMEOUT, sem="relaxed")
+            read_flags(first + chunks * 8, exists, "acquire")
+        tl.debug_barrier()
+        fence_aliases()
+    status = peek(status_ptr)
+    if (status & TIMEOUTS) != 0:
+        tl.store(reported_ptr, status)
 
 
-@triton.jit(do_not_specialize=["rank", "num_chunks", "patience_ns"])
+@triton.jit
+def follow_program(
+    program,  # of those that send, that forward, and of one for each own slot
+    is_planned,
+    sends,
+    slot_expert_ptr,
+    tables,
+    rank,
+    epoch_ptr,  # (1,) int64
+    status_ptr,
+    reported_ptr,
+    num_chunks,
+    patience_ns,
+    SIZES: tl.constexpr,
+):
+    """One program's part where the launch that plans also sends, forwards and awaits."""
+    SENDERS: tl.constexpr = SIZES.programs.senders
+    RELAYS: tl.constexpr = SIZES.programs.relays
+    epoch = tl.load(epoch_ptr)
+    if program >= SENDERS + RELAYS:
+        _await_slot(
+            program - (SENDERS + RELAYS),
+            is_planned,
+            slot_expert_ptr,
+            tables,
+            rank,
+            epoch,
+            status_ptr,
+            reported_ptr,
+            num_chunks,
+            patience_ns,
+            SIZES,
+        )
+    elif is_planned:
+        _copy_part(
+            program,
+            sends,
+            slot_expert_ptr,
+            tables,
+            rank,
+            epoch,
+            status_ptr,
+            num_chunks,
+            patience_ns,
+            True,
+            SIZES,
+        )
+
+
+@triton.jit
+def _copy_part(
+    program,  # of those that send and those that forward
+    sends,
+    slot_expert_ptr,
+    tables,
+    rank,
+    epoch,
+    status_ptr,
+    num_chunks,
+    patience_ns,
+    IS_LAST: tl.constexpr,
+    SIZES: tl.constexpr,
+):
+    SENDERS: tl.constexpr = SIZES.programs.senders
+    if program < SENDERS:
+        _transfer(
+            program,
+            program * 0,
+            sends,
+            slot_expert_ptr,
+            tables,
+            rank,
+            epoch,
+            status_ptr,
+            num_chunks,
+            patience_ns,
+            False,
+            True,
+            SIZES,
+        )
+    elif SIZES.programs.relays > 0:
+        done = _transfer(
+            program - SENDERS,
+            program * 0,
+            sends,
+            slot_expert_ptr,
+            tables,
+            rank,
+            epoch,
+            status_ptr,
+            num_chunks,
+            patience_ns,
+            True,
+            IS_LAST,
+            SIZES,
+        )
+        tl.store(sends.forwarded + (program - SENDERS), done)
+
+
+@triton.jit
+def _leave(turns_ptr):
+    """The last program of a launch makes its turns and arrivals 0 again."""
+    if arrive(turns_ptr + 1) == tl.num_programs(0) - 1:
+        tl.store(turns_ptr + tl.arange(0, 2), tl.zeros((2,), tl.int32))
+
+
+@triton.jit(do_not_specialize=["rank", "num_chunks"])
 def _stream_kernel(
     sends,
     slot_expert_ptr,
@@ -165,26 +313,74 @@ def _stream_kernel(
     rank,
     epoch_ptr,
     status_ptr,
-    decision_ptr,
+    num_chunks,
+    SIZES: tl.constexpr,
+):
+    _copy_part(
+        take_turn(sends.turns),
+        sends,
+        slot_expert_ptr,
+        tables,
+        rank,
+        tl.load(epoch_ptr),
+        status_ptr,
+        num_chunks,
+        _SOON_NS,
+        False,
+        SIZES,
+    )
+    _leave(sends.turns)
+
+
+@triton.jit(do_not_specialize=["rank", "num_chunks", "patience_ns"])
+def _receive_kernel(
+    sends,
+    slot_expert_ptr,
+    tables,
+    rank,
+    epoch_ptr,
+    status_ptr,
+    decision_ptr,  # (1,) int32
     reported_ptr,
     num_chunks,
     patience_ns: tl.int64,
     SIZES: tl.constexpr,
 ):
-    stream_program(
-        tl.program_id(0),
-        sends,
-        slot_expert_ptr,
-        tables,
-        rank,
-        epoch_ptr,
-        status_ptr,
-        decision_ptr,
-        reported_ptr,
-        num_chunks,
-        patience_ns,
-        SIZES,
-    )
+    program = take_turn(sends.turns + 2)
+    epoch = tl.load(epoch_ptr)
+    is_planned = tl.load(decision_ptr) == PLANNED
+    RELAYS: tl.constexpr = SIZES.programs.relays
+    if program >= RELAYS:
+        _await_slot(
+            program - RELAYS,
+            is_planned,
+            slot_expert_ptr,
+            tables,
+            rank,
+            epoch,
+            status_ptr,
+            reported_ptr,
+            num_chunks,
+            patience_ns,
+            SIZES,
+        )
+    elif is_planned & (RELAYS > 0):
+        _transfer(
+            program,
+            tl.load(sends.forwarded + program),
+            sends,
+            slot_expert_ptr,
+            tables,
+            rank,
+            epoch,
+            status_ptr,
+            num_chunks,
+            patience_ns,
+            True,
+            True,
+            SIZES,
+        )
+    _leave(sends.turns + 2)
 
 
 def stream(
@@ -195,43 +391,65 @@ def stream(
     rank: int,
     epoch: torch.Tensor,
     status: torch.Tensor,
-    patience_ns: int,
-    num_programs: int,
-    *,
-    decision: torch.Tensor | None = None,
-    reported: torch.Tensor | None = None,
+    programs: Programs,
 ) -> None:
-    """Push this rank's masters, and forward what it relays, for the plan of this epoch.
+    """Push this rank's masters, and forward what it relays and soon has, for this epoch's plan.
 
     Args:
         sends: of this rank, from ``plan_sends``.
-        slot_expert: (R, S) int32.
+        slot_expert: (R, S) int32, S at least 1.
         num_masters: L.
         tables: of the layer.
         rank: this rank.
-        epoch: (2,) int64 as ``exchange`` left it.
-        status: (1,) int32; RELAY_TIMEOUT where a chunk did not arrive, which is then not forwarded.
-        patience_ns: nanoseconds after which a wait is given up.
-        num_programs: of senders and of relays; all must fit the device at the same time. With 0
-            nothing is sent.
-        decision: (1,) int32; with it the launch ends, if it is PLANNED, when this rank's slots have
-            arrived too, with SLOT_TIMEOUT in the status where one has not.
-        reported: (1,) int32 in page-locked memory, with ``decision``: the status of a wait that was
-            given up, until now, is written there.
+        epoch: (1,) int64 or more of which the first counts, as ``exchange`` left it.
+        status: (1,) int32; once a wait was given up nothing is waited for.
+        programs: that send and that forward; at least one.
     """
     num_ranks, num_slots = slot_expert.shape
-    sizes = StreamSizes(
-        num_ranks=num_ranks,
-        num_masters=num_masters,
-        num_slots=num_slots,
-        num_programs=num_programs if num_slots else 0,
-        block=_BLOCK_WORDS,
-        block_flags=_FLAGS_PER_LOOK,
-    )
-    waits = 0 if decision is None else max(1, num_slots)
     launch(
         _stream_kernel,
-        (2 * sizes.num_programs + waits,),
+        (programs.senders + programs.relays,),
+        sends,
+        slot_expert,
+        tables,
+        rank,
+        epoch,
+        status,
+        tables.chunks.shape[0],
+        SIZES=StreamSizes(num_ranks, num_masters, num_slots, programs),
+        num_warps=_NUM_WARPS,
+        maxnreg=_MOST_REGISTERS,
+    )
+
+
+def receive(
+    sends: Sends,
+    slot_expert: torch.Tensor,
+    num_masters: int,
+    tables: StreamTables,
+    rank: int,
+    epoch: torch.Tensor,
+    status: torch.Tensor,
+    programs: Programs,
+    *,
+    decision: torch.Tensor,
+    reported: torch.Tensor,
+    patience_ns: int,
+) -> None:
+    """Forward what ``stream`` left, and end when this rank's slots have arrived.
+
+    Args as for ``stream``, behind which this comes, and:
+        status: RELAY_TIMEOUT where a chunk did not arrive, which is then not forwarded;
+            SLOT_TIMEOUT where a slot was not filled.
+        decision: (1,) int32; unless it is PLANNED there is nothing to do.
+        reported: (1,) int32 in page-locked memory: the status of a wait that was given up, until
+            now, is written there.
+        patience_ns: nanoseconds after which a wait is given up.
+    """
+    num_ranks, num_slots = slot_expert.shape
+    launch(
+        _receive_kernel,
+        (programs.relays + max(1, num_slots),),
         sends,
         slot_expert,
         tables,
@@ -242,6 +460,7 @@ def stream(
         reported,
         tables.chunks.shape[0],
         patience_ns,
-        SIZES=sizes,
+        SIZES=StreamSizes(num_ranks, num_masters, num_slots, programs),
         num_warps=_NUM_WARPS,
+        maxnreg=_MOST_REGISTERS,
     )

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from ultraep_kernels.device.plan import plan
+from ultraep_kernels.device.relays import has_relays
 
 from ultraep_serve.balance.backend import GroupSetup, LayerSlots, PolicySource, row_width
 from ultraep_serve.balance.collectives import DeviceAllGather, HostAllGather
@@ -21,7 +22,9 @@ from ultraep_serve.costs.model import CostModel
 from ultraep_serve.telemetry.recorder import Recorder
 from ultraep_serve.telemetry.run_files import RunFiles
 
-__all__ = ["DeviceBackend", "table_costs"]
+__all__ = ["LEFT_FREE", "DeviceBackend", "num_programs", "table_costs"]
+
+LEFT_FREE = 32  # multiprocessors: as many as NCCL's collectives take; DeepEP's dispatch takes 24
 
 _COMPILE_SECONDS = 600.0  # that a rank may need before it serves, with nothing in its caches
 _ROWS_PER_MASTER = (1024, 2048, 4096)  # beyond the roofline's ridge, where reading weights ends
@@ -50,11 +53,16 @@ class DeviceBackend:
 
     def connect(self) -> None:
         setup, location = self._setup, self._setup.location
+        may_relay = has_relays(setup.config.relay, location.domain_size)
+        senders, relays = num_programs(
+            _multiprocessors(self._device), setup.config.senders, may_relay
+        )
         limits = Limits(
             row_width=row_width(setup.shape.num_logical_experts, setup.view),
             max_chunks=max(layer.chunks.shape[0] for layer in self._layers),
             patience_ns=round(setup.config.timeout_seconds * 1e9),
-            num_programs=_num_programs(self._device),
+            num_senders=senders,
+            num_relays=relays,
         )
         all_gather = None
         if location.num_domains > 1:
@@ -167,8 +175,17 @@ def _name_of(device: torch.device) -> str:
     return torch.cuda.get_device_properties(device).name if device.type == "cuda" else ""
 
 
-def _num_programs(device: torch.device) -> int:
-    """Senders of a stream, one to a multiprocessor; as many relays fit beside them."""
+def num_programs(multiprocessors: int, wanted: int, may_relay: bool) -> tuple[int, int]:
+    """Programs that send experts, ``wanted`` at most, and as many that relay where any plan does.
+
+    Each takes a multiprocessor. LEFT_FREE of them are left to others, where there are more.
+    """
+    most = (multiprocessors - LEFT_FREE) // (2 if may_relay else 1)
+    number = max(1, min(wanted, most))
+    return number, number if may_relay else 0
+
+
+def _multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
-        return 2
+        return LEFT_FREE + 4
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

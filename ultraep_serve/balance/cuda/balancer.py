@@ -7,6 +7,7 @@ learns from notes that are done when it comes by again.
 """
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -17,11 +18,7 @@ from ultraep_kernels.contract import FULL_SPEED, HEADER_WIDTH, Choice
 from ultraep_kernels.device.count import CountBuffers, Counted, count, new_count_buffers
 from ultraep_kernels.device.identity import identity
 from ultraep_kernels.device.launch import Launches
-from ultraep_kernels.device.outcome import (
-    decision_of,
-    outcome_width,
-    unpack_outcome,
-)
+from ultraep_kernels.device.outcome import decision_of, outcome_width
 from ultraep_kernels.device.plan import (
     DevicePlan,
     FollowUp,
@@ -31,20 +28,19 @@ from ultraep_kernels.device.plan import (
     new_plan_buffers,
     plan,
 )
-from ultraep_kernels.device.reroute import changed_by, new_physical, reroute
+from ultraep_kernels.device.reroute import new_physical
 from ultraep_kernels.device.speeds import choose_speeds
-from ultraep_kernels.host.relays import relay_parents
 
 from ultraep_serve.balance.backend import GroupSetup, LayerSlots, PolicySource, row_width
 from ultraep_serve.balance.cuda.fabric import DeviceFabric
 from ultraep_serve.balance.cuda.recording import Lap, Ledger, Note, Page, Unnoted, is_capturing
+from ultraep_serve.balance.cuda.records import Records
 from ultraep_serve.balance.cuda.side_stream import SideStream, side_stream
 from ultraep_serve.balance.cuda.timing import new_mark
-from ultraep_serve.balance.physical import experts_sent, forced_ids, identity_table
+from ultraep_serve.balance.physical import forced_ids, identity_table
 from ultraep_serve.balance.speeds import OwnTime, expert_clock, fixed_speeds
 from ultraep_serve.costs.model import IntegerCosts
 from ultraep_serve.errors import ConfigError
-from ultraep_serve.telemetry.record import LayerOutcome, LayerPlace, LayerRecord
 from ultraep_serve.telemetry.recorder import Recorder
 from ultraep_serve.types import Decision, Policy, Stage, TokenView
 
@@ -77,15 +73,16 @@ class DeviceBalancer:
     that was off waits, where all ranks are in one domain, for the first layer of the next to say
     what holds, and then launches no more than the identity.
 
-    Experts are sent and awaited in a stream beside the engine's, which reroutes and dispatches
-    meanwhile and joins it where the experts are launched: inside ``expert_clock``, which engines
-    must do. In a CUDA graph it is one stream. A layer that was left alone in the batch before takes
-    one launch for its plan and for all that may follow, in the engine's stream.
+    Experts are sent in a stream beside the engine's, which dispatches meanwhile and joins it where
+    the experts are launched: inside ``expert_clock``, which engines must do. There they are awaited
+    too. In a CUDA graph it is one stream. A layer that was left alone in the batch before takes one
+    launch for its plan and for all that may follow, in the engine's stream.
 
     Records come when the host comes by after the device is done with a batch, at a later ``route``
     or ``computed``; where two batches are on their way, those of a third are lost and counted.
     Stages are timed in one batch of several; what the others took is taken from it, by their
-    tokens. What runs beside the engine's stream is not: ``wait`` is how much longer it took.
+    tokens. ``reroute`` is a part of ``plan``, whose launch looks the ids up. What runs beside the
+    engine's stream is not timed: ``wait`` is how much longer it took.
     Nothing is recorded while a CUDA graph is captured, nor when one is replayed; a replay obeys the
     policy that rank 0 last read in a ``route``.
 
@@ -113,7 +110,6 @@ class DeviceBalancer:
         self._recorder = recorder
         self._gate = _gate_of(config, costs)
         self._tables = [fabric.tables(layer) for layer in layers]
-        self._expert_bytes = [int(layer.expert_bytes.sum()) for layer in layers]
         experts, ranks, slots = shape.num_logical_experts, shape.num_ranks, shape.num_slots
         self._device = device = fabric.status.device
         self._identity = torch.from_numpy(identity_table(experts, ranks, slots)).to(device)
@@ -123,7 +119,7 @@ class DeviceBalancer:
         self._configured = _on_device(fixed_speeds(config.speeds, ranks), device)
         self._agreed = torch.full((ranks,), FULL_SPEED, dtype=torch.int32, device=device)
         self._speeds = self._agreed.clone()  # of the batch that runs
-        self._own_time, self._timed_batch = OwnTime(costs, self._shape.num_masters), 0
+        self._own_time = OwnTime(costs, shape.num_masters)
         # tokens that all ranks see count as rank 0's, so that every rank splits them alike
         self._shared = torch.zeros((ranks, experts + 1), dtype=torch.int32, device=device)
         is_own = setup.view is TokenView.OWN
@@ -148,13 +144,14 @@ class DeviceBalancer:
             len(layers),
             shape.num_micro_batches,
         )
-        self._stage_ns: dict[int, tuple[int, list[int]]] = {}  # of a layer: tokens, times
         self._told, self._told_mark = _host_memory(1, device), new_mark(device)
-        self._was_off = self._rests = False  # the last batch known, and the one that runs
+        self._rests = False  # the batch that runs, as the last one known
+        self._warned: set[str] = set()
+        expert_bytes = [int(layer.expert_bytes.sum()) for layer in layers]
+        self._records = Records(setup, expert_bytes, recorder, self._own_time, self._warn)
         self._left_alone: set[tuple[int, int]] = set()  # layers and micro-batches of the last known
         self._has_begun = False  # whether the batch that runs has exchanged
         self._batch = 0
-        self._warned: set[str] = set()
 
     def _new_plan_buffers(self, micro_batch: int) -> PlanBuffers:
         """Each micro-batch has slots of its own: another one's may still be read.
@@ -231,7 +228,7 @@ class DeviceBalancer:
         what it computed. Raises PeerTimeoutError when a wait was given up.
         """
         expert_clock.marks = None
-        self._arriving[micro_batch].side.join()  # where this rank had nothing to compute
+        self._arriving[micro_batch].join()  # where this rank had nothing to compute
         if not is_capturing(self._device):
             sent = self._ledger.close(micro_batch)
             if sent is not None:
@@ -257,7 +254,7 @@ class DeviceBalancer:
                 self._left_alone = set(expected)
                 for layer, micro_batch in places:
                     self._balance(layer, padding, None, micro_batch, True)
-                    self._arriving[micro_batch].side.join()
+                    self._arriving[micro_batch].join()
         self._left_alone = set()
         self._fabric.require_peers()
 
@@ -279,40 +276,46 @@ class DeviceBalancer:
         found = self._plans[micro_batch].found
         counted = self._count_and_exchange(topk_ids, steps, begins)
         watch.lap(Stage.EXCHANGE)
-        if self._leaves_alone(layer, micro_batch):
-            physical = new_physical(topk_ids)
-            follow_up = self._fabric.follow_up(self._tables[layer], topk_ids, counted, physical)
-            changed = self._plans[micro_batch].changed_by(follow_up)
-            steps.plan_and_follow.make(
-                lambda: self._plan(note, micro_batch, begins, follow_up), **changed
-            )
-            watch.lap(Stage.PLAN)
-            return self._forced(topk_ids, physical, found)
-        steps.plan.make(lambda: self._plan(note, micro_batch, begins))
-        watch.lap(Stage.PLAN)
-        if begins and note is not None and self._turns_out_off(found):
-            return self.identity(topk_ids)
-        if is_capturing(self._device):
-            steps.replicate.make(lambda: self._replicate(layer, found))
-        else:
-            with self._arriving[micro_batch].side.fork():
-                steps.replicate.make(lambda: self._replicate(layer, found))
         physical = new_physical(topk_ids)
-        changed = changed_by(topk_ids, counted, physical)
-        steps.reroute.make(lambda: self._reroute(topk_ids, counted, found, physical), **changed)
-        watch.lap(Stage.REROUTE)
+        left_alone = self._leaves_alone(layer, micro_batch)
+        copies = self._fabric.copies(self._tables[layer]) if left_alone else None
+        follow_up = FollowUp(topk_ids, counted, physical, copies)
+        changed = self._plans[micro_batch].changed_by(follow_up)
+        step = steps.plan_and_copy if left_alone else steps.plan
+        step.make(lambda: self._plan(note, micro_batch, begins, follow_up), **changed)
+        watch.lap(Stage.PLAN)
+        if left_alone:
+            return self._forced(topk_ids, physical, found)
+        if begins and note is not None and self._turns_out_off(found):
+            return physical
+        self._send(layer, steps, found, self._arriving[micro_batch])
         return self._forced(topk_ids, physical, found)
+
+    def _send(self, layer: int, steps: "_Steps", found: DevicePlan, arriving: "_Arriving") -> None:
+        """Experts, beside what the engine does until it launches its own; received there."""
+        sent = self._tables[layer], found.slot_expert, self._shape.num_masters, found.sends
+
+        def stream() -> None:
+            # by then the next micro-batch may have exchanged and decided
+            self._fabric.stream(*sent, epoch=found.sends.epoch)
+
+        if self._shape.num_slots and is_capturing(self._device):
+            steps.replicate.make(stream)
+        elif self._shape.num_slots:
+            with arriving.side.fork():
+                steps.replicate.make(stream)
+        arriving.expect(lambda: steps.receive.make(lambda: self._fabric.receive(*sent)))
 
     def _leaves_alone(self, layer: int, micro_batch: int) -> bool:
         """Whether the device is expected to leave the layer alone, as in the batch before.
 
-        Then one launch plans and does what may follow. Where it turns out otherwise that is all
+        Then one launch plans and does all that may follow. Where it turns out otherwise that is all
         done, but experts are sent before dispatch, not beside it. Ranks expect the same, but where
         one's records came late or were lost: a rank whose experts come before its dispatch waits
         for others' side streams, which their own dispatch, waiting for it, should not keep from
         running.
         """
-        return (layer, micro_batch) in self._left_alone and not self._was_off
+        return (layer, micro_batch) in self._left_alone and not self._records.was_off
 
     def _steps_of(self, layer: int, note: Note | None, micro_batch: int, begins: bool) -> "_Steps":
         """What was launched when all of this was the same, to be launched again.
@@ -333,13 +336,13 @@ class DeviceBalancer:
         Ranks need not agree: what another one launches for it does nothing. But between domains
         rows are gathered by the engine's own collective, which all ranks must call.
         """
-        if not self._was_off or self._fabric.has_several_domains:
+        if not self._records.was_off or self._fabric.has_several_domains:
             return False
         self._told.copy_(found.decision, non_blocking=True)
         self._told_mark.record()
         self._told_mark.synchronize()
         self._fabric.require_peers()
-        self._was_off = self._rests = int(self._told[0]) == Decision.POLICY_OFF
+        self._records.was_off = self._rests = int(self._told[0]) == Decision.POLICY_OFF
         return self._rests
 
     def _choose(self) -> None:
@@ -388,9 +391,7 @@ class DeviceBalancer:
     def _choose_speeds(self) -> None:
         choose_speeds(self._gathered, self._configured, self._agreed, self._speeds)
 
-    def _plan(
-        self, note: Note | None, micro_batch: int, begins: bool, follow_up: FollowUp | None = None
-    ) -> None:
+    def _plan(self, note: Note | None, micro_batch: int, begins: bool, follow_up: FollowUp) -> None:
         is_own, experts = self._view is TokenView.OWN, self._shape.num_logical_experts
         rows = self._gathered
         plan(
@@ -407,30 +408,6 @@ class DeviceBalancer:
             buffers=self._plans[micro_batch],
             begins=begins,
             follow_up=follow_up,
-        )
-
-    def _replicate(self, layer: int, found: DevicePlan) -> None:
-        """And wait for this rank's slots."""
-        self._fabric.stream(
-            self._tables[layer],
-            found.slot_expert,
-            self._shape.num_masters,
-            found.sends,
-            decision=found.sends.decision,  # by then the next micro-batch may have decided
-            epoch=found.sends.epoch,
-        )
-
-    def _reroute(
-        self, topk_ids: torch.Tensor, counted: Counted, found: DevicePlan, out: torch.Tensor
-    ) -> None:
-        reroute(
-            topk_ids,
-            found.places,
-            self._shape.num_slots,
-            counted,
-            self._fabric.status,
-            decision=found.decision,
-            out=out,
         )
 
     def _forced(
@@ -454,55 +431,9 @@ class DeviceBalancer:
     def _record_what_is_done(self) -> None:
         for entry in self._ledger.drain(_RECORDS_AT_ONCE):
             if isinstance(entry, Note):
-                self._record(entry)
+                self._records.write(entry)
             else:
                 self._recorder.count_batch(entry)
-
-    def _record(self, note: Note) -> None:
-        shape, rank = self._shape, self._fabric.rank
-        sizes = shape.num_logical_experts, shape.num_ranks, shape.num_slots
-        found = unpack_outcome(note.values, *sizes)
-        outcome = LayerOutcome(
-            decision=Decision(found.decision),
-            policy=list(Policy)[found.policy],
-            expert_load=found.expert_load,
-            speed=found.speeds,
-            slot_expert=found.slot_expert,
-            slot_load=found.slot_load,
-        )
-        if note.layer == note.micro_batch == 0:
-            self._was_off = outcome.decision is Decision.POLICY_OFF
-        if outcome.decision is Decision.POLICY_OFF:  # of the whole batch, which counts once
-            if note.layer == note.micro_batch == 0:
-                self._recorder.count_batch(outcome.decision)
-            return
-        if outcome.decision is Decision.INCONSISTENT:
-            self._warn("ids or loads differ between ranks; inconsistent batches are not balanced")
-        if note.batch != self._timed_batch:
-            self._timed_batch = note.batch
-            self._own_time.end_batch()
-        after, slots = outcome.load_after, outcome.slot_expert
-        self._own_time.add(note.experts_ns, int(after[rank]), int(after.min()))
-        expert_bytes = self._expert_bytes[note.layer]
-        parents = relay_parents(slots, shape.num_masters, self._config.relay, self._domain_size)
-        self._recorder.record(
-            LayerRecord.of(
-                LayerPlace(note.batch, note.layer, note.tokens),
-                outcome,
-                rank=rank,
-                expert_bytes=expert_bytes,
-                bytes_sent=experts_sent(rank, slots, parents, shape.num_masters) * expert_bytes,
-                stage_ns=self._stage_times(note),
-                experts_ns=note.experts_ns,
-            )
-        )
-
-    def _stage_times(self, note: Note) -> list[int]:
-        """Measured, or taken from the batch that last was, in proportion to tokens."""
-        if note.is_timed:
-            self._stage_ns[note.layer] = note.tokens, note.nanoseconds
-        tokens, times = self._stage_ns.get(note.layer, (1, [0] * len(Stage)))
-        return [time * note.tokens // tokens for time in times]
 
     def _warn(self, text: str) -> None:
         if text not in self._warned:
@@ -517,26 +448,38 @@ class _Steps:
     count: Launches = field(default_factory=Launches)
     choose: Launches = field(default_factory=Launches)
     plan: Launches = field(default_factory=Launches)
-    plan_and_follow: Launches = field(default_factory=Launches)
+    plan_and_copy: Launches = field(default_factory=Launches)
     replicate: Launches = field(default_factory=Launches)
-    reroute: Launches = field(default_factory=Launches)
+    receive: Launches = field(default_factory=Launches)
 
 
 class _Arriving:
-    """A micro-batch's experts on their way into slots, joined before anything reads them."""
+    """A micro-batch's experts on their way into slots, received before anything reads them."""
 
     def __init__(self, side: SideStream) -> None:
         self.side = side
         self.note: Note | None = None  # of the layer
+        self._receive: Callable[[], None] | None = None
+
+    def expect(self, receive: Callable[[], None]) -> None:
+        """``receive`` waits, in the current stream, for what is being sent beside it."""
+        self._receive = receive
+
+    def join(self) -> None:
+        """What is launched after this finds everything in its slots, and nothing still sent."""
+        self.side.join()
+        if self._receive is not None:
+            receive, self._receive = self._receive, None
+            receive()
 
     def begin_experts(self) -> None:
         """As ``StreamMarks``; engines may launch a layer's experts in parts."""
         note = self.note
         if note is None or note.has_begun:
-            self.side.join()
+            self.join()
             return
         note.lap(Stage.COMPUTE)
-        self.side.join()
+        self.join()
         note.lap(Stage.WAIT)
         note.begin_experts()
 

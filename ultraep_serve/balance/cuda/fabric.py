@@ -14,12 +14,11 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 
 import torch
-from ultraep_kernels.device.count import Counted
 from ultraep_kernels.device.exchange import Inboxes, exchange, inbox_bytes, new_epoch
-from ultraep_kernels.device.plan import FollowUp
+from ultraep_kernels.device.plan import Copies
 from ultraep_kernels.device.relays import Sends, plan_sends
 from ultraep_kernels.device.status import DeviceStatus, new_status
-from ultraep_kernels.device.stream import StreamTables, stream
+from ultraep_kernels.device.stream import Programs, StreamTables, receive, stream
 
 from ultraep_serve.balance.backend import LayerSlots
 from ultraep_serve.balance.collectives import DeviceAllGather
@@ -46,7 +45,13 @@ class Limits:
     row_width: int  # int32 per exchanged row
     max_chunks: int  # of the largest expert
     patience_ns: int  # after which a wait is given up
-    num_programs: int  # of senders, and of relays; all must fit the device at the same time
+    num_senders: int  # programs that send experts
+    num_relays: int  # that forward them; 0 where no plan has relays
+
+    @property
+    def programs(self) -> Programs:
+        """For launches."""
+        return Programs(self.num_senders, self.num_relays)
 
 
 @dataclass(frozen=True)
@@ -164,47 +169,39 @@ class DeviceFabric:
         slot_expert: torch.Tensor,
         num_masters: int,
         sends: Sends,
-        decision: torch.Tensor | None = None,
         epoch: torch.Tensor | None = None,
     ) -> None:
-        """Push this rank's masters, and forward what it relays, for the plan of this epoch.
+        """Push this rank's masters, and forward what it relays and soon has; waits for nobody.
 
-        ``slot_expert`` (R, S) int32, and what this rank ``sends`` for it. With ``decision``, (1,)
-        int32, this also holds the stream until this rank's slots, if that is PLANNED and they are
-        filled, have arrived, and writes ``reported``. ``epoch`` (1,) int64 where the next exchange
-        may overtake this, as may the next decision.
+        ``slot_expert`` (R, S) int32, and what this rank ``sends`` for it. ``epoch`` (1,) int64
+        where the next exchange may overtake this.
         """
-        stream(
+        epoch = self.epoch if epoch is None else epoch
+        launched = layer, self.rank, epoch, self.status, self.limits.programs
+        stream(sends, slot_expert, num_masters, *launched)
+
+    def receive(
+        self, layer: StreamTables, slot_expert: torch.Tensor, num_masters: int, sends: Sends
+    ) -> None:
+        """Hold the stream until this rank's slots have arrived, if the plan is followed.
+
+        ``sends`` is of the plan, its decision and epoch too. What ``stream`` did not forward is
+        forwarded. The status of a wait that was given up is written to ``reported``.
+        """
+        launched = layer, self.rank, sends.epoch, self.status, self.limits.programs
+        receive(
             sends,
             slot_expert,
             num_masters,
-            layer,
-            self.rank,
-            self.epoch if epoch is None else epoch,
-            self.status,
-            self.patience_ns,
-            self.limits.num_programs,
-            decision=decision,
+            *launched,
+            decision=sends.decision,
             reported=self.reported,
+            patience_ns=self.patience_ns,
         )
 
-    def follow_up(
-        self,
-        layer: StreamTables,
-        topk_ids: torch.Tensor,
-        counted: Counted,
-        physical: torch.Tensor,
-    ) -> FollowUp:
-        """For a plan whose launch does what ``stream`` would, and looks up ``topk_ids`` (T, K)."""
-        return FollowUp(
-            topk_ids,
-            counted,
-            physical,
-            layer,
-            self.patience_ns,
-            self.limits.num_programs,
-            self.reported,
-        )
+    def copies(self, layer: StreamTables) -> Copies:
+        """For a plan whose launch does what ``stream`` and ``receive`` would."""
+        return Copies(layer, self.patience_ns, self.limits.programs, self.reported)
 
     def wait_at_least(self, seconds: float) -> None:
         """For waits launched from now on, where other ranks may have kernels to compile first.

@@ -5,21 +5,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ultraep_serve.sidecar.statistics.figures import (
-    avoided_seconds,
+from ultraep_serve.sidecar.statistics.fold import (
+    batch_decisions,
     imbalance_snapshot,
-    imbalances,
-    rank_assignments,
+    parts_by,
     time_imbalance_snapshot,
-    time_imbalances,
 )
+from ultraep_serve.sidecar.statistics.selection import decision_names
 from ultraep_serve.sidecar.statistics.snapshot import (
     SCHEMA_VERSION,
     Documented,
     ImbalanceSnapshot,
     RankAssignments,
 )
-from ultraep_serve.sidecar.statistics.window import outcome
+from ultraep_serve.sidecar.statistics.summary import rank_assignments, sums_by
 from ultraep_serve.telemetry.record import RecordArray
 from ultraep_serve.types import Decision, ExpertShape, Policy, Stage
 
@@ -76,15 +75,8 @@ class BatchList(Documented):
 
 def count_batches(records: RecordArray) -> dict[Decision, int]:
     """Batches of the primary rank's ``records`` by decision: planned if any layer was."""
-    counts: dict[Decision, int] = {}
-    _, first = np.unique(records["batch"], return_index=True)
-    planned = set(records["batch"][records["decision"] == Decision.PLANNED].tolist())
-    for batch, code in zip(
-        records["batch"][first].tolist(), records["decision"][first].tolist(), strict=True
-    ):
-        decision = Decision.PLANNED if batch in planned else Decision(code)
-        counts[decision] = counts.get(decision, 0) + 1
-    return counts
+    codes, counts = np.unique(batch_decisions(records).decisions, return_counts=True)
+    return dict(zip(map(Decision, codes.tolist()), counts.tolist(), strict=True))
 
 
 def batch_snapshots(
@@ -98,18 +90,16 @@ def batch_snapshots(
     if before is not None:
         batches = batches[batches < np.uint64(before)]
     more, batches = len(batches) > limit, batches[:limit]
-    moved = {int(batch): 0 for batch in batches}
-    for own in ranks:
-        recent = own[np.isin(own["batch"], batches)]
-        for batch, sent in zip(
-            recent["batch"].tolist(), recent["bytes_sent"].tolist(), strict=True
-        ):
-            moved[batch] += sent
-    numbers = primary["batch"]
-    return BatchList(
-        [batch_snapshot(primary[numbers == batch], moved[int(batch)]) for batch in batches],
-        next_before=int(batches[-1]) if more else None,
+    if not len(batches):
+        return BatchList([])
+    oldest, newest = batches[-1], batches[0]
+    primary, *ranks = (
+        records[(records["batch"] >= oldest) & (records["batch"] <= newest)]
+        for records in (primary, *ranks)
     )
+    moved = sums_by("batch", "bytes_sent", ranks)
+    found = [batch_snapshot(part, moved.get(n, 0)) for n, part in parts_by(primary, "batch")]
+    return BatchList(found[::-1], next_before=int(oldest) if more else None)
 
 
 def batch_snapshot(records: RecordArray, moved: int) -> BatchSnapshot:
@@ -129,7 +119,7 @@ def batch_snapshot(records: RecordArray, moved: int) -> BatchSnapshot:
         time_imbalance=time_imbalance_snapshot(records),
         replicas=int(records["replicas"].sum(dtype=np.int64)),
         bytes_moved=moved,
-        avoided_seconds=float(avoided_seconds(records).sum()),
+        avoided_seconds=float(records["avoided"].sum()),
     )
 
 
@@ -253,19 +243,19 @@ def _batch_layer(record: RecordArray, own: Sequence[RecordArray]) -> BatchLayer:
     """From the primary rank's ``record`` (1,) and each rank's own records of the batch."""
     layer = int(record["layer"][0])
     mine = np.concatenate([records[records["layer"] == layer] for records in own])
-    _, decision, reason = outcome(Decision(int(record["decision"][0])))
+    _, decision, reason = decision_names(Decision(int(record["decision"][0])))
     slowest = mine["stage_ns"].max(axis=0, initial=0) / 1e9
     return BatchLayer(
         layer=layer,
         decision=decision,
         reason=reason,
-        imbalance_before=float(imbalances(record["load_before"])[0]),
-        imbalance_after=float(imbalances(record["load_after"])[0]),
-        time_imbalance_before=float(time_imbalances(record["load_before"], record["speed"])[0]),
-        time_imbalance_after=float(time_imbalances(record["load_after"], record["speed"])[0]),
+        imbalance_before=float(record["before"][0]),
+        imbalance_after=float(record["after"][0]),
+        time_imbalance_before=float(record["time_before"][0]),
+        time_imbalance_after=float(record["time_after"][0]),
         replicas=int(record["replicas"][0]),
         bytes_moved=int(mine["bytes_sent"].sum()),
-        avoided_seconds=float(avoided_seconds(record)[0]),
+        avoided_seconds=float(record["avoided"][0]),
         stage_seconds={stage.name.lower(): float(slowest[stage]) for stage in Stage},
     )
 

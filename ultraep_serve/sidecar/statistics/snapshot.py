@@ -1,10 +1,13 @@
 """The data classes of an answer, as the HTTP interface documents them."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ultraep_serve.telemetry.record import RecordArray
 from ultraep_serve.telemetry.schema import RingHeader
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
 __all__ = [
     "SCHEMA_VERSION",
@@ -26,11 +29,31 @@ __all__ = [
 SCHEMA_VERSION = 2  # of the answers
 
 
+_ADAPTERS: "dict[type, TypeAdapter[Any]]" = {}  # building one takes milliseconds
+
+
+def _adapter(answer_type: type) -> "TypeAdapter[Any]":
+    from pydantic import TypeAdapter  # figures alone do without it
+
+    if answer_type not in _ADAPTERS:
+        _ADAPTERS[answer_type] = TypeAdapter(answer_type)
+    return _ADAPTERS[answer_type]
+
+
 class Documented:
     """Base of the dataclasses that the HTTP interface returns."""
 
     # pydantic reads this name; the text below a field becomes its description in OpenAPI.
     __pydantic_config__: ClassVar[dict[str, Any]] = {"use_attribute_docstrings": True}
+
+    @classmethod
+    def prepare(cls) -> None:
+        """Make the first ``encoded`` as fast as others."""
+        _adapter(cls)
+
+    def encoded(self) -> bytes:
+        """This as JSON."""
+        return _adapter(type(self)).dump_json(self)
 
 
 @dataclass(frozen=True)

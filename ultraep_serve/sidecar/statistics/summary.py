@@ -7,20 +7,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.lib.recfunctions import repack_fields
 from numpy.typing import NDArray
+from ultraep_kernels.contract import FULL_SPEED
 
-from ultraep_serve.sidecar.statistics.figures import (
-    avoided_seconds,
+from ultraep_serve.sidecar.statistics.fold import (
+    IMBALANCES,
     imbalance_snapshot,
-    imbalances,
     mean_floor,
-    rank_assignments,
-    replica_count,
+    parts_by,
     savings,
-    spent_seconds,
     spread,
     time_imbalance_snapshot,
 )
+from ultraep_serve.sidecar.statistics.selection import RecordSelection, decision_names
 from ultraep_serve.sidecar.statistics.snapshot import (
     SCHEMA_VERSION,
     BalanceSnapshot,
@@ -32,10 +32,10 @@ from ultraep_serve.sidecar.statistics.snapshot import (
     RankAssignments,
     RankSnapshot,
     RankView,
+    ReplicaCount,
     Savings,
     Spread,
 )
-from ultraep_serve.sidecar.statistics.window import Window, outcome
 from ultraep_serve.telemetry.record import RecordArray
 from ultraep_serve.telemetry.schema import RingHeader
 from ultraep_serve.types import Decision, Policy, Stage
@@ -46,14 +46,16 @@ __all__ = [
     "PolicyComparison",
     "PolicyFigures",
     "batches_count",
-    "bytes_by_layer",
     "compare_policies",
     "heatmap",
     "layer_detail",
     "phases",
+    "rank_assignments",
     "summarise",
-    "window_savings",
+    "sums_by",
 ]
+
+_LAYER_FIELDS = ["layer", "replicas", "floor", *IMBALANCES]  # without loads, which are large
 
 
 def summarise(
@@ -61,18 +63,17 @@ def summarise(
     header: RingHeader,
     ranks: Sequence[RankView],
     batches: Mapping[Decision, int],
-    window: Window,
+    selection: RecordSelection,
 ) -> BalanceSnapshot:
-    """The snapshot over ``window``.
+    """The snapshot over ``selection``.
 
-    ``primary`` are the primary rank's full records and ``header`` is its header; ``ranks`` has one
-    view per rank of this host; ``batches`` counts the batches of the window by decision.
+    ``primary`` are the primary rank's records with figures and ``header`` is its header; ``ranks``
+    has one view per rank of this host; ``batches`` counts the batches selected by decision.
     """
-    considered = window.considered(primary)
-    own = [window.considered(view.records) for view in ranks]
-    moved = bytes_by_layer(own)
-    before, after = imbalances(considered["load_before"]), imbalances(considered["load_after"])
-    imbalance = ImbalanceSnapshot(spread(before), spread(after))
+    considered = selection.considered(primary)
+    own = [selection.considered(view.records) for view in ranks]
+    moved = sums_by("layer", "bytes_sent", own)
+    imbalance = imbalance_snapshot(considered)
     assignments = _assignments_of(ranks, considered)
     return BalanceSnapshot(
         engine=header.engine,
@@ -86,16 +87,31 @@ def summarise(
         phases=phases(batches, imbalance),
         imbalance=imbalance,
         time_imbalance=time_imbalance_snapshot(considered),
-        floor=mean_floor(considered, header.location.domain_size),
-        replicas=replica_count(considered["replicas"]),
+        floor=mean_floor(considered),
+        replicas=_replica_count(considered),
         bytes_moved=sum(moved.values()),
-        savings=window_savings(considered, [window.recorded(view.records) for view in ranks]),
-        layers=_layers(considered, before, after, moved, header.location.domain_size),
+        savings=_savings(considered, [selection.recorded(view.records) for view in ranks]),
+        layers=[
+            _layer(layer, records, moved.get(layer, 0))
+            for layer, records in parts_by(repack_fields(considered[_LAYER_FIELDS]), "layer")
+        ],
         ranks=[
             _rank_snapshot(view, records, of_rank)
             for view, records, of_rank in zip(ranks, own, assignments, strict=True)
         ],
     )
+
+
+def rank_assignments(records: RecordArray) -> list[RankAssignments]:
+    """Assignments of every rank of the whole group, summed over the primary rank's ``records``."""
+    before = records["load_before"].sum(axis=0, dtype=np.int64).tolist()
+    after = records["load_after"].sum(axis=0, dtype=np.int64).tolist()
+    mean = sum(before) / len(before)
+    speeds = [1.0] * len(before)
+    if len(records):
+        speeds = np.round(records["speed"].mean(axis=0) / FULL_SPEED, 4).tolist()
+    of_ranks = zip(before, after, speeds, strict=True)
+    return [RankAssignments(before, after, mean, speed) for before, after, speed in of_ranks]
 
 
 def _assignments_of(ranks: Sequence[RankView], considered: RecordArray) -> list[RankAssignments]:
@@ -111,21 +127,21 @@ def _assignments_of(ranks: Sequence[RankView], considered: RecordArray) -> list[
     return found
 
 
-def window_savings(considered: RecordArray, own: Sequence[RecordArray]) -> Savings:
+def _savings(considered: RecordArray, own: Sequence[RecordArray]) -> Savings:
     """Savings from the primary rank's ``considered`` records and all of each rank's ``own``."""
     totals = [records["stage_ns"].sum(axis=0, dtype=np.uint64) for records in own]
-    return savings(avoided_seconds(considered), float(spent_seconds(totals)))
+    return savings(considered["avoided"], totals)
 
 
-def bytes_by_layer(ranks: Sequence[RecordArray]) -> dict[int, int]:
-    """Bytes that ``ranks`` sent, by layer, from each rank's own records."""
-    moved: dict[int, int] = {}
+def sums_by(key: str, field: str, ranks: Sequence[RecordArray]) -> dict[int, int]:
+    """The sum of ``field`` for every value of ``key``, over all ``ranks``' own records."""
+    sums: dict[int, int] = {}
     for own in ranks:
-        layers, inverse = np.unique(own["layer"], return_inverse=True)
-        sent = np.bincount(inverse, own["bytes_sent"])  # float64 is exact up to 8 PiB
-        for layer, count in zip(layers.tolist(), sent.tolist(), strict=True):
-            moved[layer] = moved.get(layer, 0) + int(count)
-    return moved
+        values, inverse = np.unique(own[key], return_inverse=True)
+        found = np.bincount(inverse, own[field])  # float64 is exact up to 8 PiB
+        for value, total in zip(values.tolist(), found.tolist(), strict=True):
+            sums[value] = sums.get(value, 0) + int(total)
+    return sums
 
 
 def batches_count(batches: Mapping[Decision, int]) -> BatchesCount:
@@ -140,34 +156,30 @@ def phases(
     """Batches by phase, from those by decision; ``imbalance`` is that of prefill."""
     counts = {"prefill": 0, "decode": 0}
     for decision, count in batches.items():
-        counts[outcome(decision).phase] += count
+        counts[decision_names(decision).phase] += count
     return {
         "prefill": PhaseSnapshot(counts["prefill"], imbalance),
         "decode": PhaseSnapshot(counts["decode"], None),
     }
 
 
-def _layers(
-    considered: RecordArray,
-    before: NDArray[np.float64],
-    after: NDArray[np.float64],
-    moved: Mapping[int, int],
-    domain_size: int,
-) -> list[LayerSnapshot]:
-    order = np.argsort(considered["layer"], kind="stable")
-    layers, starts = np.unique(considered["layer"][order], return_index=True)
-    return [
-        LayerSnapshot(
-            layer=layer,
-            records=len(rows),
-            imbalance=ImbalanceSnapshot(spread(before[rows]), spread(after[rows])),
-            time_imbalance=time_imbalance_snapshot(considered[rows]),
-            floor=mean_floor(considered[rows], domain_size),
-            replicas=replica_count(considered["replicas"][rows]),
-            bytes_moved=moved.get(layer, 0),
-        )
-        for layer, rows in zip(layers.tolist(), np.split(order, starts[1:]), strict=False)
-    ]
+def _layer(layer: int, records: RecordArray, moved: int) -> LayerSnapshot:
+    return LayerSnapshot(
+        layer=layer,
+        records=len(records),
+        imbalance=imbalance_snapshot(records),
+        time_imbalance=time_imbalance_snapshot(records),
+        floor=mean_floor(records),
+        replicas=_replica_count(records),
+        bytes_moved=moved,
+    )
+
+
+def _replica_count(records: RecordArray) -> ReplicaCount:
+    replicas = records["replicas"]
+    if not len(replicas):
+        return ReplicaCount(None, None)
+    return ReplicaCount(float(replicas.mean()), int(replicas.max()))
 
 
 def _rank_snapshot(
@@ -193,16 +205,7 @@ def _rank_snapshot(
 def _stage_spreads(stage_ns: NDArray[np.unsignedinteger]) -> dict[str, Spread]:
     """Spread of the seconds in each stage, ``stage_ns`` (n, stages), where it ran at all."""
     by_stage = np.ascontiguousarray(stage_ns.T) / 1e9
-    if by_stage.size and (by_stage > 0).all():  # one pass over all stages
-        rows = [
-            by_stage.mean(axis=1),
-            *np.percentile(by_stage, (50, 99), axis=1),
-            by_stage.max(axis=1),
-        ]
-        spreads = [Spread(*figures) for figures in np.array(rows).T.tolist()]
-    else:
-        spreads = [spread(times[times > 0]) for times in by_stage]
-    return {stage.name.lower(): spreads[stage] for stage in Stage}
+    return {stage.name.lower(): spread(by_stage[stage][by_stage[stage] > 0]) for stage in Stage}
 
 
 @dataclass(frozen=True)
@@ -218,16 +221,15 @@ class LayerDetail(LayerSnapshot):
 
 
 def layer_detail(
-    layer: int, primary: RecordArray, ranks: Sequence[RecordArray], domain_size: int
+    layer: int, primary: RecordArray, ranks: Sequence[RecordArray]
 ) -> LayerDetail | None:
     """Layer ``layer`` from the primary rank's and each rank's considered records; None without."""
     records = primary[primary["layer"] == layer]
     if not len(records):
         return None
-    before, after = imbalances(records["load_before"]), imbalances(records["load_after"])
-    (summary,) = _layers(records, before, after, bytes_by_layer(ranks), domain_size)
+    moved = sum(int(own["bytes_sent"][own["layer"] == layer].sum()) for own in ranks)
     return LayerDetail(
-        **vars(summary),
+        **vars(_layer(layer, records, moved)),
         ranks=rank_assignments(records),
         last_batch=int(records["batch"][-1]),
         last_slot_expert=records["slot_expert"][-1].tolist(),
@@ -251,22 +253,13 @@ class Heatmap(Documented):
 
 def heatmap(records: RecordArray) -> Heatmap:
     """From the primary rank's ``records`` that the policy considered."""
-    order = np.argsort(records["layer"], kind="stable")
-    layers, starts = np.unique(records["layer"][order], return_index=True)
-    before = _relative(records["load_before"], order, starts)
-    after = _relative(records["load_after"], order, starts)
-    return Heatmap(layers.tolist(), len(records), before.tolist(), after.tolist())
-
-
-def _relative(
-    loads: NDArray[np.integer], order: NDArray[np.intp], starts: NDArray[np.intp]
-) -> NDArray[np.float64]:
-    if not len(starts):
-        return np.empty((0, loads.shape[1]))
-    totals = np.add.reduceat(loads[order], starts, axis=0, dtype=np.int64)
-    mean = totals.mean(axis=1, keepdims=True)
-    relative: NDArray[np.float64] = np.round(totals / np.where(mean > 0, mean, 1), 4)
-    return relative
+    layers, inverse = np.unique(records["layer"], return_inverse=True)
+    relative = []
+    for loads in (records["load_before"], records["load_after"]):
+        totals = np.stack([np.bincount(inverse, rank, len(layers)) for rank in loads.T], axis=1)
+        mean = totals.mean(axis=1, keepdims=True)
+        relative.append(np.round(totals / np.where(mean > 0, mean, 1), 4).tolist())
+    return Heatmap(layers.tolist(), len(records), *relative)
 
 
 @dataclass(frozen=True)
@@ -293,12 +286,12 @@ class PolicyComparison(Documented):
 
 
 def compare_policies(
-    window: Window, primary: RecordArray, ranks: Sequence[RecordArray]
+    selection: RecordSelection, primary: RecordArray, ranks: Sequence[RecordArray]
 ) -> PolicyComparison:
-    """Every policy in the primary rank's and each rank's own records of ``window``."""
+    """Every policy in the primary rank's and each rank's own records of ``selection``."""
     found = []
     for policy in Policy:
-        mine = Window(window.since_ns, policy)
+        mine = RecordSelection(selection.since_ns, policy)
         considered = mine.considered(primary)
         if len(considered):
             found.append(_figures(policy, considered, [mine.recorded(own) for own in ranks]))
@@ -314,5 +307,5 @@ def _figures(policy: Policy, considered: RecordArray, own: list[RecordArray]) ->
         layers=len(considered),
         imbalance=imbalance_snapshot(considered),
         compute_microseconds_per_token=compute / tokens if tokens else None,
-        savings=window_savings(considered, own),
+        savings=_savings(considered, own),
     )

@@ -1,16 +1,21 @@
-"""Sums for every second, in fixed memory and for longer than records are held."""
+"""What all records add up to: since the sidecar started, and for every second of the last hour.
+
+It takes fixed memory, and reaches further back than records are held. Percentiles come from
+histograms, in which the excess over 1 is accurate to a tenth.
+"""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ultraep_serve.sidecar.statistics.figures import (
-    avoided_seconds,
-    imbalances,
+from ultraep_serve.sidecar.statistics.fold import (
+    IMBALANCES,
+    batch_decisions,
     spent_seconds,
-    time_imbalances,
+    spread,
 )
 from ultraep_serve.sidecar.statistics.snapshot import (
     SCHEMA_VERSION,
@@ -26,22 +31,27 @@ __all__ = ["History", "Timeline", "Totals"]
 
 _SECOND_NS = 10**9
 _EMPTY = -1  # instead of a time
-# The excess over 1 in steps of a tenth: percentiles are accurate to that.
-FINE_BOUNDS: NDArray[np.float64] = 1 + np.concatenate([[0.0], 1e-3 * 1.1 ** np.arange(127)])
-_IMBALANCE = [("sum", "<f8"), ("max", "<f8"), ("counts", "<i4", (len(FINE_BOUNDS) + 1,))]
-_SECOND_DTYPE = np.dtype(
-    [
-        ("time", "<i8"),  # Unix time
-        ("layers", "<i8"),
-        ("batches", "<i4", (len(Decision),)),  # with records
-        ("before", _IMBALANCE),
-        ("after", _IMBALANCE),
-        ("time_after", "<f8"),  # sum of time imbalances
-        ("saved", "<f8"),
-        ("worsened", "<f8"),
-        ("bytes_sent", "<f8"),  # by all ranks
-    ]
-)
+# Of the metrics: fine near 1, the goal of balancing, coarse where one rank does everything.
+_BOUNDS = (1.0, 1.01, 1.02, 1.05, 1.1, 1.2, 1.35, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0, 16.0)
+# Upper bounds of the buckets here: those, and the excess over 1 in steps of a fifth.
+_FINE: NDArray[np.float64] = np.union1d(_BOUNDS, 1 + 1e-3 * 1.2 ** np.arange(67))
+_MIDDLES = np.concatenate([[1.0], (_FINE[:-1] + _FINE[1:]) / 2, _FINE[-1:]])
+
+
+def _sums_dtype(count: str) -> np.dtype[np.void]:
+    """Sums of some records, with counts of type ``count``."""
+    imbalance: Any = [("sum", "<f8"), ("max", "<f8"), ("counts", count, (len(_FINE) + 1,))]
+    return np.dtype(
+        [
+            ("time", "<i8"),  # Unix time
+            ("layers", "<i8"),
+            ("batches", count, (len(Decision),)),  # with records
+            *((name, imbalance) for name in IMBALANCES),
+            ("saved", "<f8"),
+            ("worsened", "<f8"),  # of layers whose busiest rank got more
+            ("bytes_sent", "<f8"),  # by all ranks
+        ]
+    )
 
 
 @dataclass(frozen=True)
@@ -82,49 +92,63 @@ class Totals:
 
 
 class Timeline:
-    """The newest ``max_seconds`` seconds; second t is at index ``t % max_seconds``."""
+    """The newest ``max_seconds`` seconds, of which second t is at index ``t % max_seconds``."""
 
     def __init__(self, max_seconds: int = 3600) -> None:
-        self._seconds = np.zeros(max_seconds, _SECOND_DTYPE)
+        self._seconds = np.zeros(max_seconds, _sums_dtype("<i4"))
         self._seconds["time"] = _EMPTY
         self._stage_ns = np.zeros((max_seconds, 0, len(Stage)), np.float32)  # by rank
-        self._last_batch = (-1, Decision.PLANNED, 0)  # number, decision and second
+        self._ever = np.zeros(1, _sums_dtype("<i8"))
+        self._last_batch = (-1, int(Decision.PLANNED), 0)  # number, decision and second
+
+    @property
+    def saved_seconds(self) -> float:
+        """Estimated time that balancing avoided since the start."""
+        return float(self._ever["saved"][0])
+
+    @property
+    def worsened_seconds(self) -> float:
+        """Estimated extra time, since the start, of layers whose busiest rank got more."""
+        return float(self._ever["worsened"][0])
+
+    def histogram(self, name: str) -> tuple[list[tuple[str, float]], float]:
+        """Buckets in the format of Prometheus, and the sum, of imbalance ``name`` since the start.
+
+        A bucket is its upper bound and how many values are at most that.
+        """
+        sums = self._ever[name][0]
+        reached = np.cumsum(sums["counts"])
+        totals = [*reached[np.searchsorted(_FINE, _BOUNDS)].tolist(), int(reached[-1])]
+        bounds = [*map(str, _BOUNDS), "+Inf"]
+        return list(zip(bounds, map(float, totals), strict=True)), float(sums["sum"])
 
     def add(self, records: RecordArray) -> None:
-        """Count ``records`` of the primary rank that the policy considered, each once."""
+        """Count ``records``, with figures, that the policy considered, each once."""
+        if len(records):
+            _add(self._ever[0], records)
         for index, part in self._by_second(records):
-            second, avoided = self._seconds[index], avoided_seconds(part)
-            second["layers"] += len(part)
-            second["saved"] += avoided[avoided > 0].sum()
-            second["worsened"] -= avoided[avoided < 0].sum()
-            second["time_after"] += time_imbalances(part["load_after"], part["speed"]).sum()
-            for name in ("before", "after"):
-                sums, values = second[name], imbalances(part[f"load_{name}"])
-                sums["sum"] += values.sum()
-                sums["max"] = max(sums["max"], values.max())
-                buckets = np.searchsorted(FINE_BOUNDS, values)
-                counts = np.bincount(buckets, minlength=len(FINE_BOUNDS) + 1)
-                sums["counts"] += counts.astype(np.int32)
+            _add(self._seconds[index], part)
 
-    def add_batches(self, records: RecordArray) -> None:
+    def add_batches(self, records: RecordArray, *, of_new_run: bool = False) -> None:
         """Count the batches of the primary rank's ``records``; one may continue in the next call.
 
-        As in ``count_batches``, a batch is planned if any layer was, else as its first layer.
+        ``of_new_run``: none continues one of the last call.
         """
-        numbers, first = np.unique(records["batch"], return_index=True)
-        planned = set(records["batch"][records["decision"] == Decision.PLANNED].tolist())
-        codes, times = records["decision"][first], records["time_ns"][first] // _SECOND_NS
-        for number, code, time in zip(
-            numbers.tolist(), codes.tolist(), times.tolist(), strict=True
+        if of_new_run:
+            self._last_batch = (-1, int(Decision.PLANNED), 0)
+        numbers, decisions, times_ns = batch_decisions(records)
+        for number, decision, time_ns in zip(
+            numbers.tolist(), decisions.tolist(), times_ns.tolist(), strict=True
         ):
-            known, decision, second = self._last_batch
+            known, counted_as, second = self._last_batch
             if number != known:
-                decision, second = Decision(code), time
+                second = time_ns // _SECOND_NS
                 self._count_batch(decision, second, 1)
-            if number in planned and decision is not Decision.PLANNED:
-                self._count_batch(decision, second, -1)
-                decision = Decision.PLANNED
+            elif decision == Decision.PLANNED != counted_as:
+                self._count_batch(counted_as, second, -1)
                 self._count_batch(decision, second, 1)
+            else:
+                decision = counted_as
             self._last_batch = (number, decision, second)
 
     def add_own(self, rank: int, records: RecordArray) -> None:
@@ -136,66 +160,75 @@ class Timeline:
             self._stage_ns[index, rank] += part["stage_ns"].sum(axis=0, dtype=np.float64)
             self._seconds[index]["bytes_sent"] += part["bytes_sent"].sum()
 
+    def shift(self, seconds: int) -> None:
+        """The wall clock was set: all that is held is ``seconds`` later in its new time."""
+        self._seconds["time"][self._seconds["time"] != _EMPTY] += seconds
+        self._seconds = np.roll(self._seconds, seconds)
+        self._stage_ns = np.roll(self._stage_ns, seconds, axis=0)
+        number, decision, second = self._last_batch
+        self._last_batch = (number, decision, second + seconds)
+
     def history(self, now_seconds: int, seconds: int, step: int) -> History:
         """The last ``seconds`` up to ``now_seconds`` (Unix time) in steps of ``step`` seconds."""
         begin = (now_seconds - seconds) // step * step + step
         steps = np.arange(begin, now_seconds + 1, step)
-        found, stage_ns = self._found(steps[:, None] + np.arange(step))
-        layers = found["layers"].sum(axis=1)
+        indices, known = self._find(steps[:, None] + np.arange(step))
 
-        def known(values: NDArray[np.float64]) -> list[float | None]:
+        def totals(name: str, part: str | None = None) -> NDArray[Any]:
+            values = self._seconds[name] if part is None else self._seconds[name][part]
+            return np.where(known, values[indices], 0)
+
+        layers = totals("layers").sum(axis=1)
+
+        def where_known(values: NDArray[np.float64]) -> list[float | None]:
             return [v if n else None for v, n in zip(values.tolist(), layers, strict=True)]
 
-        def means(when: str) -> list[float | None]:
-            return known(found[when]["sum"].sum(axis=1) / np.maximum(layers, 1))
+        def means(name: str) -> list[float | None]:
+            return where_known(totals(name, "sum").sum(axis=1) / np.maximum(layers, 1))
 
-        def most(when: str) -> list[float | None]:
-            return known(found[when]["max"].max(axis=1))
-
+        batches = self._seconds["batches"].sum(axis=1)[indices]
+        stage_ns = np.where(known[..., None, None], self._stage_ns[indices], 0)
         spent = spent_seconds(stage_ns.sum(axis=1, dtype=np.float64))
         return History(
             step_seconds=step,
             time_seconds=steps.tolist(),
             before_mean=means("before"),
-            before_max=most("before"),
+            before_max=where_known(totals("before", "max").max(axis=1)),
             after_mean=means("after"),
-            after_max=most("after"),
-            time_after_mean=known(found["time_after"].sum(axis=1) / np.maximum(layers, 1)),
-            batches=found["batches"].sum(axis=(1, 2)).tolist(),
-            saved_seconds=found["saved"].sum(axis=1).tolist(),
-            spent_seconds=(spent + found["worsened"].sum(axis=1)).tolist(),
+            after_max=where_known(totals("after", "max").max(axis=1)),
+            time_after_mean=means("time_after"),
+            batches=np.where(known, batches, 0).sum(axis=1).tolist(),
+            saved_seconds=totals("saved").sum(axis=1).tolist(),
+            spent_seconds=(spent + totals("worsened").sum(axis=1)).tolist(),
         )
 
     def totals(self, now_seconds: int, seconds: int) -> Totals:
         """The sums over the last ``seconds`` up to and including ``now_seconds`` (Unix time)."""
-        found, stage_ns = self._found(np.arange(now_seconds - seconds + 1, now_seconds + 1))
+        indices, known = self._find(np.arange(now_seconds - seconds + 1, now_seconds + 1))
+        found = self._seconds[indices[known]]
         counts = found["batches"].sum(axis=0).tolist()
         saved = float(found["saved"].sum())
-        spent = float(spent_seconds(stage_ns.sum(axis=0, dtype=np.float64)))
-        spent += float(found["worsened"].sum())
+        stage_ns = self._stage_ns[indices[known]].sum(axis=0, dtype=np.float64)
+        spent = float(spent_seconds(stage_ns)) + float(found["worsened"].sum())
         return Totals(
-            imbalance=ImbalanceSnapshot(_spread(found, "before"), _spread(found, "after")),
+            imbalance=ImbalanceSnapshot(_spread(found["before"]), _spread(found["after"])),
             batches=dict(zip(Decision, counts, strict=True)),
             bytes_sent=int(found["bytes_sent"].sum()),
             savings=Savings(saved, spent, saved - spent),
         )
 
-    def _found(
+    def _find(
         self, times: NDArray[np.signedinteger]
-    ) -> tuple[NDArray[np.void], NDArray[np.float32]]:
-        """The seconds ``times`` (...,) and the time in each stage by rank, zeros where unknown."""
+    ) -> tuple[NDArray[np.signedinteger], NDArray[np.bool_]]:
+        """Where the seconds ``times`` (...,) are held, and whether they are."""
         indices = times % len(self._seconds)
-        found, stage_ns = self._seconds[indices], self._stage_ns[indices]
-        unknown = found["time"] != times
-        found[unknown], stage_ns[unknown] = np.zeros((), _SECOND_DTYPE), 0
-        return found, stage_ns
+        return indices, self._seconds["time"][indices] == times
 
     def _by_second(self, records: RecordArray) -> Iterator[tuple[int, RecordArray]]:
         """Indices of seconds and their ``records``, without those too old to be held."""
         times = records["time_ns"] // _SECOND_NS
         for time in np.unique(times).tolist():
-            index = self._index(time)
-            if index is not None:
+            if (index := self._index(time)) is not None:
                 yield index, records[times == time]
 
     def _index(self, time: int) -> int | None:
@@ -203,33 +236,35 @@ class Timeline:
         index = time % len(self._seconds)
         held = int(self._seconds[index]["time"])
         if held < time:
-            self._seconds[index] = np.zeros((), _SECOND_DTYPE)
+            self._seconds[index] = np.zeros((), self._seconds.dtype)
             self._seconds[index]["time"] = time
             self._stage_ns[index] = 0
         return index if held <= time else None
 
-    def _count_batch(self, decision: Decision, second: int, number: int) -> None:
+    def _count_batch(self, decision: int, second: int, number: int) -> None:
         index = self._index(second)
         if index is not None:
             self._seconds[index]["batches"][decision] += number
 
 
-def _spread(found: NDArray[np.void], when: str) -> Spread:
-    """The spread of imbalance ``when`` (before or after) over the seconds ``found`` (n,)."""
-    layers = int(found["layers"].sum())
-    if not layers:
-        return Spread(None, None, None, None)
-    counts, worst = found[when]["counts"].sum(axis=0), float(found[when]["max"].max())
-    p50, p99 = (min(worst, percentile(counts, part)) for part in (0.5, 0.99))
-    return Spread(float(found[when]["sum"].sum()) / layers, p50, p99, worst)
+def _add(sums: np.void, records: RecordArray) -> None:
+    """Fold ``records`` with figures into ``sums``."""
+    avoided = records["avoided"]
+    sums["layers"] += len(records)
+    sums["saved"] += avoided[avoided > 0].sum()
+    sums["worsened"] -= avoided[avoided < 0].sum()
+    for name in IMBALANCES:
+        own, values = sums[name], records[name]
+        own["sum"] += values.sum()
+        own["max"] = max(own["max"], values.max())
+        own["counts"] += np.bincount(np.searchsorted(_FINE, values), minlength=len(_FINE) + 1)
 
 
-def percentile(counts: NDArray[np.integer], part: float) -> float:
-    """The value below which ``part`` of ``counts`` (len(FINE_BOUNDS) + 1,) lies, interpolated."""
-    reached: NDArray[np.int64] = np.cumsum(counts)
-    bucket = int(np.searchsorted(reached, part * reached[-1]))
-    if bucket == 0 or bucket == len(FINE_BOUNDS):
-        return float(FINE_BOUNDS[max(0, bucket - 1)])
-    inside = (part * reached[-1] - reached[bucket - 1]) / counts[bucket]
-    low, high = FINE_BOUNDS[bucket - 1 : bucket + 1]
-    return float(low + inside * (high - low))
+def _spread(found: NDArray[np.void]) -> Spread:
+    """The spread of one imbalance over the seconds ``found`` (n,)."""
+    counts = found["counts"].sum(axis=0, dtype=np.int64)
+    if not counts.any():
+        return spread(np.empty(0))
+    worst = float(found["max"].max())
+    mean = float(found["sum"].sum()) / int(counts.sum())
+    return replace(spread(np.minimum(_MIDDLES, worst), counts), mean=mean, max=worst)

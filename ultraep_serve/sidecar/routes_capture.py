@@ -1,4 +1,4 @@
-"""Endpoints to fetch and remove recorded routing; ``/v1/control/record`` starts a recording."""
+"""Endpoints to fetch and remove captured routing; ``/v1/control/record`` starts a capture."""
 
 import os
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from ultraep_serve.system.files import open_regular
 from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.telemetry.spool import PAGE_BYTES, parse_spool_header
 
-__all__ = ["record_routes"]
+__all__ = ["capture_routes"]
 
 _PIECE_BYTES = 1 << 20
 
@@ -31,7 +31,7 @@ class SpoolStatus(BaseModel):
 
     rank: int
     number: int
-    """Of the recording."""
+    """Of the capture."""
     level: str
     batches: int
     """Complete batches with request tokens."""
@@ -42,14 +42,14 @@ class SpoolStatus(BaseModel):
     bytes: int
 
 
-class RecordStatus(BaseModel):
+class CaptureStatus(BaseModel):
     """The spools, by rank; a single one where all ranks see the same tokens."""
 
     spools: list[SpoolStatus]
     schema_version: int = SCHEMA_VERSION
 
 
-def record_routes(run_dir: Path, token: str | None) -> APIRouter:
+def capture_routes(run_dir: Path, token: str | None) -> APIRouter:
     """The routes to the spools in ``run_dir``, for bearers of ``token``."""
     router = APIRouter(
         prefix="/v1/record",
@@ -60,25 +60,25 @@ def record_routes(run_dir: Path, token: str | None) -> APIRouter:
     )
 
     @router.get("")
-    def status() -> RecordStatus:
-        """Batches and bytes recorded so far."""
+    def status() -> CaptureStatus:
+        """Batches and bytes captured so far."""
         found = (_status(run_dir, rank) for rank in RunFiles(run_dir).spools())
-        return RecordStatus(spools=[spool for spool in found if spool])
+        return CaptureStatus(spools=[spool for spool in found if spool])
 
     @router.get(
         "/spool/{rank}",
         response_class=StreamingResponse,
         responses={
             200: {"content": {"application/octet-stream": {}}},
-            404: {"description": "the rank has recorded nothing"},
+            404: {"description": "the rank has captured nothing"},
         },
     )
     def spool(rank: Rank) -> StreamingResponse:
-        """What ``rank`` recorded, in the format of ``ultraep_serve/telemetry/spool.py``."""
+        """What ``rank`` captured, in the format of ``ultraep_serve/telemetry/spool.py``."""
         try:
             file = os.fdopen(open_regular(RunFiles(run_dir).spool(rank)), "rb")
         except OSError as error:
-            raise HTTPException(404, f"rank {rank} has recorded nothing") from error
+            raise HTTPException(404, f"rank {rank} has captured nothing") from error
         size = os.fstat(file.fileno()).st_size
         return StreamingResponse(
             _pieces(file, size),

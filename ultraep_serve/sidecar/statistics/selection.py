@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from ultraep_serve.telemetry.record import RecordArray
 from ultraep_serve.types import Decision, Policy
 
-__all__ = ["Outcome", "Window", "outcome"]
+__all__ = ["DecisionNames", "RecordSelection", "decision_names"]
 
 # Decisions for layers whose loads the policy considered; the others never reached the planner.
 _CONSIDERED: dict[Policy, tuple[Decision, ...]] = {
@@ -35,15 +35,15 @@ _TABLES = {None: _considered_by(_BALANCING)} | {
 
 
 @dataclass(frozen=True)
-class Window:
+class RecordSelection:
     """Which records count, by time and policy."""
 
     since_ns: int = 0  # wall clock, inclusive
     policy: Policy | None = None  # None: any; for imbalance any that gives correct answers
 
     def recorded(self, records: RecordArray) -> RecordArray:
-        """Records of this window, whatever was decided."""
-        if self == Window():
+        """Records selected, whatever was decided."""
+        if self == RecordSelection():
             return records
         keep = records["time_ns"] >= np.uint64(self.since_ns)
         if self.policy is not None:
@@ -51,10 +51,9 @@ class Window:
         return _kept(records, keep)
 
     def considered(self, records: RecordArray) -> RecordArray:
-        """Records of this window whose loads the policy considered: those with an imbalance."""
+        """Records selected whose loads the policy considered: those with an imbalance."""
         records = self.recorded(records)
-        keep = _TABLES[self.policy][records["policy"], records["decision"]]
-        return _kept(records, keep)
+        return _kept(records, _TABLES[self.policy][records["policy"], records["decision"]])
 
 
 def _kept(records: RecordArray, keep: NDArray[np.bool_]) -> RecordArray:
@@ -63,8 +62,8 @@ def _kept(records: RecordArray, keep: NDArray[np.bool_]) -> RecordArray:
     return records[first:] if keep[first:].all() else records[keep]
 
 
-class Outcome(NamedTuple):
-    """What happened to a batch or to one MoE layer of it."""
+class DecisionNames(NamedTuple):
+    """What happened to a batch or to one MoE layer of it, in the words of the interface."""
 
     phase: str  # prefill; decode: batches below min_batch_tokens, whose loads are not counted
     decision: str  # planned, forced (policy ideal) or identity (every token to its master)
@@ -77,7 +76,7 @@ _DONE = {
 }
 
 
-def outcome(decision: Decision) -> Outcome:
-    """The outcome that ``decision`` stands for."""
+def decision_names(decision: Decision) -> DecisionNames:
+    """The names that ``decision`` stands for."""
     phase = "decode" if decision is Decision.SMALL else "prefill"
-    return Outcome(phase, *_DONE.get(decision, ("identity", decision.name.lower())))
+    return DecisionNames(phase, *_DONE.get(decision, ("identity", decision.name.lower())))

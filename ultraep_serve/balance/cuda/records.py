@@ -1,0 +1,85 @@
+"""What came of layers, from their notes to the recorder."""
+
+from collections.abc import Callable
+
+from ultraep_kernels.device.outcome import unpack_outcome
+from ultraep_kernels.host.relays import relay_parents
+
+from ultraep_serve.balance.backend import GroupSetup
+from ultraep_serve.balance.cuda.recording import Note
+from ultraep_serve.balance.physical import experts_sent
+from ultraep_serve.balance.speeds import OwnTime
+from ultraep_serve.telemetry.record import LayerOutcome, LayerPlace, LayerRecord
+from ultraep_serve.telemetry.recorder import Recorder
+from ultraep_serve.types import Decision, Policy, Stage
+
+__all__ = ["Records"]
+
+
+class Records:
+    """Writes the records of one rank, and knows what they say of the last batch."""
+
+    def __init__(
+        self,
+        setup: GroupSetup,
+        expert_bytes: list[int],
+        recorder: Recorder,
+        own_time: OwnTime,
+        warn: Callable[[str], None],
+    ) -> None:
+        """``expert_bytes`` of one expert by layer; ``own_time`` learns how long experts took."""
+        self._setup = setup
+        self._expert_bytes = expert_bytes
+        self._recorder = recorder
+        self._own_time, self._timed_batch = own_time, 0
+        self._warn = warn
+        self._stage_ns: dict[int, tuple[int, list[int]]] = {}  # of a layer: tokens, times
+        self.was_off = False  # the policy of the last batch known
+
+    def write(self, note: Note) -> None:
+        """One layer of one batch; a batch that was off is counted, once."""
+        shape, location = self._setup.shape, self._setup.location
+        rank, relay = location.rank, self._setup.config.relay
+        sizes = shape.num_logical_experts, shape.num_ranks, shape.num_slots
+        found = unpack_outcome(note.values, *sizes)
+        outcome = LayerOutcome(
+            decision=Decision(found.decision),
+            policy=list(Policy)[found.policy],
+            expert_load=found.expert_load,
+            speed=found.speeds,
+            slot_expert=found.slot_expert,
+            slot_load=found.slot_load,
+        )
+        if note.layer == note.micro_batch == 0:
+            self.was_off = outcome.decision is Decision.POLICY_OFF
+        if outcome.decision is Decision.POLICY_OFF:  # of the whole batch, which counts once
+            if note.layer == note.micro_batch == 0:
+                self._recorder.count_batch(outcome.decision)
+            return
+        if outcome.decision is Decision.INCONSISTENT:
+            self._warn("ids or loads differ between ranks; inconsistent batches are not balanced")
+        if note.batch != self._timed_batch:
+            self._timed_batch = note.batch
+            self._own_time.end_batch()
+        after, slots = outcome.load_after, outcome.slot_expert
+        self._own_time.add(note.experts_ns, int(after[rank]), int(after.min()))
+        expert_bytes = self._expert_bytes[note.layer]
+        parents = relay_parents(slots, shape.num_masters, relay, location.domain_size)
+        self._recorder.record(
+            LayerRecord.of(
+                LayerPlace(note.batch, note.layer, note.tokens),
+                outcome,
+                rank=rank,
+                expert_bytes=expert_bytes,
+                bytes_sent=experts_sent(rank, slots, parents, shape.num_masters) * expert_bytes,
+                stage_ns=self._stage_times(note),
+                experts_ns=note.experts_ns,
+            )
+        )
+
+    def _stage_times(self, note: Note) -> list[int]:
+        """Measured, or taken from the batch that last was, in proportion to tokens."""
+        if note.is_timed:
+            self._stage_ns[note.layer] = note.tokens, note.nanoseconds
+        tokens, times = self._stage_ns.get(note.layer, (1, [0] * len(Stage)))
+        return [time * note.tokens // tokens for time in times]
