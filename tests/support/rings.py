@@ -15,13 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 from ultraep_kernels.contract import FULL_SPEED
 
-from ultraep_serve.balance.topology import PipelineStage
+from ultraep_serve.balance.topology import Location, PipelineStage
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.plan.quota import plan_quota
 from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.record import LayerOutcome, LayerPlace, LayerRecord
-from ultraep_serve.telemetry.recorder import Recorder
+from ultraep_serve.telemetry.recorder import Recorder, RingSettings
 from ultraep_serve.telemetry.schema import RingState
 from ultraep_serve.types import Decision, ExpertShape, Plan, Policy, Stage
 
@@ -75,18 +75,14 @@ class SyntheticRun:
         config = BalanceConfig(slots=shape.num_replica_slots, run_dir=str(run_path))
         (run_path / "config.json").write_text(config.to_json())
         slot_bytes = shape.num_replica_slots * _EXPERT_BYTES
+        settings = RingSettings(num_layers, ring_records, "vllm", "data", slot_bytes, 60.0)
         self.recorders = [
             Recorder.create(
                 run_path,
-                rank,
+                Location.on_one_host(rank, shape.num_ranks),
                 shape,
-                num_layers,
-                ring_records,
-                "vllm",
-                "data",
-                slot_bytes,
-                60.0,
-                pipeline=pipeline,
+                settings,
+                pipeline,
             )
             for rank in range(shape.num_ranks)
         ]

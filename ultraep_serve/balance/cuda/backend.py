@@ -69,14 +69,7 @@ class DeviceBackend:
             assert setup.engine_group is not None, "several domains are found through the group"
             all_gather = DeviceAllGather(setup.engine_group.on_device)
         self._fabric = DeviceFabric(
-            self._driver,
-            self._pool,
-            self._rendezvous(),
-            location.rank,
-            location.num_ranks,
-            limits,
-            location.domain_size,
-            all_gather,
+            self._driver, self._pool, self._rendezvous(), location, limits, all_gather
         )
         self._fabric.wait_at_least(_COMPILE_SECONDS)
 

@@ -131,19 +131,13 @@ class DeviceBalancer:
         self._rows = torch.zeros((ranks, width), dtype=torch.int32, device=device)  # of the domain
         self._gathered = self._rows  # of all ranks
         self._decision = torch.zeros(1, dtype=torch.int32, device=device)  # of the layer before
-        self._spare_outcome = torch.zeros(
-            outcome_width(experts, ranks, slots), dtype=torch.int32, device=device
-        )
+        num_values = outcome_width(experts, ranks, slots)
+        self._spare_outcome = torch.zeros(num_values, dtype=torch.int32, device=device)
         numbers = range(shape.num_micro_batches)
         self._plans = [self._new_plan_buffers(number) for number in numbers]
         self._arriving = [_Arriving(side_stream(device)) for _ in numbers]
         self._steps: dict[tuple[int, Note | None, int, bool], _Steps] = {}
-        self._ledger = Ledger(
-            device,
-            outcome_width(experts, ranks, slots),
-            len(layers),
-            shape.num_micro_batches,
-        )
+        self._ledger = Ledger(device, num_values, len(layers), shape.num_micro_batches)
         self._told, self._told_mark = _host_memory(1, device), new_mark(device)
         self._rests = False  # the batch that runs, as the last one known
         self._warned: set[str] = set()
