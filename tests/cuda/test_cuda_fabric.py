@@ -19,25 +19,11 @@ pytest.importorskip("triton", reason="the fabric launches kernels written in Tri
 from ultraep_kernels.device.exchange import inbox_bytes
 from ultraep_kernels.device.status import DeviceStatus
 
+from tests.support.mirror import Mirror
 from ultraep_serve.balance.cuda.fabric import DeviceFabric, Limits
 
 MASTERS, SLOTS, CHUNK, WIDTH = 3, 2, 4096, 9
 LIMITS = Limits(row_width=WIDTH, max_chunks=65, patience_ns=100_000, num_senders=2, num_relays=2)
-
-
-class Mirror:
-    """A rendezvous whose other ranks are this one, through descriptors of its own memory."""
-
-    kind = HandleKind.FILE_DESCRIPTOR
-
-    def __init__(self, rank: int, num_ranks: int) -> None:
-        self.rank, self.num_ranks = rank, num_ranks
-
-    def swap(self, layout: bytes, shareables: Sequence[Shareable]) -> list[Handshake]:
-        return [
-            Handshake(layout, [os.dup(int(item)) for item in shareables if rank != self.rank])
-            for rank in range(self.num_ranks)
-        ]
 
 
 def make(driver: HostDriver, num_slots: int = SLOTS) -> tuple[DeviceSlotPool, list[Any]]:

@@ -6,12 +6,11 @@ from typing import Any
 import numpy as np
 from ultraep_kernels.contract import FULL_SPEED
 
-from ultraep_serve.balance.topology import Location, PipelineStage
+from ultraep_serve.balance.topology import ONLY_STAGE, Location, PipelineStage
 from ultraep_serve.telemetry.record import LayerRecord
 from ultraep_serve.telemetry.recorder import Recorder, RingSettings
 from ultraep_serve.types import Decision, ExpertShape, Policy
 
-_ONLY_STAGE = PipelineStage()
 SHAPE = ExpertShape(num_ranks=4, num_logical_experts=20, num_replica_slots=2)
 
 
@@ -20,7 +19,7 @@ def create(
     rank: int = 0,
     shape: ExpertShape = SHAPE,
     location: Location | None = None,
-    pipeline: PipelineStage = _ONLY_STAGE,
+    pipeline: PipelineStage = ONLY_STAGE,
     **changes: Any,
 ) -> Recorder:
     """The ring of one rank in ``run_path``; ``changes`` are fields of ``RingSettings``."""

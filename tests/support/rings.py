@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from ultraep_kernels.contract import FULL_SPEED
 
-from ultraep_serve.balance.topology import Location, PipelineStage
+from ultraep_serve.balance.topology import ONLY_STAGE, Location, PipelineStage
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.plan.quota import plan_quota
@@ -30,9 +30,6 @@ __all__ = ["SyntheticRun", "SyntheticTraffic"]
 _EXPERT_BYTES = 3 << 20
 _NS_PER_ASSIGNMENT = 900  # of the engine's part
 _NS_PER_BYTE = 0.05
-
-
-_ONLY_STAGE = PipelineStage()
 
 
 @dataclass(frozen=True)
@@ -60,7 +57,7 @@ class SyntheticRun:
         *,
         ring_records: int = 4096,
         seed: int = 0,
-        pipeline: PipelineStage = _ONLY_STAGE,
+        pipeline: PipelineStage = ONLY_STAGE,
     ) -> None:
         """Create everything in ``run_path`` (which exists), every rank ready.
 

@@ -34,7 +34,7 @@ from pathlib import Path
 
 from ultraep_serve.balance.host_link import MAX_REASON, HostLink, Message, StageMeeting
 from ultraep_serve.balance.neighbour import Neighbour
-from ultraep_serve.balance.topology import Location, PipelineStage
+from ultraep_serve.balance.topology import ONLY_STAGE, Location, PipelineStage
 from ultraep_serve.errors import UltraEPError
 from ultraep_serve.telemetry.recorder import HEARTBEAT_SECONDS, Recorder
 from ultraep_serve.telemetry.run_files import RunFiles
@@ -46,7 +46,6 @@ _QUIET_SECONDS = 4.0  # of silence before it is shown
 _LONGEST_STEP = 2 * HEARTBEAT_SECONDS
 _GRACE_SECONDS = 2.0  # for other ranks and hosts to learn the reason
 _STOPPED_CODES = (None, 0, 128 + 2, 128 + 15)  # of a process that ends as it was asked
-_ONLY_STAGE = PipelineStage()
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -63,7 +62,7 @@ class RankWatch:
     longest_seconds: float  # that a rank which computes may be silent
     recorder: Recorder
     link: HostLink | None = None  # where there are several hosts
-    pipeline: PipelineStage = _ONLY_STAGE
+    pipeline: PipelineStage = ONLY_STAGE
     meeting: StageMeeting | None = None  # which gives the link later, where there are stages
     end: Callable[[int], object] = os._exit
     _silence: dict[str, float] = field(default_factory=dict)  # seconds by name

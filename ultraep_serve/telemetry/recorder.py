@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ultraep_serve.balance.topology import Location, PipelineStage, process_namespace
+from ultraep_serve.balance.topology import ONLY_STAGE, Location, PipelineStage, process_namespace
 from ultraep_serve.errors import RingError
 from ultraep_serve.telemetry.counters import RingCounters
 from ultraep_serve.telemetry.record import LayerRecord, RecordBuffer
@@ -37,7 +37,6 @@ __all__ = ["HEARTBEAT_SECONDS", "Recorder", "RingSettings", "Stopwatch"]
 
 HEARTBEAT_SECONDS = 1.0
 _LOGGER = logging.getLogger(__name__)
-_ONLY_STAGE = PipelineStage()
 # What a wrong value from the caller raises, or a file without room; anything else is a bug worth
 # seeing.
 _REASONS_TO_LOSE = (struct.error, ValueError, TypeError, OverflowError, OSError)
@@ -86,7 +85,7 @@ class Recorder:
         location: Location,
         shape: ExpertShape,
         settings: RingSettings,
-        pipeline: PipelineStage = _ONLY_STAGE,
+        pipeline: PipelineStage = ONLY_STAGE,
     ) -> "Recorder":
         """Create the ring of the rank at ``location`` in ``run_path``, replacing an older one.
 
