@@ -227,7 +227,7 @@ class RankWatch:
         return f"host {self.link.addresses[host][0]} ({ranks})"
 
     def _show(self, quiet: list[int], unheard: list[int]) -> None:
-        """On this rank's ring, for the sidecar."""
+        """Publish on this rank's ring, for the sidecar, who is not heard."""
         silent = [self._rank_name(number) for number in quiet]
         if self.link is not None:
             silent += map(self._name, unheard)
@@ -242,7 +242,7 @@ class RankWatch:
         self.recorder.set_unheard("; ".join(said))
 
     def _speak(self, quiet: list[int], unheard: list[int]) -> None:
-        """For this host, if all ranks before this one stand still."""
+        """Speak for this host, if all its ranks before this one stand still."""
         own = self._own[self.location.rank]
         before = {number for number in self._neighbours if number < own}
         if self.link is not None and before <= set(quiet):

@@ -154,7 +154,7 @@ class DeviceBackend:
 
 
 def table_costs(device_name: str, expert_bytes: int) -> LineFit:
-    """By the published peak of the GPU that torch calls so, or of an H100 where it is not known.
+    """Costs by the published peak of ``device_name``, or of an H100 where that is not known.
 
     An expert's bytes are as many operations per assignment at the BF16 peak: two per weight of two
     bytes, or of one at twice the peak.

@@ -286,7 +286,7 @@ class DeviceBalancer:
         return self._forced(topk_ids, physical, found)
 
     def _send(self, layer: int, steps: "_Steps", found: DevicePlan, arriving: "_Arriving") -> None:
-        """Experts, beside what the engine does until it launches its own; received there."""
+        """Send experts beside what the engine does until it launches its own; received there."""
         sent = self._tables[layer], found.slot_expert, self._shape.num_masters, found.sends
 
         def stream() -> None:
@@ -355,7 +355,7 @@ class DeviceBalancer:
         self._asked[:] = torch.tensor(asked)
 
     def _count_and_exchange(self, topk_ids: torch.Tensor, steps: "_Steps", begins: bool) -> Counted:
-        """And what speeds follow for a new batch."""
+        """Count ids and exchange loads; the speeds of a new batch follow from the rows."""
         size = 1 << max(0, topk_ids.numel() - 1).bit_length()
         buffers = self._counts_of.get(size)
         if buffers is None:

@@ -50,7 +50,7 @@ class Limits:
 
     @property
     def programs(self) -> Programs:
-        """For launches."""
+        """The numbers of programs, as launches take them."""
         return Programs(self.num_senders, self.num_relays)
 
 
@@ -197,7 +197,7 @@ class DeviceFabric:
         )
 
     def copies(self, layer: StreamTables) -> Copies:
-        """For a plan whose launch does what ``stream`` and ``receive`` would."""
+        """What a plan's launch needs to do itself what ``stream`` and ``receive`` would."""
         return Copies(layer, self.patience_ns, self.limits.programs, self.reported)
 
     def wait_at_least(self, seconds: float) -> None:

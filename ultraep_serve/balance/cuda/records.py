@@ -37,7 +37,7 @@ class Records:
         self.was_off = False  # the policy of the last batch known
 
     def write(self, note: Note) -> None:
-        """One layer of one batch; a batch that was off is counted, once."""
+        """Record one layer of one batch; a batch that was off is counted, once."""
         shape, location = self._setup.shape, self._setup.location
         rank, relay = location.rank, self._setup.config.relay
         sizes = shape.num_logical_experts, shape.num_ranks, shape.num_slots
@@ -79,7 +79,7 @@ class Records:
         )
 
     def _stage_times(self, note: Note) -> list[int]:
-        """Measured, or taken from the batch that last was, in proportion to tokens."""
+        """Nanoseconds per stage: measured, or by tokens from the batch that last was."""
         if note.is_timed:
             self._stage_ns[note.layer] = note.tokens, note.nanoseconds
         tokens, times = self._stage_ns.get(note.layer, (1, [0] * len(Stage)))
