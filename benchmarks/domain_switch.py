@@ -16,7 +16,8 @@ import harness
 import numpy as np
 
 from ultraep_serve.lab.comparators import policy_function
-from ultraep_serve.lab.replay import Replay, ReplayOptions, replay
+from ultraep_serve.lab.replay import Replay, replay
+from ultraep_serve.lab.replay_options import ReplayOptions
 from ultraep_serve.lab.store import load_trace
 from ultraep_serve.lab.trace import Trace, concatenate
 

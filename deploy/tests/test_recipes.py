@@ -24,6 +24,7 @@ from ultraep_serve import __version__
 from ultraep_serve.cli import status
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.engines.common.guard import setting_on_command_line
+from ultraep_serve.launcher.binding import CoreBinding
 from ultraep_serve.system.versions import SGLANG, VLLM, Package
 from ultraep_serve.types import Policy
 
@@ -100,14 +101,16 @@ def test_nothing_is_missing_that_the_launcher_would_add(start: Start) -> None:
     launch = ENGINES[start.engine]
     flags = launch.parse_engine_flags(start.flags)
     on_cpu = is_for_cpu(start)
+    variable = f"{start.engine.upper()}_CPU_OMP_THREADS_BIND"
+    binding = CoreBinding.here(variable, 2) if on_cpu else None
     if start.engine == "sglang":
         assert (
             launch._cpu_flags(flags) if on_cpu else launch._gpu_flags(flags, Policy.QUOTA)
         ) == []
-        needed = launch._environment("MODEL", 2, on_cpu)
+        needed = launch._environment("MODEL", binding)
     else:
         with patch.object(launch, "_is_cpu_build", lambda: on_cpu):
-            needed = launch._environment("MODEL", 2, False)
+            needed = launch._environment("MODEL", binding, False)
     assert {*needed} <= {*start.variables}
 
 

@@ -9,14 +9,16 @@ from ultraep_serve.doctor.host_machine import check_cores, check_memory_access, 
 
 def test_cores_against_ranks_and_quota(tmp_path: Path) -> None:
     cores = len(os.sched_getaffinity(0))
-    assert check_cores(Subject(num_ranks=cores), tmp_path).status is Status.OK
-    many = check_cores(Subject(num_ranks=cores + 1), tmp_path)
-    assert (many.status, "share a core" in many.remedy) == (Status.WARNING, True)
-    (tmp_path / "cpu.max").write_text("50000 100000\n")
-    throttled = check_cores(Subject(num_ranks=1), tmp_path)
+    quota = tmp_path / "cpu.max"
+    assert check_cores(Subject(num_ranks=1), quota).status is Status.OK
+    many = check_cores(Subject(num_ranks=cores + 1), quota)
+    assert (many.status, "share a core" in many.seen) == (Status.WARNING, True)
+    assert f"--ranks {cores + 1}" in many.remedy
+    quota.write_text("50000 100000\n")
+    throttled = check_cores(Subject(num_ranks=1), quota)
     assert (throttled.status, "quota is 0.5" in throttled.seen) == (Status.WARNING, True)
-    (tmp_path / "cpu.max").write_text("max 100000\n")
-    assert check_cores(Subject(num_ranks=1), tmp_path).status is Status.OK
+    quota.write_text("max 100000\n")
+    assert check_cores(Subject(num_ranks=1), quota).status is Status.OK
 
 
 def test_cores_shared_out_by_session() -> None:

@@ -88,6 +88,13 @@ class OtherExperts(RoutedExperts):
     """As models bring them, for checkpoints of their own."""
 
 
+class SubstitutedExperts(RoutedExperts):
+    """As 0.33 has one: constants take the place of some experts, by their logical ids."""
+
+    def forward_modular(self, x: Any, topk_weights: Any, topk_ids: Any, *rest: Any) -> Any:
+        return super().forward_modular(x, topk_weights, topk_ids % 2, *rest)
+
+
 class Runner(torch.nn.Module):
     """What vLLM puts routed experts into."""
 
@@ -133,6 +140,21 @@ def test_experts_of_any_class_become_ours_in_their_model(
     assert [layer._has_zero_experts for layer in layers] == [False, True]
     assert layers[0]._group is layers[1]._group
     assert layers[0]._group._num_expected == len(NAMES)
+
+
+def test_experts_that_look_at_logical_ids_themselves_are_refused_at_load(substituted: Any) -> None:
+    config = vllm_layers.engine_config(0, NUM_RANKS, "allgather_reducescatter", NAMES[:1])
+    parallel = vllm_layers.parallel_of(0, NUM_RANKS, "allgather_reducescatter")
+    layer = vllm_layers.build_layer(config, parallel, NAMES[0], kind=SubstitutedExperts)
+    with set_current_vllm_config(config):
+        Runner(layer, None)
+    assert isinstance(layer, routed_experts.DeviceRoutedExperts)
+    reason = f"{NAMES[0]}: SubstitutedExperts computes its experts in a way of its own"
+    for check in (checks.check_layer, checks.check_cpu_execution):  # the latter without balancing
+        with pytest.raises(UnsupportedError, match=reason):
+            check(layer)
+    with set_current_vllm_config(config), pytest.raises(UnsupportedError, match=reason):
+        layer.update_param_tp_status()  # the last one that vLLM loads
 
 
 def test_models_that_nobody_asked_to_balance_keep_their_layers(

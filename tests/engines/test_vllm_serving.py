@@ -26,7 +26,8 @@ from ultraep_serve.lab.comparators import policy_function
 from ultraep_serve.lab.demo.balanced_server import BalancedServer, generate_under, measure_server
 from ultraep_serve.lab.demo.models import make_model
 from ultraep_serve.lab.demo.server_process import ServerProcess
-from ultraep_serve.lab.replay import ReplayOptions, replay
+from ultraep_serve.lab.replay import replay
+from ultraep_serve.lab.replay_options import ReplayOptions
 from ultraep_serve.lab.store import load_trace
 from ultraep_serve.lab.trace import PREFILL, Trace
 from ultraep_serve.telemetry.run_directory import run_directory_of_port

@@ -95,9 +95,11 @@ def shown(report: dict[str, Any]) -> str:
 
 def test_demo_report_has_the_published_fields_only() -> None:
     check = compare_tokens([made([1], [0.0])], [made([1], [0.0])]).to_json("float32")
-    report = demo_report(bench_document(off=2.0, quota=1.25, ideal=1.125, without_ep=1.0), check)
+    document = bench_document(off=2.0, quota=1.25, ideal=1.125, without_ep=1.0)
+    report = demo_report(document, check, "float32")
     assert report == {
         "ranks": 2,
+        "dtype": "float32",
         "rows": [
             {
                 "prompt_tokens": 4096,
@@ -111,6 +113,22 @@ def test_demo_report_has_the_published_fields_only() -> None:
         "token_check": {"dtype": "float32", "prompts": 1, "identical": 1},
     }
     assert json.loads(json.dumps(report)) == report
+
+
+def test_the_demo_serves_what_this_cpu_computes_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    from ultraep_serve.lab.demo import models
+
+    for slow, chosen in ((torch.bfloat16, "float32"), (torch.float32, "bfloat16")):
+        now, product = [0.0], torch.Tensor.__matmul__
+
+        def timed(left: object, right: object, slow: object = slow, now: list[float] = now) -> None:
+            now[0] += 10.0 if left.dtype is slow else 1.0
+
+        monkeypatch.setattr(torch.Tensor, "__matmul__", timed)
+        monkeypatch.setattr(models.time, "perf_counter", lambda now=now: now[0])
+        assert models.served_type() == chosen
+        monkeypatch.setattr(torch.Tensor, "__matmul__", product)
 
 
 def test_demo_view_tells_gain_and_token_check() -> None:

@@ -12,7 +12,8 @@ from ultraep_serve.cli import execute, main
 from ultraep_serve.errors import ConfigError, OutputError, TraceError, UltraEPError
 from ultraep_serve.lab.comparators import POLICIES, PolicyFunction
 from ultraep_serve.lab.comparators.placement import Placement
-from ultraep_serve.lab.replay import ReplayOptions, replay
+from ultraep_serve.lab.replay import replay
+from ultraep_serve.lab.replay_options import ReplayOptions
 from ultraep_serve.lab.store import load_trace, save_trace
 from ultraep_serve.lab.trace import LoadTrace, Trace
 from ultraep_serve.lab.workloads import Workload, make_trace

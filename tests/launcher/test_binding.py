@@ -1,5 +1,6 @@
 """Which cores ranks get, on machines that hwloc's tools make up."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from ultraep_serve.cli import main
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.launcher.binding import (
     Core,
@@ -88,6 +90,19 @@ def test_two_sockets_as_linux_numbers_them(tmp_path: Path) -> None:
         "rank 0: 56 cores 0-55, NUMA node 0",
         "rank 1: 56 cores 56-111, NUMA node 1",
     ]
+
+
+@needs_hwloc
+def test_the_doctor_shows_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    machine = str(topology(tmp_path, TWO_SOCKETS, None))
+    words = ["doctor", "--binding", "--ranks", "2", "--topology", machine]
+    assert main(words) == 0
+    assert "rank 1: 56 cores 56-111, NUMA node 1\n" in capsys.readouterr().out
+    assert main([*words, "--json", "-"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["ranks"][1] == {"cpus": [*range(56, 112)], "nodes": [1]}
+    assert shown["warnings"] == []
+    assert main([*words[:-1], str(tmp_path / "none")]) == 2
 
 
 @needs_hwloc

@@ -15,6 +15,15 @@ from ultraep_serve.config import given_settings
 from ultraep_serve.doctor import diagnose
 from ultraep_serve.doctor.finding import Finding, Status, Subject
 from ultraep_serve.errors import UltraEPError
+from ultraep_serve.launcher.binding import (
+    bind_ranks,
+    binding_text,
+    binding_warnings,
+    cores_here,
+    cores_of_hwloc,
+    cpu_quota,
+    memory_nodes_here,
+)
 from ultraep_serve.system.settings import Settings, Shown
 from ultraep_serve.types import Policy
 
@@ -54,6 +63,21 @@ class DoctorFlags(Settings):
     ep: int = Field(default=2, ge=1, le=4096, description="ranks of the expert-parallel group")
     slots: int = Field(default=2, ge=0, le=64, description="replica slots per rank")
     weights: WeightType = "bf16"
+    binding: bool = Field(
+        default=False,
+        description="show only which cores each rank of a host would compute on",
+    )
+    ranks: int | None = Field(
+        default=None,
+        ge=1,
+        le=4096,
+        description="ranks on the host that --binding shows (default: those of --ep)",
+    )
+    topology: Annotated[str, Shown("FILE")] | None = Field(
+        default=None,
+        description="another machine for --binding, as hwloc's `lstopo --of xml` writes it "
+        "(default: this one)",
+    )
     json_file: JsonFile = None
 
 
@@ -77,10 +101,31 @@ def run(arguments: argparse.Namespace) -> int:
     """Print what was found; 1 when serving would fail, else 0. Raises ConfigError for bad flags."""
     flags = DoctorFlags.from_flags(arguments)
     prepare_outputs(flags.json_file)
+    if flags.binding:
+        return _show_binding(flags)
     findings = diagnose(_subject(flags, arguments.serving))
     view = _table(findings) if find_spec("rich") else _plain(findings)
     show(_document(findings), view, flags.json_file)
     return int(any(finding.status is Status.ERROR for finding in findings))
+
+
+def _show_binding(flags: DoctorFlags) -> int:
+    """Print each rank's cores and node, and what is wrong with them."""
+    if flags.topology is None:
+        cores, quota, memory = cores_here(), cpu_quota(), memory_nodes_here()
+    else:
+        cores, quota, memory = cores_of_hwloc(Path(flags.topology)), None, None
+    ranks = bind_ranks(cores, flags.ranks or flags.ep)
+    warnings = binding_warnings(ranks, cores, quota=quota, memory_nodes=memory)
+    document = {
+        "schema_version": SCHEMA_VERSION,
+        "version": __version__,
+        "ranks": [asdict(rank) for rank in ranks],
+        "warnings": warnings,
+    }
+    lines = [*binding_text(ranks), *(f"! {warning}" for warning in warnings)]
+    show(document, "\n".join(lines), flags.json_file)
+    return 0
 
 
 def _document(findings: list[Finding]) -> dict[str, Any]:

@@ -11,6 +11,14 @@ from ultraep_serve.costs.shapes import model_shape
 from ultraep_serve.doctor.finding import Finding, Subject, error, ok, size, warning
 from ultraep_serve.doctor.gpus import nvidia_smi
 from ultraep_serve.errors import ConfigError
+from ultraep_serve.launcher.binding import (
+    CPU_QUOTA,
+    bind_ranks,
+    binding_warnings,
+    cores_here,
+    cpu_quota,
+    memory_nodes_here,
+)
 from ultraep_serve.system.machine import groups_sessions
 from ultraep_serve.telemetry.record import record_dtype
 from ultraep_serve.telemetry.run_directory import abandoned_run_directories
@@ -30,20 +38,19 @@ _SECONDS = 30.0
 _OPEN = "import os, sys; os.close(os.open(sys.argv[1], os.O_RDWR))"
 
 
-def check_cores(subject: Subject, cgroup: Path = Path("/sys/fs/cgroup")) -> Finding:
+def check_cores(subject: Subject, quota_file: Path = CPU_QUOTA) -> Finding:
     """Cores that this process may use, by affinity and by the container's quota."""
-    cores, quota = len(os.sched_getaffinity(0)), _quota(cgroup / "cpu.max")
-    seen = f"{cores} cores for {subject.all_ranks_here} ranks"
-    if quota is not None and quota < cores:
-        return warning(
-            "cores",
-            f"{seen}, but the container's quota is {quota:g}: pinned ranks are throttled",
-            "give the container whole cores (Docker: --cpuset-cpus; Kubernetes: integer requests "
-            "equal to limits and the static CPU manager)",
-        )
-    if cores < subject.all_ranks_here:
-        remedy = "use fewer ranks or more cores; ranks that share a core wait for each other"
-        return warning("cores", seen, remedy)
+    cores, ranks = cores_here(), subject.all_ranks_here
+    seen = f"{len(cores)} cores for {ranks} ranks"
+    problems = binding_warnings(
+        bind_ranks(cores, ranks),
+        cores,
+        quota=cpu_quota(quota_file),
+        memory_nodes=memory_nodes_here(),
+    )
+    if problems:
+        remedy = f"ultraep-serve doctor --binding --ranks {ranks} shows which rank is bound where"
+        return warning("cores", "; ".join([seen, *problems]), remedy)
     return ok("cores", seen)
 
 
@@ -90,15 +97,6 @@ def check_memory_access(proc: Path = Path("/proc")) -> Finding:
         "run all ranks as one user in one container (one process namespace), with /proc mounted, "
         "and without a security profile that forbids it",
     )
-
-
-def _quota(path: Path) -> float | None:
-    """Cores per second that the control group may use; None: as many as there are."""
-    try:
-        limit, period = path.read_text().split()[:2]
-        return None if limit == "max" else int(limit) / int(period)
-    except (OSError, ValueError):
-        return None
 
 
 SHARED_MEMORY = Path("/dev/shm")

@@ -5,103 +5,30 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import TYPE_CHECKING
 
 import numpy as np
-from pydantic import BeforeValidator, Field, model_validator
 from ultraep_kernels.host.speeds import whole_speeds
 
-from ultraep_serve.balance.speeds import parse_speeds
 from ultraep_serve.errors import PlanError, TraceError
 from ultraep_serve.lab.comparators import PolicyFunction
 from ultraep_serve.lab.comparators.placement import Counts, Placement
 from ultraep_serve.lab.trace import LoadTrace, Trace, batches, num_batches, stated_speeds
 from ultraep_serve.plan.checks import imbalance_floor
 from ultraep_serve.plan.context import PlanContext
-from ultraep_serve.plan.eplb_slots import HISTORY_BATCHES
-from ultraep_serve.system.settings import Settings, words_of
 from ultraep_serve.types import ExpertShape, IntArray, imbalance
+
+if TYPE_CHECKING:  # needs pydantic, which a bare GPU machine may lack
+    from ultraep_serve.lab.replay_options import ReplayOptions
 
 __all__ = [
     "DumpedPlans",
     "PolicyReplay",
     "Replay",
-    "ReplayOptions",
     "replay",
 ]
 
 MAX_DUMP_BYTES = 2 << 30  # of all shares
-MOST_LAYERS = 10_000  # no model has more
-
-
-def _read_layers(given: object) -> object:
-    """``0,3,6-8`` as numbers."""
-    words = words_of(given)
-    if not isinstance(words, tuple) or not any(isinstance(word, str) for word in words):
-        return given
-    layers: list[int] = []
-    for word in map(str, words):
-        first, dash, last = word.partition("-")
-        try:
-            span = range(int(first), int(last if dash else first) + 1)
-        except ValueError:
-            span = range(0)
-        if not 0 < len(span) <= MOST_LAYERS:
-            raise ValueError(f"{word!r} must be as in 0 3 6-8")
-        layers += span
-    return tuple(layers)
-
-
-def _read_speeds(given: object) -> object:
-    """One number per rank; () for ``equal``."""
-    return parse_speeds(given, words=("equal",)) if isinstance(given, str) else given
-
-
-class ReplayOptions(Settings):
-    """How to cut and place the trace."""
-
-    num_ranks: int = Field(
-        validation_alias="ep", ge=1, description="ranks of the expert-parallel group"
-    )
-    num_slots: int = Field(
-        default=2, validation_alias="slots", ge=0, le=64, description="replica slots per rank"
-    )
-    batch_tokens: int | None = Field(
-        default=None,
-        ge=1,
-        description="tokens per batch over all ranks; a trace of loads has its own batches",
-    )
-    layers: Annotated[tuple[int, ...] | None, BeforeValidator(_read_layers)] = Field(
-        default=None,
-        description="MoE layers, as in 0 3 6-8 (default: all)",
-        json_schema_extra={"metavar": "N", "nargs": "+"},
-    )
-    limit: int | None = Field(default=None, ge=1, description="replay at most N batches")
-    domain_size: int | None = Field(
-        default=None, ge=1, description="ranks per domain (default: all)"
-    )
-    history_batches: int = Field(
-        default=HISTORY_BATCHES,
-        validation_alias="history",
-        ge=1,
-        description="past batches that eplb, eplb-slots and lplb see",
-    )
-    rebalance_every: int = Field(
-        default=1, ge=1, description="batches between updates of what they see"
-    )
-    skip: int = Field(default=0, ge=0, description="first batches, used as history only")
-    speeds: Annotated[tuple[float, ...] | None, BeforeValidator(_read_speeds)] = Field(
-        default=None,
-        description="how fast ranks are, one number each like 1.0,0.6 (default: as the trace says, "
-        "or equal)",
-        json_schema_extra={"metavar": "equal|X,..."},
-    )
-
-    @model_validator(mode="after")
-    def _one_speed_each(self) -> "ReplayOptions":
-        if self.speeds and len(self.speeds) != self.num_ranks:
-            raise ValueError(f"--speeds are {len(self.speeds)} numbers for {self.num_ranks} ranks")
-        return self
 
 
 @dataclass
@@ -150,7 +77,7 @@ class _Case:
 
 def replay(
     trace: Trace | LoadTrace,
-    options: ReplayOptions,
+    options: "ReplayOptions",
     policies: Sequence[PolicyFunction],
     *,
     keep_plans: bool = False,
@@ -233,7 +160,7 @@ def _dumped(plans: list[tuple[Counts, Placement]]) -> DumpedPlans:
 
 
 def _cases(
-    trace: Trace | LoadTrace, options: ReplayOptions, layers: Sequence[int], count: int
+    trace: Trace | LoadTrace, options: "ReplayOptions", layers: Sequence[int], count: int
 ) -> Iterator[_Case]:
     past: deque[Counts] = deque(maxlen=min(options.history_batches, options.skip + count))
     known = np.zeros((0, 0, 0, 0), np.int64)
@@ -249,7 +176,7 @@ def _cases(
         past.append(chosen)
 
 
-def _shape(trace: Trace | LoadTrace, options: ReplayOptions) -> ExpertShape:
+def _shape(trace: Trace | LoadTrace, options: "ReplayOptions") -> ExpertShape:
     if trace.num_experts % options.num_ranks != 0:
         raise TraceError(
             f"{trace.num_experts} experts cannot be divided by {options.num_ranks} ranks; choose "
@@ -261,7 +188,7 @@ def _shape(trace: Trace | LoadTrace, options: ReplayOptions) -> ExpertShape:
     return shape
 
 
-def _speeds(trace: Trace | LoadTrace, options: ReplayOptions) -> Counts | None:
+def _speeds(trace: Trace | LoadTrace, options: "ReplayOptions") -> Counts | None:
     given = stated_speeds(trace) if options.speeds is None else options.speeds
     if not given:
         return None
@@ -273,14 +200,14 @@ def _speeds(trace: Trace | LoadTrace, options: ReplayOptions) -> Counts | None:
     return whole_speeds(given)
 
 
-def _layers(trace: Trace | LoadTrace, options: ReplayOptions) -> tuple[int, ...]:
+def _layers(trace: Trace | LoadTrace, options: "ReplayOptions") -> tuple[int, ...]:
     layers = tuple(range(trace.num_layers)) if options.layers is None else options.layers
     if not layers or min(layers) < 0 or max(layers) >= trace.num_layers:
         raise TraceError(f"layers {list(layers)} must be from 0 to {trace.num_layers - 1}")
     return tuple(dict.fromkeys(layers))
 
 
-def _count_batches(trace: Trace | LoadTrace, options: ReplayOptions) -> int:
+def _count_batches(trace: Trace | LoadTrace, options: "ReplayOptions") -> int:
     count = num_batches(trace, options.batch_tokens) - options.skip
     if count < 1:
         raise TraceError(f"no batch is left to measure after skipping {options.skip}")

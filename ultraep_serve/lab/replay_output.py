@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 from ultraep_kernels.contract import FULL_SPEED
 
-from ultraep_serve.lab.replay import DumpedPlans, PolicyReplay, Replay, ReplayOptions
+from ultraep_serve.lab.replay import DumpedPlans, PolicyReplay, Replay
+from ultraep_serve.lab.replay_options import ReplayOptions
 from ultraep_serve.system.files import whole_file
 
 __all__ = ["replay_document", "write_plans"]

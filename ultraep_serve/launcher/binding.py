@@ -20,6 +20,7 @@ from ultraep_serve.errors import ConfigError
 from ultraep_serve.system.files import read_text
 
 __all__ = [
+    "CPU_QUOTA",
     "Core",
     "CoreBinding",
     "RankCores",
@@ -28,9 +29,12 @@ __all__ = [
     "binding_warnings",
     "cores_here",
     "cores_of_hwloc",
+    "cpu_quota",
+    "memory_nodes_here",
 ]
 
 _SYSTEM = Path("/sys/devices/system")
+CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of the control group
 
 
 @dataclass(frozen=True)
@@ -82,7 +86,10 @@ class CoreBinding:
             return ["the engine binds each rank to a NUMA node by itself"]
         if chosen != self.setting:
             return [f"ranks are bound by {self.variable} = {chosen!r}"]
-        return [*binding_text(self.ranks), *binding_warnings(self.ranks, self.cores)]
+        found = binding_warnings(
+            self.ranks, self.cores, quota=cpu_quota(), memory_nodes=memory_nodes_here()
+        )
+        return [*binding_text(self.ranks), *found]
 
 
 def cores_here(allowed: Collection[int] | None = None, system: Path = _SYSTEM) -> list[Core]:
@@ -136,6 +143,25 @@ def cores_of_hwloc(path: Path) -> list[Core]:
     if not cores:
         raise ConfigError(f"{path} holds no core that may be used")
     return _in_order(cores)
+
+
+def memory_nodes_here(status: Path = Path("/proc/self/status")) -> set[int] | None:
+    """NUMA nodes that this process may take memory of; None where Linux does not say."""
+    try:
+        lines = status.read_text().splitlines()
+    except OSError:
+        return None
+    found = [line.split()[1] for line in lines if line.startswith("Mems_allowed_list:")]
+    return _numbers(found[0]) if found else None
+
+
+def cpu_quota(path: Path = CPU_QUOTA) -> float | None:
+    """Cores per second that the control group may use; None: as many as there are."""
+    try:
+        limit, period = path.read_text().split()[:2]
+        return None if limit == "max" else int(limit) / int(period)
+    except (OSError, ValueError):
+        return None
 
 
 def bind_ranks(cores: Sequence[Core], num_ranks: int) -> list[RankCores]:
@@ -254,16 +280,20 @@ def _in_order(cores: Iterable[Core]) -> list[Core]:
 
 
 def _listed(path: Path) -> set[int]:
-    """CPU numbers of a list as Linux writes it, ``0-3,8``; empty where there is no such file."""
+    """Numbers of a list in a file of Linux's; empty where there is no such file."""
     try:
-        text = path.read_text().strip()
+        return _numbers(path.read_text().strip())
     except OSError:
         return set()
-    cpus: set[int] = set()
+
+
+def _numbers(text: str) -> set[int]:
+    """Those of a list as Linux writes it, ``0-3,8``."""
+    found: set[int] = set()
     for part in filter(None, text.split(",")):
         first, _, last = part.partition("-")
-        cpus.update(range(int(first), int(last or first) + 1))
-    return cpus
+        found.update(range(int(first), int(last or first) + 1))
+    return found
 
 
 def _bits(mask: str) -> set[int]:

@@ -46,6 +46,7 @@ def _choose_kernel(
     values = tl.where(tl.minimum(found, stepped) >= _FULL - _NEAR_FULL, _FULL, kept)
     largest = tl.max(tl.where(mask, values, 1), axis=0)
     values = tl.where(fastest > 0, values * _FULL // largest, speeds).to(tl.int32)
+    tl.debug_barrier()  # threads beyond the ranks have read what is overwritten too
     tl.store(agreed_ptr + ranks, values, mask=mask)
     source = tl.load(rows_ptr + _SPEEDS)
     used = values

@@ -211,13 +211,8 @@ def without_experts(vllm_config: VllmConfig) -> UnsupportedError:
 def check_layer(layer: RoutedExperts) -> None:
     """Raise UnsupportedError, naming the remedy, if ``layer`` cannot be balanced."""
     num_ranks = layer.moe_config.moe_parallel_config.ep_size
-    problem = None
-    if _engine_classes(layer)[0] is not RoutedExperts:
-        problem = (
-            f"{type(layer).__name__} computes its experts in a way of its own, which is not there "
-            "yet"
-        )
-    elif layer.global_num_experts % num_ranks:
+    problem = _wrong_class(layer)
+    if problem is None and layer.global_num_experts % num_ranks:
         problem = (
             f"{layer.global_num_experts} experts do not divide evenly over {num_ranks} ranks; "
             "choose a parallel size that divides them"
@@ -228,18 +223,30 @@ def check_layer(layer: RoutedExperts) -> None:
         raise UnsupportedError(problem)
 
 
-def _engine_classes(layer: RoutedExperts) -> list[type]:
-    """Which classes of ``layer``, but ours, say how experts are computed, the first one first."""
-    return [
-        cls
-        for cls in type(layer).__mro__
-        if "forward_modular" in vars(cls) and cls.__module__.rpartition(".")[0] != __package__
-    ]
+def _wrong_class(layer: RoutedExperts) -> str | None:
+    """What keeps ``RoutedExperts`` from computing ``layer`` alone, with the ids that it is given.
+
+    A model's own class, such as ``SubstitutedRoutedExperts`` of 0.33, may look at logical ids.
+    """
+    for cls in type(layer).__mro__:
+        is_ours = cls.__module__.rpartition(".")[0] == __package__
+        if "forward_modular" in vars(cls) and not is_ours:
+            if cls is RoutedExperts:
+                return None
+            return (
+                f"{cls.__name__} computes its experts in a way of its own, which is not there yet"
+            )
+    return None
 
 
 def check_cpu_execution(layer: RoutedExperts) -> None:
     """Raise UnsupportedError if expert parallelism on CPU cannot run ``layer``, balanced or not."""
-    if problem := unmet(layer, [_PLACEMENT]) or _wrong_cpu_kernel(layer) or _wrong_ranks(layer):
+    if problem := (
+        unmet(layer, [_PLACEMENT])
+        or _wrong_class(layer)
+        or _wrong_cpu_kernel(layer)
+        or _wrong_ranks(layer)
+    ):
         raise UnsupportedError(f"{layer.layer_name}: {problem}", otherwise="")
 
 

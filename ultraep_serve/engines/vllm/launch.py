@@ -46,7 +46,7 @@ def parse_engine_flags(flags: list[str]) -> argparse.Namespace:
     parser.add_argument("--nnodes", "-n", type=int, default=1)
     parser.add_argument("--headless", action="store_true")
     parser.add_argument("--enable-expert-parallel", "-ep", action="store_true")
-    parser.add_argument("--enable-eplb", action=argparse.BooleanOptionalAction)
+    parser.add_argument("--enable-eplb", action=argparse.BooleanOptionalAction, default=False)
     parser.add_argument("--enable-dbo", action="store_true")
     parser.add_argument("--ubatch-size", type=int, default=0)
     parser.add_argument("--kv-cache-memory-bytes")

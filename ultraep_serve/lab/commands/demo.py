@@ -18,7 +18,7 @@ from ultraep_serve.lab.demo.balanced_server import (
     mixed_prompts,
     tensor_parallel_flags,
 )
-from ultraep_serve.lab.demo.models import make_model
+from ultraep_serve.lab.demo.models import make_model, served_type
 from ultraep_serve.lab.demo.report import demo_report, demo_view
 from ultraep_serve.lab.demo.server_process import StockServer
 from ultraep_serve.lab.demo.spec import ModelSpec
@@ -42,6 +42,11 @@ class DemoFlags(Settings):
     )
     prompt_tokens: PromptTokens = (2048, 4096, 8192)
     repeats: int = Field(default=5, ge=1, description="rounds per length")
+    dtype: Literal["bfloat16", "float32"] | None = Field(
+        default=None,
+        description="type of the numbers that are served (default: bfloat16, or float32 where this "
+        "CPU emulates bfloat16)",
+    )
     mode: Literal["tensor", "data"] = Field(
         default="tensor", description="parallelism of what is not an expert"
     )
@@ -73,8 +78,9 @@ def run(arguments: argparse.Namespace) -> int:
         given = (*expert_parallel_flags(flags.mode, dtype, _CONTEXT, engine), *more)
         return BalancedServer(path, given, flags.results / f"demo-{dtype}.log", engine=engine)
 
+    dtype = flags.dtype or served_type()
     console.print(
-        f"Serving it with {engine} in bfloat16 on two ranks ({flags.mode} parallel), and "
+        f"Serving it with {engine} in {dtype} on two ranks ({flags.mode} parallel), and "
         "beside it without expert parallelism ..."
     )
     policies = (Policy.OFF, Policy.QUOTA, Policy.IDEAL)
@@ -82,17 +88,17 @@ def run(arguments: argparse.Namespace) -> int:
         prompt_tokens=flags.prompt_tokens, policies=policies, repeats=flags.repeats
     )
     # The balanced server starts last: it measures costs then, and the other one is idle.
-    plain_flags = tensor_parallel_flags("bfloat16", _CONTEXT, engine)
+    plain_flags = tensor_parallel_flags(dtype, _CONTEXT, engine)
     log_path = flags.results / "demo-without-ep.log"
     with (
         StockServer(path, plain_flags, log_path, engine) as plain,
-        server("bfloat16", "--allow-ideal") as running,
+        server(dtype, "--allow-ideal") as running,
     ):
         bench = measure_server(running, plain, options, "ultraep-serve demo")
-    console.print("Serving it in float32 to compare greedy tokens ...")
+    console.print("Serving it anew in float32 to compare greedy tokens ...")
     with server("float32") as running:
         check = check_tokens(running, mixed_prompts(_CHECKED_PROMPTS)).to_json("float32")
-    report = demo_report(bench, check)
+    report = demo_report(bench, check, dtype)
     write_json(output, report)
     console.print(demo_view(report))
     console.print(f"Written to {output}; the servers' logs are beside it.")

@@ -12,7 +12,8 @@ from rich.text import Text
 from ultraep_serve.cli.arguments import JsonFile, counted, prepare_outputs, show
 from ultraep_serve.errors import PlanError
 from ultraep_serve.lab.comparators import POLICIES, policy_function
-from ultraep_serve.lab.replay import ReplayOptions, replay
+from ultraep_serve.lab.replay import replay
+from ultraep_serve.lab.replay_options import ReplayOptions
 from ultraep_serve.lab.replay_output import replay_document, write_plans
 from ultraep_serve.lab.store import load_trace
 from ultraep_serve.lab.tables import figures_table

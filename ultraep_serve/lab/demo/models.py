@@ -7,6 +7,7 @@ it gets from the layers below, and at last the output head. Needs transformers, 
 safetensors when called.
 """
 
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -26,8 +27,9 @@ from ultraep_serve.lab.demo.text import (
     vocabulary,
 )
 
-__all__ = ["SMALL_HIDDEN_SIZE", "make_model"]
+__all__ = ["SMALL_HIDDEN_SIZE", "make_model", "served_type"]
 
+_SLOW = 2.5
 SMALL_HIDDEN_SIZE = 256  # models up to this size gain little from a second thread
 
 CALIBRATION_TEXTS = 24  # per domain; many, because what a text has in common is noise too
@@ -38,6 +40,25 @@ LOGIT_STD = 4.0  # standard deviation of the logits over the vocabulary
 DOMAIN_LOGIT = 6.0  # added to the words of the text's own domain: generated text keeps to it
 SPECIAL_LOGIT = -40.0  # special tokens are never generated: generation ends at its maximum length
 SCORE_BIAS_STD = 0.03  # of GLM's correction bias
+
+
+def served_type() -> str:
+    """What this CPU serves quickly: bfloat16, unless it emulates that.
+
+    Products of matrices are timed in both types. Where bfloat16 takes more than _SLOW times as long
+    as float32, as on CPUs that have AVX2 alone, float32 is served instead.
+    """
+    seconds = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        left, right = torch.ones(256, 1024, dtype=dtype), torch.ones(1024, 1024, dtype=dtype)
+        times = []
+        for _ in range(4):
+            start = time.perf_counter()
+            left @ right
+            times.append(time.perf_counter() - start)
+        seconds[dtype] = min(times)
+    is_slow = seconds[torch.bfloat16] > _SLOW * seconds[torch.float32]
+    return "float32" if is_slow else "bfloat16"
 
 
 def make_model(path: Path, spec: ModelSpec) -> Path:

@@ -23,14 +23,19 @@ ABOUT_IDEAL = "ideal: every rank is given the same load by force; its answers ar
 ABOUT_WITHOUT_EP = "without EP: the engine alone, where each rank has a part of every expert"
 
 
-def demo_report(bench: Mapping[str, Any], token_check: Mapping[str, Any]) -> dict[str, Any]:
+def demo_report(
+    bench: Mapping[str, Any], token_check: Mapping[str, Any], dtype: str = "bfloat16"
+) -> dict[str, Any]:
     """The demo's JSON, from the benchmark's document and ``TokenComparison.to_json``.
+
+    ``dtype`` is what the benchmark's servers computed in.
 
     Figures that the benchmark lacks are None.
     """
     imbalance = bench["imbalance"] or {"before": {}, "after": {}}
     return {
         "ranks": bench["ranks"],
+        "dtype": dtype,
         "rows": [
             {
                 "prompt_tokens": row["prompt_tokens"],
@@ -66,7 +71,7 @@ def demo_view(report: Mapping[str, Any]) -> RenderableType:
         Text(),
         _token_line(report["token_check"]),
     ]
-    title = f"Prefill on {report['ranks']} expert-parallel ranks"
+    title = f"Prefill on {report['ranks']} expert-parallel ranks ({report['dtype']})"
     return Panel(Group(*parts), title=title, expand=False, padding=(1, 2))
 
 

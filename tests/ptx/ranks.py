@@ -1,0 +1,113 @@
+"""Ranks of one process: each with memory that the others have mapped at addresses of their own."""
+
+import os
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.support.balancer_rigs import masters_of
+from tests.support.host_driver import HostDriver
+from tests.support.mirror import FakeRecorder
+from ultraep_serve.balance.backend import GroupSetup, LayerSlots, row_width
+from ultraep_serve.balance.cuda.balancer import DeviceBalancer
+from ultraep_serve.balance.cuda.driver import HandleKind, Shareable
+from ultraep_serve.balance.cuda.fabric import DeviceFabric, Limits
+from ultraep_serve.balance.cuda.rendezvous import Handshake
+from ultraep_serve.balance.cuda.slots import DeviceSlotPool
+
+__all__ = ["PATIENCE_NS", "Rank", "Stream", "connect_all", "new_rank"]
+
+PATIENCE_NS = 1 << 50  # nobody gives up
+_GRANULARITY = 1 << 12  # of mapped memory, bytes
+_NUM_PROGRAMS = 2  # that send, and that forward
+
+
+@dataclass
+class Stream:
+    """One in which a rank's work is done."""
+
+    last: set[int] = field(default_factory=set)  # the next work comes behind these
+
+
+@dataclass
+class Rank:
+    """One rank: its balancer, memory and streams."""
+
+    number: int
+    setup: GroupSetup
+    driver: HostDriver
+    layers: list[LayerSlots]
+    recorder: FakeRecorder
+    pool: DeviceSlotPool
+    fabric: DeviceFabric = field(init=False)
+    balancer: DeviceBalancer = field(init=False)
+    stream: Stream = field(default_factory=Stream)  # that is current
+
+
+def new_rank(number: int, setup: GroupSetup, num_layers: int) -> Rank:
+    """One whose layers are in place; it knows no other yet."""
+    driver = HostDriver(granularity=_GRANULARITY)
+    pool = DeviceSlotPool(driver, setup.shape.num_slots, setup.config.chunk_bytes)
+    masters = setup.shape.num_masters
+    layers = [pool.adopt(masters_of(number, layer, masters)) for layer in range(num_layers)]
+    return Rank(number, setup, driver, layers, FakeRecorder(), pool)
+
+
+def connect_all(ranks: list[Rank], gather_of: Any) -> None:
+    """Ranks of a domain map each other; ``gather_of`` a rank: its all-gather over domains."""
+    size = ranks[0].setup.location.domain_size
+    meetings = [_Meeting(size) for _ in range(0, len(ranks), size)]
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        made = [
+            pool.submit(_connect, rank, meetings[rank.number // size], gather_of) for rank in ranks
+        ]
+    for each in made:
+        each.result()
+
+
+def _connect(rank: Rank, meeting: "_Meeting", gather_of: Any) -> None:
+    shape, size = rank.setup.shape, rank.setup.location.domain_size
+    width = row_width(shape.num_logical_experts, rank.setup.view)
+    chunks = rank.layers[0].chunks.shape[0]
+    limits = Limits(width, chunks, PATIENCE_NS, _NUM_PROGRAMS, _NUM_PROGRAMS)
+    rendezvous = meeting.of(rank.number % size)
+    gather = gather_of(rank.number) if size < shape.num_ranks else None
+    sizes = rank.number, shape.num_ranks, limits, size, gather
+    rank.fabric = DeviceFabric(rank.driver, rank.pool, rendezvous, *sizes)
+
+
+class _Meeting:
+    """A rendezvous of ranks that are threads of this process."""
+
+    kind = HandleKind.FILE_DESCRIPTOR
+
+    def __init__(self, size: int) -> None:
+        self._barrier = threading.Barrier(size)
+        self._said: dict[int, tuple[bytes, list[int]]] = {}
+
+    def of(self, position: int) -> Any:
+        """For the rank at ``position``."""
+        meeting = self
+
+        class _Rendezvous:
+            kind = meeting.kind
+
+            def swap(self, layout: bytes, shareables: Sequence[Shareable]) -> list[Handshake]:
+                return meeting.swap(position, layout, shareables)
+
+        return _Rendezvous()
+
+    def swap(
+        self, position: int, layout: bytes, shareables: Sequence[Shareable]
+    ) -> list[Handshake]:
+        """As ``Rendezvous.swap``."""
+        self._said[position] = layout, [int(item) for item in shareables]
+        self._barrier.wait(60)
+        found = [
+            Handshake(said, [] if other == position else [os.dup(item) for item in items])
+            for other, (said, items) in sorted(self._said.items())
+        ]
+        self._barrier.wait(60)
+        return found

@@ -1,0 +1,44 @@
+"""Compiled kernels of whole batches, and mistakes in them; ``tests.ptx.check`` does all of it."""
+
+import pytest
+
+pytest.importorskip("triton", reason="the kernels are written in Triton")
+pytest.importorskip("pydantic", reason="BalanceConfig needs it")
+
+from tests.ptx.check import options_of
+from tests.ptx.mistakes import MISTAKES, Mistake, change_of
+from tests.ptx.scenarios import SCENARIOS, play
+
+pytestmark = pytest.mark.interpreter
+
+
+SOME = [mistake for mistake in MISTAKES if mistake.name in (
+    "row posted without a release", "slot read without a proxy fence", "plan: no tickets",
+    "histogram without its barriers", "slots overwritten a layer early",
+)]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["two ranks", "relays"])
+def test_the_same_as_on_a_cpu_without_races(name: str) -> None:
+    scenario = SCENARIOS[name]
+    outcome = play(scenario, options_of(1, scenario.least_resident, scenario.resident))
+    assert outcome.is_right, outcome
+    assert outcome.launches > 0
+
+
+def test_there_are_enough_mistakes_of_every_kind() -> None:
+    assert len(MISTAKES) >= 20
+    assert len({mistake.name for mistake in MISTAKES}) == len(MISTAKES)
+    changed = {mistake.target.operation for mistake in MISTAKES if mistake.target}
+    assert changed == {"barrier", "fence", "fence_alias", "store", "load", "atom"}
+    assert {mistake.scenario for mistake in MISTAKES} <= set(SCENARIOS)
+
+
+@pytest.mark.parametrize("mistake", SOME, ids=lambda mistake: mistake.name)
+def test_a_mistake_is_found(mistake: Mistake) -> None:
+    scenario, change = SCENARIOS[mistake.scenario], change_of(mistake)
+    for seed in range(1, 4):
+        options = options_of(seed, scenario.least_resident, mistake.resident or scenario.resident)
+        if not play(scenario, options, change, mistake.forgets).is_right:
+            return
+    pytest.fail("none of three seeds shows it")
