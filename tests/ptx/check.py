@@ -20,7 +20,7 @@ _RESIDENT = (1, 2, 3, 5, 8, 1 << 20)  # programs of a rank at a time
 _QUANTA = (1, 3, 16, 100)
 _SEEDS, _QUICK_SEEDS = 200, 2
 _TRIES, _QUICK_TRIES = 6, 2  # seeds for a mistake
-_QUICK_SCENARIOS = ("two ranks", "relays", "unknown ids", "dispatch", "calibration")
+_QUICK_SCENARIOS = ("two ranks", "relays", "a silent rank", "dispatch", "calibration")
 
 
 @dataclass

@@ -82,8 +82,8 @@ class Cluster:
     """All ranks of a group, and the machine that executes what they launch."""
 
     def __init__(
-        self, setup_of: Callable[[int], GroupSetup], num_layers: int,
-        options: Options, change: Change | None = None, forgets: str = "",
+        self, setup_of: Callable[[int], GroupSetup], num_layers: int, options: Options,
+        change: Change | None = None, forgets: str = "", patience_ns: int = PATIENCE_NS,
     ) -> None:  # fmt: skip
         """``change`` of the compiled kernels; ``forgets``, a mistake: what hosts leave out.
 
@@ -106,7 +106,7 @@ class Cluster:
         self._later: list[Callable[[], None]] = []
         self._ended: set[int] = set()  # pages whose copy has been made
         self.ranks = [new_rank(n, setup_of(n), num_layers) for n in range(shape.num_ranks)]
-        connect_all(self.ranks, lambda number: _Gather(self, number))
+        connect_all(self.ranks, lambda number: _Gather(self, number), patience_ns)
         self._register_mapped()
         for rank in self.ranks:
             self._make_balancer(rank)

@@ -55,27 +55,28 @@ def new_rank(number: int, setup: GroupSetup, num_layers: int) -> Rank:
     return Rank(number, setup, driver, layers, FakeRecorder(), pool)
 
 
-def connect_all(ranks: list[Rank], gather_of: Any) -> None:
+def connect_all(ranks: list[Rank], gather_of: Any, patience_ns: int) -> None:
     """Ranks of a domain map each other; ``gather_of`` a rank: its all-gather over domains."""
     size = ranks[0].setup.location.domain_size
     meetings = [_Meeting(size) for _ in range(0, len(ranks), size)]
     with ThreadPoolExecutor(len(ranks)) as pool:
-        made = [
-            pool.submit(_connect, rank, meetings[rank.number // size], gather_of) for rank in ranks
-        ]
+        made = []
+        for rank in ranks:
+            meeting = meetings[rank.number // size]
+            made.append(pool.submit(_connect, rank, meeting, gather_of, patience_ns))
     for each in made:
         each.result()
 
 
-def _connect(rank: Rank, meeting: "_Meeting", gather_of: Any) -> None:
+def _connect(rank: Rank, meeting: "_Meeting", gather_of: Any, patience_ns: int) -> None:
     shape, size = rank.setup.shape, rank.setup.location.domain_size
     width = row_width(shape.num_logical_experts, rank.setup.view)
     chunks = rank.layers[0].chunks.shape[0]
-    limits = Limits(width, chunks, PATIENCE_NS, _NUM_PROGRAMS, _NUM_PROGRAMS)
+    limits = Limits(width, chunks, patience_ns, _NUM_PROGRAMS, _NUM_PROGRAMS)
     rendezvous = meeting.of(rank.number % size)
     gather = gather_of(rank.number) if size < shape.num_ranks else None
-    sizes = rank.number, shape.num_ranks, limits, size, gather
-    rank.fabric = DeviceFabric(rank.driver, rank.pool, rendezvous, *sizes)
+    place = rank.setup.location
+    rank.fabric = DeviceFabric(rank.driver, rank.pool, rendezvous, place, limits, gather)
 
 
 class _Meeting:

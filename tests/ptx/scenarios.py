@@ -6,19 +6,22 @@ answer is what ``HostBalancer``, its twin, answers for the same ids.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from ultraep_kernels.contract import Search, search_of
+from ultraep_kernels.device.status import DeviceStatus
 
 from tests.ptx.compiled import Change
 from tests.ptx.host import Cluster
 from tests.ptx.machine import Finding, MachineError, Options
-from tests.ptx.ranks import Rank
+from tests.ptx.ranks import PATIENCE_NS, Rank
 from tests.ptx.twins import Routed, Twins, moved
 from tests.support.balancer_rigs import CONFIG, masters_of
 from ultraep_serve.balance.backend import GroupSetup
+from ultraep_serve.balance.physical import identity_table, master_ids
 from ultraep_serve.balance.speeds import expert_clock
 from ultraep_serve.balance.topology import Location
 from ultraep_serve.types import ExpertShape, Plan, TokenView
@@ -27,6 +30,7 @@ __all__ = ["SCENARIOS", "Batch", "Outcome", "Scenario", "play"]
 
 NUM_LAYERS, TOP_K = 2, 2
 _PREFILL, _DECODE = 100, 4  # tokens of a batch, for the threshold
+_SOON_NS, _GAVE_UP = 2000, int(DeviceStatus.EXCHANGE_TIMEOUT)
 _CONFIG = CONFIG.replace(allow_ideal=False, speeds="equal")
 
 
@@ -68,6 +72,7 @@ _SEVERAL = (  # balanced, left alone, expected to be left alone and followed up,
 )
 _BRIEFLY = Search(512, first=2, limit=4, sweeps=8, thrifty=2)
 _TWO_MICRO_BATCHES = ExpertShape(4, 8, 1, num_micro_batches=2)
+_FIRST = (Batch("skewed"),)
 _BALANCED = (Batch("skewed", runs=False), Batch("skewed", 3))
 
 
@@ -85,6 +90,7 @@ class Scenario:
     search: Search | None = _BRIEFLY  # None: as it serves
     least_resident: int = 1  # programs of a rank that must fit a device together
     calibrates: bool = False
+    is_silent: bool = False  # rank 0 does nothing, and the others give up soon
     dispatches: bool = False  # with a stand-in for a dispatch that takes all multiprocessors
 
     @property
@@ -103,7 +109,7 @@ class Scenario:
 SCENARIOS = {
     each.name: each
     for each in (
-        Scenario("one batch", ExpertShape(2, 8, 1), (Batch("skewed"),)),
+        Scenario("one batch", ExpertShape(2, 8, 1), _FIRST),
         Scenario("two ranks", ExpertShape(2, 8, 1)),
         Scenario("four ranks", ExpertShape(4, 16, 2), speeds="1.0,0.5,1.0,0.8"),
         Scenario("eight ranks", ExpertShape(8, 64, 2), search=None),
@@ -112,6 +118,7 @@ SCENARIOS = {
         Scenario("micro-batches", _TWO_MICRO_BATCHES, _BALANCED, least_resident=8),
         Scenario("two domains", ExpertShape(4, 16, 1), domain_size=2),
         Scenario("unknown ids", ExpertShape(2, 8, 1), (Batch("unknown id"), Batch("padding"))),
+        Scenario("a silent rank", ExpertShape(4, 8, 2), _FIRST, is_silent=True),
         Scenario("dispatch", ExpertShape(4, 8, 1), _BALANCED, dispatches=True),
         Scenario("calibration", ExpertShape(4, 8, 1), (), calibrates=True),
     )
@@ -188,7 +195,10 @@ class _Player:
     ) -> None:
         self._scenario, self.outcome = scenario, Outcome()
         with searching(scenario.search):
-            self._cluster = Cluster(scenario.setup_of, NUM_LAYERS, options, change, forgets)
+            patience_ns = _SOON_NS if scenario.is_silent else PATIENCE_NS
+            self._cluster = Cluster(
+                scenario.setup_of, NUM_LAYERS, options, change, forgets, patience_ns
+            )
         self._twins = [
             Twins(scenario.shape, NUM_LAYERS, scenario.setup_of)
             for _ in range(scenario.shape.num_micro_batches)
@@ -201,6 +211,9 @@ class _Player:
         with cluster.driven():
             if self._scenario.calibrates:
                 self._calibrate()
+            if self._scenario.is_silent:
+                self._give_up()
+                return
             for batch in self._scenario.batches:
                 for layer in range(NUM_LAYERS):
                     self._layer(batch, layer)
@@ -215,9 +228,31 @@ class _Player:
         self.outcome.launches, self.outcome.steps = cluster.num_launches, cluster.machine.steps
         self.outcome.findings = cluster.machine.findings()
         for rank in cluster.ranks:
-            if status := int(rank.fabric.status.item()):
-                self.outcome.wrong.append(f"status {status} of rank {rank.number}")
+            expected = _GAVE_UP if self._scenario.is_silent and rank.number else 0
+            for word in (rank.fabric.status, rank.fabric.reported):
+                if (status := int(word.item())) != expected:
+                    self.outcome.wrong.append(f"status {status} of rank {rank.number}")
         cluster.close()
+
+    def _give_up(self) -> None:
+        """Whoever waits for rank 0 gives up, and computes where the masters are."""
+        num_experts = self._scenario.shape.num_logical_experts
+        for layer in range(NUM_LAYERS):
+            for rank in self._cluster.ranks[1:]:
+                with self._cluster.of(rank.number):
+                    ids = self._scenario.batches[0].ids(rank.number, num_experts)
+                    found = rank.balancer.route(layer, ids, _PREFILL)
+                    with expert_clock:
+                        pass
+                    rank.balancer.computed()
+                self._checks.append(partial(self._check_identity, rank, ids, found))
+        self._run()
+
+    def _check_identity(self, rank: Rank, ids: torch.Tensor, found: torch.Tensor) -> None:
+        shape = self._scenario.shape
+        table = identity_table(shape.num_logical_experts, shape.num_ranks, shape.num_slots)
+        if not torch.equal(found.int(), master_ids(ids, torch.from_numpy(table)).int()):
+            self.outcome.wrong.append(f"ids of rank {rank.number} after it gave up")
 
     def _run(self) -> None:
         self._cluster.run()

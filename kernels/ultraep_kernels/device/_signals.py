@@ -44,10 +44,12 @@ def peek(pointer):
 
 
 @triton.jit
-def put(pointer, word):
-    """Write what others ``peek`` at."""
+def put(pointer, word, SCOPE: tl.constexpr = "gpu"):
+    """Write what others ``peek`` at; with SCOPE "sys" what the host looks at."""
     if _HAS_LOADS:
-        tl.atomic_store(pointer, word, sem="relaxed", scope="gpu")
+        tl.atomic_store(pointer, word, sem="relaxed", scope=SCOPE)
+    elif SCOPE == "sys":  # not every link to the host offers atomic operations
+        tl.store(pointer, word)
     else:
         tl.atomic_xchg(pointer, word, sem="relaxed")
 

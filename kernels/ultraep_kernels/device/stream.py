@@ -28,6 +28,7 @@ from ultraep_kernels.device._signals import (
     gives_up,
     peek,
     post,
+    put,
     read_flags,
     wait,
 )
@@ -198,7 +199,7 @@ def _await_slot(
         fence_aliases()
     status = peek(status_ptr)
     if (status & TIMEOUTS) != 0:
-        tl.store(reported_ptr, status)
+        put(reported_ptr, status, "sys")  # as other slots' programs may
 
 
 @triton.jit
