@@ -1,13 +1,13 @@
 """Each policy on loads small enough to work out by hand, and all of them under the same rules."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.real_traces import FOLDER, needs_real_traces
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.lab.comparators import POLICIES, policy_function
 from ultraep_serve.plan.checks import check_plan
@@ -291,14 +291,10 @@ def test_bad_arguments(
         POLICIES[name](loads, PlanContext.of(ExpertShape(2, 4, 1), domain), history)
 
 
-@pytest.mark.skipif(
-    not (Path(__file__).parents[2] / "shared" / "traces").is_dir(),
-    reason="real traces are kept out of the project",
-)
+@needs_real_traces
 def test_lplb_on_real_routing_beats_eplb() -> None:
     """Where past and batch are alike, splitting by the batch is the better half of the two."""
-    traces = Path(__file__).parents[2] / "shared" / "traces"
-    ids = np.load(traces / "law.npz", allow_pickle=False)["topk_ids"]
+    ids = np.load(FOLDER / "law.npz", allow_pickle=False)["topk_ids"]
 
     def loads(start: int, layer: int) -> np.ndarray:
         parts = ids[start : start + 2048, layer].reshape(8, -1)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.real_traces import FOLDER, needs_real_traces
 from ultraep_serve.cli import execute, main
 from ultraep_serve.errors import ConfigError, OutputError, TraceError, UltraEPError
 from ultraep_serve.lab.comparators import POLICIES, PolicyFunction
@@ -21,7 +22,6 @@ from ultraep_serve.plan.checks import check_plan
 from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.types import ExpertShape
 
-REAL = Path(__file__).parents[2] / "shared" / "traces"
 POLICY_KEYS = {
     "imbalance_before",
     "imbalance_after",
@@ -365,11 +365,11 @@ def test_make_trace_leaves_no_partial_file(tmp_path: Path, words: tuple[object, 
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.skipif(not REAL.is_dir(), reason="real traces are kept out of the project")
+@needs_real_traces
 @pytest.mark.parametrize("num_slots", [1, 2])
 def test_real_routing(num_slots: int, tmp_path: Path) -> None:
     words = ("--ep", 8, "--slots", num_slots, "--batch-tokens", 2048, "--json", tmp_path / "r.json")
-    command("replay", REAL / "law.npz", *words, "--policy", "off", "--policy", "quota")
+    command("replay", FOLDER / "law.npz", *words, "--policy", "off", "--policy", "quota")
     document = json.loads((tmp_path / "r.json").read_text())
     assert document["batches"] == 4
     assert document["policies"]["off"]["imbalance_after"]["mean"] == pytest.approx(1.387, abs=1e-3)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.real_traces import FOLDER, needs_real_traces
 from ultraep_serve.errors import OutputError, TraceError, UltraEPError
 from ultraep_serve.lab.store import load_trace, save_trace
 from ultraep_serve.lab.trace import (
@@ -20,8 +21,6 @@ from ultraep_serve.lab.trace import (
     concatenate,
     of_phase,
 )
-
-REAL = Path(__file__).parents[2] / "shared" / "traces"
 
 
 def token_trace(num_tokens: int = 20, num_experts: int = 8) -> Trace:
@@ -101,10 +100,10 @@ def test_bad_parquet_tables(tmp_path: Path, columns: dict[str, list[Any]], words
         load_trace(tmp_path / "t.parquet")
 
 
-@pytest.mark.skipif(not REAL.is_dir(), reason="real traces are kept out of the project")
+@needs_real_traces
 @pytest.mark.parametrize(("name", "num_tokens"), [("intent", 8222), ("law", 8327)])
 def test_real_traces(name: str, num_tokens: int) -> None:
-    trace = load_trace(REAL / f"{name}.npz")
+    trace = load_trace(FOLDER / f"{name}.npz")
     assert isinstance(trace, Trace)
     assert (trace.num_tokens, trace.num_layers, trace.num_experts) == (num_tokens, 26, 64)
     cut = list(batches(trace, 2048, 8))

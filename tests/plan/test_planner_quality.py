@@ -1,16 +1,13 @@
 """plan_quota is as good as it claims: on skewed and real routing, and against the exact optimum."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
+from tests.support.real_traces import FOLDER, needs_real_traces
 from tests.support.references import greedy_plan, least_largest_load
 from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.plan.quota import plan_quota
 from ultraep_serve.types import ExpertShape, imbalance
-
-TRACES = Path(__file__).parents[2] / "shared" / "traces"
 
 
 def reached(loads: np.ndarray, num_slots: int) -> float:
@@ -54,11 +51,11 @@ def test_replicas_stay_few(seed: int) -> None:
     assert np.bincount(masters).max() <= fewest + 1
 
 
-@pytest.mark.skipif(not TRACES.is_dir(), reason="real traces are kept out of the project")
+@needs_real_traces
 @pytest.mark.parametrize("num_ranks", [8, 16, 32])
 @pytest.mark.parametrize("name", ["intent", "law"])
 def test_real_routing(name: str, num_ranks: int) -> None:
-    topk_ids = np.load(TRACES / f"{name}.npz", allow_pickle=False)["topk_ids"]
+    topk_ids = np.load(FOLDER / f"{name}.npz", allow_pickle=False)["topk_ids"]
     batches = [topk_ids[start : start + 2048] for start in range(0, 8192, 2048)]
     for num_slots, most in ((2, 1.005), (1, 1.02)):
         after = [
