@@ -27,10 +27,11 @@ import numpy as np
 from served import sidecar
 from ultraep_kernels.contract import FULL_SPEED
 
+from ultraep_serve.balance.topology import Location
 from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.reader import RingReader
 from ultraep_serve.telemetry.record import LayerOutcome, LayerPlace, LayerRecord
-from ultraep_serve.telemetry.recorder import Recorder
+from ultraep_serve.telemetry.recorder import Recorder, RingSettings
 from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.telemetry.schema import RingState
 from ultraep_serve.types import Decision, ExpertShape, Policy
@@ -43,10 +44,9 @@ WRITERS = 2  # processes
 
 def write(run_dir: str, ranks: range, shape: ExpertShape, per_second: int, stop: Any) -> None:
     """``ranks``: ``per_second`` records each, in bursts, until ``stop``."""
-    recorders = [
-        Recorder.create(Path(run_dir), rank, shape, NUM_LAYERS, 4096, "load", "data", 0, 60.0)
-        for rank in ranks
-    ]
+    settings = RingSettings(NUM_LAYERS, 4096, "load", "data", 0, 60.0)
+    places = [Location.on_one_host(rank, shape.num_ranks) for rank in ranks]
+    recorders = [Recorder.create(Path(run_dir), place, shape, settings) for place in places]
     for recorder in recorders:
         recorder.set_state(RingState.READY)
     burst = per_second // BURSTS_PER_SECOND // NUM_LAYERS

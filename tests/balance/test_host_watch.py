@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.namespaces import Hosts, two_namespaces
+from tests.support.ring_files import create
 from tests.support.watching import (
     LIMIT,
     LONG,
@@ -25,7 +26,6 @@ from tests.support.watching import (
 from ultraep_serve.balance.host_link import Message
 from ultraep_serve.balance.topology import Location
 from ultraep_serve.balance.watch import RankWatch
-from ultraep_serve.telemetry.recorder import Recorder
 from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.types import Decision, ExpertShape
 
@@ -48,7 +48,7 @@ def test_a_host_that_is_lost_stays_lost(
     """Its launcher says so, and then stops its ranks, which say that they leave."""
     location, (first, second) = Location(0, 2, 1, 1), pair()
     ended: list[int] = []
-    recorder = Recorder.create(run_path, 0, ExpertShape(2, 8, 1), 1, 4, "test", "data", 0, 5.0)
+    recorder = create(run_path, 0, ExpertShape(2, 8, 1), num_layers=1, timeout_seconds=5.0)
     watch = RankWatch(run_path, location, 5.0, LONG, recorder, first, end=ended.append)
     monkeypatch.setattr("ultraep_serve.balance.watch._GRACE_SECONDS", 0.0)
     second.say_end("its engine ended")
@@ -62,7 +62,7 @@ def test_a_host_that_is_lost_stays_lost(
 
 def test_a_rank_of_a_lost_host_does_not_say_that_it_leaves(run_path: Path) -> None:
     location, (first, second) = Location(0, 2, 1, 1), pair()
-    recorder = Recorder.create(run_path, 0, ExpertShape(2, 8, 1), 1, 4, "test", "data", 0, 5.0)
+    recorder = create(run_path, 0, ExpertShape(2, 8, 1), num_layers=1, timeout_seconds=5.0)
     watch = RankWatch(run_path, location, 5.0, LONG, recorder, first)
     RunFiles(run_path).give_up("its engine ended")
     watch.close()
@@ -127,7 +127,7 @@ def test_a_host_whose_batches_ended_with_its_datagrams_is_given_up(
 ) -> None:
     location, (first, second) = Location(0, 2, 1, 1), pair()
     ended: list[int] = []
-    recorder = Recorder.create(run_path, 0, ExpertShape(2, 8, 1), 1, 4, "test", "data", 0, 5.0)
+    recorder = create(run_path, 0, ExpertShape(2, 8, 1), num_layers=1, timeout_seconds=5.0)
     watch = RankWatch(run_path, location, 5.0, LONG, recorder, first, end=ended.append)
     for _ in range(4):
         looks(watch, 1, monkeypatch)

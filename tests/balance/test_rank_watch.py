@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.support.ring_files import create
 from tests.support.watching import (
     LONG,
     ON_ONE_HOST,
@@ -25,7 +26,6 @@ from tests.support.watching import (
 from ultraep_serve.balance.watch import RankWatch
 from ultraep_serve.errors import OutputError
 from ultraep_serve.telemetry.reader import RingReader
-from ultraep_serve.telemetry.recorder import Recorder
 from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.telemetry.schema import RingState
 from ultraep_serve.types import ExpertShape
@@ -65,7 +65,7 @@ def test_a_rank_that_left_is_not_missed(run_path: Path) -> None:
     with ExitStack() as stack:
         recorders = []
         for rank in range(2):
-            made = Recorder.create(run_path, rank, shape, 1, 4, "test", "data", 0, 1.0)
+            made = create(run_path, rank, shape, num_layers=1, timeout_seconds=1.0)
             stack.callback(made.close)
             recorders.append(made)
         watch = RankWatch(run_path, ON_ONE_HOST, 0.1, 0.1, recorders[0], end=lambda code: None)
@@ -82,7 +82,7 @@ def test_its_own_pause_is_not_the_silence_of_others(
 ) -> None:
     """As after a suspend: the clock has jumped, and nobody could be heard meanwhile."""
     shape = ExpertShape(2, 8, 1)
-    recorder = Recorder.create(run_path, 0, shape, 1, 4, "test", "data", 0, 10.0)
+    recorder = create(run_path, 0, shape, num_layers=1, timeout_seconds=10.0)
     ended: list[int] = []
     watch = RankWatch(run_path, ON_ONE_HOST, 10.0, LONG, recorder, end=ended.append)
     now = time.monotonic()
@@ -103,7 +103,7 @@ def test_a_rank_ends_also_where_it_cannot_say_why(
     def no_room(*_: object) -> None:
         raise OutputError("no space left")
 
-    recorder = Recorder.create(run_path, 0, ExpertShape(2, 8, 1), 1, 4, "test", "data", 0, 10.0)
+    recorder = create(run_path, 0, ExpertShape(2, 8, 1), num_layers=1, timeout_seconds=10.0)
     (run_path / "lost").write_text("rank 1 was not heard")
     has_ended = threading.Event()
     watch = RankWatch(run_path, ON_ONE_HOST, 10.0, LONG, recorder, end=lambda _: has_ended.set())
@@ -125,7 +125,7 @@ def test_a_rank_that_computes_for_ever_is_given_up(
     ended: list[int] = []
     shape = ExpertShape(2, 8, 1)
     recorders = [
-        Recorder.create(run_path, rank, shape, 1, 4, "test", "data", 0, 5.0) for rank in (0, 1)
+        create(run_path, rank, shape, num_layers=1, timeout_seconds=5.0) for rank in (0, 1)
     ]
     recorders[1]._stopping.set()
     monkeypatch.setattr("ultraep_serve.balance.watch._GRACE_SECONDS", 0.0)
@@ -152,7 +152,7 @@ def test_a_rank_that_computes_for_ever_is_given_up(
 def test_an_exit_that_was_asked_for_is_no_failure(
     run_path: Path, error: BaseException, state: RingState
 ) -> None:
-    recorder = Recorder.create(run_path, 0, ExpertShape(2, 8, 1), 1, 4, "test", "data", 0, 10.0)
+    recorder = create(run_path, 0, ExpertShape(2, 8, 1), num_layers=1, timeout_seconds=10.0)
     watch = RankWatch(run_path, ON_ONE_HOST, 10.0, LONG, recorder)
 
     def end() -> None:

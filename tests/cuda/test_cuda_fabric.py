@@ -11,6 +11,7 @@ from tests.support.host_driver import HostDriver
 from ultraep_serve.balance.cuda.driver import HandleKind, Shareable
 from ultraep_serve.balance.cuda.rendezvous import GatherRendezvous, Handshake, SocketRendezvous
 from ultraep_serve.balance.cuda.slots import DeviceSlotPool
+from ultraep_serve.balance.topology import Location
 from ultraep_serve.errors import DeviceError, FabricError, PeerTimeoutError, UnsupportedError
 
 pytest.importorskip("triton", reason="the fabric launches kernels written in Triton")
@@ -18,25 +19,11 @@ pytest.importorskip("triton", reason="the fabric launches kernels written in Tri
 from ultraep_kernels.device.exchange import inbox_bytes
 from ultraep_kernels.device.status import DeviceStatus
 
+from tests.support.mirror import Mirror
 from ultraep_serve.balance.cuda.fabric import DeviceFabric, Limits
 
 MASTERS, SLOTS, CHUNK, WIDTH = 3, 2, 4096, 9
 LIMITS = Limits(row_width=WIDTH, max_chunks=65, patience_ns=100_000, num_senders=2, num_relays=2)
-
-
-class Mirror:
-    """A rendezvous whose other ranks are this one, through descriptors of its own memory."""
-
-    kind = HandleKind.FILE_DESCRIPTOR
-
-    def __init__(self, rank: int, num_ranks: int) -> None:
-        self.rank, self.num_ranks = rank, num_ranks
-
-    def swap(self, layout: bytes, shareables: Sequence[Shareable]) -> list[Handshake]:
-        return [
-            Handshake(layout, [os.dup(int(item)) for item in shareables if rank != self.rank])
-            for rank in range(self.num_ranks)
-        ]
 
 
 def make(driver: HostDriver, num_slots: int = SLOTS) -> tuple[DeviceSlotPool, list[Any]]:
@@ -54,7 +41,7 @@ def view(driver: HostDriver, address: torch.Tensor, size: int) -> torch.Tensor:
 def test_tables_lead_to_everybodys_memory() -> None:
     driver = HostDriver()
     pool, layers = make(driver)
-    fabric = DeviceFabric(driver, pool, Mirror(1, 3), 1, 3, LIMITS)
+    fabric = DeviceFabric(driver, pool, Mirror(1, 3), Location.on_one_host(1, 3), LIMITS)
     for index, layer in enumerate(layers):
         tables = fabric.tables(layer)
         assert tables.master_addresses.tolist() == [t.data_ptr() for t in layer.tensors]
@@ -82,7 +69,7 @@ def test_tables_lead_to_everybodys_memory() -> None:
 def test_domains_have_tables_of_the_whole_group() -> None:
     driver = HostDriver()
     pool, layers = make(driver)
-    fabric = DeviceFabric(driver, pool, Mirror(1, 2), 3, 5, LIMITS, domain_size=2)
+    fabric = DeviceFabric(driver, pool, Mirror(1, 2), Location(3, 5, 2, 2), LIMITS)
     assert fabric.domain == range(2, 4)
     assert fabric.inboxes.addresses.shape == (2,)
     tables = fabric.tables(layers[0])
@@ -96,7 +83,7 @@ def test_domains_have_tables_of_the_whole_group() -> None:
 def test_without_slots_there_are_only_signals() -> None:
     driver = HostDriver()
     pool, layers = make(driver, num_slots=0)
-    fabric = DeviceFabric(driver, pool, Mirror(0, 2), 0, 2, LIMITS)
+    fabric = DeviceFabric(driver, pool, Mirror(0, 2), Location.on_one_host(0, 2), LIMITS)
     assert fabric.tables(layers[0]).pool_addresses.tolist() == [0, 0]
     assert driver.live_bytes == 2 * driver.granularity  # own and the other's
     fabric.close()
@@ -120,7 +107,7 @@ def test_whatever_fails_leaves_nothing_behind(kind: HandleKind) -> None:
             else GatherRendezvous(0, lambda data: [data] * 3)
         )
         try:
-            DeviceFabric(driver, pool, rendezvous, 0, 3, LIMITS).close()
+            DeviceFabric(driver, pool, rendezvous, Location.on_one_host(0, 3), LIMITS).close()
         finally:
             calls = len(driver.calls) - done
             pool.close()
@@ -147,7 +134,7 @@ def test_ranks_that_differ_say_so() -> None:
             return [handshakes[0], Handshake(other, handshakes[1].shareables)]
 
     with pytest.raises(FabricError, match="rank 1 laid out its slots unlike rank 0"):
-        DeviceFabric(driver, pool, Odd(0, 2), 0, 2, LIMITS)
+        DeviceFabric(driver, pool, Odd(0, 2), Location.on_one_host(0, 2), LIMITS)
     pool.close()
     driver.require_clean()
 
@@ -156,7 +143,7 @@ def test_a_rank_whose_memory_is_out_of_reach_is_refused_and_nothing_stays() -> N
     driver = HostDriver(unreachable={"host"})
     pool, _ = make(driver)
     with pytest.raises(UnsupportedError, match="no peer access to rank 0"):
-        DeviceFabric(driver, pool, Mirror(0, 2), 0, 2, LIMITS)
+        DeviceFabric(driver, pool, Mirror(0, 2), Location.on_one_host(0, 2), LIMITS)
     pool.close()
     driver.require_clean()
 
@@ -165,14 +152,16 @@ def test_meeting_and_memory_must_be_of_one_kind(tmp_path: Any) -> None:
     driver = HostDriver(HandleKind.FABRIC)
     pool, _ = make(driver)
     with pytest.raises(FabricError, match="must agree"):
-        DeviceFabric(driver, pool, SocketRendezvous(tmp_path, 0, 1, 1.0), 0, 1, LIMITS)
+        DeviceFabric(
+            driver, pool, SocketRendezvous(tmp_path, 0, 1, 1.0), Location.on_one_host(0, 1), LIMITS
+        )
     pool.close()
 
 
 def test_a_wait_given_up_is_an_error_of_a_peer() -> None:
     driver = HostDriver()
     pool, _ = make(driver)
-    fabric = DeviceFabric(driver, pool, Mirror(0, 1), 0, 1, LIMITS)
+    fabric = DeviceFabric(driver, pool, Mirror(0, 1), Location.on_one_host(0, 1), LIMITS)
     fabric.require_peers()
     fabric.status.fill_(int(DeviceStatus.SHARE_TOO_SMALL))
     fabric.require_peers()

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from tests.support.findings import GIB, MOE
+from tests.support.ring_files import create
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.doctor import host_machine as shared_memory
 from ultraep_serve.doctor.finding import Status, Subject
 from ultraep_serve.doctor.host_machine import check_leftovers, check_shared_memory, ring_bytes
-from ultraep_serve.telemetry.recorder import Recorder
 from ultraep_serve.telemetry.run_directory import run_directory
 from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.types import ExpertShape
@@ -54,7 +54,7 @@ def test_ring_bytes_are_what_recorders_take(tmp_path: Path, model: str) -> None:
     records = BalanceConfig().ring_records
     shape = ExpertShape(2, MOE["num_experts"], 3)
     for rank in range(2):
-        Recorder.create(tmp_path, rank, shape, 4, records, "vllm", "tensor", 0, 30.0).close()
+        create(tmp_path, rank, shape, num_layers=4, ring_records=records).close()
     assert ring_bytes(subject) == sum(
         RunFiles(tmp_path).ring(rank).stat().st_size for rank in range(2)
     )

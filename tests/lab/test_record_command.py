@@ -11,6 +11,7 @@ from fastapi.testclient import TestClient
 
 from tests.lab.test_record_spool import LAYERS, RANKS, Ranks, random_ids
 from tests.support.bench_fakes import TOKEN, serving
+from tests.support.ring_files import create
 from ultraep_serve.cli import main
 from ultraep_serve.errors import BenchError
 from ultraep_serve.lab.bench.sidecar import CaptureSidecar
@@ -18,7 +19,6 @@ from ultraep_serve.lab.store import load_trace
 from ultraep_serve.lab.trace import LoadTrace, Trace
 from ultraep_serve.sidecar.app import create_app
 from ultraep_serve.telemetry.control import ControlPage, RecordLevel
-from ultraep_serve.telemetry.recorder import Recorder
 from ultraep_serve.telemetry.schema import RingState
 from ultraep_serve.types import ExpertShape, Policy
 
@@ -32,10 +32,7 @@ def engine(path: Path, *, shared: bool = False, tokens: int = 6) -> Iterator[Non
     ranks, stopping = Ranks(path, shared=shared), threading.Event()
     mode = "tensor" if shared else "data"
     shape = ExpertShape(RANKS, 8, 1)
-    rings = [
-        Recorder.create(path, rank, shape, LAYERS, 16, "vllm", mode, 0, 30.0)
-        for rank in range(RANKS)
-    ]
+    rings = [create(path, rank, shape, num_layers=LAYERS, mode=mode) for rank in range(RANKS)]
     for ring in rings:
         ring.set_state(RingState.READY)
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from tests.support.launched import is_gone
+from tests.support.ring_files import create
 from ultraep_serve.balance.host_link import HostLink
 from ultraep_serve.balance.topology import Location
 from ultraep_serve.cli import main, serve
@@ -25,7 +26,6 @@ from ultraep_serve.launcher.tuned_kernels import TunedKernels, link_tuned_kernel
 from ultraep_serve.sidecar.serve import add_arguments as add_sidecar_arguments
 from ultraep_serve.system.machine import free_port
 from ultraep_serve.telemetry import run_directory as module
-from ultraep_serve.telemetry.recorder import Recorder
 from ultraep_serve.telemetry.schema import RingState
 from ultraep_serve.types import ExpertShape, Policy
 
@@ -292,10 +292,7 @@ def test_ranks_of_other_hosts_are_not_waited_for(tmp_path: Path) -> None:
     """The last two of four ranks are this host's, and balance."""
     shape = ExpertShape(4, 8, 1)
     recorders = [
-        Recorder.create(
-            tmp_path, rank, shape, 1, 16, "vllm", "data", 0, 30.0, Location(rank, 4, 2, 2)
-        )
-        for rank in (2, 3)
+        create(tmp_path, rank, shape, Location(rank, 4, 2, 2), num_layers=1) for rank in (2, 3)
     ]
     for recorder in recorders:
         recorder.set_state(RingState.READY)

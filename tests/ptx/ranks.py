@@ -75,8 +75,8 @@ def _connect(rank: Rank, meeting: "_Meeting", gather_of: Any, patience_ns: int) 
     limits = Limits(width, chunks, patience_ns, _NUM_PROGRAMS, _NUM_PROGRAMS)
     rendezvous = meeting.of(rank.number % size)
     gather = gather_of(rank.number) if size < shape.num_ranks else None
-    sizes = rank.number, shape.num_ranks, limits, size, gather
-    rank.fabric = DeviceFabric(rank.driver, rank.pool, rendezvous, *sizes)
+    place = rank.setup.location
+    rank.fabric = DeviceFabric(rank.driver, rank.pool, rendezvous, place, limits, gather)
 
 
 class _Meeting:

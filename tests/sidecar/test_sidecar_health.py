@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 from fastapi.testclient import TestClient
 
-from tests.support.ring_files import put
+from tests.support.ring_files import create, put
 from tests.support.rings import SyntheticRun
 from tests.support.sidecar_runs import TOKEN, SkewedRun, planned_run, reasons, samples
 from ultraep_serve.sidecar.app import AppOptions, StateLog, create_app
 from ultraep_serve.sidecar.store import RunStore
-from ultraep_serve.telemetry.recorder import Recorder
 from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.telemetry.schema import RingState
 from ultraep_serve.types import Decision, ExpertShape, Policy
@@ -108,9 +107,7 @@ FAST = AppOptions(poll_seconds=0.05, heartbeat_limit_seconds=1.5)
 
 
 def beat(run_path: Path, rank: int) -> None:
-    Recorder.create(
-        run_path, rank, ExpertShape(1, 4, 1), 2, 16, "vllm", "tensor", 0, 30.0
-    ).set_state(RingState.READY)
+    create(run_path, rank, ExpertShape(1, 4, 1), num_layers=2).set_state(RingState.READY)
     time.sleep(600)
 
 

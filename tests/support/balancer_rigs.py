@@ -22,7 +22,7 @@ from ultraep_serve.balance.cuda.slots import DeviceSlotPool
 from ultraep_serve.balance.host.balancer import HostBalancer
 from ultraep_serve.balance.host.fabric import HostFabric
 from ultraep_serve.balance.host.slots import HostSlotPool
-from ultraep_serve.balance.topology import Location, domain_of
+from ultraep_serve.balance.topology import Location
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.costs.model import IntegerCosts
 from ultraep_serve.types import ExpertShape, TokenView
@@ -113,16 +113,16 @@ def device_rig(
     layers = [pool.adopt(masters_of(rank, i, shape.num_masters)) for i in range(LAYERS)]
     width, chunks = row_width(shape.num_logical_experts, view), layers[0].chunks.shape[0]
     limits = Limits(width, chunks, patience_ns, num_senders=2, num_relays=2)
-    domain = domain_of(rank, shape.num_ranks, setup.domain_size)
+    group_setup, recorder = setup.of(rank), FakeRecorder()
+    location = group_setup.location
+    domain = location.domain
     path = run_path / f"domain-{domain.start}"
     path.mkdir(exist_ok=True)
     rendezvous = SocketRendezvous(path, rank - domain.start, len(domain), 60.0)
     all_gather = DeviceAllGather(group.on_device) if group else None
-    arguments = rank, shape.num_ranks, limits, setup.domain_size, all_gather
-    fabric = DeviceFabric(driver, pool, rendezvous, *arguments)
-    recorder = FakeRecorder()
+    fabric = DeviceFabric(driver, pool, rendezvous, location, limits, all_gather)
     policies = recorder if rank == 0 else None
-    balancer = DeviceBalancer(setup.of(rank), layers, fabric, policies, recorder, setup.costs)
+    balancer = DeviceBalancer(group_setup, layers, fabric, policies, recorder, setup.costs)
     return Rig(balancer, layers, recorder, fabric)
 
 

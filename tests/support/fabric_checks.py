@@ -21,6 +21,7 @@ from ultraep_serve.balance.cuda.driver import Driver
 from ultraep_serve.balance.cuda.fabric import DeviceFabric, Limits
 from ultraep_serve.balance.cuda.rendezvous import SocketRendezvous
 from ultraep_serve.balance.cuda.slots import ALIGNMENT, DeviceSlotPool
+from ultraep_serve.balance.topology import Location
 from ultraep_serve.errors import PeerTimeoutError
 from ultraep_serve.types import Decision
 
@@ -177,7 +178,8 @@ class _Member:
         chunks = layers[0].chunks.shape[0]
         limits = Limits(WIDTH, chunks, sizes.patience_ns, sizes.num_programs, sizes.num_programs)
         rendezvous = SocketRendezvous(run_path, rank, RANKS, sizes.seconds)
-        fabric = DeviceFabric(driver, pool, rendezvous, rank, RANKS, limits)
+        location = Location.on_one_host(rank, RANKS)
+        fabric = DeviceFabric(driver, pool, rendezvous, location, limits)
         return cls(rank, experts, pool, layers, fabric, driver)
 
     def exchange(self, epoch: int) -> tuple[torch.Tensor, torch.Tensor]:

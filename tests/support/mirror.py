@@ -21,6 +21,7 @@ from ultraep_serve.balance.cuda.driver import Driver, HandleKind, Shareable
 from ultraep_serve.balance.cuda.fabric import DeviceFabric, Limits
 from ultraep_serve.balance.cuda.rendezvous import Handshake
 from ultraep_serve.balance.cuda.slots import DeviceSlotPool
+from ultraep_serve.balance.topology import Location
 from ultraep_serve.costs.model import IntegerCosts
 from ultraep_serve.telemetry.record import LayerRecord
 from ultraep_serve.types import Decision, Policy, SpeedSource, Stage
@@ -93,7 +94,8 @@ def mirrored_balancer(
     adopted = [pool.adopt(masters) for masters in layers]
     limits = Limits(rows.shape[1], adopted[0].chunks.shape[0], patience_ns, *programs)
     num_ranks = rows.shape[0]
-    fabric = DeviceFabric(driver, pool, Mirror(0, num_ranks), 0, num_ranks, limits)
+    location = Location.on_one_host(0, num_ranks)
+    fabric = DeviceFabric(driver, pool, Mirror(0, num_ranks), location, limits)
     inbox = inbox_bytes(num_ranks, limits.row_width)
     signals = driver.tensor(
         int(fabric.inboxes.addresses[0]), inbox + pool.num_slots * limits.max_chunks * 8

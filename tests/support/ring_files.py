@@ -6,17 +6,24 @@ from typing import Any
 import numpy as np
 from ultraep_kernels.contract import FULL_SPEED
 
+from ultraep_serve.balance.topology import ONLY_STAGE, Location, PipelineStage
 from ultraep_serve.telemetry.record import LayerRecord
-from ultraep_serve.telemetry.recorder import Recorder
+from ultraep_serve.telemetry.recorder import Recorder, RingSettings
 from ultraep_serve.types import Decision, ExpertShape, Policy
 
 SHAPE = ExpertShape(num_ranks=4, num_logical_experts=20, num_replica_slots=2)
 
 
-def create(run_path: Path, *, shape: ExpertShape = SHAPE, **changes: Any) -> Recorder:
-    """The ring of rank 0 in ``run_path``; ``changes`` are arguments of ``Recorder.create``."""
+def create(
+    run_path: Path,
+    rank: int = 0,
+    shape: ExpertShape = SHAPE,
+    location: Location | None = None,
+    pipeline: PipelineStage = ONLY_STAGE,
+    **changes: Any,
+) -> Recorder:
+    """The ring of one rank in ``run_path``; ``changes`` are fields of ``RingSettings``."""
     settings: dict[str, Any] = {
-        "rank": 0,
         "num_layers": 3,
         "ring_records": 16,
         "engine": "vllm",
@@ -24,7 +31,8 @@ def create(run_path: Path, *, shape: ExpertShape = SHAPE, **changes: Any) -> Rec
         "slot_bytes": 4096,
         "timeout_seconds": 30.0,
     }
-    return Recorder.create(run_path, shape=shape, **(settings | changes))
+    place = location or Location.on_one_host(rank, shape.num_ranks)
+    return Recorder.create(run_path, place, shape, RingSettings(**(settings | changes)), pipeline)
 
 
 def write(recorder: Recorder, batch: int, layer: int = 0, **changes: Any) -> None:

@@ -15,13 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 from ultraep_kernels.contract import FULL_SPEED
 
-from ultraep_serve.balance.topology import PipelineStage
+from ultraep_serve.balance.topology import ONLY_STAGE, Location, PipelineStage
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.plan.quota import plan_quota
 from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.record import LayerOutcome, LayerPlace, LayerRecord
-from ultraep_serve.telemetry.recorder import Recorder
+from ultraep_serve.telemetry.recorder import Recorder, RingSettings
 from ultraep_serve.telemetry.schema import RingState
 from ultraep_serve.types import Decision, ExpertShape, Plan, Policy, Stage
 
@@ -30,9 +30,6 @@ __all__ = ["SyntheticRun", "SyntheticTraffic"]
 _EXPERT_BYTES = 3 << 20
 _NS_PER_ASSIGNMENT = 900  # of the engine's part
 _NS_PER_BYTE = 0.05
-
-
-_ONLY_STAGE = PipelineStage()
 
 
 @dataclass(frozen=True)
@@ -60,7 +57,7 @@ class SyntheticRun:
         *,
         ring_records: int = 4096,
         seed: int = 0,
-        pipeline: PipelineStage = _ONLY_STAGE,
+        pipeline: PipelineStage = ONLY_STAGE,
     ) -> None:
         """Create everything in ``run_path`` (which exists), every rank ready.
 
@@ -75,18 +72,14 @@ class SyntheticRun:
         config = BalanceConfig(slots=shape.num_replica_slots, run_dir=str(run_path))
         (run_path / "config.json").write_text(config.to_json())
         slot_bytes = shape.num_replica_slots * _EXPERT_BYTES
+        settings = RingSettings(num_layers, ring_records, "vllm", "data", slot_bytes, 60.0)
         self.recorders = [
             Recorder.create(
                 run_path,
-                rank,
+                Location.on_one_host(rank, shape.num_ranks),
                 shape,
-                num_layers,
-                ring_records,
-                "vllm",
-                "data",
-                slot_bytes,
-                60.0,
-                pipeline=pipeline,
+                settings,
+                pipeline,
             )
             for rank in range(shape.num_ranks)
         ]

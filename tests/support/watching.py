@@ -16,11 +16,11 @@ import pytest
 import torch.distributed as dist
 
 from tests.support.namespaces import Hosts, enter_network
+from tests.support.ring_files import create
 from ultraep_serve.balance.host_link import HostLink, StageMeeting, join_hosts
 from ultraep_serve.balance.topology import Location, PipelineStage
 from ultraep_serve.balance.watch import RankWatch
 from ultraep_serve.telemetry.reader import RingReader
-from ultraep_serve.telemetry.recorder import Recorder
 from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.telemetry.schema import RingState
 from ultraep_serve.types import Decision, ExpertShape
@@ -82,9 +82,7 @@ def serve(
     home = board / f"host-{host}"
     home.mkdir(exist_ok=True)
     shape = ExpertShape(num_ranks, 8, 1)
-    recorder = Recorder.create(
-        home, rank, shape, 1, 4, "test", "data", 0, timeout, location, pipeline
-    )
+    recorder = create(home, rank, shape, location, pipeline, num_layers=1, timeout_seconds=timeout)
     Finalize(None, recorder.close, exitpriority=1)
     link = meeting = None
     address = hosts.addresses[0] if hosts else "127.0.0.1"

@@ -116,7 +116,7 @@ class HostLink:
             write_whole(path, json.dumps(values).encode())
 
     def send(self, message: Message) -> None:
-        """To all other hosts; what cannot be sent is lost."""
+        """Send ``message`` to all other hosts; what cannot be sent is lost."""
         content = self.token + json.dumps(message._asdict()).encode()
         for address in self.addresses.values():
             if self._socket is not None and address[1]:

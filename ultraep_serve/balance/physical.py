@@ -1,13 +1,11 @@
-"""Physical experts: the ids of masters, and who fills how many slots."""
+"""Physical ids of masters, as tables and for given logical ids."""
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from ultraep_kernels.contract import GOLDEN_DENOMINATOR, GOLDEN_NUMERATOR
 
-from ultraep_serve.types import IntArray
-
-__all__ = ["experts_sent", "forced_ids", "identity_table", "master_ids"]
+__all__ = ["forced_ids", "identity_table", "master_ids"]
 
 
 def identity_table(num_logical_experts: int, num_ranks: int, num_slots: int) -> NDArray[np.int32]:
@@ -22,15 +20,6 @@ def identity_table(num_logical_experts: int, num_ranks: int, num_slots: int) -> 
     table = np.full(num_logical_experts + 1, -1, dtype=np.int32)
     table[:-1] = owner * (masters[0] + num_slots) + local
     return table
-
-
-def experts_sent(
-    rank: int, slot_expert: IntArray, parents: NDArray[np.int64], num_masters: int
-) -> int:
-    """How many slots ``rank`` fills; ``slot_expert`` and ``parents`` (R, S) as in relay_parents."""
-    owner = slot_expert // num_masters
-    sender = np.where(parents >= 0, parents // max(1, slot_expert.shape[1]), owner)
-    return int(((sender == rank) & (slot_expert >= 0)).sum())
 
 
 def master_ids(topk_ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:

@@ -114,7 +114,7 @@ class OwnTime:
 
     @property
     def picoseconds(self) -> int:
-        """As the last batches show it; 0 until there are enough."""
+        """What the last batches show an assignment takes; 0 until there are enough."""
         if len(self._batches) < _BATCHES:
             return 0
         return max(1, sorted(self._batches)[_PLACE])

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from ultraep_serve.errors import UnsupportedError
 
 __all__ = [
+    "ONLY_STAGE",
     "Location",
     "PipelineStage",
     "domain_of",
@@ -37,6 +38,9 @@ class PipelineStage(NamedTuple):
     number: int = 0
     num_stages: int = 1
     run: int = 0  # of 62 bits, the same in all stages of an engine and in no other engine
+
+
+ONLY_STAGE = PipelineStage()
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from pathlib import Path
 
 from ultraep_serve.balance.host_link import MAX_REASON, HostLink, Message, StageMeeting
 from ultraep_serve.balance.neighbour import Neighbour
-from ultraep_serve.balance.topology import Location, PipelineStage
+from ultraep_serve.balance.topology import ONLY_STAGE, Location, PipelineStage
 from ultraep_serve.errors import UltraEPError
 from ultraep_serve.telemetry.recorder import HEARTBEAT_SECONDS, Recorder
 from ultraep_serve.telemetry.run_files import RunFiles
@@ -46,7 +46,6 @@ _QUIET_SECONDS = 4.0  # of silence before it is shown
 _LONGEST_STEP = 2 * HEARTBEAT_SECONDS
 _GRACE_SECONDS = 2.0  # for other ranks and hosts to learn the reason
 _STOPPED_CODES = (None, 0, 128 + 2, 128 + 15)  # of a process that ends as it was asked
-_ONLY_STAGE = PipelineStage()
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -63,7 +62,7 @@ class RankWatch:
     longest_seconds: float  # that a rank which computes may be silent
     recorder: Recorder
     link: HostLink | None = None  # where there are several hosts
-    pipeline: PipelineStage = _ONLY_STAGE
+    pipeline: PipelineStage = ONLY_STAGE
     meeting: StageMeeting | None = None  # which gives the link later, where there are stages
     end: Callable[[int], object] = os._exit
     _silence: dict[str, float] = field(default_factory=dict)  # seconds by name
@@ -228,7 +227,7 @@ class RankWatch:
         return f"host {self.link.addresses[host][0]} ({ranks})"
 
     def _show(self, quiet: list[int], unheard: list[int]) -> None:
-        """On this rank's ring, for the sidecar."""
+        """Publish on this rank's ring, for the sidecar, who is not heard."""
         silent = [self._rank_name(number) for number in quiet]
         if self.link is not None:
             silent += map(self._name, unheard)
@@ -243,7 +242,7 @@ class RankWatch:
         self.recorder.set_unheard("; ".join(said))
 
     def _speak(self, quiet: list[int], unheard: list[int]) -> None:
-        """For this host, if all ranks before this one stand still."""
+        """Speak for this host, if all its ranks before this one stand still."""
         own = self._own[self.location.rank]
         before = {number for number in self._neighbours if number < own}
         if self.link is not None and before <= set(quiet):

@@ -63,7 +63,7 @@ class CoreBinding:
 
     @classmethod
     def here(cls, variable: str, num_ranks: int) -> "CoreBinding":
-        """On this machine, of what this process may use."""
+        """Bind ``num_ranks`` ranks to the cores of this machine that this process may use."""
         cores = cores_here()
         return cls(variable, tuple(cores), tuple(bind_ranks(cores, num_ranks)))
 
@@ -288,7 +288,7 @@ def _listed(path: Path) -> set[int]:
 
 
 def _numbers(text: str) -> set[int]:
-    """Those of a list as Linux writes it, ``0-3,8``."""
+    """The numbers of a list as Linux writes it, ``0-3,8``."""
     found: set[int] = set()
     for part in filter(None, text.split(",")):
         first, _, last = part.partition("-")
@@ -305,7 +305,7 @@ def _bits(mask: str) -> set[int]:
 
 
 def _ranges(numbers: Iterable[int]) -> str:
-    """``0-3,8`` for ascending numbers."""
+    """Ascending ``numbers`` as a list like ``0-3,8``."""
     parts: list[list[int]] = []
     for number in numbers:
         if parts and number == parts[-1][1] + 1:

@@ -27,7 +27,7 @@ def sidecar_command(
 
 
 def start_beside_rank(config: BalanceConfig, settings: SidecarSettings) -> None:
-    """Start it as a child of this rank, with which it ends, on any core.
+    """Start the sidecar as a child of this rank, with which it ends, on any core.
 
     Raises ConfigError where it cannot listen, or where its packages are not installed.
     """

@@ -204,7 +204,7 @@ def _before_child_runs() -> None:
 
 
 def _say_stopped(config: BalanceConfig) -> None:
-    """Before ranks know, which fail for want of others that end first, or are killed."""
+    """Tell ranks and hosts that this host is stopped, before ranks fail for want of others."""
     if config.run_dir:
         with contextlib.suppress(OSError):
             RunFiles(config.run_path).mark_stopped()
@@ -212,7 +212,7 @@ def _say_stopped(config: BalanceConfig) -> None:
 
 
 def _say_lost(config: BalanceConfig, reason: str) -> None:
-    """Before the ranks that are left are stopped: to them, who would say they leave, and hosts."""
+    """Give the reason to ranks and hosts, before ranks are stopped and would say they leave."""
     with contextlib.suppress(OSError, OutputError):  # no room: hosts are told
         RunFiles(config.run_path).give_up(reason)
     tell_hosts(config.run_path, reason)
@@ -225,7 +225,7 @@ def _lost(config: BalanceConfig) -> str:
 def _wait(
     child: subprocess.Popen[bytes], signals: _forwarded_signals, lost: Callable[[], str]
 ) -> int:
-    """Its exit code. Waits in steps instead of blocking.
+    """The exit code of ``child``, waited for in steps instead of blocking.
 
     A signal that arrives just before a blocking wait begins would not be handled until it ends. A
     child that does not end after a signal is killed: ranks of SGLang on other hosts than the first
@@ -247,7 +247,7 @@ def _wait(
 
 
 def stop_child(child: subprocess.Popen[bytes], seconds: float | None = None) -> None:
-    """Terminate, wait so long, then kill the child and whatever it started."""
+    """Terminate ``child``, wait ``seconds``, then kill it and whatever it started."""
     if child.poll() is None:
         child.terminate()
         try:

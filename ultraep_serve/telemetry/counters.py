@@ -10,7 +10,7 @@ __all__ = ["RingCounters"]
 
 
 def _offset(name: str) -> int:
-    """Of a header field, in bytes."""
+    """The offset of a header field, in bytes."""
     assert HEADER_DTYPE.fields is not None
     return int(HEADER_DTYPE.fields[name][1])
 

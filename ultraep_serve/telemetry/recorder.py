@@ -12,11 +12,12 @@ import struct
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from ultraep_serve.balance.topology import Location, PipelineStage, process_namespace
+from ultraep_serve.balance.topology import ONLY_STAGE, Location, PipelineStage, process_namespace
 from ultraep_serve.errors import RingError
 from ultraep_serve.telemetry.counters import RingCounters
 from ultraep_serve.telemetry.record import LayerRecord, RecordBuffer
@@ -32,14 +33,25 @@ from ultraep_serve.telemetry.schema import (
 from ultraep_serve.telemetry.shared_file import SharedFile
 from ultraep_serve.types import Decision, ExpertShape, Policy, Stage
 
-__all__ = ["HEARTBEAT_SECONDS", "Recorder", "Stopwatch"]
+__all__ = ["HEARTBEAT_SECONDS", "Recorder", "RingSettings", "Stopwatch"]
 
 HEARTBEAT_SECONDS = 1.0
 _LOGGER = logging.getLogger(__name__)
-_ONLY_STAGE = PipelineStage()
 # What a wrong value from the caller raises, or a file without room; anything else is a bug worth
 # seeing.
 _REASONS_TO_LOSE = (struct.error, ValueError, TypeError, OverflowError, OSError)
+
+
+@dataclass(frozen=True)
+class RingSettings:
+    """What a ring says of the server that its rank belongs to, and how much it holds."""
+
+    num_layers: int
+    ring_records: int  # that the ring holds, 1 to MAX_CAPACITY
+    engine: str
+    mode: str  # "tensor" or "data"
+    slot_bytes: int  # of memory that the rank's replica slots reserve
+    timeout_seconds: float
 
 
 class Recorder:
@@ -70,44 +82,36 @@ class Recorder:
     def create(
         cls,
         run_path: Path,
-        rank: int,
+        location: Location,
         shape: ExpertShape,
-        num_layers: int,
-        ring_records: int,
-        engine: str,
-        mode: str,
-        slot_bytes: int,
-        timeout_seconds: float,
-        location: Location | None = None,
-        pipeline: PipelineStage = _ONLY_STAGE,
+        settings: RingSettings,
+        pipeline: PipelineStage = ONLY_STAGE,
     ) -> "Recorder":
-        """A new ring for ``rank`` in ``run_path`` (which exists), replacing an older one.
+        """Create the ring of the rank at ``location`` in ``run_path``, replacing an older one.
 
-        ``mode`` is "tensor" or "data"; ``slot_bytes`` is the memory its replica slots reserve.
-        Without ``location`` all ranks are on one host.
         Raises RingError when the file cannot be created or has no room.
         """
-        if not 1 <= ring_records <= MAX_CAPACITY:
-            raise RingError(f"{ring_records = } must be 1 to {MAX_CAPACITY}")
+        if not 1 <= settings.ring_records <= MAX_CAPACITY:
+            raise RingError(f"ring_records = {settings.ring_records} must be 1 to {MAX_CAPACITY}")
         page = header_page(
             shape,
-            location or Location.on_one_host(rank, shape.num_ranks),
+            location,
             pipeline_stage=pipeline.number,
             num_pipeline_stages=pipeline.num_stages,
-            capacity=ring_records,
-            num_layers=num_layers,
+            capacity=settings.ring_records,
+            num_layers=settings.num_layers,
             pid=os.getpid(),
             process_namespace=process_namespace(),
-            engine=engine,
-            mode=mode,
-            slot_bytes_reserved=slot_bytes,
-            timeout_seconds=timeout_seconds,
+            engine=settings.engine,
+            mode=settings.mode,
+            slot_bytes_reserved=settings.slot_bytes,
+            timeout_seconds=settings.timeout_seconds,
             started_ns=time.time_ns(),
             heartbeat_ns=time.monotonic_ns(),
             state=RingState.STARTING,
             policy=Policy.OFF.code,
         )
-        number = pipeline.number * shape.num_ranks + rank
+        number = pipeline.number * shape.num_ranks + location.rank
         return cls(RunFiles(run_path).ring(number), page)
 
     def record(self, record: LayerRecord) -> None:

@@ -51,7 +51,7 @@ class RunDirectory:
 
     @classmethod
     def create(cls, name: str) -> "RunDirectory":
-        """A fresh one (mode 0700), after abandoned ones were removed.
+        """Make a directory (mode 0700), after abandoned ones were removed.
 
         Raises ConfigError where a run of this user has that ``name``, and OSError.
         """
@@ -69,7 +69,7 @@ class RunDirectory:
 
     @classmethod
     def join(cls, name: str) -> "RunDirectory":
-        """The one that another process created. Raises ConfigError where it is gone."""
+        """Join what another process created. Raises ConfigError where it is gone."""
         path = _path_of(name)
         with _one_start_at_a_time():  # whoever looks whether it is held locks it for a moment
             try:
@@ -190,7 +190,7 @@ def running_run_directories() -> list[Path]:
 
 
 def name_of_run(process: int, number: int) -> str:
-    """Of a run without a launcher: the engine's first process, and a random ``number`` of 63 bits.
+    """Name of a run without a launcher: its first process, and a random ``number`` of 63 bits.
 
     Process ids alone are not unique where containers share memory: their namespace is named too.
     """

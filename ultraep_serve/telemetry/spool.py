@@ -70,7 +70,7 @@ class SpoolHeader:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Of the arrays in the chunks."""
+        """The type of the arrays in the chunks."""
         if self.level is RecordLevel.LOADS:
             return np.dtype("<u4")
         return np.dtype("<i2" if self.source.num_experts < 1 << 15 else "<i4")

@@ -142,7 +142,7 @@ class _SelfCheck:
         return f"{copies} copies"
 
     def _expected_checksums(self, layer: int, slot_expert: IntArray) -> NDArray[np.int64]:
-        """Of this rank's slots (S,), as the masters' owners say."""
+        """Checksums of this rank's slots (S,), as the masters' owners say."""
         shape, rank = self._shape, self._stages.rank
         owned = np.zeros(slot_expert.shape, np.int64)
         for target, slot in np.argwhere(slot_expert // shape.num_masters == rank):
@@ -282,7 +282,7 @@ def _tokens(answers: Answers, num_experts: int) -> tuple[torch.Tensor, torch.Ten
 
 
 def _first_and_last_of_each_kind(layers: Sequence[LayerSlots]) -> list[int]:
-    """Layers are of a kind whose experts have the same tensors."""
+    """Layers, where experts of one kind have tensors of the same types and shapes."""
     kinds: dict[tuple[object, ...], list[int]] = {}
     for index, layer in enumerate(layers):
         kind = tuple((tensor.dtype, tensor.shape) for tensor in layer.tensors)
@@ -291,7 +291,7 @@ def _first_and_last_of_each_kind(layers: Sequence[LayerSlots]) -> list[int]:
 
 
 def _checksum(tensors: Sequence[torch.Tensor], local: int) -> int:
-    """Of all bytes of physical expert ``local`` of this rank."""
+    """CRC-32 of all bytes of physical expert ``local`` of this rank."""
     value = 0
     for tensor in tensors:
         flat = tensor[int(local)].detach().contiguous().view(-1).view(torch.uint8)

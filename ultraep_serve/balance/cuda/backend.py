@@ -69,14 +69,7 @@ class DeviceBackend:
             assert setup.engine_group is not None, "several domains are found through the group"
             all_gather = DeviceAllGather(setup.engine_group.on_device)
         self._fabric = DeviceFabric(
-            self._driver,
-            self._pool,
-            self._rendezvous(),
-            location.rank,
-            location.num_ranks,
-            limits,
-            location.domain_size,
-            all_gather,
+            self._driver, self._pool, self._rendezvous(), location, limits, all_gather
         )
         self._fabric.wait_at_least(_COMPILE_SECONDS)
 
@@ -161,7 +154,7 @@ class DeviceBackend:
 
 
 def table_costs(device_name: str, expert_bytes: int) -> LineFit:
-    """By the published peak of the GPU that torch calls so, or of an H100 where it is not known.
+    """Costs by the published peak of ``device_name``, or of an H100 where that is not known.
 
     An expert's bytes are as many operations per assignment at the BF16 peak: two per weight of two
     bytes, or of one at twice the peak.

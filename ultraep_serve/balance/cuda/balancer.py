@@ -131,19 +131,13 @@ class DeviceBalancer:
         self._rows = torch.zeros((ranks, width), dtype=torch.int32, device=device)  # of the domain
         self._gathered = self._rows  # of all ranks
         self._decision = torch.zeros(1, dtype=torch.int32, device=device)  # of the layer before
-        self._spare_outcome = torch.zeros(
-            outcome_width(experts, ranks, slots), dtype=torch.int32, device=device
-        )
+        num_values = outcome_width(experts, ranks, slots)
+        self._spare_outcome = torch.zeros(num_values, dtype=torch.int32, device=device)
         numbers = range(shape.num_micro_batches)
         self._plans = [self._new_plan_buffers(number) for number in numbers]
         self._arriving = [_Arriving(side_stream(device)) for _ in numbers]
         self._steps: dict[tuple[int, Note | None, int, bool], _Steps] = {}
-        self._ledger = Ledger(
-            device,
-            outcome_width(experts, ranks, slots),
-            len(layers),
-            shape.num_micro_batches,
-        )
+        self._ledger = Ledger(device, num_values, len(layers), shape.num_micro_batches)
         self._told, self._told_mark = _host_memory(1, device), new_mark(device)
         self._rests = False  # the batch that runs, as the last one known
         self._warned: set[str] = set()
@@ -292,7 +286,7 @@ class DeviceBalancer:
         return self._forced(topk_ids, physical, found)
 
     def _send(self, layer: int, steps: "_Steps", found: DevicePlan, arriving: "_Arriving") -> None:
-        """Experts, beside what the engine does until it launches its own; received there."""
+        """Send experts beside what the engine does until it launches its own; received there."""
         sent = self._tables[layer], found.slot_expert, self._shape.num_masters, found.sends
 
         def stream() -> None:
@@ -361,7 +355,7 @@ class DeviceBalancer:
         self._asked[:] = torch.tensor(asked)
 
     def _count_and_exchange(self, topk_ids: torch.Tensor, steps: "_Steps", begins: bool) -> Counted:
-        """And what speeds follow for a new batch."""
+        """Count ids and exchange loads; the speeds of a new batch follow from the rows."""
         size = 1 << max(0, topk_ids.numel() - 1).bit_length()
         buffers = self._counts_of.get(size)
         if buffers is None:

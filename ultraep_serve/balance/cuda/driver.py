@@ -37,7 +37,7 @@ class Driver(Protocol):
 
     @property
     def uuid(self) -> str:
-        """Of the device, the same in every process."""
+        """The device's UUID, the same in every process."""
 
     def require_peer(self, uuid: str, rank: int) -> None:
         """Raise UnsupportedError unless this device reaches the memory of ``rank``'s.

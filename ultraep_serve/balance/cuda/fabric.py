@@ -26,7 +26,7 @@ from ultraep_serve.balance.cuda.driver import Driver
 from ultraep_serve.balance.cuda.memory import Allocation, MappedMemory, create
 from ultraep_serve.balance.cuda.rendezvous import Handshake, Rendezvous
 from ultraep_serve.balance.cuda.slots import DeviceSlotPool
-from ultraep_serve.balance.topology import domain_of
+from ultraep_serve.balance.topology import Location
 from ultraep_serve.errors import FabricError, PeerTimeoutError
 
 __all__ = ["DeviceFabric", "Limits"]
@@ -50,7 +50,7 @@ class Limits:
 
     @property
     def programs(self) -> Programs:
-        """For launches."""
+        """The numbers of programs, as launches take them."""
         return Programs(self.num_senders, self.num_relays)
 
 
@@ -83,26 +83,23 @@ class DeviceFabric:
         driver: Driver,
         pool: DeviceSlotPool,
         rendezvous: Rendezvous,
-        rank: int,
-        num_ranks: int,
+        location: Location,
         limits: Limits,
-        domain_size: int | None = None,
         all_gather: DeviceAllGather | None = None,
     ) -> None:
         """Connect to the domain's other ranks; returns when all have arrived.
 
-        ``rank`` and ``num_ranks`` are the whole group's, ``rendezvous`` is the domain's, whose
-        ranks it counts from 0. All layers have been adopted by ``pool``. ``all_gather`` gathers the
-        rows of all domains where there are several. Raises what ``rendezvous`` and ``driver``
-        raise, FabricError when a rank differs, UnsupportedError where one's memory is out of reach.
+        ``rendezvous`` is the domain's, whose ranks it counts from 0. All layers have been
+        adopted by ``pool``. ``all_gather`` gathers the rows of all domains where there are several.
+        Raises what ``rendezvous`` and ``driver`` raise, FabricError when a rank differs,
+        UnsupportedError where one's memory is out of reach.
         """
         if rendezvous.kind is not driver.kind:
             raise FabricError(
                 f"memory is shared by {driver.kind.value}, the ranks swap "
                 f"{rendezvous.kind.value}; they must agree"
             )
-        self.rank, self.num_ranks = rank, num_ranks
-        self.domain = domain_of(rank, num_ranks, domain_size)
+        self.rank, self.num_ranks, self.domain = location.rank, location.num_ranks, location.domain
         self._all_gather_rows = all_gather
         self.limits = limits
         self.patience_ns = limits.patience_ns  # of the waits that are launched now
@@ -200,7 +197,7 @@ class DeviceFabric:
         )
 
     def copies(self, layer: StreamTables) -> Copies:
-        """For a plan whose launch does what ``stream`` and ``receive`` would."""
+        """What a plan's launch needs to do itself what ``stream`` and ``receive`` would."""
         return Copies(layer, self.patience_ns, self.limits.programs, self.reported)
 
     def wait_at_least(self, seconds: float) -> None:

@@ -32,7 +32,7 @@ class Lap(Protocol):
 
 
 class Unnoted:
-    """Of a layer whose stages nobody times."""
+    """What stands in for the note of a layer whose stages nobody times."""
 
     def lap(self, stage: Stage) -> None:
         pass
@@ -74,7 +74,7 @@ class Note:
             self._experts[0].record()
 
     def end_experts(self) -> None:
-        """They have been launched."""
+        """The layer's experts have been launched."""
         self._ended = True
         self._experts[1].record()
 
@@ -135,12 +135,12 @@ class Page:
 
     @property
     def is_done(self) -> bool:
-        """Whether the copy is, hence everything before it."""
+        """Whether the copy is done, hence everything before it."""
         return bool(self._done.query())
 
     @property
     def notes(self) -> list[Note]:
-        """Those that were opened."""
+        """The notes that were opened."""
         return self._notes[: self.used]
 
 
@@ -193,7 +193,7 @@ class Ledger:
         return self._send() if note.layer == self._num_layers - 1 and not self._open else None
 
     def drop(self, micro_batch: int = 0) -> None:
-        """The layer that was opened last will not be heard of."""
+        """Give up the note that was opened last: nothing is recorded of its layer."""
         if self._open.pop(micro_batch, None) is not None and self._page is not None:
             self._page.used -= 1
 

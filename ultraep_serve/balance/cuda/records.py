@@ -7,8 +7,8 @@ from ultraep_kernels.host.relays import relay_parents
 
 from ultraep_serve.balance.backend import GroupSetup
 from ultraep_serve.balance.cuda.recording import Note
-from ultraep_serve.balance.physical import experts_sent
 from ultraep_serve.balance.speeds import OwnTime
+from ultraep_serve.costs.model import experts_moved
 from ultraep_serve.telemetry.record import LayerOutcome, LayerPlace, LayerRecord
 from ultraep_serve.telemetry.recorder import Recorder
 from ultraep_serve.types import Decision, Policy, Stage
@@ -37,7 +37,7 @@ class Records:
         self.was_off = False  # the policy of the last batch known
 
     def write(self, note: Note) -> None:
-        """One layer of one batch; a batch that was off is counted, once."""
+        """Record one layer of one batch; a batch that was off is counted, once."""
         shape, location = self._setup.shape, self._setup.location
         rank, relay = location.rank, self._setup.config.relay
         sizes = shape.num_logical_experts, shape.num_ranks, shape.num_slots
@@ -65,20 +65,21 @@ class Records:
         self._own_time.add(note.experts_ns, int(after[rank]), int(after.min()))
         expert_bytes = self._expert_bytes[note.layer]
         parents = relay_parents(slots, shape.num_masters, relay, location.domain_size)
+        sent, _ = experts_moved(slots, shape.num_masters, parents)
         self._recorder.record(
             LayerRecord.of(
                 LayerPlace(note.batch, note.layer, note.tokens),
                 outcome,
                 rank=rank,
                 expert_bytes=expert_bytes,
-                bytes_sent=experts_sent(rank, slots, parents, shape.num_masters) * expert_bytes,
+                bytes_sent=int(sent[rank]) * expert_bytes,
                 stage_ns=self._stage_times(note),
                 experts_ns=note.experts_ns,
             )
         )
 
     def _stage_times(self, note: Note) -> list[int]:
-        """Measured, or taken from the batch that last was, in proportion to tokens."""
+        """Nanoseconds per stage: measured, or by tokens from the batch that last was."""
         if note.is_timed:
             self._stage_ns[note.layer] = note.tokens, note.nanoseconds
         tokens, times = self._stage_ns.get(note.layer, (1, [0] * len(Stage)))

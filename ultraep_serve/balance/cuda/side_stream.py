@@ -21,7 +21,7 @@ class SideStream(Protocol):
 
 
 class _CudaSideStream:
-    """Of higher priority, so that it is not kept from running by what it runs beside."""
+    """A CUDA stream of higher priority, which what runs beside it does not keep from running."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -51,7 +51,7 @@ def _new_event() -> Any:
 
 
 class _InOrder:
-    """What stands in for it where the device is the host."""
+    """What stands in for a ``SideStream`` where the device is the host."""
 
     @contextmanager
     def fork(self) -> Iterator[None]:
@@ -62,5 +62,5 @@ class _InOrder:
 
 
 def side_stream(device: torch.device) -> SideStream:
-    """A new one."""
+    """A stream beside the engine's; where ``device`` is the host, all runs in order."""
     return _CudaSideStream(device) if device.type == "cuda" else _InOrder()

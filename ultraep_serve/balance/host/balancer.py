@@ -27,16 +27,12 @@ from ultraep_kernels.host.reroute import reroute
 
 from ultraep_serve.balance.backend import GroupSetup, LayerSlots, PolicySource
 from ultraep_serve.balance.host.fabric import HostFabric
-from ultraep_serve.balance.physical import (
-    experts_sent,
-    forced_ids,
-    identity_table,
-    master_ids,
-)
+from ultraep_serve.balance.physical import forced_ids, identity_table, master_ids
 from ultraep_serve.balance.speeds import RankSpeeds, expert_clock
 from ultraep_serve.costs.model import (
     IntegerCosts,
     Transfer,
+    experts_moved,
     saved_picoseconds,
     transfer_of,
 )
@@ -234,8 +230,8 @@ class HostBalancer:
         parents = chosen_parents(plan.slot_expert, self._context, mode, self._costs)
         slots = self._layers[layer]
         self._fabric.stream(slots, plan.slot_expert, parents, shape.num_masters)
-        sent = experts_sent(self._fabric.rank, plan.slot_expert, parents, shape.num_masters)
-        return sent * int(slots.expert_bytes.sum())
+        sent, _ = experts_moved(plan.slot_expert, shape.num_masters, parents)
+        return int(sent[self._fabric.rank]) * int(slots.expert_bytes.sum())
 
     def _reroute(
         self, topk_ids: torch.Tensor, plan: Plan | None, decision: Decision

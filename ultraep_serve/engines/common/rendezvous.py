@@ -18,7 +18,13 @@ from ultraep_serve import __version__
 from ultraep_serve.balance.backend import CONNECT_FACTOR, GroupSetup
 from ultraep_serve.balance.collectives import EngineGroup, HostAllGather
 from ultraep_serve.balance.host_link import HostLink, StageMeeting, join_hosts
-from ultraep_serve.balance.topology import Location, PipelineStage, host_identity, locate
+from ultraep_serve.balance.topology import (
+    ONLY_STAGE,
+    Location,
+    PipelineStage,
+    host_identity,
+    locate,
+)
 from ultraep_serve.config import BalanceConfig, first_process
 from ultraep_serve.engines.common.process import repeated_at_exit
 from ultraep_serve.errors import ConfigError, FabricError, UltraEPError, UnsupportedError
@@ -39,7 +45,6 @@ __all__ = [
     "wait_for_all",
 ]
 
-_ONLY_STAGE = PipelineStage()
 _OF_ONE_HOST = ("run_dir", "sidecar")  # settings that may differ from host to host
 _made: list[RunDirectory] = []  # by this process
 _NAME_BYTES = 64  # as long as Linux lets a host's name be
@@ -81,7 +86,7 @@ def meet(
     config: BalanceConfig,
     location: Location,
     group: EngineGroup | None,
-    pipeline: PipelineStage = _ONLY_STAGE,
+    pipeline: PipelineStage = ONLY_STAGE,
 ) -> BalanceConfig:
     """``config`` with a run directory that all ranks of this host know; all ranks together.
 

@@ -31,7 +31,7 @@ from ultraep_serve.engines.common.rendezvous import (
 )
 from ultraep_serve.errors import UltraEPError, UnsupportedError
 from ultraep_serve.telemetry.control import ControlPage
-from ultraep_serve.telemetry.recorder import Recorder
+from ultraep_serve.telemetry.recorder import Recorder, RingSettings
 from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.telemetry.schema import RingState
 from ultraep_serve.telemetry.spool import SpoolSource, SpoolWriter
@@ -149,18 +149,16 @@ class BalancedLayers:
 
     def _create_recorder(self) -> Recorder:
         setup, config = self._setup, self._setup.config
-        recorder = Recorder.create(
-            run_path=self._run_path,
-            rank=setup.location.rank,
-            shape=setup.shape,
+        settings = RingSettings(
             num_layers=self._num_layers,
             ring_records=config.ring_records,
             engine=self._engine,
             mode=setup.view.value,
             slot_bytes=self._slot_bytes,
             timeout_seconds=config.timeout_seconds,
-            location=setup.location,
-            pipeline=self._pipeline,
+        )
+        recorder = Recorder.create(
+            self._run_path, setup.location, setup.shape, settings, self._pipeline
         )
         recorder.set_policy(config.policy)  # until a batch says otherwise
         # Before the run directory is left: a recorder makes a ring anew that somebody deleted.

@@ -23,7 +23,7 @@ from ultraep_serve.balance.backend import Answers
 from ultraep_serve.balance.collectives import EngineGroup
 from ultraep_serve.balance.cuda.recording import is_capturing
 from ultraep_serve.balance.host_link import KeyValueStore
-from ultraep_serve.balance.topology import PipelineStage
+from ultraep_serve.balance.topology import ONLY_STAGE, PipelineStage
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.engines.common.execution import Execution, compute_balanced
 from ultraep_serve.engines.common.rendezvous import refuse_or_serve_plainly
@@ -211,7 +211,7 @@ def _pipeline_of(vllm_config: VllmConfig) -> PipelineStage:
     """vLLM's expert-parallel groups lie within a stage of its pipeline."""
     size = vllm_config.parallel_config.pipeline_parallel_size
     if size == 1:
-        return PipelineStage()
+        return ONLY_STAGE
     run = int.from_bytes(blake2b(vllm_config.instance_id.encode(), digest_size=8).digest()) >> 2
     return PipelineStage(get_pp_group().rank_in_group, size, run)
 
