@@ -51,7 +51,8 @@ def test_every_kernel_compiles_and_spills_nothing(compiled: list[Row]) -> None:
         copies = streams or row["follows_plan"] or (receives and relays)
         assert row["vector_copies"] > 0 or not copies, row
         if streams or receives:  # they leave room for the engine's kernels on a multiprocessor
-            assert 32 * row["num_warps"] * row["registers"] <= 65536 // 4, row
+            most = 65536 * 3 // 8 if relays else 65536 // 4
+            assert 32 * row["num_warps"] * row["registers"] <= most, row
         assert (row["flags_posted"] > 0) == (exchanges or copies), row
         waits = exchanges or receives or row["follows_plan"] or (streams and relays)
         for count in ("alias_fences", "clock_reads", "flags_read"):

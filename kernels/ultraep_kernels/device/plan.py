@@ -31,6 +31,7 @@ __all__ = [
 ]
 
 _EXPERTS_SUMMED, _EXPERTS_WRITTEN = 32, 4  # by one program
+_MOST_REGISTERS = 192  # of a thread; left to itself the assembler keeps to 168, and spills
 _TILE_IDS = 16  # compared with those of a block at a time, by a program of one warp
 _BLOCK_WORDS = 1024  # of 4 bytes, per step of a copy by one
 _BLOCK_FLAGS = 256  # looked at together
@@ -283,6 +284,7 @@ def plan(
         **changed,
         **(_follows(follow_up, sizes) if follow_up else {}),
         num_warps=1,
+        maxnreg=_MOST_REGISTERS,
     )
     return own.found
 

@@ -48,7 +48,9 @@ __all__ = [
 
 _BLOCK_WORDS = 4096  # of 4 bytes, per step of a copy
 _NUM_WARPS = 8
-_MOST_REGISTERS = 64  # of a thread: a quarter of a multiprocessor's, beside the engine's kernels
+# of a thread: a quarter of a multiprocessor's for a program, so that others run beside it; three
+# eighths in a launch that may relay, which would spill with less
+_MOST_REGISTERS, _MOST_RELAYING = 64, 96
 _FLAGS_PER_LOOK = 32 * _NUM_WARPS  # one by each thread of a program that waits for a slot
 _SOON_NS = tl.constexpr(200_000)  # a relay's wait beside dispatch, which may wait for its end
 
@@ -419,7 +421,7 @@ def stream(
         tables.chunks.shape[0],
         SIZES=StreamSizes(num_ranks, num_masters, num_slots, programs),
         num_warps=_NUM_WARPS,
-        maxnreg=_MOST_REGISTERS,
+        maxnreg=_MOST_RELAYING if programs.relays else _MOST_REGISTERS,
     )
 
 
@@ -463,5 +465,5 @@ def receive(
         patience_ns,
         SIZES=StreamSizes(num_ranks, num_masters, num_slots, programs),
         num_warps=_NUM_WARPS,
-        maxnreg=_MOST_REGISTERS,
+        maxnreg=_MOST_RELAYING if programs.relays else _MOST_REGISTERS,
     )
