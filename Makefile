@@ -56,7 +56,7 @@ check-protocol:
 check-protocol-quick:
 	$(PYTHON) -m tests.protocol.check --quick
 
-# The compiled kernels, executed (docs/dev/ptx.md): every scenario with 200 seeds, and all mistakes; hours.
+# The compiled kernels, executed (docs/dev/ptx.md): every scenario with 200 seeds, and all mistakes; two hours.
 check-ptx: setup
 	$(VENV)/bin/python -m tests.ptx.check
 
