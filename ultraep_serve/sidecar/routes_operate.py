@@ -95,14 +95,8 @@ def operate_routes(
         on_unsupported=off says that serving matters more than balancing, and a probe that failed
         would end the serving.
         """
-        problems, unbalanced, _ = await to_thread.run_sync(store.readiness, limiter=prober)
-        ready = bool(unbalanced) or not problems
-        answer = Readiness(
-            ready=ready,
-            status="unbalanced" if unbalanced else "ready" if ready else "not ready",
-            reasons=problems,
-        )
-        return JSONResponse(answer.model_dump(), status_code=200 if ready else 503)
+        answer = await to_thread.run_sync(_readiness, store, limiter=prober)
+        return JSONResponse(answer.model_dump(), status_code=200 if answer.ready else 503)
 
     @router.get(
         "/metrics",
@@ -122,17 +116,28 @@ def operate_routes(
     @router.get("/v1/config")
     def config() -> ConfigAnswer:
         """The policy in force, the policies that may be set, and the settings at start."""
-        store.poll()
-        policy, control = store.policy(), store.control()
-        return ConfigAnswer(
-            version=__version__,
-            policy=policy.value if policy else None,
-            paused_policy=control.paused.value if control.paused else None,
-            max_imbalance=control.max_imbalance,
-            speeds=None if control.speeds is SpeedSource.CONFIGURED else control.speeds.value,
-            policies=[p.value for p in Policy if p is not Policy.IDEAL or access.allow_ideal],
-            control_open=bool(access.token),
-            config=store.config(),
-        )
+        return _config(store, access)
 
     return router
+
+
+def _readiness(store: RunStore) -> Readiness:
+    problems, unbalanced, _ = store.readiness()
+    ready = bool(unbalanced) or not problems
+    status = "unbalanced" if unbalanced else "ready" if ready else "not ready"
+    return Readiness(ready=ready, status=status, reasons=problems)
+
+
+def _config(store: RunStore, access: Access) -> ConfigAnswer:
+    store.poll()
+    policy, control = store.policy(), store.control()
+    return ConfigAnswer(
+        version=__version__,
+        policy=policy.value if policy else None,
+        paused_policy=control.paused.value if control.paused else None,
+        max_imbalance=control.max_imbalance,
+        speeds=None if control.speeds is SpeedSource.CONFIGURED else control.speeds.value,
+        policies=[p.value for p in Policy if p is not Policy.IDEAL or access.allow_ideal],
+        control_open=bool(access.token),
+        config=store.config(),
+    )
