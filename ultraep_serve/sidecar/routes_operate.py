@@ -124,8 +124,11 @@ def operate_routes(
 def _readiness(store: RunStore) -> Readiness:
     problems, unbalanced, _ = store.readiness()
     ready = bool(unbalanced) or not problems
-    status = "unbalanced" if unbalanced else "ready" if ready else "not ready"
-    return Readiness(ready=ready, status=status, reasons=problems)
+    return Readiness(
+        ready=ready,
+        status="unbalanced" if unbalanced else "ready" if ready else "not ready",
+        reasons=problems,
+    )
 
 
 def _config(store: RunStore, access: Access) -> ConfigAnswer:
