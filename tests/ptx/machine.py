@@ -237,7 +237,7 @@ class Machine:
         where, position = self._sites[site // _SITE_BITS], site % _SITE_BITS
         if isinstance(where, str):
             return where
-        instruction = where.code[position]
+        instruction = where.code[min(position, len(where.code) - 1)]
         opcode = re.sub(r"^@\S+ ", "", instruction.text).split(" ")[0]
         return f"{where.lines[instruction.line]} in {where.name} [{opcode}]"
 

@@ -71,9 +71,12 @@ _SEVERAL = (  # balanced, left alone, expected to be left alone and followed up,
     Batch("skewed", 2),
 )
 _BRIEFLY = Search(512, first=2, limit=4, sweeps=8, thrifty=2)
-_TWO_MICRO_BATCHES = ExpertShape(4, 8, 1, num_micro_batches=2)
 _FIRST = (Batch("skewed"),)
 _BALANCED = (Batch("skewed", runs=False), Batch("skewed", 3))
+
+
+def _two_micro_batches(num_ranks: int, num_experts: int) -> ExpertShape:
+    return ExpertShape(num_ranks, num_experts, 1, num_micro_batches=2)
 
 
 @dataclass(frozen=True)
@@ -115,7 +118,10 @@ SCENARIOS = {
         Scenario("eight ranks", ExpertShape(8, 64, 2), search=None),
         Scenario("relays", ExpertShape(4, 8, 1), _BALANCED, relay="always"),
         Scenario("shared tokens", ExpertShape(4, 8, 1), view=TokenView.SHARED),
-        Scenario("micro-batches", _TWO_MICRO_BATCHES, _BALANCED, least_resident=8),
+        Scenario("micro-batches", _two_micro_batches(4, 8), _BALANCED, least_resident=8),
+        Scenario("micro-batches of two", _two_micro_batches(2, 8), _BALANCED, least_resident=8),
+        Scenario("micro-batches of eight", _two_micro_batches(8, 16), _BALANCED, least_resident=8),
+        Scenario("domains of four", ExpertShape(8, 32, 1), domain_size=4),
         Scenario("two domains", ExpertShape(4, 16, 1), domain_size=2),
         Scenario("unknown ids", ExpertShape(2, 8, 1), (Batch("unknown id"), Batch("padding"))),
         Scenario("a silent rank", ExpertShape(4, 8, 2), _FIRST, is_silent=True),

@@ -107,9 +107,11 @@ def exchange_program(
             post(tl.load(inboxes.addresses + peer) + rank * _FLAG_BYTES, epoch)
     else:
         flag = tl.load(inboxes.addresses + rank) + peer * _FLAG_BYTES
-        wait(flag, epoch, patience_ns, status_ptr, EXCHANGE_TIMEOUT)
+        arrived = wait(flag, epoch, patience_ns, status_ptr, EXCHANGE_TIMEOUT)
         address = _row_address(inboxes, rank, peer, epoch, SIZES)
-        row = tl.load(address.to(tl.pointer_type(tl.int32)) + columns, mask=mask, other=0)
+        source = address.to(tl.pointer_type(tl.int32)) + columns
+        there = columns < tl.where(arrived, SIZES.width, 0)  # a late row may be written just then
+        row = tl.load(source, mask=there, other=0)
         tl.store(out_ptr + peer * SIZES.width + columns, row, mask=mask)
     finished = arrive(inboxes.epoch + 1) + 1
     is_last = finished % (2 * NUM_RANKS) == 0  # all others have read the epoch
