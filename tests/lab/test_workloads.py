@@ -1,11 +1,13 @@
 """Made-up workloads are what they say: as imbalanced as asked, and changing when they should."""
 
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from ultraep_serve.errors import ConfigError, TraceError
+from ultraep_serve.lab.commands.make_trace import WorkloadFlags
 from ultraep_serve.lab.trace import Trace, batches
 from ultraep_serve.lab.workloads import KINDS, Workload, make_trace
 from ultraep_serve.types import imbalance
@@ -109,7 +111,7 @@ def test_every_expert_for_every_token() -> None:
 )
 def test_bad_settings(changes: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="must be"):
-        workload(**changes)  # type: ignore[arg-type]
+        WorkloadFlags(**{**asdict(workload()), **changes})
 
 
 def test_impossible_imbalance_says_what_is_possible() -> None:

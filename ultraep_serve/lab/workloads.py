@@ -15,17 +15,15 @@ probabilities sum to top-k (exponential clocks; exact for many experts).
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, model_validator
 
 from ultraep_serve.errors import TraceError
 from ultraep_serve.lab.store import MAX_BYTES
 from ultraep_serve.lab.trace import Trace
-from ultraep_serve.system.settings import Settings
 
 __all__ = [
     "KINDS",
@@ -49,38 +47,20 @@ ORDERS = 32  # random orders tried until one can reach the imbalance
 BURST_REST = 0.15  # part of a burst's excess imbalance that is there between bursts too
 
 
-class Workload(Settings):
-    """What to make."""
+@dataclass(frozen=True)
+class Workload:
+    """What to make; ``WorkloadFlags`` of the command `make-trace` checks it."""
 
-    kind: Kind = Field(default="zipf", description="kind of workload")
-    num_experts: int = Field(
-        default=128, validation_alias="experts", ge=1, le=1 << 15, description="experts per layer"
-    )
-    top_k: int = Field(default=8, ge=1, description="experts per token")
-    num_layers: int = Field(default=8, validation_alias="layers", ge=1, description="MoE layers")
-    num_tokens: int = Field(
-        default=16384, validation_alias="tokens", ge=1, description="tokens in all"
-    )
-    num_ranks: int = Field(
-        default=8, validation_alias="ep", ge=1, description="ranks that the imbalance is meant for"
-    )
-    period: int = Field(default=4096, ge=1, description="tokens between changes")
-    seed: int = Field(default=0, ge=0, description="seed of the random draws")
-    imbalance: float = Field(default=2.0, ge=1, description="expected max/mean over ranks")
-    straggler: float = Field(
-        default=1.0,
-        gt=0,
-        le=1,
-        description="speed of the last rank, others have 1; replay plans for it",
-    )
-
-    @model_validator(mode="after")
-    def _sizes_fit(self) -> "Workload":
-        if self.top_k > self.num_experts:
-            raise ValueError(f"--top-k = {self.top_k} must be 1 to --experts")
-        if self.num_experts % self.num_ranks:
-            raise ValueError(f"--experts = {self.num_experts} must be a multiple of --ep")
-        return self
+    kind: Kind = "zipf"
+    num_experts: int = 128  # E, a multiple of R
+    top_k: int = 8  # K
+    num_layers: int = 8
+    num_tokens: int = 16384
+    num_ranks: int = 8  # R, that the imbalance is meant for
+    period: int = 4096  # tokens between changes
+    seed: int = 0
+    imbalance: float = 2.0  # expected max/mean over ranks
+    straggler: float = 1.0  # speed of the last rank, where others have 1
 
 
 @dataclass(frozen=True)
@@ -218,7 +198,7 @@ def make_trace(workload: Workload) -> Trace:
     metadata: dict[str, Any] = {
         "source": "ultraep-serve make-trace",
         "basis": BASIS,
-        "workload": workload.model_dump(),
+        "workload": asdict(workload),
     }
     if workload.straggler < 1:
         metadata["speeds"] = [*[1.0] * (workload.num_ranks - 1), workload.straggler]

@@ -13,7 +13,7 @@ captured   A batch is sequences (of a trace of loads: batches), drawn with repla
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -60,7 +60,7 @@ class Synthetic:
         pools = {}
         for value in imbalances or IMBALANCES:
             try:
-                layers = popularities(workload.replace(imbalance=value, num_layers=POOL))
+                layers = popularities(replace(workload, imbalance=value, num_layers=POOL))
                 pools[value] = np.stack(layers)
             except TraceError:
                 if imbalances or not pools:
