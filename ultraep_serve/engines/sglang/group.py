@@ -168,9 +168,7 @@ def _join(
                 "sglang",
                 first.moe_ep_rank,
                 EngineGroup(ranks.cpu_group, ranks.device_group, _first_host()),
-                answers=_answers(layers, execution, ranks.cpu_group)
-                if device.type == "cpu"
-                else None,
+                answers=_answers(layers, execution, ranks.cpu_group) if is_cpu() else None,
             ),
         )
     except UnsupportedError:
