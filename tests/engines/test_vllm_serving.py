@@ -158,7 +158,7 @@ RANKS = ("--tensor-parallel-size", "2", "--enable-expert-parallel")
     [
         ((*RANKS, "--policy", "best"), "must be 'off', 'quota', 'ideal'"),
         ((*RANKS, "--policy", "ideal"), "--allow-ideal"),
-        ((*RANKS, "--slots", "-1"), "must be greater than or equal to 0"),
+        ((*RANKS, "--slots", "-1"), "--slots = -1 must be 0 to 64"),
         ((), "--tensor-parallel-size 2"),
         (("--pipeline-parallel-size", "2", "--enable-expert-parallel"), "--tensor-parallel-size 2"),
         (("--tensor-parallel-size", "2"), "--enable-expert-parallel"),
