@@ -39,10 +39,10 @@ def test_the_second_batch_gets_the_first_ones_replicas_split_evenly(view: TokenV
     assert rig.fabric.streams == rig.fabric.waits == 1
     record = rig.notes.records[-1]
     total = 112 if view is TokenView.SHARED else 224
-    assert record["policy"] is Policy.EPLB_SLOTS
-    assert record["load_before"].tolist() == [total, 0]
+    assert record.policy == Policy.EPLB_SLOTS.code
+    assert record.load_before.tolist() == [total, 0]
     # One slot elsewhere: half of one of the two experts goes there, a quarter of everything.
-    assert record["load_after"].tolist() == [total * 3 // 4, total // 4]
+    assert record.load_after.tolist() == [total * 3 // 4, total // 4]
     assert torch.equal(physical < 0, skewed() < 0)
 
 
@@ -51,7 +51,7 @@ def test_a_stale_placement_is_followed_all_the_same() -> None:
     rig.route(skewed())
     rig.route(even())
     assert rig.decision is Decision.PLANNED
-    assert rig.notes.records[-1]["load_after"].tolist() == [56, 72]  # worse than doing nothing
+    assert rig.notes.records[-1].load_after.tolist() == [56, 72]  # worse than doing nothing
 
 
 def test_batches_under_quota_are_a_past_too() -> None:
