@@ -138,7 +138,6 @@ def test_without_slots_there_is_no_pool() -> None:
 
 
 def test_slots_cost_their_bytes_once_however_many_layers() -> None:
-    others = resident_bytes_of("ultraep-slots")  # pools that tests before have left
     pool = HostSlotPool(SLOTS, CHUNK)
     masters = [torch.ones(MASTERS, 256, 1024)]  # 1 MiB per expert
     layers = [pool.adopt(masters) for _ in range(8)]
@@ -146,19 +145,19 @@ def test_slots_cost_their_bytes_once_however_many_layers() -> None:
         fill(layer, 1)
     assert pool.size == shared_bytes(pool) == SLOTS << 20
     rounding = 8 * 1024  # smaps gives each mapping's part in KiB
-    resident = resident_bytes_of("ultraep-slots") - others
-    assert 0 <= (SLOTS << 20) - resident <= rounding
+    file = os.fstat(pool.descriptor).st_ino
+    assert 0 <= (SLOTS << 20) - resident_bytes_of(file) <= rounding
     pool.close()
-    assert resident_bytes_of("ultraep-slots") == 0
+    assert resident_bytes_of(file) == 0
 
 
-def resident_bytes_of(name: str) -> int:
-    """Resident memory of mappings of ``name``; a page that n of them share counts 1/n in each."""
+def resident_bytes_of(file: int) -> int:
+    """Resident memory of mappings of an inode; a page that n of them share counts 1/n in each."""
     total, inside = 0, False
     with open("/proc/self/smaps") as smaps:
         for line in smaps:
             if "-" in line.split(" ")[0]:
-                inside = name in line
+                inside = line.split()[4] == str(file)
             elif inside and line.startswith("Pss:"):
                 total += int(line.split()[1]) * 1024
     return total
