@@ -164,8 +164,8 @@ def test_a_store_that_stands_still_holds_nobody_up() -> None:
 def test_heartbeats_of_512_hosts_wait_for_a_look() -> None:
     """With what Linux sets aside for anybody."""
     link = HostLink("127.0.0.1", 0, 512)
-    link.know(np.stack([link.card] * 512))
-    target = "127.0.0.1", int(link.card[-1])
+    link.join(np.stack([link.endpoint] * 512))
+    target = "127.0.0.1", int(link.endpoint[-1])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as others:
         for host in range(1, 512):
             sent = time.monotonic_ns()

@@ -34,7 +34,7 @@ from tests.support.hosts import engine_group
 from tests.support.interpreter import INTERPRETED
 from tests.support.mirror import FakeRecorder
 from tests.support.ranks import fresh_run_path, run_ranks
-from ultraep_serve.balance.cuda.recording import Page
+from ultraep_serve.balance.cuda.recording import PendingBatch
 from ultraep_serve.balance.speeds import expert_clock
 from ultraep_serve.costs.calibration import LEAST_ROWS
 from ultraep_serve.costs.model import IntegerCosts
@@ -385,7 +385,7 @@ def test_records_wait_for_the_device_and_are_lost_where_there_is_no_room(
     recorder = FakeRecorder()
     balancer = alone(CONFIG, recorder)
     is_done = [False]
-    monkeypatch.setattr(Page, "is_done", property(lambda page: is_done[0]))
+    monkeypatch.setattr(PendingBatch, "is_done", property(lambda page: is_done[0]))
     for _ in range(3):
         for layer in range(LAYERS):
             balancer.route(layer, even(0), 100)

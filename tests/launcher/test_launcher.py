@@ -248,7 +248,7 @@ def test_the_launcher_tells_other_hosts_why_killed_ranks_end(
 ) -> None:
     here, other = HostLink("127.0.0.1", 0, 2), HostLink("127.0.0.1", 1, 2)
     for link in (here, other):
-        link.know(np.stack([here.card, other.card]))
+        link.join(np.stack([here.endpoint, other.endpoint]))
     here.save(tmp_path / "link")
     ignores = "import os, signal; signal.signal(15, signal.SIG_IGN)"  # until it is killed
     killed = f"{ignores}; os.kill(os.getppid(), 15 if {is_asked} else 0); os.kill(os.getpid(), 9)"

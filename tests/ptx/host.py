@@ -23,7 +23,7 @@ from tests.ptx.ranks import PATIENCE_NS, Rank, Stream, connect_all, new_rank
 from ultraep_serve.balance.backend import GroupSetup
 from ultraep_serve.balance.cuda import balancer as balancer_module
 from ultraep_serve.balance.cuda.balancer import DeviceBalancer
-from ultraep_serve.balance.cuda.recording import Page
+from ultraep_serve.balance.cuda.recording import PendingBatch
 
 __all__ = ["Cluster", "Work"]
 
@@ -121,18 +121,18 @@ class Cluster:
     @contextmanager
     def driven(self) -> Iterator[None]:
         """Inside, what hosts launch is written down instead of done."""
-        copy, expect, send = torch.Tensor.copy_, DeviceBalancer._expect, Page.send
+        copy, expect, send = torch.Tensor.copy_, DeviceBalancer._expect, PendingBatch.send
         is_done = property(lambda page: id(page) in self._ended)
 
         def copied(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> Any:
             return self._copy(target, source) if non_blocking else copy(target, source)
 
-        def sent(page: Page) -> None:
+        def sent(page: PendingBatch) -> None:
             send(page)
             self._ended.discard(id(page))
             self._later.append(lambda: self._ended.add(id(page)))
 
-        def expected(balancer: DeviceBalancer, page: Page) -> None:
+        def expected(balancer: DeviceBalancer, page: PendingBatch) -> None:
             self._later.append(lambda: expect(balancer, page))
 
         with ExitStack() as stack:
@@ -140,8 +140,8 @@ class Cluster:
             self._seen = 0
             for patch in (
                 mock.patch.object(torch.Tensor, "copy_", copied),
-                mock.patch.object(Page, "is_done", is_done),
-                mock.patch.object(Page, "send", sent),
+                mock.patch.object(PendingBatch, "is_done", is_done),
+                mock.patch.object(PendingBatch, "send", sent),
                 mock.patch.object(DeviceBalancer, "_expect", expected),
             ):
                 stack.enter_context(patch)

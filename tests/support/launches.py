@@ -25,7 +25,7 @@ from ultraep_serve.balance.backend import GroupSetup, row_width
 from ultraep_serve.balance.cuda import balancer as balancer_module
 from ultraep_serve.balance.cuda import timing
 from ultraep_serve.balance.cuda.balancer import DeviceBalancer
-from ultraep_serve.balance.cuda.recording import Page
+from ultraep_serve.balance.cuda.recording import PendingBatch
 from ultraep_serve.balance.cuda.records import Records
 from ultraep_serve.balance.speeds import expert_clock
 from ultraep_serve.balance.topology import Location
@@ -186,7 +186,7 @@ def count_layers(kind: str, batches: int = 2) -> list[HostWork]:
     ids = torch.zeros((TOKENS, TOP_K), dtype=torch.int32)
     tokens = SMALL - 1 if kind == "decode" else TOKENS
     found: list[HostWork] = []
-    still_running = mock.patch.object(Page, "is_done", property(lambda _page: False))
+    still_running = mock.patch.object(PendingBatch, "is_done", property(lambda _page: False))
     with recorded_streams() as streams, still_running:
         balancer = recorded_balancer(recorder)
         if kind == "left_alone":
@@ -211,7 +211,7 @@ def count_layers(kind: str, batches: int = 2) -> list[HostWork]:
 
 def let_device_say(balancer: DeviceBalancer, decision: Decision) -> None:
     """Of every layer of the batches that come."""
-    for page in balancer._ledger._free:
+    for page in balancer._pending._free:
         page._on_device[:, 0] = decision
 
 

@@ -160,9 +160,9 @@ def unheard(board: Path, rank: int, host_size: int) -> str:
 
 def pair() -> tuple[HostLink, HostLink]:
     links = HostLink("127.0.0.1", 0, 2), HostLink("127.0.0.1", 1, 2)
-    cards = np.stack([link.card for link in links])
+    endpoints = np.stack([link.endpoint for link in links])
     for link in links:
-        link.know(cards)
+        link.join(endpoints)
     return links
 
 

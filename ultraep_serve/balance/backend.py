@@ -46,7 +46,7 @@ class GroupSetup:
     shape: ExpertShape
     view: TokenView
     location: Location
-    engine_group: EngineGroup | None = None  # needed where there are several domains
+    engine_group: EngineGroup | None = None  # must be given where there are several domains
 
     @property
     def context(self) -> PlanContext:
@@ -83,7 +83,7 @@ class LayerSlots:
     def of(
         cls, tensors: list[torch.Tensor], offsets: list[int], sizes: list[int], chunk_bytes: int
     ) -> "LayerSlots":
-        """``tensors`` as adopted, their ``region_offsets`` and ``expert_bytes``."""
+        """Describe adopted ``tensors``, with their ``region_offsets`` and ``expert_bytes``."""
         chunks = [
             (index, offset, min(chunk_bytes, size - offset))
             for index, size in enumerate(sizes)
@@ -168,17 +168,17 @@ class LayerBalancer(Protocol):
         """
 
     def computed(self, micro_batch: int = 0) -> None:
-        """The engine has computed, or launched, the layer that was routed last.
+        """Take note that the engine has computed, or launched, the layer that was routed last.
 
         Raises PeerTimeoutError when a rank is gone, so that nobody answers with what came of it.
         """
 
     def end_loading(self) -> None:
-        """From now on the others answer within the timeout; until then they may be compiling."""
+        """Expect others to answer within the timeout; before this they may be compiling."""
 
 
 class Backend(Protocol):
-    """Used in this order: all layers are adopted, ranks connect, costs, the balancer."""
+    """Makes a balancer. Its methods are called in the order in which they stand here."""
 
     @property
     def slot_bytes(self) -> int:
@@ -194,12 +194,12 @@ class Backend(Protocol):
         """Return when all ranks of the domain reach each other's slots. Raises FabricError."""
 
     def calibrate(self, run_layer: Callable[[int], None]) -> CostModel:
-        """Costs measured by all ranks together, see ``costs.calibration.agreed_costs``."""
+        """Measure costs, all ranks together; see ``costs.calibration.agreed_costs``."""
 
     def stages(self) -> Stages | None:
-        """The stages of a batch, for the self-check; None where they cannot be had one by one."""
+        """Return the stages of a batch, for the self-check; None where they do not run apart."""
 
     def make_balancer(
         self, policies: PolicySource | None, recorder: Recorder, costs: CostModel
     ) -> LayerBalancer:
-        """The balancer, warm; all ranks together. ``policies`` is rank 0's."""
+        """Return the balancer, warm; all ranks call this. ``policies`` is rank 0's."""

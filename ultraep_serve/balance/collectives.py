@@ -28,7 +28,7 @@ class EngineGroup:
     on_host: dist.ProcessGroup
     on_device: dist.ProcessGroup
     meeting_point: str = ""  # address of the first host, where there are several
-    store: KeyValueStore | None = None  # of the ranks of all pipeline stages
+    store: KeyValueStore | None = None  # shared by the ranks of all pipeline stages
 
 
 class HostAllGather:

@@ -107,22 +107,22 @@ class HostLink:
                 self.close()
 
     @property
-    def card(self) -> NDArray[np.int64]:
+    def endpoint(self) -> NDArray[np.int64]:
         """What the others need: key, address and port (0: none), of fixed width."""
         address, port = self._socket.getsockname()[:2] if self._socket else ("", 0)
         text = address.encode()[:_ADDRESS_BYTES].ljust(_ADDRESS_BYTES, b"\0")
         words = np.frombuffer(self.key + text, np.int64)
         return np.concatenate([words, np.array([port], np.int64)])
 
-    def know(self, cards: NDArray[np.int64]) -> None:
-        """The cards of all hosts; the first host's key is the group's."""
-        self.key = cards[0].tobytes()[:_KEY_BYTES]
+    def join(self, endpoints: NDArray[np.int64]) -> None:
+        """Take the endpoints of all hosts; the first host's key is the group's."""
+        self.key = endpoints[0].tobytes()[:_KEY_BYTES]
         if self._socket is not None:
             _drop_strangers(self._socket, self._group)
-        for host, card in enumerate(cards):
-            text = card.tobytes()[_KEY_BYTES : _KEY_BYTES + _ADDRESS_BYTES]
+        for host, endpoint in enumerate(endpoints):
+            text = endpoint.tobytes()[_KEY_BYTES : _KEY_BYTES + _ADDRESS_BYTES]
             if host != self.host:
-                self.addresses[host] = (text.rstrip(b"\0").decode(), int(card[-1]))
+                self.addresses[host] = (text.rstrip(b"\0").decode(), int(endpoint[-1]))
 
     def save(self, path: Path) -> None:
         """Leave what ``tell_hosts`` needs; without room there, only ranks speak for this host."""
@@ -249,8 +249,8 @@ def join_hosts(location: Location, meeting_point: str, gather: Gather) -> HostLi
     """
     size = location.host_size
     link = HostLink(meeting_point, location.rank // size, location.num_ranks // size)
-    rows = gather(link.card)
-    link.know(rows[::size])
+    rows = gather(link.endpoint)
+    link.join(rows[::size])
     is_heard = link.hears_all() if location.is_host_primary else True
     answers = gather(np.array([is_heard], np.int64))
     if not answers.all():
@@ -280,51 +280,51 @@ class KeyValueStore(Protocol):
 class StageMeeting:
     """Where ranks of all stages of a pipeline learn of each other's hosts.
 
-    Each stage has a process group of its own, so cards lie in the engine's key-value store. It may
-    stand still for long with the host that keeps it, so a thread waits for it.
+    Each stage has a process group of its own, so endpoints lie in the engine's key-value store. It
+    may stand still for long with the host that keeps it, so a thread waits for it.
     """
 
     def __init__(
         self, store: KeyValueStore, number: int, num_ranks: int, identity: int, meeting_point: str
     ) -> None:
-        """Leave the card of the rank with ring ``number``, of ``num_ranks`` in all stages.
+        """Leave the endpoint of the rank with ring ``number``, of ``num_ranks`` in all stages.
 
         ``identity`` tells its host from others. Raises RuntimeError where the store is gone.
         """
         self._store, self._number = store, number
         self._keys = [f"ultraep-link-{each}" for each in range(num_ranks)]
         self._link: HostLink | None = HostLink(meeting_point, 0, num_ranks)
-        store.set(self._keys[number], json.dumps([identity, self._link.card.tolist()]))
-        self._cards: list[tuple[int, list[int]]] = []  # of all ranks, with their hosts
-        threading.Thread(target=self._gather_cards, daemon=True).start()
+        store.set(self._keys[number], json.dumps([identity, self._link.endpoint.tolist()]))
+        self._endpoints: list[tuple[int, list[int]]] = []  # of all ranks, with their hosts
+        threading.Thread(target=self._gather_endpoints, daemon=True).start()
 
-    def _gather_cards(self) -> None:
-        while not self._cards:
+    def _gather_endpoints(self) -> None:
+        while not self._endpoints:
             with contextlib.suppress(RuntimeError):  # torch's, where the store cannot be reached
                 if self._store.check(self._keys):
-                    self._cards = [json.loads(self._store.get(key)) for key in self._keys]
+                    self._endpoints = [json.loads(self._store.get(key)) for key in self._keys]
                     return
             time.sleep(_STORE_SECONDS)
 
     def link(self) -> HostLink | None:
-        """This rank's link, once, when every rank has left its card; else None, at once.
+        """This rank's link, once, when every rank has left its endpoint; else None, at once.
 
         Never where all are on one host, or the store is gone.
         """
-        cards = self._cards
-        if self._link is None or not cards:
+        endpoints = self._endpoints
+        if self._link is None or not endpoints:
             return None
         link, self._link = self._link, None
-        hosts = list(dict.fromkeys(identity for identity, _ in cards))
+        hosts = list(dict.fromkeys(identity for identity, _ in endpoints))
         if len(hosts) == 1:
             link.close()
             return None
         link.members = [
-            [number for number, (identity, _) in enumerate(cards) if identity == host]
+            [number for number, (identity, _) in enumerate(endpoints) if identity == host]
             for host in hosts
         ]
-        link.host, link.num_hosts = hosts.index(cards[self._number][0]), len(hosts)
-        link.know(np.array([cards[numbers[0]][1] for numbers in link.members], np.int64))
+        link.host, link.num_hosts = hosts.index(endpoints[self._number][0]), len(hosts)
+        link.join(np.array([endpoints[numbers[0]][1] for numbers in link.members], np.int64))
         return link
 
 

@@ -21,7 +21,7 @@ class Neighbour:
     path: Path
     reader: RingReader | None = None
     heartbeat_ns: int = 0
-    cpu_seconds: float = 0.0  # that its process had used when it was looked at last
+    cpu_seconds: float = 0.0  # CPU time of its process when it was looked at last
 
     def header(self, *, reopen: bool) -> RingHeader | None:
         """Its ring's header; ``reopen`` where another file may have taken the ring's place."""

@@ -23,12 +23,12 @@ def identity_table(num_logical_experts: int, num_ranks: int, num_slots: int) -> 
 
 
 def master_ids(topk_ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """Every assignment (T, K) to its master, int32, by ``table`` (E + 1,) of ``identity_table``."""
+    """Send each assignment (T, K) to its master, int32; ``table`` as ``identity_table`` has it."""
     return table[topk_ids.long().clamp(-1, table.shape[0] - 1)]
 
 
 def forced_ids(topk_ids: torch.Tensor, table: torch.Tensor, speeds: torch.Tensor) -> torch.Tensor:
-    """Force-balanced routing: masters in turn, whatever the router chose (wrong answers).
+    """Take masters in turn, whatever the router chose: force-balanced routing, wrong answers.
 
     With unequal ``speeds`` (R,) each rank's come as often as its speed says.
     """

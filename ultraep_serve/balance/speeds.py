@@ -96,8 +96,9 @@ class OwnTime:
         self._nanoseconds = self._work = self._shortest = 0  # of the batch that runs
 
     def add(self, nanoseconds: int, own_load: int, least_load: int) -> None:
-        """A layer of the batch: this rank computed ``own_load`` assignments, none less than
-        ``least_load``; 0 nanoseconds where nobody measured.
+        """Count a layer of the batch, in which this rank computed ``own_load`` assignments.
+
+        No rank computed fewer than ``least_load``; 0 ``nanoseconds`` where nobody measured.
 
         Experts with few rows may run in another kernel, whose times the costs do not describe.
         """
@@ -107,7 +108,7 @@ class OwnTime:
             self._shortest += least_load * self._costs.per_assignment
 
     def end_batch(self) -> None:
-        """The batch is over. It counts on all ranks or on none, since all know its loads."""
+        """End the batch. It counts on all ranks or on none, since all know its loads."""
         if self._shortest >= _LEAST_PICOSECONDS:
             self._batches.append(self._nanoseconds * 1000 // self._work)
         self._nanoseconds = self._work = self._shortest = 0
@@ -126,19 +127,19 @@ class RankSpeeds:
     def __init__(
         self, setting: str, rank: int, shape: ExpertShape, costs: IntegerCosts | None
     ) -> None:
-        """``setting`` as configured. Raises ConfigError, see ``fixed_speeds``."""
+        """Take ``setting`` as configured. Raises ConfigError, see ``fixed_speeds``."""
         self._configured = fixed_speeds(setting, shape.num_ranks)
         self._rank = rank
         self._own = OwnTime(costs, shape.num_masters)
         self._agreed = self.values = full_speeds(shape.num_ranks)
 
     def end_batch(self) -> int:
-        """The batch before is over; returns what to publish, as ``OwnTime.picoseconds``."""
+        """End the batch before; returns what to publish, see ``OwnTime.picoseconds``."""
         self._own.end_batch()
         return self._own.picoseconds
 
     def begin_batch(self, picoseconds: Integers, source: SpeedSource) -> None:
-        """``values`` are now those from ``source``; what all ranks published (R,)."""
+        """Set ``values`` to those from ``source``; ``picoseconds`` (R,) is what ranks published."""
         self._agreed = follow(picoseconds, self._agreed)
         if source is SpeedSource.EQUAL:
             self.values = full_speeds(self.values.size)
@@ -148,7 +149,7 @@ class RankSpeeds:
             self.values = self._configured
 
     def add_layer(self, nanoseconds: int, rank_load: Integers) -> None:
-        """Experts of a layer took ``nanoseconds`` here; ``rank_load`` (R,) as computed."""
+        """Count a layer whose experts took ``nanoseconds`` here; ``rank_load`` (R,) as computed."""
         self._own.add(nanoseconds, int(rank_load[self._rank]), int(rank_load.min()))
 
 

@@ -37,7 +37,7 @@ class PipelineStage(NamedTuple):
 
     number: int = 0
     num_stages: int = 1
-    run: int = 0  # of 62 bits, the same in all stages of an engine and in no other engine
+    run: int = 0  # 62 bits, the same in all stages of an engine and in no other engine
 
 
 ONLY_STAGE = PipelineStage()
@@ -55,7 +55,7 @@ class Location:
 
     @classmethod
     def on_one_host(cls, rank: int, num_ranks: int) -> "Location":
-        """All ranks on one host, in one domain."""
+        """Place all ranks on one host, in one domain."""
         return cls(rank, num_ranks, num_ranks, num_ranks)
 
     @property

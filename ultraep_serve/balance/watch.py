@@ -59,21 +59,23 @@ class RankWatch:
     run_path: Path
     location: Location
     timeout_seconds: float
-    longest_seconds: float  # that a rank which computes may be silent
+    longest_seconds: float  # how long a rank that computes may be silent
     recorder: Recorder
-    link: HostLink | None = None  # where there are several hosts
+    link: HostLink | None = None  # None: all ranks are on one host
     pipeline: PipelineStage = ONLY_STAGE
-    meeting: StageMeeting | None = None  # which gives the link later, where there are stages
+    meeting: StageMeeting | None = None  # gives the link later, where there are stages
     end: Callable[[int], object] = os._exit
     _silence: dict[str, float] = field(default_factory=dict)  # seconds by name
-    _idle: dict[str, float] = field(default_factory=dict)  # of these, since it last computed
+    _idle: dict[str, float] = field(
+        default_factory=dict
+    )  # seconds of silence since it last computed
     _without_datagrams: dict[int, float] = field(default_factory=dict)  # seconds by host
     _not_missed: set[int] = field(default_factory=set)  # hosts whose datagrams do not come
-    _warned: set[int] = field(default_factory=set)  # of these, for which hosts
+    _warned: set[int] = field(default_factory=set)  # those of them that were warned about
     _gone: set[int] = field(default_factory=set)  # hosts that were stopped
     _reports: dict[int, Message] = field(default_factory=dict)  # the newest by host
     _failed: dict[str, str] = field(default_factory=dict)  # reasons by name
-    _has_stopped: bool = False  # a rank of this host
+    _has_stopped: bool = False  # whether a rank of this host was stopped
     _progress: int = 0
     _is_over: bool = False
 
@@ -105,11 +107,11 @@ class RankWatch:
         step = min(now - self._looked, _LONGEST_STEP)
         self._looked = now
         before, self._progress = self._progress, self.recorder.progress
-        goes_on = self._progress != before
+        progresses = self._progress != before
         self._find_other_stages()
         self._meet_other_stages()
-        quiet = [number for number in self._neighbours if not self._hears(number, step, goes_on)]
-        unheard = self._hear_hosts(step, goes_on) if self._listens else []
+        quiet = [number for number in self._neighbours if not self._hears(number, step, progresses)]
+        unheard = self._hear_hosts(step, progresses) if self._listens else []
         self._show(quiet, unheard)
         if reason := self._reason():
             self._give_up(reason)
@@ -139,7 +141,7 @@ class RankWatch:
             self.link.say_end(reason[:MAX_REASON])
 
     def _find_other_stages(self) -> None:
-        """Ranks of other pipeline stages on this host, as soon as they have a ring."""
+        """Watch ranks of other pipeline stages on this host, as soon as they have a ring."""
         if self.pipeline.num_stages == 1:
             return
         for number in set(self._files.rings()) - set(self._own) - set(self._neighbours):
@@ -150,17 +152,17 @@ class RankWatch:
                 found.close()
 
     def _meet_other_stages(self) -> None:
-        """On other hosts, once all have loaded. A host is not missed before it was heard."""
+        """Listen to other hosts, once all have loaded. A host is not missed before it was heard."""
         link = self.meeting.link() if self.meeting is not None else None
         if link is not None:
             self._not_missed |= set(link.addresses)
             self._use_link(link, link.members[link.host][0] == self._own[self.location.rank])
 
-    def _hears(self, number: int, step: float, goes_on: bool) -> bool:
+    def _hears(self, number: int, step: float, progresses: bool) -> bool:
         """Whether the rank of the ring ``number`` was heard lately."""
         neighbour, name = self._neighbours[number], self._rank_name(number)
         header = neighbour.header(reopen=self._silence.get(name, 0.0) > _LONGEST_STEP)
-        is_heard = goes_on and number in self._own
+        is_heard = progresses and number in self._own
         if header is not None:
             is_heard |= neighbour.beats(header)
             if header.state is RingState.STOPPED:
@@ -183,8 +185,8 @@ class RankWatch:
     def _lost_hosts(self) -> set[int]:
         return {host for host, message in self._reports.items() if message.lost}
 
-    def _hear_hosts(self, step: float, goes_on: bool) -> list[int]:
-        """Hosts that are not heard."""
+    def _hear_hosts(self, step: float, progresses: bool) -> list[int]:
+        """Return the hosts that are not heard."""
         assert self.link is not None
         heard = self._receive() | self._gone
         for host in self.link.addresses:
@@ -193,7 +195,7 @@ class RankWatch:
             if host in heard:
                 self._not_missed.discard(host)
                 self._warned.discard(host)
-            elif goes_on and seconds > self._limit:
+            elif progresses and seconds > self._limit:
                 self._not_missed.add(host)
             if seconds > self._limit and host in self._not_missed - self._warned:
                 self._warned.add(host)
@@ -202,7 +204,7 @@ class RankWatch:
                     "noticed only after the engine's own time",
                     self._name(host),
                 )
-        heard |= set(self.link.addresses) if goes_on else self._not_missed
+        heard |= set(self.link.addresses) if progresses else self._not_missed
         return [
             host
             for host in self.link.addresses

@@ -74,7 +74,7 @@ class DeviceBackend:
         self._fabric.wait_at_least(_COMPILE_SECONDS)
 
     def _rendezvous(self) -> Rendezvous:
-        """In the run directory, or through the engine where the domain has several hosts."""
+        """Return the way to find the domain: the run directory, or the engine between hosts."""
         setup, location = self._setup, self._setup.location
         domain = location.domain
         position = location.rank - domain.start
@@ -107,7 +107,7 @@ class DeviceBackend:
         return balancer
 
     def _probes(self, layer: LayerSlots) -> Probes:
-        """Timed on the device; small stages from CUDA graphs, where the host does not slow them."""
+        """Return probes timed on the device; small stages run in CUDA graphs, free of the host."""
         shape, device, fabric = self._setup.shape, self._device, self._fabric
         row = torch.zeros(fabric.limits.row_width, dtype=torch.int32, device=device)
         loads = torch.from_numpy(probe_loads(shape)).int().to(device)
@@ -126,7 +126,7 @@ class DeviceBackend:
         )
 
     def _sender(self, layer: LayerSlots) -> Callable[[], object]:
-        """Every rank sends an expert to the one before it in its domain.
+        """Return what has every rank send an expert to the one before it in its domain.
 
         Without slots it copies one in place.
         """

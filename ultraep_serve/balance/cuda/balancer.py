@@ -3,11 +3,10 @@
 
 Its answers are the same. What the host decides there, kernels decide here: the host only launches,
 the same for every batch, so that any of it can be captured in a CUDA graph. What came of a layer it
-learns from notes that are done when it comes by again.
+learns later, from copies of the outcome that are done by then (``recording``).
 """
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -32,10 +31,18 @@ from ultraep_kernels.device.reroute import new_physical
 from ultraep_kernels.device.speeds import choose_speeds
 
 from ultraep_serve.balance.backend import GroupSetup, LayerSlots, PolicySource, row_width
+from ultraep_serve.balance.cuda.arrival import Arrival
 from ultraep_serve.balance.cuda.fabric import DeviceFabric
-from ultraep_serve.balance.cuda.recording import Lap, Ledger, Note, Page, Unnoted, is_capturing
+from ultraep_serve.balance.cuda.recording import (
+    PendingBatch,
+    PendingBatches,
+    PendingLayer,
+    StageTimer,
+    Untimed,
+    is_capturing,
+)
 from ultraep_serve.balance.cuda.records import Records
-from ultraep_serve.balance.cuda.side_stream import SideStream, side_stream
+from ultraep_serve.balance.cuda.side_stream import side_stream
 from ultraep_serve.balance.cuda.timing import new_mark
 from ultraep_serve.balance.physical import forced_ids, identity_table
 from ultraep_serve.balance.speeds import OwnTime, expert_clock, fixed_speeds
@@ -100,7 +107,7 @@ class DeviceBalancer:
         recorder: Recorder,
         costs: IntegerCosts | None = None,
     ) -> None:
-        """As ``HostBalancer``. Raises ConfigError for a policy that is not offered."""
+        """Take what ``HostBalancer`` takes. Raises ConfigError for a policy that is not offered."""
         config, shape = setup.config, setup.shape
         require_offered(config)
         self._config, self._shape, self._view = config, shape, setup.view
@@ -130,14 +137,16 @@ class DeviceBalancer:
         width = row_width(experts, setup.view)
         self._rows = torch.zeros((ranks, width), dtype=torch.int32, device=device)  # of the domain
         self._gathered = self._rows  # of all ranks
-        self._decision = torch.zeros(1, dtype=torch.int32, device=device)  # of the layer before
+        self._decision = torch.zeros(
+            1, dtype=torch.int32, device=device
+        )  # what the layer before did
         num_values = outcome_width(experts, ranks, slots)
         self._spare_outcome = torch.zeros(num_values, dtype=torch.int32, device=device)
         numbers = range(shape.num_micro_batches)
         self._plans = [self._new_plan_buffers(number) for number in numbers]
-        self._arriving = [_Arriving(side_stream(device)) for _ in numbers]
-        self._steps: dict[tuple[int, Note | None, int, bool], _Steps] = {}
-        self._ledger = Ledger(device, num_values, len(layers), shape.num_micro_batches)
+        self._arriving = [Arrival(side_stream(device)) for _ in numbers]
+        self._steps: dict[tuple[int, PendingLayer | None, int, bool], _Steps] = {}
+        self._pending = PendingBatches(device, num_values, len(layers), shape.num_micro_batches)
         self._told, self._told_mark = _host_memory(1, device), new_mark(device)
         self._rests = False  # the batch that runs, as the last one known
         self._warned: set[str] = set()
@@ -187,11 +196,11 @@ class DeviceBalancer:
             self._choose()
         if not capturing:
             if begins:
-                self._ledger.begin()
+                self._pending.begin()
             self._record_what_is_done()
         if batch_tokens < self._config.min_batch_tokens:
             if begins and not capturing:
-                self._ledger.skip(Decision.SMALL)
+                self._pending.skip(Decision.SMALL)
                 self._record_what_is_done()
             return self.identity(topk_ids)
         if self._rests and not capturing:
@@ -199,24 +208,24 @@ class DeviceBalancer:
         begins, self._has_begun = not self._has_begun, True
         if begins:
             self._choice.copy_(self._asked, non_blocking=True)
-        note = None
+        pending = None
         if not capturing:
-            note = self._ledger.open(layer, self._batch, batch_tokens, micro_batch)
-            if note is None:
+            pending = self._pending.open(layer, self._batch, batch_tokens, micro_batch)
+            if pending is None:
                 self._recorder.count_lost()
-        physical = self._balance(layer, topk_ids, note, micro_batch, begins)
+        physical = self._balance(layer, topk_ids, pending, micro_batch, begins)
         if self._rests:
-            self._ledger.drop(micro_batch)
-            self._ledger.skip(Decision.POLICY_OFF)
+            self._pending.drop(micro_batch)
+            self._pending.skip(Decision.POLICY_OFF)
         else:
             arriving = self._arriving[micro_batch]
             # the time of one micro-batch's experts may hold another one's
-            arriving.note = note if self._shape.num_micro_batches == 1 else None
+            arriving.pending = pending if self._shape.num_micro_batches == 1 else None
             expert_clock.marks = arriving
         return physical
 
     def computed(self, micro_batch: int = 0) -> None:
-        """The engine has launched the layer that ``route`` was called for last.
+        """Take note that the engine has launched the layer that was routed last.
 
         After a batch's last layer this waits for the device, before anybody samples tokens from
         what it computed. Raises PeerTimeoutError when a wait was given up.
@@ -224,7 +233,7 @@ class DeviceBalancer:
         expert_clock.marks = None
         self._arriving[micro_batch].join()  # where this rank had nothing to compute
         if not is_capturing(self._device):
-            sent = self._ledger.close(micro_batch)
+            sent = self._pending.close(micro_batch)
             if sent is not None:
                 sent.wait()
                 self._fabric.check_peers()
@@ -232,7 +241,7 @@ class DeviceBalancer:
             self._record_what_is_done()
 
     def identity(self, topk_ids: torch.Tensor) -> torch.Tensor:
-        """Every assignment to its master, (T, K) as given; padding and unknown ids become -1."""
+        """Send each assignment to its master, (T, K) as given; padding and unknown ids give -1."""
         shape = self._shape
         return identity(topk_ids, shape.num_logical_experts, shape.num_masters, shape.num_slots)
 
@@ -253,20 +262,20 @@ class DeviceBalancer:
         self._fabric.require_peers()
 
     def end_loading(self) -> None:
-        """From now on the others answer within the timeout; until then they may be compiling."""
+        """Expect others to answer within the timeout; before this they may be compiling."""
         self._fabric.wait_at_least(0)
-        self._steps.clear()  # which have longer waits
+        self._steps.clear()  # they were made with longer waits
 
     def _balance(
         self,
         layer: int,
         topk_ids: torch.Tensor,
-        note: Note | None,
+        pending: PendingLayer | None,
         micro_batch: int,
         begins: bool,
     ) -> torch.Tensor:
-        watch: Lap = note or Unnoted()
-        steps = self._steps_of(layer, note, micro_batch, begins)
+        watch: StageTimer = pending or Untimed()
+        steps = self._steps_of(layer, pending, micro_batch, begins)
         found = self._plans[micro_batch].found
         counted = self._count_and_exchange(topk_ids, steps, begins)
         watch.lap(Stage.EXCHANGE)
@@ -276,16 +285,16 @@ class DeviceBalancer:
         follow_up = FollowUp(topk_ids, counted, physical, copies)
         changed = self._plans[micro_batch].changed_by(follow_up)
         step = steps.plan_and_copy if left_alone else steps.plan
-        step.make(lambda: self._plan(note, micro_batch, begins, follow_up), **changed)
+        step.make(lambda: self._plan(pending, micro_batch, begins, follow_up), **changed)
         watch.lap(Stage.PLAN)
         if left_alone:
             return self._forced(topk_ids, physical, found)
-        if begins and note is not None and self._turns_out_off(found):
+        if begins and pending is not None and self._turns_out_off(found):
             return physical
         self._send(layer, steps, found, self._arriving[micro_batch])
         return self._forced(topk_ids, physical, found)
 
-    def _send(self, layer: int, steps: "_Steps", found: DevicePlan, arriving: "_Arriving") -> None:
+    def _send(self, layer: int, steps: "_Steps", found: DevicePlan, arriving: Arrival) -> None:
         """Send experts beside what the engine does until it launches its own; received there."""
         sent = self._tables[layer], found.slot_expert, self._shape.num_masters, found.sends
 
@@ -311,14 +320,16 @@ class DeviceBalancer:
         """
         return (layer, micro_batch) in self._left_alone and not self._records.was_off
 
-    def _steps_of(self, layer: int, note: Note | None, micro_batch: int, begins: bool) -> "_Steps":
-        """What was launched when all of this was the same, to be launched again.
+    def _steps_of(
+        self, layer: int, pending: PendingLayer | None, micro_batch: int, begins: bool
+    ) -> "_Steps":
+        """Return the launches of an earlier batch with the same arguments, to be repeated.
 
         Between domains rows come with another tensor each time.
         """
         if self._fabric.has_several_domains:
             return _Steps()
-        key = layer, note, micro_batch, begins
+        key = layer, pending, micro_batch, begins
         steps = self._steps.get(key)
         if steps is None:
             steps = self._steps[key] = _Steps()
@@ -340,7 +351,7 @@ class DeviceBalancer:
         return self._rests
 
     def _choose(self) -> None:
-        """Every rank says what it measured, rank 0 what it would have beside that."""
+        """Write down what this rank measured; on rank 0 also what is asked for."""
         time = min(self._own_time.picoseconds, _LARGEST)
         if self._policies is None:
             self._asked[:] = torch.tensor(Choice(time=time))
@@ -385,7 +396,9 @@ class DeviceBalancer:
     def _choose_speeds(self) -> None:
         choose_speeds(self._gathered, self._configured, self._agreed, self._speeds)
 
-    def _plan(self, note: Note | None, micro_batch: int, begins: bool, follow_up: FollowUp) -> None:
+    def _plan(
+        self, pending: PendingLayer | None, micro_batch: int, begins: bool, follow_up: FollowUp
+    ) -> None:
         is_own, experts = self._view is TokenView.OWN, self._shape.num_logical_experts
         rows = self._gathered
         plan(
@@ -398,7 +411,7 @@ class DeviceBalancer:
             rows=rows,
             speeds=self._speeds,
             sender=Sender(self._fabric.rank, self._config.relay, self._fabric.epoch),
-            outcome=self._spare_outcome if note is None else note.on_device,
+            outcome=self._spare_outcome if pending is None else pending.on_device,
             buffers=self._plans[micro_batch],
             begins=begins,
             follow_up=follow_up,
@@ -413,18 +426,18 @@ class DeviceBalancer:
         forced = forced_ids(topk_ids, self._identity, self._speeds).to(physical.dtype)
         return torch.where(found.decision == Decision.FORCED, forced, physical)
 
-    def _expect(self, page: Page) -> None:
-        """What the next batch does, from what this one did: the same on every rank that has it."""
-        for note in page.notes:
-            place, decision = (note.layer, note.micro_batch), decision_of(note.values)
+    def _expect(self, sent: PendingBatch) -> None:
+        """Derive which layers the next batch will leave alone, alike on every rank."""
+        for pending in sent.layers:
+            place, decision = (pending.layer, pending.micro_batch), decision_of(pending.values)
             if decision in (Decision.BALANCED, Decision.UNPROFITABLE, Decision.INCONSISTENT):
                 self._left_alone.add(place)
             elif decision is not Decision.POLICY_OFF:
                 self._left_alone.discard(place)
 
     def _record_what_is_done(self) -> None:
-        for entry in self._ledger.drain(_RECORDS_AT_ONCE):
-            if isinstance(entry, Note):
+        for entry in self._pending.drain(_RECORDS_AT_ONCE):
+            if isinstance(entry, PendingLayer):
                 self._records.write(entry)
             else:
                 self._recorder.count_batch(entry)
@@ -437,7 +450,7 @@ class DeviceBalancer:
 
 @dataclass(frozen=True)
 class _Steps:
-    """Launches for a layer."""
+    """The launches of a layer, by stage."""
 
     count: Launches = field(default_factory=Launches)
     choose: Launches = field(default_factory=Launches)
@@ -447,44 +460,8 @@ class _Steps:
     receive: Launches = field(default_factory=Launches)
 
 
-class _Arriving:
-    """A micro-batch's experts on their way into slots, received before anything reads them."""
-
-    def __init__(self, side: SideStream) -> None:
-        self.side = side
-        self.note: Note | None = None  # of the layer
-        self._receive: Callable[[], None] | None = None
-
-    def expect(self, receive: Callable[[], None]) -> None:
-        """``receive`` waits, in the current stream, for what is being sent beside it."""
-        self._receive = receive
-
-    def join(self) -> None:
-        """What is launched after this finds everything in its slots, and nothing still sent."""
-        self.side.join()
-        if self._receive is not None:
-            receive, self._receive = self._receive, None
-            receive()
-
-    def begin_experts(self) -> None:
-        """As ``StreamMarks``; engines may launch a layer's experts in parts."""
-        note = self.note
-        if note is None or note.has_begun:
-            self.join()
-            return
-        note.lap(Stage.COMPUTE)
-        self.join()
-        note.lap(Stage.WAIT)
-        note.begin_experts()
-
-    def end_experts(self) -> None:
-        """As ``StreamMarks``."""
-        if self.note is not None:
-            self.note.end_experts()
-
-
 def _host_memory(size: int, device: torch.device) -> torch.Tensor:
-    """(size,) int32 that the device reads and writes too."""
+    """Return (size,) int32 in host memory that the device reads and writes too."""
     return torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")
 
 

@@ -32,7 +32,7 @@ class Driver(Protocol):
     """
 
     device: torch.device
-    kind: HandleKind  # of everything that is created
+    kind: HandleKind  # the kind of all handles that are created
     granularity: int  # bytes
 
     @property

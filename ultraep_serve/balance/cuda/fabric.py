@@ -43,10 +43,10 @@ class Limits:
     """What a rank's signals and launches are made for; the same on every rank."""
 
     row_width: int  # int32 per exchanged row
-    max_chunks: int  # of the largest expert
-    patience_ns: int  # after which a wait is given up
+    max_chunks: int  # chunks of the largest expert
+    patience_ns: int  # how long a wait lasts before it is given up
     num_senders: int  # programs that send experts
-    num_relays: int  # that forward them; 0 where no plan has relays
+    num_relays: int  # programs that forward them; 0 where no plan has relays
 
     @property
     def programs(self) -> Programs:
@@ -123,7 +123,7 @@ class DeviceFabric:
         return self._all_gather_rows is not None
 
     def tables(self, layer: LayerSlots) -> StreamTables:
-        """Where everything of a layer lies; make it once, kernels and graphs hold on to it."""
+        """Return where a layer's tensors lie; make it once, since kernels and graphs keep it."""
         assert layer.chunks.shape[0] <= self.limits.max_chunks, "more chunks than flags"
         return StreamTables(
             master_addresses=self._table(layer.master_addresses.tolist()),
@@ -137,7 +137,7 @@ class DeviceFabric:
 
     @property
     def inboxes(self) -> Inboxes:
-        """Of the domain, for a launch that exchanges this rank's row, of ``row_width`` int32.
+        """The domain's inboxes, for a launch that exchanges this rank's row of ``row_width`` int32.
 
         Work after it sees the domain's rows only once every rank of the domain has finished reading
         its slots of the epoch before.
@@ -146,7 +146,7 @@ class DeviceFabric:
         return Inboxes(self._inboxes, position, self.epoch, self.status)
 
     def gather(self, row: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """(R, W) int32 of all ranks, for this rank's ``row`` and the ``rows`` of its domain."""
+        """Return all ranks' rows (R, W) int32 for this rank's ``row`` and its domain's ``rows``."""
         return rows if self._all_gather_rows is None else self._all_gather_rows.gather(row)
 
     def exchange(self, row: torch.Tensor) -> torch.Tensor:
@@ -201,7 +201,7 @@ class DeviceFabric:
         return Copies(layer, self.patience_ns, self.limits.programs, self.reported)
 
     def wait_at_least(self, seconds: float) -> None:
-        """For waits launched from now on, where other ranks may have kernels to compile first.
+        """Lengthen later waits, where other ranks may have kernels to compile first.
 
         Times are whole multiples of what ``limits`` say, which is the least: 0 goes back to that.
         """
@@ -268,7 +268,7 @@ class DeviceFabric:
         mine: list[Allocation],
         descriptors: ExitStack,
     ) -> list[Handshake]:
-        """Everybody's handshake; ``descriptors`` closes all that were made or received."""
+        """Return the handshakes of all; ``descriptors`` closes those made or received."""
         shareables = []
         for allocation in mine:
             shareables.append(self._driver.share(allocation.handle))
@@ -303,7 +303,7 @@ class DeviceFabric:
         return torch.tensor(values, dtype=torch.int64, device=self._driver.device)
 
     def _group_table(self, addresses: list[int]) -> torch.Tensor:
-        """(R,) int64 with the domain's ``addresses``, 0 for the other domains' ranks."""
+        """Return the domain's ``addresses`` in (R,) int64, 0 for the other domains' ranks."""
         table = [0] * self.num_ranks
         table[self.domain.start : self.domain.stop] = addresses
         return self._table(table)

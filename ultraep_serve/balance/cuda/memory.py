@@ -21,7 +21,7 @@ class MappedMemory:
     """Allocations, one after another, behind one range of addresses."""
 
     def __init__(self, driver: Driver, allocations: Sequence[Allocation]) -> None:
-        """Map them; the handles stay the caller's. Without any, address and size are 0.
+        """Map the allocations; the handles stay the caller's. Without any, address and size are 0.
 
         Raises what ``Driver`` raises, with everything undone.
         """

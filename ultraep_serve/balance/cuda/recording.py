@@ -1,8 +1,8 @@
 """What a device tells its host of each layer.
 
-A page is one batch: kernels write every layer's outcome to a line of it in the device's memory, and
-one copy in stream order takes all of them to page-locked memory when the batch has been launched.
-The host looks at pages whose copy is done when it comes by again. Stages are timed by marks in the
+Kernels write every layer's outcome to a row of the batch's table in the device's memory, and one
+copy in stream order takes the table to page-locked memory when the batch has been launched. The
+host reads the tables whose copy is done at its next call. Stages are timed by marks in the
 stream, in one batch of several; how long the experts took, in every batch.
 """
 
@@ -18,27 +18,35 @@ from numpy.typing import NDArray
 from ultraep_serve.balance.cuda.timing import new_mark
 from ultraep_serve.types import Decision, Stage
 
-__all__ = ["TIMED_EVERY", "Lap", "Ledger", "Note", "Page", "Unnoted", "is_capturing"]
+__all__ = [
+    "TIMED_EVERY",
+    "PendingBatch",
+    "PendingBatches",
+    "PendingLayer",
+    "StageTimer",
+    "Untimed",
+    "is_capturing",
+]
 
 TIMED_EVERY = 8  # batches, of which one has its stages timed
 _MOST_LAPS = len(Stage) + 1  # of a layer
 
 
-class Lap(Protocol):
-    """What a layer's way through the stages is noted by."""
+class StageTimer(Protocol):
+    """Times a layer's way through the stages."""
 
     def lap(self, stage: Stage) -> None:
-        """The stream's time since the last lap goes to ``stage``."""
+        """Count the stream's time since the last lap as ``stage``'s."""
 
 
-class Unnoted:
-    """What stands in for the note of a layer whose stages nobody times."""
+class Untimed:
+    """Stands in for a timer where nobody times a layer's stages."""
 
     def lap(self, stage: Stage) -> None:
         pass
 
 
-class Note:
+class PendingLayer:
     """One layer of one batch on its way to the host."""
 
     def __init__(self, device: torch.device, on_device: torch.Tensor, values: torch.Tensor) -> None:
@@ -62,25 +70,25 @@ class Note:
             self._marks[0].record()
 
     def lap(self, stage: Stage) -> None:
-        """Stages come in any order, the engine's twice: before experts are awaited and after."""
+        """See ``StageTimer``; stages come in any order, the engine's before and after the wait."""
         if self.is_timed:
             self._passed.append(stage)
             self._marks[len(self._passed)].record()
 
     def begin_experts(self) -> None:
-        """The layer's experts, or the first part of them, are launched next."""
+        """Mark the launch of the layer's experts, or of the first part of them."""
         if not self.has_begun:
             self.has_begun = True
             self._experts[0].record()
 
     def end_experts(self) -> None:
-        """The layer's experts have been launched."""
+        """Mark that the layer's experts have been launched."""
         self._ended = True
         self._experts[1].record()
 
     @property
     def values(self) -> NDArray[np.int32]:
-        """What kernels wrote, once done; valid until the note is used again."""
+        """What kernels wrote, once done; valid until the row is used again."""
         return self._values
 
     @property
@@ -101,27 +109,28 @@ class Note:
         return round(elapsed)
 
 
-class Page:
+class PendingBatch:
     """All layers of one batch, in the order they ran."""
 
     def __init__(self, device: torch.device, num_values: int, capacity: int) -> None:
-        """Room for ``capacity`` layers of ``num_values`` int32."""
+        """Make room for ``capacity`` layers of ``num_values`` int32."""
         is_cuda = device.type == "cuda"
         shape = (capacity, num_values)
         self._on_device = torch.zeros(shape, dtype=torch.int32, device=device)
         self._memory = torch.zeros(shape, dtype=torch.int32, pin_memory=is_cuda)
-        self._notes = [
-            Note(device, *lines) for lines in zip(self._on_device, self._memory, strict=True)
+        self._layers = [
+            PendingLayer(device, *lines)
+            for lines in zip(self._on_device, self._memory, strict=True)
         ]
         self._done = new_mark(device)
         self.used = 0  # layers
 
-    def open(self) -> Note | None:
-        """The next line, if there is one."""
-        if self.used == len(self._notes):
+    def open(self) -> PendingLayer | None:
+        """Return the next row, if there is one."""
+        if self.used == len(self._layers):
             return None
         self.used += 1
-        return self._notes[self.used - 1]
+        return self._layers[self.used - 1]
 
     def send(self) -> None:
         """Copy what was written to the host, in stream order."""
@@ -139,70 +148,72 @@ class Page:
         return bool(self._done.query())
 
     @property
-    def notes(self) -> list[Note]:
-        """The notes that were opened."""
-        return self._notes[: self.used]
+    def layers(self) -> list[PendingLayer]:
+        """The layers that were opened."""
+        return self._layers[: self.used]
 
 
-Entry: TypeAlias = Note | Decision  # a layer, or a batch that was skipped as a whole
+Entry: TypeAlias = PendingLayer | Decision  # a layer, or a batch that was skipped as a whole
 
 
-class Ledger:
-    """Pages of batches in the order they ran; some of them still on their way."""
+class PendingBatches:
+    """Batches in the order they ran, some of them still on their way to the host."""
 
     def __init__(
         self, device: torch.device, num_values: int, num_layers: int, num_micro_batches: int = 1
     ) -> None:
-        """At most two batches of ``num_layers`` layers of ``num_values`` int32 are on their way."""
+        """Make room for two batches of ``num_layers`` layers of ``num_values`` int32."""
         capacity = num_layers * num_micro_batches
         self._num_layers = num_layers
-        self._free = [Page(device, num_values, capacity) for _ in range(2)]
-        self._page: Page | None = None  # that is written
-        self._open: dict[int, Note] = {}  # by micro-batch
-        self._sent: deque[Page | Decision] = deque()
-        self._next = 0  # of the first sent page's notes
+        self._free = [PendingBatch(device, num_values, capacity) for _ in range(2)]
+        self._current: PendingBatch | None = None  # the one that is written
+        self._open: dict[int, PendingLayer] = {}  # by micro-batch
+        self._sent: deque[PendingBatch | Decision] = deque()
+        self._next = 0  # index of the layer to drain next in the first sent batch
 
     def begin(self) -> None:
-        """A batch begins: what the one before has left open goes to the host as it is."""
+        """Begin a batch; layers that the one before has left open go to the host as they are."""
         self._open.clear()
         self._send()
 
-    def open(self, layer: int, batch: int, tokens: int, micro_batch: int = 0) -> Note | None:
-        """A note for a layer that starts now, or None where there is no room.
+    def open(
+        self, layer: int, batch: int, tokens: int, micro_batch: int = 0
+    ) -> PendingLayer | None:
+        """Return a row for a layer that starts, or None where there is no room.
 
-        One of this micro-batch that was not closed until then stays without its last stage.
+        A layer of this micro-batch that is still open stays without its last stage.
         """
         self._open.pop(micro_batch, None)
-        if self._page is None:
+        if self._current is None:
             if not self._free:
                 return None
-            self._page = self._free.pop()
-            self._page.used = 0
-        note = self._page.open()
-        if note is not None:
-            self._open[micro_batch] = note
-            note.start(layer, batch, tokens, micro_batch, timed=batch % TIMED_EVERY == 1)
-        return note
+            self._current = self._free.pop()
+            self._current.used = 0
+        pending = self._current.open()
+        if pending is not None:
+            self._open[micro_batch] = pending
+            pending.start(layer, batch, tokens, micro_batch, timed=batch % TIMED_EVERY == 1)
+        return pending
 
-    def close(self, micro_batch: int = 0) -> Page | None:
-        """The engine has computed the layer, in stream order; the page sent with the last."""
-        note = self._open.pop(micro_batch, None)
-        if note is None:
+    def close(self, micro_batch: int = 0) -> PendingBatch | None:
+        """End the layer, which the engine has computed; the last one has its batch sent."""
+        pending = self._open.pop(micro_batch, None)
+        if pending is None:
             return None
-        note.lap(Stage.COMPUTE)
-        return self._send() if note.layer == self._num_layers - 1 and not self._open else None
+        pending.lap(Stage.COMPUTE)
+        return self._send() if pending.layer == self._num_layers - 1 and not self._open else None
 
     def drop(self, micro_batch: int = 0) -> None:
-        """Give up the note that was opened last: nothing is recorded of its layer."""
-        if self._open.pop(micro_batch, None) is not None and self._page is not None:
-            self._page.used -= 1
+        """Give up the layer that was opened last: nothing is recorded of it."""
+        if self._open.pop(micro_batch, None) is not None and self._current is not None:
+            self._current.used -= 1
 
     def skip(self, decision: Decision) -> None:
-        """A batch was skipped as a whole."""
+        """Count a batch that was skipped as a whole."""
         self._sent.append(decision)
 
     def drain(self, most: int) -> Iterator[Entry]:
-        """At most so many of what is done, in order; a page is used again after its turn."""
+        """Yield at most so many of what is done, in order; tables are used again afterwards."""
         while self._sent and most > 0:
             first = self._sent[0]
             if isinstance(first, Decision):
@@ -215,20 +226,20 @@ class Ledger:
             if self._next < first.used:
                 self._next += 1
                 most -= 1
-                yield first.notes[self._next - 1]
+                yield first.layers[self._next - 1]
             if self._next == first.used:
                 self._sent.popleft()
                 self._free.append(first)
                 self._next = 0
 
-    def _send(self) -> Page | None:
-        page = self._page
-        if page is None or not page.used:
+    def _send(self) -> PendingBatch | None:
+        sent = self._current
+        if sent is None or not sent.used:
             return None
-        page.send()
-        self._sent.append(page)
-        self._page = None
-        return page
+        sent.send()
+        self._sent.append(sent)
+        self._current = None
+        return sent
 
 
 def is_capturing(device: torch.device) -> bool:

@@ -1,4 +1,4 @@
-"""What came of layers, from their notes to the recorder."""
+"""What came of layers, from the device's outcome to the recorder."""
 
 from collections.abc import Callable
 
@@ -6,7 +6,7 @@ from ultraep_kernels.device.outcome import unpack_outcome
 from ultraep_kernels.host.relays import relay_parents
 
 from ultraep_serve.balance.backend import GroupSetup
-from ultraep_serve.balance.cuda.recording import Note
+from ultraep_serve.balance.cuda.recording import PendingLayer
 from ultraep_serve.balance.speeds import OwnTime
 from ultraep_serve.costs.model import experts_moved
 from ultraep_serve.telemetry.record import LayerOutcome, LayerPlace, LayerRecord
@@ -36,12 +36,12 @@ class Records:
         self._stage_ns: dict[int, tuple[int, list[int]]] = {}  # of a layer: tokens, times
         self.was_off = False  # the policy of the last batch known
 
-    def write(self, note: Note) -> None:
+    def write(self, pending: PendingLayer) -> None:
         """Record one layer of one batch; a batch that was off is counted, once."""
         shape, location = self._setup.shape, self._setup.location
         rank, relay = location.rank, self._setup.config.relay
         sizes = shape.num_logical_experts, shape.num_ranks, shape.num_slots
-        found = unpack_outcome(note.values, *sizes)
+        found = unpack_outcome(pending.values, *sizes)
         outcome = LayerOutcome(
             decision=Decision(found.decision),
             policy=list(Policy)[found.policy],
@@ -50,37 +50,37 @@ class Records:
             slot_expert=found.slot_expert,
             slot_load=found.slot_load,
         )
-        if note.layer == note.micro_batch == 0:
+        if pending.layer == pending.micro_batch == 0:
             self.was_off = outcome.decision is Decision.POLICY_OFF
         if outcome.decision is Decision.POLICY_OFF:  # of the whole batch, which counts once
-            if note.layer == note.micro_batch == 0:
+            if pending.layer == pending.micro_batch == 0:
                 self._recorder.count_batch(outcome.decision)
             return
         if outcome.decision is Decision.INCONSISTENT:
             self._warn("ids or loads differ between ranks; inconsistent batches are not balanced")
-        if note.batch != self._timed_batch:
-            self._timed_batch = note.batch
+        if pending.batch != self._timed_batch:
+            self._timed_batch = pending.batch
             self._own_time.end_batch()
         after, slots = outcome.load_after, outcome.slot_expert
-        self._own_time.add(note.experts_ns, int(after[rank]), int(after.min()))
-        expert_bytes = self._expert_bytes[note.layer]
+        self._own_time.add(pending.experts_ns, int(after[rank]), int(after.min()))
+        expert_bytes = self._expert_bytes[pending.layer]
         parents = relay_parents(slots, shape.num_masters, relay, location.domain_size)
         sent, _ = experts_moved(slots, shape.num_masters, parents)
         self._recorder.record(
             LayerRecord.of(
-                LayerPlace(note.batch, note.layer, note.tokens),
+                LayerPlace(pending.batch, pending.layer, pending.tokens),
                 outcome,
                 rank=rank,
                 expert_bytes=expert_bytes,
                 bytes_sent=int(sent[rank]) * expert_bytes,
-                stage_ns=self._stage_times(note),
-                experts_ns=note.experts_ns,
+                stage_ns=self._stage_times(pending),
+                experts_ns=pending.experts_ns,
             )
         )
 
-    def _stage_times(self, note: Note) -> list[int]:
+    def _stage_times(self, pending: PendingLayer) -> list[int]:
         """Nanoseconds per stage: measured, or by tokens from the batch that last was."""
-        if note.is_timed:
-            self._stage_ns[note.layer] = note.tokens, note.nanoseconds
-        tokens, times = self._stage_ns.get(note.layer, (1, [0] * len(Stage)))
-        return [time * note.tokens // tokens for time in times]
+        if pending.is_timed:
+            self._stage_ns[pending.layer] = pending.tokens, pending.nanoseconds
+        tokens, times = self._stage_ns.get(pending.layer, (1, [0] * len(Stage)))
+        return [time * pending.tokens // tokens for time in times]

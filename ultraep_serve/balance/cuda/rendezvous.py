@@ -35,7 +35,7 @@ class Rendezvous(Protocol):
     kind: HandleKind
 
     def swap(self, layout: bytes, shareables: Sequence[Shareable]) -> list[Handshake]:
-        """Everybody's by rank, this rank's without shareables; returns when all have come.
+        """Return all handshakes by rank, this rank's without shareables, when all have come.
 
         Raises FabricError, PeerTimeoutError when a rank does not come.
         """
@@ -109,7 +109,7 @@ class SocketRendezvous:
         return listener
 
     def _connect(self, peer: int, deadline: float) -> socket.socket:
-        """A connection to a lower rank, once it listens."""
+        """Connect to a lower rank, once it listens."""
         while True:
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
@@ -124,7 +124,7 @@ class SocketRendezvous:
                 raise
 
     def _accept(self, listener: socket.socket, deadline: float) -> socket.socket:
-        """A connection from any higher rank."""
+        """Accept a connection from any higher rank."""
         _set_deadline(listener, deadline)
         connection = listener.accept()[0]
         connection.settimeout(listener.gettimeout())
@@ -177,7 +177,7 @@ class _Listener(socket.socket):
 
 
 def _receive(peer: socket.socket, undo: ExitStack) -> tuple[int, Handshake]:
-    """A rank's handshake; ``undo`` closes its descriptors."""
+    """Receive a rank's handshake; ``undo`` closes its descriptors."""
     rank, size, count = _HEADER.unpack(_read(peer, _HEADER.size))
     layout = _read(peer, size)
     descriptors: list[Shareable] = []

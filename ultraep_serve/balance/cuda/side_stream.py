@@ -14,10 +14,10 @@ class SideStream(Protocol):
 
     @contextmanager
     def fork(self) -> Iterator[None]:
-        """What is launched inside comes behind all that was launched until now."""
+        """Run what is launched inside behind all that was launched before."""
 
     def join(self) -> None:
-        """What the current stream is given from now on comes behind it; nothing without a fork."""
+        """Have the current stream wait for what was forked; without a fork do nothing."""
 
 
 class _CudaSideStream:

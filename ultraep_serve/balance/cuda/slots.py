@@ -35,7 +35,7 @@ class _TensorLayout:
 
     num_masters: int  # L
     expert_bytes: int  # from one expert to the next; 0 where an expert has no elements
-    strides: tuple[int, ...]  # in elements
+    strides: tuple[int, ...]  # counted in elements
 
     @property
     def master_bytes(self) -> int:
@@ -47,7 +47,7 @@ class _Arena:
     """Memory for packed tensors, filled from the start."""
 
     address: int
-    offset: int  # within the pool
+    offset: int  # where it begins within the pool
     size: int
     used: int = 0
 
@@ -58,7 +58,7 @@ class DeviceSlotPool:
     def __init__(
         self, driver: Driver, num_slots: int, chunk_bytes: int, per_layer: bool = False
     ) -> None:
-        """A pool of ``num_slots`` slots. ``per_layer`` gives each layer slots of its own.
+        """Make a pool of ``num_slots`` slots. ``per_layer`` gives each layer slots of its own.
 
         Chunks have ``chunk_bytes``, but not more than MOST_CHUNK_BYTES.
         """
@@ -142,7 +142,7 @@ class DeviceSlotPool:
     def _move(
         self, index: int, masters: torch.Tensor, layout: _TensorLayout
     ) -> tuple[torch.Tensor, int]:
-        """A copy of the masters with the slots behind it, and slot 0's offset in the pool."""
+        """Copy masters in front of the slots; return the alias and slot 0's offset in the pool."""
         shape = (layout.num_masters + self.num_slots, *masters.shape[1:])
         if layout.expert_bytes == 0:
             return masters.new_empty(shape), 0
@@ -161,7 +161,7 @@ class DeviceSlotPool:
         return slots_cost_less or layout.master_bytes % ALIGNMENT != 0
 
     def _alias(self, index: int, layout: _TensorLayout) -> tuple[int, int]:
-        """(address of the masters, offset of slot 0 in the pool), the pool mapped behind them."""
+        """Map the pool behind masters; return their address and slot 0's offset in the pool."""
         region, offset = self._region(index, layout.expert_bytes)
         with ExitStack() as undo:
             front = create(self._driver, layout.master_bytes, undo)
@@ -178,7 +178,7 @@ class DeviceSlotPool:
         return self._shared[key]
 
     def _pack(self, index: int, layout: _TensorLayout) -> tuple[int, int]:
-        """(address of the masters, offset of slot 0 in the pool), the slots right behind them."""
+        """Put masters and slots side by side; return the masters' address and slot 0's offset."""
         size = layout.master_bytes + self.num_slots * layout.expert_bytes
         if self._arena.size - self._arena.used < size:
             region, offset = self._grow(max(size, _ARENA_UNITS * self._driver.granularity))
@@ -190,7 +190,7 @@ class DeviceSlotPool:
         return self._arena.address + start, self._arena.offset + start + layout.master_bytes
 
     def _grow(self, size: int) -> tuple[Allocation, int]:
-        """(new memory at the end of the pool, its offset)."""
+        """Return new memory at the end of the pool, and its offset."""
         offset = self.size
         self.regions.append(create(self._driver, size, self._undo))
         return self.regions[-1], offset

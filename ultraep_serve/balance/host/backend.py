@@ -129,7 +129,7 @@ class HostBackend:
             return _best(lambda: [fabric.exchange(row) for _ in range(_EXCHANGES)]) / _EXCHANGES
 
         def copy_one_expert() -> None:
-            """Master 0 into slot 0, or onto itself where there are no slots."""
+            """Copy master 0 into slot 0, or onto itself where there are no slots."""
             target = shape.num_masters if shape.num_replica_slots else 0
             for tensor in layer.tensors:
                 tensor[target].copy_(tensor[0].clone())

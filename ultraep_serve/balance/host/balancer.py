@@ -135,18 +135,18 @@ class HostBalancer:
         return physical
 
     def computed(self, micro_batch: int = 0) -> None:
-        """The engine has finished the layer that ``route`` was called for last: record it."""
+        """Record the layer that was routed last, which the engine has computed."""
         if self._routed is not None:
             self._routed.watch.lap(Stage.COMPUTE)
             self._record(self._routed, expert_clock.take())
             self._routed = None
 
     def end_loading(self) -> None:
-        """From now on the others answer within the timeout; until then they may be compiling."""
+        """Expect others to answer within the timeout; before this they may be compiling."""
         self._fabric.wait_at_least(0)
 
     def identity(self, topk_ids: torch.Tensor) -> torch.Tensor:
-        """Every assignment to its master, (T, K) int32; padding and unknown ids become -1."""
+        """Send every assignment to its master, (T, K) int32; padding and unknown ids become -1."""
         return master_ids(topk_ids, self._identity)
 
     def _skip(self, first: bool, decision: Decision, topk_ids: torch.Tensor) -> torch.Tensor:
@@ -181,7 +181,7 @@ class HostBalancer:
         return Choice(asked.policy.code, threshold, speeds, self._time)
 
     def _agree(self, rows: NDArray[np.int64]) -> None:
-        """What holds for this batch, by all ranks' rows (R, W) of its first layer."""
+        """Settle what holds for this batch, from all ranks' rows (R, W) of its first layer."""
         self._batch_policy = list(Policy)[int(rows[0, POLICY])]
         asked, configured = int(rows[0, THRESHOLD]), round(self._config.max_imbalance * _MILLION)
         self._threshold = asked if asked >= _MILLION else configured
@@ -191,7 +191,7 @@ class HostBalancer:
     def _plan(
         self, layer: int, loads: NDArray[np.int64], inconsistent: bool
     ) -> tuple[Decision, Plan | None]:
-        """What to do with these loads; there is a plan where the decision is PLANNED."""
+        """Decide what to do with these loads; there is a plan where the decision is PLANNED."""
         if inconsistent:
             self._warn("ids or loads differ between ranks; inconsistent batches are not balanced")
             return Decision.INCONSISTENT, None
@@ -295,5 +295,5 @@ class _Routed:
     decision: Decision
     loads: NDArray[np.int64]  # (R, E)
     plan: Plan | None
-    sent: int  # bytes
+    sent: int  # bytes that this rank sent
     watch: Stopwatch

@@ -121,7 +121,7 @@ class HostFabric:
         path.unlink(missing_ok=True)
 
     def wait_at_least(self, seconds: float) -> None:
-        """For waits from now on, where other ranks may have to compile first.
+        """Lengthen later waits, where other ranks may have to compile first.
 
         The least is the timeout: 0 goes back to that.
         """

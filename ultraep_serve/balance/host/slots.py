@@ -32,7 +32,7 @@ class HostSlotPool:
     """This rank's replica slots: memory that other ranks write and every layer reads."""
 
     def __init__(self, num_slots: int, chunk_bytes: int, per_layer: bool = False) -> None:
-        """A pool of ``num_slots`` slots. ``per_layer`` gives each layer slots of its own."""
+        """Make a pool of ``num_slots`` slots. ``per_layer`` gives each layer slots of its own."""
         self.num_slots = num_slots
         self.size = 0  # bytes
         self.descriptor = shareable_memory("ultraep-slots")

@@ -20,14 +20,14 @@ _EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num
 class RankCount(NamedTuple):
     """How many ranks a server's flags ask for."""
 
-    total: int  # on all hosts
-    here: int  # on this one
-    stages: int  # of the pipeline, which share the ranks out evenly
-    in_stage_here: int  # of one stage's ranks, those on this host
+    total: int  # ranks on all hosts
+    here: int  # ranks on this host
+    stages: int  # pipeline stages, which have equally many ranks
+    in_stage_here: int  # ranks of one stage on this host
 
     @property
     def in_stage(self) -> int:
-        """R: ranks of one pipeline stage."""
+        """R, the ranks of one pipeline stage."""
         return self.total // self.stages
 
 

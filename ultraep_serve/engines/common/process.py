@@ -34,7 +34,7 @@ _at_exit = _AtExit()
 
 
 def tidy_up_at_exit() -> None:
-    """In the process that was started first: do the above when it ends.
+    """Have the process that was started first do the above when it ends.
 
     Finalizers run last created first, so the engine, which is started later, has ended its ranks
     by then. ``atexit`` would call this while they live.
@@ -46,7 +46,7 @@ def tidy_up_at_exit() -> None:
 
 @contextmanager
 def repeated_at_exit() -> Iterator[None]:
-    """An error of ours that is raised within is said again when the first process ends."""
+    """Repeat an error of ours that is raised within when the first process ends."""
     try:
         yield
     except UltraEPError as error:
@@ -56,7 +56,7 @@ def repeated_at_exit() -> Iterator[None]:
 
 
 def _leave(error: UltraEPError) -> None:
-    """A rank that lost another one leaves nothing where that one did: its reason is the reason."""
+    """Leave the reason of ``error``; a rank that lost another one does not replace that one's."""
     path = _path(first_process())
     if isinstance(error, FabricError) and path.exists():
         return
@@ -79,7 +79,7 @@ def _tidy_up() -> None:
 
 
 def _remove_stale_reasons() -> None:
-    """Those of ranks that failed after their first process had ended."""
+    """Remove reasons of ranks that failed after their first process had ended."""
     for path in _path(0).parent.glob(f"{_path(0).name[:-1]}*"):
         process = path.name.rpartition("-")[2]
         if process.isdecimal() and not is_process_alive(int(process)):

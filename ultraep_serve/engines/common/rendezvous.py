@@ -53,7 +53,7 @@ _NAME_BYTES = 64  # as long as Linux lets a host's name be
 def find_location(
     config: BalanceConfig, rank: int, num_ranks: int, group: EngineGroup | None
 ) -> Location:
-    """Where ``rank`` is; all ranks together. Without ``group`` all of them share this host.
+    """Find where ``rank`` is; all ranks together. Without ``group`` all of them share this host.
 
     Raises UnsupportedError where ranks and hosts form no domains, ConfigError where hosts run
     different versions or were given different flags, PeerTimeoutError when a rank does not come.
@@ -88,7 +88,7 @@ def meet(
     group: EngineGroup | None,
     pipeline: PipelineStage = ONLY_STAGE,
 ) -> BalanceConfig:
-    """``config`` with a run directory that all ranks of this host know; all ranks together.
+    """Return ``config`` with a run directory for all ranks of this host; all ranks together.
 
     Without a launcher each host's primary rank makes one, which is gone with the host's last rank;
     of several pipeline stages, whichever comes first, for all of them.
@@ -150,7 +150,7 @@ def _serve_unbalanced(config: BalanceConfig, reason: str) -> None:
 
 
 def _make_run_directory(config: BalanceConfig, name: str, *, or_join: bool = False) -> RunDirectory:
-    """One that this process leaves when it ends, and the sidecar, if that is asked for.
+    """Make a run directory that this process leaves at its end, and the sidecar, if asked for.
 
     With ``or_join`` another process may have made both.
     """
@@ -172,7 +172,7 @@ def _make_run_directory(config: BalanceConfig, name: str, *, or_join: bool = Fal
 
 
 def _leave_at_exit(directory: RunDirectory) -> None:
-    """``atexit`` is not called in a process of ``multiprocessing``."""
+    """Leave ``directory`` at the end; ``multiprocessing`` does not call ``atexit``."""
     Finalize(None, directory.leave, exitpriority=0)
 
 
@@ -187,7 +187,7 @@ def wait_for_all(setup: GroupSetup) -> None:
 
 
 def meet_hosts(setup: GroupSetup, pipeline: PipelineStage) -> HostLink | None:
-    """``join_hosts``; None where all ranks share a host, and of a pipeline's stages.
+    """Call ``join_hosts``; None where all ranks share a host, and for stages of a pipeline.
 
     Raises PeerTimeoutError.
     """
@@ -199,7 +199,7 @@ def meet_hosts(setup: GroupSetup, pipeline: PipelineStage) -> HostLink | None:
 
 
 def meet_stages(setup: GroupSetup, pipeline: PipelineStage) -> StageMeeting | None:
-    """For the hosts of all ranks of a pipeline; None where there is one stage."""
+    """Return where hosts of a pipeline's stages meet; None where there is one stage."""
     group, location = setup.engine_group, setup.location
     if group is None or group.store is None or pipeline.num_stages == 1:
         return None

@@ -76,16 +76,16 @@ class EngineRank:
 
     engine: str  # "vllm", "sglang"
     rank: int
-    group: EngineGroup | None = None  # of all ranks; without it they share this host
-    pipeline: PipelineStage = field(default_factory=PipelineStage)  # theirs
-    answers: Answers | None = None  # for the self-check; None: the engine cannot be asked
+    group: EngineGroup | None = None  # None: all ranks share this host
+    pipeline: PipelineStage = field(default_factory=PipelineStage)  # the stage of all ranks
+    answers: Answers | None = None  # for the self-check; None: it cannot compare outputs
 
 
 @dataclass(frozen=True)
 class Batch:
     """The batch, or the micro-batch, that a layer is called for."""
 
-    tokens: int  # over all ranks, padding included, the same on every rank
+    tokens: int  # sum over all ranks with padding, the same on every rank
     request_tokens: int | None = None  # this rank's first rows that belong to requests; None: all
     micro_batch: int = 0  # numbered from 0; the next may be routed before this one is computed
 
@@ -171,7 +171,7 @@ class BalancedLayers:
         return run_self_check(setup.context, stages, answers, full=wanted == "full")
 
     def _watch_others(self) -> None:
-        """From now on; until here ranks may load for longer than the timeout."""
+        """Watch the other ranks, which have loaded and should answer within the timeout."""
         setup = self._setup
         watch = RankWatch(
             self._run_path,
@@ -187,7 +187,9 @@ class BalancedLayers:
         Finalize(None, watch.close, exitpriority=2)
 
     def _create_spool(self) -> SpoolWriter | None:
-        """Where all ranks see the same tokens, one records them; of a pipeline the first stage.
+        """Return the writer of recordings, if this rank records.
+
+        Where all ranks see the same tokens, one records them; in a pipeline, the first stage does.
 
         Layers of overlapping micro-batches come mixed, which a recording has no place for.
         """
@@ -238,7 +240,7 @@ class BalancedLayers:
         return physical.to(topk_ids.dtype)
 
     def computed(self, micro_batch: int = 0) -> None:
-        """``LayerBalancer.computed``: the engine has finished the layer that was routed last.
+        """Take note that the engine has finished the layer; see ``LayerBalancer.computed``.
 
         Errors as in ``route``.
         """
@@ -297,7 +299,7 @@ def balanced_ids(
 
 
 def _in_own_directory(config: BalanceConfig, pipeline: PipelineStage) -> BalanceConfig:
-    """With a directory in which the ranks of this pipeline stage meet only each other."""
+    """Give ``config`` a directory in which only the ranks of this pipeline stage meet."""
     if pipeline.number == 0:
         return config
     path = RunFiles(config.run_path).stage(pipeline.number)

@@ -24,18 +24,18 @@ _REFUSED = 0  # instead of a digest
 
 @dataclass(frozen=True)
 class SharedValues:
-    """Of one layer: tensors and numbers that belong to no single expert."""
+    """The tensors and numbers of one layer that belong to no single expert."""
 
     layer_name: str
     names: Sequence[str]
     digest: int  # int64, not 0
-    remedy: str  # where ranks differ: what to use
+    remedy: str  # what to use where ranks differ
 
     @classmethod
     def of(
         cls, layer_name: str, values: Iterable[tuple[str, torch.Tensor | float]], remedy: str
     ) -> "SharedValues":
-        """With a digest of names, types, shapes and bytes."""
+        """Digest the names, types, shapes and bytes of ``values``."""
         names, digest = [], blake2b(digest_size=8)
         for name, value in values:
             names.append(name)

@@ -30,7 +30,7 @@ ACTIVATIONS = ("silu", "gelu", "situ")  # that SGLang's torch path has, all gate
 def compute_and_reduce(
     layer: Any, x: torch.Tensor, topk_weights: torch.Tensor, local_ids: torch.Tensor
 ) -> torch.Tensor:
-    """As ``compute_own``, with a sum that is the same wherever experts are computed.
+    """Do as ``compute_own``, with a sum that is the same wherever experts are computed.
 
     In 16-bit models the first rank's part is all of it and the others' are zero, so that the
     engine's sum does not round it again. All ranks call it together.

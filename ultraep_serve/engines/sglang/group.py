@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class ExpertGroup:
-    """All MoE layers of this rank, taken over."""
+    """All MoE layers of this rank, which the adapter has taken over."""
 
     def __init__(self, config: BalanceConfig, model: nn.Module) -> None:
         """Take over ``model``'s layers, whose weights are final.
@@ -52,7 +52,7 @@ class ExpertGroup:
             execution.check(layer)
         require_one_number([layer.num_experts for layer in layers])
         self._layers = {layer: index for index, layer in enumerate(layers)}
-        self._not_routed = set(layers)  # by any prefill
+        self._not_routed = set(layers)  # layers that no prefill has passed
         config_of_model = getattr(model, "config", None)
         # Models with zero experts (LongCat) send their assignments to expert 0, with weight 0.
         self.has_zero_experts = bool(getattr(config_of_model, "zero_expert_num", 0))
@@ -92,11 +92,11 @@ class ExpertGroup:
         return self._balanced.route(index, topk_ids, Batch(tokens))
 
     def computed(self) -> None:
-        """The layer that was routed last has been computed."""
+        """Take note that the layer that was routed last has been computed."""
         self._balanced.computed()
 
     def check_all_routed(self) -> None:
-        """After a prefill with tokens: raise UnsupportedError unless every layer was routed.
+        """Raise UnsupportedError unless a prefill with tokens has routed every layer.
 
         A model that computes a layer's experts in a way of its own would take physical ids for
         logical ones. SGLang's warm-up request is the first such batch.
@@ -157,14 +157,17 @@ def _summed(output: torch.Tensor) -> torch.Tensor:
 
 
 def _first_host() -> str:
-    """Its address in the engine's network, as its operator gave it; empty on one host."""
+    """Return the first host's address, as the operator gave it; empty on one host."""
     given = get_server_args().dist_init_addr
     return NetworkAddress.parse(given).host if given else ""
 
 
 def _view_of(layer: FusedMoE) -> TokenView:
-    """Without a dispatcher of its own every rank has all tokens, with attention data parallelism
-    too: SGLang gathers them before the layer."""
+    """Return whose tokens the ranks of ``layer`` see.
+
+    Without a dispatcher of its own every rank has all tokens, with attention data parallelism too:
+    SGLang gathers them before the layer.
+    """
     return TokenView.SHARED if type(layer.dispatcher) is StandardDispatcher else TokenView.OWN
 
 
@@ -183,7 +186,7 @@ def complete_outputs(model: nn.Module) -> None:
 
 
 def expert_layers(model: nn.Module) -> list[FusedMoE]:
-    """All that are spread over the expert-parallel ranks; replicated ones have nothing to move."""
+    """Find layers spread over the expert-parallel ranks; replicated ones have nothing to move."""
     found = [module for module in model.modules() if isinstance(module, FusedMoE)]
     return [layer for layer in found if layer.moe_ep_size > 1]
 

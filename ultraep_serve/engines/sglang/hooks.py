@@ -1,4 +1,4 @@
-"""The seams: hooks on SGLang's own functions, through SGLang's own registry for that."""
+"""Hooks on SGLang's own functions, through SGLang's own registry for that."""
 
 import inspect
 import logging
@@ -89,11 +89,11 @@ class _SchedulerHooks:
     def __init__(self, config: BalanceConfig) -> None:
         self._config = config
         self._group: ExpertGroup | None = None
-        self._served_plainly = False  # by on_unsupported = off
+        self._served_plainly = False  # because on_unsupported is off
         self._tokens = PrefillTokens()
 
     def by_target(self) -> dict[str, tuple[Callable[..., Any], HookType]]:
-        """What to hook where; without balancing only what expert parallelism on CPU needs."""
+        """Return hooks by target; without balancing only what expert parallelism on CPU needs."""
         hooks: dict[str, tuple[Callable[..., Any], HookType]] = {
             LOAD: (self.load, HookType.AROUND),
         }
@@ -144,7 +144,7 @@ class _SchedulerHooks:
         *rest: Any,
         **named: Any,
     ) -> Any:
-        """Note whether a batch is prefill and how large it is, which experts cannot see.
+        """Keep whether a batch is prefill and how large it is, which experts cannot see.
 
         Target: ``ModelRunner.forward``, which every batch passes. AROUND. Remove when a batch's
         forward mode can be read in a layer without a forward context.
@@ -245,7 +245,7 @@ _PREFILL = (ForwardMode.EXTEND, ForwardMode.MIXED)
 
 
 class PrefillTokens:
-    """Of the batch that runs now; 0 where it is not prefill, which is always too small to plan.
+    """The tokens of the batch that runs; 0 where it is not prefill, which is never planned.
 
     Ranks of one attention group run the same batch. With attention data parallelism every rank has
     a batch of its own, of decode or with nothing in it while another one's is prefill: then all
@@ -257,7 +257,7 @@ class PrefillTokens:
         self._gathered = 0
 
     def gathered(self, _result: None, info: Any, *_: Any, **__: Any) -> None:
-        """Note the number of all ranks' tokens.
+        """Keep the number of all ranks' tokens.
 
         Target: ``MLPSyncBatchInfo.all_gather``, behind which every rank has the same. AFTER. A
         batch itself only tells them where dense layers gather tokens too. Remove when it always
@@ -267,7 +267,7 @@ class PrefillTokens:
 
     @contextmanager
     def running(self, forward_batch: Any) -> Iterator[None]:
-        """While SGLang runs ``forward_batch``. What it captures or tries out by itself counts 0."""
+        """Count while SGLang runs ``forward_batch``; what it captures or tries out counts 0."""
         self.number = self._of(forward_batch)
         try:
             yield
@@ -281,7 +281,7 @@ class PrefillTokens:
 
 
 def own_prefill_tokens(forward_batch: Any) -> int:
-    """Of this rank; with attention data parallelism others may have more."""
+    """Return this rank's tokens; with attention data parallelism others may have more."""
     if forward_batch.forward_mode in _PREFILL:
         return int(forward_batch.extend_num_tokens or 0)
     return 0

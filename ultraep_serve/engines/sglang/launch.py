@@ -105,7 +105,7 @@ def engine_command(model: str, flags: list[str], policy: Policy) -> EngineComman
 
 
 def _tuned_folder() -> Path:
-    """That of which SGLang takes ``configs/triton_VERSION``."""
+    """Return the folder of which SGLang takes ``configs/triton_VERSION``."""
     return package_folder("sglang") / "srt" / "layers" / "moe" / "moe_runner" / "triton_utils"
 
 
@@ -204,7 +204,7 @@ def _require_cpu_modules() -> None:
 
 
 def _require_plugin() -> None:
-    """SGLang goes on without plugins that it does not find or that its user did not name."""
+    """End the process if SGLang would not load this plugin, which it does not say itself."""
     if not entry_points(group=_GROUP, name=PLUGIN):
         sys.exit(
             f"ultraep: error: this package is installed without its entry point in {_GROUP}; "

@@ -73,7 +73,7 @@ class Assignments:
 
     @classmethod
     def from_physical(cls, physical: torch.Tensor, num_local: int) -> "Assignments":
-        """From physical ids (T, K) = rank * num_local + local, -1 padding."""
+        """Split physical ids (T, K) = rank * num_local + local, -1 padding."""
         rank = torch.div(physical, num_local, rounding_mode="floor").long()
         return cls(rank=rank, local=(physical - rank * num_local).int())
 
@@ -171,7 +171,7 @@ def compute_and_reduce(
 
 
 def _group_to_reduce(ranks: GroupCoordinator) -> GroupCoordinator:
-    """The tensor-parallel group if it has the same ranks: vLLM reduces in shared memory there."""
+    """Return the tensor-parallel group if it has the same ranks: it reduces in shared memory."""
     same: GroupCoordinator = get_tp_group()
     return same if same.ranks == ranks.ranks else ranks
 

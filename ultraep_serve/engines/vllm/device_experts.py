@@ -35,7 +35,7 @@ class DeviceExperts(Execution[RoutedExperts]):
 
     @property
     def num_micro_batches(self) -> int:
-        """With dual batch overlap vLLM routes the next micro-batch before it computes the first."""
+        """How many micro-batches overlap: vLLM's dual batch overlap routes one ahead."""
         parallel = self._vllm_config.parallel_config
         return int(parallel.num_ubatches) if parallel.use_ubatching else 1
 
@@ -133,17 +133,17 @@ def _kernel_for(layer: RoutedExperts) -> mk.FusedMoEKernel:
 
 
 class _TimedExperts(mk.FusedMoEExpertsModular):
-    """Says when experts are launched, between vLLM's dispatch and its combine."""
+    """Experts that say when they are launched, between vLLM's dispatch and its combine."""
 
     @expert_clock
     def apply(self, *args: Any, **named: Any) -> Any:
-        """vLLM's own."""
+        """Call vLLM's own."""
         return super().apply(*args, **named)
 
 
 @functools.cache
 def _timed(kind: type) -> type:
-    """``kind`` with its launches timed; kernels that also route or combine stay as they are."""
+    """Time the launches of ``kind``; kernels that also route or combine stay as they are."""
     if issubclass(kind, _TimedExperts) or not issubclass(kind, mk.FusedMoEExpertsModular):
         return kind
     return type(kind.__name__, (_TimedExperts, kind), {})

@@ -169,5 +169,5 @@ def _all_rows_equal(value: torch.Tensor) -> bool:
 
 
 def _bytes(value: torch.Tensor) -> torch.Tensor:
-    """On the host, whatever the type."""
+    """View ``value`` as bytes on the host, whatever its type."""
     return value.data.cpu().contiguous().view(-1).view(torch.uint8)

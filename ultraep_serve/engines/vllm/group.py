@@ -43,14 +43,14 @@ class ExpertGroup:
         self.vllm_config = vllm_config
         self._config = config
         self._num_expected = 0
-        self._layers: list[RoutedExperts] = []  # whose weights are final
+        self._layers: list[RoutedExperts] = []  # layers whose weights are final
         self.balanced: BalancedLayers | None = None  # None: still loading, or not balanced
         self._execution: CpuExperts | DeviceExperts = (
             CpuExperts() if current_platform.is_cpu() else DeviceExperts(vllm_config)
         )
 
     def expect_layer(self) -> None:
-        """The model that is being built has one more."""
+        """Count one more layer of the model that is being built."""
         self._num_expected += 1
 
     def add(self, layer: RoutedExperts) -> int:
@@ -87,7 +87,7 @@ class ExpertGroup:
         return self._execution.compute(self._layers[index], x, topk_weights, physical)
 
     def computed(self) -> None:
-        """vLLM has finished the layer that was routed last."""
+        """Take note that vLLM has finished the layer that was routed last."""
         if self.balanced is not None:
             self.balanced.computed(dbo_current_ubatch_id())
 
@@ -99,7 +99,7 @@ class ExpertGroup:
         return int(metadata.num_tokens_across_dp_cpu.sum()) if metadata else 0
 
     def _request_tokens(self, num_rows: int) -> int | None:
-        """Of this rank's rows, how many belong to requests; None where the engine does not say.
+        """Count this rank's rows that belong to requests; None where the engine does not say.
 
         With sequence parallelism the tensor-parallel ranks of an engine take its rows in turn,
         equally many each.
@@ -112,7 +112,7 @@ class ExpertGroup:
 
     @property
     def _view(self) -> TokenView:
-        """With both tensor and data parallelism vLLM gives each rank tokens of its own too."""
+        """Whose tokens ranks see: with data parallelism their own, tensor parallel or not."""
         parallel = self._layers[0].moe_config.moe_parallel_config
         return TokenView.OWN if parallel.dp_size > 1 else TokenView.SHARED
 
@@ -161,7 +161,7 @@ class ExpertGroup:
 
 
 def _pipeline_of(vllm_config: VllmConfig) -> PipelineStage:
-    """vLLM's expert-parallel groups lie within a stage of its pipeline."""
+    """Return this rank's pipeline stage; vLLM's expert-parallel groups lie within one."""
     size = vllm_config.parallel_config.pipeline_parallel_size
     if size == 1:
         return ONLY_STAGE
@@ -170,13 +170,13 @@ def _pipeline_of(vllm_config: VllmConfig) -> PipelineStage:
 
 
 def _store_of_all() -> KeyValueStore:
-    """Which the ranks of all stages share."""
+    """Return the key-value store that the ranks of all stages share."""
     store: KeyValueStore = get_world_group().cpu_group.get_group_store()
     return store
 
 
 def _first_host(vllm_config: VllmConfig) -> str:
-    """Its address in the engine's network, as its operator gave it."""
+    """Return the first host's address in the engine's network, as the operator gave it."""
     parallel = vllm_config.parallel_config
     return str(parallel.master_addr if parallel.nnodes > 1 else parallel.data_parallel_master_ip)
 

@@ -56,7 +56,7 @@ def parse_engine_flags(flags: list[str]) -> argparse.Namespace:
 
 
 def _with_dashes(flag: str) -> str:
-    """vLLM takes ``--tensor_parallel_size`` for ``--tensor-parallel-size``."""
+    """Spell ``flag`` with dashes: vLLM takes underscores in their place."""
     name, equals, value = flag.partition("=")
     return name.replace("_", "-") + equals + value if name.startswith("--") else flag
 

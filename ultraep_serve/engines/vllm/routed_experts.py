@@ -1,4 +1,4 @@
-"""The seams: two kinds of vLLM's layers become ours when they are put into a model.
+"""Two kinds of vLLM's layers become ours when they are put into a model.
 
 ``RoutedExperts.forward_modular`` sits between routing and dispatch, for tensor and data parallelism
 alike. Models bring subclasses of it, which vLLM's registry of layers, by name, does not reach;
@@ -75,7 +75,7 @@ class BalancedRoutedExperts(RoutedExperts):
 
 
 class CpuRoutedExperts(BalancedRoutedExperts):
-    """On CPU, where dispatch and combine are ours too."""
+    """Balanced experts on CPU, where the adapter also dispatches and combines."""
 
     def forward_modular(
         self,
@@ -104,7 +104,7 @@ class CpuRoutedExperts(BalancedRoutedExperts):
 
 
 class DeviceRoutedExperts(BalancedRoutedExperts):
-    """On a GPU, where vLLM's own modular kernel runs on physical ids."""
+    """Balanced experts on a GPU, where vLLM's own modular kernel runs on physical ids."""
 
     def forward_modular(
         self,
@@ -163,7 +163,7 @@ class CheckedEmbedding(VocabParallelEmbedding):
     """vLLM's embedding, which checks once that its model has experts to balance."""
 
     def update_param_tp_status(self) -> None:
-        """As that of ``BalancedRoutedExperts``; by now the whole model is built."""
+        """Check, see ``BalancedRoutedExperts``; the whole model is built when this is called."""
         super().update_param_tp_status()
         self.__class__ = VocabParallelEmbedding
         with repeated_at_exit():
@@ -181,7 +181,7 @@ def substitute() -> None:
 
 
 def _registered(parent: nn.Module, _name: str, module: nn.Module | None) -> None:
-    """``module`` was made a part of ``parent``."""
+    """Take over ``module``, which was made a part of ``parent``, if it is one of the two kinds."""
     if type(module) is VocabParallelEmbedding:
         module.__class__ = CheckedEmbedding
         with repeated_at_exit():
