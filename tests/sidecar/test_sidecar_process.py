@@ -15,7 +15,7 @@ import pytest
 
 import ultraep_serve
 from tests.support.waiting import until
-from ultraep_serve.config import TOKEN_VARIABLE
+from ultraep_serve.config import TOKEN_VARIABLE, SidecarSettings
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.sidecar.serve import control_token, is_loopback, serve, set_up_logging
 from ultraep_serve.system.machine import free_port
@@ -101,7 +101,7 @@ def test_a_port_in_use_is_said_plainly(tmp_path: Path) -> None:
 def test_other_hosts_need_a_token(tmp_path: Path) -> None:
     for host in ("0.0.0.0", "::", "192.0.2.1", "example.invalid"):
         with pytest.raises(ConfigError, match="token"):
-            serve(tmp_path, host=host, port=0)
+            serve(tmp_path, SidecarSettings(host=host, port=0))
 
 
 def test_only_this_machine_is_loopback() -> None:
@@ -112,9 +112,11 @@ def test_only_this_machine_is_loopback() -> None:
 
 
 def test_an_address_that_cannot_be_bound_is_a_config_error(tmp_path: Path) -> None:
-    for host, port in (("no host", 0), ("127.0.0.1", 99999), ("127.0.0.1", -1)):
-        with pytest.raises(ConfigError, match="--port"):
-            serve(tmp_path, host=host, port=port, token="x")
+    with pytest.raises(ConfigError, match="--port"):
+        serve(tmp_path, SidecarSettings(host="no host", port=0), token="x")
+    for port in (99999, -1):
+        with pytest.raises(ConfigError, match="port"):
+            SidecarSettings(port=port)
 
 
 def test_the_token_is_made_once_and_kept_private(tmp_path: Path) -> None:
