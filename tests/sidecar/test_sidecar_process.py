@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 import ultraep_serve
+from tests.support.sidecar_runs import status
 from tests.support.waiting import until
 from ultraep_serve.config import TOKEN_VARIABLE, SidecarSettings
 from ultraep_serve.errors import ConfigError
@@ -66,12 +67,7 @@ def test_it_serves_with_a_token_of_its_own_and_stops_when_asked(tmp_path: Path) 
     process = start(tmp_path, port)
     try:
         url = f"http://127.0.0.1:{port}"
-        while process.poll() is None:
-            try:
-                assert httpx.get(f"{url}/healthz").status_code == 200
-                break
-            except httpx.ConnectError:
-                time.sleep(0.05)
+        until(lambda: status(f"{url}/healthz") == 200)
         assert os.getpriority(os.PRIO_PROCESS, process.pid) == 10  # cores are the engine's
         token = (tmp_path / "token").read_text()
         bearer = {"Authorization": f"Bearer {token}"}
@@ -188,13 +184,7 @@ def test_it_ends_with_its_parent_and_removes_what_that_left(tmp_path: Path) -> N
     with subprocess.Popen(words, cwd=ROOT, stdin=pipe, stdout=pipe, text=True) as parent:
         assert parent.stdout is not None
         child = Path(f"/proc/{parent.stdout.readline().strip()}")
-        answers = 0
-        while not answers:
-            try:
-                answers = httpx.get(f"http://127.0.0.1:{port}/readyz").status_code
-            except httpx.ConnectError:
-                time.sleep(0.05)
-        assert answers == 503
+        until(lambda: status(f"http://127.0.0.1:{port}/readyz") == 503)
         assert len(list(tmp_path.iterdir())) == 1
         parent.kill()
     until(lambda: not child.exists() or b") Z " in (child / "stat").read_bytes())
