@@ -58,6 +58,7 @@ def supervise(engine: EngineCommand, config: BalanceConfig, sidecar: list[str] |
     balanced engine ends by itself as if all were well, as vLLM does when it has lost a rank.
     """
     environment = child_environment(config, engine.environment)
+    _say_launched(config)
     children: list[subprocess.Popen[bytes]] = []
     watch = _BalanceWatch(engine, config)
     with _forwarded_signals(children, lambda: _say_stopped(config)) as signals:
@@ -202,6 +203,13 @@ def _before_child_runs() -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     for number in (signal.SIGTTIN, signal.SIGTTOU):  # the terminal stops nobody in the background
         signal.signal(number, signal.SIG_IGN)
+
+
+def _say_launched(config: BalanceConfig) -> None:
+    """Ranks leave it to this process to say why they end, where they do not know themselves."""
+    if config.run_dir and config.policy is not Policy.OFF:
+        with contextlib.suppress(OSError):
+            RunFiles(config.run_path).mark_launched()
 
 
 def _say_stopped(config: BalanceConfig) -> None:
