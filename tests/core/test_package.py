@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.reference_page import DOCS
+from docs.generate.reference import DOCS
 from ultraep_serve import __version__
 
 ROOT = DOCS.parent
