@@ -13,7 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.live_run import LiveRun, command
-from tests.support.sidecar_runs import PLANNED_LAYERS
+from tests.support.rings import PLANNED_LAYERS
 from tests.support.waiting import until
 from ultraep_serve.config import TOKEN_VARIABLE
 from ultraep_serve.system.machine import free_port
