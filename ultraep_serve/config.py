@@ -6,6 +6,7 @@ files of settings, the errors, and the table in ``docs/settings.md``.
 """
 
 import argparse
+import contextlib
 import multiprocessing
 import os
 from collections.abc import Mapping
@@ -281,10 +282,26 @@ def plugin_filter(variable: str) -> str | None:
 
 
 def first_process() -> int:
-    """Process id of the engine's first process; those that it starts as workers agree."""
-    if multiprocessing.parent_process() is None:
-        os.environ[_FIRST_PROCESS_VARIABLE] = str(os.getpid())
-    return int(os.environ.get(_FIRST_PROCESS_VARIABLE, os.getpid()))
+    """Process id of the engine's first process; those that it starts as workers agree.
+
+    It is the first one that asks. Who starts engines through ``multiprocessing`` does not ask, and
+    the engine is then no worker of its own, whatever that process was started with.
+    """
+    named = os.environ.get(_FIRST_PROCESS_VARIABLE, "")
+    if multiprocessing.parent_process() is None or not (named.isdecimal() and _is_above(named)):
+        os.environ[_FIRST_PROCESS_VARIABLE] = named = str(os.getpid())
+    return int(named)
+
+
+def _is_above(named: str) -> bool:
+    """Whether process ``named`` is this one, or one that it descends from; yes, where unknown."""
+    process = str(os.getpid())
+    with contextlib.suppress(OSError):
+        while process not in (named, "0"):
+            stat = Path(f"/proc/{process}/stat").read_text(errors="replace")
+            process = stat.rpartition(")")[2].split()[1]
+        return process == named
+    return True
 
 
 def share_with_ray_workers() -> None:

@@ -1,15 +1,17 @@
 """Datagrams between hosts: strangers, floods, and who hears whom."""
 
-import json
+import os
 import socket
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.support.waiting import until
 from tests.support.watching import halve_times, pair
-from ultraep_serve.balance.host_link import HostLink, Message, join_hosts
+from ultraep_serve.balance.host_link import HostLink, Message, StageMeeting, join_hosts
 from ultraep_serve.balance.topology import Location
 
 
@@ -18,22 +20,57 @@ def _half_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     halve_times(monkeypatch)
 
 
+GOOD = {"host": 1, "unheard": [], "quiet": [], "lost": "", "leaves": False, "sent": 7}
+
+
 def test_datagrams_of_strangers_are_ignored() -> None:
     first, second = pair()
-    good = {"host": 1, "unheard": [], "quiet": [], "lost": "", "leaves": False}
-    bad: list[object] = [[], 7, None, {}, good | {"host": 9}, good | {"host": 0}]
-    bad += [good | {"unheard": 3}, good | {"quiet": ["x"]}, good | {"host": 1e400}]
+    other_group = HostLink("127.0.0.1", 1, 2)
+    bad: list[object] = [[], 7, None, {}, GOOD | {"host": 9}, GOOD | {"host": 0}]
+    bad += [GOOD | {"unheard": 3}, GOOD | {"quiet": ["x"]}, GOOD | {"host": 1e400}]
+    bad += [{name: value for name, value in GOOD.items() if name != "sent"}]
+    forged = first.sealed(GOOD | {"lost": "forged"})
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
-        target = second.addresses[0]
-        stranger.sendto(b"", target)
-        stranger.sendto(b"\0" * 16 + json.dumps(good | {"lost": "forged"}).encode(), target)
-        stranger.sendto(first.token, target)
-        stranger.sendto(first.token + b"[" * 60000, target)
-        for content in bad:
-            stranger.sendto(first.token + json.dumps(content).encode(), target)
-        stranger.sendto(first.token + json.dumps(good | {"lost": "a\x1b\nb"}).encode(), target)
+        for datagram in (
+            b"",
+            other_group.sealed(GOOD | {"lost": "forged"}),
+            forged[:16],  # what everybody on the network sees
+            forged[:16] + b"\0" * 32 + forged[48:],
+            forged[:-9] + b"X" + forged[-8:],
+            forged[:16] + b"[" * 60000,
+            *map(first.sealed, bad),
+            first.sealed(GOOD | {"lost": "a\x1b\nb"}),
+        ):
+            stranger.sendto(datagram, second.addresses[0])
         time.sleep(0.2)
         assert [message.lost for message in first.receive()] == ["ab"]
+    for link in (first, second, other_group):
+        link.close()
+
+
+def test_what_was_sent_before_counts_no_more_but_last_words() -> None:
+    """Whoever kept datagrams cannot make a host that is silent seem to live."""
+    first, second = pair()
+    alive, again = GOOD | {"quiet": [1]}, GOOD | {"sent": 9}
+    lost, leaves = GOOD | {"sent": 3, "lost": "power"}, GOOD | {"sent": 4, "leaves": True}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as network:
+        for values in (alive, alive, again, alive, lost, leaves, again):
+            network.sendto(first.sealed(values), second.addresses[0])
+        time.sleep(0.2)
+        told = [(message.quiet, message.lost, message.leaves) for message in first.receive()]
+    assert told == [([1], "", False), ([], "", False), ([], "power", False), ([], "", True)]
+    for link in (first, second):
+        link.close()
+
+
+def test_the_key_that_is_left_for_the_launcher_is_for_this_user_only(tmp_path: Path) -> None:
+    first, second = pair()
+    before = os.umask(0)
+    try:
+        first.save(tmp_path / "link")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "link").stat().st_mode & 0o777 == 0o600
     for link in (first, second):
         link.close()
 
@@ -81,6 +118,49 @@ def test_hosts_hear_each_other_or_do_without(caplog: pytest.LogCaptureFixture) -
     assert "UDP does not pass" in caplog.text
 
 
+class StoppedStore:
+    """Of a host that stands still until it is ``released``."""
+
+    def __init__(self) -> None:
+        self.released = threading.Event()
+        self.values: dict[str, bytes] = {}
+
+    def set(self, key: str, value: str, /) -> None:
+        self.values[key] = value.encode()
+
+    def get(self, key: str, /) -> bytes:
+        return self.values[key]
+
+    def check(self, keys: list[str], /) -> bool:
+        self.released.wait()
+        if len(self.values) < len(keys):
+            raise RuntimeError("connection reset")  # once more, then
+        return True
+
+
+def test_a_store_that_stands_still_holds_nobody_up() -> None:
+    store = StoppedStore()
+    meetings = [StageMeeting(store, 0, 2, 7, "127.0.0.1")]
+    assert meetings[0].link() is None
+    store.released.set()
+    assert meetings[0].link() is None
+    meetings.append(StageMeeting(store, 1, 2, 8, "127.0.0.1"))
+    links: list[HostLink | None] = [None, None]
+
+    def have_met() -> bool:
+        for number, meeting in enumerate(meetings):
+            links[number] = links[number] or meeting.link()
+        return all(links)
+
+    until(have_met, 10.0)
+    first, second = links
+    assert first is not None
+    assert second is not None
+    assert (first.host, second.host, first.key) == (0, 1, second.key)
+    for link in (first, second):
+        link.close()
+
+
 def test_heartbeats_of_512_hosts_wait_for_a_look() -> None:
     """With what Linux sets aside for anybody."""
     link = HostLink("127.0.0.1", 0, 512)
@@ -88,7 +168,7 @@ def test_heartbeats_of_512_hosts_wait_for_a_look() -> None:
     target = "127.0.0.1", int(link.card[-1])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as others:
         for host in range(1, 512):
-            message = Message(host, [], [], "", False)
-            others.sendto(link.token + json.dumps(message._asdict()).encode(), target)
+            sent = time.monotonic_ns()
+            others.sendto(link.sealed(GOOD | {"host": host, "sent": sent}), target)
     assert {message.host for message in link.receive()} == set(range(1, 512))
     link.close()

@@ -73,6 +73,27 @@ def test_a_rank_of_a_lost_host_does_not_say_that_it_leaves(run_path: Path) -> No
         each.close()
 
 
+@pytest.mark.parametrize(
+    ("has_launcher", "is_stopped", "leaves"),
+    [(True, False, []), (True, True, [True]), (False, False, [True])],
+)
+def test_a_rank_that_its_engine_stops_leaves_it_to_the_launcher_to_say_why(
+    run_path: Path, has_launcher: bool, is_stopped: bool, leaves: list[bool]
+) -> None:
+    """An engine stops its ranks as well when one of them has failed."""
+    location, (first, second) = Location(0, 2, 1, 1), pair()
+    recorder = create(run_path, 0, ExpertShape(2, 8, 1), num_layers=1, timeout_seconds=5.0)
+    watch = RankWatch(run_path, location, 5.0, LONG, recorder, first)
+    if has_launcher:
+        RunFiles(run_path).mark_launched()
+    if is_stopped:
+        RunFiles(run_path).mark_stopped()
+    watch.close()
+    assert sorted({message.leaves for message in second.receive()}) == leaves
+    for each in (recorder, first, second):
+        each.close()
+
+
 def test_batches_that_go_on_are_heard_where_datagrams_are_not(run_path: Path, hosts: Hosts) -> None:
     (run_path / "batches").touch()
     with ranks(run_path, 2, hosts, host_size=1) as children:

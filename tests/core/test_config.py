@@ -2,7 +2,9 @@
 
 import argparse
 import json
+import multiprocessing
 import os
+from multiprocessing.queues import Queue
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from ultraep_serve.config import (
     add_file_flag,
     child_environment,
     control_token_from_environment,
+    first_process,
     given_settings,
     parse_policy,
     share_with_ray_workers,
@@ -278,3 +281,32 @@ def test_a_mistake_is_named_by_its_flag() -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             BalanceConfig.from_flags(parser.parse_args(words.split()))
+
+
+def _worker(first: "Queue[int]") -> None:
+    first.put(first_process())
+
+
+def _engine(own_first: "Queue[int]", first_of_worker: "Queue[int]") -> None:
+    own_first.put(os.getpid())
+    own_first.put(first_process())
+    worker = multiprocessing.get_context("spawn").Process(target=_worker, args=(first_of_worker,))
+    worker.start()
+    worker.join()
+
+
+@pytest.mark.parametrize("inherited", [None, "1234567", "7x"])
+def test_engines_that_multiprocessing_starts_are_first_processes_of_their_own_workers(
+    inherited: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("ULTRAEP_FIRST_PROCESS", raising=False)
+    if inherited is not None:
+        monkeypatch.setenv("ULTRAEP_FIRST_PROCESS", inherited)
+    context = multiprocessing.get_context("spawn")
+    found: Queue[int] = context.Queue()
+    of_worker: Queue[int] = context.Queue()
+    engine = context.Process(target=_engine, args=(found, of_worker))
+    engine.start()
+    process, first = found.get(timeout=60), found.get(timeout=60)
+    assert process == first == of_worker.get(timeout=60) != os.getpid()
+    engine.join()

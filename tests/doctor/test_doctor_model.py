@@ -32,7 +32,8 @@ def test_a_model_that_does_not_fit_is_an_error(model: str, tmp_path: Path) -> No
     tight = check_model(subject, machine(tmp_path, 230 << 20), tmp_path)[-1]
     assert tight.status is Status.WARNING
     (tmp_path / "memory.max").write_text(str(100 << 20))  # the container's limit counts as well
-    (tmp_path / "memory.current").write_text(str(10 << 20))
+    (tmp_path / "memory.current").write_text(str(30 << 20))
+    (tmp_path / "memory.stat").write_text(f"anon 5\ninactive_file {20 << 20}\n")
     limited = check_model(subject, machine(tmp_path, 64 * GIB), tmp_path)[-1]
     assert (limited.status, "90.0 MiB available" in limited.seen) == (Status.ERROR, True)
 

@@ -46,6 +46,18 @@ def test_others_do_not(monkeypatch: pytest.MonkeyPatch, named: str | None) -> No
     guard.check()
 
 
+def test_a_program_that_imports_torch_before_its_engine_is_warned(
+    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    monkeypatch.setenv("ULTRAEP_CONFIG", "{}")
+    monkeypatch.setenv("SGLANG_PLUGINS", "another_one")
+    guard.check()
+    assert not recwarn  # vLLM is what is here
+    monkeypatch.delitem(sys.modules, "vllm")
+    with pytest.warns(UserWarning, match="sglang would not balance here: SGLANG_PLUGINS"):
+        guard.check()
+
+
 def test_an_empty_filter_is_none_for_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_PLUGINS", "")
     assert guard.left_out("sglang") is None

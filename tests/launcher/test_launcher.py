@@ -3,6 +3,7 @@
 import argparse
 import os
 import signal
+import ssl
 import sys
 import threading
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import trustme
 
 from tests.support.launched import is_gone
 from tests.support.ring_files import create
@@ -19,6 +21,7 @@ from ultraep_serve.balance.host_link import HostLink
 from ultraep_serve.balance.topology import Location
 from ultraep_serve.cli import main, serve
 from ultraep_serve.config import CONFIG_VARIABLE, BalanceConfig
+from ultraep_serve.engines.common.launch import local_url
 from ultraep_serve.errors import EngineEndedError, UnsupportedError
 from ultraep_serve.launcher import supervisor
 from ultraep_serve.launcher.supervisor import EngineCommand, supervise
@@ -348,12 +351,13 @@ def test_tuned_kernels_are_found_by_the_experts_that_slots_make(tmp_path: Path) 
     assert link_tuned_kernels(TunedKernels("FOLDER", tmp_path / "none"), 2, target) == {}
 
 
-def test_a_proxy_does_not_answer_for_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Always(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
+class Always(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
 
+
+def test_a_proxy_does_not_answer_for_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     with HTTPServer(("127.0.0.1", 0), Always) as proxy:
         threading.Thread(target=proxy.serve_forever, daemon=True).start()
         for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
@@ -363,6 +367,19 @@ def test_a_proxy_does_not_answer_for_the_engine(monkeypatch: pytest.MonkeyPatch)
         assert not supervisor._answers(f"{FREE_URL}/health")
         assert supervisor._answers(f"http://127.0.0.1:{proxy.server_port}/health")
         proxy.shutdown()
+
+
+def test_an_engine_that_serves_by_tls_answers_under_any_name() -> None:
+    certificate = trustme.CA().issue_cert("models.example")
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    certificate.configure_cert(context)
+    with HTTPServer(("127.0.0.1", 0), Always) as server:
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = local_url("0.0.0.0", server.server_port, "certificate.pem")
+        assert supervisor._answers(f"{url}/health")
+        assert not supervisor._answers(f"{url.replace('https', 'http')}/health")
+        server.shutdown()
 
 
 LEFT_BEHIND = """

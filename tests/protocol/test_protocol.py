@@ -1,11 +1,13 @@
-"""The model of exchange and streaming has the code's names, and its results are of all forms."""
+"""The models have the code's names, and their results are of all forms."""
 
 import json
 import re
 from dataclasses import asdict
 from pathlib import Path
 
-from tests.protocol.check import MISTAKES, MODEL, RIGHT
+import pytest
+
+from tests.protocol.check import FABRIC, HOSTS, MISTAKES, RIGHT
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "protocol.json"
@@ -18,20 +20,31 @@ def test_the_models_names_are_the_codes() -> None:
     code = "".join(
         file.read_text() for file in (*files, ROOT / "ultraep_serve/balance/host/fabric.py")
     )
-    steps = set(re.findall(r"^inline (\w+)", MODEL.read_text(), re.MULTILINE))
+    steps = set(re.findall(r"^inline (\w+)", FABRIC.read_text(), re.MULTILINE))
     invented = {"compute", "give_up", "send", "fill_slots", "make_plans"}
     assert steps >= invented
     unknown = [name for name in steps - invented if not re.search(rf"def _?{name}\b", code)]
     assert not unknown
-    arrays = set(re.findall(r"^(?:hidden )?byte (\w+)\[", MODEL.read_text(), re.MULTILINE))
+    arrays = set(re.findall(r"^(?:hidden )?byte (\w+)\[", FABRIC.read_text(), re.MULTILINE))
     assert arrays == {"flags", "rows", "chunk_flags", "pools", "slot_expert", "parents"}
     assert not [name for name in arrays if not re.search(rf"\b_?{name}\b", code)]
 
 
-def test_every_mistake_of_the_model_is_tried() -> None:
-    seeded = set(re.findall(r"ifn?def MISTAKE_(\w+)", MODEL.read_text()))
-    assert {form.mistake for form in MISTAKES} == seeded
-    assert len(seeded) >= 10
+def test_the_names_of_the_model_of_hosts_are_the_codes() -> None:
+    files = ("balance/watch.py", "balance/host_link.py", "launcher/supervisor.py")
+    code = "".join((ROOT / "ultraep_serve" / file).read_text() for file in files)
+    steps = set(re.findall(r"^inline (\w+)", HOSTS.read_text(), re.MULTILINE))
+    assert steps == {"say_stopped", "say_lost", "close", "receive", "receive_heartbeat", "look"}
+    assert not [
+        name for name in steps - {"receive_heartbeat"} if not re.search(rf"def _?{name}\b", code)
+    ]
+
+
+@pytest.mark.parametrize(("model", "at_least"), [(FABRIC, 16), (HOSTS, 6)])
+def test_every_mistake_of_a_model_is_tried(model: Path, at_least: int) -> None:
+    seeded = set(re.findall(r"ifn?def MISTAKE_(\w+)", model.read_text()))
+    assert {form.mistake for form in MISTAKES if form.model == model} == seeded
+    assert len(seeded) >= at_least
 
 
 def test_published_results_are_of_all_forms_and_as_expected() -> None:

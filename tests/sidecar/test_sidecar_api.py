@@ -18,8 +18,8 @@ from ultraep_serve.sidecar import routes_balance
 from ultraep_serve.sidecar.answers import AnswerCache, Budget
 from ultraep_serve.sidecar.app import AppOptions, create_app
 from ultraep_serve.sidecar.connections import server_settings
-from ultraep_serve.sidecar.health import RankList
-from ultraep_serve.sidecar.store import NoRunError
+from ultraep_serve.sidecar.overview import RankList
+from ultraep_serve.sidecar.statistics.held import NoRunError
 
 
 def test_every_figure_is_explained(client: TestClient) -> None:
@@ -66,6 +66,7 @@ def test_events_are_pushed(tmp_path: Path, planned_run: SyntheticRun) -> None:
     planned_run.batch()
     app = create_app(tmp_path, None, False, options=AppOptions(event_seconds=0.01))
     sent: list[bytes] = []
+    app.state.stopping = lambda: len(sent) > 3
 
     async def listen() -> None:
         async def receive() -> dict[str, str]:
@@ -74,7 +75,6 @@ def test_events_are_pushed(tmp_path: Path, planned_run: SyntheticRun) -> None:
 
         async def send(message: dict[str, bytes]) -> None:
             sent.append(message.get("body", b""))
-            app.state.stopping = len(sent) > 3
 
         scope = {
             "type": "http",
@@ -130,7 +130,7 @@ def test_answers_are_shared_for_a_moment() -> None:
 
     def make() -> RankList:
         made.append(1)
-        return RankList(True, 2, [])
+        return RankList(ready=True, num_ranks=2, ranks=[])
 
     async def ask() -> None:
         answers = AnswerCache(reuse_seconds=3600)
@@ -153,7 +153,7 @@ def test_an_answer_is_made_anew_behind_those_who_ask(monkeypatch: pytest.MonkeyP
         if made:
             may_end.wait(60)
         made.append(1)
-        return RankList(len(made) == 1, 2, [])
+        return RankList(ready=len(made) == 1, num_ranks=2, ranks=[])
 
     async def ask() -> None:
         answers = AnswerCache(reuse_seconds=3600)
@@ -199,7 +199,7 @@ def test_an_engine_that_ends_is_no_traceback(
         made.append(1)
         if len(made) > 1:
             raise error
-        return RankList(True, 2, [])
+        return RankList(ready=True, num_ranks=2, ranks=[])
 
     async def ask() -> None:
         answers = AnswerCache(reuse_seconds=3600)

@@ -71,11 +71,12 @@ def url(run_path: Path, run: SyntheticRun) -> Iterator[str]:
     app = create_app(run_path, TOKEN, False, options=options)
     settings = server_settings(app) | {"log_level": "warning", "timeout_graceful_shutdown": 2}
     server = uvicorn.Server(uvicorn.Config(**settings))
+    app.state.stopping = lambda: server.should_exit
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        app.state.stopping = server.should_exit = True
+        server.should_exit = True
         thread.join()
 
 

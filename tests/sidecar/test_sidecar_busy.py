@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from tests.support.sidecar_runs import SkewedRun
 from ultraep_serve.sidecar import routes_balance
 from ultraep_serve.sidecar.answers import AnswerCache
 from ultraep_serve.sidecar.app import AppOptions, create_app
-from ultraep_serve.sidecar.health import RankList
+from ultraep_serve.sidecar.overview import RankList
 from ultraep_serve.sidecar.store import RunStore
 from ultraep_serve.telemetry.schema import RingState
 
@@ -78,7 +79,7 @@ def test_one_question_of_many_clients_is_one_question() -> None:
     def make() -> RankList:
         may_end.wait(60)
         made.append(1)
-        return RankList(True, 2, [])
+        return RankList(ready=True, num_ranks=2, ranks=[])
 
     async def ask() -> list[bytes]:
         answers = AnswerCache(reuse_seconds=3600, at_once=2)
@@ -97,7 +98,7 @@ def test_who_was_refused_is_answered_later() -> None:
 
     def make() -> RankList:
         may_end.wait(60)
-        return RankList(True, 2, [])
+        return RankList(ready=True, num_ranks=2, ranks=[])
 
     async def ask() -> None:
         answers = AnswerCache(reuse_seconds=0.0)
@@ -130,7 +131,7 @@ def test_readiness_waits_for_nobody(tmp_path: Path, skewed_run: SkewedRun) -> No
     skewed_run.recorders[1].set_state(RingState.FAILED)
     with store._lock:
         assert elsewhere(store.readiness).problems == {}
-        store._ready = store._ready._replace(read_at=-1e9)
+        store.run = replace(store.run, read_at=-1e9)
         assert "were not read for" in elsewhere(store.readiness).problems["run"]
     assert elsewhere(store.readiness).problems == {"1": "state is failed"}
 
@@ -162,12 +163,10 @@ def test_polls_survive_a_process_without_descriptors(
     def fail(*_: Any, **__: Any) -> int:
         raise OSError(24, "Too many open files")
 
-    store._unbalanced = "it could not be balanced"
+    store.run = replace(store.run, unbalanced="it could not be balanced")
     with monkeypatch.context() as patches:
         patches.setattr("os.open", fail)
         patches.setattr("os.listdir", fail)
-        store.poll()
-        assert store.unbalanced() == "it could not be balanced"
-    store._unbalanced = ""
-    store.poll()
-    assert store.problems() == {}
+        assert store.poll().unbalanced == "it could not be balanced"
+    store.run = replace(store.run, unbalanced="")
+    assert store.poll().problems == {}

@@ -5,6 +5,8 @@ import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
@@ -13,7 +15,7 @@ from fastapi.testclient import TestClient
 
 from tests.support.bench_fakes import serving
 from tests.support.rings import SyntheticRun
-from ultraep_serve.sidecar import connections
+from ultraep_serve.sidecar import connections, metrics, routes_balance
 from ultraep_serve.sidecar.app import AppOptions, create_app
 
 FEW, HEAD_SECONDS = 8, 0.5
@@ -91,27 +93,32 @@ def test_only_known_names_are_answered(host: str, status: int, tmp_path: Path) -
         assert (answer.status_code == 421) == (status == 421)
 
 
-@pytest.mark.parametrize("path", ["/metrics?detail=true", "/v1/ranks"])
+@pytest.mark.parametrize(
+    ("path", "module", "name"),
+    [("/metrics?detail=true", metrics, "summarise"), ("/v1/ranks", routes_balance, "rank_list")],
+)
 def test_costly_answers_are_computed_once_for_all(
-    path: str, tmp_path: Path, planned_run: SyntheticRun, monkeypatch: pytest.MonkeyPatch
+    path: str,
+    module: ModuleType,
+    name: str,
+    tmp_path: Path,
+    planned_run: SyntheticRun,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     planned_run.batch()
     app = create_app(tmp_path, None, False, options=AppOptions(reuse_seconds=60.0))
-    from ultraep_serve.sidecar.store import RunStore
+    asked, real = [0], getattr(module, name)
 
-    asked, real = [0], RunStore.ranks
-
-    def counted(store: RunStore) -> object:
+    def counted(*arguments: Any) -> Any:
         asked[0] += 1
-        return real(store)
+        return real(*arguments)
 
-    monkeypatch.setattr(RunStore, "ranks", counted)
+    monkeypatch.setattr(module, name, counted)
     with TestClient(app) as client:
         client.get(path)
-        once = asked[0]
         threads = [threading.Thread(target=client.get, args=(path,)) for _ in range(20)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(60)
-    assert asked[0] == once
+    assert asked[0] == 1

@@ -173,12 +173,11 @@ def test_an_overview_without_an_engine(tmp_path: Path) -> None:
 
 def test_one_line_per_change_of_state(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = RunStore(tmp_path)
-    log = StateLog(store)
+    log = StateLog()
 
     def lines() -> list[str]:
         caplog.clear()
-        store.poll()
-        log.update()
+        log.update(store.poll())
         return [record.getMessage() for record in caplog.records]
 
     with caplog.at_level(logging.INFO):

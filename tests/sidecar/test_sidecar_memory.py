@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 
 from tests.support.ring_files import create, write
-from ultraep_serve.sidecar.memory import OWN_DTYPE, RecordWindow, SkippedHistory, most_records
+from ultraep_serve.sidecar.memory import (
+    OWN_DTYPE,
+    RecordWindow,
+    SkippedHistory,
+    most_records,
+    skipped_since,
+)
 from ultraep_serve.sidecar.statistics.fold import imbalance_snapshot, with_figures
 from ultraep_serve.sidecar.statistics.timeline import Timeline
 from ultraep_serve.telemetry.reader import RingReader
@@ -110,7 +116,7 @@ def header(small: int) -> RingHeader:
 
 
 def small_since(history: SkippedHistory, second: int) -> int:
-    return dict(history.since(second * SECOND))[Decision.SMALL]
+    return skipped_since(history.records(), second * SECOND)[Decision.SMALL]
 
 
 def test_what_was_skipped_before_the_sidecar_came_is_spread_evenly() -> None:

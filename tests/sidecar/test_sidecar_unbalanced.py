@@ -72,8 +72,6 @@ def test_it_stays_known_while_the_run_goes_on(
     store = RunStore(directory.path)
     store.poll()
     (directory.path / "unbalanced").unlink()
-    store.poll()
-    assert store.unbalanced() == REASON
+    assert store.poll().unbalanced == REASON
     directory.leave()
-    store.poll()
-    assert store.unbalanced() == ""
+    assert store.poll().unbalanced == ""

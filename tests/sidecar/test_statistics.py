@@ -8,39 +8,34 @@ import numpy as np
 import pytest
 
 from tests.support.ring_files import create, write
-from ultraep_serve.sidecar.statistics.batches import batch_snapshots, count_batches
+from ultraep_serve.sidecar.statistics.batches import batch_snapshots
 from ultraep_serve.sidecar.statistics.fold import (
+    count_batches,
     imbalances,
     mean_floor,
     rank_speeds,
     spread,
     with_figures,
 )
+from ultraep_serve.sidecar.statistics.held import NotHeldError
 from ultraep_serve.sidecar.statistics.selection import RecordSelection
-from ultraep_serve.sidecar.statistics.snapshot import BalanceSnapshot, RankView
 from ultraep_serve.sidecar.statistics.summary import layer_detail, summarise
 from ultraep_serve.sidecar.statistics.timeline import Timeline
+from ultraep_serve.sidecar.store import RunStore
 from ultraep_serve.telemetry.reader import RingReader
 from ultraep_serve.telemetry.recorder import Recorder
 from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.types import Decision, ExpertShape, Policy, imbalance
 
 SHAPE = ExpertShape(num_ranks=2, num_logical_experts=4, num_replica_slots=1)
+EVERYTHING = RecordSelection()
 
 
 @pytest.fixture
 def recorders(tmp_path: Path) -> Any:
-    """Two ranks' recorders, and a function that reads what they wrote as rank views."""
+    """Two ranks' recorders, and a function that reads what they wrote."""
     made = [create(tmp_path, shape=SHAPE, rank=rank, ring_records=64) for rank in (0, 1)]
-
-    def views(domain_size: int = 2) -> list[RankView]:
-        polls = [RingReader(RunFiles(tmp_path).ring(rank)).poll() for rank in (0, 1)]
-        return [
-            RankView(rank, poll.header, True, 0.5, with_figures(poll.records, domain_size))
-            for rank, poll in enumerate(polls)
-        ]
-
-    yield made, views
+    yield made, lambda: RunStore(tmp_path).poll().held()
     for recorder in made:
         recorder.close()
 
@@ -75,13 +70,6 @@ def write_all(
         )
 
 
-def summary(views: list[RankView], selection: RecordSelection | None = None) -> BalanceSnapshot:
-    header = views[0].header
-    assert header is not None
-    batches = {Decision.SMALL: 3}
-    return summarise(views[0].records, header, views, batches, selection or RecordSelection())
-
-
 def test_imbalances_agree_with_the_definition() -> None:
     loads = np.array([[4, 0], [3, 3], [0, 0], [1, 2]])
     assert imbalances(loads).tolist() == [imbalance(row) for row in loads]
@@ -102,13 +90,15 @@ def test_percentiles_are_those_of_numpy_also_of_counted_values(size: int) -> Non
 
 
 def test_a_summary_by_hand(recorders: Any) -> None:
-    made, views = recorders
+    made, read = recorders
     write_all(made, 0, 0, [30, 10], [20, 20])  # 1.5 -> 1.0
     write_all(made, 0, 1, [20, 20], [20, 20], Decision.BALANCED)  # 1.0
     write_all(made, 1, 1, [40, 0], [30, 10])  # 2.0 -> 1.5
     write_all(made, 2, 0, [9, 0], [9, 0], Decision.INCONSISTENT)  # never planned
     write_all(made, 3, 0, [0, 9], [0, 9], Decision.FORCED, Policy.IDEAL)
-    result = summary(views())
+    for _ in range(3):
+        made[0].count_batch(Decision.SMALL)
+    result = summarise(read(), EVERYTHING)
     assert (result.engine, result.mode, result.num_ranks) == ("vllm", "tensor", 2)
     assert result.window_records == 3
     assert result.imbalance.before.mean == 1.5
@@ -116,7 +106,7 @@ def test_a_summary_by_hand(recorders: Any) -> None:
     assert result.imbalance.after.mean == pytest.approx(3.5 / 3)
     assert (result.replicas.mean, result.replicas.max) == (pytest.approx(2 / 3), 1)
     assert result.bytes_moved == 300  # rank 1's three records
-    assert (result.batches.planned, result.batches.skipped["small"]) == (0, 3)
+    assert (result.batches.planned, result.batches.skipped["small"]) == (2, 3)
     assert [(layer.layer, layer.records) for layer in result.layers] == [(0, 1), (1, 2)]
     assert [layer.bytes_moved for layer in result.layers] == [100, 200]
     assert [rank.assignments.before for rank in result.ranks] == [90, 30]
@@ -125,25 +115,24 @@ def test_a_summary_by_hand(recorders: Any) -> None:
     assert result.ranks[0].stage_seconds["replicate"].mean is None  # it never ran
 
 
-def test_times_are_assignments_over_speeds(recorders: Any) -> None:
-    made, views = recorders
+def test_times_are_assignments_over_speeds(recorders: Any, tmp_path: Path) -> None:
+    made, read = recorders
     write_all(made, 0, 0, [30, 0], [20, 10], speed=[1024, 512])
     write_all(made, 1, 1, [20, 20], [20, 20])
-    result = summary(views())
+    result = summarise(read(), EVERYTHING)
     assert result.imbalance.after.max == pytest.approx(4 / 3)
     assert result.time_imbalance.before.max == 1.5  # 30 instead of 20
     assert result.time_imbalance.after.max == 1.0
     assert [layer.time_imbalance.before.max for layer in result.layers] == [1.5, 1.0]
     assert [rank.assignments.speed for rank in result.ranks] == [1.0, 0.75]
-    records = views()[0].records
+    records = read().primary
     assert records["time_before"].tolist() == [
         imbalance(record["load_before"], record["speed"]) for record in records
     ]
     assert rank_speeds(records) == [1.0, 1.0]
     assert mean_floor(records) == 1.0
-    assert (
-        mean_floor(views(domain_size=1)[0].records) == 1.25
-    )  # each rank a domain: nothing can move
+    stored = RingReader(RunFiles(tmp_path).ring(0)).poll().records
+    assert mean_floor(with_figures(stored, 1)) == 1.25  # each rank a domain: nothing can move
     timeline = Timeline()
     timeline.add(records)
     now = int(records["time_ns"][-1] // 10**9)
@@ -153,40 +142,40 @@ def test_times_are_assignments_over_speeds(recorders: Any) -> None:
 
 
 def test_a_window_keeps_its_time_and_policy(recorders: Any) -> None:
-    made, views = recorders
+    made, read = recorders
     write_all(made, 0, 0, [40, 0], [40, 0])
     since_ns = time.time_ns()
     write_all(made, 1, 0, [30, 10], [20, 20])
     write_all(made, 2, 0, [40, 0], [20, 20], Decision.FORCED, Policy.IDEAL)
-    assert summary(views(), RecordSelection(since_ns)).imbalance.before.max == 1.5
-    ideal = summary(views(), RecordSelection(since_ns, Policy.IDEAL))
+    assert summarise(read(), RecordSelection(since_ns)).imbalance.before.max == 1.5
+    ideal = summarise(read(), RecordSelection(since_ns, Policy.IDEAL))
     assert (ideal.window_records, ideal.imbalance.before.max) == (1, 2.0)
-    nothing = summary(views(), RecordSelection(time.time_ns()))
+    nothing = summarise(read(), RecordSelection(time.time_ns()))
     assert (nothing.window_records, nothing.imbalance.before.mean) == (0, None)
     assert (nothing.layers, nothing.replicas.max, len(nothing.ranks)) == ([], None, 2)
 
 
 def test_batches_are_put_together_from_layers(recorders: Any) -> None:
-    made, views = recorders
+    made, read = recorders
     write_all(made, 4, 0, [20, 20], [20, 20], Decision.BALANCED)
     write_all(made, 4, 1, [30, 10], [20, 20])
     write_all(made, 5, 0, [8, 8], [8, 8], Decision.BALANCED)
-    records = [view.records for view in views()]
-    assert count_batches(records[0]) == {Decision.PLANNED: 1, Decision.BALANCED: 1}
-    newest, older = batch_snapshots(records[0], records, limit=9).batches
+    held = read()
+    assert count_batches(held.primary) == {Decision.PLANNED: 1, Decision.BALANCED: 1}
+    newest, older = batch_snapshots(held, 9, None, EVERYTHING).batches
     assert (newest.batch, older.batch) == (5, 4)
     assert older.layers == {"planned": 1, "balanced": 1}
     assert (older.tokens, older.replicas, older.bytes_moved) == (40, 1, 200)
     assert older.imbalance.before.max == 1.5
-    assert [b.batch for b in batch_snapshots(records[0], records, limit=1).batches] == [5]
+    assert [b.batch for b in batch_snapshots(held, 1, None, EVERYTHING).batches] == [5]
 
 
 def test_a_layer_shows_its_ranks_and_replicas(recorders: Any) -> None:
-    made, views = recorders
+    made, read = recorders
     write_all(made, 0, 1, [30, 10], [20, 20])
-    records = [view.records for view in views()]
-    detail = layer_detail(1, records[0], records)
-    assert detail is not None
+    held = read()
+    detail = layer_detail(held, 1, EVERYTHING)
     assert [(rank.before, rank.after) for rank in detail.ranks] == [(30, 20), (10, 20)]
     assert (detail.last_batch, detail.last_slot_expert) == (0, [[-1], [1]])
-    assert layer_detail(0, records[0], records) is None
+    with pytest.raises(NotHeldError, match="layer 0"):
+        layer_detail(held, 0, EVERYTHING)

@@ -2,6 +2,11 @@
 
 Every rank has a link, so that another can speak for a host whose first rank cannot; the first
 rank's alone receives. A launcher speaks by ``tell_hosts`` for ranks that were killed.
+
+The network may lose, repeat, reorder and make up datagrams. So each begins with the group's name,
+by which the kernel drops strangers, and with the HMAC of what follows, by the key that the engine's
+own collective brought. It says when it was sent, by the clock that all processes of its host have:
+one that tells of life counts if it is the newest, why a host ends is true whenever it comes.
 """
 
 import contextlib
@@ -13,6 +18,7 @@ import os
 import secrets
 import socket
 import struct
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -40,11 +46,14 @@ MAX_REASON = 500  # letters
 _MEET_SECONDS = 3.0  # for datagrams between all hosts to arrive at start
 _TIMES = 3  # that the last word is sent
 _DRAIN_SECONDS = 0.2  # of the second between heartbeats
+_STORE_SECONDS = 0.5  # between two looks into the engine's store
 _SO_ATTACH_FILTER, _UDP_HEADER_BYTES = 26, 8
 # What Linux lets anybody ask for; it sets twice as much aside. A heartbeat takes 832 bytes of it,
 # so those of 512 hosts, which is as many as ranks can be on hosts of 8, wait there for a look.
 _BUFFER_BYTES = 212992
-_TOKEN_BYTES, _ADDRESS_BYTES, _MAX_BYTES, _MAX_FILE = 16, 64, 65535, 1 << 20
+_KEY_BYTES, _ADDRESS_BYTES, _MAX_BYTES, _MAX_FILE = 32, 64, 65535, 1 << 20
+_GROUP_BYTES, _MAC, _MAC_BYTES = 16, "sha256", 32
+_CONTENT = _GROUP_BYTES + _MAC_BYTES  # begins there
 _LOGGER = logging.getLogger(__name__)
 
 Gather = Callable[[NDArray[np.int64]], NDArray[np.int64]]  # rows (R, W) of all ranks' row (W,)
@@ -59,11 +68,16 @@ class Message(NamedTuple):
     lost: str  # why it ends; empty while it does not
     leaves: bool  # it was stopped as its operator wished
 
+    @property
+    def is_last(self) -> bool:
+        """Whether the host ends."""
+        return bool(self.lost) or self.leaves
+
 
 class HostLink:
-    """Datagrams to the first ranks of all hosts; those without the group's token are ignored.
+    """Datagrams to the first ranks of all hosts; those that none of the group sealed are ignored.
 
-    They carry no secret but are not encrypted either, as the engine's own traffic is not.
+    They carry no secret and are not encrypted, as the engine's own traffic is not.
     """
 
     def __init__(self, meeting_point: str, host: int, num_hosts: int) -> None:
@@ -73,8 +87,9 @@ class HostLink:
         """
         self.host, self.num_hosts = host, num_hosts
         self.members: list[list[int]] = []  # by host, numbers of rings; empty: equally many each
-        self.token = secrets.token_bytes(_TOKEN_BYTES)
+        self.key = secrets.token_bytes(_KEY_BYTES)
         self.addresses: dict[int, tuple[str, int]] = {}  # of the other hosts
+        self._newest: dict[int, int] = {}  # when it was sent, by host, in its own nanoseconds
         self._socket: socket.socket | None = None
         with contextlib.suppress(OSError, UnicodeError):  # no such host
             family, kind, _, _, place = socket.getaddrinfo(
@@ -93,53 +108,73 @@ class HostLink:
 
     @property
     def card(self) -> NDArray[np.int64]:
-        """What the others need: token, port (0: none) and address, of fixed width."""
+        """What the others need: key, address and port (0: none), of fixed width."""
         address, port = self._socket.getsockname()[:2] if self._socket else ("", 0)
         text = address.encode()[:_ADDRESS_BYTES].ljust(_ADDRESS_BYTES, b"\0")
-        words = np.frombuffer(self.token + text, np.int64)
+        words = np.frombuffer(self.key + text, np.int64)
         return np.concatenate([words, np.array([port], np.int64)])
 
     def know(self, cards: NDArray[np.int64]) -> None:
-        """The cards of all hosts; the first host's token is the group's."""
-        self.token = cards[0].tobytes()[:_TOKEN_BYTES]
+        """The cards of all hosts; the first host's key is the group's."""
+        self.key = cards[0].tobytes()[:_KEY_BYTES]
         if self._socket is not None:
-            _drop_strangers(self._socket, self.token)
+            _drop_strangers(self._socket, self._group)
         for host, card in enumerate(cards):
-            text = card.tobytes()[_TOKEN_BYTES : _TOKEN_BYTES + _ADDRESS_BYTES]
+            text = card.tobytes()[_KEY_BYTES : _KEY_BYTES + _ADDRESS_BYTES]
             if host != self.host:
                 self.addresses[host] = (text.rstrip(b"\0").decode(), int(card[-1]))
 
     def save(self, path: Path) -> None:
         """Leave what ``tell_hosts`` needs; without room there, only ranks speak for this host."""
-        values = {"token": self.token.hex(), "host": self.host, "addresses": self.addresses}
+        values = {"key": self.key.hex(), "host": self.host, "addresses": self.addresses}
         with contextlib.suppress(OutputError):
             write_whole(path, json.dumps(values).encode())
 
     def send(self, message: Message) -> None:
         """Send ``message`` to all other hosts; what cannot be sent is lost."""
-        content = self.token + json.dumps(message._asdict()).encode()
+        datagram = self.sealed({**message._asdict(), "sent": time.monotonic_ns()})
         for address in self.addresses.values():
             if self._socket is not None and address[1]:
                 with contextlib.suppress(OSError):
-                    self._socket.sendto(content, address)
+                    self._socket.sendto(datagram, address)
+
+    def sealed(self, values: object) -> bytes:
+        """A datagram that the group believes."""
+        content = json.dumps(values).encode()
+        return self._group + hmac.digest(self.key, content, _MAC) + content
 
     def receive(self) -> Iterator[Message]:
         """What has arrived from the group's other hosts; anything else is dropped."""
         deadline = time.perf_counter() + _DRAIN_SECONDS  # a flood does not hold up the heartbeat
         while self._socket is not None and time.perf_counter() < deadline:
             try:
-                content = self._socket.recv(_MAX_BYTES)
+                datagram = self._socket.recv(_MAX_BYTES)
             except BlockingIOError:
                 return
             except OSError:
                 continue  # that an earlier datagram could not be delivered
-            if hmac.compare_digest(content[:_TOKEN_BYTES], self.token):
+            if not datagram.startswith(self._group):
+                continue
+            mac, content = datagram[_GROUP_BYTES:][:_MAC_BYTES], datagram[_CONTENT:]
+            if hmac.compare_digest(mac, hmac.digest(self.key, content, _MAC)):
                 with contextlib.suppress(
                     ArithmeticError, LookupError, RecursionError, TypeError, ValueError
                 ):
-                    message = _parse(json.loads(content[_TOKEN_BYTES:]))
-                    if message.host in self.addresses:
+                    message, sent = _parse(json.loads(content))
+                    if message.host in self.addresses and self._counts(message, sent):
                         yield message
+
+    def _counts(self, message: Message, sent: int) -> bool:
+        """Whether it tells anything: somebody may have kept and repeated what is older."""
+        is_newest = sent > self._newest.get(message.host, -1)
+        if is_newest:
+            self._newest[message.host] = sent
+        return is_newest or message.is_last
+
+    @property
+    def _group(self) -> bytes:
+        """Name of the group, which everybody on the network sees."""
+        return hmac.digest(self.key, b"group", _MAC)[:_GROUP_BYTES]
 
     def hears_all(self) -> bool:
         """Whether every other host is heard; all hosts call this together, for some seconds."""
@@ -170,14 +205,14 @@ class HostLink:
             self._socket = None
 
 
-def _drop_strangers(link: socket.socket, token: bytes) -> None:
-    """Have the kernel drop datagrams without ``token``, so that they take no room from others.
+def _drop_strangers(link: socket.socket, group: bytes) -> None:
+    """Have the kernel drop datagrams without ``group``, so that they take no room from others.
 
     A program of the classic packet filter: compare the words behind the header of UDP. Where it is
     refused, strangers are dropped as they are read.
     """
     load, unlike, give_back = 0x20, 0x15, 0x06
-    words = struct.unpack(f">{_TOKEN_BYTES // 4}I", token)
+    words = struct.unpack(f">{_GROUP_BYTES // 4}I", group)
     program = b""
     for index, word in enumerate(words):
         to_the_end = 2 * (len(words) - index) - 1
@@ -191,16 +226,20 @@ def _drop_strangers(link: socket.socket, token: bytes) -> None:
         link.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, described)
 
 
-def _parse(values: dict[str, Any]) -> Message:
-    """Raises ValueError, TypeError, KeyError for what no host of the group would send."""
+def _parse(values: dict[str, Any]) -> tuple[Message, int]:
+    """A message and when it was sent.
+
+    Raises ValueError, TypeError, KeyError for what no host of the group would send.
+    """
     lost = "".join(letter for letter in str(values["lost"]) if letter.isprintable())
-    return Message(
+    message = Message(
         host=int(values["host"]),
         unheard=[int(host) for host in values["unheard"]],
         quiet=[int(rank) for rank in values["quiet"]],
         lost=lost[:MAX_REASON],
         leaves=bool(values["leaves"]),
     )
+    return message, int(values["sent"])
 
 
 def join_hosts(location: Location, meeting_point: str, gather: Gather) -> HostLink | None:
@@ -239,9 +278,10 @@ class KeyValueStore(Protocol):
 
 
 class StageMeeting:
-    """Where ranks of all stages of a pipeline learn of each other's hosts, without waiting.
+    """Where ranks of all stages of a pipeline learn of each other's hosts.
 
-    Each stage has a process group of its own, so cards lie in the engine's key-value store.
+    Each stage has a process group of its own, so cards lie in the engine's key-value store. It may
+    stand still for long with the host that keeps it, so a thread waits for it.
     """
 
     def __init__(
@@ -255,19 +295,24 @@ class StageMeeting:
         self._keys = [f"ultraep-link-{each}" for each in range(num_ranks)]
         self._link: HostLink | None = HostLink(meeting_point, 0, num_ranks)
         store.set(self._keys[number], json.dumps([identity, self._link.card.tolist()]))
+        self._cards: list[tuple[int, list[int]]] = []  # of all ranks, with their hosts
+        threading.Thread(target=self._gather_cards, daemon=True).start()
+
+    def _gather_cards(self) -> None:
+        while not self._cards:
+            with contextlib.suppress(RuntimeError):  # torch's, where the store cannot be reached
+                if self._store.check(self._keys):
+                    self._cards = [json.loads(self._store.get(key)) for key in self._keys]
+                    return
+            time.sleep(_STORE_SECONDS)
 
     def link(self) -> HostLink | None:
-        """This rank's link, once, when every rank has left its card; else None.
+        """This rank's link, once, when every rank has left its card; else None, at once.
 
         Never where all are on one host, or the store is gone.
         """
-        if self._link is None:
-            return None
-        try:
-            if not self._store.check(self._keys):
-                return None
-            cards = [json.loads(self._store.get(key)) for key in self._keys]
-        except RuntimeError:  # torch's, also where the store's host cannot be reached
+        cards = self._cards
+        if self._link is None or not cards:
             return None
         link, self._link = self._link, None
         hosts = list(dict.fromkeys(identity for identity, _ in cards))
@@ -296,6 +341,6 @@ def tell_hosts(run_path: Path, lost: str = "") -> None:
         addresses = {int(host): (at, port) for host, (at, port) in values["addresses"].items()}
         (address, _), *_ = addresses.values()
         link = HostLink(address, values["host"], len(addresses) + 1)
-        link.token, link.addresses = bytes.fromhex(values["token"]), addresses
+        link.key, link.addresses = bytes.fromhex(values["key"]), addresses
         link.say_end(lost)
         link.close()

@@ -133,7 +133,9 @@ class RankWatch:
         reason = self._files.lost_reason() or (
             error and f"rank {self.location.rank} failed: {error}"
         )
-        if self.link is not None and self._listens:
+        # An engine stops its ranks also where one failed, which its launcher is about to say.
+        knows = reason or self._files.is_stopped() or not self._files.has_launcher()
+        if self.link is not None and self._listens and knows:
             self.link.say_end(reason[:MAX_REASON])
 
     def _find_other_stages(self) -> None:

@@ -27,8 +27,7 @@ def check_model(
         return [error("model", str(reason), remedy)]
     findings = [_check_experts(shape, subject), _slots(shape, subject)]
     if subject.port is None or not is_running(subject.port):  # else it has its memory already
-        available = _available(meminfo, cgroup)
-        findings.append(_check_memory(shape, subject, available))
+        findings.append(_check_memory(shape, subject, available_memory(meminfo, cgroup)))
     return findings
 
 
@@ -75,18 +74,3 @@ def _check_memory(shape: ModelShape, subject: Subject, available: int | None) ->
     if weights + slots > _TIGHT * available:
         return warning("memory", seen, "little is left for the KV cache: use a larger machine")
     return ok("memory", seen)
-
-
-def _available(meminfo: Path, cgroup: Path) -> int | None:
-    """Bytes that this process may still take, by the machine and by its control group."""
-    limits = (available_memory(meminfo), _container(cgroup))
-    return min((limit for limit in limits if limit is not None), default=None)
-
-
-def _container(cgroup: Path) -> int | None:
-    try:
-        limit = (cgroup / "memory.max").read_text().strip()
-        used = int((cgroup / "memory.current").read_text())
-        return None if limit == "max" else max(0, int(limit) - used)
-    except (OSError, ValueError):
-        return None

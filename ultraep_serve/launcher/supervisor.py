@@ -5,6 +5,7 @@ import ctypes
 import http.client
 import os
 import signal
+import ssl
 import subprocess
 import threading
 import time
@@ -57,6 +58,7 @@ def supervise(engine: EngineCommand, config: BalanceConfig, sidecar: list[str] |
     balanced engine ends by itself as if all were well, as vLLM does when it has lost a rank.
     """
     environment = child_environment(config, engine.environment)
+    _say_launched(config)
     children: list[subprocess.Popen[bytes]] = []
     watch = _BalanceWatch(engine, config)
     with _forwarded_signals(children, lambda: _say_stopped(config)) as signals:
@@ -203,6 +205,13 @@ def _before_child_runs() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
+def _say_launched(config: BalanceConfig) -> None:
+    """Ranks leave it to this process to say why they end, where they do not know themselves."""
+    if config.run_dir and config.policy is not Policy.OFF:
+        with contextlib.suppress(OSError):
+            RunFiles(config.run_path).mark_launched()
+
+
 def _say_stopped(config: BalanceConfig) -> None:
     """Tell ranks and hosts that this host is stopped, before ranks fail for want of others."""
     if config.run_dir:
@@ -272,9 +281,14 @@ def _end_group(group: int) -> None:
 
 
 def _answers(url: str) -> bool:
+    # The certificate names the server as its users reach it, which is not by this address.
+    any_name = ssl.create_default_context()
+    any_name.check_hostname, any_name.verify_mode = False, ssl.CERT_NONE
+    # Another's answer would be taken for the engine's: no proxy that the environment names.
+    opener = urllib.request.build_opener(
+        urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=any_name)
+    )
     try:
-        # Another's answer would be taken for the engine's: no proxy that the environment names.
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         with opener.open(url, timeout=_HEALTH_SECONDS) as reply:
             return bool(reply.status == 200)
     except (OSError, http.client.HTTPException):

@@ -15,7 +15,7 @@ from typing import Any
 from anyio import CapacityLimiter, to_thread
 from fastapi import HTTPException, Response
 
-from ultraep_serve.sidecar.store import NoRunError
+from ultraep_serve.sidecar.statistics.held import NoAnswerError
 
 __all__ = ["BUSY", "AnswerCache", "Budget"]
 
@@ -118,7 +118,7 @@ class AnswerCache:
         error = None if task.cancelled() else task.exception()
         if error is not None:
             self._answers.pop(key, None)
-        if error is not None and not isinstance(error, (NoRunError, HTTPException)):
+        if error is not None and not isinstance(error, (NoAnswerError, HTTPException)):
             _LOGGER.warning("an answer could not be computed: %r", error)
 
     async def _answer(self, key: Hashable, make: Callable[[], Any]) -> bytes:
@@ -137,7 +137,7 @@ class AnswerCache:
         began, used = time.monotonic(), time.thread_time()
         try:
             answer = make()
-            content = answer if isinstance(answer, bytes) else answer.encoded()
+            content = answer if isinstance(answer, bytes) else answer.model_dump_json().encode()
         finally:
             if self._budget:
                 self._budget.spend(time.thread_time() - used + _REQUEST_SECONDS)

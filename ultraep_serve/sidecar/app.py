@@ -12,22 +12,19 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse
 from fastapi.staticfiles import StaticFiles
-from prometheus_client import CollectorRegistry
 
 from ultraep_serve import __version__
+from ultraep_serve.errors import ControlError
 from ultraep_serve.sidecar.access import KnownNames, wrong_values
 from ultraep_serve.sidecar.answers import AnswerCache, Budget
-from ultraep_serve.sidecar.health import Overview
-from ultraep_serve.sidecar.metrics import StoreCollector, detailed_metrics, usual_metrics
 from ultraep_serve.sidecar.routes_balance import balance_routes, live_routes
 from ultraep_serve.sidecar.routes_capture import capture_routes
 from ultraep_serve.sidecar.routes_control import Switches, control_routes
-from ultraep_serve.sidecar.routes_operate import Access, operate_routes
-from ultraep_serve.sidecar.statistics.snapshot import BalanceSnapshot
-from ultraep_serve.sidecar.statistics.summary import Heatmap, PolicyComparison
-from ultraep_serve.sidecar.statistics.timeline import History
-from ultraep_serve.sidecar.store import NoRunError, RunStore
+from ultraep_serve.sidecar.routes_operate import operate_routes
+from ultraep_serve.sidecar.statistics.held import NoAnswerError
+from ultraep_serve.sidecar.store import Run, RunStore
 from ultraep_serve.telemetry.reader import ALIVE_SECONDS
+from ultraep_serve.types import Policy
 
 __all__ = ["AppOptions", "StateLog", "create_app"]
 
@@ -93,9 +90,9 @@ def create_app(
         docs_url=None,  # FastAPI's own page loads its scripts from other hosts
         redoc_url=None,
     )
-    app.state.stopping = False  # streams end when it is set
+    app.state.stopping = lambda: False  # streams end when it returns True
     routers = (
-        operate_routes(store, _registries(store), Access(token, allow_ideal), operations),
+        operate_routes(store, operations, control_open=bool(token), allow_ideal=allow_ideal),
         live_routes(store, answers, operations, options.event_seconds),
         balance_routes(store, answers),
         control_routes(Switches(store, run_dir, allow_ideal), token),
@@ -105,7 +102,8 @@ def create_app(
         app.router.routes.extend(router.routes)
     app.add_middleware(KnownNames, names=options.allowed_hosts)
     _add_pages(app)
-    app.add_exception_handler(NoRunError, _no_run)
+    app.add_exception_handler(NoAnswerError, _no_answer)
+    app.add_exception_handler(ControlError, _conflict)
     app.add_exception_handler(RequestValidationError, wrong_values)
     return app
 
@@ -113,18 +111,15 @@ def create_app(
 @contextlib.asynccontextmanager
 async def _polling(store: RunStore, options: AppOptions) -> AsyncIterator[None]:
     """Poll the rings and log changes of state while the application serves."""
-    for answer_type in (BalanceSnapshot, Heatmap, History, Overview, PolicyComparison):
-        answer_type.prepare()
     # More threads would only wait for each other, and each takes memory.
     to_thread.current_default_thread_limiter().total_tokens = _MAX_THREADS
-    state_log, stopping = StateLog(store), threading.Event()
+    state_log, stopping = StateLog(), threading.Event()
 
     def run() -> None:
         known = ""
         while not stopping.wait(options.poll_seconds):
             try:
-                store.poll()
-                state_log.update()
+                state_log.update(store.poll())
                 if options.after_poll is not None:
                     options.after_poll()
             except Exception as error:  # without this thread records would be missed for good
@@ -139,56 +134,48 @@ async def _polling(store: RunStore, options: AppOptions) -> AsyncIterator[None]:
     thread.join()
 
 
-def _registries(store: RunStore) -> tuple[CollectorRegistry, CollectorRegistry]:
-    """One with the usual metrics, and one that also has those with many series."""
-    usual, detailed = CollectorRegistry(), CollectorRegistry()
-    usual.register(StoreCollector(store, usual_metrics))
-    for make in (usual_metrics, detailed_metrics):
-        detailed.register(StoreCollector(store, make))
-    return usual, detailed
+async def _no_answer(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, NoAnswerError)
+    return JSONResponse(error.document, error.status)
 
 
-async def _no_run(_: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, NoRunError)
-    return JSONResponse(error.document, status_code=503)
+async def _conflict(_: Request, error: Exception) -> JSONResponse:
+    return JSONResponse({"detail": str(error)}, 409)
 
 
 class StateLog:
     """Logs one line per change of readiness or policy, nothing per batch."""
 
-    def __init__(self, store: RunStore) -> None:
-        self._store = store
+    def __init__(self) -> None:
         self._problems: dict[str, str] | None = None
-        self._policy: str | None = None
+        self._policy: Policy | None = None
 
-    def update(self) -> None:
-        """Compare with the last update; the store was just polled."""
-        problems, known = self._store.problems(), self._problems
+    def update(self, run: Run) -> None:
+        """Compare with the last update."""
+        problems, known = run.problems, self._problems
         # A reason in other words is no change, nor is one of several ranks that becomes ready.
         if known is None or bool(problems) != bool(known) or problems.keys() - known.keys():
-            self._log_readiness(problems)
+            _log_readiness(run)
         self._problems = problems
-        policy = self._store.policy()
-        name = policy.value if policy else None
-        if name != self._policy:
-            self._policy = name
+        if run.policy is not self._policy:
+            self._policy = run.policy
+            name = run.policy.value if run.policy else None
             fields = {"event": "policy", "policy": name}
             _LOGGER.info("policy is %s", name, extra={"fields": fields})
 
-    def _log_readiness(self, problems: dict[str, str]) -> None:
-        unbalanced = self._store.unbalanced()
-        ready = not problems or bool(unbalanced)
-        fields = {"fields": {"event": "state", "ready": ready, "reasons": problems}}
-        if unbalanced:
-            _LOGGER.warning("%s", problems["run"], extra=fields)
-            return
-        if not problems:
-            _LOGGER.info("every rank is ready", extra=fields)
-            return
-        reasons = [f"{rank}: {reason}" for rank, reason in problems.items()]
-        if len(reasons) > _MAX_REASONS:
-            reasons[_MAX_REASONS:] = [f"and {len(reasons) - _MAX_REASONS} more"]
-        _LOGGER.warning("not ready: %s", "; ".join(reasons), extra=fields)
+
+def _log_readiness(run: Run) -> None:
+    fields = {"fields": {"event": "state", "ready": run.ready, "reasons": run.problems}}
+    if run.unbalanced:
+        _LOGGER.warning("%s", run.problems["run"], extra=fields)
+        return
+    if run.ready:
+        _LOGGER.info("every rank is ready", extra=fields)
+        return
+    reasons = [f"{rank}: {reason}" for rank, reason in run.problems.items()]
+    if len(reasons) > _MAX_REASONS:
+        reasons[_MAX_REASONS:] = [f"and {len(reasons) - _MAX_REASONS} more"]
+    _LOGGER.warning("not ready: %s", "; ".join(reasons), extra=fields)
 
 
 _FILES = Path(__file__).with_name("static")

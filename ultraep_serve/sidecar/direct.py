@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from ultraep_serve.errors import BenchError, NoServerError
+from ultraep_serve.sidecar.statistics.held import NoRunError
 from ultraep_serve.sidecar.statistics.selection import RecordSelection
-from ultraep_serve.sidecar.store import NoRunError, RunStore, UnbalancedError
+from ultraep_serve.sidecar.statistics.summary import summarise
+from ultraep_serve.sidecar.store import RunStore
 from ultraep_serve.telemetry.running import find_run
 
 __all__ = ["ServerStatus", "status", "status_reader"]
@@ -75,15 +77,13 @@ def status_reader(
 
 
 def _read(store: RunStore, path: Path) -> ServerStatus:
-    store.poll()
-    ready = not store.problems()
+    run = store.poll()
     try:
-        answer = store.snapshot(RecordSelection()).encoded()
+        answer = summarise(run.held(), RecordSelection()).model_dump_json().encode()
     except NoRunError as error:
-        ready = isinstance(error, UnbalancedError)
         text = json.dumps(error.document, ensure_ascii=False, separators=(",", ":"))
         answer = text.encode()
-    return ServerStatus(str(path), answer, ready, store.problems())
+    return ServerStatus(str(path), answer, run.ready, run.problems)
 
 
 def _remote(url: str) -> Callable[[], ServerStatus]:

@@ -6,7 +6,7 @@ wrote are kept in order, and moved along when the clock is set.
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,16 +21,16 @@ from ultraep_serve.sidecar.memory import (
     most_records,
 )
 from ultraep_serve.sidecar.statistics.fold import with_figures
+from ultraep_serve.sidecar.statistics.held import RankView, merged
 from ultraep_serve.sidecar.statistics.selection import RecordSelection
-from ultraep_serve.sidecar.statistics.snapshot import RankView
+from ultraep_serve.sidecar.statistics.snapshot import RankHealth
 from ultraep_serve.sidecar.statistics.timeline import Timeline
 from ultraep_serve.telemetry.reader import RingReader
 from ultraep_serve.telemetry.record import RecordArray
 from ultraep_serve.telemetry.run_files import RunFiles
-from ultraep_serve.telemetry.schema import RingHeader
-from ultraep_serve.types import Decision
+from ultraep_serve.telemetry.schema import RingHeader, RingState
 
-__all__ = ["PrimaryRanks", "RingFollower", "WallClock", "merged"]
+__all__ = ["PrimaryRanks", "RingFollower", "WallClock"]
 
 _LAG_NS = 10**9  # between the time in a record and its writing
 
@@ -122,19 +122,23 @@ class RingFollower:
         records["time_ns"], records["layer"] = own["time_ns"], own["layer"]
         return records
 
-    def view(self, now_ns: int, heartbeat_limit_seconds: float) -> RankView:
-        """The rank at ``now_ns`` (CLOCK_MONOTONIC)."""
+    def view(self, now_ns: int, heartbeat_limit_seconds: float, num_ranks: int) -> RankView:
+        """The rank at ``now_ns`` (CLOCK_MONOTONIC), in a run of ``num_ranks``."""
         header = self.header
-        if header is None:
-            return RankView(self.rank, None, False, None, self.records())
-        return RankView(
-            self.rank,
-            header,
-            header.alive(now_ns, heartbeat_limit_seconds),
-            header.heartbeat_age_seconds(now_ns),
-            self.records(),
-            header.last_batch_age_seconds(now_ns),
+        alive = header is not None and header.alive(now_ns, heartbeat_limit_seconds)
+        health = RankHealth(
+            rank=self.rank,
+            pid=header.pid if header else None,
+            state=header.state.name.lower() if header else "missing",
+            alive=alive,
+            heartbeat_age_seconds=header.heartbeat_age_seconds(now_ns) if header else None,
+            last_batch_age_seconds=header.last_batch_age_seconds(now_ns) if header else None,
+            lost=header.lost if header else 0,
+            problem=_problem(header, alive, now_ns, num_ranks) if header else self.error,
+            slot_bytes=header.slot_bytes_reserved if header else 0,
+            missed=self.missed,
         )
+        return RankView(health, header, self.records())
 
     def shift(self, by_ns: int) -> None:
         """The wall clock was set."""
@@ -146,6 +150,19 @@ class RingFollower:
             self._reader.close()  # an unlinked file keeps its memory while it is open
             self._reader = None
         self.header, self.error = None, str(error)
+
+
+def _problem(header: RingHeader, alive: bool, now_ns: int, num_ranks: int) -> str:
+    """Why the rank of ``header`` is not ready; empty when it is."""
+    if header.shape.num_ranks != num_ranks:
+        return f"its ring belongs to a run of {header.shape.num_ranks} ranks"
+    if header.state != RingState.READY:
+        return f"state is {header.state.name.lower()}"
+    if header.dead:
+        return f"process {header.pid} has died"
+    if not alive:
+        return f"no heartbeat for {header.heartbeat_age_seconds(now_ns):.1f} s"
+    return "".join(filter(str.isprintable, header.unheard))
 
 
 def _in_order(
@@ -259,19 +276,11 @@ class PrimaryRanks:
         """The newest records, oldest first, with loads and figures; not to be changed."""
         return self._records.records()
 
-    def skipped_since(self, time_ns: int) -> Iterator[tuple[Decision, int]]:
-        """As ``SkippedHistory.since``."""
-        return self._skipped.since(time_ns)
+    def skipped(self) -> RecordArray:
+        """As ``SkippedHistory.records``."""
+        return self._skipped.records()
 
     def shift(self, by_ns: int) -> None:
         """The wall clock was set."""
         self._records.shift(by_ns)
         self._skipped.shift(by_ns)
-
-
-def merged(records: Sequence[RecordArray]) -> RecordArray:
-    """Those of several ranks, oldest first; not to be changed."""
-    if len(records) == 1:
-        return records[0]
-    together = np.concatenate(records)
-    return together[np.argsort(together["time_ns"], kind="stable")]

@@ -1,14 +1,12 @@
 """What is held of records and of batches without any, in bounded memory."""
 
-from collections.abc import Iterator
-
 import numpy as np
 
 from ultraep_serve.telemetry.record import RecordArray, aligned_dtype, record_dtype
 from ultraep_serve.telemetry.schema import RingHeader
 from ultraep_serve.types import Decision, ExpertShape
 
-__all__ = ["OWN_DTYPE", "RecordWindow", "SkippedHistory", "most_records"]
+__all__ = ["OWN_DTYPE", "RecordWindow", "SkippedHistory", "most_records", "skipped_since"]
 
 _MAX_BYTES = 64 << 20  # of records of all ranks; fewer are held where they are large
 # What is kept of every rank's records; loads and slots are kept of the primary rank's only.
@@ -16,6 +14,7 @@ OWN_DTYPE = aligned_dtype(
     "seq", "batch", "time_ns", "bytes_sent", "bytes_received", "stage_ns", "layer", "decision",
     "policy",
 )  # fmt: skip
+_SKIPPED_DTYPE = np.dtype([("time_ns", "<u8"), ("counts", "<u8", (len(Decision),))])
 
 
 def most_records(shape: ExpertShape, max_records: int) -> int:
@@ -58,50 +57,41 @@ class RecordWindow:
         self._buffer["time_ns"] += np.int64(by_ns).astype(np.uint64)  # modulo 2**64
 
 
-class SkippedHistory:
-    """Numbers of batches skipped without a record, for the last ``max_changes`` changes.
+class SkippedHistory(RecordWindow):
+    """Numbers of batches skipped without a record, after each of the last changes.
 
-    A record has a time, a skipped batch is only counted: the batches of a window are the counters
-    now minus the counters before the window.
+    A record has a time, a skipped batch is only counted: see ``skipped_since``.
     """
 
     def __init__(self, max_changes: int = 4096) -> None:
-        self._times = np.zeros(max_changes, np.int64)
-        self._counts = np.zeros((max_changes, len(Decision)), np.uint64)
-        self._size = 0
+        super().__init__(_SKIPPED_DTYPE, max_changes)
 
     def observe(self, time_ns: int, header: RingHeader) -> None:
         """Store ``header``'s counters, read at ``time_ns`` (wall clock)."""
-        if self._size == 0:
-            self._append(min(time_ns, header.started_ns), (0,) * len(Decision))
-        if (self._counts[self._size - 1] != header.skipped_batches).any():
-            self._append(time_ns, header.skipped_batches)
-
-    def since(self, time_ns: int) -> Iterator[tuple[Decision, int]]:
-        """Batches skipped at or after ``time_ns``, as exact as the polls.
-
-        Those before the first poll are spread evenly over the time since the engine started.
-        """
-        if not self._size:
-            return
-        times, counts = self._times[: self._size], self._counts[: self._size]
-        index = max(0, int(np.searchsorted(times, time_ns, side="right")) - 1)
-        before: list[int] = counts[index].tolist()
-        if index == 0 and self._size > 1 and not any(before):
-            start, first = times[:2].tolist()
-            part = min(1.0, max(0.0, (time_ns - start) / max(1, first - start)))
-            before = [int(part * count) for count in counts[1].tolist()]
-        for decision, now, then in zip(Decision, counts[-1].tolist(), before, strict=True):
-            yield decision, now - then
-
-    def shift(self, by_ns: int) -> None:
-        """The wall clock was set."""
-        self._times[: self._size] += by_ns
+        counts = header.skipped_batches
+        if not len(self.records()):
+            self._append(min(time_ns, header.started_ns), (0,) * len(counts))
+        if (self.records()["counts"][-1] != counts).any():
+            self._append(time_ns, counts)
 
     def _append(self, time_ns: int, counts: tuple[int, ...]) -> None:
-        if self._size == len(self._times):  # drop the older half
-            self._size -= self._size // 2
-            for held in (self._times, self._counts):
-                held[: self._size] = held[-self._size :]
-        self._times[self._size], self._counts[self._size] = time_ns, counts
-        self._size += 1
+        self.append(np.array([(time_ns, counts)], _SKIPPED_DTYPE))
+
+
+def skipped_since(history: RecordArray, time_ns: int) -> dict[Decision, int]:
+    """Batches skipped at or after ``time_ns``, as exact as the polls, by ``SkippedHistory``.
+
+    They are the counters at the end minus those before. Those before the first poll are spread
+    evenly over the time since the engine started.
+    """
+    if not len(history):
+        return dict.fromkeys(Decision, 0)
+    times, counts = history["time_ns"], history["counts"]
+    index = max(0, int(np.searchsorted(times, np.uint64(time_ns), side="right")) - 1)
+    before: list[int] = counts[index].tolist()
+    if index == 0 and len(history) > 1 and not any(before):
+        start, first = times[:2].tolist()
+        part = min(1.0, max(0.0, (time_ns - start) / max(1, first - start)))
+        before = [int(part * count) for count in counts[1].tolist()]
+    pairs = zip(Decision, counts[-1].tolist(), before, strict=True)
+    return {decision: now - then for decision, now, then in pairs}

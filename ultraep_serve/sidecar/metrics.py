@@ -12,7 +12,8 @@ Where ranks are on several hosts, each host's sidecar reports bytes, times and h
 ranks; imbalance, batches, layers and replicas cover all ranks and are the same on every host.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -24,32 +25,57 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from ultraep_serve.sidecar.statistics.fold import mean_floor, rank_speeds, spent_seconds
+from ultraep_serve.sidecar.statistics.held import Held, NoRunError, RankView
 from ultraep_serve.sidecar.statistics.selection import RecordSelection, decision_names
-from ultraep_serve.sidecar.statistics.snapshot import BalanceSnapshot, RankView
+from ultraep_serve.sidecar.statistics.snapshot import BalanceSnapshot
+from ultraep_serve.sidecar.statistics.summary import summarise
 from ultraep_serve.sidecar.statistics.timeline import Timeline
-from ultraep_serve.sidecar.store import NoRunError, RunStore
+from ultraep_serve.sidecar.store import RunStore
 from ultraep_serve.telemetry.schema import RingHeader
 from ultraep_serve.types import Decision, Stage
 
-__all__ = ["StoreCollector", "detailed_metrics", "usual_metrics"]
+__all__ = ["StoreCollector"]
 
 _WHEN = ("before", "after")
 _Samples = Iterable[tuple[tuple[object, ...], float]]  # values of labels, and the value
 
 
 class StoreCollector(Collector):
-    """Collects what ``make`` yields; registering it does not read the run directory."""
+    """The metrics of one scrape; with ``detail`` also those with many series."""
 
-    def __init__(self, store: RunStore, make: Callable[[RunStore], Iterator[Metric]]) -> None:
-        self._store, self._make = store, make
-
-    def describe(self) -> Iterable[Metric]:
-        """Nothing."""
-        return []
+    def __init__(self, store: RunStore, detail: bool) -> None:
+        self._store, self._detail = store, detail
 
     def collect(self) -> Iterator[Metric]:
-        """Build every metric."""
-        return self._make(self._store)
+        """Poll once and build every metric; without an engine only readiness and imbalance."""
+        run = self._store.poll()
+        yield _gauge(
+            "unbalanced",
+            "1 when the server could not be balanced and runs all the same; other metrics are then "
+            "absent.",
+            _one(bool(run.unbalanced)),
+        )
+        if run.unbalanced:
+            return
+        yield _gauge(
+            "ready",
+            "1 when every rank of this host is alive and ready, else 0.",
+            _one(not run.problems),
+        )
+        with self._store.timeline() as timeline:
+            yield from list(_imbalances(timeline))
+            saved, worsened = timeline.saved_seconds, timeline.worsened_seconds
+        try:
+            held = run.held()
+        except NoRunError:
+            return
+        headers = [view.header for view in held.views if view.header]
+        yield from _of_run(held)
+        yield from _totals(headers)
+        yield from _estimates(headers, saved, worsened)
+        yield from _of_ranks(held.views)
+        if self._detail:
+            yield from _detailed(held)
 
 
 def _gauge(name: str, text: str, samples: _Samples, *labels: str) -> Metric:
@@ -70,55 +96,6 @@ def _filled(family: GaugeMetricFamily | CounterMetricFamily, samples: _Samples) 
 
 def _one(value: float) -> _Samples:
     return [((), value)]
-
-
-def usual_metrics(store: RunStore) -> Iterator[Metric]:
-    """Poll once and build every metric; without an engine only readiness and imbalance."""
-    store.poll()
-    unbalanced = bool(store.unbalanced())
-    yield _gauge(
-        "unbalanced",
-        "1 when the server could not be balanced and runs all the same; other metrics are then "
-        "absent.",
-        _one(unbalanced),
-    )
-    if unbalanced:
-        return
-    yield _gauge(
-        "ready",
-        "1 when every rank of this host is alive and ready, else 0.",
-        _one(not store.problems()),
-    )
-    yield from _imbalances(store.timeline)
-    try:
-        (header, primary, _), views = store.held(), store.views()
-    except NoRunError:
-        return
-    headers = [view.header for view in views if view.header]
-    yield from _of_run(header)
-    yield _gauge(
-        "imbalance_floor_ratio",
-        "Lowest possible mean of ultraep_time_imbalance_ratio, as weights move only inside "
-        "domains: the largest domain mean over the mean of all ranks, in the records that the "
-        "sidecar holds.",
-        _one(mean_floor(RecordSelection().considered(primary))),
-    )
-    yield from _totals(headers)
-    yield from _estimates(headers, store.timeline)
-    yield from _of_ranks(views)
-    yield _gauge(
-        "rank_speed_ratio",
-        "Speed of the rank that the newest batch was planned with; 1 is as fast as the fastest "
-        "rank.",
-        (((rank,), speed) for rank, speed in enumerate(rank_speeds(primary))),
-        "rank",
-    )
-    yield _counter(
-        "records_missed",
-        "Records overwritten or damaged before the sidecar read them.",
-        (((rank,), missed) for rank, missed in store.missed().items()),
-        "rank",
-    )
 
 
 def _imbalances(timeline: Timeline) -> Iterator[Metric]:
@@ -142,7 +119,8 @@ def _imbalances(timeline: Timeline) -> Iterator[Metric]:
         yield family
 
 
-def _of_run(header: RingHeader) -> Iterator[Metric]:
+def _of_run(held: Held) -> Iterator[Metric]:
+    header = held.header
     labels = ("phase", "decision", "reason")
     counts = zip(Decision, header.recorded_batches, header.skipped_batches, strict=True)
     yield _counter(
@@ -162,6 +140,20 @@ def _of_run(header: RingHeader) -> Iterator[Metric]:
         "ultraep_policy",
         "The policy in force, the engine and how its ranks share the work.",
         value={"policy": header.policy.value, "engine": header.engine, "mode": header.mode},
+    )
+    yield _gauge(
+        "imbalance_floor_ratio",
+        "Lowest possible mean of ultraep_time_imbalance_ratio, as weights move only inside "
+        "domains: the largest domain mean over the mean of all ranks, in the records that the "
+        "sidecar holds.",
+        _one(mean_floor(RecordSelection().considered(held.primary))),
+    )
+    yield _gauge(
+        "rank_speed_ratio",
+        "Speed of the rank that the newest batch was planned with; 1 is as fast as the fastest "
+        "rank.",
+        (((rank,), speed) for rank, speed in enumerate(rank_speeds(held.primary))),
+        "rank",
     )
 
 
@@ -186,67 +178,64 @@ def _totals(headers: list[RingHeader]) -> Iterator[Metric]:
     )
 
 
-def _estimates(headers: list[RingHeader], timeline: Timeline) -> Iterator[Metric]:
+def _estimates(headers: list[RingHeader], saved: float, worsened: float) -> Iterator[Metric]:
     yield _counter(
         "estimated_saved_seconds",
         "Estimated time that balancing avoided: the engine's time of each layer x (assignments of "
         "the busiest rank before / after - 1).",
-        _one(timeline.saved_seconds),
+        _one(saved),
     )
     stages = float(spent_seconds([header.stage_ns for header in headers]))
     yield _counter(
         "estimated_spent_seconds",
         "Estimated time that balancing took: its stages on the slowest rank, exchange on the rank "
         "that waited least, and the extra time of layers less balanced than before.",
-        _one(stages + timeline.worsened_seconds),
+        _one(stages + worsened),
     )
 
 
-def _of_ranks(views: list[RankView]) -> Iterator[Metric]:
-    up = (((view.rank,), view.alive) for view in views)
-    yield _gauge("rank_up", "1 while the rank is alive.", up, "rank")
-    ages = [(view.rank, view.heartbeat_age_seconds) for view in views]
+def _by_rank(sources: Iterable[tuple[int, Any]], name: str) -> _Samples:
+    """The attribute ``name`` of every rank's source that has it."""
+    values = ((rank, getattr(source, name)) for rank, source in sources)
+    return [((rank,), value) for rank, value in values if value is not None]
+
+
+def _of_ranks(views: Sequence[RankView]) -> Iterator[Metric]:
+    ranks = [(view.health.rank, view.health) for view in views]
+    yield _gauge("rank_up", "1 while the rank is alive.", _by_rank(ranks, "alive"), "rank")
     yield _gauge(
         "heartbeat_age_seconds",
         "Time since the rank's last heartbeat.",
-        (((rank,), age) for rank, age in ages if age is not None),
+        _by_rank(ranks, "heartbeat_age_seconds"),
         "rank",
     )
-    ages = [(view.rank, view.last_batch_age_seconds) for view in views]
     yield _gauge(
         "last_batch_age_seconds",
         "Time since the rank's last batch; absent before the first.",
-        (((rank,), age) for rank, age in ages if age is not None),
+        _by_rank(ranks, "last_batch_age_seconds"),
         "rank",
     )
     yield _counter(
         "records_lost",
         "Records that the rank could not write.",
-        (((view.rank,), view.header.lost) for view in views if view.header),
+        _by_rank([(view.health.rank, view.header) for view in views if view.header], "lost"),
+        "rank",
+    )
+    yield _counter(
+        "records_missed",
+        "Records overwritten or damaged before the sidecar read them.",
+        _by_rank(ranks, "missed"),
         "rank",
     )
 
 
-def detailed_metrics(store: RunStore) -> Iterator[Metric]:
-    """Build the metrics with many series, just after a poll; nothing without an engine."""
-    try:
-        views, snapshot = store.views(), store.snapshot(RecordSelection())
-    except NoRunError:
-        return
-    yield from _of_window(snapshot)
-    headers = [(view.rank, view.header) for view in views if view.header]
-    yield _counter(
-        "rank_sent_bytes",
-        "Expert weights sent.",
-        (((rank,), header.bytes_sent) for rank, header in headers),
-        "rank",
-    )
-    yield _counter(
-        "rank_received_bytes",
-        "Expert weights received.",
-        (((rank,), header.bytes_received) for rank, header in headers),
-        "rank",
-    )
+def _detailed(held: Held) -> Iterator[Metric]:
+    """The metrics with many series."""
+    yield from _of_window(summarise(held, RecordSelection()))
+    headers = [(view.health.rank, view.header) for view in held.views if view.header]
+    sent, received = _by_rank(headers, "bytes_sent"), _by_rank(headers, "bytes_received")
+    yield _counter("rank_sent_bytes", "Expert weights sent.", sent, "rank")
+    yield _counter("rank_received_bytes", "Expert weights received.", received, "rank")
     yield _counter(
         "rank_stage_seconds",
         "Time in each stage.",

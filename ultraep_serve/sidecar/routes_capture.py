@@ -8,11 +8,10 @@ from typing import Annotated, BinaryIO
 from fastapi import APIRouter, HTTPException
 from fastapi import Path as InPath
 from fastapi.responses import StreamingResponse
-from pydantic import BaseModel, ConfigDict
 
 from ultraep_serve.errors import SpoolError
 from ultraep_serve.sidecar.access import BEARER, REFUSALS, bearers_only
-from ultraep_serve.sidecar.statistics.snapshot import SCHEMA_VERSION
+from ultraep_serve.sidecar.statistics.snapshot import Answer, Document
 from ultraep_serve.system.files import open_regular
 from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.telemetry.spool import PAGE_BYTES, parse_spool_header
@@ -24,10 +23,8 @@ _PIECE_BYTES = 1 << 20
 Rank = Annotated[int, InPath(ge=0, lt=10_000)]
 
 
-class SpoolStatus(BaseModel):
+class SpoolStatus(Answer):
     """The state of one rank's spool."""
-
-    model_config = ConfigDict(use_attribute_docstrings=True)
 
     rank: int
     number: int
@@ -42,11 +39,10 @@ class SpoolStatus(BaseModel):
     bytes: int
 
 
-class CaptureStatus(BaseModel):
+class CaptureStatus(Document):
     """The spools, by rank; a single one where all ranks see the same tokens."""
 
     spools: list[SpoolStatus]
-    schema_version: int = SCHEMA_VERSION
 
 
 def capture_routes(run_dir: Path, token: str | None) -> APIRouter:

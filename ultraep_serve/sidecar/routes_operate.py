@@ -1,38 +1,26 @@
 """Endpoints for operators: health, readiness, metrics, configuration."""
 
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from anyio import CapacityLimiter, to_thread
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, Response
-from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
-from pydantic import BaseModel, ConfigDict
 
 from ultraep_serve import __version__
 from ultraep_serve.sidecar.answers import AnswerCache
-from ultraep_serve.sidecar.statistics.snapshot import SCHEMA_VERSION
+from ultraep_serve.sidecar.metrics import StoreCollector
+from ultraep_serve.sidecar.statistics.snapshot import Document
 from ultraep_serve.sidecar.store import RunStore
 from ultraep_serve.types import Policy, SpeedSource
 
-__all__ = ["Access", "operate_routes"]
+__all__ = ["operate_routes"]
 
 Detail = Annotated[bool, Query(description="also series per layer, and more per rank")]
 
 
-@dataclass(frozen=True)
-class Access:
-    """Who may change what."""
-
-    token: str | None  # gives access to control; None or empty: nobody has it
-    allow_ideal: bool  # permits the policy that gives wrong answers
-
-
-class Readiness(BaseModel):
+class Readiness(Document):
     """Whether the server of this host is as its operator wants it."""
-
-    model_config = ConfigDict(use_attribute_docstrings=True)
 
     ready: bool
     status: Literal["ready", "not ready", "unbalanced"]
@@ -40,13 +28,10 @@ class Readiness(BaseModel):
     on_unsupported=off."""
     reasons: dict[str, str]
     """Why it is not ready or not balanced, by rank; under ``run`` where no rank is known."""
-    schema_version: int = SCHEMA_VERSION
 
 
-class ConfigAnswer(BaseModel):
+class ConfigAnswer(Document):
     """The configuration in force."""
-
-    model_config = ConfigDict(use_attribute_docstrings=True)
 
     version: str
     """Of ultraep_serve."""
@@ -66,18 +51,15 @@ class ConfigAnswer(BaseModel):
     """Whether there is a token that gives access to control."""
     config: dict[str, Any] | None
     """The settings at start, without secrets; null where there are none."""
-    schema_version: int = SCHEMA_VERSION
 
 
 def operate_routes(
-    store: RunStore,
-    registries: tuple[CollectorRegistry, CollectorRegistry],
-    access: Access,
-    answers: AnswerCache,
+    store: RunStore, answers: AnswerCache, *, control_open: bool, allow_ideal: bool
 ) -> APIRouter:
-    """The routes over ``store``; the second of ``registries`` has more metrics than the first.
+    """The routes over ``store``.
 
-    ``answers`` are for these routes alone, so that nobody's questions keep metrics waiting.
+    ``answers`` are for these routes alone, so that nobody's questions keep metrics waiting. Whether
+    ``control_open``, and the policy that gives wrong answers is permitted, is told.
     """
     router = APIRouter(tags=["operate"])
     prober = CapacityLimiter(1)  # probes are answered whatever others ask
@@ -95,8 +77,13 @@ def operate_routes(
         on_unsupported=off says that serving matters more than balancing, and a probe that failed
         would end the serving.
         """
-        answer = await to_thread.run_sync(_readiness, store, limiter=prober)
-        return JSONResponse(answer.model_dump(), status_code=200 if answer.ready else 503)
+        run = await to_thread.run_sync(store.readiness, limiter=prober)
+        answer = Readiness(
+            ready=run.ready,
+            status="unbalanced" if run.unbalanced else "ready" if run.ready else "not ready",
+            reasons=run.problems,
+        )
+        return JSONResponse(answer.model_dump(), status_code=200 if run.ready else 503)
 
     @router.get(
         "/metrics",
@@ -110,37 +97,23 @@ def operate_routes(
         except (TypeError, ValueError):  # it asks for a version that is no number
             encode, content_type = choose_encoder("")
         question = "metrics", detail, content_type
-        content = await answers.encoded(question, lambda: encode(registries[detail]))
+        content = await answers.encoded(question, lambda: encode(StoreCollector(store, detail)))
         return Response(content, headers={"content-type": content_type})
 
     @router.get("/v1/config")
     def config() -> ConfigAnswer:
         """The policy in force, the policies that may be set, and the settings at start."""
-        return _config(store, access)
+        run = store.poll()
+        control = run.control
+        return ConfigAnswer(
+            version=__version__,
+            policy=run.policy.value if run.policy else None,
+            paused_policy=control.paused.value if control.paused else None,
+            max_imbalance=control.max_imbalance,
+            speeds=None if control.speeds is SpeedSource.CONFIGURED else control.speeds.value,
+            policies=[p.value for p in Policy if p is not Policy.IDEAL or allow_ideal],
+            control_open=control_open,
+            config=run.config,
+        )
 
     return router
-
-
-def _readiness(store: RunStore) -> Readiness:
-    problems, unbalanced, _ = store.readiness()
-    ready = bool(unbalanced) or not problems
-    return Readiness(
-        ready=ready,
-        status="unbalanced" if unbalanced else "ready" if ready else "not ready",
-        reasons=problems,
-    )
-
-
-def _config(store: RunStore, access: Access) -> ConfigAnswer:
-    store.poll()
-    policy, control = store.policy(), store.control()
-    return ConfigAnswer(
-        version=__version__,
-        policy=policy.value if policy else None,
-        paused_policy=control.paused.value if control.paused else None,
-        max_imbalance=control.max_imbalance,
-        speeds=None if control.speeds is SpeedSource.CONFIGURED else control.speeds.value,
-        policies=[p.value for p in Policy if p is not Policy.IDEAL or access.allow_ideal],
-        control_open=bool(access.token),
-        config=store.config(),
-    )

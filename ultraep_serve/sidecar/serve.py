@@ -15,11 +15,9 @@ import threading
 import time
 from datetime import datetime, timezone
 from pathlib import Path
-from types import FrameType
 from typing import Any, Literal
 
 import uvicorn
-from fastapi import FastAPI
 
 from ultraep_serve.config import (
     SidecarSettings,
@@ -130,9 +128,10 @@ def serve(
         settings = server_settings(app)
         config = uvicorn.Config(**settings, log_level="warning", timeout_graceful_shutdown=2)
         _give_way()
-        server = _Server(config, app)
+        server = uvicorn.Server(config)
+        app.state.stopping = lambda: server.should_exit
         if parent is not None:
-            threading.Thread(target=server.end_with, args=(parent,), daemon=True).start()
+            threading.Thread(target=_end_with, args=(parent, server), daemon=True).start()
         server.run(sockets=[listener])
 
 
@@ -146,24 +145,12 @@ def _give_way() -> None:
         os.setpriority(os.PRIO_PROCESS, 0, _NICE)
 
 
-class _Server(uvicorn.Server):
-    """Tells the application when it is asked to stop, so that streams end."""
-
-    def __init__(self, config: uvicorn.Config, app: FastAPI) -> None:
-        super().__init__(config)
-        self._app = app
-
-    def end_with(self, parent: int) -> None:
-        """Return, and stop serving, when ``parent`` is no longer the parent of this process."""
-        while os.getppid() == parent:
-            time.sleep(_LOOK_SECONDS)
-        _LOGGER.info("process %d, which started this sidecar, has ended", parent)
-        self._app.state.stopping = True
-        self.should_exit = True
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self._app.state.stopping = True
-        super().handle_exit(sig, frame)
+def _end_with(parent: int, server: uvicorn.Server) -> None:
+    """Return, and stop serving, when ``parent`` is no longer the parent of this process."""
+    while os.getppid() == parent:
+        time.sleep(_LOOK_SECONDS)
+    _LOGGER.info("process %d, which started this sidecar, has ended", parent)
+    server.should_exit = True
 
 
 def _log_start(host: str, port: int, run_dir: Path, *, control_open: bool) -> None:

@@ -93,11 +93,13 @@ def _replacement(path: Path) -> Iterator[Path]:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write ``content`` for other processes; in place of ``path``, also where that is a link that
-    somebody left there. Raises OutputError.
+    """Write ``content`` for other processes of this user; in place of ``path``, also where that is
+    a link that somebody left there. Raises OutputError.
     """
     with _replacement(path) as part:
-        part.write_bytes(content)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        with os.fdopen(os.open(part, flags, 0o600), "wb") as file:
+            file.write(content)
 
 
 def write_json(path: Path, document: Any) -> None:

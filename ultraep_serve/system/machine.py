@@ -4,7 +4,9 @@ import os
 import platform
 import random
 import socket
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 __all__ = [
@@ -19,6 +21,8 @@ __all__ = [
 _FIRST_PORT = 10_000
 _AUTOGROUP = Path("/proc/sys/kernel/sched_autogroup_enabled")
 _EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_CONTROL_GROUPS = Path("/sys/fs/cgroup")
+_OWN_CONTROL_GROUP = Path("/proc/self/cgroup")
 
 
 def describe() -> dict[str, Any]:
@@ -43,14 +47,45 @@ def groups_sessions(setting: Path = _AUTOGROUP) -> bool | None:
         return None
 
 
-def available_memory(meminfo: Path = Path("/proc/meminfo")) -> int | None:
-    """Bytes of host memory that can be had without swapping; None where unknown."""
+def available_memory(
+    meminfo: Path = Path("/proc/meminfo"), control_groups: Path = _CONTROL_GROUPS
+) -> int | None:
+    """Bytes that this process may still take without swapping; None where unknown.
+
+    By the machine, and by the limit of every control group (version 2) that it is in, a container's
+    among them.
+    """
+    found = [_free_on_machine(meminfo), *map(_free_in_group, _own_control_groups(control_groups))]
+    return min((free for free in found if free is not None), default=None)
+
+
+def _free_on_machine(meminfo: Path) -> int | None:
     try:
         lines = meminfo.read_text().splitlines()
     except OSError:
         return None
     found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
     return int(found[0]) * 1024 if found else None
+
+
+def _own_control_groups(root: Path) -> Iterator[Path]:
+    """``root``, which is the container's where there is one, and those below on the way to ours."""
+    yield root
+    with suppress(OSError):
+        for line in _OWN_CONTROL_GROUP.read_text().splitlines():
+            if line.startswith("0::") and ".." not in (parts := PurePosixPath(line[3:]).parts):
+                yield from (root.joinpath(*parts[1:end]) for end in range(2, len(parts) + 1))
+
+
+def _free_in_group(group: Path) -> int | None:
+    """What is left of the group's limit; file caches that the kernel would drop count as free."""
+    try:
+        limit = int((group / "memory.max").read_text())
+        used = int((group / "memory.current").read_text())
+        counters = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        return max(0, limit - used + int(counters.get("inactive_file", 0)))
+    except (OSError, ValueError):  # there is none, or its limit is "max"
+        return None
 
 
 def free_port() -> int:

@@ -34,6 +34,7 @@ class RunFiles:
         self.link = path / "link"  # how other hosts are told why this one ends
         self.tuned = path / "tuned"  # a directory with an engine's tuned kernels
         self._lost = path / "lost"  # one line of text
+        self._launched = path / "launched"  # empty
         self._stopped = path / "stopped"  # empty
         self._unbalanced = path / "unbalanced"  # one line of text
         self._paused = path / "paused"  # the name of a policy
@@ -132,6 +133,14 @@ class RunFiles:
             return _content(self._lost, _MAX_REASON_BYTES).decode(errors="replace")
         except OSError:
             return ""
+
+    def mark_launched(self) -> None:
+        """Say to the ranks that there is a launcher, which tells other hosts of all endings."""
+        self._launched.touch()
+
+    def has_launcher(self) -> bool:
+        """Whether a launcher started this run."""
+        return self._launched.exists()
 
     def mark_stopped(self) -> None:
         """Say to the ranks that the launcher was asked to stop this host. Raises OSError."""

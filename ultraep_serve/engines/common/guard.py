@@ -2,12 +2,14 @@
 
 Engines can be told which plugins to load (``VLLM_PLUGINS``, ``SGLANG_PLUGINS``). Where that leaves
 this one out, none of it runs in the engine, which would serve unbalanced in silence. So a process
-that was asked to balance looks here, when its engine imports torch.
+that was asked to balance looks here, when it imports torch. torch calls nobody where
+``TORCH_DEVICE_BACKEND_AUTOLOAD`` is 0; a server that the launcher starts was looked at before.
 """
 
 import argparse
 import json
 import sys
+import warnings
 from collections.abc import Callable
 
 __all__ = ["PLUGIN", "SETTING", "check", "left_out", "setting_on_command_line"]
@@ -20,11 +22,18 @@ _FILTERS = {"vllm": "VLLM_PLUGINS", "sglang": "SGLANG_PLUGINS"}
 def check() -> None:
     """Raise SystemExit where balancing was asked for and the engine is told not to load it.
 
-    What a program says in ``LLM(additional_config=...)`` cannot be known here.
+    In a program that imports torch before its engine, if it ever imports one, this only warns. What
+    a program says in ``LLM(additional_config=...)`` cannot be known here.
     """
-    for engine in _FILTERS:
-        if engine in sys.modules and (problem := left_out(engine)) and _is_asked_for():
+    problems = {engine: problem for engine in _FILTERS if (problem := left_out(engine))}
+    if not problems or not _is_asked_for():
+        return
+    for engine, problem in problems.items():
+        if engine in sys.modules:
             raise SystemExit(f"ultraep: error: {problem}")
+    if not any(engine in sys.modules for engine in _FILTERS):
+        for engine, problem in problems.items():
+            warnings.warn(f"ultraep: {engine} would not balance here: {problem}", stacklevel=2)
 
 
 def left_out(engine: str, filter_of: Callable[[str], str | None] | None = None) -> str | None:

@@ -54,7 +54,8 @@ def package_folder(name: str) -> Path:
     return Path(spec.submodule_search_locations[0])
 
 
-def local_url(host: str, port: int) -> str:
-    """Where a server bound to ``host`` answers on this machine."""
+def local_url(host: str, port: int, certificate: str | None) -> str:
+    """Where a server bound to ``host`` answers on this machine; with a ``certificate`` by TLS."""
     name = "127.0.0.1" if host in ("0.0.0.0", "::") else host
-    return f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
+    scheme = "https" if certificate else "http"
+    return f"{scheme}://[{name}]:{port}" if ":" in name else f"{scheme}://{name}:{port}"

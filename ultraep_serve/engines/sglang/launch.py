@@ -41,6 +41,7 @@ def parse_engine_flags(flags: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=DEFAULT_PORT)
+    parser.add_argument("--ssl-certfile")
     parser.add_argument("--tp-size", "--tensor-parallel-size", "--tp", type=int, default=1)
     parser.add_argument("--ep-size", "--expert-parallel-size", "--ep", type=int, default=1)
     parser.add_argument("--dp-size", "--data-parallel-size", "--dp", type=int, default=1)
@@ -94,7 +95,8 @@ def engine_command(model: str, flags: list[str], policy: Policy) -> EngineComman
             *flags,
             *(_cpu_flags(parsed) if on_cpu else _gpu_flags(parsed, policy)),
         ],
-        url=local_url(parsed.host, parsed.port),  # hosts without a server answer there too
+        # hosts without a server answer there too
+        url=local_url(parsed.host, parsed.port, parsed.ssl_certfile),
         num_ranks=num_ranks,
         environment=_environment(model, binding),
         binding=binding,

@@ -38,6 +38,7 @@ def parse_engine_flags(flags: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--host", default="0.0.0.0")
     parser.add_argument("--port", type=int, default=DEFAULT_PORT)
+    parser.add_argument("--ssl-certfile")
     parser.add_argument("--tensor-parallel-size", "-tp", type=int, default=1)
     parser.add_argument("--pipeline-parallel-size", "-pp", type=int, default=1)
     parser.add_argument("--data-parallel-size", "-dp", type=int, default=1)
@@ -88,7 +89,7 @@ def engine_command(model: str, flags: list[str], policy: Policy) -> EngineComman
             model,
             *flags,
         ],
-        url=None if parsed.headless else local_url(parsed.host, parsed.port),
+        url=None if parsed.headless else local_url(parsed.host, parsed.port, parsed.ssl_certfile),
         num_ranks=ranks.here,
         environment=_environment(model, binding, bool(parsed.kv_cache_memory_bytes)),
         tuned=None if _is_cpu_build() else _tuned_kernels(parsed),

@@ -1,26 +1,22 @@
 """Batches, assembled from the records of their layers, as a list or in detail."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from ultraep_serve.sidecar.statistics.fold import (
-    batch_decisions,
-    imbalance_snapshot,
-    parts_by,
-    time_imbalance_snapshot,
-)
-from ultraep_serve.sidecar.statistics.selection import decision_names
+from ultraep_serve.sidecar.statistics.fold import imbalance_snapshot, parts_by, stage_seconds
+from ultraep_serve.sidecar.statistics.held import Held, NotHeldError
+from ultraep_serve.sidecar.statistics.selection import RecordSelection, decision_names
 from ultraep_serve.sidecar.statistics.snapshot import (
-    SCHEMA_VERSION,
-    Documented,
+    Answer,
+    Document,
     ImbalanceSnapshot,
     RankAssignments,
 )
 from ultraep_serve.sidecar.statistics.summary import rank_assignments, sums_by
 from ultraep_serve.telemetry.record import RecordArray
-from ultraep_serve.types import Decision, ExpertShape, Policy, Stage
+from ultraep_serve.types import Decision, Policy
 
 __all__ = [
     "BatchDetail",
@@ -31,24 +27,25 @@ __all__ = [
     "Replica",
     "batch_detail",
     "batch_layer_detail",
-    "batch_snapshot",
     "batch_snapshots",
-    "count_batches",
+    "newest_batch",
 ]
 
 
-@dataclass(frozen=True)
-class BatchSnapshot(Documented):
-    """One batch: its layers taken together."""
-
+class _BatchHead(Answer):
     batch: int
     """Number of the forward pass since the engine started, the same on every rank."""
     time_ns: int
-    """Unix time of its last layer."""
+    """Unix time at its end."""
     policy: str
     """Policy in force."""
     tokens: int
-    """Tokens, over all ranks."""
+    """Tokens of the batch, over all ranks."""
+
+
+class BatchSnapshot(_BatchHead):
+    """One batch: its layers taken together."""
+
     layers: dict[str, int]
     """Its MoE layers by decision."""
     imbalance: ImbalanceSnapshot
@@ -63,68 +60,65 @@ class BatchSnapshot(Documented):
     """Estimated time that balancing took off its layers; negative where they took longer."""
 
 
-@dataclass(frozen=True)
-class BatchList(Documented):
+class BatchList(Document):
     """Batches, newest first."""
 
     batches: list[BatchSnapshot]
     next_before: int | None = None
     """Value of the parameter ``before`` for the next page; null on the last page."""
-    schema_version: int = SCHEMA_VERSION
-
-
-def count_batches(records: RecordArray) -> dict[Decision, int]:
-    """Batches of the primary rank's ``records`` by decision: planned if any layer was."""
-    codes, counts = np.unique(batch_decisions(records).decisions, return_counts=True)
-    return dict(zip(map(Decision, codes.tolist()), counts.tolist(), strict=True))
 
 
 def batch_snapshots(
-    primary: RecordArray, ranks: Sequence[RecordArray], limit: int, before: int | None = None
+    held: Held, limit: int, before: int | None, selection: RecordSelection
 ) -> BatchList:
-    """The newest ``limit`` batches in the ``primary`` rank's records, numbered below ``before``.
-
-    ``ranks`` are each rank's own records.
-    """
+    """The newest ``limit`` batches of ``selection``, numbered below ``before``."""
+    primary = selection.recorded(held.primary)
     batches = np.unique(primary["batch"])[::-1]
     if before is not None:
         batches = batches[batches < np.uint64(before)]
     more, batches = len(batches) > limit, batches[:limit]
     if not len(batches):
-        return BatchList([])
+        return BatchList(batches=[])
     oldest, newest = batches[-1], batches[0]
     primary, *ranks = (
         records[(records["batch"] >= oldest) & (records["batch"] <= newest)]
-        for records in (primary, *ranks)
+        for records in (primary, *map(selection.recorded, held.own))
     )
     moved = sums_by("batch", "bytes_sent", ranks)
-    found = [batch_snapshot(part, moved.get(n, 0)) for n, part in parts_by(primary, "batch")]
-    return BatchList(found[::-1], next_before=int(oldest) if more else None)
+    found = [_batch_snapshot(part, moved.get(n, 0)) for n, part in parts_by(primary, "batch")]
+    return BatchList(batches=found[::-1], next_before=int(oldest) if more else None)
 
 
-def batch_snapshot(records: RecordArray, moved: int) -> BatchSnapshot:
+def newest_batch(held: Held) -> BatchSnapshot | None:
+    """The newest batch; None where no records are held."""
+    found = batch_snapshots(held, 1, None, RecordSelection()).batches
+    return found[0] if found else None
+
+
+def _head(record: np.void) -> dict[str, Any]:
+    """The fields of ``_BatchHead``."""
+    numbers = {name: int(record[name]) for name in ("batch", "time_ns", "tokens")}
+    return {**numbers, "policy": list(Policy)[record["policy"]].value}
+
+
+def _batch_snapshot(records: RecordArray, moved: int) -> BatchSnapshot:
     """The batch of the primary rank's ``records``; all ranks together sent ``moved`` bytes."""
     codes, counts = np.unique(records["decision"], return_counts=True)
-    last = records[-1]
     return BatchSnapshot(
-        batch=int(last["batch"]),
-        time_ns=int(last["time_ns"]),
-        policy=list(Policy)[last["policy"]].value,
-        tokens=int(last["tokens"]),
+        **_head(records[-1]),
         layers={
             Decision(code).name.lower(): count
             for code, count in zip(codes.tolist(), counts.tolist(), strict=True)
         },
         imbalance=imbalance_snapshot(records),
-        time_imbalance=time_imbalance_snapshot(records),
+        time_imbalance=imbalance_snapshot(records, "time_"),
         replicas=int(records["replicas"].sum(dtype=np.int64)),
         bytes_moved=moved,
         avoided_seconds=float(records["avoided"].sum()),
     )
 
 
-@dataclass(frozen=True)
-class BatchLayer(Documented):
+class BatchLayer(Answer):
     """One MoE layer of one batch."""
 
     layer: int
@@ -150,17 +144,14 @@ class BatchLayer(Documented):
     """Time in each stage, on its slowest rank."""
 
 
-@dataclass(frozen=True)
-class BatchDetail(Documented):
+class BatchDetail(Document):
     """One batch and its layers."""
 
     summary: BatchSnapshot
     layers: list[BatchLayer]
-    schema_version: int = SCHEMA_VERSION
 
 
-@dataclass(frozen=True)
-class Replica(Documented):
+class Replica(Answer):
     """A copy of an expert in another rank's slot."""
 
     expert: int
@@ -177,16 +168,9 @@ class Replica(Documented):
     """Weights copied into the slot."""
 
 
-@dataclass(frozen=True)
-class BatchLayerDetail(Documented):
+class BatchLayerDetail(Document, _BatchHead):
     """One MoE layer of one batch, with its plan."""
 
-    batch: int
-    time_ns: int
-    """Unix time at its end."""
-    policy: str
-    tokens: int
-    """Tokens of the batch, over all ranks."""
     summary: BatchLayer
     ranks: list[RankAssignments]
     """Assignments by rank."""
@@ -195,56 +179,43 @@ class BatchLayerDetail(Documented):
     replicas: list[Replica]
     stage_seconds: list[dict[str, float]]
     """Time in each stage, by rank; empty for a rank without this record."""
-    schema_version: int = SCHEMA_VERSION
 
 
-def batch_detail(
-    batch: int, primary: RecordArray, ranks: Sequence[RecordArray]
-) -> BatchDetail | None:
-    """Batch ``batch`` from the primary rank's and each rank's own records; None if not held."""
-    records, own = _of_batch(batch, primary, ranks)
+def batch_detail(held: Held, batch: int) -> BatchDetail:
+    """Batch ``batch``, layer by layer. Raises NotHeldError."""
+    records, *own = _only("batch", batch, held.primary, *held.own)
     if not len(records):
-        return None
+        raise NotHeldError(f"no records of batch {batch} are held")
     layers = [_batch_layer(records[i : i + 1], own) for i in range(len(records))]
     moved = sum(layer.bytes_moved for layer in layers)
-    return BatchDetail(batch_snapshot(records, moved), layers)
+    return BatchDetail(summary=_batch_snapshot(records, moved), layers=layers)
 
 
-def batch_layer_detail(
-    batch: int, layer: int, shape: ExpertShape, primary: RecordArray, ranks: Sequence[RecordArray]
-) -> BatchLayerDetail | None:
-    """Layer ``layer`` of batch ``batch``, with its plan; None if not held."""
-    records, own = _of_batch(batch, primary, ranks)
-    records = records[records["layer"] == layer]
+def batch_layer_detail(held: Held, batch: int, layer: int) -> BatchLayerDetail:
+    """Layer ``layer`` of batch ``batch``, with its plan. Raises NotHeldError."""
+    records, *own = _only("layer", layer, *_only("batch", batch, held.primary, *held.own))
     if not len(records):
-        return None
-    record, summary = records[0], batch_snapshot(records, 0)
+        raise NotHeldError(f"no records of layer {layer} of batch {batch} are held")
     return BatchLayerDetail(
-        batch=batch,
-        time_ns=summary.time_ns,
-        policy=summary.policy,
-        tokens=summary.tokens,
+        **_head(records[0]),
         summary=_batch_layer(records[:1], own),
         ranks=rank_assignments(records[:1]),
-        expert_assignments=record["expert_load"].tolist(),
-        replicas=_replicas(record, shape, [_received(records, layer) for records in own]),
-        stage_seconds=[_stage_seconds(records[records["layer"] == layer]) for records in own],
+        expert_assignments=records[0]["expert_load"].tolist(),
+        replicas=_replicas(records[0], held.header.shape.num_masters, own),
+        stage_seconds=[stage_seconds(r["stage_ns"][0]) if len(r) else {} for r in own],
     )
 
 
-def _of_batch(
-    batch: int, primary: RecordArray, ranks: Sequence[RecordArray]
-) -> tuple[RecordArray, list[RecordArray]]:
-    number = np.uint64(batch)
-    return primary[primary["batch"] == number], [own[own["batch"] == number] for own in ranks]
+def _only(field: str, value: int, *ranks: RecordArray) -> list[RecordArray]:
+    """Of each rank's records those with ``value``."""
+    return [records[records[field] == value] for records in ranks]
 
 
 def _batch_layer(record: RecordArray, own: Sequence[RecordArray]) -> BatchLayer:
     """From the primary rank's ``record`` (1,) and each rank's own records of the batch."""
     layer = int(record["layer"][0])
-    mine = np.concatenate([records[records["layer"] == layer] for records in own])
+    mine = np.concatenate(_only("layer", layer, *own))
     _, decision, reason = decision_names(Decision(int(record["decision"][0])))
-    slowest = mine["stage_ns"].max(axis=0, initial=0) / 1e9
     return BatchLayer(
         layer=layer,
         decision=decision,
@@ -256,18 +227,19 @@ def _batch_layer(record: RecordArray, own: Sequence[RecordArray]) -> BatchLayer:
         replicas=int(record["replicas"][0]),
         bytes_moved=int(mine["bytes_sent"].sum()),
         avoided_seconds=float(record["avoided"][0]),
-        stage_seconds={stage.name.lower(): float(slowest[stage]) for stage in Stage},
+        stage_seconds=stage_seconds(mine["stage_ns"].max(axis=0, initial=0)),
     )
 
 
-def _replicas(record: np.void, shape: ExpertShape, received: list[int]) -> list[Replica]:
+def _replicas(record: np.void, masters: int, own: Sequence[RecordArray]) -> list[Replica]:
+    """Of the primary rank's ``record``, from each rank's ``own`` of the same layer and batch."""
     experts, loads = record["slot_expert"], record["slot_load"]
     filled = (experts >= 0).sum(axis=1)
-    masters = max(1, shape.num_masters)
+    received = [int(records["bytes_received"].sum()) for records in own]
     return [
         Replica(
             expert=int(experts[rank, slot]),
-            home_rank=int(experts[rank, slot]) // masters,
+            home_rank=int(experts[rank, slot]) // max(1, masters),
             rank=rank,
             slot=slot,
             assignments=int(loads[rank, slot]),
@@ -275,13 +247,3 @@ def _replicas(record: np.void, shape: ExpertShape, received: list[int]) -> list[
         )
         for rank, slot in np.argwhere(experts >= 0).tolist()
     ]
-
-
-def _received(records: RecordArray, layer: int) -> int:
-    return int(records["bytes_received"][records["layer"] == layer].sum())
-
-
-def _stage_seconds(records: RecordArray) -> dict[str, float]:
-    if not len(records):
-        return {}
-    return {stage.name.lower(): float(records["stage_ns"][0, stage] / 1e9) for stage in Stage}

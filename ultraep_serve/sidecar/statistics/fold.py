@@ -28,6 +28,7 @@ __all__ = [
     "IMBALANCES",
     "BatchDecisions",
     "batch_decisions",
+    "count_batches",
     "imbalance_snapshot",
     "imbalances",
     "mean_floor",
@@ -36,7 +37,7 @@ __all__ = [
     "savings",
     "spent_seconds",
     "spread",
-    "time_imbalance_snapshot",
+    "stage_seconds",
     "with_figures",
 ]
 
@@ -99,7 +100,7 @@ def spread(values: NDArray[Any], counts: NDArray[np.integer] | None = None) -> S
     """The spread of ``values`` (n,); with ``counts`` (n,) of values in order, each so often."""
     size = len(values) if counts is None else int(counts.sum())
     if not size:
-        return Spread(None, None, None, None)
+        return Spread(mean=None, p50=None, p99=None, max=None)
     if counts is None:
         ordered, mean = np.sort(values), float(values.mean())
     else:
@@ -115,17 +116,13 @@ def spread(values: NDArray[Any], counts: NDArray[np.integer] | None = None) -> S
         low = value(int(position))
         return low + rest * (value(min(int(position) + 1, size - 1)) - low)
 
-    return Spread(mean, percentile(0.5), percentile(0.99), value(size - 1))
+    return Spread(mean=mean, p50=percentile(0.5), p99=percentile(0.99), max=value(size - 1))
 
 
-def imbalance_snapshot(records: RecordArray) -> ImbalanceSnapshot:
-    """The imbalance of ``records`` with figures."""
-    return ImbalanceSnapshot(spread(records["before"]), spread(records["after"]))
-
-
-def time_imbalance_snapshot(records: RecordArray) -> ImbalanceSnapshot:
-    """The time imbalance of ``records`` with figures."""
-    return ImbalanceSnapshot(spread(records["time_before"]), spread(records["time_after"]))
+def imbalance_snapshot(records: RecordArray, of: str = "") -> ImbalanceSnapshot:
+    """The imbalance of ``records`` with figures; ``of`` "time_" the time imbalance."""
+    before, after = spread(records[f"{of}before"]), spread(records[f"{of}after"])
+    return ImbalanceSnapshot(before=before, after=after)
 
 
 def mean_floor(records: RecordArray) -> float:
@@ -152,11 +149,15 @@ def spent_seconds(stage_ns: ArrayLike) -> NDArray[np.float64]:
     return spent
 
 
-def savings(avoided: NDArray[np.float64], stage_ns: ArrayLike) -> Savings:
-    """Totals of ``avoided`` (n,) seconds, and of what the stages took, as in ``spent_seconds``."""
-    saved = float(avoided[avoided > 0].sum())
-    spent = float(spent_seconds(stage_ns)) - float(avoided[avoided < 0].sum())
-    return Savings(saved, spent, saved - spent)
+def savings(saved: float, worsened: float, stage_ns: ArrayLike) -> Savings:
+    """Seconds that layers took less and more than without balancing, and what its stages took."""
+    spent = float(spent_seconds(stage_ns)) + worsened
+    return Savings(saved_seconds=saved, spent_seconds=spent, net_seconds=saved - spent)
+
+
+def stage_seconds(stage_ns: NDArray[np.integer]) -> dict[str, float]:
+    """Seconds by name of stage, from ``stage_ns`` (stages,)."""
+    return {stage.name.lower(): float(stage_ns[stage] / 1e9) for stage in Stage}
 
 
 class BatchDecisions(NamedTuple):
@@ -174,6 +175,12 @@ def batch_decisions(records: RecordArray) -> BatchDecisions:
     is_planned = records["decision"] == Decision.PLANNED
     decisions[np.isin(numbers, records["batch"][is_planned])] = Decision.PLANNED
     return BatchDecisions(numbers, decisions, records["time_ns"][first])
+
+
+def count_batches(records: RecordArray) -> dict[Decision, int]:
+    """Batches of the primary rank's ``records`` by decision: planned if any layer was."""
+    codes, counts = np.unique(batch_decisions(records).decisions, return_counts=True)
+    return dict(zip(map(Decision, codes.tolist()), counts.tolist(), strict=True))
 
 
 def parts_by(records: RecordArray, field: str) -> Iterator[tuple[int, RecordArray]]:

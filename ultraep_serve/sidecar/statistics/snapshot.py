@@ -1,63 +1,39 @@
-"""The data classes of an answer, as the HTTP interface documents them."""
+"""The models of answers, as the HTTP interface documents them: text below a field is its own."""
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
-
-from ultraep_serve.telemetry.record import RecordArray
-from ultraep_serve.telemetry.schema import RingHeader
-
-if TYPE_CHECKING:
-    from pydantic import TypeAdapter
+from pydantic import BaseModel, ConfigDict
 
 __all__ = [
-    "SCHEMA_VERSION",
+    "Answer",
     "BalanceSnapshot",
     "BatchesCount",
-    "Documented",
+    "Document",
     "ImbalanceSnapshot",
     "LayerSnapshot",
     "PhaseSnapshot",
     "RankAssignments",
+    "RankHealth",
     "RankSnapshot",
-    "RankView",
+    "RankState",
     "ReplicaCount",
     "Savings",
     "Spread",
+    "WindowFigures",
 ]
 
 
-SCHEMA_VERSION = 2  # of the answers
+class Answer(BaseModel):
+    """Base of all that the HTTP interface returns."""
+
+    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
 
 
-_ADAPTERS: "dict[type, TypeAdapter[Any]]" = {}  # building one takes milliseconds
+class Document(Answer):
+    """An answer that stands alone."""
+
+    schema_version: int = 2
 
 
-def _adapter(answer_type: type) -> "TypeAdapter[Any]":
-    from pydantic import TypeAdapter  # figures alone do without it
-
-    if answer_type not in _ADAPTERS:
-        _ADAPTERS[answer_type] = TypeAdapter(answer_type)
-    return _ADAPTERS[answer_type]
-
-
-class Documented:
-    """Base of the dataclasses that the HTTP interface returns."""
-
-    # pydantic reads this name; the text below a field becomes its description in OpenAPI.
-    __pydantic_config__: ClassVar[dict[str, Any]] = {"use_attribute_docstrings": True}
-
-    @classmethod
-    def prepare(cls) -> None:
-        """Make the first ``encoded`` as fast as others."""
-        _adapter(cls)
-
-    def encoded(self) -> bytes:
-        """This as JSON."""
-        return _adapter(type(self)).dump_json(self)
-
-
-@dataclass(frozen=True)
-class Savings(Documented):
+class Savings(Answer):
     """Estimated seconds that balancing saved and spent over the window."""
 
     saved_seconds: float
@@ -71,8 +47,7 @@ class Savings(Documented):
     """Saved minus spent; negative where balancing costs more than it saves."""
 
 
-@dataclass(frozen=True)
-class Spread(Documented):
+class Spread(Answer):
     """Mean, percentiles and maximum of some values; all null where there were none."""
 
     mean: float | None
@@ -83,8 +58,7 @@ class Spread(Documented):
     max: float | None
 
 
-@dataclass(frozen=True)
-class ImbalanceSnapshot(Documented):
+class ImbalanceSnapshot(Answer):
     """Max/mean over ranks, of assignments or times, one value per MoE layer of a batch; 1.0 is
     perfect."""
 
@@ -94,16 +68,14 @@ class ImbalanceSnapshot(Documented):
     """As computed, with replicas."""
 
 
-@dataclass(frozen=True)
-class ReplicaCount(Documented):
+class ReplicaCount(Answer):
     """Replicas placed per layer and batch, over all ranks."""
 
     mean: float | None
     max: int | None
 
 
-@dataclass(frozen=True)
-class BatchesCount(Documented):
+class BatchesCount(Answer):
     """Batches (forward passes) by decision."""
 
     planned: int
@@ -112,8 +84,7 @@ class BatchesCount(Documented):
     """By the reason why every token went to its expert's home rank."""
 
 
-@dataclass(frozen=True)
-class PhaseSnapshot(Documented):
+class PhaseSnapshot(Answer):
     """Batches of one phase."""
 
     batches: int
@@ -121,25 +92,32 @@ class PhaseSnapshot(Documented):
     """Null for decode, whose loads are not counted."""
 
 
-@dataclass(frozen=True)
-class LayerSnapshot(Documented):
+class WindowFigures(Answer):
+    """Some layers of the batches of a window, taken together."""
+
+    imbalance: ImbalanceSnapshot
+    """Of assignments."""
+    time_imbalance: ImbalanceSnapshot
+    """Of assignments over speeds, which quota evens out; the same where ranks are equally fast."""
+    floor: float
+    """The lowest possible mean of time_imbalance.after. Weights move only inside a domain (a host
+    or a part of one), so for a layer of a batch it is the largest domain mean of assignments (over
+    speeds) over the mean of all ranks. 1.0 where all ranks are one domain."""
+    replicas: ReplicaCount
+    bytes_moved: int
+    """Expert weights sent by the ranks of this host."""
+
+
+class LayerSnapshot(WindowFigures):
     """One MoE layer over the window."""
 
     layer: int
     """Counted from 0 over MoE layers, in the order they run."""
     records: int
     """Batches in which the policy considered this layer's loads."""
-    imbalance: ImbalanceSnapshot
-    time_imbalance: ImbalanceSnapshot
-    floor: float
-    """The lowest possible mean of time_imbalance.after, as in the whole balance."""
-    replicas: ReplicaCount
-    bytes_moved: int
-    """Expert weights sent by the ranks of this host."""
 
 
-@dataclass(frozen=True)
-class RankAssignments(Documented):
+class RankAssignments(Answer):
     """Assignments, (token, expert) pairs, of one rank."""
 
     before: int
@@ -152,9 +130,8 @@ class RankAssignments(Documented):
     """Mean of the speeds that were planned with; 1.0 is as fast as the fastest rank."""
 
 
-@dataclass(frozen=True)
-class RankSnapshot(Documented):
-    """One rank over the window."""
+class RankState(Answer):
+    """The current state of one rank."""
 
     rank: int
     pid: int | None
@@ -165,18 +142,33 @@ class RankSnapshot(Documented):
     heartbeat_age_seconds: float | None
     last_batch_age_seconds: float | None
     """Since its last batch of any size; null before any."""
+    lost: int
+    """Records that it could not write, since it started."""
+
+
+class RankHealth(RankState):
+    """The current state of one rank, and why it is not ready."""
+
+    problem: str
+    """Why it is not ready; empty when it is."""
+    slot_bytes: int
+    """Memory reserved for its replica slots."""
+    missed: int
+    """Records overwritten or damaged before the sidecar read them."""
+
+
+class RankSnapshot(RankState):
+    """One rank over the window."""
+
     assignments: RankAssignments
     bytes_sent: int
     bytes_received: int
     stage_seconds: dict[str, Spread]
     """By stage, over the layers in which it ran; compute is the engine's own part."""
     records: int
-    lost: int
-    """Records that the rank could not write, since it started."""
 
 
-@dataclass(frozen=True)
-class BalanceSnapshot(Documented):
+class BalanceSnapshot(Document, WindowFigures):
     """The balance over the window."""
 
     engine: str
@@ -196,30 +188,6 @@ class BalanceSnapshot(Documented):
     batches: BatchesCount
     phases: dict[str, PhaseSnapshot]
     """prefill; and decode: batches smaller than min_batch_tokens, which are left alone."""
-    imbalance: ImbalanceSnapshot
-    """Of assignments."""
-    time_imbalance: ImbalanceSnapshot
-    """Of assignments over speeds, which quota evens out; the same where ranks are equally fast."""
-    floor: float
-    """The lowest possible mean of time_imbalance.after. Weights move only inside a domain (a host
-    or a part of one), so for a layer of a batch it is the largest domain mean of assignments (over
-    speeds) over the mean of all ranks. 1.0 where all ranks are one domain."""
-    replicas: ReplicaCount
-    bytes_moved: int
-    """Expert weights sent by the ranks of this host."""
     savings: Savings
     layers: list[LayerSnapshot]
     ranks: list[RankSnapshot]
-    schema_version: int = SCHEMA_VERSION
-
-
-@dataclass(frozen=True)
-class RankView:
-    """What is known of one rank."""
-
-    rank: int
-    header: RingHeader | None  # None: no readable ring
-    alive: bool
-    heartbeat_age_seconds: float | None
-    records: RecordArray  # (n,) its own, at least the fields that RankSnapshot needs
-    last_batch_age_seconds: float | None = None  # None: no batch yet

@@ -4,7 +4,6 @@ Computed from the primary rank's records and each rank's own.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.lib.recfunctions import repack_fields
@@ -18,26 +17,26 @@ from ultraep_serve.sidecar.statistics.fold import (
     parts_by,
     savings,
     spread,
-    time_imbalance_snapshot,
 )
+from ultraep_serve.sidecar.statistics.held import Held, NotHeldError, RankView
 from ultraep_serve.sidecar.statistics.selection import RecordSelection, decision_names
 from ultraep_serve.sidecar.statistics.snapshot import (
-    SCHEMA_VERSION,
+    Answer,
     BalanceSnapshot,
     BatchesCount,
-    Documented,
+    Document,
     ImbalanceSnapshot,
     LayerSnapshot,
     PhaseSnapshot,
     RankAssignments,
     RankSnapshot,
-    RankView,
+    RankState,
     ReplicaCount,
     Savings,
     Spread,
+    WindowFigures,
 )
 from ultraep_serve.telemetry.record import RecordArray
-from ultraep_serve.telemetry.schema import RingHeader
 from ultraep_serve.types import Decision, Policy, Stage
 
 __all__ = [
@@ -58,48 +57,56 @@ __all__ = [
 _LAYER_FIELDS = ["layer", "replicas", "floor", *IMBALANCES]  # without loads, which are large
 
 
-def summarise(
-    primary: RecordArray,
-    header: RingHeader,
-    ranks: Sequence[RankView],
-    batches: Mapping[Decision, int],
-    selection: RecordSelection,
-) -> BalanceSnapshot:
-    """The snapshot over ``selection``.
+def summarise(held: Held, selection: RecordSelection) -> BalanceSnapshot:
+    """The balance over ``selection``.
 
-    ``primary`` are the primary rank's records with figures and ``header`` is its header; ``ranks``
-    has one view per rank of this host; ``batches`` counts the batches selected by decision.
+    If everything is selected, batches are counted since the engine started, else over the records
+    still held.
     """
-    considered = selection.considered(primary)
-    own = [selection.considered(view.records) for view in ranks]
+    considered = selection.considered(held.primary)
+    own = [selection.considered(view.records) for view in held.views]
     moved = sums_by("layer", "bytes_sent", own)
-    imbalance = imbalance_snapshot(considered)
-    assignments = _assignments_of(ranks, considered)
+    figures = _figures(considered, sum(moved.values()))
+    batches, header = held.batches(selection), held.header
+    assignments = _assignments_of(held.views, considered)
     return BalanceSnapshot(
+        **vars(figures),
         engine=header.engine,
         mode=header.mode,
         policy=header.policy.value,
         num_ranks=header.shape.num_ranks,
-        host_ranks=[view.rank for view in ranks],
+        host_ranks=[view.health.rank for view in held.views],
         window_records=len(considered),
         assignments=int(considered["load_before"].sum(dtype=np.int64)),
         batches=batches_count(batches),
-        phases=phases(batches, imbalance),
-        imbalance=imbalance,
-        time_imbalance=time_imbalance_snapshot(considered),
-        floor=mean_floor(considered),
-        replicas=_replica_count(considered),
-        bytes_moved=sum(moved.values()),
-        savings=_savings(considered, [selection.recorded(view.records) for view in ranks]),
+        phases=phases(batches, figures.imbalance),
+        savings=_savings(considered, [selection.recorded(view.records) for view in held.views]),
         layers=[
             _layer(layer, records, moved.get(layer, 0))
             for layer, records in parts_by(repack_fields(considered[_LAYER_FIELDS]), "layer")
         ],
         ranks=[
             _rank_snapshot(view, records, of_rank)
-            for view, records, of_rank in zip(ranks, own, assignments, strict=True)
+            for view, records, of_rank in zip(held.views, own, assignments, strict=True)
         ],
     )
+
+
+def _figures(records: RecordArray, moved: int) -> WindowFigures:
+    """Of the primary rank's ``records``; ranks sent ``moved`` bytes."""
+    replicas = records["replicas"]
+    mean, most = (float(replicas.mean()), int(replicas.max())) if len(records) else (None, None)
+    return WindowFigures(
+        imbalance=imbalance_snapshot(records),
+        time_imbalance=imbalance_snapshot(records, "time_"),
+        floor=mean_floor(records),
+        replicas=ReplicaCount(mean=mean, max=most),
+        bytes_moved=moved,
+    )
+
+
+def _layer(layer: int, records: RecordArray, moved: int) -> LayerSnapshot:
+    return LayerSnapshot(**vars(_figures(records, moved)), layer=layer, records=len(records))
 
 
 def rank_assignments(records: RecordArray) -> list[RankAssignments]:
@@ -111,26 +118,28 @@ def rank_assignments(records: RecordArray) -> list[RankAssignments]:
     if len(records):
         speeds = np.round(records["speed"].mean(axis=0) / FULL_SPEED, 4).tolist()
     of_ranks = zip(before, after, speeds, strict=True)
-    return [RankAssignments(before, after, mean, speed) for before, after, speed in of_ranks]
+    return [RankAssignments(before=b, after=a, mean=mean, speed=s) for b, a, s in of_ranks]
 
 
 def _assignments_of(ranks: Sequence[RankView], considered: RecordArray) -> list[RankAssignments]:
     """Of each of ``ranks``, in the layers of its pipeline stage, which are those it recorded."""
     size = considered["load_before"].shape[1]
-    if len({view.rank // size for view in ranks}) == 1:
+    numbers = [view.health.rank for view in ranks]
+    if len({number // size for number in numbers}) == 1:
         everywhere = rank_assignments(considered)
-        return [everywhere[view.rank % size] for view in ranks]
+        return [everywhere[number % size] for number in numbers]
     found = []
-    for view in ranks:
+    for number, view in zip(numbers, ranks, strict=True):
         own = np.isin(considered["layer"], np.unique(view.records["layer"]))
-        found.append(rank_assignments(considered[own])[view.rank % size])
+        found.append(rank_assignments(considered[own])[number % size])
     return found
 
 
 def _savings(considered: RecordArray, own: Sequence[RecordArray]) -> Savings:
     """Savings from the primary rank's ``considered`` records and all of each rank's ``own``."""
     totals = [records["stage_ns"].sum(axis=0, dtype=np.uint64) for records in own]
-    return savings(considered["avoided"], totals)
+    avoided = considered["avoided"]
+    return savings(float(avoided[avoided > 0].sum()), -float(avoided[avoided < 0].sum()), totals)
 
 
 def sums_by(key: str, field: str, ranks: Sequence[RecordArray]) -> dict[int, int]:
@@ -147,7 +156,7 @@ def sums_by(key: str, field: str, ranks: Sequence[RecordArray]) -> dict[int, int
 def batches_count(batches: Mapping[Decision, int]) -> BatchesCount:
     """``batches`` by decision, in the form of the interface."""
     skipped = {d.name.lower(): batches.get(d, 0) for d in Decision if d != Decision.PLANNED}
-    return BatchesCount(batches.get(Decision.PLANNED, 0), skipped)
+    return BatchesCount(planned=batches.get(Decision.PLANNED, 0), skipped=skipped)
 
 
 def phases(
@@ -158,47 +167,21 @@ def phases(
     for decision, count in batches.items():
         counts[decision_names(decision).phase] += count
     return {
-        "prefill": PhaseSnapshot(counts["prefill"], imbalance),
-        "decode": PhaseSnapshot(counts["decode"], None),
+        "prefill": PhaseSnapshot(batches=counts["prefill"], imbalance=imbalance),
+        "decode": PhaseSnapshot(batches=counts["decode"], imbalance=None),
     }
-
-
-def _layer(layer: int, records: RecordArray, moved: int) -> LayerSnapshot:
-    return LayerSnapshot(
-        layer=layer,
-        records=len(records),
-        imbalance=imbalance_snapshot(records),
-        time_imbalance=time_imbalance_snapshot(records),
-        floor=mean_floor(records),
-        replicas=_replica_count(records),
-        bytes_moved=moved,
-    )
-
-
-def _replica_count(records: RecordArray) -> ReplicaCount:
-    replicas = records["replicas"]
-    if not len(replicas):
-        return ReplicaCount(None, None)
-    return ReplicaCount(float(replicas.mean()), int(replicas.max()))
 
 
 def _rank_snapshot(
     view: RankView, records: RecordArray, assignments: RankAssignments
 ) -> RankSnapshot:
-    header = view.header
     return RankSnapshot(
-        rank=view.rank,
-        pid=header.pid if header else None,
-        state=header.state.name.lower() if header else "missing",
-        alive=view.alive,
-        heartbeat_age_seconds=view.heartbeat_age_seconds,
-        last_batch_age_seconds=view.last_batch_age_seconds,
+        **{name: getattr(view.health, name) for name in RankState.model_fields},
         assignments=assignments,
         bytes_sent=int(records["bytes_sent"].sum()),
         bytes_received=int(records["bytes_received"].sum()),
         stage_seconds=_stage_spreads(records["stage_ns"]),
         records=len(records),
-        lost=header.lost if header else 0,
     )
 
 
@@ -208,8 +191,7 @@ def _stage_spreads(stage_ns: NDArray[np.unsignedinteger]) -> dict[str, Spread]:
     return {stage.name.lower(): spread(by_stage[stage][by_stage[stage] > 0]) for stage in Stage}
 
 
-@dataclass(frozen=True)
-class LayerDetail(LayerSnapshot):
+class LayerDetail(Document, LayerSnapshot):
     """One MoE layer, the assignments of each rank, and the replicas in its last batch."""
 
     ranks: list[RankAssignments]
@@ -217,27 +199,24 @@ class LayerDetail(LayerSnapshot):
     last_batch: int
     last_slot_expert: list[list[int]]
     """(ranks, slots): logical expert in each replica slot in the last batch, -1 empty."""
-    schema_version: int = SCHEMA_VERSION
 
 
-def layer_detail(
-    layer: int, primary: RecordArray, ranks: Sequence[RecordArray]
-) -> LayerDetail | None:
-    """Layer ``layer`` from the primary rank's and each rank's considered records; None without."""
-    records = primary[primary["layer"] == layer]
+def layer_detail(held: Held, layer: int, selection: RecordSelection) -> LayerDetail:
+    """Layer ``layer`` over ``selection``. Raises NotHeldError."""
+    considered = selection.considered(held.primary)
+    records = considered[considered["layer"] == layer]
     if not len(records):
-        return None
-    moved = sum(int(own["bytes_sent"][own["layer"] == layer].sum()) for own in ranks)
+        raise NotHeldError(f"no records of layer {layer} in this window")
+    own = [selection.considered(records) for records in held.own]
     return LayerDetail(
-        **vars(_layer(layer, records, moved)),
+        **vars(_layer(layer, records, sums_by("layer", "bytes_sent", own).get(layer, 0))),
         ranks=rank_assignments(records),
         last_batch=int(records["batch"][-1]),
         last_slot_expert=records["slot_expert"][-1].tolist(),
     )
 
 
-@dataclass(frozen=True)
-class Heatmap(Documented):
+class Heatmap(Document):
     """Load of each rank in each MoE layer, over the window."""
 
     layers: list[int]
@@ -248,22 +227,22 @@ class Heatmap(Documented):
     """Per layer and rank: assignments over the mean of the layer's ranks, by routing alone."""
     after: list[list[float]]
     """Per layer and rank: assignments over the mean of the layer's ranks, as computed."""
-    schema_version: int = SCHEMA_VERSION
 
 
-def heatmap(records: RecordArray) -> Heatmap:
-    """From the primary rank's ``records`` that the policy considered."""
+def heatmap(held: Held, selection: RecordSelection) -> Heatmap:
+    """The heat map over ``selection``."""
+    records = selection.considered(held.primary)
     layers, inverse = np.unique(records["layer"], return_inverse=True)
-    relative = []
-    for loads in (records["load_before"], records["load_after"]):
+    relative = {}
+    for when in ("before", "after"):
+        loads = records[f"load_{when}"]
         totals = np.stack([np.bincount(inverse, rank, len(layers)) for rank in loads.T], axis=1)
         mean = totals.mean(axis=1, keepdims=True)
-        relative.append(np.round(totals / np.where(mean > 0, mean, 1), 4).tolist())
-    return Heatmap(layers.tolist(), len(records), *relative)
+        relative[when] = np.round(totals / np.where(mean > 0, mean, 1), 4).tolist()
+    return Heatmap(layers=layers.tolist(), records=len(records), **relative)
 
 
-@dataclass(frozen=True)
-class PolicyFigures(Documented):
+class PolicyFigures(Answer):
     """The batches that one policy served."""
 
     policy: str
@@ -277,28 +256,25 @@ class PolicyFigures(Documented):
     savings: Savings
 
 
-@dataclass(frozen=True)
-class PolicyComparison(Documented):
+class PolicyComparison(Document):
     """The policies that served batches in the window, except off, which writes no records."""
 
     policies: list[PolicyFigures]
-    schema_version: int = SCHEMA_VERSION
 
 
-def compare_policies(
-    selection: RecordSelection, primary: RecordArray, ranks: Sequence[RecordArray]
-) -> PolicyComparison:
-    """Every policy in the primary rank's and each rank's own records of ``selection``."""
+def compare_policies(held: Held, since_ns: int) -> PolicyComparison:
+    """Every policy under which records were written since ``since_ns``."""
     found = []
     for policy in Policy:
-        mine = RecordSelection(selection.since_ns, policy)
-        considered = mine.considered(primary)
+        selection = RecordSelection(since_ns, policy)
+        considered = selection.considered(held.primary)
         if len(considered):
-            found.append(_figures(policy, considered, [mine.recorded(own) for own in ranks]))
-    return PolicyComparison(found)
+            own = [selection.recorded(records) for records in held.own]
+            found.append(_of_policy(policy, considered, own))
+    return PolicyComparison(policies=found)
 
 
-def _figures(policy: Policy, considered: RecordArray, own: list[RecordArray]) -> PolicyFigures:
+def _of_policy(policy: Policy, considered: RecordArray, own: list[RecordArray]) -> PolicyFigures:
     tokens = int(considered["tokens"].sum(dtype=np.int64))
     compute = float(considered["stage_ns"][:, Stage.COMPUTE].sum()) / 1e3
     return PolicyFigures(

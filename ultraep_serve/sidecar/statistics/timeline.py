@@ -5,7 +5,7 @@ histograms, in which the excess over 1 is accurate to a tenth.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 from ultraep_serve.sidecar.statistics.fold import (
     IMBALANCES,
     batch_decisions,
+    savings,
     spent_seconds,
     spread,
 )
 from ultraep_serve.sidecar.statistics.snapshot import (
-    SCHEMA_VERSION,
-    Documented,
+    Document,
     ImbalanceSnapshot,
     Savings,
     Spread,
@@ -54,8 +54,7 @@ def _sums_dtype(count: str) -> np.dtype[np.void]:
     )
 
 
-@dataclass(frozen=True)
-class History(Documented):
+class History(Document):
     """Figures over time, one entry per step; null or 0 where there was no prefill."""
 
     step_seconds: int
@@ -78,7 +77,6 @@ class History(Documented):
     """Estimated time saved, as in the balance."""
     spent_seconds: list[float]
     """Estimated time spent, as in the balance."""
-    schema_version: int = SCHEMA_VERSION
 
 
 @dataclass(frozen=True)
@@ -207,14 +205,15 @@ class Timeline:
         indices, known = self._find(np.arange(now_seconds - seconds + 1, now_seconds + 1))
         found = self._seconds[indices[known]]
         counts = found["batches"].sum(axis=0).tolist()
-        saved = float(found["saved"].sum())
         stage_ns = self._stage_ns[indices[known]].sum(axis=0, dtype=np.float64)
-        spent = float(spent_seconds(stage_ns)) + float(found["worsened"].sum())
+        saved, worsened = (float(found[name].sum()) for name in ("saved", "worsened"))
         return Totals(
-            imbalance=ImbalanceSnapshot(_spread(found["before"]), _spread(found["after"])),
+            imbalance=ImbalanceSnapshot(
+                before=_spread(found["before"]), after=_spread(found["after"])
+            ),
             batches=dict(zip(Decision, counts, strict=True)),
             bytes_sent=int(found["bytes_sent"].sum()),
-            savings=Savings(saved, spent, saved - spent),
+            savings=savings(saved, worsened, stage_ns),
         )
 
     def _find(
@@ -267,4 +266,5 @@ def _spread(found: NDArray[np.void]) -> Spread:
         return spread(np.empty(0))
     worst = float(found["max"].max())
     mean = float(found["sum"].sum()) / int(counts.sum())
-    return replace(spread(np.minimum(_MIDDLES, worst), counts), mean=mean, max=worst)
+    middles = spread(np.minimum(_MIDDLES, worst), counts)
+    return middles.model_copy(update={"mean": mean, "max": worst})

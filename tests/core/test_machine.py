@@ -1,0 +1,45 @@
+"""What this machine, and the control groups that this process is in, leave it."""
+
+from pathlib import Path
+
+import pytest
+
+from ultraep_serve.system import machine
+
+
+def group(path: Path, limit: str, used: int, cached: int = 0) -> None:
+    path.mkdir(exist_ok=True)
+    (path / "memory.max").write_text(f"{limit}\n")
+    (path / "memory.current").write_text(f"{used}\n")
+    (path / "memory.stat").write_text(f"anon 3\ninactive_file {cached}\n")
+
+
+@pytest.mark.parametrize(
+    ("own", "available"),
+    [
+        ("0::/outer/inner\n", 700),  # the outer one has less left
+        ("12:cpuset:/\n0::/outer\n", 700),
+        ("0::/\n", 4096),
+        ("0::/../elsewhere\n", 4096),  # of another container
+        (None, 4096),  # no /proc
+    ],
+)
+def test_every_group_around_a_process_limits_it(
+    own: str | None, available: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meminfo, own_group = tmp_path / "meminfo", tmp_path / "own"
+    meminfo.write_text("MemAvailable: 4 kB\n")
+    if own is not None:
+        own_group.write_text(own)
+    monkeypatch.setattr(machine, "_OWN_CONTROL_GROUP", own_group)
+    group(tmp_path / "outer", "1000", used=500, cached=200)
+    group(tmp_path / "outer/inner", "max", used=400)
+    assert machine.available_memory(meminfo, tmp_path) == available
+
+
+def test_a_group_that_is_full_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "_OWN_CONTROL_GROUP", tmp_path / "none")
+    group(tmp_path, "1000", used=1200)
+    assert machine.available_memory(tmp_path / "unknown", tmp_path) == 0
