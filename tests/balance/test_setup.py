@@ -41,8 +41,7 @@ def join(rank: int, run_path: Path, view: TokenView) -> list[int]:
     joined = BalancedLayers(
         config, SHAPE, view, layers, lambda size: None, EngineRank("test", rank)
     )
-    joined.mark_ready()
-    joined.log_ready(logging.getLogger("test"))
+    joined.mark_ready(logging.getLogger("test"))
     ids = torch.tensor([[0, 1]], dtype=torch.int64).repeat(64, 1)
     for index, parameters in enumerate(layers):
         physical = joined.route(index, ids, Batch(64))
@@ -78,8 +77,8 @@ def join_hosts(rank: int, run_path: Path, view: TokenView, costs: str) -> list[i
         lambda size: time.sleep(size * 1e-5),
         EngineRank("test", rank, group),
     )
-    joined.mark_ready()
-    assert joined.location.domain == location.domain
+    joined.mark_ready(logging.getLogger("test"))
+    assert joined._setup.location.domain == location.domain
     wait = HostAllGather(group.on_host, 30.0)
     ids = torch.tensor([[0, 4]], dtype=torch.int32).repeat(64, 1)  # of ranks 0 and 2
     with ControlPage.open(home) as page:
@@ -160,7 +159,7 @@ def lose_files(rank: int, shared_memory: Path, moment: str) -> list[int]:
         )
         wait_for(f"ring-{rank}")
         wait_for("control")
-    joined.mark_ready()
+    joined.mark_ready(logging.getLogger("test"))
     joined.route(0, torch.tensor([[0, 1]]).repeat(64, 1), Batch(64))
     joined.computed()
     assert ControlPage.open(run_path).policy is Policy.QUOTA

@@ -1,5 +1,6 @@
 """HostSlotPool: one pool behind every layer's masters."""
 
+import errno
 import os
 
 import numpy as np
@@ -210,3 +211,12 @@ def test_experts_are_computed_from_aliases_as_from_plain_tensors() -> None:
     torch.testing.assert_close(torch.einsum("th,eih->eti", x, alias), expected)
     del alias
     pool.close()
+
+
+def test_a_sandbox_that_refuses_shared_memory_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> int:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "memfd_create", refused)
+    with pytest.raises(ConfigError, match=r"memfd_create is refused \(Operation .*seccomp profile"):
+        HostSlotPool(2, chunk_bytes=4096)

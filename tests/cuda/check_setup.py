@@ -67,8 +67,7 @@ def join(rank: int, run_path: Path, view: TokenView, costs: str) -> tuple[CostMo
         assert bool(sizes) != bool(costs)
         assert min(sizes, default=4096) >= 1024 * 4  # rows of an expert, masters
         assert 0 < backend.slot_bytes < driver.live_bytes
-        joined.mark_ready()
-        joined.log_ready(logging.getLogger("test"))
+        joined.mark_ready(logging.getLogger("test"))
         for batch in range(2):
             for layer in range(LAYERS):
                 ids = skewed(rank if view is TokenView.OWN else 0)

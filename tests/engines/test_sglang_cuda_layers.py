@@ -29,6 +29,7 @@ with warnings.catch_warnings():
 from tests.support.experts import NUM_EXPERTS, TOP_K, make_batch
 from ultraep_serve.balance.cuda.recording import is_capturing
 from ultraep_serve.config import BalanceConfig
+from ultraep_serve.engines.common import execution
 from ultraep_serve.errors import UnsupportedError
 from ultraep_serve.types import Policy
 
@@ -38,7 +39,7 @@ SHAPE = fakes.SHAPE
 @pytest.fixture(autouse=True)
 def _on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     fakes.pretend_gpu(monkeypatch.setattr)
-    monkeypatch.setattr(group, "require_agreement", lambda *_: None)  # with no other rank
+    monkeypatch.setattr(execution, "require_agreement", lambda *_: None)  # with no other rank
 
 
 # Slots
@@ -48,14 +49,14 @@ def _on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_layers_are_told_of_slots_and_told_back(changes: dict[str, Any]) -> None:
     layer = fakes.loaded_layer(**changes)
     quant_config, parameters = layer.dispatcher.quant_config, group.movable_parameters(layer)
-    execution = DeviceExperts()
-    execution.give_slots([layer], [parameters], SHAPE)
+    experts = DeviceExperts()
+    experts.give_slots([layer], [parameters], SHAPE)
     assert told(layer) == {(SHAPE.num_ranks * SHAPE.num_local, SHAPE.num_local)}
     assert layer.runner.config is layer.quant_method.moe_runner_config is layer.moe_runner_config
     for parameter in parameters:
         parameter.data = parameter.data.new_zeros(SHAPE.num_local, *parameter.shape[1:])
     assert group.movable_parameters(layer) == parameters
-    execution.take_slots_back([layer], [parameters], SHAPE)
+    experts.take_slots_back([layer], [parameters], SHAPE)
     assert told(layer) == {(NUM_EXPERTS, SHAPE.num_masters)}
     assert layer.w13_weight.shape[0] == SHAPE.num_masters
     assert layer.dispatcher.quant_config == quant_config
@@ -133,7 +134,7 @@ def joined_group(layer: FusedMoE, monkeypatch: pytest.MonkeyPatch, seen: list[in
     """A group of one layer whose balancer only notes what it is asked."""
     route = lambda index, ids, batch: seen.append(batch.tokens)  # noqa: E731
     balancer = SimpleNamespace(route=route, computed=lambda: None)
-    monkeypatch.setattr(group, "BalancedLayers", lambda **_: balancer)
+    monkeypatch.setattr(execution, "BalancedLayers", lambda *_: balancer)
     return group.ExpertGroup(BalanceConfig(run_dir="/dev/null"), torch.nn.ModuleList([layer]))
 
 
@@ -270,10 +271,10 @@ def test_unsupported_models_are_served_by_sglang_alone(
     """Whatever was told to the layers before they were refused is told back."""
     layer = fakes.loaded_layer()
 
-    def refuse(**_: Any) -> None:
+    def refuse(*_: Any) -> None:
         raise UnsupportedError("tensors that cannot be moved")
 
-    monkeypatch.setattr(group, "BalancedLayers", refuse)
+    monkeypatch.setattr(execution, "BalancedLayers", refuse)
     config = BalanceConfig(on_unsupported="off", run_dir=str(tmp_path))
     own = loaded(config, fakes.publish(), layer)
     assert (tmp_path / "unbalanced").read_text() == "tensors that cannot be moved"

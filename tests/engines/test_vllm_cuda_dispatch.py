@@ -31,6 +31,7 @@ with warnings.catch_warnings():
 from tests.support.experts import NUM_EXPERTS, expected_output, make_batch, make_weights
 from tests.support.ranks import fresh_run_path, run_ranks
 from ultraep_serve.costs.model import CostModel
+from ultraep_serve.engines.common.execution import compute_balanced
 
 THRESHOLD = 48
 BACKENDS = (transports.TENSOR, *checks._ALL2ALL_BACKENDS)
@@ -77,7 +78,10 @@ def serve_through(backend: str, rank: int, run_dir: str) -> dict[str, Any]:
         ]
         for name, size in sizes.items()
     }
-    layers[0]._group._run_layer(layers[0]._group.balanced._setup.shape, 200 * NUM_LOCAL)
+    group, row = layers[0]._group, torch.ones(1, vllm_layers.HIDDEN)
+    shape = group.balanced._setup.shape
+    sizes = shape, group._view, layers[0].top_k, row.to(layers[0].w13_weight.dtype)
+    compute_balanced(group._execution, layers[0], *sizes, 200 * NUM_LOCAL)
     stage = layers[0].quant_method.moe_kernel.prepare_finalize
     return {
         **found,

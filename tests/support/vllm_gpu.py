@@ -18,6 +18,7 @@ from tests.support.experts import NUM_EXPERTS
 from tests.support.vllm_reference_kernels import use_reference_kernels
 from tests.support.vllm_transports import join_ranks
 from ultraep_serve.config import BalanceConfig, child_environment
+from ultraep_serve.engines.common import execution
 from ultraep_serve.engines.vllm import checks, group, routed_experts
 
 NUM_RANKS, NUM_SLOTS = 3, 2
@@ -33,7 +34,7 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_EP", "_DP", "_TP", "_PCP", "_NODE_COUNT"):
         monkeypatch.setattr(parallel_state, name, None)
     join_ranks(0, NUM_RANKS, "allgather_reducescatter")
-    monkeypatch.setattr(group, "require_agreement", lambda *_: None)  # with no other rank
+    monkeypatch.setattr(execution, "require_agreement", lambda *_: None)  # with no other rank
 
 
 def replace_device(set_attribute: Callable[..., object]) -> None:

@@ -26,6 +26,7 @@ from ultraep_kernels.host.stream import StreamTables, stream_chunks
 
 from ultraep_serve.balance.backend import CONNECT_FACTOR, LayerSlots
 from ultraep_serve.balance.collectives import HostAllGather
+from ultraep_serve.balance.host.memory import shareable_memory
 from ultraep_serve.balance.host.slots import HostSlotPool, map_pool, unmap
 from ultraep_serve.balance.topology import Location, is_process_alive
 from ultraep_serve.errors import FabricError, PeerTimeoutError
@@ -86,7 +87,7 @@ class HostFabric:
         self._max_chunks = max_chunks
         chunk_flags = FLAG_BYTES + 2 * row_width * 8
         segment_bytes = chunk_flags + pool.num_slots * max_chunks * 8
-        segment = os.memfd_create("ultraep-fabric", os.MFD_CLOEXEC)
+        segment = shareable_memory("ultraep-fabric")
         os.ftruncate(segment, segment_bytes)
         handshake = _Handshake(
             process=os.getpid(),

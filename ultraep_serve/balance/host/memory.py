@@ -4,7 +4,16 @@ import ctypes
 import mmap
 import os
 
-__all__ = ["MAP_FIXED", "READ_WRITE", "map_memory", "protect_memory", "unmap_memory"]
+from ultraep_serve.errors import ConfigError
+
+__all__ = [
+    "MAP_FIXED",
+    "READ_WRITE",
+    "map_memory",
+    "protect_memory",
+    "shareable_memory",
+    "unmap_memory",
+]
 
 MAP_FIXED = 0x10  # not exposed by the mmap module
 READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
@@ -22,6 +31,20 @@ _libc.mmap.argtypes = [
 ]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+def shareable_memory(name: str) -> int:
+    """A file descriptor of memory without a name, which other processes can be given.
+
+    Raises ConfigError where a sandbox refuses it.
+    """
+    try:
+        return os.memfd_create(name, os.MFD_CLOEXEC)
+    except OSError as error:
+        raise ConfigError(
+            f"no memory can be shared between ranks: memfd_create is refused ({error.strerror}); "
+            "allow it in the container's seccomp profile"
+        ) from error
 
 
 def map_memory(

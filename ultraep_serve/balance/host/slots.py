@@ -13,7 +13,13 @@ import os
 import torch
 
 from ultraep_serve.balance.backend import LayerSlots
-from ultraep_serve.balance.host.memory import MAP_FIXED, READ_WRITE, map_memory, unmap_memory
+from ultraep_serve.balance.host.memory import (
+    MAP_FIXED,
+    READ_WRITE,
+    map_memory,
+    shareable_memory,
+    unmap_memory,
+)
 from ultraep_serve.errors import ConfigError, UnsupportedError
 from ultraep_serve.system.machine import available_memory
 
@@ -29,7 +35,7 @@ class HostSlotPool:
         """A pool of ``num_slots`` slots. ``per_layer`` gives each layer slots of its own."""
         self.num_slots = num_slots
         self.size = 0  # bytes
-        self.descriptor = os.memfd_create("ultraep-slots", os.MFD_CLOEXEC)
+        self.descriptor = shareable_memory("ultraep-slots")
         self._chunk_bytes = chunk_bytes
         self._per_layer = per_layer
         self._regions: dict[tuple[int, int, int], int] = {}

@@ -1,29 +1,59 @@
-"""What an adapter asks of its engine, on hosts and on GPUs alike; knows no engine.
+"""How loaded layers are extended by replica slots and computed; knows no engine.
 
-Every adapter has two of these, for one of which it decides when layers are loaded: ``CpuExperts``,
-where experts are computed by the adapter itself, and ``DeviceExperts``, where the engine's own
-dispatch and kernels are extended by the replica slots.
+Every adapter has two executions, for one of which it decides when layers are loaded:
+``CpuExperts``, where the adapter computes experts itself, and ``DeviceExperts``, where the engine's
+own dispatch and kernels are extended by the replica slots.
 """
 
-from collections.abc import Sequence
-from typing import Protocol, TypeVar
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Generic, TypeVar
 
 import torch
 from torch import nn
 
-from ultraep_serve.engines.common.setup import balanced_ids
+from ultraep_serve.balance.backend import Answers
+from ultraep_serve.config import BalanceConfig
+from ultraep_serve.engines.common.setup import BalancedLayers, EngineRank, balanced_ids
+from ultraep_serve.engines.common.shared_values import SharedValues, require_agreement
+from ultraep_serve.errors import UnsupportedError
 from ultraep_serve.types import ExpertShape, TokenView
 
-__all__ = ["Execution", "compute_balanced", "drop_slots"]
+__all__ = ["Execution", "LoadedLayers", "compute_balanced", "compute_in_parts", "start_balancing"]
 
-Layer = TypeVar("Layer", contravariant=True)  # an engine's MoE layer
+Layer = TypeVar("Layer")  # an engine's MoE layer
 
 
-class Execution(Protocol[Layer]):
+class Execution(ABC, Generic[Layer]):
     """The parts of a layer that differ between CPU and GPU."""
 
+    @abstractmethod
     def check(self, layer: Layer) -> None:
         """Raise UnsupportedError, naming the remedy, if ``layer`` cannot be balanced here."""
+
+    @abstractmethod
+    def resize(
+        self,
+        layers: Sequence[Layer],
+        parameters: Sequence[Sequence[nn.Parameter]],
+        before: int,
+        after: int,
+    ) -> None:
+        """Have ``layers`` serve ``after`` physical experts on this rank instead of ``before``.
+
+        ``parameters`` have rows for the masters alone meanwhile. Raises UnsupportedError.
+        """
+
+    @abstractmethod
+    def compute(
+        self, layer: Layer, x: torch.Tensor, topk_weights: torch.Tensor, physical: torch.Tensor
+    ) -> torch.Tensor:
+        """Compute this rank's part of the output (T, H) for ``x`` (T, H), outside of a batch.
+
+        ``topk_weights`` and ``physical`` (T, K). All ranks call it together.
+        """
 
     def give_slots(
         self,
@@ -33,8 +63,9 @@ class Execution(Protocol[Layer]):
     ) -> None:
         """Announce the slots to ``layers``' engine; ``parameters`` get rows for them afterwards.
 
-        Ids are physical from now on. Raises UnsupportedError.
+        Ids are physical after this. Raises UnsupportedError.
         """
+        self.resize(layers, parameters, shape.num_masters, shape.num_local)
 
     def take_slots_back(
         self,
@@ -42,15 +73,77 @@ class Execution(Protocol[Layer]):
         parameters: Sequence[Sequence[nn.Parameter]],
         shape: ExpertShape,
     ) -> None:
-        """Undo ``give_slots``; masters that have been moved stay where they are now."""
+        """Undo ``give_slots``; masters that have been moved stay where they are."""
+        for of_layer in parameters:
+            for parameter in of_layer:
+                parameter.data = parameter.data[: shape.num_masters]
+        self.resize(layers, parameters, shape.num_local, shape.num_masters)
 
+
+@dataclass(frozen=True)
+class LoadedLayers(Generic[Layer]):
+    """The MoE layers of one rank, in the order they run; their weights are final."""
+
+    layers: Sequence[Layer]
+    parameters: Sequence[Sequence[nn.Parameter]]  # those (L, ...) that make up a layer's experts
+    shared: Sequence[SharedValues | UnsupportedError]  # what experts of a layer have in common
+    shape: ExpertShape
+    view: TokenView
+    experts_per_token: int  # K
+    hidden_size: int  # H
+    dtype: torch.dtype  # of the layers' input and output
+
+
+def start_balancing(
+    config: BalanceConfig,
+    execution: Execution[Layer],
+    loaded: LoadedLayers[Layer],
+    own: EngineRank,
+    complete: Callable[[torch.Tensor], torch.Tensor] | None,
+) -> BalancedLayers:
+    """Give slots to all layers and join the ranks; slots are taken back where that fails.
+
+    ``complete`` makes the whole output (T, H) of what ``execution`` computes on each rank, for the
+    self-check; None where it cannot be had. All ranks call this together. Raises UnsupportedError,
+    and what ``BalancedLayers`` raises.
+    """
+    layers, parameters, shape = loaded.layers, loaded.parameters, loaded.shape
+    device = parameters[0][0].device
+    assert own.group is not None, "engines have a group of all ranks"
+    require_agreement(loaded.shared, own.group.on_host, config)
+    if complete is not None:
+        own = replace(own, answers=_answers(execution, loaded, own.rank, complete))
+    row = torch.ones((1, loaded.hidden_size), dtype=loaded.dtype, device=device)
+    run_layer = partial(
+        compute_balanced, execution, layers[0], shape, loaded.view, loaded.experts_per_token, row
+    )
+    try:
+        execution.give_slots(layers, parameters, shape)
+        return BalancedLayers(config, shape, loaded.view, parameters, run_layer, own)
+    except UnsupportedError:
+        execution.take_slots_back(layers, parameters, shape)
+        raise
+
+
+def _answers(
+    execution: Execution[Layer],
+    loaded: LoadedLayers[Layer],
+    rank: int,
+    complete: Callable[[torch.Tensor], torch.Tensor],
+) -> Answers:
     def compute(
-        self, layer: Layer, x: torch.Tensor, topk_weights: torch.Tensor, physical: torch.Tensor
+        index: int, x: torch.Tensor, weights: torch.Tensor, physical: torch.Tensor
     ) -> torch.Tensor:
-        """This rank's part of the output (T, H) for ``x`` (T, H), outside of the engine's own pass.
+        return complete(execution.compute(loaded.layers[index], x, weights, physical))
 
-        ``topk_weights`` and ``physical`` (T, K). All ranks call it together.
-        """
+    return Answers(
+        compute=compute,
+        experts_per_token=loaded.experts_per_token,
+        hidden_size=loaded.hidden_size,
+        dtype=loaded.dtype,
+        device=loaded.parameters[0][0].device,
+        seed=rank if loaded.view is TokenView.OWN else 0,
+    )
 
 
 def compute_balanced(
@@ -73,8 +166,10 @@ def compute_balanced(
     execution.compute(layer, x, torch.ones(ids.shape, device=row.device), ids)
 
 
-def drop_slots(parameters: Sequence[Sequence[nn.Parameter]], shape: ExpertShape) -> None:
-    """Leave only the masters' rows to all ``parameters``, whether they had slots or not."""
-    for of_layer in parameters:
-        for parameter in of_layer:
-            parameter.data = parameter.data[: shape.num_masters]
+def compute_in_parts(
+    compute: Callable[..., torch.Tensor], most: int, *tensors: torch.Tensor
+) -> torch.Tensor:
+    """Outputs (T, H) of ``compute`` for ``tensors`` (T, ...), at most ``most`` rows at once."""
+    with torch.inference_mode():
+        parts = zip(*(torch.split(tensor, most) for tensor in tensors), strict=True)
+        return torch.cat([compute(*part) for part in parts])

@@ -19,7 +19,7 @@ from ultraep_serve.balance.collectives import EngineGroup
 from ultraep_serve.balance.cuda.recording import is_capturing
 from ultraep_serve.balance.physical import identity_table
 from ultraep_serve.balance.speeds import fixed_speeds
-from ultraep_serve.balance.topology import Location, PipelineStage
+from ultraep_serve.balance.topology import PipelineStage
 from ultraep_serve.balance.watch import RankWatch
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.engines.common.rendezvous import (
@@ -142,11 +142,6 @@ class BalancedLayers:
         self._balancer = backend.make_balancer(policies, self._recorder, self._costs)
         self._prefills = 0  # until the second: in the first the engine may compile
 
-    @property
-    def location(self) -> Location:
-        """Where this rank is among all ranks."""
-        return self._setup.location
-
     def _create_recorder(self) -> Recorder:
         setup, config = self._setup, self._setup.config
         settings = RingSettings(
@@ -211,9 +206,14 @@ class BalancedLayers:
         )
         return SpoolWriter(self._run_path, source)
 
-    def mark_ready(self) -> None:
-        """Say that this rank balances; the launcher and the sidecar wait for it."""
+    def mark_ready(self, logger: logging.Logger) -> None:
+        """Say that this rank balances: the launcher and the sidecar wait for it.
+
+        The operator reads in ``logger`` once per host what balances, and by which costs.
+        """
         self._recorder.set_state(RingState.READY)
+        if self._setup.location.is_host_primary:
+            self._log_ready(logger)
 
     def route(self, layer: int, topk_ids: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Physical ids for ``topk_ids`` (T, K) of ``layer``, of the same type.
@@ -248,8 +248,7 @@ class BalancedLayers:
             self._recorder.fail(str(error))
             raise
 
-    def log_ready(self, logger: logging.Logger) -> None:
-        """For the operator: what balances here, and by which costs it decides."""
+    def _log_ready(self, logger: logging.Logger) -> None:
         setup, location = self._setup, self._setup.location
         domains = stage = ""
         if self._pipeline.num_stages > 1:

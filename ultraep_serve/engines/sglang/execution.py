@@ -16,53 +16,41 @@ from sglang.srt.layers.moe.topk import StandardTopKOutput
 from sglang.srt.layers.moe.utils import get_deepep_mode, get_moe_a2a_backend
 from torch import nn
 
-from ultraep_serve.engines.common.execution import drop_slots
+from ultraep_serve.engines.common.execution import Execution, compute_in_parts
 from ultraep_serve.engines.sglang.checks import check_cpu_balancing, check_device_execution
 from ultraep_serve.engines.sglang.cpu_experts import compute_and_reduce
-from ultraep_serve.types import ExpertShape
 
-__all__ = ["CpuExperts", "DeviceExperts", "PhysicalExperts", "set_expert_counts"]
+__all__ = ["CpuExperts", "DeviceExperts"]
 
 
-class PhysicalExperts:
-    """What of ``Execution`` is the same on CPU and GPU."""
+class _ResizedLayers(Execution[FusedMoE]):
+    """``Execution`` with the part that is the same on CPU and GPU."""
 
-    def give_slots(
+    def resize(
         self,
         layers: Sequence[FusedMoE],
         parameters: Sequence[Sequence[nn.Parameter]],
-        shape: ExpertShape,
+        before: int,
+        after: int,
     ) -> None:
-        set_expert_counts(layers, shape.num_ranks * shape.num_local, shape.num_local)
+        """See ``Execution.resize``.
 
-    def take_slots_back(
-        self,
-        layers: Sequence[FusedMoE],
-        parameters: Sequence[Sequence[nn.Parameter]],
-        shape: ExpertShape,
-    ) -> None:
-        drop_slots(parameters, shape)
-        set_expert_counts(layers, shape.num_logical_experts, shape.num_masters)
-
-
-def set_expert_counts(layers: Sequence[FusedMoE], num_experts: int, num_local: int) -> None:
-    """Have ``layers`` serve ``num_experts`` experts, ``num_local`` of them on this rank.
-
-    Runners read both numbers from the layer's ``moe_runner_config``, which all its parts share, and
-    SGLang changes it in place where a layer's experts change (``bind_full_expert_weights``).
-    Dispatchers copy them when they are made, so they are made anew, as SGLang makes them; DeepEP's
-    buffer is made for their number at the first dispatch, after all layers are set. Loading goes
-    on to see the masters alone, so that weights can be loaded in place. Verified with 0.5.23.
-    """
-    for layer in layers:
-        config, quant_config = layer.moe_runner_config, layer.dispatcher.quant_config
-        config.num_experts, config.num_local_experts = num_experts, num_local
-        layer.num_local_experts = num_local
-        layer.dispatcher = create_moe_dispatcher(config, layer.quant_method)
-        if quant_config:
-            layer.dispatcher.set_quant_config(quant_config)
-        if hasattr(layer, "_cutlass_swiglu_params"):
-            _resize_activation(layer)
+        Runners read the numbers of experts from the layer's ``moe_runner_config``, which all its
+        parts share, and SGLang changes it in place where a layer's experts change
+        (``bind_full_expert_weights``). Dispatchers copy them when they are made, so they are made
+        anew, as SGLang makes them; DeepEP's buffer is made for their number at the first dispatch,
+        after all layers are set. Loading still sees the masters alone, so that weights can be
+        loaded in place. Verified with 0.5.23.
+        """
+        for layer in layers:
+            config, quant_config = layer.moe_runner_config, layer.dispatcher.quant_config
+            config.num_experts, config.num_local_experts = after * layer.moe_ep_size, after
+            layer.num_local_experts = after
+            layer.dispatcher = create_moe_dispatcher(config, layer.quant_method)
+            if quant_config:
+                layer.dispatcher.set_quant_config(quant_config)
+            if hasattr(layer, "_cutlass_swiglu_params"):
+                _resize_activation(layer)
 
 
 def _resize_activation(layer: FusedMoE) -> None:
@@ -80,7 +68,7 @@ def _resize_activation(layer: FusedMoE) -> None:
     )
 
 
-class CpuExperts(PhysicalExperts):
+class CpuExperts(_ResizedLayers):
     """``Execution`` on CPU, where SGLang dispatches and the adapter computes."""
 
     def check(self, layer: FusedMoE) -> None:
@@ -95,7 +83,7 @@ class CpuExperts(PhysicalExperts):
         return compute_and_reduce(layer, x, topk_weights, own)
 
 
-class DeviceExperts(PhysicalExperts):
+class DeviceExperts(_ResizedLayers):
     """``Execution`` where SGLang's kernels run."""
 
     def check(self, layer: FusedMoE) -> None:
@@ -104,16 +92,16 @@ class DeviceExperts(PhysicalExperts):
     def compute(
         self, layer: FusedMoE, x: torch.Tensor, topk_weights: torch.Tensor, physical: torch.Tensor
     ) -> torch.Tensor:
-        """As in a prefill; more tokens than DeepEP's buffer holds go one batch after another."""
+        """Compute as in a prefill; DeepEP's buffer limits how many tokens go at once."""
+
+        def compute(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+            chosen = StandardTopKOutput(weights, ids, router_logits=weights)
+            output: torch.Tensor = layer.forward_impl(x, chosen)
+            return output
+
         weights, ids = topk_weights.to(x.device), physical.to(x.device)
-        size = _most_tokens(x.shape[0])
-        outputs = []
-        with torch.inference_mode(), _in_prefill():
-            for start in range(0, x.shape[0], size):
-                part = slice(start, start + size)
-                chosen = StandardTopKOutput(weights[part], ids[part], router_logits=weights[part])
-                outputs.append(layer.forward_impl(x[part], chosen))
-        return torch.cat(outputs)
+        with _in_prefill():
+            return compute_in_parts(compute, _most_tokens(x.shape[0]), x, weights, ids)
 
 
 def _most_tokens(num_tokens: int) -> int:

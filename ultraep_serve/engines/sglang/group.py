@@ -1,6 +1,5 @@
 """The MoE layers of one scheduler process, joined into one balancer once the model is loaded."""
 
-import functools
 import logging
 from collections.abc import Sequence
 from operator import attrgetter
@@ -16,13 +15,11 @@ from sglang.srt.utils import is_cpu
 from sglang.srt.utils.network import NetworkAddress
 from torch import nn
 
-from ultraep_serve.balance.backend import Answers
 from ultraep_serve.balance.collectives import EngineGroup
 from ultraep_serve.balance.cuda.recording import is_capturing
 from ultraep_serve.config import BalanceConfig
-from ultraep_serve.engines.common.execution import Execution, compute_balanced
-from ultraep_serve.engines.common.setup import BalancedLayers, Batch, EngineRank, require_one_number
-from ultraep_serve.engines.common.shared_values import require_agreement
+from ultraep_serve.engines.common.execution import Execution, LoadedLayers, start_balancing
+from ultraep_serve.engines.common.setup import Batch, EngineRank, require_one_number
 from ultraep_serve.engines.sglang.checks import check_layer
 from ultraep_serve.engines.sglang.execution import CpuExperts, DeviceExperts
 from ultraep_serve.engines.sglang.quantised import shared_values
@@ -59,8 +56,22 @@ class ExpertGroup:
         config_of_model = getattr(model, "config", None)
         # Models with zero experts (LongCat) send their assignments to expert 0, with weight 0.
         self.has_zero_experts = bool(getattr(config_of_model, "zero_expert_num", 0))
-        parameters = [movable_parameters(layer) for layer in layers]
-        self._balanced = _join(config, layers, parameters, execution)
+        first, parameters = layers[0], [movable_parameters(layer) for layer in layers]
+        loaded = LoadedLayers(
+            layers=layers,
+            parameters=parameters,
+            shared=[shared_values(layer) for layer in layers],
+            shape=ExpertShape(first.moe_ep_size, first.num_experts, config.slots),
+            view=_view_of(first),
+            experts_per_token=first.top_k,
+            hidden_size=first.hidden_size,
+            dtype=first.params_dtype,
+        )
+        ranks = get_parallel().moe_ep_group
+        group = EngineGroup(ranks.cpu_group, ranks.device_group, _first_host())
+        own = EngineRank("sglang", first.moe_ep_rank, group)
+        complete = _summed if is_cpu() else None
+        self._balanced = start_balancing(config, execution, loaded, own, complete)
         self._in_place = list(map(_InPlace, layers, parameters))
 
     def __contains__(self, layer: FusedMoE) -> bool:
@@ -109,9 +120,7 @@ class ExpertGroup:
 
     def mark_ready(self) -> None:
         """Say that this rank balances."""
-        self._balanced.mark_ready()
-        if self._balanced.location.is_host_primary:
-            self._balanced.log_ready(logger)
+        self._balanced.mark_ready(logger)
 
 
 class _InPlace:
@@ -140,63 +149,11 @@ class _InPlace:
         return [tensor.data_ptr() for tensor in self._tensors(self._layer)]
 
 
-def _join(
-    config: BalanceConfig,
-    layers: Sequence[FusedMoE],
-    parameters: Sequence[Sequence[nn.Parameter]],
-    execution: Execution[FusedMoE],
-) -> BalancedLayers:
-    """Add slots to ``layers``; undone if they cannot have them."""
-    first = layers[0]
-    shape = ExpertShape(first.moe_ep_size, first.num_experts, config.slots)
-    view = _view_of(first)
-    device = parameters[0][0].device
-    row = torch.ones(1, first.hidden_size, dtype=first.params_dtype, device=device)
-    ranks = get_parallel().moe_ep_group
-    require_agreement([shared_values(layer) for layer in layers], ranks.cpu_group, config)
-    try:
-        execution.give_slots(layers, parameters, shape)
-        return BalancedLayers(
-            config=config,
-            shape=shape,
-            view=view,
-            layers=parameters,
-            run_layer=functools.partial(
-                compute_balanced, execution, first, shape, view, first.top_k, row
-            ),
-            own=EngineRank(
-                "sglang",
-                first.moe_ep_rank,
-                EngineGroup(ranks.cpu_group, ranks.device_group, _first_host()),
-                answers=_answers(layers, execution, ranks.cpu_group) if is_cpu() else None,
-            ),
-        )
-    except UnsupportedError:
-        execution.take_slots_back(layers, parameters, shape)
-        raise
-
-
-def _answers(
-    layers: Sequence[FusedMoE], execution: Execution[FusedMoE], group: dist.ProcessGroup
-) -> Answers:
-    """On CPU all ranks have the same tokens, and each a part of the output."""
-    first = layers[0]
-
-    def compute(
-        index: int, x: torch.Tensor, weights: torch.Tensor, physical: torch.Tensor
-    ) -> torch.Tensor:
-        total = execution.compute(layers[index], x, weights, physical).float()
-        dist.all_reduce(total, group=group)
-        return total
-
-    return Answers(
-        compute=compute,
-        experts_per_token=first.top_k,
-        hidden_size=first.hidden_size,
-        dtype=first.params_dtype,
-        device=torch.device("cpu"),
-        seed=0,
-    )
+def _summed(output: torch.Tensor) -> torch.Tensor:
+    """The sum of all ranks' parts: on CPU each has a part of the output of the same tokens."""
+    total = output.float()
+    dist.all_reduce(total, group=get_parallel().moe_ep_group.cpu_group)
+    return total
 
 
 def _first_host() -> str:

@@ -43,9 +43,9 @@ from ultraep_serve.engines.common.cpu_experts import (
     rows_by_expert,
     weighted_outputs,
 )
+from ultraep_serve.engines.common.execution import Execution
 from ultraep_serve.engines.vllm.checks import check_cpu_execution, has_amx
 from ultraep_serve.engines.vllm.expert_tensors import fit_shared_values
-from ultraep_serve.types import ExpertShape
 
 __all__ = [
     "Assignments",
@@ -78,46 +78,35 @@ class Assignments:
         return cls(rank=rank, local=(physical - rank * num_local).int())
 
 
-class CpuExperts:
-    """What ``ExpertGroup`` asks of the engine on CPU: dispatch, experts and combine are ours."""
+class CpuExperts(Execution[RoutedExperts]):
+    """``Execution`` on CPU, where the adapter dispatches, computes experts and combines."""
 
     num_micro_batches = 1
 
     def __init__(self) -> None:
-        """From now on the process may use AMX, where the CPU has it.
+        """Ask the operating system for AMX, where the CPU has it.
 
-        Who has not asked the operating system for it is ended when a kernel uses it. vLLM's kernels
-        for experts leave that to what runs before them when it serves, but costs are measured
-        before that.
+        A process that has not asked is ended when a kernel uses AMX. vLLM's kernels for experts
+        leave that to layers that run before them, but costs are measured before those run.
         """
         if has_amx():
             torch.cpu._init_amx()
         self._num_local = 0  # physical experts per rank
-        self._identity: torch.Tensor | None = None  # of a group that is not balanced
+        self._identity: torch.Tensor | None = None  # physical ids (E,) where there are no slots
 
     def check(self, layer: RoutedExperts) -> None:
-        """Raise UnsupportedError, naming the remedy, if ``layer`` cannot be balanced here."""
         check_cpu_execution(layer)
 
-    def give_slots(
+    def resize(
         self,
         layers: Sequence[RoutedExperts],
         parameters: Sequence[Sequence[torch.nn.Parameter]],
-        shape: ExpertShape,
+        before: int,
+        after: int,
     ) -> None:
-        """Ids are physical from now on."""
         for layer, own in zip(layers, parameters, strict=True):
-            fit_shared_values(layer, own, shape.num_masters, shape.num_local)
-        self._num_local = shape.num_local
-
-    def take_slots_back(
-        self,
-        layers: Sequence[RoutedExperts],
-        parameters: Sequence[Sequence[torch.nn.Parameter]],
-        shape: ExpertShape,
-    ) -> None:
-        """Undo ``give_slots``; rows behind the masters do no harm."""
-        self._num_local = 0
+            fit_shared_values(layer, own, before, after)
+        self._num_local = after
 
     def finish(self, layers: Sequence[RoutedExperts]) -> None:
         """Put our dispatch and combine in place, with slots or without.
@@ -129,14 +118,13 @@ class CpuExperts:
             for layer in layers:
                 check_cpu_execution(layer)
                 take_over_combine(layer)
-        if not self._num_local:
-            num_experts, num_ranks = layers[0].global_num_experts, parallel.ep_size
-            self._num_local = -(-num_experts // num_ranks)
-            self._identity = torch.from_numpy(identity_table(num_experts, num_ranks, 0))
+        num_experts, num_ranks = layers[0].global_num_experts, parallel.ep_size
+        self._num_local = self._num_local or -(-num_experts // num_ranks)
+        self._identity = torch.from_numpy(identity_table(num_experts, num_ranks, 0))
 
     def plain_ids(self, topk_ids: torch.Tensor) -> torch.Tensor:
         """Physical ids (T, K) of masters where there are no slots; padding -1 kept."""
-        assert self._identity is not None, "balanced"
+        assert self._identity is not None, "layers are finished first"
         return self._identity[topk_ids.long()]
 
     def compute(

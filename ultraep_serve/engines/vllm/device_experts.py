@@ -20,16 +20,15 @@ from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepar
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
 from ultraep_serve.balance.speeds import expert_clock
-from ultraep_serve.engines.common.execution import drop_slots
+from ultraep_serve.engines.common.execution import Execution, compute_in_parts
 from ultraep_serve.engines.vllm.checks import check_device_execution
 from ultraep_serve.engines.vllm.expert_tensors import fit_shared_values
-from ultraep_serve.types import ExpertShape
 
 __all__ = ["DeviceExperts"]
 
 
-class DeviceExperts:
-    """What ``ExpertGroup`` asks of the engine where vLLM's kernels run."""
+class DeviceExperts(Execution[RoutedExperts]):
+    """``Execution`` where vLLM's kernels run."""
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         self._vllm_config = vllm_config
@@ -41,37 +40,13 @@ class DeviceExperts:
         return int(parallel.num_ubatches) if parallel.use_ubatching else 1
 
     def check(self, layer: RoutedExperts) -> None:
-        """Raise UnsupportedError, naming the remedy, if ``layer`` cannot be balanced here."""
         check_device_execution(layer, self._vllm_config)
 
-    def give_slots(
-        self,
-        layers: Sequence[RoutedExperts],
-        parameters: Sequence[Sequence[torch.nn.Parameter]],
-        shape: ExpertShape,
-    ) -> None:
-        """Announce the slots to ``layers``; ``parameters`` get the rows for them afterwards."""
-        self._tell(layers, shape.num_ranks * shape.num_local, shape.num_local)
-        for layer, own in zip(layers, parameters, strict=True):
-            fit_shared_values(layer, own, shape.num_masters, shape.num_local)
-
-    def take_slots_back(
-        self,
-        layers: Sequence[RoutedExperts],
-        parameters: Sequence[Sequence[torch.nn.Parameter]],
-        shape: ExpertShape,
-    ) -> None:
-        """Undo ``give_slots``; masters that have been moved stay where they are now."""
-        drop_slots(parameters, shape)
-        for layer, own in zip(layers, parameters, strict=True):
-            fit_shared_values(layer, own, shape.num_local, shape.num_masters)
-        self._tell(layers, shape.num_logical_experts, shape.num_masters)
-
     def finish(self, layers: Sequence[RoutedExperts]) -> None:
-        """Nothing to do: vLLM's kernels are in place."""
+        """Do nothing: vLLM's kernels are in place."""
 
     def plain_ids(self, topk_ids: torch.Tensor) -> torch.Tensor:
-        """Without balancing vLLM takes logical ids."""
+        """Return logical ids, which vLLM takes without balancing."""
         return topk_ids
 
     def compute(
@@ -81,26 +56,25 @@ class DeviceExperts:
         topk_weights: torch.Tensor,
         physical: torch.Tensor,
     ) -> torch.Tensor:
-        """Output (T, H) for ``x`` (T, H), outside of vLLM's own forward pass: for measuring.
+        """See ``Execution.compute``; vLLM's buffers hold as many tokens as it schedules at once."""
 
-        More tokens than vLLM schedules at once go one batch after another: its buffers hold no
-        more.
-        """
-        moe = layer.moe_config
-        ids = physical.to(x.device, layer.quant_method.topk_indices_dtype or torch.int32)
+        def compute(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+            with self._batch(layer, x.shape[0]):
+                output: torch.Tensor = RoutedExperts.forward_modular(layer, x, weights, ids)
+            return output
+
         weights = topk_weights.to(x.device)
-        outputs = []
-        for start in range(0, x.shape[0], moe.max_num_tokens):
-            part = slice(start, start + moe.max_num_tokens)
-            with torch.inference_mode(), self._batch(layer, x[part].shape[0]):
-                outputs.append(
-                    RoutedExperts.forward_modular(layer, x[part], weights[part], ids[part])
-                )
-        return torch.cat(outputs)
+        ids = physical.to(x.device, layer.quant_method.topk_indices_dtype or torch.int32)
+        return compute_in_parts(compute, layer.moe_config.max_num_tokens, x, weights, ids)
 
-    @staticmethod
-    def _tell(layers: Sequence[RoutedExperts], num_experts: int, num_local: int) -> None:
-        """Have ``layers`` serve ``num_experts`` experts, ``num_local`` of them here.
+    def resize(
+        self,
+        layers: Sequence[RoutedExperts],
+        parameters: Sequence[Sequence[torch.nn.Parameter]],
+        before: int,
+        after: int,
+    ) -> None:
+        """See ``Execution.resize``.
 
         The expert map comes from vLLM's own ``update_expert_map``. Kernel and dispatch are made
         anew from what the kernel was made of, as vLLM's elastic expert parallelism does
@@ -109,16 +83,19 @@ class DeviceExperts:
         buffers are made for a number of experts, and vLLM leaves it to their user to destroy them.
         Verified with 0.32 and 0.33.
         """
-        before = _buffers(layers)
-        for layer in layers:
+        old_buffers = _buffers(layers)
+        for layer, own in zip(layers, parameters, strict=True):
             moe = layer.moe_config
-            moe.num_experts, moe.num_local_experts = num_experts, num_local
-            layer.global_num_experts = num_experts
+            moe.num_experts, moe.num_local_experts = after * moe.ep_size, after
+            layer.global_num_experts = moe.num_experts
             layer.update_expert_map()
+            if after < before:  # kernels combine scales when made, while ``own`` have masters alone
+                fit_shared_values(layer, own, before, after)
             layer.quant_method.moe_kernel = _kernel_for(layer)
-        after = _buffers(layers)
-        for identity in before.keys() - after.keys():
-            before[identity].destroy()
+            if after > before:
+                fit_shared_values(layer, own, before, after)
+        for identity in old_buffers.keys() - _buffers(layers).keys():
+            old_buffers[identity].destroy()
 
     @contextmanager
     def _batch(self, layer: RoutedExperts, num_tokens: int) -> Iterator[None]:

@@ -1,9 +1,6 @@
 """The MoE layers of one process, joined into one balancer once all of them are loaded."""
 
-import functools
-from collections.abc import Sequence
 from hashlib import blake2b
-from typing import Protocol
 
 import torch
 from vllm.config import VllmConfig
@@ -19,16 +16,14 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.platforms import current_platform
 from vllm.v1.worker.ubatching import dbo_current_ubatch_id
 
-from ultraep_serve.balance.backend import Answers
 from ultraep_serve.balance.collectives import EngineGroup
 from ultraep_serve.balance.cuda.recording import is_capturing
 from ultraep_serve.balance.host_link import KeyValueStore
 from ultraep_serve.balance.topology import ONLY_STAGE, PipelineStage
 from ultraep_serve.config import BalanceConfig
-from ultraep_serve.engines.common.execution import Execution, compute_balanced
+from ultraep_serve.engines.common.execution import LoadedLayers, start_balancing
 from ultraep_serve.engines.common.rendezvous import refuse_or_serve_plainly
 from ultraep_serve.engines.common.setup import BalancedLayers, Batch, EngineRank, require_one_number
-from ultraep_serve.engines.common.shared_values import require_agreement
 from ultraep_serve.engines.vllm.checks import check_layer, is_primary
 from ultraep_serve.engines.vllm.cpu_experts import CpuExperts
 from ultraep_serve.engines.vllm.device_experts import DeviceExperts
@@ -41,18 +36,6 @@ __all__ = ["ExpertGroup"]
 logger = init_logger("vllm.ultraep_serve")
 
 
-class LayerExecution(Execution[RoutedExperts], Protocol):
-    """With what vLLM's layers need whether they are balanced or not."""
-
-    @property
-    def num_micro_batches(self) -> int:
-        """Of a forward pass, that overlap; 1 where they do not."""
-
-    def finish(self, layers: Sequence[RoutedExperts]) -> None: ...
-
-    def plain_ids(self, topk_ids: torch.Tensor) -> torch.Tensor: ...
-
-
 class ExpertGroup:
     """All MoE layers of this rank: collects them while they load, then routes and runs them."""
 
@@ -62,7 +45,7 @@ class ExpertGroup:
         self._num_expected = 0
         self._layers: list[RoutedExperts] = []  # whose weights are final
         self.balanced: BalancedLayers | None = None  # None: still loading, or not balanced
-        self._execution: LayerExecution = (
+        self._execution: CpuExperts | DeviceExperts = (
             CpuExperts() if current_platform.is_cpu() else DeviceExperts(vllm_config)
         )
 
@@ -147,64 +130,34 @@ class ExpertGroup:
         self._execution.finish(self._layers)
 
     def _start_balancing(self) -> None:
-        shape = ExpertShape(
-            self._layers[0].moe_config.ep_size,
-            self._layers[0].global_num_experts,
-            self._config.slots,
-            self._execution.num_micro_batches,
+        first, parameters = self._layers[0], [expert_parameters(layer) for layer in self._layers]
+        loaded = LoadedLayers(
+            layers=self._layers,
+            parameters=parameters,
+            shared=list(map(shared_values, self._layers, parameters)),
+            shape=ExpertShape(
+                first.moe_config.ep_size,
+                first.global_num_experts,
+                self._config.slots,
+                self._execution.num_micro_batches,
+            ),
+            view=self._view,
+            experts_per_token=first.top_k,
+            hidden_size=first.hidden_size,
+            dtype=first.moe_config.in_dtype,
         )
-        parameters = [expert_parameters(layer) for layer in self._layers]
         ranks, pipeline = get_ep_group(), _pipeline_of(self.vllm_config)
-        shared = map(shared_values, self._layers, parameters)
-        require_agreement(list(shared), ranks.cpu_group, self._config)
         group = EngineGroup(
             ranks.cpu_group,
             ranks.device_group,
             _first_host(self.vllm_config),
             _store_of_all() if pipeline.num_stages > 1 else None,
         )
-        try:
-            self._execution.give_slots(self._layers, parameters, shape)
-            self.balanced = BalancedLayers(
-                self._config,
-                shape,
-                self._view,
-                parameters,
-                functools.partial(self._run_layer, shape),
-                EngineRank(
-                    "vllm", ranks.rank_in_group, group, pipeline, self._answers(ranks.rank_in_group)
-                ),
-            )
-        except UnsupportedError:
-            self._execution.take_slots_back(self._layers, parameters, shape)
-            raise
-        self.balanced.mark_ready()
-        if self.balanced.location.is_host_primary:
-            self.balanced.log_ready(logger)
-
-    def _answers(self, rank: int) -> Answers | None:
-        """On GPUs a rank's output may be a part of the sum, so that it cannot be compared."""
-        layer = self._layers[0]
-        if not current_platform.is_cpu():
-            return None
-        return Answers(
-            compute=self.compute,
-            experts_per_token=layer.top_k,
-            hidden_size=layer.hidden_size,
-            dtype=layer.moe_config.in_dtype,
-            device=layer.w13_weight.device,
-            seed=rank if self._view is TokenView.OWN else 0,
-        )
-
-    def _run_layer(self, shape: ExpertShape, num_assignments: int) -> None:
-        """Compute the first layer for a perfectly balanced batch, for the cost model."""
-        layer = self._layers[0]
-        row = torch.ones(
-            (1, layer.hidden_size), dtype=layer.moe_config.in_dtype, device=layer.w13_weight.device
-        )
-        compute_balanced(
-            self._execution, layer, shape, self._view, layer.top_k, row, num_assignments
-        )
+        own = EngineRank("vllm", ranks.rank_in_group, group, pipeline)
+        # On GPUs a rank's output may be a part of the sum, so that it cannot be compared.
+        complete = (lambda output: output) if current_platform.is_cpu() else None
+        self.balanced = start_balancing(self._config, self._execution, loaded, own, complete)
+        self.balanced.mark_ready(logger)
 
 
 def _pipeline_of(vllm_config: VllmConfig) -> PipelineStage:
