@@ -14,6 +14,7 @@ from fastapi.testclient import TestClient
 
 from tests.support.bench_fakes import serving
 from tests.support.rings import SyntheticRun
+from tests.support.sidecar_runs import request
 from ultraep_serve.sidecar import routes_balance
 from ultraep_serve.sidecar.answers import AnswerCache, Budget
 from ultraep_serve.sidecar.app import AppOptions, create_app
@@ -76,16 +77,7 @@ def test_events_are_pushed(tmp_path: Path, planned_run: SyntheticRun) -> None:
         async def send(message: dict[str, bytes]) -> None:
             sent.append(message.get("body", b""))
 
-        scope = {
-            "type": "http",
-            "method": "GET",
-            "path": "/v1/events",
-            "raw_path": b"/v1/events",
-            "query_string": b"seconds=60",
-            "headers": [],
-            "app": app,
-        }
-        await app(scope, receive, send)  # type: ignore[arg-type]  # it ends when told to stop
+        await request(app, "/v1/events", receive, send)
 
     asyncio.run(listen())
     name, data, *_ = sent[1].decode().split("\n")
@@ -107,9 +99,7 @@ def test_no_more_listen_than_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             if message["type"] == "http.response.start":
                 statuses.append(message["status"])
 
-        scope = {"type": "http", "method": "GET", "path": "/v1/events", "query_string": b""}
-        scope |= {"raw_path": b"/v1/events", "headers": [], "app": app}  # type: ignore[dict-item]
-        await app(scope, receive, send)  # type: ignore[arg-type]  # messages are dictionaries
+        await request(app, "/v1/events", receive, send)
 
     async def ask() -> None:
         for _ in range(2):
