@@ -12,7 +12,8 @@ import httpx
 import pytest
 
 from tests.support.live_run import LiveRun, command
-from tests.support.sidecar_runs import PLANNED_LAYERS, samples, status
+from tests.support.rings import PLANNED_LAYERS
+from tests.support.sidecar_runs import samples, status
 from tests.support.waiting import until
 from ultraep_serve.config import TOKEN_VARIABLE
 from ultraep_serve.system.machine import free_port

@@ -13,21 +13,12 @@ from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.ring_files import create, write
-from tests.support.rings import SyntheticRun, SyntheticTraffic
 from ultraep_serve.sidecar.overview import RankList
 from ultraep_serve.telemetry.schema import RingState
 from ultraep_serve.types import Decision, ExpertShape, Policy
 
 TOKEN = "open-sesame"
 BEARER = {"Authorization": f"Bearer {TOKEN}"}
-PLANNED_SHAPE = ExpertShape(num_ranks=4, num_logical_experts=32, num_replica_slots=2)
-PLANNED_LAYERS = 3
-
-
-def planned_run(run_path: Path) -> SyntheticRun:
-    """Four ranks whose plans are the planner's; every layer is planned."""
-    traffic = SyntheticTraffic(balanced_share=0.0, decode_batches=2)
-    return SyntheticRun(run_path, PLANNED_SHAPE, PLANNED_LAYERS, traffic)
 
 
 class SkewedRun:
