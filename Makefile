@@ -42,7 +42,7 @@ test-sglang: setup-sglang
 test-families: setup setup-sglang
 	$(VENV)/bin/python benchmarks/families.py
 	$(VENV)-sglang/bin/python benchmarks/families.py
-	$(VENV)/bin/python -m tests.support.families_page
+	$(VENV)/bin/python -m docs.generate.families
 
 # Images, Compose, Kubernetes, Prometheus and Grafana files, with real tools; no containers.
 check-deploy: setup

@@ -9,9 +9,9 @@ import harness  # noqa: F401
 import httpx
 import numpy as np
 from numpy.typing import NDArray
+from permute import permute_experts
 from served import WORK, model, serve
 
-from tests.support.permute import permute_experts
 from tests.support.quantised import quantise
 from ultraep_serve.lab.bench.greedy_tokens import Generation, compare_tokens
 from ultraep_serve.lab.demo.balanced_server import (

@@ -63,7 +63,7 @@ def skewed_run(tmp_path: Path) -> "Iterator[SkewedRun]":
 @pytest.fixture
 def planned_run(tmp_path: Path) -> "Iterator[SyntheticRun]":
     """Four ranks in ``tmp_path`` whose plans are the planner's."""
-    from tests.support.sidecar_runs import planned_run
+    from tests.support.rings import planned_run
 
     made = planned_run(tmp_path)
     yield made

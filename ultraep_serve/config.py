@@ -30,10 +30,10 @@ __all__ = [
     "add_file_flag",
     "child_environment",
     "control_token_from_environment",
+    "engine_variable",
     "first_process",
     "given_settings",
     "parse_policy",
-    "plugin_filter",
     "share_with_ray_workers",
 ]
 
@@ -276,8 +276,8 @@ def control_token_from_environment() -> str | None:
     return checked_token(os.environ.get(TOKEN_VARIABLE, ""), TOKEN_VARIABLE) or None
 
 
-def plugin_filter(variable: str) -> str | None:
-    """The plugins that the engine's own ``variable`` names, comma-separated; None: not set."""
+def engine_variable(variable: str) -> str | None:
+    """What the operator has set the engine's own ``variable`` to; None: nothing."""
     return os.environ.get(variable)
 
 

@@ -3,7 +3,7 @@
 The ranks are virtual and share the GPU, so they compute one after another, each timed apart; the
 layer takes as long as its slowest rank. Weights and tokens are real in shape (bfloat16), physical
 ids come from the device's own plan and reroute of every rank, slots are filled by the device's own
-streams; see ``tests.support.virtual_layer``.
+streams; see ``virtual_layer.py``.
 
 ``off`` computes everything on its master, ``balanced`` where the plan says, ``ideal`` as many rows
 on every expert (wrong answers: for its time only). ``own_microseconds`` are our stages, which the
@@ -25,10 +25,7 @@ from ultraep_kernels.device.count import count
 from ultraep_kernels.device.plan import Sender, plan
 from ultraep_kernels.device.reroute import reroute
 from ultraep_kernels.device.stream import Programs, stream
-
-from tests.support.bench import Bench
-from tests.support.kernel_checks import check_exchange, require_equal, require_ok
-from tests.support.virtual_layer import (
+from virtual_layer import (
     RELAY,
     Balanced,
     MoELayer,
@@ -38,6 +35,9 @@ from tests.support.virtual_layer import (
     compute,
     make_layer,
 )
+
+from tests.support.bench import Bench
+from tests.support.kernel_checks import check_exchange, require_equal, require_ok
 from tests.support.virtual_ranks import VirtualRanks
 from ultraep_serve.balance.physical import forced_ids, identity_table, master_ids
 from ultraep_serve.costs.hardware import Efficiency, hardware

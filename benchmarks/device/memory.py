@@ -1,9 +1,6 @@
 """Slots and fabric over the driver: one process alone, several, and one of them killed."""
 
-from report import Report
-
-from tests.support.bench import Bench
-from tests.support.fabric_checks import (
+from fabric_checks import (
     RANKS,
     ExpertSizes,
     GroupSizes,
@@ -11,6 +8,9 @@ from tests.support.fabric_checks import (
     check_processes,
     check_slots,
 )
+from report import Report
+
+from tests.support.bench import Bench
 from ultraep_serve.balance.cuda.slots import MOST_CHUNK_BYTES
 
 # Qwen3-235B's, 8 of 128 on a rank of 16

@@ -4,16 +4,19 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from queue import Queue
 
 import pytest
 import torch
 
 from tests.support.hosts import engine_group, host_path
 from tests.support.namespaces import Hosts, enter_network, two_namespaces
-from tests.support.ranks import RankOutcome, outcomes_of_ranks
+from tests.support.ranks import RankOutcome, fresh_run_path, outcomes_of_ranks
 from ultraep_serve.balance.collectives import EngineGroup
 from ultraep_serve.balance.host import balancer
 from ultraep_serve.balance.topology import Location
@@ -49,6 +52,15 @@ class Fault:
             wake = f"sleep {3 * TIMEOUT}; kill -CONT {os.getpid()}"
             os.spawnlp(os.P_NOWAIT, "sh", "sh", "-c", wake)
         os.kill(os.getpid(), signal.Signals[self.name])
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a group ended."""
+
+    outcomes: list[RankOutcome]  # the victim's is the last
+    lost_reasons: list[str]  # what is said on the host of each rank
+    seconds: float  # from the fault to the last rank's end
 
 
 class _Struck(Stopwatch):
@@ -122,53 +134,85 @@ def serve(rank: int, run_path: Path, hosts: Hosts | None, size: int, fault: Faul
     return ""
 
 
-@pytest.fixture(scope="module")
-def hosts() -> Iterator[Hosts]:
-    with two_namespaces() as made:
-        yield made
-
-
-def suffer(run_path: Path, hosts: Hosts | None, size: int, fault: Fault) -> list[RankOutcome]:
-    """How ranks ended, all within the time that they have; the victim's is the last."""
-    if hosts is not None:
-        hosts.join()
-    num_ranks = size if hosts is None else 2 * size
-    outcomes = outcomes_of_ranks(serve, num_ranks, run_path, hosts, size, fault)
-    assert time.time() - (run_path / "struck").stat().st_mtime < TIMEOUT + SLACK
-    assert not any(outcome.timed_out for outcome in outcomes), outcomes
-    if fault.name in ("SIGKILL", "SIGSEGV"):
-        assert outcomes[-1].signal == signal.Signals[fault.name]
-        return outcomes[:-1]
-    return outcomes
-
-
-def check_ended(run_path: Path, outcomes: list[RankOutcome], size: int) -> None:
-    """By an error that says who is missing; nobody has answered since."""
-    for rank, outcome in enumerate(outcomes):
-        assert outcome.error in ("PeerTimeoutError", "SystemExit"), outcome
-        said = outcome.message or RunFiles(run_path / f"host-{rank // size * size}").lost_reason()
-        assert "restart the engine" in said, (rank, outcome)
+def suffer(fault: Fault, hosts: Hosts | None) -> Ended:
+    """Two ranks: of two hosts, or of one where there are no ``hosts``."""
+    size = 2 if hosts is None else 1
+    with fresh_run_path() as run_path:
+        outcomes = outcomes_of_ranks(serve, 2, run_path, hosts, size, fault)
+        seconds = time.time() - (run_path / "struck").stat().st_mtime
+        homes = [RunFiles(run_path / f"host-{rank // size * size}") for rank in range(2)]
+        return Ended(outcomes, [home.lost_reason() for home in homes], seconds)
 
 
 STAGES = [Stage.COUNT, Stage.PLAN, Stage.REROUTE, Stage.WAIT, "policy switch"]
+SIGNALS = ["SIGKILL", "SIGSEGV", "SIGSTOP"]
+WHENS = ["load", *STAGES]
+AT_ONCE = 4  # groups, which mostly wait
 
 
-@pytest.mark.parametrize("name", ["SIGKILL", "SIGSEGV", "SIGSTOP", "cut"])
-@pytest.mark.parametrize("when", ["load", *STAGES], ids=lambda when: getattr(when, "name", when))
+@pytest.fixture(scope="module")
+def ended() -> Iterator[Callable[[Fault, bool], Ended]]:
+    """How ranks ended after each fault, on two hosts or on one; all are tried, a few at once."""
+    apart = [Fault(name, when) for when in [*WHENS, "stop"] for name in [*SIGNALS, "cut"]]
+    with ExitStack() as stack:
+        pairs: Queue[Hosts] = Queue()
+        for _ in range(AT_ONCE):
+            pairs.put(stack.enter_context(two_namespaces()))
+
+        def suffer_apart(fault: Fault) -> Ended:
+            hosts = pairs.get()
+            hosts.join()
+            try:
+                return suffer(fault, hosts)
+            finally:
+                pairs.put(hosts)
+
+        pool = stack.enter_context(ThreadPoolExecutor(AT_ONCE))
+        found = {(fault, True): pool.submit(suffer_apart, fault) for fault in apart}
+        for name in SIGNALS:
+            fault = Fault(name, "load")
+            found[fault, False] = pool.submit(suffer, fault, None)
+        yield lambda fault, two_hosts: found[fault, two_hosts].result()
+
+
+def others(fault: Fault, ended: Ended) -> list[RankOutcome]:
+    """How those ended that are no victim of a deadly signal, all in the time that they have."""
+    assert ended.seconds < TIMEOUT + SLACK
+    assert not any(outcome.timed_out for outcome in ended.outcomes), ended
+    if fault.name in ("SIGKILL", "SIGSEGV"):
+        assert ended.outcomes[-1].signal == signal.Signals[fault.name]
+        return ended.outcomes[:-1]
+    return ended.outcomes
+
+
+def check_ended(fault: Fault, ended: Ended) -> None:
+    """By an error that says who is missing; nobody has answered since."""
+    for rank, outcome in enumerate(others(fault, ended)):
+        assert outcome.error in ("PeerTimeoutError", "SystemExit"), outcome
+        said = outcome.message or ended.lost_reasons[rank]
+        assert "restart the engine" in said, (rank, outcome)
+
+
+@pytest.mark.parametrize("name", [*SIGNALS, "cut"])
+@pytest.mark.parametrize("when", WHENS, ids=lambda when: getattr(when, "name", when))
 def test_another_hosts_fault_ends_this_one(
-    run_path: Path, hosts: Hosts, when: Stage | str, name: str
+    ended: Callable[[Fault, bool], Ended], when: Stage | str, name: str
 ) -> None:
-    check_ended(run_path, suffer(run_path, hosts, 1, Fault(name, when)), 1)
+    fault = Fault(name, when)
+    check_ended(fault, ended(fault, True))
 
 
-@pytest.mark.parametrize("name", ["SIGKILL", "SIGSEGV", "SIGSTOP"])
-def test_a_rank_that_does_not_finish_loading_ends_the_others(run_path: Path, name: str) -> None:
-    check_ended(run_path, suffer(run_path, None, 2, Fault(name, "load")), 2)
+@pytest.mark.parametrize("name", SIGNALS)
+def test_a_rank_that_does_not_finish_loading_ends_the_others(
+    ended: Callable[[Fault, bool], Ended], name: str
+) -> None:
+    fault = Fault(name, "load")
+    check_ended(fault, ended(fault, False))
 
 
-@pytest.mark.parametrize("name", ["SIGKILL", "SIGSEGV", "SIGSTOP", "cut"])
+@pytest.mark.parametrize("name", [*SIGNALS, "cut"])
 def test_another_hosts_fault_does_not_keep_this_one_from_stopping(
-    run_path: Path, hosts: Hosts, name: str
+    ended: Callable[[Fault, bool], Ended], name: str
 ) -> None:
-    outcomes = suffer(run_path, hosts, 1, Fault(name, "stop"))
-    assert outcomes[0].value == "stopped"
+    fault = Fault(name, "stop")
+    assert others(fault, ended(fault, True))[0].value == "stopped"

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import families_page
-from tests.support.reference_page import DOCS, TABLES, help_text, table_in
+from docs.generate import families as family_pages
+from docs.generate.reference import DOCS, TABLES, help_text, table_in
 
 ROOT = DOCS.parent
 README = ROOT / "README.md"
@@ -157,7 +157,7 @@ def test_the_reference_says_what_the_code_does(name: str) -> None:
     assert expected.count("\n") > 3
     if table_in(page.read_text(), name) != expected:
         pytest.fail(
-            f"run `python -m tests.support.reference_page`; table {name!r} of {page.name} must be\n"
+            f"run `python -m docs.generate.reference`; table {name!r} of {page.name} must be\n"
             + expected
         )
 
@@ -195,15 +195,15 @@ def test_troubleshooting_has_the_messages_of_the_code() -> None:
 
 
 def test_the_families_are_those_of_the_last_run() -> None:
-    remedy = "run `python -m tests.support.families_page`"
-    assert families_page.PAGE.read_text() == families_page.page(), remedy
-    assert families_page.DETAILS_PAGE.read_text() == families_page.details(), remedy
+    remedy = "run `python -m docs.generate.families`"
+    assert family_pages.PAGE.read_text() == family_pages.page(), remedy
+    assert family_pages.DETAILS_PAGE.read_text() == family_pages.details(), remedy
 
 
 def test_no_family_is_without_a_verdict_and_its_reason() -> None:
     for engine in ("vllm", "sglang"):
         rows = json.loads((RESULTS / f"families-{engine}.json").read_text())["rows"]
-        assert {row["family"] for row in rows} == set(families_page.FAMILIES)
+        assert {row["family"] for row in rows} == set(family_pages.FAMILIES)
         for row in rows:
             assert row["verdict"] in ("balanced", "refused", "unserved"), row
             assert (row["verdict"] == "balanced") != bool(row["reason"]), row
@@ -228,7 +228,7 @@ def test_the_reference_has_every_decision() -> None:
 def test_the_pages_show_what_benchmarks_and_demo_wrote() -> None:
     for package in ("httpx", "rich", "scipy"):
         pytest.importorskip(package, reason="the client's packages are not installed")
-    from tests.support import results_page as pages
+    from docs.generate import results as pages
 
     for path, updated in (
         (pages.README, pages.readme),
@@ -236,5 +236,5 @@ def test_the_pages_show_what_benchmarks_and_demo_wrote() -> None:
         (pages.MEASUREMENTS, pages.measurements),
     ):
         text = path.read_text()
-        assert updated(text) == text, "run `python -m tests.support.results_page`"
+        assert updated(text) == text, "run `python -m docs.generate.results`"
     assert all(table_in(pages.MEASUREMENTS.read_text(), name) for name in pages.TIMES)

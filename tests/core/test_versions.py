@@ -5,7 +5,7 @@ import re
 import pytest
 from packaging.requirements import Requirement
 
-from tests.support.reference_page import DOCS
+from docs.generate.reference import DOCS
 from ultraep_serve import __version__
 from ultraep_serve.cli import main
 from ultraep_serve.errors import UnsupportedError

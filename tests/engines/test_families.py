@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.family_matrix import measure_family
+from benchmarks.model_families.matrix import measure_family
 
 pytestmark = pytest.mark.engine
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from ultraep_serve.costs.shapes import PRESETS
 from ultraep_serve.engines.vllm import launch
 from ultraep_serve.engines.vllm.launch import engine_command, parse_engine_flags
 from ultraep_serve.errors import ConfigError, UnsupportedError
@@ -167,13 +168,42 @@ def test_vllm_binds_ranks_that_have_a_node_each(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.usefixtures("cpu_build")
-def test_the_cache_is_sized_unless_the_user_did(tmp_path: Path) -> None:
+def test_the_cache_is_sized_unless_the_user_did(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = checkpoint(tmp_path, num_experts=8)
-    environment = engine_command(model, TWO_RANKS, Policy.QUOTA).environment
-    assert environment["VLLM_CPU_KVCACHE_SPACE"] == "1"
-    assert environment["HF_HUB_OFFLINE"] == "1"  # a local checkpoint needs no network
+    command = engine_command(model, TWO_RANKS, Policy.QUOTA)
+    assert command.environment["VLLM_CPU_KVCACHE_SPACE"] == "1"
+    assert "KV cache of 1 GiB on each rank, as the model's context is not" in command.said[0]
+    assert command.environment["HF_HUB_OFFLINE"] == "1"  # a local checkpoint needs no network
     flags = [*TWO_RANKS, "--kv-cache-memory-bytes", "2G"]
-    assert "VLLM_CPU_KVCACHE_SPACE" not in engine_command("m", flags, Policy.OFF).environment
+    command = engine_command("m", flags, Policy.OFF)
+    assert "VLLM_CPU_KVCACHE_SPACE" not in command.environment
+    assert not command.said
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "3")
+    assert not engine_command(model, TWO_RANKS, Policy.QUOTA).said
+
+
+@pytest.mark.usefixtures("cpu_build")
+@pytest.mark.parametrize(
+    ("flags", "size", "room"),
+    [
+        ([], "4", "room for 43690 tokens (one request may have 40960)"),
+        (["--dtype", "float32"], "8", "room for 43690 tokens"),
+        (["--max-model-len", "2048"], "1", "room for 10922 tokens (one request may have 2048)"),
+        (["--max-model-len", "400000"], "10", "tokens (one request may have 400000)"),
+        (["--max-model-len", "auto"], "1", "not known before it is loaded"),
+    ],
+)
+def test_the_cache_holds_a_request_as_long_as_the_models_context(
+    flags: list[str], size: str, room: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "available_memory", lambda: 41 << 30)
+    config = {**PRESETS["qwen3-30b-a3b"], "max_position_embeddings": 40960}
+    model = checkpoint(tmp_path, **config)
+    command = engine_command(model, [*TWO_RANKS, *flags], Policy.QUOTA)
+    assert command.environment["VLLM_CPU_KVCACHE_SPACE"] == size
+    assert room in command.said[0]
 
 
 def test_other_builds_get_no_cpu_settings(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.model_report import measure_model
+from tests.support.model_report import LayerReport, measure_model
 from tests.support.tiny_models import tiny_glm4, tiny_qwen3
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.lab.demo.gates import hot_rank, target_shares
@@ -32,36 +32,47 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[ModelSpec, Path]:
     return {spec: make_model(tmp_path_factory.mktemp("model"), spec) for spec in specs}
 
 
+@pytest.fixture(scope="module")
+def measured(made: dict[ModelSpec, Path]) -> dict[ModelSpec, list[LayerReport]]:
+    """On four texts of each domain, on one where every text must do."""
+    skewed = {spec: measure_model(made[spec], spec, num_texts=4) for spec in SKEWED.values()}
+    even = {spec: measure_model(made[spec], spec, num_texts=1) for spec in BALANCED.values()}
+    return skewed | even
+
+
 @pytest.mark.parametrize("spec", SKEWED.values(), ids=SKEWED.keys())
 def test_stored_model_has_the_chosen_imbalance(
-    made: dict[ModelSpec, Path], spec: ModelSpec
+    measured: dict[ModelSpec, list[LayerReport]], spec: ModelSpec
 ) -> None:
-    report = measure_model(made[spec], spec, num_tokens=8192, batch_tokens=2048)
-    assert {(entry.layer, entry.domain) for entry in report.layers} == {
+    reports = measured[spec]
+    assert {(report.layer, report.domain) for report in reports} == {
         (layer, domain) for layer in spec.moe_layers for domain in spec.domains
     }
-    assert report.worst_error <= 0.05, report.table()
-    assert all(entry.can_be_levelled for entry in report.layers), report.table()
+    for report in reports:
+        assert report.imbalance == pytest.approx(spec.imbalance, rel=0.05)
+        # copies of the hot experts alone can bring the hot rank down to the mean
+        assert report.movable >= report.excess
 
 
 @pytest.mark.parametrize("spec", SKEWED.values(), ids=SKEWED.keys())
-def test_another_domain_has_other_hot_experts(made: dict[ModelSpec, Path], spec: ModelSpec) -> None:
-    report = measure_model(made[spec], spec)
+def test_another_domain_has_other_hot_experts(
+    measured: dict[ModelSpec, list[LayerReport]], spec: ModelSpec
+) -> None:
     for layer in spec.moe_layers:
-        entries = [report.layer(layer, domain) for domain in spec.domains]
-        hot = [expert for entry in entries for expert in entry.hot_experts]
-        assert len(set(hot)) == len(hot), report.table()
-        assert [entry.hot_rank for entry in entries] == [
+        of_layer = [report for report in measured[spec] if report.layer == layer]
+        assert [report.domain for report in of_layer] == list(spec.domains)
+        hot = [expert for report in of_layer for expert in report.hot_experts]
+        assert len(set(hot)) == len(hot)
+        assert [report.hot_rank for report in of_layer] == [
             hot_rank(spec, layer, index) for index in range(len(spec.domains))
         ]
 
 
 @pytest.mark.parametrize("spec", BALANCED.values(), ids=BALANCED.keys())
 def test_balanced_model_is_balanced_in_every_batch(
-    made: dict[ModelSpec, Path], spec: ModelSpec
+    measured: dict[ModelSpec, list[LayerReport]], spec: ModelSpec
 ) -> None:
-    report = measure_model(made[spec], spec, num_tokens=2048, batch_tokens=2048)
-    assert max(entry.imbalance for entry in report.layers) <= 1.02, report.table()
+    assert max(report.imbalance for report in measured[spec]) <= 1.02
 
 
 @pytest.mark.parametrize("name", ["qwen3", "glm4"])

@@ -27,6 +27,7 @@ with warnings.catch_warnings():
 
     from ultraep_serve.engines.sglang import hooks
 
+from tests.support.experts import expected_output, make_batch, make_weights
 from tests.support.ranks import fresh_run_path, run_ranks
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.costs.model import CostModel
@@ -73,7 +74,7 @@ def serve_under(changes: dict[str, Any], rank: int, run_dir: str) -> dict[str, A
     server_args = fakes.publish(rank, **changes)
     Buffer.made = []
     layers = [fakes.build_layer(index) for index in range(NUM_LAYERS)]
-    weights = [fakes.make_weights(index) for index in range(NUM_LAYERS)]
+    weights = [make_weights(index, fakes.HIDDEN, fakes.INNER) for index in range(NUM_LAYERS)]
     for layer, tensors in zip(layers, weights, strict=True):
         fakes.load(layer, tensors)
     config = BalanceConfig(
@@ -180,21 +181,22 @@ def run_layer(
     owns_tokens = type(layer).__name__ == "DeepEPMoE"
     rank = dist.get_rank()
     total = sum(info.global_num_tokens) if get_parallel().attn_dp_size > 1 else num_tokens
-    batch = fakes.make_batch(rank if owns_tokens else 0, num_tokens if owns_tokens else total)
+    tokens = num_tokens if owns_tokens else total
+    batch = make_batch(rank if owns_tokens else 0, tokens, fakes.HIDDEN)
     taken = []
     dispatch = layer.dispatcher.dispatch
     layer.dispatcher.dispatch = lambda **call: (
         taken.append(call["topk_output"].topk_ids),
         dispatch(**call),
     )[1]
-    output = layer(batch.x, batch.topk).float()
+    output = layer(batch.x, fakes.topk_of(batch)).float()
     layer.dispatcher.dispatch = dispatch
     if not owns_tokens:  # SGLang's models add up
         output = sum(everywhere(output))
-    logical, physical = batch.topk.topk_ids, taken[0]
+    logical, physical = batch.ids, taken[0]
     padding = logical < 0
     return {
-        "error": far_off(output, fakes.expected_output(batch, tensors)),
+        "error": far_off(output, expected_output(batch, tensors)),
         "type": physical.dtype,
         "on_slots": int((physical % NUM_LOCAL >= NUM_MASTERS)[~padding].sum()),
         "padding_kept": bool(((physical == -1) == padding).all()),

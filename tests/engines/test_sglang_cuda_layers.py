@@ -26,6 +26,7 @@ with warnings.catch_warnings():
     from ultraep_serve.engines.sglang.execution import DeviceExperts
     from ultraep_serve.engines.sglang.hooks import PrefillTokens
 
+from tests.support.experts import NUM_EXPERTS, TOP_K, make_batch
 from ultraep_serve.balance.cuda.recording import is_capturing
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.engines.common import execution
@@ -56,7 +57,7 @@ def test_layers_are_told_of_slots_and_told_back(changes: dict[str, Any]) -> None
         parameter.data = parameter.data.new_zeros(SHAPE.num_local, *parameter.shape[1:])
     assert group.movable_parameters(layer) == parameters
     experts.take_slots_back([layer], [parameters], SHAPE)
-    assert told(layer) == {(fakes.NUM_EXPERTS, SHAPE.num_masters)}
+    assert told(layer) == {(NUM_EXPERTS, SHAPE.num_masters)}
     assert layer.w13_weight.shape[0] == SHAPE.num_masters
     assert layer.dispatcher.quant_config == quant_config
 
@@ -85,7 +86,7 @@ def test_measuring_computes_as_in_a_prefill(monkeypatch: pytest.MonkeyPatch) -> 
     sizes: list[tuple[int, bool]] = []
     extending = get_is_extend_in_batch
     layer.forward_impl = lambda x, topk: sizes.append((x.shape[0], extending())) or x
-    ids = torch.zeros(40, fakes.TOP_K, dtype=torch.int32)
+    ids = torch.zeros(40, TOP_K, dtype=torch.int32)
     x = torch.ones(40, fakes.HIDDEN)
     assert DeviceExperts().compute(layer, x, torch.ones(ids.shape), ids).shape == x.shape
     assert sizes == [(16, True), (16, True), (8, True)]
@@ -184,18 +185,19 @@ def test_draft_models_keep_their_experts_at_home(monkeypatch: pytest.MonkeyPatch
     layer, seen = fakes.loaded_layer(), []
     own = hooked(layer, monkeypatch, seen)
     draft = fakes.loaded_layer()
-    made, given = fakes.make_batch(0, 4), []
+    made, given = make_batch(0, 4, fakes.HIDDEN), []
+    topk = fakes.topk_of(made)
     forward = lambda layer, x, topk: given.append(topk)  # noqa: E731
     run(
         own,
         batch(ForwardMode.EXTEND, 300),
-        lambda: own.experts(forward, draft, made.x, made.topk),
+        lambda: own.experts(forward, draft, made.x, topk),
         is_draft=True,
     )
-    assert (given, seen) == ([made.topk], [])
+    assert (given, seen) == ([topk], [])
     draft.is_draft = True
     assert group.moe_layers(torch.nn.ModuleList([draft, layer])) == [layer]
-    assert told(draft) == {(fakes.NUM_EXPERTS, SHAPE.num_masters)}
+    assert told(draft) == {(NUM_EXPERTS, SHAPE.num_masters)}
 
 
 def test_a_draft_models_experts_leave_the_deepep_buffer_alone() -> None:
@@ -215,7 +217,7 @@ def test_captured_batches_take_the_identity(monkeypatch: pytest.MonkeyPatch) -> 
     seen: list[int] = []
     layer = fakes.loaded_layer()
     joined = joined_group(layer, monkeypatch, seen)
-    ids = torch.zeros(8, fakes.TOP_K, dtype=torch.int64)
+    ids = torch.zeros(8, TOP_K, dtype=torch.int64)
     joined.route(layer, ids, 300)
     monkeypatch.setattr(group, "is_capturing", lambda _: True)
     joined.route(layer, ids, 300)
@@ -229,7 +231,7 @@ def test_weights_loaded_in_place_are_balanced_and_others_refused(
 ) -> None:
     layer = fakes.loaded_layer()
     joined = joined_group(layer, monkeypatch, [])
-    ids = torch.zeros(1, fakes.TOP_K, dtype=torch.int32)
+    ids = torch.zeros(1, TOP_K, dtype=torch.int32)
     layer.w13_weight.data.fill_(2)
     joined.route(layer, ids, 300)
     layer.w13_weight = torch.nn.Parameter(layer.w13_weight.data.clone(), requires_grad=False)
@@ -276,12 +278,12 @@ def test_unsupported_models_are_served_by_sglang_alone(
     config = BalanceConfig(on_unsupported="off", run_dir=str(tmp_path))
     own = loaded(config, fakes.publish(), layer)
     assert (tmp_path / "unbalanced").read_text() == "tensors that cannot be moved"
-    made = fakes.make_batch(0, 4)
-    taken: list[Any] = []
-    own.experts(lambda layer, x, topk: taken.append(topk), layer, made.x, made.topk)
-    assert taken == [made.topk]
+    made, taken = make_batch(0, 4, fakes.HIDDEN), []
+    given = fakes.topk_of(made)
+    own.experts(lambda layer, x, topk: taken.append(topk), layer, made.x, given)
+    assert taken == [given]
     own.scheduler_made(None, None)  # which serves
-    assert told(layer) == {(fakes.NUM_EXPERTS, SHAPE.num_masters)}
+    assert told(layer) == {(NUM_EXPERTS, SHAPE.num_masters)}
 
 
 def test_policy_off_leaves_sglang_on_a_gpu_untouched(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,6 +40,7 @@ with warnings.catch_warnings():
     from ultraep_serve.engines.sglang import checks, group, quantised
     from ultraep_serve.engines.sglang.execution import DeviceExperts
 
+from tests.support.experts import make_batch
 from tests.support.ranks import fresh_run_path, run_ranks
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.engines.common.shared_values import require_agreement
@@ -165,8 +166,8 @@ def test_kernels_are_given_the_slots(name: str, monkeypatch: pytest.MonkeyPatch)
     DeviceExperts().give_slots([layer], [parameters], SHAPE)
     for parameter in parameters:
         parameter.data = parameter.data.new_zeros(SHAPE.num_local, *parameter.shape[1:])
-    batch = fakes.make_batch(0, num_tokens=7)  # no number of experts
-    layer(batch.x, batch.topk)
+    batch = make_batch(0, 7, fakes.HIDDEN)  # no number of experts
+    layer(batch.x, fakes.topk_of(batch))
     rows = [tensor.shape[0] for tensor in tensors_in(taken) if tensor.dim() > 1]
     assert rows.count(SHAPE.num_local) >= 2  # two weights at least, and nothing without slots
     assert SHAPE.num_masters not in rows

@@ -28,6 +28,7 @@ with warnings.catch_warnings():
     )
     from ultraep_serve.engines.vllm import checks, routed_experts
 
+from tests.support.experts import NUM_EXPERTS, expected_output, make_batch, make_weights
 from tests.support.ranks import fresh_run_path, run_ranks
 from ultraep_serve.costs.model import CostModel
 from ultraep_serve.engines.common.execution import compute_balanced
@@ -64,7 +65,9 @@ def serve_through(backend: str, rank: int, run_dir: str) -> dict[str, Any]:
     config = vllm_layers.engine_config(rank, NUM_RANKS, backend, NAMES)
     parallel = vllm_layers.parallel_of(rank, NUM_RANKS, backend)
     layers = [vllm_layers.build_layer(config, parallel, name) for name in NAMES]
-    weights = [vllm_layers.make_weights(seed) for seed in range(len(NAMES))]
+    weights = [
+        make_weights(seed, vllm_layers.HIDDEN, vllm_layers.INNER) for seed in range(len(NAMES))
+    ]
     for layer, tensors in zip(layers, weights, strict=True):
         vllm_layers.load(layer, config, tensors)
     sizes = {"large": 60, "dummy": 60 if rank or not backend else 1, "small": 2}
@@ -101,7 +104,7 @@ def run_batch(
 ) -> dict[str, Any]:
     """How far the layer's output is from what all experts at home give, and the ids it took."""
     ids_type = layer.quant_method.topk_indices_dtype or torch.int32
-    batch = vllm_layers.make_batch(rank if backend else 0, num_tokens, ids_type)
+    batch = make_batch(rank if backend else 0, num_tokens, vllm_layers.HIDDEN, ids_type)
     tokens_by_rank = None if backend == transports.TENSOR else transports.everywhere(num_tokens)
     taken = []
     method, apply = layer.quant_method, layer.quant_method.apply
@@ -111,7 +114,7 @@ def run_batch(
     method.apply = apply
     if backend == transports.TENSOR:  # vLLM's runner adds up
         output = sum(part for part in transports.everywhere(output))
-    expected = vllm_layers.expected_output(batch, tensors)
+    expected = expected_output(batch, tensors)
     padding = batch.ids < 0
     return {
         "error": float((output - expected).abs().max() / expected.abs().max()),
@@ -176,7 +179,7 @@ def test_layer_is_told_of_all_physical_experts(served: Any, backend: str) -> Non
 
 def test_buffers_made_for_logical_experts_are_destroyed(served: Any) -> None:
     for result in served["deepep_low_latency"]:
-        assert result["made"] == [vllm_layers.NUM_EXPERTS, NUM_RANKS * NUM_LOCAL]
+        assert result["made"] == [NUM_EXPERTS, NUM_RANKS * NUM_LOCAL]
         assert result["destroyed"] == 1
     for result in served["deepep_high_throughput"]:  # does not depend on their number
         assert len(result["made"]) == 1

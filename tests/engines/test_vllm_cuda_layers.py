@@ -29,6 +29,7 @@ with warnings.catch_warnings():
     )
     from ultraep_serve.engines.vllm import checks, group, routed_experts
 
+from tests.support.experts import NUM_EXPERTS, TOP_K
 from ultraep_serve.balance.cuda.recording import is_capturing
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.errors import UnsupportedError
@@ -39,7 +40,7 @@ def test_batches_are_judged_by_all_ranks_tokens_and_captured_ones_not(balanced: 
     layer, config = build(balanced)
     seen: list[int] = []
     layer._group._layers = [layer]
-    ids = torch.zeros(8, vllm_layers.TOP_K, dtype=torch.int64)
+    ids = torch.zeros(8, TOP_K, dtype=torch.int64)
     with forward_pass(config, [300, 8, 1]):
         seen.append(layer._group.batch(ids).tokens)
         balanced(group, "is_capturing", lambda _: True)
@@ -62,7 +63,7 @@ def test_overlapping_micro_batches_are_told_apart(balanced: Any) -> None:
     layer._group.balanced = SimpleNamespace(
         computed=lambda number: seen.append(("computed", number)),
     )
-    ids = torch.zeros(8, vllm_layers.TOP_K, dtype=torch.int32)
+    ids = torch.zeros(8, TOP_K, dtype=torch.int32)
     with forward_pass(config, [8, 8, 8]):
         for number in (1, 0):
             balanced(ubatching, "_THREAD_ID_TO_CONTEXT", {threading.get_ident(): number})
@@ -97,7 +98,7 @@ def test_unsupported_models_are_served_by_vllm_alone(
     layer.update_param_tp_status()
     assert layer._group.balanced is None
     layer._group.computed()
-    assert layer.global_num_experts == vllm_layers.NUM_EXPERTS
+    assert layer.global_num_experts == NUM_EXPERTS
     assert "--enable-elastic-ep" in (tmp_path / "unbalanced").read_text()  # for the sidecar
 
 

@@ -14,7 +14,6 @@ with warnings.catch_warnings():
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.layers.quantization import fp8
 
-    from tests.support import vllm_layers
     from tests.support.vllm_formats import FORMATS, build_format
     from tests.support.vllm_gpu import (
         NUM_LOCAL,
@@ -26,11 +25,12 @@ with warnings.catch_warnings():
     )
     from ultraep_serve.engines.vllm import checks, expert_tensors
 
+from tests.support.experts import NUM_EXPERTS
 from ultraep_serve.engines.common.shared_values import SharedValues
 from ultraep_serve.errors import UnsupportedError
 from ultraep_serve.types import ExpertShape
 
-SHAPE = ExpertShape(NUM_RANKS, vllm_layers.NUM_EXPERTS, NUM_SLOTS)
+SHAPE = ExpertShape(NUM_RANKS, NUM_EXPERTS, NUM_SLOTS)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -84,7 +84,7 @@ def test_fp8_scales_move_with_the_weights(balanced: Any, block: list[int] | None
         assert experts.w1_scale.shape[0] == experts.w2_scale.shape[0] == NUM_LOCAL
         execution.take_slots_back([layer], [parameters], SHAPE)
     assert layer.w13_weight.shape[0] == experts.w1_scale.shape[0] == NUM_MASTERS
-    assert layer.global_num_experts == layer.expert_map.numel() == vllm_layers.NUM_EXPERTS
+    assert layer.global_num_experts == layer.expert_map.numel() == NUM_EXPERTS
 
 
 def shared_values(layer: Any) -> SharedValues | UnsupportedError:

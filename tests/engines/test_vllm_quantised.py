@@ -30,6 +30,7 @@ with warnings.catch_warnings():
     from tests.support.vllm_gpu import configure, forward_pass
     from ultraep_serve.engines.vllm import checks, routed_experts
 
+from tests.support.experts import NUM_EXPERTS, expected_output, make_batch
 from tests.support.quantised import SCHEMES, quantise
 from tests.support.ranks import fresh_run_path, run_ranks
 from tests.support.serving_checks import MOVING_ALWAYS_PAYS
@@ -37,7 +38,7 @@ from ultraep_serve.balance.physical import identity_table
 from ultraep_serve.errors import UnsupportedError
 
 NUM_RANKS, NUM_SLOTS = 2, 2
-NUM_MASTERS = vllm_layers.NUM_EXPERTS // NUM_RANKS
+NUM_MASTERS = NUM_EXPERTS // NUM_RANKS
 HIDDEN, INNER = 256, 128  # multiples of an FP8 block
 NUM_LAYERS = 2
 BACKEND = "allgather_reducescatter"
@@ -128,7 +129,7 @@ def make_layer(case: Case, rank: int, config: Any, name: str) -> Any:
 def make_weights(case: Case, seed: int) -> dict[str, torch.Tensor]:
     """Experts of different sizes, so that one's scales are wrong for another."""
     generator = torch.Generator().manual_seed(seed)
-    experts = vllm_layers.NUM_EXPERTS
+    experts = NUM_EXPERTS
     size = torch.arange(1.0, 1.0 + experts).view(-1, 1, 1) / experts
     w13 = torch.randn(experts, 2 * INNER, HIDDEN, generator=generator) * size / HIDDEN**0.5
     w2 = torch.randn(experts, HIDDEN, INNER, generator=generator) * size / INNER**0.5
@@ -154,9 +155,9 @@ def stored(case: Case, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tens
 def run_batch(
     layer: Any, config: Any, weights: dict[str, torch.Tensor], rank: int
 ) -> dict[str, Any]:
-    batch = vllm_layers.make_batch(rank, 192, torch.int32)
+    batch = make_batch(rank, 192, HIDDEN)
     group = layer._group
-    masters = torch.from_numpy(identity_table(vllm_layers.NUM_EXPERTS, NUM_RANKS, NUM_SLOTS))
+    masters = torch.from_numpy(identity_table(NUM_EXPERTS, NUM_RANKS, NUM_SLOTS))
     taken: list[torch.Tensor] = []
     compute = group.compute
     group.compute = lambda index, x, topk_weights, physical: (
@@ -176,21 +177,6 @@ def run_batch(
         "apart": float((balanced.float() - off.float()).norm() / off.float().norm()),
         "error": float((balanced.float() - expected).norm() / expected.norm()),
     }
-
-
-def expected_output(batch: Any, weights: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Of all experts at home, in float32, not quantised (T, H)."""
-    total = torch.zeros(batch.x.shape)
-    none = torch.zeros(vllm_layers.NUM_EXPERTS)
-    first, second = (weights.get(name, none) for name in ("w13_bias", "w2_bias"))
-    for token, experts in enumerate(batch.ids.tolist()):
-        for k, e in enumerate(experts):
-            if e >= 0:
-                gate, up = (weights["w13_weight"][e] @ batch.x[token].float() + first[e]).chunk(2)
-                inner = torch.nn.functional.silu(gate) * up
-                out = weights["w2_weight"][e] @ inner + second[e]
-                total[token] += out * batch.weights[token, k]
-    return total
 
 
 @pytest.fixture(scope="module")

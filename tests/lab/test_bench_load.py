@@ -113,7 +113,7 @@ def test_the_load_generator_is_kept_apart(
 
 
 def test_traffic_is_poisson_and_lognormal() -> None:
-    options = LoadOptions(requests=20_000, prompt_median=500, prompt_p90=1500)
+    options = LoadOptions(requests=5_000, prompt_median=500, prompt_p90=1500)
     drawn = traffic(options, 0, None)
     assert drawn == traffic(options, 0, None)
     assert drawn.arrivals != traffic(options, 1, None).arrivals

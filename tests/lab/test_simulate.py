@@ -3,6 +3,7 @@
 import json
 import os
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ EXPERTS, TOP_K = 24, 2
 MODEL = {**PRESETS["qwen3-30b-a3b"], "num_experts": EXPERTS, "num_experts_per_tok": TOP_K}
 SHAPE = shape_from_config(MODEL, "small")
 LARGE_MODEL = ("--model-config", "qwen3-30b-a3b")
+ONE_IMBALANCE = ("--imbalance", "1.5")  # each of the usual ones takes a while to be met
 SMALL = ("--ranks", "8", "--batches", "3", "--rank-tokens", "256", "--processes", "1")
 
 
@@ -49,12 +51,14 @@ def variant(num_ranks: int, slots: int, domain: int | None, relay: str = "auto")
     return Variant(Setting(SHAPE, costs, num_ranks, "bf16", domain), slots, relay)
 
 
+@cache
 def made_up(num_ranks: int, kind: Kind = "switch", assignments: int = 1 << 16) -> Synthetic:
     workload = workload_of(kind, num_ranks, imbalance=1.0, period=2)
     imbalances = (1.2, 1.5) if num_ranks > 1 else (1.0,)
     return Synthetic.made(workload, imbalances, 5, assignments)
 
 
+@cache
 def recorded() -> Captured:
     """A trace of 20 sequences, and one of loads."""
     tokens = make_trace(workload_of("zipf", 4, num_tokens=5000, num_layers=5, imbalance=1.5))
@@ -247,7 +251,8 @@ def test_the_report_is_that_of_the_seed_with_any_processes(
 
 
 def test_dead_links_change_no_traffic_and_no_speed(tmp_path: Path) -> None:
-    words = (*SMALL, "--ep", "4", "--layers", "2", *LARGE_MODEL, "--slow-ranks", "0.5")
+    words = (*SMALL, *ONE_IMBALANCE, "--ep", "4", "--layers", "2", *LARGE_MODEL)
+    words = (*words, "--slow-ranks", "0.5")
     sound = report(tmp_path, *words)["variants"][0]
     cut = report(tmp_path, *words, "--dead-links", "1")["variants"][0]
     assert cut["time_imbalance"]["planned"] == sound["time_imbalance"]["after"]
@@ -258,7 +263,7 @@ def test_dead_links_change_no_traffic_and_no_speed(tmp_path: Path) -> None:
 
 def test_pictures_are_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="pictures need matplotlib")
-    words = (*SMALL, "--ep", "4,8", "--layers", "2", *LARGE_MODEL)
+    words = (*SMALL, *ONE_IMBALANCE, "--ep", "4,8", "--layers", "2", *LARGE_MODEL)
     drawn = []
     for name in ("one", "two"):
         assert main(["simulate", *words, "--plots", str(tmp_path / name)]) == 0
@@ -275,7 +280,7 @@ def test_imbalances_that_few_ranks_cannot_have_are_left_out() -> None:
 
 
 BAD = [
-    (("--ranks", "4"), "--ranks = 4 is less than one group of --ep 64"),
+    (("--ranks", "4", *ONE_IMBALANCE), "--ranks = 4 is less than one group of --ep 64"),
     (("--ep", "48"), "256 experts of deepseek-v3 cannot be divided by 48 ranks"),
     (("--slow-ranks", "2"), "--slow-ranks = 2 must be 0 to 1"),
     (("--dead-links", "nan"), "--dead-links = nan must be a number, 0 to 1"),
@@ -290,7 +295,7 @@ BAD = [
     (("--hardware", "custom"), "--hardware custom and --costs FILE go together"),
     (("--trace", "none.npz"), "none.npz"),
     (("--trace", "none.npz", "--kind", "zipf"), "--kind is for made-up traffic"),
-    (("--json", "/proc/x"), "/proc/x"),
+    (("--json", "/proc/x", *ONE_IMBALANCE), "/proc/x"),
 ]
 
 
@@ -309,7 +314,7 @@ def test_a_lost_worker_is_one_line(
 ) -> None:
     """A worker that the system ends, for lack of memory say."""
     monkeypatch.setattr(simulation, "_begin_worker", ends_itself)
-    words = ("--ep", "4", "--layers", "1", "--processes", "2", *LARGE_MODEL)
+    words = ("--ep", "4", "--layers", "1", "--processes", "2", *LARGE_MODEL, *ONE_IMBALANCE)
     assert main(["simulate", *SMALL, *words]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "choose fewer --processes" in line

@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from fastapi.testclient import TestClient
 
-from tests.support.sidecar_runs import BEARER, TOKEN, SkewedRun
+from tests.support.sidecar_runs import BEARER, TOKEN, SkewedRun, request
 from ultraep_serve.sidecar.app import create_app
 from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.types import Policy
@@ -30,15 +30,7 @@ def posted(app: FastAPI, headers: dict[str, str], pieces: int) -> tuple[int, dic
     async def send(message: dict[str, Any]) -> None:
         sent.append(message)
 
-    scope = {
-        "type": "http",
-        "method": "POST",
-        "path": "/v1/control/policy",
-        "raw_path": b"/v1/control/policy",
-        "query_string": b"",
-        "headers": [(name.lower().encode(), text.encode()) for name, text in headers.items()],
-    }
-    asyncio.run(app(scope, receive, send))  # type: ignore[arg-type]  # messages are dictionaries
+    asyncio.run(request(app, "/v1/control/policy", receive, send, "POST", headers))
     body = b"".join(message.get("body", b"") for message in sent)
     return sent[0]["status"], json.loads(body), read[0]
 

@@ -9,8 +9,8 @@ import pytest
 from fastapi.testclient import TestClient
 
 from tests.support.ring_files import put
-from tests.support.rings import SyntheticRun
-from tests.support.sidecar_runs import PLANNED_LAYERS, SkewedRun, samples
+from tests.support.rings import PLANNED_LAYERS, SyntheticRun
+from tests.support.sidecar_runs import SkewedRun, samples
 from ultraep_serve.sidecar.app import create_app
 from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.telemetry.schema import RingState

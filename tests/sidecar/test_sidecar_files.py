@@ -10,10 +10,10 @@ from typing import Any
 
 import httpx
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.live_run import LiveRun, command
-from tests.support.sidecar_runs import PLANNED_LAYERS
+from tests.support.rings import PLANNED_LAYERS
+from tests.support.sidecar_runs import samples, status
 from tests.support.waiting import until
 from ultraep_serve.config import TOKEN_VARIABLE
 from ultraep_serve.system.machine import free_port
@@ -25,37 +25,24 @@ _DELETIONS = {
 }
 
 
-class Answers:
-    """What the sidecar at ``url`` answers."""
+class Answers(httpx.Client):
+    """What a sidecar answers."""
 
-    def __init__(self, url: str) -> None:
-        self.url = url
-
-    def get(self, path: str) -> Any:
-        answer = httpx.get(f"{self.url}{path}", timeout=30)
+    def json(self, path: str) -> Any:
+        answer = self.get(path)
         assert answer.status_code == 200, (path, answer.text)
         return answer.json()
 
     def control(self, path: str, token: str, **body: object) -> int:
         headers = {"Authorization": f"Bearer {token}"}
-        url = f"{self.url}/v1/control/{path}"
-        return httpx.post(url, json=body or None, headers=headers, timeout=30).status_code
+        return self.post(f"/v1/control/{path}", json=body or None, headers=headers).status_code
 
     def ready(self) -> int:
-        try:
-            return httpx.get(f"{self.url}/readyz", timeout=30).status_code
-        except httpx.ConnectError:
-            return 0
+        return status(f"{self.base_url}/readyz")
 
     def counted(self) -> float:
         """Imbalances in the histogram, each layer of a batch once."""
-        text = httpx.get(f"{self.url}/metrics", timeout=30).text
-        return next(
-            sample.value
-            for family in text_string_to_metric_families(text)
-            for sample in family.samples
-            if sample.name == "ultraep_imbalance_ratio_count" and sample.labels["when"] == "before"
-        )
+        return samples(self)["ultraep_imbalance_ratio_count,phase=prefill,when=before"]
 
 
 @pytest.fixture
@@ -82,8 +69,8 @@ def started_sidecar(shared_memory: Path) -> Iterator[Answers]:
     """One that found the run by itself."""
     port = free_port()
     words = command(shared_memory, "ultraep-serve", "sidecar", "--port", str(port))
-    with subprocess.Popen(words) as process:
-        answers = Answers(f"http://127.0.0.1:{port}")
+    url = f"http://127.0.0.1:{port}"
+    with subprocess.Popen(words) as process, Answers(base_url=url, timeout=30) as answers:
         until(lambda: answers.ready() == 200)
         yield answers
         process.terminate()
@@ -114,8 +101,8 @@ def test_deleted_while_serving(
         subprocess.run(_DELETIONS[deletion], cwd=shared_memory, check=True)
         assert not list(shared_memory.glob("*/ring-*"))
         assert sidecar.ready() == 200
-        assert sidecar.get("/v1/config")["paused_policy"] == "eplb-slots"
-        assert sidecar.get("/v1/config")["config"]["slots"] == 2
+        assert sidecar.json("/v1/config")["paused_policy"] == "eplb-slots"
+        assert sidecar.json("/v1/config")["config"]["slots"] == 2
         assert sidecar.control("resume", token) == 200  # at once
         assert run.policy() == "eplb-slots"
         for _ in range(_BATCHES):
@@ -130,7 +117,7 @@ def test_deleted_while_serving(
         assert run.policy() == "off"
         time.sleep(1.0)
     assert run.path.stat().st_mode & 0o777 == 0o700
-    assert without_ages(sidecar.get("/v1/balance")) == status_of(shared_memory)
+    assert without_ages(sidecar.json("/v1/balance")) == status_of(shared_memory)
     run.end()
     assert list(shared_memory.iterdir()) == []
     assert sidecar.ready() == 503
@@ -140,7 +127,7 @@ def test_a_new_run_under_the_old_names_is_followed(
     shared_memory: Path, run: LiveRun, sidecar: Answers
 ) -> None:
     run.batch()
-    until(lambda: sidecar.get("/v1/balance")["batches"]["planned"] == 1)
+    until(lambda: sidecar.json("/v1/balance")["batches"]["planned"] == 1)
     subprocess.run(_DELETIONS["everything"], cwd=shared_memory, check=True)
     run.kill()
     until(lambda: sidecar.ready() == 503)
@@ -149,7 +136,7 @@ def test_a_new_run_under_the_old_names_is_followed(
         until(lambda: sidecar.ready() == 200)
         second.batch()
         second.batch()
-        until(lambda: sidecar.get("/v1/balance")["batches"]["planned"] == 2)
+        until(lambda: sidecar.json("/v1/balance")["batches"]["planned"] == 2)
     finally:
         second.end()
 

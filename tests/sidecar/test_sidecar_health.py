@@ -10,8 +10,8 @@ import pytest
 from fastapi.testclient import TestClient
 
 from tests.support.ring_files import create, put
-from tests.support.rings import SyntheticRun
-from tests.support.sidecar_runs import TOKEN, SkewedRun, planned_run, reasons, samples
+from tests.support.rings import SyntheticRun, planned_run
+from tests.support.sidecar_runs import TOKEN, SkewedRun, reasons, samples
 from ultraep_serve.sidecar.app import AppOptions, StateLog, create_app
 from ultraep_serve.sidecar.store import RunStore
 from ultraep_serve.telemetry.run_files import RunFiles

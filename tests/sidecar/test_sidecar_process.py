@@ -14,8 +14,9 @@ import httpx
 import pytest
 
 import ultraep_serve
+from tests.support.sidecar_runs import status
 from tests.support.waiting import until
-from ultraep_serve.config import TOKEN_VARIABLE
+from ultraep_serve.config import TOKEN_VARIABLE, SidecarSettings
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.sidecar.serve import control_token, is_loopback, serve, set_up_logging
 from ultraep_serve.system.machine import free_port
@@ -66,12 +67,7 @@ def test_it_serves_with_a_token_of_its_own_and_stops_when_asked(tmp_path: Path) 
     process = start(tmp_path, port)
     try:
         url = f"http://127.0.0.1:{port}"
-        while process.poll() is None:
-            try:
-                assert httpx.get(f"{url}/healthz").status_code == 200
-                break
-            except httpx.ConnectError:
-                time.sleep(0.05)
+        until(lambda: status(f"{url}/healthz") == 200)
         assert os.getpriority(os.PRIO_PROCESS, process.pid) == 10  # cores are the engine's
         token = (tmp_path / "token").read_text()
         bearer = {"Authorization": f"Bearer {token}"}
@@ -101,7 +97,7 @@ def test_a_port_in_use_is_said_plainly(tmp_path: Path) -> None:
 def test_other_hosts_need_a_token(tmp_path: Path) -> None:
     for host in ("0.0.0.0", "::", "192.0.2.1", "example.invalid"):
         with pytest.raises(ConfigError, match="token"):
-            serve(tmp_path, host=host, port=0)
+            serve(tmp_path, SidecarSettings(host=host, port=0))
 
 
 def test_only_this_machine_is_loopback() -> None:
@@ -112,9 +108,11 @@ def test_only_this_machine_is_loopback() -> None:
 
 
 def test_an_address_that_cannot_be_bound_is_a_config_error(tmp_path: Path) -> None:
-    for host, port in (("no host", 0), ("127.0.0.1", 99999), ("127.0.0.1", -1)):
-        with pytest.raises(ConfigError, match="--port"):
-            serve(tmp_path, host=host, port=port, token="x")
+    with pytest.raises(ConfigError, match="--port"):
+        serve(tmp_path, SidecarSettings(host="no host", port=0), token="x")
+    for port in (99999, -1):
+        with pytest.raises(ConfigError, match="port"):
+            SidecarSettings(port=port)
 
 
 def test_the_token_is_made_once_and_kept_private(tmp_path: Path) -> None:
@@ -186,13 +184,7 @@ def test_it_ends_with_its_parent_and_removes_what_that_left(tmp_path: Path) -> N
     with subprocess.Popen(words, cwd=ROOT, stdin=pipe, stdout=pipe, text=True) as parent:
         assert parent.stdout is not None
         child = Path(f"/proc/{parent.stdout.readline().strip()}")
-        answers = 0
-        while not answers:
-            try:
-                answers = httpx.get(f"http://127.0.0.1:{port}/readyz").status_code
-            except httpx.ConnectError:
-                time.sleep(0.05)
-        assert answers == 503
+        until(lambda: status(f"http://127.0.0.1:{port}/readyz") == 503)
         assert len(list(tmp_path.iterdir())) == 1
         parent.kill()
     until(lambda: not child.exists() or b") Z " in (child / "stat").read_bytes())

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 from typing import IO
 
-from tests.support.sidecar_runs import planned_run
 from ultraep_serve.cli import main
 from ultraep_serve.telemetry import run_directory
 
@@ -63,6 +62,8 @@ class LiveRun:
 
 
 def _obey(name: str, orders: IO[str], answers: IO[str]) -> None:
+    from tests.support.rings import planned_run  # loads a planner, which commands do without
+
     directory = run_directory.RunDirectory.create(name)
     run = planned_run(directory.path)
     print(directory.path, file=answers, flush=True)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from tests.support.experts import sum_of_experts
 from ultraep_serve.types import ExpertShape
 
 __all__ = ["TinyMoE", "apply_experts", "expert_bytes_equal", "poison"]
@@ -66,14 +67,13 @@ def apply_experts(
     bias (N, H) of ids first_id to first_id + N - 1. Expert: ``down @ relu(up @ x) + bias``.
     """
     up, down, bias = weights
-    out = torch.zeros_like(x)
     local = ids.long() - first_id
-    present = torch.unique(local[(local >= 0) & (local < up.shape[0])])
-    for expert in present.tolist():
-        token, choice = torch.nonzero(local == expert, as_tuple=True)
-        result = torch.relu(x[token] @ up[expert].T) @ down[expert].T + bias[expert]
-        out.index_add_(0, token, result * topk_weights[token, choice, None])
-    return out
+    return sum_of_experts(
+        x,
+        torch.where((ids >= 0) & (local < up.shape[0]), local, -1),
+        topk_weights,
+        lambda rows, e: torch.relu(rows @ up[e].T) @ down[e].T + bias[e],
+    )
 
 
 def poison(tensors: list[torch.Tensor], num_masters: int) -> None:

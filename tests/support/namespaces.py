@@ -5,6 +5,7 @@ own process ids, mounts, shared memory, IPC and name.
 """
 
 import ctypes
+import itertools
 import os
 import shlex
 import shutil
@@ -19,6 +20,7 @@ import pytest
 __all__ = ["Hosts", "enter_network", "on_host", "two_namespaces"]
 
 _NETWORKS = Path("/run/netns")
+_numbers = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,8 @@ def two_namespaces() -> Iterator[Hosts]:
     for program in ("ip", "unshare"):
         if shutil.which(program) is None:
             pytest.skip(f"needs {program} (Debian packages iproute2 and util-linux)")
-    names = (f"uep{os.getpid()}a", f"uep{os.getpid()}b")
+    number = next(_numbers)
+    names = (f"uep{os.getpid()}-{number}a", f"uep{os.getpid()}-{number}b")
     hosts = Hosts(names, ("10.213.7.1", "10.213.7.2"))
     try:
         try:

@@ -8,13 +8,16 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+from compressed_tensors.quantization import preset_name_to_scheme
 from safetensors.torch import load_file, save_file
 
-__all__ = ["MATRIX", "SCHEMES", "quantise"]
+__all__ = ["MATRIX", "SCHEMES", "compressed_tensors", "quantise"]
 
 MATRIX = re.compile(r"\.experts\.\d+\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight$")
 _BLOCK = 128  # rows and columns that share a scale in FP8, columns in INT4
@@ -76,42 +79,26 @@ def _int8(matrix: torch.Tensor) -> Tensors:
 
 
 def _int4(matrix: torch.Tensor) -> Tensors:
-    """One scale per row and group; eight codes of 4 bits in an int32, biased by 8."""
+    """One scale per row and group of columns; eight codes of 4 bits in an int32."""
     rows, columns = matrix.shape
     groups = matrix.view(rows, columns // _BLOCK, _BLOCK)
     scale = groups.abs().amax(dim=2).clamp(min=1e-12).div(7).bfloat16()
-    codes = (groups / scale.float().unsqueeze(2)).round().clamp(-8, 7).int() + 8
+    codes = (groups / scale.float().unsqueeze(2)).round().clamp(-8, 7).to(torch.int8)
     return {
-        "weight_packed": _pack(codes.view(rows, columns)),
+        "weight_packed": pack_to_int32(codes.view(rows, columns), num_bits=4),
         "weight_scale": scale,
         "weight_shape": torch.tensor([rows, columns]),
     }
 
 
-def _pack(codes: torch.Tensor) -> torch.Tensor:
-    """Codes of 4 bits (N, K) to int32 (N, K / 8), the first in the lowest bits."""
-    shifts = torch.arange(0, 32, 4)
-    packed = (codes.long().view(codes.shape[0], -1, 8) << shifts).sum(dim=2)
-    return torch.where(packed >= 2**31, packed - 2**32, packed).int()
-
-
-def _compressed_tensors(
-    bits: int, form: str, strategy: str, activations: dict[str, Any] | None
-) -> Callable[[list[str]], dict[str, Any]]:
-    weights = {
-        "num_bits": bits,
-        "type": "int",
-        "symmetric": True,
-        "dynamic": False,
-        "strategy": strategy,
-        **({"group_size": _BLOCK} if strategy == "group" else {}),
-    }
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
-    return lambda left_alone: {
+def compressed_tensors(preset: str, form: str, left_alone: list[str]) -> dict[str, Any]:
+    """Of that library's scheme ``preset``."""
+    scheme = preset_name_to_scheme(preset, ["Linear"])
+    return {
         "quant_method": "compressed-tensors",
         "format": form,
         "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
+        "config_groups": {"group_0": scheme.model_dump(mode="json", exclude_none=True)},
         "ignore": left_alone,
     }
 
@@ -146,19 +133,12 @@ def _fp4_codes(values: torch.Tensor) -> torch.Tensor:
     return nearest | (values < 0).byte() << 3
 
 
-_BY_TOKEN = {
-    "num_bits": 8,
-    "type": "int",
-    "symmetric": True,
-    "dynamic": True,
-    "strategy": "token",
-}
 SCHEMES: dict[
     str, tuple[Callable[[torch.Tensor], Tensors], Callable[[list[str]], dict[str, Any]]]
 ] = {
     "fp8": (_fp8, _fp8_config),
-    "int8": (_int8, _compressed_tensors(8, "int-quantized", "channel", _BY_TOKEN)),
-    "int4": (_int4, _compressed_tensors(4, "pack-quantized", "group", None)),
+    "int8": (_int8, partial(compressed_tensors, "W8A8", "int-quantized")),
+    "int4": (_int4, partial(compressed_tensors, "W4A16", "pack-quantized")),
     "mxfp4": (_mxfp4, lambda left_alone: {"quant_method": "mxfp4"}),
     "nvfp4": (
         _nvfp4,

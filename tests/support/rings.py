@@ -25,8 +25,9 @@ from ultraep_serve.telemetry.recorder import Recorder, RingSettings
 from ultraep_serve.telemetry.schema import RingState
 from ultraep_serve.types import Decision, ExpertShape, Plan, Policy, Stage
 
-__all__ = ["SyntheticRun", "SyntheticTraffic"]
+__all__ = ["PLANNED_LAYERS", "SyntheticRun", "SyntheticTraffic", "planned_run"]
 
+PLANNED_LAYERS = 3
 _EXPERT_BYTES = 3 << 20
 _NS_PER_ASSIGNMENT = 900  # of the engine's part
 _NS_PER_BYTE = 0.05
@@ -177,6 +178,12 @@ class SyntheticRun:
         times[Stage.WAIT] = int(received * _NS_PER_BYTE)
         times[Stage.COMPUTE] = busiest * _NS_PER_ASSIGNMENT
         return [int(ns * self._random.uniform(0.9, 1.2)) for ns in times]
+
+
+def planned_run(run_path: Path) -> SyntheticRun:
+    """Four ranks whose plans are the planner's; every layer is planned."""
+    traffic = SyntheticTraffic(balanced_share=0.0, decode_batches=2)
+    return SyntheticRun(run_path, ExpertShape(4, 32, 2), PLANNED_LAYERS, traffic)
 
 
 def main() -> None:

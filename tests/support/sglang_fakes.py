@@ -5,7 +5,6 @@ configuration, dispatchers, the plugin registry.
 """
 
 import warnings
-from dataclasses import dataclass
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.deep_ep_standin import install_deep_ep
+from tests.support.experts import NUM_EXPERTS, TOP_K, Batch, sum_of_experts, swiglu
 from ultraep_serve.types import ExpertShape
 
 install_deep_ep()  # in the processes of ranks too
@@ -40,7 +40,7 @@ with warnings.catch_warnings():
 
     from ultraep_serve.engines.sglang import checks, group, hooks
 
-NUM_EXPERTS, HIDDEN, INNER, TOP_K = 12, 256, 128, 2
+HIDDEN, INNER = 256, 128
 SHAPE = ExpertShape(num_ranks=3, num_logical_experts=NUM_EXPERTS, num_replica_slots=2)
 DEEPEP = {"moe_a2a_backend": "deepep", "moe_runner_backend": "deep_gemm", "attn_dp_size": 3}
 
@@ -197,16 +197,16 @@ class ReferenceRunner:
             assert dispatched.masked_m.numel() == num_local
             rows = torch.zeros(dispatched.hidden_states.shape)
             for e, count in enumerate(dispatched.masked_m.tolist()):
-                rows[e, :count] = expert(dispatched.hidden_states[e, :count], w13[e], w2[e])
+                rows[e, :count] = swiglu(dispatched.hidden_states[e, :count], w13[e], w2[e])
             return DeepEPLLCombineInput(rows, dispatched.topk_ids, dispatched.topk_weights)
         if dispatched.format.is_deepep_normal():
             assert len(dispatched.num_recv_tokens_per_expert) == num_local
             ids, scales = dispatched.topk_ids, dispatched.topk_weights
-            total = self._sum(dispatched.hidden_states, ids, scales, w13, w2)
+            total = _sum(dispatched.hidden_states, ids, scales, w13, w2)
             return DeepEPNormalCombineInput(total, ids, scales)
         scales, ids, _ = dispatched.topk_output
         local = self._local(ids)
-        total = self._sum(dispatched.hidden_states, local, scales, w13, w2)
+        total = _sum(dispatched.hidden_states, local, scales, w13, w2)
         return StandardCombineInput(total)
 
     def _local(self, ids: torch.Tensor) -> torch.Tensor:
@@ -218,60 +218,14 @@ class ReferenceRunner:
         local = ids - self.config.moe_ep_rank * num_local
         return torch.where((ids >= 0) & (local >= 0) & (local < num_local), local, -1)
 
-    def _sum(
-        self, x: torch.Tensor, local: torch.Tensor, scales: torch.Tensor, w13: Any, w2: Any
-    ) -> torch.Tensor:
-        assert not bool((local >= w13.shape[0]).any()), "an id beyond the local experts"
-        total = torch.zeros(x.shape, dtype=torch.float32)
-        for e in range(w13.shape[0]):
-            rows, k = torch.nonzero(local == e, as_tuple=True)
-            total.index_add_(0, rows, expert(x[rows], w13[e], w2[e]) * scales[rows, k, None])
-        return total
+
+def _sum(
+    x: torch.Tensor, local: torch.Tensor, scales: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor
+) -> torch.Tensor:
+    assert not bool((local >= w13.shape[0]).any()), "an id beyond the local experts"
+    return sum_of_experts(x, local, scales, lambda rows, e: swiglu(rows, w13[e], w2[e]))
 
 
-def expert(x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
-    """Output (N, H) float32 of one expert, w13 (2I, H) gate above up, w2 (H, I)."""
-    gate, up = (x.float() @ w13.float().T).chunk(2, dim=-1)
-    return (torch.nn.functional.silu(gate) * up) @ w2.float().T
-
-
-@dataclass(frozen=True)
-class Batch:
-    """What the router of one rank gives."""
-
-    x: torch.Tensor  # (T, H)
-    topk: StandardTopKOutput  # logical ids (T, K), -1 padding
-
-
-def make_weights(seed: int) -> dict[str, torch.Tensor]:
-    """Experts that differ, by parameter name."""
-    generator = torch.Generator().manual_seed(seed)
-    w13 = torch.randn(NUM_EXPERTS, 2 * INNER, HIDDEN, generator=generator) / HIDDEN**0.5
-    w2 = torch.randn(NUM_EXPERTS, HIDDEN, INNER, generator=generator) / INNER**0.5
-    return {"w13_weight": w13.bfloat16(), "w2_weight": w2.bfloat16()}
-
-
-def make_batch(seed: int, num_tokens: int) -> Batch:
-    """Tokens of which three in four choose among the first rank's experts; the last is padding."""
-    generator = torch.Generator().manual_seed(seed)
-    favour = torch.ones(NUM_EXPERTS)
-    favour[: NUM_EXPERTS // 3] = 6.0
-    ids = torch.full((num_tokens, TOP_K), -1)
-    if num_tokens:
-        ids = torch.multinomial(favour.expand(num_tokens, -1), TOP_K, generator=generator)
-    if num_tokens > 1:
-        ids[-1] = -1
-    weights = torch.rand(num_tokens, TOP_K, generator=generator)
-    x = torch.randn(num_tokens, HIDDEN, generator=generator).bfloat16()
-    return Batch(x, StandardTopKOutput(weights, ids.int(), weights))
-
-
-def expected_output(batch: Batch, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-    """What every expert at home would give, (T, H) float32."""
-    total = torch.zeros(batch.x.shape)
-    for token, chosen in enumerate(batch.topk.topk_ids.tolist()):
-        for k, e in enumerate(chosen):
-            if e >= 0:
-                out = expert(batch.x[token], tensors["w13_weight"][e], tensors["w2_weight"][e])
-                total[token] += out * batch.topk.topk_weights[token, k]
-    return total
+def topk_of(batch: Batch) -> StandardTopKOutput:
+    """The choices of ``batch`` as SGLang's router gives them."""
+    return StandardTopKOutput(batch.weights, batch.ids, batch.weights)

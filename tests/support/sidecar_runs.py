@@ -1,26 +1,24 @@
 """Runs for the sidecar's tests, and what a client reads of its answers."""
 
+import threading
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
+import httpx
 import numpy as np
+from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.ring_files import create, write
-from tests.support.rings import SyntheticRun, SyntheticTraffic
+from ultraep_serve.sidecar.overview import RankList
 from ultraep_serve.telemetry.schema import RingState
 from ultraep_serve.types import Decision, ExpertShape, Policy
 
 TOKEN = "open-sesame"
 BEARER = {"Authorization": f"Bearer {TOKEN}"}
-PLANNED_SHAPE = ExpertShape(num_ranks=4, num_logical_experts=32, num_replica_slots=2)
-PLANNED_LAYERS = 3
-
-
-def planned_run(run_path: Path) -> SyntheticRun:
-    """Four ranks whose plans are the planner's; every layer is planned."""
-    traffic = SyntheticTraffic(balanced_share=0.0, decode_batches=2)
-    return SyntheticRun(run_path, PLANNED_SHAPE, PLANNED_LAYERS, traffic)
 
 
 class SkewedRun:
@@ -77,6 +75,51 @@ class SkewedRun:
             recorder.close()
 
 
+class Question:
+    """One whose answers are counted; from answer ``waits_from`` on they wait for ``may_end``."""
+
+    def __init__(self, waits_from: int = 10**9) -> None:
+        self.made = 0
+        self.may_end = threading.Event()
+        self._waits_from = waits_from
+
+    def __call__(self) -> RankList:
+        """An answer that says which one it is."""
+        if self.made >= self._waits_from:
+            self.may_end.wait(60)
+        self.made += 1
+        return RankList(ready=True, num_ranks=self.made, ranks=[])
+
+
+def status(url: str) -> int:
+    """Of the answer to a GET; 0 while nobody listens."""
+    try:
+        return httpx.get(url, timeout=30).status_code
+    except httpx.ConnectError:
+        return 0
+
+
+async def request(
+    app: FastAPI,
+    path: str,
+    receive: Callable[[], Awaitable[Any]],
+    send: Callable[[Any], Awaitable[None]],
+    method: str = "GET",
+    headers: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """One request as a server passes it on; returns when it is answered."""
+    scope = {
+        "type": "http",
+        "method": method,
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "headers": [(name.lower().encode(), text.encode()) for name, text in headers.items()],
+        "app": app,
+    }
+    await app(scope, receive, send)
+
+
 def reasons(client: TestClient) -> dict[str, str]:
     answer = client.get("/readyz")
     assert answer.status_code == (503 if answer.json()["reasons"] else 200)
@@ -84,7 +127,7 @@ def reasons(client: TestClient) -> dict[str, str]:
     return found
 
 
-def samples(client: TestClient, path: str = "/metrics") -> dict[str, float]:
+def samples(client: httpx.Client, path: str = "/metrics") -> dict[str, float]:
     """Sample values by name and labels, as a scraper reads them."""
     text = client.get(path).text
     return {

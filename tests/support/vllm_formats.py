@@ -33,7 +33,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 )
 
 from tests.support import vllm_gpu, vllm_layers
-from tests.support.quantised import SCHEMES
+from tests.support.quantised import SCHEMES, compressed_tensors
 
 __all__ = ["FORMATS", "Format", "build_format"]
 
@@ -145,26 +145,8 @@ def _packed(scheme: str) -> CompressedTensorsConfig:
 
 
 def _nvfp4_packed() -> CompressedTensorsConfig:
-    scales: dict[str, Any] = {
-        "num_bits": 4,
-        "type": "float",
-        "strategy": "tensor_group",
-        "group_size": 16,
-        "symmetric": True,
-    }
-    return CompressedTensorsConfig.from_config(
-        {
-            "format": "nvfp4-pack-quantized",
-            "config_groups": {
-                "group_0": {
-                    "targets": ["Linear"],
-                    "weights": {**scales, "dynamic": False},
-                    "input_activations": {**scales, "dynamic": "local"},
-                }
-            },
-            "ignore": [],
-        }
-    )
+    settings = compressed_tensors("NVFP4", "nvfp4-pack-quantized", [])
+    return CompressedTensorsConfig.from_config(settings)
 
 
 def _awq() -> Any:

@@ -14,6 +14,7 @@ from vllm.model_executor.layers.quantization import fp8
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 
 from tests.support import vllm_layers
+from tests.support.experts import NUM_EXPERTS
 from tests.support.vllm_reference_kernels import use_reference_kernels
 from tests.support.vllm_transports import join_ranks
 from ultraep_serve.config import BalanceConfig, child_environment
@@ -21,7 +22,7 @@ from ultraep_serve.engines.common import execution
 from ultraep_serve.engines.vllm import checks, group, routed_experts
 
 NUM_RANKS, NUM_SLOTS = 3, 2
-NUM_MASTERS = vllm_layers.NUM_EXPERTS // NUM_RANKS
+NUM_MASTERS = NUM_EXPERTS // NUM_RANKS
 NUM_LOCAL = NUM_MASTERS + NUM_SLOTS
 NAMES = ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
 

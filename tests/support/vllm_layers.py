@@ -1,10 +1,8 @@
 """MoE layers as vLLM builds them for a GPU: configurations, expert maps, quantisation its own.
 
-Also weights and batches for them, and what the layer must answer. What a GPU would bring stands in:
-see ``vllm_reference_kernels`` and ``vllm_transports``.
+What a GPU would bring stands in: see ``vllm_reference_kernels`` and ``vllm_transports``.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,12 +16,11 @@ from vllm.model_executor.layers.fused_moe.config import (
 from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapManager
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
+from tests.support.experts import NUM_EXPERTS, TOP_K
 from ultraep_serve.engines.vllm.routed_experts import take_over
 
-NUM_EXPERTS = 12
 HIDDEN = 2048  # DeepEP takes no less
 INNER = 16
-TOP_K = 2
 MAX_TOKENS = 64
 
 
@@ -116,47 +113,3 @@ def load(layer: Any, config: VllmConfig, tensors: dict[str, torch.Tensor]) -> No
     with set_current_vllm_config(config):
         layer.quant_method.process_weights_after_loading(layer)
         layer.update_param_tp_status()
-
-
-@dataclass(frozen=True)
-class Batch:
-    """What the router of one rank gives."""
-
-    x: torch.Tensor  # (T, H)
-    ids: torch.Tensor  # (T, K) logical, -1 padding
-    weights: torch.Tensor  # (T, K)
-
-
-def make_weights(seed: int) -> dict[str, torch.Tensor]:
-    """Experts that differ, by parameter name."""
-    generator = torch.Generator().manual_seed(seed)
-    w13 = torch.randn(NUM_EXPERTS, 2 * INNER, HIDDEN, generator=generator) / HIDDEN**0.5
-    w2 = torch.randn(NUM_EXPERTS, HIDDEN, INNER, generator=generator) / INNER**0.5
-    return {"w13_weight": w13.bfloat16(), "w2_weight": w2.bfloat16()}
-
-
-def make_batch(seed: int, num_tokens: int, ids_type: torch.dtype) -> Batch:
-    """Tokens of which three in four choose among the first rank's experts; the last is padding."""
-    generator = torch.Generator().manual_seed(seed)
-    favour = torch.ones(NUM_EXPERTS)
-    favour[: NUM_EXPERTS // 3] = 6.0
-    ids = torch.multinomial(favour.expand(num_tokens, -1), TOP_K, generator=generator)
-    if num_tokens > 1:
-        ids[-1] = -1
-    return Batch(
-        torch.randn(num_tokens, HIDDEN, generator=generator).bfloat16(),
-        ids.to(ids_type),
-        torch.rand(num_tokens, TOP_K, generator=generator),
-    )
-
-
-def expected_output(batch: Batch, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-    """What every expert at home would give, (T, H) float32."""
-    total = torch.zeros(batch.x.shape)
-    for k in range(TOP_K):
-        for token, e in enumerate(batch.ids[:, k].tolist()):
-            if e >= 0:
-                gate, up = (tensors["w13_weight"][e].float() @ batch.x[token].float()).chunk(2)
-                out = tensors["w2_weight"][e].float() @ (torch.nn.functional.silu(gate) * up)
-                total[token] += out * batch.weights[token, k]
-    return total

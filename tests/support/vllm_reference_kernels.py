@@ -14,6 +14,8 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
 )
 from vllm.model_executor.layers.quantization import fp8
 
+from tests.support.experts import sum_of_experts, swiglu
+
 
 def use_reference_kernels(patch: Any) -> None:
     """Have vLLM choose the kernels below where it would choose Triton's on a GPU."""
@@ -57,8 +59,7 @@ class _Reference(mk.FusedMoEExpertsModular):
         first, second = w1[e].float(), w2[e].float()
         if self.w1_scale is not None and self.w2_scale is not None:
             first, second = first * self.w1_scale[e].mean(), second * self.w2_scale[e].mean()
-        gate, up = (x.float() @ first.T).chunk(2, dim=-1)
-        return (torch.nn.functional.silu(gate) * up) @ second.T
+        return swiglu(x, first, second)
 
 
 class TritonExperts(_Reference):
@@ -79,12 +80,14 @@ class TritonExperts(_Reference):
         assert call["global_num_experts"] == expert_map.numel() == self.moe_config.num_experts
         assert call["w1"].shape[0] == self.moe_config.num_local_experts
         local = torch.where(ids >= 0, expert_map[ids.long().clamp(min=0)].long(), -1)
-        total = torch.zeros(hidden_states.shape, dtype=torch.float32)
-        for e in range(call["w1"].shape[0]):
-            rows, k = torch.nonzero(local == e, as_tuple=True)
-            out = self._expert(hidden_states[rows], call["w1"], call["w2"], e)
-            total.index_add_(0, rows, out * call["topk_weights"][rows, k, None].float())
-        output.copy_(total)
+        output.copy_(
+            sum_of_experts(
+                hidden_states,
+                local,
+                call["topk_weights"],
+                lambda x, e: self._expert(x, call["w1"], call["w2"], e),
+            )
+        )
 
 
 class BatchedTritonExperts(_Reference):

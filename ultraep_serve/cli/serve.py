@@ -71,6 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
         if command.binding is not None:
             started_with = child_environment(config, command.environment)
             _say(*command.binding.lines(started_with.get(command.binding.variable)))
+        _say(*command.said)
         beside = None
         if with_sidecar:
             beside = sidecar_command(config, sidecar, sidecar_port)

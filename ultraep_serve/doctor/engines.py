@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from importlib import metadata
 
 from ultraep_serve import __version__
-from ultraep_serve.config import plugin_filter
+from ultraep_serve.config import engine_variable
 from ultraep_serve.doctor.finding import Finding, Subject, error, ok, warning
 from ultraep_serve.engines.common.guard import PLUGIN, left_out
 from ultraep_serve.errors import SERVE_UNBALANCED
@@ -54,7 +54,7 @@ def check_package(version_of: VersionOf = installed_version) -> Finding:
 def check_engines(
     version_of: VersionOf = installed_version,
     entry_points_of: EntryPointsOf = entry_point_names,
-    filter_of: FilterOf = plugin_filter,
+    filter_of: FilterOf = engine_variable,
 ) -> list[Finding]:
     """Version and entry point of every installed engine."""
     findings = []

@@ -48,6 +48,7 @@ class EngineCommand:
     environment: dict[str, str] = field(default_factory=dict)  # defaults; the user's own win
     tuned: TunedKernels | None = None  # of kernels that the experts are computed with
     binding: CoreBinding | None = None  # on CPUs
+    said: tuple[str, ...] = ()  # what was chosen for the user, a line each
 
 
 def supervise(engine: EngineCommand, config: BalanceConfig, sidecar: list[str] | None) -> int:

@@ -19,7 +19,7 @@ from ultraep_serve.sidecar.access import KnownNames, wrong_values
 from ultraep_serve.sidecar.answers import AnswerCache, Budget
 from ultraep_serve.sidecar.routes_balance import balance_routes, live_routes
 from ultraep_serve.sidecar.routes_capture import capture_routes
-from ultraep_serve.sidecar.routes_control import Switches, control_routes
+from ultraep_serve.sidecar.routes_control import control_routes
 from ultraep_serve.sidecar.routes_operate import operate_routes
 from ultraep_serve.sidecar.statistics.held import NoAnswerError
 from ultraep_serve.sidecar.store import Run, RunStore
@@ -95,7 +95,7 @@ def create_app(
         operate_routes(store, operations, control_open=bool(token), allow_ideal=allow_ideal),
         live_routes(store, answers, operations, options.event_seconds),
         balance_routes(store, answers),
-        control_routes(Switches(store, run_dir, allow_ideal), token),
+        control_routes(store, run_dir, token, allow_ideal),
         capture_routes(run_dir, token),
     )
     for router in routers:  # include_router would build the schemas of all answers again

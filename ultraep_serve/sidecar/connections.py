@@ -58,7 +58,7 @@ def server_settings(app: ASGIApp) -> dict[str, Any]:
 _Connections = dict[tuple[Any, ...], "_Connection"]  # those of a server, by address
 
 
-class _Connection(asyncio.Protocol):
+class _Connection:
     """One connection, whose bytes uvicorn's protocol reads.
 
     One beyond the limit takes the place of the quietest. Those that wait for a request go first, so
@@ -109,17 +109,9 @@ class _Connection(asyncio.Protocol):
             del self._connections[self._address]
         self._http.connection_lost(exc)
 
-    def eof_received(self) -> bool | None:
-        """The client sends nothing more."""
-        return self._http.eof_received()
-
-    def pause_writing(self) -> None:
-        """The client reads too slowly."""
-        self._http.pause_writing()
-
-    def resume_writing(self) -> None:
-        """The client has read."""
-        self._http.resume_writing()
+    def __getattr__(self, name: str) -> Any:
+        """The rest of an ``asyncio.Protocol`` is uvicorn's."""
+        return getattr(self._http, name)
 
     def _time_head(self) -> None:
         """Close it where the head of a request does not end in time."""

@@ -13,6 +13,7 @@ ranks; imbalance, batches, layers and replicas cover all ranks and are the same 
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from prometheus_client.core import (
@@ -53,14 +54,14 @@ class StoreCollector(Collector):
             "unbalanced",
             "1 when the server could not be balanced and runs all the same; other metrics are then "
             "absent.",
-            _one(bool(run.unbalanced)),
+            bool(run.unbalanced),
         )
         if run.unbalanced:
             return
         yield _gauge(
             "ready",
             "1 when every rank of this host is alive and ready, else 0.",
-            _one(not run.problems),
+            not run.problems,
         )
         with self._store.timeline() as timeline:
             yield from list(_imbalances(timeline))
@@ -78,24 +79,21 @@ class StoreCollector(Collector):
             yield from _detailed(held)
 
 
-def _gauge(name: str, text: str, samples: _Samples, *labels: str) -> Metric:
-    family = GaugeMetricFamily(f"ultraep_{name}", text, labels=labels)
-    return _filled(family, samples)
-
-
-def _counter(name: str, text: str, samples: _Samples, *labels: str) -> Metric:
-    family = CounterMetricFamily(f"ultraep_{name}", text, labels=labels)
-    return _filled(family, samples)
-
-
-def _filled(family: GaugeMetricFamily | CounterMetricFamily, samples: _Samples) -> Metric:
-    for labels, value in samples:
-        family.add_metric(list(map(str, labels)), value)
+def _family(
+    make: type[GaugeMetricFamily | CounterMetricFamily],
+    name: str,
+    text: str,
+    samples: _Samples | float,
+    *labels: str,
+) -> Metric:
+    """With ``samples`` a value by labels, or one without any."""
+    family = make(f"ultraep_{name}", text, labels=labels)
+    for values, value in [((), samples)] if isinstance(samples, (int, float)) else samples:
+        family.add_metric(list(map(str, values)), value)
     return family
 
 
-def _one(value: float) -> _Samples:
-    return [((), value)]
+_gauge, _counter = partial(_family, GaugeMetricFamily), partial(_family, CounterMetricFamily)
 
 
 def _imbalances(timeline: Timeline) -> Iterator[Metric]:
@@ -135,7 +133,7 @@ def _of_run(held: Held) -> Iterator[Metric]:
         ((decision_names(decision), header.layers[decision]) for decision in Decision),
         *labels,
     )
-    yield _counter("replicas", "Replicas of experts placed, over all ranks.", _one(header.replicas))
+    yield _counter("replicas", "Replicas of experts placed, over all ranks.", header.replicas)
     yield InfoMetricFamily(
         "ultraep_policy",
         "The policy in force, the engine and how its ranks share the work.",
@@ -146,7 +144,7 @@ def _of_run(held: Held) -> Iterator[Metric]:
         "Lowest possible mean of ultraep_time_imbalance_ratio, as weights move only inside "
         "domains: the largest domain mean over the mean of all ranks, in the records that the "
         "sidecar holds.",
-        _one(mean_floor(RecordSelection().considered(held.primary))),
+        mean_floor(RecordSelection().considered(held.primary)),
     )
     yield _gauge(
         "rank_speed_ratio",
@@ -161,12 +159,12 @@ def _totals(headers: list[RingHeader]) -> Iterator[Metric]:
     yield _counter(
         "moved_bytes",
         "Expert weights sent by the ranks of this host.",
-        _one(sum(header.bytes_sent for header in headers)),
+        sum(header.bytes_sent for header in headers),
     )
     yield _gauge(
         "slot_reserved_bytes",
         "Memory reserved for replica slots on this host.",
-        _one(sum(header.slot_bytes_reserved for header in headers)),
+        sum(header.slot_bytes_reserved for header in headers),
     )
     totals = {stage: sum(header.stage_ns[stage] for header in headers) for stage in Stage}
     yield _counter(
@@ -183,14 +181,14 @@ def _estimates(headers: list[RingHeader], saved: float, worsened: float) -> Iter
         "estimated_saved_seconds",
         "Estimated time that balancing avoided: the engine's time of each layer x (assignments of "
         "the busiest rank before / after - 1).",
-        _one(saved),
+        saved,
     )
     stages = float(spent_seconds([header.stage_ns for header in headers]))
     yield _counter(
         "estimated_spent_seconds",
         "Estimated time that balancing took: its stages on the slowest rank, exchange on the rank "
         "that waited least, and the extra time of layers less balanced than before.",
-        _one(stages + worsened),
+        stages + worsened,
     )
 
 

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Hashable
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, HTTPException, Query, Request, Response
@@ -70,9 +70,9 @@ def balance_routes(store: RunStore, answers: AnswerCache) -> APIRouter:
     """The routes over ``store``; each polls first. Summaries are shared through ``answers``."""
     router = APIRouter(prefix="/v1/balance", responses=_NO_RUN, tags=["balance"])
 
-    async def shared(make: Callable[..., Any], *question: Hashable) -> Response:
+    def shared(make: Callable[..., Any], *question: Hashable) -> Awaitable[Response]:
         """``make(held, *question)`` after a poll, once for all who ask the same."""
-        return await answers.give((make, *question), lambda: make(store.poll().held(), *question))
+        return answers.give((make, *question), lambda: make(store.poll().held(), *question))
 
     @router.get("", response_model=BalanceSnapshot)
     async def balance(since_ns: SinceNs = 0, policy: PolicyName = None) -> Response:
@@ -91,13 +91,7 @@ def balance_routes(store: RunStore, answers: AnswerCache) -> APIRouter:
     @router.get("/history", response_model=History)
     async def history(seconds: Seconds = 300, step: Step = 2) -> Response:
         """Imbalance and savings over time, further back than records are held."""
-
-        def polled() -> History:
-            store.poll()
-            with store.timeline() as timeline:
-                return timeline.history(int(time.time()), seconds, step)
-
-        return await answers.give(("history", seconds, step), polled)
+        return await answers.give((History, seconds, step), lambda: _history(store, seconds, step))
 
     @router.get("/policies", response_model=PolicyComparison)
     async def policies(since_ns: SinceNs = 0) -> Response:
@@ -132,6 +126,12 @@ def balance_routes(store: RunStore, answers: AnswerCache) -> APIRouter:
         return await shared(batch_layer_detail, batch, layer)
 
     return router
+
+
+def _history(store: RunStore, seconds: int, step: int) -> History:
+    store.poll()
+    with store.timeline() as timeline:
+        return timeline.history(int(time.time()), seconds, step)
 
 
 def live_routes(

@@ -94,16 +94,11 @@ def capture_routes(run_dir: Path, token: str | None) -> APIRouter:
 def _status(run_dir: Path, rank: int) -> SpoolStatus | None:
     """None where the spool was removed or cannot be read."""
     try:
-        descriptor = open_regular(RunFiles(run_dir).spool(rank))
-    except OSError:
-        return None
-    try:
-        header = parse_spool_header(os.pread(descriptor, PAGE_BYTES, 0))
-        size = os.fstat(descriptor).st_size
+        with os.fdopen(open_regular(RunFiles(run_dir).spool(rank)), "rb") as file:
+            header = parse_spool_header(file.read(PAGE_BYTES))
+            size = os.fstat(file.fileno()).st_size
     except (OSError, SpoolError):
         return None
-    finally:
-        os.close(descriptor)
     return SpoolStatus(
         rank=rank,
         number=header.number,

@@ -11,7 +11,7 @@ from ultraep_serve import __version__
 from ultraep_serve.sidecar.answers import AnswerCache
 from ultraep_serve.sidecar.metrics import StoreCollector
 from ultraep_serve.sidecar.statistics.snapshot import Document
-from ultraep_serve.sidecar.store import RunStore
+from ultraep_serve.sidecar.store import Run, RunStore
 from ultraep_serve.types import Policy, SpeedSource
 
 __all__ = ["operate_routes"]
@@ -103,17 +103,20 @@ def operate_routes(
     @router.get("/v1/config")
     def config() -> ConfigAnswer:
         """The policy in force, the policies that may be set, and the settings at start."""
-        run = store.poll()
-        control = run.control
-        return ConfigAnswer(
-            version=__version__,
-            policy=run.policy.value if run.policy else None,
-            paused_policy=control.paused.value if control.paused else None,
-            max_imbalance=control.max_imbalance,
-            speeds=None if control.speeds is SpeedSource.CONFIGURED else control.speeds.value,
-            policies=[p.value for p in Policy if p is not Policy.IDEAL or allow_ideal],
-            control_open=control_open,
-            config=run.config,
-        )
+        return _config(store.poll(), control_open, allow_ideal)
 
     return router
+
+
+def _config(run: Run, control_open: bool, allow_ideal: bool) -> ConfigAnswer:
+    control = run.control
+    return ConfigAnswer(
+        version=__version__,
+        policy=run.policy.value if run.policy else None,
+        paused_policy=control.paused.value if control.paused else None,
+        max_imbalance=control.max_imbalance,
+        speeds=None if control.speeds is SpeedSource.CONFIGURED else control.speeds.value,
+        policies=[p.value for p in Policy if p is not Policy.IDEAL or allow_ideal],
+        control_open=control_open,
+        config=run.config,
+    )

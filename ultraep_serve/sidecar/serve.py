@@ -69,17 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     set_up_logging(settings.log_format)
     if arguments.parent is not None:
         os.setpgrp()  # no signals of the engine's terminal, but its session: see start_child
-    token = control_token(run_dir)
-    serve(
-        run_dir,
-        host=settings.host,
-        port=_DEFAULT_PORT if settings.port is None else settings.port,
-        token=token,
-        allow_ideal=config.allow_ideal,
-        allowed_hosts=(settings.host, *settings.allowed_hosts.split(",")),
-        keeps_token=token != control_token_from_environment(),
-        parent=arguments.parent,
-    )
+    serve(run_dir, settings, control_token(run_dir), config.allow_ideal, arguments.parent)
     if arguments.parent is not None:
         remove_abandoned()  # by killed ranks; those that end by themselves leave nothing
     return 0
@@ -87,46 +77,36 @@ def run(arguments: argparse.Namespace) -> int:
 
 def serve(
     run_dir: Path,
-    *,
-    host: str = "127.0.0.1",
-    port: int = _DEFAULT_PORT,
+    settings: SidecarSettings,
     token: str | None = None,
     allow_ideal: bool = False,
-    allowed_hosts: tuple[str, ...] = (),
-    keeps_token: bool = False,
     parent: int | None = None,
 ) -> None:
     """Serve until SIGINT or SIGTERM, or until the process ``parent`` is no longer the parent.
 
-    ``port`` 0 is a free one, which is logged. ``allowed_hosts`` are names for ``KnownNames``. With
-    ``keeps_token`` the token's file, which local clients read, is put back where it was deleted
-    while serving.
+    Port 0 is a free one, which is logged. A token that is not the operator's is in a file, which
+    local clients read; it is put back where it was deleted while serving.
 
     Raises ConfigError when the address cannot be bound, or when the control endpoint would be
     reachable from other hosts without a token.
     """
+    host, port = settings.host, _DEFAULT_PORT if settings.port is None else settings.port
     if not token and not is_loopback(host):
         raise ConfigError(
             f"{host = } is reachable from other hosts; set a control token, or bind 127.0.0.1"
         )
-    listener = _listen(host, port)
-    with listener:
-        address = listener.getsockname()
-        _log_start(host, address[1], run_dir, control_open=bool(token))
-        keep = (
-            functools.partial(_keep_token, RunFiles(run_dir), token)
-            if token and keeps_token
-            else None
-        )
+    with _listen(host, port) as listener:
+        _log_start(host, listener.getsockname()[1], run_dir, control_open=bool(token))
+        in_file = token if token != control_token_from_environment() else None
         options = AppOptions(
             reuse_seconds=0.5,
             computing_share=_COMPUTING_SHARE,
-            after_poll=keep,
-            allowed_hosts=allowed_hosts,
+            after_poll=functools.partial(_keep_token, RunFiles(run_dir), in_file),
+            allowed_hosts=(host, *settings.allowed_hosts.split(",")),
         )
         app = create_app(run_dir, token, allow_ideal, options=options)
-        settings = server_settings(app)
-        config = uvicorn.Config(**settings, log_level="warning", timeout_graceful_shutdown=2)
+        limits = server_settings(app)
+        config = uvicorn.Config(**limits, log_level="warning", timeout_graceful_shutdown=2)
         _give_way()
         server = uvicorn.Server(config)
         app.state.stopping = lambda: server.should_exit
@@ -177,8 +157,6 @@ def is_loopback(host: str) -> bool:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    if not 0 <= port < 1 << 16:  # getaddrinfo would silently wrap it around
-        raise ConfigError(f"--port {port} must be 0 to 65535")
     try:
         family, _, _, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -207,9 +185,10 @@ def control_token(run_dir: Path) -> str:
         raise ConfigError(str(error)) from error
 
 
-def _keep_token(files: RunFiles, token: str) -> None:
-    with contextlib.suppress(OutputError):  # no room: at a later poll
-        files.publish(files.token, token.encode())
+def _keep_token(files: RunFiles, token: str | None) -> None:
+    if token:
+        with contextlib.suppress(OutputError):  # no room: at a later poll
+            files.publish(files.token, token.encode())
 
 
 def set_up_logging(log_format: Literal["text", "json"]) -> None:

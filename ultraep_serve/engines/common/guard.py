@@ -43,9 +43,9 @@ def left_out(engine: str, filter_of: Callable[[str], str | None] | None = None) 
     empty filter for none. ``filter_of`` reads a variable, by default this process's.
     """
     if filter_of is None:
-        from ultraep_serve.config import plugin_filter  # nothing is imported where no engine is
+        from ultraep_serve.config import engine_variable  # nothing is imported where no engine is
 
-        filter_of = plugin_filter
+        filter_of = engine_variable
     named = filter_of(_FILTERS[engine])
     if named is None or (engine == "sglang" and not named):
         return None

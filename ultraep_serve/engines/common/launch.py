@@ -10,6 +10,7 @@ from ultraep_serve.system.files import read_object
 __all__ = [
     "RankCount",
     "check_has_experts",
+    "context_length",
     "local_url",
     "package_folder",
 ]
@@ -44,6 +45,22 @@ def check_has_experts(model: str, engine: str) -> None:
             f"serve it with --policy off, or with {engine} itself",
             otherwise="",
         )
+
+
+def context_length(model: str, chosen: str | None) -> int | None:
+    """Tokens of the longest request: as ``chosen`` by the user, else what a local model allows.
+
+    None: that is not known before the model is loaded, or the engine is to choose it.
+    """
+    if chosen is not None:
+        return int(chosen) if chosen.isdecimal() else None
+    path = Path(model) / "config.json"
+    if not path.exists():
+        return None
+    config = read_object(path, "the model's configuration")
+    nested = config.get("text_config")
+    found = (nested if isinstance(nested, dict) else config).get("max_position_embeddings")
+    return found if isinstance(found, int) and found > 0 else None
 
 
 def package_folder(name: str) -> Path:

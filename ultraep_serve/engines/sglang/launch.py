@@ -17,6 +17,7 @@ from ultraep_serve.engines.common.guard import PLUGIN, left_out
 from ultraep_serve.engines.common.launch import (
     RankCount,
     check_has_experts,
+    context_length,
     local_url,
     package_folder,
 )
@@ -33,7 +34,7 @@ DEFAULT_PORT = 30000
 _THIS_MODULE = "ultraep_serve.engines.sglang.launch"
 _NEEDED_ON_CPU = ("sgl_kernel", "torchvision")  # or what stands in for them
 _GROUP = "sglang.srt.plugins"
-_CPU_CACHE_TOKENS = "32768"  # each rank would otherwise take the machine's memory for its own
+_CPU_CACHE_TOKENS = 32768  # each rank would otherwise take the machine's memory for its own
 
 
 def parse_engine_flags(flags: list[str]) -> argparse.Namespace:
@@ -49,6 +50,7 @@ def parse_engine_flags(flags: list[str]) -> argparse.Namespace:
     parser.add_argument("--device")
     parser.add_argument("--attention-backend")
     parser.add_argument("--max-total-tokens")
+    parser.add_argument("--context-length")
     parser.add_argument("--ep-dispatch-algorithm")
     parser.add_argument("--moe-a2a-backend", default="none")
     parser.add_argument("--cuda-graph-config")
@@ -82,8 +84,11 @@ def engine_command(model: str, flags: list[str], policy: Policy) -> EngineComman
             raise UnsupportedError(problem, otherwise=POLICY_OFF)
     on_cpu = _is_for_cpu(parsed)
     num_ranks = count_ranks(parsed).here
-    binding = None
+    cache_tokens = max(_CPU_CACHE_TOKENS, context_length(model, parsed.context_length) or 0)
+    binding, said = None, []
     if on_cpu:
+        if not parsed.max_total_tokens:
+            said.append(f"KV cache of {cache_tokens} tokens; --max-total-tokens sets it")
         binding = CoreBinding.here("SGLANG_CPU_OMP_THREADS_BIND", num_ranks * parsed.dp_size)
     return EngineCommand(
         arguments=[
@@ -93,13 +98,14 @@ def engine_command(model: str, flags: list[str], policy: Policy) -> EngineComman
             "--model-path",
             model,
             *flags,
-            *(_cpu_flags(parsed) if on_cpu else _gpu_flags(parsed, policy)),
+            *(_cpu_flags(parsed, cache_tokens) if on_cpu else _gpu_flags(parsed, policy)),
         ],
         # hosts without a server answer there too
         url=local_url(parsed.host, parsed.port, parsed.ssl_certfile),
         num_ranks=num_ranks,
         environment=_environment(model, binding),
         binding=binding,
+        said=tuple(said),
         tuned=None if on_cpu else TunedKernels("SGLANG_MOE_CONFIG_DIR", _tuned_folder()),
     )
 
@@ -147,7 +153,7 @@ def _is_for_cpu(parsed: argparse.Namespace) -> bool:
     return not any(Path(path).exists() for path in ("/dev/nvidiactl", "/dev/kfd"))
 
 
-def _cpu_flags(parsed: argparse.Namespace) -> list[str]:
+def _cpu_flags(parsed: argparse.Namespace, cache_tokens: int) -> list[str]:
     """What a plain CPU machine needs, where the user did not choose."""
     chosen = []
     if not parsed.device:
@@ -155,7 +161,7 @@ def _cpu_flags(parsed: argparse.Namespace) -> list[str]:
     if not parsed.attention_backend:
         chosen += ["--attention-backend", "torch_native"]
     if not parsed.max_total_tokens:
-        chosen += ["--max-total-tokens", _CPU_CACHE_TOKENS]
+        chosen += ["--max-total-tokens", str(cache_tokens)]
     return chosen
 
 

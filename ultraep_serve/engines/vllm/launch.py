@@ -8,16 +8,20 @@ module that starts servers has no headless mode. Verified with 0.32 and 0.33.
 """
 
 import argparse
+import math
 import os
 import sys
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
+from ultraep_serve.config import engine_variable
+from ultraep_serve.costs.shapes import model_shape
 from ultraep_serve.engines.common.guard import left_out
 from ultraep_serve.engines.common.launch import (
     RankCount,
     check_has_experts,
+    context_length,
     local_url,
     package_folder,
 )
@@ -25,12 +29,15 @@ from ultraep_serve.errors import POLICY_OFF, ConfigError, UnsupportedError
 from ultraep_serve.launcher.binding import CoreBinding
 from ultraep_serve.launcher.supervisor import EngineCommand
 from ultraep_serve.launcher.tuned_kernels import TunedKernels
+from ultraep_serve.system.machine import available_memory
 from ultraep_serve.types import Policy
 
 __all__ = ["DEFAULT_PORT", "count_ranks", "engine_command", "parse_engine_flags"]
 
 DEFAULT_PORT = 8000
 _HEADLESS = "ultraep_serve.engines.vllm.launch"
+_CACHE_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"  # GiB
+_GIB = 1 << 30
 
 
 def parse_engine_flags(flags: list[str]) -> argparse.Namespace:
@@ -51,6 +58,8 @@ def parse_engine_flags(flags: list[str]) -> argparse.Namespace:
     parser.add_argument("--enable-dbo", action="store_true")
     parser.add_argument("--ubatch-size", type=int, default=0)
     parser.add_argument("--kv-cache-memory-bytes")
+    parser.add_argument("--max-model-len")
+    parser.add_argument("--dtype")
     parser.add_argument("--config")
     return parser.parse_known_args([_with_dashes(flag) for flag in flags])[0]
 
@@ -77,9 +86,18 @@ def engine_command(model: str, flags: list[str], policy: Policy) -> EngineComman
         if not parsed.config:
             _check_parallelism(ranks.in_stage, parsed.enable_expert_parallel)
         _check_conflicts(parsed)
-    binding = None
+    binding, environment = None, {"HF_HUB_OFFLINE": "1"} if Path(model).is_dir() else {}
+    said: list[str] = []
     if _is_cpu_build() and ranks.here:  # none where this host has the server alone
         binding = CoreBinding.here("VLLM_CPU_OMP_THREADS_BIND", ranks.here)
+        if not binding.has_node_per_rank:  # else vLLM's own binding and cache do that
+            environment[binding.variable] = binding.setting
+            if not (parsed.kv_cache_memory_bytes or engine_variable(_CACHE_VARIABLE)):
+                size, room = _cache_size(model, parsed, ranks.here)
+                environment[_CACHE_VARIABLE] = str(size)
+                said.append(
+                    f"KV cache of {size} GiB on each rank, {room}; --kv-cache-memory-bytes sets it"
+                )
     return EngineCommand(
         arguments=[
             sys.executable,
@@ -91,9 +109,10 @@ def engine_command(model: str, flags: list[str], policy: Policy) -> EngineComman
         ],
         url=None if parsed.headless else local_url(parsed.host, parsed.port, parsed.ssl_certfile),
         num_ranks=ranks.here,
-        environment=_environment(model, binding, bool(parsed.kv_cache_memory_bytes)),
+        environment=environment,
         tuned=None if _is_cpu_build() else _tuned_kernels(parsed),
         binding=binding,
+        said=tuple(said),
     )
 
 
@@ -140,17 +159,24 @@ def _check_conflicts(parsed: argparse.Namespace) -> None:
         raise UnsupportedError(problem, otherwise=POLICY_OFF)
 
 
-def _environment(model: str, binding: CoreBinding | None, has_cache_size: bool) -> dict[str, str]:
-    """Defaults that vLLM needs on a plain CPU machine, and that users need not know."""
-    environment = {"HF_HUB_OFFLINE": "1"} if Path(model).is_dir() else {}
-    if not _is_cpu_build():
-        return environment
-    if binding is not None and not binding.has_node_per_rank:  # else vLLM's own does that
-        environment[binding.variable] = binding.setting
-    if not has_cache_size:
-        # Otherwise each rank sizes its cache as if the machine's memory were its own.
-        environment["VLLM_CPU_KVCACHE_SPACE"] = "1"
-    return environment
+def _cache_size(model: str, parsed: argparse.Namespace, num_ranks: int) -> tuple[int, str]:
+    """GiB of each rank's KV cache where ranks share a node's memory, and what it has room for.
+
+    vLLM would size it as if the memory were one rank's own. Each rank is taken to cache all heads,
+    as with data parallelism. All caches take half of the free memory at most; where that is too
+    little, vLLM says which --max-model-len would fit.
+    """
+    tokens = context_length(model, parsed.max_model_len)
+    try:
+        of_token = model_shape(model).kv_bytes_per_token
+    except ConfigError:  # not here, or of another form, which vLLM knows
+        tokens = None
+    if tokens is None:
+        return 1, "as the model's context is not known before it is loaded"
+    of_token *= 2 if parsed.dtype in ("float", "float32") else 1
+    most = (available_memory() or sys.maxsize) // (2 * num_ranks * _GIB)
+    size = max(1, min(most, math.ceil(tokens * of_token / _GIB)))
+    return size, f"room for {size * _GIB // of_token} tokens (one request may have {tokens})"
 
 
 def _tuned_kernels(parsed: argparse.Namespace) -> TunedKernels:

@@ -93,9 +93,11 @@ class Timeline:
     """The newest ``max_seconds`` seconds, of which second t is at index ``t % max_seconds``."""
 
     def __init__(self, max_seconds: int = 3600) -> None:
-        self._seconds = np.zeros(max_seconds, _sums_dtype("<i4"))
+        self._size = max_seconds
+        # The last one is always empty: it stands for all that are not held.
+        self._seconds = np.zeros(max_seconds + 1, _sums_dtype("<i4"))
         self._seconds["time"] = _EMPTY
-        self._stage_ns = np.zeros((max_seconds, 0, len(Stage)), np.float32)  # by rank
+        self._stage_ns = np.zeros((max_seconds + 1, 0, len(Stage)), np.float32)  # by rank
         self._ever = np.zeros(1, _sums_dtype("<i8"))
         self._last_batch = (-1, int(Decision.PLANNED), 0)  # number, decision and second
 
@@ -161,8 +163,8 @@ class Timeline:
     def shift(self, seconds: int) -> None:
         """The wall clock was set: all that is held is ``seconds`` later in its new time."""
         self._seconds["time"][self._seconds["time"] != _EMPTY] += seconds
-        self._seconds = np.roll(self._seconds, seconds)
-        self._stage_ns = np.roll(self._stage_ns, seconds, axis=0)
+        for held in (self._seconds, self._stage_ns):
+            held[:-1] = np.roll(held[:-1], seconds, axis=0)
         number, decision, second = self._last_batch
         self._last_batch = (number, decision, second + seconds)
 
@@ -170,42 +172,41 @@ class Timeline:
         """The last ``seconds`` up to ``now_seconds`` (Unix time) in steps of ``step`` seconds."""
         begin = (now_seconds - seconds) // step * step + step
         steps = np.arange(begin, now_seconds + 1, step)
-        indices, known = self._find(steps[:, None] + np.arange(step))
-
-        def totals(name: str, part: str | None = None) -> NDArray[Any]:
-            values = self._seconds[name] if part is None else self._seconds[name][part]
-            return np.where(known, values[indices], 0)
-
-        layers = totals("layers").sum(axis=1)
+        rows = self._rows(steps[:, None] + np.arange(step))
+        layers, saved, worsened = (
+            self._seconds[name][rows].sum(axis=1) for name in ("layers", "saved", "worsened")
+        )
+        spent = spent_seconds(self._stage_ns[rows].sum(axis=1, dtype=np.float64))
 
         def where_known(values: NDArray[np.float64]) -> list[float | None]:
             return [v if n else None for v, n in zip(values.tolist(), layers, strict=True)]
 
         def means(name: str) -> list[float | None]:
-            return where_known(totals(name, "sum").sum(axis=1) / np.maximum(layers, 1))
+            sums = self._seconds[name]["sum"][rows].sum(axis=1)
+            return where_known(sums / np.maximum(layers, 1))
 
-        batches = self._seconds["batches"].sum(axis=1)[indices]
-        stage_ns = np.where(known[..., None, None], self._stage_ns[indices], 0)
-        spent = spent_seconds(stage_ns.sum(axis=1, dtype=np.float64))
+        def maxima(name: str) -> list[float | None]:
+            return where_known(self._seconds[name]["max"][rows].max(axis=1))
+
         return History(
             step_seconds=step,
             time_seconds=steps.tolist(),
             before_mean=means("before"),
-            before_max=where_known(totals("before", "max").max(axis=1)),
+            before_max=maxima("before"),
             after_mean=means("after"),
-            after_max=where_known(totals("after", "max").max(axis=1)),
+            after_max=maxima("after"),
             time_after_mean=means("time_after"),
-            batches=np.where(known, batches, 0).sum(axis=1).tolist(),
-            saved_seconds=totals("saved").sum(axis=1).tolist(),
-            spent_seconds=(spent + totals("worsened").sum(axis=1)).tolist(),
+            batches=self._seconds["batches"].sum(axis=1)[rows].sum(axis=1).tolist(),
+            saved_seconds=saved.tolist(),
+            spent_seconds=(spent + worsened).tolist(),
         )
 
     def totals(self, now_seconds: int, seconds: int) -> Totals:
         """The sums over the last ``seconds`` up to and including ``now_seconds`` (Unix time)."""
-        indices, known = self._find(np.arange(now_seconds - seconds + 1, now_seconds + 1))
-        found = self._seconds[indices[known]]
+        rows = np.unique(self._rows(np.arange(now_seconds - seconds + 1, now_seconds + 1)))
+        found = self._seconds[rows]
         counts = found["batches"].sum(axis=0).tolist()
-        stage_ns = self._stage_ns[indices[known]].sum(axis=0, dtype=np.float64)
+        stage_ns = self._stage_ns[rows].sum(axis=0, dtype=np.float64)
         saved, worsened = (float(found[name].sum()) for name in ("saved", "worsened"))
         return Totals(
             imbalance=ImbalanceSnapshot(
@@ -216,12 +217,10 @@ class Timeline:
             savings=savings(saved, worsened, stage_ns),
         )
 
-    def _find(
-        self, times: NDArray[np.signedinteger]
-    ) -> tuple[NDArray[np.signedinteger], NDArray[np.bool_]]:
-        """Where the seconds ``times`` (...,) are held, and whether they are."""
-        indices = times % len(self._seconds)
-        return indices, self._seconds["time"][indices] == times
+    def _rows(self, times: NDArray[np.signedinteger]) -> NDArray[np.signedinteger]:
+        """Where the seconds ``times`` (...,) are held."""
+        rows = times % self._size
+        return np.where(self._seconds["time"][rows] == times, rows, self._size)
 
     def _by_second(self, records: RecordArray) -> Iterator[tuple[int, RecordArray]]:
         """Indices of seconds and their ``records``, without those too old to be held."""
@@ -232,7 +231,7 @@ class Timeline:
 
     def _index(self, time: int) -> int | None:
         """Where second ``time`` is held, made empty if it is new; None if it is too old."""
-        index = time % len(self._seconds)
+        index = time % self._size
         held = int(self._seconds[index]["time"])
         if held < time:
             self._seconds[index] = np.zeros((), self._seconds.dtype)

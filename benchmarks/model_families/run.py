@@ -1,6 +1,6 @@
 """One model family on one engine, two ranks on this machine's CPU: a program of its own.
 
-    python -m tests.support.family_run ENGINE FAMILY MODEL OUT [--stock RANKS]
+    python -m benchmarks.model_families.run ENGINE FAMILY MODEL OUT [--stock RANKS]
 
 starts the engine in this process (vLLM's ``LLM``, SGLang's ``Engine``) on a checkpoint of
 ``make_family``, asks the same prompts with balancing on and off, and writes to OUT what came of
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tests.support.families import FAMILIES, Family
+from benchmarks.model_families.checkpoints import FAMILIES, Family
 from tests.support.serving_checks import MOVING_ALWAYS_PAYS
 from tests.support.ways_to_start import SGLANG, VLLM, balanced_layers, run_path_of
 from ultraep_serve.lab.demo.text import DOMAINS, sample_text

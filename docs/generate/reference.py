@@ -1,6 +1,6 @@
 """The tables of docs/ that are made from the code that they describe.
 
-    python -m tests.support.reference_page     # brings the pages up to date
+    python -m docs.generate.reference     # brings the pages up to date
 
 A table stands between ``<!-- NAME -->`` and ``<!-- end -->``.
 """
@@ -22,7 +22,7 @@ from ultraep_serve.types import ExpertShape, Policy
 
 __all__ = ["DOCS", "TABLES", "help_text", "table", "table_in", "with_table"]
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+DOCS = Path(__file__).resolve().parents[1]
 # an argument, two spaces or a line's end, and its text
 _HELP_LINE = re.compile(r"^  (?! )(\S+(?: \S+)*)(?:  +|\n {6,})(\S.*)$", re.MULTILINE)
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.support.family_table import COMMON, CONTEXT, FAMILIES, Family
+from benchmarks.model_families.table import COMMON, CONTEXT, FAMILIES, Family
 from ultraep_serve.lab.demo.text import DOMAINS, save_tokenizer
 
 __all__ = ["CONTEXT", "FAMILIES", "Family", "make_family"]

@@ -1,6 +1,6 @@
 """Slots and fabric on a device: alone, between processes, and where one of these dies.
 
-Run on a GPU by ``benchmarks/device``, and where there is none in host memory, between whose
+They run on a GPU, and where there is none (a dry run) in host memory, between whose
 processes descriptors of it travel. All checks raise AssertionError where something is wrong.
 """
 

@@ -1,6 +1,6 @@
 """What README.md, docs/results.md and docs/dev/measurements.md have from the JSON of benchmarks.
 
-    python -m tests.support.results_page     # brings all of them up to date
+    python -m docs.generate.results     # brings all of them up to date
 
 Every ratio of the first two is estimated in one way: see ``_estimate``. A table of times stands
 between ``<!-- NAME -->`` and ``<!-- end -->``, NAME being its JSON's.
@@ -16,7 +16,7 @@ from typing import Any
 
 from ultraep_kernels.contract import FULL_SPEED
 
-from tests.support.reference_page import table, table_in, with_table
+from docs.generate.reference import table, table_in, with_table
 from ultraep_serve.lab.bench.load_report import _crossing, rate_text, ratio_text
 from ultraep_serve.lab.bench.prefill import WITHOUT_EP, median_interval
 

@@ -1,6 +1,6 @@
 """The pages of model families, made from the JSON of `benchmarks/families.py`.
 
-    python -m tests.support.families_page     # brings both up to date
+    python -m docs.generate.families     # brings both up to date
 
 docs/families.md is for users; docs/dev/families.md has every figure.
 """
@@ -8,8 +8,8 @@ docs/families.md is for users; docs/dev/families.md has every figure.
 import json
 from typing import Any
 
-from tests.support.family_table import FAMILIES
-from tests.support.reference_page import DOCS, table
+from benchmarks.model_families.table import FAMILIES
+from docs.generate.reference import DOCS, table
 
 __all__ = ["DETAILS_PAGE", "FAMILIES", "PAGE", "details", "page"]
 
@@ -38,11 +38,11 @@ _DETAILS = """\
 # Model families: every figure
 
 [The page for users](../families.md) says what the verdicts mean. Each family is a tiny checkpoint
-with random weights (`tests/support/families.py`), whose router prefers a few experts of one rank.
-It is served on two ranks of a CPU, tensor and expert parallel. 14 prompts of 100 to 295 tokens are
-asked with policy `quota` and with policy `off`, 16 greedy tokens each. `make test-families` runs
-all of it. Figures are in `families-vllm.json` and `families-sglang.json`; both pages are made
-from them (`tests/support/families_page.py`).
+with random weights (`benchmarks/model_families/checkpoints.py`), whose router prefers a few experts
+of one rank. It is served on two ranks of a CPU, tensor and expert parallel. 14 prompts of 100 to
+295 tokens are asked with policy `quota` and with policy `off`, 16 greedy tokens each.
+`make test-families` runs all of it. Figures are in `families-vllm.json` and `families-sglang.json`;
+both pages are made from them (`docs/generate/families.py`).
 
 | column | |
 |---|---|

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from tests.support.families import FAMILIES, Family, make_family
-from tests.support.family_run import PROMPTS, Answer, difference, settings
+from benchmarks.model_families.checkpoints import FAMILIES, Family, make_family
+from benchmarks.model_families.run import PROMPTS, Answer, difference, settings
 from tests.support.ways_to_start import ENVIRONMENT
 
 __all__ = ["measure_family"]
@@ -132,7 +132,7 @@ def _run(engine: str, name: str, model: Path, stock: int = 0) -> Row | str:
         environment |= {"VLLM_CPU_OMP_THREADS_BIND": "0", "SGLANG_CPU_OMP_THREADS_BIND": "0"}
     if engine == "sglang" and not stock:
         environment["ULTRAEP_CONFIG"] = json.dumps(settings(FAMILIES[name]))
-    command = [sys.executable, "-m", "tests.support.family_run", engine, name]
+    command = [sys.executable, "-m", "benchmarks.model_families.run", engine, name]
     command += [str(model), str(out), "--stock", str(stock)]
     with log.open("wb") as file:
         process = subprocess.Popen(
