@@ -3,7 +3,6 @@
 import asyncio
 import gc
 import json
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from fastapi.testclient import TestClient
 
 from tests.support.bench_fakes import serving
 from tests.support.rings import SyntheticRun
-from tests.support.sidecar_runs import request
+from tests.support.sidecar_runs import Question, request
 from ultraep_serve.sidecar import routes_balance
 from ultraep_serve.sidecar.answers import AnswerCache, Budget
 from ultraep_serve.sidecar.app import AppOptions, create_app
@@ -116,34 +115,24 @@ def test_no_more_listen_than_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_answers_are_shared_for_a_moment() -> None:
-    made = []
-
-    def make() -> RankList:
-        made.append(1)
-        return RankList(ready=True, num_ranks=2, ranks=[])
+    make = Question()
 
     async def ask() -> None:
         answers = AnswerCache(reuse_seconds=3600)
         assert await answers.encoded("a", make) == await answers.encoded("a", make)
         await answers.encoded("b", make)
-        assert len(made) == 2
+        assert make.made == 2
         for key in range(100):
             await answers.encoded(key, make)
         await answers.encoded("a", make)  # has given way
-        assert len(made) == 103
+        assert make.made == 103
 
     asyncio.run(ask())
 
 
 def test_an_answer_is_made_anew_behind_those_who_ask(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, may_end, passed, real = list[int](), threading.Event(), [0.0], time.monotonic
+    make, passed, real = Question(waits_from=1), [0.0], time.monotonic
     monkeypatch.setattr(time, "monotonic", lambda: real() + passed[0])
-
-    def make() -> RankList:
-        if made:
-            may_end.wait(60)
-        made.append(1)
-        return RankList(ready=len(made) == 1, num_ranks=2, ranks=[])
 
     async def ask() -> None:
         answers = AnswerCache(reuse_seconds=3600)
@@ -151,11 +140,11 @@ def test_an_answer_is_made_anew_behind_those_who_ask(monkeypatch: pytest.MonkeyP
         passed[0] += 2000
         assert await answers.encoded("a", make) == first  # nobody waits
         assert await answers.encoded("a", make) == first
-        may_end.set()
+        make.may_end.set()
         async with asyncio.timeout(60):
             while await answers.encoded("a", make) == first:
                 await asyncio.sleep(0.01)
-        assert len(made) == 2
+        assert make.made == 2
 
     asyncio.run(ask())
 

@@ -13,11 +13,10 @@ from fastapi import HTTPException
 from fastapi.testclient import TestClient
 
 from tests.support.rings import SyntheticRun
-from tests.support.sidecar_runs import SkewedRun
+from tests.support.sidecar_runs import Question, SkewedRun
 from ultraep_serve.sidecar import routes_balance
 from ultraep_serve.sidecar.answers import AnswerCache
 from ultraep_serve.sidecar.app import AppOptions, create_app
-from ultraep_serve.sidecar.overview import RankList
 from ultraep_serve.sidecar.store import RunStore
 from ultraep_serve.telemetry.schema import RingState
 
@@ -74,31 +73,22 @@ def test_health_and_metrics_are_answered_whatever_others_ask(
 
 
 def test_one_question_of_many_clients_is_one_question() -> None:
-    may_end, made = threading.Event(), list[int]()
-
-    def make() -> RankList:
-        may_end.wait(60)
-        made.append(1)
-        return RankList(ready=True, num_ranks=2, ranks=[])
+    make = Question(waits_from=0)
 
     async def ask() -> list[bytes]:
         answers = AnswerCache(reuse_seconds=3600, at_once=2)
         asked = [asyncio.create_task(answers.encoded("a", make)) for _ in range(CLIENTS)]
         await asyncio.sleep(0)
         asked[0].cancel()  # one that goes away takes nobody along
-        may_end.set()
+        make.may_end.set()
         return await asyncio.gather(*asked[1:])
 
     assert len(set(asyncio.run(ask()))) == 1
-    assert made == [1]
+    assert make.made == 1
 
 
 def test_who_was_refused_is_answered_later() -> None:
-    may_end = threading.Event()
-
-    def make() -> RankList:
-        may_end.wait(60)
-        return RankList(ready=True, num_ranks=2, ranks=[])
+    make = Question(waits_from=0)
 
     async def ask() -> None:
         answers = AnswerCache(reuse_seconds=0.0)
@@ -106,7 +96,7 @@ def test_who_was_refused_is_answered_later() -> None:
         await asyncio.sleep(0)
         with pytest.raises(HTTPException, match="503"):
             await answers.encoded("late", make)
-        may_end.set()
+        make.may_end.set()
         await asyncio.gather(*asked)
         await answers.encoded("late", make)
 

@@ -1,6 +1,8 @@
 """What the sidecar holds in memory: records, sums per second, skipped batches; all bounded."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +20,6 @@ from ultraep_serve.sidecar.statistics.timeline import Timeline
 from ultraep_serve.telemetry.reader import RingReader
 from ultraep_serve.telemetry.record import RecordArray
 from ultraep_serve.telemetry.run_files import RunFiles
-from ultraep_serve.telemetry.schema import RingHeader
 from ultraep_serve.types import Decision, ExpertShape
 
 SHAPE = ExpertShape(num_ranks=4, num_logical_experts=8, num_replica_slots=1)
@@ -100,19 +101,10 @@ def test_all_ranks_together_stay_in_bounds() -> None:
     assert 1 <= most * 512 * OWN_DTYPE.itemsize < 64 << 20
 
 
-class Header:
+def header(small: int) -> Any:
     """As much of a ring's as counts here."""
-
-    started_ns = 1000 * SECOND
-
-    def __init__(self, small: int) -> None:
-        self.skipped_batches = tuple(
-            small if decision is Decision.SMALL else 0 for decision in Decision
-        )
-
-
-def header(small: int) -> RingHeader:
-    return Header(small)  # type: ignore[return-value]
+    skipped = tuple(small if decision is Decision.SMALL else 0 for decision in Decision)
+    return SimpleNamespace(started_ns=1000 * SECOND, skipped_batches=skipped)
 
 
 def small_since(history: SkippedHistory, second: int) -> int:
