@@ -1,4 +1,4 @@
-"""Every setting of a server, stated once, and the one place that reads the environment.
+"""Every setting of a server, stated once.
 
 ``BalanceConfig`` is the schema of all settings: from it come the launcher's flags and their help,
 the JSON that an engine is given (in the variable ``ULTRAEP_CONFIG``, or in a setting of its own),
@@ -6,9 +6,6 @@ files of settings, the errors, and the table in ``docs/settings.md``.
 """
 
 import argparse
-import contextlib
-import multiprocessing
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
@@ -18,29 +15,18 @@ from pydantic import BaseModel, BeforeValidator, Field, model_validator
 from ultraep_serve.balance.speeds import parse_speeds
 from ultraep_serve.costs.model import CostModel
 from ultraep_serve.errors import ConfigError
-from ultraep_serve.system.control_token import checked_token
+from ultraep_serve.system.environment import CONFIG_VARIABLE, config_text, keep_config
 from ultraep_serve.system.files import parse_object
 from ultraep_serve.system.settings import Settings, read_settings
 from ultraep_serve.types import Policy
 
 __all__ = [
-    "CONFIG_VARIABLE",
     "BalanceConfig",
     "SidecarSettings",
     "add_file_flag",
-    "child_environment",
-    "control_token_from_environment",
-    "engine_variable",
-    "first_process",
     "given_settings",
     "parse_policy",
-    "share_with_ray_workers",
 ]
-
-CONFIG_VARIABLE = "ULTRAEP_CONFIG"
-TOKEN_VARIABLE = "ULTRAEP_CONTROL_TOKEN"
-_RAY_VARIABLE = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"  # vLLM's own
-_FIRST_PROCESS_VARIABLE = "ULTRAEP_FIRST_PROCESS"
 
 
 def _read_costs(given: object) -> object:
@@ -193,13 +179,13 @@ class BalanceConfig(Settings):
 
         The variable holds JSON, or ``@`` and the name of a file. Raises ConfigError.
         """
-        text = os.environ.get(CONFIG_VARIABLE)
+        text = config_text()
         if not text:
             return None
         if not text.startswith("@"):
             return cls.from_json(text)
         config = cls(**read_settings(Path(text[1:])))
-        os.environ[CONFIG_VARIABLE] = config.to_json()  # what this process starts reads the same
+        keep_config(config.to_json())  # what this process starts reads the same
         return config
 
     @classmethod
@@ -266,59 +252,6 @@ def parse_policy(name: str) -> Policy:
     except ValueError:
         names = ", ".join(policy.value for policy in Policy)
         raise ConfigError(f"unknown policy {name!r}; choose from {names}") from None
-
-
-def control_token_from_environment() -> str | None:
-    """Bearer token for the sidecar's control endpoint, if the operator chose one.
-
-    Raises ConfigError where it could not be sent as a header.
-    """
-    return checked_token(os.environ.get(TOKEN_VARIABLE, ""), TOKEN_VARIABLE) or None
-
-
-def engine_variable(variable: str) -> str | None:
-    """What the operator has set the engine's own ``variable`` to; None: nothing."""
-    return os.environ.get(variable)
-
-
-def first_process() -> int:
-    """Process id of the engine's first process; those that it starts as workers agree.
-
-    It is the first one that asks. Who starts engines through ``multiprocessing`` does not ask, and
-    the engine is then no worker of its own, whatever that process was started with.
-    """
-    named = os.environ.get(_FIRST_PROCESS_VARIABLE, "")
-    if multiprocessing.parent_process() is None or not (named.isdecimal() and _is_above(named)):
-        os.environ[_FIRST_PROCESS_VARIABLE] = named = str(os.getpid())
-    return int(named)
-
-
-def _is_above(named: str) -> bool:
-    """Whether process ``named`` is this one, or one that it descends from; yes, where unknown."""
-    process = str(os.getpid())
-    with contextlib.suppress(OSError):
-        while process not in (named, "0"):
-            stat = Path(f"/proc/{process}/stat").read_text(errors="replace")
-            process = stat.rpartition(")")[2].split()[1]
-        return process == named
-    return True
-
-
-def share_with_ray_workers() -> None:
-    """Have vLLM give its Ray workers, which get little of this environment, our settings too."""
-    if CONFIG_VARIABLE in os.environ:
-        names = os.environ.get(_RAY_VARIABLE, "").split(",")
-        os.environ[_RAY_VARIABLE] = ",".join(filter(None, dict.fromkeys([*names, CONFIG_VARIABLE])))
-
-
-def child_environment(config: BalanceConfig | None, defaults: Mapping[str, str]) -> dict[str, str]:
-    """Environment for an engine that ``config`` balances; the operator's wins over ``defaults``.
-
-    ``config`` None: balancing is not switched on, whatever the operator's says.
-    """
-    environment = {**defaults, **os.environ}
-    environment.pop(CONFIG_VARIABLE, None)
-    return environment if config is None else {**environment, CONFIG_VARIABLE: config.to_json()}
 
 
 def _first_difference(one: BaseModel, other: BaseModel) -> str:

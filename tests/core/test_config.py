@@ -10,19 +10,21 @@ from pathlib import Path
 import pytest
 
 from ultraep_serve.config import (
-    CONFIG_VARIABLE,
     BalanceConfig,
     SidecarSettings,
     add_file_flag,
-    child_environment,
-    control_token_from_environment,
-    first_process,
     given_settings,
     parse_policy,
-    share_with_ray_workers,
 )
 from ultraep_serve.costs.model import CostModel
 from ultraep_serve.errors import ConfigError, UltraEPError
+from ultraep_serve.system.environment import (
+    CONFIG_VARIABLE,
+    child_environment,
+    control_token_from_environment,
+    first_process,
+    share_with_ray_workers,
+)
 from ultraep_serve.types import Policy
 
 
@@ -85,7 +87,7 @@ def test_the_environment_carries_every_field(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.delenv(CONFIG_VARIABLE, raising=False)
     assert BalanceConfig.from_environment() is None
     config = BalanceConfig(min_batch_tokens=17)
-    environment = child_environment(config, {})
+    environment = child_environment(config.to_json(), {})
     assert all(name in environment[CONFIG_VARIABLE] for name in BalanceConfig.model_fields)
     monkeypatch.setenv(CONFIG_VARIABLE, environment[CONFIG_VARIABLE])
     assert BalanceConfig.from_environment() == config
@@ -94,7 +96,7 @@ def test_the_environment_carries_every_field(monkeypatch: pytest.MonkeyPatch) ->
 def test_what_the_operator_set_wins_over_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OF_THE_OPERATOR", "mine")
     defaults = {"OF_THE_OPERATOR": "default", "NOT_SET": "default"}
-    environment = child_environment(BalanceConfig(), defaults)
+    environment = child_environment(BalanceConfig().to_json(), defaults)
     assert environment["OF_THE_OPERATOR"] == "mine"
     assert environment["NOT_SET"] == "default"
 

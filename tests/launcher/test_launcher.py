@@ -20,13 +20,14 @@ from tests.support.ring_files import create
 from ultraep_serve.balance.host_link import HostLink
 from ultraep_serve.balance.topology import Location
 from ultraep_serve.cli import main, serve
-from ultraep_serve.config import CONFIG_VARIABLE, BalanceConfig
+from ultraep_serve.config import BalanceConfig
 from ultraep_serve.engines.common.launch import local_url
 from ultraep_serve.errors import EngineEndedError, UnsupportedError
 from ultraep_serve.launcher import supervisor
 from ultraep_serve.launcher.supervisor import EngineCommand, supervise
 from ultraep_serve.launcher.tuned_kernels import TunedKernels, link_tuned_kernels
 from ultraep_serve.sidecar.serve import add_arguments as add_sidecar_arguments
+from ultraep_serve.system.environment import CONFIG_VARIABLE
 from ultraep_serve.system.machine import free_port
 from ultraep_serve.telemetry import run_directory as module
 from ultraep_serve.telemetry.schema import RingState

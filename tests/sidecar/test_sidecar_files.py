@@ -15,7 +15,7 @@ from tests.support.live_run import LiveRun, command
 from tests.support.rings import PLANNED_LAYERS
 from tests.support.sidecar_runs import samples, status
 from tests.support.waiting import until
-from ultraep_serve.config import TOKEN_VARIABLE
+from ultraep_serve.system.environment import TOKEN_VARIABLE
 from ultraep_serve.system.machine import free_port
 
 _BATCHES = 3  # before and after each deletion

@@ -17,9 +17,10 @@ from tests.support import vllm_layers
 from tests.support.experts import NUM_EXPERTS
 from tests.support.vllm_reference_kernels import use_reference_kernels
 from tests.support.vllm_transports import join_ranks
-from ultraep_serve.config import BalanceConfig, child_environment
+from ultraep_serve.config import BalanceConfig
 from ultraep_serve.engines.common import execution
 from ultraep_serve.engines.vllm import checks, group, routed_experts
+from ultraep_serve.system.environment import child_environment
 
 NUM_RANKS, NUM_SLOTS = 3, 2
 NUM_MASTERS = NUM_EXPERTS // NUM_RANKS
@@ -47,7 +48,7 @@ def replace_device(set_attribute: Callable[..., object]) -> None:
 
 def configure(set_variable: Callable[[str, str], object], **settings: Any) -> None:
     config = BalanceConfig(**settings)
-    set_variable("ULTRAEP_CONFIG", child_environment(config, {})["ULTRAEP_CONFIG"])
+    set_variable("ULTRAEP_CONFIG", child_environment(config.to_json(), {})["ULTRAEP_CONFIG"])
 
 
 @contextmanager

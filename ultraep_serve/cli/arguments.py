@@ -9,10 +9,10 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, model_validator
 
-from ultraep_serve.config import control_token_from_environment
 from ultraep_serve.costs.shapes import WEIGHT_BITS, weight_bits
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.system.control_token import checked_token, read_token
+from ultraep_serve.system.environment import control_token_from_environment
 from ultraep_serve.system.files import prepare_output, read_text, whole_file, write_json
 from ultraep_serve.system.machine import is_here
 from ultraep_serve.system.settings import Settings, Shown, Url

@@ -6,19 +6,14 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from ultraep_serve.config import (
-    BalanceConfig,
-    SidecarSettings,
-    add_file_flag,
-    child_environment,
-    given_settings,
-)
+from ultraep_serve.config import BalanceConfig, SidecarSettings, add_file_flag, given_settings
 from ultraep_serve.engines.sglang import launch as sglang
 from ultraep_serve.engines.vllm import launch as vllm
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.launcher.sidecar import sidecar_command
 from ultraep_serve.launcher.supervisor import supervise
 from ultraep_serve.launcher.tuned_kernels import link_tuned_kernels
+from ultraep_serve.system.environment import child_environment
 from ultraep_serve.system.machine import why_not_listen
 from ultraep_serve.telemetry.run_directory import run_directory
 from ultraep_serve.telemetry.run_files import RunFiles
@@ -69,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
             tuned = link_tuned_kernels(command.tuned, config.slots, files.tuned)
             command = replace(command, environment={**command.environment, **tuned})
         if command.binding is not None:
-            started_with = child_environment(config, command.environment)
+            started_with = child_environment(config.to_json(), command.environment)
             _say(*command.binding.lines(started_with.get(command.binding.variable)))
         _say(*command.said)
         beside = None

@@ -17,10 +17,11 @@ from types import FrameType
 from typing import IO
 
 from ultraep_serve.balance.host_link import tell_hosts
-from ultraep_serve.config import BalanceConfig, child_environment
+from ultraep_serve.config import BalanceConfig
 from ultraep_serve.errors import EngineEndedError, OutputError, RingError, UnsupportedError
 from ultraep_serve.launcher.binding import CoreBinding
 from ultraep_serve.launcher.tuned_kernels import TunedKernels
+from ultraep_serve.system.environment import child_environment
 from ultraep_serve.telemetry.reader import RingReader
 from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.telemetry.schema import RingState
@@ -58,7 +59,7 @@ def supervise(engine: EngineCommand, config: BalanceConfig, sidecar: list[str] |
     UnsupportedError when the engine came up without being balanced, and EngineEndedError when a
     balanced engine ends by itself as if all were well, as vLLM does when it has lost a rank.
     """
-    environment = child_environment(config, engine.environment)
+    environment = child_environment(config.to_json(), engine.environment)
     _say_launched(config)
     children: list[subprocess.Popen[bytes]] = []
     watch = _BalanceWatch(engine, config)

@@ -19,16 +19,12 @@ from typing import Any, Literal
 
 import uvicorn
 
-from ultraep_serve.config import (
-    SidecarSettings,
-    add_file_flag,
-    control_token_from_environment,
-    given_settings,
-)
+from ultraep_serve.config import SidecarSettings, add_file_flag, given_settings
 from ultraep_serve.errors import ConfigError, OutputError
 from ultraep_serve.sidecar.app import AppOptions, create_app
 from ultraep_serve.sidecar.connections import server_settings
 from ultraep_serve.system.control_token import read_token
+from ultraep_serve.system.environment import control_token_from_environment
 from ultraep_serve.telemetry.run_directory import remove_abandoned
 from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.telemetry.running import find_run

@@ -12,6 +12,8 @@ import sys
 import warnings
 from collections.abc import Callable
 
+from ultraep_serve.system.environment import engine_variable
+
 __all__ = ["PLUGIN", "SETTING", "check", "left_out", "setting_on_command_line"]
 
 PLUGIN = "ultraep_serve"  # its name among an engine's plugins
@@ -36,16 +38,12 @@ def check() -> None:
             warnings.warn(f"ultraep: {engine} would not balance here: {problem}", stacklevel=2)
 
 
-def left_out(engine: str, filter_of: Callable[[str], str | None] | None = None) -> str | None:
+def left_out(engine: str, filter_of: Callable[[str], str | None] = engine_variable) -> str | None:
     """Why ``engine`` ("vllm" or "sglang") does not load this plugin, if its user said so.
 
     vLLM takes names as they stand, and none from an empty filter; SGLang strips them, and takes an
     empty filter for none. ``filter_of`` reads a variable, by default this process's.
     """
-    if filter_of is None:
-        from ultraep_serve.config import engine_variable  # nothing is imported where no engine is
-
-        filter_of = engine_variable
     named = filter_of(_FILTERS[engine])
     if named is None or (engine == "sglang" and not named):
         return None

@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ultraep_serve.balance.topology import is_process_alive
-from ultraep_serve.config import first_process
 from ultraep_serve.errors import FabricError, UltraEPError
+from ultraep_serve.system.environment import first_process
 from ultraep_serve.system.files import open_regular
 from ultraep_serve.telemetry.run_directory import remove_run_directories
 

@@ -18,7 +18,7 @@ from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils import is_cpu
 
 from ultraep_serve.balance.speeds import expert_clock
-from ultraep_serve.config import BalanceConfig, first_process
+from ultraep_serve.config import BalanceConfig
 from ultraep_serve.engines.common.rendezvous import refuse_or_serve_plainly
 from ultraep_serve.engines.sglang.checks import (
     check_checkpoint,
@@ -34,6 +34,7 @@ from ultraep_serve.engines.sglang.cpu_experts import (
 )
 from ultraep_serve.engines.sglang.group import ExpertGroup, complete_outputs, expert_layers
 from ultraep_serve.errors import UnsupportedError
+from ultraep_serve.system.environment import first_process
 from ultraep_serve.types import Policy
 
 __all__ = ["PrefillTokens", "install"]

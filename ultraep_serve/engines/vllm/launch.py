@@ -15,7 +15,6 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
-from ultraep_serve.config import engine_variable
 from ultraep_serve.costs.shapes import model_shape
 from ultraep_serve.engines.common.guard import left_out
 from ultraep_serve.engines.common.launch import (
@@ -29,6 +28,7 @@ from ultraep_serve.errors import POLICY_OFF, ConfigError, UnsupportedError
 from ultraep_serve.launcher.binding import CoreBinding
 from ultraep_serve.launcher.supervisor import EngineCommand
 from ultraep_serve.launcher.tuned_kernels import TunedKernels
+from ultraep_serve.system.environment import engine_variable
 from ultraep_serve.system.machine import available_memory
 from ultraep_serve.types import Policy
 

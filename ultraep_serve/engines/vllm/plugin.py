@@ -7,10 +7,11 @@ a model, and before it has a configuration. Whether to balance is decided when a
 import logging
 import sys
 
-from ultraep_serve.config import BalanceConfig, share_with_ray_workers
+from ultraep_serve.config import BalanceConfig
 from ultraep_serve.engines.common.guard import SETTING, setting_on_command_line
 from ultraep_serve.engines.common.process import tidy_up_at_exit
 from ultraep_serve.errors import ConfigError, UnsupportedError
+from ultraep_serve.system.environment import share_with_ray_workers
 
 __all__ = ["register"]
 

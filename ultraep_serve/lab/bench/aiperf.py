@@ -14,9 +14,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ultraep_serve.config import TOKEN_VARIABLE, child_environment
 from ultraep_serve.errors import BenchError, ConfigError, understood
 from ultraep_serve.launcher.supervisor import start_child, stop_child
+from ultraep_serve.system.environment import TOKEN_VARIABLE, child_environment
 from ultraep_serve.system.http import MESSAGE_CHARACTERS
 
 __all__ = ["RELEASE", "AIPerf", "Request", "WindowFigures"]

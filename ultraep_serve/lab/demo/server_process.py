@@ -10,9 +10,9 @@ from typing import TypeVar
 
 import httpx
 
-from ultraep_serve.config import child_environment
 from ultraep_serve.errors import ServerError
 from ultraep_serve.launcher.supervisor import EngineCommand, start_child, stop_child
+from ultraep_serve.system.environment import child_environment
 from ultraep_serve.system.machine import free_port
 from ultraep_serve.types import Policy
 
