@@ -59,7 +59,7 @@ def parse_engine_flags(flags: list[str]) -> argparse.Namespace:
     parser.add_argument("--ubatch-size", type=int, default=0)
     parser.add_argument("--kv-cache-memory-bytes")
     parser.add_argument("--max-model-len")
-    parser.add_argument("--dtype")
+    parser.add_argument("--dtype", default="auto")
     parser.add_argument("--config")
     return parser.parse_known_args([_with_dashes(flag) for flag in flags])[0]
 
