@@ -104,13 +104,11 @@ def test_nothing_is_missing_that_the_launcher_would_add(start: Start) -> None:
     variable = f"{start.engine.upper()}_CPU_OMP_THREADS_BIND"
     binding = CoreBinding.here(variable, 2) if on_cpu else None
     if start.engine == "sglang":
-        assert (
-            launch._cpu_flags(flags) if on_cpu else launch._gpu_flags(flags, Policy.QUOTA)
-        ) == []
+        added = launch._cpu_flags(flags, 1) if on_cpu else launch._gpu_flags(flags, Policy.QUOTA)
+        assert added == []
         needed = launch._environment("MODEL", binding)
     else:
-        with patch.object(launch, "_is_cpu_build", lambda: on_cpu):
-            needed = launch._environment("MODEL", binding, False)
+        needed, _ = launch._environment("MODEL", flags, binding)
     assert {*needed} <= {*start.variables}
 
 

@@ -7,6 +7,7 @@ eight of them takes less than a second. Whatever happens, none outlives the call
 import multiprocessing
 import shutil
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ RUN_PATH_PREFIX = "uep-ranks-"
 _PRELOAD = ["tests.support._preload"]
 _SHARED_MEMORY = Path("/dev/shm")
 _SECONDS_TO_LEAVE = 5
+_exit_codes = threading.Lock()  # each can be read once, and whoever starts a process reads all
 
 
 class RankError(UltraEPError):
@@ -74,7 +76,7 @@ def outcomes_of_ranks(
     """How ``function(rank, *args)`` ended on each of ``num_ranks`` processes.
 
     ``function`` is module-level and, like ``args``, can be pickled. Processes that still run after
-    ``timeout_seconds`` are killed.
+    ``timeout_seconds`` are killed. May be called by several threads.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
@@ -86,7 +88,8 @@ def outcomes_of_ranks(
             process: BaseProcess = context.Process(
                 target=_run, args=(sender, function, rank, args), daemon=True
             )
-            process.start()
+            with _exit_codes:
+                process.start()
             sender.close()
             processes.append(process)
             pipes.append(receiver)
@@ -94,8 +97,9 @@ def outcomes_of_ranks(
     finally:
         for process in processes:
             process.kill()
-            process.join()
-            process.close()
+            _exit_code(process)
+            with _exit_codes:
+                process.close()
         for pipe in pipes:
             pipe.close()
 
@@ -111,14 +115,21 @@ def _collect(
             rank = open_pipes.pop(pipe)
             try:
                 outcomes[rank] = pipe.recv()
-                processes[rank].join(_SECONDS_TO_LEAVE)  # its exit is part of its run
+                _exit_code(processes[rank], _SECONDS_TO_LEAVE)  # its exit is part of its run
             except EOFError:
-                processes[rank].join()
-                code = processes[rank].exitcode or 0
+                code = _exit_code(processes[rank]) or 0
                 outcomes[rank] = RankOutcome(
                     error="" if code < 0 else "SystemExit", signal=max(0, -code)
                 )
     return outcomes
+
+
+def _exit_code(process: BaseProcess, seconds: float | None = None) -> int | None:
+    """The exit code, once there is one; None where there is none after ``seconds``."""
+    wait([process.sentinel], seconds)
+    with _exit_codes:
+        process.join(0)
+        return process.exitcode
 
 
 def _run(pipe: Connection, function: Callable[..., Any], rank: int, args: tuple[Any, ...]) -> None:

@@ -86,18 +86,10 @@ def engine_command(model: str, flags: list[str], policy: Policy) -> EngineComman
         if not parsed.config:
             _check_parallelism(ranks.in_stage, parsed.enable_expert_parallel)
         _check_conflicts(parsed)
-    binding, environment = None, {"HF_HUB_OFFLINE": "1"} if Path(model).is_dir() else {}
-    said: list[str] = []
+    binding = None
     if _is_cpu_build() and ranks.here:  # none where this host has the server alone
         binding = CoreBinding.here("VLLM_CPU_OMP_THREADS_BIND", ranks.here)
-        if not binding.has_node_per_rank:  # else vLLM's own binding and cache do that
-            environment[binding.variable] = binding.setting
-            if not (parsed.kv_cache_memory_bytes or engine_variable(_CACHE_VARIABLE)):
-                size, room = _cache_size(model, parsed, ranks.here)
-                environment[_CACHE_VARIABLE] = str(size)
-                said.append(
-                    f"KV cache of {size} GiB on each rank, {room}; --kv-cache-memory-bytes sets it"
-                )
+    environment, said = _environment(model, parsed, binding)
     return EngineCommand(
         arguments=[
             sys.executable,
@@ -112,7 +104,7 @@ def engine_command(model: str, flags: list[str], policy: Policy) -> EngineComman
         environment=environment,
         tuned=None if _is_cpu_build() else _tuned_kernels(parsed),
         binding=binding,
-        said=tuple(said),
+        said=said,
     )
 
 
@@ -157,6 +149,22 @@ def _check_conflicts(parsed: argparse.Namespace) -> None:
         problem = "tensor and data parallelism together are not there yet on CPU; use one of them"
     if problem is not None:
         raise UnsupportedError(problem, otherwise=POLICY_OFF)
+
+
+def _environment(
+    model: str, parsed: argparse.Namespace, binding: CoreBinding | None
+) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Defaults that vLLM needs on a plain CPU machine, and what users are told of them."""
+    environment = {"HF_HUB_OFFLINE": "1"} if Path(model).is_dir() else {}
+    if binding is None or binding.has_node_per_rank:  # vLLM's own binding and cache do that
+        return environment, ()
+    environment[binding.variable] = binding.setting
+    if parsed.kv_cache_memory_bytes or engine_variable(_CACHE_VARIABLE):
+        return environment, ()
+    size, room = _cache_size(model, parsed, len(binding.ranks))
+    environment[_CACHE_VARIABLE] = str(size)
+    said = f"KV cache of {size} GiB on each rank, {room}; --kv-cache-memory-bytes sets it"
+    return environment, (said,)
 
 
 def _cache_size(model: str, parsed: argparse.Namespace, num_ranks: int) -> tuple[int, str]:
