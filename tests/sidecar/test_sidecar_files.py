@@ -120,7 +120,7 @@ def test_deleted_while_serving(
     assert without_ages(sidecar.json("/v1/balance")) == status_of(shared_memory)
     run.end()
     assert list(shared_memory.iterdir()) == []
-    assert sidecar.ready() == 503
+    until(lambda: sidecar.ready() == 503)  # at the next poll
 
 
 def test_a_new_run_under_the_old_names_is_followed(
