@@ -146,6 +146,7 @@ class HostLink:
     def receive(self) -> Iterator[Message]:
         """What has arrived from the group's other hosts; anything else is dropped."""
         deadline = time.perf_counter() + _DRAIN_SECONDS  # a flood does not hold up the heartbeat
+        group = self._group
         while self._socket is not None and time.perf_counter() < deadline:
             try:
                 datagram = self._socket.recv(_MAX_BYTES)
@@ -153,7 +154,7 @@ class HostLink:
                 return
             except OSError:
                 continue  # that an earlier datagram could not be delivered
-            if not datagram.startswith(self._group):
+            if not datagram.startswith(group):
                 continue
             mac, content = datagram[_GROUP_BYTES:][:_MAC_BYTES], datagram[_CONTENT:]
             if hmac.compare_digest(mac, hmac.digest(self.key, content, _MAC)):

@@ -137,9 +137,8 @@ class DeviceBalancer:
         width = row_width(experts, setup.view)
         self._rows = torch.zeros((ranks, width), dtype=torch.int32, device=device)  # of the domain
         self._gathered = self._rows  # of all ranks
-        self._decision = torch.zeros(
-            1, dtype=torch.int32, device=device
-        )  # what the layer before did
+        # what came of the layer before
+        self._decision = torch.zeros(1, dtype=torch.int32, device=device)
         num_values = outcome_width(experts, ranks, slots)
         self._spare_outcome = torch.zeros(num_values, dtype=torch.int32, device=device)
         numbers = range(shape.num_micro_batches)

@@ -54,10 +54,10 @@ def context_length(model: str, chosen: str | None) -> int | None:
     """
     if chosen is not None:
         return int(chosen) if chosen.isdecimal() else None
-    path = Path(model) / "config.json"
-    if not path.exists():
+    try:
+        config = read_object(Path(model) / "config.json", "the model's configuration")
+    except ConfigError:  # not here, or damaged, which the engine says when it loads the model
         return None
-    config = read_object(path, "the model's configuration")
     nested = config.get("text_config")
     found = (nested if isinstance(nested, dict) else config).get("max_position_embeddings")
     return found if isinstance(found, int) and found > 0 else None
