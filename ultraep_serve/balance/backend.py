@@ -26,7 +26,6 @@ if TYPE_CHECKING:  # needs pydantic, which a bare GPU machine may lack
 __all__ = [
     "Answers",
     "Backend",
-    "CheckResult",
     "GroupSetup",
     "LayerBalancer",
     "LayerSlots",
@@ -126,15 +125,6 @@ class Answers:
     dtype: torch.dtype
     device: torch.device
     seed: int  # of this rank's tokens; the same on all ranks where they see the same ones
-
-
-@dataclass(frozen=True)
-class CheckResult:
-    """One check that every rank has passed."""
-
-    name: str
-    seconds: float
-    detail: str  # what was checked
 
 
 class PolicySource(Protocol):

@@ -20,11 +20,11 @@ from numpy.typing import NDArray
 from ultraep_kernels.contract import FULL_SPEED
 from ultraep_kernels.host.reroute import physical_table, reroute_reference
 
-from ultraep_serve.balance.backend import Answers, CheckResult, LayerSlots, Stages
+from ultraep_serve.balance.backend import Answers, LayerSlots, Stages
 from ultraep_serve.errors import SelfCheckError
 from ultraep_serve.plan.checks import check_plan
 from ultraep_serve.plan.context import PlanContext
-from ultraep_serve.types import ExpertShape, IntArray
+from ultraep_serve.types import CheckResult, ExpertShape, IntArray
 
 __all__ = ["run_self_check"]
 
@@ -47,13 +47,14 @@ def run_self_check(
     the last of each kind.
     Raises SelfCheckError on all ranks where one of them has found something wrong.
     """
-    check = _SelfCheck(context, stages)
-    results = [check.run("kernels", check.kernels)]
+    results: list[CheckResult] = []
+    check = _SelfCheck(context, stages, results)
+    check.run("kernels", check.kernels)
     if context.shape.num_replica_slots and context.domain_size > 1:
         layers = range(len(stages.layers)) if full else _first_and_last_of_each_kind(stages.layers)
-        results.append(check.run("slots", lambda: check.slots(layers)))
+        check.run("slots", lambda: check.slots(layers))
         if answers is not None:
-            results.append(check.run("answers", lambda: check.answers(answers, layers)))
+            check.run("answers", lambda: check.answers(answers, layers))
     return results
 
 
@@ -64,12 +65,14 @@ class _Wrong(Exception):
 class _SelfCheck:
     """The checks, each a method that says what it has checked, and raises _Wrong."""
 
-    def __init__(self, context: PlanContext, stages: Stages) -> None:
+    def __init__(self, context: PlanContext, stages: Stages, results: list[CheckResult]) -> None:
+        """``results`` are added to."""
+        self._results = results
         self._context, self._shape, self._stages = context, context.shape, stages
         self._patterns = _SlotPatterns(context)
 
-    def run(self, name: str, check: Callable[[], str]) -> CheckResult:
-        """Do one check, and learn how the others did."""
+    def run(self, name: str, check: Callable[[], str]) -> None:
+        """Do one check, and learn how the others did. Raises SelfCheckError with all results."""
         start, problem, detail = time.perf_counter(), "", ""
         try:
             detail = check()
@@ -78,11 +81,10 @@ class _SelfCheck:
         failed = self._stages.gather(np.array([bool(problem)], np.int64))[:, 0]
         if failed.any():
             rank = self._stages.rank if problem else int(failed.argmax())
-            raise SelfCheckError(
-                f"the self-check of {name} failed on rank {rank}: "
-                f"{problem or 'its own log says at what'}"
-            )
-        return CheckResult(name, time.perf_counter() - start, detail)
+            detail = f"failed on rank {rank}: {problem or 'its own log says at what'}"
+        self._results.append(CheckResult(name, time.perf_counter() - start, detail))
+        if failed.any():
+            raise SelfCheckError(f"the self-check of {name} {detail}", self._results)
 
     def kernels(self) -> str:
         """Plans hold what every plan must, ids are the twin's, and all ranks have the same."""
