@@ -10,111 +10,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.faults import FAULTS, Fault, Rank
+from tests.support.faults import FAULTS, Fault
 from tests.support.ranks import run_ranks
-from ultraep_serve.balance.backend import Answers
-from ultraep_serve.balance.collectives import EngineGroup
-from ultraep_serve.config import BalanceConfig
-from ultraep_serve.costs.model import CostModel
-from ultraep_serve.engines.common.setup import BalancedLayers, Batch, EngineRank
+from tests.support.sampled_ranks import HIDDEN, LAYERS, SampledRank, Traffic, serve_traffic
 from ultraep_serve.telemetry.reader import RingReader
-from ultraep_serve.telemetry.run_files import RunFiles
-from ultraep_serve.types import Decision, ExpertShape, Policy, TokenView, VerificationCheck
+from ultraep_serve.types import ExpertShape, Policy, TokenView, VerificationCheck
 from ultraep_serve.verify.samples import SampleTurns
 
-COSTS = CostModel(1e-3, bytes_per_expert=1 << 10, link_bytes_per_second=1e9).to_json()
 SHAPE = ExpertShape(3, 9, 2)
-HIDDEN, LAYERS, TOKENS = 16, 3, 60
 
 
-class Server:
-    """One rank with three layers of experts, a matrix (L, H, H) and a scale (L, 3) each."""
-
-    def __init__(self, rank: int, run_path: Path, view: TokenView, **settings: Any) -> None:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{run_path}/group", rank=rank, world_size=SHAPE.num_ranks
-        )
-        self.rank, self.view, self.batches = rank, view, 0
-        self.layers = [self._experts(layer) for layer in range(LAYERS)]
-        settings = {"costs": COSTS, "timeout_seconds": 30, "min_batch_tokens": 8, **settings}
-        config = BalanceConfig(run_dir=str(run_path), self_check="off", **settings)
-        seed = rank if view is TokenView.OWN else 0
-        answers = Answers(self.compute, 2, HIDDEN, torch.float32, torch.device("cpu"), seed)
-        group = EngineGroup(dist.group.WORLD, dist.group.WORLD)
-        own = EngineRank("test", rank, group, answers=answers)
-        self.joined = BalancedLayers(config, SHAPE, view, self.layers, lambda _: None, own)
-        self.state = Rank(self.joined._balancer, SHAPE, lambda _: None)  # type: ignore[arg-type]
-        self.page, self.files = self.joined._control, RunFiles(run_path)
-
-    def _experts(self, layer: int) -> list[torch.nn.Parameter]:
-        random = torch.Generator().manual_seed(100 * layer + self.rank)
-        made = [torch.randn(3, *size, generator=random) for size in ((HIDDEN, HIDDEN), (3,))]
-        return [torch.nn.Parameter(tensor, False) for tensor in made]
-
-    def compute(
-        self, layer: int, x: torch.Tensor, weights: torch.Tensor, physical: torch.Tensor
-    ) -> torch.Tensor:
-        """The layer's output; where ranks have tokens of their own, they first tell each other."""
-        if self.view is TokenView.OWN:
-            x, weights, physical = (everybodys(t.contiguous()) for t in (x, weights, physical))
-        matrix, scale = self.layers[layer]
-        local = physical.long() - self.rank * SHAPE.num_local
-        outputs = torch.zeros_like(x)
-        for token, place in ((local >= 0) & (local < SHAPE.num_local)).nonzero().tolist():
-            expert = int(local[token, place])
-            is_wrong = self.state.wrong_slots and expert >= SHAPE.num_masters
-            scaled = scale[0 if is_wrong else expert, 0]
-            outputs[token] += weights[token, place] * (x[token] @ matrix[expert]) * scaled
-        dist.all_reduce(outputs)
-        own = len(outputs) // SHAPE.num_ranks
-        return outputs if self.view is TokenView.SHARED else outputs[self.rank * own :][:own]
-
-    def serve(self, batches: int = 1) -> None:
-        """Batches in which a layer's busiest experts are those of one rank after another."""
-        for _ in range(batches):
-            for layer in range(LAYERS):
-                tokens = TOKENS * (SHAPE.num_ranks if self.view is TokenView.OWN else 1)
-                batch = Batch(tokens)
-                self.joined.route(layer, self._ids(layer), batch)
-                self.state.while_computing(layer)
-                dist.barrier()  # the engine's combine
-                self.joined.computed()
-            self.batches += 1
-
-    def _ids(self, layer: int) -> torch.Tensor:
-        seed = (self.batches, layer, self.rank if self.view is TokenView.OWN else 0)
-        rng = np.random.default_rng(seed)
-        chances = np.full(9, 0.03)
-        chances[3 * layer : 3 * layer + 3] = 0.6, 0.16, 0.06
-        ids = rng.choice(9, (TOKENS, 2), p=chances / chances.sum())
-        ids[::7] = -1
-        return torch.from_numpy(ids.astype(np.int32))
-
-    def found(self) -> set[str]:
-        """Checks of the reports that ranks have left, which are taken away."""
-        dist.barrier()
-        paths = [self.files.verification(number) for number in range(SHAPE.num_ranks)]
-        found = {json.loads(path.read_text())["check"] for path in paths if path.exists()}
-        dist.barrier()
-        with contextlib.suppress(FileNotFoundError):
-            self.files.verification(self.rank).unlink()
-        return found
-
-    def switch_on(self) -> None:
-        """As an operator does."""
-        dist.barrier()
-        if self.rank == 0:
-            self.page.set_policy(Policy.QUOTA)
-        dist.barrier()
-
-
-def everybodys(tensor: torch.Tensor) -> torch.Tensor:
-    parts = [torch.empty_like(tensor) for _ in range(SHAPE.num_ranks)]
-    dist.all_gather(parts, tensor)
-    return torch.cat(parts)
-
-
-def batches_until_off(server: Server, fault: Fault, most: int) -> int:
+def batches_until_off(server: SampledRank, fault: Fault, most: int) -> int:
     """How many batches served with ``fault`` until all ranks are off; ``most`` + 1: they are not.
 
     The batch that ends it is off; what was found, was found before.
@@ -135,7 +41,7 @@ def batches_until_off(server: Server, fault: Fault, most: int) -> int:
 
 def serve_with_faults(rank: int, run_path: Path, view: TokenView) -> dict[str, Any]:
     """For each fault: batches until it is found, what found it, and what is in force then."""
-    server = Server(rank, run_path, view, verify_every=1)
+    server = SampledRank(rank, run_path, view, verify_every=1)
     server.serve(3)
     assert not server.page.is_in_doubt
     outcomes: dict[str, Any] = {"none": server.found()}
@@ -167,7 +73,7 @@ def test_every_fault_switches_all_ranks_off(run_path: Path, view: TokenView) -> 
 
 
 def serve_rarely_checked(rank: int, run_path: Path) -> tuple[int, dict[str, Any], Any]:
-    server = Server(rank, run_path, TokenView.OWN, verify_every=7)
+    server = SampledRank(rank, run_path, TokenView.OWN, verify_every=7)
     fault = FAULTS[0]
     batches = batches_until_off(server, fault, most=7)
     server.serve()
@@ -209,12 +115,27 @@ def test_samples_take_all_layers_in_turn(every: int, layers: int) -> None:
     assert set(with_answers[: 3 * layers]) == set(range(layers))
 
 
-def serve_without_samples(rank: int, run_path: Path) -> tuple[int, int]:
-    server = Server(rank, run_path, TokenView.OWN, verify_every=0)
+def serve_without_samples(rank: int, run_path: Path) -> int:
+    server = SampledRank(rank, run_path, TokenView.OWN, verify_every=0)
     before = server.joined._balancer._fabric.epoch
     server.serve()
-    return server.joined._balancer._fabric.epoch - before, int(Decision.PLANNED)
+    epochs: int = server.joined._balancer._fabric.epoch - before
+    return epochs
 
 
 def test_without_samples_nothing_is_exchanged_for_them(run_path: Path) -> None:
-    assert [epochs for epochs, _ in run_ranks(serve_without_samples, 3, run_path)] == [LAYERS] * 3
+    assert run_ranks(serve_without_samples, 3, run_path) == [LAYERS] * 3
+
+
+@pytest.mark.parametrize(
+    "traffic",
+    [
+        Traffic(TokenView.SHARED, ExpertShape(2, 8, 2), torch.bfloat16, 150),
+        Traffic(TokenView.OWN, ExpertShape(4, 12, 1), torch.int8, 50, domain_size=2),
+    ],
+    ids=str,
+)
+def test_nothing_is_found_where_nothing_is_wrong(run_path: Path, traffic: Traffic) -> None:
+    for verified, found in run_ranks(serve_traffic, traffic.shape.num_ranks, run_path, traffic):
+        assert found == set()
+        assert min(verified) > 0

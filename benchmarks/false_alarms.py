@@ -1,0 +1,67 @@
+"""Every layer checked in batches without a fault: no check may find anything.
+
+    python benchmarks/false_alarms.py --json benchmarks/results/false_alarms.json
+
+Sizes and skews are random, with padding, impossible ids, changes of policy and of speeds, and
+weights that are loaded anew; experts are float32, bfloat16, and int8 with scales; ranks share their
+tokens or have their own, in one domain or two. Exits with 1 if a check found something.
+"""
+
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import harness
+import torch
+
+from tests.support.ranks import fresh_run_path, run_ranks
+from tests.support.sampled_ranks import Traffic, serve_traffic
+from ultraep_serve.types import ExpertShape, TokenView, VerificationCheck
+
+
+def main() -> int:
+    """Print a line for each set-up; write them to --json."""
+    parser = harness.parser(__doc__)
+    parser.add_argument("--batches", type=int, default=1250, help="of each of eight set-ups")
+    rows = []
+    options = parser.parse_args()
+    for traffic in set_ups(options.batches):
+        rows.append(run(traffic))
+        print(rows[-1], flush=True)
+        total = sum(row["batches"] for row in rows)
+        alarms = sum(len(row["found"]) for row in rows)
+        harness.write(options.json, {"batches": total, "alarms": alarms, "results": rows})
+    return 1 if alarms else 0
+
+
+def set_ups(batches: int) -> Iterator[Traffic]:
+    """Each view with each type, and with domains."""
+    for view in TokenView:
+        for seed, dtype in enumerate((torch.float32, torch.bfloat16, torch.int8)):
+            yield Traffic(view, ExpertShape(2, 14, 2), dtype, batches, seed=seed)
+        yield Traffic(view, ExpertShape(4, 12, 1), torch.bfloat16, batches, 2, seed=3)
+
+
+def run(traffic: Traffic) -> dict[str, Any]:
+    """What was checked in all batches, and what was found."""
+    started = time.perf_counter()
+    num_ranks = traffic.shape.num_ranks
+    with fresh_run_path() as path:
+        seconds = 60 + traffic.batches
+        outcomes = run_ranks(serve_traffic, num_ranks, path, traffic, timeout_seconds=seconds)
+    verified = outcomes[0][0]
+    return {
+        "view": traffic.view.value,
+        "num_ranks": num_ranks,
+        "domain_size": traffic.domain_size or num_ranks,
+        "dtype": str(traffic.dtype),
+        "batches": traffic.batches,
+        "verified_layers": {check.name.lower(): verified[check] for check in VerificationCheck},
+        "found": sorted(set().union(*(found for _, found in outcomes))),
+        "seconds": time.perf_counter() - started,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
