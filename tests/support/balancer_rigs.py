@@ -13,7 +13,7 @@ from ultraep_kernels.device.stream import Programs
 
 from tests.support.host_driver import HostDriver
 from tests.support.mirror import FakeRecorder, mirrored_balancer
-from ultraep_serve.balance.backend import GroupSetup, LayerSlots, row_width
+from ultraep_serve.balance.backend import GroupSetup, LayerSlots, Sampled, row_width
 from ultraep_serve.balance.collectives import DeviceAllGather, EngineGroup, HostAllGather
 from ultraep_serve.balance.cuda.balancer import DeviceBalancer
 from ultraep_serve.balance.cuda.fabric import DeviceFabric, Limits
@@ -26,6 +26,7 @@ from ultraep_serve.balance.topology import Location
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.costs.model import IntegerCosts
 from ultraep_serve.types import ExpertShape, TokenView
+from ultraep_serve.verify.device_samples import DeviceSamples
 
 LAYERS, SMALL = 2, 8
 PATIENCE_NS = 3_000_000_000
@@ -67,6 +68,7 @@ class Setup:
     config: BalanceConfig = CONFIG
     costs: IntegerCosts | None = None
     domain_size: int | None = None  # ranks of each domain, a host of its own; None: one domain
+    is_sampled: bool = False  # on the device
 
     def of(self, rank: int) -> GroupSetup:
         size = self.domain_size or self.shape.num_ranks
@@ -122,7 +124,12 @@ def device_rig(
     all_gather = DeviceAllGather(group.on_device) if group else None
     fabric = DeviceFabric(driver, pool, rendezvous, location, limits, all_gather)
     policies = recorder if rank == 0 else None
-    balancer = DeviceBalancer(group_setup, layers, fabric, policies, recorder, setup.costs)
+    samples = None
+    if setup.config.verify_every and setup.is_sampled:
+        parameters = [layer.tensors for layer in layers]
+        sampled = Sampled(parameters, None, run_path / f"verification-{rank}", dict)
+        samples = DeviceSamples(group_setup, fabric, sampled, policies, recorder)
+    balancer = DeviceBalancer(group_setup, layers, fabric, policies, recorder, setup.costs, samples)
     return Rig(balancer, layers, recorder, fabric)
 
 

@@ -24,7 +24,7 @@ from ultraep_serve.balance.cuda.slots import DeviceSlotPool
 from ultraep_serve.balance.topology import Location
 from ultraep_serve.costs.model import IntegerCosts
 from ultraep_serve.telemetry.record import LayerRecord
-from ultraep_serve.types import Decision, Policy, SpeedSource, Stage
+from ultraep_serve.types import Decision, Policy, SpeedSource, Stage, VerificationCheck
 
 __all__ = ["FakeRecorder", "Mirror", "mirrored_balancer"]
 
@@ -41,6 +41,8 @@ class FakeRecorder:
     events: list[Any] = field(default_factory=list)  # records, and decisions on whole batches
     stage_ns: list[int] = field(default_factory=list)  # of the last record
     lost: int = 0
+    verified: list[VerificationCheck] = field(default_factory=list)
+    failures: list[VerificationCheck] = field(default_factory=list)
 
     def record(self, record: LayerRecord) -> None:
         """As ``Recorder.record``."""
@@ -54,6 +56,18 @@ class FakeRecorder:
     def count_batch(self, decision: Decision) -> None:
         """As ``Recorder.count_batch``."""
         self.events.append(decision)
+
+    def count_verified(self, check: VerificationCheck, _nanoseconds: int) -> None:
+        """As ``Recorder.count_verified``."""
+        self.verified.append(check)
+
+    def count_verification_failure(self, check: VerificationCheck) -> None:
+        """As ``Recorder.count_verification_failure``."""
+        self.failures.append(check)
+
+    def switch_off_in_doubt(self) -> None:
+        """As ``ControlPage.switch_off_in_doubt``."""
+        self.policy = Policy.OFF
 
     def count_lost(self) -> None:
         """As ``Recorder.count_lost``."""

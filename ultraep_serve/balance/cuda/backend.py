@@ -27,6 +27,7 @@ from ultraep_serve.costs.hardware import BASE_SECONDS, HARDWARE, Efficiency
 from ultraep_serve.costs.model import CostModel
 from ultraep_serve.telemetry.recorder import Recorder
 from ultraep_serve.telemetry.run_files import RunFiles
+from ultraep_serve.verify.device_samples import DeviceSamples
 
 __all__ = ["LEFT_FREE", "DeviceBackend", "num_programs", "table_costs"]
 
@@ -110,9 +111,11 @@ class DeviceBackend:
         costs: CostModel,
         sampled: Sampled | None = None,
     ) -> DeviceBalancer:
-        balancer = DeviceBalancer(
-            self._setup, self._layers, self._fabric, policies, recorder, costs.integer_costs()
-        )
+        setup, samples = self._setup, None
+        if sampled is not None:
+            samples = DeviceSamples(setup, self._fabric, sampled, policies, recorder)
+        in_force = policies, recorder, costs.integer_costs(), samples
+        balancer = DeviceBalancer(setup, self._layers, self._fabric, *in_force)
         balancer.warm_up()
         return balancer
 

@@ -50,6 +50,7 @@ from ultraep_serve.costs.model import IntegerCosts
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.telemetry.recorder import Recorder
 from ultraep_serve.types import Decision, Policy, Stage, TokenView
+from ultraep_serve.verify.device_samples import DeviceSamples
 
 if TYPE_CHECKING:
     from ultraep_serve.config import BalanceConfig
@@ -106,6 +107,7 @@ class DeviceBalancer:
         policies: PolicySource | None,
         recorder: Recorder,
         costs: IntegerCosts | None = None,
+        samples: DeviceSamples | None = None,
     ) -> None:
         """Take what ``HostBalancer`` takes. Raises ConfigError for a policy that is not offered."""
         config, shape = setup.config, setup.shape
@@ -114,7 +116,7 @@ class DeviceBalancer:
         self._source_rank, self._domain_size = setup.source_rank, setup.location.domain_size
         self._fabric = fabric
         self._policies = policies
-        self._recorder = recorder
+        self._recorder, self._samples = recorder, samples
         self._gate = _gate_of(config, costs)
         self._tables = [fabric.tables(layer) for layer in layers]
         experts, ranks, slots = shape.num_logical_experts, shape.num_ranks, shape.num_slots
@@ -213,6 +215,8 @@ class DeviceBalancer:
             if pending is None:
                 self._recorder.count_lost()
         physical = self._balance(layer, topk_ids, pending, micro_batch, begins)
+        if self._samples is not None and not capturing:
+            self._samples.routed(layer, topk_ids, physical, self._plans[micro_batch].found)
         if self._rests:
             self._pending.drop(micro_batch)
             self._pending.skip(Decision.POLICY_OFF)
@@ -232,6 +236,8 @@ class DeviceBalancer:
         expert_clock.marks = None
         self._arriving[micro_batch].join()  # where this rank had nothing to compute
         if not is_capturing(self._device):
+            if self._samples is not None:
+                self._samples.computed()
             sent = self._pending.close(micro_batch)
             if sent is not None:
                 sent.wait()

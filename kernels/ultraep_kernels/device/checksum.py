@@ -1,0 +1,66 @@
+"""checksum: tensors (N, ...) of experts -> one int64 for each expert that is wanted.
+
+As ``host.checksum``: words times odd numbers of their places, added up modulo 2**64, and tensors by
+Horner's rule. Words are of 32 bits where an expert's bytes allow, else bytes. Only the experts that
+are wanted, which the device alone knows, are read.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from ultraep_kernels.device.launch import launch
+
+__all__ = ["TENSOR_FACTOR", "checksums", "checksums_reference"]
+
+TENSOR_FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, as int64
+_BLOCK = 4096  # words of a program
+
+
+@triton.jit(do_not_specialize=["num_words"])
+def _checksums_kernel(
+    words_ptr,  # (N, W) int32 or uint8
+    wanted_ptr,  # (N,) int32: 0 where an expert is not wanted
+    sums_ptr,  # (N,) int64, zero at first
+    num_words,
+    BLOCK: tl.constexpr,
+):
+    expert = tl.program_id(0)
+    if tl.load(wanted_ptr + expert) != 0:
+        places = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        address = words_ptr + expert.to(tl.int64) * num_words + places
+        words = tl.load(address, mask=places < num_words, other=0).to(tl.int64) & 0xFFFFFFFF
+        tl.atomic_add(sums_ptr + expert, tl.sum(words * (2 * places + 1), axis=0))
+
+
+def checksums(tensors: Sequence[torch.Tensor], wanted: torch.Tensor) -> torch.Tensor:
+    """Checksums (N,) int64 of the experts that ``tensors`` (N, ...) make up.
+
+    ``wanted`` (N,) int32 on the device; 0 where an expert has none.
+    """
+    total = torch.zeros(wanted.shape, dtype=torch.int64, device=wanted.device)
+    for tensor in tensors:
+        words = _words_of(tensor)
+        sums = torch.zeros_like(total)
+        grid = (wanted.numel(), max(1, -(-words.shape[1] // _BLOCK)))
+        launch(_checksums_kernel, grid, words, wanted, sums, words.shape[1], BLOCK=_BLOCK)
+        total = total * TENSOR_FACTOR + sums
+    return total
+
+
+def checksums_reference(tensors: Sequence[torch.Tensor], wanted: torch.Tensor) -> torch.Tensor:
+    """Torch twin of ``checksums``."""
+    total = torch.zeros(wanted.shape, dtype=torch.int64, device=wanted.device)
+    for tensor in tensors:
+        words = _words_of(tensor).long() & 0xFFFFFFFF
+        odd = 2 * torch.arange(words.shape[1], device=words.device) + 1
+        total = total * TENSOR_FACTOR + (words * odd).sum(dim=1)
+    return torch.where(wanted != 0, total, 0)
+
+
+def _words_of(tensor: torch.Tensor) -> torch.Tensor:
+    """(N, W) int32, or uint8 where an expert's bytes are no whole words."""
+    content = tensor.detach().view(torch.uint8).view(tensor.shape[0], -1)
+    return content if content.shape[1] % 4 else content.view(torch.int32)
