@@ -20,8 +20,12 @@ UltraEPError
 └── ServerError       a server that this package started did not come up
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ultraep_serve.types import CheckResult
 
 __all__ = [
     "POLICY_OFF",
@@ -84,6 +88,11 @@ class SelfCheckError(UnsupportedError):
 
     Report it, with the log of every rank.
     """
+
+    def __init__(self, problem: str, results: "Sequence[CheckResult]" = ()) -> None:
+        """``results`` of the checks up to the one that failed."""
+        super().__init__(problem)
+        self.results = tuple(results)
 
 
 class DeviceError(UltraEPError):

@@ -5,13 +5,14 @@ T tokens of a batch, K experts per token.
 """
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, IntEnum
 
 import numpy as np
 from numpy.typing import NDArray
 from ultraep_kernels.contract import Decision, IntArray, Plan, Policy, SpeedSource, Stage
 
 __all__ = [
+    "CheckResult",
     "Decision",
     "ExpertShape",
     "IntArray",
@@ -20,6 +21,7 @@ __all__ = [
     "SpeedSource",
     "Stage",
     "TokenView",
+    "VerificationCheck",
     "imbalance",
 ]
 
@@ -29,6 +31,25 @@ class TokenView(Enum):
 
     SHARED = "tensor"  # every rank sees the same tokens (tensor parallel)
     OWN = "data"  # every rank sees its own (data parallel)
+
+
+class VerificationCheck(IntEnum):
+    """What is checked of a layer while it serves; the index of the counts in a ring's header."""
+
+    ASSIGNMENTS = 0  # each is computed once, by a physical expert of its logical one
+    SLOTS = 1  # bytes of slots are those of their masters
+    PLANS = 2  # all ranks have made the same plan
+    ANSWERS = 3  # a few tokens have the outputs that masters alone give them
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """One check of the self-check at start."""
+
+    name: str
+    seconds: float
+    detail: str  # what was checked; where it failed, what was found
+    warning: str = ""  # what the operator should look at, though it passed
 
 
 @dataclass(frozen=True)

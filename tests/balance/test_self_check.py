@@ -66,7 +66,7 @@ def join(rank: int, run_path: Path, shape: ExpertShape, fault: str, how: str) ->
         own = EngineRank("test", rank, answers=answers)
         joined = BalancedLayers(config, shape, TokenView.SHARED, layers, lambda _: None, own)
     torch.distributed.destroy_process_group()
-    return [check.name for check in joined.self_check]
+    return [check.name for check in joined.self_check.checks]
 
 
 def change(patch: pytest.MonkeyPatch, **changed: object) -> None:

@@ -16,8 +16,9 @@ from ultraep_serve.telemetry.reader import ALIVE_SECONDS, RingReader
 from ultraep_serve.telemetry.record import record_dtype
 from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.telemetry.schema import HEADER_BYTES, HEADER_DTYPE, RingState
+from ultraep_serve.telemetry.self_check import SelfCheck, SelfCheckOutcome
 from ultraep_serve.telemetry.shared_file import SharedFile
-from ultraep_serve.types import Decision, ExpertShape, Policy
+from ultraep_serve.types import CheckResult, Decision, ExpertShape, Policy, VerificationCheck
 
 
 def test_a_record_comes_back_as_written(tmp_path: Path) -> None:
@@ -258,3 +259,31 @@ def test_without_room_a_deleted_ring_goes_on_without_a_name(
     write(recorder, 2)
     assert reader.poll().records["batch"].tolist() == [2]
     recorder.close()
+
+
+def test_the_self_check_and_samples_are_in_the_header(tmp_path: Path) -> None:
+    recorder = create(tmp_path)
+    reader = RingReader(RunFiles(tmp_path).ring(0))
+    assert reader.header().self_check is None
+    checks = CheckResult("kernels", 0.25, "64 loads"), CheckResult("costs", 1.0, "\xb5" * 3000, "x")
+    for outcome in SelfCheckOutcome:
+        recorder.set_self_check(SelfCheck(outcome, checks))
+        found = reader.header().self_check
+        assert found is not None
+        assert (found.outcome, found.seconds) == (outcome, 1.25)
+        assert found.checks[0] == checks[0]
+        assert found.checks[1].detail == checks[1].detail[: len(found.checks[1].detail)] != ""
+    recorder.count_verified(VerificationCheck.SLOTS, 1_000)
+    recorder.count_verified(VerificationCheck.ANSWERS, 500)
+    recorder.count_verification_failure(VerificationCheck.SLOTS)
+    recorder.count_verified(17, 1)  # type: ignore[arg-type]
+    recorder.count_verification_failure(17)  # type: ignore[arg-type]
+    header = reader.header()
+    assert (header.verified_layers, header.verification_ns) == ((0, 1, 0, 1), 1_500)
+    assert header.verification_failures == (0, 1, 0, 0)
+    recorder.close()
+
+
+def test_a_damaged_self_check_is_none() -> None:
+    for text in ("", "[]", "{", '["passed", [{"name": "kernels"}]]', '["new", []]', "1"):
+        assert SelfCheck.from_json(text) is None

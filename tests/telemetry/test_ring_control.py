@@ -106,3 +106,16 @@ def test_a_truncated_page_is_filled_up(tmp_path: Path, left: int) -> None:
     for page in (primary, other):
         assert page.policy is Policy.OFF
         page.close()
+
+
+def test_a_doubt_lasts_until_somebody_sets_a_policy(tmp_path: Path) -> None:
+    engine = ControlPage.create(tmp_path, Policy.QUOTA)
+    with ControlPage.open(tmp_path) as sidecar:
+        assert not sidecar.is_in_doubt
+        assert engine.switch_off_in_doubt() == 1
+        assert (sidecar.policy, sidecar.sequence, sidecar.is_in_doubt) == (Policy.OFF, 1, True)
+        sidecar.set_max_imbalance(1.5)
+        assert engine.is_in_doubt
+        assert sidecar.set_policy(Policy.QUOTA) == 2
+        assert (engine.policy, engine.is_in_doubt) == (Policy.QUOTA, False)
+    engine.close()

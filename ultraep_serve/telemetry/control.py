@@ -1,7 +1,7 @@
 """What the sidecar asks of the ranks, in one shared page that they read before each batch.
 
 Policy, threshold and speeds are read by rank 0 only, which sends them to the others; whether to
-record routing is read by every rank.
+record routing is read by every rank. Rank 0 also switches balancing off here, when it is in doubt.
 """
 
 import contextlib
@@ -21,11 +21,11 @@ from ultraep_serve.types import Policy, SpeedSource
 __all__ = ["ControlPage", "RecordLevel", "Recording"]
 
 _MAGIC = b"UEPCTRL\x01"
-_VERSION = 4
+_VERSION = 5
 _PAGE_BYTES = 4096
-_LAYOUT = struct.Struct("<8sQQQQQQ")  # magic, version, and the words:
-_SEQUENCE, _POLICY, _RECORDING, _THRESHOLD, _SPEEDS = range(5)
-_WORDS_AT, _WORDS = 16, struct.Struct("<5Q")
+_LAYOUT = struct.Struct("<8sQQQQQQQ")  # magic, version, and the words:
+_SEQUENCE, _POLICY, _RECORDING, _THRESHOLD, _SPEEDS, _DOUBT = range(6)
+_WORDS_AT, _WORDS = 16, struct.Struct("<6Q")
 _MIB = 1 << 20
 _MILLION = 10**6
 _POLICIES: tuple[Policy, ...] = tuple(Policy)
@@ -63,7 +63,7 @@ class Recording:
 
 class ControlPage:
     """One policy with a sequence number that grows with every change, one threshold, one source of
-    speeds, one recording.
+    speeds, one recording, one doubt.
 
     Each is an aligned 64-bit word, read and written in one piece; one writer at a time.
     """
@@ -107,7 +107,7 @@ class ControlPage:
     @classmethod
     def create(cls, run_path: Path, policy: Policy) -> "ControlPage":
         """A page in ``run_path`` (which exists), in place of an older one. Raises ControlError."""
-        first = _LAYOUT.pack(_MAGIC, _VERSION, 0, policy.code, 0, 0, 0)
+        first = _LAYOUT.pack(_MAGIC, _VERSION, 0, policy.code, 0, 0, 0, 0)
         try:
             return cls(SharedFile.create(RunFiles(run_path).control, first, _PAGE_BYTES))
         except OSError as error:
@@ -163,7 +163,24 @@ class ControlPage:
         return self._word(_SEQUENCE)
 
     def set_policy(self, policy: Policy) -> int:
-        """Put ``policy`` in force; returns the new sequence number. Raises ControlError."""
+        """Put ``policy`` in force, and end a doubt. Return the new sequence number.
+
+        Raises ControlError.
+        """
+        self._set(_DOUBT, 0)
+        return self._put_in_force(policy)
+
+    @property
+    def is_in_doubt(self) -> bool:
+        """Whether balancing has switched itself off, and nobody has set a policy since."""
+        return self._word(_DOUBT) != 0
+
+    def switch_off_in_doubt(self) -> int:
+        """Put ``off`` in force because a sample failed. Return as ``set_policy`` does."""
+        self._set(_DOUBT, 1)
+        return self._put_in_force(Policy.OFF)
+
+    def _put_in_force(self, policy: Policy) -> int:
         self._set(_POLICY, policy.code)
         sequence = (self._word(_SEQUENCE) + 1) % (1 << 64)
         self._set(_SEQUENCE, sequence)

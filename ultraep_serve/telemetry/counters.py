@@ -3,8 +3,14 @@
 import time
 
 from ultraep_serve.telemetry.record import LayerRecord
-from ultraep_serve.telemetry.schema import HEADER_DTYPE, UNHEARD_BYTES, RingState
-from ultraep_serve.types import Decision, Policy
+from ultraep_serve.telemetry.schema import (
+    HEADER_DTYPE,
+    SELF_CHECK_BYTES,
+    UNHEARD_BYTES,
+    RingState,
+)
+from ultraep_serve.telemetry.self_check import SelfCheck
+from ultraep_serve.types import Decision, Policy, VerificationCheck
 
 __all__ = ["RingCounters"]
 
@@ -27,7 +33,10 @@ _STATE, _POLICY, _BATCHES = _word("state"), _word("policy"), _word("batches")
 _RECORDED, _SKIPPED = _word("recorded_batches"), _word("skipped_batches")
 _LAYERS, _STAGE_NS, _LAST_BATCH = _word("layers"), _word("stage_ns"), _word("last_batch_ns")
 _SENT, _RECEIVED, _REPLICAS = _word("bytes_sent"), _word("bytes_received"), _word("replicas")
+_VERIFIED, _FAILURES = _word("verified_layers"), _word("verification_failures")
+_VERIFICATION_NS = _word("verification_ns")
 _UNHEARD = slice(_offset("unheard"), _offset("unheard") + UNHEARD_BYTES)
+_SELF_CHECK = slice(_offset("self_check"), _offset("self_check") + SELF_CHECK_BYTES)
 _COUNTERS_END = _offset("slot_bytes_reserved")
 
 
@@ -82,6 +91,20 @@ class RingCounters:
         """Which ranks and hosts are not heard, or why the rank has failed."""
         content = text.encode("ascii", "replace")[:UNHEARD_BYTES]
         self.page[_UNHEARD] = content.ljust(UNHEARD_BYTES, b"\0")
+
+    def set_self_check(self, found: SelfCheck) -> None:
+        """What the self-check at start has found."""
+        content = found.to_json(SELF_CHECK_BYTES).encode("ascii")
+        self.page[_SELF_CHECK] = content.ljust(SELF_CHECK_BYTES, b"\0")
+
+    def count_verified(self, check: VerificationCheck, nanoseconds: int) -> None:
+        """A layer was checked, which took ``nanoseconds``."""
+        self._words[_VERIFIED + VerificationCheck(check)] += 1
+        self._words[_VERIFICATION_NS] += nanoseconds
+
+    def count_verification_failure(self, check: VerificationCheck) -> None:
+        """What was checked was wrong."""
+        self._words[_FAILURES + VerificationCheck(check)] += 1
 
     def count_record(self, record: LayerRecord) -> None:
         """``record`` was written."""

@@ -30,8 +30,9 @@ from ultraep_serve.telemetry.schema import (
     header_page,
     parse_header,
 )
+from ultraep_serve.telemetry.self_check import SelfCheck
 from ultraep_serve.telemetry.shared_file import SharedFile
-from ultraep_serve.types import Decision, ExpertShape, Policy, Stage
+from ultraep_serve.types import Decision, ExpertShape, Policy, Stage, VerificationCheck
 
 __all__ = ["HEARTBEAT_SECONDS", "Recorder", "RingSettings", "Stopwatch"]
 
@@ -136,6 +137,20 @@ class Recorder:
             except _REASONS_TO_LOSE as error:
                 self._lose(error)
 
+    def count_verified(self, check: VerificationCheck, nanoseconds: int) -> None:
+        """Count a layer that was checked, which took ``nanoseconds``.
+
+        Readers see it with the next record, batch or heartbeat.
+        """
+        with self._lock, contextlib.suppress(*_REASONS_TO_LOSE):
+            self._counters.count_verified(check, nanoseconds)
+
+    def count_verification_failure(self, check: VerificationCheck) -> None:
+        """Count, beside ``count_verified``, a check that found something wrong."""
+        with self._lock, contextlib.suppress(*_REASONS_TO_LOSE):
+            self._counters.count_verification_failure(check)
+            self._publish()
+
     def count_lost(self) -> None:
         """Count a record that the caller had no room for."""
         with self._lock:
@@ -170,6 +185,12 @@ class Recorder:
             if not self._counters.has_failed:
                 self._counters.set_unheard(text)
                 self._publish()
+
+    def set_self_check(self, found: SelfCheck) -> None:
+        """Publish what the self-check at start has found."""
+        with self._lock:
+            self._counters.set_self_check(found)
+            self._publish()
 
     def at_heartbeat(self, function: Callable[[], None]) -> None:
         """Call ``function`` once a second, off the path of batches.
@@ -240,3 +261,7 @@ class Stopwatch:
         now = time.perf_counter_ns()
         self.nanoseconds[stage] += now - self._last
         self._last = now
+
+    def leave_out(self) -> None:
+        """The time since the last lap went to no stage."""
+        self._last = time.perf_counter_ns()

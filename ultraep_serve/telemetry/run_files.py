@@ -20,7 +20,7 @@ __all__ = ["RunFiles"]
 
 _MAX_CONFIG_BYTES = 1 << 20
 _MAX_REASON_BYTES = 4096
-_NUMBERED = re.compile(r"(ring|spool)-(0|[1-9]\d{0,3})")
+_NUMBERED = re.compile(r"(ring|spool|verification)-(0|[1-9]\d{0,3})")
 
 
 class RunFiles:
@@ -47,6 +47,10 @@ class RunFiles:
         """The recorded routing of ``rank``."""
         return self.path / f"spool-{rank}"
 
+    def verification(self, number: int) -> Path:
+        """What the rank ``number`` saw when a sample failed: one JSON object."""
+        return self.path / f"verification-{number}"
+
     def handshake(self, rank: int) -> Path:
         """How the other ranks of its domain reach the memory of ``rank``."""
         return self.path / f"handshake-{rank}.json"
@@ -70,6 +74,10 @@ class RunFiles:
     def spools(self) -> list[int]:
         """The ranks whose recorded routing is there, sorted."""
         return self._numbers("spool")
+
+    def verifications(self) -> list[int]:
+        """The numbers of the ranks that have left what they saw of a failed sample, sorted."""
+        return self._numbers("verification")
 
     def _numbers(self, kind: str) -> list[int]:
         try:

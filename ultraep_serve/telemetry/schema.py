@@ -21,7 +21,8 @@ from ultraep_serve.balance.topology import (
 )
 from ultraep_serve.errors import RingError
 from ultraep_serve.telemetry.record import padded, record_dtype
-from ultraep_serve.types import Decision, ExpertShape, Policy, Stage
+from ultraep_serve.telemetry.self_check import SelfCheck
+from ultraep_serve.types import Decision, ExpertShape, Policy, Stage, VerificationCheck
 
 __all__ = [
     "HEADER_BYTES",
@@ -31,6 +32,7 @@ __all__ = [
     "MAX_EXPERTS",
     "MAX_RANKS",
     "RING_VERSION",
+    "SELF_CHECK_BYTES",
     "UNHEARD_BYTES",
     "RingHeader",
     "RingState",
@@ -38,10 +40,11 @@ __all__ = [
     "parse_header",
 ]
 
-RING_VERSION = 9
+RING_VERSION = 10
 MAGIC = b"UEPRING\x01"
 HEADER_BYTES = 4096
 UNHEARD_BYTES = 512
+SELF_CHECK_BYTES = 1536
 MAX_CAPACITY = 1 << 20
 MAX_RANKS = 4096
 _MAX_SLOTS = 1024
@@ -59,6 +62,7 @@ class RingState(IntEnum):
 
 # 8-byte fields come first, so that every counter is aligned and stored in one piece.
 _BY_DECISION = ("<u8", (len(Decision),))
+_BY_CHECK = ("<u8", (len(VerificationCheck),))
 _HEADER_FIELDS: list[Any] = [
     ("magic", "S8"),
     ("written", "<u8"),  # records ever written
@@ -76,6 +80,9 @@ _HEADER_FIELDS: list[Any] = [
     ("bytes_received", "<u8"),
     ("replicas", "<u8"),
     ("stage_ns", "<u8", (len(Stage),)),
+    ("verified_layers", *_BY_CHECK),  # layers of batches that were checked
+    ("verification_failures", *_BY_CHECK),
+    ("verification_ns", "<u8"),  # that the checks took in the path of batches
     ("slot_bytes_reserved", "<u8"),
     ("pid", "<u8"),
     ("process_namespace", "<u8"),  # in which pid means that process
@@ -97,6 +104,7 @@ _HEADER_FIELDS: list[Any] = [
     ("mode", "S16"),
     ("first_host", "S64"),  # name of the host that holds rank 0
     ("unheard", f"S{UNHEARD_BYTES}"),  # which ranks and hosts this one does not hear
+    ("self_check", f"S{SELF_CHECK_BYTES}"),  # a ``SelfCheck`` in JSON; empty until it has ended
 ]
 
 
@@ -135,7 +143,11 @@ class RingHeader:
     bytes_received: int
     replicas: int
     stage_ns: tuple[int, ...]  # by Stage
+    verified_layers: tuple[int, ...]  # by VerificationCheck
+    verification_failures: tuple[int, ...]  # by VerificationCheck
+    verification_ns: int  # that the checks took in the path of batches
     unheard: str  # which ranks and hosts it does not hear; empty: all are
+    self_check: SelfCheck | None  # None: not ended yet
 
     @property
     def rank(self) -> int:
@@ -205,6 +217,7 @@ def parse_header(page: bytes, name: str) -> RingHeader:
     values["location"] = Location(**{field.name: values[field.name] for field in fields(Location)})
     values["state"] = RingState(values["state"])
     values["policy"] = list(Policy)[values["policy"]]
+    values["self_check"] = SelfCheck.from_json(values["self_check"])
     return RingHeader(**{field.name: values[field.name] for field in fields(RingHeader)})
 
 

@@ -14,7 +14,7 @@ from multiprocessing.util import Finalize
 import torch
 from torch import nn
 
-from ultraep_serve.balance.backend import Answers, Backend, CheckResult, GroupSetup
+from ultraep_serve.balance.backend import Answers, Backend, GroupSetup, Sampled
 from ultraep_serve.balance.collectives import EngineGroup
 from ultraep_serve.balance.cuda.recording import is_capturing
 from ultraep_serve.balance.physical import identity_table
@@ -29,11 +29,13 @@ from ultraep_serve.engines.common.rendezvous import (
     meet_stages,
     wait_for_all,
 )
-from ultraep_serve.errors import UltraEPError, UnsupportedError
+from ultraep_serve.errors import SelfCheckError, UltraEPError, UnsupportedError
+from ultraep_serve.system.versions import versions_here
 from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.recorder import Recorder, RingSettings
 from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.telemetry.schema import RingState
+from ultraep_serve.telemetry.self_check import SelfCheck, SelfCheckOutcome
 from ultraep_serve.telemetry.spool import SpoolSource, SpoolWriter
 from ultraep_serve.types import ExpertShape, TokenView
 
@@ -138,9 +140,21 @@ class BalancedLayers:
         self._spool = self._create_spool()
         self._costs = backend.calibrate(run_layer)
         self.self_check = self._check_itself(backend, own.answers)
+        self._recorder.set_self_check(self.self_check)
         policies = self._control if own.rank == 0 else None
-        self._balancer = backend.make_balancer(policies, self._recorder, self._costs)
+        sampled = self._sampled(layers, own.answers)
+        self._balancer = backend.make_balancer(policies, self._recorder, self._costs, sampled)
         self._prefills = 0  # until the second: in the first the engine may compile
+
+    def _sampled(
+        self, layers: Sequence[Sequence[nn.Parameter]], answers: Answers | None
+    ) -> Sampled | None:
+        setup = self._setup
+        if not setup.config.verify_every:
+            return None
+        number = self._pipeline.number * setup.shape.num_ranks + setup.location.rank
+        path = RunFiles(self._run_path).verification(number)
+        return Sampled(layers, answers, path, lambda: versions_here(self._engine))
 
     def _create_recorder(self) -> Recorder:
         setup, config = self._setup, self._setup.config
@@ -160,15 +174,20 @@ class BalancedLayers:
         Finalize(None, recorder.close, exitpriority=1)
         return recorder
 
-    def _check_itself(self, backend: Backend, answers: Answers | None) -> list[CheckResult]:
+    def _check_itself(self, backend: Backend, answers: Answers | None) -> SelfCheck:
         setup, wanted = self._setup, self._setup.config.self_check
         stages = None if wanted == "off" else backend.stages()
         if stages is None:
-            return []
+            return SelfCheck(SelfCheckOutcome.OFF)
         # Not above: it imports numba, see ``plan.context``.
         from ultraep_serve.verify.self_check import run_self_check
 
-        return run_self_check(setup.context, stages, answers, full=wanted == "full")
+        try:
+            results = run_self_check(setup.context, stages, answers, full=wanted == "full")
+        except SelfCheckError as error:
+            self._recorder.set_self_check(SelfCheck(SelfCheckOutcome.FAILED, error.results))
+            raise
+        return SelfCheck(SelfCheckOutcome.PASSED, tuple(results))
 
     def _watch_others(self) -> None:
         """Watch the other ranks, which have loaded and should answer within the timeout."""
@@ -270,7 +289,7 @@ class BalancedLayers:
             setup.config.policy.value,
         )
         logger.info("ultraep: costs %s", self._costs.to_json())
-        for check in self.self_check:
+        for check in self.self_check.checks:
             logger.info(
                 "ultraep: self-check %s passed in %.1f s: %s",
                 check.name,
