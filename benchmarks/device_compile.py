@@ -148,6 +148,7 @@ def row_of(case: Case, launch: Launch, facts: KernelFacts) -> dict[str, object]:
     figures["follows_plan"] = launch.arguments.get("STREAMS") is not None
     figures["vector_copies"] = figures["ptx"].count("ld.global.v4")
     figures["alias_fences"] = figures["ptx"].count("fence.proxy.alias")
+    figures["traps"] = len(re.findall(r"\btrap;", figures["ptx"]))
     figures["flags_posted"] = len(re.findall(r"\bst\.(?:release|relaxed)\.sys\b", figures["ptx"]))
     figures["flags_read"] = len(re.findall(r"\bld\.(?:acquire|relaxed)\.sys\b", figures["ptx"]))
     figures["polling_atomics"] = polling_atomics(figures["ptx"])

@@ -63,7 +63,7 @@ def test_a_silent_rank_ends_every_wait(bench: Bench) -> None:
     stream(*arguments, Programs(1, 1))
     assert status.item() == DeviceStatus.OK, "what runs beside dispatch gives up nothing"
     decided = torch.full_like(status, Decision.PLANNED)
-    waits = {"decision": decided, "reported": status.clone(), "patience_ns": 20}
+    waits = {"decision": decided, "reported": status.clone(), "patience_ns": 20, "stops": False}
     receive(*arguments, Programs(1, 1), **waits)
     assert DeviceStatus.RELAY_TIMEOUT in DeviceStatus(status.item())
     for decision, expected in (
@@ -71,7 +71,7 @@ def test_a_silent_rank_ends_every_wait(bench: Bench) -> None:
         (Decision.PLANNED, DeviceStatus.SLOT_TIMEOUT),
     ):
         reported = status.zero_().clone()
-        waits = {"decision": decided.fill_(decision), "reported": reported, "patience_ns": 20}
+        waits |= {"decision": decided.fill_(decision), "reported": reported}
         receive(*arguments, Programs(1, 0), **waits)
         assert status.item() == reported.item() == expected
     assert not ranks.flags.any()  # nothing was forwarded
@@ -89,7 +89,8 @@ def test_only_the_chunks_that_have_arrived_are_forwarded(bench: Bench) -> None:
     assert status.item() == DeviceStatus.OK
     assert ranks.flags[2, 0].tolist() == [5, 0, 5] + [0] * (CHUNKS - 3)
     decided = torch.full_like(status, Decision.PLANNED)
-    receive(*arguments, decision=decided, reported=status.clone(), patience_ns=5)
+    waits = {"decision": decided, "reported": status.clone(), "patience_ns": 5, "stops": False}
+    receive(*arguments, **waits)
     assert status.item() == DeviceStatus.RELAY_TIMEOUT | DeviceStatus.SLOT_TIMEOUT
     assert ranks.flags[2, 0].tolist() == [5, 0, 5] + [0] * (CHUNKS - 3)
     assert ranks.flags[2, 1].tolist() == [0] * CHUNKS

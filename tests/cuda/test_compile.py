@@ -55,6 +55,7 @@ def test_every_kernel_compiles_and_spills_nothing(compiled: list[Row]) -> None:
             assert 32 * row["num_warps"] * row["registers"] <= most, row
         tells = exchanges or copies or receives  # other ranks, or the host of a wait given up
         assert (row["flags_posted"] > 0) == tells, row
+        assert (row["traps"] > 0) == (receives or row["follows_plan"]), row  # before experts run
         waits = exchanges or receives or row["follows_plan"] or (streams and relays)
         for count in ("alias_fences", "clock_reads", "flags_read"):
             assert (row[count] > 0) == waits, row  # without relays nothing waits beside dispatch

@@ -30,13 +30,13 @@ from ultraep_serve.types import ExpertShape
 # of a layer in the middle of a batch: launches, allocations, copies, events
 MOST = {
     "balanced": (4, 1, 0, 4),  # the events time the experts; a stream forks and joins
-    "left_alone": (2, 1, 0, 2),  # as it was in the batch before
+    "left_alone": (2, 1, 0, 2),  # as it was in the batch before last
     "off": (1, 1, 0, 0),
     "decode": (1, 1, 0, 0),
 }
 # how much more in the first layer: the batch's speeds; what this rank would have, there and back.
-# Where the policy was off, all that says whether it still is.
-FIRST = {"off": (3, 0, 3, 1), "decode": (0, 0, 1, 0)}
+# Where the policy was off, all that says whether it still is, and the batch's records.
+FIRST = {"off": (2, 0, 3, 3), "decode": (0, 0, 1, 0)}
 FIRST_BALANCED = (1, 0, 2, 0)
 
 
@@ -56,13 +56,22 @@ def test_a_layer_asks_no_more_of_the_host(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", MOST)
-def test_the_host_waits_where_a_batch_ends_and_nowhere_else(kind: str) -> None:
-    """So that no token is sampled from what a rank that gave up has computed; or, while the policy
-    is off, where a batch begins."""
-    waits = [work.waits for work in count_layers(kind)]
-    others = [0] * (len(waits) - 1)
-    expected = {"off": [1, *others], "decode": [0, *others]}
-    assert waits == expected.get(kind, [*others, 1])
+def test_the_host_does_not_wait_for_the_device(kind: str) -> None:
+    """While it launches one batch ahead, as engines that schedule ahead have it."""
+    for batches in range(1, 6):
+        assert not any(work.waits for work in count_layers(kind, batches)), batches
+
+
+@pytest.mark.parametrize("kind", ["balanced", "off"])
+def test_a_host_that_is_further_ahead_waits_where_a_batch_begins(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """So that all ranks expect the same; it says so once."""
+    with caplog.at_level("INFO"):
+        work = count_layers(kind, 5, lag=2)
+    assert [layer.waits for layer in work] == [1] + [0] * (len(work) - 1)
+    said = [text for text in caplog.messages if "more than two batches ahead" in text]
+    assert len(said) == 1
 
 
 def test_stages_are_timed_in_some_batches_only() -> None:
@@ -173,7 +182,7 @@ def test_micro_batches_do_not_wait_for_each_others_experts() -> None:
 def test_ids_are_not_kept_for_launches_that_are_made_again(kind: str) -> None:
     with recorded_streams() as streams:
         balancer = recorded_balancer(FakeRecorder())
-        balancer._left_alone = {(0, 0)} if kind == "left_alone" else set()
+        balancer._expected.left_alone = {(0, 0)} if kind == "left_alone" else set()
         for _ in range(2):
             ids = torch.zeros((300, 4), dtype=torch.int32)
             physical = balancer.route(0, ids, 300)
@@ -213,7 +222,7 @@ def test_nothing_is_compiled_while_serving(num_micro_batches: int) -> None:
             many = torch.zeros(4 * 4097 + 1, dtype=dtype)
             for first, tokens in ((0, 4096), (1, 4096), (1, 4097), (0, 0), (0, 1), (3, 16)):
                 ids = many[first : first + 4 * tokens].view(tokens, 4)
-                for balancer._left_alone in (set(), set(every_layer)):
+                for balancer._expected.left_alone in (set(), set(every_layer)):
                     for layer in range(4):
                         for number in numbers:
                             balancer.route(layer, ids, 20_000, number)

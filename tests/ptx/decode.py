@@ -90,7 +90,8 @@ class Decoder:
             "bra": self._branch, "ret": self._plain, "exit": self._plain, "bar": self._barrier,
             "barrier": self._barrier, "fence": self._fence, "shfl": self._shuffle,
             "redux": self._reduce, "vote": self._vote, "match": self._match, "ld": self._parameter,
-            "nanosleep": self._sleep, "ldmatrix": self._matrix, "stmatrix": self._matrix,
+            "nanosleep": self._sleep, "trap": self._plain,
+            "ldmatrix": self._matrix, "stmatrix": self._matrix,
         }  # fmt: skip
         if first in decoders:
             return decoders[first](opcode, operands)
@@ -179,7 +180,7 @@ class Decoder:
     def _plain(self, opcode: list[str], operands: list[str]) -> Instruction:
         if len(opcode) > 1 or operands:
             raise PtxError("more than its name")
-        return Instruction("", 0, "return")
+        return Instruction("", 0, "trap" if opcode == ["trap"] else "return")
 
     def _barrier(self, opcode: list[str], operands: list[str]) -> Instruction:
         if ".".join(opcode) in _BARRIERS:

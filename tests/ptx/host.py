@@ -121,7 +121,7 @@ class Cluster:
     @contextmanager
     def driven(self) -> Iterator[None]:
         """Inside, what hosts launch is written down instead of done."""
-        copy, expect, send = torch.Tensor.copy_, DeviceBalancer._expect, PendingBatch.send
+        copy, send = torch.Tensor.copy_, PendingBatch.send
         is_done = property(lambda page: id(page) in self._ended)
 
         def copied(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> Any:
@@ -132,8 +132,8 @@ class Cluster:
             self._ended.discard(id(page))
             self._later.append(lambda: self._ended.add(id(page)))
 
-        def expected(balancer: DeviceBalancer, page: PendingBatch) -> None:
-            self._later.append(lambda: expect(balancer, page))
+        def waited(page: PendingBatch) -> None:
+            assert not page.used, "a host would wait for its device"
 
         with ExitStack() as stack:
             self._launches = stack.enter_context(recorded_launches())
@@ -142,7 +142,7 @@ class Cluster:
                 mock.patch.object(torch.Tensor, "copy_", copied),
                 mock.patch.object(PendingBatch, "is_done", is_done),
                 mock.patch.object(PendingBatch, "send", sent),
-                mock.patch.object(DeviceBalancer, "_expect", expected),
+                mock.patch.object(PendingBatch, "wait", waited),
             ):
                 stack.enter_context(patch)
             yield

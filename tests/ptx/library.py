@@ -25,6 +25,7 @@ _SIGNATURES = {
     "end_host": "vp",
     "run": "qpq",
     "error_of": "sp",
+    "has_stopped": "qpq",
     "steps_of": "qp",
     "host_turn": "qp",
     "num_reports": "qp",

@@ -64,6 +64,7 @@ static int start_something(Machine *m) {
     u64 number = 0;
     for (s64 n = m->first_open; n < m->num_launches; n++) {
         Launch *launch = &m->launches[n];
+        if (m->has_stopped[launch->rank] && !launch->is_done) end_launch(m, launch);
         if (launch->is_done || (launch->start && launch->started == launch->grid && launch->kernel)) continue;
         if (!launch->start) {
             if (!can_begin(m, launch)) continue;
@@ -93,7 +94,7 @@ static Warp *choose_warp(Machine *m) {
 Machine *new_machine(s64 num_ranks, s64 resident, u64 seed, s64 quantum, s64 order, s64 stuck_after, s64 checks_races) {
     Machine *m = calloc(1, sizeof *m);
     m->num_ranks = num_ranks, m->resident = resident, m->quantum = quantum, m->stuck_after = stuck_after;
-    m->residents = calloc(num_ranks, sizeof(s64));
+    m->residents = calloc(num_ranks, sizeof(s64)), m->has_stopped = calloc(num_ranks, sizeof(s64));
     m->random = seed * 0x9E3779B97F4A7C15u + 0x123456789;
     for (int n = 0; n < 8; n++) next_random(m);
     m->clock_step = 8, m->order = order, m->checks_races = checks_races;
@@ -115,7 +116,7 @@ void free_machine(Machine *m) {
     }
     free(races->rank_of), free(races->first_thread), free(races->others), free(races->readers);
     free(races->flags), free(races->reports), free(m->memory.regions), free(m->launches);
-    free(m->ready), free(m->residents), free(m);
+    free(m->ready), free(m->residents), free(m->has_stopped), free(m);
 }
 
 /* Work of so many programs is added next; the first of them. All that was added before has ended. */
@@ -207,6 +208,7 @@ s64 run(Machine *m, u64 most) {
 }
 
 const char *error_of(const Machine *m) { return m->error; }
+s64 has_stopped(const Machine *m, s64 rank) { return m->has_stopped[rank]; }
 u64 steps_of(const Machine *m) { return m->steps; }
 s64 host_turn(const Machine *m) { return m->host; }
 s64 num_reports(const Machine *m) { return m->races.num_reports; }

@@ -7,9 +7,9 @@
 
 /* What is no operation on registers; the order is that of `machine_opcodes`. */
 enum { BRANCH = 1000, RETURN, LOAD, STORE, ATOM, BARRIER, WARP_BARRIER, FENCE_ALIAS, FENCE, SHUFFLE, REDUCE,
-       VOTE, MATCH, SPECIAL, PARAMETER, PACK, UNPACK, SLEEP, LOAD_MATRIX, STORE_MATRIX };
+       VOTE, MATCH, SPECIAL, PARAMETER, PACK, UNPACK, SLEEP, LOAD_MATRIX, STORE_MATRIX, TRAP };
 const char *machine_opcodes = "branch return load store atom barrier warp_barrier fence_alias fence shuffle "
-                              "reduce vote match special parameter pack unpack sleep load_matrix store_matrix";
+                              "reduce vote match special parameter pack unpack sleep load_matrix store_matrix trap";
 enum { GLOBAL, SHARED };
 enum { RELAXED, ACQUIRE, RELEASE = 2, ACQ_REL = 3 };
 enum { ADD, OR, AND, XOR, MIN, MAX, EXCH, CAS };                     /* of ATOM and REDUCE */
@@ -75,7 +75,7 @@ typedef struct {
     Warp **ready;
     int num_ready, room_ready;
     s64 num_ranks, resident;      /* programs of a rank at a time */
-    s64 *residents;               /* by rank */
+    s64 *residents, *has_stopped; /* by rank */
     u64 random, time;
     u64 steps, progress;          /* warp instructions; and at the last sign of progress */
     u64 stuck_after;

@@ -169,6 +169,10 @@ class Machine:
             elif turn is Turn.FAILED:
                 raise MachineError(self._failure())
 
+    def has_stopped(self, rank: int) -> bool:
+        """Whether a kernel has ended all work of the rank's device."""
+        return bool(self._library.has_stopped(self._pointer, rank))
+
     @property
     def steps(self) -> int:
         """Instructions of warps that were executed."""

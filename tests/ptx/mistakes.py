@@ -95,6 +95,7 @@ MISTAKES = (
     Mistake("histogram without its barriers", _at("barrier", "_count_block", "", _COUNT)),
     Mistake("slots read too early", _at("barrier", "_finish_slots", "", _PLAN), scenario="relays"),
     Mistake("speeds overwritten while they are read", _at("barrier", "_choose_kernel")),
+    Mistake("goes on after a wait given up", _at("trap", "stop"), scenario="a silent rank"),
     # streams
     Mistake("experts do not wait for the side stream", forgets="join"),
     Mistake("the side stream does not wait for the plan", forgets="fork"),

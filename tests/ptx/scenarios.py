@@ -5,9 +5,10 @@ answer is what ``HostBalancer``, its twin, answers for the same ids.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -21,9 +22,10 @@ from tests.ptx.ranks import PATIENCE_NS, Rank
 from tests.ptx.twins import Routed, Twins, moved
 from tests.support.balancer_rigs import CONFIG, masters_of
 from ultraep_serve.balance.backend import GroupSetup
-from ultraep_serve.balance.physical import identity_table, master_ids
+from ultraep_serve.balance.cuda import balancer as balancer_module
 from ultraep_serve.balance.speeds import expert_clock
 from ultraep_serve.balance.topology import Location
+from ultraep_serve.errors import PeerTimeoutError
 from ultraep_serve.types import ExpertShape, Plan, TokenView
 
 __all__ = ["SCENARIOS", "Batch", "Outcome", "Scenario", "play"]
@@ -93,7 +95,7 @@ class Scenario:
     search: Search | None = _BRIEFLY  # None: as it serves
     least_resident: int = 1  # programs of a rank that must fit a device together
     calibrates: bool = False
-    is_silent: bool = False  # rank 0 does nothing, and the others give up soon
+    is_silent: bool = False  # rank 0 does nothing, and the other three give up soon
     dispatches: bool = False  # with a stand-in for a dispatch that takes all multiprocessors
 
     @property
@@ -235,30 +237,45 @@ class _Player:
         self.outcome.findings = cluster.machine.findings()
         for rank in cluster.ranks:
             expected = _GAVE_UP if self._scenario.is_silent and rank.number else 0
+            if cluster.machine.has_stopped(rank.number) != bool(expected):
+                self.outcome.wrong.append(f"rank {rank.number} stops, or does not")
             for word in (rank.fabric.status, rank.fabric.reported):
                 if (status := int(word.item())) != expected:
                     self.outcome.wrong.append(f"status {status} of rank {rank.number}")
         cluster.close()
 
     def _give_up(self) -> None:
-        """Whoever waits for rank 0 gives up, and computes where the masters are."""
-        num_experts = self._scenario.shape.num_logical_experts
-        for layer in range(NUM_LAYERS):
-            for rank in self._cluster.ranks[1:]:
-                with self._cluster.of(rank.number):
-                    ids = self._scenario.batches[0].ids(rank.number, num_experts)
-                    found = rank.balancer.route(layer, ids, _PREFILL)
-                    with expert_clock:
-                        pass
-                    rank.balancer.computed()
-                self._checks.append(partial(self._check_identity, rank, ids, found))
-        self._run()
+        """Whoever waits for rank 0 gives up: no experts run on it, and nobody reads its tokens.
 
-    def _check_identity(self, rank: Rank, ids: torch.Tensor, found: torch.Tensor) -> None:
-        shape = self._scenario.shape
-        table = identity_table(shape.num_logical_experts, shape.num_ranks, shape.num_slots)
-        if not torch.equal(found.int(), master_ids(ids, torch.from_numpy(table)).int()):
-            self.outcome.wrong.append(f"ids of rank {rank.number} after it gave up")
+        Rank 1 sends beside dispatch, what rank 2 launches is captured, rank 3 expects nothing.
+        """
+        ranks, num_experts = self._cluster.ranks, self._scenario.shape.num_logical_experts
+        ranks[3].balancer._expected.left_alone = {(layer, 0) for layer in range(NUM_LAYERS)}
+        captured = mock.patch.object(balancer_module, "is_capturing", return_value=True)
+        for rank in ranks[1:]:
+            balancer, ids = rank.balancer, self._scenario.batches[0].ids(rank.number, num_experts)
+            size = 1 << (ids.numel() - 1).bit_length()
+            balancer._counts_of[size] = balancer._counts.holding(size)
+            with captured if rank.number == 2 else nullcontext(), self._cluster.of(rank.number):
+                for layer in range(NUM_LAYERS):
+                    balancer.route(layer, ids, _PREFILL)
+                    with expert_clock:
+                        self._never(rank, "experts run")
+                    balancer.computed()
+                balancer.route(0, ids[:_DECODE], _DECODE)
+                self._never(rank, "tokens are read")
+        self._run()
+        for rank in ranks[1:]:
+            try:
+                rank.balancer.route(0, ids, _PREFILL)
+                self.outcome.wrong.append(f"rank {rank.number} goes on")
+            except PeerTimeoutError as error:
+                if "the load exchange" not in str(error):
+                    self.outcome.wrong.append(f"rank {rank.number}: {error}")
+
+    def _never(self, rank: Rank, what: str) -> None:
+        text = f"{what} on rank {rank.number}, which gave up"
+        self._cluster.call(rank.number, lambda: self.outcome.wrong.append(text))
 
     def _run(self) -> None:
         self._cluster.run()

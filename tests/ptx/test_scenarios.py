@@ -30,7 +30,7 @@ def test_there_are_enough_mistakes_of_every_kind() -> None:
     assert len(MISTAKES) >= 20
     assert len({mistake.name for mistake in MISTAKES}) == len(MISTAKES)
     changed = {mistake.target.operation for mistake in MISTAKES if mistake.target}
-    assert changed == {"barrier", "fence", "fence_alias", "store", "load", "atom"}
+    assert changed == {"barrier", "fence", "fence_alias", "store", "load", "atom", "trap"}
     assert {mistake.scenario for mistake in MISTAKES} <= set(SCENARIOS)
 
 

@@ -81,6 +81,24 @@ static int leave(Machine *m, Warp *w, u32 mask) {
     return 1;
 }
 
+/* A rank's device does nothing from now on, as after a trap on a GPU; its launches count as done. */
+static void stop_rank(Machine *m, s64 rank) {
+    m->has_stopped[rank] = 1;
+    for (int n = 0; n < m->num_ready;) {
+        Program *p = m->ready[n]->program;
+        if (p->launch->rank != rank) {
+            n++;
+            continue;
+        }
+        for (int w = 0; w < p->launch->num_warps; w++)
+            if (p->warps[w].state == READY) set_not_ready(m, &p->warps[w], ENDED);
+        end_program(m, p);
+        n = 0;
+    }
+    for (s64 n = m->first_open; n < m->num_launches; n++)
+        if (m->launches[n].rank == rank && !m->launches[n].is_done) end_launch(m, &m->launches[n]);
+}
+
 /* One instruction of a warp: 0 failed, 1 go on, 2 others should have a turn, 3 the warp has stopped. */
 static int step(Machine *m, Warp *w) {
     const Kernel *kernel = w->program->launch->kernel;
@@ -171,6 +189,10 @@ static int step(Machine *m, Warp *w) {
         break;
     }
     case SLEEP: result = 2; break;
+    case TRAP:
+        if (!mask) break;
+        stop_rank(m, w->program->launch->rank);
+        return 3;
     default: return fail(m, w, "an operation that the machine does not know", i->op);
     }
     if (!ok) return 0;

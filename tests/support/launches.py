@@ -7,7 +7,7 @@ device would decide shows only where a test writes it.
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +25,7 @@ from ultraep_serve.balance.backend import GroupSetup, row_width
 from ultraep_serve.balance.cuda import balancer as balancer_module
 from ultraep_serve.balance.cuda import timing
 from ultraep_serve.balance.cuda.balancer import DeviceBalancer
+from ultraep_serve.balance.cuda.fabric import DeviceFabric
 from ultraep_serve.balance.cuda.recording import PendingBatch
 from ultraep_serve.balance.cuda.records import Records
 from ultraep_serve.balance.speeds import expert_clock
@@ -179,21 +180,23 @@ def recorded_balancer(recorder: FakeRecorder, shape: ExpertShape = SHAPE) -> Dev
     ]
 
 
-def count_layers(kind: str, batches: int = 2) -> list[HostWork]:
-    """The work of every layer of the last of ``batches`` alike; ``kind`` is one of ``KINDS``."""
+def count_layers(kind: str, batches: int = 4, lag: int = 1) -> list[HostWork]:
+    """The work of every layer of the last of ``batches`` alike; ``kind`` is one of ``KINDS``.
+
+    The device is so many batches behind, as it may be under an engine that schedules ahead.
+    """
     assert kind in KINDS
     recorder = FakeRecorder(policy=Policy.OFF if kind == "off" else Policy.QUOTA)
     ids = torch.zeros((TOKENS, TOP_K), dtype=torch.int32)
     tokens = SMALL - 1 if kind == "decode" else TOKENS
     found: list[HostWork] = []
-    still_running = mock.patch.object(PendingBatch, "is_done", property(lambda _page: False))
-    with recorded_streams() as streams, still_running:
+    with recorded_streams() as streams, _lagging(lag):
         balancer = recorded_balancer(recorder)
         if kind == "left_alone":
             let_device_say(balancer, Decision.BALANCED)
-        elif kind == "off":  # as the device and the host have found the batch before
+        elif kind == "off":  # as the device and the host have found the batches before
             balancer._decision.fill_(Decision.POLICY_OFF)
-            balancer._records.was_off = True
+            let_device_say(balancer, Decision.POLICY_OFF)
         for _ in range(batches):
             found = []
             for layer in range(LAYERS):
@@ -209,9 +212,28 @@ def count_layers(kind: str, batches: int = 2) -> list[HostWork]:
     return found
 
 
+@contextmanager
+def _lagging(batches: int) -> Iterator[None]:
+    """Inside, the last ``batches`` that were sent to the host are not there yet."""
+    send, sent = PendingBatch.send, list[PendingBatch]()
+
+    def sending(page: PendingBatch) -> None:
+        send(page)
+        sent.append(page)
+
+    def is_done(page: PendingBatch) -> bool:
+        return all(page is not late for late in sent[len(sent) - batches :])
+
+    with (
+        mock.patch.object(PendingBatch, "send", sending),
+        mock.patch.object(PendingBatch, "is_done", property(is_done)),
+    ):
+        yield
+
+
 def let_device_say(balancer: DeviceBalancer, decision: Decision) -> None:
     """Of every layer of the batches that come."""
-    for page in balancer._pending._free:
+    for page in balancer._pending._pages:
         page._on_device[:, 0] = decision
 
 
@@ -248,10 +270,14 @@ def _counted_events(work: HostWork) -> Any:
         work.events += 1
         record(mark)
 
-    def waited(_mark: Any) -> None:
+    def waited(_waits_for: Any) -> None:
         work.waits += 1
 
-    return mock.patch.multiple(timing._HostMark, record=recorded, synchronize=waited)
+    stack = ExitStack()
+    marks = mock.patch.multiple(timing._HostMark, record=recorded, synchronize=waited)
+    stack.enter_context(marks)
+    stack.enter_context(mock.patch.object(DeviceFabric, "require_peers", waited))
+    return stack
 
 
 def launches_per_layer() -> dict[str, int]:

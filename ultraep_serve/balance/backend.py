@@ -175,7 +175,8 @@ class LayerBalancer(Protocol):
     def computed(self, micro_batch: int = 0) -> None:
         """Take note that the engine has computed, or launched, the layer that was routed last.
 
-        Raises PeerTimeoutError when a rank is gone, so that nobody answers with what came of it.
+        Raises PeerTimeoutError when a rank is known to be gone. Nobody answers with what came of
+        it: where that is known later, the device has stopped.
         """
 
     def end_loading(self) -> None:

@@ -24,7 +24,8 @@ from triton.language.extra.cuda import globaltimer
 
 from ultraep_kernels.device.status import TIMEOUTS
 
-__all__ = ["clock", "fence_aliases", "gives_up", "peek", "post", "put", "read_flags", "wait"]
+__all__ = ["clock", "fence_aliases", "gives_up", "peek", "post", "put", "read_flags", "stop"]
+__all__ += ["wait"]
 
 _IS_INTERPRETED = tl.constexpr(knobs.runtime.interpret)  # no such fence is needed there, no clock
 _HAS_LOADS = tl.constexpr(hasattr(tl, "atomic_load"))  # and stores
@@ -52,6 +53,22 @@ def put(pointer, word, SCOPE: tl.constexpr = "gpu"):
         tl.store(pointer, word)
     else:
         tl.atomic_xchg(pointer, word, sem="relaxed")
+
+
+@triton.jit
+def stop():
+    """End all work of this process on the device for good: whoever waits for any gets an error.
+
+    The host sees what this program wrote before. The interpreter, which cannot stop, goes on.
+    """
+    if not _IS_INTERPRETED:
+        tl.inline_asm_elementwise(
+            "fence.acq_rel.sys; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
+        tl.debug_barrier()
+        tl.inline_asm_elementwise(
+            "trap; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """The status word: one int32 on the device in which kernels leave what went wrong.
 
-Kernels set bits and never clear them; the host reads the word when it next has a reason to wait for
-the device anyway. Once a bit of a wait is set, later waits give up at once.
+Kernels set bits and never clear them. Once a bit of a wait is set, later waits give up at once, and
+the launch that awaits a layer's slots ends all work on the device (``stream``).
 """
 
 from enum import IntFlag

@@ -30,6 +30,7 @@ from ultraep_kernels.device._signals import (
     post,
     put,
     read_flags,
+    stop,
     wait,
 )
 from ultraep_kernels.device._turns import arrive, take_turn
@@ -83,6 +84,7 @@ class StreamSizes(NamedTuple):
     programs: Programs
     block: int = _BLOCK_WORDS  # of 4 bytes, per step of a copy
     block_flags: int = _FLAGS_PER_LOOK  # looked at together
+    stops: bool = True  # whether a wait that was given up stops the device
 
 
 @triton.jit
@@ -174,7 +176,11 @@ def _await_slot(
     patience_ns,
     SIZES: tl.constexpr,
 ):
-    """Return when every chunk of the slot is there, if it is filled; report a wait given up."""
+    """Return when every chunk of the slot is there, if it is filled.
+
+    If any wait was given up until now, say so and go no further: experts would compute with what
+    is not there, and send it to other ranks.
+    """
     is_awaited = is_planned & (slot < SIZES.num_slots)
     place = rank * SIZES.num_slots + slot
     if tl.load(slot_expert_ptr + place, mask=is_awaited, other=-1) >= 0:
@@ -200,6 +206,8 @@ def _await_slot(
     status = peek(status_ptr)
     if (status & TIMEOUTS) != 0:
         put(reported_ptr, status, "sys")  # as other slots' programs may
+        if SIZES.stops:
+            stop()
 
 
 @triton.jit
@@ -438,6 +446,7 @@ def receive(
     decision: torch.Tensor,
     reported: torch.Tensor,
     patience_ns: int,
+    stops: bool = True,
 ) -> None:
     """Forward what ``stream`` left, and end when this rank's slots have arrived.
 
@@ -448,6 +457,7 @@ def receive(
         reported: (1,) int32 in page-locked memory: the status of a wait that was given up, until
             now, is written there.
         patience_ns: nanoseconds after which a wait is given up.
+        stops: whether that ends all work of this process on the device.
     """
     num_ranks, num_slots = slot_expert.shape
     launch(
@@ -463,7 +473,7 @@ def receive(
         reported,
         tables.chunks.shape[0],
         patience_ns,
-        SIZES=StreamSizes(num_ranks, num_masters, num_slots, programs),
+        SIZES=StreamSizes(num_ranks, num_masters, num_slots, programs, stops=stops),
         num_warps=_NUM_WARPS,
         maxnreg=_MOST_RELAYING if programs.relays else _MOST_REGISTERS,
     )

@@ -1,6 +1,7 @@
 """Balancing where experts live in GPU memory."""
 
 from collections.abc import Callable
+from multiprocessing.util import Finalize
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from ultraep_serve.balance.collectives import DeviceAllGather, HostAllGather
 from ultraep_serve.balance.cuda.balancer import DeviceBalancer, require_offered
 from ultraep_serve.balance.cuda.driver import Driver
 from ultraep_serve.balance.cuda.fabric import DeviceFabric, Limits
+from ultraep_serve.balance.cuda.notice import StopNotice
 from ultraep_serve.balance.cuda.rendezvous import GatherRendezvous, Rendezvous, SocketRendezvous
 from ultraep_serve.balance.cuda.slots import DeviceSlotPool
 from ultraep_serve.balance.cuda.timing import device_seconds, replayed_seconds
@@ -117,6 +119,9 @@ class DeviceBackend:
         in_force = policies, recorder, costs.integer_costs(), samples
         balancer = DeviceBalancer(setup, self._layers, self._fabric, *in_force)
         balancer.warm_up()
+        notice = StopNotice(self._fabric, recorder)
+        recorder.at_heartbeat(notice)
+        Finalize(None, notice, exitpriority=3)  # before the engine's error is published as a reason
         return balancer
 
     def _probes(self, layer: LayerSlots) -> Probes:

@@ -1,5 +1,4 @@
-"""The data flow on the device, for which the host waits when a batch ends; twin of
-``host.balancer``.
+"""The data flow on the device, for which the host does not wait; twin of ``host.balancer``.
 
 Its answers are the same. What the host decides there, kernels decide here: the host only launches,
 the same for every batch, so that any of it can be captured in a CUDA graph. What came of a layer it
@@ -7,17 +6,18 @@ learns later, from copies of the outcome that are done by then (``recording``).
 """
 
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from ultraep_kernels.contract import FULL_SPEED, HEADER_WIDTH, Choice
+from ultraep_kernels.contract import FULL_SPEED, HEADER_WIDTH
 from ultraep_kernels.device.count import CountBuffers, Counted, count, new_count_buffers
 from ultraep_kernels.device.identity import identity
 from ultraep_kernels.device.launch import Launches
-from ultraep_kernels.device.outcome import decision_of, outcome_width
+from ultraep_kernels.device.outcome import outcome_width
 from ultraep_kernels.device.plan import (
     DevicePlan,
     FollowUp,
@@ -32,9 +32,11 @@ from ultraep_kernels.device.speeds import choose_speeds
 
 from ultraep_serve.balance.backend import GroupSetup, LayerSlots, PolicySource, row_width
 from ultraep_serve.balance.cuda.arrival import Arrival
+from ultraep_serve.balance.cuda.choices import OwnChoice
+from ultraep_serve.balance.cuda.expectations import Expectations
 from ultraep_serve.balance.cuda.fabric import DeviceFabric
 from ultraep_serve.balance.cuda.recording import (
-    PendingBatch,
+    Entry,
     PendingBatches,
     PendingLayer,
     StageTimer,
@@ -43,7 +45,6 @@ from ultraep_serve.balance.cuda.recording import (
 )
 from ultraep_serve.balance.cuda.records import Records
 from ultraep_serve.balance.cuda.side_stream import side_stream
-from ultraep_serve.balance.cuda.timing import new_mark
 from ultraep_serve.balance.physical import forced_ids, identity_table
 from ultraep_serve.balance.speeds import OwnTime, expert_clock, fixed_speeds
 from ultraep_serve.costs.model import IntegerCosts
@@ -59,7 +60,6 @@ __all__ = ["DeviceBalancer", "require_offered"]
 
 logger = logging.getLogger(__name__)
 
-_LARGEST = np.iinfo(np.int32).max
 _RECORDS_AT_ONCE = 4  # written when the host comes by
 
 
@@ -77,26 +77,25 @@ class DeviceBalancer:
     planning costs is spent when it is decided whether a plan pays.
 
     While the policy is off at run time, loads are exchanged in a batch's first layer only, from
-    which all ranks know it; the others are left at home by the device. A host that knows of a batch
-    that was off waits, where all ranks are in one domain, for the first layer of the next to say
-    what holds, and then launches no more than the identity.
+    which all ranks know it; the others are left at home by the device. Where the batch before last
+    was off, the host launches no more than the identity for them, whatever the first one says.
 
     Experts are sent in a stream beside the engine's, which dispatches meanwhile and joins it where
     the experts are launched: inside ``expert_clock``, which engines must do. There they are awaited
-    too. In a CUDA graph it is one stream. A layer that was left alone in the batch before takes one
-    launch for its plan and for all that may follow, in the engine's stream.
+    too. In a CUDA graph it is one stream. A layer that was left alone in the batch before last
+    takes one launch for its plan and for all that may follow, in the engine's stream.
 
     Records come when the host comes by after the device is done with a batch, at a later ``route``
-    or ``computed``; where two batches are on their way, those of a third are lost and counted.
+    or ``computed``.
     Stages are timed in one batch of several; what the others took is taken from it, by their
     tokens. ``reroute`` is a part of ``plan``, whose launch looks the ids up. What runs beside the
     engine's stream is not timed: ``wait`` is how much longer it took.
     Nothing is recorded while a CUDA graph is captured, nor when one is replayed; a replay obeys the
     policy that rank 0 last read in a ``route``.
 
-    A wait that was given up is noticed at the first ``route`` after the device has said so, and at
-    the latest when the batch's last layer is ``computed``: what was computed in between is wrong,
-    and no token is sampled from it on this rank. Others give up in their next layer.
+    Where a wait was given up, the device says so and stops before the layer's experts run: nobody
+    computes with what is not there, and whoever reads tokens gets an error of CUDA instead. A
+    ``route`` after the device has said so raises the reason.
     """
 
     def __init__(
@@ -115,20 +114,17 @@ class DeviceBalancer:
         self._config, self._shape, self._view = config, shape, setup.view
         self._source_rank, self._domain_size = setup.source_rank, setup.location.domain_size
         self._fabric = fabric
-        self._policies = policies
         self._recorder, self._samples = recorder, samples
         self._gate = _gate_of(config, costs)
         self._tables = [fabric.tables(layer) for layer in layers]
         experts, ranks, slots = shape.num_logical_experts, shape.num_ranks, shape.num_slots
         self._device = device = fabric.status.device
         self._identity = torch.from_numpy(identity_table(experts, ranks, slots)).to(device)
-        # The host writes its choice whenever it likes; the device takes it at layer 0 of a batch.
-        self._choice = torch.zeros(len(Choice._fields), dtype=torch.int32, device=device)
-        self._asked = _host_memory(len(Choice._fields), device)
         self._configured = _on_device(fixed_speeds(config.speeds, ranks), device)
         self._agreed = torch.full((ranks,), FULL_SPEED, dtype=torch.int32, device=device)
         self._speeds = self._agreed.clone()  # of the batch that runs
-        self._own_time = OwnTime(costs, shape.num_masters)
+        own_time = OwnTime(costs, shape.num_masters)
+        self._choice = OwnChoice(policies, own_time, config.allow_ideal, device, self._warn)
         # tokens that all ranks see count as rank 0's, so that every rank splits them alike
         self._shared = torch.zeros((ranks, experts + 1), dtype=torch.int32, device=device)
         is_own = setup.view is TokenView.OWN
@@ -148,12 +144,11 @@ class DeviceBalancer:
         self._arriving = [Arrival(side_stream(device)) for _ in numbers]
         self._steps: dict[tuple[int, PendingLayer | None, int, bool], _Steps] = {}
         self._pending = PendingBatches(device, num_values, len(layers), shape.num_micro_batches)
-        self._told, self._told_mark = _host_memory(1, device), new_mark(device)
-        self._rests = False  # the batch that runs, as the last one known
+        self._waited = 0  # times
         self._warned: set[str] = set()
         expert_bytes = [int(layer.expert_bytes.sum()) for layer in layers]
-        self._records = Records(setup, expert_bytes, recorder, self._own_time, self._warn)
-        self._left_alone: set[tuple[int, int]] = set()  # layers and micro-batches of the last known
+        self._records = Records(setup, expert_bytes, recorder, own_time, self._warn)
+        self._expected = Expectations()
         self._has_begun = False  # whether the batch that runs has exchanged
         self._batch = 0
 
@@ -193,8 +188,8 @@ class DeviceBalancer:
         begins = layer == 0 and micro_batch == 0
         if begins:
             self._batch += not capturing
-            self._has_begun = self._rests = False
-            self._choose()
+            self._has_begun = False
+            self._choice.write()
         if not capturing:
             if begins:
                 self._pending.begin()
@@ -204,11 +199,13 @@ class DeviceBalancer:
                 self._pending.skip(Decision.SMALL)
                 self._record_what_is_done()
             return self.identity(topk_ids)
-        if self._rests and not capturing:
+        if self._has_begun and self._expected.rests and not capturing:
             return self.identity(topk_ids)
         begins, self._has_begun = not self._has_begun, True
         if begins:
-            self._choice.copy_(self._asked, non_blocking=True)
+            self._choice.send()
+            if not capturing:
+                self._look_back()
         pending = None
         if not capturing:
             pending = self._pending.open(layer, self._batch, batch_tokens, micro_batch)
@@ -217,32 +214,20 @@ class DeviceBalancer:
         physical = self._balance(layer, topk_ids, pending, micro_batch, begins)
         if self._samples is not None and not capturing:
             self._samples.routed(layer, topk_ids, physical, self._plans[micro_batch].found)
-        if self._rests:
-            self._pending.drop(micro_batch)
-            self._pending.skip(Decision.POLICY_OFF)
-        else:
-            arriving = self._arriving[micro_batch]
-            # the time of one micro-batch's experts may hold another one's
-            arriving.pending = pending if self._shape.num_micro_batches == 1 else None
-            expert_clock.marks = arriving
+        arriving = self._arriving[micro_batch]
+        # the time of one micro-batch's experts may hold another one's
+        arriving.pending = pending if self._shape.num_micro_batches == 1 else None
+        expert_clock.marks = arriving
         return physical
 
     def computed(self, micro_batch: int = 0) -> None:
-        """Take note that the engine has launched the layer that was routed last.
-
-        After a batch's last layer this waits for the device, before anybody samples tokens from
-        what it computed. Raises PeerTimeoutError when a wait was given up.
-        """
+        """Take note that the engine has launched the layer that was routed last."""
         expert_clock.marks = None
         self._arriving[micro_batch].join()  # where this rank had nothing to compute
         if not is_capturing(self._device):
+            self._pending.close(micro_batch, is_last=self._expected.rests)
             if self._samples is not None:
                 self._samples.computed()
-            sent = self._pending.close(micro_batch)
-            if sent is not None:
-                sent.wait()
-                self._fabric.check_peers()
-                self._expect(sent)
             self._record_what_is_done()
 
     def identity(self, topk_ids: torch.Tensor) -> torch.Tensor:
@@ -259,11 +244,11 @@ class DeviceBalancer:
             padding = torch.full((2, 1), -1, dtype=dtype, device=self._device)
             self.identity(padding)
             for expected in ([], places):
-                self._left_alone = set(expected)
+                self._expected.left_alone = set(expected)
                 for layer, micro_batch in places:
                     self._balance(layer, padding, None, micro_batch, True)
                     self._arriving[micro_batch].join()
-        self._left_alone = set()
+        self._expected.left_alone = set()
         self._fabric.require_peers()
 
     def end_loading(self) -> None:
@@ -294,8 +279,6 @@ class DeviceBalancer:
         watch.lap(Stage.PLAN)
         if left_alone:
             return self._forced(topk_ids, physical, found)
-        if begins and pending is not None and self._turns_out_off(found):
-            return physical
         self._send(layer, steps, found, self._arriving[micro_batch])
         return self._forced(topk_ids, physical, found)
 
@@ -314,16 +297,33 @@ class DeviceBalancer:
                 steps.replicate.make(stream)
         arriving.expect(lambda: steps.receive.make(lambda: self._fabric.receive(*sent)))
 
+    def _look_back(self) -> None:
+        """Learn of the batch before last what to expect, and record what is left of older ones.
+
+        Waits for the device where the host is more than two batches ahead of it.
+        """
+        before = self._pending.before_last
+        with self._fabric.naming_lost_peers():
+            if not before.is_done:
+                self._say_late()
+                before.wait()
+        self._expected.learn(before.layers)
+        self._write(self._pending.make_room())
+
+    def _say_late(self) -> None:
+        if not self._waited:
+            logger.info("the host launches more than two batches ahead of the device, and waits")
+        self._waited += 1
+
     def _leaves_alone(self, layer: int, micro_batch: int) -> bool:
-        """Whether the device is expected to leave the layer alone, as in the batch before.
+        """Whether the device is expected to leave the layer alone.
 
         Then one launch plans and does all that may follow. Where it turns out otherwise that is all
-        done, but experts are sent before dispatch, not beside it. Ranks expect the same, but where
-        one's records came late or were lost: a rank whose experts come before its dispatch waits
-        for others' side streams, which their own dispatch, waiting for it, should not keep from
-        running.
+        done, but experts are sent before dispatch, not beside it. Ranks must expect the same: one
+        whose experts come before its dispatch waits for others' side streams, which their own
+        dispatch, waiting for it, should not keep from running.
         """
-        return (layer, micro_batch) in self._left_alone and not self._records.was_off
+        return self._expected.rests or (layer, micro_batch) in self._expected.left_alone
 
     def _steps_of(
         self, layer: int, pending: PendingLayer | None, micro_batch: int, begins: bool
@@ -339,36 +339,6 @@ class DeviceBalancer:
         if steps is None:
             steps = self._steps[key] = _Steps()
         return steps
-
-    def _turns_out_off(self, found: DevicePlan) -> bool:
-        """Whether nothing is to be launched for the rest of the batch; waits if it was so before.
-
-        Ranks need not agree: what another one launches for it does nothing. But between domains
-        rows are gathered by the engine's own collective, which all ranks must call.
-        """
-        if not self._records.was_off or self._fabric.has_several_domains:
-            return False
-        self._told.copy_(found.decision, non_blocking=True)
-        self._told_mark.record()
-        self._told_mark.synchronize()
-        self._fabric.require_peers()
-        self._records.was_off = self._rests = int(self._told[0]) == Decision.POLICY_OFF
-        return self._rests
-
-    def _choose(self) -> None:
-        """Write down what this rank measured; on rank 0 also what is asked for."""
-        time = min(self._own_time.picoseconds, _LARGEST)
-        if self._policies is None:
-            self._asked[:] = torch.tensor(Choice(time=time))
-            return
-        policy = self._policies.policy
-        ideal = policy is Policy.IDEAL and self._config.allow_ideal
-        if not (ideal or policy in (Policy.OFF, Policy.QUOTA)):
-            self._warn(f"policy {policy.value!r} is not offered here and counts as 'off'")
-            policy = Policy.OFF
-        threshold = min(self._policies.max_imbalance_millionths, _LARGEST)
-        asked = Choice(policy.code, threshold, self._policies.speeds.code, time)
-        self._asked[:] = torch.tensor(asked)
 
     def _count_and_exchange(self, topk_ids: torch.Tensor, steps: "_Steps", begins: bool) -> Counted:
         """Count ids and exchange loads; the speeds of a new batch follow from the rows."""
@@ -389,7 +359,7 @@ class DeviceBalancer:
         count(
             topk_ids,
             self._shape.num_logical_experts,
-            choice=self._choice,
+            choice=self._choice.on_device,
             buffers=buffers,
             decision=self._decision,
             begins=begins,
@@ -431,17 +401,12 @@ class DeviceBalancer:
         forced = forced_ids(topk_ids, self._identity, self._speeds).to(physical.dtype)
         return torch.where(found.decision == Decision.FORCED, forced, physical)
 
-    def _expect(self, sent: PendingBatch) -> None:
-        """Derive which layers the next batch will leave alone, alike on every rank."""
-        for pending in sent.layers:
-            place, decision = (pending.layer, pending.micro_batch), decision_of(pending.values)
-            if decision in (Decision.BALANCED, Decision.UNPROFITABLE, Decision.INCONSISTENT):
-                self._left_alone.add(place)
-            elif decision is not Decision.POLICY_OFF:
-                self._left_alone.discard(place)
-
     def _record_what_is_done(self) -> None:
-        for entry in self._pending.drain(_RECORDS_AT_ONCE):
+        with self._fabric.naming_lost_peers():
+            self._write(self._pending.drain(_RECORDS_AT_ONCE))
+
+    def _write(self, entries: Iterable[Entry]) -> None:
+        for entry in entries:
             if isinstance(entry, PendingLayer):
                 self._records.write(entry)
             else:
@@ -463,11 +428,6 @@ class _Steps:
     plan_and_copy: Launches = field(default_factory=Launches)
     replicate: Launches = field(default_factory=Launches)
     receive: Launches = field(default_factory=Launches)
-
-
-def _host_memory(size: int, device: torch.device) -> torch.Tensor:
-    """Return (size,) int32 in host memory that the device reads and writes too."""
-    return torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")
 
 
 def _on_device(speeds: NDArray[np.int64] | None, device: torch.device) -> torch.Tensor | None:

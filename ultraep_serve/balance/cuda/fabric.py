@@ -10,7 +10,8 @@ there.
 
 import json
 import os
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 
 import torch
@@ -23,7 +24,7 @@ from ultraep_kernels.device.stream import Programs, StreamTables, receive, strea
 from ultraep_serve.balance.backend import LayerSlots
 from ultraep_serve.balance.collectives import DeviceAllGather
 from ultraep_serve.balance.cuda.driver import Driver
-from ultraep_serve.balance.cuda.memory import Allocation, MappedMemory, create
+from ultraep_serve.balance.cuda.memory import Allocation, MappedMemory, create, host_words
 from ultraep_serve.balance.cuda.rendezvous import Handshake, Rendezvous
 from ultraep_serve.balance.cuda.slots import DeviceSlotPool
 from ultraep_serve.balance.topology import Location
@@ -107,7 +108,7 @@ class DeviceFabric:
         self.status = new_status(driver.device)
         # the status of a wait that was given up, which a kernel writes; to be looked at at any time
         self._seen = 0
-        self.reported = torch.zeros(1, dtype=torch.int32, pin_memory=driver.device.type == "cuda")
+        self.reported = host_words(1, driver.device)
         self._driver = driver
         inbox = inbox_bytes(len(self.domain), limits.row_width)
         with ExitStack() as undo:
@@ -183,7 +184,8 @@ class DeviceFabric:
         """Hold the stream until this rank's slots have arrived, if the plan is followed.
 
         ``sends`` is of the plan, its decision and epoch too. What ``stream`` did not forward is
-        forwarded. The status of a wait that was given up is written to ``reported``.
+        forwarded. Where a wait was given up, the status is written to ``reported``, and all that
+        this process has the device do ends.
         """
         launched = layer, self.rank, sends.epoch, self.status, self.limits.programs
         receive(
@@ -219,17 +221,36 @@ class DeviceFabric:
 
     def require_peers(self) -> None:
         """Raise PeerTimeoutError if a wait was given up. Waits for the device."""
-        self._require_ok(int(self.status.item()))
+        with self.naming_lost_peers():
+            self._require_ok(int(self.status.item()))
+
+    @contextmanager
+    def naming_lost_peers(self) -> Iterator[None]:
+        """Inside, an error of CUDA becomes PeerTimeoutError where a kernel stopped the device."""
+        try:
+            yield
+        except RuntimeError as error:
+            if reason := self.lost_peers:
+                raise PeerTimeoutError(reason) from error
+            raise
+
+    @property
+    def lost_peers(self) -> str:
+        """Which wait a kernel has said was given up; empty where none was. At any time."""
+        return self._reason(int(self.reported[0]))
 
     def _require_ok(self, status: int) -> None:
-        if not status:
-            return
+        if reason := self._reason(status):
+            raise PeerTimeoutError(reason)
+
+    def _reason(self, status: int) -> str:
         late = [what for bit, what in _TIMEOUTS.items() if bit in DeviceStatus(status)]
-        if late:
-            raise PeerTimeoutError(
-                f"rank {self.rank} gave up waiting for {' and '.join(late)}; "
-                "another rank has died or hangs: restart the engine"
-            )
+        if not late:
+            return ""
+        return (
+            f"rank {self.rank} gave up waiting for {' and '.join(late)}; "
+            "another rank has died or hangs: restart the engine"
+        )
 
     def close(self) -> None:
         """Unmap everybody's memory, after the device has finished; tables are invalid then."""

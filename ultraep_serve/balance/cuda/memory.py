@@ -4,9 +4,16 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+import torch
+
 from ultraep_serve.balance.cuda.driver import Driver
 
-__all__ = ["Allocation", "MappedMemory", "create", "round_up"]
+__all__ = ["Allocation", "MappedMemory", "create", "host_words", "round_up"]
+
+
+def host_words(size: int, device: torch.device) -> torch.Tensor:
+    """Return (size,) int32 in host memory that ``device`` reads and writes too."""
+    return torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")
 
 
 @dataclass(frozen=True)

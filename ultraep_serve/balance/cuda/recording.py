@@ -2,8 +2,10 @@
 
 Kernels write every layer's outcome to a row of the batch's table in the device's memory, and one
 copy in stream order takes the table to page-locked memory when the batch has been launched. The
-host reads the tables whose copy is done at its next call. Stages are timed by marks in the
-stream, in one batch of several; how long the experts took, in every batch.
+host reads the tables whose copy is done at its next call. It does not wait for one, but for that of
+the batch before last where a batch begins: engines have read that batch's tokens by then. Stages
+are timed by marks in the stream, in one batch of several; how long the experts took, in every
+batch.
 """
 
 from collections import deque
@@ -20,6 +22,7 @@ from ultraep_serve.types import Decision, Stage
 
 __all__ = [
     "TIMED_EVERY",
+    "Entry",
     "PendingBatch",
     "PendingBatches",
     "PendingLayer",
@@ -29,6 +32,7 @@ __all__ = [
 ]
 
 TIMED_EVERY = 8  # batches, of which one has its stages timed
+_NUM_PAGES = 3  # a batch that is written, the one before, and the one before that
 _MOST_LAPS = len(Stage) + 1  # of a layer
 
 
@@ -162,10 +166,12 @@ class PendingBatches:
     def __init__(
         self, device: torch.device, num_values: int, num_layers: int, num_micro_batches: int = 1
     ) -> None:
-        """Make room for two batches of ``num_layers`` layers of ``num_values`` int32."""
+        """Make room for ``num_layers`` layers of ``num_values`` int32 in each batch."""
         capacity = num_layers * num_micro_batches
         self._num_layers = num_layers
-        self._free = [PendingBatch(device, num_values, capacity) for _ in range(2)]
+        self._pages = deque(
+            PendingBatch(device, num_values, capacity) for _ in range(_NUM_PAGES)
+        )  # the one that was used last is the last
         self._current: PendingBatch | None = None  # the one that is written
         self._open: dict[int, PendingLayer] = {}  # by micro-batch
         self._sent: deque[PendingBatch | Decision] = deque()
@@ -176,18 +182,28 @@ class PendingBatches:
         self._open.clear()
         self._send()
 
+    @property
+    def before_last(self) -> PendingBatch:
+        """The second last batch that was opened; without layers where there is none."""
+        return self._pages[-2]
+
+    def make_room(self) -> Iterator[Entry]:
+        """Yield what is left of a batch before those whose page is used next; all in order."""
+        next_page = self._pages[0]
+        while any(each is next_page for each in self._sent):
+            yield self._take()
+
     def open(
         self, layer: int, batch: int, tokens: int, micro_batch: int = 0
     ) -> PendingLayer | None:
-        """Return a row for a layer that starts, or None where there is no room.
+        """Return a row for a layer that starts, or None where the batch has more than it should.
 
         A layer of this micro-batch that is still open stays without its last stage.
         """
         self._open.pop(micro_batch, None)
         if self._current is None:
-            if not self._free:
-                return None
-            self._current = self._free.pop()
+            self._current = self._pages[0]
+            self._pages.rotate(-1)
             self._current.used = 0
         pending = self._current.open()
         if pending is not None:
@@ -195,18 +211,14 @@ class PendingBatches:
             pending.start(layer, batch, tokens, micro_batch, timed=batch % TIMED_EVERY == 1)
         return pending
 
-    def close(self, micro_batch: int = 0) -> PendingBatch | None:
+    def close(self, micro_batch: int = 0, *, is_last: bool = False) -> None:
         """End the layer, which the engine has computed; the last one has its batch sent."""
         pending = self._open.pop(micro_batch, None)
         if pending is None:
-            return None
+            return
         pending.lap(Stage.COMPUTE)
-        return self._send() if pending.layer == self._num_layers - 1 and not self._open else None
-
-    def drop(self, micro_batch: int = 0) -> None:
-        """Give up the layer that was opened last: nothing is recorded of it."""
-        if self._open.pop(micro_batch, None) is not None and self._current is not None:
-            self._current.used -= 1
+        if (is_last or pending.layer == self._num_layers - 1) and not self._open:
+            self._send()
 
     def skip(self, decision: Decision) -> None:
         """Count a batch that was skipped as a whole."""
@@ -214,32 +226,30 @@ class PendingBatches:
 
     def drain(self, most: int) -> Iterator[Entry]:
         """Yield at most so many of what is done, in order; tables are used again afterwards."""
-        while self._sent and most > 0:
-            first = self._sent[0]
-            if isinstance(first, Decision):
-                self._sent.popleft()
-                most -= 1
-                yield first
-                continue
-            if self._next == 0 and not first.is_done:
+        for _ in range(most):
+            first = self._sent[0] if self._sent else None
+            if first is None or (isinstance(first, PendingBatch) and not first.is_done):
                 return
-            if self._next < first.used:
-                self._next += 1
-                most -= 1
-                yield first.layers[self._next - 1]
-            if self._next == first.used:
-                self._sent.popleft()
-                self._free.append(first)
-                self._next = 0
+            yield self._take()
 
-    def _send(self) -> PendingBatch | None:
+    def _take(self) -> Entry:
+        first = self._sent[0]
+        if isinstance(first, Decision):
+            self._sent.popleft()
+            return first
+        self._next += 1
+        pending = first.layers[self._next - 1]
+        if self._next == first.used:
+            self._sent.popleft()
+            self._next = 0
+        return pending
+
+    def _send(self) -> None:
         sent = self._current
-        if sent is None or not sent.used:
-            return None
-        sent.send()
-        self._sent.append(sent)
-        self._current = None
-        return sent
+        if sent is not None and sent.used:
+            sent.send()
+            self._sent.append(sent)
+            self._current = None
 
 
 def is_capturing(device: torch.device) -> bool:

@@ -17,7 +17,7 @@ __all__ = ["Records"]
 
 
 class Records:
-    """Writes the records of one rank, and knows what they say of the last batch."""
+    """Writes the records of one rank."""
 
     def __init__(
         self,
@@ -34,7 +34,6 @@ class Records:
         self._own_time, self._timed_batch = own_time, 0
         self._warn = warn
         self._stage_ns: dict[int, tuple[int, list[int]]] = {}  # of a layer: tokens, times
-        self.was_off = False  # the policy of the last batch known
 
     def write(self, pending: PendingLayer) -> None:
         """Record one layer of one batch; a batch that was off is counted, once."""
@@ -50,8 +49,6 @@ class Records:
             slot_expert=found.slot_expert,
             slot_load=found.slot_load,
         )
-        if pending.layer == pending.micro_batch == 0:
-            self.was_off = outcome.decision is Decision.POLICY_OFF
         if outcome.decision is Decision.POLICY_OFF:  # of the whole batch, which counts once
             if pending.layer == pending.micro_batch == 0:
                 self._recorder.count_batch(outcome.decision)

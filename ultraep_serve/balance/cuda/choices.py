@@ -1,0 +1,54 @@
+"""What this rank tells the others with the first exchange of a batch."""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from ultraep_kernels.contract import Choice
+
+from ultraep_serve.balance.backend import PolicySource
+from ultraep_serve.balance.cuda.memory import host_words
+from ultraep_serve.balance.speeds import OwnTime
+from ultraep_serve.types import Policy
+
+__all__ = ["OwnChoice"]
+
+_LARGEST = np.iinfo(np.int32).max
+
+
+class OwnChoice:
+    """The policy and threshold that are asked for, where this is rank 0, and what it measured."""
+
+    def __init__(
+        self,
+        policies: PolicySource | None,
+        own_time: OwnTime,
+        allow_ideal: bool,
+        device: torch.device,
+        warn: Callable[[str], None],
+    ) -> None:
+        """``policies`` is rank 0's; other ranks choose nothing."""
+        self._policies, self._own_time, self._allow_ideal = policies, own_time, allow_ideal
+        self._warn = warn
+        # The host writes its choice whenever it likes; the device takes it where a batch begins.
+        self.on_device = torch.zeros(len(Choice._fields), dtype=torch.int32, device=device)
+        self.asked = host_words(len(Choice._fields), device)
+
+    def write(self) -> None:
+        """Write down what holds now."""
+        time = min(self._own_time.picoseconds, _LARGEST)
+        if self._policies is None:
+            self.asked[:] = torch.tensor(Choice(time=time))
+            return
+        policy = self._policies.policy
+        ideal = policy is Policy.IDEAL and self._allow_ideal
+        if not (ideal or policy in (Policy.OFF, Policy.QUOTA)):
+            self._warn(f"policy {policy.value!r} is not offered here and counts as 'off'")
+            policy = Policy.OFF
+        threshold = min(self._policies.max_imbalance_millionths, _LARGEST)
+        asked = Choice(policy.code, threshold, self._policies.speeds.code, time)
+        self.asked[:] = torch.tensor(asked)
+
+    def send(self) -> None:
+        """Copy to the device, in stream order, what is written down by then."""
+        self.on_device.copy_(self.asked, non_blocking=True)
