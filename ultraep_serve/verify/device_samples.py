@@ -65,6 +65,12 @@ class DeviceSamples:
         self._sent: deque[_Sent] = deque()
         self._device = fabric.status.device
 
+    def warm_up(self) -> None:
+        """Compile the kernel, by checksums of no expert."""
+        none = torch.zeros(self._shape.num_local, dtype=torch.int32, device=self._device)
+        for parameters in self._sampled.parameters:
+            checksums([parameter.data for parameter in parameters], none)
+
     def routed(
         self, layer: int, topk_ids: torch.Tensor, physical: torch.Tensor, found: DevicePlan
     ) -> None:

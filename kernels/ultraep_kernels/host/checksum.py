@@ -2,6 +2,7 @@
 
 Every 32-bit word times an odd number of its place, added up modulo 2**64: one flipped bit changes
 the sum, and so do two words that changed places. Tensors follow one another by Horner's rule.
+Twin: ``device.checksum``, of many experts at once.
 """
 
 from collections.abc import Iterable

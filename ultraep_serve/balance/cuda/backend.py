@@ -116,6 +116,7 @@ class DeviceBackend:
         setup, samples = self._setup, None
         if sampled is not None:
             samples = DeviceSamples(setup, self._fabric, sampled, policies, recorder)
+            samples.warm_up()
         in_force = policies, recorder, costs.integer_costs(), samples
         balancer = DeviceBalancer(setup, self._layers, self._fabric, *in_force)
         balancer.warm_up()
