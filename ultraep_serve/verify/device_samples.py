@@ -182,7 +182,7 @@ class DeviceSamples:
         """All ranks' ``words`` (n,) int64, (R, n), in as many exchanges as rows are needed."""
         flat, width = words.view(torch.int32), self._fabric.limits.row_width
         parts = []
-        for part in flat.split(width):
+        for part in torch.split(flat, width):
             row = self._fabric_row()
             row[: part.numel()] = part
             parts.append(self._fabric.exchange(row)[:, : part.numel()])
