@@ -239,7 +239,7 @@ class Fault:
 
     name: str
     put: Callable[[Rank, pytest.MonkeyPatch], object]
-    found_by: VerificationCheck | None  # None: balancing cannot be doubted, only left
+    found_by: VerificationCheck
     on_all_ranks: bool = False
 
 
