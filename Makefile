@@ -2,7 +2,7 @@
 VENV ?= .venv
 PYTHON ?= python3
 
-.PHONY: setup demo check check-processes check-others lint docs test setup-sglang demo-sglang test-vllm test-sglang test-families check-deploy check-protocol check-protocol-quick check-ptx check-ptx-quick clean
+.PHONY: setup demo check check-processes check-others lint docs test setup-sglang demo-sglang test-vllm test-sglang test-families check-deploy check-protocol check-protocol-quick check-ptx check-ptx-quick check-fuzz check-faults clean
 
 setup:
 	$(PYTHON) deploy/setup_vllm_cpu.py $(VENV)
@@ -65,6 +65,15 @@ check-protocol:
 # All mistakes, and of the right forms those with two ranks: less than a minute.
 check-protocol-quick:
 	$(PYTHON) -m tests.protocol.check --quick
+
+# Everything that reads bytes of others, under a fuzzer with coverage: half an hour, for the night.
+check-fuzz: setup
+	nice -n 19 $(VENV)/bin/python -m tests.fuzz.check --seconds 1800
+
+# Every fault in every stage of a run: a quarter of an hour, for the night.
+check-faults: setup
+	$(VENV)/bin/python -m tests.faults.check --json benchmarks/results/faults.json
+	$(VENV)/bin/python -m docs.generate.faults
 
 # The compiled kernels, executed (docs/dev/ptx.md): every scenario with 200 seeds, and all mistakes; two hours.
 check-ptx: setup

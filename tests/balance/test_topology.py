@@ -1,5 +1,7 @@
 """Where ranks stand: hosts that are found, domains that are made of them, what is refused."""
 
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,6 +9,7 @@ import torch
 
 from tests.support.hosts import engine_group, host_path
 from tests.support.ranks import outcomes_of_ranks, run_ranks
+from tests.support.ring_files import create
 from ultraep_serve.balance.backend import GroupSetup
 from ultraep_serve.balance.topology import Location, domain_of, host_identity, locate
 from ultraep_serve.config import BalanceConfig
@@ -14,6 +17,8 @@ from ultraep_serve.engines.common import rendezvous as locating
 from ultraep_serve.engines.common.rendezvous import find_location
 from ultraep_serve.engines.common.setup import make_backend
 from ultraep_serve.errors import UnsupportedError
+from ultraep_serve.telemetry.reader import RingReader
+from ultraep_serve.telemetry.schema import RingState
 from ultraep_serve.types import ExpertShape, TokenView
 
 
@@ -122,3 +127,16 @@ def test_hosts_with_different_versions_are_told_so(run_path: Path) -> None:
     message = "rank 3 runs another version of ultraep_serve than rank 0"
     assert all(message in outcome.message for outcome in outcomes)
     assert "rank 3 runs another)" in outcomes[3].message
+
+
+def test_without_proc_nobody_is_taken_for_dead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whose processes are alive is not known there; heartbeats are."""
+    monkeypatch.setattr("ultraep_serve.balance.topology._PROCESS_NAMESPACE", tmp_path / "none")
+    with closing(create(tmp_path)) as recorder, closing(RingReader(tmp_path / "ring-0")) as reader:
+        recorder.set_state(RingState.READY)
+        header = reader.header()
+        assert header.process_namespace == 0
+        assert not replace(header, pid=2**22 + 1).dead
+        assert header.alive(header.heartbeat_ns + 1, 5.0)

@@ -26,6 +26,8 @@ def edge_ids(shape: ExpertShape) -> dict[str, torch.Tensor]:
         "int64": skewed.long(),
         "not contiguous": skewed.t().contiguous().t()[::2],
         "one token": skewed[1:2],
+        "NaN logits": torch.full((9, 8), torch.nan).softmax(-1).topk(2).indices,
+        "twice the same": skewed[:, :1].repeat(1, 2),
     }
 
 

@@ -30,6 +30,7 @@ __all__ = [
 ]
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
+_PROCESS_NAMESPACE = Path("/proc/self/ns/pid")
 
 
 class PipelineStage(NamedTuple):
@@ -154,5 +155,11 @@ def process_state(process: int) -> tuple[str, float]:
 
 
 def process_namespace() -> int:
-    """Number of this process's process namespace; process ids mean the same within one."""
-    return os.stat("/proc/self/ns/pid").st_ino
+    """Number of this process's process namespace; process ids mean the same within one.
+
+    0 where it is not known, because /proc is not mounted.
+    """
+    try:
+        return os.stat(_PROCESS_NAMESPACE).st_ino
+    except OSError:
+        return 0

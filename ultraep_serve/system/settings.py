@@ -81,12 +81,14 @@ class Settings(BaseModel):
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, populate_by_name=True
     )
 
-    def __init__(self, **values: Any) -> None:
+    def __init__(self, /, **values: Any) -> None:
         """Raises ConfigError for unknown settings and bad values."""
         try:
             super().__init__(**values)
         except ValidationError as error:
             raise ConfigError(_explained(error, type(self))) from None
+        except UnicodeError as error:  # half of a character, which JSON can hold
+            raise ConfigError(f"a setting is not text: {error}") from None
 
     @classmethod
     def add_flags(cls, group: Any, prefix: str = "") -> None:

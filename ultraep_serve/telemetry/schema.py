@@ -179,7 +179,7 @@ class RingHeader:
     @property
     def dead(self) -> bool:
         """Whether the writer's process is known to be gone; unknown across process namespaces."""
-        known = self.process_namespace == process_namespace()
+        known = self.process_namespace == process_namespace() != 0
         return known and not is_process_alive(self.pid)
 
 

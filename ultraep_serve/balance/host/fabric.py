@@ -296,7 +296,8 @@ class HostFabric:
         except OSError as error:
             raise FabricError(
                 f"cannot open the shared memory of process {process}: {error}; "
-                "the ranks of a domain must run on one host, as one user, in one process namespace"
+                "the ranks of a domain must run on one host, as one user, in one process "
+                "namespace, with /proc mounted"
             ) from error
         try:
             address = map_pool(mine, size)

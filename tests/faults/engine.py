@@ -1,0 +1,125 @@
+"""A server and two ranks in an engine's place: they load, serve batches, follow the policy, end.
+
+    python -m tests.faults.engine PORT BOARD
+
+Ranks meet in every batch and wait for each other for ever, as in an engine's own collectives; the
+server notices nothing. A stage has begun when its file is on BOARD, and goes on when the injector
+leaves ``may-...`` there.
+"""
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from multiprocessing.synchronize import Barrier
+from multiprocessing.util import Finalize
+from pathlib import Path
+
+import pytest
+
+from tests.support.ring_files import create
+from ultraep_serve.balance import watch as watches
+from ultraep_serve.balance.topology import Location
+from ultraep_serve.balance.watch import RankWatch
+from ultraep_serve.config import BalanceConfig
+from ultraep_serve.telemetry import recorder as recorders
+from ultraep_serve.telemetry.control import ControlPage
+from ultraep_serve.telemetry.run_files import RunFiles
+from ultraep_serve.telemetry.schema import RingState
+from ultraep_serve.types import Decision, ExpertShape, Policy
+
+NUM_RANKS = 2
+_BATCH_SECONDS = 0.05
+_PATCHED = (
+    (recorders, "HEARTBEAT_SECONDS", 0.5), (watches, "_LONGEST_STEP", 1.0),
+    (watches, "_QUIET_SECONDS", 2.0), (watches, "_GRACE_SECONDS", 1.0),
+)  # fmt: skip  # half as long, as all times that hang on them
+
+
+def wait_for(path: Path) -> None:
+    """Until the injector has left ``path``."""
+    while not path.exists():
+        time.sleep(0.01)
+
+
+def _rank(rank: int, board: Path, config: BalanceConfig, together: Barrier) -> None:
+    home, timeout = config.run_path, config.timeout_seconds
+    location = Location.on_one_host(rank, NUM_RANKS)
+    RunFiles(home).hold_again()
+    recorder = create(
+        home, rank, ExpertShape(NUM_RANKS, 8, 1), location, num_layers=1, timeout_seconds=timeout
+    )
+    Finalize(None, recorder.close, exitpriority=1)
+    page = ControlPage.open_or_create(home, Policy.QUOTA) if rank == 0 else None
+    watch = RankWatch(home, location, timeout, 10 * timeout, recorder)
+    recorder.at_heartbeat(watch.look)
+    if page is not None:
+        recorder.at_heartbeat(lambda: page.follow(put_back=True))
+    Finalize(None, watch.close, exitpriority=2)
+    signal.signal(signal.SIGTERM, _end)
+    (board / f"loading-{rank}").write_text(str(os.getpid()))
+    wait_for(board / "may-load")
+    recorder.set_state(RingState.READY)
+    (board / f"serving-{rank}").touch()
+    while True:
+        together.wait()
+        if page is not None:
+            recorder.set_policy(page.policy)
+        recorder.count_batch(Decision.SMALL)
+        time.sleep(_BATCH_SECONDS)
+
+
+def _end(*_: object) -> None:
+    raise SystemExit
+
+
+class _Healthy(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def main() -> None:
+    port, board = int(sys.argv[1]), Path(sys.argv[2])
+    patches = pytest.MonkeyPatch()
+    for module, name, seconds in _PATCHED:
+        patches.setattr(module, name, seconds)
+    config = BalanceConfig.from_environment()
+    assert config is not None
+    asked = threading.Event()
+    (board / "starting").touch()
+    wait_for(board / "may-start")
+    fork = multiprocessing.get_context("fork")
+    together = fork.Barrier(NUM_RANKS)
+    ranks = [
+        fork.Process(target=_rank, args=(r, board, config, together)) for r in range(NUM_RANKS)
+    ]
+    for rank in ranks:
+        rank.start()
+    signal.signal(signal.SIGTERM, lambda *_: asked.set())
+    while not all((board / f"serving-{rank}").exists() for rank in range(NUM_RANKS)):
+        if asked.wait(0.05):
+            break
+    else:
+        server = HTTPServer(("127.0.0.1", port), _Healthy)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+    while not asked.wait(0.1):
+        pass
+    (board / "stopping").touch()
+    wait_for(board / "may-end")
+    for rank in ranks:
+        rank.terminate()
+    for rank in ranks:
+        rank.join(3)
+        rank.kill()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,294 @@
+"""One fault in one stage of a run: a launcher, a sidecar, and a server and ranks that stand in.
+
+What is seen is a word: ``on``, the ranks' batches go on; ``told``, they go on and the sidecar's
+readiness says what is wrong; ``waits``, nothing goes on until a stopped
+process does, and then all is as it was asked; ``ends``, every process has ended. Anything else is a
+failure: ``hangs`` (neither ends nor goes on), or ``leaves`` and what was left behind.
+"""
+
+import os
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+
+from tests.support.waiting import until
+from ultraep_serve.balance.topology import is_process_alive
+from ultraep_serve.errors import ControlError, RingError
+from ultraep_serve.system.machine import free_port
+from ultraep_serve.telemetry.control import ControlPage
+from ultraep_serve.telemetry.reader import RingReader
+from ultraep_serve.telemetry.run_files import RunFiles
+from ultraep_serve.types import Policy
+
+__all__ = ["FILES", "FILE_FAULTS", "LIMITS", "PROCESSES", "SIGNALS", "STAGES", "Fault", "inject"]
+
+STAGES = ("start", "load", "serve", "policy switch", "stop")
+PROCESSES = ("launcher", "sidecar", "server", "rank")
+SIGNALS = ("SIGKILL", "SIGSEGV", "SIGHUP", "SIGSTOP")
+LIMITS = ("no memory", "no room in files", "no descriptors")
+FILES = ("ring", "control page", "settings", "token")
+FILE_FAULTS = ("deleted", "truncated", "overwritten", "a pipe")
+_ROOT = Path(__file__).parents[2]
+_LIMIT_SECONDS, _SETTLED_SECONDS, _GONE_SECONDS = 25.0, 5.0, 20.0
+_LAUNCHER = """
+import sys
+from ultraep_serve.config import BalanceConfig
+from ultraep_serve.launcher import supervisor
+from ultraep_serve.telemetry.run_directory import run_directory
+from ultraep_serve.telemetry.run_files import RunFiles
+board, port, sidecar_port = sys.argv[1:]
+supervisor._STOP_SECONDS, supervisor._ASKED_SECONDS, supervisor._GROUP_SECONDS = 4.0, 6.0, 1.0
+start = supervisor.start_child
+def noted(arguments, environment):
+    child = start(arguments, environment)
+    print(child.pid, flush=True)
+    return child
+supervisor.start_child = noted
+engine = supervisor.EngineCommand(
+    [sys.executable, "-m", "tests.faults.engine", port, board], f"http://127.0.0.1:{port}", 2
+)
+with run_directory(int(port)) as path:
+    print(path, flush=True)
+    config = BalanceConfig(run_dir=str(path), timeout_seconds=2.0)
+    RunFiles(path).write_config(config.to_json())
+    sidecar = [sys.executable, "-m", "ultraep_serve.sidecar", "--run-dir", str(path)]
+    code = supervisor.supervise(engine, config, [*sidecar, "--port", sidecar_port])
+raise SystemExit(code)
+"""
+
+
+class Fault(NamedTuple):
+    """What fails how, and when."""
+
+    what: str  # a process, a file, or the like
+    how: str
+    stage: str
+
+
+class _Run:
+    """The processes, by name, and the board by which they are led through the stages."""
+
+    def __init__(self, folder: Path, launcher: subprocess.Popen[bytes], port: int) -> None:
+        self.board = folder / "board"
+        self.launcher, self.sidecar_url = launcher, f"http://127.0.0.1:{port}"
+        assert launcher.stdout is not None
+        self.files = RunFiles(Path(launcher.stdout.readline().decode().strip()))
+        self.processes = {"launcher": launcher.pid}
+        for name in ("sidecar", "server"):
+            self.processes[name] = int(launcher.stdout.readline())
+
+    def reach(self, stage: str) -> None:
+        """Go on until ``stage`` has begun."""
+        until((self.board / "starting").exists, 60)
+        if stage == "start":
+            return
+        self.allow("start")
+        until((self.board / "loading-1").exists, 60)
+        until((self.board / "loading-0").exists, 60)
+        self.note_ranks()
+        if stage == "load":
+            return
+        self.allow("load")
+        until(lambda: self.readiness() == 200, 60)
+        if stage == "stop":
+            self.launcher.terminate()
+            until((self.board / "stopping").exists, 60)
+
+    def note_ranks(self) -> None:
+        for rank in range(2):
+            with suppress(OSError, ValueError):
+                self.processes[f"rank {rank}"] = int((self.board / f"loading-{rank}").read_text())
+
+    def allow(self, *stages: str) -> None:
+        for stage in stages:
+            (self.board / f"may-{stage}").touch()
+
+    def readiness(self) -> int:
+        """The status of /readyz; 0 without an answer."""
+        try:
+            return httpx.get(f"{self.sidecar_url}/readyz", timeout=5).status_code
+        except httpx.HTTPError:
+            return 0
+
+    def alive(self) -> list[str]:
+        self.note_ranks()
+        self.launcher.poll()
+        return [name for name, number in self.processes.items() if is_process_alive(number)]
+
+    def batches(self) -> int:
+        """How many rank 0 has counted; -1 where its ring cannot be read."""
+        try:
+            reader = RingReader(self.files.ring(0))
+        except RingError:
+            return -1
+        with suppress(RingError):
+            return reader.header().batches
+        return -1
+
+
+@contextmanager
+def _running(folder: Path) -> Iterator[_Run]:
+    (folder / "board").mkdir(parents=True)
+    ports = [str(free_port()), str(free_port())]
+    clock, here = folder / "clock", str(Path(__file__).parent)
+    paths = [here, str(_ROOT), str(_ROOT / "kernels")]
+    environment = {**os.environ, "FAULTS_CLOCK": str(clock), "PYTHONPATH": os.pathsep.join(paths)}
+    with (folder / "log").open("wb") as log:
+        launcher = subprocess.Popen(
+            [sys.executable, "-c", _LAUNCHER, str(folder / "board"), *ports],
+            cwd=_ROOT, env=environment, stdout=subprocess.PIPE, stderr=log,
+        )  # fmt: skip
+    run = _Run(folder, launcher, int(ports[1]))
+    try:
+        yield run
+    finally:
+        for name in run.alive():
+            with suppress(ProcessLookupError):
+                os.kill(run.processes[name], signal.SIGKILL)
+        launcher.communicate(timeout=60)
+        shutil.rmtree(run.files.path, ignore_errors=True)
+
+
+def inject(fault: Fault, folder: Path) -> str:
+    """What is seen of a run in ``folder`` (in shared memory) when ``fault`` strikes it."""
+    with _running(folder) as run, ExitStack() as stack:
+        run.reach(fault.stage)
+        if fault.stage == "policy switch":
+            stack.enter_context(_policies_change(run))
+        stack.enter_context(_struck(run, fault))
+        run.allow("start", "load", "end")
+        seen = _observe(run, fault)
+        stack.close()
+        if seen == "hangs" and fault.how == "SIGSTOP":
+            seen = "waits"
+        if seen != "ends" and run.launcher.poll() is None:
+            run.launcher.terminate()
+        try:
+            until(lambda: not run.alive(), _GONE_SECONDS)
+        except AssertionError:
+            return f"leaves {', '.join(run.alive())}" if seen != "hangs" else seen
+        return seen
+
+
+def _observe(run: _Run, fault: Fault) -> str:
+    deadline = time.monotonic() + _LIMIT_SECONDS
+    settled, seen_at = 0.0, -1
+    while time.monotonic() < deadline:
+        if run.launcher.poll() is not None:
+            return "ends"
+        batches = run.batches()
+        goes_on, seen_at = batches > seen_at >= 0, batches
+        settled = settled + 0.5 if goes_on else 0.0
+        if settled >= _SETTLED_SECONDS and fault.stage != "stop":
+            is_asked = fault.what == "sidecar" or "sidecar" not in run.alive()
+            return "on" if is_asked or _is_ready_soon(run) else "told"
+        time.sleep(0.5)
+    return "hangs"
+
+
+def _is_ready_soon(run: _Run) -> bool:
+    """The sidecar may still be starting."""
+    for _ in range(20):
+        if run.readiness() == 200:
+            return True
+        time.sleep(0.5)
+    return False
+
+
+@contextmanager
+def _policies_change(run: _Run) -> Iterator[None]:
+    """Ten times a second."""
+    over = threading.Event()
+
+    def change() -> None:
+        for number in range(10**6):
+            if over.wait(0.1):
+                return
+            with suppress(ControlError), ControlPage.open(run.files.path) as page:
+                page.set_policy((Policy.OFF, Policy.QUOTA)[number % 2])
+
+    thread = threading.Thread(target=change)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+@contextmanager
+def _struck(run: _Run, fault: Fault) -> Iterator[None]:
+    """The fault; what can end (a stop) ends with the block."""
+    what, how = fault.what, fault.how
+    if what in PROCESSES:
+        process = run.processes["rank 1" if what == "rank" else what]
+        if how in SIGNALS:
+            os.kill(process, signal.Signals[how])
+            yield
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGCONT)
+            return
+        _limit(process, how)
+    elif what == "clock":
+        (run.board.parent / "clock").write_text({"back": "-7200", "ahead": "7200"}[how])
+    elif what == "run directory":
+        subprocess.run(["rm", "-rf", str(run.files.path)], check=True)
+    elif what == "connections":
+        with ExitStack() as stack:
+            for _ in range(600):
+                address = ("127.0.0.1", int(run.sidecar_url.rpartition(":")[2]))
+                with suppress(OSError):
+                    stack.enter_context(socket.create_connection(address, timeout=5))
+            yield
+        return
+    else:
+        _damage(_file(run, what), how)
+    yield
+
+
+def _limit(process: int, how: str) -> None:
+    """Take from ``process`` what it would need next."""
+    status = Path(f"/proc/{process}/status").read_text()
+    size = int(status.split("VmSize:")[1].split()[0]) << 10
+    limit: dict[str, tuple[int, int]] = {
+        "no memory": (resource.RLIMIT_AS, size),
+        "no room in files": (resource.RLIMIT_FSIZE, 0),
+        "no descriptors": (resource.RLIMIT_NOFILE, 0),
+    }
+    kind, value = limit[how]
+    resource.prlimit(process, kind, (value, value))
+
+
+def _file(run: _Run, what: str) -> Path:
+    files: dict[str, Callable[[], Path]] = {
+        "ring": lambda: run.files.ring(1),
+        "control page": lambda: run.files.control,
+        "settings": lambda: run.files.settings,
+        "token": lambda: run.files.token,
+    }
+    return files[what]()
+
+
+def _damage(path: Path, how: str) -> Any:
+    if how == "truncated":
+        with suppress(FileNotFoundError):
+            os.truncate(path, 10)
+    elif how == "overwritten":
+        with suppress(FileNotFoundError), path.open("r+b") as file:
+            file.write(b"\xff" * 4096)
+    else:
+        path.unlink(missing_ok=True)
+    if how == "a pipe":
+        with suppress(OSError):
+            os.mkfifo(path, 0o600)

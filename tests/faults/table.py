@@ -1,0 +1,52 @@
+"""What must be seen of each fault in each stage, as ``injector`` says it; a dash: there is nothing
+to fail yet, or any more.
+"""
+
+from collections.abc import Iterator
+
+from tests.faults.injector import STAGES, Fault
+
+__all__ = ["EXPECTED", "QUICK", "faults"]
+
+NONE = "\N{EN DASH}"
+# Of a fault: start, load, serve, policy switch, stop.
+EXPECTED: dict[tuple[str, str], tuple[str, ...]] = {}
+_KILLED = ("SIGKILL", "SIGSEGV", "SIGHUP")
+for _how in _KILLED:
+    EXPECTED["launcher", _how] = ("ends",) * 5
+    EXPECTED["sidecar", _how] = ("on", "on", "on", "on", "ends")
+    EXPECTED["server", _how] = ("ends",) * 5
+    EXPECTED["rank", _how] = (NONE, "ends", "ends", "ends", "ends")
+EXPECTED["launcher", "SIGSTOP"] = ("on", "on", "on", "on", "waits")
+EXPECTED["sidecar", "SIGSTOP"] = ("on", "on", "on", "on", "ends")
+EXPECTED["server", "SIGSTOP"] = ("waits", "on", "on", "on", "ends")
+EXPECTED["rank", "SIGSTOP"] = (NONE, "ends", "ends", "ends", "ends")
+for _what in ("launcher", "sidecar", "server", "rank"):
+    for _how in ("no memory", "no room in files", "no descriptors"):
+        _first = {"rank": NONE, "server": "ends"}.get(_what, "on")
+        EXPECTED[_what, _how] = (_first, "on", "on", "on", "ends")
+# A rank that cannot write is not heard, and one of those that load is given up.
+EXPECTED["rank", "no room in files"] = (NONE, "ends", "told", "told", "ends")
+EXPECTED["rank", "no descriptors"] = (NONE, "ends", "on", "on", "ends")
+for _what in ("ring", "control page", "settings", "token"):
+    for _how in ("deleted", "truncated", "overwritten", "a pipe"):
+        EXPECTED[_what, _how] = (NONE, "on", "on", "on", "ends")
+# What is no file is left where it is, and the ring that it hides is missed.
+EXPECTED["ring", "a pipe"] = (NONE, "ends", "told", "told", "ends")
+EXPECTED["run directory", "deleted"] = (NONE, "on", "on", "on", "ends")
+EXPECTED["clock", "back"] = EXPECTED["clock", "ahead"] = ("on", "on", "on", "on", "ends")
+EXPECTED["connections", "600 held open"] = (NONE, NONE, "on", "on", "ends")
+
+# A cell of each kind, for every run of the tests.
+QUICK = (
+    Fault("rank", "SIGSTOP", "serve"), Fault("sidecar", "SIGKILL", "policy switch"),
+    Fault("ring", "truncated", "serve"), Fault("clock", "back", "load"),
+)  # fmt: skip
+
+
+def faults() -> Iterator[Fault]:
+    """All that can be injected."""
+    for (what, how), words in EXPECTED.items():
+        for stage, word in zip(STAGES, words, strict=True):
+            if word != NONE:
+                yield Fault(what, how, stage)

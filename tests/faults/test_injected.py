@@ -1,0 +1,37 @@
+"""Some of the faults that ``make check-faults`` injects, and the page with all of them."""
+
+import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from docs.generate.faults import NAME, PAGE, RESULT, injected
+from docs.generate.reference import table_in
+from tests.faults.check import is_expected
+from tests.faults.injector import Fault, inject
+from tests.faults.table import QUICK, faults
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """In shared memory, as runs are."""
+    with tempfile.TemporaryDirectory(prefix="uep-faults-", dir="/dev/shm") as made:
+        yield Path(made)
+
+
+@pytest.mark.parametrize("fault", QUICK, ids=", ".join)
+def test_what_is_seen_of_a_fault(fault: Fault, folder: Path) -> None:
+    assert is_expected(fault, inject(fault, folder))
+
+
+def test_every_fault_was_injected_and_seen_as_expected() -> None:
+    rows = json.loads(RESULT.read_text())["faults"]
+    found = {Fault(row["what"], row["how"], row["stage"]): row["seen"] for row in rows}
+    assert set(found) == set(faults())
+    assert {fault: word for fault, word in found.items() if not is_expected(fault, word)} == {}
+
+
+def test_the_page_shows_what_was_seen() -> None:
+    assert table_in(PAGE.read_text(), NAME) == injected(), "run `python -m docs.generate.faults`"

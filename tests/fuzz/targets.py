@@ -1,0 +1,376 @@
+"""What reads bytes of others, as functions of bytes: they return, or raise one of our errors.
+
+A target is made once in a process and then called with millions of inputs, so each builds what it
+needs before. Where checksums or keys keep damage away from the code behind them, an even first byte
+of an input has them made right again.
+"""
+
+import contextlib
+import hmac
+import io
+import json
+import os
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import httpx
+import numpy as np
+from prometheus_client.exposition import generate_latest
+
+from tests.fuzz.http_target import http_target
+from tests.support.ring_files import create, write
+from ultraep_serve.balance.host_link import HostLink, Message
+from ultraep_serve.config import BalanceConfig
+from ultraep_serve.costs.model import CostModel
+from ultraep_serve.costs.shapes import PRESETS, shape_from_config
+from ultraep_serve.errors import BenchError, ControlError, RingError, UltraEPError
+from ultraep_serve.lab.captured import assemble
+from ultraep_serve.lab.store import load_trace
+from ultraep_serve.sidecar.metrics import StoreCollector
+from ultraep_serve.sidecar.statistics.held import NoAnswerError
+from ultraep_serve.sidecar.statistics.selection import RecordSelection
+from ultraep_serve.sidecar.statistics.summary import summarise
+from ultraep_serve.sidecar.store import RunStore
+from ultraep_serve.system.files import parse_object
+from ultraep_serve.system.http import error_message, json_object
+from ultraep_serve.system.settings import read_settings
+from ultraep_serve.telemetry.control import ControlPage, Recording, RecordLevel
+from ultraep_serve.telemetry.reader import RingReader
+from ultraep_serve.telemetry.record import record_checksum, record_dtype
+from ultraep_serve.telemetry.run_files import RunFiles
+from ultraep_serve.telemetry.schema import HEADER_BYTES, parse_header
+from ultraep_serve.telemetry.spool import SpoolSource, SpoolWriter
+from ultraep_serve.types import ExpertShape, Policy, SpeedSource
+
+__all__ = ["TARGETS", "Target"]
+
+Reader = Callable[[bytes], None]
+_SHAPE = ExpertShape(num_ranks=2, num_logical_experts=8, num_replica_slots=1)
+_CAPACITY = 8
+_REQUEST = httpx.Request("GET", "http://127.0.0.1/v1/balance")
+
+
+class Target(NamedTuple):
+    """A reader of bytes."""
+
+    make: Callable[[Path], Reader]  # in a directory of its own
+    seeds: Callable[[Path], list[bytes]]
+    max_bytes: int  # of an input
+    share: int  # of the time, compared with others'
+
+
+class _Arriving:
+    """In the place of a socket: one datagram, then nothing."""
+
+    def __init__(self) -> None:
+        self.waiting: list[bytes] = []
+
+    def recv(self, _: int) -> bytes:
+        if not self.waiting:
+            raise BlockingIOError
+        return self.waiting.pop()
+
+
+def _link() -> HostLink:
+    link = HostLink("127.0.0.1", 0, 3)
+    link.close()
+    link.key, link.addresses = bytes(32), {1: ("127.0.0.1", 9), 2: ("127.0.0.1", 9)}
+    return link
+
+
+def _datagrams(_: Path) -> Reader:
+    """An even first byte: the group's seal is put before what follows."""
+    link, arriving = _link(), _Arriving()
+    link._socket = arriving  # type: ignore[assignment]
+
+    def read(data: bytes) -> None:
+        content = data[1:]
+        sealed = data[:1] and not data[0] & 1
+        arriving.waiting = [_sealed(link, content) if sealed else content]
+        for message in link.receive():
+            assert message.host in link.addresses
+            assert message.lost.isprintable()
+        link._newest.clear()
+
+    return read
+
+
+def _sealed(link: HostLink, content: bytes) -> bytes:
+    return link.sealed(0)[:16] + hmac.digest(link.key, content, "sha256") + content
+
+
+def _datagram_seeds(_: Path) -> list[bytes]:
+    messages = [
+        Message(1, [], [], "", False), Message(2, [0, 1], [3], "", False),
+        Message(1, [], [], "rank 3 was not heard for 61 s", False), Message(2, [], [], "", True),
+    ]  # fmt: skip
+    written = [json.dumps({**m._asdict(), "sent": n}).encode() for n, m in enumerate(messages)]
+    return [b"\0" + text for text in written] + [b"\1" + _link().sealed({"host": 1})]
+
+
+class _Ring:
+    """A ring with some records, and one file that is a damaged copy of it."""
+
+    def __init__(self, folder: Path) -> None:
+        recorder = create(folder, shape=_SHAPE, ring_records=_CAPACITY)
+        for batch in range(1, 5):
+            for layer in range(3):
+                loads = {"load_before": np.array([4, 0]), "load_after": np.array([2, 2])}
+                write(recorder, batch, layer, **loads)
+        recorder.close()
+        self.path = RunFiles(folder).ring(0)
+        self.content = self.path.read_bytes()
+        self.size = record_dtype(_SHAPE).itemsize
+
+    def damaged(self, data: bytes) -> bytes:
+        """A copy in which ``data`` says what to overwrite: places and bytes, four and eight."""
+        changed = bytearray(self.content)
+        for place, piece in struct.iter_unpack("<I8s", data[1 : 1 + (len(data) - 1) // 12 * 12]):
+            # Every other place is in the header's fields: the rest of its page is padding.
+            start = place // 2 % (700 if place & 1 else len(changed))
+            changed[start : start + 8] = piece
+        del changed[len(self.content) :]
+        if data[:1] and not data[0] & 1:
+            self._seal(changed)
+        return bytes(changed[: len(changed) - (struct.unpack("B", data[:1])[0] & 2) * 200])
+
+    def _seal(self, changed: bytearray) -> None:
+        """Make the checksums right."""
+        for start in range(HEADER_BYTES, len(changed), self.size):
+            record = memoryview(changed)[start : start + self.size]
+            seq = int.from_bytes(record[:8], "little")
+            record[8:16] = record_checksum(seq, record).to_bytes(8, "little")
+
+
+def _ring_seeds(_: Path) -> list[bytes]:
+    places = [(1, bytes(8)), (8 * 2 + 1, b"\xff" * 8), (HEADER_BYTES * 2, bytes(8))]
+    places += [((HEADER_BYTES + 40) * 2, b"\xff" * 8), (301, b"\2" * 8)]
+    words = [struct.pack("<I8s", *place) for place in places]
+    return [b"\0" + word for word in words] + [b"\0" + b"".join(words), b"\1" + words[3], b"\2"]
+
+
+def _headers(folder: Path) -> Reader:
+    page = _Ring(folder).content[:HEADER_BYTES]
+
+    def read(data: bytes) -> None:
+        with contextlib.suppress(RingError):
+            parse_header((data + page[len(data) :])[:HEADER_BYTES], "ring-0")
+
+    return read
+
+
+def _rings(folder: Path) -> Reader:
+    ring = _Ring(folder)
+    descriptor = os.open(ring.path, os.O_RDWR)
+
+    def read(data: bytes) -> None:
+        content = ring.damaged(data or b"\0")
+        os.pwrite(descriptor, content, 0)
+        os.ftruncate(descriptor, len(content))
+        with contextlib.suppress(RingError), contextlib.closing(RingReader(ring.path)) as reader:
+            poll = reader.poll()
+            assert len(poll.records) <= _CAPACITY
+            reader.recent()
+
+    return read
+
+
+def _figures(folder: Path) -> Reader:
+    """All that the sidecar makes of a ring: two polls, an answer, and metrics."""
+    ring = _Ring(folder)
+
+    def read(data: bytes) -> None:
+        ring.path.write_bytes(ring.damaged(data or b"\0"))
+        store = RunStore(folder)
+        store.poll()
+        run = store.poll()
+        with contextlib.suppress(NoAnswerError):
+            summarise(run.held(), RecordSelection()).model_dump_json()
+        generate_latest(StoreCollector(store, True))
+
+    return read
+
+
+def _pages(folder: Path) -> Reader:
+    with ControlPage.create(folder, Policy.QUOTA) as page:
+        path = page._page.path
+    size = path.stat().st_size
+    descriptor = os.open(path, os.O_RDWR)
+
+    def read(data: bytes) -> None:
+        os.pwrite(descriptor, data[:size].ljust(64, b"\0"), 0)
+        with contextlib.suppress(ControlError), ControlPage.open(folder) as page:
+            assert page.policy in Policy
+            Recording.from_word(page.recording_word)
+            assert page.max_imbalance_millionths >= 0
+            assert page.speeds in SpeedSource
+            page.set_policy(Policy.OFF)
+
+    return read
+
+
+def _page_seeds(folder: Path) -> list[bytes]:
+    with ControlPage.create(folder, Policy.QUOTA) as page:
+        first = page._page.read(64)
+        page.record(RecordLevel.TOKENS, 1 << 20)
+        page.set_max_imbalance(1.5)
+        return [first, page._page.read(64), first[:8]]
+
+
+def _spool_content(folder: Path, level: RecordLevel) -> bytes:
+    writer = SpoolWriter(folder, SpoolSource(0, 1, 2, 8, 4, True, "vllm"))
+    for _ in range(3):
+        writer.begin(Recording(level, 1, 1 << 20).word, 4)
+        for layer in range(2):
+            writer.add(layer, np.arange(8).reshape(4, 2))
+    writer.close()
+    return Path(RunFiles(folder).spool(0)).read_bytes()
+
+
+def _spools(_: Path) -> Reader:
+    """The page's padding is left out of inputs."""
+
+    def read(data: bytes) -> None:
+        with contextlib.suppress(UltraEPError):
+            assemble([data[:128].ljust(4096, b"\0") + data[128:]])
+
+    return read
+
+
+def _spool_seeds(folder: Path) -> list[bytes]:
+    spools = [_spool_content(folder, level) for level in (RecordLevel.TOKENS, RecordLevel.LOADS)]
+    return [spool[:128] + spool[4096:] for spool in spools]
+
+
+def _traces(folder: Path) -> Reader:
+    path = folder / "trace.npz"
+
+    def read(data: bytes) -> None:
+        path.write_bytes(data)
+        with contextlib.suppress(UltraEPError):
+            load_trace(path, max_bytes=1 << 20)
+
+    return read
+
+
+def _trace_seeds(_: Path) -> list[bytes]:
+    ids = {
+        "topk_ids": np.ones((4, 2, 2), np.int16), "metadata": np.array('{"num_experts": 8}'),
+        "sequence_lengths": np.array([4], np.int32),
+    }  # fmt: skip
+    loads = {"loads": np.ones((2, 2, 8), np.int32), "phase": np.zeros(2, np.uint8)}
+    contents = []
+    for arrays in (ids, loads):
+        stream = io.BytesIO()
+        np.savez(stream, **arrays)
+        contents.append(stream.getvalue())
+    return contents
+
+
+def _configs(_: Path) -> Reader:
+    """The first byte says what kind of JSON follows."""
+    kinds: list[Callable[[str], object]] = [
+        BalanceConfig.from_json,
+        lambda text: CostModel.from_json(text).integer_costs(),
+        lambda text: shape_from_config(parse_object(text, "config.json"), "fuzzed"),
+    ]
+
+    def read(data: bytes) -> None:
+        text = data[1:].decode(errors="surrogateescape")
+        with contextlib.suppress(UltraEPError):
+            kinds[data[0] % len(kinds) if data else 0](text)
+
+    return read
+
+
+def _config_seeds(_: Path) -> list[bytes]:
+    costs = {"seconds_per_assignment": 1e-6, "bytes_per_expert": 10**6, "link_bytes_per_second": 1}
+    settings = BalanceConfig(speeds="1.0,0.6").to_json()
+    shapes = [dict(PRESETS[name]) for name in ("deepseek-v3", "qwen3-30b-a3b")]
+    nested = {"text_config": shapes[1]}
+    texts = [settings, '{"policy": "off"}', '{"sidecar": {"port": 0}}']
+    parts = [b"\0" + text.encode() for text in texts] + [b"\1" + json.dumps(costs).encode()]
+    return parts + [b"\2" + json.dumps(shape).encode() for shape in (*shapes, nested)]
+
+
+def _files_of_settings(folder: Path) -> Reader:
+    path = folder / "settings.yaml"
+
+    def read(data: bytes) -> None:
+        path.write_bytes(data)
+        with contextlib.suppress(UltraEPError):
+            BalanceConfig(**read_settings(path))
+
+    return read
+
+
+def _answers(_: Path) -> Reader:
+    """What a server answers to a client of ours."""
+
+    def read(data: bytes) -> None:
+        response = httpx.Response(200, content=data, request=_REQUEST)
+        assert len(error_message(response)) <= 400
+        with contextlib.suppress(BenchError):
+            json_object(response)
+
+    return read
+
+
+def _json_seeds(_: Path) -> list[bytes]:
+    texts = ['{"error": {"message": "no"}}', '{"detail": [1, NaN]}', "[]", '{"a": 1e999, "b": ""}']
+    return [text.encode() for text in texts]
+
+
+def _run_files(folder: Path) -> Reader:
+    """The small files of a run: the first byte says which."""
+    files = RunFiles(folder)
+    names = ("config.json", "lost", "unbalanced", "paused", "token")
+
+    def read(data: bytes) -> None:
+        (folder / names[data[0] % len(names) if data else 0]).write_bytes(data[1:])
+        assert files.config() is None or isinstance(files.config(), dict)
+        files.lost_reason()
+        files.unbalanced()
+        assert files.paused_policy() in (None, *Policy)
+
+    return read
+
+
+def _run_file_seeds(_: Path) -> list[bytes]:
+    return [b"\0" + BalanceConfig().to_json().encode(), b"\1rank 1", b"\2no experts", b"\3quota"]
+
+
+def _requests() -> Iterator[bytes]:
+    bearer = "Authorization: Bearer open-sesame\r\nContent-Type: application/json\r\n"
+    for path in (
+        "/healthz", "/readyz", "/metrics?detail=true", "/v1/balance?window=3&phase=all",
+        "/v1/balance/batches/1/layers/0", "/v1/balance/history?seconds=60", "/v1/config",
+        "/v1/nope",
+    ):  # fmt: skip
+        yield f"GET {path} HTTP/1.1\r\nHost: a\r\n\r\n".encode()
+    for path, body in (
+        ("policy", '{"policy": "off"}'), ("threshold", '{"max_imbalance": 1.5}'),
+        ("speeds", '{"speeds": "auto"}'),
+        ("pause", ""), ("resume", ""), ("record", '{"level": "off"}'),
+    ):  # fmt: skip
+        head = f"POST /v1/control/{path} HTTP/1.1\r\nHost: a\r\n{bearer}"
+        yield f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode()
+    yield b"POST /v1/control/policy HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na"
+
+
+TARGETS = {
+    "datagrams": Target(_datagrams, _datagram_seeds, 512, 4),
+    "ring-header": Target(_headers, lambda folder: [_Ring(folder).content[:700]], 700, 3),
+    "rings": Target(_rings, _ring_seeds, 121, 3),
+    "figures": Target(_figures, _ring_seeds, 121, 2),
+    "control-page": Target(_pages, _page_seeds, 64, 2),
+    "spools": Target(_spools, _spool_seeds, 1024, 3),
+    "traces": Target(_traces, _trace_seeds, 2048, 2),
+    "configs": Target(_configs, _config_seeds, 2048, 4),
+    "settings-yaml": Target(_files_of_settings, lambda _: [b"slots: 2\npolicy: off\n"], 256, 1),
+    "run-files": Target(_run_files, _run_file_seeds, 512, 2),
+    "answers": Target(_answers, _json_seeds, 512, 3),
+    "http": Target(http_target, lambda _: list(_requests()), 1024, 3),
+}
