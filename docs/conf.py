@@ -2,7 +2,7 @@
 
 project = "ultraep_serve"
 extensions = ["myst_parser"]
-exclude_patterns = ["images"]
+exclude_patterns = ["images", "examples"]
 html_theme = "furo"
 html_title = "ultraep_serve"
 html_show_copyright = False

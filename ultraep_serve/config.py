@@ -102,6 +102,13 @@ class BalanceConfig(Settings):
         "right: nothing; kernels, copies, and the first and last MoE layer of each kind; or all "
         "layers",
     )
+    verify_every: int = Field(
+        default=512,
+        ge=0,
+        le=1 << 30,
+        description="one of so many balanced layers is checked while it serves, and balancing "
+        "switches itself off where something is wrong; 0: none",
+    )
     costs: Annotated[str, BeforeValidator(_read_costs)] = Field(
         default="",
         description="cost model that decides when moving weights pays, a JSON file (default: "

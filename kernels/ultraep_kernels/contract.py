@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 __all__ = [
     "CHECKSUM",
+    "DOUBT",
     "FLAG_BYTES",
     "FULL_SPEED",
     "GOLDEN_DENOMINATOR",
@@ -111,6 +112,7 @@ CHECKSUM = 2  # of the load where ranks share their tokens
 THRESHOLD = 3  # imbalance in millionths; less than a million: as configured
 TIME = 4  # what an assignment takes on this rank, in picoseconds; 0: not known
 SPEEDS = 5  # SpeedSource.code that this rank would have
+DOUBT = 6  # 1: this rank has found something wrong since it last said so
 
 
 class Choice(NamedTuple):

@@ -64,7 +64,9 @@ def test_json_has_what_was_promised(trace_file: Path, tmp_path: Path, capsys: An
     document = json.loads((tmp_path / "r.json").read_text())
     assert (document["ep"], document["slots"]) == (4, 2)
     assert (document["batch_tokens"], document["batches"]) == (512, 6)
-    assert set(document) == {"ep", "slots", "batch_tokens", "batches", "policies", "trace"}
+    assert set(document) == {
+        "ep", "slots", "batch_tokens", "batches", "policies", "trace", "layers",
+    }  # fmt: skip
     assert set(document["policies"]) == set(POLICIES) - {"lplb"}
     for row in document["policies"].values():
         assert set(row) >= POLICY_KEYS

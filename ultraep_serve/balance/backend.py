@@ -4,8 +4,9 @@
 turns it into a ``LayerBalancer`` that an adapter calls for every layer.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -30,6 +31,7 @@ __all__ = [
     "LayerBalancer",
     "LayerSlots",
     "PolicySource",
+    "Sampled",
     "Stages",
     "row_width",
 ]
@@ -127,6 +129,16 @@ class Answers:
     seed: int  # of this rank's tokens; the same on all ranks where they see the same ones
 
 
+@dataclass(frozen=True)
+class Sampled:
+    """What layers are checked by while they serve."""
+
+    parameters: Sequence[Sequence[torch.Tensor]]  # by layer, as the engine holds its experts
+    answers: Answers | None  # None: the engine cannot be asked
+    report_path: Path  # of the file that says what a failed check has seen
+    versions: Callable[[], Mapping[str, str]]  # of what computes here, by name
+
+
 class PolicySource(Protocol):
     """Where rank 0 reads what is in force."""
 
@@ -142,6 +154,9 @@ class PolicySource(Protocol):
     def speeds(self) -> SpeedSource:
         """Where the speeds of ranks come from."""
         ...
+
+    def switch_off_in_doubt(self) -> object:
+        """Have ``off`` in force until somebody sets a policy. Raises ControlError."""
 
 
 class LayerBalancer(Protocol):
@@ -190,6 +205,13 @@ class Backend(Protocol):
         """Return the stages of a batch, for the self-check; None where they do not run apart."""
 
     def make_balancer(
-        self, policies: PolicySource | None, recorder: Recorder, costs: CostModel
+        self,
+        policies: PolicySource | None,
+        recorder: Recorder,
+        costs: CostModel,
+        sampled: Sampled | None = None,
     ) -> LayerBalancer:
-        """Return the balancer, warm; all ranks call this. ``policies`` is rank 0's."""
+        """Return the balancer, warm; all ranks call this. ``policies`` is rank 0's.
+
+        ``sampled``: None where no layers are checked while they serve.
+        """

@@ -1,6 +1,8 @@
 """Trace and policies -> what each policy would have made of every layer of every batch."""
 
 import dataclasses
+import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -16,6 +18,7 @@ from ultraep_serve.lab.comparators.placement import Counts, Placement
 from ultraep_serve.lab.trace import LoadTrace, Trace, batches, num_batches, stated_speeds
 from ultraep_serve.plan.checks import imbalance_floor
 from ultraep_serve.plan.context import PlanContext
+from ultraep_serve.plan.quota import warm_up
 from ultraep_serve.types import ExpertShape, IntArray, imbalance
 
 if TYPE_CHECKING:  # needs pydantic, which a bare GPU machine may lack
@@ -25,10 +28,12 @@ __all__ = [
     "DumpedPlans",
     "PolicyReplay",
     "Replay",
+    "compiled_planner",
     "replay",
 ]
 
 MAX_DUMP_BYTES = 2 << 30  # of all shares
+_SILENT_SECONDS = 2.0
 
 
 @dataclass
@@ -101,6 +106,7 @@ def replay(
     if keep_plans:
         _check_dump(policies, shape, count * len(layers))
     context = PlanContext.of(shape, options.domain_size, _speeds(trace, options))
+    compiled_planner(shape)
     by_count = context.equally_fast()
     replays = {policy.name: PolicyReplay() for policy in policies}
     result = Replay([], [], [], [], [], [], replays, context)
@@ -120,17 +126,29 @@ def replay(
     return dataclasses.replace(result, plans=_dumped(plans)) if keep_plans else result
 
 
+def compiled_planner(shape: ExpertShape) -> None:
+    """Have the planner compiled, or loaded from disk, and say so where that takes long."""
+    text = "The planner is being compiled, once for this environment; this takes up to a minute.\n"
+    told = threading.Timer(_SILENT_SECONDS, sys.stderr.write, [text])
+    told.daemon = True
+    told.start()
+    try:
+        warm_up(shape)
+    finally:
+        told.cancel()
+
+
 def _planned(
     policy: PolicyFunction, case: _Case, context: PlanContext, found: PolicyReplay
 ) -> Placement:
     """The placement, timed, split and checked; appends to ``found``."""
-    if not found.plan_seconds:  # once before, to have all compiled
-        policy(case.loads, context, case.history)
-    start = time.perf_counter()
-    placement = policy.place(case.loads, context, case.history)
-    found.plan_seconds.append(time.perf_counter() - start)
-    placement = policy.split_up(case.loads, placement)
     try:
+        if not found.plan_seconds:  # once before, to have all compiled
+            policy(case.loads, context, case.history)
+        start = time.perf_counter()
+        placement = policy.place(case.loads, context, case.history)
+        found.plan_seconds.append(time.perf_counter() - start)
+        placement = policy.split_up(case.loads, placement)
         policy.check(case.loads, context, placement)
     except ValueError as error:
         raise PlanError(

@@ -33,6 +33,7 @@ def replay_document(result: Replay, options: ReplayOptions, trace_name: str) -> 
             "skipped": options.skip,
         },
         "policies": {name: _policy(result, one) for name, one in result.policies.items()},
+        "layers": _layers(result),
     }
     if options.domain_size is not None:
         document["floor"] = _spread(result.floor)
@@ -64,6 +65,25 @@ def _policy(result: Replay, found: PolicyReplay) -> dict[str, Any]:
         "remote_fraction": sum(found.remote) / total if total else 0.0,
         "plan_seconds": {"p50": float(seconds[0]), "p99": float(seconds[1])},
     }
+
+
+def _layers(result: Replay) -> list[dict[str, Any]]:
+    """Mean imbalance of each layer over all batches, before and after each policy."""
+    layer = np.array([layer for _, layer in result.cases])
+
+    def mean(values: Sequence[float], number: int) -> float:
+        return float(np.mean(np.asarray(values)[layer == number]))
+
+    return [
+        {
+            "layer": number,
+            "imbalance_before": mean(result.imbalance_before, number),
+            "imbalance_after": {
+                name: mean(found.imbalance_after, number) for name, found in result.policies.items()
+            },
+        }
+        for number in np.unique(layer).tolist()
+    ]
 
 
 def _spread(values: Sequence[float]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Tables and progress bars of the lab's commands, for a terminal of 80 characters."""
+"""Tables and progress of the lab's commands, for a terminal of 80 characters."""
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,10 +14,13 @@ __all__ = ["figures_table", "quiet_progress"]
 def figures_table(
     heads: Sequence[str], texts: Collection[str] = (), title: str | None = None, padding: int = 1
 ) -> Table:
-    """A table without rows: numbers under all ``heads`` but ``texts``."""
+    """A table without rows: numbers under all ``heads`` but ``texts``, which fold if too long."""
     table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, padding))
     for head in heads:
-        table.add_column(head, justify="left" if head in texts else "right", no_wrap=True)
+        if head in texts:
+            table.add_column(head, overflow="fold")
+        else:
+            table.add_column(head, justify="right", no_wrap=True)
     return table
 
 

@@ -5,6 +5,7 @@ README and the images to it. Imports no engine: that takes seconds, and may fail
 """
 
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
@@ -21,6 +22,7 @@ __all__ = [
     "VersionOf",
     "installed_engines",
     "installed_version",
+    "versions_here",
 ]
 
 VersionOf = Callable[[str], str | None]  # of a distribution; None where it is missing
@@ -114,6 +116,14 @@ def installed_version(distribution: str) -> str | None:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return None
+
+
+def versions_here(engine: str) -> dict[str, str]:
+    """Versions, by distribution, of what computes in an engine's process."""
+    names = ("ultraep-serve", engine, f"{engine}-cpu", "torch", "triton", "numba", "numpy")
+    found = {name: installed_version(name) for name in names}
+    python = ".".join(map(str, sys.version_info[:3]))
+    return {"python": python, **{name: v for name, v in found.items() if v is not None}}
 
 
 def installed_engines(version_of: VersionOf = installed_version) -> list[Installed]:

@@ -261,3 +261,7 @@ class Stopwatch:
         now = time.perf_counter_ns()
         self.nanoseconds[stage] += now - self._last
         self._last = now
+
+    def leave_out(self) -> None:
+        """The time since the last lap went to no stage."""
+        self._last = time.perf_counter_ns()

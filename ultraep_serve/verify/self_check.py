@@ -18,13 +18,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from ultraep_kernels.contract import FULL_SPEED
-from ultraep_kernels.host.reroute import physical_table, reroute_reference
+from ultraep_kernels.host.reroute import reroute_reference
 
 from ultraep_serve.balance.backend import Answers, LayerSlots, Stages
 from ultraep_serve.errors import SelfCheckError
 from ultraep_serve.plan.checks import check_plan
 from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.types import CheckResult, ExpertShape, IntArray
+from ultraep_serve.verify.answers import bound_of, largest_difference, using_copies
 
 __all__ = ["run_self_check"]
 
@@ -33,9 +34,6 @@ _KINDS = 5  # of made-up loads
 _TOKENS, _MOST_TOKENS = 1 << 8, 1 << 14  # of a rank
 _POISON = 0xA5  # every byte of a slot before something is copied there
 _ROWS = 4  # assignments of an expert in a batch whose answers are compared
-# Largest difference of two answers, in parts of the largest value: sums are taken in another order.
-_TOLERANCES = {torch.float32: 1e-5, torch.float64: 1e-5, torch.float16: 2e-3}
-_TOLERANCE = 2e-2  # of other types, which have no more bits than bfloat16
 
 
 def run_self_check(
@@ -134,7 +132,9 @@ class _SelfCheck:
             for slot_expert, parents in patterns:
                 expected = self._expected_checksums(layer, slot_expert)
                 found = self._copied(layer, slot_expert, parents)
-                wrong = (slot_expert[self._stages.rank] >= 0) & (found != expected)
+                self._stages.gather(np.zeros(1, np.int64))  # by then all others have looked too
+                wrong = (found != expected) | (self._checksums(layer) != expected)
+                wrong &= slot_expert[self._stages.rank] >= 0
                 if wrong.any() and not problem:
                     slot = int(wrong.argmax())
                     expert = slot_expert[self._stages.rank, slot]
@@ -162,22 +162,27 @@ class _SelfCheck:
         for tensor in tensors:
             tensor[first : first + slot_expert.shape[1]].view(torch.uint8).fill_(_POISON)
         self._stages.replicate(layer, slot_expert, parents)
-        return np.array([_checksum(tensors, first + slot) for slot in range(slot_expert.shape[1])])
+        return self._checksums(layer)
+
+    def _checksums(self, layer: int) -> NDArray[np.int64]:
+        """Checksums (S,) of what this rank's slots hold."""
+        tensors, first = self._stages.layers[layer].tensors, self._shape.num_masters
+        slots = range(self._shape.num_replica_slots)
+        return np.array([_checksum(tensors, first + slot) for slot in slots])
 
     def answers(self, answers: Answers, layers: Sequence[int]) -> str:
         """With every expert of a layer computed by a copy its output is what it is without."""
         x, weights, ids = _tokens(answers, self._shape.num_logical_experts)
-        bound = _TOLERANCES.get(answers.dtype, _TOLERANCE)
+        bound = bound_of(answers.dtype)
         worst, problem = 0.0, ""
         for layer in layers:
             expected = answers.compute(layer, x, weights, self._patterns.ids(ids, None))
-            size = max(float(expected.abs().max()), torch.finfo(answers.dtype).tiny)
             for turn in range(self._patterns.num_turns):
                 slot_expert, parents = self._patterns.rotated(turn)
                 self._stages.replicate(layer, slot_expert, parents)
                 physical = self._patterns.ids(ids, slot_expert)
                 found = answers.compute(layer, x, weights, physical)
-                difference = float((found.float() - expected.float()).abs().max()) / size
+                difference = largest_difference(found, expected)
                 worst = max(worst, difference)
                 if not difference <= bound and not problem:  # also where it is no number
                     problem = (
@@ -227,17 +232,7 @@ class _SlotPatterns:
 
     def ids(self, logical: torch.Tensor, slot_expert: IntArray | None) -> torch.Tensor:
         """Physical ids (T, K) of masters, and of copies of those experts that have one."""
-        shape = self._shape
-        empty = np.full((shape.num_ranks, shape.num_slots), -1, np.int32)
-        if slot_expert is not None:
-            empty[:, : shape.num_replica_slots] = slot_expert
-        table = physical_table(empty, shape.num_masters)
-        every = np.arange(shape.num_logical_experts)
-        owner = every // shape.num_masters
-        chosen = table[every, owner]
-        table[every, owner] = -1
-        chosen = np.where(table.max(axis=1) >= 0, table.max(axis=1), chosen)
-        return torch.from_numpy(chosen.astype(np.int32)).to(logical.device)[logical]
+        return using_copies(logical, slot_expert, self._shape)
 
     def _empty(self) -> tuple[ExpertShape, IntArray, NDArray[np.int64]]:
         size = self._shape.num_ranks, self._shape.num_replica_slots

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from ultraep_kernels.contract import (
     CHECKSUM,
+    DOUBT,
     HEADER_WIDTH,
     POLICY,
     SPEEDS,
@@ -31,15 +32,16 @@ __all__ = ["gather_rows", "post_row", "wait_flags", "write_row"]
 
 
 def write_row(
-    load: NDArray[np.int64], unknown: int, choice: Choice, has_load: bool
+    load: NDArray[np.int64], unknown: int, choice: Choice, has_load: bool, doubt: int = 0
 ) -> NDArray[np.int64]:
     """This rank's row (W,) int64, W = HEADER_WIDTH, and E more where it has its ``load`` (E,).
 
-    ``unknown`` ids could not be counted.
+    ``unknown`` ids could not be counted; ``doubt`` 1: this rank has found something wrong.
     """
     row = np.zeros(HEADER_WIDTH + (load.size if has_load else 0), dtype=np.int64)
     row[POLICY], row[THRESHOLD], row[SPEEDS], row[TIME] = choice
     row[UNKNOWN], row[CHECKSUM] = unknown, zlib.crc32(load.data)
+    row[DOUBT] = doubt
     row[HEADER_WIDTH:] = load[: row.size - HEADER_WIDTH]
     return row
 

@@ -8,7 +8,13 @@ from numpy.typing import NDArray
 from ultraep_kernels.device.plan import plan
 from ultraep_kernels.device.relays import has_relays
 
-from ultraep_serve.balance.backend import GroupSetup, LayerSlots, PolicySource, row_width
+from ultraep_serve.balance.backend import (
+    GroupSetup,
+    LayerSlots,
+    PolicySource,
+    Sampled,
+    row_width,
+)
 from ultraep_serve.balance.collectives import DeviceAllGather, HostAllGather
 from ultraep_serve.balance.cuda.balancer import DeviceBalancer, require_offered
 from ultraep_serve.balance.cuda.driver import Driver
@@ -98,7 +104,11 @@ class DeviceBackend:
         return None
 
     def make_balancer(
-        self, policies: PolicySource | None, recorder: Recorder, costs: CostModel
+        self,
+        policies: PolicySource | None,
+        recorder: Recorder,
+        costs: CostModel,
+        sampled: Sampled | None = None,
     ) -> DeviceBalancer:
         balancer = DeviceBalancer(
             self._setup, self._layers, self._fabric, policies, recorder, costs.integer_costs()

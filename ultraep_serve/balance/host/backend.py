@@ -6,6 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from ultraep_kernels.host.checksum import checksum
 from ultraep_kernels.host.count import count
 from ultraep_kernels.host.relays import relay_parents
 from ultraep_kernels.host.reroute import reroute
@@ -14,6 +15,7 @@ from ultraep_serve.balance.backend import (
     GroupSetup,
     LayerSlots,
     PolicySource,
+    Sampled,
     Stages,
     row_width,
 )
@@ -26,6 +28,7 @@ from ultraep_serve.costs.model import CostModel
 from ultraep_serve.plan.quota import identity_plan, plan_quota, warm_up
 from ultraep_serve.telemetry.recorder import Recorder
 from ultraep_serve.types import IntArray
+from ultraep_serve.verify.host_samples import HostSamples
 
 __all__ = ["HostBackend"]
 
@@ -102,11 +105,18 @@ class HostBackend:
         )
 
     def make_balancer(
-        self, policies: PolicySource | None, recorder: Recorder, costs: CostModel
+        self,
+        policies: PolicySource | None,
+        recorder: Recorder,
+        costs: CostModel,
+        sampled: Sampled | None = None,
     ) -> HostBalancer:
-        return HostBalancer(
-            self._setup, self._layers, self._fabric, policies, recorder, costs.integer_costs()
-        )
+        setup, samples = self._setup, None
+        if sampled is not None:
+            samples = HostSamples(setup, self._fabric, sampled, recorder)
+            checksum(tensor[0] for tensor in self._layers[0].tensors)  # compiled before a batch
+        in_force = policies, recorder, costs.integer_costs(), samples
+        return HostBalancer(setup, self._layers, self._fabric, *in_force)
 
     def _warm_up_kernels(self, layer: LayerSlots) -> None:
         """Compile what a planned batch calls, or load it from disk, by planning no tokens."""

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from ultraep_kernels.contract import (
     CHECKSUM,
+    DOUBT,
     FULL_SPEED,
     HEADER_WIDTH,
     POLICY,
@@ -37,6 +38,7 @@ from ultraep_serve.costs.model import (
     transfer_of,
 )
 from ultraep_serve.costs.relays import chosen_parents
+from ultraep_serve.errors import ControlError
 from ultraep_serve.plan.eplb_slots import LoadHistory
 from ultraep_serve.plan.quota import plan_quota
 from ultraep_serve.telemetry.record import LayerOutcome, LayerPlace, LayerRecord
@@ -49,6 +51,7 @@ from ultraep_serve.types import (
     Stage,
     TokenView,
 )
+from ultraep_serve.verify.host_samples import HostSamples
 
 __all__ = ["HostBalancer"]
 
@@ -69,11 +72,12 @@ class HostBalancer:
         policies: PolicySource | None,
         recorder: Recorder,
         costs: IntegerCosts | None = None,
+        samples: HostSamples | None = None,
     ) -> None:
         """``layers`` in the order they run; ``policies`` is rank 0's, the others follow it.
 
         ``costs``, the same on every rank, decide when moving weights pays; without them it
-        always does.
+        always does. ``samples`` check some of the layers, on every rank or on none.
         """
         self._config, self._view = setup.config, setup.view
         shape = setup.shape
@@ -83,7 +87,7 @@ class HostBalancer:
         self._fabric = fabric
         self._policies = policies
         self._recorder = recorder
-        self._costs = costs
+        self._costs, self._samples = costs, samples
         self._history = LoadHistory(len(layers))
         self._speeds = RankSpeeds(setup.config.speeds, fabric.rank, shape, costs)
         self._identity = torch.from_numpy(
@@ -118,18 +122,26 @@ class HostBalancer:
         watch = Stopwatch()
         load, unknown = count(topk_ids, self._context.shape.num_logical_experts)
         watch.lap(Stage.COUNT)
+        if self._samples is not None and not self._samples.begin(layer, topk_ids, load):
+            unknown += 1  # the others learn that this rank cannot count
         loads, inconsistent = self._exchange(load, unknown)
         watch.lap(Stage.EXCHANGE)
         if self._batch_policy is Policy.OFF:
             return self._skip(first, Decision.POLICY_OFF, topk_ids)
         decision, plan = self._plan(layer, loads, inconsistent)
         watch.lap(Stage.PLAN)
+        if self._samples and not self._samples.agree(decision, plan, loads, self._context):
+            decision, plan = Decision.INCONSISTENT, None
+        watch.leave_out()
         sent = self._replicate(layer, plan)
         watch.lap(Stage.REPLICATE)
-        physical = self._reroute(topk_ids, plan, decision)
+        physical = self._reroute(layer, topk_ids, plan, decision)
         watch.lap(Stage.REROUTE)
         self._wait_slots(layer, plan)
         watch.lap(Stage.WAIT)
+        if self._samples is not None:
+            self._samples.check_routed(topk_ids, physical, decision)
+            watch.leave_out()
         self._routed = _Routed(layer, batch_tokens, decision, loads, plan, sent, watch)
         expert_clock.take()  # what was computed apart from batches
         return physical
@@ -140,6 +152,8 @@ class HostBalancer:
             self._routed.watch.lap(Stage.COMPUTE)
             self._record(self._routed, expert_clock.take())
             self._routed = None
+            if self._samples is not None:
+                self._samples.check_computed()
 
     def end_loading(self) -> None:
         """Expect others to answer within the timeout; before this they may be compiling."""
@@ -160,15 +174,30 @@ class HostBalancer:
         Tokens that all ranks see count as rank 0's, so that every rank splits them alike.
         """
         has_load = self._view is TokenView.OWN
-        rows = self._fabric.exchange(write_row(load, unknown, self._choice(), has_load))
+        doubt = self._samples is not None and self._samples.doubt.is_there
+        rows = self._fabric.exchange(write_row(load, unknown, self._choice(), has_load, doubt))
         if self._batch_policy is None:
             self._agree(rows)
+        if rows[:, DOUBT].any():
+            self._switch_off()
         inconsistent = bool(rows[:, UNKNOWN].any())
         if has_load:
             return rows[:, HEADER_WIDTH:], inconsistent
         loads = np.zeros((self._context.shape.num_ranks, load.size), dtype=np.int64)
         loads[0] = load
         return loads, inconsistent or bool((rows[:, CHECKSUM] != rows[0, CHECKSUM]).any())
+
+    def _switch_off(self) -> None:
+        """A rank is in doubt, as all know: the batch is off, and so are those that follow."""
+        self._batch_policy = Policy.OFF
+        if self._samples is not None:
+            self._samples.doubt.is_there = False
+        if self._policies is not None:
+            try:
+                self._policies.switch_off_in_doubt()
+            except ControlError as error:
+                self._policies = None  # which is off
+                logger.error("ultraep: off until the engine is restarted: %s", error)
 
     def _choice(self) -> Choice:
         """What this rank says at the first layer of a batch."""
@@ -234,13 +263,20 @@ class HostBalancer:
         return int(sent[self._fabric.rank]) * int(slots.expert_bytes.sum())
 
     def _reroute(
-        self, topk_ids: torch.Tensor, plan: Plan | None, decision: Decision
+        self, layer: int, topk_ids: torch.Tensor, plan: Plan | None, decision: Decision
     ) -> torch.Tensor:
         if decision is Decision.FORCED:
             return forced_ids(topk_ids, self._identity, torch.from_numpy(self._context.speeds))
         if plan is None:
             return self.identity(topk_ids)
-        return reroute(topk_ids, plan.share, plan.slot_expert, self._context.shape.num_masters)
+        masters = self._context.shape.num_masters
+        try:
+            return reroute(topk_ids, plan.share, plan.slot_expert, masters)
+        except ValueError:
+            if self._samples is None or self._view is TokenView.SHARED:
+                raise  # others may do something else with the same tokens
+            self._samples.cannot_reroute(layer)
+            return self.identity(topk_ids)
 
     def _wait_slots(self, layer: int, plan: Plan | None) -> None:
         if plan is not None:

@@ -14,7 +14,7 @@ from multiprocessing.util import Finalize
 import torch
 from torch import nn
 
-from ultraep_serve.balance.backend import Answers, Backend, GroupSetup
+from ultraep_serve.balance.backend import Answers, Backend, GroupSetup, Sampled
 from ultraep_serve.balance.collectives import EngineGroup
 from ultraep_serve.balance.cuda.recording import is_capturing
 from ultraep_serve.balance.physical import identity_table
@@ -30,6 +30,7 @@ from ultraep_serve.engines.common.rendezvous import (
     wait_for_all,
 )
 from ultraep_serve.errors import SelfCheckError, UltraEPError, UnsupportedError
+from ultraep_serve.system.versions import versions_here
 from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.recorder import Recorder, RingSettings
 from ultraep_serve.telemetry.run_files import RunFiles
@@ -141,8 +142,19 @@ class BalancedLayers:
         self.self_check = self._check_itself(backend, own.answers)
         self._recorder.set_self_check(self.self_check)
         policies = self._control if own.rank == 0 else None
-        self._balancer = backend.make_balancer(policies, self._recorder, self._costs)
+        sampled = self._sampled(layers, own.answers)
+        self._balancer = backend.make_balancer(policies, self._recorder, self._costs, sampled)
         self._prefills = 0  # until the second: in the first the engine may compile
+
+    def _sampled(
+        self, layers: Sequence[Sequence[nn.Parameter]], answers: Answers | None
+    ) -> Sampled | None:
+        setup = self._setup
+        if not setup.config.verify_every:
+            return None
+        number = self._pipeline.number * setup.shape.num_ranks + setup.location.rank
+        path = RunFiles(self._run_path).verification(number)
+        return Sampled(layers, answers, path, lambda: versions_here(self._engine))
 
     def _create_recorder(self) -> Recorder:
         setup, config = self._setup, self._setup.config

@@ -9,7 +9,13 @@ from pydantic import Field
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from ultraep_serve.cli.arguments import JsonFile, counted, prepare_outputs, show
+from ultraep_serve.cli.arguments import (
+    JsonFile,
+    counted,
+    prepare_outputs,
+    show,
+    write_pictures,
+)
 from ultraep_serve.errors import PlanError
 from ultraep_serve.lab.comparators import POLICIES, policy_function
 from ultraep_serve.lab.replay import replay
@@ -18,7 +24,7 @@ from ultraep_serve.lab.replay_output import replay_document, write_plans
 from ultraep_serve.lab.store import load_trace
 from ultraep_serve.lab.tables import figures_table
 from ultraep_serve.lab.trace import DECODE, PREFILL, of_phase
-from ultraep_serve.system.settings import Names, Settings
+from ultraep_serve.system.settings import Directory, Names, Settings
 
 __all__ = ["add_arguments", "run"]
 
@@ -30,7 +36,8 @@ class ReplayFlags(Settings):
 
     policies: Names = Field(
         min_length=1,
-        description=f"policies to compare; may be repeated. {SUMMARIES}",
+        description="policies to compare; may be repeated. FILE.py:NAME is a function of your own. "
+        + SUMMARIES,
         json_schema_extra={"action": "append", "also": ["--policy"]},
     )
     phase: Literal["prefill", "decode", "all"] = Field(
@@ -46,6 +53,9 @@ class ReplayFlags(Settings):
     dump_plans: Path | None = Field(
         default=None,
         description="write the plans of one policy, which leaves masters in place, to FILE (.npz)",
+    )
+    plots: Directory | None = Field(
+        default=None, description="draw replay.png into DIR: imbalance by batch and by layer"
     )
 
 
@@ -81,6 +91,10 @@ def run(arguments: argparse.Namespace) -> int:
     if result.plans is not None and flags.dump_plans is not None:
         write_plans(flags.dump_plans, result.plans)
     show(document, _view(document), flags.json_file)
+    if flags.plots is not None:  # last: without matplotlib the report is there at least
+        from ultraep_serve.lab.plots import draw_replay
+
+        write_pictures(flags.plots, draw_replay(result))
     return 0
 
 

@@ -37,7 +37,7 @@ from ultraep_serve.lab.tables import figures_table
 from ultraep_serve.lab.workloads import Kind, Workload
 from ultraep_serve.system.settings import Directory, Each, Listed, Settings, Shown
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["SimulateFlags", "TrafficFlags", "add_arguments", "run", "simulate_fleet"]
 
 MIB = 1 << 20
 Relay = Literal["auto", "always", "never"]
@@ -138,23 +138,31 @@ def run(arguments: argparse.Namespace) -> int:
     """Simulate, write the files, print. Raises UltraEPError with what to do."""
     fleet, flags = Fleet.from_flags(arguments), SimulateFlags.from_flags(arguments)
     asked = TrafficFlags.from_flags(arguments)
-    shape = model_shape(flags.model)
-    shape = replace(shape, num_experts=asked.experts) if asked.experts else shape
-    variants = [_variants(flags, shape, num_ranks) for num_ranks in flags.ep]
-    pictures = [pieces_of(prefill_trace(path, shape)) for path in asked.trace]
-    traffics = [_traffic(asked, shape, num_ranks, pictures, fleet.seed) for num_ranks in flags.ep]
     prepare_outputs(flags.json_file)
-    simulations: list[Simulation] = []
-    for traffic, of_one_size in zip(traffics, variants, strict=True):
-        simulations += _simulated(fleet, traffic, of_one_size, flags.processes)
-    document = simulation_document(fleet, _described(asked, traffics[0]), simulations)
-    document["hardware"] = flags.hardware
+    document, simulations = simulate_fleet(fleet, asked, flags)
     show(document, _view(document), flags.json_file)
     if flags.plots is not None:  # last: without matplotlib the report is there at least
         from ultraep_serve.lab.plots import draw_simulations
 
         write_pictures(flags.plots, draw_simulations(simulations))
     return 0
+
+
+def simulate_fleet(
+    fleet: Fleet, asked: TrafficFlags, flags: SimulateFlags
+) -> tuple[dict[str, Any], list[Simulation]]:
+    """The report as JSON, and what each variant made of all groups; errors as of ``run``."""
+    shape = model_shape(flags.model)
+    shape = replace(shape, num_experts=asked.experts) if asked.experts else shape
+    variants = [_variants(flags, shape, num_ranks) for num_ranks in flags.ep]
+    pictures = [pieces_of(prefill_trace(path, shape)) for path in asked.trace]
+    traffics = [_traffic(asked, shape, num_ranks, pictures, fleet.seed) for num_ranks in flags.ep]
+    simulations: list[Simulation] = []
+    for traffic, of_one_size in zip(traffics, variants, strict=True):
+        simulations += _simulated(fleet, traffic, of_one_size, flags.processes)
+    document = simulation_document(fleet, _described(asked, traffics[0]), simulations)
+    document["hardware"] = flags.hardware
+    return document, simulations
 
 
 def _variants(flags: SimulateFlags, shape: ModelShape, num_ranks: int) -> list[Variant]:

@@ -14,12 +14,14 @@ published, all ranks are alike.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ultraep_serve.errors import ConfigError
+from ultraep_serve.lab.comparators import own
 from ultraep_serve.lab.comparators.exact import place_exact
 from ultraep_serve.lab.comparators.llep import place_llep
 from ultraep_serve.lab.comparators.lplb import place_lplb
@@ -37,7 +39,7 @@ from ultraep_serve.plan.eplb_slots import even_shares, past_copies
 from ultraep_serve.plan.quota import identity_plan, plan_quota
 from ultraep_serve.types import ExpertShape, IntArray
 
-__all__ = ["POLICIES", "PolicyFunction", "policy_function"]
+__all__ = ["POLICIES", "PolicyFunction", "policy_function", "policy_of"]
 
 Integers = NDArray[np.integer]
 Place = Callable[[Counts, PlanContext, Counts], Placement]  # of loads, context and history
@@ -103,11 +105,25 @@ class PolicyFunction:
 
 
 def policy_function(name: str) -> PolicyFunction:
-    """Policy by name. Raises ConfigError naming the valid ones."""
-    try:
+    """Policy by name: one of POLICIES, ``FILE.py:NAME``, or one that a package offers (``own``).
+
+    Raises ConfigError naming the valid ones.
+    """
+    if name in POLICIES:
         return POLICIES[name]
-    except KeyError:
-        raise ConfigError(f"unknown policy {name!r}; choose from {', '.join(POLICIES)}") from None
+    if ":" in name:
+        return policy_of(own.from_file(name), Path(name).name)
+    found = own.from_package(name)
+    if found is None:
+        known = ", ".join([*POLICIES, *own.offered()])
+        raise ConfigError(f"unknown policy {name!r}; choose from {known}, or write FILE.py:NAME")
+    return policy_of(found, name)
+
+
+def policy_of(function: own.QuotaFunction, name: str) -> PolicyFunction:
+    """A user's policy as the others are: tokens stay on their rank where its quota allows."""
+    summary = (function.__doc__ or "").strip().partition("\n")[0]
+    return PolicyFunction(name, summary, own.place_by(function))
 
 
 def _checked_history(history: Integers, shape: ExpertShape) -> Counts:

@@ -1,0 +1,144 @@
+"""`ultraep_serve.lab.api`, its page and its notebook, and policies of users."""
+
+import doctest
+import json
+import re
+import shutil
+import subprocess
+import sys
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ultraep_serve.cli import main
+from ultraep_serve.errors import ConfigError, PlanError
+from ultraep_serve.lab import api
+from ultraep_serve.lab.comparators import own, policy_function
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+LOADS = np.array([[40, 5, 0, 1], [10, 4, 1, 3]])
+
+
+@pytest.fixture
+def at_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with the examples as a clone has them, which is the current one."""
+    shutil.copytree(DOCS / "examples", tmp_path / "docs" / "examples")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return tmp_path
+
+
+def test_the_page_is_true(at_docs: Path) -> None:
+    failed, tried = doctest.testfile(str(DOCS / "api.md"), module_relative=False)
+    assert tried > 15
+    assert not failed
+
+
+def test_the_notebook_runs(at_docs: Path) -> None:
+    """Its cells run one after another in a process of their own, and leave pictures."""
+    cells = json.loads((DOCS / "examples" / "replay.ipynb").read_text())["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    (at_docs / "cells.py").write_text("\n\n".join(code))
+    done = subprocess.run(
+        [sys.executable, "cells.py"], cwd=at_docs, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in at_docs.glob("*.png")} == {"made-up.png", "policies.png"}
+
+
+def write_policy(folder: Path, body: str) -> str:
+    (folder / "mine.py").write_text(f"def place(loads, context, history):\n    {body}\n")
+    return f"{folder / 'mine.py'}:place"
+
+
+def replayed(folder: Path, body: str, capsys: Any) -> tuple[int, str]:
+    """Exit code and what is on standard error, of a replay with a policy of one line."""
+    trace = folder / "trace.npz"
+    api.save_trace(trace, api.LoadTrace(loads=LOADS[None, None]))
+    words = ["replay", str(trace), "--ep", "2", "--slots", "1", "--policies"]
+    code = main([*words, f"quota,{write_policy(folder, body)}"])
+    return code, capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        ("return loads", r"integers \(E, R\) = \(4, 2\), not int64 \(2, 4\)"),
+        ("return loads.T / 2", "not float64"),
+        ("return loads.T * 0", "sum to the loads"),
+        ("return None", "not object"),
+        ("q = loads.T.copy(); q[0] = 51, -1; return q", "not negative"),
+        ("q = loads.T.copy(); loads[:] = 0; return q", "more experts than it has room for"),
+    ],
+)
+def test_a_wrong_plan_of_a_user_is_an_error(
+    tmp_path: Path, capsys: Any, body: str, problem: str
+) -> None:
+    """It names policy, batch and layer; what it does to its arguments reaches nobody."""
+    code, error = replayed(tmp_path, body, capsys)
+    assert code == 1
+    assert "policy mine.py:place, batch 0, layer 0: broken plan" in error
+    assert re.search(problem, error)
+
+
+def test_a_right_plan_of_a_user_stands_beside_the_others(tmp_path: Path, capsys: Any) -> None:
+    body = "q = loads.T * 0; q[:2, 0], q[2:, 1] = loads.sum(0)[:2], loads.sum(0)[2:]; return q"
+    trace = tmp_path / "trace.npz"
+    api.save_trace(trace, api.LoadTrace(loads=LOADS[None, None]))
+    words = ["replay", str(trace), "--ep", "2", "--json", "-", "--plots", str(tmp_path)]
+    assert main([*words, "--policies", f"off,{write_policy(tmp_path, body)}"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    off, mine = document["policies"]["off"], document["policies"]["mine.py:place"]
+    assert mine["imbalance_after"] == off["imbalance_after"]
+    assert document["layers"][0]["imbalance_after"]["mine.py:place"] == pytest.approx(59 / 32)
+    assert (tmp_path / "replay.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("nowhere.py:place", "no Python file"),
+        ("mine.py:other", "no function"),
+        ("best", r"choose from off.*offered.*FILE\.py:NAME"),
+    ],
+)
+def test_unknown_policies_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, problem: str
+) -> None:
+    write_policy(tmp_path, "return loads")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(own, "offered", lambda: ["offered"])
+    with pytest.raises(ConfigError, match=problem):
+        policy_function(name)
+
+
+def test_a_package_offers_a_policy(at_docs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sys.path.insert(0, str(at_docs / "docs" / "examples"))
+    point = EntryPoint("packaged", "halve:halve", own.ENTRY_POINTS)
+    monkeypatch.setattr(own, "entry_points", lambda **_: [point])
+    made = api.plan(LOADS, slots=1, policy="packaged")
+    assert made.imbalance_after < made.imbalance_before
+
+
+def test_plans_need_what_they_are_of() -> None:
+    with pytest.raises(ConfigError, match="need ranks"):
+        api.plan([1, 2])
+    with pytest.raises(ConfigError, match="unknown setting 'slot'"):
+        api.simulate(slot=2)
+
+
+def test_a_policy_that_fails_in_a_replay_is_named() -> None:
+    trace = api.LoadTrace(loads=LOADS[None, None])
+    with pytest.raises(PlanError, match=r"policy lambda.* batch 0"):
+        api.replay(trace, [_named_lambda()], ranks=2)
+
+
+def _named_lambda() -> Any:
+    def function(loads: Any, context: Any, history: Any) -> Any:
+        return loads
+
+    function.__name__ = "lambda"
+    return function
