@@ -190,7 +190,8 @@ class SelfCheckSnapshot(Answer):
     """What the server checked of itself before it took requests."""
 
     result: Literal["passed", "off", "failed"] | None
-    """Null until all ranks of this host have ended it. off: nothing was checked."""
+    """Null until all ranks of this host have ended it. off: nothing but costs was
+    looked at."""
     seconds: float
     """Of all checks together."""
     checks: list[SelfCheckPart]
