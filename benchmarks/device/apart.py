@@ -5,19 +5,32 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from typing import Any
+from contextlib import suppress
+from typing import IO, Any
 
 __all__ = ["run_apart", "stop_on_terminate"]
 
 SECONDS_TO_DIE = 10.0  # a process may be held by the driver; nobody waits longer for it
+SECONDS_TO_STOP = 3.0  # for a process that ends what it has started itself
 
 
-def run_apart(command: Sequence[str], seconds: float) -> str:
-    """How ``command`` failed, empty where it did not. After ``seconds`` it is killed."""
-    process = subprocess.Popen(command, start_new_session=True)
+def run_apart(command: Sequence[str], seconds: float, output: IO[bytes] | None = None) -> str:
+    """How ``command`` failed, empty where it did not. After ``seconds`` it is killed.
+
+    What it prints goes to ``output``, else where this process prints.
+    """
+    process = subprocess.Popen(
+        command,
+        start_new_session=True,
+        stdout=output,
+        stderr=None if output is None else subprocess.STDOUT,
+    )
     try:
         code = process.wait(seconds)
     except subprocess.TimeoutExpired:
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(SECONDS_TO_STOP)
         return f"was not done after {seconds:.0f} s"
     finally:
         _end(process)

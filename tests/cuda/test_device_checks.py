@@ -30,6 +30,7 @@ ROWS = {
     "processes": ["4 processes, direct and relayed", "one of them is killed"],
     "slots": ["slots behind masters"],
     "balancer": ["balancer", "layer that is left alone"],
+    "senders": ["1 senders", "2 senders"],
     "exchange": ["exchange"],
 }
 NOT_ON_BARE_MACHINES = ("fastapi", "httpx", "prometheus_client", "pydantic", "rich", "scipy")
@@ -112,6 +113,8 @@ def times_in(value: Any, name: str = "") -> list[Any]:
         "gigabytes_per_second",
         "teraflops",
         "of_copy",
+        "of_nvlink",
+        "of_longer",
         "of_ideal",
         "speedup",
     )

@@ -1,5 +1,6 @@
 """Where checks of kernels run, and how kernels are timed there."""
 
+import os
 from collections.abc import Callable
 from functools import cached_property
 from typing import TypeVar
@@ -24,6 +25,8 @@ class Bench:
 
     def __init__(self) -> None:
         self.interpreted = INTERPRETED
+        # one stream and no graphs, for tools that know neither
+        self.plain = INTERPRETED or os.environ.get("ULTRAEP_BENCH_PLAIN") == "1"
         self.device = torch.device("cpu") if INTERPRETED else torch.device("cuda", 0)
 
     def driver(self) -> Driver:
@@ -41,7 +44,7 @@ class Bench:
 
     def at_once(self, functions: list[Callable[[], None]]) -> None:
         """Launch side by side on a few streams; later launches wait for all of them."""
-        if self.interpreted:
+        if self.plain:
             for function in functions:
                 function()
             return
@@ -56,7 +59,7 @@ class Bench:
 
     def capture(self, function: Callable[[], T], repetitions: int = 1) -> Callable[[], T]:
         """Replays a CUDA graph of ``function``, and returns what that computes."""
-        if self.interpreted:
+        if self.plain:
             return function
         results: list[T] = []
 
@@ -77,7 +80,7 @@ class Bench:
         By CUDA events around a graph of many repetitions, caches warm: no launch by the host.
         """
         replay = self.capture(function, REPETITIONS)
-        if self.interpreted:
+        if self.plain:
             return replay(), None
         seconds = device_seconds(self.device, replay)
         return replay(), seconds * 1e6 / REPETITIONS
@@ -85,4 +88,4 @@ class Bench:
     def launched(self, function: Callable[[], object]) -> float | None:
         """Microseconds of what ``function`` launches, by CUDA events, warm."""
         function()
-        return None if self.interpreted else device_seconds(self.device, function) * 1e6
+        return None if self.plain else device_seconds(self.device, function) * 1e6

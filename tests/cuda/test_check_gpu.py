@@ -1,0 +1,167 @@
+"""``benchmarks/check_gpu`` without a GPU: parts that end in every way, and what its file holds."""
+
+import importlib.util
+import json
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="the kernels are written in Triton")
+
+FOLDER = Path(__file__).parents[2] / "benchmarks" / "check_gpu"
+Run = Callable[..., tuple[int, dict[str, Any]]]
+
+
+@pytest.fixture
+def program(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(sys, "path", [sys.path[0], str(FOLDER), *sys.path[1:]])
+    spec = importlib.util.spec_from_file_location("check_gpu", FOLDER / "__main__.py")
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    assert spec.loader is not None
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "stop_on_terminate", lambda: None)
+    return module
+
+
+@pytest.fixture
+def run(program: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Exit status and file of a dry run with the given flags."""
+
+    def main(*flags: str) -> tuple[int, dict[str, Any]]:
+        path = tmp_path / "found.json"
+        monkeypatch.setattr(
+            sys, "argv", ["check_gpu", "--dry-run", "--json", str(path), *map(str, flags)]
+        )
+        with pytest.raises(SystemExit) as ended:
+            program.main()
+        return int(ended.value.code or 0), json.loads(path.read_text())
+
+    return main
+
+
+def part(program: Any, name: str, script: str, seconds: float = 20.0) -> Any:
+    """A part that is a line of shell; ``$0`` is the file that it writes."""
+    return program.Part(name, seconds, lambda found, *_: (["sh", "-c", script, str(found)], ""))
+
+
+@pytest.fixture
+def ended(program: Any, run: Run, monkeypatch: pytest.MonkeyPatch) -> tuple[int, dict[str, Any]]:
+    """Parts that end in every way."""
+    monkeypatch.setattr(program, "DRY_RUN_FACTOR", 1)
+    say_names = f"echo at {Path.home()}/x/file.py on {socket.gethostname()}; exit 3"
+    parts = (
+        part(program, "works", 'echo \'{"what": "it", "passed": true}\' > "$0"'),
+        part(program, "fails", say_names),
+        part(
+            program, "hangs", 'echo \'{"what": 1}\' > "$0"; printf \'{"wh\' >> "$0"; sleep 60', 1.0
+        ),
+        part(program, "dies", "kill -SEGV $$"),
+        part(program, "cannot", "echo no such thing here; exit 77"),
+        program.Part("absent", 1.0, lambda *_: ((), "is absent")),
+    )
+    monkeypatch.setattr(program, "PARTS", parts)
+    return run()
+
+
+def test_every_part_has_an_entry_however_the_ones_before_it_ended(
+    ended: tuple[int, dict[str, Any]],
+) -> None:
+    code, document = ended
+    assert code == 1
+    results = {name: entry["result"] for name, entry in document["parts"].items()}
+    assert results == {
+        **{"works": "passed", "fails": "failed", "hangs": "failed", "dies": "failed"},
+        **{"cannot": "cannot run", "absent": "cannot run"},
+    }
+    reasons = {name: entry.get("reason") for name, entry in document["parts"].items()}
+    assert reasons["hangs"] == "was not done after 1 s"
+    assert reasons["dies"] == "died of SIGSEGV"
+    assert reasons["cannot"] == "no such thing here"
+    assert reasons["absent"] == "is absent"
+    assert document["parts"]["works"]["found"] == [{"what": "it", "passed": True}]
+    assert document["parts"]["hangs"]["found"] == [{"what": 1}]
+
+
+def test_the_file_names_machine_and_commit_but_no_host_and_no_folder(
+    ended: tuple[int, dict[str, Any]],
+) -> None:
+    document = ended[1]
+    assert document["commit"]
+    assert document["versions"]["torch"]
+    assert document["parts"]["fails"]["output"] == ["at .../file.py on HOST"]
+    text = json.dumps(document)
+    assert str(Path.home()) + "/" not in text
+    assert socket.gethostname() not in text
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        ("in /a/b/c.py, line 3", "in .../c.py, line 3"),
+        ("PATH=/a/b:/c/d/e", "PATH=.../b:.../e"),
+        ("see https://docs.nvidia.com/cuda/x", "see https://docs.nvidia.com/cuda/x"),
+        ("GB/s, and/or 3/4", "GB/s, and/or 3/4"),
+    ],
+)
+def test_which_texts_lose_their_folders(program: Any, text: str, kept: str) -> None:
+    assert program.without_names(text) == kept
+
+
+def test_resuming_makes_only_parts_without_a_result(
+    program: Any, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(program, "DRY_RUN_FACTOR", 1)
+    once = f"test ! -e {tmp_path}/once && touch {tmp_path}/once"
+    parts = part(program, "first", once), part(program, "late", "true", 1000.0)
+    monkeypatch.setattr(program, "PARTS", parts)
+    _, document = run("--seconds", "100")
+    assert document["parts"]["late"]["result"] == "no time"
+    code, document = run("--seconds", "1000", "--resume")
+    assert [entry["result"] for entry in document["parts"].values()] == ["passed", "passed"]
+    assert code == 0
+
+
+def test_what_was_found_at_another_commit_is_not_resumed(
+    program: Any, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(program, "PARTS", (part(program, "works", "true"),))
+    _, document = run()
+    path = tmp_path / "found.json"
+    path.write_text(json.dumps({**document, "commit": "another"}))
+    monkeypatch.setattr(sys, "argv", ["check_gpu", "--dry-run", "--resume", "--json", str(path)])
+    with pytest.raises(SystemExit, match="another commit"):
+        program.main()
+
+
+def test_without_a_gpu_and_engines_parts_say_what_they_lack(
+    program: Any, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules["processes"], "find_spec", lambda _: None)
+    names = [each.name for each in program.PARTS if each.name not in ("device", "small")]
+    names.remove("experts-torch")
+    code, document = run("--parts", *names)
+    assert code == 0
+    reasons = {name: entry["reason"] for name, entry in document["parts"].items()}
+    assert reasons["memcheck"] == reasons["synccheck"] == "compute-sanitizer needs a GPU"
+    assert reasons["engine"] == "vllm is not installed"
+    assert reasons["experts-flashinfer"] == "flashinfer is not installed"
+    assert {entry["result"] for entry in document["parts"].values()} == {"cannot run"}
+
+
+def test_all_parts_together_fit_into_25_minutes(program: Any) -> None:
+    assert sum(each.seconds for each in program.PARTS) <= 25 * 60
+
+
+@pytest.mark.interpreter
+def test_experts_in_slots_give_the_answers_of_their_masters(run: Run) -> None:
+    code, document = run("--parts", "experts-torch")
+    entry = document["parts"]["experts-torch"]
+    assert code == 0, entry
+    (found,) = entry["found"]
+    assert found["assignments_to_copies"] > 0
+    assert found["largest_difference"] <= 0.02
