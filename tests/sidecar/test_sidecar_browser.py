@@ -19,7 +19,8 @@ from tests.support.waiting import until
 from ultraep_serve.sidecar import routes_balance
 from ultraep_serve.sidecar.app import AppOptions, create_app
 from ultraep_serve.sidecar.connections import server_settings
-from ultraep_serve.types import ExpertShape, Policy
+from ultraep_serve.telemetry.self_check import SelfCheck, SelfCheckOutcome
+from ultraep_serve.types import CheckResult, ExpertShape, Policy, VerificationCheck
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
@@ -229,6 +230,26 @@ def test_a_server_that_runs_unbalanced_says_so(browser: Any, url: str, run_path:
     browser.get(url)
     until(lambda: "NOT BALANCED" in text(browser, "#state"))
     assert "runs without balancing: no expert can be moved" in text(browser, "#reason")
+
+
+def test_what_was_verified_is_shown_and_a_failure_is_red(
+    browser: Any, url: str, run: SyntheticRun
+) -> None:
+    checks = (CheckResult("kernels", 3.1, "64 loads"),)
+    for recorder in run.recorders:
+        recorder.set_self_check(SelfCheck(SelfCheckOutcome.PASSED, checks))
+        recorder.count_verified(VerificationCheck.SLOTS, 1)
+    browser.get(url)
+    until(lambda: "verified 1 layers, 0 failed" in text(browser, "#proof"))
+    assert "self-check passed in 3.10 s" in text(browser, "#proof")
+    colour = "return getComputedStyle(document.querySelector('#proof')).color"
+    before = browser.execute_script(colour)
+    run.recorders[1].count_verification_failure(VerificationCheck.SLOTS)
+    run.control.switch_off_in_doubt()
+    until(lambda: "1 failed" in text(browser, "#proof"))
+    until(lambda: "SWITCHED ITSELF OFF" in text(browser, "#state"))
+    assert browser.execute_script(colour) != before
+    no_complaints(browser)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

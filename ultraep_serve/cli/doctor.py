@@ -14,6 +14,7 @@ from ultraep_serve.cli.arguments import JsonFile, WeightType, prepare_outputs, s
 from ultraep_serve.config import given_settings
 from ultraep_serve.doctor import diagnose
 from ultraep_serve.doctor.finding import Finding, Status, Subject
+from ultraep_serve.doctor.report import write_report
 from ultraep_serve.errors import UltraEPError
 from ultraep_serve.launcher.binding import (
     bind_ranks,
@@ -24,7 +25,7 @@ from ultraep_serve.launcher.binding import (
     cpu_quota,
     memory_nodes_here,
 )
-from ultraep_serve.system.settings import Settings, Shown
+from ultraep_serve.system.settings import Directory, Settings, Shown
 from ultraep_serve.types import Policy
 
 if TYPE_CHECKING:
@@ -78,6 +79,20 @@ class DoctorFlags(Settings):
         description="another machine for --binding, as hwloc's `lstopo --of xml` writes it "
         "(default: this one)",
     )
+    report: Annotated[Path, Shown("FILE")] | None = Field(
+        default=None,
+        description="write an archive (zip) to send with a report of a problem: versions, "
+        "hardware, settings, self-check, metrics, last records; it names nobody",
+    )
+    run_dir: Directory | None = Field(
+        default=None,
+        description="run directory of the server that --report is about, running or not (default: "
+        "that of --port, or of the only server that runs)",
+    )
+    log: Annotated[Path, Shown("FILE")] | None = Field(
+        default=None,
+        description="the engine's log, of which --report takes the last lines of this package",
+    )
     json_file: JsonFile = None
 
 
@@ -100,12 +115,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print what was found; 1 when serving would fail, else 0. Raises ConfigError for bad flags."""
     flags = DoctorFlags.from_flags(arguments)
-    prepare_outputs(flags.json_file)
+    prepare_outputs(flags.json_file, flags.report)
     if flags.binding:
         return _show_binding(flags)
     findings = diagnose(_subject(flags, arguments.serving))
     view = _table(findings) if find_spec("rich") else _plain(findings)
     show(_document(findings), view, flags.json_file)
+    if flags.report is not None:
+        names = write_report(
+            flags.report,
+            _document(findings),
+            run_dir=flags.run_dir,
+            port=flags.port,
+            log=flags.log,
+        )
+        if flags.json_file != Path("-"):
+            print(f"{flags.report}: {', '.join(names)}; look through it before you send it")
     return int(any(finding.status is Status.ERROR for finding in findings))
 
 

@@ -113,6 +113,7 @@ def _view(found: ServerStatus, document: Mapping[str, Any]) -> RenderableType:
         figures.add_row("by time", _time_imbalance(document))
     figures.add_row("time", _savings(document["savings"]))
     figures.add_row("moved", f"{document['bytes_moved'] / _MIB:,.1f} MiB of expert weights")
+    figures.add_row("proof", _proof(document))
     title = Text(about, style="bold")
     where = Text(found.where, style="dim")
     return Group(_state(found, document), title, where, Text(), figures, Text(), _ranks(document))
@@ -121,6 +122,8 @@ def _view(found: ServerStatus, document: Mapping[str, Any]) -> RenderableType:
 def _state(found: ServerStatus, document: Mapping[str, Any]) -> Text:
     if document.get("status") == "unbalanced":
         return Text(f"! {document['detail']}", style="yellow")
+    if found.ready and found.reasons:
+        return Text(f"! {'; '.join(found.reasons.values())}", style="bold red")
     if found.ready:
         return Text("✔ ready", style="green")
     reasons = (
@@ -128,6 +131,24 @@ def _state(found: ServerStatus, document: Mapping[str, Any]) -> Text:
         for rank, reason in found.reasons.items()
     )
     return Text(f"✘ not ready: {'; '.join(reasons)}", style="bold red")
+
+
+def _proof(document: Mapping[str, Any]) -> Text:
+    """What the self-check and samples have found."""
+    checked, verified = document["self_check"], document["verification"]
+    line = {
+        "passed": f"self-check passed in {checked['seconds']:.1f} s",
+        "off": "no self-check",
+        "failed": "self-check failed",
+        None: "self-check has not ended",
+    }[checked["result"]]
+    text = Text(line, style="red" if checked["result"] == "failed" else "none")
+    counts = f"; verified {verified['layers']:,} layers, {verified['failures']:,} failed"
+    text.append(counts, style="bold red" if verified["failures"] else "none")
+    for check in checked["checks"]:
+        if check["warning"]:
+            text.append(f"\n{check['name']}: {check['warning']}", style="yellow")
+    return text
 
 
 def _batches(batches: Mapping[str, Any]) -> str:

@@ -64,6 +64,8 @@ def _readiness(port: int, answer: "tuple[int, bytes] | str") -> Finding:
     code, body = answer
     if code == 200 and "run" in (reasons := _reasons(body)):
         remedy = "put right what it names, or refuse such a start with --on-unsupported=error"
+        if "switched itself off" in str(reasons["run"]):
+            remedy = "write a report with --report FILE; set a policy to balance again"
         return warning(name, f"sidecar, port {port}: {reasons['run']}", remedy)
     if code == 200:
         return ok(name, f"sidecar, port {port}: every rank of this host has joined and is alive")

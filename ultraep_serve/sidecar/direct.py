@@ -83,7 +83,7 @@ def _read(store: RunStore, path: Path) -> ServerStatus:
     except NoRunError as error:
         text = json.dumps(error.document, ensure_ascii=False, separators=(",", ":"))
         answer = text.encode()
-    return ServerStatus(str(path), answer, run.ready, run.problems)
+    return ServerStatus(str(path), answer, run.ready, run.reasons)
 
 
 def _remote(url: str) -> Callable[[], ServerStatus]:

@@ -27,13 +27,19 @@ from prometheus_client.registry import Collector
 
 from ultraep_serve.sidecar.statistics.fold import mean_floor, rank_speeds, spent_seconds
 from ultraep_serve.sidecar.statistics.held import Held, NoRunError, RankView
+from ultraep_serve.sidecar.statistics.proof import (
+    failures,
+    self_check_of,
+    verification_of,
+    verified_layers,
+)
 from ultraep_serve.sidecar.statistics.selection import RecordSelection, decision_names
 from ultraep_serve.sidecar.statistics.snapshot import BalanceSnapshot
 from ultraep_serve.sidecar.statistics.summary import summarise
 from ultraep_serve.sidecar.statistics.timeline import Timeline
 from ultraep_serve.sidecar.store import RunStore
 from ultraep_serve.telemetry.schema import RingHeader
-from ultraep_serve.types import Decision, Stage
+from ultraep_serve.types import Decision, Stage, VerificationCheck
 
 __all__ = ["StoreCollector"]
 
@@ -70,10 +76,10 @@ class StoreCollector(Collector):
             held = run.held()
         except NoRunError:
             return
-        headers = [view.header for view in held.views if view.header]
         yield from _of_run(held)
-        yield from _totals(headers)
-        yield from _estimates(headers, saved, worsened)
+        yield from _totals(held.headers)
+        yield from _proof(held)
+        yield from _estimates(held.headers, saved, worsened)
         yield from _of_ranks(held.views)
         if self._detail:
             yield from _detailed(held)
@@ -173,6 +179,44 @@ def _totals(headers: list[RingHeader]) -> Iterator[Metric]:
         "exchange and wait are waiting times.",
         (((stage.name.lower(),), total / 1e9) for stage, total in totals.items()),
         "stage",
+    )
+
+
+def _proof(held: Held) -> Iterator[Metric]:
+    headers, label = held.headers, "check"
+    checked = self_check_of(headers)
+    yield _gauge(
+        "self_check_passed",
+        "1 when the self-check at start has passed, 0 when it failed or checked nothing.",
+        [] if checked.result is None else checked.result == "passed",
+    )
+    yield _gauge(
+        "self_check_seconds",
+        "Time that a check of the self-check at start took.",
+        (((part.name,), part.seconds) for part in checked.checks),
+        label,
+    )
+    for name, text, count in (
+        ("verified_layers", "Layers of batches that were checked while serving.", verified_layers),
+        (
+            "verification_failures",
+            "Checks of layers, on ranks of this host, that failed.",
+            failures,
+        ),
+    ):
+        yield _counter(
+            name, text, [((c.name.lower(),), count(headers, c)) for c in VerificationCheck], label
+        )
+    found = verification_of(headers, is_off=bool(held.switched_off))
+    yield _counter(
+        "verification_seconds",
+        "Time that checks of layers took, on the rank of this host that spent most.",
+        found.seconds,
+    )
+    yield _gauge(
+        "switched_off",
+        "1 when a failed check has switched balancing off, until somebody sets a policy.",
+        found.switched_off,
     )
 
 

@@ -8,6 +8,7 @@ from ultraep_serve.sidecar.memory import skipped_since
 from ultraep_serve.sidecar.statistics.batches import BatchSnapshot, newest_batch
 from ultraep_serve.sidecar.statistics.fold import imbalance_snapshot, mean_floor, rank_speeds
 from ultraep_serve.sidecar.statistics.held import Held, NoRunError
+from ultraep_serve.sidecar.statistics.proof import self_check_of, verification_of
 from ultraep_serve.sidecar.statistics.selection import RecordSelection
 from ultraep_serve.sidecar.statistics.snapshot import (
     BatchesCount,
@@ -16,6 +17,8 @@ from ultraep_serve.sidecar.statistics.snapshot import (
     PhaseSnapshot,
     RankHealth,
     Savings,
+    SelfCheckSnapshot,
+    VerificationSnapshot,
 )
 from ultraep_serve.sidecar.statistics.summary import batches_count, phases
 from ultraep_serve.sidecar.store import RunStore
@@ -51,6 +54,8 @@ class Overview(Document):
     window_seconds: float
     unbalanced: str = ""
     """Why the server runs without balancing, as its operator allowed; else empty."""
+    switched_off: str = ""
+    """Why balancing has switched itself off, until somebody sets a policy; else empty."""
     engine: str | None = None
     """Null while no ring can be read, like the fields below; lists are then empty."""
     mode: str | None = None
@@ -75,6 +80,9 @@ class Overview(Document):
     """The lowest possible mean time imbalance after, as in the balance."""
     bytes_moved: int = 0
     savings: Savings | None = None
+    self_check: SelfCheckSnapshot | None = None
+    verification: VerificationSnapshot | None = None
+    """Since the start."""
     last_batch: BatchSnapshot | None = None
     """The newest prefill batch, also from before the window."""
     ranks: list[RankHealth] = Field(default_factory=list)
@@ -103,6 +111,7 @@ def overview(store: RunStore, now_ns: int, seconds: int) -> Overview:
     header = held.header
     return Overview(
         **health,
+        switched_off=held.switched_off,
         engine=header.engine,
         mode=header.mode,
         policy=header.policy.value,
@@ -118,6 +127,8 @@ def overview(store: RunStore, now_ns: int, seconds: int) -> Overview:
         floor=mean_floor(recent),
         bytes_moved=totals.bytes_sent,
         savings=totals.savings,
+        self_check=self_check_of(held.headers),
+        verification=verification_of(held.headers, is_off=bool(held.switched_off)),
         last_batch=newest_batch(held),
         ranks=[view.health for view in held.views],
     )

@@ -25,7 +25,7 @@ class Readiness(Document):
     ready: bool
     status: Literal["ready", "not ready", "unbalanced"]
     """unbalanced: it could not be balanced, and runs all the same, as its operator chose with
-    on_unsupported=off."""
+    on_unsupported=off; or balancing has switched itself off, because a sample failed."""
     reasons: dict[str, str]
     """Why it is not ready or not balanced, by rank; under ``run`` where no rank is known."""
 
@@ -75,13 +75,14 @@ def operate_routes(
 
         With the reasons. A server that could not be balanced is ready, with status unbalanced:
         on_unsupported=off says that serving matters more than balancing, and a probe that failed
-        would end the serving.
+        would end the serving. So is one whose balancing has switched itself off.
         """
         run = await to_thread.run_sync(store.readiness, limiter=prober)
+        is_off = run.ready and bool(run.unbalanced or run.switched_off)
         answer = Readiness(
             ready=run.ready,
-            status="unbalanced" if run.unbalanced else "ready" if run.ready else "not ready",
-            reasons=run.problems,
+            status="unbalanced" if is_off else "ready" if run.ready else "not ready",
+            reasons=run.reasons,
         )
         return JSONResponse(answer.model_dump(), status_code=200 if run.ready else 503)
 

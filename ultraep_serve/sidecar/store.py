@@ -13,6 +13,7 @@ from ultraep_serve.balance.topology import Location
 from ultraep_serve.errors import ControlError
 from ultraep_serve.sidecar.follower import PrimaryRanks, RingFollower, WallClock
 from ultraep_serve.sidecar.statistics.held import Held, NoRunError, UnbalancedError
+from ultraep_serve.sidecar.statistics.proof import switched_off
 from ultraep_serve.sidecar.statistics.timeline import Timeline
 from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.reader import ALIVE_SECONDS
@@ -31,6 +32,7 @@ class ControlState(NamedTuple):
     paused: Policy | None = None  # the policy that resume puts in force again
     sequence: int = 0  # how many times the policy was set
     speeds: SpeedSource = SpeedSource.CONFIGURED  # set since the start
+    in_doubt: bool | None = None  # whether a failed sample has switched the policy off
 
 
 _NO_PAGE = ControlState()
@@ -63,6 +65,16 @@ class Run:
     def location(self) -> Location | None:
         """The location of the primary rank; None while no ring can be read."""
         return self.header.location if self.header else None
+
+    @property
+    def reasons(self) -> dict[str, str]:
+        """Why it is not ready or not balanced, by rank; under ``run`` where no rank is known."""
+        return self.problems or ({"run": self.switched_off} if self.switched_off else {})
+
+    @property
+    def switched_off(self) -> str:
+        """Why balancing has switched itself off; empty where it has not."""
+        return self.readable.switched_off if self.readable else ""
 
     def held(self) -> Held:
         """Headers and records. Raises NoRunError."""
@@ -182,14 +194,14 @@ class RunStore:
             run = replace(run, config=self._files.config())
         if first is not None:
             header = self._header(first, run.control)
-            run = replace(run, header=header, readable=self._held(header))
+            run = replace(run, header=header, readable=self._held(header, run.control))
         return replace(run, problems=self._problems(run))
 
     def _read_control(self, before: ControlState, first: RingHeader | None) -> ControlState:
         try:
             with ControlPage.open(self._run_dir) as page:
                 policy, sequence, speeds = page.policy, page.sequence, page.speeds
-                threshold = page.max_imbalance_millionths
+                threshold, in_doubt = page.max_imbalance_millionths, page.is_in_doubt
         except ControlError:
             # An engine without balancing has no page.
             return before if first and self.awaits_control() else _NO_PAGE
@@ -198,7 +210,7 @@ class RunStore:
             paused = self._files.paused_policy()
             if paused is None and sequence == before.sequence:
                 paused = before.paused
-        return ControlState(policy, threshold / 1e6 or None, paused, sequence, speeds)
+        return ControlState(policy, threshold / 1e6 or None, paused, sequence, speeds, in_doubt)
 
     def _header(self, first: RingHeader, control: ControlState) -> RingHeader:
         """``first``, with the policy in force and the layers of all stages."""
@@ -212,13 +224,16 @@ class RunStore:
             replicas=sum(header.replicas for header in headers),
         )
 
-    def _held(self, header: RingHeader) -> Held:
+    def _held(self, header: RingHeader, control: ControlState) -> Held:
         now_ns, size = time.monotonic_ns(), header.shape.num_ranks
         firsts = sorted({number - number % size for number in self._rings})  # of each stage here
         numbers = [first + rank for first in firsts for rank in header.location.host]
+        views = [self._ring(number).view(now_ns, self._limit, size) for number in numbers]
+        headers = [view.header for view in views if view.header]
         return Held(
             header=header,
-            views=[self._ring(number).view(now_ns, self._limit, size) for number in numbers],
+            views=views,
+            switched_off=switched_off(headers, header.policy, control.in_doubt),
             primary=self._primary.records(),
             rings={number: ring.records() for number, ring in self._rings.items()},
             skipped=self._primary.skipped(),

@@ -7,6 +7,7 @@ balancer routes all of them.
 
 import functools
 import logging
+import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.util import Finalize
@@ -37,7 +38,8 @@ from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.telemetry.schema import RingState
 from ultraep_serve.telemetry.self_check import SelfCheck, SelfCheckOutcome
 from ultraep_serve.telemetry.spool import SpoolSource, SpoolWriter
-from ultraep_serve.types import ExpertShape, TokenView
+from ultraep_serve.types import CheckResult, ExpertShape, TokenView
+from ultraep_serve.verify.costs import check_costs
 
 __all__ = [
     "BalancedLayers",
@@ -138,8 +140,10 @@ class BalancedLayers:
         self._recorder.at_heartbeat(lambda: control.follow(put_back=primary))
         self._watch_others()
         self._spool = self._create_spool()
+        start = time.perf_counter()
         self._costs = backend.calibrate(run_layer)
-        self.self_check = self._check_itself(backend, own.answers)
+        costs = self._checked_costs(time.perf_counter() - start, layers[0][0].device)
+        self.self_check = self._check_itself(backend, own.answers, costs)
         self._recorder.set_self_check(self.self_check)
         policies = self._control if own.rank == 0 else None
         sampled = self._sampled(layers, own.answers)
@@ -174,11 +178,21 @@ class BalancedLayers:
         Finalize(None, recorder.close, exitpriority=1)
         return recorder
 
-    def _check_itself(self, backend: Backend, answers: Answers | None) -> SelfCheck:
+    def _checked_costs(self, seconds: float, device: torch.device) -> list[CheckResult]:
+        """The costs, where they were measured, which took ``seconds``."""
+        if self._setup.config.costs or self._setup.config.self_check == "off":
+            return []
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+        return [check_costs(self._costs, seconds, name)]
+
+    def _check_itself(
+        self, backend: Backend, answers: Answers | None, costs: list[CheckResult]
+    ) -> SelfCheck:
+        """Run the self-check; ``costs`` are added to what it finds."""
         setup, wanted = self._setup, self._setup.config.self_check
         stages = None if wanted == "off" else backend.stages()
         if stages is None:
-            return SelfCheck(SelfCheckOutcome.OFF)
+            return SelfCheck(SelfCheckOutcome.OFF, tuple(costs))
         # Not above: it imports numba, see ``plan.context``.
         from ultraep_serve.verify.self_check import run_self_check
 
@@ -187,7 +201,7 @@ class BalancedLayers:
         except SelfCheckError as error:
             self._recorder.set_self_check(SelfCheck(SelfCheckOutcome.FAILED, error.results))
             raise
-        return SelfCheck(SelfCheckOutcome.PASSED, tuple(results))
+        return SelfCheck(SelfCheckOutcome.PASSED, (*results, *costs))
 
     def _watch_others(self) -> None:
         """Watch the other ranks, which have loaded and should answer within the timeout."""
@@ -296,6 +310,8 @@ class BalancedLayers:
                 check.seconds,
                 check.detail,
             )
+            if check.warning:
+                logger.warning("ultraep: self-check %s: %s", check.name, check.warning)
         if location.domain_size == 1:
             logger.warning(
                 "ultraep: every domain has one rank, so there is nowhere to copy experts to; start "

@@ -4,6 +4,7 @@ import { age, byId, byTime, bytes, count, make, ratio, seconds, setText } from "
 
 export function showOverview(overview) {
   showState(overview);
+  showProof(overview);
   showImbalance(overview);
   showNow(overview);
   showSavings(overview);
@@ -15,6 +16,7 @@ function stateOf(overview) {
   if (overview.unbalanced) return ["warn", "○ NOT BALANCED"];
   if (overview.engine === null) return ["bad", "✖ NO ENGINE"];
   if (!overview.ready) return ["bad", "✖ NOT READY"];
+  if (overview.switched_off) return ["bad", "✖ SWITCHED ITSELF OFF"];
   if (overview.paused_policy) return ["warn", "❚❚ PAUSED"];
   if (overview.policy === "off") return ["warn", "○ OFF"];
   if (overview.policy === "ideal") return ["bad", "▲ IDEAL: WRONG ANSWERS"];
@@ -28,6 +30,7 @@ function showState(overview) {
   const reasons = Object.entries(overview.reasons);
   const all = reasons.map(([rank, why]) => `${rank === "run" ? "" : `rank ${rank}: `}${why}`);
   if (overview.unbalanced) all.push(`this server runs without balancing: ${overview.unbalanced}`);
+  if (overview.switched_off) all.push(overview.switched_off);
   setText("reason", all.length > 2 ? `${all[0]}; and ${all.length - 1} more` : all.join("; "));
   byId("reason").title = all.join("\n");
   setText(
@@ -39,6 +42,33 @@ function showState(overview) {
           `${overview.num_experts} experts · ${overview.num_slots} slots per rank`,
   );
   document.title = `${text.split(" ")[0]} ultraep`;
+}
+
+function showProof(overview) {
+  const { self_check: checked, verification: verified } = overview;
+  const holder = byId("proof");
+  if (!verified) {
+    setText("proof", "");
+    return;
+  }
+  const texts = {
+    passed: `self-check passed in ${seconds(checked.seconds)}`,
+    off: "no self-check",
+    failed: "▲ self-check failed",
+  };
+  const bad = verified.failures > 0 || checked.result === "failed";
+  holder.dataset.level = bad ? "bad" : "good";
+  const counts = `verified ${count(verified.layers)} layers, ${count(verified.failures)} failed`;
+  const warned = checked.checks.some((check) => check.warning) ? " with a warning" : "";
+  const first = (texts[checked.result] ?? "self-check has not ended") + warned;
+  setText("proof", `${first} · ${verified.failures ? "✖ " : ""}${counts}`);
+  const parts = Object.entries(verified.by_check).map(
+    ([check, { layers, failures }]) => `${check}: ${count(layers)} layers, ${count(failures)} failed`,
+  );
+  const checks = checked.checks.map((check) =>
+    [`${check.name}, ${seconds(check.seconds)}: ${check.detail}`, check.warning].filter(Boolean).join("; "),
+  );
+  holder.title = ["At start", ...checks, "While serving", ...parts].join("\n");
 }
 
 function ranksText(overview) {

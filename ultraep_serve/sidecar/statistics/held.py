@@ -79,6 +79,12 @@ class Held:
     primary: RecordArray  # (n,) the primary ranks' records, with loads and figures
     rings: Mapping[int, RecordArray]  # each rank's own records, by its number over all stages
     skipped: RecordArray  # of ``SkippedHistory``
+    switched_off: str = ""  # why balancing has switched itself off; empty where it has not
+
+    @cached_property
+    def headers(self) -> list[RingHeader]:
+        """Of the ranks of this host whose rings can be read."""
+        return [view.header for view in self.views if view.header]
 
     @cached_property
     def own(self) -> list[RecordArray]:

@@ -1,5 +1,7 @@
 """The models of answers, as the HTTP interface documents them: text below a field is its own."""
 
+from typing import Literal
+
 from pydantic import BaseModel, ConfigDict
 
 __all__ = [
@@ -16,7 +18,11 @@ __all__ = [
     "RankState",
     "ReplicaCount",
     "Savings",
+    "SelfCheckPart",
+    "SelfCheckSnapshot",
     "Spread",
+    "VerificationCount",
+    "VerificationSnapshot",
     "WindowFigures",
 ]
 
@@ -168,6 +174,53 @@ class RankSnapshot(RankState):
     records: int
 
 
+class SelfCheckPart(Answer):
+    """One check of the self-check."""
+
+    name: str
+    """kernels, slots, answers or costs."""
+    seconds: float
+    detail: str
+    """What was checked; where it failed, what was found."""
+    warning: str
+    """What to look at, though it passed; empty where there is nothing."""
+
+
+class SelfCheckSnapshot(Answer):
+    """What the server checked of itself before it took requests."""
+
+    result: Literal["passed", "off", "failed"] | None
+    """Null until all ranks of this host have ended it. off: nothing but costs was
+    looked at."""
+    seconds: float
+    """Of all checks together."""
+    checks: list[SelfCheckPart]
+
+
+class VerificationCount(Answer):
+    """What one kind of check has seen since the start."""
+
+    layers: int
+    """Layers of batches that were checked."""
+    failures: int
+    """Over the ranks of this host."""
+
+
+class VerificationSnapshot(Answer):
+    """Layers of batches that were checked while they were served, since the start."""
+
+    layers: int
+    """As of the kind of check that has seen most."""
+    failures: int
+    """Of all kinds, over the ranks of this host."""
+    by_check: dict[str, VerificationCount]
+    """assignments, slots, plans, answers."""
+    seconds: float
+    """That the checks took on the rank which spent most."""
+    switched_off: bool
+    """A failure has switched balancing off, and nobody has set a policy since."""
+
+
 class BalanceSnapshot(Document, WindowFigures):
     """The balance over the window."""
 
@@ -189,5 +242,7 @@ class BalanceSnapshot(Document, WindowFigures):
     phases: dict[str, PhaseSnapshot]
     """prefill; and decode: batches smaller than min_batch_tokens, which are left alone."""
     savings: Savings
+    self_check: SelfCheckSnapshot
+    verification: VerificationSnapshot
     layers: list[LayerSnapshot]
     ranks: list[RankSnapshot]

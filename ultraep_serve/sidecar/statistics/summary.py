@@ -19,6 +19,7 @@ from ultraep_serve.sidecar.statistics.fold import (
     spread,
 )
 from ultraep_serve.sidecar.statistics.held import Held, NotHeldError, RankView
+from ultraep_serve.sidecar.statistics.proof import self_check_of, verification_of
 from ultraep_serve.sidecar.statistics.selection import RecordSelection, decision_names
 from ultraep_serve.sidecar.statistics.snapshot import (
     Answer,
@@ -81,6 +82,8 @@ def summarise(held: Held, selection: RecordSelection) -> BalanceSnapshot:
         batches=batches_count(batches),
         phases=phases(batches, figures.imbalance),
         savings=_savings(considered, [selection.recorded(view.records) for view in held.views]),
+        self_check=self_check_of(held.headers),
+        verification=verification_of(held.headers, is_off=bool(held.switched_off)),
         layers=[
             _layer(layer, records, moved.get(layer, 0))
             for layer, records in parts_by(repack_fields(considered[_LAYER_FIELDS]), "layer")

@@ -1,0 +1,101 @@
+"""What proves that a run answers right: its self-check at start, and samples while it serves."""
+
+from collections.abc import Iterable, Sequence
+
+from ultraep_serve.sidecar.statistics.snapshot import (
+    SelfCheckPart,
+    SelfCheckSnapshot,
+    VerificationCount,
+    VerificationSnapshot,
+)
+from ultraep_serve.telemetry.schema import RingHeader
+from ultraep_serve.telemetry.self_check import SelfCheck, SelfCheckOutcome
+from ultraep_serve.types import Policy, VerificationCheck
+
+__all__ = ["failures", "self_check_of", "switched_off", "verification_of", "verified_layers"]
+
+
+def self_check_of(headers: Sequence[RingHeader]) -> SelfCheckSnapshot:
+    """The self-check of the ranks with ``headers``; that of one which failed, if any has."""
+    found = [header.self_check for header in headers]
+    ended = [of_rank for of_rank in found if of_rank is not None]
+    if not ended or len(ended) < len(found):
+        return SelfCheckSnapshot(result=None, seconds=0.0, checks=[])
+    shown = max(ended, key=_weight)
+    return SelfCheckSnapshot(
+        result=shown.outcome.value,
+        seconds=round(shown.seconds, 6),
+        checks=[
+            SelfCheckPart(
+                name=check.name,
+                seconds=check.seconds,
+                detail=check.detail,
+                warning=check.warning,
+            )
+            for check in shown.checks
+        ],
+    )
+
+
+def _weight(found: SelfCheck) -> tuple[bool, bool, bool, float]:
+    """What is shown of several ranks: a failure, then nothing checked, a warning, the longest."""
+    outcome, has_warning = found.outcome, any(check.warning for check in found.checks)
+    is_off = outcome is SelfCheckOutcome.OFF
+    return outcome is SelfCheckOutcome.FAILED, is_off, has_warning, found.seconds
+
+
+def verified_layers(headers: Iterable[RingHeader], check: VerificationCheck) -> int:
+    """Layers of batches that were sampled; ranks of a pipeline stage sample the same ones."""
+    most: dict[int, int] = {}
+    for header in headers:
+        stage, count = header.pipeline_stage, header.verified_layers[check]
+        most[stage] = max(most.get(stage, 0), count)
+    return sum(most.values())
+
+
+def failures(headers: Iterable[RingHeader], check: VerificationCheck) -> int:
+    """Samples that failed, over all ranks."""
+    return sum(header.verification_failures[check] for header in headers)
+
+
+def verification_of(headers: Sequence[RingHeader], *, is_off: bool) -> VerificationSnapshot:
+    """The samples of the ranks with ``headers``; ``is_off`` is ``switched_off``."""
+    by_check = {
+        check.name.lower(): VerificationCount(
+            layers=verified_layers(headers, check), failures=failures(headers, check)
+        )
+        for check in VerificationCheck
+    }
+    return VerificationSnapshot(
+        layers=max(count.layers for count in by_check.values()),
+        failures=sum(count.failures for count in by_check.values()),
+        by_check=by_check,
+        seconds=max((header.verification_ns for header in headers), default=0) / 1e9,
+        switched_off=is_off,
+    )
+
+
+def switched_off(
+    headers: Iterable[RingHeader], policy: Policy | None, in_doubt: bool | None
+) -> str:
+    """Why balancing has switched itself off; empty where it has not.
+
+    ``in_doubt`` is what the control page says; None on hosts that have none, where a failure under
+    policy off is taken for it.
+    """
+    failed = [
+        (header.number, check)
+        for header in headers
+        for check in VerificationCheck
+        if header.verification_failures[check]
+    ]
+    if in_doubt is None:
+        in_doubt = policy is Policy.OFF and bool(failed)
+    if not in_doubt:
+        return ""
+    seen = "; ".join(f"rank {number}: {check.name.lower()}" for number, check in failed[:4])
+    return (
+        "balancing has switched itself off, because what it did to a layer was not what it should"
+        f"{f' ({seen})' if seen else ''}; requests are answered without it. Write a report with "
+        "ultraep-serve doctor --report FILE; setting a policy switches it on again"
+    )
