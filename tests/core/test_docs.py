@@ -19,7 +19,7 @@ ARCHITECTURE = DOCS / "dev" / "architecture.md"
 RESULTS = ROOT / "benchmarks" / "results"
 CHANGELOG = ROOT / "CHANGELOG.md"
 PAGES = [README, CHANGELOG, ROOT / "deploy" / "README.md", *sorted(DOCS.rglob("*.md"))]
-MADE_BY_USERS = {"deploy/.env"}
+MADE_BY_USERS = {"deploy/.env", "check-gpu.json"}
 
 _SPAN = re.compile(r"`([^`\n]+)`|\]\(([^)#]+)\)")  # code, or where a link points
 _FILE = re.compile(r"[\w.-][\w./-]*\.(?:py|md|js|html|json|yaml|yml|toml|png|svg)")
