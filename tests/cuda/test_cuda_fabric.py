@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from tests.support.host_driver import HostDriver
 from ultraep_serve.balance.cuda.driver import HandleKind, Shareable
+from ultraep_serve.balance.cuda.notice import StopNotice
 from ultraep_serve.balance.cuda.rendezvous import GatherRendezvous, Handshake, SocketRendezvous
 from ultraep_serve.balance.cuda.slots import DeviceSlotPool
 from ultraep_serve.balance.topology import Location
@@ -170,5 +172,26 @@ def test_a_wait_given_up_is_an_error_of_a_peer() -> None:
         fabric.require_peers()
     with pytest.raises(ValueError, match="int32"):
         fabric.exchange(torch.zeros(WIDTH + 1, dtype=torch.int32))
+    fabric.close()
+    pool.close()
+
+
+def test_an_error_of_a_stopped_device_has_its_reason(caplog: pytest.LogCaptureFixture) -> None:
+    """Who asks the device gets the reason in place of CUDA's error; the log has it too, once."""
+    driver = HostDriver()
+    pool, _ = make(driver)
+    fabric = DeviceFabric(driver, pool, Mirror(0, 1), Location.on_one_host(0, 1), LIMITS)
+    recorder: Any = SimpleNamespace(fail=(reasons := list[str]()).append)
+    notice = StopNotice(fabric, recorder)
+    notice()
+    with pytest.raises(RuntimeError, match="launch failure"), fabric.naming_lost_peers():
+        raise RuntimeError("unspecified launch failure")
+    fabric.reported.fill_(int(DeviceStatus.SLOT_TIMEOUT))
+    with pytest.raises(PeerTimeoutError, match="replicated"), fabric.naming_lost_peers():
+        raise RuntimeError("unspecified launch failure")
+    notice()
+    notice()
+    assert reasons == [fabric.lost_peers]
+    assert [fabric.lost_peers in text for text in caplog.messages] == [True]
     fabric.close()
     pool.close()

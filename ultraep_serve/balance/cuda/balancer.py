@@ -402,6 +402,8 @@ class DeviceBalancer:
         return torch.where(found.decision == Decision.FORCED, forced, physical)
 
     def _record_what_is_done(self) -> None:
+        if self._pending.is_empty:  # as in most layers of decode batches
+            return
         with self._fabric.naming_lost_peers():
             self._write(self._pending.drain(_RECORDS_AT_ONCE))
 

@@ -240,7 +240,7 @@ class DeviceFabric:
         return self._reason(int(self.reported[0]))
 
     def _require_ok(self, status: int) -> None:
-        if reason := self._reason(status):
+        if status and (reason := self._reason(status)):
             raise PeerTimeoutError(reason)
 
     def _reason(self, status: int) -> str:

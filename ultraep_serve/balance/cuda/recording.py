@@ -187,6 +187,11 @@ class PendingBatches:
         """The second last batch that was opened; without layers where there is none."""
         return self._pages[-2]
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is on its way to the host."""
+        return not self._sent
+
     def make_room(self) -> Iterator[Entry]:
         """Yield what is left of a batch before those whose page is used next; all in order."""
         next_page = self._pages[0]
