@@ -63,7 +63,7 @@ def test_json_has_what_was_promised(trace_file: Path, tmp_path: Path, capsys: An
     assert command("replay", trace_file, *words, *policies) == 0
     document = json.loads((tmp_path / "r.json").read_text())
     assert (document["ep"], document["slots"]) == (4, 2)
-    assert (document["batch_tokens"], document["batches"]) == (512, 6)
+    assert (document["batch_tokens"], document["batches"]) == (512, 3)  # 3 more are history
     assert set(document) == {
         "ep", "slots", "batch_tokens", "batches", "policies", "trace", "layers",
     }  # fmt: skip
@@ -164,6 +164,7 @@ class Spy:
     ("settings", "seen"),
     [
         ({}, [0, 1, 2, 3, 4, 5]),
+        ({"skip": 0}, [0, 1, 2, 3, 4, 5]),
         ({"history_batches": 2}, [0, 1, 2, 2, 2, 2]),
         ({"rebalance_every": 3}, [0, 0, 0, 3, 3, 3]),
         ({"skip": 2}, [2, 3, 4, 5]),
@@ -178,6 +179,22 @@ def test_policies_see_only_the_past(
     options = ReplayOptions(num_ranks=4, batch_tokens=512, layers=(1,), **settings)  # type: ignore[arg-type]
     replay(load_trace(trace_file), options, [PolicyFunction("spy", "", spy.place)])
     assert spy.seen[1:] == seen  # the first call only warms up
+
+
+@pytest.mark.parametrize(
+    ("policies", "history", "skipped"),
+    [("off,quota", 8, 0), ("quota,eplb", 8, 3), ("eplb-slots", 2, 2), ("lplb,off", 1, 1)],
+)
+def test_who_looks_at_the_past_gets_some_first(
+    trace_file: Path, capsys: Any, policies: str, history: int, skipped: int
+) -> None:
+    """At most half of the batches; every policy is measured on the others."""
+    words = ("--ep", 4, "--batch-tokens", 512, "--history", history, "--policies", policies)
+    command("replay", trace_file, *words)
+    assert (f"{skipped} batch" in capsys.readouterr().out.partition("history")[0]) == bool(skipped)
+    command("replay", trace_file, *words, "--json", "-")
+    document = json.loads(capsys.readouterr().out)
+    assert (document["trace"]["skipped"], document["batches"]) == (skipped, 6 - skipped)
 
 
 def test_history_is_the_batches_before(trace_file: Path) -> None:

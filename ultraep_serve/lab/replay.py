@@ -69,6 +69,7 @@ class Replay:
     time_floor: list[float]
     policies: dict[str, PolicyReplay]
     context: PlanContext
+    skipped: int  # first batches, which were history only
     plans: DumpedPlans | None = None
 
 
@@ -102,16 +103,17 @@ def replay(
     """
     shape = _shape(trace, options)
     layers = _layers(trace, options)
-    count = _count_batches(trace, options)
+    skip = _skipped(trace, options, policies)
+    count = _count_batches(trace, options, skip)
     if keep_plans:
         _check_dump(policies, shape, count * len(layers))
     context = PlanContext.of(shape, options.domain_size, _speeds(trace, options))
     compiled_planner(shape)
     by_count = context.equally_fast()
     replays = {policy.name: PolicyReplay() for policy in policies}
-    result = Replay([], [], [], [], [], [], replays, context)
+    result = Replay([], [], [], [], [], [], replays, context, skip)
     plans: list[tuple[Counts, Placement]] = []  # of loads
-    for case in _cases(trace, options, layers, count):
+    for case in _cases(trace, options, layers, range(skip, skip + count)):
         rank_load = context.rank_loads(case.loads)
         result.cases.append((case.batch, case.layer))
         result.assignments.append(int(rank_load.sum()))
@@ -178,17 +180,17 @@ def _dumped(plans: list[tuple[Counts, Placement]]) -> DumpedPlans:
 
 
 def _cases(
-    trace: Trace | LoadTrace, options: "ReplayOptions", layers: Sequence[int], count: int
+    trace: Trace | LoadTrace, options: "ReplayOptions", layers: Sequence[int], measured: range
 ) -> Iterator[_Case]:
-    past: deque[Counts] = deque(maxlen=min(options.history_batches, options.skip + count))
+    past: deque[Counts] = deque(maxlen=min(options.history_batches, measured.stop))
     known = np.zeros((0, 0, 0, 0), np.int64)
     for index, loads in enumerate(batches(trace, options.batch_tokens, options.num_ranks)):
-        if index == options.skip + count:
+        if index == measured.stop:
             return
         chosen = loads[list(layers)].astype(np.int64)
-        if index % options.rebalance_every == 0 or index == options.skip:
+        if index % options.rebalance_every == 0 or index == measured.start:
             known = np.stack(past) if past else np.zeros((0, *chosen.shape), np.int64)
-        if index >= options.skip:
+        if index >= measured.start:
             for position, layer in enumerate(layers):
                 yield _Case(index, layer, chosen[position], known[:, position])
         past.append(chosen)
@@ -225,10 +227,21 @@ def _layers(trace: Trace | LoadTrace, options: "ReplayOptions") -> tuple[int, ..
     return tuple(dict.fromkeys(layers))
 
 
-def _count_batches(trace: Trace | LoadTrace, options: "ReplayOptions") -> int:
-    count = num_batches(trace, options.batch_tokens) - options.skip
+def _skipped(
+    trace: Trace | LoadTrace, options: "ReplayOptions", policies: Sequence[PolicyFunction]
+) -> int:
+    """Batches that are history only: all policies are measured on the same ones."""
+    if options.skip is not None:
+        return options.skip
+    if not any(policy.uses_history for policy in policies):
+        return 0
+    return min(options.history_batches, num_batches(trace, options.batch_tokens) // 2)
+
+
+def _count_batches(trace: Trace | LoadTrace, options: "ReplayOptions", skip: int) -> int:
+    count = num_batches(trace, options.batch_tokens) - skip
     if count < 1:
-        raise TraceError(f"no batch is left to measure after skipping {options.skip}")
+        raise TraceError(f"no batch is left to measure after skipping {skip}")
     return count if options.limit is None else min(count, options.limit)
 
 

@@ -68,7 +68,12 @@ class ReplayOptions(Settings):
     rebalance_every: int = Field(
         default=1, ge=1, description="batches between updates of what they see"
     )
-    skip: int = Field(default=0, ge=0, description="first batches, used as history only")
+    skip: int | None = Field(
+        default=None,
+        ge=0,
+        description="first batches, used as history only (default: where a policy looks at the "
+        "past, as many as it sees, at most half of all; else none)",
+    )
     speeds: Annotated[tuple[float, ...] | None, BeforeValidator(_read_speeds)] = Field(
         default=None,
         description="how fast ranks are, one number each like 1.0,0.6 (default: as the trace says, "

@@ -30,7 +30,7 @@ def replay_document(result: Replay, options: ReplayOptions, trace_name: str) -> 
             "domain": options.domain_size,
             "history_batches": options.history_batches,
             "rebalance_every": options.rebalance_every,
-            "skipped": options.skip,
+            "skipped": result.skipped,
         },
         "policies": {name: _policy(result, one) for name, one in result.policies.items()},
         "layers": _layers(result),

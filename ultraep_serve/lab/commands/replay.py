@@ -106,7 +106,11 @@ def _view(document: dict[str, Any]) -> RenderableType:
     trace = document["trace"]
     head = Text(f"{trace['file']}: EP{document['ep']}, {document['slots']} slots, ")
     batches = counted(document["batches"], "batch", "batches")
-    head.append(f"{batches} of {counted(trace['layers'], 'layer', 'layers')}\n")
+    head.append(f"{batches} of {counted(trace['layers'], 'layer', 'layers')}")
+    if trace["skipped"]:
+        skipped = counted(trace["skipped"], "batch", "batches")
+        head.append(f"; {skipped} before them only as history")
+    head.append("\n")
     if by_time:
         head.append(f"speeds {', '.join(f'{speed:.2g}' for speed in document['speeds'])}\n")
     head.append(f"busiest rank over mean{' of time' * by_time} without balancing: ")

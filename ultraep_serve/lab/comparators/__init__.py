@@ -66,6 +66,7 @@ class PolicyFunction:
     split: Split = _home_first
     has_slots: bool = True  # masters stay, so that slot_expert says all
     takes_any_slots: bool = False  # as many as its plan needs
+    uses_history: bool = False
 
     def __call__(self, loads: Integers, context: PlanContext, history: Integers) -> Placement:
         """Plan one layer of one batch for all ranks.
@@ -123,7 +124,7 @@ def policy_function(name: str) -> PolicyFunction:
 def policy_of(function: own.QuotaFunction, name: str) -> PolicyFunction:
     """A user's policy as the others are: tokens stay on their rank where its quota allows."""
     summary = (function.__doc__ or "").strip().partition("\n")[0]
-    return PolicyFunction(name, summary, own.place_by(function))
+    return PolicyFunction(name, summary, own.place_by(function), uses_history=True)
 
 
 def _checked_history(history: Integers, shape: ExpertShape) -> Counts:
@@ -188,13 +189,26 @@ _ALL = (
     PolicyFunction("quota", "replicas and quotas from this batch's exact load", _place_quota),
     PolicyFunction("quota-by-count", "quota, as if all ranks were equally fast", _place_by_count),
     PolicyFunction(
-        "eplb", "all experts placed by past load, even split", _place_eplb, _evenly, False
+        "eplb",
+        "all experts placed by past load, even split",
+        _place_eplb,
+        _evenly,
+        has_slots=False,
+        uses_history=True,
     ),
     PolicyFunction(
-        "eplb-slots", "replicas in slots by past load, even split", _place_eplb_slots, _evenly
+        "eplb-slots",
+        "replicas in slots by past load, even split",
+        _place_eplb_slots,
+        _evenly,
+        uses_history=True,
     ),
     PolicyFunction(
-        "lplb", "eplb's placement, split by a linear programme", place_lplb, has_slots=False
+        "lplb",
+        "eplb's placement, split by a linear programme",
+        place_lplb,
+        has_slots=False,
+        uses_history=True,
     ),
     PolicyFunction(
         "llep",
