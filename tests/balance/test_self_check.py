@@ -1,5 +1,6 @@
 """The self-check of ranks without an engine: passes where all is well, finds each fault."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -177,8 +178,99 @@ def wrong_answer(
         layer[0].__class__ = Limited
 
 
+def after_copying(damage: Callable[[Stages, int, np.ndarray], None]) -> Callable[..., None]:
+    """A fault that does ``damage`` (stages, layer, slot_expert) whenever slots were filled."""
+
+    def fault(patch: pytest.MonkeyPatch, *_: object) -> None:
+        def make(made: Stages) -> object:
+            def replicate(layer: int, slot_expert: np.ndarray, parents: np.ndarray) -> None:
+                made.replicate(layer, slot_expert, parents)
+                damage(made, layer, slot_expert)
+
+            return replicate
+
+        change(patch, replicate=make)
+
+    return fault
+
+
+def slots_swapped(made: Stages, layer: int, slot_expert: np.ndarray) -> None:
+    for tensor in made.layers[layer].tensors:
+        tensor[-2:] = tensor[-2:].flip(0)
+
+
+def copy_cut_short(made: Stages, layer: int, slot_expert: np.ndarray) -> None:
+    """The last bytes of the last slot stay what they were before."""
+    made.layers[layer].tensors[-1][-1].view(torch.uint8)[-4:] = 0xA5
+
+
+def wrong_expert(made: Stages, layer: int, slot_expert: np.ndarray) -> None:
+    for tensor in made.layers[layer].tensors:
+        tensor[-1] = tensor[0]
+
+
+def early_overwrite(patch: pytest.MonkeyPatch, *_: object) -> None:
+    """Slots lose their bytes after they were looked at: at the exchange that follows."""
+    filled: list[torch.Tensor] = []
+
+    def copying(made: Stages) -> object:
+        def replicate(layer: int, slot_expert: np.ndarray, parents: np.ndarray) -> None:
+            made.replicate(layer, slot_expert, parents)
+            filled[:] = [made.layers[layer].tensors[0]]
+
+        return replicate
+
+    def gathering(made: Stages) -> object:
+        def gather(row: np.ndarray) -> np.ndarray:
+            for tensor in filled:
+                tensor[-1] = 0
+            return made.gather(row)
+
+        return gather
+
+    change(patch, replicate=copying, gather=gathering)
+
+
+def doubled_assignment(patch: pytest.MonkeyPatch, *_: object) -> None:
+    def make(made: Stages) -> object:
+        return lambda ids: made.count(ids) * 2
+
+    change(patch, count=make)
+
+
+def lost_id(patch: pytest.MonkeyPatch, *_: object) -> None:
+    def make(made: Stages) -> object:
+        def reroute(ids: torch.Tensor, plan: Plan) -> torch.Tensor:
+            physical = made.reroute(ids, plan)
+            physical.view(-1)[:1] = -1
+            return physical
+
+        return reroute
+
+    change(patch, reroute=make)
+
+
+def quota_off_by_one(patch: pytest.MonkeyPatch, *_: object) -> None:
+    def make(made: Stages) -> object:
+        def plan(loads: np.ndarray, context: object, source: int) -> Plan:
+            found = made.plan(loads, context, source)
+            found.quota[0, 0] += 1
+            return found
+
+        return plan
+
+    change(patch, plan=make)
+
+
 FAULTS = {
     "none": lambda *_: None,
+    "slots swapped": after_copying(slots_swapped),
+    "copy cut short": after_copying(copy_cut_short),
+    "wrong expert copied": after_copying(wrong_expert),
+    "early overwrite": early_overwrite,
+    "doubled assignment": doubled_assignment,
+    "lost id": lost_id,
+    "quota off by one": quota_off_by_one,
     "flipped bit": flipped_bit,
     "stale scale": stale_scale,
     "never copied": never_copied,
@@ -189,6 +281,13 @@ FAULTS = {
     "wrong answer": wrong_answer,
 }
 FOUND = {
+    "slots swapped": "slots failed on rank 2",
+    "copy cut short": "slots failed on rank 2",
+    "wrong expert copied": "slots failed on rank 2",
+    "early overwrite": "slots failed on rank 2",
+    "doubled assignment": "kernels failed on rank 2: assignments are counted wrong",
+    "lost id": "kernels failed on rank 2: an assignment went to a wrong expert",
+    "quota off by one": "kernels failed on rank 2: broken plan",
     "flipped bit": "slots failed on rank 2: slot 0 of layer 0 has other bytes",
     "stale scale": "slots failed on rank 2",
     "never copied": "slots failed on rank",
