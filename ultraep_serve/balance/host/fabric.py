@@ -38,6 +38,7 @@ _SPINS = 20_000  # looks at a flag before the core is offered to others, some te
 _PATIENT_SECONDS = 2e-3  # waiting for longer than this sleeps instead of looking on
 _NAP_SECONDS = 5e-5
 _LIVENESS_SECONDS = 0.05  # between two looks at whether the other processes still exist
+_WATCH_SECONDS = 3.0  # that the watch of hosts takes beyond the timeout, at most
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,8 @@ class HostFabric:
         rows = self._exchange_inside(row)
         if self._all_gather_rows is None:
             return rows
-        return self._all_gather_rows.gather(row, self._patience_seconds)
+        # Where a host is lost, the watch speaks first: it knows which one.
+        return self._all_gather_rows.gather(row, self._patience_seconds + _WATCH_SECONDS)
 
     def _exchange_inside(
         self, row: NDArray[np.int64], meanwhile: Callable[[], None] | None = None
