@@ -92,7 +92,7 @@ def plan(
     shape = ExpertShape(len(counts), counts.shape[1], slots)
     fast = None if speeds is None else whole_speeds(speeds)
     context = PlanContext.of(shape, domain_size, fast)
-    compiled_planner(shape)
+    compiled_planner()
     function = _function(policy)
     past = np.zeros((0, *counts.shape), np.int64) if history is None else history
     made = function(counts, context, past)

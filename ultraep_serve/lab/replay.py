@@ -1,6 +1,7 @@
 """Trace and policies -> what each policy would have made of every layer of every batch."""
 
 import dataclasses
+import functools
 import sys
 import threading
 import time
@@ -108,7 +109,7 @@ def replay(
     if keep_plans:
         _check_dump(policies, shape, count * len(layers))
     context = PlanContext.of(shape, options.domain_size, _speeds(trace, options))
-    compiled_planner(shape)
+    compiled_planner()
     by_count = context.equally_fast()
     replays = {policy.name: PolicyReplay() for policy in policies}
     result = Replay([], [], [], [], [], [], replays, context, skip)
@@ -128,14 +129,18 @@ def replay(
     return dataclasses.replace(result, plans=_dumped(plans)) if keep_plans else result
 
 
-def compiled_planner(shape: ExpertShape) -> None:
-    """Have the planner compiled, or loaded from disk, and say so where that takes long."""
+@functools.cache
+def compiled_planner() -> None:
+    """Have the planner compiled, or loaded from disk, and say so where that takes long.
+
+    Once in a process: what was compiled is for all sizes.
+    """
     text = "The planner is being compiled, once for this environment; this takes up to a minute.\n"
     told = threading.Timer(_SILENT_SECONDS, sys.stderr.write, [text])
     told.daemon = True
     told.start()
     try:
-        warm_up(shape)
+        warm_up(ExpertShape(2, 4, 1))
     finally:
         told.cancel()
 

@@ -18,6 +18,7 @@ from ultraep_kernels.device.plan import DevicePlan
 
 from ultraep_serve.balance.backend import GroupSetup, PolicySource, Sampled
 from ultraep_serve.balance.cuda.fabric import DeviceFabric
+from ultraep_serve.balance.cuda.memory import host_words
 from ultraep_serve.balance.cuda.timing import new_mark
 from ultraep_serve.errors import ControlError
 from ultraep_serve.telemetry.recorder import Recorder
@@ -64,6 +65,9 @@ class DeviceSamples:
         self._found: DevicePlan | None = None
         self._sent: deque[_Sent] = deque()
         self._device = fabric.status.device
+        size = self._shape.num_ranks, 4
+        pages = range(_MOST_SENT)
+        self._pages = [host_words(size[0] * size[1], self._device).view(size) for _ in pages]
 
     def warm_up(self) -> None:
         """Compile the kernel, by checksums of no expert."""
@@ -94,18 +98,19 @@ class DeviceSamples:
         row = self._fabric_row()
         row[:4] = torch.stack([part.reshape(()) for part in verdict]).int()
         everybodys = self._fabric.exchange(row)[:, :4]
-        if len(self._sent) < _MOST_SENT:
-            is_cuda = self._device.type == "cuda"
-            memory = torch.zeros(everybodys.shape, dtype=torch.int32, pin_memory=is_cuda)
-            memory.copy_(everybodys, non_blocking=True)
+        if self._pages:
+            page = self._pages.pop()
+            page.copy_(everybodys, non_blocking=True)
             done = new_mark(self._device)
             done.record()
-            self._sent.append(_Sent(sample, memory, (self._start, done)))
+            self._sent.append(_Sent(sample, page, (self._start, done)))
 
     def _look(self) -> None:
         """Read the verdicts that have arrived."""
         while self._sent and self._sent[0].marks[1].query():
-            self._read(self._sent.popleft())
+            sent = self._sent.popleft()
+            self._read(sent)
+            self._pages.append(sent.verdicts)
 
     def _read(self, sent: _Sent) -> None:
         begin, end = sent.marks

@@ -79,7 +79,7 @@ def clock():
 
 @triton.jit
 def gives_up(since, looks, patience_ns, status_ptr):
-    """Whether a wait ends after ``looks`` in vain: its time is over, or another's was.
+    """Whether a wait ends after ``looks`` that found nothing: its time is over, or another's was.
 
     The clock differs from thread to thread, and barriers do not bear threads that leave a loop one
     by one, so the program goes by its latest. The interpreter has no clock: a look is a
