@@ -2,12 +2,13 @@
 
     python benchmarks/verification.py --json benchmarks/results/verification.json
 
-A server with two expert-parallel ranks on this machine. Prompts of 2048 tokens first with the
-default of ``--verify-every``: the time of samples over that of prefill batches, as ranks count it.
-Then with ``--verify-every 1``: what one sample takes, from which the share by other settings
-follows, with an interval over portions of prompts. At last one bit in a slot of the second rank is
-flipped in each layer from a moment on: how many prompts later all ranks are off, while prompts go
-on being answered. Exits with 1 if that does not happen, or if anything was in doubt before.
+Servers with two expert-parallel ranks of this environment's engine on this machine. First one with
+the default of ``--verify-every`` and one with 0 are asked the same prompts in turn: the ratio of
+the times of prefill (2048 tokens, one to answer) and of decode (64 tokens to answer), with its
+interval over pairs. Then one with ``--verify-every 1``: what a sample takes as ranks count it, from
+which the share by other settings follows. At last one bit in a slot of the second rank is flipped
+in each layer from a moment on: how many prompts later all ranks are off, while prompts go on being
+answered. Exits with 1 if that does not happen, or if anything was in doubt before.
 """
 
 import argparse
@@ -24,9 +25,14 @@ from typing import Any
 import harness
 import httpx
 import numpy as np
+from numpy.typing import NDArray
 from served import CONTEXT, WORK, model
 
-from ultraep_serve.lab.demo.balanced_server import BalancedServer, expert_parallel_flags
+from ultraep_serve.lab.demo.balanced_server import (
+    BalancedServer,
+    expert_parallel_flags,
+    installed_engine,
+)
 from ultraep_serve.lab.demo.text import DOMAINS, sample_text
 from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.reader import RingReader
@@ -34,7 +40,7 @@ from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.telemetry.schema import RingHeader
 from ultraep_serve.types import Policy, VerificationCheck
 
-PROMPT_TOKENS, SHARE = 2048, 0.002
+PROMPT_TOKENS, DECODE_PROMPT_TOKENS, SHARE = 2048, 16, 0.002
 # Python runs this at the start of every process of the server; nothing of it is in the product.
 FAULT = """
 import importlib.abc, importlib.util, os, sys
@@ -76,51 +82,87 @@ class Server(BalancedServer):
 def main() -> int:
     """Print what was found, and write it to --json."""
     parser = harness.parser(__doc__)
-    parser.add_argument("--prompts", type=int, default=160, help="for each setting")
+    parser.add_argument("--prompts", type=int, default=160, help="of the server with every layer")
+    parser.add_argument("--pairs", type=int, default=400, help="of prompts to alternating servers")
     parser.add_argument("--portion", type=int, default=8, help="prompts of one ratio")
     parser.add_argument("--mode", choices=("tensor", "data"), default="tensor")
     options = parser.parse_args()
-    document: dict[str, Any] = {}
-    for name, flags in (("default", []), ("each_layer", ["--verify-every", "1"])):
-        with serving(options, *flags) as (server, trigger):
-            found = measure(server, options)
-            if flags:
-                document["fault"] = inject(server, trigger, options.prompts)
-        document[name] = found
-        print(name, json.dumps(found), flush=True)
+    document: dict[str, Any] = {"engine": installed_engine()}
+    if options.pairs:
+        with serving(options) as (checked, _), serving(options, "--verify-every", "0") as (not_, _):
+            document["default_over_never"] = alternated(checked, not_, options.pairs)
+            failures = sum(sum(header.verification_failures) for header in headers(checked))
+            document["default_over_never"]["failures"] = failures
+        print(json.dumps(document["default_over_never"]), flush=True)
+        harness.write(options.json, document)
+    with serving(options, "--verify-every", "1") as (server, trigger):
+        document["each_layer"] = measure(server, options)
+        document["fault"] = inject(server, trigger, options.prompts)
     document["layers_between_samples_for_0.2_percent"] = (
         document["each_layer"]["sample_over_layer"]["high"] / SHARE
     )
-    print(json.dumps(document["fault"]), document["layers_between_samples_for_0.2_percent"])
+    print(json.dumps(document, indent=1))
     harness.write(options.json, document)
     fault = document["fault"]
     right = fault["is_in_doubt"] and fault["answered"] == fault["asked"]
-    return 0 if right and not any(document[name]["failures"] for name in document_names) else 1
-
-
-document_names = ("default", "each_layer")
+    measured = ("default_over_never", "each_layer")
+    return (
+        0 if right and not any(document.get(name, {}).get("failures") for name in measured) else 1
+    )
 
 
 @contextlib.contextmanager
 def serving(options: argparse.Namespace, *extra: str) -> Iterator[tuple[Server, Path]]:
     """A server, and the file that starts the fault."""
-    flags = [*expert_parallel_flags(options.mode, "bfloat16", CONTEXT), "--enforce-eager", *extra]
+    engine = installed_engine()
+    flags = [*expert_parallel_flags(options.mode, "bfloat16", CONTEXT, engine), *extra]
+    flags += ["--enforce-eager"] if engine == "vllm" else []
     with tempfile.TemporaryDirectory() as folder:
         trigger = Path(folder) / "fault"
         (Path(folder) / "sitecustomize.py").write_text(
             FAULT.replace("{trigger!r}", repr(str(trigger)))
         )
-        server = Server(model("qwen3"), flags, WORK / "verification.log")
+        log = WORK / f"verification{''.join(extra)}.log"
+        server = Server(model("qwen3"), flags, log, engine)
         server.modules = Path(folder)
         with server:
             yield server, trigger
 
 
-def ask(server: Server, seed: int) -> bool:
-    """Whether a prompt that no cache holds is answered."""
-    text = sample_text(DOMAINS[seed % len(DOMAINS)], PROMPT_TOKENS, seed)
-    body = {"model": server.model, "prompt": text, "max_tokens": 1}
+def ask(server: Server, seed: int, tokens: int = 1) -> bool:
+    """Whether a prompt that no cache holds is answered, with so many tokens."""
+    size = PROMPT_TOKENS if tokens == 1 else DECODE_PROMPT_TOKENS
+    text = sample_text(DOMAINS[seed % len(DOMAINS)], size, seed)
+    body = {"model": str(server.model), "prompt": text, "max_tokens": tokens, "ignore_eos": True}
     return httpx.post(f"{server.url}/v1/completions", json=body, timeout=120).status_code == 200
+
+
+def alternated(one: Server, other: Server, pairs: int) -> dict[str, Any]:
+    """Ratios of times of ``one`` to those of ``other``, which are asked the same in turn."""
+    found: dict[str, Any] = {"pairs": pairs}
+    for name, tokens, number in (("prefill", 1, pairs), ("decode", 64, max(2, pairs // 8))):
+        seconds = np.zeros((number, 2))
+        for seed in range(-4, number):  # the first ones warm both up
+            for turn in (0, 1) if seed % 2 else (1, 0):
+                started = time.perf_counter()
+                ask((one, other)[turn], 1000 + seed, tokens)
+                if seed >= 0:
+                    seconds[seed, turn] = time.perf_counter() - started
+        ratios = seconds[:, 0] / seconds[:, 1]
+        found[name] = {
+            "median_seconds": np.median(seconds, axis=0).tolist(),
+            "median_ratio": float(np.median(ratios)),
+            "median_ratio_interval": median_interval(ratios),
+            "mean_log_ratio": interval(list(np.log(ratios))),
+        }
+    return found
+
+
+def median_interval(values: NDArray[np.float64]) -> list[float]:
+    """95 % interval of the median of ``values`` (n,), by drawing from them again."""
+    rng = np.random.default_rng(0)
+    drawn = np.median(rng.choice(values, (4000, values.size)), axis=1)
+    return [float(bound) for bound in np.quantile(drawn, (0.025, 0.975))]
 
 
 def headers(server: Server) -> list[RingHeader]:

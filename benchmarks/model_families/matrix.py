@@ -1,6 +1,7 @@
 """Which model families an engine serves balanced on CPU: one row per family, with a verdict.
 
-balanced    every MoE layer balanced, and the answers of the same model without balancing
+balanced    every MoE layer balanced, and the answers of the same model without balancing; the
+            full self-check passed, and no sample of any layer failed
 refused     ultraep_serve ends the start with a reason, before any request; the engine alone serves
 unserved    the engine alone does not serve it on CPU, with its own reason
 failed      anything else: to be mended
@@ -176,6 +177,10 @@ def _problems(num_layers: int, dtype: str, found: Row) -> list[str]:
             f"{len(layers)} of {num_layers} MoE layers balanced, "
             f"{found['registered_layers']} registered"
         )
+    if (result := found["self_check"]["result"]) != "passed":
+        problems.append(f"the self-check: {result}")
+    if failures := found["verification"]["failures"]:
+        problems.append(f"{failures} samples failed")
     if layers and (worst := max(after for _, after in layers.values())) > MAX_AFTER:
         problems.append(f"imbalance {worst:.3f} after balancing")
     if dtype == "float32":

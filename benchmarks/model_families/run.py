@@ -20,6 +20,7 @@ from benchmarks.model_families.checkpoints import FAMILIES, Family
 from tests.support.serving_checks import MOVING_ALWAYS_PAYS
 from tests.support.ways_to_start import SGLANG, VLLM, balanced_layers, run_path_of
 from ultraep_serve.lab.demo.text import DOMAINS, sample_text
+from ultraep_serve.sidecar.statistics.proof import self_check_of, verification_of
 from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.reader import RingReader
 from ultraep_serve.types import Policy
@@ -47,7 +48,9 @@ def settings(family: Family) -> dict[str, Any]:
     return {
         "costs": MOVING_ALWAYS_PAYS.to_json(),
         "min_batch_tokens": MIN_BATCH_TOKENS,
+        "self_check": "full",
         "slots": family.num_hot,
+        "verify_every": 1,
     }
 
 
@@ -101,9 +104,29 @@ def measure(ask: Ask) -> dict[str, Any]:
     return {
         "layers": layers,
         "registered_layers": header.num_layers,
+        **proof(run_path),
         "quota": difference(on, off),
         "control": difference(ask(), off),
         "answers": off,
+    }
+
+
+def proof(run_path: Path) -> dict[str, Any]:
+    """The full self-check at start, and the samples of every layer of every batch."""
+    headers = [RingReader(run_path / f"ring-{rank}").header() for rank in range(2)]
+    found = self_check_of(headers)
+    samples = verification_of(headers, is_off=False)
+    return {
+        "self_check": {
+            "result": found.result,
+            "seconds": found.seconds,
+            "checks": {check.name: check.detail for check in found.checks},
+        },
+        "verification": {
+            "layers": samples.layers,
+            "failures": samples.failures,
+            "by_check": {name: count.layers for name, count in samples.by_check.items()},
+        },
     }
 
 

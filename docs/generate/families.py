@@ -26,7 +26,8 @@ were asked with balancing on and off, and compared token by token.
 
 | in the table | |
 |---|---|
-| balanced | every layer with experts is balanced, and answers are those without balancing |
+| balanced | every layer with experts is balanced, answers are those without balancing, and the \
+[self-check](settings.md#self-check) and every [sample](settings.md#samples) passed |
 | refused | the server refuses to start, and says why; the engine alone serves the model |
 | not served | the engine alone does not serve this model on a CPU, for a reason of its own |
 
@@ -46,6 +47,8 @@ both pages are made from them (`docs/generate/families.py`).
 
 | column | |
 |---|---|
+| self-check | `--self-check full`: layers whose answers were compared; layers that were \
+checked in service (`--verify-every 1`). A family is "failed" if one of these did |
 | imbalance | the largest of all batches and layers, before and after |
 | tokens | prompts whose tokens are the same with `quota` and `off` |
 | log-probabilities | the largest difference at any token of a prompt; in brackets of two `off` |
@@ -95,8 +98,8 @@ def _section(engine: str) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
     rows = document["rows"]
     count = sum(row["verdict"] == "balanced" for row in rows)
-    head = ("family", "what is special", "type", "verdict", "MoE layers", "imbalance", "tokens",
-            "log-probabilities", "against transformers")  # fmt: skip
+    head = ("family", "what is special", "type", "verdict", "MoE layers", "self-check", "imbalance",
+            "tokens", "log-probabilities", "against transformers")  # fmt: skip
     table = [head, ("---",) * len(head), *map(_cells, rows)]
     lines = ["| " + " | ".join(cells) + " |" for cells in table]
     reasons = [
@@ -126,7 +129,7 @@ def _alone(row: dict[str, Any], engine: str) -> str:
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     first = (row["family"], FAMILIES[row["family"]].special, row["dtype"], row["verdict"])
     if "layers" not in row:
-        return (*first, f"0 of {row['moe_layers']}", "", "", "", "")
+        return (*first, f"0 of {row['moe_layers']}", "", "", "", "", "")
     layers, quota, control = row["layers"], row["quota"], row["control"]
     apart = f"{quota['logprobs']:.2g}"
     if row["dtype"] != "float32":
@@ -135,10 +138,18 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     return (
         *first,
         f"{len(layers)} of {row['moe_layers']}",
+        _proof(row),
         " -> ".join(f"{value:.3f}" for value in worst),
         f"{quota['same_tokens']} of {quota['prompts']}",
         apart,
         "" if row.get("transformers") is None else f"{row['transformers']:.2g}",
+    )
+
+
+def _proof(row: dict[str, Any]) -> str:
+    checked, verified = row["self_check"], row["verification"]
+    return (
+        f"{checked['result']}, {checked['checks']['answers']}; {verified['layers']} layers sampled"
     )
 
 
