@@ -1,5 +1,6 @@
 """A policy that is lent: to one client at a time, and ended by the server itself."""
 
+import json
 import signal
 import subprocess
 import sys
@@ -166,14 +167,18 @@ def test_doubt_outlives_it_and_lends_nothing(
     [
         {"seconds": 0.5}, {"seconds": 3601}, {"seconds": None}, {"policy": "best"},
         {"lease": "1"}, {"lease": "../../../../../x"}, {"holder": ""}, {"holder": "x" * 101},
+        {"holder": "half of a character: \ud800"},
     ],
 )  # fmt: skip
 def test_wrong_values_lend_nothing(
     wrong: dict[str, Any], planned_run: SyntheticRun, client: TestClient
 ) -> None:
     body = {"policy": "off", "seconds": 30, **wrong}
-    assert client.post(PATH, json=body).status_code == 422
-    assert client.post(PATH, json=body, headers={"Authorization": "x"}).status_code == 401
+    content = json.dumps(body)  # as httpx would not write it
+    head = {"Content-Type": "application/json"}
+    assert client.post(PATH, content=content, headers=head).status_code == 422
+    refused = client.post(PATH, content=content, headers={**head, "Authorization": "x"})
+    assert refused.status_code == 401
     assert planned_run.control.policy is Policy.QUOTA
 
 

@@ -105,6 +105,10 @@ def policy_routes(router: APIRouter, control: Control, allow_ideal: bool) -> Non
             sequence = page.set_lease(None)
             return PolicyAnswer(policy=page.policy, sequence=sequence)
 
+    _add_pause(router, control)
+
+
+def _add_pause(router: APIRouter, control: Control) -> None:
     @router.post("/pause")
     def pause() -> PolicyAnswer:
         """Switch balancing off from the next batch on, and store the policy for resume."""
