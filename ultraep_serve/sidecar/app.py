@@ -16,7 +16,8 @@ from fastapi.staticfiles import StaticFiles
 from ultraep_serve import __version__
 from ultraep_serve.errors import ControlError
 from ultraep_serve.sidecar.access import KnownNames, wrong_values
-from ultraep_serve.sidecar.answers import AnswerCache, Budget
+from ultraep_serve.sidecar.answers import AnswerCache
+from ultraep_serve.sidecar.budget import Budget
 from ultraep_serve.sidecar.routes_balance import balance_routes, live_routes
 from ultraep_serve.sidecar.routes_capture import capture_routes
 from ultraep_serve.sidecar.routes_control import control_routes
