@@ -38,7 +38,7 @@ from ultraep_serve.lab.demo.text import sample_text
 from ultraep_serve.system.machine import free_port
 
 FORK = multiprocessing.get_context("fork")
-SETTLE_SECONDS = 1.0
+SETTLE_SECONDS, IDLE_PORTIONS = 1.0, 6
 WORDS = {True: "attacked", False: "quiet"}
 TICK = os.sysconf("SC_CLK_TCK")
 
@@ -161,9 +161,10 @@ def portion(target: Target, under_attack: bool, seconds: float, *, serving: bool
 def compared(name: str, target: Target, options: argparse.Namespace, serving: bool) -> Any:
     """Portions in turns, first without, then with, then the other way round."""
     pairs: list[dict[bool, Portion]] = []
-    for number in range(options.portions):
+    portions = options.portions if serving else IDLE_PORTIONS
+    for number in range(portions):
         order = (False, True) if number % 2 else (True, False)
-        seconds = options.seconds / options.portions
+        seconds = options.seconds / portions
         pairs.append({each: portion(target, each, seconds, serving=serving) for each in order})
         print(f"{name}, pair {number}: {shares(pairs[-1])}", flush=True)
     result: dict[str, Any] = {
@@ -240,7 +241,7 @@ def clients(options: argparse.Namespace) -> dict[str, Any]:
 
 def both(target: Target, options: argparse.Namespace) -> dict[str, Any]:
     """While serving, and idle."""
-    for prompt in target.prompts:  # warm
+    for prompt in 2 * target.prompts:  # warm
         target.server.first_token(prompt)
     serving = compared("serving", target, options, serving=True)
     return {"serving": serving, "idle": compared("idle", target, options, serving=False)}
@@ -293,9 +294,9 @@ def main() -> None:
     parser = harness.parser(__doc__ or "", "hostile-traffic.json")
     parser.add_argument("attack", choices=("clients", "udp"))
     parser.add_argument("--seconds", type=float, default=60.0, help="of attack, serving and idle")
-    parser.add_argument("--portions", type=int, default=6)
+    parser.add_argument("--portions", type=int, default=24, help="while serving")
     parser.add_argument("--prompt-tokens", type=int, default=2048)
-    parser.add_argument("--prompts", type=int, default=4)
+    parser.add_argument("--prompts", type=int, default=2)
     options = parser.parse_args()
     options.mode, options.engine, options.eager = "tensor", "vllm", True
     found = clients(options) if options.attack == "clients" else udp(options)

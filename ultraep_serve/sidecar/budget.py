@@ -11,19 +11,21 @@ __all__ = ["Budget", "Turns", "core_seconds"]
 _OPERATORS = ("/healthz", "/readyz", "/metrics", "/v1/control", "/v1/record")
 _OPERATORS_SECONDS = 0.5  # that they wait at most; a probe of Kubernetes gives up after a second
 _LONGEST_SECONDS = 1.5  # that others do, less than a server waits for requests when it is stopped
+_WAITING_WEIGHT = 4
 _OWN_TIMES = Path("/proc/thread-self/schedstat")
 
 
 def core_seconds() -> float:
-    """Seconds for which this thread has computed or waited for a core.
+    """Seconds that this thread has computed, and four times those it has waited for a core.
 
-    So a budget of them is spent the faster the more others need the cores: beside an engine that
-    keeps them all busy, little more than a tenth is computed. Only what was computed is known where
-    the kernel does not show the rest.
+    So a budget of them is spent the faster the more others need the cores: a thread that gets a
+    fifth of a core, as at a low priority beside an engine that keeps all busy, may compute for a
+    seventeenth of what it may where a core is free. Where the kernel does not show how long it has
+    waited, only what it has computed counts.
     """
     try:
         computed, waited, _ = _OWN_TIMES.read_text().split()
-        return (int(computed) + int(waited)) / 1e9
+        return (int(computed) + _WAITING_WEIGHT * int(waited)) / 1e9
     except (OSError, ValueError):
         return time.thread_time()
 
@@ -34,7 +36,7 @@ class Budget:
     What was not spent is saved, up to ``most`` seconds; up to ``most_owed`` are made up for.
     """
 
-    def __init__(self, share: float, most: float = 1.0, most_owed: float = math.inf) -> None:
+    def __init__(self, share: float, most: float = 0.25, most_owed: float = math.inf) -> None:
         self._share, self._most, self._most_owed = share, most, most_owed
         self._left, self._at = most, 0.0
         self._lock = threading.Lock()
