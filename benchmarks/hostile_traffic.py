@@ -5,9 +5,11 @@
 
 Portions with and without an attack take turns over one running server, with the same prompts in
 both. Both cores are the ranks', so attackers run when nothing else wants a core (SCHED_IDLE): what
-they compute themselves is not charged to the server. While the server is idle they have all of
-it, and the server's CPU time is what the attack takes; the kernel's part of it (softirq) is
-counted as well, though on loopback it runs in the attacker's time.
+they compute themselves is not charged to the server. A flood takes memory's bandwidth and caches
+even so: while the server is serving, the same flood goes to a socket of nobody's in portions
+without an attack. While the server is idle attackers have all cores, portions without are quiet,
+and the server's CPU time is what the attack takes; the kernel's part of it (softirq) is counted as
+well, though on loopback it runs in the attacker's time.
 """
 
 import argparse
@@ -73,6 +75,7 @@ class Target:
     prompts: list[str]
     roots: list[int]  # first processes
     attack: Callable[[Any, Any], None]
+    control: Callable[[Any, Any], None] | None  # what the attacker does in portions without
     probe: Callable[[], None]  # raises where all is not well
 
 
@@ -113,16 +116,17 @@ def use(roots: list[int]) -> Use:
 
 
 @contextmanager
-def attacking(target: Target, under_attack: bool) -> Iterator[dict[str, float]]:
+def attacking(attack: Callable[[Any, Any], None] | None) -> Iterator[dict[str, float]]:
     """What the attacker did meanwhile, filled in at the end."""
     stop, count = FORK.Event(), FORK.Value("q", 0)
     found = {"sent": 0.0, "attacker": 0.0}
 
     def run() -> None:
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-        target.attack(stop, count)
+        assert attack is not None
+        attack(stop, count)
 
-    process = FORK.Process(target=run) if under_attack else None
+    process = FORK.Process(target=run) if attack else None
     if process:
         process.start()
     time.sleep(SETTLE_SECONDS)
@@ -142,7 +146,8 @@ def portion(target: Target, under_attack: bool, seconds: float, *, serving: bool
     """Prompts one after the other, or none, with or without the attack."""
     times: list[float] = []
     probes: list[float] = []
-    with attacking(target, under_attack) as found:
+    control = target.control if serving else None
+    with attacking(target.attack if under_attack else control) as found:
         began, before = time.monotonic(), use(target.roots)
         while time.monotonic() - began < seconds or len(times) % len(target.prompts):
             if serving:
@@ -234,6 +239,7 @@ def clients(options: argparse.Namespace) -> dict[str, Any]:
             prompts_for(server, options),
             [running.process_id],
             lambda stop, count: ask(address, stop, count),
+            None,  # they compute next to nothing themselves
             lambda: probe(running.sidecar_url),
         )
         return both(target, options)
@@ -262,12 +268,17 @@ def udp(options: argparse.Namespace) -> dict[str, Any]:
         with two_hosts("vllm", model("qwen3"), WORK, hosts, shared, second) as servers:
             first = servers[0]
             address = (hosts.addresses[0], udp_port(hosts.names[0], hosts.addresses[0]))
-            with closing(Server(first.url)) as server:
+            with (
+                closing(Server(first.url)) as server,
+                socket.socket(type=socket.SOCK_DGRAM) as sink,
+            ):
+                sink.bind((hosts.addresses[0], 0))
                 target = Target(
                     server,
                     prompts_for(server, options),
                     [each.process_id for each in servers],
                     lambda stop, count: flood(hosts.names[0], address, stop, count),
+                    lambda stop, count: flood(hosts.names[0], sink.getsockname(), stop, count),
                     lambda: probe_both(servers),
                 )
                 return both(target, options)
