@@ -31,6 +31,7 @@ __all__ = ["AppOptions", "StateLog", "create_app"]
 
 _LOGGER = logging.getLogger("ultraep_serve.sidecar")
 _MAX_THREADS = 8
+_LONGEST_SECONDS = 3.0  # that a question waits for its part of a core; clients wait for ten
 _MAX_REASONS = 4  # in a line of the log
 _DESCRIPTION = """
 How the ranks of one server balance their load, and control over the policy in force.
@@ -80,7 +81,7 @@ def create_app(
         max_records=options.max_records,
         reuse_seconds=options.reuse_seconds / 5,
     )
-    budget = Budget(options.computing_share)
+    budget = Budget(options.computing_share, longest=_LONGEST_SECONDS)
     answers = AnswerCache(options.reuse_seconds, at_once=2, budget=budget)
     operations = AnswerCache(options.reuse_seconds)  # nobody's questions keep these waiting
     app = FastAPI(

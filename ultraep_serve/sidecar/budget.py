@@ -11,16 +11,16 @@ __all__ = ["Budget", "Turns", "core_seconds"]
 _OPERATORS = ("/healthz", "/readyz", "/metrics", "/v1/control", "/v1/record")
 _OPERATORS_SECONDS = 0.5  # that they wait at most; a probe of Kubernetes gives up after a second
 _LONGEST_SECONDS = 1.5  # that others do, less than a server waits for requests when it is stopped
-_WAITING_WEIGHT = 4
+_WAITING_WEIGHT = 8
 _OWN_TIMES = Path("/proc/thread-self/schedstat")
 
 
 def core_seconds() -> float:
-    """Seconds that this thread has computed, and four times those it has waited for a core.
+    """Seconds that this thread has computed, and eight times those it has waited for a core.
 
     So a budget of them is spent the faster the more others need the cores: a thread that gets a
     fifth of a core, as at a low priority beside an engine that keeps all busy, may compute for a
-    seventeenth of what it may where a core is free. Where the kernel does not show how long it has
+    33rd of what it may where a core is free. Where the kernel does not show how long it has
     waited, only what it has computed counts.
     """
     try:
@@ -33,11 +33,12 @@ def core_seconds() -> float:
 class Budget:
     """Seconds of computing that may be spent: ``share`` of the time that passes.
 
-    What was not spent is saved, up to ``most`` seconds; up to ``most_owed`` are made up for.
+    What was not spent is saved, up to ``most`` seconds. What was spent beyond is made up for, as
+    far as that takes ``longest`` seconds.
     """
 
-    def __init__(self, share: float, most: float = 0.25, most_owed: float = math.inf) -> None:
-        self._share, self._most, self._most_owed = share, most, most_owed
+    def __init__(self, share: float, most: float = 0.25, longest: float = math.inf) -> None:
+        self._share, self._most, self._most_owed = share, most, share * longest
         self._left, self._at = most, 0.0
         self._lock = threading.Lock()
 
@@ -59,7 +60,7 @@ class Turns:
 
     def __init__(self, share: float) -> None:
         """It takes ``share`` of a core."""
-        self._budget = Budget(share, most_owed=1.0)  # some requests do not wait until all is repaid
+        self._budget = Budget(share, longest=_LONGEST_SECONDS)
         self._spent: float | None = None  # by that thread, until the last request
 
     async def wait(self, path: str) -> None:
@@ -69,4 +70,4 @@ class Turns:
         self._spent = spent
         if pause := self._budget.pause(time.monotonic()):
             is_urgent = path.startswith(_OPERATORS)
-            await asyncio.sleep(min(pause, _OPERATORS_SECONDS if is_urgent else _LONGEST_SECONDS))
+            await asyncio.sleep(min(pause, _OPERATORS_SECONDS) if is_urgent else pause)
