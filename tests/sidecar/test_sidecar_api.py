@@ -19,7 +19,7 @@ from ultraep_serve.sidecar import budget as budgets
 from ultraep_serve.sidecar import routes_balance
 from ultraep_serve.sidecar.answers import AnswerCache
 from ultraep_serve.sidecar.app import AppOptions, create_app
-from ultraep_serve.sidecar.budget import Budget, Turns
+from ultraep_serve.sidecar.budget import Budget, OwnTime, Turns, cost_since, own_time
 from ultraep_serve.sidecar.connections import server_settings
 from ultraep_serve.sidecar.overview import RankList
 from ultraep_serve.sidecar.statistics.held import NoRunError
@@ -178,7 +178,7 @@ def test_requests_wait_for_their_turn_and_operators_for_less(
     async def sleep(seconds: float) -> None:
         slept.append(seconds)
 
-    monkeypatch.setattr(budgets, "core_seconds", lambda: float(next(taken)))
+    monkeypatch.setattr(budgets, "own_time", lambda: OwnTime((next(taken) + 1) // 2, 0))
     monkeypatch.setattr(time, "monotonic", lambda: 50.0)
     monkeypatch.setattr(asyncio, "sleep", sleep)
 
@@ -189,6 +189,23 @@ def test_requests_wait_for_their_turn_and_operators_for_less(
 
     asyncio.run(ask())
     assert slept == pytest.approx([1.5, 1.5, 0.5, 0.5])
+
+
+@pytest.mark.parametrize(("waited", "cost"), [(0.0, 1.0), (0.5, 5.0), (4.0, 33.0), (9.0, 33.0)])
+def test_waiting_for_a_core_costs_more_than_having_it(
+    waited: float, cost: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(budgets, "own_time", lambda: OwnTime(3.0, 1.0 + waited))
+    assert cost_since(OwnTime(2.0, 1.0)) == pytest.approx(cost)
+
+
+def test_a_kernel_that_shows_no_waiting_shows_computing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert own_time().computed > 0
+    monkeypatch.setattr(budgets, "_OWN_TIMES", tmp_path / "none")
+    assert own_time().computed > 0
+    assert own_time().waited == 0
 
 
 @pytest.mark.parametrize("error", [NoRunError("the engine has ended"), OSError("too many files")])

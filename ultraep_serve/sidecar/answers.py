@@ -10,7 +10,7 @@ from typing import Any
 from anyio import CapacityLimiter, to_thread
 from fastapi import HTTPException, Response
 
-from ultraep_serve.sidecar.budget import Budget, core_seconds
+from ultraep_serve.sidecar.budget import Budget, cost_since, own_time
 from ultraep_serve.sidecar.statistics.held import NoAnswerError
 
 __all__ = ["BUSY", "AnswerCache"]
@@ -105,11 +105,11 @@ class AnswerCache:
     def _compute(self, make: Callable[[], Any]) -> _Answer:
         if self._budget:
             time.sleep(self._budget.pause(time.monotonic()))
-        began, used = time.monotonic(), core_seconds()
+        began, start = time.monotonic(), own_time()
         try:
             answer = make()
             content = answer if isinstance(answer, bytes) else answer.model_dump_json().encode()
         finally:
             if self._budget:
-                self._budget.spend(core_seconds() - used)
+                self._budget.spend(cost_since(start))
         return _Answer(began, time.monotonic() - began, content)

@@ -5,29 +5,43 @@ import math
 import threading
 import time
 from pathlib import Path
+from typing import NamedTuple
 
-__all__ = ["Budget", "Turns", "core_seconds"]
+__all__ = ["Budget", "Turns", "cost_since", "own_time"]
 
 _OPERATORS = ("/healthz", "/readyz", "/metrics", "/v1/control", "/v1/record")
 _OPERATORS_SECONDS = 0.5  # that they wait at most; a probe of Kubernetes gives up after a second
 _LONGEST_SECONDS = 1.5  # that others do, less than a server waits for requests when it is stopped
-_WAITING_WEIGHT = 8
+_WAITING_WEIGHT, _MOST_WAITING = 8, 4
 _OWN_TIMES = Path("/proc/thread-self/schedstat")
 
 
-def core_seconds() -> float:
-    """Seconds that this thread has computed, and eight times those it has waited for a core.
+class OwnTime(NamedTuple):
+    """Of the thread that asks, in seconds."""
 
-    So a budget of them is spent the faster the more others need the cores: a thread that gets a
-    fifth of a core, as at a low priority beside an engine that keeps all busy, may compute for a
-    33rd of what it may where a core is free. Where the kernel does not show how long it has
-    waited, only what it has computed counts.
-    """
+    computed: float
+    waited: float  # for a core; 0 where the kernel does not show it
+
+
+def own_time() -> OwnTime:
+    """Until now."""
     try:
         computed, waited, _ = _OWN_TIMES.read_text().split()
-        return (int(computed) + _WAITING_WEIGHT * int(waited)) / 1e9
+        return OwnTime(int(computed) / 1e9, int(waited) / 1e9)
     except (OSError, ValueError):
-        return time.thread_time()
+        return OwnTime(time.thread_time(), 0.0)
+
+
+def cost_since(start: OwnTime) -> float:
+    """What this thread has spent of a budget: seconds of computing, and eight for each of waiting.
+
+    So a budget is spent the faster the more others need the cores. Beside an engine that keeps all
+    busy, 33 seconds are spent for one of computing. A thread that wakes often and computes little
+    waits much longer than that, for which others should not have to wait: that does not count.
+    """
+    now = own_time()
+    computed = now.computed - start.computed
+    return computed + _WAITING_WEIGHT * min(now.waited - start.waited, _MOST_WAITING * computed)
 
 
 class Budget:
@@ -61,13 +75,13 @@ class Turns:
     def __init__(self, share: float) -> None:
         """It takes ``share`` of a core."""
         self._budget = Budget(share, longest=_LONGEST_SECONDS)
-        self._spent: float | None = None  # by that thread, until the last request
+        self._start: OwnTime | None = None  # of that thread, at the last request
 
     async def wait(self, path: str) -> None:
         """Return when a request for ``path`` may be answered; operators wait for less."""
-        spent = core_seconds()
-        self._budget.spend(spent - (spent if self._spent is None else self._spent))
-        self._spent = spent
+        if self._start is not None:
+            self._budget.spend(cost_since(self._start))
+        self._start = own_time()
         if pause := self._budget.pause(time.monotonic()):
             is_urgent = path.startswith(_OPERATORS)
             await asyncio.sleep(min(pause, _OPERATORS_SECONDS) if is_urgent else pause)

@@ -34,7 +34,7 @@ __all__ = ["add_arguments", "control_token", "is_loopback", "run", "serve", "set
 _NICE = 10
 _LOGGER = logging.getLogger(__name__)
 _DEFAULT_PORT = 8001
-_COMPUTING_SHARE, _READING_SHARE = 0.15, 0.1  # of a core, see core_seconds
+_COMPUTING_SHARE, _READING_SHARE = 0.15, 0.1  # of a core, see cost_since
 _LOOK_SECONDS = 0.5  # between looks at the parent
 
 
