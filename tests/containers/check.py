@@ -59,7 +59,7 @@ class Seen:
         if self.seen == "serves":
             after = self.imbalance_after
             return after is not None and after < 1.1 and self.stop_seconds is not None
-        return self.seen == "refuses" and bool(self.said)
+        return self.seen.startswith("refuses") and bool(self.said)
 
 
 class Check:
@@ -158,41 +158,67 @@ def _wait(made: Container) -> str:
 
 def _reason(made: Container) -> str:
     """The last line of this package that names an error, else the engine's that says what to do."""
-    lines = [" ".join(line.split()) for line in made.text().splitlines()]
-    own = [line for line in lines if line.startswith("ultraep") and "rror" in line]
+    lines = [" ".join(line.split()) for line in made.text().splitlines() if "WARNING" not in line]
+    own = [line for line in lines if line.startswith("ultraep") and "error: " in line]
     told = [line[line.index("Error: ") :] for line in lines if "Error: " in line]
     engine = [line for line in told if "See root cause" not in line]
     return (own or engine or [""])[-1]
 
 
-def run(check: Check, folder: Path) -> None:
-    """All containers."""
-    docker, larger = Limits(), Limits(shared_memory_mib=1024)
-    said = check.doctor(docker)
-    with check.server("small", docker) as small:
-        check.see("Docker's defaults: 64 MB of /dev/shm", small, doctor=said)
-    said = check.doctor(larger)
-    with check.server("one", larger) as one, ExitStack() as stack:
+def small(check: Check, _: Path) -> None:
+    """What Docker gives without flags."""
+    said = check.doctor(_DOCKER)
+    with check.server("small", _DOCKER) as made:
+        check.see("Docker's defaults: 64 MB of /dev/shm", made, doctor=said)
+
+
+def beside(check: Check, _: Path) -> None:
+    """Two with memory of their own."""
+    said = check.doctor(_LARGER)
+    with check.server("one", _LARGER) as one, ExitStack() as stack:
         first = check.see("1 GB of /dev/shm", one, doctor=said)
-        two = stack.enter_context(check.server("two", larger))
+        two = stack.enter_context(check.server("two", _LARGER))
         second = check.see("a second one beside it, of the same port", two)
         check.stop(second, two)
         check.stop(first, one)
-    with check.server("tight", Limits(1024, shared_memory_mib=1024)) as tight:
-        check.see("1 GB of memory in all", tight)
-    for launcher, what in ((True, "ultraep-serve"), (False, "vllm serve")):
-        with (
-            shared_memory(folder / f"shm-{launcher:d}", 2048) as memory,
-            check.server("three", larger, launcher, memory=memory) as three,
-        ):
-            first = check.see(f"{what}: the first of two with one /dev/shm", three)
-            if launcher:
-                with check.server("five", larger, memory=memory, network_of=three) as five:
-                    check.see("the same /dev/shm, network and port as the first", five)
-            with check.server("four", larger, launcher, memory=memory) as four:
-                second = check.see(f"{what}: the second, of the same port", four)
-                check.stop(first, three)
-                check.stop(second, four, memory)
+
+
+def tight(check: Check, _: Path) -> None:
+    """Too little memory for the model."""
+    with check.server("tight", Limits(1024, shared_memory_mib=1024)) as made:
+        check.see("1 GB of memory in all", made)
+
+
+def shared(check: Check, folder: Path) -> None:
+    """Two that share memory, and a third one that shares the network as well."""
+    with (
+        shared_memory(folder / "shm", 2048) as memory,
+        check.server("three", _LARGER, memory=memory) as three,
+    ):
+        first = check.see("the first of two that share /dev/shm", three)
+        with check.server("five", _LARGER, memory=memory, network_of=three) as five:
+            check.see("the same /dev/shm, network and port as the first", five)
+        with check.server("four", _LARGER, memory=memory) as four:
+            second = check.see("the second, of the same port", four)
+            check.stop(first, three)
+            check.stop(second, four, memory)
+
+
+def without_launcher(check: Check, folder: Path) -> None:
+    """As ``shared``, by the engine's own command."""
+    with (
+        shared_memory(folder / "shm-engine", 2048) as memory,
+        check.server("six", _LARGER, launcher=False, memory=memory) as six,
+        check.server("seven", _LARGER, launcher=False, memory=memory) as seven,
+    ):
+        first = check.see("`vllm serve`: the first of two that share /dev/shm", six)
+        second = check.see("`vllm serve`: the second, of the same port", seven)
+        check.stop(first, six)
+        check.stop(second, seven, memory)
+
+
+_DOCKER, _LARGER = Limits(), Limits(shared_memory_mib=1024)
+_GROUPS = {each.__name__: each for each in (small, beside, tight, shared, without_launcher)}
 
 
 def main() -> int:
@@ -200,21 +226,27 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep logs here")
+    parser.add_argument(
+        "--only", nargs="*", choices=_GROUPS, default=list(_GROUPS), help="a file keeps the others"
+    )
     arguments = parser.parse_args()
-    began = time.monotonic()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # containers end with this process
     with tempfile.TemporaryDirectory(prefix="uep-containers-", dir="/var/tmp") as work:
         folder = arguments.keep or Path(work)
         folder.mkdir(exist_ok=True)
         folder.chmod(0o755)
         check = Check(folder)
-        run(check, folder)
+        for name in arguments.only:
+            _GROUPS[name](check, folder)
     wrong = sum(not row.is_fine for row in check.rows)
     if arguments.json:
-        document = {"command": "python -m tests.containers.check", "wrong": wrong}
-        document["seconds"] = round(time.monotonic() - began, 1)
-        rows = [asdict(row) for row in check.rows]
-        write_json(arguments.json, {**document, "containers": rows, "machine": describe()})
+        document: dict[str, Any] = {"command": "python -m tests.containers.check"}
+        known = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
+        rows = {row["container"]: row for row in known.get("containers", ())}
+        rows |= {row.container: asdict(row) for row in check.rows}
+        write_json(
+            arguments.json, {**document, "containers": list(rows.values()), "machine": describe()}
+        )
     print(f"containers: {len(check.rows)}, {wrong} neither serve nor say what to do")
     return 1 if wrong else 0
 
