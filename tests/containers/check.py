@@ -22,7 +22,7 @@ from ultraep_serve.lab.demo.models import make_model
 from ultraep_serve.system.files import write_json
 from ultraep_serve.system.machine import describe
 
-_SECONDS = 300.0  # for a server to come up or to refuse
+_SECONDS = 900.0  # for a server to come up or to refuse
 _PORT = 8000
 _FLAGS = [
     *("--tensor-parallel-size", "2", "--enable-expert-parallel", "--enforce-eager"),
