@@ -1,5 +1,6 @@
 """The MoE layers of one process, joined into one balancer once all of them are loaded."""
 
+import functools
 from hashlib import blake2b
 
 import torch
@@ -28,6 +29,7 @@ from ultraep_serve.engines.vllm.checks import check_layer, is_primary
 from ultraep_serve.engines.vllm.cpu_experts import CpuExperts
 from ultraep_serve.engines.vllm.device_experts import DeviceExperts
 from ultraep_serve.engines.vllm.expert_tensors import expert_parameters, shared_values
+from ultraep_serve.engines.vllm.warm_up import after_warm_up
 from ultraep_serve.errors import POLICY_OFF, UnsupportedError
 from ultraep_serve.types import ExpertShape, Policy, TokenView
 
@@ -158,6 +160,7 @@ class ExpertGroup:
         complete = (lambda output: output) if current_platform.is_cpu() else None
         self.balanced = start_balancing(self._config, self._execution, loaded, own, complete)
         self.balanced.mark_ready(logger)
+        after_warm_up(self.vllm_config, functools.partial(self.balanced.end_loading, logger))
 
 
 def _pipeline_of(vllm_config: VllmConfig) -> PipelineStage:
