@@ -23,7 +23,6 @@ __all__ = [
     "MIN_FAN_OUT_SAVED",
     "MIN_RELAYED_REPLICAS",
     "POLICY",
-    "SMALL_DOMAIN",
     "SPEEDS",
     "SPEED_LIMITS",
     "THRESHOLD",
@@ -154,8 +153,7 @@ GOLDEN_NUMERATOR, GOLDEN_DENOMINATOR = 618_034, 1_000_000
 # Relays, by the rule published with UltraEP (arXiv 2606.04101).
 MIN_RELAYED_REPLICAS = 4
 MAX_RELAYS = 8
-MIN_FAN_OUT_SAVED = 2
-SMALL_DOMAIN = 8
+MIN_FAN_OUT_SAVED = 2  # where nothing is known of what a hop costs
 
 _GRAIN = 512
 _FIRST_WORK = 1 << 13  # visits spent on few replicas where the load can be balanced

@@ -80,7 +80,7 @@ def stream_many(
         poison(layers[layer].tensors, MASTERS)
         fabric.exchange(np.zeros(WIDTH, np.int64))
         slot_expert = random_slots(np.random.default_rng(epoch), num_ranks)
-        parents = relay_parents(slot_expert, MASTERS, mode, num_ranks)
+        parents = relay_parents(slot_expert, MASTERS, mode)
         fabric.stream(layers[layer], slot_expert, parents, MASTERS)
         fabric.wait_slots(layers[layer], slot_expert)
         for slot, expert in enumerate(slot_expert[rank]):

@@ -25,6 +25,20 @@ def test_without_a_command_the_help_is_shown(capsys: pytest.CaptureFixture[str])
     assert all(command in shown for command in _COMMANDS)
 
 
+def test_a_shell_completes_commands_and_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", "bash"]) == 0
+    script = capsys.readouterr().out
+    for typed, completed in (("repl", "replay"), ("replay --poli", "--policies --policy")):
+        asked = (
+            f"COMP_WORDS=(ultraep-serve {typed}); COMP_CWORD={len(typed.split())}; "
+            "_shtab_ultraep_serve; echo ${COMPREPLY[@]}"
+        )
+        done = subprocess.run(
+            ["bash", "-c", f"{script}\n{asked}"], capture_output=True, text=True, check=True
+        )
+        assert done.stdout.strip() == completed
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

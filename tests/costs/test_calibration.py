@@ -46,9 +46,11 @@ def test_a_machine_too_busy_to_measure_still_starts(caplog: pytest.LogCaptureFix
         send_expert=lambda: 1e-4,
         plan=lambda: 1e-5,
         gather=lambda own: own[None],
+        bytes_before_relay=1000,
     )
     costs = agreed_costs("", SHAPE, 4000, probes, lambda _: None)
     assert costs.base_seconds == 0
+    assert costs.relay_hop_seconds == pytest.approx(1e-5 + 1e-4 / 4)  # a quarter of an expert
     assert costs.seconds_per_assignment == 1e-3 / (4 * LEAST_ROWS * SHAPE.num_masters)
     assert "costs are an upper bound" in caplog.text
 
@@ -71,6 +73,7 @@ def test_where_no_line_was_measured_a_table_serves_and_says_so(
         send_expert=lambda: 1e-4,
         plan=lambda: 1e-5,
         gather=lambda own: own[None],
+        bytes_before_relay=1000,
         rows_per_master=(1024, 2048, 4096),
         fallback=lambda: LineFit(7e-9, 1e-4, float("inf")),
     )

@@ -1,6 +1,7 @@
 """The cost model: hand-computed cases, and decisions that every rank takes alike."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,10 +9,10 @@ import pytest
 from ultraep_serve.costs.model import (
     CostModel,
     Transfer,
-    pick_relay,
     saved_picoseconds,
     transfer_of,
 )
+from ultraep_serve.costs.relays import chosen_parents, least_saved
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.plan.quota import identity_plan, plan_quota
@@ -92,12 +93,24 @@ def test_transfer_counts_senders_receivers_and_relays() -> None:
     assert transfer_of(slots, 2) == Transfer(4, 2)
     parents = np.full((4, 2), -1)
     parents[3, 0] = 1 * 2 + 0  # rank 3 gets expert 0 from rank 1's first slot
-    relayed = transfer_of(slots, 2, parents)
-    assert relayed == Transfer(3, 2, relayed=True)
-    slow_hop = CostModel(1e-6, 10**6, 1e10, relay_hop_seconds=101e-6)
-    assert pick_relay(transfer_of(slots, 2), relayed, SIMPLE.integer_costs())
-    assert not pick_relay(transfer_of(slots, 2), relayed, slow_hop.integer_costs())
+    assert transfer_of(slots, 2, parents) == Transfer(3, 2, relayed=True)
     assert transfer_of(np.full((4, 0), -1, np.int32), 2) == Transfer(0, 0)
+
+
+@pytest.mark.parametrize(
+    ("hop_seconds", "relayed"), [(0.0, True), (299e-6, True), (300e-6, False), (1.0, False)]
+)
+def test_relays_are_chosen_where_a_hop_costs_less_than_they_save(
+    hop_seconds: float, relayed: bool
+) -> None:
+    """Of 8 ranks one sends 6 experts of 100 us each; with two relays 3."""
+    slots = np.array([[-1], [0], [0], [0], [0], [0], [1], [-1]], np.int32)
+    costs = replace(SIMPLE, relay_hop_seconds=hop_seconds).integer_costs()
+    parents = chosen_parents(slots, 16, "auto", costs)
+    direct, found = transfer_of(slots, 16), transfer_of(slots, 16, parents)
+    assert direct.busiest_sender == 6
+    assert found == (Transfer(3, 1, relayed=True) if relayed else direct)
+    assert least_saved(replace(SIMPLE, exposed_fraction=0.0).integer_costs()) > slots.size
 
 
 def test_json_round_trip() -> None:

@@ -34,12 +34,12 @@ def tasks_of(slot_expert: np.ndarray, parents: np.ndarray, masters: int, rank: i
 
 
 @pytest.mark.parametrize("mode", ["auto", "always", "never"])
-@pytest.mark.parametrize("shape", [(4, 1), (9, 2), (33, 3), (72, 4)], ids=str)
+@pytest.mark.parametrize("shape", [(4, 1), (8, 2), (9, 2), (33, 3), (72, 4)], ids=str)
 def test_sends_equal_their_twin(bench: Bench, shape: tuple[int, int], mode: str) -> None:
     num_ranks, num_slots = shape
     masters = num_slots + 3
     slot_expert = random_slots(num_ranks, num_slots, masters, seed=num_ranks)
-    expected = relay_parents(slot_expert, masters, mode, num_ranks)
+    expected = relay_parents(slot_expert, masters, mode)
     on_device = torch.from_numpy(slot_expert).to(bench.device)
     for rank in (0, 1, num_ranks - 1):
         sends = plan_sends(on_device, masters, mode, num_ranks, rank)
@@ -48,6 +48,18 @@ def test_sends_equal_their_twin(bench: Bench, shape: tuple[int, int], mode: str)
             row = sends.tasks[kind].tolist()
             assert row[0] == len(tasks)
             assert row[1 : 1 + row[0]] == tasks
+
+
+@pytest.mark.parametrize(("min_saved", "copies"), [(1, 3), (3, 3), (4, 6)])
+def test_relays_at_eight_ranks_where_they_spare_enough(
+    bench: Bench, min_saved: int, copies: int
+) -> None:
+    """A rank that would send 6 copies sends 3, unless a hop costs more than that spares."""
+    slot_expert = np.array([[-1], [0], [0], [0], [0], [0], [1], [-1]], np.int32)
+    on_device = torch.from_numpy(slot_expert).to(bench.device)
+    sends = plan_sends(on_device, 16, "auto", 8, 0, min_saved)
+    require_equal(sends.parents, relay_parents(slot_expert, 16, "auto", min_saved), "parents")
+    assert sends.tasks[:, 0].tolist() == [copies, 0]
 
 
 def test_relays_that_save_nothing_and_empty_slots(bench: Bench) -> None:

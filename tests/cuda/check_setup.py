@@ -74,9 +74,10 @@ def join(rank: int, run_path: Path, view: TokenView, costs: str) -> tuple[CostMo
                 physical = joined.route(layer, ids, Batch(100, 90))
                 assert torch.equal(physical < 0, ids < 0)
                 joined.computed()
-            loading = {600_000_000_000}  # in the first batch the engine compiles
+            loading = {600_000_000_000}  # while the engine compiles
             assert waited == ({60_000_000_000} if batch else loading)
             waited.clear()
+            joined.end_loading(logging.getLogger("test"))
     ring = RingReader(RunFiles(run_path).ring(rank))
     assert ring.header().state is RingState.READY
     decisions = ring.recent()["decision"].tolist()

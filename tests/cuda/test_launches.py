@@ -113,13 +113,13 @@ def test_a_rank_without_rows_to_compute_still_waits_for_what_it_sends() -> None:
     assert {"_stream_kernel", "_receive_kernel"} <= streams.behind["next layer"]
 
 
-@pytest.mark.parametrize(("relay", "num_relays"), [("auto", 0), ("always", 3)])
+@pytest.mark.parametrize(("domain_size", "num_relays"), [(4, 0), (8, 3)])
 def test_only_programs_that_may_have_something_to_do_are_launched(
-    relay: str, num_relays: int
+    domain_size: int, num_relays: int
 ) -> None:
-    """No plan for 8 ranks has relays, unless they are asked for."""
-    assert has_relays(relay, 8) == (num_relays > 0)
-    senders, relays = num_programs(100, 3, has_relays(relay, 8))
+    """An expert has relays from four replicas on; four ranks hold three beside the master."""
+    assert has_relays("auto", domain_size) == (num_relays > 0)
+    senders, relays = num_programs(100, 3, has_relays("auto", domain_size))
     assert (senders, relays) == (3, num_relays)
     sends, status = new_sends(8, 2, "cpu"), new_status("cpu")
     slots, table = torch.full((8, 2), -1, dtype=torch.int32), torch.zeros(8, dtype=torch.int64)

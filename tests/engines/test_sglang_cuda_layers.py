@@ -133,7 +133,7 @@ def test_attention_data_parallelism_counts_all_ranks_tokens(mode: ForwardMode) -
 def joined_group(layer: FusedMoE, monkeypatch: pytest.MonkeyPatch, seen: list[int]) -> Any:
     """A group of one layer whose balancer only notes what it is asked."""
     route = lambda index, ids, batch: seen.append(batch.tokens)  # noqa: E731
-    balancer = SimpleNamespace(route=route, computed=lambda: None)
+    balancer = SimpleNamespace(route=route, computed=lambda: None, end_loading=lambda _: None)
     monkeypatch.setattr(execution, "BalancedLayers", lambda *_: balancer)
     return group.ExpertGroup(BalanceConfig(run_dir="/dev/null"), torch.nn.ModuleList([layer]))
 
@@ -179,6 +179,23 @@ def test_models_that_compute_a_layer_in_their_own_way_do_not_serve(
     run(own, batch(ForwardMode.EXTEND, 300), lambda: None, is_draft=True)
     with pytest.raises(UnsupportedError, match="the model did not call it in a prefill"):
         run(own, batch(ForwardMode.EXTEND, 300), lambda: None)
+
+
+def test_loading_ends_behind_the_first_prefill_that_is_served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layer, ended = fakes.loaded_layer(), []
+    own = hooked(layer, monkeypatch, [])
+    monkeypatch.setattr(own._group._balanced, "end_loading", ended.append)
+    topk = StandardTopKOutput(torch.tensor([[0.5, 0.0]]), torch.tensor([[3, 0]]), None)
+    experts = lambda: own.experts(lambda *_: None, layer, torch.ones(1, 1), topk)  # noqa: E731
+    run(own, batch(ForwardMode.EXTEND, 300), experts)  # while the scheduler is made
+    monkeypatch.setattr(own, "_is_made", True)
+    run(own, batch(ForwardMode.DECODE), experts)
+    assert not ended
+    for _ in range(2):
+        run(own, batch(ForwardMode.EXTEND, 300), experts)
+    assert ended == [group.logger]
 
 
 def test_draft_models_keep_their_experts_at_home(monkeypatch: pytest.MonkeyPatch) -> None:

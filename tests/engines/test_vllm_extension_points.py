@@ -23,10 +23,12 @@ with warnings.catch_warnings():
     from vllm.model_executor.layers.fused_moe.router.zero_expert_router import ZeroExpertRouter
     from vllm.model_executor.model_loader.utils import process_weights_after_loading
     from vllm.plugins import DEFAULT_PLUGINS_GROUP
+    from vllm.utils.import_utils import resolve_obj_by_qualname
 
     from tests.support import vllm_layers
     from tests.support.vllm_gpu import NAMES, NUM_RANKS
     from ultraep_serve.engines.vllm import checks, launch, routed_experts
+    from ultraep_serve.engines.vllm.warm_up import after_warm_up
 
 from ultraep_serve.doctor import engines
 from ultraep_serve.errors import UnsupportedError
@@ -65,6 +67,23 @@ def test_other_parameters_of_the_hook_are_refused(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(RoutedExperts, "forward_modular", lambda self, x, router_logits: x)
     with pytest.raises(UnsupportedError, match=r"forward_modular takes .*'router_logits'"):
         checks.check_engine()
+
+
+@pytest.mark.parametrize("worker", ["gpu_worker.Worker", "cpu_worker.CPUWorker"])
+def test_the_end_of_a_workers_warm_up_is_noticed_once(
+    monkeypatch: pytest.MonkeyPatch, worker: str
+) -> None:
+    """The method is asked for by name, as vLLM's executor does; then it is vLLM's own again."""
+    name, said = "compile_or_warm_up_model", list[str]()
+    kind = resolve_obj_by_qualname(f"vllm.v1.worker.{worker}")
+    monkeypatch.setattr(kind, name, lambda self: said.append("warm-up"))
+    original = vars(kind)[name]
+    parallel = SimpleNamespace(worker_cls=f"vllm.v1.worker.{worker}")
+    after_warm_up(SimpleNamespace(parallel_config=parallel), lambda: said.append("ended"))
+    for _ in range(2):
+        getattr(object.__new__(kind), name)()
+    assert said == ["warm-up", "ended", "warm-up"]
+    assert vars(kind)[name] is original
 
 
 def test_its_tuned_kernels_are_found_for_experts_and_slots(

@@ -1,10 +1,12 @@
 """Bytes of a connection to the sidecar, without a socket."""
 
 import asyncio
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import h11
 import uvicorn
 from uvicorn.server import ServerState
 
@@ -50,17 +52,20 @@ def http_target(folder: Path) -> Callable[[bytes], None]:
     app = create_app(folder, "open-sesame", False, options=AppOptions(reuse_seconds=0.5))
     config = uvicorn.Config(**server_settings(app), log_level="critical", lifespan="off")
     config.load()
+    loop = asyncio.new_event_loop()
 
     async def exchange(data: bytes) -> bytes:
         state, transport = ServerState(), _Transport()
         protocol: Any = config.http_protocol_class(
-            config=config, server_state=state, app_state={}, _loop=asyncio.get_running_loop()
+            config=config, server_state=state, app_state={}, _loop=loop
         )
         protocol.connection_made(transport)
         protocol.data_received(data)
         await asyncio.sleep(0)
-        # An event stream does not end before its client does.
-        if state.tasks and b"/events" not in data:
+        # An event stream does not end before its client does, and who waits for more of a body
+        # waits for ever.
+        is_whole = protocol.conn.their_state is not h11.SEND_BODY
+        if state.tasks and is_whole and b"/events" not in data:
             await asyncio.wait(state.tasks, timeout=_ANSWER_SECONDS / 2)
         protocol.connection_lost(None)
         if state.tasks:
@@ -71,8 +76,9 @@ def http_target(folder: Path) -> Callable[[bytes], None]:
     def read(data: bytes) -> None:
         if not data:
             return  # no bytes are the end of a connection
-        written = asyncio.run(exchange(data))
+        written = loop.run_until_complete(exchange(data))
         assert not written or written.startswith(b"HTTP/1.1 "), written[:100]
         assert not written.startswith(b"HTTP/1.1 500"), data
 
+    weakref.finalize(read, loop.close)
     return read

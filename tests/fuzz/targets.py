@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 import httpx
 import numpy as np
-from prometheus_client.exposition import generate_latest
 
 from tests.fuzz.http_target import http_target
 from tests.support.ring_files import create, write
@@ -37,6 +36,7 @@ from ultraep_serve.system.files import parse_object
 from ultraep_serve.system.http import error_message, json_object
 from ultraep_serve.system.settings import read_settings
 from ultraep_serve.telemetry.control import ControlPage, Recording, RecordLevel
+from ultraep_serve.telemetry.lease import LONGEST_SECONDS, Lease
 from ultraep_serve.telemetry.reader import RingReader
 from ultraep_serve.telemetry.record import record_checksum, record_dtype
 from ultraep_serve.telemetry.run_files import RunFiles
@@ -49,6 +49,7 @@ __all__ = ["TARGETS", "Target"]
 Reader = Callable[[bytes], None]
 _SHAPE = ExpertShape(num_ranks=2, num_logical_experts=8, num_replica_slots=1)
 _CAPACITY = 8
+_PAGE_START = 192  # bytes of a control page: its words, and a part of a holder
 _REQUEST = httpx.Request("GET", "http://127.0.0.1/v1/balance")
 
 
@@ -144,6 +145,12 @@ class _Ring:
             record[8:16] = record_checksum(seq, record).to_bytes(8, "little")
 
 
+def _rewrite(descriptor: int, content: bytes) -> None:
+    """Have ``content`` in an open file, and nothing else."""
+    os.pwrite(descriptor, content, 0)
+    os.ftruncate(descriptor, len(content))
+
+
 def _ring_seeds(_: Path) -> list[bytes]:
     places = [(1, bytes(8)), (8 * 2 + 1, b"\xff" * 8), (HEADER_BYTES * 2, bytes(8))]
     places += [((HEADER_BYTES + 40) * 2, b"\xff" * 8), (301, b"\2" * 8)]
@@ -166,9 +173,7 @@ def _rings(folder: Path) -> Reader:
     descriptor = os.open(ring.path, os.O_RDWR)
 
     def read(data: bytes) -> None:
-        content = ring.damaged(data or b"\0")
-        os.pwrite(descriptor, content, 0)
-        os.ftruncate(descriptor, len(content))
+        _rewrite(descriptor, ring.damaged(data or b"\0"))
         with contextlib.suppress(RingError), contextlib.closing(RingReader(ring.path)) as reader:
             poll = reader.poll()
             assert len(poll.records) <= _CAPACITY
@@ -180,15 +185,19 @@ def _rings(folder: Path) -> Reader:
 def _figures(folder: Path) -> Reader:
     """All that the sidecar makes of a ring: two polls, an answer, and metrics."""
     ring = _Ring(folder)
+    descriptor = os.open(ring.path, os.O_RDWR)
 
     def read(data: bytes) -> None:
-        ring.path.write_bytes(ring.damaged(data or b"\0"))
+        _rewrite(descriptor, ring.damaged(data or b"\0"))
         store = RunStore(folder)
         store.poll()
         run = store.poll()
         with contextlib.suppress(NoAnswerError):
             summarise(run.held(), RecordSelection()).model_dump_json()
-        generate_latest(StoreCollector(store, True))
+        for family in StoreCollector(store, True).collect():
+            for sample in family.samples:  # as a scraper is sent them
+                assert isinstance(float(sample.value), float)
+                assert all(isinstance(label, str) for label in sample.labels.values())
 
     return read
 
@@ -200,9 +209,13 @@ def _pages(folder: Path) -> Reader:
     descriptor = os.open(path, os.O_RDWR)
 
     def read(data: bytes) -> None:
-        os.pwrite(descriptor, data[:size].ljust(64, b"\0"), 0)
+        os.pwrite(descriptor, data[:size].ljust(_PAGE_START, b"\0"), 0)
         with contextlib.suppress(ControlError), ControlPage.open(folder) as page:
-            assert page.policy in Policy
+            assert page.policy is Policy.OFF or not page.is_in_doubt
+            assert page.lease is None or page.lease.seconds_left <= LONGEST_SECONDS
+            page.set_lease(Lease.of(1, Policy.OFF, 30.0, "fuzzed"))
+            assert page.policy is Policy.OFF
+            page.set_lease(None)
             Recording.from_word(page.recording_word)
             assert page.max_imbalance_millionths >= 0
             assert page.speeds in SpeedSource
@@ -213,10 +226,11 @@ def _pages(folder: Path) -> Reader:
 
 def _page_seeds(folder: Path) -> list[bytes]:
     with ControlPage.create(folder, Policy.QUOTA) as page:
-        first = page._page.read(64)
+        first = page._page.read(_PAGE_START)
         page.record(RecordLevel.TOKENS, 1 << 20)
         page.set_max_imbalance(1.5)
-        return [first, page._page.read(64), first[:8]]
+        page.set_lease(Lease.of(7, Policy.IDEAL, 3600.0, "a benchmark"))
+        return [first, page._page.read(_PAGE_START), first[:8]]
 
 
 def _spool_content(folder: Path, level: RecordLevel) -> bytes:
@@ -326,14 +340,17 @@ def _json_seeds(_: Path) -> list[bytes]:
 def _run_files(folder: Path) -> Reader:
     """The small files of a run: the first byte says which."""
     files = RunFiles(folder)
-    names = ("config.json", "lost", "unbalanced", "paused", "token")
+    readers: dict[str, Callable[[], object]] = {
+        "config.json": files.config, "lost": files.lost_reason, "unbalanced": files.unbalanced,
+        "paused": files.paused_policy, "launched": files.has_launcher,
+    }  # fmt: skip
+    opened = [os.open(folder / name, os.O_RDWR | os.O_CREAT) for name in readers]
 
     def read(data: bytes) -> None:
-        (folder / names[data[0] % len(names) if data else 0]).write_bytes(data[1:])
-        assert files.config() is None or isinstance(files.config(), dict)
-        files.lost_reason()
-        files.unbalanced()
-        assert files.paused_policy() in (None, *Policy)
+        number = data[0] % len(opened) if data else 0
+        _rewrite(opened[number], data[1:])
+        found = list(readers.values())[number]()
+        assert found is None or isinstance(found, (dict, str, Policy, bool))
 
     return read
 
@@ -351,7 +368,8 @@ def _requests() -> Iterator[bytes]:
     ):  # fmt: skip
         yield f"GET {path} HTTP/1.1\r\nHost: a\r\n\r\n".encode()
     for path, body in (
-        ("policy", '{"policy": "off"}'), ("threshold", '{"max_imbalance": 1.5}'),
+        ("policy", '{"policy": "off"}'), ("lease", '{"policy": "quota", "seconds": 9}'),
+        ("threshold", '{"max_imbalance": 1.5}'),
         ("speeds", '{"speeds": "auto"}'),
         ("pause", ""), ("resume", ""), ("record", '{"level": "off"}'),
     ):  # fmt: skip
@@ -361,15 +379,15 @@ def _requests() -> Iterator[bytes]:
 
 
 TARGETS = {
-    "datagrams": Target(_datagrams, _datagram_seeds, 512, 4),
-    "ring-header": Target(_headers, lambda folder: [_Ring(folder).content[:700]], 700, 3),
+    "datagrams": Target(_datagrams, _datagram_seeds, 512, 6),
+    "ring-header": Target(_headers, lambda folder: [_Ring(folder).content[:700]], 700, 4),
     "rings": Target(_rings, _ring_seeds, 121, 3),
     "figures": Target(_figures, _ring_seeds, 121, 2),
-    "control-page": Target(_pages, _page_seeds, 64, 2),
-    "spools": Target(_spools, _spool_seeds, 1024, 3),
-    "traces": Target(_traces, _trace_seeds, 2048, 2),
-    "configs": Target(_configs, _config_seeds, 2048, 4),
-    "settings-yaml": Target(_files_of_settings, lambda _: [b"slots: 2\npolicy: off\n"], 256, 1),
+    "control-page": Target(_pages, _page_seeds, _PAGE_START, 4),
+    "spools": Target(_spools, _spool_seeds, 1024, 4),
+    "traces": Target(_traces, _trace_seeds, 2048, 3),
+    "configs": Target(_configs, _config_seeds, 2048, 10),
+    "settings-yaml": Target(_files_of_settings, lambda _: [b"slots: 2\npolicy: off\n"], 256, 2),
     "run-files": Target(_run_files, _run_file_seeds, 512, 2),
     "answers": Target(_answers, _json_seeds, 512, 3),
     "http": Target(http_target, lambda _: list(_requests()), 1024, 3),

@@ -37,7 +37,7 @@ def test_every_replica_is_reached_from_its_master_in_two_steps(mode: str, seed: 
         others = [e for e in range(ranks * masters) if e // masters != rank]
         hot = rng.choice(others[: 2 * slots + 1], size=slots, replace=False)
         slot_expert[rank] = np.where(rng.random(slots) < 0.8, hot, -1)
-    parents = relay_parents(slot_expert, masters, mode, ranks)
+    parents = relay_parents(slot_expert, masters, mode)
     for (_, _), expert, parent in zip(
         np.ndindex(slot_expert.shape), slot_expert.ravel(), parents.ravel(), strict=True
     ):
@@ -54,26 +54,41 @@ def test_every_replica_is_reached_from_its_master_in_two_steps(mode: str, seed: 
 )
 def test_about_a_square_root_of_the_replicas_are_relays(replicas: int, relays: int) -> None:
     slot_expert = fan_out(replicas, ranks=replicas + 1)
-    parents = relay_parents(slot_expert, 2, "auto", 72)
+    parents = relay_parents(slot_expert, 2, "auto")
     by_rank = sends(slot_expert, parents, 2)
     assert by_rank[0] == relays  # what is left for the master
     assert max(by_rank.values()) <= max(relays, -(-replicas // relays))
 
 
-def test_small_domains_are_sent_to_directly_unless_told_otherwise() -> None:
-    slot_expert = fan_out(7, ranks=8)
-    assert (relay_parents(slot_expert, 2, "auto", 8) == -1).all()
-    assert (relay_parents(slot_expert, 2, "never", 72) == -1).all()
-    assert (relay_parents(slot_expert, 2, "auto", 9) >= 0).any()
-    assert (relay_parents(fan_out(2, ranks=3), 2, "always", 3) >= 0).any()
+@pytest.mark.parametrize(("min_saved", "busiest"), [(1, 3), (3, 3), (4, 6)])
+def test_relays_are_used_where_they_spare_the_busiest_link_enough(
+    min_saved: int, busiest: int
+) -> None:
+    """Of 8 ranks one sends 6 copies: two to relays, that forward two each, and one besides."""
+    slot_expert = np.full((8, 1), -1, dtype=np.int32)
+    slot_expert[1:7, 0] = [0, 0, 0, 0, 0, 1]
+    parents = relay_parents(slot_expert, 16, "auto", min_saved)
+    assert max(sends(slot_expert, parents, 16).values()) == busiest
+
+
+def test_relays_are_used_or_not_whatever_they_spare_if_the_mode_says_so() -> None:
+    assert (relay_parents(fan_out(7, ranks=8), 2, "never", 0) == -1).all()
+    assert (relay_parents(fan_out(2, ranks=3), 2, "always", 99) >= 0).any()
+
+
+def test_a_link_that_receives_more_is_no_faster_by_relays() -> None:
+    slot_expert = np.full((9, 4), -1, dtype=np.int32)
+    slot_expert[1:5, 0] = 0
+    slot_expert[8] = range(10, 14)
+    assert (relay_parents(slot_expert, 2, "auto", 1) == -1).all()
 
 
 def test_a_relay_that_saves_nothing_is_not_used() -> None:
     """Where one rank sends many experts once each, relays could only add steps."""
     slot_expert = np.full((12, 1), -1, dtype=np.int32)
     slot_expert[1:, 0] = np.arange(11) % 11  # eleven experts of rank 0
-    assert (relay_parents(slot_expert, 11, "auto", 12) == -1).all()
-    assert relay_parents(np.full((4, 0), -1, dtype=np.int32), 2, "always", 4).size == 0
+    assert (relay_parents(slot_expert, 11, "auto") == -1).all()
+    assert relay_parents(np.full((4, 0), -1, dtype=np.int32), 2, "always").size == 0
 
 
 @dataclass
@@ -136,7 +151,7 @@ def make_ranks(slot_expert: np.ndarray, parents: np.ndarray, masters: int) -> Ra
 @pytest.mark.parametrize("mode", ["never", "always"])
 def test_slots_get_their_masters_bytes(mode: str) -> None:
     slot_expert = np.array([[-1, 13], [0, 1], [0, -1], [0, 3], [0, 1], [0, 2]], dtype=np.int32)
-    ranks = make_ranks(slot_expert, relay_parents(slot_expert, 7, mode, 6), masters=7)
+    ranks = make_ranks(slot_expert, relay_parents(slot_expert, 7, mode), masters=7)
     for epoch in (1, 2):
         progress = [np.zeros(slot_expert.shape, dtype=np.int64) for _ in range(6)]
         waiting = set(range(6))

@@ -73,6 +73,7 @@ WRONG_ENGINE = {
     "/v1/models": b'{"data": [{"id": "m"}]}',
     "/tokenize": json.dumps({"count": 64, "tokens": list(range(64))}).encode(),
     "/v1/config": b'{"policy": "quota"}',
+    "/v1/control/lease": b'{"lease": "0123456789abcdef"}',
     "/v1/completions": b'data: {"choices": [{"text": "x"}]}\n\n',
     "/v1/balance": b'{"layers": []}',
 }
@@ -119,6 +120,7 @@ def recorded(spool: bytes, **changes: Any) -> dict[str, bytes]:
             {"/v1/completions": b'data: {"choices": [[]]}'}, {"/v1/completions": b""},
             {"/tokenize": b'{"count": 0, "tokens": [[]]}'}, {"/v1/config": b'{"policy": "x"}'},
             {"/v1/config": DEEP}, {"/v1/balance": b'{"layers": 5}'}, {"/v1/balance": DEEP},
+            {"/v1/control/lease": DEEP}, {"/v1/control/lease": b'{"lease": ["/"]}'},
         )),
         *((["status", "--url"], {"/v1/balance": content, "/readyz": b"{}"}) for content in (
             DEEP, b"[]", b'{"engine": "x"}', balance(engine="vllm", batches=5),

@@ -100,9 +100,9 @@ def test_every_assignment_is_computed_once_in_every_variant(
 ) -> None:
     chosen, machine, loads = case
     context = replace(chosen.context, speeds=machine.speeds)
-    shape, domain = context.shape, context.domain_size
+    shape = context.shape
     plan = plan_quota(loads, context, 0)
-    parents = relay_parents(plan.slot_expert, shape.num_masters, chosen.relay, domain)
+    parents = relay_parents(plan.slot_expert, shape.num_masters, chosen.relay)
     followed = follow(plan, parents, machine.alive, shape.num_masters)
     assert np.array_equal(followed.quota.sum(1), loads.sum(0))
     arrived = followed.slot_expert >= 0
@@ -167,7 +167,7 @@ def test_a_relay_that_gets_nothing_forwards_nothing() -> None:
     loads = np.zeros((12, EXPERTS), np.int64)
     loads[0, 0] = 1200
     plan = plan_quota(loads, chosen.context, 0)
-    parents = relay_parents(plan.slot_expert, 2, "always", 12)
+    parents = relay_parents(plan.slot_expert, 2, "always")
     relay = int(np.flatnonzero((parents == -1) & (plan.slot_expert == 0))[0])
     behind = np.flatnonzero(parents == relay)
     assert behind.size

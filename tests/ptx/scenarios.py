@@ -40,7 +40,7 @@ _CONFIG = CONFIG.replace(allow_ideal=False, speeds="equal")
 class Batch:
     """What is routed in both layers."""
 
-    kind: str  # "skewed", "even", "padding", "unknown id"
+    kind: str  # "skewed", "one expert", "even", "padding", "unknown id"
     turn: int = 0  # which experts are the hot ones
     tokens: int = _PREFILL
     dtype: torch.dtype = torch.int32
@@ -54,6 +54,8 @@ class Batch:
             ids = np.arange(num_experts * TOP_K).reshape(-1, TOP_K) % num_experts
         else:
             ids = (rng.geometric(0.4, size=size) - 1 + self.turn) % num_experts
+        if self.kind == "one expert":
+            ids = np.where(rng.random(size) < 0.7, self.turn % num_experts, ids)
         if self.kind == "padding":
             ids[:] = -1
         elif self.kind != "even":
@@ -75,6 +77,7 @@ _SEVERAL = (  # balanced, left alone, expected to be left alone and followed up,
 _BRIEFLY = Search(512, first=2, limit=4, sweeps=8, thrifty=2)
 _FIRST = (Batch("skewed"),)
 _BALANCED = (Batch("skewed", runs=False), Batch("skewed", 3))
+_RELAYED = (Batch("one expert", runs=False), Batch("one expert", 3))
 
 
 def _two_micro_batches(num_ranks: int, num_experts: int) -> ExpertShape:
@@ -119,6 +122,7 @@ SCENARIOS = {
         Scenario("four ranks", ExpertShape(4, 16, 2), speeds="1.0,0.5,1.0,0.8"),
         Scenario("eight ranks", ExpertShape(8, 64, 2), search=None),
         Scenario("relays", ExpertShape(4, 8, 1), _BALANCED, relay="always"),
+        Scenario("relays of eight", ExpertShape(8, 16, 1), _RELAYED),
         Scenario("shared tokens", ExpertShape(4, 8, 1), view=TokenView.SHARED),
         Scenario("micro-batches", _two_micro_batches(4, 8), _BALANCED, least_resident=8),
         Scenario("micro-batches of two", _two_micro_batches(2, 8), _BALANCED, least_resident=8),

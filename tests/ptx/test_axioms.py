@@ -144,3 +144,27 @@ def test_arrivals_acquire_and_release(order: str) -> None:
         for each in arrivals()
     ]
     assert allows(weakened)
+
+
+def test_only_whoever_reads_behind_its_arrival_must_acquire_by_it() -> None:
+    """All others may release alone, which no run can show to be a mistake."""
+    *rest, last, first_barrier, second_barrier, read = arrivals()
+    alone = [
+        Event(**(vars(each) | {"order": "release"})) if each.kind == "update" else each
+        for each in rest
+    ]
+    assert not allows([*alone, last, first_barrier, second_barrier, read])
+    released = Event(**(vars(last) | {"order": "release"}))
+    assert allows([*alone, released, first_barrier, second_barrier, read])
+
+
+def test_a_status_that_only_grows_needs_no_order() -> None:
+    """A bit that a wait sets is never lost to another's, in whatever order they are set."""
+    set_bits = [
+        Event("0.0.0", "update", "status", 1, returns=0, scope="gpu"),
+        Event("0.1.0", "update", "status", 3, scope="gpu"),
+    ]
+    both = Event("0.2.0", "read", "status", returns=3, scope="gpu")
+    assert allows([*set_bits, both])
+    lost = Event("0.1.0", "update", "status", 2, returns=0, scope="gpu")
+    assert not allows([set_bits[0], lost])

@@ -68,17 +68,17 @@ def test_bodies_up_to_the_limit_are_accepted(
 def test_no_other_route_reads_a_body(tmp_path: Path) -> None:
     routes = create_app(tmp_path, TOKEN, False).routes
     reading = [route for route in routes if isinstance(route, APIRoute) and route.body_field]
-    assert len(reading) == 4
+    assert len(reading) == 5
     assert {type(route).__name__ for route in reading} == {"BearersOnly"}
 
 
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", '"\\ud800"'])
-@pytest.mark.parametrize("path", ["policy", "threshold", "speeds", "record"])
+@pytest.mark.parametrize("path", ["policy", "lease", "threshold", "speeds", "record"])
 def test_values_that_json_cannot_answer_are_refused(
     path: str, value: str, client: TestClient
 ) -> None:
     """An answer that showed them would be no JSON, or no UTF-8."""
-    key = {"threshold": "max_imbalance", "record": "level"}.get(path, path)
+    key = {"threshold": "max_imbalance", "record": "level", "lease": "seconds"}.get(path, path)
     headers = {**BEARER, "Content-Type": "application/json"}
     for body in (value, f'{{"{key}": {value}}}', f'{{"{key}": 1, "other": [{value}]}}'):
         answer = client.post(f"/v1/control/{path}", content=body, headers=headers)

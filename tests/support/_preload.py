@@ -20,7 +20,7 @@ def _warm_up() -> None:
     ids = torch.zeros((4, 1), dtype=torch.int32)
     load, _ = count(ids, _SHAPE.num_logical_experts)
     plan = plan_quota(np.stack([load, load]), PlanContext.of(_SHAPE), 0)
-    relay_parents(plan.slot_expert, _SHAPE.num_masters, "always", _SHAPE.num_ranks)
+    relay_parents(plan.slot_expert, _SHAPE.num_masters, "always")
     reroute(ids, plan.share, plan.slot_expert, _SHAPE.num_masters)
 
 

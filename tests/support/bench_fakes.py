@@ -46,6 +46,7 @@ class FakeDeployment:
     salts: list[str | None] = field(default_factory=list)  # of completions
     queries: list[dict[str, str]] = field(default_factory=list)  # of /v1/balance
     policies_set: list[str] = field(default_factory=list)
+    lease: str = ""  # the name of the one in force
     url: str = ""
     sidecar_url: str = ""
     without_ep_url: str = ""
@@ -123,18 +124,37 @@ def sidecar_app(fake: FakeDeployment) -> FastAPI:
     async def config() -> dict[str, Any]:
         return {"policy": fake.policy, "config": {"num_replica_slots": 2}}
 
+    before: list[str] = []
+
     @app.post("/v1/control/policy")
+    @app.post("/v1/control/lease")
     async def control(request: Request) -> JSONResponse:
         if request.headers.get("authorization") != f"Bearer {TOKEN}":
             return JSONResponse({"detail": "wrong token"}, 401)
         if fake.policy is None:
             return JSONResponse({"detail": "no control page"}, 409)
-        policy = (await request.json())["policy"]
+        body = await request.json()
+        policy, name = body["policy"], body.get("lease", "")
         if policy == "ideal" and not fake.allow_ideal:
             return JSONResponse({"detail": "policy ideal is not allowed"}, 403)
+        if request.url.path.endswith("lease"):
+            if name != fake.lease:
+                return JSONResponse({"detail": "the policy is lent to somebody"}, 409)
+            if not name:
+                before[:], fake.lease = [fake.policy], "0123456789abcdef"
+        else:
+            fake.lease = ""
         fake.policy = policy
         fake.policies_set.append(policy)
-        return JSONResponse({"policy": policy, "sequence": len(fake.policies_set)})
+        return JSONResponse({"policy": policy, "lease": fake.lease})
+
+    @app.delete("/v1/control/lease/{name}")
+    async def end(name: str) -> JSONResponse:
+        if name != fake.lease:
+            return JSONResponse({"detail": "this lease is over"}, 409)
+        fake.policy, fake.lease = before[0], ""
+        fake.policies_set.append(before[0])
+        return JSONResponse({"policy": fake.policy})
 
     @app.get("/v1/balance")
     async def balance(request: Request) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+from collections.abc import Collection
 from importlib import import_module
 from types import ModuleType
 from typing import Any, NoReturn
@@ -11,7 +12,7 @@ from ultraep_serve import __version__
 from ultraep_serve.errors import ConfigError, UltraEPError
 from ultraep_serve.system.versions import installed_engines
 
-__all__ = ["Parser", "execute", "main"]
+__all__ = ["Parser", "execute", "main", "make_parser"]
 
 _INTERRUPTED = 130  # exit code of a process that Ctrl-C ended
 _NO_READER = 141  # and of one whose output nobody reads, by SIGPIPE
@@ -38,6 +39,10 @@ _COMMANDS = {  # name: module with add_arguments and run, help
     ),
     "make-trace": (f"{_LAB}.make_trace", "write a synthetic trace"),
     "doctor": ("ultraep_serve.cli.doctor", "check this machine, the engine and a running server"),
+    "completion": (
+        "ultraep_serve.cli.completion",
+        "print what completes these commands in a shell",
+    ),
 }
 
 
@@ -96,21 +101,9 @@ def _drop_output() -> None:
 
 def execute(words: list[str]) -> int:
     """Run one command; returns its exit code. Raises UltraEPError with what to do."""
-    parser = Parser(
-        prog="ultraep-serve", description="Real-time expert load balancing for MoE serving."
-    )
+    parser = make_parser(words[:1])
     if any("\0" in word for word in words):
         parser.error("no flag may hold a NUL character")
-    parser.add_argument(
-        "--version", action=_Versions, nargs=0, help="ours and the engines', and exit"
-    )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, (module, text) in _COMMANDS.items():
-        command = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
-        if words[:1] == [name]:
-            implementation = _imported(module)
-            implementation.add_arguments(command)
-            command.set_defaults(run=implementation.run)
     if not words:
         parser.print_help()
         return 0
@@ -119,6 +112,24 @@ def execute(words: list[str]) -> int:
         parser.error(f"unrecognized arguments: {' '.join(engine_flags)}")
     options.engine_flags = engine_flags
     return int(options.run(options))
+
+
+def make_parser(names: Collection[str] | None = None) -> Parser:
+    """The parser of all commands, those with ``names`` with their flags; None: every one."""
+    parser = Parser(
+        prog="ultraep-serve", description="Real-time expert load balancing for MoE serving."
+    )
+    parser.add_argument(
+        "--version", action=_Versions, nargs=0, help="ours and the engines', and exit"
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, (module, text) in _COMMANDS.items():
+        command = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+        if names is None or name in names:
+            implementation = _imported(module)
+            implementation.add_arguments(command)
+            command.set_defaults(run=implementation.run)
+    return parser
 
 
 def _imported(module: str) -> ModuleType:

@@ -1,6 +1,7 @@
 """`ultraep-serve doctor`: what would keep a server from balancing here, and what to do."""
 
 import argparse
+import os
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
@@ -191,7 +192,8 @@ def _served(command: list[str], weight_type: str) -> Subject:
         port=parsed.port,
         sidecar_port=sidecar.port,
         serves=not getattr(parsed, "headless", False),  # a flag of vLLM's
-        model=ours.model if Path(ours.model).exists() else None,  # else checked when it is loaded
+        # One that is not here is checked when it is loaded.
+        model=ours.model if os.path.exists(ours.model) else None,
         num_ranks=ranks.in_stage,
         host_ranks=ranks.in_stage_here,
         num_stages=ranks.stages,

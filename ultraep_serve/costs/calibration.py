@@ -36,6 +36,7 @@ class Probes:
     send_expert: Callable[[], float]
     plan: Callable[[], float]
     gather: Callable[[NDArray[np.float64]], NDArray[np.float64]]  # (n,) of a rank -> (R, n)
+    bytes_before_relay: int  # that a rank sends until a relay has its first chunk
     rows_per_master: Sequence[int] = _ROWS_PER_MASTER  # of the batches that are timed
     fallback: Callable[[], "LineFit"] | None = None  # where what is measured is no line
 
@@ -49,6 +50,8 @@ def agreed_costs(
 ) -> CostModel:
     """The ``configured`` cost model (JSON), or where it is empty the mean of what ranks measure.
 
+    A hop to a relay is a signal between ranks, which takes no longer than an exchange, behind what
+    is sent until then.
     ``run_layer(n)`` computes and combines a batch that gives every rank ``n`` assignments. All
     ranks call this together and get the same.
     """
@@ -57,7 +60,9 @@ def agreed_costs(
     own = _measure_costs(shape, expert_bytes, probes, run_layer)
     measured = np.array([getattr(own, name) for name in _MEASURED], dtype=np.float64)
     agreed = probes.gather(measured).mean(axis=0)
-    return replace(own, **dict(zip(_MEASURED, agreed.tolist(), strict=True)))
+    costs = replace(own, **dict(zip(_MEASURED, agreed.tolist(), strict=True)))
+    before = min(probes.bytes_before_relay, expert_bytes) / costs.link_bytes_per_second
+    return replace(costs, relay_hop_seconds=costs.exchange_seconds + before)
 
 
 def _measure_costs(

@@ -31,7 +31,6 @@ __all__ = [
     "Transfer",
     "experts_moved",
     "overhead_picoseconds",
-    "pick_relay",
     "saved_picoseconds",
     "transfer_of",
 ]
@@ -194,11 +193,6 @@ def overhead_picoseconds(transfer: Transfer, costs: IntegerCosts) -> int:
     """Planning and the exposed transfer of one layer; the exchange is spent either way."""
     moved = transfer.busiest_link * costs.per_expert_sent
     return costs.plan + moved + (costs.per_relay_hop if transfer.relayed else 0)
-
-
-def pick_relay(direct: Transfer, relayed: Transfer, costs: IntegerCosts) -> bool:
-    """Whether the relayed transfer takes less time than the direct one."""
-    return overhead_picoseconds(relayed, costs) < overhead_picoseconds(direct, costs)
 
 
 def _picoseconds(seconds: float) -> int:

@@ -4,6 +4,7 @@ The built-in ones hold the values of the models' public configurations. GLM-4.7 
 the shape of GLM-4.5 (355B), whose model class it shares.
 """
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,8 +109,8 @@ def model_shape(name_or_path: str) -> ModelShape:
         name = name_or_path.lower()
         return shape_from_config(PRESETS[name], name)
     path = Path(name_or_path)
-    path = path / "config.json" if path.is_dir() else path
-    if not path.exists():
+    path = path / "config.json" if os.path.isdir(path) else path
+    if not os.path.exists(path):
         raise ConfigError(
             f"{name_or_path!r} is neither a config.json nor one of {', '.join(PRESETS)}"
         )

@@ -5,6 +5,7 @@ its sources; of an engine's log, which may hold prompts, only lines of this pack
 """
 
 import json
+import os
 import platform
 import re
 import zipfile
@@ -20,7 +21,7 @@ from ultraep_serve import __version__
 from ultraep_serve.doctor.anonymous import Anonymiser
 from ultraep_serve.doctor.gpus import nvidia_smi
 from ultraep_serve.errors import NoServerError, RingError, UltraEPError
-from ultraep_serve.system.files import read_text, whole_file
+from ultraep_serve.system.files import open_regular, read_text, whole_file
 from ultraep_serve.system.machine import available_memory, describe
 from ultraep_serve.telemetry.reader import RingReader
 from ultraep_serve.telemetry.run_files import RunFiles
@@ -217,10 +218,10 @@ def _log_lines(path: Path) -> str:
 
 def _start_of(path: Path) -> str:
     try:
-        with path.open("rb") as file:
+        with os.fdopen(open_regular(path, links=True), "rb") as file:
             return file.read(_MAX_FILE_BYTES).decode(errors="replace")
     except OSError as error:
-        return f"not available: {error.strerror}\n"
+        return f"not available: {error.strerror or error}\n"
 
 
 def _json(document: object) -> str:

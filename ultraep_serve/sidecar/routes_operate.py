@@ -11,7 +11,7 @@ from ultraep_serve import __version__
 from ultraep_serve.sidecar.answers import AnswerCache
 from ultraep_serve.sidecar.metrics import StoreCollector
 from ultraep_serve.sidecar.statistics.snapshot import Document
-from ultraep_serve.sidecar.store import Run, RunStore
+from ultraep_serve.sidecar.store import ControlState, Run, RunStore
 from ultraep_serve.types import Policy, SpeedSource
 
 __all__ = ["operate_routes"]
@@ -30,6 +30,18 @@ class Readiness(Document):
     """Why it is not ready or not balanced, by rank; under ``run`` where no rank is known."""
 
 
+class LeaseState(Document):
+    """A policy that is in force for a while."""
+
+    policy: Policy
+    holder: str
+    """Who asked for it, and when."""
+    seconds_left: float
+    """Until the policy that was set before holds again, unless the lease is renewed."""
+    policy_after: Policy
+    """That policy."""
+
+
 class ConfigAnswer(Document):
     """The configuration in force."""
 
@@ -39,6 +51,8 @@ class ConfigAnswer(Document):
     """Now in force; null where unknown."""
     paused_policy: str | None
     """The policy that resume puts in force again; null while not paused."""
+    lease: LeaseState | None
+    """What has the policy in force for a while; null while nothing has."""
     max_imbalance: float | None
     """Layers at or below it are not balanced. Null: as in config. Only the first host's sidecar
     reports changes of it, and pauses."""
@@ -115,9 +129,22 @@ def _config(run: Run, control_open: bool, allow_ideal: bool) -> ConfigAnswer:
         version=__version__,
         policy=run.policy.value if run.policy else None,
         paused_policy=control.paused.value if control.paused else None,
+        lease=_lease(control),
         max_imbalance=control.max_imbalance,
         speeds=None if control.speeds is SpeedSource.CONFIGURED else control.speeds.value,
         policies=[p.value for p in Policy if p is not Policy.IDEAL or allow_ideal],
         control_open=control_open,
         config=run.config,
+    )
+
+
+def _lease(control: ControlState) -> LeaseState | None:
+    lease = control.lease
+    if lease is None or control.policy_set is None:
+        return None
+    return LeaseState(
+        policy=lease.policy,
+        holder=lease.holder,
+        seconds_left=max(lease.seconds_left, 0.0),
+        policy_after=control.policy_set,
     )

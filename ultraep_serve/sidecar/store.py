@@ -16,6 +16,7 @@ from ultraep_serve.sidecar.statistics.held import Held, NoRunError, UnbalancedEr
 from ultraep_serve.sidecar.statistics.proof import switched_off
 from ultraep_serve.sidecar.statistics.timeline import Timeline
 from ultraep_serve.telemetry.control import ControlPage
+from ultraep_serve.telemetry.lease import Lease
 from ultraep_serve.telemetry.reader import ALIVE_SECONDS
 from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.telemetry.schema import RingHeader
@@ -33,6 +34,8 @@ class ControlState(NamedTuple):
     sequence: int = 0  # how many times the policy was set
     speeds: SpeedSource = SpeedSource.CONFIGURED  # set since the start
     in_doubt: bool | None = None  # whether a failed sample has switched the policy off
+    lease: Lease | None = None  # what has the policy in force for a while
+    policy_set: Policy | None = None  # what is in force when no lease is
 
 
 _NO_PAGE = ControlState()
@@ -202,15 +205,17 @@ class RunStore:
             with ControlPage.open(self._run_dir) as page:
                 policy, sequence, speeds = page.policy, page.sequence, page.speeds
                 threshold, in_doubt = page.max_imbalance_millionths, page.is_in_doubt
+                lease, set_policy = page.lease, page.policy_without_lease
         except ControlError:
             # An engine without balancing has no page.
             return before if first and self.awaits_control() else _NO_PAGE
         paused = None
-        if policy is Policy.OFF:
+        if set_policy is Policy.OFF:
             paused = self._files.paused_policy()
             if paused is None and sequence == before.sequence:
                 paused = before.paused
-        return ControlState(policy, threshold / 1e6 or None, paused, sequence, speeds, in_doubt)
+        limit = threshold / 1e6 or None
+        return ControlState(policy, limit, paused, sequence, speeds, in_doubt, lease, set_policy)
 
     def _header(self, first: RingHeader, control: ControlState) -> RingHeader:
         """``first``, with the policy in force and the layers of all stages."""

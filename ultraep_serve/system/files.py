@@ -132,7 +132,7 @@ def read_text(path: Path, what: str) -> str:
         if len(content) > _MOST_TEXT:
             raise OSError(f"more than {_MOST_TEXT >> 20} MiB")
         return content.decode()
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # a name with a zero byte; no UTF-8
         raise ConfigError(f"{what} {path} cannot be read: {error}") from error
 
 

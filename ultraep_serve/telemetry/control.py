@@ -2,17 +2,21 @@
 
 Policy, threshold and speeds are read by rank 0 only, which sends them to the others; whether to
 record routing is read by every rank. Rank 0 also switches balancing off here, when it is in doubt.
+
+The policy in force is ``off`` while in doubt; else that of a lease, while there is one; else the
+one that was set. So the end of a lease changes nothing in the page, and needs nobody who is alive.
 """
 
 import contextlib
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
 from ultraep_serve.errors import ControlError
+from ultraep_serve.telemetry.lease import Lease
 from ultraep_serve.telemetry.run_directory import hold
 from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.telemetry.shared_file import SharedFile
@@ -21,11 +25,12 @@ from ultraep_serve.types import Policy, SpeedSource
 __all__ = ["ControlPage", "RecordLevel", "Recording"]
 
 _MAGIC = b"UEPCTRL\x01"
-_VERSION = 5
+_VERSION = 6
 _PAGE_BYTES = 4096
-_LAYOUT = struct.Struct("<8sQQQQQQQ")  # magic, version, and the words:
-_SEQUENCE, _POLICY, _RECORDING, _THRESHOLD, _SPEEDS, _DOUBT = range(6)
-_WORDS_AT, _WORDS = 16, struct.Struct("<6Q")
+_LAYOUT = struct.Struct("<8sQQQQQQQQQ")  # magic, version, and the words:
+_SEQUENCE, _POLICY, _RECORDING, _THRESHOLD, _SPEEDS, _DOUBT, _LEASE, _LEASE_NUMBER = range(8)
+_WORDS_AT, _WORDS = 16, struct.Struct("<8Q")
+_HOLDER_AT, _HOLDER_BYTES = 128, 256  # the lease's holder, UTF-8, filled up with zeros
 _MIB = 1 << 20
 _MILLION = 10**6
 _POLICIES: tuple[Policy, ...] = tuple(Policy)
@@ -62,8 +67,8 @@ class Recording:
 
 
 class ControlPage:
-    """One policy with a sequence number that grows with every change, one threshold, one source of
-    speeds, one recording, one doubt.
+    """One policy with a sequence number that grows with every change, one lease, one threshold, one
+    source of speeds, one recording, one doubt.
 
     Each is an aligned 64-bit word, read and written in one piece; one writer at a time.
     """
@@ -107,7 +112,7 @@ class ControlPage:
     @classmethod
     def create(cls, run_path: Path, policy: Policy) -> "ControlPage":
         """A page in ``run_path`` (which exists), in place of an older one. Raises ControlError."""
-        first = _LAYOUT.pack(_MAGIC, _VERSION, 0, policy.code, 0, 0, 0, 0)
+        first = _LAYOUT.pack(_MAGIC, _VERSION, 0, policy.code, *[0] * 6)
         try:
             return cls(SharedFile.create(RunFiles(run_path).control, first, _PAGE_BYTES))
         except OSError as error:
@@ -136,25 +141,44 @@ class ControlPage:
         except OSError as error:
             raise ControlError(f"no control page: {error}") from error
 
-    def _word(self, index: int) -> int:
-        """A word of the page; where it was truncated, as it was when it was whole."""
+    def _words(self) -> Sequence[int]:
+        """The words of the page; where it was truncated, as they were when it was whole."""
         with contextlib.suppress(OSError, struct.error):
             self._last = _WORDS.unpack(self._page.read(_WORDS.size, _WORDS_AT))
-        return self._last[index]
+        return self._last
+
+    def _word(self, index: int) -> int:
+        return self._words()[index]
 
     def _set(self, index: int, value: int) -> None:
         """Raises ControlError where the page cannot be written."""
-        try:
+        with self._errors_named():
             self._page.write(value.to_bytes(8, "little"), offset=_WORDS_AT + 8 * index)
+
+    @contextlib.contextmanager
+    def _errors_named(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             raise ControlError(f"no control page: {error}") from error
 
     @property
     def policy(self) -> Policy:
         """The policy in force; where the page was damaged, the last valid one."""
-        code = self._word(_POLICY)
-        if code < len(_POLICIES):
-            self._policy = _POLICIES[code]
+        words = self._words()
+        if words[_DOUBT]:
+            return Policy.OFF
+        lease = Lease.from_word(words[_LEASE])
+        return lease.policy if lease else self._set_policy_of(words)
+
+    @property
+    def policy_without_lease(self) -> Policy:
+        """The policy that is in force when no lease is; where damaged, the last valid one."""
+        return self._set_policy_of(self._words())
+
+    def _set_policy_of(self, words: Sequence[int]) -> Policy:
+        if words[_POLICY] < len(_POLICIES):
+            self._policy = _POLICIES[words[_POLICY]]
         return self._policy
 
     @property
@@ -163,12 +187,44 @@ class ControlPage:
         return self._word(_SEQUENCE)
 
     def set_policy(self, policy: Policy) -> int:
-        """Put ``policy`` in force, and end a doubt. Return the new sequence number.
+        """Put ``policy`` in force, and end a lease and a doubt. Return the new sequence number.
 
         Raises ControlError.
         """
+        self._set(_LEASE, 0)
         self._set(_DOUBT, 0)
         return self._put_in_force(policy)
+
+    @property
+    def lease(self) -> Lease | None:
+        """The lease in force; None where there is none, or it has ended, or all is in doubt.
+
+        Raises ControlError.
+        """
+        words = self._words()
+        if words[_DOUBT]:
+            return None
+        with self._errors_named():
+            holder = self._page.read(_HOLDER_BYTES, _HOLDER_AT).rstrip(b"\0")
+        return Lease.from_word(words[_LEASE], words[_LEASE_NUMBER], holder.decode(errors="replace"))
+
+    def set_lease(self, lease: Lease | None) -> int:
+        """Put ``lease`` in force in place of any other, or end it. Return as ``set_policy`` does.
+
+        What was set before, also that all is in doubt, holds again when it ends. Raises
+        ControlError.
+        """
+        if lease is None:
+            self._set(_LEASE, 0)
+            return self._count_change()
+        if lease.number != self._word(_LEASE_NUMBER):
+            self._set(_LEASE, 0)  # nobody reads one lease with the number of another
+            holder = lease.holder.encode()[:_HOLDER_BYTES]
+            with self._errors_named():
+                self._page.write(holder.ljust(_HOLDER_BYTES, b"\0"), _HOLDER_AT)
+            self._set(_LEASE_NUMBER, lease.number)
+        self._set(_LEASE, lease.word)
+        return self._count_change()
 
     @property
     def is_in_doubt(self) -> bool:
@@ -176,12 +232,19 @@ class ControlPage:
         return self._word(_DOUBT) != 0
 
     def switch_off_in_doubt(self) -> int:
-        """Put ``off`` in force because a sample failed. Return as ``set_policy`` does."""
+        """Put ``off`` in force because a sample failed, also when a lease ends.
+
+        Return as ``set_policy`` does.
+        """
         self._set(_DOUBT, 1)
+        self._set(_LEASE, 0)
         return self._put_in_force(Policy.OFF)
 
     def _put_in_force(self, policy: Policy) -> int:
         self._set(_POLICY, policy.code)
+        return self._count_change()
+
+    def _count_change(self) -> int:
         sequence = (self._word(_SEQUENCE) + 1) % (1 << 64)
         self._set(_SEQUENCE, sequence)
         return sequence

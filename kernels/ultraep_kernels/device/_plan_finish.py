@@ -54,6 +54,7 @@ def finish(
     outcome_ptr,
     source,
     rank,
+    min_saved,
     epoch_ptr,
     SIZES: tl.constexpr,
     RELAYS: tl.constexpr,
@@ -69,6 +70,7 @@ def finish(
             found,
             outcome_ptr,
             rank,
+            min_saved,
             epoch_ptr,
             SIZES,
             RELAYS,
@@ -87,6 +89,7 @@ def _finish_slots(
     found,
     outcome_ptr,
     rank,
+    min_saved,
     epoch_ptr,
     SIZES: tl.constexpr,
     RELAYS: tl.constexpr,
@@ -127,7 +130,7 @@ def _finish_slots(
         tl.store(sends.epoch, tl.load(epoch_ptr))
         if decision == PLANNED:
             tl.debug_barrier()  # slots are read as others of the program wrote them
-            assign_senders(found.slot_expert, sends, rank, RELAYS)
+            assign_senders(found.slot_expert, sends, rank, min_saved, RELAYS)
         else:
             tl.store(sends.tasks, 0)
             tl.store(sends.tasks + SIZES.num_ranks * SIZES.all_slots + 1, 0)

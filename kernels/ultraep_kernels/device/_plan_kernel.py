@@ -79,6 +79,7 @@ def _follow(
         "begins",
         "source",
         "rank",
+        "min_saved",
         "num_ids",
         "num_chunks",
         "patience_ns",
@@ -97,6 +98,7 @@ def plan_kernel(
     begins,  # whether the layer is its batch's first; without rows always
     source,
     rank,  # that sends
+    min_saved,  # experts on the busiest link, from which on relays are used
     epoch_ptr,  # (1,) int64 to go with its sends; None where none are planned
     SIZES: tl.constexpr,  # PlanSizes
     RELAYS: tl.constexpr,  # RelayRule
@@ -132,6 +134,7 @@ def plan_kernel(
                 outcome_ptr,
                 source,
                 rank,
+                min_saved,
                 epoch_ptr,
                 SIZES,
                 RELAYS,

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from ultraep_kernels.contract import Search, search_of
+from ultraep_kernels.contract import MIN_FAN_OUT_SAVED, Search, search_of
 from ultraep_kernels.device._plan_kernel import COUNTERS, plan_kernel
 from ultraep_kernels.device.count import Counted, blocks_of, ids_of
 from ultraep_kernels.device.launch import launch
-from ultraep_kernels.device.relays import Sends, new_sends, relay_rule
+from ultraep_kernels.device.relays import Sends, least_saved, new_sends, relay_rule
 from ultraep_kernels.device.reroute import AssignSizes, Places, new_places
 from ultraep_kernels.device.stream import Programs, StreamSizes, StreamTables
 
@@ -55,8 +55,9 @@ class Sender(NamedTuple):
     """Whose sends are planned along with the slots."""
 
     rank: int
-    relay: str  # as for ``relays.plan_sends``
+    relay: str  # as for ``relays.plan_sends``, as is ``min_saved``
     epoch: torch.Tensor | None = None  # (2,) int64 as the exchange left it, to go with the sends
+    min_saved: int = MIN_FAN_OUT_SAVED
 
 
 class Copies(NamedTuple):
@@ -256,6 +257,7 @@ def plan(
     epoch = None
     if sender:
         epoch = own.found.sends.epoch if sender.epoch is None else sender.epoch
+    places = num_ranks * sizes.all_slots
     changed = own.changed_by(follow_up) if follow_up else {"grid": (sizes.num_programs,)}
     launch(
         plan_kernel,
@@ -271,6 +273,7 @@ def plan(
         int(begins or rows is None),
         source_rank,
         sender.rank if sender else 0,
+        least_saved(sender.relay, sender.min_saved, places) if sender else 0,
         epoch,
         SIZES=sizes,
         RELAYS=relay_rule(

@@ -14,7 +14,6 @@ from ultraep_kernels.contract import (
     MAX_RELAYS,
     MIN_FAN_OUT_SAVED,
     MIN_RELAYED_REPLICAS,
-    SMALL_DOMAIN,
 )
 from ultraep_kernels.device.launch import launch
 
@@ -24,6 +23,7 @@ __all__ = [
     "Sends",
     "assign_senders",
     "has_relays",
+    "least_saved",
     "new_sends",
     "plan_sends",
     "relay_rule",
@@ -56,7 +56,6 @@ class RelayRule(NamedTuple):
     num_masters: int
     num_slots: int  # of a rank
     min_replicas: int  # from so many on an expert has relays; 0: none has
-    min_saved: int  # relays are used where the busiest rank sends so many fewer
     block: int  # at least R * S
     block_ranks: int
     tile: int  # slots that all others are compared with at a time
@@ -67,6 +66,7 @@ def assign_senders(
     slot_expert_ptr,  # (R * S,) int32
     sends,  # written, but for decision and epoch; ``turn``: earlier slots with the same expert
     rank,
+    min_saved,  # relays are used where the busiest link carries so many fewer
     RULE: tl.constexpr,
 ):
     """Who sends what, by one program; what it reads, it or another launch has written."""
@@ -108,8 +108,11 @@ def assign_senders(
         sender = tl.where(relayed, relay // NUM_SLOTS, owner)
         direct_sends = tl.histogram(owner, RULE.block_ranks, mask=expert >= 0)
         relayed_sends = tl.histogram(sender, RULE.block_ranks, mask=expert >= 0)
-        saved = tl.max(direct_sends, axis=0) - tl.max(relayed_sends, axis=0)
-        first_turn = tl.where(saved >= RULE.min_saved, 0, count)  # turns lie below R * S
+        received = tl.histogram(places // NUM_SLOTS, RULE.block_ranks, mask=expert >= 0)
+        direct_link = tl.max(tl.maximum(direct_sends, received), axis=0)
+        relayed_link = tl.max(tl.maximum(relayed_sends, received), axis=0)
+        uses_relays = direct_link - relayed_link >= min_saved
+        first_turn = tl.where(uses_relays, 0, count)  # turns lie below R * S
         parent = tl.where(relayed & (turn >= first_turn), relay, -1)
     tl.store(sends.parents + places, parent, mask=places < count)
     tl.debug_barrier()
@@ -127,9 +130,9 @@ def assign_senders(
         tl.store(row_ptr, tl.sum(mine.to(tl.int32), axis=0))
 
 
-@triton.jit
-def _relays_kernel(slot_expert_ptr, sends, rank, RULE: tl.constexpr):
-    assign_senders(slot_expert_ptr, sends, rank, RULE)
+@triton.jit(do_not_specialize=["min_saved"])
+def _relays_kernel(slot_expert_ptr, sends, rank, min_saved, RULE: tl.constexpr):
+    assign_senders(slot_expert_ptr, sends, rank, min_saved, RULE)
 
 
 def new_sends(num_ranks: int, num_slots: int, device: torch.device | str) -> Sends:
@@ -147,38 +150,52 @@ def new_sends(num_ranks: int, num_slots: int, device: torch.device | str) -> Sen
 
 
 def has_relays(mode: str, domain_size: int) -> bool:
-    """Whether any plan for domains of so many ranks has any; ``mode`` as for ``plan_sends``."""
-    return not (mode == "never" or (mode == "auto" and domain_size <= SMALL_DOMAIN))
+    """Whether any plan for domains of so many ranks may; ``mode`` as for ``plan_sends``."""
+    return mode != "never" and domain_size > _least_replicas(mode)  # one rank is the master's
+
+
+def _least_replicas(mode: str) -> int:
+    return 2 if mode == "always" else MIN_RELAYED_REPLICAS
+
+
+def least_saved(mode: str, min_saved: int, num_places: int) -> int:
+    """What ``assign_senders`` takes for ``mode`` and R * S slots."""
+    return -num_places if mode == "always" else min_saved
 
 
 def relay_rule(
     num_ranks: int, num_masters: int, num_slots: int, mode: str, domain_size: int
 ) -> RelayRule:
     """Of R ranks with L masters and S slots each; ``mode`` as for ``plan_sends``."""
-    least = 2 if mode == "always" else MIN_RELAYED_REPLICAS
     count = num_ranks * num_slots
-    block = max(128, int(triton.next_power_of_2(count)))
+    block = max(32, int(triton.next_power_of_2(count)))
     return RelayRule(
         num_ranks=num_ranks,
         num_masters=num_masters,
         num_slots=num_slots,
-        min_replicas=least if has_relays(mode, domain_size) else 0,
-        min_saved=-count if mode == "always" else MIN_FAN_OUT_SAVED,
+        min_replicas=_least_replicas(mode) if has_relays(mode, domain_size) else 0,
         block=block,
         block_ranks=max(32, int(triton.next_power_of_2(num_ranks))),
-        tile=max(1, _PAIRS // block),
+        tile=min(block, max(1, _PAIRS // block)),
     )
 
 
 def plan_sends(
-    slot_expert: torch.Tensor, num_masters: int, mode: str, domain_size: int, rank: int
+    slot_expert: torch.Tensor,
+    num_masters: int,
+    mode: str,
+    domain_size: int,
+    rank: int,
+    min_saved: int = MIN_FAN_OUT_SAVED,
 ) -> Sends:
     """What ``rank`` sends, from the plan alone; twin of the parents ``host.relays.relay_parents``.
 
-    ``slot_expert`` (R, S) int32 on the device, S at least 1; ``mode`` and ``domain_size`` as there.
+    ``slot_expert`` (R, S) int32 on the device, S at least 1; ``mode`` and ``min_saved`` as there.
+    No expert has a replica outside its domain of ``domain_size`` ranks.
     """
     num_ranks, num_slots = slot_expert.shape
     sends = new_sends(num_ranks, num_slots, slot_expert.device)
     rule = relay_rule(num_ranks, num_masters, num_slots, mode, domain_size)
-    launch(_relays_kernel, (1,), slot_expert, sends, rank, RULE=rule, num_warps=4)
+    saved = least_saved(mode, min_saved, slot_expert.numel())
+    launch(_relays_kernel, (1,), slot_expert, sends, rank, saved, RULE=rule, num_warps=4)
     return sends

@@ -9,7 +9,6 @@ from ultraep_kernels.contract import (
     MAX_RELAYS,
     MIN_FAN_OUT_SAVED,
     MIN_RELAYED_REPLICAS,
-    SMALL_DOMAIN,
 )
 from ultraep_kernels.host._compile import compiled
 
@@ -51,21 +50,26 @@ def _parents_kernel(slot_expert: Any, num_masters: int, min_replicas: int, paren
 
 
 def relay_parents(
-    slot_expert: NDArray[np.int32], num_masters: int, mode: str, domain_size: int
+    slot_expert: NDArray[np.int32],
+    num_masters: int,
+    mode: str,
+    min_saved: int = MIN_FAN_OUT_SAVED,
 ) -> NDArray[np.int64]:
     """Who sends each slot its weights, (R, S) int64: -1 the master, else ``rank * S + slot``.
 
-    An expert with n replicas gets about sqrt(n) relays, at most 8, from 4 replicas on, and only
-    where that lowers the busiest sender's fan-out by at least 2 and the domain has more than 8
-    ranks (rule published with UltraEP, arXiv 2606.04101). ``mode`` "always" relays from 2 replicas
-    on, "never" does not; every rank computes the same answer from the plan alone.
+    An expert with n replicas gets about sqrt(n) relays, at most 8, from 4 replicas on (rule
+    published with UltraEP, arXiv 2606.04101), and only where all relays together spare the busiest
+    link at least ``min_saved`` experts; it carries what a rank sends or what one receives. ``mode``
+    "always" relays from 2 replicas on, "never" does not; every rank computes the same answer from
+    the plan alone.
     """
     direct = np.empty(slot_expert.shape, dtype=np.int64)
     sends = _parents_kernel(slot_expert, num_masters, np.iinfo(np.int64).max, direct)
-    if mode == "never" or (mode == "auto" and domain_size <= SMALL_DOMAIN):
+    if mode == "never":
         return direct
     relayed = np.empty_like(direct)
     min_replicas = 2 if mode == "always" else MIN_RELAYED_REPLICAS
     relayed_sends = _parents_kernel(slot_expert, num_masters, min_replicas, relayed)
-    saved = sends.max() - relayed_sends.max()
-    return relayed if mode == "always" or saved >= MIN_FAN_OUT_SAVED else direct
+    received = np.count_nonzero(slot_expert >= 0, axis=1).max()
+    saved = max(sends.max(), received) - max(relayed_sends.max(), received)
+    return relayed if mode == "always" or saved >= min_saved else direct

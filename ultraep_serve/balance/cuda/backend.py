@@ -141,6 +141,7 @@ class DeviceBackend:
                 device, lambda: plan(loads, slots, 0, status, domain_size=domain_size)
             ),
             gather=lambda values: gathered(fabric, values),
+            bytes_before_relay=fabric.limits.num_senders * int(layer.chunks[:, 2].max()),
             rows_per_master=_ROWS_PER_MASTER,
             fallback=lambda: table_costs(_name_of(device), int(layer.expert_bytes.sum())),
         )

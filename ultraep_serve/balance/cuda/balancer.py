@@ -48,6 +48,7 @@ from ultraep_serve.balance.cuda.side_stream import side_stream
 from ultraep_serve.balance.physical import forced_ids, identity_table
 from ultraep_serve.balance.speeds import OwnTime, expert_clock, fixed_speeds
 from ultraep_serve.costs.model import IntegerCosts
+from ultraep_serve.costs.relays import least_saved
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.telemetry.recorder import Recorder
 from ultraep_serve.types import Decision, Policy, Stage, TokenView
@@ -73,8 +74,8 @@ class DeviceBalancer:
     """Balances the MoE layers of one rank. All ranks must call ``route`` in the same order.
 
     Differences to ``HostBalancer``: policy eplb-slots, asked for at run time, counts as off, and so
-    does ideal without ``allow_ideal``. Relays follow the published rule, whatever they cost; what
-    planning costs is spent when it is decided whether a plan pays.
+    does ideal without ``allow_ideal``. What planning costs is spent when it is decided whether a
+    plan pays.
 
     While the policy is off at run time, loads are exchanged in a batch's first layer only, from
     which all ranks know it; the others are left at home by the device. Where the batch before last
@@ -115,7 +116,7 @@ class DeviceBalancer:
         self._source_rank, self._domain_size = setup.source_rank, setup.location.domain_size
         self._fabric = fabric
         self._recorder, self._samples = recorder, samples
-        self._gate = _gate_of(config, costs)
+        self._gate, self._min_saved = _gate_of(config, costs), least_saved(costs)
         self._tables = [fabric.tables(layer) for layer in layers]
         experts, ranks, slots = shape.num_logical_experts, shape.num_ranks, shape.num_slots
         self._device = device = fabric.status.device
@@ -147,7 +148,9 @@ class DeviceBalancer:
         self._waited = 0  # times
         self._warned: set[str] = set()
         expert_bytes = [int(layer.expert_bytes.sum()) for layer in layers]
-        self._records = Records(setup, expert_bytes, recorder, own_time, self._warn)
+        self._records = Records(
+            setup, expert_bytes, recorder, own_time, self._warn, self._min_saved
+        )
         self._expected = Expectations()
         self._has_begun = False  # whether the batch that runs has exchanged
         self._batch = 0
@@ -386,7 +389,9 @@ class DeviceBalancer:
             gate=self._gate,
             rows=rows,
             speeds=self._speeds,
-            sender=Sender(self._fabric.rank, self._config.relay, self._fabric.epoch),
+            sender=Sender(
+                self._fabric.rank, self._config.relay, self._fabric.epoch, self._min_saved
+            ),
             outcome=self._spare_outcome if pending is None else pending.on_device,
             buffers=self._plans[micro_batch],
             begins=begins,

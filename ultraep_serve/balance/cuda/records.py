@@ -26,19 +26,23 @@ class Records:
         recorder: Recorder,
         own_time: OwnTime,
         warn: Callable[[str], None],
+        min_saved: int,
     ) -> None:
-        """``expert_bytes`` of one expert by layer; ``own_time`` learns how long experts took."""
+        """``expert_bytes`` of one expert by layer; ``own_time`` learns how long experts took.
+
+        ``min_saved`` as for ``relay_parents``.
+        """
         self._setup = setup
         self._expert_bytes = expert_bytes
         self._recorder = recorder
         self._own_time, self._timed_batch = own_time, 0
-        self._warn = warn
+        self._warn, self._min_saved = warn, min_saved
         self._stage_ns: dict[int, tuple[int, list[int]]] = {}  # of a layer: tokens, times
 
     def write(self, pending: PendingLayer) -> None:
         """Record one layer of one batch; a batch that was off is counted, once."""
-        shape, location = self._setup.shape, self._setup.location
-        rank, relay = location.rank, self._setup.config.relay
+        shape, rank = self._setup.shape, self._setup.location.rank
+        relay = self._setup.config.relay
         sizes = shape.num_logical_experts, shape.num_ranks, shape.num_slots
         found = unpack_outcome(pending.values, *sizes)
         outcome = LayerOutcome(
@@ -61,7 +65,7 @@ class Records:
         after, slots = outcome.load_after, outcome.slot_expert
         self._own_time.add(pending.experts_ns, int(after[rank]), int(after.min()))
         expert_bytes = self._expert_bytes[pending.layer]
-        parents = relay_parents(slots, shape.num_masters, relay, location.domain_size)
+        parents = relay_parents(slots, shape.num_masters, relay, self._min_saved)
         sent, _ = experts_moved(slots, shape.num_masters, parents)
         self._recorder.record(
             LayerRecord.of(

@@ -254,12 +254,11 @@ class HostBalancer:
         """Push and relay this rank's part; returns bytes sent."""
         if plan is None:
             return 0
-        shape = self._context.shape
-        mode = self._config.relay
-        parents = chosen_parents(plan.slot_expert, self._context, mode, self._costs)
+        masters = self._context.shape.num_masters
+        parents = chosen_parents(plan.slot_expert, masters, self._config.relay, self._costs)
         slots = self._layers[layer]
-        self._fabric.stream(slots, plan.slot_expert, parents, shape.num_masters)
-        sent, _ = experts_moved(plan.slot_expert, shape.num_masters, parents)
+        self._fabric.stream(slots, plan.slot_expert, parents, masters)
+        sent, _ = experts_moved(plan.slot_expert, masters, parents)
         return int(sent[self._fabric.rank]) * int(slots.expert_bytes.sum())
 
     def _reroute(

@@ -60,7 +60,7 @@ def setting_on_command_line(arguments: list[str]) -> object:
     given = parser.parse_known_args(arguments)[0].additional_config
     try:
         found = json.loads(given or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         return None  # vLLM says what is wrong with it
     return found.get(SETTING) if isinstance(found, dict) else None
 

@@ -2,7 +2,7 @@
 
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ultraep_serve.errors import ConfigError, UnsupportedError
 from ultraep_serve.system.files import read_object
@@ -33,11 +33,13 @@ class RankCount(NamedTuple):
 
 
 def check_has_experts(model: str, engine: str) -> None:
-    """Refuse a local checkpoint that names no experts; what is not local is checked when loaded."""
-    path = Path(model) / "config.json"
-    if not path.exists():
+    """Refuse a local checkpoint that names no experts; what is not local is checked when loaded.
+
+    Raises UnsupportedError, and ConfigError where its configuration cannot be read.
+    """
+    config = _configuration(model)
+    if config is None:
         return
-    config = read_object(path, "the model's configuration")
     nested = [value for value in config.values() if isinstance(value, dict)]
     if not any(key in part for part in [config, *nested] for key in _EXPERT_KEYS):
         raise UnsupportedError(
@@ -55,12 +57,22 @@ def context_length(model: str, chosen: str | None) -> int | None:
     if chosen is not None:
         return int(chosen) if chosen.isdecimal() else None
     try:
-        config = read_object(Path(model) / "config.json", "the model's configuration")
-    except ConfigError:  # not here, or damaged, which the engine says when it loads the model
+        config = _configuration(model) or {}
+    except ConfigError:  # which the engine says when it loads the model
         return None
     nested = config.get("text_config")
     found = (nested if isinstance(nested, dict) else config).get("max_position_embeddings")
     return found if isinstance(found, int) and found > 0 else None
+
+
+def _configuration(model: str) -> dict[str, Any] | None:
+    """The ``config.json`` of a local model; None where there is none here. Raises ConfigError."""
+    try:
+        return read_object(Path(model) / "config.json", "the model's configuration")
+    except ConfigError as error:
+        if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
+            return None
+        raise ConfigError(f"{error}; mend it or fetch the model again, or name another") from error
 
 
 def package_folder(name: str) -> Path:

@@ -148,7 +148,6 @@ class BalancedLayers:
         policies = self._control if own.rank == 0 else None
         sampled = self._sampled(layers, own.answers)
         self._balancer = backend.make_balancer(policies, self._recorder, self._costs, sampled)
-        self._prefills = 0  # until the second: in the first the engine may compile
 
     def _sampled(
         self, layers: Sequence[Sequence[nn.Parameter]], answers: Answers | None
@@ -250,16 +249,25 @@ class BalancedLayers:
         if self._setup.location.is_host_primary:
             self._log_ready(logger)
 
+    def end_loading(self, logger: logging.Logger) -> None:
+        """From the next batch on, expect others to answer within the timeout.
+
+        Before this they may be compiling, or trying out batches of their own making. The adapter
+        calls it when its engine is through with that, which ranks need not be at the same moment.
+        """
+        self._balancer.end_loading()
+        if self._setup.location.is_host_primary:
+            logger.info(
+                "ultraep: loading has ended; ranks wait %g s for each other",
+                self._setup.config.timeout_seconds,
+            )
+
     def route(self, layer: int, topk_ids: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Physical ids for ``topk_ids`` (T, K) of ``layer``, of the same type.
 
         ``LayerBalancer.route``; an error also marks this rank as failed for the sidecar. While
         a recording runs, the ids of requests are recorded; on a GPU that waits for the device.
         """
-        if layer == 0 and batch.micro_batch == 0 and self._prefills < 2:
-            self._prefills += batch.tokens >= self._setup.config.min_batch_tokens
-            if self._prefills == 2:
-                self._balancer.end_loading()
         if self._spool is not None and not is_capturing(topk_ids.device):
             if layer == 0:
                 self._spool.begin(self._control.recording_word, batch.tokens)

@@ -54,6 +54,7 @@ class ExpertGroup:
         require_one_number([layer.num_experts for layer in layers])
         self._layers = {layer: index for index, layer in enumerate(layers)}
         self._not_routed = set(layers)  # layers that no prefill has passed
+        self._is_loading = True
         config_of_model = getattr(model, "config", None)
         # Models with zero experts (LongCat) send their assignments to expert 0, with weight 0.
         self.has_zero_experts = bool(getattr(config_of_model, "zero_expert_num", 0))
@@ -122,6 +123,15 @@ class ExpertGroup:
     def mark_ready(self) -> None:
         """Say that this rank balances."""
         self._balanced.mark_ready(logger)
+
+    def end_loading(self) -> None:
+        """Take note that a prefill batch has run, behind all that SGLang does before it serves.
+
+        In the first one, mostly SGLang's own warm-up request, kernels may still be compiled.
+        """
+        if self._is_loading:
+            self._is_loading = False
+            self._balanced.end_loading(logger)
 
 
 class _InPlace:

@@ -91,6 +91,7 @@ class _SchedulerHooks:
         self._config = config
         self._group: ExpertGroup | None = None
         self._served_plainly = False  # because on_unsupported is off
+        self._is_made = False  # the scheduler, with all that it tries out
         self._tokens = PrefillTokens()
 
     def by_target(self) -> dict[str, tuple[Callable[..., Any], HookType]]:
@@ -154,8 +155,11 @@ class _SchedulerHooks:
             return original(runner, forward_batch, *rest, **named)
         with self._tokens.running(forward_batch):
             output = original(runner, forward_batch, *rest, **named)
+            has_prefill = self._tokens.number > 0
         if own_prefill_tokens(forward_batch):
             self._group.check_all_routed()
+        if has_prefill and self._is_made:
+            self._group.end_loading()
         return output
 
     def experts(
@@ -230,6 +234,7 @@ class _SchedulerHooks:
             )
         self._group.check_adopted(scheduler.tp_worker.model_runner.model)
         self._group.mark_ready()
+        self._is_made = True
 
 
 def _is_in_place(target: str, hook: Callable[..., Any]) -> bool:

@@ -6,6 +6,7 @@ is SGLang's own server, with what it needs to run and to be balanced checked bef
 """
 
 import argparse
+import os
 import runpy
 import sys
 from importlib.metadata import entry_points
@@ -183,7 +184,7 @@ def _gpu_flags(parsed: argparse.Namespace, policy: Policy) -> list[str]:
 
 def _environment(model: str, binding: CoreBinding | None) -> dict[str, str]:
     """Defaults that SGLang needs on a plain CPU machine, and that users need not know."""
-    environment = {"HF_HUB_OFFLINE": "1"} if Path(model).is_dir() else {}
+    environment = {"HF_HUB_OFFLINE": "1"} if os.path.isdir(model) else {}
     if binding is None:
         return environment
     environment["SGLANG_USE_CPU_ENGINE"] = "1"

@@ -1,7 +1,7 @@
 """The MoE layers of one process, joined into one balancer once all of them are loaded."""
 
+import functools
 from collections.abc import Callable
-from functools import partial
 from hashlib import blake2b
 
 import torch
@@ -30,6 +30,7 @@ from ultraep_serve.engines.vllm.checks import check_layer, is_primary
 from ultraep_serve.engines.vllm.cpu_experts import CpuExperts
 from ultraep_serve.engines.vllm.device_experts import DeviceExperts
 from ultraep_serve.engines.vllm.expert_tensors import expert_parameters, shared_values
+from ultraep_serve.engines.vllm.warm_up import after_warm_up
 from ultraep_serve.errors import POLICY_OFF, UnsupportedError
 from ultraep_serve.types import ExpertShape, Policy, TokenView
 
@@ -159,6 +160,7 @@ class ExpertGroup:
         complete = _complete(first, loaded.view, group)
         self.balanced = start_balancing(self._config, self._execution, loaded, own, complete)
         self.balanced.mark_ready(logger)
+        after_warm_up(self.vllm_config, functools.partial(self.balanced.end_loading, logger))
 
 
 def _complete(
@@ -172,7 +174,7 @@ def _complete(
     is_whole = current_platform.is_cpu() or view is TokenView.OWN
     if is_whole or layer.quant_method.moe_kernel.output_is_reduced():
         return lambda output: output
-    return partial(summed, group=group.on_device)
+    return functools.partial(summed, group=group.on_device)
 
 
 def _pipeline_of(vllm_config: VllmConfig) -> PipelineStage:

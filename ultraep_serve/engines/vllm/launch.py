@@ -13,7 +13,6 @@ import os
 import sys
 from importlib import metadata
 from importlib.util import find_spec
-from pathlib import Path
 
 from ultraep_serve.costs.shapes import model_shape
 from ultraep_serve.engines.common.guard import left_out
@@ -155,7 +154,7 @@ def _environment(
     model: str, parsed: argparse.Namespace, binding: CoreBinding | None
 ) -> tuple[dict[str, str], tuple[str, ...]]:
     """Defaults that vLLM needs on a plain CPU machine, and what users are told of them."""
-    environment = {"HF_HUB_OFFLINE": "1"} if Path(model).is_dir() else {}
+    environment = {"HF_HUB_OFFLINE": "1"} if os.path.isdir(model) else {}
     if binding is None or binding.has_node_per_rank:  # vLLM's own binding and cache do that
         return environment, ()
     environment[binding.variable] = binding.setting

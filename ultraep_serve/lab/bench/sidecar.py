@@ -5,11 +5,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 
 from ultraep_serve.config import parse_policy
 from ultraep_serve.errors import BenchError, understood
+from ultraep_serve.lab.bench.lease import LEASE_SECONDS, PolicyLease
 from ultraep_serve.system.endings import undone
 from ultraep_serve.system.http import Endpoint, json_object
 from ultraep_serve.types import Policy, SpeedSource
@@ -26,6 +28,7 @@ REMEDIES = {
     507: "choose a smaller --max-mib, or free shared memory",
     503: "wait until its /readyz answers, then try again",
 }
+LEASE_REFUSED = "see `lease` in /v1/config, and start again when nobody holds the policy"
 IDEAL_REFUSED = "start the server with --allow-ideal, or leave `ideal` out of --policies"
 
 
@@ -35,7 +38,9 @@ class Sidecar(Endpoint):
     def __init__(self, url: str, token: str | None, timeout_seconds: float = 30.0) -> None:
         """Raises ConfigError when ``url`` is no address; nothing is sent yet."""
         super().__init__("the sidecar", "--sidecar", url, timeout_seconds)
+        self._token = token
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._lease: PolicyLease | None = None
 
     def get(self, path: str) -> dict[str, Any]:
         """The answer to a GET. Raises BenchError when refused."""
@@ -52,13 +57,21 @@ class Sidecar(Endpoint):
         return parse_policy(name)
 
     def set_policy(self, policy: Policy) -> None:
-        """Put ``policy`` in force from the next batch on. Raises BenchError when refused."""
-        response = self.call(
-            "POST", "/v1/control/policy", json={"policy": policy.value}, headers=self._headers
-        )
+        """Put ``policy`` in force from the next batch on: in ``policy_restored`` for as long as
+        that is entered, else until somebody sets another. Raises BenchError when refused.
+        """
+        if self._lease is not None:
+            self._lease.set_policy(policy)
+        else:
+            self._post_policy("/v1/control/policy", policy, {"policy": policy.value})
+
+    def _post_policy(self, path: str, policy: Policy, body: dict[str, object]) -> dict[str, Any]:
+        response = self.call("POST", path, json=body, headers=self._headers)
         if response.status_code == 403 and policy is Policy.IDEAL:
             raise self.refused(response, IDEAL_REFUSED)
-        self._checked(response)
+        if response.status_code == 409 and "lease" in path:
+            raise self.refused(response, LEASE_REFUSED)
+        return json_object(self._checked(response))
 
     def set_speeds(self, source: SpeedSource) -> None:
         """Plan with speeds from ``source`` from the next batch on. Raises BenchError."""
@@ -84,10 +97,33 @@ class Sidecar(Endpoint):
 
     @contextmanager
     def policy_restored(self) -> Iterator[None]:
-        """Put the policy in force back at the end, also after an error, Ctrl-C or SIGTERM."""
+        """Have the policy in force for this client alone, as a lease that the server ends by itself
+        where this process does not: after an error, Ctrl-C or SIGTERM it is ended at once.
+
+        Raises BenchError where another client has a lease, or this one was lost meanwhile.
+        """
         before = self.policy()
-        with undone(lambda: self.set_policy(before), f"policy {before.value}"):
-            yield
+        # The thread that renews it has connections, and a limit of time, of its own.
+        with Sidecar(self.url, self._token, min(self.timeout_seconds, LEASE_SECONDS)) as asked:
+            self._lease = PolicyLease(asked._take_lease, asked._end_lease, before)
+            try:
+                with undone(self._lease.end, f"policy {before.value}"):
+                    yield
+            finally:
+                self._lease = None
+
+    def _take_lease(self, policy: Policy, body: dict[str, object]) -> str:
+        name = self._post_policy("/v1/control/lease", policy, body).get("lease")
+        if not isinstance(name, str):
+            raise BenchError(f"{self.url} lends no policy; update the server")
+        return name
+
+    def _end_lease(self, name: str) -> None:
+        path = f"/v1/control/lease/{quote(name, safe='')}"
+        response = self.call("DELETE", path, headers=self._headers)
+        if response.status_code == 409:
+            raise self.refused(response, "measure again: policies were not all as measured")
+        self._checked(response)
 
     def _object(self, method: str, path: str, **content: Any) -> dict[str, Any]:
         return json_object(self._checked(self.call(method, path, **content)))

@@ -83,7 +83,7 @@ def judge(variant: Variant, machine: GroupMachine, loads: Counts) -> tuple[float
     begun = time.perf_counter()
     plan = plan_quota(loads, context, 0)
     plan_seconds = time.perf_counter() - begun
-    parents = chosen_parents(plan.slot_expert, context, variant.relay, costs)
+    parents = chosen_parents(plan.slot_expert, masters, variant.relay, costs)
     followed = follow(plan, parents, machine.alive, masters)
     before = context.rank_loads(loads)
     planned, after = (one.quota.sum(0, dtype=np.int64) for one in (plan, followed))

@@ -43,7 +43,12 @@ export async function loadPolicy() {
   if (document.activeElement !== threshold)
     threshold.value = config.max_imbalance ?? config.config?.max_imbalance ?? "";
   byId("threshold-form").lastElementChild.disabled = buttons[0].disabled;
-  setText("policy-note", config.control_open ? "from the next batch on, on all ranks" : "control is closed: the sidecar has no token");
+  setText("policy-note", note(config));
+}
+
+function note({ control_open: open, lease }) {
+  if (lease) return `lent to ${lease.holder}; in ${count(Math.ceil(lease.seconds_left))} s at most ${lease.policy_after}, unless renewed`;
+  return open ? "from the next batch on, on all ranks" : "control is closed: the sidecar has no token";
 }
 
 function choice(text, dataset, pressed) {
@@ -62,8 +67,8 @@ function request({ policy, action }) {
 async function change(path, body, words) {
   setToken(byId("token").value);
   try {
-    await post(path, body);
-    showMessage(`${words}, from the next batch on`);
+    const { lease_seconds: lent } = await post(path, body);
+    showMessage(`${words}, from the next batch on${lent ? `, for ${count(lent)} s` : ""}`);
   } catch (error) {
     showMessage(error.message, "bad");
   }
