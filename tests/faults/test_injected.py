@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from docs.generate.faults import NAME, PAGE, RESULT, injected
+from docs.generate.faults import CONTAINERS, NAME, PAGE, RESULT, containers, injected
 from docs.generate.reference import table_in
 from tests.faults.check import is_expected
 from tests.faults.injector import Fault, inject
@@ -34,4 +34,6 @@ def test_every_fault_was_injected_and_seen_as_expected() -> None:
 
 
 def test_the_page_shows_what_was_seen() -> None:
-    assert table_in(PAGE.read_text(), NAME) == injected(), "run `python -m docs.generate.faults`"
+    page, remedy = PAGE.read_text(), "run `python -m docs.generate.faults`"
+    assert table_in(page, NAME) == injected(), remedy
+    assert table_in(page, CONTAINERS) == containers(), remedy

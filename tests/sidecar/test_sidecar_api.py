@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import itertools
 import json
 import time
 from pathlib import Path
@@ -14,9 +15,11 @@ from fastapi.testclient import TestClient
 from tests.support.bench_fakes import serving
 from tests.support.rings import SyntheticRun
 from tests.support.sidecar_runs import Question, request
+from ultraep_serve.sidecar import budget as budgets
 from ultraep_serve.sidecar import routes_balance
-from ultraep_serve.sidecar.answers import AnswerCache, Budget
+from ultraep_serve.sidecar.answers import AnswerCache
 from ultraep_serve.sidecar.app import AppOptions, create_app
+from ultraep_serve.sidecar.budget import Budget, OwnTime, Turns, cost_since, own_time
 from ultraep_serve.sidecar.connections import server_settings
 from ultraep_serve.sidecar.overview import RankList
 from ultraep_serve.sidecar.statistics.held import NoRunError
@@ -164,6 +167,45 @@ def test_computing_takes_its_share_of_a_core() -> None:
     assert budget.pause(now + 1e6) == 0
     budget.spend(0.5)
     assert budget.pause(now + 1e6) == pytest.approx(2.0)
+
+
+def test_requests_wait_for_their_turn_and_operators_for_less(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each takes a second of a core, and a tenth of one may be taken."""
+    taken, slept = itertools.count(), list[float]()
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+
+    monkeypatch.setattr(budgets, "own_time", lambda: OwnTime((next(taken) + 1) // 2, 0))
+    monkeypatch.setattr(time, "monotonic", lambda: 50.0)
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+
+    async def ask() -> None:
+        turns = Turns(share=0.1)
+        for path in ("/v1/balance", "/", "/v1/balance", "/readyz", "/v1/control/policy"):
+            await turns.wait(path)
+
+    asyncio.run(ask())
+    assert slept == pytest.approx([1.5, 1.5, 0.5, 0.5])
+
+
+@pytest.mark.parametrize(("waited", "cost"), [(0.0, 1.0), (0.5, 5.0), (4.0, 33.0), (9.0, 33.0)])
+def test_waiting_for_a_core_costs_more_than_having_it(
+    waited: float, cost: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(budgets, "own_time", lambda: OwnTime(3.0, 1.0 + waited))
+    assert cost_since(OwnTime(2.0, 1.0)) == pytest.approx(cost)
+
+
+def test_a_kernel_that_shows_no_waiting_shows_computing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert own_time().computed > 0
+    monkeypatch.setattr(budgets, "_OWN_TIMES", tmp_path / "none")
+    assert own_time().computed > 0
+    assert own_time().waited == 0
 
 
 @pytest.mark.parametrize("error", [NoRunError("the engine has ended"), OSError("too many files")])

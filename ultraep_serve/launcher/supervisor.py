@@ -7,6 +7,7 @@ import os
 import signal
 import ssl
 import subprocess
+import sys
 import threading
 import time
 import urllib.request
@@ -22,6 +23,7 @@ from ultraep_serve.errors import EngineEndedError, OutputError, RingError, Unsup
 from ultraep_serve.launcher.binding import CoreBinding
 from ultraep_serve.launcher.tuned_kernels import TunedKernels
 from ultraep_serve.system.environment import child_environment
+from ultraep_serve.system.machine import killed_for_memory
 from ultraep_serve.telemetry.reader import RingReader
 from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.telemetry.schema import RingState
@@ -30,6 +32,10 @@ from ultraep_serve.types import Policy
 __all__ = ["EngineCommand", "start_child", "stop_child", "supervise"]
 
 _PR_SET_PDEATHSIG = 1
+_OUT_OF_MEMORY = (
+    "the kernel killed a process for want of memory; raise the container's limit (docker run "
+    "--memory, in Kubernetes limits.memory), or serve with a smaller --max-model-len"
+)
 _STOP_SECONDS = 30.0
 _ASKED_SECONDS = 50.0  # for requests to end after a signal; a pod usually gets 60
 _GROUP_SECONDS = 5.0
@@ -62,7 +68,7 @@ def supervise(engine: EngineCommand, config: BalanceConfig, sidecar: list[str] |
     environment = child_environment(config.to_json(), engine.environment)
     _say_launched(config)
     children: list[subprocess.Popen[bytes]] = []
-    watch = _BalanceWatch(engine, config)
+    watch, killed = _BalanceWatch(engine, config), killed_for_memory()
     with _forwarded_signals(children, lambda: _say_stopped(config)) as signals:
         try:
             if sidecar is not None:
@@ -80,6 +86,8 @@ def supervise(engine: EngineCommand, config: BalanceConfig, sidecar: list[str] |
             watch.stop()
             for child in reversed(children):
                 stop_child(child)
+    if code and not signals.received and killed_for_memory() > killed:
+        sys.stderr.write(f"ultraep: error: {_OUT_OF_MEMORY}\n")
     if watch.problem:
         raise UnsupportedError(watch.problem, otherwise="")
     if lost and not signals.received:

@@ -1,12 +1,7 @@
-"""JSON answers, computed once for all clients that ask at nearly the same time.
-
-Whatever is asked, computing takes a bounded part of one core: the others, and most of this one, are
-the engine's.
-"""
+"""JSON answers, computed once for all clients that ask at nearly the same time."""
 
 import asyncio
 import logging
-import threading
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -15,40 +10,16 @@ from typing import Any
 from anyio import CapacityLimiter, to_thread
 from fastapi import HTTPException, Response
 
+from ultraep_serve.sidecar.budget import Budget, cost_since, own_time
 from ultraep_serve.sidecar.statistics.held import NoAnswerError
 
-__all__ = ["BUSY", "AnswerCache", "Budget"]
+__all__ = ["BUSY", "AnswerCache"]
 
 _LOGGER = logging.getLogger(__name__)
 _MAX_ANSWERS = 64
 _MAX_OPEN_QUESTIONS = 32
 BUSY = 503  # to who asks one more
 _REUSE_FACTOR, _MAX_REUSE_SECONDS = 8, 2.0
-_REQUEST_SECONDS = 2e-3  # what a request takes beside computing its answer
-
-
-class Budget:
-    """Seconds of computing that may be spent: ``share`` of the time that passes.
-
-    What was not spent is saved, up to ``most`` seconds.
-    """
-
-    def __init__(self, share: float, most: float = 1.0) -> None:
-        self._share, self._most = share, most
-        self._left, self._at = most, 0.0
-        self._lock = threading.Lock()
-
-    def pause(self, now: float) -> float:
-        """Seconds to wait, at ``now``, until something may be spent."""
-        with self._lock:
-            self._left = min(self._most, self._left + self._share * (now - self._at))
-            self._at = now
-            return max(0.0, -self._left / self._share)
-
-    def spend(self, seconds: float) -> None:
-        """``seconds`` were spent, perhaps more than were left."""
-        with self._lock:
-            self._left -= seconds
 
 
 @dataclass(frozen=True)
@@ -134,11 +105,11 @@ class AnswerCache:
     def _compute(self, make: Callable[[], Any]) -> _Answer:
         if self._budget:
             time.sleep(self._budget.pause(time.monotonic()))
-        began, used = time.monotonic(), time.thread_time()
+        began, start = time.monotonic(), own_time()
         try:
             answer = make()
             content = answer if isinstance(answer, bytes) else answer.model_dump_json().encode()
         finally:
             if self._budget:
-                self._budget.spend(time.thread_time() - used + _REQUEST_SECONDS)
+                self._budget.spend(cost_since(start))
         return _Answer(began, time.monotonic() - began, content)

@@ -16,7 +16,8 @@ from fastapi.staticfiles import StaticFiles
 from ultraep_serve import __version__
 from ultraep_serve.errors import ControlError
 from ultraep_serve.sidecar.access import KnownNames, wrong_values
-from ultraep_serve.sidecar.answers import AnswerCache, Budget
+from ultraep_serve.sidecar.answers import AnswerCache
+from ultraep_serve.sidecar.budget import Budget
 from ultraep_serve.sidecar.routes_balance import balance_routes, live_routes
 from ultraep_serve.sidecar.routes_capture import capture_routes
 from ultraep_serve.sidecar.routes_control import control_routes
@@ -30,6 +31,7 @@ __all__ = ["AppOptions", "StateLog", "create_app"]
 
 _LOGGER = logging.getLogger("ultraep_serve.sidecar")
 _MAX_THREADS = 8
+_LONGEST_SECONDS = 3.0  # that a question waits for its part of a core; clients wait for ten
 _MAX_REASONS = 4  # in a line of the log
 _DESCRIPTION = """
 How the ranks of one server balance their load, and control over the policy in force.
@@ -79,7 +81,7 @@ def create_app(
         max_records=options.max_records,
         reuse_seconds=options.reuse_seconds / 5,
     )
-    budget = Budget(options.computing_share)
+    budget = Budget(options.computing_share, longest=_LONGEST_SECONDS)
     answers = AnswerCache(options.reuse_seconds, at_once=2, budget=budget)
     operations = AnswerCache(options.reuse_seconds)  # nobody's questions keep these waiting
     app = FastAPI(

@@ -4,11 +4,14 @@ uvicorn by itself limits neither their number nor how long the head of a request
 """
 
 import asyncio
+import contextlib
 from functools import partial
 from typing import Any, cast
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from ultraep_serve.sidecar.budget import Turns
 
 __all__ = ["server_settings"]
 
@@ -29,18 +32,28 @@ _HEADERS = [
 ]
 
 
-def server_settings(app: ASGIApp) -> dict[str, Any]:
-    """Arguments of ``uvicorn.Config`` that serve ``app`` within the limits."""
+def server_settings(app: ASGIApp, share: float | None = None) -> dict[str, Any]:
+    """Arguments of ``uvicorn.Config`` that serve ``app`` within the limits.
+
+    Reading requests takes ``share`` of a core; None: without limit.
+    """
     connections: _Connections = {}
+    turns = None if share is None else Turns(share)
+
+    async def take_turn(scope: Scope, receive: Receive, send: Send) -> None:
+        if turns is not None and scope["type"] == "http":
+            await turns.wait(scope["path"])
+        await app(scope, receive, send)
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         connection = connections.get(scope.get("client") or ())
         if connection is None:
-            await app(scope, receive, send)
+            await take_turn(scope, receive, send)
             return
         connection.begin()
         try:
-            await app(scope, receive, send)
+            with contextlib.suppress(asyncio.CancelledError):  # the server stops
+                await take_turn(scope, receive, send)
         finally:
             connection.end()
 

@@ -34,7 +34,7 @@ __all__ = ["add_arguments", "control_token", "is_loopback", "run", "serve", "set
 _NICE = 10
 _LOGGER = logging.getLogger(__name__)
 _DEFAULT_PORT = 8001
-_COMPUTING_SHARE = 0.25  # of a core
+_COMPUTING_SHARE, _READING_SHARE = 0.15, 0.1  # of a core, see cost_since
 _LOOK_SECONDS = 0.5  # between looks at the parent
 
 
@@ -101,7 +101,7 @@ def serve(
             allowed_hosts=(host, *settings.allowed_hosts.split(",")),
         )
         app = create_app(run_dir, token, allow_ideal, options=options)
-        limits = server_settings(app)
+        limits = server_settings(app, _READING_SHARE)
         config = uvicorn.Config(**limits, log_level="warning", timeout_graceful_shutdown=2)
         _give_way()
         server = uvicorn.Server(config)

@@ -15,6 +15,7 @@ __all__ = [
     "free_port",
     "groups_sessions",
     "is_here",
+    "killed_for_memory",
     "why_not_listen",
 ]
 
@@ -23,6 +24,10 @@ _AUTOGROUP = Path("/proc/sys/kernel/sched_autogroup_enabled")
 _EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _CONTROL_GROUPS = Path("/sys/fs/cgroup")
 _OWN_CONTROL_GROUP = Path("/proc/self/cgroup")
+_MEMORY_FILES = (  # limit, use, and which line of memory.stat: versions 2 and 1
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
 
 
 def describe() -> dict[str, Any]:
@@ -52,8 +57,7 @@ def available_memory(
 ) -> int | None:
     """Bytes that this process may still take without swapping; None where unknown.
 
-    By the machine, and by the limit of every control group (version 2) that it is in, a container's
-    among them.
+    By the machine, and by the limit of every control group that it is in, a container's among them.
     """
     found = [_free_on_machine(meminfo), *map(_free_in_group, _own_control_groups(control_groups))]
     return min((free for free in found if free is not None), default=None)
@@ -69,23 +73,38 @@ def _free_on_machine(meminfo: Path) -> int | None:
 
 
 def _own_control_groups(root: Path) -> Iterator[Path]:
-    """``root``, which is the container's where there is one, and those below on the way to ours."""
-    yield root
+    """The tops, which are the container's where there is one, and those on the way to ours."""
+    tops = {"": root, "memory": root / "memory"}  # by controller: version 2, and 1
+    yield from tops.values()
     with suppress(OSError):
         for line in _OWN_CONTROL_GROUP.read_text().splitlines():
-            if line.startswith("0::") and ".." not in (parts := PurePosixPath(line[3:]).parts):
-                yield from (root.joinpath(*parts[1:end]) for end in range(2, len(parts) + 1))
+            _, controller, path = line.split(":", 2)
+            if controller in tops and ".." not in (parts := PurePosixPath(path).parts):
+                top = tops[controller]
+                yield from (top.joinpath(*parts[1:end]) for end in range(2, len(parts) + 1))
 
 
 def _free_in_group(group: Path) -> int | None:
     """What is left of the group's limit; file caches that the kernel would drop count as free."""
-    try:
-        limit = int((group / "memory.max").read_text())
-        used = int((group / "memory.current").read_text())
-        counters = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        return max(0, limit - used + int(counters.get("inactive_file", 0)))
-    except (OSError, ValueError):  # there is none, or its limit is "max"
-        return None
+    for limit, use, cache in _MEMORY_FILES:
+        # There is none, or its limit is "max".
+        with suppress(OSError, ValueError):
+            free = int((group / limit).read_text()) - int((group / use).read_text())
+            lines = (group / "memory.stat").read_text().splitlines()
+            counters = dict(line.split() for line in lines)
+            return max(0, free + int(counters.get(cache, 0)))
+    return None
+
+
+def killed_for_memory(control_groups: Path = _CONTROL_GROUPS) -> int:
+    """How many processes of this one's control groups the kernel has killed for want of memory."""
+    killed = 0
+    for group in _own_control_groups(control_groups):
+        for counters in ("memory.events", "memory.oom_control"):  # versions 2 and 1
+            with suppress(OSError, ValueError, IndexError):
+                words = (group / counters).read_text().split()
+                killed += int(words[words.index("oom_kill") + 1])
+    return killed
 
 
 def free_port() -> int:
