@@ -27,7 +27,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         read = TARGETS[name].make(Path(folder))
         gc.freeze()  # what was imported is never garbage
-        atheris.Setup([sys.argv[0], *arguments], _in_time(read))
+        # What libFuzzer has a shell run when it merges.
+        command = f"{sys.executable} -m tests.fuzz.run {name}"
+        atheris.Setup([command, *arguments], _in_time(read))
         atheris.Fuzz()
 
 
