@@ -3,8 +3,9 @@
 Host memory stands in for the GPU's, as in ``check_balancer``.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +24,59 @@ from tests.support.balancer_rigs import (
     search_briefly,
     skewed,
 )
+from tests.support.hosts import engine_group
 from tests.support.interpreter import INTERPRETED
 from tests.support.ranks import fresh_run_path, run_ranks
+from ultraep_serve.balance.backend import Answers
 from ultraep_serve.types import ExpertShape, Policy, TokenView, VerificationCheck
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="plays the device in host memory")
 SHAPE = ExpertShape(2, 8, 2)
-ASSIGNMENTS, SLOTS, PLANS = tuple(VerificationCheck)[:3]
+ASSIGNMENTS, SLOTS, PLANS, ANSWERS = VerificationCheck
+HIDDEN = 4
 
 
-def slots_of(rig: Rig, layer: int) -> list[torch.Tensor]:
-    """Tensors of a layer, and where its first filled slot is."""
-    return [tensor[SHAPE.num_masters :] for tensor in rig.layers[layer].tensors]
+class Engine:
+    """Two ranks that have the same tokens, and the sum of what they compute."""
+
+    def __init__(self, rank: int, run_path: Path) -> None:
+        self._rank, self._group = rank, engine_group(run_path, rank, SHAPE.num_ranks).on_host
+        self.rig: Rig | None = None
+        self.wrong_slots = False  # its kernel computes slots with another scale
+
+    def compute(
+        self, layer: int, x: torch.Tensor, weights: torch.Tensor, physical: torch.Tensor
+    ) -> torch.Tensor:
+        assert self.rig is not None
+        _, scale = self.rig.layers[layer].tensors
+        local = physical.long() - self._rank * SHAPE.num_local
+        own = (local >= 0) & (local < SHAPE.num_local)
+        local = torch.where(own, local, 0)
+        scales = scale[local, 0] + self.wrong_slots * (local >= SHAPE.num_masters)
+        output = x * torch.where(own, weights * scales, 0).sum(dim=1, keepdim=True)
+        torch.distributed.all_reduce(output, group=self._group)
+        return output
+
+    def answers(self) -> Answers:
+        return Answers(self.compute, 2, HIDDEN, torch.float32, torch.device("cpu"), seed=0)
+
+
+@dataclass
+class Faulty:
+    """A rank in which something goes wrong in a layer."""
+
+    rig: Rig
+    engine: Engine
+    layer: int
+
+    @property
+    def slots(self) -> list[torch.Tensor]:
+        """The layer's tensors (S, ...)."""
+        return [tensor[SHAPE.num_masters :] for tensor in self.rig.layers[self.layer].tensors]
+
+    @property
+    def samples(self) -> Any:
+        return self.rig.balancer._samples
 
 
 def flip(tensor: torch.Tensor) -> None:
@@ -43,27 +85,29 @@ def flip(tensor: torch.Tensor) -> None:
 
 @dataclass(frozen=True)
 class Fault:
-    """What goes wrong on rank 1, before samples look at ids, or while the layer is computed."""
+    """What goes wrong: before samples look at ids, while the layer is computed, or all along."""
 
     name: str
     check: VerificationCheck
     ids: Callable[[torch.Tensor], object] = lambda _: None
     share: Callable[[torch.Tensor], object] = lambda _: None
-    computing: Callable[[Rig, int], object] = lambda *_: None
+    computing: Callable[[Faulty], object] = lambda _: None
+    all_along: Callable[[Faulty], AbstractContextManager[None]] = lambda _: nullcontext()
+    rank: int = 1  # 0 has the experts that all want, and sends them
 
 
 def first_of(flat: torch.Tensor) -> int:
     return int((flat >= 0).nonzero()[0])
 
 
-def overwrite(rig: Rig, layer: int) -> None:
-    other = rig.layers[(layer + 1) % LAYERS].tensors[0]
-    for slot in slots_of(rig, layer)[0]:
+def overwrite(at: Faulty) -> None:
+    other = at.rig.layers[(at.layer + 1) % LAYERS].tensors[0]
+    for slot in at.slots[0]:
         slot.copy_(other[0] + 1)
 
 
-def flip_all(rig: Rig, layer: int) -> None:
-    for slot in slots_of(rig, layer)[0]:
+def flip_all(at: Faulty) -> None:
+    for slot in at.slots[0]:
         flip(slot)
 
 
@@ -71,76 +115,175 @@ def double(flat: torch.Tensor) -> None:
     flat[:40] = flat[first_of(flat)]
 
 
-def other_slots(rig: Rig, _layer: int) -> None:
-    found = rig.balancer._plans[0].found
+def other_slots(at: Faulty) -> None:
+    found = at.rig.balancer._plans[0].found
     found.slot_expert.copy_(found.slot_expert.flip(1))
 
 
-def other_quota(rig: Rig, _layer: int) -> None:
-    rig.balancer._plans[0].found.quota[0] += 1
+def sent(
+    name: str, change: Callable[[torch.Tensor, Faulty], object]
+) -> Callable[[Faulty], AbstractContextManager[None]]:
+    """A table by which experts are sent is another one."""
+
+    @contextmanager
+    def changed(at: Faulty) -> Iterator[None]:
+        table = getattr(at.rig.balancer._tables[at.layer], name)
+        before = table.clone()
+        change(table, at)
+        yield
+        table.copy_(before)
+
+    return changed
+
+
+def next_master(addresses: torch.Tensor, at: Faulty) -> None:
+    addresses.add_(at.rig.balancer._tables[at.layer].expert_bytes)
+
+
+def other_layer(addresses: torch.Tensor, at: Faulty) -> None:
+    addresses.copy_(at.rig.balancer._tables[(at.layer + 1) % LAYERS].master_addresses)
+
+
+@contextmanager
+def replaced_master(at: Faulty) -> Iterator[None]:
+    """The engine computes with weights that it has put into other memory."""
+    before = at.samples._sampled
+    parameters = [[tensor * 2 for tensor in layer] for layer in before.parameters]
+    at.samples._sampled = replace(before, parameters=parameters)
+    yield
+    at.samples._sampled = before
+
+
+@contextmanager
+def other_kernel(at: Faulty) -> Iterator[None]:
+    at.engine.wrong_slots = True
+    yield
+    at.engine.wrong_slots = False
 
 
 FAULTS = [
     Fault("flipped bit", SLOTS, computing=flip_all),
-    Fault("stale scale", SLOTS, computing=lambda rig, at: slots_of(rig, at)[1].zero_()),
+    Fault("stale scale", SLOTS, computing=lambda at: at.slots[1].zero_()),
     Fault("overwritten early", SLOTS, computing=overwrite),
     Fault("wrong id", ASSIGNMENTS, ids=lambda flat: flat[first_of(flat)].bitwise_xor_(1)),
     Fault("lost assignment", ASSIGNMENTS, ids=lambda flat: flat[first_of(flat)].fill_(-1)),
     Fault("doubled assignment", ASSIGNMENTS, ids=double),
+    Fault("padding computed", ASSIGNMENTS, ids=lambda flat: flat[flat.argmin()].fill_(0)),
+    # of the samples, counted with those of the first batch, the tenth has answers
+    Fault("kernel that computes slots otherwise", ANSWERS, all_along=other_kernel),
     Fault("other slots", PLANS, computing=other_slots),
-    Fault("quota off by one", PLANS, computing=other_quota),
+    Fault("quota off by one", PLANS,
+          computing=lambda at: at.rig.balancer._plans[0].found.quota[0].add_(1)),
     Fault("share off by one", ASSIGNMENTS, share=lambda share: share[0].add_(1)),
-]
+    Fault("never copied", SLOTS, all_along=sent("chunks", lambda table, _: table[:, 2].zero_()),
+          rank=0),
+    Fault("copy cut short", SLOTS, all_along=sent("chunks", lambda table, _: table[:, 2].sub_(1)),
+          rank=0),
+    Fault("wrong expert copied", SLOTS, all_along=sent("master_addresses", next_master), rank=0),
+    Fault("another layer's expert", SLOTS, all_along=sent("master_addresses", other_layer),
+          rank=0),
+    Fault("weights replaced beside the masters", SLOTS, all_along=replaced_master, rank=0),
+]  # fmt: skip
 
 
-def serve(rig: Rig, rank: int, faults: list[Fault]) -> dict[int, set[VerificationCheck]]:
+def serve(at: Faulty, rank: int, faults: list[Fault]) -> dict[int, set[VerificationCheck]]:
     """What is found by layer in one batch, with one of ``faults`` in each."""
-    samples, found = rig.balancer._samples, {layer: set() for layer in range(LAYERS)}
-    by_layer = dict(enumerate(faults if rank == 1 else []))
+    rig, samples, found = at.rig, at.samples, {layer: set() for layer in range(LAYERS)}
+    by_layer = {layer: fault for layer, fault in enumerate(faults) if fault.rank == rank}
     original = type(samples).routed
 
-    def routed(layer: int, ids: torch.Tensor, physical: torch.Tensor, plan: Any) -> None:
+    def routed(layer: int, ids: torch.Tensor, physical: torch.Tensor, *rest: Any) -> None:
         if layer in by_layer:
             by_layer[layer].ids(physical.view(-1))
-            by_layer[layer].share(plan.share)
-        original(samples, layer, ids, physical, plan)
+            by_layer[layer].share(rest[0].share)
+        original(samples, layer, ids, physical, *rest)
 
     samples.routed = routed
     samples._doubt.raise_with = lambda check, layer, *_, **__: found[layer].add(check)
-    for layer in range(LAYERS):
-        rig.balancer.route(layer, skewed(rank), 360)
-        rig.balancer._arriving[0].join()
-        if layer in by_layer:
-            by_layer[layer].computing(rig, layer)
-        rig.balancer.computed()
+    for at.layer in range(LAYERS):
+        fault = by_layer.get(at.layer, Fault("none", SLOTS))
+        for slots in at.slots:
+            slots.zero_()  # what is not copied cannot be there from the batch before
+        with fault.all_along(at):
+            rig.balancer.route(at.layer, skewed(rank), 360)
+            rig.balancer._arriving[0].join()
+            fault.computing(at)
+            rig.balancer.computed()
     samples._look()
     return found
 
 
 def run_faults(rank: int, run_path: Path) -> list[tuple[list[str], dict[int, set[Any]], Policy]]:
     search_briefly()
-    setup = Setup(SHAPE, TokenView.OWN, CONFIG.replace(verify_every=1), is_sampled=True)
-    rig = device_rig(rank, run_path, setup, patience_ns=60_000_000_000)
-    outcomes = []
+    engine = Engine(rank, run_path)
+    setup = Setup(SHAPE, TokenView.OWN, CONFIG.replace(verify_every=1), is_sampled=True,
+                  answers=engine.answers())  # fmt: skip
+    rig = engine.rig = device_rig(rank, run_path, setup, patience_ns=60_000_000_000)
+    outcomes, at = [], Faulty(rig, engine, 0)
     for first in range(-LAYERS, len(FAULTS), LAYERS):
         faults = FAULTS[first : first + LAYERS] if first >= 0 else []
-        found = serve(rig, rank, faults)
+        found = serve(at, rank, faults)
         outcomes.append(([fault.name for fault in faults], found, rig.recorder.policy))
         rig.recorder.policy = Policy.QUOTA
-    assert set(rig.recorder.verified) == {ASSIGNMENTS, SLOTS, PLANS}
+    assert set(rig.recorder.verified) == set(VerificationCheck)
     return outcomes
 
 
 def test_each_fault_is_found_and_the_policy_is_switched_off() -> None:
     with fresh_run_path() as run_path:
-        first, faulty = run_ranks(run_faults, 2, run_path, timeout_seconds=240)
+        ranks = run_ranks(run_faults, 2, run_path, timeout_seconds=240)
     nothing = {layer: set() for layer in range(LAYERS)}
-    assert first[0] == faulty[0] == ([], nothing, Policy.QUOTA)
+    assert ranks[0][0] == ranks[1][0] == ([], nothing, Policy.QUOTA)
     kinds = {fault.name: fault for fault in FAULTS}
-    for (names, found, _), (_, _, policy) in zip(faulty[1:], first[1:], strict=True):
+    for (names, found, policy), (_, also_found, _) in zip(*(own[1:] for own in ranks), strict=True):
         assert policy is Policy.OFF, names  # as rank 0 says to all
         for layer, name in enumerate(names):
-            assert kinds[name].check in found[layer], name
+            assert kinds[name].check in found[layer] | also_found[layer], name
+
+
+def overlap(rank: int, run_path: Path) -> tuple[int, set[int], Policy]:
+    """Layers that were checked, those found wrong, and the policy after two batches of two."""
+    search_briefly()
+    shape = replace(SHAPE, num_replica_slots=1, num_micro_batches=2)
+    setup = Setup(shape, TokenView.OWN, CONFIG.replace(verify_every=1), is_sampled=True)
+    rig = device_rig(rank, run_path, setup, patience_ns=60_000_000_000)
+    found: set[int] = set()
+    rig.balancer._samples._doubt.raise_with = lambda _, layer, *__, **___: found.add(layer)
+    for batch in range(2):
+        for layer in range(LAYERS):
+            for number, wanted in enumerate((skewed(rank), 7 - skewed(rank).clamp(min=0))):
+                rig.balancer.route(layer, wanted, 360, number)
+            for arriving in rig.balancer._arriving:
+                arriving.join()
+            if batch == 0 and layer == 1:  # rank 1's experts are those that the second one wants
+                flip(rig.layers[layer].tensors[0][shape.num_masters + 1 - rank])
+            for number in (0, 1) if rank else (1, 0):  # ranks may end them in another order
+                rig.balancer.computed(number)
+    rig.fabric.require_peers()
+    return len(rig.recorder.verified), found, rig.recorder.policy
+
+
+def test_micro_batches_that_overlap_are_sampled() -> None:
+    with fresh_run_path() as run_path:
+        ranks = run_ranks(overlap, 2, run_path, timeout_seconds=240)
+    for verified, found, _ in ranks:
+        assert found == {1}
+        assert verified >= 3 * 2 * (2 * LAYERS - 1)  # three checks; the last layer's come later
+    assert ranks[0][2] is Policy.OFF
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_are_read_as_they_lie_in_memory(dtype: torch.dtype) -> None:
+    """Kernels want some tensors in another order, at odd addresses, or have none."""
+    whole = (torch.randn(5, 7, 12) * 9).to(dtype)
+    tensors = [whole.transpose(1, 2), whole[:, :3], whole[:, 0, 1:4], whole[:, :0]]
+    wanted = torch.ones(5, dtype=torch.int32)
+    found = checksums(tensors, wanted)
+    assert torch.equal(found, checksums_reference(tensors, wanted))
+    for tensor, is_seen in zip(tensors, (True, True, True, False), strict=True):
+        again = checksums([tensor], wanted)
+        whole[2, 0, 2] += 1
+        assert torch.equal(checksums([tensor], wanted), again) != is_seen
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])

@@ -13,7 +13,7 @@ from ultraep_kernels.device.stream import Programs
 
 from tests.support.host_driver import HostDriver
 from tests.support.mirror import FakeRecorder, mirrored_balancer
-from ultraep_serve.balance.backend import GroupSetup, LayerSlots, Sampled, row_width
+from ultraep_serve.balance.backend import Answers, GroupSetup, LayerSlots, Sampled, row_width
 from ultraep_serve.balance.collectives import DeviceAllGather, EngineGroup, HostAllGather
 from ultraep_serve.balance.cuda.balancer import DeviceBalancer
 from ultraep_serve.balance.cuda.fabric import DeviceFabric, Limits
@@ -69,6 +69,7 @@ class Setup:
     costs: IntegerCosts | None = None
     domain_size: int | None = None  # ranks of each domain, a host of its own; None: one domain
     is_sampled: bool = False  # on the device
+    answers: Answers | None = None  # of samples
 
     def of(self, rank: int) -> GroupSetup:
         size = self.domain_size or self.shape.num_ranks
@@ -127,7 +128,7 @@ def device_rig(
     samples = None
     if setup.config.verify_every and setup.is_sampled:
         parameters = [layer.tensors for layer in layers]
-        sampled = Sampled(parameters, None, run_path / f"verification-{rank}", dict)
+        sampled = Sampled(parameters, setup.answers, run_path / f"verification-{rank}", dict)
         samples = DeviceSamples(group_setup, fabric, sampled, policies, recorder)
     balancer = DeviceBalancer(group_setup, layers, fabric, policies, recorder, setup.costs, samples)
     return Rig(balancer, layers, recorder, fabric)

@@ -103,16 +103,21 @@ class LayerSlots:
 class Stages:
     """The stages of a batch one by one, as they run on this machine; all ranks call them alike.
 
-    Shapes: R ranks, E logical experts, S replica slots, T tokens, K experts per token.
+    Shapes: R ranks, E logical experts, L masters and S replica slots of a rank, T tokens, K experts
+    per token.
     """
 
     rank: int
     gather: Callable[[NDArray[np.int64]], NDArray[np.int64]]  # (n,) of a rank -> (R, n)
-    count: Callable[[torch.Tensor], NDArray[np.int64]]  # ids (T, K) -> load (E,)
-    plan: Callable[[NDArray[np.int64], PlanContext, int], Plan]  # loads (R, E), context, source
-    reroute: Callable[[torch.Tensor, Plan], torch.Tensor]  # ids (T, K) -> physical (T, K) int32
-    # layer, slot_expert (R, S), parents (R, S) as ``relay_parents`` gives them; returns when filled
-    replicate: Callable[[int, IntArray, NDArray[np.int64]], None]
+    count: Callable[[torch.Tensor], NDArray[np.int64]]  # ids (T, K) int32 -> load (E,)
+    # loads (R, E), context, source, its ids (T, K) int32 -> plan, physical ids (T, K) int32; ids
+    # are on the host. Raises ValueError where ids and plan do not belong together.
+    route: Callable[[NDArray[np.int64], PlanContext, int, torch.Tensor], tuple[Plan, torch.Tensor]]
+    # layer, slot_expert (R, all S of a rank), whether by relays if plans may have any here; returns
+    # when the slots are filled
+    replicate: Callable[[int, IntArray, bool], None]
+    # layer, which of this rank's experts (L + S,) bool -> their checksums, 0 of the others
+    checksums: Callable[[int, NDArray[np.bool_]], NDArray[np.int64]]
     layers: Sequence[LayerSlots]
 
 
@@ -202,8 +207,8 @@ class Backend(Protocol):
     def calibrate(self, run_layer: Callable[[int], None]) -> CostModel:
         """Measure costs, all ranks together; see ``costs.calibration.agreed_costs``."""
 
-    def stages(self) -> Stages | None:
-        """Return the stages of a batch, for the self-check; None where they do not run apart."""
+    def stages(self) -> Stages:
+        """Return the stages of a batch, for the self-check."""
 
     def make_balancer(
         self,

@@ -1,10 +1,8 @@
 """What a layer answers with copies is what it answers without: ids that use copies, and a bound."""
 
-import numpy as np
 import torch
-from ultraep_kernels.host.reroute import physical_table
 
-from ultraep_serve.types import ExpertShape, IntArray
+from ultraep_serve.types import ExpertShape
 
 __all__ = ["bound_of", "largest_difference", "using_copies"]
 
@@ -18,26 +16,27 @@ def bound_of(dtype: torch.dtype) -> float:
     return _BOUNDS.get(dtype, _BOUND)
 
 
-def largest_difference(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Of two outputs (T, H), in parts of the largest value expected; NaN where one has NaN."""
-    size = max(float(expected.abs().max()), torch.finfo(expected.dtype).tiny)
-    return float((found.float() - expected.float()).abs().max()) / size
+def largest_difference(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """Of two outputs (T, H), in parts of the largest value expected; (), NaN where one has NaN."""
+    size = expected.abs().max().clamp(min=torch.finfo(expected.dtype).tiny)
+    return (found.float() - expected.float()).abs().max() / size
 
 
 def using_copies(
-    logical: torch.Tensor, slot_expert: IntArray | None, shape: ExpertShape
+    logical: torch.Tensor, slot_expert: torch.Tensor | None, shape: ExpertShape
 ) -> torch.Tensor:
-    """Physical ids (T, K) of masters, and of copies of those experts that have one.
+    """Physical ids (T, K) int32 of masters, and of copies of those experts that have one.
 
-    ``slot_expert`` (R, S); None: no copies.
+    ``slot_expert`` (R, S or fewer) on the device of ``logical``; None: no copies.
     """
-    empty = np.full((shape.num_ranks, shape.num_slots), -1, np.int32)
+    every = torch.arange(shape.num_logical_experts, device=logical.device)
+    chosen = every // shape.num_masters * shape.num_local + every % shape.num_masters
     if slot_expert is not None:
-        empty[:, : shape.num_replica_slots] = slot_expert
-    table = physical_table(empty, shape.num_masters)
-    every = np.arange(shape.num_logical_experts)
-    owner = every // shape.num_masters
-    chosen = table[every, owner]
-    table[every, owner] = -1
-    chosen = np.where(table.max(axis=1) >= 0, table.max(axis=1), chosen)
-    return torch.from_numpy(chosen.astype(np.int32)).to(logical.device)[logical]
+        ranks = torch.arange(shape.num_ranks, device=logical.device)[:, None]
+        slots = torch.arange(slot_expert.shape[1], device=logical.device)
+        places = ranks * shape.num_local + shape.num_masters + slots
+        held = torch.where(slot_expert >= 0, slot_expert.long(), every.numel())  # one more
+        copies = chosen.new_full((every.numel() + 1,), -1)
+        copies.scatter_reduce_(0, held.view(-1), places.view(-1), "amax")
+        chosen = torch.where(copies[:-1] >= 0, copies[:-1], chosen)
+    return chosen.int()[logical]

@@ -265,9 +265,10 @@ class HostSamples:
         weights = torch.full(ids.shape, 1 / experts_per_token)
         outputs = [
             answers.compute(sample.layer, x, weights, using_copies(ids, slots, shape))
-            for slots in (None, plan.slot_expert)
+            for slots in (None, torch.from_numpy(plan.slot_expert))
         ]
-        difference, bound = largest_difference(outputs[1], outputs[0]), bound_of(answers.dtype)
+        difference = float(largest_difference(outputs[1], outputs[0]))
+        bound = bound_of(answers.dtype)
         if not difference <= bound:  # also where it is no number
             self._raise(
                 VerificationCheck.ANSWERS,

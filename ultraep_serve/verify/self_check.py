@@ -10,21 +10,21 @@ is changed are the contents of slots, which no batch relies on.
 """
 
 import time
-import zlib
 from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from ultraep_kernels.contract import FULL_SPEED
+from ultraep_kernels.contract import FULL_SPEED, Plan
+from ultraep_kernels.experts import expert_bytes
 from ultraep_kernels.host.reroute import reroute_reference
 
 from ultraep_serve.balance.backend import Answers, LayerSlots, Stages
 from ultraep_serve.errors import SelfCheckError
 from ultraep_serve.plan.checks import check_plan
 from ultraep_serve.plan.context import PlanContext
-from ultraep_serve.types import CheckResult, ExpertShape, IntArray
+from ultraep_serve.types import CheckResult, IntArray
 from ultraep_serve.verify.answers import bound_of, largest_difference, using_copies
 
 __all__ = ["run_self_check"]
@@ -32,6 +32,7 @@ __all__ = ["run_self_check"]
 NUM_LOADS = 64
 _KINDS = 5  # of made-up loads
 _TOKENS, _MOST_TOKENS = 1 << 8, 1 << 14  # of a rank
+_MOST_SOURCES = 8  # of a load, whose ids are compared with their twin's, which is slow
 _POISON = 0xA5  # every byte of a slot before something is copied there
 _ROWS = 4  # assignments of an expert in a batch whose answers are compared
 
@@ -89,7 +90,7 @@ class _SelfCheck:
         digest, problem = blake2b(digest_size=7), ""
         try:
             for number in range(NUM_LOADS):
-                for array in self._planned(*_made_up(self._context, number)):
+                for array in self._planned(number):
                     digest.update(array.tobytes())
         except _Wrong as wrong:
             problem = str(wrong)
@@ -99,24 +100,26 @@ class _SelfCheck:
         _require(bool((everybody == own).all()), "ranks made other plans of the same loads")
         return f"{NUM_LOADS} loads"
 
-    def _planned(
-        self, context: PlanContext, ids: Sequence[torch.Tensor]
-    ) -> list[NDArray[np.int32]]:
-        """Slots and quotas for all ranks' ``ids`` (T, K), and each rank's physical ids."""
+    def _planned(self, number: int) -> list[NDArray[np.int32]]:
+        """Slots, quotas and a few ranks' physical ids for a made-up load."""
+        context, ids = _made_up(self._context, number)
         stages, masters = self._stages, self._shape.num_masters
         experts = self._shape.num_logical_experts
         loads = np.stack([np.bincount(own[own >= 0], minlength=experts) for own in ids])
         for own, load in zip(ids, loads, strict=True):
             _require(np.array_equal(stages.count(own), load), "assignments are counted wrong")
-        plans = [stages.plan(loads, context, rank) for rank in range(len(ids))]
-        shares = np.stack([plan.share for plan in plans])
         try:
+            routed = [stages.route(loads, context, rank, own) for rank, own in enumerate(ids)]
+            plans = [plan for plan, _ in routed]
+            shares = np.stack([plan.share for plan in plans])
             check_plan(loads, context, plans[0].slot_expert, plans[0].quota, shares)
         except ValueError as broken:
             raise _Wrong(str(broken)) from broken
         made = [plans[0].slot_expert, plans[0].quota]
-        for own, plan in zip(ids, plans, strict=True):
-            physical = stages.reroute(own, plan).cpu()
+        is_same = all(_are_same(plan, plans[0]) for plan in plans)
+        _require(is_same, "a rank's share is of another plan")
+        for source in range(number, number + min(len(ids), _MOST_SOURCES)):
+            own, (plan, physical) = ids[source % len(ids)], routed[source % len(ids)]
             twin = reroute_reference(own, plan.share, plan.slot_expert, masters)
             _require(torch.equal(physical, twin), "an assignment went to a wrong expert")
             made.append(physical.numpy())
@@ -124,51 +127,54 @@ class _SelfCheck:
 
     def slots(self, layers: Iterable[int]) -> str:
         """Every slot takes an expert directly, and in domains of three and more by a relay."""
-        patterns = [self._patterns.rotated(0)]
+        patterns = [(self._patterns.rotated(0), False)]
         if self._context.domain_size > 2:
-            patterns.append(self._patterns.relayed())
+            patterns.append((self._patterns.from_one_rank(), True))
         copies, problem = 0, ""
         for layer in layers:
-            for slot_expert, parents in patterns:
-                expected = self._expected_checksums(layer, slot_expert)
-                found = self._copied(layer, slot_expert, parents)
+            for slot_expert, by_relays in patterns:
+                expected, filled = self._expected(layer, slot_expert), self._filled(slot_expert)
+                self._empty(layer)
+                unlike = self._checksums(layer) != expected
+                self._stages.replicate(layer, slot_expert, by_relays)
+                found = self._checksums(layer)
                 self._stages.gather(np.zeros(1, np.int64))  # by then all others have looked too
                 wrong = (found != expected) | (self._checksums(layer) != expected)
-                wrong &= slot_expert[self._stages.rank] >= 0
+                wrong &= filled
+                if (filled & ~unlike).any():
+                    problem = "checksums do not tell an expert's bytes from others"
                 if wrong.any() and not problem:
                     slot = int(wrong.argmax())
                     expert = slot_expert[self._stages.rank, slot]
                     problem = f"slot {slot} of layer {layer} has other bytes than expert {expert}"
-                copies += int((slot_expert[self._stages.rank] >= 0).sum())
+                copies += int(filled.sum())
         _require(not problem, problem)
         return f"{copies} copies"
 
-    def _expected_checksums(self, layer: int, slot_expert: IntArray) -> NDArray[np.int64]:
+    def _filled(self, slot_expert: IntArray) -> NDArray[np.bool_]:
+        filled: NDArray[np.bool_] = slot_expert[self._stages.rank] >= 0
+        return filled
+
+    def _expected(self, layer: int, slot_expert: IntArray) -> NDArray[np.int64]:
         """Checksums of this rank's slots (S,), as the masters' owners say."""
-        shape, rank = self._shape, self._stages.rank
-        owned = np.zeros(slot_expert.shape, np.int64)
-        for target, slot in np.argwhere(slot_expert // shape.num_masters == rank):
-            local = slot_expert[target, slot] % shape.num_masters
-            owned[target, slot] = _checksum(self._stages.layers[layer].tensors, local)
+        masters, rank = self._shape.num_masters, self._stages.rank
+        is_owned, local = slot_expert // masters == rank, slot_expert % masters
+        wanted = np.zeros(self._shape.num_local, np.bool_)
+        wanted[local[is_owned]] = True
+        owned = np.where(is_owned, self._stages.checksums(layer, wanted)[local], 0)
         everybody = self._stages.gather(owned.reshape(-1)).reshape(-1, *slot_expert.shape)
         expected: NDArray[np.int64] = everybody.sum(axis=0)[rank]
         return expected
 
-    def _copied(
-        self, layer: int, slot_expert: IntArray, parents: NDArray[np.int64]
-    ) -> NDArray[np.int64]:
-        """Checksums (S,) of this rank's slots, filled as ``slot_expert`` (R, S) says."""
-        tensors, first = self._stages.layers[layer].tensors, self._shape.num_masters
-        for tensor in tensors:
-            tensor[first : first + slot_expert.shape[1]].view(torch.uint8).fill_(_POISON)
-        self._stages.replicate(layer, slot_expert, parents)
-        return self._checksums(layer)
+    def _empty(self, layer: int) -> None:
+        """Fill this rank's slots with bytes that no expert has."""
+        for tensor in self._stages.layers[layer].tensors:
+            expert_bytes(tensor)[self._shape.num_masters :].fill_(_POISON)
 
     def _checksums(self, layer: int) -> NDArray[np.int64]:
         """Checksums (S,) of what this rank's slots hold."""
-        tensors, first = self._stages.layers[layer].tensors, self._shape.num_masters
-        slots = range(self._shape.num_replica_slots)
-        return np.array([_checksum(tensors, first + slot) for slot in slots])
+        is_slot = np.arange(self._shape.num_local) >= self._shape.num_masters
+        return self._stages.checksums(layer, is_slot)[is_slot]
 
     def answers(self, answers: Answers, layers: Sequence[int]) -> str:
         """With every expert of a layer computed by a copy its output is what it is without."""
@@ -178,11 +184,11 @@ class _SelfCheck:
         for layer in layers:
             expected = answers.compute(layer, x, weights, self._patterns.ids(ids, None))
             for turn in range(self._patterns.num_turns):
-                slot_expert, parents = self._patterns.rotated(turn)
-                self._stages.replicate(layer, slot_expert, parents)
+                slot_expert = self._patterns.rotated(turn)
+                self._stages.replicate(layer, slot_expert, False)
                 physical = self._patterns.ids(ids, slot_expert)
                 found = answers.compute(layer, x, weights, physical)
-                difference = largest_difference(found, expected)
+                difference = float(largest_difference(found, expected))
                 worst = max(worst, difference)
                 if not difference <= bound and not problem:  # also where it is no number
                     problem = (
@@ -202,41 +208,37 @@ class _SlotPatterns:
     @property
     def num_turns(self) -> int:
         """How many rotations have every expert copied once."""
-        return -(-self._shape.num_masters // self._shape.num_replica_slots)
+        return -(-self._shape.num_masters // self._shape.num_slots)
 
-    def rotated(self, turn: int) -> tuple[IntArray, NDArray[np.int64]]:
-        """``slot_expert`` and parents (R, S): slots hold experts of the next rank of the domain."""
-        shape, slot_expert, parents = self._empty()
+    def rotated(self, turn: int) -> IntArray:
+        """``slot_expert`` (R, S): slots hold experts of the next ranks of the domain, in turn."""
+        shape, slot_expert = self._shape, self._nothing()
         for domain in self._domains:
+            size = domain.stop - domain.start
             for rank in range(domain.start, domain.stop):
-                size = domain.stop - domain.start
-                if size == 1:
-                    continue
-                owner = domain.start + (rank - domain.start + 1) % size
-                for slot in range(min(shape.num_replica_slots, shape.num_masters)):
-                    local = (turn * shape.num_replica_slots + slot) % shape.num_masters
+                for slot in range(min(shape.num_slots, shape.num_masters * (size - 1))):
+                    ahead, local = divmod(slot, shape.num_masters)
+                    owner = domain.start + (rank - domain.start + 1 + ahead) % size
+                    local = (turn * shape.num_slots + local) % shape.num_masters
                     slot_expert[rank, slot] = owner * shape.num_masters + local
-        return slot_expert, parents
+        return slot_expert
 
-    def relayed(self) -> tuple[IntArray, NDArray[np.int64]]:
-        """The first rank's experts on all ranks of its domain; the second forwards them."""
-        shape, slot_expert, parents = self._empty()
+    def from_one_rank(self) -> IntArray:
+        """``slot_expert`` (R, S): all ranks of a domain hold the experts of its first."""
+        shape, slot_expert = self._shape, self._nothing()
+        held = np.arange(min(shape.num_slots, shape.num_masters))
         for domain in self._domains:
-            for rank in range(domain.start + 1, domain.stop):
-                for slot in range(min(shape.num_replica_slots, shape.num_masters)):
-                    slot_expert[rank, slot] = domain.start * shape.num_masters + slot
-                    if rank > domain.start + 1:
-                        relay = domain.start + 1
-                        parents[rank, slot] = relay * shape.num_replica_slots + slot
-        return slot_expert, parents
+            others = slice(domain.start + 1, domain.stop)
+            slot_expert[others, : held.size] = domain.start * shape.num_masters + held
+        return slot_expert
 
     def ids(self, logical: torch.Tensor, slot_expert: IntArray | None) -> torch.Tensor:
-        """Physical ids (T, K) of masters, and of copies of those experts that have one."""
-        return using_copies(logical, slot_expert, self._shape)
+        """See ``using_copies``."""
+        slots = None if slot_expert is None else torch.from_numpy(slot_expert).to(logical.device)
+        return using_copies(logical, slots, self._shape)
 
-    def _empty(self) -> tuple[ExpertShape, IntArray, NDArray[np.int64]]:
-        size = self._shape.num_ranks, self._shape.num_replica_slots
-        return self._shape, np.full(size, -1, np.int32), np.full(size, -1, np.int64)
+    def _nothing(self) -> IntArray:
+        return np.full((self._shape.num_ranks, self._shape.num_slots), -1, np.int32)
 
 
 def _made_up(context: PlanContext, number: int) -> tuple[PlanContext, list[torch.Tensor]]:
@@ -287,13 +289,11 @@ def _first_and_last_of_each_kind(layers: Sequence[LayerSlots]) -> list[int]:
     return sorted({index for of_kind in kinds.values() for index in (of_kind[0], of_kind[-1])})
 
 
-def _checksum(tensors: Sequence[torch.Tensor], local: int) -> int:
-    """CRC-32 of all bytes of physical expert ``local`` of this rank."""
-    value = 0
-    for tensor in tensors:
-        flat = tensor[int(local)].detach().contiguous().view(-1).view(torch.uint8)
-        value = zlib.crc32(flat.cpu().numpy().tobytes(), value)
-    return value
+def _are_same(plan: Plan, other: Plan) -> bool:
+    """Whether two ranks' plans agree in what all ranks have alike."""
+    return np.array_equal(plan.slot_expert, other.slot_expert) and np.array_equal(
+        plan.quota, other.quota
+    )
 
 
 def _require(holds: bool, otherwise: str) -> None:

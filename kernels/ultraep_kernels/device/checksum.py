@@ -1,8 +1,8 @@
 """checksum: tensors (N, ...) of experts -> one int64 for each expert that is wanted.
 
 As ``host.checksum``: words times odd numbers of their places, added up modulo 2**64, and tensors by
-Horner's rule. Words are of 32 bits where an expert's bytes allow, else bytes. Only the experts that
-are wanted, which the device alone knows, are read.
+Horner's rule. Bytes are taken as they lie in memory, words of 32 bits where that allows. Only the
+experts that are wanted, which the device alone knows, are read.
 """
 
 from collections.abc import Sequence
@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from ultraep_kernels.device.launch import launch
+from ultraep_kernels.experts import expert_bytes
 
 __all__ = ["TENSOR_FACTOR", "checksums", "checksums_reference"]
 
@@ -19,18 +20,19 @@ TENSOR_FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, as int64
 _BLOCK = 4096  # words of a program
 
 
-@triton.jit(do_not_specialize=["num_words"])
+@triton.jit(do_not_specialize=["num_words", "stride"])
 def _checksums_kernel(
     words_ptr,  # (N, W) int32 or uint8
     wanted_ptr,  # (N,) int32: 0 where an expert is not wanted
     sums_ptr,  # (N,) int64, zero at first
     num_words,
+    stride,  # words from one expert to the next
     BLOCK: tl.constexpr,
 ):
     expert = tl.program_id(0)
     if tl.load(wanted_ptr + expert) != 0:
         places = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        address = words_ptr + expert.to(tl.int64) * num_words + places
+        address = words_ptr + expert.to(tl.int64) * stride + places
         words = tl.load(address, mask=places < num_words, other=0).to(tl.int64) & 0xFFFFFFFF
         tl.atomic_add(sums_ptr + expert, tl.sum(words * (2 * places + 1), axis=0))
 
@@ -45,7 +47,8 @@ def checksums(tensors: Sequence[torch.Tensor], wanted: torch.Tensor) -> torch.Te
         words = _words_of(tensor)
         sums = torch.zeros_like(total)
         grid = (wanted.numel(), max(1, -(-words.shape[1] // _BLOCK)))
-        launch(_checksums_kernel, grid, words, wanted, sums, words.shape[1], BLOCK=_BLOCK)
+        sizes = words.shape[1], words.stride(0)
+        launch(_checksums_kernel, grid, words, wanted, sums, *sizes, BLOCK=_BLOCK)
         total = total * TENSOR_FACTOR + sums
     return total
 
@@ -62,5 +65,6 @@ def checksums_reference(tensors: Sequence[torch.Tensor], wanted: torch.Tensor) -
 
 def _words_of(tensor: torch.Tensor) -> torch.Tensor:
     """(N, W) int32, or uint8 where an expert's bytes are no whole words."""
-    content = tensor.detach().view(torch.uint8).view(tensor.shape[0], -1)
-    return content if content.shape[1] % 4 else content.view(torch.int32)
+    content = expert_bytes(tensor)
+    places = content.shape[1], content.stride(0), content.storage_offset()
+    return content if any(place % 4 for place in places) else content.view(torch.int32)

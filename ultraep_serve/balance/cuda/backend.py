@@ -5,7 +5,6 @@ from multiprocessing.util import Finalize
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from ultraep_kernels.device.plan import plan
 from ultraep_kernels.device.relays import has_relays
 
@@ -14,6 +13,7 @@ from ultraep_serve.balance.backend import (
     LayerSlots,
     PolicySource,
     Sampled,
+    Stages,
     row_width,
 )
 from ultraep_serve.balance.collectives import DeviceAllGather, HostAllGather
@@ -23,6 +23,7 @@ from ultraep_serve.balance.cuda.fabric import DeviceFabric, Limits
 from ultraep_serve.balance.cuda.notice import StopNotice
 from ultraep_serve.balance.cuda.rendezvous import GatherRendezvous, Rendezvous, SocketRendezvous
 from ultraep_serve.balance.cuda.slots import DeviceSlotPool
+from ultraep_serve.balance.cuda.stages import device_stages, gathered
 from ultraep_serve.balance.cuda.timing import device_seconds, replayed_seconds
 from ultraep_serve.costs.calibration import LineFit, Probes, agreed_costs, probe_loads
 from ultraep_serve.costs.hardware import BASE_SECONDS, HARDWARE, Efficiency
@@ -103,8 +104,8 @@ class DeviceBackend:
         probes = self._probes(layer)
         return agreed_costs(setup.config.costs, setup.shape, expert_bytes, probes, run_layer)
 
-    def stages(self) -> None:
-        return None
+    def stages(self) -> Stages:
+        return device_stages(self._setup, self._layers, self._fabric)
 
     def make_balancer(
         self,
@@ -139,7 +140,7 @@ class DeviceBackend:
             plan=lambda: replayed_seconds(
                 device, lambda: plan(loads, slots, 0, status, domain_size=domain_size)
             ),
-            gather=self._gather,
+            gather=lambda values: gathered(fabric, values),
             bytes_before_relay=fabric.limits.num_senders * int(layer.chunks[:, 2].max()),
             rows_per_master=_ROWS_PER_MASTER,
             fallback=lambda: table_costs(_name_of(device), int(layer.expert_bytes.sum())),
@@ -160,17 +161,6 @@ class DeviceBackend:
         on_device = torch.from_numpy(slot_expert).to(self._device)
         sends = self._fabric.sends(on_device, shape.num_masters, "never")
         return lambda: self._fabric.stream(tables, on_device, shape.num_masters, sends)
-
-    def _gather(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
-        """All ranks' values (R, n), in rows as the exchange takes them. Waits for the device."""
-        width = self._fabric.limits.row_width
-        words = values.view(np.int32)
-        padded = np.zeros(-(-words.size // width) * width, np.int32)
-        padded[: words.size] = words
-        pieces = torch.from_numpy(padded).to(self._device).view(-1, width)
-        rows = torch.cat([self._fabric.exchange(piece) for piece in pieces], dim=1).cpu()
-        self._fabric.require_peers()
-        return np.ascontiguousarray(rows.numpy()[:, : words.size]).view(np.float64)
 
 
 def table_costs(device_name: str, expert_bytes: int) -> LineFit:

@@ -216,7 +216,8 @@ class DeviceBalancer:
                 self._recorder.count_lost()
         physical = self._balance(layer, topk_ids, pending, micro_batch, begins)
         if self._samples is not None and not capturing:
-            self._samples.routed(layer, topk_ids, physical, self._plans[micro_batch].found)
+            found = self._plans[micro_batch].found
+            self._samples.routed(layer, topk_ids, physical, found, micro_batch, begins)
         arriving = self._arriving[micro_batch]
         # the time of one micro-batch's experts may hold another one's
         arriving.pending = pending if self._shape.num_micro_batches == 1 else None
@@ -230,7 +231,7 @@ class DeviceBalancer:
         if not is_capturing(self._device):
             self._pending.close(micro_batch, is_last=self._expected.rests)
             if self._samples is not None:
-                self._samples.computed()
+                self._samples.computed(micro_batch)
             self._record_what_is_done()
 
     def identity(self, topk_ids: torch.Tensor) -> torch.Tensor:

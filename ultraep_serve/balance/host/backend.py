@@ -25,9 +25,10 @@ from ultraep_serve.balance.host.fabric import HostFabric
 from ultraep_serve.balance.host.slots import HostSlotPool
 from ultraep_serve.costs.calibration import Probes, agreed_costs, probe_loads
 from ultraep_serve.costs.model import CostModel
+from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.plan.quota import identity_plan, plan_quota, warm_up
 from ultraep_serve.telemetry.recorder import Recorder
-from ultraep_serve.types import IntArray
+from ultraep_serve.types import IntArray, Plan
 from ultraep_serve.verify.host_samples import HostSamples
 
 __all__ = ["HostBackend"]
@@ -89,18 +90,32 @@ class HostBackend:
             rows = [fabric.exchange(values[start : start + width]) for start in parts]
             return np.concatenate(rows, axis=1)
 
-        def replicate(layer: int, slot_expert: IntArray, parents: NDArray[np.int64]) -> None:
+        def route(
+            loads: NDArray[np.int64], context: PlanContext, source: int, ids: torch.Tensor
+        ) -> tuple[Plan, torch.Tensor]:
+            plan = plan_quota(loads, context, source)
+            return plan, reroute(ids, plan.share, plan.slot_expert, shape.num_masters)
+
+        def replicate(layer: int, slot_expert: IntArray, by_relays: bool) -> None:
+            mode = "always" if by_relays else "never"
+            parents = relay_parents(slot_expert, shape.num_masters, mode, shape.num_ranks)
             fabric.exchange(np.zeros(1, np.int64))  # nobody reads slots any more
             fabric.stream(self._layers[layer], slot_expert, parents, shape.num_masters)
             fabric.wait_slots(self._layers[layer], slot_expert)
+
+        def checksums(layer: int, wanted: NDArray[np.bool_]) -> NDArray[np.int64]:
+            sums = np.zeros(wanted.shape, np.int64)
+            for local in np.flatnonzero(wanted).tolist():
+                sums[local] = checksum(tensor[local] for tensor in self._layers[layer].tensors)
+            return sums
 
         return Stages(
             rank=self._setup.location.rank,
             gather=gather,
             count=lambda ids: count(ids, shape.num_logical_experts)[0],
-            plan=plan_quota,
-            reroute=lambda ids, plan: reroute(ids, plan.share, plan.slot_expert, shape.num_masters),
+            route=route,
             replicate=replicate,
+            checksums=checksums,
             layers=self._layers,
         )
 

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Generic, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ultraep_serve.balance.backend import Answers
@@ -21,7 +22,14 @@ from ultraep_serve.engines.common.shared_values import SharedValues, require_agr
 from ultraep_serve.errors import UnsupportedError
 from ultraep_serve.types import ExpertShape, TokenView
 
-__all__ = ["Execution", "LoadedLayers", "compute_balanced", "compute_in_parts", "start_balancing"]
+__all__ = [
+    "Execution",
+    "LoadedLayers",
+    "compute_balanced",
+    "compute_in_parts",
+    "start_balancing",
+    "summed",
+]
 
 Layer = TypeVar("Layer")  # an engine's MoE layer
 
@@ -99,20 +107,19 @@ def start_balancing(
     execution: Execution[Layer],
     loaded: LoadedLayers[Layer],
     own: EngineRank,
-    complete: Callable[[torch.Tensor], torch.Tensor] | None,
+    complete: Callable[[torch.Tensor], torch.Tensor],
 ) -> BalancedLayers:
     """Give slots to all layers and join the ranks; slots are taken back where that fails.
 
     ``complete`` makes the whole output (T, H) of what ``execution`` computes on each rank, for the
-    self-check; None where it cannot be had. All ranks call this together. Raises UnsupportedError,
-    and what ``BalancedLayers`` raises.
+    self-check. All ranks call this together. Raises UnsupportedError, and what ``BalancedLayers``
+    raises.
     """
     layers, parameters, shape = loaded.layers, loaded.parameters, loaded.shape
     device = parameters[0][0].device
     assert own.group is not None, "engines have a group of all ranks"
     require_agreement(loaded.shared, own.group.on_host, config)
-    if complete is not None:
-        own = replace(own, answers=_answers(execution, loaded, own.rank, complete))
+    own = replace(own, answers=_answers(execution, loaded, own.rank, complete))
     row = torch.ones((1, loaded.hidden_size), dtype=loaded.dtype, device=device)
     run_layer = partial(
         compute_balanced, execution, layers[0], shape, loaded.view, loaded.experts_per_token, row
@@ -134,7 +141,8 @@ def _answers(
     def compute(
         index: int, x: torch.Tensor, weights: torch.Tensor, physical: torch.Tensor
     ) -> torch.Tensor:
-        return complete(execution.compute(loaded.layers[index], x, weights, physical))
+        # kernels may write their output into x, or empty it
+        return complete(execution.compute(loaded.layers[index], x.clone(), weights, physical))
 
     return Answers(
         compute=compute,
@@ -144,6 +152,13 @@ def _answers(
         device=loaded.parameters[0][0].device,
         seed=rank if loaded.view is TokenView.OWN else 0,
     )
+
+
+def summed(output: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The sum in float32 of the ranks' parts of an ``output`` (T, H) of the same tokens."""
+    total = output.float()
+    dist.all_reduce(total, group=group)
+    return total
 
 
 def compute_balanced(

@@ -1,7 +1,8 @@
 """The MoE layers of one scheduler process, joined into one balancer once the model is loaded."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import nn
 from ultraep_serve.balance.collectives import EngineGroup
 from ultraep_serve.balance.cuda.recording import is_capturing
 from ultraep_serve.config import BalanceConfig
-from ultraep_serve.engines.common.execution import Execution, LoadedLayers, start_balancing
+from ultraep_serve.engines.common.execution import Execution, LoadedLayers, start_balancing, summed
 from ultraep_serve.engines.common.setup import Batch, EngineRank, require_one_number
 from ultraep_serve.engines.sglang.checks import check_layer
 from ultraep_serve.engines.sglang.execution import CpuExperts, DeviceExperts
@@ -71,7 +72,7 @@ class ExpertGroup:
         ranks = get_parallel().moe_ep_group
         group = EngineGroup(ranks.cpu_group, ranks.device_group, _first_host())
         own = EngineRank("sglang", first.moe_ep_rank, group)
-        complete = _summed if is_cpu() else None
+        complete = _complete(first, group.on_host if is_cpu() else group.on_device)
         self._balanced = start_balancing(config, execution, loaded, own, complete)
         self._in_place = list(map(_InPlace, layers, parameters))
 
@@ -159,11 +160,17 @@ class _InPlace:
         return [tensor.data_ptr() for tensor in self._tensors(self._layer)]
 
 
-def _summed(output: torch.Tensor) -> torch.Tensor:
-    """The sum of all ranks' parts: on CPU each has a part of the output of the same tokens."""
-    total = output.float()
-    dist.all_reduce(total, group=get_parallel().moe_ep_group.cpu_group)
-    return total
+def _complete(layer: FusedMoE, group: dist.ProcessGroup) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What makes the whole output of a part.
+
+    Ranks that have all tokens add their parts up, unless SGLang's layers do so themselves
+    (``FusedMoE.forward_impl``, with ``reduce_results``; on CPU the adapter leaves that out). A
+    dispatcher brings every rank the whole output of its own tokens.
+    """
+    is_whole = layer.reduce_results and not is_cpu()
+    if _view_of(layer) is TokenView.OWN or is_whole:
+        return lambda output: output
+    return partial(summed, group=group)
 
 
 def _first_host() -> str:

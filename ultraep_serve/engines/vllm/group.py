@@ -1,6 +1,7 @@
 """The MoE layers of one process, joined into one balancer once all of them are loaded."""
 
 import functools
+from collections.abc import Callable
 from hashlib import blake2b
 
 import torch
@@ -22,7 +23,7 @@ from ultraep_serve.balance.cuda.recording import is_capturing
 from ultraep_serve.balance.host_link import KeyValueStore
 from ultraep_serve.balance.topology import ONLY_STAGE, PipelineStage
 from ultraep_serve.config import BalanceConfig
-from ultraep_serve.engines.common.execution import LoadedLayers, start_balancing
+from ultraep_serve.engines.common.execution import LoadedLayers, start_balancing, summed
 from ultraep_serve.engines.common.rendezvous import refuse_or_serve_plainly
 from ultraep_serve.engines.common.setup import BalancedLayers, Batch, EngineRank, require_one_number
 from ultraep_serve.engines.vllm.checks import check_layer, is_primary
@@ -156,11 +157,24 @@ class ExpertGroup:
             _store_of_all() if pipeline.num_stages > 1 else None,
         )
         own = EngineRank("vllm", ranks.rank_in_group, group, pipeline)
-        # On GPUs a rank's output may be a part of the sum, so that it cannot be compared.
-        complete = (lambda output: output) if current_platform.is_cpu() else None
+        complete = _complete(first, loaded.view, group)
         self.balanced = start_balancing(self._config, self._execution, loaded, own, complete)
         self.balanced.mark_ready(logger)
         after_warm_up(self.vllm_config, functools.partial(self.balanced.end_loading, logger))
+
+
+def _complete(
+    layer: RoutedExperts, view: TokenView, group: EngineGroup
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What makes the whole output of what an execution computes on a rank.
+
+    On GPUs ranks that have all tokens compute a part of the sum each, which vLLM adds up behind the
+    layer unless the kernel has (``MoERunner._maybe_reduce_final_output``).
+    """
+    is_whole = current_platform.is_cpu() or view is TokenView.OWN
+    if is_whole or layer.quant_method.moe_kernel.output_is_reduced():
+        return lambda output: output
+    return functools.partial(summed, group=group.on_device)
 
 
 def _pipeline_of(vllm_config: VllmConfig) -> PipelineStage:

@@ -1,0 +1,215 @@
+"""Ranks that check themselves without an engine, and what may be wrong with the last of them.
+
+A fault is given the ``Stages`` of a rank, its sizes and the layers that its engine computes, and
+returns the stages that the self-check is to see.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from ultraep_kernels.contract import Plan
+
+from ultraep_serve.balance.backend import Answers, Stages
+from ultraep_serve.types import ExpertShape
+
+__all__ = ["FAULTS", "FOUND", "HIDDEN", "LAYERS", "Layers", "engine_of", "experts"]
+
+HIDDEN, LAYERS = 16, 3
+Layers = list[list[torch.nn.Parameter]]  # by layer: a matrix (N, H, H) and its scale (N, 3)
+Fault = Callable[[Stages, ExpertShape, Layers], Stages]
+
+
+def experts(rank: int, shape: ExpertShape, layer: int) -> list[torch.nn.Parameter]:
+    """A layer's masters on one rank, (L, ...)."""
+    random = torch.Generator().manual_seed(100 * layer + rank)
+    sizes = ((HIDDEN, HIDDEN), (3,))
+    made = [torch.randn(shape.num_masters, *size, generator=random) for size in sizes]
+    return [torch.nn.Parameter(tensor, False) for tensor in made]
+
+
+def engine_of(rank: int, shape: ExpertShape, layers: Layers) -> Answers:
+    """An engine whose ranks have all tokens, and the sum of what they compute."""
+
+    def compute(
+        layer: int, x: torch.Tensor, weights: torch.Tensor, physical: torch.Tensor
+    ) -> torch.Tensor:
+        """Only this rank's part: whoever compares it sees what is computed elsewhere as missing."""
+        matrix, scale = layers[layer]
+        local = physical.long() - rank * shape.num_local
+        own = (local >= 0) & (local < shape.num_local)
+        outputs = torch.zeros_like(x)
+        for token, place in own.nonzero().tolist():
+            expert = local[token, place]
+            outputs[token] += weights[token, place] * (x[token] @ matrix[expert]) * scale[expert, 0]
+        torch.distributed.all_reduce(outputs)
+        return outputs
+
+    return Answers(compute, 2, HIDDEN, torch.float32, torch.device("cpu"), seed=0)
+
+
+def after_copying(damage: Callable[[Stages, ExpertShape, int], object]) -> Fault:
+    """A fault that does ``damage`` (stages, shape, layer) whenever slots were filled."""
+
+    def fault(made: Stages, shape: ExpertShape, _: Layers) -> Stages:
+        def replicate(layer: int, *rest: Any) -> None:
+            made.replicate(layer, *rest)
+            damage(made, shape, layer)
+
+        return replace(made, replicate=replicate)
+
+    return fault
+
+
+def flipped_bit(made: Stages, shape: ExpertShape, layer: int) -> None:
+    made.layers[layer].tensors[0][shape.num_masters].view(torch.uint8)[0, 0] ^= 1
+
+
+def slots_swapped(made: Stages, _: ExpertShape, layer: int) -> None:
+    for tensor in made.layers[layer].tensors:
+        tensor[-2:] = tensor[-2:].flip(0)
+
+
+def copy_cut_short(made: Stages, _: ExpertShape, layer: int) -> None:
+    """The last bytes of the last slot stay what they were before."""
+    made.layers[layer].tensors[-1][-1].view(torch.uint8)[-4:] = 0xA5
+
+
+def wrong_expert(made: Stages, _: ExpertShape, layer: int) -> None:
+    for tensor in made.layers[layer].tensors:
+        tensor[-1] = tensor[0]
+
+
+def stale_scale(made: Stages, shape: ExpertShape, _: Layers) -> Stages:
+    def replicate(layer: int, *rest: Any) -> None:
+        scale = made.layers[layer].tensors[1]
+        before = scale[shape.num_masters].clone()
+        made.replicate(layer, *rest)
+        scale[shape.num_masters].copy_(before)
+
+    return replace(made, replicate=replicate)
+
+
+def never_copied(made: Stages, *_: object) -> Stages:
+    """The other ranks get one expert in place of another."""
+
+    def replicate(layer: int, slot_expert: np.ndarray, by_relays: bool) -> None:
+        less = slot_expert.copy()
+        less[:-1][less[:-1] // (less.max() + 1) == 0] = less[:-1].max()
+        made.replicate(layer, less, by_relays)
+
+    return replace(made, replicate=replicate)
+
+
+def other_layer(made: Stages, *_: object) -> Stages:
+    def replicate(layer: int, *rest: Any) -> None:
+        made.replicate((layer + 1) % LAYERS, *rest)
+
+    return replace(made, replicate=replicate)
+
+
+def early_overwrite(made: Stages, *_: object) -> Stages:
+    """Slots lose their bytes after they were looked at: at the exchange that follows."""
+    filled: list[torch.Tensor] = []
+
+    def replicate(layer: int, *rest: Any) -> None:
+        made.replicate(layer, *rest)
+        filled[:] = [made.layers[layer].tensors[0]]
+
+    def gather(row: np.ndarray) -> np.ndarray:
+        for tensor in filled:
+            tensor[-1] = 0
+        return made.gather(row)
+
+    return replace(made, replicate=replicate, gather=gather)
+
+
+def counting(damage: Callable[[np.ndarray], np.ndarray]) -> Fault:
+    def fault(made: Stages, *_: object) -> Stages:
+        return replace(made, count=lambda ids: damage(made.count(ids)))
+
+    return fault
+
+
+def one_less(load: np.ndarray) -> np.ndarray:
+    load[load.argmax()] -= load.any()
+    return load
+
+
+def routing(damage: Callable[[Plan, torch.Tensor], object]) -> Fault:
+    def fault(made: Stages, *_: object) -> Stages:
+        def route(*args: Any) -> tuple[Plan, torch.Tensor]:
+            plan, physical = made.route(*args)
+            damage(plan, physical)
+            return plan, physical
+
+        return replace(made, route=route)
+
+    return fault
+
+
+def one_more(plan: Plan, _: torch.Tensor) -> None:
+    plan.quota[0, 0] += 1
+
+
+def other_plan(made: Stages, *_: object) -> Stages:
+    """One that is right in itself: as if every rank were a domain."""
+
+    def route(loads: np.ndarray, context: Any, *rest: Any) -> tuple[Plan, torch.Tensor]:
+        return made.route(loads, type(context).of(context.shape, 1), *rest)
+
+    return replace(made, route=route)
+
+
+def wrong_answer(made: Stages, shape: ExpertShape, layers: Layers) -> Stages:
+    """The engine's kernel takes the last master for whatever lies behind the masters."""
+    original = torch.Tensor.__getitem__
+
+    class Limited(torch.nn.Parameter):
+        def __getitem__(self, index: object) -> torch.Tensor:
+            limit = shape.num_masters - 1
+            within = min(int(index), limit) if isinstance(index, torch.Tensor) else index
+            return original(self, within)
+
+    for layer in layers:
+        layer[0].__class__ = Limited
+    return made
+
+
+FAULTS: dict[str, Fault] = {
+    "none": lambda made, *_: made,
+    "slots swapped": after_copying(slots_swapped),
+    "copy cut short": after_copying(copy_cut_short),
+    "wrong expert copied": after_copying(wrong_expert),
+    "early overwrite": early_overwrite,
+    "doubled assignment": counting(lambda load: load * 2),
+    "lost id": routing(lambda _, physical: physical.view(-1)[:1].fill_(-1)),
+    "quota off by one": routing(one_more),
+    "flipped bit": after_copying(flipped_bit),
+    "stale scale": stale_scale,
+    "never copied": never_copied,
+    "another layer": other_layer,
+    "lost assignment": counting(one_less),
+    "wrong id": routing(lambda _, physical: physical.masked_fill_(physical == 0, 1)),
+    "other plan": other_plan,
+    "wrong answer": wrong_answer,
+}
+FOUND = {
+    "slots swapped": "slots failed on rank 2",
+    "copy cut short": "slots failed on rank 2",
+    "wrong expert copied": "slots failed on rank 2",
+    "early overwrite": "slots failed on rank 2",
+    "doubled assignment": "kernels failed on rank 2: assignments are counted wrong",
+    "lost id": "kernels failed on rank 2: an assignment went to a wrong expert",
+    "quota off by one": "kernels failed on rank 2: broken plan",
+    "flipped bit": "slots failed on rank 2: slot 0 of layer 0 has other bytes",
+    "stale scale": "slots failed on rank 2",
+    "never copied": "slots failed on rank",
+    "another layer": "slots failed on rank",
+    "lost assignment": "kernels failed on rank 2: assignments are counted wrong",
+    "wrong id": "kernels failed on rank 2: an assignment went to a wrong expert",
+    "other plan": "kernels failed on rank",
+    "wrong answer": "answers failed on rank",
+}
