@@ -17,8 +17,8 @@ def after_warm_up(vllm_config: VllmConfig, action: Callable[[], None]) -> None:
 
     Target: ``compile_or_warm_up_model`` of the worker's class, which runs dummy batches of many
     sizes, tunes kernels and captures graphs. vLLM asks every worker for it, and takes requests when
-    all have returned. Around, once: then the method is vLLM's own again. Verified with 0.32 and
-    0.33. Remove when vLLM tells plugins that a worker is ready.
+    all have returned. Around, once: then the method is vLLM's own again. Verified with 0.32; 0.33
+    has the same by its source. Remove when vLLM tells plugins that a worker is ready.
     """
     worker: Any = resolve_obj_by_qualname(vllm_config.parallel_config.worker_cls)
     owner = next(each for each in worker.__mro__ if _WARM_UP in vars(each))
