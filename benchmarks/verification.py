@@ -177,7 +177,7 @@ def headers(server: Server) -> list[RingHeader]:
 
 def measure(server: Server, options: argparse.Namespace) -> dict[str, Any]:
     """Time of samples over time of layers, in portions, whose spread gives the interval."""
-    for seed in range(8):
+    for seed in range(options.portion):
         ask(server, 500 + seed)
     ratios, per_sample, seed, samples = [], [], 0, 0
     before, prefill_ns = headers(server), 0
