@@ -191,7 +191,7 @@ def test_requests_wait_for_their_turn_and_operators_for_less(
     assert slept == pytest.approx([1.5, 1.5, 0.5, 0.5])
 
 
-@pytest.mark.parametrize(("waited", "cost"), [(0.0, 1.0), (0.5, 5.0), (4.0, 33.0), (9.0, 33.0)])
+@pytest.mark.parametrize(("waited", "cost"), [(0.0, 1.0), (0.5, 3.0), (4.0, 17.0), (9.0, 17.0)])
 def test_waiting_for_a_core_costs_more_than_having_it(
     waited: float, cost: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

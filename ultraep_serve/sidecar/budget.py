@@ -12,7 +12,7 @@ __all__ = ["Budget", "Turns", "cost_since", "own_time"]
 _OPERATORS = ("/healthz", "/readyz", "/metrics", "/v1/control", "/v1/record")
 _OPERATORS_SECONDS = 0.5  # that they wait at most; a probe of Kubernetes gives up after a second
 _LONGEST_SECONDS = 1.5  # that others do, less than a server waits for requests when it is stopped
-_WAITING_WEIGHT, _MOST_WAITING = 8, 4
+_WAITING_WEIGHT, _MOST_WAITING = 4, 4
 _OWN_TIMES = Path("/proc/thread-self/schedstat")
 
 
@@ -33,10 +33,10 @@ def own_time() -> OwnTime:
 
 
 def cost_since(start: OwnTime) -> float:
-    """What this thread has spent of a budget: seconds of computing, and eight for each of waiting.
+    """What this thread has spent of a budget: seconds of computing, and four for each of waiting.
 
     So a budget is spent the faster the more others need the cores. Beside an engine that keeps all
-    busy, 33 seconds are spent for one of computing. A thread that wakes often and computes little
+    busy, 17 seconds are spent for one of computing. A thread that wakes often and computes little
     waits much longer than that, for which others should not have to wait: that does not count.
     """
     now = own_time()
