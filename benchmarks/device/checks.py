@@ -11,8 +11,8 @@ from tests.support.bench import Bench
 FOLDER = Path(__file__).resolve().parents[2] / "tests" / "cuda"
 
 
-def run(bench: Bench, report: Report) -> None:
-    """Every check is a row; those that need the interpreter are left out on a GPU."""
+def run(bench: Bench, report: Report, *names: str) -> None:
+    """Every check of ``names`` is a row; those that need the interpreter are left out on a GPU."""
     import pytest
 
     class Rows:
@@ -33,7 +33,7 @@ def run(bench: Bench, report: Report) -> None:
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     options = ["-c", os.devnull, f"--rootdir={FOLDER}", f"--confcutdir={FOLDER}"]
     options += ["-W", "error"] if bench.interpreted else []  # a GPU machine has versions of its own
-    checks = sorted(str(path) for path in FOLDER.glob("check_*.py"))
+    checks = [str(FOLDER / f"check_{name}.py") for name in names]
     options += ["-p", "no:cacheprovider", "-p", "no:terminal", "--continue-on-collection-errors"]
     code = pytest.main([*options, *checks], plugins=[Rows()])
     if code and report.all_passed:

@@ -21,6 +21,8 @@ class Part:
     arguments: tuple[str | int, ...] = ()
 
 
+CHECKS_OF_KERNELS = ("count_reroute", "plan", "relays", "rows", "setup", "speeds", "stream")
+CHECKS_OF_BALANCERS = ("balancer", "samples", "self_check")
 PARTS = (
     Part("routing", "stages.routing", 180),
     Part("layer-qwen3", "layer.run", 120, ("qwen3-235b-a22b", 16)),
@@ -31,7 +33,8 @@ PARTS = (
     Part("balancer", "balancer.run", 90),
     Part("senders", "senders.run", 60),
     Part("exchange", "stages.exchanging", 60),
-    Part("checks", "checks.run", 180),
+    Part("checks", "checks.run", 120, CHECKS_OF_KERNELS),
+    Part("checks-of-balancers", "checks.run", 120, CHECKS_OF_BALANCERS),
 )
 
 

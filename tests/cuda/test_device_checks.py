@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -33,6 +34,7 @@ ROWS = {
     "senders": ["1 senders", "2 senders"],
     "exchange": ["exchange"],
 }
+PARTS_OF_CHECKS = ("checks", "checks-of-balancers")
 NOT_ON_BARE_MACHINES = ("fastapi", "httpx", "prometheus_client", "pydantic", "rich", "scipy")
 CHECKS = [
     f"{path.name}::{statement.name}"
@@ -73,9 +75,11 @@ def bare_report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def check_report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Of the tests' own checks."""
-    return report_of(tmp_path_factory.mktemp("checks"), ["checks"])
+def check_reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Of the tests' own checks, whose parts run beside each other."""
+    with ThreadPoolExecutor() as pool:
+        folders = [tmp_path_factory.mktemp(part) for part in PARTS_OF_CHECKS]
+        return list(pool.map(report_of, folders, ([part] for part in PARTS_OF_CHECKS)))
 
 
 def test_a_dry_run_makes_every_part_in_order(bare_report: dict[str, Any]) -> None:
@@ -96,12 +100,12 @@ def test_part(bare_report: dict[str, Any], name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CHECKS)
-def test_kernels(check_report: dict[str, Any], name: str) -> None:
-    rows = check_report["parts"][0]["rows"]
+def test_kernels(check_reports: list[dict[str, Any]], name: str) -> None:
+    rows = [row for report in check_reports for row in report["parts"][0]["rows"]]
     mine = [row for row in rows if row["what"].split("[")[0] in (name, name.split("::")[0])]
     failed = [f"{row['what']}\n{row['error']}" for row in mine if not row["passed"]]
     assert not failed, "\n".join(failed)
-    assert mine, check_report["output"]
+    assert mine, "\n".join(report["output"] for report in check_reports)
 
 
 def times_in(value: Any, name: str = "") -> list[Any]:
