@@ -5,8 +5,8 @@
     python benchmarks/device --part routing --part layer-qwen3         # some parts only
 
 The checks are the tests' own (``tests/support``, and ``tests/cuda/check_*.py`` in the last
-two parts); here they run at real sizes and are timed. A part is a process of its own with a time limit, so one
-that hangs or breaks the GPU's context is an error in the report and the next begins afresh; the
+two parts); here they run at real sizes and are timed. A part is a process of its own with a time
+limit, so one that hangs or breaks the GPU's context is an error in the report and the next begins afresh; the
 JSON is written after each, with the launches that a layer takes (``launches_per_layer``) and the
 host's work beside them (``host_microseconds_per_layer``). The most important parts come first;
 those for which --seconds leave no time are reported so. Exits with 1 if anything failed; a target
