@@ -130,7 +130,6 @@ BAD = [
     *(("sidecar", "--run-dir", ".", "--port", port) for port in ("-1", "65536", HUGE)),
     ("sidecar", "--run-dir", "a\0b"),
     ("status", "--run-dir", LONG),
-    ("doctor", "--model-config", LONG),
     ("make-trace", "--out", f"{LONG}.npz"),
 ]
 
@@ -155,6 +154,10 @@ def test_bad_input_is_one_line(
     assert main(list(words)) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("ultraep-serve: error: ")
+
+
+def test_the_doctor_says_that_a_model_is_not_here_whatever_its_name() -> None:
+    assert main(["doctor", "--model-config", LONG]) == 1
 
 
 @pytest.mark.parametrize("config", ["heads", "digits", "experts", "nested", "binary", "deep"])

@@ -25,6 +25,7 @@ from ultraep_serve.telemetry.reader import RingReader
 from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.telemetry.schema import RingState
 from ultraep_serve.types import Decision, ExpertShape, TokenView
+from ultraep_serve.verify import self_check
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="plays the device in host memory")
 
@@ -32,6 +33,7 @@ pytestmark = pytest.mark.skipif(not INTERPRETED, reason="plays the device in hos
 def join(rank: int, run_path: Path, view: TokenView, costs: str) -> tuple[CostModel, list[int]]:
     """Layers joined as an engine does it, on a device; what was agreed on, and decisions."""
     search_briefly()
+    self_check.NUM_LOADS, self_check._MOST_TOKENS = 1, 16  # the interpreter is slow
     shape = ExpertShape(2, 8, 1)
     config = CONFIG.replace(run_dir=str(run_path), costs=costs)
     driver = HostDriver()
@@ -109,7 +111,9 @@ def join_rack(rank: int, run_path: Path) -> tuple[int, int]:
     shape, host = ExpertShape(16, 32, 2), run_path / f"host-{rank // 8}"
     host.mkdir(exist_ok=True)
     cheap = CostModel(1e-3, bytes_per_expert=1 << 10, link_bytes_per_second=1e12)
-    config = CONFIG.replace(run_dir=str(host), costs=cheap.to_json(), domain_size=16)
+    config = CONFIG.replace(
+        run_dir=str(host), costs=cheap.to_json(), domain_size=16, self_check="off"
+    )
     layers = [
         [torch.nn.Parameter(tensor, requires_grad=False) for tensor in masters_of(rank, i, 2)]
         for i in range(LAYERS)
