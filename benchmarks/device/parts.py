@@ -33,8 +33,8 @@ PARTS = (
     Part("balancer", "balancer.run", 90),
     Part("senders", "senders.run", 60),
     Part("exchange", "stages.exchanging", 60),
-    Part("checks", "checks.run", 120, CHECKS_OF_KERNELS),
-    Part("checks-of-balancers", "checks.run", 120, CHECKS_OF_BALANCERS),
+    Part("checks", "checks.run", 160, CHECKS_OF_KERNELS),
+    Part("checks-of-balancers", "checks.run", 160, CHECKS_OF_BALANCERS),
 )
 
 
