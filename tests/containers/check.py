@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -150,11 +150,9 @@ def _wait(made: Container, *, may_serve: bool) -> str:
     while time.monotonic() < deadline:
         if made.process.poll() is not None:
             return "refuses"
-        try:
+        with suppress(OSError, IndexError):  # it has just ended
             if may_serve and made.in_its_network("-c", _HEALTHY).returncode == 0:
                 return "serves"
-        except (OSError, IndexError):
-            pass  # it has just ended
         time.sleep(2)
     return "hangs"
 
