@@ -47,14 +47,17 @@ class _Compiled:
 
 
 _modules: dict[Any, _Compiled] = {}
+_binders: dict[int, tuple[Any, Any]] = {}  # of functions, by their id
 
 
 def prepare(launch: Launch, change: Change | None = None) -> Prepared:
     """Compile and parse, each once. Raises PtxError for PTX that is not known."""
     function, target = launch.function, GPUTarget("cuda", _ARCH, 32)
     backend = make_backend(target)
-    bind = create_function_from_signature(function.signature, function.params, backend)
-    bound, specialised, _ = bind(**launch.arguments)
+    if id(function) not in _binders:
+        made = create_function_from_signature(function.signature, function.params, backend)
+        _binders[id(function)] = function, made
+    bound, specialised, _ = _binders[id(function)][1](**launch.arguments)
     fusion = {"enable_fp_fusion": False}
     packed = function._pack_args(backend, fusion, bound, specialised, None)
     _, signature, constants, attributes = packed
