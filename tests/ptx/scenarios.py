@@ -134,6 +134,9 @@ SCENARIOS = {
         Scenario("unknown ids", ExpertShape(2, 8, 1), (Batch("unknown id"), Batch("padding"))),
         Scenario("a silent rank", ExpertShape(4, 8, 2), _FIRST, is_silent=True),
         Scenario("dispatch", ExpertShape(4, 8, 1), _BALANCED, dispatches=True),
+        Scenario(
+            "dispatch and relays", ExpertShape(4, 8, 1), _BALANCED, relay="always", dispatches=True
+        ),
         Scenario("calibration", ExpertShape(4, 8, 1), (), calibrates=True),
     )
 }
