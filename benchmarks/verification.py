@@ -86,8 +86,9 @@ def main() -> int:
     parser.add_argument("--pairs", type=int, default=400, help="of prompts to alternating servers")
     parser.add_argument("--portion", type=int, default=8, help="prompts of one ratio")
     parser.add_argument("--mode", choices=("tensor", "data"), default="tensor")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     options = parser.parse_args()
-    document: dict[str, Any] = {"engine": installed_engine()}
+    document: dict[str, Any] = {"engine": installed_engine(), "dtype": options.dtype}
     if options.pairs:
         with serving(options) as (checked, _), serving(options, "--verify-every", "0") as (not_, _):
             document["default_over_never"] = alternated(checked, not_, options.pairs)
@@ -115,7 +116,7 @@ def main() -> int:
 def serving(options: argparse.Namespace, *extra: str) -> Iterator[tuple[Server, Path]]:
     """A server, and the file that starts the fault."""
     engine = installed_engine()
-    flags = [*expert_parallel_flags(options.mode, "bfloat16", CONTEXT, engine), *extra]
+    flags = [*expert_parallel_flags(options.mode, options.dtype, CONTEXT, engine), *extra]
     flags += ["--enforce-eager"] if engine == "vllm" else []
     with tempfile.TemporaryDirectory() as folder:
         trigger = Path(folder) / "fault"

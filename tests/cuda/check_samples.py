@@ -58,7 +58,7 @@ class Engine:
         return output
 
     def answers(self) -> Answers:
-        return Answers(self.compute, 2, HIDDEN, torch.float32, torch.device("cpu"), seed=0)
+        return Answers(self.compute, 2, HIDDEN, 64, torch.float32, torch.device("cpu"), seed=0)
 
 
 @dataclass

@@ -23,7 +23,7 @@ from ultraep_serve.balance.topology import Location
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.errors import SelfCheckError
 from ultraep_serve.types import ExpertShape, TokenView
-from ultraep_serve.verify import self_check
+from ultraep_serve.verify import made_up, self_check
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="plays the device in host memory")
 
@@ -33,11 +33,11 @@ def check_less_for(fault: str, stages: Stages) -> Stages:
 
     Without a fault there are small loads of every kind, and two layers.
     """
-    self_check._TOKENS = self_check._MOST_TOKENS = 16
+    made_up._TOKENS = made_up._MOST_TOKENS = 16
     if fault == "none":
-        self_check.NUM_LOADS = self_check._KINDS
+        made_up.NUM_LOADS = made_up._KINDS
         return stages
-    self_check.NUM_LOADS = int(FOUND[fault].startswith("kernels"))
+    made_up.NUM_LOADS = int(FOUND[fault].startswith("kernels"))
     return replace(stages, layers=stages.layers[:1])
 
 

@@ -25,7 +25,7 @@ from ultraep_serve.telemetry.reader import RingReader
 from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.telemetry.schema import RingState
 from ultraep_serve.types import Decision, ExpertShape, TokenView
-from ultraep_serve.verify import self_check
+from ultraep_serve.verify import made_up
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="plays the device in host memory")
 
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.skipif(not INTERPRETED, reason="plays the device in hos
 def join(rank: int, run_path: Path, view: TokenView, costs: str) -> tuple[CostModel, list[int]]:
     """Layers joined as an engine does it, on a device; what was agreed on, and decisions."""
     search_briefly()
-    self_check.NUM_LOADS, self_check._MOST_TOKENS = 1, 16  # the interpreter is slow
+    made_up.NUM_LOADS, made_up._MOST_TOKENS = 1, 16  # the interpreter is slow
     shape = ExpertShape(2, 8, 1)
     config = CONFIG.replace(run_dir=str(run_path), costs=costs)
     driver = HostDriver()

@@ -50,7 +50,7 @@ class SampledRank:
         config = BalanceConfig(run_dir=str(run_path), self_check="off", **settings)
         seed = rank if view is TokenView.OWN else 0
         kind = torch.float32 if dtype is torch.int8 else dtype
-        answers = Answers(self.compute, 2, HIDDEN, kind, torch.device("cpu"), seed)
+        answers = Answers(self.compute, 2, HIDDEN, TOKENS, kind, torch.device("cpu"), seed)
         group = EngineGroup(dist.group.WORLD, dist.group.WORLD)
         own = EngineRank("test", rank, group, answers=answers)
         self.joined = BalancedLayers(config, shape, view, self.layers, lambda _: None, own)

@@ -15,9 +15,9 @@ from ultraep_kernels.contract import Plan
 from ultraep_serve.balance.backend import Answers, Stages
 from ultraep_serve.types import ExpertShape
 
-__all__ = ["FAULTS", "FOUND", "HIDDEN", "LAYERS", "Layers", "engine_of", "experts"]
+__all__ = ["FAULTS", "FOUND", "HIDDEN", "LAYERS", "MOST_TOKENS", "Layers", "engine_of", "experts"]
 
-HIDDEN, LAYERS = 16, 3
+HIDDEN, LAYERS, MOST_TOKENS = 16, 3, 50
 Layers = list[list[torch.nn.Parameter]]  # by layer: a matrix (N, H, H) and its scale (N, 3)
 Fault = Callable[[Stages, ExpertShape, Layers], Stages]
 
@@ -47,7 +47,7 @@ def engine_of(rank: int, shape: ExpertShape, layers: Layers) -> Answers:
         torch.distributed.all_reduce(outputs)
         return outputs
 
-    return Answers(compute, 2, HIDDEN, torch.float32, torch.device("cpu"), seed=0)
+    return Answers(compute, 2, HIDDEN, MOST_TOKENS, torch.float32, torch.device("cpu"), seed=0)
 
 
 def after_copying(damage: Callable[[Stages, ExpertShape, int], object]) -> Fault:

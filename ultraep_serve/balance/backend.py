@@ -129,6 +129,7 @@ class Answers:
     compute: Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
     experts_per_token: int  # K
     hidden_size: int  # H
+    most_tokens: int  # of this rank that the engine may compute at once; the same on all ranks
     dtype: torch.dtype
     device: torch.device
     seed: int  # of this rank's tokens; the same on all ranks where they see the same ones

@@ -3,20 +3,21 @@
 kernels   counts, plans and ids of made-up loads: what every plan must hold, ids as their twin's,
           and the same on every rank
 slots     experts are copied into every slot, directly and through a relay; bytes as their masters'
-answers   the engine computes a batch from masters, then with every expert computed by a copy
+answers   the engine computes a batch from masters, then with every expert computed by a copy; a
+          full check also has it compute its largest batch
 
 Each rank checks its own part, and all ranks learn the results, so that they raise together. What
 is changed are the contents of slots, which no batch relies on.
 """
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from hashlib import blake2b
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from ultraep_kernels.contract import FULL_SPEED, Plan
+from ultraep_kernels.contract import Plan
 from ultraep_kernels.experts import expert_bytes
 from ultraep_kernels.host.reroute import reroute_reference
 
@@ -25,16 +26,13 @@ from ultraep_serve.errors import SelfCheckError
 from ultraep_serve.plan.checks import check_plan
 from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.types import CheckResult, IntArray
-from ultraep_serve.verify.answers import bound_of, largest_difference, using_copies
+from ultraep_serve.verify import made_up
+from ultraep_serve.verify.answers import bound_of, largest_difference
 
 __all__ = ["run_self_check"]
 
-NUM_LOADS = 64
-_KINDS = 5  # of made-up loads
-_TOKENS, _MOST_TOKENS = 1 << 8, 1 << 14  # of a rank
 _MOST_SOURCES = 8  # of a load, whose ids are compared with their twin's, which is slow
 _POISON = 0xA5  # every byte of a slot before something is copied there
-_ROWS = 4  # assignments of an expert in a batch whose answers are compared
 
 
 def run_self_check(
@@ -43,17 +41,20 @@ def run_self_check(
     """Every check in order, all ranks together; ends with the first that fails anywhere.
 
     ``answers`` None: the engine cannot be asked. ``full`` takes all layers, not only the first and
-    the last of each kind.
+    the last of each kind, and has the first of each kind compute the engine's largest batch.
     Raises SelfCheckError on all ranks where one of them has found something wrong.
     """
     results: list[CheckResult] = []
     check = _SelfCheck(context, stages, results)
     check.run("kernels", check.kernels)
     if context.shape.num_replica_slots and context.domain_size > 1:
-        layers = range(len(stages.layers)) if full else _first_and_last_of_each_kind(stages.layers)
+        kinds = _layers_by_kind(stages.layers)
+        first_and_last = {index for of_kind in kinds for index in (of_kind[0], of_kind[-1])}
+        layers = range(len(stages.layers)) if full else sorted(first_and_last)
         check.run("slots", lambda: check.slots(layers))
         if answers is not None:
-            check.run("answers", lambda: check.answers(answers, layers))
+            large = {of_kind[0] for of_kind in kinds} if full else set()
+            check.run("answers", lambda: check.answers(answers, layers, large))
     return results
 
 
@@ -68,7 +69,7 @@ class _SelfCheck:
         """``results`` are added to."""
         self._results = results
         self._context, self._shape, self._stages = context, context.shape, stages
-        self._patterns = _SlotPatterns(context)
+        self._patterns = made_up.SlotPatterns(context)
 
     def run(self, name: str, check: Callable[[], str]) -> None:
         """Do one check, and learn how the others did. Raises SelfCheckError with all results."""
@@ -89,7 +90,7 @@ class _SelfCheck:
         """Plans hold what every plan must, ids are the twin's, and all ranks have the same."""
         digest, problem = blake2b(digest_size=7), ""
         try:
-            for number in range(NUM_LOADS):
+            for number in range(made_up.NUM_LOADS):
                 for array in self._planned(number):
                     digest.update(array.tobytes())
         except _Wrong as wrong:
@@ -98,11 +99,11 @@ class _SelfCheck:
         everybody = self._stages.gather(np.array([own], np.int64))[:, 0]
         _require(not problem, problem)
         _require(bool((everybody == own).all()), "ranks made other plans of the same loads")
-        return f"{NUM_LOADS} loads"
+        return f"{made_up.NUM_LOADS} loads"
 
     def _planned(self, number: int) -> list[NDArray[np.int32]]:
         """Slots, quotas and a few ranks' physical ids for a made-up load."""
-        context, ids = _made_up(self._context, number)
+        context, ids = made_up.random_load(self._context, number)
         stages, masters = self._stages, self._shape.num_masters
         experts = self._shape.num_logical_experts
         loads = np.stack([np.bincount(own[own >= 0], minlength=experts) for own in ids])
@@ -176,9 +177,14 @@ class _SelfCheck:
         is_slot = np.arange(self._shape.num_local) >= self._shape.num_masters
         return self._stages.checksums(layer, is_slot)[is_slot]
 
-    def answers(self, answers: Answers, layers: Sequence[int]) -> str:
-        """With every expert of a layer computed by a copy its output is what it is without."""
-        x, weights, ids = _tokens(answers, self._shape.num_logical_experts)
+    def answers(self, answers: Answers, layers: Sequence[int], large: Container[int]) -> str:
+        """With every expert of a layer computed by a copy its output is what it is without.
+
+        Layers that are in ``large`` compute the largest batch too, by copies: the same tokens over
+        and over, whose answers must not depend on how many there are.
+        """
+        tokens = made_up.random_tokens(answers, self._shape.num_logical_experts)
+        x, weights, ids = tokens
         bound = bound_of(answers.dtype)
         worst, problem = 0.0, ""
         for layer in layers:
@@ -195,98 +201,38 @@ class _SelfCheck:
                         f"layer {layer} computed by copies differs by {difference:.2g} of its "
                         f"largest value, {bound:.2g} are allowed in {answers.dtype}"
                     )
+            if layer in large:
+                difference = self._of_largest_batch(answers, layer, tokens, expected)
+                worst = max(worst, difference)
+                if not difference <= bound and not problem:
+                    problem = (
+                        f"layer {layer} computes {answers.most_tokens} tokens other than few: they "
+                        f"differ by {difference:.2g} of the largest value, {bound:.2g} are allowed"
+                    )
         _require(not problem, problem)
         return f"{len(layers)} layers, largest difference {worst:.1g}"
 
-
-class _SlotPatterns:
-    """Ways to fill slots, and the ids that use them."""
-
-    def __init__(self, context: PlanContext) -> None:
-        self._shape, self._domains = context.shape, context.domains
-
-    @property
-    def num_turns(self) -> int:
-        """How many rotations have every expert copied once."""
-        return -(-self._shape.num_masters // self._shape.num_slots)
-
-    def rotated(self, turn: int) -> IntArray:
-        """``slot_expert`` (R, S): slots hold experts of the next ranks of the domain, in turn."""
-        shape, slot_expert = self._shape, self._nothing()
-        for domain in self._domains:
-            size = domain.stop - domain.start
-            for rank in range(domain.start, domain.stop):
-                for slot in range(min(shape.num_slots, shape.num_masters * (size - 1))):
-                    ahead, local = divmod(slot, shape.num_masters)
-                    owner = domain.start + (rank - domain.start + 1 + ahead) % size
-                    local = (turn * shape.num_slots + local) % shape.num_masters
-                    slot_expert[rank, slot] = owner * shape.num_masters + local
-        return slot_expert
-
-    def from_one_rank(self) -> IntArray:
-        """``slot_expert`` (R, S): all ranks of a domain hold the experts of its first."""
-        shape, slot_expert = self._shape, self._nothing()
-        held = np.arange(min(shape.num_slots, shape.num_masters))
-        for domain in self._domains:
-            others = slice(domain.start + 1, domain.stop)
-            slot_expert[others, : held.size] = domain.start * shape.num_masters + held
-        return slot_expert
-
-    def ids(self, logical: torch.Tensor, slot_expert: IntArray | None) -> torch.Tensor:
-        """See ``using_copies``."""
-        slots = None if slot_expert is None else torch.from_numpy(slot_expert).to(logical.device)
-        return using_copies(logical, slots, self._shape)
-
-    def _nothing(self) -> IntArray:
-        return np.full((self._shape.num_ranks, self._shape.num_slots), -1, np.int32)
+    def _of_largest_batch(
+        self, answers: Answers, layer: int, tokens: Sequence[torch.Tensor], expected: torch.Tensor
+    ) -> float:
+        """How far answers to ``tokens``, over and over, are from those ``expected`` of them."""
+        slot_expert = self._patterns.rotated(0)
+        self._stages.replicate(layer, slot_expert, False)
+        times = -(-answers.most_tokens // expected.shape[0])
+        x, weights, ids = (tensor.repeat(times, 1)[: answers.most_tokens] for tensor in tokens)
+        found = answers.compute(layer, x, weights, self._patterns.ids(ids, slot_expert))
+        parts = found.split(expected.shape[0])
+        differences = [largest_difference(part, expected[: len(part)]) for part in parts]
+        return float(torch.stack(differences).max())  # NaN where one is
 
 
-def _made_up(context: PlanContext, number: int) -> tuple[PlanContext, list[torch.Tensor]]:
-    """A context and every rank's ids (T, K) int32, the same on all ranks.
-
-    In turn skewed, even, one hot expert, nearly all padding, nothing; every third with speeds that
-    differ, the last skewed one of the largest batch.
-    """
-    shape, rng, kind = context.shape, np.random.default_rng(number), number % _KINDS
-    experts, speeds = shape.num_logical_experts, None
-    if number % 3 == 2:
-        speeds = rng.integers(FULL_SPEED // 8, FULL_SPEED + 1, shape.num_ranks)
-        speeds[rng.integers(shape.num_ranks)] = FULL_SPEED
-    chances = rng.dirichlet(np.full(experts, 0.3)) if kind in (0, 3) else None
-    tokens = _MOST_TOKENS if number == NUM_LOADS // _KINDS * _KINDS else _TOKENS
-    ids = []
-    for _ in range(shape.num_ranks):
-        own = rng.choice(experts, (0 if kind == 4 else tokens, 2), p=chances)
-        if kind == 2:
-            own[:] = number % experts
-        if kind == 3:
-            own[rng.random(own.shape) < 0.9] = -1
-        ids.append(torch.from_numpy(own.astype(np.int32)))
-    return PlanContext.of(shape, context.domain_size, speeds), ids
-
-
-def _tokens(answers: Answers, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Random x (T, H) and weights (T, K); ids (T, K) int64 with equally many of each expert."""
-    random = torch.Generator().manual_seed(answers.seed)
-    num_tokens = -(-_ROWS * num_experts // answers.experts_per_token)
-    x = torch.randn(num_tokens, answers.hidden_size, generator=random).to(answers.dtype)
-    weights = torch.rand(num_tokens, answers.experts_per_token, generator=random) + 0.5
-    weights /= weights.sum(dim=1, keepdim=True)
-    ids = torch.arange(num_tokens * answers.experts_per_token) % num_experts
-    return (
-        x.to(answers.device),
-        weights.to(answers.device),
-        ids.view(num_tokens, -1).to(answers.device),
-    )
-
-
-def _first_and_last_of_each_kind(layers: Sequence[LayerSlots]) -> list[int]:
+def _layers_by_kind(layers: Sequence[LayerSlots]) -> list[list[int]]:
     """Layers, where experts of one kind have tensors of the same types and shapes."""
     kinds: dict[tuple[object, ...], list[int]] = {}
     for index, layer in enumerate(layers):
         kind = tuple((tensor.dtype, tensor.shape) for tensor in layer.tensors)
         kinds.setdefault(kind, []).append(index)
-    return sorted({index for of_kind in kinds.values() for index in (of_kind[0], of_kind[-1])})
+    return list(kinds.values())
 
 
 def _are_same(plan: Plan, other: Plan) -> bool:

@@ -99,6 +99,7 @@ class LoadedLayers(Generic[Layer]):
     view: TokenView
     experts_per_token: int  # K
     hidden_size: int  # H
+    most_tokens: int  # of this rank in a prefill batch
     dtype: torch.dtype  # of the layers' input and output
 
 
@@ -148,6 +149,7 @@ def _answers(
         compute=compute,
         experts_per_token=loaded.experts_per_token,
         hidden_size=loaded.hidden_size,
+        most_tokens=loaded.most_tokens,
         dtype=loaded.dtype,
         device=loaded.parameters[0][0].device,
         seed=rank if loaded.view is TokenView.OWN else 0,

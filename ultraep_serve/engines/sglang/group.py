@@ -11,7 +11,7 @@ import torch.distributed as dist
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatcher
 from sglang.srt.layers.moe.utils import filter_moe_weight_param_global_expert
-from sglang.srt.runtime_context import get_parallel, get_server_args
+from sglang.srt.runtime_context import get_parallel, get_schedule, get_server_args
 from sglang.srt.utils import is_cpu
 from sglang.srt.utils.network import NetworkAddress
 from torch import nn
@@ -67,6 +67,7 @@ class ExpertGroup:
             view=_view_of(first),
             experts_per_token=first.top_k,
             hidden_size=first.hidden_size,
+            most_tokens=_most_tokens(),
             dtype=first.params_dtype,
         )
         ranks = get_parallel().moe_ep_group
@@ -171,6 +172,12 @@ def _complete(layer: FusedMoE, group: dist.ProcessGroup) -> Callable[[torch.Tens
     if _view_of(layer) is TokenView.OWN or is_whole:
         return lambda output: output
     return partial(summed, group=group)
+
+
+def _most_tokens() -> int:
+    """How many tokens SGLang puts into a prefill batch; one longer prompt alone may have more."""
+    chunk = get_schedule().chunked_prefill_size
+    return int(chunk if chunk and chunk > 0 else get_schedule().max_prefill_tokens)
 
 
 def _first_host() -> str:

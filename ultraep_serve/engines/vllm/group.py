@@ -147,6 +147,7 @@ class ExpertGroup:
             view=self._view,
             experts_per_token=first.top_k,
             hidden_size=first.hidden_size,
+            most_tokens=self.vllm_config.scheduler_config.max_num_batched_tokens,
             dtype=first.moe_config.in_dtype,
         )
         ranks, pipeline = get_ep_group(), _pipeline_of(self.vllm_config)
