@@ -75,6 +75,7 @@ class _Totals:
     races: set[str] = field(default_factory=set)
     played: dict[str, _Played] = field(default_factory=dict)
     mistakes: dict[str, str] = field(default_factory=dict)  # what was reported, "" nothing
+    parts: list[str] = field(default_factory=list)  # commands of earlier runs
 
     @property
     def found(self) -> int:
@@ -95,6 +96,7 @@ class _Totals:
         said = json.loads(path.read_text())
         if said.get("kernels") != _kernels():
             raise ValueError(f"{path} is about other kernels than these: run its seeds again")
+        self.parts += [*said["parts"], said["command"]]
         self.launches += said["launches"]
         self.races |= set(said["races"])
         self.mistakes |= said["mistakes"]
@@ -105,8 +107,12 @@ class _Totals:
         """Replace the file, if there is to be one."""
         if path is None:
             return
+        from ultraep_serve.system.machine import describe
+
         report = {
             "command": "python -m tests.ptx.check " + " ".join(sys.argv[1:]),
+            "parts": self.parts,
+            "machine": describe(),
             "kernels": _kernels(),
             "launches": self.launches,
             "races": sorted(self.races),
@@ -143,7 +149,7 @@ def main() -> int:
     """Check everything, print a line at the end; 1 where something is not as it must be."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="few seeds, small groups: two minutes")
-    parser.add_argument("--seeds", type=int, help="of every scenario")
+    parser.add_argument("--seeds", type=int, help="of every scenario; 0: none")
     parser.add_argument("--first-seed", type=int, default=0, help="and those that follow")
     parser.add_argument("--scenario", action="append", help="only these")
     parser.add_argument("--no-mistakes", action="store_true", help="make none on purpose")
@@ -183,7 +189,9 @@ def _check_scenarios(arguments: argparse.Namespace, totals: _Totals) -> None:
     from tests.ptx.scenarios import SCENARIOS
 
     names = arguments.scenario or (_QUICK_SCENARIOS if arguments.quick else SCENARIOS)
-    number = arguments.seeds or (_QUICK_SEEDS if arguments.quick else _SEEDS)
+    number = _QUICK_SEEDS if arguments.quick else _SEEDS
+    if arguments.seeds is not None:
+        number = arguments.seeds
     first = arguments.first_seed
     for seed in range(first, first + number):
         for name in names:
