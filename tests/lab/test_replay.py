@@ -181,6 +181,25 @@ def test_policies_see_only_the_past(
     assert spy.seen[1:] == seen  # the first call only warms up
 
 
+def test_a_plan_is_kept_until_the_next_refresh(trace_file: Path) -> None:
+    spy = Spy()
+    policy = PolicyFunction("spy", "", spy.place, refreshed_every=3)
+    seen: list[np.ndarray] = []
+    now: list[np.ndarray] = []
+
+    def place(loads: Any, context: Any, history: Any) -> Any:
+        seen.append(history[0])
+        now.append(loads)
+        return spy.place(loads, context, history)
+
+    options = ReplayOptions(num_ranks=4, batch_tokens=512, layers=(1,), skip=1)
+    replay(load_trace(trace_file), options, [replace(policy, place=place)])
+    for number in range(3, 6):  # batches; the first call only warms up
+        assert np.array_equal(seen[number], now[3])
+    assert np.array_equal(seen[1], seen[2])
+    assert not np.array_equal(seen[1], now[1])  # of batch 0, which is history only
+
+
 @pytest.mark.parametrize(
     ("policies", "history", "skipped"),
     [("off,quota", 8, 0), ("quota,eplb", 8, 3), ("eplb-slots", 2, 2), ("lplb,off", 1, 1)],

@@ -36,8 +36,8 @@ class ReplayFlags(Settings):
 
     policies: Names = Field(
         min_length=1,
-        description="policies to compare; may be repeated. FILE.py:NAME is a function of your own. "
-        + SUMMARIES,
+        description="policies to compare; may be repeated. FILE.py:NAME is a function of your own, "
+        f"quota-every-N is quota planned in every Nth batch only. {SUMMARIES}",
         json_schema_extra={"action": "append", "also": ["--policy"]},
     )
     phase: Literal["prefill", "decode", "all"] = Field(
