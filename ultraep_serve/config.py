@@ -21,12 +21,19 @@ from ultraep_serve.system.settings import Settings, read_settings
 from ultraep_serve.types import Policy
 
 __all__ = [
+    "SIDECAR_DISTANCE",
     "BalanceConfig",
     "SidecarSettings",
     "add_file_flag",
     "given_settings",
     "parse_policy",
 ]
+
+# From a server's port to its sidecar's. Engines give ports just above the server's to ranks (vLLM:
+# server + rank, SGLang: server + 1, + 13, + 233 and after); servers side by side often lie hundreds
+# apart.
+SIDECAR_DISTANCE = 700
+_VLLM_PORT = 8000
 
 
 def _read_costs(given: object) -> object:
@@ -54,7 +61,9 @@ class SidecarSettings(Settings):
         default=None,
         ge=0,
         le=65535,
-        description="its port; 0: a free one (default: the server's + 1; 8001 without a launcher)",
+        description="its port; 0: a free one "
+        f"(default: the server's + {SIDECAR_DISTANCE}; {_VLLM_PORT + SIDECAR_DISTANCE} without a "
+        "launcher)",
     )
     log_format: Literal["text", "json"] = Field(
         default="text", description="lines of the sidecar's log"
@@ -64,6 +73,10 @@ class SidecarSettings(Settings):
         description="names, separated by commas, by which browsers and proxies may call it beside "
         "its addresses, this machine's own name and names without a dot (default: none)",
     )
+
+    def port_beside(self, server: int = _VLLM_PORT) -> int:
+        """The port that was chosen, else the default one beside a server on port ``server``."""
+        return server + SIDECAR_DISTANCE if self.port is None else self.port
 
 
 class BalanceConfig(Settings):

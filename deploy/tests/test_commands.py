@@ -18,7 +18,7 @@ from commands import (
 from files import BIN, COMPOSE, DEPLOY, read_yaml, run
 from manifests import DISAGGREGATED, MANY_HOSTS, ONE_HOST, Pod, balanced_pods, built, only, pods
 
-from ultraep_serve.config import BalanceConfig, SidecarSettings
+from ultraep_serve.config import SIDECAR_DISTANCE, BalanceConfig, SidecarSettings
 from ultraep_serve.sidecar.serve import add_arguments
 from ultraep_serve.types import Policy
 
@@ -57,7 +57,7 @@ def test_compose_starts_a_balanced_server_with_its_sidecar() -> None:
     check_parallelism("vllm", flags)
     targets = read_yaml(DEPLOY / "prometheus" / "prometheus.yml")["scrape_configs"]
     addresses = [target for job in targets for target in job["static_configs"][0]["targets"]]
-    assert addresses == [f"engine:{flags.port + 1}", f"engine:{flags.port}"]
+    assert addresses == [f"engine:{flags.port + SIDECAR_DISTANCE}", f"engine:{flags.port}"]
 
 
 @pytest.mark.parametrize("path", ONE_HOST, ids=lambda path: path.name)
@@ -85,7 +85,7 @@ def test_every_host_starts_a_balanced_server_with_its_sidecar(path: Path) -> Non
         check_parallelism(line[0], flags)
         ports = {port["name"]: port["containerPort"] for port in pod.container("engine")["ports"]}
         served = {"http": flags.port} if pod.role == "leader" else {}
-        assert ports == {**served, "sidecar": flags.port + 1}
+        assert ports == {**served, "sidecar": flags.port + SIDECAR_DISTANCE}
 
 
 def check_ports(pod: Pod, **expected: int) -> None:

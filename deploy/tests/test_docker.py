@@ -138,7 +138,7 @@ def test_compose_gives_the_engine_shared_memory_and_every_service_a_health_check
     code = services["engine"]["healthcheck"]["test"][-1]
     compile(code, str(COMPOSE), "exec")
     assert "8000/health" in code
-    assert "8001/readyz" in code
+    assert "8700/readyz" in code
 
 
 def test_files_that_compose_mounts_exist() -> None:

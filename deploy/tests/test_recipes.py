@@ -61,7 +61,7 @@ def is_for_cpu(start: Start) -> bool:
 
 
 def test_no_command_is_left_unchecked() -> None:
-    assert len(STARTS) == 10
+    assert len(STARTS) == 11
     for block in blocks("sh"):
         subprocess.run(["bash", "-n"], input=block, text=True, check=True)
     modules = {"pip", "vllm.entrypoints.openai.api_server", "dynamo.vllm", "sglang.launch_server"}

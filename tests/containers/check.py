@@ -18,12 +18,14 @@ from typing import Any
 from tests.containers.container import Container, Limits, container, shared_memory
 from tests.support.serving_checks import MOVING_ALWAYS_PAYS
 from tests.support.tiny_models import tiny_qwen3
+from ultraep_serve.config import SidecarSettings
 from ultraep_serve.lab.demo.models import make_model
 from ultraep_serve.system.files import write_json
 from ultraep_serve.system.machine import describe
 
 _SECONDS = 900.0  # for a server to come up or to refuse
 _PORT = 8000
+_SIDECAR_PORT = SidecarSettings().port_beside(_PORT)
 _FLAGS = [
     *("--tensor-parallel-size", "2", "--enable-expert-parallel", "--enforce-eager"),
     *("--dtype", "float32", "--max-model-len", "2048", "--port", str(_PORT)),
@@ -35,7 +37,8 @@ body = {{"prompt": "law court judge " * 200, "max_tokens": 4, "model": sys.argv[
 url = "http://127.0.0.1:{_PORT}/v1/completions"
 head = {{"Content-Type": "application/json"}}
 u.urlopen(u.Request(url, json.dumps(body).encode(), head), timeout=100).read()
-print(u.urlopen("http://127.0.0.1:{_PORT + 1}/v1/balance?policy=quota", timeout=30).read().decode())
+balance = "http://127.0.0.1:{_SIDECAR_PORT}/v1/balance?policy=quota"
+print(u.urlopen(balance, timeout=30).read().decode())
 """
 
 
@@ -84,7 +87,7 @@ class Check:
             arguments = ["-m", "ultraep_serve.cli", "vllm", str(self._model), *_FLAGS]
             arguments += ["--costs", str(self._costs)]
         else:
-            sidecar = {"port": _PORT + 1}
+            sidecar = {"port": _SIDECAR_PORT}
             settings = {"costs": self._costs.read_text(), "sidecar": sidecar}
             setting = json.dumps({"ultraep": settings})
             module = "vllm.entrypoints.openai.api_server"

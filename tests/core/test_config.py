@@ -312,3 +312,16 @@ def test_engines_that_multiprocessing_starts_are_first_processes_of_their_own_wo
     process, first = found.get(timeout=60), found.get(timeout=60)
     assert process == first == of_worker.get(timeout=60) != os.getpid()
     engine.join()
+
+
+@pytest.mark.parametrize("server", [8000, 8100, 8200, 30000])
+def test_the_sidecars_port_is_none_of_the_engines(server: int) -> None:
+    """vLLM with a port for each rank; SGLang's own and those of its data-parallel ranks."""
+    ranks = 72  # of a rack
+    vllm = {*range(server, server + ranks), 9256, 29500, 29501, 29550, 5557, 14579, 8998}
+    side_channels = {*range(5600, 5600 + ranks), *range(5710, 5710 + ranks)}
+    sglang = {server + 1, server + 13, *range(server + 233, server + 240 + ranks), 29000, 9003}
+    assert SidecarSettings().port_beside(server) not in vllm | side_channels | sglang
+    neighbours = {first + rank for first in (8000, 8100, 8200, 30000) for rank in range(ranks)}
+    assert SidecarSettings().port_beside(server) not in neighbours
+    assert SidecarSettings(port=9000).port_beside(server) == 9000

@@ -50,7 +50,7 @@ def pipe(path: Path) -> None:
 
 def test_the_token_of_the_local_server_is_found(run_path: Path) -> None:
     assert token_of() == SECRET
-    assert token_of("--url", "http://127.0.0.1:8001") is None
+    assert token_of("--url", "http://127.0.0.1:8700") is None
     assert token_of("--token", " given ") == "given"
 
 

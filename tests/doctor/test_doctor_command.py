@@ -42,7 +42,7 @@ def test_text_shows_marks_and_remedies(
     assert "→ choose a number of ranks that divides 16" in shown
 
 
-@pytest.mark.parametrize("flags", [["--port", "0"], ["--port", "65535"], ["--ep", "0"]])
+@pytest.mark.parametrize("flags", [["--port", "0"], ["--port", "65536"], ["--ep", "0"]])
 def test_bad_flags_are_refused(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", *flags]) == 2
     assert "must be" in capsys.readouterr().err

@@ -10,6 +10,7 @@ from typing import ClassVar
 import pytest
 
 from tests.support.findings import only
+from ultraep_serve.config import SIDECAR_DISTANCE
 from ultraep_serve.doctor.finding import Status, Subject
 from ultraep_serve.doctor.running_server import check_ports, check_server
 from ultraep_serve.system.machine import free_port
@@ -75,7 +76,7 @@ def test_ports_of_others_are_errors(shm: Path) -> None:
     port = free_port()
     subject = Subject(port=port)
     assert [finding.status for finding in check_ports(subject)] == [Status.OK] * 2
-    with socket.create_server(("127.0.0.1", port + 1)):
+    with socket.create_server(("127.0.0.1", port + SIDECAR_DISTANCE)):
         server, sidecar = check_ports(subject)
     assert (server.status, sidecar.status) == (Status.OK, Status.ERROR)
     assert "--sidecar-port" in sidecar.remedy

@@ -108,6 +108,14 @@ def test_what_cannot_be_balanced_is_refused(
     assert engine_command("m", flags, Policy.OFF).arguments[-len(flags) or None :] is not None
 
 
+@pytest.mark.parametrize("policy", [Policy.QUOTA, Policy.OFF])
+def test_a_server_for_each_rank_is_left_to_the_engines_own_command(policy: Policy) -> None:
+    """Its server's module, which is started here, would ignore the flag."""
+    flags = ["-dp", "8", "-dpl", "8", "-ep", "--data-parallel-multi-port-external-lb"]
+    with pytest.raises(UnsupportedError, match="start `vllm serve` itself"):
+        engine_command("m", flags, policy)
+
+
 def test_flags_in_a_file_are_left_to_the_engine() -> None:
     assert engine_command("m", ["--config", "server.yaml"], Policy.QUOTA).num_ranks == 1
 

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, model_validator
 
+from ultraep_serve.config import SidecarSettings
 from ultraep_serve.costs.shapes import WEIGHT_BITS, weight_bits
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.system.control_token import checked_token, read_token
@@ -60,7 +61,7 @@ class ServerFlags(Settings):
         description="address of the engine's server",
     )
     sidecar: Url = Field(
-        default="http://127.0.0.1:8001",
+        default=f"http://127.0.0.1:{SidecarSettings().port_beside()}",
         description="address of its sidecar",
     )
     token: str | None = Field(

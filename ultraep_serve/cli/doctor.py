@@ -12,7 +12,7 @@ from pydantic import Field
 from ultraep_serve import __version__
 from ultraep_serve.cli import Parser, serve
 from ultraep_serve.cli.arguments import JsonFile, WeightType, prepare_outputs, show
-from ultraep_serve.config import given_settings
+from ultraep_serve.config import SIDECAR_DISTANCE, given_settings
 from ultraep_serve.doctor import diagnose
 from ultraep_serve.doctor.finding import Finding, Status, Subject
 from ultraep_serve.doctor.report import write_report
@@ -48,14 +48,14 @@ class DoctorFlags(Settings):
     port: int | None = Field(
         default=None,
         ge=1,
-        le=65534,
+        le=65535,
         description="port of a server that runs, or will run, on this machine",
     )
     sidecar_port: int | None = Field(
         default=None,
         ge=1,
         le=65535,
-        description="its sidecar's port (default: the server's + 1)",
+        description=f"its sidecar's port (default: the server's + {SIDECAR_DISTANCE})",
     )
     model: Annotated[str, Shown("MODEL")] | None = Field(
         default=None,

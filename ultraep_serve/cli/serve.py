@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     config, sidecar = given_settings(arguments, "sidecar-")
     parsed = launch.parse_engine_flags(flags)
     command = launch.engine_command(arguments.model, flags, config.policy)
-    sidecar_port = parsed.port + 1 if sidecar.port is None else sidecar.port
+    sidecar_port = sidecar.port_beside(parsed.port)
     if command.url is not None:
         _check_port(parsed.host, parsed.port, "--port")
     with_sidecar = config.policy is not Policy.OFF and not arguments.no_sidecar

@@ -22,7 +22,7 @@ class Subject:
     """What is to be served, as far as it is known."""
 
     port: int | None = None  # of the engine's server; the engines' own defaults otherwise
-    sidecar_port: int | None = None  # the server's + 1 otherwise
+    sidecar_port: int | None = None  # beside the server's otherwise
     serves: bool = True  # whether this host has a server; else it has ranks and a sidecar alone
     model: str | None = None  # a directory, its config.json, or the name of a built-in shape
     num_ranks: int = 2  # R: of one pipeline stage, on all hosts

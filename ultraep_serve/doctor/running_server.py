@@ -5,6 +5,7 @@ import urllib.error
 import urllib.request
 from typing import Any
 
+from ultraep_serve.config import SIDECAR_DISTANCE
 from ultraep_serve.doctor.finding import Finding, Subject, error, ok, warning
 from ultraep_serve.system.machine import why_not_listen
 from ultraep_serve.telemetry.run_directory import is_running, run_directory_of_port
@@ -17,7 +18,7 @@ _MAX_BYTES = 1 << 20
 
 
 def check_ports(subject: Subject) -> list[Finding]:
-    """Whether a server could start: on its port and the next, or on the engines' default ports."""
+    """Whether server and sidecar could start on their ports, or else on the engines' defaults."""
     if subject.port is not None:
         if is_running(subject.port):
             return [ok("ports", f"a balanced server runs on port {subject.port}")]
@@ -84,24 +85,26 @@ def _reasons(body: bytes) -> dict[str, Any]:
 
 
 def _check_default(title: str, port: int) -> Finding:
-    taken = [number for number in (port, port + 1) if why_not_listen("0.0.0.0", number)]
+    beside = port + SIDECAR_DISTANCE
+    taken = [number for number in (port, beside) if why_not_listen("0.0.0.0", number)]
     if not taken:
-        return ok("ports", f"{port} and {port + 1}, {title}'s server and sidecar, are free")
-    seen = f"{', '.join(map(str, taken))} of {title}'s {port} and {port + 1} in use"
+        return ok("ports", f"{port} and {beside}, {title}'s server and sidecar, are free")
+    seen = f"{', '.join(map(str, taken))} of {title}'s {port} and {beside} in use"
     remedy = "choose others with --port and --sidecar-port; `ss -ltnp` shows what uses them"
     return warning("ports", seen, remedy)
 
 
 def _check_port(port: int, who: str) -> Finding:
-    if why_not_listen("0.0.0.0", port) is None:
+    reason = why_not_listen("0.0.0.0", port)
+    if reason is None:
         return ok("ports", f"{port} is free for {who}")
     flag = "--port" if who == "the server" else "--sidecar-port"
     remedy = f"stop what uses it (`ss -ltnp` shows that), or choose another {flag}"
-    return error("ports", f"{port}, needed for {who}, is in use by another program", remedy)
+    return error("ports", f"{port}, needed for {who}, cannot be used ({reason})", remedy)
 
 
 def _sidecar_port(subject: Subject) -> int:
-    return subject.sidecar_port or (subject.port or 0) + 1
+    return subject.sidecar_port or (subject.port or 0) + SIDECAR_DISTANCE
 
 
 def _get(url: str) -> "tuple[int, bytes] | str":

@@ -10,9 +10,7 @@ from ultraep_serve.config import BalanceConfig, SidecarSettings
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.system.machine import why_not_listen
 
-__all__ = ["DEFAULT_PORT", "sidecar_command", "start_beside_rank"]
-
-DEFAULT_PORT = 8001
+__all__ = ["sidecar_command", "start_beside_rank"]
 
 
 def sidecar_command(
@@ -35,7 +33,7 @@ def start_beside_rank(config: BalanceConfig, settings: SidecarSettings) -> None:
         raise ConfigError(
             f"the sidecar needs {' and '.join(missing)}; pip install 'ultraep-serve[sidecar]'"
         )
-    port = DEFAULT_PORT if settings.port is None else settings.port
+    port = settings.port_beside()
     if reason := why_not_listen(settings.host, port):
         raise ConfigError(
             f"the sidecar cannot listen on {settings.host}:{port} ({reason}); choose another "

@@ -25,6 +25,7 @@ from ultraep_serve.sidecar.app import AppOptions, create_app
 from ultraep_serve.sidecar.connections import server_settings
 from ultraep_serve.system.control_token import read_token
 from ultraep_serve.system.environment import control_token_from_environment
+from ultraep_serve.system.machine import why_not_listen
 from ultraep_serve.telemetry.run_directory import remove_abandoned
 from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.telemetry.running import find_run
@@ -33,7 +34,6 @@ __all__ = ["add_arguments", "control_token", "is_loopback", "run", "serve", "set
 
 _NICE = 10
 _LOGGER = logging.getLogger(__name__)
-_DEFAULT_PORT = 8001
 _COMPUTING_SHARE, _READING_SHARE = 0.15, 0.1  # of a core, see cost_since
 _LOOK_SECONDS = 0.5  # between looks at the parent
 
@@ -86,7 +86,7 @@ def serve(
     Raises ConfigError when the address cannot be bound, or when the control endpoint would be
     reachable from other hosts without a token.
     """
-    host, port = settings.host, _DEFAULT_PORT if settings.port is None else settings.port
+    host, port = settings.host, settings.port_beside()
     if not token and not is_loopback(host):
         raise ConfigError(
             f"{host = } is reachable from other hosts; set a control token, or bind 127.0.0.1"
@@ -159,8 +159,9 @@ def _listen(host: str, port: int) -> socket.socket:
         )[0]
         return socket.create_server(address[:2], family=family, backlog=128)
     except OSError as error:
+        reason = why_not_listen(host, port) or error
         raise ConfigError(
-            f"cannot serve on {host}:{port}: {error}; choose another with --host or --port"
+            f"cannot serve on {host}:{port}: {reason}; choose another with --host or --port"
         ) from error
 
 

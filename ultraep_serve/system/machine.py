@@ -1,5 +1,6 @@
 """Facts about this machine: what it is, how much memory is left, which ports are free."""
 
+import errno
 import os
 import platform
 import random
@@ -8,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
+
+from ultraep_serve.system.listeners import listener
 
 __all__ = [
     "available_memory",
@@ -128,13 +131,17 @@ def free_port() -> int:
 
 
 def why_not_listen(host: str, port: int) -> str | None:
-    """What keeps a server from listening on ``port`` of ``host``; None: nothing does."""
+    """What keeps a server from listening on ``port`` of ``host``; None: nothing does.
+
+    Where the port is taken, that says by whom, if it can be seen.
+    """
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except OSError as error:
-            return error.strerror
+            owner = listener(port) if error.errno == errno.EADDRINUSE else None
+            return f"{error.strerror} by {owner}" if owner else error.strerror
         except (OverflowError, TypeError, UnicodeError) as error:  # no port, no host name
             return str(error)
     return None

@@ -50,6 +50,7 @@ def parse_engine_flags(flags: list[str]) -> argparse.Namespace:
     parser.add_argument("--data-parallel-size", "-dp", type=int, default=1)
     parser.add_argument("--data-parallel-size-local", "-dpl", type=int)
     parser.add_argument("--data-parallel-rank", "-dpn", type=int)
+    parser.add_argument("--data-parallel-multi-port-external-lb", action="store_true")
     parser.add_argument("--nnodes", "-n", type=int, default=1)
     parser.add_argument("--headless", action="store_true")
     parser.add_argument("--enable-expert-parallel", "-ep", action="store_true")
@@ -77,6 +78,13 @@ def engine_command(model: str, flags: list[str], policy: Policy) -> EngineComman
     if find_spec("vllm") is None:
         raise ConfigError("vLLM is not installed here; pip install 'ultraep-serve[vllm]'")
     parsed = parse_engine_flags(flags)
+    if parsed.data_parallel_multi_port_external_lb:
+        raise UnsupportedError(
+            "with --data-parallel-multi-port-external-lb every rank has a server and a port of its "
+            "own, which this command does not start; start `vllm serve` itself with the flags "
+            """--additional-config '{"ultraep": {"sidecar": {}}}'""",
+            otherwise="",
+        )
     ranks = count_ranks(parsed)
     if policy is not Policy.OFF:
         if problem := left_out("vllm"):
