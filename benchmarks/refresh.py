@@ -41,8 +41,8 @@ from ultraep_serve.types import ExpertShape, imbalance
 
 MODEL, HARDWARE, TIMED_TOKENS = "deepseek-v2-lite", "h200", 4096  # per rank
 INTERVALS = (1, 8, 64)
-HISTORY_ONLY, MEASURED, SWITCH = 64, 128, 36  # batches; SWITCH counts from the first measured one
-LAYERS = tuple(range(0, 26, 3))
+HISTORY_ONLY, MEASURED, SWITCH = 64, 96, 36  # batches; SWITCH counts from the first measured one
+LAYERS = tuple(range(0, 26, 5))
 NUM_EXPERTS, TOP_K, SLOTS = 64, 6, 2
 TRAFFIC = {
     "stationary": lambda batch: "law",
