@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.findings import MOE
+from ultraep_serve.cli import serve
 from ultraep_serve.telemetry import run_directory as run_directories
 
 
@@ -23,3 +24,11 @@ def model(tmp_path: Path) -> str:
     """A directory with the configuration of a small model with experts."""
     (tmp_path / "config.json").write_text(json.dumps(MOE))
     return str(tmp_path)
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM for CPU and SGLang, as far as the launcher looks before it starts one."""
+    for module in (serve.vllm, serve.sglang):
+        monkeypatch.setattr(module, "find_spec", lambda name: name)
+    monkeypatch.setattr(serve.vllm, "_is_cpu_build", lambda: True)

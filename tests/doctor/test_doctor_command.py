@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ultraep_serve.cli import main, serve
+from ultraep_serve.cli import main
 from ultraep_serve.doctor import diagnose
 from ultraep_serve.doctor.finding import Finding, Status, Subject
 from ultraep_serve.system.machine import free_port
@@ -87,60 +87,9 @@ def test_the_serving_command_says_how_ranks_lie(
     assert any("the server" in seen for seen in ports) is ("--headless" not in command)
 
 
-@pytest.fixture
-def launchers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM for CPU and SGLang, as far as the launcher looks before it starts one."""
-    for module in (serve.vllm, serve.sglang):
-        monkeypatch.setattr(module, "find_spec", lambda name: name)
-    monkeypatch.setattr(serve.vllm, "_is_cpu_build", lambda: True)
-
-
-@pytest.mark.parametrize(
-    ("command", "seen", "remedy"),
-    [
-        ("vllm M -tp 2", "without --enable-expert-parallel", "add the flag"),
-        ("vllm M -tp 1 -ep", "nothing to balance on one rank", "--tensor-parallel-size 2"),
-        ("vllm M -tp 2 -ep --enable-eplb", "--enable-eplb moves the same weights", "drop it"),
-        ("vllm M -tp 2 -dp 2 -ep", "tensor and data parallelism together", "use one of them"),
-        ("sglang M --tp 2", "--ep-size 1 below --tp-size 2", "choose the same"),
-        ("sglang M --tp 2 --ep 2 --enable-eplb", "--enable-eplb moves", "drop it"),
-    ],
-)
-def test_what_the_launcher_would_refuse_is_an_error(
-    command: str,
-    seen: str,
-    remedy: str,
-    launchers: None,
-    shm: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    words = [*command.split(), "--port", str(free_port())]
-    assert main(["doctor", "--json", "-", *words]) == 1
-    findings = json.loads(capsys.readouterr().out)["findings"]
-    (found,) = (finding for finding in findings if finding["name"] == "command")
-    assert found["status"] == "error"
-    assert seen in found["seen"]
-    assert remedy in found["remedy"]
-    assert main(words) == 2  # the launcher says the same
-    assert f"{found['seen']}; {found['remedy']}" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "command", ["vllm M -tp 2 -ep", "vllm M -tp 2 --policy off", "sglang M --tp 2 --ep 2"]
-)
-def test_a_command_that_the_launcher_takes_is_well_before_it_runs(
-    command: str, launchers: None, shm: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    main(["doctor", "--json", "-", *command.split(), "--port", str(free_port())])
-    findings = json.loads(capsys.readouterr().out)["findings"]
-    (found,) = (finding for finding in findings if finding["name"] == "command")
-    assert found["status"] == "ok"
-    assert "server" not in {finding["name"] for finding in findings}
-
-
 @pytest.mark.parametrize("content", ["{", "[1]", '"x"'])
 def test_a_broken_model_is_an_error(
-    content: str, model: str, launchers: None, shm: Path, capsys: pytest.CaptureFixture[str]
+    content: str, model: str, installed: None, shm: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (Path(model) / "config.json").write_text(content)
     assert main(["doctor", "--json", "-", "vllm", model, "-tp", "2", "-ep"]) == 1

@@ -199,7 +199,7 @@ def test_the_cache_is_sized_unless_the_user_did(
         ([], "4", "room for 43690 tokens (one request may have 40960)"),
         (["--dtype", "float32"], "8", "room for 43690 tokens"),
         (["--max-model-len", "2048"], "1", "room for 10922 tokens (one request may have 2048)"),
-        (["--max-model-len", "400000"], "10", "tokens (one request may have 400000)"),
+        (["--max-model-len", "200000"], "10", "tokens (one request may have 200000)"),
         (["--max-model-len", "auto"], "1", "not known before it is loaded"),
     ],
 )
@@ -212,6 +212,22 @@ def test_the_cache_holds_a_request_as_long_as_the_models_context(
     command = engine_command(model, [*TWO_RANKS, *flags], Policy.QUOTA)
     assert command.environment["VLLM_CPU_KVCACHE_SPACE"] == size
     assert room in command.said[0]
+
+
+@pytest.mark.usefixtures("cpu_build")
+def test_a_context_that_no_memory_holds_is_refused_before_loading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not where layers with a window would cache less, or where the user has chosen a size."""
+    monkeypatch.setattr(launch, "available_memory", lambda: 41 << 30)
+    config = {**PRESETS["qwen3-30b-a3b"], "max_position_embeddings": 400_000}
+    model = checkpoint(tmp_path, **config)
+    with pytest.raises(ConfigError, match="add --max-model-len 218452") as refused:
+        engine_command(model, TWO_RANKS, Policy.QUOTA)
+    assert engine_command(model, [*TWO_RANKS, "--max-model-len", "218452"], Policy.QUOTA).said
+    assert "--kv-cache-memory-bytes" in str(refused.value)
+    engine_command(model, [*TWO_RANKS, "--kv-cache-memory-bytes", "40G"], Policy.QUOTA)
+    engine_command(checkpoint(tmp_path, **config, sliding_window=4096), TWO_RANKS, Policy.QUOTA)
 
 
 def test_other_builds_get_no_cpu_settings(monkeypatch: pytest.MonkeyPatch) -> None:

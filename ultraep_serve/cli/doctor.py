@@ -12,7 +12,7 @@ from pydantic import Field
 from ultraep_serve import __version__
 from ultraep_serve.cli import Parser, serve
 from ultraep_serve.cli.arguments import JsonFile, WeightType, prepare_outputs, show
-from ultraep_serve.config import SIDECAR_DISTANCE, given_settings
+from ultraep_serve.config import SIDECAR_DISTANCE, BalanceConfig, given_settings
 from ultraep_serve.doctor import diagnose
 from ultraep_serve.doctor.finding import Finding, Status, Subject
 from ultraep_serve.doctor.report import write_report
@@ -191,9 +191,12 @@ def _served(command: list[str], weight_type: str) -> Subject:
     return Subject(
         port=parsed.port,
         sidecar_port=sidecar.port,
+        host=parsed.host,
+        sidecar_host=sidecar.host,
+        has_sidecar=config.policy is not Policy.OFF and not ours.no_sidecar,
         serves=not getattr(parsed, "headless", False),  # a flag of vLLM's
         # One that is not here is checked when it is loaded.
-        model=ours.model if os.path.exists(ours.model) else None,
+        model=ours.model if os.path.exists(ours.model) and _balances(config, parsed) else None,
         num_ranks=ranks.in_stage,
         host_ranks=ranks.in_stage_here,
         num_stages=ranks.stages,
@@ -203,6 +206,11 @@ def _served(command: list[str], weight_type: str) -> Subject:
         weight_type=weight_type,
         command=_refusal(launch, ours.model, flags, config.policy),
     )
+
+
+def _balances(config: BalanceConfig, parsed: argparse.Namespace) -> bool:
+    """Whether it is known on how many ranks: the engine's own file of flags is not read."""
+    return config.policy is not Policy.OFF and not parsed.config
 
 
 def _refusal(launch: Any, model: str, flags: list[str], policy: Policy) -> str:

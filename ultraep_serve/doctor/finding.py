@@ -23,8 +23,11 @@ class Subject:
 
     port: int | None = None  # of the engine's server; the engines' own defaults otherwise
     sidecar_port: int | None = None  # beside the server's otherwise
+    host: str = "0.0.0.0"  # address that the server listens on
+    sidecar_host: str = "0.0.0.0"
     serves: bool = True  # whether this host has a server; else it has ranks and a sidecar alone
-    model: str | None = None  # a directory, its config.json, or the name of a built-in shape
+    has_sidecar: bool = True  # that starts with the server
+    model: str | None = None  # to be balanced: a directory, its config.json, or a built-in shape
     num_ranks: int = 2  # R: of one pipeline stage, on all hosts
     host_ranks: int | None = None  # of them on this host; all otherwise
     num_stages: int = 1

@@ -21,10 +21,11 @@ def check_ports(subject: Subject) -> list[Finding]:
     """Whether server and sidecar could start on their ports, or else on the engines' defaults."""
     if subject.port is not None:
         if is_running(subject.port):
-            return [ok("ports", f"a balanced server runs on port {subject.port}")]
-        wanted = {"the server": subject.port} if subject.serves else {}
-        wanted["the sidecar"] = _sidecar_port(subject)
-        return [_check_port(port, who) for who, port in wanted.items()]
+            return [_already_running(subject)]
+        wanted = {"the server": (subject.host, subject.port)} if subject.serves else {}
+        if subject.has_sidecar:
+            wanted["the sidecar"] = (subject.sidecar_host, _sidecar_port(subject))
+        return [_check_port(*address, who) for who, address in wanted.items()]
     return [_check_default(title, port) for title, port in _DEFAULT_PORTS.items()]
 
 
@@ -94,13 +95,20 @@ def _check_default(title: str, port: int) -> Finding:
     return warning("ports", seen, remedy)
 
 
-def _check_port(port: int, who: str) -> Finding:
-    reason = why_not_listen("0.0.0.0", port)
+def _already_running(subject: Subject) -> Finding:
+    if subject.command is None:
+        return ok("ports", f"a balanced server runs on port {subject.port}")
+    seen = f"a balanced server on port {subject.port} is running already"
+    return error("ports", seen, "stop it or choose another --port")
+
+
+def _check_port(host: str, port: int, who: str) -> Finding:
+    reason = why_not_listen(host, port)
     if reason is None:
         return ok("ports", f"{port} is free for {who}")
     flag = "--port" if who == "the server" else "--sidecar-port"
     remedy = f"stop what uses it (`ss -ltnp` shows that), or choose another {flag}"
-    return error("ports", f"{port}, needed for {who}, cannot be used ({reason})", remedy)
+    return error("ports", f"{host}:{port}, needed for {who}, cannot be used ({reason})", remedy)
 
 
 def _sidecar_port(subject: Subject) -> int:

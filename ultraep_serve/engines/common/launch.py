@@ -1,14 +1,17 @@
 """What the launch files of all engines share; imports no engine."""
 
+import argparse
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from ultraep_serve.errors import ConfigError, UnsupportedError
 from ultraep_serve.system.files import read_object
 
 __all__ = [
+    "EngineFlags",
     "RankCount",
+    "caches_every_token",
     "check_has_experts",
     "context_length",
     "local_url",
@@ -16,6 +19,18 @@ __all__ = [
 ]
 
 _EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+_PARTLY_CACHED_KEYS = (
+    *("sliding_window", "layer_types", "attention_chunk_size", "full_attention_interval"),
+    *("linear_attn_config", "attn_type_list", "hybrid_override_pattern", "mamba_num_heads"),
+)
+
+
+class EngineFlags(argparse.ArgumentParser):
+    """The few flags of an engine that are read before it starts."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raises ConfigError."""
+        raise ConfigError(message)
 
 
 class RankCount(NamedTuple):
@@ -63,6 +78,22 @@ def context_length(model: str, chosen: str | None) -> int | None:
     nested = config.get("text_config")
     found = (nested if isinstance(nested, dict) else config).get("max_position_embeddings")
     return found if isinstance(found, int) and found > 0 else None
+
+
+def caches_every_token(model: str) -> bool:
+    """Whether each layer of a local model keeps keys and values of all tokens; False: unknown.
+
+    Layers with a window, and those with a state instead, keep less.
+    """
+    try:
+        config = _configuration(model)
+    except ConfigError:
+        return False
+    if config is None:
+        return False
+    nested = config.get("text_config")
+    part = nested if isinstance(nested, dict) else config
+    return not any(part.get(key) for key in _PARTLY_CACHED_KEYS)
 
 
 def _configuration(model: str) -> dict[str, Any] | None:

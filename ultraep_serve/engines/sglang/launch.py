@@ -16,6 +16,7 @@ from pathlib import Path
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.engines.common.guard import PLUGIN, left_out
 from ultraep_serve.engines.common.launch import (
+    EngineFlags,
     RankCount,
     check_has_experts,
     context_length,
@@ -40,7 +41,7 @@ _CPU_CACHE_TOKENS = 32768  # each rank would otherwise take the machine's memory
 
 def parse_engine_flags(flags: list[str]) -> argparse.Namespace:
     """The few of SGLang's own flags that matter for starting; None where the user chose nothing."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = EngineFlags(add_help=False, allow_abbrev=False)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=DEFAULT_PORT)
     parser.add_argument("--ssl-certfile")

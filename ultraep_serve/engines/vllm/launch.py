@@ -17,7 +17,9 @@ from importlib.util import find_spec
 from ultraep_serve.costs.shapes import model_shape
 from ultraep_serve.engines.common.guard import left_out
 from ultraep_serve.engines.common.launch import (
+    EngineFlags,
     RankCount,
+    caches_every_token,
     check_has_experts,
     context_length,
     local_url,
@@ -41,7 +43,7 @@ _GIB = 1 << 30
 
 def parse_engine_flags(flags: list[str]) -> argparse.Namespace:
     """The few of vLLM's own flags that matter for starting: host, port, sizes and hosts."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = EngineFlags(add_help=False, allow_abbrev=False)
     parser.add_argument("--host", default="0.0.0.0")
     parser.add_argument("--port", type=int, default=DEFAULT_PORT)
     parser.add_argument("--ssl-certfile")
@@ -178,8 +180,8 @@ def _cache_size(model: str, parsed: argparse.Namespace, num_ranks: int) -> tuple
     """GiB of each rank's KV cache where ranks share a node's memory, and what it has room for.
 
     vLLM would size it as if the memory were one rank's own. Each rank is taken to cache all heads,
-    as with data parallelism. All caches take half of the free memory at most; where that is too
-    little, vLLM says which --max-model-len would fit.
+    as with data parallelism. All caches take half of the free memory at most. Raises ConfigError
+    where that is too little even if ranks divide the heads: vLLM would refuse it after loading.
     """
     tokens = context_length(model, parsed.max_model_len)
     try:
@@ -191,7 +193,15 @@ def _cache_size(model: str, parsed: argparse.Namespace, num_ranks: int) -> tuple
     of_token *= 2 if parsed.dtype in ("float", "float32") else 1
     most = (available_memory() or sys.maxsize) // (2 * num_ranks * _GIB)
     size = max(1, min(most, math.ceil(tokens * of_token / _GIB)))
-    return size, f"room for {size * _GIB // of_token} tokens (one request may have {tokens})"
+    room = size * _GIB // of_token
+    fits = room * parsed.tensor_parallel_size
+    if fits < tokens and caches_every_token(model):
+        raise ConfigError(
+            f"one request may have {tokens} tokens, and half of the free memory holds the KV cache "
+            f"of {fits}; add --max-model-len {fits}, or choose the cache's size with "
+            f"--kv-cache-memory-bytes or {_CACHE_VARIABLE}"
+        )
+    return size, f"room for {room} tokens (one request may have {tokens})"
 
 
 def _tuned_kernels(parsed: argparse.Namespace) -> TunedKernels:

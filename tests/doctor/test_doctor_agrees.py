@@ -1,0 +1,121 @@
+"""The doctor and the launcher of the same command line: what one refuses is the other's error."""
+
+import json
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.findings import MOE
+from ultraep_serve.cli import main, serve
+from ultraep_serve.config import SIDECAR_DISTANCE
+from ultraep_serve.system.machine import free_port
+from ultraep_serve.telemetry.run_directory import run_directory
+
+# What is to be served: MODEL, DENSE, BROKEN and LONG are local, org/model is not here. PORT is
+# free, TAKEN and BUSY are another program's and a balanced server's.
+GOOD = [
+    "vllm MODEL -tp 2 -ep --port PORT",
+    "vllm MODEL --tensor-parallel-size=4 --enable-expert-parallel --port PORT",
+    "vllm org/model -tp 2 -ep --port PORT",
+    "vllm MODEL -dp 2 -ep --port PORT",
+    "vllm MODEL -dp 8 -dpl 2 -ep --port PORT",
+    "vllm MODEL -dp 8 -dpl 2 -dpr 2 -ep --headless --port TAKEN",
+    "vllm MODEL -tp 2 -pp 2 -ep --port PORT",
+    "vllm MODEL --tensor_parallel_size=2 --enable_expert_parallel --port PORT",
+    "vllm MODEL --config engine.yaml --port PORT",
+    "vllm MODEL -tp 2 -ep --port PORT --sidecar-port 0",
+    "vllm MODEL -tp 2 -ep --port NEXT --no-sidecar",
+    "vllm MODEL -tp 2 -ep --port NEXT --policy off",
+    "vllm MODEL --port PORT --policy off",
+    "vllm DENSE -tp 2 --port PORT --policy off",
+    "vllm MODEL -tp 2 --enable-eplb -ep --port PORT --policy off",
+    "vllm MODEL -tp 2 -ep --port PORT --slots 4 --speeds 1.0,0.6",
+    "vllm LONG -tp 2 -ep --port PORT --max-model-len 4096",
+    "sglang MODEL --tp 2 --ep 2 --device cpu --port PORT",
+    "sglang MODEL --tp-size 4 --ep-size 4 --nnodes 2 --device cpu --port PORT",
+    "sglang MODEL --tp 4 --moe-a2a-backend deepep --device cpu --port PORT",
+]
+BAD = [  # and words that both say
+    ("vllm MODEL -tp 2 --port PORT", "without --enable-expert-parallel"),
+    ("vllm MODEL -ep --port PORT", "nothing to balance on one rank"),
+    ("vllm MODEL -tp 2 -ep --enable-eplb --port PORT", "--enable-eplb moves the same weights"),
+    ("vllm MODEL -tp 2 -dp 2 -ep --port PORT", "tensor and data parallelism together"),
+    ("vllm DENSE -tp 2 -ep --port PORT", "is not a Mixture-of-Experts model"),
+    ("vllm BROKEN -tp 2 -ep --port PORT", "mend it or fetch the model again"),
+    ("vllm LONG -tp 2 -ep --port PORT", "add --max-model-len"),
+    ("vllm MODEL -dp 2 -dpl 2 -ep --data-parallel-multi-port-external-lb", "a port of its own"),
+    ("vllm MODEL -tp 2 -ep --port TAKEN", "cannot be used (Address already in use by process"),
+    ("vllm MODEL -tp 2 -ep --port NEXT", "choose another --sidecar-port"),
+    ("vllm MODEL -tp 2 -ep --port PORT --sidecar-port TAKEN", "choose another --sidecar-port"),
+    ("vllm MODEL -tp 2 -ep --port PORT --sidecar-host 192.0.2.1", "192.0.2.1:"),
+    ("vllm MODEL -tp 2 -ep --port BUSY", "is running already"),
+    ("vllm MODEL -tp 2 -ep --port PORT --slots 99", "--slots = 99 must be 0 to 64"),
+    ("vllm MODEL -tp 2 -ep --port PORT --policy best", "--policy"),
+    ("vllm MODEL -tp 2 -ep --port PORT --policy ideal", "add --allow-ideal"),
+    ("vllm MODEL -tp two -ep --port PORT", "invalid int value: 'two'"),
+    ("sglang MODEL --tp 2 --device cpu --port PORT", "--ep-size 1 below --tp-size 2"),
+    ("sglang MODEL --tp 2 --ep 2 --enable-eplb --device cpu", "--enable-eplb moves"),
+    ("sglang MODEL --tp 2 --ep 2 --ep-dispatch-algorithm lp --device cpu", "(LPLB) splits"),
+]
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> dict[str, str]:
+    long = {**MOE, "max_position_embeddings": 1 << 40}
+    configs = {
+        "MODEL": json.dumps(MOE),
+        "DENSE": json.dumps({"architectures": ["LlamaForCausalLM"]}),
+        "BROKEN": "{",
+        "LONG": json.dumps(long),
+    }
+    for name, text in configs.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(text)
+    return {name: str(tmp_path / name) for name in configs}
+
+
+@contextmanager
+def ports() -> Iterator[dict[str, str]]:
+    """A free port, one of another program's, one whose sidecar's is that, one of a server's."""
+    with ExitStack() as stack:
+        taken, busy = free_port(), free_port()
+        stack.enter_context(socket.create_server(("0.0.0.0", taken)))
+        stack.enter_context(run_directory(busy))
+        names = {"PORT": free_port(), "TAKEN": taken, "NEXT": taken - SIDECAR_DISTANCE}
+        yield {name: str(port) for name, port in {**names, "BUSY": busy}.items()}
+
+
+def both(command: str, models: dict[str, str], capsys: Any) -> tuple[int, str, int, str]:
+    """Exit code and errors of the doctor, exit code and message of the launcher."""
+    with ports() as names:
+        words = [{**models, **names}.get(word, word) for word in command.split()]
+        code = main(["doctor", "--json", "-", *words])
+        told = capsys.readouterr()
+        findings = json.loads(told.out)["findings"] if told.out else []
+        errors = [f"{f['seen']}; {f['remedy']}" for f in findings if f["status"] == "error"]
+        return code, "\n".join(errors) or told.err, main(words), capsys.readouterr().err
+
+
+@pytest.fixture(autouse=True)
+def _nothing_starts(installed: None, shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "supervise", lambda *_: 0)
+
+
+@pytest.mark.parametrize("command", GOOD)
+def test_what_starts_has_no_error(command: str, models: dict[str, str], capsys: Any) -> None:
+    code, errors, started, message = both(command, models, capsys)
+    assert (code, errors, started) == (0, "", 0), message
+
+
+@pytest.mark.parametrize(("command", "words"), BAD)
+def test_what_is_refused_is_an_error_of_the_same_words(
+    command: str, words: str, models: dict[str, str], capsys: Any
+) -> None:
+    code, errors, started, message = both(command, models, capsys)
+    assert words in errors
+    assert words in message
+    assert (code > 0, started) == (True, 2)
