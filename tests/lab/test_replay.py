@@ -309,6 +309,25 @@ def test_bad_words_leave_no_file(
     assert not list(tmp_path.iterdir())
 
 
+def test_several_traces_in_order(trace_file: Path, tmp_path: Path, capsys: Any) -> None:
+    """6 batches of each and 28 tokens; no batch has tokens of two files."""
+    sizes = ("--ep", 4, "--batch-tokens", 512, "--skip", 0, "--policy", "off", "--json", "-")
+    command("replay", trace_file, *sizes)
+    one = json.loads(capsys.readouterr().out)
+    command("replay", trace_file, trace_file, *sizes)
+    two = json.loads(capsys.readouterr().out)
+    assert (two["batches"], two["trace"]["file"]) == (12, "t.npz, t.npz")
+    before = [[row["imbalance_before"] for row in found["layers"]] for found in (one, two)]
+    assert before[1] == pytest.approx(before[0])
+    loads = LoadTrace(np.ones((2, 3, 4, 32), np.int32))
+    save_trace(tmp_path / "l.npz", loads)
+    words = ("--ep", 4, "--policy", "off")
+    with pytest.raises(TraceError, match="one kind and model"):
+        command("replay", trace_file, tmp_path / "l.npz", *words, "--batch-tokens", 512)
+    command("replay", tmp_path / "l.npz", tmp_path / "l.npz", *words, "--json", "-")
+    assert json.loads(capsys.readouterr().out)["batches"] == 4
+
+
 def test_no_policy_at_all(trace_file: Path) -> None:
     with pytest.raises(ConfigError, match="--policies must name at least one"):
         command("replay", trace_file, "--ep", 4, "--batch-tokens", 512, "--policy", ",")
