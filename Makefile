@@ -80,7 +80,7 @@ check-containers: setup
 	$(VENV)/bin/python -m tests.containers.check --json benchmarks/results/containers.json
 	$(VENV)/bin/python -m docs.generate.faults
 
-# The compiled kernels, executed (docs/dev/ptx.md): every scenario with 200 seeds, and all mistakes; two hours.
+# The compiled kernels, executed (docs/dev/ptx.md): every scenario with 200 seeds, and all mistakes; 45 minutes.
 check-ptx: setup
 	$(VENV)/bin/python -m tests.ptx.check
 

@@ -4,6 +4,7 @@ Signature, constants and values are taken from Triton's own binder, as a launch 
 them, so nothing here knows any kernel's parameters.
 """
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -21,10 +22,11 @@ from ultraep_kernels.device.offline import Launch
 from tests.ptx.library import private_folder
 from tests.ptx.parse import ParsedKernel, parse
 
-__all__ = ["Change", "Prepared", "prepare"]
+__all__ = ["Change", "Prepared", "inline_assembly", "prepare"]
 
 Change = Callable[[ParsedKernel], ParsedKernel]  # makes a mistake, or none; asked once a kernel
 _ARCH = 90
+_ASSEMBLY = re.compile(r'elementwise_inline_asm "([^"]*)"')
 _SCRATCH_POINTERS = 2  # parameters that the compiler adds; no kernel here uses them
 
 
@@ -44,17 +46,21 @@ class Prepared:
 class _Compiled:
     ptx: str
     shared_bytes: int
+    assembly: list[str]  # that the kernel itself has
 
 
 _modules: dict[Any, _Compiled] = {}
+_binders: dict[int, tuple[Any, Any]] = {}  # of functions, by their id
 
 
 def prepare(launch: Launch, change: Change | None = None) -> Prepared:
     """Compile and parse, each once. Raises PtxError for PTX that is not known."""
     function, target = launch.function, GPUTarget("cuda", _ARCH, 32)
     backend = make_backend(target)
-    bind = create_function_from_signature(function.signature, function.params, backend)
-    bound, specialised, _ = bind(**launch.arguments)
+    if id(function) not in _binders:
+        made = create_function_from_signature(function.signature, function.params, backend)
+        _binders[id(function)] = function, made
+    bound, specialised, _ = _binders[id(function)][1](**launch.arguments)
     fusion = {"enable_fp_fusion": False}
     packed = function._pack_args(backend, fusion, bound, specialised, None)
     _, signature, constants, attributes = packed
@@ -65,7 +71,8 @@ def prepare(launch: Launch, change: Change | None = None) -> Prepared:
         with knobs.cache.scope(), mock.patch.object(type(backend), "make_cubin", _no_cubin):
             knobs.cache.dir = str(private_folder() / "triton")  # others need what ptxas makes
             made = triton.compile(source, target=target, options=options)
-        _modules[key] = _Compiled(made.asm["ptx"], made.metadata.shared)
+        assembly = _ASSEMBLY.findall(made.asm["ttir"])
+        _modules[key] = _Compiled(made.asm["ptx"], made.metadata.shared, assembly)
     module = _modules[key]
     kernel = _parsed(module.ptx)
     if change is not None:
@@ -78,6 +85,13 @@ def prepare(launch: Launch, change: Change | None = None) -> Prepared:
         raise ValueError(f"{function.__name__} takes {len(kernel.parameters)}, not {len(values)}")
     (grid,) = launch.grid
     return Prepared(kernel, module.shared_bytes, grid, launch.num_warps, values, tensors)
+
+
+def inline_assembly() -> set[str]:
+    """Instructions that kernels compiled until now have in inline assembly, without operands."""
+    texts = [text for module in _modules.values() for text in module.assembly]
+    statements = ";".join(texts).split(";")
+    return {statement.split()[0] for statement in statements if statement.strip()}
 
 
 def _no_cubin(*_: Any) -> bytes:

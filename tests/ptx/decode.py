@@ -55,6 +55,8 @@ class Decoder:
         """A directive within the kernel."""
         if text.startswith((".pragma", ".maxntid")):
             return
+        if text.startswith(".local"):  # a stack; whatever uses it is not known
+            return
         found = _DECLARATION.match(text)
         if not found or found[1] not in _REGISTER_TYPES:
             raise PtxError(text)

@@ -6,9 +6,11 @@ and forks and joins of the side stream are written down in stream order; ``run``
 """
 
 import os
+from bisect import bisect_right, insort
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 from unittest import mock
 
@@ -95,7 +97,7 @@ class Cluster:
         self.machine = Machine(shape.num_ranks, options)
         self._works: list[Work] = []
         self._numbers: list[int] = []  # of the machine, of works that it has
-        self._known: list[tuple[int, int]] = []  # addresses of memory that the machine knows
+        self._known: list[tuple[int, int]] = []  # memory that the machine knows, sorted
         self._kept: list[Any] = []  # whatever the machine may still read
         self._launches: list[Launch] = []
         self._seen = self.num_launches = 0
@@ -295,14 +297,15 @@ class Cluster:
                 if memory not in cells:
                     cells[memory] = self.machine.new_cells(size, _BYTE)
                 self.machine.add_memory(address, size, rank.number, cells[memory], _BYTE)
-                self._known.append((address, address + size))
+                insort(self._known, (address, address + size))
 
     def _register(self, tensor: torch.Tensor, rank: int) -> None:
         """A tensor's memory, when it is first passed."""
         storage = tensor.untyped_storage()
         start, size = storage.data_ptr(), storage.nbytes()
-        if not size or any(low <= start < high for low, high in self._known):
+        place = bisect_right(self._known, start, key=itemgetter(0))
+        if not size or (place and start < self._known[place - 1][1]):
             return
         self._kept.append(tensor)
-        self._known.append((start, start + size))
+        self._known.insert(place, (start, start + size))
         self.machine.add_memory(start, size, rank, self.machine.new_cells(size))

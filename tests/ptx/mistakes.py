@@ -93,6 +93,9 @@ MISTAKES = (
     Mistake("plan: decision by a weak store", _at("store", "put", "take_winners"), "weak"),
     # threads of a program
     Mistake("histogram without its barriers", _at("barrier", "_count_block", "", _COUNT)),
+    Mistake(
+        "slots read too early", _at("barrier", "_finish_slots", "", _PLAN), scenario="many slots"
+    ),
     Mistake("speeds overwritten while they are read", _at("barrier", "_choose_kernel")),
     Mistake("goes on after a wait given up", _at("trap", "stop"), scenario="a silent rank"),
     # streams

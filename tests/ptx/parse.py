@@ -121,7 +121,7 @@ def _statements(body: str) -> Iterator[tuple[str, str]]:
             yield "assembly", raw.split()[1]
             continue
         line = re.sub(r"//.*", "", raw).strip()
-        if line.startswith(".loc"):
+        if line.startswith(".loc") and not line.startswith(".local"):
             yield "loc", line
             continue
         if not pending and (label := re.match(r"(\$?\w+):$", line)):

@@ -123,6 +123,8 @@ SCENARIOS = {
         Scenario("eight ranks", ExpertShape(8, 64, 2), search=None),
         Scenario("relays", ExpertShape(4, 8, 1), _BALANCED, relay="always"),
         Scenario("relays of eight", ExpertShape(8, 16, 1), _RELAYED),
+        Scenario("relays expected to be left alone", ExpertShape(4, 8, 1), relay="always"),
+        Scenario("many slots", ExpertShape(4, 32, 16), _BALANCED, relay="always"),  # 64 in all
         Scenario("shared tokens", ExpertShape(4, 8, 1), view=TokenView.SHARED),
         Scenario("micro-batches", _two_micro_batches(4, 8), _BALANCED, least_resident=8),
         Scenario("micro-batches of two", _two_micro_batches(2, 8), _BALANCED, least_resident=8),
@@ -132,6 +134,9 @@ SCENARIOS = {
         Scenario("unknown ids", ExpertShape(2, 8, 1), (Batch("unknown id"), Batch("padding"))),
         Scenario("a silent rank", ExpertShape(4, 8, 2), _FIRST, is_silent=True),
         Scenario("dispatch", ExpertShape(4, 8, 1), _BALANCED, dispatches=True),
+        Scenario(
+            "dispatch and relays", ExpertShape(4, 8, 1), _BALANCED, relay="always", dispatches=True
+        ),
         Scenario("calibration", ExpertShape(4, 8, 1), (), calibrates=True),
     )
 }

@@ -27,6 +27,10 @@ def module(body: str) -> str:
 """
 
 
+def test_a_stack_that_nothing_uses_is_nothing() -> None:
+    assert len(parse(module(".local .align 4 .b8 depot[8];\n\tret;")).code) == 1
+
+
 def test_places_parameters_and_reunion() -> None:
     kernel = parse(
         module("""
@@ -64,7 +68,8 @@ $L__BB0_2:
         "atom.global.gpu.inc.u32 %r1, [%rd1], %r2;",
         "shfl.sync.bfly.b64 %rd1, %rd1, 1, 31, -1;",
         "call.uni helper, ();",
-        ".local .align 4 .b8 depot[8];",
+        ".local .align 4 .b8 depot[8]; mov.b64 %rd1, depot;",
+        "ld.local.b32 %r1, [%rd1];",
     ],
 )
 def test_what_is_not_known_is_an_error(statement: str) -> None:

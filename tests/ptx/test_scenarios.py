@@ -5,7 +5,10 @@ import pytest
 pytest.importorskip("triton", reason="the kernels are written in Triton")
 pytest.importorskip("pydantic", reason="BalanceConfig needs it")
 
+import triton.language as tl
+
 from tests.ptx.check import options_of
+from tests.ptx.compiled import inline_assembly
 from tests.ptx.mistakes import MISTAKES, Mistake, change_of
 from tests.ptx.scenarios import SCENARIOS, play
 
@@ -32,6 +35,15 @@ def test_there_are_enough_mistakes_of_every_kind() -> None:
     changed = {mistake.target.operation for mistake in MISTAKES if mistake.target}
     assert changed == {"barrier", "fence", "fence_alias", "store", "load", "atom", "trap"}
     assert {mistake.scenario for mistake in MISTAKES} <= set(SCENARIOS)
+
+
+def test_signals_are_tritons_own_where_it_has_them() -> None:
+    """Its sanitizer of global memory does not see what inline assembly loads and stores."""
+    if not hasattr(tl, "atomic_load"):
+        pytest.skip("this Triton has no atomic loads")
+    assert play(SCENARIOS["relays expected to be left alone"], options_of(1)).is_right
+    orders = {"fence.acq_rel.sys", "fence.proxy.alias"}
+    assert inline_assembly() == orders | {"trap", "nanosleep.u32", "mov.u32", "mov.u64"}
 
 
 @pytest.mark.parametrize("mistake", SOME, ids=lambda mistake: mistake.name)
