@@ -141,7 +141,7 @@ def replayed(trace: LoadTrace, num_ranks: int, policy: str, interval: int) -> Re
 
 
 def row_of(name: str, result: Replay, interval: int) -> dict[str, Any]:
-    """Mean imbalance and time, and the imbalance of each batch."""
+    """Mean imbalance and time of a layer."""
     (found,) = result.policies.values()
     after = np.reshape(found.imbalance_after, (-1, len(LAYERS)))
     return {
@@ -150,7 +150,6 @@ def row_of(name: str, result: Replay, interval: int) -> dict[str, Any]:
         "imbalance": float(after.mean()),
         "imbalance_p99": float(np.percentile(after, 99)),
         "layer_seconds": float(np.mean(list(seconds(name, result, interval)))),
-        "imbalance_by_batch": after.mean(1).round(4).tolist(),
     }
 
 
