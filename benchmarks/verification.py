@@ -41,6 +41,7 @@ from ultraep_serve.telemetry.schema import RingHeader
 from ultraep_serve.types import Policy, VerificationCheck
 
 PROMPT_TOKENS, DECODE_PROMPT_TOKENS, SHARE = 2048, 16, 0.002
+DECODES, DECODE_TOKENS = 8, 64  # prompts, and tokens to answer each
 # Python runs this at the start of every process of the server; nothing of it is in the product.
 FAULT = """
 import importlib.abc, importlib.util, os, sys
@@ -83,21 +84,25 @@ def main() -> int:
     """Print what was found, and write it to --json."""
     parser = harness.parser(__doc__)
     parser.add_argument("--prompts", type=int, default=160, help="of the server with every layer")
-    parser.add_argument("--pairs", type=int, default=400, help="of prompts to alternating servers")
+    parser.add_argument("--pairs", type=int, default=400, help="of prompts to two servers; 0: not")
     parser.add_argument("--portion", type=int, default=8, help="prompts of one ratio")
     parser.add_argument("--mode", choices=("tensor", "data"), default="tensor")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     options = parser.parse_args()
     document: dict[str, Any] = {"engine": installed_engine(), "dtype": options.dtype}
+    if not options.pairs and options.json and options.json.exists():
+        earlier = json.loads(options.json.read_text())
+        document |= {name: earlier[name] for name in ("default_over_never",) if name in earlier}
     if options.pairs:
         with serving(options) as (checked, _), serving(options, "--verify-every", "0") as (not_, _):
             document["default_over_never"] = alternated(checked, not_, options.pairs)
             failures = sum(sum(header.verification_failures) for header in headers(checked))
-            document["default_over_never"]["failures"] = failures
+            document["default_over_never"] |= {"failures": failures, "command": harness.command()}
         print(json.dumps(document["default_over_never"]), flush=True)
         harness.write(options.json, document)
     with serving(options, "--verify-every", "1") as (server, trigger):
         document["each_layer"] = measure(server, options)
+        document["each_layer_decode"] = decode(server)
         document["fault"] = inject(server, trigger, options.prompts)
     document["layers_between_samples_for_0.2_percent"] = (
         document["each_layer"]["sample_over_layer"]["high"] / SHARE
@@ -141,7 +146,10 @@ def ask(server: Server, seed: int, tokens: int = 1) -> bool:
 def alternated(one: Server, other: Server, pairs: int) -> dict[str, Any]:
     """Ratios of times of ``one`` to those of ``other``, which are asked the same in turn."""
     found: dict[str, Any] = {"pairs": pairs}
-    for name, tokens, number in (("prefill", 1, pairs), ("decode", 64, max(2, pairs // 8))):
+    for name, tokens, number in (
+        ("prefill", 1, pairs),
+        ("decode", DECODE_TOKENS, max(2, pairs // 8)),
+    ):
         seconds = np.zeros((number, 2))
         for seed in range(-4, number):  # the first ones warm both up
             for turn in (0, 1) if seed % 2 else (1, 0):
@@ -212,6 +220,20 @@ def measure(server: Server, options: argparse.Namespace) -> dict[str, Any]:
         "verification_over_prefill": interval(ratios),
         "sample_over_layer": interval(per_sample) if per_sample else None,
         "failures": sum(sum(header.verification_failures) for header in last),
+    }
+
+
+def decode(server: Server) -> dict[str, Any]:
+    """How many layers are checked in decode, and the time that it takes, by rank."""
+    before = headers(server)
+    for seed in range(800, 800 + DECODES):
+        ask(server, seed, DECODE_TOKENS)
+    after = headers(server)
+    pairs = list(zip(before, after, strict=True))
+    return {
+        "tokens": DECODES * DECODE_TOKENS,
+        "samples": [sum(b.verified_layers) - sum(a.verified_layers) for a, b in pairs],
+        "verification_ns": [b.verification_ns - a.verification_ns for a, b in pairs],
     }
 
 
