@@ -46,7 +46,8 @@ demo-sglang: setup-sglang
 	$(VENV)-sglang/bin/ultraep-serve demo
 
 test-sglang: setup-sglang
-	$(VENV)-sglang/bin/python -m pytest tests/engines/test_sglang_*.py tests/engines/test_ways_to_start.py
+	$(VENV)-sglang/bin/python -m pytest tests/engines/test_sglang_*.py tests/engines/test_ways_to_start.py \
+		tests/lab/test_engine_recordings.py
 
 # Every model family on both engines (an hour or more); brings the pages of families up to date.
 test-families: setup setup-sglang

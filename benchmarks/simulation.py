@@ -38,15 +38,20 @@ def main() -> None:
     if args.traces:
         traces = [str(args.traces / name) for name in ("law.npz", "intent.npz")]
         settings["recorded routing"] = [*RECORDED.split(), "--trace", *traces]
+    kept = {}
+    if args.setting:
+        settings = {name: settings[name] for name in args.setting}
+        kept = json.loads(args.json.read_text())["settings"]
     limit = [] if args.plans is None else ["--plans", str(args.plans)]
     results = {name: simulated([*words, *limit]) for name, words in settings.items()}
-    harness.write(args.json, {"settings": results})
+    harness.write(args.json, {"settings": kept | results})
 
 
 def parse_arguments() -> argparse.Namespace:
     """Command line."""
     parser = harness.parser(__doc__)
     parser.add_argument("--traces", type=Path, help="directory of the traces (default: none)")
+    parser.add_argument("--setting", action="append", help="only these; the file keeps the rest")
     parser.add_argument("--plans", type=int, help="layers that each variant plans at most")
     return parser.parse_args()
 

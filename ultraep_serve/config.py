@@ -17,6 +17,7 @@ from ultraep_serve.costs.model import CostModel
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.system.environment import CONFIG_VARIABLE, config_text, keep_config
 from ultraep_serve.system.files import parse_object
+from ultraep_serve.system.logs import LogFormat
 from ultraep_serve.system.settings import Settings, read_settings
 from ultraep_serve.types import Policy
 
@@ -65,8 +66,8 @@ class SidecarSettings(Settings):
         f"(default: the server's + {SIDECAR_DISTANCE}; {_VLLM_PORT + SIDECAR_DISTANCE} without a "
         "launcher)",
     )
-    log_format: Literal["text", "json"] = Field(
-        default="text", description="lines of the sidecar's log"
+    log_format: LogFormat | None = Field(
+        default=None, description="lines of the sidecar's log (default: log_format of the server)"
     )
     allowed_hosts: str = Field(
         default="",
@@ -171,6 +172,11 @@ class BalanceConfig(Settings):
         description="settings of a sidecar that the primary rank of each host starts (default: "
         "none; the launcher starts one itself)",
         json_schema_extra={"flag": False},
+    )
+    log_format: LogFormat = Field(
+        default="text",
+        description="lines that launcher, ranks and sidecar write to the log: text, or a JSON "
+        "object each; the engine's own lines are as its own settings say",
     )
     run_dir: str = Field(
         default="",

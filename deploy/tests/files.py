@@ -12,6 +12,7 @@ DEPLOY = Path(__file__).resolve().parents[1]
 ROOT = DEPLOY.parent
 RULES = DEPLOY / "prometheus" / "rules.yml"
 COMPOSE = DEPLOY / "compose.yaml"
+COMPOSE_GPUS = DEPLOY / "compose.gpus.yaml"
 DASHBOARD = DEPLOY / "grafana" / "ultraep.json"
 BIN = Path(sys.executable).parent  # where pip put programs
 

@@ -30,6 +30,7 @@ class Live:
 
     url: str
     engine: "subprocess.Popen[bytes]"
+    run_path: Path
 
     def get(self, path: str, **parameters: object) -> Any:
         """Data of an API answer; an error of Prometheus fails the test with its message."""
@@ -74,7 +75,7 @@ def live(tmp_path: Path) -> Iterator[Live]:
         sidecar = [sys.executable, "-m", "ultraep_serve.sidecar", "--run-dir", run_path]
         stack.enter_context(process(*sidecar, f"--port={sidecar_port}"))
         stack.enter_context(process(*server_command(tmp_path, port, sidecar_port)))
-        started = Live(f"http://127.0.0.1:{port}", engine)
+        started = Live(f"http://127.0.0.1:{port}", engine, run_path)
         until(lambda: answers(f"{started.url}/-/ready"), "Prometheus")
         for host in HOSTS:
             started.wait_for(f'count_over_time(ultraep_ready{{instance=~"{host}:.+"}}[1m]) > 3')

@@ -12,7 +12,7 @@ from files import BIN, DEPLOY, run
 KUBERNETES = DEPLOY / "kubernetes"
 ONE_HOST = [
     KUBERNETES / "base",
-    *(KUBERNETES / "overlays" / name for name in ("monitored", "replicas", "sglang")),
+    *(KUBERNETES / "overlays" / name for name in ("gpus", "monitored", "replicas", "sglang")),
 ]
 MANY_HOSTS = [
     KUBERNETES / "hosts",

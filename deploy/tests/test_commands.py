@@ -76,6 +76,16 @@ def test_pods_start_a_balanced_server_and_a_sidecar_that_finds_it(path: Path) ->
     check_ports(pod, engine=flags.port, sidecar=settings.port)
 
 
+def test_a_node_with_gpus_has_one_for_each_rank() -> None:
+    (path,) = (path for path in ONE_HOST if path.name == "gpus")
+    (pod,) = balanced_pods(path)
+    _, flags = server_flags(words(pod, host=0))
+    resources = pod.container("engine")["resources"]
+    asked = {resources[kind]["nvidia.com/gpu"] for kind in ("requests", "limits")}
+    assert asked == {str(flags.tensor_parallel_size)} == {"8"}
+    assert pod.container("engine")["image"] == "ultraep-serve:vllm"
+
+
 @pytest.mark.parametrize("path", [*MANY_HOSTS, *DISAGGREGATED], ids=lambda path: path.name)
 def test_every_host_starts_a_balanced_server_with_its_sidecar(path: Path) -> None:
     for host, pod in enumerate(balanced_pods(path)):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from files import BIN, COMPOSE, DEPLOY, ROOT, read_yaml, run
+from files import BIN, COMPOSE, COMPOSE_GPUS, DEPLOY, ROOT, read_yaml, run
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -122,7 +122,24 @@ def _closure(requirements: list[Requirement]) -> set[str]:
 
 
 def test_compose_follows_its_schema() -> None:
-    run(BIN / "check-jsonschema", "--builtin-schema", "vendor.compose-spec", COMPOSE)
+    run(BIN / "check-jsonschema", "--builtin-schema", "vendor.compose-spec", COMPOSE, COMPOSE_GPUS)
+
+
+def test_compose_with_gpus_differs_from_compose_as_its_image_and_gpus_do() -> None:
+    """Prometheus and Grafana are those of the other file, and the engine is as closed."""
+    services, others = (read_yaml(path)["services"] for path in (COMPOSE, COMPOSE_GPUS))
+    assert others.keys() == services.keys()
+    for name in services.keys() - {"engine"}:
+        assert others[name] == {"extends": {"file": COMPOSE.name, "service": name}}
+    engine, other = services["engine"], others["engine"]
+    assert {
+        name for name in engine.keys() | other.keys() if engine.get(name) != other.get(name)
+    } == {*("build", "command", "cpuset", "deploy", "healthcheck", "image", "shm_size", "ulimits")}
+    assert engine["healthcheck"]["test"][2:] == other["healthcheck"]["test"][2:]
+    (devices,) = other["deploy"]["resources"]["reservations"]["devices"]
+    flag = f"--tensor-parallel-size={devices['count']}"
+    assert {*engine["command"]} ^ {*other["command"]} == {"--tensor-parallel-size=2", flag}
+    assert read_yaml(COMPOSE_GPUS)["volumes"] == read_yaml(COMPOSE)["volumes"]
 
 
 def test_compose_opens_ports_to_this_host_alone() -> None:

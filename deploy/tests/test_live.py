@@ -147,3 +147,13 @@ def test_a_killed_engine_is_noticed(server: Live) -> None:
     query = filled_in(dashboard()["panels"][0]["targets"][0]["expr"])
     (series,) = server.wait_for(f"({query}) == 0")
     assert series["value"][1] == "0"
+
+
+def test_a_server_that_could_not_be_balanced_is_shown_as_one(server: Live) -> None:
+    """It has no other metric; the variables of the dashboard find it all the same."""
+    (server.run_path / "unbalanced").write_text("no expert can be moved\n")
+    query = filled_in(dashboard()["panels"][0]["targets"][0]["expr"])
+    (series,) = server.wait_for(f"({query}) == -1")
+    mappings = dashboard()["panels"][0]["fieldConfig"]["defaults"]["mappings"]
+    assert mappings[0]["options"][series["value"][1]]["text"] == "UNBALANCED"
+    test_variables_of_the_dashboard_find_something(server)

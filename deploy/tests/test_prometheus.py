@@ -1,8 +1,9 @@
 """Alert rules: valid, each of them seen firing and silent, by promtool."""
 
+import re
 from typing import Any
 
-from files import DEPLOY, RULES, read_yaml, rules, run
+from files import DEPLOY, ROOT, RULES, read_yaml, rules, run
 
 PROMETHEUS = DEPLOY / "prometheus"
 TESTS = PROMETHEUS / "rules_test.yml"
@@ -29,4 +30,17 @@ def test_every_alert_is_seen_firing_and_silent() -> None:
 def test_every_alert_says_how_bad_it_is_and_what_to_do() -> None:
     for rule in rules():
         assert rule["labels"]["severity"] in ("critical", "warning", "info")
-        assert {"summary", "description"} == set(rule["annotations"])
+        assert {"summary", "description", "runbook_url"} == set(rule["annotations"])
+
+
+def test_every_alert_leads_to_a_section_of_the_troubleshooting_page() -> None:
+    """At the address where an operator has put the documentation, which is to be filled in."""
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    sections = {
+        re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
+        for title in re.findall(r"^#{2,3} (.+)$", page, re.MULTILINE)
+    }
+    for rule in rules():
+        base, _, section = rule["annotations"]["runbook_url"].partition("#")
+        assert base == "https://docs.example.com/ultraep-serve/troubleshooting.html"
+        assert section in sections

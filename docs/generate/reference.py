@@ -96,8 +96,10 @@ def _range_of(field: Any) -> str:
     """The choices, or the limits of a number."""
     if field.annotation is Policy:
         return ", ".join(_code(policy.value) for policy in Policy)
-    if get_origin(field.annotation) is Literal:
-        return ", ".join(map(_code, get_args(field.annotation)))
+    annotations = (field.annotation, *get_args(field.annotation))  # one of a union: optional
+    for annotation in annotations:
+        if get_origin(annotation) is Literal:
+            return ", ".join(map(_code, get_args(annotation)))
     return range_of(field)
 
 

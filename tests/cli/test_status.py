@@ -72,6 +72,7 @@ def test_a_table_for_people(
     before = ultraep_serve.status(run_dir=tmp_path)["imbalance"]["before"]["mean"]
     assert f"{before:.2f} -> " in shown
     assert shown.count("█") > 4
+    assert "summed over layers" in shown
     planned_run.recorders[2].set_state(RingState.FAILED)
     assert main(words) == 1
     assert "✘ not ready: rank 2: state is failed" in capsys.readouterr().out

@@ -66,6 +66,10 @@ def test_skewed_traffic_gets_told_to_balance(
     outcomes = {(row["policy"], row["slots"]): row for row in document["outcomes"]}
     gains = {key: row["predicted_gain"] for key, row in outcomes.items()}
     assert gains["quota", 0] == 1
+    least, most = verdict["predicted_gain_band"]
+    assert (least - 1, most) == pytest.approx((0.1 * (most - 1), gains["quota", 1]))
+    assert any(f"expect {least:.2f}x to {most:.2f}x" in reason for reason in verdict["reasons"])
+    assert not any("one batch" in line for line in document["assumptions"])
     assert 1.1 < gains["quota", 1] <= gains["ideal", 0] < document["imbalance_now"]["mean"]
     assert outcomes["quota", 1]["imbalance"] < 1.02
     expert = 3 * 2048 * 1024 * 2
@@ -98,6 +102,16 @@ def test_advice_may_be_to_leave_it_off(
     assert reason in printed
 
 
+def test_one_batch_is_too_little(
+    tmp_path: Path, machine: list[str | Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = save_loads(tmp_path / "trace.npz", np.arange(1.0, 17), 1 << 14, batches=1)
+    run("--trace", trace, *machine, "--json", "-")
+    document = json.loads(capsys.readouterr().out)
+    assert any("one batch stands for all" in line for line in document["assumptions"])
+    assert document["recommendation"]["predicted_gain_band"]
+
+
 def test_domains_bound_the_gain(tmp_path: Path, skewed: Path, machine: list[str | Path]) -> None:
     report = tmp_path / "advice.json"
     run("--trace", skewed, *machine, "--domain-size", "2", "--json", report)
@@ -122,6 +136,10 @@ def test_token_traces_and_measured_costs(tmp_path: Path, machine: list[str | Pat
     assert document["batches"] == 3  # of four, the first is history only
     assert document["recommendation"]["balance"] is True
     assert document["costs"]["seconds_per_assignment"] == 1e-5
+    logged = f"INFO 11-25 ultraep: costs {costs.read_text()}\nINFO 11-25 ready\n"
+    costs.write_text('INFO 11-25 ultraep: costs {"seconds_per_assignment": 1}\n' + logged)
+    assert run("--trace", trace, *machine[2:], *flags, "--json", report) == 0
+    assert json.loads(report.read_text()) == document  # of the last server in the log
 
 
 def test_decode_is_left_out(tmp_path: Path, machine: list[str | Path]) -> None:

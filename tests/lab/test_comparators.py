@@ -133,6 +133,20 @@ def test_quota_is_the_plan_that_is_served() -> None:
         assert np.array_equal(plan.shares[rank], served.share)
 
 
+def test_kept_replicas_go_by_proportion() -> None:
+    """Half of expert 0 was planned on rank 1, so half of it goes there, however much there is."""
+    policy, shape = policy_function("quota-every-8"), ExpertShape(2, 4, 1)
+    assert policy.refreshed_every == 8
+    planned, now = loads_of([60, 0, 0, 0], 2), loads_of([31, 4, 9, 0], 2)
+    context = PlanContext.of(shape)
+    plan = policy(now, context, planned[None])
+    policy.check(now, context, plan)
+    assert plan.quota.tolist() == [[15, 16], [4, 0], [0, 9], [0, 0]]
+    fresh, quota = policy(now, context, now[None]), POLICIES["quota"](now, context, now[None])
+    assert np.array_equal(fresh.quota, quota.quota)
+    assert np.array_equal(fresh.slot_expert, quota.slot_expert)
+
+
 @pytest.mark.parametrize("name", ["eplb", "eplb-slots", "lplb"])
 def test_without_a_past_nothing_is_placed(name: str) -> None:
     loads = loads_of([60, 20, 10, 10], 2)
@@ -155,6 +169,14 @@ def test_eplb_moves_masters() -> None:
     assert rank_loads("eplb-slots", loads, 0, loads[None]) == [80, 20]
 
 
+def test_eplb_may_copy_an_expert_twice_to_a_rank() -> None:
+    """All four copies that are left over are expert 0's: it has five parts on two ranks."""
+    loads = loads_of([1000, 1], 2)
+    plan = POLICIES["eplb"](loads, PlanContext.of(ExpertShape(2, 2, 2)), loads[None])
+    assert plan.copies.tolist() == [[3, 2], [0, 1]]
+    assert plan.quota.tolist() == [[600, 400], [0, 1]]
+
+
 def test_eplb_slots_keeps_masters() -> None:
     """Expert 0 is copied to rank 1; rank 0's slot holds rank 1's heaviest."""
     loads = loads_of([60, 20, 12, 8], 2)
@@ -165,10 +187,11 @@ def test_eplb_slots_keeps_masters() -> None:
 
 
 def test_eplb_splits_evenly_wherever_tokens_are() -> None:
+    """Of three copies two are on rank 0."""
     loads = np.array([[7, 0], [4, 0]], np.int32)
     plan = POLICIES["eplb"](loads, PlanContext.of(ExpertShape(2, 2, 1)), loads[None])
     assert plan.shares is not None
-    assert plan.shares[:, 0].tolist() == [[4, 3], [2, 2]]
+    assert plan.shares[:, 0].tolist() == [[5, 2], [3, 1]]
 
 
 def test_eplb_is_stale_where_quota_is_not() -> None:
@@ -208,10 +231,20 @@ def test_llep_spills_down_to_the_capacity() -> None:
     assert rank_loads("llep", loads, 2, no_history(loads)) == [1100, 900]
 
 
-def test_llep_does_not_spill_crumbs() -> None:
-    """Capacity 110 of mean 100; the smallest part is 100 // 16 = 6, and 5 are over."""
+def test_llep_spills_whole_parts_of_any_size() -> None:
+    """Capacity 110 of mean 100: expert 2 gives 50 away, expert 0 gives 5."""
     loads = loads_of([115, 20, 160, 105], 4)
-    assert rank_loads("llep", loads, 2, no_history(loads)) == [115, 70, 110, 105]
+    assert rank_loads("llep", loads, 2, no_history(loads)) == [110, 75, 110, 105]
+
+
+def test_llep_does_not_split_small_parts_off() -> None:
+    """Capacity 1100: 1900 leave rank 0, no rank has room for all, nor for 1024 of it.
+
+    So the least loaded one, rank 3, takes them as a whole. Its own 350 go to the next one then.
+    """
+    loads = loads_of([3000, 500, 500, 0, 0], 5)
+    loads[0, 3:] = 350, 650
+    assert rank_loads("llep", loads, 2, no_history(loads)) == [1100, 850, 500, 1900, 650]
 
 
 def test_exact_levels_within_one() -> None:

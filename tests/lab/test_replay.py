@@ -181,6 +181,25 @@ def test_policies_see_only_the_past(
     assert spy.seen[1:] == seen  # the first call only warms up
 
 
+def test_a_plan_is_kept_until_the_next_refresh(trace_file: Path) -> None:
+    spy = Spy()
+    policy = PolicyFunction("spy", "", spy.place, refreshed_every=3)
+    seen: list[np.ndarray] = []
+    now: list[np.ndarray] = []
+
+    def place(loads: Any, context: Any, history: Any) -> Any:
+        seen.append(history[0])
+        now.append(loads)
+        return spy.place(loads, context, history)
+
+    options = ReplayOptions(num_ranks=4, batch_tokens=512, layers=(1,), skip=1)
+    replay(load_trace(trace_file), options, [replace(policy, place=place)])
+    for number in range(3, 6):  # batches; the first call only warms up
+        assert np.array_equal(seen[number], now[3])
+    assert np.array_equal(seen[1], seen[2])
+    assert not np.array_equal(seen[1], now[1])  # of batch 0, which is history only
+
+
 @pytest.mark.parametrize(
     ("policies", "history", "skipped"),
     [("off,quota", 8, 0), ("quota,eplb", 8, 3), ("eplb-slots", 2, 2), ("lplb,off", 1, 1)],
@@ -288,6 +307,25 @@ def test_bad_words_leave_no_file(
     with pytest.raises(UltraEPError, match=message):
         command(*start, *words, *outputs)
     assert not list(tmp_path.iterdir())
+
+
+def test_several_traces_in_order(trace_file: Path, tmp_path: Path, capsys: Any) -> None:
+    """6 batches of each and 28 tokens; no batch has tokens of two files."""
+    sizes = ("--ep", 4, "--batch-tokens", 512, "--skip", 0, "--policy", "off", "--json", "-")
+    command("replay", trace_file, *sizes)
+    one = json.loads(capsys.readouterr().out)
+    command("replay", trace_file, trace_file, *sizes)
+    two = json.loads(capsys.readouterr().out)
+    assert (two["batches"], two["trace"]["file"]) == (12, "t.npz, t.npz")
+    before = [[row["imbalance_before"] for row in found["layers"]] for found in (one, two)]
+    assert before[1] == pytest.approx(before[0])
+    loads = LoadTrace(np.ones((2, 3, 4, 32), np.int32))
+    save_trace(tmp_path / "l.npz", loads)
+    words = ("--ep", 4, "--policy", "off")
+    with pytest.raises(TraceError, match="one kind and model"):
+        command("replay", trace_file, tmp_path / "l.npz", *words, "--batch-tokens", 512)
+    command("replay", tmp_path / "l.npz", tmp_path / "l.npz", *words, "--json", "-")
+    assert json.loads(capsys.readouterr().out)["batches"] == 4
 
 
 def test_no_policy_at_all(trace_file: Path) -> None:

@@ -96,7 +96,8 @@ class _Totals:
         said = json.loads(path.read_text())
         if said.get("kernels") != _kernels():
             raise ValueError(f"{path} is about other kernels than these: run its seeds again")
-        self.parts += [*said["parts"], said["command"]]
+        commands = [*said["parts"], said["command"]]
+        self.parts += [each for each in commands if each not in self.parts]
         self.launches += said["launches"]
         self.races |= set(said["races"])
         self.mistakes |= said["mistakes"]

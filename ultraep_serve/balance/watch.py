@@ -36,6 +36,7 @@ from ultraep_serve.balance.host_link import MAX_REASON, HostLink, Message, Stage
 from ultraep_serve.balance.neighbour import Neighbour
 from ultraep_serve.balance.topology import ONLY_STAGE, Location, PipelineStage
 from ultraep_serve.errors import UltraEPError
+from ultraep_serve.system.logs import say
 from ultraep_serve.telemetry.recorder import HEARTBEAT_SECONDS, Recorder
 from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.telemetry.schema import RingState
@@ -281,9 +282,7 @@ class RankWatch:
             with contextlib.suppress(OSError, UltraEPError):  # no room: the others are told below
                 self._files.give_up(reason)
             self.recorder.set_unheard(reason)
-            with contextlib.suppress(AttributeError, OSError, ValueError):
-                sys.stderr.write(f"ultraep: error: rank {self.location.rank} ends: {reason}\n")
-                sys.stderr.flush()
+            say(f"rank {self.location.rank} ends: {reason}", is_error=True)
             deadline = time.monotonic() + _GRACE_SECONDS
             while time.monotonic() < deadline:
                 if self.link is not None:

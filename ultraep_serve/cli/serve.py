@@ -1,19 +1,19 @@
 """`ultraep-serve ENGINE MODEL [flags]`: the engine's server with balancing on and the sidecar."""
 
 import argparse
-import sys
-from contextlib import suppress
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 from ultraep_serve.config import BalanceConfig, SidecarSettings, add_file_flag, given_settings
 from ultraep_serve.engines.sglang import launch as sglang
 from ultraep_serve.engines.vllm import launch as vllm
-from ultraep_serve.errors import ConfigError
+from ultraep_serve.errors import ConfigError, UltraEPError
 from ultraep_serve.launcher.sidecar import sidecar_command
 from ultraep_serve.launcher.supervisor import supervise
 from ultraep_serve.launcher.tuned_kernels import link_tuned_kernels
 from ultraep_serve.system.environment import child_environment
+from ultraep_serve.system.logs import say, set_up_logs
 from ultraep_serve.system.machine import why_not_listen
 from ultraep_serve.telemetry.run_directory import run_directory
 from ultraep_serve.telemetry.run_files import RunFiles
@@ -46,8 +46,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until the engine ends. Raises UltraEPError for what cannot be started."""
-    launch, flags = LAUNCHERS[arguments.command], arguments.engine_flags
     config, sidecar = given_settings(arguments, "sidecar-")
+    set_up_logs(config.log_format)
+    try:
+        return _serve(arguments, config, sidecar)
+    except UltraEPError as error:
+        if config.log_format == "text":
+            raise
+        say(str(error), is_error=True)
+        return 2
+
+
+def _serve(arguments: argparse.Namespace, config: BalanceConfig, sidecar: SidecarSettings) -> int:
+    launch, flags = LAUNCHERS[arguments.command], arguments.engine_flags
     parsed = launch.parse_engine_flags(flags)
     command = launch.engine_command(arguments.model, flags, config.policy)
     sidecar_port = sidecar.port_beside(parsed.port)
@@ -65,8 +76,8 @@ def run(arguments: argparse.Namespace) -> int:
             command = replace(command, environment={**command.environment, **tuned})
         if command.binding is not None:
             started_with = child_environment(config.to_json(), command.environment)
-            _say(*command.binding.lines(started_with.get(command.binding.variable)))
-        _say(*command.said)
+            _say_all(command.binding.lines(started_with.get(command.binding.variable)))
+        _say_all(command.said)
         beside = None
         if with_sidecar:
             beside = sidecar_command(config, sidecar, sidecar_port)
@@ -74,17 +85,16 @@ def run(arguments: argparse.Namespace) -> int:
         return supervise(command, config, beside)
 
 
+def _say_all(lines: Iterable[str]) -> None:
+    for line in lines:
+        say(line)
+
+
 def _announce(host: str, port: int, files: RunFiles) -> None:
-    _say(
+    say(
         f"sidecar on http://{host}:{port} (/v1/balance, /metrics, /readyz), "
         f"control token in {files.token}"
     )
-
-
-def _say(*lines: str) -> None:
-    with suppress(OSError):  # where logs are full it serves all the same
-        for line in lines:
-            print(f"ultraep: {line}", file=sys.stderr, flush=True)
 
 
 def _check_port(host: str, port: int, flag: str) -> None:

@@ -21,6 +21,7 @@ __all__ = ["add_arguments", "run", "status_view"]
 _REFRESH_SECONDS = 1.0
 _BAR_CELLS = 24
 _MIB = 1 << 20
+_OF_RANKS = "assignments over the mean, summed over layers: their imbalances may cancel out"
 
 
 class StatusFlags(Settings):
@@ -116,7 +117,8 @@ def _view(found: ServerStatus, document: Mapping[str, Any]) -> RenderableType:
     figures.add_row("proof", _proof(document))
     title = Text(about, style="bold")
     where = Text(found.where, style="dim")
-    return Group(_state(found, document), title, where, Text(), figures, Text(), _ranks(document))
+    of_ranks = Group(Text(_OF_RANKS, style="dim"), _ranks(document))
+    return Group(_state(found, document), title, where, Text(), figures, Text(), of_ranks)
 
 
 def _state(found: ServerStatus, document: Mapping[str, Any]) -> Text:

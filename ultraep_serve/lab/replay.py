@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -80,6 +80,7 @@ class _Case:
     layer: int
     loads: Counts  # (R, E)
     history: Counts  # (N, R, E)
+    refreshed: Mapping[int, Counts]  # (1, R, E) by N: of the last batch whose number N divides
 
 
 def replay(
@@ -114,7 +115,8 @@ def replay(
     replays = {policy.name: PolicyReplay() for policy in policies}
     result = Replay([], [], [], [], [], [], replays, context, skip)
     plans: list[tuple[Counts, Placement]] = []  # of loads
-    for case in _cases(trace, options, layers, range(skip, skip + count)):
+    intervals = {policy.refreshed_every for policy in policies} - {0}
+    for case in _cases(trace, options, layers, range(skip, skip + count), intervals):
         rank_load = context.rank_loads(case.loads)
         result.cases.append((case.batch, case.layer))
         result.assignments.append(int(rank_load.sum()))
@@ -149,11 +151,12 @@ def _planned(
     policy: PolicyFunction, case: _Case, context: PlanContext, found: PolicyReplay
 ) -> Placement:
     """The placement, timed, split and checked; appends to ``found``."""
+    history = case.refreshed.get(policy.refreshed_every, case.history)
     try:
         if not found.plan_seconds:  # once before, to have all compiled
-            policy(case.loads, context, case.history)
+            policy(case.loads, context, history)
         start = time.perf_counter()
-        placement = policy.place(case.loads, context, case.history)
+        placement = policy.place(case.loads, context, history)
         found.plan_seconds.append(time.perf_counter() - start)
         placement = policy.split_up(case.loads, placement)
         policy.check(case.loads, context, placement)
@@ -185,19 +188,26 @@ def _dumped(plans: list[tuple[Counts, Placement]]) -> DumpedPlans:
 
 
 def _cases(
-    trace: Trace | LoadTrace, options: "ReplayOptions", layers: Sequence[int], measured: range
+    trace: Trace | LoadTrace,
+    options: "ReplayOptions",
+    layers: Sequence[int],
+    measured: range,
+    intervals: Collection[int],
 ) -> Iterator[_Case]:
     past: deque[Counts] = deque(maxlen=min(options.history_batches, measured.stop))
     known = np.zeros((0, 0, 0, 0), np.int64)
+    refreshed: dict[int, Counts] = {}
     for index, loads in enumerate(batches(trace, options.batch_tokens, options.num_ranks)):
         if index == measured.stop:
             return
         chosen = loads[list(layers)].astype(np.int64)
         if index % options.rebalance_every == 0 or index == measured.start:
             known = np.stack(past) if past else np.zeros((0, *chosen.shape), np.int64)
+        refreshed |= {every: chosen[:, None] for every in intervals if index % every == 0}
         if index >= measured.start:
             for position, layer in enumerate(layers):
-                yield _Case(index, layer, chosen[position], known[:, position])
+                kept = {every: loads[position] for every, loads in refreshed.items()}
+                yield _Case(index, layer, chosen[position], known[:, position], kept)
         past.append(chosen)
 
 

@@ -1,6 +1,6 @@
 """The two kinds of trace, per token or per expert, and how they are cut into batches."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ __all__ = [
     "Trace",
     "batches",
     "count_loads",
+    "in_order",
     "num_batches",
     "of_phase",
     "over_source_ranks",
@@ -129,6 +130,42 @@ def of_phase(trace: Trace | LoadTrace, phase: int) -> Trace | LoadTrace:
         sequence_lengths=lengths[lengths > 0],
         phase=trace.phase[keep],
     )
+
+
+def in_order(traces: Sequence[Trace | LoadTrace], batch_tokens: int | None) -> Trace | LoadTrace:
+    """One trace after the other, of each the whole batches, so that no batch mixes two of them.
+
+    Metadata is the first one's; phases are left out, since ``of_phase`` comes before. Raises
+    TraceError where they are not of one kind and model.
+    """
+    first = traces[0]
+    if len(traces) == 1:
+        return first
+    shapes = {(type(trace), *_sizes(trace)) for trace in traces}
+    if len(shapes) > 1 or len({stated_speeds(trace) for trace in traces}) > 1:
+        raise TraceError(
+            "traces of one replay must be of one kind and model: tokens or loads, layers, experts, "
+            "experts per token, ranks and their speeds"
+        )
+    if isinstance(first, LoadTrace):
+        loads = [trace.loads for trace in traces if isinstance(trace, LoadTrace)]
+        return replace(first, loads=np.concatenate(loads), phase=None)
+    whole = [_whole_batches(trace, batch_tokens) for trace in traces if isinstance(trace, Trace)]
+    ids = np.concatenate([trace.topk_ids for trace in whole])
+    experts = max(trace.num_experts for trace in whole)
+    return Trace(ids, np.array([len(ids)]), experts, metadata=first.metadata)
+
+
+def _sizes(trace: Trace | LoadTrace) -> tuple[int, ...]:
+    if isinstance(trace, LoadTrace):
+        return trace.loads.shape[1:]
+    stated = trace.num_experts if "num_experts" in trace.metadata else 0
+    return (*trace.topk_ids.shape[1:], stated)
+
+
+def _whole_batches(trace: Trace, batch_tokens: int | None) -> Trace:
+    kept = num_batches(trace, batch_tokens) * (batch_tokens or 0)
+    return Trace(trace.topk_ids[:kept], np.array([kept]), trace.num_experts)
 
 
 def stated_speeds(trace: Trace | LoadTrace) -> tuple[float, ...]:

@@ -7,7 +7,6 @@ import os
 import signal
 import ssl
 import subprocess
-import sys
 import threading
 import time
 import urllib.request
@@ -23,6 +22,7 @@ from ultraep_serve.errors import EngineEndedError, OutputError, RingError, Unsup
 from ultraep_serve.launcher.binding import CoreBinding
 from ultraep_serve.launcher.tuned_kernels import TunedKernels
 from ultraep_serve.system.environment import child_environment
+from ultraep_serve.system.logs import say
 from ultraep_serve.system.machine import killed_for_memory
 from ultraep_serve.telemetry.reader import RingReader
 from ultraep_serve.telemetry.run_files import RunFiles
@@ -87,7 +87,7 @@ def supervise(engine: EngineCommand, config: BalanceConfig, sidecar: list[str] |
             for child in reversed(children):
                 stop_child(child)
     if code and not signals.received and killed_for_memory() > killed:
-        sys.stderr.write(f"ultraep: error: {_OUT_OF_MEMORY}\n")
+        say(_OUT_OF_MEMORY, is_error=True)
     if watch.problem:
         raise UnsupportedError(watch.problem, otherwise="")
     if lost and not signals.received:

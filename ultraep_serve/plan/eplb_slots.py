@@ -54,7 +54,7 @@ class LoadHistory:
         if not self._past[layer]:
             return None
         past = np.stack(self._past[layer])[:, None]  # (N, 1, E): who chose does not matter
-        copies = past_copies(past, context, fixed_masters=True)
+        copies = past_copies(past, context)
         slot_expert = slots_of(copies, context.shape)
         if (slot_expert < 0).all():
             return None
@@ -63,19 +63,14 @@ class LoadHistory:
         return Plan(slot_expert=slot_expert, quota=quota, share=shares[source_rank])
 
 
-def past_copies(history: Counts, context: PlanContext, *, fixed_masters: bool) -> IntArray:
-    """Copies (E, R) by the past loads (N, R, E); masters only where there are none yet.
-
-    Without ``fixed_masters`` every expert may move, and a rank holds any E / R + S of them,
-    whatever its domain and speed.
-    """
+def past_copies(history: Counts, context: PlanContext) -> IntArray:
+    """Copies (E, R) by the past loads (N, R, E); masters only where there are none yet."""
     shape = context.shape
     weight = history.sum((0, 1))
     if not weight.any():
         return master_copies(shape)
-    free = context if fixed_masters else PlanContext.of(shape)
-    counts = _replicate(weight, shape.num_ranks * shape.num_replica_slots, free.domain_size)
-    return _pack(weight / counts, counts, free, fixed_masters)
+    counts = _replicate(weight, shape.num_ranks * shape.num_replica_slots, context.domain_size)
+    return _pack(weight / counts, counts, context)
 
 
 def _replicate(weight: Counts, num_redundant: int, most: int) -> Counts:
@@ -90,37 +85,24 @@ def _replicate(weight: Counts, num_redundant: int, most: int) -> Counts:
     return counts
 
 
-def _pack(
-    per_copy: NDArray[np.float64],
-    counts: Counts,
-    context: PlanContext,
-    fixed_masters: bool,
-) -> IntArray:
+def _pack(per_copy: NDArray[np.float64], counts: Counts, context: PlanContext) -> IntArray:
     """Copies onto ranks, heaviest first, each on the least loaded rank with room for it."""
     shape, speeds = context.shape, context.speeds / context.speeds.max()
-    masters = master_copies(shape)
-    copies = masters.copy() if fixed_masters else np.zeros_like(masters)
+    copies = master_copies(shape)
     rank_load = per_copy @ copies
-    room = np.full(shape.num_ranks, shape.num_local) - copies.sum(0)
+    room = np.full(shape.num_ranks, shape.num_replica_slots)
     domain = np.arange(shape.num_ranks) // context.domain_size
     home = np.arange(counts.size) // shape.num_masters
-    # First copies come before second ones of the same weight: each expert needs one.
-    order = [(expert, copy) for expert in range(counts.size) for copy in range(counts[expert])]
+    order = [(expert, copy) for expert in range(counts.size) for copy in range(1, counts[expert])]
     order.sort(key=lambda item: (-per_copy[item[0]], item[1]))
-    unplaced = counts.size if not fixed_masters else 0
-    for expert, copy in order:
-        if copy == 0 and fixed_masters:
-            continue
-        allowed = (room > 0) & (copies[expert] == 0)
-        if fixed_masters:
-            allowed &= domain == domain[home[expert]]
-        if not allowed.any() or (copy > 0 and room.sum() <= unplaced):
+    for expert, _ in order:
+        allowed = (room > 0) & (copies[expert] == 0) & (domain == domain[home[expert]])
+        if not allowed.any():
             continue
         rank = int(np.where(allowed, rank_load / speeds, np.inf).argmin())
         copies[expert, rank] = 1
         rank_load[rank] += per_copy[expert]
         room[rank] -= 1
-        unplaced -= copy == 0
     return copies
 
 
@@ -132,25 +114,25 @@ def even_shares(loads: Counts, copies: IntArray) -> IntArray:
 
     Args:
         loads: int64 (R, E), row r is what rank r's own tokens chose.
-        copies: int32 (E, R), 1 where rank r holds expert e.
+        copies: int32 (E, R), how many copies of expert e rank r holds.
 
     Returns:
         int32 (R_source, E, R_target).
     """
     num_ranks, num_experts = loads.shape
     shares = np.zeros((num_ranks, num_experts, num_ranks), np.int32)
-    holders = np.zeros(num_ranks, np.int64)
+    holders = np.zeros(copies.sum(), np.int64)  # of one expert's copies
     position = 0
     for expert in range(num_experts):
         count = 0
         for rank in range(num_ranks):
-            if copies[expert, rank] > 0:
+            for _ in range(copies[expert, rank]):
                 holders[count] = rank
                 count += 1
         for source in range(num_ranks):
             load = loads[source, expert]
             for copy in range(count):
-                shares[source, expert, holders[copy]] = load // count
+                shares[source, expert, holders[copy]] += load // count
             for extra in range(load % count):
                 shares[source, expert, holders[(position + extra) % count]] += 1
             position = (position + load) % (1 << 30)

@@ -162,8 +162,9 @@ class StateLog:
         if run.policy is not self._policy:
             self._policy = run.policy
             name = run.policy.value if run.policy else None
+            shown = name or "not known yet"
             fields = {"event": "policy", "policy": name}
-            _LOGGER.info("policy is %s", name, extra={"fields": fields})
+            _LOGGER.info("policy is %s", shown, extra={"fields": fields})
 
 
 def _log_readiness(run: Run) -> None:

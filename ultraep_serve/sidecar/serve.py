@@ -5,7 +5,6 @@ import contextlib
 import ctypes
 import functools
 import ipaddress
-import json
 import logging
 import os
 import secrets
@@ -13,9 +12,7 @@ import socket
 import sys
 import threading
 import time
-from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, Literal
 
 import uvicorn
 
@@ -25,6 +22,7 @@ from ultraep_serve.sidecar.app import AppOptions, create_app
 from ultraep_serve.sidecar.connections import server_settings
 from ultraep_serve.system.control_token import read_token
 from ultraep_serve.system.environment import control_token_from_environment
+from ultraep_serve.system.logs import JsonFormatter, LogFormat
 from ultraep_serve.system.machine import why_not_listen
 from ultraep_serve.telemetry.run_directory import remove_abandoned
 from ultraep_serve.telemetry.run_files import RunFiles
@@ -62,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     run_dir = arguments.run_dir or find_run()
     config, settings = given_settings(arguments, "")
     _limit_heaps()
-    set_up_logging(settings.log_format)
+    set_up_logging(settings.log_format or config.log_format)
     if arguments.parent is not None:
         os.setpgrp()  # no signals of the engine's terminal, but its session: see start_child
     serve(run_dir, settings, control_token(run_dir), config.allow_ideal, arguments.parent)
@@ -188,29 +186,12 @@ def _keep_token(files: RunFiles, token: str | None) -> None:
             files.publish(files.token, token.encode())
 
 
-def set_up_logging(log_format: Literal["text", "json"]) -> None:
+def set_up_logging(log_format: LogFormat) -> None:
     """Log to standard error, as lines of text or of JSON."""
     handler = logging.StreamHandler(sys.stderr)
     text = logging.Formatter("%(levelname)s %(name)s: %(message)s")
-    handler.setFormatter(_JsonFormatter() if log_format == "json" else text)
+    handler.setFormatter(JsonFormatter() if log_format == "json" else text)
     logging.basicConfig(level=logging.INFO, handlers=[handler])
-
-
-class _JsonFormatter(logging.Formatter):
-    """One JSON object per line, with the fields given as ``extra={"fields": ...}``."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        moment = datetime.fromtimestamp(record.created, timezone.utc)
-        line: dict[str, Any] = {
-            "time": moment.isoformat(timespec="milliseconds"),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-            **getattr(record, "fields", {}),
-        }
-        if record.exc_info:
-            line["error"] = self.formatException(record.exc_info)
-        return json.dumps(line)
 
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of malloc.h

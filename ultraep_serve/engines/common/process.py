@@ -7,7 +7,6 @@ started first removes their run directory, and says the reason once more.
 
 import contextlib
 import os
-import sys
 import tempfile
 import weakref
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from ultraep_serve.balance.topology import is_process_alive
 from ultraep_serve.errors import FabricError, UltraEPError
 from ultraep_serve.system.environment import first_process
 from ultraep_serve.system.files import open_regular
+from ultraep_serve.system.logs import say
 from ultraep_serve.telemetry.run_directory import remove_run_directories
 
 __all__ = ["repeated_at_exit", "tidy_up_at_exit"]
@@ -73,8 +73,7 @@ def _tidy_up() -> None:
         with os.fdopen(open_regular(path), "rb") as file:
             if os.fstat(file.fileno()).st_uid == os.getuid():
                 reason = file.read(_MAX_BYTES).decode(errors="replace")
-                sys.stderr.write(f"ultraep: error: {reason}\n")
-                sys.stderr.flush()
+                say(reason, is_error=True)
         path.unlink()
 
 

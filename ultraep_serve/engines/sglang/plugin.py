@@ -5,6 +5,7 @@ SGLang calls ``register`` once in every process it starts, and applies the hooks
 
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.errors import UltraEPError
+from ultraep_serve.system.logs import set_up_logs
 
 __all__ = ["register"]
 
@@ -19,6 +20,7 @@ def register() -> None:
         config = BalanceConfig.from_environment()
         if config is None:
             return
+        set_up_logs(config.log_format)
         from ultraep_serve.engines.common.process import tidy_up_at_exit
         from ultraep_serve.engines.sglang.hooks import install
 

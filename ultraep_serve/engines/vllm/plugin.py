@@ -12,6 +12,7 @@ from ultraep_serve.engines.common.guard import SETTING, setting_on_command_line
 from ultraep_serve.engines.common.process import tidy_up_at_exit
 from ultraep_serve.errors import ConfigError, UnsupportedError
 from ultraep_serve.system.environment import share_with_ray_workers
+from ultraep_serve.system.logs import set_up_logs
 
 __all__ = ["register"]
 
@@ -32,6 +33,8 @@ def register() -> None:
         if given is None:
             raise
         raise SystemExit(f"ultraep: error: {error}") from error
+    if asked is not None:
+        set_up_logs(asked.log_format)
     share_with_ray_workers()
     tidy_up_at_exit()
     try:

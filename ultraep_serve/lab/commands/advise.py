@@ -33,7 +33,8 @@ MIB = 1 << 20
 
 def _known_policies(names: tuple[str, ...]) -> tuple[str, ...]:
     for name in names:
-        policy_function(name)
+        if policy_function(name).refreshed_every:
+            raise ValueError(f"{name} is a policy of `replay` only")
     return names
 
 

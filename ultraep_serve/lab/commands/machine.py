@@ -1,5 +1,6 @@
 """The machine and the model whose times `advise` and `simulate` predict."""
 
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -18,6 +19,7 @@ from ultraep_serve.costs.model import CostModel
 from ultraep_serve.costs.operator_rates import MeasuredRates
 from ultraep_serve.costs.shapes import PRESETS, ModelShape
 from ultraep_serve.lab.advise.advice import Setting
+from ultraep_serve.system.files import read_text
 from ultraep_serve.system.settings import Settings, Shown
 
 __all__ = ["Hardware", "MachineFlags", "Model", "machine_setting"]
@@ -42,7 +44,9 @@ class MachineFlags(Settings):
 
     hardware: Hardware
     costs: Path | None = Field(
-        default=None, description="JSON file of a cost model, for custom hardware"
+        default=None,
+        description="JSON file of a cost model, or log of a server that measured one, for custom "
+        "hardware",
     )
     model: Model
     weights: WeightType = "bf16"
@@ -85,7 +89,7 @@ def _estimate(
     flags: MachineFlags, shape: ModelShape, num_ranks: int, domain: int | None
 ) -> Estimate:
     if flags.costs is not None:
-        return custom_estimate(shape, CostModel.from_file(flags.costs), flags.costs.name)
+        return custom_estimate(shape, _costs(flags.costs), flags.costs.name)
     measured = None
     if flags.operator_rates is not None:
         measured = MeasuredRates.from_file(flags.operator_rates)
@@ -101,3 +105,10 @@ def _estimate(
         efficiency=None if share is None else Efficiency(matrix=share, attention=share),
         measured=measured,
     )
+
+
+def _costs(path: Path) -> CostModel:
+    """The costs in ``path``; of a server's log, those that it printed last."""
+    text = read_text(path, "the cost model")
+    logged = re.findall(r"ultraep: costs (\{[^{}]*\})", text)
+    return CostModel.from_json(logged[-1] if logged else text)

@@ -4,7 +4,7 @@ import argparse
 import time
 from contextlib import closing
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -23,9 +23,26 @@ MIB = 1 << 20
 POLL_SECONDS = 0.2
 
 
+Files = Annotated[
+    tuple[Path, ...], Field(json_schema_extra={"metavar": "FILE", "nargs": "+"})
+]  # given one after the other
+
+
 class CaptureFlags(ServerFlags):
     """Where, what and how long to record."""
 
+    from_vllm: Files = Field(
+        default=(),
+        description="no server is asked: read vLLM's answers under --enable-return-routed-experts "
+        "from JSON files",
+    )
+    from_sglang: Files = Field(
+        default=(),
+        description="no server is asked: read what SGLang's expert distribution recorder dumped",
+    )
+    experts: int | None = Field(
+        default=None, ge=1, description="experts of the model, with --from-vllm"
+    )
     out: Path = Field(description="write the trace to FILE: .npz, or with --level loads .parquet")
     level: Literal["tokens", "loads"] = Field(
         default="tokens", description="record the experts of every token, or only their counts"
@@ -42,6 +59,12 @@ class CaptureFlags(ServerFlags):
     )
 
     @model_validator(mode="after")
+    def _one_source(self) -> "CaptureFlags":
+        if self.from_vllm and self.from_sglang:
+            raise ValueError("--from-vllm and --from-sglang exclude each other: give one of them")
+        return self
+
+    @model_validator(mode="after")
     def _suffix_fits(self) -> "CaptureFlags":
         suffixes = (".npz", ".parquet") if self.level == "loads" else (".npz",)
         if self.out.suffix not in suffixes:
@@ -55,7 +78,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Record which experts the tokens of a running server choose, under whatever policy is in "
         "force, for `replay` and `advise`. Ends after --batches or --seconds, at Ctrl-C, at "
-        "SIGTERM, or when --max-mib is full; what was recorded until then is written."
+        "SIGTERM, or when --max-mib is full; what was recorded until then is written. With "
+        "--from-vllm or --from-sglang, turn into a trace what an engine recorded by itself."
     )
     CaptureFlags.add_flags(parser)
 
@@ -64,6 +88,24 @@ def run(arguments: argparse.Namespace) -> int:
     """Record, write the trace, say what it holds. Raises UltraEPError with what to do."""
     flags = CaptureFlags.from_flags(arguments)
     prepare_outputs(flags.out)
+    if flags.from_vllm or flags.from_sglang:
+        trace = _read(flags)
+        save_trace(flags.out, trace)
+    else:
+        trace = _record(flags)
+    print(f"{flags.out}: {_summary(trace)}")
+    return 0
+
+
+def _read(flags: CaptureFlags) -> Trace | LoadTrace:
+    from ultraep_serve.lab.engine_recordings import from_sglang, from_vllm
+
+    if flags.from_vllm:
+        return from_vllm(flags.from_vllm, flags.experts)
+    return from_sglang(flags.from_sglang, flags.experts)
+
+
+def _record(flags: CaptureFlags) -> Trace | LoadTrace:
     with closing(CaptureSidecar(flags.sidecar, control_token(flags))) as sidecar:
         with undone(sidecar.stop, "a server that does not record"):
             capture = sidecar.start(flags.level, flags.max_mib * MIB)
@@ -74,8 +116,7 @@ def run(arguments: argparse.Namespace) -> int:
         trace = assemble(sidecar.spools(capture), flags.batches)
         save_trace(flags.out, trace)
         sidecar.forget()
-    print(f"{flags.out}: {_summary(trace)}")
-    return 0
+    return trace
 
 
 def _wait(
@@ -99,13 +140,14 @@ def _wait(
 
 
 def _summary(trace: Trace | LoadTrace) -> str:
-    assert trace.phase is not None
-    decode = int((trace.phase == DECODE).sum())
     about = trace.metadata
-    batches = counted(int(about["batches"]), "batch", "batches")
-    if isinstance(trace, Trace):
-        held = f"{trace.num_tokens} tokens, {decode} of them decode, in {batches}"
+    decode = "" if trace.phase is None else f", {int((trace.phase == DECODE).sum())} of them decode"
+    lost = about.get("lost_batches")
+    missing = f"; {lost} later ones did not fit" if lost else ""
+    if isinstance(trace, LoadTrace):
+        held = f"{counted(trace.num_batches, 'batch', 'batches')}{decode}"
     else:
-        held = f"{batches}, {decode} of them decode"
-    lost = f"; {about['lost_batches']} later ones did not fit" if about["lost_batches"] else ""
-    return f"{held}, {trace.num_layers} MoE layers{lost}"
+        held = f"{trace.num_tokens} tokens{decode}, in "
+        parts = ("batch", "batches") if "batches" in about else ("sequence", "sequences")
+        held += counted(trace.sequence_lengths.size, *parts)
+    return f"{held}, {trace.num_layers} MoE layers{missing}"

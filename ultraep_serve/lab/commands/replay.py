@@ -23,7 +23,7 @@ from ultraep_serve.lab.replay_options import ReplayOptions
 from ultraep_serve.lab.replay_output import replay_document, write_plans
 from ultraep_serve.lab.store import load_trace
 from ultraep_serve.lab.tables import figures_table
-from ultraep_serve.lab.trace import DECODE, PREFILL, of_phase
+from ultraep_serve.lab.trace import DECODE, PREFILL, in_order, of_phase
 from ultraep_serve.system.settings import Directory, Names, Settings
 
 __all__ = ["add_arguments", "run"]
@@ -36,8 +36,8 @@ class ReplayFlags(Settings):
 
     policies: Names = Field(
         min_length=1,
-        description="policies to compare; may be repeated. FILE.py:NAME is a function of your own. "
-        + SUMMARIES,
+        description="policies to compare; may be repeated. FILE.py:NAME is a function of your own, "
+        f"quota-every-N is quota planned in every Nth batch only. {SUMMARIES}",
         json_schema_extra={"action": "append", "also": ["--policy"]},
     )
     phase: Literal["prefill", "decode", "all"] = Field(
@@ -65,8 +65,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Plan every layer of every batch of a trace with each policy, and compare. No server and "
         "no GPU is needed."
     )
-    traces = "recorded trace: .npz, or .parquet of loads"
-    parser.add_argument("trace", type=Path, metavar="TRACE", help=traces)
+    traces = "recorded trace: .npz, or .parquet of loads; several are replayed in order"
+    parser.add_argument("trace", type=Path, metavar="TRACE", nargs="+", help=traces)
     ReplayFlags.add_flags(parser)
     ReplayOptions.add_flags(parser)
 
@@ -79,15 +79,17 @@ def run(arguments: argparse.Namespace) -> int:
     flags, options = ReplayFlags.from_flags(arguments), ReplayOptions.from_flags(arguments)
     policies = [policy_function(name) for name in flags.policies]
     prepare_outputs(flags.json_file, flags.dump_plans)
-    trace = load_trace(arguments.trace, num_experts=flags.num_experts)
+    traces = [load_trace(path, num_experts=flags.num_experts) for path in arguments.trace]
     if flags.phase != "all":
-        trace = of_phase(trace, PREFILL if flags.phase == "prefill" else DECODE)
+        phase = PREFILL if flags.phase == "prefill" else DECODE
+        traces = [of_phase(trace, phase) for trace in traces]
+    trace = in_order(traces, options.batch_tokens)
     try:
         result = replay(trace, options, policies, keep_plans=flags.dump_plans is not None)
     except PlanError as error:
         print(f"ultraep-serve: error: {error}", file=sys.stderr)
         return 1
-    document = replay_document(result, options, arguments.trace.name)
+    document = replay_document(result, options, ", ".join(path.name for path in arguments.trace))
     if result.plans is not None and flags.dump_plans is not None:
         write_plans(flags.dump_plans, result.plans)
     show(document, _view(document), flags.json_file)

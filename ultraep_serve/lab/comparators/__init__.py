@@ -6,12 +6,14 @@ where domains are smaller, since its weights move between batches. It is planned
 batch; deployments do so every thousand steps or more, so its figures here are optimistic. ``ideal``
 is the force-balanced routing that balancers are compared with (arXiv 2606.04101): assignments dealt
 to the ranks in turn, without replicas and wherever tokens are; no placement does that with the
-right weights.
+right weights. ``quota-every-N`` is what integrations do that plan every N batches: replicas and
+proportions come from the exact load of one batch, and the batches after it keep them.
 
 ``quota``, ``eplb-slots`` and ``ideal`` know how fast ranks are, as in a server; to the others, as
 published, all ranks are alike.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +24,7 @@ from numpy.typing import NDArray
 
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.lab.comparators import own
+from ultraep_serve.lab.comparators.eplb import eplb_copies
 from ultraep_serve.lab.comparators.exact import place_exact
 from ultraep_serve.lab.comparators.llep import place_llep
 from ultraep_serve.lab.comparators.lplb import place_lplb
@@ -67,6 +70,7 @@ class PolicyFunction:
     has_slots: bool = True  # masters stay, so that slot_expert says all
     takes_any_slots: bool = False  # as many as its plan needs
     uses_history: bool = False
+    refreshed_every: int = 0  # N: its history is the last batch, or this, whose number N divides
 
     def __call__(self, loads: Integers, context: PlanContext, history: Integers) -> Placement:
         """Plan one layer of one batch for all ranks.
@@ -108,15 +112,18 @@ class PolicyFunction:
 def policy_function(name: str) -> PolicyFunction:
     """Policy by name: one of POLICIES, ``FILE.py:NAME``, or one that a package offers (``own``).
 
-    Raises ConfigError naming the valid ones.
+    ``quota-every-N`` is ``quota`` whose replicas stay for N batches. Raises ConfigError naming the
+    valid ones.
     """
     if name in POLICIES:
         return POLICIES[name]
+    if (refreshed := re.fullmatch(r"quota-every-([1-9]\d{0,5})", name)) is not None:
+        return _refreshed(int(refreshed[1]))
     if ":" in name:
         return policy_of(own.from_file(name), Path(name).name)
     found = own.from_package(name)
     if found is None:
-        known = ", ".join([*POLICIES, *own.offered()])
+        known = ", ".join([*POLICIES, "quota-every-N", *own.offered()])
         raise ConfigError(f"unknown policy {name!r}; choose from {known}, or write FILE.py:NAME")
     return policy_of(found, name)
 
@@ -145,16 +152,33 @@ def _place_quota(loads: Counts, context: PlanContext, history: Counts) -> Placem
     return of_plan(plan_quota(loads, context, 0), context.shape)
 
 
+def _refreshed(every: int) -> PolicyFunction:
+    summary = f"quota's replicas and proportions of every {every}th batch, kept until the next"
+    return PolicyFunction(f"quota-every-{every}", summary, _place_kept, refreshed_every=every)
+
+
+def _place_kept(loads: Counts, context: PlanContext, history: Counts) -> Placement:
+    """The plan of the last of ``history``, its quotas in proportion to the ``loads``."""
+    if not len(history):
+        return _place_off(loads, context, history)
+    kept = _place_quota(history[-1], context, history)
+    planned, now = kept.quota.astype(np.int64), loads.sum(0)[:, None]
+    weight = np.where(planned.any(1, keepdims=True), planned, master_copies(context.shape))
+    reached = weight.cumsum(1) * now // weight.sum(1, keepdims=True)
+    quota = np.diff(reached, axis=1, prepend=0).astype(np.int32)
+    return replace(kept, quota=quota)
+
+
 def _place_by_count(loads: Counts, context: PlanContext, history: Counts) -> Placement:
     return _place_quota(loads, context.equally_fast(), history)
 
 
 def _place_eplb(loads: Counts, context: PlanContext, history: Counts) -> Placement:
-    return of_copies(loads, past_copies(history, context, fixed_masters=False))
+    return of_copies(loads, eplb_copies(history, context))
 
 
 def _place_eplb_slots(loads: Counts, context: PlanContext, history: Counts) -> Placement:
-    copies = past_copies(history, context, fixed_masters=True)
+    copies = past_copies(history, context)
     return of_copies(loads, copies, slots_of(copies, context.shape))
 
 

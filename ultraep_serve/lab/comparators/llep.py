@@ -1,14 +1,16 @@
 """Policy ``llep``: what overloads a rank spills to the least loaded ranks, weights go along.
 
 Source: "Least-Loaded Expert Parallelism: Load Balancing An Imbalanced Mixture-of-Experts"
-(Nguyen et al., arXiv 2601.17111). Below an imbalance of lambda nothing is done. Otherwise experts
-are taken from the heaviest to the lightest; each stays at home while the home rank, with all
-that it still has to take itself, is within alpha times the mean, and the rest goes to the least
-loaded ranks in parts of at least ``m``. Slots are not reserved, so their number is reported.
+(Nguyen et al., arXiv 2601.17111) and its public code
+(https://github.com/SalesforceAIResearch/LeastLoadedEP), with the published defaults: alpha 1.1,
+lambda 1.3, m 1024. Below an imbalance of lambda nothing is done. Otherwise experts are taken from
+the heaviest to the lightest. A rank's load is what it was given so far and its own experts that are
+still to come. An expert stays at home as far as that is within alpha times the mean. The rest goes
+to other ranks, the least loaded first, as much to each as has room there; a part of less than m is
+not split off. What then finds no room goes to the least loaded other rank as a whole.
 
-alpha 1.1, lambda 1.3 and m 1024 are the published defaults. Small batches have fewer than 1024
-assignments to spare on any rank and would never spill, so m is at most a sixteenth of the mean.
-Weights move within the batch, hence within a domain.
+Slots are not reserved, so their number is reported. Weights move within the batch, hence within a
+domain.
 """
 
 import numpy as np
@@ -40,22 +42,26 @@ def _spill(expert_load: Counts, num_ranks: int) -> Counts:
     """Quota (E, R) of one domain, experts and ranks numbered from its first."""
     num_masters = expert_load.size // num_ranks
     quota = np.zeros((expert_load.size, num_ranks), np.int64)
-    capacity = int(CAPACITY_FACTOR * expert_load.sum() / num_ranks)
-    smallest = min(SMALLEST_PART, int(expert_load.sum() / num_ranks) // 16)
+    capacity = max(1, int(CAPACITY_FACTOR * (expert_load.sum() // num_ranks)))
     # Assigned so far, plus what is still at home and not yet assigned.
     rank_load = expert_load.reshape(num_ranks, num_masters).sum(1)
     for expert in np.argsort(-expert_load, kind="stable"):
         home = expert // num_masters
-        excess = min(max(0, rank_load[home] - capacity), expert_load[expert])
-        if excess < smallest:
+        excess = int(min(max(0, rank_load[home] - capacity), expert_load[expert]))
+        if num_ranks == 1:
             excess = 0
+        quota[expert, home] = expert_load[expert] - excess
         rank_load[home] -= excess
-        for rank in np.argsort(rank_load, kind="stable"):
+        stays = excess < expert_load[expert]
+        helpers = [rank for rank in np.argsort(rank_load, kind="stable") if rank != home]
+        for rank in helpers:
             part = min(excess, capacity - rank_load[rank])
-            if rank != home and (part >= smallest or part == excess) and part > 0:
-                quota[expert, rank] = part
+            if part > 0 and (part >= SMALLEST_PART or part == excess):
+                quota[expert, rank] += part
                 rank_load[rank] += part
                 excess -= part
-        rank_load[home] += excess  # no rank had room for it
-        quota[expert, home] = expert_load[expert] - quota[expert].sum()
+        if excess > 0:  # one that stays in part looks again who has least
+            rank = min(sorted(helpers), key=rank_load.__getitem__) if stays else helpers[0]
+            quota[expert, rank] += excess
+            rank_load[rank] += excess
     return quota

@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ultraep_serve.errors import UnsupportedError
+from ultraep_serve.lab.comparators.eplb import eplb_copies
 from ultraep_serve.lab.comparators.placement import Counts, Placement
 from ultraep_serve.plan.context import PlanContext
-from ultraep_serve.plan.eplb_slots import past_copies
 from ultraep_serve.types import IntArray
 
 __all__ = ["place_lplb"]
@@ -23,7 +23,7 @@ __all__ = ["place_lplb"]
 
 def place_lplb(loads: Counts, context: PlanContext, history: Counts) -> Placement:
     """Raises UnsupportedError where SciPy is missing."""
-    copies = past_copies(history, context, fixed_masters=False)
+    copies = np.minimum(eplb_copies(history, context), 1)
     return Placement(_split(loads.sum(0), copies), copies)
 
 
