@@ -221,7 +221,7 @@ class _SelfCheck:
         times = -(-answers.most_tokens // expected.shape[0])
         x, weights, ids = (tensor.repeat(times, 1)[: answers.most_tokens] for tensor in tokens)
         found = answers.compute(layer, x, weights, self._patterns.ids(ids, slot_expert))
-        parts = found.split(expected.shape[0])
+        parts = torch.split(found, expected.shape[0])
         differences = [largest_difference(part, expected[: len(part)]) for part in parts]
         return float(torch.stack(differences).max())  # NaN where one is
 
