@@ -90,4 +90,4 @@ def test_a_full_check_has_the_engine_compute_its_largest_batch(run_path: Path) -
     assert quick == ["answers"] * 2
     outcomes = outcomes_of_ranks(join_with_a_short_kernel, 2, run_path, shape, "full")
     assert [outcome.error for outcome in outcomes] == ["SelfCheckError"] * 2, outcomes
-    assert any("computes 50 tokens other than few" in outcome.message for outcome in outcomes)
+    assert any("in a batch of 50 tokens" in outcome.message for outcome in outcomes)

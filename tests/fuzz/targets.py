@@ -5,6 +5,7 @@ needs before. Where checksums or keys keep damage away from the code behind them
 of an input has them made right again.
 """
 
+import base64
 import contextlib
 import hmac
 import io
@@ -26,6 +27,7 @@ from ultraep_serve.costs.model import CostModel
 from ultraep_serve.costs.shapes import PRESETS, shape_from_config
 from ultraep_serve.errors import BenchError, ControlError, RingError, UltraEPError
 from ultraep_serve.lab.captured import assemble
+from ultraep_serve.lab.engine_recordings import from_vllm
 from ultraep_serve.lab.store import load_trace
 from ultraep_serve.sidecar.metrics import StoreCollector
 from ultraep_serve.sidecar.statistics.held import NoAnswerError
@@ -283,6 +285,30 @@ def _trace_seeds(_: Path) -> list[bytes]:
     return contents
 
 
+def _routed(folder: Path) -> Reader:
+    """vLLM's answers. An even first byte: the array in one that is right is what follows."""
+    path = folder / "answers.json"
+
+    def read(data: bytes) -> None:
+        saved = data[:1] and not data[0] & 1
+        path.write_bytes(_routed_answer(data[1:]) if saved else data[1:])
+        with contextlib.suppress(UltraEPError):
+            from_vllm([path])
+
+    return read
+
+
+def _routed_answer(array: bytes) -> bytes:
+    choice = {"routed_experts": base64.b64encode(array).decode()}
+    return json.dumps({"choices": [choice], "usage": {"completion_tokens": 1}}).encode()
+
+
+def _routed_seeds(_: Path) -> list[bytes]:
+    stream = io.BytesIO()
+    np.save(stream, np.arange(16, dtype=np.uint8).reshape(4, 2, 2))
+    return [b"\0" + stream.getvalue(), b"\1" + _routed_answer(stream.getvalue())]
+
+
 def _configs(_: Path) -> Reader:
     """The first byte says what kind of JSON follows."""
     kinds: list[Callable[[str], object]] = [
@@ -386,6 +412,7 @@ TARGETS = {
     "control-page": Target(_pages, _page_seeds, _PAGE_START, 4),
     "spools": Target(_spools, _spool_seeds, 1024, 4),
     "traces": Target(_traces, _trace_seeds, 2048, 3),
+    "routed-answers": Target(_routed, _routed_seeds, 1024, 2),
     "configs": Target(_configs, _config_seeds, 2048, 10),
     "settings-yaml": Target(_files_of_settings, lambda _: [b"slots: 2\npolicy: off\n"], 256, 2),
     "run-files": Target(_run_files, _run_file_seeds, 512, 2),

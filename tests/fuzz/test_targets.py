@@ -15,7 +15,8 @@ FOUND = {
     "configs": [
         b'\0{"speeds": "\\ud800"}',  # half of a character
         b'\0{"self": 1}',
-    ]
+    ],
+    "routed-answers": [b'\1{"choices": [{}], "usage": {"completion_tokens": 1e999}}'],
 }
 
 

@@ -6,9 +6,9 @@ pass, ``per_token`` the physical experts of every token, rank by rank.
 """
 
 import base64
-import binascii
 import io
 import json
+import os
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -19,7 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ultraep_serve.errors import TraceError
+from ultraep_serve.lab.store import DAMAGED, MAX_BYTES, opened, read_array
 from ultraep_serve.lab.trace import DECODE, PREFILL, Integers, LoadTrace, Trace
+from ultraep_serve.system.files import read_text
 
 __all__ = ["BASIS", "from_sglang", "from_vllm"]
 
@@ -39,6 +41,7 @@ def from_vllm(paths: Sequence[Path], num_experts: int | None = None) -> Trace:
         num_experts: E; by default the highest expert chosen is the last one.
 
     Raises:
+        ConfigError: a file cannot be read, or has more than 64 MiB.
         TraceError: a file is no response of one choice, or has no routing.
     """
     parts: list[Integers] = []
@@ -93,13 +96,13 @@ def from_sglang(paths: Sequence[Path], num_experts: int | None = None) -> Trace 
 
 
 def _responses(path: Path) -> Iterator[Mapping[str, Any]]:
+    text = read_text(path, "vLLM's responses")
     try:
-        text = path.read_text()
         try:
             found = json.loads(text)
         except ValueError:
             found = [json.loads(line) for line in text.splitlines() if line.strip()]
-    except (OSError, ValueError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise TraceError(f"{path} cannot be read as JSON: {error}") from error
     yield from found if isinstance(found, list) else [found]
 
@@ -110,7 +113,7 @@ def _routing(response: Any, path: Path) -> tuple[Integers, int]:
         (choice,) = response["choices"]
         generated = int(response["usage"]["completion_tokens"])
         encoded = choice["routed_experts"]
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, OverflowError, TypeError, ValueError) as error:
         raise TraceError(
             f"{path} has something that is no whole response with one choice; ask for n = 1 and no "
             "stream, one prompt in each request"
@@ -118,8 +121,9 @@ def _routing(response: Any, path: Path) -> tuple[Integers, int]:
     if encoded is None:
         raise TraceError(f"{path}: {NO_ROUTING}")
     try:
-        ids = np.load(io.BytesIO(base64.b64decode(encoded, validate=True)), allow_pickle=False)
-    except (binascii.Error, EOFError, TypeError, ValueError) as error:
+        saved = base64.b64decode(encoded, validate=True)
+        ids = read_array(io.BytesIO(saved), "routed_experts", len(saved))
+    except (TraceError, TypeError, *DAMAGED) as error:
         raise TraceError(f"{path}: routed_experts cannot be decoded: {error}") from error
     if ids.ndim != 3 or ids.dtype.kind not in "iu":
         raise TraceError(
@@ -132,8 +136,12 @@ def _dump(path: Path) -> Mapping[str, Any]:
     import torch  # takes seconds
 
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, EOFError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
+        with opened(path) as file:
+            if os.fstat(file.fileno()).st_size > MAX_BYTES:
+                raise ValueError(f"it has more than {MAX_BYTES >> 30} GiB")
+            # Tensors and plain containers only, whatever the file says.
+            found = torch.load(file, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, *DAMAGED) as error:
         raise TraceError(f"{path} cannot be read: {error}") from error
     wanted = ({"logical_count"}, {"records", "last_physical_to_logical_map"})
     if not isinstance(found, dict) or not any(keys <= set(found) for keys in wanted):

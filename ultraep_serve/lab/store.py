@@ -26,7 +26,7 @@ from ultraep_serve.errors import TraceError
 from ultraep_serve.lab.trace import LoadTrace, Metadata, Trace
 from ultraep_serve.system.files import open_regular, parse_object, whole_file
 
-__all__ = ["MAX_BYTES", "load_trace", "save_trace"]
+__all__ = ["DAMAGED", "MAX_BYTES", "load_trace", "opened", "read_array", "save_trace"]
 
 MAX_BYTES = 4 << 30  # of arrays in one file: a million tokens of 94 layers, top-8, twice over
 ARRAYS = ("topk_ids", "sequence_lengths", "loads", "phase", "metadata")
@@ -110,7 +110,7 @@ def _num_experts(topk_ids: NDArray[Any], metadata: Metadata) -> int:
     return 1
 
 
-def _opened(path: Path) -> BinaryIO:
+def opened(path: Path) -> BinaryIO:
     """A regular file, also through a link. Raises OSError."""
     return os.fdopen(open_regular(path, links=True), "rb")
 
@@ -131,7 +131,7 @@ def _read_npz(path: Path, max_bytes: int) -> dict[str, NDArray[Any]]:
             ``max_bytes``.
     """
     try:
-        with _opened(path) as file, zipfile.ZipFile(file) as archive:
+        with opened(path) as file, zipfile.ZipFile(file) as archive:
             members = {info.filename: info for info in archive.infolist()}
             arrays: dict[str, NDArray[Any]] = {}
             left = max_bytes
@@ -152,23 +152,36 @@ def _read_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo, max_bytes: int
     if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
         raise TraceError(f"{info.filename} is compressed in a way that NumPy does not write")
     with archive.open(info) as stream:
-        shape, is_fortran, dtype = _read_header(stream)
-        if dtype.hasobject:
-            raise TraceError(f"{info.filename} holds Python objects, must be numbers")
-        num_bytes = dtype.itemsize
-        for size in shape:
-            num_bytes *= size
-        if num_bytes > max_bytes:
-            raise TraceError(
-                f"{info.filename} would take {num_bytes} bytes of the {max_bytes} allowed; "
-                "cut the trace into smaller files"
-            )
-        if info.file_size != stream.tell() + num_bytes:
-            raise TraceError(f"{info.filename} is {dtype} {shape}, which is not its size")
-        data = stream.read(num_bytes)
+        array = read_array(stream, info.filename, info.file_size, max_bytes)
         stream.read(1)  # at the end of a member its checksum is compared
-    if len(data) != num_bytes:
-        raise TraceError(f"{info.filename} is truncated")
+    return array
+
+
+def read_array(
+    stream: IO[bytes], name: str, num_bytes: int, max_bytes: int = MAX_BYTES
+) -> NDArray[Any]:
+    """The array in ``num_bytes`` of ``stream``, as NumPy saves one, read-only; never unpickles.
+
+    Raises:
+        TraceError: with ``name``, for an array of objects, of another size than it has, or of more
+            than ``max_bytes``, before anything is allocated; or one of ``DAMAGED``.
+    """
+    shape, is_fortran, dtype = _read_header(stream)
+    if dtype.hasobject:
+        raise TraceError(f"{name} holds Python objects, must be numbers")
+    needed = dtype.itemsize
+    for size in shape:
+        needed *= size
+    if needed > max_bytes:
+        raise TraceError(
+            f"{name} would take {needed} bytes of the {max_bytes} allowed; "
+            "cut the trace into smaller files"
+        )
+    if num_bytes != stream.tell() + needed:
+        raise TraceError(f"{name} is {dtype} {shape}, which is not its size")
+    data = stream.read(needed)
+    if len(data) != needed:
+        raise TraceError(f"{name} is truncated")
     return np.frombuffer(data, dtype).reshape(shape, order="F" if is_fortran else "C")
 
 
@@ -214,7 +227,7 @@ def _read_parquet(path: Path, max_bytes: int) -> LoadTrace:
     """
     arrow, parquet = _pyarrow()
     try:
-        with _opened(path) as opened, parquet.ParquetFile(opened) as file:
+        with opened(path) as stream, parquet.ParquetFile(stream) as file:
             if (rows := file.metadata.num_rows) * PARQUET_ROW_BYTES > max_bytes:
                 raise TraceError(f"{path} has {rows} rows; cut it into smaller files")
             schema = file.schema_arrow

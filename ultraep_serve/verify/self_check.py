@@ -11,7 +11,7 @@ is changed are the contents of slots, which no batch relies on.
 """
 
 import time
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from hashlib import blake2b
 
 import numpy as np
@@ -180,50 +180,49 @@ class _SelfCheck:
     def answers(self, answers: Answers, layers: Sequence[int], large: Container[int]) -> str:
         """With every expert of a layer computed by a copy its output is what it is without.
 
-        Layers that are in ``large`` compute the largest batch too, by copies: the same tokens over
-        and over, whose answers must not depend on how many there are.
+        Layers that are in ``large`` compute the largest batch too.
         """
         tokens = made_up.random_tokens(answers, self._shape.num_logical_experts)
-        x, weights, ids = tokens
         bound = bound_of(answers.dtype)
         worst, problem = 0.0, ""
         for layer in layers:
-            expected = answers.compute(layer, x, weights, self._patterns.ids(ids, None))
-            for turn in range(self._patterns.num_turns):
-                slot_expert = self._patterns.rotated(turn)
-                self._stages.replicate(layer, slot_expert, False)
-                physical = self._patterns.ids(ids, slot_expert)
-                found = answers.compute(layer, x, weights, physical)
-                difference = float(largest_difference(found, expected))
+            for how, difference in self._differences(answers, layer, tokens, layer in large):
                 worst = max(worst, difference)
                 if not difference <= bound and not problem:  # also where it is no number
                     problem = (
-                        f"layer {layer} computed by copies differs by {difference:.2g} of its "
+                        f"layer {layer} computed {how} differs by {difference:.2g} of its "
                         f"largest value, {bound:.2g} are allowed in {answers.dtype}"
-                    )
-            if layer in large:
-                difference = self._of_largest_batch(answers, layer, tokens, expected)
-                worst = max(worst, difference)
-                if not difference <= bound and not problem:
-                    problem = (
-                        f"layer {layer} computes {answers.most_tokens} tokens other than few: they "
-                        f"differ by {difference:.2g} of the largest value, {bound:.2g} are allowed"
                     )
         _require(not problem, problem)
         return f"{len(layers)} layers, largest difference {worst:.1g}"
 
-    def _of_largest_batch(
-        self, answers: Answers, layer: int, tokens: Sequence[torch.Tensor], expected: torch.Tensor
-    ) -> float:
-        """How far answers to ``tokens``, over and over, are from those ``expected`` of them."""
-        slot_expert = self._patterns.rotated(0)
+    def _differences(
+        self, answers: Answers, layer: int, tokens: Sequence[torch.Tensor], is_large: bool
+    ) -> Iterator[tuple[str, float]]:
+        """How ``tokens`` are computed otherwise than by masters, and how far that is from them.
+
+        The largest batch has the same tokens over and over: what is answered must not depend on
+        how many there are.
+        """
+        x, weights, ids = tokens
+        expected = answers.compute(layer, x, weights, self._patterns.ids(ids, None))
+        for turn in range(self._patterns.num_turns):
+            found = self._by_copies(answers, layer, turn, tokens)
+            yield "by copies", float(largest_difference(found, expected))
+        if is_large:
+            most, few = answers.most_tokens, len(expected)
+            many = [tensor.repeat(-(-most // few), 1)[:most] for tensor in tokens]
+            parts = torch.split(self._by_copies(answers, layer, 0, many), few)
+            apart = [largest_difference(part, expected[: len(part)]) for part in parts]
+            yield f"by copies in a batch of {most} tokens", float(torch.stack(apart).max())
+
+    def _by_copies(
+        self, answers: Answers, layer: int, turn: int, tokens: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        x, weights, ids = tokens
+        slot_expert = self._patterns.rotated(turn)
         self._stages.replicate(layer, slot_expert, False)
-        times = -(-answers.most_tokens // expected.shape[0])
-        x, weights, ids = (tensor.repeat(times, 1)[: answers.most_tokens] for tensor in tokens)
-        found = answers.compute(layer, x, weights, self._patterns.ids(ids, slot_expert))
-        parts = torch.split(found, expected.shape[0])
-        differences = [largest_difference(part, expected[: len(part)]) for part in parts]
-        return float(torch.stack(differences).max())  # NaN where one is
+        return answers.compute(layer, x, weights, self._patterns.ids(ids, slot_expert))
 
 
 def _layers_by_kind(layers: Sequence[LayerSlots]) -> list[list[int]]:
