@@ -55,7 +55,7 @@ test-families: setup setup-sglang
 	$(VENV)-sglang/bin/python benchmarks/families.py
 	$(VENV)/bin/python -m docs.generate.families
 
-# Images, Compose, Kubernetes, Prometheus and Grafana files, with real tools; no containers.
+# Images, Compose, Kubernetes, Helm, Prometheus and Grafana files, with real tools; no containers.
 check-deploy: setup
 	$(PYTHON) deploy/check.py $(VENV)
 
