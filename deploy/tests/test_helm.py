@@ -35,6 +35,7 @@ EVERYTHING: dict[str, Any] = {
     "image": {"pullSecrets": ["registry"], "tag": "mine", "pullPolicy": "Always"},
     "flags": ["--slots=4"],
     "env": [{"name": "OTEL_SERVICE_NAME", "value": "model"}],
+    "extraResources": {"rdma/ib": 1},
     "nodeSelector": {"gpu": "h100"},
     "tolerations": [{"key": "gpu", "operator": "Exists", "effect": "NoSchedule"}],
     "monitoring": {
@@ -96,6 +97,7 @@ def test_what_is_set_reaches_the_pods(chart: Any, values: dict[str, Any]) -> Non
         engine = pod.container("engine")
         assert (engine["image"], engine["imagePullPolicy"]) == ("ultraep-serve:mine", "Always")
         assert engine["args"][-1] == "--slots=4"
+        assert {engine["resources"][kind]["rdma/ib"] for kind in ("requests", "limits")} == {"1"}
         assert pod.spec["imagePullSecrets"] == [{"name": "registry"}]
         assert pod.spec["nodeSelector"] == EVERYTHING["nodeSelector"]
         assert pod.spec["tolerations"] == EVERYTHING["tolerations"]

@@ -2,14 +2,11 @@
 
 import contextlib
 import logging
-import queue
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +17,9 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceRequest,
     ExportTraceServiceResponse,
 )
-from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, Span
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
+from tests.support.collector import HTTP, Collector, attributes, by_http
 from tests.support.rings import SyntheticRun
 from tests.support.sidecar_runs import SkewedRun
 from ultraep_serve.balance.topology import PipelineStage
@@ -30,44 +28,7 @@ from ultraep_serve.sidecar.store import RunStore
 from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.types import Decision, ExpertShape
 
-PROTOCOL = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
-
-
-class Collector:
-    """What an OpenTelemetry collector is sent; ``endpoint`` is its address."""
-
-    def __init__(self) -> None:
-        self.endpoint = ""
-        self.received: queue.SimpleQueue[ExportTraceServiceRequest] = queue.SimpleQueue()
-
-    def resources(self) -> list[ResourceSpans]:
-        found = []
-        with contextlib.suppress(queue.Empty):
-            while True:
-                found += self.received.get_nowait().resource_spans
-        return found
-
-    def spans(self) -> list[Span]:
-        """All that came since the last call."""
-        return [span for part in self.resources() for of in part.scope_spans for span in of.spans]
-
-
-@contextlib.contextmanager
-def by_http(collector: Collector) -> Iterator[None]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["Content-Length"]))
-            collector.received.put(ExportTraceServiceRequest.FromString(body))
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, *_: Any) -> None: ...
-
-    with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        collector.endpoint = f"http://127.0.0.1:{server.server_port}/v1/traces"
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield
-        server.shutdown()
+(PROTOCOL,) = HTTP
 
 
 @contextlib.contextmanager
@@ -88,7 +49,7 @@ def by_grpc(collector: Collector) -> Iterator[None]:
 @pytest.fixture
 def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
     """One that is asked by HTTP."""
-    monkeypatch.setenv(PROTOCOL, "http/protobuf")
+    monkeypatch.setenv(PROTOCOL, HTTP[PROTOCOL])
     made = Collector()
     with by_http(made):
         yield made
@@ -107,19 +68,12 @@ def look(spans: BatchSpans, store: RunStore) -> None:
         spans.look(store.poll())
 
 
-def attributes(span: Span) -> dict[str, Any]:
-    return {
-        entry.key: getattr(entry.value, entry.value.WhichOneof("value"))
-        for entry in span.attributes
-    }
-
-
 def batches(found: list[Span]) -> list[int]:
     return [attributes(span)["ultraep.batch"] for span in found]
 
 
 @pytest.mark.parametrize(
-    ("protocol", "serving"), [("grpc", by_grpc), ("http/protobuf", by_http)], ids=["grpc", "http"]
+    ("protocol", "serving"), [("grpc", by_grpc), (HTTP[PROTOCOL], by_http)], ids=["grpc", "http"]
 )
 def test_a_batch_is_a_span_with_its_times_and_figures(
     protocol: str,

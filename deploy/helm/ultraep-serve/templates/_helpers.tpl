@@ -61,13 +61,13 @@ resources:
   requests:
     cpu: {{ .Values.cpu | quote }}
     memory: {{ .Values.memory }}
-    {{- include "ultraep.gpus" . | nindent 4 }}
+    {{- include "ultraep.devices" . | nindent 4 }}
   limits:
     {{- if eq (int .Values.hosts) 1 }}
     cpu: {{ .Values.cpu | quote }}
     {{- end }}
     memory: {{ .Values.memory }}
-    {{- include "ultraep.gpus" . | nindent 4 }}
+    {{- include "ultraep.devices" . | nindent 4 }}
 securityContext:
   {{- include "ultraep.locked" . | nindent 2 }}
 volumeMounts:
@@ -82,8 +82,11 @@ volumeMounts:
     mountPath: /tmp
 {{- end }}
 
-{{- define "ultraep.gpus" -}}
+{{- define "ultraep.devices" -}}
 {{- if eq .Values.device "gpu" }}nvidia.com/gpu: {{ .Values.ranksPerHost | quote }}{{ end }}
+{{- range $name, $count := .Values.extraResources }}
+{{ $name }}: {{ $count | quote }}
+{{- end }}
 {{- end }}
 
 {{- define "ultraep.locked" -}}
