@@ -19,6 +19,7 @@ from ultraep_serve.system.environment import CONFIG_VARIABLE, config_text, keep_
 from ultraep_serve.system.files import parse_object
 from ultraep_serve.system.logs import LogFormat
 from ultraep_serve.system.settings import Settings, read_settings
+from ultraep_serve.system.versions import NewerEngine
 from ultraep_serve.types import Policy
 
 __all__ = [
@@ -110,6 +111,11 @@ class BalanceConfig(Settings):
         default="error",
         description="what cannot be balanced: refuse to start, or serve without balancing",
     )
+    on_newer_engine: NewerEngine = Field(
+        default="refuse",
+        description="an engine's release after all verified ones: refuse it, or try it if all that "
+        "the adapter touches is still there and the self-check passes",
+    )
     self_check: Literal["off", "quick", "full"] = Field(
         default="quick",
         description="what is computed before the server is ready, to prove that its answers are "
@@ -191,6 +197,14 @@ class BalanceConfig(Settings):
             raise ValueError(
                 "policy 'ideal' routes tokens to the wrong experts and is for measuring only; "
                 "add --allow-ideal if that is what you want"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _what_is_tried_is_checked(self) -> "BalanceConfig":
+        if self.on_newer_engine == "try" and self.self_check == "off":
+            raise ValueError(
+                "on_newer_engine 'try' needs a self-check; set self_check to quick or full"
             )
         return self
 

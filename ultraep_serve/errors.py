@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = [
     "POLICY_OFF",
     "SERVE_UNBALANCED",
+    "TRY_NEWER",
     "BenchError",
     "ConfigError",
     "ControlError",
@@ -54,6 +55,7 @@ __all__ = [
 # The remedies that always work: once an engine is being started, and before.
 SERVE_UNBALANCED = "set on_unsupported to off to serve without balancing"
 POLICY_OFF = "serve with --policy off"
+TRY_NEWER = "set on_newer_engine to try"
 
 
 class UltraEPError(Exception):

@@ -1,6 +1,7 @@
 """What the SGLang adapter accepts on GPUs, and what it refuses; one process."""
 
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ with warnings.catch_warnings():
     from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseConfig
 
     from ultraep_serve.engines.sglang import checks, group, launch, quantised
+    from ultraep_serve.engines.sglang.seams import HOOKED, SEAMS
 
 from ultraep_serve.errors import UnsupportedError
 from ultraep_serve.launcher.tuned_kernels import link_tuned_kernels
@@ -135,7 +137,27 @@ def test_schedulers_must_tell_each_other(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_other_accelerators_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "is_cuda", lambda: False)
-    assert "only on NVIDIA GPUs and for --device cpu" in refusal(checks.check_engine, {})
+    assert "only on NVIDIA GPUs and for --device cpu" in refusal(checks.check_engine, "refuse")
+
+
+def test_a_newer_release_is_tried_if_nothing_moved_and_refused_by_name_if_something_did(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(checks, "is_cuda", lambda: True)
+    monkeypatch.setattr(checks.metadata, "version", lambda _: "0.5.24")
+    assert "or set on_newer_engine to try" in refusal(checks.check_engine, "refuse")
+    assert "SGLang 0.5.24 has not been verified" in checks.check_engine("try")
+    other = replace(HOOKED["experts"], parameters="self x")
+    monkeypatch.setattr(checks, "SEAMS", (other,))
+    moved = "SGLang 0.5.24 is not as this adapter needs it: sglang.srt.layers.moe.fused_moe_triton"
+    assert moved in refusal(checks.check_engine, "try")
+
+
+def test_every_setting_that_is_judged_and_every_flag_that_is_read_is_a_seam() -> None:
+    judged = {name for name, _, _ in (*checks._ANYWHERE, *checks._ON_CPU, *checks._ON_GPU)}
+    judged |= vars(launch.parse_engine_flags([])).keys() - {"config"}  # of its parser alone
+    (settings,) = (seam for seam in SEAMS if seam.target.endswith(":POSITIONAL_FIELD_ORDER"))
+    assert judged <= set(settings.mentions.split())
 
 
 # Layers

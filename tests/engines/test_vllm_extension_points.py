@@ -1,10 +1,12 @@
 """What the adapter relies on, asked of the vLLM that is on the path: any verified build."""
 
+import functools
 import os
 import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,8 +28,10 @@ with warnings.catch_warnings():
     from vllm.utils.import_utils import resolve_obj_by_qualname
 
     from tests.support import vllm_layers
+    from tests.support.experts import NUM_EXPERTS
     from tests.support.vllm_gpu import NAMES, NUM_RANKS
     from ultraep_serve.engines.vllm import checks, launch, routed_experts
+    from ultraep_serve.engines.vllm.seams import SEAMS
     from ultraep_serve.engines.vllm.warm_up import after_warm_up
 
 from ultraep_serve.doctor import engines
@@ -62,11 +66,21 @@ def test_this_version_is_accepted_on_cpu_where_it_was_served_there(
         checks.check_engine()
 
 
-def test_other_parameters_of_the_hook_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_newer_release_is_tried_if_nothing_moved_and_refused_by_name_if_something_did(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(checks, "current_platform", PLATFORM)
-    monkeypatch.setattr(RoutedExperts, "forward_modular", lambda self, x, router_logits: x)
-    with pytest.raises(UnsupportedError, match=r"forward_modular takes .*'router_logits'"):
+    monkeypatch.setattr(checks.vllm, "__version__", "0.39.1")
+    with pytest.raises(UnsupportedError, match=r"install vllm==0\.33\.\*, or set on_newer_engine"):
         checks.check_engine()
+    assert "vLLM 0.39.1 has not been verified on NVIDIA GPUs" in checks.check_engine("try")
+    hook = next(seam for seam in SEAMS if seam.target.endswith(":RoutedExperts.forward_modular"))
+    other = replace(hook, parameters="self x router_logits")
+    monkeypatch.setattr(checks, "SEAMS", (other,))
+    for version, newer in (("0.39.1", "try"), ("0.33.0", "refuse")):
+        monkeypatch.setattr(checks.vllm, "__version__", version)
+        with pytest.raises(UnsupportedError, match=r"forward_modular takes \(self, x, topk_w.*not"):
+            checks.check_engine(newer)
 
 
 @pytest.mark.parametrize("worker", ["gpu_worker.Worker", "cpu_worker.CPUWorker"])
@@ -174,6 +188,25 @@ def test_experts_that_look_at_logical_ids_themselves_are_refused_at_load(substit
             check(layer)
     with set_current_vllm_config(config), pytest.raises(UnsupportedError, match=reason):
         layer.update_param_tp_status()  # the last one that vLLM loads
+
+
+def test_vllms_own_substituted_experts_are_refused_by_vllm_or_else_by_us() -> None:
+    """vLLM has no expert parallelism for them; if it ever does, they look at logical ids."""
+    module = pytest.importorskip(
+        "vllm.model_executor.layers.fused_moe.expert_substitution",
+        reason="vLLM before 0.33 has no such experts",
+    )
+    config = vllm_layers.engine_config(0, NUM_RANKS, "allgather_reducescatter", NAMES[:1])
+    parallel = vllm_layers.parallel_of(0, NUM_RANKS, "allgather_reducescatter")
+    kind = module.SubstitutedRoutedExperts
+    constants = SimpleNamespace(num_compute_experts=NUM_EXPERTS)
+    made: Any = functools.partial(kind, expert_substitution=constants)
+    with pytest.raises(NotImplementedError, match="does not support: expert parallelism"):
+        vllm_layers.build_layer(config, parallel, NAMES[0], kind=made)
+    ours = routed_experts._put_before(routed_experts.DeviceRoutedExperts, kind)
+    problem = checks._wrong_class(ours.__new__(ours))
+    assert problem is not None
+    assert problem.startswith("SubstitutedRoutedExperts computes its experts in a way of its own")
 
 
 def test_models_that_nobody_asked_to_balance_keep_their_layers(

@@ -204,6 +204,7 @@ def _served(command: list[str], weight_type: str) -> Subject:
         domain_size=config.domain_size,
         num_slots=config.slots * _micro_batches(parsed),
         weight_type=weight_type,
+        on_newer_engine=config.on_newer_engine,
         command=_refusal(launch, ours.model, flags, config.policy),
     )
 

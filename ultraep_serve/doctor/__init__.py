@@ -24,7 +24,7 @@ def diagnose(subject: Subject) -> list[Finding]:
     """Every check, in the order in which a reader wants them."""
     return [
         check_package(),
-        *check_engines(),
+        *check_engines(newer=subject.on_newer_engine),
         *check_gpus(),
         *check_cliques(),
         check_hosts(subject),

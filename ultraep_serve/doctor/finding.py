@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from ultraep_serve.system.versions import NewerEngine
+
 __all__ = ["Finding", "Status", "Subject", "error", "ok", "size", "warning"]
 
 _STEP = 1024
@@ -35,6 +37,7 @@ class Subject:
     domain_size: int = 0  # ranks that weights move between; 0: those of one host
     num_slots: int = 2  # replica slots per rank
     weight_type: str = "bf16"
+    on_newer_engine: NewerEngine = "refuse"  # as the setting of this name
     command: str | None = None  # that is to serve: what the launcher has against it, or nothing
 
     @property

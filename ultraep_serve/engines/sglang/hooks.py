@@ -33,6 +33,7 @@ from ultraep_serve.engines.sglang.cpu_experts import (
     compute_own,
 )
 from ultraep_serve.engines.sglang.group import ExpertGroup, complete_outputs, expert_layers
+from ultraep_serve.engines.sglang.seams import HOOKED
 from ultraep_serve.errors import UnsupportedError
 from ultraep_serve.system.environment import first_process
 from ultraep_serve.types import Policy
@@ -41,28 +42,10 @@ __all__ = ["PrefillTokens", "install"]
 
 logger = logging.getLogger(__name__)
 
-LOAD = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
-FORWARD = "sglang.srt.model_executor.model_runner.ModelRunner.forward"
-EXPERTS = "sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE.forward_impl"
-CORE = "sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE.run_moe_core"
-COMPUTE = "sglang.srt.layers.moe.fused_moe_native.moe_forward_native"
-SCHEDULER = "sglang.srt.managers.scheduler.Scheduler.__init__"
-GATHER = "sglang.srt.managers.scheduler_components.dp_attn.MLPSyncBatchInfo.all_gather"
-_PARAMETERS = {  # of every target, in 0.5.23
-    LOAD: ["self"],
-    FORWARD: [
-        "self",
-        "forward_batch",
-        "skip_attn_backend_init",
-        "pp_proxy_tensors",
-        "reinit_attn_backend",
-        "split_forward_count",
-    ],
-    EXPERTS: ["self", "hidden_states", "topk_output", "pre_quant_input"],
-    CORE: ["self", "dispatch_output"],
-    COMPUTE: ["layer", "x", "topk_output", "moe_runner_config"],
-    GATHER: ["self", "device", "group", "use_all_reduce"],
-}
+LOAD, FORWARD, EXPERTS, CORE, COMPUTE, SCHEDULER, GATHER = (
+    HOOKED[name].target.replace(":", ".")
+    for name in ("load", "forward", "experts", "core", "compute", "scheduler", "gather")
+)
 
 
 def install(config: BalanceConfig) -> None:
@@ -72,12 +55,14 @@ def install(config: BalanceConfig) -> None:
     """
     if config.policy is Policy.OFF and not is_cpu():
         return  # SGLang's own expert parallelism works there
+    is_primary = first_process() == os.getpid()
     try:
-        check_engine(_PARAMETERS)
+        told = check_engine(config.on_newer_engine)
     except UnsupportedError as error:
-        is_primary = first_process() == os.getpid()
         refuse_or_serve_plainly(error, config, logger, is_primary=is_primary)
         return
+    if told and is_primary:
+        logger.warning("ultraep: %s", told)
     if is_cpu():
         complete_device_module()
     for target, (hook, kind) in _SchedulerHooks(config).by_target().items():

@@ -3,11 +3,21 @@
 SGLang calls ``register`` once in every process it starts, and applies the hooks afterwards.
 """
 
+import logging
+import os
+
 from ultraep_serve.config import BalanceConfig
+from ultraep_serve.engines.common.seams import why_not_loaded
+from ultraep_serve.engines.sglang.seams import SEAMS
 from ultraep_serve.errors import UltraEPError
+from ultraep_serve.system.environment import first_process
 from ultraep_serve.system.logs import set_up_logs
+from ultraep_serve.system.versions import SGLANG
+from ultraep_serve.types import Policy
 
 __all__ = ["register"]
+
+logger = logging.getLogger(__name__)
 
 
 def register() -> None:
@@ -22,9 +32,19 @@ def register() -> None:
             return
         set_up_logs(config.log_format)
         from ultraep_serve.engines.common.process import tidy_up_at_exit
-        from ultraep_serve.engines.sglang.hooks import install
+        from ultraep_serve.engines.common.rendezvous import refuse_or_serve_plainly
 
         tidy_up_at_exit()
+        try:
+            from ultraep_serve.engines.sglang.hooks import install
+        except (ImportError, AttributeError) as error:
+            refusal = why_not_loaded(SGLANG, SEAMS, error)
+            if config.policy is Policy.OFF:
+                logger.warning("ultraep: %s", refusal.problem)
+                return
+            is_primary = first_process() == os.getpid()
+            refuse_or_serve_plainly(refusal, config, logger, is_primary=is_primary)
+            return
         install(config)
     except UltraEPError as error:
         raise SystemExit(f"ultraep: error: {error}") from error

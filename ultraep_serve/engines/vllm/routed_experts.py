@@ -225,10 +225,12 @@ def config_of(vllm_config: VllmConfig) -> BalanceConfig | None:
     if config is None or (config.policy is Policy.OFF and not current_platform.is_cpu()):
         return None  # vLLM's own expert parallelism works on a GPU
     try:
-        check_engine()
+        told = check_engine(config.on_newer_engine)
     except UnsupportedError as error:
         refuse_or_serve_plainly(error, config, logger, is_primary=is_primary(vllm_config))
         return None
+    if told and is_primary(vllm_config):
+        logger.warning_once("ultraep: %s", told)
     return config
 
 
