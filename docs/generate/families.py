@@ -34,6 +34,26 @@ A family that is not in the table is balanced if its layers pass the checks at l
 refused by name. On GPUs engines serve more models; nothing was run there: see [GPUs](gpus.md).
 
 """
+_FLAT = """
+## Models in a folder of their own in vLLM
+
+vLLM keeps its newest models in `vllm/models`, a folder for each, with a part for each kind of
+device. None of them was served, because most need GPUs. This is what their source says in 0.33:
+
+| model | experts | with `--moe-backend deep_gemm_mega_moe` and its like |
+|---|---|---|
+| DeepSeek-V4, DeepSeek-V4.1, Kimi-K3, Step5 | in vLLM's usual layers: balanced if these pass the \
+checks at load | *MegaMoE*, one kernel that dispatches and computes, in place of these layers: \
+refused by the flag's name |
+| Muse Spark | the same; its own kernel for NVFP4 is refused by name | the same |
+| DeepSeek-V3.2, dots3-note, GLM-5 and GLM-5-Next, Hy-V4, Inkling, MiniMax-M3, Qwen4-Exp, Beam, \
+Flint | the same; the experts of dots3-note's vision part are on every rank and stay as they are | \
+they have none |
+
+DeepSeek-V4.1, Kimi-K3 and Flint have decode kernels of their own for NVIDIA GPUs, which pass by
+these layers. vLLM uses none of them with expert parallelism. DeepSeek-V4 has a part for CPUs. Its
+checkpoints have FP4 or FP8 experts, which vLLM computes on CPUs with AMX only.
+"""
 _DETAILS = """\
 # Model families: every figure
 
@@ -74,7 +94,7 @@ def page() -> str:
         for name, version in _document(engine)["versions"].items()
         if name != "transformers"
     )
-    return f"{text}\nVersions: {versions}. [Every figure and reason](dev/families.md).\n"
+    return f"{text}\nVersions: {versions}. [Every figure and reason](dev/families.md).\n{_FLAT}"
 
 
 def _verdict(row: dict[str, Any] | None) -> str:

