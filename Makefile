@@ -65,7 +65,7 @@ else
 		status=$$?; $(VENV)/bin/python -m docs.generate.releases && exit $$status
 endif
 
-# Images, Compose, Kubernetes, Prometheus and Grafana files, with real tools; no containers.
+# Images, Compose, Kubernetes, Helm, Prometheus and Grafana files, with real tools; no containers.
 check-deploy: setup
 	$(PYTHON) deploy/check.py $(VENV)
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from environment import ROOT, Environment, ensure_installed, has_program
 
 MODULES = (
-    "import check_jsonschema, cloudcoil, grafana_foundation_sdk, kubernetes_validate, "
-    "sglang_router, vllm_router"
+    "import check_jsonschema, cloudcoil, grafana_foundation_sdk, helm_python, "
+    "kubernetes_validate, sglang_router, vllm_router"
 )
 PROGRAMS = ("prometheus", "promtool")
 

@@ -1,12 +1,16 @@
-"""Kubernetes manifests as kustomize builds them, and the pods in them."""
+"""Kubernetes manifests as kustomize builds them, their schemas, and the pods in them."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import jsonschema
+import kubernetes_validate
 import yaml
+from cloudcoil.models.prometheus_operator.v1 import PodMonitor, PrometheusRule
 from files import BIN, DEPLOY, run
 
 KUBERNETES = DEPLOY / "kubernetes"
@@ -20,6 +24,10 @@ MANY_HOSTS = [
 ]
 DISAGGREGATED = [KUBERNETES / "overlays" / name for name in ("sglang-prefill", "vllm-prefill")]
 OURS = "ultraep"  # the object whose pods are balanced
+VERSIONS = ("1.29", "1.37")
+OPERATOR = {"PodMonitor": PodMonitor, "PrometheusRule": PrometheusRule}
+# LeaderWorkerSet's own schema comes with its controller and is in no package, so this one is ours.
+GROUP_SCHEMA = json.loads((Path(__file__).parent / "leaderworkerset.schema.json").read_text())
 
 
 @dataclass(frozen=True)
@@ -70,6 +78,22 @@ def pods(manifests: list[dict[str, Any]]) -> Iterator[Pod]:
                 own = template["metadata"]["labels"]
                 labels = {**own, "leaderworkerset.sigs.k8s.io/worker-index": str(index)}
                 yield Pod(name, role, labels, template)
+
+
+def validate(manifest: dict[str, Any], version: str) -> None:
+    """Fail for whatever Kubernetes ``version``, or the object's own controller, would not know."""
+    kind = manifest["kind"]
+    if kind == "LeaderWorkerSet":
+        jsonschema.validate(manifest, GROUP_SCHEMA)
+        for pod in pods([manifest]):
+            head = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": pod.role}}
+            validate({**head, "template": pod.template}, version)
+    elif kind in OPERATOR:
+        model = OPERATOR[kind].model_validate(manifest)
+        # Unknown fields are accepted and dropped, so nothing may be missing afterwards.
+        assert model.model_dump(by_alias=True, exclude_unset=True, mode="json") == manifest
+    else:
+        kubernetes_validate.validate(manifest, version, strict=True)
 
 
 def balanced_pods(path: Path) -> list[Pod]:

@@ -8,10 +8,12 @@ import sys
 import sysconfig
 import venv
 import zipfile
+from datetime import date
 from email.parser import Parser
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
 from docs.generate.reference import DOCS
 from ultraep_serve import __version__
@@ -124,6 +126,21 @@ def test_what_is_installed_runs_anywhere(programs: Path, tmp_path: Path) -> None
     assert "quota" in run(ours, *replay, folder=tmp_path, NUMBA_DISABLE_JIT="1")
 
 
-def test_changelog_begins_with_this_version() -> None:
-    headings = re.findall(r"^## (\S+) ", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
-    assert headings[0] == __version__
+def test_changelog_begins_with_this_version_and_only_that_may_be_unreleased() -> None:
+    sections = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    versions, dates = zip(*(section.split(maxsplit=1) for section in sections), strict=True)
+    assert versions[0] == __version__
+    assert list(versions) == sorted(versions, key=Version, reverse=True)
+    days = [date.fromisoformat(text.strip("()")) for text in dates if text != "(unreleased)"]
+    assert days == sorted(days, reverse=True)
+    assert "(unreleased)" not in dates[1:]
+
+
+def test_every_tag_is_of_a_commit_with_its_version_and_of_a_section_with_a_date() -> None:
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a checkout of git, so there are no tags")
+    text = (ROOT / "CHANGELOG.md").read_text()
+    for tag in run("git", "tag", "--list", "v*", folder=ROOT).split():
+        package = run("git", "show", f"{tag}:ultraep_serve/__init__.py", folder=ROOT)
+        assert f'__version__ = "{tag[1:]}"' in package
+        assert re.search(rf"^## {re.escape(tag[1:])} \(\d{{4}}-", text, re.MULTILINE), tag

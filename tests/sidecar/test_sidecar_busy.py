@@ -17,7 +17,7 @@ from tests.support.sidecar_runs import Question, SkewedRun
 from ultraep_serve.sidecar import routes_balance
 from ultraep_serve.sidecar.answers import AnswerCache
 from ultraep_serve.sidecar.app import AppOptions, create_app
-from ultraep_serve.sidecar.store import RunStore
+from ultraep_serve.sidecar.store import Run, RunStore
 from ultraep_serve.telemetry.schema import RingState
 
 CLIENTS, OPEN = 60, 32  # more clients than any thread pool here has threads
@@ -58,6 +58,8 @@ def test_health_and_metrics_are_answered_whatever_others_ask(
                     (await client.get(path)).status_code
                     for path in ("/healthz", "/readyz", "/metrics", "/v1/config", "/v1/ranks")
                 ]
+                while most[0] < 2:  # the second thread may still be starting
+                    await asyncio.sleep(0.01)
             may_end.set()
             return health, await asyncio.gather(*attack)
 
@@ -131,7 +133,7 @@ def test_the_thread_that_polls_survives_errors(
 ) -> None:
     calls, thrice = [0], threading.Event()
 
-    def fail() -> None:
+    def fail(_: Run) -> None:
         calls[0] += 1
         if calls[0] == 3:
             thrice.set()

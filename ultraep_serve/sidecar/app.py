@@ -58,7 +58,7 @@ class AppOptions:
     reuse_seconds: float = 0.0  # how old an answer may be that several clients share
     computing_share: float = 1.0  # of a core, for all but what operators ask
     event_seconds: float = 1.0  # between server-sent events
-    after_poll: Callable[[], None] | None = None  # called in the background
+    after_poll: Callable[[Run], None] | None = None  # called in the background
     allowed_hosts: tuple[str, ...] = ()  # names by which it may be called, beside its own
 
 
@@ -121,9 +121,9 @@ async def _polling(store: RunStore, options: AppOptions) -> AsyncIterator[None]:
         known = ""
         while not stopping.wait(options.poll_seconds):
             try:
-                state_log.update(store.poll())
+                state_log.update(polled := store.poll())
                 if options.after_poll is not None:
-                    options.after_poll()
+                    options.after_poll(polled)
             except Exception as error:  # without this thread records would be missed for good
                 if str(error) != known:
                     known = str(error)

@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import ctypes
-import functools
 import ipaddress
 import logging
 import os
@@ -20,6 +19,8 @@ from ultraep_serve.config import SidecarSettings, add_file_flag, given_settings
 from ultraep_serve.errors import ConfigError, OutputError
 from ultraep_serve.sidecar.app import AppOptions, create_app
 from ultraep_serve.sidecar.connections import server_settings
+from ultraep_serve.sidecar.spans import BatchSpans
+from ultraep_serve.sidecar.store import Run
 from ultraep_serve.system.control_token import read_token
 from ultraep_serve.system.environment import control_token_from_environment
 from ultraep_serve.system.logs import JsonFormatter, LogFormat
@@ -92,10 +93,16 @@ def serve(
     with _listen(host, port) as listener:
         _log_start(host, listener.getsockname()[1], run_dir, control_open=bool(token))
         in_file = token if token != control_token_from_environment() else None
+        files, spans = RunFiles(run_dir), BatchSpans()
+
+        def after_poll(polled: Run) -> None:
+            _keep_token(files, in_file)
+            spans.look(polled)
+
         options = AppOptions(
             reuse_seconds=0.5,
             computing_share=_COMPUTING_SHARE,
-            after_poll=functools.partial(_keep_token, RunFiles(run_dir), in_file),
+            after_poll=after_poll,
             allowed_hosts=(host, *settings.allowed_hosts.split(",")),
         )
         app = create_app(run_dir, token, allow_ideal, options=options)
@@ -107,6 +114,7 @@ def serve(
         if parent is not None:
             threading.Thread(target=_end_with, args=(parent, server), daemon=True).start()
         server.run(sockets=[listener])
+        spans.close()
 
 
 def _give_way() -> None:

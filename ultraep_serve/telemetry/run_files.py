@@ -20,6 +20,7 @@ __all__ = ["RunFiles"]
 
 _MAX_CONFIG_BYTES = 1 << 20
 _MAX_REASON_BYTES = 4096
+_MAX_URL_BYTES = 4096
 _NUMBERED = re.compile(r"(ring|spool|verification)-(0|[1-9]\d{0,3})")
 
 
@@ -38,6 +39,7 @@ class RunFiles:
         self._stopped = path / "stopped"  # empty
         self._unbalanced = path / "unbalanced"  # one line of text
         self._paused = path / "paused"  # the name of a policy
+        self._collector = path / "collector"  # an address
 
     def ring(self, number: int) -> Path:
         """The ring of the rank ``number``, counted over pipeline stages."""
@@ -190,6 +192,20 @@ class RunFiles:
         """End a pause."""
         with contextlib.suppress(OSError):
             self._paused.unlink()
+
+    def name_collector(self, endpoint: str) -> None:
+        """Leave for the sidecar where the engine sends its OpenTelemetry spans.
+
+        Raises OutputError.
+        """
+        write_whole(self._collector, endpoint.encode())
+
+    def collector(self) -> str:
+        """Where the engine sends its OpenTelemetry spans; empty where it sends none."""
+        try:
+            return _content(self._collector, _MAX_URL_BYTES).decode(errors="replace").strip()
+        except OSError:
+            return ""
 
     def _is_running(self) -> bool:
         try:
