@@ -92,12 +92,12 @@ _SETTINGS = (
         "dist_init_addr dp_size dwdp_size elastic_ep_backend enable_elastic_expert_backup "
         "enable_eplb enable_layernorm_sp enable_lora enable_memory_saver "
         "enable_nvidia_megakernel enable_paged_experts enable_pdmux "
-        "enable_single_batch_overlap enable_torch_compile enable_two_batch_overlap "
+        "enable_single_batch_overlap enable_torch_compile enable_trace enable_two_batch_overlap "
         "enable_waterfill enforce_shared_experts_fusion ep_dispatch_algorithm "
         "ep_num_redundant_experts ep_size expert_distribution_recorder_mode host "
         "init_expert_location kt_weight_path max_prefill_tokens max_total_tokens "
-        "moe_a2a_backend moe_dp_size nnodes offload_group_size port pp_size ssl_certfile "
-        "startup_weight_load_mode tp_size weight_cache_mode",
+        "moe_a2a_backend moe_dp_size nnodes offload_group_size otlp_traces_endpoint port pp_size "
+        "ssl_certfile startup_weight_load_mode tp_size weight_cache_mode",
     ),
     Seam(
         f"{_SRT}.arg_groups.fields.parallel:Parallel",
@@ -106,7 +106,7 @@ _SETTINGS = (
     ),
     *(
         Seam(f"{_SRT}.runtime_context:{name}", "settings and groups of this process")
-        for name in ("get_parallel", "get_schedule", "get_server_args")
+        for name in ("get_observability", "get_parallel", "get_schedule", "get_server_args")
     ),
     Seam(
         f"{_SRT}.distributed.parallel_state:GroupCoordinator",

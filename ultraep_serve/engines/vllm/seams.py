@@ -22,7 +22,7 @@ _SWITCHING_ON = (
         "vllm.config:VllmConfig",
         "settings of the engine and, of ours, additional_config",
         attributes="additional_config compilation_config instance_id kernel_config lora_config "
-        "model_config parallel_config quant_config scheduler_config",
+        "model_config observability_config parallel_config quant_config scheduler_config",
     ),
     Seam(
         "vllm.config:ParallelConfig",
@@ -40,6 +40,11 @@ _SWITCHING_ON = (
         "vllm.config:CompilationConfig",
         "layers with experts, also of a draft model",
         attributes="static_all_moe_layers static_forward_context",
+    ),
+    Seam(
+        "vllm.config:ObservabilityConfig",
+        "where spans are sent",
+        attributes="otlp_traces_endpoint",
     ),
     Seam("vllm.config:SchedulerConfig", "the largest batch", attributes="max_num_batched_tokens"),
     Seam("vllm.config:get_current_vllm_config", "the configuration of a model that is being built"),
