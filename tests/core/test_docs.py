@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from docs.generate import decode as decode_page
 from docs.generate import families as family_pages
 from docs.generate import releases
 from docs.generate.reference import DOCS, TABLES, help_text, table_in
@@ -205,6 +206,11 @@ def test_the_releases_of_engines_are_those_of_the_last_run() -> None:
     page = releases.PAGE.read_text()
     for name, made in releases.tables().items():
         assert table_in(page, name) == made, "run `python -m docs.generate.releases`"
+
+
+def test_the_page_on_decode_shows_what_was_replayed() -> None:
+    page, remedy = decode_page.PAGE.read_text(), "run `python -m docs.generate.decode`"
+    assert table_in(page, decode_page.NAME) == decode_page.decode(), remedy
 
 
 def test_no_family_is_without_a_verdict_and_its_reason() -> None:
