@@ -81,9 +81,10 @@ def main() -> None:
             rng = np.random.default_rng(0)
             past, present = widened(history, model, rng), widened(pool, model, rng)
             for num_ranks in args.ranks:
+                shape = ExpertShape(num_ranks, model_shape(model).num_experts, 0)
                 for tokens in args.tokens:
                     setting = {"model": model, "traffic": kind, "ranks": num_ranks}
-                    found = measured(past, present, num_ranks, tokens, args.steps)
+                    found = measured(past, present, shape, tokens, args.steps)
                     rows.append({**setting, "tokens": tokens, **found})
                     print_row(rows[-1])
     times = {"within_a_host": EXCHANGE_SECONDS, "across_hosts": ACROSS_HOSTS_SECONDS}
@@ -143,16 +144,15 @@ def read_times(model: str) -> dict[str, Any]:
 class Layer:
     """What is known of one layer before a step."""
 
-    chance: NDArray[np.float64]  # (E,), of getting a token in a step
     eplb: dict[str, IntArray]  # (E, R) copies, by redundant experts per rank
     fixed: dict[str, IntArray]  # (E,) ranks, by the same
 
 
-def measured(past: Ids, present: Ids, num_ranks: int, tokens: int, steps: int) -> dict[str, Any]:
+def measured(
+    past: Ids, present: Ids, shape: ExpertShape, tokens: int, steps: int
+) -> dict[str, Any]:
     """Reads of every choice, and how many fewer METRO has."""
-    rng = np.random.default_rng([num_ranks, tokens])
-    num_experts = int(max(past.max(), present.max())) + 1
-    shape = ExpertShape(num_ranks, -(-num_experts // RECORDED_EXPERTS) * RECORDED_EXPERTS, 0)
+    rng = np.random.default_rng([shape.num_ranks, tokens])
     layers = [placed(past[:, layer], shape, tokens) for layer in range(past.shape[1])]
     most: dict[str, list[float]] = {}
     for _ in range(steps):
@@ -176,7 +176,7 @@ def placed(ids: NDArray[np.int64], shape: ExpertShape, tokens: int) -> Layer:
     chance = 1 - (1 - counts / len(ids)) ** tokens
     contexts = {number: context(shape, number) for number in ("0", *REDUNDANT)}
     copies = {number: eplb_copies(counts[None, None], each) for number, each in contexts.items()}
-    return Layer(chance, copies, {n: fixed_ranks(chance, each) for n, each in copies.items()})
+    return Layer(copies, {n: fixed_ranks(chance, each) for n, each in copies.items()})
 
 
 def context(shape: ExpertShape, number: str) -> PlanContext:
