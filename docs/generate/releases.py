@@ -39,7 +39,9 @@ def _release(row: dict[str, Any]) -> tuple[str, ...]:
     name = f"`{row['package']}`"
     if "problem" in row:
         return (name, row.get("version", ""), "", row["problem"], "", "")
-    if "failed" in row:
+    if "imports" not in row:
+        tests = "not run"
+    elif "failed" in row:
         tests = f"{row['passed']} passed, {len(row['failed'])} failed, {row['skipped']} skipped"
     else:
         tests = row.get("tests", f"none ran: `{row['imports']}`")
@@ -49,7 +51,7 @@ def _release(row: dict[str, Any]) -> tuple[str, ...]:
         "yes" if row["verified"] else "no",
         f"{len(row['moved'])} of {row['seams']}",
         tests,
-        ", ".join(f"`{name}`" for name in row["new requirements"]) or "none",
+        ", ".join(f"`{name}`" for name in row.get("new requirements", ())) or "none",
     )
 
 

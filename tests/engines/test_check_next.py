@@ -93,3 +93,9 @@ def test_an_environment_is_made_in_its_own_folder_in_front_of_another(tmp_path: 
     (site / "engine.py").write_text("WHERE = 'next'\n")
     ran = subprocess.run([path / "bin" / "python", "-c", code], capture_output=True, text=True)
     assert ran.stdout.strip() == "next"
+
+
+def test_seams_alone_may_be_read() -> None:
+    row = {"moved": {}, "seams": 9}
+    assert check_next.is_good(row)
+    assert not check_next.is_good({**row, "imports": "yes", "tests": "did not end"})
