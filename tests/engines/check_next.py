@@ -42,7 +42,7 @@ class Engine:
 
     base: str  # environment of the supported release
     seams: tuple[Seam, ...]
-    adapter: tuple[str, ...]  # modules that must import
+    imports: tuple[str, ...]  # of the adapter, and of the engine when the adapter starts it
     tests: tuple[str, ...]  # contract tests; none starts a server
 
 
@@ -50,7 +50,10 @@ ENGINES = {
     "vllm": Engine(
         ".venv",
         VLLM_SEAMS,
-        ("routed_experts", "group", "launch"),
+        (
+            *("ultraep_serve.engines.vllm.routed_experts", "ultraep_serve.engines.vllm.group"),
+            "vllm.entrypoints.cli.serve",
+        ),
         (
             *("test_seams.py", "test_vllm_cuda*.py", "test_vllm_extension_points.py"),
             "test_vllm_switching_on.py",
@@ -59,7 +62,7 @@ ENGINES = {
     "sglang": Engine(
         ".venv-sglang",
         SGLANG_SEAMS,
-        ("hooks", "launch"),
+        ("ultraep_serve.engines.sglang.hooks",),
         (
             *("test_seams.py", "test_sglang_cuda*.py", "test_sglang_experts.py"),
             "test_sglang_quantised.py",
@@ -93,7 +96,7 @@ def check(
         row["verified"] = package.is_verified(row["version"])
         row |= read_seams(engine.seams, root)
         if with_tests:
-            row |= run_tests(package, engine, base, site)
+            row |= run_tests(engine, base, site)
     except CannotCheckError as error:
         row["problem"] = str(error)
     return row
@@ -161,7 +164,7 @@ def read_seams(seams: tuple[Seam, ...], root: Path) -> dict[str, Any]:
         raise CannotCheckError(f"this Python cannot read it: {error}") from error
 
 
-def run_tests(package: Package, engine: Engine, base: Path, site: Path) -> dict[str, Any]:
+def run_tests(engine: Engine, base: Path, site: Path) -> dict[str, Any]:
     """What the contract tests say; what the release requires beyond the supported one is added."""
     python = site.parents[2] / "bin" / "python"
     environment = {
@@ -170,9 +173,8 @@ def run_tests(package: Package, engine: Engine, base: Path, site: Path) -> dict[
         "VLLM_TARGET_DEVICE": "cpu",  # builds for GPUs do not find one
     }
     row: dict[str, Any] = {"new requirements": []}
-    modules = [f"ultraep_serve.engines.{package.module}.{name}" for name in engine.adapter]
     for _ in range(MOST_NEW):
-        command = [python, "-W", "ignore", "-c", f"import {', '.join(modules)}"]
+        command = [python, "-W", "ignore", "-c", f"import {', '.join(engine.imports)}"]
         imports = subprocess.run(
             command, env=environment, capture_output=True, text=True, check=False
         )
