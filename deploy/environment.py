@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import venv
 from collections.abc import Mapping
 from ctypes.util import find_library
@@ -43,7 +44,8 @@ class Environment:
         """Make it, with torch for CPU, so that nothing pulls in the CUDA build afterwards."""
         ensure_installed(
             {
-                "g++": has_program("g++"),  # torch.compile writes C++
+                "g++": has_program("g++"),  # torch.compile writes C++, which includes Python.h
+                "python3-dev": Path(sysconfig.get_path("include"), "Python.h").exists(),
                 "libnuma1": find_library("numa") is not None,  # vLLM's CPU kernels
             }
         )

@@ -1,6 +1,6 @@
 """Make a virtual environment with SGLang for CPU and this project in it.
 
-    python3 deploy/setup_sglang_cpu.py [.venv-sglang]
+    python3 deploy/setup_sglang_cpu.py [.venv-sglang] [--no-dev]
 
 Standard library only. Does nothing when the environment is complete already. SGLang's own
 requirements hold CUDA packages that a CPU machine cannot load, so it is installed without them and
@@ -38,22 +38,26 @@ UNPINNED = (
     *("psutil", "pybase64", "pydantic", "python-multipart", "pyzmq", "regex", "requests", "scipy"),
     *("setproctitle", "tiktoken", "tqdm", "uvicorn", "uvloop", "xxhash", "zstandard"),
 )
-OURS = (  # this project's own and its tests'
+OURS = (
     "numba==0.65.0",  # as in vLLM's environment: both keep compiled kernels in the same place
-    *("httpx", "rich", "pytest", "pytest-timeout"),
+    *("httpx", "rich"),
 )
+FOR_TESTS = ("pytest", "pytest-timeout")
 
 
 def main() -> int:
     """Set up the environment named on the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("path", type=Path, nargs="?", default=Path(".venv-sglang"))
-    environment = Environment(parser.parse_args().path.resolve(), Path(__file__))
+    parser.add_argument("--no-dev", action="store_true", help="without tests")
+    arguments = parser.parse_args()
+    environment = Environment(arguments.path.resolve(), Path(__file__))
     if environment.is_complete:
         return 0
     environment.create()
     print("installing SGLang and this project (a few minutes)", flush=True)
-    environment.pip("install", "--quiet", *PINNED, *UNPINNED, *OURS)
+    packages = (*PINNED, *UNPINNED, *OURS, *(() if arguments.no_dev else FOR_TESTS))
+    environment.pip("install", "--quiet", *packages)
     # Last, or pip would list all that it misses whenever it installs something.
     environment.pip("install", "--quiet", "--no-deps", SGLANG)
     environment.pip("install", "--quiet", "--no-deps", "--editable", str(ROOT))

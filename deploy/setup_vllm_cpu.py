@@ -41,6 +41,8 @@ def main() -> int:
     for package in MEDIA_PACKAGES:
         if not environment.runs(f"import {package}"):
             environment.pip("uninstall", "--quiet", "--yes", package)
+    if arguments.no_dev:  # a gigabyte for GPUs; tests run it without one
+        environment.pip("uninstall", "--quiet", "--yes", "triton")
     environment.mark_complete()
     return 0
 

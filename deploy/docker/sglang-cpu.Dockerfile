@@ -16,7 +16,7 @@ COPY deploy/environment.py deploy/setup_sglang_cpu.py deploy/
 COPY deploy/sglang_cpu_standins deploy/sglang_cpu_standins
 COPY kernels kernels
 COPY ultraep_serve ultraep_serve
-RUN PIP_NO_CACHE_DIR=1 python deploy/setup_sglang_cpu.py /opt/venv \
+RUN PIP_NO_CACHE_DIR=1 python deploy/setup_sglang_cpu.py /opt/venv --no-dev \
     && useradd --uid 10001 --create-home ultraep \
     && install --directory --owner=ultraep /home/ultraep/.cache
 

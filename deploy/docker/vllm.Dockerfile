@@ -1,6 +1,6 @@
-# vLLM on NVIDIA GPUs with balancing; never built yet. Build from the repository's root:
+# vLLM on NVIDIA GPUs with balancing; built on a stand-in only. Build from the repository's root:
 #   docker build -f deploy/docker/vllm.Dockerfile -t ultraep-serve:vllm .
-FROM vllm/vllm-openai:v0.32.0
+FROM vllm/vllm-openai:v0.33.0
 
 WORKDIR /opt/ultraep-serve
 COPY pyproject.toml README.md LICENSE ./

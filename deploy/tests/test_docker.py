@@ -2,8 +2,10 @@
 
 import ast
 import json
+import os
 import re
 import shlex
+import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -26,10 +28,24 @@ def test_there_is_an_image_per_engine_and_one_for_the_sidecar() -> None:
 
 
 @pytest.mark.parametrize("package", [VLLM, SGLANG], ids=lambda package: package.name)
-def test_images_for_gpus_are_of_a_verified_release(package: Package) -> None:
+def test_engines_have_one_release_wherever_an_image_is_named(package: Package) -> None:
+    """Dockerfiles, manifests and pages name the newest one of the table."""
+    repository = {"vllm": "vllm/vllm-openai", "sglang": "lmsysorg/sglang"}[package.name]
+    image = re.compile(rf"(?:{repository}|\b{package.name}-ultraep):v([\w.]*\w)")
+    files = [*DEPLOY.rglob("*.Dockerfile"), *DEPLOY.rglob("*.yaml"), *DEPLOY.rglob("*.md")]
+    files += [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    named = {path: {*image.findall(path.read_text())} for path in files}
+    named = {path: releases for path, releases in named.items() if releases}
+    assert {path.name for path in named} >= {f"{package.name}.Dockerfile", "recipes.md"}
+    assert named == {path: {package.newest} for path in named}
+    recipes = (ROOT / "docs" / "recipes.md").read_text()
+    if package is VLLM:  # an overlay and a chart name the tag by itself
+        assert {*re.findall(r"\b(?:newTag|tag): v(\S+)", recipes)} == {package.newest}
+
+
+@pytest.mark.parametrize("package", [VLLM, SGLANG], ids=lambda package: package.name)
+def test_images_for_gpus_keep_the_engine_that_is_there(package: Package) -> None:
     text = (DEPLOY / "docker" / f"{package.name}.Dockerfile").read_text()
-    (release,) = re.findall(r"^FROM \S+:v(\S+)$", text, re.MULTILINE)
-    assert package.is_verified(release)
     assert f'pip install --no-cache-dir ".[{package.name},cuda]"' in text
 
 
@@ -85,6 +101,35 @@ def test_the_sidecars_image_holds_all_that_it_imports() -> None:
 def test_the_sidecars_requirements_are_those_of_the_package() -> None:
     ours = {str(Requirement(text.split(";")[0])) for text in metadata.requires("ultraep-serve")}
     assert {str(Requirement(line)) for line in _lines(REQUIREMENTS)} <= ours
+
+
+def test_a_build_has_the_files_that_pip_is_told_of(tmp_path: Path) -> None:
+    """By the tool's own reading of pip's settings, from files and variables."""
+    for name in ("wheels", "index/simple", "index/files"):
+        (tmp_path / name).mkdir(parents=True)
+    variables = {
+        "PIP_FIND_LINKS": f"{tmp_path}/wheels {tmp_path}/none",
+        "PIP_EXTRA_INDEX_URL": f"file://{tmp_path}/index/simple https://pip.example.com/simple",
+        "PIP_CONFIG_FILE": "/dev/null",  # no other
+    }
+    code = (
+        "import json, images; text = images._pip_settings();"
+        "print(json.dumps([text, sorted({str(path) for path in images._paths_in(text)})]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=DEPLOY,
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    text, paths = json.loads(done.stdout)
+    for name in ("PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL"):
+        option = name.removeprefix("PIP_").lower().replace("_", "-")
+        assert f"\n{option} = {variables[name]}\n" in text
+    assert {f"{tmp_path}/wheels", f"{tmp_path}/index"} <= {*paths}
+    assert not any(f"{tmp_path}/none" in path for path in paths)
 
 
 def _imports(path: Path) -> set[str]:
