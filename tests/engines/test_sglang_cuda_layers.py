@@ -135,7 +135,8 @@ def joined_group(layer: FusedMoE, monkeypatch: pytest.MonkeyPatch, seen: list[in
     route = lambda index, ids, batch: seen.append(batch.tokens)  # noqa: E731
     balancer = SimpleNamespace(route=route, computed=lambda: None, end_loading=lambda _: None)
     monkeypatch.setattr(execution, "BalancedLayers", lambda *_: balancer)
-    return group.ExpertGroup(BalanceConfig(run_dir="/dev/null"), torch.nn.ModuleList([layer]))
+    config, model = BalanceConfig(run_dir="/dev/null"), torch.nn.ModuleList([layer])
+    return group.ExpertGroup(config, model, DeviceExperts())
 
 
 def hooked(layer: FusedMoE, monkeypatch: pytest.MonkeyPatch, seen: list[Any]) -> Any:

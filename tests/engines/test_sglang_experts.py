@@ -17,7 +17,7 @@ with warnings.catch_warnings():
 
     # isort: split
     from ultraep_serve.engines.sglang import hooks
-    from ultraep_serve.engines.sglang.cpu_experts import ACTIVATIONS, compute_and_reduce
+    from ultraep_serve.engines.sglang.cpu_experts import ACTIVATIONS, compute_and_reduce, ways_of
 
 from tests.support.instruction_sets import INSTRUCTION_SETS, pretend
 from ultraep_serve.config import BalanceConfig
@@ -91,10 +91,27 @@ def test_every_assignment_counts_once_however_many_rows_an_expert_has(
     layer = make_layer(name, biased, generator)
 
     with torch.compiler.set_stance("force_eager"):  # SGLang compiles the one of gpt-oss
-        found = compute_and_reduce(layer, x, weights, ids.int())
+        (way,) = ways_of(layer)
+        found = compute_and_reduce(way, x, weights, ids.int())
 
     expected = expected_output(name, layer, x, weights, ids)
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_models_in_bfloat16_may_be_computed_in_float32() -> None:
+    generator = torch.Generator().manual_seed(0)
+    layer = make_layer("silu", False, generator)
+    layer.w13_weight, layer.w2_weight = layer.w13_weight.bfloat16(), layer.w2_weight.bfloat16()
+    x = torch.randn(64, HIDDEN, generator=generator).bfloat16()
+    weights = torch.rand(64, TOP_K, generator=generator)
+    ids = torch.randint(-1, len(ROWS), weights.shape, generator=generator)
+    expected = expected_output("silu", layer, x, weights, ids)
+    errors = {
+        way.name: ((way.total(x, weights, ids.int()) - expected).norm() / expected.norm()).item()
+        for way in ways_of(layer)
+    }
+    assert list(errors) == ["products", "float32"]
+    assert errors["float32"] < errors["products"] < 0.02
 
 
 def test_every_activation_is_compared() -> None:

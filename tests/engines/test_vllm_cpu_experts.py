@@ -1,7 +1,6 @@
-"""Unquantised experts on CPU: as products of oneDNN's they are what vLLM's own kernel gives."""
+"""Unquantised experts on CPU: every way of computing them gives what the formula does."""
 
 import warnings
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,15 +12,16 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own, when vLLM has it compile
     from vllm._custom_ops import cpu_prepack_moe_weight
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-    from vllm.model_executor.layers.fused_moe.config import biased_moe_quant_config
-    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
     from vllm.platforms import current_platform
 
+    from tests.support import vllm_cpu_layers
     from ultraep_serve.engines.vllm import cpu_experts
-from ultraep_serve.costs.calibration import LEAST_ROWS
+from ultraep_serve.engines.common.ways import Way, is_exact
 
 NUM_EXPERTS, HIDDEN, INNER, TOP_K = 6, 96, 64, 3
 NUM_TOKENS = 500  # more rows of an expert than one product computes
+DTYPES = (torch.bfloat16, torch.float32)
+ERRORS = {torch.bfloat16: 0.01, torch.float32: 1e-5}  # relative
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -29,105 +29,118 @@ def _kernels() -> None:
     current_platform.import_kernels()
 
 
-def make_layer(activation: MoEActivation, biased: bool) -> tuple[Any, list[torch.Tensor]]:
-    """A rank's layer as far as computing it looks at it, and its matrices before packing."""
-    generator = torch.Generator().manual_seed(0)
-    random = lambda *shape: torch.randn(shape, generator=generator).bfloat16()  # noqa: E731
-    w13 = random(NUM_EXPERTS, 2 * INNER, HIDDEN) / HIDDEN**0.5
-    w2 = random(NUM_EXPERTS, HIDDEN, INNER) / INNER**0.5
-    biases = (
-        (random(NUM_EXPERTS, 2 * INNER), random(NUM_EXPERTS, HIDDEN)) if biased else (None,) * 2
-    )
-    kernel = CPUUnquantizedExperts.__new__(CPUUnquantizedExperts)
-    kernel._use_zentorch = False
-    kernel.quant_config = biased_moe_quant_config(*biases)
-    layer = SimpleNamespace(
-        w13_weight=cpu_prepack_moe_weight(w13, "vec"),
-        w2_weight=cpu_prepack_moe_weight(w2, "vec"),
-        top_k=TOP_K,
-        moe_config=SimpleNamespace(num_experts=2 * NUM_EXPERTS),
-        quant_method=SimpleNamespace(moe_kernel=SimpleNamespace(fused_experts=kernel)),
-        activation=activation,
-        apply_router_weight_on_input=False,
-    )
-    return layer, [w13, w2]
+def make_layer(**kind: Any) -> tuple[Any, list[torch.Tensor]]:
+    return vllm_cpu_layers.make_layer((NUM_EXPERTS, HIDDEN, INNER, TOP_K), **kind)
 
 
-def make_batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def ways_by_name(layer: Any) -> dict[str, Way]:
+    return {way.name: way for way in cpu_experts.ways_of(layer)}
+
+
+def make_batch(dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, ...]:
     """Tokens, weights and local experts; two assignments in five are another rank's."""
     generator = torch.Generator().manual_seed(1)
     local = torch.randint(-4, NUM_EXPERTS, (NUM_TOKENS, TOP_K), generator=generator)
     return (
-        torch.randn(NUM_TOKENS, HIDDEN, generator=generator).bfloat16(),
+        torch.randn(NUM_TOKENS, HIDDEN, generator=generator).to(dtype),
         torch.rand(NUM_TOKENS, TOP_K, generator=generator),
         local.clamp(min=-1).int(),
     )
 
 
-def output(layer: Any, *batch: torch.Tensor, num_tokens: int = NUM_TOKENS) -> torch.Tensor:
-    return cpu_experts.add_up(cpu_experts._outputs(layer, *batch, num_tokens), batch[0].shape)
+def expected_output(
+    layer: Any, matrices: list[torch.Tensor], x: torch.Tensor, weights: torch.Tensor, local: Any
+) -> torch.Tensor:
+    """The formula in float64, of all experts for all tokens."""
+    kernel = layer.quant_method.moe_kernel.fused_experts
+    w1_bias, w2_bias = (
+        torch.zeros(NUM_EXPERTS, 1) if bias is None else bias
+        for bias in (kernel.w1_bias, kernel.w2_bias)
+    )
+    w13, w2 = (matrix.double() for matrix in matrices)
+    gate, up = (torch.einsum("th,eih->tei", x.double(), w13) + w1_bias.double()).chunk(2, dim=2)
+    inner = cpu_experts._ACTIVATIONS[layer.activation](gate) * up
+    outputs = torch.einsum("tei,ehi->teh", inner, w2) + w2_bias.double()
+    share = torch.zeros(NUM_TOKENS, NUM_EXPERTS + 1, dtype=torch.float64)
+    share.scatter_add_(1, local.long() + 1, weights.double())
+    return torch.einsum("te,teh->th", share[:, 1:], outputs)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("activation", cpu_experts._ACTIVATIONS, ids=lambda one: one.value)
-def test_products_are_what_the_kernel_gives(
-    monkeypatch: pytest.MonkeyPatch, activation: MoEActivation, biased: bool
+def test_every_way_computes_the_formula(
+    activation: MoEActivation, biased: bool, dtype: torch.dtype
 ) -> None:
-    layer, _ = make_layer(activation, biased)
-    batch = make_batch()
-    monkeypatch.setattr(cpu_experts, "has_fast_products", lambda dtype: False)
-    by_kernel = output(layer, *batch)
-    monkeypatch.setattr(cpu_experts, "has_fast_products", lambda dtype: True)
-    monkeypatch.setattr(cpu_experts, "_run_kernel", None)
-    by_products = output(layer, *batch)
-    error = (by_products - by_kernel).norm() / by_kernel.norm()
-    assert 0 < error < 0.01  # both round to bfloat16, at other places
+    layer, matrices = make_layer(activation=activation, biased=biased, dtype=dtype)
+    batch = make_batch(dtype)
+    ways = ways_by_name(layer)
+    assert list(ways) == ["kernel", "products", *["float32"] * (dtype != torch.float32), "sums"]
+    expected = expected_output(layer, matrices, *batch)
+    for name, way in ways.items():
+        found = way.total(*batch)
+        assert found.dtype == (dtype if name == "sums" else torch.float32)
+        assert (found - expected).norm() / expected.norm() < ERRORS[dtype], name
 
 
-@pytest.mark.skipif(
-    not cpu_experts.has_fast_products(torch.bfloat16), reason="needs a CPU with AVX512-BF16"
-)
-def test_what_a_token_gets_does_not_depend_on_where_it_is_computed() -> None:
-    """Some assignments here and the others elsewhere, so that experts have other numbers of rows;
-    how many tokens there are altogether is the same on all ranks."""
-    layer, _ = make_layer(MoEActivation.SILU, biased=False)
+@pytest.mark.parametrize("name", ["kernel", "products", "float32"])
+def test_what_a_token_gets_does_not_depend_on_where_it_is_computed(name: str) -> None:
+    """Some assignments here and the others elsewhere, so that experts have other rows beside."""
+    way = ways_by_name(make_layer()[0])[name]
     x, weights, local = make_batch()
-    together = output(layer, x, weights, local)
-    for keep in (torch.rand(local.shape) < 0.02, torch.rand(local.shape) < 0.5):
-        here = output(layer, x, weights, torch.where(keep, local, -1))
-        there = output(layer, x, weights, torch.where(keep, -1, local))
+    if not is_exact(way, (x, weights, local)):
+        assert name != "kernel"
+        pytest.skip(f"{name} add up in another order where rows are few on this CPU")
+    together = way.total(x, weights, local)
+    generator = torch.Generator().manual_seed(2)
+    for share in (0.02, 0.5):
+        keep = torch.rand(local.shape, generator=generator) < share
+        here = way.total(x, weights, torch.where(keep, local, -1))
+        there = way.total(x, weights, torch.where(keep, -1, local))
         assert torch.equal(here + there, together)
 
 
-def test_costs_are_measured_where_products_are_used() -> None:
-    assert cpu_experts._LEAST_ROWS < LEAST_ROWS
+@pytest.mark.parametrize("name", ["kernel", "sums"])
+def test_large_batches_go_to_vllms_kernel_in_parts(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """A row takes 4 bytes of scratch for each of H outputs, and no more for 2I inner ones."""
+    layer, _ = make_layer()
+    batch, rows = make_batch(), []
+    way = ways_by_name(layer)[name]
+    together = way.total(*batch)
+    run = cpu_experts._run_kernel
+
+    def counted(layer: Any, x: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        rows.append(rest[0].numel())
+        return run(layer, x, *rest)
+
+    monkeypatch.setattr(cpu_experts, "_run_kernel", counted)
+    most = 100
+    monkeypatch.setattr(cpu_experts, "_MOST_SCRATCH", most * 4 * (HIDDEN + 2 * INNER))
+    assert torch.equal(way.total(*batch), together)
+    assert sum(rows) == (batch[2] >= 0).sum() > most
+    assert most - TOP_K < max(rows) <= most
 
 
-def test_small_batches_are_left_to_vllms_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decode: a product would unpack more weights than it computes rows."""
-    monkeypatch.setattr(cpu_experts, "has_fast_products", lambda dtype: True)
-    monkeypatch.setattr(cpu_experts, "weighted_outputs", None)
-    layer, _ = make_layer(MoEActivation.SILU, biased=False)
-    fewest = cpu_experts._LEAST_ROWS * 2 * NUM_EXPERTS // TOP_K
-    output(layer, *make_batch(), num_tokens=fewest - 1)
-    with pytest.raises(TypeError):
-        output(layer, *make_batch(), num_tokens=fewest)
+def test_one_expert_of_a_token_leaves_nothing_to_sum() -> None:
+    layer, _ = make_layer()
+    layer.moe_config.dp_size = 2  # an assignment comes in a row of its own
+    assert "sums" not in ways_by_name(layer)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_packed_matrices_are_unpacked(dtype: torch.dtype) -> None:
     assert cpu_experts.is_packed_as_known(dtype)
-    _, matrices = make_layer(MoEActivation.SILU, biased=False)
+    _, matrices = make_layer()
     for matrix in matrices:
         packed = cpu_prepack_moe_weight(matrix.to(dtype), "vec")
         assert torch.equal(cpu_experts.unpack(packed[3]), matrix[3].to(dtype).T)
 
 
 def test_unknown_packing_is_left_to_vllms_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer, _ = make_layer(MoEActivation.SILU, biased=False)
-    monkeypatch.setattr(cpu_experts, "has_fast_products", lambda dtype: True)
-    assert cpu_experts._has_products(layer)
+    layer, _ = make_layer()
     monkeypatch.setattr(cpu_experts, "cpu_prepack_moe_weight", lambda plain, isa: plain)
     cpu_experts.is_packed_as_known.cache_clear()
-    assert not cpu_experts._has_products(layer)
+    assert list(ways_by_name(layer)) == ["kernel", "sums"]
     cpu_experts.is_packed_as_known.cache_clear()

@@ -26,7 +26,7 @@ with warnings.catch_warnings():
 
 from tests.support.instruction_sets import INSTRUCTION_SETS, PLAYED, own, pretend
 from tests.support.quantised import SCHEMES
-from ultraep_serve.engines.common.cpu_experts import has_fast_products
+from ultraep_serve.config import BalanceConfig
 from ultraep_serve.errors import UnsupportedError
 from ultraep_serve.types import Policy
 
@@ -102,10 +102,8 @@ def test_instructions_are_used_where_they_are(monkeypatch: pytest.MonkeyPatch, n
     pretend(monkeypatch.setattr, name)
     asked: list[str] = []
     monkeypatch.setattr(torch.cpu, "_init_amx", lambda: asked.append("AMX"))
-    cpu_experts.CpuExperts()
+    cpu_experts.CpuExperts(BalanceConfig())
     assert asked == ["AMX"] * INSTRUCTION_SETS[name].amx
-    assert has_fast_products(torch.bfloat16) == INSTRUCTION_SETS[name].bfloat16
-    assert not has_fast_products(torch.float32)
 
 
 @pytest.mark.parametrize("name", INSTRUCTION_SETS)

@@ -15,7 +15,7 @@ class SelfCheckOutcome(str, Enum):
     """How the self-check ended."""
 
     PASSED = "passed"
-    OFF = "off"  # nothing but costs was looked at
+    OFF = "off"  # nothing but costs and experts was looked at
     FAILED = "failed"  # the last of its checks has
 
 

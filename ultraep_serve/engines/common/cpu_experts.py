@@ -10,21 +10,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-__all__ = ["Expert", "add_up", "has_fast_products", "rows_by_expert", "weighted_outputs"]
+__all__ = ["Expert", "add_up", "rows_by_expert", "weighted_outputs"]
 
 Expert: TypeAlias = Callable[[torch.Tensor], torch.Tensor]  # rows (N, H) to outputs (N, H)
 
 _MOST_ROWS = 256  # that one product computes; with _ROUND_ROWS, few enough sizes to be kept
 _ROUND_ROWS = 16
-
-
-def has_fast_products(dtype: torch.dtype) -> bool:
-    """Whether this CPU multiplies matrices of ``dtype`` faster than after widening to float32.
-
-    In bfloat16 such products are the same for every number of rows: what an expert gives for a
-    token does not depend on the tokens beside it.
-    """
-    return dtype is torch.bfloat16 and bool(torch.cpu.get_capabilities().get("avx512_bf16"))
 
 
 def rows_by_expert(local: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, list[int]]:
@@ -72,9 +63,18 @@ def weighted_outputs(
             yield of_part, outputs
 
 
-def add_up(parts: Iterator[tuple[torch.Tensor, torch.Tensor]], shape: torch.Size) -> torch.Tensor:
-    """Sum (T, H) float32 of ``parts``: tokens (n,) and outputs (n, H) to add to theirs."""
-    total = torch.zeros(shape, dtype=torch.float32)
-    for tokens, outputs in parts:
-        total.index_add_(0, tokens, outputs.float())
+def add_up(
+    parts: Iterator[tuple[torch.Tensor, torch.Tensor]],
+    shape: torch.Size,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """Sum (T, H) in ``dtype`` of ``parts``: tokens (n,) and outputs (n, H) to add to theirs.
+
+    A few at a time, so that what is converted stays in the cache until it is added.
+    """
+    total = torch.zeros(shape, dtype=dtype)
+    for part in parts:
+        few = (torch.split(tensor, _MOST_ROWS) for tensor in part)
+        for tokens, outputs in zip(*few, strict=True):
+            total.index_add_(0, tokens, outputs.to(dtype))
     return total

@@ -21,7 +21,7 @@ from ultraep_serve.engines.common.setup import BalancedLayers, EngineRank, balan
 from ultraep_serve.engines.common.shared_values import SharedValues, require_agreement
 from ultraep_serve.errors import UnsupportedError
 from ultraep_serve.system.logs import set_up_logs
-from ultraep_serve.types import ExpertShape, TokenView
+from ultraep_serve.types import CheckResult, ExpertShape, TokenView
 
 __all__ = [
     "Execution",
@@ -41,6 +41,13 @@ class Execution(ABC, Generic[Layer]):
     @abstractmethod
     def check(self, layer: Layer) -> None:
         """Raise UnsupportedError, naming the remedy, if ``layer`` cannot be balanced here."""
+
+    def choose_ways(self, layers: Sequence[Layer]) -> CheckResult | None:
+        """Choose how ``layers``' experts are computed; None where that is the engine's matter.
+
+        All ranks call it together, before they have slots. Raises ConfigError.
+        """
+        return None
 
     @abstractmethod
     def resize(
@@ -122,7 +129,8 @@ def start_balancing(
     assert own.group is not None, "engines have a group of all ranks"
     set_up_logs(config.log_format)
     require_agreement(loaded.shared, own.group.on_host, config)
-    own = replace(own, answers=_answers(execution, loaded, own.rank, complete))
+    answers = _answers(execution, loaded, own.rank, complete)
+    own = replace(own, answers=answers, experts=execution.choose_ways(layers))
     row = torch.ones((1, loaded.hidden_size), dtype=loaded.dtype, device=device)
     run_layer = partial(
         compute_balanced, execution, layers[0], shape, loaded.view, loaded.experts_per_token, row

@@ -84,6 +84,7 @@ class EngineRank:
     pipeline: PipelineStage = field(default_factory=PipelineStage)  # the stage of all ranks
     answers: Answers | None = None  # for the self-check; None: it cannot compare outputs
     collector: str = ""  # where the engine sends OpenTelemetry spans; empty: it does not trace
+    experts: CheckResult | None = None  # how they are computed, where that was chosen
 
 
 @dataclass(frozen=True)
@@ -145,8 +146,10 @@ class BalancedLayers:
         self._spool = self._create_spool()
         start = time.perf_counter()
         self._costs = backend.calibrate(run_layer)
-        costs = self._checked_costs(time.perf_counter() - start, layers[0][0].device)
-        self.self_check = self._check_itself(backend, own.answers, costs)
+        measured = self._checked_costs(time.perf_counter() - start, layers[0][0].device)
+        if own.experts is not None:
+            measured.append(own.experts)
+        self.self_check = self._check_itself(backend, own.answers, measured)
         self._recorder.set_self_check(self.self_check)
         policies = self._control if own.rank == 0 else None
         sampled = self._sampled(layers, own.answers)
@@ -188,13 +191,13 @@ class BalancedLayers:
         return [check_costs(self._costs, seconds, name)]
 
     def _check_itself(
-        self, backend: Backend, answers: Answers | None, costs: list[CheckResult]
+        self, backend: Backend, answers: Answers | None, measured: list[CheckResult]
     ) -> SelfCheck:
-        """Run the self-check; ``costs`` are added to what it finds."""
+        """Run the self-check; what was ``measured`` is added to what it finds."""
         setup, wanted = self._setup, self._setup.config.self_check
         stages = None if wanted == "off" else backend.stages()
         if stages is None:
-            return SelfCheck(SelfCheckOutcome.OFF, tuple(costs))
+            return SelfCheck(SelfCheckOutcome.OFF, tuple(measured))
         # Not above: it imports numba, see ``plan.context``.
         from ultraep_serve.verify.self_check import run_self_check
 
@@ -203,7 +206,7 @@ class BalancedLayers:
         except SelfCheckError as error:
             self._recorder.set_self_check(SelfCheck(SelfCheckOutcome.FAILED, error.results))
             raise
-        return SelfCheck(SelfCheckOutcome.PASSED, (*results, *costs))
+        return SelfCheck(SelfCheckOutcome.PASSED, (*results, *measured))
 
     def _watch_others(self) -> None:
         """Watch the other ranks, which have loaded and should answer within the timeout."""

@@ -6,9 +6,12 @@ Where experts may be computed by another rank than usual, sums of 16-bit models 
 until they are complete, across ranks too. Weighted outputs in bfloat16 have 8 significant bits, so
 their float32 sum is exact unless they differ in size by more than 2**13: a token's result does not
 depend on which rank computed which expert. Elsewhere, as in decode, SGLang adds ranks up by itself.
+
+Experts are products of matrices, in the model's type as SGLang has them, or in float32 where that
+is faster (``engines.common.ways``).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -19,23 +22,24 @@ from sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe import swiglu_gpt_o
 from sglang.srt.runtime_context import get_parallel
 
 from ultraep_serve.balance.speeds import expert_clock
-from ultraep_serve.engines.common.cpu_experts import Expert, add_up, weighted_outputs
+from ultraep_serve.engines.common.cpu_experts import Expert, weighted_outputs
+from ultraep_serve.engines.common.ways import Way
 
-__all__ = ["ACTIVATIONS", "complete_device_module", "compute_and_reduce", "compute_own"]
+__all__ = ["ACTIVATIONS", "complete_device_module", "compute_and_reduce", "compute_own", "ways_of"]
 
 Activation: TypeAlias = Callable[[torch.Tensor], torch.Tensor]  # of gate and up (N, 2I) to (N, I)
 ACTIVATIONS = ("silu", "gelu", "situ")  # that SGLang's torch path has, all gated
 
 
 def compute_and_reduce(
-    layer: Any, x: torch.Tensor, topk_weights: torch.Tensor, local_ids: torch.Tensor
+    way: Way, x: torch.Tensor, topk_weights: torch.Tensor, local_ids: torch.Tensor
 ) -> torch.Tensor:
     """Do as ``compute_own``, with a sum that is the same wherever experts are computed.
 
     In 16-bit models the first rank's part is all of it and the others' are zero, so that the
     engine's sum does not round it again. All ranks call it together.
     """
-    total = compute_own(layer, x, topk_weights, local_ids)
+    total = compute_own(way, x, topk_weights, local_ids)
     if x.dtype is torch.float32:
         return total
     group = get_parallel().moe_ep_group
@@ -44,20 +48,38 @@ def compute_and_reduce(
 
 
 def compute_own(
-    layer: Any, x: torch.Tensor, topk_weights: torch.Tensor, local_ids: torch.Tensor
+    way: Way, x: torch.Tensor, topk_weights: torch.Tensor, local_ids: torch.Tensor
 ) -> torch.Tensor:
     """This rank's part of the output, (T, H) float32, to be summed over ranks by the engine.
 
-    ``layer`` is SGLang's, with ``w13_weight`` (L + S, 2I, H), ``w2_weight`` (L + S, H, I) and
-    perhaps ``w13_weight_bias`` (L + S, 2I) and ``w2_weight_bias`` (L + S, H); ``x`` (T, H) all
-    tokens, ``topk_weights`` (T, K), ``local_ids`` (T, K) expert on this rank, -1 for another
-    rank's.
+    ``x`` (T, H) all tokens, ``topk_weights`` (T, K), ``local_ids`` (T, K) expert on this rank, -1
+    for another rank's.
     """
-    parts = weighted_outputs(
-        partial(_expert, layer), layer.w13_weight.shape[0], x, topk_weights, local_ids
-    )
     with expert_clock:
-        return add_up(parts, x.shape)
+        return way.total(x, topk_weights, local_ids)
+
+
+def ways_of(layer: Any) -> list[Way]:
+    """The ways in which ``layer``'s experts can be computed, the engine's own first.
+
+    ``layer`` is SGLang's, with ``w13_weight`` (L + S, 2I, H), ``w2_weight`` (L + S, H, I) and
+    perhaps ``w13_weight_bias`` (L + S, 2I) and ``w2_weight_bias`` (L + S, H).
+    """
+    ways = [Way("products", partial(_by_products, layer, layer.w13_weight.dtype))]
+    if layer.w13_weight.dtype is not torch.float32:
+        ways.append(Way("float32", partial(_by_products, layer, torch.float32)))
+    return ways
+
+
+def _by_products(
+    layer: Any,
+    dtype: torch.dtype,
+    x: torch.Tensor,
+    topk_weights: torch.Tensor,
+    local_ids: torch.Tensor,
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    expert = partial(_expert, layer, dtype)
+    yield from weighted_outputs(expert, layer.w13_weight.shape[0], x, topk_weights, local_ids)
 
 
 def _activation(config: Any) -> Activation:
@@ -74,22 +96,22 @@ def _activation(config: Any) -> Activation:
     return made
 
 
-def _expert(layer: Any, index: int) -> Expert:
-    """Local expert ``index`` of ``layer``."""
+def _expert(layer: Any, dtype: torch.dtype, index: int) -> Expert:
+    """Local expert ``index`` of ``layer``, computed in ``dtype``."""
     activation = _activation(layer.moe_runner_config)
+    w13, w2 = layer.w13_weight[index].to(dtype), layer.w2_weight[index].to(dtype)
 
     def compute(rows: torch.Tensor) -> torch.Tensor:
-        inner = activation(_linear(layer, "w13", index, rows))
-        return _linear(layer, "w2", index, inner)
+        inner = activation(_add_bias(layer, "w13", index, F.linear(rows.to(dtype), w13)))
+        return _add_bias(layer, "w2", index, F.linear(inner, w2))
 
     return compute
 
 
-def _linear(layer: Any, name: str, expert: int, x: torch.Tensor) -> torch.Tensor:
-    """Product with one expert's matrix; SGLang keeps biases in float32 and adds them in it."""
-    product = F.linear(x, getattr(layer, f"{name}_weight")[expert])
+def _add_bias(layer: Any, name: str, expert: int, product: torch.Tensor) -> torch.Tensor:
+    """Add one expert's bias to ``product``; SGLang keeps biases in float32 and adds them in it."""
     bias = getattr(layer, f"{name}_weight_bias", None)
-    return product if bias is None else (product.float() + bias[expert]).to(x.dtype)
+    return product if bias is None else (product.float() + bias[expert]).to(product.dtype)
 
 
 def complete_device_module() -> None:

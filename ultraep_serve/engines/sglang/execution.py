@@ -14,11 +14,15 @@ from sglang.srt.layers.dp_attention import get_is_extend_in_batch, set_is_extend
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE, create_moe_dispatcher
 from sglang.srt.layers.moe.topk import StandardTopKOutput
 from sglang.srt.layers.moe.utils import get_deepep_mode, get_moe_a2a_backend
+from sglang.srt.runtime_context import get_parallel
 from torch import nn
 
+from ultraep_serve.config import BalanceConfig
 from ultraep_serve.engines.common.execution import Execution, compute_in_parts
+from ultraep_serve.engines.common.ways import ChosenWays, Sample, Way, choose_for_kinds
 from ultraep_serve.engines.sglang.checks import check_cpu_balancing, check_device_execution
-from ultraep_serve.engines.sglang.cpu_experts import compute_and_reduce
+from ultraep_serve.engines.sglang.cpu_experts import compute_and_reduce, ways_of
+from ultraep_serve.types import CheckResult
 
 __all__ = ["CpuExperts", "DeviceExperts"]
 
@@ -71,8 +75,23 @@ def _resize_activation(layer: FusedMoE) -> None:
 class CpuExperts(_ResizedLayers):
     """``Execution`` on CPU, where SGLang dispatches and the adapter computes."""
 
+    def __init__(self, config: BalanceConfig) -> None:
+        self._config = config
+        self._ways: dict[FusedMoE, ChosenWays] = {}
+
     def check(self, layer: FusedMoE) -> None:
         check_cpu_balancing(layer)
+
+    def choose_ways(self, layers: Sequence[FusedMoE]) -> CheckResult:
+        ways = [ways_of(layer) for layer in layers]
+        group = get_parallel().moe_ep_group.cpu_group
+        chosen, found = choose_for_kinds(ways, map(_sample, layers), group, self._config)
+        self._ways.update(zip(layers, chosen, strict=True))
+        return found
+
+    def way(self, layer: FusedMoE, num_tokens: int) -> Way:
+        """The way of computing ``layer`` for a batch of ``num_tokens``."""
+        return self._ways[layer].of(num_tokens * layer.top_k // layer.num_experts)
 
     def compute(
         self, layer: FusedMoE, x: torch.Tensor, topk_weights: torch.Tensor, physical: torch.Tensor
@@ -80,7 +99,17 @@ class CpuExperts(_ResizedLayers):
         local = physical - layer.moe_ep_rank * layer.num_local_experts
         is_own = (local >= 0) & (local < layer.num_local_experts)
         own = torch.where(is_own, local, -1)
-        return compute_and_reduce(layer, x, topk_weights, own)
+        return compute_and_reduce(self.way(layer, x.shape[0]), x, topk_weights, own)
+
+
+def _sample(layer: FusedMoE) -> Sample:
+    return Sample(
+        num_local_experts=layer.num_local_experts,
+        num_ranks=layer.moe_ep_size,
+        experts_per_token=layer.top_k,
+        hidden_size=layer.hidden_size,
+        dtype=layer.params_dtype,
+    )
 
 
 class DeviceExperts(_ResizedLayers):

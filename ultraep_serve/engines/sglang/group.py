@@ -27,7 +27,6 @@ from ultraep_serve.config import BalanceConfig
 from ultraep_serve.engines.common.execution import Execution, LoadedLayers, start_balancing, summed
 from ultraep_serve.engines.common.setup import Batch, EngineRank, require_one_number
 from ultraep_serve.engines.sglang.checks import check_layer
-from ultraep_serve.engines.sglang.execution import CpuExperts, DeviceExperts
 from ultraep_serve.engines.sglang.quantised import shared_values
 from ultraep_serve.errors import POLICY_OFF, UnsupportedError
 from ultraep_serve.types import ExpertShape, TokenView
@@ -40,7 +39,9 @@ logger = logging.getLogger(__name__)
 class ExpertGroup:
     """All MoE layers of this rank, which the adapter has taken over."""
 
-    def __init__(self, config: BalanceConfig, model: nn.Module) -> None:
+    def __init__(
+        self, config: BalanceConfig, model: nn.Module, execution: Execution[FusedMoE]
+    ) -> None:
         """Take over ``model``'s layers, whose weights are final.
 
         Returns when all ranks have come this far. Raises UnsupportedError when one layer cannot be
@@ -52,7 +53,6 @@ class ExpertGroup:
                 f"{type(model).__name__} has no experts in SGLang's FusedMoE layers, which alone "
                 "can be balanced"
             )
-        execution: Execution[FusedMoE] = CpuExperts() if is_cpu() else DeviceExperts()
         for layer in layers:
             check_layer(layer)
             execution.check(layer)

@@ -32,6 +32,7 @@ from ultraep_serve.engines.sglang.cpu_experts import (
     compute_and_reduce,
     compute_own,
 )
+from ultraep_serve.engines.sglang.execution import CpuExperts, DeviceExperts
 from ultraep_serve.engines.sglang.group import ExpertGroup, complete_outputs, expert_layers
 from ultraep_serve.engines.sglang.seams import HOOKED
 from ultraep_serve.errors import UnsupportedError
@@ -74,6 +75,7 @@ class _SchedulerHooks:
 
     def __init__(self, config: BalanceConfig) -> None:
         self._config = config
+        self._execution = CpuExperts(config) if is_cpu() else DeviceExperts()
         self._group: ExpertGroup | None = None
         self._served_plainly = False  # because on_unsupported is off
         self._is_made = False  # the scheduler, with all that it tries out
@@ -112,16 +114,20 @@ class _SchedulerHooks:
         if self._config.policy is not Policy.OFF and not runner.is_draft_worker:
             try:
                 check_settings(resolving_view(runner.server_args))
-                self._group = ExpertGroup(self._config, runner.model)
+                self._group = ExpertGroup(self._config, runner.model, self._execution)
                 return
             except UnsupportedError as error:
                 is_primary = get_parallel().tp_rank == 0
                 refuse_or_serve_plainly(error, self._config, logger, is_primary=is_primary)
                 self._served_plainly = True
+        layers = expert_layers(runner.model)
         check = check_cpu_execution if is_cpu() else check_draft_layer
         if is_cpu() or self._group is not None:
-            for layer in expert_layers(runner.model):
+            for layer in layers:
                 check(layer)
+        found = self._execution.choose_ways(layers) if layers else None
+        if found is not None and get_parallel().tp_rank == 0:
+            logger.info("ultraep: experts: %s", found.detail)
 
     def forward(
         self,
@@ -198,10 +204,12 @@ class _SchedulerHooks:
         """
         if layer.moe_ep_size == 1:
             return original(layer, x, topk_output, moe_runner_config)
+        assert isinstance(self._execution, CpuExperts)
+        way = self._execution.way(layer, x.shape[0])
         chosen = topk_output.topk_weights, topk_output.topk_ids
         if x.shape[0] < self._config.min_batch_tokens:  # nothing is computed elsewhere
-            return compute_own(layer, x, *chosen).to(x.dtype)
-        return compute_and_reduce(layer, x, *chosen)
+            return compute_own(way, x, *chosen).to(x.dtype)
+        return compute_and_reduce(way, x, *chosen)
 
     def scheduler_made(self, _result: None, scheduler: Any, *_: Any, **__: Any) -> None:
         """Let this rank serve only when it really balances; SGLang only logs failures of plugins.

@@ -5,17 +5,18 @@ local experts correctly from one row per assignment, so that is what it gets her
 (tensor parallel: every rank has all tokens) or sent to the rank that computes them (data parallel),
 and added back per token, weighted.
 
-vLLM's portable kernel for unquantised experts widens bfloat16 to float32 before it multiplies.
-Where the CPU multiplies bfloat16 itself and experts have enough rows, they are computed as products
-of oneDNN's instead, in about half the time. Which of the two is decided by the tokens of all ranks,
-so that it does not depend on the rank that computes a token, where all hosts have the same CPU.
+Beside vLLM's kernel there are other ways of computing experts, of which the fastest is chosen when
+a model is loaded (``engines.common.ways``). The tokens of all ranks decide which of them a batch
+takes, so that it does not depend on the rank that computes a token.
 
 Sums are taken in float32 until they are complete, across ranks too. Weighted outputs in bfloat16
 have 8 significant bits, so their float32 sum is exact unless they differ in size by more than
-2**13: a token's result does not depend on which rank computed which expert.
+2**13: a token's result does not depend on which rank computed which expert. Only with ``numerics:
+engine`` each rank may round its part of a token's sum, as vLLM does without expert parallelism.
 """
 
 import functools
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -36,16 +37,18 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
 from ultraep_serve.balance.physical import identity_table
 from ultraep_serve.balance.speeds import expert_clock
+from ultraep_serve.config import BalanceConfig
 from ultraep_serve.engines.common.cpu_experts import (
     Expert,
     add_up,
-    has_fast_products,
     rows_by_expert,
     weighted_outputs,
 )
 from ultraep_serve.engines.common.execution import Execution
+from ultraep_serve.engines.common.ways import ChosenWays, Sample, Way, choose_for_kinds
 from ultraep_serve.engines.vllm.checks import check_cpu_execution, has_amx
 from ultraep_serve.engines.vllm.expert_tensors import fit_shared_values
+from ultraep_serve.types import CheckResult
 
 __all__ = [
     "Assignments",
@@ -53,9 +56,12 @@ __all__ = [
     "compute_and_reduce",
     "dispatch_compute_combine",
     "take_over_combine",
+    "ways_of",
 ]
 
-_LEAST_ROWS = 64  # of an expert on average, from which products of oneDNN's are faster
+_LOGGER = logging.getLogger("vllm.ultraep_serve")
+# Bytes for the rows of a call of vLLM's kernel; it counts all of its scratch memory in int32.
+_MOST_SCRATCH = 1 << 30
 _ACTIVATIONS: dict[MoEActivation, Callable[[torch.Tensor], torch.Tensor]] = {  # of the gate
     MoEActivation.SILU: F.silu,
     MoEActivation.GELU: F.gelu,
@@ -83,7 +89,7 @@ class CpuExperts(Execution[RoutedExperts]):
 
     num_micro_batches = 1
 
-    def __init__(self) -> None:
+    def __init__(self, config: BalanceConfig) -> None:
         """Ask the operating system for AMX, where the CPU has it.
 
         A process that has not asked is ended when a kernel uses AMX. vLLM's kernels for experts
@@ -91,11 +97,20 @@ class CpuExperts(Execution[RoutedExperts]):
         """
         if has_amx():
             torch.cpu._init_amx()
+        self._config = config
+        self._ways: dict[RoutedExperts, ChosenWays] = {}
         self._num_local = 0  # physical experts per rank
         self._identity: torch.Tensor | None = None  # physical ids (E,) where there are no slots
 
     def check(self, layer: RoutedExperts) -> None:
         check_cpu_execution(layer)
+
+    def choose_ways(self, layers: Sequence[RoutedExperts]) -> CheckResult:
+        ways = [ways_of(layer) for layer in layers]
+        group = get_ep_group().cpu_group
+        chosen, found = choose_for_kinds(ways, map(_sample, layers), group, self._config)
+        self._ways = dict(zip(layers, chosen, strict=True))
+        return found
 
     def resize(
         self,
@@ -118,6 +133,10 @@ class CpuExperts(Execution[RoutedExperts]):
             for layer in layers:
                 check_cpu_execution(layer)
                 take_over_combine(layer)
+            if not self._ways:  # nothing is balanced
+                found = self.choose_ways(layers)
+                if parallel.ep_rank == 0:
+                    _LOGGER.info("ultraep: experts: %s", found.detail)
         num_experts, num_ranks = layers[0].global_num_experts, parallel.ep_size
         self._num_local = self._num_local or -(-num_experts // num_ranks)
         self._identity = torch.from_numpy(identity_table(num_experts, num_ranks, 0))
@@ -136,10 +155,14 @@ class CpuExperts(Execution[RoutedExperts]):
     ) -> torch.Tensor:
         """Complete output (T, H) for this rank's tokens ``x`` (T, H)."""
         assignments = Assignments.from_physical(physical, self._num_local)
-        group = get_ep_group()
+        group, way = get_ep_group(), functools.partial(self._way, layer)
         if layer.moe_config.dp_size > 1:
-            return dispatch_compute_combine(layer, x, topk_weights, assignments, group.cpu_group)
-        return compute_and_reduce(layer, x, topk_weights, assignments, group)
+            return dispatch_compute_combine(way, x, topk_weights, assignments, group.cpu_group)
+        return compute_and_reduce(way(x.shape[0]), x, topk_weights, assignments, group)
+
+    def _way(self, layer: RoutedExperts, num_tokens: int) -> Way:
+        """The way of computing ``layer`` for a batch of ``num_tokens`` of all ranks."""
+        return self._ways[layer].of(num_tokens * layer.top_k // layer.moe_config.num_experts)
 
 
 def take_over_combine(layer: RoutedExperts) -> None:
@@ -152,7 +175,7 @@ def take_over_combine(layer: RoutedExperts) -> None:
 
 
 def compute_and_reduce(
-    layer: RoutedExperts,
+    way: Way,
     x: torch.Tensor,
     topk_weights: torch.Tensor,
     assignments: Assignments,
@@ -163,9 +186,8 @@ def compute_and_reduce(
     ``topk_weights`` (T, K).
     """
     own = torch.where(assignments.rank == group.rank_in_group, assignments.local, -1)
-    parts = _outputs(layer, x, topk_weights, own, num_tokens=x.shape[0])
     with expert_clock:
-        own_total = add_up(parts, x.shape)
+        own_total = way.total(x, topk_weights, own)
     total: torch.Tensor = _group_to_reduce(group).all_reduce(own_total)
     return total.to(x.dtype)
 
@@ -177,7 +199,7 @@ def _group_to_reduce(ranks: GroupCoordinator) -> GroupCoordinator:
 
 
 def dispatch_compute_combine(
-    layer: RoutedExperts,
+    way: Callable[[int], Way],
     x: torch.Tensor,
     topk_weights: torch.Tensor,
     assignments: Assignments,
@@ -185,7 +207,8 @@ def dispatch_compute_combine(
 ) -> torch.Tensor:
     """Complete output (T, H) for this rank's own tokens ``x`` (T, H), through all-to-all.
 
-    Every assignment comes home as a row of its own.
+    ``way`` is asked for that of so many tokens of all ranks. Every assignment comes home as a row
+    of its own.
     """
     num_ranks = dist.get_world_size(group)
     target = assignments.rank.view(-1)
@@ -203,60 +226,111 @@ def dispatch_compute_combine(
     outputs = torch.empty_like(rows)
     num_tokens = int(heard[:, 1].sum())
     with expert_clock:
-        for places, part in _outputs(layer, rows, weights[:, None], local[:, None], num_tokens):
+        for places, part in way(num_tokens).compute(rows, weights[:, None], local[:, None]):
             outputs[places] = part
     home = _all_to_all(outputs, here, away, group)
     by_token = torch.argsort(order)
     return add_up(iter([(tokens[by_token], home[by_token])]), x.shape).to(x.dtype)
 
 
-def _outputs(
+def ways_of(layer: RoutedExperts) -> list[Way]:
+    """The ways in which ``layer``'s experts can be computed, vLLM's own first."""
+    ways = [Way("kernel", functools.partial(_by_kernel, layer))]
+    if _has_products(layer):
+        dtypes = {"products": layer.w13_weight.dtype, "float32": torch.float32}
+        ways += [
+            Way(name, functools.partial(_by_products, layer, dtype))
+            for name, dtype in dtypes.items()
+            if name == "products" or dtype is not dtypes["products"]
+        ]
+    is_alone = layer.top_k == 1 or layer.moe_config.dp_size > 1  # an assignment, in its row
+    if not is_alone and not layer.apply_router_weight_on_input:
+        ways.append(Way("sums", functools.partial(_by_summing_kernel, layer), sums=True))
+    return ways
+
+
+def _sample(layer: RoutedExperts) -> Sample:
+    return Sample(
+        num_local_experts=layer.w13_weight.shape[0],
+        num_ranks=layer.moe_config.ep_size,
+        experts_per_token=layer.top_k,
+        hidden_size=layer.hidden_size,
+        dtype=layer.moe_config.in_dtype,
+    )
+
+
+def _by_kernel(
+    layer: RoutedExperts, x: torch.Tensor, topk_weights: torch.Tensor, local: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    places, _ = rows_by_expert(local, layer.w13_weight.shape[0])
+    tokens = torch.div(places, local.shape[1], rounding_mode="floor")
+    weights, experts = topk_weights.reshape(-1, 1)[places], local.reshape(-1, 1)[places]
+    for part in _calls(layer, tokens, 1):
+        yield (
+            tokens[part],
+            _run_kernel(layer, x.index_select(0, tokens[part]), weights[part], experts[part]),
+        )
+
+
+def _by_products(
     layer: RoutedExperts,
+    dtype: torch.dtype,
     x: torch.Tensor,
     topk_weights: torch.Tensor,
     local: torch.Tensor,
-    num_tokens: int,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Tokens (n,) and what this rank's experts give for them, times their weights, (n, H) as ``x``.
+    expert = functools.partial(_expert, layer, dtype)
+    yield from weighted_outputs(expert, layer.w13_weight.shape[0], x, topk_weights, local)
 
-    ``x`` (T, H), ``topk_weights`` (T, K), ``local`` (T, K) expert of this rank, -1 for another
-    rank's; ``num_tokens`` of all ranks.
-    """
-    num_experts = layer.w13_weight.shape[0]
-    rows_per_expert = num_tokens * layer.top_k // layer.moe_config.num_experts
-    if rows_per_expert >= _LEAST_ROWS and _has_products(layer):
-        expert = functools.partial(_expert, layer)
-        yield from weighted_outputs(expert, num_experts, x, topk_weights, local)
-        return
-    places, _ = rows_by_expert(local, num_experts)
-    tokens = torch.div(places, local.shape[1], rounding_mode="floor")
-    weights, experts = topk_weights.reshape(-1)[places], local.reshape(-1)[places]
-    yield tokens, _run_kernel(layer, x[tokens], weights, experts)
+
+def _by_summing_kernel(
+    layer: RoutedExperts, x: torch.Tensor, topk_weights: torch.Tensor, local: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Tokens with the same number of experts here together: the kernel has it that all have."""
+    numbers = (local >= 0).sum(dim=1)
+    order = torch.argsort(local, dim=1, descending=True)  # other ranks' last
+    weights, experts = topk_weights.gather(1, order), local.gather(1, order)
+    for number in range(1, local.shape[1] + 1):
+        tokens = (numbers == number).nonzero().squeeze(1)
+        for part in _calls(layer, tokens, number):
+            some = tokens[part]
+            own = weights[some, :number], experts[some, :number]
+            yield some, _run_kernel(layer, x.index_select(0, some), *own)
+
+
+def _calls(layer: RoutedExperts, tokens: torch.Tensor, top_k: int) -> Iterator[slice]:
+    """Parts of ``tokens`` (n,), so many that vLLM's kernel has room for ``top_k`` rows of each."""
+    w13, hidden_size = layer.w13_weight, layer.hidden_size
+    most = max(1, _MOST_SCRATCH // (4 * (hidden_size + w13.shape[1]) * top_k))
+    for first in range(0, tokens.shape[0], most):
+        yield slice(first, first + most)
 
 
 def _has_products(layer: RoutedExperts) -> bool:
-    """Whether ``layer``'s experts may be computed as products instead of by vLLM's kernel."""
+    """Whether ``layer``'s matrices can be read, and what vLLM's kernel does with them is known."""
     kernel = layer.quant_method.moe_kernel.fused_experts
     return (
         isinstance(kernel, CPUUnquantizedExperts)
         and kernel.isa == "vec"
         and layer.activation in _ACTIVATIONS
         and not layer.apply_router_weight_on_input
-        and has_fast_products(layer.w13_weight.dtype)
         and is_packed_as_known(layer.w13_weight.dtype)
     )
 
 
-def _expert(layer: RoutedExperts, index: int) -> Expert:
-    """Local expert ``index`` of ``layer``."""
+def _expert(layer: RoutedExperts, dtype: torch.dtype, index: int) -> Expert:
+    """Local expert ``index`` of ``layer``, computed in ``dtype``."""
     experts = layer.quant_method.moe_kernel.fused_experts
-    w13, w2 = unpack(layer.w13_weight[index]), unpack(layer.w2_weight[index])
-    biases = [None if bias is None else bias[index] for bias in (experts.w1_bias, experts.w2_bias)]
+    w13, w2 = (unpack(packed[index]).to(dtype) for packed in (layer.w13_weight, layer.w2_weight))
+    biases = [
+        None if bias is None else bias[index].to(dtype)
+        for bias in (experts.w1_bias, experts.w2_bias)
+    ]
 
     def compute(rows: torch.Tensor) -> torch.Tensor:
-        gate, up = _product(rows, w13, biases[0]).chunk(2, dim=1)
+        gate, up = _product(rows.to(dtype), w13, biases[0]).chunk(2, dim=1)
         # In float32 and rounded once, as vLLM's own activations, which take 2 to 10 times as long.
-        inner = _ACTIVATIONS[layer.activation](gate.float()).mul_(up).to(rows.dtype)
+        inner = _ACTIVATIONS[layer.activation](gate.float()).mul_(up).to(dtype)
         return _product(inner, w2, biases[1])
 
     return compute
@@ -283,11 +357,9 @@ def is_packed_as_known(dtype: torch.dtype) -> bool:
 def _run_kernel(
     layer: RoutedExperts, rows: torch.Tensor, weights: torch.Tensor, local: torch.Tensor
 ) -> torch.Tensor:
-    """Weighted outputs (N, H) of vLLM's kernel for ``rows`` (N, H), one local expert each."""
+    """Weighted sums (N, H) by vLLM's kernel for ``rows`` (N, H), of ``local`` experts (N, k)."""
     outputs = torch.empty_like(rows)
-    if not rows.shape[0]:
-        return outputs
-    weights = weights.unsqueeze(1).float()
+    weights = weights.float().contiguous()
     on_input = layer.apply_router_weight_on_input
     if on_input:
         rows = rows * weights.to(rows.dtype)
@@ -298,7 +370,7 @@ def _run_kernel(
         w1=layer.w13_weight,
         w2=layer.w2_weight,
         topk_weights=weights,
-        topk_ids=local.unsqueeze(1),
+        topk_ids=local.contiguous(),
         activation=layer.activation,
         global_num_experts=layer.w13_weight.shape[0],
         expert_map=None,

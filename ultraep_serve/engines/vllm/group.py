@@ -49,7 +49,7 @@ class ExpertGroup:
         self._layers: list[RoutedExperts] = []  # layers whose weights are final
         self.balanced: BalancedLayers | None = None  # None: still loading, or not balanced
         self._execution: CpuExperts | DeviceExperts = (
-            CpuExperts() if current_platform.is_cpu() else DeviceExperts(vllm_config)
+            CpuExperts(config) if current_platform.is_cpu() else DeviceExperts(vllm_config)
         )
 
     def expect_layer(self) -> None:

@@ -1,0 +1,157 @@
+"""How ranks choose a way of computing experts: by what all of them have measured, and alike."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.hosts import engine_group
+from tests.support.ranks import outcomes_of_ranks, run_ranks
+from ultraep_serve.config import BalanceConfig
+from ultraep_serve.engines.common import ways as module
+from ultraep_serve.engines.common.cpu_experts import rows_by_expert
+from ultraep_serve.engines.common.ways import (
+    NAMES,
+    ROWS,
+    ChosenWays,
+    Sample,
+    Way,
+    choose_for_kinds,
+    decide,
+    is_exact,
+)
+from ultraep_serve.errors import ConfigError
+
+NEVER = module._NEVER
+SAMPLE = Sample(
+    num_local_experts=4,
+    num_ranks=2,
+    experts_per_token=2,
+    hidden_size=8,
+    dtype=torch.bfloat16,
+)
+# Milliseconds by rank, way and number of rows: each rank alone would choose otherwise.
+TIMES = (
+    {"kernel": (1, 9, 30), "products": (5, 5, 10), "sums": (1, 1, 1)},
+    {"kernel": (1, 9, 30), "products": (5, 10, 11), "float32": (1, 1, 1), "sums": (2, 2, 2)},
+)
+
+
+def way(name: str) -> Way:
+    return Way(name, alone, sums=name == "sums")
+
+
+def alone(x: torch.Tensor, weights: torch.Tensor, local: torch.Tensor) -> Iterator[Any]:
+    """Every assignment by itself, which no other one changes."""
+    places, _ = rows_by_expert(local, SAMPLE.num_local_experts)
+    tokens = places // local.shape[1]
+    yield tokens, x[tokens] * weights.reshape(-1, 1)[places].to(x.dtype)
+
+
+def together(x: torch.Tensor, weights: torch.Tensor, local: torch.Tensor) -> Iterator[Any]:
+    for tokens, outputs in alone(x, weights, local):
+        yield tokens, outputs + outputs.shape[0] % 2
+
+
+def choose_on_rank(rank: int, run_path: Path, settings: dict[str, Any]) -> Any:
+    times = TIMES[rank]
+
+    def measure(ways: list[Way], sample: Sample) -> Any:
+        found = np.full((len(NAMES), len(ROWS) + 1), NEVER, np.int64)
+        for own in ways:
+            found[NAMES.index(own.name)] = [*(ms * 10**6 for ms in times[own.name]), 0]
+        found[NAMES.index("sums"), -1] = NEVER
+        return found
+
+    module._measure = measure
+    group = engine_group(run_path, rank, 2).on_host
+    ways = [way(name) for name in NAMES if name in times]
+    config = BalanceConfig(**settings)
+    (chosen,), found = choose_for_kinds([ways], [SAMPLE], group, config)
+    return tuple(chosen.of(rows).name for rows in ROWS), found.detail
+
+
+@pytest.mark.parametrize(
+    ("settings", "names"),
+    [
+        ({}, ("kernel", "kernel", "products")),
+        ({"numerics": "engine"}, ("kernel", "sums", "sums")),
+        ({"experts": "products"}, ("products",) * 3),
+        ({"experts": "sums", "numerics": "engine"}, ("sums",) * 3),
+    ],
+)
+def test_ranks_that_measure_otherwise_choose_alike(
+    run_path: Path, settings: dict[str, Any], names: tuple[str, ...]
+) -> None:
+    first, second = run_ranks(choose_on_rank, 2, run_path, settings)
+    assert first == second
+    assert first[0] == names
+    if "experts" not in settings:
+        times = "kernel 1 9 30, products 5 10 11, sums (not exact) 2 2 2"
+        assert first[1].endswith(f"; ms at 4 64 256 rows: {times}")
+
+
+def test_a_way_that_one_rank_does_not_have_is_refused_on_all(run_path: Path) -> None:
+    for outcome in outcomes_of_ranks(choose_on_rank, 2, run_path, {"experts": "float32"}):
+        assert outcome.error == "ConfigError"
+        assert "--experts float32" in outcome.message
+        assert "choose from auto, kernel, products, sums" in outcome.message
+
+
+def test_rounding_sums_has_to_be_asked_for() -> None:
+    with pytest.raises(ConfigError, match="add --numerics engine"):
+        BalanceConfig(experts="sums")
+
+
+def test_what_is_exact_is_seen() -> None:
+    batch = SAMPLE.batch(ROWS[-1])
+    assert is_exact(way("kernel"), batch)
+    assert not is_exact(Way("products", together), batch)
+
+
+def test_a_way_is_measured_and_found_exact_or_not() -> None:
+    ways = [Way("kernel", together), Way("products", alone), Way("float32", together), way("sums")]
+    found = module._measure(ways, SAMPLE)
+    assert (found[:, :-1] > 0).all()
+    # The first is the engine's own, which nothing can be held against.
+    assert (found[:, -1] == 0).tolist() == [True, True, False, False]
+
+
+def test_what_is_slow_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    ways = [way("kernel"), way("products"), way("float32")]
+    taken = {"kernel": 100, "products": 10, "float32": 31}
+    monkeypatch.setattr(module, "nanoseconds_of", lambda call: taken[call.func.__self__.name])
+    found = module._measure(ways, SAMPLE)
+    assert found[:3, 2].tolist() == [100, 10, NEVER]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "products", "chosen"),
+    [(100, 98, "kernel"), (100, 96, "products"), (98, 100, "kernel"), (NEVER, 100, "products")],
+)
+def test_the_earlier_way_wins_where_both_take_nearly_as_long(
+    kernel: int, products: int, chosen: str
+) -> None:
+    times = np.full((len(NAMES), 1), NEVER)
+    times[:2, 0] = kernel, products
+    assert decide(times, np.ones(len(NAMES), bool)) == (chosen,)
+
+
+def test_batches_between_the_sizes_go_the_way_of_the_smaller_one() -> None:
+    chosen = ChosenWays(tuple(way(name) for name in ("kernel", "products", "float32")))
+    rows = [0, ROWS[0], ROWS[1] - 1, ROWS[1], ROWS[2] - 1, ROWS[2], 10**6]
+    found = [chosen.of(number).name for number in rows]
+    assert found == ["kernel"] * 3 + ["products"] * 2 + ["float32"] * 2
+
+
+def test_samples_have_the_rows_that_they_say() -> None:
+    for ranks, top_k in ((2, 8), (64, 8), (2, 1)):
+        sample = Sample(16, ranks, top_k, 4, torch.float32)
+        x, weights, local = sample.batch(256)
+        numbers = torch.bincount(local[local >= 0])
+        assert numbers.float().mean() == pytest.approx(256, rel=0.1)
+        assert numbers.numel() == module._MOST_EXPERTS
+        assert x.shape[0] == weights.shape[0] == local.shape[0]

@@ -1,0 +1,242 @@
+"""Which way experts are computed on a CPU: timed when a model is loaded, the same on all ranks.
+
+CPUs differ in what they multiply quickly, and a way that wins with many rows of an expert may lose
+with few. So an adapter lists the ways that a layer has, here they are timed on made-up batches of
+the layer's own sizes, and from the slowest rank's times every rank derives the same choice.
+
+A way is exact if what an expert gives for a token does not depend on the tokens beside it, so that
+answers do not depend on the rank that computes them. That is looked at here, not assumed.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from ultraep_serve.balance.backend import CONNECT_FACTOR
+from ultraep_serve.balance.collectives import HostAllGather
+from ultraep_serve.config import BalanceConfig
+from ultraep_serve.engines.common.cpu_experts import add_up, rows_by_expert
+from ultraep_serve.errors import ConfigError
+from ultraep_serve.types import CheckResult
+
+__all__ = [
+    "NAMES",
+    "ROWS",
+    "ChosenWays",
+    "Sample",
+    "Way",
+    "choose_for_kinds",
+    "decide",
+    "is_exact",
+    "nanoseconds_of",
+]
+
+NAMES = ("kernel", "products", "float32", "sums")  # of ways; an earlier one wins a tie
+ROWS = (4, 64, 256)  # of an expert on average, for which ways are timed
+_TIE = 1.03  # times the fastest
+_HOPELESS = 3.0  # times the fastest with ROWS[1], so that more rows are not waited for
+_MOST_EXPERTS = 8  # of a rank that made-up batches have
+_RUNS, _LONG = 3, 0.3  # at most so many runs; no other one behind so many seconds
+_NEVER = 1 << 60  # nanoseconds of a way that a rank does not have
+
+Batch: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Compute: TypeAlias = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor], Iterator[tuple[torch.Tensor, torch.Tensor]]
+]
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way of computing one layer's experts.
+
+    ``compute`` takes tokens (T, H), their weights (T, K) and local experts (T, K), -1 for another
+    rank's. It gives tokens (n,) and weighted outputs (n, H) of the tokens' type: one for every
+    assignment, by expert, or with ``sums`` one for every token.
+    """
+
+    name: str
+    compute: Compute
+    sums: bool = False
+
+    def total(
+        self, x: torch.Tensor, topk_weights: torch.Tensor, local: torch.Tensor
+    ) -> torch.Tensor:
+        """This rank's part of the output (T, H), in float32 or, where it is rounded, as ``x``."""
+        dtype = x.dtype if self.sums else torch.float32
+        return add_up(self.compute(x, topk_weights, local), x.shape, dtype)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What made-up batches of a layer are made from."""
+
+    num_local_experts: int
+    num_ranks: int
+    experts_per_token: int
+    hidden_size: int
+    dtype: torch.dtype
+
+    def batch(self, rows: int) -> Batch:
+        """Tokens (T, H), weights (T, K) and local experts (T, K), ``rows`` of each expert."""
+        generator = torch.Generator().manual_seed(0)
+        experts, top_k = min(self.num_local_experts, _MOST_EXPERTS), self.experts_per_token
+        # With more ranks most tokens would have none of their experts here.
+        places = experts * min(self.num_ranks, top_k)
+        num_tokens = max(1, rows * places // top_k)
+        local = torch.randint(places, (num_tokens, top_k), generator=generator, dtype=torch.int32)
+        x = torch.randn(num_tokens, self.hidden_size, generator=generator).to(self.dtype)
+        weights = torch.rand(num_tokens, top_k, generator=generator)
+        return x, weights, torch.where(local < experts, local, -1)
+
+
+@dataclass(frozen=True)
+class ChosenWays:
+    """The ways of one layer that were chosen for ``ROWS`` of an expert."""
+
+    by_rows: tuple[Way, ...]
+
+    def of(self, rows: int) -> Way:
+        """The way for a batch that has ``rows`` of an expert on average."""
+        return self.by_rows[max(1, int(np.searchsorted(ROWS, rows, side="right"))) - 1]
+
+
+def choose_for_kinds(
+    ways: Sequence[Sequence[Way]],
+    samples: Iterable[Sample],
+    group: dist.ProcessGroup,
+    config: BalanceConfig,
+) -> tuple[list[ChosenWays], CheckResult]:
+    """``_choose`` for each layer's ``ways``, once for layers of the same sizes and ways."""
+    found: dict[Any, tuple[tuple[str, ...], CheckResult]] = {}
+    chosen = []
+    for own, sample in zip(ways, samples, strict=True):
+        kind = sample, tuple(way.name for way in own)
+        if kind not in found:
+            found[kind] = _choose(own, sample, group, config)
+        by_name = {way.name: way for way in own}
+        chosen.append(ChosenWays(tuple(by_name[name] for name in found[kind][0])))
+    results = [result for _, result in found.values()]
+    detail = "; ".join(dict.fromkeys(result.detail for result in results))
+    return chosen, CheckResult("experts", sum(result.seconds for result in results), detail)
+
+
+def _choose(
+    ways: Sequence[Way], sample: Sample, group: dist.ProcessGroup, config: BalanceConfig
+) -> tuple[tuple[str, ...], CheckResult]:
+    """Names of the ways for ``ROWS`` of an expert, the same on all ranks, and what was measured.
+
+    ``ways`` of a layer in the order of ``NAMES``, of which the first is the engine's own. All ranks
+    of ``group`` call it together. Raises ConfigError, on all ranks alike, where one does not have
+    the way that was asked for, PeerTimeoutError when one does not come.
+    """
+    start = time.perf_counter()
+    is_measured = config.experts == "auto" and len(ways) > 1
+    own = _measure(ways, sample) if is_measured else _unmeasured(ways)
+    ranks = HostAllGather(group, config.timeout_seconds * CONNECT_FACTOR)
+    slowest = ranks.gather(own.reshape(-1)).max(axis=0).reshape(own.shape)
+    nanoseconds, exact = slowest[:, :-1], slowest[:, -1] == 0
+    available = [name for name, row in zip(NAMES, nanoseconds, strict=True) if row[0] < _NEVER]
+    if config.experts == "auto":
+        names = decide(nanoseconds, exact | (config.numerics == "engine"))
+    elif config.experts in available:
+        names = (config.experts,) * len(ROWS)
+    else:
+        raise ConfigError(
+            f"--experts {config.experts}: not every rank can compute this model's experts so; "
+            f"choose from auto, {', '.join(available)}"
+        )
+    detail = _detail(names, nanoseconds, exact)
+    return names, CheckResult("experts", time.perf_counter() - start, detail)
+
+
+def decide(nanoseconds: NDArray[np.int64], allowed: NDArray[np.bool_]) -> tuple[str, ...]:
+    """Name of the way for each of ``ROWS``, from times (W, N) of the ``allowed`` (W,) of ``NAMES``.
+
+    Of those that are within 3 % of the fastest, the first one.
+    """
+    times = np.where(allowed[:, None], nanoseconds, _NEVER)
+    near = times <= times.min(axis=0) * _TIE
+    return tuple(NAMES[index] for index in near.argmax(axis=0))
+
+
+def _unmeasured(ways: Sequence[Way]) -> NDArray[np.int64]:
+    """As ``_measure``, where there is nothing to choose: 0 ns for each way that there is."""
+    has = [any(way.name == name for way in ways) for name in NAMES]
+    row = [0] * (len(ROWS) + 1)
+    return np.array([row if there else [_NEVER] * len(row) for there in has], np.int64)
+
+
+def _measure(ways: Sequence[Way], sample: Sample) -> NDArray[np.int64]:
+    """Nanoseconds (W, N) of ``NAMES`` by ``ROWS``, and in a last column 0 for each exact one."""
+    found = np.full((len(NAMES), len(ROWS) + 1), _NEVER, np.int64)
+    measured = list(ways)
+    with torch.inference_mode():
+        for column, rows in enumerate(ROWS):
+            batch = sample.batch(rows)
+            for way in measured:
+                found[NAMES.index(way.name), column] = nanoseconds_of(partial(way.total, *batch))
+            if column == 1:
+                most = found[:, 1].min() * _HOPELESS
+                measured = [
+                    way for way in ways if way is ways[0] or found[NAMES.index(way.name), 1] <= most
+                ]
+        for way in measured:
+            if way is ways[0] or (not way.sums and is_exact(way, batch)):
+                found[NAMES.index(way.name), -1] = 0
+    return found
+
+
+def nanoseconds_of(call: Callable[[], object]) -> int:
+    """How long ``call`` takes: the shortest of a few runs, or of one that is long."""
+    taken: list[int] = []
+    while not taken or (len(taken) < 1 + _RUNS and sum(taken) < _LONG * 1e9):
+        start = time.perf_counter_ns()
+        call()
+        taken.append(time.perf_counter_ns() - start)
+    return min(taken)
+
+
+def is_exact(way: Way, batch: Batch) -> bool:
+    """Whether outputs are the same where some of the assignments of ``batch`` are computed apart.
+
+    Of every expert another share is, so that products of many sizes are compared.
+    """
+    x, weights, local = batch
+    generator = torch.Generator().manual_seed(1)
+    share = (1 + local.clamp(min=0)) / (2 + local.max())
+    apart = torch.rand(local.shape, generator=generator) < share
+    places, _ = rows_by_expert(local, int(local.max()) + 1)
+    together = _outputs(way, batch)
+    for chosen in (apart, ~apart):
+        own = _outputs(way, (x, weights, torch.where(chosen, local, -1)))
+        if not torch.equal(own, together[chosen.reshape(-1)[places]]):
+            return False
+    return True
+
+
+def _outputs(way: Way, batch: Batch) -> torch.Tensor:
+    return torch.cat([outputs for _, outputs in way.compute(*batch)])
+
+
+def _detail(names: Sequence[str], nanoseconds: NDArray[np.int64], exact: NDArray[np.bool_]) -> str:
+    """The choice, and the times that it was made by, for the log and ``status``."""
+    changes = [
+        f"{name} from {rows} rows of an expert" if index else name
+        for index, (name, rows) in enumerate(zip(names, ROWS, strict=True))
+        if index == 0 or name != names[index - 1]
+    ]
+    times = [
+        f"{name}{'' if same else ' (not exact)'} "
+        + " ".join("-" if taken >= _NEVER else f"{taken / 1e6:.3g}" for taken in row)
+        for name, row, same in zip(NAMES, nanoseconds, exact, strict=True)
+        if 0 < row[0] < _NEVER
+    ]
+    sizes = " ".join(map(str, ROWS))
+    return ", ".join(changes) + (f"; ms at {sizes} rows: {', '.join(times)}" if times else "")
