@@ -120,12 +120,25 @@ def test_a_way_is_measured_and_found_exact_or_not() -> None:
     assert (found[:, -1] == 0).tolist() == [True, True, False, False]
 
 
-def test_what_is_slow_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    ways = [way("kernel"), way("products"), way("float32")]
-    taken = {"kernel": 100, "products": 10, "float32": 31}
+@pytest.mark.parametrize("exact", [True, False])
+def test_what_is_slow_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, exact: bool) -> None:
+    """It is compared with what may be taken: what is fast and not exact makes nothing slow."""
+    ways = [way("kernel"), Way("products", alone if exact else together), way("float32")]
+    taken = {"kernel": 90, "products": 10, "float32": 31}
     monkeypatch.setattr(module, "nanoseconds_of", lambda call: taken[call.func.__self__.name])
     found = module._measure(ways, SAMPLE)
-    assert found[:3, 2].tolist() == [100, 10, NEVER]
+    assert found[:3, :2].tolist() == [[90] * 2, [10] * 2, [31] * 2]
+    assert found[:3, 2].tolist() == ([NEVER, 10, NEVER] if exact else [90, 10, 31])
+
+
+def test_what_is_hopeless_with_few_rows_is_not_tried_with_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ways = [way("kernel"), way("products"), way("float32")]
+    taken = {"kernel": 310, "products": 10, "float32": 301}
+    monkeypatch.setattr(module, "nanoseconds_of", lambda call: taken[call.func.__self__.name])
+    found = module._measure(ways, SAMPLE)
+    assert found[:3, 1].tolist() == [310, 10, NEVER]  # the engine's own may have to be taken
 
 
 @pytest.mark.parametrize(
@@ -138,6 +151,11 @@ def test_the_earlier_way_wins_where_both_take_nearly_as_long(
     times = np.full((len(NAMES), 1), NEVER)
     times[:2, 0] = kernel, products
     assert decide(times, np.ones(len(NAMES), bool)) == (chosen,)
+
+
+def test_where_no_exact_way_was_measured_another_is_taken() -> None:
+    times = np.array([[1, NEVER], [NEVER, 5], [NEVER, NEVER], [NEVER, 9]])
+    assert decide(times, np.array([True, False, False, False])) == ("kernel", "products")
 
 
 def test_batches_between_the_sizes_go_the_way_of_the_smaller_one() -> None:

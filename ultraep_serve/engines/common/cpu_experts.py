@@ -1,6 +1,6 @@
 """Experts on CPU, one after another, as products of matrices; knows no engine.
 
-torch multiplies matrices by oneDNN, which in bfloat16 uses the CPU's own instructions for it.
+torch multiplies 16-bit matrices by oneDNN, which uses the CPU's own instructions where it has them.
 """
 
 from collections.abc import Callable, Iterator
@@ -10,12 +10,26 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-__all__ = ["Expert", "add_up", "rows_by_expert", "weighted_outputs"]
+__all__ = ["Expert", "add_up", "float32_product", "rows_by_expert", "weighted_outputs"]
 
 Expert: TypeAlias = Callable[[torch.Tensor], torch.Tensor]  # rows (N, H) to outputs (N, H)
 
 _MOST_ROWS = 256  # that one product computes; with _ROUND_ROWS, few enough sizes to be kept
 _ROUND_ROWS = 16
+
+
+def float32_product(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+    """``rows`` (N, K) times ``matrix`` (M, K) transposed, both float32, by oneDNN.
+
+    torch's own product of float32 matrices is MKL's, which has no AVX512 on AMD's CPUs. One row
+    gets company: oneDNN adds up a single one in another order.
+    """
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return F.linear(rows, matrix)
+    several = rows.expand(2, -1) if rows.shape[0] == 1 else rows
+    linear = torch.ops.mkldnn._linear_pointwise
+    product: torch.Tensor = linear(several, matrix, None, "none", [], "")
+    return product[: rows.shape[0]]
 
 
 def rows_by_expert(local: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, list[int]]:

@@ -41,7 +41,7 @@ __all__ = [
 NAMES = ("kernel", "products", "float32", "sums")  # of ways; an earlier one wins a tie
 ROWS = (4, 64, 256)  # of an expert on average, for which ways are timed
 _TIE = 1.03  # times the fastest
-_HOPELESS = 3.0  # times the fastest with ROWS[1], so that more rows are not waited for
+_HOPELESS = (30, 3)  # times the fastest exact way with ROWS[0] and ROWS[1]: not waited for further
 _MOST_EXPERTS = 8  # of a rank that made-up batches have
 _RUNS, _LONG = 3, 0.3  # at most so many runs; no other one behind so many seconds
 _NEVER = 1 << 60  # nanoseconds of a way that a rank does not have
@@ -159,9 +159,10 @@ def _choose(
 def decide(nanoseconds: NDArray[np.int64], allowed: NDArray[np.bool_]) -> tuple[str, ...]:
     """Name of the way for each of ``ROWS``, from times (W, N) of the ``allowed`` (W,) of ``NAMES``.
 
-    Of those that are within 3 % of the fastest, the first one.
+    Of those that are within 3 % of the fastest, the first one; any, where none is allowed.
     """
     times = np.where(allowed[:, None], nanoseconds, _NEVER)
+    times = np.where(times.min(axis=0) < _NEVER, times, nanoseconds)
     near = times <= times.min(axis=0) * _TIE
     return tuple(NAMES[index] for index in near.argmax(axis=0))
 
@@ -180,16 +181,19 @@ def _measure(ways: Sequence[Way], sample: Sample) -> NDArray[np.int64]:
     with torch.inference_mode():
         for column, rows in enumerate(ROWS):
             batch = sample.batch(rows)
-            for way in measured:
-                found[NAMES.index(way.name), column] = nanoseconds_of(partial(way.total, *batch))
-            if column == 1:
-                most = found[:, 1].min() * _HOPELESS
+            times = {way: nanoseconds_of(partial(way.total, *batch)) for way in measured}
+            exact = [way for way in measured if way is ways[0] or not way.sums]
+            if column > 0:
+                exact = [way for way in exact if way is ways[0] or is_exact(way, batch)]
+            for way, taken in times.items():
+                found[NAMES.index(way.name), column] = taken
+                found[NAMES.index(way.name), -1] = 0 if way in exact else _NEVER
+            if column < len(_HOPELESS):
+                most = min(times[way] for way in exact) * _HOPELESS[column]
+                is_first = column == 0  # when it is not known yet what is exact
                 measured = [
-                    way for way in ways if way is ways[0] or found[NAMES.index(way.name), 1] <= most
+                    way for way in measured if times[way] <= most or (is_first and way is ways[0])
                 ]
-        for way in measured:
-            if way is ways[0] or (not way.sums and is_exact(way, batch)):
-                found[NAMES.index(way.name), -1] = 0
     return found
 
 

@@ -22,7 +22,7 @@ from sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe import swiglu_gpt_o
 from sglang.srt.runtime_context import get_parallel
 
 from ultraep_serve.balance.speeds import expert_clock
-from ultraep_serve.engines.common.cpu_experts import Expert, weighted_outputs
+from ultraep_serve.engines.common.cpu_experts import Expert, float32_product, weighted_outputs
 from ultraep_serve.engines.common.ways import Way
 
 __all__ = ["ACTIVATIONS", "complete_device_module", "compute_and_reduce", "compute_own", "ways_of"]
@@ -99,11 +99,12 @@ def _activation(config: Any) -> Activation:
 def _expert(layer: Any, dtype: torch.dtype, index: int) -> Expert:
     """Local expert ``index`` of ``layer``, computed in ``dtype``."""
     activation = _activation(layer.moe_runner_config)
+    product = float32_product if dtype is torch.float32 else F.linear
     w13, w2 = layer.w13_weight[index].to(dtype), layer.w2_weight[index].to(dtype)
 
     def compute(rows: torch.Tensor) -> torch.Tensor:
-        inner = activation(_add_bias(layer, "w13", index, F.linear(rows.to(dtype), w13)))
-        return _add_bias(layer, "w2", index, F.linear(inner, w2))
+        inner = activation(_add_bias(layer, "w13", index, product(rows.to(dtype), w13)))
+        return _add_bias(layer, "w2", index, product(inner, w2))
 
     return compute
 

@@ -41,6 +41,7 @@ from ultraep_serve.config import BalanceConfig
 from ultraep_serve.engines.common.cpu_experts import (
     Expert,
     add_up,
+    float32_product,
     rows_by_expert,
     weighted_outputs,
 )
@@ -337,6 +338,9 @@ def _expert(layer: RoutedExperts, dtype: torch.dtype, index: int) -> Expert:
 
 
 def _product(rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    if rows.dtype is torch.float32:
+        product = float32_product(rows, matrix.T)
+        return product if bias is None else product.add_(bias)
     return rows @ matrix if bias is None else torch.addmm(bias, rows, matrix)
 
 
