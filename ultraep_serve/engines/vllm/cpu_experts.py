@@ -61,8 +61,7 @@ __all__ = [
 ]
 
 _LOGGER = logging.getLogger("vllm.ultraep_serve")
-# Bytes for the rows of a call of vLLM's kernel; it counts all of its scratch memory in int32.
-_MOST_SCRATCH = 1 << 30
+_MOST_SCRATCH = 1 << 30  # bytes for the rows of a call of vLLM's kernel, which it keeps
 _ACTIVATIONS: dict[MoEActivation, Callable[[torch.Tensor], torch.Tensor]] = {  # of the gate
     MoEActivation.SILU: F.silu,
     MoEActivation.GELU: F.gelu,
