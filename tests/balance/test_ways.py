@@ -71,20 +71,20 @@ def choose_on_rank(rank: int, run_path: Path, settings: dict[str, Any]) -> Any:
     ways = [way(name) for name in NAMES if name in times]
     config = BalanceConfig(**settings)
     (chosen,), found = choose_for_kinds([ways], [SAMPLE], group, config)
-    return tuple(chosen.of(rows).name for rows in ROWS), found.detail
+    return tuple((rows, way.name) for rows, way in chosen.begin), found.detail
 
 
 @pytest.mark.parametrize(
     ("settings", "names"),
     [
-        ({}, ("kernel", "kernel", "products")),
-        ({"numerics": "engine"}, ("kernel", "sums", "sums")),
-        ({"experts": "products"}, ("products",) * 3),
-        ({"experts": "sums", "numerics": "engine"}, ("sums",) * 3),
+        ({}, ((0, "kernel"), (74, "products"))),
+        ({"numerics": "engine"}, ((0, "kernel"), (12, "sums"))),
+        ({"experts": "products"}, ((0, "products"),)),
+        ({"experts": "sums", "numerics": "engine"}, ((0, "sums"),)),
     ],
 )
 def test_ranks_that_measure_otherwise_choose_alike(
-    run_path: Path, settings: dict[str, Any], names: tuple[str, ...]
+    run_path: Path, settings: dict[str, Any], names: tuple[tuple[int, str], ...]
 ) -> None:
     first, second = run_ranks(choose_on_rank, 2, run_path, settings)
     assert first == second
@@ -150,18 +150,38 @@ def test_the_earlier_way_wins_where_both_take_nearly_as_long(
 ) -> None:
     times = np.full((len(NAMES), 1), NEVER)
     times[:2, 0] = kernel, products
-    assert decide(times, np.ones(len(NAMES), bool)) == (chosen,)
+    assert decide(times, np.ones(len(NAMES), bool)) == ((0, chosen),)
 
 
 def test_where_no_exact_way_was_measured_another_is_taken() -> None:
     times = np.array([[1, NEVER], [NEVER, 5], [NEVER, NEVER], [NEVER, 9]])
-    assert decide(times, np.array([True, False, False, False])) == ("kernel", "products")
+    found = decide(times, np.array([True, False, False, False]))
+    assert [name for _, name in found] == ["kernel", "products"]
+    assert ROWS[0] < found[1][0] <= ROWS[1]
 
 
-def test_batches_between_the_sizes_go_the_way_of_the_smaller_one() -> None:
-    chosen = ChosenWays(tuple(way(name) for name in ("kernel", "products", "float32")))
-    rows = [0, ROWS[0], ROWS[1] - 1, ROWS[1], ROWS[2] - 1, ROWS[2], 10**6]
-    found = [chosen.of(number).name for number in rows]
+@pytest.mark.parametrize(
+    ("kernel", "products", "first"),
+    [
+        ((1, 14, 15), (5, 10, 10), 34),  # half way from 4 to 64
+        ((1, 10, 15), (1, 15, 10), 160),  # half way from 64 to 256
+        ((1, 6, 15), (9, 6, 9), 64),  # as fast there
+        ((1, 10, 20), (5, 10, 20), None),
+    ],
+)
+def test_a_way_begins_where_the_times_of_both_cross(
+    kernel: tuple[int, ...], products: tuple[int, ...], first: int | None
+) -> None:
+    times = np.full((len(NAMES), len(ROWS)), NEVER)
+    times[:2] = kernel, products
+    names = decide(times, np.ones(len(NAMES), bool))
+    assert names == ((0, "kernel"), *([] if first is None else [(first, "products")]))
+
+
+def test_batches_go_the_way_that_has_begun() -> None:
+    begin = tuple(zip((0, 64, 256), map(way, ("kernel", "products", "float32")), strict=True))
+    chosen = ChosenWays(begin)
+    found = [chosen.of(number).name for number in (0, 4, 63, 64, 255, 256, 10**6)]
     assert found == ["kernel"] * 3 + ["products"] * 2 + ["float32"] * 2
 
 

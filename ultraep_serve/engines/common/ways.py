@@ -46,6 +46,7 @@ _MOST_EXPERTS = 8  # of a rank that made-up batches have
 _RUNS, _LONG = 3, 0.3  # at most so many runs; no other one behind so many seconds
 _NEVER = 1 << 60  # nanoseconds of a way that a rank does not have
 
+Names: TypeAlias = tuple[tuple[int, str], ...]  # with how many rows of an expert a way begins
 Batch: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Compute: TypeAlias = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor], Iterator[tuple[torch.Tensor, torch.Tensor]]
@@ -98,13 +99,13 @@ class Sample:
 
 @dataclass(frozen=True)
 class ChosenWays:
-    """The ways of one layer that were chosen for ``ROWS`` of an expert."""
+    """The ways of one layer that were chosen, by how many rows of an expert they begin with."""
 
-    by_rows: tuple[Way, ...]
+    begin: tuple[tuple[int, Way], ...]  # rising from 0
 
     def of(self, rows: int) -> Way:
         """The way for a batch that has ``rows`` of an expert on average."""
-        return self.by_rows[max(1, int(np.searchsorted(ROWS, rows, side="right"))) - 1]
+        return next(way for first, way in reversed(self.begin) if first <= rows)
 
 
 def choose_for_kinds(
@@ -114,14 +115,14 @@ def choose_for_kinds(
     config: BalanceConfig,
 ) -> tuple[list[ChosenWays], CheckResult]:
     """``_choose`` for each layer's ``ways``, once for layers of the same sizes and ways."""
-    found: dict[Any, tuple[tuple[str, ...], CheckResult]] = {}
+    found: dict[Any, tuple[Names, CheckResult]] = {}
     chosen = []
     for own, sample in zip(ways, samples, strict=True):
         kind = sample, tuple(way.name for way in own)
         if kind not in found:
             found[kind] = _choose(own, sample, group, config)
         by_name = {way.name: way for way in own}
-        chosen.append(ChosenWays(tuple(by_name[name] for name in found[kind][0])))
+        chosen.append(ChosenWays(tuple((rows, by_name[name]) for rows, name in found[kind][0])))
     results = [result for _, result in found.values()]
     detail = "; ".join(dict.fromkeys(result.detail for result in results))
     return chosen, CheckResult("experts", sum(result.seconds for result in results), detail)
@@ -129,8 +130,8 @@ def choose_for_kinds(
 
 def _choose(
     ways: Sequence[Way], sample: Sample, group: dist.ProcessGroup, config: BalanceConfig
-) -> tuple[tuple[str, ...], CheckResult]:
-    """Names of the ways for ``ROWS`` of an expert, the same on all ranks, and what was measured.
+) -> tuple[Names, CheckResult]:
+    """Names of the chosen ways, the same on all ranks, and what was measured.
 
     ``ways`` of a layer in the order of ``NAMES``, of which the first is the engine's own. All ranks
     of ``group`` call it together. Raises ConfigError, on all ranks alike, where one does not have
@@ -146,7 +147,7 @@ def _choose(
     if config.experts == "auto":
         names = decide(nanoseconds, exact | (config.numerics == "engine"))
     elif config.experts in available:
-        names = (config.experts,) * len(ROWS)
+        names: Names = ((0, config.experts),)
     else:
         raise ConfigError(
             f"--experts {config.experts}: not every rank can compute this model's experts so; "
@@ -156,15 +157,25 @@ def _choose(
     return names, CheckResult("experts", time.perf_counter() - start, detail)
 
 
-def decide(nanoseconds: NDArray[np.int64], allowed: NDArray[np.bool_]) -> tuple[str, ...]:
-    """Name of the way for each of ``ROWS``, from times (W, N) of the ``allowed`` (W,) of ``NAMES``.
+def decide(nanoseconds: NDArray[np.int64], allowed: NDArray[np.bool_]) -> Names:
+    """The best of the ``allowed`` (W,) of ``NAMES``, from their times (W, N) with ``ROWS``.
 
-    Of those that are within 3 % of the fastest, the first one; any, where none is allowed.
+    Of those that are within 3 % of the fastest, the first one; any, where none is allowed. Where
+    another one is best with more rows, it begins where lines through the times of both cross.
     """
     times = np.where(allowed[:, None], nanoseconds, _NEVER)
     times = np.where(times.min(axis=0) < _NEVER, times, nanoseconds)
-    near = times <= times.min(axis=0) * _TIE
-    return tuple(NAMES[index] for index in near.argmax(axis=0))
+    best = (times <= times.min(axis=0) * _TIE).argmax(axis=0).tolist()
+    names = [(0, NAMES[best[0]])]
+    for column in range(1, len(best)):
+        before, after = best[column - 1], best[column]
+        if before == after:
+            continue
+        slower = max(0, int(times[after, column - 1] - times[before, column - 1]))
+        faster = max(1, int(times[before, column] - times[after, column]))
+        rows, more = ROWS[column - 1 : column + 1]
+        names.append((rows + -(-(more - rows) * slower // (slower + faster)), NAMES[after]))
+    return tuple(names)
 
 
 def _unmeasured(ways: Sequence[Way]) -> NDArray[np.int64]:
@@ -229,13 +240,9 @@ def _outputs(way: Way, batch: Batch) -> torch.Tensor:
     return torch.cat([outputs for _, outputs in way.compute(*batch)])
 
 
-def _detail(names: Sequence[str], nanoseconds: NDArray[np.int64], exact: NDArray[np.bool_]) -> str:
+def _detail(names: Names, nanoseconds: NDArray[np.int64], exact: NDArray[np.bool_]) -> str:
     """The choice, and the times that it was made by, for the log and ``status``."""
-    changes = [
-        f"{name} from {rows} rows of an expert" if index else name
-        for index, (name, rows) in enumerate(zip(names, ROWS, strict=True))
-        if index == 0 or name != names[index - 1]
-    ]
+    changes = [f"{name} from {rows} rows of an expert" if rows else name for rows, name in names]
     times = [
         f"{name}{'' if same else ' (not exact)'} "
         + " ".join("-" if taken >= _NEVER else f"{taken / 1e6:.3g}" for taken in row)
