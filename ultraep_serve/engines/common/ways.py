@@ -144,10 +144,11 @@ def _choose(
     slowest = ranks.gather(own.reshape(-1)).max(axis=0).reshape(own.shape)
     nanoseconds, exact = slowest[:, :-1], slowest[:, -1] == 0
     available = [name for name, row in zip(NAMES, nanoseconds, strict=True) if row[0] < _NEVER]
+    names: Names
     if config.experts == "auto":
         names = decide(nanoseconds, exact | (config.numerics == "engine"))
     elif config.experts in available:
-        names: Names = ((0, config.experts),)
+        names = ((0, config.experts),)
     else:
         raise ConfigError(
             f"--experts {config.experts}: not every rank can compute this model's experts so; "
