@@ -123,6 +123,30 @@ def test_large_batches_go_to_vllms_kernel_in_parts(
     assert most - TOP_K < max(rows) <= most
 
 
+def test_sums_are_rounded_no_more_than_the_engine_rounds_them() -> None:
+    """The engine alone: each of two ranks has half of every expert, and rounds its part too."""
+    layer, matrices = make_layer()
+    x, weights, local = make_batch()
+    local = local.clamp(min=0)
+    expected = expected_output(layer, matrices, x, weights, local)
+    halves = []
+    for half in range(2):
+        part, _ = vllm_cpu_layers.make_layer((NUM_EXPERTS, HIDDEN, INNER // 2, TOP_K))
+        w13 = matrices[0].view(NUM_EXPERTS, 2, 2, INNER // 2, HIDDEN)[:, :, half]
+        w2 = matrices[1].view(NUM_EXPERTS, HIDDEN, 2, INNER // 2)[:, :, half]
+        w13 = w13.reshape(NUM_EXPERTS, INNER, HIDDEN)
+        part.w13_weight = cpu_prepack_moe_weight(w13, "vec")
+        part.w2_weight = cpu_prepack_moe_weight(w2.contiguous(), "vec")
+        halves.append(ways_by_name(part)["sums"].total(x, weights, local))
+    is_first = local < NUM_EXPERTS // 2
+    experts = [
+        ways_by_name(layer)["sums"].total(x, weights, torch.where(own, local, -1))
+        for own in (is_first, ~is_first)
+    ]
+    engine, ours = ((parts[0] + parts[1] - expected).norm() for parts in (halves, experts))
+    assert 0 < ours < 1.1 * engine
+
+
 def test_one_expert_of_a_token_leaves_nothing_to_sum() -> None:
     layer, _ = make_layer()
     layer.moe_config.dp_size = 2  # an assignment comes in a row of its own
