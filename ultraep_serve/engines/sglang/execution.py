@@ -82,6 +82,10 @@ class CpuExperts(_ResizedLayers):
     def check(self, layer: FusedMoE) -> None:
         check_cpu_balancing(layer)
 
+    def __contains__(self, layer: FusedMoE) -> bool:
+        """Whether it is chosen how ``layer`` is computed."""
+        return layer in self._ways
+
     def choose_ways(self, layers: Sequence[FusedMoE]) -> CheckResult:
         ways = [ways_of(layer) for layer in layers]
         group = get_parallel().moe_ep_group.cpu_group

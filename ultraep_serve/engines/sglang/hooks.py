@@ -115,19 +115,27 @@ class _SchedulerHooks:
             try:
                 check_settings(resolving_view(runner.server_args))
                 self._group = ExpertGroup(self._config, runner.model, self._execution)
+                self._choose_others(runner.model)
                 return
             except UnsupportedError as error:
                 is_primary = get_parallel().tp_rank == 0
                 refuse_or_serve_plainly(error, self._config, logger, is_primary=is_primary)
                 self._served_plainly = True
-        layers = expert_layers(runner.model)
         check = check_cpu_execution if is_cpu() else check_draft_layer
         if is_cpu() or self._group is not None:
-            for layer in layers:
+            for layer in expert_layers(runner.model):
                 check(layer)
-        found = self._execution.choose_ways(layers) if layers else None
-        if found is not None and get_parallel().tp_rank == 0:
-            logger.info("ultraep: experts: %s", found.detail)
+        self._choose_others(runner.model)
+
+    def _choose_others(self, model: Any) -> None:
+        """Choose how experts on a CPU are computed in layers of ``model`` that are not balanced."""
+        if not isinstance(self._execution, CpuExperts):
+            return
+        others = [layer for layer in expert_layers(model) if layer not in self._execution]
+        if others:
+            found = self._execution.choose_ways(others)
+            if get_parallel().tp_rank == 0:
+                logger.info("ultraep: experts: %s", found.detail)
 
     def forward(
         self,
