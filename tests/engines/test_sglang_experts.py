@@ -16,12 +16,15 @@ with warnings.catch_warnings():
     import tests.support.sglang_fakes  # noqa: F401 - has what SGLang looks for
 
     # isort: split
-    from ultraep_serve.engines.sglang import hooks
+    from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+
+    from ultraep_serve.engines.sglang import execution, hooks
     from ultraep_serve.engines.sglang.cpu_experts import ACTIVATIONS, compute_and_reduce, ways_of
 
 from tests.support.instruction_sets import INSTRUCTION_SETS, pretend
 from ultraep_serve.config import BalanceConfig
-from ultraep_serve.errors import UnsupportedError
+from ultraep_serve.engines.common import ways
+from ultraep_serve.errors import ConfigError, UnsupportedError
 from ultraep_serve.types import Policy
 
 ROWS = (0, 1, 15, 16, 17, 255, 256, 257, 273, 700)  # around the numbers that are rounded
@@ -136,3 +139,42 @@ def test_quantised_experts_are_refused_by_name_before_they_are_loaded(
     described.quantization = None
     own.load(lambda runner: seen.append("loaded"), runner)
     assert seen == ["loaded", "taken over"]
+
+
+@pytest.mark.parametrize("experts", ["auto", "products", "float32", "kernel"])
+def test_experts_are_chosen_where_nothing_is_balanced_too(
+    monkeypatch: pytest.MonkeyPatch, experts: str
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    fake = make_layer("silu", False, generator)
+    layer = FusedMoE.__new__(FusedMoE)
+    torch.nn.Module.__init__(layer)
+    for name, value in vars(fake).items():
+        setattr(layer, name, value.bfloat16() if isinstance(value, Tensor) else value)
+    sizes = {"num_local_experts": len(ROWS), "num_experts": 2 * len(ROWS), "top_k": TOP_K}
+    for name, size in {**sizes, "moe_ep_size": 2, "hidden_size": HIDDEN}.items():
+        setattr(layer, name, size)
+    layer.params_dtype = torch.bfloat16
+    parallel = SimpleNamespace(tp_rank=0, moe_ep_group=SimpleNamespace(cpu_group=None))
+    for module in (hooks, execution):
+        monkeypatch.setattr(module, "get_parallel", lambda: parallel)
+    monkeypatch.setattr(hooks, "is_cpu", lambda: True)
+    monkeypatch.setattr(hooks, "check_cpu_execution", lambda layer: None)
+    alone = SimpleNamespace(gather=lambda row: row[None])
+    monkeypatch.setattr(ways, "HostAllGather", lambda group, seconds: alone)
+
+    own = hooks._SchedulerHooks(BalanceConfig(policy=Policy.OFF, experts=experts))
+    runner = SimpleNamespace(model=torch.nn.ModuleList([layer]), is_draft_worker=False)
+    if experts == "kernel":
+        with pytest.raises(ConfigError, match="choose from auto, products, float32"):
+            own.loaded(runner)
+        return
+    own.loaded(runner)
+    x = torch.randn(64, HIDDEN, generator=generator).bfloat16()
+    weights = torch.rand(64, TOP_K, generator=generator)
+    ids = torch.randint(-1, len(ROWS), weights.shape, generator=generator)
+    chosen = SimpleNamespace(topk_weights=weights, topk_ids=ids.int())
+    found = own.compute(pytest.fail, layer, x, chosen, None)
+    expected = expected_output("silu", layer, x, weights, ids)
+    assert found.dtype == torch.bfloat16
+    assert (found - expected).norm() / expected.norm() < 0.02
