@@ -16,6 +16,8 @@ from files import BIN, COMPOSE, COMPOSE_GPUS, DEPLOY, ROOT, read_yaml, run
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from docs.generate import images
+from docs.generate.reference import table_in
 from ultraep_serve.system.versions import SGLANG, VLLM, Package
 
 DOCKERFILES = sorted((DEPLOY / "docker").glob("*.Dockerfile"))
@@ -103,6 +105,25 @@ def test_the_sidecars_requirements_are_those_of_the_package() -> None:
     assert {str(Requirement(line)) for line in _lines(REQUIREMENTS)} <= ours
 
 
+def test_all_images_were_built_and_those_for_cpu_serve() -> None:
+    found = json.loads(images.RESULT.read_text())
+    names = {path.name.removesuffix(".Dockerfile") for path in DOCKERFILES}
+    assert {image["name"] for image in found["images"]} == {run["image"] for run in found["runs"]}
+    assert {image["name"] for image in found["images"]} == names
+    assert all(row["is_right"] for run in found["runs"] for row in run["checks"])
+    bases = {path.name: _base(path) for path in DOCKERFILES}
+    built = {f"{image['name']}.Dockerfile": image["base"] for image in found["images"]}
+    assert built == bases, "run `make images`: these bases are not those that were built on"
+    served = {run["image"] for run in found["runs"] if "SIGTERM ends it" in str(run)}
+    assert served == {"vllm-cpu", "sglang-cpu", "sidecar"}
+
+
+def test_the_page_shows_what_was_built_and_seen() -> None:
+    page = images.PAGE.read_text()
+    for name, made in images.TABLES.items():
+        assert table_in(page, name) == made(), "run `python -m docs.generate.images`"
+
+
 def test_a_build_has_the_files_that_pip_is_told_of(tmp_path: Path) -> None:
     """By the tool's own reading of pip's settings, from files and variables."""
     for name in ("wheels", "index/simple", "index/files"):
@@ -130,6 +151,11 @@ def test_a_build_has_the_files_that_pip_is_told_of(tmp_path: Path) -> None:
         assert f"\n{option} = {variables[name]}\n" in text
     assert {f"{tmp_path}/wheels", f"{tmp_path}/index"} <= {*paths}
     assert not any(f"{tmp_path}/none" in path for path in paths)
+
+
+def _base(path: Path) -> str:
+    (name,) = re.findall(r"^FROM (\S+)$", path.read_text(), re.MULTILINE)
+    return str(name)
 
 
 def _imports(path: Path) -> set[str]:
