@@ -41,7 +41,10 @@ README = _ROOT / "README.md"
 MEASUREMENTS = _ROOT / "docs" / "dev" / "measurements.md"
 RESULTS_PAGE = _ROOT / "docs" / "results.md"
 RESULTS = _ROOT / "benchmarks" / "results"
-TIMES = ("serving-ttft", "serving-ttft-amx", "serving-balanced", "sglang-ttft", "sglang-balanced")
+TIMES = (
+    *("serving-ttft", "serving-ttft-avx512", "serving-ttft-avx2", "serving-ttft-amx"),
+    *("serving-balanced", "sglang-ttft", "sglang-balanced"),
+)
 SPEEDS = "speeds"
 LOADS = ("load-vllm", "load-sglang")
 WINDOWS = ("load-vllm-balanced", "load-vllm-bursts", "load-sglang-decode")  # tables alone
