@@ -11,6 +11,7 @@ The machine's settings of pip and apt, and its certificates, are there while an 
 import argparse
 import ast
 import json
+import os
 import re
 import shlex
 import shutil
@@ -34,6 +35,11 @@ ENGINES = {"vllm/vllm-openai": "vllm", "lmsysorg/sglang": "sglang"}  # by their 
 PROGRAMS = ("buildah", "podman", "runc", "debootstrap")  # as their packages are called
 STAND_IN = "localhost/ultraep-serve/stand-in"
 DEBIAN = "python3-venv,python3-dev,python3-pip,python-is-python3,ca-certificates"
+COPYING = """[storage]
+driver = "vfs"
+runroot = "/run/containers/storage"
+graphroot = "/var/lib/containers/storage"
+"""
 APT = """APT::Keep-Downloaded-Packages "false";
 Dir::Cache::pkgcache "";
 Dir::Cache::srcpkgcache "";
@@ -79,8 +85,6 @@ class Builder:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._bases: dict[str, Base] = {}
-        driver = [] if _succeeds("buildah", "info") else ["--storage-driver", "vfs"]
-        self._buildah = ["buildah", *driver]
 
     def image(self, name: str) -> Image:
         """Build ``name`` from its Dockerfile."""
@@ -108,7 +112,7 @@ class Builder:
         return self._bases[name]
 
     def _pulled(self, name: str) -> str | None:
-        command = [*self._buildah, "pull", "--quiet", f"docker://{name}"]
+        command = ["buildah", "pull", "--quiet", f"docker://{name}"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             why = done.stderr.strip().splitlines()[-1]
@@ -133,8 +137,8 @@ class Builder:
 
     def _debian(self, version: str, suite: str) -> str:
         """Debian ``suite`` with its Python, which must be ``version``."""
-        made = _output(*self._buildah, "from", "scratch")
-        root = Path(_output(*self._buildah, "mount", made))
+        made = _output("buildah", "from", "scratch")
+        root = Path(_output("buildah", "mount", made))
         try:
             mirror = [site for site, name in _mirrors() if name == suite][:1]
             debootstrap = ["debootstrap", "--variant=minbase", f"--include={DEBIAN}", suite, root]
@@ -148,19 +152,19 @@ class Builder:
             for package in root.glob("var/cache/apt/archives/*.deb"):
                 package.unlink()
             (root / "etc" / "apt" / "apt.conf.d" / "docker-clean").write_text(APT)
-            _run(*self._buildah, "config", "--cmd", "python3", "--env", "LANG=C.UTF-8", made)
-            return _output(*self._buildah, "commit", "--quiet", made, f"{STAND_IN}:python")
+            _run("buildah", "config", "--cmd", "python3", "--env", "LANG=C.UTF-8", made)
+            return _output("buildah", "commit", "--quiet", made, f"{STAND_IN}:python")
         finally:
-            _run(*self._buildah, "rm", made, quiet=True)
+            _run("buildah", "rm", made, quiet=True)
 
     def _build(self, name: str, base: str, file: Path, context: Path) -> None:
         print(f"building {name}", flush=True)
-        subprocess.run([*self._buildah, "rmi", name], capture_output=True, check=False)
+        subprocess.run(["buildah", "rmi", name], capture_output=True, check=False)
         options = ["--isolation", "chroot", "--network", "host", "--format", "docker", "--quiet"]
         settings = self._settings().items()
         volumes = [f"--volume={source}:{target}:ro" for target, source in settings]
         what = ["--from", base, "--file", file, "--tag", name, context]
-        _run(*self._buildah, "bud", *options, *volumes, *what)
+        _run("buildah", "bud", *options, *volumes, *what)
 
     def _settings(self) -> dict[Path, Path]:
         """Files and folders of this machine by where they are in a build."""
@@ -253,6 +257,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="ultraep-images-", dir="/var/tmp") as work:
         folder = Path(work)
         folder.chmod(0o755)  # the images' user reads a model in it
+        if not _succeeds("buildah", "info"):  # no overlay file system is to be had
+            (folder / "storage.conf").write_text(COPYING)
+            os.environ["CONTAINERS_STORAGE_CONF"] = str(folder / "storage.conf")  # podman's too
         if not arguments.run_only:
             builder = Builder(folder)
             images = [builder.image(name) for name in arguments.only]

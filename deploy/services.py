@@ -174,7 +174,10 @@ def run_images(names: Sequence[str], folder: Path) -> list[Run]:
 
 def machine(image: str) -> dict[str, Any]:
     """What this machine is, as the package in ``image`` says."""
-    found: dict[str, Any] = json.loads(_alone(image, "python3", "-c", DESCRIBE).stdout)
+    said = _alone(image, "python3", "-c", DESCRIBE)
+    if said.returncode:
+        raise SystemExit(f"{image} does not run: {said.stderr.strip()}")
+    found: dict[str, Any] = json.loads(said.stdout)
     return found
 
 
