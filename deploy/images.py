@@ -267,9 +267,9 @@ def main() -> int:
             document["images"] = [asdict(image) for image in images]
             document["build_seconds"] = round(time.monotonic() - began)
         runs = run_images(arguments.only, folder)
+        document["machine"] = machine(arguments.only[0])
     document["runs"] = [asdict(run) for run in runs]
     document["seconds"] = round(time.monotonic() - began)
-    document["machine"] = machine(arguments.only[0])
     if arguments.json:
         arguments.json.write_text(json.dumps(document, indent=2) + "\n")
     wrong = sum(not row.is_right for run in runs for row in run.checks)
