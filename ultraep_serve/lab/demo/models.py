@@ -68,7 +68,7 @@ def make_model(path: Path, spec: ModelSpec) -> Path:
     share a word.
     """
     path.mkdir(parents=True, exist_ok=True)
-    save_tokenizer(path, spec.domains, spec.max_position_embeddings)
+    save_tokenizer(path, vocabulary(spec.domains), spec.max_position_embeddings)
     with one_thread(spec.hidden_size <= SMALL_HIDDEN_SIZE):
         model = _calibrated_model(_build_config(spec), spec)
     model.to(getattr(torch, spec.dtype)).save_pretrained(path)

@@ -100,15 +100,18 @@ def draw_words(domain: str, num_tokens: int, generator: np.random.Generator) -> 
     return [words[pick] for pick in picks]
 
 
-def save_tokenizer(path: Path, domains: tuple[str, ...], max_length: int) -> None:
-    """Write tokenizer.json and tokenizer_config.json: words split at white space, nothing added."""
+def save_tokenizer(path: Path, words: list[str], max_length: int) -> None:
+    """Write tokenizer.json and tokenizer_config.json: words split at white space, nothing added.
+
+    ``words`` by id, the special tokens first.
+    """
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import WhitespaceSplit
     from transformers import PreTrainedTokenizerFast
 
     pad, bos, eos, unk = SPECIAL_TOKENS
-    ids = {word: index for index, word in enumerate(vocabulary(domains))}
+    ids = {word: index for index, word in enumerate(words)}
     tokenizer = Tokenizer(WordLevel(ids, unk_token=unk))
     tokenizer.pre_tokenizer = WhitespaceSplit()
     fast = PreTrainedTokenizerFast(

@@ -1,0 +1,57 @@
+"""The checkpoint that routes as recorded: its own routers, run by transformers in bfloat16."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ultraep_serve.errors import ConfigError
+from ultraep_serve.lab.demo.recorded import RecordedSpec, make_recorded_model, recorded_text
+
+SPEC = RecordedSpec(
+    num_experts=16,
+    content_size=64,
+    moe_intermediate_size=32,
+    num_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+)
+
+
+def recorded_ids(tokens: int, layers: int, chosen: int) -> np.ndarray:
+    """Made-up ids (tokens, layers, chosen), some experts much more often than others."""
+    chooser = np.random.default_rng(0)
+    favour = np.linspace(0, 3, SPEC.num_experts)
+    noise = chooser.gumbel(size=(tokens, layers, SPEC.num_experts)) + favour
+    return noise.argsort(axis=-1)[..., : -chosen - 1 : -1].astype(np.uint8)
+
+
+def test_routers_choose_the_recorded_experts_in_their_order(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="no engine is installed here")
+    ids = recorded_ids(tokens=600, layers=5, chosen=6)
+    make_recorded_model(tmp_path, ids, SPEC)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    chosen: dict[int, torch.Tensor] = {}
+    for layer, decoder in enumerate(model.model.layers):
+
+        def keep(gate: Any, inputs: Any, layer: int = layer) -> None:
+            logits = torch.nn.functional.linear(inputs[0].flatten(0, -2), gate.weight)
+            chosen[layer] = logits.topk(6, dim=-1).indices
+
+        decoder.mlp.gate.register_forward_pre_hook(keep)
+    order = np.random.default_rng(1).permutation(len(ids))
+    with torch.inference_mode():
+        model(torch.tensor([tokenizer(recorded_text(order)).input_ids]))
+    found = np.stack([chosen[layer].numpy() for layer in range(5)], axis=1)
+    np.testing.assert_array_equal(found, ids[order])
+
+
+@pytest.mark.parametrize("wrong", [16, 3], ids=["no such expert", "an expert twice"])
+def test_ids_that_no_router_can_choose_are_refused(tmp_path: Path, wrong: int) -> None:
+    ids = recorded_ids(tokens=4, layers=1, chosen=3)
+    ids[2, 0] = [3, wrong, 5]
+    with pytest.raises(ConfigError, match="different experts"):
+        make_recorded_model(tmp_path, ids, SPEC)
