@@ -317,7 +317,8 @@ class Events:
         """Events (batches, layers, ranks) since this was last asked."""
         found = []
         for rank in range(self._num_ranks):
-            content = (self._folder / f"rank-{rank}").read_bytes()
+            path = self._folder / f"rank-{rank}"
+            content = path.read_bytes() if path.exists() else b""  # before its first batch
             found.append(np.frombuffer(content[self._read[rank] :], EVENT))
             self._read[rank] = len(content)
         return np.stack(found, axis=-1).reshape(-1, self._num_layers, self._num_ranks)
