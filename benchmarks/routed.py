@@ -7,8 +7,9 @@
 
 DIR has law.npz and intent.npz: ``topk_ids`` uint8 [tokens, layers, K], in the order of the text.
 Each recorded token is a word of a checkpoint whose routers route it as recorded
-(``ultraep_serve.lab.demo.recorded``); a prompt is a slice of a trace, and that of ``switch`` a half
-of law followed by a half of intent. Loads that the server records are compared with the slice's.
+(``ultraep_serve.lab.demo.recorded``); a prompt is a slice of a trace, and that of ``switch`` a
+slice of law followed by one of intent. Batches have 4096 tokens, so that those of two such slices
+are two batches. Loads that the server records are compared with the slice's.
 
 ``path`` measures ranks that share cores by the CPU time of their own threads
 (``benchmarks/cpu_clock``). Per layer it adds up the largest over ranks of what comes before the
@@ -51,6 +52,7 @@ from ultraep_serve.types import Policy
 TRACES = ("law", "intent")
 WORKLOADS = (*TRACES, "switch")
 POLICIES = (Policy.OFF, Policy.QUOTA, Policy.IDEAL)
+BATCH_TOKENS = 4096
 WARM_UP = 2  # requests per policy, workload and length
 SETTLE_SECONDS = 1.2  # as in ``lab.bench.prefill``
 CLOCK = Path(__file__).resolve().parent / "cpu_clock"
@@ -67,7 +69,7 @@ def main() -> None:
     parser.add_argument("benchmark", choices=("ttft", "path"))
     parser.add_argument("--traces", type=Path, required=True, help="folder of the recordings")
     parser.add_argument("--layers", type=int, default=8, help="of the recorded, evenly chosen")
-    parser.add_argument("--prompt-tokens", type=numbers, default=(2048, 4096))
+    parser.add_argument("--prompt-tokens", type=numbers, default=(4096,))
     parser.add_argument("--workloads", type=lambda text: text.split(","), default=WORKLOADS)
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--ranks", type=numbers, default=(2, 4, 8, 16), help="of path")
@@ -116,10 +118,9 @@ class Recorded:
         return made
 
     def prompt(self, workload: str, length: int, chooser: random.Random) -> NDArray[np.int64]:
-        """``length`` recorded tokens in their order, from a random place of the trace."""
+        """``length`` recorded tokens in their order, from a random place of each trace."""
         if workload == "switch":
-            halves = [self.prompt(name, length // 2, chooser) for name in TRACES]
-            return np.concatenate(halves)
+            return np.concatenate([self.prompt(name, length, chooser) for name in TRACES])
         tokens = self.starts[workload]
         start = chooser.randrange(len(tokens) - length + 1)
         return np.arange(tokens.start, tokens.stop)[start : start + length]
@@ -167,14 +168,20 @@ class RecordCheck:
         return {"assignments": self.assignments, "differing": self.differing}
 
 
+def batch_flags(engine: str) -> list[str]:
+    """The size of batches."""
+    flag = {"vllm": "--max-num-batched-tokens", "sglang": "--chunked-prefill-size"}[engine]
+    return [flag, str(BATCH_TOKENS)]
+
+
 def ttft(options: argparse.Namespace, recorded: Recorded) -> dict[str, Any]:
     """Time to first token of all variants, which take turns with the same prompts."""
     spec = RecordedSpec()
     model = recorded.model(spec)
     rows = []
     with (
-        serve_without_ep(options, model, "bfloat16") as stock,
-        serve(options, model, "bfloat16", "--allow-ideal") as running,
+        serve_without_ep(options, model, "bfloat16", *batch_flags(options.engine)) as stock,
+        serve(options, model, "bfloat16", "--allow-ideal", *batch_flags(options.engine)) as running,
         closing(Server(running.url)) as balanced,
         closing(Sidecar(running.sidecar_url, running.token)) as sidecar,
         closing(ServerWithoutEP(stock.url)) as plain,
@@ -184,9 +191,10 @@ def ttft(options: argparse.Namespace, recorded: Recorded) -> dict[str, Any]:
         for length in options.prompt_tokens:
             for workload in options.workloads:
                 samples = rounds.measure(workload, length, options.repeats, check)
-                result = LengthResult(length, length, samples)
+                tokens = length * (len(TRACES) if workload == "switch" else 1)
+                result = LengthResult(tokens, tokens, samples)
                 rows.append({"workload": workload, **result.to_json()})
-                print(workload, length, _summary(rows[-1]))
+                print(workload, tokens, _summary(rows[-1]), flush=True)
         imbalance = {workload: check.imbalance(workload) for workload in options.workloads}
     print(imbalance, check.to_json())
     return {"rows": rows, "imbalance": imbalance, "routing": check.to_json()}
@@ -214,7 +222,7 @@ class Rounds:
                 server = self._servers.ready_for(variant)
                 check.start()
                 result = self._first_token(server, recorded_text(tokens))
-                assert result.prompt_tokens == length, "each word is one token"
+                assert result.prompt_tokens == len(tokens), "each word is one token"
                 if variant in (Policy.QUOTA, Policy.IDEAL):
                     check.add(workload, Policy(variant), tokens)
                 if number >= 0:
@@ -232,8 +240,12 @@ class Rounds:
 def _summary(row: Mapping[str, Any]) -> str:
     paired = {name: each for name, each in row["paired"].items() if each}
     times = ", ".join(f"{name} {value:.3f} s" for name, value in row["ttft_seconds"].items())
-    ratios = ", ".join(f"{name} {x['median']:.3f} {x['interval']}" for name, x in paired.items())
-    return f"{times}; {ratios}"
+    return f"{times}; { ({name: _interval(each) for name, each in paired.items()}) }"
+
+
+def _interval(ratios: Mapping[str, Any]) -> str:
+    low, high = ratios["interval"] or (ratios["min"], ratios["max"])
+    return f"{ratios['median']:.3f} ({low:.3f} to {high:.3f})"
 
 
 def path(options: argparse.Namespace, recorded: Recorded) -> dict[str, Any]:
@@ -252,6 +264,7 @@ def measured_paths(
     flags = ["--tensor-parallel-size", str(ranks), "--enable-expert-parallel", "--allow-ideal"]
     flags += ["--enforce-eager", "--no-enable-prefix-caching", "--dtype", "bfloat16"]
     flags += ["--max-model-len", str(CONTEXT), "--kv-cache-memory-bytes", str(1 << 28)]
+    flags += batch_flags(options.engine)
     model, log = recorded.model(spec), WORK / f"path-{ranks}.log"
     rows = []
     with (
@@ -278,8 +291,9 @@ def measured_paths(
                         if number >= 0:
                             found[policy.value].append(critical_path(events.take()))
                 rows.append(path_row(ranks, workload, length, found, check))
-                print({key: rows[-1][key] for key in ("ranks", "workload", "paired", "routing")})
-                print(rows[-1]["milliseconds"])
+                print({key: rows[-1][key] for key in ("ranks", "workload", "milliseconds")})
+                print({name: _interval(each) for name, each in rows[-1]["paired"].items()})
+                print(check.imbalance(workload), check.to_json(), flush=True)
     return rows
 
 

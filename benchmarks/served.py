@@ -49,10 +49,11 @@ def serve(
 
 
 def serve_without_ep(
-    options: argparse.Namespace, path: Path, dtype: str, prefix_cache: bool = False
+    options: argparse.Namespace, path: Path, dtype: str, *extra: str, prefix_cache: bool = False
 ) -> StockServer:
     """The engine alone under the same options, tensor-parallel. Start it first: see ``demo``."""
     flags = tensor_parallel_flags(dtype, CONTEXT, options.engine, prefix_cache)
+    flags = [*flags, *extra]
     flags += ["--enforce-eager"] if options.eager else []
     return StockServer(path, flags, WORK / "serving-without-ep.log", options.engine)
 
