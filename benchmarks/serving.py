@@ -6,6 +6,9 @@
     python benchmarks/serving.py tokens    greedy tokens, off against quota, both parallel modes
     python benchmarks/serving.py quantised the same for quantised experts; vLLM, a CPU with AMX
     python benchmarks/serving.py logprobs  bfloat16: quota against off, and a control pair
+    python benchmarks/serving.py perplexity  100,000 tokens of made-up text: off, quota, off again
+    python benchmarks/serving.py mixed     time between tokens while prompts of others arrive
+    python benchmarks/serving.py start     time until a server is ready, and memory of its ranks
     python benchmarks/serving.py layers    predicted against measured time of a layer
     python benchmarks/serving.py profile   where the time of a layer goes, by policy and rank
     python benchmarks/serving.py memory    resident memory by number of slots
@@ -24,10 +27,11 @@ from typing import Any
 import harness
 from rich.console import Console
 from served import MODELS, model, serve, serve_without_ep
-from serving_answers import logprobs, quantised, tokens
+from serving_answers import logprobs, perplexity, quantised, tokens
 from serving_endurance import restarts, soak
 from serving_layers import layers, profile
-from serving_memory import memory
+from serving_memory import memory, start
+from serving_mixed import mixed
 
 from ultraep_serve.lab.bench.prefill import PrefillOptions
 from ultraep_serve.lab.bench.prefill_report import prefill_view
@@ -49,6 +53,7 @@ def main() -> None:
     parser.add_argument("--policies", type=policies, default="quota,off,eplb-slots", help="of soak")
     parser.add_argument("--every", type=int, default=300, help="seconds between its footprints")
     parser.add_argument("--restarts", type=int, default=50)
+    parser.add_argument("--aiperf", default="aiperf", help="AIPerf's executable, of mixed")
     options = parser.parse_args()
     options.engine = installed_engine()
     document = {"engine": options.engine, **BENCHMARKS[options.benchmark](options)}
@@ -93,7 +98,8 @@ def measure(options: argparse.Namespace, name: str, policies: tuple[Policy, ...]
 BENCHMARKS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     function.__name__: function
     for function in (
-        ttft, balanced, tokens, quantised, logprobs, layers, profile, memory, soak, restarts
+        ttft, balanced, tokens, quantised, logprobs, perplexity, mixed, start,
+        layers, profile, memory, soak, restarts,
     )
 }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Whether answers change with balancing: greedy tokens, and log-probabilities in bfloat16."""
+"""Whether answers change with balancing: greedy tokens, log-probabilities and perplexity."""
 
 import argparse
 import itertools
@@ -20,7 +20,10 @@ from ultraep_serve.lab.demo.balanced_server import (
     generate_under,
     mixed_prompts,
 )
+from ultraep_serve.lab.demo.text import DOMAINS, sample_text
 from ultraep_serve.types import Policy
+
+PERPLEXITY_TOKENS = 2048  # of a prompt
 
 
 def tokens(options: argparse.Namespace) -> dict[str, Any]:
@@ -76,6 +79,50 @@ def logprobs(options: argparse.Namespace) -> dict[str, Any]:
     for name in ("quota", "control"):
         print(name, document[name])
     return document
+
+
+def perplexity(options: argparse.Namespace) -> dict[str, Any]:
+    """Of made-up text in the model's own type: off, quota, and off once more as a control."""
+    prompts = [
+        sample_text(DOMAINS[i % len(DOMAINS)], PERPLEXITY_TOKENS, seed=i)
+        for i in range(options.prompts)
+    ]
+    with serve(options, model(options.model), "bfloat16") as running:
+        off, quota, again = (
+            prompt_logprobs(running, policy, prompts)
+            for policy in (Policy.OFF, Policy.QUOTA, Policy.OFF)
+        )
+    document = {
+        "model": options.model,
+        "mode": options.mode,
+        "prompts": len(prompts),
+        "positions": sum(map(len, off)),
+        "perplexity": {"off": of_text(off), "quota": of_text(quota), "off again": of_text(again)},
+        "quota_over_off": perplexity_ratio(quota, off),
+        "off_again_over_off": perplexity_ratio(again, off),
+    }
+    print(document, flush=True)
+    return document
+
+
+def of_text(logprobs: list[NDArray[np.float64]]) -> float:
+    """Perplexity: the exponential of minus the mean log-probability of all tokens."""
+    return float(np.exp(-np.concatenate(logprobs).mean()))
+
+
+def perplexity_ratio(
+    one: list[NDArray[np.float64]], other: list[NDArray[np.float64]]
+) -> dict[str, Any]:
+    """How many times the other's perplexity one's is, and where that lies with 95 % confidence.
+
+    Prompts are the samples: tokens of one prompt depend on each other.
+    """
+    apart = np.array([(b - a).mean() for a, b in zip(one, other, strict=True)])
+    half = 1.96 * apart.std(ddof=1) / len(apart) ** 0.5
+    middle = apart.mean()
+    ratio, low, high = np.exp([middle, middle - half, middle + half]).tolist()
+    changed = np.concatenate(one) != np.concatenate(other)
+    return {"ratio": ratio, "interval": [low, high], "changed": float(changed.mean())}
 
 
 class Answers(NamedTuple):

@@ -1,14 +1,18 @@
-"""Memory of a server's ranks by number of slots, from the kernel's own accounting."""
+"""What a server takes beside its answers: memory of its ranks, and time until it is ready."""
 
 import argparse
 import os
+import time
 from contextlib import closing
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from served import model, serve
+from served import model, serve, serve_without_ep
 
 from ultraep_serve.lab.bench.engine import Server
+from ultraep_serve.lab.bench.prefill import balanced_orders, ratios_json
+from ultraep_serve.lab.demo.server_process import ServerProcess
 from ultraep_serve.lab.demo.text import sample_text
 
 RANK_PROCESSES = ("VLLM::Worker", "sglang::scheduler")
@@ -30,6 +34,59 @@ def memory(options: argparse.Namespace) -> dict[str, Any]:
         rows.append({"policy": policy, "slots": slots, "slot_memory": kind, "ranks": workers})
         print(rows[-1])
     return {"model": options.model, "mode": options.mode, "unit": "bytes", "rows": rows}
+
+
+def start(options: argparse.Namespace) -> dict[str, Any]:
+    """Time until a server is ready, and its ranks' memory after a prefill, each started anew.
+
+    Without expert parallelism the engine is alone; with it, balancing is off or on. The first
+    round, which fills caches of compiled code, is not counted.
+    """
+    contenders = ("without_ep", "off", "quota")
+    orders = balanced_orders(contenders)
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    memory: dict[str, list[list[dict[str, int]]]] = {name: [] for name in contenders}
+    for place in range(1 + options.repeats):
+        for name in orders[place % len(orders)]:
+            began = time.monotonic()
+            with _started(options, name) as running:
+                took = time.monotonic() - began
+                with closing(Server(running.url)) as server:
+                    server.first_token(sample_text("law", 4096, 1))
+                workers = worker_memory(running.process_id)
+            print(f"{place} {name}: ready in {took:.1f} s", flush=True)
+            if place > 0:
+                seconds[name].append(took)
+                memory[name].append(workers)
+    return {
+        "model": options.model,
+        "mode": options.mode,
+        "rounds": options.repeats,
+        "ready_seconds": {name: median(samples) for name, samples in seconds.items()},
+        "ready_samples": seconds,
+        "ready_ratios": _ratios(seconds),
+        "rank_bytes": {
+            name: median(rank["Pss"] for ranks in samples for rank in ranks)
+            for name, samples in memory.items()
+        },
+        "rank_memory": memory,
+    }
+
+
+def _started(options: argparse.Namespace, name: str) -> ServerProcess:
+    if name == "without_ep":
+        return serve_without_ep(options, model(options.model), "bfloat16")
+    return serve(options, model(options.model), "bfloat16", "--policy", name)
+
+
+def _ratios(seconds: dict[str, list[float]]) -> dict[str, Any]:
+    """Of quota's time to each other's, within rounds."""
+    return {
+        f"quota_over_{base}": ratios_json(
+            [one / other for one, other in zip(seconds["quota"], seconds[base], strict=True)]
+        )
+        for base in ("without_ep", "off")
+    }
 
 
 def worker_memory(ancestor: int) -> list[dict[str, int]]:

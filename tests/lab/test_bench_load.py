@@ -16,7 +16,14 @@ from tests.support.fake_aiperf import FakeAIPerf
 from ultraep_serve.cli import execute, main
 from ultraep_serve.errors import BenchError, ConfigError, UltraEPError
 from ultraep_serve.lab.bench import load_report
-from ultraep_serve.lab.bench.aiperf import AIPerf, WindowFigures
+from ultraep_serve.lab.bench.aiperf import (
+    AIPerf,
+    Answer,
+    Conversation,
+    Turn,
+    WindowFigures,
+    read_answers,
+)
 from ultraep_serve.lab.bench.load import LoadOptions, LoadRun, LoadWindow, traffic
 from ultraep_serve.lab.bench.load_report import load_document, load_picture
 from ultraep_serve.lab.bench.prompts import CommonWords
@@ -112,6 +119,34 @@ def test_the_load_generator_is_kept_apart(
         assert word in call["words"]
 
 
+def test_conversations(fake: FakeDeployment, aiperf: FakeAIPerf, tmp_path: Path) -> None:
+    turns = (Turn(0.0, "first", 5), Turn(0.25, "second", 6))
+    conversations = [Conversation("tools", turns), Conversation("tools", turns[:1])]
+    figures = AIPerf(str(aiperf.path)).converse(
+        fake.url, "fake/model", conversations, 2, Answer(1.5, 0.015), 9.0, tmp_path / "kept"
+    )
+    assert figures.lag_p99_seconds is None
+    answers = read_answers(tmp_path / "kept")
+    assert answers == [Answer(pytest.approx(figures.ttft_mean_seconds), 0.01)] * 3
+    call = aiperf.calls[0]
+    assert call["rows"][0]["turns"] == [
+        {"role": "system", "text": "tools"},
+        {"text": "first", "delay": 0, "output_length": 5},
+        {"text": "second", "delay": 250, "output_length": 6},
+    ]
+    assert "time_to_first_token:1500 inter_token_latency:15" in call["words"]
+    assert not {"--fixed-schedule", "completions"} & set(call["words"])
+
+
+def test_conversations_without_an_answer(fake: FakeDeployment, aiperf: FakeAIPerf) -> None:
+    aiperf.plans(wrong="requests", wrong_window=1)
+    conversation = Conversation("tools", (Turn(0.0, "first", 5), Turn(0.0, "second", 5)))
+    with pytest.raises(BenchError, match="1 of 2 requests failed: Internal Server Error"):
+        AIPerf(str(aiperf.path)).converse(
+            fake.url, "fake/model", [conversation], 1, Answer(1.5, 0.015), 9.0
+        )
+
+
 def test_traffic_is_poisson_and_lognormal() -> None:
     options = LoadOptions(requests=5_000, prompt_median=500, prompt_p90=1500)
     drawn = traffic(options, 0, None)
@@ -152,7 +187,7 @@ def test_texts_in_turn(fake: FakeDeployment, aiperf: FakeAIPerf, tmp_path: Path)
 def test_how_many_more_requests(aiperf: FakeAIPerf) -> None:
     options = LoadOptions(rates=(1.0, 2.0, 3.0), ttft_objective=1.0)
     run = LoadRun(AIPerf(str(aiperf.path)), [CommonWords()], options)
-    figures = WindowFigures(*(0.1 * number for number in range(1, 12)))
+    figures = WindowFigures(*(0.1 * number for number in range(1, 17)))
     crossings = {"off": 1.5, "quota": 2.25}  # where the mean TTFT is 1 s, in every repeat
     for repeat in range(3):
         for name, crossing in crossings.items():
@@ -207,7 +242,7 @@ def test_interval_over_repeats_is_students() -> None:
 def test_picture_is_reproducible(aiperf: FakeAIPerf) -> None:
     pytest.importorskip("matplotlib", reason="pictures need matplotlib")
     run = LoadRun(AIPerf(str(aiperf.path)), [CommonWords()], LoadOptions(rates=(1.0, 2.0)))
-    figures = WindowFigures(*(0.1 * number for number in range(1, 12)))
+    figures = WindowFigures(*(0.1 * number for number in range(1, 17)))
     run.windows += [
         LoadWindow(name, rate, 0, figures) for name in ("off", "x") for rate in (1.0, 2.0)
     ]

@@ -43,18 +43,21 @@ _SCRIPT = """\
         os.kill(os.getppid(), signal.SIGINT)
         time.sleep(60)
     policy = asked(plan["sidecar"] + "/v1/config")["policy"]
-    for row in rows:
+    turns = [turn for row in rows for turn in row.get("turns", ()) if turn.get("role") != "system"]
+    for row in rows if not turns else ():
         body = {"prompt": row["text_input"], "max_tokens": 2, "stream": False}
         asked(given["--url"] + "/v1/completions", json.dumps(body).encode())
-    mean = plan["delays"][policy] * len(rows) / rows[-1]["timestamp"] * 1e6
-    failed = len(rows) // 2 if wrong == "requests" else 0
-    good = mean <= float(given["--goodput"].split(":")[1])
+    rate = len(rows) / rows[-1]["timestamp"] * 1000 if not turns else 1.0
+    mean = plan["delays"][policy] * rate * 1000
+    requests = len(turns or rows)
+    failed = requests // 2 if wrong == "requests" else 0
+    good = mean <= float(given["--goodput"].split()[0].split(":")[1])
 
     def times(value):
         return {"unit": "ms", "avg": value, "p50": value, "p90": 2 * value, "p99": 3 * value}
 
     summary = {
-        "request_count": {"avg": len(rows) - failed},
+        "request_count": {"avg": requests - failed},
         "was_cancelled": False,
         "time_to_first_token": times(mean),
         "inter_token_latency": times(10.0),
@@ -63,11 +66,16 @@ _SCRIPT = """\
         "output_token_throughput": {"avg": 96.0},
         "goodput": {"avg": 1.5 if good else 0.0},
         "usage_prompt_tokens": {"avg": 64.0},
-        "replay_sched_lag_p99": {"unit": "ms", "avg": plan["lag_ms"]},
     }
+    if not turns:
+        summary["replay_sched_lag_p99"] = {"unit": "ms", "avg": plan["lag_ms"]}
     if wrong == "unknown":
         summary["time_to_first_token"]["unit"] = "fortnights"
-    records = [{"error": None}, {"error": {"message": "Internal Server Error"}}] if failed else []
+    names = {"time_to_first_token": mean, "inter_token_latency": 10.0}
+    metrics = {name: {"unit": "ms", "value": value} for name, value in names.items()}
+    records = [{"error": None, "metrics": metrics} for _ in range(requests)]
+    if failed:
+        records[1:] = [{"error": {"message": "Internal Server Error"}}]
     text = "".join(json.dumps(record) + chr(10) for record in records)
     (out / "profile_export.jsonl").write_text(text)
     (out / "profile_export_aiperf.json").write_text(json.dumps(summary))

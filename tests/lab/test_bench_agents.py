@@ -1,0 +1,69 @@
+"""Conversations and figures of ``benchmarks/agents.py``."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from ultraep_serve.lab.bench.aiperf import Answer
+from ultraep_serve.lab.bench.prompts import Openings
+from ultraep_serve.lab.demo.text import domain_words
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import agents  # type: ignore[import-not-found]  # a script, on no path of mypy's
+
+    yield agents
+    for name in ("agents", "load", "served", "sglang_eplb", "harness"):
+        sys.modules.pop(name, None)
+
+
+def test_conversations_share_a_beginning_in_one_window_alone(script: ModuleType) -> None:
+    traffic, openings = script.Traffic(6, 2, 100), Openings()
+    one, another = traffic.drawn(0, openings), traffic.drawn(0, openings)
+    assert len({conversation.system for conversation in one}) == 1
+    assert one[0].system.split()[0] != another[0].system.split()[0]
+    assert [conversation.turns for conversation in one] == [talk.turns for talk in another]
+    other = traffic.drawn(1, openings)
+    texts = [turn.text for talk in (*one, *other) for turn in talk.turns]
+    assert len(set(texts)) == len(texts)
+    for conversation in one:
+        assert 6 <= len(conversation.turns) <= 12
+        assert conversation.turns[0].seconds == 0
+        assert all(0.1 <= turn.seconds <= 1.0 for turn in conversation.turns[1:])
+        assert all(128 <= len(turn.text.split()) <= 768 for turn in conversation.turns)
+
+
+def test_the_subject_changes_between_conversations(script: ModuleType) -> None:
+    law, code = script.Traffic(2, 1, 10).drawn(0, Openings())
+    words = set(domain_words("law"))
+    assert all(words & set(turn.text.split()) for turn in law.turns)
+    assert not any(words & set(turn.text.split()) for turn in code.turns)
+
+
+def test_both_limits_must_be_met(script: ModuleType) -> None:
+    answers = [Answer(1.5, 0.015), Answer(1.6, 0.01), Answer(0.1, 0.016), Answer(9.0, 0.01)]
+    assert script.share(answers, 1.0) == 0.25
+    assert script.share(answers, 2.0) == 0.75
+
+
+def test_means_and_ratios_over_repeats(script: ModuleType) -> None:
+    def window(contender: str, repeat: int, value: float) -> dict[str, Any]:
+        figures = {f"{name}_seconds": value for name in script.FIGURES}
+        good = {"goodput_per_second": value - 1, "good_share": {"2": 0.5}}
+        return {"contender": contender, "repeat": repeat, **figures, **good}
+
+    windows = [window("off", i, 2.0 * i) for i in (1, 2, 3)]
+    windows += [window("quota", i, 1.0 * i * i) for i in (1, 2)]
+    off, quota = script.summary(windows, 2.0)
+    assert (off["repeats"], off["ttft_p99_seconds"], off["good_share"]) == (3, 4.0, 0.5)
+    assert "quota_over" not in quota
+    assert off["quota_over"]["itl_p50_seconds"] == {"median": 0.75, "range": [0.5, 1.0]}
+    assert off["quota_over"]["goodput_per_second"] is None  # quota's was 0 once
