@@ -57,13 +57,16 @@ def test_both_limits_must_be_met(script: ModuleType) -> None:
 def test_means_and_ratios_over_repeats(script: ModuleType) -> None:
     def window(contender: str, repeat: int, value: float) -> dict[str, Any]:
         figures = {f"{name}_seconds": value for name in script.FIGURES}
-        good = {"goodput_per_second": value - 1, "good_share": {"2": 0.5}}
+        good = {
+            "goodput_per_second": value - 1,
+            "good_share": {f"{n:g}": n / 8 for n in script.SCALES},
+        }
         return {"contender": contender, "repeat": repeat, **figures, **good}
 
     windows = [window("off", i, 2.0 * i) for i in (1, 2, 3)]
     windows += [window("quota", i, 1.0 * i * i) for i in (1, 2)]
-    off, quota = script.summary(windows, 2.0)
-    assert (off["repeats"], off["ttft_p99_seconds"], off["good_share"]) == (3, 4.0, 0.5)
+    off, quota = script.summary(windows)
+    assert (off["repeats"], off["ttft_p99_seconds"], off["good_share"]["2"]) == (3, 4.0, 0.25)
     assert "quota_over" not in quota
     assert off["quota_over"]["itl_p50_seconds"] == {"median": 0.75, "range": [0.5, 1.0]}
     assert off["quota_over"]["goodput_per_second"] is None  # quota's was 0 once
