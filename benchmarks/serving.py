@@ -10,6 +10,7 @@
     python benchmarks/serving.py mixed     time between tokens while prompts of others arrive
     python benchmarks/serving.py start     time until a server is ready, and memory of its ranks
     python benchmarks/serving.py layers    predicted against measured time of a layer
+    python benchmarks/serving.py decode    a step of decode: off, quota, without expert parallelism
     python benchmarks/serving.py profile   where the time of a layer goes, by policy and rank
     python benchmarks/serving.py memory    resident memory by number of slots
     python benchmarks/serving.py soak      mixed traffic for an hour, a policy switch every second
@@ -28,6 +29,7 @@ import harness
 from rich.console import Console
 from served import MODELS, model, serve, serve_without_ep
 from serving_answers import logprobs, perplexity, quantised, tokens
+from serving_decode import decode
 from serving_endurance import restarts, soak
 from serving_layers import layers, profile
 from serving_memory import memory, start
@@ -98,7 +100,7 @@ def measure(options: argparse.Namespace, name: str, policies: tuple[Policy, ...]
 BENCHMARKS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     function.__name__: function
     for function in (
-        ttft, balanced, tokens, quantised, logprobs, perplexity, mixed, start,
+        ttft, balanced, decode, tokens, quantised, logprobs, perplexity, mixed, start,
         layers, profile, memory, soak, restarts,
     )
 }  # fmt: skip
