@@ -43,14 +43,16 @@ RESULTS_PAGE = _ROOT / "docs" / "results.md"
 RESULTS = _ROOT / "benchmarks" / "results"
 TIMES = (
     *("serving-ttft", "serving-ttft-avx512", "serving-ttft-avx2", "serving-ttft-amx"),
-    *("serving-balanced", "sglang-ttft", "sglang-balanced"),
+    *("serving-balanced", "sglang-ttft", "sglang-balanced", "real-routing-ttft"),
 )
+REAL_ROUTING = {"serving": "real-routing-ttft"}  # by engine
 SPEEDS = "speeds"
 LOADS = ("load-vllm", "load-sglang")
 WINDOWS = ("load-vllm-balanced", "load-vllm-bursts", "load-sglang-decode")  # tables alone
 SIMULATION = "simulation"
 _ENGINES = ("serving", "sglang")  # how the names of JSON files begin
 _VARIANTS = {"off": "off", "quota": "quota", "ideal": "ideal", WITHOUT_EP: "without EP"}
+_TRAFFIC = {"law": "law", "intent": "intent", "switch": "law, then intent"}
 _CONTENDERS = {
     "off": "off",
     "without-ep": "without EP",
@@ -97,13 +99,18 @@ def measurements(text: str) -> str:
 def times(name: str) -> str:
     """Median times of every variant that was measured, and how much faster ``quota`` is."""
     rows = _rows(name)
+    traffic = "workload" in rows[0]
     variants = [variant for variant in _VARIANTS if variant in rows[0]["ttft_seconds"]]
     others = [variant for variant in variants if variant != "quota"]
     faster = (f"quota is faster than {_VARIANTS[variant]} by" for variant in others)
     return table(
-        ("prompt tokens", *(_VARIANTS[variant] for variant in variants), *faster),
+        (
+            *(("traffic",) if traffic else ()),
+            *("prompt tokens", *(_VARIANTS[variant] for variant in variants), *faster),
+        ),
         (
             (
+                *((_TRAFFIC[row["workload"]],) if traffic else ()),
                 str(row["prompt_tokens"]),
                 *(f"{row['ttft_seconds'][variant]:.2f} s" for variant in variants),
                 *(_faster_than(row, variant) for variant in others),
@@ -272,6 +279,29 @@ def _ttft(name: str, base: str) -> str:
     return "<br>".join(f"{row['prompt_tokens'] >> 10}k: {_faster_than(row, base)}" for row in rows)
 
 
+def _recorded(engine: str, base: str) -> str:
+    """Of every recorded text, how much faster ``quota`` is than ``base``."""
+    name = REAL_ROUTING.get(engine)
+    if name is None:
+        return _NOT_MEASURED
+    rows = _rows(name)
+    return "<br>".join(f"{_TRAFFIC[row['workload']]}: {_faster_than(row, base)}" for row in rows)
+
+
+def _recorded_over(base: str) -> Callable[[str], str]:
+    return lambda engine: _recorded(engine, base)
+
+
+def _recorded_imbalance(engine: str) -> str:
+    name = REAL_ROUTING.get(engine)
+    if name is None:
+        return _NOT_MEASURED
+    return "<br>".join(
+        f"{_TRAFFIC[workload]}: {found['before']:.2f}, {found['quota']:.3f}"
+        for workload, found in _document(name)["imbalance"].items()
+    )
+
+
 def _ttft_over(base: str) -> Callable[[str], str]:
     return lambda engine: _ttft(f"{engine}-ttft", base)
 
@@ -332,7 +362,15 @@ def _load(engine: str) -> dict[str, Any]:
 _RATES = {"serving": 4.0, "sglang": 3.0}  # requests/s, the middle of what was measured
 _LIMIT = 0.5  # seconds of mean time to first token
 _RESULTS: dict[str, dict[str, Callable[[str], str]]] = {
-    "Time to first token, by tokens of the prompt: faster than": {
+    "Time to first token with recorded routing, 4k tokens of each text: faster than": {
+        "the same server without balancing": _recorded_over("off"),
+        "the engine without expert parallelism": _recorded_over(WITHOUT_EP),
+        "forced perfect balance, the limit": _recorded_over("ideal"),
+    },
+    "Work of the busiest of two ranks over the mean with recorded routing": {
+        "before, after": _recorded_imbalance,
+    },
+    "Time to first token with skewed routing, by tokens of the prompt: faster than": {
         "the same server without balancing": _ttft_over("off"),
         "the engine without expert parallelism": _ttft_over(WITHOUT_EP),
         "forced perfect balance, the limit": _ttft_over("ideal"),
@@ -348,7 +386,7 @@ _RESULTS: dict[str, dict[str, Callable[[str], str]]] = {
     f"Requests/s with a mean time to first token of {_LIMIT} s: more than": {
         "the same server without balancing": _more_requests,
     },
-    "Work of the busiest rank over the mean; 1 is perfect": {
+    "Work of the busiest rank over the mean with skewed routing; 1 is perfect": {
         "before, after": _imbalance,
     },
 }
