@@ -41,7 +41,8 @@ def join(rank: int, run_path: Path, view: TokenView) -> list[int]:
     ]
     own = EngineRank("test", rank, collector="http://127.0.0.1:4317")
     joined = BalancedLayers(config, SHAPE, view, layers, lambda size: None, own)
-    assert RunFiles(run_path).collector() == own.collector
+    files = RunFiles(run_path)
+    assert (files.collector(), files.costs()) == (own.collector, GIVEN)
     joined.mark_ready(logging.getLogger("test"))
     ids = torch.tensor([[0, 1]], dtype=torch.int64).repeat(64, 1)
     for index, parameters in enumerate(layers):

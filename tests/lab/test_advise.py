@@ -136,10 +136,17 @@ def test_token_traces_and_measured_costs(tmp_path: Path, machine: list[str | Pat
     assert document["batches"] == 3  # of four, the first is history only
     assert document["recommendation"]["balance"] is True
     assert document["costs"]["seconds_per_assignment"] == 1e-5
+    answer = {"schema_version": 2, "costs": json.loads(costs.read_text())}
     logged = f"INFO 11-25 ultraep: costs {costs.read_text()}\nINFO 11-25 ready\n"
     costs.write_text('INFO 11-25 ultraep: costs {"seconds_per_assignment": 1}\n' + logged)
     assert run("--trace", trace, *machine[2:], *flags, "--json", report) == 0
     assert json.loads(report.read_text()) == document  # of the last server in the log
+    costs.write_text(json.dumps(answer))
+    assert run("--trace", trace, *machine[2:], *flags, "--json", report) == 0
+    assert json.loads(report.read_text()) == document  # of `status --json`
+    costs.write_text(json.dumps(answer | {"costs": None}))
+    with pytest.raises(ConfigError, match="no costs yet"):
+        run("--trace", trace, *machine[2:], *flags)
 
 
 def test_decode_is_left_out(tmp_path: Path, machine: list[str | Path]) -> None:

@@ -8,7 +8,9 @@ from fastapi.testclient import TestClient
 from tests.support.rings import SyntheticRun
 from tests.support.sidecar_runs import BEARER, SkewedRun, samples
 from ultraep_serve.cli import main
+from ultraep_serve.costs.model import CostModel
 from ultraep_serve.sidecar.direct import status_reader
+from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.telemetry.self_check import SelfCheck, SelfCheckOutcome
 from ultraep_serve.types import CheckResult, Policy, VerificationCheck
 
@@ -55,6 +57,20 @@ def test_what_passed_is_in_every_answer(verified_run: SyntheticRun, client: Test
     assert found["ultraep_verification_failures_total,check=slots"] == 0
     assert found["ultraep_verification_seconds_total"] == 3
     assert found["ultraep_switched_off"] == 0
+
+
+def test_costs_are_in_the_answer_that_status_prints(
+    tmp_path: Path, planned_run: SyntheticRun, client: TestClient
+) -> None:
+    planned_run.batch()
+    assert client.get("/v1/balance").json()["costs"] is None
+    costs = CostModel(1e-5, bytes_per_expert=10**6, link_bytes_per_second=1e10)
+    files = RunFiles(tmp_path)
+    files.write_costs(costs)
+    assert CostModel.from_mapping(client.get("/v1/balance").json()["costs"]) == costs
+    (tmp_path / "costs.json").write_text('{"seconds_per_assignment": -1}')
+    assert CostModel.from_mapping(client.get("/v1/balance").json()["costs"]) == costs
+    assert files.costs() is None
 
 
 def test_a_failed_sample_is_said_until_a_policy_is_set(

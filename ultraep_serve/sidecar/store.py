@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ultraep_serve.balance.topology import Location
+from ultraep_serve.costs.model import CostModel
 from ultraep_serve.errors import ControlError
 from ultraep_serve.sidecar.follower import PrimaryRanks, RingFollower, WallClock
 from ultraep_serve.sidecar.statistics.held import Held, NoRunError, UnbalancedError
@@ -197,7 +198,9 @@ class RunStore:
             run = replace(run, config=self._files.config())
         if first is not None:
             header = self._header(first, run.control)
-            run = replace(run, header=header, readable=self._held(header, run.control))
+            known = last.readable.costs if last.readable else None
+            costs = self._files.costs() or known
+            run = replace(run, header=header, readable=self._held(header, run.control, costs))
         return replace(run, problems=self._problems(run))
 
     def _read_control(self, before: ControlState, first: RingHeader | None) -> ControlState:
@@ -229,7 +232,7 @@ class RunStore:
             replicas=sum(header.replicas for header in headers),
         )
 
-    def _held(self, header: RingHeader, control: ControlState) -> Held:
+    def _held(self, header: RingHeader, control: ControlState, costs: CostModel | None) -> Held:
         now_ns, size = time.monotonic_ns(), header.shape.num_ranks
         firsts = sorted({number - number % size for number in self._rings})  # of each stage here
         numbers = [first + rank for first in firsts for rank in header.location.host]
@@ -242,6 +245,7 @@ class RunStore:
             primary=self._primary.records(),
             rings={number: ring.records() for number, ring in self._rings.items()},
             skipped=self._primary.skipped(),
+            costs=costs,
         )
 
     def _problems(self, run: Run) -> dict[str, str]:

@@ -11,7 +11,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from ultraep_serve.errors import OutputError
+from ultraep_serve.costs.model import CostModel
+from ultraep_serve.errors import ConfigError, OutputError
 from ultraep_serve.system.files import open_regular, write_whole
 from ultraep_serve.telemetry.run_directory import hold, running_run_directories
 from ultraep_serve.types import Policy
@@ -21,6 +22,7 @@ __all__ = ["RunFiles"]
 _MAX_CONFIG_BYTES = 1 << 20
 _MAX_REASON_BYTES = 4096
 _MAX_URL_BYTES = 4096
+_MAX_COSTS_BYTES = 4096
 _NUMBERED = re.compile(r"(ring|spool|verification)-(0|[1-9]\d{0,3})")
 
 
@@ -40,6 +42,7 @@ class RunFiles:
         self._unbalanced = path / "unbalanced"  # one line of text
         self._paused = path / "paused"  # the name of a policy
         self._collector = path / "collector"  # an address
+        self._costs = path / "costs.json"  # a CostModel
 
     def ring(self, number: int) -> Path:
         """The ring of the rank ``number``, counted over pipeline stages."""
@@ -206,6 +209,17 @@ class RunFiles:
             return _content(self._collector, _MAX_URL_BYTES).decode(errors="replace").strip()
         except OSError:
             return ""
+
+    def write_costs(self, costs: CostModel) -> None:
+        """Leave for the sidecar the costs by which is decided. Raises OutputError."""
+        write_whole(self._costs, costs.to_json().encode())
+
+    def costs(self) -> CostModel | None:
+        """The costs by which is decided; None where the file is missing or damaged."""
+        try:
+            return CostModel.from_json(_content(self._costs, _MAX_COSTS_BYTES).decode())
+        except (OSError, ValueError, ConfigError):
+            return None
 
     def _is_running(self) -> bool:
         try:

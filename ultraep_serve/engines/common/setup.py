@@ -146,6 +146,8 @@ class BalancedLayers:
         self._spool = self._create_spool()
         start = time.perf_counter()
         self._costs = backend.calibrate(run_layer)
+        if primary:
+            RunFiles(config.run_path).write_costs(self._costs)
         measured = self._checked_costs(time.perf_counter() - start, layers[0][0].device)
         if own.experts is not None:
             measured.append(own.experts)

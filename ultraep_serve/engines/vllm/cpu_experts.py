@@ -3,7 +3,8 @@
 vLLM's kernel ignores the expert map and reads out of bounds for experts of other ranks. It computes
 local experts correctly from one row per assignment, so that is what it gets here: rows are gathered
 (tensor parallel: every rank has all tokens) or sent to the rank that computes them (data parallel),
-and added back per token, weighted.
+and added back per token, weighted. Where vLLM itself can gather tokens of data-parallel ranks on
+CPU (vllm-project/vllm#47778, in no release yet), ranks have all tokens then too.
 
 Beside vLLM's kernel there are other ways of computing experts, of which the fastest is chosen when
 a model is loaded (``engines.common.ways``). The tokens of all ranks decide which of them a batch
@@ -26,7 +27,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
 from vllm._custom_ops import cpu_prepack_moe_weight
-from vllm.distributed import get_ep_group, get_tp_group
+from vllm.distributed import get_dp_group, get_ep_group, get_tp_group
+from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
 from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
@@ -56,6 +58,8 @@ __all__ = [
     "CpuExperts",
     "compute_and_reduce",
     "dispatch_compute_combine",
+    "gather_compute_scatter",
+    "has_ragged_collectives",
     "take_over_combine",
     "ways_of",
 ]
@@ -157,6 +161,8 @@ class CpuExperts(Execution[RoutedExperts]):
         assignments = Assignments.from_physical(physical, self._num_local)
         group, way = get_ep_group(), functools.partial(self._way, layer)
         if layer.moe_config.dp_size > 1:
+            if has_ragged_collectives(data := get_dp_group()):
+                return gather_compute_scatter(way, x, topk_weights, assignments, data)
             return dispatch_compute_combine(way, x, topk_weights, assignments, group.cpu_group)
         return compute_and_reduce(way(x.shape[0]), x, topk_weights, assignments, group)
 
@@ -196,6 +202,38 @@ def _group_to_reduce(ranks: GroupCoordinator) -> GroupCoordinator:
     """Return the tensor-parallel group if it has the same ranks: it reduces in shared memory."""
     same: GroupCoordinator = get_tp_group()
     return same if same.ranks == ranks.ranks else ranks
+
+
+def has_ragged_collectives(group: GroupCoordinator) -> bool:
+    """Whether vLLM gathers and scatters rows (n, ...) of ``group``'s ranks, n as each has them."""
+    own, base = type(group.device_communicator), DeviceCommunicatorBase
+    return issubclass(own, base) and (
+        own.all_gatherv is not base.all_gatherv and own.reduce_scatterv is not base.reduce_scatterv
+    )
+
+
+def gather_compute_scatter(
+    way: Callable[[int], Way],
+    x: torch.Tensor,
+    topk_weights: torch.Tensor,
+    assignments: Assignments,
+    group: GroupCoordinator,
+) -> torch.Tensor:
+    """Complete output (T, H) for this rank's own tokens ``x`` (T, H), by vLLM's own collectives.
+
+    Arguments as ``dispatch_compute_combine``; ranks of ``group`` may have different T.
+    """
+    counts = [torch.empty(1, dtype=torch.int64) for _ in range(group.world_size)]
+    dist.all_gather(counts, torch.tensor([x.shape[0]]), group=group.cpu_group)
+    sizes = [int(count) for count in counts]
+    rows, weights, rank, local = group.all_gatherv(
+        [x, topk_weights, assignments.rank.int(), assignments.local], 0, sizes
+    )
+    own = torch.where(rank == group.rank_in_group, local, -1)
+    with expert_clock:
+        own_total = way(sum(sizes)).total(rows, weights, own)
+    total: torch.Tensor = group.reduce_scatterv(own_total, 0, sizes)
+    return total.to(x.dtype)
 
 
 def dispatch_compute_combine(

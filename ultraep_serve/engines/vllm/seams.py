@@ -222,11 +222,23 @@ _RUNNING = (
     Seam(
         "vllm.distributed.parallel_state:GroupCoordinator",
         "the ranks of a group",
-        attributes="all_reduce cpu_group device_group rank_in_group ranks",
+        attributes="all_gatherv all_reduce cpu_group device_communicator device_group "
+        "rank_in_group ranks reduce_scatterv world_size",
+    ),
+    Seam(
+        "vllm.distributed.device_communicators.base_device_communicator:DeviceCommunicatorBase",
+        "whether vLLM gathers tokens of data-parallel ranks on CPU",
+        attributes="all_gatherv reduce_scatterv",
     ),
     *(
         Seam(f"vllm.distributed:{name}", "the ranks of a group")
-        for name in ("get_ep_group", "get_pp_group", "get_tp_group", "get_world_group")
+        for name in (
+            "get_dp_group",
+            "get_ep_group",
+            "get_pp_group",
+            "get_tp_group",
+            "get_world_group",
+        )
     ),
     Seam("vllm.distributed:get_tensor_model_parallel_rank", "which tokens a rank has"),
     Seam(

@@ -18,8 +18,9 @@ from ultraep_serve.costs.hardware import (
 from ultraep_serve.costs.model import CostModel
 from ultraep_serve.costs.operator_rates import MeasuredRates
 from ultraep_serve.costs.shapes import PRESETS, ModelShape
+from ultraep_serve.errors import ConfigError
 from ultraep_serve.lab.advise.advice import Setting
-from ultraep_serve.system.files import read_text
+from ultraep_serve.system.files import parse_object, read_text
 from ultraep_serve.system.settings import Settings, Shown
 
 __all__ = ["Hardware", "MachineFlags", "Model", "machine_setting"]
@@ -45,8 +46,8 @@ class MachineFlags(Settings):
     hardware: Hardware
     costs: Path | None = Field(
         default=None,
-        description="JSON file of a cost model, or log of a server that measured one, for custom "
-        "hardware",
+        description="JSON file of a cost model, or of `status --json`, or log of a server that "
+        "measured one, for custom hardware",
     )
     model: Model
     weights: WeightType = "bf16"
@@ -108,7 +109,16 @@ def _estimate(
 
 
 def _costs(path: Path) -> CostModel:
-    """The costs in ``path``; of a server's log, those that it printed last."""
+    """The costs in ``path``: a cost model, the answer of ``status --json``, or a server's log.
+
+    Of a log those that it printed last. Raises ConfigError.
+    """
     text = read_text(path, "the cost model")
-    logged = re.findall(r"ultraep: costs (\{[^{}]*\})", text)
-    return CostModel.from_json(logged[-1] if logged else text)
+    if logged := re.findall(r"ultraep: costs (\{[^{}]*\})", text):
+        return CostModel.from_json(logged[-1])
+    values = parse_object(text, "the cost model")
+    if "costs" not in values:
+        return CostModel.from_mapping(values)
+    if not isinstance(values["costs"], dict):
+        raise ConfigError(f"the server of {path} had measured no costs yet; ask it again")
+    return CostModel.from_mapping(values["costs"])

@@ -6,6 +6,7 @@ from functools import cached_property
 
 import numpy as np
 
+from ultraep_serve.costs.model import CostModel
 from ultraep_serve.sidecar.memory import OWN_DTYPE, skipped_since
 from ultraep_serve.sidecar.statistics.fold import count_batches
 from ultraep_serve.sidecar.statistics.selection import RecordSelection
@@ -80,6 +81,7 @@ class Held:
     rings: Mapping[int, RecordArray]  # each rank's own records, by its number over all stages
     skipped: RecordArray  # of ``SkippedHistory``
     switched_off: str = ""  # why balancing has switched itself off; empty where it has not
+    costs: CostModel | None = None  # by which is decided; None: not measured yet, or not read
 
     @cached_property
     def headers(self) -> list[RingHeader]:

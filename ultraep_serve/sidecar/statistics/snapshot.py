@@ -242,6 +242,9 @@ class BalanceSnapshot(Document, WindowFigures):
     phases: dict[str, PhaseSnapshot]
     """prefill; and decode: batches smaller than min_batch_tokens, which are left alone."""
     savings: Savings
+    costs: dict[str, int | float] | None
+    """The cost model that decides whether moving weights pays, measured at start or given; null
+    until it is known. ``--costs`` of advise and simulate takes this answer."""
     self_check: SelfCheckSnapshot
     verification: VerificationSnapshot
     layers: list[LayerSnapshot]

@@ -4,6 +4,7 @@ Computed from the primary rank's records and each rank's own.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 
 import numpy as np
 from numpy.lib.recfunctions import repack_fields
@@ -82,6 +83,7 @@ def summarise(held: Held, selection: RecordSelection) -> BalanceSnapshot:
         batches=batches_count(batches),
         phases=phases(batches, figures.imbalance),
         savings=_savings(considered, [selection.recorded(view.records) for view in held.views]),
+        costs=asdict(held.costs) if held.costs else None,
         self_check=self_check_of(held.headers),
         verification=verification_of(held.headers, is_off=bool(held.switched_off)),
         layers=[
