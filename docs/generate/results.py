@@ -64,6 +64,7 @@ _FIGURES = {"ttft_mean_seconds": "mean TTFT", "ttft_p99_seconds": "P99 TTFT"}
 _NOT_MEASURED = "not measured"
 _DEMO = re.compile(r"^╭.*?╯$", re.MULTILINE | re.DOTALL)
 _WIDTH = 80
+_NARROW = 0.1  # a range that shows two times to be alike
 
 
 def readme(text: str) -> str:
@@ -122,8 +123,13 @@ def times(name: str) -> str:
 
 def _faster_than(row: dict[str, Any], base: str) -> str:
     """How much faster ``quota`` is than ``base`` at one prompt length."""
+    return _percent(*_estimate(_rounds(row, base)))
+
+
+def _rounds(row: dict[str, Any], base: str) -> list[tuple[float, float]]:
+    """Times of ``base`` and of ``quota`` at one prompt length."""
     samples = row["ttft_samples"]
-    return _faster(list(zip(samples[base], samples["quota"], strict=True)))
+    return list(zip(samples[base], samples["quota"], strict=True))
 
 
 def _by_time() -> str:
@@ -260,9 +266,16 @@ def _estimate(pairs: Sequence[tuple[float, float]]) -> tuple[float, float, float
     return statistics.median(ratios), *(median_interval(ratios) or (min(ratios), max(ratios)))
 
 
-def _faster(pairs: Sequence[tuple[float, float]]) -> str:
-    """By how much the second of each pair of times is shorter, as "x % faster" has it."""
-    return _percent(*_estimate(pairs))
+def _claim(pairs: Sequence[tuple[float, float]]) -> str:
+    """By how much the second of each pair of times is shorter, as "x % faster" has it.
+
+    Where the range has both faster and slower ones there is nothing to claim.
+    """
+    median, low, high = _estimate(pairs)
+    shown = _percent(median, low, high)
+    if low > 1 or high < 1:
+        return shown
+    return f"{'level' if high - low < _NARROW else 'unclear'} {shown[shown.index('(') :]}"
 
 
 def _percent(median: float, low: float, high: float) -> str:
@@ -276,7 +289,9 @@ def _ttft(name: str, base: str) -> str:
     rows = _rows(name)
     if base not in rows[0]["ttft_samples"]:
         return _NOT_MEASURED
-    return "<br>".join(f"{row['prompt_tokens'] >> 10}k: {_faster_than(row, base)}" for row in rows)
+    return "<br>".join(
+        f"{row['prompt_tokens'] >> 10}k: {_claim(_rounds(row, base))}" for row in rows
+    )
 
 
 def _recorded(engine: str, base: str) -> str:
@@ -285,7 +300,7 @@ def _recorded(engine: str, base: str) -> str:
     if name is None:
         return _NOT_MEASURED
     rows = _rows(name)
-    return "<br>".join(f"{_TRAFFIC[row['workload']]}: {_faster_than(row, base)}" for row in rows)
+    return "<br>".join(f"{_TRAFFIC[row['workload']]}: {_claim(_rounds(row, base))}" for row in rows)
 
 
 def _recorded_over(base: str) -> Callable[[str], str]:
@@ -320,15 +335,17 @@ def _windows(document: dict[str, Any], contender: str) -> list[list[dict[str, An
 
 def _at_rate(document: dict[str, Any], rate: float, figure: str, base: str) -> str:
     """How much faster ``quota`` is than ``base`` at one rate."""
+    if base not in document["contenders"]:
+        return _NOT_MEASURED
     others, ours = (
         [w[figure] for windows in _windows(document, name) for w in windows if w["rate"] == rate]
         for name in (base, "quota")
     )
-    return _faster(list(zip(others, ours, strict=True)))
+    return _claim(list(zip(others, ours, strict=True)))
 
 
-def _loaded(figure: str) -> Callable[[str], str]:
-    return lambda engine: _at_rate(_load(engine), _RATES[engine], figure, "off")
+def _loaded(figure: str, base: str) -> Callable[[str], str]:
+    return lambda engine: _at_rate(_load(engine), _RATES[engine], figure, base)
 
 
 def _loaded_without_ep(engine: str) -> str:
@@ -347,7 +364,7 @@ def _more_requests(engine: str) -> str:
         for name in ("quota", "off")
     )
     pairs = zip(ours, others, strict=True)
-    return _faster([(one["rate"], other["rate"]) for one, other in pairs if one and other])
+    return _claim([(one["rate"], other["rate"]) for one, other in pairs if one and other])
 
 
 def _imbalance(engine: str) -> str:
@@ -377,11 +394,12 @@ _RESULTS: dict[str, dict[str, Callable[[str], str]]] = {
         "without balancing, where the model is balanced already": _balanced,
     },
     "Mean time to first token at 4 (SGLang: 3) requests/s: faster than": {
-        "the same server without balancing": _loaded("ttft_mean_seconds"),
+        "the same server without balancing": _loaded("ttft_mean_seconds", "off"),
         "the engine without expert parallelism": _loaded_without_ep,
+        "the engine's own balancer (EPLB)": _loaded("ttft_mean_seconds", "sglang-eplb"),
     },
     "Time between tokens (99th percentile) at that rate: faster than": {
-        "the same server without balancing": _loaded("itl_p99_seconds"),
+        "the same server without balancing": _loaded("itl_p99_seconds", "off"),
     },
     f"Requests/s with a mean time to first token of {_LIMIT} s: more than": {
         "the same server without balancing": _more_requests,
