@@ -79,9 +79,11 @@ def readme(text: str) -> str:
 
 
 def results(text: str) -> str:
-    """A page with the table of results. Raises ValueError where that has no place."""
-    table_in(text, "results")
-    return with_table(text, "results", _results())
+    """A page with the two tables of results. Raises ValueError where one has no place."""
+    for name, made in (("results", _results()), ("instruction-sets", _instruction_sets())):
+        table_in(text, name)
+        text = with_table(text, name, made)
+    return text
 
 
 def measurements(text: str) -> str:
@@ -257,6 +259,32 @@ def _results() -> str:
     return table(("", "vLLM", "SGLang"), rows)
 
 
+def _instruction_sets() -> str:
+    """What vLLM gains on CPUs with each instruction set, a column each."""
+    return table(
+        ("", *_INSTRUCTION_SETS),
+        (
+            (name, *(figure(*column) for column in _INSTRUCTION_SETS.values()))
+            for name, figure in _BY_INSTRUCTIONS.items()
+        ),
+    )
+
+
+def _experts_alone(_times: str, served: tuple[str, str]) -> str:
+    """What experts with many rows take by the best exact way, over the engine's without EP."""
+    ratios = []
+    for found in _document("expert-kernels")["findings"]:
+        if (found["instructions"], found["dtype"], found["rows"]) == (*served, _MANY_ROWS):
+            milliseconds = found["ms"]
+            exact = [milliseconds[way] for way, is_exact in found["exact"].items() if is_exact]
+            ratios.append(min(exact) / milliseconds["without EP"])
+    return f"{min(ratios):.2f} to {max(ratios):.2f}" if ratios else _NOT_MEASURED
+
+
+def _by_instructions(base: str) -> Callable[[str, tuple[str, str]], str]:
+    return lambda times, _served: _ttft(times, base)
+
+
 def _estimate(pairs: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
     """Median of the ratios within rounds, and where it lies with 95 % confidence.
 
@@ -378,6 +406,19 @@ def _load(engine: str) -> dict[str, Any]:
 
 _RATES = {"serving": 4.0, "sglang": 3.0}  # requests/s, the middle of what was measured
 _LIMIT = 0.5  # seconds of mean time to first token
+_MANY_ROWS = 512  # of an expert
+_INSTRUCTION_SETS = {  # the times, and with which instructions and type experts were timed alone
+    "AVX2": ("serving-ttft-avx2", ("AVX2", "bfloat16")),
+    "AVX512": ("serving-ttft-avx512", ("AVX512", "bfloat16")),
+    "AVX512-BF16": ("serving-ttft", ("AVX512-BF16", "bfloat16")),
+    "AMX": ("serving-ttft-amx", ("AMX", "bfloat16")),
+}
+_BY_INSTRUCTIONS: dict[str, Callable[[str, tuple[str, str]], str]] = {
+    "the same server without balancing": _by_instructions("off"),
+    "the engine without expert parallelism": _by_instructions(WITHOUT_EP),
+    "forced perfect balance, the limit": _by_instructions("ideal"),
+    "time of the experts alone, engine without expert parallelism = 1": _experts_alone,
+}
 _RESULTS: dict[str, dict[str, Callable[[str], str]]] = {
     "Time to first token with recorded routing, 4k tokens of each text: faster than": {
         "the same server without balancing": _recorded_over("off"),
