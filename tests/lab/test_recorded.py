@@ -1,5 +1,6 @@
-"""The checkpoint that routes as recorded: its own routers, run by transformers in bfloat16."""
+"""The checkpoint that routes as recorded, by transformers in bfloat16; and benchmarks/routed.py."""
 
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -55,3 +56,19 @@ def test_ids_that_no_router_can_choose_are_refused(tmp_path: Path, wrong: int) -
     ids[2, 0] = [3, wrong, 5]
     with pytest.raises(ConfigError, match="different experts"):
         make_recorded_model(tmp_path, ids, SPEC)
+
+
+def test_a_critical_path_adds_up_what_ranks_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    routed = importlib.import_module("routed")
+    events = np.zeros((1, 2, 2), routed.EVENT)  # a batch, two layers, two ranks
+    events["count"] = [[[1, 2], [2, 1]]]
+    events["plan"] = [[[10, 30], [30, 20]]]
+    events["experts"] = [[[500, 400], [300, 600]]]
+    events["others"] = [[[40, 900], [800, 50]]]  # the first to arrive waits for the other
+    events["before"] = [[[7777, 7777], [100, 999]]]  # the span begins in the first layer
+    events["begin"], events["end"] = [[[5, 3], [0, 0]]], [[[0, 0], [2003, 2000]]]
+    found = routed.critical_path(events)
+    assert found["moe"] == pytest.approx((4 + 60 + 1100 + 90) / 1e6)
+    assert found["path"] == pytest.approx((4 + 60 + 1100 + 90 + 100) / 1e6)
+    assert found["clock"] == pytest.approx(2000 / 1e6)
