@@ -21,8 +21,10 @@ from ultraep_serve.lab.bench.load_report import _crossing, rate_text, ratio_text
 from ultraep_serve.lab.bench.prefill import WITHOUT_EP, median_interval
 
 __all__ = [
+    "AGENTS",
     "LOADS",
     "MEASUREMENTS",
+    "MIXED",
     "README",
     "RESULTS",
     "RESULTS_PAGE",
@@ -49,6 +51,7 @@ REAL_ROUTING = {"serving": "real-routing-ttft"}  # by engine
 SPEEDS = "speeds"
 LOADS = ("load-vllm", "load-sglang")
 WINDOWS = ("load-vllm-balanced", "load-vllm-bursts", "load-sglang-decode")  # tables alone
+AGENTS, MIXED = "agents-vllm", "serving-mixed"
 SIMULATION = "simulation"
 _ENGINES = ("serving", "sglang")  # how the names of JSON files begin
 _VARIANTS = {"off": "off", "quota": "quota", "ideal": "ideal", WITHOUT_EP: "without EP"}
@@ -59,6 +62,12 @@ _CONTENDERS = {
     "sglang-eplb": "SGLang's EPLB",
     "quota": "quota",
     "ideal": "ideal",
+}
+_AGENTS_FASTER = {
+    "ttft_p50_seconds": "P50 TTFT",
+    "ttft_p99_seconds": "P99 TTFT",
+    "itl_p50_seconds": "P50 ITL",
+    "itl_p99_seconds": "P99 ITL",
 }
 _FIGURES = {"ttft_mean_seconds": "mean TTFT", "ttft_p99_seconds": "P99 TTFT"}
 _NOT_MEASURED = "not measured"
@@ -96,6 +105,7 @@ def measurements(text: str) -> str:
         text = with_table(text, f"{name}-rates", _greatest_rates(name))
     for name in WINDOWS:
         text = with_table(text, name, _under_load(name))
+    text = with_table(text, AGENTS, _agents())
     return with_table(text, SIMULATION, _simulated())
 
 
@@ -207,6 +217,65 @@ def _greatest_rates(name: str) -> str:
         if len({rate["is"] for rate in found["rates"].values()} - {"above"})
     ]
     return table(head, rows)
+
+
+def _agents() -> str:
+    """Every contender's times and goodput; means over repeats."""
+    document = _document(AGENTS)
+    head = (
+        "", "TTFT: P50, P90, P99", "ITL: P50, P90, P99", "within 1, 2, 3, 4 times both limits",
+        "goodput",
+        *(f"quota is faster by: {figure}" for figure in _AGENTS_FASTER.values()),
+    )  # fmt: skip
+    rows = []
+    for row in document["rows"]:
+        ttft, itl = (
+            [row[f"{name}_{part}_seconds"] for part in ("p50", "p90", "p99")]
+            for name in ("ttft", "itl")
+        )
+        rows.append(
+            (
+                _CONTENDERS[row["contender"]],
+                ", ".join(f"{seconds:.2f}" for seconds in ttft) + " s",
+                ", ".join(f"{1000 * seconds:.0f}" for seconds in itl) + " ms",
+                ", ".join(f"{100 * row['good_share'][scale]:.0f}" for scale in "1234") + " %",
+                f"{row['goodput_per_second']:.2f}/s",
+                *(
+                    _faster(_pairs(document, row["contender"], figure))
+                    if row["contender"] != "quota"
+                    else ""
+                    for figure in _AGENTS_FASTER
+                ),
+            )
+        )
+    return table(head, rows)
+
+
+def _pairs(document: dict[str, Any], base: str, figure: str) -> list[tuple[float, float]]:
+    """A contender's and quota's, by repeat."""
+    windows = document["windows"]
+    others, ours = (
+        {window["repeat"]: window[figure] for window in windows if window["contender"] == name}
+        for name in (base, "quota")
+    )
+    return [(others[repeat], ours[repeat]) for repeat in sorted(others.keys() & ours.keys())]
+
+
+def _mixed() -> str:
+    """Times between tokens of streams, medians over rounds, while prompts of others arrive."""
+    document = _document(MIXED)
+    rows = []
+    for variant, found in document["seconds"].items():
+        faster = [
+            _faster([(each[variant][name], each["quota"][name]) for each in document["rounds"]])
+            if variant != "quota"
+            else ""
+            for name in found
+        ]
+        times = (f"{1000 * seconds:.0f} ms" for seconds in found.values())
+        rows.append((_VARIANTS[variant], *times, *faster))
+    figures = ("mean", "P50", "P90", "P99")
+    return table(("", *figures, *(f"quota is faster by: {name}" for name in figures)), rows)
 
 
 def _simulated() -> str:
