@@ -24,7 +24,6 @@ __all__ = [
     "AGENTS",
     "LOADS",
     "MEASUREMENTS",
-    "MIXED",
     "README",
     "RESULTS",
     "RESULTS_PAGE",
@@ -51,7 +50,7 @@ REAL_ROUTING = {"serving": "real-routing-ttft"}  # by engine
 SPEEDS = "speeds"
 LOADS = ("load-vllm", "load-sglang")
 WINDOWS = ("load-vllm-balanced", "load-vllm-bursts", "load-sglang-decode")  # tables alone
-AGENTS, MIXED = "agents-vllm", "serving-mixed"
+AGENTS = "agents-vllm"
 SIMULATION = "simulation"
 _ENGINES = ("serving", "sglang")  # how the names of JSON files begin
 _VARIANTS = {"off": "off", "quota": "quota", "ideal": "ideal", WITHOUT_EP: "without EP"}
@@ -241,7 +240,7 @@ def _agents() -> str:
                 ", ".join(f"{100 * row['good_share'][scale]:.0f}" for scale in "1234") + " %",
                 f"{row['goodput_per_second']:.2f}/s",
                 *(
-                    _faster(_pairs(document, row["contender"], figure))
+                    _percent(*_estimate(_pairs(document, row["contender"], figure)))
                     if row["contender"] != "quota"
                     else ""
                     for figure in _AGENTS_FASTER
@@ -259,23 +258,6 @@ def _pairs(document: dict[str, Any], base: str, figure: str) -> list[tuple[float
         for name in (base, "quota")
     )
     return [(others[repeat], ours[repeat]) for repeat in sorted(others.keys() & ours.keys())]
-
-
-def _mixed() -> str:
-    """Times between tokens of streams, medians over rounds, while prompts of others arrive."""
-    document = _document(MIXED)
-    rows = []
-    for variant, found in document["seconds"].items():
-        faster = [
-            _faster([(each[variant][name], each["quota"][name]) for each in document["rounds"]])
-            if variant != "quota"
-            else ""
-            for name in found
-        ]
-        times = (f"{1000 * seconds:.0f} ms" for seconds in found.values())
-        rows.append((_VARIANTS[variant], *times, *faster))
-    figures = ("mean", "P50", "P90", "P99")
-    return table(("", *figures, *(f"quota is faster by: {name}" for name in figures)), rows)
 
 
 def _simulated() -> str:
