@@ -1,23 +1,31 @@
 """How long each way of computing experts takes on this CPU, and with fewer of its instructions.
 
     python benchmarks/expert_kernels.py
+    python benchmarks/expert_kernels.py --sums   writes benchmarks/results/expert-sums.json
 
 One thread of one of two ranks computes its half of a layer's experts (vLLM). "without EP" is what
 the engine alone has to compute: all experts with half of their inner size, summed in its kernel. A
 way is exact if what an expert gives for a token does not depend on the tokens beside it. Fewer
 instructions are played: libraries are told to leave them, and vLLM takes its build without them.
+
+--sums measures what it takes to weight and add up what experts give, in the demo model's layer, and
+what one compiled pass over the same rows would take: every round has each once.
 """
 
 import argparse
+import functools
 import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import harness
+import numpy as np
 import torch
 
 from tests.support.instruction_sets import INSTRUCTION_SETS, PLAYED, own
@@ -29,6 +37,9 @@ SWITCHES = {  # of oneDNN, ATen and MKL
     "AVX2": ("AVX2", "avx2", "AVX2"),
     "AVX512": ("AVX512_CORE", "avx512", "AVX512"),
 }
+PROCESSORS = {"AVX2": "haswell", "AVX512": "skylake-avx512"}  # with as much, for numba
+HOPELESS_SECONDS = 0.5
+SUM_SIZE, SUM_TOKENS, SUM_ROUNDS = (512, 768), (512, 2048), 15
 _VARIABLES = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS")
 _WARNINGS = "ignore"  # torch's own, when vLLM has it compile
 
@@ -65,25 +76,114 @@ def measure_layer(hidden: int, inner: int, dtype: torch.dtype) -> Iterator[dict[
         }
 
 
-def measure_here(name: str) -> None:
+def measure_sums() -> Iterator[dict[str, Any]]:
+    """A finding for each way and each of ``SUM_TOKENS``: milliseconds, and ratios of rounds."""
+    from tests.support.vllm_cpu_layers import make_layer
+    from ultraep_serve.engines.common.cpu_experts import add_up
+    from ultraep_serve.engines.common.ways import Sample
+    from ultraep_serve.engines.vllm.cpu_experts import ways_of
+    from ultraep_serve.lab.bench.prefill import ratios_json
+
+    (hidden, inner), dtype = SUM_SIZE, torch.bfloat16
+    layer, _ = make_layer((EXPERTS, hidden, inner, TOP_K), dtype)
+    skipped: list[str] = []
+    for tokens in SUM_TOKENS:
+        batch = Sample(EXPERTS, 2, TOP_K, hidden, dtype).batch(tokens * TOP_K // 2 // EXPERTS)
+        for way in ways_of(layer):
+            if way.sums or way.name in skipped:
+                continue
+            if min(once(partial(way.total, *batch)) for _ in range(2)) > HOPELESS_SECONDS:
+                skipped.append(way.name)
+                continue
+            parts = [(t.clone(), o.clone()) for t, o in way.compute(*batch)]
+            scale = [torch.rand(len(part), 1) for part, _ in parts]
+            weighted = way.name != "kernel"  # which weights them itself
+            shape = batch[0].shape
+
+            def now(parts=parts, scale=scale, weighted=weighted, shape=shape) -> torch.Tensor:
+                if not weighted:
+                    return add_up(iter(parts), shape)
+                pairs = zip(parts, scale, strict=True)
+                return add_up(((t, o.float().mul_(w).to(dtype)) for (t, o), w in pairs), shape)
+
+            def one_pass(parts=parts, scale=scale, weighted=weighted, shape=shape) -> torch.Tensor:
+                total = torch.zeros(shape)
+                for (t, o), w in zip(parts, scale, strict=True):
+                    factors = w.numpy()[:, 0] if weighted else np.ones(0, np.float32)
+                    add_rows()(total.numpy(), t.numpy(), o.view(torch.uint16).numpy(), factors)
+                return total
+
+            assert torch.equal(now(), one_pass())
+            calls = {"layer": partial(way.total, *batch), "sums": now, "one pass": one_pass}
+            rounds = [{name: once(call) for name, call in calls.items()} for _ in range(SUM_ROUNDS)]
+            taken = {name: [each[name] for each in rounds] for name in calls}
+            pairs = zip(taken["layer"], taken["sums"], taken["one pass"], strict=True)
+            layers, sums, passes = zip(*pairs, strict=True)
+            ratio = partial(map, lambda above, below: above / below)
+            yield {
+                "dtype": str(dtype).removeprefix("torch."),
+                "tokens": tokens,
+                "way": way.name,
+                "ms": {
+                    name: round(float(np.median(each)) * 1e3, 3) for name, each in taken.items()
+                },
+                "sums_over_layer": ratios_json(list(ratio(sums, layers))),
+                "one_pass_over_sums": ratios_json(list(ratio(passes, sums))),
+            }
+
+
+def once(call: Callable[[], object]) -> float:
+    """Seconds that ``call`` takes."""
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+@functools.cache
+def add_rows() -> Callable[..., None]:
+    """What adds bfloat16 rows (n, H) times weights (n,), if there are any, to a total (T, H)."""
+    from ultraep_kernels.host._compile import compiled
+
+    @compiled
+    def add_bfloat16(total: Any, tokens: Any, rows: Any, weights: Any) -> None:
+        for i in range(tokens.size):
+            token = tokens[i]
+            for j in range(total.shape[1]):
+                value = np.uint32(np.uint32(rows[i, j]) << 16).view(np.float32)
+                if weights.size:
+                    bits = np.float32(value * weights[i]).view(np.uint32)
+                    bits = np.uint32(bits + 0x7FFF + ((bits >> 16) & 1))  # to the nearest, even
+                    value = np.uint32(bits & 0xFFFF0000).view(np.float32)
+                total[token, j] += value
+
+    return add_bfloat16
+
+
+def measure_here(name: str, sums: bool) -> None:
     """Print a finding a line, as JSON, for the instruction set ``name``."""
     from vllm.platforms import current_platform
 
     current_platform.import_kernels()
     torch.set_num_threads(1)
     with torch.inference_mode():
-        for dtype in (torch.bfloat16, torch.float32):
-            for hidden, inner in SIZES:
-                for finding in measure_layer(hidden, inner, dtype):
-                    print(json.dumps({"instructions": name, **finding}), flush=True)
+        for finding in measure_sums() if sums else measure_layers():
+            print(json.dumps({"instructions": name, **finding}), flush=True)
 
 
-def measure_with(name: str) -> Iterator[dict[str, Any]]:
+def measure_layers() -> Iterator[dict[str, Any]]:
+    """Findings for all types and sizes."""
+    for dtype in (torch.bfloat16, torch.float32):
+        for hidden, inner in SIZES:
+            yield from measure_layer(hidden, inner, dtype)
+
+
+def measure_with(name: str, *flags: str) -> Iterator[dict[str, Any]]:
     """Findings of a process that sees the instruction set ``name``."""
     environment = {**os.environ, "PYTHONWARNINGS": _WARNINGS, PLAYED: name}
     if name != own():
         environment.update(zip(_VARIABLES, SWITCHES[name], strict=True))
-    command = [sys.executable, __file__, "--here", name]
+        environment["NUMBA_CPU_NAME"] = PROCESSORS[name]
+    command = [sys.executable, __file__, "--here", name, *flags]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         for line in child.stdout:
@@ -94,19 +194,22 @@ def measure_with(name: str) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = harness.parser(__doc__, "expert-kernels.json")
+    parser = harness.parser(__doc__)
+    parser.add_argument("--sums", action="store_true", help="weighting and adding up alone")
     parser.add_argument("--here", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.here:
-        measure_here(arguments.here)
+        measure_here(arguments.here, arguments.sums)
         return
     names = list(INSTRUCTION_SETS)
     findings = []
     for name in names[: names.index(own()) + 1]:
-        for finding in measure_with(name):
+        for finding in measure_with(name, *(["--sums"] if arguments.sums else [])):
             print(finding, flush=True)
             findings.append(finding)
-    harness.write(arguments.json, {"findings": findings})
+    name = "expert-sums.json" if arguments.sums else "expert-kernels.json"
+    path = Path(__file__).parent / "results" / name
+    harness.write(arguments.json or path, {"findings": findings})
 
 
 if __name__ == "__main__":

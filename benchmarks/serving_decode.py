@@ -23,7 +23,6 @@ from ultraep_serve.types import Policy
 
 REQUESTS = (1, 4, 8)  # that are decoded together
 PROMPT_TOKENS, NEW_TOKENS = 16, 64
-MODELS = ("qwen3", "balanced")  # routing that is skewed, and that is not
 _FIRST = 8  # steps that are not counted: prompts may still be computed
 _SETTLE_SECONDS = 1.2  # an engine polls for a while when it has answered
 _PAIRS = (("quota", WITHOUT_EP), ("off", WITHOUT_EP), ("quota", "off"))
@@ -31,19 +30,18 @@ _CAPTURE_BYTES = 16 << 20
 
 
 def decode(options: argparse.Namespace) -> dict[str, Any]:
-    """Steps of decode with ``off``, ``quota`` and without expert parallelism, by model."""
-    rows = []
-    for name in MODELS:
-        with (
-            serve_without_ep(options, model(name), "bfloat16") as plain,
-            serve(options, model(name), "bfloat16") as running,
-        ):
-            for requests in REQUESTS:
-                found = _measured(running, plain, requests, options.repeats)
-                rows.append({"model": name, "requests": requests, **found})
-                print({key: value for key, value in rows[-1].items() if key != "samples"})
+    """Steps of decode with ``off``, ``quota`` and without expert parallelism."""
+    rows, path = [], model(options.model)
+    with (
+        serve_without_ep(options, path, "bfloat16") as plain,
+        serve(options, path, "bfloat16") as running,
+    ):
+        for requests in REQUESTS:
+            found = _measured(running, plain, requests, options.repeats)
+            rows.append({"requests": requests, **found})
+            print({key: value for key, value in rows[-1].items() if key != "samples"})
     lengths = {"prompt_tokens": PROMPT_TOKENS, "new_tokens": NEW_TOKENS}
-    return {"mode": options.mode, **lengths, "repeats": options.repeats, "rows": rows}
+    return {"model": options.model, "mode": options.mode, **lengths, "rows": rows}
 
 
 def _measured(
