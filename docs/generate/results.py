@@ -24,6 +24,7 @@ __all__ = [
     "AGENTS",
     "LOADS",
     "MEASUREMENTS",
+    "PATHS",
     "README",
     "RESULTS",
     "RESULTS_PAGE",
@@ -46,6 +47,7 @@ TIMES = (
     *("serving-ttft", "serving-ttft-avx512", "serving-ttft-avx2", "serving-ttft-amx"),
     *("serving-balanced", "sglang-ttft", "sglang-balanced", "real-routing-ttft"),
 )
+PATHS = "real-routing-path"
 REAL_ROUTING = {"serving": "real-routing-ttft"}  # by engine
 SPEEDS = "speeds"
 LOADS = ("load-vllm", "load-sglang")
@@ -98,6 +100,7 @@ def measurements(text: str) -> str:
     """docs/dev/measurements.md with its tables: times, speeds, load, and what was simulated."""
     for name in TIMES:
         text = with_table(text, name, times(name))
+    text = with_table(text, PATHS, _critical_paths())
     text = with_table(text, SPEEDS, _by_time())
     for name in LOADS:
         text = with_table(text, name, _under_load(name))
@@ -141,6 +144,43 @@ def _rounds(row: dict[str, Any], base: str) -> list[tuple[float, float]]:
     """Times of ``base`` and of ``quota`` at one prompt length."""
     samples = row["ttft_samples"]
     return list(zip(samples[base], samples["quota"], strict=True))
+
+
+def _path_rows() -> list[dict[str, Any]]:
+    """Of all numbers of ranks, each of which has a file."""
+    rows = [row for path in RESULTS.glob(f"{PATHS}-*.json") for row in _rows(path.stem)]
+    return sorted(rows, key=lambda row: int(row["ranks"]))
+
+
+def _critical_paths() -> str:
+    """Of every number of ranks: loads, times by CPU time, and how much faster ``quota`` is."""
+    head = (
+        *("ranks", "traffic", "prompt tokens", "busiest over mean: before, after"),
+        *("experts: off, quota, ideal", "all: off, quota, ideal"),
+        *("quota is faster than off by: experts", "MoE layers", "all", "than ideal by: all"),
+    )
+    rows = []
+    for row in _path_rows():
+        times = row["milliseconds"]
+        paired = row["paired"]
+        ratios = (
+            *("experts_off_over_quota", "moe_off_over_quota", "path_off_over_quota"),
+            "path_ideal_over_quota",
+        )
+        rows.append(
+            (
+                str(row["ranks"]),
+                _TRAFFIC[row["workload"]],
+                str(row["prompt_tokens"]),
+                f"{row['imbalance']['before']:.2f}, {row['imbalance']['quota']:.3f}",
+                *(
+                    ", ".join(f"{times[policy][part]:.0f}" for policy in times) + " ms"
+                    for part in ("experts", "path")
+                ),
+                *(_ratio(paired[ratio]) for ratio in ratios),
+            )
+        )
+    return table(head, rows)
 
 
 def _by_time() -> str:
@@ -363,6 +403,11 @@ def _percent(median: float, low: float, high: float) -> str:
     return "{} % ({} to {})".format(*shown)
 
 
+def _ratio(found: dict[str, Any]) -> str:
+    """As ``_percent`` says it, of a JSON's ratio, whose interval may be missing."""
+    return _percent(found["median"], *(found["interval"] or (found["min"], found["max"])))
+
+
 def _ttft(name: str, base: str) -> str:
     """Of every prompt length, how much faster ``quota`` is than ``base``."""
     rows = _rows(name)
@@ -384,6 +429,20 @@ def _recorded(engine: str, base: str) -> str:
 
 def _recorded_over(base: str) -> Callable[[str], str]:
     return lambda engine: _recorded(engine, base)
+
+
+def _recorded_path(part: str) -> Callable[[str], str]:
+    """Of every recorded text, how much faster ``quota`` is than ``off`` by CPU time."""
+
+    def shown(engine: str) -> str:
+        rows = [row for row in _path_rows() if row["ranks"] == _MANY_RANKS]
+        ratios = [
+            f"{_TRAFFIC[row['workload']]}: {_ratio(row['paired'][f'{part}_off_over_quota'])}"
+            for row in rows
+        ]
+        return "<br>".join(ratios) if engine == _ENGINES[0] else _NOT_MEASURED
+
+    return shown
 
 
 def _recorded_imbalance(engine: str) -> str:
@@ -456,6 +515,7 @@ def _load(engine: str) -> dict[str, Any]:
 
 
 _RATES = {"serving": 4.0, "sglang": 3.0}  # requests/s, the middle of what was measured
+_MANY_RANKS = 8
 _LIMIT = 0.5  # seconds of mean time to first token
 _MANY_ROWS = 512  # of an expert
 _INSTRUCTION_SETS = {  # the times, and with which instructions and type experts were timed alone
@@ -475,6 +535,10 @@ _RESULTS: dict[str, dict[str, Callable[[str], str]]] = {
         "the same server without balancing": _recorded_over("off"),
         "the engine without expert parallelism": _recorded_over(WITHOUT_EP),
         "forced perfect balance, the limit": _recorded_over("ideal"),
+    },
+    f"Critical path of {_MANY_RANKS} ranks with recorded routing, by CPU time: faster than": {
+        "experts without balancing": _recorded_path("experts"),
+        "all layers without balancing": _recorded_path("path"),
     },
     "Work of the busiest of two ranks over the mean with recorded routing": {
         "before, after": _recorded_imbalance,
