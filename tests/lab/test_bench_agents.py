@@ -1,4 +1,4 @@
-"""Conversations and figures of ``benchmarks/agents.py``."""
+"""What ``benchmarks/agents.py`` and ``benchmarks/serving.py`` do without engines."""
 
 import sys
 from collections.abc import Iterator
@@ -6,6 +6,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 
 from ultraep_serve.lab.bench.aiperf import Answer
@@ -13,6 +14,10 @@ from ultraep_serve.lab.bench.prompts import Openings
 from ultraep_serve.lab.demo.text import domain_words
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+SCRIPTS = (
+    *("agents", "load", "served", "sglang_eplb", "harness"),
+    *("serving_answers", "serving_mixed", "permute"),
+)
 
 
 @pytest.fixture
@@ -21,7 +26,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     import agents  # type: ignore[import-not-found]  # a script, on no path of mypy's
 
     yield agents
-    for name in ("agents", "load", "served", "sglang_eplb", "harness"):
+    for name in SCRIPTS:
         sys.modules.pop(name, None)
 
 
@@ -70,3 +75,30 @@ def test_means_and_ratios_over_repeats(script: ModuleType) -> None:
     assert "quota_over" not in quota
     assert off["quota_over"]["itl_p50_seconds"] == {"median": 0.75, "range": [0.5, 1.0]}
     assert off["quota_over"]["goodput_per_second"] is None  # quota's was 0 once
+
+
+def test_prompts_arrive_while_all_streams_decode(script: ModuleType) -> None:
+    import serving_mixed as mixed  # type: ignore[import-not-found]  # as ``agents``
+
+    requests = mixed.schedule(Openings(), 1)
+    assert [request.seconds for request in requests] == sorted(r.seconds for r in requests)
+    streams = [request for request in requests if request.seconds == 0]
+    assert {request.output_tokens for request in streams} == {mixed.STREAM_TOKENS}
+    prompts = requests[len(streams) :]
+    assert {request.output_tokens for request in prompts} == {1}  # has no time between tokens
+    assert all(len(request.prompt.split()) >= mixed.PROMPT_TOKENS for request in prompts)
+    again = mixed.schedule(Openings(), 1)
+    texts = [[r.prompt.split()[4:] for r in each] for each in (requests, again)]
+    assert texts[0] == texts[1]
+
+
+def test_perplexity_and_its_ratio(script: ModuleType) -> None:
+    pytest.importorskip("compressed_tensors", reason="comes with an engine")
+    import serving_answers as answers  # type: ignore[import-not-found]  # as ``agents``
+
+    one = [np.full(3, -np.log(8.0)), np.full(1, -np.log(8.0))]
+    other = [np.full(3, -np.log(4.0)), np.full(1, -np.log(4.0))]
+    assert answers.of_text(one) == pytest.approx(8.0)
+    found = answers.perplexity_ratio(one, other)
+    assert found == {"ratio": pytest.approx(2.0), "interval": pytest.approx([2, 2]), "changed": 1.0}
+    assert answers.perplexity_ratio(one, one)["changed"] == 0.0
