@@ -17,14 +17,13 @@ from statistics import mean
 from typing import Any
 
 import harness
-import numpy as np
 from load import WITHOUT_EP, chosen, measure
 from served import MODELS
 
 from ultraep_serve.lab.bench.aiperf import AIPerf, Answer, Conversation, Turn, read_answers
 from ultraep_serve.lab.bench.engine import Server
 from ultraep_serve.lab.bench.load import ReadyFor
-from ultraep_serve.lab.bench.prefill import balanced_orders
+from ultraep_serve.lab.bench.prefill import balanced_orders, ratios_json
 from ultraep_serve.lab.bench.prompts import Openings
 from ultraep_serve.lab.demo.balanced_server import installed_engine
 from ultraep_serve.lab.demo.text import DOMAINS, sample_text
@@ -136,7 +135,7 @@ def share(answers: Sequence[Answer], scale: float) -> float:
 
 
 def summary(windows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """By contender: the means over repeats, and quota's ratios to it within repeats."""
+    """By contender: the means over repeats, and its ratios to quota within repeats."""
     rows = []
     for contender in dict.fromkeys(window["contender"] for window in windows):
         own = {w["repeat"]: w for w in windows if w["contender"] == contender}
@@ -149,20 +148,13 @@ def summary(windows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         }
         rows.append({"contender": contender, "repeats": len(own), **row, "good_share": good})
         if contender != "quota" and quota:
-            pairs = [(quota[i], own[i]) for i in sorted(quota.keys() & own.keys())]
-            rows[-1]["quota_over"] = {name: ratios(pairs, name) for name in names}
+            pairs = [(own[i], quota[i]) for i in sorted(quota.keys() & own.keys())]
+            rows[-1]["over_quota"] = {
+                name: ratios_json([one[name] / other[name] for one, other in pairs])
+                for name in names
+                if all(other[name] for _, other in pairs)  # a goodput may be 0
+            }
     return rows
-
-
-def ratios(
-    pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]], name: str
-) -> dict[str, Any] | None:
-    """Median and range within repeats: three are too few for an interval. None: a goodput is 0."""
-    values = [(one[name], other[name]) for one, other in pairs]
-    if not np.all(values):
-        return None
-    found = [one / other for one, other in values]
-    return {"median": float(np.median(found)), "range": [min(found), max(found)]}
 
 
 def main() -> None:

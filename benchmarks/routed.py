@@ -302,7 +302,9 @@ def event_folder() -> Iterator[Path]:
     """Where ranks that are started meanwhile write events, by ``cpu_clock/sitecustomize.py``."""
     before = dict(os.environ)
     with tempfile.TemporaryDirectory() as folder:
-        os.environ["PYTHONPATH"] = os.pathsep.join([str(CLOCK), before.get("PYTHONPATH", "")])
+        os.environ["PYTHONPATH"] = os.pathsep.join(
+            [str(CLOCK), str(CLOCK.parents[1]), before.get("PYTHONPATH", "")]
+        )
         os.environ["BENCHMARK_EVENTS"] = folder
         try:
             yield Path(folder)

@@ -1,4 +1,4 @@
-"""On PYTHONPATH: ranks time themselves by their threads' CPU time, and write what layers took.
+"""On PYTHONPATH, with the checkout: ranks time themselves by CPU time, and write what layers took.
 
 Python imports this module first. The clock that stages, experts and costs are timed by becomes that
 of the thread's CPU time. Once the balancer is there, each layer of a batch leaves an event in the
@@ -7,42 +7,19 @@ out of it: the exchange of loads and the arrival of copies. A rank that relays c
 inside ``stream``, which is not taken out.
 """
 
-import importlib.util
 import os
 import struct
-import sys
 import time
-from collections.abc import Callable, Sequence
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
+
+from benchmarks.after_import import after_import
 
 _BALANCER = "ultraep_serve.balance.host.balancer"
 _NUM_FIELDS = 9
 _cpu, _clock = time.thread_time_ns, time.monotonic_ns
 time.perf_counter, time.perf_counter_ns = time.thread_time, time.thread_time_ns
-
-
-class _AfterBalancer(MetaPathFinder):
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if name != _BALANCER:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        if spec is None or spec.loader is None:
-            return spec
-        load = spec.loader.exec_module
-
-        def load_and_watch(module: ModuleType) -> None:
-            load(module)
-            _watch(module)
-
-        spec.loader.exec_module = load_and_watch  # type: ignore[method-assign]
-        return spec
 
 
 class _Layer:
@@ -118,4 +95,4 @@ def _watch(module: Any) -> None:
 
 
 if "BENCHMARK_EVENTS" in os.environ:
-    sys.meta_path.insert(0, _AfterBalancer())
+    after_import(_BALANCER, _watch)

@@ -241,13 +241,13 @@ def test_the_reference_has_every_decision() -> None:
 def test_the_pages_show_what_benchmarks_and_demo_wrote() -> None:
     for package in ("httpx", "rich", "scipy"):
         pytest.importorskip(package, reason="the client's packages are not installed")
-    from docs.generate import results as pages
+    from docs.generate import measurements, results
 
     for path, updated in (
-        (pages.README, pages.readme),
-        (pages.RESULTS_PAGE, pages.results),
-        (pages.MEASUREMENTS, pages.measurements),
+        (results.README, results.readme),
+        (results.PAGE, results.results),
+        (measurements.PAGE, measurements.measurements),
     ):
         text = path.read_text()
-        assert updated(text) == text, "run `python -m docs.generate.results`"
-    assert all(table_in(pages.MEASUREMENTS.read_text(), name) for name in pages.TIMES)
+        assert updated(text) == text, f"run `python -m {updated.__module__}`"
+    assert all(table_in(measurements.PAGE.read_text(), name) for name in measurements.TIMES)

@@ -146,9 +146,9 @@ class BalancedLayers:
         self._spool = self._create_spool()
         start = time.perf_counter()
         self._costs = backend.calibrate(run_layer)
-        if primary:
-            RunFiles(config.run_path).write_costs(self._costs)
         measured = self._checked_costs(time.perf_counter() - start, layers[0][0].device)
+        if primary:
+            RunFiles(self._run_path).write_costs(self._costs)
         if own.experts is not None:
             measured.append(own.experts)
         self.self_check = self._check_itself(backend, own.answers, measured)

@@ -1,0 +1,36 @@
+"""What a ``sitecustomize`` of benchmarks changes in a module, once Python has imported that."""
+
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+
+class _After(MetaPathFinder):
+    def __init__(self, name: str, change: Callable[[ModuleType], object]) -> None:
+        self._name, self._change = name, change
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.loader is None:
+            return spec
+        load = spec.loader.exec_module
+
+        def load_and_change(module: ModuleType) -> None:
+            load(module)
+            self._change(module)
+
+        spec.loader.exec_module = load_and_change  # type: ignore[method-assign]
+        return spec
+
+
+def after_import(name: str, change: Callable[[ModuleType], object]) -> None:
+    """Call ``change`` with the module ``name`` right after its first import."""
+    sys.meta_path.insert(0, _After(name, change))
