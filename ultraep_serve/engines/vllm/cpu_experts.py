@@ -226,12 +226,13 @@ def gather_compute_scatter(
     counts = [torch.empty(1, dtype=torch.int64) for _ in range(group.world_size)]
     dist.all_gather(counts, torch.tensor([x.shape[0]]), group=group.cpu_group)
     sizes = [int(count) for count in counts]
-    rows, weights, rank, local = group.all_gatherv(
-        [x, topk_weights, assignments.rank.int(), assignments.local], 0, sizes
-    )
-    own = torch.where(rank == group.rank_in_group, local, -1)
+    # vLLM's shared memory carries floating point only; float32 holds ranks and slots exactly
+    told = [part.float() for part in (topk_weights, assignments.rank, assignments.local)]
+    rows, heard = group.all_gatherv([x, torch.cat(told, dim=1)], 0, sizes)
+    weights, rank, local = heard.chunk(3, dim=1)
+    own = torch.where(rank == group.rank_in_group, local, -1).to(assignments.local.dtype)
     with expert_clock:
-        own_total = way(sum(sizes)).total(rows, weights, own)
+        own_total = way(sum(sizes)).total(rows, weights.contiguous(), own)
     total: torch.Tensor = group.reduce_scatterv(own_total, 0, sizes)
     return total.to(x.dtype)
 
