@@ -12,10 +12,7 @@ slice of law followed by one of intent. Batches have 4096 tokens, so that those 
 are two batches. Loads that the server records are compared with the slice's.
 
 ``path`` measures ranks that share cores by the CPU time of their own threads
-(``benchmarks/cpu_clock``). Per layer it adds up the largest over ranks of what comes before the
-exchange of loads; of plan, copies and new ids; and of the rank's own experts: each ends where ranks
-wait for each other. Waiting counts for nothing. Attention, norms and sums over ranks are the same
-work on every rank; of them the least over ranks counts, as the last to arrive waits for nobody.
+(``benchmarks/cpu_clock``); waiting for each other counts for nothing (``critical_path``).
 """
 
 import argparse
@@ -313,11 +310,17 @@ def event_folder() -> Iterator[Path]:
             os.environ.update(before)
 
 
-# One layer of one batch on one rank, as ``cpu_clock/sitecustomize.py`` writes it, nanoseconds.
+# One layer of one batch on one rank, as ``cpu_clock/sitecustomize.py`` writes it, nanoseconds of CPU
+# time: what comes before the sum over ranks behind attention (``before``), that sum, and what lies
+# between it and routing; the MoE layer's own stages and its sum. ``exchanged``: 1 where ranks waited
+# for each other's loads. ``away``, in the layer and before it: the time that the rank had no core.
 EVENT = np.dtype(
     [
         (name, "<i8")
-        for name in ("layer", "begin", "end", "cpu", "count", "plan", "experts", "others", "before")
+        for name in (
+            *("layer", "begin", "end", "cpu", "count", "plan", "experts", "others"),
+            *("before", "first_sum", "routing", "second_sum", "exchanged", "away", "away_before"),
+        )
     ]
 )
 
@@ -343,20 +346,27 @@ class Events:
 def critical_path(events: NDArray[np.void]) -> dict[str, float]:
     """Milliseconds of a prompt, ``events`` (batches, layers, ranks); summed over batches, layers.
 
-    ``clock`` is the time from the first layer's routing to the end of the last, as it passed.
+    Ranks wait for each other in both sums over ranks, and for loads where these are exchanged.
+    Between two such points the slowest rank counts; of the sums themselves the last to come, which
+    waits for nobody. ``clock`` is the time from the first layer's routing to the end of the last,
+    as it passed; ``away`` the part of it in which a rank had no core, of the rank with most of it.
     """
-    largest = {name: events[name].max(axis=2).sum() for name in ("count", "plan", "experts")}
-    least = {name: events[name].min(axis=2).sum() for name in ("others",)}
-    before = events["before"][:, 1:].min(axis=2).sum()  # the span begins in the first layer
-    clock = (events["end"][:, -1].max(axis=1) - events["begin"][:, 0].min(axis=1)).sum()
-    balanced = sum(largest.values())
+    routed = events["routing"] + events["count"]
+    routed[:, 0] = events["count"][:, 0]  # the span begins with the first layer's routing
+    computed = events["experts"] + events["others"]
+    apart = routed.max(axis=2) + events["plan"].max(axis=2) + computed.max(axis=2)
+    together = (routed + events["plan"] + computed).max(axis=2)
+    balanced = np.where(events["exchanged"].any(axis=2), apart, together)
+    moe = balanced + events["second_sum"].min(axis=2)
+    attention = events["before"].max(axis=2) + events["first_sum"].min(axis=2)
+    away = events["away"].max(axis=2).sum() + events["away_before"][:, 1:].max(axis=2).sum()
     parts = {
-        **largest,
-        **least,
-        "attention": before,
-        "moe": balanced + least["others"],
-        "path": balanced + least["others"] + before,
-        "clock": clock,
+        **{name: events[name].max(axis=2).sum() for name in ("count", "plan", "experts")},
+        "moe": moe.sum(),
+        "attention": attention[:, 1:].sum(),
+        "path": moe.sum() + attention[:, 1:].sum(),
+        "clock": (events["end"][:, -1].max(axis=1) - events["begin"][:, 0].min(axis=1)).sum(),
+        "away": away,
         "mean_experts": events["experts"].mean(axis=2).sum(),
     }
     return {name: float(value) / 1e6 for name, value in parts.items()}

@@ -15,7 +15,7 @@ from ultraep_serve.lab.bench.sidecar import Sidecar
 from ultraep_serve.lab.demo.text import DOMAINS, sample_text
 from ultraep_serve.types import Policy
 
-STREAMS, STREAM_TOKENS, STREAM_PROMPT = 4, 96, 64
+STREAMS, STREAM_TOKENS, STREAM_PROMPT = 4, 512, 64
 PROMPTS, PROMPT_TOKENS = 5, 4096
 FIRST_SECONDS, EVERY_SECONDS = 0.5, 1.0  # when prompts arrive
 FIGURES = ("pause_mean", "pause_p50", "pause_p90", "pause_p99")

@@ -49,6 +49,10 @@ class Environment:
                 "libnuma1": find_library("numa") is not None,  # vLLM's CPU kernels
             }
         )
+        ensure_installed(
+            {"libtcmalloc-minimal4": find_library("tcmalloc_minimal") is not None},
+            consequence="long prompts will take up to a tenth longer",
+        )
         if not self.python.exists():
             print(f"making {self.path}", flush=True)
             venv.create(self.path, with_pip=True)

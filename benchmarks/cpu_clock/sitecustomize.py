@@ -3,8 +3,8 @@
 Python imports this module first. The clock that stages, experts and costs are timed by becomes that
 of the thread's CPU time. Once the balancer is there, each layer of a batch leaves an event in the
 folder BENCHMARK_EVENTS (``benchmarks/routed.py`` has its fields). Waiting for other ranks is taken
-out of it: the exchange of loads and the arrival of copies. A rank that relays copies may wait
-inside ``stream``, which is not taken out.
+out of it: the exchange of loads, the arrival of copies, and vLLM's sums over ranks, which are given
+apart. A rank that relays copies may wait inside ``stream``, which is not taken out.
 """
 
 import os
@@ -17,9 +17,32 @@ from typing import Any
 from benchmarks.after_import import after_import
 
 _BALANCER = "ultraep_serve.balance.host.balancer"
-_NUM_FIELDS = 9
+_COMMUNICATOR = "vllm.distributed.device_communicators.cpu_communicator"
+_NUM_FIELDS = 15
 _cpu, _clock = time.thread_time_ns, time.monotonic_ns
 time.perf_counter, time.perf_counter_ns = time.thread_time, time.thread_time_ns
+
+
+class _Sums:
+    """CPU time in vLLM's sums over ranks, where a rank polls until the last one has come."""
+
+    def __init__(self) -> None:
+        self.spent, self.ended = 0, 0
+
+    def watch(self, module: Any) -> None:
+        add_up = module.CpuCommunicator.all_reduce
+
+        def add_up_watched(communicator: Any, tensor: Any) -> Any:
+            start = _cpu()
+            total = add_up(communicator, tensor)
+            self.ended = _cpu()
+            self.spent += self.ended - start
+            return total
+
+        module.CpuCommunicator.all_reduce = add_up_watched
+
+
+_SUMS = _Sums()
 
 
 class _Layer:
@@ -29,32 +52,46 @@ class _Layer:
         path = Path(os.environ["BENCHMARK_EVENTS"]) / f"rank-{rank}"
         self._file = path.open("ab", buffering=0)
         self.is_open = False
-        self.ended = _cpu()
         self._lines: list[bytes] = []
+        self.rest()
 
     def enter(self, number: int, experts: int) -> None:
         self.is_open, self.number = True, number
         self.begin, self.entered = _clock(), _cpu()
         self.waits: list[tuple[int, int]] = []
+        self.slept = 0
         self.experts_before = experts
+        self.sums_before = _SUMS.spent
+        self.first_sum = self.sums_before - self.sums_at_rest
+        self.routing = self.entered - _SUMS.ended if self.first_sum else 0
 
     def leave(self) -> None:
         self.left = _cpu()
 
     def end(self, experts: int, is_last: bool) -> None:
-        now, own = _cpu(), experts - self.experts_before
+        now, at, own = _cpu(), _clock(), experts - self.experts_before
+        second_sum = _SUMS.spent - self.sums_before
         waited = sum(end - start for start, end in self.waits)
         counted = (self.waits[0][0] if self.waits else self.left) - self.entered
         planned = self.left - self.entered - counted - waited
         fields = (
-            *(self.number, self.begin, _clock(), now - self.entered),
-            *(counted, planned, own, now - self.left - own, self.entered - self.ended),
+            *(self.number, self.begin, at, now - self.entered),
+            *(counted, planned, own, now - self.left - own - second_sum),
+            *(self.entered - self.ended - self.first_sum - self.routing, self.first_sum),
+            *(self.routing, second_sum, bool(self.waits)),
+            at - self.begin - (now - self.entered) - self.slept,
+            self.begin - self.ended_at - (self.entered - self.ended),
         )
         self._lines.append(struct.pack(f"<{_NUM_FIELDS}q", *fields))
         if is_last:
             self._file.write(b"".join(self._lines))
             self._lines = []
-        self.is_open, self.ended = False, _cpu()
+        self.is_open = False
+        self.rest()
+
+    def rest(self) -> None:
+        self.ended, self.ended_at = _cpu(), _clock()
+        self.sums_at_rest = _SUMS.spent
 
 
 def _watch(module: Any) -> None:
@@ -77,14 +114,17 @@ def _watch(module: Any) -> None:
             found.end(spent[0], found.number == len(self._layers) - 1)
         computed(self, *rest)
         if found is not None:
-            found.ended = _cpu()
+            found.rest()
 
     def wait_watched(self: Any, is_done: Callable[[int], bool], what: str) -> None:
-        start = _cpu()
+        start, started_at = _cpu(), _clock()
         wait(self, is_done, what)
         found = self.__dict__.get("watched")
-        if found is not None and found.is_open and what != "a relayed expert":
-            found.waits.append((start, _cpu()))
+        if found is not None and found.is_open:
+            end, at = _cpu(), _clock()
+            found.slept += at - started_at - (end - start)
+            if what != "a relayed expert":
+                found.waits.append((start, end))
 
     def leave_watched(self: Any, *error: Any) -> None:
         spent[0] += _cpu() - self._since
@@ -96,3 +136,4 @@ def _watch(module: Any) -> None:
 
 if "BENCHMARK_EVENTS" in os.environ:
     after_import(_BALANCER, _watch)
+    after_import(_COMMUNICATOR, _SUMS.watch)

@@ -4,9 +4,10 @@
 # with the CPU wheel index that pytorch.org names, unless pip finds torch for CPU without it.
 FROM python:3.11-slim-bookworm
 
-# g++: torch.compile writes C++. libnuma1: SGLang binds threads to cores through it.
+# g++: torch.compile writes C++. libnuma1: SGLang binds threads to cores through it. tcmalloc: the
+# launcher has SGLang allocate by it.
 RUN apt-get update \
-    && apt-get install --yes --no-install-recommends g++ libnuma1 \
+    && apt-get install --yes --no-install-recommends g++ libnuma1 libtcmalloc-minimal4 \
     && rm -rf /var/lib/apt/lists/*
 
 ARG PIP_EXTRA_INDEX_URL=""

@@ -176,6 +176,20 @@ def test_vllm_binds_ranks_that_have_a_node_each(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.usefixtures("cpu_build")
+@pytest.mark.parametrize("num_ranks", ["1", "2", "4"])
+@pytest.mark.parametrize("there", [(), ("tcmalloc_minimal",), ("tcmalloc", "tcmalloc_minimal")])
+def test_memory_comes_from_tcmalloc_where_it_is_installed(
+    num_ranks: str, there: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = {name: f"lib{name}.so.4" for name in there}.get
+    monkeypatch.setattr("ultraep_serve.engines.common.launch.find_library", find)
+    cores = [Core(node, (4 * node + cpu,)) for node in range(2) for cpu in range(4)]
+    monkeypatch.setattr("ultraep_serve.launcher.binding.cores_here", lambda: cores)
+    environment = engine_command("m", ["-tp", num_ranks], Policy.OFF).environment
+    assert environment.get("LD_PRELOAD") == (f"lib{there[0]}.so.4" if there else None)
+
+
+@pytest.mark.usefixtures("cpu_build")
 def test_the_cache_is_sized_unless_the_user_did(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -72,7 +72,7 @@ def supervise(engine: EngineCommand, config: BalanceConfig, sidecar: list[str] |
     with _forwarded_signals(children, lambda: _say_stopped(config)) as signals:
         try:
             if sidecar is not None:
-                children.append(start_child(sidecar, environment))
+                children.append(start_child(sidecar, child_environment(config.to_json(), {})))
             server = start_child(engine.arguments, environment)
             children.append(server)
             signals.repeat()

@@ -78,7 +78,7 @@ def _by_products(
     topk_weights: torch.Tensor,
     local_ids: torch.Tensor,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    expert = partial(_expert, layer, dtype)
+    expert = partial(_expert, layer, _activation(layer.moe_runner_config), dtype)
     yield from weighted_outputs(expert, layer.w13_weight.shape[0], x, topk_weights, local_ids)
 
 
@@ -96,9 +96,8 @@ def _activation(config: Any) -> Activation:
     return made
 
 
-def _expert(layer: Any, dtype: torch.dtype, index: int) -> Expert:
+def _expert(layer: Any, activation: Activation, dtype: torch.dtype, index: int) -> Expert:
     """Local expert ``index`` of ``layer``, computed in ``dtype``."""
-    activation = _activation(layer.moe_runner_config)
     product = float32_product if dtype is torch.float32 else F.linear
     w13, w2 = layer.w13_weight[index].to(dtype), layer.w2_weight[index].to(dtype)
 

@@ -18,6 +18,7 @@ from ultraep_serve.engines.common.guard import PLUGIN, left_out
 from ultraep_serve.engines.common.launch import (
     EngineFlags,
     RankCount,
+    allocator,
     check_has_experts,
     context_length,
     local_url,
@@ -188,6 +189,7 @@ def _environment(model: str, binding: CoreBinding | None) -> dict[str, str]:
     environment = {"HF_HUB_OFFLINE": "1"} if os.path.isdir(model) else {}
     if binding is None:
         return environment
+    environment |= allocator()
     environment["SGLANG_USE_CPU_ENGINE"] = "1"
     environment[binding.variable] = binding.setting
     environment["OMP_NUM_THREADS"] = str(len(binding.ranks[0].cpus))

@@ -19,6 +19,7 @@ from ultraep_serve.engines.common.guard import left_out
 from ultraep_serve.engines.common.launch import (
     EngineFlags,
     RankCount,
+    allocator,
     caches_every_token,
     check_has_experts,
     context_length,
@@ -165,7 +166,10 @@ def _environment(
 ) -> tuple[dict[str, str], tuple[str, ...]]:
     """Defaults that vLLM needs on a plain CPU machine, and what users are told of them."""
     environment = {"HF_HUB_OFFLINE": "1"} if os.path.isdir(model) else {}
-    if binding is None or binding.has_node_per_rank:  # vLLM's own binding and cache do that
+    if binding is None:
+        return environment, ()
+    environment |= allocator()
+    if binding.has_node_per_rank:  # vLLM's own binding and cache do the rest
         return environment, ()
     environment[binding.variable] = binding.setting
     if parsed.kv_cache_memory_bytes or engine_variable(_CACHE_VARIABLE):
