@@ -310,10 +310,11 @@ def event_folder() -> Iterator[Path]:
             os.environ.update(before)
 
 
-# One layer of one batch on one rank, as ``cpu_clock/sitecustomize.py`` writes it, nanoseconds of CPU
-# time: what comes before the sum over ranks behind attention (``before``), that sum, and what lies
-# between it and routing; the MoE layer's own stages and its sum. ``exchanged``: 1 where ranks waited
-# for each other's loads. ``away``, in the layer and before it: the time that the rank had no core.
+# One layer of one batch on one rank, as ``cpu_clock/sitecustomize.py`` writes it, in nanoseconds of
+# CPU time: what comes before the sum over ranks behind attention (``before``), that sum, and what
+# lies between it and routing; then the MoE layer's own stages and its sum. ``exchanged``: 1 where
+# ranks waited for each other's loads. ``away``, in the layer and before it: for how long the rank
+# had no core.
 EVENT = np.dtype(
     [
         (name, "<i8")
