@@ -9,6 +9,7 @@
     python benchmarks/serving.py perplexity  100,000 tokens of made-up text: off, quota, off again
     python benchmarks/serving.py mixed     time between tokens while prompts of others arrive
     python benchmarks/serving.py start     time until a server is ready, and memory of its ranks
+    python benchmarks/serving.py allocator  memory and TTFT with tcmalloc and with glibc's malloc
     python benchmarks/serving.py layers    predicted against measured time of a layer
     python benchmarks/serving.py decode    a step of decode: off, quota, without expert parallelism
     python benchmarks/serving.py profile   where the time of a layer goes, by policy and rank
@@ -32,7 +33,7 @@ from serving_answers import logprobs, perplexity, quantised, tokens
 from serving_decode import decode
 from serving_endurance import restarts, soak
 from serving_layers import layers, profile
-from serving_memory import memory, start
+from serving_memory import allocator, memory, start
 from serving_mixed import mixed
 
 from ultraep_serve.lab.bench.prefill import PrefillOptions
@@ -100,7 +101,7 @@ def measure(options: argparse.Namespace, name: str, policies: tuple[Policy, ...]
 BENCHMARKS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     function.__name__: function
     for function in (
-        ttft, balanced, decode, tokens, quantised, logprobs, perplexity, mixed, start,
+        ttft, balanced, decode, tokens, quantised, logprobs, perplexity, mixed, start, allocator,
         layers, profile, memory, soak, restarts,
     )
 }  # fmt: skip

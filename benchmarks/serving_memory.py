@@ -1,20 +1,24 @@
-"""What a server takes beside its answers: memory of its ranks, and time until it is ready."""
+"""What a server takes beside its answers: memory of its ranks, by allocator too; time to start."""
 
 import argparse
 import os
 import time
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 from served import model, serve, serve_without_ep
 
 from ultraep_serve.lab.bench.engine import Server
 from ultraep_serve.lab.bench.prefill import balanced_orders, ratios_json
+from ultraep_serve.lab.bench.prompts import Openings
 from ultraep_serve.lab.demo.server_process import ServerProcess
 from ultraep_serve.lab.demo.text import sample_text
 
+ALLOCATORS = {"glibc": {"LD_PRELOAD": ""}, "tcmalloc": {}}  # the second is the launcher's default
+SETTLE_SECONDS = 1.2  # an engine polls for a while when it has answered
 RANK_PROCESSES = ("VLLM::Worker", "sglang::scheduler")
 
 
@@ -71,6 +75,44 @@ def start(options: argparse.Namespace) -> dict[str, Any]:
         },
         "rank_memory": memory,
     }
+
+
+def allocator(options: argparse.Namespace) -> dict[str, Any]:
+    """Time to first token of two balanced servers, with either allocator, and memory of ranks.
+
+    They take turns with the same text; the first round is not counted.
+    """
+    path, openings = model(options.model), Openings()
+    rows, orders = [], balanced_orders(tuple(ALLOCATORS))
+    with ExitStack() as stack:
+        servers, running = {}, {}
+        for name, variables in ALLOCATORS.items():
+            with patch.dict(os.environ, variables):
+                running[name] = stack.enter_context(serve(options, path, "bfloat16"))
+            servers[name] = stack.enter_context(closing(Server(running[name].url)))
+        for length in options.prompt_tokens:
+            samples: dict[str, list[float]] = {name: [] for name in ALLOCATORS}
+            for place in range(1 + options.repeats):
+                text = sample_text("law", length, place)
+                prompt = f"{openings.next(text)} {text}"
+                for name in orders[place % len(orders)]:
+                    time.sleep(SETTLE_SECONDS)
+                    seconds = servers[name].first_token(prompt).seconds
+                    if place > 0:
+                        samples[name].append(seconds)
+            pairs = zip(samples["tcmalloc"], samples["glibc"], strict=True)
+            ratios = ratios_json([one / other for one, other in pairs])
+            rows.append(
+                {
+                    "prompt_tokens": length,
+                    "ttft_seconds": {name: median(found) for name, found in samples.items()},
+                    "paired": {"tcmalloc_over_glibc": ratios},
+                    "ttft_samples": samples,
+                    "ranks": {name: worker_memory(of.process_id) for name, of in running.items()},
+                }
+            )
+            print(length, rows[-1]["ttft_seconds"], ratios, rows[-1]["ranks"], flush=True)
+    return {"model": options.model, "mode": options.mode, "rows": rows}
 
 
 def _started(options: argparse.Namespace, name: str) -> ServerProcess:

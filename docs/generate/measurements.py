@@ -31,6 +31,7 @@ PAGE = Path(__file__).resolve().parents[1] / "dev" / "measurements.md"
 TIMES = (
     *("serving-ttft", "serving-ttft-avx512", "serving-ttft-avx2", "serving-ttft-amx"),
     *("serving-balanced", "sglang-ttft", "sglang-balanced", "real-routing-ttft"),
+    "real-routing-ttft-sglang",
 )
 SPEEDS = "speeds"
 LOADS = ("load-vllm", "load-sglang")
@@ -38,6 +39,7 @@ WINDOWS = ("load-vllm-balanced", "load-vllm-bursts", "load-sglang-decode")  # ta
 AGENTS = "agents-vllm"
 SUMS, DECODE, MIXED = "expert-sums", "sglang-decode", "serving-mixed"
 SIMULATION = "simulation"
+_CORES = 2  # of the machine
 _VARIANTS = {"off": "off", "quota": "quota", "ideal": "ideal", WITHOUT_EP: "without EP"}
 _CONTENDERS = {
     "off": "off",
@@ -106,6 +108,7 @@ def _critical_paths() -> str:
         *("ranks", "traffic", "prompt tokens", "busiest over mean: before, after"),
         *("experts: off, quota, ideal", "all: off, quota, ideal"),
         *("quota is faster than off by: experts", "MoE layers", "all", "than ideal by: all"),
+        "path / clock: off, quota, ideal",
     )
     rows = []
     for row in path_rows():
@@ -126,9 +129,17 @@ def _critical_paths() -> str:
                     for part in ("experts", "path")
                 ),
                 *(percent_of(paired[ratio]) for ratio in ratios),
+                _of_the_clock(row),
             )
         )
     return table(head, rows)
+
+
+def _of_the_clock(row: dict[str, Any]) -> str:
+    """What the path is of the time that passed, where each rank had a core of its own."""
+    if row["ranks"] > _CORES:
+        return ""
+    return ", ".join(f"{each['median']:.3f}" for each in row["path_over_clock"].values())
 
 
 def _by_time() -> str:

@@ -34,7 +34,7 @@ README = _ROOT / "README.md"
 PAGE = _ROOT / "docs" / "results.md"
 _ENGINES = ("serving", "sglang")  # how the names of JSON files begin
 _LOADS = {"serving": "load-vllm", "sglang": "load-sglang"}
-_RECORDED = {"serving": "real-routing-ttft"}  # by engine
+_RECORDED = {"serving": "real-routing-ttft", "sglang": "real-routing-ttft-sglang"}
 _NOT_MEASURED = "not measured"
 _DEMO = re.compile(r"^╭.*?╯$", re.MULTILINE | re.DOTALL)
 _WIDTH = 80
@@ -143,7 +143,7 @@ def _recorded_path(part: str) -> Callable[[str], str]:
     """Of every recorded text, how much faster ``quota`` is than ``off`` by CPU time."""
 
     def shown(engine: str) -> str:
-        if engine not in _RECORDED:
+        if engine != _PATH_ENGINE:
             return _NOT_MEASURED
         return "<br>".join(
             f"{TRAFFIC[row['workload']]}: {percent_of(row['paired'][f'{part}_off_over_quota'])}"
@@ -224,7 +224,7 @@ def _load(engine: str) -> dict[str, Any]:
 
 
 _RATES = {"serving": 4.0, "sglang": 3.0}  # requests/s, the middle of what was measured
-_MANY_RANKS = 8
+_MANY_RANKS, _PATH_ENGINE = 8, "serving"
 _LIMIT = 0.5  # seconds of mean time to first token
 _MANY_ROWS = 512  # of an expert
 _INSTRUCTION_SETS = {  # the times that were measured with each
