@@ -51,7 +51,7 @@ class Environment:
         )
         ensure_installed(
             {"libtcmalloc-minimal4": find_library("tcmalloc_minimal") is not None},
-            consequence="long prompts will take up to a tenth longer",
+            consequence="on CPUs prompts will take longer",
         )
         if not self.python.exists():
             print(f"making {self.path}", flush=True)

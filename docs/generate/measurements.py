@@ -37,6 +37,7 @@ SPEEDS = "speeds"
 LOADS = ("load-vllm", "load-sglang")
 WINDOWS = ("load-vllm-balanced", "load-vllm-bursts", "load-sglang-decode")  # tables alone
 AGENTS = "agents-vllm"
+ALLOCATORS = "serving-allocator"
 SUMS, DECODE, MIXED = "expert-sums", "sglang-decode", "serving-mixed"
 SIMULATION = "simulation"
 _CORES = 2  # of the machine
@@ -70,6 +71,7 @@ def measurements(text: str) -> str:
         text = with_table(text, name, _under_load(name))
     for name, made in ((AGENTS, _agents), (SUMS, _sums), (DECODE, _decode), (MIXED, _mixed)):
         text = with_table(text, name, made())
+    text = with_table(text, ALLOCATORS, _allocators())
     return with_table(text, SIMULATION, _simulated())
 
 
@@ -140,6 +142,24 @@ def _of_the_clock(row: dict[str, Any]) -> str:
     if row["ranks"] > _CORES:
         return ""
     return ", ".join(f"{each['median']:.3f}" for each in row["path_over_clock"].values())
+
+
+def _allocators() -> str:
+    """Times to first token, and proportional set sizes of ranks behind them."""
+    rows = []
+    for row in read_rows(ALLOCATORS):
+        samples = row["ttft_samples"]
+        memory = {name: max(rank["Pss"] for rank in of) for name, of in row["ranks"].items()}
+        rows.append(
+            (
+                str(row["prompt_tokens"]),
+                *(f"{seconds:.3f} s" for seconds in row["ttft_seconds"].values()),
+                percent(*estimate(list(zip(samples["glibc"], samples["tcmalloc"], strict=True)))),
+                *(f"{size / 2**30:.2f} GiB" for size in memory.values()),
+            )
+        )
+    head = ("glibc", "tcmalloc", "tcmalloc is faster by", "a rank: glibc", "a rank: tcmalloc")
+    return table(("prompt tokens", *head), rows)
 
 
 def _by_time() -> str:

@@ -70,8 +70,7 @@ def allocator() -> dict[str, str]:
     """What has an engine on a CPU allocate memory by tcmalloc, where that is installed.
 
     glibc gives the memory of a large tensor back as soon as that is freed, and the next operation
-    waits while the system clears as many pages again: a tenth of a prefill with 4,096 tokens of
-    1,024 numbers, on some ranks more than on others.
+    waits while the system clears as many pages again, on some ranks more than on others.
     """
     found = map(find_library, ("tcmalloc", "tcmalloc_minimal"))
     return {"LD_PRELOAD": name} if (name := next(filter(None, found), None)) else {}
