@@ -89,6 +89,17 @@ def test_the_engine_gets_configuration_and_defaults(tmp_path: Path) -> None:
     assert default == "7"
 
 
+def test_the_sidecar_gets_no_defaults_of_the_engines(tmp_path: Path) -> None:
+    seen = tmp_path / "seen"
+    report = "import os, sys; print(*os.environ, sep='\\n', file=open(sys.argv[1], 'w'))"
+    waits = "import os, time\nwhile not os.path.exists(os.environ['SEEN']): time.sleep(0.05)"
+    engine = python(waits + "\ntime.sleep(0.2)", SEEN=str(seen))
+    assert supervise(engine, OFF, [sys.executable, "-c", report, str(seen)]) == 0
+    variables = seen.read_text().split()
+    assert CONFIG_VARIABLE in variables
+    assert "SEEN" not in variables
+
+
 def test_an_engine_that_does_not_end_when_asked_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
