@@ -319,7 +319,7 @@ EVENT = np.dtype(
     [
         (name, "<i8")
         for name in (
-            *("layer", "begin", "end", "cpu", "count", "plan", "experts", "others"),
+            *("begin", "end", "count", "plan", "experts", "others"),
             *("before", "first_sum", "routing", "second_sum", "exchanged", "away", "away_before"),
         )
     ]

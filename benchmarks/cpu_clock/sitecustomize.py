@@ -18,7 +18,7 @@ from benchmarks.after_import import after_import
 
 _BALANCER = "ultraep_serve.balance.host.balancer"
 _COMMUNICATOR = "vllm.distributed.device_communicators.cpu_communicator"
-_NUM_FIELDS = 15
+_NUM_FIELDS = 13
 _cpu, _clock = time.thread_time_ns, time.monotonic_ns
 time.perf_counter, time.perf_counter_ns = time.thread_time, time.thread_time_ns
 
@@ -75,7 +75,7 @@ class _Layer:
         counted = (self.waits[0][0] if self.waits else self.left) - self.entered
         planned = self.left - self.entered - counted - waited
         fields = (
-            *(self.number, self.begin, at, now - self.entered),
+            *(self.begin, at),
             *(counted, planned, own, now - self.left - own - second_sum),
             *(self.entered - self.ended - self.first_sum - self.routing, self.first_sum),
             *(self.routing, second_sum, bool(self.waits)),
@@ -87,7 +87,6 @@ class _Layer:
             self._file.write(b"".join(self._lines))
             self._lines = []
         self.is_open = False
-        self.rest()
 
     def rest(self) -> None:
         self.ended, self.ended_at = _cpu(), _clock()

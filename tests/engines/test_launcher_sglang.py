@@ -23,7 +23,7 @@ def test_the_cache_holds_a_request_as_long_as_the_models_context(
     config = {"num_experts": 8, "text_config": {"max_position_embeddings": 40960}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     command = launch.engine_command(str(tmp_path), [*TWO_RANKS, *flags], Policy.QUOTA)
-    assert command.environment["LD_PRELOAD"] == "libtcmalloc.so"
+    assert command.environment["LD_PRELOAD"] == "libtcmalloc_minimal.so"
     if tokens is None:
         assert command.arguments.count("--max-total-tokens") == 1
         assert not command.said

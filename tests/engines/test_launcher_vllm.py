@@ -177,7 +177,7 @@ def test_vllm_binds_ranks_that_have_a_node_each(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.usefixtures("cpu_build")
 @pytest.mark.parametrize("num_ranks", ["1", "2", "4"])
-@pytest.mark.parametrize("there", [(), ("tcmalloc_minimal",), ("tcmalloc", "tcmalloc_minimal")])
+@pytest.mark.parametrize("there", [(), ("tcmalloc",), ("tcmalloc_minimal", "tcmalloc")])
 def test_memory_comes_from_tcmalloc_where_it_is_installed(
     num_ranks: str, there: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:

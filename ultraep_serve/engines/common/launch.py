@@ -72,7 +72,7 @@ def allocator() -> dict[str, str]:
     glibc gives the memory of a large tensor back as soon as that is freed, and the next operation
     waits while the system clears as many pages again, on some ranks more than on others.
     """
-    found = map(find_library, ("tcmalloc", "tcmalloc_minimal"))
+    found = map(find_library, ("tcmalloc_minimal", "tcmalloc"))
     return {"LD_PRELOAD": name} if (name := next(filter(None, found), None)) else {}
 
 

@@ -385,7 +385,7 @@ def _product(rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None
 def unpack(packed: torch.Tensor) -> torch.Tensor:
     """The matrix (inputs, outputs) of one expert that vLLM packed (outputs, inputs) for "vec"."""
     num_outputs, num_inputs = packed.shape
-    # in pieces of eight bytes, not one by one: half the time for matrices larger than the caches
+    # In pieces of eight bytes: one number after another takes longer.
     groups = packed.view(num_outputs // _COLUMNS, num_inputs, _COLUMNS).view(torch.int64)
     return groups.permute(1, 0, 2).reshape(num_inputs, -1).view(packed.dtype)
 
