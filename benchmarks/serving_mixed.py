@@ -16,8 +16,8 @@ from ultraep_serve.lab.demo.text import DOMAINS, sample_text
 from ultraep_serve.types import Policy
 
 STREAMS, STREAM_TOKENS, STREAM_PROMPT = 4, 512, 64
-PROMPTS, PROMPT_TOKENS = 5, 4096
-FIRST_SECONDS, EVERY_SECONDS = 0.5, 1.0  # when prompts arrive
+PROMPTS, PROMPT_TOKENS = 16, 2048
+FIRST_SECONDS, EVERY_SECONDS = 0.5, 0.5  # when prompts arrive
 FIGURES = ("pause_mean", "pause_p50", "pause_p90", "pause_p99")
 TIMEOUT_SECONDS = 300.0
 
