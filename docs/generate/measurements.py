@@ -38,7 +38,8 @@ LOADS = ("load-vllm", "load-sglang")
 WINDOWS = ("load-vllm-balanced", "load-vllm-bursts", "load-sglang-decode")  # tables alone
 AGENTS = "agents-vllm"
 ALLOCATORS = "serving-allocator"
-SUMS, DECODE, MIXED = "expert-sums", "sglang-decode", "serving-mixed"
+SUMS, MIXED = "expert-sums", "serving-mixed"
+DECODES = ("serving-decode", "sglang-decode")
 SIMULATION = "simulation"
 _CORES = 2  # of the machine
 _VARIANTS = {"off": "off", "quota": "quota", "ideal": "ideal", WITHOUT_EP: "without EP"}
@@ -69,7 +70,9 @@ def measurements(text: str) -> str:
         text = with_table(text, f"{name}-rates", _greatest_rates(name))
     for name in WINDOWS:
         text = with_table(text, name, _under_load(name))
-    for name, made in ((AGENTS, _agents), (SUMS, _sums), (DECODE, _decode), (MIXED, _mixed)):
+    for name in DECODES:
+        text = with_table(text, name, _decode(name))
+    for name, made in ((AGENTS, _agents), (SUMS, _sums), (MIXED, _mixed)):
         text = with_table(text, name, made())
     text = with_table(text, ALLOCATORS, _allocators())
     return with_table(text, SIMULATION, _simulated())
@@ -292,7 +295,7 @@ def _sums() -> str:
     )
 
 
-def _decode() -> str:
+def _decode(name: str) -> str:
     """A step of decode by the number of requests in it."""
     variants = ("off", "quota", WITHOUT_EP)
     head = (
@@ -309,7 +312,7 @@ def _decode() -> str:
                 _with_range(row["paired"][f"quota_over_{WITHOUT_EP}"], 1, 2),
                 "{busiest:.2f} / {mean:.2f} = {ratio:.2f}".format(**row["experts_read"]),
             )
-            for row in read_rows(DECODE)
+            for row in read_rows(name)
         ),
     )
 
