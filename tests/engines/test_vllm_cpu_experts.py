@@ -1,26 +1,22 @@
 """Unquantised experts on CPU: every way of computing them gives what the formula does."""
 
-import os
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 pytest.importorskip("vllm", reason="needs vLLM: make setup")
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own, when vLLM has it compile
     from vllm._custom_ops import cpu_prepack_moe_weight
-    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
-    from vllm.distributed.parallel_state import GroupCoordinator
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
     from vllm.platforms import current_platform
 
     from tests.support import vllm_cpu_layers
     from tests.support.ranks import fresh_run_path, run_ranks
+    from tests.support.vllm_ragged import join_group
     from ultraep_serve.engines.vllm import cpu_experts
 from ultraep_serve.engines.common.ways import Way, is_exact
 
@@ -176,43 +172,12 @@ def test_unknown_packing_is_left_to_vllms_kernel(monkeypatch: pytest.MonkeyPatch
     cpu_experts.is_packed_as_known.cache_clear()
 
 
-class RaggedCommunicator(CpuCommunicator):
-    """With the two collectives of vllm-project/vllm#47778, by their interface there."""
-
-    def all_gatherv(self, input_: Any, dim: int = 0, sizes: list[int] | None = None) -> Any:
-        assert dim == 0
-        assert sizes is not None
-        if not isinstance(input_, torch.Tensor):
-            return [self.all_gatherv(part, dim, sizes) for part in input_]
-        assert input_.shape[0] == sizes[self.rank_in_group]
-        room = input_.new_zeros(max(sizes), *input_.shape[1:])
-        room[: input_.shape[0]] = input_
-        gathered = input_.new_empty(self.world_size * max(sizes), *input_.shape[1:])
-        self.dist_module.all_gather_into_tensor(gathered, room, group=self.device_group)
-        chunks = gathered.split(max(sizes))
-        return torch.cat([chunk[:size] for chunk, size in zip(chunks, sizes, strict=True)])
-
-    def reduce_scatterv(
-        self, input_: torch.Tensor, dim: int = -1, sizes: list[int] | None = None
-    ) -> torch.Tensor:
-        assert dim == 0
-        assert sizes is not None
-        assert sum(sizes) == input_.shape[0]
-        total = self.all_reduce(input_.contiguous().clone())
-        return total.split(sizes)[self.rank_in_group].contiguous()
-
-
 def compute_on_rank(rank: int, path: str) -> tuple[list[bool], list[Any]]:
     """Whether each group has ragged collectives, and a rank's output by our dispatch and theirs."""
     current_platform.import_kernels()
-    os.environ["VLLM_DIST_IDENT"] = Path(path).name  # of their shared memory
-    store = dist.FileStore(f"{path}/gloo", 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    group = GroupCoordinator([[0, 1]], rank, "gloo", True, group_name="tp")
+    group, ragged = join_group(rank, 2, path)
     has_them = [cpu_experts.has_ragged_collectives(group)]
-    group.device_communicator = RaggedCommunicator(
-        group.cpu_group, group.device, group.device_group, "tp:1"
-    )
+    group.device_communicator = ragged
     has_them.append(cpu_experts.has_ragged_collectives(group))
 
     layer, _ = make_layer()
