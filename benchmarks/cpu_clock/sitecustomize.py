@@ -19,6 +19,7 @@ from benchmarks.after_import import after_import
 _BALANCER = "ultraep_serve.balance.host.balancer"
 _COMMUNICATOR = "vllm.distributed.device_communicators.cpu_communicator"
 _NUM_FIELDS = 13
+_MOST_IN_SHARED_MEMORY = 8  # ranks of a group that vLLM's sums there take; others go by gloo
 _cpu, _clock = time.thread_time_ns, time.monotonic_ns
 time.perf_counter, time.perf_counter_ns = time.thread_time, time.thread_time_ns
 
@@ -30,7 +31,8 @@ class _Sums:
         self.spent, self.ended = 0, 0
 
     def watch(self, module: Any) -> None:
-        add_up = module.CpuCommunicator.all_reduce
+        kind = module.CpuCommunicator
+        add_up, shares = kind.all_reduce, kind._all_group_ranks_share_shm_group_name
 
         def add_up_watched(communicator: Any, tensor: Any) -> Any:
             start = _cpu()
@@ -39,7 +41,10 @@ class _Sums:
             self.spent += self.ended - start
             return total
 
-        module.CpuCommunicator.all_reduce = add_up_watched
+        def shares_if_few(communicator: Any) -> bool:
+            return communicator.world_size <= _MOST_IN_SHARED_MEMORY and bool(shares(communicator))
+
+        kind.all_reduce, kind._all_group_ranks_share_shm_group_name = add_up_watched, shares_if_few
 
 
 _SUMS = _Sums()

@@ -38,7 +38,7 @@ LOADS = ("load-vllm", "load-sglang")
 WINDOWS = ("load-vllm-balanced", "load-vllm-bursts", "load-sglang-decode")  # tables alone
 AGENTS = "agents-vllm"
 ALLOCATORS = "serving-allocator"
-SUMS, MIXED = "expert-sums", "serving-mixed"
+SUMS, MIXED, TRANSPORTS = "expert-sums", "serving-mixed", "transport"
 DECODES = ("serving-decode", "sglang-decode")
 SIMULATION = "simulation"
 _CORES = 2  # of the machine
@@ -72,7 +72,8 @@ def measurements(text: str) -> str:
         text = with_table(text, name, _under_load(name))
     for name in DECODES:
         text = with_table(text, name, _decode(name))
-    for name, made in ((AGENTS, _agents), (SUMS, _sums), (MIXED, _mixed)):
+    tables = (AGENTS, _agents), (SUMS, _sums), (MIXED, _mixed), (TRANSPORTS, _transports)
+    for name, made in tables:
         text = with_table(text, name, made())
     text = with_table(text, ALLOCATORS, _allocators())
     return with_table(text, SIMULATION, _simulated())
@@ -313,6 +314,22 @@ def _decode(name: str) -> str:
                 "{busiest:.2f} / {mean:.2f} = {ratio:.2f}".format(**row["experts_read"]),
             )
             for row in read_rows(name)
+        ),
+    )
+
+
+def _transports() -> str:
+    """A layer of data-parallel ranks by what carries its tokens."""
+    head = ("tokens of either rank", "as rows", "gathered", "gathered / as rows")
+    return table(
+        head,
+        (
+            (
+                ", ".join(f"{number:,}" for number in row["tokens"]),
+                *(f"{row['ms'][name]:.1f} ms" for name in ("rows", "gather")),
+                _with_range(row["gather_over_rows"], 1, 2),
+            )
+            for row in read_rows(TRANSPORTS)
         ),
     )
 
