@@ -9,21 +9,28 @@ from types import ModuleType
 
 
 class _After(MetaPathFinder):
+    """Stays until the module is imported: others may only look whether it is there."""
+
     def __init__(self, name: str, change: Callable[[ModuleType], object]) -> None:
         self._name, self._change = name, change
+        self._looks = False
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name != self._name:
+        if name != self._name or self._looks:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        self._looks = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._looks = False
         if spec is None or spec.loader is None:
             return spec
         load = spec.loader.exec_module
 
         def load_and_change(module: ModuleType) -> None:
+            sys.meta_path.remove(self)
             load(module)
             self._change(module)
 
