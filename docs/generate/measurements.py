@@ -320,16 +320,21 @@ def _decode(name: str) -> str:
 
 def _transports() -> str:
     """A layer of data-parallel ranks by what carries its tokens."""
-    head = ("tokens of either rank", "as rows", "gathered", "gathered / as rows")
+    rows = read_rows(TRANSPORTS)
+    gathered = list(rows[0]["over_rows"])
+    head = (
+        *("tokens of either rank", "as rows", *(f"gathered: {name}" for name in gathered)),
+        *(f"{name} / as rows" for name in gathered),
+    )
     return table(
         head,
         (
             (
                 ", ".join(f"{number:,}" for number in row["tokens"]),
-                *(f"{row['ms'][name]:.1f} ms" for name in ("rows", "gather")),
-                _with_range(row["gather_over_rows"], 1, 2),
+                *(f"{row['ms'][name]:.1f} ms" for name in ("rows", *gathered)),
+                *(_with_range(row["over_rows"][name], 1, 2) for name in gathered),
             )
-            for row in read_rows(TRANSPORTS)
+            for row in rows
         ),
     )
 

@@ -16,7 +16,7 @@ with warnings.catch_warnings():
 
     from tests.support import vllm_cpu_layers
     from tests.support.ranks import fresh_run_path, run_ranks
-    from tests.support.vllm_ragged import join_group
+    from tests.support.vllm_ragged import join_group, ragged_communicator
     from ultraep_serve.engines.vllm import cpu_experts
 from ultraep_serve.engines.common.ways import Way, is_exact
 
@@ -172,12 +172,12 @@ def test_unknown_packing_is_left_to_vllms_kernel(monkeypatch: pytest.MonkeyPatch
     cpu_experts.is_packed_as_known.cache_clear()
 
 
-def compute_on_rank(rank: int, path: str) -> tuple[list[bool], list[Any]]:
+def compute_on_rank(rank: int, path: str, in_shared_memory: bool) -> tuple[list[bool], list[Any]]:
     """Whether each group has ragged collectives, and a rank's output by our dispatch and theirs."""
     current_platform.import_kernels()
-    group, ragged = join_group(rank, 2, path)
+    group = join_group(rank, 2, path)
     has_them = [cpu_experts.has_ragged_collectives(group)]
-    group.device_communicator = ragged
+    group.device_communicator = ragged_communicator(group, in_shared_memory)
     has_them.append(cpu_experts.has_ragged_collectives(group))
 
     layer, _ = make_layer()
@@ -200,9 +200,12 @@ def compute_on_rank(rank: int, path: str) -> tuple[list[bool], list[Any]]:
     return has_them, [output.float().tolist() for output in outputs]
 
 
-def test_vllms_own_collectives_for_data_parallel_ranks_are_used_where_they_are() -> None:
+@pytest.mark.parametrize("in_shared_memory", [True, False])
+def test_vllms_own_collectives_for_data_parallel_ranks_are_used_where_they_are(
+    in_shared_memory: bool,
+) -> None:
     with fresh_run_path() as path:
-        found = run_ranks(compute_on_rank, 2, str(path))
+        found = run_ranks(compute_on_rank, 2, str(path), in_shared_memory)
     for has_them, (ours, theirs) in found:
         assert has_them[1]
         assert torch.tensor(theirs).abs().sum() > 0

@@ -13,7 +13,7 @@ with warnings.catch_warnings():
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
     from vllm.distributed.parallel_state import GroupCoordinator
 
-__all__ = ["RaggedCommunicator", "join_group"]
+__all__ = ["join_group", "ragged_communicator"]
 
 
 class RaggedCommunicator(CpuCommunicator):
@@ -42,14 +42,21 @@ class RaggedCommunicator(CpuCommunicator):
         return total.split(sizes)[self.rank_in_group].contiguous()
 
 
-def join_group(rank: int, num_ranks: int, path: str) -> tuple[GroupCoordinator, CpuCommunicator]:
-    """This process's group of vLLM's, as it is today, and the communicator it is going to have.
+def join_group(rank: int, num_ranks: int, path: str) -> GroupCoordinator:
+    """This process's group of vLLM's, as it is today.
 
     ``path`` is a run path of ``fresh_run_path``, the same on all ranks.
     """
     os.environ["VLLM_DIST_IDENT"] = Path(path).name  # of their shared memory
     store = dist.FileStore(f"{path}/gloo", num_ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
-    group = GroupCoordinator([list(range(num_ranks))], rank, "gloo", True, group_name="tp")
-    ragged = RaggedCommunicator(group.cpu_group, group.device, group.device_group, "tp:1")
-    return group, ragged
+    return GroupCoordinator([list(range(num_ranks))], rank, "gloo", True, group_name="tp")
+
+
+def ragged_communicator(group: GroupCoordinator, in_shared_memory: bool = True) -> CpuCommunicator:
+    """What ``group`` is going to have, in shared memory or by gloo.
+
+    vLLM decides that by the group's name: today only tensor-parallel ranks share memory.
+    """
+    name = "tp:1" if in_shared_memory else "dp:1"
+    return RaggedCommunicator(group.cpu_group, group.device, group.device_group, name)
