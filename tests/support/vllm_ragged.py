@@ -53,7 +53,7 @@ def join_group(rank: int, num_ranks: int, path: str) -> GroupCoordinator:
     return GroupCoordinator([list(range(num_ranks))], rank, "gloo", True, group_name="tp")
 
 
-def ragged_communicator(group: GroupCoordinator, in_shared_memory: bool = True) -> CpuCommunicator:
+def ragged_communicator(group: GroupCoordinator, in_shared_memory: bool) -> CpuCommunicator:
     """What ``group`` is going to have, in shared memory or by gloo.
 
     vLLM decides that by the group's name: today only tensor-parallel ranks share memory.
