@@ -2,18 +2,19 @@
 
     python benchmarks/expert_kernels.py
     python benchmarks/expert_kernels.py --sums   writes benchmarks/results/expert-sums.json
+    python benchmarks/expert_kernels.py --own    with all of this CPU's instructions only
 
 One thread of one of two ranks computes its half of a layer's experts (vLLM). "without EP" is what
 the engine alone has to compute: all experts with half of their inner size, summed in its kernel. A
 way is exact if what an expert gives for a token does not depend on the tokens beside it. Fewer
 instructions are played: libraries are told to leave them, and vLLM takes its build without them.
 
---sums measures what it takes to weight and add up what experts give, in the demo model's layer, and
-what one compiled pass over the same rows would take: every round has each once.
+--sums measures what it takes to weight and add up what experts give, in the demo model's layer: in
+one compiled pass over the rows, as ranks with few threads do it, and by torch's own operations, as
+others do. Every round has each once.
 """
 
 import argparse
-import functools
 import json
 import os
 import subprocess
@@ -36,8 +37,13 @@ SIZES = ((1024, 512), (2048, 768))  # H, I
 SWITCHES = {  # of oneDNN, ATen and MKL
     "AVX2": ("AVX2", "avx2", "AVX2"),
     "AVX512": ("AVX512_CORE", "avx512", "AVX512"),
+    "AVX512-BF16": ("AVX512_CORE_BF16", "avx512", "AVX512"),
 }
-PROCESSORS = {"AVX2": "haswell", "AVX512": "skylake-avx512"}  # with as much, for numba
+PROCESSORS = {  # with as much, for numba
+    "AVX2": "haswell",
+    "AVX512": "skylake-avx512",
+    "AVX512-BF16": "cooperlake",
+}
 HOPELESS_SECONDS = 0.5
 SUM_SIZE, SUM_TOKENS, SUM_ROUNDS = (512, 768), (512, 2048), 15
 _VARIABLES = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS")
@@ -48,10 +54,12 @@ def measure_layer(hidden: int, inner: int, dtype: torch.dtype) -> Iterator[dict[
     """A finding for each of ``ROWS``."""
     from tests.support.vllm_cpu_layers import make_layer
     from ultraep_serve.engines.common.ways import Sample, is_exact, nanoseconds_of
+    from ultraep_serve.engines.vllm.checks import has_amx
     from ultraep_serve.engines.vllm.cpu_experts import ways_of
 
-    layer, _ = make_layer((EXPERTS, hidden, inner, TOP_K), dtype)
-    alone, _ = make_layer((2 * EXPERTS, hidden, inner // 2, TOP_K), dtype)
+    amx = has_amx() and dtype is torch.bfloat16
+    layer, _ = make_layer((EXPERTS, hidden, inner, TOP_K), dtype, amx=amx)
+    alone, _ = make_layer((2 * EXPERTS, hidden, inner // 2, TOP_K), dtype, amx=amx)
     (summing,) = (way for way in ways_of(alone) if way.sums)
     sample = Sample(EXPERTS, 2, TOP_K, hidden, dtype)
     for rows in ROWS:
@@ -79,13 +87,15 @@ def measure_layer(hidden: int, inner: int, dtype: torch.dtype) -> Iterator[dict[
 def measure_sums() -> Iterator[dict[str, Any]]:
     """A finding for each way and each of ``SUM_TOKENS``: milliseconds, and ratios of rounds."""
     from tests.support.vllm_cpu_layers import make_layer
-    from ultraep_serve.engines.common.cpu_experts import add_up
+    from ultraep_serve.engines.common import cpu_experts
+    from ultraep_serve.engines.common.cpu_experts import Outputs, add_up
     from ultraep_serve.engines.common.ways import Sample
+    from ultraep_serve.engines.vllm.checks import has_amx
     from ultraep_serve.engines.vllm.cpu_experts import ways_of
     from ultraep_serve.lab.bench.prefill import ratios_json
 
     (hidden, inner), dtype = SUM_SIZE, torch.bfloat16
-    layer, _ = make_layer((EXPERTS, hidden, inner, TOP_K), dtype)
+    layer, _ = make_layer((EXPERTS, hidden, inner, TOP_K), dtype, amx=has_amx())
     skipped: list[str] = []
     for tokens in SUM_TOKENS:
         batch = Sample(EXPERTS, 2, TOP_K, hidden, dtype).batch(tokens * TOP_K // 2 // EXPERTS)
@@ -95,30 +105,25 @@ def measure_sums() -> Iterator[dict[str, Any]]:
             if min(once(partial(way.total, *batch)) for _ in range(2)) > HOPELESS_SECONDS:
                 skipped.append(way.name)
                 continue
-            parts = [(t.clone(), o.clone()) for t, o in way.compute(*batch)]
-            scale = [torch.rand(len(part), 1) for part, _ in parts]
-            weighted = way.name != "kernel"  # which weights them itself
-            shape = batch[0].shape
+            parts = [
+                Outputs(part.tokens, part.rows.clone(), part.weights)
+                for part in way.compute(*batch)
+            ]
+            now = partial(add_up, parts, batch[0].shape, torch.float32, dtype)
 
-            def now(parts=parts, scale=scale, weighted=weighted, shape=shape) -> torch.Tensor:
-                if not weighted:
-                    return add_up(iter(parts), shape)
-                pairs = zip(parts, scale, strict=True)
-                return add_up(((t, o.float().mul_(w).to(dtype)) for (t, o), w in pairs), shape)
+            def by_torch(now=now) -> torch.Tensor:
+                before, cpu_experts._FEW_THREADS = cpu_experts._FEW_THREADS, 0
+                try:
+                    return now()
+                finally:
+                    cpu_experts._FEW_THREADS = before
 
-            def one_pass(parts=parts, scale=scale, weighted=weighted, shape=shape) -> torch.Tensor:
-                total = torch.zeros(shape)
-                for (t, o), w in zip(parts, scale, strict=True):
-                    factors = w.numpy()[:, 0] if weighted else np.ones(0, np.float32)
-                    add_rows()(total.numpy(), t.numpy(), o.view(torch.uint16).numpy(), factors)
-                return total
-
-            assert torch.equal(now(), one_pass())
-            calls = {"layer": partial(way.total, *batch), "sums": now, "one pass": one_pass}
+            assert torch.equal(now(), by_torch())
+            calls = {"layer": partial(way.total, *batch), "sums": now, "by torch": by_torch}
             rounds = [{name: once(call) for name, call in calls.items()} for _ in range(SUM_ROUNDS)]
             taken = {name: [each[name] for each in rounds] for name in calls}
-            pairs = zip(taken["layer"], taken["sums"], taken["one pass"], strict=True)
-            layers, sums, passes = zip(*pairs, strict=True)
+            pairs = zip(taken["layer"], taken["sums"], taken["by torch"], strict=True)
+            layers, sums, others = zip(*pairs, strict=True)
             ratio = partial(map, lambda above, below: above / below)
             yield {
                 "dtype": str(dtype).removeprefix("torch."),
@@ -128,7 +133,7 @@ def measure_sums() -> Iterator[dict[str, Any]]:
                     name: round(float(np.median(each)) * 1e3, 3) for name, each in taken.items()
                 },
                 "sums_over_layer": ratios_json(list(ratio(sums, layers))),
-                "one_pass_over_sums": ratios_json(list(ratio(passes, sums))),
+                "sums_over_torch": ratios_json(list(ratio(sums, others))),
             }
 
 
@@ -139,31 +144,13 @@ def once(call: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-@functools.cache
-def add_rows() -> Callable[..., None]:
-    """What adds bfloat16 rows (n, H) times weights (n,), if there are any, to a total (T, H)."""
-    from ultraep_kernels.host._compile import compiled
-
-    @compiled
-    def add_bfloat16(total: Any, tokens: Any, rows: Any, weights: Any) -> None:
-        for i in range(tokens.size):
-            token = tokens[i]
-            for j in range(total.shape[1]):
-                value = np.uint32(np.uint32(rows[i, j]) << 16).view(np.float32)
-                if weights.size:
-                    bits = np.float32(value * weights[i]).view(np.uint32)
-                    bits = np.uint32(bits + 0x7FFF + ((bits >> 16) & 1))  # to the nearest, even
-                    value = np.uint32(bits & 0xFFFF0000).view(np.float32)
-                total[token, j] += value
-
-    return add_bfloat16
-
-
 def measure_here(name: str, sums: bool) -> None:
     """Print a finding a line, as JSON, for the instruction set ``name``."""
     from vllm.platforms import current_platform
 
     current_platform.import_kernels()
+    if torch.cpu._is_amx_tile_supported():
+        torch.cpu._init_amx()
     torch.set_num_threads(1)
     with torch.inference_mode():
         for finding in measure_sums() if sums else measure_layers():
@@ -196,6 +183,7 @@ def measure_with(name: str, *flags: str) -> Iterator[dict[str, Any]]:
 def main() -> None:
     parser = harness.parser(__doc__)
     parser.add_argument("--sums", action="store_true", help="weighting and adding up alone")
+    parser.add_argument("--own", action="store_true", help="play no other instructions")
     parser.add_argument("--here", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.here:
@@ -203,7 +191,8 @@ def main() -> None:
         return
     names = list(INSTRUCTION_SETS)
     findings = []
-    for name in names[: names.index(own()) + 1]:
+    last = names.index(own())
+    for name in names[last if arguments.own else 0 : last + 1]:
         for finding in measure_with(name, *(["--sums"] if arguments.sums else [])):
             print(finding, flush=True)
             findings.append(finding)

@@ -12,7 +12,7 @@ from tests.support.hosts import engine_group
 from tests.support.ranks import outcomes_of_ranks, run_ranks
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.engines.common import ways as module
-from ultraep_serve.engines.common.cpu_experts import rows_by_expert
+from ultraep_serve.engines.common.cpu_experts import Outputs, rows_by_expert
 from ultraep_serve.engines.common.ways import (
     NAMES,
     ROWS,
@@ -48,12 +48,12 @@ def alone(x: torch.Tensor, weights: torch.Tensor, local: torch.Tensor) -> Iterat
     """Every assignment by itself, which no other one changes."""
     places, _ = rows_by_expert(local, SAMPLE.num_local_experts)
     tokens = places // local.shape[1]
-    yield tokens, x[tokens] * weights.reshape(-1, 1)[places].to(x.dtype)
+    yield Outputs(tokens, x[tokens], weights.reshape(-1)[places])
 
 
 def together(x: torch.Tensor, weights: torch.Tensor, local: torch.Tensor) -> Iterator[Any]:
-    for tokens, outputs in alone(x, weights, local):
-        yield tokens, outputs + outputs.shape[0] % 2
+    for outputs in alone(x, weights, local):
+        yield outputs._replace(rows=outputs.rows + len(outputs.rows) % 2)
 
 
 def choose_on_rank(rank: int, run_path: Path, settings: dict[str, Any]) -> Any:

@@ -19,6 +19,7 @@ with warnings.catch_warnings():
     from tests.support.vllm_ragged import join_group, ragged_communicator
     from ultraep_serve.engines.vllm import cpu_experts
 from ultraep_serve.engines.common.ways import Way, is_exact
+from ultraep_serve.engines.vllm.checks import has_amx
 
 NUM_EXPERTS, HIDDEN, INNER, TOP_K = 6, 96, 64, 3
 NUM_TOKENS = 500  # more rows of an expert than one product computes
@@ -83,6 +84,21 @@ def test_every_way_computes_the_formula(
         found = way.total(*batch)
         assert found.dtype == (dtype if name == "sums" else torch.float32)
         assert (found - expected).norm() / expected.norm() < ERRORS[dtype], name
+
+
+def test_vllms_kernel_for_amx_computes_the_formula() -> None:
+    if not has_amx():
+        pytest.skip("needs a CPU with AMX")
+    torch.cpu._init_amx()
+    layer, matrices = make_layer(amx=True)
+    batch = make_batch()
+    ways = ways_by_name(layer)
+    assert list(ways) == ["kernel", "sums"]
+    assert is_exact(ways["kernel"], batch)
+    expected = expected_output(layer, matrices, *batch)
+    for way in ways.values():
+        found = way.total(*batch)
+        assert (found - expected).norm() / expected.norm() < ERRORS[torch.bfloat16]
 
 
 @pytest.mark.parametrize("name", ["kernel", "products", "float32"])

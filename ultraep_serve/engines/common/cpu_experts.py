@@ -3,19 +3,40 @@
 torch multiplies 16-bit matrices by oneDNN, which uses the CPU's own instructions where it has them.
 """
 
-from collections.abc import Callable, Iterator
-from typing import TypeAlias
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from ultraep_kernels.host.combine import combine
 
-__all__ = ["Expert", "add_up", "float32_product", "rows_by_expert", "weighted_outputs"]
+__all__ = ["Expert", "Outputs", "add_up", "float32_product", "outputs_by_expert", "rows_by_expert"]
 
 Expert: TypeAlias = Callable[[torch.Tensor], torch.Tensor]  # rows (N, H) to outputs (N, H)
 
 _MOST_ROWS = 256  # that one product computes; with _ROUND_ROWS, few enough sizes to be kept
 _ROUND_ROWS = 16
+_FEW_THREADS = 4  # of a rank, up to which one compiled pass adds outputs up
+
+
+class Outputs(NamedTuple):
+    """What experts gave for some assignments."""
+
+    tokens: torch.Tensor  # (n,) int64
+    rows: torch.Tensor  # (n, H)
+    weights: torch.Tensor | None  # (n,) float32; None where rows are weighted
+
+    def part(self, chosen: slice) -> "Outputs":
+        """Some of them."""
+        weights = None if self.weights is None else self.weights[chosen]
+        return Outputs(self.tokens[chosen], self.rows[chosen], weights)
+
+    def weighted(self, dtype: torch.dtype) -> torch.Tensor:
+        """Rows (n, H) times their weights, rounded to ``dtype``."""
+        if self.weights is None:
+            return self.rows.to(dtype)
+        return (self.rows * self.weights.unsqueeze(1)).to(dtype)  # multiplied in float32
 
 
 def float32_product(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
@@ -43,16 +64,15 @@ def rows_by_expert(local: torch.Tensor, num_experts: int) -> tuple[torch.Tensor,
     return torch.from_numpy(order), numbers[1:].tolist()
 
 
-def weighted_outputs(
+def outputs_by_expert(
     expert: Callable[[int], Expert],
     num_experts: int,
     x: torch.Tensor,
     topk_weights: torch.Tensor,
     local: torch.Tensor,
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Tokens (n,) and what one expert gives for them, times their weights, (n, H) as ``x``.
+) -> Iterator[Outputs]:
+    """What the experts of this rank in ``local`` (T, K) give, -1 having none.
 
-    Together they are all assignments with an expert of this rank, in ``local`` (T, K); -1 has none.
     ``x`` (T, H), ``topk_weights`` (T, K).
 
     Computed for a rounded number of rows: oneDNN compiles a matrix product anew for every number
@@ -61,7 +81,7 @@ def weighted_outputs(
     """
     places, numbers = rows_by_expert(local, num_experts)
     tokens = torch.div(places, local.shape[1], rounding_mode="floor")
-    weights = topk_weights.reshape(-1)[places].float().unsqueeze(1)
+    weights = topk_weights.reshape(-1)[places].float()
     end = 0
     for index, num_rows in enumerate(numbers):
         start, end = end, end + num_rows
@@ -73,22 +93,22 @@ def weighted_outputs(
             rows = F.pad(of_part, (0, -size % _ROUND_ROWS)) if size > _ROUND_ROWS else of_part
             assert compute is not None
             gathered = x.index_select(0, rows)  # several times as fast as x[rows]
-            outputs = compute(gathered)[:size].float().mul_(weights[part]).to(x.dtype)
-            yield of_part, outputs
+            yield Outputs(of_part, compute(gathered)[:size], weights[part])
 
 
 def add_up(
-    parts: Iterator[tuple[torch.Tensor, torch.Tensor]],
-    shape: torch.Size,
-    dtype: torch.dtype = torch.float32,
+    outputs: Iterable[Outputs], shape: torch.Size, dtype: torch.dtype, rounded_to: torch.dtype
 ) -> torch.Tensor:
-    """Sum (T, H) in ``dtype`` of ``parts``: tokens (n,) and outputs (n, H) to add to theirs.
-
-    A few at a time, so that what is converted stays in the cache until it is added.
-    """
+    """Sum (T, H) in ``dtype`` of ``outputs``, each weighted and rounded before it is added."""
     total = torch.zeros(shape, dtype=dtype)
-    for part in parts:
-        few = (torch.split(tensor, _MOST_ROWS) for tensor in part)
-        for tokens, outputs in zip(*few, strict=True):
-            total.index_add_(0, tokens, outputs.to(dtype))
+    is_one_pass = dtype is torch.float32 and rounded_to is torch.bfloat16
+    if is_one_pass and torch.get_num_threads() <= _FEW_THREADS:
+        for tokens, rows, weights in outputs:
+            combine(total, tokens, rows, weights)
+        return total
+    for some in outputs:
+        # A few at a time, so that what is converted stays in the cache until it is added.
+        for first in range(0, len(some.tokens), _MOST_ROWS):
+            few = some.part(slice(first, first + _MOST_ROWS))
+            total.index_add_(0, few.tokens, few.weighted(rounded_to).to(dtype))
     return total

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from ultraep_serve.balance.backend import CONNECT_FACTOR
 from ultraep_serve.balance.collectives import HostAllGather
 from ultraep_serve.config import BalanceConfig
-from ultraep_serve.engines.common.cpu_experts import add_up, rows_by_expert
+from ultraep_serve.engines.common.cpu_experts import Outputs, add_up
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.types import CheckResult
 
@@ -48,9 +48,7 @@ _NEVER = 1 << 60  # nanoseconds of a way that a rank does not have
 
 Names: TypeAlias = tuple[tuple[int, str], ...]  # with how many rows of an expert a way begins
 Batch: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-Compute: TypeAlias = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor], Iterator[tuple[torch.Tensor, torch.Tensor]]
-]
+Compute: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Iterator[Outputs]]
 
 
 @dataclass(frozen=True)
@@ -58,8 +56,7 @@ class Way:
     """A way of computing one layer's experts.
 
     ``compute`` takes tokens (T, H), their weights (T, K) and local experts (T, K), -1 for another
-    rank's. It gives tokens (n,) and weighted outputs (n, H) of the tokens' type: one for every
-    assignment, by expert, or with ``sums`` one for every token.
+    rank's. It gives a row for every assignment, in any order, or with ``sums`` one for every token.
     """
 
     name: str
@@ -71,7 +68,7 @@ class Way:
     ) -> torch.Tensor:
         """This rank's part of the output (T, H), in float32 or, where it is rounded, as ``x``."""
         dtype = x.dtype if self.sums else torch.float32
-        return add_up(self.compute(x, topk_weights, local), x.shape, dtype)
+        return add_up(self.compute(x, topk_weights, local), x.shape, dtype, x.dtype)
 
 
 @dataclass(frozen=True)
@@ -225,20 +222,14 @@ def is_exact(way: Way, batch: Batch) -> bool:
     Of every expert another share is, so that products of many sizes are compared.
     """
     x, weights, local = batch
+    rows = x.repeat_interleave(local.shape[1], dim=0)  # each for one assignment: nothing is added
+    weights, local = weights.reshape(-1, 1), local.reshape(-1, 1)
     generator = torch.Generator().manual_seed(1)
     share = (1 + local.clamp(min=0)) / (2 + local.max())
     apart = torch.rand(local.shape, generator=generator) < share
-    places, _ = rows_by_expert(local, int(local.max()) + 1)
-    together = _outputs(way, batch)
-    for chosen in (apart, ~apart):
-        own = _outputs(way, (x, weights, torch.where(chosen, local, -1)))
-        if not torch.equal(own, together[chosen.reshape(-1)[places]]):
-            return False
-    return True
-
-
-def _outputs(way: Way, batch: Batch) -> torch.Tensor:
-    return torch.cat([outputs for _, outputs in way.compute(*batch)])
+    here = way.total(rows, weights, torch.where(apart, local, -1))
+    there = way.total(rows, weights, torch.where(apart, -1, local))
+    return torch.equal(here + there, way.total(rows, weights, local))
 
 
 def _detail(names: Names, nanoseconds: NDArray[np.int64], exact: NDArray[np.bool_]) -> str:

@@ -22,7 +22,12 @@ from sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe import swiglu_gpt_o
 from sglang.srt.runtime_context import get_parallel
 
 from ultraep_serve.balance.speeds import expert_clock
-from ultraep_serve.engines.common.cpu_experts import Expert, float32_product, weighted_outputs
+from ultraep_serve.engines.common.cpu_experts import (
+    Expert,
+    Outputs,
+    float32_product,
+    outputs_by_expert,
+)
 from ultraep_serve.engines.common.ways import Way
 
 __all__ = ["ACTIVATIONS", "complete_device_module", "compute_and_reduce", "compute_own", "ways_of"]
@@ -77,9 +82,9 @@ def _by_products(
     x: torch.Tensor,
     topk_weights: torch.Tensor,
     local_ids: torch.Tensor,
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+) -> Iterator[Outputs]:
     expert = partial(_expert, layer, _activation(layer.moe_runner_config), dtype)
-    yield from weighted_outputs(expert, layer.w13_weight.shape[0], x, topk_weights, local_ids)
+    yield from outputs_by_expert(expert, layer.w13_weight.shape[0], x, topk_weights, local_ids)
 
 
 def _activation(config: Any) -> Activation:

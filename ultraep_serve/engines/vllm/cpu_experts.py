@@ -42,10 +42,10 @@ from ultraep_serve.balance.speeds import expert_clock
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.engines.common.cpu_experts import (
     Expert,
+    Outputs,
     add_up,
     float32_product,
-    rows_by_expert,
-    weighted_outputs,
+    outputs_by_expert,
 )
 from ultraep_serve.engines.common.execution import Execution
 from ultraep_serve.engines.common.ways import ChosenWays, Sample, Way, choose_for_kinds
@@ -265,11 +265,12 @@ def dispatch_compute_combine(
     outputs = torch.empty_like(rows)
     num_tokens = int(heard[:, 1].sum())
     with expert_clock:
-        for places, part in way(num_tokens).compute(rows, weights[:, None], local[:, None]):
-            outputs[places] = part
+        for part in way(num_tokens).compute(rows, weights[:, None], local[:, None]):
+            outputs[part.tokens] = part.weighted(outputs.dtype)
     home = _all_to_all(outputs, here, away, group)
     by_token = torch.argsort(order)
-    return add_up(iter([(tokens[by_token], home[by_token])]), x.shape).to(x.dtype)
+    of_tokens = Outputs(tokens[by_token], home[by_token], None)
+    return add_up([of_tokens], x.shape, torch.float32, x.dtype).to(x.dtype)
 
 
 def ways_of(layer: RoutedExperts) -> list[Way]:
@@ -300,15 +301,15 @@ def _sample(layer: RoutedExperts) -> Sample:
 
 def _by_kernel(
     layer: RoutedExperts, x: torch.Tensor, topk_weights: torch.Tensor, local: torch.Tensor
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    places, _ = rows_by_expert(local, layer.w13_weight.shape[0])
+) -> Iterator[Outputs]:
+    """In the order of tokens: sums are quicker then, and the kernel sorts by expert anyway."""
+    ids = local.reshape(-1)
+    places = (ids >= 0).nonzero().squeeze(1)
     tokens = torch.div(places, local.shape[1], rounding_mode="floor")
-    weights, experts = topk_weights.reshape(-1, 1)[places], local.reshape(-1, 1)[places]
+    weights, experts = topk_weights.reshape(-1, 1)[places], ids[places].unsqueeze(1)
     for part in _calls(layer, tokens, 1):
-        yield (
-            tokens[part],
-            _run_kernel(layer, x.index_select(0, tokens[part]), weights[part], experts[part]),
-        )
+        rows = x.index_select(0, tokens[part])
+        yield Outputs(tokens[part], _run_kernel(layer, rows, weights[part], experts[part]), None)
 
 
 def _by_products(
@@ -317,14 +318,14 @@ def _by_products(
     x: torch.Tensor,
     topk_weights: torch.Tensor,
     local: torch.Tensor,
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+) -> Iterator[Outputs]:
     expert = functools.partial(_expert, layer, dtype)
-    yield from weighted_outputs(expert, layer.w13_weight.shape[0], x, topk_weights, local)
+    yield from outputs_by_expert(expert, layer.w13_weight.shape[0], x, topk_weights, local)
 
 
 def _by_summing_kernel(
     layer: RoutedExperts, x: torch.Tensor, topk_weights: torch.Tensor, local: torch.Tensor
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+) -> Iterator[Outputs]:
     """Tokens with the same number of experts here together: the kernel has it that all have."""
     numbers = (local >= 0).sum(dim=1)
     order = torch.argsort(local, dim=1, descending=True)  # other ranks' last
@@ -334,7 +335,7 @@ def _by_summing_kernel(
         for part in _calls(layer, tokens, number):
             some = tokens[part]
             own = weights[some, :number], experts[some, :number]
-            yield some, _run_kernel(layer, x.index_select(0, some), *own)
+            yield Outputs(some, _run_kernel(layer, x.index_select(0, some), *own), None)
 
 
 def _calls(layer: RoutedExperts, tokens: torch.Tensor, top_k: int) -> Iterator[slice]:

@@ -1,0 +1,56 @@
+"""combine: what experts gave for tokens -> their weighted sums, in one pass over the rows.
+
+Made for bfloat16, whose rows would otherwise be converted, weighted, rounded and added one after
+another. One thread: torch's own operations are faster on many (``engines.common.cpu_experts``).
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from ultraep_kernels.host._compile import compiled
+
+__all__ = ["combine"]
+
+_ROUND, _KEPT = 0x7FFF, 0xFFFF0000  # of float32's bits, to bfloat16
+_NO_WEIGHTS = np.empty(0, np.float32)
+
+
+@compiled
+def _combine_kernel(total: Any, tokens: Any, rows: Any, shift: Any, weights: Any) -> None:
+    for i in range(tokens.size):
+        token = tokens[i]
+        if weights.size == 0:
+            for j in range(total.shape[1]):
+                total[token, j] += np.uint32(np.uint32(rows[i, j]) << shift).view(np.float32)
+        else:
+            weight = weights[i]
+            for j in range(total.shape[1]):
+                value = np.uint32(np.uint32(rows[i, j]) << shift).view(np.float32) * weight
+                bits = np.float32(value).view(np.uint32)
+                even = np.uint32((bits >> np.uint32(16)) & np.uint32(1))
+                rounded = np.uint32(bits + np.uint32(_ROUND) + even) & np.uint32(_KEPT)
+                if value == value:  # else it is not a number, and stays so
+                    value = np.uint32(rounded).view(np.float32)
+                total[token, j] += value
+
+
+def combine(
+    total: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor | None
+) -> None:
+    """Add ``rows`` (n, H) times ``weights`` (n,), rounded to bfloat16, to ``total`` (T, H) float32.
+
+    Row i is for token ``tokens[i]``; ``tokens`` (n,) int64. ``rows`` are bfloat16 or float32, and
+    without weights bfloat16, added as they are. All lie on CPU, contiguous. Raises TypeError for
+    other types.
+    """
+    is_short = rows.dtype is torch.bfloat16
+    if total.dtype is not torch.float32 or not (is_short or rows.dtype is torch.float32):
+        raise TypeError(f"{rows.dtype} added to {total.dtype}; give bfloat16 or float32 to float32")
+    if weights is None and not is_short:
+        raise TypeError("rows without weights are bfloat16")
+    bits = rows.view(torch.uint16 if is_short else torch.uint32).numpy()
+    shift = np.uint32(16 if is_short else 0)
+    factors = _NO_WEIGHTS if weights is None else weights.numpy()
+    _combine_kernel(total.numpy(), tokens.numpy(), bits, shift, factors)

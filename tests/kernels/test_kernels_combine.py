@@ -1,0 +1,68 @@
+"""combine against torch's own operations, and add_up with few threads against many."""
+
+import pytest
+import torch
+from ultraep_kernels.host.combine import combine
+
+from ultraep_serve.engines.common import cpu_experts
+from ultraep_serve.engines.common.cpu_experts import Outputs, add_up
+
+NUM_TOKENS, NUM_ROWS, HIDDEN = 40, 100, 21
+BFLOAT16 = torch.bfloat16
+
+
+def outputs(dtype: torch.dtype = BFLOAT16) -> Outputs:
+    """Of several rows to a token and none to some, with numbers that are hard to round."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(NUM_TOKENS // 2, (NUM_ROWS,), generator=generator)
+    rows = torch.randn(NUM_ROWS, HIDDEN, generator=generator)
+    weights = torch.rand(NUM_ROWS, generator=generator)
+    rows[0, :4] = torch.tensor([float("nan"), float("inf"), 3.4e38, 1e-40])
+    weights[0] = 1.003
+    weights[1] = float("nan")
+    return Outputs(tokens, rows.to(dtype), weights)
+
+
+def twin(given: Outputs) -> torch.Tensor:
+    total = torch.zeros(NUM_TOKENS, HIDDEN)
+    for token, row in zip(given.tokens.tolist(), given.weighted(BFLOAT16), strict=True):
+        total[token] += row.float()
+    return total
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT16, torch.float32], ids=str)
+def test_rows_are_weighted_rounded_and_added_to_the_same_bits(dtype: torch.dtype) -> None:
+    given, total = outputs(dtype), torch.zeros(NUM_TOKENS, HIDDEN)
+    combine(total, *given)
+    assert total.isnan().any()
+    torch.testing.assert_close(total, twin(given), rtol=0, atol=0, equal_nan=True)
+
+
+def test_rows_without_weights_are_added_as_they_are() -> None:
+    given, total = outputs()._replace(weights=None), torch.ones(NUM_TOKENS, HIDDEN)
+    combine(total, *given)
+    torch.testing.assert_close(total, twin(given) + 1, rtol=1e-6, atol=0, equal_nan=True)
+
+
+def test_other_types_are_refused() -> None:
+    tokens, rows, weights = outputs(torch.float16)
+    total = torch.zeros(NUM_TOKENS, HIDDEN)
+    with pytest.raises(TypeError, match=r"torch\.float16 added to torch\.float32"):
+        combine(total, tokens, rows, weights)
+    with pytest.raises(TypeError, match=r"added to torch\.bfloat16"):
+        combine(total.bfloat16(), tokens, rows.bfloat16(), weights)
+    with pytest.raises(TypeError, match="rows without weights are bfloat16"):
+        combine(total, tokens, rows.float(), None)
+
+
+@pytest.mark.parametrize("rounded_to", [BFLOAT16, torch.float16, torch.float32], ids=str)
+def test_the_number_of_threads_does_not_change_sums(
+    monkeypatch: pytest.MonkeyPatch, rounded_to: torch.dtype
+) -> None:
+    given = outputs(torch.float32)
+    found = []
+    for few_threads in (0, 1 << 20):
+        monkeypatch.setattr(cpu_experts, "_FEW_THREADS", few_threads)
+        shape = torch.Size((NUM_TOKENS, HIDDEN))
+        found.append(add_up([given, given], shape, torch.float32, rounded_to))
+    torch.testing.assert_close(*found, rtol=0, atol=0, equal_nan=True)
