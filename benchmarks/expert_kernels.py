@@ -30,6 +30,7 @@ import numpy as np
 import torch
 
 from tests.support.instruction_sets import INSTRUCTION_SETS, PLAYED, own
+from ultraep_serve.engines.common.launch import allocator
 
 ROWS = (4, 64, 512)  # of an expert
 EXPERTS, TOP_K = 8, 4  # of the rank, which has half of the layer's
@@ -55,12 +56,11 @@ def measure_layer(hidden: int, inner: int, dtype: torch.dtype) -> Iterator[dict[
     from tests.support.vllm_cpu_layers import make_layer
     from ultraep_serve.engines.common.ways import Sample, is_exact, nanoseconds_of
     from ultraep_serve.engines.vllm.checks import has_amx
-    from ultraep_serve.engines.vllm.cpu_experts import ways_of
+    from ultraep_serve.engines.vllm.cpu_experts import _run_kernel, ways_of
 
     amx = has_amx() and dtype is torch.bfloat16
     layer, _ = make_layer((EXPERTS, hidden, inner, TOP_K), dtype, amx=amx)
     alone, _ = make_layer((2 * EXPERTS, hidden, inner // 2, TOP_K), dtype, amx=amx)
-    (summing,) = (way for way in ways_of(alone) if way.sums)
     sample = Sample(EXPERTS, 2, TOP_K, hidden, dtype)
     for rows in ROWS:
         x, weights, local = sample.batch(rows)
@@ -69,7 +69,7 @@ def measure_layer(hidden: int, inner: int, dtype: torch.dtype) -> Iterator[dict[
             way.name: partial(way.total, x, weights, local) for way in ways_of(layer)
         }
         times = {name: nanoseconds_of(call) for name, call in calls.items()}
-        times["without EP"] = nanoseconds_of(partial(summing.total, x, weights, every))
+        times["without EP"] = nanoseconds_of(partial(_run_kernel, alone, x, weights, every))
         yield {
             "dtype": str(dtype).removeprefix("torch."),
             "hidden": hidden,
@@ -166,7 +166,7 @@ def measure_layers() -> Iterator[dict[str, Any]]:
 
 def measure_with(name: str, *flags: str) -> Iterator[dict[str, Any]]:
     """Findings of a process that sees the instruction set ``name``."""
-    environment = {**os.environ, "PYTHONWARNINGS": _WARNINGS, PLAYED: name}
+    environment = {**os.environ, **allocator(), "PYTHONWARNINGS": _WARNINGS, PLAYED: name}
     if name != own():
         environment.update(zip(_VARIABLES, SWITCHES[name], strict=True))
         environment["NUMBA_CPU_NAME"] = PROCESSORS[name]

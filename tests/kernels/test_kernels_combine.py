@@ -32,15 +32,18 @@ def twin(given: Outputs) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [BFLOAT16, torch.float32], ids=str)
 def test_rows_are_weighted_rounded_and_added_to_the_same_bits(dtype: torch.dtype) -> None:
-    given, total = outputs(dtype), torch.zeros(NUM_TOKENS, HIDDEN)
-    combine(total, *given)
+    given, total = outputs(dtype), torch.full((NUM_TOKENS, HIDDEN), 7.0)
+    begun = combine(total, 0, *given)
+    assert begun == given.tokens.max() + 1
+    assert (total[begun:] == 7).all()
+    total[begun:] = 0
     assert total.isnan().any()
     torch.testing.assert_close(total, twin(given), rtol=0, atol=0, equal_nan=True)
 
 
 def test_rows_without_weights_are_added_as_they_are() -> None:
     given, total = outputs()._replace(weights=None), torch.ones(NUM_TOKENS, HIDDEN)
-    combine(total, *given)
+    assert combine(total, NUM_TOKENS, *given) == NUM_TOKENS
     torch.testing.assert_close(total, twin(given) + 1, rtol=1e-6, atol=0, equal_nan=True)
 
 
@@ -48,11 +51,11 @@ def test_other_types_are_refused() -> None:
     tokens, rows, weights = outputs(torch.float16)
     total = torch.zeros(NUM_TOKENS, HIDDEN)
     with pytest.raises(TypeError, match=r"torch\.float16 added to torch\.float32"):
-        combine(total, tokens, rows, weights)
+        combine(total, 0, tokens, rows, weights)
     with pytest.raises(TypeError, match=r"added to torch\.bfloat16"):
-        combine(total.bfloat16(), tokens, rows.bfloat16(), weights)
+        combine(total.bfloat16(), 0, tokens, rows.bfloat16(), weights)
     with pytest.raises(TypeError, match="rows without weights are bfloat16"):
-        combine(total, tokens, rows.float(), None)
+        combine(total, 0, tokens, rows.float(), None)
 
 
 @pytest.mark.parametrize("rounded_to", [BFLOAT16, torch.float16, torch.float32], ids=str)

@@ -18,9 +18,15 @@ _NO_WEIGHTS = np.empty(0, np.float32)
 
 
 @compiled
-def _combine_kernel(total: Any, tokens: Any, rows: Any, shift: Any, weights: Any) -> None:
+def _combine_kernel(
+    total: Any, begun: int, tokens: Any, rows: Any, shift: Any, weights: Any
+) -> int:
     for i in range(tokens.size):
         token = tokens[i]
+        while begun <= token:
+            for j in range(total.shape[1]):
+                total[begun, j] = np.float32(0)
+            begun += 1
         if weights.size == 0:
             for j in range(total.shape[1]):
                 total[token, j] += np.uint32(np.uint32(rows[i, j]) << shift).view(np.float32)
@@ -34,16 +40,23 @@ def _combine_kernel(total: Any, tokens: Any, rows: Any, shift: Any, weights: Any
                 if value == value:  # else it is not a number, and stays so
                     value = np.uint32(rounded).view(np.float32)
                 total[token, j] += value
+    return begun
 
 
 def combine(
-    total: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor | None
-) -> None:
+    total: torch.Tensor,
+    begun: int,
+    tokens: torch.Tensor,
+    rows: torch.Tensor,
+    weights: torch.Tensor | None,
+) -> int:
     """Add ``rows`` (n, H) times ``weights`` (n,), rounded to bfloat16, to ``total`` (T, H) float32.
 
     Row i is for token ``tokens[i]``; ``tokens`` (n,) int64. ``rows`` are bfloat16 or float32, and
-    without weights bfloat16, added as they are. All lie on CPU, contiguous. Raises TypeError for
-    other types.
+    without weights bfloat16, added as they are. The first ``begun`` rows of ``total`` hold sums,
+    the others nothing yet; returned is how many do afterwards. Where tokens rise, a row is thus
+    cleared when it is in the cache anyway. All lie on CPU, contiguous. Raises TypeError for other
+    types.
     """
     is_short = rows.dtype is torch.bfloat16
     if total.dtype is not torch.float32 or not (is_short or rows.dtype is torch.float32):
@@ -53,4 +66,4 @@ def combine(
     bits = rows.view(torch.uint16 if is_short else torch.uint32).numpy()
     shift = np.uint32(16 if is_short else 0)
     factors = _NO_WEIGHTS if weights is None else weights.numpy()
-    _combine_kernel(total.numpy(), tokens.numpy(), bits, shift, factors)
+    return int(_combine_kernel(total.numpy(), begun, tokens.numpy(), bits, shift, factors))

@@ -100,12 +100,14 @@ def add_up(
     outputs: Iterable[Outputs], shape: torch.Size, dtype: torch.dtype, rounded_to: torch.dtype
 ) -> torch.Tensor:
     """Sum (T, H) in ``dtype`` of ``outputs``, each weighted and rounded before it is added."""
-    total = torch.zeros(shape, dtype=dtype)
     is_one_pass = dtype is torch.float32 and rounded_to is torch.bfloat16
     if is_one_pass and torch.get_num_threads() <= _FEW_THREADS:
+        total, begun = torch.empty(shape, dtype=dtype), 0
         for tokens, rows, weights in outputs:
-            combine(total, tokens, rows, weights)
+            begun = combine(total, begun, tokens, rows, weights)
+        total[begun:].zero_()
         return total
+    total = torch.zeros(shape, dtype=dtype)
     for some in outputs:
         # A few at a time, so that what is converted stays in the cache until it is added.
         for first in range(0, len(some.tokens), _MOST_ROWS):

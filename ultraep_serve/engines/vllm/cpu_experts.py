@@ -158,13 +158,16 @@ class CpuExperts(Execution[RoutedExperts]):
         physical: torch.Tensor,
     ) -> torch.Tensor:
         """Complete output (T, H) for this rank's tokens ``x`` (T, H)."""
-        assignments = Assignments.from_physical(physical, self._num_local)
         group, way = get_ep_group(), functools.partial(self._way, layer)
         if layer.moe_config.dp_size > 1:
+            assignments = Assignments.from_physical(physical, self._num_local)
             if has_ragged_collectives(data := get_dp_group()):
                 return gather_compute_scatter(way, x, topk_weights, assignments, data)
             return dispatch_compute_combine(way, x, topk_weights, assignments, group.cpu_group)
-        return compute_and_reduce(way(x.shape[0]), x, topk_weights, assignments, group)
+        local = physical - group.rank_in_group * self._num_local
+        is_own = (local >= 0) & (local < self._num_local)
+        own = local.masked_fill_(~is_own, -1)
+        return compute_and_reduce(way(x.shape[0]), x, topk_weights, own, group)
 
     def _way(self, layer: RoutedExperts, num_tokens: int) -> Way:
         """The way of computing ``layer`` for a batch of ``num_tokens`` of all ranks."""
@@ -184,14 +187,13 @@ def compute_and_reduce(
     way: Way,
     x: torch.Tensor,
     topk_weights: torch.Tensor,
-    assignments: Assignments,
+    own: torch.Tensor,
     group: GroupCoordinator,
 ) -> torch.Tensor:
     """Complete output (T, H) where every rank of ``group`` has all tokens ``x`` (T, H).
 
-    ``topk_weights`` (T, K).
+    ``topk_weights`` (T, K); ``own`` (T, K) int32, experts of this rank, -1 for another rank's.
     """
-    own = torch.where(assignments.rank == group.rank_in_group, assignments.local, -1)
     with expert_clock:
         own_total = way.total(x, topk_weights, own)
     total: torch.Tensor = _group_to_reduce(group).all_reduce(own_total)
