@@ -36,9 +36,10 @@ TIMES = (
 )
 SPEEDS = "speeds"
 LOADS = ("load-vllm", "load-sglang")
-WINDOWS = ("load-vllm-balanced", "load-vllm-bursts", "load-sglang-decode")  # tables alone
+WINDOWS = ("load-vllm-balanced", "load-vllm-bursts")  # tables alone
 AGENTS = "agents-vllm"
 ALLOCATORS = "serving-allocator"
+KERNELS = ("expert-kernels", "expert-kernels-xeon")
 SUMS, MIXED, TRANSPORTS = "expert-sums", "serving-mixed", "transport"
 DECODES = ("serving-decode", "sglang-decode")
 SIMULATION = "simulation"
@@ -73,6 +74,8 @@ def measurements(text: str) -> str:
         text = with_table(text, name, _under_load(name))
     for name in DECODES:
         text = with_table(text, name, _decode(name))
+    for name in KERNELS:
+        text = with_table(text, name, _kernels(name))
     tables = (AGENTS, _agents), (SUMS, _sums), (MIXED, _mixed), (TRANSPORTS, _transports)
     for name, made in tables:
         text = with_table(text, name, made())
@@ -270,6 +273,29 @@ def _agents() -> str:
             )
         )
     return table(head, rows)
+
+
+def _kernels(name: str) -> str:
+    """What each way of computing experts in bfloat16 takes, relative to the engine without EP."""
+    ways = ("kernel", "products", "float32", "sums")
+    return table(
+        ("instructions", "experts (hidden, inner)", "rows of an expert", *ways),
+        (
+            (
+                found["instructions"],
+                f"{found['hidden']}, {found['inner']}",
+                str(found["rows"]),
+                *(
+                    f"{found['ms'][way] / found['ms']['without EP']:.2f}"
+                    if way in found["ms"]
+                    else ""
+                    for way in ways
+                ),
+            )
+            for found in read_document(name)["findings"]
+            if found["dtype"] == "bfloat16"
+        ),
+    )
 
 
 def _sums() -> str:

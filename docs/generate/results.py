@@ -36,6 +36,7 @@ _ENGINES = ("serving", "sglang")  # how the names of JSON files begin
 _LOADS = {"serving": "load-vllm", "sglang": "load-sglang"}
 _RECORDED = {"serving": "real-routing-ttft", "sglang": "real-routing-ttft-sglang"}
 _NOT_MEASURED = "not measured"
+_NOT_REACHED = "beyond the measured rates"
 _DEMO = re.compile(r"^╭.*?╯$", re.MULTILINE | re.DOTALL)
 _WIDTH = 80
 _NARROW = 0.1  # a range that shows two times to be alike
@@ -95,7 +96,9 @@ def _by_instructions(base: str) -> Callable[[str], str]:
 def _experts_alone(instructions: str) -> str:
     """What experts with many rows take by the best exact way, over the engine's without EP."""
     ratios = []
-    for found in read_document("expert-kernels")["findings"]:
+    is_xeon = instructions in ("AVX512", "AMX")  # as the times of servers are
+    document = "expert-kernels-xeon" if is_xeon else "expert-kernels"
+    for found in read_document(document)["findings"]:
         kind = found["instructions"], found["dtype"], found["rows"]
         if kind == (instructions, "bfloat16", _MANY_ROWS):
             milliseconds = found["ms"]
@@ -195,12 +198,6 @@ def _loaded(figure: str, base: str) -> Callable[[str], str]:
     return lambda engine: _at_rate(_load(engine), _RATES[engine], figure, base)
 
 
-def _loaded_without_ep(engine: str) -> str:
-    """SGLang's is of the run in which a step of decode adds ranks up once, as it does today."""
-    document = read_document("load-sglang-decode") if engine == "sglang" else _load(engine)
-    return _at_rate(document, _RATES[engine], "ttft_mean_seconds", "without-ep")
-
-
 def _more_requests(engine: str) -> str:
     """How many more requests per second ``quota`` serves than ``off`` within ``_LIMIT``."""
     ours, others = (
@@ -210,8 +207,8 @@ def _more_requests(engine: str) -> str:
         ]
         for name in ("quota", "off")
     )
-    pairs = zip(ours, others, strict=True)
-    return _claim([(one["rate"], other["rate"]) for one, other in pairs if one and other])
+    pairs = [(one["rate"], other["rate"]) for one, other in zip(ours, others, strict=True)]
+    return _NOT_REACHED if None in sum(pairs, ()) else _claim(pairs)
 
 
 def _imbalance(engine: str) -> str:
@@ -260,7 +257,7 @@ _RESULTS: dict[str, dict[str, Callable[[str], str]]] = {
     },
     "Mean time to first token at 4 (SGLang: 3) requests/s: faster than": {
         "the same server without balancing": _loaded("ttft_mean_seconds", "off"),
-        "the engine without expert parallelism": _loaded_without_ep,
+        "the engine without expert parallelism": _loaded("ttft_mean_seconds", "without-ep"),
         "the engine's own balancer (EPLB)": _loaded("ttft_mean_seconds", "sglang-eplb"),
     },
     "Time between tokens (99th percentile) at that rate: faster than": {
