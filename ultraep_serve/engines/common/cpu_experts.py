@@ -9,7 +9,6 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import torch
 import torch.nn.functional as F
-from ultraep_kernels.host.combine import combine
 
 __all__ = ["Expert", "Outputs", "add_up", "float32_product", "outputs_by_expert", "rows_by_expert"]
 
@@ -102,6 +101,9 @@ def add_up(
     """Sum (T, H) in ``dtype`` of ``outputs``, each weighted and rounded before it is added."""
     is_one_pass = dtype is torch.float32 and rounded_to is torch.bfloat16
     if is_one_pass and torch.get_num_threads() <= _FEW_THREADS:
+        # Only now: engines load this module where they cannot bear numba's (``_group_of_model``).
+        from ultraep_kernels.host.combine import combine
+
         total, begun = torch.empty(shape, dtype=dtype), 0
         for tokens, rows, weights in outputs:
             begun = combine(total, begun, tokens, rows, weights)
