@@ -1,7 +1,7 @@
 """combine: what experts gave for tokens -> their weighted sums, in one pass over the rows.
 
 Made for bfloat16, whose rows would otherwise be converted, weighted, rounded and added one after
-another. One thread: torch's own operations are faster on many (``engines.common.cpu_experts``).
+another. It takes one thread, so it is for ranks that have few (``engines.common.cpu_experts``).
 """
 
 from typing import Any

@@ -165,8 +165,7 @@ class CpuExperts(Execution[RoutedExperts]):
                 return gather_compute_scatter(way, x, topk_weights, assignments, data)
             return dispatch_compute_combine(way, x, topk_weights, assignments, group.cpu_group)
         local = physical - group.rank_in_group * self._num_local
-        is_own = (local >= 0) & (local < self._num_local)
-        own = local.masked_fill_(~is_own, -1)
+        own = local.masked_fill_((local < 0) | (local >= self._num_local), -1)
         return compute_and_reduce(way(x.shape[0]), x, topk_weights, own, group)
 
     def _way(self, layer: RoutedExperts, num_tokens: int) -> Way:
