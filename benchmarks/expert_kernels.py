@@ -86,8 +86,9 @@ def measure_layer(hidden: int, inner: int, dtype: torch.dtype) -> Iterator[dict[
 
 def measure_sums() -> Iterator[dict[str, Any]]:
     """A finding for each way and each of ``SUM_TOKENS``: milliseconds, and ratios of rounds."""
+    from ultraep_kernels.host import combine
+
     from tests.support.vllm_cpu_layers import make_layer
-    from ultraep_serve.engines.common import cpu_experts
     from ultraep_serve.engines.common.cpu_experts import Outputs, add_up
     from ultraep_serve.engines.common.ways import Sample
     from ultraep_serve.engines.vllm.checks import has_amx
@@ -109,14 +110,16 @@ def measure_sums() -> Iterator[dict[str, Any]]:
                 Outputs(part.tokens, part.rows.clone(), part.weights)
                 for part in way.compute(*batch)
             ]
-            now = partial(add_up, parts, batch[0].shape, torch.float32, dtype)
+
+            def now(parts=parts, x=batch[0]) -> torch.Tensor:
+                return add_up(parts, torch.empty(x.shape, dtype=torch.float32), dtype)
 
             def by_torch(now=now) -> torch.Tensor:
-                before, cpu_experts._FEW_THREADS = cpu_experts._FEW_THREADS, 0
+                before, combine.MOST_THREADS = combine.MOST_THREADS, 0
                 try:
                     return now()
                 finally:
-                    cpu_experts._FEW_THREADS = before
+                    combine.MOST_THREADS = before
 
             assert torch.equal(now(), by_torch())
             calls = {"layer": partial(way.total, *batch), "sums": now, "by torch": by_torch}

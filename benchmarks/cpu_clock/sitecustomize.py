@@ -3,8 +3,8 @@
 Python imports this module first. The clock that stages, experts and costs are timed by becomes that
 of the thread's CPU time. Once the balancer is there, each layer of a batch leaves an event in the
 folder BENCHMARK_EVENTS (``benchmarks/routed.py`` has its fields). Waiting for other ranks is taken
-out of it: the exchange of loads, the arrival of copies, and vLLM's sums over ranks, which are given
-apart. A rank that relays copies may wait inside ``stream``, which is not taken out.
+out of it: the exchange of loads, the arrival of copies, and sums over ranks, vLLM's and ours, which
+are given apart. A rank that relays copies may wait inside ``stream``, which is not taken out.
 """
 
 import os
@@ -18,6 +18,7 @@ from benchmarks.after_import import after_import
 
 _BALANCER = "ultraep_serve.balance.host.balancer"
 _COMMUNICATOR = "vllm.distributed.device_communicators.cpu_communicator"
+_HOST_SUMS = "ultraep_serve.balance.host.sums"
 _NUM_FIELDS = 13
 _MOST_IN_SHARED_MEMORY = 8  # ranks of a group that vLLM's sums there take; others go by gloo
 _cpu, _clock = time.thread_time_ns, time.monotonic_ns
@@ -25,26 +26,33 @@ time.perf_counter, time.perf_counter_ns = time.thread_time, time.thread_time_ns
 
 
 class _Sums:
-    """CPU time in vLLM's sums over ranks, where a rank polls until the last one has come."""
+    """CPU time in sums over ranks, where a rank polls until the last one has come."""
 
     def __init__(self) -> None:
         self.spent, self.ended = 0, 0
 
-    def watch(self, module: Any) -> None:
+    def watch_engine(self, module: Any) -> None:
         kind = module.CpuCommunicator
-        add_up, shares = kind.all_reduce, kind._all_group_ranks_share_shm_group_name
-
-        def add_up_watched(communicator: Any, tensor: Any) -> Any:
-            start = _cpu()
-            total = add_up(communicator, tensor)
-            self.ended = _cpu()
-            self.spent += self.ended - start
-            return total
+        shares = kind._all_group_ranks_share_shm_group_name
 
         def shares_if_few(communicator: Any) -> bool:
             return communicator.world_size <= _MOST_IN_SHARED_MEMORY and bool(shares(communicator))
 
-        kind.all_reduce, kind._all_group_ranks_share_shm_group_name = add_up_watched, shares_if_few
+        kind.all_reduce = self._watched(kind.all_reduce)
+        kind._all_group_ranks_share_shm_group_name = shares_if_few
+
+    def watch_host(self, module: Any) -> None:
+        module.HostSums.total = self._watched(module.HostSums.total)
+
+    def _watched(self, add_up: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        def add_up_watched(adder: Any, given: Any) -> Any:
+            start = _cpu()
+            total = add_up(adder, given)
+            self.ended = _cpu()
+            self.spent += self.ended - start
+            return total
+
+        return add_up_watched
 
 
 _SUMS = _Sums()
@@ -140,4 +148,5 @@ def _watch(module: Any) -> None:
 
 if "BENCHMARK_EVENTS" in os.environ:
     after_import(_BALANCER, _watch)
-    after_import(_COMMUNICATOR, _SUMS.watch)
+    after_import(_COMMUNICATOR, _SUMS.watch_engine)
+    after_import(_HOST_SUMS, _SUMS.watch_host)

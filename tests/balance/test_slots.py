@@ -9,6 +9,7 @@ import torch
 
 from ultraep_serve.balance.backend import LayerSlots
 from ultraep_serve.balance.host import slots as slots_module
+from ultraep_serve.balance.host.memory import tensor_at
 from ultraep_serve.balance.host.slots import HostSlotPool, map_pool, unmap
 from ultraep_serve.errors import ConfigError, UnsupportedError
 
@@ -93,9 +94,7 @@ def test_another_mapping_writes_where_region_offsets_say() -> None:
     pool = HostSlotPool(SLOTS, CHUNK)
     layers = [pool.adopt(tensors(seed)) for seed in range(2)]
     address = map_pool(pool.descriptor, pool.size)
-    view = torch.frombuffer(
-        (slots_module.ctypes.c_uint8 * pool.size).from_address(address), dtype=torch.uint8
-    )
+    view = tensor_at(address, pool.size, torch.uint8)
     for index, size in enumerate(layers[0].expert_bytes.tolist()):
         start = int(layers[0].region_offsets[index]) + size
         view[start : start + size] = index + 100

@@ -162,6 +162,8 @@ def test_experts_are_chosen_where_nothing_is_balanced_too(
     monkeypatch.setattr(hooks, "check_cpu_execution", lambda layer: None)
     alone = SimpleNamespace(gather=lambda row: row[None])
     monkeypatch.setattr(ways, "HostAllGather", lambda group, seconds: alone)
+    monkeypatch.setattr(execution, "most_prefill_tokens", lambda: 4096)
+    monkeypatch.setattr(execution.HostSums, "connect", lambda *_: None)
 
     own = hooks._SchedulerHooks(BalanceConfig(policy=Policy.OFF, experts=experts))
     runner = SimpleNamespace(model=torch.nn.ModuleList([layer]), is_draft_worker=False)

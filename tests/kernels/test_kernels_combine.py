@@ -1,10 +1,10 @@
-"""combine against torch's own operations, and add_up with few threads against many."""
+"""combine and add_parts against torch's own operations, and add_up with few threads or many."""
 
 import pytest
 import torch
-from ultraep_kernels.host.combine import combine
+from ultraep_kernels.host import combine as kernels
+from ultraep_kernels.host.combine import add_parts, combine
 
-from ultraep_serve.engines.common import cpu_experts
 from ultraep_serve.engines.common.cpu_experts import Outputs, add_up
 
 NUM_TOKENS, NUM_ROWS, HIDDEN = 40, 100, 21
@@ -65,7 +65,29 @@ def test_the_number_of_threads_does_not_change_sums(
     given = outputs(torch.float32)
     found = []
     for few_threads in (0, 1 << 20):
-        monkeypatch.setattr(cpu_experts, "_FEW_THREADS", few_threads)
-        shape = torch.Size((NUM_TOKENS, HIDDEN))
-        found.append(add_up([given, given], shape, torch.float32, rounded_to))
+        monkeypatch.setattr(kernels, "MOST_THREADS", few_threads)
+        found.append(add_up([given, given], torch.full((NUM_TOKENS, HIDDEN), 7.0), rounded_to))
     torch.testing.assert_close(*found, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 5])
+@pytest.mark.parametrize("size", [0, 1, 1023, 1024, 2500])
+def test_parts_of_ranks_are_added_in_order_and_rounded_to_the_same_bits(
+    num_ranks: int, size: int
+) -> None:
+    first, generator = 13, torch.Generator().manual_seed(size)
+    parts = torch.randn(num_ranks, first + size + 5, generator=generator)
+    parts[:, first : first + 3] = torch.tensor([float("nan"), float("inf"), 3.4e38 / num_ranks])
+    total, copy = torch.full((2, size), 7, dtype=BFLOAT16)
+    add_parts(parts, first, total, copy)
+    expected = parts[0, first : first + size]
+    for part in parts[1:]:
+        expected = expected + part[first : first + size]
+    for found in (total, copy):
+        torch.testing.assert_close(found, expected.bfloat16(), rtol=0, atol=0, equal_nan=True)
+
+
+def test_parts_go_to_bfloat16_alone() -> None:
+    total = torch.zeros(4, dtype=torch.float16)
+    with pytest.raises(TypeError, match=r"torch\.float16"):
+        add_parts(torch.zeros(2, 4), 0, total, total)

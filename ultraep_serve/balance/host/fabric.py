@@ -27,17 +27,14 @@ from ultraep_kernels.host.stream import StreamTables, stream_chunks
 from ultraep_serve.balance.backend import CONNECT_FACTOR, LayerSlots
 from ultraep_serve.balance.collectives import HostAllGather
 from ultraep_serve.balance.host.memory import shareable_memory
+from ultraep_serve.balance.host.peers import Peers, open_memory_of
 from ultraep_serve.balance.host.slots import HostSlotPool, map_pool, unmap
-from ultraep_serve.balance.topology import Location, is_process_alive
+from ultraep_serve.balance.topology import Location
 from ultraep_serve.errors import FabricError, PeerTimeoutError
 from ultraep_serve.telemetry.run_files import RunFiles
 
 __all__ = ["HostFabric"]
 
-_SPINS = 20_000  # looks at a flag before the core is offered to others, some tens of microseconds
-_PATIENT_SECONDS = 2e-3  # waiting for longer than this sleeps instead of looking on
-_NAP_SECONDS = 5e-5
-_LIVENESS_SECONDS = 0.05  # between two looks at whether the other processes still exist
 _WATCH_SECONDS = 3.0  # that the watch of hosts takes beyond the timeout, at most
 
 
@@ -83,7 +80,7 @@ class HostFabric:
         self.domain = location.domain
         self._all_gather_rows = all_gather
         self.epoch = 0
-        self._timeout_seconds = self._patience_seconds = timeout_seconds
+        self._timeout_seconds = timeout_seconds
         self.row_width = row_width
         self._max_chunks = max_chunks
         chunk_flags = FLAG_BYTES + 2 * row_width * 8
@@ -111,6 +108,8 @@ class HostFabric:
             files.publish(path, json.dumps(asdict(handshake)).encode())
 
         self._handshakes = self._rendezvous(files, handshake, publish)
+        processes = {rank: other.process for rank, other in self._handshakes.items()}
+        self._peers = Peers(self.rank, processes, timeout_seconds)
         segments, pools = self._map_all()
         inside = segments[self.domain.start : self.domain.stop]
         self._flags = inside
@@ -126,7 +125,7 @@ class HostFabric:
 
         The least is the timeout: 0 goes back to that.
         """
-        self._patience_seconds = max(seconds, self._timeout_seconds)
+        self._peers.seconds = max(seconds, self._timeout_seconds)
 
     def exchange(self, row: NDArray[np.int64]) -> NDArray[np.int64]:
         """All ranks' rows (R, W) int64 for this rank's ``row`` (W,), W at most ``row_width``.
@@ -138,7 +137,7 @@ class HostFabric:
         if self._all_gather_rows is None:
             return rows
         # Where a host is lost, the watch speaks first: it knows which one.
-        return self._all_gather_rows.gather(row, self._patience_seconds + _WATCH_SECONDS)
+        return self._all_gather_rows.gather(row, self._peers.seconds + _WATCH_SECONDS)
 
     def _exchange_inside(
         self, row: NDArray[np.int64], meanwhile: Callable[[], None] | None = None
@@ -219,45 +218,7 @@ class HostFabric:
         return bool(wait_flags(flags, self.epoch, spins) == flags.size)
 
     def _wait(self, is_done: Callable[[int], bool], what: str) -> None:
-        """Return once ``is_done(polls)``, which makes so many polls, is true.
-
-        Looks on for some microseconds, then lets others have the core between looks, then naps:
-        where ranks outnumber cores, the one waited for needs this one's.
-        """
-        if is_done(_SPINS):
-            return
-        now = started = time.monotonic()
-        next_liveness = started + _LIVENESS_SECONDS
-        while True:
-            if now - started < _PATIENT_SECONDS:
-                os.sched_yield()
-            else:
-                time.sleep(_NAP_SECONDS)
-            now = time.monotonic()
-            if is_done(_SPINS if now - started < _PATIENT_SECONDS else 1):
-                return
-            if now >= next_liveness:
-                self._require_peers(is_done, what, now - started)
-                next_liveness = now + _LIVENESS_SECONDS
-
-    def _require_peers(self, is_done: Callable[[int], bool], what: str, waited: float) -> None:
-        """Raise PeerTimeoutError where waiting longer cannot help: a rank died, or time is over."""
-        behind = [
-            rank
-            for position, rank in enumerate(self.domain)
-            if not self._arrived(self._flags[position : position + 1], spins=1)
-        ]
-        suspects = behind or self.domain
-        dead = [rank for rank in suspects if not is_process_alive(self._handshakes[rank].process)]
-        timed_out = waited > self._patience_seconds
-        if not (dead or timed_out) or is_done(1):  # it may have answered before it ended
-            return
-        ranks = dead or behind
-        culprit = f"rank {', '.join(map(str, ranks))}" if ranks else "another rank"
-        reason = "has died" if dead else f"did not answer within {self._patience_seconds:g} s"
-        raise PeerTimeoutError(
-            f"rank {self.rank} waits for {what}: {culprit} {reason}; restart the engine"
-        )
+        self._peers.wait(is_done, what, self._flags, self.epoch)
 
     def _rendezvous(
         self, files: RunFiles, own: _Handshake, publish: Callable[[], None]
@@ -293,14 +254,7 @@ class HostFabric:
         return segments, pools
 
     def _map(self, process: int, descriptor: int, size: int) -> int:
-        try:
-            mine = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR)
-        except OSError as error:
-            raise FabricError(
-                f"cannot open the shared memory of process {process}: {error}; "
-                "the ranks of a domain must run on one host, as one user, in one process "
-                "namespace, with /proc mounted"
-            ) from error
+        mine = open_memory_of(process, descriptor)
         try:
             address = map_pool(mine, size)
         finally:

@@ -4,6 +4,8 @@ import ctypes
 import mmap
 import os
 
+import torch
+
 from ultraep_serve.errors import ConfigError
 
 __all__ = [
@@ -12,6 +14,7 @@ __all__ = [
     "map_memory",
     "protect_memory",
     "shareable_memory",
+    "tensor_at",
     "unmap_memory",
 ]
 
@@ -56,6 +59,12 @@ def map_memory(
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
     return int(result)
+
+
+def tensor_at(address: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+    """The ``size`` bytes at ``address``, which stay mapped, as a tensor (N,)."""
+    window = (ctypes.c_uint8 * size).from_address(address)
+    return torch.frombuffer(window, dtype=torch.uint8).view(dtype)
 
 
 def unmap_memory(address: int, size: int) -> None:

@@ -6,7 +6,6 @@ and the pool's shared memory is mapped right behind it. A slot therefore costs i
 Tensors of a layer with another size per expert get a region of their own in the pool.
 """
 
-import ctypes
 import mmap
 import os
 
@@ -18,6 +17,7 @@ from ultraep_serve.balance.host.memory import (
     READ_WRITE,
     map_memory,
     shareable_memory,
+    tensor_at,
     unmap_memory,
 )
 from ultraep_serve.errors import ConfigError, UnsupportedError
@@ -91,8 +91,7 @@ class HostSlotPool:
             shared = mmap.MAP_SHARED | MAP_FIXED
             _map(base + front, _round_up(slot_bytes), shared, self.descriptor, offset)
         start = base + front - master_bytes
-        window = (ctypes.c_uint8 * (master_bytes + slot_bytes)).from_address(start)
-        flat = torch.frombuffer(window, dtype=torch.uint8).view(masters.dtype)
+        flat = tensor_at(start, master_bytes + slot_bytes, masters.dtype)
         alias = flat.view(masters.shape[0] + self.num_slots, *masters.shape[1:])
         alias[: masters.shape[0]].copy_(masters)
         alias[masters.shape[0] :].zero_()  # Linux puts a page on the node of who writes it first

@@ -16,7 +16,6 @@ Expert: TypeAlias = Callable[[torch.Tensor], torch.Tensor]  # rows (N, H) to out
 
 _MOST_ROWS = 256  # that one product computes; with _ROUND_ROWS, few enough sizes to be kept
 _ROUND_ROWS = 16
-_FEW_THREADS = 4  # of a rank, up to which one compiled pass adds outputs up
 
 
 class Outputs(NamedTuple):
@@ -96,23 +95,25 @@ def outputs_by_expert(
 
 
 def add_up(
-    outputs: Iterable[Outputs], shape: torch.Size, dtype: torch.dtype, rounded_to: torch.dtype
+    outputs: Iterable[Outputs], total: torch.Tensor, rounded_to: torch.dtype
 ) -> torch.Tensor:
-    """Sum (T, H) in ``dtype`` of ``outputs``, each weighted and rounded before it is added."""
-    is_one_pass = dtype is torch.float32 and rounded_to is torch.bfloat16
-    if is_one_pass and torch.get_num_threads() <= _FEW_THREADS:
-        # Only now: engines load this module where they cannot bear numba's (``_group_of_model``).
-        from ultraep_kernels.host.combine import combine
+    """Sum of ``outputs``, each weighted and rounded before it is added, in ``total`` (T, H).
 
-        total, begun = torch.empty(shape, dtype=dtype), 0
+    ``total`` is float32 and may hold anything before.
+    """
+    # Only now: engines load this module where they cannot bear numba's (``_group_of_model``).
+    from ultraep_kernels.host.combine import MOST_THREADS, combine
+
+    if rounded_to is torch.bfloat16 and torch.get_num_threads() <= MOST_THREADS:
+        begun = 0
         for tokens, rows, weights in outputs:
             begun = combine(total, begun, tokens, rows, weights)
         total[begun:].zero_()
         return total
-    total = torch.zeros(shape, dtype=dtype)
+    total.zero_()
     for some in outputs:
         # A few at a time, so that what is converted stays in the cache until it is added.
         for first in range(0, len(some.tokens), _MOST_ROWS):
             few = some.part(slice(first, first + _MOST_ROWS))
-            total.index_add_(0, few.tokens, few.weighted(rounded_to).to(dtype))
+            total.index_add_(0, few.tokens, few.weighted(rounded_to).float())
     return total

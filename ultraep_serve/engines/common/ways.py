@@ -64,11 +64,15 @@ class Way:
     sums: bool = False
 
     def total(
-        self, x: torch.Tensor, topk_weights: torch.Tensor, local: torch.Tensor
+        self,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        local: torch.Tensor,
+        total: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """This rank's part of the output (T, H), in float32 or, where it is rounded, as ``x``."""
-        dtype = x.dtype if self.sums else torch.float32
-        return add_up(self.compute(x, topk_weights, local), x.shape, dtype, x.dtype)
+        """This rank's part of the output (T, H) float32, in ``total`` if that is given."""
+        part = torch.empty(x.shape, dtype=torch.float32) if total is None else total
+        return add_up(self.compute(x, topk_weights, local), part, x.dtype)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from sglang.srt.layers.activation import GeluAndMul, SiluAndMul, SituAndMul
 from sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe import swiglu_gpt_oss_sigmoid_alpha
 from sglang.srt.runtime_context import get_parallel
 
+from ultraep_serve.balance.host.sums import HostSums
 from ultraep_serve.balance.speeds import expert_clock
 from ultraep_serve.engines.common.cpu_experts import (
     Expert,
@@ -37,31 +38,44 @@ ACTIVATIONS = ("silu", "gelu", "situ")  # that SGLang's torch path has, all gate
 
 
 def compute_and_reduce(
-    way: Way, x: torch.Tensor, topk_weights: torch.Tensor, local_ids: torch.Tensor
+    way: Way,
+    x: torch.Tensor,
+    topk_weights: torch.Tensor,
+    local_ids: torch.Tensor,
+    sums: HostSums | None = None,
 ) -> torch.Tensor:
     """Do as ``compute_own``, with a sum that is the same wherever experts are computed.
 
     In 16-bit models the first rank's part is all of it and the others' are zero, so that the
-    engine's sum does not round it again. All ranks call it together.
+    engine's sum does not round it again. All ranks call it together. Without ``sums``, or for more
+    tokens than they take, SGLang adds up.
     """
-    total = compute_own(way, x, topk_weights, local_ids)
     if x.dtype is torch.float32:
-        return total
-    group = get_parallel().moe_ep_group
-    everything: torch.Tensor = group.all_reduce(total)
+        return compute_own(way, x, topk_weights, local_ids)
+    group, num_tokens = get_parallel().moe_ep_group, x.shape[0]
+    everything: torch.Tensor
+    if sums is not None and num_tokens <= sums.most_tokens:
+        compute_own(way, x, topk_weights, local_ids, sums.part(num_tokens))
+        everything = sums.total(num_tokens)
+    else:
+        everything = group.all_reduce(compute_own(way, x, topk_weights, local_ids))
     return (everything if group.rank_in_group == 0 else everything.zero_()).to(x.dtype)
 
 
 def compute_own(
-    way: Way, x: torch.Tensor, topk_weights: torch.Tensor, local_ids: torch.Tensor
+    way: Way,
+    x: torch.Tensor,
+    topk_weights: torch.Tensor,
+    local_ids: torch.Tensor,
+    part: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """This rank's part of the output, (T, H) float32, to be summed over ranks by the engine.
 
     ``x`` (T, H) all tokens, ``topk_weights`` (T, K), ``local_ids`` (T, K) expert on this rank, -1
-    for another rank's.
+    for another rank's. It is written into ``part`` (T, H) if that is given.
     """
     with expert_clock:
-        return way.total(x, topk_weights, local_ids)
+        return way.total(x, topk_weights, local_ids, part)
 
 
 def ways_of(layer: Any) -> list[Way]:

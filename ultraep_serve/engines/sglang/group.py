@@ -14,7 +14,6 @@ from sglang.srt.layers.moe.utils import filter_moe_weight_param_global_expert
 from sglang.srt.runtime_context import (
     get_observability,
     get_parallel,
-    get_schedule,
     get_server_args,
 )
 from sglang.srt.utils import is_cpu
@@ -27,6 +26,7 @@ from ultraep_serve.config import BalanceConfig
 from ultraep_serve.engines.common.execution import Execution, LoadedLayers, start_balancing, summed
 from ultraep_serve.engines.common.setup import Batch, EngineRank, require_one_number
 from ultraep_serve.engines.sglang.checks import check_layer
+from ultraep_serve.engines.sglang.execution import most_prefill_tokens
 from ultraep_serve.engines.sglang.quantised import shared_values
 from ultraep_serve.errors import POLICY_OFF, UnsupportedError
 from ultraep_serve.types import ExpertShape, TokenView
@@ -72,7 +72,7 @@ class ExpertGroup:
             view=_view_of(first),
             experts_per_token=first.top_k,
             hidden_size=first.hidden_size,
-            most_tokens=_most_tokens(),
+            most_tokens=most_prefill_tokens(),
             dtype=first.params_dtype,
         )
         ranks = get_parallel().moe_ep_group
@@ -177,12 +177,6 @@ def _complete(layer: FusedMoE, group: dist.ProcessGroup) -> Callable[[torch.Tens
     if _view_of(layer) is TokenView.OWN or is_whole:
         return lambda output: output
     return partial(summed, group=group)
-
-
-def _most_tokens() -> int:
-    """How many tokens SGLang puts into a prefill batch; one longer prompt alone may have more."""
-    chunk = get_schedule().chunked_prefill_size
-    return int(chunk if chunk and chunk > 0 else get_schedule().max_prefill_tokens)
 
 
 def _first_host() -> str:

@@ -27,11 +27,7 @@ from ultraep_serve.engines.sglang.checks import (
     check_engine,
     check_settings,
 )
-from ultraep_serve.engines.sglang.cpu_experts import (
-    complete_device_module,
-    compute_and_reduce,
-    compute_own,
-)
+from ultraep_serve.engines.sglang.cpu_experts import complete_device_module, compute_own
 from ultraep_serve.engines.sglang.execution import CpuExperts, DeviceExperts
 from ultraep_serve.engines.sglang.group import ExpertGroup, complete_outputs, expert_layers
 from ultraep_serve.engines.sglang.seams import HOOKED
@@ -213,11 +209,10 @@ class _SchedulerHooks:
         if layer.moe_ep_size == 1:
             return original(layer, x, topk_output, moe_runner_config)
         assert isinstance(self._execution, CpuExperts)
-        way = self._execution.way(layer, x.shape[0])
         chosen = topk_output.topk_weights, topk_output.topk_ids
         if x.shape[0] < self._config.min_batch_tokens:  # nothing is computed elsewhere
-            return compute_own(way, x, *chosen).to(x.dtype)
-        return compute_and_reduce(way, x, *chosen)
+            return compute_own(self._execution.way(layer, x.shape[0]), x, *chosen).to(x.dtype)
+        return self._execution.compute_local(layer, x, *chosen)
 
     def scheduler_made(self, _result: None, scheduler: Any, *_: Any, **__: Any) -> None:
         """Let this rank serve only when it really balances; SGLang only logs failures of plugins.

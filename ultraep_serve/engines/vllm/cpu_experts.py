@@ -10,10 +10,11 @@ Beside vLLM's kernel there are other ways of computing experts, of which the fas
 a model is loaded (``engines.common.ways``). The tokens of all ranks decide which of them a batch
 takes, so that it does not depend on the rank that computes a token.
 
-Sums are taken in float32 until they are complete, across ranks too. Weighted outputs in bfloat16
-have 8 significant bits, so their float32 sum is exact unless they differ in size by more than
-2**13: a token's result does not depend on which rank computed which expert. Only with ``numerics:
-engine`` each rank may round its part of a token's sum, as vLLM does without expert parallelism.
+Sums are taken in float32 until they are complete, across ranks too, for which those of a host share
+memory (``balance.host.sums``). Weighted outputs in bfloat16 have 8 significant bits, so their
+float32 sum is exact unless they differ in size by more than 2**13: a token's result does not depend
+on which rank computed which expert. Only with ``numerics: engine`` each rank may round its part of
+a token's sum, as vLLM does without expert parallelism.
 """
 
 import functools
@@ -21,6 +22,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -52,6 +54,9 @@ from ultraep_serve.engines.common.ways import ChosenWays, Sample, Way, choose_fo
 from ultraep_serve.engines.vllm.checks import check_cpu_execution, has_amx
 from ultraep_serve.engines.vllm.expert_tensors import fit_shared_values
 from ultraep_serve.types import CheckResult
+
+if TYPE_CHECKING:
+    from ultraep_serve.balance.host.sums import HostSums
 
 __all__ = [
     "Assignments",
@@ -103,6 +108,7 @@ class CpuExperts(Execution[RoutedExperts]):
             torch.cpu._init_amx()
         self._config = config
         self._ways: dict[RoutedExperts, ChosenWays] = {}
+        self._sums: HostSums | None = None
         self._num_local = 0  # physical experts per rank
         self._identity: torch.Tensor | None = None  # physical ids (E,) where there are no slots
 
@@ -114,6 +120,13 @@ class CpuExperts(Execution[RoutedExperts]):
         group = get_ep_group().cpu_group
         chosen, found = choose_for_kinds(ways, map(_sample, layers), group, self._config)
         self._ways = dict(zip(layers, chosen, strict=True))
+        moe = layers[0].moe_config
+        if moe.dp_size == 1:
+            # Only now: vLLM loads this module where it cannot bear numba (``_group_of_model``).
+            from ultraep_serve.balance.host.sums import HostSums
+
+            shape = torch.Size((moe.max_num_tokens, layers[0].hidden_size))
+            self._sums = HostSums.connect(group, shape, moe.in_dtype, self._config.timeout_seconds)
         return found
 
     def resize(
@@ -166,7 +179,7 @@ class CpuExperts(Execution[RoutedExperts]):
             return dispatch_compute_combine(way, x, topk_weights, assignments, group.cpu_group)
         local = physical - group.rank_in_group * self._num_local
         own = local.masked_fill_((local < 0) | (local >= self._num_local), -1)
-        return compute_and_reduce(way(x.shape[0]), x, topk_weights, own, group)
+        return compute_and_reduce(way(x.shape[0]), x, topk_weights, own, group, self._sums)
 
     def _way(self, layer: RoutedExperts, num_tokens: int) -> Way:
         """The way of computing ``layer`` for a batch of ``num_tokens`` of all ranks."""
@@ -188,11 +201,18 @@ def compute_and_reduce(
     topk_weights: torch.Tensor,
     own: torch.Tensor,
     group: GroupCoordinator,
+    sums: "HostSums | None",
 ) -> torch.Tensor:
     """Complete output (T, H) where every rank of ``group`` has all tokens ``x`` (T, H).
 
     ``topk_weights`` (T, K); ``own`` (T, K) int32, experts of this rank, -1 for another rank's.
+    Without ``sums``, or for more tokens than they take, vLLM adds up.
     """
+    num_tokens = x.shape[0]
+    if sums is not None and num_tokens <= sums.most_tokens:
+        with expert_clock:
+            way.total(x, topk_weights, own, sums.part(num_tokens))
+        return sums.total(num_tokens)
     with expert_clock:
         own_total = way.total(x, topk_weights, own)
     total: torch.Tensor = _group_to_reduce(group).all_reduce(own_total)
@@ -271,7 +291,8 @@ def dispatch_compute_combine(
     home = _all_to_all(outputs, here, away, group)
     by_token = torch.argsort(order)
     of_tokens = Outputs(tokens[by_token], home[by_token], None)
-    return add_up([of_tokens], x.shape, torch.float32, x.dtype).to(x.dtype)
+    total = torch.empty(x.shape, dtype=torch.float32)
+    return add_up([of_tokens], total, x.dtype).to(x.dtype)
 
 
 def ways_of(layer: RoutedExperts) -> list[Way]:

@@ -1,0 +1,100 @@
+"""HostSums: the same sums on all ranks, turn after turn, and a typed error where a rank is gone."""
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.hosts import engine_group
+from tests.support.ranks import outcomes_of_ranks, run_ranks
+from ultraep_serve.balance.host import sums as host_sums
+from ultraep_serve.balance.host.sums import HostSums
+from ultraep_serve.errors import ConfigError
+
+LONG = 60.0
+MOST, HIDDEN = 700, 24
+TURNS = (1, 64, 65, 3, MOST, 0, MOST, 1, 64, 1, 2, 500, 500)  # few tokens and many, in any order
+
+
+def join(
+    run_path: Path, rank: int, num_ranks: int, dtype: torch.dtype = torch.bfloat16
+) -> HostSums | None:
+    group = engine_group(run_path, rank, num_ranks).on_host
+    return HostSums.connect(group, torch.Size((MOST, HIDDEN)), dtype, LONG)
+
+
+def part_of(rank: int, turn: int, num_tokens: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * turn + rank)
+    return torch.randn(num_tokens, HIDDEN, generator=generator)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(("num_ranks", "most_threads"), [(1, 4), (2, 4), (3, 4), (2, 0)])
+def test_every_rank_gets_the_whole_sum_rounded_once(
+    run_path: Path, num_ranks: int, most_threads: int, dtype: torch.dtype
+) -> None:
+    right = run_ranks(add_many, num_ranks, run_path, num_ranks, most_threads, dtype)
+    assert right == [[True] * len(TURNS)] * num_ranks
+
+
+def add_many(
+    rank: int, run_path: Path, num_ranks: int, most_threads: int, dtype: torch.dtype
+) -> list[bool]:
+    vars(host_sums)["MOST_THREADS"] = most_threads
+    sums = join(run_path, rank, num_ranks, dtype)
+    assert sums is not None
+    right = []
+    for turn, num_tokens in enumerate(TURNS):
+        parts = [part_of(number, turn, num_tokens) for number in range(num_ranks)]
+        sums.part(num_tokens).copy_(parts[rank])
+        right.append(torch.equal(sums.total(num_tokens), reduce(torch.add, parts).to(dtype)))
+    return right
+
+
+@pytest.mark.parametrize("num_tokens", [1, MOST])
+def test_a_rank_killed_before_it_gave_its_part_is_noticed(run_path: Path, num_tokens: int) -> None:
+    outcomes = outcomes_of_ranks(die_in_the_third_turn, 2, run_path, num_tokens)
+    assert outcomes[1].signal == signal.SIGKILL
+    assert outcomes[0].error == "PeerTimeoutError"
+    assert "waits for a part of a layer's output: rank 1 has died" in outcomes[0].message
+    assert not multiprocessing.active_children()
+
+
+def die_in_the_third_turn(rank: int, run_path: Path, num_tokens: int) -> None:
+    sums = join(run_path, rank, 2)
+    assert sums is not None
+    for turn in range(3):
+        sums.part(num_tokens).zero_()
+        if rank == 1 and turn == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        sums.total(num_tokens)
+
+
+def refuse(_name: str) -> int:
+    raise ConfigError("no")
+
+
+REPLACED: dict[str, Callable[..., Any]] = {
+    "host_identity": lambda shared: 1,  # another host's
+    "shareable_memory": refuse,
+    "open_memory_of": lambda process, descriptor: os.open("/", os.O_RDONLY),  # not to be mapped
+}
+
+
+@pytest.mark.parametrize("name", REPLACED)
+def test_where_one_rank_shares_no_memory_all_leave_it_to_the_engine(
+    run_path: Path, name: str
+) -> None:
+    assert run_ranks(join_without, 3, run_path, name) == [True] * 3
+
+
+def join_without(rank: int, run_path: Path, name: str) -> bool:
+    if rank == 1:
+        vars(host_sums)[name] = REPLACED[name]
+    return join(run_path, rank, 3) is None
