@@ -31,8 +31,9 @@ PAGE = Path(__file__).resolve().parents[1] / "dev" / "measurements.md"
 TIMES = (
     *("serving-ttft", "serving-ttft-avx512", "serving-ttft-avx512-epyc"),
     *("serving-ttft-avx2", "serving-ttft-amx"),
-    *("serving-balanced", "sglang-ttft", "sglang-balanced", "real-routing-ttft"),
-    "real-routing-ttft-sglang",
+    *("serving-balanced", "serving-balanced-amx"),
+    *("sglang-ttft", "sglang-ttft-amx", "sglang-balanced"),
+    *("real-routing-ttft", "real-routing-ttft-sglang"),
 )
 SPEEDS = "speeds"
 LOADS = ("load-vllm", "load-sglang")
