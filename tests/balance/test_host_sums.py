@@ -15,7 +15,7 @@ from tests.support.hosts import engine_group
 from tests.support.ranks import outcomes_of_ranks, run_ranks
 from ultraep_serve.balance.host import sums as host_sums
 from ultraep_serve.balance.host.sums import HostSums
-from ultraep_serve.errors import ConfigError
+from ultraep_serve.errors import ConfigError, PeerTimeoutError
 
 LONG = 60.0
 MOST, HIDDEN = 700, 24
@@ -23,10 +23,14 @@ TURNS = (1, 64, 65, 3, MOST, 0, MOST, 1, 64, 1, 2, 500, 500)  # few tokens and m
 
 
 def join(
-    run_path: Path, rank: int, num_ranks: int, dtype: torch.dtype = torch.bfloat16
+    run_path: Path,
+    rank: int,
+    num_ranks: int,
+    dtype: torch.dtype = torch.bfloat16,
+    seconds: float = LONG,
 ) -> HostSums | None:
     group = engine_group(run_path, rank, num_ranks).on_host
-    return HostSums.connect(group, torch.Size((MOST, HIDDEN)), dtype, LONG)
+    return HostSums.connect(group, torch.Size((MOST, HIDDEN)), dtype, seconds)
 
 
 def part_of(rank: int, turn: int, num_tokens: int) -> torch.Tensor:
@@ -74,6 +78,27 @@ def die_in_the_third_turn(rank: int, run_path: Path, num_tokens: int) -> None:
         if rank == 1 and turn == 2:
             os.kill(os.getpid(), signal.SIGKILL)
         sums.total(num_tokens)
+
+
+def test_a_stopped_rank_is_waited_for_as_long_as_configured(run_path: Path) -> None:
+    message, _ = run_ranks(stop_in_the_second_turn, 2, run_path)
+    assert "waits for a part of a layer's output: rank 1 did not answer within 0.5 s" in message
+
+
+def stop_in_the_second_turn(rank: int, run_path: Path) -> str:
+    """Rank 1, which the other one wakes in the end."""
+    sums = join(run_path, rank, 2, seconds=0.5)
+    assert sums is not None
+    (run_path / f"process-{rank}").write_text(str(os.getpid()))
+    sums.total(1)
+    sums.end_loading()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return ""
+    with pytest.raises(PeerTimeoutError) as error:
+        sums.total(1)
+    os.kill(int((run_path / "process-1").read_text()), signal.SIGCONT)
+    return str(error.value)
 
 
 def refuse(_name: str) -> int:

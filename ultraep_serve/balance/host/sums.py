@@ -45,11 +45,19 @@ class HostSums:
     """Adds up float32 parts (T, H) of all ranks. They call it alike, with the same T."""
 
     def __init__(
-        self, peers: Peers, segments: torch.Tensor, shape: torch.Size, dtype: torch.dtype
+        self,
+        peers: Peers,
+        segments: torch.Tensor,
+        shape: torch.Size,
+        dtype: torch.dtype,
+        seconds: float,
     ) -> None:
-        """``segments`` (R, W) float32 of all ranks, for ``shape`` (T, H) of tokens at most."""
+        """``segments`` (R, W) float32 of all ranks, for ``shape`` (T, H) of tokens at most.
+
+        ``peers`` are waited for ``seconds`` once loading has ended.
+        """
         self.most_tokens, self._hidden_size = shape
-        self._peers, self._dtype = peers, dtype
+        self._peers, self._dtype, self._seconds = peers, dtype, seconds
         self._segments = segments
         self._flags = np.array([own.data_ptr() for own in segments], np.int64)
         self._epoch = self._turn = 0
@@ -62,8 +70,8 @@ class HostSums:
     ) -> "HostSums | None":
         """Join all ranks of ``group`` for at most ``shape`` (T, H) of tokens in ``dtype``.
 
-        None, on all ranks alike, where they do not share memory. They are waited for a multiple of
-        the timeout ``seconds``, as where they load. Raises PeerTimeoutError.
+        None, on all ranks alike, where they do not share memory. Until ``end_loading`` they are
+        waited for a multiple of the timeout ``seconds``. Raises PeerTimeoutError.
         """
         patience = seconds * CONNECT_FACTOR
         ranks = HostAllGather(group, patience)
@@ -86,7 +94,11 @@ class HostSums:
         if segments is None or not have_all:
             return None
         peers = Peers(group.rank(), dict(enumerate(processes)), patience)
-        return cls(peers, segments, shape, dtype)
+        return cls(peers, segments, shape, dtype, seconds)
+
+    def end_loading(self) -> None:
+        """Expect others to answer within the timeout; before this they may be compiling."""
+        self._peers.seconds = self._seconds
 
     def part(self, num_tokens: int) -> torch.Tensor:
         """Where this rank's part (T, H) of the next ``total`` belongs; it holds anything."""

@@ -71,6 +71,10 @@ class Execution(ABC, Generic[Layer]):
         ``topk_weights`` and ``physical`` (T, K). All ranks call it together.
         """
 
+    def end_loading(self) -> None:
+        """Expect the other ranks to answer within the timeout; before this they may compile."""
+        return None
+
     def give_slots(
         self,
         layers: Sequence[Layer],

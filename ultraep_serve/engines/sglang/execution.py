@@ -110,6 +110,10 @@ class CpuExperts(_ResizedLayers):
         is_own = (local >= 0) & (local < layer.num_local_experts)
         return self.compute_local(layer, x, topk_weights, torch.where(is_own, local, -1))
 
+    def end_loading(self) -> None:
+        for sums in filter(None, self._sums.values()):
+            sums.end_loading()
+
     def compute_local(
         self, layer: FusedMoE, x: torch.Tensor, topk_weights: torch.Tensor, local: torch.Tensor
     ) -> torch.Tensor:

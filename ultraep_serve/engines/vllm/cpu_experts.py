@@ -158,6 +158,10 @@ class CpuExperts(Execution[RoutedExperts]):
         self._num_local = self._num_local or -(-num_experts // num_ranks)
         self._identity = torch.from_numpy(identity_table(num_experts, num_ranks, 0))
 
+    def end_loading(self) -> None:
+        if self._sums is not None:
+            self._sums.end_loading()
+
     def plain_ids(self, topk_ids: torch.Tensor) -> torch.Tensor:
         """Physical ids (T, K) of masters where there are no slots; padding -1 kept."""
         assert self._identity is not None, "layers are finished first"

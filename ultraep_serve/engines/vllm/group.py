@@ -162,7 +162,12 @@ class ExpertGroup:
         complete = _complete(first, loaded.view, group)
         self.balanced = start_balancing(self._config, self._execution, loaded, own, complete)
         self.balanced.mark_ready(logger)
-        after_warm_up(self.vllm_config, functools.partial(self.balanced.end_loading, logger))
+        after_warm_up(self.vllm_config, self._end_loading)
+
+    def _end_loading(self) -> None:
+        assert self.balanced is not None, "what is not balanced is not waited for"
+        self._execution.end_loading()
+        self.balanced.end_loading(logger)
 
 
 def _complete(
