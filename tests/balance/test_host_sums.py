@@ -19,7 +19,7 @@ from ultraep_serve.errors import ConfigError, PeerTimeoutError
 
 LONG = 60.0
 MOST, HIDDEN = 700, 24
-TURNS = (1, 64, 65, 3, MOST, 0, MOST, 1, 64, 1, 2, 500, 500)  # few tokens and many, in any order
+TURNS = (65, 3, MOST, 0, MOST, 1, 64, 1, 2, 500, 500)  # tokens
 
 
 def join(
@@ -59,6 +59,16 @@ def add_many(
         sums.part(num_tokens).copy_(parts[rank])
         right.append(torch.equal(sums.total(num_tokens), reduce(torch.add, parts).to(dtype)))
     return right
+
+
+def test_few_tokens_and_more_than_there_is_room_for_are_left_to_the_engine(run_path: Path) -> None:
+    assert run_ranks(ask, 1, run_path) == [[False, False, True, True, False]]
+
+
+def ask(rank: int, run_path: Path) -> list[bool]:
+    sums = join(run_path, rank, 1)
+    assert sums is not None
+    return [sums.takes(num_tokens) for num_tokens in (0, 64, 65, MOST, MOST + 1)]
 
 
 @pytest.mark.parametrize("num_tokens", [1, MOST])

@@ -59,10 +59,10 @@ class Peers:
                     for rank, flag in zip(self._processes, flags, strict=True)
                     if not wait_flags(np.array([flag]), epoch, 1)
                 ]
-                self._require(behind, is_done, what, now - started)
+                self._require_peers(behind, is_done, what, now - started)
                 next_liveness = now + _LIVENESS_SECONDS
 
-    def _require(
+    def _require_peers(
         self, behind: list[int], is_done: Callable[[int], bool], what: str, waited: float
     ) -> None:
         suspects = behind or list(self._processes)

@@ -4,10 +4,9 @@ Where every rank has all tokens, each computes a part of every token's output, i
 engine's own sum would carry float32 to every rank and leave the rounding to each of them. Here each
 rank adds up and rounds a share of the tokens, and the others copy what came of it.
 
-In a turn ranks meet before they add up, and again before they copy: hence a rank writes its next
-part when all have added, and its next share when all have copied. Of few tokens every rank adds up
-all of them and they meet once. Such parts are kept twice, by turns: a rank writes that of turn
-n + 2 only after everybody has come to turn n + 1, hence finished reading those of turn n.
+Ranks meet before they add up, and again before they copy: hence a rank writes its next part when
+all have added, and its next share when all have copied. Few tokens are left to the engine, whose
+own sum is as quick then.
 """
 
 import mmap
@@ -36,7 +35,7 @@ from ultraep_serve.telemetry.run_directory import SHARED_MEMORY
 
 __all__ = ["HostSums"]
 
-_FEW_TOKENS = 64  # that every rank adds up by itself
+_FEW_TOKENS = 64  # that are left to the engine
 _AT_ONCE = 1 << 16  # numbers that torch adds, few enough to be in the cache until they are rounded
 _FLAG = mmap.PAGESIZE // 4  # of the numbers of a segment, those before its parts
 
@@ -56,12 +55,12 @@ class HostSums:
 
         ``peers`` are waited for ``seconds`` once loading has ended.
         """
-        self.most_tokens, self._hidden_size = shape
+        self._most_tokens, self._hidden_size = shape
         self._peers, self._dtype, self._seconds = peers, dtype, seconds
         self._segments = segments
         self._flags = np.array([own.data_ptr() for own in segments], np.int64)
-        self._epoch = self._turn = 0
-        begin = _FLAG + 2 * _FEW_TOKENS * self._hidden_size + shape.numel()
+        self._epoch = 0
+        begin = _FLAG + shape.numel()
         self._shares = [own[begin:].view(dtype)[: shape.numel()].view(shape) for own in segments]
 
     @classmethod
@@ -75,8 +74,7 @@ class HostSums:
         """
         patience = seconds * CONNECT_FACTOR
         ranks = HostAllGather(group, patience)
-        few = 2 * _FEW_TOKENS * shape[1]
-        size = (_FLAG + few + shape.numel()) * 4 + shape.numel() * dtype.itemsize
+        size = 4 * _FLAG + shape.numel() * (4 + dtype.itemsize)
         size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
         try:
             segment = shareable_memory("ultraep-sums")
@@ -100,37 +98,29 @@ class HostSums:
         """Expect others to answer within the timeout; before this they may be compiling."""
         self._peers.seconds = self._seconds
 
+    def takes(self, num_tokens: int) -> bool:
+        """Whether so many tokens are added up here; others are left to the engine."""
+        return _FEW_TOKENS < num_tokens <= self._most_tokens
+
     def part(self, num_tokens: int) -> torch.Tensor:
         """Where this rank's part (T, H) of the next ``total`` belongs; it holds anything."""
-        first = self._first_number(num_tokens)
-        part = self._segments[self._peers.rank, first : first + num_tokens * self._hidden_size]
+        part = self._segments[self._peers.rank, _FLAG : _FLAG + num_tokens * self._hidden_size]
         return part.view(num_tokens, self._hidden_size)
 
     def total(self, num_tokens: int) -> torch.Tensor:
         """The sum (T, H) of all ranks' parts, rounded. Raises PeerTimeoutError."""
         total = torch.empty((num_tokens, self._hidden_size), dtype=self._dtype)
         self._meet()
-        first = self._first_number(num_tokens)
-        if num_tokens <= _FEW_TOKENS:
-            self._add(first, total, total)
-        else:
-            ends = [num_tokens * rank // len(self._shares) for rank in range(1 + len(self._shares))]
-            tokens = list(starmap(slice, pairwise(ends)))
-            mine = tokens[self._peers.rank]
-            first += mine.start * self._hidden_size
-            self._add(first, total[mine], self._shares[self._peers.rank][mine])
-            self._meet()
-            for some, share in zip(tokens, self._shares, strict=True):
-                if some is not mine:
-                    total[some] = share[some]
-        self._turn += 1
+        ends = [num_tokens * rank // len(self._shares) for rank in range(1 + len(self._shares))]
+        tokens = list(starmap(slice, pairwise(ends)))
+        mine = tokens[self._peers.rank]
+        first = _FLAG + mine.start * self._hidden_size
+        self._add(first, total[mine], self._shares[self._peers.rank][mine])
+        self._meet()
+        for some, share in zip(tokens, self._shares, strict=True):
+            if some is not mine:
+                total[some] = share[some]
         return total
-
-    def _first_number(self, num_tokens: int) -> int:
-        """Of a segment, where the part of this turn begins, which has ``num_tokens``."""
-        is_of_few = num_tokens <= _FEW_TOKENS
-        before = self._turn % 2 * _FEW_TOKENS if is_of_few else 2 * _FEW_TOKENS
-        return _FLAG + before * self._hidden_size
 
     def _add(self, first: int, total: torch.Tensor, copy: torch.Tensor) -> None:
         """Sums of segments from number ``first`` on, rounded, in ``total`` and ``copy`` (n, H)."""

@@ -47,14 +47,14 @@ def compute_and_reduce(
     """Do as ``compute_own``, with a sum that is the same wherever experts are computed.
 
     In 16-bit models the first rank's part is all of it and the others' are zero, so that the
-    engine's sum does not round it again. All ranks call it together. Without ``sums``, or for more
-    tokens than they take, SGLang adds up.
+    engine's sum does not round it again. All ranks call it together. Without ``sums``, or for
+    tokens that they do not take, SGLang adds up.
     """
     if x.dtype is torch.float32:
         return compute_own(way, x, topk_weights, local_ids)
     group, num_tokens = get_parallel().moe_ep_group, x.shape[0]
     everything: torch.Tensor
-    if sums is not None and num_tokens <= sums.most_tokens:
+    if sums is not None and sums.takes(num_tokens):
         compute_own(way, x, topk_weights, local_ids, sums.part(num_tokens))
         everything = sums.total(num_tokens)
     else:

@@ -210,10 +210,10 @@ def compute_and_reduce(
     """Complete output (T, H) where every rank of ``group`` has all tokens ``x`` (T, H).
 
     ``topk_weights`` (T, K); ``own`` (T, K) int32, experts of this rank, -1 for another rank's.
-    Without ``sums``, or for more tokens than they take, vLLM adds up.
+    Without ``sums``, or for tokens that they do not take, vLLM adds up.
     """
     num_tokens = x.shape[0]
-    if sums is not None and num_tokens <= sums.most_tokens:
+    if sums is not None and sums.takes(num_tokens):
         with expert_clock:
             way.total(x, topk_weights, own, sums.part(num_tokens))
         return sums.total(num_tokens)
