@@ -65,6 +65,7 @@ class Peers:
     def _require_peers(
         self, behind: list[int], is_done: Callable[[int], bool], what: str, waited: float
     ) -> None:
+        """Raise where waiting longer cannot help: a rank died, or time is over."""
         suspects = behind or list(self._processes)
         dead = [rank for rank in suspects if not is_process_alive(self._processes[rank])]
         timed_out = waited > self.seconds

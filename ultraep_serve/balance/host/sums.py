@@ -6,7 +6,7 @@ rank adds up and rounds a share of the tokens, and the others copy what came of 
 
 Ranks meet before they add up, and again before they copy: hence a rank writes its next part when
 all have added, and its next share when all have copied. Few tokens are left to the engine, whose
-own sum is as quick then.
+own sum meets once, and in C++.
 """
 
 import mmap
@@ -92,7 +92,9 @@ class HostSums:
         if segments is None or not have_all:
             return None
         peers = Peers(group.rank(), dict(enumerate(processes)), patience)
-        return cls(peers, segments, shape, dtype, seconds)
+        sums = cls(peers, segments, shape, dtype, seconds)
+        sums.total(0)  # compiled before a batch
+        return sums
 
     def end_loading(self) -> None:
         """Expect others to answer within the timeout; before this they may be compiling."""
