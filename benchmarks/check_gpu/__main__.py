@@ -92,18 +92,22 @@ def machine(dry_run: bool) -> dict[str, Any]:
     has_gpu = torch.cuda.is_available()
     if not has_gpu and not dry_run:
         sys.exit("no GPU here; use --dry-run to see what would be done")
-    git = ["git", "-C", str(ROOT)]
-    found = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True)
-    changed = subprocess.run(
-        [*git, "status", "--porcelain", "--untracked-files=no"], capture_output=True, text=True
-    )
     return {
-        "commit": found.stdout.strip() or "not a git checkout",
-        "changed": bool(changed.stdout.strip()),
+        "commit": git("rev-parse", "HEAD") or "not a git checkout",
+        "changed": bool(git("status", "--porcelain", "--untracked-files=no")),
         "versions": versions(),
         "gpu": None if dry_run else gpu_state(),
         "num_gpus": torch.cuda.device_count() if has_gpu else 0,
     }
+
+
+def git(*arguments: str) -> str:
+    """What git says of the checkout; nothing where it is none, or where there is no git."""
+    try:
+        said = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True)
+    except OSError:
+        return ""
+    return said.stdout.strip()
 
 
 def run_part(part: Part, dry_run: bool, seconds_left: float, entry: dict[str, Any]) -> None:

@@ -22,9 +22,11 @@ elif os.environ.get("TRITON_INTERPRET") != "1":
     os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
 sys.path[1:1] = [str(Path(__file__).resolve().parents[1] / "device")]
 
+import checks  # noqa: E402
 import torch  # noqa: E402
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
+from parts import CHECKS_OF_KERNELS  # noqa: E402
 from report import Report  # noqa: E402
 from routes import make_routes  # noqa: E402
 from virtual_layer import Work, balance, check_outputs, make_layer  # noqa: E402
@@ -58,9 +60,7 @@ def check(bench: Bench, report: Report) -> None:
     report.run("layer", check_layer, bench)
     if not bench.interpreted:
         torch.cuda.synchronize()
-        import checks
-
-        checks.run(bench, report)
+        checks.run(bench, report, *CHECKS_OF_KERNELS)
         torch.cuda.synchronize()
 
 

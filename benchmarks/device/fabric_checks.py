@@ -57,7 +57,9 @@ class ExpertSizes:
         """One layer's masters (L, ...), always the same for a seed."""
         generator = torch.Generator(device).manual_seed(seed)
         return [
-            torch.randn((self.masters, *shape), generator=generator, device=device).to(dtype)
+            torch.empty((self.masters, *shape), dtype=dtype, device=device).normal_(
+                generator=generator
+            )
             for shape, dtype in self.shapes
         ]
 

@@ -8,7 +8,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["PARTS", "Part"]
+__all__ = ["CHECKS_OF_KERNELS", "PARTS", "Part"]
 
 
 @dataclass(frozen=True)

@@ -180,17 +180,23 @@ def test_a_refusing_driver_raises_and_a_lacking_device_is_refused() -> None:
 def test_gpus_without_peer_access_are_refused_by_name() -> None:
     """Two devices, of which the second is the other rank's."""
 
+    class Device:  # a new one at every call, equal to no other, as cuda-bindings makes them
+        def __init__(self, index: int) -> None:
+            self.index = index
+
     class TwoDevices(_Bindings):
         def cuDeviceGet(self, index: int) -> tuple[Any, ...]:
-            return _Result.CUDA_SUCCESS, f"device {index}"
+            return _Result.CUDA_SUCCESS, Device(index)
 
-        def cuDeviceGetUuid(self, device: str) -> tuple[Any, ...]:
-            return _Result.CUDA_SUCCESS, SimpleNamespace(bytes=device.encode())
+        def cuDeviceGetUuid(self, device: Device) -> tuple[Any, ...]:
+            return _Result.CUDA_SUCCESS, SimpleNamespace(bytes=bytes([device.index]))
 
     reach = TwoDevices(cuDeviceGetCount=2, cuDeviceCanAccessPeer=1)
     own, other = (CudaDriver(reach, index, HandleKind.FILE_DESCRIPTOR).uuid for index in range(2))
     CudaDriver(reach, 0, HandleKind.FILE_DESCRIPTOR).require_peer(other, 5)
-    assert reach.calls[-1] == ("cuDeviceCanAccessPeer", "device 0", "device 1")
+    name, *devices = reach.calls[-1]
+    assert name == "cuDeviceCanAccessPeer"
+    assert [device.index for device in devices] == [0, 1]
     lacking = CudaDriver(TwoDevices(cuDeviceGetCount=2), 0, HandleKind.FILE_DESCRIPTOR)
     lacking.require_peer(own, 4)  # ranks may share a device
     lacking.require_peer("of another host", 6)

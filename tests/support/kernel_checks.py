@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from ultraep_kernels.contract import FLAG_BYTES, HEADER_WIDTH
-from ultraep_kernels.device.count import Counted, count
+from ultraep_kernels.device.count import Counted, count, new_count_buffers
 from ultraep_kernels.device.exchange import (
     Inboxes,
     exchange,
@@ -19,7 +19,7 @@ from ultraep_kernels.device.exchange import (
     new_epoch,
     row_reference,
 )
-from ultraep_kernels.device.plan import DevicePlan, plan
+from ultraep_kernels.device.plan import DevicePlan, new_plan_buffers, plan
 from ultraep_kernels.device.reroute import places_of, reroute
 from ultraep_kernels.device.status import DeviceStatus, new_status
 from ultraep_kernels.host.count import count_reference
@@ -50,10 +50,11 @@ def check_count_and_reroute(
     share = torch.from_numpy(planned.share).to(bench.device)
     slot_expert = torch.from_numpy(planned.slot_expert).to(bench.device)
     status = new_status(bench.device)
+    buffers = new_count_buffers(ids.numel(), num_experts, bench.device)
+    places = places_of(share, slot_expert, num_masters)
 
     def route() -> tuple[Counted, torch.Tensor]:
-        counted = count(ids, num_experts)
-        places = places_of(share, slot_expert, num_masters)
+        counted = count(ids, num_experts, buffers=buffers)
         return counted, reroute(ids, places, slot_expert.shape[1], counted, status)
 
     (counted, physical), microseconds = bench.replayed(route)
@@ -77,15 +78,10 @@ def check_plan(
     """The plan of rank ``source`` for ``loads`` (R, E) and ``speeds`` (R,)."""
     fast = None if speeds is None else torch.from_numpy(speeds).int().to(bench.device)
     on_device, status = torch.from_numpy(loads).int().to(bench.device), new_status(bench.device)
+    slots = shape.num_replica_slots
+    buffers = new_plan_buffers(*loads.shape, slots, bench.device, domain_size=domain_size)
     found, microseconds = bench.replayed(
-        lambda: plan(
-            on_device,
-            shape.num_replica_slots,
-            source,
-            status,
-            domain_size=domain_size,
-            speeds=fast,
-        )
+        lambda: plan(on_device, slots, source, status, speeds=fast, buffers=buffers)
     )
     context = PlanContext.of(shape, domain_size, speeds)
     require_same_plan(found, plan_quota(loads, context, source))

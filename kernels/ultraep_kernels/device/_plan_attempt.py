@@ -70,6 +70,7 @@ def attempt(
     ranks = tl.arange(0, SIZES.block_ranks)
     slots = tl.arange(0, SIZES.block_slots)
     experts = tl.arange(0, SIZES.block_experts)
+    masters = tl.arange(0, SIZES.block_masters)
     held = tl.full((SIZES.block_slots, SIZES.block_ranks), -1, tl.int32)
     quotas = tl.zeros((SIZES.block_slots, SIZES.block_ranks), tl.int32)
     filled = tl.where(ranks < num_ranks, 0, SIZES.num_slots)
@@ -79,10 +80,14 @@ def attempt(
     while donor < _NOBODY:
         excess = -_at(room, ranks, donor)
         step += 1
-        own = (experts >= donor * SIZES.num_masters) & (experts < (donor + 1) * SIZES.num_masters)
-        weighed = tl.where(own, _weigh(left, seed, step, experts), -1)
+        # of the donor's experts only, which are far fewer than all
+        first = donor * SIZES.num_masters
+        own = tl.gather(left, tl.minimum(first + masters, SIZES.block_experts - 1), axis=0)
+        weighed = _weigh(own, seed, step, first + masters)
+        weighed = tl.where(masters < SIZES.num_masters, weighed, -1)
         largest = tl.max(weighed, axis=0)
-        expert = tl.min(tl.where(weighed == largest, experts, _NOBODY), axis=0)
+        chosen = tl.min(tl.where(weighed == largest, masters, _NOBODY), axis=0)
+        expert = first + chosen
 
         holds = tl.max((held == expert).to(tl.int32), axis=0) > 0
         is_open = (room > 0) & (filled < SIZES.num_slots) & (holds == 0)
@@ -99,7 +104,7 @@ def attempt(
         capped = (slot < SIZES.num_slots - 1) | (_at(filled, ranks, donor) == SIZES.num_slots)
         capped = capped | (generous == 0)
         amount = tl.where(capped, tl.minimum(amount, excess), amount)
-        amount = tl.minimum(amount, _at(left, experts, expert))
+        amount = tl.minimum(amount, _at(own, masters, chosen))
         here = (slots[:, None] == slot) & (ranks[None, :] == target)
         held = tl.where(here, expert, held)
         quotas = tl.where(here, amount, quotas)
@@ -131,6 +136,9 @@ def relax(
     ranks = tl.arange(0, SIZES.block_ranks)
     slots = tl.arange(0, SIZES.block_slots)
     experts = tl.arange(0, SIZES.block_experts)
+    exists = ranks < num_ranks
+    fastest = tl.max(tl.where(exists, speeds, 0), axis=0)
+    is_even = tl.min(tl.where(exists, speeds, fastest), axis=0) == fastest
     moved = num_ranks
     sweep = num_ranks * 0
     while (sweep < SIZES.search.sweeps) & (moved > 0):
@@ -143,10 +151,16 @@ def relax(
             if expert >= 0:
                 master = expert // SIZES.num_masters
                 here = (slots[:, None] == slot) & (ranks[None, :] == rank)
-                sender, receiver = _at(speeds, ranks, master), _at(speeds, ranks, rank)
-                surplus = _at(rank_load, ranks, master).to(tl.int64) * receiver
-                surplus -= _at(rank_load, ranks, rank).to(tl.int64) * sender
-                most = (tl.abs(surplus) // (sender + receiver)).to(tl.int32)
+                if is_even:
+                    apart = tl.where(ranks == master, rank_load, 0)
+                    apart -= tl.where(ranks == rank, rank_load, 0)
+                    surplus = tl.sum(apart, axis=0).to(tl.int64)
+                    most = (tl.abs(surplus) // 2).to(tl.int32)
+                else:
+                    sender, receiver = _at(speeds, ranks, master), _at(speeds, ranks, rank)
+                    surplus = _at(rank_load, ranks, master).to(tl.int64) * receiver
+                    surplus -= _at(rank_load, ranks, rank).to(tl.int64) * sender
+                    most = (tl.abs(surplus) // (sender + receiver)).to(tl.int32)
                 forth = tl.minimum(most, _at(left, experts, expert))
                 back = tl.minimum(most, _at_slot(quotas, slots, ranks, slot, rank))
                 amount = tl.where(surplus >= 0, forth, -back)

@@ -21,7 +21,7 @@ from ultraep_kernels.device._plan_times import LONGEST, busiest, least_time, spe
 from ultraep_kernels.device._signals import peek, put
 from ultraep_kernels.device.status import IMPOSSIBLE_LOADS, TIMEOUTS
 
-__all__ = ["NO_KEY", "rank_loads", "survey", "take_winners"]
+__all__ = ["NO_KEY", "is_reached", "rank_loads", "survey", "take_winners"]
 
 NO_KEY = tl.constexpr((1 << 63) - 1)
 _QUOTA, _IDEAL = tl.constexpr(Policy.QUOTA.code), tl.constexpr(Policy.IDEAL.code)
@@ -52,6 +52,26 @@ def rank_loads(
 
 
 @triton.jit
+def _first_reached(row_ptr, SIZES: tl.constexpr):
+    """Whether a domain is at the goal once the first wave is over."""
+    NUM_KEYS: tl.constexpr = SIZES.search.limit + SIZES.search.thrifty
+    numbers = tl.arange(0, SIZES.block_keys)
+    keys = tl.load(row_ptr + numbers, mask=numbers < SIZES.search.first, other=NO_KEY)
+    least = tl.minimum(tl.min(keys, axis=0), tl.load(row_ptr + NUM_KEYS))
+    return least >> 32 <= tl.load(row_ptr + NUM_KEYS + 1)
+
+
+@triton.jit
+def is_reached(attempts, SIZES: tl.constexpr):
+    """Whether the first wave reached the goal in every domain, so that no second one is made."""
+    NUM_KEYS: tl.constexpr = SIZES.search.limit + SIZES.search.thrifty
+    reached = _first_reached(attempts.keys, SIZES)
+    for domain in range(1, SIZES.num_domains):
+        reached = reached & _first_reached(attempts.keys + domain * (NUM_KEYS + 2), SIZES)
+    return reached
+
+
+@triton.jit
 def _winner(row_ptr, SIZES: tl.constexpr):
     """The attempt that the CPU's search, one after another, would have kept; -1 the identity."""
     FIRST: tl.constexpr = SIZES.search.first
@@ -61,9 +81,7 @@ def _winner(row_ptr, SIZES: tl.constexpr):
     numbers = tl.arange(0, BLOCK_KEYS)
     identity = tl.load(row_ptr + LIMIT + THRIFTY)
     goal = tl.load(row_ptr + LIMIT + THRIFTY + 1)
-    first_keys = tl.load(row_ptr + numbers, mask=numbers < FIRST, other=NO_KEY)
-    least = tl.min(first_keys, axis=0)
-    both = tl.minimum(least, identity) >> 32 > goal  # the second wave ran as well
+    both = _first_reached(row_ptr, SIZES) == 0  # the second wave ran as well
     made = tl.where(both, LIMIT, FIRST)
     keys = tl.load(row_ptr + numbers, mask=numbers < made, other=NO_KEY)
     reached = both & (keys >> 32 <= goal)  # the search ends with the first of these

@@ -3,9 +3,9 @@
 Programs that add up loads come first; the last of them to arrive surveys (``_plan_decide``), and a
 layer that can be left alone is. Then one program makes each attempt: those of the first wave and
 the thrifty ones, then those of the second, which return at once where the first reached the goal.
-Whoever arrives last takes the winners, and what was decided stands. An attempt leaves a key that
-sorts attempts by what the planner minimises: the busiest rank's time (not below the goal), the
-replicas sent by one rank, the replicas.
+The last of the wave that is enough takes the winners, and what was decided stands. An attempt
+leaves a key that sorts attempts by what the planner minimises: the busiest rank's time (not below
+the goal), the replicas sent by one rank, the replicas.
 """
 
 import triton
@@ -13,7 +13,13 @@ import triton.language as tl
 
 from ultraep_kernels.device._decisions import PLANNED, is_off
 from ultraep_kernels.device._plan_attempt import attempt, count_replicas, relax
-from ultraep_kernels.device._plan_decide import NO_KEY, rank_loads, survey, take_winners
+from ultraep_kernels.device._plan_decide import (
+    NO_KEY,
+    is_reached,
+    rank_loads,
+    survey,
+    take_winners,
+)
 from ultraep_kernels.device._plan_times import busiest, speeds_of
 from ultraep_kernels.device._signals import peek
 from ultraep_kernels.device._turns import arrive, await_arrivals
@@ -155,16 +161,19 @@ def search(
         domain = tl.where(
             is_second, (index - first_wave) // (LIMIT - FIRST), index // (FIRST + THRIFTY)
         )
-        if tl.load(found.decision) == PLANNED:
+        if peek(found.decision) == PLANNED:  # who takes the winners may write it
             if is_second:
                 await_arrivals(turns_ptr + _FIRST_WAVE, first_wave)
             number = tl.where(is_second, late, early)
             _attempt(domain, number, is_second, found.expert_load, speeds_ptr, attempts, SIZES)
-            if is_second == 0:
-                arrive(turns_ptr + _FIRST_WAVE)
-            if arrive(turns_ptr + _ATTEMPTED) == SIZES.num_domains * (LIMIT + THRIFTY) - 1:
-                take_winners(speeds_ptr, gate, attempts, found, SIZES)
-                arrive(turns_ptr + _DECIDED)
+            # where the first wave is enough, its last decides, and nobody waits for the second
+            counter = tl.where(is_second, _ATTEMPTED, _FIRST_WAVE)
+            size = tl.where(is_second, SIZES.num_domains * (LIMIT - FIRST), first_wave)
+            if arrive(turns_ptr + counter) == size - 1:
+                is_enough = is_reached(attempts, SIZES) != is_second
+                if is_enough:
+                    take_winners(speeds_ptr, gate, attempts, found, SIZES)
+                    arrive(turns_ptr + _DECIDED)
 
 
 @triton.jit

@@ -122,6 +122,7 @@ class PlanSizes(NamedTuple):
     block_all_experts: int
     block_all_ranks: int
     block_experts: int  # of a domain
+    block_masters: int
     block_ranks: int  # of a domain
     block_slots: int
     block_keys: int
@@ -329,6 +330,7 @@ def _sizes_of(
         block_all_experts=_block(num_experts),
         block_all_ranks=_block(num_ranks),
         block_experts=_block(size * masters),
+        block_masters=_block(masters),
         block_ranks=_block(size),
         block_slots=int(triton.next_power_of_2(max(1, num_replica_slots))),
         block_keys=_block(search.limit),

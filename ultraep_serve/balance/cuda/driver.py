@@ -117,9 +117,11 @@ class CudaDriver:
         return self._uuid_of(self._device)
 
     def require_peer(self, uuid: str, rank: int) -> None:
+        if uuid == self.uuid:  # CUDA has no answer for a device and itself
+            return
         for index in range(int(self._call("cuDeviceGetCount"))):
             other = self._call("cuDeviceGet", index)
-            if other == self._device or self._uuid_of(other) != uuid:
+            if self._uuid_of(other) != uuid:
                 continue
             if not self._call("cuDeviceCanAccessPeer", self._device, other):
                 raise UnsupportedError(
