@@ -47,6 +47,7 @@ from ultraep_serve.types import ExpertShape, imbalance
 
 LINK = "h100"  # whose NVLink is assumed
 RANKS_MEASURED = 48  # at least, over all rounds
+FEW_RANKS = 16  # of which every imbalance is measured
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,8 @@ def full(model: str, num_ranks: int) -> Sizes:
     of = model_shape(model)
     shape = ExpertShape(num_ranks, of.num_experts, 2)
     of_expert = of.hidden_size, of.expert_size, of.experts_per_token
-    return Sizes(model, shape, *of_expert, 8192, 64, (1.5, 2.0, 3.0))
+    imbalances = (1.5, 2.0, 3.0) if num_ranks <= FEW_RANKS else (2.0,)
+    return Sizes(model, shape, *of_expert, 8192, 64, imbalances)
 
 
 def tiny(num_ranks: int) -> Sizes:

@@ -28,11 +28,11 @@ PARTS = (
     Part("layer-qwen3", "layer.run", 120, ("qwen3-235b-a22b", 16)),
     Part("stream", "stages.streaming", 90),
     Part("layer-deepseek", "layer.run", 150, ("deepseek-v3", 64)),
-    Part("processes", "memory.processes", 150),
-    Part("slots", "memory.slots", 60),
     Part("balancer", "balancer.run", 90),
     Part("senders", "senders.run", 60),
     Part("exchange", "stages.exchanging", 60),
+    Part("processes", "memory.processes", 150),
+    Part("slots", "memory.slots", 60),
     Part("checks", "checks.run", 160, CHECKS_OF_KERNELS),
     Part("checks-of-balancers", "checks.run", 160, CHECKS_OF_BALANCERS),
 )

@@ -1,6 +1,8 @@
 """How much the host has to do for a layer, counted; nothing is computed."""
 
+import inspect
 import weakref
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -11,6 +13,7 @@ pytest.importorskip("triton", reason="launches of Triton kernels are counted")
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
+from ultraep_kernels.device.launch import Launches, launch
 from ultraep_kernels.device.offline import Launch, recorded_launches
 from ultraep_kernels.device.relays import has_relays, new_sends
 from ultraep_kernels.device.status import new_status
@@ -231,3 +234,56 @@ def test_nothing_is_compiled_while_serving(num_micro_batches: int) -> None:
         served = compiled_for(streams.launches)
     assert {name for name, _ in served} == {name for name, _ in warm}
     assert not served - warm
+
+
+class _Kernel:
+    """As much of a ``triton.jit`` function as launches know, and what it compiles."""
+
+    arg_names = ("table_ptr", "ids_ptr", "num_ids", "SIZES")
+    signature = inspect.signature(lambda table_ptr, ids_ptr, num_ids, SIZES=None: None)
+
+    def __init__(self) -> None:
+        self.compiled: list[_Compiled] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> "Callable[..., _Compiled]":
+        def run(*args: object, **kwargs: object) -> "_Compiled":
+            assert kwargs.pop("num_warps") == 1
+            self.signature.bind(*args, **kwargs)
+            self.compiled.append(_Compiled())
+            return self.compiled[-1]
+
+        return run
+
+
+class _Compiled:
+    def __init__(self) -> None:
+        self.launched: list[tuple[tuple[int, ...], tuple[object, ...]]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> "Callable[..., None]":
+        return lambda *values: self.launched.append((grid, values))
+
+
+def test_what_triton_compiled_is_launched_again_while_it_fits_what_changed() -> None:
+    kernel, launches, table = _Kernel(), Launches(), torch.zeros(3)
+
+    def make(ids: torch.Tensor, grid: tuple[int, ...]) -> None:
+        changed = {"ids_ptr": ids, "num_ids": ids.numel()}
+        launches.make(lambda: launch(kernel, grid, table, **changed, num_warps=1), grid, **changed)
+
+    first, others = torch.zeros(5, dtype=torch.int32), torch.zeros(7, dtype=torch.int32)
+    make(first, (2,))
+    make(others, (3,))
+    [compiled] = kernel.compiled
+    [(grid, values)] = compiled.launched
+    assert grid == (3, 1, 1)
+    assert values[0] is table
+    assert values[1] is others
+    assert values[2:] == (7, None)
+    # a kernel of another kind of ids, or of a number that Triton makes a constant, is another one
+    for ids in (others.long(), others[:1], torch.zeros(16, dtype=torch.int32)):
+        make(ids, (4,))
+        make(ids, (4,))
+        assert len(kernel.compiled[-1].launched) == 1
+    assert len(kernel.compiled) == 4
+    make(others, (3,))
+    assert len(compiled.launched) == 2
