@@ -31,7 +31,7 @@ were asked with balancing on and off, and compared token by token.
 | not served | the engine alone does not serve this model on a CPU, for a reason of its own |
 
 A family that is not in the table is balanced if its layers pass the checks at load. Otherwise it is
-refused by name. On GPUs engines serve more models; nothing was run there: see [GPUs](gpus.md).
+refused by name. On GPUs engines serve more models; none was run there: see [GPUs](gpus.md).
 
 """
 _FLAT = """

@@ -12,6 +12,7 @@ import pytest
 
 from docs.generate import decode as decode_page
 from docs.generate import families as family_pages
+from docs.generate import gpus as gpu_page
 from docs.generate import releases
 from docs.generate.reference import DOCS, TABLES, help_text, table_in
 
@@ -211,6 +212,12 @@ def test_the_releases_of_engines_are_those_of_the_last_run() -> None:
 def test_the_page_on_decode_shows_what_was_replayed() -> None:
     page, remedy = decode_page.PAGE.read_text(), "run `python -m docs.generate.decode`"
     assert table_in(page, decode_page.NAME) == decode_page.decode(), remedy
+
+
+def test_the_page_on_gpus_shows_what_was_measured_on_one() -> None:
+    page, remedy = gpu_page.PAGE.read_text(), "run `python -m docs.generate.gpus`"
+    assert table_in(page, gpu_page.LAYERS) == gpu_page.layers(), remedy
+    assert table_in(page, gpu_page.STAGES) == gpu_page.stages(), remedy
 
 
 def test_no_family_is_without_a_verdict_and_its_reason() -> None:

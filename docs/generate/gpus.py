@@ -1,0 +1,103 @@
+"""The tables of docs/gpus.md, from the JSON of benchmarks/device on a GPU.
+
+python -m docs.generate.gpus
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from docs.generate.reference import DOCS, table, with_table
+
+__all__ = ["LAYERS", "PAGE", "STAGES", "layers", "stages"]
+
+PAGE = DOCS / "gpus.md"
+RESULT = DOCS.parent / "benchmarks" / "results" / "gpu-device.json"
+LAYERS, STAGES = "gpu-device layers", "gpu-device stages"
+_MODELS = {"layer of qwen3-235b-a22b": "Qwen3-235B-A22B", "layer of deepseek-v3": "DeepSeek-V3"}
+_SIZES = ((8, 128), (16, 128), (32, 256), (64, 256), (64, 896))  # ranks, experts
+_TOKENS, _SLOTS = 8192, 2
+_SENDERS = "32 senders"  # the default
+
+
+def layers(result: Path = RESULT) -> str:
+    """A row for each model and imbalance: milliseconds of the slowest rank."""
+    head = (
+        "model", "ranks", "imbalance", "off", "balanced", "even",
+        "faster with balancing", "with an assumed NVLink",
+    )  # fmt: skip
+    rows = []
+    for row in _rows(result, "layer-qwen3", "layer-deepseek"):
+        took = row["layer_microseconds"]
+        rows.append(
+            (
+                _MODELS[row["what"]],
+                str(row["ranks"]),
+                f"{row['imbalance_before']:.2f}",
+                *(f"{took[name] / 1e3:.2f} ms" for name in ("off", "balanced", "ideal")),
+                f"{row['speedup_with_own']:.2f} times",
+                f"{row['speedup_with_own_over_link']:.2f} times",
+            )
+        )
+    return table(head, rows)
+
+
+def stages(result: Path = RESULT) -> str:
+    """What every stage of ours takes, by ranks and experts; and whether it met its target."""
+    sizes = tuple(f"{ranks} ranks, {experts} experts" for ranks, experts in _SIZES)
+    rows = [
+        ("count the ids of 8,192 tokens, and look them up", *_by_size(result, "count + reroute")),
+        ("exchange, when all others have posted", *_by_size(result, "exchange")),
+        ("plan", *_by_size(result, "plan")),
+    ]
+    made = table(("", *sizes), rows) + "\n"
+    flow, alone = _rows(result, "balancer")
+    [sends] = [row for row in _rows(result, "senders") if row["what"] == _SENDERS]
+    others = [
+        ("a layer that is left alone, 64 ranks", *_of_target(alone, "graph", "at_most")),
+        (
+            "what the CPU of that machine does for a balanced layer",
+            *_of_target(flow, "host", "host_at_most"),
+        ),
+        ("for one that is left alone", *_of_target(alone, "host", "host_at_most")),
+        (
+            f"sending with {sends['what']}, of {sends['megabytes']:.0f} MB",
+            f"{sends['gigabytes_per_second']:.0f} GB/s",
+            f"{sends['at_least_gb_per_second']:.0f} GB/s, 80 % of NVLink's",
+        ),
+    ]
+    return made + table(("", "found", "target"), others)
+
+
+def _by_size(result: Path, what: str) -> list[str]:
+    parts = ("exchange",) if what == "exchange" else ("routing",)
+    found: dict[tuple[int, int], list[float]] = {}
+    for row in _rows(result, *parts):
+        is_asked = row["what"] == what and row.get("tokens_per_rank", _TOKENS) == _TOKENS
+        if is_asked and row.get("slots", _SLOTS) == _SLOTS:
+            size = row["ranks"], row["experts"]
+            found.setdefault(size, []).append(row["graph_microseconds"])
+    return [_range(found.get(size, [])) for size in _SIZES]
+
+
+def _range(found: list[float]) -> str:
+    texts = (
+        list(dict.fromkeys(f"{value:.0f}" for value in (min(found), max(found)))) if found else []
+    )
+    return " to ".join(texts) or "not measured"
+
+
+def _of_target(row: dict[str, Any], name: str, target: str) -> tuple[str, str]:
+    return f"{row[f'{name}_microseconds']:.0f}", f"at most {row[target]:.0f}"
+
+
+def _rows(result: Path, *parts: str) -> list[dict[str, Any]]:
+    found = json.loads(result.read_text())["parts"]
+    return [row for part in found if part["part"] in parts for row in part["rows"]]
+
+
+if __name__ == "__main__":
+    page = PAGE.read_text()
+    for name, made in ((LAYERS, layers()), (STAGES, stages())):
+        page = with_table(page, name, made)
+    PAGE.write_text(page)
