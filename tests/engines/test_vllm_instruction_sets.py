@@ -106,6 +106,7 @@ def test_instructions_are_used_where_they_are(monkeypatch: pytest.MonkeyPatch, n
     assert asked == ["AMX"] * INSTRUCTION_SETS[name].amx
 
 
+@pytest.mark.engine  # most of a minute for each
 @pytest.mark.parametrize("name", INSTRUCTION_SETS)
 def test_experts_are_computed_with_fewer_instructions(name: str) -> None:
     """vLLM's build for them, which runs on this machine too."""
