@@ -114,8 +114,8 @@ def _script(name: str, *arguments: str | Path) -> list[str]:
 
 
 PARTS = (
-    Part("device", 490, _device, "report.json"),
-    Part("small", 60, _small),
+    Part("device", 430, _device, "report.json"),
+    Part("small", 120, _small),
     Part("memcheck", 120, _sanitizer("memcheck")),
     Part("synccheck", 90, _sanitizer("synccheck")),
     Part("racecheck", 60, _sanitizer("racecheck")),

@@ -72,7 +72,7 @@ def attempt(
     experts = tl.arange(0, SIZES.block_experts)
     masters = tl.arange(0, SIZES.block_masters)
     held = tl.full((SIZES.block_slots, SIZES.block_ranks), -1, tl.int32)
-    quotas = tl.zeros((SIZES.block_slots, SIZES.block_ranks), tl.int32)
+    quotas = tl.full((SIZES.block_slots, SIZES.block_ranks), 0, tl.int32)
     filled = tl.where(ranks < num_ranks, 0, SIZES.num_slots)
     step = seed * 0
     room = capacities(threshold, speeds) - rank_load

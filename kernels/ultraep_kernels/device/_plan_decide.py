@@ -42,7 +42,7 @@ def rank_loads(
 ):
     """(R,) assignments per rank when every expert is computed by its master."""
     ranks = tl.arange(0, BLOCK_RANKS)
-    rank_load = tl.zeros((BLOCK_RANKS,), tl.int32)
+    rank_load = tl.full((BLOCK_RANKS,), 0, tl.int32)
     for start in range(0, SIZES.num_masters, SIZES.masters_at_once):
         masters = start + tl.arange(0, SIZES.masters_at_once)
         mask = (masters < SIZES.num_masters)[:, None] & (ranks < num_ranks)[None, :]

@@ -155,7 +155,7 @@ def _finish_experts(block, decision, loads, attempts, found, source, SIZES: tl.c
     inside = inside & (is_expert & (winner >= 0))[:, None]
     start = domain * (SIZES.search.limit + SIZES.search.thrifty) + winner
     start = start.to(tl.int64) * (NUM_SLOTS * DOMAIN_SIZE)
-    quota = tl.zeros((SIZES.experts_written, SIZES.block_all_ranks), tl.int32)
+    quota = tl.full((SIZES.experts_written, SIZES.block_all_ranks), 0, tl.int32)
     width: tl.constexpr = NUM_MASTERS + SIZES.all_slots
     master = ranks[None, :] * width + (experts % NUM_MASTERS)[:, None]
     physical = tl.where(is_owner, master, -1)

@@ -163,4 +163,4 @@ def plan_kernel(
                 STREAMS,
             )
     if arrive(turns_ptr + _DONE) == tl.num_programs(0) - 1:
-        tl.store(turns_ptr + tl.arange(0, _COUNTERS), tl.zeros((_COUNTERS,), tl.int32))
+        tl.store(turns_ptr + tl.arange(0, _COUNTERS), tl.full((_COUNTERS,), 0, tl.int32))

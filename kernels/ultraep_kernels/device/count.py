@@ -106,7 +106,7 @@ def _add_up_columns(
     NUM_COLUMNS: tl.constexpr = SIZES.num_experts + 1
     columns = program * SIZES.columns + tl.arange(0, SIZES.columns)
     rows = tl.arange(0, SIZES.block_rows)
-    total = tl.zeros((SIZES.columns,), tl.int32)
+    total = tl.full((SIZES.columns,), 0, tl.int32)
     for first in range(0, num_blocks, SIZES.block_rows):
         mask = ((first + rows) < num_blocks)[:, None] & (columns < NUM_COLUMNS)[None, :]
         offsets = (first + rows).to(tl.int64)[:, None] * NUM_COLUMNS + columns[None, :]
@@ -167,7 +167,7 @@ def _count_kernel(
             await_arrivals(turns_ptr + 3, 1)
         is_last = exchange_program(program, row_ptr, inboxes, rows_ptr, patience_ns, SIZES.rows)
     if is_last:
-        tl.store(turns_ptr + tl.arange(0, 4), tl.zeros((4,), tl.int32))
+        tl.store(turns_ptr + tl.arange(0, 4), tl.full((4,), 0, tl.int32))
 
 
 def blocks_of(num_ids: int) -> int:

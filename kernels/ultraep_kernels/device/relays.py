@@ -81,8 +81,8 @@ def assign_senders(
     owner = tl.maximum(expert, 0) // NUM_MASTERS
     parent = tl.full((BLOCK,), -1, tl.int32)
     if RULE.min_replicas > 0:
-        replicas = tl.zeros((BLOCK,), tl.int32)
-        turn = tl.zeros((BLOCK,), tl.int32)
+        replicas = tl.full((BLOCK,), 0, tl.int32)
+        turn = tl.full((BLOCK,), 0, tl.int32)
         for start in range(0, count, TILE):
             others = start + tl.arange(0, TILE)
             held = tl.load(slot_expert_ptr + others, mask=others < count, other=-2)
@@ -98,7 +98,7 @@ def assign_senders(
         relays = tl.where(replicas >= RULE.min_replicas, relays, tl.maximum(replicas, 1))
         relayed = (expert >= 0) & (turn >= relays)
         wanted = turn % relays
-        relay = tl.zeros((BLOCK,), tl.int32)
+        relay = tl.full((BLOCK,), 0, tl.int32)
         for start in range(0, count, TILE):
             others = start + tl.arange(0, TILE)
             held = tl.load(slot_expert_ptr + others, mask=others < count, other=-2)

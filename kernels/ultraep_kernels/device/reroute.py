@@ -162,9 +162,10 @@ def assign_block(
         stride = tl.load(places.stride + expert, mask=valid, other=1)
         # compiled to a division of 32 bits for where both fit
         place = (index.to(tl.int64) * stride % tl.maximum(total, 1)).to(tl.int32)
-        low = tl.zeros((BLOCK,), tl.int32)  # the first rank whose places end behind this one
+        low = tl.full((BLOCK,), 0, tl.int32)  # the first rank whose places end behind this one
         high = low + (NUM_RANKS - 1)
-        for _ in tl.static_range(SIZES.search_steps):
+        STEPS: tl.constexpr = SIZES.search_steps
+        for _ in tl.static_range(STEPS):
             middle = (low + high) // 2
             behind = tl.load(places.ends + row + middle, mask=valid, other=1) > place
             high = tl.where(behind, middle, high)

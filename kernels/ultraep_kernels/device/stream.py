@@ -313,7 +313,7 @@ def _copy_part(
 def _leave(turns_ptr):
     """The last program of a launch makes its turns and arrivals 0 again."""
     if arrive(turns_ptr + 1) == tl.num_programs(0) - 1:
-        tl.store(turns_ptr + tl.arange(0, 2), tl.zeros((2,), tl.int32))
+        tl.store(turns_ptr + tl.arange(0, 2), tl.full((2,), 0, tl.int32))
 
 
 @triton.jit(do_not_specialize=["rank", "num_chunks"])
