@@ -28,11 +28,11 @@ ROWS = {
     "layer-qwen3": ["layer of nothing real"],
     "stream": ["stream, relay never", "stream, relay always"],
     "layer-deepseek": ["layer of nothing real"],
-    "processes": ["4 processes, direct and relayed", "one of them is killed"],
-    "slots": ["slots behind masters"],
     "balancer": ["balancer", "layer that is left alone"],
     "senders": ["1 senders", "2 senders"],
     "exchange": ["exchange"],
+    "processes": ["4 processes, direct and relayed", "one of them is killed"],
+    "slots": ["slots behind masters"],
 }
 PARTS_OF_CHECKS = ("checks", "checks-of-balancers")
 NOT_ON_BARE_MACHINES = ("fastapi", "httpx", "prometheus_client", "pydantic", "rich", "scipy")
