@@ -70,21 +70,18 @@ def stages(result: Path = RESULT) -> str:
 
 
 def _by_size(result: Path, what: str) -> list[str]:
-    parts = ("exchange",) if what == "exchange" else ("routing",)
     found: dict[tuple[int, int], list[float]] = {}
-    for row in _rows(result, *parts):
+    for row in _rows(result, "routing", "exchange"):
         is_asked = row["what"] == what and row.get("tokens_per_rank", _TOKENS) == _TOKENS
         if is_asked and row.get("slots", _SLOTS) == _SLOTS:
             size = row["ranks"], row["experts"]
             found.setdefault(size, []).append(row["graph_microseconds"])
-    return [_range(found.get(size, [])) for size in _SIZES]
+    return [_range(found[size]) if size in found else "not measured" for size in _SIZES]
 
 
 def _range(found: list[float]) -> str:
-    texts = (
-        list(dict.fromkeys(f"{value:.0f}" for value in (min(found), max(found)))) if found else []
-    )
-    return " to ".join(texts) or "not measured"
+    least, most = f"{min(found):.0f}", f"{max(found):.0f}"
+    return least if least == most else f"{least} to {most}"
 
 
 def _of_target(row: dict[str, Any], name: str, target: str) -> tuple[str, str]:
