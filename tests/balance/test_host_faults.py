@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -50,7 +51,8 @@ class Fault:
             return
         if self.name == "SIGSTOP":
             wake = f"sleep {3 * TIMEOUT}; kill -CONT {os.getpid()}"
-            os.spawnlp(os.P_NOWAIT, "sh", "sh", "-c", wake)
+            # Not a fork: the child of a process with threads may wait for ever for one's lock.
+            subprocess.Popen(["sh", "-c", wake])
         os.kill(os.getpid(), signal.Signals[self.name])
 
 
