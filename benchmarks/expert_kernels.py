@@ -9,8 +9,8 @@ the engine alone has to compute: all experts with half of their inner size, summ
 way is exact if what an expert gives for a token does not depend on the tokens beside it. Fewer
 instructions are played: libraries are told to leave them, and vLLM takes its build without them.
 
---sums measures what it takes to weight and add up what experts give, in the demo model's layer: in
-one compiled pass over the rows, as ranks with few threads do it, and by torch's own operations, as
+--sums measures what it takes to add up the rows that experts give, in the demo model's layer: in
+one compiled pass over them, as ranks with few threads do it, and by torch's own operations, as
 others do. Every round has each once.
 """
 
@@ -69,7 +69,9 @@ def measure_layer(hidden: int, inner: int, dtype: torch.dtype) -> Iterator[dict[
             way.name: partial(way.total, x, weights, local) for way in ways_of(layer)
         }
         times = {name: nanoseconds_of(call) for name, call in calls.items()}
-        times["without EP"] = nanoseconds_of(partial(_run_kernel, alone, x, weights, every))
+        outputs = torch.empty_like(x)
+        whole = partial(_run_kernel, alone, x, weights, every, outputs)
+        times["without EP"] = nanoseconds_of(whole)
         yield {
             "dtype": str(dtype).removeprefix("torch."),
             "hidden": hidden,
@@ -89,7 +91,6 @@ def measure_sums() -> Iterator[dict[str, Any]]:
     from ultraep_kernels.host import combine
 
     from tests.support.vllm_cpu_layers import make_layer
-    from ultraep_serve.engines.common.cpu_experts import Outputs, add_up
     from ultraep_serve.engines.common.ways import Sample
     from ultraep_serve.engines.vllm.checks import has_amx
     from ultraep_serve.engines.vllm.cpu_experts import ways_of
@@ -106,13 +107,10 @@ def measure_sums() -> Iterator[dict[str, Any]]:
             if min(once(partial(way.total, *batch)) for _ in range(2)) > HOPELESS_SECONDS:
                 skipped.append(way.name)
                 continue
-            parts = [
-                Outputs(part.tokens, part.rows.clone(), part.weights)
-                for part in way.compute(*batch)
-            ]
+            given, total = way.rows(*batch), torch.empty_like(batch[0])
 
-            def now(parts=parts, x=batch[0]) -> torch.Tensor:
-                return add_up(parts, torch.empty(x.shape, dtype=torch.float32), dtype)
+            def now(given=given, total=total) -> torch.Tensor:
+                return given.add_to(total)
 
             def by_torch(now=now) -> torch.Tensor:
                 before, combine.MOST_THREADS = combine.MOST_THREADS, 0
@@ -121,7 +119,7 @@ def measure_sums() -> Iterator[dict[str, Any]]:
                 finally:
                     combine.MOST_THREADS = before
 
-            assert torch.equal(now(), by_torch())
+            assert torch.equal(now().clone(), by_torch())
             calls = {"layer": partial(way.total, *batch), "sums": now, "by torch": by_torch}
             rounds = [{name: once(call) for name, call in calls.items()} for _ in range(SUM_ROUNDS)]
             taken = {name: [each[name] for each in rounds] for name in calls}

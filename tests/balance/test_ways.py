@@ -1,6 +1,5 @@
 """How ranks choose a way of computing experts: by what all of them have measured, and alike."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from tests.support.hosts import engine_group
 from tests.support.ranks import outcomes_of_ranks, run_ranks
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.engines.common import ways as module
-from ultraep_serve.engines.common.cpu_experts import Outputs, rows_by_expert
+from ultraep_serve.engines.common.cpu_experts import Rows, rows_by_expert
 from ultraep_serve.engines.common.ways import (
     NAMES,
     ROWS,
@@ -44,16 +43,17 @@ def way(name: str) -> Way:
     return Way(name, alone, sums=name == "sums")
 
 
-def alone(x: torch.Tensor, weights: torch.Tensor, local: torch.Tensor) -> Iterator[Any]:
+def alone(x: torch.Tensor, weights: torch.Tensor, local: torch.Tensor, outputs: Rows) -> None:
     """Every assignment by itself, which no other one changes."""
     places, _ = rows_by_expert(local, SAMPLE.num_local_experts)
-    tokens = places // local.shape[1]
-    yield Outputs(tokens, x[tokens], weights.reshape(-1)[places])
+    rows = x[places // local.shape[1]] * weights.reshape(-1, 1)[places]
+    outputs.place.fill_(-1).view(-1)[places] = torch.arange(len(places), dtype=torch.int32)
+    outputs.rows[: len(rows)] = rows
 
 
-def together(x: torch.Tensor, weights: torch.Tensor, local: torch.Tensor) -> Iterator[Any]:
-    for outputs in alone(x, weights, local):
-        yield outputs._replace(rows=outputs.rows + len(outputs.rows) % 2)
+def together(x: torch.Tensor, weights: torch.Tensor, local: torch.Tensor, outputs: Rows) -> None:
+    alone(x, weights, local, outputs)
+    outputs.rows.add_(int((local >= 0).sum()) % 2)
 
 
 def choose_on_rank(rank: int, run_path: Path, settings: dict[str, Any]) -> Any:

@@ -1,93 +1,95 @@
-"""combine and add_parts against torch's own operations, and add_up with few threads or many."""
+"""combine against sums one row after the other, with few threads or many; and own_rows."""
 
 import pytest
 import torch
 from ultraep_kernels.host import combine as kernels
-from ultraep_kernels.host.combine import add_parts, combine
+from ultraep_kernels.host.combine import combine, own_rows
 
-from ultraep_serve.engines.common.cpu_experts import Outputs, add_up
-
-NUM_TOKENS, NUM_ROWS, HIDDEN = 40, 100, 21
+NUM_TOKENS, TOP_K, HIDDEN = 40, 3, 21
 BFLOAT16 = torch.bfloat16
+DTYPES = (BFLOAT16, torch.float16, torch.float32)
 
 
-def outputs(dtype: torch.dtype = BFLOAT16) -> Outputs:
-    """Of several rows to a token and none to some, with numbers that are hard to round."""
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(NUM_TOKENS // 2, (NUM_ROWS,), generator=generator)
-    rows = torch.randn(NUM_ROWS, HIDDEN, generator=generator)
-    weights = torch.rand(NUM_ROWS, generator=generator)
-    rows[0, :4] = torch.tensor([float("nan"), float("inf"), 3.4e38, 1e-40])
-    weights[0] = 1.003
-    weights[1] = float("nan")
-    return Outputs(tokens, rows.to(dtype), weights)
+def given(num_ranks: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Places and rows of ranks, of each token some, in an order of its own on each rank.
+
+    What is no row of a token is not a number. Both are parts of something larger, as in memory that
+    ranks share.
+    """
+    generator = torch.Generator().manual_seed(num_ranks)
+    room = torch.full((num_ranks, 2 * NUM_TOKENS * TOP_K, HIDDEN), float("nan"), dtype=dtype)
+    rows = room[:, : NUM_TOKENS * TOP_K]
+    place = torch.full((num_ranks, NUM_TOKENS + 5, TOP_K), -1, dtype=torch.int32)[:, 5:]
+    owner = torch.randint(-1, num_ranks, (NUM_TOKENS, TOP_K), generator=generator)
+    owner[:2] = -1  # nobody's
+    for rank in range(num_ranks):
+        own = owner == rank
+        numbers = torch.randperm(rows.shape[1], generator=generator)[: int(own.sum())]
+        place[rank][own] = numbers.int()
+        rows[rank, numbers] = torch.randn(len(numbers), HIDDEN, generator=generator).to(dtype)
+    first = tuple((place >= 0).nonzero()[0].tolist())
+    hard = torch.tensor([float("inf"), 3.3e38 if dtype is not torch.float16 else 6e4, 1e-40])
+    rows[first[0], place[first], :3] = hard.to(dtype)
+    return place, rows
 
 
-def twin(given: Outputs) -> torch.Tensor:
+def twin(place: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     total = torch.zeros(NUM_TOKENS, HIDDEN)
-    for token, row in zip(given.tokens.tolist(), given.weighted(BFLOAT16), strict=True):
-        total[token] += row.float()
+    for token in range(NUM_TOKENS):
+        for k in range(TOP_K):
+            for rank, number in enumerate(place[:, token, k].tolist()):
+                if number >= 0:
+                    total[token] += rows[rank, number].float()
     return total
 
 
-@pytest.mark.parametrize("dtype", [BFLOAT16, torch.float32], ids=str)
-def test_rows_are_weighted_rounded_and_added_to_the_same_bits(dtype: torch.dtype) -> None:
-    given, total = outputs(dtype), torch.full((NUM_TOKENS, HIDDEN), 7.0)
-    begun = combine(total, 0, *given)
-    assert begun == given.tokens.max() + 1
-    assert (total[begun:] == 7).all()
-    total[begun:] = 0
-    assert total.isnan().any()
-    torch.testing.assert_close(total, twin(given), rtol=0, atol=0, equal_nan=True)
-
-
-def test_rows_without_weights_are_added_as_they_are() -> None:
-    given, total = outputs()._replace(weights=None), torch.ones(NUM_TOKENS, HIDDEN)
-    assert combine(total, NUM_TOKENS, *given) == NUM_TOKENS
-    torch.testing.assert_close(total, twin(given) + 1, rtol=1e-6, atol=0, equal_nan=True)
-
-
-def test_other_types_are_refused() -> None:
-    tokens, rows, weights = outputs(torch.float16)
-    total = torch.zeros(NUM_TOKENS, HIDDEN)
-    with pytest.raises(TypeError, match=r"torch\.float16 added to torch\.float32"):
-        combine(total, 0, tokens, rows, weights)
-    with pytest.raises(TypeError, match=r"added to torch\.bfloat16"):
-        combine(total.bfloat16(), 0, tokens, rows.bfloat16(), weights)
-    with pytest.raises(TypeError, match="rows without weights are bfloat16"):
-        combine(total, 0, tokens, rows.float(), None)
-
-
-@pytest.mark.parametrize("rounded_to", [BFLOAT16, torch.float16, torch.float32], ids=str)
-def test_the_number_of_threads_does_not_change_sums(
-    monkeypatch: pytest.MonkeyPatch, rounded_to: torch.dtype
-) -> None:
-    given = outputs(torch.float32)
-    found = []
-    for few_threads in (0, 1 << 20):
-        monkeypatch.setattr(kernels, "MOST_THREADS", few_threads)
-        found.append(add_up([given, given], torch.full((NUM_TOKENS, HIDDEN), 7.0), rounded_to))
-    torch.testing.assert_close(*found, rtol=0, atol=0, equal_nan=True)
-
-
+@pytest.mark.parametrize("num_threads", ["few threads", "many threads"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("num_ranks", [1, 2, 5])
-@pytest.mark.parametrize("size", [0, 1, 1023, 1024, 2500])
-def test_parts_of_ranks_are_added_in_order_and_rounded_to_the_same_bits(
-    num_ranks: int, size: int
+def test_rows_of_all_ranks_are_added_in_the_order_of_a_tokens_experts(
+    monkeypatch: pytest.MonkeyPatch, num_ranks: int, dtype: torch.dtype, num_threads: str
 ) -> None:
-    first, generator = 13, torch.Generator().manual_seed(size)
-    parts = torch.randn(num_ranks, first + size + 5, generator=generator)
-    parts[:, first : first + 3] = torch.tensor([float("nan"), float("inf"), 3.4e38 / num_ranks])
-    total, copy = torch.full((2, size), 7, dtype=BFLOAT16)
-    add_parts(parts, first, total, copy)
-    expected = parts[0, first : first + size]
-    for part in parts[1:]:
-        expected = expected + part[first : first + size]
-    for found in (total, copy):
-        torch.testing.assert_close(found, expected.bfloat16(), rtol=0, atol=0, equal_nan=True)
+    monkeypatch.setattr(kernels, "MOST_THREADS", 1 << 20 if num_threads == "few threads" else 0)
+    monkeypatch.setattr(kernels, "_AT_ONCE", 7 * HIDDEN)
+    place, rows = given(num_ranks, dtype)
+    expected = twin(place, rows)
+    assert not expected.isnan().any()
+    for to in (torch.float32, dtype):
+        total, copy = torch.full((2, NUM_TOKENS, HIDDEN), 7.0, dtype=to)
+        assert combine(place, rows, total, copy) is total
+        assert torch.equal(total, expected.to(to))
+        assert torch.equal(total, copy)
+        some = slice(10, 30)
+        assert torch.equal(combine(place[:, some], rows, copy[some]), total[some])
 
 
-def test_parts_go_to_bfloat16_alone() -> None:
-    total = torch.zeros(4, dtype=torch.float16)
-    with pytest.raises(TypeError, match=r"torch\.float16"):
-        add_parts(torch.zeros(2, 4), 0, total, total)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_no_tokens_have_no_sums(dtype: torch.dtype) -> None:
+    place, rows = given(2, dtype)
+    total = torch.empty(0, HIDDEN, dtype=dtype)
+    assert combine(place[:, :0], rows, total, total).numel() == 0
+
+
+def test_what_is_not_a_number_stays_so() -> None:
+    place, rows = given(2, BFLOAT16)
+    token = int((place[0] >= 0).nonzero()[0, 0])
+    rows[0, place[0, token].max(), 4] = float("nan")
+    total = combine(place, rows, torch.empty(NUM_TOKENS, HIDDEN, dtype=BFLOAT16))
+    assert total.isnan().nonzero().tolist() == [[token, 4]]
+
+
+def test_rows_are_rounded_to_their_own_type_alone() -> None:
+    place, rows = given(1, BFLOAT16)
+    with pytest.raises(TypeError, match=r"rows in torch\.bfloat16 .* not torch\.float16"):
+        combine(place, rows, torch.empty(NUM_TOKENS, HIDDEN, dtype=torch.float16))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_rows_are_numbered_in_the_order_of_tokens(dtype: torch.dtype) -> None:
+    local = torch.tensor([[-1, 4, -1], [-1, -1, -1], [0, -1, 4]], dtype=dtype)
+    place = torch.full(local.shape, 9, dtype=torch.int32)
+    tokens, experts, weights = own_rows(local, torch.arange(9.0).view(3, 3), place)
+    assert place.tolist() == [[-1, 0, -1], [-1, -1, -1], [1, -1, 2]]
+    assert (tokens.tolist(), experts.tolist()) == ([0, 2, 2], [4, 0, 4])
+    assert weights.tolist() == [1, 6, 8]
+    assert (tokens.dtype, experts.dtype) == (torch.int64, torch.int32)

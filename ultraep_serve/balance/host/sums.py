@@ -1,22 +1,25 @@
-"""Sums over the ranks of a host, through memory that they share, rounded once.
+"""Sums over the ranks of a host, of what their experts gave, in memory that they share.
 
-Where every rank has all tokens, each computes a part of every token's output, in float32. An
-engine's own sum would carry float32 to every rank and leave the rounding to each of them. Here each
-rank adds up and rounds a share of the tokens, and the others copy what came of it.
+Where every rank has all tokens, each computes some of a token's experts. An engine's own sum would
+carry float32 to every rank and leave the rounding to each of them. Here experts write their rows
+where all ranks read them. Each rank adds up and rounds a share of the tokens, and the others copy
+what came of it. A token's rows are added in the order of its experts, so that its sum has the same
+bits whoever computed them.
 
-Ranks meet before they add up, and again before they copy: hence a rank writes its next part when
+Ranks meet before they add up, and again before they copy: hence a rank writes its next rows when
 all have added, and its next share when all have copied. Few tokens are left to the engine, whose
 own sum meets once, and in C++.
 """
 
+import math
 import mmap
 import os
-from itertools import pairwise, starmap
+from itertools import accumulate, pairwise, starmap
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from ultraep_kernels.host.combine import MOST_THREADS, add_parts
+from ultraep_kernels.host.combine import combine
 from ultraep_kernels.host.exchange import post_flag, wait_flags
 
 from ultraep_serve.balance.backend import CONNECT_FACTOR
@@ -36,12 +39,10 @@ from ultraep_serve.telemetry.run_directory import SHARED_MEMORY
 __all__ = ["HostSums"]
 
 _FEW_TOKENS = 64  # that are left to the engine
-_AT_ONCE = 1 << 16  # numbers that torch adds, few enough to be in the cache until they are rounded
-_FLAG = mmap.PAGESIZE // 4  # of the numbers of a segment, those before its parts
 
 
 class HostSums:
-    """Adds up float32 parts (T, H) of all ranks. They call it alike, with the same T."""
+    """Adds up rows that experts of all ranks gave. Ranks call it alike, with the same tokens."""
 
     def __init__(
         self,
@@ -51,31 +52,35 @@ class HostSums:
         dtype: torch.dtype,
         seconds: float,
     ) -> None:
-        """``segments`` (R, W) float32 of all ranks, for ``shape`` (T, H) of tokens at most.
+        """``segments`` (R, B) bytes of all ranks, for ``shape`` (T, K, H) of tokens at most.
 
         ``peers`` are waited for ``seconds`` once loading has ended.
         """
-        self._most_tokens, self._hidden_size = shape
-        self._peers, self._dtype, self._seconds = peers, dtype, seconds
-        self._segments = segments
+        num_tokens, top_k, hidden_size = shape
+        self._most_tokens, self._top_k = num_tokens, top_k
+        self._peers, self._seconds = peers, seconds
         self._flags = np.array([own.data_ptr() for own in segments], np.int64)
         self._epoch = 0
-        begin = _FLAG + shape.numel()
-        self._shares = [own[begin:].view(dtype)[: shape.numel()].view(shape) for own in segments]
+        place, rows, shares, _ = _begins(shape, dtype)
+        self._place = segments[:, place:rows].view(torch.int32)
+        rows_of_all = segments[:, rows:shares].view(dtype)[:, : shape.numel()]
+        self._rows = rows_of_all.view(len(segments), num_tokens * top_k, hidden_size)
+        size = num_tokens * hidden_size
+        of_all = segments[:, shares:].view(dtype)[:, :size]
+        self._shares = of_all.view(len(segments), num_tokens, hidden_size)
 
     @classmethod
     def connect(
         cls, group: dist.ProcessGroup, shape: torch.Size, dtype: torch.dtype, seconds: float
     ) -> "HostSums | None":
-        """Join all ranks of ``group`` for at most ``shape`` (T, H) of tokens in ``dtype``.
+        """Join all ranks of ``group`` for at most ``shape`` (T, K, H) of tokens in ``dtype``.
 
         None, on all ranks alike, where they do not share memory. Until ``end_loading`` they are
         waited for a multiple of the timeout ``seconds``. Raises PeerTimeoutError.
         """
         patience = seconds * CONNECT_FACTOR
         ranks = HostAllGather(group, patience)
-        size = 4 * _FLAG + shape.numel() * (4 + dtype.itemsize)
-        size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+        size = _begins(shape, dtype)[-1]
         try:
             segment = shareable_memory("ultraep-sums")
             os.ftruncate(segment, size)
@@ -93,64 +98,79 @@ class HostSums:
             return None
         peers = Peers(group.rank(), dict(enumerate(processes)), patience)
         sums = cls(peers, segments, shape, dtype, seconds)
-        sums.total(0)  # compiled before a batch
+        sums.total(torch.Size((0, shape[1])))  # compiled before a batch
         return sums
 
     def end_loading(self) -> None:
         """Expect others to answer within the timeout; before this they may be compiling."""
         self._peers.seconds = self._seconds
 
-    def takes(self, num_tokens: int) -> bool:
-        """Whether so many tokens are added up here; others are left to the engine."""
-        return _FEW_TOKENS < num_tokens <= self._most_tokens
+    def takes(self, shape: torch.Size) -> bool:
+        """Whether tokens with assignments ``shape`` (T, K) are added up here, or by the engine."""
+        return _FEW_TOKENS < shape[0] <= self._most_tokens and shape[1] <= self._top_k
 
-    def part(self, num_tokens: int) -> torch.Tensor:
-        """Where this rank's part (T, H) of the next ``total`` belongs; it holds anything."""
-        part = self._segments[self._peers.rank, _FLAG : _FLAG + num_tokens * self._hidden_size]
-        return part.view(num_tokens, self._hidden_size)
+    def rows(self, shape: torch.Size) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where this rank's rows of the next ``total`` belong; both hold anything.
 
-    def total(self, num_tokens: int) -> torch.Tensor:
-        """The sum (T, H) of all ranks' parts, rounded. Raises PeerTimeoutError."""
-        total = torch.empty((num_tokens, self._hidden_size), dtype=self._dtype)
-        self._meet()
-        ends = [num_tokens * rank // len(self._shares) for rank in range(1 + len(self._shares))]
+        ``shape`` is (T, K). The place (T, K) int32 of each assignment, -1 for another rank's, in
+        rows (T * K, H).
+        """
+        place, rows = self._of_all(shape)
+        return place[self._peers.rank], rows[self._peers.rank]
+
+    def total(self, shape: torch.Size) -> torch.Tensor:
+        """The sum (T, H) of all ranks' rows, rounded once. Raises PeerTimeoutError.
+
+        ``shape`` (T, K) is that of the tokens' assignments.
+        """
+        place, rows = self._of_all(shape)
+        total = rows.new_empty(shape[0], rows.shape[2])
+        ends = [shape[0] * rank // len(rows) for rank in range(1 + len(rows))]
         tokens = list(starmap(slice, pairwise(ends)))
         mine = tokens[self._peers.rank]
-        first = _FLAG + mine.start * self._hidden_size
-        self._add(first, total[mine], self._shares[self._peers.rank][mine])
+        self._meet()
+        combine(place[:, mine], rows, total[mine], self._shares[self._peers.rank][mine])
         self._meet()
         for some, share in zip(tokens, self._shares, strict=True):
             if some is not mine:
                 total[some] = share[some]
         return total
 
-    def _add(self, first: int, total: torch.Tensor, copy: torch.Tensor) -> None:
-        """Sums of segments from number ``first`` on, rounded, in ``total`` and ``copy`` (n, H)."""
-        total, copy = total.view(-1), copy.view(-1)
-        if total.dtype is torch.bfloat16 and torch.get_num_threads() <= MOST_THREADS:
-            add_parts(self._segments, first, total, copy)
-            return
-        for start in range(0, total.numel(), _AT_ONCE):
-            rounded = total[start : start + _AT_ONCE]
-            begin = first + start
-            parts = self._segments[:, begin : begin + rounded.numel()]
-            whole = parts[0]
-            for part in parts[1:]:
-                whole = whole + part
-            copy[start : start + _AT_ONCE] = rounded.copy_(whole)
+    def _of_all(self, shape: torch.Size) -> tuple[torch.Tensor, torch.Tensor]:
+        """Places (R, T, K) and rows (R, T * K, H) of all ranks."""
+        size = shape.numel()
+        return self._place[:, :size].view(len(self._place), *shape), self._rows[:, :size]
 
     def _meet(self) -> None:
         """Return when all ranks have come as far."""
         self._epoch += 1
         post_flag(int(self._flags[self._peers.rank]), self._epoch)
-        self._peers.wait(self._have_come, "a part of a layer's output", self._flags, self._epoch)
+        self._peers.wait(self._have_come, "rows of a layer's output", self._flags, self._epoch)
 
     def _have_come(self, spins: int) -> bool:
         return bool(wait_flags(self._flags, self._epoch, spins) == self._flags.size)
 
 
+def _begins(shape: torch.Size, dtype: torch.dtype) -> tuple[int, ...]:
+    """Where in a segment for ``shape`` (T, K, H) places, rows and shares begin, and its size.
+
+    Segments lie one behind the other, and rows of all a number of rows apart.
+    """
+    num_tokens, top_k, hidden_size = shape
+    row = hidden_size * dtype.itemsize
+    sizes = (
+        1,  # the flag
+        num_tokens * top_k * torch.int32.itemsize,
+        num_tokens * top_k * row,
+        num_tokens * row,
+    )
+    begins = list(accumulate(-(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size in sizes))
+    whole = math.lcm(mmap.PAGESIZE, row)
+    return *begins[:-1], -(-begins[-1] // whole) * whole
+
+
 def _map(memory: list[tuple[int, int]], size: int) -> torch.Tensor | None:
-    """Segments (R, W) float32 one behind the other, of these processes and descriptors.
+    """Segments (R, B) of bytes one behind the other, of these processes and descriptors.
 
     None where one of them cannot be mapped.
     """
@@ -165,4 +185,4 @@ def _map(memory: list[tuple[int, int]], size: int) -> torch.Tensor | None:
                 os.close(segment)
     except (FabricError, OSError):
         return None
-    return tensor_at(base, size * len(memory), torch.float32).view(len(memory), -1)
+    return tensor_at(base, size * len(memory), torch.uint8).view(len(memory), -1)

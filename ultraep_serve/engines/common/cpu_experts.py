@@ -3,14 +3,14 @@
 torch multiplies 16-bit matrices by oneDNN, which uses the CPU's own instructions where it has them.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-__all__ = ["Expert", "Outputs", "add_up", "float32_product", "outputs_by_expert", "rows_by_expert"]
+__all__ = ["Expert", "Rows", "float32_product", "rows_by_expert", "write_by_expert"]
 
 Expert: TypeAlias = Callable[[torch.Tensor], torch.Tensor]  # rows (N, H) to outputs (N, H)
 
@@ -18,23 +18,23 @@ _MOST_ROWS = 256  # that one product computes; with _ROUND_ROWS, few enough size
 _ROUND_ROWS = 16
 
 
-class Outputs(NamedTuple):
-    """What experts gave for some assignments."""
+class Rows(NamedTuple):
+    """What experts of a rank give for the assignments (T, K) of tokens, and room for it."""
 
-    tokens: torch.Tensor  # (n,) int64
-    rows: torch.Tensor  # (n, H)
-    weights: torch.Tensor | None  # (n,) float32; None where rows are weighted
+    place: torch.Tensor  # (T, K) int32 into rows, -1 for another rank's
+    rows: torch.Tensor  # (N, H), each weighted and rounded; in any order
 
-    def part(self, chosen: slice) -> "Outputs":
-        """Some of them."""
-        weights = None if self.weights is None else self.weights[chosen]
-        return Outputs(self.tokens[chosen], self.rows[chosen], weights)
+    def added_up(self) -> torch.Tensor:
+        """The rank's part (T, H) float32 of the tokens' outputs."""
+        total = torch.empty((self.place.shape[0], self.rows.shape[1]), dtype=torch.float32)
+        return self.add_to(total)
 
-    def weighted(self, dtype: torch.dtype) -> torch.Tensor:
-        """Rows (n, H) times their weights, rounded to ``dtype``."""
-        if self.weights is None:
-            return self.rows.to(dtype)
-        return (self.rows * self.weights.unsqueeze(1)).to(dtype)  # multiplied in float32
+    def add_to(self, total: torch.Tensor) -> torch.Tensor:
+        """``total`` (T, H), float32 or of the rows' type, after it was made their sums."""
+        # Only now: engines load this module where they cannot bear numba's (``_group_of_model``).
+        from ultraep_kernels.host.combine import combine
+
+        return combine(self.place[None], self.rows[None], total)
 
 
 def float32_product(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
@@ -52,7 +52,7 @@ def float32_product(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
 
 
 def rows_by_expert(local: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, list[int]]:
-    """Places (N,) int64 of assignments in ``local`` (T, K), by expert, and how many each has.
+    """Assignments (N,) int64 of those in ``local`` (T, K), by expert, and how many each has.
 
     An assignment with id -1 is computed elsewhere.
     """
@@ -62,14 +62,15 @@ def rows_by_expert(local: torch.Tensor, num_experts: int) -> tuple[torch.Tensor,
     return torch.from_numpy(order), numbers[1:].tolist()
 
 
-def outputs_by_expert(
+def write_by_expert(
     expert: Callable[[int], Expert],
     num_experts: int,
     x: torch.Tensor,
     topk_weights: torch.Tensor,
     local: torch.Tensor,
-) -> Iterator[Outputs]:
-    """What the experts of this rank in ``local`` (T, K) give, -1 having none.
+    outputs: Rows,
+) -> None:
+    """Write what the experts of this rank in ``local`` (T, K) give, -1 having none.
 
     ``x`` (T, H), ``topk_weights`` (T, K).
 
@@ -77,9 +78,11 @@ def outputs_by_expert(
     of rows it has not seen, which costs more than the product, and with exact loads every batch
     brings new ones.
     """
-    places, numbers = rows_by_expert(local, num_experts)
-    tokens = torch.div(places, local.shape[1], rounding_mode="floor")
-    weights = topk_weights.reshape(-1)[places].float()
+    assignments, numbers = rows_by_expert(local, num_experts)
+    outputs.place.fill_(-1)
+    outputs.place.view(-1)[assignments] = torch.arange(len(assignments), dtype=torch.int32)
+    tokens = torch.div(assignments, local.shape[1], rounding_mode="floor")
+    weights = topk_weights.reshape(-1)[assignments].float().unsqueeze(1)
     end = 0
     for index, num_rows in enumerate(numbers):
         start, end = end, end + num_rows
@@ -91,29 +94,4 @@ def outputs_by_expert(
             rows = F.pad(of_part, (0, -size % _ROUND_ROWS)) if size > _ROUND_ROWS else of_part
             assert compute is not None
             gathered = x.index_select(0, rows)  # several times as fast as x[rows]
-            yield Outputs(of_part, compute(gathered)[:size], weights[part])
-
-
-def add_up(
-    outputs: Iterable[Outputs], total: torch.Tensor, rounded_to: torch.dtype
-) -> torch.Tensor:
-    """Sum of ``outputs``, each weighted and rounded before it is added, in ``total`` (T, H).
-
-    ``total`` is float32 and may hold anything before.
-    """
-    # Only now: engines load this module where they cannot bear numba's (``_group_of_model``).
-    from ultraep_kernels.host.combine import MOST_THREADS, combine
-
-    if rounded_to is torch.bfloat16 and torch.get_num_threads() <= MOST_THREADS:
-        begun = 0
-        for tokens, rows, weights in outputs:
-            begun = combine(total, begun, tokens, rows, weights)
-        total[begun:].zero_()
-        return total
-    total.zero_()
-    for some in outputs:
-        # A few at a time, so that what is converted stays in the cache until it is added.
-        for first in range(0, len(some.tokens), _MOST_ROWS):
-            few = some.part(slice(first, first + _MOST_ROWS))
-            total.index_add_(0, few.tokens, few.weighted(rounded_to).float())
-    return total
+            outputs.rows[part] = compute(gathered)[:size] * weights[part]  # in float32

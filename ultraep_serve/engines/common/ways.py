@@ -9,7 +9,7 @@ answers do not depend on the rank that computes them. That is looked at here, no
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from ultraep_serve.balance.backend import CONNECT_FACTOR
 from ultraep_serve.balance.collectives import HostAllGather
 from ultraep_serve.config import BalanceConfig
-from ultraep_serve.engines.common.cpu_experts import Outputs, add_up
+from ultraep_serve.engines.common.cpu_experts import Rows
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.types import CheckResult
 
@@ -48,7 +48,7 @@ _NEVER = 1 << 60  # nanoseconds of a way that a rank does not have
 
 Names: TypeAlias = tuple[tuple[int, str], ...]  # with how many rows of an expert a way begins
 Batch: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-Compute: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Iterator[Outputs]]
+Compute: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Rows], None]
 
 
 @dataclass(frozen=True)
@@ -56,23 +56,25 @@ class Way:
     """A way of computing one layer's experts.
 
     ``compute`` takes tokens (T, H), their weights (T, K) and local experts (T, K), -1 for another
-    rank's. It gives a row for every assignment, in any order, or with ``sums`` one for every token.
+    rank's. It writes a row for every assignment, or with ``sums`` one for every token that has any.
     """
 
     name: str
     compute: Compute
     sums: bool = False
 
+    def rows(self, x: torch.Tensor, topk_weights: torch.Tensor, local: torch.Tensor) -> Rows:
+        """What this rank's experts give, in memory of its own."""
+        size = int((local >= 0).sum()), x.shape[1]
+        outputs = Rows(torch.empty(local.shape, dtype=torch.int32), x.new_empty(size))
+        self.compute(x, topk_weights, local, outputs)
+        return outputs
+
     def total(
-        self,
-        x: torch.Tensor,
-        topk_weights: torch.Tensor,
-        local: torch.Tensor,
-        total: torch.Tensor | None = None,
+        self, x: torch.Tensor, topk_weights: torch.Tensor, local: torch.Tensor
     ) -> torch.Tensor:
-        """This rank's part of the output (T, H) float32, in ``total`` if that is given."""
-        part = torch.empty(x.shape, dtype=torch.float32) if total is None else total
-        return add_up(self.compute(x, topk_weights, local), part, x.dtype)
+        """This rank's part of the output (T, H) float32."""
+        return self.rows(x, topk_weights, local).added_up()
 
 
 @dataclass(frozen=True)

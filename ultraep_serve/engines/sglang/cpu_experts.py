@@ -11,7 +11,7 @@ Experts are products of matrices, in the model's type as SGLang has them, or in 
 is faster (``engines.common.ways``).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -25,9 +25,9 @@ from ultraep_serve.balance.host.sums import HostSums
 from ultraep_serve.balance.speeds import expert_clock
 from ultraep_serve.engines.common.cpu_experts import (
     Expert,
-    Outputs,
+    Rows,
     float32_product,
-    outputs_by_expert,
+    write_by_expert,
 )
 from ultraep_serve.engines.common.ways import Way
 
@@ -52,11 +52,12 @@ def compute_and_reduce(
     """
     if x.dtype is torch.float32:
         return compute_own(way, x, topk_weights, local_ids)
-    group, num_tokens = get_parallel().moe_ep_group, x.shape[0]
+    group = get_parallel().moe_ep_group
     everything: torch.Tensor
-    if sums is not None and sums.takes(num_tokens):
-        compute_own(way, x, topk_weights, local_ids, sums.part(num_tokens))
-        everything = sums.total(num_tokens)
+    if sums is not None and sums.takes(local_ids.shape):
+        with expert_clock:
+            way.compute(x, topk_weights, local_ids, Rows(*sums.rows(local_ids.shape)))
+        everything = sums.total(local_ids.shape)
     else:
         everything = group.all_reduce(compute_own(way, x, topk_weights, local_ids))
     return (everything if group.rank_in_group == 0 else everything.zero_()).to(x.dtype)
@@ -67,15 +68,14 @@ def compute_own(
     x: torch.Tensor,
     topk_weights: torch.Tensor,
     local_ids: torch.Tensor,
-    part: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """This rank's part of the output, (T, H) float32, to be summed over ranks by the engine.
 
     ``x`` (T, H) all tokens, ``topk_weights`` (T, K), ``local_ids`` (T, K) expert on this rank, -1
-    for another rank's. It is written into ``part`` (T, H) if that is given.
+    for another rank's.
     """
     with expert_clock:
-        return way.total(x, topk_weights, local_ids, part)
+        return way.total(x, topk_weights, local_ids)
 
 
 def ways_of(layer: Any) -> list[Way]:
@@ -96,9 +96,11 @@ def _by_products(
     x: torch.Tensor,
     topk_weights: torch.Tensor,
     local_ids: torch.Tensor,
-) -> Iterator[Outputs]:
+    outputs: Rows,
+) -> None:
     expert = partial(_expert, layer, _activation(layer.moe_runner_config), dtype)
-    yield from outputs_by_expert(expert, layer.w13_weight.shape[0], x, topk_weights, local_ids)
+    num_experts = layer.w13_weight.shape[0]
+    write_by_expert(expert, num_experts, x, topk_weights, local_ids, outputs)
 
 
 def _activation(config: Any) -> Activation:

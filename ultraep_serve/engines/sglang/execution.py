@@ -93,7 +93,8 @@ class CpuExperts(_ResizedLayers):
         group = get_parallel().moe_ep_group.cpu_group
         chosen, found = choose_for_kinds(ways, map(_sample, layers), group, self._config)
         self._ways.update(zip(layers, chosen, strict=True))
-        shape = torch.Size((most_prefill_tokens(), layers[0].hidden_size))
+        top_k, hidden_size = max(layer.top_k for layer in layers), layers[0].hidden_size
+        shape = torch.Size((most_prefill_tokens(), top_k, hidden_size))
         dtype, seconds = layers[0].params_dtype, self._config.timeout_seconds
         sums = HostSums.connect(group, shape, dtype, seconds)
         self._sums.update(dict.fromkeys(layers, sums))

@@ -44,10 +44,9 @@ from ultraep_serve.balance.speeds import expert_clock
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.engines.common.cpu_experts import (
     Expert,
-    Outputs,
-    add_up,
+    Rows,
     float32_product,
-    outputs_by_expert,
+    write_by_expert,
 )
 from ultraep_serve.engines.common.execution import Execution
 from ultraep_serve.engines.common.ways import ChosenWays, Sample, Way, choose_for_kinds
@@ -125,7 +124,8 @@ class CpuExperts(Execution[RoutedExperts]):
             # Only now: vLLM loads this module where it cannot bear numba (``_group_of_model``).
             from ultraep_serve.balance.host.sums import HostSums
 
-            shape = torch.Size((moe.max_num_tokens, layers[0].hidden_size))
+            top_k, hidden_size = max(layer.top_k for layer in layers), layers[0].hidden_size
+            shape = torch.Size((moe.max_num_tokens, top_k, hidden_size))
             self._sums = HostSums.connect(group, shape, moe.in_dtype, self._config.timeout_seconds)
         return found
 
@@ -212,11 +212,10 @@ def compute_and_reduce(
     ``topk_weights`` (T, K); ``own`` (T, K) int32, experts of this rank, -1 for another rank's.
     Without ``sums``, or for tokens that they do not take, vLLM adds up.
     """
-    num_tokens = x.shape[0]
-    if sums is not None and sums.takes(num_tokens):
+    if sums is not None and sums.takes(own.shape):
         with expert_clock:
-            way.total(x, topk_weights, own, sums.part(num_tokens))
-        return sums.total(num_tokens)
+            way.compute(x, topk_weights, own, Rows(*sums.rows(own.shape)))
+        return sums.total(own.shape)
     with expert_clock:
         own_total = way.total(x, topk_weights, own)
     total: torch.Tensor = _group_to_reduce(group).all_reduce(own_total)
@@ -287,16 +286,14 @@ def dispatch_compute_combine(
     rows = _all_to_all(x[tokens], away, here, group)
     local = _all_to_all(assignments.local.view(-1)[order], away, here, group)
     weights = _all_to_all(topk_weights.reshape(-1)[order], away, here, group)
-    outputs = torch.empty_like(rows)
     num_tokens = int(heard[:, 1].sum())
     with expert_clock:
-        for part in way(num_tokens).compute(rows, weights[:, None], local[:, None]):
-            outputs[part.tokens] = part.weighted(outputs.dtype)
-    home = _all_to_all(outputs, here, away, group)
-    by_token = torch.argsort(order)
-    of_tokens = Outputs(tokens[by_token], home[by_token], None)
-    total = torch.empty(x.shape, dtype=torch.float32)
-    return add_up([of_tokens], total, x.dtype).to(x.dtype)
+        computed = way(num_tokens).rows(rows, weights[:, None], local[:, None])
+    as_sent = computed.rows.index_select(0, computed.place.view(-1))
+    place = torch.full(topk_weights.shape, -1, dtype=torch.int32)
+    place.view(-1)[order] = torch.arange(order.numel(), dtype=torch.int32)
+    home = Rows(place, _all_to_all(as_sent, here, away, group))
+    return home.add_to(torch.empty_like(x))
 
 
 def ways_of(layer: RoutedExperts) -> list[Way]:
@@ -326,16 +323,21 @@ def _sample(layer: RoutedExperts) -> Sample:
 
 
 def _by_kernel(
-    layer: RoutedExperts, x: torch.Tensor, topk_weights: torch.Tensor, local: torch.Tensor
-) -> Iterator[Outputs]:
+    layer: RoutedExperts,
+    x: torch.Tensor,
+    topk_weights: torch.Tensor,
+    local: torch.Tensor,
+    outputs: Rows,
+) -> None:
     """In the order of tokens: sums are quicker then, and the kernel sorts by expert anyway."""
-    ids = local.reshape(-1)
-    places = (ids >= 0).nonzero().squeeze(1)
-    tokens = torch.div(places, local.shape[1], rounding_mode="floor")
-    weights, experts = topk_weights.reshape(-1, 1)[places], ids[places].unsqueeze(1)
-    for part in _calls(layer, tokens, 1):
+    # Only now: vLLM loads this module where it cannot bear numba (``_group_of_model``).
+    from ultraep_kernels.host.combine import own_rows
+
+    tokens, experts, weights = own_rows(local, topk_weights.float(), outputs.place)
+    for part in _calls(layer, len(tokens), 1):
         rows = x.index_select(0, tokens[part])
-        yield Outputs(tokens[part], _run_kernel(layer, rows, weights[part], experts[part]), None)
+        own = weights[part].unsqueeze(1), experts[part].unsqueeze(1)
+        _run_kernel(layer, rows, *own, outputs.rows[part])
 
 
 def _by_products(
@@ -344,32 +346,41 @@ def _by_products(
     x: torch.Tensor,
     topk_weights: torch.Tensor,
     local: torch.Tensor,
-) -> Iterator[Outputs]:
+    outputs: Rows,
+) -> None:
     expert = functools.partial(_expert, layer, dtype)
-    yield from outputs_by_expert(expert, layer.w13_weight.shape[0], x, topk_weights, local)
+    write_by_expert(expert, layer.w13_weight.shape[0], x, topk_weights, local, outputs)
 
 
 def _by_summing_kernel(
-    layer: RoutedExperts, x: torch.Tensor, topk_weights: torch.Tensor, local: torch.Tensor
-) -> Iterator[Outputs]:
+    layer: RoutedExperts,
+    x: torch.Tensor,
+    topk_weights: torch.Tensor,
+    local: torch.Tensor,
+    outputs: Rows,
+) -> None:
     """Tokens with the same number of experts here together: the kernel has it that all have."""
     numbers = (local >= 0).sum(dim=1)
     order = torch.argsort(local, dim=1, descending=True)  # other ranks' last
     weights, experts = topk_weights.gather(1, order), local.gather(1, order)
+    outputs.place.fill_(-1)
+    end = 0
     for number in range(1, local.shape[1] + 1):
         tokens = (numbers == number).nonzero().squeeze(1)
-        for part in _calls(layer, tokens, number):
+        for part in _calls(layer, len(tokens), number):
             some = tokens[part]
+            begin, end = end, end + len(some)
+            outputs.place[some, 0] = torch.arange(begin, end, dtype=torch.int32)
             own = weights[some, :number], experts[some, :number]
-            yield Outputs(some, _run_kernel(layer, x.index_select(0, some), *own), None)
+            _run_kernel(layer, x.index_select(0, some), *own, outputs.rows[begin:end])
 
 
-def _calls(layer: RoutedExperts, tokens: torch.Tensor, top_k: int) -> Iterator[slice]:
-    """Parts of ``tokens`` (n,), so many that vLLM's kernel has room for ``top_k`` rows of each."""
+def _calls(layer: RoutedExperts, num_tokens: int, top_k: int) -> Iterator[slice]:
+    """Parts of tokens, so many that vLLM's kernel has room for ``top_k`` rows of each."""
     w13, hidden_size = layer.w13_weight, layer.hidden_size
     most = max(1, _MOST_SCRATCH // (4 * (hidden_size + w13.shape[1]) * top_k))
-    for first in range(0, tokens.shape[0], most):
-        yield slice(first, first + most)
+    for first in range(0, num_tokens, most):
+        yield slice(first, min(first + most, num_tokens))
 
 
 def _has_products(layer: RoutedExperts) -> bool:
@@ -425,10 +436,13 @@ def is_packed_as_known(dtype: torch.dtype) -> bool:
 
 
 def _run_kernel(
-    layer: RoutedExperts, rows: torch.Tensor, weights: torch.Tensor, local: torch.Tensor
-) -> torch.Tensor:
-    """Weighted sums (N, H) by vLLM's kernel for ``rows`` (N, H), of ``local`` experts (N, k)."""
-    outputs = torch.empty_like(rows)
+    layer: RoutedExperts,
+    rows: torch.Tensor,
+    weights: torch.Tensor,
+    local: torch.Tensor,
+    outputs: torch.Tensor,
+) -> None:
+    """Write weighted sums (N, H) for ``rows`` (N, H) of ``local`` experts (N, k), by the kernel."""
     weights = weights.float().contiguous()
     on_input = layer.apply_router_weight_on_input
     if on_input:
@@ -451,7 +465,6 @@ def _run_kernel(
         expert_tokens_meta=None,
         apply_router_weight_on_input=on_input,
     )
-    return outputs
 
 
 def _all_to_all(
