@@ -147,11 +147,17 @@ def test_every_variant_has_every_place_and_predecessor_equally_often(count: int)
     assert len(set(followed.values())) <= 1
 
 
+def timed(variants: list[str]) -> list[str]:
+    """Of the variants that were asked, in their order, those that did not only wake a server."""
+    servers = [variant == WITHOUT_EP for variant in variants]
+    return [variant for i, variant in enumerate(variants) if i == 0 or servers[i] == servers[i - 1]]
+
+
 def test_without_ep_takes_its_turn_in_every_round(fake: FakeDeployment, tmp_path: Path) -> None:
     flags = ("--without-ep", fake.without_ep_url, "--warmup", "0", "--repeats", "8")
     document = measured(fake, tmp_path / "result.json", *flags)
     assert document[WITHOUT_EP] == {"url": fake.without_ep_url, "model": "fake/model"}
-    asked = [variant for variant, _ in fake.prompts]
+    asked = timed([variant for variant, _ in fake.prompts])
     rounds = [asked[at : at + 4] for at in range(0, len(asked), 4)]
     assert [sorted(each) for each in rounds] == [["ideal", "off", "quota", WITHOUT_EP]] * 8
     assert Counter(each.index(WITHOUT_EP) for each in rounds) == dict.fromkeys(range(4), 2)
@@ -163,6 +169,8 @@ def test_without_ep_takes_its_turn_in_every_round(fake: FakeDeployment, tmp_path
     assert below <= paired["median"] <= above
     assert paired["median"] < 1
     assert len(row["ttft_samples"][WITHOUT_EP]) == 8
+    woken = sum(map(len, row["ttft_after_rest"].values()))
+    assert woken == len(fake.prompts) - len(asked) > 8
     assert row["speedup"] is not None  # what is said of policies does not change
 
 

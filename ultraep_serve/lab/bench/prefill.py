@@ -130,6 +130,7 @@ class LengthResult:
     requested_tokens: int
     prompt_tokens: int  # median of what the server counted
     samples: Mapping[str, Sequence[float]]  # one per round for every variant
+    after_rest: Mapping[str, Sequence[float]]  # of the requests before, which woke a server
 
     def to_json(self) -> dict[str, Any]:
         """One entry of ``rows`` in the benchmark's JSON; None where a variant was not measured."""
@@ -144,6 +145,7 @@ class LengthResult:
             "ttft_seconds": medians,
             "ttft_spread": spreads,
             "ttft_samples": {variant: list(each) for variant, each in self.samples.items()},
+            "ttft_after_rest": {name: list(each) for name, each in self.after_rest.items()},
             # The part of the best possible speed, and of the possible gain, that was reached.
             "efficiency": ideal / quota if ideal is not None and quota else None,
             "recovered": (off - quota) / gap if off and quota is not None and gap > 0 else None,
@@ -154,6 +156,10 @@ class LengthResult:
                 for above, below in (("quota", "off"), ("ideal", "quota"), ("quota", WITHOUT_EP))
             },
         }
+
+    def seconds_of(self, policy: Policy) -> list[float]:
+        """Times of all requests under ``policy``."""
+        return [took for each in (self.samples, self.after_rest) for took in each.get(policy.value, ())]
 
     def _paired(self, numerator: str, denominator: str) -> dict[str, Any] | None:
         """The ratios within each round, which a drifting machine disturbs least."""
@@ -194,7 +200,7 @@ def measure_prefill(
         since_ns = time.time_ns()
         lengths = tuple(run.measure(tokens) for tokens in options.prompt_tokens)
         measured = Policy.QUOTA if Policy.QUOTA in options.policies else options.policies[0]
-        requests = sum(len(length.samples.get(Policy.QUOTA.value, ())) for length in lengths)
+        requests = sum(len(length.seconds_of(Policy.QUOTA)) for length in lengths)
         balance = sidecar.balance(since_ns, measured, requests)
     ranks = balance.get("num_ranks")
     return PrefillResult(
@@ -215,6 +221,7 @@ class _PrefillRun:
         self._options, self._on_step = options, on_step
         self._variants = servers.variants(options.policies)
         self._last: tuple[Server, float] | None = None  # the last request's, and when it ended
+        self._after_rest: dict[str, list[float]] = {variant: [] for variant in self._variants}
         self._openings = Openings()
         self._chooser = random.Random(options.seed)
         self._next_seed = options.seed
@@ -229,6 +236,7 @@ class _PrefillRun:
         """All rounds of one length, in ``balanced_orders`` one after another."""
         orders = balanced_orders(self._variants)
         self._chooser.shuffle(orders)
+        self._after_rest = {variant: [] for variant in self._variants}
         rounds = [
             self._round(tokens, orders[i % len(orders)], f"{tokens} tokens, round {i + 1}")
             for i in range(self._options.repeats)
@@ -241,6 +249,7 @@ class _PrefillRun:
             samples={
                 variant: [each[variant].seconds for each in rounds] for variant in self._variants
             },
+            after_rest=self._after_rest,
         )
 
     def _round(self, tokens: int, order: Sequence[str], description: str) -> dict[str, FirstToken]:
@@ -249,13 +258,25 @@ class _PrefillRun:
         results = {}
         for variant, prompt in zip(order, prompts, strict=True):
             self._on_step(f"{description}, {variant}")
-            results[variant] = self._first_token(self._servers.ready_for(variant), prompt)
+            server = self._servers.ready_for(variant)
+            if self._last is not None and self._last[0] is not server:
+                woken = self._wake(server, tokens)
+                self._after_rest[variant].append(woken.seconds)
+            results[variant] = self._first_token(server, prompt)
         return results
 
+    def _wake(self, server: Server, tokens: int) -> FirstToken:
+        """Ask ``server`` something else first, once the one that was asked before is idle.
+
+        A server that has rested is slow at first, and the variant without expert parallelism shares
+        its server with no other.
+        """
+        assert self._last is not None
+        (prompt,) = self._prompts(tokens, 1)
+        time.sleep(max(0.0, self._last[1] + _SETTLE_SECONDS - time.monotonic()))
+        return self._first_token(server, prompt)
+
     def _first_token(self, server: Server, prompt: str) -> FirstToken:
-        """Send ``prompt`` once the server that was asked before is idle."""
-        if self._last is not None and self._last[0] is not server:
-            time.sleep(max(0.0, self._last[1] + _SETTLE_SECONDS - time.monotonic()))
         result = server.first_token(prompt)
         self._last = (server, time.monotonic())
         return result

@@ -82,7 +82,7 @@ def _overhead(result: PrefillResult) -> dict[str, float] | None:
     balance = result.balance
     if balance is None or not balance["layers"]:
         return None
-    seconds = [took for length in result.lengths for took in length.samples[Policy.QUOTA.value]]
+    seconds = [took for length in result.lengths for took in length.seconds_of(Policy.QUOTA)]
     if min(layer["records"] for layer in balance["layers"]) < len(seconds):
         return None
     spent = float(balance["savings"]["spent_seconds"])
