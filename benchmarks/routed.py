@@ -187,9 +187,9 @@ def ttft(options: argparse.Namespace, recorded: Recorded) -> dict[str, Any]:
         check = RecordCheck(running, recorded, spec.num_experts)
         for length in options.prompt_tokens:
             for workload in options.workloads:
-                samples = rounds.measure(workload, length, options.repeats, check)
+                samples, after_rest = rounds.measure(workload, length, options.repeats, check)
                 tokens = length * (len(TRACES) if workload == "switch" else 1)
-                result = LengthResult(tokens, tokens, samples)
+                result = LengthResult(tokens, tokens, samples, after_rest)
                 rows.append({"workload": workload, **result.to_json()})
                 print(workload, tokens, _summary(rows[-1]), flush=True)
         imbalance = {workload: check.imbalance(workload) for workload in options.workloads}
@@ -207,16 +207,20 @@ class Rounds:
 
     def measure(
         self, workload: str, length: int, repeats: int, check: RecordCheck
-    ) -> dict[str, list[float]]:
-        """Seconds to the first token by variant, one per round."""
+    ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+        """Seconds to the first token by variant, one per round, and of requests that woke it."""
         variants = self._servers.variants(POLICIES)
         orders = balanced_orders(variants)
         self._chooser.shuffle(orders)
         samples: dict[str, list[float]] = {variant: [] for variant in variants}
+        after_rest: dict[str, list[float]] = {variant: [] for variant in variants}
         for number in range(-WARM_UP, repeats):
             tokens = self._recorded.prompt(workload, length, self._chooser)
             for variant in orders[number % len(orders)]:
                 server = self._servers.ready_for(variant)
+                if self._last is not None and self._last[0] is not server:
+                    woken = self._wake(server, recorded_text(tokens))
+                    after_rest[variant].append(woken.seconds)
                 check.start()
                 result = self._first_token(server, recorded_text(tokens))
                 assert result.prompt_tokens == len(tokens), "each word is one token"
@@ -224,11 +228,15 @@ class Rounds:
                     check.add(workload, Policy(variant), tokens)
                 if number >= 0:
                     samples[variant].append(result.seconds)
-        return samples
+        return samples, after_rest
+
+    def _wake(self, server: Server, prompt: str) -> FirstToken:
+        """As in ``lab.bench.prefill``; no server here keeps what it has computed."""
+        assert self._last is not None
+        time.sleep(max(0.0, self._last[1] + SETTLE_SECONDS - time.monotonic()))
+        return self._first_token(server, prompt)
 
     def _first_token(self, server: Server, prompt: str) -> FirstToken:
-        if self._last is not None and self._last[0] is not server:
-            time.sleep(max(0.0, self._last[1] + SETTLE_SECONDS - time.monotonic()))
         result = server.first_token(prompt)
         self._last = (server, time.monotonic())
         return result

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ultraep_serve.lab.bench.prefill import median_interval
+from ultraep_serve.lab.bench.prefill import WITHOUT_EP, median_interval
 
 __all__ = [
     "PATHS",
@@ -18,6 +18,7 @@ __all__ = [
     "percent_of",
     "read_document",
     "read_rows",
+    "rest_mark",
     "rounds",
 ]
 
@@ -40,6 +41,12 @@ def rounds(row: dict[str, Any], base: str) -> list[tuple[float, float]]:
     """Times of ``base`` and of ``quota`` at one prompt length."""
     samples = row["ttft_samples"]
     return list(zip(samples[base], samples["quota"], strict=True))
+
+
+def rest_mark(row: dict[str, Any], base: str) -> str:
+    """What stands behind a ratio for which ``base`` was always asked after a rest."""
+    is_marked = base == WITHOUT_EP and "ttft_after_rest" not in row
+    return r" \*" if is_marked else ""
 
 
 def path_rows() -> list[dict[str, Any]]:

@@ -19,6 +19,7 @@ from docs.generate.figures import (
     percent_of,
     read_document,
     read_rows,
+    rest_mark,
     rounds,
 )
 from docs.generate.reference import table, with_table
@@ -29,8 +30,8 @@ __all__ = ["PAGE", "TIMES", "measurements"]
 
 PAGE = Path(__file__).resolve().parents[1] / "dev" / "measurements.md"
 TIMES = (
-    *("serving-ttft", "serving-ttft-avx512", "serving-ttft-avx512-epyc"),
-    *("serving-ttft-avx2", "serving-ttft-amx"),
+    *("serving-ttft", "serving-ttft-avx512-epyc", "serving-ttft-avx2-epyc"),
+    *("serving-ttft-avx512", "serving-ttft-avx512-bf16", "serving-ttft-amx"),
     *("serving-balanced", "serving-balanced-amx"),
     *("sglang-ttft", "sglang-ttft-amx", "sglang-balanced"),
     *("real-routing-ttft", "real-routing-ttft-sglang"),
@@ -110,7 +111,7 @@ def times(name: str) -> str:
 
 def _faster_than(row: dict[str, Any], base: str) -> str:
     """How much faster ``quota`` is than ``base`` at one prompt length."""
-    return percent(*estimate(rounds(row, base)))
+    return percent(*estimate(rounds(row, base))) + rest_mark(row, base)
 
 
 def _critical_paths() -> str:

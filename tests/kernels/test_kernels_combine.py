@@ -1,9 +1,9 @@
-"""combine against sums one row after the other, with few threads or many; and own_rows."""
+"""combine against sums one row after the other, with few threads or many; rows of one rank."""
 
 import pytest
 import torch
 from ultraep_kernels.host import combine as kernels
-from ultraep_kernels.host.combine import combine, own_rows
+from ultraep_kernels.host.combine import combine, own_experts, own_rows
 
 NUM_TOKENS, TOP_K, HIDDEN = 40, 3, 21
 BFLOAT16 = torch.bfloat16
@@ -82,6 +82,14 @@ def test_rows_are_rounded_to_their_own_type_alone() -> None:
     place, rows = given(1, BFLOAT16)
     with pytest.raises(TypeError, match=r"rows in torch\.bfloat16 .* not torch\.float16"):
         combine(place, rows, torch.empty(NUM_TOKENS, HIDDEN, dtype=torch.float16))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_a_rank_computes_its_own_experts_alone(dtype: torch.dtype) -> None:
+    physical = torch.tensor([[-1, 5, 6], [9, 10, 0]], dtype=dtype)
+    local = own_experts(physical, 6, 4)
+    assert local.tolist() == [[-1, -1, 0], [3, -1, -1]]
+    assert local.dtype == torch.int32
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)

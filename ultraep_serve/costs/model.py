@@ -166,12 +166,14 @@ def experts_moved(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Experts that each rank sends and receives, (R,) each; arguments as ``transfer_of``."""
     num_ranks, num_slots = slot_expert.shape
-    ranks, slots = np.nonzero(slot_expert >= 0)
-    senders = slot_expert[ranks, slots].astype(np.int64) // num_masters
-    if parents is not None:
-        parent = parents[ranks, slots].astype(np.int64)
-        senders = np.where(parent >= 0, parent // max(1, num_slots), senders)
-    return np.bincount(senders, minlength=num_ranks), np.bincount(ranks, minlength=num_ranks)
+    sent, received = [0] * num_ranks, [0] * num_ranks
+    by_slot = [-1] * slot_expert.size if parents is None else parents.reshape(-1).tolist()
+    for slot, expert in enumerate(slot_expert.reshape(-1).tolist()):  # NumPy takes longer: few
+        if expert >= 0:
+            parent = by_slot[slot]
+            sent[parent // num_slots if parent >= 0 else expert // num_masters] += 1
+            received[slot // num_slots] += 1
+    return np.array(sent, np.int64), np.array(received, np.int64)
 
 
 def saved_picoseconds(

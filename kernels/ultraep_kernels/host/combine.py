@@ -1,6 +1,6 @@
 """combine: the rows that experts gave for tokens -> their sums, where ranks share memory of all.
 
-And ``own_rows``, which numbers the rows that one rank is going to give.
+Before that ``own_experts`` finds what a rank has to compute, and ``own_rows`` numbers its rows.
 
 Rows come weighted and rounded. A token's are added in float32 in the order of its experts, whoever
 computed them. A compiled pass takes bfloat16 with one thread, so it is for ranks that have few
@@ -14,11 +14,28 @@ import torch
 
 from ultraep_kernels.host._compile import compiled
 
-__all__ = ["MOST_THREADS", "combine", "own_rows"]
+__all__ = ["MOST_THREADS", "combine", "own_experts", "own_rows"]
 
 MOST_THREADS = 4  # of a rank, up to which one thread here is faster than torch's operations
 _ROUND, _KEPT = 0x7FFF, 0xFFFF0000  # of float32's bits, to bfloat16
 _AT_ONCE = 1 << 17  # numbers that torch adds, few enough to stay in the cache meanwhile
+
+
+@compiled
+def _own_experts_kernel(physical: Any, first: int, number: int, local: Any) -> None:
+    for i in range(local.size):
+        at = physical[i] - first
+        local[i] = at if 0 <= at < number else -1
+
+
+def own_experts(physical: torch.Tensor, first: int, number: int) -> torch.Tensor:
+    """Local experts (T, K) int32 of ``physical`` (T, K), of which a rank has those from ``first``.
+
+    The rank has so many as ``number`` says; another rank's, and padding, become -1.
+    """
+    local = torch.empty(physical.shape, dtype=torch.int32)
+    _own_experts_kernel(physical.reshape(-1).numpy(), first, number, local.view(-1).numpy())
+    return local
 
 
 @compiled

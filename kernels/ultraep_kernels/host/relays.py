@@ -63,10 +63,11 @@ def relay_parents(
     "always" relays from 2 replicas on, "never" does not; every rank computes the same answer from
     the plan alone.
     """
+    replicas = np.count_nonzero(slot_expert >= 0)
+    if mode == "never" or (mode != "always" and replicas < MIN_RELAYED_REPLICAS):
+        return np.full(slot_expert.shape, -1, dtype=np.int64)
     direct = np.empty(slot_expert.shape, dtype=np.int64)
     sends = _parents_kernel(slot_expert, num_masters, np.iinfo(np.int64).max, direct)
-    if mode == "never":
-        return direct
     relayed = np.empty_like(direct)
     min_replicas = 2 if mode == "always" else MIN_RELAYED_REPLICAS
     relayed_sends = _parents_kernel(slot_expert, num_masters, min_replicas, relayed)

@@ -68,19 +68,28 @@ def _reroute_kernel(topk_ids: Any, share: Any, physical: Any, out: Any) -> bool:
     return True
 
 
+@compiled
+def _table_kernel(slot_expert: Any, num_masters: int, table: Any) -> None:
+    num_ranks, num_slots = slot_expert.shape
+    width = num_masters + num_slots
+    table[:] = -1
+    for expert in range(table.shape[0]):
+        owner = expert // num_masters
+        table[expert, owner] = owner * width + expert % num_masters
+    for rank in range(num_ranks):
+        for slot in range(num_slots):
+            if slot_expert[rank, slot] >= 0:
+                table[slot_expert[rank, slot], rank] = rank * width + num_masters + slot
+
+
 def physical_table(slot_expert: NDArray[np.int32], num_masters: int) -> NDArray[np.int32]:
     """Physical id of each expert on each rank, (E, R) int32, -1 where it has no copy.
 
     ``slot_expert`` (R, S) logical expert in each replica slot, -1 empty.
     """
-    num_ranks, num_slots = slot_expert.shape
-    width = num_masters + num_slots
-    table = np.full((num_ranks * num_masters, num_ranks), -1, dtype=np.int32)
-    experts = np.arange(num_ranks * num_masters)
-    owner = experts // num_masters
-    table[experts, owner] = owner * width + experts % num_masters
-    ranks, slots = np.nonzero(slot_expert >= 0)
-    table[slot_expert[ranks, slots], ranks] = ranks * width + num_masters + slots
+    num_ranks = slot_expert.shape[0]
+    table = np.empty((num_ranks * num_masters, num_ranks), dtype=np.int32)
+    _table_kernel(slot_expert, num_masters, table)
     return table
 
 

@@ -138,7 +138,7 @@ class HostBackend:
         shape = self._setup.shape
         loads = np.zeros((shape.num_ranks, shape.num_logical_experts), np.int64)
         plan = identity_plan(loads, shape, source_rank=0)
-        parents = relay_parents(plan.slot_expert, shape.num_masters, "never")
+        parents = relay_parents(plan.slot_expert, shape.num_masters, "always")  # compiled then
         self._fabric.stream(layer, plan.slot_expert, parents, shape.num_masters)
         for dtype in (torch.int32, torch.int64):  # routers give either
             no_ids = torch.empty((0, 1), dtype=dtype)

@@ -65,6 +65,8 @@ class HostSums:
         self._place = segments[:, place:rows].view(torch.int32)
         rows_of_all = segments[:, rows:shares].view(dtype)[:, : shape.numel()]
         self._rows = rows_of_all.view(len(segments), num_tokens * top_k, hidden_size)
+        self._shape = torch.Size(())
+        self._views = self._place, self._rows
         size = num_tokens * hidden_size
         of_all = segments[:, shares:].view(dtype)[:, :size]
         self._shares = of_all.view(len(segments), num_tokens, hidden_size)
@@ -138,8 +140,11 @@ class HostSums:
 
     def _of_all(self, shape: torch.Size) -> tuple[torch.Tensor, torch.Tensor]:
         """Places (R, T, K) and rows (R, T * K, H) of all ranks."""
-        size = shape.numel()
-        return self._place[:, :size].view(len(self._place), *shape), self._rows[:, :size]
+        if shape != self._shape:  # that of the layer before
+            size = shape.numel()
+            place = self._place[:, :size].view(len(self._place), *shape)
+            self._shape, self._views = shape, (place, self._rows[:, :size])
+        return self._views
 
     def _meet(self) -> None:
         """Return when all ranks have come as far."""

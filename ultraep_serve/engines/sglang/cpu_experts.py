@@ -3,9 +3,11 @@
 SGLang marks assignments of other ranks with -1 and its plain torch experts then index with that.
 
 Where experts may be computed by another rank than usual, sums of 16-bit models are taken in float32
-until they are complete, across ranks too. Weighted outputs in bfloat16 have 8 significant bits, so
-their float32 sum is exact unless they differ in size by more than 2**13: a token's result does not
-depend on which rank computed which expert. Elsewhere, as in decode, SGLang adds ranks up by itself.
+until they are complete, across ranks too: of those that share memory in the order of a token's
+experts (``balance.host.sums``). Otherwise ranks add up their own: weighted outputs in bfloat16 have
+8 significant bits, so that is exact unless they differ in size by more than 2**13. So no token's
+result depends on which rank computed which expert. Elsewhere, as in decode, SGLang adds ranks up by
+itself.
 
 Experts are products of matrices, in the model's type as SGLang has them, or in float32 where that
 is faster (``engines.common.ways``).

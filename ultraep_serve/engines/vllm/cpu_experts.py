@@ -10,11 +10,13 @@ Beside vLLM's kernel there are other ways of computing experts, of which the fas
 a model is loaded (``engines.common.ways``). The tokens of all ranks decide which of them a batch
 takes, so that it does not depend on the rank that computes a token.
 
-Sums are taken in float32 until they are complete, across ranks too, for which those of a host share
-memory (``balance.host.sums``). Weighted outputs in bfloat16 have 8 significant bits, so their
-float32 sum is exact unless they differ in size by more than 2**13: a token's result does not depend
-on which rank computed which expert. Only with ``numerics: engine`` each rank may round its part of
-a token's sum, as vLLM does without expert parallelism.
+Sums are taken in float32 until they are complete, across ranks too. Ranks of a host write rows
+where all of them read (``balance.host.sums``), and a token's are added in the order of its experts,
+whoever computed them. Elsewhere, and for few tokens, each rank adds up its own rows and the engine
+the ranks: weighted outputs in bfloat16 have 8 significant bits, so that is exact too unless they
+differ in size by more than 2**13. So no token's result depends on which rank computed which expert.
+Only with ``numerics: engine`` each rank may round its part of a token's sum, as vLLM does without
+expert parallelism.
 """
 
 import functools
@@ -181,8 +183,10 @@ class CpuExperts(Execution[RoutedExperts]):
             if has_ragged_collectives(data := get_dp_group()):
                 return gather_compute_scatter(way, x, topk_weights, assignments, data)
             return dispatch_compute_combine(way, x, topk_weights, assignments, group.cpu_group)
-        local = physical - group.rank_in_group * self._num_local
-        own = local.masked_fill_((local < 0) | (local >= self._num_local), -1)
+        # Only now, as above.
+        from ultraep_kernels.host.combine import own_experts
+
+        own = own_experts(physical, group.rank_in_group * self._num_local, self._num_local)
         return compute_and_reduce(way(x.shape[0]), x, topk_weights, own, group, self._sums)
 
     def _way(self, layer: RoutedExperts, num_tokens: int) -> Way:

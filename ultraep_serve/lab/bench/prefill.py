@@ -159,7 +159,8 @@ class LengthResult:
 
     def seconds_of(self, policy: Policy) -> list[float]:
         """Times of all requests under ``policy``."""
-        return [took for each in (self.samples, self.after_rest) for took in each.get(policy.value, ())]
+        name = policy.value
+        return [*self.samples.get(name, ()), *self.after_rest.get(name, ())]
 
     def _paired(self, numerator: str, denominator: str) -> dict[str, Any] | None:
         """The ratios within each round, which a drifting machine disturbs least."""
