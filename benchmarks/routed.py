@@ -19,10 +19,10 @@ import argparse
 import os
 import random
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +31,11 @@ import numpy as np
 from numpy.typing import NDArray
 from served import CONTEXT, WORK, serve, serve_without_ep
 
-from ultraep_serve.lab.bench.engine import FirstToken, Server, ServerWithoutEP
+from ultraep_serve.lab.bench.engine import Server, ServerWithoutEP
 from ultraep_serve.lab.bench.prefill import (
     LengthResult,
     Servers,
+    Turns,
     balanced_orders,
     ratios_json,
     spread_of,
@@ -51,7 +52,6 @@ WORKLOADS = (*TRACES, "switch")
 POLICIES = (Policy.OFF, Policy.QUOTA, Policy.IDEAL)
 BATCH_TOKENS = 4096
 WARM_UP = 2  # requests per policy, workload and length
-SETTLE_SECONDS = 1.2  # as in ``lab.bench.prefill``
 CLOCK = Path(__file__).resolve().parent / "cpu_clock"
 
 
@@ -203,7 +203,7 @@ class Rounds:
     def __init__(self, servers: Servers, recorded: Recorded) -> None:
         self._servers, self._recorded = servers, recorded
         self._chooser = random.Random(0)
-        self._last: tuple[Server, float] | None = None
+        self._turns = Turns()
 
     def measure(
         self, workload: str, length: int, repeats: int, check: RecordCheck
@@ -218,28 +218,17 @@ class Rounds:
             tokens = self._recorded.prompt(workload, length, self._chooser)
             for variant in orders[number % len(orders)]:
                 server = self._servers.ready_for(variant)
-                if self._last is not None and self._last[0] is not server:
-                    woken = self._wake(server, recorded_text(tokens))
-                    after_rest[variant].append(woken.seconds)
+                # By the same text: no server here keeps what it has computed.
+                woken = self._turns.wake(server, partial(recorded_text, tokens))
                 check.start()
-                result = self._first_token(server, recorded_text(tokens))
+                result = self._turns.ask(server, recorded_text(tokens))
                 assert result.prompt_tokens == len(tokens), "each word is one token"
                 if variant in (Policy.QUOTA, Policy.IDEAL):
                     check.add(workload, Policy(variant), tokens)
                 if number >= 0:
                     samples[variant].append(result.seconds)
+                    after_rest[variant] += [woken.seconds] if woken else []
         return samples, after_rest
-
-    def _wake(self, server: Server, prompt: str) -> FirstToken:
-        """As in ``lab.bench.prefill``; no server here keeps what it has computed."""
-        assert self._last is not None
-        time.sleep(max(0.0, self._last[1] + SETTLE_SECONDS - time.monotonic()))
-        return self._first_token(server, prompt)
-
-    def _first_token(self, server: Server, prompt: str) -> FirstToken:
-        result = server.first_token(prompt)
-        self._last = (server, time.monotonic())
-        return result
 
 
 def _summary(row: Mapping[str, Any]) -> str:

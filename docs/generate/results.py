@@ -98,7 +98,8 @@ def _experts_alone(instructions: str) -> str:
     """What experts with many rows take by the best exact way, over the engine's without EP."""
     ratios = []
     is_xeon = instructions != "AVX2"  # as the times of servers are
-    for found in read_document(f"expert-kernels{'-xeon' * is_xeon}")["findings"]:
+    document = "expert-kernels-xeon" if is_xeon else "expert-kernels"
+    for found in read_document(document)["findings"]:
         kind = found["instructions"], found["dtype"], found["rows"]
         if kind == (instructions, "bfloat16", _MANY_ROWS):
             milliseconds = found["ms"]

@@ -168,7 +168,7 @@ def experts_moved(
     num_ranks, num_slots = slot_expert.shape
     sent, received = [0] * num_ranks, [0] * num_ranks
     by_slot = [-1] * slot_expert.size if parents is None else parents.reshape(-1).tolist()
-    for slot, expert in enumerate(slot_expert.reshape(-1).tolist()):  # NumPy takes longer: few
+    for slot, expert in enumerate(slot_expert.reshape(-1).tolist()):  # so few that NumPy is slower
         if expert >= 0:
             parent = by_slot[slot]
             sent[parent // num_slots if parent >= 0 else expert // num_masters] += 1

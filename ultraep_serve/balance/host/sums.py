@@ -100,7 +100,9 @@ class HostSums:
             return None
         peers = Peers(group.rank(), dict(enumerate(processes)), patience)
         sums = cls(peers, segments, shape, dtype, seconds)
-        sums.total(torch.Size((0, shape[1])))  # compiled before a batch
+        nothing = torch.Size((0, shape[1]))
+        sums.total(nothing)  # compiled before a batch, as what engines add up to the end
+        combine(*sums._of_all(nothing), torch.empty(0, shape[2]))
         return sums
 
     def end_loading(self) -> None:

@@ -65,8 +65,8 @@ class Way:
 
     def rows(self, x: torch.Tensor, topk_weights: torch.Tensor, local: torch.Tensor) -> Rows:
         """What this rank's experts give, in memory of its own."""
-        size = int((local >= 0).sum()), x.shape[1]
-        outputs = Rows(torch.empty(local.shape, dtype=torch.int32), x.new_empty(size))
+        place = torch.empty(local.shape, dtype=torch.int32)
+        outputs = Rows(place, x.new_empty(local.numel(), x.shape[1]))
         self.compute(x, topk_weights, local, outputs)
         return outputs
 

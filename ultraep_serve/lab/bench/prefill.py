@@ -32,6 +32,7 @@ __all__ = [
     "PrefillResult",
     "PromptTokens",
     "Servers",
+    "Turns",
     "balanced_orders",
     "measure_prefill",
     "median_interval",
@@ -212,6 +213,31 @@ def measure_prefill(
     )
 
 
+class Turns:
+    """Requests to servers that share cores, one at a time."""
+
+    def __init__(self) -> None:
+        self._last: tuple[Server, float] | None = None  # the last request's, and when it ended
+
+    def wake(self, server: Server, prompt: Callable[[], str]) -> FirstToken | None:
+        """Where another server was asked last, wait until it is idle, and ask ``server`` something.
+
+        A server that has rested is slow at first, and the variant without expert parallelism shares
+        its server with no other. ``prompt`` makes one that is asked nowhere else.
+        """
+        if self._last is None or self._last[0] is server:
+            return None
+        unlike = prompt()
+        time.sleep(max(0.0, self._last[1] + _SETTLE_SECONDS - time.monotonic()))
+        return self.ask(server, unlike)
+
+    def ask(self, server: Server, prompt: str) -> FirstToken:
+        """What ``server`` answers."""
+        result = server.first_token(prompt)
+        self._last = (server, time.monotonic())
+        return result
+
+
 class _PrefillRun:
     """The requests of one benchmark, numbered so that each text and each opening is used once."""
 
@@ -221,7 +247,7 @@ class _PrefillRun:
         self._servers, self._source = servers, source
         self._options, self._on_step = options, on_step
         self._variants = servers.variants(options.policies)
-        self._last: tuple[Server, float] | None = None  # the last request's, and when it ended
+        self._turns = Turns()
         self._after_rest: dict[str, list[float]] = {variant: [] for variant in self._variants}
         self._openings = Openings()
         self._chooser = random.Random(options.seed)
@@ -260,27 +286,10 @@ class _PrefillRun:
         for variant, prompt in zip(order, prompts, strict=True):
             self._on_step(f"{description}, {variant}")
             server = self._servers.ready_for(variant)
-            if self._last is not None and self._last[0] is not server:
-                woken = self._wake(server, tokens)
+            if woken := self._turns.wake(server, lambda: self._prompts(tokens, 1)[0]):
                 self._after_rest[variant].append(woken.seconds)
-            results[variant] = self._first_token(server, prompt)
+            results[variant] = self._turns.ask(server, prompt)
         return results
-
-    def _wake(self, server: Server, tokens: int) -> FirstToken:
-        """Ask ``server`` something else first, once the one that was asked before is idle.
-
-        A server that has rested is slow at first, and the variant without expert parallelism shares
-        its server with no other.
-        """
-        assert self._last is not None
-        (prompt,) = self._prompts(tokens, 1)
-        time.sleep(max(0.0, self._last[1] + _SETTLE_SECONDS - time.monotonic()))
-        return self._first_token(server, prompt)
-
-    def _first_token(self, server: Server, prompt: str) -> FirstToken:
-        result = server.first_token(prompt)
-        self._last = (server, time.monotonic())
-        return result
 
     def _prompts(self, tokens: int, number: int) -> list[str]:
         """The same text behind ``number`` openings, each of ``tokens`` tokens."""
