@@ -98,7 +98,7 @@ def check_slots(bench: Bench, sizes: ExpertSizes) -> dict[str, Any]:
             _require_equal_products(sizes, weight, expert, sizes.masters + 1)
     figures = {
         "granularity": driver.granularity,
-        "expert_bytes": int(layers[0].expert_bytes.sum()),
+        "expert_bytes": layers[0].bytes_per_expert,
         "pool_bytes": pool.size,
         "memory_used_by_layer": used,  # the first one's holds the pool
     }

@@ -101,6 +101,16 @@ class Plan:
     quota: IntArray  # (E, R): assignments of expert e that rank r computes
     share: IntArray  # (E, R): this source rank's part of the quota
 
+    @property
+    def slot_load(self) -> IntArray:
+        """Assignments that each replica computes, (R, S), 0 where there is none."""
+        load = np.zeros(self.slot_expert.shape, np.int32)
+        for rank, experts in enumerate(self.slot_expert.tolist()):  # so few that NumPy is slower
+            for slot, expert in enumerate(experts):
+                if expert >= 0:
+                    load[rank, slot] = self.quota[expert, rank]
+        return load
+
 
 # A rank's row in an exchange: HEADER_WIDTH words, then its load (E,) where ranks see tokens of
 # their own. Rank 0's policy, threshold and speeds count, of the others everybody's.

@@ -143,7 +143,7 @@ def expected_decision(
     """What the balancer decides on the host."""
     context = PlanContext.of(shape, domain, speeds)
     load = context.rank_loads(loads)
-    before = context.times(load).max()
+    before = context.busiest_time(load)
     if before * speeds.sum() <= gate.max_imbalance * load.sum() * FULL_SPEED:
         return Decision.BALANCED
     costs = IntegerCosts(
@@ -156,7 +156,7 @@ def expected_decision(
     )
     found = plan_quota(loads, context, 0)
     hoped = context.least_time(load), Transfer(1, 1)
-    after = context.times(found.quota.sum(0)).max()
+    after = context.busiest_time(found.quota.sum(0))
     planned = after, transfer_of(found.slot_expert, shape.num_masters)
     for time, transfer in (hoped, planned):
         if saved_picoseconds(int(before), int(time), shape, transfer, costs) <= 0:

@@ -78,7 +78,7 @@ def test_the_plan_is_the_one_that_replay_makes() -> None:
     past = rng.zipf(1.5, (12, 4, 16)).clip(max=500)
     history = LoadHistory(num_layers=1, batches=8)
     for loads in past:
-        history.add(0, loads)
+        history.add(0, loads.sum(axis=0))
     loads = rng.integers(0, 100, (4, 16))
     expected = policy_function("eplb-slots")(loads, context, past[-8:])
     for rank in range(4):
@@ -91,9 +91,9 @@ def test_the_plan_is_the_one_that_replay_makes() -> None:
 
 def test_without_slots_or_tokens_there_is_nothing_to_place() -> None:
     history = LoadHistory(num_layers=1)
-    history.add(0, np.zeros((2, 8), np.int64))
+    history.add(0, np.zeros(8, np.int64))
     assert history.plan(0, np.ones((2, 8), np.int64), PlanContext.of(SHAPE), 0) is None
-    history.add(0, np.ones((2, 8), np.int64))
+    history.add(0, np.ones(8, np.int64))
     assert (
         history.plan(0, np.ones((2, 8), np.int64), PlanContext.of(ExpertShape(2, 8, 0)), 0) is None
     )

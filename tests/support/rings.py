@@ -120,9 +120,7 @@ class SyntheticRun:
         slots = np.full((self.shape.num_ranks, self.shape.num_replica_slots), -1, np.int32)
         slot_load = np.zeros_like(slots)
         if plan is not None:
-            slots = plan.slot_expert
-            ranks = np.arange(self.shape.num_ranks)[:, None]
-            slot_load = np.where(slots >= 0, plan.quota[slots, ranks], 0).astype(np.int32)
+            slots, slot_load = plan.slot_expert, plan.slot_load
         speeds = np.full_like(before, FULL_SPEED) if self._speeds is None else self._speeds
         outcome = LayerOutcome(decision, policy, loads.sum(axis=0), speeds, slots, slot_load)
         owner = slots[slots >= 0] // self.shape.num_masters

@@ -6,6 +6,7 @@ turns it into a ``LayerBalancer`` that an adapter calls for every layer.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -79,6 +80,11 @@ class LayerSlots:
     region_offsets: NDArray[np.int64]  # (N,) of slot 0 within every rank's pool
     expert_bytes: NDArray[np.int64]  # (N,)
     chunks: NDArray[np.int64]  # (C, 3) units of transfer: tensor index, offset, size
+
+    @cached_property
+    def bytes_per_expert(self) -> int:
+        """Bytes of one expert in all tensors."""
+        return int(self.expert_bytes.sum())
 
     @classmethod
     def of(

@@ -155,16 +155,16 @@ def transfer_of(
     """
     sent, received = experts_moved(slot_expert, num_masters, parents)
     return Transfer(
-        busiest_sender=int(sent.max()),
-        busiest_receiver=int(received.max()),
+        busiest_sender=max(sent),
+        busiest_receiver=max(received),
         relayed=parents is not None and bool((parents[slot_expert >= 0] >= 0).any()),
     )
 
 
 def experts_moved(
     slot_expert: IntArray, num_masters: int, parents: NDArray[np.integer] | None = None
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Experts that each rank sends and receives, (R,) each; arguments as ``transfer_of``."""
+) -> tuple[list[int], list[int]]:
+    """Experts that each rank sends and receives; arguments as ``transfer_of``."""
     num_ranks, num_slots = slot_expert.shape
     sent, received = [0] * num_ranks, [0] * num_ranks
     by_slot = [-1] * slot_expert.size if parents is None else parents.reshape(-1).tolist()
@@ -173,7 +173,7 @@ def experts_moved(
             parent = by_slot[slot]
             sent[parent // num_slots if parent >= 0 else expert // num_masters] += 1
             received[slot // num_slots] += 1
-    return np.array(sent, np.int64), np.array(received, np.int64)
+    return sent, received
 
 
 def saved_picoseconds(

@@ -73,18 +73,20 @@ class PlanContext:
         by_rank: NDArray[np.int64] = total.reshape(self.shape.num_ranks, -1).sum(1)
         return by_rank
 
-    def times(self, rank_load: Integers) -> NDArray[np.int64]:
-        """Times (R,), rounded up, of ``rank_load`` (R,) assignments."""
-        times: NDArray[np.int64] = -(-rank_load.astype(np.int64) * FULL_SPEED // self.speeds)
-        return times
+    # Imported not above: plug-ins that vLLM loads must not import numba, because vLLM's
+    # ``register_kernels`` (0.32) takes attributes of llvmlite's for kernels.
+
+    def busiest_time(self, rank_load: Integers) -> int:
+        """The time of the busiest rank, rounded up, of ``rank_load`` (R,) assignments."""
+        from ultraep_kernels.host.plan import busiest_time
+
+        return int(busiest_time(rank_load.astype(np.int64), self.speeds))
 
     def least_time(self, rank_load: Integers) -> int:
         """The least time of the busiest rank, if any assignment could go anywhere in its domain.
 
         The largest over domains, of ``rank_load`` (R,) assignments.
         """
-        # Not above: plug-ins that vLLM loads must not import numba, because vLLM's
-        # ``register_kernels`` (0.32) takes attributes of llvmlite's for kernels.
         from ultraep_kernels.host.plan import least_time
 
         return int(least_time(rank_load.astype(np.int64), self.speeds, self.domain_size))

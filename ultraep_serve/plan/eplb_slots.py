@@ -35,9 +35,9 @@ class LoadHistory:
         # Compiled, or loaded from disk, now: no batch waits for that.
         even_shares(np.zeros((1, 1), np.int64), np.ones((1, 1), np.int32))
 
-    def add(self, layer: int, loads: Counts) -> None:
-        """``layer`` of one more batch had ``loads`` (R, E)."""
-        self._past[layer].append(loads.sum(axis=0))
+    def add(self, layer: int, expert_load: Counts) -> None:
+        """``layer`` of one more batch had ``expert_load`` (E,)."""
+        self._past[layer].append(expert_load)
 
     def plan(
         self,

@@ -57,11 +57,14 @@ class LayerOutcome:
         if self.decision is Decision.FORCED:
             share: NDArray[np.int64] = before.sum() * self.speed // self.speed.sum(dtype=np.int64)
             return share
-        filled = self.slot_expert >= 0
-        owners = self.slot_expert[filled] // (self.expert_load.size // before.size)
-        after: NDArray[np.int64] = before + self.slot_load.sum(axis=1, dtype=np.int64)
-        np.subtract.at(after, owners, self.slot_load[filled])
-        return after
+        num_masters, num_slots = self.expert_load.size // before.size, self.slot_expert.shape[1]
+        after = before.tolist()
+        loads = self.slot_load.reshape(-1).tolist()
+        for slot, expert in enumerate(self.slot_expert.reshape(-1).tolist()):
+            if expert >= 0:  # so few that NumPy is slower
+                after[slot // num_slots] += loads[slot]
+                after[expert // num_masters] -= loads[slot]
+        return np.array(after, np.int64)
 
 
 class LayerPlace(NamedTuple):
@@ -108,16 +111,16 @@ class LayerRecord(NamedTuple):
         experts_ns: int,
     ) -> "LayerRecord":
         """The record of ``rank``; an expert of this layer has ``expert_bytes``."""
-        filled = outcome.slot_expert >= 0
+        received = [sum(expert >= 0 for expert in slots) for slots in outcome.slot_expert.tolist()]
         return cls(
             batch=place.batch,
             assignments=int(outcome.load_before.sum()),
             bytes_sent=bytes_sent,
-            bytes_received=int(filled[rank].sum()) * expert_bytes,
+            bytes_received=received[rank] * expert_bytes,
             experts_ns=experts_ns,
             layer=place.layer,
             tokens=place.tokens,
-            replicas=int(filled.sum()),
+            replicas=sum(received),
             decision=outcome.decision,
             policy=outcome.policy.code,
             stage_ns=stage_ns,

@@ -15,8 +15,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from ultraep_serve.balance.topology import ONLY_STAGE, Location, PipelineStage, process_namespace
 from ultraep_serve.errors import RingError
 from ultraep_serve.telemetry.counters import RingCounters
@@ -253,7 +251,7 @@ class Stopwatch:
     """Nanoseconds per stage, running from its creation on."""
 
     def __init__(self) -> None:
-        self.nanoseconds = np.zeros(len(Stage), dtype=np.int64)
+        self.nanoseconds = [0] * len(Stage)
         self._last = time.perf_counter_ns()
 
     def lap(self, stage: Stage) -> None:

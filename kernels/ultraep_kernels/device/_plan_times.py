@@ -1,6 +1,6 @@
 """Speeds and times of ranks for the planner's kernels, in the host's integers.
 
-Twins: ``least_time``, ``_capacities`` and ``_busiest`` in ``host._plan_search``.
+Twins: ``least_time``, ``_capacities`` and ``busiest_time`` in ``host._plan_search``.
 """
 
 import triton

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from ultraep_kernels.contract import FULL_SPEED, IntArray, Search
 from ultraep_kernels.host._compile import compiled
 
-__all__ = ["least_time", "place_replicas"]
+__all__ = ["busiest_time", "least_time", "place_replicas"]
 
 Counts = NDArray[np.int64]
 
@@ -80,7 +80,7 @@ def place_replicas(
         owned = expert_load[first * num_masters : last * num_masters]
         domain = _Domain(speeds[first:last], rank_load[first:last], owned)
         slots, quotas = slot_expert[first:last], slot_quota[first:last]
-        if _busiest(domain.rank_load, domain.speeds) > goal:
+        if busiest_time(domain.rank_load, domain.speeds) > goal:
             best = _search(goal, search, domain, slots, quotas)
             _save(best, goal, search, domain, slots, quotas)
             for rank in range(last - first):
@@ -88,6 +88,19 @@ def place_replicas(
                     if slots[rank, slot] >= 0:
                         slots[rank, slot] += first * num_masters
     return slot_expert, slot_quota
+
+
+@compiled
+def busiest_time(rank_load: Counts, speeds: Counts) -> int:
+    """The least time by which every rank computes its assignments, as ``least_time`` counts it.
+
+    ``rank_load``, ``speeds`` int64 (R,), each speed 1 to FULL_SPEED.
+    """
+    time = 0
+    for rank in range(rank_load.size):
+        if time * speeds[rank] < rank_load[rank] * FULL_SPEED:
+            time = _time(rank_load[rank], speeds[rank])
+    return time
 
 
 @compiled
@@ -130,7 +143,7 @@ def _search(
     num_masters = domain.expert_load.size // domain.rank_load.size
     num_donors = (domain.rank_load > _capacities(goal, domain.speeds)).sum()
     made = _empty_placement(domain, best_slots)
-    best = (_busiest(domain.rank_load, domain.speeds), 0, 0)
+    best = (busiest_time(domain.rank_load, domain.speeds), 0, 0)
     gap = 0  # between the goal and what the first wave reached
     for attempt in range(search.limit):
         if attempt >= search.first and best[0] <= goal:
@@ -139,10 +152,10 @@ def _search(
             gap = best[0] - goal
         threshold = goal + gap * (attempt // 2 % 5) // 4
         _attempt(threshold, attempt % 2 == 0, True, attempt // 2, domain, made)
-        time = _busiest(made.rank_load, domain.speeds)
+        time = busiest_time(made.rank_load, domain.speeds)
         if time > goal:
             _relax(search.sweeps, domain.speeds, made)
-            time = _busiest(made.rank_load, domain.speeds)
+            time = busiest_time(made.rank_load, domain.speeds)
         sent, total = _count_replicas(made.slots, num_masters)
         found = (max(time, goal), sent, total)
         if found < best:
@@ -173,7 +186,7 @@ def _save(
     for attempt in range(search.thrifty):
         threshold = goal + attempt * goal // search.grain
         _attempt(threshold, False, False, 0, domain, made)
-        if _busiest(made.rank_load, domain.speeds) <= threshold:
+        if busiest_time(made.rank_load, domain.speeds) <= threshold:
             sent, total = _count_replicas(made.slots, num_masters)
             if 0 < total < best[2] and sent <= best[1]:
                 best_slots[:] = made.slots
@@ -277,16 +290,6 @@ def _capacities(time: int, speeds: Counts) -> Counts:
 def _time(load: int, speed: int) -> int:
     """The least time by which a rank with ``speed`` computes ``load`` assignments."""
     return -(-load * FULL_SPEED // speed)
-
-
-@compiled
-def _busiest(rank_load: Counts, speeds: Counts) -> int:
-    """The largest ``_time`` of ``rank_load`` (R,)."""
-    time = 0
-    for rank in range(rank_load.size):
-        if time * speeds[rank] < rank_load[rank] * FULL_SPEED:
-            time = _time(rank_load[rank], speeds[rank])
-    return time
 
 
 @compiled

@@ -28,7 +28,7 @@ from ultraep_kernels.contract import (
 from ultraep_kernels.host._atomics import copy_bytes, load_acquire, store_release
 from ultraep_kernels.host._compile import compiled
 
-__all__ = ["gather_rows", "post_flag", "post_row", "wait_flags", "write_row"]
+__all__ = ["contradictions", "gather_rows", "post_flag", "post_row", "wait_flags", "write_row"]
 
 
 def write_row(
@@ -38,12 +38,22 @@ def write_row(
 
     ``unknown`` ids could not be counted; ``doubt`` 1: this rank has found something wrong.
     """
-    row = np.zeros(HEADER_WIDTH + (load.size if has_load else 0), dtype=np.int64)
-    row[POLICY], row[THRESHOLD], row[SPEEDS], row[TIME] = choice
-    row[UNKNOWN], row[CHECKSUM] = unknown, zlib.crc32(load.data)
-    row[DOUBT] = doubt
-    row[HEADER_WIDTH:] = load[: row.size - HEADER_WIDTH]
-    return row
+    header = [0] * HEADER_WIDTH
+    header[POLICY], header[THRESHOLD], header[SPEEDS], header[TIME] = choice
+    header[UNKNOWN], header[CHECKSUM], header[DOUBT] = unknown, zlib.crc32(load.data), doubt
+    row = np.array(header, dtype=np.int64)
+    return np.concatenate((row, load)) if has_load else row
+
+
+@compiled
+def contradictions(rows: Any) -> tuple[bool, bool, bool]:
+    """Of all ranks' ``rows`` (R, W): has one a doubt, or unknown ids, and do checksums differ."""
+    doubt = unknown = differ = False
+    for rank in range(rows.shape[0]):
+        doubt |= rows[rank, DOUBT] != 0
+        unknown |= rows[rank, UNKNOWN] != 0
+        differ |= rows[rank, CHECKSUM] != rows[0, CHECKSUM]
+    return doubt, unknown, differ
 
 
 @compiled

@@ -8,10 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ultraep_kernels.contract import Plan, search_of
-from ultraep_kernels.host._plan_search import least_time, place_replicas
+from ultraep_kernels.host._plan_search import busiest_time, least_time, place_replicas
 from ultraep_kernels.host._plan_share import count_experts, split_quota
 
-__all__ = ["identity_plan", "least_time", "plan"]
+__all__ = ["busiest_time", "identity_plan", "least_time", "plan"]
 
 _MOST_ASSIGNMENTS = np.iinfo(np.int32).max  # of one expert: a quota is int32
 

@@ -100,7 +100,7 @@ class DeviceBackend:
 
     def calibrate(self, run_layer: Callable[[int], None]) -> CostModel:
         setup, layer = self._setup, self._layers[0]
-        expert_bytes = int(layer.expert_bytes.sum())
+        expert_bytes = layer.bytes_per_expert
         probes = self._probes(layer)
         return agreed_costs(setup.config.costs, setup.shape, expert_bytes, probes, run_layer)
 
@@ -143,7 +143,7 @@ class DeviceBackend:
             gather=lambda values: gathered(fabric, values),
             bytes_before_relay=fabric.limits.num_senders * int(layer.chunks[:, 2].max()),
             rows_per_master=_ROWS_PER_MASTER,
-            fallback=lambda: table_costs(_name_of(device), int(layer.expert_bytes.sum())),
+            fallback=lambda: table_costs(_name_of(device), layer.bytes_per_expert),
         )
 
     def _sender(self, layer: LayerSlots) -> Callable[[], object]:

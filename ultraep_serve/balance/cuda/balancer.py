@@ -147,7 +147,7 @@ class DeviceBalancer:
         self._pending = PendingBatches(device, num_values, len(layers), shape.num_micro_batches)
         self._waited = 0  # times
         self._warned: set[str] = set()
-        expert_bytes = [int(layer.expert_bytes.sum()) for layer in layers]
+        expert_bytes = [layer.bytes_per_expert for layer in layers]
         self._records = Records(
             setup, expert_bytes, recorder, own_time, self._warn, self._min_saved
         )

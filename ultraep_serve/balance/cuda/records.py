@@ -73,7 +73,7 @@ class Records:
                 outcome,
                 rank=rank,
                 expert_bytes=expert_bytes,
-                bytes_sent=int(sent[rank]) * expert_bytes,
+                bytes_sent=sent[rank] * expert_bytes,
                 stage_ns=self._stage_times(pending),
                 experts_ns=pending.experts_ns,
             )

@@ -8,6 +8,7 @@ import torch
 from numpy.typing import NDArray
 from ultraep_kernels.host.checksum import checksum
 from ultraep_kernels.host.count import count
+from ultraep_kernels.host.exchange import contradictions
 from ultraep_kernels.host.relays import relay_parents
 from ultraep_kernels.host.reroute import reroute
 
@@ -77,7 +78,7 @@ class HostBackend:
         setup, layer = self._setup, self._layers[0]
         warm_up(setup.shape)
         self._warm_up_kernels(layer)
-        expert_bytes = int(layer.expert_bytes.sum())
+        expert_bytes = layer.bytes_per_expert
         probes = self._probes(layer)
         return agreed_costs(setup.config.costs, setup.shape, expert_bytes, probes, run_layer)
 
@@ -144,6 +145,9 @@ class HostBackend:
             no_ids = torch.empty((0, 1), dtype=dtype)
             count(no_ids, shape.num_logical_experts)
             reroute(no_ids, plan.share, plan.slot_expert, shape.num_masters)
+        rows = np.zeros((1, 1 + self._fabric.row_width), np.int64)
+        for some in (rows, rows[:, :-1]):  # side by side, and apart
+            contradictions(some)
 
     def _probes(self, layer: LayerSlots) -> Probes:
         shape, fabric = self._setup.shape, self._fabric

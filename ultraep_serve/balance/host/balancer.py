@@ -11,19 +11,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from ultraep_kernels.contract import (
-    CHECKSUM,
-    DOUBT,
     FULL_SPEED,
     HEADER_WIDTH,
     POLICY,
     SPEEDS,
     THRESHOLD,
     TIME,
-    UNKNOWN,
     Choice,
 )
 from ultraep_kernels.host.count import count
-from ultraep_kernels.host.exchange import write_row
+from ultraep_kernels.host.exchange import contradictions, write_row
 from ultraep_kernels.host.reroute import reroute
 
 from ultraep_serve.balance.backend import GroupSetup, LayerSlots, PolicySource
@@ -93,6 +90,8 @@ class HostBalancer:
         self._identity = torch.from_numpy(
             identity_table(shape.num_logical_experts, shape.num_ranks, shape.num_slots)
         )
+        slots = shape.num_ranks, shape.num_slots
+        self._no_slots = np.full(slots, -1, np.int32), np.zeros(slots, np.int32)
         self._batch = 0
         self._batch_policy: Policy | None = None  # agreed on in the first layer of the batch
         self._threshold = _MILLION  # imbalance in millionths, agreed on with the policy
@@ -178,14 +177,14 @@ class HostBalancer:
         rows = self._fabric.exchange(write_row(load, unknown, self._choice(), has_load, doubt))
         if self._batch_policy is None:
             self._agree(rows)
-        if rows[:, DOUBT].any():
+        doubt, unknown_ids, differ = contradictions(rows)
+        if doubt:
             self._switch_off()
-        inconsistent = bool(rows[:, UNKNOWN].any())
         if has_load:
-            return rows[:, HEADER_WIDTH:], inconsistent
+            return rows[:, HEADER_WIDTH:], unknown_ids
         loads = np.zeros((self._context.shape.num_ranks, load.size), dtype=np.int64)
         loads[0] = load
-        return loads, inconsistent or bool((rows[:, CHECKSUM] != rows[0, CHECKSUM]).any())
+        return loads, unknown_ids or differ
 
     def _switch_off(self) -> None:
         """A rank is in doubt, as all know: the batch is off, and so are those that follow."""
@@ -231,7 +230,7 @@ class HostBalancer:
             stale = self._history.plan(layer, loads, context, self._source_rank)
             return (Decision.PLANNED if stale else Decision.UNPROFITABLE), stale
         load = context.rank_loads(loads)
-        before = int(context.times(load).max())
+        before = context.busiest_time(load)
         whole = int(load.sum()) * FULL_SPEED
         if before * int(context.speeds.sum()) * _MILLION <= self._threshold * whole:
             return Decision.BALANCED, None
@@ -239,7 +238,7 @@ class HostBalancer:
             return Decision.UNPROFITABLE, None
         plan = plan_quota(loads, context, self._source_rank)
         transfer = transfer_of(plan.slot_expert, context.shape.num_masters)
-        after = int(context.times(plan.quota.sum(axis=0)).max())
+        after = context.busiest_time(plan.quota.sum(axis=0))
         if not self._pays(before, after, transfer):
             return Decision.UNPROFITABLE, None
         return Decision.PLANNED, plan
@@ -259,7 +258,7 @@ class HostBalancer:
         slots = self._layers[layer]
         self._fabric.stream(slots, plan.slot_expert, parents, masters)
         sent, _ = experts_moved(plan.slot_expert, masters, parents)
-        return int(sent[self._fabric.rank]) * int(slots.expert_bytes.sum())
+        return sent[self._fabric.rank] * slots.bytes_per_expert
 
     def _reroute(
         self, layer: int, topk_ids: torch.Tensor, plan: Plan | None, decision: Decision
@@ -282,34 +281,31 @@ class HostBalancer:
             self._fabric.wait_slots(self._layers[layer], plan.slot_expert)
 
     def _record(self, routed: "_Routed", experts_ns: int) -> None:
+        expert_load = routed.loads.sum(axis=0)
         if routed.decision is not Decision.INCONSISTENT:
-            self._history.add(routed.layer, routed.loads)
-        outcome = self._outcome(routed)
+            self._history.add(routed.layer, expert_load)
+        outcome = self._outcome(routed, expert_load)
         self._speeds.add_layer(experts_ns, outcome.load_after)
         self._recorder.record(
             LayerRecord.of(
                 LayerPlace(self._batch, routed.layer, routed.batch_tokens),
                 outcome,
                 rank=self._fabric.rank,
-                expert_bytes=int(self._layers[routed.layer].expert_bytes.sum()),
+                expert_bytes=self._layers[routed.layer].bytes_per_expert,
                 bytes_sent=routed.sent,
-                stage_ns=routed.watch.nanoseconds.tolist(),
+                stage_ns=routed.watch.nanoseconds,
                 experts_ns=experts_ns,
             )
         )
 
-    def _outcome(self, routed: "_Routed") -> LayerOutcome:
-        num_ranks, num_slots = self._context.shape.num_ranks, self._context.shape.num_slots
-        slot_expert = np.full((num_ranks, num_slots), -1, np.int32)
-        slot_load = np.zeros_like(slot_expert)
+    def _outcome(self, routed: "_Routed", expert_load: NDArray[np.int64]) -> LayerOutcome:
+        slot_expert, slot_load = self._no_slots
         if routed.plan is not None:
-            slot_expert, quota = routed.plan.slot_expert, routed.plan.quota
-            ranks = np.arange(num_ranks)[:, None]
-            slot_load = np.where(slot_expert >= 0, quota[slot_expert, ranks], 0).astype(np.int32)
+            slot_expert, slot_load = routed.plan.slot_expert, routed.plan.slot_load
         return LayerOutcome(
             decision=routed.decision,
             policy=self._batch_policy or Policy.OFF,
-            expert_load=routed.loads.sum(axis=0),
+            expert_load=expert_load,
             speed=self._context.speeds,
             slot_expert=slot_expert,
             slot_load=slot_load,

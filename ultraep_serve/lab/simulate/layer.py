@@ -94,7 +94,7 @@ def judge(variant: Variant, machine: GroupMachine, loads: Counts) -> tuple[float
         of_times = [imbalance(load, context.speeds) for load in (before, planned, after)]
         of_times.append(imbalance_floor(loads, context))
     # As a server decides, which knows neither how links are nor, at that moment, of relays.
-    busiest, least = (int(context.times(load).max()) for load in (before, planned))
+    busiest, least = (context.busiest_time(load) for load in (before, planned))
     expected = transfer_of(plan.slot_expert, masters)
     pays = saved_picoseconds(busiest, least, context.shape, expected, costs) > 0
     copies, arrived = (int((one.slot_expert >= 0).sum()) for one in (plan, followed))
@@ -129,7 +129,7 @@ def _seconds(
 ) -> float:
     """Predicted time of the layer with ``rank_load`` (R,), moving what ``slot_expert`` holds."""
     costs, masters = setting.estimate.costs, context.shape.num_masters
-    busiest = float(context.times(rank_load).max()) / machine.fastest
+    busiest = context.busiest_time(rank_load) / machine.fastest
     tokens = float(rank_load.sum()) / setting.shape.experts_per_token / rank_load.size
     if slot_expert is None:
         return layer_seconds(costs, busiest, tokens, masters, exchanged=exchanged)
