@@ -9,6 +9,7 @@ import pytest
 import torch
 from ultraep_kernels.contract import TIME
 
+from tests.support.ring_files import KeepsNothing
 from ultraep_serve.balance.backend import GroupSetup, row_width
 from ultraep_serve.balance.host.balancer import HostBalancer
 from ultraep_serve.balance.host.slots import HostSlotPool
@@ -45,7 +46,7 @@ class OtherRanks:
         self.waits += 1
 
 
-class Notes:
+class Notes(KeepsNothing):
     """Recorder and policy source in one."""
 
     def __init__(self) -> None:

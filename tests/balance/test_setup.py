@@ -54,6 +54,7 @@ def join(rank: int, run_path: Path, view: TokenView) -> list[int]:
             assert (parameter[:4] == 1 + rank).all()
             assert rank == 0 or (parameter[4] == 1).all()  # rank 0's expert has come
         joined.computed()
+    joined._recorder.write_kept()
     ring = RingReader(RunFiles(run_path).ring(rank))
     assert ring.header().state is RingState.READY
     decisions: list[int] = ring.recent()["decision"].tolist()
@@ -96,6 +97,7 @@ def join_hosts(rank: int, run_path: Path, view: TokenView, costs: str) -> list[i
                 assert all((tensor[2] == rank).all() for tensor in layer)  # the neighbour's expert
             joined.computed()
             wait.gather(np.zeros(1, np.int64))
+    joined._recorder.write_kept()
     ring = RingReader(RunFiles(home).ring(rank))
     header = ring.header()
     assert (header.location.host, header.location.domain_size) == (location.host, 2)
@@ -164,6 +166,7 @@ def lose_files(rank: int, shared_memory: Path, moment: str) -> list[int]:
     joined.mark_ready(logging.getLogger("test"))
     joined.route(0, torch.tensor([[0, 1]]).repeat(64, 1), Batch(64))
     joined.computed()
+    joined._recorder.write_kept()
     assert ControlPage.open(run_path).policy is Policy.QUOTA
     ring = RingReader(RunFiles(run_path).ring(rank))
     assert ring.header().state is RingState.READY

@@ -15,6 +15,7 @@ from ultraep_kernels.contract import FLAG_BYTES
 from ultraep_kernels.device.exchange import inbox_bytes
 from ultraep_kernels.device.stream import Programs
 
+from tests.support.ring_files import KeepsNothing
 from ultraep_serve.balance.backend import GroupSetup
 from ultraep_serve.balance.cuda.balancer import DeviceBalancer
 from ultraep_serve.balance.cuda.driver import Driver, HandleKind, Shareable
@@ -32,7 +33,7 @@ POSTED = 1 << 40  # an epoch that nobody reaches
 
 
 @dataclass
-class FakeRecorder:
+class FakeRecorder(KeepsNothing):
     """Recorder and policy source in one; what came is kept as plain values."""
 
     policy: Policy = Policy.QUOTA

@@ -1,5 +1,6 @@
 """Rings for tests: one rank's, and records for it."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,12 @@ def create(
 
 
 def write(recorder: Recorder, batch: int, layer: int = 0, **changes: Any) -> None:
-    """A planned layer; ``changes`` are fields of ``LayerRecord``."""
+    """Record a planned layer; ``changes`` are fields of ``LayerRecord``."""
+    recorder.record(planned(batch, layer, **changes))
+
+
+def planned(batch: int, layer: int = 0, **changes: Any) -> LayerRecord:
+    """The record of a planned layer; ``changes`` are fields of it."""
     fields: dict[str, Any] = {
         "tokens": 100,
         "decision": Decision.PLANNED,
@@ -55,7 +61,22 @@ def write(recorder: Recorder, batch: int, layer: int = 0, **changes: Any) -> Non
     } | {name: value for name, value in changes.items() if value is not None}
     fields["policy"] = fields["policy"].code
     assignments = int(np.sum(fields["load_before"]))
-    recorder.record(LayerRecord(batch=batch, layer=layer, assignments=assignments, **fields))
+    return LayerRecord(batch=batch, layer=layer, assignments=assignments, **fields)
+
+
+class KeepsNothing:
+    """A stand-in of a recorder, to which a record for later is one like any other."""
+
+    def record(self, record: LayerRecord) -> None:
+        """As ``Recorder.record``."""
+        raise NotImplementedError
+
+    def record_later(self, make: Callable[[], LayerRecord], **_: bool) -> None:
+        """As ``Recorder.record_later``, at once."""
+        self.record(make())
+
+    def write_kept(self) -> None:
+        """As ``Recorder.write_kept``."""
 
 
 def put(path: Path, content: bytes) -> None:

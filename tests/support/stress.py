@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from tests.support.hosts import engine_group, host_path
 from tests.support.mail import Mail
 from tests.support.moe import TinyMoE, apply_experts, expert_bytes_equal, poison
+from tests.support.ring_files import KeepsNothing
 from ultraep_serve.balance.backend import GroupSetup, LayerSlots, row_width
 from ultraep_serve.balance.collectives import HostAllGather
 from ultraep_serve.balance.host.balancer import HostBalancer
@@ -92,7 +93,7 @@ class _LayerInput:
     valid: torch.Tensor  # (T_all, K) what can be answered: impossible ids are padding
 
 
-class _Recorder:
+class _Recorder(KeepsNothing):
     """Keeps what the balancer says about itself."""
 
     def __init__(self, report: StressReport, domain_size: int) -> None:

@@ -3,12 +3,13 @@
 import os
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.support.ring_files import SHAPE, create, write
+from tests.support.ring_files import SHAPE, create, planned, write
 from ultraep_serve.errors import RingError
 from ultraep_serve.telemetry import record as layout
 from ultraep_serve.telemetry import recorder as recorder_module
@@ -236,6 +237,43 @@ def test_a_deleted_ring_is_put_back_whole(tmp_path: Path, monkeypatch: pytest.Mo
     assert late.header.recorded_batches[Decision.PLANNED] == 4000
     recorder.close()
     assert RingReader(path).header().state is RingState.STOPPED
+
+
+def test_what_is_kept_is_written_behind_the_batch_with_the_times_it_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder_module, "HEARTBEAT_SECONDS", 3600.0)
+    recorder, reader = create(tmp_path), RingReader(RunFiles(tmp_path).ring(0))
+    begun, progress = time.time_ns(), recorder.progress
+    recorder.record_later(partial(planned, 1, 0), ends_batch=False)
+    ended = time.time_ns()
+    assert recorder.progress > progress
+    assert not reader.poll().records.size
+    time.sleep(0.05)
+    recorder.write_kept()
+    (first,) = reader.poll().records
+    assert first["batch"] == 1
+    assert begun <= first["time_ns"] <= ended
+    recorder.record_later(partial(planned, 2, 0), ends_batch=False)
+    recorder.record_later(
+        partial(planned, 2, 1), ends_batch=True
+    )  # writes both, without being asked
+    layers: list[int] = []
+    while len(layers) < 2:
+        layers += reader.poll().records["layer"].tolist()
+        time.sleep(0.005)
+    recorder.record_later(partial(planned, 3, 7), ends_batch=False)
+    recorder.close()
+    assert [*layers, *reader.poll().records["layer"].tolist()] == [0, 1, 7]
+
+
+def test_a_heartbeat_writes_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder_module, "HEARTBEAT_SECONDS", 0.005)
+    recorder, reader = create(tmp_path), RingReader(RunFiles(tmp_path).ring(0))
+    recorder.record_later(partial(planned, 1), ends_batch=False)
+    while not reader.poll().records.size:
+        time.sleep(0.005)
+    recorder.close()
 
 
 def test_without_room_a_deleted_ring_goes_on_without_a_name(

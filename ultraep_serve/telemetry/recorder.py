@@ -1,8 +1,9 @@
 """The writing end: what one rank did, one record per MoE layer of a batch.
 
-``record`` runs on the host thread that launches kernels, so it fills one scratch record, checksums
-it and writes it: a few microseconds, and no lock that another process could hold. A ring whose file
-is deleted or truncated while serving is put back under its name within a second.
+``record`` fills one scratch record, checksums it and writes it, without a lock that another process
+could hold. Where engines wait for the thread that has something to tell, ``record_later`` keeps it
+until the batch is answered: cold code takes some hundred microseconds for a record, in every layer.
+A ring whose file is deleted or truncated while serving is put back under its name within a second.
 """
 
 import contextlib
@@ -11,6 +12,7 @@ import os
 import struct
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +37,7 @@ from ultraep_serve.types import Decision, ExpertShape, Policy, Stage, Verificati
 __all__ = ["HEARTBEAT_SECONDS", "Recorder", "RingSettings", "Stopwatch"]
 
 HEARTBEAT_SECONDS = 1.0
+_ANSWER_SECONDS = 5e-3  # that an engine is left alone after a batch's last layer
 _LOGGER = logging.getLogger(__name__)
 # What a wrong value from the caller raises, or a file without room; anything else is a bug worth
 # seeing.
@@ -73,7 +76,9 @@ class Recorder:
         self._buffer = RecordBuffer(header.shape)
         self.lost = 0  # records that could not be written
         self._lock = threading.Lock()
-        self._stopping = threading.Event()
+        self._kept: deque[tuple[int, Callable[[], LayerRecord]]] = deque()  # with the time
+        self._writes_kept = threading.Lock()
+        self._stopping, self._batch_ended = threading.Event(), threading.Event()
         self._heart = threading.Thread(target=self._beat, name="ultraep-heartbeat", daemon=True)
         self._heart.start()
 
@@ -113,18 +118,36 @@ class Recorder:
         number = pipeline.number * shape.num_ranks + location.rank
         return cls(RunFiles(run_path).ring(number), page)
 
-    def record(self, record: LayerRecord) -> None:
-        """Write one layer of one batch."""
+    def record(self, record: LayerRecord, time_ns: int | None = None) -> None:
+        """Write one layer of one batch, which ended at ``time_ns``, or now."""
+        time_ns = time.time_ns() if time_ns is None else time_ns
         with self._lock:
             try:
                 place = self._counters.written
-                self._buffer.fill(place + 1, time.time_ns(), record)
+                self._buffer.fill(place + 1, time_ns, record)
                 offset = HEADER_BYTES + place % self._capacity * self._record_bytes
                 self._file.write(self._buffer.content, offset)
                 self._counters.count_record(record)
                 self._file.write(self._counters.counters)
             except _REASONS_TO_LOSE as error:
                 self._lose(error)
+
+    def record_later(self, make: Callable[[], LayerRecord], *, ends_batch: bool) -> None:
+        """Write what ``make`` gives, for a layer that has ended now, when nobody waits for it.
+
+        That is some milliseconds after the layer that ``ends_batch``, at the next heartbeat, or by
+        ``write_kept``. Another thread may call ``make``, one at a time and in order.
+        """
+        self._kept.append((time.time_ns(), make))
+        if ends_batch:
+            self._batch_ended.set()
+
+    def write_kept(self) -> None:
+        """Write now what ``record_later`` was given; returns when all of it is written."""
+        with self._writes_kept:
+            while self._kept:
+                time_ns, make = self._kept.popleft()
+                self.record(make(), time_ns)
 
     def count_batch(self, decision: Decision) -> None:
         """Count a batch that was skipped as a whole, without records."""
@@ -170,7 +193,7 @@ class Recorder:
     @property
     def progress(self) -> int:
         """Another number after every batch, and after every layer that has a record."""
-        return self._counters.progress
+        return self._counters.progress + len(self._kept)
 
     def fail(self, reason: str) -> None:
         """Publish that this rank has failed, and why, where ``set_unheard`` says nothing later."""
@@ -200,7 +223,9 @@ class Recorder:
     def close(self) -> None:
         """Mark the ring stopped (a failed one stays failed) and close it; the file stays."""
         self._stopping.set()
+        self._batch_ended.set()
         self._heart.join()
+        self.write_kept()
         with self._lock:
             self._counters.finish_batch()
             if not self._counters.has_failed:
@@ -222,11 +247,21 @@ class Recorder:
 
     def _beat(self) -> None:
         # Without the lock, so that a batch never waits for this thread; close() joins it first.
-        logged = set()
-        while not self._stopping.wait(HEARTBEAT_SECONDS):
-            self._counters.beat()
-            self._publish()
-            for function in self._at_heartbeat:
+        logged: set[Callable[[], None]] = set()
+        due = time.monotonic() + HEARTBEAT_SECONDS
+        while True:
+            functions = [self.write_kept]
+            has_ended = self._batch_ended.wait(max(0.0, due - time.monotonic()))
+            if self._stopping.wait(_ANSWER_SECONDS if has_ended else 0):
+                return
+            if has_ended:
+                self._batch_ended.clear()
+            else:
+                due = time.monotonic() + HEARTBEAT_SECONDS
+                self._counters.beat()
+                self._publish()
+                functions += self._at_heartbeat
+            for function in functions:
                 try:
                     function()
                 except Exception:  # a heart that stops would make others give this rank up

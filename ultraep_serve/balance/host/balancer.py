@@ -6,6 +6,7 @@ and its dispatch; the engine's own dispatch, expert kernels and combine run on u
 
 import logging
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -111,6 +112,7 @@ class HostBalancer:
         assert micro_batch == 0, "layers of a host run one after another"
         first = layer == 0
         if first:
+            self._recorder.write_kept()  # of the batch before, which speeds and history learn from
             self._batch += 1
             self._batch_policy = None
             self._time = self._speeds.end_batch()
@@ -141,7 +143,9 @@ class HostBalancer:
         if self._samples is not None:
             self._samples.check_routed(topk_ids, physical, decision)
             watch.leave_out()
-        self._routed = _Routed(layer, batch_tokens, decision, loads, plan, sent, watch)
+        place = LayerPlace(self._batch, layer, batch_tokens)
+        policy = self._batch_policy or Policy.OFF
+        self._routed = _Routed(place, policy, decision, loads, plan, sent, watch)
         expert_clock.take()  # what was computed apart from batches
         return physical
 
@@ -149,7 +153,9 @@ class HostBalancer:
         """Record the layer that was routed last, which the engine has computed."""
         if self._routed is not None:
             self._routed.watch.lap(Stage.COMPUTE)
-            self._record(self._routed, expert_clock.take())
+            is_last = self._routed.place.layer == len(self._layers) - 1
+            make = partial(self._record, self._routed, expert_clock.take())
+            self._recorder.record_later(make, ends_batch=is_last)
             self._routed = None
             if self._samples is not None:
                 self._samples.check_computed()
@@ -280,22 +286,21 @@ class HostBalancer:
         if plan is not None:
             self._fabric.wait_slots(self._layers[layer], plan.slot_expert)
 
-    def _record(self, routed: "_Routed", experts_ns: int) -> None:
-        expert_load = routed.loads.sum(axis=0)
+    def _record(self, routed: "_Routed", experts_ns: int) -> LayerRecord:
+        """The record of a layer, from which speeds and history learn too."""
+        layer, expert_load = routed.place.layer, routed.loads.sum(axis=0)
         if routed.decision is not Decision.INCONSISTENT:
-            self._history.add(routed.layer, expert_load)
+            self._history.add(layer, expert_load)
         outcome = self._outcome(routed, expert_load)
         self._speeds.add_layer(experts_ns, outcome.load_after)
-        self._recorder.record(
-            LayerRecord.of(
-                LayerPlace(self._batch, routed.layer, routed.batch_tokens),
-                outcome,
-                rank=self._fabric.rank,
-                expert_bytes=self._layers[routed.layer].bytes_per_expert,
-                bytes_sent=routed.sent,
-                stage_ns=routed.watch.nanoseconds,
-                experts_ns=experts_ns,
-            )
+        return LayerRecord.of(
+            routed.place,
+            outcome,
+            rank=self._fabric.rank,
+            expert_bytes=self._layers[layer].bytes_per_expert,
+            bytes_sent=routed.sent,
+            stage_ns=routed.watch.nanoseconds,
+            experts_ns=experts_ns,
         )
 
     def _outcome(self, routed: "_Routed", expert_load: NDArray[np.int64]) -> LayerOutcome:
@@ -304,7 +309,7 @@ class HostBalancer:
             slot_expert, slot_load = routed.plan.slot_expert, routed.plan.slot_load
         return LayerOutcome(
             decision=routed.decision,
-            policy=self._batch_policy or Policy.OFF,
+            policy=routed.policy,
             expert_load=expert_load,
             speed=self._context.speeds,
             slot_expert=slot_expert,
@@ -319,10 +324,10 @@ class HostBalancer:
 
 @dataclass(frozen=True)
 class _Routed:
-    """A layer between ``route`` and ``computed``."""
+    """A layer between ``route`` and its record."""
 
-    layer: int
-    batch_tokens: int
+    place: LayerPlace
+    policy: Policy
     decision: Decision
     loads: NDArray[np.int64]  # (R, E)
     plan: Plan | None
