@@ -15,7 +15,7 @@ __all__ = ["Expert", "Rows", "float32_product", "rows_by_expert", "write_by_expe
 Expert: TypeAlias = Callable[[torch.Tensor], torch.Tensor]  # rows (N, H) to outputs (N, H)
 
 _MOST_ROWS = 256  # that one product computes; with _ROUND_ROWS, few enough sizes to be kept
-_ROUND_ROWS = 16
+_ROUND_ROWS = 8
 
 
 class Rows(NamedTuple):
