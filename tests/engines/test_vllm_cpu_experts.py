@@ -18,6 +18,8 @@ with warnings.catch_warnings():
     from tests.support.ranks import fresh_run_path, run_ranks
     from tests.support.vllm_ragged import join_group, ragged_communicator
     from ultraep_serve.engines.vllm import cpu_experts
+from ultraep_kernels.host.unpack import unpack
+
 from ultraep_serve.engines.common.ways import Way, is_exact
 from ultraep_serve.engines.vllm.checks import has_amx
 
@@ -177,7 +179,7 @@ def test_packed_matrices_are_unpacked(dtype: torch.dtype) -> None:
     _, matrices = make_layer()
     for matrix in matrices:
         packed = cpu_prepack_moe_weight(matrix.to(dtype), "vec")
-        assert torch.equal(cpu_experts.unpack(packed[3]), matrix[3].to(dtype).T)
+        assert torch.equal(unpack(packed[3]), matrix[3].to(dtype).T)
 
 
 def test_unknown_packing_is_left_to_vllms_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

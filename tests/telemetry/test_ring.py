@@ -276,6 +276,17 @@ def test_a_heartbeat_writes_what_is_kept(tmp_path: Path, monkeypatch: pytest.Mon
     recorder.close()
 
 
+def test_batches_that_end_all_the_time_do_not_stop_the_heart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder_module, "HEARTBEAT_SECONDS", 0.05)
+    recorder, reader = create(tmp_path), RingReader(RunFiles(tmp_path).ring(0))
+    first = reader.header().heartbeat_ns
+    while reader.header().heartbeat_ns == first:
+        recorder.record_later(partial(planned, 1), ends_batch=True)
+    recorder.close()
+
+
 def test_without_room_a_deleted_ring_goes_on_without_a_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -250,13 +250,12 @@ class Recorder:
         logged: set[Callable[[], None]] = set()
         due = time.monotonic() + HEARTBEAT_SECONDS
         while True:
-            functions = [self.write_kept]
             has_ended = self._batch_ended.wait(max(0.0, due - time.monotonic()))
             if self._stopping.wait(_ANSWER_SECONDS if has_ended else 0):
                 return
-            if has_ended:
-                self._batch_ended.clear()
-            else:
+            self._batch_ended.clear()
+            functions = [self.write_kept]
+            if time.monotonic() >= due:  # also where batches end all the time
                 due = time.monotonic() + HEARTBEAT_SECONDS
                 self._counters.beat()
                 self._publish()

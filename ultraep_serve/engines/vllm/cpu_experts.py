@@ -77,7 +77,6 @@ _ACTIVATIONS: dict[MoEActivation, Callable[[torch.Tensor], torch.Tensor]] = {  #
     MoEActivation.GELU: F.gelu,
     MoEActivation.GELU_TANH: functools.partial(F.gelu, approximate="tanh"),
 }
-_COLUMNS = 16  # that lie beside each other in a packed matrix
 
 
 @dataclass(frozen=True)
@@ -401,6 +400,9 @@ def _has_products(layer: RoutedExperts) -> bool:
 
 def _expert(layer: RoutedExperts, dtype: torch.dtype, index: int) -> Expert:
     """Local expert ``index`` of ``layer``, computed in ``dtype``."""
+    # Only now, as above.
+    from ultraep_kernels.host.unpack import unpack
+
     experts = layer.quant_method.moe_kernel.fused_experts
     w13, w2 = (unpack(packed[index]).to(dtype) for packed in (layer.w13_weight, layer.w2_weight))
     biases = [
@@ -424,18 +426,13 @@ def _product(rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None
     return rows @ matrix if bias is None else torch.addmm(bias, rows, matrix)
 
 
-def unpack(packed: torch.Tensor) -> torch.Tensor:
-    """The matrix (inputs, outputs) of one expert that vLLM packed (outputs, inputs) for "vec"."""
-    num_outputs, num_inputs = packed.shape
-    # In pieces of eight bytes: one number after another takes longer.
-    groups = packed.view(num_outputs // _COLUMNS, num_inputs, _COLUMNS).view(torch.int64)
-    return groups.permute(1, 0, 2).reshape(num_inputs, -1).view(packed.dtype)
-
-
 @functools.cache
 def is_packed_as_known(dtype: torch.dtype) -> bool:
-    """Whether this vLLM packs matrices of ``dtype`` as ``unpack`` expects it."""
-    plain = torch.arange(8 * _COLUMNS).view(1, 2 * _COLUMNS, 4).to(dtype)
+    """Whether this vLLM packs matrices of ``dtype`` for "vec" as ``unpack`` expects it."""
+    # Only now, as above.
+    from ultraep_kernels.host.unpack import COLUMNS, unpack
+
+    plain = torch.arange(8 * COLUMNS).view(1, 2 * COLUMNS, 4).to(dtype)
     return torch.equal(unpack(cpu_prepack_moe_weight(plain, "vec")[0]), plain[0].T)
 
 
