@@ -31,7 +31,7 @@ __all__ = ["PAGE", "TIMES", "measurements"]
 PAGE = Path(__file__).resolve().parents[1] / "dev" / "measurements.md"
 TIMES = (
     *("serving-ttft", "serving-ttft-avx512-epyc", "serving-ttft-avx2-epyc"),
-    *("serving-ttft-avx512", "serving-ttft-avx512-bf16", "serving-ttft-amx"),
+    *("serving-ttft-avx2", "serving-ttft-avx512", "serving-ttft-avx512-bf16", "serving-ttft-amx"),
     *("serving-balanced", "serving-balanced-amx"),
     *("sglang-ttft", "sglang-ttft-amx", "sglang-balanced"),
     *("real-routing-ttft", "real-routing-ttft-sglang"),

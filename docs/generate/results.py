@@ -97,9 +97,7 @@ def _by_instructions(base: str) -> Callable[[str], str]:
 def _experts_alone(instructions: str) -> str:
     """What experts with many rows take by the best exact way, over the engine's without EP."""
     ratios = []
-    is_xeon = instructions != "AVX2"  # as the times of servers are
-    document = "expert-kernels-xeon" if is_xeon else "expert-kernels"
-    for found in read_document(document)["findings"]:
+    for found in read_document("expert-kernels-xeon")["findings"]:  # as the times of servers are
         kind = found["instructions"], found["dtype"], found["rows"]
         if kind == (instructions, "bfloat16", _MANY_ROWS):
             milliseconds = found["ms"]
@@ -229,7 +227,7 @@ _MANY_RANKS, _PATH_ENGINE = 8, "serving"
 _LIMIT = 0.5  # seconds of mean time to first token
 _MANY_ROWS = 512  # of an expert
 _INSTRUCTION_SETS = {  # the times that were measured with each
-    "AVX2": "serving-ttft-avx2-epyc",
+    "AVX2": "serving-ttft-avx2",
     "AVX512": "serving-ttft-avx512",
     "AVX512-BF16": "serving-ttft-avx512-bf16",
     "AMX": "serving-ttft-amx",
