@@ -29,7 +29,7 @@ from typing import Any
 import harness
 import numpy as np
 from numpy.typing import NDArray
-from served import CONTEXT, WORK, serve, serve_without_ep
+from served import CONTEXT, WORK, new_records, serve, serve_without_ep
 
 from ultraep_serve.lab.bench.engine import Server, ServerWithoutEP
 from ultraep_serve.lab.bench.prefill import (
@@ -143,7 +143,7 @@ class RecordCheck:
 
     def add(self, workload: str, policy: Policy, tokens: NDArray[np.int64]) -> None:
         """Count the batches of the prompt that was just answered."""
-        records = self._reader.poll().records
+        (records,) = new_records([self._reader])
         wanted = self._recorded.load(tokens, self._num_experts)
         found = np.zeros_like(wanted)
         np.add.at(found, records["layer"], records["expert_load"])

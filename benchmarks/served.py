@@ -19,10 +19,13 @@ from ultraep_serve.lab.demo.models import make_model
 from ultraep_serve.lab.demo.server_process import StockServer
 from ultraep_serve.lab.demo.spec import ModelSpec
 from ultraep_serve.system.machine import free_port
+from ultraep_serve.telemetry.reader import RingReader
+from ultraep_serve.telemetry.record import RecordArray
 
 WORK = Path("results")  # models and logs
 CONTEXT = 16384  # tokens
 START_SECONDS = 60.0
+_BEHIND_SECONDS = 0.05
 MODELS = {
     "qwen3": ModelSpec(),
     "glm4": ModelSpec(architecture="glm4_moe"),
@@ -75,6 +78,12 @@ def sidecar(run_dir: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     finally:
         process.terminate()
         process.wait()
+
+
+def new_records(readers: list[RingReader]) -> list[RecordArray]:
+    """What ranks have recorded since the last call, some milliseconds behind their answers."""
+    time.sleep(_BEHIND_SECONDS)
+    return [reader.poll().records for reader in readers]
 
 
 def _is_ready(url: str) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from served import model, serve
+from served import model, new_records, serve
 
 from ultraep_serve.costs.calibration import fit
 from ultraep_serve.costs.model import CostModel
@@ -83,7 +83,7 @@ def profile(options: argparse.Namespace) -> dict[str, Any]:
                 for policy in chosen if number % 2 else reversed(chosen):
                     sidecar.set_policy(policy)
                     server.first_token(sample_text("law", length, 100 + number))
-                    records = [reader.poll().records for reader in readers]
+                    records = new_records(readers)
                     if number >= 0:  # the first round warms up
                         found.setdefault((length, policy), []).append(records)
     rows = [
@@ -138,7 +138,7 @@ def layer_samples(run_path: Path) -> list[tuple[float, float]]:
 
     A layer takes as long as its slowest rank; both are means over a batch's layers.
     """
-    records = [RingReader(RunFiles(run_path).ring(rank)).recent() for rank in range(2)]
+    records = new_records([RingReader(RunFiles(run_path).ring(rank)) for rank in range(2)])
     seconds = {}
     for rank_records in records:
         for record in rank_records:

@@ -19,7 +19,7 @@ from typing import Any
 
 import harness
 import numpy as np
-from served import model, serve
+from served import model, new_records, serve
 from ultraep_kernels.contract import FULL_SPEED
 
 from ultraep_serve.lab.bench.engine import Server
@@ -77,7 +77,7 @@ class Rings:
 
     def new(self) -> list[RecordArray]:
         """Those written since the last call, by rank."""
-        return [reader.poll().records for reader in self._readers]
+        return new_records(self._readers)
 
 
 def phase(
