@@ -62,4 +62,4 @@ def test_nobody_waits_by_the_wall_clock() -> None:
     # Windows, jumps of the clock, and since when there is a lease.
     shown = {"follower.py", "routes_balance.py", "routes_policy.py"}
     assert set(used) == recorded | shown, used
-    assert sum(map(len, used.values())) == 9
+    assert sum(map(len, used.values())) == 10
