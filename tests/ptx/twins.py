@@ -65,7 +65,7 @@ class Twins:
         setup = GroupSetup(setup.config, self._shape, setup.view, setup.location)
         masters = masters_of(rank, 0, self._shape.num_masters)
         sizes = [tensor.element_size() * tensor[0].numel() for tensor in masters]
-        layers: list[Any] = [SimpleNamespace(expert_bytes=np.array(sizes))] * self._num_layers
+        layers: list[Any] = [SimpleNamespace(bytes_per_expert=sum(sizes))] * self._num_layers
         fabric: Any = SimpleNamespace(
             rank=rank,
             exchange=lambda row: self._exchange(rank, row),
