@@ -138,8 +138,8 @@ class RecordCheck:
         self._sums: dict[tuple[str, str], NDArray[np.float64]] = {}  # of busiest and mean
 
     def start(self) -> None:
-        """Forget what was recorded up to now."""
-        self._reader.poll()
+        """Forget what is recorded of the answers up to now."""
+        new_records([self._reader])
 
     def add(self, workload: str, policy: Policy, tokens: NDArray[np.int64]) -> None:
         """Count the batches of the prompt that was just answered."""
