@@ -14,7 +14,7 @@ from ultraep_serve.errors import RingError
 from ultraep_serve.telemetry import record as layout
 from ultraep_serve.telemetry import recorder as recorder_module
 from ultraep_serve.telemetry.reader import ALIVE_SECONDS, RingReader
-from ultraep_serve.telemetry.record import record_dtype
+from ultraep_serve.telemetry.record import LayerRecord, record_dtype
 from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.telemetry.schema import HEADER_BYTES, HEADER_DTYPE, RingState
 from ultraep_serve.telemetry.self_check import SelfCheck, SelfCheckOutcome
@@ -284,6 +284,26 @@ def test_batches_that_end_all_the_time_do_not_stop_the_heart(
     first = reader.header().heartbeat_ns
     while reader.header().heartbeat_ns == first:
         recorder.record_later(partial(planned, 1), ends_batch=True)
+        time.sleep(1e-3)
+    recorder.close()
+
+
+def test_what_is_kept_while_the_rest_is_written_does_not_keep_the_writer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder_module, "HEARTBEAT_SECONDS", 3600.0)
+    recorder, reader = create(tmp_path), RingReader(RunFiles(tmp_path).ring(0))
+
+    def makes_another() -> LayerRecord:
+        if reader.header().written < 8:  # so that a writer that waits for the end finds one
+            recorder.record_later(makes_another, ends_batch=False)
+        return planned(1)
+
+    recorder.record_later(makes_another, ends_batch=False)
+    recorder.write_kept()
+    assert reader.header().written == 1
+    recorder.write_kept()
+    assert reader.header().written == 2
     recorder.close()
 
 

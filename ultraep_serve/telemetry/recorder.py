@@ -143,9 +143,9 @@ class Recorder:
             self._batch_ended.set()
 
     def write_kept(self) -> None:
-        """Write now what ``record_later`` was given; returns when all of it is written."""
+        """Write now what ``record_later`` has been given; what comes meanwhile is for the next."""
         with self._writes_kept:
-            while self._kept:
+            for _ in range(len(self._kept)):
                 time_ns, make = self._kept.popleft()
                 self.record(make(), time_ns)
 
