@@ -134,12 +134,12 @@ class BalanceConfig(Settings):
         description="cost model that decides when moving weights pays, a JSON file (default: "
         "measured when the model is loaded)",
     )
-    experts: Literal["auto", "kernel", "products", "float32", "sums"] = Field(
+    experts: Literal["auto", "kernel", "products", "float32", "tiles", "sums"] = Field(
         default="auto",
         description="how a CPU computes experts: auto, by what is fastest when the model is "
         "loaded; kernel, the engine's own; products, matrix products of torch's; float32, such "
-        "products after widening to float32; sums, the engine's kernel that also adds a token's "
-        "experts up",
+        "products after widening to float32; tiles, our own kernel for AMX; sums, the engine's "
+        "kernel that also adds a token's experts up",
     )
     numerics: Literal["exact", "engine"] = Field(
         default="exact",

@@ -117,7 +117,7 @@ def test_a_way_is_measured_and_found_exact_or_not() -> None:
     found = module._measure(ways, SAMPLE)
     assert (found[:, :-1] > 0).all()
     # The first is the engine's own, which nothing can be held against.
-    assert (found[:, -1] == 0).tolist() == [True, True, False, False]
+    assert (found[:, -1] == 0).tolist() == [True, True, False, False, False]
 
 
 @pytest.mark.parametrize("exact", [True, False])

@@ -88,19 +88,37 @@ def test_every_way_computes_the_formula(
         assert (found - expected).norm() / expected.norm() < ERRORS[dtype], name
 
 
-def test_vllms_kernel_for_amx_computes_the_formula() -> None:
+def make_amx_layer(**kind: Any) -> tuple[Any, list[torch.Tensor]]:
     if not has_amx():
         pytest.skip("needs a CPU with AMX")
     torch.cpu._init_amx()
-    layer, matrices = make_layer(amx=True)
+    return make_layer(amx=True, **kind)
+
+
+def test_every_way_with_amx_computes_the_formula() -> None:
+    layer, matrices = make_amx_layer()
     batch = make_batch()
     ways = ways_by_name(layer)
-    assert list(ways) == ["kernel", "sums"]
+    assert list(ways) == ["kernel", "tiles", "sums"]
     assert is_exact(ways["kernel"], batch)
+    assert is_exact(ways["tiles"], batch)
     expected = expected_output(layer, matrices, *batch)
     for way in ways.values():
         found = way.total(*batch)
         assert (found - expected).norm() / expected.norm() < ERRORS[torch.bfloat16]
+
+
+def test_what_tiles_do_not_compute_is_left_to_vllms_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in ({"biased": True}, {"activation": MoEActivation.GELU}):
+        assert list(ways_by_name(make_amx_layer(**kind)[0])) == ["kernel", "sums"]
+    layer, _ = make_amx_layer()
+    layer.apply_router_weight_on_input = True
+    assert list(ways_by_name(layer)) == ["kernel"]
+    layer.apply_router_weight_on_input = False
+    monkeypatch.setattr(cpu_experts, "cpu_prepack_moe_weight", lambda plain, isa: plain)
+    cpu_experts.is_packed_for_tiles.cache_clear()
+    assert list(ways_by_name(layer)) == ["kernel", "sums"]
+    cpu_experts.is_packed_for_tiles.cache_clear()
 
 
 @pytest.mark.parametrize("name", ["kernel", "products", "float32"])

@@ -302,6 +302,8 @@ def dispatch_compute_combine(
 def ways_of(layer: RoutedExperts) -> list[Way]:
     """The ways in which ``layer``'s experts can be computed, vLLM's own first."""
     ways = [Way("kernel", functools.partial(_by_kernel, layer))]
+    if _has_tiles(layer):
+        ways.append(Way("tiles", functools.partial(_by_tiles, layer)))
     if _has_products(layer):
         dtypes = {"products": layer.w13_weight.dtype, "float32": torch.float32}
         ways += [
@@ -341,6 +343,21 @@ def _by_kernel(
         rows = x.index_select(0, tokens[part])
         own = weights[part].unsqueeze(1), experts[part].unsqueeze(1)
         _run_kernel(layer, rows, *own, outputs.rows[part])
+
+
+def _by_tiles(
+    layer: RoutedExperts,
+    x: torch.Tensor,
+    topk_weights: torch.Tensor,
+    local: torch.Tensor,
+    outputs: Rows,
+) -> None:
+    # Only now, as above.
+    from ultraep_kernels.host.experts import compute_experts
+
+    matrices = layer.w13_weight, layer.w2_weight
+    weights = topk_weights.float().contiguous()
+    compute_experts(x.contiguous(), weights, local.contiguous(), matrices, *outputs)
 
 
 def _by_products(
@@ -398,6 +415,23 @@ def _has_products(layer: RoutedExperts) -> bool:
     )
 
 
+def _has_tiles(layer: RoutedExperts) -> bool:
+    """Whether our kernel for AMX computes what vLLM's does with ``layer``'s matrices."""
+    kernel = layer.quant_method.moe_kernel.fused_experts
+    if not (isinstance(kernel, CPUUnquantizedExperts) and kernel.isa == "amx"):
+        return False
+    # Only now, as above.
+    from ultraep_kernels.host.experts import can_compute
+
+    return (
+        layer.activation is MoEActivation.SILU
+        and not layer.apply_router_weight_on_input
+        and kernel.w1_bias is kernel.w2_bias is None
+        and can_compute(layer.w13_weight, layer.w2_weight)
+        and is_packed_for_tiles()
+    )
+
+
 def _expert(layer: RoutedExperts, dtype: torch.dtype, index: int) -> Expert:
     """Local expert ``index`` of ``layer``, computed in ``dtype``."""
     # Only now, as above.
@@ -434,6 +468,17 @@ def is_packed_as_known(dtype: torch.dtype) -> bool:
 
     plain = torch.arange(8 * COLUMNS).view(1, 2 * COLUMNS, 4).to(dtype)
     return torch.equal(unpack(cpu_prepack_moe_weight(plain, "vec")[0]), plain[0].T)
+
+
+@functools.cache
+def is_packed_for_tiles() -> bool:
+    """Whether this vLLM packs matrices for "amx" as ``compute_experts`` expects them."""
+    # Only now, as above.
+    from ultraep_kernels.host.experts import INPUTS, packed
+
+    bits = torch.arange(8 * INPUTS * INPUTS, dtype=torch.int16)  # each another number, finite
+    plain = bits.view(torch.bfloat16).view(1, 2 * INPUTS, 4 * INPUTS)
+    return torch.equal(cpu_prepack_moe_weight(plain, "amx"), packed(plain))
 
 
 def _run_kernel(

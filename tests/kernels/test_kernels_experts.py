@@ -1,0 +1,107 @@
+"""What experts give, computed by tiles of AMX, against the formula in float64."""
+
+import pytest
+import torch
+from ultraep_kernels.host import experts as kernels
+from ultraep_kernels.host.experts import INPUTS, can_compute, compute_experts, packed
+
+SIZES = (  # local experts, H, I, tokens, K
+    (1, 32, 32, 1, 1),
+    (3, 32, 96, 40, 2),
+    (6, 96, 64, 500, 3),
+    (2, 2048, 768, 700, 2),  # lines for every row; more tokens of an expert than one part has
+    (5, 64, 2080, 30, 4),
+)
+
+
+def make(
+    num_experts: int, hidden: int, inner: int, num_tokens: int, top_k: int
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Matrices, and a batch: tokens, weights and experts, of which some are another rank's."""
+    generator = torch.Generator().manual_seed(0)
+    random = lambda *shape: torch.randn(shape, generator=generator)  # noqa: E731
+    w13 = (random(num_experts, 2 * inner, hidden) * 4 / hidden**0.5).bfloat16()
+    w2 = (random(num_experts, hidden, inner) / inner**0.5).bfloat16()
+    local = torch.randint(-1, num_experts, (num_tokens, top_k), generator=generator).int()
+    local[local == 1] = 0  # an expert without tokens
+    x = random(num_tokens, hidden).bfloat16()
+    return [w13, w2], [x, torch.rand(num_tokens, top_k, generator=generator), local]
+
+
+def computed(
+    matrices: list[torch.Tensor], batch: list[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Places and rows, of which only so many are written as there are assignments."""
+    w13, w2 = map(packed, matrices)
+    if not can_compute(w13, w2):
+        pytest.skip("needs a CPU with AMX")
+    torch.cpu._init_amx()
+    x, weights, local = batch
+    place = torch.full_like(local, 99, dtype=torch.int32)
+    rows = torch.full((local.numel() + 1, x.shape[1]), 7.0).bfloat16()
+    compute_experts(x, weights, local, (w13, w2), place, rows)
+    return place, rows
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_experts_give_what_the_formula_says(sizes: tuple[int, ...], wide: bool) -> None:
+    matrices, (x, weights, local) = make(*sizes)
+    place, rows = computed(matrices, [x, weights, local.long() if wide else local])
+    own = local.flatten() >= 0
+    assert place.flatten()[own].tolist() == list(range(int(own.sum())))
+    assert (place.flatten()[~own] == -1).all()
+    assert (rows[int(own.sum()) :] == 7).all()
+    tokens = torch.arange(len(x)).repeat_interleave(local.shape[1])[own]
+    w13, w2 = (of_all.double() for of_all in matrices)
+    for row, token, expert, weight in zip(
+        rows.double(), tokens, local.flatten()[own], weights.flatten()[own], strict=False
+    ):
+        gate, up = (w13[expert] @ x[token].double()).chunk(2)
+        inner = (gate * gate.sigmoid() * up).bfloat16().double()
+        expected = weight.double() * (w2[expert] @ inner)
+        assert (row - expected).norm() <= 4e-3 * expected.norm()
+
+
+def test_a_row_does_not_depend_on_those_beside_it() -> None:
+    matrices, batch = make(6, 96, 64, 300, 3)
+    x, weights, local = batch
+    _, rows = computed(matrices, batch)
+    for some in (slice(0, 1), slice(7, 24), slice(100, 300)):
+        _, alone = computed(matrices, [part[some] for part in batch])
+        first = int((local[: some.start] >= 0).sum())
+        number = int((local[some] >= 0).sum())
+        assert torch.equal(alone[:number], rows[first : first + number])
+    x[50] = torch.nan
+    place, broken = computed(matrices, [x, weights, local])
+    others = torch.ones(len(broken), dtype=torch.bool)
+    others[place[50][place[50] >= 0].long()] = False
+    assert others.sum() < len(broken)
+    assert torch.equal(broken[others], rows[others])
+    assert broken[~others].isnan().all()
+
+
+def test_gates_of_every_size() -> None:
+    """Of an expert whose gate is one input, whose up is another, and that gives their product."""
+    gates = torch.tensor([0.0, 1e-30, -1e-3, 0.5, -0.5, 3, -9, 30, -80, -100, 3e4, -3e4, torch.inf])
+    w13, w2 = torch.zeros(1, 2 * INPUTS, INPUTS), torch.zeros(1, INPUTS, INPUTS)
+    w13[0, 0, 0] = w13[0, INPUTS, 1] = w2[0, 0, 0] = 1
+    x = torch.zeros(len(gates), INPUTS)
+    x[:, 0], x[:, 1] = gates, 1
+    x = x.bfloat16()
+    expert = torch.zeros(len(gates), 1, dtype=torch.int32)
+    matrices = [w13.bfloat16(), w2.bfloat16()]
+    _, rows = computed(matrices, [x, torch.ones(expert.shape), expert])
+    exact = torch.nn.functional.silu(x[:, 0].double())
+    finite = exact.isfinite()
+    assert torch.allclose(rows[:-1, 0].double()[finite], exact[finite], rtol=2**-8, atol=1e-30)
+    assert rows[len(gates) - 1, 0].isnan()  # infinity times the zeros of the other inputs
+
+
+def test_other_experts_are_left_to_other_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    w13, w2 = make(2, 64, 32, 1, 1)[0]
+    assert not can_compute(w13.half(), w2.half())
+    assert not can_compute(w13[..., :48], w2[:, :48])
+    assert not can_compute(w13[:, :32], w2)
+    monkeypatch.setattr(kernels, "MOST_THREADS", 0)
+    assert not can_compute(w13, w2)
