@@ -353,7 +353,7 @@ def _by_tiles(
     outputs: Rows,
 ) -> None:
     # Only now, as above.
-    from ultraep_kernels.host.experts import compute_experts
+    from ultraep_kernels.host.tiles import compute_experts
 
     matrices = layer.w13_weight, layer.w2_weight
     weights = topk_weights.float().contiguous()
@@ -421,7 +421,7 @@ def _has_tiles(layer: RoutedExperts) -> bool:
     if not (isinstance(kernel, CPUUnquantizedExperts) and kernel.isa == "amx"):
         return False
     # Only now, as above.
-    from ultraep_kernels.host.experts import can_compute
+    from ultraep_kernels.host.tiles import can_compute
 
     return (
         layer.activation is MoEActivation.SILU
@@ -474,7 +474,7 @@ def is_packed_as_known(dtype: torch.dtype) -> bool:
 def is_packed_for_tiles() -> bool:
     """Whether this vLLM packs matrices for "amx" as ``compute_experts`` expects them."""
     # Only now, as above.
-    from ultraep_kernels.host.experts import INPUTS, packed
+    from ultraep_kernels.host.tiles import INPUTS, packed
 
     bits = torch.arange(8 * INPUTS * INPUTS, dtype=torch.int16)  # each another number, finite
     plain = bits.view(torch.bfloat16).view(1, 2 * INPUTS, 4 * INPUTS)

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from ultraep_kernels.host import experts as kernels
-from ultraep_kernels.host.experts import INPUTS, can_compute, compute_experts, packed
+from ultraep_kernels.host import tiles as kernels
+from ultraep_kernels.host.tiles import INPUTS, can_compute, compute_experts, packed
 
 SIZES = (  # local experts, H, I, tokens, K
     (1, 32, 32, 1, 1),

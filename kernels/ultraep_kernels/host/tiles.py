@@ -1,4 +1,4 @@
-"""experts: tokens, their experts and weights -> what experts give, on CPUs with AMX.
+"""tiles: tokens, their experts and weights -> what experts give, on CPUs with AMX.
 
 Gathering, both products of matrices, the activation between them and the weights behind are one
 compiled pass. A part of an expert's tokens at a time stays in the cache meanwhile, and the vector
@@ -16,9 +16,8 @@ import numpy as np
 import torch
 from numba.core.registry import cpu_target
 
-from ultraep_kernels.host import _tiles
-from ultraep_kernels.host._compile import compiled
-from ultraep_kernels.host._tiles import (
+from ultraep_kernels.host import _amx
+from ultraep_kernels.host._amx import (
     add_few_products,
     add_products,
     begin,
@@ -30,13 +29,14 @@ from ultraep_kernels.host._tiles import (
     store,
     weigh,
 )
+from ultraep_kernels.host._compile import compiled
 from ultraep_kernels.host.combine import MOST_THREADS
 
 __all__ = ["INPUTS", "can_compute", "compute_experts", "packed"]
 
 INPUTS = 32  # numbers of bfloat16 in a line: inputs, inner size and outputs are multiples of it
 _LINE, _TILE = 64, 1024  # bytes
-_ROWS = _tiles.ROWS
+_ROWS = _amx.ROWS
 _BLOCK = 2 * _ROWS  # rows, or columns, whose sums are computed at once
 _SUMS = _BLOCK * _BLOCK * 4  # bytes
 _WIDTH = _BLOCK * 4  # bytes of a row of sums
@@ -86,7 +86,7 @@ def _scratch(hidden_size: int, inner_size: int) -> _Scratch:
         torch.zeros(most, size, dtype=torch.uint16) for size in (hidden_size, inner_size)
     )
     sums = torch.zeros(2 * _SUMS, dtype=torch.uint8)
-    return _Scratch(rows.numpy(), inner.numpy(), sums.numpy(), _tiles.settings())
+    return _Scratch(rows.numpy(), inner.numpy(), sums.numpy(), _amx.settings())
 
 
 @compiled
