@@ -279,7 +279,7 @@ def _agents() -> str:
 
 def _kernels(name: str) -> str:
     """What each way of computing experts in bfloat16 takes, relative to the engine without EP."""
-    ways = ("kernel", "products", "float32", "sums")
+    ways = ("kernel", "products", "float32", "tiles", "sums")
     return table(
         ("instructions", "experts (hidden, inner)", "rows of an expert", *ways),
         (

@@ -1,5 +1,6 @@
 """How ranks choose a way of computing experts: by what all of them have measured, and alike."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,26 @@ def test_a_way_is_measured_and_found_exact_or_not() -> None:
     assert (found[:, :-1] > 0).all()
     # The first is the engine's own, which nothing can be held against.
     assert (found[:, -1] == 0).tolist() == [True, True, False, False, False]
+
+
+def test_what_is_compiled_on_the_first_call_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[str] = []
+
+    def compute(name: str, *batch: Any) -> None:
+        called.append(name)
+        alone(*batch)
+
+    names = ("kernel", "products")
+    ways = [Way(name, partial(compute, name)) for name in names]
+    before: list[set[str]] = []
+
+    def timed(call: Any) -> int:
+        before.append(set(called))
+        return 1
+
+    monkeypatch.setattr(module, "nanoseconds_of", timed)
+    module._measure(ways, SAMPLE)
+    assert before[0] == set(names)
 
 
 @pytest.mark.parametrize("exact", [True, False])
