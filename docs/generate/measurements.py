@@ -32,7 +32,8 @@ PAGE = Path(__file__).resolve().parents[1] / "dev" / "measurements.md"
 TIMES = (
     *("serving-ttft", "serving-ttft-avx512-epyc", "serving-ttft-avx2-epyc"),
     *("serving-ttft-avx2", "serving-ttft-avx512", "serving-ttft-avx512-bf16", "serving-ttft-amx"),
-    *("serving-balanced", "serving-balanced-amx"),
+    *("serving-balanced", "serving-balanced-avx2", "serving-balanced-avx512"),
+    *("serving-balanced-avx512-bf16", "serving-balanced-amx"),
     *("sglang-ttft", "sglang-ttft-amx", "sglang-balanced"),
     *("real-routing-ttft", "real-routing-ttft-sglang"),
 )
