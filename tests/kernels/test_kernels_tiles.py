@@ -7,6 +7,7 @@ from ultraep_kernels.host.tiles import INPUTS, can_compute, compute_experts, pac
 
 SIZES = (  # local experts, H, I, tokens, K
     (1, 32, 32, 1, 1),
+    (2, 32, 32, 0, 2),
     (3, 32, 96, 40, 2),
     (6, 96, 64, 500, 3),
     (2, 2048, 768, 700, 2),  # lines for every row; more tokens of an expert than one part has
@@ -103,5 +104,7 @@ def test_other_experts_are_left_to_other_ways(monkeypatch: pytest.MonkeyPatch) -
     assert not can_compute(w13.half(), w2.half())
     assert not can_compute(w13[..., :48], w2[:, :48])
     assert not can_compute(w13[:, :32], w2)
-    monkeypatch.setattr(kernels, "MOST_THREADS", 0)
-    assert not can_compute(w13, w2)
+    for name, value in (("MOST_THREADS", 0), ("llvm_version_info", (15, 0, 7))):
+        with monkeypatch.context() as patched:
+            patched.setattr(kernels, name, value)
+            assert not can_compute(w13, w2)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from llvmlite.binding import llvm_version_info
 from numba.core.registry import cpu_target
 
 from ultraep_kernels.host import _amx
@@ -46,11 +47,13 @@ _CACHED = 1 << 20  # bytes of rows and their inner values at once, of a cache th
 def can_compute(w13: torch.Tensor, w2: torch.Tensor) -> bool:
     """Whether ``compute_experts`` takes experts of these types and sizes, here, with one thread.
 
-    Of the CPU counts what numba compiles for: it may have been told of another one.
+    Of the CPU counts what numba compiles for: it may have been told of another one. What an LLVM
+    before 20 makes of ``_amx`` was not tried.
     """
     features = cpu_target.target_context.codegen().magic_tuple()[2].split(",")
     return (
         {"+amx-bf16", "+avx512bf16"} <= set(features)
+        and llvm_version_info >= (20,)
         and torch.get_num_threads() <= MOST_THREADS
         and w13.dtype is w2.dtype is torch.bfloat16
         and w2.shape[1] % INPUTS == w2.shape[2] % INPUTS == 0
