@@ -1,6 +1,7 @@
 """Unquantised experts on CPU: every way of computing them gives what the formula does."""
 
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -91,10 +92,18 @@ def test_every_way_computes_the_formula(
 def make_amx_layer(**kind: Any) -> tuple[Any, list[torch.Tensor]]:
     if not has_amx():
         pytest.skip("needs a CPU with AMX")
-    torch.cpu._init_amx()
     return make_layer(amx=True, **kind)
 
 
+@pytest.fixture
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("_one_thread")
 def test_every_way_with_amx_computes_the_formula() -> None:
     layer, matrices = make_amx_layer()
     batch = make_batch()
@@ -108,6 +117,7 @@ def test_every_way_with_amx_computes_the_formula() -> None:
         assert (found - expected).norm() / expected.norm() < ERRORS[torch.bfloat16]
 
 
+@pytest.mark.usefixtures("_one_thread")
 def test_what_tiles_do_not_compute_is_left_to_vllms_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     for kind in ({"biased": True}, {"activation": MoEActivation.GELU}):
         assert list(ways_by_name(make_amx_layer(**kind)[0])) == ["kernel", "sums"]

@@ -1,10 +1,15 @@
 """What experts give, computed by tiles of AMX, against the formula in float64."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from ultraep_kernels.host import tiles as kernels
 from ultraep_kernels.host.tiles import INPUTS, can_compute, compute_experts, packed
 
+needs_amx = pytest.mark.skipif(
+    not torch.cpu._is_amx_tile_supported(), reason="needs a CPU with AMX"
+)
 SIZES = (  # local experts, H, I, tokens, K
     (1, 32, 32, 1, 1),
     (2, 32, 32, 0, 2),
@@ -13,6 +18,14 @@ SIZES = (  # local experts, H, I, tokens, K
     (2, 2048, 768, 700, 2),  # lines for every row; more tokens of an expert than one part has
     (5, 64, 2080, 30, 4),
 )
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def make(
@@ -34,9 +47,7 @@ def computed(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Places and rows, of which only so many are written as there are assignments."""
     w13, w2 = map(packed, matrices)
-    if not can_compute(w13, w2):
-        pytest.skip("needs a CPU with AMX")
-    torch.cpu._init_amx()
+    assert can_compute(w13, w2)
     x, weights, local = batch
     place = torch.full_like(local, 99, dtype=torch.int32)
     rows = torch.full((local.numel() + 1, x.shape[1]), 7.0).bfloat16()
@@ -44,6 +55,7 @@ def computed(
     return place, rows
 
 
+@needs_amx
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_experts_give_what_the_formula_says(sizes: tuple[int, ...], wide: bool) -> None:
@@ -54,16 +66,16 @@ def test_experts_give_what_the_formula_says(sizes: tuple[int, ...], wide: bool) 
     assert (place.flatten()[~own] == -1).all()
     assert (rows[int(own.sum()) :] == 7).all()
     tokens = torch.arange(len(x)).repeat_interleave(local.shape[1])[own]
-    w13, w2 = (of_all.double() for of_all in matrices)
-    for row, token, expert, weight in zip(
-        rows.double(), tokens, local.flatten()[own], weights.flatten()[own], strict=False
-    ):
-        gate, up = (w13[expert] @ x[token].double()).chunk(2)
+    for expert, (w13, w2) in enumerate(zip(*(of_all.double() for of_all in matrices), strict=True)):
+        chosen = local.flatten()[own] == expert
+        gate, up = (x[tokens[chosen]].double() @ w13.T).chunk(2, dim=1)
         inner = (gate * gate.sigmoid() * up).bfloat16().double()
-        expected = weight.double() * (w2[expert] @ inner)
-        assert (row - expected).norm() <= 4e-3 * expected.norm()
+        expected = weights.flatten()[own][chosen].double()[:, None] * (inner @ w2.T)
+        error = rows[: len(chosen)][chosen].double() - expected
+        assert (error.norm(dim=1) <= 4e-3 * expected.norm(dim=1)).all()
 
 
+@needs_amx
 def test_a_row_does_not_depend_on_those_beside_it() -> None:
     matrices, batch = make(6, 96, 64, 300, 3)
     x, weights, local = batch
@@ -82,6 +94,7 @@ def test_a_row_does_not_depend_on_those_beside_it() -> None:
     assert broken[~others].isnan().all()
 
 
+@needs_amx
 def test_gates_of_every_size() -> None:
     """Of an expert whose gate is one input, whose up is another, and that gives their product."""
     gates = torch.tensor([0.0, 1e-30, -1e-3, 0.5, -0.5, 3, -9, 30, -80, -100, 3e4, -3e4, torch.inf])
@@ -97,6 +110,29 @@ def test_gates_of_every_size() -> None:
     finite = exact.isfinite()
     assert torch.allclose(rows[:-1, 0].double()[finite], exact[finite], rtol=2**-8, atol=1e-30)
     assert rows[len(gates) - 1, 0].isnan()  # infinity times the zeros of the other inputs
+
+
+@needs_amx
+@pytest.mark.parametrize("number", [1, 16, 17, 32, 33, 160, 161, 320, 321, 353])
+def test_blocks_and_parts_of_every_size(number: int) -> None:
+    """Of one expert's tokens, of which a part has 160."""
+    (w13, w2), _ = make(1, 2048, 768, 1, 1)
+    x = torch.zeros(number, 2048)
+    x[torch.arange(number), torch.arange(number)] = 1
+    local = torch.zeros(number, 1, dtype=torch.int32)
+    _, rows = computed([w13, w2], [x.bfloat16(), torch.ones(number, 1), local])
+    gate, up = w13[0].double()[:, :number].T.chunk(2, dim=1)
+    inner = (gate * gate.sigmoid() * up).bfloat16().double()
+    expected = inner @ w2[0].double().T
+    assert ((rows[:number].double() - expected).norm(dim=1) <= 4e-3 * expected.norm(dim=1)).all()
+
+
+@needs_amx
+def test_tokens_of_other_types_and_sizes_are_refused() -> None:
+    matrices, (x, weights, local) = make(2, 64, 32, 5, 2)
+    for wrong in (x.half(), x.float(), x[:, :32]):
+        with pytest.raises(TypeError, match="experts take 64 numbers of "):
+            computed(matrices, [wrong, weights, local])
 
 
 def test_other_experts_are_left_to_other_ways(monkeypatch: pytest.MonkeyPatch) -> None:

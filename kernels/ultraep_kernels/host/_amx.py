@@ -41,7 +41,8 @@ _FUSED = ("contract",)
 # exp(r) = 1 + r + r**2 * p(r) where |r| <= log(2) / 2, within 2**-23: Cephes' expf, by S. Moshier.
 _EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5)
 _LOG2_E, _LOG_2, _REST_OF_LOG_2 = 1.4426950408889634, 0.693359375, -2.12194440e-4
-_LEAST, _MOST = -87.0, 88.0  # whose exponentials float32 has
+# Whose exponentials float32 has. So a gate below -88 counts for 6e-39 of it, not for less.
+_LEAST, _MOST = -87.0, 88.0
 
 
 class _BFloat16(ir.types.Type):  # type: ignore[misc]

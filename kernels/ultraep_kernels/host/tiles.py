@@ -41,14 +41,14 @@ _ROWS = _amx.ROWS
 _BLOCK = 2 * _ROWS  # rows, or columns, whose sums are computed at once
 _SUMS = _BLOCK * _BLOCK * 4  # bytes
 _WIDTH = _BLOCK * 4  # bytes of a row of sums
-_CACHED = 1 << 20  # bytes of rows and their inner values at once, of a cache that has two MB
+_CACHED = 1 << 20  # bytes of rows and their inner values at once, or 32 rows, in a cache of two MB
 
 
 def can_compute(w13: torch.Tensor, w2: torch.Tensor) -> bool:
-    """Whether ``compute_experts`` takes experts of these types and sizes, here, with one thread.
+    """Whether ``compute_experts`` takes experts of these types and sizes in this process.
 
-    Of the CPU counts what numba compiles for: it may have been told of another one. What an LLVM
-    before 20 makes of ``_amx`` was not tried.
+    numba may have been told to compile for another CPU than this one (``NUMBA_CPU_FEATURES``), and
+    the operating system may refuse AMX. What an LLVM before 20 makes of ``_amx`` was not tried.
     """
     features = cpu_target.target_context.codegen().magic_tuple()[2].split(",")
     return (
@@ -58,6 +58,7 @@ def can_compute(w13: torch.Tensor, w2: torch.Tensor) -> bool:
         and w13.dtype is w2.dtype is torch.bfloat16
         and w2.shape[1] % INPUTS == w2.shape[2] % INPUTS == 0
         and w13.shape[1:] == (2 * w2.shape[2], w2.shape[1])
+        and bool(torch.cpu._init_amx())
     )
 
 
@@ -73,7 +74,7 @@ def packed(matrices: torch.Tensor) -> torch.Tensor:
 
 
 class _Scratch(NamedTuple):
-    """Memory that an expert is computed in. Tiles are loaded half as fast from odd addresses."""
+    """Memory for an expert, in whole lines of the cache: others are loaded half as fast."""
 
     rows: Any  # (N, H) of a part of its tokens, in tiles
     inner: Any  # (N, I), as well
@@ -94,7 +95,7 @@ def _scratch(hidden_size: int, inner_size: int) -> _Scratch:
 
 @compiled
 def _sort_kernel(
-    local: Any, topk_weights: Any, place: Any, begins: Any, tokens: Any, rows: Any, weights: Any
+    local: Any, topk_weights: Any, place: Any, begins: Any, tokens: Any, places: Any, weights: Any
 ) -> None:
     """Assignments by expert, with rows of their own in the order of tokens."""
     number = 0
@@ -112,9 +113,15 @@ def _sort_kernel(
             if expert >= 0:
                 at = begins[expert + 1]
                 begins[expert + 1] += 1
-                tokens[at], rows[at], weights[at] = token, number, topk_weights[token, k]
+                tokens[at], places[at], weights[at] = token, number, topk_weights[token, k]
                 place[token, k] = number
                 number += 1
+
+
+@compiled
+def _address(array: Any) -> Any:
+    """As numba's own, which is unsigned, and with numbers that have a sign becomes floating."""
+    return np.int64(array.ctypes.data)
 
 
 @compiled
@@ -185,7 +192,7 @@ def _weigh(
     sums: int,
     begin_row: int,
     end_row: int,
-    rows: Any,
+    places: Any,
     weights: Any,
     first: int,
     outputs: int,
@@ -193,7 +200,7 @@ def _weigh(
 ) -> None:
     for row in range(begin_row, end_row):
         at = first + row
-        weigh(sums + row * _WIDTH, weights[at], outputs + np.int64(rows[at]) * size)
+        weigh(sums + row * _WIDTH, weights[at], outputs + np.int64(places[at]) * size)
 
 
 @compiled
@@ -202,20 +209,20 @@ def _outputs(
     inner_lines: int,
     w2: int,
     lines: int,
-    rows: Any,
+    places: Any,
     weights: Any,
     outputs: int,
     sums: int,
 ) -> None:
     """weights * (inner @ down), each in its row of ``outputs``."""
-    panel, blocks = inner_lines * _TILE, -(-rows.size // _BLOCK)
+    panel, blocks = inner_lines * _TILE, -(-places.size // _BLOCK)
     at_once, ahead = -(-_BLOCK // inner_lines), -(-_ROWS // blocks)
     other, target, first, before = sums + _SUMS, outputs, 0, 0
     for number in range(lines):
         columns = w2 + 2 * number * panel
         fetched = columns + 2 * panel
         for block in range(blocks):
-            some = min(_BLOCK, rows.size - block * _BLOCK)
+            some = min(_BLOCK, places.size - block * _BLOCK)
             start()
             done = 0
             for line in range(inner_lines):
@@ -227,12 +234,12 @@ def _outputs(
                     fetch_line(fetched + panel)
                     fetched += _LINE
                 upto = min(before, done + at_once)
-                _weigh(other, done, upto, rows, weights, first, target, lines * _LINE)
+                _weigh(other, done, upto, places, weights, first, target, lines * _LINE)
                 done = upto
             store(sums)
             sums, other, before = other, sums, some
             target, first = outputs + number * _LINE, block * _BLOCK
-    _weigh(other, 0, before, rows, weights, first, target, lines * _LINE)
+    _weigh(other, 0, before, places, weights, first, target, lines * _LINE)
 
 
 @compiled
@@ -240,7 +247,7 @@ def _experts_kernel(
     x: Any,
     begins: Any,
     tokens: Any,
-    rows: Any,
+    places: Any,
     weights: Any,
     w13: Any,
     w2: Any,
@@ -248,19 +255,22 @@ def _experts_kernel(
     scratch: Any,
 ) -> None:
     lines, inner_lines = x.shape[1] // INPUTS, w2.shape[2] // INPUTS
-    gathered, inner = scratch.rows.ctypes.data, scratch.inner.ctypes.data
-    sums, to = scratch.sums.ctypes.data, outputs.ctypes.data
-    begin(scratch.settings.ctypes.data)
+    gathered, inner, sums = _address(scratch.rows), _address(scratch.inner), _address(scratch.sums)
+    begin(_address(scratch.settings))
     for expert in range(w13.shape[0]):
-        number = begins[expert + 1] - begins[expert]
-        parts = max(1, -(-number // scratch.rows.shape[0]))
-        size = max(1, -(-number // (parts * _BLOCK))) * _BLOCK  # parts of much the same size
-        up, down = w13[expert].ctypes.data, w2[expert].ctypes.data
-        for first in range(begins[expert], begins[expert + 1], size):
-            part = slice(first, min(first + size, begins[expert + 1]))
-            _gather(x.ctypes.data, tokens[part], lines, gathered)
-            _inner_values(gathered, tokens[part].size, lines, up, down, inner, inner_lines, sums)
-            _outputs(inner, inner_lines, down, lines, rows[part], weights[part], to, sums)
+        start_row, end_row = begins[expert], begins[expert + 1]
+        if start_row == end_row:
+            continue
+        parts = -(-(end_row - start_row) // scratch.rows.shape[0])
+        size = -(-(end_row - start_row) // (parts * _BLOCK)) * _BLOCK  # parts of much the same size
+        gate_up, down = _address(w13[expert]), _address(w2[expert])
+        for first in range(start_row, end_row, size):
+            part = slice(first, min(first + size, end_row))
+            some = tokens[part]
+            _gather(_address(x), some, lines, gathered)
+            _inner_values(gathered, some.size, lines, gate_up, down, inner, inner_lines, sums)
+            to = _address(outputs)
+            _outputs(inner, inner_lines, down, lines, places[part], weights[part], to, sums)
     end()
 
 
@@ -274,25 +284,33 @@ def compute_experts(
 ) -> None:
     """Write the n rows that this rank's experts give for tokens ``x`` (T, H) bfloat16.
 
-    ``local`` (T, K) int32 are their experts here, -1 for another rank's; ``topk_weights`` (T, K)
-    float32. ``matrices`` are gates and ups (E, 2 * I, H) and downs (E, H, I) of bfloat16,
-    ``packed``. In ``place`` (T, K) int32 is then which of ``rows`` (N, H) an assignment has, in
-    the order of tokens, -1 for none; a row is weight * down(silu(gate(x)) * up(x)), rounded once.
-    All are contiguous on CPU, and H and I multiples of ``INPUTS``. Not for two threads at once.
+    ``local`` (T, K) int32 or int64 are their experts here, -1 for another rank's; ``topk_weights``
+    (T, K) float32. ``matrices`` are gates and ups (E, 2 * I, H) and downs (E, H, I) that
+    ``can_compute`` takes, ``packed``. In ``place`` (T, K) int32 is then which of ``rows`` (N, H)
+    bfloat16 an assignment has, in the order of tokens, -1 for none. A row is weight *
+    down(silu(gate(x)) * up(x)); down's inputs and the row are rounded, and what is below 2**-126
+    becomes 0. All are contiguous on CPU. Not for two threads at once. Raises TypeError for tokens
+    or rows of another type or size.
     """
     w13, w2 = matrices
+    for given in (x, rows):
+        if given.dtype is not w13.dtype or given.shape[1] != w13.shape[2]:
+            raise TypeError(
+                f"experts take {w13.shape[2]} numbers of {w13.dtype}, "
+                f"not {given.shape[1]} of {given.dtype}"
+            )
     begins = np.zeros(w13.shape[0] + 2, np.int64)
     most = local.numel()
-    tokens, numbers = np.empty(most, np.int32), np.empty(most, np.int32)
+    tokens, places = np.empty(most, np.int32), np.empty(most, np.int32)
     weights = np.empty(most, np.float32)
     _sort_kernel(
-        local.numpy(), topk_weights.numpy(), place.numpy(), begins, tokens, numbers, weights
+        local.numpy(), topk_weights.numpy(), place.numpy(), begins, tokens, places, weights
     )
     _experts_kernel(
         _bits(x),
         begins,
         tokens,
-        numbers,
+        places,
         weights,
         _bits(w13),
         _bits(w2),
