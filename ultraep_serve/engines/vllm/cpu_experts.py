@@ -302,8 +302,6 @@ def dispatch_compute_combine(
 def ways_of(layer: RoutedExperts) -> list[Way]:
     """The ways in which ``layer``'s experts can be computed, vLLM's own first."""
     ways = [Way("kernel", functools.partial(_by_kernel, layer))]
-    if _has_tiles(layer):
-        ways.append(Way("tiles", functools.partial(_by_tiles, layer)))
     if _has_products(layer):
         dtypes = {"products": layer.w13_weight.dtype, "float32": torch.float32}
         ways += [
@@ -311,6 +309,8 @@ def ways_of(layer: RoutedExperts) -> list[Way]:
             for name, dtype in dtypes.items()
             if name == "products" or dtype is not dtypes["products"]
         ]
+    if _has_tiles(layer):
+        ways.append(Way("tiles", functools.partial(_by_tiles, layer)))
     is_alone = layer.top_k == 1 or layer.moe_config.dp_size > 1  # an assignment, in its row
     if not is_alone and not layer.apply_router_weight_on_input:
         ways.append(Way("sums", functools.partial(_by_summing_kernel, layer), sums=True))
