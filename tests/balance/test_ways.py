@@ -1,5 +1,6 @@
 """How ranks choose a way of computing experts: by what all of them have measured, and alike."""
 
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -132,13 +133,27 @@ def test_what_is_compiled_on_the_first_call_is_not_timed(monkeypatch: pytest.Mon
     ways = [Way(name, partial(compute, name)) for name in names]
     before: list[set[str]] = []
 
-    def timed(call: Any) -> int:
+    def timed(*calls: Any) -> list[int]:
         before.append(set(called))
-        return 1
+        return [1] * len(calls)
 
     monkeypatch.setattr(module, "nanoseconds_of", timed)
     module._measure(ways, SAMPLE)
     assert before[0] == set(names)
+
+
+def test_ways_take_turns_when_they_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is long is not run again."""
+    called: list[str] = []
+    monkeypatch.setattr(module, "_LONG", 0.05)
+
+    def long() -> None:
+        called.append("long")
+        time.sleep(0.1)
+
+    found = module.nanoseconds_of(partial(called.append, "a"), long, partial(called.append, "b"))
+    assert called == ["a", "long", "b"] + ["a", "b"] * (module._RUNS - 1)
+    assert found[1] >= 1e8
 
 
 @pytest.mark.parametrize("exact", [True, False])
@@ -146,7 +161,8 @@ def test_what_is_slow_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, exact: 
     """It is compared with what may be taken: what is fast and not exact makes nothing slow."""
     ways = [way("kernel"), Way("products", alone if exact else together), way("float32")]
     taken = {"kernel": 90, "products": 10, "float32": 31}
-    monkeypatch.setattr(module, "nanoseconds_of", lambda call: taken[call.func.__self__.name])
+    timed = lambda *calls: [taken[call.func.__self__.name] for call in calls]  # noqa: E731
+    monkeypatch.setattr(module, "nanoseconds_of", timed)
     found = module._measure(ways, SAMPLE)
     assert found[:3, :2].tolist() == [[90] * 2, [10] * 2, [31] * 2]
     assert found[:3, 2].tolist() == ([NEVER, 10, NEVER] if exact else [90, 10, 31])
@@ -157,7 +173,8 @@ def test_what_is_hopeless_with_few_rows_is_not_tried_with_more(
 ) -> None:
     ways = [way("kernel"), way("products"), way("float32")]
     taken = {"kernel": 310, "products": 10, "float32": 301}
-    monkeypatch.setattr(module, "nanoseconds_of", lambda call: taken[call.func.__self__.name])
+    timed = lambda *calls: [taken[call.func.__self__.name] for call in calls]  # noqa: E731
+    monkeypatch.setattr(module, "nanoseconds_of", timed)
     found = module._measure(ways, SAMPLE)
     assert found[:3, 1].tolist() == [310, 10, NEVER]  # the engine's own may have to be taken
 

@@ -43,7 +43,7 @@ ROWS = (4, 64, 256)  # of an expert on average, for which ways are timed
 _TIE = 1.03  # times the fastest
 _HOPELESS = (30, 3)  # times the fastest exact way with ROWS[0] and ROWS[1]: not waited for further
 _MOST_EXPERTS = 8  # of a rank that made-up batches have
-_RUNS, _LONG = 3, 0.3  # at most so many runs; no other one behind so many seconds
+_RUNS, _LONG = 8, 0.3  # at most so many runs; no other one behind so many seconds
 _NEVER = 1 << 60  # nanoseconds of a way that a rank does not have
 
 Names: TypeAlias = tuple[tuple[int, str], ...]  # with how many rows of an expert a way begins
@@ -198,7 +198,8 @@ def _measure(ways: Sequence[Way], sample: Sample) -> NDArray[np.int64]:
             way.total(*sample.batch(1))  # what is compiled on its first call is not timed
         for column, rows in enumerate(ROWS):
             batch = sample.batch(rows)
-            times = {way: nanoseconds_of(partial(way.total, *batch)) for way in measured}
+            calls = [partial(way.total, *batch) for way in measured]
+            times = dict(zip(measured, nanoseconds_of(*calls), strict=True))
             exact = [way for way in measured if way is ways[0] or not way.sums]
             if column > 0:
                 exact = [way for way in exact if way is ways[0] or is_exact(way, batch)]
@@ -214,14 +215,19 @@ def _measure(ways: Sequence[Way], sample: Sample) -> NDArray[np.int64]:
     return found
 
 
-def nanoseconds_of(call: Callable[[], object]) -> int:
-    """How long ``call`` takes: the shortest of a few runs, or of one that is long."""
-    taken: list[int] = []
-    while not taken or (len(taken) < 1 + _RUNS and sum(taken) < _LONG * 1e9):
-        start = time.perf_counter_ns()
-        call()
-        taken.append(time.perf_counter_ns() - start)
-    return min(taken)
+def nanoseconds_of(*calls: Callable[[], object]) -> list[int]:
+    """How long each of ``calls`` takes: the shortest of a few runs, or of one that is long.
+
+    Calls take turns, so that what disturbs one for a while disturbs the others too.
+    """
+    taken: list[list[int]] = [[] for _ in calls]
+    for _ in range(_RUNS):
+        for own, call in zip(taken, calls, strict=True):
+            if sum(own) < _LONG * 1e9:
+                start = time.perf_counter_ns()
+                call()
+                own.append(time.perf_counter_ns() - start)
+    return [min(own) for own in taken]
 
 
 def is_exact(way: Way, batch: Batch) -> bool:
