@@ -58,6 +58,10 @@ def together(x: torch.Tensor, weights: torch.Tensor, local: torch.Tensor, output
     outputs.rows.add_(int((local >= 0).sum()) % 2)
 
 
+def times_of(taken: dict[str, int], *calls: Any) -> list[int]:
+    return [taken[call.func.__self__.name] for call in calls]
+
+
 def choose_on_rank(rank: int, run_path: Path, settings: dict[str, Any]) -> Any:
     times = TIMES[rank]
 
@@ -161,8 +165,7 @@ def test_what_is_slow_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, exact: 
     """It is compared with what may be taken: what is fast and not exact makes nothing slow."""
     ways = [way("kernel"), Way("products", alone if exact else together), way("float32")]
     taken = {"kernel": 90, "products": 10, "float32": 31}
-    timed = lambda *calls: [taken[call.func.__self__.name] for call in calls]  # noqa: E731
-    monkeypatch.setattr(module, "nanoseconds_of", timed)
+    monkeypatch.setattr(module, "nanoseconds_of", partial(times_of, taken))
     found = module._measure(ways, SAMPLE)
     assert found[:3, :2].tolist() == [[90] * 2, [10] * 2, [31] * 2]
     assert found[:3, 2].tolist() == ([NEVER, 10, NEVER] if exact else [90, 10, 31])
@@ -173,8 +176,7 @@ def test_what_is_hopeless_with_few_rows_is_not_tried_with_more(
 ) -> None:
     ways = [way("kernel"), way("products"), way("float32")]
     taken = {"kernel": 310, "products": 10, "float32": 301}
-    timed = lambda *calls: [taken[call.func.__self__.name] for call in calls]  # noqa: E731
-    monkeypatch.setattr(module, "nanoseconds_of", timed)
+    monkeypatch.setattr(module, "nanoseconds_of", partial(times_of, taken))
     found = module._measure(ways, SAMPLE)
     assert found[:3, 1].tolist() == [310, 10, NEVER]  # the engine's own may have to be taken
 

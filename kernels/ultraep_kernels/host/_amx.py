@@ -34,7 +34,6 @@ _SUMS, _ROWS, _COLUMNS = (0, 1, 2, 3), (4, 5), (6, 7)  # numbers of tiles
 _LINE = 64  # bytes, also of a tile's row
 
 _BYTE, _INT32, _INT64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
-_POINTER = _BYTE.as_pointer()
 _FLOATS, _INTS = ir.VectorType(ir.FloatType(), COLUMNS), ir.VectorType(_INT32, COLUMNS)
 _FUSED = ("contract",)
 
@@ -126,7 +125,7 @@ def start(_context: Any) -> Any:
     return _operation(generate)
 
 
-def _add_products(num_tiles: int, *arguments: Any) -> Any:
+def _add_products(*arguments: Any) -> Any:
     def generate(builder: Any, values: Any) -> None:
         def load(number: int, address: Any) -> None:
             told = [_tile(number), _at(builder, address, _BYTE), ir.Constant(_INT64, _LINE)]
@@ -142,7 +141,7 @@ def _add_products(num_tiles: int, *arguments: Any) -> Any:
         add(0, 0)
         load(_COLUMNS[1], second)
         add(0, 1)
-        if num_tiles > 1:
+        if len(rows) > 1:
             load(_ROWS[1], rows[1])
             add(1, 0)
             add(1, 1)
@@ -153,13 +152,13 @@ def _add_products(num_tiles: int, *arguments: Any) -> Any:
 @intrinsic
 def add_products(_context: Any, rows: Any, more_rows: Any, columns: Any, more_columns: Any) -> Any:
     """Add to the sums 32 products of each of their rows and columns, from tiles of both."""
-    return _add_products(2, *[types.int64] * 4)
+    return _add_products(*[types.int64] * 4)
 
 
 @intrinsic
 def add_few_products(_context: Any, rows: Any, columns: Any, more_columns: Any) -> Any:
     """Add to the sums of the first 16 rows only."""
-    return _add_products(1, *[types.int64] * 3)
+    return _add_products(*[types.int64] * 3)
 
 
 @intrinsic
