@@ -156,20 +156,6 @@ def test_bad_input_is_one_line(
     assert line.startswith("ultraep-serve: error: ")
 
 
-def test_the_doctor_says_that_a_model_is_not_here_whatever_its_name() -> None:
-    assert main(["doctor", "--model-config", LONG]) == 1
-
-
-@pytest.mark.parametrize("config", ["heads", "digits", "experts", "nested", "binary", "deep"])
-def test_the_doctor_goes_on_where_a_configuration_is_bad(
-    config: str, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    main(["doctor", "--model-config", str(folder / f"{config}.json"), "--json", "-"])
-    findings = json.loads(capsys.readouterr().out)["findings"]
-    (found,) = (finding for finding in findings if finding["name"] == "model")
-    assert found["status"] == "error"
-
-
 def test_domains_larger_than_the_group_are_the_group(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -45,7 +45,7 @@ def test_a_shell_completes_commands_and_flags(capsys: pytest.CaptureFixture[str]
         (["dance"], "invalid choice: 'dance'"),
         (["replay", "t.npz"], "the following arguments are required"),
         (["replay", "t.npz", "--ep", "4", "--policies", "off", "--fast"], "--fast"),
-        (["doctor", "--ep", "0"], "--ep = 0 must be 1 to 4096"),
+        (["doctor", "--port", "0"], "--port = 0 must be 1 to 65535"),
     ],
 )
 def test_an_error_is_one_line(

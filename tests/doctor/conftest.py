@@ -1,11 +1,9 @@
-"""Fixtures of the doctor's tests: a made-up /dev/shm and a made-up model."""
+"""Fixtures of the doctor's tests: a made-up /dev/shm, and engines as the launcher sees them."""
 
-import json
 from pathlib import Path
 
 import pytest
 
-from tests.support.findings import MOE
 from ultraep_serve.cli import serve
 from ultraep_serve.telemetry import run_directory as run_directories
 
@@ -17,13 +15,6 @@ def shm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path.mkdir()
     monkeypatch.setattr(run_directories, "SHARED_MEMORY", path)
     return path
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> str:
-    """A directory with the configuration of a small model with experts."""
-    (tmp_path / "config.json").write_text(json.dumps(MOE))
-    return str(tmp_path)
 
 
 @pytest.fixture

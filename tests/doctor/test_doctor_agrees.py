@@ -9,12 +9,21 @@ from typing import Any
 
 import pytest
 
-from tests.support.findings import MOE
 from ultraep_serve.cli import main, serve
 from ultraep_serve.config import SIDECAR_DISTANCE
 from ultraep_serve.system.machine import free_port
 from ultraep_serve.telemetry.run_directory import run_directory
 
+MOE = {
+    "hidden_size": 1024,
+    "num_hidden_layers": 4,
+    "num_experts": 16,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "moe_intermediate_size": 512,
+    "num_experts_per_tok": 4,
+}
 # What is to be served: MODEL, DENSE, BROKEN and LONG are local, org/model is not here. PORT is
 # free, TAKEN and BUSY are another program's and a balanced server's.
 GOOD = [
@@ -44,6 +53,8 @@ BAD = [  # and words that both say
     ("vllm MODEL -ep --port PORT", "nothing to balance on one rank"),
     ("vllm MODEL -tp 2 -ep --enable-eplb --port PORT", "--enable-eplb moves the same weights"),
     ("vllm MODEL -tp 2 -dp 2 -ep --port PORT", "tensor and data parallelism together"),
+    ("vllm MODEL -tp 3 -ep --port PORT", "16 experts do not divide evenly over 3 ranks"),
+    ("sglang MODEL --tp 3 --ep 3 --device cpu", "16 experts do not divide evenly over 3 ranks"),
     ("vllm DENSE -tp 2 -ep --port PORT", "is not a Mixture-of-Experts model"),
     ("vllm BROKEN -tp 2 -ep --port PORT", "mend it or fetch the model again"),
     ("vllm LONG -tp 2 -ep --port PORT", "add --max-model-len"),
@@ -103,6 +114,39 @@ def both(command: str, models: dict[str, str], capsys: Any) -> tuple[int, str, i
 @pytest.fixture(autouse=True)
 def _nothing_starts(installed: None, shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve, "supervise", lambda *_: 0)
+
+
+def test_it_is_shown_in_text_and_json(models: dict[str, str], capsys: Any) -> None:
+    words = ["vllm", models["MODEL"], "-tp", "3", "-ep", "--port", str(free_port())]
+    assert main(["doctor", *words]) == 1
+    shown = capsys.readouterr().out
+    assert "✘ flags         16 experts do not divide" in shown
+    assert "→ choose a number of ranks" in shown
+    assert main(["doctor", "--json", "-", *words]) == 1
+    document = json.loads(capsys.readouterr().out)
+    assert document["counts"]["error"] == 1
+    assert all(f.keys() == {"name", "status", "seen", "remedy"} for f in document["findings"])
+    assert main(["doctor", "--port", "0"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("command", "ranks"),
+    [
+        ("vllm MODEL --tensor-parallel-size=8 -ep", "8 ranks here; one domain"),
+        ("vllm M -tp 16 -ep --nnodes 2 --node-rank 1 --headless", "16 ranks on 2 hosts, 8 on each"),
+        ("vllm M -dp 16 -dpl 4 -ep --domain-size 2", "4 on each; 8 domains of 2"),
+        ("vllm M -tp 4 -pp 2 -dp 4 -dpl 2 -ep", "16 ranks on 2 hosts, 8 on each"),
+        ("vllm M -tp 16 -pp 2 -ep --nnodes 4", "16 ranks on 2 hosts, 8 on each"),
+        ("sglang M --tp-size 16 --ep-size 16 --nnodes 4 --device cpu", "16 ranks on 4 hosts"),
+    ],
+)
+def test_the_command_says_how_ranks_lie(
+    command: str, ranks: str, models: dict[str, str], capsys: Any
+) -> None:
+    words = [models.get(word, word) for word in command.split()]
+    main(["doctor", "--json", "-", *words, "--port", str(free_port())])
+    findings = json.loads(capsys.readouterr().out)["findings"]
+    assert any(f["name"] == "hosts" and ranks in f["seen"] for f in findings)
 
 
 @pytest.mark.parametrize("command", GOOD)

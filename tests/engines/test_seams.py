@@ -13,8 +13,8 @@ import pytest
 
 from ultraep_serve.cli import main
 from ultraep_serve.config import BalanceConfig
-from ultraep_serve.doctor.engines import check_engines
-from ultraep_serve.doctor.finding import Status
+from ultraep_serve.doctor import versions as doctor
+from ultraep_serve.doctor.finding import Status, Subject
 from ultraep_serve.engines.common import seams
 from ultraep_serve.engines.common.seams import EngineSource, Seam, require_engine, why_not_loaded
 from ultraep_serve.engines.sglang import plugin
@@ -233,12 +233,13 @@ def test_a_moved_seam_is_refused_by_name_at_load_and_by_the_doctor(
 ) -> None:
     engine({"layers/base.py": ("hidden_size", "size")})
     monkeypatch.setattr(seams, "package_folder", lambda _: tmp_path / "engine")
-    monkeypatch.setattr("ultraep_serve.doctor.engines._ENGINES", {"vLLM": _fake(IN_PLACE)})
+    monkeypatch.setitem(doctor._SEAMS, "vLLM", IN_PLACE)
     seams.moved_here.cache_clear()
+    tried = Subject(BalanceConfig(on_newer_engine="try"))
     reason = "vLLM 0.40.1 is not as this adapter needs it: engine:Experts has no hidden_size"
     with pytest.raises(UnsupportedError, match=reason):
         require_engine(VLLM, "0.40.1", IN_PLACE, "try")
-    found, _ = check_engines({"vllm": "0.40.1"}.get, lambda _: ["ultraep_serve"], newer="try")
+    _, found, _ = doctor.check_versions(tried, {"vllm": "0.40.1"}.get)
     assert (found.status, found.seen) == (Status.ERROR, reason)
     assert found.remedy.startswith("install vllm==0.33.*")
     assert "engine:Experts has no hidden_size" in str(why_not_loaded(VLLM, IN_PLACE, ImportError()))
@@ -248,7 +249,7 @@ def test_a_moved_seam_is_refused_by_name_at_load_and_by_the_doctor(
     engine({})
     seams.moved_here.cache_clear()
     told = require_engine(VLLM, "0.40.1", IN_PLACE, "try")
-    found, _ = check_engines({"vllm": "0.40.1"}.get, lambda _: ["ultraep_serve"], newer="try")
+    _, found, _ = doctor.check_versions(tried, {"vllm": "0.40.1"}.get)
     assert (found.status, found.seen) == (Status.WARNING, told)
 
     engine({"layers/moe.py": ("x, topk_ids", "x, ids")})
@@ -283,12 +284,6 @@ def test_the_doctor_before_a_command_goes_by_its_setting(
         "vLLM 0.39.0 has not been verified on C",
     )
     assert ("or set on_newer_engine to try" in engine["remedy"]) is (status == "error")
-
-
-def _fake(listed: tuple[Seam, ...]) -> object:
-    from ultraep_serve.doctor.engines import _Engine
-
-    return _Engine("vllm.general_plugins", listed)
 
 
 def test_sglang_ends_where_the_adapter_does_not_import(

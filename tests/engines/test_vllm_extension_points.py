@@ -34,7 +34,7 @@ with warnings.catch_warnings():
     from ultraep_serve.engines.vllm.seams import SEAMS
     from ultraep_serve.engines.vllm.warm_up import after_warm_up
 
-from ultraep_serve.doctor import engines
+from ultraep_serve.doctor import versions
 from ultraep_serve.errors import UnsupportedError
 from ultraep_serve.launcher.tuned_kernels import link_tuned_kernels
 from ultraep_serve.system.versions import VLLM_CPU
@@ -239,7 +239,7 @@ def test_vllms_loader_tells_a_layer_when_its_weights_are_final(balanced: Any) ->
 
 
 def test_vllm_loads_plugins_of_the_group_that_we_register_in() -> None:
-    assert engines._ENGINES["vLLM"].group == DEFAULT_PLUGINS_GROUP
+    assert versions._GROUPS["vLLM"] == DEFAULT_PLUGINS_GROUP
 
 
 def test_ranks_without_a_server_start_and_our_reading_of_flags_is_vllms(

@@ -1,6 +1,5 @@
 """Which cores ranks get, on machines that hwloc's tools make up."""
 
-import json
 import os
 import shutil
 import subprocess
@@ -8,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from ultraep_serve.cli import main
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.launcher.binding import (
     Core,
@@ -93,18 +91,6 @@ def test_two_sockets_as_linux_numbers_them(tmp_path: Path) -> None:
 
 
 @needs_hwloc
-def test_the_doctor_shows_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    machine = str(topology(tmp_path, TWO_SOCKETS, None))
-    words = ["doctor", "--binding", "--ranks", "2", "--topology", machine]
-    assert main(words) == 0
-    assert "rank 1: 56 cores 56-111, NUMA node 1\n" in capsys.readouterr().out
-    assert main([*words, "--json", "-"]) == 0
-    shown = json.loads(capsys.readouterr().out)
-    assert shown["ranks"][1] == {"cpus": [*range(56, 112)], "nodes": [1]}
-    assert shown["warnings"] == []
-    assert main([*words[:-1], str(tmp_path / "none")]) == 2
-
-
 @needs_hwloc
 def test_nodes_without_a_rank_are_told(tmp_path: Path) -> None:
     cores = cores_of_hwloc(topology(tmp_path, "pack:3 [numa] core:4 pu:1", None))

@@ -8,7 +8,7 @@ import pytest
 
 from ultraep_serve.cli import main
 from ultraep_serve.costs.shapes import model_shape
-from ultraep_serve.engines.common.launch import check_has_experts, context_length
+from ultraep_serve.engines.common.launch import check_experts, context_length
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.system.files import read_text
 
@@ -44,7 +44,7 @@ def test_it_is_one_line_with_a_remedy(
     assert reason in line
     assert "mend it or fetch the model again" in line
     with pytest.raises(ConfigError, match=r"config\.json"):
-        model_shape(str(tmp_path))  # as `doctor` and `advise` read it
+        model_shape(str(tmp_path))  # as `advise` reads it
     assert context_length(str(tmp_path), None) is None
 
 
@@ -58,7 +58,7 @@ def test_one_that_may_not_be_read_is_no_other_model(tmp_path: Path) -> None:
         tmp_path.chmod(0)
     try:
         with pytest.raises(ConfigError, match=r"Permission denied.*; mend it or fetch"):
-            check_has_experts(str(tmp_path), "vLLM")
+            check_experts(str(tmp_path), "vLLM", 2)
         with pytest.raises(ConfigError, match=r"neither a config\.json nor"):
             model_shape(str(tmp_path / "model"))
     finally:
@@ -72,7 +72,7 @@ def test_a_model_that_is_not_here_is_left_to_the_engine(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("config.json").touch()
-    check_has_experts(model, "vLLM")
+    check_experts(model, "vLLM", 2)
     assert context_length(model, None) is None
 
 

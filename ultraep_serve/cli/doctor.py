@@ -3,96 +3,30 @@
 import argparse
 import os
 from dataclasses import asdict
-from importlib.util import find_spec
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Any
 
 from pydantic import Field
 
 from ultraep_serve import __version__
 from ultraep_serve.cli import Parser, serve
-from ultraep_serve.cli.arguments import JsonFile, WeightType, prepare_outputs, show
-from ultraep_serve.config import SIDECAR_DISTANCE, BalanceConfig, given_settings
-from ultraep_serve.doctor import diagnose
-from ultraep_serve.doctor.finding import Finding, Status, Subject
-from ultraep_serve.doctor.report import write_report
+from ultraep_serve.cli.arguments import JsonFile, prepare_outputs, show
+from ultraep_serve.config import given_settings
+from ultraep_serve.doctor import Finding, Status, Subject, diagnose
 from ultraep_serve.errors import UltraEPError
-from ultraep_serve.launcher.binding import (
-    bind_ranks,
-    binding_text,
-    binding_warnings,
-    cores_here,
-    cores_of_hwloc,
-    cpu_quota,
-    memory_nodes_here,
-)
-from ultraep_serve.system.settings import Directory, Settings, Shown
+from ultraep_serve.system.settings import Settings
 from ultraep_serve.types import Policy
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 __all__ = ["add_arguments", "run"]
 
 SCHEMA_VERSION = 1
-_MARKS = {
-    Status.OK: ("✔", "green"),
-    Status.WARNING: ("!", "yellow"),
-    Status.ERROR: ("✘", "bold red"),
-}
+_MARKS = {Status.OK: "✔", Status.WARNING: "!", Status.ERROR: "✘"}
 
 
 class DoctorFlags(Settings):
-    """What is to be served, as single flags."""
+    """A server that runs, and where the result goes."""
 
     port: int | None = Field(
-        default=None,
-        ge=1,
-        le=65535,
-        description="port of a server that runs, or will run, on this machine",
-    )
-    sidecar_port: int | None = Field(
-        default=None,
-        ge=1,
-        le=65535,
-        description=f"its sidecar's port (default: the server's + {SIDECAR_DISTANCE})",
-    )
-    model: Annotated[str, Shown("MODEL")] | None = Field(
-        default=None,
-        validation_alias="model_config",
-        description="a Hugging Face config.json or its directory",
-    )
-    ep: int = Field(default=2, ge=1, le=4096, description="ranks of the expert-parallel group")
-    slots: int = Field(default=2, ge=0, le=64, description="replica slots per rank")
-    weights: WeightType = "bf16"
-    binding: bool = Field(
-        default=False,
-        description="show only which cores each rank of a host would compute on",
-    )
-    ranks: int | None = Field(
-        default=None,
-        ge=1,
-        le=4096,
-        description="ranks on the host that --binding shows (default: those of --ep)",
-    )
-    topology: Annotated[str, Shown("FILE")] | None = Field(
-        default=None,
-        description="another machine for --binding, as hwloc's `lstopo --of xml` writes it "
-        "(default: this one)",
-    )
-    report: Annotated[Path, Shown("FILE")] | None = Field(
-        default=None,
-        description="write an archive (zip) to send with a report of a problem: versions, "
-        "hardware, settings, self-check, metrics, last records; it names nobody",
-    )
-    run_dir: Directory | None = Field(
-        default=None,
-        description="run directory of the server that --report is about, running or not (default: "
-        "that of --port, or of the only server that runs)",
-    )
-    log: Annotated[Path, Shown("FILE")] | None = Field(
-        default=None,
-        description="the engine's log, of which --report takes the last lines of this package",
+        default=None, ge=1, le=65535, description="port of a server that runs on this machine"
     )
     json_file: JsonFile = None
 
@@ -108,50 +42,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "serving",
         nargs=argparse.REMAINDER,
         metavar="vllm|sglang MODEL ...",
-        help="the command that will serve, with all its flags; it replaces --port, "
-        "--sidecar-port, --model-config, --ep and --slots",
+        help="the command that will serve, with all its flags",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print what was found; 1 when serving would fail, else 0. Raises ConfigError for bad flags."""
     flags = DoctorFlags.from_flags(arguments)
-    prepare_outputs(flags.json_file, flags.report)
-    if flags.binding:
-        return _show_binding(flags)
-    findings = diagnose(_subject(flags, arguments.serving))
-    view = _table(findings) if find_spec("rich") else _plain(findings)
-    show(_document(findings), view, flags.json_file)
-    if flags.report is not None:
-        names = write_report(
-            flags.report,
-            _document(findings),
-            run_dir=flags.run_dir,
-            port=flags.port,
-            log=flags.log,
-        )
-        if flags.json_file != Path("-"):
-            print(f"{flags.report}: {', '.join(names)}; look through it before you send it")
+    prepare_outputs(flags.json_file)
+    serving = arguments.serving
+    findings = diagnose(_served(serving) if serving else Subject(port=flags.port))
+    show(_document(findings), "\n".join(map(_lines, findings)), flags.json_file)
     return int(any(finding.status is Status.ERROR for finding in findings))
 
 
-def _show_binding(flags: DoctorFlags) -> int:
-    """Print each rank's cores and node, and what is wrong with them."""
-    if flags.topology is None:
-        cores, quota, memory = cores_here(), cpu_quota(), memory_nodes_here()
-    else:
-        cores, quota, memory = cores_of_hwloc(Path(flags.topology)), None, None
-    ranks = bind_ranks(cores, flags.ranks or flags.ep)
-    warnings = binding_warnings(ranks, cores, quota=quota, memory_nodes=memory)
-    document = {
-        "schema_version": SCHEMA_VERSION,
-        "version": __version__,
-        "ranks": [asdict(rank) for rank in ranks],
-        "warnings": warnings,
-    }
-    lines = [*binding_text(ranks), *(f"! {warning}" for warning in warnings)]
-    show(document, "\n".join(lines), flags.json_file)
-    return 0
+def _lines(finding: Finding) -> str:
+    remedy = f"\n  {'':13} → {finding.remedy}" if finding.remedy else ""
+    return f"{_MARKS[finding.status]} {finding.name:13} {finding.seen}{remedy}"
 
 
 def _document(findings: list[Finding]) -> dict[str, Any]:
@@ -164,90 +71,30 @@ def _document(findings: list[Finding]) -> dict[str, Any]:
     }
 
 
-def _subject(flags: DoctorFlags, serving: list[str]) -> Subject:
-    if serving:
-        return _served(serving, flags.weights)
-    return Subject(
-        port=flags.port,
-        sidecar_port=flags.sidecar_port,
-        model=flags.model,
-        num_ranks=flags.ep,
-        num_slots=flags.slots,
-        weight_type=flags.weights,
-    )
-
-
-def _served(command: list[str], weight_type: str) -> Subject:
-    """What ``command`` would serve on this host."""
+def _served(command: list[str]) -> Subject:
+    """What ``command`` would serve on this host, and what the launcher says of it."""
     parser = Parser(prog="ultraep-serve doctor")
     engines = parser.add_subparsers(dest="command", required=True, metavar="vllm|sglang")
     for engine in serve.LAUNCHERS:
         serve.add_arguments(engines.add_parser(engine))
     ours, flags = parser.parse_known_args(command)
+    ours.engine_flags = flags
     config, sidecar = given_settings(ours, "sidecar-")
     launch = serve.LAUNCHERS[ours.command]
     parsed = launch.parse_engine_flags(flags)
-    ranks = launch.count_ranks(parsed)
-    return Subject(
-        port=parsed.port,
-        sidecar_port=sidecar.port,
-        host=parsed.host,
-        sidecar_host=sidecar.host,
-        has_sidecar=config.policy is not Policy.OFF and not ours.no_sidecar,
-        serves=not getattr(parsed, "headless", False),  # a flag of vLLM's
-        # One that is not here is checked when it is loaded.
-        model=ours.model if os.path.exists(ours.model) and _balances(config, parsed) else None,
-        num_ranks=ranks.in_stage,
-        host_ranks=ranks.in_stage_here,
-        num_stages=ranks.stages,
-        all_host_ranks=ranks.here,
-        domain_size=config.domain_size,
-        num_slots=config.slots * _micro_batches(parsed),
-        weight_type=weight_type,
-        on_newer_engine=config.on_newer_engine,
-        command=_refusal(launch, ours.model, flags, config.policy),
-    )
-
-
-def _balances(config: BalanceConfig, parsed: argparse.Namespace) -> bool:
-    """Whether it is known on how many ranks: the engine's own file of flags is not read."""
-    return config.policy is not Policy.OFF and not parsed.config
-
-
-def _refusal(launch: Any, model: str, flags: list[str], policy: Policy) -> str:
-    """What the launcher would say instead of starting the engine; empty where it would start it."""
+    refusal = ""
     try:
-        launch.engine_command(model, flags, policy)
+        serve.checked_command(ours, config, sidecar)
     except UltraEPError as error:
-        return str(error)
-    return ""
-
-
-def _micro_batches(parsed: argparse.Namespace) -> int:
-    """How many overlap, each with slots of its own; by flags of vLLM's."""
-    return 2 if getattr(parsed, "enable_dbo", False) else max(1, getattr(parsed, "ubatch_size", 0))
-
-
-def _plain(findings: list[Finding]) -> str:
-    """Findings where rich is missing: the doctor must work where things are missing."""
-    remedies = (f" -> {finding.remedy}" if finding.remedy else "" for finding in findings)
-    lines = (f"{finding.status.value:8}{finding.name}: {finding.seen}" for finding in findings)
-    return "\n".join(map("".join, zip(lines, remedies, strict=True)))
-
-
-def _table(findings: list[Finding]) -> "RenderableType":
-    """Findings for a terminal: mark, name, what was seen, remedy below it."""
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table.grid(padding=(0, 1))
-    table.add_column()
-    table.add_column(no_wrap=True)
-    table.add_column()
-    for finding in findings:
-        mark, style = _MARKS[finding.status]
-        seen = Text(finding.seen)
-        if finding.remedy:
-            seen.append(f"\n→ {finding.remedy}", style="cyan")
-        table.add_row(Text(mark, style=style), Text(finding.name, style=style), seen)
-    return table
+        refusal = str(error)
+    # Of a model that is not here nothing is known; nor of ranks where the engine reads its flags
+    # from a file of its own.
+    is_known = os.path.isdir(ours.model) and config.policy is not Policy.OFF and not parsed.config
+    return Subject(
+        config=config,
+        ranks=launch.count_ranks(parsed),
+        model=ours.model if is_known and not refusal else None,
+        micro_batches=launch.count_micro_batches(parsed),
+        port=parsed.port,
+        refusal=refusal,
+    )

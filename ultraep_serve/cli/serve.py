@@ -10,16 +10,16 @@ from ultraep_serve.engines.sglang import launch as sglang
 from ultraep_serve.engines.vllm import launch as vllm
 from ultraep_serve.errors import ConfigError, UltraEPError
 from ultraep_serve.launcher.sidecar import sidecar_command
-from ultraep_serve.launcher.supervisor import supervise
+from ultraep_serve.launcher.supervisor import EngineCommand, supervise
 from ultraep_serve.launcher.tuned_kernels import link_tuned_kernels
 from ultraep_serve.system.environment import child_environment
 from ultraep_serve.system.logs import say, set_up_logs
 from ultraep_serve.system.machine import why_not_listen
-from ultraep_serve.telemetry.run_directory import run_directory
+from ultraep_serve.telemetry.run_directory import is_running, run_directory
 from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.types import Policy
 
-__all__ = ["LAUNCHERS", "add_arguments", "run"]
+__all__ = ["LAUNCHERS", "add_arguments", "checked_command", "run"]
 
 LAUNCHERS: dict[str, Any] = {"vllm": vllm, "sglang": sglang}  # by command
 
@@ -57,16 +57,33 @@ def run(arguments: argparse.Namespace) -> int:
         return 2
 
 
-def _serve(arguments: argparse.Namespace, config: BalanceConfig, sidecar: SidecarSettings) -> int:
+def checked_command(
+    arguments: argparse.Namespace, config: BalanceConfig, sidecar: SidecarSettings
+) -> EngineCommand:
+    """How the engine is to be started. Raises UltraEPError for what cannot be started."""
     launch, flags = LAUNCHERS[arguments.command], arguments.engine_flags
     parsed = launch.parse_engine_flags(flags)
-    command = launch.engine_command(arguments.model, flags, config.policy)
-    sidecar_port = sidecar.port_beside(parsed.port)
+    command: EngineCommand = launch.engine_command(arguments.model, flags, config.policy)
+    if is_running(parsed.port):
+        raise ConfigError(
+            f"a balanced server on port {parsed.port} is running already; stop it or choose "
+            "another --port"
+        )
     if command.url is not None:
         _check_port(parsed.host, parsed.port, "--port")
-    with_sidecar = config.policy is not Policy.OFF and not arguments.no_sidecar
-    if with_sidecar:
-        _check_port(sidecar.host, sidecar_port, "--sidecar-port")
+    if _has_sidecar(arguments, config):
+        _check_port(sidecar.host, sidecar.port_beside(parsed.port), "--sidecar-port")
+    return command
+
+
+def _has_sidecar(arguments: argparse.Namespace, config: BalanceConfig) -> bool:
+    return config.policy is not Policy.OFF and not arguments.no_sidecar
+
+
+def _serve(arguments: argparse.Namespace, config: BalanceConfig, sidecar: SidecarSettings) -> int:
+    command = checked_command(arguments, config, sidecar)
+    parsed = LAUNCHERS[arguments.command].parse_engine_flags(arguments.engine_flags)
+    sidecar_port = sidecar.port_beside(parsed.port)
     with run_directory(parsed.port) as run_path:
         config = config.replace(run_dir=str(run_path))
         files = RunFiles(run_path)
@@ -79,7 +96,7 @@ def _serve(arguments: argparse.Namespace, config: BalanceConfig, sidecar: Sideca
             _say_all(command.binding.lines(started_with.get(command.binding.variable)))
         _say_all(command.said)
         beside = None
-        if with_sidecar:
+        if _has_sidecar(arguments, config):
             beside = sidecar_command(config, sidecar, sidecar_port)
             _announce(sidecar.host, sidecar_port, files)
         return supervise(command, config, beside)

@@ -6,7 +6,7 @@ Any process that imports torch may come by here (``engines.common.guard``), so i
 import contextlib
 import multiprocessing
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from ultraep_serve.system.control_token import checked_token
@@ -21,7 +21,6 @@ __all__ = [
     "first_process",
     "keep_config",
     "share_with_ray_workers",
-    "values_of_variables",
 ]
 
 CONFIG_VARIABLE = "ULTRAEP_CONFIG"
@@ -81,13 +80,6 @@ def share_with_ray_workers() -> None:
     if CONFIG_VARIABLE in os.environ:
         names = os.environ.get(_RAY_VARIABLE, "").split(",")
         os.environ[_RAY_VARIABLE] = ",".join(filter(None, dict.fromkeys([*names, CONFIG_VARIABLE])))
-
-
-def values_of_variables(words: Iterable[str]) -> list[str]:
-    """What is in variables whose names contain one of ``words``."""
-    wanted = tuple(words)
-    named = (value for name, value in os.environ.items() if any(word in name for word in wanted))
-    return [value for value in named if value]
 
 
 def child_environment(config: str | None, defaults: Mapping[str, str]) -> dict[str, str]:

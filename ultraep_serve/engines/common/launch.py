@@ -1,12 +1,13 @@
 """What the launch files of all engines share; imports no engine."""
 
 import argparse
+from collections.abc import Mapping
 from ctypes.util import find_library
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from ultraep_serve.errors import ConfigError, UnsupportedError
+from ultraep_serve.errors import POLICY_OFF, ConfigError, UnsupportedError
 from ultraep_serve.system.files import read_object
 
 __all__ = [
@@ -14,8 +15,9 @@ __all__ = [
     "RankCount",
     "allocator",
     "caches_every_token",
-    "check_has_experts",
+    "check_experts",
     "context_length",
+    "count_experts",
     "local_url",
     "package_folder",
 ]
@@ -49,21 +51,41 @@ class RankCount(NamedTuple):
         return self.total // self.stages
 
 
-def check_has_experts(model: str, engine: str) -> None:
-    """Refuse a local checkpoint that names no experts; what is not local is checked when loaded.
+def check_experts(model: str, engine: str, num_ranks: int | None) -> None:
+    """Refuse a local checkpoint that names no experts, or none that divide evenly over ranks.
 
-    Raises UnsupportedError, and ConfigError where its configuration cannot be read.
+    ``num_ranks`` None: not known before the engine has read its own file of flags. A model that is
+    not local is checked when it is loaded. Raises UnsupportedError, and ConfigError where its
+    configuration cannot be read.
     """
     config = _configuration(model)
     if config is None:
         return
-    nested = [value for value in config.values() if isinstance(value, dict)]
-    if not any(key in part for part in [config, *nested] for key in _EXPERT_KEYS):
+    experts = _count_experts(config)
+    if experts is None:
         raise UnsupportedError(
             f"{model} is not a Mixture-of-Experts model ({config.get('architectures')}); "
             f"serve it with --policy off, or with {engine} itself",
             otherwise="",
         )
+    if num_ranks and experts % num_ranks:
+        raise UnsupportedError(
+            f"{experts} experts do not divide evenly over {num_ranks} ranks; choose a number of "
+            "ranks that divides them",
+            otherwise=POLICY_OFF,
+        )
+
+
+def count_experts(model: str) -> int | None:
+    """Routed experts of a layer, of a local model; None: not known. Raises ConfigError."""
+    config = _configuration(model)
+    return None if config is None else _count_experts(config)
+
+
+def _count_experts(config: Mapping[str, Any]) -> int | None:
+    nested = [value for value in config.values() if isinstance(value, dict)]
+    found = (part.get(key) for part in [config, *nested] for key in _EXPERT_KEYS)
+    return next((number for number in found if isinstance(number, int) and number > 0), None)
 
 
 def allocator() -> dict[str, str]:

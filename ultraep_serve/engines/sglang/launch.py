@@ -19,7 +19,7 @@ from ultraep_serve.engines.common.launch import (
     EngineFlags,
     RankCount,
     allocator,
-    check_has_experts,
+    check_experts,
     context_length,
     local_url,
     package_folder,
@@ -31,7 +31,13 @@ from ultraep_serve.launcher.supervisor import EngineCommand
 from ultraep_serve.launcher.tuned_kernels import TunedKernels
 from ultraep_serve.types import Policy
 
-__all__ = ["DEFAULT_PORT", "count_ranks", "engine_command", "parse_engine_flags"]
+__all__ = [
+    "DEFAULT_PORT",
+    "count_micro_batches",
+    "count_ranks",
+    "engine_command",
+    "parse_engine_flags",
+]
 
 DEFAULT_PORT = 30000
 _THIS_MODULE = "ultraep_serve.engines.sglang.launch"
@@ -80,7 +86,7 @@ def engine_command(model: str, flags: list[str], policy: Policy) -> EngineComman
         )
     parsed = parse_engine_flags(flags)
     if policy is not Policy.OFF:
-        check_has_experts(model, "SGLang")
+        check_experts(model, "SGLang", None if parsed.config else parsed.tp_size)
         if not parsed.config:
             _check_parallelism(parsed)
         if problem := unmet(parsed, _CONFLICTS):
@@ -122,6 +128,11 @@ def count_ranks(parsed: argparse.Namespace) -> RankCount:
     """The ranks that ``parsed`` flags ask for, and those this host gets, as SGLang divides them."""
     here = max(1, parsed.tp_size // max(1, parsed.nnodes))
     return RankCount(parsed.tp_size, here, stages=1, in_stage_here=here)
+
+
+def count_micro_batches(parsed: argparse.Namespace) -> int:
+    """How many may overlap: with balancing, one."""
+    return 1
 
 
 def _check_parallelism(parsed: argparse.Namespace) -> None:

@@ -21,7 +21,7 @@ from ultraep_serve.engines.common.launch import (
     RankCount,
     allocator,
     caches_every_token,
-    check_has_experts,
+    check_experts,
     context_length,
     local_url,
     package_folder,
@@ -34,7 +34,13 @@ from ultraep_serve.system.environment import engine_variable
 from ultraep_serve.system.machine import available_memory
 from ultraep_serve.types import Policy
 
-__all__ = ["DEFAULT_PORT", "count_ranks", "engine_command", "parse_engine_flags"]
+__all__ = [
+    "DEFAULT_PORT",
+    "count_micro_batches",
+    "count_ranks",
+    "engine_command",
+    "parse_engine_flags",
+]
 
 DEFAULT_PORT = 8000
 _HEADLESS = "ultraep_serve.engines.vllm.launch"
@@ -92,7 +98,7 @@ def engine_command(model: str, flags: list[str], policy: Policy) -> EngineComman
     if policy is not Policy.OFF:
         if problem := left_out("vllm"):
             raise ConfigError(problem)
-        check_has_experts(model, "vLLM")
+        check_experts(model, "vLLM", None if parsed.config else ranks.in_stage)
         if not parsed.config:
             _check_parallelism(ranks.in_stage, parsed.enable_expert_parallel)
         _check_conflicts(parsed)
@@ -134,6 +140,11 @@ def count_ranks(parsed: argparse.Namespace) -> RankCount:
         here = max(1, total // max(1, parsed.nnodes))
     in_stage_here = here // stages if here >= size else min(tensor, here)
     return RankCount(total, here, stages, in_stage_here)
+
+
+def count_micro_batches(parsed: argparse.Namespace) -> int:
+    """How many may overlap, each with slots of its own: vLLM's ``num_ubatches``."""
+    return 2 if parsed.enable_dbo else max(1, int(parsed.ubatch_size))
 
 
 def _check_parallelism(num_ranks: int, expert_parallel: bool) -> None:
@@ -210,8 +221,7 @@ def _cache_size(model: str, parsed: argparse.Namespace, num_ranks: int) -> tuple
 
 def _tuned_kernels(parsed: argparse.Namespace) -> TunedKernels:
     folder = package_folder("vllm") / "model_executor" / "layers" / "fused_moe" / "configs"
-    slot_sets = 2 if parsed.enable_dbo else max(1, parsed.ubatch_size)  # as num_ubatches
-    return TunedKernels("VLLM_TUNED_CONFIG_FOLDER", folder, slot_sets)
+    return TunedKernels("VLLM_TUNED_CONFIG_FOLDER", folder, count_micro_batches(parsed))
 
 
 def _is_cpu_build() -> bool:

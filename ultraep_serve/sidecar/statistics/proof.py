@@ -96,6 +96,6 @@ def switched_off(
     seen = "; ".join(f"rank {number}: {check.name.lower()}" for number, check in failed[:4])
     return (
         "balancing has switched itself off, because what it did to a layer was not what it should"
-        f"{f' ({seen})' if seen else ''}; requests are answered without it. Write a report with "
-        "ultraep-serve doctor --report FILE; setting a policy switches it on again"
+        f"{f' ({seen})' if seen else ''}; requests are answered without it. Report it with the "
+        "engine's log; setting a policy switches it on again"
     )

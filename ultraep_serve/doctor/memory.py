@@ -1,0 +1,112 @@
+"""Shared memory for what ranks write, and memory for the weights and their copies."""
+
+import json
+import os
+from collections import Counter
+from pathlib import Path
+
+from ultraep_serve.config import BalanceConfig
+from ultraep_serve.doctor.finding import Finding, Subject, error, ok, size, warning
+from ultraep_serve.engines.common.launch import count_experts
+from ultraep_serve.errors import ConfigError
+from ultraep_serve.system.machine import available_memory
+from ultraep_serve.telemetry.record import record_dtype
+from ultraep_serve.telemetry.schema import HEADER_BYTES
+from ultraep_serve.types import ExpertShape
+
+__all__ = ["check_memory", "check_shared_memory"]
+
+_SHARED_MEMORY = Path("/dev/shm")
+_ENGINE_BYTES = 704 << 20  # queues of the engine: vLLM reserves this much for two ranks
+_TYPICAL_EXPERTS = 256
+_TIGHT = 0.9  # of the memory; what is left is for the KV cache, activations and other processes
+_MOST_HEADER = 64 << 20  # bytes
+
+
+def check_shared_memory(subject: Subject, path: Path = _SHARED_MEMORY) -> Finding:
+    """Size and free space of /dev/shm against what ranks and the engine write there."""
+    name = "shared memory"
+    remedy = (
+        "give the container more: docker run --shm-size=2g, in Compose shm_size: 2gb, in "
+        "Kubernetes an emptyDir of medium Memory mounted at /dev/shm"
+    )
+    if not os.access(path, os.W_OK | os.X_OK):
+        return error(name, f"{path} is missing or cannot be written", remedy)
+    status = os.statvfs(path)
+    total, free = status.f_frsize * status.f_blocks, status.f_frsize * status.f_bavail
+    rings = ring_bytes(subject)
+    seen = f"{path}: {size(free)} free of {size(total)}; records of {subject.ranks.here} ranks "
+    seen += f"take {size(rings)}, queues of the engine up to {size(_ENGINE_BYTES)}"
+    if free < rings:
+        return error(name, seen, remedy)
+    return ok(name, seen) if free >= rings + _ENGINE_BYTES else warning(name, seen, remedy)
+
+
+def ring_bytes(subject: Subject) -> int:
+    """Bytes of the rings of this host's ranks; for a typical model where none is given."""
+    experts = (subject.model and count_experts(subject.model)) or _TYPICAL_EXPERTS
+    shape = ExpertShape(subject.ranks.in_stage, experts, subject.config.slots)
+    records = BalanceConfig().ring_records * record_dtype(shape).itemsize
+    return subject.ranks.here * (HEADER_BYTES + records)
+
+
+def check_memory(subject: Subject, available: int | None = None) -> list[Finding]:
+    """Weights and slots of this host against its memory; nothing where no model is given here.
+
+    The KV cache, activations and the processes themselves come on top. ``available`` in bytes;
+    None: what this process may still take.
+    """
+    if subject.model is None:
+        return []
+    try:
+        weights, expert = checkpoint_bytes(subject.model)
+    except ConfigError as reason:
+        return [error("memory", str(reason), "mend it or fetch the model again")]
+    weights = weights * subject.ranks.here // subject.ranks.total
+    slots = expert * subject.slots_here
+    available = available_memory() if available is None else available
+    seen = f"weights {size(weights)} and slots {size(slots)} on this host"
+    if available is None:
+        remedy = "compare this with the machine's memory"
+        return [warning("memory", f"{seen}; available memory is not known", remedy)]
+    seen += f", {size(available)} available"
+    if weights + slots > available:
+        return [error("memory", seen, "use a smaller model, fewer slots, or a larger machine")]
+    if weights + slots > _TIGHT * available:
+        remedy = "little is left for the KV cache: use a larger machine"
+        return [warning("memory", seen, remedy)]
+    return [ok("memory", seen)]
+
+
+def checkpoint_bytes(model: str) -> tuple[int, int]:
+    """Bytes of a local checkpoint's tensors, and of one expert of the largest layer.
+
+    Both are 0 where the checkpoint is not in safetensors' format. Raises ConfigError.
+    """
+    folder = Path(model)
+    sizes: Counter[str] = Counter()
+    # Some checkpoints hold the same weights again under other names, in other files.
+    for path in [*folder.glob("model*.safetensors")] or [*folder.glob("*.safetensors")]:
+        try:
+            sizes.update(_tensors(path))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as reason:
+            raise ConfigError(f"{path} is not in safetensors' format ({reason})") from reason
+    layers: Counter[str] = Counter()
+    for name, num_bytes in sizes.items():
+        layer, of_experts, _ = name.partition(".experts.")
+        if of_experts:
+            layers[layer] += num_bytes
+    largest = max(layers.values(), default=0)
+    return sizes.total(), largest // (count_experts(model) or 1)
+
+
+def _tensors(path: Path) -> dict[str, int]:
+    """Bytes by name, as the file's header says: a length of 8 bytes, and so much JSON."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > _MOST_HEADER:
+            raise ValueError(f"its header has {length} bytes")
+        header = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    places = {name: tensor["data_offsets"] for name, tensor in header.items()}
+    return {name: end - begin for name, (begin, end) in places.items()}
