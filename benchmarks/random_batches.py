@@ -70,7 +70,7 @@ def measure(
         ),
         num_batches=num_batches,
         max_tokens=args.max_tokens,
-        policies=(*[Policy.QUOTA] * 3, Policy.EPLB_SLOTS, Policy.OFF),
+        policies=(*[Policy.QUOTA] * 3, Policy.OFF),
         speeds=tuple(SpeedSource),
         bad_id_rate=0.01,
         seed=seed,

@@ -53,7 +53,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--seconds", type=int, default=3600, help="of soak")
-    parser.add_argument("--policies", type=policies, default="quota,off,eplb-slots", help="of soak")
+    parser.add_argument("--policies", type=policies, default="quota,off", help="of soak")
     parser.add_argument("--every", type=int, default=300, help="seconds between its footprints")
     parser.add_argument("--restarts", type=int, default=50)
     parser.add_argument("--aiperf", default="aiperf", help="AIPerf's executable, of mixed")

@@ -86,9 +86,8 @@ class BalanceConfig(Settings):
 
     policy: Annotated[Policy, Field(strict=False)] = Field(
         default=Policy.QUOTA,
-        description="what to do with prefill batches: quota balances; eplb-slots replicates by "
-        "past load, for comparison; ideal forces balance with wrong answers, for measuring; off "
-        "serves without balancing and reserves nothing",
+        description="what to do with prefill batches: quota balances; ideal forces balance with "
+        "wrong answers, for measuring; off serves without balancing and reserves nothing",
     )
     slots: int = Field(
         default=2, ge=0, le=64, description="replica slots per rank, shared by all layers"

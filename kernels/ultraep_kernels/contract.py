@@ -48,7 +48,6 @@ class Policy(str, Enum):
     OFF = "off"  # identity mapping
     QUOTA = "quota"  # replicate and reroute by exact load
     IDEAL = "ideal"  # force-balanced routing: wrong answers, for measuring only
-    EPLB_SLOTS = "eplb-slots"  # replicate by past load, split evenly: for comparison
 
     @property
     def code(self) -> int:

@@ -129,7 +129,7 @@ def serve(rank: int, run_path: Path, hosts: Hosts | None, size: int, fault: Faul
                         strike()
                     return "stopped"  # what balances says so to the others as the process ends
                 if batch == SWITCHED and rank == 0 and fault.when == "policy switch":
-                    page.set_policy(Policy.EPLB_SLOTS)
+                    page.set_policy(Policy.OFF)
                 _Struck.batch = -1 if fault.when == "stop" else batch
                 joined.route(0, ids, Batch(64))
                 joined.computed()

@@ -39,7 +39,7 @@ from ultraep_serve.balance.cuda.recording import PendingBatch
 from ultraep_serve.balance.speeds import expert_clock
 from ultraep_serve.costs.calibration import LEAST_ROWS
 from ultraep_serve.costs.model import IntegerCosts
-from ultraep_serve.errors import ConfigError, PeerTimeoutError
+from ultraep_serve.errors import PeerTimeoutError
 from ultraep_serve.types import Decision, ExpertShape, Policy, TokenView
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="plays the device in host memory")
@@ -352,23 +352,17 @@ def test_a_wait_given_up_is_said_before_experts_run(expects_nothing: bool) -> No
     assert said == [True] * LAYERS
 
 
-def test_eplb_is_refused_at_start_and_counts_as_off_later(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    with pytest.raises(ConfigError, match="not offered on GPUs"):
-        alone(CONFIG.replace(policy=Policy.EPLB_SLOTS), FakeRecorder())
-    recorder = FakeRecorder(policy=Policy.EPLB_SLOTS)
+def test_ideal_counts_as_off_where_it_is_not_allowed(caplog: pytest.LogCaptureFixture) -> None:
+    recorder = FakeRecorder(policy=Policy.IDEAL)
     balancer = alone(CONFIG.replace(allow_ideal=False), recorder)
     caplog.set_level(logging.WARNING)
-    for policy in (Policy.EPLB_SLOTS, Policy.IDEAL, Policy.EPLB_SLOTS):
-        recorder.policy = policy
+    for _ in range(2):
         for layer in range(LAYERS):
             assert torch.equal(balancer.route(layer, even(0), 100), balancer.identity(even(0)))
             balancer.computed()
-    assert recorder.events == [Decision.POLICY_OFF] * 3
+    assert recorder.events == [Decision.POLICY_OFF] * 2
     assert [record.args for record in caplog.records] == [
-        (f"policy '{name}' is not offered here and counts as 'off'",)
-        for name in ("eplb-slots", "ideal")
+        ("policy 'ideal' is not offered here and counts as 'off'",)
     ]
 
 

@@ -24,7 +24,7 @@ def rows_of(bench: Bench, loads: np.ndarray, policy: Policy, threshold: int = 0)
     """(R, W) int32 as ranks with tokens of their own exchange them; only rank 0's choice counts."""
     rows = []
     for rank, load in enumerate(loads):
-        code = policy.code if rank == 0 else Policy.EPLB_SLOTS.code
+        code = policy.code if rank == 0 else Policy.OFF.code
         given = load, [0], [code, threshold if rank == 0 else 9_000_000, 0, 0]
         arguments = (torch.as_tensor(values).int().to(bench.device) for values in given)
         rows.append(row_reference(*arguments, has_load=True))
@@ -38,7 +38,6 @@ def rows_of(bench: Bench, loads: np.ndarray, policy: Policy, threshold: int = 0)
         (Policy.QUOTA, 8_000_000, Decision.BALANCED),
         (Policy.QUOTA, 999_999, Decision.PLANNED),  # below 1: as configured
         (Policy.OFF, 0, Decision.POLICY_OFF),
-        (Policy.EPLB_SLOTS, 0, Decision.POLICY_OFF),  # not offered
         (Policy.IDEAL, 0, Decision.FORCED),
     ],
 )

@@ -53,12 +53,12 @@ def test_a_benchmark_sees_only_its_own_requests(skewed_run: SkewedRun, client: T
 
 
 def test_every_policy_has_a_balance(skewed_run: SkewedRun, client: TestClient) -> None:
-    skewed_run.batch(0, policy=Policy.EPLB_SLOTS)
+    skewed_run.batch(0, Decision.FORCED, Policy.IDEAL)
     skewed_run.batch(1)
-    for policy, records in (("eplb-slots", 2), ("quota", 2), ("off", 0), ("ideal", 0)):
+    for policy, records in (("ideal", 2), ("quota", 2), ("off", 0)):
         balance = client.get("/v1/balance", params={"policy": policy}).json()
         assert balance["window_records"] == records
-    assert client.get("/v1/balance").json()["window_records"] == 4
+    assert client.get("/v1/balance").json()["window_records"] == 2  # which serves
 
 
 def test_bad_parameters_are_422(skewed_run: SkewedRun, client: TestClient) -> None:
@@ -176,15 +176,11 @@ def test_history_adds_up(planned_run: SyntheticRun, client: TestClient) -> None:
 
 
 def test_policies_side_by_side(planned_run: SyntheticRun, client: TestClient) -> None:
-    for policy in (Policy.QUOTA, Policy.OFF, Policy.EPLB_SLOTS):
+    for policy in (Policy.QUOTA, Policy.OFF, Policy.IDEAL):
         planned_run.control.set_policy(policy)
         planned_run.batch()
     compared = client.get("/v1/balance/policies").json()["policies"]
     found = {figures["policy"]: figures for figures in compared}
-    assert set(found) == {"quota", "eplb-slots"}
+    assert set(found) == {"quota", "ideal"}
     assert found["quota"]["batches"] == 1
-    assert (
-        found["eplb-slots"]["imbalance"]["after"]["mean"]
-        > found["quota"]["imbalance"]["after"]["mean"]
-    )
     assert found["quota"]["compute_microseconds_per_token"] > 0

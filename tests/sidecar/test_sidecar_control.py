@@ -73,7 +73,7 @@ def test_without_a_token_or_a_page_nothing_is_switched(tmp_path: Path, client: T
 def test_a_switch_is_seen_at_once(tmp_path: Path, planned_run: SyntheticRun) -> None:
     options = AppOptions(reuse_seconds=3600)
     client = TestClient(create_app(tmp_path, TOKEN, False, options=options))
-    for policy in ("eplb-slots", "off", "quota"):
+    for policy in ("off", "quota"):
         client.post("/v1/control/policy", json={"policy": policy}, headers=BEARER)
         assert client.get("/v1/config").json()["policy"] == policy
 
@@ -82,15 +82,14 @@ def test_pause_and_resume(planned_run: SyntheticRun, client: TestClient) -> None
     for action in ("pause", "resume"):
         assert client.post(f"/v1/control/{action}").status_code == 401
     assert client.post("/v1/control/resume", headers=BEARER).status_code == 409
-    planned_run.control.set_policy(Policy.EPLB_SLOTS)
     for _ in range(2):  # the second changes nothing
         assert client.post("/v1/control/pause", headers=BEARER).json()["policy"] == "off"
     assert planned_run.control.policy is Policy.OFF
     config = client.get("/v1/config").json()
-    assert (config["policy"], config["paused_policy"]) == ("off", "eplb-slots")
-    assert client.get("/v1/overview").json()["paused_policy"] == "eplb-slots"
-    assert client.post("/v1/control/resume", headers=BEARER).json()["policy"] == "eplb-slots"
-    assert planned_run.control.policy is Policy.EPLB_SLOTS
+    assert (config["policy"], config["paused_policy"]) == ("off", "quota")
+    assert client.get("/v1/overview").json()["paused_policy"] == "quota"
+    assert client.post("/v1/control/resume", headers=BEARER).json()["policy"] == "quota"
+    assert planned_run.control.policy is Policy.QUOTA
     assert client.get("/v1/config").json()["paused_policy"] is None
     client.post("/v1/control/pause", headers=BEARER)
     client.post("/v1/control/policy", json={"policy": "quota"}, headers=BEARER)

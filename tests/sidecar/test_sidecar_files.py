@@ -94,17 +94,17 @@ def test_deleted_while_serving(
     shared_memory: Path, run: LiveRun, sidecar: Answers, deletion: str
 ) -> None:
     token = (run.path / "token").read_text()
-    assert sidecar.control("policy", token, policy="eplb-slots") == 200
+    assert sidecar.control("policy", token, policy="quota") == 200
     assert sidecar.control("pause", token) == 200
     time.sleep(1.0)  # until the sidecar has polled
     for number in range(1, 3):  # what was put back is deleted like what was there at first
         subprocess.run(_DELETIONS[deletion], cwd=shared_memory, check=True)
         assert not list(shared_memory.glob("*/ring-*"))
         assert sidecar.ready() == 200
-        assert sidecar.json("/v1/config")["paused_policy"] == "eplb-slots"
+        assert sidecar.json("/v1/config")["paused_policy"] == "quota"
         assert sidecar.json("/v1/config")["config"]["slots"] == 2
         assert sidecar.control("resume", token) == 200  # at once
-        assert run.policy() == "eplb-slots"
+        assert run.policy() == "quota"
         for _ in range(_BATCHES):
             run.batch()
         until(lambda: (run.path / "token").exists() and (run.path / "ring-3").exists())
@@ -172,13 +172,13 @@ def test_full_while_serving(little_memory: Path) -> None:
         with started_sidecar(little_memory) as sidecar:
             token = (run.path / "token").read_text()
             filler = filled(little_memory)
-            assert sidecar.control("policy", token, policy="eplb-slots") == 200
-            assert run.policy() == "eplb-slots"
+            assert sidecar.control("policy", token, policy="quota") == 200
+            assert run.policy() == "quota"
             for _ in range(_BATCHES):
                 run.batch()
             until(lambda: sidecar.counted() >= _BATCHES * PLANNED_LAYERS)
             assert sidecar.control("pause", token) == 409  # the policy to resume has no place
-            assert (sidecar.ready(), run.policy()) == (200, "eplb-slots")
+            assert (sidecar.ready(), run.policy()) == (200, "quota")
             filler.unlink()
             assert sidecar.control("pause", token) == 200
             filled(little_memory)

@@ -60,18 +60,17 @@ def test_it_ends_by_itself_and_what_was_set_before_holds_again(
     planned_run: SyntheticRun, client: TestClient, clock: list[int]
 ) -> None:
     page = planned_run.control
-    page.set_policy(Policy.EPLB_SLOTS)
     name = take(client)["lease"]
     assert page.policy is Policy.IDEAL
     shown = client.get("/v1/config").json()
-    assert (shown["policy"], shown["lease"]["policy_after"]) == ("ideal", "eplb-slots")
+    assert (shown["policy"], shown["lease"]["policy_after"]) == ("ideal", "quota")
     assert shown["lease"]["holder"].startswith("a benchmark, since 20")
     clock[0] += 29_000
     take(client, "off", lease=name)  # it is renewed, with another policy
     clock[0] += 29_000
     assert page.policy is Policy.OFF
     clock[0] += 1_000
-    assert page.policy is Policy.EPLB_SLOTS  # with nobody's help
+    assert page.policy is Policy.QUOTA  # with nobody's help
     assert client.get("/v1/config").json()["lease"] is None
     for answer in (
         client.post(PATH, json={"policy": "off", "seconds": 30, "lease": name}),
@@ -79,7 +78,7 @@ def test_it_ends_by_itself_and_what_was_set_before_holds_again(
     ):
         assert answer.status_code == 409
         assert "this lease is over" in answer.json()["detail"]
-    assert page.policy is Policy.EPLB_SLOTS
+    assert page.policy is Policy.QUOTA
 
 
 def test_one_client_has_it_and_others_are_told_who(

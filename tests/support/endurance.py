@@ -72,7 +72,7 @@ def mortal_batches(num_ranks: int, view: TokenView, seed: int) -> RandomBatches:
         min_batch_tokens=1, chunk_bytes=4096, relay="always", timeout_seconds=10.0
     )
     model = TinyMoE(ExpertShape(num_ranks, 7 * num_ranks, 2), inner=80, hidden=32)
-    policies = (Policy.QUOTA, Policy.QUOTA, Policy.QUOTA, Policy.EPLB_SLOTS, Policy.OFF)
+    policies = (Policy.QUOTA, Policy.QUOTA, Policy.QUOTA, Policy.OFF)
     return RandomBatches(
         model, view, config, num_batches=1000, policies=policies, mortal=True, seed=seed
     )

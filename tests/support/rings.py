@@ -115,8 +115,6 @@ class SyntheticRun:
         before = loads.sum(axis=0).reshape(self.shape.num_ranks, -1).sum(axis=1)
         decision, plan = self._decide(loads, before, policy)
         after = before if plan is None else plan.quota.sum(axis=0)
-        if policy is Policy.EPLB_SLOTS:  # plans for other loads than the ones it meets
-            after = (after * self._random.normal(1, 0.1, after.size)).astype(np.int64)
         slots = np.full((self.shape.num_ranks, self.shape.num_replica_slots), -1, np.int32)
         slot_load = np.zeros_like(slots)
         if plan is not None:

@@ -121,7 +121,7 @@ class SampledRank:
         sources = self.shape.num_ranks if self.view is TokenView.OWN else 1
         sizes = common.integers(0, common.choice([3, 40, 200]) + 1, sources)
         if self.rank == 0 and common.random() < 0.1:
-            policies = (Policy.QUOTA, Policy.QUOTA, Policy.EPLB_SLOTS, Policy.OFF)
+            policies = (Policy.QUOTA, Policy.QUOTA, Policy.QUOTA, Policy.OFF)
             self.page.set_policy(policies[common.integers(len(policies))])
             self.page.set_speeds(list(SpeedSource)[common.integers(len(SpeedSource))])
         if common.random() < 0.02:  # weights are loaded anew

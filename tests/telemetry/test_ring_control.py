@@ -69,7 +69,7 @@ def test_what_is_no_control_page_is_refused(tmp_path: Path, content: bytes | Non
 
 def test_a_deleted_page_is_put_back_and_followed(tmp_path: Path) -> None:
     primary, other = ControlPage.create(tmp_path, Policy.QUOTA), ControlPage.open(tmp_path)
-    primary.set_policy(Policy.EPLB_SLOTS)
+    primary.set_policy(Policy.OFF)
     for _ in range(2):
         (tmp_path / "control").unlink()
         other.follow(put_back=False)
@@ -77,16 +77,16 @@ def test_a_deleted_page_is_put_back_and_followed(tmp_path: Path) -> None:
         primary.follow(put_back=True)
         other.follow(put_back=False)
         with ControlPage.open(tmp_path) as sidecar:
-            assert (sidecar.policy, sidecar.sequence % 2) == (Policy.EPLB_SLOTS, 1)
-            sidecar.set_policy(Policy.EPLB_SLOTS)
-            sidecar.set_policy(Policy.EPLB_SLOTS)
+            assert (sidecar.policy, sidecar.sequence % 2) == (Policy.OFF, 1)
+            sidecar.set_policy(Policy.OFF)
+            sidecar.set_policy(Policy.OFF)
             word = sidecar.record(RecordLevel.LOADS, 1 << 20).word
         assert primary.sequence == other.sequence
         assert primary.recording_word == other.recording_word == word
     (tmp_path / "control").unlink()
     (tmp_path / "control").write_bytes(bytes(4096))  # no page of ours
     primary.follow(put_back=True)
-    assert primary.policy is Policy.EPLB_SLOTS
+    assert primary.policy is Policy.OFF
     primary.close()
     other.close()
 
@@ -94,17 +94,17 @@ def test_a_deleted_page_is_put_back_and_followed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("left", [0, 30, 60])
 def test_a_truncated_page_is_filled_up(tmp_path: Path, left: int) -> None:
     primary, other = ControlPage.create(tmp_path, Policy.QUOTA), ControlPage.open(tmp_path)
-    other.set_policy(Policy.EPLB_SLOTS)
-    for page in (primary, other):
-        assert page.policy is Policy.EPLB_SLOTS
-    os.truncate(tmp_path / "control", left)
-    for page in (primary, other):
-        assert (page.policy, page.sequence) == (Policy.EPLB_SLOTS, 1)
-    primary.follow(put_back=True)
-    with ControlPage.open(tmp_path) as sidecar:
-        assert (sidecar.policy, sidecar.set_policy(Policy.OFF)) == (Policy.EPLB_SLOTS, 2)
+    other.set_policy(Policy.OFF)
     for page in (primary, other):
         assert page.policy is Policy.OFF
+    os.truncate(tmp_path / "control", left)
+    for page in (primary, other):
+        assert (page.policy, page.sequence) == (Policy.OFF, 1)
+    primary.follow(put_back=True)
+    with ControlPage.open(tmp_path) as sidecar:
+        assert (sidecar.policy, sidecar.set_policy(Policy.QUOTA)) == (Policy.OFF, 2)
+    for page in (primary, other):
+        assert page.policy is Policy.QUOTA
         page.close()
 
 

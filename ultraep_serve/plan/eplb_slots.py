@@ -7,60 +7,21 @@ are packed onto ranks, heaviest first, each on the least loaded rank with room.
 
 Here masters stay and only the S slots of a rank are filled. A second copy of an expert on one rank
 would gain nothing and is left out. Where speeds of ranks are known, the least loaded rank is the
-one that needs least time for its load; copies of an expert still share its load evenly. Past loads
-come from exchanges, so all ranks have the same history and make the same plan.
+one that needs least time for its load; copies of an expert still share its load evenly.
 """
-
-from collections import deque
 
 import numpy as np
 from numpy.typing import NDArray
 from ultraep_kernels.host._compile import compiled
 
 from ultraep_serve.plan.context import PlanContext
-from ultraep_serve.plan.copies import master_copies, slots_of
-from ultraep_serve.types import IntArray, Plan
+from ultraep_serve.plan.copies import master_copies
+from ultraep_serve.types import IntArray
 
-__all__ = ["HISTORY_BATCHES", "LoadHistory", "even_shares", "past_copies"]
+__all__ = ["HISTORY_BATCHES", "even_shares", "past_copies"]
 
 HISTORY_BATCHES = 8  # past batches that count
 Counts = NDArray[np.int64]
-
-
-class LoadHistory:
-    """Expert loads of the last batches, layer by layer."""
-
-    def __init__(self, num_layers: int, batches: int = HISTORY_BATCHES) -> None:
-        self._past: list[deque[Counts]] = [deque(maxlen=batches) for _ in range(num_layers)]
-        # Compiled, or loaded from disk, now: no batch waits for that.
-        even_shares(np.zeros((1, 1), np.int64), np.ones((1, 1), np.int32))
-
-    def add(self, layer: int, expert_load: Counts) -> None:
-        """``layer`` of one more batch had ``expert_load`` (E,)."""
-        self._past[layer].append(expert_load)
-
-    def plan(
-        self,
-        layer: int,
-        loads: Counts,
-        context: PlanContext,
-        source_rank: int,
-    ) -> Plan | None:
-        """The plan for ``loads`` (R, E); None where no replica is needed.
-
-        It is followed even where it makes this batch worse, because the policy does not know
-        the batch.
-        """
-        if not self._past[layer]:
-            return None
-        past = np.stack(self._past[layer])[:, None]  # (N, 1, E): who chose does not matter
-        copies = past_copies(past, context)
-        slot_expert = slots_of(copies, context.shape)
-        if (slot_expert < 0).all():
-            return None
-        shares = even_shares(np.ascontiguousarray(loads), copies)
-        quota = shares.sum(0, dtype=np.int32)
-        return Plan(slot_expert=slot_expert, quota=quota, share=shares[source_rank])
 
 
 def past_copies(history: Counts, context: PlanContext) -> IntArray:

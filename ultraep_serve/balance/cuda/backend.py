@@ -17,7 +17,7 @@ from ultraep_serve.balance.backend import (
     row_width,
 )
 from ultraep_serve.balance.collectives import DeviceAllGather, HostAllGather
-from ultraep_serve.balance.cuda.balancer import DeviceBalancer, require_offered
+from ultraep_serve.balance.cuda.balancer import DeviceBalancer
 from ultraep_serve.balance.cuda.driver import Driver
 from ultraep_serve.balance.cuda.fabric import DeviceFabric, Limits
 from ultraep_serve.balance.cuda.notice import StopNotice
@@ -44,9 +44,7 @@ class DeviceBackend:
     """``Backend`` of ranks that find each other in the run directory, each with a GPU."""
 
     def __init__(self, setup: GroupSetup, driver: Driver) -> None:
-        """Raises ConfigError for a policy that is not offered on GPUs."""
         config = setup.config
-        require_offered(config)
         self._setup = setup
         self._driver, self._device = driver, driver.device
         self._layers: list[LayerSlots] = []

@@ -51,31 +51,24 @@ from ultraep_serve.costs.model import IntegerCosts
 from ultraep_serve.costs.relays import least_saved
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.telemetry.recorder import Recorder
-from ultraep_serve.types import Decision, Policy, Stage, TokenView
+from ultraep_serve.types import Decision, Stage, TokenView
 from ultraep_serve.verify.device_samples import DeviceSamples
 
 if TYPE_CHECKING:
     from ultraep_serve.config import BalanceConfig
 
-__all__ = ["DeviceBalancer", "require_offered"]
+__all__ = ["DeviceBalancer"]
 
 logger = logging.getLogger(__name__)
 
 _RECORDS_AT_ONCE = 4  # written when the host comes by
 
 
-def require_offered(config: "BalanceConfig") -> None:
-    """Raise ConfigError for a policy that no kernel plans."""
-    if config.policy is Policy.EPLB_SLOTS:
-        raise ConfigError("policy 'eplb-slots' is not offered on GPUs; choose off, quota or ideal")
-
-
 class DeviceBalancer:
     """Balances the MoE layers of one rank. All ranks must call ``route`` in the same order.
 
-    Differences to ``HostBalancer``: policy eplb-slots, asked for at run time, counts as off, and so
-    does ideal without ``allow_ideal``. What planning costs is spent when it is decided whether a
-    plan pays.
+    Differences to ``HostBalancer``: policy ideal without ``allow_ideal`` counts as off. What
+    planning costs is spent when it is decided whether a plan pays.
 
     While the policy is off at run time, loads are exchanged in a batch's first layer only, from
     which all ranks know it; the others are left at home by the device. Where the batch before last
@@ -109,9 +102,8 @@ class DeviceBalancer:
         costs: IntegerCosts | None = None,
         samples: DeviceSamples | None = None,
     ) -> None:
-        """Take what ``HostBalancer`` takes. Raises ConfigError for a policy that is not offered."""
+        """Take what ``HostBalancer`` takes."""
         config, shape = setup.config, setup.shape
-        require_offered(config)
         self._config, self._shape, self._view = config, shape, setup.view
         self._source_rank, self._domain_size = setup.source_rank, setup.location.domain_size
         self._fabric = fabric

@@ -41,8 +41,7 @@ class OwnChoice:
             self.asked[:] = torch.tensor(Choice(time=time))
             return
         policy = self._policies.policy
-        ideal = policy is Policy.IDEAL and self._allow_ideal
-        if not (ideal or policy in (Policy.OFF, Policy.QUOTA)):
+        if policy is Policy.IDEAL and not self._allow_ideal:
             self._warn(f"policy {policy.value!r} is not offered here and counts as 'off'")
             policy = Policy.OFF
         threshold = min(self._policies.max_imbalance_millionths, _LARGEST)

@@ -37,7 +37,6 @@ from ultraep_serve.costs.model import (
 )
 from ultraep_serve.costs.relays import chosen_parents
 from ultraep_serve.errors import ControlError
-from ultraep_serve.plan.eplb_slots import LoadHistory
 from ultraep_serve.plan.quota import plan_quota
 from ultraep_serve.telemetry.record import LayerOutcome, LayerPlace, LayerRecord
 from ultraep_serve.telemetry.recorder import Recorder, Stopwatch
@@ -86,7 +85,6 @@ class HostBalancer:
         self._policies = policies
         self._recorder = recorder
         self._costs, self._samples = costs, samples
-        self._history = LoadHistory(len(layers))
         self._speeds = RankSpeeds(setup.config.speeds, fabric.rank, shape, costs)
         self._identity = torch.from_numpy(
             identity_table(shape.num_logical_experts, shape.num_ranks, shape.num_slots)
@@ -112,7 +110,7 @@ class HostBalancer:
         assert micro_batch == 0, "layers of a host run one after another"
         first = layer == 0
         if first:
-            self._recorder.write_kept()  # of the batch before, which speeds and history learn from
+            self._recorder.write_kept()  # of the batch before, which speeds learn from
             self._batch += 1
             self._batch_policy = None
             self._time = self._speeds.end_batch()
@@ -129,7 +127,7 @@ class HostBalancer:
         watch.lap(Stage.EXCHANGE)
         if self._batch_policy is Policy.OFF:
             return self._skip(first, Decision.POLICY_OFF, topk_ids)
-        decision, plan = self._plan(layer, loads, inconsistent)
+        decision, plan = self._plan(loads, inconsistent)
         watch.lap(Stage.PLAN)
         if self._samples and not self._samples.agree(decision, plan, loads, self._context):
             decision, plan = Decision.INCONSISTENT, None
@@ -222,9 +220,7 @@ class HostBalancer:
         self._speeds.begin_batch(rows[:, TIME], list(SpeedSource)[int(rows[0, SPEEDS])])
         self._context = replace(self._context, speeds=self._speeds.values)
 
-    def _plan(
-        self, layer: int, loads: NDArray[np.int64], inconsistent: bool
-    ) -> tuple[Decision, Plan | None]:
+    def _plan(self, loads: NDArray[np.int64], inconsistent: bool) -> tuple[Decision, Plan | None]:
         """Decide what to do with these loads; there is a plan where the decision is PLANNED."""
         if inconsistent:
             self._warn("ids or loads differ between ranks; inconsistent batches are not balanced")
@@ -232,9 +228,6 @@ class HostBalancer:
         if self._batch_policy is Policy.IDEAL:
             return Decision.FORCED, None
         context = self._context
-        if self._batch_policy is Policy.EPLB_SLOTS:
-            stale = self._history.plan(layer, loads, context, self._source_rank)
-            return (Decision.PLANNED if stale else Decision.UNPROFITABLE), stale
         load = context.rank_loads(loads)
         before = context.busiest_time(load)
         whole = int(load.sum()) * FULL_SPEED
@@ -287,30 +280,27 @@ class HostBalancer:
             self._fabric.wait_slots(self._layers[layer], plan.slot_expert)
 
     def _record(self, routed: "_Routed", experts_ns: int) -> LayerRecord:
-        """The record of a layer, from which speeds and history learn too."""
-        layer, expert_load = routed.place.layer, routed.loads.sum(axis=0)
-        if routed.decision is not Decision.INCONSISTENT:
-            self._history.add(layer, expert_load)
-        outcome = self._outcome(routed, expert_load)
+        """The record of a layer, from which speeds learn too."""
+        outcome = self._outcome(routed)
         self._speeds.add_layer(experts_ns, outcome.load_after)
         return LayerRecord.of(
             routed.place,
             outcome,
             rank=self._fabric.rank,
-            expert_bytes=self._layers[layer].bytes_per_expert,
+            expert_bytes=self._layers[routed.place.layer].bytes_per_expert,
             bytes_sent=routed.sent,
             stage_ns=routed.watch.nanoseconds,
             experts_ns=experts_ns,
         )
 
-    def _outcome(self, routed: "_Routed", expert_load: NDArray[np.int64]) -> LayerOutcome:
+    def _outcome(self, routed: "_Routed") -> LayerOutcome:
         slot_expert, slot_load = self._no_slots
         if routed.plan is not None:
             slot_expert, slot_load = routed.plan.slot_expert, routed.plan.slot_load
         return LayerOutcome(
             decision=routed.decision,
             policy=routed.policy,
-            expert_load=expert_load,
+            expert_load=routed.loads.sum(axis=0),
             speed=self._context.speeds,
             slot_expert=slot_expert,
             slot_load=slot_load,

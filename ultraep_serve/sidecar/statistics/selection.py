@@ -14,23 +14,20 @@ __all__ = ["DecisionNames", "RecordSelection", "decision_names"]
 # Decisions for layers whose loads the policy considered; the others never reached the planner.
 _CONSIDERED: dict[Policy, tuple[Decision, ...]] = {
     Policy.QUOTA: (Decision.PLANNED, Decision.BALANCED, Decision.UNPROFITABLE),
-    Policy.EPLB_SLOTS: (Decision.PLANNED, Decision.UNPROFITABLE),
     Policy.OFF: (Decision.POLICY_OFF,),
     Policy.IDEAL: (Decision.FORCED,),
 }
-_BALANCING = (Policy.QUOTA, Policy.EPLB_SLOTS)
 
 
-def _considered_by(policies: tuple[Policy, ...]) -> NDArray[np.bool_]:
+def _considered_by(policy: Policy) -> NDArray[np.bool_]:
     """Whether a record counts, by its policy and decision, (256, 256)."""
     table = np.zeros((256, 256), dtype=bool)
-    for policy in policies:
-        table[policy.code, [int(decision) for decision in _CONSIDERED[policy]]] = True
+    table[policy.code, [int(decision) for decision in _CONSIDERED[policy]]] = True
     return table
 
 
-_TABLES = {None: _considered_by(_BALANCING)} | {
-    policy: _considered_by((policy,)) for policy in Policy
+_TABLES = {None: _considered_by(Policy.QUOTA)} | {
+    policy: _considered_by(policy) for policy in Policy
 }
 
 
