@@ -20,13 +20,13 @@ import harness
 from load import WITHOUT_EP, chosen, measure
 from served import MODELS
 
-from ultraep_serve.lab.bench.aiperf import AIPerf, Answer, Conversation, Turn, read_answers
-from ultraep_serve.lab.bench.engine import Server
-from ultraep_serve.lab.bench.load import ReadyFor
-from ultraep_serve.lab.bench.prefill import balanced_orders, ratios_json
-from ultraep_serve.lab.bench.prompts import Openings
-from ultraep_serve.lab.demo.balanced_server import installed_engine
-from ultraep_serve.lab.demo.text import DOMAINS, sample_text
+from ultraep_lab.bench.aiperf import AIPerf, Answer, Conversation, Turn, read_answers
+from ultraep_lab.bench.engine import Server
+from ultraep_lab.bench.load import ReadyFor
+from ultraep_lab.bench.prefill import balanced_orders, ratios_json
+from ultraep_lab.bench.prompts import Openings
+from ultraep_lab.demo.balanced_server import installed_engine
+from ultraep_lab.demo.text import DOMAINS, sample_text
 
 # DeepSeek-R1, interactive, of the 99th percentile: MLCommons' inference_policies,
 # inference_rules.adoc, July 2026. That is on GPUs: here both are multiplied by one number.

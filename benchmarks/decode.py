@@ -39,19 +39,19 @@ import harness
 import numpy as np
 from numpy.typing import NDArray
 
-from ultraep_serve.costs.hardware import EXCHANGE_SECONDS, estimate_costs, hardware
-from ultraep_serve.costs.shapes import model_shape
-from ultraep_serve.lab.comparators import POLICIES
-from ultraep_serve.lab.comparators.eplb import eplb_copies
-from ultraep_serve.lab.comparators.metro import (
+from ultraep_lab.comparators import POLICIES
+from ultraep_lab.comparators.eplb import eplb_copies
+from ultraep_lab.comparators.metro import (
     fewest_reads,
     fixed_ranks,
     metro_ranks,
     reads_of,
     spread_reads,
 )
-from ultraep_serve.lab.store import load_trace
-from ultraep_serve.lab.trace import Trace
+from ultraep_lab.store import load_trace
+from ultraep_lab.trace import Trace
+from ultraep_serve.costs.hardware import EXCHANGE_SECONDS, estimate_costs, hardware
+from ultraep_serve.costs.shapes import model_shape
 from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.plan.copies import master_copies
 from ultraep_serve.types import ExpertShape, IntArray

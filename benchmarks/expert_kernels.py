@@ -94,10 +94,10 @@ def measure_sums() -> Iterator[dict[str, Any]]:
     from ultraep_kernels.host import combine
 
     from tests.support.vllm_cpu_layers import make_layer
+    from ultraep_lab.bench.prefill import ratios_json
     from ultraep_serve.engines.common.ways import Sample
     from ultraep_serve.engines.vllm.checks import has_amx
     from ultraep_serve.engines.vllm.cpu_experts import ways_of
-    from ultraep_serve.lab.bench.prefill import ratios_json
 
     (hidden, inner), dtype = SUM_SIZE, torch.bfloat16
     layer, _ = make_layer((EXPERTS, hidden, inner, TOP_K), dtype, amx=has_amx())

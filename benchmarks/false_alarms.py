@@ -26,8 +26,8 @@ from tests.support.ranks import fresh_run_path, run_ranks
 from tests.support.sampled_ranks import Traffic, serve_traffic
 from tests.support.serving_checks import balance, served, two_hosts
 from tests.support.tiny_models import tiny_qwen3
-from ultraep_serve.lab.demo.balanced_server import BalancedServer, generate_under, mixed_prompts
-from ultraep_serve.lab.demo.models import make_model
+from ultraep_lab.demo.balanced_server import BalancedServer, generate_under, mixed_prompts
+from ultraep_lab.demo.models import make_model
 from ultraep_serve.types import ExpertShape, Policy, TokenView, VerificationCheck
 
 _CHECKED = ("--verify-every", "1")

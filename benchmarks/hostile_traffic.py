@@ -32,11 +32,11 @@ from served import WORK, model, serve
 
 from tests.support.namespaces import on_host, two_namespaces
 from tests.support.serving_checks import HostServer, two_hosts
-from ultraep_serve.lab.bench.engine import Server
-from ultraep_serve.lab.bench.prefill import ratios_json
-from ultraep_serve.lab.bench.prompts import Openings, fitted_prompt
-from ultraep_serve.lab.demo.models import served_type
-from ultraep_serve.lab.demo.text import sample_text
+from ultraep_lab.bench.engine import Server
+from ultraep_lab.bench.prefill import ratios_json
+from ultraep_lab.bench.prompts import Openings, fitted_prompt
+from ultraep_lab.demo.models import served_type
+from ultraep_lab.demo.text import sample_text
 from ultraep_serve.system.machine import free_port
 
 FORK = multiprocessing.get_context("fork")

@@ -26,19 +26,19 @@ import harness
 from served import MODELS, WORK, model, serve, serve_without_ep
 from sglang_eplb import eplb_server
 
-from ultraep_serve.lab.bench.aiperf import SUMMARY, AIPerf
-from ultraep_serve.lab.bench.engine import Server
-from ultraep_serve.lab.bench.load import LoadOptions, LoadRun
-from ultraep_serve.lab.bench.prefill import Servers
-from ultraep_serve.lab.bench.sidecar import Sidecar
-from ultraep_serve.lab.commands.bench import (
+from ultraep_lab.bench.aiperf import SUMMARY, AIPerf
+from ultraep_lab.bench.engine import Server
+from ultraep_lab.bench.load import LoadOptions, LoadRun
+from ultraep_lab.bench.prefill import Servers
+from ultraep_lab.bench.sidecar import Sidecar
+from ultraep_lab.commands.bench import (
     LoadFiles,
     load_results,
     prepare_load_outputs,
 )
-from ultraep_serve.lab.demo.balanced_server import BalancedServer, installed_engine
-from ultraep_serve.lab.demo.server_process import ServerProcess
-from ultraep_serve.lab.demo.text import DOMAINS, sample_text
+from ultraep_lab.demo.balanced_server import BalancedServer, installed_engine
+from ultraep_lab.demo.server_process import ServerProcess
+from ultraep_lab.demo.text import DOMAINS, sample_text
 
 WITHOUT_EP, EPLB = "without-ep", "sglang-eplb"
 POLICIES = ("off", "quota", "ideal")

@@ -21,11 +21,11 @@ from pathlib import Path
 import harness
 import numpy as np
 
+from ultraep_lab.advise.predict import Prefill, prefill_seconds
 from ultraep_serve.costs.hardware import Efficiency, estimate_costs, hardware
 from ultraep_serve.costs.model import CostModel, Transfer
 from ultraep_serve.costs.operator_rates import MeasuredRates
 from ultraep_serve.costs.shapes import ModelShape, model_shape
-from ultraep_serve.lab.advise.predict import Prefill, prefill_seconds
 
 MIB = 1 << 20
 LINK_EXPERTS = Transfer(2, 2)  # two slots per rank, so two experts on the busiest link with relays

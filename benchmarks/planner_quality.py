@@ -21,8 +21,8 @@ import numpy as np
 from ultraep_kernels.contract import HEADER_WIDTH
 from ultraep_kernels.host.speeds import full_speeds, whole_speeds
 
-from ultraep_serve.lab.store import load_trace
-from ultraep_serve.lab.trace import batches
+from ultraep_lab.store import load_trace
+from ultraep_lab.trace import batches
 from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.plan.quota import plan_quota, warm_up
 from ultraep_serve.types import ExpertShape, imbalance

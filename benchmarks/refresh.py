@@ -26,17 +26,17 @@ import harness
 import numpy as np
 from numpy.typing import NDArray
 
+from ultraep_lab.advise.predict import NOTHING_MOVED, layer_seconds
+from ultraep_lab.comparators import POLICIES, policy_function
+from ultraep_lab.comparators.waterfill import waterfill
+from ultraep_lab.pictures import picture
+from ultraep_lab.replay import Replay, replay
+from ultraep_lab.replay_options import ReplayOptions
+from ultraep_lab.store import load_trace
+from ultraep_lab.trace import LoadTrace, Trace
 from ultraep_serve.costs.hardware import estimate_costs, hardware
 from ultraep_serve.costs.model import saved_picoseconds, transfer_of
 from ultraep_serve.costs.shapes import model_shape
-from ultraep_serve.lab.advise.predict import NOTHING_MOVED, layer_seconds
-from ultraep_serve.lab.comparators import POLICIES, policy_function
-from ultraep_serve.lab.comparators.waterfill import waterfill
-from ultraep_serve.lab.pictures import picture
-from ultraep_serve.lab.replay import Replay, replay
-from ultraep_serve.lab.replay_options import ReplayOptions
-from ultraep_serve.lab.store import load_trace
-from ultraep_serve.lab.trace import LoadTrace, Trace
 from ultraep_serve.types import ExpertShape, imbalance
 
 MODEL, HARDWARE, TIMED_TOKENS = "deepseek-v2-lite", "h200", 4096  # per rank

@@ -7,7 +7,7 @@
 
 DIR has law.npz and intent.npz: ``topk_ids`` uint8 [tokens, layers, K], in the order of the text.
 Each recorded token is a word of a checkpoint whose routers route it as recorded
-(``ultraep_serve.lab.demo.recorded``); a prompt is a slice of a trace, and that of ``switch`` a
+(``ultraep_lab.demo.recorded``); a prompt is a slice of a trace, and that of ``switch`` a
 slice of law followed by one of intent. Batches have 4096 tokens, so that those of two such slices
 are two batches. Loads that the server records are compared with the slice's.
 
@@ -31,8 +31,8 @@ import numpy as np
 from numpy.typing import NDArray
 from served import CONTEXT, WORK, new_records, serve, serve_without_ep
 
-from ultraep_serve.lab.bench.engine import Server, ServerWithoutEP
-from ultraep_serve.lab.bench.prefill import (
+from ultraep_lab.bench.engine import Server, ServerWithoutEP
+from ultraep_lab.bench.prefill import (
     LengthResult,
     Servers,
     Turns,
@@ -40,9 +40,9 @@ from ultraep_serve.lab.bench.prefill import (
     ratios_json,
     spread_of,
 )
-from ultraep_serve.lab.bench.sidecar import Sidecar
-from ultraep_serve.lab.demo.balanced_server import BalancedServer, installed_engine
-from ultraep_serve.lab.demo.recorded import RecordedSpec, make_recorded_model, recorded_text
+from ultraep_lab.bench.sidecar import Sidecar
+from ultraep_lab.demo.balanced_server import BalancedServer, installed_engine
+from ultraep_lab.demo.recorded import RecordedSpec, make_recorded_model, recorded_text
 from ultraep_serve.telemetry.reader import RingReader
 from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.types import Policy

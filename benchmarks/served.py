@@ -10,14 +10,14 @@ from pathlib import Path
 
 import httpx
 
-from ultraep_serve.lab.demo.balanced_server import (
+from ultraep_lab.demo.balanced_server import (
     BalancedServer,
     expert_parallel_flags,
     tensor_parallel_flags,
 )
-from ultraep_serve.lab.demo.models import make_model
-from ultraep_serve.lab.demo.server_process import StockServer
-from ultraep_serve.lab.demo.spec import ModelSpec
+from ultraep_lab.demo.models import make_model
+from ultraep_lab.demo.server_process import StockServer
+from ultraep_lab.demo.spec import ModelSpec
 from ultraep_serve.system.machine import free_port
 from ultraep_serve.telemetry.reader import RingReader
 from ultraep_serve.telemetry.record import RecordArray

@@ -36,9 +36,9 @@ from serving_layers import layers, profile
 from serving_memory import allocator, memory, start
 from serving_mixed import mixed
 
-from ultraep_serve.lab.bench.prefill import PrefillOptions
-from ultraep_serve.lab.bench.prefill_report import prefill_view
-from ultraep_serve.lab.demo.balanced_server import installed_engine, measure_server
+from ultraep_lab.bench.prefill import PrefillOptions
+from ultraep_lab.bench.prefill_report import prefill_view
+from ultraep_lab.demo.balanced_server import installed_engine, measure_server
 from ultraep_serve.types import Policy
 
 

@@ -13,14 +13,14 @@ from permute import permute_experts
 from served import WORK, model, serve
 
 from tests.support.quantised import quantise
-from ultraep_serve.lab.bench.greedy_tokens import Generation, compare_tokens
-from ultraep_serve.lab.demo.balanced_server import (
+from ultraep_lab.bench.greedy_tokens import Generation, compare_tokens
+from ultraep_lab.demo.balanced_server import (
     BalancedServer,
     check_tokens,
     generate_under,
     mixed_prompts,
 )
-from ultraep_serve.lab.demo.text import DOMAINS, sample_text
+from ultraep_lab.demo.text import DOMAINS, sample_text
 from ultraep_serve.types import Policy
 
 PERPLEXITY_TOKENS = 2048  # of a prompt

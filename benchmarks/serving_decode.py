@@ -12,13 +12,13 @@ import httpx
 import numpy as np
 from served import model, serve, serve_without_ep
 
-from ultraep_serve.lab.bench.prefill import WITHOUT_EP, balanced_orders, ratios_json
-from ultraep_serve.lab.bench.sidecar import CaptureSidecar
-from ultraep_serve.lab.captured import assemble
-from ultraep_serve.lab.demo.balanced_server import BalancedServer
-from ultraep_serve.lab.demo.server_process import ServerProcess
-from ultraep_serve.lab.demo.text import DOMAINS, sample_text
-from ultraep_serve.lab.trace import DECODE, Trace, of_phase
+from ultraep_lab.bench.prefill import WITHOUT_EP, balanced_orders, ratios_json
+from ultraep_lab.bench.sidecar import CaptureSidecar
+from ultraep_lab.captured import assemble
+from ultraep_lab.demo.balanced_server import BalancedServer
+from ultraep_lab.demo.server_process import ServerProcess
+from ultraep_lab.demo.text import DOMAINS, sample_text
+from ultraep_lab.trace import DECODE, Trace, of_phase
 from ultraep_serve.types import Policy
 
 REQUESTS = (1, 4, 8)  # that are decoded together

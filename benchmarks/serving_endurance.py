@@ -19,10 +19,10 @@ from served import model, serve, serve_without_ep
 from serving_memory import descendants
 
 from tests.support.endurance import Footprint
+from ultraep_lab.bench.greedy_tokens import Generation, generate
+from ultraep_lab.bench.sidecar import Sidecar
+from ultraep_lab.demo.balanced_server import BalancedServer, generate_under, mixed_prompts
 from ultraep_serve.balance.topology import is_process_alive
-from ultraep_serve.lab.bench.greedy_tokens import Generation, generate
-from ultraep_serve.lab.bench.sidecar import Sidecar
-from ultraep_serve.lab.demo.balanced_server import BalancedServer, generate_under, mixed_prompts
 from ultraep_serve.types import Policy
 
 CLIENTS = 4

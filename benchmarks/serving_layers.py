@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 from served import model, new_records, serve
 
+from ultraep_lab.bench.engine import Server
+from ultraep_lab.bench.sidecar import Sidecar
+from ultraep_lab.demo.text import sample_text
 from ultraep_serve.costs.calibration import fit
 from ultraep_serve.costs.model import CostModel
-from ultraep_serve.lab.bench.engine import Server
-from ultraep_serve.lab.bench.sidecar import Sidecar
-from ultraep_serve.lab.demo.text import sample_text
 from ultraep_serve.telemetry.reader import RingReader
 from ultraep_serve.telemetry.record import RecordArray
 from ultraep_serve.telemetry.run_directory import run_directory_of_port

@@ -11,11 +11,11 @@ from unittest.mock import patch
 
 from served import model, serve, serve_without_ep
 
-from ultraep_serve.lab.bench.engine import Server
-from ultraep_serve.lab.bench.prefill import balanced_orders, ratios_json
-from ultraep_serve.lab.bench.prompts import Openings
-from ultraep_serve.lab.demo.server_process import ServerProcess
-from ultraep_serve.lab.demo.text import sample_text
+from ultraep_lab.bench.engine import Server
+from ultraep_lab.bench.prefill import balanced_orders, ratios_json
+from ultraep_lab.bench.prompts import Openings
+from ultraep_lab.demo.server_process import ServerProcess
+from ultraep_lab.demo.text import sample_text
 
 ALLOCATORS = {"glibc": {"LD_PRELOAD": ""}, "tcmalloc": {}}  # the second is the launcher's default
 SETTLE_SECONDS = 1.2  # an engine polls for a while when it has answered

@@ -7,12 +7,12 @@ from typing import Any
 
 from served import model, serve, serve_without_ep
 
-from ultraep_serve.lab.bench.aiperf import AIPerf, Request
-from ultraep_serve.lab.bench.engine import Server, ServerWithoutEP
-from ultraep_serve.lab.bench.prefill import WITHOUT_EP, Servers, balanced_orders, ratios_json
-from ultraep_serve.lab.bench.prompts import Openings
-from ultraep_serve.lab.bench.sidecar import Sidecar
-from ultraep_serve.lab.demo.text import DOMAINS, sample_text
+from ultraep_lab.bench.aiperf import AIPerf, Request
+from ultraep_lab.bench.engine import Server, ServerWithoutEP
+from ultraep_lab.bench.prefill import WITHOUT_EP, Servers, balanced_orders, ratios_json
+from ultraep_lab.bench.prompts import Openings
+from ultraep_lab.bench.sidecar import Sidecar
+from ultraep_lab.demo.text import DOMAINS, sample_text
 from ultraep_serve.types import Policy
 
 STREAMS, STREAM_TOKENS, STREAM_PROMPT = 4, 512, 64

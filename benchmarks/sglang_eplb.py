@@ -23,10 +23,10 @@ import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 from served import CONTEXT, WORK, model
 
-from ultraep_serve.lab.bench.engine import Server
-from ultraep_serve.lab.bench.sidecar import Sidecar
-from ultraep_serve.lab.demo.balanced_server import BalancedServer, expert_parallel_flags
-from ultraep_serve.lab.demo.text import DOMAINS, sample_text
+from ultraep_lab.bench.engine import Server
+from ultraep_lab.bench.sidecar import Sidecar
+from ultraep_lab.demo.balanced_server import BalancedServer, expert_parallel_flags
+from ultraep_lab.demo.text import DOMAINS, sample_text
 from ultraep_serve.types import Policy
 
 SLOTS = 2

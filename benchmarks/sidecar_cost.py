@@ -23,15 +23,15 @@ import harness
 import httpx
 from served import CONTEXT, WORK, model, sidecar
 
-from ultraep_serve.lab.bench.engine import Server
-from ultraep_serve.lab.bench.prefill import ratios_json, spread_of
-from ultraep_serve.lab.bench.prompts import Openings, fitted_prompt
-from ultraep_serve.lab.demo.balanced_server import (
+from ultraep_lab.bench.engine import Server
+from ultraep_lab.bench.prefill import ratios_json, spread_of
+from ultraep_lab.bench.prompts import Openings, fitted_prompt
+from ultraep_lab.demo.balanced_server import (
     BalancedServer,
     expert_parallel_flags,
     installed_engine,
 )
-from ultraep_serve.lab.demo.text import sample_text
+from ultraep_lab.demo.text import sample_text
 from ultraep_serve.telemetry.run_directory import run_directory_of_port
 
 VARIANTS = ("without", "with", "watched")

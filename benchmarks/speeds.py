@@ -22,10 +22,10 @@ import numpy as np
 from served import model, new_records, serve
 from ultraep_kernels.contract import FULL_SPEED
 
-from ultraep_serve.lab.bench.engine import Server
-from ultraep_serve.lab.bench.prefill import median_interval, ratios_json
-from ultraep_serve.lab.bench.sidecar import Sidecar
-from ultraep_serve.lab.demo.text import sample_text
+from ultraep_lab.bench.engine import Server
+from ultraep_lab.bench.prefill import median_interval, ratios_json
+from ultraep_lab.bench.sidecar import Sidecar
+from ultraep_lab.demo.text import sample_text
 from ultraep_serve.telemetry.reader import RingReader
 from ultraep_serve.telemetry.record import RecordArray
 from ultraep_serve.telemetry.run_directory import run_directory_of_port

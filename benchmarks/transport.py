@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.ranks import fresh_run_path, run_ranks
-from ultraep_serve.lab.bench.prefill import balanced_orders, ratios_json
+from ultraep_lab.bench.prefill import balanced_orders, ratios_json
 
 RANKS, EXPERTS, SIZE, TOP_K = 2, 16, (512, 768), 4  # experts of a rank; H, I
 TOKENS = ((4, 4), (64, 64), (512, 512), (2048, 2048), (2048, 4))  # of either rank

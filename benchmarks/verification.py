@@ -28,12 +28,12 @@ import numpy as np
 from numpy.typing import NDArray
 from served import CONTEXT, WORK, model
 
-from ultraep_serve.lab.demo.balanced_server import (
+from ultraep_lab.demo.balanced_server import (
     BalancedServer,
     expert_parallel_flags,
     installed_engine,
 )
-from ultraep_serve.lab.demo.text import DOMAINS, sample_text
+from ultraep_lab.demo.text import DOMAINS, sample_text
 from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.reader import RingReader
 from ultraep_serve.telemetry.run_files import RunFiles

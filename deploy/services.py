@@ -42,8 +42,8 @@ MODEL = """
 from dataclasses import asdict
 from pathlib import Path
 from ultraep_serve.costs.model import CostModel
-from ultraep_serve.lab.demo.models import make_model
-from ultraep_serve.lab.demo.spec import ModelSpec
+from ultraep_lab.demo.models import make_model
+from ultraep_lab.demo.spec import ModelSpec
 spec = ModelSpec(hidden_size=128, num_layers=3, num_experts=8, experts_per_token=2,
                  moe_intermediate_size=64, num_heads=4, head_dim=32)
 make_model(Path("/models/model"), spec)

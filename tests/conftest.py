@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.ranks import fresh_run_path
 from tests.support.tiny_models import tiny_glm4, tiny_qwen3
-from ultraep_serve.lab.demo.models import make_model
+from ultraep_lab.demo.models import make_model
 
 if TYPE_CHECKING:
     from fastapi.testclient import TestClient

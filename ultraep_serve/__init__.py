@@ -1,7 +1,7 @@
 """Real-time expert load balancing for Mixture-of-Experts serving.
 
 Read ``balance.host.balancer`` first: its ``route`` method is the whole data flow, one line per
-stage. What serves is here, what predicts and measures in ``lab``.
+stage. What predicts and measures is in the package ``ultraep_lab``.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -35,8 +35,8 @@ class Part:
         command, reason = self.make(found, dry_run, limit)
         if not command:
             return command, reason
-        places = (str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", ""))
-        path = os.pathsep.join(filter(None, places))
+        places = [str(ROOT / folder) for folder in ("", "kernels", "benchmarks")]
+        path = os.pathsep.join(filter(None, [*places, os.environ.get("PYTHONPATH")]))
         interpreted = ["TRITON_INTERPRET=1"] if dry_run else []
         return ["env", f"PYTHONPATH={path}", *interpreted, *command], ""
 

@@ -1,6 +1,6 @@
-"""Puts the checkout on the path: these checks share ``tests.support`` with the tests."""
+"""Puts the checkout on the path: these checks share ``tests.support`` and the lab with others."""
 
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[2]))
+sys.path += map(str, Path(__file__).resolve().parents[1:3])

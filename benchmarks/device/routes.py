@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ultraep_serve.lab.workloads import Workload, segments
+from ultraep_lab.workloads import Workload, segments
 from ultraep_serve.types import ExpertShape, imbalance
 
 __all__ = ["Routes", "make_routes"]

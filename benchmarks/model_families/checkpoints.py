@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.model_families.table import COMMON, CONTEXT, FAMILIES, Family
-from ultraep_serve.lab.demo.text import DOMAINS, save_tokenizer, vocabulary
+from ultraep_lab.demo.text import DOMAINS, save_tokenizer, vocabulary
 
 __all__ = ["CONTEXT", "FAMILIES", "Family", "make_family"]
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ultraep_serve.lab.demo.text import DOMAINS, vocabulary
+from ultraep_lab.demo.text import DOMAINS, vocabulary
 
 __all__ = ["COMMON", "CONTEXT", "FAMILIES", "Family"]
 

@@ -17,6 +17,7 @@ COPY deploy/environment.py deploy/setup_sglang_cpu.py deploy/
 COPY deploy/sglang_cpu_standins deploy/sglang_cpu_standins
 COPY kernels kernels
 COPY ultraep_serve ultraep_serve
+COPY benchmarks/ultraep_lab benchmarks/ultraep_lab
 RUN PIP_NO_CACHE_DIR=1 python deploy/setup_sglang_cpu.py /opt/venv --no-dev \
     && useradd --uid 10001 --create-home ultraep \
     && install --directory --owner=ultraep /home/ultraep/.cache

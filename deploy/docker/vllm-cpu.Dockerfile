@@ -16,6 +16,7 @@ COPY pyproject.toml README.md LICENSE ./
 COPY deploy/environment.py deploy/setup_vllm_cpu.py deploy/
 COPY kernels kernels
 COPY ultraep_serve ultraep_serve
+COPY benchmarks/ultraep_lab benchmarks/ultraep_lab
 RUN PIP_NO_CACHE_DIR=1 python deploy/setup_vllm_cpu.py /opt/venv --no-dev \
     && useradd --uid 10001 --create-home ultraep \
     && install --directory --owner=ultraep /home/ultraep/.cache

@@ -6,6 +6,7 @@ WORKDIR /opt/ultraep-serve
 COPY pyproject.toml README.md LICENSE ./
 COPY kernels kernels
 COPY ultraep_serve ultraep_serve
+COPY benchmarks/ultraep_lab benchmarks/ultraep_lab
 # The engine and torch are those of the image: the extra asks for the release that is there.
 # hadolint ignore=DL3013
 RUN PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install --no-cache-dir ".[vllm,cuda]" \

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ultraep_serve.lab.bench.prefill import WITHOUT_EP, median_interval
+from ultraep_lab.bench.prefill import WITHOUT_EP, median_interval
 
 __all__ = [
     "PATHS",

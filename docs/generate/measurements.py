@@ -23,8 +23,8 @@ from docs.generate.figures import (
     rounds,
 )
 from docs.generate.reference import table, with_table
-from ultraep_serve.lab.bench.load_report import rate_text, ratio_text
-from ultraep_serve.lab.bench.prefill import WITHOUT_EP
+from ultraep_lab.bench.load_report import rate_text, ratio_text
+from ultraep_lab.bench.prefill import WITHOUT_EP
 
 __all__ = ["PAGE", "TIMES", "measurements"]
 

@@ -104,7 +104,7 @@ def _range_of(field: Any) -> str:
 
 
 def _policies() -> str:
-    from ultraep_serve.lab.comparators import POLICIES
+    from ultraep_lab.comparators import POLICIES
 
     served = {policy.value for policy in Policy}
     rows = [

@@ -25,8 +25,8 @@ from docs.generate.figures import (
     rounds,
 )
 from docs.generate.reference import table, table_in, with_table
-from ultraep_serve.lab.bench.load_report import _crossing
-from ultraep_serve.lab.bench.prefill import WITHOUT_EP
+from ultraep_lab.bench.load_report import _crossing
+from ultraep_lab.bench.prefill import WITHOUT_EP
 
 __all__ = ["PAGE", "README", "readme", "results"]
 
@@ -66,7 +66,7 @@ def _demo() -> str:
     """What the demo printed, without spaces at the ends of lines."""
     from rich.console import Console
 
-    from ultraep_serve.lab.demo.report import demo_view
+    from ultraep_lab.demo.report import demo_view
 
     shown = Console(width=_WIDTH, file=(printed := io.StringIO()))
     shown.print(demo_view(json.loads((RESULTS / "demo.json").read_text())))

@@ -18,8 +18,8 @@ from typing import Any
 from tests.containers.container import Container, Limits, container, shared_memory
 from tests.support.serving_checks import MOVING_ALWAYS_PAYS
 from tests.support.tiny_models import tiny_qwen3
+from ultraep_lab.demo.models import make_model
 from ultraep_serve.config import SidecarSettings
-from ultraep_serve.lab.demo.models import make_model
 from ultraep_serve.system.files import write_json
 from ultraep_serve.system.machine import describe
 

@@ -154,7 +154,7 @@ def _environment() -> dict[str, str]:
         "HOME": _HOME,
         "LANG": "C.UTF-8",
         "PYTHONDONTWRITEBYTECODE": "1",
-        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "kernels"))),
+        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "kernels", ROOT / "benchmarks"))),
     }
 
 

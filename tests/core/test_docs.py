@@ -20,6 +20,7 @@ ROOT = DOCS.parent
 README = ROOT / "README.md"
 ARCHITECTURE = DOCS / "dev" / "architecture.md"
 RESULTS = ROOT / "benchmarks" / "results"
+CODE = (ROOT / "ultraep_serve", ROOT / "kernels", ROOT / "benchmarks" / "ultraep_lab")
 CHANGELOG = ROOT / "CHANGELOG.md"
 PAGES = [README, CHANGELOG, ROOT / "deploy" / "README.md", *sorted(DOCS.rglob("*.md"))]
 MADE_BY_USERS = {"deploy/.env", "check-gpu.json"}
@@ -41,8 +42,7 @@ def exists(name: str, page: Path) -> bool:
     """Whether ``page`` may call a file or folder ``name``; the map leaves folders out in places."""
     if any((folder / name).exists() for folder in (ROOT, page.parent, RESULTS, RESULTS.parent)):
         return True
-    code = (ROOT / "ultraep_serve", ROOT / "kernels")
-    return page == ARCHITECTURE and any(list(folder.rglob(name)) for folder in code)
+    return page == ARCHITECTURE and any(list(folder.rglob(name)) for folder in CODE)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -110,7 +110,7 @@ def test_the_map_names_every_package_and_module() -> None:
         ("a wrong token", "ultraep_serve/balance/host/balancer.py"),
         ("a hang between hosts", "ultraep_serve/balance/watch.py"),
         ("a new policy", "kernels/ultraep_kernels/contract.py"),
-        ("a comparator", "ultraep_serve/lab/comparators/__init__.py"),
+        ("a comparator", "benchmarks/ultraep_lab/comparators/__init__.py"),
         ("speeds", "ultraep_serve/balance/speeds.py"),
         ("slots on a GPU", "ultraep_serve/balance/cuda/slots.py"),
         ("a family or format that SGLang refuses", "ultraep_serve/engines/sglang/quantised.py"),
@@ -118,7 +118,7 @@ def test_the_map_names_every_package_and_module() -> None:
         ("the sidecar's authorisation", "ultraep_serve/sidecar/access.py"),
         ("a metric", "ultraep_serve/sidecar/metrics.py"),
         ("a chart of the page", "ultraep_serve/sidecar/static"),
-        ("a flag of `bench`", "ultraep_serve/lab/commands/bench.py"),
+        ("a flag of `bench`", "benchmarks/ultraep_lab/commands/bench.py"),
     ],
 )
 def test_the_map_leads_to_the_file_of_a_topic(topic: str, file: str) -> None:
@@ -183,7 +183,7 @@ def literals(tree: ast.AST) -> Iterator[str]:
 
 def test_troubleshooting_has_the_messages_of_the_code() -> None:
     """Each begins or goes on as the code says it, in twelve characters or more."""
-    files = (ROOT / "ultraep_serve").rglob("*.py")
+    files = [file for folder in CODE for file in folder.rglob("*.py")]
     said = {text.strip() for file in files for text in literals(ast.parse(file.read_text()))}
     page = (DOCS / "troubleshooting.md").read_text()
     messages = re.findall(r"^\| (?:503 |421 |401 )?`([^`]+)`", page, re.MULTILINE)

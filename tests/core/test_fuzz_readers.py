@@ -11,11 +11,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ultraep_lab.captured import assemble
+from ultraep_lab.store import load_trace
 from ultraep_serve.costs.model import CostModel
 from ultraep_serve.costs.shapes import PRESETS, shape_from_config
 from ultraep_serve.errors import UltraEPError
-from ultraep_serve.lab.captured import assemble
-from ultraep_serve.lab.store import load_trace
 from ultraep_serve.telemetry.control import Recording, RecordLevel
 from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.telemetry.spool import SpoolSource, SpoolWriter

@@ -19,7 +19,9 @@ from docs.generate.reference import DOCS
 from ultraep_serve import __version__
 
 ROOT = DOCS.parent
-FOLDERS = (ROOT / "ultraep_serve", ROOT / "kernels" / "ultraep_kernels")
+FOLDERS = [
+    ROOT / name for name in ("ultraep_serve", "kernels/ultraep_kernels", "benchmarks/ultraep_lab")
+]
 DESCRIBED = f"ultraep_serve-{__version__}.dist-info"
 NOT_PACKAGED = shutil.ignore_patterns("__pycache__", "*.egg-info")
 
@@ -56,8 +58,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The files that packages are made of, where building may leave things behind."""
     pytest.importorskip("setuptools", minversion="77", reason="needs setuptools 77 or newer")
     copy = tmp_path_factory.mktemp("package") / "source"
-    for name in ("ultraep_serve", "kernels"):
-        shutil.copytree(ROOT / name, copy / name, ignore=NOT_PACKAGED)
+    for folder in FOLDERS:
+        shutil.copytree(folder, copy / folder.relative_to(ROOT), ignore=NOT_PACKAGED)
     for path in (*ROOT.glob("*.md"), *ROOT.glob("*.in"), ROOT / "LICENSE", ROOT / "pyproject.toml"):
         shutil.copy(path, copy)
     return copy
@@ -82,7 +84,7 @@ def programs(wheel: Path) -> Path:
     return python.parent
 
 
-def test_wheel_holds_every_file_of_both_packages(wheel: Path) -> None:
+def test_wheel_holds_every_file_of_its_packages(wheel: Path) -> None:
     found = contents(wheel)
     expected = {
         str(path.relative_to(folder.parent)): path.read_bytes()
@@ -90,7 +92,7 @@ def test_wheel_holds_every_file_of_both_packages(wheel: Path) -> None:
         for path in folder.rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
-    assert {"ultraep_serve/py.typed", "ultraep_kernels/py.typed"} <= expected.keys()
+    assert {f"{folder.name}/py.typed" for folder in FOLDERS} <= expected.keys()
     assert "ultraep_serve/sidecar/static/index.html" in expected
     assert {name: found[name] for name in found if not name.startswith(DESCRIBED)} == expected
     assert f"{DESCRIBED}/licenses/LICENSE" in found
@@ -100,7 +102,7 @@ def test_wheel_says_version_and_entry_points(wheel: Path) -> None:
     found = contents(wheel)
     assert Parser().parsestr(found[f"{DESCRIBED}/METADATA"].decode())["Version"] == __version__
     entry_points = found[f"{DESCRIBED}/entry_points.txt"].decode()
-    for group in ("console_scripts", "vllm.general_plugins", "sglang.srt.plugins"):
+    for group in ("console_scripts", "ultraep_serve.commands", "vllm.general_plugins"):
         assert f"[{group}]" in entry_points
 
 

@@ -169,7 +169,7 @@ def run_tests(engine: Engine, base: Path, site: Path) -> dict[str, Any]:
     python = site.parents[2] / "bin" / "python"
     environment = {
         **{name: value for name, value in os.environ.items() if name != "ULTRAEP_CONFIG"},
-        "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}",
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}:{ROOT / 'benchmarks'}",
         "VLLM_TARGET_DEVICE": "cpu",  # builds for GPUs do not find one
     }
     row: dict[str, Any] = {"new requirements": []}

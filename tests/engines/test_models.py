@@ -9,11 +9,11 @@ import pytest
 
 from tests.support.model_report import LayerReport, measure_model
 from tests.support.tiny_models import tiny_glm4, tiny_qwen3
+from ultraep_lab.demo.gates import hot_rank, target_shares
+from ultraep_lab.demo.models import make_model
+from ultraep_lab.demo.spec import ModelSpec
+from ultraep_lab.demo.text import WORDS_PER_DOMAIN, calibration_words, sample_text, vocabulary
 from ultraep_serve.errors import ConfigError
-from ultraep_serve.lab.demo.gates import hot_rank, target_shares
-from ultraep_serve.lab.demo.models import make_model
-from ultraep_serve.lab.demo.spec import ModelSpec
-from ultraep_serve.lab.demo.text import WORDS_PER_DOMAIN, calibration_words, sample_text, vocabulary
 
 # Four ranks too: then the hot rank has few experts, and the cold ranks share what is left.
 SKEWED = {
@@ -184,7 +184,7 @@ def test_impossible_specs_are_refused(change: dict[str, object], message: str) -
 
 def test_import_needs_no_model_library() -> None:
     code = (
-        "import sys, ultraep_serve.lab.demo; "
+        "import sys, ultraep_lab.demo; "
         "sys.exit(bool({'transformers', 'tokenizers', 'safetensors'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -10,7 +10,7 @@ import pytest
 from tests.support.eplb_cases import SLOTS, Case, assert_same, made_up, recorded
 from tests.support.interpreter import interpreted
 from tests.support.real_traces import needs_real_traces
-from ultraep_serve.lab.comparators.waterfill import waterfill
+from ultraep_lab.comparators.waterfill import waterfill
 
 torch = pytest.importorskip("torch")
 deepseek = pytest.importorskip(

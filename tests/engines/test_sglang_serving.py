@@ -15,11 +15,11 @@ pytest.importorskip("sglang", reason="needs SGLang: deploy/setup_sglang_cpu.py")
 
 from tests.support.serving_checks import PROMPTS, balance, check_balanced, refused, served
 from tests.support.tiny_models import tiny_glm4, tiny_qwen3
+from ultraep_lab.bench.greedy_tokens import compare_tokens, generate
+from ultraep_lab.bench.sidecar import Sidecar
+from ultraep_lab.demo.balanced_server import BalancedServer, generate_under
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.errors import ServerError
-from ultraep_serve.lab.bench.greedy_tokens import compare_tokens, generate
-from ultraep_serve.lab.bench.sidecar import Sidecar
-from ultraep_serve.lab.demo.balanced_server import BalancedServer, generate_under
 from ultraep_serve.system.environment import CONFIG_VARIABLE
 from ultraep_serve.telemetry.run_directory import run_directory_of_port
 from ultraep_serve.types import Policy

@@ -22,18 +22,18 @@ from tests.support.collector import HTTP, Collector, attributes, by_http
 from tests.support.serving_checks import CONTEXT, PROMPTS, balance, check_balanced, refused, served
 from tests.support.tiny_models import tiny_glm4, tiny_qwen3
 from tests.support.waiting import until
+from ultraep_lab.bench.greedy_tokens import compare_tokens, generate
+from ultraep_lab.bench.prefill import WITHOUT_EP, PrefillOptions
+from ultraep_lab.bench.sidecar import Sidecar
+from ultraep_lab.comparators import policy_function
+from ultraep_lab.demo.balanced_server import BalancedServer, generate_under, measure_server
+from ultraep_lab.demo.models import make_model
+from ultraep_lab.demo.server_process import ServerProcess
+from ultraep_lab.replay import replay
+from ultraep_lab.replay_options import ReplayOptions
+from ultraep_lab.store import load_trace
+from ultraep_lab.trace import PREFILL, Trace
 from ultraep_serve.errors import ServerError
-from ultraep_serve.lab.bench.greedy_tokens import compare_tokens, generate
-from ultraep_serve.lab.bench.prefill import WITHOUT_EP, PrefillOptions
-from ultraep_serve.lab.bench.sidecar import Sidecar
-from ultraep_serve.lab.comparators import policy_function
-from ultraep_serve.lab.demo.balanced_server import BalancedServer, generate_under, measure_server
-from ultraep_serve.lab.demo.models import make_model
-from ultraep_serve.lab.demo.server_process import ServerProcess
-from ultraep_serve.lab.replay import replay
-from ultraep_serve.lab.replay_options import ReplayOptions
-from ultraep_serve.lab.store import load_trace
-from ultraep_serve.lab.trace import PREFILL, Trace
 from ultraep_serve.sidecar.spans import SPAN_NAME
 from ultraep_serve.telemetry.run_directory import run_directory_of_port
 from ultraep_serve.types import Policy

@@ -142,7 +142,7 @@ def _running(folder: Path) -> Iterator[_Run]:
     (folder / "board").mkdir(parents=True)
     ports = [str(free_port()), str(free_port())]
     clock, here = folder / "clock", str(Path(__file__).parent)
-    paths = [here, str(_ROOT), str(_ROOT / "kernels")]
+    paths = [here, *(str(_ROOT / folder) for folder in ("", "kernels", "benchmarks"))]
     environment = {**os.environ, "FAULTS_CLOCK": str(clock), "PYTHONPATH": os.pathsep.join(paths)}
     with (folder / "log").open("wb") as log:
         launcher = subprocess.Popen(

@@ -21,7 +21,9 @@ _LOOK_SECONDS = 10.0  # of computing
 
 def main() -> None:
     """Until libFuzzer ends the process."""
-    with atheris.instrument_imports(include=["ultraep_serve"], enable_loader_override=False):
+    with atheris.instrument_imports(
+        include=["ultraep_serve", "ultraep_lab"], enable_loader_override=False
+    ):
         from tests.fuzz.targets import TARGETS
     name, *arguments = sys.argv[1:]
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:

@@ -21,14 +21,14 @@ import numpy as np
 
 from tests.fuzz.http_target import http_target
 from tests.support.ring_files import create, write
+from ultraep_lab.captured import assemble
+from ultraep_lab.engine_recordings import from_vllm
+from ultraep_lab.store import load_trace
 from ultraep_serve.balance.host_link import HostLink, Message
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.costs.model import CostModel
 from ultraep_serve.costs.shapes import PRESETS, shape_from_config
 from ultraep_serve.errors import BenchError, ControlError, RingError, UltraEPError
-from ultraep_serve.lab.captured import assemble
-from ultraep_serve.lab.engine_recordings import from_vllm
-from ultraep_serve.lab.store import load_trace
 from ultraep_serve.sidecar.metrics import StoreCollector
 from ultraep_serve.sidecar.statistics.held import NoAnswerError
 from ultraep_serve.sidecar.statistics.selection import RecordSelection

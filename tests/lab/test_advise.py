@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ultraep_lab.store import save_trace
+from ultraep_lab.trace import LoadTrace, Trace
 from ultraep_serve.cli import execute
 from ultraep_serve.costs.model import CostModel
 from ultraep_serve.errors import ConfigError, UltraEPError
-from ultraep_serve.lab.store import save_trace
-from ultraep_serve.lab.trace import LoadTrace, Trace
 
 CONFIG = {
     "hidden_size": 2048, "moe_intermediate_size": 1024, "num_hidden_layers": 8, "num_experts": 16,

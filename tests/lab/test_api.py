@@ -1,4 +1,4 @@
-"""`ultraep_serve.lab.api`, its page and its notebook, and policies of users."""
+"""`ultraep_lab.api`, its page and its notebook, and policies of users."""
 
 import doctest
 import json
@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ultraep_lab import api
+from ultraep_lab.comparators import own, policy_function
 from ultraep_serve.cli import main
 from ultraep_serve.errors import ConfigError, PlanError
-from ultraep_serve.lab import api
-from ultraep_serve.lab.comparators import own, policy_function
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 LOADS = np.array([[40, 5, 0, 1], [10, 4, 1, 3]])

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ultraep_serve.lab.bench.aiperf import Answer
-from ultraep_serve.lab.bench.prompts import Openings
-from ultraep_serve.lab.demo.text import domain_words
+from ultraep_lab.bench.aiperf import Answer
+from ultraep_lab.bench.prompts import Openings
+from ultraep_lab.demo.text import domain_words
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SCRIPTS = (

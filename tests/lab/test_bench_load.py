@@ -13,10 +13,8 @@ import pytest
 
 from tests.support.bench_fakes import TOKEN, FakeDeployment, deployed, engine_app, serving, tokenize
 from tests.support.fake_aiperf import FakeAIPerf
-from ultraep_serve.cli import execute, main
-from ultraep_serve.errors import BenchError, ConfigError, UltraEPError
-from ultraep_serve.lab.bench import load_report
-from ultraep_serve.lab.bench.aiperf import (
+from ultraep_lab.bench import load_report
+from ultraep_lab.bench.aiperf import (
     AIPerf,
     Answer,
     Conversation,
@@ -24,9 +22,11 @@ from ultraep_serve.lab.bench.aiperf import (
     WindowFigures,
     read_answers,
 )
-from ultraep_serve.lab.bench.load import LoadOptions, LoadRun, LoadWindow, traffic
-from ultraep_serve.lab.bench.load_report import load_document, load_picture
-from ultraep_serve.lab.bench.prompts import CommonWords
+from ultraep_lab.bench.load import LoadOptions, LoadRun, LoadWindow, traffic
+from ultraep_lab.bench.load_report import load_document, load_picture
+from ultraep_lab.bench.prompts import CommonWords
+from ultraep_serve.cli import execute, main
+from ultraep_serve.errors import BenchError, ConfigError, UltraEPError
 
 NOWHERE = "http://127.0.0.1:9"  # the discard port: nothing listens there
 

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from tests.support.bench_fakes import SPENT_SECONDS, TOKEN, FakeDeployment, deployed, tokenize
+from ultraep_lab.bench import prefill, sidecar
+from ultraep_lab.bench.engine import Server
+from ultraep_lab.bench.prefill import WITHOUT_EP, balanced_orders, median_interval
+from ultraep_lab.commands import bench
 from ultraep_serve.cli import execute, main
 from ultraep_serve.errors import BenchError, ConfigError, UltraEPError
-from ultraep_serve.lab.bench import prefill, sidecar
-from ultraep_serve.lab.bench.engine import Server
-from ultraep_serve.lab.bench.prefill import WITHOUT_EP, balanced_orders, median_interval
-from ultraep_serve.lab.commands import bench
 
 NOWHERE = "http://127.0.0.1:9"  # the discard port: nothing listens there
 

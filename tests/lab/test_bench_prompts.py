@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ultraep_serve.errors import BenchError, ConfigError
-from ultraep_serve.lab.bench.prompts import (
+from ultraep_lab.bench.prompts import (
     COMMON_WORDS,
     MAX_ROUNDS,
     CommonWords,
@@ -17,6 +16,7 @@ from ultraep_serve.lab.bench.prompts import (
     Openings,
     fitted_prompt,
 )
+from ultraep_serve.errors import BenchError, ConfigError
 
 
 def count_words(text: str) -> int:

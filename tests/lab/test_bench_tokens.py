@@ -11,9 +11,9 @@ import pytest
 from rich.console import Console
 
 from tests.support.bench_fakes import FakeDeployment, deployed
+from ultraep_lab.bench.greedy_tokens import Generation, compare_tokens, generate
+from ultraep_lab.demo.report import demo_report, demo_view
 from ultraep_serve.errors import BenchError
-from ultraep_serve.lab.bench.greedy_tokens import Generation, compare_tokens, generate
-from ultraep_serve.lab.demo.report import demo_report, demo_view
 
 
 @pytest.fixture
@@ -117,7 +117,7 @@ def test_demo_report_has_the_published_fields_only() -> None:
 
 def test_the_demo_serves_what_this_cpu_computes_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
-    from ultraep_serve.lab.demo import models
+    from ultraep_lab.demo import models
 
     for slow, chosen in ((torch.bfloat16, "float32"), (torch.float32, "bfloat16")):
         now, product = [0.0], torch.Tensor.__matmul__
@@ -177,6 +177,6 @@ def test_demo_view_shows_a_failed_check_and_missing_figures() -> None:
 
 def test_client_imports_no_torch() -> None:
     names = ("bench.prefill", "bench.greedy_tokens", "demo.report")
-    modules = ", ".join(f"ultraep_serve.lab.{name}" for name in names)
+    modules = ", ".join(f"ultraep_lab.{name}" for name in names)
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.real_traces import FOLDER, needs_real_traces
+from ultraep_lab.comparators import POLICIES, policy_function
 from ultraep_serve.errors import ConfigError
-from ultraep_serve.lab.comparators import POLICIES, policy_function
 from ultraep_serve.plan.checks import check_plan
 from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.plan.quota import plan_quota

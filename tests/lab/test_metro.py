@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ultraep_serve.lab.comparators.metro import (
+from ultraep_lab.comparators.metro import (
     fewest_reads,
     fixed_ranks,
     metro_ranks,

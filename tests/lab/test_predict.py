@@ -5,6 +5,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ultraep_lab.advise.predict import (
+    Prefill,
+    break_even_tokens,
+    layer_seconds,
+    prefill_seconds,
+    residual_imbalance,
+)
 from ultraep_serve.costs.hardware import (
     HARDWARE,
     Efficiency,
@@ -16,13 +23,6 @@ from ultraep_serve.costs.model import CostModel, Transfer, saved_picoseconds, tr
 from ultraep_serve.costs.operator_rates import RATE_NAMES, MeasuredRates
 from ultraep_serve.costs.shapes import PRESETS, model_shape, shape_from_config
 from ultraep_serve.errors import ConfigError
-from ultraep_serve.lab.advise.predict import (
-    Prefill,
-    break_even_tokens,
-    layer_seconds,
-    prefill_seconds,
-    residual_imbalance,
-)
 from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.plan.quota import plan_quota
 from ultraep_serve.types import ExpertShape, imbalance

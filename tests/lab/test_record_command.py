@@ -12,11 +12,11 @@ from fastapi.testclient import TestClient
 from tests.lab.test_record_spool import LAYERS, RANKS, Ranks, random_ids
 from tests.support.bench_fakes import TOKEN, serving
 from tests.support.ring_files import create
+from ultraep_lab.bench.sidecar import CaptureSidecar
+from ultraep_lab.store import load_trace
+from ultraep_lab.trace import LoadTrace, Trace
 from ultraep_serve.cli import main
 from ultraep_serve.errors import BenchError
-from ultraep_serve.lab.bench.sidecar import CaptureSidecar
-from ultraep_serve.lab.store import load_trace
-from ultraep_serve.lab.trace import LoadTrace, Trace
 from ultraep_serve.sidecar.app import create_app
 from ultraep_serve.telemetry.control import ControlPage, RecordLevel
 from ultraep_serve.telemetry.schema import RingState

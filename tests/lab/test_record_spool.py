@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ultraep_lab.captured import assemble
+from ultraep_lab.trace import DECODE, PREFILL, LoadTrace, Trace
 from ultraep_serve.errors import SpoolError, TraceError
-from ultraep_serve.lab.captured import assemble
-from ultraep_serve.lab.trace import DECODE, PREFILL, LoadTrace, Trace
 from ultraep_serve.telemetry.control import ControlPage, Recording, RecordLevel
 from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.telemetry.spool import (

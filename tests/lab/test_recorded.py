@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from ultraep_lab.demo.recorded import RecordedSpec, make_recorded_model, recorded_text
 from ultraep_serve.errors import ConfigError
-from ultraep_serve.lab.demo.recorded import RecordedSpec, make_recorded_model, recorded_text
 
 SPEC = RecordedSpec(
     num_experts=16,

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 from tests.support.real_traces import FOLDER, needs_real_traces
+from ultraep_lab.comparators import POLICIES, PolicyFunction
+from ultraep_lab.comparators.placement import Placement
+from ultraep_lab.replay import replay
+from ultraep_lab.replay_options import ReplayOptions
+from ultraep_lab.store import load_trace, save_trace
+from ultraep_lab.trace import LoadTrace, Trace
+from ultraep_lab.workloads import Workload, make_trace
 from ultraep_serve.cli import execute, main
 from ultraep_serve.errors import ConfigError, OutputError, TraceError, UltraEPError
-from ultraep_serve.lab.comparators import POLICIES, PolicyFunction
-from ultraep_serve.lab.comparators.placement import Placement
-from ultraep_serve.lab.replay import replay
-from ultraep_serve.lab.replay_options import ReplayOptions
-from ultraep_serve.lab.store import load_trace, save_trace
-from ultraep_serve.lab.trace import LoadTrace, Trace
-from ultraep_serve.lab.workloads import Workload, make_trace
 from ultraep_serve.plan.checks import check_plan
 from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.types import ExpertShape
@@ -256,7 +256,7 @@ def test_wrong_plans_are_found(
         return broken(plan, how) if len(calls) > 2 else plan  # once to warm up, once for batch 0
 
     policy = PolicyFunction("hasty", "", place)
-    monkeypatch.setattr("ultraep_serve.lab.commands.replay.policy_function", lambda _: policy)
+    monkeypatch.setattr("ultraep_lab.commands.replay.policy_function", lambda _: policy)
     words = ("--ep", 4, "--slots", 2, "--batch-tokens", 512, "--layers", 1, "--domain-size", 2)
     assert main([str(word) for word in ("replay", trace_file, "--policy", "hasty", *words)]) == 1
     output = capsys.readouterr()

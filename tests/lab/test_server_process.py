@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 
 from tests.support.waiting import until
+from ultraep_lab.demo.balanced_server import installed_engine, tensor_parallel_flags
+from ultraep_lab.demo.server_process import StockServer
 from ultraep_serve.errors import ConfigError, ServerError
-from ultraep_serve.lab.demo.balanced_server import installed_engine, tensor_parallel_flags
-from ultraep_serve.lab.demo.server_process import StockServer
 from ultraep_serve.system.environment import CONFIG_VARIABLE
 
 OWNER = """
 import sys, time
 from pathlib import Path
-from ultraep_serve.lab.demo.server_process import ServerProcess
+from ultraep_lab.demo.server_process import ServerProcess
 ENGINE = '''
 import subprocess, sys
 from http.server import BaseHTTPRequestHandler, HTTPServer

@@ -13,21 +13,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ultraep_kernels.host.relays import relay_parents
 
+from ultraep_lab.advise.advice import Setting
+from ultraep_lab.comparators.placement import home_first_shares
+from ultraep_lab.simulate import layer as simulated_layer
+from ultraep_lab.simulate import simulation
+from ultraep_lab.simulate.layer import FIGURES, GroupMachine, Variant, follow, judge
+from ultraep_lab.simulate.simulation import Fleet, draw_machine
+from ultraep_lab.simulate.traffic import Captured, SimulatedTraffic, Synthetic, pieces_of
+from ultraep_lab.store import save_trace
+from ultraep_lab.trace import LoadTrace, Trace, over_source_ranks
+from ultraep_lab.workloads import KINDS, Kind, Workload, make_trace
 from ultraep_serve.balance.host import balancer
 from ultraep_serve.cli import main
 from ultraep_serve.costs.hardware import estimate_costs, hardware
 from ultraep_serve.costs.shapes import PRESETS, shape_from_config
 from ultraep_serve.errors import TraceError
-from ultraep_serve.lab.advise.advice import Setting
-from ultraep_serve.lab.comparators.placement import home_first_shares
-from ultraep_serve.lab.simulate import layer as simulated_layer
-from ultraep_serve.lab.simulate import simulation
-from ultraep_serve.lab.simulate.layer import FIGURES, GroupMachine, Variant, follow, judge
-from ultraep_serve.lab.simulate.simulation import Fleet, draw_machine
-from ultraep_serve.lab.simulate.traffic import Captured, SimulatedTraffic, Synthetic, pieces_of
-from ultraep_serve.lab.store import save_trace
-from ultraep_serve.lab.trace import LoadTrace, Trace, over_source_ranks
-from ultraep_serve.lab.workloads import KINDS, Kind, Workload, make_trace
 from ultraep_serve.plan import quota
 from ultraep_serve.plan.checks import check_plan
 from ultraep_serve.plan.quota import plan_quota
@@ -155,7 +155,7 @@ def test_recorded_loads_are_whole_sequences() -> None:
 def test_many_sequences_are_merged(monkeypatch: pytest.MonkeyPatch) -> None:
     trace = make_trace(workload_of("zipf", 4, num_tokens=5000, num_layers=2, imbalance=1.5))
     whole = pieces_of(trace)
-    monkeypatch.setattr("ultraep_serve.lab.simulate.traffic.MAX_PIECE_BYTES", whole.nbytes // 3)
+    monkeypatch.setattr("ultraep_lab.simulate.traffic.MAX_PIECE_BYTES", whole.nbytes // 3)
     merged = pieces_of(trace)
     assert len(whole) == 20 > len(merged) >= 3
     assert np.array_equal(merged.sum(0), whole.sum(0))

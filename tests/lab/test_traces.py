@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from tests.support.real_traces import FOLDER, needs_real_traces
-from ultraep_serve.errors import OutputError, TraceError, UltraEPError
-from ultraep_serve.lab.store import load_trace, save_trace
-from ultraep_serve.lab.trace import (
+from ultraep_lab.store import load_trace, save_trace
+from ultraep_lab.trace import (
     DECODE,
     PREFILL,
     LoadTrace,
@@ -20,6 +19,7 @@ from ultraep_serve.lab.trace import (
     batches,
     of_phase,
 )
+from ultraep_serve.errors import OutputError, TraceError, UltraEPError
 
 
 def token_trace(num_tokens: int = 20, num_experts: int = 8) -> Trace:

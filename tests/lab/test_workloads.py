@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ultraep_lab.commands.make_trace import WorkloadFlags
+from ultraep_lab.trace import Trace, batches
+from ultraep_lab.workloads import KINDS, Workload, make_trace
 from ultraep_serve.errors import ConfigError, TraceError
-from ultraep_serve.lab.commands.make_trace import WorkloadFlags
-from ultraep_serve.lab.trace import Trace, batches
-from ultraep_serve.lab.workloads import KINDS, Workload, make_trace
 from ultraep_serve.types import imbalance
 
 

@@ -14,8 +14,8 @@ from fastapi.testclient import TestClient
 from tests.support.bench_fakes import serving
 from tests.support.rings import SyntheticRun
 from tests.support.sidecar_runs import BEARER, TOKEN
+from ultraep_lab.bench.sidecar import Sidecar
 from ultraep_serve.errors import BenchError
-from ultraep_serve.lab.bench.sidecar import Sidecar
 from ultraep_serve.sidecar.app import create_app
 from ultraep_serve.telemetry import lease as lease_module
 from ultraep_serve.telemetry.control import ControlPage
@@ -26,7 +26,7 @@ PATH = "/v1/control/lease"
 # A benchmark that has set policy ideal, and is then busy; its lease is short.
 HOLDER = """
 import sys, time
-from ultraep_serve.lab.bench import lease, sidecar
+from ultraep_lab.bench import lease, sidecar
 from ultraep_serve.types import Policy
 lease.LEASE_SECONDS = 2.0
 with sidecar.Sidecar(*sys.argv[1:]) as server, server.policy_restored():

@@ -49,11 +49,12 @@ def start(run_dir: Path, port: int) -> "subprocess.Popen[str]":
             {"fastapi", "pydantic"},
         ),
         (
-            "ultraep_serve.balance.host.backend, ultraep_serve.lab.replay",
+            "ultraep_serve.balance.host.backend, ultraep_lab.replay",
             {"fastapi", "pydantic", "vllm"},
         ),
+        ("ultraep_serve, ultraep_serve.cli.serve, ultraep_serve.sidecar.app", {"ultraep_lab"}),
     ],
-    ids=["sidecar", "ring", "core"],
+    ids=["sidecar", "ring", "core", "lab"],
 )
 def test_what_is_not_needed_is_not_imported(modules: str, unwanted: set[str]) -> None:
     code = f"import sys, {modules}; sys.exit(str({unwanted!r} & set(sys.modules)))"

@@ -15,7 +15,7 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from ultraep_serve.lab.bench.prefill import WITHOUT_EP
+from ultraep_lab.bench.prefill import WITHOUT_EP
 
 TOKEN = "secret"
 NOTHING = dict.fromkeys(("mean", "p50", "p99", "max"))

@@ -7,9 +7,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tests.support.real_traces import FOLDER
-from ultraep_serve.lab.comparators.eplb import eplb_copies
-from ultraep_serve.lab.store import load_trace
-from ultraep_serve.lab.trace import batches
+from ultraep_lab.comparators.eplb import eplb_copies
+from ultraep_lab.store import load_trace
+from ultraep_lab.trace import batches
 from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.types import ExpertShape
 

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ultraep_serve.lab.demo.gates import NUM_HOT, one_thread
-from ultraep_serve.lab.demo.models import SMALL_HIDDEN_SIZE
-from ultraep_serve.lab.demo.spec import ModelSpec
-from ultraep_serve.lab.demo.text import sample_text
+from ultraep_lab.demo.gates import NUM_HOT, one_thread
+from ultraep_lab.demo.models import SMALL_HIDDEN_SIZE
+from ultraep_lab.demo.spec import ModelSpec
+from ultraep_lab.demo.text import sample_text
 from ultraep_serve.types import IntArray, imbalance
 
 __all__ = ["LayerReport", "measure_model"]

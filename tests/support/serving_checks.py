@@ -13,16 +13,16 @@ from typing import Any
 import httpx
 
 from tests.support.namespaces import Hosts, on_host
-from ultraep_serve.costs.model import CostModel
-from ultraep_serve.errors import BenchError
-from ultraep_serve.lab.bench.sidecar import Sidecar
-from ultraep_serve.lab.demo.balanced_server import (
+from ultraep_lab.bench.sidecar import Sidecar
+from ultraep_lab.demo.balanced_server import (
     BalancedServer,
     check_tokens,
     expert_parallel_flags,
     generate_under,
     mixed_prompts,
 )
+from ultraep_serve.costs.model import CostModel
+from ultraep_serve.errors import BenchError
 from ultraep_serve.types import Policy
 
 CONTEXT = 4096

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from ultraep_serve.lab.demo.spec import ModelSpec
+from ultraep_lab.demo.spec import ModelSpec
 
 __all__ = ["tiny_glm4", "tiny_qwen3"]
 

@@ -20,7 +20,7 @@ import httpx
 import numpy as np
 
 from tests.support.serving_checks import MOVING_ALWAYS_PAYS, PROMPTS
-from ultraep_serve.lab.demo.balanced_server import BalancedServer
+from ultraep_lab.demo.balanced_server import BalancedServer
 from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.reader import RingReader
 from ultraep_serve.telemetry.run_directory import running_run_directories

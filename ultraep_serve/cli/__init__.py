@@ -1,10 +1,14 @@
-"""The command line, `ultraep-serve`: one module per command, imported when the command is given."""
+"""The command line, `ultraep-serve`: one module per command, imported when the command is given.
+
+Other packages add commands by the entry point group ``ultraep_serve.commands``.
+"""
 
 import argparse
 import os
 import sys
 from collections.abc import Collection
 from importlib import import_module
+from importlib.metadata import entry_points
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -12,37 +16,20 @@ from ultraep_serve import __version__
 from ultraep_serve.errors import ConfigError, UltraEPError
 from ultraep_serve.system.versions import installed_engines
 
-__all__ = ["Parser", "execute", "main", "make_parser"]
+__all__ = ["Parser", "all_commands", "execute", "main"]
 
 _INTERRUPTED = 130  # exit code of a process that Ctrl-C ended
 _NO_READER = 141  # and of one whose output nobody reads, by SIGPIPE
-_LAB = "ultraep_serve.lab.commands"
+_OTHERS = "ultraep_serve.commands"  # entry points of mappings like the next
 _COMMANDS = {  # name: module with add_arguments and run, help
     "vllm": ("ultraep_serve.cli.serve", "serve a model with vLLM and balancing"),
     "sglang": ("ultraep_serve.cli.serve", "serve a model with SGLang and balancing"),
-    "bench": (f"{_LAB}.bench", "measure a running server"),
-    "demo": (f"{_LAB}.demo", "show on a small model what balancing does"),
     "sidecar": (
         "ultraep_serve.sidecar.serve",
         "serve metrics of the ranks on this host; a server starts its own sidecar",
     ),
     "status": ("ultraep_serve.cli.status", "show how balanced a running server is"),
-    "record": (f"{_LAB}.record", "record a trace of a running server's routing"),
-    "replay": (f"{_LAB}.replay", "compare policies on a recorded trace"),
-    "advise": (
-        f"{_LAB}.advise",
-        "predict what balancing would gain on your machine",
-    ),
-    "simulate": (
-        f"{_LAB}.simulate",
-        "simulate thousands of ranks with the planner",
-    ),
-    "make-trace": (f"{_LAB}.make_trace", "write a synthetic trace"),
     "doctor": ("ultraep_serve.cli.doctor", "check this machine, the engine and a running server"),
-    "completion": (
-        "ultraep_serve.cli.completion",
-        "print what completes these commands in a shell",
-    ),
 }
 
 
@@ -101,7 +88,7 @@ def _drop_output() -> None:
 
 def execute(words: list[str]) -> int:
     """Run one command; returns its exit code. Raises UltraEPError with what to do."""
-    parser = make_parser(words[:1])
+    parser = _make_parser(words[:1])
     if any("\0" in word for word in words):
         parser.error("no flag may hold a NUL character")
     if not words:
@@ -114,8 +101,16 @@ def execute(words: list[str]) -> int:
     return int(options.run(options))
 
 
-def make_parser(names: Collection[str] | None = None) -> Parser:
-    """The parser of all commands, those with ``names`` with their flags; None: every one."""
+def all_commands() -> dict[str, tuple[str, str]]:
+    """Every command, with its module and its help."""
+    commands = dict(_COMMANDS)
+    for entry in entry_points(group=_OTHERS):
+        commands.update(entry.load())
+    return commands
+
+
+def _make_parser(names: Collection[str]) -> Parser:
+    """The parser of all commands, those with ``names`` with their flags."""
     parser = Parser(
         prog="ultraep-serve", description="Real-time expert load balancing for MoE serving."
     )
@@ -123,9 +118,9 @@ def make_parser(names: Collection[str] | None = None) -> Parser:
         "--version", action=_Versions, nargs=0, help="ours and the engines', and exit"
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, (module, text) in _COMMANDS.items():
+    for name, (module, text) in all_commands().items():
         command = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
-        if names is None or name in names:
+        if name in names:
             implementation = _imported(module)
             implementation.add_arguments(command)
             command.set_defaults(run=implementation.run)

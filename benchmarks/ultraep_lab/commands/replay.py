@@ -1,0 +1,142 @@
+"""`ultraep-serve replay`: what each policy would have made of a recorded workload."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from ultraep_lab.comparators import POLICIES, policy_function
+from ultraep_lab.replay import replay
+from ultraep_lab.replay_options import ReplayOptions
+from ultraep_lab.replay_output import replay_document, write_plans
+from ultraep_lab.store import load_trace
+from ultraep_lab.tables import figures_table
+from ultraep_lab.trace import DECODE, PREFILL, in_order, of_phase
+from ultraep_serve.cli.arguments import (
+    JsonFile,
+    counted,
+    prepare_outputs,
+    show,
+    write_pictures,
+)
+from ultraep_serve.errors import PlanError
+from ultraep_serve.system.settings import Directory, Names, Settings
+
+__all__ = ["add_arguments", "run"]
+
+SUMMARIES = "; ".join(f"{policy.name}: {policy.summary}" for policy in POLICIES.values())
+
+
+class ReplayFlags(Settings):
+    """What `replay` takes beside ``ReplayOptions``."""
+
+    policies: Names = Field(
+        min_length=1,
+        description="policies to compare; may be repeated. FILE.py:NAME is a function of your own, "
+        f"quota-every-N is quota planned in every Nth batch only. {SUMMARIES}",
+        json_schema_extra={"action": "append", "also": ["--policy"]},
+    )
+    phase: Literal["prefill", "decode", "all"] = Field(
+        default="prefill", description="what to replay, where the trace has phases"
+    )
+    num_experts: int | None = Field(
+        default=None,
+        validation_alias="experts",
+        ge=1,
+        description="experts of the model, if the trace does not say",
+    )
+    json_file: JsonFile = None
+    dump_plans: Path | None = Field(
+        default=None,
+        description="write the plans of one policy, which leaves masters in place, to FILE (.npz)",
+    )
+    plots: Directory | None = Field(
+        default=None, description="draw replay.png into DIR: imbalance by batch and by layer"
+    )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The trace, and the flags of ``ReplayFlags`` and ``ReplayOptions``."""
+    parser.description = (
+        "Plan every layer of every batch of a trace with each policy, and compare. No server and "
+        "no GPU is needed."
+    )
+    traces = "recorded trace: .npz, or .parquet of loads; several are replayed in order"
+    parser.add_argument("trace", type=Path, metavar="TRACE", nargs="+", help=traces)
+    ReplayFlags.add_flags(parser)
+    ReplayOptions.add_flags(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Replay, write the files, print a table; 1 where a policy makes a plan that breaks a rule.
+
+    Raises UltraEPError with what to do.
+    """
+    flags, options = ReplayFlags.from_flags(arguments), ReplayOptions.from_flags(arguments)
+    policies = [policy_function(name) for name in flags.policies]
+    prepare_outputs(flags.json_file, flags.dump_plans)
+    traces = [load_trace(path, num_experts=flags.num_experts) for path in arguments.trace]
+    if flags.phase != "all":
+        phase = PREFILL if flags.phase == "prefill" else DECODE
+        traces = [of_phase(trace, phase) for trace in traces]
+    trace = in_order(traces, options.batch_tokens)
+    try:
+        result = replay(trace, options, policies, keep_plans=flags.dump_plans is not None)
+    except PlanError as error:
+        print(f"ultraep-serve: error: {error}", file=sys.stderr)
+        return 1
+    document = replay_document(result, options, ", ".join(path.name for path in arguments.trace))
+    if result.plans is not None and flags.dump_plans is not None:
+        write_plans(flags.dump_plans, result.plans)
+    show(document, _view(document), flags.json_file)
+    if flags.plots is not None:  # last: without matplotlib the report is there at least
+        from ultraep_lab.plots import draw_replay
+
+        write_pictures(flags.plots, draw_replay(result))
+    return 0
+
+
+def _view(document: dict[str, Any]) -> RenderableType:
+    """The document as a table for a terminal of 80 characters."""
+    by_time = "speeds" in document
+    kind = "time_" if by_time else ""
+    first = next(iter(document["policies"].values()))[f"{kind}imbalance_before"]
+    trace = document["trace"]
+    head = Text(f"{trace['file']}: EP{document['ep']}, {document['slots']} slots, ")
+    batches = counted(document["batches"], "batch", "batches")
+    head.append(f"{batches} of {counted(trace['layers'], 'layer', 'layers')}")
+    if trace["skipped"]:
+        skipped = counted(trace["skipped"], "batch", "batches")
+        head.append(f"; {skipped} before them only as history")
+    head.append("\n")
+    if by_time:
+        head.append(f"speeds {', '.join(f'{speed:.2g}' for speed in document['speeds'])}\n")
+    head.append(f"busiest rank over mean{' of time' * by_time} without balancing: ")
+    head.append(f"{first['mean']:.3f} (worst {first['max']:.3f})")
+    if "floor" in document:
+        floor = document[f"{kind}floor"]
+        head.append(f"\nlowest possible in domains of {trace['domain']} ranks: {floor['mean']:.3f}")
+        head.append(f" (worst {floor['max']:.3f})")
+    second = "counts" if by_time else "p50"  # the mean of assignments, where the rest is of time
+    heads = ("policy", "mean", second, "p99", "worst", "copies", "slots", "remote", "plan p50")
+    table = figures_table(heads, texts=("policy",))
+    for name, row in document["policies"].items():
+        after = row[f"{kind}imbalance_after"]
+        beside = row["imbalance_after"]["mean"] if by_time else after["p50"]
+        table.add_row(
+            name,
+            *(f"{value:.3f}" for value in (after["mean"], beside, after["p99"], after["max"])),
+            f"{row['replicas']['mean']:.1f}",
+            str(row["slots_needed"]),
+            f"{row['remote_fraction']:.1%}",
+            _time(row["plan_seconds"]["p50"]),
+        )
+    return Group(head, table)
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e6:.0f} us" if seconds < 1e-3 else f"{seconds * 1e3:.1f} ms"

@@ -1,0 +1,88 @@
+"""Policies of users: functions in a file of theirs, or that an installed package offers.
+
+Such a policy is a function of ``loads`` int64 (R, E), a ``PlanContext`` and ``history`` int64
+(N, R, E), the loads of past batches, oldest first. It returns a quota, integers (E, R): how many
+assignments of expert e rank r computes. Where that is more than nothing the rank needs a copy of
+the expert, which takes a slot unless the rank is the expert's master. It must answer alike on every
+rank, so that it may depend on nothing but its arguments.
+"""
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ultraep_lab.comparators.placement import Counts, Placement, of_quota
+from ultraep_serve.errors import ConfigError
+from ultraep_serve.plan.context import PlanContext
+
+__all__ = ["ENTRY_POINTS", "QuotaFunction", "from_file", "from_package", "offered", "place_by"]
+
+ENTRY_POINTS = "ultraep_serve.policies"  # the group in which packages offer policies
+QuotaFunction = Callable[[Counts, PlanContext, Counts], Any]  # a quota, integers (E, R)
+
+
+def from_file(text: str) -> QuotaFunction:
+    """The function that ``text``, a ``FILE.py:NAME``, names; runs the file.
+
+    Raises ConfigError where there is none. What the file itself raises is passed on.
+    """
+    file, _, name = text.rpartition(":")
+    path = Path(file)
+    if not path.is_file() or path.suffix != ".py":
+        raise ConfigError(f"policy {text!r}: {file!r} is no Python file; write FILE.py:NAME")
+    spec = importlib.util.spec_from_file_location(path.stem, path.resolve())
+    assert spec is not None, "a .py file always has a spec"
+    assert spec.loader is not None, "and a loader"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(path.stem, module)  # dataclasses look there
+    spec.loader.exec_module(module)
+    return _checked(getattr(module, name, None), text)
+
+
+def from_package(name: str) -> QuotaFunction | None:
+    """The function that an installed package offers as ``name``; None where none does.
+
+    Raises ConfigError where it is no function.
+    """
+    for point in entry_points(group=ENTRY_POINTS, name=name):
+        return _checked(point.load(), f"{name} of {point.value}")
+    return None
+
+
+def offered() -> list[str]:
+    """Names of the policies that installed packages offer."""
+    return sorted({point.name for point in entry_points(group=ENTRY_POINTS)})
+
+
+def place_by(function: QuotaFunction) -> Callable[[Counts, PlanContext, Counts], Placement]:
+    """``function`` as the policies here are called.
+
+    Arguments are copies, so that nothing that it changes reaches others. The placement raises
+    ValueError where the answer is no quota of these loads.
+    """
+
+    def place(loads: Counts, context: PlanContext, history: Counts) -> Placement:
+        answer = np.asarray(function(loads.copy(), context, history.copy()))
+        expected = loads.shape[::-1]
+        if answer.shape != expected or answer.dtype.kind not in "iu":
+            raise ValueError(
+                f"broken plan: a quota is integers (E, R) = {expected}, not {answer.dtype} "
+                f"{answer.shape}"
+            )
+        quota = answer.astype(np.int64)
+        if (quota < 0).any() or not np.array_equal(quota.sum(1), loads.sum(0)):
+            raise ValueError("broken plan: quotas are not negative and sum to the loads")
+        return of_quota(quota, context.shape)
+
+    return place
+
+
+def _checked(found: object, text: str) -> QuotaFunction:
+    if not callable(found):
+        raise ConfigError(f"policy {text!r} is no function of loads, context and history")
+    return found

@@ -1,0 +1,281 @@
+"""Trace and policies -> what each policy would have made of every layer of every batch."""
+
+import dataclasses
+import functools
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+from ultraep_kernels.host.speeds import whole_speeds
+
+from ultraep_lab.comparators import PolicyFunction
+from ultraep_lab.comparators.placement import Counts, Placement
+from ultraep_lab.trace import LoadTrace, Trace, batches, num_batches, stated_speeds
+from ultraep_serve.errors import PlanError, TraceError
+from ultraep_serve.plan.checks import imbalance_floor
+from ultraep_serve.plan.context import PlanContext
+from ultraep_serve.plan.quota import warm_up
+from ultraep_serve.types import ExpertShape, IntArray, imbalance
+
+if TYPE_CHECKING:  # needs pydantic, which a bare GPU machine may lack
+    from ultraep_lab.replay_options import ReplayOptions
+
+__all__ = [
+    "DumpedPlans",
+    "PolicyReplay",
+    "Replay",
+    "compiled_planner",
+    "replay",
+]
+
+MAX_DUMP_BYTES = 2 << 30  # of all shares
+_SILENT_SECONDS = 2.0
+
+
+@dataclass
+class PolicyReplay:
+    """What came of one policy; one entry per case, in the order of ``Replay.cases``."""
+
+    imbalance_after: list[float] = field(default_factory=list)
+    time_imbalance_after: list[float] = field(default_factory=list)  # the same with equal speeds
+    num_replicas: list[int] = field(default_factory=list)
+    slots_needed: list[int] = field(default_factory=list)  # on the rank that needs most
+    remote: list[int] = field(default_factory=list)  # assignments computed off their token's rank
+    plan_seconds: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class DumpedPlans:
+    """Complete plans, one per case."""
+
+    loads: IntArray  # (n, R, E)
+    slot_expert: IntArray  # (n, R, slots), -1 empty
+    share: IntArray  # (n, R_source, E, R_target)
+
+
+@dataclass(frozen=True)
+class Replay:
+    """All policies on the same cases: batch by batch, layer by layer in each."""
+
+    cases: list[tuple[int, int]]  # (batch, layer)
+    assignments: list[int]
+    imbalance_before: list[float]  # every expert on its master
+    time_imbalance_before: list[float]
+    floor: list[float]  # the best imbalance that any plan inside domains can reach
+    time_floor: list[float]
+    policies: dict[str, PolicyReplay]
+    context: PlanContext
+    skipped: int  # first batches, which were history only
+    plans: DumpedPlans | None = None
+
+
+@dataclass(frozen=True)
+class _Case:
+    batch: int
+    layer: int
+    loads: Counts  # (R, E)
+    history: Counts  # (N, R, E)
+    refreshed: Mapping[int, Counts]  # (1, R, E) by N: of the last batch whose number N divides
+
+
+def replay(
+    trace: Trace | LoadTrace,
+    options: "ReplayOptions",
+    policies: Sequence[PolicyFunction],
+    *,
+    keep_plans: bool = False,
+) -> Replay:
+    """Plan every layer of every batch with every policy.
+
+    Args:
+        trace: token level or load level.
+        options: ranks, slots, batches.
+        policies: each sees the same loads and the same past.
+        keep_plans: keep the complete plans; for one policy that leaves masters where they are.
+
+    Raises:
+        TraceError: the options do not fit the trace, or the plans would not fit in memory.
+        PlanError: a policy made a plan that breaks a rule.
+        UnsupportedError: a policy needs a package that is not installed.
+    """
+    shape = _shape(trace, options)
+    layers = _layers(trace, options)
+    skip = _skipped(trace, options, policies)
+    count = _count_batches(trace, options, skip)
+    if keep_plans:
+        _check_dump(policies, shape, count * len(layers))
+    context = PlanContext.of(shape, options.domain_size, _speeds(trace, options))
+    compiled_planner()
+    by_count = context.equally_fast()
+    replays = {policy.name: PolicyReplay() for policy in policies}
+    result = Replay([], [], [], [], [], [], replays, context, skip)
+    plans: list[tuple[Counts, Placement]] = []  # of loads
+    intervals = {policy.refreshed_every for policy in policies} - {0}
+    for case in _cases(trace, options, layers, range(skip, skip + count), intervals):
+        rank_load = context.rank_loads(case.loads)
+        result.cases.append((case.batch, case.layer))
+        result.assignments.append(int(rank_load.sum()))
+        result.imbalance_before.append(imbalance(rank_load))
+        result.time_imbalance_before.append(imbalance(rank_load, context.speeds))
+        result.floor.append(imbalance_floor(case.loads, by_count))
+        result.time_floor.append(imbalance_floor(case.loads, context))
+        for policy in policies:
+            placement = _planned(policy, case, context, replays[policy.name])
+            if keep_plans:
+                plans.append((case.loads, placement))
+    return dataclasses.replace(result, plans=_dumped(plans)) if keep_plans else result
+
+
+@functools.cache
+def compiled_planner() -> None:
+    """Have the planner compiled, or loaded from disk, and say so where that takes long.
+
+    Once in a process: what was compiled is for all sizes.
+    """
+    text = "The planner is being compiled, once for this environment; this takes up to a minute.\n"
+    told = threading.Timer(_SILENT_SECONDS, sys.stderr.write, [text])
+    told.daemon = True
+    told.start()
+    try:
+        warm_up(ExpertShape(2, 4, 1))
+    finally:
+        told.cancel()
+
+
+def _planned(
+    policy: PolicyFunction, case: _Case, context: PlanContext, found: PolicyReplay
+) -> Placement:
+    """The placement, timed, split and checked; appends to ``found``."""
+    history = case.refreshed.get(policy.refreshed_every, case.history)
+    try:
+        if not found.plan_seconds:  # once before, to have all compiled
+            policy(case.loads, context, history)
+        start = time.perf_counter()
+        placement = policy.place(case.loads, context, history)
+        found.plan_seconds.append(time.perf_counter() - start)
+        placement = policy.split_up(case.loads, placement)
+        policy.check(case.loads, context, placement)
+    except ValueError as error:
+        raise PlanError(
+            f"policy {policy.name}, batch {case.batch}, layer {case.layer}: {error}"
+        ) from error
+    rank_load = placement.quota.sum(0, dtype=np.int64)
+    found.imbalance_after.append(imbalance(rank_load))
+    found.time_imbalance_after.append(imbalance(rank_load, context.speeds))
+    found.num_replicas.append(placement.num_replicas)
+    found.slots_needed.append(placement.slots_needed)
+    assert placement.shares is not None  # split_up
+    kept = np.einsum("ses->", placement.shares, dtype=np.int64)
+    found.remote.append(int(case.loads.sum() - kept))
+    return placement
+
+
+def _dumped(plans: list[tuple[Counts, Placement]]) -> DumpedPlans:
+    """The widest plan decides how many slots the array has."""
+    loads = np.stack([load for load, _ in plans]).astype(np.int32)
+    slots = [plan.slot_expert for _, plan in plans if plan.slot_expert is not None]  # _check_dump
+    shares = np.stack([plan.shares for _, plan in plans if plan.shares is not None])
+    width = max(each.shape[1] for each in slots)
+    wide = [
+        np.pad(each, ((0, 0), (0, width - each.shape[1])), constant_values=-1) for each in slots
+    ]
+    return DumpedPlans(loads, np.stack(wide), shares)
+
+
+def _cases(
+    trace: Trace | LoadTrace,
+    options: "ReplayOptions",
+    layers: Sequence[int],
+    measured: range,
+    intervals: Collection[int],
+) -> Iterator[_Case]:
+    past: deque[Counts] = deque(maxlen=min(options.history_batches, measured.stop))
+    known = np.zeros((0, 0, 0, 0), np.int64)
+    refreshed: dict[int, Counts] = {}
+    for index, loads in enumerate(batches(trace, options.batch_tokens, options.num_ranks)):
+        if index == measured.stop:
+            return
+        chosen = loads[list(layers)].astype(np.int64)
+        if index % options.rebalance_every == 0 or index == measured.start:
+            known = np.stack(past) if past else np.zeros((0, *chosen.shape), np.int64)
+        refreshed |= {every: chosen[:, None] for every in intervals if index % every == 0}
+        if index >= measured.start:
+            for position, layer in enumerate(layers):
+                kept = {every: loads[position] for every, loads in refreshed.items()}
+                yield _Case(index, layer, chosen[position], known[:, position], kept)
+        past.append(chosen)
+
+
+def _shape(trace: Trace | LoadTrace, options: "ReplayOptions") -> ExpertShape:
+    if trace.num_experts % options.num_ranks != 0:
+        raise TraceError(
+            f"{trace.num_experts} experts cannot be divided by {options.num_ranks} ranks; choose "
+            "another --ep, or give --experts if the trace does not use the last ones"
+        )
+    shape = ExpertShape(options.num_ranks, trace.num_experts, options.num_slots)
+    if _share_bytes(shape) > MAX_DUMP_BYTES:
+        raise TraceError(f"one plan would take {_share_bytes(shape)} bytes; choose a smaller --ep")
+    return shape
+
+
+def _speeds(trace: Trace | LoadTrace, options: "ReplayOptions") -> Counts | None:
+    given = stated_speeds(trace) if options.speeds is None else options.speeds
+    if not given:
+        return None
+    if len(given) != options.num_ranks:
+        raise TraceError(
+            f"the trace was made for {len(given)} ranks, not all equally fast; give --speeds for "
+            f"{options.num_ranks}, or --speeds equal"
+        )
+    return whole_speeds(given)
+
+
+def _layers(trace: Trace | LoadTrace, options: "ReplayOptions") -> tuple[int, ...]:
+    layers = tuple(range(trace.num_layers)) if options.layers is None else options.layers
+    if not layers or min(layers) < 0 or max(layers) >= trace.num_layers:
+        raise TraceError(f"layers {list(layers)} must be from 0 to {trace.num_layers - 1}")
+    return tuple(dict.fromkeys(layers))
+
+
+def _skipped(
+    trace: Trace | LoadTrace, options: "ReplayOptions", policies: Sequence[PolicyFunction]
+) -> int:
+    """Batches that are history only: all policies are measured on the same ones."""
+    if options.skip is not None:
+        return options.skip
+    if not any(policy.uses_history for policy in policies):
+        return 0
+    return min(options.history_batches, num_batches(trace, options.batch_tokens) // 2)
+
+
+def _count_batches(trace: Trace | LoadTrace, options: "ReplayOptions", skip: int) -> int:
+    count = num_batches(trace, options.batch_tokens) - skip
+    if count < 1:
+        raise TraceError(f"no batch is left to measure after skipping {skip}")
+    return count if options.limit is None else min(count, options.limit)
+
+
+def _check_dump(policies: Sequence[PolicyFunction], shape: ExpertShape, num_cases: int) -> None:
+    if len(policies) != 1:
+        raise TraceError("plans can be dumped of one policy at a time")
+    if not policies[0].has_slots:
+        raise TraceError(
+            f"plans of policy {policies[0].name!r} cannot be dumped: it does not keep every expert "
+            "on its master, so slots do not describe it"
+        )
+    num_bytes = num_cases * _share_bytes(shape)
+    if num_bytes > MAX_DUMP_BYTES:
+        raise TraceError(
+            f"{num_cases} plans take {num_bytes} bytes, at most {MAX_DUMP_BYTES} are dumped; "
+            "choose fewer with --limit or --layers"
+        )
+
+
+def _share_bytes(shape: ExpertShape) -> int:
+    """Bytes of the shares (R, E, R) of one plan."""
+    return 4 * shape.num_ranks**2 * shape.num_logical_experts
