@@ -21,6 +21,7 @@ from ultraep_lab.advise.predict import (
     residual_imbalance,
 )
 from ultraep_lab.comparators import PolicyFunction, policy_function
+from ultraep_lab.comparators.eplb_slots import HISTORY_BATCHES
 from ultraep_lab.comparators.placement import Placement
 from ultraep_lab.store import load_trace
 from ultraep_lab.trace import PREFILL, LoadTrace, Trace, of_phase
@@ -30,7 +31,6 @@ from ultraep_serve.costs.shapes import ModelShape
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.plan.checks import imbalance_floor
 from ultraep_serve.plan.context import PlanContext
-from ultraep_serve.plan.eplb_slots import HISTORY_BATCHES
 from ultraep_serve.types import ExpertShape, IntArray, imbalance
 
 __all__ = [

@@ -13,9 +13,9 @@ from ultraep_lab.advise.predict import (
     prefill_seconds,
     residual_imbalance,
 )
+from ultraep_lab.comparators.eplb_slots import HISTORY_BATCHES
 from ultraep_serve.costs.model import Transfer
 from ultraep_serve.errors import ConfigError
-from ultraep_serve.plan.eplb_slots import HISTORY_BATCHES
 
 __all__ = [
     "LiveFigures",

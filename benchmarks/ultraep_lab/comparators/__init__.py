@@ -1,16 +1,16 @@
 """Policies by name behind one interface, loads and history -> plan, for comparing and replaying.
 
 What a server can run is ``ultraep_serve.types.Policy``; the same names mean the same algorithms.
-``eplb`` differs from the server's ``eplb-slots`` in that every expert may move, over all ranks even
-where domains are smaller, since its weights move between batches. It is planned anew before every
-batch; deployments do so every thousand steps or more, so its figures here are optimistic. ``ideal``
-is the force-balanced routing that balancers are compared with (arXiv 2606.04101): assignments dealt
-to the ranks in turn, without replicas and wherever tokens are; no placement does that with the
-right weights. ``quota-every-N`` is what integrations do that plan every N batches: replicas and
-proportions come from the exact load of one batch, and the batches after it keep them.
+``eplb`` differs from ``eplb-slots``, which fills slots only: every expert may move, over all ranks
+even where domains are smaller, since its weights move between batches. It is planned anew before
+every batch; deployments do so every thousand steps or more, so its figures here are optimistic.
+``ideal`` is the force-balanced routing that balancers are compared with (arXiv 2606.04101):
+assignments dealt to the ranks in turn, without replicas and wherever tokens are; no placement does
+that with the right weights. ``quota-every-N`` is what integrations do that plan every N batches:
+replicas and proportions come from the exact load of one batch, and the batches after it keep them.
 
-``quota``, ``eplb-slots`` and ``ideal`` know how fast ranks are, as in a server; to the others, as
-published, all ranks are alike.
+``quota``, ``eplb-slots`` and ``ideal`` know how fast ranks are; to the others, as published, all
+ranks are alike.
 """
 
 import re
@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from ultraep_lab.comparators import own
 from ultraep_lab.comparators.eplb import eplb_copies
+from ultraep_lab.comparators.eplb_slots import even_shares, past_copies
 from ultraep_lab.comparators.exact import place_exact
 from ultraep_lab.comparators.llep import place_llep
 from ultraep_lab.comparators.lplb import place_lplb
@@ -33,12 +34,12 @@ from ultraep_lab.comparators.placement import (
     home_first_shares,
     of_copies,
     of_plan,
+    slots_of,
 )
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.plan.checks import check_home_first, check_slots, check_split
 from ultraep_serve.plan.context import PlanContext
-from ultraep_serve.plan.copies import copies_of, master_copies, slots_of
-from ultraep_serve.plan.eplb_slots import even_shares, past_copies
+from ultraep_serve.plan.copies import copies_of, master_copies
 from ultraep_serve.plan.quota import identity_plan, plan_quota
 from ultraep_serve.types import ExpertShape, IntArray
 

@@ -6,8 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 from ultraep_kernels.host._compile import compiled
 
-from ultraep_serve.plan.copies import copies_of, master_copies, slots_of
-from ultraep_serve.plan.eplb_slots import even_shares
+from ultraep_lab.comparators.eplb_slots import even_shares
+from ultraep_serve.plan.copies import copies_of, master_copies
 from ultraep_serve.types import ExpertShape, IntArray, Plan
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "of_copies",
     "of_plan",
     "of_quota",
+    "slots_of",
 ]
 
 Counts = NDArray[np.int64]
@@ -57,6 +58,20 @@ def of_quota(quota: Counts, shape: ExpertShape) -> Placement:
 def of_copies(loads: Counts, copies: IntArray, slot_expert: IntArray | None = None) -> Placement:
     """``loads`` (R, E) split evenly among ``copies`` (E, R)."""
     return Placement(even_shares(loads, copies).sum(0, dtype=np.int32), copies, slot_expert)
+
+
+def slots_of(copies: IntArray, shape: ExpertShape) -> IntArray:
+    """Copies (E, R), masters among them -> slot_expert (R, slots), in rising order, -1 empty.
+
+    There are as many slots as the fullest rank needs, and at least ``num_replica_slots``.
+    """
+    replicas = copies - master_copies(shape)
+    width = max(shape.num_replica_slots, int(replicas.sum(0).max()))
+    slot_expert = np.full((shape.num_ranks, width), -1, np.int32)
+    for rank in range(shape.num_ranks):
+        experts = np.flatnonzero(replicas[:, rank])
+        slot_expert[rank, : experts.size] = experts
+    return slot_expert
 
 
 @compiled
