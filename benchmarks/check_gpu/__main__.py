@@ -3,6 +3,7 @@
     python benchmarks/check_gpu                      # writes check-gpu.json
     python benchmarks/check_gpu --dry-run            # any machine: what a CPU can play of it
     python benchmarks/check_gpu --seconds 570 --resume     # again and again, where time is cut up
+    python benchmarks/check_gpu --kit build/gpu_kit        # engines from the kit (kit.py)
 
 A part is a process of its own with a time limit. The file is replaced after each. A part that
 fails, hangs, or cannot run is an entry with the reason and its last lines of output, and the next
@@ -13,6 +14,7 @@ is no failure.
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -25,6 +27,7 @@ ROOT = FOLDER.parents[1]
 sys.path[1:1] = [str(FOLDER.parent / "device"), str(ROOT), str(ROOT / "kernels")]
 
 from apart import run_apart, stop_on_terminate  # noqa: E402
+from carried import environment, missing_piece, unpack  # noqa: E402
 from machine import gpu_state, versions  # noqa: E402
 from privacy import without_names  # noqa: E402
 from processes import CANNOT_RUN, PARTS, Part  # noqa: E402
@@ -39,6 +42,8 @@ WITH_RESULT = ("passed", "failed", "cannot run")
 def main() -> None:
     """Run what was asked for, keep the file, and print the table."""
     options = parse_options()
+    if options.kit:
+        use_kit(options.kit)
     stop_on_terminate()
     document = start(options)
     end = time.monotonic() + options.seconds * (DRY_RUN_FACTOR if options.dry_run else 1)
@@ -65,8 +70,19 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--parts", nargs="+", choices=names, metavar="PART", help=", ".join(names))
     parser.add_argument("--seconds", type=float, default=1500, help="for all parts together")
     parser.add_argument("--resume", action="store_true", help="only parts without a result")
+    parser.add_argument("--kit", type=Path, metavar="FOLDER", help="where its pieces are brought")
     parser.add_argument("--json", type=Path, default=Path("check-gpu.json"), help="the result")
     return parser.parse_args()
+
+
+def use_kit(kit: Path) -> None:
+    """Go on with what the kit has, in this process's place; end where a piece of it is missing."""
+    if piece := missing_piece(kit):
+        sys.exit(f"bring a piece of the kit to {kit}, and start again: {piece}")
+    unpack(kit)
+    needed = environment(kit)
+    if os.environ.get("VLLM_NCCL_SO_PATH") != needed["VLLM_NCCL_SO_PATH"]:
+        os.execve(sys.executable, sys.orig_argv, os.environ | needed)
 
 
 def start(options: argparse.Namespace) -> dict[str, Any]:
