@@ -64,11 +64,10 @@ def measure(
         view=view,
         config=BalanceConfig(
             min_batch_tokens=32,
-            chunk_bytes=4096,
-            relay=args.relay,
             speeds=",".join(["1.0", *["0.8", "0.6"] * num_ranks][:num_ranks]),
         ),
         num_batches=num_batches,
+        relay=args.relay,
         max_tokens=args.max_tokens,
         policies=(*[Policy.QUOTA] * 3, Policy.OFF),
         speeds=tuple(SpeedSource),

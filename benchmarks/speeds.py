@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--quiet-batches", type=int, default=1000)
     options = parser.parse_args()
     with (
-        serve(options, model(options.model), "bfloat16", "--ring-records", str(1 << 17)) as running,
+        serve(options, model(options.model), "bfloat16") as running,
         closing(Server(running.url)) as server,
         closing(Sidecar(running.sidecar_url, running.token)) as sidecar,
     ):

@@ -17,7 +17,6 @@ from ultraep_serve.costs.model import CostModel
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.system.environment import CONFIG_VARIABLE, config_text, keep_config
 from ultraep_serve.system.files import parse_object
-from ultraep_serve.system.logs import LogFormat
 from ultraep_serve.system.settings import Settings, read_settings
 from ultraep_serve.system.versions import NewerEngine
 from ultraep_serve.types import Policy
@@ -66,9 +65,6 @@ class SidecarSettings(Settings):
         description="its port; 0: a free one "
         f"(default: the server's + {SIDECAR_DISTANCE}; {_VLLM_PORT + SIDECAR_DISTANCE} without a "
         "launcher)",
-    )
-    log_format: LogFormat | None = Field(
-        default=None, description="lines of the sidecar's log (default: log_format of the server)"
     )
     allowed_hosts: str = Field(
         default="",
@@ -162,38 +158,14 @@ class BalanceConfig(Settings):
         description="weights move between so many ranks: 0, those of a host; fewer; or, where GPUs "
         "share memory between hosts (IMEX), those of several",
     )
-    relay: Literal["auto", "always", "never"] = Field(
-        default="auto", description="whether ranks forward widely replicated experts"
-    )
-    senders: int = Field(
-        default=32,
-        ge=1,
-        le=512,
-        description="thread blocks that send experts from a GPU, beside the engine's dispatch; 32 "
-        "multiprocessors are always left free",
-    )
     allow_ideal: bool = Field(
         default=False, description="permit policy ideal, which gives wrong answers, for measuring"
-    )
-    chunk_bytes: int = Field(
-        default=1 << 20,
-        ge=4096,
-        le=1 << 30,
-        description="unit of weight transfer, in bytes; on GPUs at most 256 KiB",
-    )
-    ring_records: int = Field(
-        default=4096, ge=16, le=1 << 20, description="records kept per rank for the sidecar"
     )
     sidecar: SidecarSettings | None = Field(
         default=None,
         description="settings of a sidecar that the primary rank of each host starts (default: "
         "none; the launcher starts one itself)",
         json_schema_extra={"flag": False},
-    )
-    log_format: LogFormat = Field(
-        default="text",
-        description="lines that launcher, ranks and sidecar write to the log: text, or a JSON "
-        "object each; the engine's own lines are as its own settings say",
     )
     run_dir: str = Field(
         default="",

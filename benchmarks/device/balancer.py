@@ -152,13 +152,11 @@ def balancer_of_rank_0(
         policy=Policy.QUOTA,
         min_batch_tokens=1,
         max_imbalance=1.0,
-        relay="auto",
         allow_ideal=False,
         speeds="equal",
-        chunk_bytes=sizes.chunk_bytes,
     )
     location = Location.on_one_host(0, shape.num_ranks)
-    setup = GroupSetup(config, shape, TokenView.OWN, location)
+    setup = GroupSetup(config, shape, TokenView.OWN, location, chunk_bytes=sizes.chunk_bytes)
     programs = Programs(bench.num_programs, 0)
     layers = [masters, [torch.ones_like(tensor) for tensor in masters]]
     return mirrored_balancer(driver, setup, layers, rows, recorder, PATIENCE_NS, programs)

@@ -18,7 +18,7 @@ VIEWS = list(TokenView)
 
 def make_batches(num_ranks: int, view: TokenView, **settings: Any) -> RandomBatches:
     """L = 7 is prime; chunks are smaller than an expert, so that several make one."""
-    config = BalanceConfig(min_batch_tokens=32, chunk_bytes=4096, timeout_seconds=30.0)
+    config = BalanceConfig(min_batch_tokens=32, timeout_seconds=30.0)
     model = TinyMoE(ExpertShape(num_ranks, 7 * num_ranks, 2), inner=80, hidden=32)
     batches = RandomBatches(model, view, config, num_batches=160 // num_ranks, max_tokens=160)
     return replace(batches, **settings)
@@ -45,7 +45,7 @@ def run(run_path: Path, batches: RandomBatches) -> StressReport:
 def test_answers_are_the_same_bits(run_path: Path, view: TokenView, num_ranks: int) -> None:
     batches = make_batches(num_ranks, view)
     if num_ranks == 4:
-        batches = replace(batches, config=batches.config.replace(relay="always"))
+        batches = replace(batches, relay="always")
     report = run(run_path, batches)
     seen = report.counts()
     assert seen["planned"] >= 10
@@ -61,7 +61,7 @@ def test_domains_balance_their_own_experts_against_everybodys_tokens(
 ) -> None:
     """Domains of one rank move nothing, whatever they see."""
     batches = make_batches(num_ranks, view, domain_size=domain_size)
-    batches = replace(batches, config=batches.config.replace(relay="always"))
+    batches = replace(batches, relay="always")
     if domain_size == 1:
         reports = run_ranks(run_stress, num_ranks, run_path, batches, timeout_seconds=120)
         assert not any(report.bytes_sent or report.inexact for report in reports)
@@ -110,8 +110,8 @@ def test_impossible_ids_on_one_rank_leave_every_rank_alone(run_path: Path, view:
 
 def test_slots_of_each_layer_apart(run_path: Path) -> None:
     batches = make_batches(2, TokenView.SHARED)
-    config = batches.config.replace(slot_memory="per_layer", relay="always")
-    assert run(run_path, replace(batches, config=config)).counts()["planned"] >= 10
+    config = batches.config.replace(slot_memory="per_layer")
+    assert run(run_path, replace(batches, config=config, relay="always")).counts()["planned"] >= 10
 
 
 @pytest.mark.parametrize("view", VIEWS)

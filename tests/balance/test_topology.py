@@ -91,7 +91,7 @@ def find(rank: int, run_path: Path, host_size: int, config: BalanceConfig) -> Lo
     played = Location(rank, 4, host_size, host_size)
     config = config.replace(run_dir=str(host_path(run_path, played)))
     if rank == 2:
-        config = config.replace(ring_records=config.ring_records + config.slots)
+        config = config.replace(domain_size=config.slots)
     return find_location(config, rank, 4, engine_group(run_path, rank, 4))
 
 
@@ -116,7 +116,7 @@ def test_ranks_find_their_hosts(run_path: Path, host_size: int) -> None:
 def test_hosts_that_were_started_with_other_flags_are_told_which(run_path: Path) -> None:
     outcomes = outcomes_of_ranks(find, 4, run_path, 2, BalanceConfig())
     assert {outcome.error for outcome in outcomes} == {"ConfigError"}
-    message = "rank 2 was started with another ring_records than rank 0"
+    message = "rank 2 was started with another domain_size than rank 0"
     assert all(message in outcome.message for outcome in outcomes)
 
 

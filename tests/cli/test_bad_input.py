@@ -125,7 +125,7 @@ BAD = [
     *((*VLLM, "--port", value) for value in ("-1", "65536", HUGE)),
     *(
         (*VLLM, flag, HUGE)
-        for flag in ("--domain-size", "--min-batch-tokens", "--max-imbalance", "--chunk-bytes")
+        for flag in ("--domain-size", "--min-batch-tokens", "--max-imbalance", "--domain-size")
     ),
     *(("sidecar", "--run-dir", ".", "--port", port) for port in ("-1", "65536", HUGE)),
     ("sidecar", "--run-dir", "a\0b"),

@@ -29,7 +29,7 @@ from ultraep_serve.types import Policy
 
 
 def test_json_and_back() -> None:
-    config = BalanceConfig(policy=Policy.OFF, slots=5, relay="always", run_dir="/dev/shm/x")
+    config = BalanceConfig(policy=Policy.OFF, slots=5, run_dir="/dev/shm/x")
     assert BalanceConfig.from_json(config.to_json()) == config
     assert "\n" not in config.to_json()
     assert BalanceConfig.from_json("{}") == BalanceConfig()
@@ -45,10 +45,7 @@ def test_json_and_back() -> None:
         ("max_imbalance", float("nan")),
         ("on_unsupported", "warn"),
         ("slot_memory", "shared"),
-        ("relay", "yes"),
-        ("chunk_bytes", 100),
         ("timeout_seconds", 0.0),
-        ("ring_records", 15),
         ("policy", 1),
     ],
 )
@@ -163,9 +160,9 @@ def test_policies_by_name() -> None:
 def test_every_flag_arrives_with_its_type() -> None:
     parser = argparse.ArgumentParser()
     BalanceConfig.add_flags(parser)
-    flags = "--policy off --slots 3 --max-imbalance 2 --allow-ideal --relay never"
+    flags = "--policy off --slots 3 --max-imbalance 2 --allow-ideal"
     config = BalanceConfig.from_flags(parser.parse_args(flags.split()))
-    given = {"policy": Policy.OFF, "slots": 3, "max_imbalance": 2.0, "relay": "never"}
+    given = {"policy": Policy.OFF, "slots": 3, "max_imbalance": 2.0}
     assert config == BalanceConfig(**given, allow_ideal=True)
     assert BalanceConfig.from_flags(parser.parse_args([])) == BalanceConfig()
 
@@ -198,7 +195,7 @@ policy: off
 min_batch_tokens: 17
 speeds: 1.0,0.6
 costs: {seconds_per_assignment: 1.0e-6, bytes_per_expert: 1048576, link_bytes_per_second: 1.0e+9}
-sidecar: {port: 8005, log_format: json}
+sidecar: {port: 8005, host: 127.0.0.2}
 """
 
 
@@ -216,10 +213,10 @@ def test_flags_override_a_file(tmp_path: Path) -> None:
     config, sidecar = of_file(file)
     assert (config.policy, config.min_batch_tokens, config.speeds) == (Policy.OFF, 17, "1.0,0.6")
     assert json.loads(config.costs)["bytes_per_expert"] == 1 << 20
-    assert sidecar == SidecarSettings(port=8005, log_format="json")
+    assert sidecar == SidecarSettings(port=8005, host="127.0.0.2")
     config, sidecar = of_file(file, "--policy", "quota", "--slots", "3", "--sidecar-port", "9000")
     assert (config.policy, config.slots, config.min_batch_tokens) == (Policy.QUOTA, 3, 17)
-    assert sidecar == SidecarSettings(port=9000, log_format="json")
+    assert sidecar == SidecarSettings(port=9000, host="127.0.0.2")
 
 
 def test_a_json_file_with_all_settings_comes_back(tmp_path: Path) -> None:
@@ -278,7 +275,7 @@ def test_a_mistake_is_named_by_its_flag() -> None:
     for words, message in (
         ("--max-imbalance 0.5", "--max-imbalance = 0.5 must be 1 to 1000000"),
         ("--slots many", "--slots = many must be a whole number, 0 to 64"),
-        ("--relay yes", "--relay = yes must be 'auto', 'always' or 'never'"),
+        ("--slot-memory x", "--slot-memory = x must be 'aliased' or 'per_layer'"),
         ("--speeds 2", "--speeds: '2' must be auto or equal"),
     ):
         with pytest.raises(ConfigError, match=message):

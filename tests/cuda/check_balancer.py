@@ -170,7 +170,7 @@ def test_speeds_that_differ() -> None:
 
 def test_relays() -> None:
     """Four ranks, one expert hot: its copies are handed on from rank to rank."""
-    setup = Setup(ExpertShape(4, 8, 1), TokenView.OWN, CONFIG.replace(relay="always"))
+    setup = Setup(ExpertShape(4, 8, 1), TokenView.OWN, relay="always")
     with fresh_run_path() as run_path:
         filled = run_ranks(compare, 4, run_path, setup, ("skewed",), timeout_seconds=400.0)
     assert sum(filled) > 0
@@ -210,7 +210,7 @@ def turn_out_otherwise(rank: int, run_path: Path, setup: Setup) -> int:
 @pytest.mark.parametrize("relay", ["never", "always"])
 def test_a_layer_that_was_expected_to_be_left_alone_is_balanced_all_the_same(relay: str) -> None:
     """In the launch that plans; others send beside it."""
-    setup = Setup(ExpertShape(4, 8, 1), TokenView.OWN, CONFIG.replace(relay=relay))
+    setup = Setup(ExpertShape(4, 8, 1), TokenView.OWN, relay=relay)
     with fresh_run_path() as run_path:
         filled = run_ranks(turn_out_otherwise, 4, run_path, setup, timeout_seconds=400.0)
     assert sum(filled) > 0
@@ -282,8 +282,7 @@ def test_overlapping_micro_batches_keep_their_slots(view: TokenView) -> None:
 @pytest.mark.parametrize("view", list(TokenView))
 def test_domains(view: TokenView) -> None:
     """Four ranks in two domains: each copies its own hot experts, and hears of all tokens."""
-    config = CONFIG.replace(relay="always")
-    setup = Setup(ExpertShape(4, 8, 1), view, config, domain_size=2)
+    setup = Setup(ExpertShape(4, 8, 1), view, domain_size=2, relay="always")
     names = ("skewed", "balanced", "bad id", "forced")
     with fresh_run_path() as run_path:
         filled = run_ranks(compare, 4, run_path, setup, names, timeout_seconds=500.0)

@@ -49,9 +49,9 @@ def outcomes(
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{run_path}/group", rank=rank, world_size=shape.num_ranks
     )
-    config = BalanceConfig(run_dir=str(run_path), timeout_seconds=60.0, relay="always")
+    config = BalanceConfig(run_dir=str(run_path), timeout_seconds=60.0)
     location = Location.on_one_host(rank, shape.num_ranks)
-    setup = GroupSetup(config, shape, TokenView.SHARED, location)
+    setup = GroupSetup(config, shape, TokenView.SHARED, location, relay="always")
     backend = DeviceBackend(setup, HostDriver())
     slots = [backend.adopt(list(experts(rank, shape, layer))) for layer in range(LAYERS)]
     backend.connect()

@@ -197,13 +197,13 @@ def test_the_sidecar_understands_what_it_is_started_with(
 ) -> None:
     parser = argparse.ArgumentParser()
     add_sidecar_arguments(parser)
-    flags = ["--sidecar-log-format", "json", "--sidecar-port", str(free_port())]
+    flags = ["--sidecar-port", str(free_port())]
     flags += ["--sidecar-allowed-hosts", "a.example,b.example"]
     command = sidecar_command(flags, monkeypatch)
     assert command is not None
     assert command[:3] == [sys.executable, "-m", "ultraep_serve.sidecar"]
     found = parser.parse_args(command[3:])
-    assert (found.log_format, str(found.port), found.host) == ("json", flags[3], "127.0.0.1")
+    assert (str(found.port), found.host) == (flags[1], "127.0.0.1")
     assert found.allowed_hosts == "a.example,b.example"
 
 
@@ -212,7 +212,7 @@ def test_a_file_of_settings_reaches_engine_and_sidecar(
 ) -> None:
     """The launcher as users start it, with a small command in the engine's place."""
     file, report, port = tmp_path / "ultraep.yaml", tmp_path / "report", free_port()
-    file.write_text(f"slots: 3\nmax_imbalance: 1.5\nsidecar: {{port: {port}, log_format: json}}\n")
+    file.write_text(f"slots: 3\nmax_imbalance: 1.5\nsidecar: {{port: {port}}}\n")
     code = f"import os; open({str(report)!r}, 'w').write(os.environ['{CONFIG_VARIABLE}'])"
     sidecars: list[list[str]] = []
 

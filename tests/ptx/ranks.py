@@ -49,7 +49,7 @@ class Rank:
 def new_rank(number: int, setup: GroupSetup, num_layers: int) -> Rank:
     """One whose layers are in place; it knows no other yet."""
     driver = HostDriver(granularity=_GRANULARITY)
-    pool = DeviceSlotPool(driver, setup.shape.num_slots, setup.config.chunk_bytes)
+    pool = DeviceSlotPool(driver, setup.shape.num_slots, setup.chunk_bytes)
     masters = setup.shape.num_masters
     layers = [pool.adopt(masters_of(number, layer, masters)) for layer in range(num_layers)]
     return Rank(number, setup, driver, layers, FakeRecorder(), pool)

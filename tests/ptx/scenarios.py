@@ -109,9 +109,11 @@ class Scenario:
     def setup_of(self, rank: int) -> GroupSetup:
         """Of one rank."""
         size = self.domain_size or self.shape.num_ranks
-        config = _CONFIG.replace(relay=self.relay, speeds=self.speeds)
+        config = _CONFIG.replace(speeds=self.speeds)
         location = Location(rank, self.shape.num_ranks, size, size)
-        return GroupSetup(config, self.shape, self.view, location)
+        return GroupSetup(
+            config, self.shape, self.view, location, relay=self.relay, chunk_bytes=4096
+        )
 
 
 SCENARIOS = {

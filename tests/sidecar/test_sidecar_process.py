@@ -1,13 +1,10 @@
 """The sidecar as its own process: what it imports, binds, writes and refuses."""
 
-import json
-import logging
 import os
 import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import httpx
@@ -18,7 +15,7 @@ from tests.support.sidecar_runs import status
 from tests.support.waiting import until
 from ultraep_serve.config import SidecarSettings
 from ultraep_serve.errors import ConfigError
-from ultraep_serve.sidecar.serve import control_token, is_loopback, serve, set_up_logging
+from ultraep_serve.sidecar.serve import control_token, is_loopback, serve
 from ultraep_serve.system.environment import TOKEN_VARIABLE
 from ultraep_serve.system.machine import free_port
 
@@ -147,22 +144,6 @@ def test_a_token_that_others_could_know_is_refused(tmp_path: Path) -> None:
         control_token(tmp_path)
     with pytest.raises(ConfigError, match="cannot write"):
         control_token(tmp_path / "missing")
-
-
-def test_logs_can_be_json(capsys: pytest.CaptureFixture[str]) -> None:
-    root = logging.getLogger()
-    before, level = root.handlers[:], root.level
-    root.handlers.clear()
-    try:
-        set_up_logging("json")
-        fields = {"event": "state", "ready": True}
-        logging.getLogger("x").info("said %d", 1, extra={"fields": fields})
-    finally:
-        root.handlers[:] = before
-        root.setLevel(level)
-    line = json.loads(capsys.readouterr().err)
-    assert (line["message"], line["level"], line["event"]) == ("said 1", "info", "state")
-    assert line["time"].startswith(time.strftime("%Y-%m-%d", time.gmtime()))
 
 
 PARENT = """

@@ -30,9 +30,7 @@ from ultraep_serve.verify.device_samples import DeviceSamples
 
 LAYERS, SMALL = 2, 8
 PATIENCE_NS = 3_000_000_000
-CONFIG = BalanceConfig(
-    min_batch_tokens=SMALL, chunk_bytes=4096, timeout_seconds=60.0, allow_ideal=True
-)
+CONFIG = BalanceConfig(min_batch_tokens=SMALL, timeout_seconds=60.0, allow_ideal=True)
 SHAPES = ((200, 25), (3,))  # mapped behind masters, packed
 
 
@@ -68,13 +66,16 @@ class Setup:
     config: BalanceConfig = CONFIG
     costs: IntegerCosts | None = None
     domain_size: int | None = None  # ranks of each domain, a host of its own; None: one domain
+    relay: str = "auto"
     is_sampled: bool = False  # on the device
     answers: Answers | None = None  # of samples
 
     def of(self, rank: int) -> GroupSetup:
         size = self.domain_size or self.shape.num_ranks
         location = Location(rank, self.shape.num_ranks, size, size)
-        return GroupSetup(self.config, self.shape, self.view, location)
+        return GroupSetup(
+            self.config, self.shape, self.view, location, relay=self.relay, chunk_bytes=4096
+        )
 
 
 @dataclass
@@ -91,7 +92,7 @@ def host_rig(rank: int, run_path: Path, setup: Setup, group: EngineGroup | None 
     """``group`` where there are several domains."""
     shape, view = setup.shape, setup.view
     all_gather = HostAllGather(group.on_host, 60.0) if group else None
-    pool = HostSlotPool(shape.num_replica_slots, setup.config.chunk_bytes)
+    pool = HostSlotPool(shape.num_replica_slots, setup.of(rank).chunk_bytes)
     layers = [pool.adopt(masters_of(rank, i, shape.num_masters)) for i in range(LAYERS)]
     width, chunks = row_width(shape.num_logical_experts, view), layers[0].chunks.shape[0]
     group_setup, recorder = setup.of(rank), FakeRecorder()
@@ -112,7 +113,7 @@ def device_rig(
     """``group`` where there are several domains."""
     shape, view = setup.shape, setup.view
     driver = HostDriver()
-    pool = DeviceSlotPool(driver, shape.num_slots, setup.config.chunk_bytes)
+    pool = DeviceSlotPool(driver, shape.num_slots, setup.of(rank).chunk_bytes)
     layers = [pool.adopt(masters_of(rank, i, shape.num_masters)) for i in range(LAYERS)]
     width, chunks = row_width(shape.num_logical_experts, view), layers[0].chunks.shape[0]
     limits = Limits(width, chunks, patience_ns, num_senders=2, num_relays=2)

@@ -68,13 +68,18 @@ class _Fatal(Stopwatch):
 
 def mortal_batches(num_ranks: int, view: TokenView, seed: int) -> RandomBatches:
     """Relays always, several chunks per expert, rank 0 switches policies at random."""
-    config = BalanceConfig(
-        min_batch_tokens=1, chunk_bytes=4096, relay="always", timeout_seconds=10.0
-    )
+    config = BalanceConfig(min_batch_tokens=1, timeout_seconds=10.0)
     model = TinyMoE(ExpertShape(num_ranks, 7 * num_ranks, 2), inner=80, hidden=32)
     policies = (Policy.QUOTA, Policy.QUOTA, Policy.QUOTA, Policy.OFF)
     return RandomBatches(
-        model, view, config, num_batches=1000, policies=policies, mortal=True, seed=seed
+        model,
+        view,
+        config,
+        num_batches=1000,
+        relay="always",
+        policies=policies,
+        mortal=True,
+        seed=seed,
     )
 
 

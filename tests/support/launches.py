@@ -169,12 +169,16 @@ def recorded_balancer(recorder: FakeRecorder, shape: ExpertShape = SHAPE) -> Dev
         policy=Policy.QUOTA,
         min_batch_tokens=SMALL,
         max_imbalance=1.02,
-        relay="auto",
         allow_ideal=False,
         speeds="auto",
+    )
+    setup = GroupSetup(
+        config,
+        shape,
+        TokenView.OWN,
+        Location.on_one_host(0, shape.num_ranks),
         chunk_bytes=1 << 12,
     )
-    setup = GroupSetup(config, shape, TokenView.OWN, Location.on_one_host(0, shape.num_ranks))
     return mirrored_balancer(HostDriver(), setup, masters, rows.int(), recorder, 1, Programs(1, 0))[
         0
     ]

@@ -105,7 +105,7 @@ def mirrored_balancer(
 
     Row 0 does not count: rank 0 posts its own. ``layers`` are masters (L, ...).
     """
-    pool = DeviceSlotPool(driver, setup.shape.num_slots, setup.config.chunk_bytes)
+    pool = DeviceSlotPool(driver, setup.shape.num_slots, setup.chunk_bytes)
     adopted = [pool.adopt(masters) for masters in layers]
     limits = Limits(rows.shape[1], adopted[0].chunks.shape[0], patience_ns, *programs)
     num_ranks = rows.shape[0]

@@ -35,6 +35,7 @@ from ultraep_serve.types import Decision, Policy, SpeedSource, TokenView, imbala
 __all__ = ["RandomBatches", "StressReport", "run_stress"]
 
 _Choice = TypeVar("_Choice")
+_CHUNK_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class RandomBatches:
     view: TokenView
     config: BalanceConfig  # without run_dir
     num_batches: int
+    relay: str = "auto"
     max_tokens: int = 256  # of one source of tokens
     top_k: int = 2
     policies: tuple[Policy, ...] = (Policy.QUOTA,)  # rank 0 changes between them at random
@@ -180,7 +182,7 @@ class _Runner:
         location = Location(rank, shape.num_ranks, domain_size, domain_size)
         self._weights = [model.weights(layer) for layer in range(model.num_layers)]
         per_layer = batches.config.slot_memory == "per_layer"
-        pool = HostSlotPool(shape.num_replica_slots, batches.config.chunk_bytes, per_layer)
+        pool = HostSlotPool(shape.num_replica_slots, _CHUNK_BYTES, per_layer)
         self._layers = [pool.adopt(model.masters(layer, rank)) for layer in range(model.num_layers)]
         for layer in self._layers:
             poison(layer.tensors, shape.num_masters)
@@ -200,7 +202,13 @@ class _Runner:
         self._recorder = _Recorder(self.report, domain_size)
         self._switch = _Switch(batches.config.policy)
         self._balancer = HostBalancer(
-            GroupSetup(batches.config.replace(run_dir=str(run_path)), shape, view, location),
+            GroupSetup(
+                batches.config.replace(run_dir=str(run_path)),
+                shape,
+                view,
+                location,
+                relay=batches.relay,
+            ),
             self._layers,
             fabric,
             self._switch if rank == 0 else None,

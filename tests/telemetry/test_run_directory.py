@@ -321,7 +321,7 @@ def met_on_hosts(rank: int, run_path: Path, shm: Path) -> tuple[str, range]:
     """One run of four ranks on two hosts, each with shared memory of its own."""
     module.SHARED_MEMORY = rendezvous.SHARED_MEMORY = shm / str(rank // 2)
     group = engine_group(run_path, rank, 4)
-    config = BalanceConfig(ring_records=64)
+    config = BalanceConfig(slots=1)
     location = find_location(config, rank, 4, group)
     directory = meet(config, location, group).run_path
     assert directory.is_dir()

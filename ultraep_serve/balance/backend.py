@@ -37,6 +37,7 @@ __all__ = [
     "row_width",
 ]
 
+CHUNK_BYTES = 1 << 20  # unit of weight transfer; GPUs take smaller ones
 CONNECT_FACTOR = 20  # times timeout_seconds: loading a model takes longer than a batch
 
 
@@ -49,6 +50,8 @@ class GroupSetup:
     view: TokenView
     location: Location
     engine_group: EngineGroup | None = None  # must be given where there are several domains
+    relay: str = "auto"  # whether ranks forward widely replicated experts; "always", "never"
+    chunk_bytes: int = CHUNK_BYTES
 
     @property
     def context(self) -> PlanContext:

@@ -8,12 +8,12 @@ from typing import Any
 from ultraep_serve.config import BalanceConfig, SidecarSettings, add_file_flag, given_settings
 from ultraep_serve.engines.sglang import launch as sglang
 from ultraep_serve.engines.vllm import launch as vllm
-from ultraep_serve.errors import ConfigError, UltraEPError
+from ultraep_serve.errors import ConfigError
 from ultraep_serve.launcher.sidecar import sidecar_command
 from ultraep_serve.launcher.supervisor import EngineCommand, supervise
 from ultraep_serve.launcher.tuned_kernels import link_tuned_kernels
 from ultraep_serve.system.environment import child_environment
-from ultraep_serve.system.logs import say, set_up_logs
+from ultraep_serve.system.logs import say
 from ultraep_serve.system.machine import why_not_listen
 from ultraep_serve.telemetry.run_directory import is_running, run_directory
 from ultraep_serve.telemetry.run_files import RunFiles
@@ -47,14 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Serve until the engine ends. Raises UltraEPError for what cannot be started."""
     config, sidecar = given_settings(arguments, "sidecar-")
-    set_up_logs(config.log_format)
-    try:
-        return _serve(arguments, config, sidecar)
-    except UltraEPError as error:
-        if config.log_format == "text":
-            raise
-        say(str(error), is_error=True)
-        return 2
+    return _serve(arguments, config, sidecar)
 
 
 def checked_command(

@@ -5,13 +5,12 @@ import os
 from collections import Counter
 from pathlib import Path
 
-from ultraep_serve.config import BalanceConfig
 from ultraep_serve.doctor.finding import Finding, Subject, error, ok, size, warning
 from ultraep_serve.engines.common.launch import count_experts
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.system.machine import available_memory
 from ultraep_serve.telemetry.record import record_dtype
-from ultraep_serve.telemetry.schema import HEADER_BYTES
+from ultraep_serve.telemetry.schema import HEADER_BYTES, RING_RECORDS
 from ultraep_serve.types import ExpertShape
 
 __all__ = ["check_memory", "check_shared_memory"]
@@ -46,7 +45,7 @@ def ring_bytes(subject: Subject) -> int:
     """Bytes of the rings of this host's ranks; for a typical model where none is given."""
     experts = (subject.model and count_experts(subject.model)) or _TYPICAL_EXPERTS
     shape = ExpertShape(subject.ranks.in_stage, experts, subject.config.slots)
-    records = BalanceConfig().ring_records * record_dtype(shape).itemsize
+    records = RING_RECORDS * record_dtype(shape).itemsize
     return subject.ranks.here * (HEADER_BYTES + records)
 
 

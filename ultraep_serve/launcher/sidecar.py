@@ -18,8 +18,7 @@ def sidecar_command(
 ) -> list[str]:
     """Arguments that serve ``config``'s run directory on ``port``, as long as ``parent`` lives."""
     command = [sys.executable, "-m", "ultraep_serve.sidecar", "--run-dir", str(config.run_path)]
-    log_format = settings.log_format or config.log_format
-    command += ["--host", settings.host, "--port", str(port), "--log-format", log_format]
+    command += ["--host", settings.host, "--port", str(port)]
     command += ["--allowed-hosts", settings.allowed_hosts] if settings.allowed_hosts else []
     command += ["--allow-ideal"] if config.allow_ideal else []
     return command if parent is None else [*command, "--parent", str(parent)]

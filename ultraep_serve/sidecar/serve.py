@@ -23,7 +23,6 @@ from ultraep_serve.sidecar.spans import BatchSpans
 from ultraep_serve.sidecar.store import Run
 from ultraep_serve.system.control_token import read_token
 from ultraep_serve.system.environment import control_token_from_environment
-from ultraep_serve.system.logs import JsonFormatter, LogFormat
 from ultraep_serve.system.machine import why_not_listen
 from ultraep_serve.telemetry.run_directory import remove_abandoned
 from ultraep_serve.telemetry.run_files import RunFiles
@@ -61,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     run_dir = arguments.run_dir or find_run()
     config, settings = given_settings(arguments, "")
     _limit_heaps()
-    set_up_logging(settings.log_format or config.log_format)
+    set_up_logging()
     if arguments.parent is not None:
         os.setpgrp()  # no signals of the engine's terminal, but its session: see start_child
     serve(run_dir, settings, control_token(run_dir), config.allow_ideal, arguments.parent)
@@ -194,12 +193,10 @@ def _keep_token(files: RunFiles, token: str | None) -> None:
             files.publish(files.token, token.encode())
 
 
-def set_up_logging(log_format: LogFormat) -> None:
-    """Log to standard error, as lines of text or of JSON."""
-    handler = logging.StreamHandler(sys.stderr)
-    text = logging.Formatter("%(levelname)s %(name)s: %(message)s")
-    handler.setFormatter(JsonFormatter() if log_format == "json" else text)
-    logging.basicConfig(level=logging.INFO, handlers=[handler])
+def set_up_logging() -> None:
+    """Log to standard error."""
+    form = "%(levelname)s %(name)s: %(message)s"
+    logging.basicConfig(level=logging.INFO, format=form, stream=sys.stderr)
 
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of malloc.h

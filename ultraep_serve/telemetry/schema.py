@@ -31,6 +31,7 @@ __all__ = [
     "MAX_CAPACITY",
     "MAX_EXPERTS",
     "MAX_RANKS",
+    "RING_RECORDS",
     "RING_VERSION",
     "SELF_CHECK_BYTES",
     "UNHEARD_BYTES",
@@ -46,6 +47,7 @@ HEADER_BYTES = 4096
 UNHEARD_BYTES = 512
 SELF_CHECK_BYTES = 1536
 MAX_CAPACITY = 1 << 20
+RING_RECORDS = 4096  # that a server's rank keeps for the sidecar
 MAX_RANKS = 4096
 _MAX_SLOTS = 1024
 MAX_EXPERTS = 1 << 20

@@ -36,6 +36,7 @@ __all__ = ["LEFT_FREE", "DeviceBackend", "num_programs", "table_costs"]
 
 LEFT_FREE = 32  # multiprocessors: as many as NCCL's collectives take; DeepEP's dispatch takes 24
 
+_SENDERS = 32  # programs that send experts beside the engine's dispatch
 _COMPILE_SECONDS = 600.0  # that a rank may need before it serves, with nothing in its caches
 _ROWS_PER_MASTER = (1024, 2048, 4096)  # beyond the roofline's ridge, where reading weights ends
 
@@ -49,7 +50,7 @@ class DeviceBackend:
         self._driver, self._device = driver, driver.device
         self._layers: list[LayerSlots] = []
         per_layer = config.slot_memory == "per_layer"
-        self._pool = DeviceSlotPool(driver, setup.shape.num_slots, config.chunk_bytes, per_layer)
+        self._pool = DeviceSlotPool(driver, setup.shape.num_slots, setup.chunk_bytes, per_layer)
 
     @property
     def slot_bytes(self) -> int:
@@ -61,10 +62,8 @@ class DeviceBackend:
 
     def connect(self) -> None:
         setup, location = self._setup, self._setup.location
-        may_relay = has_relays(setup.config.relay, location.domain_size)
-        senders, relays = num_programs(
-            _multiprocessors(self._device), setup.config.senders, may_relay
-        )
+        may_relay = has_relays(setup.relay, location.domain_size)
+        senders, relays = num_programs(_multiprocessors(self._device), _SENDERS, may_relay)
         limits = Limits(
             row_width=row_width(setup.shape.num_logical_experts, setup.view),
             max_chunks=max(layer.chunks.shape[0] for layer in self._layers),

@@ -105,6 +105,7 @@ class DeviceBalancer:
         """Take what ``HostBalancer`` takes."""
         config, shape = setup.config, setup.shape
         self._config, self._shape, self._view = config, shape, setup.view
+        self._relay = setup.relay
         self._source_rank, self._domain_size = setup.source_rank, setup.location.domain_size
         self._fabric = fabric
         self._recorder, self._samples = recorder, samples
@@ -381,9 +382,7 @@ class DeviceBalancer:
             gate=self._gate,
             rows=rows,
             speeds=self._speeds,
-            sender=Sender(
-                self._fabric.rank, self._config.relay, self._fabric.epoch, self._min_saved
-            ),
+            sender=Sender(self._fabric.rank, self._relay, self._fabric.epoch, self._min_saved),
             outcome=self._spare_outcome if pending is None else pending.on_device,
             buffers=self._plans[micro_batch],
             begins=begins,

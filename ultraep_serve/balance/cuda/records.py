@@ -42,7 +42,7 @@ class Records:
     def write(self, pending: PendingLayer) -> None:
         """Record one layer of one batch; a batch that was off is counted, once."""
         shape, rank = self._setup.shape, self._setup.location.rank
-        relay = self._setup.config.relay
+        relay = self._setup.relay
         sizes = shape.num_logical_experts, shape.num_ranks, shape.num_slots
         found = unpack_outcome(pending.values, *sizes)
         outcome = LayerOutcome(

@@ -61,7 +61,7 @@ class _DeviceStages:
     def __init__(
         self, setup: GroupSetup, layers: Sequence[LayerSlots], fabric: DeviceFabric
     ) -> None:
-        self._shape, self._relay = setup.shape, setup.config.relay
+        self._shape, self._relay = setup.shape, setup.relay
         self._layers, self._fabric = layers, fabric
         self._device = fabric.status.device
         may_relay = has_relays(self._relay, setup.location.domain_size)

@@ -46,7 +46,7 @@ class HostBackend:
         self._layers: list[LayerSlots] = []
         config = setup.config
         per_layer = config.slot_memory == "per_layer"
-        self._pool = HostSlotPool(setup.shape.num_replica_slots, config.chunk_bytes, per_layer)
+        self._pool = HostSlotPool(setup.shape.num_replica_slots, setup.chunk_bytes, per_layer)
 
     @property
     def slot_bytes(self) -> int:

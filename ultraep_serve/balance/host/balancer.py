@@ -78,7 +78,7 @@ class HostBalancer:
         """
         self._config, self._view = setup.config, setup.view
         shape = setup.shape
-        self._source_rank = setup.source_rank
+        self._source_rank, self._relay = setup.source_rank, setup.relay
         self._context = setup.context  # with the speeds of the batch that runs
         self._layers = layers
         self._fabric = fabric
@@ -253,7 +253,7 @@ class HostBalancer:
         if plan is None:
             return 0
         masters = self._context.shape.num_masters
-        parents = chosen_parents(plan.slot_expert, masters, self._config.relay, self._costs)
+        parents = chosen_parents(plan.slot_expert, masters, self._relay, self._costs)
         slots = self._layers[layer]
         self._fabric.stream(slots, plan.slot_expert, parents, masters)
         sent, _ = experts_moved(plan.slot_expert, masters, parents)

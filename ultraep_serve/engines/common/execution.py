@@ -20,7 +20,6 @@ from ultraep_serve.config import BalanceConfig
 from ultraep_serve.engines.common.setup import BalancedLayers, EngineRank, balanced_ids
 from ultraep_serve.engines.common.shared_values import SharedValues, require_agreement
 from ultraep_serve.errors import UnsupportedError
-from ultraep_serve.system.logs import set_up_logs
 from ultraep_serve.types import CheckResult, ExpertShape, TokenView
 
 __all__ = [
@@ -131,7 +130,6 @@ def start_balancing(
     layers, parameters, shape = loaded.layers, loaded.parameters, loaded.shape
     device = parameters[0][0].device
     assert own.group is not None, "engines have a group of all ranks"
-    set_up_logs(config.log_format)
     require_agreement(loaded.shared, own.group.on_host, config)
     answers = _answers(execution, loaded, own.rank, complete)
     own = replace(own, answers=answers, experts=execution.choose_ways(layers))

@@ -35,7 +35,7 @@ from ultraep_serve.system.versions import versions_here
 from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.recorder import Recorder, RingSettings
 from ultraep_serve.telemetry.run_files import RunFiles
-from ultraep_serve.telemetry.schema import RingState
+from ultraep_serve.telemetry.schema import RING_RECORDS, RingState
 from ultraep_serve.telemetry.self_check import SelfCheck, SelfCheckOutcome
 from ultraep_serve.telemetry.spool import SpoolSource, SpoolWriter
 from ultraep_serve.types import CheckResult, ExpertShape, TokenView
@@ -171,7 +171,7 @@ class BalancedLayers:
         setup, config = self._setup, self._setup.config
         settings = RingSettings(
             num_layers=self._num_layers,
-            ring_records=config.ring_records,
+            ring_records=RING_RECORDS,
             engine=self._engine,
             mode=setup.view.value,
             slot_bytes=self._slot_bytes,

@@ -11,7 +11,6 @@ from ultraep_serve.engines.common.seams import why_not_loaded
 from ultraep_serve.engines.sglang.seams import SEAMS
 from ultraep_serve.errors import UltraEPError
 from ultraep_serve.system.environment import first_process
-from ultraep_serve.system.logs import set_up_logs
 from ultraep_serve.system.versions import SGLANG
 from ultraep_serve.types import Policy
 
@@ -30,7 +29,6 @@ def register() -> None:
         config = BalanceConfig.from_environment()
         if config is None:
             return
-        set_up_logs(config.log_format)
         from ultraep_serve.engines.common.process import tidy_up_at_exit
         from ultraep_serve.engines.common.rendezvous import refuse_or_serve_plainly
 

@@ -14,7 +14,6 @@ from ultraep_serve.engines.common.seams import why_not_loaded
 from ultraep_serve.engines.vllm.seams import SEAMS
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.system.environment import share_with_ray_workers
-from ultraep_serve.system.logs import set_up_logs
 from ultraep_serve.system.versions import VLLM
 
 __all__ = ["register"]
@@ -36,8 +35,6 @@ def register() -> None:
         if given is None:
             raise
         raise SystemExit(f"ultraep: error: {error}") from error
-    if asked is not None:
-        set_up_logs(asked.log_format)
     share_with_ray_workers()
     tidy_up_at_exit()
     try:
