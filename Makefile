@@ -56,7 +56,7 @@ engine-next: setup setup-sglang
 ifneq ($(VLLM)$(SGLANG),)
 	$(VENV)/bin/python -m tests.engines.check_next $(VLLM:%=--vllm %) $(SGLANG:%=--sglang %)
 else
-	$(VENV)/bin/python -m tests.engines.check_next --history 5 --json benchmarks/results/engine-next.json; \
+	$(VENV)/bin/python -m tests.engines.check_next --json benchmarks/results/engine-next.json; \
 		status=$$?; $(VENV)/bin/python -m docs.generate.releases && exit $$status
 endif
 

@@ -108,8 +108,8 @@ class BalanceConfig(Settings):
     )
     on_newer_engine: NewerEngine = Field(
         default="refuse",
-        description="an engine's release after all verified ones: refuse it, or try it if all that "
-        "the adapter touches is still there and the self-check passes",
+        description="an engine's release after all verified ones: refuse it, or try it and let the "
+        "self-check decide",
     )
     self_check: Literal["off", "quick", "full"] = Field(
         default="quick",

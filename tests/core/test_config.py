@@ -322,3 +322,9 @@ def test_the_sidecars_port_is_none_of_the_engines(server: int) -> None:
     neighbours = {first + rank for first in (8000, 8100, 8200, 30000) for rank in range(ranks)}
     assert SidecarSettings().port_beside(server) not in neighbours
     assert SidecarSettings(port=9000).port_beside(server) == 9000
+
+
+def test_an_engine_that_is_tried_is_checked() -> None:
+    BalanceConfig(on_newer_engine="try")
+    with pytest.raises(ConfigError, match="'try' needs a self-check"):
+        BalanceConfig(on_newer_engine="try", self_check="off")

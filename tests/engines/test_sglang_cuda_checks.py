@@ -1,7 +1,7 @@
 """What the SGLang adapter accepts on GPUs, and what it refuses; one process."""
 
+import sys
 import warnings
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ with warnings.catch_warnings():
     from tests.support import sglang_fakes as fakes  # has what SGLang looks for
 
     # isort: split
+    from sglang.srt.arg_groups.field_order import POSITIONAL_FIELD_ORDER
     from sglang.srt.arg_groups.overrides import resolving_view
     from sglang.srt.layers.moe.ep_moe.layer import DeepEPMoE
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
@@ -24,8 +25,7 @@ with warnings.catch_warnings():
     from sglang.srt.layers.quantization.fp8 import Fp8Config
     from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseConfig
 
-    from ultraep_serve.engines.sglang import checks, group, launch, quantised
-    from ultraep_serve.engines.sglang.seams import HOOKED, SEAMS
+    from ultraep_serve.engines.sglang import checks, group, hooks, launch, plugin, quantised
 
 from ultraep_serve.errors import UnsupportedError
 from ultraep_serve.launcher.tuned_kernels import link_tuned_kernels
@@ -140,24 +140,43 @@ def test_other_accelerators_are_refused(monkeypatch: pytest.MonkeyPatch) -> None
     assert "only on NVIDIA GPUs and for --device cpu" in refusal(checks.check_engine, "refuse")
 
 
-def test_a_newer_release_is_tried_if_nothing_moved_and_refused_by_name_if_something_did(
+def test_a_newer_release_is_refused_unless_it_is_to_be_tried(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(checks, "is_cuda", lambda: True)
     monkeypatch.setattr(checks.metadata, "version", lambda _: "0.5.24")
     assert "or set on_newer_engine to try" in refusal(checks.check_engine, "refuse")
     assert "SGLang 0.5.24 has not been verified" in checks.check_engine("try")
-    other = replace(HOOKED["experts"], parameters="self x")
-    monkeypatch.setattr(checks, "SEAMS", (other,))
-    moved = "SGLang 0.5.24 is not as this adapter needs it: sglang.srt.layers.moe.fused_moe_triton"
-    assert moved in refusal(checks.check_engine, "try")
 
 
-def test_every_setting_that_is_judged_and_every_flag_that_is_read_is_a_seam() -> None:
+def test_sglang_ends_where_the_adapter_does_not_import(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """SGLang would log what a plugin raises, and serve without it."""
+    monkeypatch.setattr("ultraep_serve.engines.common.process.tidy_up_at_exit", lambda: None)
+    monkeypatch.setitem(sys.modules, "ultraep_serve.engines.sglang.hooks", None)
+    monkeypatch.setenv("ULTRAEP_CONFIG", "{}")
+    reason = "this SGLang is not one that can be balanced: import of ultraep_serve.engines.sglang.h"
+    with pytest.raises(SystemExit, match=reason):
+        plugin.register()
+    monkeypatch.setenv("ULTRAEP_CONFIG", '{"policy": "off"}')
+    plugin.register()
+    assert reason in caplog.text
+
+
+def test_a_hooked_function_with_other_parameters_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hooks.check_hooked_functions()
+    monkeypatch.setattr(FusedMoE, "forward_impl", lambda self, topk_output, hidden_states: None)
+    with pytest.raises(UnsupportedError, match=r"takes \(self, topk_output, hidden_states\), not"):
+        hooks.check_hooked_functions()
+
+
+def test_every_setting_that_is_judged_and_every_flag_that_is_read_is_sglangs() -> None:
     judged = {name for name, _, _ in (*checks._ANYWHERE, *checks._ON_CPU, *checks._ON_GPU)}
     judged |= vars(launch.parse_engine_flags([])).keys() - {"config"}  # of its parser alone
-    (settings,) = (seam for seam in SEAMS if seam.target.endswith(":POSITIONAL_FIELD_ORDER"))
-    assert judged <= set(settings.mentions.split())
+    assert judged <= set(POSITIONAL_FIELD_ORDER)
 
 
 # Layers

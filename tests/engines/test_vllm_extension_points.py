@@ -6,7 +6,6 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +22,7 @@ with warnings.catch_warnings():
     from vllm.model_executor.layers.fused_moe import fused_moe
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
     from vllm.model_executor.layers.fused_moe.router.zero_expert_router import ZeroExpertRouter
-    from vllm.model_executor.model_loader.utils import process_weights_after_loading
+    from vllm.model_executor.model_loader import utils as loading
     from vllm.plugins import DEFAULT_PLUGINS_GROUP
     from vllm.utils.import_utils import resolve_obj_by_qualname
 
@@ -31,7 +30,6 @@ with warnings.catch_warnings():
     from tests.support.experts import NUM_EXPERTS
     from tests.support.vllm_gpu import NAMES, NUM_RANKS
     from ultraep_serve.engines.vllm import checks, launch, routed_experts
-    from ultraep_serve.engines.vllm.seams import SEAMS
     from ultraep_serve.engines.vllm.warm_up import after_warm_up
 
 from ultraep_serve.doctor import versions
@@ -66,7 +64,7 @@ def test_this_version_is_accepted_on_cpu_where_it_was_served_there(
         checks.check_engine()
 
 
-def test_a_newer_release_is_tried_if_nothing_moved_and_refused_by_name_if_something_did(
+def test_a_newer_release_is_refused_unless_it_is_to_be_tried(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(checks, "current_platform", PLATFORM)
@@ -74,13 +72,29 @@ def test_a_newer_release_is_tried_if_nothing_moved_and_refused_by_name_if_someth
     with pytest.raises(UnsupportedError, match=r"install vllm==0\.33\.\*, or set on_newer_engine"):
         checks.check_engine()
     assert "vLLM 0.39.1 has not been verified on NVIDIA GPUs" in checks.check_engine("try")
-    hook = next(seam for seam in SEAMS if seam.target.endswith(":RoutedExperts.forward_modular"))
-    other = replace(hook, parameters="self x router_logits")
-    monkeypatch.setattr(checks, "SEAMS", (other,))
-    for version, newer in (("0.39.1", "try"), ("0.33.0", "refuse")):
-        monkeypatch.setattr(checks.vllm, "__version__", version)
-        with pytest.raises(UnsupportedError, match=r"forward_modular takes \(self, x, topk_w.*not"):
-            checks.check_engine(newer)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "other", "reason"),
+    [
+        (
+            RoutedExperts,
+            "forward_modular",
+            lambda self, x, topk_ids, topk_weights: None,
+            r"takes \(self, x, topk_ids, topk_weights\), not \(self, x, topk_w",
+        ),
+        (loading, "process_weights_after_loading", lambda model: None, "update_param_tp_status"),
+    ],
+)
+def test_what_would_change_in_silence_is_refused_in_every_release(
+    monkeypatch: pytest.MonkeyPatch, owner: object, name: str, other: object, reason: str
+) -> None:
+    monkeypatch.setattr(checks, "current_platform", PLATFORM)
+    monkeypatch.setattr(checks.vllm, "__version__", "0.33.0")
+    checks.check_engine()
+    monkeypatch.setattr(owner, name, other)
+    with pytest.raises(UnsupportedError, match=reason):
+        checks.check_engine()
 
 
 @pytest.mark.parametrize("worker", ["gpu_worker.Worker", "cpu_worker.CPUWorker"])
@@ -233,7 +247,7 @@ def test_vllms_loader_tells_a_layer_when_its_weights_are_final(balanced: Any) ->
         quantization=None, dtype=torch.bfloat16, word_embeddings_untied_by_checkpoint=True
     )
     with set_current_vllm_config(config):
-        process_weights_after_loading(model, model_config, torch.device("cpu"))
+        loading.process_weights_after_loading(model, model_config, torch.device("cpu"))
     assert seen == [layer.quant_method.moe_kernel]
     assert seen[0] is not None
 

@@ -7,9 +7,6 @@ from importlib import metadata
 from ultraep_serve import __version__
 from ultraep_serve.doctor.finding import Finding, Subject, error, ok, warning
 from ultraep_serve.engines.common.guard import PLUGIN, left_out
-from ultraep_serve.engines.common.seams import require_engine
-from ultraep_serve.engines.sglang.seams import SEAMS as SGLANG_SEAMS
-from ultraep_serve.engines.vllm.seams import SEAMS as VLLM_SEAMS
 from ultraep_serve.errors import SERVE_UNBALANCED, UnsupportedError
 from ultraep_serve.system.environment import engine_variable
 from ultraep_serve.system.versions import (
@@ -26,7 +23,6 @@ __all__ = ["check_versions"]
 EntryPointsOf = Callable[[str], list[str]]
 FilterOf = Callable[[str], str | None]
 _GROUPS = {"vLLM": "vllm.general_plugins", "SGLang": "sglang.srt.plugins"}  # of entry points
-_SEAMS = {"vLLM": VLLM_SEAMS, "SGLang": SGLANG_SEAMS}
 
 
 def entry_point_names(group: str) -> list[str]:
@@ -60,7 +56,7 @@ def _check_version(installed: Installed, newer: NewerEngine) -> Finding:
     package = installed.package
     if not installed.is_verified:
         try:
-            told = require_engine(package, installed.version, _SEAMS[package.engine], newer)
+            told = package.require(installed.version, newer)
         except UnsupportedError as refusal:
             seen, _, remedy = refusal.problem.rpartition("; ")
             return error("engine", seen, f"{remedy}, or {SERVE_UNBALANCED}")

@@ -68,14 +68,23 @@ class Package:
         newest = _numbers(self.releases[-1].removesuffix(".*"))
         return _numbers(public.partition(".post")[0])[: len(newest)] >= newest
 
-    def require(self, version: str) -> None:
-        """Raise UnsupportedError, naming the remedy, unless ``version`` is verified."""
-        if not self.is_verified(version):
-            otherwise = f", or {TRY_NEWER}" if self.is_newer(version) else ""
-            raise UnsupportedError(
-                f"{self.engine} {version} has not been verified on {self.runs_on} (only "
-                f"{', '.join(self.releases)} has); install {self.requirement}{otherwise}"
-            )
+    def require(self, version: str, newer: NewerEngine = "refuse") -> str:
+        """Raise UnsupportedError, naming the remedy, unless ``version`` can be balanced.
+
+        A release that was not verified is refused, or with ``newer`` "try" accepted if it came
+        after all that were. Then what to tell users is returned.
+        """
+        if self.is_verified(version):
+            return ""
+        problem = (
+            f"{self.engine} {version} has not been verified on {self.runs_on} (only "
+            f"{', '.join(self.releases)} has)"
+        )
+        if not self.is_newer(version):
+            raise UnsupportedError(f"{problem}; install {self.requirement}")
+        if newer == "refuse":
+            raise UnsupportedError(f"{problem}; install {self.requirement}, or {TRY_NEWER}")
+        return f"{problem}; it is tried, and the self-check at load decides"
 
 
 def _numbers(release: str) -> list[int]:

@@ -1,7 +1,7 @@
 """Which SGLang, settings and MoE layers this adapter was verified with; it refuses all others."""
 
 from importlib import metadata
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.environ import envs
@@ -12,12 +12,13 @@ from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
 from sglang.srt.utils import is_cpu, is_cuda
 
 from ultraep_serve.engines.common.requirements import Requirement, unmet
-from ultraep_serve.engines.common.seams import require_engine
 from ultraep_serve.engines.sglang.cpu_experts import ACTIVATIONS
 from ultraep_serve.engines.sglang.quantised import wrong_kernel
-from ultraep_serve.engines.sglang.seams import SEAMS
 from ultraep_serve.errors import POLICY_OFF, UnsupportedError
 from ultraep_serve.system.versions import SGLANG, NewerEngine
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
 
 __all__ = [
     "check_checkpoint",
@@ -37,7 +38,7 @@ _DISPATCHERS = ("StandardDispatcher", "DeepEPDispatcher")  # take physical exper
 
 def check_engine(newer: NewerEngine = "refuse") -> str:
     """Raise UnsupportedError unless this SGLang can be balanced; what to tell users, or nothing."""
-    told = require_engine(SGLANG, metadata.version("sglang"), SEAMS, newer)
+    told = SGLANG.require(metadata.version("sglang"), newer)
     if not is_cpu() and not is_cuda():
         raise UnsupportedError(
             "balancing is there only on NVIDIA GPUs and for --device cpu; use one of them"
@@ -230,7 +231,7 @@ _ON_GPU: tuple[Requirement, ...] = (
 )
 
 
-def check_settings(settings: Any) -> None:
+def check_settings(settings: "ServerArgs") -> None:
     """Raise UnsupportedError for SGLang's settings (all resolved) that contradict balancing."""
     if problem := (
         unmet(settings, [*_ANYWHERE, *(_ON_CPU if is_cpu() else _ON_GPU)])
@@ -240,7 +241,7 @@ def check_settings(settings: Any) -> None:
         raise UnsupportedError(problem)
 
 
-def _wrong_sizes(settings: Any) -> str | None:
+def _wrong_sizes(settings: "ServerArgs") -> str | None:
     if settings.ep_size < 2:
         return "there is nothing to balance on one rank; add --tp-size 2 --ep-size 2 (or more)"
     if settings.ep_size != settings.tp_size:
@@ -251,7 +252,7 @@ def _wrong_sizes(settings: Any) -> str | None:
     return None
 
 
-def _wrong_phases(settings: Any) -> str | None:
+def _wrong_phases(settings: "ServerArgs") -> str | None:
     """What of CUDA graphs and of scheduling would keep the host from knowing a batch's phase."""
     graphs = settings.cuda_graph_config
     if graphs is not None and graphs.prefill.backend != "disabled":

@@ -20,6 +20,7 @@ from sglang.srt.utils import is_cpu
 from ultraep_serve.balance.speeds import expert_clock
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.engines.common.rendezvous import refuse_or_serve_plainly
+from ultraep_serve.engines.common.requirements import require_parameters
 from ultraep_serve.engines.sglang.checks import (
     check_checkpoint,
     check_cpu_execution,
@@ -30,19 +31,30 @@ from ultraep_serve.engines.sglang.checks import (
 from ultraep_serve.engines.sglang.cpu_experts import complete_device_module, compute_own
 from ultraep_serve.engines.sglang.execution import CpuExperts, DeviceExperts
 from ultraep_serve.engines.sglang.group import ExpertGroup, complete_outputs, expert_layers
-from ultraep_serve.engines.sglang.seams import HOOKED
 from ultraep_serve.errors import UnsupportedError
 from ultraep_serve.system.environment import first_process
+from ultraep_serve.system.versions import SGLANG
 from ultraep_serve.types import Policy
 
 __all__ = ["PrefillTokens", "install"]
 
 logger = logging.getLogger(__name__)
 
-LOAD, FORWARD, EXPERTS, CORE, COMPUTE, SCHEDULER, GATHER = (
-    HOOKED[name].target.replace(":", ".")
-    for name in ("load", "forward", "experts", "core", "compute", "scheduler", "gather")
-)
+LOAD = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
+FORWARD = "sglang.srt.model_executor.model_runner.ModelRunner.forward"
+EXPERTS = "sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE.forward_impl"
+CORE = "sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE.run_moe_core"
+COMPUTE = "sglang.srt.layers.moe.fused_moe_native.moe_forward_native"
+SCHEDULER = "sglang.srt.managers.scheduler.Scheduler.__init__"
+GATHER = "sglang.srt.managers.scheduler_components.dp_attn.MLPSyncBatchInfo.all_gather"
+
+# Of the functions whose parameters a hook tells apart by their order.
+_PARAMETERS = {
+    FORWARD: "self forward_batch skip_attn_backend_init pp_proxy_tensors reinit_attn_backend "
+    "split_forward_count",
+    EXPERTS: "self hidden_states topk_output pre_quant_input",
+    COMPUTE: "layer x topk_output moe_runner_config",
+}
 
 
 def install(config: BalanceConfig) -> None:
@@ -109,6 +121,7 @@ class _SchedulerHooks:
         complete_outputs(runner.model)
         if self._config.policy is not Policy.OFF and not runner.is_draft_worker:
             try:
+                check_hooked_functions()
                 check_settings(resolving_view(runner.server_args))
                 self._group = ExpertGroup(self._config, runner.model, self._execution)
                 self._choose_others(runner.model)
@@ -231,6 +244,15 @@ class _SchedulerHooks:
         self._group.check_adopted(scheduler.tp_worker.model_runner.model)
         self._group.mark_ready()
         self._is_made = True
+
+
+def check_hooked_functions() -> None:
+    """Raise UnsupportedError where a hooked function takes other parameters than its hook knows.
+
+    SGLang's wrappers have the signature of what they wrap. Call it when SGLang is imported.
+    """
+    for target, expected in _PARAMETERS.items():
+        require_parameters(SGLANG, pkgutil.resolve_name(target), expected)
 
 
 def _is_in_place(target: str, hook: Callable[..., Any]) -> bool:

@@ -7,8 +7,7 @@ import logging
 import os
 
 from ultraep_serve.config import BalanceConfig
-from ultraep_serve.engines.common.seams import why_not_loaded
-from ultraep_serve.engines.sglang.seams import SEAMS
+from ultraep_serve.engines.common.requirements import why_not_loaded
 from ultraep_serve.errors import UltraEPError
 from ultraep_serve.system.environment import first_process
 from ultraep_serve.system.versions import SGLANG
@@ -36,7 +35,7 @@ def register() -> None:
         try:
             from ultraep_serve.engines.sglang.hooks import install
         except (ImportError, AttributeError) as error:
-            refusal = why_not_loaded(SGLANG, SEAMS, error)
+            refusal = why_not_loaded(SGLANG, error)
             if config.policy is Policy.OFF:
                 logger.warning("ultraep: %s", refusal.problem)
                 return

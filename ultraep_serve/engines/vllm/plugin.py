@@ -10,8 +10,7 @@ import sys
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.engines.common.guard import SETTING, setting_on_command_line
 from ultraep_serve.engines.common.process import tidy_up_at_exit
-from ultraep_serve.engines.common.seams import why_not_loaded
-from ultraep_serve.engines.vllm.seams import SEAMS
+from ultraep_serve.engines.common.requirements import why_not_loaded
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.system.environment import share_with_ray_workers
 from ultraep_serve.system.versions import VLLM
@@ -42,7 +41,7 @@ def register() -> None:
 
         substitute()
     except (ImportError, AttributeError) as error:
-        refusal = why_not_loaded(VLLM, SEAMS, error)
+        refusal = why_not_loaded(VLLM, error)
         if asked is not None and asked.on_unsupported == "error":
             raise refusal from error
         logger.warning("ultraep: %s", refusal.problem)
