@@ -24,6 +24,11 @@ def parser(description: str, default: str | None = None) -> argparse.ArgumentPar
     return made
 
 
+def numbers(text: str) -> tuple[int, ...]:
+    """Numbers separated by commas."""
+    return tuple(map(int, text.split(",")))
+
+
 def command() -> str:
     """The command line, to publish beside figures."""
     return shlex.join(["python", *sys.argv])

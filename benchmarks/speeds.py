@@ -5,7 +5,7 @@
 One server of two ranks. Each round sends one prompt that is planned by equal speeds (counts) and
 one by measured speeds (times), in changing order: first while both cores are free, then while
 another process takes half of the second rank's core. The ranks' records say which speeds were in
-use, and in ``--quiet-batches`` more batches on free cores, whether noise ever changed one.
+use.
 """
 
 import argparse
@@ -19,12 +19,13 @@ from typing import Any
 
 import harness
 import numpy as np
-from served import model, new_records, serve
+from served import add_server_flags, model, new_records, serve
 from ultraep_kernels.contract import FULL_SPEED
 
 from ultraep_lab.bench.engine import Server
 from ultraep_lab.bench.prefill import median_interval, ratios_json
 from ultraep_lab.bench.sidecar import Sidecar
+from ultraep_lab.demo.balanced_server import installed_engine
 from ultraep_lab.demo.text import sample_text
 from ultraep_serve.telemetry.reader import RingReader
 from ultraep_serve.telemetry.record import RecordArray
@@ -33,7 +34,6 @@ from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.types import SpeedSource
 
 SOURCES = (SpeedSource.EQUAL, SpeedSource.AUTO)
-QUIET_TOKENS = 512
 PERIOD = 0.01  # seconds
 SETTLE = 50  # prompts, until measured speeds are those of the phase
 
@@ -41,15 +41,11 @@ SETTLE = 50  # prompts, until measured speeds are those of the phase
 def main() -> None:
     """Serve, measure, print a line per phase, write the JSON."""
     parser = harness.parser(__doc__, "speeds.json")
-    parser.add_argument("--engine", choices=("vllm", "sglang"), default="vllm")
-    parser.add_argument("--mode", choices=("tensor", "data"), default="tensor")
-    parser.add_argument("--eager", action="store_true", help="do not compile the model")
-    parser.add_argument("--model", default="qwen3")
-    parser.add_argument("--prompt-tokens", type=int, nargs="+", default=[2048, 4096, 8192])
+    add_server_flags(parser)
+    parser.add_argument("--prompt-tokens", type=harness.numbers, default=(2048, 4096, 8192))
     parser.add_argument("--rounds", type=int, default=15, help="per length and phase")
     parser.add_argument("--busy", type=float, default=0.5, help="part of the core that is taken")
     parser.add_argument("--core", type=int, default=1, help="of the second rank")
-    parser.add_argument("--quiet-batches", type=int, default=1000)
     options = parser.parse_args()
     with (
         serve(options, model(options.model), "bfloat16") as running,
@@ -57,12 +53,8 @@ def main() -> None:
         closing(Sidecar(running.sidecar_url, running.token)) as sidecar,
     ):
         rings = Rings(running.port)
-        document = {
-            "engine": options.engine,
-            "mode": options.mode,
-            "free": phase(options, server, sidecar, rings),
-            "quiet": quiet(options, server, sidecar, rings),
-        }
+        engine, free = installed_engine(), phase(options, server, sidecar, rings)
+        document = {"engine": engine, "mode": options.mode, "free": free}
         with busy(options.core, options.busy):
             document["busy"] = phase(options, server, sidecar, rings)
     harness.write(options.json, document | {"busy_part_of_core": options.busy})
@@ -118,24 +110,6 @@ def summary(seconds: list[float]) -> dict[str, Any]:
     return {"median": statistics.median(seconds), "interval": median_interval(seconds)}
 
 
-def quiet(
-    options: argparse.Namespace, server: Server, sidecar: Sidecar, rings: Rings
-) -> dict[str, Any]:
-    """What ranks measured in every one of many batches, and how often speeds in use changed."""
-    sidecar.set_speeds(SpeedSource.AUTO)
-    rings.new()
-    kept: list[list[RecordArray]] = []
-    for number in range(options.quiet_batches):
-        server.first_token(prompt(QUIET_TOKENS, number, "quiet"))
-        if number % 50 == 49:
-            kept.append(rings.new())
-    kept.append(rings.new())
-    records = [np.concatenate(parts) for parts in zip(*kept, strict=True)]
-    found = {"prompt_tokens": QUIET_TOKENS, **in_use(records)}
-    print(found, flush=True)
-    return found | {"samples": per_batch(records)}
-
-
 def in_use(records: list[RecordArray]) -> dict[str, Any]:
     """Which speeds batches were planned with, by the first rank's records."""
     _, first = np.unique(records[0]["batch"], return_index=True)
@@ -154,17 +128,6 @@ def in_use(records: list[RecordArray]) -> dict[str, Any]:
             for rank, mine in enumerate(records)
         ],
     }
-
-
-def per_batch(records: list[RecordArray]) -> list[list[list[int]]]:
-    """(B, R, 2): nanoseconds of a rank's experts and its assignments, over a batch's layers."""
-    by_rank = []
-    for rank, mine in enumerate(records):
-        _, index = np.unique(mine["batch"], return_inverse=True)
-        columns = mine["experts_ns"], mine["load_after"][:, rank]
-        by_rank.append(np.stack([np.bincount(index, column) for column in columns], axis=1))
-    numbers: list[list[list[int]]] = np.stack(by_rank, axis=1).astype(int).tolist()
-    return numbers
 
 
 def prompt(tokens: int, number: int, name: str) -> str:

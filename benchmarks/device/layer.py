@@ -40,9 +40,8 @@ from virtual_layer import (
 from tests.support.bench import Bench
 from tests.support.kernel_checks import check_exchange, require_equal, require_ok
 from tests.support.virtual_ranks import VirtualRanks
+from ultraep_lab.machines import HARDWARE, LINK_SHARE, MODELS
 from ultraep_serve.balance.physical import forced_ids, identity_table, master_ids
-from ultraep_serve.costs.hardware import Efficiency, hardware
-from ultraep_serve.costs.shapes import model_shape
 from ultraep_serve.types import ExpertShape, imbalance
 
 LINK = "h100"  # whose NVLink is assumed
@@ -76,7 +75,7 @@ def run(bench: Bench, report: Report, model: str, num_ranks: int) -> None:
 
 def full(model: str, num_ranks: int) -> Sizes:
     """The published shape of a model."""
-    of = model_shape(model)
+    of = MODELS[model]
     shape = ExpertShape(num_ranks, of.num_experts, 2)
     of_expert = of.hidden_size, of.expert_size, of.experts_per_token
     imbalances = (1.5, 2.0, 3.0) if num_ranks <= FEW_RANKS else (2.0,)
@@ -175,7 +174,7 @@ def over_link(ranks: VirtualRanks, balanced: Balanced) -> float:
     sent = int(balanced.sends[balanced.busiest].tasks[:, 0].sum())
     received = int((balanced.slots >= 0).sum(1).max())
     expert_bytes = sum(tensor.shape[1] for tensor in ranks.experts[0])
-    rate = hardware(LINK).link_bytes_per_second * Efficiency().link
+    rate = LINK_SHARE * HARDWARE[LINK].link_bytes_per_second
     return 1e6 * max(sent, received) * expert_bytes / rate
 
 

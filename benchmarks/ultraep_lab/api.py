@@ -1,4 +1,4 @@
-"""Planning, replaying, simulating and asking servers from Python; docs/api.md walks through it."""
+"""Planning, replaying and asking servers from Python; docs/api.md walks through it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from ultraep_kernels.host.speeds import whole_speeds
 
 from ultraep_lab.comparators import PolicyFunction, policy_function, policy_of
 from ultraep_lab.comparators.own import QuotaFunction
-from ultraep_lab.plots import draw_replay, draw_simulations
+from ultraep_lab.plots import draw_replay
 from ultraep_lab.replay import Replay, compiled_planner
 from ultraep_lab.replay import replay as _replay
 from ultraep_lab.replay_options import ReplayOptions
@@ -31,14 +31,12 @@ __all__ = [
     "Workload",
     "batches",
     "draw_replay",
-    "draw_simulations",
     "load_trace",
     "make_trace",
     "plan",
     "replay",
     "replay_document",
     "save_trace",
-    "simulate",
     "status",
 ]
 
@@ -127,27 +125,6 @@ def replay(
     """
     wanted = ReplayOptions(num_ranks=ranks, **options)
     return _replay(trace, wanted, [_function(policy) for policy in policies])
-
-
-def simulate(**settings: Any) -> dict[str, Any]:
-    """What ``ultraep-serve simulate --json`` writes, by its flags' names with underscores.
-
-    Flags of several values are tuples, as in ``simulate(ep=(64,), slots=(1, 2))``. Processes of
-    its own plan; a program that is no notebook calls it under ``if __name__ == "__main__"``.
-
-    Raises ConfigError for settings that are wrong or unknown, and UltraEPError as the command.
-    """
-    from ultraep_lab.commands.simulate import SimulateFlags, TrafficFlags, simulate_fleet
-    from ultraep_lab.simulate.simulation import Fleet
-
-    parts: dict[type[Any], dict[str, Any]] = {Fleet: {}, TrafficFlags: {}}
-    for name in list(settings):
-        for schema, values in parts.items():
-            if name in schema.model_fields:
-                values[name] = settings.pop(name)
-    fleet, traffic = (schema(**values) for schema, values in parts.items())
-    document, _ = simulate_fleet(fleet, traffic, SimulateFlags(**settings))
-    return document
 
 
 def _function(policy: AnyPolicy) -> PolicyFunction:

@@ -16,6 +16,7 @@ from ultraep_kernels.host.speeds import whole_speeds
 from ultraep_lab.comparators import PolicyFunction
 from ultraep_lab.comparators.placement import Counts, Placement
 from ultraep_lab.trace import LoadTrace, Trace, batches, num_batches, stated_speeds
+from ultraep_serve.costs.model import Transfer, transfer_of
 from ultraep_serve.errors import PlanError, TraceError
 from ultraep_serve.plan.checks import imbalance_floor
 from ultraep_serve.plan.context import PlanContext
@@ -34,7 +35,7 @@ __all__ = [
 ]
 
 MAX_DUMP_BYTES = 2 << 30  # of all shares
-_SILENT_SECONDS = 2.0
+_SILENT_SECONDS = 10.0
 
 
 @dataclass
@@ -46,6 +47,7 @@ class PolicyReplay:
     num_replicas: list[int] = field(default_factory=list)
     slots_needed: list[int] = field(default_factory=list)  # on the rank that needs most
     remote: list[int] = field(default_factory=list)  # assignments computed off their token's rank
+    transfers: list[Transfer] = field(default_factory=list)  # of experts, within the batch
     plan_seconds: list[float] = field(default_factory=list)
 
 
@@ -168,6 +170,9 @@ def _planned(
     found.imbalance_after.append(imbalance(rank_load))
     found.time_imbalance_after.append(imbalance(rank_load, context.speeds))
     found.num_replicas.append(placement.num_replicas)
+    slots = placement.slot_expert
+    masters = context.shape.num_masters
+    found.transfers.append(Transfer(0, 0) if slots is None else transfer_of(slots, masters))
     found.slots_needed.append(placement.slots_needed)
     assert placement.shares is not None  # split_up
     kept = np.einsum("ses->", placement.shares, dtype=np.int64)

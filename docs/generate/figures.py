@@ -6,24 +6,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ultraep_lab.bench.prefill import WITHOUT_EP, median_interval
+from ultraep_lab.bench.prefill import median_interval
 
 __all__ = [
-    "PATHS",
     "RESULTS",
     "TRAFFIC",
     "estimate",
-    "path_rows",
     "percent",
-    "percent_of",
     "read_document",
     "read_rows",
-    "rest_mark",
     "rounds",
 ]
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
-PATHS = "real-routing-path"
 TRAFFIC = {"law": "law", "intent": "intent", "switch": "law, then intent"}
 
 
@@ -43,18 +38,6 @@ def rounds(row: dict[str, Any], base: str) -> list[tuple[float, float]]:
     return list(zip(samples[base], samples["quota"], strict=True))
 
 
-def rest_mark(row: dict[str, Any], base: str) -> str:
-    """What stands behind a ratio for which ``base`` was always asked after a rest."""
-    is_marked = base == WITHOUT_EP and "ttft_after_rest" not in row
-    return r" \*" if is_marked else ""
-
-
-def path_rows() -> list[dict[str, Any]]:
-    """Of all numbers of ranks, each of which has a file."""
-    rows = [row for path in RESULTS.glob(f"{PATHS}-*.json") for row in read_rows(path.stem)]
-    return sorted(rows, key=lambda row: int(row["ranks"]))
-
-
 def estimate(pairs: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
     """Median of the ratios within rounds, and where it lies with 95 % confidence.
 
@@ -68,8 +51,3 @@ def percent(median: float, low: float, high: float) -> str:
     """Ratios above 1 as "x % more"."""
     shown = (f"{round(100 * (ratio - 1))}" for ratio in (median, low, high))
     return "{} % ({} to {})".format(*shown)
-
-
-def percent_of(found: dict[str, Any]) -> str:
-    """As ``percent`` says it, of a JSON's ratio, whose interval may be missing."""
-    return percent(found["median"], *(found["interval"] or (found["min"], found["max"])))

@@ -213,17 +213,14 @@ def _flags_of(*command: str) -> Callable[[], str]:
     return lambda: _flags(*command)
 
 
-_LAB = ("demo", "record", "replay", "advise", "simulate", "make-trace")
+_LAB = ("demo", "record", "replay", "make-trace")
 TABLES: Mapping[str, tuple[Path, Callable[[], str]]] = {
     "commands": (DOCS / "commands" / "index.md", _commands),
     **{
         f"flags-{name}": (DOCS / "commands" / f"{name}.md", _flags_of(name))
         for name in ("sidecar", "status", "doctor", *_LAB)
     },
-    **{
-        f"flags-bench-{kind}": (DOCS / "commands" / "bench.md", _flags_of("bench", kind))
-        for kind in ("prefill", "load")
-    },
+    "flags-bench-prefill": (DOCS / "commands" / "bench.md", _flags_of("bench", "prefill")),
     "settings": (DOCS / "settings.md", lambda: _settings(BalanceConfig)),
     "sidecar-settings": (
         DOCS / "settings.md",

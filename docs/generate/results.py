@@ -9,6 +9,7 @@ import io
 import json
 import re
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +17,12 @@ from docs.generate.figures import (
     RESULTS,
     TRAFFIC,
     estimate,
-    path_rows,
     percent,
-    percent_of,
     read_document,
     read_rows,
-    rest_mark,
     rounds,
 )
 from docs.generate.reference import table, table_in, with_table
-from ultraep_lab.bench.load_report import _crossing
-from ultraep_lab.bench.prefill import WITHOUT_EP
 
 __all__ = ["PAGE", "README", "readme", "results"]
 
@@ -55,11 +51,9 @@ def readme(text: str) -> str:
 
 
 def results(text: str) -> str:
-    """A page with the two tables of results. Raises ValueError where one has no place."""
-    for name, made in (("results", _results()), ("instruction-sets", _instruction_sets())):
-        table_in(text, name)
-        text = with_table(text, name, made)
-    return text
+    """A page with the table of results. Raises ValueError where it has no place."""
+    table_in(text, "results")
+    return with_table(text, "results", _results())
 
 
 def _demo() -> str:
@@ -82,30 +76,6 @@ def _results() -> str:
     return table(("", "vLLM", "SGLang"), rows)
 
 
-def _instruction_sets() -> str:
-    """What vLLM gains on CPUs with each instruction set, a column each."""
-    return table(
-        ("", *_INSTRUCTION_SETS),
-        ((name, *map(figure, _INSTRUCTION_SETS)) for name, figure in _BY_INSTRUCTIONS.items()),
-    )
-
-
-def _by_instructions(base: str) -> Callable[[str], str]:
-    return lambda instructions: _ttft(_INSTRUCTION_SETS[instructions], base)
-
-
-def _experts_alone(instructions: str) -> str:
-    """What experts with many rows take by the best exact way, over the engine's without EP."""
-    ratios = []
-    for found in read_document("expert-kernels-xeon")["findings"]:  # as the times of servers are
-        kind = found["instructions"], found["dtype"], found["rows"]
-        if kind == (instructions, "bfloat16", _MANY_ROWS):
-            milliseconds = found["ms"]
-            exact = [milliseconds[way] for way, is_exact in found["exact"].items() if is_exact]
-            ratios.append(min(exact) / milliseconds["without EP"])
-    return f"{min(ratios):.2f} to {max(ratios):.2f}" if ratios else _NOT_MEASURED
-
-
 def _claim(pairs: Sequence[tuple[float, float]]) -> str:
     """By how much the second of each pair of times is shorter, as "x % faster" has it.
 
@@ -120,52 +90,25 @@ def _claim(pairs: Sequence[tuple[float, float]]) -> str:
 
 def _ttft(name: str, base: str) -> str:
     """Of every prompt length, how much faster ``quota`` is than ``base``."""
-    rows = read_rows(name)
-    if base not in rows[0]["ttft_samples"]:
-        return _NOT_MEASURED
-    return "<br>".join(f"{row['prompt_tokens'] >> 10}k: {_faster_than(row, base)}" for row in rows)
-
-
-def _faster_than(row: dict[str, Any], base: str) -> str:
-    """How much faster ``quota`` is than ``base`` at one prompt length."""
-    return _claim(rounds(row, base)) + rest_mark(row, base)
+    return "<br>".join(
+        f"{row['prompt_tokens'] >> 10}k: {_claim(rounds(row, base))}" for row in read_rows(name)
+    )
 
 
 def _recorded(engine: str, base: str) -> str:
     """Of every recorded text, how much faster ``quota`` is than ``base``."""
-    name = _RECORDED.get(engine)
-    if name is None:
-        return _NOT_MEASURED
-    rows = read_rows(name)
-    return "<br>".join(f"{TRAFFIC[row['workload']]}: {_faster_than(row, base)}" for row in rows)
+    rows = read_rows(_RECORDED[engine])
+    return "<br>".join(f"{TRAFFIC[row['workload']]}: {_claim(rounds(row, base))}" for row in rows)
 
 
 def _recorded_over(base: str) -> Callable[[str], str]:
     return lambda engine: _recorded(engine, base)
 
 
-def _recorded_path(part: str) -> Callable[[str], str]:
-    """Of every recorded text, how much faster ``quota`` is than ``off`` by CPU time."""
-
-    def shown(engine: str) -> str:
-        if engine != _PATH_ENGINE:
-            return _NOT_MEASURED
-        return "<br>".join(
-            f"{TRAFFIC[row['workload']]}: {percent_of(row['paired'][f'{part}_off_over_quota'])}"
-            for row in path_rows()
-            if row["ranks"] == _MANY_RANKS
-        )
-
-    return shown
-
-
 def _recorded_imbalance(engine: str) -> str:
-    name = _RECORDED.get(engine)
-    if name is None:
-        return _NOT_MEASURED
     return "<br>".join(
         f"{TRAFFIC[workload]}: {found['before']:.2f}, {found['quota']:.3f}"
-        for workload, found in read_document(name)["imbalance"].items()
+        for workload, found in read_document(_RECORDED[engine])["imbalance"].items()
     )
 
 
@@ -209,8 +152,19 @@ def _more_requests(engine: str) -> str:
         ]
         for name in ("quota", "off")
     )
-    pairs = [(one["rate"], other["rate"]) for one, other in zip(ours, others, strict=True)]
+    pairs = list(zip(ours, others, strict=True))
     return _NOT_REACHED if None in sum(pairs, ()) else _claim(pairs)
+
+
+def _crossing(curve: Sequence[tuple[float, float]], limit: float) -> float | None:
+    """The rate at which ``curve`` passes ``limit``, on a straight line between two of its points.
+
+    None where that is outside the rates that were measured.
+    """
+    for (rate, before), (next_rate, after) in pairwise(curve):
+        if before <= limit < after:
+            return rate + (limit - before) / (after - before) * (next_rate - rate)
+    return None
 
 
 def _imbalance(engine: str) -> str:
@@ -223,43 +177,22 @@ def _load(engine: str) -> dict[str, Any]:
 
 
 _RATES = {"serving": 4.0, "sglang": 3.0}  # requests/s, the middle of what was measured
-_MANY_RANKS, _PATH_ENGINE = 8, "serving"
 _LIMIT = 0.5  # seconds of mean time to first token
-_MANY_ROWS = 512  # of an expert
-_INSTRUCTION_SETS = {  # the times that were measured with each
-    "AVX2": "serving-ttft-avx2",
-    "AVX512": "serving-ttft-avx512",
-    "AVX512-BF16": "serving-ttft-avx512-bf16",
-    "AMX": "serving-ttft-amx",
-}
-_BY_INSTRUCTIONS: dict[str, Callable[[str], str]] = {
-    "the same server without balancing": _by_instructions("off"),
-    "the engine without expert parallelism": _by_instructions(WITHOUT_EP),
-    "forced perfect balance, the limit": _by_instructions("ideal"),
-    "time of the experts alone, engine without expert parallelism = 1": _experts_alone,
-}
 _RESULTS: dict[str, dict[str, Callable[[str], str]]] = {
     "Time to first token with recorded routing, 4k tokens of each text: faster than": {
         "the same server without balancing": _recorded_over("off"),
-        "the engine without expert parallelism": _recorded_over(WITHOUT_EP),
         "forced perfect balance, the limit": _recorded_over("ideal"),
-    },
-    f"Critical path of {_MANY_RANKS} ranks with recorded routing, by CPU time: faster than": {
-        "experts without balancing": _recorded_path("experts"),
-        "all layers without balancing": _recorded_path("path"),
     },
     "Work of the busiest of two ranks over the mean with recorded routing": {
         "before, after": _recorded_imbalance,
     },
     "Time to first token with skewed routing, by tokens of the prompt: faster than": {
         "the same server without balancing": _ttft_over("off"),
-        "the engine without expert parallelism": _ttft_over(WITHOUT_EP),
         "forced perfect balance, the limit": _ttft_over("ideal"),
         "without balancing, where the model is balanced already": _balanced,
     },
     "Mean time to first token at 4 (SGLang: 3) requests/s: faster than": {
         "the same server without balancing": _loaded("ttft_mean_seconds", "off"),
-        "the engine without expert parallelism": _loaded("ttft_mean_seconds", "without-ep"),
         "the engine's own balancer (EPLB)": _loaded("ttft_mean_seconds", "sglang-eplb"),
     },
     "Time between tokens (99th percentile) at that rate: faster than": {

@@ -14,11 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.support.model_configs import QWEN3_30B
 from ultraep_serve.cli import main
-from ultraep_serve.costs.shapes import PRESETS
 
 HUGE, DIGITS, LONG = str(10**30), "1" * 5000, "a" * 5000
-MODEL = dict(PRESETS["qwen3-30b-a3b"])
 COSTS = {"seconds_per_assignment": 1e-6, "bytes_per_expert": 10**6, "link_bytes_per_second": 1e9}
 IDS = np.zeros((64, 2, 8), np.int16)
 COMMAND = (sys.executable, "-m", "ultraep_serve.cli")
@@ -45,10 +44,8 @@ def make_files(folder: Path) -> None:
     (folder / "deep.json").write_text("[" * 100_000)
     configs = {
         "nested": {"text_config": [1]},
-        "heads": {**MODEL, "head_dim": None, "num_attention_heads": 4096},
-        "digits": {**MODEL, "hidden_size": int("1" * 400)},
-        "experts": {**MODEL, "num_experts": 10**30},
-        "layers": {**MODEL, "num_hidden_layers": 10**18},
+        "digits": {**QWEN3_30B, "hidden_size": int("1" * 400)},
+        "experts": {**QWEN3_30B, "num_experts": 10**30},
     }
     costs = {
         "late": {**COSTS, "plan_seconds": 1e300},
@@ -69,22 +66,20 @@ def make_files(folder: Path) -> None:
 
 
 REPLAY = ("--ep", "8", "--policies", "off,quota,eplb-slots", "--batch-tokens", "64")
-HARDWARE = ("--hardware", "h100", "--model-config", "qwen3-30b-a3b")
-ADVISE = ("advise", "--trace", "good.npz", "--ep", "8", "--batch-tokens", "64")
+PAYS = ("replay", "good.npz", *REPLAY)
 VLLM = ("vllm", "model", "--no-sidecar", "--enable-expert-parallel", "-tp=2")
-CUSTOM = (*ADVISE, "--model-config", "qwen3-30b-a3b", "--hardware", "custom", "--costs")
 BENCH = ("bench", "prefill")
 RECORD = ("record", "--out", "out.npz")
 BAD = [
     *(
-        (*ADVISE, "--hardware", "h100", "--model-config", name)
+        (*PAYS, "--hardware", "h100", "--model-config", name)
         for name in (
-            *("list.json", "binary.json", "deep.json", "nested.json", "heads.json", "digits.json"),
-            *("experts.json", "layers.json", "pipe", "zero", LONG),
+            *("list.json", "binary.json", "deep.json", "nested.json", "digits.json"),
+            *("experts.json", "pipe", "zero", LONG),
         )
     ),
-    *((*CUSTOM, f"{name}.json") for name in ("late", "wide", "thin", "list", "deep")),
-    *((*CUSTOM, name) for name in ("pipe", "zero")),
+    *((*PAYS, "--costs", f"{name}.json") for name in ("late", "wide", "thin", "list", "deep")),
+    *((*PAYS, "--costs", name) for name in ("pipe", "zero")),
     *(
         ("replay", name, *REPLAY)
         for name in ("time.npz", "bool.npz", "shape.npz", "pipe", "zero", "a\0b", f"{LONG}.npz")
@@ -98,9 +93,7 @@ BAD = [
         ("replay", "good.npz", *REPLAY, "--json", name)
         for name in (LONG, "a\0b", "/proc/x", "/etc/passwd/x", "/dev/full")
     ),
-    *((*ADVISE, *HARDWARE, flag, DIGITS) for flag in ("--domain-size", "--limit", "--context")),
-    *((*ADVISE, *HARDWARE, "--operator-rates", name) for name in ("list.json", "deep.json")),
-    *((*ADVISE, *HARDWARE, "--efficiency", value) for value in ("nan", "inf", "0")),
+    *((*PAYS, flag, DIGITS) for flag in ("--domain-size", "--limit")),
     *(
         (*command, flag, f"http://127.0.0.1:{port}")
         for command, flag in (
@@ -108,7 +101,6 @@ BAD = [
             (BENCH, "--sidecar"),
             (RECORD, "--url"),
             (RECORD, "--sidecar"),
-            (("advise", *HARDWARE), "--sidecar"),
             (("status",), "--url"),
         )
         for port in ("-1", "0", "65536", HUGE, DIGITS)

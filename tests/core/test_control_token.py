@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ultraep_serve.cli.arguments import ServerFlags, control_token
+from ultraep_lab.arguments import ServerFlags, control_token
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.system.environment import TOKEN_VARIABLE, control_token_from_environment
 from ultraep_serve.telemetry import run_directory

@@ -6,11 +6,11 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
 
-from docs.generate import decode as decode_page
 from docs.generate import families as family_pages
 from docs.generate import gpus as gpu_page
 from docs.generate import releases
@@ -22,7 +22,8 @@ ARCHITECTURE = DOCS / "dev" / "architecture.md"
 RESULTS = ROOT / "benchmarks" / "results"
 CODE = (ROOT / "ultraep_serve", ROOT / "kernels", ROOT / "benchmarks" / "ultraep_lab")
 CHANGELOG = ROOT / "CHANGELOG.md"
-PAGES = [README, CHANGELOG, ROOT / "deploy" / "README.md", *sorted(DOCS.rglob("*.md"))]
+OTHERS = [ROOT / folder / "README.md" for folder in ("deploy", "benchmarks")]
+PAGES = [README, CHANGELOG, *OTHERS, *sorted(DOCS.rglob("*.md"))]
 MADE_BY_USERS = {"deploy/.env", "check-gpu.json"}
 
 _SPAN = re.compile(r"`([^`\n]+)`|\]\(([^)#]+)\)")  # code, or where a link points
@@ -165,6 +166,13 @@ def test_the_reference_says_what_the_code_does(name: str) -> None:
         )
 
 
+def test_every_result_of_a_benchmark_has_its_command() -> None:
+    table = (ROOT / "benchmarks" / "README.md").read_text()
+    patterns = re.findall(r"`([\w*.-]+\.json)`", table)
+    results = [path.name for path in RESULTS.iterdir()]
+    assert not [name for name in results if not any(fnmatch(name, each) for each in patterns)]
+
+
 def test_every_command_has_a_page() -> None:
     pages = {"vllm": "serve", "sglang": "serve"}
     index = (DOCS / "commands" / "index.md").read_text()
@@ -207,11 +215,6 @@ def test_the_releases_of_engines_are_those_of_the_last_run() -> None:
     page = releases.PAGE.read_text()
     for name, made in releases.tables().items():
         assert table_in(page, name) == made, "run `python -m docs.generate.releases`"
-
-
-def test_the_page_on_decode_shows_what_was_replayed() -> None:
-    page, remedy = decode_page.PAGE.read_text(), "run `python -m docs.generate.decode`"
-    assert table_in(page, decode_page.NAME) == decode_page.decode(), remedy
 
 
 def test_the_page_on_gpus_shows_what_was_measured_on_one() -> None:

@@ -11,7 +11,7 @@ from ultraep_serve.balance.backend import GroupSetup
 from ultraep_serve.balance.host.backend import HostBackend
 from ultraep_serve.balance.topology import Location
 from ultraep_serve.config import BalanceConfig
-from ultraep_serve.costs.calibration import LEAST_ROWS, LineFit, Probes, agreed_costs, fit
+from ultraep_serve.costs.calibration import LEAST_ROWS, Probes, agreed_costs, fit
 from ultraep_serve.costs.model import CostModel
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.types import ExpertShape, TokenView
@@ -55,17 +55,8 @@ def test_a_machine_too_busy_to_measure_still_starts(caplog: pytest.LogCaptureFix
     assert "costs are an upper bound" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("seconds", "told"),
-    [
-        ((2e-3, 2e-3, 1.9e-3), "do not grow"),  # flat
-        ((1e-3, 9e-3, 4e-3), "off a line"),  # noisy
-    ],
-)
-def test_where_no_line_was_measured_a_table_serves_and_says_so(
-    caplog: pytest.LogCaptureFixture, seconds: tuple[float, ...], told: str
-) -> None:
-    measured = iter(seconds)
+def test_where_times_are_far_off_a_line_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    measured = iter((1e-3, 9e-3, 4e-3))
     sizes = []
     probes = Probes(
         seconds=lambda action: (action(), next(measured))[1],
@@ -75,14 +66,12 @@ def test_where_no_line_was_measured_a_table_serves_and_says_so(
         gather=lambda own: own[None],
         bytes_before_relay=1000,
         rows_per_master=(1024, 2048, 4096),
-        fallback=lambda: LineFit(7e-9, 1e-4, float("inf")),
     )
     costs = agreed_costs("", SHAPE, 4000, probes, sizes.append)
-    assert (costs.seconds_per_assignment, costs.base_seconds) == (7e-9, 1e-4)
+    assert costs.seconds_per_assignment > 0
     assert sizes == [4096, 4096, 8192, 16384]  # the first warms up
     (warning,) = caplog.messages
-    assert told in warning
-    assert "table of GPUs" in warning
+    assert "off a line; give --costs" in warning
 
 
 def test_given_costs_are_taken_as_they_are() -> None:

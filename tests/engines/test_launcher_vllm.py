@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ultraep_serve.costs.shapes import PRESETS
+from tests.support.model_configs import QWEN3_30B
 from ultraep_serve.engines.vllm import launch
 from ultraep_serve.engines.vllm.launch import engine_command, parse_engine_flags
 from ultraep_serve.errors import ConfigError, UnsupportedError
@@ -221,7 +221,7 @@ def test_the_cache_holds_a_request_as_long_as_the_models_context(
     flags: list[str], size: str, room: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch, "available_memory", lambda: 41 << 30)
-    config = {**PRESETS["qwen3-30b-a3b"], "max_position_embeddings": 40960}
+    config = {**QWEN3_30B, "max_position_embeddings": 40960}
     model = checkpoint(tmp_path, **config)
     command = engine_command(model, [*TWO_RANKS, *flags], Policy.QUOTA)
     assert command.environment["VLLM_CPU_KVCACHE_SPACE"] == size
@@ -234,7 +234,7 @@ def test_a_context_that_no_memory_holds_is_refused_before_loading(
 ) -> None:
     """Not where layers with a window would cache less, or where the user has chosen a size."""
     monkeypatch.setattr(launch, "available_memory", lambda: 41 << 30)
-    config = {**PRESETS["qwen3-30b-a3b"], "max_position_embeddings": 400_000}
+    config = {**QWEN3_30B, "max_position_embeddings": 400_000}
     model = checkpoint(tmp_path, **config)
     with pytest.raises(ConfigError, match="add --max-model-len 218452") as refused:
         engine_command(model, TWO_RANKS, Policy.QUOTA)

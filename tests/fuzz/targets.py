@@ -20,14 +20,15 @@ import httpx
 import numpy as np
 
 from tests.fuzz.http_target import http_target
+from tests.support.model_configs import DEEPSEEK_V3, QWEN3_30B
 from tests.support.ring_files import create, write
 from ultraep_lab.captured import assemble
 from ultraep_lab.engine_recordings import from_vllm
 from ultraep_lab.store import load_trace
 from ultraep_serve.balance.host_link import HostLink, Message
 from ultraep_serve.config import BalanceConfig
+from ultraep_serve.costs.kv_cache import kv_bytes_of
 from ultraep_serve.costs.model import CostModel
-from ultraep_serve.costs.shapes import PRESETS, shape_from_config
 from ultraep_serve.errors import BenchError, ControlError, RingError, UltraEPError
 from ultraep_serve.sidecar.metrics import StoreCollector
 from ultraep_serve.sidecar.statistics.held import NoAnswerError
@@ -314,7 +315,7 @@ def _configs(_: Path) -> Reader:
     kinds: list[Callable[[str], object]] = [
         BalanceConfig.from_json,
         lambda text: CostModel.from_json(text).integer_costs(),
-        lambda text: shape_from_config(parse_object(text, "config.json"), "fuzzed"),
+        lambda text: kv_bytes_of(parse_object(text, "config.json")),
     ]
 
     def read(data: bytes) -> None:
@@ -328,11 +329,10 @@ def _configs(_: Path) -> Reader:
 def _config_seeds(_: Path) -> list[bytes]:
     costs = {"seconds_per_assignment": 1e-6, "bytes_per_expert": 10**6, "link_bytes_per_second": 1}
     settings = BalanceConfig(speeds="1.0,0.6").to_json()
-    shapes = [dict(PRESETS[name]) for name in ("deepseek-v3", "qwen3-30b-a3b")]
-    nested = {"text_config": shapes[1]}
+    shapes = DEEPSEEK_V3, QWEN3_30B, {"text_config": QWEN3_30B}
     texts = [settings, '{"policy": "off"}', '{"sidecar": {"port": 0}}']
     parts = [b"\0" + text.encode() for text in texts] + [b"\1" + json.dumps(costs).encode()]
-    return parts + [b"\2" + json.dumps(shape).encode() for shape in (*shapes, nested)]
+    return parts + [b"\2" + json.dumps(shape).encode() for shape in shapes]
 
 
 def _files_of_settings(folder: Path) -> Reader:

@@ -126,8 +126,6 @@ def test_a_package_offers_a_policy(at_docs: Path, monkeypatch: pytest.MonkeyPatc
 def test_plans_need_what_they_are_of() -> None:
     with pytest.raises(ConfigError, match="need ranks"):
         api.plan([1, 2])
-    with pytest.raises(ConfigError, match="unknown setting 'slot'"):
-        api.simulate(slot=2)
 
 
 def test_a_policy_that_fails_in_a_replay_is_named() -> None:

@@ -14,11 +14,10 @@ from typing import Any
 import pytest
 
 from tests.support.bench_fakes import SPENT_SECONDS, TOKEN, FakeDeployment, deployed, tokenize
-from ultraep_lab.bench import prefill, sidecar
-from ultraep_lab.bench.engine import Server
-from ultraep_lab.bench.prefill import WITHOUT_EP, balanced_orders, median_interval
+from ultraep_lab.bench import sidecar
+from ultraep_lab.bench.prefill import balanced_orders, median_interval
 from ultraep_lab.commands import bench
-from ultraep_serve.cli import execute, main
+from ultraep_serve.cli import execute
 from ultraep_serve.errors import BenchError, ConfigError, UltraEPError
 
 NOWHERE = "http://127.0.0.1:9"  # the discard port: nothing listens there
@@ -33,7 +32,6 @@ def running() -> Iterator[FakeDeployment]:
 @pytest.fixture
 def fake(running: FakeDeployment, monkeypatch: pytest.MonkeyPatch) -> FakeDeployment:
     monkeypatch.setattr(sidecar, "_CATCH_UP_SECONDS", 0.1)  # the fake's answers are never late
-    monkeypatch.setattr(prefill, "_SETTLE_SECONDS", 0.0)  # nor does it poll
     running.reset()
     return running
 
@@ -85,14 +83,14 @@ def test_interval_of_the_median_needs_no_distribution() -> None:
 
 def test_document_says_where_it_comes_from(fake: FakeDeployment, tmp_path: Path) -> None:
     document = measured(fake, tmp_path / "result.json")
-    assert document["schema_version"] == 1
+    assert document["schema_version"] == 2
     assert (document["ranks"], document["model"], document["url"]) == (2, "fake/model", fake.url)
     assert set(document["machine"]) == {"cpu", "cores", "python", "platform", "sched_autogroup"}
     assert document["imbalance"] == {
         "before": {"mean": 1.5, "max": 2.0},
         "after": {"mean": 1.01, "max": 1.03},
     }
-    assert document["layers"][0]["records"] == 3
+    assert document["layers"][0]["records"] == 3  # with the one that warmed up
     overhead, (row,) = document["overhead"], document["rows"]
     assert overhead["spent_seconds"] == SPENT_SECONDS
     quota = sum(row["ttft_samples"]["quota"])
@@ -121,14 +119,6 @@ def test_policies_of_a_round_share_their_text(fake: FakeDeployment) -> None:
     assert all(middle in " ".join(tokenize(prompt)) for _, prompt in fake.prompts)
 
 
-def test_every_order_of_policies_is_used(fake: FakeDeployment) -> None:
-    fake.delays = dict.fromkeys(fake.delays, 0.0)
-    run(fake, "--warmup", "0", "--repeats", "6")
-    asked = [policy for policy, _ in fake.prompts]
-    rounds = {tuple(asked[at : at + 3]) for at in range(0, len(asked), 3)}
-    assert rounds == set(itertools.permutations(("off", "quota", "ideal")))
-
-
 def test_balance_is_asked_for_the_measured_quota_batches(fake: FakeDeployment) -> None:
     run(fake)
     (query,) = fake.queries
@@ -145,67 +135,6 @@ def test_every_variant_has_every_place_and_predecessor_equally_often(count: int)
     followed = Counter(pair for order in orders for pair in itertools.pairwise(order))
     assert len(followed) == count * (count - 1)
     assert len(set(followed.values())) <= 1
-
-
-def timed(variants: list[str]) -> list[str]:
-    """Of the variants that were asked, in their order, those that did not only wake a server."""
-    servers = [variant == WITHOUT_EP for variant in variants]
-    return [variant for i, variant in enumerate(variants) if i == 0 or servers[i] == servers[i - 1]]
-
-
-def test_without_ep_takes_its_turn_in_every_round(fake: FakeDeployment, tmp_path: Path) -> None:
-    flags = ("--without-ep", fake.without_ep_url, "--warmup", "0", "--repeats", "8")
-    document = measured(fake, tmp_path / "result.json", *flags)
-    assert document[WITHOUT_EP] == {"url": fake.without_ep_url, "model": "fake/model"}
-    asked = timed([variant for variant, _ in fake.prompts])
-    rounds = [asked[at : at + 4] for at in range(0, len(asked), 4)]
-    assert [sorted(each) for each in rounds] == [["ideal", "off", "quota", WITHOUT_EP]] * 8
-    assert Counter(each.index(WITHOUT_EP) for each in rounds) == dict.fromkeys(range(4), 2)
-    (row,) = document["rows"]
-    times, paired = row["ttft_seconds"], row["paired"]["quota_over_without_ep"]
-    assert times["quota"] < times[WITHOUT_EP] < times["off"]
-    assert row["quota_over_without_ep"] == pytest.approx(times["quota"] / times[WITHOUT_EP])
-    below, above = paired["interval"]
-    assert below <= paired["median"] <= above
-    assert paired["median"] < 1
-    assert len(row["ttft_samples"][WITHOUT_EP]) == 8
-    woken = sum(map(len, row["ttft_after_rest"].values()))
-    assert woken == len(fake.prompts) - len(asked) > 8
-    assert row["speedup"] is not None  # what is said of policies does not change
-
-
-def test_the_server_asked_before_is_given_time_to_become_idle(
-    fake: FakeDeployment, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(prefill, "_SETTLE_SECONDS", 7.0)
-    slept: list[tuple[int, float]] = []
-    monkeypatch.setattr(prefill.time, "sleep", lambda s: slept.append((len(fake.prompts), s)))
-    run(fake, "--without-ep", fake.without_ep_url, "--policies", "off,quota", "--repeats", "3")
-    plain = [variant == WITHOUT_EP for variant, _ in fake.prompts]
-    changes = [i + 1 for i in range(len(plain) - 1) if plain[i] != plain[i + 1]]
-    assert [number for number, _ in slept] == changes
-    assert all(5.0 < seconds <= 7.0 for _, seconds in slept)
-
-
-@pytest.mark.parametrize(
-    ("quota", "says"),
-    [(0.06, "longer than without EP, ratio 1."), (0.02, "less than without EP, ratio 0.")],
-)
-def test_table_says_which_is_faster_without_ep(
-    fake: FakeDeployment, capsys: pytest.CaptureFixture[str], quota: float, says: str
-) -> None:
-    fake.delays["quota"] = quota
-    run(fake, "--without-ep", fake.without_ep_url, "--repeats", "6")
-    shown = capsys.readouterr().out
-    assert says in shown
-    assert max(map(len, shown.splitlines())) <= 80
-
-
-def test_another_model_without_ep_is_refused(fake: FakeDeployment) -> None:
-    fake.same_model = False
-    with pytest.raises(ConfigError, match="--without-ep serves fake/model, whose tokens are not"):
-        run(fake, "--without-ep", fake.without_ep_url)
-    assert fake.prompts == []
 
 
 @pytest.mark.parametrize(
@@ -240,14 +169,6 @@ def test_table_shows_what_was_measured(
     assert max(map(len, shown.splitlines())) <= 80
 
 
-def test_table_without_balanced_batches(
-    fake: FakeDeployment, capsys: pytest.CaptureFixture[str]
-) -> None:
-    fake.balanced = False
-    run(fake)
-    assert "No balanced batch" in capsys.readouterr().out
-
-
 def test_server_without_tokenizer_endpoint(fake: FakeDeployment, tmp_path: Path) -> None:
     fake.tokenizes = False
     (row,) = measured(fake, tmp_path / "result.json", "--prompt-tokens", "200")["rows"]
@@ -265,35 +186,11 @@ def test_text_file_is_what_is_sent(fake: FakeDeployment, tmp_path: Path) -> None
     assert sum(word in known for prompt in whole for word in tokenize(prompt)) > 0.8 * 64 * 6
 
 
-def test_policy_is_restored(fake: FakeDeployment) -> None:
-    fake.policy = "quota"
-    run(fake)
-    assert fake.policy == "quota"
-    assert fake.policies_set[-1] == "quota"
-
-
 def test_policy_is_restored_after_an_error(fake: FakeDeployment) -> None:
     fake.policy, fake.fail_after = "off", 4
     with pytest.raises(BenchError, match="worker died"):
         run(fake, "--policies", "quota,ideal")
     assert fake.policy == "off"
-
-
-def test_policy_is_restored_after_ctrl_c(
-    fake: FakeDeployment, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fake.policy = "off"
-    asked = iter(range(3))
-
-    def interrupted(self: Server, prompt: str) -> prefill.FirstToken:
-        if next(asked) == 2:
-            raise KeyboardInterrupt
-        return prefill.FirstToken(0.1, 64)
-
-    monkeypatch.setattr(Server, "first_token", interrupted)
-    assert main(words(fake, "--policies", "quota")) == 130
-    assert fake.policy == "off"
-    assert "quota" in fake.policies_set
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
@@ -325,21 +222,14 @@ def test_a_closed_terminal_that_is_to_be_ignored_is(fake: FakeDeployment) -> Non
     assert fake.policy == "off"
 
 
-def test_token_from_file(fake: FakeDeployment, tmp_path: Path) -> None:
-    path = tmp_path / "token"
-    path.write_text(TOKEN + "\n")
-    assert run(fake, "--token-file", str(path), "--repeats", "1") == 0
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         (("--url", NOWHERE), "engine's server .* cannot be reached .*--url"),
         (("--sidecar", NOWHERE), "sidecar .* cannot be reached .*--sidecar"),
-        (("--without-ep", NOWHERE), "without expert parallelism at .* start the .* --without-ep"),
         (("--token", "guess"), "401: wrong token; .*--token"),
         (("--model", "other"), "choose from .*fake/model"),
-        (("--policies", "off,fast"), "--policies = fast must be 'off', 'quota', 'ideal' or"),
+        (("--policies", "off,fast"), "--policies = fast must be 'off', 'quota' or 'ideal'"),
         (("--policies", "off,off"), "--policies"),
         (("--policies", ""), "--policies"),
         (("--prompt-tokens", "9999"), "does not fit the server's context of 4096"),

@@ -11,9 +11,13 @@ import pytest
 from rich.console import Console
 
 from tests.support.bench_fakes import FakeDeployment, deployed
+from ultraep_lab import progress
 from ultraep_lab.bench.greedy_tokens import Generation, compare_tokens, generate
+from ultraep_lab.bench.prefill import PrefillOptions
+from ultraep_lab.commands.demo import affordable
 from ultraep_lab.demo.report import demo_report, demo_view
 from ultraep_serve.errors import BenchError
+from ultraep_serve.types import Policy
 
 
 @pytest.fixture
@@ -81,8 +85,6 @@ def test_runs_of_different_length_are_refused() -> None:
 
 def bench_document(**ttft: float) -> dict[str, Any]:
     row = {"prompt_tokens": 4096, "ttft_seconds": ttft, "efficiency": 0.9, "recovered": 0.8}
-    plain = ttft.get("without_ep")
-    row["quota_over_without_ep"] = ttft["quota"] / plain if plain else None
     imbalance = {"before": {"mean": 1.5, "max": 2.0}, "after": {"mean": 1.01, "max": 1.03}}
     return {"ranks": 2, "rows": [row | {"rounds": 7}], "imbalance": imbalance, "layers": []}
 
@@ -95,18 +97,18 @@ def shown(report: dict[str, Any]) -> str:
 
 def test_demo_report_has_the_published_fields_only() -> None:
     check = compare_tokens([made([1], [0.0])], [made([1], [0.0])]).to_json("float32")
-    document = bench_document(off=2.0, quota=1.25, ideal=1.125, without_ep=1.0)
-    report = demo_report(document, check, "float32")
+    document = bench_document(off=2.0, quota=1.25, ideal=1.125)
+    report = demo_report(document, check, "float32", ["3 rounds"])
     assert report == {
         "ranks": 2,
         "dtype": "float32",
+        "notes": ["3 rounds"],
         "rows": [
             {
                 "prompt_tokens": 4096,
-                "ttft_seconds": {"off": 2.0, "quota": 1.25, "ideal": 1.125, "without_ep": 1.0},
+                "ttft_seconds": {"off": 2.0, "quota": 1.25, "ideal": 1.125},
                 "efficiency": 0.9,
                 "recovered": 0.8,
-                "quota_over_without_ep": 1.25,
             }
         ],
         "imbalance": {"before": {"mean": 1.5, "max": 2.0}, "after": {"mean": 1.01, "max": 1.03}},
@@ -147,20 +149,8 @@ def test_demo_view_tells_gain_and_token_check() -> None:
     assert max(len(line.rstrip()) for line in text.splitlines()) <= 80
 
 
-@pytest.mark.parametrize(
-    ("without_ep", "says"),
-    [(1.0, "faster: on takes 25% longer"), (1.3, "slower: on takes 4% less"), (1.25, "as fast as")],
-)
-def test_demo_view_says_which_is_faster_without_ep(without_ep: float, says: str) -> None:
-    document = bench_document(off=2.0, quota=1.25, ideal=1.125, without_ep=without_ep)
-    text = shown(demo_report(document, {"dtype": "float32", "prompts": 1, "identical": 1}))
-    (line,) = (line for line in text.splitlines() if "without EP  " in line)
-    assert says in line
-    assert "without EP: the engine alone" in text
-
-
 def test_demo_view_of_a_slow_machine_fits_a_terminal() -> None:
-    document = bench_document(off=45.0, quota=33.5, ideal=34.0, without_ep=16.0)
+    document = bench_document(off=45.0, quota=33.5, ideal=34.0)
     document["rows"][0] |= {"prompt_tokens": 16384, "efficiency": 1.02}
     text = shown(demo_report(document, {"dtype": "float32", "prompts": 1, "identical": 1}))
     assert "102% of ideal" in text
@@ -172,7 +162,41 @@ def test_demo_view_shows_a_failed_check_and_missing_figures() -> None:
     text = shown(demo_report(document, {"dtype": "bfloat16", "prompts": 64, "identical": 60}))
     assert "✘ 60 of 64" in text
     assert "no batch was balanced" in text
-    assert "without EP" not in text
+
+
+@pytest.mark.parametrize(
+    ("probed", "lengths", "repeats"),
+    [
+        (0.1, (2048, 4096, 8192), 5),
+        (0.8, (2048, 4096, 8192), 3),
+        (1.5, (2048, 4096), 3),
+        (60.0, (2048,), 3),
+    ],
+)
+def test_the_demo_measures_what_ends_in_time(
+    probed: float, lengths: tuple[int, ...], repeats: int
+) -> None:
+    wanted = PrefillOptions(
+        prompt_tokens=(2048, 4096, 8192), policies=tuple(Policy), repeats=5, warmup=1
+    )
+    options = affordable(wanted, probed, 90.0)
+    assert (options.prompt_tokens, options.repeats) == (lengths, repeats)
+
+
+def test_progress_tells_a_log_how_long_it_takes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    told = progress.Progress()
+    for now[0], left in ((1.0, None), (4.0, 90.0), (12.0, 61.0), (13.0, 60.0)):
+        told.say("measuring", left)
+    told.say("comparing", 20.0, always=True)
+    assert capsys.readouterr().err.splitlines() == [
+        "[0:01] measuring",
+        "[0:12] measuring, about 1:01 left",
+        "[0:13] comparing, about 0:20 left",
+    ]
 
 
 def test_client_imports_no_torch() -> None:

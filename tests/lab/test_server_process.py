@@ -10,15 +10,13 @@ from pathlib import Path
 import pytest
 
 from tests.support.waiting import until
-from ultraep_lab.demo.balanced_server import installed_engine, tensor_parallel_flags
-from ultraep_lab.demo.server_process import StockServer
-from ultraep_serve.errors import ConfigError, ServerError
-from ultraep_serve.system.environment import CONFIG_VARIABLE
+from ultraep_lab.demo.balanced_server import BalancedServer
+from ultraep_serve.errors import ServerError
 
 OWNER = """
 import sys, time
 from pathlib import Path
-from ultraep_lab.demo.server_process import ServerProcess
+from ultraep_lab.demo.balanced_server import BalancedServer
 ENGINE = '''
 import subprocess, sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -30,7 +28,7 @@ worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]
 print(worker.pid, flush=True)
 HTTPServer(("127.0.0.1", int(sys.argv[1])), Healthy).serve_forever()
 '''
-class Server(ServerProcess):
+class Server(BalancedServer):
     def _command(self):
         return [sys.executable, "-c", ENGINE, str(self.port)]
 log = Path(sys.argv[1])
@@ -70,32 +68,13 @@ def test_a_server_ends_when_its_owner_is_killed(number: int, tmp_path: Path) -> 
         os.kill(worker, signal.SIGKILL)
 
 
-def test_a_stock_server_is_the_engines_own_with_nothing_of_ours_switched_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    try:
-        engine = installed_engine()
-    except ConfigError as reason:
-        pytest.skip(str(reason))
-    monkeypatch.setenv(CONFIG_VARIABLE, "{}")
-    flags = tensor_parallel_flags("bfloat16", 4096, engine)
-    server = StockServer(tmp_path, flags, tmp_path / "log", engine)
-    command, environment = server._command(), server._environment()
-    assert "ultraep_serve.cli" not in command
-    assert not [word for word in command if "expert" in word or word.startswith("--ep")]
-    assert [word for word in command if word in flags] == flags
-    assert CONFIG_VARIABLE not in environment
-    assert environment["HF_HUB_OFFLINE"] == "1"
-
-
 def test_a_command_that_ends_at_once_is_an_error_with_its_last_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = [sys.executable, "-c", "raise SystemExit('no such model')"]
-    monkeypatch.setattr(StockServer, "_command", lambda self: words)
-    monkeypatch.setattr(StockServer, "_environment", lambda self: None)
+    monkeypatch.setattr(BalancedServer, "_command", lambda self: words)
     with (
         pytest.raises(ServerError, match="no such model"),
-        StockServer(tmp_path, [], tmp_path / "log"),
+        BalancedServer(tmp_path, [], tmp_path / "log"),
     ):
         pass

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ultraep_serve.cli import main
-from ultraep_serve.costs.shapes import model_shape
+from ultraep_serve.costs.kv_cache import kv_bytes_per_token
 from ultraep_serve.engines.common.launch import check_experts, context_length
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.system.files import read_text
@@ -44,7 +44,7 @@ def test_it_is_one_line_with_a_remedy(
     assert reason in line
     assert "mend it or fetch the model again" in line
     with pytest.raises(ConfigError, match=r"config\.json"):
-        model_shape(str(tmp_path))  # as `advise` reads it
+        kv_bytes_per_token(str(tmp_path))
     assert context_length(str(tmp_path), None) is None
 
 
@@ -59,8 +59,8 @@ def test_one_that_may_not_be_read_is_no_other_model(tmp_path: Path) -> None:
     try:
         with pytest.raises(ConfigError, match=r"Permission denied.*; mend it or fetch"):
             check_experts(str(tmp_path), "vLLM", 2)
-        with pytest.raises(ConfigError, match=r"neither a config\.json nor"):
-            model_shape(str(tmp_path / "model"))
+        with pytest.raises(ConfigError, match=r"config\.json"):
+            kv_bytes_per_token(str(tmp_path / "model"))
     finally:
         os.seteuid(user)
         tmp_path.chmod(0o700)

@@ -1,21 +1,14 @@
 """A policy that is lent: to one client at a time, and ended by the server itself."""
 
 import json
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
 
-from tests.support.bench_fakes import serving
 from tests.support.rings import SyntheticRun
 from tests.support.sidecar_runs import BEARER, TOKEN
-from ultraep_lab.bench.sidecar import Sidecar
-from ultraep_serve.errors import BenchError
 from ultraep_serve.sidecar.app import create_app
 from ultraep_serve.telemetry import lease as lease_module
 from ultraep_serve.telemetry.control import ControlPage
@@ -23,17 +16,6 @@ from ultraep_serve.telemetry.lease import Lease
 from ultraep_serve.types import Policy
 
 PATH = "/v1/control/lease"
-# A benchmark that has set policy ideal, and is then busy; its lease is short.
-HOLDER = """
-import sys, time
-from ultraep_lab.bench import lease, sidecar
-from ultraep_serve.types import Policy
-lease.LEASE_SECONDS = 2.0
-with sidecar.Sidecar(*sys.argv[1:]) as server, server.policy_restored():
-    server.set_policy(Policy.IDEAL)
-    print("holds", flush=True)
-    time.sleep(600)
-"""
 
 
 @pytest.fixture
@@ -193,51 +175,3 @@ def test_a_damaged_lease_is_none(word: int, tmp_path: Path) -> None:
             file.seek(64)
             file.write(word.to_bytes(8, "little") + b"\xff" * 500)
         assert (page.policy, page.lease) == (Policy.QUOTA, None)
-
-
-def test_a_benchmark_that_is_killed_leaves_no_policy(
-    tmp_path: Path, planned_run: SyntheticRun
-) -> None:
-    page = planned_run.control
-    with serving(create_app(tmp_path, TOKEN, True)) as url:
-        holder = subprocess.Popen([sys.executable, "-c", HOLDER, url, TOKEN], stdout=-1, stderr=-1)
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == b"holds\n"
-        assert page.policy is Policy.IDEAL
-        first = page.lease
-        with (
-            Sidecar(url, TOKEN) as second,
-            pytest.raises(BenchError, match=r"lent to process \d+ on .*, since 20"),
-            second.policy_restored(),
-        ):
-            pass
-        assert first is not None
-        while (current := page.lease) is None or current.ends_ms == first.ends_ms:
-            time.sleep(0.05)  # it is renewed
-        assert (current.number, current.policy) == (first.number, Policy.IDEAL)
-        holder.send_signal(signal.SIGKILL)
-        holder.communicate(timeout=60)
-        while page.policy is not Policy.QUOTA:
-            time.sleep(0.05)
-
-
-def operator_sets_off(sidecar: Sidecar, page: ControlPage, *policies: Policy) -> None:
-    with sidecar.policy_restored():
-        page.set_policy(Policy.OFF)
-        for policy in policies:
-            sidecar.set_policy(policy)
-
-
-@pytest.mark.parametrize(
-    ("policies", "message"), [((Policy.QUOTA,), "this lease is over"), ((), "measure again")]
-)
-def test_a_benchmark_that_lost_it_says_so(
-    policies: tuple[Policy, ...], message: str, tmp_path: Path, planned_run: SyntheticRun
-) -> None:
-    with (
-        serving(create_app(tmp_path, TOKEN, True)) as url,
-        Sidecar(url, TOKEN) as sidecar,
-        pytest.raises(BenchError, match=message),
-    ):
-        operator_sets_off(sidecar, planned_run.control, *policies)
-    assert planned_run.control.policy is Policy.OFF

@@ -1,6 +1,4 @@
-"""Fakes for the benchmark's tests: an engine server and a sidecar that share one policy, and a
-server without expert parallelism beside them.
-"""
+"""Fakes for the benchmark's tests: an engine server and a sidecar that share one policy."""
 
 import asyncio
 import contextlib
@@ -14,8 +12,6 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
-
-from ultraep_lab.bench.prefill import WITHOUT_EP
 
 TOKEN = "secret"
 NOTHING = dict.fromkeys(("mean", "p50", "p99", "max"))
@@ -38,18 +34,15 @@ class FakeDeployment:
     one_token: bool = False  # a tokenizer that knows no word
     fail_after: int | None = None  # completions until the stream breaks off with an error
     balanced: bool = True  # whether the sidecar has records
-    same_model: bool = True  # whether the server without expert parallelism serves it
     delays: dict[str, float] = field(
-        default_factory=lambda: {"off": 0.06, "quota": 0.03, "ideal": 0.01, WITHOUT_EP: 0.045}
+        default_factory=lambda: {"off": 0.06, "quota": 0.03, "ideal": 0.01}
     )
-    prompts: list[tuple[str, str]] = field(default_factory=list)  # (variant, prompt)
+    prompts: list[tuple[str, str]] = field(default_factory=list)  # (policy, prompt)
     salts: list[str | None] = field(default_factory=list)  # of completions
     queries: list[dict[str, str]] = field(default_factory=list)  # of /v1/balance
     policies_set: list[str] = field(default_factory=list)
-    lease: str = ""  # the name of the one in force
     url: str = ""
     sidecar_url: str = ""
-    without_ep_url: str = ""
 
     def reset(self) -> None:
         """As made, at the same addresses."""
@@ -61,7 +54,7 @@ def tokenize(text: str) -> list[str]:
     return re.findall(r"\w+|[^\w\s]", text)
 
 
-def engine_app(fake: FakeDeployment, with_ep: bool = True) -> FastAPI:
+def engine_app(fake: FakeDeployment) -> FastAPI:
     app = FastAPI()
 
     @app.get("/v1/models")
@@ -74,15 +67,13 @@ def engine_app(fake: FakeDeployment, with_ep: bool = True) -> FastAPI:
             return JSONResponse({"detail": "Not Found"}, 404)
         words = tokenize((await request.json())["prompt"])
         ids = [3] * len(words) if fake.one_token else [hash(word) for word in words]
-        ids = ids if with_ep or fake.same_model else ids[::-1]
         return JSONResponse({"count": len(words), "tokens": ids})
 
     @app.post("/v1/completions")
     async def complete(request: Request) -> Any:
         body = await request.json()
         fake.salts.append(body.get("cache_salt"))
-        variant = fake.policy if with_ep else WITHOUT_EP
-        fake.prompts.append((variant, body["prompt"]))
+        fake.prompts.append((str(fake.policy), body["prompt"]))
         number = len(tokenize(body["prompt"]))
         if fake.hidden_context is not None and number >= fake.hidden_context:
             message = f"This model's maximum context length is {fake.hidden_context} tokens."
@@ -91,7 +82,7 @@ def engine_app(fake: FakeDeployment, with_ep: bool = True) -> FastAPI:
             return completion(body)
         broken = fake.fail_after is not None and len(fake.prompts) > fake.fail_after
         return StreamingResponse(
-            events(fake.delays[variant], number, broken), media_type="text/event-stream"
+            events(fake.delays[str(fake.policy)], number, broken), media_type="text/event-stream"
         )
 
     return app
@@ -124,37 +115,19 @@ def sidecar_app(fake: FakeDeployment) -> FastAPI:
     async def config() -> dict[str, Any]:
         return {"policy": fake.policy, "config": {"num_replica_slots": 2}}
 
-    before: list[str] = []
-
     @app.post("/v1/control/policy")
-    @app.post("/v1/control/lease")
     async def control(request: Request) -> JSONResponse:
         if request.headers.get("authorization") != f"Bearer {TOKEN}":
             return JSONResponse({"detail": "wrong token"}, 401)
         if fake.policy is None:
             return JSONResponse({"detail": "no control page"}, 409)
         body = await request.json()
-        policy, name = body["policy"], body.get("lease", "")
+        policy = body["policy"]
         if policy == "ideal" and not fake.allow_ideal:
             return JSONResponse({"detail": "policy ideal is not allowed"}, 403)
-        if request.url.path.endswith("lease"):
-            if name != fake.lease:
-                return JSONResponse({"detail": "the policy is lent to somebody"}, 409)
-            if not name:
-                before[:], fake.lease = [fake.policy], "0123456789abcdef"
-        else:
-            fake.lease = ""
         fake.policy = policy
         fake.policies_set.append(policy)
-        return JSONResponse({"policy": policy, "lease": fake.lease})
-
-    @app.delete("/v1/control/lease/{name}")
-    async def end(name: str) -> JSONResponse:
-        if name != fake.lease:
-            return JSONResponse({"detail": "this lease is over"}, 409)
-        fake.policy, fake.lease = before[0], ""
-        fake.policies_set.append(before[0])
-        return JSONResponse({"policy": fake.policy})
+        return JSONResponse({"policy": policy})
 
     @app.get("/v1/balance")
     async def balance(request: Request) -> dict[str, Any]:
@@ -192,9 +165,5 @@ def serving(app: FastAPI, **settings: Any) -> Iterator[str]:
 @contextlib.contextmanager
 def deployed(fake: FakeDeployment) -> Iterator[FakeDeployment]:
     """All fakes, reachable at the addresses they are given."""
-    with (
-        serving(engine_app(fake)) as fake.url,
-        serving(sidecar_app(fake)) as fake.sidecar_url,
-        serving(engine_app(fake, with_ep=False)) as fake.without_ep_url,
-    ):
+    with serving(engine_app(fake)) as fake.url, serving(sidecar_app(fake)) as fake.sidecar_url:
         yield fake

@@ -1,24 +1,27 @@
 """`ultraep-serve doctor`: what would keep a server from balancing here, and what to do."""
 
 import argparse
+import json
 import os
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from pydantic import Field
 
 from ultraep_serve import __version__
 from ultraep_serve.cli import Parser, serve
-from ultraep_serve.cli.arguments import JsonFile, prepare_outputs, show
 from ultraep_serve.config import given_settings
 from ultraep_serve.doctor import Finding, Status, Subject, diagnose
 from ultraep_serve.errors import UltraEPError
+from ultraep_serve.system.files import prepare_output, write_json
 from ultraep_serve.system.settings import Settings
 from ultraep_serve.types import Policy
 
 __all__ = ["add_arguments", "run"]
 
 SCHEMA_VERSION = 1
+_STANDARD_OUTPUT = Path("-")
 _MARKS = {Status.OK: "✔", Status.WARNING: "!", Status.ERROR: "✘"}
 
 
@@ -28,7 +31,11 @@ class DoctorFlags(Settings):
     port: int | None = Field(
         default=None, ge=1, le=65535, description="port of a server that runs on this machine"
     )
-    json_file: JsonFile = None
+    json_file: Path | None = Field(
+        default=None,
+        validation_alias="json",
+        description="write the result to FILE as JSON; - prints it instead of the table",
+    )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,10 +56,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print what was found; 1 when serving would fail, else 0. Raises ConfigError for bad flags."""
     flags = DoctorFlags.from_flags(arguments)
-    prepare_outputs(flags.json_file)
+    path = flags.json_file
+    if path is not None and path != _STANDARD_OUTPUT:
+        prepare_output(path)
     serving = arguments.serving
     findings = diagnose(_served(serving) if serving else Subject(port=flags.port))
-    show(_document(findings), "\n".join(map(_lines, findings)), flags.json_file)
+    if path is not None and path != _STANDARD_OUTPUT:
+        write_json(path, _document(findings))
+    if path == _STANDARD_OUTPUT:
+        print(json.dumps(_document(findings), indent=2))
+    else:
+        print("\n".join(map(_lines, findings)))
     return int(any(finding.status is Status.ERROR for finding in findings))
 
 

@@ -17,7 +17,7 @@ __all__ = ["LEAST_ROWS", "LineFit", "Probes", "agreed_costs", "fit", "probe_load
 _LOGGER = logging.getLogger(__name__)
 LEAST_ROWS = 96  # of an expert, from which its kernel runs as in a prefill
 _ROWS_PER_MASTER = (LEAST_ROWS, 2 * LEAST_ROWS, 4 * LEAST_ROWS)
-_LARGEST_ERROR = 0.25  # of a line through measurements, where there is something to fall back to
+_LARGEST_ERROR = 0.25  # of a line through measurements, above which the log says so
 _MEASURED = (
     "seconds_per_assignment",
     "base_seconds",
@@ -38,7 +38,6 @@ class Probes:
     gather: Callable[[NDArray[np.float64]], NDArray[np.float64]]  # (n,) of a rank -> (R, n)
     bytes_before_relay: int  # that a rank sends until a relay has its first chunk
     rows_per_master: Sequence[int] = _ROWS_PER_MASTER  # of the batches that are timed
-    fallback: Callable[[], "LineFit"] | None = None  # where what is measured is no line
 
 
 def agreed_costs(
@@ -75,7 +74,7 @@ def _measure_costs(
     sizes = [rows * shape.num_masters for rows in probes.rows_per_master]
     run_layer(sizes[0])
     samples = [(float(size), probes.seconds(partial(run_layer, size))) for size in sizes]
-    line = _line_through(samples, probes.fallback)
+    line = _line_through(samples)
     return CostModel(
         seconds_per_assignment=line.slope,
         base_seconds=line.intercept,
@@ -86,33 +85,24 @@ def _measure_costs(
     )
 
 
-def _line_through(
-    samples: Sequence[tuple[float, float]], fallback: Callable[[], "LineFit"] | None
-) -> "LineFit":
-    """``fit``, or where noise hides how times grow, what there is to fall back to.
+def _line_through(samples: Sequence[tuple[float, float]]) -> "LineFit":
+    """``fit``, or where noise hides how times grow, all of the largest batch's time as its work's.
 
-    Without it, all of the largest batch's time as its work's. A start must not fail because the
-    machine was busy, least of all on one rank while the others wait for it.
+    A start must not fail because the machine was busy, least of all on one rank while the others
+    wait for it.
     """
     try:
         line = fit(samples)
-        if fallback is None or line.worst_relative_error <= _LARGEST_ERROR:
-            return line
-        error = ConfigError(f"measured times are up to {line.worst_relative_error:.0%} off a line")
-    except ConfigError as no_line:
-        error = no_line
-    if fallback is not None:
-        line = fallback()
+    except ConfigError as error:
+        work, seconds = samples[-1]
+        _LOGGER.warning("ultraep: costs are an upper bound: %s", error)
+        return LineFit(seconds / work, 0.0, float("inf"))
+    if line.worst_relative_error > _LARGEST_ERROR:
         _LOGGER.warning(
-            "ultraep: experts could not be timed (%s); %.3g s per assignment is taken from the "
-            "table of GPUs: give --costs if it is wrong",
-            error,
-            line.slope,
+            "ultraep: costs are rough: experts' times are up to %.0f %% off a line; give --costs",
+            100 * line.worst_relative_error,
         )
-        return line
-    work, seconds = samples[-1]
-    _LOGGER.warning("ultraep: costs are an upper bound: %s", error)
-    return LineFit(seconds / work, 0.0, float("inf"))
+    return line
 
 
 def probe_loads(shape: ExpertShape) -> NDArray[np.int64]:

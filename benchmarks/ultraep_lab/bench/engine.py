@@ -13,7 +13,7 @@ import httpx
 from ultraep_serve.errors import BenchError, ConfigError, understood
 from ultraep_serve.system.http import Endpoint, error_message, json_object
 
-__all__ = ["FirstToken", "Server", "ServerWithoutEP"]
+__all__ = ["FirstToken", "Server"]
 
 _MOST_BYTES = 4 << 20  # of a stream of one token
 LONGER_CONTEXT = (
@@ -33,14 +33,12 @@ class FirstToken:
 class Server(Endpoint):
     """One served model. Vocabulary of the wire: OpenAI's completions API, streamed."""
 
-    described, given_by = "the engine's server", "--url"
-
     def __init__(self, url: str, model: str | None = None, timeout_seconds: float = 600.0) -> None:
         """Gets the list of models; ``model`` None takes the first.
 
         Raises BenchError when it cannot be reached, ConfigError when it does not serve ``model``.
         """
-        super().__init__(self.described, self.given_by, url, timeout_seconds)
+        super().__init__("the engine's server", "--url", url, timeout_seconds)
         self._characters_per_token: float | None = None  # set where the server does not tokenize
         try:
             with understood(self.url):
@@ -168,13 +166,6 @@ class Server(Endpoint):
                 "cannot be cut to length; measure a vLLM or SGLang server"
             )
         return len(text) / counted
-
-
-class ServerWithoutEP(Server):
-    """The same engine and model without expert parallelism, which balancing is compared with."""
-
-    described, given_by = "the server without expert parallelism", "--without-ep"
-    how_to_start = "start the engine there, without expert parallelism"
 
 
 def _chunks(pieces: Iterable[bytes]) -> Iterator[tuple[float, dict[str, Any]]]:

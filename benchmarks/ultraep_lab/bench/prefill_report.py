@@ -4,55 +4,60 @@ from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.progress import MofNCompleteColumn
 from rich.text import Text
 
-from ultraep_lab.bench.prefill import (
-    WITHOUT_EP,
-    PrefillOptions,
-    PrefillResult,
-    Servers,
-    measure_prefill,
-)
+from ultraep_lab.bench.engine import Server
+from ultraep_lab.bench.prefill import PrefillOptions, PrefillResult, measure_prefill
 from ultraep_lab.bench.prompts import PromptSource
-from ultraep_lab.tables import figures_table, quiet_progress
+from ultraep_lab.bench.sidecar import Sidecar
+from ultraep_lab.progress import Progress
+from ultraep_lab.tables import figures_table
 from ultraep_serve.system.machine import describe
 from ultraep_serve.types import Policy
 
 __all__ = ["measure_with_progress", "prefill_document", "prefill_view"]
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 Document = Mapping[str, Any]
 
 
 def measure_with_progress(
-    servers: Servers, source: PromptSource, options: PrefillOptions
+    server: Server,
+    sidecar: Sidecar,
+    source: PromptSource,
+    options: PrefillOptions,
+    progress: Progress,
+    seconds_after: float = 0.0,
 ) -> PrefillResult:
-    """``measure_prefill`` behind a progress bar."""
-    with quiet_progress(MofNCompleteColumn()) as progress:
-        total = options.rounds * len(servers.variants(options.policies))
-        task = progress.add_task("", total=total, completed=-1)
+    """``measure_prefill``, and what is known of the time left.
 
-        def on_step(description: str) -> None:
-            progress.update(task, advance=1, description=description, refresh=True)
+    ``seconds_after``: what follows takes.
+    """
+    began = progress.seconds
 
-        return measure_prefill(servers, source, options, on_step)
+    def on_step(description: str, share: float) -> None:
+        took = progress.seconds - began
+        left = took * (1 - share) / share + seconds_after if share else None
+        progress.say(f"measuring, {description}", left)
+
+    try:
+        return measure_prefill(server, sidecar, source, options, on_step)
+    finally:
+        progress.end()
 
 
 def prefill_document(
-    result: PrefillResult, servers: Servers, command: str, model: str = ""
+    result: PrefillResult, server: Server, command: str, model: str = ""
 ) -> dict[str, Any]:
     """The benchmark as JSON: seconds, tokens, and imbalance as max/mean over ranks.
 
     ``model`` names it better than the server does, if it is not empty.
     """
-    plain = servers.without_ep
     return {
         "schema_version": SCHEMA_VERSION,
         "ranks": result.num_ranks,
-        "url": servers.balanced.url,
-        "model": model or servers.balanced.model,
-        WITHOUT_EP: {"url": plain.url, "model": model or plain.model} if plain else None,
+        "url": server.url,
+        "model": model or server.model,
         "machine": describe(),
         "command": command,
         "started": result.started,
@@ -82,7 +87,7 @@ def _overhead(result: PrefillResult) -> dict[str, float] | None:
     balance = result.balance
     if balance is None or not balance["layers"]:
         return None
-    seconds = [took for length in result.lengths for took in length.seconds_of(Policy.QUOTA)]
+    seconds = [took for length in result.lengths for took in length.samples[Policy.QUOTA]]
     if min(layer["records"] for layer in balance["layers"]) < len(seconds):
         return None
     spent = float(balance["savings"]["spent_seconds"])
@@ -91,37 +96,22 @@ def _overhead(result: PrefillResult) -> dict[str, float] | None:
 
 def prefill_view(document: Document) -> RenderableType:
     """The document for a terminal: a table of times, then what balancing did."""
-    names = [*(policy.value for policy in Policy), WITHOUT_EP]
-    variants = [name for name in names if name in document["rows"][0]["ttft_seconds"]]
+    measured = document["rows"][0]["ttft_seconds"]
+    variants = [policy.value for policy in Policy if policy.value in measured]
     figures = [figure for figure in _FIGURES if _any_row(document, figure)]
-    heads = [_HEADS.get(variant, variant) for variant in variants]
     table = figures_table(
-        ["prompt\ntokens", *heads, *map(_FIGURES.__getitem__, figures)],
+        ["prompt\ntokens", *variants, *map(_FIGURES.__getitem__, figures)],
         title="Time to first token: median, and the middle half of the samples",
-        padding=0,  # nine columns have to fit a terminal of 80 characters
+        padding=0,  # eight columns have to fit a terminal of 80 characters
     )
     for row in document["rows"]:
         times = [_times(row, variant) for variant in variants]
         table.add_row(str(row["prompt_tokens"]), *times, *(_figure(row, name) for name in figures))
     return Group(
         table,
-        *filter(None, map(_without_ep_line, document["rows"])),
         _imbalance_line(document.get("imbalance")),
         _overhead_line(document.get("overhead")),
     )
-
-
-def _without_ep_line(row: Document) -> Text | None:
-    """Which is faster, quota or the engine without expert parallelism, as one sentence."""
-    if (paired := row["paired"].get("quota_over_without_ep")) is None:
-        return None
-    percent = round(100 * (paired["median"] - 1))
-    how = f"{abs(percent)}% {'longer' if percent > 0 else 'less'} than" if percent else "as long as"
-    line = f"{row['prompt_tokens']} tokens: quota takes {how} without EP, "
-    line += f"ratio {paired['median']:.3f}"
-    if interval := paired["interval"]:
-        line += f" ({interval[0]:.3f}-{interval[1]:.3f})"
-    return Text(line, style="red" if percent > 0 else "green")
 
 
 def _imbalance_line(imbalance: Document | None) -> Text:
@@ -142,7 +132,6 @@ def _overhead_line(overhead: Document | None) -> Text:
     return Text(f"Counting, planning and moving took {overhead['share_of_ttft']:.2%} of the time.")
 
 
-_HEADS = {WITHOUT_EP: "without\nEP"}
 _FIGURES = {
     "speedup": "speedup",
     "efficiency": "of\nideal",

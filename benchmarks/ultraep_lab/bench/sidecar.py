@@ -5,14 +5,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import quote
 
 import httpx
 
-from ultraep_lab.bench.lease import LEASE_SECONDS, PolicyLease
+from ultraep_lab.endings import undone
 from ultraep_serve.config import parse_policy
 from ultraep_serve.errors import BenchError, understood
-from ultraep_serve.system.endings import undone
 from ultraep_serve.system.http import Endpoint, json_object
 from ultraep_serve.types import Policy, SpeedSource
 
@@ -28,7 +26,6 @@ REMEDIES = {
     507: "choose a smaller --max-mib, or free shared memory",
     503: "wait until its /readyz answers, then try again",
 }
-LEASE_REFUSED = "see `lease` in /v1/config, and start again when nobody holds the policy"
 IDEAL_REFUSED = "start the server with --allow-ideal, or leave `ideal` out of --policies"
 
 
@@ -40,7 +37,6 @@ class Sidecar(Endpoint):
         super().__init__("the sidecar", "--sidecar", url, timeout_seconds)
         self._token = token
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
-        self._lease: PolicyLease | None = None
 
     def get(self, path: str) -> dict[str, Any]:
         """The answer to a GET. Raises BenchError when refused."""
@@ -57,21 +53,12 @@ class Sidecar(Endpoint):
         return parse_policy(name)
 
     def set_policy(self, policy: Policy) -> None:
-        """Put ``policy`` in force from the next batch on: in ``policy_restored`` for as long as
-        that is entered, else until somebody sets another. Raises BenchError when refused.
-        """
-        if self._lease is not None:
-            self._lease.set_policy(policy)
-        else:
-            self._post_policy("/v1/control/policy", policy, {"policy": policy.value})
-
-    def _post_policy(self, path: str, policy: Policy, body: dict[str, object]) -> dict[str, Any]:
-        response = self.call("POST", path, json=body, headers=self._headers)
+        """Put ``policy`` in force from the next batch on. Raises BenchError when refused."""
+        body, headers = {"policy": policy.value}, self._headers
+        response = self.call("POST", "/v1/control/policy", json=body, headers=headers)
         if response.status_code == 403 and policy is Policy.IDEAL:
             raise self.refused(response, IDEAL_REFUSED)
-        if response.status_code == 409 and "lease" in path:
-            raise self.refused(response, LEASE_REFUSED)
-        return json_object(self._checked(response))
+        self._checked(response)
 
     def set_speeds(self, source: SpeedSource) -> None:
         """Plan with speeds from ``source`` from the next batch on. Raises BenchError."""
@@ -97,33 +84,13 @@ class Sidecar(Endpoint):
 
     @contextmanager
     def policy_restored(self) -> Iterator[None]:
-        """Have the policy in force for this client alone, as a lease that the server ends by itself
-        where this process does not: after an error, Ctrl-C or SIGTERM it is ended at once.
+        """Have the policy of now in force again at the end, also after an error, Ctrl-C or SIGTERM.
 
-        Raises BenchError where another client has a lease, or this one was lost meanwhile.
+        Raises BenchError where the server names none.
         """
         before = self.policy()
-        # The thread that renews it has connections, and a limit of time, of its own.
-        with Sidecar(self.url, self._token, min(self.timeout_seconds, LEASE_SECONDS)) as asked:
-            self._lease = PolicyLease(asked._take_lease, asked._end_lease, before)
-            try:
-                with undone(self._lease.end, f"policy {before.value}"):
-                    yield
-            finally:
-                self._lease = None
-
-    def _take_lease(self, policy: Policy, body: dict[str, object]) -> str:
-        name = self._post_policy("/v1/control/lease", policy, body).get("lease")
-        if not isinstance(name, str):
-            raise BenchError(f"{self.url} lends no policy; update the server")
-        return name
-
-    def _end_lease(self, name: str) -> None:
-        path = f"/v1/control/lease/{quote(name, safe='')}"
-        response = self.call("DELETE", path, headers=self._headers)
-        if response.status_code == 409:
-            raise self.refused(response, "measure again: policies were not all as measured")
-        self._checked(response)
+        with undone(lambda: self.set_policy(before), f"policy {before.value}"):
+            yield
 
     def _object(self, method: str, path: str, **content: Any) -> dict[str, Any]:
         return json_object(self._checked(self.call(method, path, **content)))

@@ -7,7 +7,5 @@ COMMANDS = {  # name: module with add_arguments and run, help
     "demo": ("ultraep_lab.commands.demo", "show on a small model what balancing does"),
     "record": ("ultraep_lab.commands.record", "record a trace of a running server's routing"),
     "replay": ("ultraep_lab.commands.replay", "compare policies on a recorded trace"),
-    "advise": ("ultraep_lab.commands.advise", "predict what balancing would gain on your machine"),
-    "simulate": ("ultraep_lab.commands.simulate", "simulate thousands of ranks with the planner"),
     "make-trace": ("ultraep_lab.commands.make_trace", "write a synthetic trace"),
 }

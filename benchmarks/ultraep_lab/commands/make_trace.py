@@ -5,9 +5,9 @@ from pathlib import Path
 
 from pydantic import Field, model_validator
 
+from ultraep_lab.arguments import prepare_outputs
 from ultraep_lab.store import save_trace
 from ultraep_lab.workloads import Kind, Workload, make_trace
-from ultraep_serve.cli.arguments import prepare_outputs
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.system.settings import Settings
 

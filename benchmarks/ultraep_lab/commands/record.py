@@ -8,13 +8,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from ultraep_lab.arguments import ServerFlags, control_token, counted, prepare_outputs
 from ultraep_lab.bench.sidecar import CaptureSidecar
 from ultraep_lab.captured import assemble
+from ultraep_lab.endings import undone
 from ultraep_lab.store import save_trace
 from ultraep_lab.trace import DECODE, LoadTrace, Trace
-from ultraep_serve.cli.arguments import ServerFlags, control_token, counted, prepare_outputs
 from ultraep_serve.errors import BenchError
-from ultraep_serve.system.endings import undone
 from ultraep_serve.system.settings import Seconds
 
 __all__ = ["add_arguments", "run"]

@@ -2,29 +2,39 @@
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from ultraep_lab.comparators import POLICIES, policy_function
-from ultraep_lab.replay import replay
-from ultraep_lab.replay_options import ReplayOptions
-from ultraep_lab.replay_output import replay_document, write_plans
-from ultraep_lab.store import load_trace
-from ultraep_lab.tables import figures_table
-from ultraep_lab.trace import DECODE, PREFILL, in_order, of_phase
-from ultraep_serve.cli.arguments import (
+from ultraep_lab.arguments import (
     JsonFile,
     counted,
     prepare_outputs,
     show,
     write_pictures,
 )
+from ultraep_lab.comparators import POLICIES, policy_function
+from ultraep_lab.machines import (
+    HARDWARE,
+    MODELS,
+    estimated_costs,
+    measured_costs,
+    model_sizes,
+)
+from ultraep_lab.replay import replay
+from ultraep_lab.replay_options import ReplayOptions
+from ultraep_lab.replay_output import replay_document, write_plans
+from ultraep_lab.store import load_trace
+from ultraep_lab.tables import figures_table
+from ultraep_lab.trace import DECODE, PREFILL, LoadTrace, Trace, in_order, of_phase
+from ultraep_lab.verdict import Verdict, chosen, judge, words
+from ultraep_serve.costs.model import CostModel
 from ultraep_serve.errors import PlanError
-from ultraep_serve.system.settings import Directory, Names, Settings
+from ultraep_serve.system.settings import Directory, Names, Settings, Shown
 
 __all__ = ["add_arguments", "run"]
 
@@ -59,16 +69,66 @@ class ReplayFlags(Settings):
     )
 
 
+class MachineFlags(Settings):
+    """Where the replayed workload would be served."""
+
+    costs: Path | None = Field(
+        default=None,
+        description="say whether balancing pays, by these costs: what `status --json` printed, the "
+        "log of a server that measured them, or a JSON file of a cost model",
+    )
+    hardware: Literal["h100", "h200", "gb200"] | None = Field(
+        default=None,
+        description="the same by the data sheet of GPUs; domains have as many ranks as NVLink "
+        "joins, unless --domain-size says otherwise",
+    )
+    model: Annotated[str | None, Shown("MODEL")] = Field(
+        default=None,
+        validation_alias="model_config",
+        description="of which model, with --hardware: a Hugging Face config.json or its directory, "
+        f"or one of {', '.join(MODELS)}",
+    )
+    weights: Literal["bf16", "fp8", "fp4"] = Field(
+        default="bf16", description="type of its experts' weights, with --hardware"
+    )
+
+    @model_validator(mode="after")
+    def _one_source(self) -> "MachineFlags":
+        if (self.hardware is None) != (self.model is None):
+            raise ValueError("--hardware and --model-config go together")
+        if self.costs is not None and self.hardware is not None:
+            raise ValueError("--costs and --hardware exclude each other: give one of them")
+        return self
+
+    def cost_model(self) -> CostModel | None:
+        """None where nothing is said of the machine. Raises ConfigError for bad files."""
+        if self.costs is not None:
+            return measured_costs(self.costs)
+        if self.hardware is None or self.model is None:
+            return None
+        return estimated_costs(model_sizes(self.model), HARDWARE[self.hardware], self.weights)
+
+    def in_domains(self, options: ReplayOptions) -> ReplayOptions:
+        """``options`` with domains of the hardware, where they say nothing of domains."""
+        if self.hardware is None or options.domain_size is not None:
+            return options
+        size = HARDWARE[self.hardware].domain_size
+        return options.model_copy(
+            update={"domain_size": size if size < options.num_ranks else None}
+        )
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The trace, and the flags of ``ReplayFlags`` and ``ReplayOptions``."""
+    """The trace, and the flags of ``ReplayFlags``, ``ReplayOptions`` and ``MachineFlags``."""
     parser.description = (
-        "Plan every layer of every batch of a trace with each policy, and compare. No server and "
-        "no GPU is needed."
+        "Plan every layer of every batch of a trace with each policy, and compare. With --costs or "
+        "--hardware, say at the end whether balancing pays. No server and no GPU is needed."
     )
     traces = "recorded trace: .npz, or .parquet of loads; several are replayed in order"
     parser.add_argument("trace", type=Path, metavar="TRACE", nargs="+", help=traces)
     ReplayFlags.add_flags(parser)
     ReplayOptions.add_flags(parser)
+    MachineFlags.add_flags(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -76,7 +136,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     Raises UltraEPError with what to do.
     """
-    flags, options = ReplayFlags.from_flags(arguments), ReplayOptions.from_flags(arguments)
+    flags, machine = ReplayFlags.from_flags(arguments), MachineFlags.from_flags(arguments)
+    options, costs = machine.in_domains(ReplayOptions.from_flags(arguments)), machine.cost_model()
     policies = [policy_function(name) for name in flags.policies]
     prepare_outputs(flags.json_file, flags.dump_plans)
     traces = [load_trace(path, num_experts=flags.num_experts) for path in arguments.trace]
@@ -92,7 +153,14 @@ def run(arguments: argparse.Namespace) -> int:
     document = replay_document(result, options, ", ".join(path.name for path in arguments.trace))
     if result.plans is not None and flags.dump_plans is not None:
         write_plans(flags.dump_plans, result.plans)
-    show(document, _view(document), flags.json_file)
+    verdicts = [] if costs is None else _verdicts(trace, options, costs)
+    if verdicts:
+        document["verdict"] = {
+            "recommended_slots": chosen(verdicts).slots,
+            "by_slots": [verdict.to_json() for verdict in verdicts],
+        }
+    top_k = trace.topk_ids.shape[2] if isinstance(trace, Trace) else None
+    show(document, _view(document, words(verdicts, top_k) if verdicts else ()), flags.json_file)
     if flags.plots is not None:  # last: without matplotlib the report is there at least
         from ultraep_lab.plots import draw_replay
 
@@ -100,7 +168,16 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _view(document: dict[str, Any]) -> RenderableType:
+def _verdicts(trace: Trace | LoadTrace, options: ReplayOptions, costs: CostModel) -> list[Verdict]:
+    """Of one slot per rank, and of as many as ``options`` say."""
+    quota, verdicts = POLICIES["quota"], []
+    for slots in sorted({1, max(1, options.num_slots)}):
+        result = replay(trace, options.model_copy(update={"num_slots": slots}), [quota])
+        verdicts.append(judge(result, result.policies["quota"], costs))
+    return verdicts
+
+
+def _view(document: dict[str, Any], verdict: Sequence[str]) -> RenderableType:
     """The document as a table for a terminal of 80 characters."""
     by_time = "speeds" in document
     kind = "time_" if by_time else ""
@@ -135,7 +212,7 @@ def _view(document: dict[str, Any]) -> RenderableType:
             f"{row['remote_fraction']:.1%}",
             _time(row["plan_seconds"]["p50"]),
         )
-    return Group(head, table)
+    return Group(head, table, *verdict)
 
 
 def _time(seconds: float) -> str:

@@ -1,26 +1,34 @@
 """A balanced server as users start it, and what demo, benchmarks and tests do with it."""
 
+import ctypes
+import os
 import random
+import signal
+import subprocess
 import sys
-from contextlib import closing
-from functools import cached_property, partial
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from ultraep_lab.bench.engine import Server, ServerWithoutEP
+import httpx
+
+from ultraep_lab.bench.engine import Server
 from ultraep_lab.bench.greedy_tokens import (
     Generation,
     TokenComparison,
     compare_tokens,
     generate,
 )
-from ultraep_lab.bench.prefill import PrefillOptions, Servers
+from ultraep_lab.bench.prefill import PrefillOptions
 from ultraep_lab.bench.prefill_report import measure_with_progress, prefill_document
 from ultraep_lab.bench.sidecar import Sidecar
-from ultraep_lab.demo.server_process import ServerProcess
 from ultraep_lab.demo.text import DOMAINS, sample_text
-from ultraep_serve.errors import ConfigError
+from ultraep_lab.progress import Progress
+from ultraep_serve.errors import ConfigError, ServerError
 from ultraep_serve.system.control_token import read_token
 from ultraep_serve.system.machine import free_port
 from ultraep_serve.telemetry.run_directory import run_directory_of_port
@@ -35,24 +43,48 @@ __all__ = [
     "installed_engine",
     "measure_server",
     "mixed_prompts",
-    "tensor_parallel_flags",
 ]
 
+Self = TypeVar("Self", bound="BalancedServer")
+_START_SECONDS, _STOP_SECONDS, _GROUP_SECONDS = 300.0, 60.0, 0.5
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _SHORTEST, _LONGEST = 16, 1500  # tokens; from decode-sized to several times min_batch_tokens
 
 
-class BalancedServer(ServerProcess):
-    """`ultraep-serve ENGINE MODEL FLAGS` on free ports."""
+class BalancedServer:
+    """`ultraep-serve ENGINE MODEL FLAGS` on free ports, as a process of its own.
 
-    @cached_property
-    def sidecar_port(self) -> int:
-        """Of its sidecar."""
-        return free_port()
+    A context manager that starts it, and stops it and its children. It also ends when this process
+    is killed.
+    """
 
-    @cached_property
-    def sidecar_url(self) -> str:
-        """Where its sidecar answers."""
-        return f"http://127.0.0.1:{self.sidecar_port}"
+    def __init__(
+        self,
+        model: Path,
+        flags: Sequence[str],
+        log_path: Path,
+        engine: str = "vllm",
+        serves: bool = True,
+        on_wait: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``serves`` is False for a host that has ranks but no server to wait for.
+
+        ``on_wait`` is called twice a second until it is ready.
+        """
+        self.model = str(model)
+        self.port, self.sidecar_port = free_port(), free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.sidecar_url = f"http://127.0.0.1:{self.sidecar_port}"
+        self.log_path = log_path
+        self._engine, self._flags = engine, flags
+        self._serves, self._on_wait = serves, on_wait
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def process_id(self) -> int:
+        """The command's process, ancestor of all others."""
+        assert self._process is not None
+        return self._process.pid
 
     @property
     def token(self) -> str:
@@ -69,13 +101,69 @@ class BalancedServer(ServerProcess):
         with closing(Sidecar(self.sidecar_url, self.token)) as sidecar:
             sidecar.set_policy(policy)
 
+    def __enter__(self: Self) -> Self:
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        with self.log_path.open("wb") as log:
+            self._process = subprocess.Popen(
+                self._command(), stdout=log, stderr=log, preexec_fn=_before_it_runs
+            )
+        try:
+            if self._serves:
+                self._wait_until_healthy()
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop()
+
+    def wait(self, seconds: float) -> int:
+        """Exit code of the command, once it ends by itself. Raises subprocess.TimeoutExpired."""
+        assert self._process is not None
+        return self._process.wait(seconds)
+
     def _command(self) -> list[str]:
         ports = ["--port", str(self.port), "--sidecar-port", str(self.sidecar_port)]
-        return [
-            *(sys.executable, "-m", "ultraep_serve.cli", self._engine, self.model),
-            *self._flags,
-            *ports,
-        ]
+        ours = [sys.executable, "-m", "ultraep_serve.cli", self._engine, self.model]
+        return [*ours, *self._flags, *ports]
+
+    def _wait_until_healthy(self) -> None:
+        assert self._process is not None
+        deadline = time.monotonic() + _START_SECONDS
+        while time.monotonic() < deadline:
+            if self._process.poll() is not None:
+                raise ServerError(f"the server ended at start-up:\n{self._log_tail()}")
+            with suppress(httpx.TransportError):  # not listening yet
+                if httpx.get(f"{self.url}/health", timeout=2.0).status_code == 200:
+                    return
+            self._on_wait()
+            time.sleep(0.5)
+        raise ServerError(f"no answer after {_START_SECONDS:g} s:\n{self._log_tail()}")
+
+    def _log_tail(self) -> str:
+        return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-15:])
+
+    def _stop(self) -> None:
+        """Terminate it, after some time kill it, and whatever it started."""
+        assert self._process is not None
+        self._process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_STOP_SECONDS)
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
+                time.sleep(_GROUP_SECONDS)  # to remove its own shared memory
+        self._process.wait()
+
+
+def _before_it_runs() -> None:
+    """A group of its own, without the terminal's signals; it ends with this process.
+
+    It stays in this session: Linux may share cores out by session (``sched_autogroup_enabled``).
+    """
+    os.setpgrp()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def installed_engine() -> str:
@@ -101,46 +189,35 @@ def expert_parallel_flags(
     if engine == "sglang":
         if mode != "tensor":
             raise ConfigError(f"{mode} parallelism is not supported with SGLang; use tensor")
-        flags = tensor_parallel_flags(dtype, max_tokens, engine, prefix_cache)
-        return ["--ep-size", "2", *flags]
-    ranks = [f"--{mode}-parallel-size", "2", "--enable-expert-parallel"]
-    return [*ranks, *_common_flags(dtype, max_tokens, engine, prefix_cache)]
-
-
-def tensor_parallel_flags(
-    dtype: str, max_tokens: int, engine: str = "vllm", prefix_cache: bool = False
-) -> list[str]:
-    """``engine``'s flags for two ranks without expert parallelism: each has half of every expert.
-
-    This is what such a machine would serve with if there were no balancing.
-    """
-    flag = "--tp-size" if engine == "sglang" else "--tensor-parallel-size"
-    return [flag, "2", *_common_flags(dtype, max_tokens, engine, prefix_cache)]
-
-
-def _common_flags(dtype: str, max_tokens: int, engine: str, prefix_cache: bool) -> list[str]:
-    """An idle SGLang leaves its cores to other servers."""
-    without_cache = "--disable-radix-cache" if engine == "sglang" else "--no-enable-prefix-caching"
-    own = ["--sleep-on-idle", "--context-length"] if engine == "sglang" else ["--max-model-len"]
-    return [*([] if prefix_cache else [without_cache]), *own, str(max_tokens), "--dtype", dtype]
+        own = [] if prefix_cache else ["--disable-radix-cache"]
+        own += ["--ep-size", "2", "--tp-size", "2", "--context-length", str(max_tokens)]
+    else:
+        own = [] if prefix_cache else ["--no-enable-prefix-caching"]
+        own += [f"--{mode}-parallel-size", "2", "--enable-expert-parallel"]
+        own += ["--max-model-len", str(max_tokens)]
+    return [*own, "--dtype", dtype]
 
 
 def measure_server(
     server: BalancedServer,
-    without_ep: ServerProcess,
     options: PrefillOptions,
     command: str,
     model: str = "",
+    progress: Progress | None = None,
+    seconds_after: float = 0.0,
 ) -> dict[str, Any]:
-    """``bench prefill`` of both on the words of a made-up domain; the document names ``model``."""
+    """``bench prefill`` on the words of a made-up domain; the document names ``model``.
+
+    ``progress`` may know how many ``seconds_after`` it something else takes.
+    """
     with (
         closing(Server(server.url)) as balanced,
         closing(Sidecar(server.sidecar_url, server.token)) as sidecar,
-        closing(ServerWithoutEP(without_ep.url)) as plain,
     ):
-        servers = Servers(balanced, sidecar, plain)
-        result = measure_with_progress(servers, partial(sample_text, DOMAINS[0]), options)
-        return prefill_document(result, servers, command, model)
+        source = partial(sample_text, DOMAINS[0])
+        told = progress or Progress()
+        result = measure_with_progress(balanced, sidecar, source, options, told, seconds_after)
+        return prefill_document(result, balanced, command, model)
 
 
 def mixed_prompts(count: int) -> list[str]:

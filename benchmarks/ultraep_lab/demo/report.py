@@ -1,14 +1,12 @@
 """The figures of `ultraep-serve demo` on one screen: a benchmark and a comparison of tokens."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
-
-from ultraep_lab.bench.prefill import WITHOUT_EP
 
 __all__ = ["demo_report", "demo_view"]
 
@@ -17,32 +15,32 @@ BARS = {  # by the names of the benchmark: label and colour
     "off": ("off", "red"),
     "quota": ("on", "green"),
     "ideal": ("ideal", "blue"),
-    WITHOUT_EP: ("without EP", "yellow"),
 }
 ABOUT_IDEAL = "ideal: every rank is given the same load by force; its answers are wrong"
-ABOUT_WITHOUT_EP = "without EP: the engine alone, where each rank has a part of every expert"
 
 
 def demo_report(
-    bench: Mapping[str, Any], token_check: Mapping[str, Any], dtype: str = "bfloat16"
+    bench: Mapping[str, Any],
+    token_check: Mapping[str, Any],
+    dtype: str = "bfloat16",
+    notes: Sequence[str] = (),
 ) -> dict[str, Any]:
     """The demo's JSON, from the benchmark's document and ``TokenComparison.to_json``.
 
-    ``dtype`` is what the benchmark's servers computed in.
-
-    Figures that the benchmark lacks are None.
+    ``dtype`` is what the server that was measured computed in; ``notes`` say what was chosen for
+    this machine. Figures that the benchmark lacks are None.
     """
     imbalance = bench["imbalance"] or {"before": {}, "after": {}}
     return {
         "ranks": bench["ranks"],
         "dtype": dtype,
+        "notes": list(notes),
         "rows": [
             {
                 "prompt_tokens": row["prompt_tokens"],
                 "ttft_seconds": {name: row["ttft_seconds"].get(name) for name in BARS},
                 "efficiency": row["efficiency"],
                 "recovered": row["recovered"],
-                "quota_over_without_ep": row["quota_over_without_ep"],
             }
             for row in bench["rows"]
         ],
@@ -59,7 +57,6 @@ def demo_view(report: Mapping[str, Any]) -> RenderableType:
 
     Bars of one prompt length share a scale, so that lengths of a different order stay readable.
     """
-    is_compared = any(row["ttft_seconds"].get(WITHOUT_EP) for row in report["rows"])
     parts: list[RenderableType] = [
         Text("Load of the busiest rank over the mean (1.00 is perfect)", style="bold"),
         _imbalance_bars(report["imbalance"]),
@@ -67,7 +64,7 @@ def demo_view(report: Mapping[str, Any]) -> RenderableType:
         Text("Time to first token (median) with balancing, by tokens of the prompt", style="bold"),
         _time_bars(report["rows"]),
         Text(ABOUT_IDEAL, style="dim"),
-        *([Text(ABOUT_WITHOUT_EP, style="dim")] if is_compared else []),
+        *(Text(note, style="dim") for note in report["notes"]),
         Text(),
         _token_line(report["token_check"]),
     ]
@@ -111,18 +108,7 @@ def _note(row: Mapping[str, Any], name: str) -> str:
             notes.append(f"{row['efficiency']:.0%} of ideal")
     elif name == "ideal" and row["recovered"] is not None:
         notes.append(f"{row['recovered']:.0%} of the gap closed")
-    elif name == WITHOUT_EP and row["quota_over_without_ep"] is not None:
-        notes.append(_against_without_ep(row["quota_over_without_ep"]))
     return ", ".join(notes)
-
-
-def _against_without_ep(ratio: float) -> str:
-    """Which of the two is faster, in whole percent of the time without expert parallelism."""
-    percent = round(100 * (ratio - 1))
-    if percent == 0:
-        return "as fast as on"
-    longer = f"{percent}% longer" if percent > 0 else f"{-percent}% less"
-    return f"{'faster' if percent > 0 else 'slower'}: on takes {longer}"
 
 
 def _bar(value: float, longest: float, name: str) -> Text:

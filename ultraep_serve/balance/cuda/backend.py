@@ -25,14 +25,13 @@ from ultraep_serve.balance.cuda.rendezvous import GatherRendezvous, Rendezvous, 
 from ultraep_serve.balance.cuda.slots import DeviceSlotPool
 from ultraep_serve.balance.cuda.stages import device_stages, gathered
 from ultraep_serve.balance.cuda.timing import device_seconds, replayed_seconds
-from ultraep_serve.costs.calibration import LineFit, Probes, agreed_costs, probe_loads
-from ultraep_serve.costs.hardware import BASE_SECONDS, HARDWARE, Efficiency
+from ultraep_serve.costs.calibration import Probes, agreed_costs, probe_loads
 from ultraep_serve.costs.model import CostModel
 from ultraep_serve.telemetry.recorder import Recorder
 from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.verify.device_samples import DeviceSamples
 
-__all__ = ["LEFT_FREE", "DeviceBackend", "num_programs", "table_costs"]
+__all__ = ["LEFT_FREE", "DeviceBackend", "num_programs"]
 
 LEFT_FREE = 32  # multiprocessors: as many as NCCL's collectives take; DeepEP's dispatch takes 24
 
@@ -140,7 +139,6 @@ class DeviceBackend:
             gather=lambda values: gathered(fabric, values),
             bytes_before_relay=fabric.limits.num_senders * int(layer.chunks[:, 2].max()),
             rows_per_master=_ROWS_PER_MASTER,
-            fallback=lambda: table_costs(_name_of(device), layer.bytes_per_expert),
         )
 
     def _sender(self, layer: LayerSlots) -> Callable[[], object]:
@@ -158,21 +156,6 @@ class DeviceBackend:
         on_device = torch.from_numpy(slot_expert).to(self._device)
         sends = self._fabric.sends(on_device, shape.num_masters, "never")
         return lambda: self._fabric.stream(tables, on_device, shape.num_masters, sends)
-
-
-def table_costs(device_name: str, expert_bytes: int) -> LineFit:
-    """Costs by the published peak of ``device_name``, or of an H100 where that is not known.
-
-    An expert's bytes are as many operations per assignment at the BF16 peak: two per weight of two
-    bytes, or of one at twice the peak.
-    """
-    name = next((name for name in HARDWARE if name in device_name.lower()), "h100")
-    rate = HARDWARE[name].bf16_flops * Efficiency().matrix
-    return LineFit(expert_bytes / rate, BASE_SECONDS, float("inf"))
-
-
-def _name_of(device: torch.device) -> str:
-    return torch.cuda.get_device_properties(device).name if device.type == "cuda" else ""
 
 
 def num_programs(multiprocessors: int, wanted: int, may_relay: bool) -> tuple[int, int]:

@@ -7,7 +7,6 @@ balancer routes all of them.
 
 import functools
 import logging
-import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.util import Finalize
@@ -39,7 +38,6 @@ from ultraep_serve.telemetry.schema import RING_RECORDS, RingState
 from ultraep_serve.telemetry.self_check import SelfCheck, SelfCheckOutcome
 from ultraep_serve.telemetry.spool import SpoolSource, SpoolWriter
 from ultraep_serve.types import CheckResult, ExpertShape, TokenView
-from ultraep_serve.verify.costs import check_costs
 
 __all__ = [
     "BalancedLayers",
@@ -144,13 +142,10 @@ class BalancedLayers:
         self._recorder.at_heartbeat(lambda: control.follow(put_back=primary))
         self._watch_others()
         self._spool = self._create_spool()
-        start = time.perf_counter()
         self._costs = backend.calibrate(run_layer)
-        measured = self._checked_costs(time.perf_counter() - start, layers[0][0].device)
         if primary:
             RunFiles(self._run_path).write_costs(self._costs)
-        if own.experts is not None:
-            measured.append(own.experts)
+        measured = [] if own.experts is None else [own.experts]
         self.self_check = self._check_itself(backend, own.answers, measured)
         self._recorder.set_self_check(self.self_check)
         policies = self._control if own.rank == 0 else None
@@ -184,13 +179,6 @@ class BalancedLayers:
         # Before the run directory is left: a recorder makes a ring anew that somebody deleted.
         Finalize(None, recorder.close, exitpriority=1)
         return recorder
-
-    def _checked_costs(self, seconds: float, device: torch.device) -> list[CheckResult]:
-        """The costs, where they were measured, which took ``seconds``."""
-        if self._setup.config.costs or self._setup.config.self_check == "off":
-            return []
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-        return [check_costs(self._costs, seconds, name)]
 
     def _check_itself(
         self, backend: Backend, answers: Answers | None, measured: list[CheckResult]

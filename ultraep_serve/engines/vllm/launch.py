@@ -14,7 +14,7 @@ import sys
 from importlib import metadata
 from importlib.util import find_spec
 
-from ultraep_serve.costs.shapes import model_shape
+from ultraep_serve.costs.kv_cache import kv_bytes_per_token
 from ultraep_serve.engines.common.guard import left_out
 from ultraep_serve.engines.common.launch import (
     EngineFlags,
@@ -200,7 +200,7 @@ def _cache_size(model: str, parsed: argparse.Namespace, num_ranks: int) -> tuple
     """
     tokens = context_length(model, parsed.max_model_len)
     try:
-        of_token = model_shape(model).kv_bytes_per_token
+        of_token = kv_bytes_per_token(model)
     except ConfigError:  # not here, or of another form, which vLLM knows
         tokens = None
     if tokens is None:

@@ -1,1 +1,0 @@
-"""What balancing would gain on named hardware, and which settings to choose."""

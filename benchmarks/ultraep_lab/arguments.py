@@ -1,0 +1,121 @@
+"""What the lab's commands have in common: flags of a running server and of results, and output."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+from urllib.parse import urlsplit
+
+from pydantic import Field, model_validator
+from rich.console import Console, RenderableType
+
+from ultraep_serve.config import SidecarSettings
+from ultraep_serve.errors import ConfigError
+from ultraep_serve.system.control_token import checked_token, read_token
+from ultraep_serve.system.environment import control_token_from_environment
+from ultraep_serve.system.files import prepare_output, read_text, whole_file, write_json
+from ultraep_serve.system.machine import is_here
+from ultraep_serve.system.settings import Settings, Url
+from ultraep_serve.telemetry.run_directory import run_directory_of_port
+from ultraep_serve.telemetry.run_files import RunFiles
+
+__all__ = [
+    "JsonFile",
+    "ServerFlags",
+    "control_token",
+    "counted",
+    "prepare_outputs",
+    "show",
+    "write_pictures",
+]
+
+
+JsonFile = Annotated[  # what ``show`` gets
+    Path | None,
+    Field(description="write the result to FILE as JSON; - prints it instead of the table"),
+    Field(validation_alias="json"),
+]
+
+
+class ServerFlags(Settings):
+    """The addresses of a running server and its sidecar, and what ``control_token`` reads."""
+
+    url: Url = Field(
+        default="http://127.0.0.1:8000",
+        description="address of the engine's server",
+    )
+    sidecar: Url = Field(
+        default=f"http://127.0.0.1:{SidecarSettings().port_beside()}",
+        description="address of its sidecar",
+    )
+    token: str | None = Field(
+        default=None,
+        description="the sidecar's control token (default: $ULTRAEP_CONTROL_TOKEN, or the token of "
+        "the server at --url where that and --sidecar are on this machine)",
+    )
+    token_file: Path | None = Field(default=None, description="file with that token")
+
+    @model_validator(mode="after")
+    def _one_token(self) -> "ServerFlags":
+        if self.token is not None and self.token_file is not None:
+            raise ValueError("--token and --token-file exclude each other: give one of them")
+        return self
+
+
+def control_token(server: ServerFlags) -> str | None:
+    """The given token, or the one that a server on this machine left in its run directory.
+
+    Raises ConfigError when its file cannot be read, or others could have written that directory.
+    """
+    if server.token:
+        return checked_token(server.token, "--token")
+    if token := control_token_from_environment():
+        return token
+    if path := server.token_file:
+        return checked_token(read_text(path, "--token-file"), f"--token-file {path}")
+    return _local_token(server)
+
+
+def _local_token(server: ServerFlags) -> str | None:
+    """The token in a run directory here; nobody but a sidecar here is told it."""
+    ports = []
+    for flag, url in (("--url", server.url), ("--sidecar", server.sidecar)):
+        try:
+            address = urlsplit(url)
+            ports.append(address.port)
+        except ValueError as error:
+            raise ConfigError(f"{flag} = {url!r} is not an address: {error}") from error
+        if not address.hostname or not is_here(address.hostname):
+            return None
+    path = RunFiles(run_directory_of_port(ports[0])).token if ports[0] else None
+    return read_token(path) if path is not None and os.path.lexists(path) else None
+
+
+def counted(number: int, singular: str, plural: str) -> str:
+    """``number`` of something, in words."""
+    return f"{number} {singular if number == 1 else plural}"
+
+
+def prepare_outputs(*paths: Path | None) -> None:
+    """Before the work, find out whether these can be written. Raises OutputError."""
+    for path in paths:
+        if path is not None and path != Path("-"):
+            prepare_output(path)
+
+
+def show(document: Mapping[str, Any], view: RenderableType, path: Path | None) -> None:
+    """Write ``document`` where --json says, and print ``view`` for people."""
+    if path == Path("-"):
+        print(json.dumps(document, indent=2))
+        return
+    if path is not None:
+        write_json(path, document)
+    Console().print(view)
+
+
+def write_pictures(directory: Path, pictures: Mapping[str, bytes]) -> None:
+    """Everything is complete by now; each file appears whole or not at all."""
+    for name, content in pictures.items():
+        with whole_file(directory / name) as part:
+            part.write_bytes(content)

@@ -1,1 +1,0 @@
-"""Thousands of ranks with the real planner: traffic, layers, and what comes of them."""
