@@ -30,7 +30,7 @@ class Progress:
         ``always``: also where the last line is of just now.
         """
         line = f"[{_clock(self.seconds)}] {what}"
-        line += "" if left is None else f", about {_clock(left)} left"
+        line += f", about {_clock(left)} left" if left is not None and left >= 1 else ""
         if sys.stderr.isatty():
             sys.stderr.write(f"\r\x1b[2K{line}")
         elif always or self.seconds - self._written >= _LINE_SECONDS:

@@ -1,6 +1,5 @@
 """Trace and policies -> what each policy would have made of every layer of every batch."""
 
-import dataclasses
 import functools
 import sys
 import threading
@@ -14,27 +13,26 @@ import numpy as np
 from ultraep_kernels.host.speeds import whole_speeds
 
 from ultraep_lab.comparators import PolicyFunction
-from ultraep_lab.comparators.placement import Counts, Placement
+from ultraep_lab.comparators.placement import Counts
 from ultraep_lab.trace import LoadTrace, Trace, batches, num_batches, stated_speeds
 from ultraep_serve.costs.model import Transfer, transfer_of
 from ultraep_serve.errors import PlanError, TraceError
 from ultraep_serve.plan.checks import imbalance_floor
 from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.plan.quota import warm_up
-from ultraep_serve.types import ExpertShape, IntArray, imbalance
+from ultraep_serve.types import ExpertShape, imbalance
 
 if TYPE_CHECKING:  # needs pydantic, which a bare GPU machine may lack
     from ultraep_lab.replay_options import ReplayOptions
 
 __all__ = [
-    "DumpedPlans",
     "PolicyReplay",
     "Replay",
     "compiled_planner",
     "replay",
 ]
 
-MAX_DUMP_BYTES = 2 << 30  # of all shares
+MAX_PLAN_BYTES = 2 << 30  # of one plan's shares
 _SILENT_SECONDS = 10.0
 
 
@@ -52,15 +50,6 @@ class PolicyReplay:
 
 
 @dataclass(frozen=True)
-class DumpedPlans:
-    """Complete plans, one per case."""
-
-    loads: IntArray  # (n, R, E)
-    slot_expert: IntArray  # (n, R, slots), -1 empty
-    share: IntArray  # (n, R_source, E, R_target)
-
-
-@dataclass(frozen=True)
 class Replay:
     """All policies on the same cases: batch by batch, layer by layer in each."""
 
@@ -73,7 +62,6 @@ class Replay:
     policies: dict[str, PolicyReplay]
     context: PlanContext
     skipped: int  # first batches, which were history only
-    plans: DumpedPlans | None = None
 
 
 @dataclass(frozen=True)
@@ -89,8 +77,6 @@ def replay(
     trace: Trace | LoadTrace,
     options: "ReplayOptions",
     policies: Sequence[PolicyFunction],
-    *,
-    keep_plans: bool = False,
 ) -> Replay:
     """Plan every layer of every batch with every policy.
 
@@ -98,10 +84,9 @@ def replay(
         trace: token level or load level.
         options: ranks, slots, batches.
         policies: each sees the same loads and the same past.
-        keep_plans: keep the complete plans; for one policy that leaves masters where they are.
 
     Raises:
-        TraceError: the options do not fit the trace, or the plans would not fit in memory.
+        TraceError: the options do not fit the trace.
         PlanError: a policy made a plan that breaks a rule.
         UnsupportedError: a policy needs a package that is not installed.
     """
@@ -109,14 +94,11 @@ def replay(
     layers = _layers(trace, options)
     skip = _skipped(trace, options, policies)
     count = _count_batches(trace, options, skip)
-    if keep_plans:
-        _check_dump(policies, shape, count * len(layers))
     context = PlanContext.of(shape, options.domain_size, _speeds(trace, options))
     compiled_planner()
     by_count = context.equally_fast()
     replays = {policy.name: PolicyReplay() for policy in policies}
     result = Replay([], [], [], [], [], [], replays, context, skip)
-    plans: list[tuple[Counts, Placement]] = []  # of loads
     intervals = {policy.refreshed_every for policy in policies} - {0}
     for case in _cases(trace, options, layers, range(skip, skip + count), intervals):
         rank_load = context.rank_loads(case.loads)
@@ -127,10 +109,8 @@ def replay(
         result.floor.append(imbalance_floor(case.loads, by_count))
         result.time_floor.append(imbalance_floor(case.loads, context))
         for policy in policies:
-            placement = _planned(policy, case, context, replays[policy.name])
-            if keep_plans:
-                plans.append((case.loads, placement))
-    return dataclasses.replace(result, plans=_dumped(plans)) if keep_plans else result
+            _plan(policy, case, context, replays[policy.name])
+    return result
 
 
 @functools.cache
@@ -149,10 +129,8 @@ def compiled_planner() -> None:
         told.cancel()
 
 
-def _planned(
-    policy: PolicyFunction, case: _Case, context: PlanContext, found: PolicyReplay
-) -> Placement:
-    """The placement, timed, split and checked; appends to ``found``."""
+def _plan(policy: PolicyFunction, case: _Case, context: PlanContext, found: PolicyReplay) -> None:
+    """Place, with the time that takes, split and check; appends to ``found``."""
     history = case.refreshed.get(policy.refreshed_every, case.history)
     try:
         if not found.plan_seconds:  # once before, to have all compiled
@@ -177,19 +155,6 @@ def _planned(
     assert placement.shares is not None  # split_up
     kept = np.einsum("ses->", placement.shares, dtype=np.int64)
     found.remote.append(int(case.loads.sum() - kept))
-    return placement
-
-
-def _dumped(plans: list[tuple[Counts, Placement]]) -> DumpedPlans:
-    """The widest plan decides how many slots the array has."""
-    loads = np.stack([load for load, _ in plans]).astype(np.int32)
-    slots = [plan.slot_expert for _, plan in plans if plan.slot_expert is not None]  # _check_dump
-    shares = np.stack([plan.shares for _, plan in plans if plan.shares is not None])
-    width = max(each.shape[1] for each in slots)
-    wide = [
-        np.pad(each, ((0, 0), (0, width - each.shape[1])), constant_values=-1) for each in slots
-    ]
-    return DumpedPlans(loads, np.stack(wide), shares)
 
 
 def _cases(
@@ -223,8 +188,9 @@ def _shape(trace: Trace | LoadTrace, options: "ReplayOptions") -> ExpertShape:
             "another --ep, or give --experts if the trace does not use the last ones"
         )
     shape = ExpertShape(options.num_ranks, trace.num_experts, options.num_slots)
-    if _share_bytes(shape) > MAX_DUMP_BYTES:
-        raise TraceError(f"one plan would take {_share_bytes(shape)} bytes; choose a smaller --ep")
+    num_bytes = 4 * shape.num_ranks**2 * shape.num_logical_experts  # of the shares (R, E, R)
+    if num_bytes > MAX_PLAN_BYTES:
+        raise TraceError(f"one plan would take {num_bytes} bytes; choose a smaller --ep")
     return shape
 
 
@@ -263,24 +229,3 @@ def _count_batches(trace: Trace | LoadTrace, options: "ReplayOptions", skip: int
     if count < 1:
         raise TraceError(f"no batch is left to measure after skipping {skip}")
     return count if options.limit is None else min(count, options.limit)
-
-
-def _check_dump(policies: Sequence[PolicyFunction], shape: ExpertShape, num_cases: int) -> None:
-    if len(policies) != 1:
-        raise TraceError("plans can be dumped of one policy at a time")
-    if not policies[0].has_slots:
-        raise TraceError(
-            f"plans of policy {policies[0].name!r} cannot be dumped: it does not keep every expert "
-            "on its master, so slots do not describe it"
-        )
-    num_bytes = num_cases * _share_bytes(shape)
-    if num_bytes > MAX_DUMP_BYTES:
-        raise TraceError(
-            f"{num_cases} plans take {num_bytes} bytes, at most {MAX_DUMP_BYTES} are dumped; "
-            "choose fewer with --limit or --layers"
-        )
-
-
-def _share_bytes(shape: ExpertShape) -> int:
-    """Bytes of the shares (R, E, R) of one plan."""
-    return 4 * shape.num_ranks**2 * shape.num_logical_experts

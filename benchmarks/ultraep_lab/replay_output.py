@@ -1,17 +1,15 @@
-"""What replays leave: a JSON document of all policies, and a file of one policy's plans."""
+"""What replays leave: a JSON document of all policies."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from ultraep_kernels.contract import FULL_SPEED
 
-from ultraep_lab.replay import DumpedPlans, PolicyReplay, Replay
+from ultraep_lab.replay import PolicyReplay, Replay
 from ultraep_lab.replay_options import ReplayOptions
-from ultraep_serve.system.files import whole_file
 
-__all__ = ["replay_document", "write_plans"]
+__all__ = ["replay_document"]
 
 
 def replay_document(result: Replay, options: ReplayOptions, trace_name: str) -> dict[str, Any]:
@@ -93,11 +91,3 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
         "p99": float(np.percentile(values, 99)),
         "max": float(max(values)),
     }
-
-
-def write_plans(path: Path, plans: DumpedPlans) -> None:
-    """Write int32 ``loads``, ``slot_expert`` and ``share``. Raises OutputError."""
-    with whole_file(path) as part, part.open("wb") as stream:
-        np.savez_compressed(
-            stream, loads=plans.loads, slot_expert=plans.slot_expert, share=plans.share
-        )

@@ -91,7 +91,8 @@ def run(arguments: argparse.Namespace) -> int:
         make_model(path, ModelSpec())
 
     def server(numbers: str, left: float, *more: str) -> BalancedServer:
-        given = (*expert_parallel_flags(flags.mode, numbers, _CONTEXT, engine), *more)
+        given = [*expert_parallel_flags(flags.mode, numbers, _CONTEXT, engine), *more]
+        given += ["--enforce-eager"] if engine == "vllm" else []  # compiling takes a minute
         log, until = flags.results / f"demo-{numbers}.log", progress.seconds + left
         what = f"starting {engine} in {numbers} on two ranks ({flags.mode} parallel)"
         progress.say(what, left, always=True)

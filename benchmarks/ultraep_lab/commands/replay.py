@@ -27,7 +27,7 @@ from ultraep_lab.machines import (
 )
 from ultraep_lab.replay import replay
 from ultraep_lab.replay_options import ReplayOptions
-from ultraep_lab.replay_output import replay_document, write_plans
+from ultraep_lab.replay_output import replay_document
 from ultraep_lab.store import load_trace
 from ultraep_lab.tables import figures_table
 from ultraep_lab.trace import DECODE, PREFILL, LoadTrace, Trace, in_order, of_phase
@@ -60,10 +60,6 @@ class ReplayFlags(Settings):
         description="experts of the model, if the trace does not say",
     )
     json_file: JsonFile = None
-    dump_plans: Path | None = Field(
-        default=None,
-        description="write the plans of one policy, which leaves masters in place, to FILE (.npz)",
-    )
     plots: Directory | None = Field(
         default=None, description="draw replay.png into DIR: imbalance by batch and by layer"
     )
@@ -139,20 +135,18 @@ def run(arguments: argparse.Namespace) -> int:
     flags, machine = ReplayFlags.from_flags(arguments), MachineFlags.from_flags(arguments)
     options, costs = machine.in_domains(ReplayOptions.from_flags(arguments)), machine.cost_model()
     policies = [policy_function(name) for name in flags.policies]
-    prepare_outputs(flags.json_file, flags.dump_plans)
+    prepare_outputs(flags.json_file)
     traces = [load_trace(path, num_experts=flags.num_experts) for path in arguments.trace]
     if flags.phase != "all":
         phase = PREFILL if flags.phase == "prefill" else DECODE
         traces = [of_phase(trace, phase) for trace in traces]
     trace = in_order(traces, options.batch_tokens)
     try:
-        result = replay(trace, options, policies, keep_plans=flags.dump_plans is not None)
+        result = replay(trace, options, policies)
     except PlanError as error:
         print(f"ultraep-serve: error: {error}", file=sys.stderr)
         return 1
     document = replay_document(result, options, ", ".join(path.name for path in arguments.trace))
-    if result.plans is not None and flags.dump_plans is not None:
-        write_plans(flags.dump_plans, result.plans)
     verdicts = [] if costs is None else _verdicts(trace, options, costs)
     if verdicts:
         document["verdict"] = {

@@ -1,0 +1,121 @@
+"""Whether balancing pays: the end of a replay, by costs that make it easy to work out."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ultraep_lab.comparators import POLICIES
+from ultraep_lab.machines import HARDWARE, MODELS, estimated_costs, measured_costs, model_sizes
+from ultraep_lab.replay import replay
+from ultraep_lab.replay_options import ReplayOptions
+from ultraep_lab.store import save_trace
+from ultraep_lab.trace import LoadTrace, Trace
+from ultraep_lab.verdict import Verdict, chosen, judge, words
+from ultraep_serve.cli import execute
+from ultraep_serve.costs.model import CostModel
+from ultraep_serve.errors import ConfigError
+
+# Two ranks of two experts, both of whose tokens choose the first rank's: 600 and 0 assignments.
+LOADS = np.array([[[[200, 100, 0, 0], [200, 100, 0, 0]]]])
+
+
+def verdict_of(loads: np.ndarray, costs: CostModel, slots: int = 2) -> Verdict:
+    options = ReplayOptions(num_ranks=2, num_slots=slots)
+    result = replay(LoadTrace(loads), options, [POLICIES["quota"]])
+    return judge(result, result.policies["quota"], costs)
+
+
+def costs(seconds_per_copy: float) -> CostModel:
+    return CostModel(1e-6, 1000, 1000 / seconds_per_copy, exchange_seconds=1e-5, plan_seconds=1e-5)
+
+
+def test_a_plan_that_pays_is_followed() -> None:
+    found = verdict_of(LOADS, costs(5e-5))
+    assert found.imbalance_before == 2.0
+    assert found.imbalance_after < 1.005  # 301 of 600, as far as a server plans
+    assert found.balanced_share == 1.0
+    assert found.off_seconds == pytest.approx(600e-6)
+    assert found.on_seconds == pytest.approx(301e-6 + 1e-5 + 1e-5 + 5e-5)  # one expert is copied
+    # 299 us are saved where there are 600 assignments; 70 us are spent, whatever there is.
+    assert found.min_assignments == 140
+    assert words([found], 4)[0] == "Turn it on: --policy quota --slots 2 --min-batch-tokens 35"
+    assert "1.62 times as fast" in words([found], 4)[1]
+
+
+def test_a_plan_that_does_not_pay_is_not() -> None:
+    found = verdict_of(LOADS, costs(1e-3))
+    assert (found.balanced_share, found.imbalance_after) == (0.0, 2.0)
+    assert found.on_seconds == pytest.approx(610e-6)  # loads are exchanged even so
+    assert "moving experts takes as long as it saves; from about 511" in words([found], 4)[0]
+
+
+def test_what_is_balanced_already_is_left_alone() -> None:
+    found = verdict_of(np.full((1, 1, 2, 4), 100), costs(5e-5))
+    assert found.min_assignments is None
+    assert words([found], 4)[0].startswith("Leave it off: an imbalance of 1.00 leaves little")
+
+
+def test_the_fewest_slots_that_gain_as_much_are_chosen() -> None:
+    found = [verdict_of(LOADS, costs(5e-5), slots) for slots in (1, 2)]
+    assert chosen(found).slots == 1
+
+
+def test_replay_ends_with_it(tmp_path: Path, capsys: Any) -> None:
+    ids = np.random.default_rng(0).integers(0, 24, (16384, 2, 8))  # of 128: some ranks are hot
+    save_trace(tmp_path / "t.npz", Trace(ids, np.array([16384]), 128))
+    replayed = ["replay", str(tmp_path / "t.npz"), "--ep", "16", "--batch-tokens", "16384"]
+    replayed += ["--policy", "off"]
+    machine = ["--hardware", "h200", "--model-config", "qwen3-235b-a22b"]
+    execute([*replayed, *machine])
+    shown = capsys.readouterr().out
+    assert "lowest possible in domains of 8 ranks" in shown  # as many as NVLink joins
+    assert "Turn it on: --policy quota --slots" in shown
+    (tmp_path / "log").write_text(f"x\nultraep: costs {costs(5e-5).to_json()}\n")
+    execute([*replayed, "--costs", str(tmp_path / "log"), "--json", "-"])
+    document = json.loads(capsys.readouterr().out)
+    assert [found["slots"] for found in document["verdict"]["by_slots"]] == [1, 2]
+    for wrong in (machine[:2], [*machine, "--costs", "x"]):
+        with pytest.raises(ConfigError, match=r"--hardware"):
+            execute([*replayed, *wrong])
+
+
+def test_costs_are_those_that_a_server_shows(tmp_path: Path) -> None:
+    own = costs(5e-5)
+    path = tmp_path / "status.json"
+    for text in (own.to_json(), json.dumps({"costs": json.loads(own.to_json())})):
+        path.write_text(text)
+        assert measured_costs(path) == own
+    path.write_text('{"costs": null}')
+    with pytest.raises(ConfigError, match="had measured no costs yet"):
+        measured_costs(path)
+
+
+def test_data_sheets_give_plausible_costs() -> None:
+    """An expert of Qwen3-235B has 37.7 MB in BF16; an H200 computes one assignment in 0.1 us."""
+    model = MODELS["qwen3-235b-a22b"]
+    h200, gb200 = (estimated_costs(model, HARDWARE[name], "bf16") for name in ("h200", "gb200"))
+    assert h200.bytes_per_expert == 3 * 4096 * 1536 * 2
+    assert 0.8e-7 < h200.seconds_per_assignment < 2e-7
+    assert gb200.seconds_per_assignment < h200.seconds_per_assignment / 2
+    assert estimated_costs(model, HARDWARE["h200"], "fp8").bytes_per_expert < 0.51 * 37748736
+
+
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        ({}, "no usable hidden_size"),
+        ({"hidden_size": 8, "moe_intermediate_size": 8}, "num_local_experts; is it a MoE"),
+        ({"text_config": [1]}, "hidden_size"),
+    ],
+)
+def test_what_is_no_moe_model_is_refused(
+    tmp_path: Path, config: dict[str, Any], problem: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=problem):
+        model_sizes(str(tmp_path))
+    with pytest.raises(ConfigError, match="nor one of qwen3"):
+        model_sizes(str(tmp_path / "none"))
