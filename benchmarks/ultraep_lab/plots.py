@@ -18,7 +18,6 @@ COLOURS = {
     "eplb-slots": "#e69f00",
     "lplb": "#009e73",
     "llep": "#cc79a7",
-    "exact": "#56b4e9",
     "ideal": "#999999",
 }  # Okabe and Ito's, which colour-blind readers can tell apart
 MARKERS = "osDv^<>P"

@@ -1,9 +1,10 @@
 """Run by an engine's interpreter: parse command lines from standard input as that engine does.
 
-    python accepts.py vllm|vllm-engine|sglang < lines.json
+    python accepts.py vllm|vllm-engine|vllm-bench|sglang < lines.json
 
 vllm-engine: the flags of the engine without those of a server, which programs that bring a server
-of their own take. Exits with the parser's own message at the first line that it does not take.
+of their own take. vllm-bench: those of `vllm bench serve`. Exits with the parser's own message at
+the first line that it does not take.
 """
 
 import argparse
@@ -25,6 +26,15 @@ def vllm_engine_parser() -> argparse.ArgumentParser:
     return AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
 
 
+def vllm_bench_parser() -> argparse.ArgumentParser:
+    from vllm.benchmarks.serve import add_cli_args  # noqa: TID251
+    from vllm.utils.argparse_utils import FlexibleArgumentParser  # noqa: TID251
+
+    parser = FlexibleArgumentParser()
+    add_cli_args(parser)
+    return parser
+
+
 def sglang_parser() -> argparse.ArgumentParser:
     from sglang.srt.server_args import ServerArgs  # noqa: TID251
 
@@ -43,7 +53,12 @@ def check_connectors(settings: argparse.Namespace) -> None:
         assert settings.kv_transfer_config.kv_connector in KVConnectorFactory._registry
 
 
-PARSERS = {"vllm": vllm_parser, "vllm-engine": vllm_engine_parser, "sglang": sglang_parser}
+PARSERS = {
+    "vllm": vllm_parser,
+    "vllm-engine": vllm_engine_parser,
+    "vllm-bench": vllm_bench_parser,
+    "sglang": sglang_parser,
+}
 parser = PARSERS[sys.argv[1]]()
 for line in json.load(sys.stdin):
     parsed = parser.parse_args(line)

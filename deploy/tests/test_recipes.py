@@ -34,7 +34,7 @@ with warnings.catch_warnings():
 
 PARSERS = {"vllm": "vllm", "vllm-engine": "vllm", "sglang": "sglang"}  # and whose it is
 STARTS = starts()
-CHECKED_ELSEWHERE = {"find"}  # of llm-d's own script
+CHECKED_ELSEWHERE = {"find", "aiperf"}  # of llm-d's own script; not installed here
 every = pytest.mark.parametrize(
     "start", STARTS, ids=[f"{number}-{start.engine}" for number, start in enumerate(STARTS)]
 )
@@ -65,7 +65,16 @@ def test_no_command_is_left_unchecked() -> None:
     for block in blocks("sh"):
         subprocess.run(["bash", "-n"], input=block, text=True, check=True)
     modules = {"pip", "vllm.entrypoints.openai.api_server", "dynamo.vllm", "sglang.launch_server"}
-    others = {"exec", "curl", "docker", "serve", "ultraep-serve", "lm_eval", *CHECKED_ELSEWHERE}
+    others = {
+        "exec",
+        "curl",
+        "docker",
+        "serve",
+        "ultraep-serve",
+        "lm_eval",
+        "vllm",
+        *CHECKED_ELSEWHERE,
+    }
     for command in commands():
         first, *rest = command.words
         assert first in others or (first.startswith("python") and rest[1] in modules), first
@@ -80,6 +89,11 @@ def test_engines_take_the_flags(parser: str) -> None:
     if not INTERPRETERS[engine].exists():
         pytest.skip(f"{INTERPRETERS[engine]} is missing: `make setup-{engine}`")
     done = accepts(engine, lines, parser)
+    assert done.returncode == 0, done.stderr
+
+
+def test_vllms_load_generator_takes_its_flags() -> None:
+    done = accepts("vllm", program("vllm", "bench", "serve"), "vllm-bench")
     assert done.returncode == 0, done.stderr
 
 

@@ -1,6 +1,5 @@
 """The checkpoint that routes as recorded, by transformers in bfloat16; and benchmarks/routed.py."""
 
-import importlib
 from pathlib import Path
 from typing import Any
 
@@ -56,26 +55,3 @@ def test_ids_that_no_router_can_choose_are_refused(tmp_path: Path, wrong: int) -
     ids[2, 0] = [3, wrong, 5]
     with pytest.raises(ConfigError, match="different experts"):
         make_recorded_model(tmp_path, ids, SPEC)
-
-
-def test_a_critical_path_adds_up_what_ranks_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
-    routed = importlib.import_module("routed")
-    events = np.zeros((1, 2, 2), routed.EVENT)  # a batch, two layers, two ranks
-    events["count"] = [[[1, 2], [2, 1]]]
-    events["plan"] = [[[10, 30], [30, 20]]]
-    events["experts"] = [[[500, 400], [300, 600]]]
-    events["others"] = [[[4, 5], [6, 7]]]
-    events["second_sum"] = [[[50, 140], [390, 60]]]  # the first to arrive waits for the other
-    events["exchanged"] = [[[1, 1], [0, 0]]]
-    events["before"] = [[[7777, 7777], [100, 900]]]  # the span begins in the first layer
-    events["first_sum"] = [[[7777, 7777], [820, 20]]]
-    events["routing"] = [[[7777, 7777], [3, 8]]]
-    events["begin"], events["end"] = [[[5, 3], [0, 0]]], [[[0, 0], [2003, 2000]]]
-    events["away"] = [[[1, 2], [3, 0]]]
-    found = routed.critical_path(events)
-    moe = (2 + 30 + 504 + 50) + (8 + 1 + 20 + 607 + 60)  # in one stretch where nothing is exchanged
-    assert found["moe"] == pytest.approx(moe / 1e6)
-    assert found["path"] == pytest.approx((moe + 900 + 20) / 1e6)
-    assert found["clock"] == pytest.approx(2000 / 1e6)
-    assert found["away"] == pytest.approx(5 / 1e6)

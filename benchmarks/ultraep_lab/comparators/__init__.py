@@ -25,7 +25,6 @@ from numpy.typing import NDArray
 from ultraep_lab.comparators import own
 from ultraep_lab.comparators.eplb import eplb_copies
 from ultraep_lab.comparators.eplb_slots import even_shares, past_copies
-from ultraep_lab.comparators.exact import place_exact
 from ultraep_lab.comparators.llep import place_llep
 from ultraep_lab.comparators.lplb import place_lplb
 from ultraep_lab.comparators.placement import (
@@ -240,9 +239,6 @@ _ALL = (
         "spill from ranks above a threshold to the least loaded",
         place_llep,
         takes_any_slots=True,
-    ),
-    PolicyFunction(
-        "exact", "equal counts on every rank, slots as needed", place_exact, takes_any_slots=True
     ),
     PolicyFunction("ideal", "forced balance, for measuring only", _place_ideal, _as_dealt, False),
 )
