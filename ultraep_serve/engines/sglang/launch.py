@@ -29,6 +29,7 @@ from ultraep_serve.errors import POLICY_OFF, ConfigError, UnsupportedError
 from ultraep_serve.launcher.binding import CoreBinding
 from ultraep_serve.launcher.supervisor import EngineCommand
 from ultraep_serve.launcher.tuned_kernels import TunedKernels
+from ultraep_serve.system.gpu_packages import require_fit_packages
 from ultraep_serve.types import Policy
 
 __all__ = [
@@ -95,6 +96,8 @@ def engine_command(model: str, flags: list[str], policy: Policy) -> EngineComman
     num_ranks = count_ranks(parsed).here
     cache_tokens = max(_CPU_CACHE_TOKENS, context_length(model, parsed.context_length) or 0)
     binding, said = None, []
+    if policy is not Policy.OFF and not on_cpu:
+        said += require_fit_packages("sglang")
     if on_cpu:
         if not parsed.max_total_tokens:
             said.append(f"KV cache of {cache_tokens} tokens; --max-total-tokens sets it")

@@ -31,6 +31,7 @@ from ultraep_serve.launcher.binding import CoreBinding
 from ultraep_serve.launcher.supervisor import EngineCommand
 from ultraep_serve.launcher.tuned_kernels import TunedKernels
 from ultraep_serve.system.environment import engine_variable
+from ultraep_serve.system.gpu_packages import require_fit_packages
 from ultraep_serve.system.machine import available_memory
 from ultraep_serve.types import Policy
 
@@ -106,6 +107,8 @@ def engine_command(model: str, flags: list[str], policy: Policy) -> EngineComman
     if _is_cpu_build() and ranks.here:  # none where this host has the server alone
         binding = CoreBinding.here("VLLM_CPU_OMP_THREADS_BIND", ranks.here)
     environment, said = _environment(model, parsed, binding)
+    if policy is not Policy.OFF and not _is_cpu_build():
+        said += tuple(require_fit_packages("vllm"))
     return EngineCommand(
         arguments=[
             sys.executable,
