@@ -24,9 +24,9 @@ from ultraep_kernels.contract import FULL_SPEED
 
 from ultraep_lab.bench.engine import Server
 from ultraep_lab.bench.prefill import median_interval, ratios_json
-from ultraep_lab.bench.sidecar import Sidecar
 from ultraep_lab.demo.balanced_server import installed_engine
 from ultraep_lab.demo.text import sample_text
+from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.reader import RingReader
 from ultraep_serve.telemetry.record import RecordArray
 from ultraep_serve.telemetry.run_directory import run_directory_of_port
@@ -50,13 +50,13 @@ def main() -> None:
     with (
         serve(options, model(options.model), "bfloat16") as running,
         closing(Server(running.url)) as server,
-        closing(Sidecar(running.sidecar_url, running.token)) as sidecar,
+        ControlPage.open(run_directory_of_port(running.port)) as page,
     ):
         rings = Rings(running.port)
-        engine, free = installed_engine(), phase(options, server, sidecar, rings)
+        engine, free = installed_engine(), phase(options, server, page, rings)
         document = {"engine": engine, "mode": options.mode, "free": free}
         with busy(options.core, options.busy):
-            document["busy"] = phase(options, server, sidecar, rings)
+            document["busy"] = phase(options, server, page, rings)
     harness.write(options.json, document | {"busy_part_of_core": options.busy})
 
 
@@ -73,7 +73,7 @@ class Rings:
 
 
 def phase(
-    options: argparse.Namespace, server: Server, sidecar: Sidecar, rings: Rings
+    options: argparse.Namespace, server: Server, page: ControlPage, rings: Rings
 ) -> list[dict[str, Any]]:
     """One row per prompt length: seconds to first token by count and by time."""
     for number in range(SETTLE):
@@ -84,7 +84,7 @@ def phase(
         rings.new()
         for number in range(-1, options.rounds):
             for source in SOURCES if number % 2 else reversed(SOURCES):
-                sidecar.set_speeds(source)
+                page.set_speeds(source)
                 took = server.first_token(prompt(tokens, number, source.value)).seconds
                 if number >= 0:  # the first round warms up
                     seconds[source].append(took)

@@ -34,7 +34,7 @@ SAME_AS = {
 EVERYTHING: dict[str, Any] = {
     "image": {"pullSecrets": ["registry"], "tag": "mine", "pullPolicy": "Always"},
     "flags": ["--slots=4"],
-    "env": [{"name": "OTEL_SERVICE_NAME", "value": "model"}],
+    "env": [{"name": "HF_HUB_OFFLINE", "value": "1"}],
     "extraResources": {"rdma/ib": 1},
     "nodeSelector": {"gpu": "h100"},
     "tolerations": [{"key": "gpu", "operator": "Exists", "effect": "NoSchedule"}],

@@ -39,10 +39,9 @@ def join(rank: int, run_path: Path, view: TokenView) -> list[int]:
         [torch.nn.Parameter(torch.full((4, size), 1.0 + rank), False) for size in (300, 7)]
         for _ in range(LAYERS)
     ]
-    own = EngineRank("test", rank, collector="http://127.0.0.1:4317")
+    own = EngineRank("test", rank)
     joined = BalancedLayers(config, SHAPE, view, layers, lambda size: None, own)
-    files = RunFiles(run_path)
-    assert (files.collector(), files.costs()) == (own.collector, GIVEN)
+    assert RunFiles(run_path).costs() == GIVEN
     joined.mark_ready(logging.getLogger("test"))
     ids = torch.tensor([[0, 1]], dtype=torch.int64).repeat(64, 1)
     for index, parameters in enumerate(layers):

@@ -16,9 +16,6 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs vLLM: make setup")
 
-from opentelemetry.proto.trace.v1.trace_pb2 import Span
-
-from tests.support.collector import HTTP, Collector, attributes, by_http
 from tests.support.serving_checks import CONTEXT, PROMPTS, balance, check_balanced, refused, served
 from tests.support.tiny_models import tiny_glm4, tiny_qwen3
 from tests.support.waiting import until
@@ -33,7 +30,6 @@ from ultraep_lab.replay_options import ReplayOptions
 from ultraep_lab.store import load_trace
 from ultraep_lab.trace import PREFILL, Trace
 from ultraep_serve.errors import ServerError
-from ultraep_serve.sidecar.spans import SPAN_NAME
 from ultraep_serve.telemetry.run_directory import run_directory_of_port
 from ultraep_serve.types import Policy
 
@@ -86,24 +82,14 @@ class TestTensorParallel:
 
 
 class TestDataParallel:
-    """One compiled server that traces requests; the last test kills its launcher."""
-
-    @pytest.fixture(scope="class")
-    @classmethod
-    def collector(cls) -> Iterator[Collector]:
-        made, soon = Collector(), {"OTEL_BSP_SCHEDULE_DELAY": "200"}
-        with pytest.MonkeyPatch.context() as patch, by_http(made):
-            for name, value in {**HTTP, **soon, "OTEL_SERVICE_NAME": "served"}.items():
-                patch.setenv(name, value)
-            yield made
+    """One compiled server; the last test kills its launcher."""
 
     @pytest.fixture(scope="class")
     @classmethod
     def server(
-        cls, qwen3: Path, tmp_path_factory: pytest.TempPathFactory, collector: Collector
+        cls, qwen3: Path, tmp_path_factory: pytest.TempPathFactory
     ) -> Iterator[BalancedServer]:
-        extra = ["--otlp-traces-endpoint", collector.endpoint]
-        with serve(qwen3, tmp_path_factory.mktemp("data"), "data", *extra) as server:
+        with serve(qwen3, tmp_path_factory.mktemp("data"), "data") as server:
             yield server
 
     def test_greedy_tokens_are_the_same_with_balancing(self, server: BalancedServer) -> None:
@@ -113,32 +99,6 @@ class TestDataParallel:
         self, server: BalancedServer, tmp_path: Path
     ) -> None:
         check_recorded_trace(server, tmp_path)
-
-    def test_batches_of_a_traced_request_are_spans_of_its_service_and_time(
-        self, server: BalancedServer, collector: Collector
-    ) -> None:
-        start = time.time_ns()
-        generate_under(server, Policy.QUOTA, [max(PROMPTS, key=len)], max_tokens=1)
-        spans: dict[str, list[Span]] = {}
-
-        def came() -> bool:
-            for resource in collector.resources():
-                named = {of.key: of.value.string_value for of in resource.resource.attributes}
-                assert named["service.name"] == "served"
-                for span in (span for scope in resource.scope_spans for span in scope.spans):
-                    if span.start_time_unix_nano > start:
-                        spans.setdefault(span.name, []).append(span)
-            return spans.keys() >= {"llm_request", SPAN_NAME}
-
-        until(came, 30.0)
-        (request,), (batch, *_) = spans["llm_request"], spans[SPAN_NAME]
-        assert request.start_time_unix_nano <= batch.start_time_unix_nano
-        assert batch.end_time_unix_nano <= request.end_time_unix_nano
-        figures = attributes(batch)
-        assert figures["ultraep.layers.planned"] == tiny_qwen3().num_layers
-        assert figures["ultraep.imbalance.after"] < figures["ultraep.imbalance.before"]
-        assert figures["ultraep.replicas"] > 0
-        assert figures["ultraep.seconds.plan"] > 0
 
     def test_killed_launcher_takes_everything_down_and_the_next_start_cleans_up(
         self, server: BalancedServer, glm4: Path, tmp_path: Path

@@ -11,8 +11,8 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from tests.support.rings import planned_run
-from ultraep_serve.sidecar.app import AppOptions, create_app
-from ultraep_serve.sidecar.connections import server_settings
+from ultraep_serve.sidecar.access import server_settings
+from ultraep_serve.sidecar.app import create_app
 
 __all__ = ["http_target"]
 
@@ -49,7 +49,7 @@ def http_target(folder: Path) -> Callable[[bytes], None]:
     run = planned_run(folder)
     run.batch()
     run.close()
-    app = create_app(folder, "open-sesame", False, options=AppOptions(reuse_seconds=0.5))
+    app = create_app(folder, "open-sesame", False)
     config = uvicorn.Config(**server_settings(app), log_level="critical", lifespan="off")
     config.load()
     loop = asyncio.new_event_loop()
@@ -62,10 +62,9 @@ def http_target(folder: Path) -> Callable[[bytes], None]:
         protocol.connection_made(transport)
         protocol.data_received(data)
         await asyncio.sleep(0)
-        # An event stream does not end before its client does, and who waits for more of a body
-        # waits for ever.
+        # Who waits for more of a body waits for ever.
         is_whole = protocol.conn.their_state is not h11.SEND_BODY
-        if state.tasks and is_whole and b"/events" not in data:
+        if state.tasks and is_whole:
             await asyncio.wait(state.tasks, timeout=_ANSWER_SECONDS / 2)
         protocol.connection_lost(None)
         if state.tasks:

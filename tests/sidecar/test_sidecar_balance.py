@@ -173,14 +173,3 @@ def test_history_adds_up(planned_run: SyntheticRun, client: TestClient) -> None:
     shown = [value for value in history["before_mean"] if value is not None]
     assert shown
     assert all(value > 1 for value in shown)
-
-
-def test_policies_side_by_side(planned_run: SyntheticRun, client: TestClient) -> None:
-    for policy in (Policy.QUOTA, Policy.OFF, Policy.IDEAL):
-        planned_run.control.set_policy(policy)
-        planned_run.batch()
-    compared = client.get("/v1/balance/policies").json()["policies"]
-    found = {figures["policy"]: figures for figures in compared}
-    assert set(found) == {"quota", "ideal"}
-    assert found["quota"]["batches"] == 1
-    assert found["quota"]["compute_microseconds_per_token"] > 0

@@ -94,16 +94,14 @@ def test_deleted_while_serving(
     shared_memory: Path, run: LiveRun, sidecar: Answers, deletion: str
 ) -> None:
     token = (run.path / "token").read_text()
-    assert sidecar.control("policy", token, policy="quota") == 200
-    assert sidecar.control("pause", token) == 200
+    assert sidecar.control("policy", token, policy="off") == 200
     time.sleep(1.0)  # until the sidecar has polled
     for number in range(1, 3):  # what was put back is deleted like what was there at first
         subprocess.run(_DELETIONS[deletion], cwd=shared_memory, check=True)
         assert not list(shared_memory.glob("*/ring-*"))
         assert sidecar.ready() == 200
-        assert sidecar.json("/v1/config")["paused_policy"] == "quota"
         assert sidecar.json("/v1/config")["config"]["slots"] == 2
-        assert sidecar.control("resume", token) == 200  # at once
+        assert sidecar.control("policy", token, policy="quota") == 200  # at once
         assert run.policy() == "quota"
         for _ in range(_BATCHES):
             run.batch()
@@ -113,7 +111,8 @@ def test_deleted_while_serving(
         layers = number * 2 * _BATCHES * PLANNED_LAYERS
         until(lambda layers=layers: sidecar.counted() >= layers)  # type: ignore[misc]
         assert sidecar.counted() == layers  # none twice, none lost
-        assert sidecar.control("pause", (run.path / "token").read_text()) == 200
+        token = (run.path / "token").read_text()
+        assert sidecar.control("policy", token, policy="off") == 200
         assert run.policy() == "off"
         time.sleep(1.0)
     assert run.path.stat().st_mode & 0o777 == 0o700
@@ -166,22 +165,18 @@ def filled(shared_memory: Path) -> Path:
 
 
 def test_full_while_serving(little_memory: Path) -> None:
-    """Ranks record and follow the policy; only what needs a new file is refused, until there is."""
+    """Ranks record and follow the policy."""
     run = LiveRun(little_memory, "8000")
     try:
         with started_sidecar(little_memory) as sidecar:
             token = (run.path / "token").read_text()
-            filler = filled(little_memory)
+            filled(little_memory)
             assert sidecar.control("policy", token, policy="quota") == 200
             assert run.policy() == "quota"
             for _ in range(_BATCHES):
                 run.batch()
             until(lambda: sidecar.counted() >= _BATCHES * PLANNED_LAYERS)
-            assert sidecar.control("pause", token) == 409  # the policy to resume has no place
             assert (sidecar.ready(), run.policy()) == (200, "quota")
-            filler.unlink()
-            assert sidecar.control("pause", token) == 200
-            filled(little_memory)
             run.end()
             assert [path.name for path in little_memory.iterdir()] == ["filler"]
     finally:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,13 +16,6 @@ from ultraep_serve.types import Decision, ExpertShape, Policy
 
 SHAPE = ExpertShape(num_ranks=4, num_logical_experts=8, num_replica_slots=1)
 BEFORE, AFTER = [60, 0, 10, 10], [30, 30, 10, 10]
-DECIDING: dict[str, dict[str, Any]] = {
-    "pause": {},
-    "resume": {},
-    "policy": {"policy": "off"},
-    "threshold": {"max_imbalance": 2},
-    "speeds": {"speeds": "equal"},
-}
 
 
 class Host:
@@ -113,19 +105,14 @@ def test_readiness_is_that_of_this_hosts_ranks(host: Host, client: TestClient) -
 
 
 def test_only_the_first_host_decides_and_the_others_say_who(host: Host, client: TestClient) -> None:
-    answers = {
-        name: client.post(f"/v1/control/{name}", json=body, headers=BEARER)
-        for name, body in DECIDING.items()
-    }
+    answer = client.post("/v1/control/policy", json={"policy": "off"}, headers=BEARER)
     if host.ranks[0] == 0:
-        assert {answer.status_code for answer in answers.values()} == {200}
-        assert host.page.max_imbalance_millionths == 2_000_000
+        assert answer.status_code == 200
+        assert host.page.policy is Policy.OFF
         return
-    for answer in answers.values():
-        assert answer.status_code == 409
-        assert "on the first host, one: ask the sidecar there" in answer.json()["detail"]
-    assert host.page.policy is Policy.QUOTA
-    assert host.page.sequence == host.page.max_imbalance_millionths == 0
+    assert answer.status_code == 409
+    assert "on the first host, one: ask the sidecar there" in answer.json()["detail"]
+    assert (host.page.policy, host.page.sequence) == (Policy.QUOTA, 0)
 
 
 def test_every_host_records_its_own(host: Host, client: TestClient) -> None:

@@ -121,8 +121,7 @@ def sidecar_app(fake: FakeDeployment) -> FastAPI:
             return JSONResponse({"detail": "wrong token"}, 401)
         if fake.policy is None:
             return JSONResponse({"detail": "no control page"}, 409)
-        body = await request.json()
-        policy = body["policy"]
+        policy = (await request.json())["policy"]
         if policy == "ideal" and not fake.allow_ideal:
             return JSONResponse({"detail": "policy ideal is not allowed"}, 403)
         fake.policy = policy

@@ -1,6 +1,5 @@
 """Runs for the sidecar's tests, and what a client reads of its answers."""
 
-import threading
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -13,7 +12,6 @@ from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.ring_files import create, write
-from ultraep_serve.sidecar.overview import RankList
 from ultraep_serve.telemetry.schema import RingState
 from ultraep_serve.types import Decision, ExpertShape, Policy
 
@@ -73,22 +71,6 @@ class SkewedRun:
     def close(self) -> None:
         for recorder in self.recorders:
             recorder.close()
-
-
-class Question:
-    """One whose answers are counted; from answer ``waits_from`` on they wait for ``may_end``."""
-
-    def __init__(self, waits_from: int = 10**9) -> None:
-        self.made = 0
-        self.may_end = threading.Event()
-        self._waits_from = waits_from
-
-    def __call__(self) -> RankList:
-        """An answer that says which one it is."""
-        if self.made >= self._waits_from:
-            self.may_end.wait(60)
-        self.made += 1
-        return RankList(ready=True, num_ranks=self.made, ranks=[])
 
 
 def status(url: str) -> int:

@@ -1,99 +1,76 @@
-"""Who may change something, decided before anything but the head of a request is read; by which
-names the sidecar may be called; and what is answered to bodies that are too large or wrong.
-"""
+"""What protects the sidecar's port: names, the control token, and limits on what clients send."""
 
+import asyncio
 import hmac
 import ipaddress
-import json
 import socket
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Iterable
 from typing import Any
 
-from fastapi import Depends, HTTPException, Request
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response
-from fastapi.routing import APIRoute
-from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
-__all__ = ["BEARER", "REFUSALS", "KnownNames", "bearers_only", "wrong_values"]
+__all__ = ["MAX_BODY_BYTES", "Guard", "TimedHeads", "server_settings"]
 
-_MAX_BODY_BYTES = 64 << 10
-_SCHEME = HTTPBearer(auto_error=False, description="the sidecar's control token")
-BEARER = Depends(_SCHEME)  # names the scheme in the documents; ``bearers_only`` checks the token
-REFUSALS: dict[int | str, dict[str, Any]] = {
-    401: {"description": "the token is missing or wrong"},
-    403: {"description": "the sidecar has no token, or the policy needs --allow-ideal"},
-    413: {"description": f"the body has more than {_MAX_BODY_BYTES} bytes"},
-}
+MAX_BODY_BYTES = 64 << 10
+_GUARDED = "/v1/control", "/v1/record"
+_HEAD_BYTES = 16 << 10
+_HEAD_SECONDS = 10.0  # longer than most clients keep a connection that they do not use
+_MAX_WAITING = 256  # connections that wait for a head
+# Browsers load and run only files of this server, whatever an answer contains.
+_HEADERS = [
+    (
+        "Content-Security-Policy",
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    ),
+    ("X-Content-Type-Options", "nosniff"),
+    ("Referrer-Policy", "no-referrer"),
+    ("Cross-Origin-Resource-Policy", "same-origin"),
+]
 
 
-def bearers_only(token: str | None) -> type[APIRoute]:
-    """Routes for bearers of ``token``, or for nobody where there is none, with small bodies.
+class Guard:
+    """ASGI middleware that refuses requests by their heads, before a body is read.
 
-    A dependency would be too late: FastAPI reads and parses the body before them.
+    A page of another site whose name is made to resolve to this address (DNS rebinding) could read
+    everything here through a visitor's browser; so the name in ``Host`` must be known. Addresses
+    are no names, and names without a dot are nobody's on the internet.
     """
 
-    class BearersOnly(APIRoute):
-        def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-            handle = super().get_route_handler()
-
-            async def handle_authorised(request: Request) -> Response:
-                _authorise(await _SCHEME(request), token)
-                return await handle(await _small(request) if self.body_field else request)
-
-            return handle_authorised
-
-    return BearersOnly
-
-
-def _authorise(given: HTTPAuthorizationCredentials | None, token: str | None) -> None:
-    if not token:
-        raise HTTPException(403, "control is closed: the sidecar was started without a token")
-    offered = given.credentials.strip() if given else ""
-    if not hmac.compare_digest(offered.encode(), token.encode()):
-        raise HTTPException(
-            401,
-            "send 'Authorization: Bearer TOKEN' with the sidecar's control token",
-            {"WWW-Authenticate": "Bearer"},
-        )
-
-
-async def _small(request: Request) -> Request:
-    """``request`` with its body in memory. Raises HTTPException as soon as that is too large."""
-    body = bytearray()
-    async for piece in request.stream():
-        body += piece
-        if len(body) > _MAX_BODY_BYTES:
-            raise HTTPException(413, f"a body may have {_MAX_BODY_BYTES} bytes")
-
-    async def receive() -> Message:
-        return {"type": "http.request", "body": bytes(body), "more_body": False}
-
-    return Request(request.scope, receive)
-
-
-class KnownNames:
-    """Refuses requests that call the sidecar by a name that may be anybody's.
-
-    A page of another site whose name is made to resolve to this address (DNS rebinding) could else
-    read everything here through a visitor's browser. Addresses are no names, and names without a
-    dot are nobody's on the internet.
-    """
-
-    def __init__(self, app: ASGIApp, names: Iterable[str]) -> None:
-        """``names`` that are allowed beside this machine's own."""
-        self._app = app
+    def __init__(self, app: ASGIApp, token: str | None, names: Iterable[str]) -> None:
+        """``token`` opens control (None or empty: nothing does); ``names`` may be in ``Host``."""
+        self._app, self._token = app, token
         self._names = {name.lower().rstrip(".") for name in (*names, socket.gethostname())}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        host = Headers(scope=scope).get("host", "") if scope["type"] == "http" else ""
-        if self._is_known(host):
-            await self._app(scope, receive, send)
-            return
-        detail = f"{host[:100]!r} is not known here; set the sidecar's allowed_hosts"
-        await JSONResponse({"detail": detail}, 421)(scope, receive, send)
+        answer: ASGIApp | None = None
+        if scope["type"] == "http":  # also the server's start and end come here
+            answer = self._refusal(scope["path"], Headers(scope=scope))
+        await (answer or self._app)(scope, receive, send)
+
+    def _refusal(self, path: str, headers: Headers) -> JSONResponse | None:
+        host = headers.get("host", "")
+        if not self._is_known(host):
+            return _refused(
+                421, f"{host[:100]!r} is not known here; set the sidecar's allowed_hosts"
+            )
+        if not path.startswith(_GUARDED):
+            return None
+        if not self._token:
+            return _refused(403, "control is closed: the sidecar was started without a token")
+        scheme, _, offered = headers.get("authorization", "").partition(" ")
+        is_right = hmac.compare_digest(offered.strip().encode(), self._token.encode())
+        if scheme.lower() != "bearer" or not is_right:
+            wanted = "send 'Authorization: Bearer TOKEN' with the sidecar's control token"
+            return _refused(401, wanted, {"WWW-Authenticate": "Bearer"})
+        if "transfer-encoding" in headers:
+            return _refused(411, "say how long the body is, in Content-Length")
+        if int(headers.get("content-length", 0)) > MAX_BODY_BYTES:
+            return _refused(413, f"a body may have {MAX_BODY_BYTES} bytes")
+        return None
 
     def _is_known(self, host: str) -> bool:
         name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host
@@ -107,8 +84,73 @@ class KnownNames:
         return True
 
 
-async def wrong_values(_: Request, error: Exception) -> Response:
-    """What is wrong where; not the value itself, which need not have a form in JSON or UTF-8."""
-    assert isinstance(error, RequestValidationError)
-    detail = [{key: one[key] for key in ("type", "loc", "msg")} for one in error.errors()]
-    return Response(json.dumps({"detail": detail}), 422, media_type="application/json")
+def _refused(status: int, detail: str, headers: dict[str, str] | None = None) -> JSONResponse:
+    return JSONResponse({"detail": detail}, status, headers)
+
+
+class TimedHeads(H11Protocol):
+    """uvicorn's HTTP/1.1, with a limit to the time in which the head of a request must come.
+
+    uvicorn itself waits without one, so connections that send nothing would take all descriptors
+    and keep probes out. The time begins when a connection is made, and after each answer. Of more
+    than ``_MAX_WAITING`` connections that wait, the one that waits longest is closed.
+    """
+
+    _limit: asyncio.TimerHandle | None = None  # None while a request is answered
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Make room for the connection, and begin to wait for its first head."""
+        super().connection_made(transport)
+        self._await_head()
+        waiting = [(one._limit.when(), one) for one in self._all() if one._limit is not None]
+        if len(waiting) > _MAX_WAITING:
+            min(waiting, key=lambda pair: pair[0])[1]._close()
+
+    def data_received(self, data: bytes) -> None:
+        """Read a part of a head or of a body."""
+        super().data_received(data)
+        if self._is_answering():
+            self._stop_waiting()
+
+    def on_response_complete(self) -> None:
+        """Wait for the next head, unless the client has sent it already."""
+        super().on_response_complete()
+        if not self._is_answering():
+            self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Wait no longer."""
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _await_head(self) -> None:
+        self._stop_waiting()
+        self._limit = self.loop.call_later(_HEAD_SECONDS, self._close)
+
+    def _stop_waiting(self) -> None:
+        if self._limit is not None:
+            self._limit.cancel()
+            self._limit = None
+
+    def _close(self) -> None:
+        self._stop_waiting()
+        self.transport.abort()  # close() would wait for a client that reads nothing
+
+    def _all(self) -> set["TimedHeads"]:
+        return self.connections  # type: ignore[return-value]
+
+
+def server_settings(app: ASGIApp) -> dict[str, Any]:
+    """Arguments of ``uvicorn.Config`` that serve ``app`` within the limits."""
+    return {
+        "app": app,
+        "http": TimedHeads,
+        "h11_max_incomplete_event_size": _HEAD_BYTES,
+        "timeout_keep_alive": int(_HEAD_SECONDS),
+        "ws": "none",
+        "headers": _HEADERS,
+        "proxy_headers": False,
+    }

@@ -10,15 +10,13 @@ from pathlib import Path
 from anyio import to_thread
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import FileResponse, JSONResponse
+from fastapi.responses import FileResponse, JSONResponse, Response
 from fastapi.staticfiles import StaticFiles
 
 from ultraep_serve import __version__
 from ultraep_serve.errors import ControlError
-from ultraep_serve.sidecar.access import KnownNames, wrong_values
-from ultraep_serve.sidecar.answers import AnswerCache
-from ultraep_serve.sidecar.budget import Budget
-from ultraep_serve.sidecar.routes_balance import balance_routes, live_routes
+from ultraep_serve.sidecar.access import Guard
+from ultraep_serve.sidecar.routes_balance import balance_routes
 from ultraep_serve.sidecar.routes_capture import capture_routes
 from ultraep_serve.sidecar.routes_control import control_routes
 from ultraep_serve.sidecar.routes_operate import operate_routes
@@ -31,7 +29,6 @@ __all__ = ["AppOptions", "StateLog", "create_app"]
 
 _LOGGER = logging.getLogger("ultraep_serve.sidecar")
 _MAX_THREADS = 8
-_LONGEST_SECONDS = 3.0  # that a question waits for its part of a core; clients wait for ten
 _MAX_REASONS = 4  # in a line of the log
 _DESCRIPTION = """
 How the ranks of one server balance their load, and control over the policy in force.
@@ -55,9 +52,6 @@ class AppOptions:
     poll_seconds: float = 0.5  # between polls in the background
     heartbeat_limit_seconds: float = ALIVE_SECONDS  # without one for longer, a rank is not alive
     max_records: int = 8192  # kept in memory of each rank
-    reuse_seconds: float = 0.0  # how old an answer may be that several clients share
-    computing_share: float = 1.0  # of a core, for all but what operators ask
-    event_seconds: float = 1.0  # between server-sent events
     after_poll: Callable[[Run], None] | None = None  # called in the background
     allowed_hosts: tuple[str, ...] = ()  # names by which it may be called, beside its own
 
@@ -79,11 +73,7 @@ def create_app(
         run_dir,
         heartbeat_limit_seconds=options.heartbeat_limit_seconds,
         max_records=options.max_records,
-        reuse_seconds=options.reuse_seconds / 5,
     )
-    budget = Budget(options.computing_share, longest=_LONGEST_SECONDS)
-    answers = AnswerCache(options.reuse_seconds, at_once=2, budget=budget)
-    operations = AnswerCache(options.reuse_seconds)  # nobody's questions keep these waiting
     app = FastAPI(
         title="ultraep sidecar",
         version=__version__,
@@ -92,21 +82,19 @@ def create_app(
         docs_url=None,  # FastAPI's own page loads its scripts from other hosts
         redoc_url=None,
     )
-    app.state.stopping = lambda: False  # streams end when it returns True
     routers = (
-        operate_routes(store, operations, control_open=bool(token), allow_ideal=allow_ideal),
-        live_routes(store, answers, operations, options.event_seconds),
-        balance_routes(store, answers),
-        control_routes(store, run_dir, token, allow_ideal),
-        capture_routes(run_dir, token),
+        operate_routes(store, control_open=bool(token), allow_ideal=allow_ideal),
+        balance_routes(store),
+        control_routes(store, run_dir, allow_ideal),
+        capture_routes(run_dir),
     )
     for router in routers:  # include_router would build the schemas of all answers again
         app.router.routes.extend(router.routes)
-    app.add_middleware(KnownNames, names=options.allowed_hosts)
+    app.add_middleware(Guard, token=token, names=options.allowed_hosts)
     _add_pages(app)
     app.add_exception_handler(NoAnswerError, _no_answer)
     app.add_exception_handler(ControlError, _conflict)
-    app.add_exception_handler(RequestValidationError, wrong_values)
+    app.add_exception_handler(RequestValidationError, _wrong_values)
     return app
 
 
@@ -143,6 +131,13 @@ async def _no_answer(_: Request, error: Exception) -> JSONResponse:
 
 async def _conflict(_: Request, error: Exception) -> JSONResponse:
     return JSONResponse({"detail": str(error)}, 409)
+
+
+async def _wrong_values(_: Request, error: Exception) -> Response:
+    """What is wrong where; not the value itself, which need not have a form in JSON or UTF-8."""
+    assert isinstance(error, RequestValidationError)
+    detail = [{key: one[key] for key in ("type", "loc", "msg")} for one in error.errors()]
+    return JSONResponse({"detail": detail}, 422)
 
 
 class StateLog:

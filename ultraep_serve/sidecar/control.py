@@ -44,7 +44,6 @@ class Control:
                 ) from error
             with page:
                 yield page
-            self.store.invalidate()
 
     @contextlib.contextmanager
     def first_hosts_page(self) -> Iterator[ControlPage]:

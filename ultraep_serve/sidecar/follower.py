@@ -1,8 +1,7 @@
 """The rings, followed from poll to poll.
 
-A record is counted once, whatever the wall clock does and whichever rank is the primary one:
-records are told apart by their writer and sequence number, or batch and layer. The times that ranks
-wrote are kept in order, and moved along when the clock is set.
+A record is counted once, whichever rank is the primary one: records are told apart by their writer
+and sequence number, or batch and layer.
 """
 
 import time
@@ -11,7 +10,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ultraep_serve.errors import RingError
 from ultraep_serve.sidecar.memory import (
@@ -30,28 +28,7 @@ from ultraep_serve.telemetry.record import RecordArray
 from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.telemetry.schema import RingHeader, RingState
 
-__all__ = ["PrimaryRanks", "RingFollower", "WallClock"]
-
-_LAG_NS = 10**9  # between the time in a record and its writing
-
-
-class WallClock:
-    """How far the wall clock is set, seen against one that never is."""
-
-    def __init__(self) -> None:
-        self._ahead_ns = self._now_ahead_ns()
-
-    def set_by_ns(self) -> int:
-        """Nanoseconds that it was set ahead since the last call, or back; 0 for small ones."""
-        by = self._now_ahead_ns() - self._ahead_ns
-        if abs(by) < 200_000_000:
-            return 0
-        self._ahead_ns += by
-        return by
-
-    @staticmethod
-    def _now_ahead_ns() -> int:
-        return time.time_ns() - time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+__all__ = ["PrimaryRanks", "RingFollower"]
 
 
 class RingFollower:
@@ -73,7 +50,6 @@ class RingFollower:
         self._reader: RingReader | None = None
         self._writer: tuple[int, ...] = ()
         self._read_up_to = 0  # sequence number
-        self._read_at_ns = 0  # wall clock
         self._own = RecordWindow(OWN_DTYPE, 1)
 
     def poll(self) -> RecordArray | None:
@@ -90,14 +66,12 @@ class RingFollower:
         writer = (header.started_ns, header.pid, header.process_namespace)
         if writer != self._writer:
             self._writer, self.since_ns = writer, time.monotonic_ns()
-            self._read_up_to = self._read_at_ns = 0
+            self._read_up_to = 0
             self._own = RecordWindow(OWN_DTYPE, most_records(header.shape, self._max_records))
         elif is_known:
             self.missed += poll.missed
         records = records[records["seq"] > self._read_up_to]
-        now_ns = time.time_ns()
-        records["time_ns"] = _in_order(records["time_ns"], self._read_at_ns, now_ns)
-        self._read_up_to, self._read_at_ns = header.written, now_ns
+        self._read_up_to = header.written
         self.header, self.error = header, ""
         return records
 
@@ -140,11 +114,6 @@ class RingFollower:
         )
         return RankView(health, header, self.records())
 
-    def shift(self, by_ns: int) -> None:
-        """The wall clock was set."""
-        self._read_at_ns = max(0, self._read_at_ns + by_ns)
-        self._own.shift(by_ns)
-
     def _lose(self, error: RingError) -> None:
         if self._reader is not None:
             self._reader.close()  # an unlinked file keeps its memory while it is open
@@ -163,21 +132,6 @@ def _problem(header: RingHeader, alive: bool, now_ns: int, num_ranks: int) -> st
     if not alive:
         return f"no heartbeat for {header.heartbeat_age_seconds(now_ns):.1f} s"
     return "".join(filter(str.isprintable, header.unheard))
-
-
-def _in_order(
-    times_ns: NDArray[np.unsignedinteger], after_ns: int, now_ns: int
-) -> NDArray[np.unsignedinteger]:
-    """``times_ns`` (n,) of records read at ``now_ns`` and written after ``after_ns``, in order.
-
-    Those written before the clock was set back are not later than those that follow; those written
-    before it was set ahead are not earlier than ``after_ns``.
-    """
-    bounded = np.append(times_ns, np.uint64(now_ns))
-    in_order = np.minimum.accumulate(bounded[::-1])[::-1][:-1]
-    if after_ns:
-        in_order[in_order + np.uint64(_LAG_NS) < after_ns] = after_ns
-    return in_order
 
 
 class _Counted(NamedTuple):
@@ -279,8 +233,3 @@ class PrimaryRanks:
     def skipped(self) -> RecordArray:
         """As ``SkippedHistory.records``."""
         return self._skipped.records()
-
-    def shift(self, by_ns: int) -> None:
-        """The wall clock was set."""
-        self._records.shift(by_ns)
-        self._skipped.shift(by_ns)

@@ -51,11 +51,6 @@ class RecordWindow:
         """All records held, oldest first; not to be changed."""
         return self._buffer[max(0, self._end - self._max_records) : self._end]
 
-    def shift(self, by_ns: int) -> None:
-        """The wall clock was set; arrays returned before stay as they are."""
-        self._buffer = self._buffer.copy()
-        self._buffer["time_ns"] += np.int64(by_ns).astype(np.uint64)  # modulo 2**64
-
 
 class SkippedHistory(RecordWindow):
     """Numbers of batches skipped without a record, after each of the last changes.

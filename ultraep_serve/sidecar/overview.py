@@ -61,8 +61,6 @@ class Overview(Document):
     mode: str | None = None
     policy: str | None = None
     """Now in force."""
-    paused_policy: str | None = None
-    """The policy that resume puts in force again; null while not paused."""
     num_ranks: int | None = None
     """Of the whole group, over all hosts; ranks are those of this host."""
     num_layers: int | None = None
@@ -115,7 +113,6 @@ def overview(store: RunStore, now_ns: int, seconds: int) -> Overview:
         engine=header.engine,
         mode=header.mode,
         policy=header.policy.value,
-        paused_policy=run.control.paused.value if run.control.paused else None,
         num_ranks=header.shape.num_ranks,
         num_layers=header.num_layers,
         num_experts=header.shape.num_logical_experts,

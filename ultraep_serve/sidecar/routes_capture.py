@@ -10,7 +10,7 @@ from fastapi import Path as InPath
 from fastapi.responses import StreamingResponse
 
 from ultraep_serve.errors import SpoolError
-from ultraep_serve.sidecar.access import BEARER, REFUSALS, bearers_only
+from ultraep_serve.sidecar.routes_control import BEARER, REFUSALS
 from ultraep_serve.sidecar.statistics.snapshot import Answer, Document
 from ultraep_serve.system.files import open_regular
 from ultraep_serve.telemetry.run_files import RunFiles
@@ -45,12 +45,11 @@ class CaptureStatus(Document):
     spools: list[SpoolStatus]
 
 
-def capture_routes(run_dir: Path, token: str | None) -> APIRouter:
-    """The routes to the spools in ``run_dir``, for bearers of ``token``."""
+def capture_routes(run_dir: Path) -> APIRouter:
+    """The routes to the spools in ``run_dir``."""
     router = APIRouter(
         prefix="/v1/record",
         dependencies=[BEARER],
-        route_class=bearers_only(token),
         responses={code: REFUSALS[code] for code in (401, 403)},
         tags=["control"],
     )

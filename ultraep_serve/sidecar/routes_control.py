@@ -1,27 +1,30 @@
-"""What can be changed while serving: the policy, threshold, speeds, capture of routing."""
+"""What can be changed while serving: the policy, and capture of routing."""
 
 from pathlib import Path
 from typing import Any, Literal
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Depends, HTTPException
+from fastapi.security import HTTPBearer
 from pydantic import BaseModel, ConfigDict, Field
 
-from ultraep_serve.sidecar.access import BEARER, REFUSALS, bearers_only
+from ultraep_serve.sidecar.access import MAX_BODY_BYTES
 from ultraep_serve.sidecar.control import Control
-from ultraep_serve.sidecar.routes_policy import policy_routes
 from ultraep_serve.sidecar.statistics.snapshot import Document
 from ultraep_serve.sidecar.store import RunStore
 from ultraep_serve.telemetry.control import RecordLevel
-from ultraep_serve.types import SpeedSource
+from ultraep_serve.types import Policy
 
-__all__ = ["control_routes"]
+__all__ = ["BEARER", "REFUSALS", "control_routes"]
 
 _MIB = 1 << 20
-_CONFLICT: dict[int | str, dict[str, Any]] = {
-    409: {
-        "description": "no engine to control, nothing to resume, another client's lease or one "
-        "that is over, or not the first host's sidecar"
-    },
+# Names the scheme in the document; ``access.Guard`` checks the token.
+BEARER = Depends(HTTPBearer(auto_error=False, description="the sidecar's control token"))
+REFUSALS: dict[int | str, dict[str, Any]] = {
+    401: {"description": "the token is missing or wrong"},
+    403: {"description": "the sidecar has no token, or the policy needs --allow-ideal"},
+    409: {"description": "no engine to control, or not the first host's sidecar"},
+    411: {"description": "the length of the body is not stated"},
+    413: {"description": f"the body has more than {MAX_BODY_BYTES} bytes"},
 }
 
 
@@ -29,28 +32,17 @@ class _Request(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-class ThresholdRequest(_Request):
-    """The threshold to put in force."""
+class PolicyRequest(_Request):
+    """The policy to put in force."""
 
-    max_imbalance: float | None = Field(
-        ge=1.0, le=1000.0, description="layers at or below are not balanced; null: as at start"
-    )
+    policy: Policy
 
 
-class ThresholdAnswer(Document, ThresholdRequest):
-    """The threshold put in force; null: the one at start."""
+class PolicyAnswer(Document):
+    """The policy put in force, and how many times one was set."""
 
-
-class SpeedsRequest(_Request):
-    """Where the speeds of ranks are to come from."""
-
-    speeds: Literal["auto", "equal"] | None = Field(
-        description="auto: measured; equal: all alike; null: as at start"
-    )
-
-
-class SpeedsAnswer(Document, SpeedsRequest):
-    """Where the speeds of ranks come from; null: as at start."""
+    policy: Policy
+    sequence: int
 
 
 class CaptureRequest(_Request):
@@ -69,36 +61,27 @@ class CaptureAnswer(Document):
     number: int
 
 
-def control_routes(
-    store: RunStore, run_dir: Path, token: str | None, allow_ideal: bool
-) -> APIRouter:
-    """The routes to the control page in ``run_dir``, for bearers of ``token``.
+def control_routes(store: RunStore, run_dir: Path, allow_ideal: bool) -> APIRouter:
+    """The routes to the control page in ``run_dir``.
 
     ``allow_ideal`` permits the policy that gives wrong answers.
     """
     router = APIRouter(
-        prefix="/v1/control",
-        dependencies=[BEARER],
-        route_class=bearers_only(token),
-        responses={**REFUSALS, **_CONFLICT},
-        tags=["control"],
+        prefix="/v1/control", dependencies=[BEARER], responses=REFUSALS, tags=["control"]
     )
     control = Control(store, run_dir)
-    policy_routes(router, control, allow_ideal)
 
-    @router.post("/threshold")
-    def set_threshold(request: ThresholdRequest) -> ThresholdAnswer:
-        """Change the imbalance below which layers are not balanced, from the next batch on."""
+    @router.post("/policy")
+    def set_policy(request: PolicyRequest) -> PolicyAnswer:
+        """Change the policy from the next batch on, on all ranks."""
+        if request.policy is Policy.IDEAL and not allow_ideal:
+            raise HTTPException(
+                403,
+                "policy 'ideal' gives wrong answers and is for measuring only; "
+                "start the sidecar with --allow-ideal to permit it",
+            )
         with control.first_hosts_page() as page:
-            page.set_max_imbalance(request.max_imbalance)
-        return ThresholdAnswer(max_imbalance=request.max_imbalance)
-
-    @router.post("/speeds")
-    def set_speeds(request: SpeedsRequest) -> SpeedsAnswer:
-        """Plan with equal speeds of ranks, or with those they measure, from the next batch on."""
-        with control.first_hosts_page() as page:
-            page.set_speeds(SpeedSource(request.speeds or SpeedSource.CONFIGURED))
-        return SpeedsAnswer(speeds=request.speeds)
+            return PolicyAnswer(policy=request.policy, sequence=page.set_policy(request.policy))
 
     @router.post("/record", responses={507: {"description": "shared memory has no room for it"}})
     def capture(request: CaptureRequest) -> CaptureAnswer:

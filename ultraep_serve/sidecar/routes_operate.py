@@ -8,11 +8,10 @@ from fastapi.responses import JSONResponse, Response
 from prometheus_client.exposition import choose_encoder
 
 from ultraep_serve import __version__
-from ultraep_serve.sidecar.answers import AnswerCache
 from ultraep_serve.sidecar.metrics import StoreCollector
 from ultraep_serve.sidecar.statistics.snapshot import Document
-from ultraep_serve.sidecar.store import ControlState, Run, RunStore
-from ultraep_serve.types import Policy, SpeedSource
+from ultraep_serve.sidecar.store import Run, RunStore
+from ultraep_serve.types import Policy
 
 __all__ = ["operate_routes"]
 
@@ -30,18 +29,6 @@ class Readiness(Document):
     """Why it is not ready or not balanced, by rank; under ``run`` where no rank is known."""
 
 
-class LeaseState(Document):
-    """A policy that is in force for a while."""
-
-    policy: Policy
-    holder: str
-    """Who asked for it, and when."""
-    seconds_left: float
-    """Until the policy that was set before holds again, unless the lease is renewed."""
-    policy_after: Policy
-    """That policy."""
-
-
 class ConfigAnswer(Document):
     """The configuration in force."""
 
@@ -49,16 +36,6 @@ class ConfigAnswer(Document):
     """Of ultraep_serve."""
     policy: str | None
     """Now in force; null where unknown."""
-    paused_policy: str | None
-    """The policy that resume puts in force again; null while not paused."""
-    lease: LeaseState | None
-    """What has the policy in force for a while; null while nothing has."""
-    max_imbalance: float | None
-    """Layers at or below it are not balanced. Null: as in config. Only the first host's sidecar
-    reports changes of it, and pauses."""
-    speeds: str | None
-    """equal or auto, where it was set since the start. Null: as in config. Only the first host's
-    sidecar reports it."""
     policies: list[str]
     """Policies that may be put in force."""
     control_open: bool
@@ -67,13 +44,10 @@ class ConfigAnswer(Document):
     """The settings at start, without secrets; null where there are none."""
 
 
-def operate_routes(
-    store: RunStore, answers: AnswerCache, *, control_open: bool, allow_ideal: bool
-) -> APIRouter:
+def operate_routes(store: RunStore, *, control_open: bool, allow_ideal: bool) -> APIRouter:
     """The routes over ``store``.
 
-    ``answers`` are for these routes alone, so that nobody's questions keep metrics waiting. Whether
-    ``control_open``, and the policy that gives wrong answers is permitted, is told.
+    Whether ``control_open``, and the policy that gives wrong answers is permitted, is told.
     """
     router = APIRouter(tags=["operate"])
     prober = CapacityLimiter(1)  # probes are answered whatever others ask
@@ -105,14 +79,13 @@ def operate_routes(
         response_class=Response,
         responses={200: {"content": {"text/plain": {}, "application/openmetrics-text": {}}}},
     )
-    async def metrics(request: Request, detail: Detail = False) -> Response:
+    def metrics(request: Request, detail: Detail = False) -> Response:
         """Prometheus metrics, in the format that the client prefers."""
         try:
             encode, content_type = choose_encoder(request.headers.get("accept", ""))
         except (TypeError, ValueError):  # it asks for a version that is no number
             encode, content_type = choose_encoder("")
-        question = "metrics", detail, content_type
-        content = await answers.encoded(question, lambda: encode(StoreCollector(store, detail)))
+        content = encode(StoreCollector(store, detail))
         return Response(content, headers={"content-type": content_type})
 
     @router.get("/v1/config")
@@ -124,27 +97,10 @@ def operate_routes(
 
 
 def _config(run: Run, control_open: bool, allow_ideal: bool) -> ConfigAnswer:
-    control = run.control
     return ConfigAnswer(
         version=__version__,
         policy=run.policy.value if run.policy else None,
-        paused_policy=control.paused.value if control.paused else None,
-        lease=_lease(control),
-        max_imbalance=control.max_imbalance,
-        speeds=None if control.speeds is SpeedSource.CONFIGURED else control.speeds.value,
         policies=[p.value for p in Policy if p is not Policy.IDEAL or allow_ideal],
         control_open=control_open,
         config=run.config,
-    )
-
-
-def _lease(control: ControlState) -> LeaseState | None:
-    lease = control.lease
-    if lease is None or control.policy_set is None:
-        return None
-    return LeaseState(
-        policy=lease.policy,
-        holder=lease.holder,
-        seconds_left=max(lease.seconds_left, 0.0),
-        policy_after=control.policy_set,
     )

@@ -17,10 +17,8 @@ import uvicorn
 
 from ultraep_serve.config import SidecarSettings, add_file_flag, given_settings
 from ultraep_serve.errors import ConfigError, OutputError
+from ultraep_serve.sidecar.access import server_settings
 from ultraep_serve.sidecar.app import AppOptions, create_app
-from ultraep_serve.sidecar.connections import server_settings
-from ultraep_serve.sidecar.spans import BatchSpans
-from ultraep_serve.sidecar.store import Run
 from ultraep_serve.system.control_token import read_token
 from ultraep_serve.system.environment import control_token_from_environment
 from ultraep_serve.system.machine import why_not_listen
@@ -32,7 +30,6 @@ __all__ = ["add_arguments", "control_token", "is_loopback", "run", "serve", "set
 
 _NICE = 10
 _LOGGER = logging.getLogger(__name__)
-_COMPUTING_SHARE, _READING_SHARE = 0.15, 0.1  # of a core, see cost_since
 _LOOK_SECONDS = 0.5  # between looks at the parent
 
 
@@ -92,28 +89,18 @@ def serve(
     with _listen(host, port) as listener:
         _log_start(host, listener.getsockname()[1], run_dir, control_open=bool(token))
         in_file = token if token != control_token_from_environment() else None
-        files, spans = RunFiles(run_dir), BatchSpans()
-
-        def after_poll(polled: Run) -> None:
-            _keep_token(files, in_file)
-            spans.look(polled)
-
+        files = RunFiles(run_dir)
         options = AppOptions(
-            reuse_seconds=0.5,
-            computing_share=_COMPUTING_SHARE,
-            after_poll=after_poll,
+            after_poll=lambda _: _keep_token(files, in_file),
             allowed_hosts=(host, *settings.allowed_hosts.split(",")),
         )
-        app = create_app(run_dir, token, allow_ideal, options=options)
-        limits = server_settings(app, _READING_SHARE)
+        limits = server_settings(create_app(run_dir, token, allow_ideal, options=options))
         config = uvicorn.Config(**limits, log_level="warning", timeout_graceful_shutdown=2)
         _give_way()
         server = uvicorn.Server(config)
-        app.state.stopping = lambda: server.should_exit
         if parent is not None:
             threading.Thread(target=_end_with, args=(parent, server), daemon=True).start()
         server.run(sockets=[listener])
-        spans.close()
 
 
 def _give_way() -> None:

@@ -7,36 +7,30 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ultraep_serve.balance.topology import Location
 from ultraep_serve.costs.model import CostModel
 from ultraep_serve.errors import ControlError
-from ultraep_serve.sidecar.follower import PrimaryRanks, RingFollower, WallClock
+from ultraep_serve.sidecar.follower import PrimaryRanks, RingFollower
 from ultraep_serve.sidecar.statistics.held import Held, NoRunError, UnbalancedError
 from ultraep_serve.sidecar.statistics.proof import switched_off
 from ultraep_serve.sidecar.statistics.timeline import Timeline
 from ultraep_serve.telemetry.control import ControlPage
-from ultraep_serve.telemetry.lease import Lease
 from ultraep_serve.telemetry.reader import ALIVE_SECONDS
 from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.telemetry.schema import RingHeader
-from ultraep_serve.types import Policy, SpeedSource
+from ultraep_serve.types import Policy
 
 __all__ = ["ControlState", "Run", "RunStore"]
 
 
-class ControlState(NamedTuple):
+@dataclass(frozen=True)
+class ControlState:
     """The contents of the control page; all None where there is none."""
 
     policy: Policy | None = None
-    max_imbalance: float | None = None  # the threshold set since the start
-    paused: Policy | None = None  # the policy that resume puts in force again
-    sequence: int = 0  # how many times the policy was set
-    speeds: SpeedSource = SpeedSource.CONFIGURED  # set since the start
     in_doubt: bool | None = None  # whether a failed sample has switched the policy off
-    lease: Lease | None = None  # what has the policy in force for a while
-    policy_set: Policy | None = None  # what is in force when no lease is
 
 
 _NO_PAGE = ControlState()
@@ -101,9 +95,8 @@ class RunStore:
         *,
         heartbeat_limit_seconds: float = ALIVE_SECONDS,
         max_records: int = 8192,
-        reuse_seconds: float = 0.0,
     ) -> None:
-        """Keep ``max_records`` of each rank; read at most once in ``reuse_seconds``."""
+        """Keep ``max_records`` of each rank."""
         # As at the last poll.
         self.run = Run(run_dir, time.monotonic(), {"run": "the rings were not read yet"})
         self._timeline = Timeline()
@@ -112,10 +105,7 @@ class RunStore:
         self._max_records = max_records
         self._rings: dict[int, RingFollower] = {}  # by number, all that were ever found
         self._primary = PrimaryRanks(self._timeline, max_records, heartbeat_limit_seconds)
-        self._clock = WallClock()
-        self._reuse_seconds = reuse_seconds
         self._polls = 0  # begun so far
-        self._polled_at = float("-inf")  # monotonic
         self._lock = threading.RLock()
 
     def poll(self) -> Run:
@@ -125,12 +115,11 @@ class RunStore:
         """
         begun = self._polls
         with self._lock:
-            now = time.monotonic()
-            if self._polls > begun or now - self._polled_at < self._reuse_seconds:
+            if self._polls > begun:
                 return self.run
-            self._polls, self._polled_at = self._polls + 1, now
+            self._polls += 1
             self._poll_rings()
-            self.run = self._read(now)
+            self.run = self._read(time.monotonic())
             return self.run
 
     def readiness(self) -> Run:
@@ -146,11 +135,6 @@ class RunStore:
             return last
         return replace(last, problems={"run": f"the rings were not read for {age:.0f} s"})
 
-    def invalidate(self) -> None:
-        """After a change: the next poll reads, however recent the last one is."""
-        with self._lock:
-            self._polled_at = float("-inf")
-
     @contextlib.contextmanager
     def timeline(self) -> Iterator[Timeline]:
         """The sums over time, which stay as they are meanwhile."""
@@ -163,11 +147,6 @@ class RunStore:
         return known and not os.path.lexists(self._files.control)
 
     def _poll_rings(self) -> None:
-        if by_ns := self._clock.set_by_ns():
-            self._timeline.shift(round(by_ns / 1e9))
-            self._primary.shift(by_ns)
-            for ring in self._rings.values():
-                ring.shift(by_ns)
         for rank in self._files.rings():
             if rank not in self._rings:
                 self._rings[rank] = self._new_ring(rank)
@@ -206,19 +185,10 @@ class RunStore:
     def _read_control(self, before: ControlState, first: RingHeader | None) -> ControlState:
         try:
             with ControlPage.open(self._run_dir) as page:
-                policy, sequence, speeds = page.policy, page.sequence, page.speeds
-                threshold, in_doubt = page.max_imbalance_millionths, page.is_in_doubt
-                lease, set_policy = page.lease, page.policy_without_lease
+                return ControlState(page.policy, page.is_in_doubt)
         except ControlError:
             # An engine without balancing has no page.
             return before if first and self.awaits_control() else _NO_PAGE
-        paused = None
-        if set_policy is Policy.OFF:
-            paused = self._files.paused_policy()
-            if paused is None and sequence == before.sequence:
-                paused = before.paused
-        limit = threshold / 1e6 or None
-        return ControlState(policy, limit, paused, sequence, speeds, in_doubt, lease, set_policy)
 
     def _header(self, first: RingHeader, control: ControlState) -> RingHeader:
         """``first``, with the policy in force and the layers of all stages."""

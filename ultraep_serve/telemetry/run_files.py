@@ -4,7 +4,6 @@ Whoever needs a file of a run asks ``RunFiles`` for it. Deleting files ends noth
 that wrote one which others wait for puts it back, together with the directory (``hold``).
 """
 
-import contextlib
 import json
 import os
 import re
@@ -15,13 +14,11 @@ from ultraep_serve.costs.model import CostModel
 from ultraep_serve.errors import ConfigError, OutputError
 from ultraep_serve.system.files import open_regular, write_whole
 from ultraep_serve.telemetry.run_directory import hold, running_run_directories
-from ultraep_serve.types import Policy
 
 __all__ = ["RunFiles"]
 
 _MAX_CONFIG_BYTES = 1 << 20
 _MAX_REASON_BYTES = 4096
-_MAX_URL_BYTES = 4096
 _MAX_COSTS_BYTES = 4096
 _NUMBERED = re.compile(r"(ring|spool|verification)-(0|[1-9]\d{0,3})")
 
@@ -40,8 +37,6 @@ class RunFiles:
         self._launched = path / "launched"  # empty
         self._stopped = path / "stopped"  # empty
         self._unbalanced = path / "unbalanced"  # one line of text
-        self._paused = path / "paused"  # the name of a policy
-        self._collector = path / "collector"  # an address
         self._costs = path / "costs.json"  # a CostModel
 
     def ring(self, number: int) -> Path:
@@ -179,36 +174,6 @@ class RunFiles:
         except OSError:
             return known
         return " ".join(text.split()) or "no reason is given"
-
-    def remember_pause(self, policy: Policy) -> None:
-        """Store ``policy`` as the one to resume. Raises OutputError."""
-        write_whole(self._paused, policy.value.encode())
-
-    def paused_policy(self) -> Policy | None:
-        """The policy to resume; None while not paused, or where the file is damaged."""
-        try:
-            return Policy(_content(self._paused, 64).decode("ascii"))
-        except (OSError, ValueError):
-            return None
-
-    def forget_pause(self) -> None:
-        """End a pause."""
-        with contextlib.suppress(OSError):
-            self._paused.unlink()
-
-    def name_collector(self, endpoint: str) -> None:
-        """Leave for the sidecar where the engine sends its OpenTelemetry spans.
-
-        Raises OutputError.
-        """
-        write_whole(self._collector, endpoint.encode())
-
-    def collector(self) -> str:
-        """Where the engine sends its OpenTelemetry spans; empty where it sends none."""
-        try:
-            return _content(self._collector, _MAX_URL_BYTES).decode(errors="replace").strip()
-        except OSError:
-            return ""
 
     def write_costs(self, costs: CostModel) -> None:
         """Leave for the sidecar the costs by which is decided. Raises OutputError."""

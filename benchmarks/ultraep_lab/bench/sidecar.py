@@ -12,7 +12,7 @@ from ultraep_lab.endings import undone
 from ultraep_serve.config import parse_policy
 from ultraep_serve.errors import BenchError, understood
 from ultraep_serve.system.http import Endpoint, json_object
-from ultraep_serve.types import Policy, SpeedSource
+from ultraep_serve.types import Policy
 
 __all__ = ["CaptureProgress", "CaptureSidecar", "Sidecar"]
 
@@ -37,6 +37,7 @@ class Sidecar(Endpoint):
         super().__init__("the sidecar", "--sidecar", url, timeout_seconds)
         self._token = token
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._kept: Policy | None = None  # in ``policy_restored``: what was set last
 
     def get(self, path: str) -> dict[str, Any]:
         """The answer to a GET. Raises BenchError when refused."""
@@ -53,18 +54,18 @@ class Sidecar(Endpoint):
         return parse_policy(name)
 
     def set_policy(self, policy: Policy) -> None:
-        """Put ``policy`` in force from the next batch on. Raises BenchError when refused."""
+        """Put ``policy`` in force from the next batch on.
+
+        Raises BenchError when refused, or in ``policy_restored`` where somebody else has set one.
+        """
+        self._require_kept()
         body, headers = {"policy": policy.value}, self._headers
         response = self.call("POST", "/v1/control/policy", json=body, headers=headers)
         if response.status_code == 403 and policy is Policy.IDEAL:
             raise self.refused(response, IDEAL_REFUSED)
         self._checked(response)
-
-    def set_speeds(self, source: SpeedSource) -> None:
-        """Plan with speeds from ``source`` from the next batch on. Raises BenchError."""
-        speeds = None if source is SpeedSource.CONFIGURED else source.value
-        body, headers = {"speeds": speeds}, self._headers
-        self._checked(self.call("POST", "/v1/control/speeds", json=body, headers=headers))
+        if self._kept is not None:
+            self._kept = policy
 
     def balance(self, since_ns: int, policy: Policy, batches: int = 0) -> dict[str, Any]:
         """Statistics of the batches since ``since_ns`` (wall clock, ns) under ``policy``.
@@ -84,13 +85,24 @@ class Sidecar(Endpoint):
 
     @contextmanager
     def policy_restored(self) -> Iterator[None]:
-        """Have the policy of now in force again at the end, also after an error, Ctrl-C or SIGTERM.
+        """Put the policy of this moment back at the end, after an error, Ctrl-C or SIGTERM too.
 
-        Raises BenchError where the server names none.
+        Raises BenchError when refused.
         """
-        before = self.policy()
-        with undone(lambda: self.set_policy(before), f"policy {before.value}"):
-            yield
+        self._kept = before = self.policy()
+        try:
+            with undone(lambda: self.set_policy(before), f"policy {before.value}"):
+                yield
+        finally:
+            self._kept = None
+
+    def _require_kept(self) -> None:
+        if self._kept is not None and (found := self.policy()) is not self._kept:
+            raise BenchError(
+                f"policy {found.value} is in force at {self.url}, not {self._kept.value} as set "
+                "here: somebody has set it, or balancing has switched itself off (see /readyz); "
+                "measure again"
+            )
 
     def _object(self, method: str, path: str, **content: Any) -> dict[str, Any]:
         return json_object(self._checked(self.call(method, path, **content)))

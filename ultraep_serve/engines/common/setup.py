@@ -81,7 +81,6 @@ class EngineRank:
     group: EngineGroup | None = None  # None: all ranks share this host
     pipeline: PipelineStage = field(default_factory=PipelineStage)  # the stage of all ranks
     answers: Answers | None = None  # for the self-check; None: it cannot compare outputs
-    collector: str = ""  # where the engine sends OpenTelemetry spans; empty: it does not trace
     experts: CheckResult | None = None  # how they are computed, where that was chosen
 
 
@@ -132,8 +131,6 @@ class BalancedLayers:
         self._slot_bytes = backend.slot_bytes
         if location.is_host_primary:
             ControlPage.open_or_create(self._run_path, config.policy).close()
-            if own.collector:
-                RunFiles(self._run_path).name_collector(own.collector)
         self._recorder = self._create_recorder()
         backend.connect()
         wait_for_all(setup)

@@ -12,7 +12,6 @@ from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatcher
 from sglang.srt.layers.moe.utils import filter_moe_weight_param_global_expert
 from sglang.srt.runtime_context import (
-    get_observability,
     get_parallel,
     get_server_args,
 )
@@ -78,7 +77,7 @@ class ExpertGroup:
         )
         ranks = get_parallel().moe_ep_group
         group = EngineGroup(ranks.cpu_group, ranks.device_group, _first_host())
-        own = EngineRank("sglang", first.moe_ep_rank, group, collector=_collector())
+        own = EngineRank("sglang", first.moe_ep_rank, group)
         complete = _complete(first, group.on_host if is_cpu() else group.on_device)
         self._balanced = start_balancing(config, execution, loaded, own, complete)
         self._in_place = list(map(_InPlace, layers, parameters))
@@ -185,12 +184,6 @@ def _first_host() -> str:
     """Return the first host's address, as the operator gave it; empty on one host."""
     given = get_server_args().dist_init_addr
     return NetworkAddress.parse(given).host if given else ""
-
-
-def _collector() -> str:
-    """Return where SGLang sends its OpenTelemetry spans; empty where it does not trace."""
-    settings = get_observability()
-    return str(settings.otlp_traces_endpoint) if settings.enable_trace else ""
 
 
 def _view_of(layer: FusedMoE) -> TokenView:

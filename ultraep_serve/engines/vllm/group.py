@@ -157,8 +157,7 @@ class ExpertGroup:
             _first_host(self.vllm_config),
             _store_of_all() if pipeline.num_stages > 1 else None,
         )
-        collector = self.vllm_config.observability_config.otlp_traces_endpoint or ""
-        own = EngineRank("vllm", ranks.rank_in_group, group, pipeline, collector=collector)
+        own = EngineRank("vllm", ranks.rank_in_group, group, pipeline)
         complete = _complete(first, loaded.view, group)
         self.balanced = start_balancing(self._config, self._execution, loaded, own, complete)
         self.balanced.mark_ready(logger)

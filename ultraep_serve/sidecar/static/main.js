@@ -1,37 +1,33 @@
-// Starts the page: overviews are pushed, the rest is polled every two seconds while the page is visible.
+// Starts the page, which polls while it is visible.
 
 import { batchesPath, redrawDetail, showBatches, startBatches } from "./batches.js";
 import { historyPath, redrawCharts, showHistory, startCharts } from "./charts.js";
 import { byId, get, setText } from "./common.js";
 import { redrawHeatmaps, showHeatmap, startHeatmaps } from "./heatmap.js";
 import { showOverview } from "./overview.js";
-import { loadPolicy, showComparison, startPolicy } from "./policy.js";
+import { loadPolicy, startPolicy } from "./policy.js";
 
 const REFRESH_MS = 2000;
 const STALE_MS = 5000;
-const RECONNECT_MS = 3000;
+const OVERVIEW_MS = 1000;
 const THEME_KEY = "ultraep-theme";
 const THEMES = ["auto", "light", "dark"];
 let updatedAt = 0;
 let refreshing = false;
 let running = false; // whether there is an engine
 
-function listen() {
-  const events = new EventSource("v1/events?seconds=60");
-  events.addEventListener("overview", (event) => {
-    const overview = JSON.parse(event.data);
+async function look() {
+  if (document.hidden) return;
+  try {
+    const overview = await get("v1/overview");
     const isNew = !running && overview.engine !== null;
     updatedAt = Date.now();
     running = overview.engine !== null;
     showOverview(overview);
-    showLink();
     if (isNew) refresh();
-  });
-  events.addEventListener("error", () => {
+  } finally {
     showLink();
-    // The browser reconnects by itself, but not after an answer such as 503.
-    if (events.readyState === EventSource.CLOSED) setTimeout(listen, RECONNECT_MS);
-  });
+  }
 }
 
 // Stale figures must not look like live ones.
@@ -53,7 +49,6 @@ async function refresh() {
     [historyPath(), showHistory],
     ["v1/balance/heatmap", showHeatmap],
     [batchesPath(), showBatches],
-    ["v1/balance/policies", showComparison],
   ];
   await Promise.allSettled([
     loadPolicy(),
@@ -92,7 +87,8 @@ startCharts(refresh);
 startHeatmaps();
 startBatches(refresh);
 startPolicy(refresh);
-listen();
+setInterval(look, OVERVIEW_MS);
+look();
 setInterval(refresh, REFRESH_MS);
 setInterval(showLink, 1000);
 document.addEventListener("visibilitychange", refresh);

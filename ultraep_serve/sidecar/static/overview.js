@@ -17,7 +17,6 @@ function stateOf(overview) {
   if (overview.engine === null) return ["bad", "✖ NO ENGINE"];
   if (!overview.ready) return ["bad", "✖ NOT READY"];
   if (overview.switched_off) return ["bad", "✖ SWITCHED ITSELF OFF"];
-  if (overview.paused_policy) return ["warn", "❚❚ PAUSED"];
   if (overview.policy === "off") return ["warn", "○ OFF"];
   if (overview.policy === "ideal") return ["bad", "▲ IDEAL: WRONG ANSWERS"];
   return ["good", "✔ BALANCING"];

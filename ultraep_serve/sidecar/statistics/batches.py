@@ -1,7 +1,7 @@
 """Batches, assembled from the records of their layers, as a list or in detail."""
 
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -24,12 +24,10 @@ __all__ = [
     "BatchLayerDetail",
     "BatchList",
     "BatchSnapshot",
-    "BatchTimes",
     "Replica",
     "batch_detail",
     "batch_layer_detail",
     "batch_snapshots",
-    "batch_times",
     "newest_batch",
 ]
 
@@ -146,15 +144,6 @@ class BatchLayer(Answer):
     """Time in each stage, on its slowest rank."""
 
 
-class BatchTimes(NamedTuple):
-    """When a batch ran."""
-
-    summary: BatchSnapshot
-    start_ns: int  # Unix time; its first layer's end, less what its stages took
-    end_ns: int
-    stage_seconds: dict[str, float]  # over its layers, of each layer's slowest rank
-
-
 class BatchDetail(Document):
     """One batch and its layers."""
 
@@ -200,26 +189,6 @@ def batch_detail(held: Held, batch: int) -> BatchDetail:
     layers = [_batch_layer(records[i : i + 1], own) for i in range(len(records))]
     moved = sum(layer.bytes_moved for layer in layers)
     return BatchDetail(summary=_batch_snapshot(records, moved), layers=layers)
-
-
-def batch_times(held: Held, after: int, last: int) -> Iterator[BatchTimes]:
-    """The batches that are held of those above number ``after`` up to ``last``, in order."""
-    primary, *own = (
-        records[(records["batch"] > np.uint64(after)) & (records["batch"] <= np.uint64(last))]
-        for records in (held.primary, *held.own)
-    )
-    moved = sums_by("batch", "bytes_sent", own)
-    together = np.concatenate(own)
-    for batch, records in parts_by(primary, "batch"):
-        mine = together[together["batch"] == batch]
-        slowest = [part["stage_ns"].max(axis=0) for _, part in parts_by(mine, "layer")]
-        first, last_record = records[0], records[-1]
-        yield BatchTimes(
-            summary=_batch_snapshot(records, moved.get(batch, 0)),
-            start_ns=int(first["time_ns"]) - int(first["stage_ns"].sum()),
-            end_ns=int(last_record["time_ns"]),
-            stage_seconds=stage_seconds(np.sum(slowest, axis=0)) if slowest else {},
-        )
 
 
 def batch_layer_detail(held: Held, batch: int, layer: int) -> BatchLayerDetail:

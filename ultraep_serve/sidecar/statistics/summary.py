@@ -1,4 +1,4 @@
-"""The balance over a window: in total, for one layer, by layer and rank, by policy.
+"""The balance over a window: in total, for one layer, by layer and rank.
 
 Computed from the primary rank's records and each rank's own.
 """
@@ -23,7 +23,6 @@ from ultraep_serve.sidecar.statistics.held import Held, NotHeldError, RankView
 from ultraep_serve.sidecar.statistics.proof import self_check_of, verification_of
 from ultraep_serve.sidecar.statistics.selection import RecordSelection, decision_names
 from ultraep_serve.sidecar.statistics.snapshot import (
-    Answer,
     BalanceSnapshot,
     BatchesCount,
     Document,
@@ -39,15 +38,12 @@ from ultraep_serve.sidecar.statistics.snapshot import (
     WindowFigures,
 )
 from ultraep_serve.telemetry.record import RecordArray
-from ultraep_serve.types import Decision, Policy, Stage
+from ultraep_serve.types import Decision, Stage
 
 __all__ = [
     "Heatmap",
     "LayerDetail",
-    "PolicyComparison",
-    "PolicyFigures",
     "batches_count",
-    "compare_policies",
     "heatmap",
     "layer_detail",
     "phases",
@@ -245,48 +241,3 @@ def heatmap(held: Held, selection: RecordSelection) -> Heatmap:
         mean = totals.mean(axis=1, keepdims=True)
         relative[when] = np.round(totals / np.where(mean > 0, mean, 1), 4).tolist()
     return Heatmap(layers=layers.tolist(), records=len(records), **relative)
-
-
-class PolicyFigures(Answer):
-    """The batches that one policy served."""
-
-    policy: str
-    batches: int
-    layers: int
-    """MoE layers of those batches whose loads the policy considered."""
-    imbalance: ImbalanceSnapshot
-    """before: as policy off would have computed the same batches."""
-    compute_microseconds_per_token: float | None
-    """Time of the engine's part of a MoE layer per token of its batch, on the primary rank."""
-    savings: Savings
-
-
-class PolicyComparison(Document):
-    """The policies that served batches in the window, except off, which writes no records."""
-
-    policies: list[PolicyFigures]
-
-
-def compare_policies(held: Held, since_ns: int) -> PolicyComparison:
-    """Every policy under which records were written since ``since_ns``."""
-    found = []
-    for policy in Policy:
-        selection = RecordSelection(since_ns, policy)
-        considered = selection.considered(held.primary)
-        if len(considered):
-            own = [selection.recorded(records) for records in held.own]
-            found.append(_of_policy(policy, considered, own))
-    return PolicyComparison(policies=found)
-
-
-def _of_policy(policy: Policy, considered: RecordArray, own: list[RecordArray]) -> PolicyFigures:
-    tokens = int(considered["tokens"].sum(dtype=np.int64))
-    compute = float(considered["stage_ns"][:, Stage.COMPUTE].sum()) / 1e3
-    return PolicyFigures(
-        policy=policy.value,
-        batches=len(np.unique(considered["batch"])),
-        layers=len(considered),
-        imbalance=imbalance_snapshot(considered),
-        compute_microseconds_per_token=compute / tokens if tokens else None,
-        savings=_savings(considered, own),
-    )

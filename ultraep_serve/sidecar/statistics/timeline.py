@@ -160,14 +160,6 @@ class Timeline:
             self._stage_ns[index, rank] += part["stage_ns"].sum(axis=0, dtype=np.float64)
             self._seconds[index]["bytes_sent"] += part["bytes_sent"].sum()
 
-    def shift(self, seconds: int) -> None:
-        """The wall clock was set: all that is held is ``seconds`` later in its new time."""
-        self._seconds["time"][self._seconds["time"] != _EMPTY] += seconds
-        for held in (self._seconds, self._stage_ns):
-            held[:-1] = np.roll(held[:-1], seconds, axis=0)
-        number, decision, second = self._last_batch
-        self._last_batch = (number, decision, second + seconds)
-
     def history(self, now_seconds: int, seconds: int, step: int) -> History:
         """The last ``seconds`` up to ``now_seconds`` (Unix time) in steps of ``step`` seconds."""
         begin = (now_seconds - seconds) // step * step + step
