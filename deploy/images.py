@@ -3,9 +3,9 @@
     python3 deploy/images.py [--only IMAGE ...] [--json FILE]
 
 Standard library only; needs root and Debian's packages, which it installs. Images are based on the
-official ones where those can be pulled, else on stand-ins: for Python a Debian by debootstrap, for
-the engines' images that Debian with torch and an empty package of the engine's name and version.
-The machine's settings of pip and apt, and its certificates, are there while an image is built.
+official ones where those can be pulled. Elsewhere a Debian by debootstrap stands in for Python, and
+images on the engines' own ones are left out. The machine's settings of pip and apt, and its
+certificates, are there while an image is built.
 """
 
 import argparse
@@ -25,13 +25,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from environment import ROOT, TORCH, ensure_installed, has_program
+from environment import ROOT, ensure_installed, has_program
 from services import machine, run_images
 
 DOCKER = ROOT / "deploy" / "docker"
 PYTHON = DOCKER / "sidecar.Dockerfile"  # which says on which Python all are based
 IMAGES = ("sidecar", "vllm-cpu", "sglang-cpu", "vllm", "sglang")
-ENGINES = {"vllm/vllm-openai": "vllm", "lmsysorg/sglang": "sglang"}  # by their images
 PROGRAMS = ("buildah", "podman", "runc", "debootstrap")  # as their packages are called
 STAND_IN = "localhost/ultraep-serve/stand-in"
 DEBIAN = "python3-venv,python3-dev,python3-pip,python-is-python3,ca-certificates"
@@ -43,16 +42,6 @@ graphroot = "/var/lib/containers/storage"
 APT = """APT::Keep-Downloaded-Packages "false";
 Dir::Cache::pkgcache "";
 Dir::Cache::srcpkgcache "";
-"""
-ENGINE = """[project]
-name = "{name}"
-version = "{version}"
-[tool.setuptools]
-packages = []
-"""
-ENGINE_IMAGE = f"""FROM scratch
-COPY pyproject.toml /engine/
-RUN python3 -m pip install --no-cache-dir {TORCH} flashinfer-python /engine && rm -r /engine
 """
 
 
@@ -86,10 +75,11 @@ class Builder:
         self._folder = folder
         self._bases: dict[str, Base] = {}
 
-    def image(self, name: str) -> Image:
-        """Build ``name`` from its Dockerfile."""
+    def image(self, name: str) -> Image | None:
+        """Build ``name`` from its Dockerfile; None where its base cannot be had."""
         file = DOCKER / f"{name}.Dockerfile"
-        base = self.base(_base_of(file))
+        if (base := self.base(_base_of(file))) is None:
+            return None
         began = time.monotonic()
         self._build(f"ultraep-serve:{name}", base.id, file, ROOT)
         seconds = time.monotonic() - began
@@ -101,12 +91,14 @@ class Builder:
         """Those that were used."""
         return list(self._bases.values())
 
-    def base(self, name: str) -> Base:
-        """The official image ``name``, or its stand-in."""
+    def base(self, name: str) -> Base | None:
+        """The official image ``name``; for Python a stand-in where that cannot be pulled."""
         if name not in self._bases:
             began = time.monotonic()
             found = self._pulled(name)
-            used = found or self._stand_in(name)
+            if found is None and not name.startswith("python:"):
+                return None
+            used = found or self._debian(name)
             seconds = round(time.monotonic() - began, 1)
             self._bases[name] = Base(name, used, found is None, _size(used), seconds)
         return self._bases[name]
@@ -116,27 +108,13 @@ class Builder:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             why = done.stderr.strip().splitlines()[-1]
-            print(f"{name} cannot be pulled, so that a stand-in takes its place: {why}", flush=True)
+            print(f"{name} cannot be pulled: {why}", flush=True)
             return None
         return done.stdout.strip()
 
-    def _stand_in(self, name: str) -> str:
-        repository, _, tag = name.partition(":")
-        if repository == "python":
-            version, _, suite = tag.split("-")  # 3.11-slim-bookworm
-            return self._debian(version, suite)
-        engine = ENGINES[repository]
-        context = self._folder / engine
-        context.mkdir()
-        project = ENGINE.format(name=engine, version=tag.removeprefix("v"))
-        (context / "pyproject.toml").write_text(project)
-        (context / "Dockerfile").write_text(ENGINE_IMAGE)
-        python = self.base(_base_of(PYTHON))
-        self._build(f"{STAND_IN}:{engine}", python.id, context / "Dockerfile", context)
-        return f"{STAND_IN}:{engine}"
-
-    def _debian(self, version: str, suite: str) -> str:
-        """Debian ``suite`` with its Python, which must be ``version``."""
+    def _debian(self, name: str) -> str:
+        """The Debian and its Python that ``name`` says, as in python:3.11-slim-bookworm."""
+        version, _, suite = name.removeprefix("python:").split("-")
         made = _output("buildah", "from", "scratch")
         root = Path(_output("buildah", "mount", made))
         try:
@@ -227,6 +205,10 @@ def _size(image: str) -> int:
     return int(_output("podman", "image", "inspect", "--format", "{{.Size}}", image))
 
 
+def _is_built(image: str) -> bool:
+    return _succeeds("podman", "image", "exists", f"ultraep-serve:{image}")
+
+
 def _succeeds(*command: str) -> bool:
     return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
@@ -262,12 +244,13 @@ def main() -> int:
             os.environ["CONTAINERS_STORAGE_CONF"] = str(folder / "storage.conf")  # podman's too
         if not arguments.run_only:
             builder = Builder(folder)
-            images = [builder.image(name) for name in arguments.only]
+            images = [made for name in arguments.only if (made := builder.image(name))]
             document["bases"] = [asdict(base) for base in builder.bases]
             document["images"] = [asdict(image) for image in images]
             document["build_seconds"] = round(time.monotonic() - began)
-        runs = run_images(arguments.only, folder)
-        document["machine"] = machine(arguments.only[0])
+        there = [name for name in arguments.only if _is_built(name)]
+        runs = run_images(there, folder)
+        document["machine"] = machine(there[0])
     document["runs"] = [asdict(run) for run in runs]
     document["seconds"] = round(time.monotonic() - began)
     if arguments.json:

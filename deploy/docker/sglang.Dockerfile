@@ -1,4 +1,4 @@
-# SGLang on NVIDIA GPUs with balancing; built on a stand-in only. Build from the repository's root:
+# SGLang on NVIDIA GPUs with balancing; not built on this base yet. Build from the repository's root:
 #   docker build -f deploy/docker/sglang.Dockerfile -t ultraep-serve:sglang .
 FROM lmsysorg/sglang:v0.5.23
 

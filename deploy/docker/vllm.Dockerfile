@@ -1,4 +1,4 @@
-# vLLM on NVIDIA GPUs with balancing; built on a stand-in only. Build from the repository's root:
+# vLLM on NVIDIA GPUs with balancing; not built on this base yet. Build from the repository's root:
 #   docker build -f deploy/docker/vllm.Dockerfile -t ultraep-serve:vllm .
 FROM vllm/vllm-openai:v0.33.0
 
