@@ -43,7 +43,7 @@ class Cases:
 
 
 def main() -> None:
-    """Print the table; write it with the machine and the command to --json."""
+    """Print the rows; write them with the machine and the command to --json."""
     args = parse_arguments()
     zipf = zipf_cases(args.zipf_cases, args.sizes, args.exponents, args.slowest)
     chosen = [(c, num_slots) for c in (*trace_cases(args), *zipf) for num_slots in args.slots]
@@ -52,13 +52,9 @@ def main() -> None:
     for _ in range(args.repeat):
         for spent, (cases, num_slots) in zip(seconds, chosen, strict=True):
             spent += time_plans(cases, num_slots)
-    print(f"{'cases':24} {'R':>3} {'E':>4} {'S':>2} {'n':>5} {'before':>7} {'after':>7} "
-          f"{'worst':>7} {'counts':>7} {'sender':>7} {'copies':>7} {'us':>6}")  # fmt: skip
     for row, spent in zip(rows, seconds, strict=True):
         row["median_microseconds"] = float(np.median(spent)) * 1e6  # a plan, one rank's share
-        print("{name:24} {num_ranks:3} {num_experts:4} {num_slots:2} {cases:5} {before:7.3f} "
-              "{after:7.4f} {worst_after:7.4f} {by_count_after:7.4f} {busiest_sender:7.2f} "
-              "{replicas:7.1f} {median_microseconds:6.0f}".format(**row))  # fmt: skip
+        print(row)
     harness.write(args.json, {"rows": rows})
 
 
