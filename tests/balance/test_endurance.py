@@ -1,4 +1,4 @@
-"""Short forms of ``benchmarks/endurance.py``: ranks that die or stop, groups that start and end."""
+"""Ranks that die or stop, groups that start and end."""
 
 import signal
 from dataclasses import replace

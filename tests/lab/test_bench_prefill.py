@@ -209,19 +209,6 @@ def test_policy_is_restored_after_signals(fake: FakeDeployment, number: signal.S
     assert (fake.policy, fake.policies_set[-1]) == ("off", "off")
 
 
-def test_a_closed_terminal_that_is_to_be_ignored_is(fake: FakeDeployment) -> None:
-    fake.policy = "off"
-    command = words(fake, "--policies", "quota", "--repeats", "20")
-    nohup = ["nohup", sys.executable, "-m", "ultraep_serve.cli", *command]
-    running = subprocess.Popen(nohup, stdout=subprocess.DEVNULL)
-    while "quota" not in fake.policies_set:
-        assert running.poll() is None
-        time.sleep(0.01)
-    running.send_signal(signal.SIGHUP)
-    assert running.wait() == 0
-    assert fake.policy == "off"
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -258,11 +245,6 @@ def test_server_started_without_balancing(fake: FakeDeployment) -> None:
     fake.policy = None
     with pytest.raises(BenchError, match="--policy off"):
         run(fake)
-
-
-def test_engine_address_given_as_sidecar(fake: FakeDeployment) -> None:
-    with pytest.raises(BenchError, match=r"404: .*--sidecar"):
-        run(fake, "--sidecar", fake.url)
 
 
 def test_context_known_only_to_the_engine(fake: FakeDeployment) -> None:

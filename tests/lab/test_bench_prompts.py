@@ -66,18 +66,6 @@ def test_openings_use_the_words_of_the_text_once() -> None:
     assert set(openings.next(text).split()) <= set(words)  # all used: repeats are better than none
 
 
-def test_openings_of_two_runs_differ() -> None:
-    first, second = (Openings().next(COMMON_WORDS) for _ in range(2))
-    assert first != second
-
-
-def test_common_words_follow_the_seed_alone() -> None:
-    source = CommonWords()
-    random.seed(1)
-    assert source(100, 5) == source(100, 5) != source(100, 6)
-    assert len(source(100, 5).split()) == 100
-
-
 def test_file_text_wraps_around(tmp_path: Path) -> None:
     path = tmp_path / "text.txt"
     path.write_text("Wörter aus einer Datei")
