@@ -26,14 +26,15 @@ TIMES = (
     *("serving-ttft", "serving-balanced", "sglang-ttft", "sglang-balanced"),
     *("real-routing-ttft", "real-routing-ttft-sglang"),
 )
-SPEEDS = "speeds"
+SPEEDS, REFRESH = "speeds", "refresh"
 _POLICIES = ("off", "quota", "ideal")
 
 
 def measurements(text: str) -> str:
-    """docs/dev/measurements.md with its tables: times, and speeds."""
+    """docs/dev/measurements.md with its tables: times, speeds, and plans that are kept."""
     for name in TIMES:
         text = with_table(text, name, times(name))
+    text = with_table(text, REFRESH, _kept_plans())
     return with_table(text, SPEEDS, _by_time())
 
 
@@ -82,6 +83,20 @@ def _by_time() -> str:
                 )
             )
     return table(head, rows)
+
+
+def _kept_plans() -> str:
+    """A row for each policy and interval, a column for each kind of traffic."""
+    cells: dict[tuple[str, int], dict[str, str]] = {}
+    for row in read_document(REFRESH)["policies"]:
+        shown = f"{row['imbalance']:.3f}, {1e3 * row['layer_seconds']:.2f} ms"
+        cells.setdefault((row["policy"], row["interval"]), {})[row["traffic"]] = shown
+    kinds = list(next(iter(cells.values())))
+    rows = (
+        (f"`{policy}`", str(every) if every else "-", *(found[kind] for kind in kinds))
+        for (policy, every), found in cells.items()
+    )
+    return table(("policy", "batches between plans", *kinds), rows)
 
 
 def main() -> None:
