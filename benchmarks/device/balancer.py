@@ -28,9 +28,9 @@ from ultraep_serve.balance.backend import GroupSetup
 from ultraep_serve.balance.cuda.balancer import DeviceBalancer
 from ultraep_serve.balance.cuda.fabric import DeviceFabric
 from ultraep_serve.balance.cuda.recording import TIMED_EVERY
-from ultraep_serve.balance.topology import Location
 from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.plan.quota import plan_quota
+from ultraep_serve.system.topology import Location
 from ultraep_serve.types import Decision, Policy, Stage, TokenView
 
 LAYERS = 2

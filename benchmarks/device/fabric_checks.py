@@ -21,8 +21,8 @@ from ultraep_serve.balance.cuda.driver import Driver
 from ultraep_serve.balance.cuda.fabric import DeviceFabric, Limits
 from ultraep_serve.balance.cuda.rendezvous import SocketRendezvous
 from ultraep_serve.balance.cuda.slots import ALIGNMENT, DeviceSlotPool
-from ultraep_serve.balance.topology import Location
 from ultraep_serve.errors import PeerTimeoutError
+from ultraep_serve.system.topology import Location
 from ultraep_serve.types import Decision
 
 __all__ = ["RANKS", "ExpertSizes", "GroupSizes", "check_death", "check_processes", "check_slots"]

@@ -15,10 +15,10 @@ from ultraep_serve.balance.host.balancer import HostBalancer
 from ultraep_serve.balance.host.slots import HostSlotPool
 from ultraep_serve.balance.physical import identity_table
 from ultraep_serve.balance.speeds import expert_clock
-from ultraep_serve.balance.topology import Location
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.costs.model import IntegerCosts
 from ultraep_serve.plan.context import PlanContext
+from ultraep_serve.system.topology import Location
 from ultraep_serve.telemetry.record import LayerRecord
 from ultraep_serve.types import Decision, ExpertShape, Policy, SpeedSource, TokenView
 

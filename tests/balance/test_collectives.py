@@ -15,8 +15,8 @@ from tests.support.ranks import outcomes_of_ranks, run_ranks
 from ultraep_serve.balance.collectives import DeviceAllGather, HostAllGather
 from ultraep_serve.balance.host.fabric import HostFabric
 from ultraep_serve.balance.host.slots import HostSlotPool
-from ultraep_serve.balance.topology import Location
 from ultraep_serve.errors import PeerTimeoutError
+from ultraep_serve.system.topology import Location
 
 WIDTH, LONG, RANKS = 5, 60.0, 4
 

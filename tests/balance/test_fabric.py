@@ -14,8 +14,8 @@ from tests.support.ranks import fresh_run_path, outcomes_of_ranks, run_ranks
 from ultraep_serve.balance.backend import LayerSlots
 from ultraep_serve.balance.host.fabric import HostFabric
 from ultraep_serve.balance.host.slots import HostSlotPool
-from ultraep_serve.balance.topology import Location
 from ultraep_serve.errors import FabricError
+from ultraep_serve.system.topology import Location
 
 WIDTH, MASTERS, SLOTS, CHUNK = 12, 3, 2, 4096
 SIZES = (5000, 77)  # bytes per expert of two tensors

@@ -14,8 +14,8 @@ from tests.support.ranks import RankError, RankOutcome, outcomes_of_ranks, run_r
 from ultraep_serve.balance.backend import CONNECT_FACTOR
 from ultraep_serve.balance.host.fabric import HostFabric
 from ultraep_serve.balance.host.slots import HostSlotPool
-from ultraep_serve.balance.topology import Location
 from ultraep_serve.errors import PeerTimeoutError
+from ultraep_serve.system.topology import Location
 
 WIDTH, CHUNK = 4, 4096
 LONG = 60.0  # seconds; a test that waits for this fails

@@ -20,10 +20,10 @@ from tests.support.namespaces import Hosts, enter_network, two_namespaces
 from tests.support.ranks import RankOutcome, fresh_run_path, outcomes_of_ranks
 from ultraep_serve.balance.collectives import EngineGroup
 from ultraep_serve.balance.host import balancer
-from ultraep_serve.balance.topology import Location
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.costs.model import CostModel
 from ultraep_serve.engines.common.setup import BalancedLayers, Batch, EngineRank
+from ultraep_serve.system.topology import Location
 from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.recorder import Stopwatch
 from ultraep_serve.telemetry.run_files import RunFiles

@@ -12,7 +12,7 @@ import pytest
 from tests.support.waiting import until
 from tests.support.watching import halve_times, pair
 from ultraep_serve.balance.host_link import HostLink, Message, StageMeeting, join_hosts
-from ultraep_serve.balance.topology import Location
+from ultraep_serve.system.topology import Location
 
 
 @pytest.fixture(autouse=True)

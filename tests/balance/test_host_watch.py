@@ -24,8 +24,8 @@ from tests.support.watching import (
     unheard,
 )
 from ultraep_serve.balance.host_link import Message
-from ultraep_serve.balance.topology import Location
 from ultraep_serve.balance.watch import RankWatch
+from ultraep_serve.system.topology import Location
 from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.types import Decision, ExpertShape
 

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from tests.support.faults import FAULTS, Fault
 from tests.support.ranks import run_ranks
 from tests.support.sampled_ranks import HIDDEN, LAYERS, SampledRank, Traffic, serve_traffic
+from ultraep_serve.proof.samples import SampleTurns
 from ultraep_serve.telemetry.reader import RingReader
 from ultraep_serve.types import ExpertShape, Policy, TokenView, VerificationCheck
-from ultraep_serve.verify.samples import SampleTurns
 
 SHAPE = ExpertShape(3, 9, 2)
 # Batches until a fault is found. Answers are checked in every eighth layer, which comes to each of
@@ -34,7 +34,7 @@ def batches_until_off(server: SampledRank, fault: Fault, most: int) -> int:
                 fault.put(server.state, patch)
             server.serve()
         dist.barrier()
-        doubted = server.page.is_in_doubt or server.joined._balancer._samples.doubt.is_there
+        doubted = server.page.is_in_doubt or server.joined._balancer._samples.is_in_doubt
         anybody = torch.tensor([int(doubted)])
         dist.all_reduce(anybody)
         if anybody:
@@ -95,7 +95,7 @@ def test_a_fault_is_found_after_as_many_batches_as_layers_lie_between_samples(
     assert 1 < batches <= 3
     assert report["check"] == "slots"
     assert report["rank"] == 2
-    assert report["sizes"]["num_logical_experts"] == 9
+    assert report["shape"]["num_logical_experts"] == 9
     assert report["tensors"][0] == {"dtype": "torch.float32", "shape": [5, HIDDEN, HIDDEN]}
     assert "torch" in report["versions"]
     assert str(run_path) not in json.dumps(report)
@@ -134,6 +134,9 @@ def test_without_samples_nothing_is_exchanged_for_them(run_path: Path) -> None:
     [
         Traffic(TokenView.SHARED, ExpertShape(2, 8, 2), torch.bfloat16, 150),
         Traffic(TokenView.OWN, ExpertShape(4, 12, 1), torch.int8, 50, domain_size=2),
+        Traffic(
+            TokenView.SHARED, ExpertShape(2, 8, 2), torch.float16, 50, factor=1.2e4
+        ),  # overflow
     ],
     ids=str,
 )

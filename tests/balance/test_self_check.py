@@ -1,5 +1,6 @@
 """The self-check of ranks without an engine: passes where all is well, finds each fault."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,43 +8,53 @@ import pytest
 import torch
 
 from tests.support.ranks import outcomes_of_ranks, run_ranks
-from tests.support.self_check_faults import (
-    FAULTS,
-    FOUND,
-    LAYERS,
-    MOST_TOKENS,
-    engine_of,
-    experts,
-)
-from ultraep_serve.balance.backend import Stages
-from ultraep_serve.balance.host.backend import HostBackend
+from tests.support.self_check_faults import FAULTS, FOUND, LAYERS, engine_of, experts
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.costs.model import CostModel
 from ultraep_serve.engines.common.setup import BalancedLayers, EngineRank
+from ultraep_serve.proof import host
+from ultraep_serve.proof.answers import Answers
 from ultraep_serve.types import ExpertShape, TokenView
 
 COSTS = CostModel(1e-3, bytes_per_expert=1 << 10, link_bytes_per_second=1e9).to_json()
 
 
-def join(rank: int, run_path: Path, shape: ExpertShape, fault: str, how: str) -> list[str]:
-    """Names of the checks that were passed, with ``fault`` on the last rank."""
+def join(
+    rank: int,
+    run_path: Path,
+    shape: ExpertShape,
+    fault: str,
+    how: str = "quick",
+    of_float16: float = 0.0,
+) -> list[tuple[str, str]]:
+    """Checks that were passed, and what they warn of, with ``fault`` on the last rank.
+
+    ``of_float16``: the engine computes in float16, and weights are so many times as large.
+    """
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{run_path}/group", rank=rank, world_size=shape.num_ranks
     )
     config = BalanceConfig(run_dir=str(run_path), costs=COSTS, self_check=how, timeout_seconds=30)
     layers = [experts(rank, shape, layer) for layer in range(LAYERS)]
-    original = HostBackend.stages
-
-    def stages(backend: HostBackend) -> Stages:
-        return FAULTS[fault](original(backend), shape, layers)
-
+    original = host.stages_of
     with pytest.MonkeyPatch.context() as patch:
         if rank == shape.num_ranks - 1:
-            patch.setattr(HostBackend, "stages", stages)
-        own = EngineRank("test", rank, answers=engine_of(rank, shape, layers))
+            faulty = FAULTS[fault]
+            patch.setattr(host, "stages_of", lambda made: faulty(original(made), shape, layers))
+        answers = engine_of(rank, shape, layers)
+        if of_float16:
+            for matrix, _ in layers:
+                matrix *= of_float16
+            answers = replace(answers, compute=rounded(answers), dtype=torch.float16)
+        own = EngineRank("test", rank, answers=answers)
         joined = BalancedLayers(config, shape, TokenView.SHARED, layers, lambda _: None, own)
     torch.distributed.destroy_process_group()
-    return [check.name for check in joined.self_check.checks]
+    return [(check.name, check.warning) for check in joined.self_check.checks]
+
+
+def rounded(answers: Answers) -> Callable[..., torch.Tensor]:
+    """What ``answers`` computes, in float16."""
+    return lambda layer, x, *rest: answers.compute(layer, x.float(), *rest).half()
 
 
 @pytest.mark.parametrize("how", ["off", "quick", "full"])
@@ -52,8 +63,9 @@ def join(rank: int, run_path: Path, shape: ExpertShape, fault: str, how: str) ->
 )
 def test_ranks_without_a_fault_pass(run_path: Path, shape: ExpertShape, how: str) -> None:
     passed = run_ranks(join, shape.num_ranks, run_path, shape, "none", how)
-    expected = ["kernels", "slots", "answers"] if shape.num_replica_slots else ["kernels"]
-    assert passed == [expected if how != "off" else []] * shape.num_ranks
+    expected = ["kernels", "copies"] if shape.num_replica_slots else ["kernels"]
+    expected = [(name, "") for name in expected] if how != "off" else []
+    assert passed == [expected] * shape.num_ranks
 
 
 @pytest.mark.parametrize("fault", FOUND)
@@ -63,31 +75,30 @@ def test_every_fault_is_found_and_refused_by_all_ranks(run_path: Path, fault: st
     assert any(FOUND[fault] in outcome.message for outcome in outcomes), outcomes
 
 
-def join_with_a_short_kernel(rank: int, run_path: Path, shape: ExpertShape, how: str) -> str:
-    """What the self-check has done, where the last rank's kernel ends after so many rows."""
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{run_path}/group", rank=rank, world_size=shape.num_ranks
-    )
-    layers = [experts(rank, shape, layer) for layer in range(LAYERS)]
-    right = engine_of(rank, shape, layers)
-
-    def compute(layer: int, x: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
-        outputs = right.compute(layer, x, *rest)
-        outputs[MOST_TOKENS - 1 :] *= 1 + (rank == shape.num_ranks - 1)
-        return outputs
-
-    config = BalanceConfig(run_dir=str(run_path), costs=COSTS, self_check=how, timeout_seconds=30)
-    own = EngineRank("test", rank, answers=replace(right, compute=compute))
-    joined = BalancedLayers(config, shape, TokenView.SHARED, layers, lambda _: None, own)
-    torch.distributed.destroy_process_group()
-    return joined.self_check.checks[-1].name
+SMALL = ExpertShape(2, 4, 1)
 
 
-def test_a_full_check_has_the_engine_compute_its_largest_batch(run_path: Path) -> None:
-    shape = ExpertShape(2, 8, 1)
-    (run_path / "quick").mkdir()
-    quick = run_ranks(join_with_a_short_kernel, 2, run_path / "quick", shape, "quick")
-    assert quick == ["answers"] * 2
-    outcomes = outcomes_of_ranks(join_with_a_short_kernel, 2, run_path, shape, "full")
+def test_tokens_that_overflow_with_experts_at_home_say_nothing_about_copies(run_path: Path) -> None:
+    """Made-up tokens are larger than those that the layer sees."""
+    passed = run_ranks(join, 2, run_path, SMALL, "none", "quick", 3e4)
+    assert passed == [[("kernels", ""), ("copies", "")]] * 2
+
+
+def test_smaller_tokens_still_find_a_fault(run_path: Path) -> None:
+    outcomes = outcomes_of_ranks(join, 2, run_path, SMALL, "wrong answer", "quick", 3e4)
     assert [outcome.error for outcome in outcomes] == ["SelfCheckError"] * 2, outcomes
-    assert any("in a batch of 50 tokens" in outcome.message for outcome in outcomes)
+    assert any("computed by copies differs by" in outcome.message for outcome in outcomes)
+
+
+def test_answers_that_are_never_finite_cannot_be_checked(run_path: Path) -> None:
+    passed = run_ranks(join, 2, run_path, SMALL, "none", "quick", 1e12)
+    for _, (name, warning) in passed:
+        assert name == "copies"
+        assert warning.startswith("answers cannot be checked here: layer")
+
+
+def test_a_checkpoint_with_nan_is_named_as_the_reason(run_path: Path) -> None:
+    outcomes = outcomes_of_ranks(join, 2, run_path, SMALL, "no number")
+    assert [outcome.error for outcome in outcomes] == ["SelfCheckError"] * 2, outcomes
+    reason = "layer 0 gives NaN with its experts at home: the checkpoint has NaN or inf"
+    assert any(reason in outcome.message for outcome in outcomes), outcomes

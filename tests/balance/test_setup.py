@@ -14,12 +14,12 @@ from tests.support.hosts import engine_group, host_path
 from tests.support.ranks import run_ranks
 from ultraep_serve.balance.backend import GroupSetup
 from ultraep_serve.balance.collectives import HostAllGather
-from ultraep_serve.balance.topology import Location
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.costs.model import CostModel
 from ultraep_serve.engines.common.setup import BalancedLayers, Batch, EngineRank, make_backend
 from ultraep_serve.errors import PeerTimeoutError, UnsupportedError
 from ultraep_serve.sidecar.statistics.fold import with_figures
+from ultraep_serve.system.topology import Location
 from ultraep_serve.telemetry import run_directory
 from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.reader import RingReader

@@ -11,12 +11,12 @@ from tests.support.hosts import engine_group, host_path
 from tests.support.ranks import outcomes_of_ranks, run_ranks
 from tests.support.ring_files import create
 from ultraep_serve.balance.backend import GroupSetup
-from ultraep_serve.balance.topology import Location, domain_of, host_identity, locate
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.engines.common import rendezvous as locating
 from ultraep_serve.engines.common.rendezvous import find_location
 from ultraep_serve.engines.common.setup import make_backend
 from ultraep_serve.errors import UnsupportedError
+from ultraep_serve.system.topology import Location, domain_of, host_identity, locate
 from ultraep_serve.telemetry.reader import RingReader
 from ultraep_serve.telemetry.schema import RingState
 from ultraep_serve.types import ExpertShape, TokenView
@@ -133,7 +133,7 @@ def test_without_proc_nobody_is_taken_for_dead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whose processes are alive is not known there; heartbeats are."""
-    monkeypatch.setattr("ultraep_serve.balance.topology._PROCESS_NAMESPACE", tmp_path / "none")
+    monkeypatch.setattr("ultraep_serve.system.topology._PROCESS_NAMESPACE", tmp_path / "none")
     with closing(create(tmp_path)) as recorder, closing(RingReader(tmp_path / "ring-0")) as reader:
         recorder.set_state(RingState.READY)
         header = reader.header()

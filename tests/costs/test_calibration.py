@@ -9,11 +9,11 @@ import torch
 from tests.support.ranks import fresh_run_path, run_ranks
 from ultraep_serve.balance.backend import GroupSetup
 from ultraep_serve.balance.host.backend import HostBackend
-from ultraep_serve.balance.topology import Location
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.costs.calibration import LEAST_ROWS, Probes, agreed_costs, fit
 from ultraep_serve.costs.model import CostModel
 from ultraep_serve.errors import ConfigError
+from ultraep_serve.system.topology import Location
 from ultraep_serve.types import ExpertShape, TokenView
 
 SHAPE = ExpertShape(num_ranks=2, num_logical_experts=8, num_replica_slots=1)

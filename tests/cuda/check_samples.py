@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from ultraep_kernels.device.checksum import checksums, checksums_reference
+from ultraep_kernels.device.checksum import checksums
+from ultraep_kernels.host.checksum import checksums as checksums_on_host
 
 pytest.importorskip("pydantic", reason="BalanceConfig needs it")
 
@@ -27,7 +28,7 @@ from tests.support.balancer_rigs import (
 from tests.support.hosts import engine_group
 from tests.support.interpreter import INTERPRETED
 from tests.support.ranks import fresh_run_path, run_ranks
-from ultraep_serve.balance.backend import Answers
+from ultraep_serve.proof.answers import Answers
 from ultraep_serve.types import ExpertShape, Policy, TokenView, VerificationCheck
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="plays the device in host memory")
@@ -58,7 +59,7 @@ class Engine:
         return output
 
     def answers(self) -> Answers:
-        return Answers(self.compute, 2, HIDDEN, 64, torch.float32, torch.device("cpu"), seed=0)
+        return Answers(self.compute, 2, HIDDEN, torch.float32, torch.device("cpu"), seed=0)
 
 
 @dataclass
@@ -199,7 +200,7 @@ def serve(at: Faulty, rank: int, faults: list[Fault]) -> dict[int, set[Verificat
         original(samples, layer, ids, physical, *rest)
 
     samples.routed = routed
-    samples._doubt.raise_with = lambda check, layer, *_, **__: found[layer].add(check)
+    samples._raise = lambda check, layer, **_: found[layer].add(check)
     for at.layer in range(LAYERS):
         fault = by_layer.get(at.layer, Fault("none", SLOTS))
         for slots in at.slots:
@@ -248,7 +249,7 @@ def overlap(rank: int, run_path: Path) -> tuple[int, set[int], Policy]:
     setup = Setup(shape, TokenView.OWN, CONFIG.replace(verify_every=1), is_sampled=True)
     rig = device_rig(rank, run_path, setup, patience_ns=60_000_000_000)
     found: set[int] = set()
-    rig.balancer._samples._doubt.raise_with = lambda _, layer, *__, **___: found.add(layer)
+    rig.balancer._samples._raise = lambda _, layer, **__: found.add(layer)
     for batch in range(2):
         for layer in range(LAYERS):
             for number, wanted in enumerate((skewed(rank), 7 - skewed(rank).clamp(min=0))):
@@ -279,7 +280,7 @@ def test_experts_are_read_as_they_lie_in_memory(dtype: torch.dtype) -> None:
     tensors = [whole.transpose(1, 2), whole[:, :3], whole[:, 0, 1:4], whole[:, :0]]
     wanted = torch.ones(5, dtype=torch.int32)
     found = checksums(tensors, wanted)
-    assert torch.equal(found, checksums_reference(tensors, wanted))
+    assert torch.equal(found, checksums_on_host(tensors, wanted))
     for tensor, is_seen in zip(tensors, (True, True, True, False), strict=True):
         again = checksums([tensor], wanted)
         whole[2, 0, 2] += 1
@@ -291,6 +292,6 @@ def test_checksums_are_those_of_the_twin(dtype: torch.dtype) -> None:
     tensors = [(torch.randn(5, *size) * 9).to(dtype) for size in ((3, 7), (2500,))]
     wanted = torch.tensor([1, 0, 2, 1, 0], dtype=torch.int32)
     found = checksums(tensors, wanted)
-    assert torch.equal(found, checksums_reference(tensors, wanted))
+    assert torch.equal(found, checksums_on_host(tensors, wanted))
     flip(tensors[1][2])
     assert (checksums(tensors, wanted) != found).tolist() == [False, False, True, False, False]

@@ -17,13 +17,15 @@ from tests.support.host_driver import HostDriver
 from tests.support.interpreter import INTERPRETED
 from tests.support.ranks import fresh_run_path, run_ranks
 from tests.support.self_check_faults import FAULTS, FOUND, LAYERS, engine_of, experts
-from ultraep_serve.balance.backend import GroupSetup, Stages
+from ultraep_serve.balance.backend import GroupSetup
 from ultraep_serve.balance.cuda.backend import DeviceBackend
-from ultraep_serve.balance.topology import Location
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.errors import SelfCheckError
+from ultraep_serve.proof import start
+from ultraep_serve.proof.device import stages_of
+from ultraep_serve.proof.start import Stages
+from ultraep_serve.system.topology import Location
 from ultraep_serve.types import ExpertShape, TokenView
-from ultraep_serve.verify import made_up, self_check
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="plays the device in host memory")
 
@@ -33,11 +35,11 @@ def check_less_for(fault: str, stages: Stages) -> Stages:
 
     Without a fault there are small loads of every kind, and two layers.
     """
-    made_up._TOKENS = made_up._MOST_TOKENS = 16
+    start._TOKENS = 16
     if fault == "none":
-        made_up.NUM_LOADS = made_up._KINDS
+        start._LOADS = 6
         return stages
-    made_up.NUM_LOADS = int(FOUND[fault].startswith("kernels"))
+    start._LOADS = int(FOUND[fault].startswith("kernels"))
     return replace(stages, layers=stages.layers[:1])
 
 
@@ -58,12 +60,12 @@ def outcomes(
     found = []
     for fault in faults:
         layers = [[torch.nn.Parameter(own, False) for own in each.tensors] for each in slots]
-        stages = check_less_for(fault, backend.stages())
+        stages = check_less_for(fault, stages_of(backend))
         answers = engine_of(rank, shape, layers)
         if rank == shape.num_ranks - 1:
             stages = FAULTS[fault](stages, shape, layers)
         try:
-            passed = self_check.run_self_check(setup.context, stages, answers)
+            passed = start.run_self_check(setup.context, stages, answers)
             found.append(([check.name for check in passed], ""))
         except SelfCheckError as error:
             found.append(([check.name for check in error.results[:-1]], str(error)))
@@ -76,7 +78,7 @@ def test_each_fault_is_refused_by_all_ranks() -> None:
         ranks = run_ranks(outcomes, 3, run_path, shape, names, timeout_seconds=240)
     for fault, *of_ranks in zip(names, *ranks, strict=True):
         if fault == "none":
-            assert of_ranks == [(["kernels", "slots", "answers"], "")] * 3
+            assert of_ranks == [(["kernels", "copies"], "")] * 3
         else:
             assert all(error for _, error in of_ranks), fault
             assert any(FOUND[fault] in error for _, error in of_ranks), (fault, of_ranks)
@@ -86,4 +88,4 @@ def test_slots_of_every_micro_batch_are_filled_and_computed() -> None:
     with fresh_run_path() as run_path:
         shape = ExpertShape(2, 4, 2, num_micro_batches=2)
         ranks = run_ranks(outcomes, 2, run_path, shape, ["none"], timeout_seconds=240)
-    assert ranks == [[(["kernels", "slots", "answers"], "")]] * 2
+    assert ranks == [[(["kernels", "copies"], "")]] * 2

@@ -21,11 +21,11 @@ from ultraep_serve.balance.cuda.driver import HandleKind
 from ultraep_serve.balance.cuda.fabric import DeviceFabric
 from ultraep_serve.costs.model import CostModel
 from ultraep_serve.engines.common.setup import BalancedLayers, Batch, EngineRank
+from ultraep_serve.proof import start
 from ultraep_serve.telemetry.reader import RingReader
 from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.telemetry.schema import RingState
 from ultraep_serve.types import Decision, ExpertShape, TokenView
-from ultraep_serve.verify import made_up
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="plays the device in host memory")
 
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.skipif(not INTERPRETED, reason="plays the device in hos
 def join(rank: int, run_path: Path, view: TokenView, costs: str) -> tuple[CostModel, list[int]]:
     """Layers joined as an engine does it, on a device; what was agreed on, and decisions."""
     search_briefly()
-    made_up.NUM_LOADS, made_up._MOST_TOKENS = 1, 16  # the interpreter is slow
+    start._LOADS, start._TOKENS = 1, 16  # the interpreter is slow
     shape = ExpertShape(2, 8, 1)
     config = CONFIG.replace(run_dir=str(run_path), costs=costs)
     driver = HostDriver()
@@ -83,7 +83,7 @@ def join(rank: int, run_path: Path, view: TokenView, costs: str) -> tuple[CostMo
     ring = RingReader(RunFiles(run_path).ring(rank))
     assert ring.header().state is RingState.READY
     decisions = ring.recent()["decision"].tolist()
-    backend._fabric.exchange(torch.zeros(backend._fabric.limits.row_width, dtype=torch.int32))
+    backend.fabric.exchange(torch.zeros(backend.fabric.limits.row_width, dtype=torch.int32))
     return joined._costs, decisions
 
 
@@ -149,7 +149,7 @@ def join_rack(rank: int, run_path: Path) -> tuple[int, int]:
                 for tensor, theirs in zip(layers[layer], masters_of(owner, layer, 2), strict=True):
                     assert torch.equal(tensor[2 + slot], theirs[local])
         joined.computed()
-    made[0]._fabric.exchange(torch.zeros(made[0]._fabric.limits.row_width, dtype=torch.int32))
+    made[0].fabric.exchange(torch.zeros(made[0].fabric.limits.row_width, dtype=torch.int32))
     return filled, relayed
 
 

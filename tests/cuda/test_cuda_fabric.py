@@ -13,8 +13,8 @@ from ultraep_serve.balance.cuda.driver import HandleKind, Shareable
 from ultraep_serve.balance.cuda.notice import StopNotice
 from ultraep_serve.balance.cuda.rendezvous import GatherRendezvous, Handshake, SocketRendezvous
 from ultraep_serve.balance.cuda.slots import DeviceSlotPool
-from ultraep_serve.balance.topology import Location
 from ultraep_serve.errors import DeviceError, FabricError, PeerTimeoutError, UnsupportedError
+from ultraep_serve.system.topology import Location
 
 pytest.importorskip("triton", reason="the fabric launches kernels written in Triton")
 

@@ -22,9 +22,9 @@ import pytest
 
 from tests.support.ring_files import create
 from ultraep_serve.balance import watch as watches
-from ultraep_serve.balance.topology import Location
 from ultraep_serve.balance.watch import RankWatch
 from ultraep_serve.config import BalanceConfig
+from ultraep_serve.system.topology import Location
 from ultraep_serve.telemetry import recorder as recorders
 from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.run_files import RunFiles

@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 import httpx
 
 from tests.support.waiting import until
-from ultraep_serve.balance.topology import is_process_alive
 from ultraep_serve.errors import ControlError, RingError
 from ultraep_serve.system.machine import free_port
+from ultraep_serve.system.topology import is_process_alive
 from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.reader import RingReader
 from ultraep_serve.telemetry.run_files import RunFiles

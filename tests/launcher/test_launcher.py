@@ -18,7 +18,6 @@ import trustme
 from tests.support.launched import is_gone
 from tests.support.ring_files import create
 from ultraep_serve.balance.host_link import HostLink
-from ultraep_serve.balance.topology import Location
 from ultraep_serve.cli import main, serve
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.engines.common.launch import local_url
@@ -29,6 +28,7 @@ from ultraep_serve.launcher.tuned_kernels import TunedKernels, link_tuned_kernel
 from ultraep_serve.sidecar.serve import add_arguments as add_sidecar_arguments
 from ultraep_serve.system.environment import CONFIG_VARIABLE
 from ultraep_serve.system.machine import free_port
+from ultraep_serve.system.topology import Location
 from ultraep_serve.telemetry import run_directory as module
 from ultraep_serve.telemetry.schema import RingState
 from ultraep_serve.types import ExpertShape, Policy

@@ -11,8 +11,8 @@ import pytest
 
 from tests.support.launched import SUPERVISOR, answers, is_gone, launched
 from tests.support.waiting import until
-from ultraep_serve.balance.topology import is_process_alive
 from ultraep_serve.system.machine import free_port
+from ultraep_serve.system.topology import is_process_alive
 
 FATAL = (signal.SIGKILL, signal.SIGSEGV)
 

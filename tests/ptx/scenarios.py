@@ -24,8 +24,8 @@ from tests.support.balancer_rigs import CONFIG, masters_of
 from ultraep_serve.balance.backend import GroupSetup
 from ultraep_serve.balance.cuda import balancer as balancer_module
 from ultraep_serve.balance.speeds import expert_clock
-from ultraep_serve.balance.topology import Location
 from ultraep_serve.errors import PeerTimeoutError
+from ultraep_serve.system.topology import Location
 from ultraep_serve.types import ExpertShape, Plan, TokenView
 
 __all__ = ["SCENARIOS", "Batch", "Outcome", "Scenario", "play"]

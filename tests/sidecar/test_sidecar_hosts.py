@@ -9,7 +9,7 @@ from fastapi.testclient import TestClient
 
 from tests.support.ring_files import create, write
 from tests.support.sidecar_runs import BEARER, reasons, samples
-from ultraep_serve.balance.topology import Location
+from ultraep_serve.system.topology import Location
 from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.schema import RingState
 from ultraep_serve.types import Decision, ExpertShape, Policy

@@ -7,8 +7,8 @@ import pytest
 from fastapi.testclient import TestClient
 
 from tests.support.rings import SyntheticRun
-from ultraep_serve.balance.topology import PipelineStage
 from ultraep_serve.sidecar.app import create_app
+from ultraep_serve.system.topology import PipelineStage
 from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.types import ExpertShape, Policy
 

@@ -13,7 +13,7 @@ from ultraep_kernels.device.stream import Programs
 
 from tests.support.host_driver import HostDriver
 from tests.support.mirror import FakeRecorder, mirrored_balancer
-from ultraep_serve.balance.backend import Answers, GroupSetup, LayerSlots, Sampled, row_width
+from ultraep_serve.balance.backend import GroupSetup, LayerSlots, row_width
 from ultraep_serve.balance.collectives import DeviceAllGather, EngineGroup, HostAllGather
 from ultraep_serve.balance.cuda.balancer import DeviceBalancer
 from ultraep_serve.balance.cuda.fabric import DeviceFabric, Limits
@@ -22,11 +22,13 @@ from ultraep_serve.balance.cuda.slots import DeviceSlotPool
 from ultraep_serve.balance.host.balancer import HostBalancer
 from ultraep_serve.balance.host.fabric import HostFabric
 from ultraep_serve.balance.host.slots import HostSlotPool
-from ultraep_serve.balance.topology import Location
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.costs.model import IntegerCosts
+from ultraep_serve.proof.answers import Answers
+from ultraep_serve.proof.device import DeviceSamples
+from ultraep_serve.proof.samples import Sampled
+from ultraep_serve.system.topology import Location
 from ultraep_serve.types import ExpertShape, TokenView
-from ultraep_serve.verify.device_samples import DeviceSamples
 
 LAYERS, SMALL = 2, 8
 PATIENCE_NS = 3_000_000_000
@@ -130,7 +132,7 @@ def device_rig(
     if setup.config.verify_every and setup.is_sampled:
         parameters = [layer.tensors for layer in layers]
         sampled = Sampled(parameters, setup.answers, run_path / f"verification-{rank}", dict)
-        samples = DeviceSamples(group_setup, fabric, sampled, policies, recorder)
+        samples = DeviceSamples(group_setup, fabric, sampled, recorder, policies)
     balancer = DeviceBalancer(group_setup, layers, fabric, policies, recorder, setup.costs, samples)
     return Rig(balancer, layers, recorder, fabric)
 

@@ -16,8 +16,8 @@ from tests.support.stress import RandomBatches, StressReport, run_stress
 from ultraep_serve.balance.host import balancer
 from ultraep_serve.balance.host.fabric import HostFabric
 from ultraep_serve.balance.host.slots import HostSlotPool
-from ultraep_serve.balance.topology import Location
 from ultraep_serve.config import BalanceConfig
+from ultraep_serve.system.topology import Location
 from ultraep_serve.telemetry.recorder import Stopwatch
 from ultraep_serve.types import ExpertShape, Policy, Stage, TokenView
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from ultraep_serve.balance.collectives import EngineGroup
-from ultraep_serve.balance.topology import Location
+from ultraep_serve.system.topology import Location
 
 __all__ = ["engine_group", "host_path"]
 

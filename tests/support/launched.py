@@ -10,7 +10,7 @@ from pathlib import Path
 
 import httpx
 
-from ultraep_serve.balance.topology import is_process_alive
+from ultraep_serve.system.topology import is_process_alive
 
 __all__ = ["SUPERVISOR", "answers", "is_gone", "launched"]
 

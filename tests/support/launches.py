@@ -29,7 +29,7 @@ from ultraep_serve.balance.cuda.fabric import DeviceFabric
 from ultraep_serve.balance.cuda.recording import PendingBatch
 from ultraep_serve.balance.cuda.records import Records
 from ultraep_serve.balance.speeds import expert_clock
-from ultraep_serve.balance.topology import Location
+from ultraep_serve.system.topology import Location
 from ultraep_serve.types import Decision, ExpertShape, Policy, TokenView
 
 __all__ = [

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from ultraep_serve.balance.host.fabric import HostFabric
 from ultraep_serve.balance.host.slots import HostSlotPool
-from ultraep_serve.balance.topology import Location
+from ultraep_serve.system.topology import Location
 
 __all__ = ["Mail"]
 

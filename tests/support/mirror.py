@@ -22,8 +22,8 @@ from ultraep_serve.balance.cuda.driver import Driver, HandleKind, Shareable
 from ultraep_serve.balance.cuda.fabric import DeviceFabric, Limits
 from ultraep_serve.balance.cuda.rendezvous import Handshake
 from ultraep_serve.balance.cuda.slots import DeviceSlotPool
-from ultraep_serve.balance.topology import Location
 from ultraep_serve.costs.model import IntegerCosts
+from ultraep_serve.system.topology import Location
 from ultraep_serve.telemetry.record import LayerRecord
 from ultraep_serve.types import Decision, Policy, SpeedSource, Stage, VerificationCheck
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from ultraep_kernels.contract import FULL_SPEED
 
-from ultraep_serve.balance.topology import ONLY_STAGE, Location, PipelineStage
+from ultraep_serve.system.topology import ONLY_STAGE, Location, PipelineStage
 from ultraep_serve.telemetry.record import LayerRecord
 from ultraep_serve.telemetry.recorder import Recorder, RingSettings
 from ultraep_serve.types import Decision, ExpertShape, Policy

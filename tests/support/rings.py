@@ -15,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 from ultraep_kernels.contract import FULL_SPEED
 
-from ultraep_serve.balance.topology import ONLY_STAGE, Location, PipelineStage
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.plan.quota import plan_quota
+from ultraep_serve.system.topology import ONLY_STAGE, Location, PipelineStage
 from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.record import LayerOutcome, LayerPlace, LayerRecord
 from ultraep_serve.telemetry.recorder import Recorder, RingSettings

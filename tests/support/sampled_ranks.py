@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 from tests.support.faults import Rank
-from ultraep_serve.balance.backend import Answers
 from ultraep_serve.balance.collectives import EngineGroup
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.costs.model import CostModel
 from ultraep_serve.engines.common.setup import BalancedLayers, Batch, EngineRank
+from ultraep_serve.proof.answers import Answers
 from ultraep_serve.telemetry.reader import RingReader
 from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.types import ExpertShape, Policy, SpeedSource, TokenView
@@ -39,31 +39,32 @@ class SampledRank:
         view: TokenView,
         shape: ExpertShape = ExpertShape(3, 9, 2),  # noqa: B008  # frozen
         dtype: torch.dtype = torch.float32,
+        factor: float = 1.0,
         **settings: Any,
     ) -> None:
         dist.init_process_group(
             "gloo", init_method=f"file://{run_path}/group", rank=rank, world_size=shape.num_ranks
         )
         self.rank, self.view, self.shape, self.batches = rank, view, shape, 0
-        self.layers = [self._experts(layer, dtype) for layer in range(LAYERS)]
+        self.layers = [self._experts(layer, dtype, factor) for layer in range(LAYERS)]
         settings = {"costs": COSTS, "timeout_seconds": 30, "min_batch_tokens": 8, **settings}
         config = BalanceConfig(run_dir=str(run_path), self_check="off", **settings)
         seed = rank if view is TokenView.OWN else 0
         kind = torch.float32 if dtype is torch.int8 else dtype
-        answers = Answers(self.compute, 2, HIDDEN, TOKENS, kind, torch.device("cpu"), seed)
+        answers = Answers(self.compute, 2, HIDDEN, kind, torch.device("cpu"), seed)
         group = EngineGroup(dist.group.WORLD, dist.group.WORLD)
         own = EngineRank("test", rank, group, answers=answers)
         self.joined = BalancedLayers(config, shape, view, self.layers, lambda _: None, own)
         self.state = Rank(self.joined._balancer, shape, lambda _: None)  # type: ignore[arg-type]
         self.page, self.files = self.joined._control, RunFiles(run_path)
 
-    def _experts(self, layer: int, dtype: torch.dtype) -> list[torch.nn.Parameter]:
+    def _experts(self, layer: int, dtype: torch.dtype, factor: float) -> list[torch.nn.Parameter]:
         random = torch.Generator().manual_seed(100 * layer + self.rank)
         sizes = ((HIDDEN, HIDDEN), (3,))
         matrix, scale = (
             torch.randn(self.shape.num_masters, *size, generator=random) for size in sizes
         )
-        matrix = (matrix * 40 if dtype is torch.int8 else matrix).to(dtype)
+        matrix = (matrix * (40 if dtype is torch.int8 else factor)).to(dtype)
         return [torch.nn.Parameter(tensor, False) for tensor in (matrix, scale)]
 
     def compute(
@@ -168,12 +169,15 @@ class Traffic:
     batches: int
     domain_size: int = 0  # ranks of each domain; 0: one domain
     seed: int = 0
+    factor: float = 1.0  # of weights
 
 
 def serve_traffic(rank: int, run_path: Path, traffic: Traffic) -> tuple[tuple[int, ...], set[str]]:
     """Layers that were checked, by check; and checks that found something wrong."""
     settings = {"verify_every": 1, "domain_size": traffic.domain_size}
-    own = SampledRank(rank, run_path, traffic.view, traffic.shape, traffic.dtype, **settings)
+    own = SampledRank(
+        rank, run_path, traffic.view, traffic.shape, traffic.dtype, traffic.factor, **settings
+    )
     for batch in range(traffic.batches):
         own.serve_mixed(1_000_000 * traffic.seed + batch)
     found = own.found()

@@ -12,12 +12,13 @@ import numpy as np
 import torch
 from ultraep_kernels.contract import Plan
 
-from ultraep_serve.balance.backend import Answers, Stages
+from ultraep_serve.proof.answers import Answers
+from ultraep_serve.proof.start import Stages
 from ultraep_serve.types import ExpertShape
 
-__all__ = ["FAULTS", "FOUND", "HIDDEN", "LAYERS", "MOST_TOKENS", "Layers", "engine_of", "experts"]
+__all__ = ["FAULTS", "FOUND", "HIDDEN", "LAYERS", "Layers", "engine_of", "experts"]
 
-HIDDEN, LAYERS, MOST_TOKENS = 16, 3, 50
+HIDDEN, LAYERS = 16, 3
 Layers = list[list[torch.nn.Parameter]]  # by layer: a matrix (N, H, H) and its scale (N, 3)
 Fault = Callable[[Stages, ExpertShape, Layers], Stages]
 
@@ -47,7 +48,7 @@ def engine_of(rank: int, shape: ExpertShape, layers: Layers) -> Answers:
         torch.distributed.all_reduce(outputs)
         return outputs
 
-    return Answers(compute, 2, HIDDEN, MOST_TOKENS, torch.float32, torch.device("cpu"), seed=0)
+    return Answers(compute, 2, HIDDEN, torch.float32, torch.device("cpu"), seed=0)
 
 
 def after_copying(damage: Callable[[Stages, ExpertShape, int], object]) -> Fault:
@@ -178,7 +179,14 @@ def wrong_answer(made: Stages, shape: ExpertShape, layers: Layers) -> Stages:
     return made
 
 
+def no_number(made: Stages, _: ExpertShape, layers: Layers) -> Stages:
+    """As the checkpoint has it, so that copies have it too."""
+    layers[0][0][0, 0, 0] = torch.nan
+    return made
+
+
 FAULTS: dict[str, Fault] = {
+    "no number": no_number,
     "none": lambda made, *_: made,
     "slots swapped": after_copying(slots_swapped),
     "copy cut short": after_copying(copy_cut_short),
@@ -192,24 +200,24 @@ FAULTS: dict[str, Fault] = {
     "never copied": never_copied,
     "another layer": other_layer,
     "lost assignment": counting(one_less),
-    "wrong id": routing(lambda _, physical: physical.masked_fill_(physical == 0, 1)),
+    "wrong id": routing(lambda _, physical: physical.sub_((physical > 0).int())),
     "other plan": other_plan,
     "wrong answer": wrong_answer,
 }
 FOUND = {
-    "slots swapped": "slots failed on rank 2",
-    "copy cut short": "slots failed on rank 2",
-    "wrong expert copied": "slots failed on rank 2",
-    "early overwrite": "slots failed on rank 2",
+    "slots swapped": "copies failed on rank 2",
+    "copy cut short": "copies failed on rank 2",
+    "wrong expert copied": "copies failed on rank 2",
+    "early overwrite": "copies failed on rank 2",
     "doubled assignment": "kernels failed on rank 2: assignments are counted wrong",
     "lost id": "kernels failed on rank 2: an assignment went to a wrong expert",
-    "quota off by one": "kernels failed on rank 2: broken plan",
-    "flipped bit": "slots failed on rank 2: slot 0 of layer 0 has other bytes",
-    "stale scale": "slots failed on rank 2",
-    "never copied": "slots failed on rank",
-    "another layer": "slots failed on rank",
+    "quota off by one": "kernels failed on rank 2: a plan is another one",
+    "flipped bit": "copies failed on rank 2: slot 0 of layer 0 has other bytes",
+    "stale scale": "copies failed on rank 2",
+    "never copied": "copies failed on rank",
+    "another layer": "copies failed on rank",
     "lost assignment": "kernels failed on rank 2: assignments are counted wrong",
     "wrong id": "kernels failed on rank 2: an assignment went to a wrong expert",
-    "other plan": "kernels failed on rank",
-    "wrong answer": "answers failed on rank",
+    "other plan": "kernels failed on rank 2: a plan is another one",
+    "wrong answer": "copies failed on rank",
 }

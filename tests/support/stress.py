@@ -26,9 +26,9 @@ from ultraep_serve.balance.collectives import HostAllGather
 from ultraep_serve.balance.host.balancer import HostBalancer
 from ultraep_serve.balance.host.fabric import HostFabric
 from ultraep_serve.balance.host.slots import HostSlotPool
-from ultraep_serve.balance.topology import Location
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.errors import PeerTimeoutError
+from ultraep_serve.system.topology import Location
 from ultraep_serve.telemetry.record import LayerRecord
 from ultraep_serve.types import Decision, Policy, SpeedSource, TokenView, imbalance
 

@@ -19,8 +19,8 @@ from tests.support.namespaces import Hosts, enter_network
 from tests.support.ring_files import create
 from tests.support.waiting import until
 from ultraep_serve.balance.host_link import HostLink, StageMeeting, join_hosts
-from ultraep_serve.balance.topology import Location, PipelineStage
 from ultraep_serve.balance.watch import RankWatch
+from ultraep_serve.system.topology import Location, PipelineStage
 from ultraep_serve.telemetry.reader import RingReader
 from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.telemetry.schema import RingState

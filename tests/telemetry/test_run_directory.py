@@ -15,13 +15,13 @@ import torch.distributed as dist
 
 from tests.support.hosts import engine_group
 from tests.support.ranks import outcomes_of_ranks, run_ranks
-from ultraep_serve.balance.topology import PipelineStage
 from ultraep_serve.cli import main
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.engines.common import rendezvous
 from ultraep_serve.engines.common.rendezvous import find_location, meet
 from ultraep_serve.errors import ConfigError, SharedMemoryError, UnsupportedError
 from ultraep_serve.system.machine import free_port
+from ultraep_serve.system.topology import PipelineStage
 from ultraep_serve.telemetry import run_directory as module
 from ultraep_serve.telemetry.run_directory import (
     RunDirectory,

@@ -4,11 +4,10 @@
 turns it into a ``LayerBalancer`` that an adapter calls for every layer.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -16,24 +15,21 @@ from numpy.typing import NDArray
 from ultraep_kernels.contract import HEADER_WIDTH
 
 from ultraep_serve.balance.collectives import EngineGroup
-from ultraep_serve.balance.topology import Location
 from ultraep_serve.costs.model import CostModel
 from ultraep_serve.plan.context import PlanContext
+from ultraep_serve.system.topology import Location
 from ultraep_serve.telemetry.recorder import Recorder
-from ultraep_serve.types import ExpertShape, IntArray, Plan, Policy, SpeedSource, TokenView
+from ultraep_serve.types import ExpertShape, Policy, SpeedSource, TokenView
 
 if TYPE_CHECKING:  # needs pydantic, which a bare GPU machine may lack
     from ultraep_serve.config import BalanceConfig
 
 __all__ = [
-    "Answers",
     "Backend",
     "GroupSetup",
     "LayerBalancer",
     "LayerSlots",
     "PolicySource",
-    "Sampled",
-    "Stages",
     "row_width",
 ]
 
@@ -108,52 +104,6 @@ class LayerSlots:
         )
 
 
-@dataclass(frozen=True)
-class Stages:
-    """The stages of a batch one by one, as they run on this machine; all ranks call them alike.
-
-    Shapes: R ranks, E logical experts, L masters and S replica slots of a rank, T tokens, K experts
-    per token.
-    """
-
-    rank: int
-    gather: Callable[[NDArray[np.int64]], NDArray[np.int64]]  # (n,) of a rank -> (R, n)
-    count: Callable[[torch.Tensor], NDArray[np.int64]]  # ids (T, K) int32 -> load (E,)
-    # loads (R, E), context, source, its ids (T, K) int32 -> plan, physical ids (T, K) int32; ids
-    # are on the host. Raises ValueError where ids and plan do not belong together.
-    route: Callable[[NDArray[np.int64], PlanContext, int, torch.Tensor], tuple[Plan, torch.Tensor]]
-    # layer, slot_expert (R, all S of a rank), whether by relays if plans may have any here; returns
-    # when the slots are filled
-    replicate: Callable[[int, IntArray, bool], None]
-    # layer, which of this rank's experts (L + S,) bool -> their checksums, 0 of the others
-    checksums: Callable[[int, NDArray[np.bool_]], NDArray[np.int64]]
-    layers: Sequence[LayerSlots]
-
-
-@dataclass(frozen=True)
-class Answers:
-    """How the engine computes a layer outside of a batch of its own; all ranks call it alike."""
-
-    # layer, x (T, H), weights (T, K), physical ids (T, K) int32 -> outputs (T, H)
-    compute: Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-    experts_per_token: int  # K
-    hidden_size: int  # H
-    most_tokens: int  # of this rank that the engine may compute at once; the same on all ranks
-    dtype: torch.dtype
-    device: torch.device
-    seed: int  # of this rank's tokens; the same on all ranks where they see the same ones
-
-
-@dataclass(frozen=True)
-class Sampled:
-    """What layers are checked by while they serve."""
-
-    parameters: Sequence[Sequence[torch.Tensor]]  # by layer, as the engine holds its experts
-    answers: Answers | None  # None: the engine cannot be asked
-    report_path: Path  # of the file that says what a failed check has seen
-    versions: Callable[[], Mapping[str, str]]  # of what computes here, by name
-
-
 class PolicySource(Protocol):
     """Where rank 0 reads what is in force."""
 
@@ -217,17 +167,14 @@ class Backend(Protocol):
     def calibrate(self, run_layer: Callable[[int], None]) -> CostModel:
         """Measure costs, all ranks together; see ``costs.calibration.agreed_costs``."""
 
-    def stages(self) -> Stages:
-        """Return the stages of a batch, for the self-check."""
-
     def make_balancer(
         self,
         policies: PolicySource | None,
         recorder: Recorder,
         costs: CostModel,
-        sampled: Sampled | None = None,
+        samples: Any = None,
     ) -> LayerBalancer:
         """Return the balancer, warm; all ranks call this. ``policies`` is rank 0's.
 
-        ``sampled``: None where no layers are checked while they serve.
+        ``samples`` check layers while they serve, as the balancer calls them; None: no layers.
         """

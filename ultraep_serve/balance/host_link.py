@@ -27,9 +27,9 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ultraep_serve.balance.topology import Location
 from ultraep_serve.errors import OutputError
 from ultraep_serve.system.files import open_regular, write_whole
+from ultraep_serve.system.topology import Location
 from ultraep_serve.telemetry.run_files import RunFiles
 
 __all__ = [

@@ -4,8 +4,8 @@ import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from ultraep_serve.balance.topology import process_namespace, process_state
 from ultraep_serve.errors import RingError
+from ultraep_serve.system.topology import process_namespace, process_state
 from ultraep_serve.telemetry.reader import RingReader
 from ultraep_serve.telemetry.schema import RingHeader
 

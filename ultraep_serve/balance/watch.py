@@ -34,9 +34,9 @@ from pathlib import Path
 
 from ultraep_serve.balance.host_link import MAX_REASON, HostLink, Message, StageMeeting
 from ultraep_serve.balance.neighbour import Neighbour
-from ultraep_serve.balance.topology import ONLY_STAGE, Location, PipelineStage
 from ultraep_serve.errors import UltraEPError
 from ultraep_serve.system.logs import say
+from ultraep_serve.system.topology import ONLY_STAGE, Location, PipelineStage
 from ultraep_serve.telemetry.recorder import HEARTBEAT_SECONDS, Recorder
 from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.telemetry.schema import RingState

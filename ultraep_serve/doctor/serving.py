@@ -4,11 +4,11 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-from ultraep_serve.balance.topology import locate
 from ultraep_serve.doctor.finding import Finding, Subject, error, ok, warning
 from ultraep_serve.engines.common.launch import count_experts
 from ultraep_serve.errors import UltraEPError, UnsupportedError
 from ultraep_serve.sidecar.direct import status_reader
+from ultraep_serve.system.topology import locate
 from ultraep_serve.telemetry.run_directory import is_running
 
 __all__ = ["check_flags", "check_hosts", "check_model", "check_server"]

@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ultraep_serve.balance.topology import Location
 from ultraep_serve.costs.model import CostModel
 from ultraep_serve.errors import ControlError
 from ultraep_serve.sidecar.follower import PrimaryRanks, RingFollower
 from ultraep_serve.sidecar.statistics.held import Held, NoRunError, UnbalancedError
 from ultraep_serve.sidecar.statistics.proof import switched_off
 from ultraep_serve.sidecar.statistics.timeline import Timeline
+from ultraep_serve.system.topology import Location
 from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.reader import ALIVE_SECONDS
 from ultraep_serve.telemetry.run_files import RunFiles

@@ -17,8 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ultraep_serve.balance.topology import ONLY_STAGE, Location, PipelineStage, process_namespace
 from ultraep_serve.errors import RingError
+from ultraep_serve.system.topology import ONLY_STAGE, Location, PipelineStage, process_namespace
 from ultraep_serve.telemetry.counters import RingCounters
 from ultraep_serve.telemetry.record import LayerRecord, RecordBuffer
 from ultraep_serve.telemetry.run_directory import hold

@@ -17,9 +17,9 @@ import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
-from ultraep_serve.balance.topology import process_namespace
 from ultraep_serve.errors import ConfigError, SharedMemoryError
 from ultraep_serve.system.files import open_own_directory, open_regular
+from ultraep_serve.system.topology import process_namespace
 
 __all__ = [
     "SHARED_MEMORY",

@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from ultraep_serve.balance.topology import (
+from ultraep_serve.errors import RingError
+from ultraep_serve.system.topology import (
     Location,
     domains_fit,
     is_process_alive,
     process_namespace,
 )
-from ultraep_serve.errors import RingError
 from ultraep_serve.telemetry.record import padded, record_dtype
 from ultraep_serve.telemetry.self_check import SelfCheck
 from ultraep_serve.types import Decision, ExpertShape, Policy, Stage, VerificationCheck

@@ -12,11 +12,10 @@ import triton
 import triton.language as tl
 
 from ultraep_kernels.device.launch import launch
-from ultraep_kernels.experts import expert_bytes
+from ultraep_kernels.experts import TENSOR_FACTOR, expert_words
 
-__all__ = ["TENSOR_FACTOR", "checksums", "checksums_reference"]
+__all__ = ["checksums"]
 
-TENSOR_FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, as int64
 _BLOCK = 4096  # words of a program
 
 
@@ -44,27 +43,10 @@ def checksums(tensors: Sequence[torch.Tensor], wanted: torch.Tensor) -> torch.Te
     """
     total = torch.zeros(wanted.shape, dtype=torch.int64, device=wanted.device)
     for tensor in tensors:
-        words = _words_of(tensor)
+        words = expert_words(tensor)
         sums = torch.zeros_like(total)
         grid = (wanted.numel(), max(1, -(-words.shape[1] // _BLOCK)))
         sizes = words.shape[1], words.stride(0)
         launch(_checksums_kernel, grid, words, wanted, sums, *sizes, BLOCK=_BLOCK)
         total = total * TENSOR_FACTOR + sums
     return total
-
-
-def checksums_reference(tensors: Sequence[torch.Tensor], wanted: torch.Tensor) -> torch.Tensor:
-    """Torch twin of ``checksums``."""
-    total = torch.zeros(wanted.shape, dtype=torch.int64, device=wanted.device)
-    for tensor in tensors:
-        words = _words_of(tensor).long() & 0xFFFFFFFF
-        odd = 2 * torch.arange(words.shape[1], device=words.device) + 1
-        total = total * TENSOR_FACTOR + (words * odd).sum(dim=1)
-    return torch.where(wanted != 0, total, 0)
-
-
-def _words_of(tensor: torch.Tensor) -> torch.Tensor:
-    """(N, W) int32, or uint8 where an expert's bytes are no whole words."""
-    content = expert_bytes(tensor)
-    places = content.shape[1], content.stride(0), content.storage_offset()
-    return content if any(place % 4 for place in places) else content.view(torch.int32)

@@ -12,24 +12,20 @@ from ultraep_serve.balance.backend import (
     GroupSetup,
     LayerSlots,
     PolicySource,
-    Sampled,
-    Stages,
     row_width,
 )
 from ultraep_serve.balance.collectives import DeviceAllGather, HostAllGather
-from ultraep_serve.balance.cuda.balancer import DeviceBalancer
+from ultraep_serve.balance.cuda.balancer import DeviceBalancer, DeviceSamples
 from ultraep_serve.balance.cuda.driver import Driver
 from ultraep_serve.balance.cuda.fabric import DeviceFabric, Limits
 from ultraep_serve.balance.cuda.notice import StopNotice
 from ultraep_serve.balance.cuda.rendezvous import GatherRendezvous, Rendezvous, SocketRendezvous
 from ultraep_serve.balance.cuda.slots import DeviceSlotPool
-from ultraep_serve.balance.cuda.stages import device_stages, gathered
 from ultraep_serve.balance.cuda.timing import device_seconds, replayed_seconds
 from ultraep_serve.costs.calibration import Probes, agreed_costs, probe_loads
 from ultraep_serve.costs.model import CostModel
 from ultraep_serve.telemetry.recorder import Recorder
 from ultraep_serve.telemetry.run_files import RunFiles
-from ultraep_serve.verify.device_samples import DeviceSamples
 
 __all__ = ["LEFT_FREE", "DeviceBackend", "num_programs"]
 
@@ -45,9 +41,9 @@ class DeviceBackend:
 
     def __init__(self, setup: GroupSetup, driver: Driver) -> None:
         config = setup.config
-        self._setup = setup
+        self.setup = setup
         self._driver, self._device = driver, driver.device
-        self._layers: list[LayerSlots] = []
+        self.layers: list[LayerSlots] = []
         per_layer = config.slot_memory == "per_layer"
         self._pool = DeviceSlotPool(driver, setup.shape.num_slots, setup.chunk_bytes, per_layer)
 
@@ -56,16 +52,16 @@ class DeviceBackend:
         return self._pool.slot_bytes
 
     def adopt(self, masters: list[torch.Tensor]) -> LayerSlots:
-        self._layers.append(self._pool.adopt(masters))
-        return self._layers[-1]
+        self.layers.append(self._pool.adopt(masters))
+        return self.layers[-1]
 
     def connect(self) -> None:
-        setup, location = self._setup, self._setup.location
+        setup, location = self.setup, self.setup.location
         may_relay = has_relays(setup.relay, location.domain_size)
         senders, relays = num_programs(_multiprocessors(self._device), _SENDERS, may_relay)
         limits = Limits(
             row_width=row_width(setup.shape.num_logical_experts, setup.view),
-            max_chunks=max(layer.chunks.shape[0] for layer in self._layers),
+            max_chunks=max(layer.chunks.shape[0] for layer in self.layers),
             patience_ns=round(setup.config.timeout_seconds * 1e9),
             num_senders=senders,
             num_relays=relays,
@@ -74,14 +70,14 @@ class DeviceBackend:
         if location.num_domains > 1:
             assert setup.engine_group is not None, "several domains are found through the group"
             all_gather = DeviceAllGather(setup.engine_group.on_device)
-        self._fabric = DeviceFabric(
+        self.fabric = DeviceFabric(
             self._driver, self._pool, self._rendezvous(), location, limits, all_gather
         )
-        self._fabric.wait_at_least(_COMPILE_SECONDS)
+        self.fabric.wait_at_least(_COMPILE_SECONDS)
 
     def _rendezvous(self) -> Rendezvous:
         """Return the way to find the domain: the run directory, or the engine between hosts."""
-        setup, location = self._setup, self._setup.location
+        setup, location = self.setup, self.setup.location
         domain = location.domain
         position = location.rank - domain.start
         if location.spans_hosts:
@@ -95,40 +91,35 @@ class DeviceBackend:
         return SocketRendezvous(path, position, location.domain_size, setup.connect_seconds)
 
     def calibrate(self, run_layer: Callable[[int], None]) -> CostModel:
-        setup, layer = self._setup, self._layers[0]
+        setup, layer = self.setup, self.layers[0]
         expert_bytes = layer.bytes_per_expert
         probes = self._probes(layer)
         return agreed_costs(setup.config.costs, setup.shape, expert_bytes, probes, run_layer)
-
-    def stages(self) -> Stages:
-        return device_stages(self._setup, self._layers, self._fabric)
 
     def make_balancer(
         self,
         policies: PolicySource | None,
         recorder: Recorder,
         costs: CostModel,
-        sampled: Sampled | None = None,
+        samples: DeviceSamples | None = None,
     ) -> DeviceBalancer:
-        setup, samples = self._setup, None
-        if sampled is not None:
-            samples = DeviceSamples(setup, self._fabric, sampled, policies, recorder)
-            samples.warm_up()
-        in_force = policies, recorder, costs.integer_costs(), samples
-        balancer = DeviceBalancer(setup, self._layers, self._fabric, *in_force)
+        integers = costs.integer_costs()
+        balancer = DeviceBalancer(
+            self.setup, self.layers, self.fabric, policies, recorder, integers, samples
+        )
         balancer.warm_up()
-        notice = StopNotice(self._fabric, recorder)
+        notice = StopNotice(self.fabric, recorder)
         recorder.at_heartbeat(notice)
         Finalize(None, notice, exitpriority=3)  # before the engine's error is published as a reason
         return balancer
 
     def _probes(self, layer: LayerSlots) -> Probes:
         """Return probes timed on the device; small stages run in CUDA graphs, free of the host."""
-        shape, device, fabric = self._setup.shape, self._device, self._fabric
+        shape, device, fabric = self.setup.shape, self._device, self.fabric
         row = torch.zeros(fabric.limits.row_width, dtype=torch.int32, device=device)
         loads = torch.from_numpy(probe_loads(shape)).int().to(device)
         slots, status = shape.num_replica_slots, fabric.status
-        domain_size = self._setup.location.domain_size
+        domain_size = self.setup.location.domain_size
         return Probes(
             seconds=lambda action: device_seconds(device, action),
             exchange=lambda: replayed_seconds(device, lambda: fabric.exchange(row)),
@@ -136,7 +127,7 @@ class DeviceBackend:
             plan=lambda: replayed_seconds(
                 device, lambda: plan(loads, slots, 0, status, domain_size=domain_size)
             ),
-            gather=lambda values: gathered(fabric, values),
+            gather=fabric.gathered,
             bytes_before_relay=fabric.limits.num_senders * int(layer.chunks[:, 2].max()),
             rows_per_master=_ROWS_PER_MASTER,
         )
@@ -146,16 +137,16 @@ class DeviceBackend:
 
         Without slots it copies one in place.
         """
-        shape = self._setup.shape
+        shape = self.setup.shape
         if not shape.num_replica_slots:
             return lambda: [tensor[0].copy_(tensor[0].clone()) for tensor in layer.tensors]
-        tables = self._fabric.tables(layer)
+        tables = self.fabric.tables(layer)
         slot_expert = np.full((shape.num_ranks, shape.num_slots), -1, np.int32)
-        ranks = np.arange(shape.num_ranks).reshape(-1, self._setup.location.domain_size)
+        ranks = np.arange(shape.num_ranks).reshape(-1, self.setup.location.domain_size)
         slot_expert[:, 0] = np.roll(ranks, -1, axis=1).reshape(-1) * shape.num_masters
         on_device = torch.from_numpy(slot_expert).to(self._device)
-        sends = self._fabric.sends(on_device, shape.num_masters, "never")
-        return lambda: self._fabric.stream(tables, on_device, shape.num_masters, sends)
+        sends = self.fabric.sends(on_device, shape.num_masters, "never")
+        return lambda: self.fabric.stream(tables, on_device, shape.num_masters, sends)
 
 
 def num_programs(multiprocessors: int, wanted: int, may_relay: bool) -> tuple[int, int]:

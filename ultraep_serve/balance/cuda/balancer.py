@@ -8,7 +8,7 @@ learns later, from copies of the outcome that are done by then (``recording``).
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -52,16 +52,33 @@ from ultraep_serve.costs.relays import least_saved
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.telemetry.recorder import Recorder
 from ultraep_serve.types import Decision, Stage, TokenView
-from ultraep_serve.verify.device_samples import DeviceSamples
 
 if TYPE_CHECKING:
     from ultraep_serve.config import BalanceConfig
 
-__all__ = ["DeviceBalancer"]
+__all__ = ["DeviceBalancer", "DeviceSamples"]
 
 logger = logging.getLogger(__name__)
 
 _RECORDS_AT_ONCE = 4  # written when the host comes by
+
+
+class DeviceSamples(Protocol):
+    """What checks some of the layers; see ``proof.device``."""
+
+    def routed(
+        self,
+        layer: int,
+        topk_ids: torch.Tensor,
+        physical: torch.Tensor,
+        plan: DevicePlan,
+        micro_batch: int,
+        begins: bool,
+    ) -> None:
+        """Take note of a layer in which ranks have exchanged, the first of its batch or not."""
+
+    def computed(self, micro_batch: int) -> None:
+        """Check the layer that was launched."""
 
 
 class DeviceBalancer:

@@ -13,8 +13,11 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
+from typing import TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from ultraep_kernels.device.exchange import Inboxes, exchange, inbox_bytes, new_epoch
 from ultraep_kernels.device.plan import Copies
 from ultraep_kernels.device.relays import Sends, plan_sends
@@ -27,10 +30,12 @@ from ultraep_serve.balance.cuda.driver import Driver
 from ultraep_serve.balance.cuda.memory import Allocation, MappedMemory, create, host_words
 from ultraep_serve.balance.cuda.rendezvous import Handshake, Rendezvous
 from ultraep_serve.balance.cuda.slots import DeviceSlotPool
-from ultraep_serve.balance.topology import Location
 from ultraep_serve.errors import FabricError, PeerTimeoutError
+from ultraep_serve.system.topology import Location
 
 __all__ = ["DeviceFabric", "Limits"]
+
+Number = TypeVar("Number", np.int64, np.float64)
 
 _TIMEOUTS = {
     DeviceStatus.EXCHANGE_TIMEOUT: "the load exchange",
@@ -155,6 +160,19 @@ class DeviceFabric:
         if row.shape != (self.limits.row_width,) or row.dtype != torch.int32:
             raise ValueError(f"{row.shape = } must be ({self.limits.row_width},) int32")
         return self.gather(row, exchange(row, self.inboxes, self.patience_ns))
+
+    def gathered(self, values: NDArray[Number]) -> NDArray[Number]:
+        """All ranks' ``values`` (n,) of 8 bytes each, (R, n), for which the host waits.
+
+        Raises PeerTimeoutError.
+        """
+        words, width = values.view(np.int32), self.limits.row_width
+        padded = np.zeros(-(-words.size // width) * width, np.int32)
+        padded[: words.size] = words
+        pieces = torch.from_numpy(padded).to(self.status.device).view(-1, width)
+        rows = torch.cat([self.exchange(piece) for piece in pieces], dim=1).cpu()
+        self.require_peers()
+        return np.ascontiguousarray(rows.numpy()[:, : words.size]).view(values.dtype)
 
     def sends(self, slot_expert: torch.Tensor, num_masters: int, relay: str) -> Sends:
         """What this rank sends for ``slot_expert`` (R, S); ``relay`` is ``auto``, ``always`` or

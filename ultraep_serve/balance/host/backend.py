@@ -5,8 +5,6 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from ultraep_kernels.host.checksum import checksum
 from ultraep_kernels.host.count import count
 from ultraep_kernels.host.exchange import contradictions
 from ultraep_kernels.host.relays import relay_parents
@@ -16,21 +14,16 @@ from ultraep_serve.balance.backend import (
     GroupSetup,
     LayerSlots,
     PolicySource,
-    Sampled,
-    Stages,
     row_width,
 )
 from ultraep_serve.balance.collectives import HostAllGather
-from ultraep_serve.balance.host.balancer import HostBalancer
+from ultraep_serve.balance.host.balancer import HostBalancer, HostSamples
 from ultraep_serve.balance.host.fabric import HostFabric
 from ultraep_serve.balance.host.slots import HostSlotPool
 from ultraep_serve.costs.calibration import Probes, agreed_costs, probe_loads
 from ultraep_serve.costs.model import CostModel
-from ultraep_serve.plan.context import PlanContext
 from ultraep_serve.plan.quota import identity_plan, plan_quota, warm_up
 from ultraep_serve.telemetry.recorder import Recorder
-from ultraep_serve.types import IntArray, Plan
-from ultraep_serve.verify.host_samples import HostSamples
 
 __all__ = ["HostBackend"]
 
@@ -42,8 +35,8 @@ class HostBackend:
     """``Backend`` of ranks that find each other in the run directory."""
 
     def __init__(self, setup: GroupSetup) -> None:
-        self._setup = setup
-        self._layers: list[LayerSlots] = []
+        self.setup = setup
+        self.layers: list[LayerSlots] = []
         config = setup.config
         per_layer = config.slot_memory == "per_layer"
         self._pool = HostSlotPool(setup.shape.num_replica_slots, setup.chunk_bytes, per_layer)
@@ -53,105 +46,65 @@ class HostBackend:
         return self._pool.size
 
     def adopt(self, masters: list[torch.Tensor]) -> LayerSlots:
-        self._layers.append(self._pool.adopt(masters))
-        return self._layers[-1]
+        self.layers.append(self._pool.adopt(masters))
+        return self.layers[-1]
 
     def connect(self) -> None:
-        setup, location = self._setup, self._setup.location
+        setup, location = self.setup, self.setup.location
         seconds = setup.config.timeout_seconds
         all_gather = None
         if location.num_domains > 1:
             assert setup.engine_group is not None, "several domains are found through the group"
             all_gather = HostAllGather(setup.engine_group.on_host, seconds)
-        self._fabric = HostFabric(
+        self.fabric = HostFabric(
             run_path=setup.config.run_path,
             location=location,
             row_width=row_width(setup.shape.num_logical_experts, setup.view),
             pool=self._pool,
-            max_chunks=max(layer.chunks.shape[0] for layer in self._layers),
+            max_chunks=max(layer.chunks.shape[0] for layer in self.layers),
             timeout_seconds=seconds,
             all_gather=all_gather,
         )
-        self._fabric.wait_at_least(setup.connect_seconds)
+        self.fabric.wait_at_least(setup.connect_seconds)
 
     def calibrate(self, run_layer: Callable[[int], None]) -> CostModel:
-        setup, layer = self._setup, self._layers[0]
+        setup, layer = self.setup, self.layers[0]
         warm_up(setup.shape)
         self._warm_up_kernels(layer)
         expert_bytes = layer.bytes_per_expert
         probes = self._probes(layer)
         return agreed_costs(setup.config.costs, setup.shape, expert_bytes, probes, run_layer)
 
-    def stages(self) -> Stages:
-        shape, fabric = self._setup.shape, self._fabric
-        width = fabric.row_width
-
-        def gather(values: NDArray[np.int64]) -> NDArray[np.int64]:
-            parts = range(0, values.size, width)
-            rows = [fabric.exchange(values[start : start + width]) for start in parts]
-            return np.concatenate(rows, axis=1)
-
-        def route(
-            loads: NDArray[np.int64], context: PlanContext, source: int, ids: torch.Tensor
-        ) -> tuple[Plan, torch.Tensor]:
-            plan = plan_quota(loads, context, source)
-            return plan, reroute(ids, plan.share, plan.slot_expert, shape.num_masters)
-
-        def replicate(layer: int, slot_expert: IntArray, by_relays: bool) -> None:
-            mode = "always" if by_relays else "never"
-            parents = relay_parents(slot_expert, shape.num_masters, mode, shape.num_ranks)
-            fabric.exchange(np.zeros(1, np.int64))  # nobody reads slots any more
-            fabric.stream(self._layers[layer], slot_expert, parents, shape.num_masters)
-            fabric.wait_slots(self._layers[layer], slot_expert)
-
-        def checksums(layer: int, wanted: NDArray[np.bool_]) -> NDArray[np.int64]:
-            sums = np.zeros(wanted.shape, np.int64)
-            for local in np.flatnonzero(wanted).tolist():
-                sums[local] = checksum(tensor[local] for tensor in self._layers[layer].tensors)
-            return sums
-
-        return Stages(
-            rank=self._setup.location.rank,
-            gather=gather,
-            count=lambda ids: count(ids, shape.num_logical_experts)[0],
-            route=route,
-            replicate=replicate,
-            checksums=checksums,
-            layers=self._layers,
-        )
-
     def make_balancer(
         self,
         policies: PolicySource | None,
         recorder: Recorder,
         costs: CostModel,
-        sampled: Sampled | None = None,
+        samples: HostSamples | None = None,
     ) -> HostBalancer:
-        setup, samples = self._setup, None
-        if sampled is not None:
-            samples = HostSamples(setup, self._fabric, sampled, recorder)
-            checksum(tensor[0] for tensor in self._layers[0].tensors)  # compiled before a batch
-        in_force = policies, recorder, costs.integer_costs(), samples
-        return HostBalancer(setup, self._layers, self._fabric, *in_force)
+        integers = costs.integer_costs()
+        return HostBalancer(
+            self.setup, self.layers, self.fabric, policies, recorder, integers, samples
+        )
 
     def _warm_up_kernels(self, layer: LayerSlots) -> None:
         """Compile what a planned batch calls, or load it from disk, by planning no tokens."""
-        shape = self._setup.shape
+        shape = self.setup.shape
         loads = np.zeros((shape.num_ranks, shape.num_logical_experts), np.int64)
         plan = identity_plan(loads, shape, source_rank=0)
         parents = relay_parents(plan.slot_expert, shape.num_masters, "always")  # compiled then
-        self._fabric.stream(layer, plan.slot_expert, parents, shape.num_masters)
+        self.fabric.stream(layer, plan.slot_expert, parents, shape.num_masters)
         for dtype in (torch.int32, torch.int64):  # routers give either
             no_ids = torch.empty((0, 1), dtype=dtype)
             count(no_ids, shape.num_logical_experts)
             reroute(no_ids, plan.share, plan.slot_expert, shape.num_masters)
-        rows = np.zeros((1, 1 + self._fabric.row_width), np.int64)
+        rows = np.zeros((1, 1 + self.fabric.row_width), np.int64)
         for some in (rows, rows[:, :-1]):  # side by side, and apart
             contradictions(some)
 
     def _probes(self, layer: LayerSlots) -> Probes:
-        shape, fabric = self._setup.shape, self._fabric
-        loads, context = probe_loads(shape), self._setup.context
+        shape, fabric = self.setup.shape, self.fabric
+        loads, context = probe_loads(shape), self.setup.context
 
         def exchange() -> float:
             row = np.zeros(1, np.int64)

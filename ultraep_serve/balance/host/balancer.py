@@ -7,6 +7,7 @@ and its dispatch; the engine's own dispatch, expert kernels and combine run on u
 import logging
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -48,14 +49,35 @@ from ultraep_serve.types import (
     Stage,
     TokenView,
 )
-from ultraep_serve.verify.host_samples import HostSamples
 
-__all__ = ["HostBalancer"]
+__all__ = ["HostBalancer", "HostSamples"]
 
 logger = logging.getLogger(__name__)
 
 _ONE_EXPERT = Transfer(busiest_sender=1, busiest_receiver=1)  # the least a plan can move
 _MILLION = 10**6
+
+
+class HostSamples(Protocol):
+    """What checks some of the layers; see ``proof.host``."""
+
+    is_in_doubt: bool  # something was found that the other ranks do not know yet
+
+    def agree(
+        self, layer: int, decision: Decision, plan: Plan | None, loads: NDArray[np.int64]
+    ) -> bool:
+        """Whether all ranks have the same, right plan; called before anything moves."""
+
+    def check_routed(
+        self, topk_ids: torch.Tensor, physical: torch.Tensor, load: NDArray[np.int64]
+    ) -> None:
+        """Check the layer that the engine is about to compute."""
+
+    def check_computed(self) -> None:
+        """Check the layer that the engine has computed."""
+
+    def cannot_reroute(self, layer: int) -> None:
+        """The layer's plan has fewer places than this rank's tokens, which stay at home."""
 
 
 class HostBalancer:
@@ -121,15 +143,13 @@ class HostBalancer:
         watch = Stopwatch()
         load, unknown = count(topk_ids, self._context.shape.num_logical_experts)
         watch.lap(Stage.COUNT)
-        if self._samples is not None and not self._samples.begin(layer, topk_ids, load):
-            unknown += 1  # the others learn that this rank cannot count
         loads, inconsistent = self._exchange(load, unknown)
         watch.lap(Stage.EXCHANGE)
         if self._batch_policy is Policy.OFF:
             return self._skip(first, Decision.POLICY_OFF, topk_ids)
         decision, plan = self._plan(loads, inconsistent)
         watch.lap(Stage.PLAN)
-        if self._samples and not self._samples.agree(decision, plan, loads, self._context):
+        if self._samples and not self._samples.agree(layer, decision, plan, loads):
             decision, plan = Decision.INCONSISTENT, None
         watch.leave_out()
         sent = self._replicate(layer, plan)
@@ -139,7 +159,7 @@ class HostBalancer:
         self._wait_slots(layer, plan)
         watch.lap(Stage.WAIT)
         if self._samples is not None:
-            self._samples.check_routed(topk_ids, physical, decision)
+            self._samples.check_routed(topk_ids, physical, load)
             watch.leave_out()
         place = LayerPlace(self._batch, layer, batch_tokens)
         policy = self._batch_policy or Policy.OFF
@@ -177,7 +197,7 @@ class HostBalancer:
         Tokens that all ranks see count as rank 0's, so that every rank splits them alike.
         """
         has_load = self._view is TokenView.OWN
-        doubt = self._samples is not None and self._samples.doubt.is_there
+        doubt = self._samples is not None and self._samples.is_in_doubt
         rows = self._fabric.exchange(write_row(load, unknown, self._choice(), has_load, doubt))
         if self._batch_policy is None:
             self._agree(rows)
@@ -194,7 +214,7 @@ class HostBalancer:
         """A rank is in doubt, as all know: the batch is off, and so are those that follow."""
         self._batch_policy = Policy.OFF
         if self._samples is not None:
-            self._samples.doubt.is_there = False
+            self._samples.is_in_doubt = False
         if self._policies is not None:
             try:
                 self._policies.switch_off_in_doubt()

@@ -29,8 +29,8 @@ from ultraep_serve.balance.collectives import HostAllGather
 from ultraep_serve.balance.host.memory import shareable_memory
 from ultraep_serve.balance.host.peers import Peers, open_memory_of
 from ultraep_serve.balance.host.slots import HostSlotPool, map_pool, unmap
-from ultraep_serve.balance.topology import Location
 from ultraep_serve.errors import FabricError, PeerTimeoutError
+from ultraep_serve.system.topology import Location
 from ultraep_serve.telemetry.run_files import RunFiles
 
 __all__ = ["HostFabric"]
@@ -138,6 +138,12 @@ class HostFabric:
             return rows
         # Where a host is lost, the watch speaks first: it knows which one.
         return self._all_gather_rows.gather(row, self._peers.seconds + _WATCH_SECONDS)
+
+    def gathered(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
+        """All ranks' ``values`` (n,), (R, n), in as many exchanges as rows are needed."""
+        parts = range(0, values.size, self.row_width)
+        rows = [self.exchange(values[start : start + self.row_width]) for start in parts]
+        return np.concatenate(rows, axis=1)
 
     def _exchange_inside(
         self, row: NDArray[np.int64], meanwhile: Callable[[], None] | None = None

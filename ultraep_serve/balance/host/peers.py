@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 from ultraep_kernels.host.exchange import wait_flags
 
-from ultraep_serve.balance.topology import is_process_alive
 from ultraep_serve.errors import FabricError, PeerTimeoutError
+from ultraep_serve.system.topology import is_process_alive
 
 __all__ = ["Peers", "open_memory_of"]
 

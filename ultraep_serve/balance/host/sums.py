@@ -32,8 +32,8 @@ from ultraep_serve.balance.host.memory import (
     tensor_at,
 )
 from ultraep_serve.balance.host.peers import Peers, open_memory_of
-from ultraep_serve.balance.topology import host_identity
 from ultraep_serve.errors import ConfigError, FabricError
+from ultraep_serve.system.topology import host_identity
 from ultraep_serve.telemetry.run_directory import SHARED_MEMORY
 
 __all__ = ["HostSums"]

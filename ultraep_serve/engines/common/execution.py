@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ultraep_serve.balance.backend import Answers
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.engines.common.setup import BalancedLayers, EngineRank, balanced_ids
 from ultraep_serve.engines.common.shared_values import SharedValues, require_agreement
 from ultraep_serve.errors import UnsupportedError
+from ultraep_serve.proof.answers import Answers
 from ultraep_serve.types import CheckResult, ExpertShape, TokenView
 
 __all__ = [
@@ -110,7 +110,6 @@ class LoadedLayers(Generic[Layer]):
     view: TokenView
     experts_per_token: int  # K
     hidden_size: int  # H
-    most_tokens: int  # of this rank in a prefill batch
     dtype: torch.dtype  # of the layers' input and output
 
 
@@ -161,7 +160,6 @@ def _answers(
         compute=compute,
         experts_per_token=loaded.experts_per_token,
         hidden_size=loaded.hidden_size,
-        most_tokens=loaded.most_tokens,
         dtype=loaded.dtype,
         device=loaded.parameters[0][0].device,
         seed=rank if loaded.view is TokenView.OWN else 0,

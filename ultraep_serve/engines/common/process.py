@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ultraep_serve.balance.topology import is_process_alive
 from ultraep_serve.errors import FabricError, UltraEPError
 from ultraep_serve.system.environment import first_process
 from ultraep_serve.system.files import open_regular
 from ultraep_serve.system.logs import say
+from ultraep_serve.system.topology import is_process_alive
 from ultraep_serve.telemetry.run_directory import remove_run_directories
 
 __all__ = ["repeated_at_exit", "tidy_up_at_exit"]

@@ -18,18 +18,18 @@ from ultraep_serve import __version__
 from ultraep_serve.balance.backend import CONNECT_FACTOR, GroupSetup
 from ultraep_serve.balance.collectives import EngineGroup, HostAllGather
 from ultraep_serve.balance.host_link import HostLink, StageMeeting, join_hosts
-from ultraep_serve.balance.topology import (
+from ultraep_serve.config import BalanceConfig
+from ultraep_serve.engines.common.process import repeated_at_exit
+from ultraep_serve.errors import ConfigError, FabricError, UltraEPError, UnsupportedError
+from ultraep_serve.launcher.sidecar import start_beside_rank
+from ultraep_serve.system.environment import first_process
+from ultraep_serve.system.topology import (
     ONLY_STAGE,
     Location,
     PipelineStage,
     host_identity,
     locate,
 )
-from ultraep_serve.config import BalanceConfig
-from ultraep_serve.engines.common.process import repeated_at_exit
-from ultraep_serve.errors import ConfigError, FabricError, UltraEPError, UnsupportedError
-from ultraep_serve.launcher.sidecar import start_beside_rank
-from ultraep_serve.system.environment import first_process
 from ultraep_serve.telemetry.run_directory import (
     SHARED_MEMORY,
     RunDirectory,

@@ -10,16 +10,16 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.util import Finalize
+from types import ModuleType
 
 import torch
 from torch import nn
 
-from ultraep_serve.balance.backend import Answers, Backend, GroupSetup, Sampled
+from ultraep_serve.balance.backend import Backend, GroupSetup
 from ultraep_serve.balance.collectives import EngineGroup
 from ultraep_serve.balance.cuda.recording import is_capturing
 from ultraep_serve.balance.physical import identity_table
 from ultraep_serve.balance.speeds import fixed_speeds
-from ultraep_serve.balance.topology import PipelineStage
 from ultraep_serve.balance.watch import RankWatch
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.engines.common.rendezvous import (
@@ -30,6 +30,9 @@ from ultraep_serve.engines.common.rendezvous import (
     wait_for_all,
 )
 from ultraep_serve.errors import SelfCheckError, UltraEPError, UnsupportedError
+from ultraep_serve.proof.answers import Answers
+from ultraep_serve.proof.samples import Sampled
+from ultraep_serve.system.topology import PipelineStage
 from ultraep_serve.system.versions import versions_here
 from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.recorder import Recorder, RingSettings
@@ -70,6 +73,19 @@ def make_backend(device: torch.device, setup: GroupSetup) -> Backend:
     index = torch.cuda.current_device() if device.index is None else device.index
     kind = HandleKind.FABRIC if location.spans_hosts else HandleKind.FILE_DESCRIPTOR
     return DeviceBackend(setup, open_driver(index, kind))
+
+
+def _proof_of(backend: Backend) -> ModuleType:
+    """``proof.host`` or ``proof.device``, with the same functions; the latter needs Triton."""
+    from ultraep_serve.balance.host.backend import HostBackend
+
+    if isinstance(backend, HostBackend):
+        from ultraep_serve.proof import host
+
+        return host
+    from ultraep_serve.proof import device
+
+    return device
 
 
 @dataclass(frozen=True)
@@ -142,12 +158,13 @@ class BalancedLayers:
         self._costs = backend.calibrate(run_layer)
         if primary:
             RunFiles(self._run_path).write_costs(self._costs)
-        measured = [] if own.experts is None else [own.experts]
-        self.self_check = self._check_itself(backend, own.answers, measured)
+        proof = _proof_of(backend)
+        self.self_check = self._check_itself(proof, backend, own)
         self._recorder.set_self_check(self.self_check)
         policies = self._control if own.rank == 0 else None
         sampled = self._sampled(layers, own.answers)
-        self._balancer = backend.make_balancer(policies, self._recorder, self._costs, sampled)
+        samples = sampled and proof.samples_of(backend, sampled, self._recorder, policies)
+        self._balancer = backend.make_balancer(policies, self._recorder, self._costs, samples)
 
     def _sampled(
         self, layers: Sequence[Sequence[nn.Parameter]], answers: Answers | None
@@ -177,23 +194,22 @@ class BalancedLayers:
         Finalize(None, recorder.close, exitpriority=1)
         return recorder
 
-    def _check_itself(
-        self, backend: Backend, answers: Answers | None, measured: list[CheckResult]
-    ) -> SelfCheck:
-        """Run the self-check; what was ``measured`` is added to what it finds."""
-        setup, wanted = self._setup, self._setup.config.self_check
-        stages = None if wanted == "off" else backend.stages()
-        if stages is None:
-            return SelfCheck(SelfCheckOutcome.OFF, tuple(measured))
+    def _check_itself(self, proof: ModuleType, backend: Backend, own: EngineRank) -> SelfCheck:
+        """Run the self-check; how experts are computed is added to what it finds."""
+        chosen = () if own.experts is None else (own.experts,)
+        wanted = self._setup.config.self_check
+        if wanted == "off":
+            return SelfCheck(SelfCheckOutcome.OFF, chosen)
         # Not above: it imports numba, see ``plan.context``.
-        from ultraep_serve.verify.self_check import run_self_check
+        from ultraep_serve.proof.start import run_self_check
 
+        stages, context = proof.stages_of(backend), self._setup.context
         try:
-            results = run_self_check(setup.context, stages, answers, full=wanted == "full")
+            results = run_self_check(context, stages, own.answers, full=wanted == "full")
         except SelfCheckError as error:
             self._recorder.set_self_check(SelfCheck(SelfCheckOutcome.FAILED, error.results))
             raise
-        return SelfCheck(SelfCheckOutcome.PASSED, (*results, *measured))
+        return SelfCheck(SelfCheckOutcome.PASSED, (*results, *chosen))
 
     def _watch_others(self) -> None:
         """Watch the other ranks, which have loaded and should answer within the timeout."""

@@ -25,7 +25,6 @@ from ultraep_serve.config import BalanceConfig
 from ultraep_serve.engines.common.execution import Execution, LoadedLayers, start_balancing, summed
 from ultraep_serve.engines.common.setup import Batch, EngineRank, require_one_number
 from ultraep_serve.engines.sglang.checks import check_layer
-from ultraep_serve.engines.sglang.execution import most_prefill_tokens
 from ultraep_serve.engines.sglang.quantised import shared_values
 from ultraep_serve.errors import POLICY_OFF, UnsupportedError
 from ultraep_serve.types import ExpertShape, TokenView
@@ -72,7 +71,6 @@ class ExpertGroup:
             view=_view_of(first),
             experts_per_token=first.top_k,
             hidden_size=first.hidden_size,
-            most_tokens=most_prefill_tokens(),
             dtype=first.params_dtype,
         )
         ranks = get_parallel().moe_ep_group

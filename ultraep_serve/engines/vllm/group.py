@@ -21,7 +21,6 @@ from vllm.v1.worker.ubatching import dbo_current_ubatch_id
 from ultraep_serve.balance.collectives import EngineGroup
 from ultraep_serve.balance.cuda.recording import is_capturing
 from ultraep_serve.balance.host_link import KeyValueStore
-from ultraep_serve.balance.topology import ONLY_STAGE, PipelineStage
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.engines.common.execution import LoadedLayers, start_balancing, summed
 from ultraep_serve.engines.common.rendezvous import refuse_or_serve_plainly
@@ -32,6 +31,7 @@ from ultraep_serve.engines.vllm.device_experts import DeviceExperts
 from ultraep_serve.engines.vllm.expert_tensors import expert_parameters, shared_values
 from ultraep_serve.engines.vllm.warm_up import after_warm_up
 from ultraep_serve.errors import POLICY_OFF, UnsupportedError
+from ultraep_serve.system.topology import ONLY_STAGE, PipelineStage
 from ultraep_serve.types import ExpertShape, Policy, TokenView
 
 __all__ = ["ExpertGroup"]
@@ -147,7 +147,6 @@ class ExpertGroup:
             view=self._view,
             experts_per_token=first.top_k,
             hidden_size=first.hidden_size,
-            most_tokens=self.vllm_config.scheduler_config.max_num_batched_tokens,
             dtype=first.moe_config.in_dtype,
         )
         ranks, pipeline = get_ep_group(), _pipeline_of(self.vllm_config)

@@ -1,35 +1,54 @@
-"""Samples in service: which layers are checked while they serve, and what a failed check leaves.
+"""Samples in service: one layer of so many is checked while it serves; in doubt all ranks are off.
 
 All ranks count the layers in which they exchange, so they take the same samples without a message.
 The number of layers between two samples has no factor in common with the number of layers of a
 batch: every layer has its turn.
 """
 
-import contextlib
 import json
 import logging
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from math import gcd
+from pathlib import Path
 from typing import Any
 
-from ultraep_serve.balance.backend import GroupSetup, Sampled
+import torch
+
+from ultraep_serve.balance.backend import GroupSetup
 from ultraep_serve.errors import UltraEPError
+from ultraep_serve.proof.answers import AnswerCheck, Answers
 from ultraep_serve.system.files import write_whole
 from ultraep_serve.telemetry.recorder import Recorder
 from ultraep_serve.types import VerificationCheck
 
-__all__ = ["Doubt", "Sample", "SampleTurns"]
+__all__ = ["Sample", "SampleTurns", "Sampled", "Samples"]
 
 logger = logging.getLogger(__name__)
 
 _ANSWERS_EVERY = 8  # samples, of which one has answers computed again
+_PROBLEMS = {
+    VerificationCheck.ASSIGNMENTS: "an assignment went elsewhere than the plan says",
+    VerificationCheck.SLOTS: "slots had other bytes than their masters",
+    VerificationCheck.PLANS: "ranks made other plans, or quotas are not the loads",
+    VerificationCheck.ANSWERS: "tokens computed by copies differ from those of masters",
+}
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What layers are checked by while they serve."""
+
+    parameters: Sequence[Sequence[torch.Tensor]]  # by layer, as the engine holds its experts
+    answers: Answers | None  # None: the engine cannot be asked
+    report_path: Path  # of the file that says what a failed check has seen
+    versions: Callable[[], Mapping[str, str]]  # of what computes here, by name
 
 
 @dataclass(frozen=True)
 class Sample:
     """One layer of one batch that is checked."""
 
-    number: int  # counted from 0
     layer: int
     with_answers: bool
 
@@ -47,30 +66,35 @@ class SampleTurns:
         """Count ``layer``, in which all ranks exchange; None where it is not checked."""
         self._layers += 1
         number, rest = divmod(self._layers, self._every)
-        if rest:
-            return None
-        return Sample(number - 1, layer, (number - 1) % self._answers_every == 0)
+        return None if rest else Sample(layer, (number - 1) % self._answers_every == 0)
 
 
-class Doubt:
-    """What this rank has found wrong, until all ranks know that it is in doubt."""
+class Samples:
+    """What samples are made of on host and device, and what a failed check leaves."""
 
     def __init__(self, setup: GroupSetup, sampled: Sampled, recorder: Recorder) -> None:
         self._setup, self._sampled, self._recorder = setup, sampled, recorder
-        self.is_there = False  # something was found that the others do not know yet
+        shape, answers = setup.shape, sampled.answers
+        layers = len(sampled.parameters) * shape.num_micro_batches
+        self._turns = SampleTurns(setup.config.verify_every, layers)
+        self._answers: AnswerCheck | None = None
+        if answers is not None and shape.num_slots and shape.num_micro_batches == 1:
+            copies = min(shape.num_logical_experts, shape.num_ranks * shape.num_slots)
+            self._answers = AnswerCheck(shape, answers, copies)
+        self.is_in_doubt = False  # something was found that the others do not know yet
 
-    def raise_with(self, check: VerificationCheck, layer: int, problem: str, **seen: Any) -> None:
-        """``problem`` was found in ``layer``: count it, log it, and write the report.
+    def _raise(self, check: VerificationCheck, layer: int, **seen: Any) -> None:
+        """``check`` failed in ``layer``: count it, log it, and write the report.
 
-        ``seen`` are arrays, numbers and texts that help to understand it.
+        ``seen`` are lists and numbers that help to understand it.
         """
         self._recorder.count_verification_failure(check)
-        if self.is_there:  # the first says it
+        if self.is_in_doubt:  # the first says it
             return
-        self.is_there = True
+        self.is_in_doubt = True
         path = self._sampled.report_path
-        report = self._report(check, layer, problem, seen)
         try:
+            report = self._report(check, layer) | {"seen": seen}
             write_whole(path, json.dumps(report, indent=1).encode())
             where = f"{path} says more, to send with a report"
         except (UltraEPError, OSError) as error:
@@ -81,35 +105,27 @@ class Doubt:
             self._setup.location.rank,
             check.name.lower(),
             layer,
-            problem,
+            _PROBLEMS[check],
             where,
         )
 
-    def _report(
-        self, check: VerificationCheck, layer: int, problem: str, seen: dict[str, Any]
-    ) -> dict[str, Any]:
+    def _report(self, check: VerificationCheck, layer: int) -> dict[str, Any]:
         """No weights, no tokens, and no names of hosts or files."""
         setup, location = self._setup, self._setup.location
-        parameters = self._sampled.parameters[layer]
         return {
             "check": check.name.lower(),
             "layer": layer,
-            "problem": problem,
+            "problem": _PROBLEMS[check],
             "rank": location.rank,
             "versions": self._sampled.versions(),
-            "sizes": {
-                "num_ranks": location.num_ranks,
-                "domain_size": location.domain_size,
-                "num_logical_experts": setup.shape.num_logical_experts,
-                "num_replica_slots": setup.shape.num_replica_slots,
-                "view": setup.view.value,
-                "num_layers": len(self._sampled.parameters),
-            },
+            "shape": asdict(setup.shape),
+            "domain_size": location.domain_size,
+            "view": setup.view.value,
             "settings": setup.config.model_dump(mode="json", exclude={"run_dir", "sidecar"}),
             "tensors": [
-                {"dtype": str(tensor.dtype), "shape": list(tensor.shape)} for tensor in parameters
+                {"dtype": str(tensor.dtype), "shape": list(tensor.shape)}
+                for tensor in self._sampled.parameters[layer]
             ],
-            "seen": {name: _plain(value) for name, value in seen.items()},
         }
 
 
@@ -117,9 +133,3 @@ def _without_common_factor(least: int, number: int) -> int:
     while gcd(least, number) > 1:
         least += 1
     return least
-
-
-def _plain(value: Any) -> Any:
-    with contextlib.suppress(AttributeError):
-        return value.tolist()  # of arrays
-    return value

@@ -1,0 +1,1 @@
+"""Proof on the machine that serves: ``start`` before the first request, ``samples`` after it."""

@@ -1,1 +1,0 @@
-"""Proof on the machine that serves: ``self_check`` before the first request."""
