@@ -19,8 +19,8 @@ from ultraep_lab.bench.engine import Server
 from ultraep_lab.demo.balanced_server import BalancedServer, installed_engine
 from ultraep_lab.demo.text import DOMAINS, sample_text
 from ultraep_serve.telemetry.reader import RingReader
+from ultraep_serve.telemetry.ring import RingHeader
 from ultraep_serve.telemetry.run_files import RunFiles
-from ultraep_serve.telemetry.schema import RingHeader
 
 PROMPT_TOKENS = 2048
 PORTION = 8  # prompts of one ratio

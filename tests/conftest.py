@@ -78,7 +78,7 @@ def client(tmp_path: Path) -> "TestClient":
     from tests.support.sidecar_runs import TOKEN
     from ultraep_serve.sidecar.app import create_app
 
-    return TestClient(create_app(tmp_path, TOKEN, False))
+    return TestClient(create_app(tmp_path, TOKEN))
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ UltraEPError
 │   └── PeerTimeoutError  a rank stopped answering: restart the engine
 ├── RingError         a rank's ring is missing, damaged or of another version
 ├── ControlError      the control page is missing, damaged or of another version
-├── SpoolError        what a rank recorded is damaged or of another version
 ├── OutputError       a file cannot be written: choose another one
 ├── TraceError        a trace cannot be read, written, made or replayed
 ├── PlanError         a replayed policy made a plan that breaks a rule
@@ -45,7 +44,6 @@ __all__ = [
     "SelfCheckError",
     "ServerError",
     "SharedMemoryError",
-    "SpoolError",
     "TraceError",
     "UltraEPError",
     "UnsupportedError",
@@ -119,10 +117,6 @@ class RingError(UltraEPError):
 
 class ControlError(UltraEPError):
     """The control page is missing or not one this version reads; the message names the file."""
-
-
-class SpoolError(UltraEPError):
-    """A spool is not one that this version reads; record again."""
 
 
 class OutputError(UltraEPError):

@@ -86,8 +86,8 @@ def check_balancer(bench: Bench, sizes: BatchSizes, routes: Routes) -> dict[str,
 
 def check_left_alone(bench: Bench, sizes: BatchSizes, routes: Routes) -> dict[str, Any]:
     """A layer whose threshold no batch reaches."""
-    ids, recorder = routes.ids[0], FakeRecorder(max_imbalance_millionths=1_000_000_000)
-    balancer, fabric = balancer_of_rank_0(bench, sizes, routes, recorder)
+    ids, recorder = routes.ids[0], FakeRecorder()
+    balancer, fabric = balancer_of_rank_0(bench, sizes, routes, recorder, max_imbalance=1000.0)
     identity = balancer.identity(ids).cpu()
     for _ in range(2):
         for layer in range(LAYERS):
@@ -137,7 +137,11 @@ def layer_times(
 
 
 def balancer_of_rank_0(
-    bench: Bench, sizes: BatchSizes, routes: Routes, recorder: FakeRecorder
+    bench: Bench,
+    sizes: BatchSizes,
+    routes: Routes,
+    recorder: FakeRecorder,
+    max_imbalance: float = 1.0,
 ) -> tuple[DeviceBalancer, DeviceFabric]:
     """Of a group whose loads are those of ``routes``."""
     shape, driver, loads = sizes.shape, bench.driver(), torch.from_numpy(routes.loads)
@@ -151,7 +155,7 @@ def balancer_of_rank_0(
     config: Any = SimpleNamespace(
         policy=Policy.QUOTA,
         min_batch_tokens=1,
-        max_imbalance=1.0,
+        max_imbalance=max_imbalance,
         allow_ideal=False,
         speeds="equal",
     )

@@ -195,7 +195,7 @@ def _labels(family: Any) -> str:
 def _sidecar(run_path: Path) -> Any:
     from ultraep_serve.sidecar.app import create_app
 
-    return create_app(run_path, "token", False)
+    return create_app(run_path, "token")
 
 
 def _code(text: str) -> str:

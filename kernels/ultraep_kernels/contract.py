@@ -25,7 +25,6 @@ __all__ = [
     "POLICY",
     "SPEEDS",
     "SPEED_LIMITS",
-    "THRESHOLD",
     "TIME",
     "UNKNOWN",
     "Choice",
@@ -112,12 +111,11 @@ class Plan:
 
 
 # A rank's row in an exchange: HEADER_WIDTH words, then its load (E,) where ranks see tokens of
-# their own. Rank 0's policy, threshold and speeds count, of the others everybody's.
+# their own. Rank 0's policy and speeds count, of the others everybody's.
 HEADER_WIDTH = 8  # words that have no name are reserved and 0
 POLICY = 0  # Policy.code that this rank would have
 UNKNOWN = 1  # ids that were neither an expert nor padding
 CHECKSUM = 2  # of the load where ranks share their tokens
-THRESHOLD = 3  # imbalance in millionths; less than a million: as configured
 TIME = 4  # what an assignment takes on this rank, in picoseconds; 0: not known
 SPEEDS = 5  # SpeedSource.code that this rank would have
 DOUBT = 6  # 1: this rank has found something wrong since it last said so
@@ -127,7 +125,6 @@ class Choice(NamedTuple):
     """What a rank writes into its row's header beside what it counted; 0 where it has no say."""
 
     policy: int = 0
-    threshold: int = 0
     speeds: int = 0
     time: int = 0
 

@@ -51,7 +51,6 @@ class Notes(KeepsNothing):
 
     def __init__(self) -> None:
         self.policy = Policy.QUOTA
-        self.max_imbalance_millionths = 0
         self.speeds = SpeedSource.CONFIGURED
         self.records: list[LayerRecord] = []
         self.batches: list[Decision] = []
@@ -171,18 +170,6 @@ def test_balanced_layers_are_left_alone() -> None:
     assert torch.equal(rig.route(nearly), rig.balancer.identity(nearly))
     assert rig.decision is Decision.BALANCED
     assert rig.fabric.streams == 0
-
-
-def test_the_threshold_can_be_changed_between_batches() -> None:
-    rig = Rig()
-    for asked, decision in (
-        (4_000_000, Decision.BALANCED),
-        (0, Decision.PLANNED),  # as configured
-        (5, Decision.PLANNED),  # below 1: damaged
-    ):
-        rig.notes.max_imbalance_millionths = asked
-        rig.route(skewed())
-        assert rig.decision is decision
 
 
 def test_a_rank_of_half_the_speed_gets_half_as_much() -> None:

@@ -26,8 +26,8 @@ from tests.support.watching import (
 from ultraep_serve.balance.watch import RankWatch
 from ultraep_serve.errors import OutputError
 from ultraep_serve.telemetry.reader import RingReader
+from ultraep_serve.telemetry.ring import RingState
 from ultraep_serve.telemetry.run_files import RunFiles
-from ultraep_serve.telemetry.schema import RingState
 from ultraep_serve.types import ExpertShape
 
 

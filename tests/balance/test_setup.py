@@ -1,7 +1,6 @@
 """BalancedLayers on host memory, without an engine; on a device it is in tests/cuda."""
 
 import logging
-import shutil
 import time
 from itertools import count
 from pathlib import Path
@@ -17,15 +16,13 @@ from ultraep_serve.balance.collectives import HostAllGather
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.costs.model import CostModel
 from ultraep_serve.engines.common.setup import BalancedLayers, Batch, EngineRank, make_backend
-from ultraep_serve.errors import PeerTimeoutError, UnsupportedError
+from ultraep_serve.errors import FabricError, PeerTimeoutError, UnsupportedError
 from ultraep_serve.sidecar.statistics.fold import with_figures
 from ultraep_serve.system.topology import Location
-from ultraep_serve.telemetry import run_directory
 from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.reader import RingReader
-from ultraep_serve.telemetry.run_directory import run_directory_of_port
+from ultraep_serve.telemetry.ring import RingState
 from ultraep_serve.telemetry.run_files import RunFiles
-from ultraep_serve.telemetry.schema import RingState
 from ultraep_serve.types import Decision, ExpertShape, Policy, TokenView
 
 SHAPE, LAYERS = ExpertShape(2, 8, 1), 2
@@ -56,7 +53,10 @@ def join(rank: int, run_path: Path, view: TokenView) -> list[int]:
     joined._recorder.write_kept()
     ring = RingReader(RunFiles(run_path).ring(rank))
     assert ring.header().state is RingState.READY
-    decisions: list[int] = ring.recent()["decision"].tolist()
+    records = ring.recent()
+    is_own = view is TokenView.OWN or rank == 0  # tokens that all ranks see are rank 0's
+    assert (records["own_load"] == [64 * is_own] * 2 + [0] * 6).all()
+    decisions: list[int] = records["decision"].tolist()
     return decisions
 
 
@@ -119,69 +119,25 @@ def test_layers_of_two_hosts_are_joined(run_path: Path, view: TokenView, costs: 
     assert not list(run_path.glob("host-*/handshake-*"))
 
 
-MOMENTS = ["before a rank comes", "when one has found the other", "while costs are measured"]
-
-
-def lose_files(rank: int, shared_memory: Path, moment: str) -> list[int]:
-    """Decisions of a batch, though one rank deleted all that ranks have left for each other."""
-    run_directory.SHARED_MEMORY = shared_memory
-    run_path = run_directory_of_port(8000)
-
-    def delete() -> None:
-        shutil.rmtree(run_path, ignore_errors=True)  # others are putting theirs back
-
-    def wait_for(name: str) -> None:
-        while not (run_path / name).exists():
+def lose_files(rank: int, run_path: Path) -> None:
+    """Rank 1 does not come; what rank 0 has left for it is deleted."""
+    handshake = RunFiles(run_path).handshake(0)
+    if rank == 1:
+        while not handshake.exists():
             time.sleep(0.01)
-
-    deleted = []
-
-    def run_layer(_: int) -> None:
-        if rank == 1 and moment == MOMENTS[2] and not deleted:
-            deleted.append(delete())
-
-    def publish_and_delete(files: RunFiles, path: Path, content: bytes) -> None:
-        publish(files, path, content)
-        if rank == 1 and not deleted:
-            wait_for("handshake-0.json")
-            time.sleep(0.2)  # rank 0 finds this one's
-            deleted.append(delete())
-
+        for path in run_path.iterdir():
+            path.unlink()
+        return
     config = BalanceConfig(min_batch_tokens=8, run_dir=str(run_path))
-    layer = [torch.nn.Parameter(torch.full((4, 300), 1.0 + rank), False)]
-    publish = RunFiles.publish
-    with pytest.MonkeyPatch.context() as patch:
-        if rank == 1 and moment == MOMENTS[0]:
-            wait_for("handshake-0.json")
-            delete()
-        if moment == MOMENTS[1]:
-            patch.setattr(RunFiles, "publish", publish_and_delete)
-        patch.setattr("ultraep_serve.telemetry.recorder.HEARTBEAT_SECONDS", 0.1)
-        joined = BalancedLayers(
-            config, SHAPE, TokenView.SHARED, [layer], run_layer, EngineRank("test", rank)
+    layer = [torch.nn.Parameter(torch.ones(4, 300), False)]
+    with pytest.raises(FabricError, match=f"deletes the files in {run_path} while ranks meet"):
+        BalancedLayers(
+            config, SHAPE, TokenView.SHARED, [layer], lambda _: None, EngineRank("test", rank)
         )
-        wait_for(f"ring-{rank}")
-        wait_for("control")
-    joined.mark_ready(logging.getLogger("test"))
-    joined.route(0, torch.tensor([[0, 1]]).repeat(64, 1), Batch(64))
-    joined.computed()
-    joined._recorder.write_kept()
-    assert ControlPage.open(run_path).policy is Policy.QUOTA
-    ring = RingReader(RunFiles(run_path).ring(rank))
-    assert ring.header().state is RingState.READY
-    decisions: list[int] = ring.recent()["decision"].tolist()
-    return decisions
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
-def test_deleting_its_files_while_it_loads_breaks_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
-) -> None:
-    monkeypatch.setattr(run_directory, "SHARED_MEMORY", tmp_path)
-    with run_directory.run_directory(8000):
-        ((one,), (other,)) = run_ranks(lose_files, 2, tmp_path, moment)
-        assert one == other
-    assert list(tmp_path.iterdir()) == []
+def test_deleting_its_files_while_it_loads_is_an_error(run_path: Path) -> None:
+    run_ranks(lose_files, 2, run_path)
 
 
 def compile_for_long(rank: int, run_path: Path) -> str:

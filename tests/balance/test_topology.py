@@ -18,7 +18,7 @@ from ultraep_serve.engines.common.setup import make_backend
 from ultraep_serve.errors import UnsupportedError
 from ultraep_serve.system.topology import Location, domain_of, host_identity, locate
 from ultraep_serve.telemetry.reader import RingReader
-from ultraep_serve.telemetry.schema import RingState
+from ultraep_serve.telemetry.ring import RingState
 from ultraep_serve.types import ExpertShape, TokenView
 
 

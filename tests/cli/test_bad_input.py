@@ -99,8 +99,6 @@ BAD = [
         for command, flag in (
             (BENCH, "--url"),
             (BENCH, "--sidecar"),
-            (RECORD, "--url"),
-            (RECORD, "--sidecar"),
             (("status",), "--url"),
         )
         for port in ("-1", "0", "65536", HUGE, DIGITS)
@@ -109,7 +107,8 @@ BAD = [
         (*BENCH, "--url", url)
         for url in ("http://[::1", "http://[bad]:80", f"http://{'a' * 64}.com", "http://x:1:1")
     ),
-    *((*RECORD, "--token-file", name) for name in ("pipe", "zero", "deep.json", LONG)),
+    *((*RECORD, "--run-dir", name) for name in ("pipe", "zero", "deep.json", LONG)),
+    *((*RECORD, "--port", value) for value in ("0", "65536", "x")),
     *((*RECORD, "--seconds", value) for value in ("nan", "inf", "0")),
     *((*BENCH, "--timeout", value) for value in ("nan", "inf", "0")),
     *(("vllm", f"model-{name}", *VLLM[2:]) for name in ("list", "binary", "deep", "pipe")),

@@ -17,8 +17,8 @@ from ultraep_serve.cli import main
 from ultraep_serve.cli import status as command
 from ultraep_serve.errors import ConfigError, NoServerError
 from ultraep_serve.telemetry import run_directory
+from ultraep_serve.telemetry.ring import RingState
 from ultraep_serve.telemetry.run_directory import RunDirectory
-from ultraep_serve.telemetry.schema import RingState
 from ultraep_serve.types import ExpertShape
 
 ROOT = Path(ultraep_serve.__file__).parents[1]

@@ -58,7 +58,7 @@ def test_nobody_waits_by_the_wall_clock() -> None:
         found = [line for line in lines if _WALL_CLOCK.search(line)]
         if found:
             used[file.name] = found
-    recorded = {"recorder.py", "running.py"}
+    recorded = {"recorder.py", "run_directory.py"}
     shown = {"follower.py", "routes_balance.py"}  # windows
     assert set(used) == recorded | shown, used
     assert sum(map(len, used.values())) == 7

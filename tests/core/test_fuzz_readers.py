@@ -3,7 +3,6 @@
 import contextlib
 import io
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,14 +11,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.model_configs import DEEPSEEK_V3, QWEN3_30B
-from ultraep_lab.captured import assemble
 from ultraep_lab.store import load_trace
 from ultraep_serve.costs.kv_cache import kv_bytes_of
 from ultraep_serve.costs.model import CostModel
 from ultraep_serve.errors import UltraEPError
-from ultraep_serve.telemetry.control import Recording, RecordLevel
-from ultraep_serve.telemetry.run_files import RunFiles
-from ultraep_serve.telemetry.spool import SpoolSource, SpoolWriter
 
 NUMBERS = st.one_of(st.integers(), st.integers(0, 100), st.floats(), st.booleans())
 VALUES = st.recursive(
@@ -83,24 +78,3 @@ def test_traces(
     path.write_bytes(damaged(stream.getvalue(), damages, kept))
     with contextlib.suppress(UltraEPError):
         assert load_trace(path, max_bytes=1 << 20).num_layers >= 0
-
-
-@pytest.fixture(scope="module", params=[RecordLevel.TOKENS, RecordLevel.LOADS])
-def spool(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """What one rank recorded of three batches."""
-    folder = tmp_path_factory.mktemp("spool")
-    writer = SpoolWriter(folder, SpoolSource(0, 1, 2, 8, 4, True, "vllm"))
-    word = Recording(request.param, 1, 1 << 20).word
-    for _ in range(3):
-        writer.begin(word, 4)
-        for layer in range(2):
-            writer.add(layer, np.arange(8).reshape(4, 2))
-    writer.close()
-    return Path(RunFiles(folder).spool(0)).read_bytes()
-
-
-@often
-@given(damages=DAMAGES, kept=KEPT)
-def test_spools(spool: bytes, damages: list[tuple[int, bytes]], kept: float) -> None:
-    with contextlib.suppress(UltraEPError):
-        assemble([damaged(spool, damages, kept)])

@@ -4,7 +4,6 @@ Every rank runs both on the same ids: physical ids, slots and records must be th
 Host memory stands in for the GPU's; the device's balancer reaches it through driver and kernels.
 """
 
-import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -54,7 +53,6 @@ class Batch:
     name: str
     ids_of: Callable[[int], torch.Tensor]  # by rank
     policy: Policy = Policy.QUOTA
-    threshold: int = 0
     expected: Decision | None = Decision.PLANNED
 
 
@@ -86,7 +84,6 @@ def batches_of(view: TokenView) -> list[Batch]:
         Batch("on again", same(none_of_rank_1), expected=None),  # in its first layer
         Batch("on for the second time", same(skewed), expected=None),
         Batch("on for good", same(none_of_rank_1)),
-        Batch("high threshold", same(skewed), threshold=9_000_000, expected=Decision.BALANCED),
         Batch("too dear", same(skewed), expected=None),
         Batch("forced", same(skewed), Policy.IDEAL, expected=Decision.FORCED),
     ]  # fmt: skip
@@ -111,7 +108,6 @@ def compare(rank: int, run_path: Path, setup: Setup, names: tuple[str, ...]) -> 
             continue
         for rig in rigs:
             rig.recorder.policy = batch.policy
-            rig.recorder.max_imbalance_millionths = batch.threshold
         ids = batch.ids_of(rank)
         tokens = SMALL - 1 if batch.name == "small" else 100
         for layer in range(LAYERS):
@@ -349,20 +345,6 @@ def test_a_wait_given_up_is_said_before_experts_run(expects_nothing: bool) -> No
     with fresh_run_path() as run_path:
         said, _ = run_ranks(finish_alone, 2, run_path, expects_nothing, timeout_seconds=120.0)
     assert said == [True] * LAYERS
-
-
-def test_ideal_counts_as_off_where_it_is_not_allowed(caplog: pytest.LogCaptureFixture) -> None:
-    recorder = FakeRecorder(policy=Policy.IDEAL)
-    balancer = alone(CONFIG.replace(allow_ideal=False), recorder)
-    caplog.set_level(logging.WARNING)
-    for _ in range(2):
-        for layer in range(LAYERS):
-            assert torch.equal(balancer.route(layer, even(0), 100), balancer.identity(even(0)))
-            balancer.computed()
-    assert recorder.events == [Decision.POLICY_OFF] * 2
-    assert [record.args for record in caplog.records] == [
-        ("policy 'ideal' is not offered here and counts as 'off'",)
-    ]
 
 
 def test_experts_are_timed_in_the_stream_and_published() -> None:

@@ -23,8 +23,8 @@ from ultraep_serve.costs.model import CostModel
 from ultraep_serve.engines.common.setup import BalancedLayers, Batch, EngineRank
 from ultraep_serve.proof import start
 from ultraep_serve.telemetry.reader import RingReader
+from ultraep_serve.telemetry.ring import RingState
 from ultraep_serve.telemetry.run_files import RunFiles
-from ultraep_serve.telemetry.schema import RingState
 from ultraep_serve.types import Decision, ExpertShape, TokenView
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="plays the device in host memory")

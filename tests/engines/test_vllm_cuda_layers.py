@@ -14,7 +14,6 @@ pytest.importorskip("vllm", reason="needs vLLM: make setup")
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own, when vLLM has it compile
-    from vllm.forward_context import create_forward_context, override_forward_context
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
     from vllm.v1.worker import ubatching
 
@@ -70,22 +69,6 @@ def test_overlapping_micro_batches_are_told_apart(balanced: Any) -> None:
             seen.append(("route", layer._group.batch(ids).micro_batch))
             layer._group.computed()
     assert seen == [("route", 1), ("computed", 1), ("route", 0), ("computed", 0)]
-
-
-def test_requests_of_a_rank_are_told_from_padding(balanced: Any) -> None:
-    """With sequence parallelism 10 tokens on two ranks of 8 rows are 8 and 2."""
-    own = vllm_layers.parallel_of(1, 4, "allgather_reducescatter", tensor_size=2)
-    layer, config = build(balanced, parallel=own)
-    layer._group._layers = [layer]
-    metadata = {"linear": object(), "attention": SimpleNamespace(num_actual_tokens=10)}
-    with override_forward_context(create_forward_context(metadata, config)):
-        for rank, tokens in enumerate((8, 2)):
-            balanced(group, "get_tensor_model_parallel_rank", lambda rank=rank: rank)
-            assert layer._group._request_tokens(8) == tokens
-        own.sp_size = 1
-        assert layer._group._request_tokens(8) == 10
-    with override_forward_context(create_forward_context(None, config)):
-        assert layer._group._request_tokens(8) == 0  # a dummy batch
 
 
 def test_unsupported_models_are_served_by_vllm_alone(

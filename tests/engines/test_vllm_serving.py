@@ -28,7 +28,7 @@ from ultraep_lab.demo.models import make_model
 from ultraep_lab.replay import replay
 from ultraep_lab.replay_options import ReplayOptions
 from ultraep_lab.store import load_trace
-from ultraep_lab.trace import PREFILL, Trace
+from ultraep_lab.trace import LoadTrace
 from ultraep_serve.errors import ServerError
 from ultraep_serve.telemetry.run_directory import run_directory_of_port
 from ultraep_serve.types import Policy
@@ -202,38 +202,30 @@ def test_layer_that_cannot_be_balanced_serves_plainly_on_request(
     assert "serving without balancing" in (tmp_path / "log").read_text()
 
 
-def record_one_prompt(server: BalancedServer, out: Path) -> Trace:
-    """What the server's router chose in some prefills of the same prompt."""
+def record_one_prompt(server: BalancedServer, out: Path) -> LoadTrace:
+    """The loads of some prefills of the same prompt."""
     command = [sys.executable, "-m", "ultraep_serve.cli", "record", "--batches", "4"]
-    command += ["--sidecar", server.sidecar_url, "--url", server.url, "--out", str(out)]
+    command += ["--port", str(server.port), "--out", str(out)]
     with subprocess.Popen(command) as recorder:
         while recorder.poll() is None:
             generate(server.url, server.model, [max(PROMPTS, key=len)], 1, concurrency=1)
             time.sleep(0.3)  # or the server would leave the recorder no core to start on
     assert recorder.returncode == 0
     trace = load_trace(out)
-    assert isinstance(trace, Trace)
+    assert isinstance(trace, LoadTrace)
     return trace
 
 
 def check_recorded_trace(server: BalancedServer, directory: Path) -> None:
-    """``ultraep-serve record`` records what was routed, whichever policy is in force."""
+    """``ultraep-serve record`` records the loads that were balanced."""
     with closing(Sidecar(server.sidecar_url, server.token)) as sidecar:
         sidecar.set_policy(Policy.QUOTA)
         since_ns = time.time_ns()
         trace = record_one_prompt(server, directory / "quota.npz")
         served = sidecar.balance(since_ns, Policy.QUOTA)["imbalance"]["before"]
-        sidecar.set_policy(Policy.OFF)
-    unbalanced = record_one_prompt(server, directory / "off.npz")
-    assert not list(run_directory_of_port(server.port).glob("spool-*"))
     spec = tiny_qwen3()
-    assert trace.topk_ids.shape[1:] == (spec.num_layers, spec.experts_per_token)
-    assert trace.topk_ids.min() >= 0
-    # Same prompt, same batch: neither padding nor the dummy batch of an idle rank is in it.
-    assert len(set(trace.sequence_lengths.tolist())) == 1
-    assert trace.phase is not None
-    assert (trace.phase == PREFILL).all()
-    assert np.array_equal(trace.topk_ids, unbalanced.topk_ids)
-    options = ReplayOptions(num_ranks=2, batch_tokens=int(trace.sequence_lengths[0]))
-    replayed = replay(trace, options, [policy_function("off")])
-    assert np.mean(replayed.imbalance_before) == pytest.approx(served["mean"], rel=1e-3)
+    assert (trace.num_batches, trace.num_layers) == (4, spec.num_layers)
+    assert trace.num_experts == spec.num_experts
+    assert trace.metadata["missed_records"] == 0
+    replayed = replay(trace, ReplayOptions(num_ranks=2), [policy_function("off")])
+    assert np.mean(replayed.imbalance_before) == pytest.approx(served["mean"], rel=1e-2)

@@ -116,15 +116,6 @@ class TestServer:
         answer = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=60)
         assert json.loads(answer.stdout)["imbalance"]["before"]["max"] > 1.3
 
-    def test_deleting_its_files_breaks_nothing(self, server: UnmodifiedServer) -> None:
-        """As the start script of another server in the same container may do."""
-        run_path = server.run_path
-        for path in run_path.iterdir():
-            path.unlink()
-        until((run_path / "token").exists)  # it is made again
-        check_balanced(server, num_layers=tiny_qwen3().num_layers)
-        assert httpx.get(f"{server.sidecar_url}/readyz").status_code == 200
-
     def test_another_run_beside_it_does_not_mix(
         self, server: UnmodifiedServer, qwen3: Path, tmp_path: Path
     ) -> None:
@@ -132,6 +123,15 @@ class TestServer:
             pytest.skip("shown with vLLM")
         check_program("llm", "vllm", qwen3, tmp_path)
         check_balanced(server, num_layers=tiny_qwen3().num_layers)
+
+    def test_it_serves_on_without_its_files_and_says_so(self, server: UnmodifiedServer) -> None:
+        """As the start script of another server in the same container may do."""
+        run_path = server.run_path
+        for path in run_path.iterdir():
+            path.unlink()
+        assert httpx.get(f"{server.sidecar_url}/readyz").status_code == 503
+        body = {"model": server.model, "prompt": "once", "max_tokens": 4}
+        httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).raise_for_status()
 
     def test_it_ends_and_leaves_nothing(self, server: UnmodifiedServer) -> None:
         run_path = server.run_path

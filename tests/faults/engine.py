@@ -27,8 +27,7 @@ from ultraep_serve.config import BalanceConfig
 from ultraep_serve.system.topology import Location
 from ultraep_serve.telemetry import recorder as recorders
 from ultraep_serve.telemetry.control import ControlPage
-from ultraep_serve.telemetry.run_files import RunFiles
-from ultraep_serve.telemetry.schema import RingState
+from ultraep_serve.telemetry.ring import RingState
 from ultraep_serve.types import Decision, ExpertShape, Policy
 
 NUM_RANKS = 2
@@ -48,16 +47,15 @@ def wait_for(path: Path) -> None:
 def _rank(rank: int, board: Path, config: BalanceConfig, together: Barrier) -> None:
     home, timeout = config.run_path, config.timeout_seconds
     location = Location.on_one_host(rank, NUM_RANKS)
-    RunFiles(home).hold_again()
     recorder = create(
         home, rank, ExpertShape(NUM_RANKS, 8, 1), location, num_layers=1, timeout_seconds=timeout
     )
     Finalize(None, recorder.close, exitpriority=1)
-    page = ControlPage.open_or_create(home, Policy.QUOTA) if rank == 0 else None
+    page = ControlPage.create(home, Policy.QUOTA) if rank == 0 else None
     watch = RankWatch(home, location, timeout, 10 * timeout, recorder)
     recorder.at_heartbeat(watch.look)
     if page is not None:
-        recorder.at_heartbeat(lambda: page.follow(put_back=True))
+        recorder.watch(page.file)
     Finalize(None, watch.close, exitpriority=2)
     signal.signal(signal.SIGTERM, _end)
     (board / f"loading-{rank}").write_text(str(os.getpid()))

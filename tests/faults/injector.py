@@ -81,6 +81,7 @@ class _Run:
 
     def __init__(self, folder: Path, launcher: subprocess.Popen[bytes], port: int) -> None:
         self.board = folder / "board"
+        self._reader: RingReader | None = None
         self.launcher, self.sidecar_url = launcher, f"http://127.0.0.1:{port}"
         assert launcher.stdout is not None
         self.files = RunFiles(Path(launcher.stdout.readline().decode().strip()))
@@ -127,13 +128,13 @@ class _Run:
         return [name for name, number in self.processes.items() if is_process_alive(number)]
 
     def batches(self) -> int:
-        """How many rank 0 has counted; -1 where its ring cannot be read."""
-        try:
-            reader = RingReader(self.files.ring(0))
-        except RingError:
-            return -1
+        """How many rank 0 has counted; -1 where its ring cannot be read.
+
+        It is read on where somebody deletes it.
+        """
         with suppress(RingError):
-            return reader.header().batches
+            self._reader = self._reader or RingReader(self.files.ring(0))
+            return self._reader.header().batches
         return -1
 
 

@@ -28,19 +28,16 @@ for _what in ("launcher", "sidecar", "server", "rank"):
 # A rank that cannot write is not heard, and one of those that load is given up.
 EXPECTED["rank", "no room in files"] = (NONE, "ends", "told", "told", "ends")
 EXPECTED["rank", "no descriptors"] = (NONE, "ends", "on", "on", "ends")
-for _what in ("ring", "control page", "settings", "token"):
+for _what in ("settings", "token"):
     for _how in ("deleted", "truncated", "overwritten", "a pipe"):
         EXPECTED[_what, _how] = (NONE, "on", "on", "on", "ends")
-# What is no file is left where it is, and the ring that it hides is missed.
-EXPECTED["ring", "a pipe"] = (NONE, "ends", "told", "told", "ends")
-EXPECTED["run directory", "deleted"] = (NONE, "on", "on", "on", "ends")
 EXPECTED["clock", "back"] = EXPECTED["clock", "ahead"] = ("on", "on", "on", "on", "ends")
 EXPECTED["connections", "600 held open"] = (NONE, NONE, "on", "on", "ends")
 
 # A cell of each kind, for every run of the tests.
 QUICK = (
     Fault("rank", "SIGSTOP", "serve"), Fault("sidecar", "SIGKILL", "policy switch"),
-    Fault("ring", "truncated", "serve"), Fault("clock", "back", "load"),
+    Fault("settings", "deleted", "serve"), Fault("clock", "back", "load"),
 )  # fmt: skip
 
 

@@ -49,7 +49,7 @@ def http_target(folder: Path) -> Callable[[bytes], None]:
     run = planned_run(folder)
     run.batch()
     run.close()
-    app = create_app(folder, "open-sesame", False)
+    app = create_app(folder, "open-sesame")
     config = uvicorn.Config(**server_settings(app), log_level="critical", lifespan="off")
     config.load()
     loop = asyncio.new_event_loop()

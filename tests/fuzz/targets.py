@@ -22,7 +22,6 @@ import numpy as np
 from tests.fuzz.http_target import http_target
 from tests.support.model_configs import DEEPSEEK_V3, QWEN3_30B
 from tests.support.ring_files import create, write
-from ultraep_lab.captured import assemble
 from ultraep_lab.engine_recordings import from_vllm
 from ultraep_lab.store import load_trace
 from ultraep_serve.balance.host_link import HostLink, Message
@@ -38,13 +37,11 @@ from ultraep_serve.sidecar.store import RunStore
 from ultraep_serve.system.files import parse_object
 from ultraep_serve.system.http import error_message, json_object
 from ultraep_serve.system.settings import read_settings
-from ultraep_serve.telemetry.control import ControlPage, Recording, RecordLevel
-from ultraep_serve.telemetry.lease import LONGEST_SECONDS, Lease
+from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.reader import RingReader
 from ultraep_serve.telemetry.record import record_checksum, record_dtype
+from ultraep_serve.telemetry.ring import HEADER_BYTES, parse_header
 from ultraep_serve.telemetry.run_files import RunFiles
-from ultraep_serve.telemetry.schema import HEADER_BYTES, parse_header
-from ultraep_serve.telemetry.spool import SpoolSource, SpoolWriter
 from ultraep_serve.types import ExpertShape, Policy, SpeedSource
 
 __all__ = ["TARGETS", "Target"]
@@ -207,7 +204,7 @@ def _figures(folder: Path) -> Reader:
 
 def _pages(folder: Path) -> Reader:
     with ControlPage.create(folder, Policy.QUOTA) as page:
-        path = page._page.path
+        path = page.file.path
     size = path.stat().st_size
     descriptor = os.open(path, os.O_RDWR)
 
@@ -215,12 +212,6 @@ def _pages(folder: Path) -> Reader:
         os.pwrite(descriptor, data[:size].ljust(_PAGE_START, b"\0"), 0)
         with contextlib.suppress(ControlError), ControlPage.open(folder) as page:
             assert page.policy is Policy.OFF or not page.is_in_doubt
-            assert page.lease is None or page.lease.seconds_left <= LONGEST_SECONDS
-            page.set_lease(Lease.of(1, Policy.OFF, 30.0, "fuzzed"))
-            assert page.policy is Policy.OFF
-            page.set_lease(None)
-            Recording.from_word(page.recording_word)
-            assert page.max_imbalance_millionths >= 0
             assert page.speeds in SpeedSource
             page.set_policy(Policy.OFF)
 
@@ -229,36 +220,10 @@ def _pages(folder: Path) -> Reader:
 
 def _page_seeds(folder: Path) -> list[bytes]:
     with ControlPage.create(folder, Policy.QUOTA) as page:
-        first = page._page.read(_PAGE_START)
-        page.record(RecordLevel.TOKENS, 1 << 20)
-        page.set_max_imbalance(1.5)
-        page.set_lease(Lease.of(7, Policy.IDEAL, 3600.0, "a benchmark"))
-        return [first, page._page.read(_PAGE_START), first[:8]]
-
-
-def _spool_content(folder: Path, level: RecordLevel) -> bytes:
-    writer = SpoolWriter(folder, SpoolSource(0, 1, 2, 8, 4, True, "vllm"))
-    for _ in range(3):
-        writer.begin(Recording(level, 1, 1 << 20).word, 4)
-        for layer in range(2):
-            writer.add(layer, np.arange(8).reshape(4, 2))
-    writer.close()
-    return Path(RunFiles(folder).spool(0)).read_bytes()
-
-
-def _spools(_: Path) -> Reader:
-    """The page's padding is left out of inputs."""
-
-    def read(data: bytes) -> None:
-        with contextlib.suppress(UltraEPError):
-            assemble([data[:128].ljust(4096, b"\0") + data[128:]])
-
-    return read
-
-
-def _spool_seeds(folder: Path) -> list[bytes]:
-    spools = [_spool_content(folder, level) for level in (RecordLevel.TOKENS, RecordLevel.LOADS)]
-    return [spool[:128] + spool[4096:] for spool in spools]
+        first = page.file.read(_PAGE_START)
+        page.set_speeds(SpeedSource.AUTO)
+        page.switch_off_in_doubt()
+        return [first, page.file.read(_PAGE_START), first[:8]]
 
 
 def _traces(folder: Path) -> Reader:
@@ -393,11 +358,9 @@ def _requests() -> Iterator[bytes]:
         "/v1/nope",
     ):  # fmt: skip
         yield f"GET {path} HTTP/1.1\r\nHost: a\r\n\r\n".encode()
-    for path, body in (
-        ("policy", '{"policy": "off"}'), ("record", '{"level": "off"}'),
-    ):  # fmt: skip
-        head = f"POST /v1/control/{path} HTTP/1.1\r\nHost: a\r\n{bearer}"
-        yield f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode()
+    body = '{"policy": "off"}'
+    head = f"POST /v1/control/policy HTTP/1.1\r\nHost: a\r\n{bearer}"
+    yield f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode()
     yield b"POST /v1/control/policy HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na"
 
 
@@ -407,7 +370,6 @@ TARGETS = {
     "rings": Target(_rings, _ring_seeds, 121, 3),
     "figures": Target(_figures, _ring_seeds, 121, 2),
     "control-page": Target(_pages, _page_seeds, _PAGE_START, 4),
-    "spools": Target(_spools, _spool_seeds, 1024, 4),
     "traces": Target(_traces, _trace_seeds, 2048, 3),
     "routed-answers": Target(_routed, _routed_seeds, 1024, 2),
     "configs": Target(_configs, _config_seeds, 2048, 10),

@@ -236,7 +236,7 @@ def test_errors_say_what_to_do(fake: FakeDeployment, flags: tuple[str, ...], mes
 
 def test_ideal_not_allowed(fake: FakeDeployment) -> None:
     fake.allow_ideal = False
-    with pytest.raises(BenchError, match=r"403: policy ideal is not allowed; .*--allow-ideal"):
+    with pytest.raises(BenchError, match=r"409: policy ideal is not allowed; .*--allow-ideal"):
         run(fake)
     assert fake.policy == "quota"
 

@@ -1,44 +1,77 @@
-"""`ultraep-serve record` against a real sidecar and ranks that run in a thread."""
+"""`ultraep-serve record`, of ranks whose rings are written by a thread."""
 
+import os
+import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from itertools import count
 from pathlib import Path
 
 import numpy as np
 import pytest
-from fastapi.testclient import TestClient
 
-from tests.lab.test_record_spool import LAYERS, RANKS, Ranks, random_ids
-from tests.support.bench_fakes import TOKEN, serving
-from tests.support.ring_files import create
-from ultraep_lab.bench.sidecar import CaptureSidecar
+from tests.support.ring_files import create, write
+from ultraep_lab.recorded_loads import LoadRecording
 from ultraep_lab.store import load_trace
-from ultraep_lab.trace import LoadTrace, Trace
+from ultraep_lab.trace import PREFILL, LoadTrace
 from ultraep_serve.cli import main
-from ultraep_serve.errors import BenchError
-from ultraep_serve.sidecar.app import create_app
-from ultraep_serve.telemetry.control import ControlPage, RecordLevel
-from ultraep_serve.telemetry.schema import RingState
-from ultraep_serve.types import ExpertShape, Policy
+from ultraep_serve.errors import TraceError
+from ultraep_serve.system.topology import Location, PipelineStage
+from ultraep_serve.telemetry.recorder import Recorder
+from ultraep_serve.types import ExpertShape, IntArray, Policy
 
-BEARER = {"Authorization": f"Bearer {TOKEN}"}
-MIB = 1 << 20
+RANKS, LAYERS, EXPERTS = 2, 3, 8
+SHAPE = ExpertShape(RANKS, EXPERTS, 1)
+
+
+def load_of(batch: int, layer: int, rank: int) -> IntArray:
+    """(E,) another one for every record."""
+    return np.arange(EXPERTS, dtype=np.int32) + 100 * batch + 10 * layer + 1000 * rank
+
+
+def loads_of(batches: Sequence[int]) -> IntArray:
+    """(batches, layers, R, E)"""
+    return np.array(
+        [
+            [[load_of(batch, layer, rank) for rank in range(RANKS)] for layer in range(LAYERS)]
+            for batch in batches
+        ]
+    )
 
 
 @contextmanager
-def engine(path: Path, *, shared: bool = False, tokens: int = 6) -> Iterator[None]:
-    """Ranks that run batch after batch."""
-    ranks, stopping = Ranks(path, shared=shared), threading.Event()
-    mode = "tensor" if shared else "data"
-    shape = ExpertShape(RANKS, 8, 1)
-    rings = [create(path, rank, shape, num_layers=LAYERS, mode=mode) for rank in range(RANKS)]
-    for ring in rings:
-        ring.set_state(RingState.READY)
+def rings(path: Path, mode: str = "data", **changes: int) -> Iterator[list[Recorder]]:
+    made = [
+        create(path, rank, SHAPE, num_layers=LAYERS, mode=mode, **changes) for rank in range(RANKS)
+    ]
+    yield made
+    for ring in made:
+        ring.close()
+
+
+def record_layer(ring: Recorder, batch: int, layer: int, rank: int) -> None:
+    loads = np.zeros(RANKS)
+    own = load_of(batch, layer, rank)
+    write(ring, batch, layer, load_before=loads, load_after=loads, own_load=own)
+
+
+def record_batch(ranks: Sequence[Recorder], batch: int, first_layer: int = 0) -> None:
+    for layer in range(first_layer, LAYERS):
+        for rank, ring in enumerate(ranks):
+            record_layer(ring, batch, layer, rank)
+
+
+@contextmanager
+def serving(ranks: Sequence[Recorder]) -> Iterator[None]:
+    """Batches all the time."""
+    stopping = threading.Event()
 
     def run() -> None:
-        while not stopping.wait(0.002):
-            ranks.batch(*(random_ids(tokens, rank) for rank in range(len(ranks.writers))))
+        for batch in count():
+            if stopping.wait(0.01):
+                return
+            record_batch(ranks, batch)
 
     thread = threading.Thread(target=run)
     thread.start()
@@ -47,74 +80,150 @@ def engine(path: Path, *, shared: bool = False, tokens: int = 6) -> Iterator[Non
     finally:
         stopping.set()
         thread.join()
-        for ring in rings:
-            ring.close()
 
 
-def record(url: str, out: Path, *flags: str) -> int:
-    return main(["record", "--sidecar", url, "--token", TOKEN, "--out", str(out), *flags])
+def record(path: Path, out: Path, *flags: str) -> int:
+    return main(["record", "--run-dir", str(path), "--out", str(out), *flags])
 
 
-@pytest.mark.parametrize("shared", [True, False], ids=["tensor", "data"])
-def test_tokens_of_a_running_server(tmp_path: Path, run_path: Path, shared: bool) -> None:
-    with (
-        engine(run_path, shared=shared),
-        serving(create_app(run_path, TOKEN, False)) as url,
-    ):
-        assert record(url, tmp_path / "trace.npz", "--batches", "5") == 0
-    trace = load_trace(tmp_path / "trace.npz")
-    assert isinstance(trace, Trace)
-    ranks = 1 if shared else RANKS
-    expected = np.concatenate([random_ids(6, rank) for rank in range(ranks)])
-    assert np.array_equal(trace.topk_ids, np.tile(expected, (5, 1, 1)))
-    assert trace.metadata["mode"] == ("tensor" if shared else "data")
-    assert not list(run_path.glob("spool-*"))
-    assert [path.name for path in tmp_path.iterdir()] == ["trace.npz"]
-
-
-def test_loads_as_a_table_until_the_time_is_up(tmp_path: Path, run_path: Path) -> None:
-    pytest.importorskip("pyarrow")
-    with engine(run_path), serving(create_app(run_path, TOKEN, False)) as url:
-        out = tmp_path / "trace.parquet"
-        assert record(url, out, "--level", "loads", "--seconds", "0.3") == 0
+@pytest.mark.parametrize("mode", ["tensor", "data"])
+@pytest.mark.parametrize("suffix", [".npz", ".parquet"])
+def test_loads_of_a_running_server(tmp_path: Path, run_path: Path, mode: str, suffix: str) -> None:
+    if suffix == ".parquet":
+        pytest.importorskip("pyarrow")
+    out = tmp_path / f"trace{suffix}"
+    with rings(run_path, mode, ring_records=256) as ranks, serving(ranks):
+        assert record(run_path, out, "--batches", "5") == 0
     trace = load_trace(out)
     assert isinstance(trace, LoadTrace)
-    assert trace.loads.shape[1:] == (LAYERS, RANKS, 8)
+    first = int(trace.loads.reshape(-1)[0]) // 100
+    expected = loads_of(range(first, first + 5))
+    assert np.array_equal(trace.loads, expected if mode == "data" else expected[:, :, 0])
+    assert trace.phase is not None
+    assert set(trace.phase.tolist()) == {PREFILL}
+    about = trace.metadata
+    assert (about["mode"], about["ranks"], about["layers"]) == (mode, RANKS, LAYERS)
+    assert (about["batches"], about["missed_records"]) == (5, 0)
+    assert main(["replay", str(out), "--ep", "2", "--policies", "off,quota"]) == 0
 
 
-def test_what_does_not_fit_ends_the_recording(
+def test_a_batch_that_was_begun_before_is_left_out(run_path: Path) -> None:
+    with rings(run_path) as ranks:
+        record_batch(ranks, 6)
+        record_layer(ranks[0], 7, 0, 0)
+        with closing(LoadRecording(run_path)) as recording:
+            record_layer(ranks[1], 7, 0, 1)
+            record_batch(ranks, 7, first_layer=1)
+            record_batch(ranks, 8)
+            record_layer(ranks[0], 9, 0, 0)
+            recording.poll()
+            assert recording.num_batches == 1
+            assert np.array_equal(recording.trace().loads, loads_of([8]))
+
+
+def test_micro_batches_are_batches_of_their_own(run_path: Path) -> None:
+    with rings(run_path) as ranks, closing(LoadRecording(run_path)) as recording:
+        for layer in range(LAYERS):
+            for number in (1, 2):  # as they come from a device
+                for rank, ring in enumerate(ranks):
+                    loads = np.zeros(RANKS)
+                    own = load_of(number, layer, rank)
+                    write(ring, 1, layer, load_before=loads, load_after=loads, own_load=own)
+        recording.poll()
+        assert np.array_equal(recording.trace().loads, loads_of([1, 2]))
+        assert len(recording.trace(limit=1).loads) == 1
+
+
+def test_gaps_are_counted_and_their_batches_left_out(run_path: Path) -> None:
+    with rings(run_path, ring_records=8) as ranks, closing(LoadRecording(run_path)) as recording:
+        for batch in range(4):
+            record_batch(ranks, batch)
+        ranks[1].count_lost()
+        ranks[1].set_policy(Policy.QUOTA)  # which publishes the count
+        recording.poll()
+        trace = recording.trace()
+        assert np.array_equal(trace.loads, loads_of([2, 3]))
+        assert trace.metadata["missed_records"] == 2 * 4 + 1
+
+
+def test_what_was_recorded_until_a_server_ends_is_written(
     tmp_path: Path, run_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with (
-        engine(run_path, shared=True, tokens=20_000),
-        serving(create_app(run_path, TOKEN, False)) as url,
-    ):
-        assert record(url, tmp_path / "trace.npz", "--max-mib", "1") == 0
-    assert "did not fit" in capsys.readouterr().out
-    assert load_trace(tmp_path / "trace.npz").metadata["batches"] == 4
+    out = tmp_path / "trace.npz"
+    with rings(run_path, ring_records=256) as ranks, serving(ranks):
+        timer = threading.Timer(1.0, (run_path / "ring-1").unlink)
+        timer.start()
+        assert record(run_path, out) == 0
+        timer.join()
+    assert "ring-1 was deleted" in capsys.readouterr().out
+    assert isinstance(load_trace(out), LoadTrace)
 
 
-def test_an_idle_server_leaves_no_file(
-    tmp_path: Path, run_path: Path, capsys: pytest.CaptureFixture[str]
+def test_sigterm_ends_a_recording(
+    tmp_path: Path,
+    run_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with engine(run_path, tokens=0), serving(create_app(run_path, TOKEN, False)) as url:
-        assert record(url, tmp_path / "trace.npz", "--seconds", "0.1") == 2
-    assert "no whole batch" in capsys.readouterr().err
+    polls, poll = count(), LoadRecording.poll
+
+    def poll_and_end(recording: LoadRecording) -> None:
+        poll(recording)
+        if next(polls) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(LoadRecording, "poll", poll_and_end)
+    before = signal.getsignal(signal.SIGTERM)
+    with rings(run_path, ring_records=256) as ranks, serving(ranks):
+        assert record(run_path, tmp_path / "trace.npz", "--seconds", "600") == 0
+    signal.signal(signal.SIGTERM, before)
+    assert "writing what was recorded" in capsys.readouterr().out
+
+
+def without_batches(path: Path) -> None:
+    for rank in range(RANKS):
+        create(path, rank, SHAPE, mode="data").close()
+
+
+def without_a_rank(path: Path) -> None:
+    create(path, 0, SHAPE, Location(0, RANKS, 1, 1), mode="data").close()
+
+
+def without_the_first_stage(path: Path) -> None:
+    create(path, 0, SHAPE, pipeline=PipelineStage(1, 2), mode="data").close()
+
+
+@pytest.mark.parametrize(
+    ("server", "says"),
+    [
+        (without_batches, "no whole batch was recorded"),
+        (without_a_rank, r"ranks \[1\] are on other hosts"),
+        (without_the_first_stage, "no rank of a first pipeline stage"),
+    ],
+)
+def test_what_cannot_be_recorded_leaves_no_file(
+    tmp_path: Path, run_path: Path, server: Callable[[Path], None], says: str
+) -> None:
+    server(run_path)
+    with pytest.raises(TraceError, match=says), closing(LoadRecording(run_path)) as recording:
+        recording.trace()
+    assert record(run_path, tmp_path / "trace.npz", "--seconds", "0.1") == 2
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (("--out", "trace.parquet"), "must end in .npz"),
-        (("--out", "trace.txt", "--level", "loads"), ".npz or .parquet"),
+        (("--out", "trace.txt"), ".npz or .parquet"),
+        (("--out", "trace.parquet", "--from-vllm", "a.json"), "must end in .npz"),
         (("--out", "/dev/null/trace.npz"), "cannot be written"),
         (("--out", "trace.npz", "--batches", "0"), "1 or more"),
         (("--out", "trace.npz", "--seconds", "nan"), "more than 0"),
-        (("--out", "trace.npz", "--max-mib", "0"), "1 to 4096"),
+        (("--out", "trace.npz", "--port", "8000", "--from-vllm", "a.json"), "exclude each other"),
+        (("--out", "trace.npz", "--run-dir", "/dev/shm/none"), "not the run directory of a server"),
     ],
 )
-def test_bad_flags_are_refused_before_anything_is_sent(
+def test_bad_flags_are_refused_before_anything_is_read(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -122,51 +231,5 @@ def test_bad_flags_are_refused_before_anything_is_sent(
     says: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["record", "--sidecar", "http://127.0.0.1:9", "--token", "x", *flags]) == 2
+    assert main(["record", *flags]) == 2
     assert says in capsys.readouterr().err
-
-
-def test_only_bearers_of_the_token_record(tmp_path: Path) -> None:
-    client = TestClient(create_app(tmp_path, TOKEN, False))
-    body = {"level": "tokens"}
-    assert client.post("/v1/control/record", json=body, headers=BEARER).status_code == 409
-    page = ControlPage.create(tmp_path, Policy.OFF)
-    for method, path in (
-        ("POST", "/v1/control/record"),
-        ("GET", "/v1/record"),
-        ("GET", "/v1/record/spool/0"),
-        ("DELETE", "/v1/record"),
-    ):
-        assert client.request(method, path).status_code == 401
-    assert page.recording_word == 0
-    for wrong in ({"level": "all"}, {"level": "loads", "max_bytes": 5}, {}):
-        assert client.post("/v1/control/record", json=wrong, headers=BEARER).status_code == 422
-    answer = client.post("/v1/control/record", json=body, headers=BEARER)
-    assert answer.json() == {"level": "tokens", "number": 1, "schema_version": 2}
-    assert page.recording_word & 0xFF == RecordLevel.TOKENS
-    assert client.get("/v1/record/spool/0", headers=BEARER).status_code == 404
-    assert client.get("/v1/record/spool/-1", headers=BEARER).status_code == 422
-    page.close()
-
-
-def test_links_and_strange_files_are_not_handed_out(tmp_path: Path) -> None:
-    (tmp_path / "secret").write_text("secret")
-    (tmp_path / "spool-0").symlink_to(tmp_path / "secret")
-    (tmp_path / "spool-1").write_text("not a spool")
-    client = TestClient(create_app(tmp_path, TOKEN, False))
-    assert client.get("/v1/record", headers=BEARER).json()["spools"] == []
-    assert client.get("/v1/record/spool/0", headers=BEARER).status_code == 404
-
-
-def test_a_recording_replaced_by_another_says_so(run_path: Path) -> None:
-    with engine(run_path), serving(create_app(run_path, TOKEN, False)) as url:
-        ours, theirs = CaptureSidecar(url, TOKEN), CaptureSidecar(url, TOKEN)
-        number = ours.start("tokens", MIB)
-        later = theirs.start("loads", MIB)
-        while not theirs.progress(later).batches:
-            pass
-        with pytest.raises(BenchError, match="another recording"):
-            ours.progress(number)
-        theirs.stop()
-        ours.close()
-        theirs.close()

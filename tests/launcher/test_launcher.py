@@ -30,7 +30,7 @@ from ultraep_serve.system.environment import CONFIG_VARIABLE
 from ultraep_serve.system.machine import free_port
 from ultraep_serve.system.topology import Location
 from ultraep_serve.telemetry import run_directory as module
-from ultraep_serve.telemetry.schema import RingState
+from ultraep_serve.telemetry.ring import RingState
 from ultraep_serve.types import ExpertShape, Policy
 
 OFF = BalanceConfig(policy=Policy.OFF)

@@ -57,7 +57,7 @@ def posted(app: FastAPI, headers: dict[str, str]) -> tuple[int, dict[str, str]]:
 def test_nothing_is_read_of_who_may_not_change_anything(
     headers: dict[str, str], token: str | None, wanted: int, tmp_path: Path
 ) -> None:
-    status, answer = posted(create_app(tmp_path, token, False), headers)
+    status, answer = posted(create_app(tmp_path, token), headers)
     assert status == wanted
     assert answer.keys() == {"detail"}
 
@@ -74,7 +74,7 @@ def test_a_body_up_to_the_limit_is_accepted(
 
 
 def test_whatever_reads_a_body_needs_the_token(tmp_path: Path, client: TestClient) -> None:
-    routes = [r for r in create_app(tmp_path, TOKEN, False).routes if isinstance(r, APIRoute)]
+    routes = [r for r in create_app(tmp_path, TOKEN).routes if isinstance(r, APIRoute)]
     changing = [route for route in routes if route.body_field or route.methods - {"GET"}]
     assert changing
     for route in changing:
@@ -113,7 +113,7 @@ def test_values_that_json_cannot_answer_are_refused(value: str, client: TestClie
 )
 def test_only_known_names_are_answered(host: str, status: int, tmp_path: Path) -> None:
     options = AppOptions(allowed_hosts=("", "balance.example.com"))
-    client = TestClient(create_app(tmp_path, None, False, options=options))
+    client = TestClient(create_app(tmp_path, None, options=options))
     for path in ("/healthz", "/", "/metrics", "/v1/control/policy"):
         answer = client.get(path, headers={"Host": host})
         assert (answer.status_code == 421) == (status == 421)
@@ -124,7 +124,7 @@ def address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Of a sidecar that lets few connections wait, and has little time for heads."""
     monkeypatch.setattr(access, "_MAX_WAITING", FEW)
     monkeypatch.setattr(access, "_HEAD_SECONDS", HEAD_SECONDS)
-    with serving(**access.server_settings(create_app(tmp_path, None, False))) as url:
+    with serving(**access.server_settings(create_app(tmp_path, None))) as url:
         yield url
 
 
@@ -177,7 +177,7 @@ def test_a_head_without_an_end_is_refused(address: str) -> None:
 def test_slow_heads_keep_no_probe_out(tmp_path: Path) -> None:
     """More connections that never finish a head than may wait, with the limits as they are."""
     with (
-        serving(**access.server_settings(create_app(tmp_path, None, False))) as url,
+        serving(**access.server_settings(create_app(tmp_path, None))) as url,
         contextlib.ExitStack() as held,
         httpx.Client(base_url=url) as client,
     ):

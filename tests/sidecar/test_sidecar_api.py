@@ -37,7 +37,7 @@ def test_answers_that_stand_alone_have_a_schema_version(
 
 
 def test_pages_load_nothing_from_elsewhere(tmp_path: Path) -> None:
-    settings = server_settings(create_app(tmp_path, None, False))
+    settings = server_settings(create_app(tmp_path, None))
     with serving(**settings) as url, httpx.Client(base_url=url) as client:
         for path in ("/", "/docs", "/v1/config", "/static/main.js", "/nowhere", "/readyz"):
             headers = client.get(path).headers

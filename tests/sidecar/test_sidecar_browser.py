@@ -18,7 +18,7 @@ from tests.support.sidecar_runs import TOKEN
 from tests.support.waiting import until
 from ultraep_serve.sidecar.access import server_settings
 from ultraep_serve.sidecar.app import create_app
-from ultraep_serve.telemetry.self_check import SelfCheck, SelfCheckOutcome
+from ultraep_serve.telemetry.ring import SelfCheck, SelfCheckOutcome
 from ultraep_serve.types import CheckResult, ExpertShape, Policy, VerificationCheck
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
@@ -67,7 +67,7 @@ def run(run_path: Path) -> Iterator[SyntheticRun]:
 @pytest.fixture
 def url(run_path: Path, run: SyntheticRun) -> Iterator[str]:
     """A sidecar over ``run``, served by a thread of this process."""
-    settings = server_settings(create_app(run_path, TOKEN, False))
+    settings = server_settings(create_app(run_path, TOKEN))
     settings |= {"log_level": "warning", "timeout_graceful_shutdown": 2}
     server = uvicorn.Server(uvicorn.Config(**settings))
     with socket.create_server(("127.0.0.1", 0)) as listener:

@@ -16,7 +16,7 @@ from tests.support.sidecar_runs import SkewedRun
 from ultraep_serve.sidecar import routes_balance
 from ultraep_serve.sidecar.app import AppOptions, create_app
 from ultraep_serve.sidecar.store import Run, RunStore
-from ultraep_serve.telemetry.schema import RingState
+from ultraep_serve.telemetry.ring import RingState
 
 CLIENTS = 60  # more than there are threads
 
@@ -34,7 +34,7 @@ def test_health_is_answered_whatever_others_ask(
     monkeypatch.setattr(routes_balance, "batch_snapshots", slow)
 
     async def ask() -> list[httpx.Response]:
-        app = create_app(tmp_path, None, False)
+        app = create_app(tmp_path, None)
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://sidecar") as client:
             path = "/v1/balance/batches"
@@ -83,7 +83,7 @@ def test_the_thread_that_polls_survives_errors(
         raise OSError(24, "Too many open files")
 
     options = AppOptions(poll_seconds=0.001, after_poll=fail)
-    with TestClient(create_app(tmp_path, None, False, options=options)) as client:
+    with TestClient(create_app(tmp_path, None, options=options)) as client:
         assert thrice.wait(60)
         assert client.get("/healthz").status_code == 200
     assert sum("Too many open files" in record.getMessage() for record in caplog.records) == 1

@@ -3,9 +3,9 @@
 import json
 from pathlib import Path
 
+import pytest
 from fastapi.testclient import TestClient
 
-from tests.support.rings import SyntheticRun
 from tests.support.sidecar_runs import BEARER, TOKEN, SkewedRun
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.sidecar.app import create_app
@@ -43,18 +43,16 @@ def test_the_policy_is_switched_by_who_has_the_token(
     engine.close()
 
 
-def test_the_ideal_policy_needs_permission(
-    tmp_path: Path, skewed_run: SkewedRun, client: TestClient
+@pytest.mark.parametrize("allowed", [False, True])
+def test_ideal_needs_a_server_that_was_started_for_it(
+    tmp_path: Path, client: TestClient, allowed: bool
 ) -> None:
-    engine = ControlPage.create(tmp_path, Policy.QUOTA)
-    body = {"policy": "ideal"}
-    answer = client.post("/v1/control/policy", json=body, headers=BEARER)
-    assert answer.status_code == 403
-    assert "--allow-ideal" in answer.json()["detail"]
-    assert engine.policy is Policy.QUOTA
-    allowed = TestClient(create_app(tmp_path, TOKEN, True))
-    assert allowed.post("/v1/control/policy", json=body, headers=BEARER).status_code == 200
-    assert engine.policy is Policy.IDEAL
+    engine = ControlPage.create(tmp_path, Policy.QUOTA, allow_ideal=allowed)
+    assert ("ideal" in client.get("/v1/config").json()["policies"]) is allowed
+    answer = client.post("/v1/control/policy", json={"policy": "ideal"}, headers=BEARER)
+    assert answer.status_code == (200 if allowed else 409)
+    assert allowed or "--allow-ideal" in answer.json()["detail"]
+    assert engine.policy is (Policy.IDEAL if allowed else Policy.QUOTA)
     engine.close()
 
 
@@ -64,12 +62,7 @@ def test_without_a_page_nothing_is_switched(client: TestClient) -> None:
     assert "--policy off" in answer.json()["detail"]
 
 
-def test_what_may_be_set_is_said(
-    tmp_path: Path, planned_run: SyntheticRun, client: TestClient
-) -> None:
-    config = client.get("/v1/config").json()
-    assert config["control_open"] is True
-    assert "ideal" not in config["policies"]
-    closed = TestClient(create_app(tmp_path, None, True)).get("/v1/config").json()
-    assert closed["control_open"] is False
-    assert "ideal" in closed["policies"]
+def test_whether_control_is_open_is_said(tmp_path: Path, client: TestClient) -> None:
+    closed = TestClient(create_app(tmp_path, None))
+    assert client.get("/v1/config").json()["control_open"] is True
+    assert closed.get("/v1/config").json()["control_open"] is False

@@ -14,8 +14,8 @@ from tests.support.ring_files import put
 from tests.support.rings import SyntheticRun, SyntheticTraffic
 from tests.support.sidecar_runs import TOKEN
 from ultraep_serve.sidecar.app import create_app
+from ultraep_serve.telemetry.ring import HEADER_BYTES
 from ultraep_serve.telemetry.run_files import RunFiles
-from ultraep_serve.telemetry.schema import HEADER_BYTES
 from ultraep_serve.types import ExpertShape
 
 schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not installed")
@@ -48,7 +48,7 @@ def run(tmp_path: Path) -> Iterator[SyntheticRun]:
 
 def test_the_interface_keeps_to_its_document(tmp_path: Path, run: SyntheticRun) -> None:
     """Every other call bears the token, so that what lies behind it is reached as well."""
-    schema = schemathesis.openapi.from_asgi("/openapi.json", create_app(tmp_path, TOKEN, False))
+    schema = schemathesis.openapi.from_asgi("/openapi.json", create_app(tmp_path, TOKEN))
     calls = 0
 
     for found in schema.get_all_operations():
@@ -76,7 +76,7 @@ def test_rings_with_flipped_bytes(tmp_path: Path, run: SyntheticRun) -> None:
     source = random.Random(0)
     path = RunFiles(tmp_path).ring(0)
     original = path.read_bytes()
-    client = TestClient(create_app(tmp_path, None, False))
+    client = TestClient(create_app(tmp_path, None))
     for round_number in range(40):
         data = bytearray(original)
         limit = HEADER_BYTES if round_number % 2 else len(data)
@@ -89,7 +89,7 @@ def test_rings_with_flipped_bytes(tmp_path: Path, run: SyntheticRun) -> None:
 def test_what_is_no_ring_is_reported(tmp_path: Path, run: SyntheticRun) -> None:
     path = RunFiles(tmp_path).ring(0)
     original = path.read_bytes()
-    client = TestClient(create_app(tmp_path, None, False))
+    client = TestClient(create_app(tmp_path, None))
     huge = bytearray(original)
     huge[8:16] = b"\xff" * 8  # records ever written
     for content, reason in (
@@ -123,7 +123,7 @@ def test_rings_rewritten_while_they_are_read(tmp_path: Path, run: SyntheticRun) 
             path.write_bytes(original)
 
     writer = threading.Thread(target=rewrite)
-    client = TestClient(create_app(tmp_path, None, False))
+    client = TestClient(create_app(tmp_path, None))
     writer.start()
     try:
         for _ in range(30):

@@ -14,8 +14,8 @@ from tests.support.rings import SyntheticRun, planned_run
 from tests.support.sidecar_runs import TOKEN, SkewedRun, reasons, samples
 from ultraep_serve.sidecar.app import AppOptions, StateLog, create_app
 from ultraep_serve.sidecar.store import RunStore
+from ultraep_serve.telemetry.ring import RingState
 from ultraep_serve.telemetry.run_files import RunFiles
-from ultraep_serve.telemetry.schema import RingState
 from ultraep_serve.types import Decision, ExpertShape, Policy
 
 
@@ -39,7 +39,7 @@ def test_ready_only_when_every_rank_is(
     assert reasons(client) == {"1": "state is failed"}
     skewed_run.recorders[1].close()
     RunFiles(tmp_path).ring(1).unlink()
-    assert "gone" in reasons(client)["1"]
+    assert "ring-1 was deleted" in reasons(client)["1"]
     assert client.get("/v1/balance").json()["ranks"][1]["state"] == "missing"
 
 
@@ -86,7 +86,7 @@ def test_hostile_files_are_reported_and_survived(
 
 def test_its_directory_may_go_and_come_before_the_engine(tmp_path: Path) -> None:
     run_path = tmp_path / "run"
-    with TestClient(create_app(run_path, TOKEN, False, options=FAST)) as client:
+    with TestClient(create_app(run_path, TOKEN, options=FAST)) as client:
         for _ in range(2):
             run_path.mkdir(mode=0o700)
             wait_for(client, "run")
@@ -118,7 +118,7 @@ def wait_for(client: TestClient, text: str) -> None:
 
 def test_a_killed_writer_is_noticed(tmp_path: Path) -> None:
     writer = multiprocessing.get_context("spawn").Process(target=beat, args=(tmp_path, 0))
-    with TestClient(create_app(tmp_path, TOKEN, False, options=FAST)) as client:
+    with TestClient(create_app(tmp_path, TOKEN, options=FAST)) as client:
         writer.start()
         try:
             wait_for(client, "{}")
@@ -133,7 +133,7 @@ def test_a_killed_writer_is_noticed(tmp_path: Path) -> None:
 def test_the_background_keeps_what_the_ring_forgets(tmp_path: Path) -> None:
     skewed_run = SkewedRun(tmp_path, ring_records=16)
     options = AppOptions(poll_seconds=0.001, max_records=20)
-    client = TestClient(create_app(tmp_path, TOKEN, False, options=options))
+    client = TestClient(create_app(tmp_path, TOKEN, options=options))
     for number in range(30):  # 60 records through a ring of 16 and a window of 20
         skewed_run.batch(number)
         client.get("/readyz")
@@ -166,7 +166,7 @@ def test_health_of_every_rank(
 
 
 def test_an_overview_without_an_engine(tmp_path: Path) -> None:
-    overview = TestClient(create_app(tmp_path, None, False)).get("/v1/overview").json()
+    overview = TestClient(create_app(tmp_path, None)).get("/v1/overview").json()
     assert (overview["ready"], overview["engine"], overview["ranks"]) == (False, None, [])
     assert "run" in overview["reasons"]
 

@@ -11,7 +11,7 @@ from tests.support.ring_files import create, write
 from tests.support.sidecar_runs import BEARER, reasons, samples
 from ultraep_serve.system.topology import Location
 from ultraep_serve.telemetry.control import ControlPage
-from ultraep_serve.telemetry.schema import RingState
+from ultraep_serve.telemetry.ring import RingState
 from ultraep_serve.types import Decision, ExpertShape, Policy
 
 SHAPE = ExpertShape(num_ranks=4, num_logical_experts=8, num_replica_slots=1)
@@ -113,12 +113,6 @@ def test_only_the_first_host_decides_and_the_others_say_who(host: Host, client: 
     assert answer.status_code == 409
     assert "on the first host, one: ask the sidecar there" in answer.json()["detail"]
     assert (host.page.policy, host.page.sequence) == (Policy.QUOTA, 0)
-
-
-def test_every_host_records_its_own(host: Host, client: TestClient) -> None:
-    answer = client.post("/v1/control/record", json={"level": "loads"}, headers=BEARER)
-    assert answer.status_code == 200
-    assert host.page.recording_word > 0
 
 
 def test_the_policy_in_force_is_what_batches_were_served_under(

@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.ring_files import create, planned
 from tests.support.sidecar_runs import SkewedRun, samples
-from ultraep_serve.telemetry.schema import RingState
+from ultraep_serve.telemetry.ring import RingState
 from ultraep_serve.types import Decision, ExpertShape
 
 

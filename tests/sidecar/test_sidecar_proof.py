@@ -10,8 +10,8 @@ from tests.support.sidecar_runs import BEARER, SkewedRun, samples
 from ultraep_serve.cli import main
 from ultraep_serve.costs.model import CostModel
 from ultraep_serve.sidecar.direct import status_reader
+from ultraep_serve.telemetry.ring import SelfCheck, SelfCheckOutcome
 from ultraep_serve.telemetry.run_files import RunFiles
-from ultraep_serve.telemetry.self_check import SelfCheck, SelfCheckOutcome
 from ultraep_serve.types import CheckResult, Policy, VerificationCheck
 
 CHECKS = CheckResult("kernels", 0.5, "64 loads"), CheckResult("costs", 2.5, "a copy: 1 ms", "far")

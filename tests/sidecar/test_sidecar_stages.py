@@ -33,7 +33,7 @@ def stages(tmp_path: Path) -> Iterator[list[SyntheticRun]]:
 
 @pytest.fixture
 def client(tmp_path: Path) -> TestClient:
-    return TestClient(create_app(tmp_path, "token", allow_ideal=False))
+    return TestClient(create_app(tmp_path, "token"))
 
 
 def test_all_layers_of_all_stages_are_shown(stages: list[SyntheticRun], client: TestClient) -> None:

@@ -123,7 +123,7 @@ def sidecar_app(fake: FakeDeployment) -> FastAPI:
             return JSONResponse({"detail": "no control page"}, 409)
         policy = (await request.json())["policy"]
         if policy == "ideal" and not fake.allow_ideal:
-            return JSONResponse({"detail": "policy ideal is not allowed"}, 403)
+            return JSONResponse({"detail": "policy ideal is not allowed"}, 409)
         fake.policy = policy
         fake.policies_set.append(policy)
         return JSONResponse({"policy": policy})

@@ -101,7 +101,7 @@ def check_exchange(bench: Bench, num_ranks: int, num_experts: int) -> float | No
     inboxes[0, ends:].view(torch.int32).view(2, num_ranks, width)[:] = posted.view(num_ranks, width)
     addresses = torch.tensor([inbox.data_ptr() for inbox in inboxes], device=device)
     load = posted[:num_experts]
-    unknown, choice = (torch.ones(n, dtype=torch.int32, device=device) for n in (1, 4))
+    unknown, choice = (torch.ones(n, dtype=torch.int32, device=device) for n in (1, 3))
     epoch, status = new_epoch(device), new_status(device)
 
     row = row_reference(load, unknown, choice, has_load=True)

@@ -37,7 +37,6 @@ class FakeRecorder(KeepsNothing):
     """Recorder and policy source in one; what came is kept as plain values."""
 
     policy: Policy = Policy.QUOTA
-    max_imbalance_millionths: int = 0
     speeds: SpeedSource = SpeedSource.CONFIGURED
     events: list[Any] = field(default_factory=list)  # records, and decisions on whole batches
     stage_ns: list[int] = field(default_factory=list)  # of the last record

@@ -58,6 +58,7 @@ def planned(batch: int, layer: int = 0, **changes: Any) -> LayerRecord:
         "slot_expert": -1,
         "slot_load": 0,
         "expert_load": 0,
+        "own_load": 0,
     } | {name: value for name, value in changes.items() if value is not None}
     fields["policy"] = fields["policy"].code
     assignments = int(np.sum(fields["load_before"]))

@@ -22,7 +22,7 @@ from ultraep_serve.system.topology import ONLY_STAGE, Location, PipelineStage
 from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.record import LayerOutcome, LayerPlace, LayerRecord
 from ultraep_serve.telemetry.recorder import Recorder, RingSettings
-from ultraep_serve.telemetry.schema import RingState
+from ultraep_serve.telemetry.ring import RingState
 from ultraep_serve.types import Decision, ExpertShape, Plan, Policy, Stage
 
 __all__ = ["PLANNED_LAYERS", "SyntheticRun", "SyntheticTraffic", "planned_run"]
@@ -69,11 +69,11 @@ class SyntheticRun:
         self._random = np.random.default_rng(seed)
         self._batch = 0
         self._popularity = self._random.normal(size=(num_layers, shape.num_logical_experts))
-        self.control = ControlPage.open_or_create(run_path, Policy.QUOTA)
+        self.control = ControlPage.create(run_path, Policy.QUOTA)
         config = BalanceConfig(slots=shape.num_replica_slots, run_dir=str(run_path))
         (run_path / "config.json").write_text(config.to_json())
         slot_bytes = shape.num_replica_slots * _EXPERT_BYTES
-        settings = RingSettings(num_layers, ring_records, "vllm", "data", slot_bytes, 60.0)
+        settings = RingSettings(num_layers, "vllm", "data", slot_bytes, 60.0, ring_records)
         self.recorders = [
             Recorder.create(
                 run_path,
@@ -87,7 +87,7 @@ class SyntheticRun:
         for recorder in self.recorders:
             recorder.set_state(RingState.READY)
             recorder.set_policy(Policy.QUOTA)
-        self.recorders[0].at_heartbeat(lambda: self.control.follow(put_back=True))
+        self.recorders[0].watch(self.control.file)
 
     def batch(self) -> None:
         """One prefill batch under the policy in force, and some decode batches."""
@@ -128,6 +128,7 @@ class SyntheticRun:
             told = LayerRecord.of(
                 LayerPlace(self._batch, layer, self.traffic.tokens),
                 outcome,
+                loads[rank],
                 rank=rank,
                 expert_bytes=_EXPERT_BYTES,
                 bytes_sent=int(sent[rank]),

@@ -12,7 +12,8 @@ from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.ring_files import create, write
-from ultraep_serve.telemetry.schema import RingState
+from ultraep_serve.telemetry.control import ControlPage
+from ultraep_serve.telemetry.ring import RingState
 from ultraep_serve.types import Decision, ExpertShape, Policy
 
 TOKEN = "open-sesame"
@@ -24,6 +25,7 @@ class SkewedRun:
 
     def __init__(self, run_path: Path, num_ranks: int = 2, ring_records: int = 256) -> None:
         self.num_ranks = num_ranks
+        self.control = ControlPage.create(run_path, Policy.QUOTA)
         shape = ExpertShape(num_ranks, 4 * num_ranks, 1)
         self.recorders = [
             create(
@@ -71,6 +73,7 @@ class SkewedRun:
     def close(self) -> None:
         for recorder in self.recorders:
             recorder.close()
+        self.control.close()
 
 
 def status(url: str) -> int:

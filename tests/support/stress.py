@@ -126,7 +126,6 @@ class _Switch:
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
-        self.max_imbalance_millionths = 0
         self.speeds = SpeedSource.CONFIGURED
 
 

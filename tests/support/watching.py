@@ -22,8 +22,8 @@ from ultraep_serve.balance.host_link import HostLink, StageMeeting, join_hosts
 from ultraep_serve.balance.watch import RankWatch
 from ultraep_serve.system.topology import Location, PipelineStage
 from ultraep_serve.telemetry.reader import RingReader
+from ultraep_serve.telemetry.ring import RingState
 from ultraep_serve.telemetry.run_files import RunFiles
-from ultraep_serve.telemetry.schema import RingState
 from ultraep_serve.types import Decision, ExpertShape
 
 TIMEOUT = 2.0

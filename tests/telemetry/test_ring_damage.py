@@ -14,8 +14,8 @@ from tests.support.ring_files import SHAPE, create, write
 from ultraep_serve.errors import RingError
 from ultraep_serve.telemetry.reader import RingReader
 from ultraep_serve.telemetry.record import record_dtype
+from ultraep_serve.telemetry.ring import HEADER_BYTES, HEADER_DTYPE, RingState
 from ultraep_serve.telemetry.run_files import RunFiles
-from ultraep_serve.telemetry.schema import HEADER_BYTES, HEADER_DTYPE, RingState
 from ultraep_serve.types import Decision, ExpertShape
 
 
@@ -180,7 +180,7 @@ def test_what_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
     ):
         path = RunFiles(tmp_path).ring(number)
         make(path)
-        with pytest.raises(RingError, match="cannot open"):
+        with pytest.raises(RingError, match=r"cannot open|was deleted"):
             RingReader(path)
 
 
@@ -196,23 +196,4 @@ def test_whoever_writes_goes_on_over_damage(tmp_path: Path) -> None:
             write(recorder, batch)
         recorder.count_batch(Decision.SMALL)
         recorder.set_state(RingState.READY)
-    recorder.close()
-
-
-def test_a_truncated_ring_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its writer lives, fills the file up again, and what it writes from then on is read."""
-    monkeypatch.setattr("ultraep_serve.telemetry.recorder.HEARTBEAT_SECONDS", 0.005)
-    recorder, path = create(tmp_path), RunFiles(tmp_path).ring(0)
-    size = path.stat().st_size
-    for batch, left in enumerate((0, 100, HEADER_BYTES, size - 1)):
-        write(recorder, 2 * batch)
-        os.truncate(path, left)
-        write(recorder, 2 * batch + 1)
-        while path.stat().st_size < size:
-            time.sleep(0.005)
-        write(recorder, 2 * batch + 1)
-        poll = RingReader(path).poll()
-        assert poll.records["batch"][-1] == 2 * batch + 1
-        assert poll.header.written == 3 * (batch + 1)
-    assert recorder.lost == 0
     recorder.close()

@@ -1,6 +1,5 @@
-"""Which servers run on this machine; and directories that were deleted under them."""
+"""Which servers run on this machine."""
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -8,13 +7,7 @@ import pytest
 from tests.support.ring_files import SHAPE, create
 from ultraep_serve.errors import NoServerError
 from ultraep_serve.telemetry import run_directory
-from ultraep_serve.telemetry.run_directory import (
-    RunDirectory,
-    hold,
-    remove_abandoned,
-    running_run_directories,
-)
-from ultraep_serve.telemetry.running import find_run, running_run
+from ultraep_serve.telemetry.run_directory import RunDirectory, find_run
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +17,7 @@ def shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_without_a_server_the_error_says_how_to_start_one(shared_memory: Path) -> None:
-    for find in (running_run, lambda: running_run(8000), lambda: find_run(shared_memory / "gone")):
+    for find in (find_run, lambda: find_run(port=8000), lambda: find_run(shared_memory / "gone")):
         with pytest.raises(NoServerError, match="start one with `ultraep-serve vllm MODEL`"):
             find()
 
@@ -45,7 +38,7 @@ def test_several_servers_are_listed_with_what_tells_them_apart() -> None:
     recorder = create(serving.path, engine="sglang")
     (serving.path / "ring-x").write_text("no ring")
     with pytest.raises(NoServerError) as raised:
-        running_run()
+        find_run()
     head, first, second = str(raised.value).splitlines()
     assert "2 balanced servers" in head
     assert "--run-dir" in head
@@ -56,22 +49,3 @@ def test_several_servers_are_listed_with_what_tells_them_apart() -> None:
     recorder.close()
     loading.leave()
     serving.leave()
-
-
-def test_a_deleted_directory_is_made_again_and_held(shared_memory: Path) -> None:
-    directory = RunDirectory.create("8000")
-    shutil.rmtree(directory.path)
-    assert running_run_directories() == []
-    hold(directory.path)
-    hold(directory.path)  # as several parts of a process may
-    assert directory.path.stat().st_mode & 0o777 == 0o700
-    remove_abandoned()
-    assert running_run_directories() == [directory.path]
-    directory.leave()
-    assert list(shared_memory.iterdir()) == []
-
-
-def test_other_directories_are_not_made(shared_memory: Path) -> None:
-    for path in (shared_memory / "mine", shared_memory / "deep" / "ultraep-0-8000"):
-        hold(path)
-        assert not path.exists()

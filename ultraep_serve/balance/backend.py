@@ -111,11 +111,6 @@ class PolicySource(Protocol):
     def policy(self) -> Policy: ...
 
     @property
-    def max_imbalance_millionths(self) -> int:
-        """The imbalance at or below which layers are left alone; 0: as configured."""
-        ...
-
-    @property
     def speeds(self) -> SpeedSource:
         """Where the speeds of ranks come from."""
         ...

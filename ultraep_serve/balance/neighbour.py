@@ -7,7 +7,7 @@ from pathlib import Path
 from ultraep_serve.errors import RingError
 from ultraep_serve.system.topology import process_namespace, process_state
 from ultraep_serve.telemetry.reader import RingReader
-from ultraep_serve.telemetry.schema import RingHeader
+from ultraep_serve.telemetry.ring import RingHeader
 
 __all__ = ["Neighbour"]
 

@@ -38,8 +38,8 @@ from ultraep_serve.errors import UltraEPError
 from ultraep_serve.system.logs import say
 from ultraep_serve.system.topology import ONLY_STAGE, Location, PipelineStage
 from ultraep_serve.telemetry.recorder import HEARTBEAT_SECONDS, Recorder
+from ultraep_serve.telemetry.ring import RingState
 from ultraep_serve.telemetry.run_files import RunFiles
-from ultraep_serve.telemetry.schema import RingState
 
 __all__ = ["RankWatch"]
 

@@ -10,7 +10,7 @@ from ultraep_serve.engines.common.launch import count_experts
 from ultraep_serve.errors import ConfigError
 from ultraep_serve.system.machine import available_memory
 from ultraep_serve.telemetry.record import record_dtype
-from ultraep_serve.telemetry.schema import HEADER_BYTES, RING_RECORDS
+from ultraep_serve.telemetry.ring import HEADER_BYTES, RING_RECORDS
 from ultraep_serve.types import ExpertShape
 
 __all__ = ["check_memory", "check_shared_memory"]

@@ -20,7 +20,6 @@ def sidecar_command(
     command = [sys.executable, "-m", "ultraep_serve.sidecar", "--run-dir", str(config.run_path)]
     command += ["--host", settings.host, "--port", str(port)]
     command += ["--allowed-hosts", settings.allowed_hosts] if settings.allowed_hosts else []
-    command += ["--allow-ideal"] if config.allow_ideal else []
     return command if parent is None else [*command, "--parent", str(parent)]
 
 

@@ -25,8 +25,8 @@ from ultraep_serve.system.environment import child_environment
 from ultraep_serve.system.logs import say
 from ultraep_serve.system.machine import killed_for_memory
 from ultraep_serve.telemetry.reader import RingReader
+from ultraep_serve.telemetry.ring import RingState
 from ultraep_serve.telemetry.run_files import RunFiles
-from ultraep_serve.telemetry.schema import RingState
 from ultraep_serve.types import Policy
 
 __all__ = ["EngineCommand", "start_child", "stop_child", "supervise"]
@@ -126,10 +126,6 @@ class _BalanceWatch:
             if self._done.wait(_HEALTH_SECONDS):
                 return
         num_ranks, ready = self._engine.num_ranks, self._num_ready()
-        if ready < num_ranks:
-            if self._done.wait(_HEALTH_SECONDS):
-                return
-            ready = self._num_ready()  # ranks put files back that somebody deleted meanwhile
         if ready < num_ranks:
             self.problem = (
                 f"the server came up, but {num_ranks - ready} of {num_ranks} ranks here balance "

@@ -15,7 +15,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 __all__ = ["MAX_BODY_BYTES", "Guard", "TimedHeads", "server_settings"]
 
 MAX_BODY_BYTES = 64 << 10
-_GUARDED = "/v1/control", "/v1/record"
+_GUARDED = "/v1/control"
 _HEAD_BYTES = 16 << 10
 _HEAD_SECONDS = 10.0  # longer than most clients keep a connection that they do not use
 _MAX_WAITING = 256  # connections that wait for a head

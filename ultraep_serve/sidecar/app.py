@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +17,6 @@ from ultraep_serve import __version__
 from ultraep_serve.errors import ControlError
 from ultraep_serve.sidecar.access import Guard
 from ultraep_serve.sidecar.routes_balance import balance_routes
-from ultraep_serve.sidecar.routes_capture import capture_routes
 from ultraep_serve.sidecar.routes_control import control_routes
 from ultraep_serve.sidecar.routes_operate import operate_routes
 from ultraep_serve.sidecar.statistics.held import NoAnswerError
@@ -52,21 +51,18 @@ class AppOptions:
     poll_seconds: float = 0.5  # between polls in the background
     heartbeat_limit_seconds: float = ALIVE_SECONDS  # without one for longer, a rank is not alive
     max_records: int = 8192  # kept in memory of each rank
-    after_poll: Callable[[Run], None] | None = None  # called in the background
     allowed_hosts: tuple[str, ...] = ()  # names by which it may be called, beside its own
 
 
 def create_app(
     run_dir: Path,
     token: str | None,
-    allow_ideal: bool,
     *,
     options: AppOptions | None = None,
 ) -> FastAPI:
     """The application over the rings in ``run_dir``, which need not exist yet.
 
-    ``token`` gives access to control (None or empty: nobody has it); ``allow_ideal`` permits the
-    policy that gives wrong answers.
+    ``token`` gives access to control (None or empty: nobody has it).
     """
     options = options or AppOptions()
     store = RunStore(
@@ -83,10 +79,9 @@ def create_app(
         redoc_url=None,
     )
     routers = (
-        operate_routes(store, control_open=bool(token), allow_ideal=allow_ideal),
+        operate_routes(store, control_open=bool(token)),
         balance_routes(store),
-        control_routes(store, run_dir, allow_ideal),
-        capture_routes(run_dir),
+        control_routes(store, run_dir),
     )
     for router in routers:  # include_router would build the schemas of all answers again
         app.router.routes.extend(router.routes)
@@ -109,9 +104,7 @@ async def _polling(store: RunStore, options: AppOptions) -> AsyncIterator[None]:
         known = ""
         while not stopping.wait(options.poll_seconds):
             try:
-                state_log.update(polled := store.poll())
-                if options.after_poll is not None:
-                    options.after_poll(polled)
+                state_log.update(store.poll())
             except Exception as error:  # without this thread records would be missed for good
                 if str(error) != known:
                     known = str(error)

@@ -15,7 +15,7 @@ from ultraep_serve.sidecar.statistics.held import NoRunError
 from ultraep_serve.sidecar.statistics.selection import RecordSelection
 from ultraep_serve.sidecar.statistics.summary import summarise
 from ultraep_serve.sidecar.store import RunStore
-from ultraep_serve.telemetry.running import find_run
+from ultraep_serve.telemetry.run_directory import find_run
 
 __all__ = ["ServerStatus", "status", "status_reader"]
 

@@ -25,8 +25,8 @@ from ultraep_serve.sidecar.statistics.snapshot import RankHealth
 from ultraep_serve.sidecar.statistics.timeline import Timeline
 from ultraep_serve.telemetry.reader import RingReader
 from ultraep_serve.telemetry.record import RecordArray
+from ultraep_serve.telemetry.ring import RingHeader, RingState
 from ultraep_serve.telemetry.run_files import RunFiles
-from ultraep_serve.telemetry.schema import RingHeader, RingState
 
 __all__ = ["PrimaryRanks", "RingFollower"]
 

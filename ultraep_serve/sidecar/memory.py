@@ -3,7 +3,7 @@
 import numpy as np
 
 from ultraep_serve.telemetry.record import RecordArray, aligned_dtype, record_dtype
-from ultraep_serve.telemetry.schema import RingHeader
+from ultraep_serve.telemetry.ring import RingHeader
 from ultraep_serve.types import Decision, ExpertShape
 
 __all__ = ["OWN_DTYPE", "RecordWindow", "SkippedHistory", "most_records", "skipped_since"]

@@ -38,7 +38,7 @@ from ultraep_serve.sidecar.statistics.snapshot import BalanceSnapshot
 from ultraep_serve.sidecar.statistics.summary import summarise
 from ultraep_serve.sidecar.statistics.timeline import Timeline
 from ultraep_serve.sidecar.store import RunStore
-from ultraep_serve.telemetry.schema import RingHeader
+from ultraep_serve.telemetry.ring import RingHeader
 from ultraep_serve.types import Decision, Stage, VerificationCheck
 
 __all__ = ["StoreCollector"]

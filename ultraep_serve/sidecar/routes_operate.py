@@ -44,11 +44,8 @@ class ConfigAnswer(Document):
     """The settings at start, without secrets; null where there are none."""
 
 
-def operate_routes(store: RunStore, *, control_open: bool, allow_ideal: bool) -> APIRouter:
-    """The routes over ``store``.
-
-    Whether ``control_open``, and the policy that gives wrong answers is permitted, is told.
-    """
+def operate_routes(store: RunStore, *, control_open: bool) -> APIRouter:
+    """The routes over ``store``; whether ``control_open`` is told."""
     router = APIRouter(tags=["operate"])
     prober = CapacityLimiter(1)  # probes are answered whatever others ask
 
@@ -91,16 +88,16 @@ def operate_routes(store: RunStore, *, control_open: bool, allow_ideal: bool) ->
     @router.get("/v1/config")
     def config() -> ConfigAnswer:
         """The policy in force, the policies that may be set, and the settings at start."""
-        return _config(store.poll(), control_open, allow_ideal)
+        return _config(store.poll(), control_open)
 
     return router
 
 
-def _config(run: Run, control_open: bool, allow_ideal: bool) -> ConfigAnswer:
+def _config(run: Run, control_open: bool) -> ConfigAnswer:
     return ConfigAnswer(
         version=__version__,
         policy=run.policy.value if run.policy else None,
-        policies=[p.value for p in Policy if p is not Policy.IDEAL or allow_ideal],
+        policies=[p.value for p in Policy if p is not Policy.IDEAL or run.control.allows_ideal],
         control_open=control_open,
         config=run.config,
     )

@@ -22,9 +22,8 @@ from ultraep_serve.sidecar.app import AppOptions, create_app
 from ultraep_serve.system.control_token import read_token
 from ultraep_serve.system.environment import control_token_from_environment
 from ultraep_serve.system.machine import why_not_listen
-from ultraep_serve.telemetry.run_directory import remove_abandoned
+from ultraep_serve.telemetry.run_directory import find_run, remove_abandoned
 from ultraep_serve.telemetry.run_files import RunFiles
-from ultraep_serve.telemetry.running import find_run
 
 __all__ = ["add_arguments", "control_token", "is_loopback", "run", "serve", "set_up_logging"]
 
@@ -41,12 +40,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--parent", type=int, metavar="PID", help=parent)
     add_file_flag(parser)
     SidecarSettings.add_flags(parser)
-    parser.add_argument(
-        "--allow-ideal",
-        action="store_true",
-        default=None,
-        help="permit the policy that gives wrong answers",
-    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -55,12 +48,12 @@ def run(arguments: argparse.Namespace) -> int:
     Raises ConfigError when the address cannot be used, NoServerError without a server.
     """
     run_dir = arguments.run_dir or find_run()
-    config, settings = given_settings(arguments, "")
+    _, settings = given_settings(arguments, "")
     _limit_heaps()
     set_up_logging()
     if arguments.parent is not None:
         os.setpgrp()  # no signals of the engine's terminal, but its session: see start_child
-    serve(run_dir, settings, control_token(run_dir), config.allow_ideal, arguments.parent)
+    serve(run_dir, settings, control_token(run_dir), arguments.parent)
     if arguments.parent is not None:
         remove_abandoned()  # by killed ranks; those that end by themselves leave nothing
     return 0
@@ -70,13 +63,11 @@ def serve(
     run_dir: Path,
     settings: SidecarSettings,
     token: str | None = None,
-    allow_ideal: bool = False,
     parent: int | None = None,
 ) -> None:
     """Serve until SIGINT or SIGTERM, or until the process ``parent`` is no longer the parent.
 
-    Port 0 is a free one, which is logged. A token that is not the operator's is in a file, which
-    local clients read; it is put back where it was deleted while serving.
+    Port 0 is a free one, which is logged.
 
     Raises ConfigError when the address cannot be bound, or when the control endpoint would be
     reachable from other hosts without a token.
@@ -88,13 +79,8 @@ def serve(
         )
     with _listen(host, port) as listener:
         _log_start(host, listener.getsockname()[1], run_dir, control_open=bool(token))
-        in_file = token if token != control_token_from_environment() else None
-        files = RunFiles(run_dir)
-        options = AppOptions(
-            after_poll=lambda _: _keep_token(files, in_file),
-            allowed_hosts=(host, *settings.allowed_hosts.split(",")),
-        )
-        limits = server_settings(create_app(run_dir, token, allow_ideal, options=options))
+        options = AppOptions(allowed_hosts=(host, *settings.allowed_hosts.split(",")))
+        limits = server_settings(create_app(run_dir, token, options=options))
         config = uvicorn.Config(**limits, log_level="warning", timeout_graceful_shutdown=2)
         _give_way()
         server = uvicorn.Server(config)
@@ -172,12 +158,6 @@ def control_token(run_dir: Path) -> str:
         return token if files.publish(files.token, token.encode()) else read_token(files.token)
     except OutputError as error:
         raise ConfigError(str(error)) from error
-
-
-def _keep_token(files: RunFiles, token: str | None) -> None:
-    if token:
-        with contextlib.suppress(OutputError):  # no room: at a later poll
-            files.publish(files.token, token.encode())
 
 
 def set_up_logging() -> None:

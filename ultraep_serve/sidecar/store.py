@@ -1,7 +1,6 @@
 """All that the sidecar knows of a run: the rings, polled in the background and on request."""
 
 import contextlib
-import os
 import threading
 import time
 from collections.abc import Iterator
@@ -9,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ultraep_serve.costs.model import CostModel
 from ultraep_serve.errors import ControlError
 from ultraep_serve.sidecar.follower import PrimaryRanks, RingFollower
 from ultraep_serve.sidecar.statistics.held import Held, NoRunError, UnbalancedError
@@ -18,8 +16,8 @@ from ultraep_serve.sidecar.statistics.timeline import Timeline
 from ultraep_serve.system.topology import Location
 from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.reader import ALIVE_SECONDS
+from ultraep_serve.telemetry.ring import RingHeader
 from ultraep_serve.telemetry.run_files import RunFiles
-from ultraep_serve.telemetry.schema import RingHeader
 from ultraep_serve.types import Policy
 
 __all__ = ["ControlState", "Run", "RunStore"]
@@ -27,10 +25,11 @@ __all__ = ["ControlState", "Run", "RunStore"]
 
 @dataclass(frozen=True)
 class ControlState:
-    """The contents of the control page; all None where there is none."""
+    """The contents of the control page; no policy where there is none."""
 
     policy: Policy | None = None
     in_doubt: bool | None = None  # whether a failed sample has switched the policy off
+    allows_ideal: bool = False  # whether the server was started to be measured with policy ideal
 
 
 _NO_PAGE = ControlState()
@@ -84,10 +83,7 @@ class Run:
 
 
 class RunStore:
-    """Follows all rings of ``run_dir``; every method may be called from any thread.
-
-    What it has read stays known where files are deleted while ranks still write.
-    """
+    """Follows all rings of ``run_dir``; every method may be called from any thread."""
 
     def __init__(
         self,
@@ -141,11 +137,6 @@ class RunStore:
         with self._lock:
             yield self._timeline
 
-    def awaits_control(self) -> bool:
-        """Whether the control page was deleted while serving, so that a rank puts it back."""
-        known = self.run.control.policy is not None
-        return known and not os.path.lexists(self._files.control)
-
     def _poll_rings(self) -> None:
         for rank in self._files.rings():
             if rank not in self._rings:
@@ -163,32 +154,27 @@ class RunStore:
 
     def _read(self, now: float) -> Run:
         """The rings as they were just polled, and the other files."""
-        last, first = self.run, self._ring(self._primary.first).header
+        first = self._ring(self._primary.first).header
         is_first = first is None or first.location.host.start == 0
         run = Run(
             self._run_dir,
             now,
             {},
-            control=self._read_control(last.control, first) if is_first else _NO_PAGE,
-            config=last.config,
-            unbalanced=self._files.unbalanced(last.unbalanced),
+            control=self._read_control() if is_first else _NO_PAGE,
+            config=self._files.config(),
+            unbalanced=self._files.unbalanced(),
         )
-        if first is None or os.path.lexists(self._files.settings):
-            run = replace(run, config=self._files.config())
         if first is not None:
             header = self._header(first, run.control)
-            known = last.readable.costs if last.readable else None
-            costs = self._files.costs() or known
-            run = replace(run, header=header, readable=self._held(header, run.control, costs))
+            run = replace(run, header=header, readable=self._held(header, run.control))
         return replace(run, problems=self._problems(run))
 
-    def _read_control(self, before: ControlState, first: RingHeader | None) -> ControlState:
+    def _read_control(self) -> ControlState:
         try:
             with ControlPage.open(self._run_dir) as page:
-                return ControlState(page.policy, page.is_in_doubt)
+                return ControlState(page.policy, page.is_in_doubt, page.allows_ideal)
         except ControlError:
-            # An engine without balancing has no page.
-            return before if first and self.awaits_control() else _NO_PAGE
+            return _NO_PAGE
 
     def _header(self, first: RingHeader, control: ControlState) -> RingHeader:
         """``first``, with the policy in force and the layers of all stages."""
@@ -202,7 +188,7 @@ class RunStore:
             replicas=sum(header.replicas for header in headers),
         )
 
-    def _held(self, header: RingHeader, control: ControlState, costs: CostModel | None) -> Held:
+    def _held(self, header: RingHeader, control: ControlState) -> Held:
         now_ns, size = time.monotonic_ns(), header.shape.num_ranks
         firsts = sorted({number - number % size for number in self._rings})  # of each stage here
         numbers = [first + rank for first in firsts for rank in header.location.host]
@@ -215,7 +201,7 @@ class RunStore:
             primary=self._primary.records(),
             rings={number: ring.records() for number, ring in self._rings.items()},
             skipped=self._primary.skipped(),
-            costs=costs,
+            costs=self._files.costs(),
         )
 
     def _problems(self, run: Run) -> dict[str, str]:
@@ -226,7 +212,11 @@ class RunStore:
         except NoRunError as error:
             found = {str(rank): ring.error for rank, ring in sorted(self._rings.items())}
             return found or {"run": str(error)}
-        return {str(v.health.rank): v.health.problem for v in views if v.health.problem}
+        found = {str(v.health.rank): v.health.problem for v in views if v.health.problem}
+        is_first = run.location is not None and run.location.host.start == 0
+        if is_first and run.control.policy is None:
+            found["run"] = "its control page was deleted or damaged; restart the engine"
+        return found
 
     def _ring(self, rank: int) -> RingFollower:
         """The follower of ``rank``; an empty one where no ring was found."""

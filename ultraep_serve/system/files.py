@@ -1,5 +1,6 @@
-"""Files: whole or not written at all; and those of other processes, opened with checks."""
+"""Files: whole or not written at all; shared; and those of others, opened with checks."""
 
+import contextlib
 import errno
 import json
 import os
@@ -15,6 +16,7 @@ from typing import Any
 from ultraep_serve.errors import ConfigError, OutputError, UltraEPError
 
 __all__ = [
+    "SharedFile",
     "open_own_directory",
     "open_regular",
     "parse_object",
@@ -85,7 +87,6 @@ def _replacement(path: Path) -> Iterator[Path]:
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:
         with _errors_naming(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
             yield part
             part.replace(path)
     finally:
@@ -94,7 +95,7 @@ def _replacement(path: Path) -> Iterator[Path]:
 
 def write_whole(path: Path, content: bytes) -> None:
     """Write ``content`` for other processes of this user; in place of ``path``, also where that is
-    a link that somebody left there. Raises OutputError.
+    a link that somebody left there. Raises OutputError, also where there is no such directory.
     """
     with _replacement(path) as part:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -190,3 +191,86 @@ def _require_private(descriptor: int, path: Path) -> None:
     status = os.fstat(descriptor)
     if status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise OSError(f"{path} can be read by others, or is not this user's")
+
+
+class SharedFile:
+    """An open file of ``size`` bytes, which one process writes and others read.
+
+    It is read and written by calls, never mapped: a mapped file that somebody truncates kills the
+    process that touches it, where a call only fails. A file that was deleted is still there for
+    whoever has it open. Use ``create`` or ``open``; methods raise OSError.
+    """
+
+    def __init__(self, path: Path, descriptor: int, size: int) -> None:
+        self.path, self.size = path, size
+        self._descriptor = descriptor
+
+    @classmethod
+    def create(
+        cls, path: Path, first: bytes | memoryview, size: int, *, replace: bool = True
+    ) -> "SharedFile":
+        """A file (0600) of ``size`` bytes, which starts with ``first``, in place of an older one.
+
+        It appears under its name complete: readers never see half a header. All its memory is
+        claimed at once, so that a lack of it is seen here. Without ``replace`` an older file is a
+        FileExistsError.
+        """
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        with contextlib.suppress(FileNotFoundError):
+            temporary.unlink()  # left by a dead process that had the same id
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        made = cls(path, os.open(temporary, flags, 0o600), size)
+        try:
+            os.posix_fallocate(made._descriptor, 0, size)
+            made.write(first)
+            if replace:
+                temporary.rename(path)
+            else:
+                os.link(temporary, path)
+        except BaseException:
+            made.close()
+            raise
+        finally:
+            temporary.unlink(missing_ok=True)
+        return made
+
+    @classmethod
+    def open(cls, path: Path, size: int = 0, *, writable: bool = False) -> "SharedFile":
+        """The file at ``path``, which has ``size`` bytes or more; links and pipes are refused."""
+        descriptor = open_regular(path, os.O_RDWR if writable else os.O_RDONLY)
+        if os.fstat(descriptor).st_size < size:
+            os.close(descriptor)
+            raise OSError(f"{path} is shorter than {size} bytes")
+        return cls(path, descriptor, size)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether ``close`` was not called."""
+        return self._descriptor >= 0
+
+    def read(self, size: int, offset: int = 0) -> bytes:
+        """At most ``size`` bytes from ``offset``; fewer where the file was truncated."""
+        return os.pread(self._descriptor, size, offset)
+
+    def write(self, content: bytes | bytearray | memoryview, offset: int = 0) -> None:
+        """Write ``content`` at ``offset``; an OSError where not all of it fits."""
+        if os.pwrite(self._descriptor, content, offset) != len(content):
+            raise OSError(f"no room for {len(content)} bytes in {self.path}")
+
+    def damage(self) -> str:
+        """What somebody has done to it: ``deleted``, ``replaced``, ``truncated``; else empty."""
+        held = os.fstat(self._descriptor)
+        try:
+            named = os.stat(self.path, follow_symlinks=False)
+        except FileNotFoundError:
+            return "deleted"
+        # The number of an inode is not used again while the file is open here.
+        if (named.st_dev, named.st_ino) != (held.st_dev, held.st_ino):
+            return "replaced"
+        return "truncated" if held.st_size < self.size else ""
+
+    def close(self) -> None:
+        """Close the file, which stays; may be called twice."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)

@@ -1,23 +1,18 @@
-"""The reading end: new records of one ring, from a file that is not trusted.
+"""The reading end: new records of one ring, from a file that is not trusted."""
 
-A file that is deleted while its writer lives is read on through its descriptor; the writer puts a
-copy back, which is the same ring.
-"""
-
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from ultraep_serve.errors import RingError
+from ultraep_serve.system.files import SharedFile
 from ultraep_serve.telemetry.record import RecordArray, record_checksum, record_dtype
-from ultraep_serve.telemetry.schema import (
+from ultraep_serve.telemetry.ring import (
     HEADER_BYTES,
     RingHeader,
     parse_header,
 )
-from ultraep_serve.telemetry.shared_file import SharedFile
 from ultraep_serve.types import Decision, Policy
 
 __all__ = ["ALIVE_SECONDS", "Poll", "RingReader"]
@@ -42,13 +37,14 @@ class RingReader:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file: SharedFile | None = None
-        self._writer: tuple[int, ...] = ()  # of the file that was open last
         self._read_up_to = 0  # sequence number of the last record returned or counted as missed
         self._open()
 
     def _open(self) -> None:
         try:
             self._file = SharedFile.open(self._path)
+        except FileNotFoundError:
+            raise self._damaged("deleted") from None
         except OSError as error:
             raise RingError(f"cannot open {self._path.name}: {error.strerror or error}") from error
         try:
@@ -56,11 +52,10 @@ class RingReader:
         except RingError:
             self.close()
             raise
-        writer = (header.started_ns, header.pid, header.process_namespace)
-        if writer != self._writer:
-            self._writer, self._read_up_to = writer, 0
+        self._read_up_to = 0
         self._dtype = record_dtype(header.shape)
         self._sizes = (header.shape, header.capacity)
+        self._file.size = HEADER_BYTES + header.capacity * header.record_bytes
 
     def header(self) -> RingHeader:
         """The header now."""
@@ -94,21 +89,25 @@ class RingReader:
             self._file = None
 
     def _reopen_if_replaced(self) -> bool:
-        """Follow the name to another file, if it leads there; whether that has another writer."""
-        writer = self._writer
-        if self._file is None:
-            self._open()
-            return True
-        try:
-            if self._file.is_named():
+        """Follow the name to another file, if it leads there, which has another writer."""
+        if self._file is not None:
+            try:
+                damage = self._file.damage()
+            except OSError as error:
+                raise RingError(f"cannot look at {self._path.name}: {error.strerror}") from error
+            if not damage:
                 return False
-        except OSError as error:
-            if self.header().alive(time.monotonic_ns(), ALIVE_SECONDS):
-                return False
-            raise RingError(f"{self._path.name} is gone: {error.strerror}") from error
-        self.close()
+            if damage != "replaced":
+                raise self._damaged(damage)
+            self.close()
         self._open()
-        return self._writer != writer
+        return True
+
+    def _damaged(self, damage: str) -> RingError:
+        return RingError(
+            f"{self._path.name} was {damage}: its server has ended, or serves on unseen until it "
+            "is restarted"
+        )
 
     def _readable(self, header: RingHeader) -> int:
         return min(header.capacity, max(1, _MAX_POLL_BYTES // header.record_bytes))
@@ -121,7 +120,7 @@ class RingReader:
         except OSError as error:
             raise RingError(f"cannot read {self._path.name}: {error.strerror}") from error
         if len(data) < size:
-            raise RingError(f"{self._path.name} is truncated")
+            raise self._damaged("truncated")
         return data
 
     def _intact(self, first: int, last: int) -> tuple[RecordArray, int]:

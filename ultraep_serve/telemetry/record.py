@@ -98,19 +98,24 @@ class LayerRecord(NamedTuple):
     slot_expert: Annotated[_Integers, "<i4", "ranks", "slots"]
     slot_load: Annotated[_Integers, "<i4", "ranks", "slots"]
     expert_load: Annotated[_Integers, "<i4", "experts"]
+    own_load: Annotated[_Integers, "<i4", "experts"]  # of this rank's own tokens
 
     @classmethod
     def of(
         cls,
         place: LayerPlace,
         outcome: LayerOutcome,
+        own_load: _Integers,
         rank: int,
         expert_bytes: int,
         bytes_sent: int,
         stage_ns: Sequence[int],
         experts_ns: int,
     ) -> "LayerRecord":
-        """The record of ``rank``; an expert of this layer has ``expert_bytes``."""
+        """The record of ``rank``, whose own tokens have ``own_load`` (E,).
+
+        Tokens that all ranks see are rank 0's own. An expert of this layer has ``expert_bytes``.
+        """
         received = [sum(expert >= 0 for expert in slots) for slots in outcome.slot_expert.tolist()]
         return cls(
             batch=place.batch,
@@ -130,6 +135,7 @@ class LayerRecord(NamedTuple):
             slot_expert=outcome.slot_expert,
             slot_load=outcome.slot_load,
             expert_load=outcome.expert_load,
+            own_load=own_load,
         )
 
 

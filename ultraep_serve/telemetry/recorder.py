@@ -1,9 +1,9 @@
-"""The writing end: what one rank did, one record per MoE layer of a batch.
+"""The writing end: what one rank did, one record per MoE layer of a batch, and its state.
 
 ``record`` fills one scratch record, checksums it and writes it, without a lock that another process
 could hold. Where engines wait for the thread that has something to tell, ``record_later`` keeps it
 until the batch is answered: cold code takes some hundred microseconds for a record, in every layer.
-A ring whose file is deleted or truncated while serving is put back under its name within a second.
+A ring whose file is deleted or truncated is written on: nobody sees it, and the log says so once.
 """
 
 import contextlib
@@ -13,25 +13,27 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 from ultraep_serve.errors import RingError
+from ultraep_serve.system.files import SharedFile
 from ultraep_serve.system.topology import ONLY_STAGE, Location, PipelineStage, process_namespace
-from ultraep_serve.telemetry.counters import RingCounters
 from ultraep_serve.telemetry.record import LayerRecord, RecordBuffer
-from ultraep_serve.telemetry.run_directory import hold
-from ultraep_serve.telemetry.run_files import RunFiles
-from ultraep_serve.telemetry.schema import (
+from ultraep_serve.telemetry.ring import (
     HEADER_BYTES,
-    MAX_CAPACITY,
+    HEADER_DTYPE,
+    RING_RECORDS,
+    SELF_CHECK_BYTES,
+    UNHEARD_BYTES,
     RingState,
+    SelfCheck,
     header_page,
     parse_header,
 )
-from ultraep_serve.telemetry.self_check import SelfCheck
-from ultraep_serve.telemetry.shared_file import SharedFile
+from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.types import Decision, ExpertShape, Policy, Stage, VerificationCheck
 
 __all__ = ["HEARTBEAT_SECONDS", "Recorder", "RingSettings", "Stopwatch"]
@@ -42,6 +44,10 @@ _LOGGER = logging.getLogger(__name__)
 # What a wrong value from the caller raises, or a file without room; anything else is a bug worth
 # seeing.
 _REASONS_TO_LOSE = (struct.error, ValueError, TypeError, OverflowError, OSError)
+_AT = SimpleNamespace(**{name: field[1] for name, field in (HEADER_DTYPE.fields or {}).items()})
+_WORD = SimpleNamespace(**{name: offset // 8 for name, offset in vars(_AT).items()})
+_UNHEARD = slice(_AT.unheard, _AT.unheard + UNHEARD_BYTES)
+_SELF_CHECK = slice(_AT.self_check, _AT.self_check + SELF_CHECK_BYTES)
 
 
 @dataclass(frozen=True)
@@ -49,17 +55,18 @@ class RingSettings:
     """What a ring says of the server that its rank belongs to, and how much it holds."""
 
     num_layers: int
-    ring_records: int  # that the ring holds, 1 to MAX_CAPACITY
     engine: str
     mode: str  # "tensor" or "data"
     slot_bytes: int  # of memory that the rank's replica slots reserve
     timeout_seconds: float
+    ring_records: int = RING_RECORDS  # that the ring holds
 
 
 class Recorder:
     """One rank's ring. Use ``Recorder.create``; every method may be called from any thread.
 
     No method raises because of the ring: a record that cannot be written is counted in ``lost``.
+    The header is kept here, whatever happens to the file. Its counters only ever grow.
     """
 
     def __init__(self, path: Path, page: bytes) -> None:
@@ -71,10 +78,17 @@ class Recorder:
             self._file = SharedFile.create(path, page, size)
         except OSError as error:
             raise RingError(f"cannot create {path} ({size} bytes): {error}") from error
-        self._counters = RingCounters(page, header.num_layers)
-        self._at_heartbeat: list[Callable[[], None]] = [self._put_back]
+        self._header = memoryview(bytearray(page))
+        self._words = self._header.cast("Q")
+        self._changing = self._header[: _AT.slot_bytes_reserved]  # with batches
+        self._num_layers = header.num_layers
+        self._batch = -1  # that records are being written for
+        self._is_counted = True
+        self._decision = Decision.PLANNED  # what it is counted as
         self._buffer = RecordBuffer(header.shape)
         self.lost = 0  # records that could not be written
+        self._watched = [self._file]
+        self._at_heartbeat: list[Callable[[], None]] = [self._look_at_files]
         self._lock = threading.Lock()
         self._kept: deque[tuple[int, Callable[[], LayerRecord]]] = deque()  # with the time
         self._writes_kept = threading.Lock()
@@ -95,8 +109,6 @@ class Recorder:
 
         Raises RingError when the file cannot be created or has no room.
         """
-        if not 1 <= settings.ring_records <= MAX_CAPACITY:
-            raise RingError(f"ring_records = {settings.ring_records} must be 1 to {MAX_CAPACITY}")
         page = header_page(
             shape,
             location,
@@ -121,16 +133,12 @@ class Recorder:
     def record(self, record: LayerRecord, time_ns: int | None = None) -> None:
         """Write one layer of one batch, which ended at ``time_ns``, or now."""
         time_ns = time.time_ns() if time_ns is None else time_ns
-        with self._lock:
-            try:
-                place = self._counters.written
-                self._buffer.fill(place + 1, time_ns, record)
-                offset = HEADER_BYTES + place % self._capacity * self._record_bytes
-                self._file.write(self._buffer.content, offset)
-                self._counters.count_record(record)
-                self._file.write(self._counters.counters)
-            except _REASONS_TO_LOSE as error:
-                self._lose(error)
+        with self._counting():
+            place = self._words[_WORD.written]
+            self._buffer.fill(place + 1, time_ns, record)
+            offset = HEADER_BYTES + place % self._capacity * self._record_bytes
+            self._file.write(self._buffer.content, offset)
+            self._count(record)
 
     def record_later(self, make: Callable[[], LayerRecord], *, ends_batch: bool) -> None:
         """Write what ``make`` gives, for a layer that has ended now, when nobody waits for it.
@@ -151,12 +159,16 @@ class Recorder:
 
     def count_batch(self, decision: Decision) -> None:
         """Count a batch that was skipped as a whole, without records."""
-        with self._lock:
-            try:
-                self._counters.count_batch(decision)
-                self._file.write(self._counters.counters)
-            except _REASONS_TO_LOSE as error:
-                self._lose(error)
+        with self._counting():
+            decision = Decision(decision)
+            self._finish_batch()
+            words = self._words
+            words[_WORD.batches] += 1
+            words[_WORD.last_batch_ns] = time.monotonic_ns()
+            words[_WORD.skipped_batches + decision] += 1
+            words[_WORD.layers + decision] += self._num_layers
+            if decision is Decision.POLICY_OFF:
+                words[_WORD.policy] = Policy.OFF.code
 
     def count_verified(self, check: VerificationCheck, nanoseconds: int) -> None:
         """Count a layer that was checked, which took ``nanoseconds``.
@@ -164,13 +176,13 @@ class Recorder:
         Readers see it with the next record, batch or heartbeat.
         """
         with self._lock, contextlib.suppress(*_REASONS_TO_LOSE):
-            self._counters.count_verified(check, nanoseconds)
+            self._words[_WORD.verified_layers + VerificationCheck(check)] += 1
+            self._words[_WORD.verification_ns] += nanoseconds
 
     def count_verification_failure(self, check: VerificationCheck) -> None:
         """Count, beside ``count_verified``, a check that found something wrong."""
-        with self._lock, contextlib.suppress(*_REASONS_TO_LOSE):
-            self._counters.count_verification_failure(check)
-            self._publish()
+        with self._publishing(), contextlib.suppress(*_REASONS_TO_LOSE):
+            self._words[_WORD.verification_failures + VerificationCheck(check)] += 1
 
     def count_lost(self) -> None:
         """Count a record that the caller had no room for."""
@@ -179,21 +191,19 @@ class Recorder:
 
     def set_state(self, state: RingState) -> None:
         """Publish the state of this rank; nothing happens after ``close``."""
-        with self._lock:
+        with self._publishing():
             if self._file.is_open:
-                self._counters.set_state(state)
-                self._publish()
+                self._words[_WORD.state] = state
 
     def set_policy(self, policy: Policy) -> None:
         """Publish the policy in force until a batch does."""
-        with self._lock:
-            self._counters.set_policy(policy.code)
-            self._publish()
+        with self._publishing():
+            self._words[_WORD.policy] = policy.code
 
     @property
     def progress(self) -> int:
         """Another number after every batch, and after every layer that has a record."""
-        return self._counters.progress + len(self._kept)
+        return int(self._words[_WORD.batches] + self._words[_WORD.written]) + len(self._kept)
 
     def fail(self, reason: str) -> None:
         """Publish that this rank has failed, and why, where ``set_unheard`` says nothing later."""
@@ -202,16 +212,16 @@ class Recorder:
 
     def set_unheard(self, text: str) -> None:
         """Publish which ranks and hosts this one does not hear; empty: all are heard."""
-        with self._lock:
-            if not self._counters.has_failed:
-                self._counters.set_unheard(text)
-                self._publish()
+        content = text.encode("ascii", errors="replace")[:UNHEARD_BYTES]
+        with self._publishing():
+            if not self._has_failed:
+                self._header[_UNHEARD] = content.ljust(UNHEARD_BYTES, b"\0")
 
     def set_self_check(self, found: SelfCheck) -> None:
         """Publish what the self-check at start has found."""
-        with self._lock:
-            self._counters.set_self_check(found)
-            self._publish()
+        content = found.to_json(SELF_CHECK_BYTES).encode("ascii")
+        with self._publishing():
+            self._header[_SELF_CHECK] = content.ljust(SELF_CHECK_BYTES, b"\0")
 
     def at_heartbeat(self, function: Callable[[], None]) -> None:
         """Call ``function`` once a second, off the path of batches.
@@ -220,30 +230,91 @@ class Recorder:
         """
         self._at_heartbeat.append(function)
 
+    def watch(self, file: SharedFile) -> None:
+        """Say in the log, once, if somebody deletes, replaces or truncates ``file``, or the ring.
+
+        ``file`` stays open until ``close``.
+        """
+        self._watched.append(file)
+
     def close(self) -> None:
         """Mark the ring stopped (a failed one stays failed) and close it; the file stays."""
         self._stopping.set()
         self._batch_ended.set()
         self._heart.join()
         self.write_kept()
+        with self._publishing():
+            self._finish_batch()
+            if not self._has_failed:
+                self._words[_WORD.state] = RingState.STOPPED
+        self._file.close()
+
+    @property
+    def _has_failed(self) -> bool:
+        """Whether the rank has failed, which is its last state."""
+        return bool(self._words[_WORD.state] == RingState.FAILED)
+
+    @contextlib.contextmanager
+    def _counting(self) -> Iterator[None]:
+        """Write what changes with batches; where that or the block fails, a record is lost."""
         with self._lock:
-            self._counters.finish_batch()
-            if not self._counters.has_failed:
-                self._counters.set_state(RingState.STOPPED)
+            try:
+                yield
+                self._file.write(self._changing)
+            except _REASONS_TO_LOSE as error:
+                self._lose(error)
+
+    @contextlib.contextmanager
+    def _publishing(self) -> Iterator[None]:
+        """Write the header; one that cannot be written is written at a later heartbeat."""
+        with self._lock:
+            yield
             self._publish()
-            self._file.close()
 
     def _publish(self) -> None:
-        """Write the whole header; one that cannot be written is written at a later heartbeat."""
         if self._file.is_open:
             with contextlib.suppress(OSError):
-                self._file.write(self._counters.page)
+                self._file.write(self._header)
 
     def _lose(self, error: Exception) -> None:
         self.lost += 1
-        self._counters.lose()
+        self._words[_WORD.lost] += 1
         if self.lost == 1:
             _LOGGER.warning("a record was lost (further ones are only counted): %r", error)
+
+    def _count(self, record: LayerRecord) -> None:
+        """Count what was written.
+
+        A batch counts as planned if any layer was, else by its first layer's decision: at its first
+        planned layer, at its last layer, or when the next batch begins.
+        """
+        words, decision = self._words, Decision(record.decision)
+        words[_WORD.written] += 1
+        words[_WORD.layers + decision] += 1
+        words[_WORD.replicas] += record.replicas
+        words[_WORD.bytes_sent] += record.bytes_sent
+        words[_WORD.bytes_received] += record.bytes_received
+        for word, time_ns in enumerate(record.stage_ns, _WORD.stage_ns):
+            if time_ns:
+                words[word] += int(time_ns)
+        words[_WORD.policy] = record.policy
+        if record.batch != self._batch:
+            self._finish_batch()
+            self._batch, self._decision, self._is_counted = record.batch, decision, False
+        if not self._is_counted and decision is Decision.PLANNED:
+            self._decision = decision
+            self._finish_batch()
+        elif record.layer >= self._num_layers - 1:
+            self._finish_batch()
+
+    def _finish_batch(self) -> None:
+        """Count the batch that records were last written for, unless it has been counted."""
+        if self._is_counted:
+            return
+        self._words[_WORD.batches] += 1
+        self._words[_WORD.last_batch_ns] = time.monotonic_ns()
+        self._words[_WORD.recorded_batches + self._decision] += 1
+        self._is_counted = True
 
     def _beat(self) -> None:
         # Without the lock, so that a batch never waits for this thread; close() joins it first.
@@ -257,7 +328,7 @@ class Recorder:
             functions = [self.write_kept]
             if time.monotonic() >= due:  # also where batches end all the time
                 due = time.monotonic() + HEARTBEAT_SECONDS
-                self._counters.beat()
+                self._words[_WORD.heartbeat_ns] = time.monotonic_ns()
                 self._publish()
                 functions += self._at_heartbeat
             for function in functions:
@@ -268,17 +339,18 @@ class Recorder:
                         logged.add(function)
                         _LOGGER.exception("ultraep: failed at a heartbeat: %r", function)
 
-    def _put_back(self) -> None:
-        """Where the file was deleted or truncated while serving, be whole again under the name.
-
-        A record that is written meanwhile waits for the copy, once.
-        """
-        with contextlib.suppress(OSError):  # no room: again at the next heartbeat
-            if not self._file.is_whole():
-                hold(self._file.path.parent)
-                with self._lock:
-                    self._file.put_back()
-                    self._publish()
+    def _look_at_files(self) -> None:
+        """Say in the log, once, that somebody has deleted, replaced or truncated one of them."""
+        for file in self._watched:
+            if damage := file.damage():
+                self._watched = []
+                _LOGGER.warning(
+                    "ultraep: %s was %s; this server serves on, but its state and its policy are "
+                    "out of reach until it is restarted",
+                    file.path,
+                    damage,
+                )
+                return
 
 
 class Stopwatch:

@@ -15,17 +15,20 @@ import stat
 import time
 import weakref
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 
-from ultraep_serve.errors import ConfigError, SharedMemoryError
+from ultraep_serve.errors import ConfigError, NoServerError, RingError, SharedMemoryError
 from ultraep_serve.system.files import open_own_directory, open_regular
 from ultraep_serve.system.topology import process_namespace
+from ultraep_serve.telemetry.reader import RingReader
+from ultraep_serve.telemetry.ring import RingHeader
+from ultraep_serve.telemetry.run_files import RunFiles
 
 __all__ = [
     "SHARED_MEMORY",
     "RunDirectory",
-    "abandoned_run_directories",
-    "hold",
+    "find_run",
     "is_running",
     "name_of_run",
     "remove_abandoned",
@@ -37,8 +40,8 @@ __all__ = [
 
 SHARED_MEMORY = Path("/dev/shm")
 _NETWORK_FILE = "network"  # the number of the network namespace whose port a run is named after
+_START = "start one with `ultraep-serve vllm MODEL` (or sglang)"
 _LOCK_SECONDS = 5.0  # for other processes to let go; they need milliseconds
-_held_again: dict[Path, int] = {}  # this process's locks on directories that ``hold`` made sure of
 
 
 class RunDirectory:
@@ -86,12 +89,10 @@ class RunDirectory:
         with contextlib.suppress(SharedMemoryError), _one_start_at_a_time():
             os.close(lock)
             lock = -1
-            _let_go(self.path)
             if not _is_held(self.path):
                 shutil.rmtree(self.path, ignore_errors=True)
         if lock >= 0:
             os.close(lock)
-            _let_go(self.path)
 
 
 def _let_go_in_fork() -> None:
@@ -100,44 +101,25 @@ def _let_go_in_fork() -> None:
         if directory._lock >= 0:
             os.close(directory._lock)
             directory._lock = -1
-    while _held_again:
-        os.close(_held_again.popitem()[1])
 
 
 _held: "weakref.WeakSet[RunDirectory]" = weakref.WeakSet()
 os.register_at_fork(after_in_child=_let_go_in_fork)
 
 
-def hold(path: Path) -> None:
-    """Make the run directory ``path`` again where somebody deleted it, and keep a lock on it.
-
-    Only directories of this user in shared memory; others are left as they are. The lock is given
-    back by ``RunDirectory.leave``, or when this process ends. Raises OSError.
-    """
-    if path.parent != SHARED_MEMORY or not path.name.startswith(_path_of("").name):
-        return
-    with _one_start_at_a_time():
-        path.mkdir(mode=0o700, exist_ok=True)
-        lock = _locked(path)
-        _let_go(path)
-        _held_again[path] = lock
-
-
-def _let_go(path: Path) -> None:
-    lock = _held_again.pop(path, None)
-    if lock is not None:
-        os.close(lock)
-
-
 def run_directory_of_port(port: int) -> Path:
-    """Where the launcher of the server on ``port`` of this user keeps its directory.
+    """Where the launcher of the server on ``port`` of this user keeps its directory."""
+    return _path_of(_name_of_port(port))
 
-    Containers that share memory may have ports of their own: where the name is that of a server in
-    another network, it is followed by the number of this one.
+
+def _name_of_port(port: int) -> str:
+    """Containers that share memory may have ports of their own: where the name is that of a server
+    in another network, it is followed by the number of this one.
     """
-    path, number = _path_of(str(port)), str(_network_namespace())
-    own = path.with_name(f"{path.name}-{number}")
-    return own if own.exists() or _network_of(path) not in ("", number) else path
+    number = str(_network_namespace())
+    own = f"{port}-{number}"
+    is_other = _network_of(_path_of(str(port))) not in ("", number)
+    return own if is_other or _path_of(own).exists() else str(port)
 
 
 def _network_of(path: Path) -> str:
@@ -164,7 +146,7 @@ def run_directory(port: int) -> Iterator[Path]:
     Raises ConfigError when a server of this user already runs there.
     """
     try:
-        directory = RunDirectory.create(run_directory_of_port(port).name[len(_path_of("").name) :])
+        directory = RunDirectory.create(_name_of_port(port))
     except ConfigError as error:
         raise ConfigError(
             f"a balanced server on port {port} is running already ({error}); "
@@ -177,16 +159,64 @@ def run_directory(port: int) -> Iterator[Path]:
         directory.leave()
 
 
-def abandoned_run_directories() -> list[Path]:
-    """Directories of this user's runs that were killed; the next start removes them."""
-    with _one_start_at_a_time():
-        return _abandoned()
-
-
 def running_run_directories() -> list[Path]:
     """Directories of this user's runs, sorted by name."""
     with _one_start_at_a_time():
         return [path for path in _own() if _is_held(path)]
+
+
+def find_run(run_dir: Path | None = None, port: int | None = None) -> Path:
+    """``run_dir``, or the run directory of the server on ``port``, or of the only one that runs.
+
+    Raises NoServerError where there is none, and a list of them where there are several.
+    """
+    if run_dir is not None:
+        if not run_dir.is_dir():
+            raise NoServerError(f"{run_dir} is not the run directory of a server; {_START}")
+        return run_dir
+    running = running_run_directories()
+    if port is not None:
+        path = run_directory_of_port(port)
+        if path not in running:
+            raise NoServerError(
+                f"no balanced server of this user was started by ultraep-serve on port {port} of "
+                f"this machine; {_START}"
+            )
+        return path
+    if not running:
+        raise NoServerError(f"no balanced server of this user runs on this machine; {_START}")
+    if len(running) > 1:
+        listed = "\n".join(f"  {path}  {_description(path)}" for path in running)
+        raise NoServerError(
+            f"{len(running)} balanced servers run on this machine; choose one with --run-dir:\n"
+            f"{listed}"
+        )
+    return running[0]
+
+
+def _description(path: Path) -> str:
+    """Engine, ranks, process and start, from the ring of the lowest rank here."""
+    header = _first_header(path)
+    if header is None:
+        return "no rank has joined yet"
+    since = datetime.fromtimestamp(header.started_ns / 1e9).strftime("%Y-%m-%d %H:%M:%S")
+    ranks = header.shape.num_ranks
+    return (
+        f"{header.engine}, {ranks} ranks, rank {header.rank} is process {header.pid}, since {since}"
+    )
+
+
+def _first_header(path: Path) -> RingHeader | None:
+    headers = []
+    files = RunFiles(path)
+    for number in files.rings():
+        try:
+            reader = RingReader(files.ring(number))
+            headers.append(reader.header())
+            reader.close()
+        except RingError:
+            continue
+    return min(headers, key=lambda header: header.number, default=None)
 
 
 def name_of_run(process: int, number: int) -> str:
@@ -285,13 +315,10 @@ def _is_own(path: Path) -> bool:
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
 
 
-def _abandoned() -> list[Path]:
-    return [path for path in _own() if not _is_held(path)]
-
-
 def _remove_abandoned() -> None:
-    for path in _abandoned():
-        shutil.rmtree(path, ignore_errors=True)
+    for path in _own():
+        if not _is_held(path):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _locked(path: Path) -> int:

@@ -1,7 +1,7 @@
-"""The files of a run: their names, the contents of the small ones, and how they are put back.
+"""The files of a run: their names, and the contents of the small ones.
 
-Whoever needs a file of a run asks ``RunFiles`` for it. Deleting files ends nothing: the process
-that wrote one which others wait for puts it back, together with the directory (``hold``).
+Whoever needs a file of a run asks ``RunFiles`` for it. Where somebody deletes them while the server
+runs, that serves on, and is not ready for whoever reads them.
 """
 
 import json
@@ -13,14 +13,13 @@ from typing import Any
 from ultraep_serve.costs.model import CostModel
 from ultraep_serve.errors import ConfigError, OutputError
 from ultraep_serve.system.files import open_regular, write_whole
-from ultraep_serve.telemetry.run_directory import hold, running_run_directories
 
 __all__ = ["RunFiles"]
 
 _MAX_CONFIG_BYTES = 1 << 20
 _MAX_REASON_BYTES = 4096
 _MAX_COSTS_BYTES = 4096
-_NUMBERED = re.compile(r"(ring|spool|verification)-(0|[1-9]\d{0,3})")
+_RING = re.compile(r"ring-(0|[1-9]\d{0,3})")
 
 
 class RunFiles:
@@ -42,10 +41,6 @@ class RunFiles:
     def ring(self, number: int) -> Path:
         """The ring of the rank ``number``, counted over pipeline stages."""
         return self.path / f"ring-{number}"
-
-    def spool(self, rank: int) -> Path:
-        """The recorded routing of ``rank``."""
-        return self.path / f"spool-{rank}"
 
     def verification(self, number: int) -> Path:
         """What the rank ``number`` saw when a sample failed: one JSON object."""
@@ -69,23 +64,11 @@ class RunFiles:
 
     def rings(self) -> list[int]:
         """The numbers of the rings that are there, sorted."""
-        return self._numbers("ring")
-
-    def spools(self) -> list[int]:
-        """The ranks whose recorded routing is there, sorted."""
-        return self._numbers("spool")
-
-    def verifications(self) -> list[int]:
-        """The numbers of the ranks that have left what they saw of a failed sample, sorted."""
-        return self._numbers("verification")
-
-    def _numbers(self, kind: str) -> list[int]:
         try:
             names = os.listdir(self.path)
         except OSError:
             return []
-        found = filter(None, map(_NUMBERED.fullmatch, names))
-        return sorted(int(match[2]) for match in found if match[1] == kind)
+        return sorted(int(found[1]) for found in map(_RING.fullmatch, names) if found)
 
     def publish(self, path: Path, content: bytes) -> bool:
         """Leave ``content`` (0600) at ``path``, one of these files, where nothing is there.
@@ -107,11 +90,6 @@ class RunFiles:
         finally:
             temporary.unlink(missing_ok=True)
         return True
-
-    def hold_again(self) -> None:
-        """Make the directory again where it is gone, and hold it. Raises OSError."""
-        if not self.path.exists():
-            hold(self.path)
 
     def write_config(self, settings: str) -> None:
         """Leave the settings at start, as JSON. Raises OutputError."""
@@ -162,17 +140,12 @@ class RunFiles:
         """Leave for the sidecar why this server runs without balancing. Raises OutputError."""
         write_whole(self._unbalanced, " ".join(reason.split()).encode())
 
-    def unbalanced(self, known: str = "") -> str:
-        """Why the server runs without balancing; empty where nothing says so.
-
-        ``known`` is the last answer. It stays where the file was deleted from a run that goes on.
-        """
+    def unbalanced(self) -> str:
+        """Why the server runs without balancing; empty where nothing says so."""
         try:
             text = _content(self._unbalanced, _MAX_REASON_BYTES).decode(errors="replace")
-        except FileNotFoundError:
-            return known if known and self._is_running() else ""
         except OSError:
-            return known
+            return ""
         return " ".join(text.split()) or "no reason is given"
 
     def write_costs(self, costs: CostModel) -> None:
@@ -185,12 +158,6 @@ class RunFiles:
             return CostModel.from_json(_content(self._costs, _MAX_COSTS_BYTES).decode())
         except (OSError, ValueError, ConfigError):
             return None
-
-    def _is_running(self) -> bool:
-        try:
-            return self.path in running_run_directories()
-        except OSError:  # no descriptor is left: nothing says that it has ended
-            return True
 
 
 def _content(path: Path, most: int) -> bytes:

@@ -1,9 +1,8 @@
-"""The sidecar's endpoints, seen from a client: balance, control, and recording of routing."""
+"""The sidecar's endpoints, seen from a client: balance and control."""
 
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -14,7 +13,7 @@ from ultraep_serve.errors import BenchError, understood
 from ultraep_serve.system.http import Endpoint, json_object
 from ultraep_serve.types import Policy
 
-__all__ = ["CaptureProgress", "CaptureSidecar", "Sidecar"]
+__all__ = ["Sidecar"]
 
 _CATCH_UP_SECONDS = 2.5  # the oldest that its answers can be
 
@@ -23,7 +22,6 @@ REMEDIES = {
     403: "start the server with a control token (ULTRAEP_CONTROL_TOKEN) and give the same here",
     404: "give the sidecar's address with --sidecar (the engine's goes to --url)",
     409: "wait until its /readyz answers, and start the server without --policy off",
-    507: "choose a smaller --max-mib, or free shared memory",
     503: "wait until its /readyz answers, then try again",
 }
 IDEAL_REFUSED = "start the server with --allow-ideal, or leave `ideal` out of --policies"
@@ -61,7 +59,7 @@ class Sidecar(Endpoint):
         self._require_kept()
         body, headers = {"policy": policy.value}, self._headers
         response = self.call("POST", "/v1/control/policy", json=body, headers=headers)
-        if response.status_code == 403 and policy is Policy.IDEAL:
+        if response.status_code == 409 and policy is Policy.IDEAL:
             raise self.refused(response, IDEAL_REFUSED)
         self._checked(response)
         if self._kept is not None:
@@ -111,84 +109,3 @@ class Sidecar(Endpoint):
         if not response.is_success:
             raise self.refused(response, REMEDIES.get(response.status_code, "read its log"))
         return response
-
-
-SETTLE_SECONDS = 60.0  # for the batch that runs when a recording ends
-SPOOL_SECONDS = 600.0  # to fetch one
-POLL_SECONDS = 0.1
-SLACK_BYTES = 1 << 20  # beyond what a spool was allowed, for its header
-
-
-@dataclass(frozen=True)
-class CaptureProgress:
-    """How far the ranks have come."""
-
-    ranks: tuple[int, ...]  # that have a spool
-    batches: int  # complete ones with tokens, of the rank that has most
-    lost_batches: int  # that did not fit, of the rank that lost most
-    is_open: bool  # a rank is in the middle of a batch
-
-
-class CaptureSidecar(Sidecar):
-    """Starts and ends a recording and fetches it. Every method raises BenchError when refused."""
-
-    _max_bytes = 0  # of one spool
-    _may_run = False  # whether the server may be recording for this client
-
-    def start(self, level: str, max_bytes: int) -> int:
-        """Record at ``level``, ``max_bytes`` over all ranks; returns the recording's number."""
-        about = self._object("GET", "/v1/balance")
-        ranks, mode = about.get("num_ranks"), about.get("mode")
-        if not isinstance(ranks, int) or ranks < 1:
-            raise BenchError(f"{self.url}/v1/balance names no ranks; is it the sidecar's address?")
-        share = max_bytes // ranks if mode == "data" else max_bytes
-        self._max_bytes = max(share, 1 << 20)
-        self._may_run = True
-        answer = self._set(level, max_bytes=self._max_bytes)
-        self._may_run = answer.is_success
-        number = json_object(self._checked(answer)).get("number")
-        if not isinstance(number, int):
-            raise BenchError(f"{self.url} cannot record; update the server")
-        return number
-
-    def stop(self) -> None:
-        """End the recording that was started, if it was; ranks finish the batch they are in."""
-        if self._may_run:
-            self._checked(self._set("off"))
-
-    def progress(self, number: int) -> CaptureProgress:
-        """How far recording ``number`` has come; also BenchError when another has replaced it."""
-        body = self._object("GET", "/v1/record", headers=self._headers)
-        with understood(f"{self.url}/v1/record"):
-            spools = [spool for spool in body["spools"] if spool["number"] >= number]
-            if any(spool["number"] > number for spool in spools):
-                raise BenchError("another recording was started meanwhile; record again")
-            return CaptureProgress(
-                ranks=tuple(int(spool["rank"]) for spool in spools),
-                batches=max((int(spool["batches"]) for spool in spools), default=0),
-                lost_batches=max((int(spool["lost_batches"]) for spool in spools), default=0),
-                is_open=any(spool["is_open"] for spool in spools),
-            )
-
-    def spools(self, number: int) -> list[bytes]:
-        """The spools of all ranks of recording ``number``, which was stopped."""
-        deadline = time.monotonic() + SETTLE_SECONDS
-        while (progress := self.progress(number)).is_open and time.monotonic() < deadline:
-            time.sleep(POLL_SECONDS)
-        return [self._spool(rank) for rank in progress.ranks]
-
-    def forget(self) -> None:
-        """Free the server's shared memory."""
-        self._checked(self.call("DELETE", "/v1/record", headers=self._headers))
-
-    def _set(self, level: str, **limits: int) -> httpx.Response:
-        body = {"level": level, **limits}
-        return self.call("POST", "/v1/control/record", json=body, headers=self._headers)
-
-    def _spool(self, rank: int) -> bytes:
-        request = self.build("GET", f"/v1/record/spool/{rank}", headers=self._headers)
-        with self.in_time(SPOOL_SECONDS):
-            response = self.send(request)
-            if not response.is_success:
-                self._checked(self.whole(response))
-            return b"".join(self.pieces(response, self._max_bytes + SLACK_BYTES))

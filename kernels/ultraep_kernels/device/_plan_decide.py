@@ -7,7 +7,7 @@ Each is one program's work. Twins: the ends of ``_search`` and ``_save`` in ``ho
 import triton
 import triton.language as tl
 
-from ultraep_kernels.contract import CHECKSUM, FULL_SPEED, POLICY, THRESHOLD, UNKNOWN, Policy
+from ultraep_kernels.contract import CHECKSUM, FULL_SPEED, POLICY, UNKNOWN, Policy
 from ultraep_kernels.device._decisions import (
     BALANCED,
     FORCED,
@@ -29,7 +29,6 @@ _MILLION = tl.constexpr(10**6)
 _FULL = tl.constexpr(FULL_SPEED)
 _CHECKSUM = tl.constexpr(CHECKSUM)
 _POLICY = tl.constexpr(POLICY)
-_THRESHOLD = tl.constexpr(THRESHOLD)
 _UNKNOWN = tl.constexpr(UNKNOWN)
 
 
@@ -153,17 +152,13 @@ def survey(
         one = before * 0 + 1
         hoped = _saved(before, least, one, one, gate, SIZES.num_masters)
         decision = tl.where((hoped > 0) & (LIMIT > 0), decision, UNPROFITABLE)
-        threshold = gate.max_imbalance
-        if rows is not None:
-            asked = tl.load(rows.table + _THRESHOLD)
-            threshold = tl.where(asked >= _MILLION, asked, threshold)
         is_rank = tl.arange(0, BLOCK_RANKS) < NUM_RANKS
         together = tl.sum(tl.where(is_rank, speeds, 0).to(tl.int64), axis=0)
         total = tl.sum(expert_load.to(tl.int64), axis=0)
         whole = tl.maximum(total * _FULL, 1)  # what the busiest rank's time is compared with
         part = before * together
         over = (part % whole * _MILLION + whole - 1) // whole + part // whole * _MILLION
-        decision = tl.where(over <= threshold, BALANCED, decision)
+        decision = tl.where(over <= gate.max_imbalance, BALANCED, decision)
     if rows is not None:
         ranks = tl.arange(0, BLOCK_RANKS)
         exists = ranks < NUM_RANKS

@@ -64,11 +64,13 @@ def finish(
     if program == 0:
         _finish_slots(
             decision,
+            loads,
             rows,
             speeds_ptr,
             attempts,
             found,
             outcome_ptr,
+            source,
             rank,
             min_saved,
             epoch_ptr,
@@ -83,11 +85,13 @@ def finish(
 @triton.jit
 def _finish_slots(
     decision,
+    loads,
     rows,
     speeds_ptr,
     attempts,
     found,
     outcome_ptr,
+    source,
     rank,
     min_saved,
     epoch_ptr,
@@ -114,7 +118,9 @@ def _finish_slots(
     if outcome_ptr is not None:
         store_outcome(
             decision,
+            loads,
             rows,
+            source,
             found.expert_load,
             speeds_ptr,
             held,

@@ -125,7 +125,7 @@ def _count_kernel(
     total_ptr,  # (E + 1,) int32, out
     row_ptr,  # (W,) int32, out; not written without ``choice_ptr``
     turns_ptr,  # (4,) int32: turns; arrivals: blocks, columns, the row
-    choice_ptr,  # (4,) int32: policy, threshold, speeds, time; or None
+    choice_ptr,  # (3,) int32: policy, speeds, time; or None
     decision_ptr,  # (1,) int32: of the layer before; or None
     inboxes,  # Inboxes, or None: without an exchange
     rows_ptr,  # (R, W) int32, out; None without an exchange
@@ -233,7 +233,7 @@ def count(
     Args:
         topk_ids: (T, K) int32 or int64 on the device, -1 is padding and never counts. T may be 0.
         num_logical_experts: E.
-        choice: (4,) int32, ``contract.Choice`` of this rank; None where no row is wanted.
+        choice: (3,) int32, ``contract.Choice`` of this rank; None where no row is wanted.
         has_load: as for ``new_count_buffers``, without buffers.
         buffers: to write to, for so many ids or more.
         decision: (1,) int32 of the layer before: where it says that the batch's policy is off,

@@ -1,7 +1,7 @@
 """exchange: every rank's row of int32 -> all rows (R, W) on every rank, through peer memory.
 
 ``count`` packs a rank's load into a row (``fill_row``): a header of ``HEADER_WIDTH`` words and,
-where ranks have tokens of their own, the load. Rank 0's policy, threshold and speeds count, of the
+where ranks have tokens of their own, the load. Rank 0's policy and speeds count, of the
 others everybody's.
 
 It is the end of the launch that counts, or a launch of its own. R programs push this rank's row
@@ -30,7 +30,6 @@ from ultraep_kernels.contract import (
     HEADER_WIDTH,
     POLICY,
     SPEEDS,
-    THRESHOLD,
     TIME,
     UNKNOWN,
 )
@@ -54,7 +53,7 @@ __all__ = [
 _FLAG_BYTES = tl.constexpr(FLAG_BYTES)
 _HEADER_WIDTH = tl.constexpr(HEADER_WIDTH)
 _POLICY, _UNKNOWN = tl.constexpr(POLICY), tl.constexpr(UNKNOWN)
-_CHECKSUM, _THRESHOLD = tl.constexpr(CHECKSUM), tl.constexpr(THRESHOLD)
+_CHECKSUM = tl.constexpr(CHECKSUM)
 _SPEEDS, _TIME = tl.constexpr(SPEEDS), tl.constexpr(TIME)
 
 
@@ -161,7 +160,7 @@ def row_sizes(num_ranks: int, width: int) -> RowSizes:
 @triton.jit
 def fill_row(
     total_ptr,  # (E + 1,) int32: load, then how many ids could not be counted
-    choice_ptr,  # (4,) int32: policy, threshold, speeds, time
+    choice_ptr,  # (3,) int32: policy, speeds, time
     row_ptr,  # (W,) int32, out
     NUM_EXPERTS: tl.constexpr,
     HAS_LOAD: tl.constexpr,
@@ -183,9 +182,8 @@ def fill_row(
     header = tl.where(columns == _POLICY, tl.load(choice_ptr), 0)
     header = tl.where(columns == _UNKNOWN, tl.load(total_ptr + NUM_EXPERTS), header)
     header = tl.where(columns == _CHECKSUM, checksum, header)
-    header = tl.where(columns == _THRESHOLD, tl.load(choice_ptr + 1), header)
-    header = tl.where(columns == _SPEEDS, tl.load(choice_ptr + 2), header)
-    header = tl.where(columns == _TIME, tl.load(choice_ptr + 3), header)
+    header = tl.where(columns == _SPEEDS, tl.load(choice_ptr + 1), header)
+    header = tl.where(columns == _TIME, tl.load(choice_ptr + 2), header)
     tl.store(row_ptr + columns, header)
 
 
@@ -197,7 +195,7 @@ def row_reference(
     Args:
         load: (E,) int32.
         unknown: (1,) int32, ids that could not be counted.
-        choice: (4,) int32, ``contract.Choice`` of this rank.
+        choice: (3,) int32, ``contract.Choice`` of this rank.
         has_load: whether the load follows the header; else the header has its checksum.
     """
     whole = (1 << 32) - 1
@@ -207,7 +205,7 @@ def row_reference(
         bits = (bits ^ bits >> 15) * 0x2C1B3C6D & whole
         checksum ^= bits ^ bits >> 13
     header = torch.zeros(HEADER_WIDTH, dtype=torch.int64, device=load.device)
-    header[[POLICY, THRESHOLD, SPEEDS, TIME]] = choice.long()
+    header[[POLICY, SPEEDS, TIME]] = choice.long()
     header[UNKNOWN], header[CHECKSUM] = unknown[0], 0 if has_load else checksum
     header = header.where(header < 1 << 31, header - (1 << 32)).int()
     return torch.cat([header, load]) if has_load else header

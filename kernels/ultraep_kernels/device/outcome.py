@@ -26,6 +26,7 @@ class Outcome:
     decision: int  # number of a Decision
     policy: int  # code of a Policy: rank 0's
     expert_load: NDArray[np.int32]  # (E,) assignments over all ranks
+    own_load: NDArray[np.int32]  # (E,) assignments of the rank whose tokens were planned
     slot_expert: NDArray[np.int32]  # (R, S), -1 empty
     slot_load: NDArray[np.int32]  # (R, S) assignments that each slot computes
     speeds: NDArray[np.int32]  # (R,) that were planned with
@@ -34,12 +35,14 @@ class Outcome:
 @triton.jit
 def store_outcome(
     decision,
+    loads,  # Rows: (R, E) integers
     rows,  # of all ranks
+    source,  # whose row of the loads is its own
     expert_load_ptr,  # (E,) int32
     speeds_ptr,  # (R,) int32
     held,  # (BLOCK,) int32: logical expert in each slot of each rank
     amount,  # (BLOCK,) int32: what it computes
-    out_ptr,  # (2 + R + E + 2 * R * S,) int32
+    out_ptr,  # (2 + R + 2 * E + 2 * R * S,) int32
     SIZES: tl.constexpr,  # PlanSizes
     BLOCK: tl.constexpr,
 ):
@@ -54,11 +57,15 @@ def store_outcome(
         speeds = tl.load(speeds_ptr + ranks, mask=ranks < NUM_RANKS, other=0)
         tl.store(out_ptr + _HEAD_WIDTH + ranks, speeds, mask=ranks < NUM_RANKS)
     loads_ptr = out_ptr + _HEAD_WIDTH + NUM_RANKS
+    own_ptr = loads.table + source.to(tl.int64) * loads.stride
     for start in range(0, NUM_EXPERTS, BLOCK):
         experts = start + index
-        load = tl.load(expert_load_ptr + experts, mask=experts < NUM_EXPERTS, other=0)
-        tl.store(loads_ptr + experts, load, mask=experts < NUM_EXPERTS)
-    places_ptr = loads_ptr + NUM_EXPERTS
+        is_expert = experts < NUM_EXPERTS
+        load = tl.load(expert_load_ptr + experts, mask=is_expert, other=0)
+        tl.store(loads_ptr + experts, load, mask=is_expert)
+        own = tl.load(own_ptr + experts, mask=is_expert, other=0).to(tl.int32)
+        tl.store(loads_ptr + NUM_EXPERTS + experts, own, mask=is_expert)
+    places_ptr = loads_ptr + 2 * NUM_EXPERTS
     count: tl.constexpr = NUM_RANKS * SIZES.all_slots
     tl.store(places_ptr + index, held, mask=index < count)
     tl.store(places_ptr + count + index, amount, mask=index < count)
@@ -66,7 +73,7 @@ def store_outcome(
 
 def outcome_width(num_experts: int, num_ranks: int, num_slots: int) -> int:
     """int32 in a packed outcome."""
-    return _HEAD + num_ranks + num_experts + 2 * num_ranks * num_slots
+    return _HEAD + num_ranks + 2 * num_experts + 2 * num_ranks * num_slots
 
 
 def decision_of(values: NDArray[np.int32]) -> Decision:
@@ -78,7 +85,15 @@ def unpack_outcome(
     values: NDArray[np.int32], num_experts: int, num_ranks: int, num_slots: int
 ) -> Outcome:
     """What ``store_outcome`` packed, copied out of ``values``."""
-    parts = np.split(values[_HEAD:].copy(), [num_ranks, num_ranks + num_experts])
-    speeds, loads, places = parts
+    ends = np.cumsum([num_ranks, num_experts, num_experts])
+    speeds, expert_load, own_load, places = np.split(values[_HEAD:].copy(), ends)
     slot_expert, slot_load = places.reshape(2, num_ranks, num_slots)
-    return Outcome(int(values[0]), int(values[1]), loads, slot_expert, slot_load, speeds)
+    return Outcome(
+        decision=int(values[0]),
+        policy=int(values[1]),
+        expert_load=expert_load,
+        own_load=own_load,
+        slot_expert=slot_expert,
+        slot_load=slot_load,
+        speeds=speeds,
+    )

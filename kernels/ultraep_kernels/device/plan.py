@@ -229,7 +229,7 @@ def plan(
         gate: where the plan does not pass it, the identity is written and the decision says why;
             None follows every plan.
         rows: (R, .) int32, all ranks' rows as ``exchange.fill_row`` made them: rank 0's says
-            whether to plan at all (its policy), and may set another threshold than the gate's.
+            whether to plan at all (its policy).
             Where a rank saw unknown ids, checksums differ or ``status`` says that a wait was given
             up, the identity is written.
         sender: whose sends are wanted too.

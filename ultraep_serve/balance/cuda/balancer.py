@@ -84,8 +84,8 @@ class DeviceSamples(Protocol):
 class DeviceBalancer:
     """Balances the MoE layers of one rank. All ranks must call ``route`` in the same order.
 
-    Differences to ``HostBalancer``: policy ideal without ``allow_ideal`` counts as off. What
-    planning costs is spent when it is decided whether a plan pays.
+    What planning costs is spent when it is decided whether a plan pays, as it is not by
+    ``HostBalancer``.
 
     While the policy is off at run time, loads are exchanged in a batch's first layer only, from
     which all ranks know it; the others are left at home by the device. Where the batch before last
@@ -135,7 +135,7 @@ class DeviceBalancer:
         self._agreed = torch.full((ranks,), FULL_SPEED, dtype=torch.int32, device=device)
         self._speeds = self._agreed.clone()  # of the batch that runs
         own_time = OwnTime(costs, shape.num_masters)
-        self._choice = OwnChoice(policies, own_time, config.allow_ideal, device, self._warn)
+        self._choice = OwnChoice(policies, own_time, device)
         # tokens that all ranks see count as rank 0's, so that every rank splits them alike
         self._shared = torch.zeros((ranks, experts + 1), dtype=torch.int32, device=device)
         is_own = setup.view is TokenView.OWN

@@ -1,7 +1,5 @@
 """What this rank tells the others with the first exchange of a batch."""
 
-from collections.abc import Callable
-
 import numpy as np
 import torch
 from ultraep_kernels.contract import Choice
@@ -9,7 +7,6 @@ from ultraep_kernels.contract import Choice
 from ultraep_serve.balance.backend import PolicySource
 from ultraep_serve.balance.cuda.memory import host_words
 from ultraep_serve.balance.speeds import OwnTime
-from ultraep_serve.types import Policy
 
 __all__ = ["OwnChoice"]
 
@@ -17,19 +14,16 @@ _LARGEST = np.iinfo(np.int32).max
 
 
 class OwnChoice:
-    """The policy and threshold that are asked for, where this is rank 0, and what it measured."""
+    """The policy that is asked for, where this is rank 0, and what it measured."""
 
     def __init__(
         self,
         policies: PolicySource | None,
         own_time: OwnTime,
-        allow_ideal: bool,
         device: torch.device,
-        warn: Callable[[str], None],
     ) -> None:
         """``policies`` is rank 0's; other ranks choose nothing."""
-        self._policies, self._own_time, self._allow_ideal = policies, own_time, allow_ideal
-        self._warn = warn
+        self._policies, self._own_time = policies, own_time
         # The host writes its choice whenever it likes; the device takes it where a batch begins.
         self.on_device = torch.zeros(len(Choice._fields), dtype=torch.int32, device=device)
         self.asked = host_words(len(Choice._fields), device)
@@ -41,12 +35,7 @@ class OwnChoice:
             self.asked[:] = torch.tensor(Choice(time=time))
             return
         policy = self._policies.policy
-        if policy is Policy.IDEAL and not self._allow_ideal:
-            self._warn(f"policy {policy.value!r} is not offered here and counts as 'off'")
-            policy = Policy.OFF
-        threshold = min(self._policies.max_imbalance_millionths, _LARGEST)
-        asked = Choice(policy.code, threshold, self._policies.speeds.code, time)
-        self.asked[:] = torch.tensor(asked)
+        self.asked[:] = torch.tensor(Choice(policy.code, self._policies.speeds.code, time))
 
     def send(self) -> None:
         """Copy to the device, in stream order, what is written down by then."""

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable
 
-from ultraep_kernels.device.outcome import unpack_outcome
+import numpy as np
+from ultraep_kernels.device.outcome import Outcome, unpack_outcome
 from ultraep_kernels.host.relays import relay_parents
 
 from ultraep_serve.balance.backend import GroupSetup
@@ -11,7 +12,7 @@ from ultraep_serve.balance.speeds import OwnTime
 from ultraep_serve.costs.model import experts_moved
 from ultraep_serve.telemetry.record import LayerOutcome, LayerPlace, LayerRecord
 from ultraep_serve.telemetry.recorder import Recorder
-from ultraep_serve.types import Decision, Policy, Stage
+from ultraep_serve.types import Decision, IntArray, Policy, Stage, TokenView
 
 __all__ = ["Records"]
 
@@ -71,6 +72,7 @@ class Records:
             LayerRecord.of(
                 LayerPlace(pending.batch, pending.layer, pending.tokens),
                 outcome,
+                self._own_load(found),
                 rank=rank,
                 expert_bytes=expert_bytes,
                 bytes_sent=sent[rank] * expert_bytes,
@@ -78,6 +80,11 @@ class Records:
                 experts_ns=pending.experts_ns,
             )
         )
+
+    def _own_load(self, found: Outcome) -> IntArray:
+        """(E,); tokens that all ranks see are rank 0's own."""
+        is_own = self._setup.view is TokenView.OWN or self._setup.location.rank == 0
+        return found.own_load if is_own else np.zeros_like(found.own_load)
 
     def _stage_times(self, pending: PendingLayer) -> list[int]:
         """Nanoseconds per stage: measured, or by tokens from the batch that last was."""

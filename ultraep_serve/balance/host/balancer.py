@@ -17,7 +17,6 @@ from ultraep_kernels.contract import (
     HEADER_WIDTH,
     POLICY,
     SPEEDS,
-    THRESHOLD,
     TIME,
     Choice,
 )
@@ -115,7 +114,7 @@ class HostBalancer:
         self._no_slots = np.full(slots, -1, np.int32), np.zeros(slots, np.int32)
         self._batch = 0
         self._batch_policy: Policy | None = None  # agreed on in the first layer of the batch
-        self._threshold = _MILLION  # imbalance in millionths, agreed on with the policy
+        self._max_imbalance = round(setup.config.max_imbalance * _MILLION)
         self._time = 0  # of an assignment, in picoseconds, that this rank publishes
         self._warned = False
         self._routed: _Routed | None = None  # what `computed` will record
@@ -228,15 +227,11 @@ class HostBalancer:
             return Choice()
         if self._policies is None:
             return Choice(time=self._time)
-        asked = self._policies
-        threshold, speeds = asked.max_imbalance_millionths, asked.speeds.code
-        return Choice(asked.policy.code, threshold, speeds, self._time)
+        return Choice(self._policies.policy.code, self._policies.speeds.code, self._time)
 
     def _agree(self, rows: NDArray[np.int64]) -> None:
         """Settle what holds for this batch, from all ranks' rows (R, W) of its first layer."""
         self._batch_policy = list(Policy)[int(rows[0, POLICY])]
-        asked, configured = int(rows[0, THRESHOLD]), round(self._config.max_imbalance * _MILLION)
-        self._threshold = asked if asked >= _MILLION else configured
         self._speeds.begin_batch(rows[:, TIME], list(SpeedSource)[int(rows[0, SPEEDS])])
         self._context = replace(self._context, speeds=self._speeds.values)
 
@@ -251,7 +246,7 @@ class HostBalancer:
         load = context.rank_loads(loads)
         before = context.busiest_time(load)
         whole = int(load.sum()) * FULL_SPEED
-        if before * int(context.speeds.sum()) * _MILLION <= self._threshold * whole:
+        if before * int(context.speeds.sum()) * _MILLION <= self._max_imbalance * whole:
             return Decision.BALANCED, None
         if not self._pays(before, context.least_time(load), _ONE_EXPERT):
             return Decision.UNPROFITABLE, None
@@ -306,6 +301,7 @@ class HostBalancer:
         return LayerRecord.of(
             routed.place,
             outcome,
+            routed.loads[self._fabric.rank],
             rank=self._fabric.rank,
             expert_bytes=self._layers[routed.place.layer].bytes_per_expert,
             bytes_sent=routed.sent,

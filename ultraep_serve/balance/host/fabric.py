@@ -102,12 +102,8 @@ class HostFabric:
         files = RunFiles(run_path)
         path = files.handshake(self.rank)
         path.unlink(missing_ok=True)  # of an earlier run
-
-        def publish() -> None:
-            files.hold_again()
-            files.publish(path, json.dumps(asdict(handshake)).encode())
-
-        self._handshakes = self._rendezvous(files, handshake, publish)
+        files.publish(path, json.dumps(asdict(handshake)).encode())
+        self._handshakes = self._rendezvous(files, handshake)
         processes = {rank: other.process for rank, other in self._handshakes.items()}
         self._peers = Peers(self.rank, processes, timeout_seconds)
         segments, pools = self._map_all()
@@ -116,7 +112,7 @@ class HostFabric:
         self._rows = inside + FLAG_BYTES
         self._chunk_flags = np.where(segments > 0, segments + chunk_flags, 0)
         self._pools = pools
-        self._exchange_inside(np.zeros(row_width, dtype=np.int64), publish)  # all have mapped all
+        self._exchange_inside(np.zeros(row_width, dtype=np.int64))  # all have mapped all
         os.close(segment)
         path.unlink(missing_ok=True)
 
@@ -145,10 +141,8 @@ class HostFabric:
         rows = [self.exchange(values[start : start + self.row_width]) for start in parts]
         return np.concatenate(rows, axis=1)
 
-    def _exchange_inside(
-        self, row: NDArray[np.int64], meanwhile: Callable[[], None] | None = None
-    ) -> NDArray[np.int64]:
-        """The domain's rows (D, W); calls ``meanwhile`` again and again until they are there."""
+    def _exchange_inside(self, row: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The domain's rows (D, W)."""
         if row.size > self.row_width:
             raise ValueError(f"{row.size} values do not fit into a row of {self.row_width}")
         self.epoch += 1
@@ -158,13 +152,7 @@ class HostFabric:
             padded[: row.size] = row
         position = self.rank - self.domain.start
         post_row(int(self._flags[position]), int(self._rows[position]), self.epoch, padded)
-
-        def is_done(spins: int) -> bool:
-            if meanwhile is not None:
-                meanwhile()
-            return self._arrived(self._flags, spins)
-
-        self._wait(is_done, "the load exchange")
+        self._wait(lambda spins: self._arrived(self._flags, spins), "the load exchange")
         return gather_rows(self._rows, self.epoch, self.row_width)[:, : row.size]
 
     def stream(
@@ -226,16 +214,18 @@ class HostFabric:
     def _wait(self, is_done: Callable[[int], bool], what: str) -> None:
         self._peers.wait(is_done, what, self._flags, self.epoch)
 
-    def _rendezvous(
-        self, files: RunFiles, own: _Handshake, publish: Callable[[], None]
-    ) -> dict[int, _Handshake]:
-        """The handshakes of the domain's ranks, by rank; ``publish`` leaves this one's."""
+    def _rendezvous(self, files: RunFiles, own: _Handshake) -> dict[int, _Handshake]:
+        """The handshakes of the domain's ranks, by rank."""
         deadline = time.monotonic() + self._timeout_seconds * CONNECT_FACTOR
         handshakes: dict[int, _Handshake] = {}
         for rank in self.domain:
             path = files.handshake(rank)
             while (found := _published(path)) is None:
-                publish()
+                if not files.handshake(self.rank).exists():
+                    raise FabricError(
+                        f"somebody deletes the files in {files.path} while ranks meet there; start "
+                        "the engine again"
+                    )
                 if time.monotonic() > deadline:
                     raise PeerTimeoutError(
                         f"rank {self.rank} waited for rank {rank} of {self.num_ranks}, which did "

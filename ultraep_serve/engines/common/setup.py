@@ -17,7 +17,6 @@ from torch import nn
 
 from ultraep_serve.balance.backend import Backend, GroupSetup
 from ultraep_serve.balance.collectives import EngineGroup
-from ultraep_serve.balance.cuda.recording import is_capturing
 from ultraep_serve.balance.physical import identity_table
 from ultraep_serve.balance.speeds import fixed_speeds
 from ultraep_serve.balance.watch import RankWatch
@@ -36,10 +35,8 @@ from ultraep_serve.system.topology import PipelineStage
 from ultraep_serve.system.versions import versions_here
 from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.recorder import Recorder, RingSettings
+from ultraep_serve.telemetry.ring import RingState, SelfCheck, SelfCheckOutcome
 from ultraep_serve.telemetry.run_files import RunFiles
-from ultraep_serve.telemetry.schema import RING_RECORDS, RingState
-from ultraep_serve.telemetry.self_check import SelfCheck, SelfCheckOutcome
-from ultraep_serve.telemetry.spool import SpoolSource, SpoolWriter
 from ultraep_serve.types import CheckResult, ExpertShape, TokenView
 
 __all__ = [
@@ -105,7 +102,6 @@ class Batch:
     """The batch, or the micro-batch, that a layer is called for."""
 
     tokens: int  # sum over all ranks with padding, the same on every rank
-    request_tokens: int | None = None  # this rank's first rows that belong to requests; None: all
     micro_batch: int = 0  # numbered from 0; the next may be routed before this one is computed
 
 
@@ -137,7 +133,6 @@ class BalancedLayers:
         location = find_location(config, own.rank, shape.num_ranks, group)
         config = meet(config, location, group, pipeline)
         self._run_path, self._pipeline, self._engine = config.run_path, pipeline, own.engine
-        RunFiles(self._run_path).hold_again()
         config = _in_own_directory(config, pipeline)
         self._setup = setup = GroupSetup(config, shape, view, location, group)
         self._num_layers = len(layers)
@@ -145,24 +140,23 @@ class BalancedLayers:
         for parameters in layers:
             _adopt(parameters, backend)
         self._slot_bytes = backend.slot_bytes
+        page = None
         if location.is_host_primary:
-            ControlPage.open_or_create(self._run_path, config.policy).close()
+            page = ControlPage.create(self._run_path, config.policy, allow_ideal=config.allow_ideal)
         self._recorder = self._create_recorder()
+        if page is not None:
+            self._recorder.watch(page.file)
         backend.connect()
         wait_for_all(setup)
-        self._control = control = ControlPage.open_or_create(self._run_path, config.policy)
-        primary = location.is_host_primary and pipeline.number == 0
-        self._recorder.at_heartbeat(lambda: control.follow(put_back=primary))
         self._watch_others()
-        self._spool = self._create_spool()
         self._costs = backend.calibrate(run_layer)
-        if primary:
+        if location.is_host_primary and pipeline.number == 0:
             RunFiles(self._run_path).write_costs(self._costs)
         proof = _proof_of(backend)
         self.self_check = self._check_itself(proof, backend, own)
         self._recorder.set_self_check(self.self_check)
-        policies = self._control if own.rank == 0 else None
         sampled = self._sampled(layers, own.answers)
+        policies = page if own.rank == 0 else None
         samples = sampled and proof.samples_of(backend, sampled, self._recorder, policies)
         self._balancer = backend.make_balancer(policies, self._recorder, self._costs, samples)
 
@@ -180,7 +174,6 @@ class BalancedLayers:
         setup, config = self._setup, self._setup.config
         settings = RingSettings(
             num_layers=self._num_layers,
-            ring_records=RING_RECORDS,
             engine=self._engine,
             mode=setup.view.value,
             slot_bytes=self._slot_bytes,
@@ -190,7 +183,7 @@ class BalancedLayers:
             self._run_path, setup.location, setup.shape, settings, self._pipeline
         )
         recorder.set_policy(config.policy)  # until a batch says otherwise
-        # Before the run directory is left: a recorder makes a ring anew that somebody deleted.
+        # Before the run directory is left.
         Finalize(None, recorder.close, exitpriority=1)
         return recorder
 
@@ -227,28 +220,6 @@ class BalancedLayers:
         self._recorder.at_heartbeat(watch.look)
         Finalize(None, watch.close, exitpriority=2)
 
-    def _create_spool(self) -> SpoolWriter | None:
-        """Return the writer of recordings, if this rank records.
-
-        Where all ranks see the same tokens, one records them; in a pipeline, the first stage does.
-
-        Layers of overlapping micro-batches come mixed, which a recording has no place for.
-        """
-        setup, rank = self._setup, self._setup.location.rank
-        is_shared = setup.view is TokenView.SHARED
-        if (is_shared and rank != 0) or setup.shape.num_micro_batches > 1 or self._pipeline.number:
-            return None
-        source = SpoolSource(
-            rank=rank,
-            num_ranks=setup.shape.num_ranks,
-            num_layers=self._num_layers,
-            num_experts=setup.shape.num_logical_experts,
-            min_batch_tokens=setup.config.min_batch_tokens,
-            is_shared=is_shared,
-            engine=self._engine,
-        )
-        return SpoolWriter(self._run_path, source)
-
     def mark_ready(self, logger: logging.Logger) -> None:
         """Say that this rank balances: the launcher and the sidecar wait for it.
 
@@ -274,14 +245,8 @@ class BalancedLayers:
     def route(self, layer: int, topk_ids: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Physical ids for ``topk_ids`` (T, K) of ``layer``, of the same type.
 
-        ``LayerBalancer.route``; an error also marks this rank as failed for the sidecar. While
-        a recording runs, the ids of requests are recorded; on a GPU that waits for the device.
+        ``LayerBalancer.route``; an error also marks this rank as failed for the sidecar.
         """
-        if self._spool is not None and not is_capturing(topk_ids.device):
-            if layer == 0:
-                self._spool.begin(self._control.recording_word, batch.tokens)
-            if self._spool.is_recording:
-                self._spool.add(layer, topk_ids[: batch.request_tokens].cpu().numpy())
         try:
             physical = self._balancer.route(layer, topk_ids, batch.tokens, batch.micro_batch)
         except UltraEPError as error:

@@ -9,7 +9,6 @@ from vllm.config import VllmConfig
 from vllm.distributed import (
     get_ep_group,
     get_pp_group,
-    get_tensor_model_parallel_rank,
     get_world_group,
 )
 from vllm.forward_context import get_forward_context
@@ -77,7 +76,7 @@ class ExpertGroup:
         """
         num_rows = topk_ids.shape[0]
         tokens = 0 if is_capturing(topk_ids.device) else self._batch_tokens(num_rows)
-        return Batch(tokens, self._request_tokens(num_rows), dbo_current_ubatch_id())
+        return Batch(tokens, dbo_current_ubatch_id())
 
     def plain_ids(self, topk_ids: torch.Tensor) -> torch.Tensor:
         """What vLLM takes for ``topk_ids`` (T, K) where nothing is balanced."""
@@ -100,18 +99,6 @@ class ExpertGroup:
             return num_rows
         metadata = get_forward_context().dp_metadata
         return int(metadata.num_tokens_across_dp_cpu.sum()) if metadata else 0
-
-    def _request_tokens(self, num_rows: int) -> int | None:
-        """Count this rank's rows that belong to requests; None where the engine does not say.
-
-        With sequence parallelism the tensor-parallel ranks of an engine take its rows in turn,
-        equally many each.
-        """
-        tokens = _engine_tokens()
-        if tokens is None or not self._layers[0].moe_config.is_sequence_parallel:
-            return tokens
-        first: int = get_tensor_model_parallel_rank() * num_rows
-        return min(max(tokens - first, 0), num_rows)
 
     @property
     def _view(self) -> TokenView:
@@ -201,18 +188,3 @@ def _first_host(vllm_config: VllmConfig) -> str:
     """Return the first host's address in the engine's network, as the operator gave it."""
     parallel = vllm_config.parallel_config
     return str(parallel.master_addr if parallel.nnodes > 1 else parallel.data_parallel_master_ip)
-
-
-def _engine_tokens() -> int | None:
-    """How many of an engine's rows belong to requests; None where it does not say.
-
-    A rank without requests keeps step with a dummy batch, for which vLLM makes no attention
-    metadata: 0. Otherwise padding follows ``num_actual_tokens`` rows. Verified with 0.32 on CPU.
-    """
-    metadata = get_forward_context().attn_metadata
-    if not metadata:
-        return 0
-    if not isinstance(metadata, dict):
-        return None
-    counts = (getattr(layer, "num_actual_tokens", None) for layer in metadata.values())
-    return next((tokens for tokens in counts if tokens is not None), None)

@@ -12,7 +12,7 @@ from ultraep_serve.sidecar.statistics.fold import count_batches
 from ultraep_serve.sidecar.statistics.selection import RecordSelection
 from ultraep_serve.sidecar.statistics.snapshot import RankHealth
 from ultraep_serve.telemetry.record import RecordArray
-from ultraep_serve.telemetry.schema import RingHeader
+from ultraep_serve.telemetry.ring import RingHeader
 from ultraep_serve.types import Decision
 
 __all__ = [

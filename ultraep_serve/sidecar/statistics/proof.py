@@ -8,8 +8,7 @@ from ultraep_serve.sidecar.statistics.snapshot import (
     VerificationCount,
     VerificationSnapshot,
 )
-from ultraep_serve.telemetry.schema import RingHeader
-from ultraep_serve.telemetry.self_check import SelfCheck, SelfCheckOutcome
+from ultraep_serve.telemetry.ring import RingHeader, SelfCheck, SelfCheckOutcome
 from ultraep_serve.types import Policy, VerificationCheck
 
 __all__ = ["failures", "self_check_of", "switched_off", "verification_of", "verified_layers"]

@@ -5,10 +5,11 @@ written. A reader accepts a record only when its ``seq`` is the expected one and
 matches, so a half-overwritten record is detected without locks or memory barriers.
 """
 
+import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from enum import IntEnum
+from enum import Enum, IntEnum
 from typing import Any
 
 import numpy as np
@@ -21,8 +22,14 @@ from ultraep_serve.system.topology import (
     process_namespace,
 )
 from ultraep_serve.telemetry.record import padded, record_dtype
-from ultraep_serve.telemetry.self_check import SelfCheck
-from ultraep_serve.types import Decision, ExpertShape, Policy, Stage, VerificationCheck
+from ultraep_serve.types import (
+    CheckResult,
+    Decision,
+    ExpertShape,
+    Policy,
+    Stage,
+    VerificationCheck,
+)
 
 __all__ = [
     "HEADER_BYTES",
@@ -37,11 +44,13 @@ __all__ = [
     "UNHEARD_BYTES",
     "RingHeader",
     "RingState",
+    "SelfCheck",
+    "SelfCheckOutcome",
     "header_page",
     "parse_header",
 ]
 
-RING_VERSION = 10
+RING_VERSION = 11
 MAGIC = b"UEPRING\x01"
 HEADER_BYTES = 4096
 UNHEARD_BYTES = 512
@@ -51,6 +60,7 @@ RING_RECORDS = 4096  # that a server's rank keeps for the sidecar
 MAX_RANKS = 4096
 _MAX_SLOTS = 1024
 MAX_EXPERTS = 1 << 20
+_DETAIL = 240  # characters of a check's texts, fewer where all together have no room
 
 
 class RingState(IntEnum):
@@ -60,6 +70,55 @@ class RingState(IntEnum):
     READY = 1
     FAILED = 2
     STOPPED = 3
+
+
+class SelfCheckOutcome(str, Enum):
+    """How the self-check ended."""
+
+    PASSED = "passed"
+    OFF = "off"  # nothing but costs and experts was looked at
+    FAILED = "failed"  # the last of its checks has
+
+
+@dataclass(frozen=True)
+class SelfCheck:
+    """How the self-check ended, and what each check of it has found."""
+
+    outcome: SelfCheckOutcome
+    checks: tuple[CheckResult, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        """What all checks took together."""
+        return sum(check.seconds for check in self.checks)
+
+    def to_json(self, max_bytes: int) -> str:
+        """One line of ASCII, at most ``max_bytes`` long; long texts are cut."""
+        most = _DETAIL
+        while len(text := self._to_json(most)) > max_bytes and most:
+            most //= 2
+        return text
+
+    def _to_json(self, most: int) -> str:
+        checks = [
+            asdict(check)
+            | {
+                "seconds": round(check.seconds, 6),
+                "detail": check.detail[:most],
+                "warning": check.warning[:most],
+            }
+            for check in self.checks
+        ]
+        return json.dumps([self.outcome.value, checks])
+
+    @classmethod
+    def from_json(cls, text: str) -> "SelfCheck | None":
+        """The inverse of ``to_json``; None where ``text`` is empty or damaged."""
+        try:
+            outcome, checks = json.loads(text)
+            return cls(SelfCheckOutcome(outcome), tuple(CheckResult(**check) for check in checks))
+        except (ValueError, TypeError, RecursionError):
+            return None
 
 
 # 8-byte fields come first, so that every counter is aligned and stored in one piece.
@@ -213,7 +272,7 @@ def parse_header(page: bytes, name: str) -> RingHeader:
             f"{name} has schema version {values['schema_version']}, this reader knows "
             f"{RING_VERSION}; run the engine and the sidecar from the same installation"
         )
-    for field in _damaged(values):
+    if field := _damaged(values):
         raise RingError(f"{name} is damaged: {field} = {values[field]}")
     values["shape"] = _shape_of(values)
     values["location"] = Location(**{field.name: values[field.name] for field in fields(Location)})
@@ -230,8 +289,8 @@ def _plain(value: Any) -> Any:
     return tuple(value.tolist()) if isinstance(value, np.ndarray) else value
 
 
-def _damaged(values: Mapping[str, Any]) -> Iterator[str]:
-    """Names of the fields in ``values`` that no writer would have left like this."""
+def _damaged(values: Mapping[str, Any]) -> str:
+    """The first field in ``values`` that no writer would have left like this; empty: none."""
     ranges = {
         "header_bytes": (HEADER_BYTES, HEADER_BYTES),
         "capacity": (1, MAX_CAPACITY),
@@ -247,16 +306,16 @@ def _damaged(values: Mapping[str, Any]) -> Iterator[str]:
         "policy": (0, len(Policy) - 1),
         "written": (0, 1 << 62),
     }
-    yield from (name for name, (low, high) in ranges.items() if not low <= values[name] <= high)
-    sizes = values["domain_size"], values["host_size"], values["num_ranks"]
+    for name, (low, high) in ranges.items():
+        if not low <= values[name] <= high:
+            return name
     if values["num_ranks"] % values["host_size"]:
-        yield "host_size"
-    elif not domains_fit(*sizes):
-        yield "domain_size"
+        return "host_size"
+    if not domains_fit(values["domain_size"], values["host_size"], values["num_ranks"]):
+        return "domain_size"
     if values["record_bytes"] != record_dtype(_shape_of(values)).itemsize:
-        yield "record_bytes"
-    if not math.isfinite(values["timeout_seconds"]):
-        yield "timeout_seconds"
+        return "record_bytes"
+    return "" if math.isfinite(values["timeout_seconds"]) else "timeout_seconds"
 
 
 def _shape_of(values: Mapping[str, Any]) -> ExpertShape:
