@@ -129,18 +129,6 @@ class BalanceConfig(Settings):
         description="cost model that decides when moving weights pays, a JSON file (default: "
         "measured when the model is loaded)",
     )
-    experts: Literal["auto", "kernel", "products", "float32", "tiles", "sums"] = Field(
-        default="auto",
-        description="how a CPU computes experts: auto, by what is fastest when the model is "
-        "loaded; kernel, the engine's own; products, matrix products of torch's; float32, such "
-        "products after widening to float32; tiles, our own kernel for AMX; sums, the engine's "
-        "kernel that also adds a token's experts up",
-    )
-    numerics: Literal["exact", "engine"] = Field(
-        default="exact",
-        description="what experts on a CPU may do to be faster: exact, nothing that has answers "
-        "depend on the rank that computes an expert; engine, round as the engine itself does",
-    )
     timeout_seconds: float = Field(
         default=60.0,
         gt=0,
@@ -180,10 +168,6 @@ class BalanceConfig(Settings):
             raise ValueError(
                 "policy 'ideal' routes tokens to the wrong experts and is for measuring only; "
                 "add --allow-ideal if that is what you want"
-            )
-        if self.experts == "sums" and self.numerics == "exact":
-            raise ValueError(
-                "experts 'sums' rounds sums before they are complete; add --numerics engine"
             )
         return self
 

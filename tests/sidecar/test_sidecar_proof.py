@@ -135,16 +135,3 @@ def test_status_says_it(
     assert "verified 3 layers, 1 failed" in shown
     document = status_reader(run_dir=tmp_path)().document
     assert document["verification"]["switched_off"]
-
-
-def test_status_says_how_experts_are_computed(
-    tmp_path: Path, planned_run: SyntheticRun, capsys: pytest.CaptureFixture[str]
-) -> None:
-    chosen = CheckResult("experts", 0.5, "kernel, products from 64 rows of an expert; ms at 4 rows")
-    for recorder in planned_run.recorders:
-        recorder.set_self_check(SelfCheck(SelfCheckOutcome.PASSED, (chosen,)))
-    planned_run.batch()
-    assert main(["status", "--run-dir", str(tmp_path)]) == 0
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "experts computed by kernel, products from 64 rows of an expert" in shown
-    assert "ms at" not in shown

@@ -63,7 +63,6 @@ def check_balanced(server: BalancedServer, num_layers: int) -> None:
         assert layer["imbalance"]["after"]["max"] <= 1.02
     assert summary["bytes_moved"] > 0
     assert summary["batches"]["skipped"]["inconsistent"] == 0
-    assert "experts" in [check["name"] for check in summary["self_check"]["checks"]]
     assert "ultraep: loading has ended" in server.log_path.read_text(errors="replace")
 
 

@@ -19,6 +19,10 @@ with warnings.catch_warnings():
 __all__ = ["make_layer"]
 
 
+class _Layer(SimpleNamespace):
+    __hash__ = object.__hash__
+
+
 def make_layer(
     sizes: tuple[int, int, int, int],
     dtype: torch.dtype = torch.bfloat16,
@@ -40,7 +44,7 @@ def make_layer(
     kernel = kind.__new__(kind)
     kernel._use_zentorch = False
     kernel.quant_config = biased_moe_quant_config(*biases)
-    layer = SimpleNamespace(
+    layer = _Layer(
         w13_weight=cpu_prepack_moe_weight(w13, kind.isa),
         w2_weight=cpu_prepack_moe_weight(w2, kind.isa),
         top_k=top_k,

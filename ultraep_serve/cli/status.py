@@ -150,8 +150,6 @@ def _proof(document: Mapping[str, Any]) -> Text:
     for check in checked["checks"]:
         if check["warning"]:
             text.append(f"\n{check['name']}: {check['warning']}", style="yellow")
-        if check["name"] == "experts":
-            text.append(f"\nexperts computed by {check['detail'].partition(';')[0]}", style="dim")
     return text
 
 

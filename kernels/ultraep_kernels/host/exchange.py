@@ -27,7 +27,7 @@ from ultraep_kernels.contract import (
 from ultraep_kernels.host._atomics import copy_bytes, load_acquire, store_release
 from ultraep_kernels.host._compile import compiled
 
-__all__ = ["contradictions", "gather_rows", "post_flag", "post_row", "wait_flags", "write_row"]
+__all__ = ["contradictions", "gather_rows", "post_row", "wait_flags", "write_row"]
 
 
 def write_row(
@@ -60,12 +60,6 @@ def post_row(flag_address: int, rows_address: int, epoch: int, row: Any) -> None
     """Publish ``row`` (W,) int64 as this rank's contribution to ``epoch``."""
     size = row.size * 8
     copy_bytes(rows_address + (epoch % 2) * size, row.ctypes.data, size)
-    store_release(flag_address, epoch)
-
-
-@compiled
-def post_flag(flag_address: int, epoch: int) -> None:
-    """Say that this rank has come to ``epoch``, without a row."""
     store_release(flag_address, epoch)
 
 

@@ -1,40 +1,28 @@
 """Experts on CPU, one after another, as products of matrices; knows no engine.
 
-torch multiplies 16-bit matrices by oneDNN, which uses the CPU's own instructions where it has them.
+torch multiplies matrices by oneDNN, which uses the CPU's own instructions where it has them.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
-__all__ = ["Expert", "Rows", "float32_product", "rows_by_expert", "write_by_expert"]
+__all__ = ["Compute", "Expert", "added_up", "by_expert", "float32_product", "is_exact", "own_type"]
 
-Expert: TypeAlias = Callable[[torch.Tensor], torch.Tensor]  # rows (N, H) to outputs (N, H)
+# Rows (n, H), their weights (n,) float32 and experts (n,), to weighted outputs (n, H) of that type.
+Compute: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Expert: TypeAlias = Callable[[torch.Tensor], torch.Tensor]  # rows (n, H) to outputs (n, H)
 
 _MOST_ROWS = 256  # that one product computes; with _ROUND_ROWS, few enough sizes to be kept
 _ROUND_ROWS = 8
 
 
-class Rows(NamedTuple):
-    """What experts of a rank give for the assignments (T, K) of tokens, and room for it."""
-
-    place: torch.Tensor  # (T, K) int32 into rows, -1 for another rank's
-    rows: torch.Tensor  # (N, H), each weighted and rounded; in any order
-
-    def added_up(self) -> torch.Tensor:
-        """The rank's part (T, H) float32 of the tokens' outputs."""
-        total = torch.empty((self.place.shape[0], self.rows.shape[1]), dtype=torch.float32)
-        return self.add_to(total)
-
-    def add_to(self, total: torch.Tensor) -> torch.Tensor:
-        """``total`` (T, H), float32 or of the rows' type, after it was made their sums."""
-        # Only now: engines load this module where they cannot bear numba's (``_group_of_model``).
-        from ultraep_kernels.host.combine import combine
-
-        return combine(self.place[None], self.rows[None], total)
+def own_type(dtype: torch.dtype) -> torch.dtype:
+    """In which type this CPU multiplies matrices of ``dtype``: float32 where that is emulated."""
+    has_bfloat16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return dtype if dtype is torch.bfloat16 and has_bfloat16 else torch.float32
 
 
 def float32_product(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
@@ -51,47 +39,50 @@ def float32_product(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
     return product[: rows.shape[0]]
 
 
-def rows_by_expert(local: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, list[int]]:
-    """Assignments (N,) int64 of those in ``local`` (T, K), by expert, and how many each has.
-
-    An assignment with id -1 is computed elsewhere.
-    """
-    ids = local.reshape(-1).numpy().astype(np.int16)  # which numpy sorts by counting
-    numbers = np.bincount(ids + 1, minlength=num_experts + 1)
-    order = np.argsort(ids, kind="stable")[numbers[0] :]
-    return torch.from_numpy(order), numbers[1:].tolist()
-
-
-def write_by_expert(
+def by_expert(
     expert: Callable[[int], Expert],
     num_experts: int,
-    x: torch.Tensor,
-    topk_weights: torch.Tensor,
-    local: torch.Tensor,
-    outputs: Rows,
-) -> None:
-    """Write what the experts of this rank in ``local`` (T, K) give, -1 having none.
-
-    ``x`` (T, H), ``topk_weights`` (T, K).
+    rows: torch.Tensor,
+    weights: torch.Tensor,
+    experts: torch.Tensor,
+) -> torch.Tensor:
+    """See ``Compute``: what each of ``experts`` gives for its row, by ``expert`` of that number.
 
     Computed for a rounded number of rows: oneDNN compiles a matrix product anew for every number
     of rows it has not seen, which costs more than the product, and with exact loads every batch
     brings new ones.
     """
-    assignments, numbers = rows_by_expert(local, num_experts)
-    outputs.place.fill_(-1)
-    outputs.place.view(-1)[assignments] = torch.arange(len(assignments), dtype=torch.int32)
-    tokens = torch.div(assignments, local.shape[1], rounding_mode="floor")
-    weights = topk_weights.reshape(-1)[assignments].float().unsqueeze(1)
-    end = 0
-    for index, num_rows in enumerate(numbers):
-        start, end = end, end + num_rows
-        compute = expert(index) if num_rows else None
-        for first in range(start, end, _MOST_ROWS):
-            part = slice(first, min(first + _MOST_ROWS, end))
-            of_part = tokens[part]
-            size = of_part.shape[0]
-            rows = F.pad(of_part, (0, -size % _ROUND_ROWS)) if size > _ROUND_ROWS else of_part
-            assert compute is not None
-            gathered = x.index_select(0, rows)  # several times as fast as x[rows]
-            outputs.rows[part] = compute(gathered)[:size] * weights[part]  # in float32
+    outputs = torch.empty_like(rows)
+    order, numbers = torch.argsort(experts), torch.bincount(experts, minlength=num_experts)
+    for index, own in enumerate(torch.split(order, numbers.tolist())):
+        compute = expert(index) if own.numel() else None
+        for part in torch.split(own, _MOST_ROWS):
+            size = part.shape[0]
+            padded = F.pad(part, (0, -size % _ROUND_ROWS)) if size > _ROUND_ROWS else part
+            if compute is not None:
+                gathered = rows.index_select(0, padded)  # several times as fast as rows[padded]
+                found = compute(gathered)[:size] * weights[part, None]  # in float32
+                outputs.index_copy_(0, part, found.to(outputs.dtype))
+    return outputs
+
+
+def added_up(rows: torch.Tensor, tokens: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """The sums (T, H) float32 of each token's ``rows`` (n, H), in their order."""
+    total = torch.zeros((num_tokens, rows.shape[1]), dtype=torch.float32)
+    return total.index_add_(0, tokens, rows.float())
+
+
+def is_exact(compute: Compute, rows: torch.Tensor, experts: torch.Tensor) -> bool:
+    """Whether ``compute`` gives a row the same, bit for bit, whatever other rows are beside it.
+
+    Some of ``rows`` are computed apart, of every expert another share.
+    """
+    weights = torch.ones(experts.shape)
+    together = compute(rows, weights, experts)
+    generator = torch.Generator().manual_seed(1)
+    share = (1 + experts) / (2 + experts.max())
+    apart = torch.rand(experts.shape, generator=generator) < share
+    return all(
+        torch.equal(compute(rows[some], weights[some], experts[some]), together[some])
+        for some in (apart, ~apart)
+    )

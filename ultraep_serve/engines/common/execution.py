@@ -20,7 +20,7 @@ from ultraep_serve.engines.common.setup import BalancedLayers, EngineRank, balan
 from ultraep_serve.engines.common.shared_values import SharedValues, require_agreement
 from ultraep_serve.errors import UnsupportedError
 from ultraep_serve.proof.answers import Answers
-from ultraep_serve.types import CheckResult, ExpertShape, TokenView
+from ultraep_serve.types import ExpertShape, TokenView
 
 __all__ = [
     "Execution",
@@ -40,13 +40,6 @@ class Execution(ABC, Generic[Layer]):
     @abstractmethod
     def check(self, layer: Layer) -> None:
         """Raise UnsupportedError, naming the remedy, if ``layer`` cannot be balanced here."""
-
-    def choose_ways(self, layers: Sequence[Layer]) -> CheckResult | None:
-        """Choose how ``layers``' experts are computed; None where that is the engine's matter.
-
-        All ranks call it together, before they have slots. Raises ConfigError.
-        """
-        return None
 
     @abstractmethod
     def resize(
@@ -69,10 +62,6 @@ class Execution(ABC, Generic[Layer]):
 
         ``topk_weights`` and ``physical`` (T, K). All ranks call it together.
         """
-
-    def end_loading(self) -> None:
-        """Expect the other ranks to answer within the timeout; before this they may compile."""
-        return None
 
     def give_slots(
         self,
@@ -131,7 +120,7 @@ def start_balancing(
     assert own.group is not None, "engines have a group of all ranks"
     require_agreement(loaded.shared, own.group.on_host, config)
     answers = _answers(execution, loaded, own.rank, complete)
-    own = replace(own, answers=answers, experts=execution.choose_ways(layers))
+    own = replace(own, answers=answers)
     row = torch.ones((1, loaded.hidden_size), dtype=loaded.dtype, device=device)
     run_layer = partial(
         compute_balanced, execution, layers[0], shape, loaded.view, loaded.experts_per_token, row

@@ -37,7 +37,7 @@ from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.recorder import Recorder, RingSettings
 from ultraep_serve.telemetry.ring import RingState, SelfCheck, SelfCheckOutcome
 from ultraep_serve.telemetry.run_files import RunFiles
-from ultraep_serve.types import CheckResult, ExpertShape, TokenView
+from ultraep_serve.types import ExpertShape, TokenView
 
 __all__ = [
     "BalancedLayers",
@@ -94,7 +94,6 @@ class EngineRank:
     group: EngineGroup | None = None  # None: all ranks share this host
     pipeline: PipelineStage = field(default_factory=PipelineStage)  # the stage of all ranks
     answers: Answers | None = None  # for the self-check; None: it cannot compare outputs
-    experts: CheckResult | None = None  # how they are computed, where that was chosen
 
 
 @dataclass(frozen=True)
@@ -188,11 +187,9 @@ class BalancedLayers:
         return recorder
 
     def _check_itself(self, proof: ModuleType, backend: Backend, own: EngineRank) -> SelfCheck:
-        """Run the self-check; how experts are computed is added to what it finds."""
-        chosen = () if own.experts is None else (own.experts,)
         wanted = self._setup.config.self_check
         if wanted == "off":
-            return SelfCheck(SelfCheckOutcome.OFF, chosen)
+            return SelfCheck(SelfCheckOutcome.OFF)
         # Not above: it imports numba, see ``plan.context``.
         from ultraep_serve.proof.start import run_self_check
 
@@ -202,7 +199,7 @@ class BalancedLayers:
         except SelfCheckError as error:
             self._recorder.set_self_check(SelfCheck(SelfCheckOutcome.FAILED, error.results))
             raise
-        return SelfCheck(SelfCheckOutcome.PASSED, (*results, *chosen))
+        return SelfCheck(SelfCheckOutcome.PASSED, tuple(results))
 
     def _watch_others(self) -> None:
         """Watch the other ranks, which have loaded and should answer within the timeout."""

@@ -3,14 +3,12 @@
 SGLang marks assignments of other ranks with -1 and its plain torch experts then index with that.
 
 Where experts may be computed by another rank than usual, sums of 16-bit models are taken in float32
-until they are complete, across ranks too: of those that share memory in the order of a token's
-experts (``balance.host.sums``). Otherwise ranks add up their own: weighted outputs in bfloat16 have
-8 significant bits, so that is exact unless they differ in size by more than 2**13. So no token's
-result depends on which rank computed which expert. Elsewhere, as in decode, SGLang adds ranks up by
-itself.
+until they are complete, across ranks too: weighted outputs in bfloat16 have 8 significant bits, so
+that is exact unless they differ in size by more than 2**13. So no token's result depends on which
+rank computed which expert. Elsewhere, as in decode, SGLang adds ranks up by itself.
 
-Experts are products of matrices, in the model's type as SGLang has them, or in float32 where that
-is faster (``engines.common.ways``).
+Experts are products of matrices, in the model's type as SGLang has them, or in float32 where this
+CPU emulates that type.
 """
 
 from collections.abc import Callable
@@ -23,86 +21,55 @@ from sglang.srt.layers.activation import GeluAndMul, SiluAndMul, SituAndMul
 from sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe import swiglu_gpt_oss_sigmoid_alpha
 from sglang.srt.runtime_context import get_parallel
 
-from ultraep_serve.balance.host.sums import HostSums
 from ultraep_serve.balance.speeds import expert_clock
 from ultraep_serve.engines.common.cpu_experts import (
     Expert,
-    Rows,
+    added_up,
+    by_expert,
     float32_product,
-    write_by_expert,
+    own_type,
 )
-from ultraep_serve.engines.common.ways import Way
 
-__all__ = ["ACTIVATIONS", "complete_device_module", "compute_and_reduce", "compute_own", "ways_of"]
+__all__ = ["ACTIVATIONS", "complete_device_module", "compute_and_reduce", "compute_own"]
 
 Activation: TypeAlias = Callable[[torch.Tensor], torch.Tensor]  # of gate and up (N, 2I) to (N, I)
 ACTIVATIONS = ("silu", "gelu", "situ")  # that SGLang's torch path has, all gated
 
 
 def compute_and_reduce(
-    way: Way,
-    x: torch.Tensor,
-    topk_weights: torch.Tensor,
-    local_ids: torch.Tensor,
-    sums: HostSums | None = None,
+    layer: Any, x: torch.Tensor, topk_weights: torch.Tensor, local_ids: torch.Tensor
 ) -> torch.Tensor:
     """Do as ``compute_own``, with a sum that is the same wherever experts are computed.
 
     In 16-bit models the first rank's part is all of it and the others' are zero, so that the
-    engine's sum does not round it again. All ranks call it together. Without ``sums``, or for
-    tokens that they do not take, SGLang adds up.
+    engine's sum does not round it again. All ranks call it together.
     """
+    own = compute_own(layer, x, topk_weights, local_ids)
     if x.dtype is torch.float32:
-        return compute_own(way, x, topk_weights, local_ids)
+        return own
     group = get_parallel().moe_ep_group
-    everything: torch.Tensor
-    if sums is not None and sums.takes(local_ids.shape):
-        with expert_clock:
-            way.compute(x, topk_weights, local_ids, Rows(*sums.rows(local_ids.shape)))
-        everything = sums.total(local_ids.shape)
-    else:
-        everything = group.all_reduce(compute_own(way, x, topk_weights, local_ids))
+    everything: torch.Tensor = group.all_reduce(own)
     return (everything if group.rank_in_group == 0 else everything.zero_()).to(x.dtype)
 
 
 def compute_own(
-    way: Way,
-    x: torch.Tensor,
-    topk_weights: torch.Tensor,
-    local_ids: torch.Tensor,
+    layer: Any, x: torch.Tensor, topk_weights: torch.Tensor, local_ids: torch.Tensor
 ) -> torch.Tensor:
     """This rank's part of the output, (T, H) float32, to be summed over ranks by the engine.
 
-    ``x`` (T, H) all tokens, ``topk_weights`` (T, K), ``local_ids`` (T, K) expert on this rank, -1
-    for another rank's.
+    ``layer`` is SGLang's, with ``w13_weight`` (L + S, 2I, H), ``w2_weight`` (L + S, H, I) and
+    perhaps ``w13_weight_bias`` (L + S, 2I) and ``w2_weight_bias`` (L + S, H). ``x`` (T, H) all
+    tokens, ``topk_weights`` (T, K), ``local_ids`` (T, K) expert on this rank, -1 for another
+    rank's.
     """
     with expert_clock:
-        return way.total(x, topk_weights, local_ids)
-
-
-def ways_of(layer: Any) -> list[Way]:
-    """The ways in which ``layer``'s experts can be computed, the engine's own first.
-
-    ``layer`` is SGLang's, with ``w13_weight`` (L + S, 2I, H), ``w2_weight`` (L + S, H, I) and
-    perhaps ``w13_weight_bias`` (L + S, 2I) and ``w2_weight_bias`` (L + S, H).
-    """
-    ways = [Way("products", partial(_by_products, layer, layer.w13_weight.dtype))]
-    if layer.w13_weight.dtype is not torch.float32:
-        ways.append(Way("float32", partial(_by_products, layer, torch.float32)))
-    return ways
-
-
-def _by_products(
-    layer: Any,
-    dtype: torch.dtype,
-    x: torch.Tensor,
-    topk_weights: torch.Tensor,
-    local_ids: torch.Tensor,
-    outputs: Rows,
-) -> None:
-    expert = partial(_expert, layer, _activation(layer.moe_runner_config), dtype)
-    num_experts = layer.w13_weight.shape[0]
-    write_by_expert(expert, num_experts, x, topk_weights, local_ids, outputs)
+        tokens, k = (local_ids >= 0).nonzero(as_tuple=True)
+        dtype = own_type(layer.w13_weight.dtype)
+        expert = partial(_expert, layer, _activation(layer.moe_runner_config), dtype)
+        chosen = topk_weights[tokens, k].float(), local_ids[tokens, k]
+        rows = x.index_select(0, tokens)
+        outputs = by_expert(expert, layer.w13_weight.shape[0], rows, *chosen)
+        return added_up(outputs, tokens, x.shape[0])
 
 
 def _activation(config: Any) -> Activation:

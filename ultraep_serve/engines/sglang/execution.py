@@ -14,16 +14,12 @@ from sglang.srt.layers.dp_attention import get_is_extend_in_batch, set_is_extend
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE, create_moe_dispatcher
 from sglang.srt.layers.moe.topk import StandardTopKOutput
 from sglang.srt.layers.moe.utils import get_deepep_mode, get_moe_a2a_backend
-from sglang.srt.runtime_context import get_parallel, get_schedule
+from sglang.srt.runtime_context import get_schedule
 from torch import nn
 
-from ultraep_serve.balance.host.sums import HostSums
-from ultraep_serve.config import BalanceConfig
 from ultraep_serve.engines.common.execution import Execution, compute_in_parts
-from ultraep_serve.engines.common.ways import ChosenWays, Sample, Way, choose_for_kinds
 from ultraep_serve.engines.sglang.checks import check_cpu_balancing, check_device_execution
-from ultraep_serve.engines.sglang.cpu_experts import compute_and_reduce, ways_of
-from ultraep_serve.types import CheckResult
+from ultraep_serve.engines.sglang.cpu_experts import compute_and_reduce
 
 __all__ = ["CpuExperts", "DeviceExperts", "most_prefill_tokens"]
 
@@ -76,67 +72,21 @@ def _resize_activation(layer: FusedMoE) -> None:
 class CpuExperts(_ResizedLayers):
     """``Execution`` on CPU, where SGLang dispatches and the adapter computes."""
 
-    def __init__(self, config: BalanceConfig) -> None:
-        self._config = config
-        self._ways: dict[FusedMoE, ChosenWays] = {}
-        self._sums: dict[FusedMoE, HostSums | None] = {}
-
     def check(self, layer: FusedMoE) -> None:
         check_cpu_balancing(layer)
-
-    def __contains__(self, layer: FusedMoE) -> bool:
-        """Whether it is chosen how ``layer`` is computed."""
-        return layer in self._ways
-
-    def choose_ways(self, layers: Sequence[FusedMoE]) -> CheckResult:
-        ways = [ways_of(layer) for layer in layers]
-        group = get_parallel().moe_ep_group.cpu_group
-        chosen, found = choose_for_kinds(ways, map(_sample, layers), group, self._config)
-        self._ways.update(zip(layers, chosen, strict=True))
-        top_k, hidden_size = max(layer.top_k for layer in layers), layers[0].hidden_size
-        shape = torch.Size((most_prefill_tokens(), top_k, hidden_size))
-        dtype, seconds = layers[0].params_dtype, self._config.timeout_seconds
-        sums = HostSums.connect(group, shape, dtype, seconds)
-        self._sums.update(dict.fromkeys(layers, sums))
-        return found
-
-    def way(self, layer: FusedMoE, num_tokens: int) -> Way:
-        """The way of computing ``layer`` for a batch of ``num_tokens``."""
-        return self._ways[layer].of(num_tokens * layer.top_k // layer.num_experts)
 
     def compute(
         self, layer: FusedMoE, x: torch.Tensor, topk_weights: torch.Tensor, physical: torch.Tensor
     ) -> torch.Tensor:
         local = physical - layer.moe_ep_rank * layer.num_local_experts
         is_own = (local >= 0) & (local < layer.num_local_experts)
-        return self.compute_local(layer, x, topk_weights, torch.where(is_own, local, -1))
-
-    def end_loading(self) -> None:
-        for sums in filter(None, self._sums.values()):
-            sums.end_loading()
-
-    def compute_local(
-        self, layer: FusedMoE, x: torch.Tensor, topk_weights: torch.Tensor, local: torch.Tensor
-    ) -> torch.Tensor:
-        """``compute`` for ``local`` experts (T, K), -1 for another rank's."""
-        way, sums = self.way(layer, x.shape[0]), self._sums[layer]
-        return compute_and_reduce(way, x, topk_weights, local, sums)
+        return compute_and_reduce(layer, x, topk_weights, torch.where(is_own, local, -1))
 
 
 def most_prefill_tokens() -> int:
     """How many tokens SGLang puts into a prefill batch; one longer prompt alone may have more."""
     chunk = get_schedule().chunked_prefill_size
     return int(chunk if chunk and chunk > 0 else get_schedule().max_prefill_tokens)
-
-
-def _sample(layer: FusedMoE) -> Sample:
-    return Sample(
-        num_local_experts=layer.num_local_experts,
-        num_ranks=layer.moe_ep_size,
-        experts_per_token=layer.top_k,
-        hidden_size=layer.hidden_size,
-        dtype=layer.params_dtype,
-    )
 
 
 class DeviceExperts(_ResizedLayers):

@@ -56,7 +56,6 @@ class ExpertGroup:
             execution.check(layer)
         require_one_number([layer.num_experts for layer in layers])
         self._layers = {layer: index for index, layer in enumerate(layers)}
-        self._execution = execution
         self._not_routed = set(layers)  # layers that no prefill has passed
         self._is_loading = True
         config_of_model = getattr(model, "config", None)
@@ -135,7 +134,6 @@ class ExpertGroup:
         """
         if self._is_loading:
             self._is_loading = False
-            self._execution.end_loading()
             self._balanced.end_loading(logger)
 
 

@@ -28,7 +28,11 @@ from ultraep_serve.engines.sglang.checks import (
     check_engine,
     check_settings,
 )
-from ultraep_serve.engines.sglang.cpu_experts import complete_device_module, compute_own
+from ultraep_serve.engines.sglang.cpu_experts import (
+    complete_device_module,
+    compute_and_reduce,
+    compute_own,
+)
 from ultraep_serve.engines.sglang.execution import CpuExperts, DeviceExperts
 from ultraep_serve.engines.sglang.group import ExpertGroup, complete_outputs, expert_layers
 from ultraep_serve.errors import UnsupportedError
@@ -83,7 +87,7 @@ class _SchedulerHooks:
 
     def __init__(self, config: BalanceConfig) -> None:
         self._config = config
-        self._execution = CpuExperts(config) if is_cpu() else DeviceExperts()
+        self._execution = CpuExperts() if is_cpu() else DeviceExperts()
         self._group: ExpertGroup | None = None
         self._served_plainly = False  # because on_unsupported is off
         self._is_made = False  # the scheduler, with all that it tries out
@@ -124,7 +128,6 @@ class _SchedulerHooks:
                 check_hooked_functions()
                 check_settings(resolving_view(runner.server_args))
                 self._group = ExpertGroup(self._config, runner.model, self._execution)
-                self._choose_others(runner.model)
                 return
             except UnsupportedError as error:
                 is_primary = get_parallel().tp_rank == 0
@@ -134,17 +137,6 @@ class _SchedulerHooks:
         if is_cpu() or self._group is not None:
             for layer in expert_layers(runner.model):
                 check(layer)
-        self._choose_others(runner.model)
-
-    def _choose_others(self, model: Any) -> None:
-        """Choose how experts on a CPU are computed in layers of ``model`` that are not balanced."""
-        if not isinstance(self._execution, CpuExperts):
-            return
-        others = [layer for layer in expert_layers(model) if layer not in self._execution]
-        if others:
-            found = self._execution.choose_ways(others)
-            if get_parallel().tp_rank == 0:
-                logger.info("ultraep: experts: %s", found.detail)
 
     def forward(
         self,
@@ -221,11 +213,10 @@ class _SchedulerHooks:
         """
         if layer.moe_ep_size == 1:
             return original(layer, x, topk_output, moe_runner_config)
-        assert isinstance(self._execution, CpuExperts)
         chosen = topk_output.topk_weights, topk_output.topk_ids
         if x.shape[0] < self._config.min_batch_tokens:  # nothing is computed elsewhere
-            return compute_own(self._execution.way(layer, x.shape[0]), x, *chosen).to(x.dtype)
-        return self._execution.compute_local(layer, x, *chosen)
+            return compute_own(layer, x, *chosen).to(x.dtype)
+        return compute_and_reduce(layer, x, *chosen)
 
     def scheduler_made(self, _result: None, scheduler: Any, *_: Any, **__: Any) -> None:
         """Let this rank serve only when it really balances; SGLang only logs failures of plugins.

@@ -42,7 +42,7 @@ class DeviceExperts(Execution[RoutedExperts]):
     def check(self, layer: RoutedExperts) -> None:
         check_device_execution(layer, self._vllm_config)
 
-    def finish(self, layers: Sequence[RoutedExperts]) -> None:
+    def take_over(self, layers: Sequence[RoutedExperts]) -> None:
         """Do nothing: vLLM's kernels are in place."""
 
     def plain_ids(self, topk_ids: torch.Tensor) -> torch.Tensor:

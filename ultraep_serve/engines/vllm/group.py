@@ -107,6 +107,7 @@ class ExpertGroup:
         return TokenView.OWN if parallel.dp_size > 1 else TokenView.SHARED
 
     def _finish_loading(self) -> None:
+        self._execution.take_over(self._layers)
         if self._config.policy is not Policy.OFF:
             try:
                 require_one_number([layer.global_num_experts for layer in self._layers])
@@ -117,7 +118,6 @@ class ExpertGroup:
             except UnsupportedError as error:
                 primary = is_primary(self.vllm_config)
                 refuse_or_serve_plainly(error, self._config, logger, is_primary=primary)
-        self._execution.finish(self._layers)
 
     def _start_balancing(self) -> None:
         first, parameters = self._layers[0], [expert_parameters(layer) for layer in self._layers]
@@ -151,7 +151,6 @@ class ExpertGroup:
 
     def _end_loading(self) -> None:
         assert self.balanced is not None, "what is not balanced is not waited for"
-        self._execution.end_loading()
         self.balanced.end_loading(logger)
 
 
