@@ -28,16 +28,22 @@ for _what in ("launcher", "sidecar", "server", "rank"):
 # A rank that cannot write is not heard, and one of those that load is given up.
 EXPECTED["rank", "no room in files"] = (NONE, "ends", "told", "told", "ends")
 EXPECTED["rank", "no descriptors"] = (NONE, "ends", "on", "on", "ends")
-for _what in ("settings", "token"):
-    for _how in ("deleted", "truncated", "overwritten", "a pipe"):
+for _how in ("deleted", "truncated", "overwritten", "a pipe"):
+    # Others that load have not seen a ring without a name.
+    EXPECTED["ring", _how] = (NONE, "ends", "told", "told", "ends")
+    EXPECTED["control page", _how] = (NONE, "told", "told", "told", "ends")
+    for _what in ("settings", "token"):
         EXPECTED[_what, _how] = (NONE, "on", "on", "on", "ends")
+EXPECTED["ring", "truncated"] = (NONE, "told", "told", "told", "ends")
+EXPECTED["ring", "overwritten"] = (NONE, "on", "on", "on", "ends")  # by its writer, in turn
+EXPECTED["run directory", "deleted"] = (NONE, "ends", "told", "told", "ends")
 EXPECTED["clock", "back"] = EXPECTED["clock", "ahead"] = ("on", "on", "on", "on", "ends")
 EXPECTED["connections", "600 held open"] = (NONE, NONE, "on", "on", "ends")
 
 # A cell of each kind, for every run of the tests.
 QUICK = (
     Fault("rank", "SIGSTOP", "serve"), Fault("sidecar", "SIGKILL", "policy switch"),
-    Fault("settings", "deleted", "serve"), Fault("clock", "back", "load"),
+    Fault("ring", "truncated", "serve"), Fault("clock", "back", "load"),
 )  # fmt: skip
 
 

@@ -81,7 +81,7 @@ class KeepsNothing:
 
 
 def put(path: Path, content: bytes) -> None:
-    """Another file under the name of a ring, whose writer has no moment to put its own back."""
+    """Another file under the name of a ring."""
     other = path.with_name("other")
     other.write_bytes(content)
     other.replace(path)

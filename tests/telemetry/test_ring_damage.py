@@ -154,26 +154,6 @@ def test_no_torn_record_is_accepted_while_a_writer_races(tmp_path: Path) -> None
     assert writer.exitcode == 0
 
 
-def test_random_bytes_raise_nothing_but_ring_errors(tmp_path: Path) -> None:
-    create(tmp_path).close()
-    path = RunFiles(tmp_path).ring(0)
-    original = path.read_bytes()
-    source = random.Random(0)
-    for size in (0, 1, 4095, 4096, 9000):
-        path.write_bytes(source.randbytes(size))
-        with pytest.raises(RingError):
-            RingReader(path)
-    for _ in range(300):
-        data = bytearray(original)
-        for _ in range(source.randrange(1, 40)):
-            data[source.randrange(8, 400)] = source.randrange(256)
-        path.write_bytes(data)
-        try:
-            RingReader(path).poll()
-        except RingError:
-            continue
-
-
 def test_what_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
     for number, make in enumerate(
         [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("/etc/passwd"), lambda path: None]
