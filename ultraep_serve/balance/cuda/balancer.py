@@ -156,11 +156,8 @@ class DeviceBalancer:
         self._steps: dict[tuple[int, PendingLayer | None, int, bool], _Steps] = {}
         self._pending = PendingBatches(device, num_values, len(layers), shape.num_micro_batches)
         self._waited = 0  # times
-        self._warned: set[str] = set()
         expert_bytes = [layer.bytes_per_expert for layer in layers]
-        self._records = Records(
-            setup, expert_bytes, recorder, own_time, self._warn, self._min_saved
-        )
+        self._records = Records(setup, expert_bytes, recorder, own_time, self._min_saved)
         self._expected = Expectations()
         self._has_begun = False  # whether the batch that runs has exchanged
         self._batch = 0
@@ -427,11 +424,6 @@ class DeviceBalancer:
                 self._records.write(entry)
             else:
                 self._recorder.count_batch(entry)
-
-    def _warn(self, text: str) -> None:
-        if text not in self._warned:
-            self._warned.add(text)
-            logger.warning("%s", text)
 
 
 @dataclass(frozen=True)

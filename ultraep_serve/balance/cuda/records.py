@@ -1,6 +1,6 @@
 """What came of layers, from the device's outcome to the recorder."""
 
-from collections.abc import Callable
+import logging
 
 import numpy as np
 from ultraep_kernels.device.outcome import Outcome, unpack_outcome
@@ -16,6 +16,8 @@ from ultraep_serve.types import Decision, IntArray, Policy, Stage, TokenView
 
 __all__ = ["Records"]
 
+logger = logging.getLogger(__name__)
+
 
 class Records:
     """Writes the records of one rank."""
@@ -26,7 +28,6 @@ class Records:
         expert_bytes: list[int],
         recorder: Recorder,
         own_time: OwnTime,
-        warn: Callable[[str], None],
         min_saved: int,
     ) -> None:
         """``expert_bytes`` of one expert by layer; ``own_time`` learns how long experts took.
@@ -37,7 +38,7 @@ class Records:
         self._expert_bytes = expert_bytes
         self._recorder = recorder
         self._own_time, self._timed_batch = own_time, 0
-        self._warn, self._min_saved = warn, min_saved
+        self._min_saved, self._has_warned = min_saved, False
         self._stage_ns: dict[int, tuple[int, list[int]]] = {}  # of a layer: tokens, times
 
     def write(self, pending: PendingLayer) -> None:
@@ -58,8 +59,11 @@ class Records:
             if pending.layer == pending.micro_batch == 0:
                 self._recorder.count_batch(outcome.decision)
             return
-        if outcome.decision is Decision.INCONSISTENT:
-            self._warn("ids or loads differ between ranks; inconsistent batches are not balanced")
+        if outcome.decision is Decision.INCONSISTENT and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "ids or loads differ between ranks; inconsistent batches are not balanced"
+            )
         if pending.batch != self._timed_batch:
             self._timed_batch = pending.batch
             self._own_time.end_batch()
