@@ -1,14 +1,10 @@
-"""Traces on disk: ``.npz`` for both kinds, Parquet for loads.
+"""Traces on disk, as ``.npz``.
 
-``.npz`` arrays, none of them pickled:
+Arrays, none of them pickled:
     topk_ids integer (tokens, layers, K), sequence_lengths integer (sequences,)  token level
     loads integer (batches, layers, R_source, E) or (batches, layers, E)         load level
     phase uint8 (tokens,) or (batches,)   optional: 0 prefill, 1 decode
     metadata                              optional: one string of JSON, an object
-
-A Parquet table, which needs pyarrow, has one row per expert with assignments: ``batch``,
-``layer``, ``source_rank`` (left out where unknown), ``expert``, ``assignments``, and ``phase``
-where known. Shape and metadata are JSON under the key ``ultraep_trace`` of the file's own metadata.
 """
 
 import json
@@ -38,7 +34,7 @@ def load_trace(
     """Read and check a trace.
 
     Args:
-        path: ``.npz``, or ``.parquet`` of loads.
+        path: of the ``.npz``.
         num_experts: E of a token-level trace; by default as its metadata states, else the highest
             id plus one.
         max_bytes: larger traces are refused before they are read.
@@ -47,8 +43,6 @@ def load_trace(
         TraceError: says what is wrong with the file.
     """
     path = Path(path)
-    if path.suffix == ".parquet":
-        return _read_parquet(path, max_bytes)
     arrays = _read_npz(path, max_bytes)
     try:
         return _from_arrays(arrays, num_experts)
@@ -57,13 +51,10 @@ def load_trace(
 
 
 def save_trace(path: str | Path, trace: Trace | LoadTrace) -> None:
-    """Write ``.npz``, or Parquet for loads. Raises TraceError and OutputError."""
+    """Write ``.npz``. Raises TraceError and OutputError."""
     path = Path(path)
-    if path.suffix == ".parquet" and isinstance(trace, LoadTrace):
-        _write_parquet(path, trace)
-        return
     if path.suffix != ".npz":
-        raise TraceError(f"{path} must end in .npz, or in .parquet for a trace of loads")
+        raise TraceError(f"{path} must end in .npz")
     arrays: dict[str, NDArray[Any]]
     if isinstance(trace, Trace):
         arrays = {"topk_ids": trace.topk_ids, "sequence_lengths": trace.sequence_lengths}
@@ -195,105 +186,3 @@ def _read_header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any
     if any(type(size) is not int or size < 0 for size in shape):
         raise TraceError(f"an array has the impossible shape {shape}")
     return shape, is_fortran, dtype
-
-
-PARQUET_KEY = b"ultraep_trace"
-PARQUET_AXES = ("batch", "layer", "source_rank", "expert")
-PARQUET_ROW_BYTES = 8 * (len(PARQUET_AXES) + 2)  # in memory while a table is read
-
-
-def _write_parquet(path: Path, trace: LoadTrace) -> None:
-    """Write the loads. Raises TraceError and OutputError."""
-    arrow, parquet = _pyarrow()
-    axes = PARQUET_AXES if trace.loads.ndim == 4 else (*PARQUET_AXES[:2], PARQUET_AXES[3])
-    where = np.nonzero(trace.loads)
-    columns: dict[str, NDArray[Any]] = {
-        axis: index.astype(np.int32) for axis, index in zip(axes, where, strict=True)
-    }
-    columns["assignments"] = trace.loads[where].astype(np.int64)
-    if trace.phase is not None:
-        columns["phase"] = trace.phase[where[0]].astype(np.uint8)
-    phases = None if trace.phase is None else trace.phase.tolist()
-    about = {"shape": trace.loads.shape, "phase": phases, "metadata": dict(trace.metadata)}
-    table = arrow.table(columns).replace_schema_metadata({PARQUET_KEY: json.dumps(about)})
-    with whole_file(path) as part:
-        parquet.write_table(table, part, compression="zstd")
-
-
-def _read_parquet(path: Path, max_bytes: int) -> LoadTrace:
-    """Read what ``_write_parquet`` wrote, or any table with its columns.
-
-    Raises TraceError: damaged, too large, or columns are missing, negative or out of range.
-    """
-    arrow, parquet = _pyarrow()
-    try:
-        with opened(path) as stream, parquet.ParquetFile(stream) as file:
-            if (rows := file.metadata.num_rows) * PARQUET_ROW_BYTES > max_bytes:
-                raise TraceError(f"{path} has {rows} rows; cut it into smaller files")
-            schema = file.schema_arrow
-            numbers = [
-                name
-                for name in (*PARQUET_AXES, "assignments")
-                if name in schema.names and arrow.types.is_integer(schema.field(name).type)
-            ]
-            table = file.read(columns=numbers)  # nothing else, however large it is
-        columns = {name: table.column(name).to_numpy() for name in numbers}
-    except FileNotFoundError:
-        raise TraceError(f"{path} does not exist") from None
-    except (arrow.ArrowException, OSError, KeyError) as error:
-        raise TraceError(f"{path} cannot be read as Parquet ({error})") from error
-    try:
-        about = _about(schema.metadata or {})
-        return _assemble(columns, about, max_bytes)
-    except TraceError as error:
-        raise TraceError(f"{path}: {error}") from error
-
-
-def _assemble(columns: dict[str, NDArray[Any]], about: dict[str, Any], max_bytes: int) -> LoadTrace:
-    axes = tuple(axis for axis in PARQUET_AXES if axis != "source_rank" or axis in columns)
-    for name in (*axes, "assignments"):
-        if name not in columns or not np.issubdtype(columns[name].dtype, np.integer):
-            raise TraceError(f"column {name} must exist and hold integers only")
-        values = columns[name]
-        if values.size and not 0 <= values.min() <= values.max() < 1 << 31:
-            raise TraceError(f"column {name} must be 0 to 2**31 - 1")
-    shape = about.get("shape")
-    if shape is None:
-        shape = [int(columns[axis].max()) + 1 if columns[axis].size else 0 for axis in axes]
-    is_shape = isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)
-    if not is_shape or len(shape) != len(axes):
-        raise TraceError(f"shape {shape} does not fit the columns {axes}")
-    num_bytes = 8
-    for size, axis in zip(shape, axes, strict=True):
-        num_bytes *= size
-        if columns[axis].size and columns[axis].max() >= size:
-            raise TraceError(f"column {axis} has {columns[axis].max()}, must be below {size}")
-    if num_bytes > max_bytes:
-        raise TraceError(f"loads {shape} would take {num_bytes} bytes of the {max_bytes} allowed")
-    loads = np.zeros(shape, np.int64)
-    np.add.at(loads, tuple(columns[axis] for axis in axes), columns["assignments"])
-    return LoadTrace(loads, _phase(about.get("phase")), about.get("metadata") or {})
-
-
-def _phase(stored: Any) -> NDArray[np.integer] | None:
-    if stored is None:
-        return None
-    if not isinstance(stored, list) or not all(value in (0, 1) for value in stored):
-        raise TraceError("phase must be a list of 0 (prefill) and 1 (decode)")
-    return np.array(stored, np.uint8)
-
-
-def _about(metadata: dict[bytes, bytes]) -> dict[str, Any]:
-    text = metadata.get(PARQUET_KEY, b"{}").decode("utf-8", errors="replace")
-    return parse_object(text, "metadata", TraceError)
-
-
-def _pyarrow() -> tuple[Any, Any]:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise TraceError(
-            "Parquet needs pyarrow; run `pip install ultraep-serve[analysis]`, or use .npz"
-        ) from error
-    return pyarrow, pyarrow.parquet

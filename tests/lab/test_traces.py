@@ -48,54 +48,17 @@ def test_token_trace_round_trip(tmp_path: Path) -> None:
     assert found.metadata["model"] == "made up"
 
 
-@pytest.mark.parametrize("suffix", [".npz", ".parquet"])
 @pytest.mark.parametrize("shape", [(2, 3, 4, 8), (2, 3, 8), (0, 3, 8)])
-def test_load_trace_round_trip(tmp_path: Path, suffix: str, shape: tuple[int, ...]) -> None:
-    if suffix == ".parquet":
-        pytest.importorskip("pyarrow")
+def test_load_trace_round_trip(tmp_path: Path, shape: tuple[int, ...]) -> None:
     loads = np.random.default_rng(0).integers(0, 5, shape).astype(np.int32)
     trace = LoadTrace(loads, np.arange(shape[0]) % 2, {"model": "made up"})
-    save_trace(tmp_path / f"t{suffix}", trace)
-    found = load_trace(tmp_path / f"t{suffix}")
+    save_trace(tmp_path / "t.npz", trace)
+    found = load_trace(tmp_path / "t.npz")
     assert isinstance(found, LoadTrace)
     assert np.array_equal(found.loads, loads)
     assert found.phase is not None
     assert found.phase.tolist() == [0, 1][: shape[0]]
     assert found.metadata == {"model": "made up"}
-
-
-def test_foreign_parquet_table(tmp_path: Path) -> None:
-    """Columns are enough: the shape follows from them, and other columns do not matter."""
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    columns = {"batch": [0, 0], "layer": [0, 1], "expert": [3, 3], "assignments": [7, 9]}
-    table = pyarrow.table({**columns, "note": ["a", "b"]})
-    parquet.write_table(table, tmp_path / "t.parquet")
-    found = load_trace(tmp_path / "t.parquet")
-    assert isinstance(found, LoadTrace)
-    assert found.loads.tolist() == [[[0, 0, 0, 7], [0, 0, 0, 9]]]
-
-
-@pytest.mark.parametrize(
-    ("columns", "words"),
-    [
-        ({"batch": [0], "layer": [0], "expert": [-1], "assignments": [1]}, "expert"),
-        ({"batch": [0], "layer": [0], "expert": [0], "assignments": [0.5]}, "assignments"),
-        ({"batch": [0], "layer": [None], "expert": [0], "assignments": [1]}, "layer"),
-        ({"batch": [0], "expert": [0], "assignments": [1]}, "layer"),
-        ({"batch": [1 << 30], "layer": [0], "expert": [99], "assignments": [1]}, "bytes"),
-    ],
-)
-def test_bad_parquet_tables(tmp_path: Path, columns: dict[str, list[Any]], words: str) -> None:
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    schema = [
-        (name, pyarrow.float64() if name == "assignments" and 0.5 in values else pyarrow.int64())
-        for name, values in columns.items()
-    ]
-    parquet.write_table(pyarrow.table(columns, pyarrow.schema(schema)), tmp_path / "t.parquet")
-    with pytest.raises(TraceError, match=words):
-        load_trace(tmp_path / "t.parquet")
 
 
 @needs_real_traces
@@ -174,11 +137,8 @@ def test_bad_contents(tmp_path: Path, arrays: dict[str, Any], words: str) -> Non
         load_trace(path)
 
 
-@pytest.mark.parametrize("suffix", [".npz", ".parquet"])
-def test_files_that_are_not_traces(tmp_path: Path, suffix: str) -> None:
-    if suffix == ".parquet":
-        pytest.importorskip("pyarrow")
-    path = tmp_path / f"t{suffix}"
+def test_files_that_are_not_traces(tmp_path: Path) -> None:
+    path = tmp_path / "t.npz"
     with pytest.raises(TraceError, match="does not exist"):
         load_trace(path)
     for content in (b"", b"PK\x03\x04 not really", b"\x93NUMPY", bytes(range(256)) * 40):
@@ -189,11 +149,8 @@ def test_files_that_are_not_traces(tmp_path: Path, suffix: str) -> None:
         load_trace(tmp_path / "..")
 
 
-@pytest.mark.parametrize("suffix", [".npz", ".parquet"])
-def test_every_truncation_is_noticed(tmp_path: Path, suffix: str) -> None:
-    if suffix == ".parquet":
-        pytest.importorskip("pyarrow")
-    path = tmp_path / f"t{suffix}"
+def test_every_truncation_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "t.npz"
     save_trace(path, LoadTrace(np.arange(64).reshape(2, 4, 8)))
     whole = path.read_bytes()
     for length in range(0, len(whole), 37):
@@ -242,7 +199,7 @@ def test_nothing_is_left_where_writing_fails(
     assert (tmp_path / "t.npz").read_bytes() == b"old"
 
 
-@pytest.mark.parametrize("name", ["t.csv", "t.parquet", "file/t.npz"])
+@pytest.mark.parametrize("name", ["t.csv", "file/t.npz"])
 def test_where_a_token_trace_cannot_go(tmp_path: Path, name: str) -> None:
     (tmp_path / "file").touch()
     with pytest.raises((OutputError, TraceError), match=r"must end|cannot be written"):

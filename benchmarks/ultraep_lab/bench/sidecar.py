@@ -1,13 +1,14 @@
 """The sidecar's endpoints, seen from a client: balance and control."""
 
+import signal
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import httpx
 
-from ultraep_lab.endings import undone
 from ultraep_serve.config import parse_policy
 from ultraep_serve.errors import BenchError, understood
 from ultraep_serve.system.http import Endpoint, json_object
@@ -15,6 +16,7 @@ from ultraep_serve.types import Policy
 
 __all__ = ["Sidecar"]
 
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _CATCH_UP_SECONDS = 2.5  # the oldest that its answers can be
 
 REMEDIES = {
@@ -85,14 +87,23 @@ class Sidecar(Endpoint):
     def policy_restored(self) -> Iterator[None]:
         """Put the policy of this moment back at the end, after an error, Ctrl-C or SIGTERM too.
 
-        Raises BenchError when refused.
+        The first signal that would end the program is Ctrl-C, and later ones change nothing. Raises
+        BenchError when refused; after an error that one is raised.
         """
         self._kept = before = self.policy()
-        try:
-            with undone(lambda: self.set_policy(before), f"policy {before.value}"):
+        with _one_signal() as taken:
+            try:
                 yield
-        finally:
-            self._kept = None
+            except BaseException:
+                taken.append(0)
+                with suppress(BenchError):
+                    self.set_policy(before)
+                raise
+            else:
+                taken.append(0)
+                self.set_policy(before)
+            finally:
+                self._kept = None
 
     def _require_kept(self) -> None:
         if self._kept is not None and (found := self.policy()) is not self._kept:
@@ -109,3 +120,25 @@ class Sidecar(Endpoint):
         if not response.is_success:
             raise self.refused(response, REMEDIES.get(response.status_code, "read its log"))
         return response
+
+
+@contextmanager
+def _one_signal() -> Iterator[list[int]]:
+    """Raise KeyboardInterrupt for one that ends a program, unless the list has one already."""
+    taken: list[int] = []
+
+    def take(number: int, _frame: Any) -> None:
+        if not taken:
+            taken.append(number)
+            raise KeyboardInterrupt
+
+    is_main = threading.current_thread() is threading.main_thread()  # no other may set handlers
+    before = {number: signal.getsignal(number) for number in _SIGNALS if is_main}
+    try:
+        for number, handler in before.items():
+            if handler is not signal.SIG_IGN:  # as under nohup
+                signal.signal(number, take)
+        yield taken
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -51,7 +51,7 @@ class RecordFlags(Settings):
     experts: int | None = Field(
         default=None, ge=1, description="experts of the model, with --from-vllm"
     )
-    out: Path = Field(description="write the trace to FILE: .npz, or .parquet of loads")
+    out: Path = Field(description="write the trace to FILE (.npz)")
     batches: int | None = Field(default=None, ge=1, description="end after N prefill batches")
     seconds: Seconds | None = Field(default=None, description="end after X seconds")
 
@@ -66,9 +66,8 @@ class RecordFlags(Settings):
 
     @model_validator(mode="after")
     def _suffix_fits(self) -> "RecordFlags":
-        suffixes = (".npz",) if self.from_vllm else (".npz", ".parquet")
-        if self.out.suffix not in suffixes:
-            raise ValueError(f"--out {self.out} must end in {' or '.join(suffixes)}")
+        if self.out.suffix != ".npz":
+            raise ValueError(f"--out {self.out} must end in .npz")
         return self
 
 

@@ -120,7 +120,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Plan every layer of every batch of a trace with each policy, and compare. With --costs or "
         "--hardware, say at the end whether balancing pays. No server and no GPU is needed."
     )
-    traces = "recorded trace: .npz, or .parquet of loads; several are replayed in order"
+    traces = "recorded trace (.npz); several are replayed in order"
     parser.add_argument("trace", type=Path, metavar="TRACE", nargs="+", help=traces)
     ReplayFlags.add_flags(parser)
     ReplayOptions.add_flags(parser)

@@ -244,7 +244,7 @@ class BalanceSnapshot(Document, WindowFigures):
     savings: Savings
     costs: dict[str, int | float] | None
     """The cost model that decides whether moving weights pays, measured at start or given; null
-    until it is known. ``--costs`` of advise and simulate takes this answer."""
+    until it is known. ``--costs`` of replay takes this answer."""
     self_check: SelfCheckSnapshot
     verification: VerificationSnapshot
     layers: list[LayerSnapshot]
