@@ -2,62 +2,61 @@
 
     python -m docs.generate.families     # brings both up to date
 
-docs/families.md is for users; docs/dev/families.md has every figure.
+docs/families.md is for users; benchmarks/results/families.md has every figure.
 """
 
 import json
 from typing import Any
 
 from benchmarks.model_families.table import FAMILIES
-from docs.generate.reference import DOCS, table
+from docs.generate.reference import DOCS
 
 __all__ = ["DETAILS_PAGE", "FAMILIES", "PAGE", "details", "page"]
 
 PAGE = DOCS / "families.md"
-DETAILS_PAGE = DOCS / "dev" / "families.md"
 _RESULTS = DOCS.parent / "benchmarks" / "results"
+DETAILS_PAGE = _RESULTS / "families.md"
 _ENGINES = {"vllm": "vLLM", "sglang": "SGLang"}
+_SAYS = {
+    "balanced": "balanced, with the same tokens",
+    "refused": "refused, with the reason",
+    "unserved": "not served by the engine alone on a CPU",
+    "untried": "not tried",
+}
 _INTRO = """\
 # Model families
 
-This page says which Mixture-of-Experts models are balanced on a CPU. Each family was served as a
-tiny model with random weights of the family's own architecture, on two ranks. The same 14 prompts
-were asked with balancing on and off, and compared token by token.
-
-| in the table | |
-|---|---|
-| balanced | every layer with experts is balanced, and answers are those without balancing |
-| refused | the server refuses to start, and says why; the engine alone serves the model |
-| not served | the engine alone does not serve this model on a CPU, for a reason of its own |
-
-A family that is not in the table is balanced if its layers pass the checks at load. Otherwise it is
-refused by name. On GPUs engines serve more models; none was run there: see [GPUs](gpus.md).
+These Mixture-of-Experts models were served on two CPU ranks, each as a tiny model with random
+weights of the family's own architecture. 14 prompts were asked with balancing on and off, and their
+answers compared token by token. `benchmarks/results/families.md` has every figure and reason.
 
 """
-_FLAT = """
+_REST = """
+A family that is not listed is balanced if its layers pass the checks at load. Otherwise the server
+refuses to start and names the layer. On GPUs engines serve more models: see [GPUs](gpus.md).
+
 ## Models in a folder of their own in vLLM
 
-vLLM keeps its newest models in `vllm/models`, a folder for each, with a part for each kind of
-device. None of them was served, because most need GPUs. This is what their source says in 0.33:
+vLLM keeps its newest models in `vllm/models`. Most of them need GPUs, so none was served. Their
+source in vLLM 0.33 says this:
 
-| model | experts | with `--moe-backend deep_gemm_mega_moe` and its like |
-|---|---|---|
+| model | experts |
+|---|---|
 | DeepSeek-V4, DeepSeek-V4.1, Kimi-K3, Step5 | in vLLM's usual layers: balanced if these pass the \
-checks at load | *MegaMoE*, one kernel that dispatches and computes, in place of these layers: \
-refused by the flag's name |
-| Muse Spark | the same; its own kernel for NVFP4 is refused by name | the same |
+checks at load. *MegaMoE* (`--moe-backend deep_gemm_mega_moe` and its like) dispatches and \
+computes in one kernel: refused by the flag's name |
+| Muse Spark | the same; its own kernel for NVFP4 is refused by name |
 | DeepSeek-V3.2, dots3-note, GLM-5 and GLM-5-Next, Hy-V4, Inkling, MiniMax-M3, Qwen4-Exp, Beam, \
-Flint | the same; the experts of dots3-note's vision part are on every rank and stay as they are | \
-they have none |
+Flint | in vLLM's usual layers; the experts of dots3-note's vision part are on every rank and stay \
+as they are |
 
-DeepSeek-V4.1, Kimi-K3 and Flint have decode kernels of their own for NVIDIA GPUs, which pass by
-these layers. vLLM uses none of them with expert parallelism. DeepSeek-V4 has a part for CPUs. Its
-checkpoints have FP4 or FP8 experts, which vLLM computes on CPUs with AMX only.
+DeepSeek-V4 can run on CPUs. Its checkpoints have FP4 or FP8 experts, which vLLM computes on CPUs
+with AMX only.
 """
 _DETAILS = """\
 # Model families: every figure
 
-[The page for users](../families.md) says what the verdicts mean. Each family is a tiny checkpoint
+[The page for users](../../docs/families.md) lists the verdicts. Each family is a tiny checkpoint
 with random weights (`benchmarks/model_families/checkpoints.py`), whose router prefers a few experts
 of one rank. It is served on two ranks of a CPU, tensor and expert parallel. 14 prompts of 100 to
 295 tokens are asked with policy `quota` and with policy `off`, 16 greedy tokens each.
@@ -80,27 +79,21 @@ transformers shows that the engine computes this model.
 
 def page() -> str:
     """The text of the page for users."""
-    rows = {
-        engine: {row["family"]: row for row in _document(engine)["rows"]} for engine in _ENGINES
-    }
-    cells = (
-        (name, family.special, *(_verdict(rows[engine].get(name)) for engine in _ENGINES))
-        for name, family in FAMILIES.items()
-    )
-    text = _INTRO + table(("family", "what is special", *_ENGINES.values()), cells)
-    versions = " and ".join(
-        f"{name} {version}"
-        for engine in _ENGINES
-        for name, version in _document(engine)["versions"].items()
-        if name != "transformers"
-    )
-    return f"{text}\nVersions: {versions}. [Every figure and reason](dev/families.md).\n{_FLAT}"
+    return _INTRO + "\n".join(map(_verdicts, _ENGINES)) + _REST
 
 
-def _verdict(row: dict[str, Any] | None) -> str:
-    if row is None:
-        return "not tried"
-    return "not served" if row["verdict"] == "unserved" else str(row["verdict"])
+def _verdicts(engine: str) -> str:
+    """The families of each verdict, in a list."""
+    document = _document(engine)
+    rows = {row["family"]: row["verdict"] for row in document["rows"]}
+    name = _ENGINES[engine]
+    version = next(v for package, v in document["versions"].items() if package != "transformers")
+    lines = [
+        f"- {says}: {', '.join(found)}."
+        for verdict, says in _SAYS.items()
+        if (found := [family for family in FAMILIES if rows.get(family, "untried") == verdict])
+    ]
+    return f"**{name} {version}**\n\n" + "\n".join(lines) + "\n"
 
 
 def details() -> str:

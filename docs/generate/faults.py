@@ -1,4 +1,4 @@
-"""Tables in docs/dev/faults.md, from the JSON of `make check-faults` and `make check-containers`.
+"""benchmarks/results/faults.md, from the JSON of `make check-faults` and `make check-containers`.
 
 python -m docs.generate.faults
 """
@@ -6,16 +6,30 @@ python -m docs.generate.faults
 import json
 from pathlib import Path
 
-from docs.generate.reference import DOCS, table, with_table
+from docs.generate.reference import DOCS, table
 
-__all__ = ["CONTAINERS", "NAME", "PAGE", "RESULT", "containers", "injected"]
+__all__ = ["PAGE", "RESULT", "page"]
 
-PAGE = DOCS / "dev" / "faults.md"
 RESULT = DOCS.parent / "benchmarks" / "results" / "faults.json"
-NAME, CONTAINERS = "injected", "containers"
+PAGE = RESULT.with_suffix(".md")
+_PAGE = """\
+# Faults that were injected
+
+[Faults](../../docs/dev/faults.md) explains the words. "waits" means here that nothing goes on until
+a stopped process does.
+
+{}
+## Containers
+
+{}"""
 
 
-def injected(result: Path = RESULT) -> str:
+def page() -> str:
+    """The whole page."""
+    return _PAGE.format(_injected(), _containers())
+
+
+def _injected(result: Path = RESULT) -> str:
     """A row for each fault, a column for each stage."""
     seen: dict[tuple[str, str], dict[str, str]] = {}
     for row in json.loads(result.read_text())["faults"]:
@@ -29,7 +43,7 @@ def injected(result: Path = RESULT) -> str:
     return table(("what", "how", *in_order), rows)
 
 
-def containers() -> str:
+def _containers() -> str:
     """A row for each container."""
     none = "\N{EN DASH}"
     rows = []
@@ -43,5 +57,4 @@ def containers() -> str:
 
 
 if __name__ == "__main__":
-    page = with_table(PAGE.read_text(), NAME, injected())
-    PAGE.write_text(with_table(page, CONTAINERS, containers()))
+    PAGE.write_text(page())

@@ -1,15 +1,14 @@
-"""What docs/dev/measurements.md has from the JSON of benchmarks.
+"""What benchmarks/results/README.md has from the JSON of benchmarks.
 
     python -m docs.generate.measurements     # brings it up to date
 
 A table stands between ``<!-- NAME -->`` and ``<!-- end -->``, NAME being its JSON's.
 """
 
-from pathlib import Path
-
 from ultraep_kernels.contract import FULL_SPEED
 
 from docs.generate.figures import (
+    RESULTS,
     TRAFFIC,
     estimate,
     percent,
@@ -21,7 +20,7 @@ from docs.generate.reference import table, with_table
 
 __all__ = ["PAGE", "TIMES", "measurements"]
 
-PAGE = Path(__file__).resolve().parents[1] / "dev" / "measurements.md"
+PAGE = RESULTS / "README.md"
 TIMES = (
     *("serving-ttft", "serving-balanced", "sglang-ttft", "sglang-balanced"),
     *("real-routing-ttft", "real-routing-ttft-sglang"),
@@ -31,7 +30,7 @@ _POLICIES = ("off", "quota", "ideal")
 
 
 def measurements(text: str) -> str:
-    """docs/dev/measurements.md with its tables: times, speeds, and plans that are kept."""
+    """benchmarks/results/README.md with its tables: times, speeds, and plans that are kept."""
     for name in TIMES:
         text = with_table(text, name, times(name))
     text = with_table(text, REFRESH, _kept_plans())

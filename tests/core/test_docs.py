@@ -23,7 +23,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 CODE = (ROOT / "ultraep_serve", ROOT / "kernels", ROOT / "benchmarks" / "ultraep_lab")
 CHANGELOG = ROOT / "CHANGELOG.md"
 OTHERS = [ROOT / folder / "README.md" for folder in ("deploy", "benchmarks")]
-PAGES = [README, CHANGELOG, *OTHERS, *sorted(DOCS.rglob("*.md"))]
+PAGES = [README, CHANGELOG, *OTHERS, *sorted(RESULTS.glob("*.md")), *sorted(DOCS.rglob("*.md"))]
 MADE_BY_USERS = {"deploy/.env", "check-gpu.json"}
 
 _SPAN = re.compile(r"`([^`\n]+)`|\]\(([^)#]+)\)")  # code, or where a link points
@@ -169,7 +169,7 @@ def test_the_reference_says_what_the_code_does(name: str) -> None:
 def test_every_result_of_a_benchmark_has_its_command() -> None:
     table = (ROOT / "benchmarks" / "README.md").read_text()
     patterns = re.findall(r"`([\w*.-]+\.json)`", table)
-    results = [path.name for path in RESULTS.iterdir()]
+    results = [path.name for path in RESULTS.glob("*.json")]
     assert not [name for name in results if not any(fnmatch(name, each) for each in patterns)]
 
 

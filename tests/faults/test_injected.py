@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from docs.generate.faults import CONTAINERS, NAME, PAGE, RESULT, containers, injected
-from docs.generate.reference import table_in
+from docs.generate.faults import PAGE, RESULT, page
 from tests.faults.check import is_expected
 from tests.faults.injector import Fault, inject
 from tests.faults.table import QUICK, faults
@@ -34,6 +33,4 @@ def test_every_fault_was_injected_and_seen_as_expected() -> None:
 
 
 def test_the_page_shows_what_was_seen() -> None:
-    page, remedy = PAGE.read_text(), "run `python -m docs.generate.faults`"
-    assert table_in(page, NAME) == injected(), remedy
-    assert table_in(page, CONTAINERS) == containers(), remedy
+    assert PAGE.read_text() == page(), "run `python -m docs.generate.faults`"
