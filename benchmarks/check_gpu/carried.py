@@ -63,8 +63,8 @@ def environment(kit: Path) -> dict[str, str]:
         "GLOO_SOCKET_IFNAME": "lo",
         "NCCL_IB_DISABLE": "1",
         "HF_HUB_OFFLINE": "1",
+        "PYTHONDONTWRITEBYTECODE": "",  # an engine is imported many times
         "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1",
-        "PYTHONDONTWRITEBYTECODE": "1",
     }
 
 

@@ -1,7 +1,8 @@
 """vLLM with a tiny model of made-up weights, balanced, asked with balancing on and off.
 
-engine.py FOUND                                  starts the following, once per way to run batches
-engine.py FOUND MODEL RUN_DIR WAY RANK RANKS     one process of it
+engine.py FOUND                                  starts the last one, once per way to run batches
+engine.py FOUND FORMAT ...                       once per format of experts
+engine.py rank OUT MODEL RUN_DIR WAY RANK RANKS  one process of it
 
 With two GPUs, or on CPU, two tensor-parallel ranks. On one GPU two data-parallel ranks share it:
 each is a vLLM of its own, and NCCL, which refuses ranks on one GPU, is told that they are on two
@@ -22,8 +23,9 @@ from typing import Any
 sys.path[1:1] = [str(Path(__file__).resolve().parents[1] / "device")]
 
 import torch  # noqa: E402
-from report import Report  # noqa: E402
+from report import NULL_GPU, Report  # noqa: E402
 
+from tests.support.quantised import quantise  # noqa: E402
 from tests.support.serving_checks import PROMPTS  # noqa: E402
 from tests.support.tiny_models import tiny_qwen3  # noqa: E402
 from tests.support.ways_to_start import ENVIRONMENT, SETTINGS, VLLM, balanced_layers  # noqa: E402
@@ -34,7 +36,9 @@ from ultraep_serve.telemetry.run_directory import run_directory  # noqa: E402
 from ultraep_serve.types import Policy  # noqa: E402
 
 RANKS = 2
-SECONDS, SECONDS_ON_CPU = 110, 500  # of one way to run batches
+# sizes that every format has
+SPEC = replace(tiny_qwen3(), hidden_size=256, moe_intermediate_size=256, num_heads=2, head_dim=64)
+SECONDS, SECONDS_ON_CPU = 140, 500  # of one way to run batches, the latter also on a null GPU
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8]}
 ON_GPU = {
     "dtype": "bfloat16",
@@ -45,16 +49,19 @@ ON_GPU = {
 
 
 def main() -> None:
-    """Both ways; on CPU there are no graphs."""
+    """Both ways, on CPU without graphs; or formats, eagerly."""
     has_gpu = torch.cuda.is_available()
     if not has_gpu:
         os.environ.pop("TRITON_INTERPRET", None)  # of a dry run; vLLM for CPU has no use for it
     report = Report(Path(sys.argv[1]))
     with tempfile.TemporaryDirectory() as folder:
-        spec = replace(tiny_qwen3(), num_heads=2, head_dim=64)
-        model = make_model(Path(folder, "model"), spec)
-        for way in ("eager", "graphs") if has_gpu else ("eager",):
-            report.run(f"vllm, {way}", ask_both, model, way)
+        model = make_model(Path(folder, "model"), SPEC)
+        for name in sys.argv[2:]:
+            quantised = quantise(model, Path(folder, name), name)
+            report.run(f"vllm, {name}", ask_both, quantised, "eager")
+        if not sys.argv[2:]:
+            for way in ("eager", "graphs") if has_gpu else ("eager",):
+                report.run(f"vllm, {way}", ask_both, model, way)
     sys.exit(not report.all_passed)
 
 
@@ -70,16 +77,17 @@ def ask_both(model: Path, way: str) -> dict[str, Any]:
                 environment |= sharing(rank, master)
             out = Path(folder, f"{rank}.json")
             arguments = [model, run_path, way, rank, processes]
-            command = [sys.executable, __file__, out, *arguments]
+            command = [sys.executable, __file__, "rank", out, *arguments]
             started.append(subprocess.Popen([*map(str, command)], env=environment))
-        limit = SECONDS if torch.cuda.is_available() else SECONDS_ON_CPU
+        limit = SECONDS if torch.cuda.is_available() and not NULL_GPU else SECONDS_ON_CPU
         end = time.monotonic() + limit
         try:
             codes = [process.wait(max(1, end - time.monotonic())) for process in started]
         finally:
             for process in started:
                 process.kill()
-        assert not any(codes), f"{codes = }"
+        if any(codes):
+            raise RuntimeError(f"ranks ended with {codes}")
         found = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(processes)]
     same = [on == off for one in found for on, off in zip(one["on"], one["off"], strict=True)]
     layers = found[0]["layers"]
@@ -148,8 +156,8 @@ def wait_for_all(out: Path, what: str, rank: int, ranks: int) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 2:
-        given, name, folder, chosen, number, count = sys.argv[1:]
+    if sys.argv[1] == "rank":
+        given, name, folder, chosen, number, count = sys.argv[2:]
         ask_as_rank(Path(given), name, Path(folder), chosen, int(number), int(count))
     else:
         main()

@@ -1,6 +1,6 @@
 """The engines' own expert kernels on L + S experts, of which S are copies in slots.
 
-experts.py FOUND torch|vllm|sglang|flashinfer
+experts.py FOUND torch|vllm|sglang
 
 For each kernel and format: tokens of all ranks by their masters alone (slots hold NaN), then with
 experts copied and ids rerouted. Both are compared with float64 and with each other; then both are

@@ -3,7 +3,7 @@
 Its other kernels come through its layers, which need all of its groups; they are not tried here.
 """
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 
 import torch
 from expert_layer import BLOCK, Compute, ExpertKernel, Masters, Sizes
@@ -12,11 +12,12 @@ __all__ = ["kernels", "ready"]
 
 
 def ready(device: torch.device) -> AbstractContextManager[object]:
-    """Publish settings, which kernels read."""
+    """Publish settings, which kernels read; a group is for memory that ranks share."""
+    from sglang.srt.runtime_context import get_parallel
     from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
     set_global_server_args_for_scheduler(ServerArgs(model_path="dummy"))
-    return nullcontext()
+    return get_parallel().override(tp_group=None)
 
 
 def kernels(sizes: Sizes, device: torch.device) -> list[ExpertKernel | str]:

@@ -16,6 +16,7 @@ FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parents[1]
 SANITIZER = "compute-sanitizer"
 SANITIZER_PACKAGE = "nvidia-cuda-sanitizer-api"
+FORMATS = "fp8", "int8", "int4", "mxfp4", "nvfp4"
 SECONDS_TO_END = 10  # that benchmarks/device keeps for its report
 
 Command = tuple[Sequence[str], str]  # or the reason why there is none
@@ -103,10 +104,20 @@ def _experts(library: str) -> Callable[[Path, bool, float], Command]:
     return make
 
 
-def _engine(found: Path, dry_run: bool, _: float) -> Command:
-    if find_spec("vllm") is None:
-        return (), "vllm is not installed"
-    return _script("engine.py", found), ""
+def _engine(library: str, *script: str) -> Callable[[Path, bool, float], Command]:
+    def make(found: Path, dry_run: bool, _: float) -> Command:
+        if find_spec(library) is None:
+            return (), f"{library} is not installed"
+        if dry_run and script != ("engine.py",):
+            return (), "a server of its own kernels needs a GPU; the tests start one on a CPU"
+        name, *arguments = script
+        return _script(name, found, *arguments), ""
+
+    return make
+
+
+def _libraries(found: Path, dry_run: bool, _: float) -> Command:
+    return ((), "libraries of a GPU") if dry_run else (_script("libraries.py", found), "")
 
 
 def _script(name: str, *arguments: str | Path) -> list[str]:
@@ -114,15 +125,19 @@ def _script(name: str, *arguments: str | Path) -> list[str]:
 
 
 PARTS = (
-    Part("device", 430, _device, "report.json"),
-    Part("small", 120, _small),
-    Part("memcheck", 120, _sanitizer("memcheck")),
+    Part("kit", 60, _libraries),
+    Part("engine", 210, _engine("vllm", "engine.py")),
+    Part("server-vllm", 240, _engine("vllm", "servers.py", "vllm")),
+    Part("server-sglang", 150, _engine("sglang", "servers.py", "sglang")),
+    Part("formats", 140, _engine("vllm", "engine.py", *FORMATS)),
+    Part("experts-vllm", 140, _experts("vllm")),
+    Part("device", 160, _device, "report.json"),
+    Part("small", 80, _small),
+    Part("memcheck", 100, _sanitizer("memcheck")),
     Part("synccheck", 90, _sanitizer("synccheck")),
     Part("racecheck", 60, _sanitizer("racecheck")),
-    Part("global-sanitizer", 100, _global_sanitizer),
+    Part("global-sanitizer", 90, _global_sanitizer),
     Part("experts-torch", 50, _experts("torch")),
-    Part("experts-vllm", 140, _experts("vllm")),
     Part("experts-sglang", 60, _experts("sglang")),
-    Part("experts-flashinfer", 90, _experts("flashinfer")),
-    Part("engine", 230, _engine),
+    Part("first-token", 150, _engine("vllm", "first_token.py")),
 )

@@ -61,9 +61,9 @@ def stages(result: Path = RESULT) -> str:
         ),
         ("for one that is left alone", *_of_target(alone, "host", "host_at_most")),
         (
-            f"sending with {sends['what']}, of {sends['megabytes']:.0f} MB",
+            f"sending {sends['megabytes']:.0f} MB with {sends['what']}, within one GPU's memory",
             f"{sends['gigabytes_per_second']:.0f} GB/s",
-            f"{sends['at_least_gb_per_second']:.0f} GB/s, 80 % of NVLink's",
+            f"{sends['at_least_gb_per_second']:.0f} GB/s, which is 80 % of NVLink's",
         ),
     ]
     return made + table(("", "found", "target"), others)

@@ -120,6 +120,7 @@ static u32 permuted(u32 low, u32 high, u32 selector) {
     return found;
 }
 SAME(prmt, b32, permuted(a, b, c))
+SAME(shf_l_wrap, b32, (((u64)b << 32 | a) << (c & 31)) >> 32)
 
 #define CONVERT(TO, FROM)                                                                         \
     static void cvt_##TO##_##FROM(u64 *d, const u64 *x, const u64 *y, const u64 *z) {             \
@@ -149,5 +150,6 @@ static const Known operations[] = {
     ROWS_OF_BITS(setp_eq) ROWS(setp_eq) ROWS_OF_BITS(setp_ne) ROWS(setp_ne) ROWS(setp_lt)
     ROWS(setp_le) ROWS(setp_gt) ROWS(setp_ge) ROW(and, pred) ROW(or, pred) ROW(xor, pred)
     ROW(not, pred) ROW(mov, pred) ROW(popc, b32) ROW(popc, b64) ROW(clz, b32) ROW(clz, b64)
-    ROW(bfe, u32) ROW(bfe, s32) ROW(bfe, u64) ROW(bfe, s64) ROW(prmt, b32) CONVERSIONS(ROW_CVT)
+    ROW(bfe, u32) ROW(bfe, s32) ROW(bfe, u64) ROW(bfe, s64) ROW(prmt, b32) ROW(shf_l_wrap, b32)
+    CONVERSIONS(ROW_CVT)
 };

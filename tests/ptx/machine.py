@@ -13,7 +13,7 @@ from tests.ptx.compiled import Prepared
 from tests.ptx.library import OPERATIONS, library
 from tests.ptx.parse import ParsedKernel
 
-__all__ = ["Finding", "Machine", "MachineError", "Options"]
+__all__ = ["Finding", "Machine", "MachineError", "Options", "kernel_of"]
 
 _INSTRUCTION = np.dtype(
     [
@@ -218,18 +218,9 @@ class Machine:
         parsed = prepared.kernel
         key = id(parsed), prepared.shared_bytes
         if key not in self._kernels:
-            code = encoded(parsed)
-            constants = np.array(parsed.constants, dtype=np.uint64)
             site = len(self._sites) * _SITE_BITS
             self._sites.append(parsed)
-            self._kernels[key] = (
-                _Kernel(
-                    code.ctypes.data, len(code), parsed.first_constant + len(constants),
-                    prepared.shared_bytes, site, constants.ctypes.data, parsed.first_constant,
-                    len(constants),
-                ),
-                (code, constants),
-            )  # fmt: skip
+            self._kernels[key] = kernel_of(parsed, prepared.shared_bytes, site)
         return self._kernels[key][0]
 
     def _site(self, what: str) -> int:
@@ -259,6 +250,17 @@ class Machine:
         rows = [found[4 * n : 4 * n + 4] for n in range(number)]
         places = {f"rank {rank}: {self._place(site).split(' [')[0]}" for site, rank, _, _ in rows}
         return f"{number} warps go round in {', '.join(sorted(places)[:8])}"
+
+
+def kernel_of(parsed: ParsedKernel, shared_bytes: int, site: int = 0) -> tuple[_Kernel, Any]:
+    """A kernel as machine.c reads it, and what has to be kept for as long."""
+    code = encoded(parsed)
+    constants = np.array(parsed.constants, dtype=np.uint64)
+    kernel = _Kernel(
+        code.ctypes.data, len(code), parsed.first_constant + len(constants), shared_bytes,
+        site, constants.ctypes.data, parsed.first_constant, len(constants),
+    )  # fmt: skip
+    return kernel, (code, constants)
 
 
 _encoded: dict[int, tuple[ParsedKernel, Any]] = {}

@@ -46,7 +46,7 @@ __all__ = [
 ]
 
 Self = TypeVar("Self", bound="BalancedServer")
-_START_SECONDS, _STOP_SECONDS, _GROUP_SECONDS = 300.0, 60.0, 0.5
+_STOP_SECONDS, _GROUP_SECONDS = 60.0, 0.5
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _SHORTEST, _LONGEST = 16, 1500  # tokens; from decode-sized to several times min_batch_tokens
 
@@ -57,6 +57,8 @@ class BalancedServer:
     A context manager that starts it, and stops it and its children. It also ends when this process
     is killed.
     """
+
+    start_seconds = 300.0  # at most
 
     def __init__(
         self,
@@ -130,7 +132,7 @@ class BalancedServer:
 
     def _wait_until_healthy(self) -> None:
         assert self._process is not None
-        deadline = time.monotonic() + _START_SECONDS
+        deadline = time.monotonic() + self.start_seconds
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
                 raise ServerError(f"the server ended at start-up:\n{self._log_tail()}")
@@ -139,7 +141,7 @@ class BalancedServer:
                     return
             self._on_wait()
             time.sleep(0.5)
-        raise ServerError(f"no answer after {_START_SECONDS:g} s:\n{self._log_tail()}")
+        raise ServerError(f"no answer after {self.start_seconds:g} s:\n{self._log_tail()}")
 
     def _log_tail(self) -> str:
         return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-15:])

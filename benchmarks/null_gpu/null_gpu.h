@@ -1,0 +1,68 @@
+/* A GPU that is not there: what its libraries share. Everything below is in libcuda.so.1.
+
+   Its memory is memory of the process, so copies are real. A stream does what it is given at once, and a graph does
+   it when it is launched. Kernels do nothing, but for those that `execute.c` is told to execute. */
+
+#define _GNU_SOURCE
+#include <stddef.h>
+
+#define API __attribute__((visibility("default")))
+#define NAME "NVIDIA H100 80GB HBM3"
+#define TOTAL_BYTES (80ull << 30)
+#define FREE_BYTES (78ull << 30)
+#define CUDA_RELEASE 13000
+#define MULTIPROCESSORS 132
+#define MOST_DEVICES 8
+
+enum { OF_HOST = 1, OF_DEVICE = 2 }; /* kinds of memory, as CU_MEMORYTYPE_HOST and _DEVICE */
+
+/* Devices: NULL_GPU_DEVICES says how many exist (one), CUDA_VISIBLE_DEVICES which of them are visible. */
+int null_gpu_existing(void); /* of the machine */
+int null_gpu_count(void);    /* visible */
+int null_gpu_number(int device); /* among those of the machine */
+int null_gpu_current(void);      /* of this thread */
+int null_gpu_choose(int device); /* whether it exists */
+int null_gpu_attribute(int attribute);
+
+/* Memory. */
+void *null_gpu_allocate(size_t bytes, int kind);
+int null_gpu_free(void *at); /* whether it was allocated */
+void null_gpu_note(void *at, size_t bytes, int kind);
+size_t null_gpu_forget(void *at);
+int null_gpu_kind(const void *at, int *device); /* 0 is no memory of ours */
+
+/* Streams. */
+typedef struct Graph Graph;
+typedef struct {
+    void *to;
+    const void *from;
+    size_t width, height, to_pitch, from_pitch; /* bytes; height is rows */
+} Copy;
+typedef struct {
+    void *at;
+    unsigned value;
+    size_t bytes, count; /* of a value; values */
+} Fill;
+void null_gpu_do(void (*run)(void *), const void *arguments, size_t bytes);
+void null_gpu_copy(void *to, const void *from, size_t bytes);
+void null_gpu_copy_rows(Copy copy);
+void null_gpu_fill(Fill fill);
+void null_gpu_call(void (*function)(void *), void *argument);
+void *null_gpu_handle(void); /* a new one, of anything */
+double *null_gpu_event(void);
+double null_gpu_milliseconds(void);
+void null_gpu_begin_capture(void);
+Graph *null_gpu_end_capture(void);
+int null_gpu_is_capturing(void);
+void null_gpu_run_graph(Graph *graph);
+void null_gpu_free_graph(Graph *graph);
+
+/* Launches. */
+typedef struct Function Function;
+Function *null_gpu_function(const char *name);
+const char *null_gpu_name(const Function *function);
+int null_gpu_launch(const Function *function, int grid, int threads, void **values); /* an error, or 0 */
+int null_gpu_error(void); /* of a launch before: CUDA's number, or 0 */
+
+int null_gpu_lookup(const char *name, void **function); /* 0, or 500: not found */
+int null_gpu_lacks(const char *name);                   /* 801: not supported; said if NULL_GPU_TRACE is set */

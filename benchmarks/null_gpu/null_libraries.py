@@ -1,0 +1,125 @@
+"""Compile the libraries of the null GPU; stubs stand for whatever their C files do not define."""
+
+import re
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["LIBRARIES", "build"]
+
+FOLDER = Path(__file__).resolve().parent
+HEADERS = ("nvidia/cu13", "triton/backends/nvidia")
+OPTIONS = (
+    "-shared",
+    "-fPIC",
+    "-O2",
+    "-Wall",
+    "-Werror",
+    "-fno-strict-aliasing",
+    "-fvisibility=hidden",
+    "-march=native",
+)
+VISIBLE = "#pragma GCC visibility push(default)\nint null_gpu_lacks(const char *);"
+# Of the driver and the runtime, what succeeds by doing nothing; other stubs say "not supported".
+DONE_BY_DOING_NOTHING = re.compile(
+    r"""cu(da)?( Init | Ctx(SetLimit|SetCacheConfig|EnablePeerAccess)
+    | DevicePrimaryCtx(Release|SetFlags) | Device(EnablePeerAccess|SetLimit)
+    | MemSetAccess | Mem(Prefetch|Advise)\w* | MemPool(Set|Trim)\w*
+    | (Module|Library)Unload | (Func|Kernel)Set\w* | Launch(Cooperative)?Kernel\w*
+    | Stream(Destroy|WaitEvent|WriteValue|BatchMemOp)\w*
+    | ThreadExchangeStreamCaptureMode | Graph(Upload|Destroy|DebugDot)\w*
+    | TensorMapEncode\w* | Profiler\w* | PointerSetAttribute
+    | MemcpyToSymbol\w* )(_v\d)? | __cuda\w+""",
+    re.VERBOSE,
+)
+
+
+@dataclass(frozen=True)
+class Library:
+    """A library, what it is made of, and where the names are that it must have."""
+
+    file: str
+    sources: tuple[str, ...]
+    names: str  # below site-packages: a library, or a header
+    version: str = ""  # of its symbols
+    is_done: re.Pattern[str] = re.compile("")  # stubs that succeed
+
+
+LIBRARIES = (  # in the order in which they are to be loaded
+    Library(
+        "libcuda.so.1",
+        ("device.c", "stream.c", "execute.c", "driver.c"),
+        "triton/backends/nvidia/include/cuda.h",
+        is_done=DONE_BY_DOING_NOTHING,
+    ),
+    Library(
+        "libcudart.so.13",
+        ("runtime.c",),
+        "nvidia/cu13/lib/libcudart.so.13",
+        "libcudart.so.13",
+        DONE_BY_DOING_NOTHING,
+    ),
+    Library("libnvidia-ml.so.1", ("management.c",), ""),
+    Library(
+        "libcublasLt.so.13",
+        ("blas_lt.c",),
+        "nvidia/cu13/lib/libcublasLt.so.13",
+        "libcublasLt.so.13",
+    ),
+    Library("libcublas.so.13", ("blas.c",), "nvidia/cu13/lib/libcublas.so.13", "libcublas.so.13"),
+    Library("libnccl.so.2", ("collectives.c",), "nvidia/nccl/lib/libnccl.so.2", "NCCL_2"),
+)
+
+
+def build(site: Path, target: Path, libraries: Sequence[Library] = LIBRARIES) -> list[Path]:
+    """Compile them into ``target``. ``site``: packages, with torch for CUDA 13 and all it needs.
+
+    The first one, the driver, needs Triton alone.
+    """
+    target.mkdir(parents=True, exist_ok=True)
+    return [_build(library, site, target) for library in libraries]
+
+
+def _build(library: Library, site: Path, target: Path) -> Path:
+    made, script, stubs = target / library.file, target / "symbols.map", target / "stubs.c"
+    included = [f"-I{site / folder / 'include'}" for folder in HEADERS]
+    others = [] if library.file == "libcuda.so.1" else [f"-L{target}", "-l:libcuda.so.1"]
+    script.write_text(f"{library.version} {{ global: *; }};\n" if library.version else "")
+    command = ["gcc", *OPTIONS, *included, "-o", made, f"-Wl,-soname,{library.file}"]
+    command += [f"-Wl,--version-script={script}"] if library.version else []
+    command += [FOLDER / source for source in library.sources]
+    subprocess.run([*command, *others, "-ldl", "-lpthread"], check=True)
+    if library.names:
+        missing = _names(site / library.names, included) - _symbols(made)
+        made_of = [VISIBLE, *(_stub(library, name) for name in sorted(missing))]
+        stubs.write_text("\n".join(made_of))
+        subprocess.run([*command, "-fno-builtin", stubs, *others, "-ldl", "-lpthread"], check=True)
+    script.unlink()
+    stubs.unlink(missing_ok=True)
+    return made
+
+
+def _stub(library: Library, name: str) -> str:
+    if library.is_done.fullmatch(name) or not library.is_done.pattern:
+        return f"int {name}(void) {{ return 0; }}"
+    return (
+        f'int null_gpu_lacks(const char *); int {name}(void) {{ return null_gpu_lacks("{name}"); }}'
+    )
+
+
+def _names(source: Path, included: list[str]) -> set[str]:
+    """Functions that a header declares or a library exports."""
+    if source.suffix != ".h":
+        return _symbols(source)
+    command = ["gcc", "-E", "-P", *included, str(source)]
+    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return set(re.findall(r"\bCUresult\s+(cu\w+)\s*\(", text))
+
+
+def _symbols(library: Path) -> set[str]:
+    command = ["nm", "--dynamic", "--defined-only", str(library)]
+    lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+    words = [line.split() for line in lines]
+    names = {name.split("@")[0] for _, kind, name in words if kind in "TWi"}
+    return names - {"_init", "_fini"}
