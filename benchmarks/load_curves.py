@@ -32,12 +32,15 @@ PANELS = {
 
 
 def main() -> None:
-    """Draw both engines' curves."""
+    """Draw both engines' curves, and vLLM's goodput alone."""
     for name in ("load-vllm", "load-sglang"):
         document = json.loads((RESULTS / f"{name}.json").read_text())
         panels = [partial(panel, document=document, name=figure) for figure in PANELS]
         drawn = picture(*panels, file_type="svg", size=(11.0, 6.5), columns=3)
         (IMAGES / f"{name}.svg").write_bytes(drawn)
+    vllm = json.loads((RESULTS / "load-vllm.json").read_text())
+    alone = partial(panel, document=vllm, name="goodput_per_second")
+    (IMAGES / "goodput.svg").write_bytes(picture(alone, file_type="svg", size=(6.0, 3.4)))
 
 
 def panel(axes: Any, document: Mapping[str, Any], name: str) -> None:

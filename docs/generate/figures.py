@@ -1,6 +1,7 @@
 """What benchmarks have left in JSON, and how every ratio of the pages is estimated and shown."""
 
 import json
+import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ __all__ = [
     "read_document",
     "read_rows",
     "rounds",
+    "times",
 ]
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
@@ -41,13 +43,27 @@ def rounds(row: dict[str, Any], base: str) -> list[tuple[float, float]]:
 def estimate(pairs: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
     """Median of the ratios within rounds, and where it lies with 95 % confidence.
 
-    Fewer than six rounds have no interval: then it is the least and the greatest ratio.
+    Fewer than six rounds have no such interval: then it is the mean of the ratios' logarithms with
+    Student's interval.
     """
     ratios = [one / other for one, other in pairs]
-    return statistics.median(ratios), *(median_interval(ratios) or (min(ratios), max(ratios)))
+    if (interval := median_interval(ratios)) is not None:
+        return statistics.median(ratios), *interval
+    from scipy.stats import t
+
+    logs = [math.log(ratio) for ratio in ratios]
+    half = float(t.ppf(0.975, len(logs) - 1)) * statistics.stdev(logs) / math.sqrt(len(logs))
+    mean = statistics.fmean(logs)
+    return math.exp(mean), math.exp(mean - half), math.exp(mean + half)
 
 
 def percent(median: float, low: float, high: float) -> str:
     """Ratios above 1 as "x % more"."""
     shown = (f"{round(100 * (ratio - 1))}" for ratio in (median, low, high))
     return "{} % ({} to {})".format(*shown)
+
+
+def times(median: float, low: float, high: float) -> str:
+    """A ratio of times and its interval; "not certain" where that has 1 in it."""
+    shown = f"{median:.2f} ({low:.2f} to {high:.2f})"
+    return shown if low > 1 or high < 1 else f"{shown}, not certain"

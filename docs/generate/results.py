@@ -2,13 +2,13 @@
 
     python -m docs.generate.results     # brings both up to date
 
-A cell claims no more than its range: see ``_claim``.
+Every comparison is a ratio, "times as fast": above 1 balancing is faster.
 """
 
 import io
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,110 +17,223 @@ from docs.generate.figures import (
     RESULTS,
     TRAFFIC,
     estimate,
-    percent,
     read_document,
     read_rows,
     rounds,
+    times,
 )
 from docs.generate.reference import table, table_in, with_table
 
-__all__ = ["PAGE", "README", "readme", "results"]
+__all__ = ["PAGE", "README", "readme", "results", "statements"]
 
 _ROOT = Path(__file__).resolve().parents[2]
 README = _ROOT / "README.md"
 PAGE = _ROOT / "docs" / "results.md"
-_ENGINES = ("serving", "sglang")  # how the names of JSON files begin
-_LOADS = {"serving": "load-vllm", "sglang": "load-sglang"}
-_RECORDED = {"serving": "real-routing-ttft", "sglang": "real-routing-ttft-sglang"}
-_NOT_MEASURED = "not measured"
-_NOT_REACHED = "beyond the measured rates"
-_DEMO = re.compile(r"^╭.*?╯$", re.MULTILINE | re.DOTALL)
+_ENGINES = {"serving": "vLLM", "sglang": "SGLang"}  # how the names of JSON files begin
+_DEMO = re.compile(r"^  Load of the busiest rank.*?\(float32\)$", re.MULTILINE | re.DOTALL)
 _WIDTH = 80
-_NARROW = 0.1  # a range that shows two times to be alike
+_RANKS = 64  # of the big models' row in README.md
 
 
 def readme(text: str) -> str:
-    """README.md with what the demo printed, and its table of results.
+    """README.md with what the demo printed, and its table of gains.
 
     Raises ValueError where one of them has no place.
     """
     text, found = _DEMO.subn(lambda _: _demo(), text)
     if found != 1:
         raise ValueError(f"README.md has {_DEMO.pattern!r} {found} times")
-    return results(text)
+    return _with_tables(text, {"gains": _gains})
 
 
 def results(text: str) -> str:
-    """A page with the table of results. Raises ValueError where it has no place."""
-    table_in(text, "results")
-    return with_table(text, "results", _results())
+    """docs/results.md with its tables. Raises ValueError where one has no place."""
+    return _with_tables(text, _TABLES)
+
+
+def statements() -> dict[Path, list[str]]:
+    """What sentences of the pages say of figures, as those figures have it."""
+    tokens = [row for prefix in _ENGINES for row in read_rows(f"{prefix}-tokens")]
+    same, of = (sum(row[name] for row in tokens) for name in ("identical", "prompts"))
+    steady = _steady()
+    eplb, lplb = (
+        f"{steady['quota'] / steady[policy]:.2f} times as fast" for policy in ("eplb", "lplb")
+    )
+    layer = read_document("big-models")["picture"]
+    loads = layer["before"]
+    after = [own + sum(copies) for own, copies in zip(layer["own"], layer["copies"], strict=True)]
+    before, now = (f"{len(loads) * max(ranks) / sum(loads):.2f}" for ranks in (loads, after))
+    balanced = [
+        sum(row["verdict"] == "balanced" for row in read_rows(f"families-{engine}"))
+        for engine in ("vllm", "sglang")
+    ]
+    answers = read_document("soak")["seen"]["answers"]
+    return {
+        README: [
+            f"{same} of {of} prompts",
+            eplb,
+            lplb,
+            f"{before} times the mean before balancing and {now} after",
+            "{} and {} model families".format(*balanced),
+        ],
+        PAGE: [f"all {answers:,} answers"],
+        PAGE.with_name("choosing.md"): [eplb, lplb],
+    }
+
+
+def _steady() -> dict[str, float]:
+    """Predicted seconds of a layer in steady traffic, by policy, planned for every batch."""
+    return {
+        row["policy"]: row["layer_seconds"]
+        for row in read_document("refresh")["policies"]
+        if row["traffic"] == "stationary" and row["interval"] in (0, 1)
+    }
+
+
+def _with_tables(text: str, tables: Mapping[str, Callable[[], str]]) -> str:
+    for name, made in tables.items():
+        table_in(text, name)
+        text = with_table(text, name, made())
+    return text
 
 
 def _demo() -> str:
-    """What the demo printed, without spaces at the ends of lines."""
+    """What the demo printed of the imbalance, of the first prompt length and of answers."""
     from rich.console import Console
 
     from ultraep_lab.demo.report import demo_view
 
     shown = Console(width=_WIDTH, file=(printed := io.StringIO()))
     shown.print(demo_view(json.loads((RESULTS / "demo.json").read_text())))
-    return "\n".join(line.rstrip() for line in printed.getvalue().splitlines())
+    lines = [line.strip("╭╮╰╯│─").rstrip() for line in printed.getvalue().splitlines()]
+    lines = [line for line in lines if line.strip()]
+    first = next(index for index, line in enumerate(lines) if "Load of" in line)
+    return "\n".join([*lines[first : first + 7], lines[-1]])
 
 
-def _results() -> str:
-    """One row for each comparison, one column for each engine; all say how much better we are."""
-    rows: list[tuple[str, ...]] = []
-    for head, figures in _RESULTS.items():
-        rows.append((f"**{head}**", "", ""))
-        rows += [(name, *map(figure, _ENGINES)) for name, figure in figures.items()]
-    return table(("", "vLLM", "SGLang"), rows)
+def _gains() -> str:
+    """README.md's table: one row for each place, also where balancing gains nothing."""
+    layers = [row for row in _gpu_layers() if row["what"] == "layer of qwen3-235b-a22b"]
+    rows = [
+        (
+            "a layer of Qwen3-235B, 16 ranks played on one H200",
+            _slashed(f"{row['imbalance_before']:.2f}" for row in layers)
+            + f" → {max(row['imbalance_after'] for row in layers):.3f}",
+            _slashed(f"{row['speedup_with_own']:.2f}" for row in layers),
+            _slashed(f"{100 * row['of_ideal_with_own']:.0f}" for row in layers) + " %",
+        ),
+        (
+            f"loads of {_slashed(_big_models())} as served by others, {_RANKS} ranks",
+            _slashed(_range(row["before"], 2) for row in _big(_RANKS))
+            + f" → {max(row['quota']['max'] for row in _big(_RANKS)):.3f}",
+            "planned, not timed",
+            "",
+        ),
+        *(_prefill(prefix) for prefix in _ENGINES),
+        _predicted(),
+        _recorded(),
+        _balanced(),
+    ]
+    return table(("where", "busiest rank, before → after", "times as fast", "of perfect"), rows)
 
 
-def _claim(pairs: Sequence[tuple[float, float]]) -> str:
-    """By how much the second of each pair of times is shorter, as "x % faster" has it.
-
-    Where the range has both faster and slower ones there is nothing to claim.
-    """
-    median, low, high = estimate(pairs)
-    shown = percent(median, low, high)
-    if low > 1 or high < 1:
-        return shown
-    return f"{'level' if high - low < _NARROW else 'unclear'} {shown[shown.index('(') :]}"
-
-
-def _ttft(name: str, base: str) -> str:
-    """Of every prompt length, how much faster ``quota`` is than ``base``."""
-    return "<br>".join(
-        f"{row['prompt_tokens'] >> 10}k: {_claim(rounds(row, base))}" for row in read_rows(name)
+def _prefill(prefix: str) -> tuple[str, ...]:
+    (row, *_), found = read_rows(f"{prefix}-ttft"), read_document(f"{prefix}-ttft")["imbalance"]
+    return (
+        f"{_ENGINES[prefix]}, prompts of {row['prompt_tokens'] >> 10}k, two CPU ranks, a router "
+        "made to be skewed",
+        f"{found['before']['mean']:.2f} → {found['after']['mean']:.3f}",
+        times(*estimate(rounds(row, "off"))),
+        _of_perfect(row),
     )
 
 
-def _recorded(engine: str, base: str) -> str:
-    """Of every recorded text, how much faster ``quota`` is than ``base``."""
-    rows = read_rows(_RECORDED[engine])
-    return "<br>".join(f"{TRAFFIC[row['workload']]}: {_claim(rounds(row, base))}" for row in rows)
-
-
-def _recorded_over(base: str) -> Callable[[str], str]:
-    return lambda engine: _recorded(engine, base)
-
-
-def _recorded_imbalance(engine: str) -> str:
-    return "<br>".join(
-        f"{TRAFFIC[workload]}: {found['before']:.2f}, {found['quota']:.3f}"
-        for workload, found in read_document(_RECORDED[engine])["imbalance"].items()
+def _predicted() -> tuple[str, ...]:
+    found = {
+        row["policy"]: row
+        for row in read_document("refresh")["policies"]
+        if row["traffic"] == "stationary" and row["interval"] == (row["policy"] == "quota")
+    }
+    off, quota = found["off"], found["quota"]
+    return (
+        "routing recorded of DeepSeek-V2-Lite, 8 ranks, predicted for H200s",
+        f"{off['imbalance']:.2f} → {quota['imbalance']:.3f}",
+        f"{off['layer_seconds'] / quota['layer_seconds']:.2f}",
+        "",
     )
 
 
-def _ttft_over(base: str) -> Callable[[str], str]:
-    return lambda engine: _ttft(f"{engine}-ttft", base)
+def _recorded() -> tuple[str, ...]:
+    document = read_document("real-routing-ttft")
+    row, found = document["rows"][0], document["imbalance"]["law"]
+    return (
+        "**nothing to gain:** vLLM, the same routing, two CPU ranks",
+        f"{found['before']:.2f} → {found['quota']:.3f}",
+        times(*estimate(rounds(row, "off"))),
+        _of_perfect(row),
+    )
 
 
-def _balanced(engine: str) -> str:
-    return _ttft(f"{engine}-balanced", "off")
+def _balanced() -> tuple[str, ...]:
+    document = read_document("serving-balanced")
+    row, found = document["rows"][0], document["imbalance"]
+    before, after = (f"{found[when]['mean']:.3f}" for when in ("before", "after"))
+    return (
+        "**what it costs:** vLLM, two CPU ranks, a balanced router",
+        f"{before} → {after}",
+        times(*estimate(rounds(row, "off"))),
+        "",
+    )
 
 
-def _windows(document: dict[str, Any], contender: str) -> list[list[dict[str, Any]]]:
+def _of_perfect(row: Mapping[str, Any]) -> str:
+    return f"{100 * estimate(rounds(row, 'ideal'))[0]:.0f} %"
+
+
+def _ttft() -> str:
+    """Time to first token: every engine, traffic and prompt length."""
+    rows = []
+    for prefix, engine in _ENGINES.items():
+        recorded = "real-routing-ttft" + ("-sglang" if prefix == "sglang" else "")
+        for name, traffic in (
+            (f"{prefix}-ttft", "skewed"),
+            (recorded, "recorded"),
+            (f"{prefix}-balanced", "balanced"),
+        ):
+            for row in read_rows(name):
+                of = f" ({TRAFFIC[row['workload']]})" if "workload" in row else ""
+                perfect = _of_perfect(row) if "ideal" in row["ttft_samples"] else ""
+                rows.append(
+                    (
+                        engine,
+                        traffic + of,
+                        f"{row['prompt_tokens'] >> 10}k",
+                        times(*estimate(rounds(row, "off"))),
+                        perfect,
+                    )
+                )
+    return table(("engine", "routing", "prompt", "times as fast", "of perfect"), rows)
+
+
+def _load() -> str:
+    """Under load, at the middle of the rates that were measured."""
+    vllm, sglang = read_document("load-vllm"), read_document("load-sglang")
+    ttft, token = "mean time to first token", "mean time between tokens of a request, P99 over them"
+    rows = [
+        ("vLLM", "4 requests/s", ttft, "off", _at_rate(vllm, 4.0, "ttft_mean_seconds", "off")),
+        ("vLLM", "4 requests/s", token, "off", _at_rate(vllm, 4.0, "itl_p99_seconds", "off")),
+        ("vLLM", "0.5 s of " + ttft, "requests/s", "off", _more_requests(vllm, 0.5)),
+        ("SGLang", "3 requests/s", ttft, "off", _at_rate(sglang, 3.0, "ttft_mean_seconds", "off")),
+        (
+            *("SGLang", "3 requests/s", ttft, "its EPLB"),
+            _at_rate(sglang, 3.0, "ttft_mean_seconds", "sglang-eplb"),
+        ),
+        ("SGLang", "3 requests/s", token, "off", _at_rate(sglang, 3.0, "itl_p99_seconds", "off")),
+    ]
+    return table(("engine", "at", "what", "against", "times as good"), rows)
+
+
+def _windows(document: Mapping[str, Any], contender: str) -> list[list[dict[str, Any]]]:
     """Of one contender, by repeat, in the order of rates."""
     windows = [w for w in document["windows"] if w["contender"] == contender]
     repeats = sorted({window["repeat"] for window in windows})
@@ -128,82 +241,139 @@ def _windows(document: dict[str, Any], contender: str) -> list[list[dict[str, An
     return [[w for w in in_order if w["repeat"] == repeat] for repeat in repeats]
 
 
-def _at_rate(document: dict[str, Any], rate: float, figure: str, base: str) -> str:
-    """How much faster ``quota`` is than ``base`` at one rate."""
-    if base not in document["contenders"]:
-        return _NOT_MEASURED
+def _at_rate(document: Mapping[str, Any], rate: float, figure: str, base: str) -> str:
+    """How many times as fast ``quota`` is as ``base`` at one rate."""
     others, ours = (
         [w[figure] for windows in _windows(document, name) for w in windows if w["rate"] == rate]
         for name in (base, "quota")
     )
-    return _claim(list(zip(others, ours, strict=True)))
+    return times(*estimate(list(zip(others, ours, strict=True))))
 
 
-def _loaded(figure: str, base: str) -> Callable[[str], str]:
-    return lambda engine: _at_rate(_load(engine), _RATES[engine], figure, base)
-
-
-def _more_requests(engine: str) -> str:
-    """How many more requests per second ``quota`` serves than ``off`` within ``_LIMIT``."""
+def _more_requests(document: Mapping[str, Any], limit: float) -> str:
+    """How many times the requests/s of ``off`` ``quota`` serves within ``limit`` seconds."""
     ours, others = (
-        [
-            _crossing([(w["rate"], w["ttft_mean_seconds"]) for w in windows], _LIMIT)
-            for windows in _windows(_load(engine), name)
-        ]
+        [_crossing(windows, limit) for windows in _windows(document, name)]
         for name in ("quota", "off")
     )
-    pairs = list(zip(ours, others, strict=True))
-    return _NOT_REACHED if None in sum(pairs, ()) else _claim(pairs)
+    return times(*estimate(list(zip(ours, others, strict=True))))
 
 
-def _crossing(curve: Sequence[tuple[float, float]], limit: float) -> float | None:
-    """The rate at which ``curve`` passes ``limit``, on a straight line between two of its points.
+def _crossing(windows: list[dict[str, Any]], limit: float) -> float:
+    """The rate at which the mean time to first token passes ``limit``, on a straight line.
 
-    None where that is outside the rates that were measured.
+    Raises ValueError where that is outside the rates that were measured.
     """
-    for (rate, before), (next_rate, after) in pairwise(curve):
-        if before <= limit < after:
-            return rate + (limit - before) / (after - before) * (next_rate - rate)
-    return None
+    for one, other in pairwise(windows):
+        low, high = one["ttft_mean_seconds"], other["ttft_mean_seconds"]
+        if low <= limit < high:
+            part = (limit - low) / (high - low)
+            return float(one["rate"] + part * (other["rate"] - one["rate"]))
+    raise ValueError(f"{limit} s are beyond the measured rates")
 
 
-def _imbalance(engine: str) -> str:
-    found = read_document(f"{engine}-ttft")["imbalance"]
-    return f"{found['before']['mean']:.2f}, {found['after']['mean']:.3f}"
+def _big_table() -> str:
+    """A row for each model and number of ranks."""
+    head = (
+        "model", "ranks", "before", "`quota`", "`eplb`", "`lplb`", "replicas",
+        "busiest link, direct → with relays", "plan",
+    )  # fmt: skip
+    rows = [
+        (
+            row["model"],
+            str(row["num_ranks"]),
+            _range(row["before"], 2),
+            *(_range(row[policy], 3) for policy in ("quota", "eplb", "lplb")),
+            _range(row["replicas"], 0),
+            f"{row['link_without_relays']['max']:.0f} → {row['link']['max']:.0f} experts",
+            f"{row['plan_microseconds']['min']:.0f} us",
+        )
+        for row in read_rows("big-models")
+    ]
+    return table(head, rows)
 
 
-def _load(engine: str) -> dict[str, Any]:
-    return read_document(_LOADS[engine])
+def _named_table() -> str:
+    rows = [
+        (row["name"], *(f"{row[name]:.3f}" for name in ("off", "quota", "eplb", "bound")))
+        for row in read_rows("named-workloads")
+    ]
+    return table(("workload", "before", "`quota`", "`eplb`", "bound"), rows)
 
 
-_RATES = {"serving": 4.0, "sglang": 3.0}  # requests/s, the middle of what was measured
-_LIMIT = 0.5  # seconds of mean time to first token
-_RESULTS: dict[str, dict[str, Callable[[str], str]]] = {
-    "Time to first token with recorded routing, 4k tokens of each text: faster than": {
-        "the same server without balancing": _recorded_over("off"),
-        "forced perfect balance, the limit": _recorded_over("ideal"),
-    },
-    "Work of the busiest of two ranks over the mean with recorded routing": {
-        "before, after": _recorded_imbalance,
-    },
-    "Time to first token with skewed routing, by tokens of the prompt: faster than": {
-        "the same server without balancing": _ttft_over("off"),
-        "forced perfect balance, the limit": _ttft_over("ideal"),
-        "without balancing, where the model is balanced already": _balanced,
-    },
-    "Mean time to first token at 4 (SGLang: 3) requests/s: faster than": {
-        "the same server without balancing": _loaded("ttft_mean_seconds", "off"),
-        "the engine's own balancer (EPLB)": _loaded("ttft_mean_seconds", "sglang-eplb"),
-    },
-    "Time between tokens (99th percentile) at that rate: faster than": {
-        "the same server without balancing": _loaded("itl_p99_seconds", "off"),
-    },
-    f"Requests/s with a mean time to first token of {_LIMIT} s: more than": {
-        "the same server without balancing": _more_requests,
-    },
-    "Work of the busiest rank over the mean with skewed routing; 1 is perfect": {
-        "before, after": _imbalance,
-    },
+def _kept() -> str:
+    """Imbalance and predicted time where a plan is made for every batch."""
+    kinds = {"stationary": "steady traffic", "in turn": "two kinds in turn"}
+    cells: dict[str, list[str]] = {}
+    for row in read_document("refresh")["policies"]:
+        if row["traffic"] in kinds and row["interval"] in (0, 1):
+            shown = f"{row['imbalance']:.3f}, {1e3 * row['layer_seconds']:.2f} ms"
+            cells.setdefault(row["policy"], []).append(shown)
+    rows = ((f"`{policy}`", *shown) for policy, shown in cells.items())
+    return table(("policy", *kinds.values()), rows)
+
+
+def _tokens() -> str:
+    """Prompts whose greedy tokens are the same with balancing on and off."""
+    rows = []
+    for prefix, engine in _ENGINES.items():
+        for dtype in ("float32", "bfloat16"):
+            found = [row for row in read_rows(f"{prefix}-tokens") if row["dtype"] == dtype]
+            same, of = (sum(row[name] for row in found) for name in ("identical", "prompts"))
+            rows.append((f"{engine}, {dtype}", f"{same} of {of}"))
+    return table(("", "prompts with the same tokens"), rows)
+
+
+def _stages() -> str:
+    """UltraEP's published times beside ours, 64 ranks and 256 experts."""
+    found: dict[str, list[float]] = {"plan": [], "count + reroute": []}
+    for row in _gpu_rows("routing"):
+        size = row["ranks"], row["experts"], row.get("tokens_per_rank", 8192), row.get("slots", 2)
+        if size == (64, 256, 8192, 2) and row["what"] in found:
+            found[row["what"]].append(row["graph_microseconds"])
+    ours = {name: f"{min(v):.0f} to {max(v):.0f} us" for name, v in found.items()}
+    rows = [
+        ("plan", "67 to 78 us", ours["plan"]),
+        ("reroute", "36 to 39 us", f"{ours['count + reroute']}, with the count"),
+    ]
+    return table(("64 ranks, 256 experts", "UltraEP, as published", "here, on one H200"), rows)
+
+
+def _gpu_layers() -> list[dict[str, Any]]:
+    return _gpu_rows("layer-qwen3", "layer-deepseek")
+
+
+def _gpu_rows(*parts: str) -> list[dict[str, Any]]:
+    found = read_document("gpu-device")["parts"]
+    return [row for part in found if part["part"] in parts for row in part["rows"]]
+
+
+def _big(num_ranks: int) -> list[dict[str, Any]]:
+    rows = [row for row in read_rows("big-models") if row["num_ranks"] == num_ranks]
+    return sorted(rows, key=lambda row: _big_models().index(row["model"]))
+
+
+def _big_models() -> list[str]:
+    return ["Qwen3-235B-A22B", "GLM-5.2", "DeepSeek-V4-Flash"]
+
+
+def _slashed(parts: Any) -> str:
+    return " / ".join(parts)
+
+
+def _range(found: Mapping[str, float], digits: int) -> str:
+    least, most = (f"{found[name]:.{digits}f}" for name in ("min", "max"))
+    return least if least == most else f"{least} to {most}"
+
+
+_TABLES: Mapping[str, Callable[[], str]] = {
+    "ttft": _ttft,
+    "load": _load,
+    "big-models": _big_table,
+    "named-workloads": _named_table,
+    "kept": _kept,
+    "tokens": _tokens,
+    "stages": _stages,
 }
 
 

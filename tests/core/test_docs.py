@@ -260,4 +260,7 @@ def test_the_pages_show_what_benchmarks_and_demo_wrote() -> None:
     ):
         text = path.read_text()
         assert updated(text) == text, f"run `python -m {updated.__module__}`"
+    for path, said in results.statements().items():
+        text = " ".join(path.read_text().split())
+        assert not [words for words in said if words not in text], path
     assert all(table_in(measurements.PAGE.read_text(), name) for name in measurements.TIMES)
