@@ -23,6 +23,7 @@ from ultraep_serve.types import ExpertShape, Policy
 __all__ = ["DOCS", "TABLES", "help_text", "table", "table_in", "with_table"]
 
 DOCS = Path(__file__).resolve().parents[1]
+_DEFAULT = re.compile(r" \(default: ((?:[^()]|\([^()]*\))*)\)")
 # an argument, two spaces or a line's end, and its text
 _HELP_LINE = re.compile(r"^  (?! )(\S+(?: \S+)*)(?:  +|\n {6,})(\S.*)$", re.MULTILINE)
 
@@ -62,12 +63,16 @@ def _commands() -> str:
 
 def _flags(*command: str) -> str:
     """Every argument of a command, as its help says."""
-    rows = []
-    for words, text in _HELP_LINE.findall(help_text(*command)):
+    rows, shown = [], help_text(*command)
+    usage = shown.partition("\n\n")[0]
+    for words, text in _HELP_LINE.findall(shown):
         flag = words.split(", ")[0]  # without other spellings of the same
         if flag != "-h":
-            text, _, default = " ".join(text.split()).partition(" (default: ")
-            rows.append((_code(flag), default.removesuffix(")"), text))
+            text = " ".join(text.split())
+            found = _DEFAULT.search(text)
+            is_required = re.search(rf"(?<!\[){re.escape(flag.split()[0])}(?![\w-])", usage)
+            default = found[1] if found else "required" if is_required else ""
+            rows.append((_code(flag), default, _DEFAULT.sub("", text)))
     escaped = [tuple(cell.replace("|", "\\|") for cell in row) for row in rows]
     return table(("flag", "default", ""), escaped)
 
@@ -213,14 +218,17 @@ def _flags_of(*command: str) -> Callable[[], str]:
     return lambda: _flags(*command)
 
 
-_LAB = ("demo", "record", "replay", "make-trace")
+_COMMANDS = DOCS / "commands"
+_FLAGS = {  # where the flags of a command stand
+    **dict.fromkeys(("sidecar", "status", "doctor"), _COMMANDS / "serve.md"),
+    **dict.fromkeys(("record", "make-trace"), DOCS / "traces.md"),
+    "demo": _COMMANDS / "bench.md",
+    "replay": _COMMANDS / "replay.md",
+}
 TABLES: Mapping[str, tuple[Path, Callable[[], str]]] = {
-    "commands": (DOCS / "commands" / "index.md", _commands),
-    **{
-        f"flags-{name}": (DOCS / "commands" / f"{name}.md", _flags_of(name))
-        for name in ("sidecar", "status", "doctor", *_LAB)
-    },
-    "flags-bench-prefill": (DOCS / "commands" / "bench.md", _flags_of("bench", "prefill")),
+    "commands": (_COMMANDS / "index.md", _commands),
+    **{f"flags-{name}": (page, _flags_of(name)) for name, page in _FLAGS.items()},
+    "flags-bench-prefill": (_COMMANDS / "bench.md", _flags_of("bench", "prefill")),
     "settings": (DOCS / "settings.md", lambda: _settings(BalanceConfig)),
     "sidecar-settings": (
         DOCS / "settings.md",
