@@ -1,4 +1,4 @@
-"""Tables in deploy/README.md, from the JSON of `make images`.
+"""benchmarks/results/images.md, from the JSON of `make images`.
 
 python -m docs.generate.images
 """
@@ -6,12 +6,24 @@ python -m docs.generate.images
 import json
 from typing import Any
 
-from docs.generate.reference import DOCS, table, with_table
+from docs.generate.reference import DOCS, table
 
-__all__ = ["PAGE", "RESULT", "TABLES"]
+__all__ = ["PAGE", "RESULT", "page"]
 
-PAGE = DOCS.parent / "deploy" / "README.md"
 RESULT = DOCS.parent / "benchmarks" / "results" / "images.json"
+PAGE = RESULT.with_suffix(".md")
+_PAGE = """\
+# Images
+
+`make images` builds these on a machine that reaches no registry of images: a *stand-in*, a Debian
+with a Python of the same version, takes the place of a base that cannot be pulled. Images on the
+engines' own ones are then left out.
+
+{}
+They were run as Kubernetes runs them: without capabilities, with a read-only root and a network of
+their own. `/home/ultraep/.cache` is a volume, and `/tmp` is memory.
+
+{}"""
 
 
 def _images() -> str:
@@ -38,10 +50,10 @@ def _result() -> dict[str, Any]:
     return found
 
 
-TABLES = {"images": _images, "runs": _runs}
+def page() -> str:
+    """The whole page."""
+    return _PAGE.format(_images(), _runs())
+
 
 if __name__ == "__main__":
-    page = PAGE.read_text()
-    for name, made in TABLES.items():
-        page = with_table(page, name, made())
-    PAGE.write_text(page)
+    PAGE.write_text(page())
