@@ -1,5 +1,6 @@
 """Ranks of one or two hosts, balanced without an engine: what one suffers, and how others end."""
 
+import logging
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from queue import Queue
 
 import pytest
 import torch
+from torch.distributed import TCPStore
 
 from tests.support.hosts import engine_group, host_path
 from tests.support.namespaces import Hosts, enter_network, two_namespaces
@@ -24,14 +26,14 @@ from ultraep_serve.config import BalanceConfig
 from ultraep_serve.costs.model import CostModel
 from ultraep_serve.engines.common.setup import BalancedLayers, Batch, EngineRank
 from ultraep_serve.system.topology import Location
-from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.recorder import Stopwatch
 from ultraep_serve.telemetry.run_files import RunFiles
-from ultraep_serve.types import ExpertShape, Policy, Stage, TokenView
+from ultraep_serve.types import ExpertShape, Stage, TokenView
 
 TIMEOUT = 2.0
-SLACK = 15.0  # beyond the timeout, by when all must have ended
-SWITCHED = 3  # the batch in which another policy comes into force
+PORT = 29_500  # of the engine's store, in a network of its own
+SLACK = 25.0  # beyond the timeout, by when all must have ended, also who was stopped
+STRUCK = 3  # the batch of the fault
 LAST = 6  # the batch behind which all ranks are asked to stop
 GIVEN = CostModel(1e-3, bytes_per_expert=1 << 10, link_bytes_per_second=1e9)
 
@@ -41,7 +43,7 @@ class Fault:
     """What befalls the last rank, and when."""
 
     name: str  # of a signal, or "cut": the link between the hosts
-    when: Stage | str  # the stage that has just ended; or "load", "policy switch", "stop"
+    when: Stage | str  # the stage that has just ended; or "load", "stop"
 
     def strike(self, run_path: Path, hosts: Hosts | None) -> None:
         (run_path / "struck").touch()
@@ -50,7 +52,7 @@ class Fault:
             hosts.cut()
             return
         if self.name == "SIGSTOP":
-            wake = f"sleep {3 * TIMEOUT}; kill -CONT {os.getpid()}"
+            wake = f"sleep {8 * TIMEOUT}; kill -CONT {os.getpid()}"
             # Not a fork: the child of a process with threads may wait for ever for one's lock.
             subprocess.Popen(["sh", "-c", wake])
         os.kill(os.getpid(), signal.Signals[self.name])
@@ -66,7 +68,7 @@ class Ended:
 
 
 class _Struck(Stopwatch):
-    """Calls ``strike`` at the end of a stage, in the batch in which the policy is another."""
+    """Calls ``strike`` at the end of a stage, in the batch of the fault."""
 
     batch = 0
     stage: Stage
@@ -74,7 +76,7 @@ class _Struck(Stopwatch):
 
     def lap(self, stage: Stage) -> None:
         super().lap(stage)
-        if stage is self.stage and self.batch == SWITCHED:
+        if stage is self.stage and self.batch == STRUCK:
             type(self).batch = -1
             type(self).strike()
 
@@ -88,7 +90,8 @@ def serve(rank: int, run_path: Path, hosts: Hosts | None, size: int, fault: Faul
         enter_network(hosts.names[rank // size])
         os.environ["GLOO_SOCKET_IFNAME"] = hosts.link
         plain = engine_group(run_path, rank, num_ranks)
-        group = EngineGroup(plain.on_host, plain.on_device, hosts.addresses[0])
+        store = TCPStore(hosts.addresses[0], PORT, is_master=rank == 0, wait_for_workers=False)
+        group = EngineGroup(plain.on_host, plain.on_device, store)
     home = host_path(run_path, location)
 
     def strike() -> None:
@@ -108,10 +111,11 @@ def serve(rank: int, run_path: Path, hosts: Hosts | None, size: int, fault: Faul
     with pytest.MonkeyPatch.context() as patch:
         for name, seconds in {
             "telemetry.recorder.HEARTBEAT_SECONDS": 0.5,
+            "balance.backend.CONNECT_FACTOR": 5 if fault.when == "load" else 20,
+            "balance.watch.HEARTBEAT_SECONDS": 0.5,
             "balance.watch._LONGEST_STEP": 1.0,
             "balance.watch._QUIET_SECONDS": 2.0,
             "balance.watch._GRACE_SECONDS": 1.0,
-            "balance.host_link._MEET_SECONDS": 1.5,
         }.items():
             patch.setattr(f"ultraep_serve.{name}", seconds)
         if is_victim and fault.when != "load":
@@ -121,18 +125,16 @@ def serve(rank: int, run_path: Path, hosts: Hosts | None, size: int, fault: Faul
         joined = BalancedLayers(
             config, shape, TokenView.SHARED, [layer], run_layer, EngineRank("test", rank, group)
         )
+        joined.end_loading(logging.getLogger(__name__))
         ids = torch.tensor([[0, 2 * (num_ranks - size)]], dtype=torch.int32).repeat(64, 1)
-        with ControlPage.open(home) as page:
-            for batch in count():
-                if batch == LAST and fault.when == "stop":
-                    if is_victim:
-                        strike()
-                    return "stopped"  # what balances says so to the others as the process ends
-                if batch == SWITCHED and rank == 0 and fault.when == "policy switch":
-                    page.set_policy(Policy.OFF)
-                _Struck.batch = -1 if fault.when == "stop" else batch
-                joined.route(0, ids, Batch(64))
-                joined.computed()
+        for batch in count():
+            if batch == LAST and fault.when == "stop":
+                if is_victim:
+                    strike()
+                return "stopped"
+            _Struck.batch = -1 if fault.when == "stop" else batch
+            joined.route(0, ids, Batch(64))
+            joined.computed()
     return ""
 
 
@@ -146,9 +148,8 @@ def suffer(fault: Fault, hosts: Hosts | None) -> Ended:
         return Ended(outcomes, [home.lost_reason() for home in homes], seconds)
 
 
-STAGES = [Stage.COUNT, Stage.PLAN, Stage.REROUTE, Stage.WAIT, "policy switch"]
 SIGNALS = ["SIGKILL", "SIGSEGV", "SIGSTOP"]
-WHENS = ["load", *STAGES]
+WHENS = ["load", Stage.COUNT, Stage.REROUTE, Stage.WAIT]
 AT_ONCE = 4  # groups, which mostly wait
 
 

@@ -157,7 +157,7 @@ def compile_for_long(rank: int, run_path: Path) -> str:
 
     config = BalanceConfig(min_batch_tokens=8, run_dir=str(home), timeout_seconds=seconds)
     layer = [torch.nn.Parameter(torch.ones(2, 7), False)]
-    pytest.MonkeyPatch().setattr("ultraep_serve.balance.host.fabric._WATCH_SECONDS", 0.0)
+    pytest.MonkeyPatch().setattr("ultraep_serve.balance.host.fabric.WATCH_SECONDS", 0.0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ultraep_serve.balance.host.backend._REPEATS", 1)
         joined = BalancedLayers(

@@ -2,9 +2,9 @@
 
     python -m tests.faults.engine PORT BOARD
 
-Ranks meet in every batch and wait for each other for ever, as in an engine's own collectives; the
-server notices nothing. A stage has begun when its file is on BOARD, and goes on when the injector
-leaves ``may-...`` there.
+Ranks meet in every batch, and wait for each other as long as the engine's own collectives do; the
+server ends with its first rank. A stage has begun when its file is on BOARD, and goes on when the
+injector leaves ``may-...`` there.
 """
 
 import multiprocessing
@@ -21,8 +21,6 @@ from pathlib import Path
 import pytest
 
 from tests.support.ring_files import create
-from ultraep_serve.balance import watch as watches
-from ultraep_serve.balance.watch import RankWatch
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.system.topology import Location
 from ultraep_serve.telemetry import recorder as recorders
@@ -32,10 +30,6 @@ from ultraep_serve.types import Decision, ExpertShape, Policy
 
 NUM_RANKS = 2
 _BATCH_SECONDS = 0.05
-_PATCHED = (
-    (recorders, "HEARTBEAT_SECONDS", 0.5), (watches, "_LONGEST_STEP", 1.0),
-    (watches, "_QUIET_SECONDS", 2.0), (watches, "_GRACE_SECONDS", 1.0),
-)  # fmt: skip  # half as long, as all times that hang on them
 
 
 def wait_for(path: Path) -> None:
@@ -52,18 +46,15 @@ def _rank(rank: int, board: Path, config: BalanceConfig, together: Barrier) -> N
     )
     Finalize(None, recorder.close, exitpriority=1)
     page = ControlPage.create(home, Policy.QUOTA) if rank == 0 else None
-    watch = RankWatch(home, location, timeout, 10 * timeout, recorder)
-    recorder.at_heartbeat(watch.look)
     if page is not None:
         recorder.watch(page.file)
-    Finalize(None, watch.close, exitpriority=2)
     signal.signal(signal.SIGTERM, _end)
     (board / f"loading-{rank}").write_text(str(os.getpid()))
     wait_for(board / "may-load")
     recorder.set_state(RingState.READY)
     (board / f"serving-{rank}").touch()
     while True:
-        together.wait()
+        together.wait(timeout)
         if page is not None:
             recorder.set_policy(page.policy)
         recorder.count_batch(Decision.SMALL)
@@ -87,8 +78,7 @@ class _Healthy(BaseHTTPRequestHandler):
 def main() -> None:
     port, board = int(sys.argv[1]), Path(sys.argv[2])
     patches = pytest.MonkeyPatch()
-    for module, name, seconds in _PATCHED:
-        patches.setattr(module, name, seconds)
+    patches.setattr(recorders, "HEARTBEAT_SECONDS", 0.5)
     config = BalanceConfig.from_environment()
     assert config is not None
     asked = threading.Event()
@@ -103,13 +93,16 @@ def main() -> None:
         rank.start()
     signal.signal(signal.SIGTERM, lambda *_: asked.set())
     while not all((board / f"serving-{rank}").exists() for rank in range(NUM_RANKS)):
-        if asked.wait(0.05):
+        if asked.wait(0.05) or not all(rank.is_alive() for rank in ranks):
             break
     else:
         server = HTTPServer(("127.0.0.1", port), _Healthy)
         threading.Thread(target=server.serve_forever, daemon=True).start()
     while not asked.wait(0.1):
-        pass
+        if not all(rank.is_alive() for rank in ranks):
+            for rank in ranks:
+                rank.kill()
+            os._exit(1)
     (board / "stopping").touch()
     wait_for(board / "may-end")
     for rank in ranks:

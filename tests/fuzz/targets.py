@@ -7,7 +7,6 @@ of an input has them made right again.
 
 import base64
 import contextlib
-import hmac
 import io
 import json
 import os
@@ -24,7 +23,6 @@ from tests.support.model_configs import DEEPSEEK_V3, QWEN3_30B
 from tests.support.ring_files import create, write
 from ultraep_lab.engine_recordings import from_vllm
 from ultraep_lab.store import load_trace
-from ultraep_serve.balance.host_link import HostLink, Message
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.costs.kv_cache import kv_bytes_of
 from ultraep_serve.costs.model import CostModel
@@ -60,55 +58,6 @@ class Target(NamedTuple):
     seeds: Callable[[Path], list[bytes]]
     max_bytes: int  # of an input
     share: int  # of the time, compared with others'
-
-
-class _Arriving:
-    """In the place of a socket: one datagram, then nothing."""
-
-    def __init__(self) -> None:
-        self.waiting: list[bytes] = []
-
-    def recv(self, _: int) -> bytes:
-        if not self.waiting:
-            raise BlockingIOError
-        return self.waiting.pop()
-
-
-def _link() -> HostLink:
-    link = HostLink("127.0.0.1", 0, 3)
-    link.close()
-    link.key, link.addresses = bytes(32), {1: ("127.0.0.1", 9), 2: ("127.0.0.1", 9)}
-    return link
-
-
-def _datagrams(_: Path) -> Reader:
-    """An even first byte: the group's seal is put before what follows."""
-    link, arriving = _link(), _Arriving()
-    link._socket = arriving  # type: ignore[assignment]
-
-    def read(data: bytes) -> None:
-        content = data[1:]
-        sealed = data[:1] and not data[0] & 1
-        arriving.waiting = [_sealed(link, content) if sealed else content]
-        for message in link.receive():
-            assert message.host in link.addresses
-            assert message.lost.isprintable()
-        link._newest.clear()
-
-    return read
-
-
-def _sealed(link: HostLink, content: bytes) -> bytes:
-    return link.sealed(0)[:16] + hmac.digest(link.key, content, "sha256") + content
-
-
-def _datagram_seeds(_: Path) -> list[bytes]:
-    messages = [
-        Message(1, [], [], "", False), Message(2, [0, 1], [3], "", False),
-        Message(1, [], [], "rank 3 was not heard for 61 s", False), Message(2, [], [], "", True),
-    ]  # fmt: skip
-    written = [json.dumps({**m._asdict(), "sent": n}).encode() for n, m in enumerate(messages)]
-    return [b"\0" + text for text in written] + [b"\1" + _link().sealed({"host": 1})]
 
 
 class _Ring:
@@ -333,7 +282,6 @@ def _run_files(folder: Path) -> Reader:
     files = RunFiles(folder)
     readers: dict[str, Callable[[], object]] = {
         "config.json": files.config, "lost": files.lost_reason, "unbalanced": files.unbalanced,
-        "launched": files.has_launcher,
     }  # fmt: skip
     opened = [os.open(folder / name, os.O_RDWR | os.O_CREAT) for name in readers]
 
@@ -365,7 +313,6 @@ def _requests() -> Iterator[bytes]:
 
 
 TARGETS = {
-    "datagrams": Target(_datagrams, _datagram_seeds, 512, 6),
     "ring-header": Target(_headers, lambda folder: [_Ring(folder).content[:700]], 700, 4),
     "rings": Target(_rings, _ring_seeds, 121, 3),
     "figures": Target(_figures, _ring_seeds, 121, 2),

@@ -11,13 +11,11 @@ from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
-import numpy as np
 import pytest
 import trustme
 
 from tests.support.launched import is_gone
 from tests.support.ring_files import create
-from ultraep_serve.balance.host_link import HostLink
 from ultraep_serve.cli import main, serve
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.engines.common.launch import local_url
@@ -252,25 +250,6 @@ def test_a_balanced_engine_that_ends_by_itself_has_lost_a_rank(
             supervise(python("pass"), config, None)
     else:
         assert supervise(python("pass"), config, None) == 0
-
-
-@pytest.mark.parametrize("is_asked", [True, False])
-def test_the_launcher_tells_other_hosts_why_killed_ranks_end(
-    tmp_path: Path, is_asked: bool
-) -> None:
-    here, other = HostLink("127.0.0.1", 0, 2), HostLink("127.0.0.1", 1, 2)
-    for link in (here, other):
-        link.join(np.stack([here.endpoint, other.endpoint]))
-    here.save(tmp_path / "link")
-    ignores = "import os, signal; signal.signal(15, signal.SIG_IGN)"  # until it is killed
-    killed = f"{ignores}; os.kill(os.getppid(), 15 if {is_asked} else 0); os.kill(os.getpid(), 9)"
-    config = BalanceConfig(run_dir=str(tmp_path))
-    assert supervise(python(killed), config, None) == 128 + signal.SIGKILL
-    said = {(message.host, message.leaves, message.lost) for message in other.receive()}
-    assert said == {(0, is_asked, "" if is_asked else "its engine ended (exit status 137)")}
-    assert (tmp_path / "stopped").exists() == is_asked
-    for link in (here, other):
-        link.close()
 
 
 ANSWERING = """

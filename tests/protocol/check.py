@@ -1,5 +1,4 @@
-"""Check the models of docs/dev/protocol.md with Spin: ``fabric.pml``, of exchange and streaming
-between ranks, and ``hosts.pml``, of what hosts tell each other.
+"""Check the model of docs/dev/protocol.md with Spin: of exchange and streaming between ranks.
 
     python -m tests.protocol.check [--quick] [--json FILE]
 
@@ -21,18 +20,17 @@ from pathlib import Path
 
 from deploy.environment import ensure_installed, has_program
 
-__all__ = ["FABRIC", "HOSTS", "MISTAKES", "RIGHT", "Form", "HostsForm", "Outcome", "check"]
+__all__ = ["FABRIC", "MISTAKES", "RIGHT", "Form", "Outcome", "check"]
 
-FABRIC, HOSTS = (Path(__file__).with_name(f"{name}.pml") for name in ("fabric", "hosts"))
+FABRIC = Path(__file__).with_name("fabric.pml")
 MAX_MEBIBYTES = 4000
 MAX_DEPTH = 100_000  # steps of one run; Spin says where they did not suffice
 
 
 @dataclass(frozen=True)
 class Form:
-    """One way to compile the model of exchange and streaming."""
+    """One way to compile the model."""
 
-    model = FABRIC
     num_ranks: int
     device: bool = False  # the kernels' way to give up: they go on
     fault: str = "none"  # or one rank "dies", or one "stops" for ever
@@ -65,27 +63,7 @@ class Form:
         return words + [self.mistake] * bool(self.mistake)
 
 
-@dataclass(frozen=True)
-class HostsForm:
-    """One way to compile the model of what hosts tell each other."""
-
-    model = HOSTS
-    cycles = False
-    mistake: str = ""
-
-    @property
-    def defines(self) -> list[str]:
-        """For the preprocessor."""
-        return [f"-DMISTAKE_{self.mistake}"] if self.mistake else []
-
-    @property
-    def words(self) -> list[str]:
-        """What tells it from others."""
-        return ["two hosts"] + [self.mistake] * bool(self.mistake)
-
-
 RIGHT = (
-    HostsForm(),
     Form(2, num_chunks=2),
     Form(2, fault="dies"),
     Form(2, fault="stops"),
@@ -102,19 +80,12 @@ RIGHT = (
     Form(3, device=True, impatient=True, num_plans=2),
 )
 QUICK = (
-    HostsForm(),
     Form(2, num_chunks=2),
     Form(2, fault="dies", num_plans=3),
     Form(2, impatient=True, num_plans=3),
     Form(2, device=True, impatient=True, num_plans=3),
 )
 MISTAKES = (
-    HostsForm(mistake="THE_LAST_WORD_COUNTS"),
-    HostsForm(mistake="A_RANK_SPEAKS_FOR_ITS_LAUNCHER"),
-    HostsForm(mistake="LEAVING_IS_FORGOTTEN"),
-    HostsForm(mistake="OLD_HEARTBEATS_COUNT"),
-    HostsForm(mistake="STRANGERS_ARE_BELIEVED"),
-    HostsForm(mistake="SILENCE_IS_NOT_COUNTED"),
     Form(2, mistake="FENCE_LEFT_OUT"),
     Form(2, mistake="POSTED_BEFORE_COMPUTED"),
     Form(2, mistake="FLAG_BEFORE_ROW"),
@@ -138,7 +109,7 @@ MISTAKES = (
 class Outcome:
     """What Spin said of one form."""
 
-    form: Form | HostsForm
+    form: Form
     found: str  # the violated claim; empty where none is
     num_states: int
     num_transitions: int
@@ -152,10 +123,10 @@ class Outcome:
         return bool(self.found) == bool(self.form.mistake)
 
 
-def check(form: Form | HostsForm) -> Outcome:
+def check(form: Form) -> Outcome:
     """Make and run the verifier. Raises RuntimeError where it could not look at every state."""
     with tempfile.TemporaryDirectory() as folder:
-        _run(["spin", "-a", *form.defines, str(form.model)], folder)
+        _run(["spin", "-a", *form.defines, str(FABRIC)], folder)
         kind = ("-DNP", "-l") if form.cycles else ("-DSAFETY", "-w24")
         options = [kind[0], "-DCOLLAPSE", "-DVECTORSZ=2048", f"-DMEMLIM={MAX_MEBIBYTES}"]
         _run(["gcc", "-O1", "-w", *options, "-o", "pan", "pan.c"], folder)
@@ -198,11 +169,6 @@ def _in_words(claim: str) -> str:
         ("rows", "a row was read that had not arrived, or no longer lay there"),
         ("parents", "a chunk was forwarded that had not arrived"),
         ("pools", "a slot was read that had not arrived"),
-        ("was_told", "a host went on that had been told of another one's loss"),
-        ("is_lost", "a host counted as lost that was not"),
-        ("is_gone", "a host counted as stopped that was not"),
-        ("heard", "an old or made-up datagram counted as a sign of life"),
-        ("leaves_taken", "a host that was stopped was missed"),
     ):
         if part in claim:
             return words
@@ -223,10 +189,7 @@ def main() -> int:
         outcomes.append(check(form))
         _print(outcomes[-1])
     if arguments.json:
-        results = [
-            {"model": outcome.form.model.stem, **asdict(outcome.form), **asdict(outcome)}
-            for outcome in outcomes
-        ]
+        results = [{**asdict(outcome.form), **asdict(outcome)} for outcome in outcomes]
         for result in results:
             del result["form"]
         document = {"machine": os.uname().machine, "spin": _run(["spin", "-V"], ".").strip()}

@@ -127,11 +127,11 @@ def check_cut(first: HostServer, second: HostServer) -> None:
             while (answer := httpx.get(f"{server.sidecar_url}/readyz")).status_code == 200:
                 assert time.monotonic() - cut < 10
                 time.sleep(0.2)
-        assert f"host {other.address} (ranks " in answer.text
+        assert f"host {other.hosts.names[other.host]} (ranks " in answer.text
     for server, other in ((first, second), (second, first)):
         assert server.wait(cut + HOSTS_TIMEOUT + 15 - time.monotonic()) != 0
         log = server.log_path.read_text(errors="replace")
-        assert f"ends: host {other.address} (ranks " in log
+        assert f"ends: host {other.hosts.names[other.host]} (ranks " in log
     request.join()
 
 

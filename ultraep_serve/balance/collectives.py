@@ -4,6 +4,7 @@ Inside a domain the fabric's exchange is the fence, and faster to notice a rank 
 gathered here adds the rows of the ranks whose memory this one cannot reach.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from ultraep_serve.balance.host_link import KeyValueStore
+from ultraep_serve.balance.watch import KeyValueStore
 from ultraep_serve.errors import PeerTimeoutError
 
 __all__ = ["DeviceAllGather", "EngineGroup", "HostAllGather"]
@@ -27,8 +28,13 @@ class EngineGroup:
 
     on_host: dist.ProcessGroup
     on_device: dist.ProcessGroup
-    meeting_point: str = ""  # address of the first host, where there are several
     store: KeyValueStore | None = None  # shared by the ranks of all pipeline stages
+    others: Sequence[dist.ProcessGroup] = ()  # in which this rank waits on the host
+
+    def bound_waits(self, seconds: float) -> None:
+        """From now on, have collectives on the host fail that wait for longer."""
+        for group in (self.on_host, *self.others):
+            group.set_timeout(timedelta(seconds=seconds))
 
 
 class HostAllGather:

@@ -16,7 +16,6 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
-from ultraep_serve.balance.host_link import tell_hosts
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.errors import EngineEndedError, OutputError, RingError, UnsupportedError
 from ultraep_serve.launcher.binding import CoreBinding
@@ -66,10 +65,9 @@ def supervise(engine: EngineCommand, config: BalanceConfig, sidecar: list[str] |
     balanced engine ends by itself as if all were well, as vLLM does when it has lost a rank.
     """
     environment = child_environment(config.to_json(), engine.environment)
-    _say_launched(config)
     children: list[subprocess.Popen[bytes]] = []
     watch, killed = _BalanceWatch(engine, config), killed_for_memory()
-    with _forwarded_signals(children, lambda: _say_stopped(config)) as signals:
+    with _forwarded_signals(children) as signals:
         try:
             if sidecar is not None:
                 children.append(start_child(sidecar, child_environment(config.to_json(), {})))
@@ -150,11 +148,8 @@ def _is_ready(ring: Path) -> bool:
 class _forwarded_signals:
     """While active, SIGINT and SIGTERM go to the children instead of ending this process."""
 
-    def __init__(
-        self, children: list[subprocess.Popen[bytes]], at_first: Callable[[], None]
-    ) -> None:
+    def __init__(self, children: list[subprocess.Popen[bytes]]) -> None:
         self._children = children
-        self._at_first = at_first
         self._previous: dict[int, object] = {}
         self.received = False
 
@@ -173,8 +168,6 @@ class _forwarded_signals:
             self._forward(signal.SIGTERM, None)
 
     def _forward(self, number: int, _frame: FrameType | None) -> None:
-        if not self.received:
-            self._at_first()
         self.received = True
         for child in self._children:
             if child.poll() is None:
@@ -211,26 +204,10 @@ def _before_child_runs() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def _say_launched(config: BalanceConfig) -> None:
-    """Ranks leave it to this process to say why they end, where they do not know themselves."""
-    if config.run_dir and config.policy is not Policy.OFF:
-        with contextlib.suppress(OSError):
-            RunFiles(config.run_path).mark_launched()
-
-
-def _say_stopped(config: BalanceConfig) -> None:
-    """Tell ranks and hosts that this host is stopped, before ranks fail for want of others."""
-    if config.run_dir:
-        with contextlib.suppress(OSError):
-            RunFiles(config.run_path).mark_stopped()
-        tell_hosts(config.run_path)
-
-
 def _say_lost(config: BalanceConfig, reason: str) -> None:
     """Give the reason to ranks and hosts, before ranks are stopped and would say they leave."""
     with contextlib.suppress(OSError, OutputError):  # no room: hosts are told
         RunFiles(config.run_path).give_up(reason)
-    tell_hosts(config.run_path, reason)
 
 
 def _lost(config: BalanceConfig) -> str:

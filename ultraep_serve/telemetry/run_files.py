@@ -30,11 +30,8 @@ class RunFiles:
         self.control = path / "control"  # a ControlPage
         self.settings = path / "config.json"
         self.token = path / "token"  # of the sidecar
-        self.link = path / "link"  # how other hosts are told why this one ends
         self.tuned = path / "tuned"  # a directory with an engine's tuned kernels
         self._lost = path / "lost"  # one line of text
-        self._launched = path / "launched"  # empty
-        self._stopped = path / "stopped"  # empty
         self._unbalanced = path / "unbalanced"  # one line of text
         self._costs = path / "costs.json"  # a CostModel
 
@@ -108,7 +105,7 @@ class RunFiles:
     def give_up(self, reason: str) -> None:
         """Say to all processes of the run why it ends. The first reason stays. Raises OutputError.
 
-        Every rank that sees the reason ends, and tells other hosts.
+        Every rank that sees the reason ends.
         """
         if not self.lost_reason():
             write_whole(self._lost, reason.encode())
@@ -119,22 +116,6 @@ class RunFiles:
             return _content(self._lost, _MAX_REASON_BYTES).decode(errors="replace")
         except OSError:
             return ""
-
-    def mark_launched(self) -> None:
-        """Say to the ranks that there is a launcher, which tells other hosts of all endings."""
-        self._launched.touch()
-
-    def has_launcher(self) -> bool:
-        """Whether a launcher started this run."""
-        return self._launched.exists()
-
-    def mark_stopped(self) -> None:
-        """Say to the ranks that the launcher was asked to stop this host. Raises OSError."""
-        self._stopped.touch()
-
-    def is_stopped(self) -> bool:
-        """Whether the launcher was asked to stop this host."""
-        return self._stopped.exists()
 
     def mark_unbalanced(self, reason: str) -> None:
         """Leave for the sidecar why this server runs without balancing. Raises OutputError."""

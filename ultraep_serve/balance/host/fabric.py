@@ -29,13 +29,12 @@ from ultraep_serve.balance.collectives import HostAllGather
 from ultraep_serve.balance.host.memory import shareable_memory
 from ultraep_serve.balance.host.peers import Peers, open_memory_of
 from ultraep_serve.balance.host.slots import HostSlotPool, map_pool, unmap
+from ultraep_serve.balance.watch import WATCH_SECONDS
 from ultraep_serve.errors import FabricError, PeerTimeoutError
 from ultraep_serve.system.topology import Location
 from ultraep_serve.telemetry.run_files import RunFiles
 
 __all__ = ["HostFabric"]
-
-_WATCH_SECONDS = 3.0  # that the watch of hosts takes beyond the timeout, at most
 
 
 @dataclass(frozen=True)
@@ -133,7 +132,7 @@ class HostFabric:
         if self._all_gather_rows is None:
             return rows
         # Where a host is lost, the watch speaks first: it knows which one.
-        return self._all_gather_rows.gather(row, self._peers.seconds + _WATCH_SECONDS)
+        return self._all_gather_rows.gather(row, self._peers.seconds + WATCH_SECONDS)
 
     def gathered(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
         """All ranks' ``values`` (n,), (R, n), in as many exchanges as rows are needed."""

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from ultraep_serve import __version__
 from ultraep_serve.balance.backend import CONNECT_FACTOR, GroupSetup
 from ultraep_serve.balance.collectives import EngineGroup, HostAllGather
-from ultraep_serve.balance.host_link import HostLink, StageMeeting, join_hosts
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.engines.common.process import repeated_at_exit
 from ultraep_serve.errors import ConfigError, FabricError, UltraEPError, UnsupportedError
@@ -40,8 +39,6 @@ from ultraep_serve.telemetry.run_files import RunFiles
 __all__ = [
     "find_location",
     "meet",
-    "meet_hosts",
-    "meet_stages",
     "refuse_or_serve_plainly",
     "wait_for_all",
 ]
@@ -185,30 +182,6 @@ def wait_for_all(setup: GroupSetup) -> None:
     group = setup.engine_group
     if group is not None and setup.location.num_domains > 1:
         HostAllGather(group.on_host, setup.connect_seconds).gather(np.zeros(1, np.int64))
-
-
-def meet_hosts(setup: GroupSetup, pipeline: PipelineStage) -> HostLink | None:
-    """Call ``join_hosts``; None where all ranks share a host, and for stages of a pipeline.
-
-    Raises PeerTimeoutError.
-    """
-    group, location = setup.engine_group, setup.location
-    if group is None or location.host_size == location.num_ranks or pipeline.num_stages > 1:
-        return None
-    ranks = HostAllGather(group.on_host, setup.connect_seconds)
-    return join_hosts(location, group.meeting_point, ranks.gather)
-
-
-def meet_stages(setup: GroupSetup, pipeline: PipelineStage) -> StageMeeting | None:
-    """Return where hosts of a pipeline's stages meet; None where there is one stage."""
-    group, location = setup.engine_group, setup.location
-    if group is None or group.store is None or pipeline.num_stages == 1:
-        return None
-    number = pipeline.number * location.num_ranks + location.rank
-    num_ranks = pipeline.num_stages * location.num_ranks
-    # a stage's own directory may lie in the run directory
-    identity = host_identity(SHARED_MEMORY)
-    return StageMeeting(group.store, number, num_ranks, identity, group.meeting_point)
 
 
 def _host_name() -> NDArray[np.int64]:

@@ -19,13 +19,11 @@ from ultraep_serve.balance.backend import Backend, GroupSetup
 from ultraep_serve.balance.collectives import EngineGroup
 from ultraep_serve.balance.physical import identity_table
 from ultraep_serve.balance.speeds import fixed_speeds
-from ultraep_serve.balance.watch import RankWatch
+from ultraep_serve.balance.watch import WATCH_SECONDS, HostBeats, HostWatch
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.engines.common.rendezvous import (
     find_location,
     meet,
-    meet_hosts,
-    meet_stages,
     wait_for_all,
 )
 from ultraep_serve.errors import SelfCheckError, UltraEPError, UnsupportedError
@@ -147,7 +145,7 @@ class BalancedLayers:
             self._recorder.watch(page.file)
         backend.connect()
         wait_for_all(setup)
-        self._watch_others()
+        self._watch = self._watch_hosts()
         self._costs = backend.calibrate(run_layer)
         if location.is_host_primary and pipeline.number == 0:
             RunFiles(self._run_path).write_costs(self._costs)
@@ -201,21 +199,17 @@ class BalancedLayers:
             raise
         return SelfCheck(SelfCheckOutcome.PASSED, tuple(results))
 
-    def _watch_others(self) -> None:
-        """Watch the other ranks, which have loaded and should answer within the timeout."""
-        setup = self._setup
-        watch = RankWatch(
-            self._run_path,
-            setup.location,
-            setup.config.timeout_seconds,
-            setup.connect_seconds,
-            self._recorder,
-            meet_hosts(setup, self._pipeline),
-            self._pipeline,
-            meet_stages(setup, self._pipeline),
-        )
+    def _watch_hosts(self) -> HostWatch:
+        """Watch other hosts, whose ranks may still load: this is not the end of it."""
+        setup, location, beats = self._setup, self._setup.location, None
+        num_hosts = location.num_ranks // location.host_size * self._pipeline.num_stages
+        store = None if setup.engine_group is None else setup.engine_group.store
+        if num_hosts > 1 and location.is_host_primary and store is not None:
+            beats = HostBeats(store, location, self._pipeline)
+        files = RunFiles(self._run_path)
+        watch = HostWatch(files, self._recorder, setup.connect_seconds, beats)
         self._recorder.at_heartbeat(watch.look)
-        Finalize(None, watch.close, exitpriority=2)
+        return watch
 
     def mark_ready(self, logger: logging.Logger) -> None:
         """Say that this rank balances: the launcher and the sidecar wait for it.
@@ -232,12 +226,13 @@ class BalancedLayers:
         Before this they may be compiling, or trying out batches of their own making. The adapter
         calls it when its engine is through with that, which ranks need not be at the same moment.
         """
+        seconds = self._setup.config.timeout_seconds
         self._balancer.end_loading()
+        self._watch.seconds = seconds
+        if self._setup.engine_group is not None:  # where a host is lost, the watch speaks first
+            self._setup.engine_group.bound_waits(seconds + WATCH_SECONDS)
         if self._setup.location.is_host_primary:
-            logger.info(
-                "ultraep: loading has ended; ranks wait %g s for each other",
-                self._setup.config.timeout_seconds,
-            )
+            logger.info("ultraep: loading has ended; ranks wait %g s for each other", seconds)
 
     def route(self, layer: int, topk_ids: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Physical ids for ``topk_ids`` (T, K) of ``layer``, of the same type.

@@ -11,12 +11,8 @@ import torch.distributed as dist
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatcher
 from sglang.srt.layers.moe.utils import filter_moe_weight_param_global_expert
-from sglang.srt.runtime_context import (
-    get_parallel,
-    get_server_args,
-)
+from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils import is_cpu
-from sglang.srt.utils.network import NetworkAddress
 from torch import nn
 
 from ultraep_serve.balance.collectives import EngineGroup
@@ -72,8 +68,11 @@ class ExpertGroup:
             hidden_size=first.hidden_size,
             dtype=first.params_dtype,
         )
-        ranks = get_parallel().moe_ep_group
-        group = EngineGroup(ranks.cpu_group, ranks.device_group, _first_host())
+        parallel = get_parallel()
+        ranks, world = parallel.moe_ep_group, parallel.world_group.cpu_group
+        others = [world, parallel.tp_group.cpu_group]
+        store = world.get_group_store()
+        group = EngineGroup(ranks.cpu_group, ranks.device_group, store, others)
         own = EngineRank("sglang", first.moe_ep_rank, group)
         complete = _complete(first, group.on_host if is_cpu() else group.on_device)
         self._balanced = start_balancing(config, execution, loaded, own, complete)
@@ -174,12 +173,6 @@ def _complete(layer: FusedMoE, group: dist.ProcessGroup) -> Callable[[torch.Tens
     if _view_of(layer) is TokenView.OWN or is_whole:
         return lambda output: output
     return partial(summed, group=group)
-
-
-def _first_host() -> str:
-    """Return the first host's address, as the operator gave it; empty on one host."""
-    given = get_server_args().dist_init_addr
-    return NetworkAddress.parse(given).host if given else ""
 
 
 def _view_of(layer: FusedMoE) -> TokenView:

@@ -7,8 +7,10 @@ from hashlib import blake2b
 import torch
 from vllm.config import VllmConfig
 from vllm.distributed import (
+    get_dp_group,
     get_ep_group,
     get_pp_group,
+    get_tp_group,
     get_world_group,
 )
 from vllm.forward_context import get_forward_context
@@ -19,7 +21,6 @@ from vllm.v1.worker.ubatching import dbo_current_ubatch_id
 
 from ultraep_serve.balance.collectives import EngineGroup
 from ultraep_serve.balance.cuda.recording import is_capturing
-from ultraep_serve.balance.host_link import KeyValueStore
 from ultraep_serve.config import BalanceConfig
 from ultraep_serve.engines.common.execution import LoadedLayers, start_balancing, summed
 from ultraep_serve.engines.common.rendezvous import refuse_or_serve_plainly
@@ -137,12 +138,12 @@ class ExpertGroup:
             dtype=first.moe_config.in_dtype,
         )
         ranks, pipeline = get_ep_group(), _pipeline_of(self.vllm_config)
-        group = EngineGroup(
-            ranks.cpu_group,
-            ranks.device_group,
-            _first_host(self.vllm_config),
-            _store_of_all() if pipeline.num_stages > 1 else None,
-        )
+        world = get_world_group()
+        others = [
+            each.cpu_group for each in (world, get_tp_group(), get_dp_group(), get_pp_group())
+        ]
+        store = world.cpu_group.get_group_store()
+        group = EngineGroup(ranks.cpu_group, ranks.device_group, store, others)
         own = EngineRank("vllm", ranks.rank_in_group, group, pipeline)
         complete = _complete(first, loaded.view, group)
         self.balanced = start_balancing(self._config, self._execution, loaded, own, complete)
@@ -175,15 +176,3 @@ def _pipeline_of(vllm_config: VllmConfig) -> PipelineStage:
         return ONLY_STAGE
     run = int.from_bytes(blake2b(vllm_config.instance_id.encode(), digest_size=8).digest()) >> 2
     return PipelineStage(get_pp_group().rank_in_group, size, run)
-
-
-def _store_of_all() -> KeyValueStore:
-    """Return the key-value store that the ranks of all stages share."""
-    store: KeyValueStore = get_world_group().cpu_group.get_group_store()
-    return store
-
-
-def _first_host(vllm_config: VllmConfig) -> str:
-    """Return the first host's address in the engine's network, as the operator gave it."""
-    parallel = vllm_config.parallel_config
-    return str(parallel.master_addr if parallel.nnodes > 1 else parallel.data_parallel_master_ip)

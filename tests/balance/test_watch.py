@@ -1,0 +1,187 @@
+"""Hosts watch each other through the engine's store: who is cut off, who is shown, and who ends."""
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from itertools import count
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.support.namespaces import Hosts, enter_network, two_namespaces
+from tests.support.ring_files import create
+from tests.support.waiting import until
+from ultraep_serve.balance.collectives import EngineGroup
+from ultraep_serve.balance.watch import HostBeats, HostWatch
+from ultraep_serve.errors import OutputError
+from ultraep_serve.system.topology import ONLY_STAGE, Location
+from ultraep_serve.telemetry.reader import RingReader
+from ultraep_serve.telemetry.recorder import Recorder
+from ultraep_serve.telemetry.ring import RingState
+from ultraep_serve.telemetry.run_files import RunFiles
+from ultraep_serve.types import Decision, ExpertShape
+
+TIMEOUT = 2.0
+SLACK = 10.0  # beyond the timeout, by when every process must have ended
+PORT = 29_500  # in a network of its own
+
+
+@pytest.fixture(autouse=True)
+def _half_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ultraep_serve.telemetry.recorder.HEARTBEAT_SECONDS", 0.5)
+    monkeypatch.setattr("ultraep_serve.balance.watch.HEARTBEAT_SECONDS", 0.5)
+    monkeypatch.setattr("ultraep_serve.balance.watch._LONGEST_STEP", 1.0)
+    monkeypatch.setattr("ultraep_serve.balance.watch._QUIET_SECONDS", 2.0)
+    monkeypatch.setattr("ultraep_serve.balance.watch._GRACE_SECONDS", 0.5)
+
+
+def recorder_of(home: Path, rank: int) -> Recorder:
+    home.mkdir(exist_ok=True)
+    location = Location(rank, 2, 1, 1)
+    return create(home, rank, ExpertShape(2, 8, 1), location, num_layers=1, timeout_seconds=TIMEOUT)
+
+
+def serve(board: Path, rank: int, hosts: Hosts) -> None:
+    """The only rank of a host, whose batches go on while there is a file ``batches``."""
+    enter_network(hosts.names[rank])
+    store = dist.TCPStore(hosts.addresses[0], PORT, is_master=rank == 0, wait_for_workers=False)
+    home = board / f"host-{rank}"
+    recorder = recorder_of(home, rank)
+    beats: Any = HostBeats(store, Location(rank, 2, 1, 1), ONLY_STAGE)
+    recorder.at_heartbeat(HostWatch(RunFiles(home), recorder, TIMEOUT, beats).look)
+    until(lambda: beats.heard, 20.0)
+    recorder.set_state(RingState.READY)
+    (board / f"up-{rank}").touch()
+    while True:
+        time.sleep(0.1)
+        if (board / "batches").exists():
+            recorder.count_batch(Decision.SMALL)
+
+
+@contextmanager
+def two_hosts(board: Path, hosts: Hosts) -> Iterator[list[BaseProcess]]:
+    """Their processes, once they hear each other; none outlives the block."""
+    fork = multiprocessing.get_context("fork")
+    children = [fork.Process(target=serve, args=(board, rank, hosts)) for rank in range(2)]
+    try:
+        for child in children:
+            child.start()
+        until(lambda: all((board / f"up-{rank}").exists() for rank in range(2)), 30.0)
+        yield list(children)
+    finally:
+        for child in children:
+            child.kill()
+            child.join()
+
+
+def unheard(board: Path, rank: int) -> str:
+    with closing(RingReader(RunFiles(board / f"host-{rank}").ring(rank))) as reader:
+        return reader.header().unheard
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    with two_namespaces() as made:
+        yield made
+
+
+def test_a_cut_link_is_shown_and_ends_both_hosts(run_path: Path, hosts: Hosts) -> None:
+    with two_hosts(run_path, hosts) as children:
+        hosts.cut()
+        until(lambda: all("not heard" in unheard(run_path, rank) for rank in range(2)), 10.0)
+        until(lambda: not any(map(BaseProcess.is_alive, children)), TIMEOUT + SLACK)
+    for rank in range(2):
+        reason = RunFiles(run_path / f"host-{rank}").lost_reason()
+        assert f"(rank {1 - rank}) was not heard for" in reason
+        assert reason.endswith("restart the engine on all hosts")
+
+
+def test_a_link_that_comes_back_ends_nothing(run_path: Path, hosts: Hosts) -> None:
+    with two_hosts(run_path, hosts) as children:
+        hosts.cut()
+        until(lambda: "not heard" in unheard(run_path, 0), 10.0)
+        hosts.join()
+        until(lambda: not any(unheard(run_path, rank) for rank in range(2)), 10.0)
+        assert all(map(BaseProcess.is_alive, children))
+
+
+def test_batches_that_go_on_are_heard_where_beats_are_not(run_path: Path, hosts: Hosts) -> None:
+    (run_path / "batches").touch()
+    with two_hosts(run_path, hosts) as children:
+        hosts.cut()
+        time.sleep(2 * TIMEOUT + 1)
+        assert all(map(BaseProcess.is_alive, children))
+        assert [unheard(run_path, rank) for rank in range(2)] == ["", ""]
+
+
+@pytest.mark.parametrize("stopped", [0, 1])  # the store is on the first host
+def test_a_host_that_is_stopped_is_shown_and_ends_the_other(
+    run_path: Path, hosts: Hosts, stopped: int
+) -> None:
+    with two_hosts(run_path, hosts) as children:
+        assert children[stopped].pid is not None
+        os.kill(children[stopped].pid, signal.SIGSTOP)
+        until(lambda: "not heard" in unheard(run_path, 1 - stopped), 10.0)
+        until(lambda: not children[1 - stopped].is_alive(), TIMEOUT + SLACK)
+
+
+def test_its_own_pause_is_not_the_silence_of_others(
+    run_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a suspend: the clock has jumped, and nobody could be heard meanwhile."""
+    ended: list[int] = []
+    beats: Any = SimpleNamespace(heard={(0, 1): "7 host other (rank 1)"})
+    with closing(recorder_of(run_path, 0)) as recorder:
+        watch = HostWatch(RunFiles(run_path), recorder, 10.0, beats, ended.append)
+        clock = iter([watch._looked + 1, watch._looked + 3601, watch._looked + 3602])
+        with monkeypatch.context() as patch:
+            patch.setattr("ultraep_serve.balance.watch.time.monotonic", lambda: next(clock))
+            for _ in range(3):
+                watch.look()
+        assert not ended
+        clock = count(watch._looked + 1)
+        with monkeypatch.context() as patch:
+            patch.setattr("ultraep_serve.balance.watch.time.monotonic", lambda: next(clock))
+            for _ in range(12):
+                watch.look()
+        assert ended
+
+
+@pytest.mark.parametrize("wrong", ["nothing", "no room", "nobody reads the log"])
+def test_a_rank_ends_with_another_one_of_its_host(
+    run_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: str
+) -> None:
+    """Also where it cannot say why."""
+
+    def no_room(*_: object) -> None:
+        raise OutputError("no space left")
+
+    has_ended = threading.Event()
+    (run_path / "lost").write_text("host other was not heard")
+    with closing(recorder_of(run_path, 0)) as recorder:
+        watch = HostWatch(RunFiles(run_path), recorder, 10.0, None, lambda _: has_ended.set())
+        with monkeypatch.context() as patch:
+            if wrong == "no room":
+                patch.setattr(RunFiles, "give_up", no_room)
+            elif wrong == "nobody reads the log":
+                patch.setattr("sys.stderr", SimpleNamespace(write=lambda _: has_ended.wait(10)))
+            threading.Thread(target=watch.look, daemon=True).start()
+            assert has_ended.wait(5)
+
+
+def test_the_engines_own_waits_on_the_host_are_bounded() -> None:
+    told: list[tuple[str, float]] = []
+
+    def group(name: str) -> Any:
+        return SimpleNamespace(set_timeout=lambda time: told.append((name, time.total_seconds())))
+
+    EngineGroup(group("ep"), group("device"), others=[group("dp")]).bound_waits(63.0)
+    assert told == [("ep", 63.0), ("dp", 63.0)]
