@@ -14,7 +14,7 @@ def require_matplotlib() -> None:
     """Before the work, find out whether it can be drawn. Raises UnsupportedError."""
     if find_spec("matplotlib") is None:
         raise UnsupportedError(
-            "pictures need matplotlib; run `pip install ultraep-serve[analysis]`", otherwise=""
+            'pictures need matplotlib; run `pip install ".[analysis]"` in a checkout', otherwise=""
         )
 
 

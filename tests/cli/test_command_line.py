@@ -54,5 +54,5 @@ def test_a_missing_package_is_named(package: str, command: str, extra: str) -> N
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    expected = f"{package} is not installed; run `pip install 'ultraep-serve[{extra}]'`"
+    expected = f"{package} is not installed; run `pip install '.[{extra}]'` in a checkout"
     assert done.stderr == f"ultraep-serve: error: {expected}\n"

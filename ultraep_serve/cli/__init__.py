@@ -134,5 +134,5 @@ def _imported(module: str) -> ModuleType:
         extra = "sidecar" if ".sidecar." in module else "client"
         package = str(missing.name).partition(".")[0]
         raise ConfigError(
-            f"{package} is not installed; run `pip install 'ultraep-serve[{extra}]'`"
+            f"{package} is not installed; run `pip install '.[{extra}]'` in a checkout"
         ) from missing

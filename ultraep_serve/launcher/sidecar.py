@@ -30,7 +30,7 @@ def start_beside_rank(config: BalanceConfig, settings: SidecarSettings) -> None:
     """
     if missing := [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]:
         raise ConfigError(
-            f"the sidecar needs {' and '.join(missing)}; pip install 'ultraep-serve[sidecar]'"
+            f"the sidecar needs {' and '.join(missing)}; pip install '.[sidecar]' in a checkout"
         )
     port = settings.port_beside()
     if reason := why_not_listen(settings.host, port):

@@ -97,6 +97,6 @@ def _scipy_optimize() -> Any:
         from scipy import optimize
     except ImportError as error:
         raise UnsupportedError(
-            "policy 'lplb' needs SciPy; run `pip install ultraep-serve[analysis]`", otherwise=""
+            'policy lplb needs SciPy; run `pip install ".[analysis]"` in a checkout', otherwise=""
         ) from error
     return optimize

@@ -174,8 +174,8 @@ def installed_engine() -> str:
         if find_spec(engine) is not None:
             return engine
     raise ConfigError(
-        "no engine is installed here; pip install 'ultraep-serve[vllm]' or '[sglang]', or for CPU "
-        "run deploy/setup_vllm_cpu.py or deploy/setup_sglang_cpu.py"
+        "no engine is installed here; pip install '.[vllm]' or '.[sglang]' in a checkout, or for "
+        "CPU run deploy/setup_vllm_cpu.py or deploy/setup_sglang_cpu.py"
     )
 
 

@@ -218,7 +218,7 @@ def open_driver(device_index: int, kind: HandleKind = HandleKind.FILE_DESCRIPTOR
         bindings = importlib.import_module("cuda.bindings.driver")
     except ImportError as error:
         raise UnsupportedError(
-            f"cuda-bindings cannot be imported ({error}); pip install 'ultraep-serve[cuda]'"
+            f"cuda-bindings cannot be imported ({error}); pip install '.[cuda]' in a checkout"
         ) from error
     torch.cuda.synchronize(device_index)  # the context that torch's kernels run in exists now
     return CudaDriver(bindings, device_index, kind)

@@ -82,7 +82,7 @@ def engine_command(model: str, flags: list[str], policy: Policy) -> EngineComman
     """
     if find_spec("sglang") is None:
         raise ConfigError(
-            "SGLang is not installed here; pip install 'ultraep-serve[sglang]', or for CPU run "
+            "SGLang is not installed here; pip install '.[sglang]' in a checkout, or for CPU run "
             "deploy/setup_sglang_cpu.py"
         )
     parsed = parse_engine_flags(flags)
@@ -232,7 +232,8 @@ def _require_plugin() -> None:
     if not entry_points(group=_GROUP, name=PLUGIN):
         sys.exit(
             f"ultraep: error: this package is installed without its entry point in {_GROUP}; "
-            "install it anew: pip install ultraep-serve[sglang], on CPU deploy/setup_sglang_cpu.py"
+            "install it anew: pip install '.[sglang]' in a checkout, on CPU "
+            "deploy/setup_sglang_cpu.py"
         )
     if problem := left_out("sglang"):
         sys.exit(f"ultraep: error: {problem}")

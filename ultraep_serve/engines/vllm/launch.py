@@ -86,7 +86,7 @@ def engine_command(model: str, flags: list[str], policy: Policy) -> EngineComman
     Raises UnsupportedError or ConfigError for what can be seen to be wrong before starting.
     """
     if find_spec("vllm") is None:
-        raise ConfigError("vLLM is not installed here; pip install 'ultraep-serve[vllm]'")
+        raise ConfigError("vLLM is not installed here; pip install '.[vllm]' in a checkout")
     parsed = parse_engine_flags(flags)
     if parsed.data_parallel_multi_port_external_lb:
         raise UnsupportedError(
