@@ -95,12 +95,11 @@ def check_layer(bench: Bench, sizes: Sizes, layer: MoELayer, routes: Routes) -> 
     require_equal(balanced.loads, routes.loads, "loads")
     places = shape.num_logical_experts, shape.num_ranks, shape.num_replica_slots
     table = torch.from_numpy(identity_table(*places)).to(bench.device)
+    equal = torch.ones(shape.num_ranks, device=ids.device).long()
     works = {
         "off": Work.of(master_ids(ids, table), shape),
         "balanced": Work.of(balanced.physical, shape),
-        "ideal": Work.of(
-            forced_ids(ids, table, torch.ones(shape.num_ranks, device=ids.device).long()), shape
-        ),
+        "ideal": Work.of(forced_ids(ids, table, equal, 0), shape),
     }
     after = works["balanced"].counts.sum(1)
     require_equal(after, balanced.plans[0].quota.sum(0), "what ranks compute")

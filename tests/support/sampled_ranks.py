@@ -16,6 +16,7 @@ from ultraep_serve.config import BalanceConfig
 from ultraep_serve.costs.model import CostModel
 from ultraep_serve.engines.common.setup import BalancedLayers, Batch, EngineRank
 from ultraep_serve.proof.answers import Answers
+from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.reader import RingReader
 from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.types import ExpertShape, Policy, SpeedSource, TokenView
@@ -56,7 +57,7 @@ class SampledRank:
         own = EngineRank("test", rank, group, answers=answers)
         self.joined = BalancedLayers(config, shape, view, self.layers, lambda _: None, own)
         self.state = Rank(self.joined._balancer, shape, lambda _: None)  # type: ignore[arg-type]
-        self.page, self.files = self.joined._control, RunFiles(run_path)
+        self.page, self.files = ControlPage.open(run_path), RunFiles(run_path)
 
     def _experts(self, layer: int, dtype: torch.dtype, factor: float) -> list[torch.nn.Parameter]:
         random = torch.Generator().manual_seed(100 * layer + self.rank)

@@ -27,18 +27,27 @@ def master_ids(topk_ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     return table[topk_ids.long().clamp(-1, table.shape[0] - 1)]
 
 
-def forced_ids(topk_ids: torch.Tensor, table: torch.Tensor, speeds: torch.Tensor) -> torch.Tensor:
-    """Take masters in turn, whatever the router chose: force-balanced routing, wrong answers.
+def forced_ids(
+    topk_ids: torch.Tensor,
+    table: torch.Tensor,
+    speeds: torch.Tensor,
+    first_turn: int | torch.Tensor,
+) -> torch.Tensor:
+    """Take ranks in turn, whatever the router chose: force-balanced routing, wrong answers.
 
-    With unequal ``speeds`` (R,) each rank's come as often as its speed says.
+    ``first_turn`` counts the assignments of the ranks before this one, where turns go on: over all
+    ranks no load is more than one assignment above the mean. With unequal ``speeds`` (R,) each
+    rank's turn comes as often as its speed says.
     """
     chosen = topk_ids >= 0  # padding takes no turn
-    turn = (chosen.reshape(-1).cumsum(0) - 1).view(chosen.shape)
-    num_experts = table.shape[0] - 1
-    total, masters = speeds.sum(), num_experts // speeds.shape[0]
+    turn = (chosen.reshape(-1).cumsum(0) - 1).view(chosen.shape) + first_turn
+    num_ranks = speeds.shape[0]
+    masters, more = divmod(table.shape[0] - 1, num_ranks)
+    total = speeds.sum()
     # A stride by the golden ratio meets every part of 0 to total evenly, however few its steps.
     place = turn * (total * GOLDEN_NUMERATOR // GOLDEN_DENOMINATOR | 1) % total
-    rank = torch.bucketize(place, speeds.cumsum(0), right=True)
-    by_speed = rank * masters + turn % masters
-    expert = torch.where((speeds == speeds[0]).all(), turn % num_experts, by_speed)
-    return torch.where(chosen, master_ids(expert, table), -1)
+    by_speed = torch.bucketize(place, speeds.cumsum(0), right=True)
+    is_even = (speeds == speeds[0]).all()
+    rank = torch.where(is_even, turn % num_ranks, by_speed)
+    local = torch.where(is_even, turn // num_ranks, turn) % masters
+    return torch.where(chosen, master_ids(rank * masters + rank.clamp(max=more) + local, table), -1)

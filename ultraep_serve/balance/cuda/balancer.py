@@ -409,7 +409,8 @@ class DeviceBalancer:
         """``physical``, or what the decision to force an even load makes of it."""
         if not self._config.allow_ideal:
             return physical
-        forced = forced_ids(topk_ids, self._identity, self._speeds).to(physical.dtype)
+        first = self._gathered[: self._source_rank, HEADER_WIDTH:].sum()
+        forced = forced_ids(topk_ids, self._identity, self._speeds, first).to(physical.dtype)
         return torch.where(found.decision == Decision.FORCED, forced, physical)
 
     def _record_what_is_done(self) -> None:

@@ -153,7 +153,7 @@ class HostBalancer:
         watch.leave_out()
         sent = self._replicate(layer, plan)
         watch.lap(Stage.REPLICATE)
-        physical = self._reroute(layer, topk_ids, plan, decision)
+        physical = self._reroute(layer, topk_ids, plan, decision, loads)
         watch.lap(Stage.REROUTE)
         self._wait_slots(layer, plan)
         watch.lap(Stage.WAIT)
@@ -275,10 +275,17 @@ class HostBalancer:
         return sent[self._fabric.rank] * slots.bytes_per_expert
 
     def _reroute(
-        self, layer: int, topk_ids: torch.Tensor, plan: Plan | None, decision: Decision
+        self,
+        layer: int,
+        topk_ids: torch.Tensor,
+        plan: Plan | None,
+        decision: Decision,
+        loads: NDArray[np.int64],
     ) -> torch.Tensor:
         if decision is Decision.FORCED:
-            return forced_ids(topk_ids, self._identity, torch.from_numpy(self._context.speeds))
+            speeds = torch.from_numpy(self._context.speeds)
+            first = int(loads[: self._source_rank].sum())
+            return forced_ids(topk_ids, self._identity, speeds, first)
         if plan is None:
             return self.identity(topk_ids)
         masters = self._context.shape.num_masters
