@@ -78,6 +78,9 @@ def statements() -> dict[Path, list[str]]:
         ],
         PAGE: [f"all {answers:,} answers"],
         PAGE.with_name("choosing.md"): [eplb, lplb],
+        PAGE.with_name("how-it-works.md"): [
+            f"rank {loads.index(max(loads))} {before} times the mean"
+        ],
     }
 
 
