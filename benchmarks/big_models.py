@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from ultraep_lab.comparators import policy_function
 from ultraep_lab.pictures import picture
+from ultraep_lab.workloads import drawn_loads
 from ultraep_serve.costs.model import transfer_of
 from ultraep_serve.costs.relays import chosen_parents
 from ultraep_serve.plan.context import PlanContext
@@ -84,8 +85,9 @@ def by_model(loads: Mapping[str, Sequence[int]]) -> dict[str, list[Loads]]:
 
 def drawn(totals: Loads, num_ranks: int, top_k: int, batches: int, seed: int) -> Loads:
     """Loads (batches, R, E) of batches with ``TOKENS`` of each rank."""
-    rng = np.random.default_rng(seed)
-    return rng.multinomial(TOKENS * top_k, totals / totals.sum(), size=(batches, num_ranks))
+    one_layer = {"layer": totals.tolist()}
+    trace = drawn_loads(one_layer, num_ranks, TOKENS * top_k, batches, seed)
+    return np.asarray(trace.loads[:, 0], np.int64)
 
 
 def before(totals: Loads, num_ranks: int) -> float:

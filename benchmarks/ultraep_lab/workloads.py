@@ -14,7 +14,7 @@ The probability that a token chooses an expert of weight w is 1 - exp(-w t), wit
 probabilities sum to top-k (exponential clocks; exact for many experts).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ultraep_lab.store import MAX_BYTES
-from ultraep_lab.trace import Trace
+from ultraep_lab.trace import LoadTrace, Trace
 from ultraep_serve.errors import TraceError
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "Segment",
     "Workload",
     "chances",
+    "drawn_loads",
     "make_trace",
     "popularities",
     "segments",
@@ -221,3 +222,39 @@ def _draw(segment: Segment, rng: np.random.Generator, out: NDArray[np.unsignedin
             chosen = np.argpartition(rings, top_k - 1, axis=1)[:, :top_k]
             order = np.argsort(np.take_along_axis(rings, chosen, 1), axis=1)
             part[:] = np.take_along_axis(chosen, order, 1)
+
+
+def drawn_loads(
+    totals: Mapping[str, Sequence[int]],
+    num_ranks: int,
+    assignments: int,
+    num_batches: int,
+    seed: int,
+) -> LoadTrace:
+    """Batches from ``totals``, by layer the assignments (E,) of a whole run.
+
+    Every rank's ``assignments`` of a layer are multinomial by the layer's totals, so experts are as
+    popular in every batch as in the run. Raises TraceError where the totals are no such numbers.
+    """
+    try:
+        counts = np.array([*totals.values()], np.float64)
+    except (TypeError, ValueError):
+        counts = np.zeros(0)
+    if (
+        counts.ndim != 2
+        or not (np.isfinite(counts) & (counts >= 0)).all()
+        or not counts.any(1).all()
+    ):
+        raise TraceError("totals must be as many counts, 0 or more, for every layer")
+    if counts.shape[1] % num_ranks:
+        raise TraceError(f"{counts.shape[1]} experts cannot be divided by {num_ranks} ranks")
+    rng = np.random.default_rng(seed)
+    loads = np.stack(
+        [
+            rng.multinomial(assignments, layer / layer.sum(), size=(num_batches, num_ranks))
+            for layer in counts
+        ],
+        axis=1,
+    )
+    metadata = {"source": "ultraep-serve make-trace", "basis": "drawn from totals", "seed": seed}
+    return LoadTrace(loads.astype(np.int32), metadata={**metadata, "layers": [*totals]})

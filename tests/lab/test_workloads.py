@@ -8,7 +8,7 @@ import pytest
 
 from ultraep_lab.commands.make_trace import WorkloadFlags
 from ultraep_lab.trace import Trace, batches
-from ultraep_lab.workloads import KINDS, Workload, make_trace
+from ultraep_lab.workloads import KINDS, Workload, drawn_loads, make_trace
 from ultraep_serve.errors import ConfigError, TraceError
 from ultraep_serve.types import imbalance
 
@@ -112,3 +112,20 @@ def test_impossible_imbalance_says_what_is_possible() -> None:
 def test_too_large_is_refused_before_it_is_made(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="bytes"):
         make_trace(workload(num_tokens=1 << 40))
+
+
+def test_batches_from_totals_have_their_proportions() -> None:
+    totals = {"a": [600, 200, 100, 100], "b": [0, 1, 1, 2]}
+    trace = drawn_loads(totals, 2, 5000, 8, seed=1)
+    assert trace.loads.shape == (8, 2, 2, 4)
+    assert (trace.loads.sum(-1) == 5000).all()
+    shares = trace.loads.sum((0, 2)) / trace.loads.sum((0, 2, 3))[:, None]
+    wanted = [[0.6, 0.2, 0.1, 0.1], [0, 0.25, 0.25, 0.5]]
+    assert shares == pytest.approx(np.array(wanted), abs=0.02)
+    assert (drawn_loads(totals, 2, 5000, 8, seed=1).loads == trace.loads).all()
+
+
+@pytest.mark.parametrize("totals", [{}, {"a": [1], "b": [1, 2]}, {"a": [0, 0]}, {"a": [-1, 2]}])
+def test_totals_that_are_none_are_refused(totals: dict[str, list[int]]) -> None:
+    with pytest.raises(TraceError, match="totals must be"):
+        drawn_loads(totals, 1, 10, 1, seed=0)

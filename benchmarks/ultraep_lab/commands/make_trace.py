@@ -7,8 +7,10 @@ from pydantic import Field, model_validator
 
 from ultraep_lab.arguments import prepare_outputs
 from ultraep_lab.store import save_trace
-from ultraep_lab.workloads import Kind, Workload, make_trace
+from ultraep_lab.trace import LoadTrace
+from ultraep_lab.workloads import Kind, Workload, drawn_loads, make_trace
 from ultraep_serve.errors import ConfigError
+from ultraep_serve.system.files import read_object
 from ultraep_serve.system.settings import Settings
 
 __all__ = ["WorkloadFlags", "add_arguments", "run"]
@@ -55,6 +57,11 @@ class WorkloadFlags(Settings):
 class TraceFile(Settings):
     """What `make-trace` takes beside ``WorkloadFlags``."""
 
+    loads: Path | None = Field(
+        default=None,
+        description="draw batches of --period tokens from these totals instead: a JSON object, by "
+        "layer the assignments of every expert",
+    )
     out: Path = Field(description="write the trace to FILE (.npz)")
 
 
@@ -72,10 +79,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Make the trace and write it. Raises UltraEPError with what to do."""
     workload = WorkloadFlags.from_flags(arguments).workload()
-    path = TraceFile.from_flags(arguments).out
+    files = TraceFile.from_flags(arguments)
+    path = files.out
     if path.suffix != ".npz":
         raise ConfigError(f"--out {path} must end in .npz")
     prepare_outputs(path)
+    if files.loads is not None:
+        counted = _drawn(files.loads, workload)
+        save_trace(path, counted)
+        print(f"{path}: {counted.num_batches} batches, {counted.num_layers} layers")
+        return 0
     trace = make_trace(workload)
     save_trace(path, trace)
     print(
@@ -85,3 +98,13 @@ def run(arguments: argparse.Namespace) -> int:
         + (f", last rank at speed {workload.straggler}" if workload.straggler < 1 else "")
     )
     return 0
+
+
+def _drawn(path: Path, workload: Workload) -> LoadTrace:
+    return drawn_loads(
+        read_object(path, "totals"),
+        workload.num_ranks,
+        workload.period * workload.top_k // workload.num_ranks,
+        max(1, workload.num_tokens // workload.period),
+        workload.seed,
+    )
