@@ -13,7 +13,7 @@ import pytest
 
 from docs.generate import families as family_pages
 from docs.generate import gpus as gpu_page
-from docs.generate import releases
+from docs.generate import releases, samples
 from docs.generate.reference import DOCS, TABLES, help_text, table_in
 
 ROOT = DOCS.parent
@@ -219,6 +219,13 @@ def test_the_page_on_gpus_shows_what_was_measured_on_one() -> None:
     page, remedy = gpu_page.PAGE.read_text(), "run `python -m docs.generate.gpus`"
     assert table_in(page, gpu_page.LAYERS) == gpu_page.layers(), remedy
     assert table_in(page, gpu_page.STAGES) == gpu_page.stages(), remedy
+
+
+@pytest.mark.parametrize("page", samples.PAGES, ids=lambda page: page.name)
+def test_outputs_are_those_of_one_run(page: Path) -> None:
+    text = page.read_text()
+    assert "<!-- sample " in text
+    assert samples.with_samples(text) == text, "run `python -m docs.generate.samples`"
 
 
 def test_no_family_is_without_a_verdict_and_its_reason() -> None:
