@@ -20,7 +20,7 @@ from benchmarks.model_families.checkpoints import FAMILIES, Family
 from tests.support.serving_checks import MOVING_ALWAYS_PAYS
 from tests.support.ways_to_start import SGLANG, VLLM, balanced_layers, run_path_of
 from ultraep_lab.demo.text import DOMAINS, sample_text
-from ultraep_serve.sidecar.statistics.proof import self_check_of, verification_of
+from ultraep_serve.sidecar.proof import self_check_of, verification_of
 from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.reader import RingReader
 from ultraep_serve.types import Policy

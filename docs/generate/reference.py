@@ -135,9 +135,8 @@ def _versions() -> str:
 
 _PAGES = {
     "/": "The page to look at.",
-    "/docs": "What every figure and parameter means.",
-    "/openapi.json": "The same as OpenAPI.",
-    "/static": "Files of both pages.",
+    "/openapi.json": "What every figure and parameter means, as OpenAPI.",
+    "/static": "Files of the page.",
 }
 
 
@@ -164,8 +163,7 @@ def _summary(operation: Mapping[str, Any]) -> str:
     return " ".join(first_paragraph.split()).replace("``", "`")
 
 
-def _metrics(detail: bool) -> str:
-    """The usual families, or those that ``detail`` adds."""
+def _metrics() -> str:
     from fastapi.testclient import TestClient
     from prometheus_client.parser import text_string_to_metric_families
 
@@ -174,16 +172,11 @@ def _metrics(detail: bool) -> str:
     with tempfile.TemporaryDirectory() as run_path:
         run = SyntheticRun(Path(run_path), ExpertShape(2, 8, 1), num_layers=1)
         run.batch()
-        client = TestClient(_sidecar(Path(run_path)))
-        texts = [client.get(path).text for path in ("/metrics", "/metrics?detail=true")]
+        text = TestClient(_sidecar(Path(run_path))).get("/metrics").text
         run.close()
-    usual, all_of_them = (
-        {family.name: family for family in text_string_to_metric_families(text)} for text in texts
-    )
-    wanted = [family for name, family in all_of_them.items() if (name in usual) is not detail]
     rows = [
         (_code(_full_name(family)), family.type, _labels(family), family.documentation)
-        for family in sorted(wanted, key=lambda family: str(family.name))
+        for family in sorted(text_string_to_metric_families(text), key=lambda one: str(one.name))
     ]
     return table(("metric", "type", "labels", ""), rows)
 
@@ -237,8 +230,7 @@ TABLES: Mapping[str, tuple[Path, Callable[[], str]]] = {
     "policies": (DOCS / "settings.md", _policies),
     "versions": (DOCS / "engines.md", _versions),
     "endpoints": (DOCS / "http.md", _endpoints),
-    "metrics": (DOCS / "http.md", lambda: _metrics(detail=False)),
-    "metrics-detail": (DOCS / "http.md", lambda: _metrics(detail=True)),
+    "metrics": (DOCS / "http.md", _metrics),
 }
 
 

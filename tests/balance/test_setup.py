@@ -17,7 +17,7 @@ from ultraep_serve.config import BalanceConfig
 from ultraep_serve.costs.model import CostModel
 from ultraep_serve.engines.common.setup import BalancedLayers, Batch, EngineRank, make_backend
 from ultraep_serve.errors import FabricError, PeerTimeoutError, UnsupportedError
-from ultraep_serve.sidecar.statistics.fold import with_figures
+from ultraep_serve.sidecar.window import StageWindow
 from ultraep_serve.system.topology import Location
 from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.reader import RingReader
@@ -104,7 +104,7 @@ def join_hosts(rank: int, run_path: Path, view: TokenView, costs: str) -> list[i
     assert header.policy is Policy.OFF
     records = ring.recent()
     assert (records["load_after"] == records["load_before"].mean(axis=1, keepdims=True)).all()
-    assert (with_figures(records, 2)["floor"] == 1.0).all()
+    assert (StageWindow(header, 0).add(rank, records)["floor"] == 1.0).all()
     decisions: list[int] = records["decision"].tolist()
     return decisions
 

@@ -152,7 +152,7 @@ def test_calls_from_hook_to_planner_are_where_the_map_says() -> None:
 
 @pytest.mark.parametrize("name", TABLES)
 def test_the_reference_says_what_the_code_does(name: str) -> None:
-    if name in ("endpoints", "metrics", "metrics-detail") or name.startswith("flags-"):
+    if name in ("endpoints", "metrics") or name.startswith("flags-"):
         pytest.importorskip("fastapi", reason="the sidecar's packages are not installed")
         pytest.importorskip("httpx", reason="the client's packages are not installed")
         pytest.importorskip("rich", reason="the client's packages are not installed")
@@ -246,10 +246,10 @@ def test_the_reference_has_every_flag_of_a_server() -> None:
 
 
 def test_the_reference_has_every_decision() -> None:
-    selection = pytest.importorskip("ultraep_serve.sidecar.statistics.selection")
+    statistics = pytest.importorskip("ultraep_serve.sidecar.statistics")
     text = (DOCS / "http.md").read_text()
-    for decision in selection.Decision:
-        _, done, reason = selection.decision_names(decision)
+    for decision in statistics.Decision:
+        _, done, reason = statistics.decision_names(decision)
         assert f"| `{done}` | `{reason}` |" in text
 
 

@@ -28,10 +28,8 @@ from ultraep_serve.costs.kv_cache import kv_bytes_of
 from ultraep_serve.costs.model import CostModel
 from ultraep_serve.errors import BenchError, ControlError, RingError, UltraEPError
 from ultraep_serve.sidecar.metrics import StoreCollector
-from ultraep_serve.sidecar.statistics.held import NoAnswerError
-from ultraep_serve.sidecar.statistics.selection import RecordSelection
-from ultraep_serve.sidecar.statistics.summary import summarise
-from ultraep_serve.sidecar.store import RunStore
+from ultraep_serve.sidecar.statistics import summarise
+from ultraep_serve.sidecar.store import NoAnswerError, RunStore
 from ultraep_serve.system.files import parse_object
 from ultraep_serve.system.http import error_message, json_object
 from ultraep_serve.system.settings import read_settings
@@ -142,8 +140,8 @@ def _figures(folder: Path) -> Reader:
         store.poll()
         run = store.poll()
         with contextlib.suppress(NoAnswerError):
-            summarise(run.held(), RecordSelection()).model_dump_json()
-        for family in StoreCollector(store, True).collect():
+            summarise(run.held()).model_dump_json()
+        for family in StoreCollector(store).collect():
             for sample in family.samples:  # as a scraper is sent them
                 assert isinstance(float(sample.value), float)
                 assert all(isinstance(label, str) for label in sample.labels.values())
@@ -301,8 +299,8 @@ def _run_file_seeds(_: Path) -> list[bytes]:
 def _requests() -> Iterator[bytes]:
     bearer = "Authorization: Bearer open-sesame\r\nContent-Type: application/json\r\n"
     for path in (
-        "/healthz", "/readyz", "/metrics?detail=true", "/v1/balance?since_ns=3&policy=off",
-        "/v1/balance/batches/1/layers/0", "/v1/balance/history?seconds=60", "/v1/config",
+        "/healthz", "/readyz", "/metrics", "/v1/balance?since_ns=3&policy=off",
+        "/v1/balance/layers/0", "/v1/balance/history", "/v1/config",
         "/v1/nope",
     ):  # fmt: skip
         yield f"GET {path} HTTP/1.1\r\nHost: a\r\n\r\n".encode()

@@ -2,8 +2,6 @@
 
 import asyncio
 import threading
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +11,9 @@ from fastapi.testclient import TestClient
 
 from tests.support.rings import SyntheticRun
 from tests.support.sidecar_runs import SkewedRun
-from ultraep_serve.sidecar import routes_balance
+from ultraep_serve.sidecar import routes
 from ultraep_serve.sidecar.app import AppOptions, create_app
 from ultraep_serve.sidecar.store import Run, RunStore
-from ultraep_serve.telemetry.ring import RingState
 
 CLIENTS = 60  # more than there are threads
 
@@ -25,13 +22,13 @@ def test_health_is_answered_whatever_others_ask(
     tmp_path: Path, planned_run: SyntheticRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planned_run.batch()
-    may_end, real = threading.Event(), routes_balance.batch_snapshots
+    may_end, real = threading.Event(), routes.batch_list
 
     def slow(*arguments: Any) -> Any:
         may_end.wait(60)
         return real(*arguments)
 
-    monkeypatch.setattr(routes_balance, "batch_snapshots", slow)
+    monkeypatch.setattr(routes, "batch_list", slow)
 
     async def ask() -> list[httpx.Response]:
         app = create_app(tmp_path, None)
@@ -48,41 +45,19 @@ def test_health_is_answered_whatever_others_ask(
     assert {answer.status_code for answer in asyncio.run(ask())} == {200}
 
 
-def elsewhere(call: Callable[[], Any]) -> Any:
-    """What ``call`` returns in another thread."""
-    found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(call()), daemon=True)
-    thread.start()
-    thread.join(60)
-    assert found, "it waits"
-    return found[0]
-
-
-def test_readiness_waits_for_nobody(tmp_path: Path, skewed_run: SkewedRun) -> None:
-    store = RunStore(tmp_path)
-    with store._lock:  # as a long computation holds it
-        assert "not read yet" in elsewhere(store.readiness).problems["run"]
-    assert elsewhere(store.readiness).problems == {}
-    skewed_run.recorders[1].set_state(RingState.FAILED)
-    with store._lock:
-        assert elsewhere(store.readiness).problems == {}
-        store.run = replace(store.run, read_at=-1e9)
-        assert "were not read for" in elsewhere(store.readiness).problems["run"]
-    assert elsewhere(store.readiness).problems == {"1": "state is failed"}
-
-
 def test_the_thread_that_polls_survives_errors(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls, thrice = [0], threading.Event()
 
-    def fail(_: Run) -> None:
+    def fail(_: RunStore) -> Run:
         calls[0] += 1
         if calls[0] == 3:
             thrice.set()
         raise OSError(24, "Too many open files")
 
-    options = AppOptions(poll_seconds=0.001, after_poll=fail)
+    monkeypatch.setattr(RunStore, "poll", fail)
+    options = AppOptions(poll_seconds=0.001)
     with TestClient(create_app(tmp_path, None, options=options)) as client:
         assert thrice.wait(60)
         assert client.get("/healthz").status_code == 200
@@ -98,10 +73,8 @@ def test_polls_survive_a_process_without_descriptors(
     def fail(*_: Any, **__: Any) -> int:
         raise OSError(24, "Too many open files")
 
-    store.run = replace(store.run, unbalanced="it could not be balanced")
     with monkeypatch.context() as patches:
         patches.setattr("os.open", fail)
         patches.setattr("os.listdir", fail)
-        assert store.poll().unbalanced == "it could not be balanced"
-    store.run = replace(store.run, unbalanced="")
+        assert store.poll().readable is not None
     assert store.poll().problems == {}

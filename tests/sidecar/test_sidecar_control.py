@@ -20,7 +20,7 @@ def test_config_shows_the_settings_and_no_secret(
     (tmp_path / "config.json").write_text(json.dumps({**settings, "control_token": TOKEN}))
     answer = client.get("/v1/config")
     assert answer.json()["config"]["slots"] == 3
-    assert answer.json()["schema_version"] == 2
+    assert answer.json()["schema_version"] == 3
     assert TOKEN not in answer.text
 
 
@@ -33,7 +33,7 @@ def test_the_policy_is_switched_by_who_has_the_token(
     assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer")
     assert engine.policy is Policy.QUOTA
     answer = client.post("/v1/control/policy", json=body, headers=BEARER)
-    wanted = {"policy": "off", "sequence": 1, "schema_version": 2}
+    wanted = {"policy": "off", "sequence": 1, "schema_version": 3}
     assert (answer.status_code, answer.json()) == (200, wanted)
     assert engine.policy is Policy.OFF
     assert client.get("/v1/config").json()["policy"] == "off"

@@ -22,18 +22,14 @@ schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not i
 
 SHAPE = ExpertShape(num_ranks=2, num_logical_experts=8, num_replica_slots=1)
 PATHS = (
-    "/v1/overview",
     "/v1/balance",
     "/v1/balance/heatmap",
     "/v1/balance/history",
     "/v1/balance/batches",
-    "/v1/balance/batches/1",
-    "/v1/balance/batches/1/layers/0",
     "/v1/balance/layers/0",
-    "/v1/ranks",
     "/v1/config",
     "/readyz",
-    "/metrics?detail=true",
+    "/metrics",
 )
 
 
@@ -55,7 +51,7 @@ def test_the_interface_keeps_to_its_document(tmp_path: Path, run: SyntheticRun) 
         operation = found.ok()
 
         @given(case=operation.as_strategy())
-        @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+        @settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
         def check(case: Any) -> None:
             nonlocal calls
             calls += 1
@@ -64,7 +60,7 @@ def test_the_interface_keeps_to_its_document(tmp_path: Path, run: SyntheticRun) 
             case.call_and_validate(headers=bearer)
 
         check()
-    assert calls > 100
+    assert calls > 80
 
 
 def answers_everywhere(client: TestClient) -> None:
@@ -102,7 +98,7 @@ def test_what_is_no_ring_is_reported(tmp_path: Path, run: SyntheticRun) -> None:
         put(path, content)
         answers_everywhere(client)
         assert reason in client.get("/readyz").json()["reasons"]["0"]
-        rank = client.get("/v1/ranks").json()["ranks"][0]
+        rank = client.get("/v1/balance").json()["ranks"][0]
         assert (rank["state"], rank["alive"]) == ("missing", False)
 
 

@@ -14,6 +14,7 @@ from tests.support.rings import SyntheticRun, planned_run
 from tests.support.sidecar_runs import TOKEN, SkewedRun, reasons, samples
 from ultraep_serve.sidecar.app import AppOptions, StateLog, create_app
 from ultraep_serve.sidecar.store import RunStore
+from ultraep_serve.telemetry.control import ControlPage
 from ultraep_serve.telemetry.ring import RingState
 from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.types import Decision, ExpertShape, Policy
@@ -118,6 +119,7 @@ def wait_for(client: TestClient, text: str) -> None:
 
 def test_a_killed_writer_is_noticed(tmp_path: Path) -> None:
     writer = multiprocessing.get_context("spawn").Process(target=beat, args=(tmp_path, 0))
+    ControlPage.create(tmp_path, Policy.QUOTA).close()
     with TestClient(create_app(tmp_path, TOKEN, options=FAST)) as client:
         writer.start()
         try:
@@ -132,12 +134,12 @@ def test_a_killed_writer_is_noticed(tmp_path: Path) -> None:
 
 def test_the_background_keeps_what_the_ring_forgets(tmp_path: Path) -> None:
     skewed_run = SkewedRun(tmp_path, ring_records=16)
-    options = AppOptions(poll_seconds=0.001, max_records=20)
+    options = AppOptions(poll_seconds=0.001, max_rows=20)
     client = TestClient(create_app(tmp_path, TOKEN, options=options))
     for number in range(30):  # 60 records through a ring of 16 and a window of 20
         skewed_run.batch(number)
         client.get("/readyz")
-    assert client.get("/v1/balance").json()["window_records"] >= 20
+    assert client.get("/v1/balance").json()["window_records"] == 20
     assert client.get("/v1/balance").json()["batches"]["planned"] == 30
     found = samples(client)
     assert found["ultraep_records_missed_total,rank=0"] == 0
@@ -148,27 +150,16 @@ def test_the_background_keeps_what_the_ring_forgets(tmp_path: Path) -> None:
 def test_health_of_every_rank(
     tmp_path: Path, planned_run: SyntheticRun, client: TestClient
 ) -> None:
-    ranks = client.get("/v1/ranks").json()
-    assert ranks["ready"] is True
-    assert ranks["ranks"][0]["last_batch_age_seconds"] is None
+    assert client.get("/v1/balance").json()["ranks"][0]["last_batch_age_seconds"] is None
     planned_run.batch()
     planned_run.recorders[1].set_state(RingState.FAILED)
     planned_run.recorders[2].close()
     RunFiles(tmp_path).ring(2).unlink()
-    ranks = client.get("/v1/ranks").json()
-    assert ranks["ready"] is False
-    assert [rank["state"] for rank in ranks["ranks"]] == ["ready", "failed", "missing", "ready"]
-    assert [bool(rank["problem"]) for rank in ranks["ranks"]] == [False, True, True, False]
-    assert 0 <= ranks["ranks"][0]["last_batch_age_seconds"] < 60
-    overview = client.get("/v1/overview").json()
-    assert set(overview["reasons"]) == {"1", "2"}
-    assert overview["last_batch"]["batch"] == 1
-
-
-def test_an_overview_without_an_engine(tmp_path: Path) -> None:
-    overview = TestClient(create_app(tmp_path, None)).get("/v1/overview").json()
-    assert (overview["ready"], overview["engine"], overview["ranks"]) == (False, None, [])
-    assert "run" in overview["reasons"]
+    assert set(reasons(client)) == {"1", "2"}
+    balance = client.get("/v1/balance").json()
+    assert [rank["state"] for rank in balance["ranks"]] == ["ready", "failed", "missing", "ready"]
+    assert [rank["alive"] for rank in balance["ranks"]] == [True, False, False, True]
+    assert 0 <= balance["ranks"][0]["last_batch_age_seconds"] < 60
 
 
 def test_one_line_per_change_of_state(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,4 +1,4 @@
-"""The HTTP application: its endpoints, its web pages, and the thread that polls the rings."""
+"""The HTTP application: its endpoints, its page, and the thread that polls the rings."""
 
 import contextlib
 import logging
@@ -16,12 +16,10 @@ from fastapi.staticfiles import StaticFiles
 from ultraep_serve import __version__
 from ultraep_serve.errors import ControlError
 from ultraep_serve.sidecar.access import Guard
-from ultraep_serve.sidecar.routes_balance import balance_routes
-from ultraep_serve.sidecar.routes_control import control_routes
-from ultraep_serve.sidecar.routes_operate import operate_routes
-from ultraep_serve.sidecar.statistics.held import NoAnswerError
-from ultraep_serve.sidecar.store import Run, RunStore
+from ultraep_serve.sidecar.routes import balance_routes, control_routes, state_routes
+from ultraep_serve.sidecar.store import NoAnswerError, Run, RunStore
 from ultraep_serve.telemetry.reader import ALIVE_SECONDS
+from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.types import Policy
 
 __all__ = ["AppOptions", "StateLog", "create_app"]
@@ -38,9 +36,9 @@ assignments, (token, expert) pairs, of the busiest rank over the mean of all ran
 **Prefill** batches have at least `min_batch_tokens` tokens over all ranks; smaller ones,
 **decode**, keep the identity mapping, and their loads are not counted.
 
-The newest records of every rank are held in memory; figures over a window are computed from them,
-figures over time are summed up as records arrive. Requests that change something need the control
-token as `Authorization: Bearer TOKEN`.
+The **window** is the last 15 minutes in which there were prefill batches, or less where that would
+take too much memory. Requests that change something need the control token as
+`Authorization: Bearer TOKEN`.
 """
 
 
@@ -50,7 +48,7 @@ class AppOptions:
 
     poll_seconds: float = 0.5  # between polls in the background
     heartbeat_limit_seconds: float = ALIVE_SECONDS  # without one for longer, a rank is not alive
-    max_records: int = 8192  # kept in memory of each rank
+    max_rows: int | None = None  # held of each pipeline stage; None: as many as have room
     allowed_hosts: tuple[str, ...] = ()  # names by which it may be called, beside its own
 
 
@@ -68,7 +66,7 @@ def create_app(
     store = RunStore(
         run_dir,
         heartbeat_limit_seconds=options.heartbeat_limit_seconds,
-        max_records=options.max_records,
+        max_rows=options.max_rows,
     )
     app = FastAPI(
         title="ultraep sidecar",
@@ -78,13 +76,12 @@ def create_app(
         docs_url=None,  # FastAPI's own page loads its scripts from other hosts
         redoc_url=None,
     )
-    routers = (
-        operate_routes(store, control_open=bool(token)),
+    for router in (
+        state_routes(store, RunFiles(run_dir), control_open=bool(token)),
         balance_routes(store),
         control_routes(store, run_dir),
-    )
-    for router in routers:  # include_router would build the schemas of all answers again
-        app.router.routes.extend(router.routes)
+    ):
+        app.include_router(router)
     app.add_middleware(Guard, token=token, names=options.allowed_hosts)
     _add_pages(app)
     app.add_exception_handler(NoAnswerError, _no_answer)
@@ -137,16 +134,17 @@ class StateLog:
     """Logs one line per change of readiness or policy, nothing per batch."""
 
     def __init__(self) -> None:
-        self._problems: dict[str, str] | None = None
+        self._state: tuple[str, bool] | None = None
+        self._problems: dict[str, str] = {}
         self._policy: Policy | None = None
 
     def update(self, run: Run) -> None:
         """Compare with the last update."""
-        problems, known = run.problems, self._problems
+        state = run.unbalanced, run.ready
         # A reason in other words is no change, nor is one of several ranks that becomes ready.
-        if known is None or bool(problems) != bool(known) or problems.keys() - known.keys():
+        if state != self._state or (not run.ready and run.problems.keys() - self._problems.keys()):
             _log_readiness(run)
-        self._problems = problems
+        self._state, self._problems = state, run.problems
         if run.policy is not self._policy:
             self._policy = run.policy
             name = run.policy.value if run.policy else None
@@ -158,7 +156,7 @@ class StateLog:
 def _log_readiness(run: Run) -> None:
     fields = {"fields": {"event": "state", "ready": run.ready, "reasons": run.problems}}
     if run.unbalanced:
-        _LOGGER.warning("%s", run.problems["run"], extra=fields)
+        _LOGGER.warning("%s", run.reasons["run"], extra=fields)
         return
     if run.ready:
         _LOGGER.info("every rank is ready", extra=fields)
@@ -173,7 +171,6 @@ _FILES = Path(__file__).with_name("static")
 
 
 def _add_pages(app: FastAPI) -> None:
-    """Serve the dashboard at ``/`` and the documentation of the API at ``/docs``."""
+    """Serve the page at ``/``."""
     app.mount("/static", StaticFiles(directory=_FILES), name="static")
     app.add_api_route("/", lambda: FileResponse(_FILES / "index.html"), include_in_schema=False)
-    app.add_api_route("/docs", lambda: FileResponse(_FILES / "docs.html"), include_in_schema=False)

@@ -1,7 +1,7 @@
 """The balance of a running server, without a sidecar of its own or from one elsewhere.
 
 The rings are read with the sidecar's own statistics, so the figures are those of ``/v1/balance``,
-over the records that the rings still hold (a sidecar holds up to 8192 of each rank).
+over the records that the rings still hold.
 """
 
 import json
@@ -11,10 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from ultraep_serve.errors import BenchError, NoServerError
-from ultraep_serve.sidecar.statistics.held import NoRunError
-from ultraep_serve.sidecar.statistics.selection import RecordSelection
-from ultraep_serve.sidecar.statistics.summary import summarise
-from ultraep_serve.sidecar.store import RunStore
+from ultraep_serve.sidecar.statistics import summarise
+from ultraep_serve.sidecar.store import NoRunError, RunStore
 from ultraep_serve.telemetry.run_directory import find_run
 
 __all__ = ["ServerStatus", "status", "status_reader"]
@@ -79,7 +77,7 @@ def status_reader(
 def _read(store: RunStore, path: Path) -> ServerStatus:
     run = store.poll()
     try:
-        answer = summarise(run.held(), RecordSelection()).model_dump_json().encode()
+        answer = summarise(run.held()).model_dump_json().encode()
     except NoRunError as error:
         text = json.dumps(error.document, ensure_ascii=False, separators=(",", ":"))
         answer = text.encode()

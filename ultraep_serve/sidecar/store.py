@@ -1,51 +1,104 @@
-"""All that the sidecar knows of a run: the rings, polled in the background and on request."""
+"""All that the sidecar knows of a run: the rings of its ranks, followed from poll to poll."""
 
-import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
-from ultraep_serve.errors import ControlError
-from ultraep_serve.sidecar.follower import PrimaryRanks, RingFollower
-from ultraep_serve.sidecar.statistics.held import Held, NoRunError, UnbalancedError
-from ultraep_serve.sidecar.statistics.proof import switched_off
-from ultraep_serve.sidecar.statistics.timeline import Timeline
+from ultraep_serve.costs.model import CostModel
+from ultraep_serve.errors import ControlError, RingError
+from ultraep_serve.sidecar.documents import RankState
+from ultraep_serve.sidecar.proof import switched_off
+from ultraep_serve.sidecar.window import Rows, StageWindow, Totals, considered
 from ultraep_serve.system.topology import Location
 from ultraep_serve.telemetry.control import ControlPage
-from ultraep_serve.telemetry.reader import ALIVE_SECONDS
-from ultraep_serve.telemetry.ring import RingHeader
+from ultraep_serve.telemetry.reader import ALIVE_SECONDS, RingReader
+from ultraep_serve.telemetry.record import RecordArray
+from ultraep_serve.telemetry.ring import RingHeader, RingState
 from ultraep_serve.telemetry.run_files import RunFiles
 from ultraep_serve.types import Policy
 
-__all__ = ["ControlState", "Run", "RunStore"]
+__all__ = ["Held", "NoAnswerError", "NoRunError", "NotHeldError", "RankView", "Run", "RunStore"]
+
+_NO_RING = "no ring can be read; is the engine running?"
+
+
+class NoAnswerError(Exception):
+    """There is nothing to answer with."""
+
+    status = 503
+
+    @property
+    def document(self) -> dict[str, str]:
+        """What is answered instead."""
+        return {"detail": str(self)}
+
+
+class NoRunError(NoAnswerError):
+    """No ring can be read: the engine has not started or has ended."""
+
+
+class UnbalancedError(NoRunError):
+    """The server runs, but plainly: it could not be balanced, and its operator allowed that."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"this server runs without balancing: {reason}")
+        self.reason = reason
+
+    @property
+    def document(self) -> dict[str, str]:
+        """Also for programs."""
+        return {"detail": str(self), "status": "unbalanced", "reason": self.reason}
+
+
+class NotHeldError(NoAnswerError):
+    """No records of what was asked for are held."""
+
+    status = 404
 
 
 @dataclass(frozen=True)
-class ControlState:
-    """The contents of the control page; no policy where there is none."""
+class RankView:
+    """What is known of one rank of this host."""
 
-    policy: Policy | None = None
-    in_doubt: bool | None = None  # whether a failed sample has switched the policy off
-    allows_ideal: bool = False  # whether the server was started to be measured with policy ideal
+    state: RankState
+    header: RingHeader | None  # None: its ring cannot be read
+    problem: str  # why it is not ready; empty when it is
 
 
-_NO_PAGE = ControlState()
+@dataclass(frozen=True)
+class Held:
+    """A run whose rings can be read, at one moment."""
+
+    header: RingHeader  # the first primary rank's, with the policy in force and all stages' layers
+    ranks: Sequence[RankView]  # of this host, stage by stage
+    stages: Mapping[int, Rows]  # the rows held, by pipeline stage
+    totals: Totals
+    switched_off: str  # why balancing has switched itself off; empty where it has not
+    costs: CostModel | None  # by which is decided; None: not measured yet, or not read
+
+    @cached_property
+    def headers(self) -> list[RingHeader]:
+        """Of the ranks of this host whose rings can be read."""
+        return [rank.header for rank in self.ranks if rank.header]
+
+    @cached_property
+    def rows(self) -> Rows:
+        """Of all stages, oldest first."""
+        return Rows.together(list(self.stages.values()))
 
 
 @dataclass(frozen=True)
 class Run:
-    """What was known of a run at one moment; nothing in it changes later."""
+    """What was known of a run at one moment."""
 
-    path: Path
-    read_at: float  # monotonic
     problems: dict[str, str]  # why it is not ready, by rank; empty when it is
-    control: ControlState = _NO_PAGE
-    config: dict[str, Any] | None = None  # settings at start; None: missing or damaged
+    policy: Policy | None = None  # in force; None where unknown
+    allows_ideal: bool = False  # whether the server was started to be measured with policy ideal
     unbalanced: str = ""  # why it runs without balancing; empty: it balances, or nothing runs
-    header: RingHeader | None = None  # as in ``Held``; None: no ring can be read
     readable: Held | None = None
 
     @property
@@ -54,18 +107,10 @@ class Run:
         return bool(self.unbalanced) or not self.problems
 
     @property
-    def policy(self) -> Policy | None:
-        """The policy in force from the next batch on; None where unknown."""
-        return self.header.policy if self.header else self.control.policy
-
-    @property
-    def location(self) -> Location | None:
-        """The location of the primary rank; None while no ring can be read."""
-        return self.header.location if self.header else None
-
-    @property
     def reasons(self) -> dict[str, str]:
         """Why it is not ready or not balanced, by rank; under ``run`` where no rank is known."""
+        if self.unbalanced:
+            return {"run": str(UnbalancedError(self.unbalanced))}
         return self.problems or ({"run": self.switched_off} if self.switched_off else {})
 
     @property
@@ -73,36 +118,115 @@ class Run:
         """Why balancing has switched itself off; empty where it has not."""
         return self.readable.switched_off if self.readable else ""
 
+    @property
+    def location(self) -> Location | None:
+        """Of this host's first rank; None while no ring can be read."""
+        return self.readable.header.location if self.readable else None
+
     def held(self) -> Held:
-        """Headers and records. Raises NoRunError."""
+        """Headers and rows. Raises NoRunError."""
         if self.unbalanced:
             raise UnbalancedError(self.unbalanced)
         if self.readable is None:
-            raise NoRunError(f"no ring can be read in {self.path}; is the engine running?")
+            raise NoRunError(_NO_RING)
         return self.readable
 
 
+class _Control(NamedTuple):
+    """The contents of the control page."""
+
+    policy: Policy | None = None  # None: there is no page
+    in_doubt: bool | None = None  # whether a failed sample has switched the policy off
+    allows_ideal: bool = False  # as in ``Run``
+
+
+_NO_PAGE = _Control()
+
+
+class RingFollower:
+    """The ring of one rank: its header at the last poll, and what has gone wrong."""
+
+    def __init__(self, path: Path, number: int) -> None:
+        """``number`` counts over pipeline stages. Nothing is read before a poll."""
+        self.header: RingHeader | None = None  # None: not readable, for the reason in ``error``
+        self.error = "no ring yet"
+        self.has_new_writer = False  # at the last poll, after another one
+        self._path, self._number = path, number
+        self._reader: RingReader | None = None
+        self._writer: tuple[int, ...] = ()
+        self._missed = 0  # records overwritten or damaged before they were read
+
+    def poll(self) -> RecordArray | None:
+        """Records that were not read before, oldest first; None where the ring cannot be read."""
+        is_first, self.has_new_writer = self._reader is None, False
+        try:
+            self._reader = self._reader or RingReader(self._path)
+            poll = self._reader.poll()
+        except RingError as error:
+            if self._reader is not None:
+                self._reader.close()  # a deleted file keeps its memory while it is open
+            self._reader = self.header = None
+            self.error = str(error)
+            return None
+        self.header, self.error = poll.header, ""
+        writer = (poll.header.started_ns, poll.header.pid, poll.header.process_namespace)
+        self.has_new_writer = self._writer not in ((), writer)
+        self._writer = writer
+        self._missed = 0 if self.has_new_writer else self._missed + (not is_first) * poll.missed
+        return poll.records
+
+    def view(self, now_ns: int, heartbeat_limit_seconds: float, num_ranks: int) -> RankView:
+        """The rank at ``now_ns`` (CLOCK_MONOTONIC), in a run of ``num_ranks``."""
+        header = self.header
+        if header is None:
+            state = RankState(rank=self._number, missed=self._missed)
+            return RankView(state, None, self.error)
+        alive = header.alive(now_ns, heartbeat_limit_seconds)
+        state = RankState(
+            rank=self._number,
+            pid=header.pid,
+            state=header.state.name.lower(),
+            alive=alive,
+            heartbeat_age_seconds=header.heartbeat_age_seconds(now_ns),
+            last_batch_age_seconds=header.last_batch_age_seconds(now_ns),
+            lost=header.lost,
+            missed=self._missed,
+        )
+        return RankView(state, header, _problem(header, alive, now_ns, num_ranks))
+
+
+def _problem(header: RingHeader, alive: bool, now_ns: int, num_ranks: int) -> str:
+    """Why the rank of ``header`` is not ready; empty when it is."""
+    if header.shape.num_ranks != num_ranks:
+        return f"its ring belongs to a run of {header.shape.num_ranks} ranks"
+    if header.state != RingState.READY:
+        return f"state is {header.state.name.lower()}"
+    if header.dead:
+        return f"process {header.pid} has died"
+    if not alive:
+        return f"no heartbeat for {header.heartbeat_age_seconds(now_ns):.1f} s"
+    return "".join(filter(str.isprintable, header.unheard))
+
+
 class RunStore:
-    """Follows all rings of ``run_dir``; every method may be called from any thread."""
+    """Follows all rings of ``run_dir``, which need not exist; any thread may poll."""
 
     def __init__(
         self,
         run_dir: Path,
         *,
         heartbeat_limit_seconds: float = ALIVE_SECONDS,
-        max_records: int = 8192,
+        max_rows: int | None = None,
     ) -> None:
-        """Keep ``max_records`` of each rank."""
-        # As at the last poll.
-        self.run = Run(run_dir, time.monotonic(), {"run": "the rings were not read yet"})
-        self._timeline = Timeline()
+        """Hold ``max_rows`` of each pipeline stage; None: as many as have room."""
+        self._run = Run({"run": "the rings were not read yet"})  # at the last poll
         self._run_dir, self._files = run_dir, RunFiles(run_dir)
-        self._limit = heartbeat_limit_seconds
-        self._max_records = max_records
-        self._rings: dict[int, RingFollower] = {}  # by number, all that were ever found
-        self._primary = PrimaryRanks(self._timeline, max_records, heartbeat_limit_seconds)
+        self._limit, self._max_rows = heartbeat_limit_seconds, max_rows
+        self._rings: dict[int, RingFollower] = {}  # by number, all that were found
+        self._windows: dict[int, StageWindow] = {}  # by pipeline stage
+        self._totals = Totals.none()
         self._polls = 0  # begun so far
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()
 
     def poll(self) -> Run:
         """Read what is new. Never raises, whatever the files in ``run_dir`` are.
@@ -112,118 +236,34 @@ class RunStore:
         begun = self._polls
         with self._lock:
             if self._polls > begun:
-                return self.run
+                return self._run
             self._polls += 1
-            self._poll_rings()
-            self.run = self._read(time.monotonic())
-            return self.run
+            self._follow()
+            self._run = self._read()
+            return self._run
 
-    def readiness(self) -> Run:
-        """Now; as at the last poll while another thread reads or computes: nobody waits for it."""
-        if self._lock.acquire(blocking=False):
-            try:
-                return self.poll()
-            finally:
-                self._lock.release()
-        last = self.run
-        age = time.monotonic() - last.read_at
-        if age <= self._limit:
-            return last
-        return replace(last, problems={"run": f"the rings were not read for {age:.0f} s"})
+    def _follow(self) -> None:
+        for number in self._files.rings():
+            if number not in self._rings:
+                self._rings[number] = RingFollower(self._files.ring(number), number)
+        polled = {number: ring.poll() for number, ring in sorted(self._rings.items())}
+        if any(self._rings[number].has_new_writer for number in polled):
+            # A run has all its rings before its first record, so these are of the new run alone.
+            self._rings = {n: ring for n, ring in self._rings.items() if ring.header}
+            self._windows, self._totals = {}, Totals.none()
+        for number, ring in self._rings.items():
+            records = polled[number]
+            if records is not None and len(records) and ring.header is not None:
+                self._add(ring.header, records)
 
-    @contextlib.contextmanager
-    def timeline(self) -> Iterator[Timeline]:
-        """The sums over time, which stay as they are meanwhile."""
-        with self._lock:
-            yield self._timeline
-
-    def _poll_rings(self) -> None:
-        for rank in self._files.rings():
-            if rank not in self._rings:
-                self._rings[rank] = self._new_ring(rank)
-        polls = {}
-        for rank, ring in sorted(self._rings.items()):  # first stages first
-            records = ring.poll()
-            if records is None or ring.header is None:
-                continue
-            records["layer"] += self._first_layer(ring.header)
-            ring.keep(records)
-            is_primary = rank in self._primary.by_stage.values()  # loads of others are not held
-            polls[rank] = records if is_primary else records[:0].copy()
-        self._primary.follow(polls, self._rings)
-
-    def _read(self, now: float) -> Run:
-        """The rings as they were just polled, and the other files."""
-        first = self._ring(self._primary.first).header
-        is_first = first is None or first.location.host.start == 0
-        run = Run(
-            self._run_dir,
-            now,
-            {},
-            control=self._read_control() if is_first else _NO_PAGE,
-            config=self._files.config(),
-            unbalanced=self._files.unbalanced(),
-        )
-        if first is not None:
-            header = self._header(first, run.control)
-            run = replace(run, header=header, readable=self._held(header, run.control))
-        return replace(run, problems=self._problems(run))
-
-    def _read_control(self) -> ControlState:
-        try:
-            with ControlPage.open(self._run_dir) as page:
-                return ControlState(page.policy, page.is_in_doubt, page.allows_ideal)
-        except ControlError:
-            return _NO_PAGE
-
-    def _header(self, first: RingHeader, control: ControlState) -> RingHeader:
-        """``first``, with the policy in force and the layers of all stages."""
-        primary = [self._ring(rank).header for rank in self._primary.by_stage.values()]
-        headers = [header for header in primary if header is not None]
-        return replace(
-            first,
-            policy=control.policy or first.policy,
-            num_layers=sum(header.num_layers for header in headers),
-            layers=tuple(map(sum, zip(*(header.layers for header in headers), strict=True))),
-            replicas=sum(header.replicas for header in headers),
-        )
-
-    def _held(self, header: RingHeader, control: ControlState) -> Held:
-        now_ns, size = time.monotonic_ns(), header.shape.num_ranks
-        firsts = sorted({number - number % size for number in self._rings})  # of each stage here
-        numbers = [first + rank for first in firsts for rank in header.location.host]
-        views = [self._ring(number).view(now_ns, self._limit, size) for number in numbers]
-        headers = [view.header for view in views if view.header]
-        return Held(
-            header=header,
-            views=views,
-            switched_off=switched_off(headers, header.policy, control.in_doubt),
-            primary=self._primary.records(),
-            rings={number: ring.records() for number, ring in self._rings.items()},
-            skipped=self._primary.skipped(),
-            costs=self._files.costs(),
-        )
-
-    def _problems(self, run: Run) -> dict[str, str]:
-        try:
-            views = run.held().views
-        except UnbalancedError as error:
-            return {"run": str(error)}
-        except NoRunError as error:
-            found = {str(rank): ring.error for rank, ring in sorted(self._rings.items())}
-            return found or {"run": str(error)}
-        found = {str(v.health.rank): v.health.problem for v in views if v.health.problem}
-        is_first = run.location is not None and run.location.host.start == 0
-        if is_first and run.control.policy is None:
-            found["run"] = "its control page was deleted or damaged; restart the engine"
-        return found
-
-    def _ring(self, rank: int) -> RingFollower:
-        """The follower of ``rank``; an empty one where no ring was found."""
-        return self._rings.get(rank) or self._new_ring(rank)
-
-    def _new_ring(self, rank: int) -> RingFollower:
-        return RingFollower(self._run_dir, rank, self._max_records, self._timeline)
+    def _add(self, header: RingHeader, records: RecordArray) -> None:
+        window = self._windows.get(header.pipeline_stage)
+        if window is None:
+            window = StageWindow(header, self._first_layer(header), self._max_rows)
+            self._windows[header.pipeline_stage] = window
+        if header.shape == window.shape:  # others are reported as a problem
+            new = considered(window.add(header.rank, records))
+            self._totals = self._totals.plus(new)
 
     def _first_layer(self, header: RingHeader) -> int:
         """How many layers the pipeline stages before that of ``header`` have."""
@@ -234,3 +274,73 @@ class RunStore:
             if other.pipeline_stage < header.pipeline_stage
         }
         return sum(before.values())
+
+    def _read(self) -> Run:
+        """The rings as they were just polled, and the other files."""
+        now_ns, unbalanced = time.monotonic_ns(), self._files.unbalanced()
+        primary = self._primary(now_ns)
+        has_page = not primary or primary[0].location.host.start == 0
+        control = self._control() if has_page else _NO_PAGE
+        if not primary:
+            problems = {str(n): ring.error for n, ring in sorted(self._rings.items())}
+            problems = problems or {"run": _NO_RING}
+            return Run(problems, control.policy, control.allows_ideal, unbalanced)
+        header = _of_all_stages(primary, control.policy)
+        views = self._views(header, now_ns)
+        headers = [view.header for view in views if view.header]
+        held = Held(
+            header=header,
+            ranks=views,
+            stages={one.pipeline_stage: self._rows(one) for one in primary},
+            totals=self._totals,
+            switched_off=switched_off(headers, header.policy, control.in_doubt),
+            costs=self._files.costs(),
+        )
+        problems = {str(view.state.rank): view.problem for view in views if view.problem}
+        if has_page and control.policy is None:
+            problems["run"] = "its control page was deleted or damaged; restart the engine"
+        return Run(problems, header.policy, control.allows_ideal, unbalanced, held)
+
+    def _primary(self, now_ns: int) -> list[RingHeader]:
+        """Of each stage the header whose counters of batches are shown.
+
+        All ranks of a stage plan the same. It is that of the lowest rank that is alive, else of the
+        lowest readable one.
+        """
+        headers = [ring.header for ring in self._rings.values() if ring.header is not None]
+        headers.sort(key=lambda header: (not header.alive(now_ns, self._limit), header.number))
+        chosen: dict[int, RingHeader] = {}
+        for header in headers:
+            if header.shape == headers[0].shape:
+                chosen.setdefault(header.pipeline_stage, header)
+        return [chosen[stage] for stage in sorted(chosen)]
+
+    def _rows(self, header: RingHeader) -> Rows:
+        """Of the pipeline stage of ``header``; none before its first record."""
+        return (self._windows.get(header.pipeline_stage) or StageWindow(header, 0)).rows
+
+    def _views(self, header: RingHeader, now_ns: int) -> list[RankView]:
+        size = header.shape.num_ranks
+        firsts = sorted({number - number % size for number in self._rings})  # of each stage here
+        numbers = [first + rank for first in firsts for rank in header.location.host]
+        rings = [self._rings.get(n) or RingFollower(self._files.ring(n), n) for n in numbers]
+        return [ring.view(now_ns, self._limit, size) for ring in rings]
+
+    def _control(self) -> _Control:
+        try:
+            with ControlPage.open(self._run_dir) as page:
+                return _Control(page.policy, page.is_in_doubt, page.allows_ideal)
+        except ControlError:
+            return _NO_PAGE  # also an engine without balancing has none
+
+
+def _of_all_stages(headers: Sequence[RingHeader], policy: Policy | None) -> RingHeader:
+    """The first of ``headers``, with ``policy`` in force and the layers of all stages."""
+    first = headers[0]
+    return replace(
+        first,
+        policy=policy or first.policy,
+        num_layers=sum(header.num_layers for header in headers),
+        layers=tuple(map(sum, zip(*(header.layers for header in headers), strict=True))),
+        replicas=sum(header.replicas for header in headers),
+    )

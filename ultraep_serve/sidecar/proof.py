@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from ultraep_serve.sidecar.statistics.snapshot import (
+from ultraep_serve.sidecar.documents import (
     SelfCheckPart,
     SelfCheckSnapshot,
     VerificationCount,

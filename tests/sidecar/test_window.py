@@ -1,0 +1,109 @@
+"""What the sidecar holds in memory: rows of 15 minutes, bounded, filled in by all ranks."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support.ring_files import create, planned
+from ultraep_serve.sidecar.window import BOUNDS, StageWindow, Totals, considered
+from ultraep_serve.telemetry.reader import RingReader
+from ultraep_serve.telemetry.record import RecordArray
+from ultraep_serve.telemetry.ring import RingHeader
+from ultraep_serve.telemetry.run_files import RunFiles
+from ultraep_serve.types import ExpertShape
+
+SHAPE = ExpertShape(num_ranks=2, num_logical_experts=8, num_replica_slots=1)
+SECOND = 10**9
+
+
+class Ranks:
+    """Both ranks' rings of a stage of one layer."""
+
+    def __init__(self, path: Path) -> None:
+        self.recorders = [
+            create(path, rank, SHAPE, num_layers=1, ring_records=64) for rank in (0, 1)
+        ]
+        self._readers = [RingReader(RunFiles(path).ring(rank)) for rank in (0, 1)]
+
+    @property
+    def header(self) -> RingHeader:
+        return self._readers[0].header()
+
+    def write(self, rank: int, batch: int, second: int = 1) -> None:
+        loads = np.array([30, 10])
+        record = planned(batch, bytes_sent=100 + rank, load_before=loads, load_after=loads // 2)
+        self.recorders[rank].record(record, second * SECOND)
+
+    def read(self, rank: int) -> RecordArray:
+        return self._readers[rank].poll().records
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Iterator[Ranks]:
+    made = Ranks(tmp_path)
+    yield made
+    for recorder in made.recorders:
+        recorder.close()
+
+
+def test_one_row_has_what_both_ranks_told_whichever_was_read_first(ranks: Ranks) -> None:
+    window = StageWindow(ranks.header, first_layer=5)
+    for rank, batches in ((0, (1, 2)), (1, (1, 2, 3)), (0, (3, 4)), (1, (4,))):
+        for batch in batches:
+            ranks.write(rank, batch)
+        window.add(rank, ranks.read(rank))
+    assert window.rows["batch"].tolist() == [1, 2, 3, 4]
+    assert window.rows["bytes_sent"].tolist() == [[100, 101]] * 4
+    assert set(window.rows["layer"].tolist()) == {5}
+
+
+def test_a_record_that_one_rank_lost_takes_nothing_of_the_others(ranks: Ranks) -> None:
+    window = StageWindow(ranks.header, 0)
+    for rank, batches in ((0, (1, 3)), (1, (1, 2, 3))):
+        for batch in batches:
+            ranks.write(rank, batch)
+        window.add(rank, ranks.read(rank))
+    assert window.rows["batch"].tolist() == [1, 3]
+    assert window.rows["bytes_sent"].tolist() == [[100, 101]] * 2
+
+
+def test_fifteen_minutes_are_held_up_to_the_newest_row(ranks: Ranks) -> None:
+    window = StageWindow(ranks.header, 0)
+    for batch, second in enumerate((1000, 1100, 1899, 1900, 2001)):
+        ranks.write(0, batch, second)
+        window.add(0, ranks.read(0))
+    assert window.rows["batch"].tolist() == [2, 3, 4]
+
+
+def test_rows_are_bounded_and_the_newest_stay(ranks: Ranks) -> None:
+    window = StageWindow(ranks.header, 0, max_rows=10)
+    before = window.rows
+    for batch in range(100):
+        ranks.write(0, batch)
+        if batch % 7 == 6:
+            window.add(0, ranks.read(0))
+            assert window.rows["batch"].tolist() == list(range(max(0, batch - 9), batch + 1))
+            assert len(window.rows["batch"].base) <= 64
+    assert not len(before)  # what was given out stays as it was
+
+
+def test_large_rows_are_few(tmp_path: Path) -> None:
+    shape = ExpertShape(num_ranks=512, num_logical_experts=4096, num_replica_slots=8)
+    recorder = create(tmp_path, shape=shape, ring_records=1)
+    window = StageWindow(RingReader(RunFiles(tmp_path).ring(0)).header(), 0)
+    assert window._max_rows * (512 * (8 + 8 + 7 * 4) + 4096 * 4) <= 64 << 20
+    recorder.close()
+
+
+def test_totals_count_every_row_once(ranks: Ranks) -> None:
+    window, totals = StageWindow(ranks.header, 0), Totals.none()
+    for batch in range(6):
+        ranks.write(0, batch)
+        ranks.write(1, batch)
+        for rank in (0, 1):
+            totals = totals.plus(considered(window.add(rank, ranks.read(rank))))
+    place = BOUNDS.index(1.5)
+    assert totals.counts["before"][place] == totals.counts["before"].sum() == 6
+    assert totals.sums["before"] == 9.0

@@ -1,0 +1,189 @@
+"""The endpoints: state, balance, and control of the policy."""
+
+import threading
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+from anyio import CapacityLimiter, to_thread
+from fastapi import APIRouter, Depends, Query, Request, Response
+from fastapi import Path as InPath
+from fastapi.responses import JSONResponse
+from fastapi.security import HTTPBearer
+from prometheus_client.exposition import choose_encoder
+from pydantic import BaseModel
+
+from ultraep_serve import __version__
+from ultraep_serve.errors import ControlError
+from ultraep_serve.sidecar.access import MAX_BODY_BYTES
+from ultraep_serve.sidecar.documents import (
+    BalanceSnapshot,
+    BatchList,
+    ConfigAnswer,
+    Heatmap,
+    History,
+    LayerDetail,
+    PolicyAnswer,
+    PolicyRequest,
+    Readiness,
+)
+from ultraep_serve.sidecar.metrics import StoreCollector
+from ultraep_serve.sidecar.statistics import batch_list, heatmap, history, layer_detail, summarise
+from ultraep_serve.sidecar.store import RunStore
+from ultraep_serve.telemetry.control import ControlPage
+from ultraep_serve.telemetry.run_files import RunFiles
+from ultraep_serve.types import Policy
+
+__all__ = ["balance_routes", "control_routes", "state_routes"]
+
+_MAX_NUMBER = (1 << 63) - 1
+
+SinceNs = Annotated[
+    int, Query(ge=0, le=_MAX_NUMBER, description="only what happened at or after this Unix time")
+]
+PolicyName = Annotated[Policy | None, Query(description="only batches under this policy")]
+Limit = Annotated[int, Query(ge=1, le=1000, description="batches to return")]
+Before = Annotated[
+    int | None, Query(ge=0, le=_MAX_NUMBER, description="only batches with smaller numbers")
+]
+Layer = Annotated[int, InPath(ge=0, le=1 << 30)]
+
+_Responses = dict[int | str, dict[str, Any]]
+_NO_RUN: _Responses = {503: {"description": "no ring can be read, or it runs unbalanced"}}
+_NOT_HELD: _Responses = {404: {"description": "no records of it are held"}}
+_REFUSALS: _Responses = {
+    401: {"description": "the token is missing or wrong"},
+    403: {"description": "the sidecar has no token"},
+    409: {
+        "description": "no engine to control, not the first host's sidecar, or policy ideal in a "
+        "server that was started without --allow-ideal"
+    },
+    411: {"description": "the length of the body is not stated"},
+    413: {"description": f"the body has more than {MAX_BODY_BYTES} bytes"},
+}
+
+
+def state_routes(store: RunStore, files: RunFiles, *, control_open: bool) -> APIRouter:
+    """Health, readiness, metrics and configuration, which says whether ``control_open``."""
+    router = APIRouter(tags=["state"])
+    prober = CapacityLimiter(1)  # a thread of its own: whatever others ask, probes are answered
+
+    @router.get("/healthz")
+    async def healthz() -> dict[str, str]:
+        """200 while the sidecar itself answers."""
+        return {"status": "ok"}
+
+    @router.get("/readyz", response_model=Readiness, responses={503: {"model": Readiness}})
+    async def readyz() -> JSONResponse:
+        """200 when every rank of this host is alive and ready, or runs unbalanced, else 503.
+
+        With the reasons. A server that could not be balanced is ready, with status unbalanced:
+        on_unsupported=off says that serving matters more than balancing, and a probe that failed
+        would end the serving. So is one whose balancing has switched itself off.
+        """
+        run = await to_thread.run_sync(store.poll, limiter=prober)
+        is_off = run.ready and bool(run.unbalanced or run.switched_off)
+        answer = Readiness(
+            ready=run.ready,
+            status="unbalanced" if is_off else "ready" if run.ready else "not ready",
+            reasons=run.reasons,
+        )
+        return JSONResponse(answer.model_dump(), status_code=200 if run.ready else 503)
+
+    @router.get(
+        "/metrics",
+        response_class=Response,
+        responses={200: {"content": {"text/plain": {}, "application/openmetrics-text": {}}}},
+    )
+    def metrics(request: Request) -> Response:
+        """Prometheus metrics, in the format that the client prefers."""
+        try:
+            encode, content_type = choose_encoder(request.headers.get("accept", ""))
+        except (TypeError, ValueError):  # it asks for a version that is no number
+            encode, content_type = choose_encoder("")
+        return Response(encode(StoreCollector(store)), headers={"content-type": content_type})
+
+    @router.get("/v1/config")
+    def config() -> ConfigAnswer:
+        """The policy in force, the policies that may be set, and the settings at start."""
+        run = store.poll()
+        return ConfigAnswer(
+            version=__version__,
+            policy=run.policy.value if run.policy else None,
+            policies=[one.value for one in Policy if one is not Policy.IDEAL or run.allows_ideal],
+            control_open=control_open,
+            config=files.config(),
+        )
+
+    return router
+
+
+def balance_routes(store: RunStore) -> APIRouter:
+    """What is answered from the rows held; each answer polls first."""
+    router = APIRouter(prefix="/v1/balance", responses=_NO_RUN, tags=["balance"])
+
+    @router.get("", response_model=BalanceSnapshot)
+    def balance(since_ns: SinceNs = 0, policy: PolicyName = None) -> Response:
+        """Imbalance, replicas, bytes, times and savings over the last 15 minutes, or less."""
+        return _json(summarise(store.poll().held(), since_ns, policy))
+
+    @router.get("/heatmap", response_model=Heatmap)
+    def heat() -> Response:
+        """Load of each rank in each layer, relative to the mean of the layer's ranks."""
+        return _json(heatmap(store.poll().held()))
+
+    @router.get("/history", response_model=History)
+    def over_time() -> Response:
+        """Imbalance and savings over the last 15 minutes."""
+        return _json(history(store.poll().held(), int(time.time())))
+
+    @router.get("/batches", response_model=BatchList)
+    def batches(limit: Limit = 20, before: Before = None) -> Response:
+        """Prefill batches, newest first; under policy off none are recorded."""
+        return _json(batch_list(store.poll().held(), limit, before))
+
+    @router.get("/layers/{layer}", response_model=LayerDetail, responses=_NOT_HELD)
+    def one_layer(layer: Layer) -> Response:
+        """One MoE layer, and its plan in the newest batch: loads, replicas, times by rank."""
+        return _json(layer_detail(store.poll().held(), layer))
+
+    return router
+
+
+def _json(document: BaseModel) -> Response:
+    """Without the second validation that FastAPI gives to an answer."""
+    return Response(document.model_dump_json(), media_type="application/json")
+
+
+def control_routes(store: RunStore, run_dir: Path) -> APIRouter:
+    """The policy in the control page in ``run_dir``, for those whom ``access.Guard`` lets pass."""
+    bearer = Depends(HTTPBearer(auto_error=False, description="the sidecar's control token"))
+    router = APIRouter(
+        prefix="/v1/control", dependencies=[bearer], responses=_REFUSALS, tags=["control"]
+    )
+    one_writer = threading.Lock()
+
+    @router.post("/policy")
+    def set_policy(request: PolicyRequest) -> PolicyAnswer:
+        """Change the policy from the next batch on, on all ranks."""
+        with one_writer, _page(store, run_dir) as page:
+            return PolicyAnswer(policy=request.policy, sequence=page.set_policy(request.policy))
+
+    return router
+
+
+def _page(store: RunStore, run_dir: Path) -> ControlPage:
+    """The control page, which ranks read on the host of rank 0 only. Raises ControlError."""
+    location = store.poll().location  # records from before the change are counted before it
+    if location is not None and location.host.start > 0:
+        raise ControlError(
+            f"the policy of all {location.num_ranks} ranks is set on the first host, "
+            f"{location.first_host or 'which holds rank 0'}: ask the sidecar there"
+        )
+    try:
+        return ControlPage.open(run_dir)
+    except ControlError as error:
+        raise ControlError(
+            f"{error}; the engine is still loading, was started with --policy off, or somebody has "
+            "deleted its files"
+        ) from error

@@ -1,1 +1,0 @@
-"""The figures that the sidecar answers with, computed from records."""
